@@ -1,0 +1,95 @@
+# Every tests/cpp/**/test_*.cpp becomes one program and one ctest of its path below tests/cpp,
+# without "test_" and the ending: stages/test_norm.cpp is stages/norm.
+#
+# test_*_tsan.cpp is built with ThreadSanitizer and linked with nothing of ours, so it covers what it
+# includes. When it holds the marker LOWLAT_PLANT, a second build with -DLOWLAT_PLANT=1 must be
+# caught by the sanitizer: <name>_planted.
+set(_tests_dir ${CMAKE_CURRENT_SOURCE_DIR}/tests/cpp)
+# No test may hang. The sanitizer makes programs about ten times slower.
+set(_budget_s 300)
+
+# The tests see the library's inner functions, which the shared library hides.
+if(LOWLAT_HAVE_KERNELS)
+  add_library(lowlat_kernels_inner STATIC $<TARGET_OBJECTS:lowlat_kernels_objects>)
+  target_link_libraries(lowlat_kernels_inner PUBLIC lowlat_flags)
+endif()
+
+# ThreadSanitizer needs its address ranges free; `setarch -R` turns the randomisation off that may
+# take them. Both may be missing in a container, so a program is built and run to see.
+find_program(LOWLAT_SETARCH setarch)
+if(NOT DEFINED LOWLAT_TSAN_RUN)
+  set(_probe ${CMAKE_CURRENT_BINARY_DIR}/tsan_probe)
+  file(WRITE ${_probe}.cpp "int main() { return 0; }\n")
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -fsanitize=thread ${_probe}.cpp -o ${_probe}
+    RESULT_VARIABLE _built OUTPUT_QUIET ERROR_QUIET)
+  set(_run NONE)
+  if(_built EQUAL 0)
+    if(LOWLAT_SETARCH)
+      execute_process(COMMAND ${LOWLAT_SETARCH} ${CMAKE_HOST_SYSTEM_PROCESSOR} -R ${_probe}
+        RESULT_VARIABLE _ran OUTPUT_QUIET ERROR_QUIET TIMEOUT 20)
+      if(_ran EQUAL 0)
+        set(_run ${LOWLAT_SETARCH} ${CMAKE_HOST_SYSTEM_PROCESSOR} -R)
+      endif()
+    endif()
+    if(_run STREQUAL "NONE")
+      execute_process(COMMAND ${_probe} RESULT_VARIABLE _ran OUTPUT_QUIET ERROR_QUIET TIMEOUT 20)
+      if(_ran EQUAL 0)
+        set(_run env)
+      endif()
+    endif()
+  endif()
+  set(LOWLAT_TSAN_RUN "${_run}" CACHE INTERNAL "prefix that runs a ThreadSanitizer program, or NONE")
+endif()
+if(LOWLAT_TSAN_RUN STREQUAL "NONE")
+  message(STATUS "ThreadSanitizer programs do not run here: their tests are disabled")
+endif()
+
+function(lowlat_test_program target name source)
+  add_executable(${target} ${source})
+  target_include_directories(${target} PRIVATE ${_tests_dir} ${CMAKE_CURRENT_SOURCE_DIR})
+  target_compile_definitions(${target} PRIVATE LOWLAT_TEST_NAME="${name}"
+    LOWLAT_SOURCE_DIR="${CMAKE_CURRENT_SOURCE_DIR}")
+  target_link_libraries(${target} PRIVATE lowlat_flags)
+endfunction()
+
+file(GLOB_RECURSE _test_sources CONFIGURE_DEPENDS RELATIVE ${_tests_dir} ${_tests_dir}/test_*.cpp)
+foreach(_source IN LISTS _test_sources)
+  string(REGEX REPLACE "(^|/)test_([^/]*)\\.cpp$" "\\1\\2" _name ${_source})
+  string(REPLACE "/" "_" _target test_${_name})
+  if(_name MATCHES "_tsan$")
+    set(_variants plain)
+    file(STRINGS ${_tests_dir}/${_source} _plant REGEX "LOWLAT_PLANT")
+    if(_plant)
+      list(APPEND _variants planted)
+    endif()
+    foreach(_variant IN LISTS _variants)
+      if(_variant STREQUAL "planted")
+        set(_suffix _planted)
+        set(_expect ${CMAKE_CURRENT_SOURCE_DIR}/tests/tools/expect_race.sh)
+      else()
+        set(_suffix "")
+        set(_expect "")
+      endif()
+      lowlat_test_program(${_target}${_suffix} ${_name}${_suffix} ${_tests_dir}/${_source})
+      target_compile_options(${_target}${_suffix} PRIVATE -fsanitize=thread -O1 -g)
+      target_link_options(${_target}${_suffix} PRIVATE -fsanitize=thread)
+      if(_suffix)
+        target_compile_definitions(${_target}${_suffix} PRIVATE LOWLAT_PLANT=1)
+      endif()
+      add_test(NAME ${_name}${_suffix}
+        COMMAND ${_expect} ${LOWLAT_TSAN_RUN} $<TARGET_FILE:${_target}${_suffix}>)
+      set_tests_properties(${_name}${_suffix} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${_budget_s}
+        ENVIRONMENT "TSAN_OPTIONS=exitcode=66")
+      if(LOWLAT_TSAN_RUN STREQUAL "NONE")
+        set_tests_properties(${_name}${_suffix} PROPERTIES DISABLED TRUE)
+      endif()
+    endforeach()
+  else()
+    lowlat_test_program(${_target} ${_name} ${_tests_dir}/${_source})
+    if(LOWLAT_HAVE_KERNELS)
+      target_link_libraries(${_target} PRIVATE lowlat_kernels_inner)
+    endif()
+    add_test(NAME ${_name} COMMAND ${_target})
+    set_tests_properties(${_name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${_budget_s})
+  endif()
+endforeach()
