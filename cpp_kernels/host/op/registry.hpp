@@ -1,0 +1,116 @@
+// host/op/registry.hpp: one table of operations: what each takes, gives, promises, and how it is run.
+//
+// An operation's file (host/op/ops_*.cpp) describes its arrays and gives two functions: one that
+// calls reference/ and one that calls the stage on the scalar platform. Checks that the shapes
+// and dtypes cannot say (ranges, codes, ratios) are in its `check`.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "lowlat/kernels.h"
+
+namespace lowlat::host {
+
+// A refusal: what() is the one line a user reads. It begins with the array's name where one is at fault.
+struct OpError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Shape is a comma list of dimensions: a number ("512"), a symbol ("T"), a number times a symbol
+// ("4H", "24D"), and any of these over a number or symbol ("H/2", "K/b"; must divide). A symbol's first
+// bare use binds it; "1..64" style limits belong in `check`.
+struct ArgSpec {
+  const char* name;
+  lowlat_dtype dtype;
+  const char* dtype_word;  // what the array means: "bf16", "e4m3", "ue8m0", "fp4", "f32", "i32", "i64", "u8"
+  const char* shape;
+  bool optional;
+  const char* about;
+};
+
+using Dims = std::map<std::string, std::int64_t>;
+
+// The arrays of one call, already checked against their specs.
+class OpArgs {
+ public:
+  OpArgs(const char* model, Dims dims) : model_(model), dims_(std::move(dims)) {}
+
+  const std::string& model() const { return model_; }
+  std::int64_t dim(const std::string& symbol) const { return dims_.at(symbol); }
+  void set_dim(const std::string& symbol, std::int64_t value) { dims_[symbol] = value; }
+  const Dims& dims() const { return dims_; }
+
+  bool has(const std::string& name) const { return arrays_.count(name) != 0; }
+  template <class T>
+  std::span<const T> in(const std::string& name) const {
+    const auto& a = arrays_.at(name);
+    return {static_cast<const T*>(a.data), static_cast<std::size_t>(count(a))};
+  }
+  template <class T>
+  std::span<T> out(const std::string& name) const {
+    const auto& a = arrays_.at(name);
+    return {static_cast<T*>(a.data), static_cast<std::size_t>(count(a))};
+  }
+  // First element of a one-element i64 array (ratio, block, ...), or `otherwise` when it is absent.
+  std::int64_t scalar(const std::string& name, std::int64_t otherwise) const {
+    return has(name) ? in<std::int64_t>(name)[0] : otherwise;
+  }
+  void add(const lowlat_array& a) { arrays_[a.name] = a; }
+
+ private:
+  static std::int64_t count(const lowlat_array& a) {
+    std::int64_t n = 1;
+    for (std::uint32_t i = 0; i < a.ndim; ++i) n *= a.shape[i];
+    return n;
+  }
+  std::string model_;
+  Dims dims_;
+  std::map<std::string, lowlat_array> arrays_;
+};
+
+struct OpNumerics {
+  const char* platform;  // "scalar"
+  const char* output;
+  const char* bound;     // "bitwise" or e.g. "rel_l2 <= 2e-3": ||out - ref|| / ||ref|| against reference
+};
+
+struct OpSpec {
+  const char* name;
+  const char* models;  // "v41" (later "v4 v41")
+  const char* about;
+  std::vector<ArgSpec> in;
+  std::vector<ArgSpec> out;
+  std::vector<OpNumerics> numerics;
+  // Throws OpError on what the shapes cannot say; may set symbols that the outputs' shapes use.
+  std::function<void(OpArgs&)> check;
+  std::function<void(const OpArgs&)> reference;
+  std::function<void(const OpArgs&)> scalar;
+};
+
+// Each ops_*.cpp gives its part; the order here is the order of --list.
+std::vector<OpSpec> ops_mix();        // hc_stats, hc_combine_norm, hc_post, rms_norm, rank_sum
+std::vector<OpSpec> ops_linear();     // block_linear, lm_head
+std::vector<OpSpec> ops_rope_kv();    // rope, kv_pack, kv_unpack
+std::vector<OpSpec> ops_attention();  // sparse_attention, compress
+std::vector<OpSpec> ops_index();      // index_query, index_select, candidate_blocks
+std::vector<OpSpec> ops_moe();        // gate, experts
+std::vector<OpSpec> ops_engram();     // engram_hash, engram_lookup, engram_apply
+std::vector<OpSpec> ops_draft();      // markov_draft, accept
+
+const std::vector<OpSpec>& op_table();
+
+// Helpers for `check`, so that every message has one form.
+// "ids[3] is 12; needed 0 .. 7 (E = 8)"
+void require_range(const OpArgs& args, const std::string& name, std::int64_t low, std::int64_t high,
+                   const std::string& why);
+// Refuses NaN (and infinity unless allowed) by name and index; decodes bf16 and e4m3 by dtype_word.
+void require_finite(const OpArgs& args, const OpSpec& spec, const std::string& name);
+void require(bool ok, const std::string& message);
+
+}  // namespace lowlat::host

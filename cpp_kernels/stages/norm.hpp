@@ -1,0 +1,43 @@
+// stages/norm.hpp: RMS norms of one row.
+#pragma once
+#ifndef LOWLAT_PLATFORM
+#error "include one platform before any stage"
+#endif
+
+#include <cstdint>
+
+#include "stages/format.hpp"
+#include "stages/sum.hpp"
+
+namespace lowlat::LOWLAT_PLATFORM::stages {
+
+// out = bf( x * rsqrt(mean(x^2) + eps) * gain ) over one row of n values; the caller decides what x was
+// rounded to before. The block calls; out may be x's buffer when Out is float. Syncs inside; the
+// scratch is free on return.
+template <class Block>
+struct RmsNorm {
+  using Scratch = typename BlockSum<Block>::Scratch;
+
+  // 1 / sqrt(mean(x^2) + eps), in every thread.
+  LOWLAT_DEVICE static float scale(const float* x, int n, float eps, Scratch& scratch) {
+    float sum_sq;
+    if constexpr (Block::kNumThreads == 1) {
+      sum_sq = dot(x, x, n);
+    } else {
+      sum_sq = 0.0f;
+      for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) sum_sq += x[i] * x[i];
+    }
+    const float mean_sq = BlockSum<Block>::run(sum_sq, scratch) / static_cast<float>(n);
+    return plat::rsqrt(mean_sq + eps);
+  }
+
+  LOWLAT_DEVICE static void run(std::uint16_t* out, const float* x, const std::uint16_t* gain,
+                                int n, float eps, Scratch& scratch) {
+    const float s = scale(x, n, eps, scratch);
+    for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) {
+      out[i] = to_bf16(x[i] * s * from_bf16(gain[i]));
+    }
+  }
+};
+
+}  // namespace lowlat::LOWLAT_PLATFORM::stages

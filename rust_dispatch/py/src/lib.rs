@@ -1,0 +1,1 @@
+//! The Python face of lowlat-core: module lowlat._dispatch
