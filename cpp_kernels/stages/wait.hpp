@@ -1,0 +1,107 @@
+// stages/wait.hpp: every wait for a peer ends: the word arrived, its deadline passed, or somebody aborted.
+//
+// Ordering     abort     written by any rank or the host (release.system), read by every wait
+//              (acquire.system). It only goes from 0 to a non-zero reason and nothing is published by it,
+//              so a late reader loses time, never data.
+//              status    written by the one thread that saw the deadline pass, before its release of
+//              `state`; the host reads the rest after it acquired a non-zero state.
+#pragma once
+#ifndef LOWLAT_PLATFORM
+#error "include one platform before any stage"
+#endif
+
+#include <cstdint>
+
+namespace lowlat::LOWLAT_PLATFORM::stages {
+
+// What a wait is for; the word that a fault report shows. Numbers are part of the status words.
+enum class StageId : std::uint32_t {
+  none = 0,
+  embed_sum = 1,
+  engram_gather = 2,
+  attention_sum = 3,
+  moe_sum = 4,
+  logits_gather = 5,
+  argmax_gather = 6,
+  draft_token_gather = 7,
+  draft_logits_gather = 8,
+  count
+};
+
+enum class WaitResult : std::uint32_t { arrived, expired, aborted };
+
+// The status words of one rank, in memory that the host can read while the kernel runs.
+struct StatusWords {
+  std::uint32_t state;  // 0 healthy, 1 a wait expired here, 2 aborted by a peer, 3 aborted by host
+  std::uint32_t kernel;
+  std::uint32_t stage;
+  std::int32_t peer;
+  std::uint64_t epoch;
+};
+
+// Abort words hold 0 or the reason: 1 + the rank that raised it, or kAbortByHost.
+inline constexpr std::uint32_t kAbortByHost = 0xffff'ffffu;
+
+// Whom to tell: this rank's and all peers' abort words, and where to write what happened.
+struct FaultPort {
+  std::uint32_t* const* abort_words;  // [tp_size], own rank included
+  StatusWords* status;
+  int tp_rank, tp_size;
+  std::uint64_t budget_ns;  // of every wait
+};
+
+// One thread calls. Stores what happened, then raises the abort word on every rank.
+LOWLAT_DEVICE void raise_fault(const FaultPort& port, std::uint32_t kernel, StageId stage, int peer,
+                               std::uint64_t epoch) {
+  port.status->kernel = kernel;
+  port.status->stage = static_cast<std::uint32_t>(stage);
+  port.status->peer = peer;
+  port.status->epoch = epoch;
+  plat::store_release<plat::Scope::system>(&port.status->state, 1u);
+  for (int rank = 0; rank < port.tp_size; ++rank) {
+    plat::store_release<plat::Scope::system>(port.abort_words[rank],
+                                             1u + static_cast<std::uint32_t>(port.tp_rank));
+  }
+}
+
+// One thread calls. Stores that a peer (or the host) ended the step.
+LOWLAT_DEVICE void note_abort(const FaultPort& port, std::uint32_t kernel, StageId stage,
+                              std::uint64_t epoch) {
+  const std::uint32_t reason =
+      plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]);
+  port.status->kernel = kernel;
+  port.status->stage = static_cast<std::uint32_t>(stage);
+  port.status->peer = reason == kAbortByHost ? -1 : static_cast<std::int32_t>(reason) - 1;
+  port.status->epoch = epoch;
+  plat::store_release<plat::Scope::system>(&port.status->state, reason == kAbortByHost ? 3u : 2u);
+}
+
+// Polls `arrived` until it is true, the abort word rises or the budget is spent. One thread calls.
+// The clock is read only once the first poll has failed: a peer that was there costs no clock.
+template <class Arrived>
+LOWLAT_DEVICE WaitResult wait_until(const FaultPort& port, Arrived arrived) {
+  if (arrived()) return WaitResult::arrived;
+  const std::uint64_t deadline_ns = plat::clock_ns() + port.budget_ns;
+  for (;;) {
+    if (arrived()) return WaitResult::arrived;
+    if (plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u) {
+      return WaitResult::aborted;
+    }
+    if (plat::clock_ns() > deadline_ns) return WaitResult::expired;
+    plat::spin_pause();
+  }
+}
+
+// As wait_until, with the fault or abort already reported; true when it arrived.
+template <class Arrived>
+LOWLAT_DEVICE bool wait_or_report(const FaultPort& port, std::uint32_t kernel, StageId stage,
+                                  int peer, std::uint64_t epoch, Arrived arrived) {
+  switch (wait_until(port, arrived)) {
+    case WaitResult::arrived: return true;
+    case WaitResult::expired: raise_fault(port, kernel, stage, peer, epoch); return false;
+    case WaitResult::aborted: note_abort(port, kernel, stage, epoch); return false;
+  }
+  return false;
+}
+
+}  // namespace lowlat::LOWLAT_PLATFORM::stages
