@@ -1,0 +1,80 @@
+# One command each. Everything lands in .venv/, build/, target/ and out/; nothing outside.
+#   make demo        build what is needed and replay a small agent trace
+#   make test        everything that needs no GPU; K=norm: only names that contain norm
+#   make test-deep   the same, longer and under sanitizers
+#   make tidy        format, lints, tests about the tree
+#   make setup build golden header bench gpu-test clean
+#
+# CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
+# by lock file and compiler, for machines that build many clones (CI).
+
+.DELETE_ON_ERROR:
+.PHONY: setup build demo test test-deep tidy golden header bench gpu-test clean
+
+SHELL := bash
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+# Tests and builds find the pinned tools first.
+export PATH := $(BIN):$(HOME)/.cargo/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONDONTWRITEBYTECODE := 1
+
+ifneq ($(LOWLAT_CACHE),)
+  CARGO_TARGET_DIR ?= $(LOWLAT_CACHE)/cargo-$(shell \
+    { cat Cargo.lock; rustc -V; } | cksum | tr ' ' '-')
+endif
+CARGO_TARGET_DIR ?= $(CURDIR)/target
+export CARGO_TARGET_DIR
+
+BUILD := build/py
+SOURCES := CMakeLists.txt pyproject.toml Cargo.toml Cargo.lock LICENSE README.md \
+  $(shell find cpp_kernels python rust_dispatch -type f -not -name '*.pyc' -not -path '*/target/*')
+
+setup: .venv/setup.done
+
+.venv/setup.done: tests/tools/requirements.txt cpp_kernels/cmake/python_headers.py
+	@command -v cargo >/dev/null || { echo "no cargo: install Rust 1.85 or newer (rustup.rs)"; exit 1; }
+	@command -v g++ >/dev/null || { echo "no g++: install a C++20 compiler (g++ 12 or newer)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -r tests/tools/requirements.txt
+	@$(BIN)/python cpp_kernels/cmake/python_headers.py --fetched .venv/python-dev --fetch >/dev/null
+	@touch $@
+
+build: .venv/build.done
+
+.venv/build.done: .venv/setup.done $(SOURCES)
+	$(BIN)/pip install --no-build-isolation --no-deps \
+	  --config-settings=build-dir=$(BUILD) \
+	  --config-settings=cmake.define.LOWLAT_TESTS=ON \
+	  --config-settings=cmake.define.LOWLAT_PYTHON_HEADERS=$(CURDIR)/.venv/python-dev \
+	  --config-settings=cmake.define.LOWLAT_CARGO_TARGET_DIR=$(CARGO_TARGET_DIR) .
+	@touch $@
+
+demo: build
+	$(BIN)/lowlat replay examples/traces/small.json --model tiny-v41 --tp 2 --report out/demo
+
+test: build
+	@$(BIN)/python tests/tools/run_tests.py --build-dir $(BUILD) --filter "$(K)"
+
+test-deep: test
+	cmake -G Ninja -S . -B build/asan -DCMAKE_BUILD_TYPE=Debug \
+	  -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+	cmake --build build/asan
+	ctest --test-dir build/asan --output-on-failure --label-exclude rust --exclude-regex tsan
+	PROPTEST_CASES=5000 cargo test --workspace --locked --release
+
+tidy: build
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	PYO3_BUILD_EXTENSION_MODULE=1 cargo clippy -p lowlat-py --features python --locked -- -D warnings
+	ruff check .
+	ruff format --check .
+	find cpp_kernels tests rust_dispatch -name '*.[ch]' -o -name '*.[ch]pp' | grep -v /target/ \
+	  | xargs clang-format --dry-run -Werror
+	$(BIN)/python -m pytest tests/tidy
+
+gpu-test:
+	@echo "no GPU tests: this version has kernels for the platform scalar (CPU) only"; exit 1
+
+clean:
+	rm -rf build target out .venv

@@ -1,0 +1,1 @@
+"""The command ``lowlat``: one module a subcommand, each with ``add_parser`` and ``run``."""

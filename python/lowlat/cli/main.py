@@ -1,0 +1,86 @@
+"""Entry point of the command ``lowlat``."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lowlat.cli import check, op, replay
+from lowlat.cli.outcome import FAULT, CommandError, UsageError, one_line
+from lowlat.cli.parts import version
+
+EPILOG = """\
+exit status: 0 done; 1 refused, or a check that failed; 2 wrong usage; 3 fault
+
+examples:
+  lowlat replay trace.json --model tiny-v41 --tp 2 --report out/
+  lowlat op --list
+  lowlat op rms_norm --in case.npz --out out.npz --platform scalar
+  lowlat check --model tiny-v41 --tp 2 --isa scalar
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help)")
+
+
+class VersionAction(argparse.Action):
+    """Prints the version when asked, and looks it up only then."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        print(f"lowlat {version()}")
+        parser.exit()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="lowlat",
+        description="Low-latency decode for mixture-of-experts models: replay agent traces, run"
+        " one operation, check what can be served.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (replay, op, check):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status; every failure is one line on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == [replay.NAME]:
+            # Its options are the engine's own, --help included, so argparse never sees them.
+            return replay.run_words(words[1:])
+        arguments = build_parser().parse_args(words)
+        return arguments.run(arguments)
+    except CommandError as error:
+        print(f"lowlat: {one_line(error)}", file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:
+        # The reader left (`lowlat op --list | head`). The interpreter flushes stdout once more as
+        # it ends, so that goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAULT
+    except KeyboardInterrupt:
+        print("lowlat: interrupted", file=sys.stderr)
+        return 130
+    except MemoryError:
+        print("lowlat: out of memory", file=sys.stderr)
+        return FAULT
+    except Exception as error:  # the last border: a user gets a line, never a traceback
+        print(f"lowlat: bug: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+        return FAULT

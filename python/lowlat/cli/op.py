@@ -1,0 +1,154 @@
+"""``lowlat op``: one operation alone, from an .npz file to an .npz file."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowlat.cli.outcome import DONE, FaultError, RefusedError, UsageError, one_line
+from lowlat.cli.parts import native
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NAME = "op"
+
+# How each kind of array travels in an .npz file.
+NUMPY_DTYPES = {
+    "f32": "float32",
+    "bf16": "uint16",
+    "e4m3": "uint8",
+    "ue8m0": "uint8",
+    "fp4": "uint8",
+    "u8": "uint8",
+    "i32": "int32",
+    "i64": "int64",
+}
+
+DESCRIPTION = """\
+Runs one operation on the arrays of an .npz file and writes its outputs as another, so that
+anyone can compare it with an oracle of their own. bf16 travels as uint16 bits; e4m3, ue8m0 and
+packed fp4 as uint8 codes. Sizes come from the arrays.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        NAME,
+        help="run one operation alone (lowlat op --list)",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the operation")
+    parser.add_argument("--list", action="store_true", help="list operations, arrays and numerics")
+    parser.add_argument("--json", action="store_true", help="with --list: as JSON")
+    parser.add_argument("--in", dest="in_path", type=Path, metavar="FILE", help="inputs (.npz)")
+    parser.add_argument("--out", dest="out_path", type=Path, metavar="FILE", help="outputs (.npz)")
+    parser.add_argument(
+        "--platform",
+        default="scalar",
+        help="reference (float64, the meaning) or scalar (the stage); default %(default)s",
+    )
+    parser.add_argument("--model", default="v41", help="model's rules; default %(default)s")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        if arguments.in_path or arguments.out_path:
+            raise UsageError("op --list takes no --in and no --out")
+        print_list(operations(), arguments.name, as_json=arguments.json)
+        return DONE
+    if arguments.json:
+        raise UsageError("op --json goes with --list")
+    missing = [
+        word
+        for word, value in (
+            ("NAME", arguments.name),
+            ("--in FILE", arguments.in_path),
+            ("--out FILE", arguments.out_path),
+        )
+        if value is None
+    ]
+    if missing:
+        raise UsageError(f"op needs {', '.join(missing)} (lowlat op --help)")
+    run_file(
+        arguments.name, arguments.model, arguments.platform, arguments.in_path, arguments.out_path
+    )
+    return DONE
+
+
+def run_file(op: str, model: str, platform: str, in_path: Path, out_path: Path) -> None:
+    """Runs `op` on the arrays of `in_path`; `out_path` is written whole or not at all."""
+    from lowlat.cli import npz
+
+    spec = find(operations(), op)
+    if out_path.is_dir() or not out_path.parent.is_dir():
+        raise RefusedError(f"{out_path}: needed the path of a file in a folder that exists")
+    arrays = npz.read(in_path)
+    check_dtypes(in_path, spec, arrays)
+    try:
+        outputs = native("_kernels").run_op(op, model, platform, arrays)
+    except ValueError as error:
+        raise RefusedError(f"{in_path}: {one_line(error)}") from error
+    except RuntimeError as error:
+        raise FaultError(f"{op}: {one_line(error)}") from error
+    npz.write(out_path, outputs)
+
+
+def operations() -> list[dict[str, Any]]:
+    return json.loads(native("_kernels").op_list())
+
+
+def find(ops: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    for op in ops:
+        if op["name"] == name:
+            return op
+    names = ", ".join(op["name"] for op in ops)
+    raise RefusedError(f"no operation {name!r}; there are {names}")
+
+
+def check_dtypes(path: Path, spec: Mapping[str, Any], arrays: "Mapping[str, np.ndarray]") -> None:
+    """Refuses another numpy dtype than the operation's, in numpy's words. Names, shapes and values
+    are the kernel library's to check."""
+    for argument in spec["in"]:
+        name = argument["name"]
+        needed = NUMPY_DTYPES[argument["dtype"]]
+        if name not in arrays or arrays[name].dtype == needed:
+            continue
+        seen = arrays[name].dtype
+        words = f"big-endian {seen.name}" if seen.byteorder == ">" else str(seen)
+        kind = "" if argument["dtype"] in ("f32", "i32", "i64") else f" ({argument['dtype']} codes)"
+        raise RefusedError(f"{path}: array {name} is {words}; needed {needed}{kind}")
+
+
+def print_list(ops: list[dict[str, Any]], only: str | None, as_json: bool) -> None:
+    if only is not None:
+        ops = [find(ops, only)]
+    if as_json:
+        print(json.dumps(ops, indent=2))
+        return
+    for op in ops:
+        models = op["models"]
+        print(f"{op['name']} ({models if isinstance(models, str) else ' '.join(models)})")
+        print(f"    {op['about']}")
+        for direction in ("in", "out"):
+            for argument in op[direction]:
+                print(f"    {direction:3} {describe(argument)}")
+        for platform, outputs in op["numerics"].items():
+            for output, bound in outputs.items():
+                print(f"    numerics {platform} {output}: {bound}")
+
+
+def describe(argument: Mapping[str, Any]) -> str:
+    optional = " (optional)" if argument.get("optional") else ""
+    shape = ", ".join(str(size) for size in shape_words(argument["shape"]))
+    return f"{argument['name']} {argument['dtype']}[{shape}]{optional}: {argument['about']}"
+
+
+def shape_words(shape: str | list[Any]) -> list[Any]:
+    if isinstance(shape, str):
+        return shape.split(",") if shape else []
+    return shape
