@@ -1,0 +1,140 @@
+// stages/experts.hpp: routed MXFP4 experts (W4A16) with Marlin's roundings, and the shared expert's
+// SwiGLU.
+//
+// Order of one call: group_pairs; then for every expert with pairs expert_gate_up over ranges of I
+// and, when its h is whole, expert_down over ranges of H; then expert_sum over rows. Each function
+// is called by one thread, does not sync and leaves its scratch free; ranges and experts may be
+// handed out to any threads, because each output element is made by one dot product of its own row.
+// So a row's result does not depend on the other rows, on the ranges or on who computed them.
+//
+// A pair is one (row, slot): pair = row * slots + slot. Rounding, per pair: gate and up to bf16,
+// clamp, silu to bf16, product to bf16 (h); down times weight to bf16 (d); a row's slots are added
+// in fp32 in slot order and rounded to bf16.
+#pragma once
+#ifndef LOWLAT_PLATFORM
+#error "include one platform before any stage"
+#endif
+
+#include <cstdint>
+
+#include "stages/format.hpp"
+#include "stages/sum.hpp"
+
+namespace lowlat::LOWLAT_PLATFORM::stages {
+
+// Rows of MXFP4: K/2 code bytes a row (even k in the low nibble) and K/32 ue8m0 bytes a row.
+struct Fp4Rows {
+  const std::uint8_t* codes;
+  const std::uint8_t* scales;
+  std::int64_t code_stride;   // bytes from row to row
+  std::int64_t scale_stride;  // bytes from row to row
+};
+
+// The two values of every code byte, low nibble first.
+struct Fp4Pairs {
+  float value[256][2];
+  constexpr Fp4Pairs() : value() {
+    constexpr float kMagnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    for (int byte = 0; byte < 256; ++byte) {
+      for (int half = 0; half < 2; ++half) {
+        const int code = byte >> 4 * half & 15;
+        value[byte][half] = code < 8 ? kMagnitude[code] : -kMagnitude[code - 8];
+      }
+    }
+  }
+};
+inline constexpr Fp4Pairs kFp4Pairs;
+
+// out[0..k) = code * scale of one row, exact. k is a multiple of 32.
+LOWLAT_DEVICE void expand_fp4_row(float* out, const Fp4Rows& w, std::int64_t row_idx, int k) {
+  const std::uint8_t* codes = w.codes + row_idx * w.code_stride;
+  const std::uint8_t* scales = w.scales + row_idx * w.scale_stride;
+  for (int group = 0; group < k / 32; ++group) {
+    const float scale = from_ue8m0(scales[group]);
+    for (int j = 0; j < 16; ++j) {
+      const float* pair = kFp4Pairs.value[codes[16 * group + j]];
+      out[32 * group + 2 * j] = pair[0] * scale;
+      out[32 * group + 2 * j + 1] = pair[1] * scale;
+    }
+  }
+}
+
+// The clamped SwiGLU before any rounding of the product: g = min(gate, limit) has no lower clamp,
+// u = clamp(up, +-limit). gate and up are bf16 values; a NaN stays one. `silu_to_bf16` is Marlin's.
+LOWLAT_DEVICE float swiglu(float gate, float up, float limit, bool silu_to_bf16) {
+  const float g = gate > limit ? limit : gate;
+  const float u = up > limit ? limit : (up < -limit ? -limit : up);
+  const float silu = g / (1.0f + plat::exp(-g));
+  return (silu_to_bf16 ? round_bf16(silu) : silu) * u;
+}
+
+// The shared expert: silu and product in fp32, one rounding.
+LOWLAT_DEVICE std::uint16_t shared_swiglu(std::uint16_t gate, std::uint16_t up, float limit) {
+  return to_bf16(swiglu(from_bf16(gate), from_bf16(up), limit, false));
+}
+
+// Pairs by expert: expert e has out_pairs[out_offsets[e] .. out_offsets[e + 1]), ascending.
+// ids[num_rows * slots] are 0 .. num_experts - 1; out_offsets holds num_experts + 1 words.
+LOWLAT_DEVICE void group_pairs(std::int32_t* out_offsets, std::int32_t* out_pairs,
+                               const std::int32_t* ids, int num_rows, int slots, int num_experts) {
+  const int num_pairs = num_rows * slots;
+  for (int e = 0; e <= num_experts; ++e) out_offsets[e] = 0;
+  for (int pair = 0; pair < num_pairs; ++pair) ++out_offsets[ids[pair] + 1];
+  for (int e = 0; e < num_experts; ++e) out_offsets[e + 1] += out_offsets[e];
+  // Placing moves each start to its end, which is the next expert's start: shift back afterwards.
+  for (int pair = 0; pair < num_pairs; ++pair) out_pairs[out_offsets[ids[pair]]++] = pair;
+  for (int e = num_experts; e > 0; --e) out_offsets[e] = out_offsets[e - 1];
+  out_offsets[0] = 0;
+}
+
+// h[pair][i] for the expert's pairs and i in [inner_begin, inner_end): out_h is fp32 holding bf16
+// values, [pairs of the call, inner] (pitch `inner`, this rank's I). x is fp32 [rows, hidden]
+// holding bf16 values. scratch: 2 * hidden floats.
+LOWLAT_DEVICE void expert_gate_up(float* out_h, const float* x, const Fp4Rows& w1,
+                                  const Fp4Rows& w3, const std::int32_t* pairs, int num_pairs,
+                                  int slots, int hidden, int inner, int inner_begin, int inner_end,
+                                  float limit, float* scratch) {
+  float* gate_row = scratch;
+  float* up_row = scratch + hidden;
+  for (int i = inner_begin; i < inner_end; ++i) {
+    expand_fp4_row(gate_row, w1, i, hidden);
+    expand_fp4_row(up_row, w3, i, hidden);
+    for (int p = 0; p < num_pairs; ++p) {
+      const float* row = x + static_cast<std::int64_t>(pairs[p] / slots) * hidden;
+      const float gate = round_bf16(dot(row, gate_row, hidden));
+      const float up = round_bf16(dot(row, up_row, hidden));
+      out_h[static_cast<std::int64_t>(pairs[p]) * inner + i] =
+          round_bf16(swiglu(gate, up, limit, true));
+    }
+  }
+}
+
+// d[pair][n] = bf(weight[pair] * h[pair] . w2[n]) for n in [out_begin, out_end): out_d is bf16
+// [pairs of the call, hidden]. weights are fp32, one a pair. scratch: inner floats.
+LOWLAT_DEVICE void expert_down(std::uint16_t* out_d, const float* h, const Fp4Rows& w2,
+                               const std::int32_t* pairs, int num_pairs, const float* weights,
+                               int inner, int hidden, int out_begin, int out_end, float* scratch) {
+  for (int n = out_begin; n < out_end; ++n) {
+    expand_fp4_row(scratch, w2, n, inner);
+    for (int p = 0; p < num_pairs; ++p) {
+      const std::int64_t pair = pairs[p];
+      out_d[pair * hidden + n] = to_bf16(weights[pair] * dot(h + pair * inner, scratch, inner));
+    }
+  }
+}
+
+// What leaves the rank for one row and n in [begin, end): out = bf(sum of the row's slots) +
+// shared, added in fp32 and not rounded again: the sum over ranks is fp32 and rounds once. d: the
+// row's [slots, hidden]; shared: bf16 [hidden], the shared expert's output; out: [hidden].
+LOWLAT_DEVICE void expert_sum(float* out, const std::uint16_t* d, const std::uint16_t* shared,
+                              int slots, int hidden, int begin, int end) {
+  for (int n = begin; n < end; ++n) {
+    float sum = 0.0f;
+    for (int slot = 0; slot < slots; ++slot) {
+      sum += from_bf16(d[static_cast<std::int64_t>(slot) * hidden + n]);
+    }
+    out[n] = round_bf16(sum) + from_bf16(shared[n]);
+  }
+}
+
+}  // namespace lowlat::LOWLAT_PLATFORM::stages
