@@ -12,8 +12,8 @@
 
 #include "stages/argmax.hpp"
 #include "stages/format.hpp"
+#include "stages/linear.hpp"
 #include "stages/philox.hpp"
-#include "stages/sum.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -31,22 +31,15 @@ LOWLAT_DEVICE void draft_feature(std::uint16_t* out, const std::uint16_t* residu
 }
 
 // z[v] = base[v] + bf(w1[prev] . w2[v]) for every request and v in [begin, end), the rank's own
-// numbering of its vocabulary rows. w2 bf16, w2_stride elements from row to row; embedding fp32
+// numbering of its vocabulary rows. w2 bf16 [rows, rank]; embedding fp32
 // [batch_size, rank] holding w1's bf16 rows of the previous tokens; base and out_z fp32, one
 // request's row `pitch` after the other's (they may be the same memory). scratch: rank floats.
 LOWLAT_DEVICE void markov_logits(float* out_z, const float* base, std::int64_t pitch,
-                                 const float* embedding, const std::uint16_t* w2,
-                                 std::int64_t w2_stride, int batch_size, int rank, int begin,
-                                 int end, float* scratch) {
-  for (int v = begin; v < end; ++v) {
-    const std::uint16_t* row = w2 + v * w2_stride;
-    for (int r = 0; r < rank; ++r) scratch[r] = from_bf16(row[r]);
-    for (int b = 0; b < batch_size; ++b) {
-      const float bias =
-          round_bf16(dot(embedding + static_cast<std::int64_t>(b) * rank, scratch, rank));
-      out_z[b * pitch + v] = base[b * pitch + v] + bias;
-    }
-  }
+                                 const float* embedding, const Bf16Weights& w2, int batch_size,
+                                 int rank, int begin, int end, float* scratch) {
+  linear(embedding, rank, batch_size, rank, w2, begin, end, scratch, [=](int b, int v, float bias) {
+    out_z[b * pitch + v] = base[b * pitch + v] + round_bf16(bias);
+  });
 }
 
 // The best of z[0..n), whose first id is first_id: argmax of z where temperature is 0, else of

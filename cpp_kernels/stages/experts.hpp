@@ -22,14 +22,6 @@
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
-// Rows of MXFP4: K/2 code bytes a row (even k in the low nibble) and K/32 ue8m0 bytes a row.
-struct Fp4Rows {
-  const std::uint8_t* codes;
-  const std::uint8_t* scales;
-  std::int64_t code_stride;   // bytes from row to row
-  std::int64_t scale_stride;  // bytes from row to row
-};
-
 // The two values of every code byte, low nibble first.
 struct Fp4Pairs {
   float value[256][2];
@@ -45,19 +37,28 @@ struct Fp4Pairs {
 };
 inline constexpr Fp4Pairs kFp4Pairs;
 
-// out[0..k) = code * scale of one row, exact. k is a multiple of 32.
-LOWLAT_DEVICE void expand_fp4_row(float* out, const Fp4Rows& w, std::int64_t row_idx, int k) {
-  const std::uint8_t* codes = w.codes + row_idx * w.code_stride;
-  const std::uint8_t* scales = w.scales + row_idx * w.scale_stride;
-  for (int group = 0; group < k / 32; ++group) {
-    const float scale = from_ue8m0(scales[group]);
-    for (int j = 0; j < 16; ++j) {
-      const float* pair = kFp4Pairs.value[codes[16 * group + j]];
-      out[32 * group + 2 * j] = pair[0] * scale;
-      out[32 * group + 2 * j + 1] = pair[1] * scale;
+// MXFP4 weight rows for linear() and the functions below: K/2 code bytes a row (even k in the low
+// nibble) and K/32 ue8m0 bytes a row. Code times scale is exact.
+struct Fp4Weights {
+  const std::uint8_t* codes;
+  std::int64_t code_stride;  // bytes from row to row
+  const std::uint8_t* scales;
+  std::int64_t scale_stride;  // bytes from row to row
+
+  // out[0..k) of one row; k is a multiple of 32.
+  LOWLAT_DEVICE void expand(float* out, int row_idx, int k) const {
+    const std::uint8_t* code = codes + row_idx * code_stride;
+    const std::uint8_t* scale_code = scales + row_idx * scale_stride;
+    for (int group = 0; group < k / 32; ++group) {
+      const float scale = from_ue8m0(scale_code[group]);
+      for (int j = 0; j < 16; ++j) {
+        const float* pair = kFp4Pairs.value[code[16 * group + j]];
+        out[32 * group + 2 * j] = pair[0] * scale;
+        out[32 * group + 2 * j + 1] = pair[1] * scale;
+      }
     }
   }
-}
+};
 
 // The clamped SwiGLU before any rounding of the product: g = min(gate, limit) has no lower clamp,
 // u = clamp(up, +-limit). gate and up are bf16 values; a NaN stays one. `silu_to_bf16` is Marlin's.
@@ -90,15 +91,15 @@ LOWLAT_DEVICE void group_pairs(std::int32_t* out_offsets, std::int32_t* out_pair
 // h[pair][i] for the expert's pairs and i in [inner_begin, inner_end): out_h is fp32 holding bf16
 // values, [pairs of the call, inner] (pitch `inner`, this rank's I). x is fp32 [rows, hidden]
 // holding bf16 values. scratch: 2 * hidden floats.
-LOWLAT_DEVICE void expert_gate_up(float* out_h, const float* x, const Fp4Rows& w1,
-                                  const Fp4Rows& w3, const std::int32_t* pairs, int num_pairs,
+LOWLAT_DEVICE void expert_gate_up(float* out_h, const float* x, const Fp4Weights& w1,
+                                  const Fp4Weights& w3, const std::int32_t* pairs, int num_pairs,
                                   int slots, int hidden, int inner, int inner_begin, int inner_end,
                                   float limit, float* scratch) {
   float* gate_row = scratch;
   float* up_row = scratch + hidden;
   for (int i = inner_begin; i < inner_end; ++i) {
-    expand_fp4_row(gate_row, w1, i, hidden);
-    expand_fp4_row(up_row, w3, i, hidden);
+    w1.expand(gate_row, i, hidden);
+    w3.expand(up_row, i, hidden);
     for (int p = 0; p < num_pairs; ++p) {
       const float* row = x + static_cast<std::int64_t>(pairs[p] / slots) * hidden;
       const float gate = round_bf16(dot(row, gate_row, hidden));
@@ -111,11 +112,11 @@ LOWLAT_DEVICE void expert_gate_up(float* out_h, const float* x, const Fp4Rows& w
 
 // d[pair][n] = bf(weight[pair] * h[pair] . w2[n]) for n in [out_begin, out_end): out_d is bf16
 // [pairs of the call, hidden]. weights are fp32, one a pair. scratch: inner floats.
-LOWLAT_DEVICE void expert_down(std::uint16_t* out_d, const float* h, const Fp4Rows& w2,
+LOWLAT_DEVICE void expert_down(std::uint16_t* out_d, const float* h, const Fp4Weights& w2,
                                const std::int32_t* pairs, int num_pairs, const float* weights,
                                int inner, int hidden, int out_begin, int out_end, float* scratch) {
   for (int n = out_begin; n < out_end; ++n) {
-    expand_fp4_row(scratch, w2, n, inner);
+    w2.expand(scratch, n, inner);
     for (int p = 0; p < num_pairs; ++p) {
       const std::int64_t pair = pairs[p];
       out_d[pair * hidden + n] = to_bf16(weights[pair] * dot(h + pair * inner, scratch, inner));
