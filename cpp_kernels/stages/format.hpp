@@ -7,6 +7,7 @@
 #endif
 
 #include <cstdint>
+#include <limits>
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -83,6 +84,32 @@ LOWLAT_DEVICE float from_ue8m0(std::uint8_t code) {
 LOWLAT_DEVICE std::uint8_t ue8m0_ceil(float v) {
   const std::uint32_t bits = plat::float_bits(v);
   return static_cast<std::uint8_t>((bits >> 23 & 0xffu) + ((bits & 0x7f'ffffu) != 0u ? 1u : 0u));
+}
+
+// Rows: out[i] = value of codes[i].
+LOWLAT_DEVICE void expand_bf16(float* out, const std::uint16_t* codes, int n) {
+  for (int i = 0; i < n; ++i) out[i] = from_bf16(codes[i]);
+}
+
+// The value of every e4m3 code: one load where a conversion is a dozen instructions.
+struct E4m3Values {
+  float value[256];
+  constexpr E4m3Values() : value() {
+    for (int code = 0; code < 256; ++code) {
+      const int exponent = code >> 3 & 15, mantissa = code & 7;
+      // (1 + mantissa / 8) 2^(exponent - 7), or mantissa / 8 * 2^-6 where the exponent field is 0.
+      float v = static_cast<float>(exponent == 0 ? mantissa : mantissa + 8) * 0x1p-10f;
+      for (int e = exponent == 0 ? 1 : exponent; e > 0; --e) v *= 2.0f;
+      if ((code & 0x7f) == 0x7f) v = std::numeric_limits<float>::quiet_NaN();
+      value[code] = code < 128 ? v : -v;
+    }
+  }
+};
+inline constexpr E4m3Values kE4m3Values;
+
+// out[i] = value(codes[i]) * scale.
+LOWLAT_DEVICE void expand_e4m3(float* out, const std::uint8_t* codes, float scale, int n) {
+  for (int i = 0; i < n; ++i) out[i] = kE4m3Values.value[codes[i]] * scale;
 }
 
 }  // namespace lowlat::LOWLAT_PLATFORM::stages

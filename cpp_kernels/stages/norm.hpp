@@ -11,23 +11,16 @@
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
-// out = bf( x * rsqrt(mean(x^2) + eps) * gain ) over one row of n values; the caller decides what x was
-// rounded to before. The block calls; out may be x's buffer when Out is float. Syncs inside; the
-// scratch is free on return.
+// out = bf( x * rsqrt(mean(x^2) + eps) * gain ) over one row of n values; the caller decides what x
+// was rounded to before. The block calls; out may be x's buffer when Out is float. Syncs inside;
+// the scratch is free on return.
 template <class Block>
 struct RmsNorm {
-  using Scratch = typename BlockSum<Block>::Scratch;
+  using Scratch = typename BlockDot<Block>::Scratch;
 
   // 1 / sqrt(mean(x^2) + eps), in every thread.
   LOWLAT_DEVICE static float scale(const float* x, int n, float eps, Scratch& scratch) {
-    float sum_sq;
-    if constexpr (Block::kNumThreads == 1) {
-      sum_sq = dot(x, x, n);
-    } else {
-      sum_sq = 0.0f;
-      for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) sum_sq += x[i] * x[i];
-    }
-    const float mean_sq = BlockSum<Block>::run(sum_sq, scratch) / static_cast<float>(n);
+    const float mean_sq = BlockDot<Block>::run(x, x, n, scratch) / static_cast<float>(n);
     return plat::rsqrt(mean_sq + eps);
   }
 

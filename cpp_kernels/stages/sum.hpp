@@ -41,11 +41,28 @@ LOWLAT_DEVICE float dot(const float* a, const float* b, int n) {
   for (; i + kLanes <= n; i += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) acc[lane] += a[i + lane] * b[i + lane];
   }
-  for (int lane = 0; i < n; ++i, ++lane) acc[lane] += a[i] * b[i];
+  for (int lane = 0; lane < kLanes && i + lane < n; ++lane) acc[lane] += a[i + lane] * b[i + lane];
   for (int half = kLanes / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) acc[lane] += acc[lane + half];
   }
   return acc[0];
 }
+
+// Dot product of n fp32 pairs over the block. All threads call, all get the same value; syncs as
+// BlockSum does. One thread alone adds in the order of dot().
+template <class Block>
+struct BlockDot {
+  using Scratch = typename BlockSum<Block>::Scratch;
+
+  LOWLAT_DEVICE static float run(const float* a, const float* b, int n, Scratch& scratch) {
+    if constexpr (Block::kNumThreads == 1) {
+      return dot(a, b, n);
+    } else {
+      float sum = 0.0f;
+      for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) sum += a[i] * b[i];
+      return BlockSum<Block>::run(sum, scratch);
+    }
+  }
+};
 
 }  // namespace lowlat::LOWLAT_PLATFORM::stages

@@ -1,0 +1,150 @@
+// stages/hc.hpp: hyper-connections over four residual streams: statistics, combine, post.
+//
+// One row at a time; a row's results depend on that row alone. `residual` is bf16 [4, hidden],
+// stream-major.
+#pragma once
+#ifndef LOWLAT_PLATFORM
+#error "include one platform before any stage"
+#endif
+
+#include <cstdint>
+
+#include "stages/format.hpp"
+#include "stages/norm.hpp"
+#include "stages/sum.hpp"
+
+namespace lowlat::LOWLAT_PLATFORM::stages {
+
+inline constexpr int kHcStreams = 4;
+// Rows of fn: pre of each stream, post of each, and comb[j][k] at 8 + 4 j + k (j in, k out).
+inline constexpr int kHcOutputs = kHcStreams * (2 + kHcStreams);
+
+// What a sublayer does to the residual, for one row.
+struct HcParams {
+  float pre[kHcStreams];
+  float post[kHcStreams];
+  float comb[kHcStreams][kHcStreams];
+};
+
+LOWLAT_DEVICE float sigmoid(float v) { return 1.0f / (1.0f + plat::exp(-v)); }
+
+// Doubly normalises the 4x4 logits in `comb` in place: row softmax + eps, a column pass, then
+// num_iters - 1 times rows and columns; every quotient has eps in its divisor. One thread calls.
+LOWLAT_DEVICE void hc_sinkhorn(float (&comb)[kHcStreams][kHcStreams], float eps, int num_iters) {
+  for (auto& row : comb) {
+    float top = row[0];
+    for (int k = 1; k < kHcStreams; ++k) top = plat::max(top, row[k]);
+    float sum = 0.0f;
+    for (float& v : row) sum += v = plat::exp(v - top);
+    for (float& v : row) v = v / sum + eps;
+  }
+  for (int iter = 0; iter < num_iters; ++iter) {
+    if (iter > 0) {
+      for (auto& row : comb) {
+        float sum = 0.0f;
+        for (const float v : row) sum += v;
+        for (float& v : row) v /= sum + eps;
+      }
+    }
+    for (int k = 0; k < kHcStreams; ++k) {
+      float sum = 0.0f;
+      for (int j = 0; j < kHcStreams; ++j) sum += comb[j][k];
+      for (int j = 0; j < kHcStreams; ++j) comb[j][k] /= sum + eps;
+    }
+  }
+}
+
+template <class Block>
+struct HcStats {
+  using Scratch = typename BlockDot<Block>::Scratch;
+
+  // out_mix[24], the same in every thread: fn [24, 4 hidden] times the row, over the row's RMS.
+  // `row` is the residual row as fp32 [4 hidden] (expand_bf16). The block calls; syncs inside;
+  // scratch is free on return. out_mix is each thread's own memory.
+  LOWLAT_DEVICE static void mix(float* out_mix, const float* row, const float* fn, int hidden,
+                                float norm_eps, Scratch& scratch) {
+    const int n = kHcStreams * hidden;
+    const float scale = RmsNorm<Block>::scale(row, n, norm_eps, scratch);
+    for (int i = 0; i < kHcOutputs; ++i) {
+      const float* weights = fn + static_cast<std::int64_t>(i) * n;
+      out_mix[i] = scale * BlockDot<Block>::run(weights, row, n, scratch);
+    }
+  }
+
+  // The parameters from mix()'s 24 numbers; base[24], scale[3]. One thread calls; no sync.
+  LOWLAT_DEVICE static void params(HcParams& out, const float* mix, const float* base,
+                                   const float* scale, float hc_eps, int sinkhorn_iters) {
+    for (int k = 0; k < kHcStreams; ++k) {
+      out.pre[k] = sigmoid(mix[k] * scale[0] + base[k]) + hc_eps;
+      const int post = kHcStreams + k;
+      out.post[k] = 2.0f * sigmoid(mix[post] * scale[1] + base[post]);
+    }
+    for (int j = 0; j < kHcStreams; ++j) {
+      for (int k = 0; k < kHcStreams; ++k) {
+        const int i = 2 * kHcStreams + kHcStreams * j + k;
+        out.comb[j][k] = mix[i] * scale[2] + base[i];
+      }
+    }
+    hc_sinkhorn(out.comb, hc_eps, sinkhorn_iters);
+  }
+};
+
+// out[h] = sum_k pre[k] residual[k][h] in fp32: fma, k ascending, from 0. Unrounded; V4.1 rounds it
+// to bf16 at once (hc_combine_bf16). The block calls, threads split h; no sync. pre {1, 0, 0, 0}
+// gives stream 0 exactly, which is the input of the first attention.
+template <class Block, class Sink>
+LOWLAT_DEVICE void hc_combine(const std::uint16_t* residual, const float* pre, int hidden,
+                              Sink&& sink) {
+  for (int h = plat::thread_idx(); h < hidden; h += Block::kNumThreads) {
+    float acc = 0.0f;
+    for (int k = 0; k < kHcStreams; ++k) {
+      acc = plat::fma(from_bf16(residual[static_cast<std::int64_t>(k) * hidden + h]), pre[k], acc);
+    }
+    sink(h, acc);
+  }
+}
+
+// The combined row rounded to bf16, as fp32 values: the head's h and the input of V4.1's norms.
+template <class Block>
+LOWLAT_DEVICE void hc_combine_bf16(float* out, const std::uint16_t* residual, const float* pre,
+                                   int hidden) {
+  hc_combine<Block>(residual, pre, hidden, [&](int h, float v) { out[h] = round_bf16(v); });
+}
+
+// Combine, then the norm by V4.1's rule: the statistic is over the bf16-rounded sums. `row` is fp32
+// [hidden] of the caller's, in the block's shared memory; it holds the rounded sums on return. The
+// block calls; syncs inside; scratch is free on return.
+template <class Block>
+LOWLAT_DEVICE void hc_combine_norm(std::uint16_t* out, const std::uint16_t* residual,
+                                   const float* pre, const std::uint16_t* gain, int hidden,
+                                   float eps, float* row,
+                                   typename RmsNorm<Block>::Scratch& scratch) {
+  hc_combine_bf16<Block>(row, residual, pre, hidden);
+  plat::block_sync();
+  RmsNorm<Block>::run(out, row, gain, hidden, eps, scratch);
+}
+
+// out[k][h] = bf( post[k] y[h] + sum_j comb[j][k] residual[j][h] ): the product with stream 0
+// rounded, then fma with post y, then fma with streams 1, 2, 3. out may be residual. The block
+// calls, threads split begin .. end - 1 of hidden; no sync. `y` is bf16 [hidden], the summed
+// sublayer output.
+template <class Block>
+LOWLAT_DEVICE void hc_post(std::uint16_t* out, const std::uint16_t* residual,
+                           const std::uint16_t* y, const float* post,
+                           const float (*comb)[kHcStreams], int hidden, int begin, int end) {
+  for (int h = begin + plat::thread_idx(); h < end; h += Block::kNumThreads) {
+    float r[kHcStreams];
+    for (int j = 0; j < kHcStreams; ++j) {
+      r[j] = from_bf16(residual[static_cast<std::int64_t>(j) * hidden + h]);
+    }
+    const float y_h = from_bf16(y[h]);
+    for (int k = 0; k < kHcStreams; ++k) {
+      float acc = comb[0][k] * r[0];
+      acc = plat::fma(post[k], y_h, acc);
+      for (int j = 1; j < kHcStreams; ++j) acc = plat::fma(comb[j][k], r[j], acc);
+      out[static_cast<std::int64_t>(k) * hidden + h] = to_bf16(acc);
+    }
+  }
+}
+
+}  // namespace lowlat::LOWLAT_PLATFORM::stages

@@ -1,0 +1,154 @@
+// stages/kv.hpp: stored key-value rows: 448 values as e4m3 with a power of two a 64, 64 as bf16.
+//
+// A row is 576 data bytes (448 codes, then 64 bf16) and 8 scale bytes (7 ue8m0, one of padding).
+// Rows lie flat, 584 bytes each, or in pages: all data rows of a page, then all its scale rows.
+// Nothing here touches memory order: who publishes a row is the caller's affair.
+#pragma once
+#ifndef LOWLAT_PLATFORM
+#error "include one platform before any stage"
+#endif
+
+#include <cstdint>
+
+#include "stages/format.hpp"
+
+namespace lowlat::LOWLAT_PLATFORM::stages {
+
+inline constexpr int kKvDim = 512;
+inline constexpr int kKvRopeDim = 64;
+inline constexpr int kKvNopeDim = kKvDim - kKvRopeDim;
+inline constexpr int kKvGroup = 64;
+inline constexpr int kKvNumGroups = kKvNopeDim / kKvGroup;
+inline constexpr int kKvDataBytes = kKvNopeDim + 2 * kKvRopeDim;
+inline constexpr int kKvScaleBytes = 8;
+inline constexpr int kKvRowBytes = kKvDataBytes + kKvScaleBytes;
+static_assert(kKvDataBytes == 576 && kKvRowBytes == 584 && kKvNumGroups == 7);
+
+// Where one row lies. Byte is std::uint8_t or const std::uint8_t.
+template <class Byte>
+struct KvRow {
+  Byte* data;    // [576]
+  Byte* scales;  // [8]
+};
+
+// Rows one after another.
+template <class Byte>
+struct KvFlat {
+  Byte* base;
+  LOWLAT_DEVICE KvRow<Byte> row(std::int64_t slot) const {
+    Byte* data = base + slot * kKvRowBytes;
+    return {data, data + kKvDataBytes};
+  }
+};
+
+// LOWLAT_KV_PAGED: slot / slots_per_page is the page; a page is padded to a multiple of 576 bytes.
+LOWLAT_DEVICE constexpr std::int64_t kv_page_bytes(std::int64_t slots_per_page) {
+  const std::int64_t bytes = slots_per_page * kKvRowBytes;
+  return (bytes + kKvDataBytes - 1) / kKvDataBytes * kKvDataBytes;
+}
+static_assert(kv_page_bytes(256) == 149760 && kv_page_bytes(128) == 74880);
+
+template <class Byte>
+struct KvPaged {
+  Byte* base;
+  int slots_per_page;
+  std::int64_t page_bytes;  // distance of pages: kv_page_bytes(slots_per_page) when they are packed
+  LOWLAT_DEVICE KvRow<Byte> row(std::int64_t slot) const {
+    Byte* page = base + slot / slots_per_page * page_bytes;
+    const std::int64_t i = slot % slots_per_page;
+    return {page + i * kKvDataBytes,
+            page + slots_per_page * std::int64_t{kKvDataBytes} + i * kKvScaleBytes};
+  }
+};
+
+// LOWLAT_INDEX_PAGED: rows of the index keys, 64 bytes of fp4 pairs and 4 scale bytes, 64 a page.
+inline constexpr int kIndexDataBytes = 64;
+inline constexpr int kIndexScaleBytes = 4;
+inline constexpr int kIndexRowBytes = kIndexDataBytes + kIndexScaleBytes;
+inline constexpr int kIndexSlotsPerPage = 64;
+inline constexpr int kIndexPageBytes = kIndexSlotsPerPage * kIndexRowBytes;
+
+template <class Byte>
+struct IndexRow {
+  Byte* data;    // [64]
+  Byte* scales;  // [4]
+};
+template <class Byte>
+struct IndexFlat {
+  Byte* base;
+  LOWLAT_DEVICE IndexRow<Byte> row(std::int64_t slot) const {
+    Byte* data = base + slot * kIndexRowBytes;
+    return {data, data + kIndexDataBytes};
+  }
+};
+template <class Byte>
+struct IndexPaged {
+  Byte* base;
+  std::int64_t page_bytes;  // distance of pages: kIndexPageBytes when they are packed
+  LOWLAT_DEVICE IndexRow<Byte> row(std::int64_t slot) const {
+    Byte* page = base + slot / kIndexSlotsPerPage * page_bytes;
+    const std::int64_t i = slot % kIndexSlotsPerPage;
+    return {page + i * kIndexDataBytes,
+            page + kIndexSlotsPerPage * kIndexDataBytes + i * kIndexScaleBytes};
+  }
+};
+
+// Writes a row from kv, fp32 [512], normed and rotated, neither rounded before. Per 64 of the first
+// 448: scale = smallest power of two >= max(1e-4, amax) / 448, codes to nearest; the last 64 to
+// bf16. The padding byte of the scales is left as it is. The block calls, threads split the groups;
+// no sync, no scratch.
+template <class Block>
+struct KvPack {
+  LOWLAT_DEVICE static void run(KvRow<std::uint8_t> row, const float* kv) {
+    // The group after the last is the bf16 part.
+    for (int group = plat::thread_idx(); group <= kKvNumGroups; group += Block::kNumThreads) {
+      const float* x = kv + group * kKvGroup;
+      if (group < kKvNumGroups) {
+        row.scales[group] = pack_group(row.data + group * kKvGroup, x);
+      } else {
+        pack_bf16(row.data + kKvNopeDim, x);
+      }
+    }
+  }
+
+ private:
+  LOWLAT_DEVICE static std::uint8_t pack_group(std::uint8_t* out, const float* x) {
+    float amax = 1e-4f;
+    for (int i = 0; i < kKvGroup; ++i) amax = plat::max(amax, plat::abs(x[i]));
+    const std::uint8_t scale = ue8m0_ceil(amax / kE4m3Max);
+    const float inverse = 1.0f / from_ue8m0(scale);  // exact: a power of two
+    for (int i = 0; i < kKvGroup; ++i) out[i] = to_e4m3(x[i] * inverse);
+    return scale;
+  }
+  // Bytes, low one first: a flat row's 584 bytes keep no alignment.
+  LOWLAT_DEVICE static void pack_bf16(std::uint8_t* out, const float* x) {
+    for (int i = 0; i < kKvRopeDim; ++i) {
+      const std::uint16_t code = to_bf16(x[i]);
+      out[2 * i] = static_cast<std::uint8_t>(code & 0xffu);
+      out[2 * i + 1] = static_cast<std::uint8_t>(code >> 8);
+    }
+  }
+};
+
+// out fp32 [512]: the stored values, exactly. The block calls, threads split the groups; no sync,
+// no scratch.
+template <class Block>
+struct KvUnpack {
+  template <class Byte>
+  LOWLAT_DEVICE static void run(float* out, KvRow<Byte> row) {
+    for (int group = plat::thread_idx(); group <= kKvNumGroups; group += Block::kNumThreads) {
+      float* values = out + group * kKvGroup;
+      const std::uint8_t* data = row.data + group * kKvGroup;
+      if (group < kKvNumGroups) {
+        expand_e4m3(values, data, from_ue8m0(row.scales[group]), kKvGroup);
+      } else {
+        for (int i = 0; i < kKvRopeDim; ++i) {
+          values[i] = from_bf16(static_cast<std::uint16_t>(data[2 * i] | data[2 * i + 1] << 8));
+        }
+      }
+    }
+  }
+};
+static_assert(kKvRopeDim == kKvGroup, "the bf16 part is as wide as a group");
+
+}  // namespace lowlat::LOWLAT_PLATFORM::stages

@@ -1,0 +1,93 @@
+// stages/linear.hpp: y = x W^T for few rows: weights bf16, or e4m3 with a scale a block.
+//
+// Activations come as fp32 rows: a bf16 row expanded (expand_bf16), or what a block-fp8 linear sees
+// of it (quantize_row). Results go, in fp32 and unrounded, to a sink, so that a caller may round,
+// add, keep or publish them. A result depends on its own activation row and weight row alone, in
+// one fixed order (dot()), so it is the same whatever rows and ranges are asked for together.
+//
+// One thread calls every function here; a launch or a loop hands out ranges of weight rows.
+#pragma once
+#ifndef LOWLAT_PLATFORM
+#error "include one platform before any stage"
+#endif
+
+#include <cstdint>
+
+#include "stages/format.hpp"
+#include "stages/sum.hpp"
+
+namespace lowlat::LOWLAT_PLATFORM::stages {
+
+// Scale of a group of activations whose largest magnitude is amax: the smallest power of two with
+// amax / scale <= 448, and never below that of 1e-10.
+LOWLAT_DEVICE float activation_scale(float amax) {
+  return from_ue8m0(ue8m0_ceil(plat::max(amax, 1e-10f) / kE4m3Max));
+}
+
+// out[i] = code * scale of each x[i], codes e4m3 and one scale a `group` of consecutive values: the
+// dynamic activation quantisation of a block-fp8 linear. Both factors are exact, so nothing else is
+// rounded. n is a multiple of group.
+LOWLAT_DEVICE void quantize_row(float* out, const std::uint16_t* x, int n, int group) {
+  for (int begin = 0; begin < n; begin += group) {
+    float amax = 0.0f;
+    for (int i = begin; i < begin + group; ++i) amax = plat::max(amax, plat::abs(from_bf16(x[i])));
+    const float scale = activation_scale(amax);
+    const float inverse = 1.0f / scale;  // exact: a power of two
+    for (int i = begin; i < begin + group; ++i) {
+      out[i] = from_e4m3(to_e4m3(from_bf16(x[i]) * inverse)) * scale;
+    }
+  }
+}
+
+// Block scales [N / block, K / block], row-major with `stride` elements a row of blocks.
+struct ScaleF32 {
+  const float* values;
+  std::int64_t stride;
+  LOWLAT_DEVICE float operator()(int block_row, int block_col) const {
+    return values[block_row * stride + block_col];
+  }
+};
+struct ScaleUe8m0 {
+  const std::uint8_t* codes;
+  std::int64_t stride;
+  LOWLAT_DEVICE float operator()(int block_row, int block_col) const {
+    return from_ue8m0(codes[block_row * stride + block_col]);
+  }
+};
+
+// Sources of weight rows for linear(): expand(out, row_idx, k) writes a row as fp32 [k].
+struct Bf16Weights {
+  const std::uint16_t* codes;  // [N, K], `stride` elements a row
+  std::int64_t stride;
+  LOWLAT_DEVICE void expand(float* out, int row_idx, int k) const {
+    expand_bf16(out, codes + row_idx * stride, k);
+  }
+};
+template <class Scale>
+struct E4m3Weights {
+  const std::uint8_t* codes;  // [N, K], `stride` elements a row
+  std::int64_t stride;
+  Scale scale;
+  int block;  // k is a multiple of it
+  LOWLAT_DEVICE void expand(float* out, int row_idx, int k) const {
+    const std::uint8_t* row = codes + row_idx * stride;
+    for (int begin = 0; begin < k; begin += block) {
+      expand_e4m3(out + begin, row + begin, scale(row_idx / block, begin / block), block);
+    }
+  }
+};
+
+// sink(t, n, y): y = x[t] . W[n] in fp32 for every row t < num_rows and weight row n in
+// row_begin .. row_end - 1; n outermost, ascending. x is fp32, x_stride floats a row; w_row is
+// scratch, fp32 [k]. Each weight row is expanded once for all rows.
+template <class Weights, class Sink>
+LOWLAT_DEVICE void linear(const float* x, std::int64_t x_stride, int num_rows, int k,
+                          const Weights& weights, int row_begin, int row_end, float* w_row,
+                          Sink&& sink) {
+  for (int n = row_begin; n < row_end; ++n) {
+    weights.expand(w_row, n, k);
+    for (int t = 0; t < num_rows; ++t) sink(t, n, dot(x + t * x_stride, w_row, k));
+  }
+}
+
+}  // namespace lowlat::LOWLAT_PLATFORM::stages
