@@ -44,23 +44,57 @@ LOWLAT_DEVICE plat::TaggedWords* box_of(const ExchangePort& port, int reader, st
          (static_cast<std::int64_t>(epoch & 1u) * port.fault.tp_size + source) * port.box_packets;
 }
 
-// Sends words [first_packet, last_packet) of this rank to every rank. Any thread; packets are independent,
-// so tiles may be sent as they are finished. `num_words` is the whole message's length.
-LOWLAT_DEVICE void publish(const ExchangePort& port, std::uint64_t epoch,
-                           const std::uint32_t* words, std::int64_t num_words,
-                           std::int64_t first_packet, std::int64_t last_packet) {
-  const auto tag = static_cast<std::uint32_t>(epoch);
-  for (std::int64_t packet = first_packet; packet < last_packet; ++packet) {
-    std::uint32_t payload[plat::kTaggedPayload] = {};
-    for (int i = 0; i < plat::kTaggedPayload; ++i) {
-      const std::int64_t word = packet * plat::kTaggedPayload + i;
-      if (word < num_words) payload[i] = words[word];
-    }
-    for (int reader = 0; reader < port.fault.tp_size; ++reader) {
-      plat::store_tagged(box_of(port, reader, epoch, port.fault.tp_rank) + packet, payload, tag);
-    }
+// Sends one packet to every rank.
+LOWLAT_DEVICE void publish_packet(const ExchangePort& port, std::uint64_t epoch,
+                                  std::int64_t packet,
+                                  const std::uint32_t (&payload)[plat::kTaggedPayload]) {
+  for (int reader = 0; reader < port.fault.tp_size; ++reader) {
+    plat::store_tagged(box_of(port, reader, epoch, port.fault.tp_rank) + packet, payload,
+                       static_cast<std::uint32_t>(epoch));
   }
 }
+
+// Sends num_words words to every rank, as packets first_packet and on of this epoch's box. Any thread;
+// packets are independent, so rows and tiles may be sent as they are finished.
+LOWLAT_DEVICE void publish(const ExchangePort& port, std::uint64_t epoch, std::int64_t first_packet,
+                           const std::uint32_t* words, std::int64_t num_words) {
+  for (std::int64_t begin = 0; begin < num_words; begin += plat::kTaggedPayload) {
+    std::uint32_t payload[plat::kTaggedPayload] = {};
+    for (int i = 0; i < plat::kTaggedPayload && begin + i < num_words; ++i) {
+      payload[i] = words[begin + i];
+    }
+    publish_packet(port, epoch, first_packet + begin / plat::kTaggedPayload, payload);
+  }
+}
+LOWLAT_DEVICE void publish(const ExchangePort& port, std::uint64_t epoch, std::int64_t first_packet,
+                           const float* values, std::int64_t num_words) {
+  for (std::int64_t begin = 0; begin < num_words; begin += plat::kTaggedPayload) {
+    std::uint32_t payload[plat::kTaggedPayload] = {};
+    for (int i = 0; i < plat::kTaggedPayload && begin + i < num_words; ++i) {
+      payload[i] = plat::float_bits(values[begin + i]);
+    }
+    publish_packet(port, epoch, first_packet + begin / plat::kTaggedPayload, payload);
+  }
+}
+
+// A sink of stages::linear that sends each row's results as soon as a packet of them is full: no
+// read-back and no separate send. Row t's words begin at packet t * packets_of(num_words). Weight rows must
+// come in ascending order from 0 (one thread calls). `pending` holds a packet a row.
+struct PublishRows {
+  const ExchangePort& port;
+  std::uint64_t epoch;
+  std::int64_t num_words;
+  std::uint32_t (*pending)[plat::kTaggedPayload];  // [num_rows]
+
+  LOWLAT_DEVICE void operator()(int row_idx, int n, float value) const {
+    const int place = n % plat::kTaggedPayload;
+    pending[row_idx][place] = plat::float_bits(value);
+    if (place != plat::kTaggedPayload - 1 && n != num_words - 1) return;
+    for (int i = place + 1; i < plat::kTaggedPayload; ++i) pending[row_idx][i] = 0u;
+    publish_packet(port, epoch, row_idx * packets_of(num_words) + n / plat::kTaggedPayload,
+                   pending[row_idx]);
+  }
+};
 
 // Waits for one packet of `source`. False: the step is over, reported.
 LOWLAT_DEVICE bool receive(const ExchangePort& port, std::uint64_t epoch, int source,
@@ -72,14 +106,15 @@ LOWLAT_DEVICE bool receive(const ExchangePort& port, std::uint64_t epoch, int so
                         [&] { return plat::load_tagged(src, tag, out); });
 }
 
-// out[i] = bf( sum over ranks, ascending, of rank r's fp32 word i ). One thread calls for a packet range.
-LOWLAT_DEVICE bool receive_sum(const ExchangePort& port, std::uint64_t epoch, std::uint16_t* out,
+// out[i] = bf( sum over ranks, ascending, of rank r's fp32 word i ). One thread calls.
+LOWLAT_DEVICE bool receive_sum(const ExchangePort& port, std::uint64_t epoch,
+                               std::int64_t first_packet, std::uint16_t* out,
                                std::int64_t num_words, std::uint32_t kernel, StageId stage) {
   for (std::int64_t packet = 0; packet < packets_of(num_words); ++packet) {
     float sum[plat::kTaggedPayload] = {};
     for (int source = 0; source < port.fault.tp_size; ++source) {
       std::uint32_t words[plat::kTaggedPayload];
-      if (!receive(port, epoch, source, packet, kernel, stage, words)) return false;
+      if (!receive(port, epoch, source, first_packet + packet, kernel, stage, words)) return false;
       for (int i = 0; i < plat::kTaggedPayload; ++i) {
         const float value = plat::bits_float(words[i]);
         sum[i] = source == 0 ? value : sum[i] + value;
@@ -96,12 +131,12 @@ LOWLAT_DEVICE bool receive_sum(const ExchangePort& port, std::uint64_t epoch, st
 // Hands every word of every rank to `put(source, word_idx, bits)`; `num_words` of each rank.
 template <class Put>
 LOWLAT_DEVICE bool receive_all(const ExchangePort& port, std::uint64_t epoch,
-                               std::int64_t num_words, std::uint32_t kernel, StageId stage,
-                               Put put) {
+                               std::int64_t first_packet, std::int64_t num_words,
+                               std::uint32_t kernel, StageId stage, Put put) {
   for (int source = 0; source < port.fault.tp_size; ++source) {
     for (std::int64_t packet = 0; packet < packets_of(num_words); ++packet) {
       std::uint32_t words[plat::kTaggedPayload];
-      if (!receive(port, epoch, source, packet, kernel, stage, words)) return false;
+      if (!receive(port, epoch, source, first_packet + packet, kernel, stage, words)) return false;
       for (int i = 0; i < plat::kTaggedPayload; ++i) {
         const std::int64_t word = packet * plat::kTaggedPayload + i;
         if (word < num_words) put(source, word, words[i]);

@@ -25,8 +25,8 @@ TEST_CASE(three_ranks_exchange_without_a_race) {
     std::uint16_t out[kWords];
     for (std::uint64_t epoch = 1; epoch <= kEpochs; ++epoch) {
       for (int i = 0; i < kWords; ++i) words[i] = plat::float_bits(exchange_value(rank, epoch, i));
-      stages::publish(port, epoch, words, kWords, 0, stages::packets_of(kWords));
-      if (!stages::receive_sum(port, epoch, out, kWords, 0, stages::StageId::attention_sum)) {
+      stages::publish(port, epoch, 0, words, kWords);
+      if (!stages::receive_sum(port, epoch, 0, out, kWords, 0, stages::StageId::attention_sum)) {
         ++wrong;
         return;
       }
@@ -46,8 +46,8 @@ TEST_CASE(faults_and_aborts_are_reported_without_a_race) {
     if (rank == 2) return;
     const std::uint32_t words[4] = {1, 2, 3, 4};
     std::uint16_t out[4];
-    stages::publish(group.port(rank), 1, words, 4, 0, 2);
-    CHECK(!stages::receive_sum(group.port(rank), 1, out, 4, 0, stages::StageId::moe_sum));
+    stages::publish(group.port(rank), 1, 0, words, 4);
+    CHECK(!stages::receive_sum(group.port(rank), 1, 0, out, 4, 0, stages::StageId::moe_sum));
     CHECK(group.status(rank).state != 0u);
   });
   for (int rank : {0, 1, 2}) CHECK(group.abort_word(rank) != 0u);
