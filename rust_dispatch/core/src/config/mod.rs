@@ -13,8 +13,10 @@ pub use engram::{EngramConfig, EngramTable, HEADS, NGRAM_SIZES, SHIFTS};
 use std::fmt;
 
 /// Configurations that come with the library, in the published form: name and text.
-pub const BUILT_IN: [(&str, &str); 2] =
-    [("tiny-v41", include_str!("tiny_v41.json")), ("v41-flash", include_str!("v41_flash.json"))];
+pub const BUILT_IN: [(&str, &str); 2] = [
+    ("tiny-v41", include_str!("tiny_v41.json")),
+    ("v41-flash", include_str!("v41_flash.json")),
+];
 
 /// Text of a built-in configuration.
 ///
@@ -26,7 +28,10 @@ pub const BUILT_IN: [(&str, &str); 2] =
 /// ```
 #[must_use]
 pub fn built_in(name: &str) -> Option<&'static str> {
-    BUILT_IN.iter().find(|(known, _)| *known == name).map(|(_, text)| *text)
+    BUILT_IN
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, text)| *text)
 }
 
 /// Everything that is wrong with a configuration, one clear line a field.
@@ -216,9 +221,11 @@ impl ModelConfig {
         &self,
         source: impl Fn(&LayerConfig) -> Option<u32> + 'static,
     ) -> impl Iterator<Item = u32> + '_ {
-        (0u32..).zip(&self.layers).filter_map(move |(layer_idx, layer)| {
-            source(layer).filter(|source_idx| *source_idx == layer_idx)
-        })
+        (0u32..)
+            .zip(&self.layers)
+            .filter_map(move |(layer_idx, layer)| {
+                source(layer).filter(|source_idx| *source_idx == layer_idx)
+            })
     }
 }
 

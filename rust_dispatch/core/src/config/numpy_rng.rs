@@ -13,7 +13,9 @@ fn hash_mix(value: u32, state: &mut u32, multiplier: u32) -> u32 {
 }
 
 fn mix(x: u32, y: u32) -> u32 {
-    let value = x.wrapping_mul(0xca01_f9dd).wrapping_sub(y.wrapping_mul(0x4973_f715));
+    let value = x
+        .wrapping_mul(0xca01_f9dd)
+        .wrapping_sub(y.wrapping_mul(0x4973_f715));
     value ^ (value >> 16)
 }
 
@@ -34,7 +36,11 @@ fn seed_words(seed: u64) -> [u64; POOL_WORDS] {
     }
     let mut state = 0x8b51_f9dd;
     let mut next = |word_idx: usize| {
-        u64::from(hash_mix(pool[word_idx % POOL_WORDS], &mut state, MULTIPLIER_OUT))
+        u64::from(hash_mix(
+            pool[word_idx % POOL_WORDS],
+            &mut state,
+            MULTIPLIER_OUT,
+        ))
     };
     std::array::from_fn(|i| {
         let low = next(2 * i);
@@ -52,7 +58,10 @@ impl NumpyRng {
     pub(super) fn new(seed: u64) -> Self {
         let words = seed_words(seed);
         let wide = |high: u64, low: u64| u128::from(high) << 64 | u128::from(low);
-        let mut rng = Self { state: 0, increment: wide(words[2], words[3]) << 1 | 1 };
+        let mut rng = Self {
+            state: 0,
+            increment: wide(words[2], words[3]) << 1 | 1,
+        };
         rng.advance();
         rng.state = rng.state.wrapping_add(wide(words[0], words[1]));
         rng.advance();
@@ -61,7 +70,10 @@ impl NumpyRng {
 
     fn advance(&mut self) {
         const MULTIPLIER: u128 = 0x2360_ed05_1fc6_5da4_4385_df64_9fcc_f645;
-        self.state = self.state.wrapping_mul(MULTIPLIER).wrapping_add(self.increment);
+        self.state = self
+            .state
+            .wrapping_mul(MULTIPLIER)
+            .wrapping_add(self.increment);
     }
 
     fn next_u64(&mut self) -> u64 {
@@ -102,7 +114,11 @@ mod tests {
             ]
         );
         let mut rng = NumpyRng::new(10007);
-        let raw = [0xd2c3_f840_2666_1e33, 0x0d4f_b696_9eb5_7435, 0x62e6_e1c5_8c3b_d72b];
+        let raw = [
+            0xd2c3_f840_2666_1e33,
+            0x0d4f_b696_9eb5_7435,
+            0x62e6_e1c5_8c3b_d72b,
+        ];
         assert_eq!([rng.next_u64(), rng.next_u64(), rng.next_u64()], raw);
     }
 

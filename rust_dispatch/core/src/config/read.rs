@@ -18,7 +18,10 @@ pub(super) fn model_config(text: &str) -> Result<ModelConfig, Vec<String>> {
     let root: Value = serde_json::from_str(text)
         .map_err(|error| vec![format!("config.json is not JSON: {error}")])?;
     let Value::Object(root) = &root else {
-        return Err(vec![format!("config.json holds {}; needs an object", words(&root))]);
+        return Err(vec![format!(
+            "config.json holds {}; needs an object",
+            words(&root)
+        )]);
     };
     let mut fields = Fields::new(root)?;
     family(&fields)?;
@@ -56,10 +59,16 @@ impl<'a> Fields<'a> {
             None | Some(Value::Null) => {}
             Some(Value::Object(text)) => scopes.insert(0, ("text_config.", text)),
             Some(other) => {
-                return Err(vec![format!("text_config is {}; needs an object", words(other))]);
+                return Err(vec![format!(
+                    "text_config is {}; needs an object",
+                    words(other)
+                )]);
             }
         }
-        Ok(Self { scopes, problems: Vec::new() })
+        Ok(Self {
+            scopes,
+            problems: Vec::new(),
+        })
     }
 
     /// The innermost value that is not null. A name with a dot looks inside an object.
@@ -71,7 +80,9 @@ impl<'a> Fields<'a> {
                 value = object?.get(part);
                 object = value.and_then(Value::as_object);
             }
-            value.filter(|value| !value.is_null()).map(|value| (format!("{prefix}{name}"), value))
+            value
+                .filter(|value| !value.is_null())
+                .map(|value| (format!("{prefix}{name}"), value))
         })
     }
 
@@ -109,20 +120,26 @@ impl<'a> Fields<'a> {
     fn int(&mut self, name: &str, least: u64, most: u64) -> u64 {
         let needed = format!("a whole number from {least} to {most}");
         let in_range = |value: &u64| (least..=most).contains(value);
-        self.need(name, &needed, least, |value| value.as_u64().filter(in_range))
+        self.need(name, &needed, least, |value| {
+            value.as_u64().filter(in_range)
+        })
     }
 
     fn multiple(&mut self, name: &str, unit: u32) -> u32 {
         let needed = format!("a multiple of {unit} from {unit} to {MAX_SIZE}");
         self.need(name, &needed, unit, |value| {
-            let size = value.as_u64().filter(|size| (1..=MAX_SIZE).contains(size))? as u32;
+            let size = value
+                .as_u64()
+                .filter(|size| (1..=MAX_SIZE).contains(size))? as u32;
             (size % unit == 0).then_some(size)
         })
     }
 
     fn positive(&mut self, name: &str) -> f64 {
         self.need(name, "a number over 0", 1.0, |value| {
-            value.as_f64().filter(|number| *number > 0.0 && number.is_finite())
+            value
+                .as_f64()
+                .filter(|number| *number > 0.0 && number.is_finite())
         })
     }
 
@@ -140,7 +157,11 @@ impl<'a> Fields<'a> {
             let ids: Vec<u32> = value
                 .as_array()?
                 .iter()
-                .map(|id| id.as_u64().filter(|id| *id < u64::from(bound)).map(|id| id as u32))
+                .map(|id| {
+                    id.as_u64()
+                        .filter(|id| *id < u64::from(bound))
+                        .map(|id| id as u32)
+                })
                 .collect::<Option<_>>()?;
             ids.is_sorted_by(|a, b| a < b).then_some(ids)
         })
@@ -166,8 +187,13 @@ impl<'a> Fields<'a> {
 
 /// V4.1, or one line that names the family that it is instead.
 fn family(fields: &Fields) -> Result<ModelFamily, Vec<String>> {
-    let scalar =
-        |name: &str| fields.scopes.iter().rev().find_map(|(_, map)| map.get(name)?.as_str());
+    let scalar = |name: &str| {
+        fields
+            .scopes
+            .iter()
+            .rev()
+            .find_map(|(_, map)| map.get(name)?.as_str())
+    };
     let model_type = scalar("model_type").unwrap_or("");
     let architecture = fields
         .find("architectures")
@@ -186,9 +212,13 @@ fn family(fields: &Fields) -> Result<ModelFamily, Vec<String>> {
         )]);
     }
     if model_type.is_empty() && architecture.is_empty() {
-        return Err(vec![format!("model_type and architectures are missing; needs {v41}")]);
+        return Err(vec![format!(
+            "model_type and architectures are missing; needs {v41}"
+        )]);
     }
-    Err(vec![format!("model_type is {model_type:?}, architecture {architecture:?}; needs {v41}")])
+    Err(vec![format!(
+        "model_type is {model_type:?}, architecture {architecture:?}; needs {v41}"
+    )])
 }
 
 fn read(fields: &mut Fields) -> ModelConfig {
@@ -290,7 +320,10 @@ fn check_fixed(fields: &mut Fields) {
         ("expert_dtype", Value::from("fp4")),
         ("quantization_config.quant_method", Value::from("fp8")),
         ("quantization_config.scale_fmt", Value::from("ue8m0")),
-        ("quantization_config.weight_block_size", Value::from(vec![32, 32])),
+        (
+            "quantization_config.weight_block_size",
+            Value::from(vec![32, 32]),
+        ),
         ("engram_max_ngram_size", Value::from(NGRAM_SIZES + 1)),
         ("engram_n_heads", Value::from(HEADS)),
     ] {
@@ -313,11 +346,19 @@ fn layer_pattern(
         let ratios: Vec<u32> = value
             .as_array()?
             .iter()
-            .map(|ratio| ratio.as_u64().filter(|ratio| *ratio <= 2).map(|ratio| ratio as u32))
+            .map(|ratio| {
+                ratio
+                    .as_u64()
+                    .filter(|ratio| *ratio <= 2)
+                    .map(|ratio| ratio as u32)
+            })
             .collect::<Option<_>>()?;
         // The draft's entries may be left away.
         let complete = ratios.len() == num_ratios || ratios.len() == num_layers as usize;
-        let draft_is_zero = ratios.iter().skip(num_layers as usize).all(|ratio| *ratio == 0);
+        let draft_is_zero = ratios
+            .iter()
+            .skip(num_layers as usize)
+            .all(|ratio| *ratio == 0);
         (complete && draft_is_zero).then_some(ratios)
     });
     let kv_sources = fields.ids("kv_source_layer_ids", num_layers);
@@ -334,9 +375,10 @@ fn layer_pattern(
             engram: None,
         };
         if ratio == 0 {
-            for (name, sources) in
-                [("kv_source_layer_ids", &kv_sources), ("index_source_layer_ids", &index_sources)]
-            {
+            for (name, sources) in [
+                ("kv_source_layer_ids", &kv_sources),
+                ("index_source_layer_ids", &index_sources),
+            ] {
                 if sources.contains(&layer_idx) {
                     fields.problem(format!(
                         "{name} names layer {layer_idx}, whose compress_ratios entry is 0; needs 1 \
@@ -347,7 +389,11 @@ fn layer_pattern(
         } else {
             let nearest = |sources: &[u32]| {
                 let same_ratio = |source: &u32| ratios[*source as usize] == ratio;
-                sources.iter().rev().copied().find(|s| *s <= layer_idx && same_ratio(s))
+                sources
+                    .iter()
+                    .rev()
+                    .copied()
+                    .find(|s| *s <= layer_idx && same_ratio(s))
             };
             layer.kv_source = nearest(&kv_sources);
             layer.index_source = nearest(&index_sources);
@@ -429,8 +475,9 @@ fn engram(fields: &mut Fields, num_layers: u32, vocab: u32) -> Option<EngramConf
     // The sizes in the file prove that the primes are the ones that the tables were built with.
     if let Some((path, value)) = fields.find("engram_num_embeddings") {
         let rows: Vec<u64> = config.tables.iter().map(|table| table.num_rows()).collect();
-        let seen: Option<Vec<u64>> =
-            value.as_array().and_then(|rows| rows.iter().map(Value::as_u64).collect());
+        let seen: Option<Vec<u64>> = value
+            .as_array()
+            .and_then(|rows| rows.iter().map(Value::as_u64).collect());
         if seen.as_ref() != Some(&rows) {
             let seen = seen.map_or_else(|| words(value), |seen| format!("{seen:?}"));
             fields.problem(format!(

@@ -9,7 +9,10 @@ fn edited(edit: impl FnOnce(&mut serde_json::Map<String, Value>)) -> String {
 }
 
 fn problems(edit: impl FnOnce(&mut serde_json::Map<String, Value>)) -> Vec<String> {
-    ModelConfig::from_json(&edited(edit)).unwrap_err().problems().to_vec()
+    ModelConfig::from_json(&edited(edit))
+        .unwrap_err()
+        .problems()
+        .to_vec()
 }
 
 fn flash() -> ModelConfig {
@@ -20,7 +23,9 @@ fn flash() -> ModelConfig {
 #[test]
 fn engram_constants_are_the_published_ones() {
     let engram = flash().engram.unwrap();
-    let [first, second] = &engram.tables[..] else { panic!("two tables") };
+    let [first, second] = &engram.tables[..] else {
+        panic!("two tables")
+    };
     assert_eq!((first.layer, first.num_rows()), (1, 384_006_168));
     assert_eq!((second.layer, second.num_rows()), (14, 384_016_682));
     assert_eq!(first.primes[0][..3], [16_000_057, 16_000_079, 16_000_081]);
@@ -29,11 +34,21 @@ fn engram_constants_are_the_published_ones() {
     assert_eq!(second.primes[2][7], 16_000_889);
     assert_eq!(
         first.multipliers,
-        [76_632_096_046_245, 4_839_876_093_313, 35_959_672_319_349, 73_987_337_458_391]
+        [
+            76_632_096_046_245,
+            4_839_876_093_313,
+            35_959_672_319_349,
+            73_987_337_458_391
+        ]
     );
     assert_eq!(
         second.multipliers,
-        [67_716_810_739_261, 51_510_806_800_915, 30_921_347_202_721, 82_619_226_485_591]
+        [
+            67_716_810_739_261,
+            51_510_806_800_915,
+            30_921_347_202_721,
+            82_619_226_485_591
+        ]
     );
 }
 
@@ -41,7 +56,10 @@ fn engram_constants_are_the_published_ones() {
 fn layers_read_the_nearest_source_at_or_before_them() {
     let config = flash();
     assert_eq!(config.kv_sources().collect::<Vec<_>>(), [2, 8, 14, 20]);
-    assert_eq!(config.index_sources().collect::<Vec<_>>(), [2, 8, 14, 20, 24, 28, 32, 36]);
+    assert_eq!(
+        config.index_sources().collect::<Vec<_>>(),
+        [2, 8, 14, 20, 24, 28, 32, 36]
+    );
     let layer = |ratio, kv, index| LayerConfig {
         ratio,
         kv_source: Some(kv),
@@ -50,9 +68,21 @@ fn layers_read_the_nearest_source_at_or_before_them() {
         engram: None,
     };
     assert_eq!(config.layers[7], layer(2, 2, 2));
-    assert_eq!(config.layers[14], LayerConfig { engram: Some(1), ..layer(2, 14, 14) });
+    assert_eq!(
+        config.layers[14],
+        LayerConfig {
+            engram: Some(1),
+            ..layer(2, 14, 14)
+        }
+    );
     assert_eq!(config.layers[20], layer(1, 20, 20));
-    assert_eq!(config.layers[28], LayerConfig { candidate_source: Some(20), ..layer(1, 20, 28) });
+    assert_eq!(
+        config.layers[28],
+        LayerConfig {
+            candidate_source: Some(20),
+            ..layer(1, 20, 28)
+        }
+    );
     assert_eq!(config.layers[39], layer(1, 20, 36));
     assert_eq!(config.layers[1].kv_source, None);
     assert_eq!(config.layers[1].engram, Some(0));
@@ -62,7 +92,11 @@ fn layers_read_the_nearest_source_at_or_before_them() {
 fn a_nested_text_config_reads_the_same() {
     let flat: Value = serde_json::from_str(built_in("v41-flash").unwrap()).unwrap();
     let mut text = flat.clone();
-    let quantization = text.as_object_mut().unwrap().remove("quantization_config").unwrap();
+    let quantization = text
+        .as_object_mut()
+        .unwrap()
+        .remove("quantization_config")
+        .unwrap();
     let nested = json!({
         "model_type": "deepseek_v41",
         "architectures": ["DeepseekV41ForCausalLM"],
@@ -70,7 +104,10 @@ fn a_nested_text_config_reads_the_same() {
         "quantization_config": quantization,
         "vision_config": {"num_hidden_layers": 32},
     });
-    assert_eq!(ModelConfig::from_json(&nested.to_string()).unwrap(), flash());
+    assert_eq!(
+        ModelConfig::from_json(&nested.to_string()).unwrap(),
+        flash()
+    );
 }
 
 #[test]
@@ -98,8 +135,14 @@ fn bad_files_end_in_one_line() {
     let line = |text: &str| ModelConfig::from_json(text).unwrap_err().to_string();
     assert!(line("").starts_with("config.json is not JSON"));
     assert!(line("{\"a\": 1").starts_with("config.json is not JSON"));
-    assert_eq!(line("[1, 2]"), "config.json holds a list of 2; needs an object");
-    assert_eq!(line("{\"text_config\": 3}"), "text_config is 3; needs an object");
+    assert_eq!(
+        line("[1, 2]"),
+        "config.json holds a list of 2; needs an object"
+    );
+    assert_eq!(
+        line("{\"text_config\": 3}"),
+        "text_config is 3; needs an object"
+    );
     assert!(line("{}").starts_with("model_type and architectures are missing"));
     assert!(line("{\"model_type\": \"llama\"}").contains("\"llama\""));
 }
@@ -110,8 +153,13 @@ fn v4_is_named_and_refused() {
         json!({"model_type": "deepseek_v4", "hidden_size": 4096}),
         json!({"architectures": ["DeepseekV4ForCausalLM"]}),
     ] {
-        let error = ModelConfig::from_json(&text.to_string()).unwrap_err().to_string();
-        assert!(error.contains("DeepSeek-V4, which this version does not serve"), "{error}");
+        let error = ModelConfig::from_json(&text.to_string())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("DeepSeek-V4, which this version does not serve"),
+            "{error}"
+        );
     }
     // SGLang's own configuration object carries V4's architecture name for V4.1.
     let renamed = edited(|map| {
@@ -126,15 +174,25 @@ fn patterns_that_name_no_source_are_refused() {
         map.insert("kv_source_layer_ids".into(), json!([2, 4]));
     });
     assert_eq!(lines.len(), 4, "{lines:?}");
-    assert!(lines[0].contains("no layer of ratio 1 at or before layer 6"), "{}", lines[0]);
+    assert!(
+        lines[0].contains("no layer of ratio 1 at or before layer 6"),
+        "{}",
+        lines[0]
+    );
     let lines = problems(|map| {
         map.insert("index_source_layer_ids".into(), json!([2, 6, 8]));
     });
-    assert!(lines[0].contains("between layer 4 and its KV source 4"), "{lines:?}");
+    assert!(
+        lines[0].contains("between layer 4 and its KV source 4"),
+        "{lines:?}"
+    );
     let lines = problems(|map| {
         map.insert("candidate_source_layer_id".into(), json!(7));
     });
-    assert_eq!(lines, ["candidate_source_layer_id is 7; needs one of index_source_layer_ids"]);
+    assert_eq!(
+        lines,
+        ["candidate_source_layer_id is 7; needs one of index_source_layer_ids"]
+    );
 }
 
 #[test]
@@ -143,5 +201,9 @@ fn table_sizes_that_other_primes_made_are_refused() {
         map.insert("engram_num_embeddings".into(), json!([25874, 30059]));
     });
     assert_eq!(lines.len(), 1);
-    assert!(lines[0].contains("[25874, 30059]; needs [25874, 30058]"), "{}", lines[0]);
+    assert!(
+        lines[0].contains("[25874, 30059]; needs [25874, 30058]"),
+        "{}",
+        lines[0]
+    );
 }

@@ -102,7 +102,10 @@ impl Api {
         // SAFETY: takes nothing and reads a constant.
         let version = unsafe { (api.abi_version)() };
         if version != abi::ABI_VERSION {
-            let seen = format!("its version is {version}, this program needs {}", abi::ABI_VERSION);
+            let seen = format!(
+                "its version is {version}, this program needs {}",
+                abi::ABI_VERSION
+            );
             return Err(not_ours(&api.path, &seen));
         }
         Ok(Arc::new(api))
@@ -126,7 +129,9 @@ pub(super) unsafe fn text(chars: *const c_char) -> String {
         return String::new();
     }
     // SAFETY: not null, and a C string by this function's contract.
-    unsafe { CStr::from_ptr(chars) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr(chars) }
+        .to_string_lossy()
+        .into_owned()
 }
 
 /// The first of: the path that was given, the environment's, beside this program (installed: in
@@ -138,16 +143,24 @@ fn find(explicit: Option<&Path>) -> Result<PathBuf, KernelError> {
     if let Some(path) = std::env::var_os(KERNELS_VARIABLE).filter(|path| !path.is_empty()) {
         return existing(Path::new(&path), KERNELS_VARIABLE);
     }
-    let folder = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.to_path_buf()));
+    let folder = std::env::current_exe()
+        .ok()
+        .and_then(|exe| Some(exe.parent()?.to_path_buf()));
     let beside = folder.iter().flat_map(|folder| {
-        [folder.join("../_lib").join(FILE_NAME), folder.join(FILE_NAME)]
+        [
+            folder.join("../_lib").join(FILE_NAME),
+            folder.join(FILE_NAME),
+        ]
     });
-    beside.into_iter().find(|path| path.is_file()).ok_or_else(|| {
-        KernelError::unavailable(format!(
-            "no {FILE_NAME} in ../_lib or beside this program; name it by --kernels PATH or \
+    beside
+        .into_iter()
+        .find(|path| path.is_file())
+        .ok_or_else(|| {
+            KernelError::unavailable(format!(
+                "no {FILE_NAME} in ../_lib or beside this program; name it by --kernels PATH or \
              {KERNELS_VARIABLE}"
-        ))
-    })
+            ))
+        })
 }
 
 fn existing(path: &Path, named_by: &str) -> Result<PathBuf, KernelError> {

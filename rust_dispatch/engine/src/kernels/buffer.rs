@@ -53,12 +53,16 @@ impl<T: Element> Buffer<T> {
         let layout = Self::layout(len);
         // SAFETY: the layout's size is not 0.
         let memory = unsafe { alloc_zeroed(layout) };
-        let Some(first) = NonNull::new(memory.cast::<T>()) else { handle_alloc_error(layout) };
+        let Some(first) = NonNull::new(memory.cast::<T>()) else {
+            handle_alloc_error(layout)
+        };
         Self { first, len }
     }
 
     fn layout(len: usize) -> Layout {
-        let bytes = len.checked_mul(size_of::<T>()).expect("a buffer's bytes fit a usize");
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .expect("a buffer's bytes fit a usize");
         Layout::from_size_align(bytes.max(1), ALIGN).expect("a buffer's bytes fit an isize")
     }
 

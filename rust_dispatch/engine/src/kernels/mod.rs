@@ -46,11 +46,17 @@ pub struct KernelError {
 
 impl KernelError {
     fn unavailable(message: String) -> Self {
-        Self { status: Status::Unavailable, message }
+        Self {
+            status: Status::Unavailable,
+            message,
+        }
     }
 
     fn invalid(message: String) -> Self {
-        Self { status: Status::Invalid, message }
+        Self {
+            status: Status::Invalid,
+            message,
+        }
     }
 
     fn from_status(code: i32, message: String) -> Self {
@@ -83,7 +89,9 @@ impl Kernels {
     /// # Errors
     /// Names the path and what is wrong with it.
     pub fn open(explicit: Option<&Path>) -> Result<Self, KernelError> {
-        Ok(Self { api: Api::open(explicit)? })
+        Ok(Self {
+            api: Api::open(explicit)?,
+        })
     }
 
     /// Where the library was found.

@@ -113,8 +113,15 @@ impl KernelModel {
                 message: "lowlat_model_create gave no model and no error".into(),
             });
         };
-        let inner = Arc::new(Inner { api, handle, bound: Mutex::default() });
-        Ok(Self { inner, _not_sync: PhantomData })
+        let inner = Arc::new(Inner {
+            api,
+            handle,
+            bound: Mutex::default(),
+        });
+        Ok(Self {
+            inner,
+            _not_sync: PhantomData,
+        })
     }
 
     fn handle(&self) -> *mut c_void {
@@ -128,7 +135,9 @@ impl KernelModel {
     /// For threads that watch.
     #[must_use]
     pub fn watch(&self) -> ModelHandle {
-        ModelHandle { inner: Arc::clone(&self.inner) }
+        ModelHandle {
+            inner: Arc::clone(&self.inner),
+        }
     }
 
     /// Every tensor that must be bound.
@@ -138,7 +147,9 @@ impl KernelModel {
     pub fn tensors(&self) -> Result<Vec<TensorInfo>, KernelError> {
         // SAFETY: our handle.
         let num_tensors = unsafe { (self.api().model_num_tensors)(self.handle()) };
-        (0..num_tensors).map(|tensor_idx| self.tensor(tensor_idx)).collect()
+        (0..num_tensors)
+            .map(|tensor_idx| self.tensor(tensor_idx))
+            .collect()
     }
 
     fn tensor(&self, tensor_idx: i32) -> Result<TensorInfo, KernelError> {
@@ -153,8 +164,7 @@ impl KernelModel {
             name: ptr::null(),
         };
         // SAFETY: our handle; `spec` lives through the call.
-        let status =
-            unsafe { (self.api().model_tensor)(self.handle(), tensor_idx, &raw mut spec) };
+        let status = unsafe { (self.api().model_tensor)(self.handle(), tensor_idx, &raw mut spec) };
         self.api().check(status)?;
         // SAFETY: the name lives as long as the model; it is copied.
         let name = unsafe { text(spec.name) };
@@ -162,8 +172,14 @@ impl KernelModel {
             status: Status::Bug,
             message: format!("tensor {name:?} of the kernel library has {what}"),
         };
-        let dims = spec.shape.get(..spec.ndim as usize).ok_or_else(|| odd("too many dimensions"))?;
-        let shape = dims.iter().map(|dim| usize::try_from(*dim)).collect::<Result<_, _>>();
+        let dims = spec
+            .shape
+            .get(..spec.ndim as usize)
+            .ok_or_else(|| odd("too many dimensions"))?;
+        let shape = dims
+            .iter()
+            .map(|dim| usize::try_from(*dim))
+            .collect::<Result<_, _>>();
         Ok(TensorInfo {
             dtype: Dtype::from_code(spec.dtype).ok_or_else(|| odd("an unknown dtype"))?,
             layout: spec.layout,
@@ -208,7 +224,11 @@ impl KernelModel {
         let status =
             unsafe { (self.api().model_bind)(self.handle(), name.as_ptr(), &raw const tensor) };
         self.api().check(status)?;
-        self.inner.bound.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+        self.inner
+            .bound
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(memory);
         Ok(())
     }
 
@@ -238,7 +258,9 @@ impl KernelModel {
     /// # Errors
     /// Whatever the library refuses with.
     pub fn peer_export(&mut self) -> Result<abi::PeerHandle, KernelError> {
-        let mut handle = abi::PeerHandle { bytes: [0; abi::PEER_HANDLE_BYTES] };
+        let mut handle = abi::PeerHandle {
+            bytes: [0; abi::PEER_HANDLE_BYTES],
+        };
         // SAFETY: our handle; the peer handle lives through the call.
         let status = unsafe { (self.api().peer_export)(self.handle(), &raw mut handle) };
         self.api().check(status)?;
@@ -259,8 +281,7 @@ impl KernelModel {
         handle: &abi::PeerHandle,
     ) -> Result<(), KernelError> {
         // SAFETY: our handle; the peer's memory lives long enough by this function's contract.
-        let status =
-            unsafe { (self.api().peer_import)(self.handle(), peer_rank as i32, handle) };
+        let status = unsafe { (self.api().peer_import)(self.handle(), peer_rank as i32, handle) };
         self.api().check(status)
     }
 
@@ -284,7 +305,11 @@ impl KernelModel {
     /// the shape that the header gives it, and nobody else writes what it points to or reads the
     /// outputs.
     pub unsafe fn launch_step(&mut self, step: &abi::Step, plain: bool) -> Result<(), KernelError> {
-        let launch = if plain { self.api().plain_step_launch } else { self.api().step_launch };
+        let launch = if plain {
+            self.api().plain_step_launch
+        } else {
+            self.api().step_launch
+        };
         // SAFETY: our handle; the struct is copied, its pointers are good by the contract above.
         let status = unsafe { launch(self.handle(), step, ptr::null_mut()) };
         self.api().check(status)
@@ -302,7 +327,11 @@ impl KernelModel {
         draft: &abi::Draft,
         plain: bool,
     ) -> Result<(), KernelError> {
-        let launch = if plain { self.api().plain_draft_launch } else { self.api().draft_launch };
+        let launch = if plain {
+            self.api().plain_draft_launch
+        } else {
+            self.api().draft_launch
+        };
         // SAFETY: our handle; the struct is copied, its pointers are good by the contract above.
         let status = unsafe { launch(self.handle(), draft, ptr::null_mut()) };
         self.api().check(status)

@@ -25,7 +25,12 @@ impl OpArray {
     #[must_use]
     pub fn zeroed(name: &str, dtype: Dtype, shape: &[usize]) -> Self {
         let bytes = shape.iter().product::<usize>() * dtype.bytes();
-        Self { name: name.into(), dtype, shape: shape.into(), data: Buffer::zeroed(bytes) }
+        Self {
+            name: name.into(),
+            dtype,
+            shape: shape.into(),
+            data: Buffer::zeroed(bytes),
+        }
     }
 
     fn c_array(&self, name: &CString) -> Result<abi::Array, KernelError> {
@@ -79,9 +84,14 @@ impl Kernels {
     ) -> Result<Vec<OpArray>, KernelError> {
         let [op, model, platform] = [op, model, platform].map(super::model::c_string);
         let (op, model, platform) = (op?, model?, platform?);
-        let names = inputs.iter().map(|input| super::model::c_string(&input.name));
+        let names = inputs
+            .iter()
+            .map(|input| super::model::c_string(&input.name));
         let names = names.collect::<Result<Vec<_>, _>>()?;
-        let c_inputs = inputs.iter().zip(&names).map(|(input, name)| input.c_array(name));
+        let c_inputs = inputs
+            .iter()
+            .zip(&names)
+            .map(|(input, name)| input.c_array(name));
         let c_inputs = c_inputs.collect::<Result<Vec<_>, _>>()?;
         let empty = abi::Array {
             name: ptr::null(),
