@@ -4,6 +4,7 @@ Whatever is wrong with a file is one line that names the file and the array. Not
 ever executed: pickled objects are refused.
 """
 
+import math
 import os
 import tempfile
 import zipfile
@@ -59,7 +60,7 @@ def read_member(
             raise RefusedError(
                 f"{path}: array {name} holds pickled Python objects; needed plain numbers"
             )
-        needed_bytes = header_bytes + dtype.itemsize * int(np.prod(shape, dtype=object))
+        needed_bytes = header_bytes + dtype.itemsize * math.prod(shape)
         if info.file_size != needed_bytes:
             raise RefusedError(
                 f"{path}: array {name} is {info.file_size} bytes long; its header"

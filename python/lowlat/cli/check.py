@@ -1,0 +1,82 @@
+"""``lowlat check``: whether these kernels can serve a model so, with no GPU and no engine here."""
+
+import argparse
+import json
+from pathlib import Path
+
+from lowlat.cli.outcome import DONE, REFUSED, RefusedError, one_line
+from lowlat.cli.parts import native
+
+NAME = "check"
+CONFIG_FILE = "config.json"
+
+DESCRIPTION = """\
+Asks the guard whether these kernels can serve a model with the given server options, and prints
+every reason against it, numbered. Exit status 0: can be served; 1: cannot.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        NAME,
+        help="say whether a model can be served, and every reason why not",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR|NAME",
+        help="folder or file of a config.json, or a built-in model (tiny-v41, v41-flash)",
+    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")
+    parser.add_argument("--isa", default="scalar", help="sm_90, scalar; default %(default)s")
+    parser.add_argument("--page-size", type=int, metavar="TOKENS", help="the server's --page-size")
+    parser.add_argument("--moe-runner-backend", metavar="NAME", help="the server's option")
+    parser.add_argument("--json", action="store_true", help="print {servable, reasons} as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = {
+        "isa": arguments.isa,
+        "tp_size": arguments.tp,
+        "page_size": arguments.page_size,
+        "moe_runner_backend": arguments.moe_runner_backend,
+    }
+    given = {key: value for key, value in options.items() if value is not None}
+    config = read_config(arguments.model)
+    try:
+        reasons = native("_dispatch").check(config, json.dumps(given))
+    except ValueError as error:
+        raise RefusedError(f"{arguments.model}: {one_line(error)}") from error
+    if arguments.json:
+        print(json.dumps({"servable": not reasons, "reasons": reasons}, indent=2))
+    elif reasons:
+        print(f"{arguments.model} cannot be served so ({len(reasons)}):")
+        for number, reason in enumerate(reasons, 1):
+            print(f"  {number}. {reason}")
+    else:
+        print(f"{arguments.model} can be served: isa {arguments.isa}, tp {arguments.tp}")
+    return REFUSED if reasons else DONE
+
+
+def read_config(model: str) -> str:
+    """The text of the model's config.json: a built-in name, a folder or the file itself."""
+    built_in = native("_dispatch").built_in(model)
+    if built_in is not None:
+        return built_in
+    path = Path(model)
+    if path.is_dir():
+        path = path / CONFIG_FILE
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise RefusedError(
+            f"{model}: neither a built-in model nor a folder with a {CONFIG_FILE}"
+        ) from None
+    except UnicodeDecodeError:
+        raise RefusedError(f"{path}: not UTF-8 text") from None
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"{path}: {getattr(error, 'strerror', None) or error}") from error

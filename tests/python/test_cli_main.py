@@ -1,0 +1,85 @@
+"""lowlat.cli.main: how any command ends."""
+
+import argparse
+import os
+from importlib import metadata
+
+import pytest
+from lowlat.cli import main as entry
+from lowlat.cli import op
+from lowlat.cli.main import main
+from lowlat.cli.outcome import FaultError, RefusedError, UsageError, one_line
+
+
+def test_version(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"lowlat {metadata.version('lowlat')}\n"
+
+
+def test_help_names_every_command_and_status(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    words = capsys.readouterr().out
+    for word in ("replay", "op", "check", "0 done", "1 refused", "2 wrong usage", "3 fault"):
+        assert word in words
+
+
+@pytest.mark.parametrize("words", [[], ["bench"], ["--verbose"], ["op", "a", "b"]])
+def test_wrong_usage_is_one_line_and_status_2(
+    words: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert "--help" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (RefusedError("no"), 1, "lowlat: no\n"),
+        (UsageError("no"), 2, "lowlat: no\n"),
+        (FaultError("no"), 3, "lowlat: no\n"),
+        (KeyboardInterrupt(), 130, "lowlat: interrupted\n"),
+        (MemoryError(), 3, "lowlat: out of memory\n"),
+        (ZeroDivisionError("two\nlines"), 3, "lowlat: bug: ZeroDivisionError: two lines\n"),
+    ],
+)
+def test_every_end_is_a_line_and_a_status(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    error: BaseException,
+    status: int,
+    words: str,
+) -> None:
+    def fail(arguments: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr(op, "run", fail)
+    assert main(["op", "--list"]) == status
+    assert capsys.readouterr().err == words
+
+
+def test_a_reader_that_left_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(arguments: argparse.Namespace) -> int:
+        raise BrokenPipeError
+
+    redirected = []
+    monkeypatch.setattr(op, "run", broken)
+    monkeypatch.setattr(os, "dup2", lambda *handles: redirected.append(handles))
+    assert main(["op", "--list"]) == 3
+    assert len(redirected) == 1
+
+
+def test_words_of_an_error_without_words() -> None:
+    assert one_line(ValueError()) == "ValueError"
+
+
+def test_replay_gets_every_word_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(entry.replay, "run_words", lambda words: seen.append(words) or 0)
+    assert main(["replay", "--help", "--tp", "x", "op"]) == 0
+    assert seen == [["--help", "--tp", "x", "op"]]

@@ -1,0 +1,211 @@
+"""What lies where: the top level, links between pages, tests beside sources, one version."""
+
+import re
+from pathlib import Path, PurePosixPath
+
+import tomllib
+import tree
+
+TOP_LEVEL = {
+    ".ci",
+    ".clang-format",
+    ".gitignore",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CMakeLists.txt",
+    "Cargo.lock",
+    "Cargo.toml",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "clippy.toml",
+    "cpp_kernels",
+    "docs",
+    "examples",
+    "pyproject.toml",
+    "python",
+    "rust_dispatch",
+    "rustfmt.toml",
+    "tests",
+}
+TEST_ROOMS = {"cpp", "rust", "python", "cross", "golden", "fakes", "gpu", "tidy", "tools"}
+ENDINGS = {  # a file's ending says who can read it
+    "cpp_kernels/include": {".h"},
+    "cpp_kernels/stages": {".hpp"},
+    "cpp_kernels/shape": {".hpp"},
+    "cpp_kernels/platform": {".hpp", ".cuh"},
+    "cpp_kernels/host": {".hpp", ".cpp"},
+    "cpp_kernels/reference": {".hpp", ".cpp"},
+}
+
+
+def test_the_top_level_holds_only_what_belongs() -> None:
+    seen = {PurePosixPath(name).parts[0] for name in tree.files()}
+    tree.none([f"{name}: does not belong at the top level" for name in sorted(seen - TOP_LEVEL)])
+
+
+def test_the_tests_have_their_rooms() -> None:
+    seen = {PurePosixPath(name).parts[1] for name in tree.under("tests")}
+    tree.none([f"tests/{name}: no such room" for name in sorted(seen - TEST_ROOMS)])
+
+
+def test_endings_say_who_can_read_a_file() -> None:
+    complaints = []
+    for folder, endings in ENDINGS.items():
+        for name in tree.under(folder):
+            if PurePosixPath(name).suffix not in endings:
+                complaints.append(f"{name}: {folder} holds {', '.join(sorted(endings))} only")
+    tree.none(complaints)
+
+
+def test_nothing_built_is_committed() -> None:
+    suffixes = (".so", ".o", ".a", ".pyc", ".whl", ".npz")
+    tree.none([f"{name}: built or made" for name in tree.files() if name.endswith(suffixes)])
+
+
+def anchor(heading: str) -> str:
+    """The link target that a page's heading gets."""
+    plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+def test_links_of_pages_lead_somewhere() -> None:
+    complaints = []
+    for name in tree.files():
+        if not name.endswith(".md"):
+            continue
+        prose = re.sub(r"^```.*?^```", "", tree.read(name), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+            if re.match(r"https?:|mailto:", target):
+                continue
+            path, _, fragment = target.partition("#")
+            page = (tree.ROOT / name).parent / path if path else tree.ROOT / name
+            if not page.exists():
+                complaints.append(f"{name}: link to {target}, which is not there")
+            elif fragment and page.suffix == ".md":
+                headings = re.findall(r"^#+\s+(.*)$", page.read_text(), re.MULTILINE)
+                if fragment not in map(anchor, headings):
+                    complaints.append(f"{name}: link to {target}; the page has no such heading")
+    tree.none(complaints)
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = tree.read("docs/index.md")
+    complaints = []
+    for name in tree.under("docs", suffixes=(".md",)):
+        relative = name.removeprefix("docs/")
+        if relative != "index.md" and f"]({relative})" not in index:
+            complaints.append(f"{name}: docs/index.md does not link to it")
+    tree.none(complaints)
+
+
+def test_architecture_names_every_room() -> None:
+    page = tree.read("ARCHITECTURE.md")
+    rooms = {
+        "/".join(PurePosixPath(name).parts[:2]) + "/"
+        for name in tree.under("rust_dispatch", "cpp_kernels", "tests")
+        if len(PurePosixPath(name).parts) > 2
+    }
+    tree.none([f"ARCHITECTURE.md does not name {room}" for room in rooms if room not in page])
+
+
+def test_there_is_one_version() -> None:
+    version = tomllib.loads(tree.read("Cargo.toml"))["workspace"]["package"]["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    complaints = []
+    for name in tree.files():
+        if PurePosixPath(name).name == "Cargo.toml" and name != "Cargo.toml":
+            package = tomllib.loads(tree.read(name))["package"]
+            if package["version"] != {"workspace": True}:
+                complaints.append(f"{name}: version.workspace = true")
+        if PurePosixPath(name).name == "pyproject.toml":
+            project = tomllib.loads(tree.read(name))["project"]
+            if "version" in project or "version" not in project.get("dynamic", []):
+                complaints.append(f"{name}: the version is read from Cargo.toml (dynamic)")
+    if not re.search(r"project\(lowlat VERSION \$\{_version\}", tree.read("CMakeLists.txt")):
+        complaints.append("CMakeLists.txt: the version is read from Cargo.toml")
+    lock = tomllib.loads(tree.read("Cargo.lock"))
+    for package in lock["package"]:
+        if package["name"].startswith("lowlat-") and package["version"] != version:
+            complaints.append(f"Cargo.lock: {package['name']} is {package['version']}")
+    tree.none(complaints)
+
+
+def test_the_changelog_has_an_unreleased_part() -> None:
+    assert re.search(r"^## \[?Unreleased\]?$", tree.read("CHANGELOG.md"), re.MULTILINE)
+
+
+# ------------------------------------------------------------------ mirrors
+
+# A source whose test is not of its own name, and where that test is.
+TESTED_ELSEWHERE: dict[str, str] = {
+    "cpp_kernels/include/lowlat/kernels.h": "tests/cross/test_kernels_layout.py",
+    "cpp_kernels/py/kernels_module.cpp": "tests/python/test_kernels.py",
+    "python/lowlat/__init__.py": "tests/python/test_package.py",
+    "python/lowlat/__main__.py": "tests/python/test_package.py",
+    "python/lowlat/cli/__init__.py": "tests/python/test_cli_main.py",
+    "python/lowlat/cli/outcome.py": "tests/python/test_cli_main.py",
+    "python/lowlat/cli/parts.py": "tests/python/test_package.py",
+}
+
+
+def cpp_mirrors(name: str) -> list[str]:
+    """stages/norm.hpp: tests/cpp/stages/test_norm.cpp, test_norm_tsan.cpp, test_norm_more.cpp."""
+    path = PurePosixPath(name).relative_to("cpp_kernels")
+    start = f"tests/cpp/{path.parent}/test_{path.stem}"
+    return [
+        test
+        for test in tree.under("tests/cpp")
+        if test.startswith((f"{start}.", f"{start}_")) and test.endswith((".cpp", ".c"))
+    ]
+
+
+def rust_mirrors(name: str) -> list[str]:
+    """Tests at the file's own foot, running examples, or tests/rust/<crate>_<module>*.rs."""
+    text = tree.read(name)
+    if re.search(r"^\s*#\[cfg\((all\()?test", text, re.MULTILINE) or "/// ```\n" in text:
+        return [name]
+    parts = PurePosixPath(name).parts
+    crate, stem = parts[1], PurePosixPath(name).stem
+    words = stem if stem not in ("mod", "lib") else parts[-2]
+    return [
+        test
+        for test in tree.under("tests/rust")
+        if Path(test).name.startswith(f"{crate}_") and words.replace("-", "_") in Path(test).name
+    ]
+
+
+def python_mirrors(name: str) -> list[str]:
+    """cli/op.py: tests/python/test_cli_op.py."""
+    path = PurePosixPath(name).relative_to("python/lowlat").with_suffix("")
+    return [f"tests/python/test_{'_'.join(path.parts)}.py"]
+
+
+def is_list_of_modules(name: str) -> bool:
+    """A lib.rs or mod.rs that only names modules has nothing to test."""
+    code = tree.rust_without_tests(name)
+    return PurePosixPath(name).name in ("lib.rs", "mod.rs") and not re.search(r"\bfn\b", code)
+
+
+def test_every_source_has_a_test_of_its_name() -> None:
+    sources = [
+        *((name, cpp_mirrors) for name in tree.under("cpp_kernels", suffixes=(".hpp", ".cpp"))),
+        *((name, rust_mirrors) for name in tree.under("rust_dispatch", suffixes=(".rs",))),
+        *((name, python_mirrors) for name in tree.under("python/lowlat", suffixes=(".py",))),
+    ]
+    complaints = []
+    for name, mirrors in sources:
+        if name in TESTED_ELSEWHERE or (name.endswith(".rs") and is_list_of_modules(name)):
+            continue
+        if not any(test in tree.files() for test in mirrors(name)):
+            complaints.append(f"{name}: no test of its name (or name one in TESTED_ELSEWHERE)")
+    tree.none(complaints)
+
+
+def test_tests_named_for_another_source_exist() -> None:
+    complaints = []
+    for source, test in TESTED_ELSEWHERE.items():
+        complaints += [
+            f"{name} is not there" for name in (source, test) if name not in tree.files()
+        ]
+    tree.none(complaints)
