@@ -14,8 +14,8 @@ namespace lowlat::LOWLAT_PLATFORM::stages {
 
 inline constexpr float kAttentionScale = 0.04419417382415922f;  // kKvDim^-0.5
 
-// Keys of one query row, in the order of their ids; -1 is skipped. rows.row(id) gives an id's stored
-// row: KvFlat or KvPaged when ids are slots, or a caller's own map.
+// Keys of one query row, in the order of their ids; -1 is skipped. rows.row(id) gives an id's
+// stored row: KvFlat or KvPaged when ids are slots, or a caller's own map.
 template <class Rows>
 struct KeySet {
   const std::int32_t* ids;
@@ -26,14 +26,15 @@ struct KeySet {
 // o_h = sum_j e^(s_j - M) k_j / (sum_j e^(s_j - M) + e^(sink_h - M)),  s_j = scale * (q_h . k_j),
 // over the keys of two sets, the first set first. Values are the keys themselves.
 //
-// Roundings: keys are exact in bf16 (e4m3 times a power of two); dot products by stages::dot, softmax,
-// probabilities and sums in fp32; one rounding to bf16 at the end. Keys are taken kTile at a time
-// with a running maximum, pads left out before tiles are cut, so that the result of a head depends
-// on its query and the sequence of its keys only: not on other heads, other rows or where pads are.
+// Roundings: keys are exact in bf16 (e4m3 times a power of two); dot products by stages::dot,
+// softmax, probabilities and sums in fp32; one rounding to bf16 at the end. Keys are taken kTile at
+// a time with a running maximum, pads left out before tiles are cut, so that the result of a head
+// depends on its query and the sequence of its keys only: not on other heads, other rows or where
+// pads are.
 //
-// The block calls, for any range of heads of one row; syncs inside and at the end, after which out is
-// written and the memory is free again. A head without keys and sink gives 0. A sink of -infinity
-// is none.
+// The block calls, for any range of heads of one row; syncs inside and at the end, after which out
+// is written and the memory is free again. A head without keys and sink gives 0. A sink of
+// -infinity is none.
 template <class Block>
 struct SparseAttention {
   // 16 KB of keys stay in a CPU's first cache beside a query and an output of 2 KB each.
@@ -102,9 +103,7 @@ struct SparseAttention {
         add_tile(state, kTile);
         num_keys = 0;
       }
-      if (num_keys % Block::kNumThreads == plat::thread_idx()) {
-        kv_unpack(state.key + num_keys * kKvDim, set.rows.row(set.ids[i]));
-      }
+      KvUnpack<Block>::run(state.key + num_keys * kKvDim, set.rows.row(set.ids[i]));
       ++num_keys;
     }
   }
@@ -121,7 +120,8 @@ struct SparseAttention {
       float* prob = state.prob + head * kTile;
       float top = state.top[head];
       for (int key = 0; key < num_keys; ++key) top = plat::max(prob[key], top);
-      state.rescale[head] = plat::exp(state.top[head] - top);  // first tile without sink: e^-inf = 0
+      // The first tile of a head without sink rescales nothing: e^-infinity = 0.
+      state.rescale[head] = plat::exp(state.top[head] - top);
       float weight = state.weight[head] * state.rescale[head];
       for (int key = 0; key < num_keys; ++key) {
         prob[key] = plat::exp(prob[key] - top);

@@ -1,4 +1,5 @@
-// stages/compress.hpp: one entry of the compressed key set, from fp32 projections to what is stored.
+// stages/compress.hpp: one entry of the compressed key set, from fp32 projections to what is
+// stored.
 //
 //   ratio 2   c = bf(pool(kv, score of the pair's tokens))      stages: pool_pair
 //   ratio 1   c = bf(kv)
@@ -46,7 +47,7 @@ struct CompressedKey {
     plat::block_sync();
   }
 
-  // out_entry: fp32 [kKvDim], ready for kv_pack. turn: of the group's first position. The block
+  // out_entry: fp32 [kKvDim], ready for KvPack. turn: of the group's first position. The block
   // calls; syncs inside and at the end.
   LOWLAT_DEVICE static void entry(float* out_entry, const std::uint16_t* latent,
                                   const RopeTurn& turn) {

@@ -27,8 +27,8 @@ LOWLAT_DEVICE float index_weight(std::uint16_t projection, int num_heads) {
   return from_bf16(projection) * plat::rsqrt(static_cast<float>(kIndexDim * num_heads));
 }
 
-// Turns dimensions 64..127 of one head or key, bf16 values in fp32 [kIndexDim] in and out. The block
-// calls; syncs inside and at the end.
+// Turns dimensions 64..127 of one head or key, bf16 values in fp32 [kIndexDim] in and out. The
+// block calls; syncs inside and at the end.
 template <class Block>
 LOWLAT_DEVICE void index_rotate(float* x, const RopeTurn& turn) {
   float* rotated = x + kIndexDim - kRopeDim;
@@ -55,10 +55,10 @@ LOWLAT_DEVICE void index_query(float* query, int num_heads, const RopeTurn& turn
   plat::block_sync();
 }
 
-// The stored key of one compressed entry: norm, RoPE at the group's first position, four bits. x: fp32
-// [kIndexDim], latent . wk^T, unrounded; it is rounded to bf16 in place and then used as memory.
-// gain: bf16 [kIndexDim]. The block calls; syncs inside and at the end, after which the row is
-// written and x and the scratch are free.
+// The stored key of one compressed entry: norm, RoPE at the group's first position, four bits. x:
+// fp32 [kIndexDim], latent . wk^T, unrounded; it is rounded to bf16 in place and then used as
+// memory. gain: bf16 [kIndexDim]. The block calls; syncs inside and at the end, after which the row
+// is written and x and the scratch are free.
 template <class Block>
 struct IndexKey {
   struct Scratch {
@@ -66,9 +66,8 @@ struct IndexKey {
     std::uint16_t normed[kIndexDim];
   };
 
-  LOWLAT_DEVICE static void run(IndexRow<std::uint8_t> out_row, float* x,
-                                const std::uint16_t* gain, float eps, const RopeTurn& turn,
-                                Scratch& scratch) {
+  LOWLAT_DEVICE static void run(IndexRow<std::uint8_t> out_row, float* x, const std::uint16_t* gain,
+                                float eps, const RopeTurn& turn, Scratch& scratch) {
     for (int i = plat::thread_idx(); i < kIndexDim; i += Block::kNumThreads) {
       x[i] = round_bf16(x[i]);
     }
@@ -81,8 +80,8 @@ struct IndexKey {
     plat::block_sync();
     index_rotate<Block>(x, turn);
     for (int group = plat::thread_idx(); group < kIndexGroups; group += Block::kNumThreads) {
-      out_row.scales[group] = fp4_pack_index(out_row.data + group * kFp4IndexGroup / 2,
-                                             x + group * kFp4IndexGroup);
+      out_row.scales[group] =
+          fp4_pack_index(out_row.data + group * kFp4IndexGroup / 2, x + group * kFp4IndexGroup);
     }
     plat::block_sync();
   }
@@ -97,9 +96,9 @@ LOWLAT_DEVICE void index_unpack(float* out, IndexRow<const std::uint8_t> row) {
 }
 
 // out_scores[i] = sum_h weights[h] * max(0, query_h . key), h ascending, of candidates i in
-// begin .. end - 1 of one query row; the key of candidate i is rows.row(position_of(i)). query: fp32
-// [num_heads, kIndexDim]; dots by stages::dot, product and sum rounded to fp32 each. The block calls,
-// each thread for its candidates; no sync. A score depends on its row and key only.
+// begin .. end - 1 of one query row; the key of candidate i is rows.row(position_of(i)). query:
+// fp32 [num_heads, kIndexDim]; dots by stages::dot, product and sum rounded to fp32 each. The block
+// calls, each thread for its candidates; no sync. A score depends on its row and key only.
 template <class Block, class Rows, class PositionOf>
 LOWLAT_DEVICE void index_scores(float* out_scores, const float* query, const float* weights,
                                 int num_heads, const Rows& rows, const PositionOf& position_of,

@@ -1,7 +1,8 @@
 // stages/select.hpp: the best of many scores as a set, in ascending order of position.
 //
-// Equal scores go to the lower position, so that the result is one set on every rank, in every batch
-// and at every chunk of a prompt. One thread calls each function; nothing here touches memory order.
+// Equal scores go to the lower position, so that the result is one set on every rank, in every
+// batch and at every chunk of a prompt. One thread calls each function; nothing here touches memory
+// order.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any stage"
@@ -56,7 +57,7 @@ LOWLAT_DEVICE void select_top(std::int32_t* out_positions, const float* scores, 
   if (n <= k) {
     for (; num_taken < n; ++num_taken) out_positions[num_taken] = position_of(num_taken);
   } else if (k > 0) {
-    std::uint32_t threshold = 0u;     // the k-th largest order, from its upper bits down
+    std::uint32_t threshold = 0u;  // the k-th largest order, from its upper bits down
     std::uint32_t num_missing = static_cast<std::uint32_t>(k);  // to be taken at its upper bits
     for (int shift = 24; shift >= 0; shift -= 8) {
       for (std::uint32_t& bin : scratch.histogram) bin = 0u;
