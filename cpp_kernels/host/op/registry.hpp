@@ -1,4 +1,5 @@
-// host/op/registry.hpp: one table of operations: what each takes, gives, promises, and how it is run.
+// host/op/registry.hpp: the table of operations: what each takes, gives and promises, and how it
+// runs.
 //
 // An operation's file (host/op/ops_*.cpp) describes its arrays and gives two functions: one that
 // calls reference/ and one that calls the stage on the scalar platform. Checks that the shapes
@@ -7,28 +8,33 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <span>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "host/error.hpp"
 #include "lowlat/kernels.h"
 
 namespace lowlat::host {
 
-// A refusal: what() is the one line a user reads. It begins with the array's name where one is at fault.
-struct OpError : std::runtime_error {
-  using std::runtime_error::runtime_error;
+// A refusal: what() is the one line a user reads. It begins with the array's name where one is at
+// fault.
+struct OpError : Error {
+  explicit OpError(const std::string& message) : Error(LOWLAT_INVALID, message) {}
 };
 
-// Shape is a comma list of dimensions: a number ("512"), a symbol ("T"), a number times a symbol
-// ("4H", "24D"), and any of these over a number or symbol ("H/2", "K/b"; must divide). A symbol's first
-// bare use binds it; "1..64" style limits belong in `check`.
+// Shape is a comma list of dimensions, "" for an array of no dimensions: a number ("512"), a symbol
+// ("T"), a number times a symbol ("4H", "24D"), and any of these over a number or symbol ("H/2",
+// "K/b"; must divide). A symbol's first bare use binds it; one without a bare use is solved from
+// the first dimension that fixes it ("24D" binds D, "K/b" binds b once K is known). T is always
+// held to 1 .. 64; other limits belong in `check`.
 struct ArgSpec {
   const char* name;
   lowlat_dtype dtype;
-  const char* dtype_word;  // what the array means: "bf16", "e4m3", "ue8m0", "fp4", "f32", "i32", "i64", "u8"
+  // What the array means: "bf16", "e4m3", "ue8m0", "fp4", "f32", "i32", "i64" or "u8".
+  const char* dtype_word;
   const char* shape;
   bool optional;
   const char* about;
@@ -57,6 +63,7 @@ class OpArgs {
     const auto& a = arrays_.at(name);
     return {static_cast<T*>(a.data), static_cast<std::size_t>(count(a))};
   }
+  const lowlat_array& array(const std::string& name) const { return arrays_.at(name); }
   // First element of a one-element i64 array (ratio, block, ...), or `otherwise` when it is absent.
   std::int64_t scalar(const std::string& name, std::int64_t otherwise) const {
     return has(name) ? in<std::int64_t>(name)[0] : otherwise;
@@ -77,7 +84,8 @@ class OpArgs {
 struct OpNumerics {
   const char* platform;  // "scalar"
   const char* output;
-  const char* bound;     // "bitwise" or e.g. "rel_l2 <= 2e-3": ||out - ref|| / ||ref|| against reference
+  // "bitwise" or e.g. "rel_l2 <= 2e-3": ||out - ref|| / ||ref|| against reference.
+  const char* bound;
 };
 
 struct OpSpec {
@@ -105,12 +113,29 @@ std::vector<OpSpec> ops_draft();      // markov_draft, accept
 
 const std::vector<OpSpec>& op_table();
 
+// The C entry points on a spec that need not be in the table. `platform` is "reference" or
+// "scalar". Throws OpError. op_run leaves `outputs` untouched when it throws.
+void op_plan(const OpSpec& op, const char* model, const char* platform,
+             std::span<const lowlat_array> inputs, std::vector<lowlat_array>& out_outputs);
+void op_run(const OpSpec& op, const char* model, const char* platform,
+            std::span<const lowlat_array> inputs, std::span<lowlat_array> outputs);
+
 // Helpers for `check`, so that every message has one form.
-// "ids[3] is 12; needed 0 .. 7 (E = 8)"
+// "ids[0, 3] is 12; needed 0 .. 7 (E = 8)": every element of an i32 or i64 array, both ends
+// inclusive; `why` may be empty.
 void require_range(const OpArgs& args, const std::string& name, std::int64_t low, std::int64_t high,
                    const std::string& why);
-// Refuses NaN (and infinity unless allowed) by name and index; decodes bf16 and e4m3 by dtype_word.
+// Refuses NaN and infinity by name and index; decodes bf16, e4m3 and ue8m0 by dtype_word.
 void require_finite(const OpArgs& args, const OpSpec& spec, const std::string& name);
+// The same for every input that is present and has such values; those of f32 and bf16 must not be
+// beyond `limit` in magnitude.
+void require_all_finite(const OpArgs& args, const OpSpec& spec,
+                        double limit = std::numeric_limits<double>::infinity());
+// "H is 100; needed a multiple of 32": the size of a symbol, its least value and what divides it.
+void require_dim(const OpArgs& args, const std::string& symbol, std::int64_t least,
+                 std::int64_t multiple);
 void require(bool ok, const std::string& message);
+// "x[1, 5]" for flat element `idx` of an array; "x" for one of no dimensions.
+std::string element_name(const OpArgs& args, const std::string& name, std::int64_t idx);
 
 }  // namespace lowlat::host
