@@ -1,0 +1,288 @@
+// Operations of the index: queries, keys, the selection of entries and the candidate blocks.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "host/op/registry.hpp"
+#include "host/op/v41.hpp"
+#include "platform/scalar.hpp"
+#include "reference/index.hpp"
+#include "reference/select.hpp"
+#include "stages/index.hpp"
+#include "stages/linear.hpp"
+#include "stages/select.hpp"
+
+namespace lowlat::host {
+namespace {
+
+namespace stages = lowlat::scalar::stages;
+using Block = lowlat::scalar::plat::Block<256>;
+
+// More are a wrong number, not a case to run.
+constexpr std::int64_t kMaxSelected = kMaxPositions;
+
+void require_positions(const OpArgs& a) {
+  require_range(a, "pos", 0, kMaxPositions - 1, std::to_string(kMaxPositions) + " positions");
+}
+
+// Binds k, the width of a selection.
+void bind_selected(OpArgs& a) {
+  require_range(a, "k", 1, kMaxSelected, "");
+  a.set_dim("k", a.scalar("k", 0));
+}
+
+std::int64_t block_size(const OpArgs& a) { return a.scalar("block", kCandidateBlock); }
+
+void require_count_and_block(const OpArgs& a) {
+  require(a.dim("N") <= kMaxPositions, "N is " + std::to_string(a.dim("N")) + "; needed at most " +
+                                           std::to_string(kMaxPositions));
+  require_range(a, "count", 0, a.dim("N"), "N = " + std::to_string(a.dim("N")));
+  if (a.has("block")) require_range(a, "block", 1, kMaxPositions, "");
+}
+
+// A row's blocks must be as candidate_blocks writes them.
+void require_blocks(const OpArgs& a) {
+  const auto blocks = a.in<std::int32_t>("blocks");
+  const std::int64_t width = a.dim("M");
+  for (std::int64_t i = 0; i < a.dim("T") * width; ++i) {
+    const std::int64_t count = a.in<std::int64_t>("count")[i / width];
+    const std::int64_t block = blocks[i];
+    const std::int64_t num_blocks = (count + block_size(a) - 1) / block_size(a);
+    require(block >= -1 && block < num_blocks,
+            element_name(a, "blocks", i) + " is " + std::to_string(block) + "; needed -1 .. " +
+                std::to_string(num_blocks - 1) + " (count = " + std::to_string(count) + ")");
+    require(i % width == 0 || block == -1 || (blocks[i - 1] >= 0 && blocks[i - 1] < block),
+            element_name(a, "blocks", i) + " is " + std::to_string(block) + " after " +
+                std::to_string(blocks[i > 0 ? i - 1 : 0]) +
+                "; needed ascending blocks with -1 at the end");
+  }
+}
+
+OpSpec index_query() {
+  OpSpec op;
+  op.name = "index_query";
+  op.models = "v41";
+  op.about =
+      "RoPE of dimensions 64..127, bf16, then every 32 channels through four bits and a power of "
+      "two";
+  op.in = {{"q", LOWLAT_BF16, "bf16", "T,h,128", false, "projected queries"},
+           {"pos", LOWLAT_I64, "i64", "T", false, "positions"}};
+  op.out = {{"iq", LOWLAT_BF16, "bf16", "T,h,128", false, "queries for index_select"}};
+  op.numerics = {{"scalar", "iq", "rel_l2 <= 2e-2"}};
+  op.check = [spec = op](OpArgs& a) {
+    require_dim(a, "h", 1, 1);
+    require_all_finite(a, spec);
+    require_positions(a);
+  };
+  op.reference = [](const OpArgs& a) {
+    const std::int64_t pitch = a.dim("h") * stages::kIndexDim;
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      reference::index_query(a.out<std::uint16_t>("iq").data() + t * pitch,
+                             a.in<std::uint16_t>("q").data() + t * pitch, a.dim("h"),
+                             a.in<std::int64_t>("pos")[t]);
+    }
+  };
+  op.scalar = [](const OpArgs& a) {
+    const auto heads = static_cast<int>(a.dim("h"));
+    const int pitch = heads * stages::kIndexDim;
+    const stages::RopeTable rope = compressed_rope_table();
+    std::vector<float> query(pitch);
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      stages::expand_bf16(query.data(), a.in<std::uint16_t>("q").data() + t * pitch, pitch);
+      stages::index_query<Block>(query.data(), heads,
+                                 stages::rope_turn(rope, a.in<std::int64_t>("pos")[t]));
+      std::uint16_t* out = a.out<std::uint16_t>("iq").data() + t * pitch;
+      for (int i = 0; i < pitch; ++i) out[i] = stages::to_bf16(query[i]);
+    }
+  };
+  return op;
+}
+
+OpSpec index_key() {
+  OpSpec op;
+  op.name = "index_key";
+  op.models = "v41";
+  op.about =
+      "stored index keys from latents before RoPE: projection, bf16, norm, bf16, RoPE of "
+      "dimensions "
+      "64..127 at the group's first position, bf16, four bits with a power of two a 32";
+  op.in = {{"latent", LOWLAT_BF16, "bf16", "T,512", false, "normed latents before RoPE"},
+           {"wk", LOWLAT_BF16, "bf16", "128,512", false, "projection"},
+           {"norm", LOWLAT_BF16, "bf16", "128", false, "weight of the norm"},
+           {"pos", LOWLAT_I64, "i64", "T", false, "first position of each group"}};
+  op.out = {{"rows", LOWLAT_U8, "u8", "T,68", false, "64 bytes of codes, then 4 ue8m0 scales"}};
+  op.numerics = {{"scalar", "rows", "values rel_l2 <= 2e-2"}};
+  op.check = [spec = op](OpArgs& a) {
+    require_all_finite(a, spec);
+    require_positions(a);
+  };
+  op.reference = [](const OpArgs& a) {
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      reference::index_key(a.out<std::uint8_t>("rows").data() + t * stages::kIndexRowBytes,
+                           a.in<std::uint16_t>("latent").data() + t * stages::kKvDim,
+                           a.in<std::uint16_t>("wk").data(), a.in<std::uint16_t>("norm").data(),
+                           a.in<std::int64_t>("pos")[t], kNormEps);
+    }
+  };
+  op.scalar = [](const OpArgs& a) {
+    const auto rows = static_cast<int>(a.dim("T"));
+    std::vector<float> latent(static_cast<std::size_t>(rows) * stages::kKvDim);
+    stages::expand_bf16(latent.data(), a.in<std::uint16_t>("latent").data(), rows * stages::kKvDim);
+    std::vector<float> key(static_cast<std::size_t>(rows) * stages::kIndexDim);
+    std::vector<float> weight_row(stages::kKvDim);
+    const stages::Bf16Weights weights{a.in<std::uint16_t>("wk").data(), stages::kKvDim};
+    stages::linear(latent.data(), stages::kKvDim, rows, stages::kKvDim, weights, 0,
+                   stages::kIndexDim, weight_row.data(),
+                   [&](int t, int n, float v) { key[t * stages::kIndexDim + n] = v; });
+    const stages::IndexFlat<std::uint8_t> out{a.out<std::uint8_t>("rows").data()};
+    const stages::RopeTable rope = compressed_rope_table();
+    stages::IndexKey<Block>::Scratch scratch;
+    for (int t = 0; t < rows; ++t) {
+      stages::IndexKey<Block>::run(out.row(t), &key[t * stages::kIndexDim],
+                                   a.in<std::uint16_t>("norm").data(), static_cast<float>(kNormEps),
+                                   stages::rope_turn(rope, a.in<std::int64_t>("pos")[t]), scratch);
+    }
+  };
+  return op;
+}
+
+OpSpec index_select() {
+  OpSpec op;
+  op.name = "index_select";
+  op.models = "v41";
+  op.about =
+      "the k entries of highest sum_h weights_h * relu(iq_h . ik_n) among a row's first count, "
+      "ties "
+      "to the lower entry; with blocks, among the entries of those blocks only";
+  op.in = {{"iq", LOWLAT_BF16, "bf16", "T,h,128", false, "queries"},
+           {"ik", LOWLAT_U8, "u8", "N,68", false, "stored index keys"},
+           {"weights", LOWLAT_F32, "f32", "T,h", false, "weight of each head"},
+           {"count", LOWLAT_I64, "i64", "T", false, "entries that a row may see, 0 .. N"},
+           {"k", LOWLAT_I64, "i64", "", false, "entries to select"},
+           {"blocks", LOWLAT_I32, "i32", "T,M", true, "candidate blocks, ascending, -1 at the end"},
+           {"block", LOWLAT_I64, "i64", "", true, "entries of a candidate block (8)"}};
+  op.out = {{"idx", LOWLAT_I32, "i32", "T,k", false, "ascending, -1 at the end"}};
+  op.numerics = {{"scalar", "idx",
+                  "equal as sets but for entries whose float64 scores are within "
+                  "2e-6 * max_n sum_h |weights_h * relu(iq_h . ik_n)| of the k-th best"}};
+  op.check = [spec = op](OpArgs& a) {
+    require_dim(a, "h", 1, 1);
+    require_all_finite(a, spec);
+    require_count_and_block(a);
+    bind_selected(a);
+    const auto rows = a.in<std::uint8_t>("ik");
+    for (std::int64_t i = 0; i < a.dim("N"); ++i) {
+      for (int group = 0; group < stages::kIndexScaleBytes; ++group) {
+        const std::int64_t at = i * stages::kIndexRowBytes + stages::kIndexDataBytes + group;
+        require(rows[at] != 255u, element_name(a, "ik", at) +
+                                      " is 255, the scale that is no number; needed 0 .. 254");
+      }
+    }
+    if (a.has("blocks")) require_blocks(a);
+  };
+  op.reference = [](const OpArgs& a) {
+    const std::int64_t heads = a.dim("h"), k = a.dim("k");
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      const std::int64_t count = a.in<std::int64_t>("count")[t];
+      const std::vector<double> scores = reference::index_scores(
+          a.in<std::uint16_t>("iq").data() + t * heads * stages::kIndexDim,
+          a.in<float>("weights").data() + t * heads, heads, a.in<std::uint8_t>("ik").data(), count);
+      std::vector<std::int32_t> entries;
+      std::vector<double> candidates;
+      for (std::int64_t n = 0; n < count; ++n) {
+        const auto first = a.has("blocks") ? a.in<std::int32_t>("blocks").begin() + t * a.dim("M")
+                                           : std::span<const std::int32_t>::iterator{};
+        if (a.has("blocks") &&
+            std::find(first, first + a.dim("M"), n / block_size(a)) == first + a.dim("M")) {
+          continue;
+        }
+        entries.push_back(static_cast<std::int32_t>(n));
+        candidates.push_back(scores[n]);
+      }
+      std::int32_t* out = a.out<std::int32_t>("idx").data() + t * k;
+      std::fill(out, out + k, -1);
+      for (const std::int32_t i : reference::select_top(candidates, k)) *out++ = entries[i];
+    }
+  };
+  op.scalar = [](const OpArgs& a) {
+    const auto heads = static_cast<int>(a.dim("h")), k = static_cast<int>(a.dim("k"));
+    const stages::IndexFlat<const std::uint8_t> rows{a.in<std::uint8_t>("ik").data()};
+    std::vector<float> query(static_cast<std::size_t>(heads) * stages::kIndexDim);
+    std::vector<float> scores(a.dim("N"));
+    stages::SelectScratch scratch;
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      const auto count = static_cast<int>(a.in<std::int64_t>("count")[t]);
+      const float* weights = a.in<float>("weights").data() + t * heads;
+      std::int32_t* out = a.out<std::int32_t>("idx").data() + t * k;
+      stages::expand_bf16(query.data(),
+                          a.in<std::uint16_t>("iq").data() + t * heads * stages::kIndexDim,
+                          heads * stages::kIndexDim);
+      const auto select = [&](const auto& position_of, int n) {
+        stages::index_scores<Block>(scores.data(), query.data(), weights, heads, rows, position_of,
+                                    0, n);
+        stages::select_top(out, scores.data(), n, k, position_of, scratch);
+      };
+      if (a.has("blocks")) {
+        const auto width = static_cast<int>(a.dim("M"));
+        const stages::BlockPositions positions{a.in<std::int32_t>("blocks").data() + t * width,
+                                               width, static_cast<int>(block_size(a)), count};
+        select(positions, positions.size());
+      } else {
+        select(stages::AllPositions{}, count);
+      }
+    }
+  };
+  return op;
+}
+
+OpSpec candidate_blocks() {
+  OpSpec op;
+  op.name = "candidate_blocks";
+  op.models = "v41";
+  op.about =
+      "the k blocks of highest score among a row's first count entries, a block's score being its "
+      "best entry's and the newest block always taken; ties to the lower block; all when no more "
+      "than k";
+  op.in = {{"score", LOWLAT_F32, "f32", "T,N", false, "index scores"},
+           {"count", LOWLAT_I64, "i64", "T", false, "entries that a row may see, 0 .. N"},
+           {"k", LOWLAT_I64, "i64", "", false, "blocks to select"},
+           {"block", LOWLAT_I64, "i64", "", true, "entries of a block (8)"}};
+  op.out = {{"blocks", LOWLAT_I32, "i32", "T,k", false, "ascending, -1 at the end"}};
+  op.numerics = {{"scalar", "blocks", "bitwise"}};
+  op.check = [spec = op](OpArgs& a) {
+    require_all_finite(a, spec);
+    require_count_and_block(a);
+    bind_selected(a);
+  };
+  op.reference = [](const OpArgs& a) {
+    const std::int64_t k = a.dim("k");
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      const float* score = a.in<float>("score").data() + t * a.dim("N");
+      const std::vector<double> seen(score, score + a.in<std::int64_t>("count")[t]);
+      std::int32_t* out = a.out<std::int32_t>("blocks").data() + t * k;
+      std::fill(out, out + k, -1);
+      for (const std::int32_t b : reference::candidate_blocks(seen, block_size(a), k)) *out++ = b;
+    }
+  };
+  op.scalar = [](const OpArgs& a) {
+    const auto k = static_cast<int>(a.dim("k")), size = static_cast<int>(block_size(a));
+    std::vector<float> block_scores(a.dim("N") / size + 1);
+    stages::SelectScratch scratch;
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      stages::candidate_blocks(a.out<std::int32_t>("blocks").data() + t * k,
+                               a.in<float>("score").data() + t * a.dim("N"),
+                               static_cast<int>(a.in<std::int64_t>("count")[t]), size, k,
+                               block_scores.data(), scratch);
+    }
+  };
+  return op;
+}
+
+}  // namespace
+
+std::vector<OpSpec> ops_index() {
+  return {index_query(), index_key(), index_select(), candidate_blocks()};
+}
+
+}  // namespace lowlat::host

@@ -1,0 +1,88 @@
+// op_call.hpp: one call of one operation, by the path that the C entry points take.
+#pragma once
+
+#include <cstring>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "host/op/registry.hpp"
+
+namespace lowlat::testing {
+
+class OpCall {
+ public:
+  explicit OpCall(host::OpSpec op) : op_(std::move(op)) {}
+
+  // Gives an input, or gives it anew.
+  template <class T>
+  OpCall& set(const char* name, lowlat_dtype dtype, std::vector<std::int64_t> shape,
+              const std::vector<T>& values) {
+    remove(name);
+    Bytes& bytes = memory_.emplace_back(values.size() * sizeof(T) / 8 + 1);
+    std::memcpy(bytes.data(), values.data(), values.size() * sizeof(T));
+    lowlat_array a{};
+    a.name = name;
+    a.dtype = dtype;
+    a.ndim = static_cast<std::uint32_t>(shape.size());
+    for (std::size_t i = 0; i < shape.size(); ++i) a.shape[i] = shape[i];
+    a.data = bytes.data();
+    inputs_.push_back(a);
+    return *this;
+  }
+  OpCall& set_number(const char* name, std::int64_t value) {
+    return set<std::int64_t>(name, LOWLAT_I64, {}, {value});
+  }
+  OpCall& remove(const char* name) {
+    std::erase_if(inputs_, [&](const lowlat_array& a) { return std::strcmp(a.name, name) == 0; });
+    return *this;
+  }
+
+  // The only output, by "reference" or "scalar". Its bytes are poisoned before.
+  template <class T>
+  std::vector<T> run(const char* platform) const {
+    std::vector<lowlat_array> outputs;
+    host::op_plan(op_, "v41", platform, inputs_, outputs);
+    std::size_t count = 1;
+    for (std::uint32_t i = 0; i < outputs.at(0).ndim; ++i) {
+      count *= static_cast<std::size_t>(outputs[0].shape[i]);
+    }
+    std::vector<T> values(count + 1);  // never empty, so that data is never null
+    std::memset(values.data(), 0xa5, values.size() * sizeof(T));
+    outputs[0].data = values.data();
+    host::op_run(op_, "v41", platform, inputs_, outputs);
+    values.pop_back();
+    return values;
+  }
+
+  // The refusal of this call, "" where there is none.
+  std::string refusal() const {
+    try {
+      std::vector<lowlat_array> outputs;
+      host::op_plan(op_, "v41", "scalar", inputs_, outputs);
+      return "";
+    } catch (const host::OpError& error) {
+      return error.what();
+    }
+  }
+
+ private:
+  using Bytes = std::vector<std::uint64_t>;
+  host::OpSpec op_;
+  std::deque<Bytes> memory_;
+  std::vector<lowlat_array> inputs_;
+};
+
+inline bool begins_with(const std::string& text, const char* word) {
+  return text.rfind(word, 0) == 0;
+}
+
+// The named operation of one group.
+inline host::OpSpec op_named(const std::vector<host::OpSpec>& ops, const char* name) {
+  for (const host::OpSpec& op : ops) {
+    if (std::strcmp(op.name, name) == 0) return op;
+  }
+  throw host::OpError(std::string(name) + " is not in the group");
+}
+
+}  // namespace lowlat::testing
