@@ -69,6 +69,7 @@ py::dict run_op(const std::string& op, const std::string& model, const std::stri
   std::vector<lowlat_array> in;
   names.reserve(inputs.size());
   for (const auto& [key, value] : inputs) {
+    if (!py::isinstance<py::str>(key)) throw py::value_error("every input needs a name (a str)");
     const std::string name = key.cast<std::string>();
     if (!py::isinstance<py::array>(value)) throw py::value_error(name + " is not a numpy array");
     py::array array = py::reinterpret_borrow<py::array>(value);

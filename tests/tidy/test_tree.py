@@ -139,7 +139,7 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 
 # A source whose test is not of its own name, and where that test is.
 TESTED_ELSEWHERE: dict[str, str] = {
-    "cpp_kernels/include/lowlat/kernels.h": "tests/cross/test_kernels_layout.py",
+    "cpp_kernels/include/lowlat/kernels.h": "tests/cross/kernels_layout.rs",
     "cpp_kernels/py/kernels_module.cpp": "tests/python/test_kernels.py",
     "python/lowlat/__init__.py": "tests/python/test_package.py",
     "python/lowlat/__main__.py": "tests/python/test_package.py",

@@ -1,0 +1,76 @@
+/* A kernel library of four operations on one array x (f32), for tests of lowlat._kernels:
+ *   scale    y = 2 x, and writes every output but the last element of each
+ *   fault    plans like scale, then says LOWLAT_FAULT
+ *   decline  LOWLAT_UNSUPPORTED
+ *   invalid  LOWLAT_INVALID
+ * FAKE_ABI_VERSION replaces the header's version. */
+#include <lowlat/kernels.h>
+#include <string.h>
+
+#ifndef FAKE_ABI_VERSION
+#define FAKE_ABI_VERSION LOWLAT_KERNELS_ABI_VERSION
+#endif
+
+static const char* last_error = "";
+
+uint32_t lowlat_kernels_abi_version(void) { return FAKE_ABI_VERSION; }
+
+const char* lowlat_last_error(void) { return last_error; }
+
+const char* lowlat_op_list(void) { return "[{\"name\": \"scale\"}]"; }
+
+static int64_t count(const lowlat_array* array) {
+  int64_t product = 1;
+  for (uint32_t dim = 0; dim < array->ndim; ++dim) product *= array->shape[dim];
+  return product;
+}
+
+lowlat_status lowlat_op_plan(const char* op, const char* model, const char* platform,
+                             const lowlat_array* inputs, int32_t num_inputs,
+                             lowlat_array* out_outputs, int32_t* out_num_outputs) {
+  static const char* const names[] = {"f32", "bf16", "u8", "i64"};
+  static const uint32_t dtypes[] = {LOWLAT_F32, LOWLAT_BF16, LOWLAT_U8, LOWLAT_I64};
+  (void)model;
+  (void)platform;
+  if (strcmp(op, "decline") == 0) {
+    last_error = "not built";
+    return LOWLAT_UNSUPPORTED;
+  }
+  if (strcmp(op, "invalid") == 0 || num_inputs != 1 || strcmp(inputs[0].name, "x") != 0 ||
+      inputs[0].dtype != LOWLAT_F32) {
+    last_error = "needed one array x of f32";
+    return LOWLAT_INVALID;
+  }
+  for (int i = 0; i < 4; ++i) {
+    out_outputs[i] = inputs[0];
+    out_outputs[i].name = names[i];
+    out_outputs[i].dtype = dtypes[i];
+    out_outputs[i].data = NULL;
+  }
+  *out_num_outputs = 4;
+  return LOWLAT_OK;
+}
+
+lowlat_status lowlat_op_run(const char* op, const char* model, const char* platform,
+                            const lowlat_array* inputs, int32_t num_inputs, lowlat_array* outputs,
+                            int32_t num_outputs) {
+  (void)model;
+  (void)platform;
+  (void)num_inputs;
+  if (strcmp(op, "fault") == 0) {
+    last_error = "a wait expired";
+    return LOWLAT_FAULT;
+  }
+  const float* x = inputs[0].data;
+  for (int32_t i = 0; i < num_outputs; ++i) {
+    for (int64_t at = 0; at + 1 < count(&inputs[0]); ++at) {
+      switch (outputs[i].dtype) {
+        case LOWLAT_F32: ((float*)outputs[i].data)[at] = 2 * x[at]; break;
+        case LOWLAT_BF16: ((uint16_t*)outputs[i].data)[at] = (uint16_t)(2 * x[at]); break;
+        case LOWLAT_U8: ((uint8_t*)outputs[i].data)[at] = (uint8_t)(2 * x[at]); break;
+        default: ((int64_t*)outputs[i].data)[at] = (int64_t)(2 * x[at]); break;
+      }
+    }
+  }
+  return LOWLAT_OK;
+}

@@ -1,0 +1,99 @@
+"""lowlat.cli.check: files, words and exit statuses, over a fake guard; the real one is asked at the
+end."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lowlat.cli.main import main
+
+
+class FakeDispatch(SimpleNamespace):
+    reasons: tuple[str, ...] = ()
+    error: Exception | None = None
+    asked: tuple[str, dict] | None = None
+
+    def built_in(self, name: str) -> str | None:
+        return '{"name": "tiny"}' if name == "tiny-v41" else None
+
+    def check(self, config: str, options: str) -> list[str]:
+        self.asked = (config, json.loads(options))
+        if self.error:
+            raise self.error
+        return list(self.reasons)
+
+
+@pytest.fixture
+def dispatch(monkeypatch: pytest.MonkeyPatch) -> FakeDispatch:
+    fake = FakeDispatch()
+    monkeypatch.setitem(sys.modules, "lowlat._dispatch", fake)
+    return fake
+
+
+def test_servable(dispatch: FakeDispatch, capsys: pytest.CaptureFixture) -> None:
+    assert main(["check", "--model", "tiny-v41", "--tp", "2"]) == 0
+    assert capsys.readouterr().out == "tiny-v41 can be served: isa scalar, tp 2\n"
+    assert dispatch.asked == ('{"name": "tiny"}', {"isa": "scalar", "tp_size": 2})
+
+
+def test_every_reason_is_numbered(dispatch: FakeDispatch, capsys: pytest.CaptureFixture) -> None:
+    dispatch.reasons = ("tp is 3; needs 1, 2, 4", "page_size is 64; needs 256")
+    assert main(["check", "--model", "tiny-v41", "--tp", "3", "--page-size", "64"]) == 1
+    assert capsys.readouterr().out == (
+        "tiny-v41 cannot be served so (2):\n"
+        "  1. tp is 3; needs 1, 2, 4\n"
+        "  2. page_size is 64; needs 256\n"
+    )
+    assert dispatch.asked[1]["page_size"] == 64
+
+
+def test_json(dispatch: FakeDispatch, capsys: pytest.CaptureFixture) -> None:
+    dispatch.reasons = ("no",)
+    assert main(["check", "--model", "tiny-v41", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"servable": False, "reasons": ["no"]}
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_reads_a_folder_or_the_file(
+    dispatch: FakeDispatch, tmp_path: Path, as_folder: bool
+) -> None:
+    (tmp_path / "config.json").write_text("\ufeff{}", encoding="utf-8")
+    model = tmp_path if as_folder else tmp_path / "config.json"
+    assert main(["check", "--model", str(model)]) == 0
+    assert dispatch.asked[0] == "{}"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "neither a built-in model nor a folder"), (b"\xff\xfe\x00", "not UTF-8")],
+)
+def test_a_config_that_cannot_be_read(
+    dispatch: FakeDispatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    content: bytes | None,
+    words: str,
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    assert main(["check", "--model", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1
+
+
+def test_what_the_guard_cannot_read_names_the_model(
+    dispatch: FakeDispatch, capsys: pytest.CaptureFixture
+) -> None:
+    dispatch.error = ValueError("hidden_size is missing")
+    assert main(["check", "--model", "tiny-v41"]) == 1
+    assert "tiny-v41: hidden_size is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["check"], ["check", "--model", "tiny-v41", "--tp", "two"]])
+def test_wrong_usage(
+    dispatch: FakeDispatch, capsys: pytest.CaptureFixture, words: list[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.count("\n") == 1
