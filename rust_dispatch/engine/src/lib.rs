@@ -1,6 +1,19 @@
 //! A small serving engine that embeds lowlat-core and calls the kernels by their C ABI.
 
+pub mod cache;
+pub mod cli;
 pub mod error;
+pub mod json;
+pub mod kernels;
+pub mod metrics;
+pub mod progress;
+pub mod replay;
+pub mod report;
+pub mod sched;
+pub mod session;
 pub mod step;
+pub mod tokens;
+pub mod trace;
+pub mod weights;
 
 pub use error::EngineError;

@@ -9,9 +9,11 @@
 //!
 //! * The scheduler gives each request's anchor (last emitted token, not yet in the cache) and
 //!   slots for `num_drafts + 1` rows behind it, and cuts what a request emits at its limit.
-//! * The runner keeps the draft's context: before it drafts, every prompt row and every committed
-//!   row (anchor and accepted drafts) of earlier steps has been injected. It drafts, verifies,
-//!   accepts, and gives back the accepted drafts followed by the next token.
+//! * The runner keeps the draft's context: an extend step injects its prompt rows before it ends
+//!   (their pages may be shared with other requests from then on), and before a request drafts its
+//!   committed rows (anchor and accepted drafts) of earlier steps have been injected. The runner
+//!   drafts, verifies, accepts, and gives back the accepted drafts followed by the next token.
+//! * A request that ended is simply in no later plan; its pages may be another's in the next one.
 
 use std::path::PathBuf;
 
@@ -46,8 +48,8 @@ pub struct StepRequest {
     pub state_slot: i32,
     /// 0 is greedy.
     pub temperature: f32,
-    /// Steps of this request that drew random numbers before this one. With `uid` and the run's
-    /// seed it fixes every draw of the step (0 for the draw of the first token).
+    /// Steps of this request that wanted a token before this one: 0 for its first token. With
+    /// `uid` and the run's seed it fixes every random draw of the step.
     pub draw: u64,
     /// Whether a token is wanted: always for decode and verify; of an extend step's requests only
     /// those whose chunk ends the prompt (the token then follows the chunk's last row).
