@@ -1,0 +1,79 @@
+#include "reference/experts.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "reference/format.hpp"
+#include "reference/linear.hpp"
+
+namespace lowlat::reference {
+namespace {
+
+using Values = std::vector<double>;
+
+// One expert's [n, k] in full.
+Values values(Fp4Stack w, std::int64_t expert, std::int64_t n, std::int64_t k) {
+  Values out(n * k);
+  for (std::int64_t i = 0; i < n * k; ++i) {
+    const std::int64_t at = expert * n * k + i;
+    const std::uint8_t code = at % 2 == 0 ? w.codes[at / 2] & 15 : w.codes[at / 2] >> 4;
+    out[i] = from_e2m1(code) * from_ue8m0(w.scales[at / 32]);
+  }
+  return out;
+}
+
+Values values(E4m3Matrix w, std::int64_t n, std::int64_t k) {
+  Values out(n * k);
+  for (std::int64_t i = 0; i < n * k; ++i) {
+    out[i] = from_e4m3(w.codes[i]) * w.scales[i / k / 32 * (k / 32) + i % k / 32];
+  }
+  return out;
+}
+
+// w x for a matrix of x.size() columns.
+Values product(const Values& w, const Values& x) {
+  Values y(w.size() / x.size());
+  for (std::size_t i = 0; i < w.size(); ++i) y[i / x.size()] += w[i] * x[i % x.size()];
+  return y;
+}
+
+}  // namespace
+
+double swiglu(double gate, double up) {
+  const double g = std::min(gate, 10.0);
+  return g / (1.0 + std::exp(-g)) * std::clamp(up, -10.0, 10.0);
+}
+
+void experts(float* y, const std::uint16_t* x, Fp4Stack w1, Fp4Stack w3, Fp4Stack w2,
+             const std::int32_t* ids, const float* weight, E4m3Matrix shared_w1,
+             E4m3Matrix shared_w3, E4m3Matrix shared_w2, std::int64_t rows, std::int64_t hidden,
+             std::int64_t inner, std::int64_t slots) {
+  const Values shared_gate = values(shared_w1, inner, hidden);
+  const Values shared_up = values(shared_w3, inner, hidden);
+  const Values shared_down = values(shared_w2, hidden, inner);
+  for (std::int64_t t = 0; t < rows; ++t) {
+    const std::uint16_t* row = x + t * hidden;
+    Values input(hidden), quantised(hidden), sum(hidden);
+    for (std::int64_t h = 0; h < hidden; ++h) input[h] = from_bf16(row[h]);
+    for (std::int64_t slot = t * slots; slot < (t + 1) * slots; ++slot) {
+      Values mid = product(values(w1, ids[slot], inner, hidden), input);
+      const Values up = product(values(w3, ids[slot], inner, hidden), input);
+      for (std::int64_t i = 0; i < inner; ++i) mid[i] = swiglu(mid[i], up[i]);
+      const Values down = product(values(w2, ids[slot], hidden, inner), mid);
+      for (std::int64_t h = 0; h < hidden; ++h) sum[h] += weight[slot] * down[h];
+    }
+    quantize_activation(quantised.data(), row, hidden, 32);
+    const Values gate = product(shared_gate, quantised), up = product(shared_up, quantised);
+    std::vector<std::uint16_t> mid(inner);
+    for (std::int64_t i = 0; i < inner; ++i) mid[i] = to_bf16(swiglu(gate[i], up[i]));
+    Values mid_quantised(inner);
+    quantize_activation(mid_quantised.data(), mid.data(), inner, 32);
+    const Values shared = product(shared_down, mid_quantised);
+    for (std::int64_t h = 0; h < hidden; ++h) {
+      y[t * hidden + h] = static_cast<float>(sum[h] + shared[h]);
+    }
+  }
+}
+
+}  // namespace lowlat::reference
