@@ -1,0 +1,494 @@
+#include "host/model.hpp"
+
+#include <cstring>
+
+#include "host/error.hpp"
+#include "host/plain.hpp"
+#include "persistent/program.hpp"
+
+namespace lowlat::host {
+namespace {
+
+// FNV-1a, 64 bits; the same function and constants as the dispatcher's digests.
+class Digest {
+ public:
+  void bytes(const void* data, std::size_t n) {
+    const auto* p = static_cast<const unsigned char*>(data);
+    for (std::size_t i = 0; i < n; ++i) state_ = (state_ ^ p[i]) * 0x100'0000'01b3ull;
+  }
+  template <class T>
+  void value(const T& v) {
+    bytes(&v, sizeof v);
+  }
+  std::uint64_t get() const { return state_; }
+
+ private:
+  std::uint64_t state_ = 0xcbf2'9ce4'8422'2325ull;
+};
+
+// Everything that ranks must agree on: the library's kernels and the configuration but for the rank.
+std::uint64_t model_digest(lowlat_model_config config) {
+  config.tp_rank = 0;
+  Digest digest;
+  digest.value(LOWLAT_KERNELS_ABI_VERSION);
+  digest.bytes(catalogue(), std::strlen(catalogue()));
+  digest.value(config);
+  return digest.get();
+}
+
+constexpr std::int64_t kAlign = 64;  // a cache line, so that no two buffers share one
+
+template <class T>
+std::int64_t carved_bytes(std::int64_t count, T*) {
+  return (count * static_cast<std::int64_t>(sizeof(T)) + kAlign - 1) / kAlign * kAlign;
+}
+
+std::string dims_text(const std::int64_t* dims, std::uint32_t ndim) {
+  std::string text = "[";
+  for (std::uint32_t i = 0; i < ndim; ++i) text += (i > 0 ? ", " : "") + std::to_string(dims[i]);
+  return text + "]";
+}
+
+constexpr const char* kDtypeNames[] = {"u8", "i32", "i64", "f32", "bf16", "e4m3", "ue8m0", "fp4x2"};
+constexpr const char* kLayoutNames[] = {"row_major", "kv_paged", "index_paged"};
+
+template <std::size_t n>
+std::string word(const char* const (&names)[n], std::uint32_t value) {
+  return value < n ? names[value] : "number " + std::to_string(value);
+}
+
+Error invalid(const std::string& message) { return {LOWLAT_INVALID, message}; }
+
+template <class T>
+void require_struct(const T& value, const char* name) {
+  if (value.struct_bytes == sizeof(T)) return;
+  throw invalid(std::string(name) + ".struct_bytes is " + std::to_string(value.struct_bytes) +
+                "; this library's " + name + " has " + std::to_string(sizeof(T)));
+}
+
+// values[0 .. n - 1] within low .. high, else one line that names the first that is not.
+void require_values(const std::int32_t* values, std::int64_t n, std::int64_t low, std::int64_t high,
+                    const char* name) {
+  if (n > 0 && values == nullptr) throw invalid(std::string(name) + " is NULL");
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (low <= values[i] && values[i] <= high) continue;
+    throw invalid(std::string(name) + "[" + std::to_string(i) + "] is " +
+                  std::to_string(values[i]) + "; needed " + std::to_string(low) + " .. " +
+                  std::to_string(high));
+  }
+}
+
+}  // namespace
+
+const char* catalogue() {
+  return "front scalar any persistent mHC, Engram, q and kv projections, KV writes\n"
+         "select scalar any persistent index scores and top-k, ties to the lowest position\n"
+         "back scalar any persistent attention, o-projection, experts, sums in rank order\n"
+         "head scalar any persistent norm, logits in bf16, argmax to the lowest id\n"
+         "draft scalar any persistent three stages, Markov proposals, Philox noise\n"
+         "plain scalar any plain the same units one by one, sums in rank order\n";
+}
+
+Model::Model(const lowlat_model_config& config) : config_(config) {
+  require_struct(config, "lowlat_model_config");
+  const std::string reasons = config_reasons(config);
+  if (!reasons.empty()) throw invalid(reasons);
+  rank_.shape = runtime_shape(config_);
+  tensors_ = tensor_slots(config_, rank_.shape, weights_);
+
+  const int widest = config_.num_widths > 0 ? config_.widths[config_.num_widths - 1] : 1;
+  region_ = Region::create({config_.tp_size, persistent::Program::box_packets(rank_.shape, widest),
+                            PlainProgram::staging_words(rank_.shape), model_digest(config_)},
+                           config_.tp_rank);
+  peers_.resize(config_.tp_size);
+  peers_[config_.tp_rank] = region_;
+  rank_.buffers.lay_out(rank_.shape, [&](std::int64_t count, auto*& member) {
+    arena_bytes_ += carved_bytes(count, member);
+  });
+}
+
+Model::~Model() {
+  // A step that still runs must end before its memory goes; its peers end with it.
+  if (worker_ != nullptr && worker_->busy()) abort();
+  worker_.reset();
+}
+
+void Model::bind(const char* name, const lowlat_tensor& tensor) {
+  require_struct(tensor, "lowlat_tensor");
+  if (ready_) throw invalid("bind after lowlat_model_ready: addresses are sealed");
+  if (name == nullptr) throw invalid("tensor name is NULL");
+  for (TensorSlot& slot : tensors_) {
+    if (slot.name != name) continue;
+    const lowlat_tensor_spec& spec = slot.spec;
+    const std::string who = "tensor " + slot.name + ": ";
+    if (tensor.dtype != spec.dtype) {
+      throw invalid(who + "dtype is " + word(kDtypeNames, tensor.dtype) + "; needed " +
+                    word(kDtypeNames, spec.dtype));
+    }
+    if (tensor.layout != spec.layout) {
+      throw invalid(who + "layout is " + word(kLayoutNames, tensor.layout) + "; needed " +
+                    word(kLayoutNames, spec.layout));
+    }
+    if (tensor.ndim != spec.ndim ||
+        std::memcmp(tensor.shape, spec.shape, spec.ndim * sizeof *spec.shape) != 0) {
+      const std::uint32_t seen =
+          tensor.ndim < LOWLAT_MAX_DIMS ? tensor.ndim : std::uint32_t{LOWLAT_MAX_DIMS};
+      throw invalid(who + "shape is " + dims_text(tensor.shape, seen) + "; needed " +
+                    dims_text(spec.shape, spec.ndim) + " on rank " +
+                    std::to_string(config_.tp_rank) + " of " + std::to_string(config_.tp_size));
+    }
+    std::int64_t contiguous = 1;
+    for (int i = static_cast<int>(spec.ndim) - 1; i >= 0; --i) {
+      if (spec.shape[i] != 1 && tensor.stride[i] != contiguous) {
+        throw invalid(who + "stride[" + std::to_string(i) + "] is " +
+                      std::to_string(tensor.stride[i]) + "; the scalar platform needs " +
+                      std::to_string(contiguous) + " (contiguous rows)");
+      }
+      contiguous *= spec.shape[i];
+    }
+    const std::size_t alignment = spec.dtype == LOWLAT_I64                              ? 8
+                                  : spec.dtype == LOWLAT_F32 || spec.dtype == LOWLAT_I32 ? 4
+                                  : spec.dtype == LOWLAT_BF16                            ? 2
+                                                                                         : 1;
+    if (tensor.data == nullptr) throw invalid(who + "data is NULL");
+    if (reinterpret_cast<std::uintptr_t>(tensor.data) % alignment != 0) {
+      throw invalid(who + "data is not aligned to " + std::to_string(alignment) + " bytes");
+    }
+    slot.set(tensor.data);
+    slot.bound = true;
+    return;
+  }
+  throw invalid("tensor " + std::string(name) + ": this model has no such tensor on rank " +
+                std::to_string(config_.tp_rank));
+}
+
+std::uint64_t Model::catalogue_digest() const { return model_digest(config_); }
+
+void Model::peer_export(lowlat_peer_handle& out) const { write_handle(*region_, out); }
+
+void Model::peer_import(int peer_rank, const lowlat_peer_handle& handle) {
+  if (peer_rank < 0 || peer_rank >= config_.tp_size || peer_rank == config_.tp_rank) {
+    throw invalid("peer_rank is " + std::to_string(peer_rank) + "; needed another rank of 0 .. " +
+                  std::to_string(config_.tp_size - 1));
+  }
+  auto region = open_handle(handle, peer_rank, region_->layout());
+  // The proof is a store that arrives: written through the peer's memory, read back from it.
+  std::uint32_t* probe = &region->probes[config_.tp_rank].value;
+  const std::uint32_t token =
+      (plat::load_acquire<plat::Scope::system>(probe) ^ 0x5a5a'0001u) + 2u * config_.tp_rank;
+  plat::store_release<plat::Scope::system>(probe, token);
+  if (plat::load_acquire<plat::Scope::system>(probe) != token) {
+    throw Error(LOWLAT_UNSUPPORTED,
+                "a store to rank " + std::to_string(peer_rank) + "'s memory did not arrive");
+  }
+  peers_[peer_rank] = std::move(region);
+}
+
+void Model::ready() {
+  if (ready_) throw invalid("lowlat_model_ready was called before");
+  std::string missing;
+  const auto add = [&](const std::string& line) { missing += (missing.empty() ? "" : "\n") + line; };
+  for (const TensorSlot& slot : tensors_) {
+    if (!slot.bound) add("tensor " + slot.name + " is not bound");
+  }
+  for (int rank = 0; rank < config_.tp_size; ++rank) {
+    if (peers_[rank] == nullptr) add("rank " + std::to_string(rank) + "'s memory is not imported");
+  }
+  if (!missing.empty()) throw invalid(missing);
+
+  for (const auto& peer : peers_) {
+    outboxes_.push_back(peer->boxes());
+    abort_words_.push_back(&peer->abort_word.value);
+  }
+  arena_.resize(arena_bytes_ + kAlign);
+  const auto base = reinterpret_cast<std::uintptr_t>(arena_.data());
+  std::byte* next = arena_.data() + (kAlign - base % kAlign) % kAlign;
+  rank_.buffers.lay_out(rank_.shape, [&](std::int64_t count, auto*& member) {
+    member = reinterpret_cast<std::remove_reference_t<decltype(member)>>(next);
+    next += carved_bytes(count, member);
+  });
+  rank_.config = &config_;
+  rank_.weights = &weights_;
+  rank_.port = {outboxes_.data(),
+                {abort_words_.data(), &region_->status, config_.tp_rank, config_.tp_size,
+                 config_.wait_budget_ns},
+                region_->layout().box_packets};
+  rank_.window_rope = stages::rope_table(static_cast<float>(config_.rope_theta), {});
+  rank_.compressed_rope = stages::rope_table(
+      static_cast<float>(config_.compress_rope_theta),
+      stages::yarn_ramp(config_.compress_rope_theta, config_.yarn_factor, config_.yarn_beta_fast,
+                        config_.yarn_beta_slow, config_.yarn_original_positions));
+  ready_ = true;
+  worker_ = std::make_unique<Worker>([this](const Job& job) { run(job); });
+}
+
+void Model::require_ready(const char* call) const {
+  if (!ready_) throw invalid(std::string(call) + " before lowlat_model_ready");
+  if (plat::load_acquire<plat::Scope::system>(&region_->status.state) != 0u ||
+      plat::load_acquire<plat::Scope::system>(&region_->abort_word.value) != 0u) {
+    throw Error(LOWLAT_FAULT, "this model had a fault or was aborted; make a new one");
+  }
+}
+
+void Model::check_step(const lowlat_step& step, Schedule schedule) const {
+  require_struct(step, "lowlat_step");
+  const auto& s = rank_.shape;
+  if (step.mode > LOWLAT_EXTEND) throw invalid("mode is " + std::to_string(step.mode));
+  if (step.num_rows < 1 || step.num_rows > s.kMaxRows) {
+    throw invalid("num_rows is " + std::to_string(step.num_rows) + "; needed 1 .. " +
+                  std::to_string(s.kMaxRows));
+  }
+  if (step.batch_size < 1 || step.batch_size > s.kMaxBatch) {
+    throw invalid("batch_size is " + std::to_string(step.batch_size) + "; needed 1 .. " +
+                  std::to_string(s.kMaxBatch));
+  }
+  if (step.mode != LOWLAT_EXTEND &&
+      step.num_rows != std::int64_t{step.batch_size} * step.tokens_per_request) {
+    throw invalid("num_rows is " + std::to_string(step.num_rows) +
+                  "; needed batch_size * tokens_per_request = " +
+                  std::to_string(std::int64_t{step.batch_size} * step.tokens_per_request));
+  }
+  if (schedule == Schedule::persistent) {
+    bool built = step.mode != LOWLAT_EXTEND;
+    if (built) {
+      built = false;
+      for (int i = 0; i < config_.num_widths; ++i) built |= config_.widths[i] == step.num_rows;
+    }
+    if (!built) {
+      throw Error(LOWLAT_UNSUPPORTED,
+                  step.mode == LOWLAT_EXTEND
+                      ? "prompt rows run by the plain path (lowlat_plain_step_launch)"
+                      : std::to_string(step.num_rows) + " rows were not built");
+    }
+  }
+  if (step.page_table_stride < 1) throw invalid("page_table_stride must be above 0");
+  const std::int64_t slots = std::int64_t{s.kNumPages} * s.kPageSize;
+  const std::int64_t positions = std::int64_t{step.page_table_stride} * s.kPageSize;
+  require_values(step.token_ids, step.num_rows, 0, s.kVocab - 1, "token_ids");
+  require_values(step.positions, step.num_rows, 0,
+                 (positions < config_.max_positions ? positions : config_.max_positions) - 1,
+                 "positions");
+  require_values(step.request_idx, step.num_rows, 0, step.batch_size - 1, "request_idx");
+  require_values(step.slots, step.num_rows, -1, slots - 1, "slots");
+  require_values(step.page_table, std::int64_t{step.batch_size} * step.page_table_stride, -1,
+                 s.kNumPages - 1, "page_table");
+  require_values(step.history, s.kNumEngrams > 0 ? 3 * std::int64_t{step.batch_size} : 0, 0,
+                 s.kVocab - 1, "history");
+  require_values(step.state_slots, step.batch_size, 0, s.kMaxBatch - 1, "state_slots");
+  for (int t = 1; t < step.num_rows; ++t) {
+    const bool same = step.request_idx[t] == step.request_idx[t - 1];
+    if (step.request_idx[t] < step.request_idx[t - 1] ||
+        (same && step.slots[t] >= 0 && step.positions[t] != step.positions[t - 1] + 1)) {
+      throw invalid("row " + std::to_string(t) +
+                    ": a request's rows must be consecutive and their positions ascend by one");
+    }
+  }
+  for (int t = 0; t < step.num_rows; ++t) {
+    if (step.slots[t] < 0) continue;
+    // The page table is what attention reads through: the row's own slot must be there, and every
+    // page before it.
+    const std::int32_t* pages =
+        step.page_table + std::int64_t{step.request_idx[t]} * step.page_table_stride;
+    const int last = step.positions[t] / s.kPageSize;
+    if (step.slots[t] != std::int64_t{pages[last]} * s.kPageSize + step.positions[t] % s.kPageSize) {
+      throw invalid("slots[" + std::to_string(t) + "] is " + std::to_string(step.slots[t]) +
+                    "; the page table puts position " + std::to_string(step.positions[t]) +
+                    " elsewhere");
+    }
+    require_values(pages, last + 1, 0, s.kNumPages - 1, "page_table of a running request");
+  }
+  if (step.num_logit_rows < 0 || step.num_logit_rows > step.num_rows) {
+    throw invalid("num_logit_rows is " + std::to_string(step.num_logit_rows) + "; needed 0 .. " +
+                  std::to_string(step.num_rows));
+  }
+  if (step.logit_rows != nullptr) {
+    require_values(step.logit_rows, step.num_logit_rows, 0, step.num_rows - 1, "logit_rows");
+  }
+}
+
+void Model::check_draft(const lowlat_draft& draft, Schedule schedule) const {
+  require_struct(draft, "lowlat_draft");
+  const auto& s = rank_.shape;
+  if (s.kNumDraftStages == 0) throw Error(LOWLAT_UNSUPPORTED, "this model has no draft");
+  if (draft.num_inject_rows != 0 && draft.num_inject_rows != last_step_rows_) {
+    throw invalid("num_inject_rows is " + std::to_string(draft.num_inject_rows) +
+                  "; needed 0 or the last target step's " + std::to_string(last_step_rows_));
+  }
+  const std::int64_t slots = std::int64_t{s.kNumPages} * s.kPageSize;
+  require_values(draft.inject_slots, draft.num_inject_rows, -1, slots - 1, "inject_slots");
+  require_values(draft.inject_positions, draft.num_inject_rows, 0, config_.max_positions - 1,
+                 "inject_positions");
+  if (draft.batch_size == 0) return;
+  if (draft.batch_size < 0 || draft.batch_size > s.kMaxBatch) {
+    throw invalid("batch_size is " + std::to_string(draft.batch_size) + "; needed 0 .. " +
+                  std::to_string(s.kMaxBatch));
+  }
+  if (schedule == Schedule::persistent) {
+    bool built = false;
+    for (int i = 0; i < config_.num_widths; ++i) {
+      built |= config_.widths[i] == draft.batch_size * (s.kDraftBlock + 1);
+    }
+    if (!built) {
+      throw Error(LOWLAT_UNSUPPORTED,
+                  "a draft of " + std::to_string(draft.batch_size) + " requests was not built");
+    }
+  }
+  if (draft.page_table_stride < 1) throw invalid("page_table_stride must be above 0");
+  const std::int64_t table = std::int64_t{draft.batch_size} * draft.page_table_stride;
+  require_values(draft.anchors, draft.batch_size, 0, s.kVocab - 1, "anchors");
+  require_values(draft.prefixes, draft.batch_size, 0,
+                 std::int64_t{draft.page_table_stride} * s.kPageSize, "prefixes");
+  require_values(draft.slots, std::int64_t{draft.batch_size} * s.kDraftBlock, -1, slots - 1,
+                 "slots");
+  require_values(draft.page_table, table, -1, s.kNumPages - 1, "page_table");
+  require_values(draft.noise_row, draft.batch_size, 0, 0x7fff'ffff, "noise_row");
+  if (draft.noise_offset == nullptr) throw invalid("noise_offset is NULL");
+  if (draft.temperature == nullptr) throw invalid("temperature is NULL");
+  if (draft.draft_tokens == nullptr) throw invalid("draft_tokens is NULL");
+  for (int i = 0; i < draft.batch_size; ++i) {
+    if (!(draft.temperature[i] >= 0.0f)) {
+      throw invalid("temperature[" + std::to_string(i) + "] is " +
+                    std::to_string(draft.temperature[i]) + "; needed 0 or more");
+    }
+    if (draft.temperature[i] > 0.0f && draft.draft_logits == nullptr) {
+      throw invalid("draft_logits is NULL; a sampled row needs them for the acceptance rule");
+    }
+  }
+}
+
+void Model::launch_step(const lowlat_step& step, Schedule schedule) {
+  require_ready("a step");
+  check_step(step, schedule);
+  Job job;
+  job.kind = Job::Kind::step;
+  job.schedule = schedule;
+  job.step = step;
+  if (!worker_->push(job)) throw invalid("16 launches are waiting; call lowlat_synchronize");
+  last_step_rows_ = step.num_rows;
+}
+
+void Model::launch_draft(const lowlat_draft& draft, Schedule schedule) {
+  require_ready("a draft");
+  check_draft(draft, schedule);
+  Job job;
+  job.kind = Job::Kind::draft;
+  job.schedule = schedule;
+  job.draft = draft;
+  if (!worker_->push(job)) throw invalid("16 launches are waiting; call lowlat_synchronize");
+}
+
+void Model::launch_accept(const lowlat_accept& accept) {
+  require_ready("an acceptance");
+  require_struct(accept, "lowlat_accept");
+  const auto& s = rank_.shape;
+  if (accept.batch_size < 1 || accept.batch_size > s.kMaxBatch || accept.num_drafts < 0 ||
+      accept.vocab != s.kVocab) {
+    throw invalid("batch_size is " + std::to_string(accept.batch_size) + ", num_drafts " +
+                  std::to_string(accept.num_drafts) + ", vocab " + std::to_string(accept.vocab) +
+                  "; needed 1 .. " + std::to_string(s.kMaxBatch) + ", 0 or more, and " +
+                  std::to_string(s.kVocab));
+  }
+  if (accept.target_logits == nullptr || accept.temperature == nullptr ||
+      accept.accepted == nullptr || accept.next_tokens == nullptr ||
+      (accept.num_drafts > 0 && accept.draft_tokens == nullptr)) {
+    throw invalid("draft_tokens, target_logits, temperature, accepted and next_tokens are needed");
+  }
+  for (int i = 0; i < accept.batch_size; ++i) {
+    const float temperature = accept.temperature[i];
+    if (!(temperature >= 0.0f)) {
+      throw invalid("temperature[" + std::to_string(i) + "] is " + std::to_string(temperature) +
+                    "; needed 0 or more");
+    }
+    if (temperature > 0.0f &&
+        (accept.coins == nullptr || (accept.num_drafts > 0 && accept.draft_logits == nullptr))) {
+      throw invalid("a sampled row needs coins and draft_logits");
+    }
+  }
+  Job job;
+  job.kind = Job::Kind::accept;
+  job.accept = accept;
+  if (!worker_->push(job)) throw invalid("16 launches are waiting; call lowlat_synchronize");
+}
+
+// On the resident thread. A rank that is over runs nothing more; what it would have written stays.
+void Model::run(const Job& job) {
+  if (plat::load_acquire<plat::Scope::system>(&region_->abort_word.value) != 0u) {
+    if (plat::load_acquire<plat::Scope::system>(&region_->status.state) == 0u) {
+      stages::note_abort(rank_.port.fault, 0, stages::StageId::none, rank_.epoch);
+    }
+    return;
+  }
+  switch (job.kind) {
+    case Job::Kind::none: return;
+    case Job::Kind::step:
+      if (job.schedule == Schedule::persistent) {
+        persistent::Program(rank_).target_step(job.step);
+      } else {
+        PlainProgram(rank_, peers_, plain_epoch_).target_step(job.step);
+      }
+      return;
+    case Job::Kind::draft:
+      if (job.schedule == Schedule::persistent) {
+        persistent::Program(rank_).draft(job.draft);
+      } else {
+        PlainProgram(rank_, peers_, plain_epoch_).draft(job.draft);
+      }
+      return;
+    case Job::Kind::accept:
+      persistent::accept(job.accept, rank_.buffers.accept_scratch);
+      return;
+  }
+}
+
+void Model::synchronize(std::uint64_t budget_ns) {
+  if (!ready_) throw invalid("lowlat_synchronize before lowlat_model_ready");
+  if (!worker_->wait_idle(budget_ns)) {
+    throw Error(LOWLAT_FAULT, "rank " + std::to_string(config_.tp_rank) +
+                                  " is still running after " + std::to_string(budget_ns / 1'000'000) +
+                                  " ms");
+  }
+  lowlat_status_words words{};
+  words.struct_bytes = sizeof words;
+  read_status(words);
+  if (words.state == 0) return;
+  const std::string where = std::string(lowlat_stage_name(words.stage)) + ", epoch " +
+                            std::to_string(words.epoch);
+  const std::string who = "rank " + std::to_string(config_.tp_rank);
+  if (words.state == 1) {
+    throw Error(LOWLAT_FAULT, who + " waited " +
+                                  std::to_string(config_.wait_budget_ns / 1'000'000) +
+                                  " ms for rank " + std::to_string(words.peer) + " in " + where);
+  }
+  throw Error(LOWLAT_FAULT, who + " was ended by " +
+                                (words.state == 2 ? "rank " + std::to_string(words.peer)
+                                                  : std::string("the host")) +
+                                " in " + where);
+}
+
+void Model::read_status(lowlat_status_words& out) const {
+  require_struct(out, "lowlat_status_words");
+  const stages::StatusWords& status = region_->status;
+  const std::uint32_t state = plat::load_acquire<plat::Scope::system>(&status.state);
+  lowlat_status_words words{};
+  words.struct_bytes = sizeof words;
+  words.peer = -1;
+  if (state != 0u) {
+    words.state = state;
+    words.kernel = status.kernel;
+    words.stage = status.stage;
+    words.peer = status.peer;
+    words.epoch = status.epoch;
+  }
+  out = words;
+}
+
+void Model::abort() {
+  for (const auto& peer : peers_) {
+    if (peer == nullptr) continue;
+    // A reason that is there already is the first cause: it stays.
+    if (plat::load_acquire<plat::Scope::system>(&peer->abort_word.value) != 0u) continue;
+    plat::store_release<plat::Scope::system>(&peer->abort_word.value, stages::kAbortByHost);
+  }
+}
+
+}  // namespace lowlat::host

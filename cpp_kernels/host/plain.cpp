@@ -1,0 +1,216 @@
+#include "platform/scalar.hpp"
+// The platform comes before every stage.
+#include "host/plain.hpp"
+
+#include <cstring>
+
+namespace lowlat::host {
+
+namespace plat = scalar::plat;
+namespace stages = scalar::stages;
+namespace persistent = scalar::persistent;
+
+std::int64_t PlainProgram::staging_words(const shape::RuntimeShape& s) {
+  std::int64_t row_words = s.kHidden;
+  const auto widen = [&](std::int64_t words) { row_words = words > row_words ? words : row_words; };
+  widen(s.kVocabLocal);
+  widen(std::int64_t{s.kEngramColumnsLocal} * s.kEngramDim / 2);
+  return row_words * s.kMaxRows;
+}
+
+// Afterwards staged(r) holds rank r's words, until the exchange after the next.
+bool PlainProgram::exchange(const std::uint32_t* words, std::int64_t num_words,
+                            stages::StageId stage) {
+  ++epoch_;
+  Region& own = *regions_[s_.kTpRank];
+  std::memcpy(own.staging(epoch_), words, static_cast<std::size_t>(num_words) * sizeof *words);
+  plat::store_release<plat::Scope::system>(&own.arrived.value, epoch_);
+  for (int peer = 0; peer < s_.kTpSize; ++peer) {
+    const std::uint32_t* arrived = &regions_[peer]->arrived.value;
+    const bool here = stages::wait_or_report(
+        rank_.port.fault, static_cast<std::uint32_t>(persistent::KernelId::plain), stage, peer,
+        epoch_, [&] {
+          return plat::load_acquire<plat::Scope::system>(arrived) - epoch_ <= 0x7fff'ffffu;
+        });
+    if (!here) return false;
+  }
+  return true;
+}
+
+// y = the sum over ranks of `partial`, rounded once.
+bool PlainProgram::sum_rows(int num_rows, stages::StageId stage) {
+  const std::int64_t words = std::int64_t{num_rows} * s_.kHidden;
+  if (!exchange(reinterpret_cast<const std::uint32_t*>(b_.partial), words, stage)) return false;
+  stages::rank_sum<persistent::Block>(
+      b_.y, s_.kTpSize, 0, static_cast<int>(words),
+      [&](int source, int i) { return plat::bits_float(staged(source)[i]); });
+  return true;
+}
+
+bool PlainProgram::gather_logits(float* out, int num_rows, stages::StageId stage) {
+  const std::int64_t words = std::int64_t{num_rows} * s_.kVocabLocal;
+  if (!exchange(reinterpret_cast<const std::uint32_t*>(b_.logits_local), words, stage)) {
+    return false;
+  }
+  for (int source = 0; source < s_.kTpSize; ++source) {
+    for (int i = 0; i < num_rows; ++i) {
+      std::memcpy(out + std::int64_t{i} * s_.kVocab + source * s_.kVocabLocal,
+                  staged(source) + std::int64_t{i} * s_.kVocabLocal,
+                  static_cast<std::size_t>(s_.kVocabLocal) * sizeof *out);
+    }
+  }
+  return true;
+}
+
+// A whole layer: y of the sublayer before is already in the residual, and so is this layer's after.
+bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
+  const auto& w = call.weights;
+  const int num_rows = rows.num_rows;
+
+  if (w.plan.engram >= 0) {
+    persistent::engram_lookup(rank_, rows, w);
+    // This rank's columns of every row, packed; then every rank's back in their places.
+    const std::int64_t row = std::int64_t{shape::kEngramColumns} * s_.kEngramDim;
+    const std::int64_t own = std::int64_t{s_.kEngramColumnsLocal} * s_.kEngramDim;
+    std::vector<std::uint32_t> packed(static_cast<std::size_t>(num_rows * own / 2));
+    for (int t = 0; t < num_rows; ++t) {
+      std::memcpy(packed.data() + t * own / 2, b_.engram_e + t * row + s_.kTpRank * own,
+                  static_cast<std::size_t>(own) * sizeof *b_.engram_e);
+    }
+    if (!exchange(packed.data(), num_rows * own / 2, stages::StageId::engram_gather)) return false;
+    for (int source = 0; source < s_.kTpSize; ++source) {
+      for (int t = 0; t < num_rows; ++t) {
+        std::memcpy(b_.engram_e + t * row + source * own, staged(source) + t * own / 2,
+                    static_cast<std::size_t>(own) * sizeof *b_.engram_e);
+      }
+    }
+    persistent::engram_apply(rank_, rows, w);
+  }
+  if (rows.block_rows == 0) {
+    for (int which = 0; which < s_.kNumDraftStages; ++which) {
+      if (rank_.config->draft_target_layers[which] == call.layer_idx) {
+        persistent::take_features(rank_, rows, which);
+      }
+    }
+  }
+
+  for (int t = 0; t < num_rows; ++t) persistent::mix_stats(rank_, t, w.hc_attn, b_.hc_attn[t]);
+  for (int t = 0; t < num_rows; ++t) {
+    persistent::combine_norm(rank_, t, b_.pre + t * shape::kNumStreams, w.attn_norm);
+  }
+  persistent::prepare_x(rank_, rows, call);
+  persistent::project_q(rank_, rows, call);
+  persistent::write_window_kv(rank_, rows, call);
+  const bool compressed = w.plan.ratio > 0;
+  if (compressed && w.plan.kv_source == call.layer_idx) {
+    persistent::write_compressed(rank_, rows, call);
+  }
+  if (compressed && w.plan.index_source == call.layer_idx) {
+    persistent::project_index_query(rank_, rows, call);
+    persistent::select_entries(rank_, rows, call);
+  }
+  persistent::attend(rank_, rows, call);
+  persistent::project_groups(rank_, rows, call);
+  persistent::project_out(rank_, rows, call, [&](int t, int n, float y) {
+    b_.partial[std::int64_t{t} * s_.kHidden + n] = y;
+  });
+  if (!sum_rows(num_rows, stages::StageId::attention_sum)) return false;
+  for (int t = 0; t < num_rows; ++t) persistent::mix_in(rank_, t, b_.hc_attn[t]);
+
+  for (int t = 0; t < num_rows; ++t) persistent::mix_stats(rank_, t, w.hc_ffn, b_.hc_ffn[t]);
+  for (int t = 0; t < num_rows; ++t) {
+    persistent::combine_norm(rank_, t, b_.hc_attn[t].pre, w.ffn_norm);
+  }
+  persistent::prepare_x(rank_, rows, call);
+  persistent::route(rank_, rows, call);
+  persistent::run_experts(rank_, call);
+  persistent::run_shared_expert(rank_, rows, call);
+  for (int t = 0; t < num_rows; ++t) {
+    persistent::moe_row(rank_, call, t, b_.partial + std::int64_t{t} * s_.kHidden);
+  }
+  if (!sum_rows(num_rows, stages::StageId::moe_sum)) return false;
+  for (int t = 0; t < num_rows; ++t) {
+    persistent::mix_in(rank_, t, b_.hc_ffn[t]);
+    for (int k = 0; k < shape::kNumStreams; ++k) {
+      b_.pre[t * shape::kNumStreams + k] = b_.hc_ffn[t].pre[k];
+    }
+  }
+  return true;
+}
+
+bool PlainProgram::target_step(const lowlat_step& step) {
+  const Rows rows{step.num_rows,          step.token_ids,   step.positions, step.request_idx,
+                  step.slots,             step.page_table,  step.page_table_stride,
+                  step.history,           step.state_slots, 0,              nullptr};
+  persistent::embed_partial(rank_, rows);
+  if (!sum_rows(rows.num_rows, stages::StageId::embed_sum)) return false;
+  for (int t = 0; t < rows.num_rows; ++t) persistent::spread_streams(rank_, t);
+  for (int i = 0; i < s_.kNumLayers; ++i) {
+    if (!layer(rows, persistent::target_call(rank_, i))) return false;
+  }
+  rank_.num_feature_rows = rows.num_rows;
+  const bool wanted = step.logits != nullptr || step.argmax != nullptr;
+  if (step.num_logit_rows == 0 || !wanted) return true;
+
+  persistent::head_logits(rank_, rank_.weights->norm, step.logit_rows, step.num_logit_rows);
+  if (step.logits != nullptr) {
+    if (!gather_logits(step.logits, step.num_logit_rows, stages::StageId::logits_gather)) {
+      return false;
+    }
+  } else if (!exchange(reinterpret_cast<const std::uint32_t*>(b_.logits_local),
+                       std::int64_t{step.num_logit_rows} * s_.kVocabLocal,
+                       stages::StageId::argmax_gather)) {
+    return false;
+  }
+  if (step.argmax == nullptr) return true;
+  for (int i = 0; i < step.num_logit_rows; ++i) {
+    stages::Best best = stages::kNoBest;
+    for (int source = 0; source < s_.kTpSize; ++source) {
+      const auto* shard = reinterpret_cast<const float*>(staged(source));
+      best = stages::best_of(best, stages::argmax(shard + std::int64_t{i} * s_.kVocabLocal,
+                                                  s_.kVocabLocal, source * s_.kVocabLocal));
+    }
+    step.argmax[i] = best.id;
+  }
+  return true;
+}
+
+bool PlainProgram::draft(const lowlat_draft& draft) {
+  persistent::inject_context(rank_, draft.inject_slots, draft.inject_positions,
+                             draft.num_inject_rows);
+  if (draft.batch_size == 0) return true;
+  const Rows rows = persistent::draft_rows(rank_, draft);
+  persistent::embed_partial(rank_, rows);
+  if (!sum_rows(rows.num_rows, stages::StageId::embed_sum)) return false;
+  for (int t = 0; t < rows.num_rows; ++t) persistent::spread_streams(rank_, t);
+  for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
+    if (!layer(rows, persistent::draft_call(rank_, stage))) return false;
+  }
+  persistent::head_logits(rank_, rank_.weights->draft_norm, nullptr, rows.num_rows);
+  for (int place = 0; place < s_.kDraftBlock; ++place) {
+    std::vector<std::uint32_t> candidates(2 * static_cast<std::size_t>(draft.batch_size));
+    persistent::markov_step(rank_, draft, place, [&](int request, stages::Best best) {
+      candidates[2 * request] = plat::float_bits(best.value);
+      candidates[2 * request + 1] = static_cast<std::uint32_t>(best.id);
+    });
+    if (!exchange(candidates.data(), static_cast<std::int64_t>(candidates.size()),
+                  stages::StageId::draft_token_gather)) {
+      return false;
+    }
+    for (int request = 0; request < draft.batch_size; ++request) {
+      stages::Best best = stages::kNoBest;
+      for (int source = 0; source < s_.kTpSize; ++source) {
+        const std::uint32_t* words = staged(source) + 2 * request;
+        best = stages::best_of(
+            best, {plat::bits_float(words[0]), static_cast<std::int32_t>(words[1])});
+      }
+      b_.previous[request] = best.id;
+      draft.draft_tokens[request * s_.kDraftBlock + place] = best.id;
+    }
+  }
+  if (draft.draft_logits == nullptr) return true;
+  return gather_logits(draft.draft_logits, draft.batch_size * s_.kDraftBlock,
+                       stages::StageId::draft_logits_gather);
+}
+
+}  // namespace lowlat::host

@@ -1,0 +1,199 @@
+// persistent/rank.hpp: everything one rank's schedule works with: shape, weights, buffers, ports, rows.
+#pragma once
+#ifndef LOWLAT_PLATFORM
+#error "include one platform before any schedule"
+#endif
+
+#include <cstdint>
+
+#include "lowlat/kernels.h"
+#include "persistent/weights.hpp"
+#include "shape/runtime_shape.hpp"
+#include "stages/attention.hpp"
+#include "stages/engram.hpp"
+#include "stages/exchange.hpp"
+#include "stages/hc.hpp"
+#include "stages/rope.hpp"
+#include "stages/select.hpp"
+
+namespace lowlat::LOWLAT_PLATFORM::persistent {
+
+using lowlat::persistent::CompressorWeights;
+using lowlat::persistent::EngramWeights;
+using lowlat::persistent::Fp4Weight;
+using lowlat::persistent::Fp8Weight;
+using lowlat::persistent::HcWeights;
+using lowlat::persistent::IndexerWeights;
+using lowlat::persistent::LayerWeights;
+using lowlat::persistent::ModelWeights;
+
+// Kernels of the catalogue, in its order; status words carry the number.
+enum class KernelId : std::uint32_t { front = 0, select = 1, back = 2, head = 3, draft = 4, plain = 5, count };
+
+// The rows of one forward, of the target or of a draft block.
+struct Rows {
+  int num_rows;
+  const std::int32_t* token_ids;    // [num_rows]
+  const std::int32_t* positions;    // [num_rows]
+  const std::int32_t* request_idx;  // [num_rows]
+  const std::int32_t* slots;        // [num_rows], -1: padding
+  const std::int32_t* page_table;   // [batch, page_table_stride]
+  int page_table_stride;
+  // Target only.
+  const std::int32_t* history;      // [batch, 3]
+  const std::int32_t* state_slots;  // [batch]
+  // Draft only (block_rows > 0): a request's rows attend to its context and to the whole block.
+  int block_rows;
+  const std::int32_t* prefixes;     // [batch]
+};
+
+// Memory of one rank that is not bound: every intermediate of a step of up to kMaxRows rows (targets)
+// or kMaxBatch * kDraftBlock rows (drafts, never more). M rows, fp32 holds bf16 values where noted.
+struct Buffers {
+  std::uint16_t* residual;   // bf16 [M, 4, H]
+  std::uint16_t* x;          // bf16 [M, H] input of a sublayer
+  float* x_f32;              // [M, H] x, bf16 values
+  float* x_q;                // [M, H] x as a block-fp8 linear sees it
+  float* wide_f32;           // [4 H] one residual row; also other single rows
+  std::uint16_t* q_lora;     // bf16 [M, q_lora]
+  float* q_lora_q;           // [M, q_lora]
+  float* kv;                 // [M, 512]
+  std::uint16_t* q;          // bf16 [M, heads_local, 512]; the attention output afterwards
+  float* o_f32;              // [M, heads_local * 512]
+  std::uint16_t* u;          // bf16 [M, groups_local * o_lora]
+  float* u_q;                // the same, as a block-fp8 linear sees it
+  float* partial;            // [M, H] of one rank, before the sum over ranks
+  std::uint16_t* y;          // bf16 [M, H] a sublayer's summed output
+  stages::HcParams* hc_attn; // [M]
+  stages::HcParams* hc_ffn;  // [M]
+  float* pre;                // [M, 4] what the next attention combine uses
+  stages::RopeTurn* turn;    // [M] of the layer's frequencies at each row's position
+  float* compress_kv;        // [M, 512]
+  float* compress_score;     // [M, 512]
+  std::uint16_t* latent;     // bf16 [512]
+  float* index_q;            // [M, index_heads, 128]
+  float* index_w;            // [M, index_heads]
+  std::int32_t* selected;    // [M, topk] entries, ascending, -1 at the end
+  std::int32_t* candidates;  // [M, candidate_blocks]
+  float* scores;             // [positions of the cache]
+  float* block_scores;       // [positions / candidate_block_size]
+  std::int32_t* window_ids;  // [window + draft_block]
+  std::int32_t* entry_ids;   // [topk]
+  float* attention_memory;   // SparseAttention::memory_floats(heads_local)
+  float* gate_logits;        // [M, E]
+  float* gate_scratch;       // [2 E]
+  std::int32_t* expert_ids;  // [M, k]
+  float* expert_weights;     // [M, k]
+  std::int32_t* pair_offsets;  // [E + 1]
+  std::int32_t* pairs;         // [M k]
+  float* expert_h;             // [M k, I_local] bf16 values
+  std::uint16_t* expert_d;     // bf16 [M k, H]
+  std::uint16_t* shared_gate;  // bf16 [M, I_local]; h afterwards
+  std::uint16_t* shared_up;    // bf16 [M, I_local]
+  float* shared_h_q;           // [M, I_local]
+  std::uint16_t* shared_y;     // bf16 [M, H]
+  std::uint16_t* engram_e;     // bf16 [M, 24 D]
+  float* engram_q;             // [M, 24 D]
+  std::uint16_t* engram_kv;    // bf16 [M, 5 H]
+  std::uint16_t* features;     // bf16 [M, stages * H] of the last target step
+  float* feature_q;            // [stages * H] one row
+  float* logits_local;         // [M, V_local]
+  std::int32_t* draft_ids;     // [max_batch * draft_block] and the four arrays of Rows below
+  std::int32_t* draft_positions;
+  std::int32_t* draft_requests;
+  float* markov_embedding;     // [max_batch, R]
+  std::int32_t* previous;      // [max_batch] last chosen token
+  float* accept_scratch;       // [2 V]
+  float* w_row;                // [2 * widest K] expanded weight rows
+  std::uint32_t (*pending)[plat::kTaggedPayload];  // [M] of PublishRows
+
+  // Assigns every member from carve(count, T*&): called once to count and once to place.
+  template <class Carve>
+  void lay_out(const shape::RuntimeShape& s, Carve&& carve) {
+    const std::int64_t rows = s.kMaxRows, hidden = s.kHidden, batch = s.kMaxBatch;
+    const std::int64_t heads = std::int64_t{s.kNumHeadsLocal} * shape::kHeadDim;
+    const std::int64_t slots = s.max_experts_per_token(), experts = s.max_experts();
+    const std::int64_t columns = std::int64_t{shape::kEngramColumns} * s.kEngramDim;
+    const std::int64_t positions = std::int64_t{s.kNumPages} * s.kPageSize;
+    const std::int64_t draft_rows = batch * s.kDraftBlock;
+    carve(rows * 4 * hidden, residual);
+    carve(rows * hidden, x);
+    carve(rows * hidden, x_f32);
+    carve(rows * hidden, x_q);
+    carve(4 * hidden, wide_f32);
+    carve(rows * s.kQLora, q_lora);
+    carve(rows * s.kQLora, q_lora_q);
+    carve(rows * shape::kHeadDim, kv);
+    carve(rows * heads, q);
+    carve(rows * heads, o_f32);
+    carve(rows * s.kGroupsLocal * s.kOLora, u);
+    carve(rows * s.kGroupsLocal * s.kOLora, u_q);
+    carve(rows * hidden, partial);
+    carve(rows * hidden, y);
+    carve(rows, hc_attn);
+    carve(rows, hc_ffn);
+    carve(rows * 4, pre);
+    carve(rows, turn);
+    carve(rows * shape::kHeadDim, compress_kv);
+    carve(rows * shape::kHeadDim, compress_score);
+    carve(shape::kHeadDim, latent);
+    carve(rows * s.kIndexHeads * shape::kIndexDim, index_q);
+    carve(rows * s.kIndexHeads, index_w);
+    carve(rows * s.kIndexTopk, selected);
+    carve(rows * s.kCandidateBlocks, candidates);
+    carve(positions, scores);
+    carve(s.kCandidateBlockSize > 0 ? positions / s.kCandidateBlockSize + 1 : 1, block_scores);
+    carve(s.kWindow + s.kDraftBlock, window_ids);
+    carve(s.kIndexTopk, entry_ids);
+    carve(stages::SparseAttention<plat::Block<256>>::memory_floats(s.kNumHeadsLocal),
+          attention_memory);
+    carve(rows * experts, gate_logits);
+    carve(2 * experts, gate_scratch);
+    carve(rows * slots, expert_ids);
+    carve(rows * slots, expert_weights);
+    carve(experts + 1, pair_offsets);
+    carve(rows * slots, pairs);
+    carve(rows * slots * s.kIntermediateLocal, expert_h);
+    carve(rows * slots * hidden, expert_d);
+    carve(rows * s.kIntermediateLocal, shared_gate);
+    carve(rows * s.kIntermediateLocal, shared_up);
+    carve(rows * s.kIntermediateLocal, shared_h_q);
+    carve(rows * hidden, shared_y);
+    carve(rows * columns, engram_e);
+    carve(rows * columns, engram_q);
+    carve(rows * 5 * hidden, engram_kv);
+    carve(rows * s.kNumDraftStages * hidden, features);
+    carve(s.kNumDraftStages * hidden, feature_q);
+    carve(rows * s.kVocabLocal, logits_local);
+    carve(draft_rows, draft_ids);
+    carve(draft_rows, draft_positions);
+    carve(draft_rows, draft_requests);
+    carve(batch * s.kMarkovRank, markov_embedding);
+    carve(batch, previous);
+    carve(2 * std::int64_t{s.kVocab}, accept_scratch);
+    std::int64_t widest = 4 * hidden;
+    const auto widen = [&](std::int64_t k) { widest = k > widest ? k : widest; };
+    widen(s.kQLora);
+    widen(s.kGroupInput);
+    widen(s.kGroupsLocal * std::int64_t{s.kOLora});
+    widen(s.kIntermediateLocal);
+    widen(columns);
+    widen(s.kNumDraftStages * hidden);
+    widen(s.kMarkovRank);
+    carve(2 * widest, w_row);
+    carve(rows, pending);
+  }
+};
+
+struct Rank {
+  shape::RuntimeShape shape;
+  const lowlat_model_config* config;
+  const ModelWeights* weights;
+  Buffers buffers;
+  stages::ExchangePort port;
+  std::uint64_t epoch;  // of the last exchange; the next one takes epoch + 1
+  stages::RopeTable window_rope, compressed_rope;
+  int num_feature_rows;  // rows of the last target step
+};
+
+}  // namespace lowlat::LOWLAT_PLATFORM::persistent
