@@ -1,0 +1,855 @@
+//! One rank, from its configuration to its last step: guard, vote, build, capture, replay. Each
+//! rank does all of it for itself and agrees with the others; nobody decides for it.
+
+mod arena;
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use lowlat_core::config::ModelConfig;
+use lowlat_core::digest::Fnv1a;
+use lowlat_core::graph_key::{self, KeyIdx, Path, RecordError, Recorder};
+use lowlat_core::spec::{model_facts, v41_scalar};
+use lowlat_core::vote::Decision as VoteDecision;
+use lowlat_core::{
+    Ballot, BallotParts, Built, Captured, Coverage, DeadlineLadder, Decision, Facts, GraphMode,
+    InstantNs, Reason, Seat, StepFacts, StepMode as FactsMode, TpRank, guard,
+};
+
+use crate::EngineError;
+use crate::kernels::abi::{self, PeerHandle, StepMode as KernelMode};
+use crate::kernels::{KernelError, KernelModel, Kernels, ModelHandle, Status, TensorInfo};
+use crate::model::{self, Geometry, KeyTraits};
+use crate::step::{FaultKind, StepMode, StepPath, StepPlan, StepRequest};
+use crate::weights::SeededWeights;
+
+use arena::{Arena, ArenaShape};
+
+/// Seed of the built-in models' weights: part of what `tiny-v41` means.
+const WEIGHT_SEED: u64 = 41;
+
+/// What every rank is started with.
+#[derive(Clone)]
+pub(crate) struct RankSetup {
+    pub kernels: Kernels,
+    pub platform: String,
+    pub model: String,
+    pub config: Arc<ModelConfig>,
+    pub geometry: Geometry,
+    pub ladder: DeadlineLadder,
+    /// Drafts a step; 0 without speculation.
+    pub num_drafts: u32,
+    pub plugin: bool,
+    pub seed: u64,
+    /// Whether every step's logits go into the comparison of ranks.
+    pub compare_logits: bool,
+    /// Bytes that all ranks' weights and pools may take; `None`: nobody could say.
+    pub memory_bytes: Option<u64>,
+    pub clock: Instant,
+    pub exchange: Arc<PeerExchange>,
+}
+
+/// Where ranks that are threads of one process leave their peer handles for each other.
+#[derive(Default)]
+pub(crate) struct PeerExchange {
+    handles: Mutex<Vec<(u32, PeerHandle)>>,
+}
+
+/// What a rank found while it was built.
+#[derive(Clone, Debug)]
+pub(crate) struct RankFacts {
+    pub catalogue_digest: u64,
+    pub catalogue: String,
+    pub record_digest: u64,
+    pub num_keys: usize,
+    pub weight_bytes: u64,
+    pub pool_bytes: u64,
+    pub own_bytes: u64,
+    pub vote_epoch: u32,
+}
+
+/// What a rank says of a step. Used again for each step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RankOutput {
+    pub tokens: Vec<i32>,
+    pub counts: Vec<u32>,
+    pub target: Option<StepPath>,
+    pub draft: Option<StepPath>,
+    /// Of the drafts, and of the logits where they are compared.
+    pub digest: u64,
+}
+
+/// A model under its coverage: bound memory, step memory, recorded launches.
+struct RankModel {
+    /// First, so that it is destroyed before the memory that its launches point into.
+    model: KernelModel,
+    arena: Arena,
+    /// By [`KeyIdx`].
+    launches: Vec<Launch>,
+    seat: Seat,
+}
+
+/// What was recorded for a graph key.
+enum Launch {
+    Target {
+        step: abi::Step,
+        accept: abi::Accept,
+    },
+    Draft(abi::Draft),
+}
+
+// SAFETY: the pointers lead into the arena beside it, which travels along and is freed later.
+unsafe impl Send for Launch {}
+
+/// One rank, ready to run steps.
+pub(crate) struct Rank {
+    captured: Captured<RankModel>,
+    setup: RankSetup,
+    /// Rows of the last target step that wait to be injected into the draft's context.
+    pending_rows: usize,
+}
+
+/// A fault that a test asks of this rank while ranks come to agree.
+pub(crate) type Misbehaviour = Option<FaultKind>;
+
+impl RankSetup {
+    fn now(&self) -> InstantNs {
+        InstantNs(self.clock.elapsed().as_nanos() as u64)
+    }
+
+    /// Widths as this rank covers them.
+    fn widths(&self, fault: Misbehaviour) -> Vec<u32> {
+        let mut widths = self.geometry.widths.clone();
+        if fault == Some(FaultKind::Widths) {
+            // Another width set that is right in itself: one less, or one more where it is alone.
+            match widths.len() {
+                1 => widths.push(widths[0] * 2),
+                _ => drop(widths.pop()),
+            }
+        }
+        widths
+    }
+
+    fn check_platform(&self) -> Result<lowlat_core::Servable, Vec<String>> {
+        let facts = Facts {
+            isa: self.platform.clone(),
+            tp_size: self.geometry.tp_size,
+            dtype: Some("bfloat16".into()),
+            model: model_facts(&self.config),
+            ..Facts::default()
+        };
+        guard(&facts, &v41_scalar())
+            .map_err(|declines| declines.iter().map(ToString::to_string).collect())
+    }
+}
+
+/// A reason to decline, with what is cast in the vote for it.
+struct Refused {
+    reason: Reason,
+    message: String,
+}
+
+impl Rank {
+    /// Guard, vote, build and capture. `watch` is told the model as soon as there is one, so that
+    /// it can be stopped.
+    pub fn start(
+        setup: RankSetup,
+        mut seat: Seat,
+        fault: Misbehaviour,
+        watch: impl FnOnce(ModelHandle),
+    ) -> Result<(Self, RankFacts), EngineError> {
+        let tp_rank = seat.tp_rank();
+        let prepared = match prepare(&setup, tp_rank, fault) {
+            Ok(prepared) => prepared,
+            Err(refused) => {
+                // Cast all the same, so that the peers decline now and not at their deadline.
+                let ballot = Ballot::declining(tp_rank, setup.geometry.tp_size, refused.reason)
+                    .map_err(bug)?;
+                let vote = seat.agree(&ballot, setup.ladder.kernel_ns(), || setup.now());
+                debug_assert!(vote.is_err(), "a declining ballot agreed");
+                return Err(EngineError::Refused(refused.message));
+            }
+        };
+        let Prepared {
+            model,
+            tensors,
+            widths,
+            keys,
+            servable,
+            catalogue,
+            catalogue_digest,
+        } = prepared;
+        watch(model.watch());
+        let ballot = Ballot::new(
+            &servable,
+            tp_rank,
+            BallotParts {
+                widths: &widths,
+                keys_digest: graph_key::keys_digest(&keys),
+                geometry_digest: model::geometry_digest(&setup.geometry),
+                catalogue_digest,
+                ladder: setup.ladder,
+            },
+        )
+        .map_err(bug)?;
+        let coverage = seat
+            .agree(&ballot, setup.ladder.kernel_ns(), || setup.now())
+            .map_err(|refusal| match refusal.reason().kind().is_fault() {
+                true => EngineError::Fault(refusal.to_string()),
+                false => EngineError::Refused(refusal.to_string()),
+            })?;
+        let vote_epoch = coverage.epoch().0;
+        let bytes = |pools: bool| -> u64 {
+            let ours = tensors.iter().filter(|tensor| tensor.is_pool == pools);
+            ours.map(|tensor| tensor.bytes() as u64).sum()
+        };
+        let (weight_bytes, pool_bytes) = (bytes(false), bytes(true));
+        let built = Built::new(coverage, |coverage| {
+            build(&setup, coverage, model, &tensors, seat)
+        })?;
+        let mut captured = built
+            .capture(|built, recorder| capture(&setup, built, &keys, recorder))
+            .map_err(|CaptureError(error)| error)?;
+        if !setup.plugin {
+            captured.switch(false);
+        }
+        let record_digest = captured.dispatcher().record().digest();
+        agree_phase(
+            &mut captured.payload_mut().seat,
+            &setup,
+            "capture",
+            record_digest,
+        )?;
+        let facts = RankFacts {
+            catalogue_digest,
+            catalogue,
+            record_digest,
+            num_keys: keys.len(),
+            weight_bytes,
+            pool_bytes,
+            own_bytes: captured.payload().model.own_bytes(),
+            vote_epoch,
+        };
+        Ok((
+            Self {
+                captured,
+                setup,
+                pending_rows: 0,
+            },
+            facts,
+        ))
+    }
+
+    /// Waits until nothing of this rank runs any more, so that its memory and its peers' may go.
+    pub fn quiesce(&mut self) {
+        // An error only says that the stream was stopped; destroying the model ends it for good.
+        let _ = self
+            .captured
+            .payload_mut()
+            .model
+            .synchronize(self.setup.ladder.plugin_ns());
+    }
+
+    /// Runs one step. `out` means nothing after an error.
+    pub fn run(&mut self, plan: &StepPlan, out: &mut RankOutput) -> Result<(), EngineError> {
+        out.tokens.clear();
+        out.counts.clear();
+        out.draft = None;
+        out.digest = 0;
+        let shape = self.captured.payload().arena.shape();
+        let num_requests = plan.requests.len();
+        if num_requests == 0 || num_requests > shape.max_batch {
+            return Err(EngineError::Bug(format!(
+                "a step has {num_requests} requests; needs 1 to {}",
+                shape.max_batch
+            )));
+        }
+        let ran = match plan.mode {
+            StepMode::Extend => self.extend(plan, out),
+            StepMode::Decode => self.decode(plan, out),
+            StepMode::Verify => self.verify(plan, out),
+        };
+        if let Err(EngineError::Fault(_) | EngineError::Bug(_)) = &ran {
+            self.captured.disarm(Reason::Device);
+        }
+        ran
+    }
+
+    fn extend(&mut self, plan: &StepPlan, out: &mut RankOutput) -> Result<(), EngineError> {
+        self.flush_injection()?;
+        let built = self.captured.payload_mut();
+        built.arena.fill_requests(plan, plan.requests.len());
+        let (num_rows, num_wanted) = built.arena.fill_extend(plan)?;
+        let facts = StepFacts {
+            mode: FactsMode::Extend,
+            batch_size: plan.requests.len() as u32,
+            tokens_per_request: 0,
+            rows: num_rows as u32,
+        };
+        let Decision::Plain(reason) = self.decide(&facts)? else {
+            return Err(EngineError::Bug("a graph was found for prompt rows".into()));
+        };
+        self.agree_plain(&facts, num_rows)?;
+        let built = self.captured.payload_mut();
+        let mut step = built.arena.step(KernelMode::Extend, plan.requests.len(), 0);
+        step.num_rows = num_rows as i32;
+        step.num_logit_rows = num_wanted as i32;
+        step.logit_rows = built.arena.logit_rows.address();
+        launch_step(built, &step, true)?;
+        let drawn = self.launch_draws(plan, num_wanted, |request| request.wants_token)?;
+        if self.setup.num_drafts != 0 {
+            // In the stream's order this is after the step whose rows it injects.
+            let built = self.captured.payload_mut();
+            built.arena.commit_all(num_rows);
+            self.launch_injection(num_rows)?;
+        }
+        self.synchronize()?;
+        out.target = Some(StepPath::Plain(reason.name()));
+        let arena = &self.captured.payload().arena;
+        let tokens = if drawn {
+            &arena.next_tokens
+        } else {
+            &arena.argmax
+        };
+        let mut tokens = tokens.as_slice().iter();
+        for request in &plan.requests {
+            let token = if request.wants_token {
+                tokens.next()
+            } else {
+                None
+            };
+            out.tokens.extend(token);
+            out.counts.push(u32::from(token.is_some()));
+        }
+        self.digest(out, num_wanted, 0);
+        Ok(())
+    }
+
+    fn decode(&mut self, plan: &StepPlan, out: &mut RankOutput) -> Result<(), EngineError> {
+        self.flush_injection()?;
+        let num_requests = plan.requests.len();
+        let facts = StepFacts::uniform(FactsMode::Decode, num_requests as u32, 1);
+        let decision = self.decide(&facts)?;
+        let padded = padded_batch(decision, num_requests);
+        let built = self.captured.payload_mut();
+        built.arena.fill_requests(plan, padded);
+        built.arena.fill_uniform(plan, 0, padded)?;
+        out.target = Some(self.launch_target(decision, &facts, KernelMode::Decode, padded, 1)?);
+        let drawn = self.launch_draws(plan, padded, |_| true)?;
+        self.synchronize()?;
+        let arena = &self.captured.payload().arena;
+        let tokens = if drawn {
+            &arena.next_tokens
+        } else {
+            &arena.argmax
+        };
+        out.tokens
+            .extend_from_slice(&tokens.as_slice()[..num_requests]);
+        out.counts.resize(num_requests, 1);
+        self.digest(out, num_requests, 0);
+        if self.setup.num_drafts != 0 {
+            self.captured.payload_mut().arena.commit(padded, 1, |_| 1);
+            self.pending_rows = padded;
+        }
+        Ok(())
+    }
+
+    fn verify(&mut self, plan: &StepPlan, out: &mut RankOutput) -> Result<(), EngineError> {
+        let num_drafts = self.setup.num_drafts as usize;
+        if num_drafts == 0 {
+            return Err(EngineError::Bug("a verify step without a draft".into()));
+        }
+        let (num_requests, rows) = (plan.requests.len(), num_drafts + 1);
+        out.draft = Some(self.propose(plan)?);
+
+        let facts = StepFacts::uniform(FactsMode::TargetVerify, num_requests as u32, rows as u32);
+        let decision = self.decide(&facts)?;
+        let padded = padded_batch(decision, num_requests);
+        let built = self.captured.payload_mut();
+        built.arena.fill_requests(plan, padded);
+        built.arena.fill_uniform(plan, num_drafts, padded)?;
+        built
+            .arena
+            .fill_draws(plan, self.setup.seed, padded, rows, |_| true);
+        out.target =
+            Some(self.launch_target(decision, &facts, KernelMode::TargetVerify, padded, rows)?);
+        let built = self.captured.payload_mut();
+        let accept = match decision {
+            Decision::Replay { key, .. } => match &built.launches[key.0 as usize] {
+                Launch::Target { accept, .. } => *accept,
+                Launch::Draft(_) => return Err(wrong_launch()),
+            },
+            Decision::Plain(_) => built.arena.accept(padded, num_drafts),
+        };
+        launch_accept(built, &accept)?;
+        self.synchronize()?;
+
+        let arena = &mut self.captured.payload_mut().arena;
+        let accepted = |arena: &Arena, request_idx: usize| match plan.simulated_accept {
+            Some(accepted) => (accepted as usize).min(num_drafts),
+            None => arena.accepted.as_slice()[request_idx] as usize,
+        };
+        for request_idx in 0..num_requests {
+            let accepted = accepted(arena, request_idx);
+            let drafts = &arena.draft_tokens.as_slice()[request_idx * num_drafts..][..accepted];
+            out.tokens.extend_from_slice(drafts);
+            out.tokens.push(arena.next_tokens.as_slice()[request_idx]);
+            out.counts.push(accepted as u32 + 1);
+        }
+        // The anchor and the accepted drafts are committed, the next token is not yet in the cache.
+        let counts = &out.counts;
+        arena.commit(padded * rows, rows, |request_idx| {
+            counts.get(request_idx).map_or(0, |count| *count as usize)
+        });
+        self.pending_rows = padded * rows;
+        self.digest(out, num_requests * rows, num_requests * num_drafts);
+        Ok(())
+    }
+
+    /// The draft: pending injection and proposals, until the drafts are in the arena.
+    fn propose(&mut self, plan: &StepPlan) -> Result<StepPath, EngineError> {
+        let num_drafts = self.setup.num_drafts as usize;
+        let num_requests = plan.requests.len();
+        let facts = StepFacts::uniform(FactsMode::Draft, num_requests as u32, num_drafts as u32);
+        let decision = self.decide(&facts)?;
+        let padded = padded_batch(decision, num_requests);
+        // A draft graph takes the rows of a verify step of its own batch, or none.
+        let covered = matches!(decision, Decision::Replay { .. });
+        if covered && self.pending_rows != padded * (num_drafts + 1) {
+            self.flush_injection()?;
+        }
+        let built = self.captured.payload_mut();
+        built.arena.fill_requests(plan, padded);
+        built.arena.fill_draft(plan, padded)?;
+        built
+            .arena
+            .fill_draws(plan, self.setup.seed, padded, num_drafts + 1, |_| true);
+        let path = match decision {
+            Decision::Replay { key, .. } => {
+                let Launch::Draft(mut draft) = built.launches[key.0 as usize] else {
+                    return Err(wrong_launch());
+                };
+                draft.num_inject_rows = self.pending_rows as i32;
+                launch_draft(built, &draft, false)?;
+                StepPath::Covered
+            }
+            Decision::Plain(reason) => {
+                self.agree_plain(&facts, 0)?;
+                let noise_key = arena::noise_key(self.setup.seed);
+                let built = self.captured.payload_mut();
+                let mut draft = built.arena.draft(padded, noise_key);
+                draft.num_inject_rows = self.pending_rows as i32;
+                launch_draft(built, &draft, true)?;
+                StepPath::Plain(reason.name())
+            }
+        };
+        self.pending_rows = 0;
+        // The drafts become the verify step's tokens, so they must be here.
+        self.synchronize()?;
+        Ok(path)
+    }
+
+    /// Decides what runs the step, and that what a graph reads is where it was.
+    fn decide(&mut self, facts: &StepFacts) -> Result<Decision, EngineError> {
+        let decision = self.captured.decide(facts);
+        if let Decision::Replay { key, .. } = decision {
+            let sealed = self.captured.payload().arena.sealed_now();
+            let record = self.captured.dispatcher().record();
+            if let Err(fault) = record.check_seals(key, sealed.views()) {
+                self.captured.disarm(Reason::SealChanged);
+                return Err(EngineError::Fault(fault.to_string()));
+            }
+        }
+        Ok(decision)
+    }
+
+    /// The hot vote of a step that no graph fixes: all ranks are about to run the same rows.
+    fn agree_plain(&mut self, facts: &StepFacts, num_rows: usize) -> Result<(), EngineError> {
+        let arena = &self.captured.payload().arena;
+        let words = |digest: Fnv1a, words: &[i32]| {
+            words
+                .iter()
+                .fold(digest, |digest, word| digest.u32(*word as u32))
+        };
+        let digest = words(
+            Fnv1a::new().u64(facts.digest()),
+            &arena.token_ids.as_slice()[..num_rows],
+        );
+        let digest = words(digest, &arena.slots.as_slice()[..num_rows]).finish();
+        let Self {
+            captured, setup, ..
+        } = self;
+        let seat = &mut captured.payload_mut().seat;
+        let budget_ns = setup.ladder.collective_ns();
+        match seat.agree_step(digest, budget_ns, || setup.now()) {
+            VoteDecision::Agreed => Ok(()),
+            decision => Err(EngineError::Fault(seat.step_refusal(decision).to_string())),
+        }
+    }
+
+    fn launch_target(
+        &mut self,
+        decision: Decision,
+        facts: &StepFacts,
+        mode: KernelMode,
+        padded: usize,
+        rows: usize,
+    ) -> Result<StepPath, EngineError> {
+        match decision {
+            Decision::Replay {
+                key: KeyIdx(key), ..
+            } => {
+                let built = self.captured.payload_mut();
+                let Launch::Target { step, .. } = built.launches[key as usize] else {
+                    return Err(wrong_launch());
+                };
+                launch_step(built, &step, false)?;
+                Ok(StepPath::Covered)
+            }
+            Decision::Plain(reason) => {
+                self.agree_plain(facts, padded * rows)?;
+                let built = self.captured.payload_mut();
+                let step = built.arena.step(mode, padded, rows);
+                launch_step(built, &step, true)?;
+                Ok(StepPath::Plain(reason.name()))
+            }
+        }
+    }
+
+    /// Draws the wanted tokens where a request samples; without one the arg max is the token.
+    fn launch_draws(
+        &mut self,
+        plan: &StepPlan,
+        num_rows: usize,
+        wanted: impl Fn(&StepRequest) -> bool,
+    ) -> Result<bool, EngineError> {
+        let samples = |request: &StepRequest| wanted(request) && request.temperature > 0.0;
+        if !plan.requests.iter().any(samples) {
+            return Ok(false);
+        }
+        let seed = self.setup.seed;
+        let built = self.captured.payload_mut();
+        built.arena.fill_draws(plan, seed, num_rows, 1, &wanted);
+        let accept = built.arena.accept(num_rows, 0);
+        launch_accept(built, &accept)?;
+        Ok(true)
+    }
+
+    /// Injects what is pending, before another target step takes its place.
+    fn flush_injection(&mut self) -> Result<(), EngineError> {
+        match std::mem::take(&mut self.pending_rows) {
+            0 => Ok(()),
+            pending => self.launch_injection(pending),
+        }
+    }
+
+    fn launch_injection(&mut self, num_rows: usize) -> Result<(), EngineError> {
+        let noise_key = arena::noise_key(self.setup.seed);
+        let built = self.captured.payload_mut();
+        let mut draft = built.arena.draft(0, noise_key);
+        draft.num_inject_rows = num_rows as i32;
+        launch_draft(built, &draft, true)
+    }
+
+    fn synchronize(&mut self) -> Result<(), EngineError> {
+        let budget_ns = self.setup.ladder.plugin_ns();
+        self.captured
+            .payload_mut()
+            .model
+            .synchronize(budget_ns)
+            .map_err(step_error)
+    }
+
+    /// What ranks must have in common beside the tokens.
+    fn digest(&self, out: &mut RankOutput, num_logit_rows: usize, num_drafts: usize) {
+        let arena = &self.captured.payload().arena;
+        let mut digest = Fnv1a::new();
+        for token in &arena.draft_tokens.as_slice()[..num_drafts] {
+            digest = digest.u32(*token as u32);
+        }
+        if self.setup.compare_logits {
+            let vocab = arena.shape().vocab;
+            for logit in &arena.logits.as_slice()[..num_logit_rows * vocab] {
+                digest = digest.u32(logit.to_bits());
+            }
+        }
+        out.digest = digest.finish();
+    }
+}
+
+fn padded_batch(decision: Decision, num_requests: usize) -> usize {
+    match decision {
+        Decision::Replay { padded_batch, .. } => padded_batch as usize,
+        Decision::Plain(_) => num_requests,
+    }
+}
+
+fn wrong_launch() -> EngineError {
+    EngineError::Bug("a graph key has another mode's launch".into())
+}
+
+fn bug(error: impl std::fmt::Display) -> EngineError {
+    EngineError::Bug(error.to_string())
+}
+
+fn step_error(error: KernelError) -> EngineError {
+    match error.status {
+        Status::Fault => EngineError::Fault(error.message),
+        _ => EngineError::Bug(error.message),
+    }
+}
+
+fn launch_step(built: &mut RankModel, step: &abi::Step, plain: bool) -> Result<(), EngineError> {
+    // SAFETY: every pointer is the arena's, whose buffers are as long as the largest step needs
+    // and outlive the model. Between a launch and the synchronize behind it only buffers are
+    // written that no launch under way reads (an injection reads `inject_*` alone, a step no
+    // draws), and outputs are read only behind a synchronize.
+    unsafe { built.model.launch_step(step, plain) }.map_err(step_error)
+}
+
+fn launch_draft(built: &mut RankModel, draft: &abi::Draft, plain: bool) -> Result<(), EngineError> {
+    // SAFETY: as for a step.
+    unsafe { built.model.launch_draft(draft, plain) }.map_err(step_error)
+}
+
+fn launch_accept(built: &mut RankModel, accept: &abi::Accept) -> Result<(), EngineError> {
+    // SAFETY: as for a step.
+    unsafe { built.model.launch_accept(accept) }.map_err(step_error)
+}
+
+/// What a rank has before it votes.
+struct Prepared {
+    model: KernelModel,
+    tensors: Vec<TensorInfo>,
+    widths: Vec<u32>,
+    keys: Vec<lowlat_core::GraphKey>,
+    servable: lowlat_core::Servable,
+    catalogue: String,
+    catalogue_digest: u64,
+}
+
+/// Guard, and the kernels' own view of the configuration.
+fn prepare(setup: &RankSetup, tp_rank: TpRank, fault: Misbehaviour) -> Result<Prepared, Refused> {
+    let servable = setup.check_platform().map_err(|lines| Refused {
+        reason: Reason::ModelField,
+        message: lines.join("; "),
+    })?;
+    let kernel = |error: KernelError| Refused {
+        reason: Reason::ModelConfig,
+        message: error.message.trim().replace('\n', "; "),
+    };
+    let widths = setup.widths(fault);
+    let geometry = Geometry {
+        widths: widths.clone(),
+        ..setup.geometry.clone()
+    };
+    let config = model::abi_config(&setup.config, &geometry, tp_rank.0);
+    let model = setup
+        .kernels
+        .create_model(&setup.platform, &config)
+        .map_err(kernel)?;
+    let tensors = model.tensors().map_err(kernel)?;
+    let needed: u64 = tensors.iter().map(|tensor| tensor.bytes() as u64).sum();
+    let needed = needed * u64::from(geometry.tp_size);
+    if let Some(bytes) = setup.memory_bytes.filter(|bytes| *bytes < needed) {
+        return Err(Refused {
+            reason: Reason::ServerArgument,
+            message: format!(
+                "{} needs {:.1} GB of memory for {} ranks; this machine has {:.1} GB free \
+                 (--model tiny-v41, or a shorter --limit-input)",
+                setup.model,
+                needed as f64 / 1e9,
+                geometry.tp_size,
+                bytes as f64 / 1e9,
+            ),
+        });
+    }
+    let catalogue = model.catalogue();
+    let traits = KeyTraits {
+        shape: setup.model.clone(),
+        isa: setup.platform.clone(),
+        numerics_digest: Fnv1a::new().text(&catalogue).finish(),
+        layout_digest: model::layout_digest(&tensors),
+    };
+    let keys = model::graph_keys(&traits, &widths, setup.num_drafts);
+    let mut catalogue_digest = model.catalogue_digest();
+    if fault == Some(FaultKind::Catalogue) {
+        catalogue_digest = !catalogue_digest;
+    }
+    Ok(Prepared {
+        model,
+        tensors,
+        widths,
+        keys,
+        servable,
+        catalogue,
+        catalogue_digest,
+    })
+}
+
+/// A bounded meeting of all ranks in one phase of the start. A rank that failed in the phase
+/// says so by another digest, so that its peers end now and not at their deadline.
+fn agree_phase(
+    seat: &mut Seat,
+    setup: &RankSetup,
+    phase: &str,
+    digest: u64,
+) -> Result<(), EngineError> {
+    let digest = Fnv1a::new().text(phase).u64(digest).finish();
+    match seat.agree_step(digest, setup.ladder.engine_ns(), || setup.now()) {
+        VoteDecision::Agreed => Ok(()),
+        decision => {
+            let refusal = seat.step_refusal(decision);
+            let message = format!("ranks did not come through {phase} together: {refusal}");
+            Err(match refusal.reason().kind().is_fault() {
+                true => EngineError::Fault(message),
+                false => EngineError::Refused(message),
+            })
+        }
+    }
+}
+
+/// Runs `work` and meets the peers behind it; an error of this rank's own comes first.
+fn phase<T>(
+    seat: &mut Seat,
+    setup: &RankSetup,
+    name: &str,
+    work: impl FnOnce() -> Result<T, EngineError>,
+) -> Result<T, EngineError> {
+    let done = work();
+    // Rank plus 1: two ranks that both failed differ from the others, and nobody equals them.
+    let digest = if done.is_ok() {
+        0
+    } else {
+        u64::from(seat.tp_rank().0) + 1
+    };
+    let met = agree_phase(seat, setup, name, digest);
+    let done = done?;
+    met?;
+    Ok(done)
+}
+
+fn build(
+    setup: &RankSetup,
+    coverage: &Coverage,
+    mut model: KernelModel,
+    tensors: &[TensorInfo],
+    mut seat: Seat,
+) -> Result<RankModel, EngineError> {
+    let tp_rank = coverage.tp_rank();
+    let kernel = |error: KernelError| EngineError::Refused(error.message.replace('\n', "; "));
+    phase(&mut seat, setup, "binding", || {
+        let weights = SeededWeights::new(&setup.config, WEIGHT_SEED);
+        for tensor in tensors {
+            let memory = weights
+                .fill(tensor, tp_rank.0, coverage.tp_size())
+                .map_err(EngineError::Refused)?;
+            model.bind(tensor, memory).map_err(kernel)?;
+        }
+        let handle = model.peer_export().map_err(kernel)?;
+        let handles = &setup.exchange.handles;
+        handles
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((tp_rank.0, handle));
+        Ok(())
+    })?;
+    phase(&mut seat, setup, "joining", || {
+        let handles = setup
+            .exchange
+            .handles
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        for (peer, handle) in handles.iter().filter(|(peer, _)| *peer != tp_rank.0) {
+            // SAFETY: the runtime keeps every rank's model until all of them have stopped.
+            unsafe { model.peer_import(*peer, handle) }.map_err(kernel)?;
+        }
+        Ok(())
+    })?;
+    phase(&mut seat, setup, "readiness", || {
+        model.ready().map_err(kernel)
+    })?;
+    let max_positions = setup
+        .config
+        .max_positions
+        .div_ceil(u64::from(setup.geometry.page_size));
+    let arena = Arena::new(ArenaShape {
+        max_rows: setup.geometry.max_rows as usize,
+        max_batch: setup.geometry.max_batch as usize,
+        stride: setup.geometry.num_pages.min(max_positions as u32) as usize,
+        page_size: setup.geometry.page_size as usize,
+        num_drafts: setup.num_drafts as usize,
+        vocab: setup.config.vocab as usize,
+    });
+    Ok(RankModel {
+        model,
+        arena,
+        launches: Vec::new(),
+        seat,
+    })
+}
+
+/// What ends a capture; [`Built::capture`] wants one error type for its own and ours.
+struct CaptureError(EngineError);
+
+impl From<RecordError> for CaptureError {
+    fn from(error: RecordError) -> Self {
+        Self(bug(error))
+    }
+}
+
+/// Records a launch for every key, in the record's order, and runs each once over padding: what
+/// cannot run is found now.
+fn capture(
+    setup: &RankSetup,
+    built: &mut RankModel,
+    keys: &[lowlat_core::GraphKey],
+    recorder: &mut Recorder,
+) -> Result<(), CaptureError> {
+    let mut keys = keys.to_vec();
+    keys.sort();
+    let idle = StepPlan::new();
+    for key in keys {
+        let (batch, rows) = (key.batch_size as usize, key.tokens_per_request as usize);
+        let mode = key.mode;
+        let sealed = built.arena.sealed_now();
+        recorder.note(key, Path::Persistent, &sealed.views().collect::<Vec<_>>())?;
+        let arena = &mut built.arena;
+        arena.fill_requests(&idle, batch);
+        let launch = match mode {
+            GraphMode::Draft => {
+                arena.fill_draft(&idle, batch).map_err(CaptureError)?;
+                arena.fill_draws(&idle, setup.seed, batch, rows + 1, |_| true);
+                Launch::Draft(arena.draft(batch, arena::noise_key(setup.seed)))
+            }
+            GraphMode::Decode | GraphMode::TargetVerify => {
+                arena
+                    .fill_uniform(&idle, rows - 1, batch)
+                    .map_err(CaptureError)?;
+                arena.fill_draws(&idle, setup.seed, batch, rows, |_| true);
+                let kernel_mode = match mode {
+                    GraphMode::Decode => KernelMode::Decode,
+                    _ => KernelMode::TargetVerify,
+                };
+                let step = arena.step(kernel_mode, batch, rows);
+                Launch::Target {
+                    step,
+                    accept: arena.accept(batch, rows - 1),
+                }
+            }
+        };
+        let launched = match &launch {
+            Launch::Target { step, accept } => {
+                launch_step(built, step, false).and_then(|()| launch_accept(built, accept))
+            }
+            Launch::Draft(draft) => launch_draft(built, draft, false),
+        };
+        let budget_ns = setup.ladder.plugin_ns();
+        launched
+            .and_then(|()| built.model.synchronize(budget_ns).map_err(step_error))
+            .map_err(CaptureError)?;
+        built.launches.push(launch);
+    }
+    Ok(())
+}
