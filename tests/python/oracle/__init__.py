@@ -23,6 +23,7 @@ OPS = {
     "sparse_attention": attention.sparse_attention,
     "compress": attention.compress,
     "index_query": index.index_query,
+    "index_key": index.index_key,
     "index_select": index.index_select,
     "candidate_blocks": index.candidate_blocks,
     "gate": moe.gate,

@@ -32,8 +32,8 @@ def latents(x, wkv, wgate, gain, ratio):
     kv = x @ wkv.T
     if ratio == 2:
         num_pairs = len(x) // 2
-        kv = kv[: 2 * num_pairs].reshape(num_pairs, 2, -1)
-        score = (x @ wgate.T)[: 2 * num_pairs].reshape(num_pairs, 2, -1)
+        kv = kv[: 2 * num_pairs].reshape(num_pairs, 2, 512)
+        score = (x @ wgate.T)[: 2 * num_pairs].reshape(num_pairs, 2, 512)
         weight = np.exp(score - score.max(1, keepdims=True))
         kv = (kv * weight).sum(1) / weight.sum(1)
     # Rounded before the statistic.
@@ -41,7 +41,7 @@ def latents(x, wkv, wgate, gain, ratio):
 
 
 def compress(a):
-    ratio = int(a["ratio"].reshape(()))
+    ratio = int(a["ratio"])
     wgate = bf16_value(a["wgate"]) if ratio == 2 else None
     z = latents(bf16_value(a["x"]), bf16_value(a["wkv"]), wgate, bf16_value(a["norm"]), ratio)
     pos = np.arange(len(z)) * ratio

@@ -23,7 +23,8 @@ def primes_after(start, count):
 
 
 def one(value):
-    return np.array([value], np.int64)
+    """An i64 array of no dimensions."""
+    return np.array(value, np.int64)
 
 
 def bf16(rng, *shape, scale=1.0):
@@ -170,16 +171,43 @@ def index_query(rng, T, h):
     return {"q": bf16(rng, T, h, 128), "pos": pos.astype(np.int64)}
 
 
-def index_select(rng, T, h, N, k):
+def index_key(rng, T):
+    pos = rng.integers(0, 1 << 20, T)
+    pos[-1] = 1048575
+    return {
+        "latent": bf16(rng, T, 512),
+        "wk": bf16(rng, 128, 512, scale=512**-0.5),
+        "norm": bf16(rng, 128),
+        "pos": pos.astype(np.int64),
+    }
+
+
+def candidate_blocks(rng, T, N, k, block=None):
     count = rng.integers(0, N + 1, T)
     count[0] = N
-    return {
+    arrays = {"score": f32(rng, T, N), "count": count.astype(np.int64), "k": one(k)}
+    if block is not None:
+        arrays["block"] = one(block)
+    return arrays
+
+
+def index_select(rng, T, h, N, k, M=0):
+    """With M > 0: M candidate blocks of 8 a row, fewer where the row sees fewer."""
+    count = rng.integers(0, N + 1, T)
+    count[0] = N
+    arrays = {
         "iq": bf16(rng, T, h, 128),
         "ik": index_rows(rng, N),
         "weights": f32(rng, T, h, scale=h**-0.5),
         "count": count.astype(np.int64),
         "k": one(k),
     }
+    if M > 0:
+        arrays["blocks"] = np.full((T, M), -1, np.int32)
+        for row, seen in zip(arrays["blocks"], count, strict=True):
+            picked = np.sort(rng.permutation(-(-int(seen) // 8))[:M])
+            row[: len(picked)] = picked
+    return arrays
 
 
 def gate(rng, T, H, E, k=None):
@@ -322,7 +350,13 @@ SHAPES = {
             dict(T=1, h=1, N=1, k=16),
             dict(T=6, h=3, N=77, k=16),
             dict(T=48, h=4, N=600, k=512),
+            dict(T=6, h=2, N=90, k=16, M=4),
         ],
+    ),
+    "index_key": (index_key, [dict(T=1), dict(T=6), dict(T=48)]),
+    "candidate_blocks": (
+        candidate_blocks,
+        [dict(T=1, N=1, k=4), dict(T=6, N=77, k=4), dict(T=48, N=200, k=16, block=3)],
     ),
     "gate": (
         gate,

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 
+from oracle import draft, index, moe
 from oracle.formats import bf16_value
 
 
@@ -70,6 +71,16 @@ def check_oracle(name, got, want):
     assert off.sum() <= allowed, f"{name}: {off.sum()} of {got.size} one ulp off: not ties"
 
 
+def check_oracle_outputs(op, got, want):
+    assert set(got) == set(want), f"{op}: outputs {set(got)}"
+    for name in want:
+        if op == "index_key":
+            # The code of a negative number that rounds to zero is either zero.
+            check_exact(f"{op}: values", index.key_values(got[name]), index.key_values(want[name]))
+        else:
+            check_oracle(f"{op}: {name}", got[name], want[name])
+
+
 TERM = re.compile(r"(rel_l2|max_ulp|max_abs|max_rel)(?: \((?:bf16|f32)\))? *<= *([0-9.e+-]+)")
 
 
@@ -101,3 +112,84 @@ def check_bound(name, bound, got, want):
     assert match, f"{name}: no rule for the declared bound {bound!r}"
     seen = measure(match[1], got, want)
     assert seen <= float(match[2]), f"{name}: {match[1]} is {seen:.4g}, declared {bound}"
+
+
+# Bounds in words: selections and draws, which a score on the other side of a threshold may change.
+# The numbers in them are read, so that a declaration cannot drift from its test.
+NUMBER = r"([0-9.e+-]+)"
+SETS = re.compile(
+    rf"equal as sets but for entries whose float64 scores are within {NUMBER} \* "
+    r"max_n sum_h \|weights_h \* relu\(iq_h \. ik_n\)\| of the k-th best"
+)
+VALUES = re.compile(rf"values rel_l2 <= {NUMBER}")
+TOKENS = re.compile(
+    r"equal up to a request's first step whose two best keys in float64 are within "
+    r"2\^(-\d+) \* max\|logits - base\| / max\(temp, 1e-5\) \(greedy: without the divisor\)"
+)
+LOGITS = re.compile(rf"rel_l2 <= {NUMBER} while the tokens before are equal")
+DRAWS = re.compile(
+    r"equal where temp is 0, and where no \|p - coin \* q\| and no "
+    rf"\|running sum - coin \* total\| in float64 is below {NUMBER}"
+)
+
+IDS = re.compile(rf"equal but for experts whose float64 score \+ bias are within {NUMBER}")
+
+
+def check_ids(name, arrays, got, want, slack):
+    """Slot by slot: another expert only where the two would rank within `slack`."""
+    rank = moe.scores(bf16_value(arrays["x"]), bf16_value(arrays["w"])) + arrays["bias"]
+    for t, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert len(set(a)) == len(a), f"{name}, row {t}: {a} names an expert twice"
+        distance = np.abs(rank[t, a] - rank[t, b])
+        assert (distance <= slack).all(), f"{name}, row {t}: {a}, oracle {b}"
+
+
+def check_sets(name, arrays, got, want, relative):
+    score = index.visible_scores(arrays)
+    slack = relative * index.index_scores(arrays)[1].max(1, initial=0.0)
+    for t, (a, b) in enumerate(zip(got, want, strict=True)):
+        picked, wanted = a[a >= 0], b[b >= 0]
+        assert len(picked) == len(wanted) and (a[len(picked) :] == -1).all(), f"{name}, row {t}"
+        assert (np.diff(picked) > 0).all(), f"{name}, row {t}: not ascending"
+        for entry in np.setxor1d(picked, wanted):
+            distance = abs(score[t, entry] - score[t, wanted].min())
+            assert distance <= slack[t], f"{name}, row {t}: {entry} is {distance:.3g} off the k-th"
+
+
+def check_tokens(name, arrays, got, want, relative):
+    """Steps before a request's first near tie are equal."""
+    near = draft.markov_margins(arrays, relative)["near"]
+    compared = ~np.maximum.accumulate(near, axis=1)
+    assert np.array_equal(got[compared], want[compared]), f"{name}: {got}, oracle {want}"
+
+
+def check_logits(name, got, want, tokens, wanted_tokens, bound):
+    """Steps whose earlier tokens are the oracle's."""
+    same = np.cumprod(tokens == wanted_tokens, axis=1).astype(bool)
+    same = np.concatenate([np.ones((len(same), 1), bool), same[:, :-1]], axis=1)
+    seen = measure("rel_l2", got[same], want[same])
+    assert seen <= bound, f"{name}: rel_l2 is {seen:.4g}, declared {bound}"
+
+
+def check_declared(op, arrays, got, want, declared):
+    """Every output of `op` by what the platform declares for it."""
+    assert set(got) == set(want) == set(declared), f"{op}: outputs {set(got)}"
+    for name, bound in declared.items():
+        label, a, b = f"{op}: {name}", got[name], want[name]
+        same_form(label, a, b)
+        if match := SETS.fullmatch(bound):
+            check_sets(label, arrays, a, b, float(match[1]))
+        elif match := IDS.fullmatch(bound):
+            check_ids(label, arrays, a, b, float(match[1]))
+        elif match := VALUES.fullmatch(bound):
+            seen = measure("rel_l2", index.key_values(a), index.key_values(b))
+            assert seen <= float(match[1]), f"{label}: rel_l2 is {seen:.4g}, declared {bound}"
+        elif match := TOKENS.fullmatch(bound):
+            check_tokens(label, arrays, a, b, 2.0 ** int(match[1]))
+        elif match := LOGITS.fullmatch(bound):
+            check_logits(label, a, b, got["tokens"], want["tokens"], float(match[1]))
+        elif match := DRAWS.fullmatch(bound):
+            clear = draft.accept_margins(arrays)["margin"] >= float(match[1])
+            assert np.array_equal(a[clear], b[clear]), f"{label}: {a}, oracle {b}"
+        else:
+            check_bound(label, bound, a, b)

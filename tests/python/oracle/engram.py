@@ -12,7 +12,7 @@ IMAGE_TOKEN = 129264
 
 def engram_hash(a):
     """Python integers throughout, so that nothing can wrap."""
-    image = int(a["image_token"].reshape(())) if "image_token" in a else IMAGE_TOKEN
+    image = int(a["image_token"]) if "image_token" in a else IMAGE_TOKEN
     primes = [[int(p) for p in row] for row in a["prime"]]
     mult = [int(m) for m in a["mult"]]
     pad = int(a["map"][PAD_TOKEN])

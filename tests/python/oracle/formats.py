@@ -27,7 +27,7 @@ def bf(x):
     """Rounded to bf16, as float64. Past the largest finite value: infinity."""
     y = round_float(x, 8, -126)
     return np.where(
-        np.abs(y) > float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), np.sign(y) * np.inf, y
+        np.abs(y) > float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), np.copysign(np.inf, y), y
     )
 
 
@@ -95,10 +95,10 @@ def quantise_e4m3(x, group, floor):
     return e4m3(np.ldexp(grouped, -exponent[..., None])), exponent
 
 
-def fp4_round_trip_ue8m0(x):
+def fp4_round_trip_ue8m0(x, floor):
     """FP4 per 32 along the last axis with ue8m0 scales: (values, codes, scale bytes)."""
     grouped = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, 32)
-    amax = np.maximum(np.abs(grouped).max(-1), 6.0 * 2.0**-126)
+    amax = np.maximum(np.abs(grouped).max(-1), floor)
     exponent = ceil_power_of_two(f32(amax / 6.0))
     scaled = np.ldexp(grouped, -exponent[..., None])
     values = np.ldexp(e2m1(scaled), exponent[..., None]).reshape(x.shape)

@@ -2,23 +2,48 @@
 
 import numpy as np
 
-from oracle.formats import bf, bf16_bits, bf16_value, fp4_round_trip_ue8m0, fp4_value, ue8m0_value
+from oracle.formats import (
+    bf,
+    bf16_bits,
+    bf16_value,
+    fp4_pack,
+    fp4_round_trip_ue8m0,
+    fp4_value,
+    ue8m0_value,
+)
+from oracle.mix import norm
 from oracle.rope_kv import ROPE_DIM, rotate
 
 CANDIDATE_BLOCK = 8
+QUERY_FLOOR = 6.0 * 2.0**-126
+KEY_FLOOR = 1e-4
 
 
 def index_query(a):
     q = bf16_value(a["q"])
     q[..., -ROPE_DIM:] = bf(rotate(q[..., -ROPE_DIM:], a["pos"], yarn=True))
-    return {"iq": bf16_bits(fp4_round_trip_ue8m0(q)[0])}
+    return {"iq": bf16_bits(fp4_round_trip_ue8m0(q, QUERY_FLOOR)[0])}
 
 
-def index_scores(iq, ik, weights):
-    """float64 [T,N]: iq bf16 bits [T,h,128], ik rows u8 [N,68], weights [T,h]."""
-    keys = fp4_value(ik[:, :64]) * np.repeat(ue8m0_value(ik[:, 64:]), 32, axis=1)
-    dots = np.maximum(np.einsum("thd,nd->thn", bf16_value(iq), keys), 0.0)
-    return np.einsum("th,thn->tn", weights.astype(np.float64), dots)
+def index_key(a):
+    key = bf(bf16_value(a["latent"]) @ bf16_value(a["wk"]).T)
+    key = bf(norm(key, bf16_value(a["norm"])))
+    key[:, -ROPE_DIM:] = bf(rotate(key[:, -ROPE_DIM:], a["pos"], yarn=True))
+    _, codes, scales = fp4_round_trip_ue8m0(key, floor=KEY_FLOOR)
+    return {"rows": np.concatenate([fp4_pack(codes), scales], axis=1)}
+
+
+def key_values(rows):
+    """u8 [N,68] to float64 [N,128]."""
+    # Plus 0.0: either code of zero is +0.
+    return fp4_value(rows[:, :64]) * np.repeat(ue8m0_value(rows[:, 64:]), 32, axis=1) + 0.0
+
+
+def index_scores(a):
+    """(scores, the same sums of absolute terms), float64 [T,N]."""
+    dots = np.einsum("thd,nd->thn", bf16_value(a["iq"]), key_values(a["ik"]))
+    terms = a["weights"].astype(np.float64)[:, :, None] * np.maximum(dots, 0.0)
+    return terms.sum(1), np.abs(terms).sum(1)
 
 
 def best_ascending(score, k):
@@ -28,12 +53,28 @@ def best_ascending(score, k):
     return np.concatenate([order, np.full(k - len(order), -1)]).astype(np.int32)
 
 
+def visible_scores(a):
+    """index_scores with -inf at entries that a row may not select."""
+    score, _ = index_scores(a)
+    entry = np.arange(score.shape[1])
+    allowed = entry[None, :] < a["count"][:, None]
+    if "blocks" in a:
+        block = int(a["block"]) if "block" in a else CANDIDATE_BLOCK
+        listed = [np.isin(entry // block, row[row >= 0]) for row in a["blocks"]]
+        allowed &= np.stack(listed)
+    return np.where(allowed, score, -np.inf)
+
+
 def index_select(a):
-    score = index_scores(a["iq"], a["ik"], a["weights"])
-    k = int(a["k"].reshape(()))
-    idx = [best_ascending(row[: int(n)], k) for row, n in zip(score, a["count"], strict=True)]
-    return {"idx": np.stack(idx)}
+    return {"idx": np.stack([best_ascending(row, int(a["k"])) for row in visible_scores(a)])}
 
 
 def candidate_blocks(a):
-    raise NotImplementedError
+    block = int(a["block"]) if "block" in a else CANDIDATE_BLOCK
+    out = []
+    for score, count in zip(a["score"].astype(np.float64), a["count"], strict=True):
+        starts = range(0, int(count), block)
+        best = np.array([score[s : min(s + block, int(count))].max() for s in starts])
+        best[-1:] = np.inf  # the block of the newest position
+        out.append(best_ascending(best, int(a["k"])))
+    return {"blocks": np.stack(out)}

@@ -58,7 +58,7 @@ def hc_post(a):
 
 
 def rms_norm(a):
-    return {"x": bf16_bits(norm(bf16_value(a["x"]), bf16_value(a["gain"])))}
+    return {"y": bf16_bits(norm(bf16_value(a["x"]), bf16_value(a["gain"])))}
 
 
 def rank_sum(a):

@@ -18,7 +18,7 @@ def scores(x, w):
 
 
 def gate(a):
-    k = int(a["k"].reshape(())) if "k" in a else 6
+    k = int(a["k"]) if "k" in a else 6
     score = scores(bf16_value(a["x"]), bf16_value(a["w"]))
     rank = score + a["bias"].astype(np.float64)
     ids = np.argsort(-rank, axis=1, kind="stable")[:, :k]
@@ -52,14 +52,14 @@ def routed(a):
 
 
 def shared(a):
-    """float64 [T,H]; the two inputs that are quantised are bf16 tensors first."""
+    """float64 [T,H]; what feeds a quantised input is a chain of bf16 tensors: gate, up and h."""
     x = bf16_value(a["x"])
     block = a["shared_w1"].shape[1] // a["shared_w1_scale"].shape[1]
 
     def linear(value, name):
         return fp8_linear(value, a[name], a[name + "_scale"], block)
 
-    h = bf(swiglu(linear(x, "shared_w1"), linear(x, "shared_w3")))
+    h = bf(swiglu(bf(linear(x, "shared_w1")), bf(linear(x, "shared_w3"))))
     return linear(h, "shared_w2")
 
 

@@ -52,7 +52,7 @@ def rotate(x, pos, yarn, inverse=False):
 
 def rope(a):
     out = a["x"].copy()
-    yarn, inverse = (bool(a[name].reshape(())) for name in ("yarn", "inverse"))
+    yarn, inverse = (bool(a[name]) for name in ("yarn", "inverse"))
     tail = bf16_value(a["x"])[..., -ROPE_DIM:]
     out[..., -ROPE_DIM:] = bf16_bits(rotate(tail, a["pos"], yarn, inverse))
     return {"x": out}

@@ -1,0 +1,173 @@
+"""Writes tests/golden: one small case of every operation, for the tests of all three languages.
+
+    python make_golden.py [--out DIR]        (`make golden`)
+
+    <op>/case.json          {"op", "model", "seed", "inputs": [array], "outputs": [array]}
+    <op>/in_<name>.bin      raw little-endian, row-major
+    <op>/out_<name>.bin     what platform `reference` gives
+
+An array is {"name", "dtype" (u8, i32, i64, f32, bf16), "shape", "file", "fnv1a64"}; an output has
+"bounds" too: platform to "bitwise" or "metric <= bound" (rel_l2, max_ulp, max_abs, max_rel), as
+declared. The bytes depend on the seed and the operation's name
+alone: writing again gives the same, so a difference is a change of meaning.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/python"))
+
+from oracle import run as kernels  # noqa: E402
+from oracle.cases import make, one  # noqa: E402
+from oracle.compare import TERM  # noqa: E402
+from oracle.formats import bf16_bits, bf16_value  # noqa: E402
+
+SEED = 20260801
+DTYPES = {"uint8": "u8", "int32": "i32", "int64": "i64", "float32": "f32", "uint16": "bf16"}
+
+# Small shapes; a row or two of each case is made awkward below.
+SHAPES = {
+    "hc_stats": dict(T=3, H=64),
+    "hc_combine_norm": dict(T=3, H=96),
+    "hc_post": dict(T=3, H=96),
+    "rms_norm": dict(T=4, H=96),
+    "rank_sum": dict(R=4, T=3, H=96),
+    "block_linear": dict(T=4, N=96, K=128),
+    "lm_head": dict(T=3, V=77, H=96),
+    "rope": dict(T=6, h=2, D=128, yarn=1),
+    "kv_pack": dict(T=6),
+    "kv_unpack": dict(T=5),
+    "sparse_attention": dict(T=4, h=2, S=60, s=40, E=40, n=30),
+    "compress": dict(L=7, H=32, ratio=2),
+    "index_query": dict(T=4, h=2),
+    "index_key": dict(T=4),
+    "index_select": dict(T=4, h=2, N=50, k=16, M=4),
+    "candidate_blocks": dict(T=4, N=70, k=4),
+    "gate": dict(T=4, H=64, E=17),
+    "experts": dict(T=4, E=6, H=64, I=32),
+    "engram_hash": dict(T=8, V=60),
+    "engram_lookup": dict(T=2, rows=60, D=32),
+    "engram_apply": dict(T=3, H=32, D=4),
+    "markov_draft": dict(B=4, g=3, V=64, R=16),
+    "accept": dict(B=6, g=3, V=32),
+}
+
+
+def awkward(op, arrays):
+    """Signed zeros, subnormals, saturation, ties, paddings and the ends of the ranges."""
+    for name in ("x", "residual", "q"):
+        if name in arrays and arrays[name].dtype == np.uint16:
+            row = arrays[name][-1].reshape(-1)
+            row[:6] = [0x8000, 0x0000, 0x0001, 0x8001, 0x807F, 0x4380]
+    if op == "kv_pack":
+        arrays["kv"][-1, :64] = 0.0
+        arrays["kv"][-1, 64:128] = 1e-42
+        arrays["kv"][-2, :4] = [448.0, -432.0, 1.0625, 1.1875]
+    if op == "rank_sum":
+        arrays["partial"][:, 0, 0] = [2.0**24, 1.0, -(2.0**24), 1.0]
+    if op == "sparse_attention":
+        arrays["swa_idx"][1], arrays["extra_idx"][1] = -1, -1
+        arrays["sink"][1] = -np.inf
+    if op == "compress":
+        arrays["x"][1] = arrays["x"][0]
+        arrays["norm"][:16] = bf16_bits(bf16_value(arrays["norm"][:16]) * 4096)
+    if op == "gate":
+        arrays["w"][9] = arrays["w"][4]
+        arrays["bias"][[4, 9]] = 0.5
+    if op == "index_key":
+        arrays["pos"][:2] = [0, 65535]
+        arrays["latent"][0] = 0
+    if op == "candidate_blocks":
+        arrays["count"][1:3] = [0, 9]
+        arrays["score"][3] = 0.5
+    if op == "index_select":
+        arrays["ik"][20:30] = arrays["ik"][20]
+        arrays["count"][1] = 0
+        arrays["blocks"][1] = -1
+    if op == "engram_hash":
+        arrays["image_token"] = one(arrays["history"][2, 1])
+        arrays["pos"][:4] = [0, 1, 1048575, 3]
+    if op == "markov_draft":
+        arrays["base"][0, 0, [5, 40]] = 30.0
+        arrays["temp"][1] = 1e-7
+    if op == "accept":
+        arrays["coins"][-1] = 0.0
+        arrays["target_logits"][0, 0, [3, 9]] = 20.0
+        arrays["draft"][0, 0] = 9
+    return arrays
+
+
+def golden_bound(declared):
+    """A case of known inputs needs no words: selections and draws of these are clear of ties."""
+    if declared.startswith(("equal", "values")):
+        return "bitwise"
+    term = TERM.match(declared)
+    return term[0] if term else declared
+
+
+def fnv1a64(data):
+    digest = 0xCBF29CE484222325
+    for byte in data:
+        digest = ((digest ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return f"{digest:016x}"
+
+
+def describe(folder, prefix, name, array):
+    data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+    file = f"{prefix}_{name}.bin"
+    (folder / file).write_bytes(data)
+    return {
+        "name": name,
+        "dtype": DTYPES[array.dtype.name],
+        "shape": list(array.shape),
+        "file": file,
+        "fnv1a64": fnv1a64(data),
+    }
+
+
+def write_case(out, op):
+    folder = out / op
+    folder.mkdir(parents=True)
+    inputs = awkward(op, make(op, SEED, **SHAPES[op]))
+    outputs = kernels.run(op, "reference", inputs)
+    declared = {platform: kernels.bounds(op, platform) for platform in kernels.PLATFORMS[1:]}
+    case = {
+        "op": op,
+        "model": kernels.MODEL,
+        "seed": SEED,
+        "inputs": [describe(folder, "in", n, a) for n, a in sorted(inputs.items())],
+        "outputs": [
+            describe(folder, "out", n, a)
+            | {"bounds": {p: golden_bound(bound[n]) for p, bound in declared.items()}}
+            for n, a in sorted(outputs.items())
+        ],
+    }
+    text = json.dumps(case, indent=1)
+    (folder / "case.json").write_text(text + "\n", encoding="utf-8")
+
+
+def write_all(out):
+    """Replaces the folder `out`."""
+    if out.exists():
+        shutil.rmtree(out)
+    for op in SHAPES:
+        write_case(out, op)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="write the golden vectors")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests/golden")
+    out = parser.parse_args().out
+    write_all(out)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    print(f"{len(SHAPES)} cases, {size / 1e3:.0f} kB in {out}")
+
+
+if __name__ == "__main__":
+    main()
