@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "host/op/registry.hpp"
+#include "host/op/v41.hpp"
 #include "platform/scalar.hpp"
 #include "reference/format.hpp"
 #include "reference/kv.hpp"
@@ -17,14 +18,7 @@ namespace {
 namespace stages = lowlat::scalar::stages;
 using Block = lowlat::scalar::plat::Block<256>;
 
-// The model's constants.
-constexpr std::int64_t kMaxPositions = 1048576;
-constexpr double kRopeBase = 10000.0;
-constexpr double kCompressRopeBase = 160000.0;
-constexpr double kYarnFactor = 16.0;
-constexpr double kYarnBetaFast = 32.0;
-constexpr double kYarnBetaSlow = 1.0;
-constexpr double kYarnOriginalPositions = 65536.0;
+constexpr float kWindowRopeBase = 10000.0f;  // of layers without a compressed set
 
 OpSpec rope() {
   OpSpec op;
@@ -58,12 +52,9 @@ OpSpec rope() {
     }
   };
   op.scalar = [](const OpArgs& a) {
-    const bool yarn = a.scalar("yarn", 0) == 1;
-    const stages::RopeTable table =
-        yarn ? stages::rope_table(static_cast<float>(kCompressRopeBase),
-                                  stages::yarn_ramp(kCompressRopeBase, kYarnFactor, kYarnBetaFast,
-                                                    kYarnBetaSlow, kYarnOriginalPositions))
-             : stages::rope_table(static_cast<float>(kRopeBase), stages::YarnRamp{});
+    const stages::RopeTable table = a.scalar("yarn", 0) == 1
+                                        ? compressed_rope_table()
+                                        : stages::rope_table(kWindowRopeBase, stages::YarnRamp{});
     const std::span<std::uint16_t> out = a.out<std::uint16_t>("x");
     std::copy_n(a.in<std::uint16_t>("x").begin(), out.size(), out.begin());
     const std::int64_t heads = a.dim("h"), dim = a.dim("D");

@@ -303,7 +303,7 @@ OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
     matcher.add(spec, *it->second);
   }
   OpArgs args(model, matcher.match());
-  for (const auto& [name, a] : given) args.add(*a);
+  for (const auto& [name, a] : given) args.add_input(*a);
   if (op.check) op.check(args);
   return args;
 }
@@ -411,7 +411,8 @@ std::string table_json() {
 const std::vector<OpSpec>& op_table() {
   static const std::vector<OpSpec> table = [] {
     std::vector<OpSpec> all;
-    for (std::vector<OpSpec> group : {ops_mix(), ops_linear(), ops_rope_kv()}) {
+    for (std::vector<OpSpec> group : {ops_mix(), ops_linear(), ops_rope_kv(),
+                                      ops_attention(), ops_index()}) {
       all.insert(all.end(), std::make_move_iterator(group.begin()),
                  std::make_move_iterator(group.end()));
     }
@@ -454,7 +455,7 @@ void op_run(const OpSpec& op, const char* model, const char* platform,
     if (bytes > 0) std::memcpy(memory.back().data(), target->data, bytes);
     lowlat_array copy = plan;
     copy.data = memory.back().data();
-    args.add(copy);
+    args.add_output(copy);
     targets.push_back(target);
   }
   for (const lowlat_array& a : outputs) {
@@ -475,7 +476,7 @@ void require(bool ok, const std::string& message) {
 }
 
 std::string element_name(const OpArgs& args, const std::string& name, std::int64_t idx) {
-  const lowlat_array& a = args.array(name);
+  const lowlat_array& a = args.input(name);
   if (a.ndim == 0) return name;
   std::int64_t at[LOWLAT_MAX_DIMS];
   for (std::uint32_t i = a.ndim; i-- > 0;) {
@@ -496,7 +497,7 @@ void require_range(const OpArgs& args, const std::string& name, std::int64_t low
                     std::to_string(high) + (why.empty() ? "" : " (" + why + ")"));
     }
   };
-  if (args.array(name).dtype == LOWLAT_I32) {
+  if (args.input(name).dtype == LOWLAT_I32) {
     check(args.in<std::int32_t>(name));
   } else {
     check(args.in<std::int64_t>(name));

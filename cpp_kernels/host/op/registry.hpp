@@ -52,23 +52,25 @@ class OpArgs {
   void set_dim(const std::string& symbol, std::int64_t value) { dims_[symbol] = value; }
   const Dims& dims() const { return dims_; }
 
-  bool has(const std::string& name) const { return arrays_.count(name) != 0; }
+  // An input and an output may have one name: they are kept apart.
+  bool has(const std::string& name) const { return inputs_.count(name) != 0; }
   template <class T>
   std::span<const T> in(const std::string& name) const {
-    const auto& a = arrays_.at(name);
+    const auto& a = inputs_.at(name);
     return {static_cast<const T*>(a.data), static_cast<std::size_t>(count(a))};
   }
   template <class T>
   std::span<T> out(const std::string& name) const {
-    const auto& a = arrays_.at(name);
+    const auto& a = outputs_.at(name);
     return {static_cast<T*>(a.data), static_cast<std::size_t>(count(a))};
   }
-  const lowlat_array& array(const std::string& name) const { return arrays_.at(name); }
+  const lowlat_array& input(const std::string& name) const { return inputs_.at(name); }
   // First element of a one-element i64 array (ratio, block, ...), or `otherwise` when it is absent.
   std::int64_t scalar(const std::string& name, std::int64_t otherwise) const {
     return has(name) ? in<std::int64_t>(name)[0] : otherwise;
   }
-  void add(const lowlat_array& a) { arrays_[a.name] = a; }
+  void add_input(const lowlat_array& a) { inputs_[a.name] = a; }
+  void add_output(const lowlat_array& a) { outputs_[a.name] = a; }
 
  private:
   static std::int64_t count(const lowlat_array& a) {
@@ -78,7 +80,8 @@ class OpArgs {
   }
   std::string model_;
   Dims dims_;
-  std::map<std::string, lowlat_array> arrays_;
+  std::map<std::string, lowlat_array> inputs_;
+  std::map<std::string, lowlat_array> outputs_;
 };
 
 struct OpNumerics {
