@@ -20,14 +20,18 @@ impl Naive {
     fn found(&self, prompt: &[i32], most: usize) -> Vec<i32> {
         let mut pages = Vec::new();
         for end in (PAGE..=most).step_by(PAGE) {
-            let Some((page, _, _)) = self.cached.get(&prompt[..end]) else { break };
+            let Some((page, _, _)) = self.cached.get(&prompt[..end]) else {
+                break;
+            };
             pages.push(*page);
         }
         pages
     }
 
     fn prefixes(prompt: &[i32], num_pages: usize) -> Vec<Vec<i32>> {
-        (1..=num_pages).map(|pages| prompt[..pages * PAGE].to_vec()).collect()
+        (1..=num_pages)
+            .map(|pages| prompt[..pages * PAGE].to_vec())
+            .collect()
     }
 
     fn hold(&mut self, prompt: &[i32], num_pages: usize) {
@@ -47,13 +51,21 @@ impl Naive {
     }
 
     fn num_available(&self) -> usize {
-        self.num_free + self.cached.values().filter(|(_, _, holders)| *holders == 0).count()
+        self.num_free
+            + self
+                .cached
+                .values()
+                .filter(|(_, _, holders)| *holders == 0)
+                .count()
     }
 
     fn allocate(&mut self, count: usize) {
         while self.num_free < count {
             let leaf = |prefix: &Vec<i32>| {
-                !self.cached.keys().any(|other| other.len() > prefix.len() && other.starts_with(prefix))
+                !self
+                    .cached
+                    .keys()
+                    .any(|other| other.len() > prefix.len() && other.starts_with(prefix))
             };
             let oldest = self
                 .cached
@@ -71,7 +83,10 @@ impl Naive {
     /// Inserts whole prompt pages; returns the pages as they are afterwards.
     fn insert(&mut self, prompt: &[i32], pages: &[i32]) -> Vec<i32> {
         let mut after = pages.to_vec();
-        for (idx, prefix) in Self::prefixes(prompt, prompt.len() / PAGE).into_iter().enumerate() {
+        for (idx, prefix) in Self::prefixes(prompt, prompt.len() / PAGE)
+            .into_iter()
+            .enumerate()
+        {
             match self.cached.get(&prefix) {
                 Some((page, _, _)) => {
                     self.num_free += usize::from(*page != pages[idx]);
@@ -122,12 +137,19 @@ fn check_pages(cache: &PrefixCache, naive: &Naive, running: &[Request]) {
     }
     let distinct: BTreeSet<i32> = owned.iter().copied().collect();
     assert_eq!(distinct.len(), owned.len(), "no page has two owners");
-    assert_eq!(owned.len() + naive.num_free, cache.num_pages(), "no page is lost");
+    assert_eq!(
+        owned.len() + naive.num_free,
+        cache.num_pages(),
+        "no page is lost"
+    );
 }
 
 fn run(ops: &[Op], num_pages: usize) {
     let mut cache = PrefixCache::new(num_pages, PAGE, true);
-    let mut naive = Naive { num_free: num_pages, ..Naive::default() };
+    let mut naive = Naive {
+        num_free: num_pages,
+        ..Naive::default()
+    };
     let mut running: Vec<Request> = Vec::new();
     for op in ops {
         match op {
@@ -163,7 +185,8 @@ fn run(ops: &[Op], num_pages: usize) {
                 }
             }
             Op::Insert(idx) => {
-                let Some(request) = running.get_mut(*idx).filter(|request| !request.inserted) else {
+                let Some(request) = running.get_mut(*idx).filter(|request| !request.inserted)
+                else {
                     continue;
                 };
                 let after = naive.insert(&request.prompt, &request.pages);
@@ -212,7 +235,11 @@ fn store(cache: &mut PrefixCache, prompt: &[i32]) {
     let mut pages = Vec::new();
     let held = cache.hold(prompt, &mut pages);
     let num_held = pages.len();
-    pages.extend(cache.allocate(prompt.len().div_ceil(PAGE) - num_held).unwrap());
+    pages.extend(
+        cache
+            .allocate(prompt.len().div_ceil(PAGE) - num_held)
+            .unwrap(),
+    );
     let (held, num_shared) = cache.insert(prompt, &mut pages, held);
     cache.release(held);
     cache.free(&pages[num_shared..]);
@@ -243,9 +270,17 @@ fn what_was_used_last_stays_longest() {
     let pages = cache.allocate(3).unwrap();
     assert_eq!(cache.num_evicted(), 2);
     assert_eq!(found(&mut cache, &[2, 2, 9]), 0);
-    assert_eq!(found(&mut cache, &[1, 1, 1, 1, 9]), 2, "the leaf went before its parent");
+    assert_eq!(
+        found(&mut cache, &[1, 1, 1, 1, 9]),
+        2,
+        "the leaf went before its parent"
+    );
     assert_eq!(cache.allocate(2), None);
-    assert_eq!(cache.num_evicted(), 2, "what cannot be given evicts nothing");
+    assert_eq!(
+        cache.num_evicted(),
+        2,
+        "what cannot be given evicts nothing"
+    );
     cache.free(&pages);
 }
 

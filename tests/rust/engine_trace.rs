@@ -29,7 +29,10 @@ fn check_refused(text: impl AsRef<[u8]>, words: &[&str]) {
     let error = trace::parse("t.json", "t", text.as_ref()).unwrap_err();
     assert_eq!(error.exit_code(), 1);
     let line = error.to_string();
-    assert!(line.starts_with("t.json: ") && !line.contains('\n'), "one line with the file: {line}");
+    assert!(
+        line.starts_with("t.json: ") && !line.contains('\n'),
+        "one line with the file: {line}"
+    );
     for word in words {
         assert!(line.contains(word), "{word:?} is in: {line}");
     }
@@ -37,7 +40,11 @@ fn check_refused(text: impl AsRef<[u8]>, words: &[&str]) {
 
 fn check_noted(text: &str, words: &str) {
     let trace = parse(text).unwrap();
-    assert!(trace.notes.iter().any(|note| note.contains(words)), "{words:?} in {:?}", trace.notes);
+    assert!(
+        trace.notes.iter().any(|note| note.contains(words)),
+        "{words:?} in {:?}",
+        trace.notes
+    );
 }
 
 #[test]
@@ -45,10 +52,19 @@ fn refuses_what_is_not_one_json_object() {
     check_refused("", &["is empty", "one JSON object is needed"]);
     check_refused(" \n\t", &["is empty"]);
     check_refused("hello", &["is not JSON", "line 1 column 1"]);
-    check_refused("[1, 2]", &["holds a list of 2", "one JSON object is needed"]);
+    check_refused(
+        "[1, 2]",
+        &["holds a list of 2", "one JSON object is needed"],
+    );
     check_refused("7", &["holds 7"]);
-    check_refused(r#"{"id": "a", "requests": [{"t": 0, "type"#, &["truncated", "line 1"]);
-    check_refused("{\"id\": \"a\"}\n{\"id\": \"b\"}\n", &["JSON lines", "line 2"]);
+    check_refused(
+        r#"{"id": "a", "requests": [{"t": 0, "type"#,
+        &["truncated", "line 1"],
+    );
+    check_refused(
+        "{\"id\": \"a\"}\n{\"id\": \"b\"}\n",
+        &["JSON lines", "line 2"],
+    );
     check_refused("{\"id\": \"a\"} x", &["is not JSON", "trailing"]);
     check_refused(b"\xff\xfe{\0}\0", &["UTF-16", "UTF-8 is needed"]);
     check_refused(b"{\"id\": \"\xff\"}", &["byte 8 is not UTF-8"]);
@@ -58,33 +74,111 @@ fn refuses_what_is_not_one_json_object() {
 #[test]
 fn refuses_wrong_fields_by_path() {
     let cases: &[(&str, &[&str])] = &[
-        (r#"{"type": "n", "in": 8, "out": 0}"#, &["requests[0].out is 0", "from 1 to 2147483647"]),
-        (r#"{"type": "n", "in": 0, "out": 1}"#, &["requests[0].in is 0"]),
-        (r#"{"type": "n", "in": -8, "out": 1}"#, &["requests[0].in is -8"]),
+        (
+            r#"{"type": "n", "in": 8, "out": 0}"#,
+            &["requests[0].out is 0", "from 1 to 2147483647"],
+        ),
+        (
+            r#"{"type": "n", "in": 0, "out": 1}"#,
+            &["requests[0].in is 0"],
+        ),
+        (
+            r#"{"type": "n", "in": -8, "out": 1}"#,
+            &["requests[0].in is -8"],
+        ),
         (r#"{"type": "n", "in": 8}"#, &["requests[0].out is missing"]),
-        (r#"{"type": "n", "in": null, "out": 1}"#, &["requests[0].in is missing"]),
-        (r#"{"type": "n", "in": "8", "out": 1}"#, &["requests[0].in is \"8\"", "whole number"]),
-        (r#"{"type": "n", "in": 8.5, "out": 1}"#, &["requests[0].in is 8.5"]),
-        (r#"{"type": "n", "in": 2147483648, "out": 1}"#, &["requests[0].in is 2147483648"]),
-        (r#"{"type": "n", "in": 99999999999999999999, "out": 1}"#, &["requests[0].in is 1e20"]),
-        (r#"{"type": "n", "in": 1e400, "out": 1}"#, &["requests[0].in at line 1", "out of range"]),
-        (r#"{"type": "n", "in": NaN, "out": 1}"#, &["is not JSON", "requests[0].in at line 1"]),
-        (r#"{"type": "n", "in": 8, "in": 8, "out": 1}"#, &["requests[0].in", "twice"]),
-        (r#"{"t": -1, "type": "n", "in": 8, "out": 1}"#, &["requests[0].t is -1", "from 0"]),
-        (r#"{"t": 1e300, "type": "n", "in": 8, "out": 1}"#, &["requests[0].t is 1e300"]),
-        (r#"{"t": "0", "type": "n", "in": 8, "out": 1}"#, &["requests[0].t is \"0\""]),
-        (r#"{"type": "n", "in": 8, "out": 1, "think_time": -2}"#, &["requests[0].think_time is -2"]),
-        (r#"{"type": "x", "in": 8, "out": 1}"#, &["requests[0].type is \"x\"", "\"subagent\""]),
-        (r#"{"type": 3, "in": 8, "out": 1}"#, &["requests[0].type is 3"]),
-        (r#"{"type": "n", "in": 8, "out": 1, "requests": []}"#, &["requests[0].requests is a list"]),
-        (r#"{"type": "n", "in": 8, "out": 1, "hash_ids": [1]}"#, &["has 1 ids but in is 8", "2 ids"]),
-        (r#"{"type": "n", "in": 9, "out": 1, "hash_ids": []}"#, &["has 0 ids", "2 ids", "(or 3)"]),
-        (r#"{"type": "n", "in": 8, "out": 1, "hash_ids": [1, 2, 3]}"#, &["has 3 ids"]),
-        (r#"{"type": "n", "in": 8, "out": 1, "hash_ids": [1, "b"]}"#, &["requests[0].hash_ids[1]"]),
-        (r#"{"type": "n", "in": 8, "out": 1, "hash_ids": 5}"#, &["requests[0].hash_ids is 5"]),
-        (r#"{"type": "subagent", "t": 1}"#, &["requests[0].requests is missing"]),
-        (r#"{"type": "subagent", "requests": []}"#, &["requests[0].requests is empty"]),
-        (r#"{"type": "subagent", "requests": null}"#, &["requests[0].requests is missing"]),
+        (
+            r#"{"type": "n", "in": null, "out": 1}"#,
+            &["requests[0].in is missing"],
+        ),
+        (
+            r#"{"type": "n", "in": "8", "out": 1}"#,
+            &["requests[0].in is \"8\"", "whole number"],
+        ),
+        (
+            r#"{"type": "n", "in": 8.5, "out": 1}"#,
+            &["requests[0].in is 8.5"],
+        ),
+        (
+            r#"{"type": "n", "in": 2147483648, "out": 1}"#,
+            &["requests[0].in is 2147483648"],
+        ),
+        (
+            r#"{"type": "n", "in": 99999999999999999999, "out": 1}"#,
+            &["requests[0].in is 1e20"],
+        ),
+        (
+            r#"{"type": "n", "in": 1e400, "out": 1}"#,
+            &["requests[0].in at line 1", "out of range"],
+        ),
+        (
+            r#"{"type": "n", "in": NaN, "out": 1}"#,
+            &["is not JSON", "requests[0].in at line 1"],
+        ),
+        (
+            r#"{"type": "n", "in": 8, "in": 8, "out": 1}"#,
+            &["requests[0].in", "twice"],
+        ),
+        (
+            r#"{"t": -1, "type": "n", "in": 8, "out": 1}"#,
+            &["requests[0].t is -1", "from 0"],
+        ),
+        (
+            r#"{"t": 1e300, "type": "n", "in": 8, "out": 1}"#,
+            &["requests[0].t is 1e300"],
+        ),
+        (
+            r#"{"t": "0", "type": "n", "in": 8, "out": 1}"#,
+            &["requests[0].t is \"0\""],
+        ),
+        (
+            r#"{"type": "n", "in": 8, "out": 1, "think_time": -2}"#,
+            &["requests[0].think_time is -2"],
+        ),
+        (
+            r#"{"type": "x", "in": 8, "out": 1}"#,
+            &["requests[0].type is \"x\"", "\"subagent\""],
+        ),
+        (
+            r#"{"type": 3, "in": 8, "out": 1}"#,
+            &["requests[0].type is 3"],
+        ),
+        (
+            r#"{"type": "n", "in": 8, "out": 1, "requests": []}"#,
+            &["requests[0].requests is a list"],
+        ),
+        (
+            r#"{"type": "n", "in": 8, "out": 1, "hash_ids": [1]}"#,
+            &["has 1 ids but in is 8", "2 ids"],
+        ),
+        (
+            r#"{"type": "n", "in": 9, "out": 1, "hash_ids": []}"#,
+            &["has 0 ids", "2 ids", "(or 3)"],
+        ),
+        (
+            r#"{"type": "n", "in": 8, "out": 1, "hash_ids": [1, 2, 3]}"#,
+            &["has 3 ids"],
+        ),
+        (
+            r#"{"type": "n", "in": 8, "out": 1, "hash_ids": [1, "b"]}"#,
+            &["requests[0].hash_ids[1]"],
+        ),
+        (
+            r#"{"type": "n", "in": 8, "out": 1, "hash_ids": 5}"#,
+            &["requests[0].hash_ids is 5"],
+        ),
+        (
+            r#"{"type": "subagent", "t": 1}"#,
+            &["requests[0].requests is missing"],
+        ),
+        (
+            r#"{"type": "subagent", "requests": []}"#,
+            &["requests[0].requests is empty"],
+        ),
+        (
+            r#"{"type": "subagent", "requests": null}"#,
+            &["requests[0].requests is missing"],
+        ),
         (
             r#"{"type": "subagent", "requests": [{"type": "n", "in": 8, "out": 0}]}"#,
             &["requests[0].requests[0].out is 0"],
@@ -102,8 +196,14 @@ fn refuses_wrong_fields_by_path() {
     check_refused(r#"{"id": "a"}"#, &["requests is missing"]);
     check_refused(r#"{"id": "a", "requests": {}}"#, &["requests is an object"]);
     check_refused(r#"{"id": 7, "requests": []}"#, &["id is 7"]);
-    check_refused(r#"{"id": "a", "block_size": 0, "requests": []}"#, &["block_size is 0"]);
-    check_refused(r#"{"id": "a", "hash_id_scope": 1, "requests": []}"#, &["hash_id_scope is 1"]);
+    check_refused(
+        r#"{"id": "a", "block_size": 0, "requests": []}"#,
+        &["block_size is 0"],
+    );
+    check_refused(
+        r#"{"id": "a", "hash_id_scope": 1, "requests": []}"#,
+        &["hash_id_scope is 1"],
+    );
 }
 
 #[test]
@@ -116,15 +216,30 @@ fn refuses_what_is_no_readable_file() {
 #[test]
 fn accepts_oddities_with_a_note() {
     let request = r#"{"t": 0, "type": "n", "in": 8, "out": 1, "hash_ids": [1, 2]}"#;
-    check_noted(&format!("\u{feff}{}", with_requests(request)), "byte order mark");
-    check_noted(&format!(r#"{{"requests": [{request}], "block_size": 4}}"#), "has no id");
+    check_noted(
+        &format!("\u{feff}{}", with_requests(request)),
+        "byte order mark",
+    );
+    check_noted(
+        &format!(r#"{{"requests": [{request}], "block_size": 4}}"#),
+        "has no id",
+    );
     check_noted(
         r#"{"id": "a", "requests": [{"type": "n", "in": 70, "out": 1, "hash_ids": [4]}]}"#,
         "has no block_size; 64",
     );
-    check_noted(&with_requests(r#"{"type": "n", "in": 8, "out": 1}"#), "1 request(s) without hash_ids");
-    check_noted(&with_requests(r#"{"type": "n", "in": 8, "out": 1, "hash_ids": null}"#), "hash_ids");
-    check_noted(&with_requests(r#"{"in": 8, "out": 1, "hash_ids": [1, 2]}"#), "has no type");
+    check_noted(
+        &with_requests(r#"{"type": "n", "in": 8, "out": 1}"#),
+        "1 request(s) without hash_ids",
+    );
+    check_noted(
+        &with_requests(r#"{"type": "n", "in": 8, "out": 1, "hash_ids": null}"#),
+        "hash_ids",
+    );
+    check_noted(
+        &with_requests(r#"{"in": 8, "out": 1, "hash_ids": [1, 2]}"#),
+        "has no type",
+    );
     check_noted(
         &with_requests(r#"{"type": "n", "in": 8, "out": 1, "mood": 3}"#),
         "unknown field \"mood\" is ignored (1 x, first at requests[0])",
@@ -151,7 +266,12 @@ fn sorts_by_time_and_keeps_the_files_order_where_t_is_missing() {
            {"t": 3, "type": "n", "in": 3, "out": 1}"#,
     );
     let trace = parse(&text).unwrap();
-    let order: Vec<&str> = trace.agent.requests().iter().map(|one| one.path.as_str()).collect();
+    let order: Vec<&str> = trace
+        .agent
+        .requests()
+        .iter()
+        .map(|one| one.path.as_str())
+        .collect();
     assert_eq!(order, ["requests[2]", "requests[0]", "requests[1]"]);
     check_noted(&text, "not in order of t");
 }
@@ -194,7 +314,11 @@ fn parent_with_two_subagents() -> Trace {
 fn subagents_run_side_by_side_and_the_parent_waits_for_those_that_ended() {
     let trace = parent_with_two_subagents();
     assert_eq!(
-        starts(&trace, Pace::Asap, &[(0, 2), (1, 20), (3, 21), (2, 50), (4, 60)]),
+        starts(
+            &trace,
+            Pace::Asap,
+            &[(0, 2), (1, 20), (3, 21), (2, 50), (4, 60)]
+        ),
         // 3 waits for 1, which ended at 7 in the trace, not for 2; 4 waits for both.
         [(0, 0), (1, 2), (2, 2), (3, 20), (4, 50)]
     );
@@ -203,21 +327,32 @@ fn subagents_run_side_by_side_and_the_parent_waits_for_those_that_ended() {
            {"type": "n", "in": 8, "out": 1}"#,
     ))
     .unwrap();
-    assert_eq!(starts(&unknown, Pace::Asap, &[(0, 9), (1, 10)]), [(0, 0), (1, 9)]);
+    assert_eq!(
+        starts(&unknown, Pace::Asap, &[(0, 9), (1, 10)]),
+        [(0, 0), (1, 9)]
+    );
 }
 
 #[test]
 fn the_traces_timing_is_kept() {
     let trace = parent_with_two_subagents();
     assert_eq!(
-        starts(&trace, Pace::Trace, &[(0, 2), (1, 6), (2, 10), (3, 11), (4, 60)]),
+        starts(
+            &trace,
+            Pace::Trace,
+            &[(0, 2), (1, 6), (2, 10), (3, 11), (4, 60)]
+        ),
         // 1: 4 + 1 s after the start of 0; 2: 5 s after it; 3: 6 s after 0 finished; 4 has no
         // think time: 31 s after the start of 3, as in the trace.
         [(0, 0), (1, 5), (2, 5), (3, 8), (4, 39)]
     );
     // A late answer delays what follows; the think time counts from it.
     assert_eq!(
-        starts(&trace, Pace::Trace, &[(0, 100), (1, 101), (2, 102), (3, 200), (4, 300)]),
+        starts(
+            &trace,
+            Pace::Trace,
+            &[(0, 100), (1, 101), (2, 102), (3, 200), (4, 300)]
+        ),
         [(0, 0), (1, 100), (2, 100), (3, 106), (4, 200)]
     );
 }
@@ -243,16 +378,31 @@ fn equal_hashes_give_equal_tokens_and_nothing_else_does() {
     assert_ne!(first[4..8], second[4..8], "hashes 2 and 9");
     assert_ne!(first[8..], second[8..], "tails belong to their requests");
     assert_eq!(prompt(&a, 0, 0), first, "the same again");
-    assert_ne!(prompt(&a, 0, 1)[..4], first[..4], "a second copy of the file is another user");
+    assert_ne!(
+        prompt(&a, 0, 1)[..4],
+        first[..4],
+        "a second copy of the file is another user"
+    );
     let b = parse(&text("b", "local", "[1, 2]")).unwrap();
-    assert_ne!(prompt(&b, 0, 0)[..4], first[..4], "local ids mean nothing in another file");
-    let (c, d) = (parse(&text("c", "global", "[1, 2]")), parse(&text("d", "global", "[1, 3]")));
+    assert_ne!(
+        prompt(&b, 0, 0)[..4],
+        first[..4],
+        "local ids mean nothing in another file"
+    );
+    let (c, d) = (
+        parse(&text("c", "global", "[1, 2]")),
+        parse(&text("d", "global", "[1, 3]")),
+    );
     let (c, d) = (prompt(&c.unwrap(), 0, 0), prompt(&d.unwrap(), 0, 0));
     assert_eq!(c[..4], d[..4], "global ids do");
     assert_ne!(c[4..8], d[4..8]);
     let other_seed = Tokens::new(model.info(), 6).prompt(&a, 0, a.agent.requests()[0], 100);
     assert_ne!(other_seed, first);
-    assert_eq!(tokens.prompt(&a, 0, a.agent.requests()[0], 7), first[..7], "a cap keeps the first");
+    assert_eq!(
+        tokens.prompt(&a, 0, a.agent.requests()[0], 7),
+        first[..7],
+        "a cap keeps the first"
+    );
     // A third hash for the started block gives its first tokens.
     let started = parse(&text("a", "local", "[1, 2, 8]")).unwrap();
     assert_eq!(prompt(&started, 0, 0)[..8], first[..8]);
@@ -271,7 +421,11 @@ fn tokens_are_ordinary_and_spread() {
         assert_eq!(counts[special], 0, "{special} is special");
     }
     // 495 ids, 101 each on the mean with a deviation of 10: five deviations either way.
-    assert!((3..499).filter(|&id| id != 7).all(|id| (50..152).contains(&counts[id])));
+    assert!(
+        (3..499)
+            .filter(|&id| id != 7)
+            .all(|id| (50..152).contains(&counts[id]))
+    );
 }
 
 #[test]
@@ -279,7 +433,10 @@ fn reads_the_small_trace_of_the_project() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/traces/small.json");
     let trace = trace::read(&path).unwrap();
     assert_eq!(trace.notes, Vec::<String>::new());
-    assert_eq!((trace.agent.requests().len(), trace.agent.num_subagents()), (12, 1));
+    assert_eq!(
+        (trace.agent.requests().len(), trace.agent.num_subagents()),
+        (12, 1)
+    );
     let subagent = trace.agent.entries.iter().find_map(|entry| match entry {
         Entry::Subagent(subagent) => Some(subagent),
         Entry::Request(_) => None,
@@ -289,7 +446,9 @@ fn reads_the_small_trace_of_the_project() {
 
 #[test]
 fn reads_the_real_traces() {
-    let Some(folder) = traces::real_traces() else { return };
+    let Some(folder) = traces::real_traces() else {
+        return;
+    };
     // File, requests, output tokens, largest input: the table that comes with the traces.
     let table = [
         ("trace_0504", 3, 337, 11_306),
@@ -308,7 +467,13 @@ fn reads_the_real_traces() {
         assert_eq!(trace.id, name);
         assert_eq!(trace.notes, Vec::<String>::new(), "{name}");
         assert_eq!(requests.len(), num_requests, "{name}");
-        assert_eq!(requests.iter().map(|one| one.output_tokens).sum::<usize>(), output_tokens);
-        assert_eq!(requests.iter().map(|one| one.input_tokens).max(), Some(largest_input));
+        assert_eq!(
+            requests.iter().map(|one| one.output_tokens).sum::<usize>(),
+            output_tokens
+        );
+        assert_eq!(
+            requests.iter().map(|one| one.input_tokens).max(),
+            Some(largest_input)
+        );
     }
 }

@@ -103,7 +103,9 @@ impl PrefixCache {
         if self.enabled {
             let whole_pages = prompt.len().saturating_sub(1) / self.page_size;
             for tokens in prompt.chunks_exact(self.page_size).take(whole_pages) {
-                let Some(child) = self.child(last, tokens) else { break };
+                let Some(child) = self.child(last, tokens) else {
+                    break;
+                };
                 out_pages.push(self.node(child).page);
                 last = Some(child);
             }
@@ -147,7 +149,10 @@ impl PrefixCache {
     /// Gives back pages that are not in the tree.
     pub fn free(&mut self, pages: &[i32]) {
         self.free.extend_from_slice(pages);
-        debug_assert!(self.free.len() + self.num_cached() <= self.num_pages, "freed twice");
+        debug_assert!(
+            self.free.len() + self.num_cached() <= self.num_pages,
+            "freed twice"
+        );
     }
 
     /// Puts the whole pages of `prompt`, which have been computed, into the tree and moves the
@@ -183,11 +188,15 @@ impl PrefixCache {
     }
 
     fn node(&self, node_idx: NodeIdx) -> &Node {
-        self.nodes[node_idx as usize].as_ref().expect("a linked node is there")
+        self.nodes[node_idx as usize]
+            .as_ref()
+            .expect("a linked node is there")
     }
 
     fn node_mut(&mut self, node_idx: NodeIdx) -> &mut Node {
-        self.nodes[node_idx as usize].as_mut().expect("a linked node is there")
+        self.nodes[node_idx as usize]
+            .as_mut()
+            .expect("a linked node is there")
     }
 
     fn child(&self, parent: Option<NodeIdx>, tokens: &[i32]) -> Option<NodeIdx> {
@@ -258,8 +267,13 @@ impl PrefixCache {
     }
 
     fn evict(&mut self) {
-        let (_, node_idx) = self.evictable.pop_first().expect("an unheld tree has an unheld leaf");
-        let node = self.nodes[node_idx as usize].take().expect("a linked node is there");
+        let (_, node_idx) = self
+            .evictable
+            .pop_first()
+            .expect("an unheld tree has an unheld leaf");
+        let node = self.nodes[node_idx as usize]
+            .take()
+            .expect("a linked node is there");
         self.vacant.push(node_idx);
         self.num_unheld -= 1;
         self.num_evicted += 1;

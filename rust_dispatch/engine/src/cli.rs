@@ -23,12 +23,16 @@ const USAGE: u8 = 2;
 /// Pool sizes that are chosen where `--kv-tokens` is not given.
 const KV_TOKENS_LEAST: usize = 16 * 1024;
 const KV_TOKENS_MOST: usize = 64 * 1024;
+/// A single request may need more, up to this: a file with an enormous number in it must end in a
+/// refusal, not in an enormous allocation. `--kv-tokens` goes further.
+const KV_TOKENS_LARGEST: usize = 256 * 1024;
+/// What `--kv-tokens` may ask for.
+const KV_TOKENS_LIMIT: i64 = 16 * 1024 * 1024;
 /// What a request may take beyond its tokens: drafts, and the rest of a page of up to 256.
 const KV_TOKENS_SLACK: usize = 512;
 
 /// Makes the runner that the settings ask for.
-pub type Start<'a> =
-    dyn FnMut(&RuntimeSettings) -> Result<Box<dyn StepRunner>, EngineError> + 'a;
+pub type Start<'a> = dyn FnMut(&RuntimeSettings) -> Result<Box<dyn StepRunner>, EngineError> + 'a;
 
 const ABOUT: &str = "\
 Replay agent traces on an engine that serves a model with the lowlat kernels.
@@ -86,7 +90,12 @@ struct Options {
     report_schema: bool,
 
     /// Model to serve: a built-in one
-    #[arg(long, value_name = "NAME", default_value = "tiny-v41", help_heading = "Model")]
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "tiny-v41",
+        help_heading = "Model"
+    )]
     model: String,
 
     /// Tensor-parallel ranks
@@ -95,25 +104,40 @@ struct Options {
     tp: u32,
 
     /// Where the kernels run
-    #[arg(long, value_name = "NAME", default_value = "scalar", help_heading = "Model")]
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "scalar",
+        help_heading = "Model"
+    )]
     platform: String,
 
     /// Run covered steps by the fused kernels; off: every step one stage after another
-    #[arg(long, value_name = "on|off", default_value = "on", hide_possible_values = true)]
+    #[arg(
+        long,
+        value_name = "on|off",
+        default_value = "on",
+        hide_possible_values = true
+    )]
     #[arg(help_heading = "Model")]
     plugin: OnOff,
 
     /// Rows of the steps to build kernels for, ascending [default: every batch size]
-    #[arg(long, value_name = "ROWS,...", value_delimiter = ',', help_heading = "Model")]
+    #[arg(
+        long,
+        value_name = "ROWS,...",
+        value_delimiter = ',',
+        help_heading = "Model"
+    )]
     widths: Vec<u32>,
 
     /// Kernel library to load [default: the one that lowlat was installed with]
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     kernels: Option<PathBuf>,
 
-    /// Tokens that the KV pool must hold [default: by the traces]
+    /// Tokens that the KV pool must hold [default: by the traces, at most 262144]
     #[arg(long, value_name = "N", help_heading = "Model")]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=KV_TOKENS_LIMIT))]
     kv_tokens: Option<u32>,
 
     /// Keep the first N tokens of each prompt
@@ -132,27 +156,52 @@ struct Options {
     sessions: u32,
 
     /// asap: as fast as possible; trace: with the trace's think times
-    #[arg(long, value_name = "asap|trace", default_value = "asap", hide_possible_values = true)]
+    #[arg(
+        long,
+        value_name = "asap|trace",
+        default_value = "asap",
+        hide_possible_values = true
+    )]
     #[arg(help_heading = "Load")]
     pace: PaceArg,
 
     /// Requests of one step at most, 1 to 8
-    #[arg(long, value_name = "N", default_value_t = 8, help_heading = "Scheduling")]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 8,
+        help_heading = "Scheduling"
+    )]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=8))]
     max_batch: u32,
 
     /// Prompt rows of one step at most, 1 to 4096
-    #[arg(long, value_name = "ROWS", default_value_t = 128, help_heading = "Scheduling")]
+    #[arg(
+        long,
+        value_name = "ROWS",
+        default_value_t = 128,
+        help_heading = "Scheduling"
+    )]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
     prefill_chunk: u32,
 
     /// Share the pages of equal prefixes
-    #[arg(long, value_name = "on|off", default_value = "on", hide_possible_values = true)]
+    #[arg(
+        long,
+        value_name = "on|off",
+        default_value = "on",
+        hide_possible_values = true
+    )]
     #[arg(help_heading = "Scheduling")]
     prefix_cache: OnOff,
 
     /// Draft and verify five tokens a step; off: one token a step
-    #[arg(long, value_name = "on|off", default_value = "on", hide_possible_values = true)]
+    #[arg(
+        long,
+        value_name = "on|off",
+        default_value = "on",
+        hide_possible_values = true
+    )]
     #[arg(help_heading = "Sampling")]
     speculative: OnOff,
 
@@ -200,7 +249,10 @@ fn injected_fault(text: &str) -> Result<InjectedFault, String> {
             "silent" => FaultKind::Silent,
             _ => return None,
         };
-        Some(InjectedFault { tp_rank: rank.parse().ok()?, kind })
+        Some(InjectedFault {
+            tp_rank: rank.parse().ok()?,
+            kind,
+        })
     });
     fault.ok_or_else(|| "RANK:widths, RANK:catalogue or RANK:silent is needed".into())
 }
@@ -257,7 +309,9 @@ impl Options {
             .max()
             .unwrap_or(0)
             + KV_TOKENS_SLACK;
-        (largest * settings.scheduler.max_batch).clamp(KV_TOKENS_LEAST, KV_TOKENS_MOST).max(largest)
+        (largest * settings.scheduler.max_batch)
+            .clamp(KV_TOKENS_LEAST, KV_TOKENS_MOST)
+            .max(largest.min(KV_TOKENS_LARGEST))
     }
 }
 
@@ -289,9 +343,17 @@ pub fn run(
             0
         }
         Err(error) => {
-            let kind = if error.exit_code() == 1 { "refused" } else { "fault" };
+            let kind = if error.exit_code() == 1 {
+                "refused"
+            } else {
+                "fault"
+            };
             // One line, whatever a library put into its message.
-            let words = error.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
+            let words = error
+                .to_string()
+                .split_whitespace()
+                .collect::<Vec<_>>()
+                .join(" ");
             let _ = writeln!(err, "lowlat replay: {kind}: {words}");
             error.exit_code()
         }
@@ -313,10 +375,18 @@ fn replay_files(
     if !options.widths.is_sorted_by(|a, b| a < b) || options.widths.first() == Some(&0) {
         return Err(EngineError::Refused(format!(
             "--widths is {}; rows from 1, ascending, are needed",
-            options.widths.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+            options
+                .widths
+                .iter()
+                .map(u32::to_string)
+                .collect::<Vec<_>>()
+                .join(",")
         )));
     }
-    if let Some(fault) = options.inject_fault.filter(|fault| fault.tp_rank >= options.tp) {
+    if let Some(fault) = options
+        .inject_fault
+        .filter(|fault| fault.tp_rank >= options.tp)
+    {
         return Err(EngineError::Refused(format!(
             "--inject-fault names rank {}; with --tp {} the ranks are 0 to {}",
             fault.tp_rank,
@@ -324,8 +394,11 @@ fn replay_files(
             options.tp - 1
         )));
     }
-    let traces: Vec<Trace> =
-        options.traces.iter().map(|path| trace::read(path)).collect::<Result<_, _>>()?;
+    let traces: Vec<Trace> = options
+        .traces
+        .iter()
+        .map(|path| trace::read(path))
+        .collect::<Result<_, _>>()?;
     for trace in &traces {
         for note in &trace.notes {
             let _ = writeln!(err, "{}: note: {note}", trace.file);
@@ -336,7 +409,11 @@ fn replay_files(
         .as_ref()
         .map(|folder| OutputFile::prepare(&folder.join(report::FILE_NAME)))
         .transpose()?;
-    let tokens_file = options.tokens_out.as_deref().map(OutputFile::prepare).transpose()?;
+    let tokens_file = options
+        .tokens_out
+        .as_deref()
+        .map(OutputFile::prepare)
+        .transpose()?;
 
     let settings = options.replay_settings();
     let runtime = options.runtime_settings(options.kv_tokens(&traces, &settings));
@@ -347,9 +424,15 @@ fn replay_files(
         .map(|request| settings.input_tokens(request) + settings.output_tokens(request))
         .sum::<usize>();
     let mut meter = ProgressMeter::new(total_tokens as u64);
-    let outcome = replay::replay(&traces, &settings, runner.as_mut(), &mut WallClock::new(), &mut |tokens| {
-        meter.add(tokens);
-    });
+    let outcome = replay::replay(
+        &traces,
+        &settings,
+        runner.as_mut(),
+        &mut WallClock::new(),
+        &mut |tokens| {
+            meter.add(tokens);
+        },
+    );
     meter.finish();
     let outcome = outcome?;
 
@@ -361,7 +444,10 @@ fn replay_files(
     if let Some(file) = report_file {
         file.write(&report.to_json())?;
         let folder: &Path = options.report.as_deref().expect("it names the file");
-        table.push_str(&format!("report: {}\n", folder.join(report::FILE_NAME).display()));
+        table.push_str(&format!(
+            "report: {}\n",
+            folder.join(report::FILE_NAME).display()
+        ));
     }
     Ok(table)
 }
@@ -376,12 +462,20 @@ struct TokensOfRequest<'a> {
 /// Every request's generated tokens, one request a line.
 fn tokens_json(traces: &[Trace], outcome: &Outcome) -> String {
     let requests = traces.iter().flat_map(|trace| {
-        trace.agent.requests().into_iter().map(move |request| (&trace.file, &request.path))
+        trace
+            .agent
+            .requests()
+            .into_iter()
+            .map(move |request| (&trace.file, &request.path))
     });
     let lines: Vec<String> = requests
         .zip(&outcome.metrics.requests)
         .map(|((file, path), measured)| {
-            let line = TokensOfRequest { file, path, tokens: &measured.output };
+            let line = TokensOfRequest {
+                file,
+                path,
+                tokens: &measured.output,
+            };
             serde_json::to_string(&line).expect("plain data")
         })
         .collect();
@@ -394,7 +488,9 @@ struct WallClock {
 
 impl WallClock {
     fn new() -> Self {
-        Self { began_at: Instant::now() }
+        Self {
+            began_at: Instant::now(),
+        }
     }
 }
 

@@ -160,7 +160,9 @@ impl<'de> Visitor<'de> for NodeSeed<'_> {
         let mut items = Vec::new();
         loop {
             self.path.borrow_mut().push(PathPart::Index(items.len()));
-            let Some(item) = seq.next_element_seed(self)? else { break };
+            let Some(item) = seq.next_element_seed(self)? else {
+                break;
+            };
             self.path.borrow_mut().pop();
             items.push(item);
         }

@@ -172,7 +172,10 @@ impl Metrics {
     #[must_use]
     pub fn acceptance_length(&self) -> Option<f64> {
         let steps = self.accepted_histogram.iter().sum();
-        let accepted = (0..).zip(&self.accepted_histogram).map(|(drafts, count)| drafts * count).sum();
+        let accepted = (0..)
+            .zip(&self.accepted_histogram)
+            .map(|(drafts, count)| drafts * count)
+            .sum();
         acceptance_length(steps, accepted)
     }
 }
@@ -198,7 +201,10 @@ pub fn seconds(ns: u64) -> f64 {
 /// ```
 #[must_use]
 pub fn percentile(values: &[f64], percent: usize) -> Option<f64> {
-    assert!((1..=100).contains(&percent), "a percentile is from 1 to 100");
+    assert!(
+        (1..=100).contains(&percent),
+        "a percentile is from 1 to 100"
+    );
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let rank = (sorted.len() * percent).div_ceil(100);

@@ -45,7 +45,8 @@ impl ProgressMeter {
         if self.is_terminal {
             let total_tokens = self.total_tokens;
             let bar = self.bar.get_or_insert_with(|| {
-                let style = "{elapsed_precise} {bar:40} {human_pos} of {human_len} tokens, {eta} left";
+                let style =
+                    "{elapsed_precise} {bar:40} {human_pos} of {human_len} tokens, {eta} left";
                 ProgressBar::new(total_tokens).with_style(
                     ProgressStyle::with_template(style).expect("the template is fixed and right"),
                 )

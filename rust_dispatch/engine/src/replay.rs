@@ -29,13 +29,17 @@ impl ReplaySettings {
     /// Prompt tokens of the request after the cap.
     #[must_use]
     pub fn input_tokens(&self, request: &TraceRequest) -> usize {
-        self.limit_input.map_or(request.input_tokens, |limit| limit.min(request.input_tokens))
+        self.limit_input.map_or(request.input_tokens, |limit| {
+            limit.min(request.input_tokens)
+        })
     }
 
     /// Tokens to generate for the request after the cap.
     #[must_use]
     pub fn output_tokens(&self, request: &TraceRequest) -> usize {
-        self.limit_output.map_or(request.output_tokens, |limit| limit.min(request.output_tokens))
+        self.limit_output.map_or(request.output_tokens, |limit| {
+            limit.min(request.output_tokens)
+        })
     }
 }
 
@@ -75,13 +79,19 @@ pub fn replay(
     for trace in traces {
         for request in trace.agent.requests() {
             scheduler
-                .check_fits(settings.input_tokens(request), settings.output_tokens(request))
+                .check_fits(
+                    settings.input_tokens(request),
+                    settings.output_tokens(request),
+                )
                 .map_err(|error| {
                     EngineError::Refused(format!("{}: {}: {error}", trace.file, request.path))
                 })?;
         }
     }
-    let num_requests = traces.iter().map(|trace| trace.agent.requests().len()).sum();
+    let num_requests = traces
+        .iter()
+        .map(|trace| trace.agent.requests().len())
+        .sum();
     let tokens = Tokens::new(runner.info(), settings.seed);
     let mut metrics = Metrics::new(num_requests, runner.info().num_drafts);
     let mut users = Users::new(traces, settings);
@@ -104,7 +114,10 @@ pub fn replay(
         progress.clear();
         scheduler.commit(&plan, &result, &mut progress, &mut finished)?;
         metrics.step(&plan, &result, &progress, now_ns, now_ns - planned_at);
-        let rows: usize = progress.iter().map(|one| one.prompt_rows + one.new_tokens).sum();
+        let rows: usize = progress
+            .iter()
+            .map(|one| one.prompt_rows + one.new_tokens)
+            .sum();
         let cached: usize = finished.iter().map(|one| one.cached_tokens).sum();
         on_tokens((rows + cached) as u64);
         for one in finished.drain(..) {
@@ -112,7 +125,10 @@ pub fn replay(
             metrics.finish(one);
         }
     }
-    assert!(users.are_done() && scheduler.is_idle(), "a session's graph has no cycle");
+    assert!(
+        users.are_done() && scheduler.is_idle(),
+        "a session's graph has no cycle"
+    );
     metrics.wall_ns = clock.now_ns() - began_at;
     let cache = scheduler.cache();
     Ok(Outcome {
@@ -144,7 +160,14 @@ impl<'a> Users<'a> {
                 first_uid
             })
             .collect();
-        Self { traces, settings, first_uids, next_trace: 0, active: Vec::new(), ready: Vec::new() }
+        Self {
+            traces,
+            settings,
+            first_uids,
+            next_trace: 0,
+            active: Vec::new(),
+            ready: Vec::new(),
+        }
     }
 
     /// Starts sessions up to the limit and submits every request that may start by `now_ns`.
@@ -158,13 +181,19 @@ impl<'a> Users<'a> {
         self.active.retain(|(_, session)| !session.is_over());
         while self.active.len() < self.settings.sessions && self.next_trace < self.traces.len() {
             let trace = &self.traces[self.next_trace];
-            self.active.push((self.next_trace, Session::new(trace, self.settings.pace, now_ns)));
+            self.active.push((
+                self.next_trace,
+                Session::new(trace, self.settings.pace, now_ns),
+            ));
             self.next_trace += 1;
         }
         for (trace_idx, session) in &mut self.active {
             let trace = &self.traces[*trace_idx];
             // A file that is replayed twice is two users, who share nothing.
-            let copy = self.traces[..*trace_idx].iter().filter(|other| other.id == trace.id).count();
+            let copy = self.traces[..*trace_idx]
+                .iter()
+                .filter(|other| other.id == trace.id)
+                .count();
             self.ready.clear();
             session.take_ready(now_ns, &mut self.ready);
             for &(request_idx, ready_at) in &self.ready {
@@ -182,7 +211,10 @@ impl<'a> Users<'a> {
     }
 
     fn finish(&mut self, uid: u32, now_ns: u64) {
-        let trace_idx = self.first_uids.partition_point(|&first_uid| first_uid <= uid) - 1;
+        let trace_idx = self
+            .first_uids
+            .partition_point(|&first_uid| first_uid <= uid)
+            - 1;
         let request_idx = (uid - self.first_uids[trace_idx]) as usize;
         let (_, session) = self
             .active
@@ -193,7 +225,10 @@ impl<'a> Users<'a> {
     }
 
     fn next_ready_at(&self) -> Option<u64> {
-        self.active.iter().filter_map(|(_, session)| session.next_ready_at()).min()
+        self.active
+            .iter()
+            .filter_map(|(_, session)| session.next_ready_at())
+            .min()
     }
 
     fn are_done(&self) -> bool {

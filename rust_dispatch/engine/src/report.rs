@@ -195,8 +195,10 @@ impl Report {
     ) -> Self {
         let metrics = &outcome.metrics;
         let requests = request_reports(traces, replay, metrics);
-        let trace_reports: Vec<TraceReport> =
-            traces.iter().map(|trace| trace_report(trace, replay)).collect();
+        let trace_reports: Vec<TraceReport> = traces
+            .iter()
+            .map(|trace| trace_report(trace, replay))
+            .collect();
         let wall_s = seconds(metrics.wall_ns);
         let output_tokens = requests.iter().map(|request| request.output_tokens).sum();
         let input_tokens: usize = requests.iter().map(|request| request.input_tokens).sum();
@@ -206,10 +208,20 @@ impl Report {
             requests: requests.len(),
             input_tokens,
             output_tokens,
-            trace_input_tokens: trace_reports.iter().map(|trace| trace.trace_input_tokens).sum(),
-            trace_output_tokens: trace_reports.iter().map(|trace| trace.trace_output_tokens).sum(),
+            trace_input_tokens: trace_reports
+                .iter()
+                .map(|trace| trace.trace_input_tokens)
+                .sum(),
+            trace_output_tokens: trace_reports
+                .iter()
+                .map(|trace| trace.trace_output_tokens)
+                .sum(),
             wall_s,
-            output_tokens_per_s: if wall_s > 0.0 { output_tokens as f64 / wall_s } else { 0.0 },
+            output_tokens_per_s: if wall_s > 0.0 {
+                output_tokens as f64 / wall_s
+            } else {
+                0.0
+            },
         };
         Self {
             schema: "lowlat.replay.report",
@@ -270,7 +282,9 @@ impl Report {
             output_digest: hex(metrics
                 .requests
                 .iter()
-                .fold(Fnv1a::new(), |digest, request| tokens_digest(digest, &request.output))),
+                .fold(Fnv1a::new(), |digest, request| {
+                    tokens_digest(digest, &request.output)
+                })),
             requests,
         }
     }
@@ -317,8 +331,16 @@ impl Report {
         table.set_header(vec!["per request", "P50", "P90"]);
         let latency = &self.latency;
         let rows = [
-            ("user rate, tokens/s (P90: 90 % are at least as fast)", latency.user_rate_tokens_per_s, 1.0),
-            ("end to end per output token, ms", latency.e2e_s_per_output_token, 1e3),
+            (
+                "user rate, tokens/s (P90: 90 % are at least as fast)",
+                latency.user_rate_tokens_per_s,
+                1.0,
+            ),
+            (
+                "end to end per output token, ms",
+                latency.e2e_s_per_output_token,
+                1e3,
+            ),
             ("time to first token, ms", latency.ttft_s, 1e3),
             ("between tokens, ms", latency.inter_token_s, 1e3),
         ];
@@ -327,7 +349,11 @@ impl Report {
                 let text = value.map_or("-".into(), |value| format!("{:.2}", value * factor));
                 Cell::new(text).set_alignment(CellAlignment::Right)
             };
-            table.add_row(vec![Cell::new(name), cell(percentiles.p50), cell(percentiles.p90)]);
+            table.add_row(vec![
+                Cell::new(name),
+                cell(percentiles.p50),
+                cell(percentiles.p90),
+            ]);
         }
         table
     }
@@ -345,9 +371,9 @@ impl Report {
         table.add_row(vec!["target steps".into(), path_words(&steps.target)]);
         if let Some(speculation) = &self.speculation {
             table.add_row(vec!["draft steps".into(), path_words(&steps.draft)]);
-            let length = speculation
-                .acceptance_length
-                .map_or("-".into(), |length| format!("{length:.2} tokens a request and step"));
+            let length = speculation.acceptance_length.map_or("-".into(), |length| {
+                format!("{length:.2} tokens a request and step")
+            });
             table.add_row(vec!["acceptance".into(), length]);
             let histogram: Vec<String> = speculation
                 .accepted_histogram
@@ -381,12 +407,19 @@ fn new_table() -> Table {
 
 fn path_words(paths: &Paths) -> String {
     let plain: u64 = paths.plain.values().sum();
-    let reasons: Vec<String> =
-        paths.plain.iter().map(|(reason, count)| format!("{reason} {count}")).collect();
+    let reasons: Vec<String> = paths
+        .plain
+        .iter()
+        .map(|(reason, count)| format!("{reason} {count}"))
+        .collect();
     if plain == 0 {
         format!("{} covered, 0 plain", paths.covered)
     } else {
-        format!("{} covered, {plain} plain ({})", paths.covered, reasons.join(", "))
+        format!(
+            "{} covered, {plain} plain ({})",
+            paths.covered,
+            reasons.join(", ")
+        )
     }
 }
 
@@ -411,9 +444,18 @@ fn request_reports(
     replay: &ReplaySettings,
     metrics: &Metrics,
 ) -> Vec<RequestReport> {
-    let began_at = metrics.requests.iter().map(|request| request.submitted_at).min().unwrap_or(0);
+    let began_at = metrics
+        .requests
+        .iter()
+        .map(|request| request.submitted_at)
+        .min()
+        .unwrap_or(0);
     let of_traces = traces.iter().enumerate().flat_map(|(trace_idx, trace)| {
-        trace.agent.requests().into_iter().map(move |request| (trace_idx, request))
+        trace
+            .agent
+            .requests()
+            .into_iter()
+            .map(move |request| (trace_idx, request))
     });
     of_traces
         .zip(&metrics.requests)
@@ -443,8 +485,14 @@ fn trace_report(trace: &Trace, replay: &ReplaySettings) -> TraceReport {
         id: trace.id.clone(),
         requests: requests.len(),
         subagents: trace.agent.num_subagents(),
-        input_tokens: requests.iter().map(|request| replay.input_tokens(request)).sum(),
-        output_tokens: requests.iter().map(|request| replay.output_tokens(request)).sum(),
+        input_tokens: requests
+            .iter()
+            .map(|request| replay.input_tokens(request))
+            .sum(),
+        output_tokens: requests
+            .iter()
+            .map(|request| replay.output_tokens(request))
+            .sum(),
         trace_input_tokens: requests.iter().map(|request| request.input_tokens).sum(),
         trace_output_tokens: requests.iter().map(|request| request.output_tokens).sum(),
         notes: trace.notes.clone(),
@@ -457,8 +505,10 @@ fn latency(metrics: &Metrics) -> Latency {
         p90: percentile(values, 90),
     };
     let requests = &metrics.requests;
-    let per_token: Vec<f64> =
-        requests.iter().map(|request| request.e2e_s_per_output_token()).collect();
+    let per_token: Vec<f64> = requests
+        .iter()
+        .map(|request| request.e2e_s_per_output_token())
+        .collect();
     let e2e_s_per_output_token = both(&per_token);
     // A replay without measurable time has no rate; null says so better than infinity, which
     // JSON has not.
@@ -469,24 +519,41 @@ fn latency(metrics: &Metrics) -> Latency {
             p50: inverse(e2e_s_per_output_token.p50),
             p90: inverse(e2e_s_per_output_token.p90),
         },
-        ttft_s: both(&requests.iter().map(|request| request.ttft_s()).collect::<Vec<_>>()),
+        ttft_s: both(
+            &requests
+                .iter()
+                .map(|request| request.ttft_s())
+                .collect::<Vec<_>>(),
+        ),
         inter_token_s: both(
-            &requests.iter().filter_map(|request| request.inter_token_s()).collect::<Vec<_>>(),
+            &requests
+                .iter()
+                .filter_map(|request| request.inter_token_s())
+                .collect::<Vec<_>>(),
         ),
     }
 }
 
 fn mode(count: ModeCount) -> Mode {
-    Mode { steps: count.steps, rows: count.rows, busy_s: seconds(count.busy_ns) }
+    Mode {
+        steps: count.steps,
+        rows: count.rows,
+        busy_s: seconds(count.busy_ns),
+    }
 }
 
 fn paths(count: &PathCount) -> Paths {
-    Paths { covered: count.covered, plain: count.plain.clone() }
+    Paths {
+        covered: count.covered,
+        plain: count.plain.clone(),
+    }
 }
 
 /// FNV-1a over the token ids, each as four little-endian bytes.
 fn tokens_digest(digest: Fnv1a, tokens: &[i32]) -> Fnv1a {
-    tokens.iter().fold(digest, |digest, token| digest.bytes(&token.to_le_bytes()))
+    tokens
+        .iter()
+        .fold(digest, |digest, token| digest.bytes(&token.to_le_bytes()))
 }
 
 fn hex(digest: Fnv1a) -> String {
@@ -515,7 +582,11 @@ impl OutputFile {
                 path.display()
             )));
         }
-        let mut file = Self { path: path.to_path_buf(), made: Vec::new(), written: false };
+        let mut file = Self {
+            path: path.to_path_buf(),
+            made: Vec::new(),
+            written: false,
+        };
         let folder = file.folder();
         let missing: Vec<PathBuf> = folder
             .ancestors()
@@ -563,7 +634,8 @@ impl OutputFile {
 
     fn temporary(&self) -> PathBuf {
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
-        self.folder().join(format!(".{name}.{}.tmp", std::process::id()))
+        self.folder()
+            .join(format!(".{name}.{}.tmp", std::process::id()))
     }
 }
 

@@ -131,10 +131,15 @@ impl Scheduler {
         if let Some(length) = settings.simulate_acceptance {
             let most = (info.num_drafts + 1) as f64;
             if info.num_drafts == 0 || !(1.0..=most).contains(&length) {
+                let hint = if info.num_drafts == 0 {
+                    " (--speculative on)"
+                } else {
+                    ""
+                };
                 return Err(EngineError::Refused(format!(
-                    "--simulate-acceptance is {length}; with {} drafts a step it needs 1 to {most}{}",
-                    info.num_drafts,
-                    if info.num_drafts == 0 { " (--speculative on)" } else { "" },
+                    "--simulate-acceptance is {length}; with {} drafts a step it needs 1 to \
+                     {most}{hint}",
+                    info.num_drafts
                 )));
             }
         }
@@ -183,9 +188,13 @@ impl Scheduler {
     /// # Panics
     /// When it cannot fit ([`Self::check_fits`]), or has no prompt or no output.
     pub fn submit(&mut self, request: NewRequest) {
-        assert!(!request.prompt.is_empty() && request.output_tokens > 0, "a request has tokens");
         assert!(
-            self.check_fits(request.prompt.len(), request.output_tokens).is_ok(),
+            !request.prompt.is_empty() && request.output_tokens > 0,
+            "a request has tokens"
+        );
+        assert!(
+            self.check_fits(request.prompt.len(), request.output_tokens)
+                .is_ok(),
             "a request was checked before it is submitted"
         );
         self.waiting.push_back(request);
@@ -221,7 +230,11 @@ impl Scheduler {
             return false;
         }
         self.last_was_extend = out_plan.mode == StepMode::Extend;
-        let stride = self.planned.iter().map(|&idx| self.running[idx].pages.len()).max();
+        let stride = self
+            .planned
+            .iter()
+            .map(|&idx| self.running[idx].pages.len())
+            .max();
         out_plan.page_table_stride = stride.unwrap_or(0);
         for &running_idx in &self.planned {
             let pages = &self.running[running_idx].pages;
@@ -266,7 +279,9 @@ impl Scheduler {
     /// Admits from the front of the queue, as long as there is room for all that the front needs.
     fn admit(&mut self) {
         while self.running.len() < self.settings.max_batch {
-            let Some(front) = self.waiting.front() else { return };
+            let Some(front) = self.waiting.front() else {
+                return;
+            };
             let positions = self.positions_needed(front.prompt.len(), front.output_tokens);
             let mut pages = Vec::with_capacity(positions.div_ceil(self.page_size));
             // Held before pages are taken, so that taking them cannot evict what was found.
@@ -298,7 +313,11 @@ impl Scheduler {
     /// Positions that the request's rows can reach. The last generated token is never run; a
     /// verify step before it may run all its drafts behind the anchor.
     fn positions_needed(&self, input_tokens: usize, output_tokens: usize) -> usize {
-        let drafts = if output_tokens > 1 { self.num_drafts } else { 0 };
+        let drafts = if output_tokens > 1 {
+            self.num_drafts
+        } else {
+            0
+        };
         input_tokens + output_tokens - 1 + drafts
     }
 
@@ -310,14 +329,24 @@ impl Scheduler {
                 let num_rows = rows_left.min(running.prompt_tokens - running.in_cache);
                 rows_left -= num_rows;
                 let ends_prompt = running.in_cache + num_rows == running.prompt_tokens;
-                push_request(out_plan, running, num_rows, ends_prompt, self.settings.temperature);
+                push_request(
+                    out_plan,
+                    running,
+                    num_rows,
+                    ends_prompt,
+                    self.settings.temperature,
+                );
                 self.planned.push(idx);
             }
         }
     }
 
     fn plan_decode(&mut self, out_plan: &mut StepPlan) {
-        out_plan.mode = if self.num_drafts > 0 { StepMode::Verify } else { StepMode::Decode };
+        out_plan.mode = if self.num_drafts > 0 {
+            StepMode::Verify
+        } else {
+            StepMode::Decode
+        };
         for (idx, running) in self.running.iter().enumerate() {
             if !running.is_prefilling() {
                 push_request(out_plan, running, 1, true, self.settings.temperature);
@@ -325,17 +354,32 @@ impl Scheduler {
             }
         }
         if let Some(length) = self.settings.simulate_acceptance {
-            out_plan.simulated_accept =
-                Some(simulated_accept(length, self.settings.seed, self.num_verify_steps));
+            out_plan.simulated_accept = Some(simulated_accept(
+                length,
+                self.settings.seed,
+                self.num_verify_steps,
+            ));
         }
     }
 
     fn check_answer(&self, plan: &StepPlan, result: &StepResult) -> Result<(), EngineError> {
-        let most = if plan.mode == StepMode::Verify { self.num_drafts as u32 + 1 } else { 1 };
+        let most = if plan.mode == StepMode::Verify {
+            self.num_drafts as u32 + 1
+        } else {
+            1
+        };
         let counts_right = result.counts.len() == plan.requests.len()
-            && plan.requests.iter().zip(&result.counts).all(|(request, &count)| {
-                if request.wants_token { (1..=most).contains(&count) } else { count == 0 }
-            });
+            && plan
+                .requests
+                .iter()
+                .zip(&result.counts)
+                .all(|(request, &count)| {
+                    if request.wants_token {
+                        (1..=most).contains(&count)
+                    } else {
+                        count == 0
+                    }
+                });
         let num_tokens: usize = result.counts.iter().map(|&count| count as usize).sum();
         if counts_right && num_tokens == result.tokens.len() {
             return Ok(());
@@ -359,7 +403,11 @@ impl Scheduler {
         let request = &plan.requests[plan_idx];
         let running = &mut self.running[running_idx];
         let is_extend = plan.mode == StepMode::Extend;
-        running.in_cache += if is_extend { request.num_rows } else { new.len() };
+        running.in_cache += if is_extend {
+            request.num_rows
+        } else {
+            new.len()
+        };
         running.num_draws += u64::from(request.wants_token);
         let new_tokens = new.len().min(running.output_tokens - running.generated());
         running.tokens.extend_from_slice(&new[..new_tokens]);
@@ -402,7 +450,9 @@ fn push_request(
     let start = running.in_cache;
     let mut history = [0; 3];
     for (slot, back) in history.iter_mut().zip([3, 2, 1]) {
-        *slot = start.checked_sub(back).map_or(0, |position| running.tokens[position]);
+        *slot = start
+            .checked_sub(back)
+            .map_or(0, |position| running.tokens[position]);
     }
     out_plan.requests.push(StepRequest {
         uid: running.uid,
@@ -415,7 +465,9 @@ fn push_request(
         draw: running.num_draws,
         wants_token,
     });
-    out_plan.token_ids.extend_from_slice(&running.tokens[start..start + num_rows]);
+    out_plan
+        .token_ids
+        .extend_from_slice(&running.tokens[start..start + num_rows]);
 }
 
 /// Drafts that count as accepted in verify step `step_idx` so that the mean of accepted drafts

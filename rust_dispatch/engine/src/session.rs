@@ -56,10 +56,19 @@ impl Session {
     /// The session of `trace`, begun at `now_ns`.
     #[must_use]
     pub fn new(trace: &Trace, pace: Pace, now_ns: u64) -> Self {
-        let mut builder = Builder { jobs: Vec::new(), requests: Vec::new() };
+        let mut builder = Builder {
+            jobs: Vec::new(),
+            requests: Vec::new(),
+        };
         builder.agent(&trace.agent, &[], None, 0.0);
         let Builder { jobs, requests } = builder;
-        Self { jobs, requests, pace, began_at: now_ns, num_finished: 0 }
+        Self {
+            jobs,
+            requests,
+            pace,
+            began_at: now_ns,
+            num_finished: 0,
+        }
     }
 
     /// All requests, in the order of [`Agent::requests`]; other methods use indexes into it.
@@ -72,7 +81,10 @@ impl Session {
     /// since when it may.
     pub fn take_ready(&mut self, now_ns: u64, out_ready: &mut Vec<(usize, u64)>) {
         for job_idx in 0..self.jobs.len() {
-            if let Some(ready_at) = self.ready_at(job_idx).filter(|&ready_at| ready_at <= now_ns) {
+            if let Some(ready_at) = self
+                .ready_at(job_idx)
+                .filter(|&ready_at| ready_at <= now_ns)
+            {
                 self.jobs[job_idx].started_at = Some(ready_at);
                 out_ready.push((job_idx, ready_at));
             }
@@ -82,13 +94,18 @@ impl Session {
     /// When the next request may start that waits for nothing but time.
     #[must_use]
     pub fn next_ready_at(&self) -> Option<u64> {
-        (0..self.jobs.len()).filter_map(|job_idx| self.ready_at(job_idx)).min()
+        (0..self.jobs.len())
+            .filter_map(|job_idx| self.ready_at(job_idx))
+            .min()
     }
 
     /// Notes that a started request has finished.
     pub fn finish(&mut self, job_idx: usize, now_ns: u64) {
         let job = &mut self.jobs[job_idx];
-        assert!(job.started_at.is_some() && job.finished_at.is_none(), "finishes once, started");
+        assert!(
+            job.started_at.is_some() && job.finished_at.is_none(),
+            "finishes once, started"
+        );
         job.finished_at = Some(now_ns);
         self.num_finished += 1;
     }
@@ -162,7 +179,10 @@ impl Builder {
                     });
                     let not_before = match (previous, request.think_time) {
                         (Some((of, _)), Some(s)) => NotBefore::Finish { of, s },
-                        (Some((of, t)), None) => NotBefore::Start { of, s: request.t - t },
+                        (Some((of, t)), None) => NotBefore::Start {
+                            of,
+                            s: request.t - t,
+                        },
                         (None, _) => from_parent(request.t),
                     };
                     previous = Some((self.jobs.len(), request.t));
@@ -183,7 +203,9 @@ impl Builder {
                     self.agent(&subagent.agent, &waits_for, origin, wait_s);
                     background.push(Background {
                         jobs: first..self.jobs.len(),
-                        ends_at: subagent.duration_s.map(|duration_s| subagent.t + duration_s),
+                        ends_at: subagent
+                            .duration_s
+                            .map(|duration_s| subagent.t + duration_s),
                     });
                 }
             }

@@ -47,11 +47,18 @@ impl Tokens {
         num_tokens: usize,
     ) -> Vec<i32> {
         let scope = if trace.local_hashes {
-            Fnv1a::new().u64(self.seed).text(&trace.id).u64(session as u64)
+            Fnv1a::new()
+                .u64(self.seed)
+                .text(&trace.id)
+                .u64(session as u64)
         } else {
             Fnv1a::new().u64(self.seed).text(SHARED_SCOPE)
         };
-        let own = Fnv1a::new().u64(self.seed).text(&trace.id).u64(session as u64).text(&request.path);
+        let own = Fnv1a::new()
+            .u64(self.seed)
+            .text(&trace.id)
+            .u64(session as u64)
+            .text(&request.path);
         let num_tokens = num_tokens.min(request.input_tokens);
         let mut tokens = Vec::with_capacity(num_tokens);
         for (block_idx, first) in (0..num_tokens).step_by(trace.block_size).enumerate() {

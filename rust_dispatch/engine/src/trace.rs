@@ -164,10 +164,14 @@ pub fn read(path: &Path) -> Result<Trace, EngineError> {
     let file = path.display().to_string();
     let refuse = |words: String| EngineError::Refused(format!("{file}: {words}"));
     if path.is_dir() {
-        return Err(refuse("is a folder; a trace file is needed (FOLDER/*.json)".into()));
+        return Err(refuse(
+            "is a folder; a trace file is needed (FOLDER/*.json)".into(),
+        ));
     }
     let bytes = std::fs::read(path).map_err(|error| refuse(format!("cannot be read: {error}")))?;
-    let name = path.file_stem().map_or("trace".into(), |stem| stem.to_string_lossy().into_owned());
+    let name = path
+        .file_stem()
+        .map_or("trace".into(), |stem| stem.to_string_lossy().into_owned());
     parse(&file, &name, &bytes)
 }
 
@@ -188,7 +192,11 @@ pub fn read(path: &Path) -> Result<Trace, EngineError> {
 /// assert!(error.starts_with("a.json: requests[0].out is 0"));
 /// ```
 pub fn parse(file: &str, name: &str, bytes: &[u8]) -> Result<Trace, EngineError> {
-    let mut reader = Reader { notes: Vec::new(), unknown: BTreeMap::new(), unhashed: Vec::new() };
+    let mut reader = Reader {
+        notes: Vec::new(),
+        unknown: BTreeMap::new(),
+        unhashed: Vec::new(),
+    };
     reader
         .file(name, bytes)
         .map(|mut trace| {
@@ -212,14 +220,21 @@ impl Reader {
         let text = self.text(bytes)?;
         let root = json::parse(text).map_err(|error| syntax_words(text, &error))?;
         let Node::Object(fields) = &root else {
-            return Err(format!("holds {}; one JSON object is needed", root.describe()));
+            return Err(format!(
+                "holds {}; one JSON object is needed",
+                root.describe()
+            ));
         };
-        let root = Fields { path: String::new(), fields };
+        let root = Fields {
+            path: String::new(),
+            fields,
+        };
         self.note_unknown(&root, &FILE_FIELDS);
 
         let id = match root.get("id") {
             None => {
-                self.notes.push(format!("has no id; {name:?} is taken from the file's name"));
+                self.notes
+                    .push(format!("has no id; {name:?} is taken from the file's name"));
                 name.to_string()
             }
             Some(Node::Text(id)) => id.clone(),
@@ -228,7 +243,8 @@ impl Reader {
         let block_size = match root.whole("block_size", 1, MAX_BLOCK_SIZE)? {
             Some(block_size) => block_size as usize,
             None => {
-                self.notes.push(format!("has no block_size; {DEFAULT_BLOCK_SIZE} is taken"));
+                self.notes
+                    .push(format!("has no block_size; {DEFAULT_BLOCK_SIZE} is taken"));
                 DEFAULT_BLOCK_SIZE
             }
         };
@@ -237,7 +253,8 @@ impl Reader {
             Some(Node::Text(scope)) if scope == "local" => true,
             Some(Node::Text(scope)) => {
                 if scope != "global" {
-                    self.notes.push(format!("hash_id_scope {scope:?} is taken as \"global\""));
+                    self.notes
+                        .push(format!("hash_id_scope {scope:?} is taken as \"global\""));
                 }
                 false
             }
@@ -247,7 +264,9 @@ impl Reader {
         self.compare_totals(&root, &agent);
 
         for (field, (first, count)) in &self.unknown {
-            self.notes.push(format!("unknown field {field:?} is ignored ({count} x, first at {first})"));
+            self.notes.push(format!(
+                "unknown field {field:?} is ignored ({count} x, first at {first})"
+            ));
         }
         if let Some(first) = self.unhashed.first() {
             self.notes.push(format!(
@@ -256,7 +275,14 @@ impl Reader {
             ));
         }
         let notes = std::mem::take(&mut self.notes);
-        Ok(Trace { file: String::new(), id, block_size, local_hashes, agent, notes })
+        Ok(Trace {
+            file: String::new(),
+            id,
+            block_size,
+            local_hashes,
+            agent,
+            notes,
+        })
     }
 
     fn text<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a str, String> {
@@ -265,7 +291,8 @@ impl Reader {
         }
         let body = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
         if body.len() < bytes.len() {
-            self.notes.push("begins with a UTF-8 byte order mark, which is ignored".into());
+            self.notes
+                .push("begins with a UTF-8 byte order mark, which is ignored".into());
         }
         let text = std::str::from_utf8(body).map_err(|error| {
             let offset = bytes.len() - body.len() + error.valid_up_to();
@@ -290,7 +317,10 @@ impl Reader {
         for (index, item) in items.iter().enumerate() {
             let path = format!("{path}[{index}]");
             let Node::Object(fields) = item else {
-                return Err(format!("{path} is {}; an object is needed", item.describe()));
+                return Err(format!(
+                    "{path} is {}; an object is needed",
+                    item.describe()
+                ));
             };
             let fields = Fields { path, fields };
             // A missing time is the time of the entry before: they then keep the file's order.
@@ -299,7 +329,9 @@ impl Reader {
             entries.push(self.entry(&fields, t, block_size)?);
         }
         if !entries.is_sorted_by(|a, b| a.t() <= b.t()) {
-            self.notes.push(format!("{path} is not in order of t; it is replayed in that order"));
+            self.notes.push(format!(
+                "{path} is not in order of t; it is replayed in that order"
+            ));
             entries.sort_by(|a, b| a.t().total_cmp(&b.t()));
         }
         Ok(Agent { entries })
@@ -314,11 +346,15 @@ impl Reader {
                 self.request(fields, t, block_size).map(Entry::Request)
             }
             None if fields.get("requests").is_some() => {
-                self.notes.push(format!("{} has no type; its requests make it a subagent", fields.path));
+                self.notes.push(format!(
+                    "{} has no type; its requests make it a subagent",
+                    fields.path
+                ));
                 self.subagent(fields, t, block_size).map(Entry::Subagent)
             }
             None => {
-                self.notes.push(format!("{} has no type; \"n\" is taken", fields.path));
+                self.notes
+                    .push(format!("{} has no type; \"n\" is taken", fields.path));
                 self.request(fields, t, block_size).map(Entry::Request)
             }
             Some(other) => Err(fields.wrong("type", other, "\"n\", \"s\" or \"subagent\"")),
@@ -327,9 +363,16 @@ impl Reader {
 
     fn subagent(&mut self, fields: &Fields, t: f64, block_size: usize) -> Result<Subagent, String> {
         self.note_unknown(fields, &SUBAGENT_FIELDS);
-        let duration_s = fields.number("duration_ms", MAX_SECONDS * 1e3)?.map(|ms| ms / 1e3);
+        let duration_s = fields
+            .number("duration_ms", MAX_SECONDS * 1e3)?
+            .map(|ms| ms / 1e3);
         let agent = self.agent(fields, block_size)?;
-        Ok(Subagent { path: fields.path.clone(), t, duration_s, agent })
+        Ok(Subagent {
+            path: fields.path.clone(),
+            t,
+            duration_s,
+            agent,
+        })
     }
 
     fn request(
@@ -343,9 +386,15 @@ impl Reader {
             return Err(fields.wrong("requests", other, "no such field (only a subagent has it)"));
         }
         let tokens = |name: &str| {
-            fields.whole(name, 1, MAX_TOKENS)?.map(|count| count as usize).ok_or_else(|| {
-                format!("{} is missing; 1 to {MAX_TOKENS} tokens are needed", fields.path_of(name))
-            })
+            fields
+                .whole(name, 1, MAX_TOKENS)?
+                .map(|count| count as usize)
+                .ok_or_else(|| {
+                    format!(
+                        "{} is missing; 1 to {MAX_TOKENS} tokens are needed",
+                        fields.path_of(name)
+                    )
+                })
         };
         let input_tokens = tokens("in")?;
         let output_tokens = tokens("out")?;
@@ -382,7 +431,11 @@ impl Reader {
                  {floor} ids, one a whole block{}",
                 fields.path_of("hash_ids"),
                 items.len(),
-                if ceil == floor { String::new() } else { format!(" (or {ceil})") },
+                if ceil == floor {
+                    String::new()
+                } else {
+                    format!(" (or {ceil})")
+                },
             ));
         }
         let mut ids = Vec::with_capacity(items.len());
@@ -402,8 +455,15 @@ impl Reader {
     fn note_unknown(&mut self, fields: &Fields, known: &[&str]) {
         for (name, _) in fields.fields {
             if !known.contains(&name.as_str()) {
-                let first = if fields.path.is_empty() { "the top" } else { &fields.path };
-                let seen = self.unknown.entry(name.clone()).or_insert((first.to_string(), 0));
+                let first = if fields.path.is_empty() {
+                    "the top"
+                } else {
+                    &fields.path
+                };
+                let seen = self
+                    .unknown
+                    .entry(name.clone())
+                    .or_insert((first.to_string(), 0));
                 seen.1 += 1;
             }
         }
@@ -411,14 +471,33 @@ impl Reader {
 
     /// The file's own sums are not ours to trust: they are compared, and a difference is noted.
     fn compare_totals(&mut self, root: &Fields, agent: &Agent) {
-        let Some(Node::Object(fields)) = root.get("totals") else { return };
-        let totals = Fields { path: "totals".into(), fields };
-        let Some(Node::Object(fields)) = totals.get("combined_tokens") else { return };
-        let combined = Fields { path: totals.path_of("combined_tokens"), fields };
+        let Some(Node::Object(fields)) = root.get("totals") else {
+            return;
+        };
+        let totals = Fields {
+            path: "totals".into(),
+            fields,
+        };
+        let Some(Node::Object(fields)) = totals.get("combined_tokens") else {
+            return;
+        };
+        let combined = Fields {
+            path: totals.path_of("combined_tokens"),
+            fields,
+        };
         let requests = agent.requests();
         let sums = [
-            ("input", requests.iter().map(|request| request.input_tokens).sum::<usize>()),
-            ("output", requests.iter().map(|request| request.output_tokens).sum()),
+            (
+                "input",
+                requests
+                    .iter()
+                    .map(|request| request.input_tokens)
+                    .sum::<usize>(),
+            ),
+            (
+                "output",
+                requests.iter().map(|request| request.output_tokens).sum(),
+            ),
         ];
         for (name, sum) in sums {
             match combined.get(name) {
@@ -446,16 +525,26 @@ impl Fields<'_> {
     }
 
     fn path_of(&self, name: &str) -> String {
-        if self.path.is_empty() { name.to_string() } else { format!("{}.{name}", self.path) }
+        if self.path.is_empty() {
+            name.to_string()
+        } else {
+            format!("{}.{name}", self.path)
+        }
     }
 
     fn wrong(&self, name: &str, seen: &Node, needed: &str) -> String {
-        format!("{} is {}; needed: {needed}", self.path_of(name), seen.describe())
+        format!(
+            "{} is {}; needed: {needed}",
+            self.path_of(name),
+            seen.describe()
+        )
     }
 
     /// A whole number from `least` to `most`; a real with no fraction counts as whole.
     fn whole(&self, name: &str, least: i64, most: i64) -> Result<Option<i64>, String> {
-        let Some(node) = self.get(name) else { return Ok(None) };
+        let Some(node) = self.get(name) else {
+            return Ok(None);
+        };
         let value = match node {
             Node::Whole(value) => Some(*value),
             Node::Real(value) if value.fract() == 0.0 && value.abs() < 1e15 => Some(*value as i64),
@@ -463,7 +552,11 @@ impl Fields<'_> {
         };
         match value {
             Some(value) if (least..=most).contains(&value) => Ok(Some(value)),
-            _ => Err(self.wrong(name, node, &format!("a whole number from {least} to {most}"))),
+            _ => Err(self.wrong(
+                name,
+                node,
+                &format!("a whole number from {least} to {most}"),
+            )),
         }
     }
 
@@ -473,7 +566,9 @@ impl Fields<'_> {
 
     /// A number from 0 to `most`.
     fn number(&self, name: &str, most: f64) -> Result<Option<f64>, String> {
-        let Some(node) = self.get(name) else { return Ok(None) };
+        let Some(node) = self.get(name) else {
+            return Ok(None);
+        };
         let value = match node {
             Node::Whole(value) => *value as f64,
             Node::Real(value) => *value,
@@ -490,7 +585,11 @@ impl Fields<'_> {
 /// One line for a text that is not one JSON value, telling the usual accidents apart.
 fn syntax_words(text: &str, error: &json::ParseError) -> String {
     let place = format!("line {} column {}", error.line, error.column);
-    let at = if error.path.is_empty() { String::new() } else { format!("{} at ", error.path) };
+    let at = if error.path.is_empty() {
+        String::new()
+    } else {
+        format!("{} at ", error.path)
+    };
     if error.truncated {
         return format!("ends in the middle of the JSON ({at}{place}); the file looks truncated");
     }

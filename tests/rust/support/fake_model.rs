@@ -74,7 +74,10 @@ impl FakeModel {
             Some(before) => self.pool[self.slot(pages, before)],
             None => EMPTY,
         };
-        assert_ne!(before, 0, "position {position} runs after the one before it");
+        assert_ne!(
+            before, 0,
+            "position {position} runs after the one before it"
+        );
         let slot = self.slot(pages, position);
         let hash = mix(before ^ (token as u64 + 1));
         self.pool[slot] = hash;
@@ -105,10 +108,18 @@ impl StepRunner for FakeModel {
         }
         out.clear();
         assert!((1..=self.info.max_batch).contains(&plan.requests.len()));
-        let mut rings: Vec<i32> = plan.requests.iter().map(|request| request.state_slot).collect();
+        let mut rings: Vec<i32> = plan
+            .requests
+            .iter()
+            .map(|request| request.state_slot)
+            .collect();
         rings.sort_unstable();
         rings.dedup();
-        assert_eq!(rings.len(), plan.requests.len(), "each request has a ring of its own");
+        assert_eq!(
+            rings.len(),
+            plan.requests.len(),
+            "each request has a ring of its own"
+        );
         for (request_idx, request) in plan.requests.iter().enumerate() {
             let pages = plan.pages(request_idx);
             self.check_history(pages, request);
@@ -139,7 +150,9 @@ impl StepRunner for FakeModel {
                             bonus = self.next_token(prefix);
                         }
                     }
-                    let accepted = plan.simulated_accept.map_or(accepted, |count| count as usize);
+                    let accepted = plan
+                        .simulated_accept
+                        .map_or(accepted, |count| count as usize);
                     out.tokens.extend_from_slice(&drafts[..accepted]);
                     out.tokens.push(bonus);
                 }

@@ -10,6 +10,9 @@ pub fn real_traces() -> Option<PathBuf> {
     if folder.is_dir() {
         return Some(folder);
     }
-    println!("skipped: no real traces in {} (LOWLAT_TRACES)", folder.display());
+    println!(
+        "skipped: no real traces in {} (LOWLAT_TRACES)",
+        folder.display()
+    );
     None
 }
