@@ -1,4 +1,4 @@
-"""Inputs that random ones never meet. ``reference`` is held to the oracle and ``scalar`` to its bounds."""
+"""Inputs that random ones never meet: ``reference`` by the oracle, ``scalar`` by its bounds."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,6 @@ from oracle import OPS
 from oracle.cases import make, one
 from oracle.compare import check_declared, check_oracle_outputs
 from oracle.formats import bf16_bits, bf16_value, e4m3_value
-from oracle.rope_kv import kv_pack
 from oracle.run import PLATFORMS, bounds, run
 
 
@@ -39,7 +38,7 @@ def test_a_zero_row_norms_to_zero():
 
 
 def test_equal_streams_keep_their_value():
-    """With four equal streams, `pre` that sums to one leaves the stream; column sums of comb too."""
+    """Of four equal streams, a `pre` that sums to one leaves the stream."""
     arrays = make("hc_combine_norm", 2, T=2, H=32)
     arrays["residual"][:] = arrays["residual"][:, :1]
     arrays["pre"][:] = 0.25
@@ -352,7 +351,7 @@ def test_gate_bias_ranks_but_does_not_weigh(k):
 
 @pytest.mark.parametrize("k", [3, 6])
 def test_gate_logits_of_every_size(k):
-    """Beyond 20 softplus is the identity; far below zero the scores vanish, and so may their sum."""
+    """Beyond 20 softplus is the identity; far below zero scores vanish, and so may their sum."""
     arrays = make("gate", 3, T=6, H=32, E=8, k=k)
     x = np.zeros((6, 32))
     x[:, 0] = [19.9, 20.1, 200.0, -30.0, -90.0, -3000.0]

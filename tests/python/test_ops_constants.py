@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from oracle import formats, mix, rope_kv
 from oracle.cases import MULTIPLIERS, is_prime, one, primes_after
-from oracle.run import PLATFORMS, bounds, run
 from oracle.compare import check_bound, check_exact
+from oracle.run import PLATFORMS, bounds, run
 
 YARN = """
 1 0.687656022 0.472870805 0.325172456 0.223606798 0.153764561 0.105737126 0.0727107717 0.05

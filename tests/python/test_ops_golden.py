@@ -17,7 +17,9 @@ CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
 
 def load_maker():
-    spec = importlib.util.spec_from_file_location("make_golden", ROOT / "tests/tools/make_golden.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_golden", ROOT / "tests/tools/make_golden.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -75,8 +75,6 @@ def test_scalar_rows_do_not_depend_on_their_neighbours(op):
         whole = run(op, "scalar", arrays)
         rows = len(arrays[PER_ROW[op][0]])
         for row in {0, rows // 2, rows - 1}:
-            alone = dict(arrays) | {
-                n: arrays[n][row : row + 1] for n in PER_ROW[op] if n in arrays
-            }
+            alone = dict(arrays) | {n: arrays[n][row : row + 1] for n in PER_ROW[op] if n in arrays}
             for name, got in run(op, "scalar", alone).items():
                 assert got[0].tobytes() == whole[name][row].tobytes(), f"{name}, row {row}"

@@ -74,9 +74,7 @@ def bound_elsewhere(op, name, axis):
         return True
     present = inputs(op)
     return any(
-        symbols in str(other["shape"])
-        for n, other in specs.items()
-        if n != name and n in present
+        symbols in str(other["shape"]) for n, other in specs.items() if n != name and n in present
     )
 
 

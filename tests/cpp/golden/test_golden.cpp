@@ -1,4 +1,5 @@
-// Every golden vector through the C ABI: `reference` gives the same bytes, `scalar` meets the bound.
+// Every golden vector through the C ABI: `reference` gives the same bytes, `scalar` meets the
+// bound.
 //
 // Planted: one bit of one in_*.bin or out_*.bin changed fails its digest; a digest changed with it
 // fails the comparison.
@@ -251,8 +252,7 @@ double measure(const std::string& metric, const Array& want, const std::string& 
     diff_sq += (a - b) * (a - b);
     want_sq += b * b;
     if (metric == "max_ulp") {
-      const std::int64_t distance =
-          ordered(got, want.dtype, i) - ordered(want.data, want.dtype, i);
+      const std::int64_t distance = ordered(got, want.dtype, i) - ordered(want.data, want.dtype, i);
       worst = std::max(worst, std::abs(static_cast<double>(distance)));
     } else if (metric == "max_abs") {
       worst = std::max(worst, std::abs(a - b));

@@ -1,10 +1,10 @@
 """An independent oracle: every operation of ``lowlat op`` in numpy float64.
 
-Written from the model's formulas alone. It shares nothing with the C++ ``reference`` platform, so that
-the two check each other; ``scalar`` is then held to ``reference`` by the bounds that it declares.
+Written from the model's formulas alone. It shares nothing with the C++ ``reference`` platform, so
+that the two check each other; ``scalar`` is held to it by the bounds that ``scalar`` declares.
 
-Each function takes and returns arrays by name in the conventions of ``lowlat op``: bf16 as uint16 bits;
-e4m3, ue8m0 and packed fp4 as uint8. ``OPS[name](inputs)`` gives the outputs.
+Each function takes and returns arrays by name in the conventions of ``lowlat op``: bf16 as uint16
+bits; e4m3, ue8m0 and packed fp4 as uint8. ``OPS[name](inputs)`` gives the outputs.
 """
 
 from oracle import attention, draft, engram, index, linear, mix, moe, rope_kv

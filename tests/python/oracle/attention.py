@@ -28,7 +28,7 @@ def sparse_attention(a):
 
 
 def latents(x, wkv, wgate, gain, ratio):
-    """The pooled and normed latent before its rotation, bf16 values: float64 [floor(L/ratio),512]."""
+    """Pooled and normed latents before rotation, bf16 values: float64 [floor(L/ratio),512]."""
     kv = x @ wkv.T
     if ratio == 2:
         num_pairs = len(x) // 2

@@ -1,4 +1,4 @@
-"""Random inputs for every operation, by shape. The same makers feed the tests and the golden vectors."""
+"""Random inputs for every operation, by shape: for the tests and for the golden vectors."""
 
 import numpy as np
 

@@ -12,7 +12,7 @@ def markov_draft(a):
 
 
 def markov_margins(a, relative=0.0):
-    """markov_draft's outputs, and which steps' two best keys are within `relative` of their bias."""
+    """markov_draft's outputs, and the steps whose two best keys are within `relative` * bias."""
     base = a["base"].astype(np.float64)
     w1, w2 = bf16_value(a["w1"]), bf16_value(a["w2"])
     temp = a["temp"].astype(np.float64)
@@ -70,7 +70,9 @@ def accept_margins(a):
         accepted += alive
     residual = p[rows, accepted]
     rejected = accepted < num_drafts
-    residual[rejected] = np.maximum(residual[rejected] - q[rows, accepted % num_drafts][rejected], 0)
+    residual[rejected] = np.maximum(
+        residual[rejected] - q[rows, accepted % num_drafts][rejected], 0
+    )
     running = np.cumsum(residual, -1)
     total = running[:, -1]
     wanted = (coins[:, -1] * total)[:, None]

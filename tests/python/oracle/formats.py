@@ -1,4 +1,4 @@
-"""Number formats, rounded once from float64 (numpy's own casts go through float32 and round twice)."""
+"""Number formats, rounded once from float64: casts of ml_dtypes round to float32 first."""
 
 import ml_dtypes
 import numpy as np

@@ -24,7 +24,7 @@ def gate(a):
     ids = np.argsort(-rank, axis=1, kind="stable")[:, :k]
     picked = np.take_along_axis(score, ids, 1)
     total = picked.sum(1, keepdims=True)
-    # The target's sum gets 1e-20; the draft (three experts) divides by 1 where the sum is not positive.
+    # The target adds 1e-20; the draft (three experts) divides by 1 where the sum is not positive.
     total = np.where(total <= 0, 1.0, total) if k == 3 else total + 1e-20
     return {"ids": ids.astype(np.int32), "weight": f32(picked / total * ROUTED_SCALING)}
 

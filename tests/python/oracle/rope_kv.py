@@ -35,7 +35,7 @@ def inverse_frequencies(yarn):
 
 
 def rotate(x, pos, yarn, inverse=False):
-    """[..., T, ?, 64] float64 with pos [T] on axis 0: interleaved pairs, angle, cos and sin in fp32."""
+    """[T, ..., 64] float64, pos [T]: interleaved pairs; angle, cos and sin in fp32."""
     angle = np.asarray(pos).astype(np.float32)[:, None] * inverse_frequencies(yarn)[None, :]
     cos = f32(np.cos(angle.astype(np.float64))).astype(np.float64)
     sin = f32(np.sin(angle.astype(np.float64))).astype(np.float64)
