@@ -38,18 +38,26 @@ class OpCall {
     return *this;
   }
 
-  // The only output, by "reference" or "scalar". Its bytes are poisoned before.
+  // One output (the first, unless named) by "reference" or "scalar". All bytes are poisoned before.
   template <class T>
-  std::vector<T> run(const char* platform) const {
+  std::vector<T> run(const char* platform, const char* output = nullptr) const {
     std::vector<lowlat_array> outputs;
     host::op_plan(op_, "v41", platform, inputs_, outputs);
-    std::size_t count = 1;
-    for (std::uint32_t i = 0; i < outputs.at(0).ndim; ++i) {
-      count *= static_cast<std::size_t>(outputs[0].shape[i]);
+    std::vector<T> values;
+    std::deque<Bytes> others;
+    for (lowlat_array& a : outputs) {
+      std::size_t count = 1;
+      for (std::uint32_t i = 0; i < a.ndim; ++i) count *= static_cast<std::size_t>(a.shape[i]);
+      const bool wanted =
+          output == nullptr ? &a == outputs.data() : std::strcmp(a.name, output) == 0;
+      if (wanted) {
+        values.resize(count + 1);  // never empty, so that data is never null
+        std::memset(values.data(), 0xa5, values.size() * sizeof(T));
+        a.data = values.data();
+      } else {
+        a.data = others.emplace_back(count + 1, 0xa5a5a5a5a5a5a5a5u).data();
+      }
     }
-    std::vector<T> values(count + 1);  // never empty, so that data is never null
-    std::memset(values.data(), 0xa5, values.size() * sizeof(T));
-    outputs[0].data = values.data();
     host::op_run(op_, "v41", platform, inputs_, outputs);
     values.pop_back();
     return values;
