@@ -4,6 +4,9 @@
 # test_*_tsan.cpp is built with ThreadSanitizer and linked with nothing of ours, so it covers what it
 # includes. When it holds the marker LOWLAT_PLANT, a second build with -DLOWLAT_PLANT=1 must be
 # caught by the sanitizer: <name>_planted.
+#
+# Where cargo is found: tests/cpp/capi_*.c and .cpp are programs over the dispatcher's C face, and
+# the engine's Rust tests run with the kernel library that was built here (label "rust").
 set(_tests_dir ${CMAKE_CURRENT_SOURCE_DIR}/tests/cpp)
 # No test may hang. The sanitizer makes programs about ten times slower.
 set(_budget_s 300)
@@ -93,3 +96,37 @@ foreach(_source IN LISTS _test_sources)
     set_tests_properties(${_name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${_budget_s})
   endif()
 endforeach()
+
+# ---------------------------------------------------------------------------------- with cargo
+find_program(LOWLAT_CARGO cargo HINTS $ENV{HOME}/.cargo/bin)
+set(LOWLAT_CARGO_TARGET_DIR ${CMAKE_CURRENT_BINARY_DIR}/cargo CACHE PATH "cargo's target folder")
+if(LOWLAT_CARGO)
+  file(GLOB _capi_tests CONFIGURE_DEPENDS RELATIVE ${_tests_dir}
+    ${_tests_dir}/capi_*.c ${_tests_dir}/capi_*.cpp)
+  if(_capi_tests)
+    set(_capi ${LOWLAT_CARGO_TARGET_DIR}/debug/liblowlat_capi.a)
+    add_custom_target(lowlat_capi USES_TERMINAL VERBATIM BYPRODUCTS ${_capi}
+      WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}
+      COMMAND ${LOWLAT_CARGO} build --locked -p lowlat-capi --lib
+        --target-dir ${LOWLAT_CARGO_TARGET_DIR})
+  endif()
+  foreach(_source IN LISTS _capi_tests)
+    string(REGEX REPLACE "\\.c(pp)?$" "" _name ${_source})
+    lowlat_test_program(${_name} ${_name} ${_tests_dir}/${_source})
+    add_dependencies(${_name} lowlat_capi)
+    target_include_directories(${_name} PRIVATE
+      ${CMAKE_CURRENT_SOURCE_DIR}/rust_dispatch/capi/include)
+    target_link_libraries(${_name} PRIVATE ${_capi} ${CMAKE_DL_LIBS} m)
+    add_test(NAME ${_name} COMMAND ${_name})
+    set_tests_properties(${_name} PROPERTIES TIMEOUT ${_budget_s})
+  endforeach()
+  if(LOWLAT_HAVE_KERNELS)
+    add_test(NAME rust/engine WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}
+      COMMAND ${CMAKE_COMMAND} -E env LOWLAT_KERNELS=$<TARGET_FILE:lowlat_kernels>
+        CARGO_TARGET_DIR=${LOWLAT_CARGO_TARGET_DIR}
+        ${LOWLAT_CARGO} test --locked -p lowlat-engine)
+    set_tests_properties(rust/engine PROPERTIES LABELS rust TIMEOUT 1800)
+  endif()
+else()
+  message(STATUS "no cargo: the tests of the dispatcher's C face and of the engine are left out")
+endif()
