@@ -27,7 +27,7 @@ using Ids = std::vector<std::int32_t>;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr int kDim = 512;
 // The bound of the operation, declared in host/op/ops_attention.cpp.
-constexpr double kBound = 1e-3;
+constexpr double kBound = 5e-4;
 
 template <class Rows>
 Codes attend(const Codes& q, const Rows& first, const Ids& first_ids, const Rows& second,

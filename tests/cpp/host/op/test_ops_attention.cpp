@@ -1,5 +1,5 @@
-// sparse_attention and compress as operations: scalar against reference by the declared bounds, rows
-// that do not depend on their neighbours, and every refusal by name.
+// sparse_attention and compress as operations: scalar against reference by the declared bounds,
+// rows that do not depend on their neighbours, and every refusal by name.
 #include <cmath>
 #include <limits>
 

@@ -1,5 +1,5 @@
-// index_query, index_key, index_select and candidate_blocks as operations: scalar against reference by
-// the declared bounds, and every refusal by name.
+// index_query, index_key, index_select and candidate_blocks as operations: scalar against reference
+// by the declared bounds, and every refusal by name.
 #include <limits>
 #include <string>
 
@@ -198,9 +198,7 @@ TEST_CASE(selections_refuse_by_name) {
     CHECK(begins_with(refusal([&](OpCall& call) { call.set_number("k", k); }), "k is "));
   }
   for (const std::int64_t count : {13, -1}) {
-    CHECK_EQ(refusal([&](OpCall& call) {
-               call.set("count", LOWLAT_I64, {2}, Counts{0, count});
-             }),
+    CHECK_EQ(refusal([&](OpCall& call) { call.set("count", LOWLAT_I64, {2}, Counts{0, count}); }),
              "count[1] is " + std::to_string(count) + "; needed 0 .. 12 (N = 12)");
   }
   CHECK(begins_with(refusal([](OpCall& call) {
