@@ -107,7 +107,7 @@ def fp4_round_trip_ue8m0(x, floor):
 
 def fp4_round_trip_e4m3(x):
     """FP4 per 16 along the last axis with e4m3 scales of amax/6."""
-    grouped = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, 16)
+    grouped = np.asarray(x, np.float64).reshape(*x.shape[:-1], x.shape[-1] // 16, 16)
     amax = np.abs(grouped).max(-1, keepdims=True)
     scale = e4m3(np.clip(amax / 6.0, 2.0**-9, E4M3_MAX))
     return (scale * e2m1(grouped / scale)).reshape(x.shape)
