@@ -3,13 +3,13 @@
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
 #   make test-deep   the same, longer and under sanitizers
 #   make tidy        format, lints, tests about the tree
-#   make setup build golden header bench gpu-test clean
+#   make setup build golden header gpu-test clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
 # by lock file and compiler, for machines that build many clones (CI).
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo test test-deep tidy golden header bench gpu-test clean
+.PHONY: setup build demo test test-deep tidy golden header gpu-test clean
 
 SHELL := bash
 PYTHON ?= python3
@@ -33,8 +33,8 @@ SOURCES := CMakeLists.txt pyproject.toml Cargo.toml Cargo.lock LICENSE README.md
 setup: .venv/setup.done
 
 .venv/setup.done: tests/tools/requirements.txt cpp_kernels/cmake/python_headers.py
-	@command -v cargo >/dev/null || { echo "no cargo: install Rust 1.85 or newer (rustup.rs)"; exit 1; }
-	@command -v g++ >/dev/null || { echo "no g++: install a C++20 compiler (g++ 12 or newer)"; exit 1; }
+	@command -v cargo >/dev/null || { echo "no cargo: install Rust 1.85 or newer"; exit 1; }
+	@command -v c++ >/dev/null || { echo "no c++: install g++ 12 or newer"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -r tests/tools/requirements.txt
 	@$(BIN)/python cpp_kernels/cmake/python_headers.py --fetched .venv/python-dev --fetch >/dev/null
@@ -72,6 +72,12 @@ tidy: build
 	find cpp_kernels tests rust_dispatch -name '*.[ch]' -o -name '*.[ch]pp' | grep -v /target/ \
 	  | xargs clang-format --dry-run -Werror
 	$(BIN)/python -m pytest tests/tidy
+
+golden: build
+	$(BIN)/python tests/tools/make_golden.py
+
+header:
+	cargo run -q --locked -p lowlat-capi --example make_header
 
 gpu-test:
 	@echo "no GPU tests: this version has kernels for the platform scalar (CPU) only"; exit 1

@@ -1,7 +1,7 @@
 # lowlat._dispatch (PyO3, stable ABI, so it needs no Python.h) and the engine's lowlat-replay.
 find_program(LOWLAT_CARGO cargo HINTS $ENV{HOME}/.cargo/bin)
 if(NOT LOWLAT_CARGO)
-  message(FATAL_ERROR "no cargo: lowlat._dispatch and lowlat-replay need Rust 1.85 or newer on PATH")
+  message(FATAL_ERROR "no cargo: lowlat._dispatch and lowlat-replay need Rust 1.85 or newer")
 endif()
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 set(LOWLAT_CARGO_TARGET_DIR ${CMAKE_CURRENT_BINARY_DIR}/cargo CACHE PATH "cargo's target folder")

@@ -1,7 +1,7 @@
 # Every tests/cpp/**/test_*.cpp becomes one program and one ctest of its path below tests/cpp,
 # without "test_" and the ending: stages/test_norm.cpp is stages/norm.
 #
-# test_*_tsan.cpp is built with ThreadSanitizer and linked with nothing of ours, so it covers what it
+# test_*_tsan.cpp is built with ThreadSanitizer and linked with nothing of ours: it covers what it
 # includes. When it holds the marker LOWLAT_PLANT, a second build with -DLOWLAT_PLANT=1 must be
 # caught by the sanitizer: <name>_planted.
 #
@@ -41,7 +41,7 @@ if(NOT DEFINED LOWLAT_TSAN_RUN)
       endif()
     endif()
   endif()
-  set(LOWLAT_TSAN_RUN "${_run}" CACHE INTERNAL "prefix that runs a ThreadSanitizer program, or NONE")
+  set(LOWLAT_TSAN_RUN "${_run}" CACHE INTERNAL "what runs a ThreadSanitizer program, or NONE")
 endif()
 if(LOWLAT_TSAN_RUN STREQUAL "NONE")
   message(STATUS "ThreadSanitizer programs do not run here: their tests are disabled")

@@ -1,5 +1,5 @@
-"""lowlat.cli.check: files, words and exit statuses, over a fake guard; the real one is asked at the
-end."""
+"""lowlat.cli.check: files, words and exit statuses, over a fake guard; test_dispatch.py asks the
+real one."""
 
 import json
 import sys
@@ -17,6 +17,9 @@ class FakeDispatch(SimpleNamespace):
 
     def built_in(self, name: str) -> str | None:
         return '{"name": "tiny"}' if name == "tiny-v41" else None
+
+    def built_in_names(self) -> list[str]:
+        return ["tiny-v41"]
 
     def check(self, config: str, options: str) -> list[str]:
         self.asked = (config, json.loads(options))
@@ -67,7 +70,7 @@ def test_reads_a_folder_or_the_file(
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "neither a built-in model nor a folder"), (b"\xff\xfe\x00", "not UTF-8")],
+    [(None, "neither a built-in model (tiny-v41) nor a folder"), (b"\xff\xfe\x00", "not UTF-8")],
 )
 def test_a_config_that_cannot_be_read(
     dispatch: FakeDispatch,

@@ -12,7 +12,7 @@ from lowlat.cli.main import main
 
 SCALE = {
     "name": "scale",
-    "models": ["v41"],
+    "models": "v41",
     "about": "x times by",
     "in": [
         {"name": "x", "dtype": "f32", "shape": "T,H", "optional": False, "about": "rows"},
@@ -177,10 +177,10 @@ def test_lists_for_people(kernels: FakeKernels, capsys: pytest.CaptureFixture) -
     assert capsys.readouterr().out == (
         "scale (v41)\n"
         "    x times by\n"
-        "    in  x f32[T, H]: rows\n"
+        "    in  x f32[T,H]: rows\n"
         "    in  code e4m3[H] (optional): codes\n"
         "    in  by i64[]: factor\n"
-        "    out y f32[T, H]: product\n"
+        "    out y f32[T,H]: product\n"
         "    numerics scalar y: bitwise\n"
     )
 

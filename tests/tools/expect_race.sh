@@ -13,5 +13,5 @@ if [ "$status" -eq 66 ] && [ "$reported" = yes ]; then
   echo "the planted race was reported"
   exit 0
 fi
-echo "the planted race was not reported: exit status $status (need 66), data race reported: $reported"
+echo "planted race not caught: exit status $status (need 66), data race in report: $reported"
 exit 1

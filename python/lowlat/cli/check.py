@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_config(model: str) -> str:
     """The text of the model's config.json: a built-in name, a folder or the file itself."""
-    built_in = native("_dispatch").built_in(model)
+    dispatch = native("_dispatch")
+    built_in = dispatch.built_in(model)
     if built_in is not None:
         return built_in
     path = Path(model)
@@ -74,7 +75,8 @@ def read_config(model: str) -> str:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise RefusedError(
-            f"{model}: neither a built-in model nor a folder with a {CONFIG_FILE}"
+            f"{model}: neither a built-in model ({', '.join(dispatch.built_in_names())})"
+            f" nor a folder with a {CONFIG_FILE}"
         ) from None
     except UnicodeDecodeError:
         raise RefusedError(f"{path}: not UTF-8 text") from None

@@ -131,8 +131,7 @@ def print_list(ops: list[dict[str, Any]], only: str | None, as_json: bool) -> No
         print(json.dumps(ops, indent=2))
         return
     for op in ops:
-        models = op["models"]
-        print(f"{op['name']} ({models if isinstance(models, str) else ' '.join(models)})")
+        print(f"{op['name']} ({op['models']})")
         print(f"    {op['about']}")
         for direction in ("in", "out"):
             for argument in op[direction]:
@@ -144,11 +143,5 @@ def print_list(ops: list[dict[str, Any]], only: str | None, as_json: bool) -> No
 
 def describe(argument: Mapping[str, Any]) -> str:
     optional = " (optional)" if argument.get("optional") else ""
-    shape = ", ".join(str(size) for size in shape_words(argument["shape"]))
-    return f"{argument['name']} {argument['dtype']}[{shape}]{optional}: {argument['about']}"
-
-
-def shape_words(shape: str | list[Any]) -> list[Any]:
-    if isinstance(shape, str):
-        return shape.split(",") if shape else []
-    return shape
+    words = f"{argument['name']} {argument['dtype']}[{argument['shape']}]{optional}"
+    return f"{words}: {argument['about']}"
