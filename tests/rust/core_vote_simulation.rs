@@ -176,7 +176,7 @@ fn run_schedule(seed: u64, first: Epoch, seen: &mut Seen) {
         ranks[idx].wakes_at = again;
     }
 
-    for epoch_idx in 0..EPOCHS as usize {
+    for (epoch_idx, cast) in ballots.iter().enumerate() {
         let ends: BTreeSet<String> = ranks
             .iter()
             .filter_map(|rank| rank.ended.get(epoch_idx))
@@ -190,7 +190,6 @@ fn run_schedule(seed: u64, first: Epoch, seen: &mut Seen) {
         let Some(&(decision, _)) = ended else {
             continue;
         };
-        let cast = &ballots[epoch_idx];
         match decision {
             Decision::Agreed => {
                 seen.agreed += 1;

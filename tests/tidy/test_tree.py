@@ -146,6 +146,17 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "python/lowlat/cli/__init__.py": "tests/python/test_cli_main.py",
     "python/lowlat/cli/outcome.py": "tests/python/test_cli_main.py",
     "python/lowlat/cli/parts.py": "tests/python/test_package.py",
+    **{
+        f"rust_dispatch/capi/src/{name}.rs": "tests/cpp/capi_smoke.c"
+        for name in ("ladder", "reason", "watchdog")
+    },
+    **{
+        f"rust_dispatch/capi/src/{name}.rs": "tests/cpp/capi_flow.cpp"
+        for name in ("dispatcher", "guard", "vote")
+    },
+    "rust_dispatch/capi/examples/make_header.rs": "tests/rust/capi_header.rs",
+    "rust_dispatch/core/src/sync.rs": "tests/rust/core_vote_loom.rs",
+    "rust_dispatch/py/src/module.rs": "tests/python/test_dispatch.py",
 }
 
 

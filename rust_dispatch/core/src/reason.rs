@@ -5,7 +5,7 @@
 //! | 100 to 199 | `guard` | decline: these kernels cannot serve this server |
 //! | 200 to 299 | the dispatcher | decline: this step is not covered |
 //! | 300 to 399 | the vote | decline: the ranks do not agree |
-//! | 400 to 499 | any wait, the device, the record | fault: the step is invalid, we disarm for good |
+//! | 400 to 499 | any wait, the device | fault: the step is invalid, we disarm for good |
 //! | 500 to 599 | ourselves | bug: we broke our own rule; handled as a fault |
 
 use std::fmt;
@@ -42,15 +42,6 @@ impl ReasonKind {
 }
 
 /// A numbered reason. The numbers are the same in the C header and in Python.
-///
-/// ```
-/// use lowlat_core::Reason;
-/// assert_eq!(Reason::TpSize as u32, 102);
-/// assert_eq!(Reason::from_number(102), Some(Reason::TpSize));
-/// assert_eq!(Reason::from_number(9999), None);
-/// assert_eq!(Reason::TpSize.name(), "tp_size");
-/// assert_eq!(Reason::TpSize.to_string(), "the tensor-parallel size is not built");
-/// ```
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Reason {
@@ -197,6 +188,15 @@ impl Reason {
     }
 
     /// The reason of a number, or none.
+    ///
+    /// ```
+    /// use lowlat_core::Reason;
+    /// assert_eq!(Reason::TpSize as u32, 102);
+    /// assert_eq!(Reason::from_number(102), Some(Reason::TpSize));
+    /// assert_eq!(Reason::from_number(9999), None);
+    /// assert_eq!(Reason::TpSize.name(), "tp_size");
+    /// assert_eq!(Reason::TpSize.to_string(), "the tensor-parallel size is not built");
+    /// ```
     pub fn from_number(number: u32) -> Option<Self> {
         Self::ALL
             .into_iter()

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use crate::config::{HEADS, ModelConfig, NGRAM_SIZES};
-use crate::guard::{Decline, Divides, Facts, Feature, OneOf, Requirements, Value, guard};
+use crate::guard::{Decline, Divides, Facts, Feature, OneOf, Requirements, Servable, Value, guard};
 use crate::reason::Reason;
 
 /// Sizes that every V4.1 kernel splits over the ranks, whatever the platform.
@@ -149,20 +149,25 @@ pub fn model_facts(config: &ModelConfig) -> BTreeMap<String, Value> {
 /// ```
 /// use lowlat_core::spec::CheckOptions;
 /// let options = CheckOptions::from_json(r#"{"tp": 4, "isa": "sm_90"}"#).unwrap();
-/// assert_eq!((options.tp, options.isa.as_str()), (4, "sm_90"));
+/// assert_eq!((options.tp_size, options.isa.as_str()), (4, "sm_90"));
 /// let error = CheckOptions::from_json(r#"{"tpp": 4}"#).unwrap_err();
 /// assert!(error.to_string().starts_with("options: unknown field `tpp`"), "{error}");
 /// ```
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CheckOptions {
-    /// Ranks of the tensor-parallel group; 1 when left out.
-    pub tp: u32,
+    /// Ranks of the tensor-parallel group, in JSON also `tp`; 1 when left out.
+    #[serde(alias = "tp")]
+    pub tp_size: u32,
     /// The device's machine code; `scalar` when left out.
     pub isa: String,
     /// The model's dtype; what the configuration says when left out.
     pub dtype: Option<String>,
-    /// Server arguments by name, such as `page_size`.
+    /// The server's `--page-size`, in tokens.
+    pub page_size: Option<Value>,
+    /// The server's `--moe-runner-backend`.
+    pub moe_runner_backend: Option<Value>,
+    /// Other server arguments by name, such as `swa_full_tokens_ratio`.
     pub server_args: BTreeMap<String, Value>,
     /// Environment variables by name.
     pub env: BTreeMap<String, Value>,
@@ -175,9 +180,11 @@ pub struct CheckOptions {
 impl Default for CheckOptions {
     fn default() -> Self {
         Self {
-            tp: 1,
+            tp_size: 1,
             isa: "scalar".to_owned(),
             dtype: None,
+            page_size: None,
+            moe_runner_backend: None,
             server_args: BTreeMap::new(),
             env: BTreeMap::new(),
             features: BTreeSet::new(),
@@ -192,12 +199,27 @@ impl Default for CheckOptions {
 pub struct OptionsError(String);
 
 impl CheckOptions {
-    /// Reads options from JSON.
+    /// Reads options from a JSON object.
     ///
     /// # Errors
-    /// The first field that is unknown or of another type.
+    /// The first field that is unknown or of another type, by name.
     pub fn from_json(text: &str) -> Result<Self, OptionsError> {
-        serde_json::from_str(text).map_err(|error| OptionsError(error.to_string()))
+        let fields: serde_json::Map<String, serde_json::Value> = serde_json::from_str(text)
+            .map_err(|error| OptionsError(format!("not a JSON object: {error}")))?;
+        // One field at a time first: only so does the error know which field it is.
+        for (name, value) in &fields {
+            let field = serde_json::Map::from_iter([(name.clone(), value.clone())]);
+            serde_json::from_value::<Self>(field.into()).map_err(|error| {
+                let words = error.to_string();
+                let unknown = words.starts_with("unknown field");
+                OptionsError(if unknown {
+                    words
+                } else {
+                    format!("{name}: {words}")
+                })
+            })?;
+        }
+        serde_json::from_value(fields.into()).map_err(|error| OptionsError(error.to_string()))
     }
 }
 
@@ -208,8 +230,8 @@ impl CheckOptions {
 /// use lowlat_core::config::built_in;
 /// use lowlat_core::spec::{CheckOptions, check};
 /// let tiny = built_in("tiny-v41").unwrap();
-/// assert!(check(tiny, &CheckOptions { tp: 2, ..CheckOptions::default() }).is_empty());
-/// let declines = check(tiny, &CheckOptions { tp: 3, ..CheckOptions::default() });
+/// assert!(check(tiny, &CheckOptions { tp_size: 2, ..CheckOptions::default() }).is_empty());
+/// let declines = check(tiny, &CheckOptions { tp_size: 3, ..CheckOptions::default() });
 /// assert_eq!(
 ///     declines[0].to_string(),
 ///     "[102] tp_size is 3; these kernels need 1, 2, 4 or 8 (change: --tp)"
@@ -217,32 +239,45 @@ impl CheckOptions {
 /// ```
 #[must_use]
 pub fn check(config_json: &str, options: &CheckOptions) -> Vec<Decline> {
-    let config = match ModelConfig::from_json(config_json) {
-        Ok(config) => config,
-        Err(error) => {
-            let problems = error.problems().iter();
-            return problems
-                .map(|line| Decline::in_words(Reason::ModelConfig, line))
-                .collect();
-        }
-    };
+    serve(config_json, options).err().unwrap_or_default()
+}
+
+/// The same question with the proof as its answer, for who goes on to vote.
+///
+/// # Errors
+/// Every reason why no built-in kernels can serve this.
+pub fn serve(config_json: &str, options: &CheckOptions) -> Result<Servable, Vec<Decline>> {
+    let config = ModelConfig::from_json(config_json).map_err(|error| {
+        let problems = error.problems().iter();
+        problems
+            .map(|line| Decline::in_words(Reason::ModelConfig, line))
+            .collect::<Vec<_>>()
+    })?;
     let specs = built_in();
     let Some(requirements) = specs.iter().find(|spec| spec.isas.contains(&options.isa)) else {
         let isas: Vec<_> = specs.iter().flat_map(|spec| spec.isas.clone()).collect();
         let decline = Decline::new(Reason::Isa, "isa", &options.isa, isas.join(" or "));
-        return vec![decline.change("--isa")];
+        return Err(vec![decline.change("--isa")]);
     };
+    let mut server_args = options.server_args.clone();
+    let named = [
+        ("page_size", &options.page_size),
+        ("moe_runner_backend", &options.moe_runner_backend),
+    ];
+    for (name, value) in named {
+        server_args.extend(value.clone().map(|value| (name.to_owned(), value)));
+    }
     let facts = Facts {
         isa: options.isa.clone(),
-        tp_size: options.tp,
+        tp_size: options.tp_size,
         dtype: options.dtype.clone().or_else(|| dtype_of(config_json)),
         model: model_facts(&config),
-        server_args: options.server_args.clone(),
+        server_args,
         env: options.env.clone(),
         resident_blocks: options.resident_blocks,
         features: options.features.clone(),
     };
-    guard(&facts, requirements).err().unwrap_or_default()
+    guard(&facts, requirements)
 }
 
 /// The dtype that a configuration names, which may lie in its text part.
@@ -282,7 +317,7 @@ mod tests {
     #[test]
     fn everything_that_is_wrong_on_hopper_is_told_at_once() {
         let options = r#"{"tp": 3, "isa": "sm_90", "dtype": "float16", "resident_blocks": 66,
-            "server_args": {"page_size": 64}, "features": ["lora"],
+            "page_size": 64, "features": ["lora"],
             "env": {"SGLANG_DSV4_KV_LAYOUT": "v41"}}"#;
         assert_eq!(
             texts("v41-flash", options),
@@ -332,6 +367,19 @@ mod tests {
                 .iter()
                 .all(|decline| decline.reason == Reason::ModelConfig)
         );
+    }
+
+    #[test]
+    fn an_option_of_another_type_is_named() {
+        let refused = |text| CheckOptions::from_json(text).unwrap_err().to_string();
+        let text = r#"{"isa": "scalar", "tp": -1}"#;
+        assert_eq!(
+            refused(text),
+            "options: tp: invalid value: integer `-1`, expected u32"
+        );
+        assert!(refused(r#"{"features": ["teleport"]}"#).contains("features: unknown variant"));
+        assert!(refused("[1]").starts_with("options: not a JSON object: "));
+        assert!(refused(r#"{"tp": 2, "tp_size": 2}"#).contains("duplicate field"));
     }
 
     #[test]

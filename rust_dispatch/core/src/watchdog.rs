@@ -76,6 +76,11 @@ impl Watchdog {
         self.counted_ns = 0;
     }
 
+    /// Whether work runs.
+    pub fn is_armed(&self) -> bool {
+        self.polled_at.is_some()
+    }
+
     /// Work has ended, or nobody waits for it any more.
     pub fn disarm(&mut self) {
         self.polled_at = None;
