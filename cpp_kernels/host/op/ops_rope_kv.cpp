@@ -32,7 +32,7 @@ OpSpec rope() {
            {"yarn", LOWLAT_I64, "i64", "", false, "1: a compressed layer's table"},
            {"inverse", LOWLAT_I64, "i64", "", false, "1: turns back"}};
   op.out = {{"x", LOWLAT_BF16, "bf16", "T,h,D", false, "turned heads"}};
-  op.numerics = {{"scalar", "x", "rel_l2 <= 2e-3"}};
+  op.numerics = {{"scalar", "x", "rel_l2 <= 4e-3"}};
   op.check = [op](OpArgs& a) {
     require_dim(a, "h", 1, 1);
     require_dim(a, "D", stages::kRopeDim, 1);
@@ -76,11 +76,12 @@ OpSpec kv_pack() {
   op.models = "v41";
   op.about =
       "stored row of a normed and turned kv: 448 e4m3 codes, 64 bf16, a ue8m0 a 64 codes "
-      "(2^ceil(log2(max(amax, 1e-4) / 448))), a padding byte 0";
+      "(2^ceil(log2(max(amax, 1e-4) / 448))), a padding byte 0; magnitudes up to 1e38";
   op.in = {{"kv", LOWLAT_F32, "f32", "T,512", false, "448 values, then the 64 that are turned"}};
   op.out = {{"rows", LOWLAT_U8, "u8", "T,584", false, "576 data, 7 scale and 1 padding bytes"}};
   op.numerics = {{"scalar", "rows", "bitwise"}};
-  op.check = [op](OpArgs& a) { require_all_finite(a, op); };
+  // A row of larger numbers may round to what fp32 cannot hold.
+  op.check = [op](OpArgs& a) { require_all_finite(a, op, 1e38); };
   op.reference = [](const OpArgs& a) {
     reference::kv_pack(a.out<std::uint8_t>("rows").data(), a.in<float>("kv").data(), a.dim("T"));
   };
