@@ -1,0 +1,66 @@
+// shape/bytes.hpp: the fewest bytes a layer reads on one rank: each weight once. Floors are these over a
+// measured bandwidth.
+//
+// Works on a compiled shape; tests hold the results to the published worked numbers.
+#pragma once
+
+#include "shape/dsv41_flash.hpp"
+
+namespace lowlat::shape {
+
+// Expected number of distinct experts that `rows` rows touch with independent, uniform routing: an
+// upper bound, for correlated rows touch fewer.
+constexpr double expected_experts(int num_experts, int experts_per_token, int rows) {
+  double missed = 1.0;
+  for (int i = 0; i < rows; ++i) {
+    missed *= 1.0 - static_cast<double>(experts_per_token) / num_experts;
+  }
+  return num_experts * (1.0 - missed);
+}
+
+// Bytes of one stored weight: e4m3 with a ue8m0 byte a block, fp4 with a ue8m0 byte per 32.
+template <class S>
+constexpr double kFp8Bytes = 1.0 + 1.0 / (S::kScaleBlock * S::kScaleBlock);
+inline constexpr double kFp4Bytes = 0.5 + 1.0 / kFp4Group;
+
+// [q_a | kv] and q_b.
+template <class S>
+constexpr double attention_weight_bytes() {
+  return ((S::kQLora + kHeadDim) * double{S::kHidden} +
+          S::kNumHeadsLocal * double{kHeadDim} * S::kQLora) *
+         kFp8Bytes<S>;
+}
+// wo_a expanded to bf16, as the standard path keeps it, and wo_b.
+template <class S>
+constexpr double output_weight_bytes() {
+  const double outputs = S::kGroupsLocal * double{S::kOLora};
+  return outputs * S::kGroupInput * 2.0 + S::kHidden * outputs * kFp8Bytes<S>;
+}
+template <class S>
+constexpr double expert_weight_bytes() {
+  return 3.0 * S::kHidden * S::kIntermediateLocal * kFp4Bytes;
+}
+template <class S>
+constexpr double moe_weight_bytes(int rows) {
+  return expected_experts(S::kNumExperts, S::kExpertsPerToken, rows) * expert_weight_bytes<S>() +
+         3.0 * S::kHidden * S::kIntermediateLocal * kFp8Bytes<S> +
+         2.0 * S::kNumExperts * S::kHidden;
+}
+// fn of both sublayers and the two norms' gains.
+template <class S>
+constexpr double mix_weight_bytes() {
+  return 2.0 * 24 * kNumStreams * S::kHidden * 4 + 2.0 * 2 * S::kHidden;
+}
+// A layer with neither compressor nor indexer of its own.
+template <class S>
+constexpr double plain_layer_bytes(int rows) {
+  return attention_weight_bytes<S>() + output_weight_bytes<S>() + moe_weight_bytes<S>(rows) +
+         mix_weight_bytes<S>();
+}
+// Stored keys that one row gathers: its window and its selection.
+template <class S>
+constexpr double row_kv_bytes() {
+  return (S::kWindow + S::kIndexTopk) * 584.0;
+}
+
+}  // namespace lowlat::shape
