@@ -305,6 +305,13 @@ fn simulated_acceptance_has_the_mean_that_was_asked_for() {
     assert!(drawn.iter().all(|tokens| [3, 4].contains(tokens)));
     let mean = f64::from(drawn.iter().sum::<u32>()) / steps as f64;
     assert!((mean - 3.51).abs() <= 0.04, "{mean}");
+    for (length, least, most) in [(1.9, 1.86, 1.94), (2.25, 2.21, 2.29), (6.0, 6.0, 6.0)] {
+        let tokens: u32 = (0..steps)
+            .map(|step| simulated_accept(length, 7, step) + 1)
+            .sum();
+        let mean = f64::from(tokens) / steps as f64;
+        assert!((least..=most).contains(&mean), "{mean}, not {length}");
+    }
     // Draws of neighbouring steps are independent: a run of equal ones is about two long.
     let changes = drawn.windows(2).filter(|pair| pair[0] != pair[1]).count();
     assert!((900..1100).contains(&changes), "{changes}");
@@ -348,6 +355,21 @@ fn times_count_from_when_a_request_could_start() {
     assert_eq!(outcome.metrics.wall_ns, 2005 * MS);
     let asap = run(&traces, &settings(), &mut FakeModel::new(64, 4, 0));
     assert_eq!(asap.metrics.requests[1].submitted_at, 3 * MS);
+
+    // A request whose time comes in the middle of someone else's step has waited since then.
+    let beside = parse("b", r#"{"t": 0, "type": "s", "in": 4, "out": 3000}"#);
+    paced.sessions = 2;
+    let thinks = parse(
+        "a",
+        r#"{"t": 0, "type": "s", "in": 4, "out": 3},
+           {"t": 5, "type": "s", "in": 8, "out": 1, "think_time": 0.0005}"#,
+    );
+    let outcome = run(&[thinks, beside], &paced, &mut FakeModel::new(1024, 4, 0));
+    let [first, second] = &outcome.metrics.requests[..2] else {
+        panic!("three requests")
+    };
+    assert_eq!(second.submitted_at, first.finished_at + MS / 2);
+    assert_eq!(second.first_token_at % MS, 0);
 }
 
 #[test]

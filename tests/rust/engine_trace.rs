@@ -296,16 +296,16 @@ fn starts(trace: &Trace, pace: Pace, finishes: &[(usize, u64)]) -> Vec<(usize, u
     all
 }
 
-/// Parent requests 0 and 3, 4; subagents of one request each, 1 (ends at 7) and 2 (ends at 30).
+/// Parent requests 0 and 3, 4; subagents of one request each, 1 (ends at 9) and 2 (ends at 32).
 fn parent_with_two_subagents() -> Trace {
     parse(&with_requests(
-        r#"{"t": 0, "type": "n", "in": 8, "out": 1, "think_time": 0},
-           {"t": 4, "type": "subagent", "duration_ms": 3000,
+        r#"{"t": 2, "type": "n", "in": 8, "out": 1, "think_time": 0},
+           {"t": 6, "type": "subagent", "duration_ms": 3000,
             "requests": [{"t": 1, "type": "n", "in": 8, "out": 1}]},
-           {"t": 5, "type": "subagent", "duration_ms": 25000,
+           {"t": 7, "type": "subagent", "duration_ms": 25000,
             "requests": [{"t": 0, "type": "n", "in": 8, "out": 1}]},
-           {"t": 9, "type": "n", "in": 8, "out": 1, "think_time": 6},
-           {"t": 40, "type": "n", "in": 8, "out": 1}"#,
+           {"t": 11, "type": "n", "in": 8, "out": 1, "think_time": 6},
+           {"t": 42, "type": "n", "in": 8, "out": 1}"#,
     ))
     .unwrap()
 }
@@ -319,7 +319,7 @@ fn subagents_run_side_by_side_and_the_parent_waits_for_those_that_ended() {
             Pace::Asap,
             &[(0, 2), (1, 20), (3, 21), (2, 50), (4, 60)]
         ),
-        // 3 waits for 1, which ended at 7 in the trace, not for 2; 4 waits for both.
+        // 3 waits for 1, which ended at 9 in the trace, not for 2; 4 waits for both.
         [(0, 0), (1, 2), (2, 2), (3, 20), (4, 50)]
     );
     let unknown = parse(&with_requests(
@@ -340,11 +340,11 @@ fn the_traces_timing_is_kept() {
         starts(
             &trace,
             Pace::Trace,
-            &[(0, 2), (1, 6), (2, 10), (3, 11), (4, 60)]
+            &[(0, 4), (1, 8), (2, 12), (3, 13), (4, 60)]
         ),
         // 1: 4 + 1 s after the start of 0; 2: 5 s after it; 3: 6 s after 0 finished; 4 has no
         // think time: 31 s after the start of 3, as in the trace.
-        [(0, 0), (1, 5), (2, 5), (3, 8), (4, 39)]
+        [(0, 2), (1, 7), (2, 7), (3, 10), (4, 41)]
     );
     // A late answer delays what follows; the think time counts from it.
     assert_eq!(
@@ -353,7 +353,7 @@ fn the_traces_timing_is_kept() {
             Pace::Trace,
             &[(0, 100), (1, 101), (2, 102), (3, 200), (4, 300)]
         ),
-        [(0, 0), (1, 100), (2, 100), (3, 106), (4, 200)]
+        [(0, 2), (1, 100), (2, 100), (3, 106), (4, 200)]
     );
 }
 

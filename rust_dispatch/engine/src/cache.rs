@@ -207,6 +207,7 @@ impl PrefixCache {
         children.get(tokens).copied()
     }
 
+    /// Adds a node, which the caller holds before anything can be evicted.
     fn add_node(&mut self, parent: Option<NodeIdx>, tokens: &[i32], page: i32) -> NodeIdx {
         self.tick += 1;
         let node = Node {
@@ -229,17 +230,15 @@ impl PrefixCache {
         };
         match parent {
             Some(parent) => {
-                let parent_node = self.node_mut(parent);
-                let was_leaf = (parent_node.used_at, parent);
-                parent_node.children.insert(tokens.into(), node_idx);
-                self.evictable.remove(&was_leaf);
+                self.node_mut(parent)
+                    .children
+                    .insert(tokens.into(), node_idx);
             }
             None => {
                 self.roots.insert(tokens.into(), node_idx);
             }
         }
         self.num_unheld += 1;
-        self.evictable.insert((self.tick, node_idx));
         node_idx
     }
 
