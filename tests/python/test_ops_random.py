@@ -3,7 +3,8 @@
 import pytest
 from oracle import OPS
 from oracle.cases import SHAPES, make
-from oracle.compare import check_declared, check_oracle_outputs
+from oracle.compare import check_declared, check_oracle_outputs, value
+from oracle.index import key_values
 from oracle.run import bounds, op_list, run
 
 SEEDS = (1, 2, 3)
@@ -39,6 +40,32 @@ def test_scalar_gives_the_same_bytes_twice(op, shape):
     arrays = make(op, 1, **shape)
     first, second = run(op, "scalar", arrays), run(op, "scalar", arrays)
     assert {n: a.tobytes() for n, a in first.items()} == {n: a.tobytes() for n, a in second.items()}
+
+
+# Outputs that are rounded twice, and the share of elements in which the first rounding may fall
+# otherwise in fp32 than in float64. Leaving that rounding out moves several times as many (planted:
+# hc_combine_norm without bf16(v), compress without bf16 before the statistic or after rotation).
+FIRST_ROUNDINGS = {
+    "hc_combine_norm": 0.02,
+    "compress": 0.001,
+    "index_query": 0.001,
+    "index_key": 0.001,
+    "engram_apply": 0.02,
+}
+
+
+@pytest.mark.parametrize("op", FIRST_ROUNDINGS)
+def test_scalar_rounds_where_the_model_rounds(op):
+    shape = max(SHAPES[op][1], key=lambda shape: shape.get("T", shape.get("L", 0)))
+    moved = total = 0
+    for seed in range(10, 18):
+        arrays = make(op, seed, **shape)
+        got = run(op, "scalar", arrays)
+        for name, want in OPS[op](arrays).items():
+            a, b = (key_values(v) if op == "index_key" else value(v) for v in (got[name], want))
+            moved += (a != b).sum()
+            total += b.size
+    assert moved <= FIRST_ROUNDINGS[op] * total, f"{moved} of {total} elements differ"
 
 
 # Operations whose first axis is rows (or requests), and which inputs go with a row.
