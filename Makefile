@@ -63,10 +63,11 @@ test-deep: test
 	ctest --test-dir build/asan --output-on-failure --label-exclude rust --exclude-regex tsan
 	PROPTEST_CASES=5000 cargo test --workspace --locked --release
 
-tidy: build
+tidy: setup
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
-	PYO3_BUILD_EXTENSION_MODULE=1 cargo clippy -p lowlat-py --features python --locked -- -D warnings
+	PYO3_PYTHON=$(BIN)/python PYO3_BUILD_EXTENSION_MODULE=1 \
+	  cargo clippy -p lowlat-py --features python --locked -- -D warnings
 	ruff check .
 	ruff format --check .
 	find cpp_kernels tests rust_dispatch -name '*.[ch]' -o -name '*.[ch]pp' | grep -v /target/ \
