@@ -56,9 +56,10 @@ struct SparseAttention {
       state.sum[i] = 0.0f;
     }
     for (int head = plat::thread_idx(); head < num_heads; head += Block::kNumThreads) {
-      // The sink is a key with no value: it opens the running maximum and the denominator.
+      // The sink is a key with no value: it opens the running maximum and the denominator. One of
+      // -infinity weighs nothing from the first key on, and without keys the sum is 0 anyway.
       state.top[head] = sink[head];
-      state.weight[head] = sink[head] == -kInfinity ? 0.0f : 1.0f;
+      state.weight[head] = 1.0f;
     }
     int num_keys = 0;
     gather(state, first, num_keys);
@@ -66,15 +67,13 @@ struct SparseAttention {
     if (num_keys > 0) add_tile(state, num_keys);
     plat::block_sync();
     for (int i = plat::thread_idx(); i < num_heads * kKvDim; i += Block::kNumThreads) {
-      const float weight = state.weight[i / kKvDim];
-      out[i] = to_bf16(weight == 0.0f ? 0.0f : state.sum[i] / weight);
+      // At least 1: what made the maximum is part of it.
+      out[i] = to_bf16(state.sum[i] / state.weight[i / kKvDim]);
     }
     plat::block_sync();
   }
 
  private:
-  static constexpr float kInfinity = __builtin_inff();
-
   struct State {
     LOWLAT_DEVICE State(float* memory, int heads)
         : num_heads(heads),
@@ -120,7 +119,6 @@ struct SparseAttention {
       float* prob = state.prob + head * kTile;
       float top = state.top[head];
       for (int key = 0; key < num_keys; ++key) top = plat::max(prob[key], top);
-      // The first tile of a head without sink rescales nothing: e^-infinity = 0.
       state.rescale[head] = plat::exp(state.top[head] - top);
       float weight = state.weight[head] * state.rescale[head];
       for (int key = 0; key < num_keys; ++key) {

@@ -84,26 +84,26 @@ LOWLAT_DEVICE void select_top(std::int32_t* out_positions, const float* scores, 
 
 // out_blocks[0 .. k-1]: the best blocks of block_size positions by their largest score, the block
 // of the newest position (count - 1) before all others; ascending, -1 at the end; all when there
-// are no more than k. block_scores: scratch of ceil(count / block_size) floats.
+// are no more than k. block_scores: scratch of count / block_size floats. k >= 1.
 LOWLAT_DEVICE void candidate_blocks(std::int32_t* out_blocks, const float* scores, int count,
                                     int block_size, int k, float* block_scores,
                                     SelectScratch& scratch) {
   const int num_blocks = (count + block_size - 1) / block_size;
-  for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
-    const int first = block_idx * block_size;
-    const int last = first + block_size < count ? first + block_size : count;
-    float best = scores[first];
-    for (int i = first + 1; i < last; ++i) best = plat::max(scores[i], best);
+  if (num_blocks <= k) {
+    for (int i = 0; i < k; ++i) out_blocks[i] = i < num_blocks ? i : -1;
+    return;
+  }
+  // The newest block takes a place whatever its scores; the others, all of them whole, compete for
+  // what is left.
+  const int newest = num_blocks - 1;
+  for (int block_idx = 0; block_idx < newest; ++block_idx) {
+    const float* block = scores + block_idx * block_size;
+    float best = block[0];
+    for (int i = 1; i < block_size; ++i) best = plat::max(block[i], best);
     block_scores[block_idx] = best;
   }
-  // The newest block takes its place first; the others compete for what is left.
-  if (num_blocks <= k) {
-    select_top(out_blocks, block_scores, num_blocks, k, AllPositions{}, scratch);
-  } else if (k > 0) {
-    const int newest = num_blocks - 1;
-    select_top(out_blocks, block_scores, newest, k - 1, AllPositions{}, scratch);
-    out_blocks[k - 1] = newest;
-  }
+  select_top(out_blocks, block_scores, newest, k - 1, AllPositions{}, scratch);
+  out_blocks[k - 1] = newest;
 }
 
 }  // namespace lowlat::LOWLAT_PLATFORM::stages

@@ -39,6 +39,14 @@ TEST_CASE(latent_rounds_then_norms) {
   CHECK_EQ(got[1], reference::to_bf16(256.0 / norm));
 }
 
+TEST_CASE(latent_of_small_values_is_still_normed) {
+  Codes got(kDim);
+  const std::vector<double> c(kDim, 0x1p-30);
+  reference::compressed_latent(got.data(), c.data(), Codes(kDim, 0x4040).data(), 1e-20);
+  // 2^-60 is far above 1e-20's 2^-66.4; the norm is 1 / sqrt(1 + 1e-20 * 2^60).
+  CHECK_EQ(got[0], reference::to_bf16(3.0 / std::sqrt(1.0 + 1e-20 * 0x1p60)));
+}
+
 TEST_CASE(ratio_1_keeps_every_token_and_ratio_2_every_pair) {
   // H = 1: wkv alternates 1 and -1, so every c is +-x and every latent +-1; four bits keep 1.
   std::vector<double> wkv(kDim);

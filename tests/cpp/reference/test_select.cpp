@@ -15,6 +15,7 @@ TEST_CASE(selects_the_best_the_lower_among_equals_ascending) {
   CHECK(reference::select_top({-0.0, 0.0}, 1) == Ids({0}));
   CHECK(reference::select_top({2.0}, 3) == Ids({0}));
   CHECK(reference::select_top({}, 3).empty());
+  CHECK(reference::select_top(std::vector<double>(200, 1.0), 3) == Ids({0, 1, 2}));
 }
 
 TEST_CASE(ranks_blocks_by_their_best_and_the_newest_first) {

@@ -113,6 +113,17 @@ TEST_CASE(key_is_normed_then_packed) {
   CHECK_EQ(turned[66], 128);
 }
 
+TEST_CASE(key_rounds_before_the_statistic) {
+  Random random(15);
+  for (int seed = 0; seed < 300; ++seed) {
+    const Codes gain = random.bf16(kDim);
+    const std::vector<float> x = random.f32(kDim);
+    std::vector<float> rounded = x;
+    for (float& v : rounded) v = static_cast<float>(reference::round_bf16(v));
+    CHECK(key(x, gain, 9) == key(rounded, gain, 9));
+  }
+}
+
 TEST_CASE(key_of_zeros_is_zero) {
   const std::vector<std::uint8_t> row =
       key(std::vector<float>(kDim, 0.0f), Codes(kDim, reference::to_bf16(1.0)), 5);
