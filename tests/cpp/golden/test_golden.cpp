@@ -25,11 +25,12 @@ namespace fs = std::filesystem;
 
 const fs::path kGolden = fs::path(LOWLAT_SOURCE_DIR) / "tests/golden";
 
-// As much JSON as case.json has: objects, arrays, strings without escapes, whole numbers.
+// As much JSON as case.json and the list of operations have: objects, arrays, strings (an escaped
+// character stands for itself), whole numbers, true and false.
 struct Json {
   std::map<std::string, Json> fields;
   std::vector<Json> items;
-  std::string text;  // a string, or a number's digits
+  std::string text;  // a string, a number's digits, or a word
 
   const Json& at(const std::string& name) const {
     const auto found = fields.find(name);
@@ -66,10 +67,13 @@ class Parser {
   }
   std::string string() {
     need('"');
-    const std::size_t end = text_.find('"', at_);
-    if (end == std::string::npos) fail("a string without an end");
-    std::string value = text_.substr(at_, end - at_);
-    at_ = end + 1;
+    std::string value;
+    while (at_ < text_.size() && text_[at_] != '"') {
+      if (text_[at_] == '\\') ++at_;
+      if (at_ < text_.size()) value += text_[at_++];
+    }
+    if (at_ == text_.size()) fail("a string without an end");
+    ++at_;
     return value;
   }
   Json parse() {
@@ -91,7 +95,7 @@ class Parser {
     } else if (peek() == '"') {
       value.text = string();
     } else {
-      while (std::isdigit(static_cast<unsigned char>(peek())) != 0) value.text += text_[at_++];
+      while (std::isalnum(static_cast<unsigned char>(peek())) != 0) value.text += text_[at_++];
       if (value.text.empty()) fail("needed a value");
     }
     return value;
