@@ -66,7 +66,9 @@ pub fn prompt(seed: u64, len: usize, bound: i32) -> Vec<i32> {
         *state ^= *state << 17;
         *state
     };
-    (0..len).map(|_| 3 + (next(&mut state) >> 33) as i32 % (bound - 3)).collect()
+    (0..len)
+        .map(|_| 3 + (next(&mut state) >> 33) as i32 % (bound - 3))
+        .collect()
 }
 
 /// What a run of the driver gave.
@@ -101,7 +103,10 @@ pub fn serve(
 ) -> Run {
     let info = runtime.info().clone();
     let pages_each = info.num_pages / together;
-    let mut run = Run { tokens: vec![Vec::new(); requests.len()], ..Run::default() };
+    let mut run = Run {
+        tokens: vec![Vec::new(); requests.len()],
+        ..Run::default()
+    };
     let mut waiting: Vec<usize> = (0..requests.len()).rev().collect();
     let mut live: Vec<Live> = Vec::new();
     let mut plan = StepPlan::new();
@@ -109,19 +114,27 @@ pub fn serve(
     let mut num_verify = 0;
     loop {
         while live.len() < together {
-            let Some(request_idx) = waiting.pop() else { break };
+            let Some(request_idx) = waiting.pop() else {
+                break;
+            };
             let taken: Vec<i32> = live.iter().map(|one| one.state_slot).collect();
             let state_slot = (0..).find(|slot| !taken.contains(slot)).unwrap();
             let tokens = requests[request_idx].prompt.clone();
-            live.push(Live { request_idx, tokens, start: 0, state_slot, draw: 0 });
+            live.push(Live {
+                request_idx,
+                tokens,
+                start: 0,
+                state_slot,
+                draw: 0,
+            });
         }
         if live.is_empty() {
             return run;
         }
         // One request's chunk a step, until all prompts are in; then everybody emits.
-        let prompting = live.iter().position(|one| {
-            one.start < requests[one.request_idx].prompt.len()
-        });
+        let prompting = live
+            .iter()
+            .position(|one| one.start < requests[one.request_idx].prompt.len());
         let members: Vec<usize> = match prompting {
             Some(idx) => vec![idx],
             None => (0..live.len()).collect(),
@@ -148,7 +161,9 @@ pub fn serve(
                 None => 1,
             };
             let history = std::array::from_fn(|i| {
-                (one.start + i).checked_sub(3).map_or(0, |at| one.tokens[at])
+                (one.start + i)
+                    .checked_sub(3)
+                    .map_or(0, |at| one.tokens[at])
             });
             plan.requests.push(StepRequest {
                 uid: request.uid,
@@ -161,9 +176,11 @@ pub fn serve(
                 draw: one.draw,
                 wants_token: one.start + num_rows >= request.prompt.len(),
             });
-            plan.token_ids.extend_from_slice(&one.tokens[one.start..one.start + num_rows]);
+            plan.token_ids
+                .extend_from_slice(&one.tokens[one.start..one.start + num_rows]);
             let first_page = one.state_slot as usize * pages_each;
-            plan.page_table.extend((first_page..first_page + pages_each).map(|page| page as i32));
+            plan.page_table
+                .extend((first_page..first_page + pages_each).map(|page| page as i32));
         }
         runtime.run(&plan, &mut result).unwrap();
         run.paths.push(result.target);
@@ -195,6 +212,9 @@ pub fn serve(
 
 /// Starts a runtime that compares logits, or says why not.
 pub fn start(settings: RuntimeSettings) -> Runtime {
-    let options = RuntimeOptions { compare_logits: true, ..RuntimeOptions::new(settings) };
+    let options = RuntimeOptions {
+        compare_logits: true,
+        ..RuntimeOptions::new(settings)
+    };
     Runtime::start_with(options).unwrap_or_else(|error| panic!("{error}"))
 }
