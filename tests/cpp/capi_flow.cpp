@@ -95,7 +95,7 @@ bool run(std::array<std::array<std::uint32_t, 2>, 2> widths, const std::string& 
     lowlat_servable* servable = nullptr;
     lowlat_coverage* coverage = nullptr;
     failure.check(lowlat_board_seat(board, rank, &seat) == LOWLAT_DISPATCH_STATUS_OK, "seat");
-    failure.check(lowlat_guard(tiny_config().c_str(), R"({"tp": 2})", &servable) ==
+    failure.check(lowlat_guard(tiny_config().c_str(), R"({"tp_size": 2})", &servable) ==
                       LOWLAT_DISPATCH_STATUS_OK,
                   "guard");
     lowlat_ballot ballot{};

@@ -1,4 +1,4 @@
-"""The dispatcher's Python face: text and numbers cross it whole, and errors are one line."""
+"""lowlat._dispatch: the border between Python and the dispatcher's decisions."""
 
 import json
 import re
@@ -6,39 +6,50 @@ from pathlib import Path
 
 import pytest
 
-dispatch = pytest.importorskip("lowlat._dispatch", reason="lowlat._dispatch is not built here")
-
 ROOT = Path(__file__).resolve().parents[2]
+dispatch = pytest.importorskip("lowlat._dispatch", reason="lowlat is not built (make build)")
 
 
-def test_reasons_are_those_of_the_c_header() -> None:
-    header = (ROOT / "rust_dispatch/capi/include/lowlat/dispatch.h").read_text(encoding="utf-8")
-    in_header = re.findall(r"^  LOWLAT_REASON_(\w+) = (\d+),$", header, re.MULTILINE)
-    in_python = [(name.upper(), str(number)) for number, name, _ in dispatch.reasons()]
-    assert in_python == in_header
-    assert all(words and "\n" not in words for _, _, words in dispatch.reasons())
+def test_version_is_the_workspaces() -> None:
+    assert f'\nversion = "{dispatch.version()}"\n' in (ROOT / "Cargo.toml").read_text()
 
 
-@pytest.mark.parametrize("name", ["tiny-v41", "v41-flash"])
-def test_built_in_models_are_served_on_scalar(name: str) -> None:
-    assert name in dispatch.built_in_names()
-    assert dispatch.check(dispatch.built_in(name), {"tp_size": 2, "isa": "scalar"}) == []
+def test_built_in_models_are_configurations() -> None:
+    assert "tiny-v41" in dispatch.built_in_names()
+    for name in dispatch.built_in_names():
+        assert json.loads(dispatch.built_in(name))
+    assert dispatch.built_in("nothing") is None
 
 
-def test_there_is_no_other_built_in_model() -> None:
-    assert dispatch.built_in("tiny") is None
+def test_a_built_in_model_can_be_served() -> None:
+    config = dispatch.built_in("tiny-v41")
+    assert dispatch.check(config, {"isa": "scalar", "tp_size": 2}) == []
 
 
-def test_check_takes_a_dict_or_json_and_gives_every_reason() -> None:
+def test_options_are_a_dict_or_json() -> None:
+    config = dispatch.built_in("tiny-v41")
+    options = {"isa": "scalar", "tp_size": 3}
+    reasons = dispatch.check(config, options)
+    assert reasons and reasons == dispatch.check(config, json.dumps(options))
+
+
+def test_every_reason_comes_at_once_and_names_what_was_seen() -> None:
+    config = dispatch.built_in("v41-flash")
+    reasons = dispatch.check(config, {"isa": "sm_90", "tp_size": 3, "page_size": 64})
+    assert len(reasons) >= 2
+    assert any("64" in reason and "256" in reason for reason in reasons)
+    assert all("\n" not in reason for reason in reasons)
+
+
+def test_the_reasons_are_these_and_in_this_order() -> None:
     config = dispatch.built_in("v41-flash")
     options = {"tp_size": 3, "isa": "sm_90", "page_size": 64, "moe_runner_backend": "marlin"}
     reasons = dispatch.check(config, options)
-    assert reasons == dispatch.check(config, json.dumps(options))
+    assert [reason[:5] for reason in reasons] == ["[102]", "[105]", "[105]", "[105]", "[106]"]
     assert reasons[0] == "[102] tp_size is 3; these kernels need 1, 2, 4 or 8 (change: --tp)"
     assert reasons[-1] == (
         "[106] page_size is 64; these kernels need 256 (change: --page-size 256)"
     )
-    assert [reason[:5] for reason in reasons] == ["[102]", "[105]", "[105]", "[105]", "[106]"]
 
 
 @pytest.mark.parametrize(
@@ -47,28 +58,42 @@ def test_check_takes_a_dict_or_json_and_gives_every_reason() -> None:
         ({"tpp": 2}, "options: unknown field `tpp`"),
         ({"tp_size": -1}, "options: tp_size: invalid value: integer `-1`, expected u32"),
         ({"features": ["teleport"]}, "options: features: unknown variant `teleport`"),
-        ("[", "options: not a JSON object"),
         (5, "options: not a JSON object"),
     ],
 )
-def test_options_that_cannot_be_read_are_one_line(options: object, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
+def test_an_option_that_cannot_be_read_is_named(options: object, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
         dispatch.check(dispatch.built_in("tiny-v41"), options)
-    assert "\n" not in str(error.value)
 
 
-def test_a_config_that_cannot_be_read_is_a_reason_and_not_an_error() -> None:
-    (reason,) = dispatch.check("{", {})
-    assert reason.startswith("[114] ")
+@pytest.mark.parametrize("options", ["{", "[]", '{"tp": 2}', '{"tp_size": "two"}'])
+def test_an_option_that_is_none_is_a_value_error(options: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        dispatch.check(dispatch.built_in("tiny-v41"), options)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_ladder_is_frozen_and_in_order() -> None:
-    ladder = dispatch.DeadlineLadder(kernel_ns=1, plugin_ns=2, collective_ns=3, engine_ns=2**63)
-    assert (ladder.kernel_ns, ladder.engine_ns) == (1, 2**63)
+@pytest.mark.parametrize("config", ["", "[]", "{}", '{"hidden_size": -1}'])
+def test_a_config_that_is_none_ends_in_words(config: str) -> None:
+    try:
+        reasons = dispatch.check(config, {"isa": "scalar"})
+    except ValueError as error:
+        reasons = [str(error)]
+    assert reasons and all(reason and "\n" not in reason for reason in reasons)
+
+
+def test_a_ladder_out_of_order_is_refused() -> None:
+    ladder = dispatch.DeadlineLadder(kernel_ns=1, plugin_ns=2, collective_ns=3, engine_ns=4)
+    assert (ladder.kernel_ns, ladder.engine_ns) == (1, 4)
+    with pytest.raises(ValueError, match="plugin"):
+        dispatch.DeadlineLadder(kernel_ns=2, plugin_ns=2, collective_ns=3, engine_ns=4)
     with pytest.raises(AttributeError):
         ladder.kernel_ns = 5
-    with pytest.raises(ValueError, match="kernel budget is 2 ns; it must be shorter than"):
-        dispatch.DeadlineLadder(kernel_ns=2, plugin_ns=2, collective_ns=3, engine_ns=4)
+
+
+def test_a_record_that_is_none_is_a_value_error() -> None:
+    with pytest.raises(ValueError):
+        dispatch.GraphRecord.from_json("{")
 
 
 def record(batch_size: int, address: int) -> dict:

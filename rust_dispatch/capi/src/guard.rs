@@ -10,9 +10,9 @@ use crate::border::{Status, border, give, invalid, take_back, text_of};
 /// Proof that the guard found nothing against serving on this rank.
 pub struct ServableHandle(pub(crate) Servable);
 
-/// Checks a model's published config.json against the built-in kernels. `options_json` holds "tp",
-/// "isa", "dtype", "server_args", "env", "features" and "resident_blocks", each of which may be
-/// left out. LOWLAT_DISPATCH_STATUS_DECLINE puts every reason, one a line, into the last error.
+/// Checks a model's published config.json against the built-in kernels. `options_json` holds
+/// "tp_size", "isa", "dtype", "page_size", "moe_runner_backend", "server_args", "env", "features"
+/// and "resident_blocks", each of which may be left out. LOWLAT_DISPATCH_STATUS_DECLINE puts every reason, one a line, into the last error.
 ///
 /// # Safety
 /// The texts are NULL or NUL-terminated and do not change during the call; `out_servable` is NULL

@@ -148,7 +148,7 @@ pub fn model_facts(config: &ModelConfig) -> BTreeMap<String, Value> {
 ///
 /// ```
 /// use lowlat_core::spec::CheckOptions;
-/// let options = CheckOptions::from_json(r#"{"tp": 4, "isa": "sm_90"}"#).unwrap();
+/// let options = CheckOptions::from_json(r#"{"tp_size": 4, "isa": "sm_90"}"#).unwrap();
 /// assert_eq!((options.tp_size, options.isa.as_str()), (4, "sm_90"));
 /// let error = CheckOptions::from_json(r#"{"tpp": 4}"#).unwrap_err();
 /// assert!(error.to_string().starts_with("options: unknown field `tpp`"), "{error}");
@@ -156,8 +156,7 @@ pub fn model_facts(config: &ModelConfig) -> BTreeMap<String, Value> {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CheckOptions {
-    /// Ranks of the tensor-parallel group, in JSON also `tp`; 1 when left out.
-    #[serde(alias = "tp")]
+    /// Ranks of the tensor-parallel group; 1 when left out.
     pub tp_size: u32,
     /// The device's machine code; `scalar` when left out.
     pub isa: String,
@@ -305,18 +304,18 @@ mod tests {
 
     #[test]
     fn the_published_model_is_served_on_hopper_with_marlin() {
-        let options = r#"{"tp": 4, "isa": "sm_90", "resident_blocks": 132,
+        let options = r#"{"tp_size": 4, "isa": "sm_90", "resident_blocks": 132,
             "server_args": {"moe_runner_backend": "marlin", "page_size": 256},
             "features": ["speculative_decoding"]}"#;
         assert!(texts("v41-flash", options).is_empty());
         for tp in [1, 2, 4, 8] {
-            assert!(texts("v41-flash", &format!("{{\"tp\": {tp}}}")).is_empty());
+            assert!(texts("v41-flash", &format!("{{\"tp_size\": {tp}}}")).is_empty());
         }
     }
 
     #[test]
     fn everything_that_is_wrong_on_hopper_is_told_at_once() {
-        let options = r#"{"tp": 3, "isa": "sm_90", "dtype": "float16", "resident_blocks": 66,
+        let options = r#"{"tp_size": 3, "isa": "sm_90", "dtype": "float16", "resident_blocks": 66,
             "page_size": 64, "features": ["lora"],
             "env": {"SGLANG_DSV4_KV_LAYOUT": "v41"}}"#;
         assert_eq!(
@@ -345,7 +344,7 @@ mod tests {
     #[test]
     fn a_small_model_says_which_size_stops_eight_ranks() {
         assert_eq!(
-            texts("tiny-v41", r#"{"tp": 8}"#),
+            texts("tiny-v41", r#"{"tp_size": 8}"#),
             [
                 "[105] o_groups is 4; these kernels need a multiple of tp_size (8) (change: --tp)",
                 "[105] moe_intermediate_size is 128; these kernels need a multiple of \
@@ -372,14 +371,14 @@ mod tests {
     #[test]
     fn an_option_of_another_type_is_named() {
         let refused = |text| CheckOptions::from_json(text).unwrap_err().to_string();
-        let text = r#"{"isa": "scalar", "tp": -1}"#;
+        let text = r#"{"isa": "scalar", "tp_size": -1}"#;
         assert_eq!(
             refused(text),
-            "options: tp: invalid value: integer `-1`, expected u32"
+            "options: tp_size: invalid value: integer `-1`, expected u32"
         );
         assert!(refused(r#"{"features": ["teleport"]}"#).contains("features: unknown variant"));
         assert!(refused("[1]").starts_with("options: not a JSON object: "));
-        assert!(refused(r#"{"tp": 2, "tp_size": 2}"#).contains("duplicate field"));
+        assert!(refused(r#"{"tp": 2}"#).contains("unknown field `tp`"));
     }
 
     #[test]

@@ -6,9 +6,8 @@ pub use loom::sync::atomic;
 #[cfg(not(loom))]
 pub use std::sync::atomic;
 
-#[cfg(loom)]
-pub use loom::sync::Arc;
-#[cfg(not(loom))]
+/// How long a group lives is no part of a protocol, and only this one can be a method's `self`; so
+/// the model checker gets it too.
 pub use std::sync::Arc;
 
 /// Waits a little, the longer the more tries were in vain: 64 processor pauses, then 64 times
