@@ -51,8 +51,7 @@ static void a_ladder_is_checked(void) {
   CHECK(lowlat_ladder_check(&ladder) == LOWLAT_DISPATCH_STATUS_OK);
   ladder.plugin_ns = 3;
   CHECK(lowlat_ladder_check(&ladder) == LOWLAT_DISPATCH_STATUS_INVALID);
-  CHECK_ERROR(
-      "plugin budget is 3 ns; it must be shorter than the collective budget, 3 ns");
+  CHECK_ERROR("plugin budget is 3 ns; it must be shorter than the collective budget, 3 ns");
 }
 
 struct rank {

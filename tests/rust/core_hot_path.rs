@@ -1,5 +1,8 @@
 //! The hot path allocates nothing: the dispatcher's decision, the check of seals, the hot vote and
 //! the watchdog, counted by an allocator that counts.
+//!
+//! Planted once: one `format!` in `Dispatcher::decide` is seen, and so is the counter itself, by
+//! `the_counter_sees_an_allocation`.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

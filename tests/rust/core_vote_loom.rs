@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Planted once: the tag's release in `Channel::cast` made relaxed lets a rank read a ballot that
-//! is not there yet, and `two_ranks_agree_on_what_was_cast` fails.
+//! is not there yet, and `two_ranks_agree_on_what_was_cast` fails; acting on the own proposal
+//! instead of on what the register holds fails the other one.
 #![cfg(loom)]
 
 use loom::thread;
