@@ -13,6 +13,7 @@
  * a time, but lowlat_board_seat may be called by any thread at any time. No call unwinds into the
  * caller: a broken assertion of ours is LOWLAT_DISPATCH_STATUS_BUG. Text is UTF-8.
  */
+/* clang-format off: the generator's own form */
 
 
 #ifndef LOWLAT_DISPATCH_H_
