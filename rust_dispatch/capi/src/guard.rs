@@ -12,7 +12,8 @@ pub struct ServableHandle(pub(crate) Servable);
 
 /// Checks a model's published config.json against the built-in kernels. `options_json` holds
 /// "tp_size", "isa", "dtype", "page_size", "moe_runner_backend", "server_args", "env", "features"
-/// and "resident_blocks", each of which may be left out. LOWLAT_DISPATCH_STATUS_DECLINE puts every reason, one a line, into the last error.
+/// and "resident_blocks", each of which may be left out. LOWLAT_DISPATCH_STATUS_DECLINE puts every
+/// reason, one a line, into the last error.
 ///
 /// # Safety
 /// The texts are NULL or NUL-terminated and do not change during the call; `out_servable` is NULL

@@ -13,7 +13,7 @@
  * a time, but lowlat_board_seat may be called by any thread at any time. No call unwinds into the
  * caller: a broken assertion of ours is LOWLAT_DISPATCH_STATUS_BUG. Text is UTF-8.
  */
-/* clang-format off: the generator's own form */
+/* clang-format off */
 
 
 #ifndef LOWLAT_DISPATCH_H_
@@ -513,7 +513,8 @@ enum lowlat_dispatch_status lowlat_dispatcher_report(struct lowlat_dispatcher *d
 /**
  * Checks a model's published config.json against the built-in kernels. `options_json` holds
  * "tp_size", "isa", "dtype", "page_size", "moe_runner_backend", "server_args", "env", "features"
- * and "resident_blocks", each of which may be left out. LOWLAT_DISPATCH_STATUS_DECLINE puts every reason, one a line, into the last error.
+ * and "resident_blocks", each of which may be left out. LOWLAT_DISPATCH_STATUS_DECLINE puts every
+ * reason, one a line, into the last error.
  *
  * # Safety
  * The texts are NULL or NUL-terminated and do not change during the call; `out_servable` is NULL
