@@ -18,24 +18,10 @@
 #include <cstdint>
 
 #include "stages/format.hpp"
+#include "stages/fp4.hpp"
 #include "stages/sum.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
-
-// The two values of every code byte, low nibble first.
-struct Fp4Pairs {
-  float value[256][2];
-  constexpr Fp4Pairs() : value() {
-    constexpr float kMagnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-    for (int byte = 0; byte < 256; ++byte) {
-      for (int half = 0; half < 2; ++half) {
-        const int code = byte >> 4 * half & 15;
-        value[byte][half] = code < 8 ? kMagnitude[code] : -kMagnitude[code - 8];
-      }
-    }
-  }
-};
-inline constexpr Fp4Pairs kFp4Pairs;
 
 // MXFP4 weight rows for linear() and the functions below: K/2 code bytes a row (even k in the low
 // nibble) and K/32 ue8m0 bytes a row. Code times scale is exact.
@@ -50,12 +36,7 @@ struct Fp4Weights {
     const std::uint8_t* code = codes + row_idx * code_stride;
     const std::uint8_t* scale_code = scales + row_idx * scale_stride;
     for (int group = 0; group < k / 32; ++group) {
-      const float scale = from_ue8m0(scale_code[group]);
-      for (int j = 0; j < 16; ++j) {
-        const float* pair = kFp4Pairs.value[code[16 * group + j]];
-        out[32 * group + 2 * j] = pair[0] * scale;
-        out[32 * group + 2 * j + 1] = pair[1] * scale;
-      }
+      expand_fp4(out + 32 * group, code + 16 * group, from_ue8m0(scale_code[group]), 32);
     }
   }
 };

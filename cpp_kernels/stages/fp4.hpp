@@ -1,7 +1,7 @@
-// stages/fp4.hpp: four-bit quantisation of one group of values, with either of two kinds of scale.
+// stages/fp4.hpp: four-bit values: expansion, and quantisation with either of two kinds of scale.
 //
 // One thread calls; nothing here touches memory order. Codes are e2m1, nearest-even after a true
-// division by the scale; -0 becomes +0 on the way back to fp32.
+// division by the scale; a round trip gives +0 for either zero, a stored code keeps its sign.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any stage"
@@ -12,6 +12,30 @@
 #include "stages/format.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
+
+// The two values of every code byte, low nibble first.
+struct Fp4Pairs {
+  float value[256][2];
+  constexpr Fp4Pairs() : value() {
+    constexpr float kMagnitude[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    for (int byte = 0; byte < 256; ++byte) {
+      for (int half = 0; half < 2; ++half) {
+        const int code = byte >> 4 * half & 15;
+        value[byte][half] = code < 8 ? kMagnitude[code] : -kMagnitude[code - 8];
+      }
+    }
+  }
+};
+inline constexpr Fp4Pairs kFp4Pairs;
+
+// out[i] = value(code i) * scale of n codes, two a byte, the even index in the low nibble.
+LOWLAT_DEVICE void expand_fp4(float* out, const std::uint8_t* codes, float scale, int n) {
+  for (int i = 0; i < n; i += 2) {
+    const float* pair = kFp4Pairs.value[codes[i / 2]];
+    out[i] = pair[0] * scale;
+    out[i + 1] = pair[1] * scale;
+  }
+}
 
 inline constexpr int kFp4LatentGroup = 16;  // values that share an e4m3 scale
 inline constexpr int kFp4IndexGroup = 32;   // values that share a ue8m0 scale
@@ -53,14 +77,6 @@ LOWLAT_DEVICE std::uint8_t fp4_pack_index(std::uint8_t* codes, const float* x) {
     codes[i / 2] = static_cast<std::uint8_t>(low | high << 4);
   }
   return scale_code;
-}
-
-LOWLAT_DEVICE void fp4_unpack_index(float* x, const std::uint8_t* codes, std::uint8_t scale_code) {
-  const float scale = from_ue8m0(scale_code);
-  for (int i = 0; i < kFp4IndexGroup; i += 2) {
-    x[i] = from_e2m1(codes[i / 2] & 15u) * scale;
-    x[i + 1] = from_e2m1(codes[i / 2] >> 4) * scale;
-  }
 }
 
 }  // namespace lowlat::LOWLAT_PLATFORM::stages

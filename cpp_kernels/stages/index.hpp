@@ -90,8 +90,8 @@ struct IndexKey {
 // out fp32 [kIndexDim]: the stored values, exactly. One thread calls.
 LOWLAT_DEVICE void index_unpack(float* out, IndexRow<const std::uint8_t> row) {
   for (int group = 0; group < kIndexGroups; ++group) {
-    fp4_unpack_index(out + group * kFp4IndexGroup, row.data + group * kFp4IndexGroup / 2,
-                     row.scales[group]);
+    expand_fp4(out + group * kFp4IndexGroup, row.data + group * kFp4IndexGroup / 2,
+               from_ue8m0(row.scales[group]), kFp4IndexGroup);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,8 @@ class OpCall {
   OpCall& set(const char* name, lowlat_dtype dtype, std::vector<std::int64_t> shape,
               const std::vector<T>& values) {
     remove(name);
-    Bytes& bytes = memory_.emplace_back(values.size() * sizeof(T) / 8 + 1);
-    std::memcpy(bytes.data(), values.data(), values.size() * sizeof(T));
+    Bytes& bytes = memory_->emplace_back(values.size() * sizeof(T) / 8 + 1);
+    if (!values.empty()) std::memcpy(bytes.data(), values.data(), values.size() * sizeof(T));
     lowlat_array a{};
     a.name = name;
     a.dtype = dtype;
@@ -77,7 +78,8 @@ class OpCall {
  private:
   using Bytes = std::vector<std::uint64_t>;
   host::OpSpec op_;
-  std::deque<Bytes> memory_;
+  // Shared by copies of the call, and never written again.
+  std::shared_ptr<std::deque<Bytes>> memory_ = std::make_shared<std::deque<Bytes>>();
   std::vector<lowlat_array> inputs_;
 };
 
