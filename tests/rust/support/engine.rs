@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use lowlat_core::DeadlineLadder;
+use lowlat_core::config::{ModelConfig, built_in};
 use lowlat_engine::kernels::{KERNELS_VARIABLE, Kernels};
 use lowlat_engine::runtime::{Runtime, RuntimeOptions};
 use lowlat_engine::step::{
@@ -214,6 +215,60 @@ pub fn serve(
 pub fn start(settings: RuntimeSettings) -> Runtime {
     let options = RuntimeOptions {
         compare_logits: true,
+        ..RuntimeOptions::new(settings)
+    };
+    Runtime::start_with(options).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Built-in `tiny-v41` with fields replaced, for tests that need many steps.
+pub fn edited(fields: &[(&str, serde_json::Value)]) -> ModelConfig {
+    let text = built_in("tiny-v41").unwrap();
+    let mut map: serde_json::Map<String, serde_json::Value> = serde_json::from_str(text).unwrap();
+    for (name, value) in fields {
+        assert!(
+            map.insert((*name).into(), value.clone()).is_some(),
+            "{name}"
+        );
+    }
+    ModelConfig::from_json(&serde_json::Value::from(map).to_string()).unwrap()
+}
+
+/// A model of four layers and 32 tokens that still has every kind of layer, for statistics.
+pub fn pocket() -> ModelConfig {
+    use serde_json::json;
+    edited(&[
+        ("vocab_size", json!(32)),
+        ("hidden_size", json!(64)),
+        ("num_hidden_layers", json!(4)),
+        ("num_attention_heads", json!(2)),
+        ("q_lora_rank", json!(32)),
+        ("o_groups", json!(2)),
+        ("sliding_window", json!(8)),
+        ("n_routed_experts", json!(4)),
+        ("num_experts_per_tok", json!(2)),
+        ("moe_intermediate_size", json!(64)),
+        ("compress_ratios", json!([0, 2, 1, 1, 0, 0, 0])),
+        ("kv_source_layer_ids", json!([1, 2])),
+        ("index_source_layer_ids", json!([1, 2, 3])),
+        ("candidate_source_layer_id", json!(2)),
+        ("index_n_heads", json!(1)),
+        ("index_topk", json!(8)),
+        ("image_token_id", json!(31)),
+        ("engram_layer_ids", json!([1])),
+        ("engram_num_embeddings", json!([3828])),
+        ("engram_vocab_size", json!(100)),
+        ("engram_compressed_vocab_size", json!(24)),
+        ("dspark_noise_token_id", json!(30)),
+        ("dspark_target_layer_ids", json!([1, 2, 3])),
+        ("dspark_n_routed_experts", json!(4)),
+        ("dspark_num_experts_per_tok", json!(2)),
+    ])
+}
+
+/// Starts a runtime of `config`.
+pub fn start_config(settings: RuntimeSettings, config: ModelConfig) -> Runtime {
+    let options = RuntimeOptions {
+        config: Some(config),
         ..RuntimeOptions::new(settings)
     };
     Runtime::start_with(options).unwrap_or_else(|error| panic!("{error}"))

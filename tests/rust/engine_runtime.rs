@@ -1,0 +1,245 @@
+//! The runtime's own promises: what is covered and what is not and why, settings refused in one
+//! line, and facts for the report.
+
+use lowlat_engine::EngineError;
+use lowlat_engine::runtime::{Runtime, RuntimeOptions};
+use lowlat_engine::step::{RuntimeSettings, StepPath, StepRunner};
+
+#[path = "support/engine.rs"]
+mod support;
+use support::{Request, library, pocket, prompt, serve, settings, start, start_config};
+
+fn requests(num: u32, output: usize) -> Vec<Request> {
+    (0..num)
+        .map(|uid| Request {
+            prompt: prompt(u64::from(uid) + 1, 12, 29),
+            output,
+            temperature: 0.0,
+            uid,
+        })
+        .collect()
+}
+
+fn paths(settings: RuntimeSettings, num_requests: u32) -> Vec<StepPath> {
+    let mut runtime = start_config(settings, pocket());
+    serve(
+        &mut runtime,
+        &requests(num_requests, 3),
+        num_requests as usize,
+        8,
+        |_| Some(0),
+    )
+    .paths
+}
+
+#[test]
+fn steps_run_covered_or_say_why_not() {
+    let Some(library) = library() else { return };
+    let extend = StepPath::Plain("step_is_extend");
+    // Three requests with 12 prompt rows in chunks of 8; then everybody emits twice.
+    let prompts = [extend; 6];
+    let all = |verify: StepPath| [&prompts[..], &[verify; 2]].concat();
+
+    assert_eq!(paths(settings(&library), 3), all(StepPath::Covered));
+    // Batches of 1 and 4 are built: three requests are padded to four.
+    let widths = RuntimeSettings {
+        widths: vec![6, 24],
+        ..settings(&library)
+    };
+    assert_eq!(paths(widths, 3), all(StepPath::Covered));
+    let widths = RuntimeSettings {
+        widths: vec![6, 12],
+        ..settings(&library)
+    };
+    assert_eq!(paths(widths, 3), all(StepPath::Plain("batch_too_large")));
+    let off = RuntimeSettings {
+        plugin: false,
+        ..settings(&library)
+    };
+    assert!(
+        paths(off, 3)
+            .iter()
+            .all(|path| *path == StepPath::Plain("plugin_off"))
+    );
+    let decode = RuntimeSettings {
+        speculative: false,
+        ..settings(&library)
+    };
+    assert_eq!(paths(decode, 3), all(StepPath::Covered));
+}
+
+/// A padded batch gives each request what it gets alone.
+#[test]
+fn padding_changes_no_token() {
+    let Some(library) = library() else { return };
+    let alone = RuntimeSettings {
+        widths: vec![6],
+        ..settings(&library)
+    };
+    let padded = RuntimeSettings {
+        widths: vec![48],
+        ..settings(&library)
+    };
+    let run = |settings, together| {
+        let mut runtime = start_config(settings, pocket());
+        serve(&mut runtime, &requests(3, 30), together, 8, |_| None)
+    };
+    let (alone, padded) = (run(alone, 1), run(padded, 3));
+    assert_eq!(alone.tokens, padded.tokens);
+    assert!(padded.paths.contains(&StepPath::Covered));
+}
+
+/// Requests that sample draw by their own number alone, not by who shares the batch, whether the
+/// schedule is persistent, or whether drafts of others were accepted.
+#[test]
+fn sampled_tokens_are_a_requests_own() {
+    let Some(library) = library() else { return };
+    let mut sampled = requests(5, 24);
+    for request in &mut sampled {
+        request.temperature = 0.9;
+    }
+    let run = |plugin, together, uid: u32| {
+        let settings = RuntimeSettings {
+            plugin,
+            tp_size: 2,
+            ..settings(&library)
+        };
+        let mut runtime = start_config(settings, pocket());
+        let mut requests = sampled.clone();
+        requests[4].uid += uid;
+        serve(&mut runtime, &requests, together, 8, |_| None).tokens
+    };
+    let alone = run(true, 1, 0);
+    assert_eq!(run(true, 5, 0), alone);
+    assert_eq!(run(false, 3, 0), alone);
+    let renumbered = run(true, 5, 1);
+    assert_eq!(renumbered[..4], alone[..4]);
+    assert_ne!(renumbered[4], alone[4]);
+}
+
+#[test]
+fn settings_are_refused_in_one_line() {
+    let Some(library) = library() else { return };
+    let base = settings(&library);
+    let line = |settings: RuntimeSettings| -> String {
+        match Runtime::start(&settings).err() {
+            Some(EngineError::Refused(line)) => {
+                assert!(!line.contains('\n'), "{line}");
+                line
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    let refused = [
+        (
+            RuntimeSettings {
+                model: "tiny".into(),
+                ..base.clone()
+            },
+            "--model is tiny; this version serves tiny-v41 and v41-flash",
+        ),
+        (
+            RuntimeSettings {
+                platform: "nvidia".into(),
+                ..base.clone()
+            },
+            "--platform is nvidia; this version runs on scalar",
+        ),
+        (
+            RuntimeSettings {
+                tp_size: 3,
+                ..base.clone()
+            },
+            "[102] tp_size is 3; these kernels need 1, 2, 4 or 8",
+        ),
+        (
+            RuntimeSettings {
+                tp_size: 8,
+                ..base.clone()
+            },
+            "[105] o_groups is 4; these kernels need a multiple of tp_size (8)",
+        ),
+        (
+            RuntimeSettings {
+                widths: vec![6, 13],
+                ..base.clone()
+            },
+            "--widths is [6, 13]; needs at most 32 ascending multiples of 6 up to 48",
+        ),
+        (
+            RuntimeSettings {
+                widths: vec![54],
+                ..base.clone()
+            },
+            "--widths is [54]; needs at most 32 ascending multiples of 6 up to 48",
+        ),
+        (
+            RuntimeSettings {
+                max_batch: 0,
+                ..base.clone()
+            },
+            "--max-batch is 0; needs 1 to 64",
+        ),
+        (
+            RuntimeSettings {
+                kernels: Some("/no/such.so".into()),
+                ..base.clone()
+            },
+            "--kernels is /no/such.so, which is no file",
+        ),
+    ];
+    for (settings, expected) in refused {
+        let line = line(settings);
+        assert!(line.starts_with(expected), "{line}");
+    }
+}
+
+#[test]
+fn a_model_without_a_draft_decodes() {
+    let Some(library) = library() else { return };
+    let mut config = pocket();
+    config.draft = None;
+    let settings = settings(&library);
+    let options = RuntimeOptions {
+        config: Some(config.clone()),
+        ..RuntimeOptions::new(settings.clone())
+    };
+    let error = Runtime::start_with(options).err().unwrap();
+    assert!(
+        error
+            .to_string()
+            .contains("has no draft (--speculative off)"),
+        "{error}"
+    );
+    let plain = RuntimeSettings {
+        speculative: false,
+        ..settings
+    };
+    let mut runtime = start_config(plain, config);
+    let run = serve(&mut runtime, &requests(2, 5), 2, 16, |_| None);
+    assert!(run.tokens.iter().all(|tokens| tokens.len() == 5));
+}
+
+#[test]
+fn info_tells_what_was_built() {
+    let Some(library) = library() else { return };
+    let runtime = start(RuntimeSettings {
+        tp_size: 2,
+        kv_tokens: 1000,
+        ..settings(&library)
+    });
+    let info = runtime.info();
+    assert_eq!((info.vocab, info.first_token, info.num_drafts), (512, 3, 5));
+    assert_eq!(info.special_tokens, [500, 501]);
+    assert_eq!((info.page_size, info.num_pages), (64, 16));
+    let fact = |name: &str| {
+        let found = info.facts.iter().find(|(known, _)| known == name);
+        found
+            .map(|(_, value)| value.clone())
+            .unwrap_or_else(|| panic!("no fact {name}"))
+    };
+    assert_eq!(fact("graph_keys"), "16");
+    assert_eq!(fact("widths"), "[6, 12, 18, 24, 30, 36, 42, 48]");
+    assert_eq!(fact("vote_epoch"), "1");
+    assert!(fact("weight_bytes_per_rank").parse::<u64>().unwrap() > 1_000_000);
+}
