@@ -141,8 +141,8 @@ class ShapeMatcher {
     for (const Entry& e : entries_) verify(e);
     if (const auto rows = dims_.find("T"); rows != dims_.end()) {
       require(rows->second >= 1 && rows->second <= kMaxRows,
-              origin_.at("T") + " has T = " + std::to_string(rows->second) +
-                  " rows; needed 1 .. " + std::to_string(kMaxRows));
+              origin_.at("T") + " has T = " + std::to_string(rows->second) + " rows; needed 1 .. " +
+                  std::to_string(kMaxRows));
     }
     return dims_;
   }
@@ -213,8 +213,8 @@ class ShapeMatcher {
         if (symbol.empty() || !known(symbol)) continue;
         if (said.find("," + symbol + ",") != said.npos) continue;
         said += symbol + ",";
-        text += join + symbol + " = " + std::to_string(value(symbol)) + " (" + origin_.at(symbol) +
-                ")";
+        text +=
+            join + symbol + " = " + std::to_string(value(symbol)) + " (" + origin_.at(symbol) + ")";
         join = ", ";
       }
     }
@@ -277,8 +277,8 @@ std::string names_of(const std::vector<ArgSpec>& specs) {
 // The checked inputs of one call.
 OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
                     std::span<const lowlat_array> inputs) {
-  require(contains_word(op.models, model), std::string("model is ") + model + "; " + op.name +
-                                               " is there for " + op.models);
+  require(contains_word(op.models, model),
+          std::string("model is ") + model + "; " + op.name + " is there for " + op.models);
   const std::string_view where = platform;
   require(where == "reference" || where == "scalar",
           std::string("platform is ") + platform + "; this build has reference and scalar");
@@ -286,8 +286,8 @@ OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
   std::map<std::string, const lowlat_array*> given;
   for (const lowlat_array& a : inputs) {
     require(a.name != nullptr, "an input has no name");
-    require(find_arg(op.in, a.name) != nullptr, std::string(a.name) + " is no input of " + op.name +
-                                                    "; needed " + names_of(op.in));
+    require(find_arg(op.in, a.name) != nullptr,
+            std::string(a.name) + " is no input of " + op.name + "; needed " + names_of(op.in));
     require(given.emplace(a.name, &a).second, std::string(a.name) + " is given twice");
   }
   ShapeMatcher matcher;
@@ -411,8 +411,8 @@ std::string table_json() {
 const std::vector<OpSpec>& op_table() {
   static const std::vector<OpSpec> table = [] {
     std::vector<OpSpec> all;
-    for (std::vector<OpSpec> group : {ops_mix(), ops_linear(), ops_rope_kv(),
-                                      ops_attention(), ops_index()}) {
+    for (std::vector<OpSpec> group : {ops_mix(), ops_linear(), ops_rope_kv(), ops_attention(),
+                                      ops_index(), ops_moe(), ops_engram(), ops_draft()}) {
       all.insert(all.end(), std::make_move_iterator(group.begin()),
                  std::make_move_iterator(group.end()));
     }
@@ -459,8 +459,8 @@ void op_run(const OpSpec& op, const char* model, const char* platform,
     targets.push_back(target);
   }
   for (const lowlat_array& a : outputs) {
-    require(find_arg(op.out, a.name) != nullptr, std::string(a.name) + " is no output of " +
-                                                     op.name + "; needed " + names_of(op.out));
+    require(find_arg(op.out, a.name) != nullptr,
+            std::string(a.name) + " is no output of " + op.name + "; needed " + names_of(op.out));
   }
   (std::string_view(platform) == "reference" ? op.reference : op.scalar)(args);
   for (std::size_t i = 0; i < targets.size(); ++i) {

@@ -1,0 +1,216 @@
+// Operations of the mixture of experts: the router and the experts.
+#include <algorithm>
+#include <string>
+
+#include "host/op/registry.hpp"
+#include "platform/scalar.hpp"
+#include "reference/experts.hpp"
+#include "reference/gate.hpp"
+#include "stages/experts.hpp"
+#include "stages/gate.hpp"
+#include "stages/linear.hpp"
+
+namespace lowlat::host {
+namespace {
+
+namespace stages = lowlat::scalar::stages;
+
+constexpr float kRoutedScaling = 1.5f;
+constexpr float kSwigluLimit = 10.0f;
+constexpr std::int64_t kTargetExperts = 6;  // a token, of a target layer
+constexpr std::int64_t kDraftExperts = 3;   // a token, of a draft stage
+constexpr int kScaleBlock = 32;
+
+std::vector<float> expand_rows(std::span<const std::uint16_t> rows) {
+  std::vector<float> values(rows.size());
+  stages::expand_bf16(values.data(), rows.data(), static_cast<int>(rows.size()));
+  return values;
+}
+
+OpSpec gate() {
+  OpSpec op;
+  op.name = "gate";
+  op.models = "v41";
+  op.about =
+      "the k experts of greatest sqrt(softplus(x w^T)) + bias, ties to the lowest id, and their "
+      "weights: score / sum of the k * 1.5. The sum gets 1e-20 added (k = 6, target), or counts as "
+      "1 "
+      "where it is 0 (k = 3, draft)";
+  op.in = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "rows"},
+           {"w", LOWLAT_BF16, "bf16", "E,H", false, "router"},
+           {"bias", LOWLAT_F32, "f32", "E", false, "ranks, does not weigh"},
+           {"k", LOWLAT_I64, "i64", "", true, "experts a token: 6 (when absent) or 3"}};
+  op.out = {{"ids", LOWLAT_I32, "i32", "T,k", false, "in selection order"},
+            {"weight", LOWLAT_F32, "f32", "T,k", false, "the factor 1.5 included"}};
+  op.numerics = {
+      {"scalar", "ids", "equal but for experts whose float64 score + bias are within 1e-5"},
+      {"scalar", "weight", "rel_l2 <= 1e-5"}};
+  op.check = [spec = op](OpArgs& a) {
+    const std::int64_t k = a.scalar("k", kTargetExperts);
+    require(k == kTargetExperts || k == kDraftExperts,
+            "k is " + std::to_string(k) + "; needed 6 (target) or 3 (draft)");
+    a.set_dim("k", k);
+    require_dim(a, "E", kTargetExperts, 1);
+    require_dim(a, "H", 1, 1);
+    require_all_finite(a, spec);
+  };
+  op.reference = [](const OpArgs& a) {
+    reference::gate(a.out<std::int32_t>("ids").data(), a.out<float>("weight").data(),
+                    a.in<std::uint16_t>("x").data(), a.in<std::uint16_t>("w").data(),
+                    a.in<float>("bias").data(), a.dim("T"), a.dim("H"), a.dim("E"), a.dim("k"),
+                    a.dim("k") == kDraftExperts);
+  };
+  op.scalar = [](const OpArgs& a) {
+    const auto rows = static_cast<int>(a.dim("T")), hidden = static_cast<int>(a.dim("H"));
+    const auto num_experts = static_cast<int>(a.dim("E")), k = static_cast<int>(a.dim("k"));
+    const std::vector<float> x = expand_rows(a.in<std::uint16_t>("x"));
+    std::vector<float> w_row(hidden), scratch(2 * static_cast<std::size_t>(num_experts));
+    std::vector<float> logits(static_cast<std::size_t>(rows) * num_experts);
+    const stages::Bf16Weights w = {a.in<std::uint16_t>("w").data(), hidden};
+    stages::linear(
+        x.data(), hidden, rows, hidden, w, 0, num_experts, w_row.data(),
+        [&](int t, int e, float z) { logits[static_cast<std::size_t>(t) * num_experts + e] = z; });
+    const stages::GateSum sum_rule =
+        k == kDraftExperts ? stages::GateSum::draft : stages::GateSum::target;
+    for (int t = 0; t < rows; ++t) {
+      stages::gate_select(
+          a.out<std::int32_t>("ids").data() + t * k, a.out<float>("weight").data() + t * k,
+          &logits[static_cast<std::size_t>(t) * num_experts], a.in<float>("bias").data(),
+          num_experts, k, sum_rule, kRoutedScaling, scratch.data());
+    }
+  };
+  return op;
+}
+
+// One expert's rows of a stacked [E, rows, k/2] weight.
+stages::Fp4Weights expert_weights(const OpArgs& a, const std::string& name, std::int64_t expert,
+                                  std::int64_t rows, std::int64_t k) {
+  return {a.in<std::uint8_t>(name).data() + expert * rows * (k / 2), k / 2,
+          a.in<std::uint8_t>(name + "_scale").data() + expert * rows * (k / 32), k / 32};
+}
+
+stages::E4m3Weights<stages::ScaleF32> shared_weights(const OpArgs& a, const std::string& name,
+                                                     std::int64_t k) {
+  return {a.in<std::uint8_t>(name).data(),
+          k,
+          {a.in<float>(name + "_scale").data(), k / kScaleBlock},
+          kScaleBlock};
+}
+
+// The shared expert's output, bf16 [T, H].
+std::vector<std::uint16_t> shared_expert(const OpArgs& a) {
+  const auto rows = static_cast<int>(a.dim("T")), hidden = static_cast<int>(a.dim("H"));
+  const auto inner = static_cast<int>(a.dim("I"));
+  const auto quantised = [rows](const std::uint16_t* x, int k) {
+    std::vector<float> out(static_cast<std::size_t>(rows) * k);
+    for (std::int64_t t = 0; t < rows; ++t) {
+      stages::quantize_row(&out[t * k], x + t * k, k, kScaleBlock);
+    }
+    return out;
+  };
+  const auto product = [rows](const std::vector<float>& x, int k, const auto& weights, int n) {
+    std::vector<std::uint16_t> y(static_cast<std::size_t>(rows) * n);
+    std::vector<float> w_row(k);
+    stages::linear(x.data(), k, rows, k, weights, 0, n, w_row.data(), [&](int t, int col, float v) {
+      y[static_cast<std::size_t>(t) * n + col] = stages::to_bf16(v);
+    });
+    return y;
+  };
+  const std::vector<float> x = quantised(a.in<std::uint16_t>("x").data(), hidden);
+  std::vector<std::uint16_t> h = product(x, hidden, shared_weights(a, "shared_w1", hidden), inner);
+  const std::vector<std::uint16_t> up =
+      product(x, hidden, shared_weights(a, "shared_w3", hidden), inner);
+  for (std::size_t i = 0; i < h.size(); ++i) {
+    h[i] = stages::shared_swiglu(h[i], up[i], kSwigluLimit);
+  }
+  return product(quantised(h.data(), inner), inner, shared_weights(a, "shared_w2", inner), hidden);
+}
+
+OpSpec experts() {
+  OpSpec op;
+  op.name = "experts";
+  op.models = "v41";
+  op.about =
+      "the weighted sum of each row's routed experts plus the shared expert. Routed (W4A16, "
+      "Marlin's "
+      "roundings): gate and up, silu, their product and weight * down to bf16, the slots added in "
+      "fp32 and rounded to bf16. Shared: block-fp8 linears with quantised input, bf16 outputs. "
+      "Both are added in fp32 and not rounded again";
+  op.in = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "rows"},
+           {"w1", LOWLAT_U8, "fp4", "E,I,H/2", false, "gate; even column in the low nibble"},
+           {"w1_scale", LOWLAT_U8, "ue8m0", "E,I,H/32", false, "one a 32 columns"},
+           {"w3", LOWLAT_U8, "fp4", "E,I,H/2", false, "up"},
+           {"w3_scale", LOWLAT_U8, "ue8m0", "E,I,H/32", false, "one a 32 columns"},
+           {"w2", LOWLAT_U8, "fp4", "E,H,I/2", false, "down"},
+           {"w2_scale", LOWLAT_U8, "ue8m0", "E,H,I/32", false, "one a 32 columns"},
+           {"ids", LOWLAT_I32, "i32", "T,k", false, "experts of each row, 0 .. E - 1"},
+           {"weight", LOWLAT_F32, "f32", "T,k", false, "their weights"},
+           {"shared_w1", LOWLAT_U8, "e4m3", "I,H", false, "gate of the shared expert"},
+           {"shared_w1_scale", LOWLAT_F32, "f32", "I/32,H/32", false, "one a 32 x 32 block"},
+           {"shared_w3", LOWLAT_U8, "e4m3", "I,H", false, "up of the shared expert"},
+           {"shared_w3_scale", LOWLAT_F32, "f32", "I/32,H/32", false, "one a 32 x 32 block"},
+           {"shared_w2", LOWLAT_U8, "e4m3", "H,I", false, "down of the shared expert"},
+           {"shared_w2_scale", LOWLAT_F32, "f32", "H/32,I/32", false, "one a 32 x 32 block"}};
+  op.out = {{"y", LOWLAT_F32, "f32", "T,H", false, "routed + shared"}};
+  // The routed part alone is within 1e-2. In the shared one gate and up are rounded to bf16, so
+  // some of its hidden values take the next e4m3 code, a sixteenth away: 2e-2 at real sizes, and
+  // most where one code is a large part of the result (T = 1, H = I = 32).
+  op.numerics = {{"scalar", "y", "rel_l2 <= 1e-1"}};
+  op.check = [spec = op](OpArgs& a) {
+    require_dim(a, "E", kTargetExperts, 1);
+    require_dim(a, "k", 1, 1);
+    require_dim(a, "H", 32, 32);
+    require_dim(a, "I", 32, 32);
+    require_all_finite(a, spec);
+    require_range(a, "ids", 0, a.dim("E") - 1, "E = " + std::to_string(a.dim("E")));
+  };
+  op.reference = [](const OpArgs& a) {
+    const auto routed = [&a](const std::string& name) {
+      return reference::Fp4Stack{a.in<std::uint8_t>(name).data(),
+                                 a.in<std::uint8_t>(name + "_scale").data()};
+    };
+    const auto shared = [&a](const std::string& name) {
+      return reference::E4m3Matrix{a.in<std::uint8_t>(name).data(),
+                                   a.in<float>(name + "_scale").data()};
+    };
+    reference::experts(a.out<float>("y").data(), a.in<std::uint16_t>("x").data(), routed("w1"),
+                       routed("w3"), routed("w2"), a.in<std::int32_t>("ids").data(),
+                       a.in<float>("weight").data(), shared("shared_w1"), shared("shared_w3"),
+                       shared("shared_w2"), a.dim("T"), a.dim("H"), a.dim("I"), a.dim("k"));
+  };
+  op.scalar = [](const OpArgs& a) {
+    const auto rows = static_cast<int>(a.dim("T")), hidden = static_cast<int>(a.dim("H"));
+    const auto inner = static_cast<int>(a.dim("I")), slots = static_cast<int>(a.dim("k"));
+    const auto num_experts = static_cast<int>(a.dim("E"));
+    const auto num_pairs = static_cast<std::size_t>(rows) * slots;
+    const std::vector<float> x = expand_rows(a.in<std::uint16_t>("x"));
+    std::vector<std::int32_t> offsets(num_experts + 1), pairs(num_pairs);
+    stages::group_pairs(offsets.data(), pairs.data(), a.in<std::int32_t>("ids").data(), rows, slots,
+                        num_experts);
+    std::vector<float> h(num_pairs * inner), scratch(std::max(2 * hidden, inner));
+    std::vector<std::uint16_t> d(num_pairs * hidden);
+    for (int e = 0; e < num_experts; ++e) {
+      const std::int32_t* own = pairs.data() + offsets[e];
+      const int num_own = offsets[e + 1] - offsets[e];
+      if (num_own == 0) continue;
+      stages::expert_gate_up(h.data(), x.data(), expert_weights(a, "w1", e, inner, hidden),
+                             expert_weights(a, "w3", e, inner, hidden), own, num_own, slots, hidden,
+                             inner, 0, inner, kSwigluLimit, scratch.data());
+      stages::expert_down(d.data(), h.data(), expert_weights(a, "w2", e, hidden, inner), own,
+                          num_own, a.in<float>("weight").data(), inner, hidden, 0, hidden,
+                          scratch.data());
+    }
+    const std::vector<std::uint16_t> shared = shared_expert(a);
+    for (std::int64_t t = 0; t < rows; ++t) {
+      stages::expert_sum(a.out<float>("y").data() + t * hidden, &d[t * slots * hidden],
+                         &shared[t * hidden], slots, hidden, 0, hidden);
+    }
+  };
+  return op;
+}
+
+}  // namespace
+
+std::vector<OpSpec> ops_moe() { return {gate(), experts()}; }
+
+}  // namespace lowlat::host
