@@ -100,7 +100,11 @@ fn replays_the_small_trace_and_reports() {
         "9",
     ]);
     assert_eq!((ran.code, ran.err.as_str()), (0, ""));
-    assert!(ran.out.contains("12 requests of 1 traces"), "{}", ran.out);
+    assert!(
+        ran.out.contains("12 requests of 1 trace on fake"),
+        "{}",
+        ran.out
+    );
     assert!(
         ran.out
             .ends_with(&format!("report: {}/report.json\n", text(&dir))),

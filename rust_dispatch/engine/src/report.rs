@@ -301,24 +301,22 @@ impl Report {
     #[must_use]
     pub fn to_table(&self) -> String {
         let (totals, model) = (&self.totals, &self.model);
-        let head = format!(
-            "{} requests of {} traces on {} ({}, {} rank{}): {} prompt and {} output tokens in \
-             {:.1} s",
+        let plural = |count: usize| if count == 1 { "" } else { "s" };
+        let mut out = format!(
+            "{} request{} of {} trace{} on {} ({}, {} rank{})\n\
+             {} prompt and {} output tokens in {:.1} s\n",
             totals.requests,
+            plural(totals.requests),
             totals.traces,
+            plural(totals.traces),
             model.name,
             model.platform,
             model.tp_size,
-            if model.tp_size == 1 { "" } else { "s" },
+            plural(model.tp_size as usize),
             totals.input_tokens,
             totals.output_tokens,
             totals.wall_s,
         );
-        let mut out = String::new();
-        for line in wrap(&head, usize::from(TABLE_COLUMNS)) {
-            out.push_str(&line);
-            out.push('\n');
-        }
         out.push_str(&self.latency_table().to_string());
         out.push('\n');
         out.push_str(&self.facts_table().to_string());
@@ -421,22 +419,6 @@ fn path_words(paths: &Paths) -> String {
             reasons.join(", ")
         )
     }
-}
-
-fn wrap(text: &str, columns: usize) -> Vec<String> {
-    let mut lines = vec![String::new()];
-    for word in text.split(' ') {
-        let line = lines.last_mut().expect("never empty");
-        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > columns {
-            lines.push(word.to_string());
-        } else {
-            if !line.is_empty() {
-                line.push(' ');
-            }
-            line.push_str(word);
-        }
-    }
-    lines
 }
 
 fn request_reports(
