@@ -21,7 +21,8 @@ T& some(T* pointer, const char* name) {
 }
 void require_no_stream(void* stream) {
   if (stream != nullptr) {
-    throw Error(LOWLAT_INVALID, "stream must be NULL on the scalar platform: a rank has one stream");
+    throw Error(LOWLAT_INVALID,
+                "stream must be NULL on the scalar platform: a rank has one stream");
   }
 }
 
@@ -57,8 +58,8 @@ lowlat_status lowlat_model_tensor(const lowlat_model* model, int32_t tensor_idx,
     const auto& tensors = some(model, "model").model.tensors();
     auto& out = some(out_spec, "out_spec");
     if (tensor_idx < 0 || tensor_idx >= static_cast<int32_t>(tensors.size())) {
-      throw Error(LOWLAT_INVALID, "tensor_idx is " + std::to_string(tensor_idx) +
-                                      "; needed 0 .. " + std::to_string(tensors.size() - 1));
+      throw Error(LOWLAT_INVALID, "tensor_idx is " + std::to_string(tensor_idx) + "; needed 0 .. " +
+                                      std::to_string(tensors.size() - 1));
     }
     if (out.struct_bytes != sizeof out) {
       throw Error(LOWLAT_INVALID, "lowlat_tensor_spec.struct_bytes is " +
@@ -103,8 +104,7 @@ lowlat_status lowlat_step_launch(lowlat_model* model, const lowlat_step* step, v
     some(model, "model").model.launch_step(some(step, "step"), Schedule::persistent);
   });
 }
-lowlat_status lowlat_plain_step_launch(lowlat_model* model, const lowlat_step* step,
-                                       void* stream) {
+lowlat_status lowlat_plain_step_launch(lowlat_model* model, const lowlat_step* step, void* stream) {
   return border([&] {
     require_no_stream(stream);
     some(model, "model").model.launch_step(some(step, "step"), Schedule::plain);
@@ -123,8 +123,7 @@ lowlat_status lowlat_plain_draft_launch(lowlat_model* model, const lowlat_draft*
     some(model, "model").model.launch_draft(some(draft, "draft"), Schedule::plain);
   });
 }
-lowlat_status lowlat_accept_launch(lowlat_model* model, const lowlat_accept* accept,
-                                   void* stream) {
+lowlat_status lowlat_accept_launch(lowlat_model* model, const lowlat_accept* accept, void* stream) {
   return border([&] {
     require_no_stream(stream);
     some(model, "model").model.launch_accept(some(accept, "accept"));
@@ -141,9 +140,8 @@ lowlat_status lowlat_status_read(const lowlat_model* model, lowlat_status_words*
 
 const char* lowlat_stage_name(uint32_t stage) {
   static const char* const kNames[] = {
-      "none",          "embed_sum",     "engram_gather",      "attention_sum",
-      "moe_sum",       "logits_gather", "argmax_gather",      "draft_token_gather",
-      "draft_logits_gather"};
+      "none",          "embed_sum",     "engram_gather",      "attention_sum",      "moe_sum",
+      "logits_gather", "argmax_gather", "draft_token_gather", "draft_logits_gather"};
   static_assert(sizeof kNames / sizeof *kNames ==
                 static_cast<std::size_t>(lowlat::host::stages::StageId::count));
   return stage < sizeof kNames / sizeof *kNames ? kNames[stage] : "unknown";

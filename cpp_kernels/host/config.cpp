@@ -38,8 +38,8 @@ class Reasons {
                                           std::to_string(low) + " .. " + std::to_string(high));
   }
   void multiple(std::int64_t seen, std::int64_t of, const std::string& name) {
-    need(of > 0 && seen % of == 0, name + " is " + std::to_string(seen) +
-                                       "; needed a multiple of " + std::to_string(of));
+    need(of > 0 && seen % of == 0,
+         name + " is " + std::to_string(seen) + "; needed a multiple of " + std::to_string(of));
   }
   static constexpr std::int64_t kMost = 1 << 24;
 
@@ -100,8 +100,8 @@ class Reasons {
       compressed = true;
       const auto source = [&](std::int32_t from, const char* what) {
         const bool inside = 0 <= from && from <= i;
-        need(inside, name + what + " is " + std::to_string(from) + "; needed 0 .. " +
-                         std::to_string(i));
+        need(inside,
+             name + what + " is " + std::to_string(from) + "; needed 0 .. " + std::to_string(i));
         return inside;
       };
       if (source(layer.kv_source, "kv_source")) {
@@ -139,21 +139,22 @@ class Reasons {
     if (c_.num_engrams <= 0 || c_.num_engrams > LOWLAT_MAX_ENGRAMS) return;
     multiple(c_.engram_head_dim, 32, "engram_head_dim");
     range(c_.engram_head_dim, 32, kMost, "engram_head_dim");
-    multiple(shape::kEngramColumns, c_.tp_size, "the 24 Engram columns over tp_size " +
-                                                    std::to_string(c_.tp_size) + ": their number");
+    multiple(shape::kEngramColumns, c_.tp_size,
+             "the 24 Engram columns over tp_size " + std::to_string(c_.tp_size) + ": their number");
     range(c_.engram_pad_token, 0, c_.vocab - 1, "engram_pad_token");
     for (int table = 0; table < c_.num_engrams; ++table) {
       const std::string name = "[" + std::to_string(table) + "]";
       for (const auto& size : c_.engram_primes[table]) {
-        for (const std::int64_t prime : size) range(prime, 1, std::int64_t{1} << 40,
-                                                    "engram_primes" + name);
+        for (const std::int64_t prime : size)
+          range(prime, 1, std::int64_t{1} << 40, "engram_primes" + name);
       }
       for (const std::int64_t m : c_.engram_multipliers[table]) {
         need(m > 0, "engram_multipliers" + name + " must be above 0");
       }
     }
     for (int i = 0; i < c_.num_layers; ++i) {
-      range(c_.layers[i].engram, -1, c_.num_engrams - 1, "layers[" + std::to_string(i) + "].engram");
+      range(c_.layers[i].engram, -1, c_.num_engrams - 1,
+            "layers[" + std::to_string(i) + "].engram");
     }
   }
 

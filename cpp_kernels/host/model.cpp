@@ -27,7 +27,8 @@ class Digest {
   std::uint64_t state_ = 0xcbf2'9ce4'8422'2325ull;
 };
 
-// Everything that ranks must agree on: the library's kernels and the configuration but for the rank.
+// Everything that ranks must agree on: the library's kernels and the configuration but for the
+// rank.
 std::uint64_t model_digest(lowlat_model_config config) {
   config.tp_rank = 0;
   Digest digest;
@@ -151,7 +152,7 @@ void Model::bind(const char* name, const lowlat_tensor& tensor) {
       }
       contiguous *= spec.shape[i];
     }
-    const std::size_t alignment = spec.dtype == LOWLAT_I64                              ? 8
+    const std::size_t alignment = spec.dtype == LOWLAT_I64                               ? 8
                                   : spec.dtype == LOWLAT_F32 || spec.dtype == LOWLAT_I32 ? 4
                                   : spec.dtype == LOWLAT_BF16                            ? 2
                                                                                          : 1;
@@ -192,7 +193,9 @@ void Model::peer_import(int peer_rank, const lowlat_peer_handle& handle) {
 void Model::ready() {
   if (ready_) throw invalid("lowlat_model_ready was called before");
   std::string missing;
-  const auto add = [&](const std::string& line) { missing += (missing.empty() ? "" : "\n") + line; };
+  const auto add = [&](const std::string& line) {
+    missing += (missing.empty() ? "" : "\n") + line;
+  };
   for (const TensorSlot& slot : tensors_) {
     if (!slot.bound) add("tensor " + slot.name + " is not bound");
   }
@@ -295,7 +298,8 @@ void Model::check_step(const lowlat_step& step, Schedule schedule) const {
     const std::int32_t* pages =
         step.page_table + std::int64_t{step.request_idx[t]} * step.page_table_stride;
     const int last = step.positions[t] / s.kPageSize;
-    if (step.slots[t] != std::int64_t{pages[last]} * s.kPageSize + step.positions[t] % s.kPageSize) {
+    if (step.slots[t] !=
+        std::int64_t{pages[last]} * s.kPageSize + step.positions[t] % s.kPageSize) {
       throw invalid("slots[" + std::to_string(t) + "] is " + std::to_string(step.slots[t]) +
                     "; the page table puts position " + std::to_string(step.positions[t]) +
                     " elsewhere");
@@ -439,9 +443,7 @@ void Model::run(const Job& job) {
         PlainProgram(rank_, peers_, plain_epoch_).draft(job.draft);
       }
       return;
-    case Job::Kind::accept:
-      persistent::accept(job.accept, rank_.buffers.accept_scratch);
-      return;
+    case Job::Kind::accept: persistent::accept(job.accept, rank_.buffers.accept_scratch); return;
   }
 }
 
@@ -449,15 +451,15 @@ void Model::synchronize(std::uint64_t budget_ns) {
   if (!ready_) throw invalid("lowlat_synchronize before lowlat_model_ready");
   if (!worker_->wait_idle(budget_ns)) {
     throw Error(LOWLAT_FAULT, "rank " + std::to_string(config_.tp_rank) +
-                                  " is still running after " + std::to_string(budget_ns / 1'000'000) +
-                                  " ms");
+                                  " is still running after " +
+                                  std::to_string(budget_ns / 1'000'000) + " ms");
   }
   lowlat_status_words words{};
   words.struct_bytes = sizeof words;
   read_status(words);
   if (words.state == 0) return;
-  const std::string where = std::string(lowlat_stage_name(words.stage)) + ", epoch " +
-                            std::to_string(words.epoch);
+  const std::string where =
+      std::string(lowlat_stage_name(words.stage)) + ", epoch " + std::to_string(words.epoch);
   const std::string who = "rank " + std::to_string(config_.tp_rank);
   if (words.state == 1) {
     throw Error(LOWLAT_FAULT, who + " waited " +

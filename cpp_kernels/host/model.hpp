@@ -1,4 +1,5 @@
-// host/model.hpp: one rank's model behind the C ABI: configuration, tensors, peer memory, resident thread.
+// host/model.hpp: one rank's model behind the C ABI: configuration, tensors, peer memory, resident
+// thread.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +12,8 @@
 #include "host/peer.hpp"
 #include "host/worker.hpp"
 #include "lowlat/kernels.h"
-#include "platform/scalar.hpp"
 #include "persistent/rank.hpp"
+#include "platform/scalar.hpp"
 
 namespace lowlat::host {
 

@@ -1,7 +1,7 @@
 // host/peer.hpp: the memory that a rank's peers write into, and how they get hold of it.
 //
-// Layout of a region: header, then boxes [2][tp_size][box_packets] of the tagged exchange, then staging
-// [2][staging_words] of the plain path's signals. On scalar a handle names a region of this
+// Layout of a region: header, then boxes [2][tp_size][box_packets] of the tagged exchange, then
+// staging [2][staging_words] of the plain path's signals. On scalar a handle names a region of this
 // process; who imported it shares it, so no peer ever writes into freed memory.
 #pragma once
 
@@ -46,10 +46,10 @@ class Region {
   struct alignas(64) Word {
     std::uint32_t value = 0;
   };
-  Word abort_word;                        // written by any rank and the host
-  Word arrived;                           // plain path: the last epoch staged here; by the owner
-  Word probes[kMaxTpSize];                // peer r's proof that its stores arrive; by rank r
-  scalar::stages::StatusWords status{};   // by the owner's resident thread
+  Word abort_word;                       // written by any rank and the host
+  Word arrived;                          // plain path: the last epoch staged here; by the owner
+  Word probes[kMaxTpSize];               // peer r's proof that its stores arrive; by rank r
+  scalar::stages::StatusWords status{};  // by the owner's resident thread
 
  private:
   Region(const RegionLayout& layout, int tp_rank);

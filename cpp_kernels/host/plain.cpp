@@ -29,9 +29,8 @@ bool PlainProgram::exchange(const std::uint32_t* words, std::int64_t num_words,
     const std::uint32_t* arrived = &regions_[peer]->arrived.value;
     const bool here = stages::wait_or_report(
         rank_.port.fault, static_cast<std::uint32_t>(persistent::KernelId::plain), stage, peer,
-        epoch_, [&] {
-          return plat::load_acquire<plat::Scope::system>(arrived) - epoch_ <= 0x7fff'ffffu;
-        });
+        epoch_,
+        [&] { return plat::load_acquire<plat::Scope::system>(arrived) - epoch_ <= 0x7fff'ffffu; });
     if (!here) return false;
   }
   return true;
@@ -139,9 +138,10 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
 }
 
 bool PlainProgram::target_step(const lowlat_step& step) {
-  const Rows rows{step.num_rows,          step.token_ids,   step.positions, step.request_idx,
-                  step.slots,             step.page_table,  step.page_table_stride,
-                  step.history,           step.state_slots, 0,              nullptr};
+  const Rows rows{
+      step.num_rows,   step.token_ids,         step.positions, step.request_idx, step.slots,
+      step.page_table, step.page_table_stride, step.history,   step.state_slots, 0,
+      nullptr};
   persistent::embed_partial(rank_, rows);
   if (!sum_rows(rows.num_rows, stages::StageId::embed_sum)) return false;
   for (int t = 0; t < rows.num_rows; ++t) persistent::spread_streams(rank_, t);
@@ -201,8 +201,8 @@ bool PlainProgram::draft(const lowlat_draft& draft) {
       stages::Best best = stages::kNoBest;
       for (int source = 0; source < s_.kTpSize; ++source) {
         const std::uint32_t* words = staged(source) + 2 * request;
-        best = stages::best_of(
-            best, {plat::bits_float(words[0]), static_cast<std::int32_t>(words[1])});
+        best = stages::best_of(best,
+                               {plat::bits_float(words[0]), static_cast<std::int32_t>(words[1])});
       }
       b_.previous[request] = best.id;
       draft.draft_tokens[request * s_.kDraftBlock + place] = best.id;

@@ -1,15 +1,17 @@
-// host/plain.hpp: the plain path of one rank: one unit after another over all rows, every intermediate in
-// memory, and collectives that stage the whole tensor, signal, and read the peers' memory.
+// host/plain.hpp: the plain path of one rank: one unit after another over all rows, every
+// intermediate in memory, and collectives that stage the whole tensor, signal, and read the peers'
+// memory.
 //
-// It is what runs prompts and every step that the persistent schedule does not cover, and the baseline
-// arm. It shares units with persistent/program.hpp, but neither its order of work nor its way of
-// crossing ranks.
+// It is what runs prompts and every step that the persistent schedule does not cover, and the
+// baseline arm. It shares units with persistent/program.hpp, but neither its order of work nor its
+// way of crossing ranks.
 //
 // Ordering     staging[e & 1]  rank's words of epoch e, written by their owner, read by every rank
-//              arrived         epoch of its owner; release.system after the words, acquire.system before
-//                              a peer reads them
-//              reuse           staging[e & 1] is written again at e + 2, after its owner saw every rank's
-//                              arrived e + 1, which a rank stores after its last read of epoch e
+//              arrived         epoch of its owner; release.system after the words, acquire.system
+//                              before a peer reads them
+//              reuse           staging[e & 1] is written again at e + 2, after its owner saw every
+//                              rank's arrived e + 1, which a rank stores after its last read of
+//                              epoch e
 //              wrap            (arrived - e) as u32 < 2^31 means arrived; ranks differ by at most 1
 //              late            every wait has the budget of the FaultPort
 #pragma once

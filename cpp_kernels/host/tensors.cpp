@@ -155,8 +155,8 @@ class Builder {
         (pages * entries + stages::kIndexSlotsPerPage - 1) / stages::kIndexSlotsPerPage;
     add("kv.extra." + number, w.kv_extra, LOWLAT_U8, {pages, stages::kv_page_bytes(entries)},
         kWhole, LOWLAT_POOL, LOWLAT_KV_PAGED);
-    add("kv.index." + number, w.kv_index, LOWLAT_U8, {index_pages, stages::kIndexPageBytes},
-        kWhole, LOWLAT_POOL, LOWLAT_INDEX_PAGED);
+    add("kv.index." + number, w.kv_index, LOWLAT_U8, {index_pages, stages::kIndexPageBytes}, kWhole,
+        LOWLAT_POOL, LOWLAT_INDEX_PAGED);
     if (w.plan.ratio == 2) {
       add("kv.state." + number, w.kv_state, LOWLAT_F32,
           {s_.kMaxBatch, s_.kStateRing, 2, shape::kHeadDim}, kWhole, LOWLAT_POOL);
@@ -177,8 +177,8 @@ class Builder {
     fp8("mtp.0.main_proj", w.main_proj, hidden, s_.kNumDraftStages * hidden, kWhole);
     add("mtp.0.main_norm.weight", w.main_norm, LOWLAT_BF16, {hidden}, kWhole);
     add(last + "norm.weight", w.draft_norm, LOWLAT_BF16, {hidden}, kWhole);
-    add(last + "markov_head.embed.weight", w.markov_embed, LOWLAT_BF16,
-        {s_.kVocab, s_.kMarkovRank}, kWhole);
+    add(last + "markov_head.embed.weight", w.markov_embed, LOWLAT_BF16, {s_.kVocab, s_.kMarkovRank},
+        kWhole);
     add(last + "markov_head.head.weight", w.markov_head, LOWLAT_BF16,
         {s_.kVocabLocal, s_.kMarkovRank}, 0);
   }

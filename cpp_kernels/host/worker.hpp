@@ -1,4 +1,5 @@
-// host/worker.hpp: the resident thread of a rank: launches run on it one after another, in launch order.
+// host/worker.hpp: the resident thread of a rank: launches run on it one after another, in launch
+// order.
 #pragma once
 
 #include <chrono>

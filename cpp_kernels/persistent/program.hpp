@@ -1,20 +1,24 @@
-// persistent/program.hpp: the resident schedule of one rank: front, select, back a layer, head, draft.
+// persistent/program.hpp: the resident schedule of one rank: front, select, back a layer, head,
+// draft.
 //
-//   front   (K1)   previous sublayer's post, Engram, features, statistics, combine and norm, q and kv
-//                  projections, window and compressed KV writes
-//   select  (K2i)  index scores and top-k, index sources only; begins after every front wrote its keys
-//   back    (K2)   attention, o-projection published as its tiles fill; each row summed, mixed and normed
-//                  as its packets arrive; experts, published row by row; their sum
+//   front   (K1)   previous sublayer's post, Engram, features, statistics, combine and norm, q and
+//                  kv projections, window and compressed KV writes
+//   select  (K2i)  index scores and top-k, index sources only; begins after every front wrote its
+//                  keys
+//   back    (K2)   attention, o-projection published as its tiles fill; each row summed, mixed and
+//                  normed as its packets arrive; experts, published row by row; their sum
 //
 // Ordering     Keys that a front writes are read by select and back of the same rank alone; the
-//              boundary between them (on scalar: program order, on a GPU: the launch) makes them visible.
-//              Everything that crosses ranks is an exchange (stages/exchange.hpp). Each rank runs the
-//              same sequence of exchanges, so `epoch` is the same number on every rank.
+//              boundary between them (on scalar: program order, on a GPU: the launch) makes them
+//              visible. Everything that crosses ranks is an exchange (stages/exchange.hpp). Each
+//              rank runs the same sequence of exchanges, so `epoch` is the same number on every
+//              rank.
 // Ends         Every exchange may report that the step is over; then the program returns false at
 //              once, writes no further output, and the rank is not used again.
 //
-// Exchanges of a target step: embedding, two a layer, one an Engram layer, one for the logits or the argmax. Of
-// a draft: embedding, two a stage, one a proposal, one for the logits when they are asked for.
+// Exchanges of a target step: embedding, two a layer, one an Engram layer, one for the logits or
+// the argmax. Of a draft: embedding, two a stage, one a proposal, one for the logits when they are
+// asked for.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any schedule"
@@ -44,9 +48,10 @@ class Program {
   }
 
   bool target_step(const lowlat_step& step) {
-    const Rows rows{step.num_rows,          step.token_ids,  step.positions, step.request_idx,
-                    step.slots,             step.page_table, step.page_table_stride,
-                    step.history,           step.state_slots, 0, nullptr};
+    const Rows rows{
+        step.num_rows,   step.token_ids,         step.positions, step.request_idx, step.slots,
+        step.page_table, step.page_table_stride, step.history,   step.state_slots, 0,
+        nullptr};
     if (!embed(rows, KernelId::front)) return false;
     for (int layer = 0; layer < s_.kNumLayers; ++layer) {
       const LayerCall call = target_call(rank_, layer);
@@ -81,8 +86,7 @@ class Program {
   }
 
   bool receive_row_sum(int row_idx, KernelId kernel, stages::StageId stage) {
-    return stages::receive_sum(rank_.port, rank_.epoch,
-                               row_idx * stages::packets_of(s_.kHidden),
+    return stages::receive_sum(rank_.port, rank_.epoch, row_idx * stages::packets_of(s_.kHidden),
                                b_.y + std::int64_t{row_idx} * s_.kHidden, s_.kHidden,
                                static_cast<std::uint32_t>(kernel), stage);
   }
@@ -138,7 +142,8 @@ class Program {
     return true;
   }
 
-  // `pending`: parameters of the sublayer whose output still waits in y; NULL before the first layer.
+  // `pending`: parameters of the sublayer whose output still waits in y; NULL before the first
+  // layer.
   bool front(const Rows& rows, const LayerCall& call, const stages::HcParams* pending) {
     const LayerWeights& w = call.weights;
     if (pending != nullptr) {
@@ -217,20 +222,20 @@ class Program {
                       b_.logits_local + std::int64_t{i} * s_.kVocabLocal, s_.kVocabLocal);
     }
     for (int i = 0; i < num_rows; ++i) {
-      const bool arrived = stages::receive_all(
-          rank_.port, rank_.epoch, i * row_packets, s_.kVocabLocal,
-          static_cast<std::uint32_t>(kernel), stage,
-          [&](int source, std::int64_t word, std::uint32_t bits) {
-            out[std::int64_t{i} * s_.kVocab + source * s_.kVocabLocal + word] =
-                plat::bits_float(bits);
-          });
+      const bool arrived =
+          stages::receive_all(rank_.port, rank_.epoch, i * row_packets, s_.kVocabLocal,
+                              static_cast<std::uint32_t>(kernel), stage,
+                              [&](int source, std::int64_t word, std::uint32_t bits) {
+                                out[std::int64_t{i} * s_.kVocab + source * s_.kVocabLocal + word] =
+                                    plat::bits_float(bits);
+                              });
       if (!arrived) return false;
     }
     return true;
   }
 
-  // The best of every rank's best, for `count` choices: own(i) is this rank's, put(i, best) takes the
-  // winner, which is the same on every rank because all compare the same candidates.
+  // The best of every rank's best, for `count` choices: own(i) is this rank's, put(i, best) takes
+  // the winner, which is the same on every rank because all compare the same candidates.
   template <class Own, class Put>
   bool agree_best(int count, KernelId kernel, stages::StageId stage, Own own, Put put) {
     ++rank_.epoch;
@@ -242,16 +247,16 @@ class Program {
     }
     for (int i = 0; i < count; ++i) {
       stages::Best winner = stages::kNoBest, candidate = stages::kNoBest;
-      const bool arrived = stages::receive_all(
-          rank_.port, rank_.epoch, i, 2, static_cast<std::uint32_t>(kernel), stage,
-          [&](int, std::int64_t word, std::uint32_t bits) {
-            if (word == 0) {
-              candidate.value = plat::bits_float(bits);
-            } else {
-              candidate.id = static_cast<std::int32_t>(bits);
-              winner = stages::best_of(winner, candidate);
-            }
-          });
+      const bool arrived =
+          stages::receive_all(rank_.port, rank_.epoch, i, 2, static_cast<std::uint32_t>(kernel),
+                              stage, [&](int, std::int64_t word, std::uint32_t bits) {
+                                if (word == 0) {
+                                  candidate.value = plat::bits_float(bits);
+                                } else {
+                                  candidate.id = static_cast<std::int32_t>(bits);
+                                  winner = stages::best_of(winner, candidate);
+                                }
+                              });
       if (!arrived) return false;
       put(i, winner);
     }
@@ -268,8 +273,7 @@ class Program {
       }
       if (step.argmax == nullptr) return true;
       for (int i = 0; i < step.num_logit_rows; ++i) {
-        step.argmax[i] =
-            stages::argmax(step.logits + std::int64_t{i} * s_.kVocab, s_.kVocab).id;
+        step.argmax[i] = stages::argmax(step.logits + std::int64_t{i} * s_.kVocab, s_.kVocab).id;
       }
       return true;
     }
@@ -287,7 +291,8 @@ class Program {
   bool propose(const lowlat_draft& draft) {
     for (int place = 0; place < s_.kDraftBlock; ++place) {
       stages::Best own[kMaxDraftBatch];
-      markov_step(rank_, draft, place, [&](int request, stages::Best best) { own[request] = best; });
+      markov_step(rank_, draft, place,
+                  [&](int request, stages::Best best) { own[request] = best; });
       const bool agreed = agree_best(
           draft.batch_size, KernelId::draft, stages::StageId::draft_token_gather,
           [&](int request) { return own[request]; },

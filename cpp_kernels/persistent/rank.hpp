@@ -1,4 +1,5 @@
-// persistent/rank.hpp: everything one rank's schedule works with: shape, weights, buffers, ports, rows.
+// persistent/rank.hpp: everything one rank's schedule works with: shape, weights, buffers, ports,
+// rows.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any schedule"
@@ -28,7 +29,15 @@ using lowlat::persistent::LayerWeights;
 using lowlat::persistent::ModelWeights;
 
 // Kernels of the catalogue, in its order; status words carry the number.
-enum class KernelId : std::uint32_t { front = 0, select = 1, back = 2, head = 3, draft = 4, plain = 5, count };
+enum class KernelId : std::uint32_t {
+  front = 0,
+  select = 1,
+  back = 2,
+  head = 3,
+  draft = 4,
+  plain = 5,
+  count
+};
 
 // The rows of one forward, of the target or of a draft block.
 struct Rows {
@@ -44,46 +53,47 @@ struct Rows {
   const std::int32_t* state_slots;  // [batch]
   // Draft only (block_rows > 0): a request's rows attend to its context and to the whole block.
   int block_rows;
-  const std::int32_t* prefixes;     // [batch]
+  const std::int32_t* prefixes;  // [batch]
 };
 
-// Memory of one rank that is not bound: every intermediate of a step of up to kMaxRows rows (targets)
-// or kMaxBatch * kDraftBlock rows (drafts, never more). M rows, fp32 holds bf16 values where noted.
+// Memory of one rank that is not bound: every intermediate of a step of up to kMaxRows rows
+// (targets) or kMaxBatch * kDraftBlock rows (drafts, never more). M rows, fp32 holds bf16 values
+// where noted.
 struct Buffers {
-  std::uint16_t* residual;   // bf16 [M, 4, H]
-  std::uint16_t* x;          // bf16 [M, H] input of a sublayer
-  float* x_f32;              // [M, H] x, bf16 values
-  float* x_q;                // [M, H] x as a block-fp8 linear sees it
-  float* wide_f32;           // [4 H] one residual row; also other single rows
-  std::uint16_t* q_lora;     // bf16 [M, q_lora]
-  float* q_lora_q;           // [M, q_lora]
-  float* kv;                 // [M, 512]
-  std::uint16_t* q;          // bf16 [M, heads_local, 512]; the attention output afterwards
-  float* o_f32;              // [M, heads_local * 512]
-  std::uint16_t* u;          // bf16 [M, groups_local * o_lora]
-  float* u_q;                // the same, as a block-fp8 linear sees it
-  float* partial;            // [M, H] of one rank, before the sum over ranks
-  std::uint16_t* y;          // bf16 [M, H] a sublayer's summed output
-  stages::HcParams* hc_attn; // [M]
-  stages::HcParams* hc_ffn;  // [M]
-  float* pre;                // [M, 4] what the next attention combine uses
-  stages::RopeTurn* turn;    // [M] of the layer's frequencies at each row's position
-  float* compress_kv;        // [M, 512]
-  float* compress_score;     // [M, 512]
-  std::uint16_t* latent;     // bf16 [512]
-  float* index_q;            // [M, index_heads, 128]
-  float* index_w;            // [M, index_heads]
-  std::int32_t* selected;    // [M, topk] entries, ascending, -1 at the end
-  std::int32_t* candidates;  // [M, candidate_blocks]
-  float* scores;             // [positions of the cache]
-  float* block_scores;       // [positions / candidate_block_size]
-  std::int32_t* window_ids;  // [window + draft_block]
-  std::int32_t* entry_ids;   // [topk]
-  float* attention_memory;   // SparseAttention::memory_floats(heads_local)
-  float* gate_logits;        // [M, E]
-  float* gate_scratch;       // [2 E]
-  std::int32_t* expert_ids;  // [M, k]
-  float* expert_weights;     // [M, k]
+  std::uint16_t* residual;     // bf16 [M, 4, H]
+  std::uint16_t* x;            // bf16 [M, H] input of a sublayer
+  float* x_f32;                // [M, H] x, bf16 values
+  float* x_q;                  // [M, H] x as a block-fp8 linear sees it
+  float* wide_f32;             // [4 H] one residual row; also other single rows
+  std::uint16_t* q_lora;       // bf16 [M, q_lora]
+  float* q_lora_q;             // [M, q_lora]
+  float* kv;                   // [M, 512]
+  std::uint16_t* q;            // bf16 [M, heads_local, 512]; the attention output afterwards
+  float* o_f32;                // [M, heads_local * 512]
+  std::uint16_t* u;            // bf16 [M, groups_local * o_lora]
+  float* u_q;                  // the same, as a block-fp8 linear sees it
+  float* partial;              // [M, H] of one rank, before the sum over ranks
+  std::uint16_t* y;            // bf16 [M, H] a sublayer's summed output
+  stages::HcParams* hc_attn;   // [M]
+  stages::HcParams* hc_ffn;    // [M]
+  float* pre;                  // [M, 4] what the next attention combine uses
+  stages::RopeTurn* turn;      // [M] of the layer's frequencies at each row's position
+  float* compress_kv;          // [M, 512]
+  float* compress_score;       // [M, 512]
+  std::uint16_t* latent;       // bf16 [512]
+  float* index_q;              // [M, index_heads, 128]
+  float* index_w;              // [M, index_heads]
+  std::int32_t* selected;      // [M, topk] entries, ascending, -1 at the end
+  std::int32_t* candidates;    // [M, candidate_blocks]
+  float* scores;               // [positions of the cache]
+  float* block_scores;         // [positions / candidate_block_size]
+  std::int32_t* window_ids;    // [window + draft_block]
+  std::int32_t* entry_ids;     // [topk]
+  float* attention_memory;     // SparseAttention::memory_floats(heads_local)
+  float* gate_logits;          // [M, E]
+  float* gate_scratch;         // [2 E]
+  std::int32_t* expert_ids;    // [M, k]
+  float* expert_weights;       // [M, k]
   std::int32_t* pair_offsets;  // [E + 1]
   std::int32_t* pairs;         // [M k]
   float* expert_h;             // [M k, I_local] bf16 values
@@ -101,10 +111,10 @@ struct Buffers {
   std::int32_t* draft_ids;     // [max_batch * draft_block] and the four arrays of Rows below
   std::int32_t* draft_positions;
   std::int32_t* draft_requests;
-  float* markov_embedding;     // [max_batch, R]
-  std::int32_t* previous;      // [max_batch] last chosen token
-  float* accept_scratch;       // [2 V]
-  float* w_row;                // [2 * widest K] expanded weight rows
+  float* markov_embedding;                         // [max_batch, R]
+  std::int32_t* previous;                          // [max_batch] last chosen token
+  float* accept_scratch;                           // [2 V]
+  float* w_row;                                    // [2 * widest K] expanded weight rows
   std::uint32_t (*pending)[plat::kTaggedPayload];  // [M] of PublishRows
 
   // Assigns every member from carve(count, T*&): called once to count and once to place.

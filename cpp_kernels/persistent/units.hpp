@@ -1,6 +1,7 @@
-// persistent/units.hpp: the work of a layer in pieces between two hand-offs, each for all rows of a step on one
-// rank. A unit composes stages over rows and touches no peer. The persistent schedule strings units into
-// its kernels with tagged exchanges between them; the plain path runs the same units one by one.
+// persistent/units.hpp: the work of a layer in pieces between two hand-offs, each for all rows of a
+// step on one rank. A unit composes stages over rows and touches no peer. The persistent schedule
+// strings units into its kernels with tagged exchanges between them; the plain path runs the same
+// units one by one.
 //
 // One block runs a unit whole (on scalar that is the rank's thread). Every row's result depends on
 // that row and the cache alone, so rows may come in any grouping: decode, verify or prompt chunks.
@@ -44,8 +45,9 @@ inline LayerCall target_call(const Rank& rank, int layer_idx) {
           stages::GateSum::target};
 }
 inline LayerCall draft_call(const Rank& rank, int stage_idx) {
-  return {rank.weights->stages[stage_idx], rank.window_rope,         stage_idx,
-          rank.shape.kDraftExperts,        rank.shape.kDraftExpertsPerToken, stages::GateSum::draft};
+  return {
+      rank.weights->stages[stage_idx],  rank.window_rope,      stage_idx, rank.shape.kDraftExperts,
+      rank.shape.kDraftExpertsPerToken, stages::GateSum::draft};
 }
 
 // ------------------------------------------------------------------ small helpers
@@ -137,7 +139,8 @@ inline void head_logits(Rank& rank, const std::uint16_t* norm, const std::int32_
 // residual = post * y + comb^T residual, of one row.
 inline void mix_in(Rank& rank, int row_idx, const stages::HcParams& params) {
   const int hidden = rank.shape.kHidden;
-  std::uint16_t* residual = rank.buffers.residual + std::int64_t{row_idx} * shape::kNumStreams * hidden;
+  std::uint16_t* residual =
+      rank.buffers.residual + std::int64_t{row_idx} * shape::kNumStreams * hidden;
   stages::hc_post<Block>(residual, residual, rank.buffers.y + std::int64_t{row_idx} * hidden,
                          params.post, params.comb, hidden, 0, hidden);
 }
@@ -182,8 +185,7 @@ inline void engram_lookup(Rank& rank, const Rows& rows, const LayerWeights& laye
     std::int64_t ids[stages::kEngramColumns];
     stages::engram_hash(ids, tokens, rows.positions[t], rank.weights->token_map,
                         rank.config->engram_multipliers[table],
-                        &rank.config->engram_primes[table][0][0], s.kImageToken,
-                        s.kEngramPadToken);
+                        &rank.config->engram_primes[table][0][0], s.kImageToken, s.kEngramPadToken);
     stages::engram_lookup(
         rank.buffers.engram_e + std::int64_t{t} * shape::kEngramColumns * s.kEngramDim, ids,
         first_column, first_column + s.kEngramColumnsLocal, layer.engram.embed.codes,
@@ -243,16 +245,15 @@ inline void project_q(Rank& rank, const Rows& rows, const LayerCall& call) {
   }
   quantize_rows(b.q_lora_q, b.q_lora, rows.num_rows, s.kQLora, s.kScaleBlock);
   const int width = s.kNumHeadsLocal * shape::kHeadDim;
-  stages::linear(b.q_lora_q, s.kQLora, rows.num_rows, s.kQLora,
-                 fp8_rows(w.wq_b, s.kQLora, s.kScaleBlock), 0, width, b.w_row,
-                 [&](int t, int n, float y) {
-                   b.q[std::int64_t{t} * width + n] = stages::to_bf16(y);
-                 });
+  stages::linear(
+      b.q_lora_q, s.kQLora, rows.num_rows, s.kQLora, fp8_rows(w.wq_b, s.kQLora, s.kScaleBlock), 0,
+      width, b.w_row,
+      [&](int t, int n, float y) { b.q[std::int64_t{t} * width + n] = stages::to_bf16(y); });
   for (int t = 0; t < rows.num_rows; ++t) {
     for (int head = 0; head < s.kNumHeadsLocal; ++head) {
-      stages::Rope<Block>::rotate(b.q + std::int64_t{t} * width + (head + 1) * shape::kHeadDim -
-                                   shape::kRopeDim,
-                               b.turn[t]);
+      stages::Rope<Block>::rotate(
+          b.q + std::int64_t{t} * width + (head + 1) * shape::kHeadDim - shape::kRopeDim,
+          b.turn[t]);
     }
   }
 }
@@ -337,8 +338,8 @@ inline void write_compressed(Rank& rank, const Rows& rows, const LayerCall& call
     float* latent = b.wide_f32;
     stages::expand_bf16(latent, b.latent, shape::kHeadDim);
     stages::linear(latent, shape::kHeadDim, 1, shape::kHeadDim,
-                   stages::Bf16Weights{w.indexer.wk, shape::kHeadDim}, 0, shape::kIndexDim,
-                   b.w_row, [&](int, int n, float y) { key[n] = y; });
+                   stages::Bf16Weights{w.indexer.wk, shape::kHeadDim}, 0, shape::kIndexDim, b.w_row,
+                   [&](int, int n, float y) { key[n] = y; });
     stages::IndexKey<Block>::Scratch key_scratch;
     stages::IndexKey<Block>::run(index_pool.row(entry_slot), key, w.indexer.k_norm, s.kNormEps,
                                  turn, key_scratch);
@@ -399,8 +400,8 @@ inline void select_entries(Rank& rank, const Rows& rows, const LayerCall& call) 
       const stages::AllPositions all;
       stages::index_scores<Block>(b.scores, query, weights, s.kIndexHeads, keys, all, 0, count);
       if (call.layer_idx == s.kCandidateLayer) {
-        stages::candidate_blocks(blocks, b.scores, count, s.kCandidateBlockSize,
-                                 s.kCandidateBlocks, b.block_scores, scratch);
+        stages::candidate_blocks(blocks, b.scores, count, s.kCandidateBlockSize, s.kCandidateBlocks,
+                                 b.block_scores, scratch);
       }
       stages::select_top(selected, b.scores, count, s.kIndexTopk, all, scratch);
     }
@@ -490,11 +491,10 @@ inline void project_out(Rank& rank, const Rows& rows, const LayerCall& call, Sin
 inline void route(Rank& rank, const Rows& rows, const LayerCall& call) {
   const auto& s = rank.shape;
   Buffers& b = rank.buffers;
-  stages::linear(b.x_f32, s.kHidden, rows.num_rows, s.kHidden,
-                 stages::Bf16Weights{call.weights.gate, s.kHidden}, 0, call.num_experts, b.w_row,
-                 [&](int t, int n, float y) {
-                   b.gate_logits[std::int64_t{t} * call.num_experts + n] = y;
-                 });
+  stages::linear(
+      b.x_f32, s.kHidden, rows.num_rows, s.kHidden,
+      stages::Bf16Weights{call.weights.gate, s.kHidden}, 0, call.num_experts, b.w_row,
+      [&](int t, int n, float y) { b.gate_logits[std::int64_t{t} * call.num_experts + n] = y; });
   for (int t = 0; t < rows.num_rows; ++t) {
     const bool image = call.weights.gate_bias_vl != nullptr && rows.token_ids[t] == s.kImageToken;
     stages::gate_select(b.expert_ids + std::int64_t{t} * call.experts_per_token,
@@ -534,9 +534,10 @@ inline void run_shared_expert(Rank& rank, const Rows& rows, const LayerCall& cal
   const LayerWeights& w = call.weights;
   const int inner = s.kIntermediateLocal;
   const auto up = [&](const Fp8Weight& weight, std::uint16_t* out) {
-    stages::linear(b.x_q, s.kHidden, rows.num_rows, s.kHidden,
-                   fp8_rows(weight, s.kHidden, s.kScaleBlock), 0, inner, b.w_row,
-                   [&](int t, int n, float y) { out[std::int64_t{t} * inner + n] = stages::to_bf16(y); });
+    stages::linear(
+        b.x_q, s.kHidden, rows.num_rows, s.kHidden, fp8_rows(weight, s.kHidden, s.kScaleBlock), 0,
+        inner, b.w_row,
+        [&](int t, int n, float y) { out[std::int64_t{t} * inner + n] = stages::to_bf16(y); });
   };
   up(w.shared_w1, b.shared_gate);
   up(w.shared_w3, b.shared_up);
@@ -611,13 +612,21 @@ inline Rows draft_rows(Rank& rank, const lowlat_draft& draft) {
     b.draft_positions[i] = draft.prefixes[request] + place;
     b.draft_requests[i] = request;
   }
-  return {draft.batch_size * block, b.draft_ids, b.draft_positions, b.draft_requests, draft.slots,
-          draft.page_table,         draft.page_table_stride,
-          nullptr,                  nullptr,     block,             draft.prefixes};
+  return {draft.batch_size * block,
+          b.draft_ids,
+          b.draft_positions,
+          b.draft_requests,
+          draft.slots,
+          draft.page_table,
+          draft.page_table_stride,
+          nullptr,
+          nullptr,
+          block,
+          draft.prefixes};
 }
 
-// logits_local row (request, place): base + Markov bias of the token chosen before, in place; then this
-// rank's best id of each request, into `put(request, best)`.
+// logits_local row (request, place): base + Markov bias of the token chosen before, in place; then
+// this rank's best id of each request, into `put(request, best)`.
 template <class Put>
 inline void markov_step(Rank& rank, const lowlat_draft& draft, int place, Put&& put) {
   const auto& s = rank.shape;
@@ -637,8 +646,8 @@ inline void markov_step(Rank& rank, const lowlat_draft& draft, int place, Put&& 
         draft.noise_key, static_cast<std::uint32_t>(draft.noise_row[request]),
         static_cast<std::uint32_t>(place),
         static_cast<std::uint32_t>(static_cast<std::uint64_t>(draft.noise_offset[request]))};
-    put(request, stages::draft_select(z + request * pitch, s.kVocabLocal,
-                                      s.kTpRank * s.kVocabLocal, draft.temperature[request], noise));
+    put(request, stages::draft_select(z + request * pitch, s.kVocabLocal, s.kTpRank * s.kVocabLocal,
+                                      draft.temperature[request], noise));
   }
 }
 

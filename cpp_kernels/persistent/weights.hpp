@@ -1,5 +1,5 @@
-// persistent/weights.hpp: what one rank's tensors are called inside a schedule. Pointers only; the engine owns
-// the memory and lowlat_model_bind checked dtype, shape and layout.
+// persistent/weights.hpp: what one rank's tensors are called inside a schedule. Pointers only; the
+// engine owns the memory and lowlat_model_bind checked dtype, shape and layout.
 #pragma once
 
 #include <cstdint>
@@ -62,10 +62,10 @@ struct LayerWeights {
   CompressorWeights compressor;
   IndexerWeights indexer;
   EngramWeights engram;
-  const std::uint16_t* gate;   // bf16 [E, H]
-  const float* gate_bias;      // [E]
-  const float* gate_bias_vl;   // [E], target layers: rows of image tokens
-  Fp4Weight w1, w3, w2;        // [E, I_local, H] twice, [E, H, I_local]
+  const std::uint16_t* gate;  // bf16 [E, H]
+  const float* gate_bias;     // [E]
+  const float* gate_bias_vl;  // [E], target layers: rows of image tokens
+  Fp4Weight w1, w3, w2;       // [E, I_local, H] twice, [E, H, I_local]
   Fp8Weight shared_w1, shared_w3, shared_w2;
   // Pools.
   std::uint8_t* kv_swa;    // KV_PAGED
@@ -75,9 +75,9 @@ struct LayerWeights {
 };
 
 struct ModelWeights {
-  const std::uint16_t* embed;  // bf16 [V_local, H]
-  const std::uint16_t* head;   // bf16 [V_local, H]
-  const std::uint16_t* norm;   // bf16 [H]
+  const std::uint16_t* embed;     // bf16 [V_local, H]
+  const std::uint16_t* head;      // bf16 [V_local, H]
+  const std::uint16_t* norm;      // bf16 [H]
   const std::int64_t* token_map;  // [V]
   LayerWeights layers[LOWLAT_MAX_LAYERS];
   // Draft.

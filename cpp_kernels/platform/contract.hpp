@@ -1,5 +1,5 @@
-// platform/contract.hpp: what every platform must offer. Include a platform, then this file: it fails to
-// compile when a name is missing or has another type.
+// platform/contract.hpp: what every platform must offer. Include a platform, then this file: it
+// fails to compile when a name is missing or has another type.
 //
 //   kName, kWarpLanes          the platform's word; lanes of a warp
 //   Block<N>::kNumThreads      threads of a block that was launched with N
@@ -20,7 +20,6 @@
 #include <cstdint>
 
 namespace lowlat::LOWLAT_PLATFORM::plat {
-
 
 static_assert(kWarpLanes >= 1 && Block<256>::kNumThreads >= 1 && kTaggedPayload >= 1);
 static_assert(std::same_as<decltype(thread_idx()), int>);
@@ -45,9 +44,9 @@ static_assert(std::same_as<decltype(bits_float(0u)), float>);
 static_assert(
     std::same_as<decltype(load_acquire<Scope::system>(static_cast<const std::uint32_t*>(nullptr))),
                  std::uint32_t>);
-static_assert(std::same_as<decltype(store_release<Scope::device>(
-                               static_cast<std::uint32_t*>(nullptr), 0u)),
-                           void>);
+static_assert(
+    std::same_as<decltype(store_release<Scope::device>(static_cast<std::uint32_t*>(nullptr), 0u)),
+                 void>);
 static_assert(std::same_as<decltype(spin_pause()), void>);
 static_assert(std::same_as<decltype(clock_ns()), std::uint64_t>);
 static_assert(Scope::block != Scope::device && Scope::device != Scope::system);

@@ -1,4 +1,5 @@
-// platform/scalar.hpp: a block is one thread and a warp one lane. Collectives are the identity, order is real.
+// platform/scalar.hpp: a block is one thread and a warp one lane. Collectives are the identity,
+// order is real.
 //
 // Every stage becomes ordinary C++ here: it runs, is debugged and is sanitised on a machine with
 // no GPU, with one thread a rank. platform/contract.hpp says what each name means.

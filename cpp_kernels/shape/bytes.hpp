@@ -1,5 +1,5 @@
-// shape/bytes.hpp: the fewest bytes a layer reads on one rank: each weight once. Floors are these over a
-// measured bandwidth.
+// shape/bytes.hpp: the fewest bytes a layer reads on one rank: each weight once. Floors are these
+// over a measured bandwidth.
 //
 // Works on a compiled shape; tests hold the results to the published worked numbers.
 #pragma once

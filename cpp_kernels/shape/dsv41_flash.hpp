@@ -1,6 +1,7 @@
 // shape/dsv41_flash.hpp: DeepSeek-V4.1-Flash at TP ranks, as it is published.
 //
-// Every fact that a kernel knows while it is compiled. RuntimeShape has plain members of the same names.
+// Every fact that a kernel knows while it is compiled. RuntimeShape has plain members of the same
+// names.
 #pragma once
 
 #include "shape/runtime_shape.hpp"

@@ -1,4 +1,5 @@
-// shape/runtime_shape.hpp: one rank's sizes as plain members, for models whose shape is known at run time.
+// shape/runtime_shape.hpp: one rank's sizes as plain members, for models whose shape is known at
+// run time.
 //
 // A compiled shape has static constants of the same names; stages and schedules take either.
 #pragma once

@@ -1,19 +1,23 @@
-// stages/exchange.hpp: every rank gives every rank its words; each value travels with the step's tag.
+// stages/exchange.hpp: every rank gives every rank its words; each value travels with the step's
+// tag.
 //
-// Ordering     box[e & 1][p]  packets of epoch e from rank p, in the reader's memory. Written by p only
-//                             (store_tagged: payload and tag as one access), read by its owner only.
-//              edge           p: packet with tag e  ⇒  owner: load_tagged(e) true → the payload is e's.
-//              reuse          box[e & 1] is written again at e + 2. p begins e + 2 only after it has read
-//                             every rank's packets of e + 1, and a rank sends those only after its last
-//                             read of epoch e. So nobody still reads what is overwritten.
+// Ordering     box[e & 1][p]  packets of epoch e from rank p, in the reader's memory. Written by p
+//                             only (store_tagged: payload and tag as one access), read by its owner
+//                             only.
+//              edge           p: packet with tag e, then owner: load_tagged(e) is true, so the
+//                             payload is e's
+//              reuse          box[e & 1] is written again at e + 2. p begins e + 2 only after it
+//                             has read every rank's packets of e + 1, and a rank sends those only
+//                             after its last read of epoch e. So nobody still reads what is
+//                             overwritten.
 //              tags           u32(epoch). A box holds tags e - 2 or older before e arrives; equal
 //                             low words would need 2^32 exchanges between two writes of one box.
 //                             Epochs begin at 1, so zeroed memory is never taken for a packet.
-//              late           every wait has the budget of its FaultPort; see wait.hpp. After a fault the
-//                             epoch is not advanced and the exchange is not used again.
+//              late           every wait has the budget of its FaultPort; see wait.hpp. After a
+//                             fault the epoch is not advanced and the exchange is not used again.
 //
-// Partial sums travel as fp32 and are added in rank order, so every rank rounds the same sum once and
-// all ranks hold the same bits without a second exchange.
+// Partial sums travel as fp32 and are added in rank order, so every rank rounds the same sum once
+// and all ranks hold the same bits without a second exchange.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any stage"
@@ -26,7 +30,8 @@
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
-// Where packets go and come from. Boxes are [2][tp_size][box_packets]; `outboxes[r]` is rank r's memory.
+// Where packets go and come from. Boxes are [2][tp_size][box_packets]; `outboxes[r]` is rank r's
+// memory.
 struct ExchangePort {
   plat::TaggedWords* const* outboxes;  // [tp_size], own rank included
   FaultPort fault;
@@ -54,8 +59,8 @@ LOWLAT_DEVICE void publish_packet(const ExchangePort& port, std::uint64_t epoch,
   }
 }
 
-// Sends num_words words to every rank, as packets first_packet and on of this epoch's box. Any thread;
-// packets are independent, so rows and tiles may be sent as they are finished.
+// Sends num_words words to every rank, as packets first_packet and on of this epoch's box. Any
+// thread; packets are independent, so rows and tiles may be sent as they are finished.
 LOWLAT_DEVICE void publish(const ExchangePort& port, std::uint64_t epoch, std::int64_t first_packet,
                            const std::uint32_t* words, std::int64_t num_words) {
   for (std::int64_t begin = 0; begin < num_words; begin += plat::kTaggedPayload) {
@@ -78,8 +83,8 @@ LOWLAT_DEVICE void publish(const ExchangePort& port, std::uint64_t epoch, std::i
 }
 
 // A sink of stages::linear that sends each row's results as soon as a packet of them is full: no
-// read-back and no separate send. Row t's words begin at packet t * packets_of(num_words). Weight rows must
-// come in ascending order from 0 (one thread calls). `pending` holds a packet a row.
+// read-back and no separate send. Row t's words begin at packet t * packets_of(num_words). Weight
+// rows must come in ascending order from 0 (one thread calls). `pending` holds a packet a row.
 struct PublishRows {
   const ExchangePort& port;
   std::uint64_t epoch;

@@ -20,11 +20,11 @@ struct BlockSum {
     if constexpr (kNumWarps == 1) {
       return value;
     } else {
-      const int thread_idx = plat::thread_idx();
-      if (thread_idx % plat::kWarpLanes == 0) scratch.partial[thread_idx / plat::kWarpLanes] = value;
+      const int thread_idx = plat::thread_idx(), warp_idx = thread_idx / plat::kWarpLanes;
+      if (thread_idx % plat::kWarpLanes == 0) scratch.partial[warp_idx] = value;
       plat::block_sync();
       float total = 0.0f;
-      for (int warp_idx = 0; warp_idx < kNumWarps; ++warp_idx) total += scratch.partial[warp_idx];
+      for (int i = 0; i < kNumWarps; ++i) total += scratch.partial[i];
       plat::block_sync();
       return total;
     }

@@ -1,10 +1,11 @@
-// stages/wait.hpp: every wait for a peer ends: the word arrived, its deadline passed, or somebody aborted.
+// stages/wait.hpp: every wait for a peer ends: the word arrived, its deadline passed, or somebody
+// aborted.
 //
 // Ordering     abort     written by any rank or the host (release.system), read by every wait
-//              (acquire.system). It only goes from 0 to a non-zero reason and nothing is published by it,
-//              so a late reader loses time, never data.
-//              status    written by the one thread that saw the deadline pass, before its release of
-//              `state`; the host reads the rest after it acquired a non-zero state.
+//              (acquire.system). It only goes from 0 to a non-zero reason and nothing is published
+//              by it, so a late reader loses time, never data.
+//              status    written by the one thread that saw the deadline pass, before its release
+//              of `state`; the host reads the rest after it acquired a non-zero state.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any stage"

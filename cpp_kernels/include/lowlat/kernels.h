@@ -65,9 +65,9 @@ typedef enum lowlat_dtype {
 } lowlat_dtype;
 
 typedef enum lowlat_layout {
-  LOWLAT_ROW_MAJOR = 0,   /* last dimension contiguous; the others by stride */
-  LOWLAT_KV_PAGED = 1,    /* u8 [pages, page_bytes]: P rows of 576 B, then P rows of 8 scale bytes */
-  LOWLAT_INDEX_PAGED = 2  /* u8 [pages, 64 * 68]: 64 rows of 64 B, then 64 rows of 4 scale bytes */
+  LOWLAT_ROW_MAJOR = 0,  /* last dimension contiguous; the others by stride */
+  LOWLAT_KV_PAGED = 1,   /* u8 [pages, page_bytes]: P rows of 576 B, then P rows of 8 scale bytes */
+  LOWLAT_INDEX_PAGED = 2 /* u8 [pages, 64 * 68]: 64 rows of 64 B, then 64 rows of 4 scale bytes */
 } lowlat_layout;
 
 #define LOWLAT_MAX_DIMS 6
@@ -155,7 +155,8 @@ typedef struct lowlat_model_config {
   int32_t widths[LOWLAT_MAX_WIDTHS];       /* rows of a step that was built, ascending */
   /* KV cache: logical pages of page_size tokens; one page table addresses every pool. */
   int32_t page_size, num_pages;
-  int32_t state_ring; /* slots a request of the ratio-2 state ring: power of two >= 2 + draft rows */
+  int32_t
+      state_ring; /* slots a request of the ratio-2 state ring: power of two >= 2 + draft rows */
   uint64_t wait_budget_ns; /* every wait for a peer ends within it */
 } lowlat_model_config;
 
@@ -213,23 +214,23 @@ typedef enum lowlat_step_mode {
  * platform's memory (scalar: host). */
 typedef struct lowlat_step {
   uint32_t struct_bytes;
-  uint32_t mode; /* lowlat_step_mode */
+  uint32_t mode;                                    /* lowlat_step_mode */
   int32_t num_rows, batch_size, tokens_per_request; /* tokens_per_request 0 in LOWLAT_EXTEND */
   int32_t page_table_stride;                        /* entries a request, >= pages in use */
-  const int32_t* token_ids;   /* [num_rows] */
-  const int32_t* positions;   /* [num_rows] */
-  const int32_t* request_idx; /* [num_rows] which of the batch */
-  const int32_t* slots;       /* [num_rows] full KV slot = page * page_size + position % page_size */
-  const int32_t* page_table;  /* [batch_size, page_table_stride] pool page of each logical page */
-  const int32_t* history;     /* [batch_size, 3] tokens before the request's first row, oldest
+  const int32_t* token_ids;                         /* [num_rows] */
+  const int32_t* positions;                         /* [num_rows] */
+  const int32_t* request_idx;                       /* [num_rows] which of the batch */
+  const int32_t* slots;      /* [num_rows] full KV slot = page * page_size + position % page_size */
+  const int32_t* page_table; /* [batch_size, page_table_stride] pool page of each logical page */
+  const int32_t* history;    /* [batch_size, 3] tokens before the request's first row, oldest
                                  first; those before position 0 are not read */
   const int32_t* state_slots; /* [batch_size] ring of the compressor state, < max_batch */
   int32_t num_logit_rows;     /* the head runs for these rows only */
   int32_t reserved;
-  const int32_t* logit_rows;  /* [num_logit_rows] ascending; NULL: all rows in order */
+  const int32_t* logit_rows; /* [num_logit_rows] ascending; NULL: all rows in order */
   /* Out, equal bit for bit on every rank; either may be NULL. */
-  float* logits;              /* [num_logit_rows, vocab] */
-  int32_t* argmax;            /* [num_logit_rows] lowest id on ties */
+  float* logits;   /* [num_logit_rows, vocab] */
+  int32_t* argmax; /* [num_logit_rows] lowest id on ties */
 } lowlat_step;
 
 /* Runs a step by the persistent schedule. LOWLAT_UNSUPPORTED when num_rows is no built width or
@@ -245,7 +246,7 @@ LOWLAT_API lowlat_status lowlat_plain_step_launch(lowlat_model* model, const low
  * proposals a request are made. */
 typedef struct lowlat_draft {
   uint32_t struct_bytes;
-  int32_t num_inject_rows; /* = num_rows of the last target step, or 0 */
+  int32_t num_inject_rows;         /* = num_rows of the last target step, or 0 */
   const int32_t* inject_slots;     /* [num_inject_rows] full slot, -1: not committed */
   const int32_t* inject_positions; /* [num_inject_rows] */
   int32_t batch_size;              /* 0: inject only */
@@ -276,11 +277,11 @@ LOWLAT_API lowlat_status lowlat_plain_draft_launch(lowlat_model* model, const lo
 typedef struct lowlat_accept {
   uint32_t struct_bytes;
   int32_t batch_size, num_drafts, vocab;
-  const int32_t* draft_tokens;  /* [batch_size, num_drafts] */
-  const float* target_logits;   /* [batch_size, num_drafts + 1, vocab] */
-  const float* draft_logits;    /* [batch_size, num_drafts, vocab]; NULL: all rows greedy */
-  const float* temperature;     /* [batch_size] */
-  const float* coins;           /* [batch_size, num_drafts + 1] in [0, 1); NULL: all greedy */
+  const int32_t* draft_tokens; /* [batch_size, num_drafts] */
+  const float* target_logits;  /* [batch_size, num_drafts + 1, vocab] */
+  const float* draft_logits;   /* [batch_size, num_drafts, vocab]; NULL: all rows greedy */
+  const float* temperature;    /* [batch_size] */
+  const float* coins;          /* [batch_size, num_drafts + 1] in [0, 1); NULL: all greedy */
   /* Out. */
   int32_t* accepted;    /* [batch_size] drafts accepted, 0 .. num_drafts */
   int32_t* next_tokens; /* [batch_size] the bonus or residual token */
@@ -302,7 +303,7 @@ typedef struct lowlat_status_words {
   uint32_t stage;  /* lowlat_stage_name() gives the word */
   int32_t peer;    /* rank that was waited for or that raised the abort; -1: none */
   uint32_t reserved;
-  uint64_t epoch;  /* of the exchange */
+  uint64_t epoch; /* of the exchange */
 } lowlat_status_words;
 
 LOWLAT_API lowlat_status lowlat_status_read(const lowlat_model* model,

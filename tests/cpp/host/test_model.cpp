@@ -1,4 +1,5 @@
-// The model behind the C ABI: persistent against plain, batches, chunks, ranks, refusals and faults.
+// The model behind the C ABI: persistent against plain, batches, chunks, ranks, refusals and
+// faults.
 #include "check.hpp"
 #include "host/tiny_group.hpp"
 
@@ -159,8 +160,8 @@ struct DraftOut {
 };
 
 DraftOut draft_of(TinyGroup& group, const StepArrays& last, int prefix0, int prefix1,
-                  float temperature, lowlat_status (*launch)(lowlat_model*, const lowlat_draft*,
-                                                             void*)) {
+                  float temperature,
+                  lowlat_status (*launch)(lowlat_model*, const lowlat_draft*, void*)) {
   const int vocab = group.config().vocab;
   const std::vector<std::int32_t> anchors = {5, 9}, prefixes = {prefix0, prefix1},
                                   noise_row = {0, 1};
@@ -393,7 +394,8 @@ TEST_CASE(peer_handles_of_another_kind_rank_shape_or_life_are_refused) {
   std::swap(handle, garbage);
   refused("no peer handle");
   lowlat_model_destroy(zero);
-  CHECK_EQ(lowlat_model_create("scalar", &config, &zero), LOWLAT_OK);  // rank 1 of another width set
+  CHECK_EQ(lowlat_model_create("scalar", &config, &zero),
+           LOWLAT_OK);  // rank 1 of another width set
   lowlat_model_destroy(zero);
   lowlat_model_destroy(one);
   config = tiny_config(2, 0);

@@ -23,7 +23,7 @@ class Random {
     z = (z ^ z >> 27) * 0x94d049bb133111ebull;
     return z ^ z >> 31;
   }
-  float uniform() { return static_cast<float>(bits() >> 40) * 0x1p-24f; }       // [0, 1)
+  float uniform() { return static_cast<float>(bits() >> 40) * 0x1p-24f; }  // [0, 1)
   float normal() {  // good enough: a sum of uniforms
     float sum = -6.0f;
     for (int i = 0; i < 12; ++i) sum += uniform();
@@ -87,10 +87,10 @@ inline lowlat_model_config tiny_config(int tp_size, int tp_rank) {
   c.engram_head_dim = 32;
   c.engram_pad_token = 2;
   c.image_token = 125;
-  const int primes[48] = {31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101,
-                          103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157, 163, 167, 173,
-                          179, 181, 191, 193, 197, 199, 211, 223, 227, 229, 233, 239, 241, 251,
-                          257, 263, 269, 271};
+  const int primes[48] = {31,  37,  41,  43,  47,  53,  59,  61,  67,  71,  73,  79,
+                          83,  89,  97,  101, 103, 107, 109, 113, 127, 131, 137, 139,
+                          149, 151, 157, 163, 167, 173, 179, 181, 191, 193, 197, 199,
+                          211, 223, 227, 229, 233, 239, 241, 251, 257, 263, 269, 271};
   for (int i = 0; i < 48; ++i) c.engram_primes[i / 24][i / 8 % 3][i % 8] = primes[i];
   for (int t = 0; t < 2; ++t) {
     for (int s = 0; s < 4; ++s) c.engram_multipliers[t][s] = 1000003 + 2 * (17 * t + 5 * s);
@@ -152,7 +152,8 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
   const int bytes = kBytes[spec.dtype];
   out.assign(static_cast<std::size_t>(count * bytes), 0);
   if (spec.role == LOWLAT_POOL) return;
-  const bool gain = name.find("norm") != std::string::npos || name.find("_weight") != std::string::npos;
+  const bool gain =
+      name.find("norm") != std::string::npos || name.find("_weight") != std::string::npos;
   const double fan_in = spec.ndim > 1 ? static_cast<double>(whole[spec.ndim - 1]) : 1.0;
   for (std::int64_t i = 0; i < count; ++i) {
     std::int64_t rest = i, global = 0, stride = 1;
@@ -274,7 +275,8 @@ class TinyGroup {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-// A step's arrays. Request r owns pages r * pages_per_request and on, in an order that is not ascending.
+// A step's arrays. Request r owns pages r * pages_per_request and on, in an order that is not
+// ascending.
 struct StepArrays {
   std::vector<std::int32_t> token_ids, positions, request_idx, slots, page_table, history,
       state_slots;

@@ -1,14 +1,15 @@
-// The exchange's values, its reuse of boxes, its wrap and its ends. Races are test_exchange_tsan.cpp's.
-// Mutations that were seen to fail here: tag `epoch & 1` instead of epoch (stale values), one box
-// instead of two (waits expire: a box holds a later tag), a wait without the abort test (the abort case takes the
-// whole budget and reports `expired`), sums in the order of arrival (order case).
+// The exchange's values, its reuse of boxes, its wrap and its ends. Races are
+// test_exchange_tsan.cpp's. Mutations that were seen to fail here: tag `epoch & 1` instead of epoch
+// (stale values), one box instead of two (waits expire: a box holds a later tag), a wait without
+// the abort test (the abort case takes the whole budget and reports `expired`), sums in the order
+// of arrival (order case).
 #include "check.hpp"
 #include "stages/exchange_group.hpp"
 
 namespace {
 
-using lowlat::testing::ExchangeGroup;
 using lowlat::testing::exchange_value;
+using lowlat::testing::ExchangeGroup;
 namespace plat = lowlat::scalar::plat;
 namespace stages = lowlat::scalar::stages;
 
@@ -72,7 +73,8 @@ TEST_CASE(the_sum_is_in_rank_order_and_rounds_once) {
   CHECK_EQ(out[1], out[0]);
   CHECK_EQ(out[2], out[0]);
 
-  // A case that bf16 can tell apart: 256 + 1 + 1 = 258 (bf16 258); rounding after each add gives 256.
+  // A case that bf16 can tell apart: 256 + 1 + 1 = 258 (bf16 258); rounding after each add gives
+  // 256.
   ExchangeGroup again(3, 1, 20 * kSecond);
   const float small[3] = {256.0f, 1.0f, 1.0f};
   again.run([&](int rank) {
@@ -98,7 +100,8 @@ TEST_CASE(a_silent_rank_expires_the_wait_names_it_and_aborts_every_rank) {
   CHECK_EQ(received[0], 0);
   CHECK_EQ(received[2], 0);
   for (int rank : {0, 1, 2}) CHECK(group.abort_word(rank) != 0u);
-  // At least one of the two saw its own deadline pass; both name rank 1, or the rank that told them.
+  // At least one of the two saw its own deadline pass; both name rank 1, or the rank that told
+  // them.
   bool expired = false;
   for (int rank : {0, 2}) {
     const auto& status = group.status(rank);
@@ -122,7 +125,8 @@ TEST_CASE(an_abort_by_the_host_ends_a_wait_long_before_its_budget) {
     received = stages::receive_sum(group.port(0), 1, 0, &out, 1, 0, stages::StageId::embed_sum);
   });
   group.abort_by_host(0);
-  waiting.join();  // the test's own limit is the runner's: a wait that ignores the abort hangs an hour
+  waiting
+      .join();  // the test's own limit is the runner's: a wait that ignores the abort hangs an hour
   CHECK(!received);
   CHECK_EQ(group.status(0).state, 3u);
   CHECK_EQ(group.status(0).peer, -1);

@@ -1,6 +1,6 @@
-// The exchange under ThreadSanitizer: the tag store is a release and the tag load an acquire, and a box is
-// not written again before its reader is done. Built a second time with LOWLAT_PLANT, where the
-// tag store is relaxed: that build must be caught.
+// The exchange under ThreadSanitizer: the tag store is a release and the tag load an acquire, and a
+// box is not written again before its reader is done. Built a second time with LOWLAT_PLANT, where
+// the tag store is relaxed: that build must be caught.
 #ifdef LOWLAT_PLANT
 #define LOWLAT_SCALAR_TAG_STORE_ORDER std::memory_order_relaxed
 #endif
@@ -9,8 +9,8 @@
 
 namespace {
 
-using lowlat::testing::ExchangeGroup;
 using lowlat::testing::exchange_value;
+using lowlat::testing::ExchangeGroup;
 namespace plat = lowlat::scalar::plat;
 namespace stages = lowlat::scalar::stages;
 
