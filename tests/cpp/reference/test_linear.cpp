@@ -39,14 +39,16 @@ TEST_CASE(activations_are_quantised_by_groups) {
 }
 
 TEST_CASE(block_linear_by_hand) {
-  // Two blocks along K with scales 1 and 4: y = 32 * (1 * 1) + 32 * (1 * 4).
+  // Two blocks along K with scales 1 and 4 (2 and 16 in the second block of rows): y = 32 * (1 * 1)
+  // + 32 * (1 * 4).
   const std::vector<std::uint16_t> x(64, 0x3f80);
-  std::vector<std::uint8_t> w(32 * 64, 0x38);
+  std::vector<std::uint8_t> w(64 * 64, 0x38);
   w[64 + 5] = 0xb8;  // row 1: one of the first block is -1
-  const float w_scale[2] = {1.0f, 4.0f};
-  std::vector<std::uint16_t> y(32);
-  reference::block_linear(y.data(), x.data(), w.data(), w_scale, 1, 32, 64, 32);
+  const float w_scale[4] = {1.0f, 4.0f, 2.0f, 16.0f};
+  std::vector<std::uint16_t> y(64);
+  reference::block_linear(y.data(), x.data(), w.data(), w_scale, 1, 64, 64, 32);
   CHECK_EQ(reference::from_bf16(y[0]), 160.0);
   CHECK_EQ(reference::from_bf16(y[1]), 158.0);
   CHECK_EQ(reference::from_bf16(y[31]), 160.0);
+  CHECK_EQ(reference::from_bf16(y[32]), 576.0);  // 32 * 2 + 32 * 16
 }
