@@ -66,7 +66,10 @@ void experts(float* y, const std::uint16_t* x, Fp4Stack w1, Fp4Stack w3, Fp4Stac
     quantize_activation(quantised.data(), row, hidden, 32);
     const Values gate = product(shared_gate, quantised), up = product(shared_up, quantised);
     std::vector<std::uint16_t> mid(inner);
-    for (std::int64_t i = 0; i < inner; ++i) mid[i] = to_bf16(swiglu(gate[i], up[i]));
+    for (std::int64_t i = 0; i < inner; ++i) {
+      // What the second product quantises: SwiGLU of two bf16 tensors, a bf16 tensor itself.
+      mid[i] = to_bf16(swiglu(from_bf16(to_bf16(gate[i])), from_bf16(to_bf16(up[i]))));
+    }
     Values mid_quantised(inner);
     quantize_activation(mid_quantised.data(), mid.data(), inner, 32);
     const Values shared = product(shared_down, mid_quantised);

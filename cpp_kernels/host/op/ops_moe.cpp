@@ -44,7 +44,7 @@ OpSpec gate() {
             {"weight", LOWLAT_F32, "f32", "T,k", false, "the factor 1.5 included"}};
   op.numerics = {
       {"scalar", "ids", "equal but for experts whose float64 score + bias are within 1e-5"},
-      {"scalar", "weight", "rel_l2 <= 1e-5"}};
+      {"scalar", "weight", "rel_l2 <= 1e-5 over rows without a logit below -80"}};
   op.check = [spec = op](OpArgs& a) {
     const std::int64_t k = a.scalar("k", kTargetExperts);
     require(k == kTargetExperts || k == kDraftExperts,
@@ -152,10 +152,8 @@ OpSpec experts() {
            {"shared_w2", LOWLAT_U8, "e4m3", "H,I", false, "down of the shared expert"},
            {"shared_w2_scale", LOWLAT_F32, "f32", "H/32,I/32", false, "one a 32 x 32 block"}};
   op.out = {{"y", LOWLAT_F32, "f32", "T,H", false, "routed + shared"}};
-  // The routed part alone is within 1e-2. In the shared one gate and up are rounded to bf16, so
-  // some of its hidden values take the next e4m3 code, a sixteenth away: 2e-2 at real sizes, and
-  // most where one code is a large part of the result (T = 1, H = I = 32).
-  op.numerics = {{"scalar", "y", "rel_l2 <= 1e-1"}};
+  // Marlin's roundings are the routed part's: 4e-3 on average, 8e-3 where T = 1, H = I = 32.
+  op.numerics = {{"scalar", "y", "rel_l2 <= 1e-2"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "E", kTargetExperts, 1);
     require_dim(a, "k", 1, 1);
