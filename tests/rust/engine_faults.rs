@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use lowlat_engine::EngineError;
-use lowlat_engine::runtime::{Runtime, RuntimeOptions};
+use lowlat_engine::runtime::{Lapse, LapseKind, Runtime, RuntimeOptions};
 use lowlat_engine::step::{
     FaultKind, InjectedFault, RuntimeSettings, StepMode, StepPlan, StepRequest, StepResult,
     StepRunner,
@@ -192,8 +192,12 @@ fn silent_at(step: u64, check: impl Fn(&str)) {
     let ms = |ms: u64| ms * 1_000_000;
     // Plain steps vote with the collective's budget, so it is short here too.
     options.ladder =
-        lowlat_core::DeadlineLadder::new(ms(500), ms(1_500), ms(2_000), ms(30_000)).unwrap();
-    options.silent_from = Some((1, step));
+        lowlat_core::DeadlineLadder::new(ms(2_000), ms(4_000), ms(5_000), ms(30_000)).unwrap();
+    options.lapse = Some(Lapse {
+        tp_rank: 1,
+        first_step: step,
+        kind: LapseKind::Silent,
+    });
     let mut runtime = Runtime::start_with(options.clone()).unwrap();
     let mut result = StepResult::new();
     let extend = plan(StepMode::Extend, 0, &[5, 9, 11, 40]);
@@ -218,7 +222,7 @@ fn silent_at(step: u64, check: impl Fn(&str)) {
     assert_eq!(runtime.run(&extend, &mut result), Err(error));
     expect_no_thread_left();
     drop(runtime);
-    options.silent_from = None;
+    options.lapse = None;
     let mut fresh = Runtime::start_with(options).unwrap();
     works(&mut fresh);
     assert!(
@@ -243,7 +247,7 @@ fn a_rank_that_leaves_before_a_plain_step_is_named() {
 fn a_rank_that_leaves_before_a_covered_step_is_named_by_the_kernels() {
     silent_at(1, |message| {
         assert!(
-            message.starts_with("rank 0 waited 500 ms for rank 1 in embed_sum"),
+            message.starts_with("rank 0 waited 2000 ms for rank 1 in embed_sum"),
             "{message}"
         );
         assert!(
@@ -252,4 +256,31 @@ fn a_rank_that_leaves_before_a_covered_step_is_named_by_the_kernels() {
         );
         assert!(message.contains("waited for rank 1"), "{message}");
     });
+}
+
+#[test]
+fn a_rank_that_says_another_token_is_named_with_its_step() {
+    let Some(library) = library() else { return };
+    let _one = one_at_a_time();
+    let mut options = options(&library, 4);
+    options.lapse = Some(Lapse {
+        tp_rank: 2,
+        first_step: 1,
+        kind: LapseKind::Differs,
+    });
+    let mut runtime = Runtime::start_with(options).unwrap();
+    let mut result = StepResult::new();
+    let extend = plan(StepMode::Extend, 0, &[5, 9, 11, 40]);
+    runtime.run(&extend, &mut result).unwrap();
+    let verify = plan(StepMode::Verify, 4, &[result.tokens[0]]);
+    let error = runtime.run(&verify, &mut result).unwrap_err();
+    let EngineError::Fault(message) = &error else {
+        panic!("{error:?}")
+    };
+    assert!(
+        message.starts_with("rank 2 and rank 0 differ at step 1: rank 2 has tokens"),
+        "{message}"
+    );
+    assert_eq!(runtime.run(&verify, &mut result), Err(error));
+    expect_no_thread_left();
 }

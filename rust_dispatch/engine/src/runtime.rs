@@ -50,8 +50,28 @@ pub struct RuntimeOptions {
     pub ladder: DeadlineLadder,
     /// Whether all ranks' logits are compared, bit for bit, each step.
     pub compare_logits: bool,
-    /// A rank that does not take part in a step any more: which, and from which step on.
-    pub silent_from: Option<(u32, u64)>,
+    /// A rank that goes wrong while steps run, to show that all ranks end together.
+    pub lapse: Option<Lapse>,
+}
+
+/// How a rank goes wrong, for tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LapseKind {
+    /// Takes no part any more.
+    Silent,
+    /// Says another first token than it has.
+    Differs,
+}
+
+/// Which rank goes wrong, how, and from which step on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lapse {
+    /// The rank.
+    pub tp_rank: u32,
+    /// The first step of the lapse; 0 is the first that runs.
+    pub first_step: u64,
+    /// What it does.
+    pub kind: LapseKind,
 }
 
 impl RuntimeOptions {
@@ -69,7 +89,7 @@ impl RuntimeOptions {
             config: None,
             ladder,
             compare_logits: false,
-            silent_from: None,
+            lapse: None,
         }
     }
 }
@@ -199,7 +219,7 @@ impl Runtime {
             config,
             ladder,
             compare_logits,
-            silent_from,
+            lapse,
         } = options;
         let config = Arc::new(match config {
             Some(config) => config,
@@ -258,9 +278,7 @@ impl Runtime {
                 tp_rank: rank,
                 setup: setup.clone(),
                 fault: settings.inject_fault.filter(|fault| fault.tp_rank == rank),
-                silent_from: silent_from
-                    .filter(|(silent, _)| *silent == rank)
-                    .map(|(_, n)| n),
+                lapse: lapse.filter(|lapse| lapse.tp_rank == rank),
                 shared: Arc::clone(&shared),
             };
             let thread = std::thread::Builder::new()
@@ -505,7 +523,7 @@ struct Duty {
     tp_rank: u32,
     setup: RankSetup,
     fault: Option<InjectedFault>,
-    silent_from: Option<u64>,
+    lapse: Option<Lapse>,
     shared: Arc<Shared>,
 }
 
@@ -541,7 +559,9 @@ impl Duty {
         };
         let mut num_steps = 0;
         while self.mailbox().next_is_run() {
-            if self.silent_from.is_some_and(|first| num_steps >= first) {
+            let lapse = self.lapse.filter(|lapse| lapse.first_step <= num_steps);
+            let lapse = lapse.map(|lapse| lapse.kind);
+            if lapse == Some(LapseKind::Silent) {
                 self.mailbox().wait_for_quit();
                 break;
             }
@@ -552,7 +572,13 @@ impl Duty {
                     .plan
                     .read()
                     .unwrap_or_else(PoisonError::into_inner);
-                rank.run(&plan, &mut lock(&self.mailbox().output))
+                let mut output = lock(&self.mailbox().output);
+                rank.run(&plan, &mut output)?;
+                if let (Some(LapseKind::Differs), Some(token)) = (lapse, output.tokens.first_mut())
+                {
+                    *token ^= 1;
+                }
+                Ok(())
             });
             match ran {
                 Ok(()) => self.mailbox().answer(Post::Done),

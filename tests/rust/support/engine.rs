@@ -46,7 +46,7 @@ pub fn settings(library: &std::path::Path) -> RuntimeSettings {
 /// Deadlines for tests of faults: short where ranks wait for each other, long for the work.
 pub fn short_ladder() -> DeadlineLadder {
     let ms = |ms: u64| ms * 1_000_000;
-    DeadlineLadder::new(ms(500), ms(15_000), ms(20_000), ms(30_000)).unwrap()
+    DeadlineLadder::new(ms(2_000), ms(15_000), ms(20_000), ms(30_000)).unwrap()
 }
 
 /// A request of a test: its prompt and how much it emits.
