@@ -133,6 +133,14 @@ DRAWS = re.compile(
 )
 
 IDS = re.compile(rf"equal but for experts whose float64 score \+ bias are within {NUMBER}")
+WEIGHTS = re.compile(rf"rel_l2 <= {NUMBER} over rows without a logit below (-[0-9]+)")
+
+
+def check_weights(name, arrays, got, want, bound, lowest):
+    logits = bf16_value(arrays["x"]) @ bf16_value(arrays["w"]).T
+    rows = logits.min(1) >= lowest
+    seen = measure("rel_l2", got[rows], want[rows])
+    assert seen <= bound, f"{name}: rel_l2 is {seen:.4g}, declared {bound}"
 
 
 def check_ids(name, arrays, got, want, slack):
@@ -181,6 +189,8 @@ def check_declared(op, arrays, got, want, declared):
             check_sets(label, arrays, a, b, float(match[1]))
         elif match := IDS.fullmatch(bound):
             check_ids(label, arrays, a, b, float(match[1]))
+        elif match := WEIGHTS.fullmatch(bound):
+            check_weights(label, arrays, a, b, float(match[1]), float(match[2]))
         elif match := VALUES.fullmatch(bound):
             seen = measure("rel_l2", index.key_values(a), index.key_values(b))
             assert seen <= float(match[1]), f"{label}: rel_l2 is {seen:.4g}, declared {bound}"
