@@ -67,15 +67,16 @@ TEST_CASE(shared_by_hand) {
   x[1] = to_bf16(448.0);
   m.shared_w1[5 * 32] = m.shared_w3[5 * 32] = 0x18;  // 2^-4
   m.shared_w2[3 * 32 + 5] = 0x40;                    // 2
-  // h = 0.7310586 is 187/256 in bf16; its scale is 2^-9: 374 is between 352 and 384 and becomes 384.
+  // h = 0.7310586 is 187/256 in bf16; its scale is 2^-9: 374 is between 352 and 384 and
+  // becomes 384.
   const std::vector<float> y = m.run(x, {0}, {1.0f});
   CHECK_NEAR(y[3], 2.0 * 384.0 / 512.0, 1e-12);
   CHECK_EQ(y[4], 0.0f);
 }
 
 TEST_CASE(shared_gate_is_bf16_before_swiglu) {
-  // Gate 1 + 2^-9 is 1 in bf16, up 115/128. h = silu(1) up = 336.3/512 is 336/512 in bf16, and 336 is
-  // the tie of the codes 320 and 352: 320. Unrounded, h would be 337.1/512, 338/512 and 352.
+  // Gate 1 + 2^-9 is 1 in bf16, up 115/128. h = silu(1) up = 336.3/512 is 336/512 in bf16, and 336
+  // is the tie of the codes 320 and 352: 320. Unrounded, h would be 337.1/512, 338/512 and 352.
   Model m;
   std::vector<std::uint16_t> x(32);
   x[0] = x[3] = to_bf16(1.0);
