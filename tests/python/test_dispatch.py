@@ -66,7 +66,7 @@ def test_an_option_that_cannot_be_read_is_named(options: object, words: str) -> 
         dispatch.check(dispatch.built_in("tiny-v41"), options)
 
 
-@pytest.mark.parametrize("options", ["{", "[]", '{"tp": 2}', '{"tp_size": "two"}'])
+@pytest.mark.parametrize("options", ["{", "[]", '{"tpp": 2}', '{"tp_size": "two"}'])
 def test_an_option_that_is_none_is_a_value_error(options: str) -> None:
     with pytest.raises(ValueError) as caught:
         dispatch.check(dispatch.built_in("tiny-v41"), options)
