@@ -1,4 +1,5 @@
-// Planted: the nibbles exchanged, the clamp of `up` on one side only and the shared input unquantised.
+// Planted: the nibbles exchanged, the clamp of `up` on one side only and the shared input
+// unquantised.
 #include "reference/experts.hpp"
 
 #include <cmath>
