@@ -21,8 +21,9 @@ double swiglu(double gate, double up);
 
 // y [rows, hidden] = sum over a row's slots of weight * expert(x) + shared(x), nothing rounded but
 // what fixes the codes of the shared expert's two quantised inputs: x; and gate, up and their
-// SwiGLU, each a bf16 tensor. x bf16 [rows, hidden]; w1, w3 [E, inner, hidden]; w2 [E, hidden, inner]; ids, weight [rows, slots]; shared_w1, shared_w3
-// [inner, hidden]; shared_w2 [hidden, inner].
+// SwiGLU, each a bf16 tensor. x bf16 [rows, hidden]; w1, w3 [E, inner, hidden];
+// w2 [E, hidden, inner]; ids, weight [rows, slots]; shared_w1, shared_w3 [inner, hidden];
+// shared_w2 [hidden, inner].
 void experts(float* y, const std::uint16_t* x, Fp4Stack w1, Fp4Stack w3, Fp4Stack w2,
              const std::int32_t* ids, const float* weight, E4m3Matrix shared_w1,
              E4m3Matrix shared_w3, E4m3Matrix shared_w2, std::int64_t rows, std::int64_t hidden,
