@@ -10,7 +10,11 @@ use lowlat_engine::{EngineError, cli};
 fn main() -> ExitCode {
     // A broken rule of ours is one line and exit code 3 like any fault, never a trace of calls.
     panic::set_hook(Box::new(|info| {
-        let words = info.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
+        let words = info
+            .to_string()
+            .split_whitespace()
+            .collect::<Vec<_>>()
+            .join(" ");
         eprintln!("lowlat replay: fault: {}", EngineError::Bug(words));
     }));
     let code = panic::catch_unwind(|| {
