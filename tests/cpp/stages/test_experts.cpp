@@ -113,6 +113,21 @@ TEST_CASE(one_expert_worked_by_hand) {
   CHECK_EQ(stages::from_bf16(d[kSize + 4]), 0.0f);
 }
 
+TEST_CASE(the_weight_comes_before_the_rounding) {
+  // h . w2 = 257/256, half way between 1 and 129/128. Times 1.5 it is 385.5/256, which rounds to
+  // 193/128; rounded to 1 first it would be 1.5.
+  std::vector<float> h(32, 0.0f), scratch(32);
+  h[0] = 1.0f;
+  h[1] = 1.0f / 256.0f;
+  const std::vector<std::uint8_t> codes(16, 0x22), scale(1, 127);
+  const std::int32_t pair = 0;
+  const float weight = 1.5f;
+  std::uint16_t d = 0x7fc0;
+  stages::expert_down(&d, h.data(), {codes.data(), 16, scale.data(), 1}, &pair, 1, &weight, 32, 1,
+                      0, 1, scratch.data());
+  CHECK_EQ(stages::from_bf16(d), 193.0f / 128.0f);
+}
+
 TEST_CASE(slots_are_added_in_order_and_the_shared_expert_after_the_rounding) {
   const auto bf = [](float v) { return stages::to_bf16(v); };
   // (2^24 + 1) - 2^24 is 0 in fp32, 2^24 - 2^24 + 1 is 1.

@@ -76,6 +76,11 @@ TEST_CASE(a_nan_rank_counts_as_infinity) {
   bias[5] = INFINITY;
   const Chosen chosen = choose(std::vector<float>(6, 1.0f), bias, 3, GateSum::target);
   CHECK(chosen.ids == std::vector<std::int32_t>({3, 5, 0}));
+  // Equal to infinity and not above it: the lower id goes first.
+  bias[3] = INFINITY;
+  bias[5] = NAN;
+  CHECK(choose(std::vector<float>(6, 1.0f), bias, 3, GateSum::target).ids ==
+        std::vector<std::int32_t>({3, 5, 0}));
 }
 
 TEST_CASE(target_and_draft_differ_where_the_sum_vanishes) {
