@@ -10,7 +10,6 @@ use lowlat_engine::kernels::ops::OpArray;
 use serde::Deserialize;
 
 #[path = "support/engine.rs"]
-#[allow(dead_code)] // Shared with tests that use all of it.
 mod support;
 use support::kernels;
 

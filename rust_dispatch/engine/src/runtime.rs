@@ -15,7 +15,7 @@ use lowlat_core::{
 use crate::EngineError;
 use crate::kernels::{Kernels, ModelHandle, abi};
 use crate::model::{self, Geometry};
-use crate::rank::{PeerExchange, Rank, RankFacts, RankOutput, RankSetup};
+use crate::rank::{Deadlines, PeerExchange, Rank, RankFacts, RankOutput, RankSetup};
 use crate::step::{
     FaultKind, InjectedFault, RunnerInfo, RuntimeSettings, StepPath, StepPlan, StepResult,
     StepRunner,
@@ -242,13 +242,12 @@ impl Runtime {
             model: settings.model.clone(),
             config: Arc::clone(&config),
             geometry: geometry.clone(),
-            ladder,
+            deadlines: Deadlines { ladder, clock },
             num_drafts,
             plugin: settings.plugin,
             seed: settings.seed,
             compare_logits,
             memory_bytes: memory_available(),
-            clock,
             exchange: Arc::new(PeerExchange::default()),
         };
         let tp_size = settings.tp_size;

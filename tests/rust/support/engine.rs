@@ -1,5 +1,5 @@
 //! What the engine's tests with a real kernel library have in common.
-#![allow(dead_code)] // each test uses its part
+#![allow(dead_code)] // Each test uses its part.
 
 use std::path::PathBuf;
 

@@ -28,6 +28,19 @@ use arena::{Arena, ArenaShape};
 /// Seed of the built-in models' weights: part of what `tiny-v41` means.
 const WEIGHT_SEED: u64 = 41;
 
+/// How long ranks wait for each other, and the clock that they all read.
+#[derive(Clone, Copy)]
+pub(crate) struct Deadlines {
+    pub ladder: DeadlineLadder,
+    pub clock: Instant,
+}
+
+impl Deadlines {
+    fn now(&self) -> InstantNs {
+        InstantNs(self.clock.elapsed().as_nanos() as u64)
+    }
+}
+
 /// What every rank is started with.
 #[derive(Clone)]
 pub(crate) struct RankSetup {
@@ -36,7 +49,7 @@ pub(crate) struct RankSetup {
     pub model: String,
     pub config: Arc<ModelConfig>,
     pub geometry: Geometry,
-    pub ladder: DeadlineLadder,
+    pub deadlines: Deadlines,
     /// Drafts a step; 0 without speculation.
     pub num_drafts: u32,
     pub plugin: bool,
@@ -45,7 +58,6 @@ pub(crate) struct RankSetup {
     pub compare_logits: bool,
     /// Bytes that all ranks' weights and pools may take; `None`: nobody could say.
     pub memory_bytes: Option<u64>,
-    pub clock: Instant,
     pub exchange: Arc<PeerExchange>,
 }
 
@@ -113,10 +125,6 @@ pub(crate) struct Rank {
 pub(crate) type Misbehaviour = Option<FaultKind>;
 
 impl RankSetup {
-    fn now(&self) -> InstantNs {
-        InstantNs(self.clock.elapsed().as_nanos() as u64)
-    }
-
     /// Widths as this rank covers them.
     fn widths(&self, fault: Misbehaviour) -> Vec<u32> {
         let mut widths = self.geometry.widths.clone();
@@ -165,7 +173,9 @@ impl Rank {
                 // Cast all the same, so that the peers decline now and not at their deadline.
                 let ballot = Ballot::declining(tp_rank, setup.geometry.tp_size, refused.reason)
                     .map_err(bug)?;
-                let vote = seat.agree(&ballot, setup.ladder.kernel_ns(), || setup.now());
+                let vote = seat.agree(&ballot, setup.deadlines.ladder.kernel_ns(), || {
+                    setup.deadlines.now()
+                });
                 debug_assert!(vote.is_err(), "a declining ballot agreed");
                 return Err(EngineError::Refused(refused.message));
             }
@@ -188,12 +198,14 @@ impl Rank {
                 keys_digest: graph_key::keys_digest(&keys),
                 geometry_digest: model::geometry_digest(&setup.geometry),
                 catalogue_digest,
-                ladder: setup.ladder,
+                ladder: setup.deadlines.ladder,
             },
         )
         .map_err(bug)?;
         let coverage = seat
-            .agree(&ballot, setup.ladder.kernel_ns(), || setup.now())
+            .agree(&ballot, setup.deadlines.ladder.kernel_ns(), || {
+                setup.deadlines.now()
+            })
             .map_err(|refusal| match refusal.reason().kind().is_fault() {
                 true => EngineError::Fault(refusal.to_string()),
                 false => EngineError::Refused(refusal.to_string()),
@@ -216,7 +228,7 @@ impl Rank {
         let record_digest = captured.dispatcher().record().digest();
         agree_phase(
             &mut captured.payload_mut().seat,
-            &setup,
+            &setup.deadlines,
             "capture",
             record_digest,
         )?;
@@ -247,7 +259,7 @@ impl Rank {
             .captured
             .payload_mut()
             .model
-            .synchronize(self.setup.ladder.plugin_ns());
+            .synchronize(self.setup.deadlines.ladder.plugin_ns());
     }
 
     /// Runs one step. `out` means nothing after an error.
@@ -480,8 +492,8 @@ impl Rank {
             captured, setup, ..
         } = self;
         let seat = &mut captured.payload_mut().seat;
-        let budget_ns = setup.ladder.collective_ns();
-        match seat.agree_step(digest, budget_ns, || setup.now()) {
+        let budget_ns = setup.deadlines.ladder.collective_ns();
+        match seat.agree_step(digest, budget_ns, || setup.deadlines.now()) {
             VoteDecision::Agreed => Ok(()),
             decision => Err(EngineError::Fault(seat.step_refusal(decision).to_string())),
         }
@@ -552,7 +564,7 @@ impl Rank {
     }
 
     fn synchronize(&mut self) -> Result<(), EngineError> {
-        let budget_ns = self.setup.ladder.plugin_ns();
+        let budget_ns = self.setup.deadlines.ladder.plugin_ns();
         self.captured
             .payload_mut()
             .model
@@ -691,12 +703,12 @@ fn prepare(setup: &RankSetup, tp_rank: TpRank, fault: Misbehaviour) -> Result<Pr
 /// says so by another digest, so that its peers end now and not at their deadline.
 fn agree_phase(
     seat: &mut Seat,
-    setup: &RankSetup,
+    deadlines: &Deadlines,
     phase: &str,
     digest: u64,
 ) -> Result<(), EngineError> {
     let digest = Fnv1a::new().text(phase).u64(digest).finish();
-    match seat.agree_step(digest, setup.ladder.engine_ns(), || setup.now()) {
+    match seat.agree_step(digest, deadlines.ladder.engine_ns(), || deadlines.now()) {
         VoteDecision::Agreed => Ok(()),
         decision => {
             let refusal = seat.step_refusal(decision);
@@ -712,7 +724,7 @@ fn agree_phase(
 /// Runs `work` and meets the peers behind it; an error of this rank's own comes first.
 fn phase<T>(
     seat: &mut Seat,
-    setup: &RankSetup,
+    deadlines: &Deadlines,
     name: &str,
     work: impl FnOnce() -> Result<T, EngineError>,
 ) -> Result<T, EngineError> {
@@ -723,7 +735,7 @@ fn phase<T>(
     } else {
         u64::from(seat.tp_rank().0) + 1
     };
-    let met = agree_phase(seat, setup, name, digest);
+    let met = agree_phase(seat, deadlines, name, digest);
     let done = done?;
     met?;
     Ok(done)
@@ -738,7 +750,7 @@ fn build(
 ) -> Result<RankModel, EngineError> {
     let tp_rank = coverage.tp_rank();
     let kernel = |error: KernelError| EngineError::Refused(error.message.replace('\n', "; "));
-    phase(&mut seat, setup, "binding", || {
+    phase(&mut seat, &setup.deadlines, "binding", || {
         let weights = SeededWeights::new(&setup.config, WEIGHT_SEED);
         for tensor in tensors {
             let memory = weights
@@ -754,7 +766,7 @@ fn build(
             .push((tp_rank.0, handle));
         Ok(())
     })?;
-    phase(&mut seat, setup, "joining", || {
+    phase(&mut seat, &setup.deadlines, "joining", || {
         let handles = setup
             .exchange
             .handles
@@ -767,7 +779,7 @@ fn build(
         }
         Ok(())
     })?;
-    phase(&mut seat, setup, "readiness", || {
+    phase(&mut seat, &setup.deadlines, "readiness", || {
         model.ready().map_err(kernel)
     })?;
     let max_positions = setup
@@ -845,11 +857,51 @@ fn capture(
             }
             Launch::Draft(draft) => launch_draft(built, draft, false),
         };
-        let budget_ns = setup.ladder.plugin_ns();
+        let budget_ns = setup.deadlines.ladder.plugin_ns();
         launched
             .and_then(|()| built.model.synchronize(budget_ns).map_err(step_error))
             .map_err(CaptureError)?;
         built.launches.push(launch);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lowlat_core::Board;
+
+    /// Without the other digest the peers would wait for their deadline, a minute here.
+    #[test]
+    fn a_rank_that_fails_in_a_phase_ends_its_peers_at_once() {
+        let ladder = DeadlineLadder::new(1, 2, 3, 60_000_000_000).unwrap();
+        let deadlines = Deadlines {
+            ladder,
+            clock: Instant::now(),
+        };
+        let board = Board::new(3).unwrap();
+        let done: Vec<_> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..3)
+                .map(|rank| {
+                    let mut seat = board.seat(TpRank(rank)).unwrap();
+                    scope.spawn(move || {
+                        phase(&mut seat, &deadlines, "joining", || match rank {
+                            1 => Err(EngineError::Refused("no memory".into())),
+                            _ => Ok(()),
+                        })
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert!(deadlines.clock.elapsed().as_nanos() < u128::from(ladder.engine_ns()));
+        assert_eq!(done[1], Err(EngineError::Refused("no memory".into())));
+        for followed in [&done[0], &done[2]] {
+            let Err(EngineError::Refused(message)) = followed else {
+                panic!("{followed:?}")
+            };
+            let expected = "ranks did not come through joining together: [308] rank 1 ";
+            assert!(message.starts_with(expected), "{message}");
+        }
+    }
 }
