@@ -67,8 +67,7 @@ void hc_combine_norm(std::uint16_t* x, const std::uint16_t* residual, const floa
     for (std::int64_t h = 0; h < hidden; ++h) {
       double sum = 0.0;
       for (int k = 0; k < 4; ++k) {
-        sum += static_cast<double>(pre[4 * t + k]) *
-               from_bf16(residual[(4 * t + k) * hidden + h]);
+        sum += static_cast<double>(pre[4 * t + k]) * from_bf16(residual[(4 * t + k) * hidden + h]);
       }
       v[static_cast<std::size_t>(t * hidden + h)] = to_bf16(sum);
     }

@@ -59,13 +59,20 @@ LOWLAT_DEVICE std::uint8_t to_e2m1(float v) {
   const float mag = plat::abs(v);
   // Upper ends of the codes' intervals; a tie belongs to the even code.
   std::uint8_t code = 7u;
-  if (mag <= 0.25f) code = 0u;
-  else if (mag < 0.75f) code = 1u;
-  else if (mag <= 1.25f) code = 2u;
-  else if (mag < 1.75f) code = 3u;
-  else if (mag <= 2.5f) code = 4u;
-  else if (mag < 3.5f) code = 5u;
-  else if (mag <= 5.0f) code = 6u;
+  if (mag <= 0.25f)
+    code = 0u;
+  else if (mag < 0.75f)
+    code = 1u;
+  else if (mag <= 1.25f)
+    code = 2u;
+  else if (mag < 1.75f)
+    code = 3u;
+  else if (mag <= 2.5f)
+    code = 4u;
+  else if (mag < 3.5f)
+    code = 5u;
+  else if (mag <= 5.0f)
+    code = 6u;
   return sign | code;
 }
 LOWLAT_DEVICE float from_e2m1(std::uint8_t code) {

@@ -57,9 +57,10 @@ OpSpec block_linear() {
       stages::quantize_row(x.data() + t * k, a.in<std::uint16_t>("x").data() + t * k,
                            static_cast<int>(k), static_cast<int>(block));
     }
-    const stages::E4m3Weights<stages::ScaleF32> weights{
-        a.in<std::uint8_t>("w").data(), k, {a.in<float>("w_scale").data(), k / block},
-        static_cast<int>(block)};
+    const stages::E4m3Weights<stages::ScaleF32> weights{a.in<std::uint8_t>("w").data(),
+                                                        k,
+                                                        {a.in<float>("w_scale").data(), k / block},
+                                                        static_cast<int>(block)};
     run_linear(a.out<std::uint16_t>("y"), x, weights, rows, a.dim("N"), k);
   };
   return op;

@@ -191,8 +191,8 @@ OpSpec rank_sum() {
                 std::to_string(kMaxRanks));
   };
   op.reference = [](const OpArgs& a) {
-    reference::rank_sum(a.out<std::uint16_t>("y").data(), a.in<float>("partial").data(),
-                        a.dim("R"), a.dim("T") * a.dim("H"));
+    reference::rank_sum(a.out<std::uint16_t>("y").data(), a.in<float>("partial").data(), a.dim("R"),
+                        a.dim("T") * a.dim("H"));
   };
   op.scalar = [](const OpArgs& a) {
     const std::int64_t n = a.dim("T") * a.dim("H");

@@ -45,8 +45,8 @@ OpSpec rope() {
     const std::span<const std::uint16_t> in = a.in<std::uint16_t>("x");
     std::vector<double> x(in.size());
     for (std::size_t i = 0; i < in.size(); ++i) x[i] = reference::from_bf16(in[i]);
-    reference::rope(x.data(), a.in<std::int64_t>("pos").data(), a.dim("T"), a.dim("h"),
-                    a.dim("D"), a.scalar("yarn", 0) == 1, a.scalar("inverse", 0) == 1);
+    reference::rope(x.data(), a.in<std::int64_t>("pos").data(), a.dim("T"), a.dim("h"), a.dim("D"),
+                    a.scalar("yarn", 0) == 1, a.scalar("inverse", 0) == 1);
     for (std::size_t i = 0; i < in.size(); ++i) {
       a.out<std::uint16_t>("x")[i] = reference::to_bf16(x[i]);
     }
@@ -62,8 +62,8 @@ OpSpec rope() {
       stages::RopeTurn turn = stages::rope_turn(table, a.in<std::int64_t>("pos")[t]);
       if (a.scalar("inverse", 0) == 1) turn = stages::rope_inverse(turn);
       for (std::int64_t head = 0; head < heads; ++head) {
-        stages::Rope<Block>::rotate(
-            out.data() + (t * heads + head + 1) * dim - stages::kRopeDim, turn);
+        stages::Rope<Block>::rotate(out.data() + (t * heads + head + 1) * dim - stages::kRopeDim,
+                                    turn);
       }
     }
   };

@@ -25,16 +25,16 @@ TEST_CASE(bf16_values) {
 }
 
 TEST_CASE(bf16_rounds_once_to_even) {
-  CHECK_EQ(reference::to_bf16(1.0 + 0x1p-8), 0x3f80);                 // a tie: down to even
-  CHECK_EQ(reference::to_bf16(1.0 + 0x3p-8), 0x3f82);                 // a tie: up to even
-  CHECK_EQ(reference::to_bf16(1.0 + 0x1p-8 + 0x1p-40), 0x3f81);       // not lost through fp32
-  CHECK_EQ(reference::to_bf16(2.0 - 0x1p-10), 0x4000);                // into the next binade
-  CHECK_EQ(reference::to_bf16(0x1p-134), 0x0000);                     // half the least: to even
-  CHECK_EQ(reference::to_bf16(0x1.8p-133), 0x0002);                   // 1.5 of the least
-  CHECK_EQ(reference::to_bf16(0x1.fcp-127), 0x007f);                  // largest subnormal
-  CHECK_EQ(reference::to_bf16(0x1.fep-127), 0x0080);                  // a tie: the first normal
+  CHECK_EQ(reference::to_bf16(1.0 + 0x1p-8), 0x3f80);            // a tie: down to even
+  CHECK_EQ(reference::to_bf16(1.0 + 0x3p-8), 0x3f82);            // a tie: up to even
+  CHECK_EQ(reference::to_bf16(1.0 + 0x1p-8 + 0x1p-40), 0x3f81);  // not lost through fp32
+  CHECK_EQ(reference::to_bf16(2.0 - 0x1p-10), 0x4000);           // into the next binade
+  CHECK_EQ(reference::to_bf16(0x1p-134), 0x0000);                // half the least: to even
+  CHECK_EQ(reference::to_bf16(0x1.8p-133), 0x0002);              // 1.5 of the least
+  CHECK_EQ(reference::to_bf16(0x1.fcp-127), 0x007f);             // largest subnormal
+  CHECK_EQ(reference::to_bf16(0x1.fep-127), 0x0080);             // a tie: the first normal
   CHECK_EQ(reference::to_bf16(0x1.fep127), 0x7f7f);
-  CHECK_EQ(reference::to_bf16(0x1.ffp127), 0x7f80);                   // the tie to infinity
+  CHECK_EQ(reference::to_bf16(0x1.ffp127), 0x7f80);  // the tie to infinity
   CHECK_EQ(reference::to_bf16(std::nextafter(0x1.ffp127, 0.0)), 0x7f7f);
   CHECK_EQ(reference::to_bf16(-0.0), 0x8000);
   CHECK_EQ(reference::to_bf16(-kInf), 0xff80);
@@ -54,10 +54,10 @@ TEST_CASE(e4m3_values_and_rounding) {
   CHECK_EQ(reference::to_e4m3(1e9), 0x7e);
   CHECK_EQ(reference::to_e4m3(-kInf), 0xfe);
   CHECK_EQ(reference::to_e4m3(kNan), 0x7f);
-  CHECK_EQ(reference::to_e4m3(1.0625), 0x38);          // tie of 1 and 1.125
-  CHECK_EQ(reference::to_e4m3(1.1875), 0x3a);          // tie of 1.125 and 1.25
-  CHECK_EQ(reference::to_e4m3(0x1p-10), 0x00);         // tie of 0 and 2^-9
-  CHECK_EQ(reference::to_e4m3(0x3p-10), 0x02);         // tie of 2^-9 and 2^-8
+  CHECK_EQ(reference::to_e4m3(1.0625), 0x38);   // tie of 1 and 1.125
+  CHECK_EQ(reference::to_e4m3(1.1875), 0x3a);   // tie of 1.125 and 1.25
+  CHECK_EQ(reference::to_e4m3(0x1p-10), 0x00);  // tie of 0 and 2^-9
+  CHECK_EQ(reference::to_e4m3(0x3p-10), 0x02);  // tie of 2^-9 and 2^-8
   CHECK_EQ(reference::to_e4m3(-0x1p-20), 0x80);
   for (int code = 0; code < 0x7f; ++code) {
     CHECK_EQ(reference::to_e4m3(reference::from_e4m3(static_cast<std::uint8_t>(code))), code);

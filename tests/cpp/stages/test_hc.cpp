@@ -120,9 +120,9 @@ TEST_CASE(post_mixes_in_place_and_by_ranges) {
                          hidden);
   Codes want(4 * hidden);
   reference::hc_post(want.data(), residual.data(), y.data(), post.data(), flat.data(), 1, hidden);
-  CHECK_NEAR(lowlat::testing::rel_l2(lowlat::testing::values_of(out),
-                                     lowlat::testing::values_of(want)),
-             0.0, 4e-3);
+  CHECK_NEAR(
+      lowlat::testing::rel_l2(lowlat::testing::values_of(out), lowlat::testing::values_of(want)),
+      0.0, 4e-3);
   stages::hc_post<Block>(residual.data(), residual.data(), y.data(), post.data(), comb, hidden, 40,
                          hidden);
   stages::hc_post<Block>(residual.data(), residual.data(), y.data(), post.data(), comb, hidden, 0,

@@ -69,8 +69,7 @@ TEST_CASE(block_weights_take_their_blocks_scale) {
   stages::E4m3Weights<stages::ScaleF32>{w.data(), 96, {f32, 3}, 32}.expand(row.data(), 33, 96);
   CHECK(row[0] == 2.0f && row[31] == 2.0f && row[32] == 8.0f && row[95] == 32.0f);
   std::vector<float> same(96);
-  stages::E4m3Weights<stages::ScaleUe8m0>{w.data(), 96, {ue8m0, 3}, 32}.expand(same.data(), 33,
-                                                                              96);
+  stages::E4m3Weights<stages::ScaleUe8m0>{w.data(), 96, {ue8m0, 3}, 32}.expand(same.data(), 33, 96);
   CHECK(same == row);
 }
 
@@ -95,8 +94,8 @@ TEST_CASE(agrees_with_the_reference) {
     std::vector<float> xq(rows * k);
     for (int t = 0; t < rows; ++t) stages::quantize_row(&xq[t * k], &x[t * k], k, 32);
     const std::vector<float> y =
-        run(xq, rows, k,
-            stages::E4m3Weights<stages::ScaleF32>{w.data(), k, {scale.data(), 5}, 32}, n, 0, n);
+        run(xq, rows, k, stages::E4m3Weights<stages::ScaleF32>{w.data(), k, {scale.data(), 5}, 32},
+            n, 0, n);
     std::vector<std::uint16_t> want(rows * n);
     reference::block_linear(want.data(), x.data(), w.data(), scale.data(), rows, n, k, 32);
     std::vector<double> got;

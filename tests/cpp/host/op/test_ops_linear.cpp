@@ -87,8 +87,7 @@ TEST_CASE(refuses_by_name) {
   OpCall call = block(random, 1, 64, 64, 32);
   CHECK_EQ(call.set_number("block", 64).refusal(), "block is 64; needed 32 or 128");
   call = block(random, 1, 128, 128, 32);
-  CHECK_EQ(call.set_number("block", 128).refusal(),
-           "w_scale has blocks of 32; needed block = 128");
+  CHECK_EQ(call.set_number("block", 128).refusal(), "w_scale has blocks of 32; needed block = 128");
   call = block(random, 1, 64, 64, 32);
   call.set("x", LOWLAT_BF16, {1, 48}, random.bf16(48));
   CHECK(begins_with(call.refusal(), "w has shape [64, 64]; needed [N,K] with N = 64 (w), K = 48"));

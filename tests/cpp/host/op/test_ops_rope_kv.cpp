@@ -56,8 +56,8 @@ TEST_CASE(rope_stays_within_the_declared_bound) {
                                     rope(random, {pos, pos}, 4, 512, form & 1, form >> 1), "x");
     }
   }
-  check_declared<std::uint16_t>(
-      op("rope"), rope(random, std::vector<std::int64_t>(48, 77), 2, 128, 1, 0), "x");
+  check_declared<std::uint16_t>(op("rope"),
+                                rope(random, std::vector<std::int64_t>(48, 77), 2, 128, 1, 0), "x");
 }
 
 TEST_CASE(kv_rows_are_bitwise) {

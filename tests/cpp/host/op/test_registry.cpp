@@ -74,8 +74,7 @@ TEST_CASE(refuses_by_name) {
   CHECK_EQ(after(call.remove("w")), "w is missing; sample needs it as e4m3 [N,4H]");
   call = valid();
   call.set<float>("extra", LOWLAT_F32, {1}, {0.0f});
-  CHECK_EQ(after(call),
-           "extra is no input of sample; needed x, w, scale, table (optional), level");
+  CHECK_EQ(after(call), "extra is no input of sample; needed x, w, scale, table (optional), level");
   call = valid();
   call.set<float>("w", LOWLAT_F32, {32, 16}, std::vector<float>(512));
   CHECK_EQ(after(call), "w is f32; needed u8 (e4m3)");
@@ -94,12 +93,12 @@ TEST_CASE(refuses_shapes_by_name) {
            "w has shape [32, 12]; needed [N,4H] with N = 32 (w), H = 4 (x), that is [32, 16]");
   call = valid();
   call.set<float>("scale", LOWLAT_F32, {4, 1}, std::vector<float>(4));
-  CHECK_EQ(after(call), "scale has shape [4, 1]; needed [N/b,4H/b] with N = 32 (w), b = 8 (scale), "
-                        "H = 4 (x), that is [4, 2]");
+  CHECK_EQ(after(call),
+           "scale has shape [4, 1]; needed [N/b,4H/b] with N = 32 (w), b = 8 (scale), "
+           "H = 4 (x), that is [4, 2]");
   call = valid();
   call.set<float>("scale", LOWLAT_F32, {3, 7}, std::vector<float>(21));  // b cannot be solved
-  CHECK_EQ(after(call),
-           "scale has shape [3, 7]; needed [N/b,4H/b] with N = 32 (w), H = 4 (x)");
+  CHECK_EQ(after(call), "scale has shape [3, 7]; needed [N/b,4H/b] with N = 32 (w), H = 4 (x)");
   call = valid();
   call.set<std::int32_t>("table", LOWLAT_I32, {47}, std::vector<std::int32_t>(47));
   CHECK_EQ(after(call), "table has shape [47]; needed [24D]");
@@ -157,8 +156,7 @@ TEST_CASE(refuses_model_and_platform) {
     }
     return "";
   };
-  CHECK_EQ(refusal("v4", "nvidia"),
-           "platform is nvidia; this build has reference and scalar");
+  CHECK_EQ(refusal("v4", "nvidia"), "platform is nvidia; this build has reference and scalar");
   CHECK_EQ(refusal("v5", "scalar"), "model is v5; sample is there for v4 v41");
   CHECK_EQ(refusal("v", "scalar"), "model is v; sample is there for v4 v41");
 }
@@ -259,10 +257,9 @@ TEST_CASE(a_body_that_throws_has_written_nothing) {
   std::vector<std::uint8_t> w(512);
   std::vector<float> scale(8, 1.0f);
   std::int64_t level = 0;
-  const std::vector<lowlat_array> inputs = {array("x", LOWLAT_F32, {1, 4}, x),
-                                            array("w", LOWLAT_U8, {32, 16}, w.data()),
-                                            array("scale", LOWLAT_F32, {4, 2}, scale.data()),
-                                            array("level", LOWLAT_I64, {}, &level)};
+  const std::vector<lowlat_array> inputs = {
+      array("x", LOWLAT_F32, {1, 4}, x), array("w", LOWLAT_U8, {32, 16}, w.data()),
+      array("scale", LOWLAT_F32, {4, 2}, scale.data()), array("level", LOWLAT_I64, {}, &level)};
   lowlat_array output = array("x", LOWLAT_F32, {1, 2}, out);
   CHECK_THROWS(lowlat::host::op_run(op, "v41", "scalar", inputs, {&output, 1}));
   CHECK_EQ(out[0], 8.0f);
