@@ -1,4 +1,5 @@
-// Planted: the bias left unrounded, the clamp of the temperature left out and the anchor used at every step.
+// Planted: the bias left unrounded, the clamp of the temperature left out and the anchor used at
+// every step.
 #include "reference/draft.hpp"
 
 #include <cmath>
@@ -25,8 +26,8 @@ TEST_CASE(feature_is_the_mean_of_the_streams) {
 }
 
 TEST_CASE(a_chain_by_hand) {
-  // Three ids, rank 1. w1 = 1, 2, -1; w2 = 1, 2, 4: from id 0 the biases are 1, 2, 4; from 2 they are
-  // -1, -2, -4; from 1 they are 2, 4, 8.
+  // Three ids, rank 1. w1 = 1, 2, -1; w2 = 1, 2, 4: from id 0 the biases are 1, 2, 4; from 2 they
+  // are -1, -2, -4; from 1 they are 2, 4, 8.
   const std::uint16_t w1[3] = {to_bf16(1.0), to_bf16(2.0), to_bf16(-1.0)};
   const std::uint16_t w2[3] = {to_bf16(1.0), to_bf16(2.0), to_bf16(4.0)};
   const float base[9] = {0.0f, 0.0f, 0.0f, 0.5f, 2.0f, 0.0f, 0.0f, 4.0f, 0.0f};

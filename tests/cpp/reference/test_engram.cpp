@@ -1,5 +1,5 @@
-// Planted: the sign of the match ignored, an image token that blocks only itself and offsets that begin at
-// the first prime.
+// Planted: the sign of the match ignored, an image token that blocks only itself and offsets that
+// begin at the first prime.
 #include "reference/engram.hpp"
 
 #include <cmath>
