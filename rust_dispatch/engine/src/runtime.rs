@@ -689,8 +689,8 @@ fn geometry(
         || !widths.is_sorted_by(|a, b| a < b)
     {
         return refuse(format!(
-            "--widths is {:?}; needs at most {} ascending multiples of {rows} up to {widest} ({rows} \
-             rows a request, --max-batch {max_batch})",
+            "--widths is {:?}; needs at most {} ascending multiples of {rows} up to {widest} \
+             ({rows} rows a request, --max-batch {max_batch})",
             widths,
             abi::MAX_WIDTHS
         ));
