@@ -2,7 +2,7 @@
 //! line, and facts for the report.
 
 use lowlat_engine::EngineError;
-use lowlat_engine::runtime::{Runtime, RuntimeOptions};
+use lowlat_engine::runtime::{ROWS_OF_DEFAULT_LADDER, Runtime, RuntimeOptions};
 use lowlat_engine::step::{RuntimeSettings, StepPath, StepRunner};
 
 #[path = "support/engine.rs"]
@@ -242,4 +242,24 @@ fn info_tells_what_was_built() {
     assert_eq!(fact("widths"), "[6, 12, 18, 24, 30, 36, 42, 48]");
     assert_eq!(fact("vote_epoch"), "1");
     assert!(fact("weight_bytes_per_rank").parse::<u64>().unwrap() > 1_000_000);
+}
+
+/// A chunk of 4096 rows takes 25 s on two cores: a rank that works is not a rank that hangs.
+#[test]
+fn deadlines_give_large_prompt_steps_more_time() {
+    let budgets_s = |max_rows| {
+        let settings = RuntimeSettings {
+            max_rows,
+            ..settings(std::path::Path::new("none"))
+        };
+        let ladder = RuntimeOptions::new(settings).ladder;
+        ladder.budgets_ns().map(|ns| ns / 1_000_000_000)
+    };
+    for max_rows in [0, 1, 128, ROWS_OF_DEFAULT_LADDER] {
+        assert_eq!(budgets_s(max_rows), [10, 20, 30, 60]);
+    }
+    assert_eq!(budgets_s(ROWS_OF_DEFAULT_LADDER + 1), [20, 40, 60, 120]);
+    assert_eq!(budgets_s(4096), [160, 320, 480, 960]);
+    // More rows than any step may have are refused later, in words.
+    assert!(budgets_s(usize::MAX)[3] > 960);
 }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use lowlat_core::config::{self, ModelConfig};
 use lowlat_core::{
-    Board, DeadlineLadder, FaultReport, Health, InstantNs, Seat, StatusWords, TpRank, Watchdog,
+    Board, DeadlineLadder, FaultReport, Health, InstantNs, Reason, Seat, StatusWords, TpRank,
+    Watchdog,
 };
 
 use crate::EngineError;
@@ -27,6 +28,13 @@ const LARGE_PAGE: u32 = 256;
 
 /// Pages for padding: rows of it write nothing, but their tables name a page.
 const SPARE_PAGES: u32 = 1;
+
+/// Most prompt rows of a step.
+const MAX_ROWS: u32 = 1 << 20;
+
+/// Prompt rows that a step may have under the default deadlines as they are. A CPU runs some 150
+/// rows a second while others use it, so this leaves ten times what a rank that works needs.
+pub const ROWS_OF_DEFAULT_LADDER: usize = 256;
 
 /// How long a gap between two looks at the watchdog counts at most: a machine that slept is not
 /// a rank that hangs.
@@ -75,13 +83,16 @@ pub struct Lapse {
 }
 
 impl RuntimeOptions {
-    /// The defaults beside `settings`: 10 s in a kernel, then 20, 30 and 60 s.
+    /// The defaults beside `settings`: 10 s in a kernel, then 20, 30 and 60 s; all of them so many
+    /// times longer as the largest prompt step has times [`ROWS_OF_DEFAULT_LADDER`] rows.
     ///
     /// # Panics
     /// Never: the default deadlines are in order.
     #[must_use]
     pub fn new(settings: RuntimeSettings) -> Self {
-        let seconds = |seconds: u64| seconds * 1_000_000_000;
+        let most_rows = settings.max_rows.clamp(1, MAX_ROWS as usize);
+        let longer = most_rows.div_ceil(ROWS_OF_DEFAULT_LADDER) as u64;
+        let seconds = |seconds: u64| seconds * 1_000_000_000 * longer;
         let ladder = DeadlineLadder::new(seconds(10), seconds(20), seconds(30), seconds(60))
             .expect("the default deadlines are in order");
         Self {
@@ -348,7 +359,8 @@ impl Runtime {
         let mut error = self.worst(&failed);
         if let Some(rank) = late.filter(|_| failed.is_empty()) {
             error = EngineError::Fault(format!(
-                "rank {rank} did not end step {} within {} ms",
+                "[{}] rank {rank} did not end step {} within {} ms",
+                Reason::StepOverdue.number(),
                 self.num_steps,
                 self.ladder.engine_ns() / 1_000_000
             ));
@@ -697,12 +709,11 @@ fn geometry(
     }
     let max_rows = u32::try_from(settings.max_rows)
         .ok()
-        .filter(|n| (1..=1 << 20).contains(n));
+        .filter(|n| (1..=MAX_ROWS).contains(n));
     let Some(max_rows) = max_rows else {
         return refuse(format!(
-            "--prefill-chunk is {}; needs 1 to {}",
-            settings.max_rows,
-            1 << 20
+            "--prefill-chunk is {}; needs 1 to {MAX_ROWS}",
+            settings.max_rows
         ));
     };
     let page_size = if config.window <= 64 {
