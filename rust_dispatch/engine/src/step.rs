@@ -109,7 +109,7 @@ impl Default for StepPlan {
 pub enum StepPath {
     /// By the persistent schedule, as recorded at capture.
     Covered,
-    /// By the plain path; the word says why (`extend`, `plugin_off`, `width_not_built` ...).
+    /// By the plain path, for the reason of that name (`step_is_extend`, `plugin_off` ...).
     Plain(&'static str),
 }
 

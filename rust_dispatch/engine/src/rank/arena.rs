@@ -6,6 +6,7 @@
 use crate::EngineError;
 use crate::kernels::{Buffer, abi};
 use crate::step::{StepPlan, StepRequest};
+use crate::tokens::mix;
 
 /// Rows and requests that the memory is for.
 #[derive(Clone, Copy, Debug)]
@@ -424,14 +425,6 @@ fn coin(seed: u64, uid: u32, draw: u64, coin_idx: usize) -> f32 {
     let bits = mix(mix(mix(seed ^ 0x5b1e_3c7a_9d2f_4e61) ^ u64::from(uid)) ^ draw);
     let bits = mix(bits.wrapping_add(coin_idx as u64 + 1));
     (bits >> 40) as f32 / (1u64 << 24) as f32
-}
-
-/// splitmix64: step and finaliser.
-fn mix(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    value ^ (value >> 31)
 }
 
 /// Key of the draft's noise.

@@ -463,16 +463,10 @@ impl Rank {
 
     /// Decides what runs the step, and that what a graph reads is where it was.
     fn decide(&mut self, facts: &StepFacts) -> Result<Decision, EngineError> {
-        let decision = self.captured.decide(facts);
-        if let Decision::Replay { key, .. } = decision {
-            let sealed = self.captured.payload().arena.sealed_now();
-            let record = self.captured.dispatcher().record();
-            if let Err(fault) = record.check_seals(key, sealed.views()) {
-                self.captured.disarm(Reason::SealChanged);
-                return Err(EngineError::Fault(fault.to_string()));
-            }
-        }
-        Ok(decision)
+        let sealed = self.captured.payload().arena.sealed_now();
+        self.captured
+            .decide_sealed(facts, |_| sealed.views())
+            .map_err(|fault| EngineError::Fault(fault.to_string()))
     }
 
     /// The hot vote of a step that no graph fixes: all ranks are about to run the same rows.
