@@ -2,74 +2,117 @@
 
 The persistent schedule and the plain path share the units of a layer, so that their equality says
 nothing about the order of a layer or what a unit is given. The oracle shares nothing with them:
-``oracle.model`` has no cache, no pages, no chunks and no ranks, and was written from the formulas.
+``oracle.model`` has no cache, no pages and no chunks, and was written from the formulas.
 
-A quantised model has selections and codes that a last bit can turn. An expert or an entry that is
-picked instead of its equal moves a row by some tenths, so bounds are on the median of a kind of
-rows, and a row that is off by more must have had such a near tie in the oracle.
-
-What planted mistakes do (one rank, seed 5): see PLANTED below.
+Rows are equal to the bit until a sum of the kernels rounds to another bf16 than float64's. From
+there on codes and, now and then, a selection differ: an expert or an entry that is picked instead
+of its equal moves a row by some tenths. So bounds are on the median of a kind of rows and on the
+share of rows that are far off, and a row that is far off must have had a near tie in the oracle.
 """
 
 import ctypes as ct
 
 import numpy as np
 import pytest
-
 from oracle.draft import accept_margins
 from oracle.model import Model
 from support import kernels_abi as abi
 from support import replay, small_model
 
-SEED = 5
-# Median over a kind's rows of |out - oracle| / |oracle|. Over seeds 1 .. 6 and one and two ranks the
-# largest seen were 0.018 for the target's logits, 0.027 for the draft's, and 0.051 for stored keys
-# (seed 5: 0.008, 0.013, 0.028); the first two window layers were equal to the bit in the median.
-MEDIAN = {"logits": 0.03, "keys": 0.07, "first keys": 0.002}
+SEED = 11
+# Median over a kind's rows of |out - oracle| / |oracle|. The largest seen over six seeds, both
+# models, one and two ranks: 0.021 of the target's logits, 0.041 of the draft's, 0.049 of stored
+# keys (this seed: 0.013, 0.025, 0.047). Keys of the first layers are equal to the bit.
+MEDIAN = {"logits": 0.03, "draft": 0.06, "keys": 0.08, "first keys": 0.002}
 LOGITS = ("prompt", "image", "verify", "decode", "draft")
 FIRST_KEYS = ("kv.swa.0", "kv.swa.1")
-# A row further off than this took another expert or entry than the oracle ...
+# A row further off than this took another expert or entry, or reads a row that did. Largest share
+# of a kind's rows that may (seen: 0.33, one of three decodes, and 0.30 of a draft's) ...
 FAR = 0.06
-# ... which it may where two ranks or scores were closer than this, and in no more than a quarter of
-# a kind's rows.
-NEAR_TIE = 0.02
-FAR_SHARE = 0.25
-# A proposal's key below the best one of its step, over the root mean square of the logits.
-LOST = 0.06
+FAR_SHARE = {"logits": 0.35, "draft": 0.5, "first keys": 0.02}
+# ... and where no two ranks or scores of the row itself were closer than this, it may not be off by
+# more than what the rows that it reads can do.
+NEAR_TIE, FAR_IF_CLEAR = 0.02, 0.2
+
+# Mistakes planted one at a time in a copy of the kernels, each of them found. Medians that moved
+# most (short model, one rank; "0" is below 0.0005):
+#
+#   mistake                                             rows        right    with it
+#   attention's input mixed by its own pre              prompt      0        0.61
+#   experts' input mixed by their own pre               prompt      0        0.37
+#   head mixed by the last attention's pre              prompt      0        0.12
+#   comb transposed                                     prompt      0        0.27
+#   sink times the softmax scale                        prompt      0        0.39
+#   output rotated back by the row before's position    prompt      0        0.29
+#   entry's position off by one, both ratios            prompt      0        0.40
+#   entry's position off by one, ratio 2 alone          prompt      0        0.34
+#   window's RoPE base on compressed layers             prompt      0        0.47
+#   index queries rotated by the first row's position   prompt      0        0.49
+#   candidate restriction dropped                       verify      0.005    0.35
+#   newest candidate block not forced                   verify      0.005    0.18
+#   newest entry not counted                            prompt      0        0.48
+#   window one key short                                prompt      0        0.22
+#   pair pooled by each other's scores                  kv.extra.0  0        0.94
+#   state of another request                            verify      0.005    0.51
+#   state ring of two slots                             decode      0.005    0.38
+#   gate's bias in the weights                          prompt      0        0.47
+#   gate's weights without the factor 1.5               prompt      0        0.52
+#   bias_vl ignored                                     image       0        0.99
+#   gate and experts read the attention's input         prompt      0        0.98
+#   history oldest last                                 verify      0.005    0.77
+#   every request with the first one's history          decode      0.005    0.98
+#   Engram applied to image rows                        image       0        0.69
+#   features taken after the layer                      mtp.0       0        0.99
+#   features taken before the layer's Engram            mtp.0       0        0.10
+#   features of the row before                          mtp.0       0        1.38
+#   draft block causal                                  draft       0.007    0.12 (73 % far off)
+#   draft context without its newest row                draft       0.007    0.12 (97 % far off)
+#   draft through the target's last norm                draft       0.007    0.32
+#   Markov bias always of the anchor                    draft       0.007    0.33
+#   noise of step 0 in every step                       proposals   best     7.6 below the best
+#   noise of the place in the batch                     proposals   best     5.6 below the best
+
+
+def bound_of(kind):
+    if kind in FIRST_KEYS:
+        return "first keys"
+    return "keys" if kind not in LOGITS else "draft" if kind == "draft" else "logits"
 
 
 def violations(kinds):
-    """Every bound that does not hold, in words; empty when the kernels compute the oracle's model."""
+    """Every bound that does not hold, in words; empty when the kernels compute this model."""
     found = []
     for kind, rows in kinds.items():
         error, margin = np.array(rows.error), np.array(rows.margin)
         if kind == "proposals":
-            if error.max() > LOST:
-                found.append(f"proposals: a token is {error.max():.3g} below the best")
+            if error.max() > 1e-5:
+                found.append(f"proposals: a token is not the best of its step by {error.max():.3g}")
             continue
-        name = "logits" if kind in LOGITS else "first keys" if kind in FIRST_KEYS else "keys"
+        name = bound_of(kind)
         median = np.median(error)
         if not median <= MEDIAN[name]:
             found.append(f"{kind}: median {median:.3g}, bound {MEDIAN[name]}")
-        if kind not in LOGITS:
-            continue
-        far = error > FAR
-        if far.mean() > FAR_SHARE:
-            found.append(f"{kind}: {far.mean():.0%} of the rows are off by more than {FAR}")
-        clear = far & (margin > NEAR_TIE)
+        far = (error > FAR).mean()
+        if far > FAR_SHARE.get(name, 1.0):
+            found.append(f"{kind}: {far:.0%} of the rows are off by more than {FAR}")
+        clear = (error > FAR_IF_CLEAR) & (margin > NEAR_TIE)
         if clear.any():
             found.append(f"{kind}: {clear.sum()} clear rows off by up to {error[clear].max():.3g}")
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+CASES = [(name, tp_size) for name in small_model.MODELS for tp_size in (1, 2)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{name}-tp{tp}" for name, tp in CASES])
 def replayed(request):
     path = abi.library_path()
     if path is None:
         pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
-    weights = small_model.Weights(SEED, request.param)
+    name, tp_size = request.param
+    weights = small_model.Weights(small_model.MODELS[name], SEED, tp_size)
     group = small_model.create(path, weights)
-    model = Model(small_model.CONFIG, weights.whole, request.param)
+    model = Model(weights.small.config, weights.whole, tp_size)
     run = replay.Replay(group, model, SEED)
     run.run()
     yield run
@@ -83,11 +126,11 @@ def test_every_row_is_the_oracles(replayed):
 
 def test_every_kind_of_row_and_pool_was_compared(replayed):
     want = {*LOGITS, "proposals"}
-    for layer, plan in enumerate(small_model.CONFIG["layers"]):
+    for layer, plan in enumerate(replayed.model.config["layers"]):
         want.add(f"kv.swa.{layer}")
         if plan["kv_source"] == layer:
             want |= {f"kv.extra.{layer}", f"kv.index.{layer}"}
-    want |= {f"mtp.{stage}.kv.swa" for stage in range(small_model.CONFIG["num_draft_stages"])}
+    want |= {f"mtp.{stage}.kv.swa" for stage in range(small_model.SIZES["num_draft_stages"])}
     assert set(replayed.kinds) == want
     assert sum(len(replayed.kinds[kind].error) for kind in LOGITS) > 100
 
@@ -97,14 +140,20 @@ def test_the_restriction_to_candidates_took_entries_away(replayed):
     trace = replayed.oracle(replayed.requests[0].text[: replayed.requests[0].end])
     for picks in trace.entries.values():
         assert np.isfinite(picks.margin).any()
-    block = small_model.CONFIG["candidate_block_size"]
-    free, restricted = trace.entries[5].picks, trace.entries[7].picks
+    block = small_model.SIZES["candidate_block_size"]
+    source = replayed.model.config["candidate_layer"]
+    restricted = next(
+        idx
+        for idx, plan in enumerate(replayed.model.config["layers"])
+        if plan["candidate_source"] >= 0
+    )
+    free, restricted = trace.entries[source].picks, trace.entries[restricted].picks
     outside = [
         np.setdiff1d(a // block, blocks).size
-        for a, blocks in zip(free, trace.blocks[5].picks, strict=True)
+        for a, blocks in zip(free, trace.blocks[source].picks, strict=True)
     ]
     assert max(outside) > 0
-    assert any(len(a) == small_model.CONFIG["index_topk"] for a in restricted)
+    assert any(len(a) == small_model.SIZES["index_topk"] for a in restricted)
 
 
 def accept(group, draft, target, draft_logits, temperature, coins):
@@ -141,9 +190,7 @@ def test_acceptance_of_the_models_own_proposals(replayed, seed):
         draft[request, :kept] = target[request, :kept].argmax(1)
     temperature = np.array([0.0, rng.uniform(0.3, 1.5)], np.float32)
     coins = rng.uniform(0, 1, (2, replay.BLOCK + 1)).astype(np.float32)
-    accepted, following = accept(
-        replayed.group, draft, target, draft_logits, temperature, coins
-    )
+    accepted, following = accept(replayed.group, draft, target, draft_logits, temperature, coins)
     want = accept_margins(
         dict(
             draft=draft.astype(np.int64),

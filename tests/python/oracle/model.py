@@ -93,7 +93,7 @@ def draft_uniform(vocab, num_steps, row, offset, key):
 
 
 class Model:
-    """The target and its draft. `tp_size` ranks only differ in the order of sums, and in what each rounds of its own part."""
+    """The target and its draft. Ranks differ in the order of sums and in what each rounds alone."""
 
     def __init__(self, config, weights, tp_size=1):
         self.config = config
@@ -480,5 +480,6 @@ def choose(score, k):
         forced = np.isposinf(row).sum()
         room = k - forced
         if 0 < room < len(finite):
-            margin[t] = (finite[room - 1] - finite[room]) / np.abs(finite).max()
+            scale = np.abs(finite).max()
+            margin[t] = (finite[room - 1] - finite[room]) / scale if scale > 0 else 0.0
     return Selection(picks, margin)

@@ -1,10 +1,11 @@
-"""A V4.1 model with every kind of layer and small sizes, and seeded weights for it."""
+"""V4.1 models with every kind of layer and small sizes, and seeded weights for them."""
 
 import zlib
+from dataclasses import dataclass
 
 import numpy as np
-
 from oracle.formats import bf16_bits
+
 from support import kernels_abi as abi
 
 IMAGE_TOKEN, MASK_TOKEN, VOCAB = 93, 94, 96
@@ -30,10 +31,8 @@ def layer(ratio=0, kv_source=-1, index_source=-1, candidate_source=-1, engram=-1
     )
 
 
-# Sizes differ wherever two could be swapped. Of layers: window only; a table before a window layer
-# and before a compressed one; sources of either ratio, layers that reuse their selection and their
-# pool, and an index source that is restricted to another's candidate blocks.
-CONFIG = dict(
+# Sizes differ wherever two could be swapped.
+SIZES = dict(
     kind=1,
     hidden=96,
     vocab=VOCAB,
@@ -49,8 +48,7 @@ CONFIG = dict(
     moe_intermediate=128,
     index_heads=3,
     index_dim=128,
-    index_topk=10,
-    candidate_layer=5,
+    index_topk=6,
     candidate_blocks=3,
     candidate_block_size=4,
     scale_block=32,
@@ -66,17 +64,6 @@ CONFIG = dict(
     yarn_beta_slow=1.0,
     yarn_original_positions=65536.0,
     max_positions=1 << 20,
-    num_layers=8,
-    layers=[
-        layer(),
-        layer(engram=0),
-        layer(2, 2, 2),
-        layer(2, 2, 2, engram=1),
-        layer(2, 4, 4),
-        layer(1, 5, 5),
-        layer(1, 5, 5),
-        layer(1, 5, 7, candidate_source=5),
-    ],
     num_engrams=2,
     engram_head_dim=32,
     engram_pad_token=2,
@@ -92,7 +79,6 @@ CONFIG = dict(
     markov_rank=16,
     draft_experts=6,
     draft_experts_per_token=3,
-    draft_target_layers=[5, 6, 7],
     num_widths=4,
     widths=[1, 2, 6, 12],
     max_batch=2,
@@ -106,11 +92,77 @@ CONFIG = dict(
 BF16, E4M3, UE8M0, FP4, I64, F32 = 4, 5, 6, 7, 2, 3
 
 
+@dataclass(frozen=True)
+class SmallModel:
+    """A configuration, and the sizes of its weights.
+
+    At unit size a sublayer adds little to the streams and the streams stay alike, and then a
+    mistake in a layer's order is as small as the rounding. `larger` gives powers of two over unit
+    size by part of a name, the first that fits.
+    """
+
+    config: dict
+    larger: dict
+    entry_size: float  # of compressed keys, over window keys
+    embed_size: float = 0.5
+    mix_size: float = 2.0  # of the bases of hyper-connections: uneven mixes
+
+
+def small_model(layers, draft_target_layers, candidate_layer, larger, entry_size):
+    config = SIZES | dict(
+        num_layers=len(layers),
+        layers=layers,
+        draft_target_layers=draft_target_layers,
+        candidate_layer=candidate_layer,
+    )
+    return SmallModel(config, larger, entry_size)
+
+
+# Of layers: window only; a table before a window layer and before a compressed one; sources of
+# either ratio, layers that reuse their selection and their pool, and an index source that is
+# restricted to another's candidate blocks.
+DEEP = small_model(
+    [
+        layer(),
+        layer(engram=0),
+        layer(2, 2, 2),
+        layer(2, 2, 2, engram=1),
+        layer(2, 4, 4),
+        layer(1, 5, 5),
+        layer(1, 5, 5),
+        layer(1, 5, 7, candidate_source=5),
+        layer(1, 5, 7),
+    ],
+    draft_target_layers=[6, 7, 8],
+    candidate_layer=5,
+    larger={"mtp.0.attn.wo_b": 1, "mtp.": 0, "wo_b": 2, "w2": 1, "engram.embed": 3},
+    entry_size=1.5,
+)
+# What DEEP reaches after its roundings have met many others, here at once: most rows are equal to
+# the bit, and attention, compressed keys above all, weighs as much as the experts.
+SHORT = small_model(
+    [
+        layer(2, 0, 0, engram=0),
+        layer(1, 1, 1),
+        layer(1, 1, 2, candidate_source=1, engram=1),
+        layer(1, 1, 2),
+    ],
+    draft_target_layers=[1, 2, 3],
+    candidate_layer=1,
+    larger={"ffn.experts.w": -1, "wo_b": 1, "engram.embed": 3},
+    entry_size=2.0,
+)
+MODELS = {"deep": DEEP, "short": SHORT}
+
+# By lowlat_dtype.
+I64, F32, E4M3, UE8M0, FP4 = 2, 3, 5, 6, 7
+
+
 class Weights:
     """Whole tensors by name, made when first asked for, and a rank's part of each."""
 
-    def __init__(self, seed, tp_size=1):
-        self.seed, self.tp_size, self.whole = seed, tp_size, {}
+    def __init__(self, small, seed, tp_size):
+        self.small, self.seed, self.tp_size, self.whole = small, seed, tp_size, {}
 
     def shard(self, spec, rank):
         name, dim = spec.name.decode(), spec.shard_dim
@@ -118,8 +170,9 @@ class Weights:
         first = rank * shape[dim] if dim >= 0 else 0
         count = shape[dim] if dim >= 0 else 0
         if "engram.embed" in name:
-            table = CONFIG["layers"][int(name.split(".")[1])]["engram"]
-            rows = np.array(CONFIG["engram_primes"][table]).reshape(self.tp_size, -1).sum(1)
+            config = self.small.config
+            table = config["layers"][int(name.split(".")[1])]["engram"]
+            rows = np.array(config["engram_primes"][table]).reshape(self.tp_size, -1).sum(1)
             first, shape[0] = int(rows[:rank].sum()), int(rows.sum())
         elif dim >= 0:
             shape[dim] *= self.tp_size
@@ -139,24 +192,27 @@ class Weights:
             return rng.integers(0, 256, shape, np.uint8)
         if dtype == UE8M0:
             return self.scales(rng, name, shape)
-        if "norm.weight" in name or name.endswith(("q_weight", "k_weight")):
+        if "norm.weight" in name or name.endswith(("q_weight", "k_weight", "_scale")):
             normal = 1.0 + 0.25 * normal
-        elif name.endswith("_scale"):
-            normal = 1.0 + 0.25 * normal
-        elif name.endswith(("fn", "gate.weight")):
-            normal *= shape[-1] ** -0.5
         elif len(shape) > 1 and name != "embed.weight":
             normal *= shape[-1] ** -0.5
         if name.endswith(("bias", "bias_vl")):
             normal *= 0.3
+        elif name == "embed.weight":
+            normal *= self.small.embed_size
+        elif name.endswith("_base"):
+            normal *= self.small.mix_size
+        elif name.endswith("compressor.norm.weight"):
+            normal *= self.small.entry_size
         return normal.astype(np.float32) if dtype == F32 else bf16_bits(normal)
 
     def scales(self, rng, name, shape):
         """Products of about unit size."""
         fan_in = shape[-1] * 32
         power = round(np.log2(fan_in**0.5))
+        power -= next((larger for part, larger in self.small.larger.items() if part in name), 0)
         return (127 - power - rng.integers(0, 2, shape)).astype(np.uint8)
 
 
 def create(path, weights):
-    return abi.Group(path, CONFIG, weights.tp_size, weights.shard)
+    return abi.Group(path, weights.small.config, weights.tp_size, weights.shard)
