@@ -117,8 +117,8 @@ class Reasons {
                  " selects from another pool");
       }
       if (layer.candidate_source != -1) {
-        need(layer.candidate_source == c_.candidate_layer && layer.candidate_source < i &&
-                 layer.index_source == i &&
+        need(0 <= layer.candidate_source && layer.candidate_source < i &&
+                 layer.candidate_source == c_.candidate_layer && layer.index_source == i &&
                  layer.kv_source == c_.layers[layer.candidate_source].kv_source,
              name + "candidate_source is " + std::to_string(layer.candidate_source) +
                  "; needed candidate_layer, before an index source of the same pool");

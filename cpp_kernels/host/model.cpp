@@ -173,6 +173,7 @@ std::uint64_t Model::catalogue_digest() const { return model_digest(config_); }
 void Model::peer_export(lowlat_peer_handle& out) const { write_handle(*region_, out); }
 
 void Model::peer_import(int peer_rank, const lowlat_peer_handle& handle) {
+  if (ready_) throw invalid("peer_import after lowlat_model_ready: addresses are sealed");
   if (peer_rank < 0 || peer_rank >= config_.tp_size || peer_rank == config_.tp_rank) {
     throw invalid("peer_rank is " + std::to_string(peer_rank) + "; needed another rank of 0 .. " +
                   std::to_string(config_.tp_size - 1));

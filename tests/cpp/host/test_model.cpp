@@ -323,6 +323,12 @@ TEST_CASE(a_configuration_is_refused_with_every_reason_at_once) {
     CHECK(reasons.find(needed) != std::string::npos);
   }
   CHECK(model == nullptr);
+  // A number that is no layer is refused, not looked up.
+  config = tiny_config(1, 0);
+  config.candidate_layer = config.layers[8].candidate_source = -100'000;
+  CHECK_EQ(lowlat_model_create("scalar", &config, &model), LOWLAT_INVALID);
+  CHECK(std::string(lowlat_last_error()).find("layers[8].candidate_source is -100000") !=
+        std::string::npos);
   config = tiny_config(1, 0);
   CHECK_EQ(lowlat_model_create("tpu", &config, &model), LOWLAT_UNSUPPORTED);
   config.struct_bytes = 8;
@@ -404,6 +410,14 @@ TEST_CASE(peer_handles_of_another_kind_rank_shape_or_life_are_refused) {
   refused("its model was destroyed");
   lowlat_model_destroy(zero);
   lowlat_model_destroy(other);
+}
+
+TEST_CASE(peers_are_sealed_when_the_model_is_ready) {
+  TinyGroup group(2), other(2);
+  lowlat_peer_handle handle;
+  CHECK_EQ(lowlat_peer_export(other.model(1), &handle), LOWLAT_OK);
+  CHECK_EQ(lowlat_peer_import(group.model(0), 1, &handle), LOWLAT_INVALID);
+  CHECK(std::string(lowlat_last_error()).find("after lowlat_model_ready") != std::string::npos);
 }
 
 TEST_CASE(steps_with_wrong_values_are_refused_before_anything_runs) {
