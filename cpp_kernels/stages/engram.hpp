@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
 #include "stages/sum.hpp"
 
@@ -19,7 +20,8 @@ inline constexpr int kEngramShifts = 4;  // a token and the three before it
 inline constexpr int kEngramNgrams = 3;  // n-gram sizes 2, 3, 4
 inline constexpr int kEngramHeads = 8;   // hash heads a size
 inline constexpr int kEngramColumns = kEngramNgrams * kEngramHeads;
-inline constexpr int kEngramStreams = 4;
+inline constexpr int kEngramStreams = shape::kNumStreams;
+static_assert(kEngramColumns == shape::kEngramColumns);
 
 // The token at each shift (0 = the row itself): from the request's own rows of the step, else from
 // its history of three tokens, oldest first. Entries before position 0 are whatever history holds;

@@ -9,13 +9,14 @@
 
 #include <cstdint>
 
+#include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
 #include "stages/norm.hpp"
 #include "stages/sum.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
-inline constexpr int kHcStreams = 4;
+inline constexpr int kHcStreams = shape::kNumStreams;
 // Rows of fn: pre of each stream, post of each, and comb[j][k] at 8 + 4 j + k (j in, k out).
 inline constexpr int kHcOutputs = kHcStreams * (2 + kHcStreams);
 

@@ -19,7 +19,7 @@ namespace lowlat::LOWLAT_PLATFORM::stages {
 
 inline constexpr int kIndexDim = 2 * kIndexDataBytes;
 inline constexpr int kIndexGroups = kIndexDim / kFp4IndexGroup;
-static_assert(kIndexDim == 128 && kIndexGroups == kIndexScaleBytes);
+static_assert(kIndexDim == shape::kIndexDim && kIndexGroups == kIndexScaleBytes);
 
 // A head's weight in the scores of a row: its bf16-rounded projection times head_dim^-0.5 *
 // heads^-0.5, one product in fp32.

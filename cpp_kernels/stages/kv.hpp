@@ -10,12 +10,13 @@
 
 #include <cstdint>
 
+#include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
-inline constexpr int kKvDim = 512;
-inline constexpr int kKvRopeDim = 64;
+inline constexpr int kKvDim = shape::kHeadDim;
+inline constexpr int kKvRopeDim = shape::kRopeDim;
 inline constexpr int kKvNopeDim = kKvDim - kKvRopeDim;
 inline constexpr int kKvGroup = 64;
 inline constexpr int kKvNumGroups = kKvNopeDim / kKvGroup;

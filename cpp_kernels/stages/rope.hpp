@@ -11,11 +11,12 @@
 #include <cmath>
 #include <cstdint>
 
+#include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
-inline constexpr int kRopeDim = 64;
+inline constexpr int kRopeDim = shape::kRopeDim;
 inline constexpr int kRopePairs = kRopeDim / 2;
 
 // Pairs below `low` keep their frequency, pairs from `high` on have it divided by `factor`, and
