@@ -1,7 +1,7 @@
 # One command each. Everything lands in .venv/, build/, target/ and out/; nothing outside.
 #   make demo        build what is needed and replay a small agent trace
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
-#   make test-deep   the same, longer and under sanitizers
+#   make test-deep   the same, longer, under sanitizers and the model checker
 #   make tidy        format, lints, tests about the tree
 #   make setup build golden header gpu-test clean
 #
@@ -62,6 +62,8 @@ test-deep: test
 	cmake --build build/asan
 	ctest --test-dir build/asan --output-on-failure --label-exclude rust --exclude-regex tsan
 	PROPTEST_CASES=5000 cargo test --workspace --locked --release
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom \
+	  cargo test --locked --release -p lowlat-core --test core_vote_loom
 
 tidy: setup
 	cargo fmt --all --check

@@ -217,8 +217,6 @@ fn run(ops: &[Op], num_pages: usize) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
-
     // Mutations seen to fail: no `touch` in release; add_holder without removing the node from
     // the evictable ones; evict that leaves the parent out; insert that keeps a duplicate page.
     #[test]

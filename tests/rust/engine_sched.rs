@@ -414,8 +414,6 @@ fn an_answer_that_does_not_fit_the_plan_is_a_bug_not_a_token() {
 type Load = Vec<(usize, usize, usize)>;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
-
     // Every load ends (nothing deadlocks or starves), with the tokens of the plain run, whatever
     // the pool. The model itself objects to a wrong page, position, history or ring. Mutations
     // seen to fail: pages taken before the prefix is held; `in_cache` advanced by the cut tokens;
