@@ -112,7 +112,7 @@ struct Options {
     )]
     platform: String,
 
-    /// Run covered steps by the fused kernels; off: every step one stage after another
+    /// Run covered steps by the persistent kernels; off: every step one stage after another
     #[arg(
         long,
         value_name = "on|off",
