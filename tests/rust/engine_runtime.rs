@@ -244,6 +244,38 @@ fn info_tells_what_was_built() {
     assert!(fact("weight_bytes_per_rank").parse::<u64>().unwrap() > 1_000_000);
 }
 
+/// The program alone, as it would be found in a broken installation.
+#[test]
+fn a_missing_kernel_library_is_a_fault_and_a_wrong_one_is_refused() {
+    let folder = std::env::temp_dir().join(format!("lowlat-alone-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let alone = folder.join("lowlat-replay");
+    std::fs::copy(env!("CARGO_BIN_EXE_lowlat-replay"), &alone).unwrap();
+    let trace = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../examples/traces/small.json"
+    );
+    let ends = |args: &[&str]| {
+        let mut command = std::process::Command::new(&alone);
+        let done = command.arg(trace).args(args).env_remove("LOWLAT_KERNELS");
+        let done = done.output().unwrap();
+        let words = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(words.lines().count(), 1, "{words}");
+        (done.status.code().unwrap(), words)
+    };
+    let (code, words) = ends(&[]);
+    assert!(
+        code == 3 && words.contains("fault: no liblowlat_kernels.so in ../_lib"),
+        "{words}"
+    );
+    let (code, words) = ends(&["--kernels", "no/such.so"]);
+    assert!(
+        code == 1 && words.contains("refused: --kernels is no/such.so"),
+        "{words}"
+    );
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
 /// A chunk of 4096 rows takes 25 s on two cores: a rank that works is not a rank that hangs.
 #[test]
 fn deadlines_give_large_prompt_steps_more_time() {

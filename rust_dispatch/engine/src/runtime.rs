@@ -244,8 +244,13 @@ impl Runtime {
         }
         check_fault(&settings)?;
         let (geometry, num_drafts) = geometry(&settings, &config, &ladder)?;
-        let kernels = Kernels::open(settings.kernels.as_deref())
-            .map_err(|error| EngineError::Refused(error.message))?;
+        // A library that the options name is the user's affair; without one, a part of the
+        // installation is missing.
+        let kernels =
+            Kernels::open(settings.kernels.as_deref()).map_err(|error| match settings.kernels {
+                Some(_) => EngineError::Refused(error.message),
+                None => EngineError::Fault(error.message),
+            })?;
         let clock = Instant::now();
         let setup = RankSetup {
             kernels: kernels.clone(),
