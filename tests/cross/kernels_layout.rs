@@ -172,6 +172,8 @@ fn constants_are_the_headers() {
         ("LOWLAT_MAX_DIMS", abi::MAX_DIMS as u64),
         ("LOWLAT_MAX_LAYERS", abi::MAX_LAYERS as u64),
         ("LOWLAT_MAX_WIDTHS", abi::MAX_WIDTHS as u64),
+        // A ballot holds as many as a model can be built for.
+        ("LOWLAT_MAX_WIDTHS", lowlat_core::vote::MAX_WIDTHS as u64),
         ("LOWLAT_MAX_DRAFT_STAGES", abi::MAX_DRAFT_STAGES as u64),
         ("LOWLAT_MAX_ENGRAMS", abi::MAX_ENGRAMS as u64),
         ("LOWLAT_ENGRAM_NGRAMS", abi::ENGRAM_NGRAMS as u64),
