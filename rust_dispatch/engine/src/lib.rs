@@ -1,4 +1,5 @@
 //! A small serving engine that embeds lowlat-core and calls the kernels by their C ABI.
+#![deny(missing_docs)]
 
 pub mod cache;
 pub mod cli;
