@@ -3,7 +3,9 @@
 
 use lowlat_engine::EngineError;
 use lowlat_engine::runtime::{ROWS_OF_DEFAULT_LADDER, Runtime, RuntimeOptions};
-use lowlat_engine::step::{RuntimeSettings, StepPath, StepRunner};
+use lowlat_engine::step::{
+    RuntimeSettings, StepMode, StepPath, StepPlan, StepRequest, StepResult, StepRunner,
+};
 
 #[path = "support/engine.rs"]
 mod support;
@@ -242,6 +244,77 @@ fn info_tells_what_was_built() {
     assert_eq!(fact("widths"), "[6, 12, 18, 24, 30, 36, 42, 48]");
     assert_eq!(fact("vote_epoch"), "1");
     assert!(fact("weight_bytes_per_rank").parse::<u64>().unwrap() > 1_000_000);
+}
+
+/// Rows of verify steps wait to be injected into the draft's context; a prompt step of somebody
+/// else comes between. Proved by letting the prompt step note its own rows for injection while
+/// that injection runs: the drafts then differ.
+#[test]
+fn prompt_steps_between_verify_steps_change_no_draft() {
+    let Some(library) = library() else { return };
+    const USERS: usize = 7;
+    const PROMPT: usize = 20;
+    const PAGES: i32 = 4;
+    let step = |mode, users: std::ops::Range<usize>, tokens: &[Vec<i32>], at: &[usize]| {
+        let mut plan = StepPlan::new();
+        plan.mode = mode;
+        plan.page_table_stride = PAGES as usize;
+        // Fixed, so that every round commits drafts and shows three of each request's tokens.
+        plan.simulated_accept = (mode == StepMode::Verify).then_some(2);
+        for user in users {
+            let rows = &tokens[user][at[user]..];
+            plan.requests.push(StepRequest {
+                uid: user as u32,
+                first_row: plan.token_ids.len(),
+                num_rows: rows.len(),
+                start: at[user] as i32,
+                history: std::array::from_fn(|i| {
+                    let place = (at[user] + i).checked_sub(3);
+                    place.map_or(0, |place| tokens[user][place])
+                }),
+                state_slot: user as i32,
+                temperature: 0.0,
+                draw: 0,
+                wants_token: true,
+            });
+            plan.token_ids.extend_from_slice(rows);
+            let first_page = user as i32 * PAGES;
+            plan.page_table.extend(first_page..first_page + PAGES);
+        }
+        plan
+    };
+    let run = |prompts_between: bool| {
+        let mut runtime = start(settings(&library));
+        let mut result = StepResult::new();
+        let mut tokens: Vec<_> = (0..=USERS)
+            .map(|user| prompt(user as u64 + 1, PROMPT, 500))
+            .collect();
+        let mut at = vec![0; USERS + 1];
+        for user in 0..USERS {
+            let plan = step(StepMode::Extend, user..user + 1, &tokens, &at);
+            runtime.run(&plan, &mut result).unwrap();
+            at[user] = PROMPT;
+            tokens[user].extend(&result.tokens);
+        }
+        let guest = std::mem::take(&mut tokens[USERS]);
+        for round in 0..6 {
+            let plan = step(StepMode::Verify, 0..USERS, &tokens, &at);
+            runtime.run(&plan, &mut result).unwrap();
+            for (user, three) in result.tokens.chunks(3).enumerate() {
+                at[user] += three.len();
+                tokens[user].extend(three);
+            }
+            if prompts_between {
+                tokens[USERS].push(guest[round]);
+                let plan = step(StepMode::Extend, USERS..USERS + 1, &tokens, &at);
+                runtime.run(&plan, &mut result).unwrap();
+                at[USERS] += 1;
+            }
+        }
+        tokens.truncate(USERS);
+        tokens
+    };
+    assert_eq!(run(true), run(false));
 }
 
 /// The program alone, as it would be found in a broken installation.

@@ -541,11 +541,15 @@ impl Rank {
         Ok(true)
     }
 
-    /// Injects what is pending, before another target step takes its place.
+    /// Injects what is pending, before another target step takes its place. Waits for it: that
+    /// step may note rows of its own for injection while it runs, in the same memory.
     fn flush_injection(&mut self) -> Result<(), EngineError> {
         match std::mem::take(&mut self.pending_rows) {
             0 => Ok(()),
-            pending => self.launch_injection(pending),
+            pending => {
+                self.launch_injection(pending)?;
+                self.synchronize()
+            }
         }
     }
 
