@@ -297,7 +297,7 @@ fn prompt_steps_between_verify_steps_change_no_draft() {
             tokens[user].extend(&result.tokens);
         }
         let guest = std::mem::take(&mut tokens[USERS]);
-        for round in 0..6 {
+        for token in guest.into_iter().take(6) {
             let plan = step(StepMode::Verify, 0..USERS, &tokens, &at);
             runtime.run(&plan, &mut result).unwrap();
             for (user, three) in result.tokens.chunks(3).enumerate() {
@@ -305,7 +305,7 @@ fn prompt_steps_between_verify_steps_change_no_draft() {
                 tokens[user].extend(three);
             }
             if prompts_between {
-                tokens[USERS].push(guest[round]);
+                tokens[USERS].push(token);
                 let plan = step(StepMode::Extend, USERS..USERS + 1, &tokens, &at);
                 runtime.run(&plan, &mut result).unwrap();
                 at[USERS] += 1;
