@@ -1,4 +1,5 @@
 // What a model configuration must hold, and one rank's sizes of it.
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -174,9 +175,16 @@ class Reasons {
 
   void steps() {
     range(c_.max_batch, 1, persistent::Program::kMaxDraftBatch, "max_batch");
-    range(c_.max_rows, c_.max_batch, 1 << 20, "max_rows");
+    // Elements of one buffer are counted in 32 bits.
+    std::int64_t widest = 5 * std::int64_t{c_.hidden};
+    const auto widen = [&](std::int64_t elements) { widest = std::max(widest, elements); };
+    widen(c_.num_heads / c_.tp_size * std::int64_t{shape::kHeadDim});
+    widen(shape::kEngramColumns * std::int64_t{c_.engram_head_dim});
+    widen(c_.num_draft_stages * std::int64_t{c_.hidden});
+    const std::int64_t most_rows = std::min<std::int64_t>(1 << 20, 0x7fff'ffff / widest);
+    range(c_.max_rows, c_.max_batch, most_rows, "max_rows");
     if (c_.num_draft_stages > 0) {
-      range(c_.max_rows, std::int64_t{c_.max_batch} * c_.draft_block, 1 << 20,
+      range(c_.max_rows, std::int64_t{c_.max_batch} * c_.draft_block, most_rows,
             "max_rows (of a draft of max_batch requests)");
     }
     range(c_.num_widths, 0, LOWLAT_MAX_WIDTHS, "num_widths");

@@ -60,9 +60,12 @@ template <Scope>
 LOWLAT_DEVICE std::uint32_t load_acquire(const std::uint32_t* word) {
   return std::atomic_ref(*const_cast<std::uint32_t*>(word)).load(std::memory_order_acquire);
 }
+#ifndef LOWLAT_SCALAR_RELEASE_ORDER  // tests plant memory_order_relaxed here and must be caught
+#define LOWLAT_SCALAR_RELEASE_ORDER std::memory_order_release
+#endif
 template <Scope>
 LOWLAT_DEVICE void store_release(std::uint32_t* word, std::uint32_t value) {
-  std::atomic_ref(*word).store(value, std::memory_order_release);
+  std::atomic_ref(*word).store(value, LOWLAT_SCALAR_RELEASE_ORDER);
 }
 
 // Three words of payload and the epoch they belong to, written and read together. Hardware
@@ -75,13 +78,10 @@ struct alignas(16) TaggedWords {
 static_assert(sizeof(TaggedWords) == 16);
 inline constexpr int kTaggedPayload = 3;
 
-#ifndef LOWLAT_SCALAR_TAG_STORE_ORDER  // a test plants memory_order_relaxed here and must be caught
-#define LOWLAT_SCALAR_TAG_STORE_ORDER std::memory_order_release
-#endif
 LOWLAT_DEVICE void store_tagged(TaggedWords* dst, const std::uint32_t (&payload)[kTaggedPayload],
                                 std::uint32_t tag) {
   for (int i = 0; i < kTaggedPayload; ++i) dst->payload[i] = payload[i];
-  std::atomic_ref(dst->tag).store(tag, LOWLAT_SCALAR_TAG_STORE_ORDER);
+  std::atomic_ref(dst->tag).store(tag, LOWLAT_SCALAR_RELEASE_ORDER);
 }
 // True and the payload when `src` carries `tag`; false (out untouched) when it does not yet.
 LOWLAT_DEVICE bool load_tagged(const TaggedWords* src, std::uint32_t tag,

@@ -330,6 +330,12 @@ TEST_CASE(a_configuration_is_refused_with_every_reason_at_once) {
   CHECK(std::string(lowlat_last_error()).find("layers[8].candidate_source is -100000") !=
         std::string::npos);
   config = tiny_config(1, 0);
+  config.hidden = 4096;
+  config.max_rows = 200'000;  // 5 * 4096 * 200,000 elements do not fit 32 bits
+  CHECK_EQ(lowlat_model_create("scalar", &config, &model), LOWLAT_INVALID);
+  CHECK(std::string(lowlat_last_error()).find("max_rows is 200000; needed 2 .. 104857") !=
+        std::string::npos);
+  config = tiny_config(1, 0);
   CHECK_EQ(lowlat_model_create("tpu", &config, &model), LOWLAT_UNSUPPORTED);
   config.struct_bytes = 8;
   CHECK_EQ(lowlat_model_create("scalar", &config, &model), LOWLAT_INVALID);
