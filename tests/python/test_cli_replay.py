@@ -11,7 +11,7 @@ from lowlat.cli.outcome import FaultError
 
 @pytest.fixture
 def binary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    path = tmp_path / "lowlat-replay"
+    path = tmp_path / "lowlat-engine"
     monkeypatch.setattr(replay, "installed_file", lambda *parts: path)
     return path
 

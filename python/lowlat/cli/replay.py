@@ -8,7 +8,7 @@ from lowlat.cli.outcome import FaultError, one_line
 from lowlat.cli.parts import installed_file
 
 NAME = "replay"
-BINARY = ("_bin", "lowlat-replay")
+BINARY = ("_bin", "lowlat-engine")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -19,7 +19,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run_words(words: Sequence[str]) -> int:
-    """Replaces this process by ``lowlat-replay`` with the same words."""
+    """Replaces this process by ``lowlat-engine`` with the same words."""
     binary = installed_file(*BINARY)
     try:
         os.execv(binary, [str(binary), *words])
