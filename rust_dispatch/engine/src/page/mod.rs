@@ -339,7 +339,11 @@ impl Page<'_> {
                 (self.cell(&at("rows"), Form::Count, false))
                 (self.cell(&at("busy_s"), Form::Time, true))
                 td class="n" {
-                    @if mode.steps == 0 { "–" } @else { (time_text(mode.busy_s / mode.steps as f64)) }
+                    @if mode.steps == 0 {
+                        "–"
+                    } @else {
+                        (time_text(mode.busy_s / mode.steps as f64))
+                    }
                 }
             }
         }

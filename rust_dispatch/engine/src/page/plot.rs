@@ -270,7 +270,7 @@ pub fn histogram(
     picture(name, HEIGHT, &inner)
 }
 
-fn unit_name<'a>(scale: Scale, unit: &'a str) -> &'a str {
+fn unit_name(scale: Scale, unit: &str) -> &str {
     match scale {
         Scale::Linear => unit,
         Scale::Times => "time, equal steps are equal ratios",
