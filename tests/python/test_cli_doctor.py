@@ -5,12 +5,12 @@ import os
 import stat
 from pathlib import Path
 
-import fakes
 import pytest
 from lowlat.cli import doctor, parts
 from lowlat.cli.doctor import BROKEN, NONE, OK, Check
 from lowlat.cli.main import main
 from lowlat.cli.outcome import FaultError
+from support import fakes
 
 
 def program(path: Path, body: str) -> Path:

@@ -100,3 +100,15 @@ def test_the_engine_gets_every_word_unread(monkeypatch: pytest.MonkeyPatch, comm
     monkeypatch.setattr(entry.engine, "run_words", lambda words: seen.append(words) or 0)
     assert main([command, "--help", "--tp", "x", "op"]) == 0
     assert seen == [[command, "--help", "--tp", "x", "op"]]
+
+
+@pytest.mark.parametrize("command", ["op", "check", "doctor", "completion"])
+def test_the_help_of_a_command_is_whole_and_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    words = capsys.readouterr().out
+    assert ended.value.code == 0 and f"lowlat {command}" in words
+    assert "exit status:" in words and all(len(line) <= 100 for line in words.splitlines())

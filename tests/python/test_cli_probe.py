@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-import fakes
 import pytest
 from lowlat.cli import probe
+from support import fakes
 
 
 def answer(capsys: pytest.CaptureFixture, *words: str) -> dict:

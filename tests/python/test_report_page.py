@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import browser
 import pytest
 from lowlat.cli import engine, parts
 from lowlat.cli.outcome import FaultError
+from support import browser
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLAY_BUDGET_S = 600

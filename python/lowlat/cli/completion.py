@@ -9,7 +9,7 @@ import subprocess
 from typing import Any
 
 from lowlat.cli import engine
-from lowlat.cli.outcome import DONE, FaultError, one_line
+from lowlat.cli.outcome import DONE, EXIT_STATUSES, FaultError, one_line
 from lowlat.cli.parts import installed_file
 
 NAME = "completion"
@@ -25,12 +25,15 @@ Prints the script that makes a shell complete lowlat's commands, options and fil
   fish:  lowlat completion fish > ~/.config/fish/completions/lowlat.fish
 """
 
+EPILOG = EXIT_STATUSES
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         NAME,
         help="print the completion script for a shell",
         description=DESCRIPTION,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lowlat.cli.engine import BINARY
-from lowlat.cli.outcome import DONE, REFUSED, CommandError, one_line
+from lowlat.cli.outcome import DONE, EXIT_STATUSES, REFUSED, CommandError, one_line
 from lowlat.cli.parts import installed_file, version
 
 NAME = "doctor"
@@ -63,11 +63,20 @@ class NoAnswerError(Exception):
     """A child did not say what was asked; the words say why."""
 
 
+EPILOG = f"""\
+examples:
+  lowlat doctor
+  lowlat doctor --json > doctor.json
+
+{EXIT_STATUSES}"""
+
+
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         NAME,
         help="try what lowlat needs on this machine, and say what to change",
         description=DESCRIPTION,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -352,7 +352,7 @@ fn run_inspect(words: Vec<OsString>, out: &mut dyn Write, err: &mut dyn Write) -
     } else {
         let lines: Vec<String> = differences
             .iter()
-            .map(|line| format!("{}\n", crate::page::words::visible(line)))
+            .map(|line| format!("{}\n", crate::words::visible(line)))
             .collect();
         lines.concat()
     };

@@ -9,8 +9,8 @@ use comfy_table::Table;
 use lowlat_core::graph_key::{Entry, GraphKey, Record, Seal};
 
 use crate::EngineError;
-use crate::page::words::{count, visible};
 use crate::report::new_table;
+use crate::words::{count, visible};
 
 /// A record is some kilobytes; a file beyond this is none, and is not read.
 pub const MAX_BYTES: u64 = 64 << 20;

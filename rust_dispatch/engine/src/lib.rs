@@ -25,5 +25,6 @@ pub mod trace;
 pub mod trace_info;
 pub mod trace_synth;
 pub mod weights;
+pub mod words;
 
 pub use error::EngineError;

@@ -712,6 +712,9 @@ impl OutputFile {
     /// at no moment is there nothing.
     fn take_place(&self) -> std::io::Result<()> {
         let old = self.temporary("old");
+        // One of a process of our number that died here may be a second name of the same file,
+        // which a copy would empty.
+        let _ = fs::remove_file(&old);
         if self.path.exists() {
             // A second name costs nothing, but not every file system has such.
             fs::hard_link(&self.path, &old).or_else(|_| fs::copy(&self.path, &old).map(|_| ()))?;

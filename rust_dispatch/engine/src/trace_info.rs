@@ -10,9 +10,9 @@ use comfy_table::{Cell, CellAlignment, Table};
 use lowlat_core::digest::Fnv1a;
 use serde::Serialize;
 
-use crate::page::words::{count, visible};
 use crate::report::new_table;
 use crate::trace::{Trace, TraceRequest};
+use crate::words::{count, visible};
 
 /// Grows when a field changes its meaning or goes; new fields leave it.
 pub const SCHEMA_VERSION: u32 = 1;

@@ -7,16 +7,15 @@
 
 pub mod meaning;
 pub mod plot;
-pub mod words;
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use serde_json::Value;
 
 use crate::histogram::{Bucket, Histogram};
 use crate::report::{Mode, Paths, Report, RequestReport, Speculation, TraceReport};
+use crate::words::{count, short, time, visible};
 use meaning::Meanings;
 use plot::{Bar, Column, Lane, Mark, Part, Scale, Span};
-use words::{count, short, time, visible};
 
 const STYLE: &str = include_str!("page.css");
 
@@ -833,8 +832,8 @@ fn paths_figure(id: &str, title: &str, paths: &Paths, pointer: &str) -> Markup {
         figure class="card" id=(id) {
             h3 { (title) }
             p class="what" {
-                "Covered runs went by the fused kernels; plain ones stage after stage, for the "
-                "reason beside them."
+                "Covered runs went by the persistent kernels; plain ones stage after stage, for "
+                "the reason beside them."
             }
             p class="key" { (key("c1", "covered")) (key("c2", "plain")) }
             (plot::bars(title, &bars, all as f64))

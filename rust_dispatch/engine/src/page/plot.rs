@@ -7,8 +7,8 @@
 
 use maud::{Markup, html};
 
-use super::words;
 use crate::histogram::Bucket;
+use crate::words;
 
 /// What a plot's text is laid out for. A plot fills its column, which is about as wide.
 const WIDTH: f64 = 360.0;

@@ -3,7 +3,7 @@
 /// A count with a comma between thousands.
 ///
 /// ```
-/// use lowlat_engine::page::words::count;
+/// use lowlat_engine::words::count;
 /// assert_eq!((count(999).as_str(), count(1_234_567).as_str()), ("999", "1,234,567"));
 /// ```
 #[must_use]
@@ -22,7 +22,7 @@ pub fn count(value: u64) -> String {
 /// A number with three figures that count, and no exponent.
 ///
 /// ```
-/// use lowlat_engine::page::words::short;
+/// use lowlat_engine::words::short;
 /// let texts = [0.0, 0.0123, 1.5, 45.678, 1234.5].map(short);
 /// assert_eq!(texts, ["0", "0.0123", "1.50", "45.7", "1,235"]);
 /// ```
@@ -43,7 +43,7 @@ pub fn short(value: f64) -> String {
 /// Seconds in the unit that suits them: the number, and the unit.
 ///
 /// ```
-/// use lowlat_engine::page::words::time;
+/// use lowlat_engine::words::time;
 /// assert_eq!(time(0.000_012_3), ("12.3".into(), "us"));
 /// assert_eq!(time(0.25), ("250".into(), "ms"));
 /// assert_eq!(time(92.34), ("92.3".into(), "s"));
@@ -63,7 +63,7 @@ pub fn time(seconds: f64) -> (String, &'static str) {
 /// is written as an escape.
 ///
 /// ```
-/// use lowlat_engine::page::words::visible;
+/// use lowlat_engine::words::visible;
 /// assert_eq!(visible("a\nb\u{202e}c"), "a\\u{a}b\\u{202e}c");
 /// ```
 #[must_use]
