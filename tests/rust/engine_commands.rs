@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use lowlat_core::graph_key::{GraphKey, GraphMode, Path as GraphPath, Recorder, SealView};
+use lowlat_core::graph_key::{GraphKey, GraphMode, Path as GraphPath, Record, Recorder, SealView};
 use lowlat_engine::commands;
 use lowlat_engine::inspect;
 use lowlat_engine::trace;
@@ -31,7 +31,12 @@ fn run_with(input: &str, args: &[&str]) -> Ran {
     let (mut out, mut err) = (Vec::new(), Vec::new());
     let code = commands::run(
         all,
-        &mut |_| Ok(Box::new(fake_model::FakeModel::new(256, 64, 5))),
+        &mut |_| {
+            let mut model = fake_model::FakeModel::new(256, 64, 5);
+            let json = record(&[1, 4], GraphPath::Persistent);
+            model.record = Some(Record::from_json(&json).unwrap());
+            Ok(Box::new(model))
+        },
         &mut input.as_bytes(),
         &mut out,
         &mut err,
@@ -520,6 +525,17 @@ fn a_record_is_shown_with_its_keys_paths_seals_and_digests() {
     }
     let as_json = run(&["inspect", "--json", text(&file)]).out;
     assert_eq!(as_json, format!("{json}\n"));
+}
+
+#[test]
+fn a_replay_writes_the_record_that_inspect_reads() {
+    let folder = folder("record");
+    let file = folder.join("new/record.json");
+    let ran = run(&["replay", &small(), "--record", text(&file)]);
+    assert_eq!((ran.code, ran.err.as_str()), (0, ""));
+    let expected = record(&[1, 4], GraphPath::Persistent);
+    assert_eq!(fs::read_to_string(&file).unwrap(), format!("{expected}\n"));
+    assert!(run(&["inspect", text(&file)]).out.contains("4 x 6"));
 }
 
 #[test]

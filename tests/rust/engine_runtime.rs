@@ -244,6 +244,9 @@ fn info_tells_what_was_built() {
     assert_eq!(fact("widths"), "[6, 12, 18, 24, 30, 36, 42, 48]");
     assert_eq!(fact("vote_epoch"), "1");
     assert!(fact("weight_bytes_per_rank").parse::<u64>().unwrap() > 1_000_000);
+    let record = runtime.record().expect("steps were captured");
+    assert_eq!(record.entries().len(), 16);
+    assert_eq!(fact("record_digest"), format!("{:#018x}", record.digest()));
 }
 
 /// Rows of verify steps wait to be injected into the draft's context; a prompt step of somebody
