@@ -416,7 +416,7 @@ fn a_trace_that_would_be_too_large_is_refused_and_leaves_nothing() {
                 "--block-size",
                 "1",
             ],
-            "50000000 hash ids",
+            "10000000 hash ids",
         ),
         (
             &[

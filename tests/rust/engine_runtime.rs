@@ -325,15 +325,18 @@ fn prompt_steps_between_verify_steps_change_no_draft() {
 fn a_missing_kernel_library_is_a_fault_and_a_wrong_one_is_refused() {
     let folder = std::env::temp_dir().join(format!("lowlat-alone-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let alone = folder.join("lowlat-replay");
-    std::fs::copy(env!("CARGO_BIN_EXE_lowlat-replay"), &alone).unwrap();
+    let alone = folder.join("lowlat-engine");
+    std::fs::copy(env!("CARGO_BIN_EXE_lowlat-engine"), &alone).unwrap();
     let trace = concat!(
         env!("CARGO_MANIFEST_DIR"),
         "/../../examples/traces/small.json"
     );
     let ends = |args: &[&str]| {
         let mut command = std::process::Command::new(&alone);
-        let done = command.arg(trace).args(args).env_remove("LOWLAT_KERNELS");
+        let done = command
+            .args(["replay", trace])
+            .args(args)
+            .env_remove("LOWLAT_KERNELS");
         let done = done.output().unwrap();
         let words = String::from_utf8(done.stderr).unwrap();
         assert_eq!(words.lines().count(), 1, "{words}");

@@ -8,7 +8,7 @@ use std::f64::consts::TAU;
 use std::fmt;
 use std::str::FromStr;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::EngineError;
 use crate::tokens::mix;
@@ -16,8 +16,8 @@ use crate::trace::MAX_SECONDS;
 
 /// Largest prompt and answer, tokens.
 pub const MAX_TOKENS: u64 = 1 << 20;
-/// Hash ids of all files together: what a file of half a gigabyte holds.
-pub const MAX_BLOCKS: u64 = 50_000_000;
+/// Hash ids of all files together: what 100 megabytes of text hold.
+pub const MAX_BLOCKS: u64 = 10_000_000;
 /// What a request takes in a file beside its ids, in ids.
 const REQUEST_COST: u64 = 10;
 /// Seconds that an answer takes in the trace, and more a token of it.
@@ -238,7 +238,6 @@ impl Session<'_> {
             .iter()
             .map(|(name, value)| format!("\"{name}\": {value}"))
             .collect();
-        let entries: Vec<String> = entries.iter().map(Value::to_string).collect();
         Ok(format!(
             "{{{}, \"requests\": [\n{}\n]}}\n",
             head.join(", "),
@@ -260,7 +259,7 @@ impl Session<'_> {
         t: f64,
         think_s: f64,
         context: &mut Vec<i64>,
-    ) -> Result<(Value, f64), EngineError> {
+    ) -> Result<(String, f64), EngineError> {
         let (input, output) = (
             self.draws.count(self.synth.input),
             self.draws.count(self.synth.output),
@@ -290,15 +289,19 @@ impl Session<'_> {
             self.next_id += 1;
         }
         let answer_s = milliseconds(ANSWER_S + ANSWER_S_PER_TOKEN * output as f64);
-        let request = json!({
-            "t": milliseconds(t), "type": "s", "in": input, "out": output,
-            "think_time": think_s, "api_time": answer_s, "hash_ids": context,
-        });
+        // As text at once: a tree of the ids would take several times the memory.
+        let ids: Vec<String> = context.iter().map(i64::to_string).collect();
+        let t = milliseconds(t);
+        let request = format!(r#"{{"t": {t}, "type": "s", "in": {input}, "out": {output}, "#)
+            + &format!(
+                r#""think_time": {think_s}, "api_time": {answer_s}, "hash_ids": [{}]}}"#,
+                ids.join(", ")
+            );
         Ok((request, answer_s))
     }
 
     /// A subagent that starts at `t`, and how long it takes.
-    fn subagent(&mut self, t: f64) -> Result<(Value, f64), EngineError> {
+    fn subagent(&mut self, t: f64) -> Result<(String, f64), EngineError> {
         let mut context = self.system();
         let mut requests = Vec::new();
         let mut now_s = 0.0;
@@ -309,10 +312,12 @@ impl Session<'_> {
             requests.push(request);
             now_s = milliseconds(now_s + answer_s);
         }
-        let subagent = json!({
-            "t": milliseconds(t), "type": "subagent",
-            "duration_ms": (now_s * 1e3).round() as u64, "requests": requests,
-        });
+        let subagent = format!(
+            "{{\"t\": {}, \"type\": \"subagent\", \"duration_ms\": {}, \"requests\": [\n  {}]}}",
+            milliseconds(t),
+            (now_s * 1e3).round() as u64,
+            requests.join(",\n  ")
+        );
         Ok((subagent, now_s))
     }
 }
