@@ -27,7 +27,19 @@ def test_help_names_every_command_and_status(capsys: pytest.CaptureFixture) -> N
         main(["--help"])
     assert ended.value.code == 0
     words = capsys.readouterr().out
-    for word in ("replay", "op", "check", "0 done", "1 refused", "2 wrong usage", "3 fault"):
+    for word in (
+        "replay",
+        "trace",
+        "inspect",
+        "op",
+        "check",
+        "doctor",
+        "completion",
+        "0 done",
+        "1 refused",
+        "2 wrong usage",
+        "3 fault",
+    ):
         assert word in words
 
 
@@ -82,8 +94,21 @@ def test_words_of_an_error_without_words() -> None:
     assert one_line(ValueError()) == "ValueError"
 
 
-def test_replay_gets_every_word_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["replay", "trace", "inspect"])
+def test_the_engine_gets_every_word_unread(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     seen = []
-    monkeypatch.setattr(entry.replay, "run_words", lambda words: seen.append(words) or 0)
-    assert main(["replay", "--help", "--tp", "x", "op"]) == 0
-    assert seen == [["--help", "--tp", "x", "op"]]
+    monkeypatch.setattr(entry.engine, "run_words", lambda words: seen.append(words) or 0)
+    assert main([command, "--help", "--tp", "x", "op"]) == 0
+    assert seen == [[command, "--help", "--tp", "x", "op"]]
+
+
+@pytest.mark.parametrize("command", ["op", "check", "doctor", "completion"])
+def test_the_help_of_a_command_is_whole_and_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    words = capsys.readouterr().out
+    assert ended.value.code == 0 and f"lowlat {command}" in words
+    assert "exit status:" in words and all(len(line) <= 100 for line in words.splitlines())

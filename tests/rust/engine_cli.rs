@@ -106,12 +106,16 @@ fn replays_the_small_trace_and_reports() {
         ran.out
     );
     assert!(
-        ran.out
-            .ends_with(&format!("report: {}/report.json\n", text(&dir))),
+        ran.out.ends_with(&format!(
+            "report: {0}/report.json\npage: {0}/report.html\n",
+            text(&dir)
+        )),
         "{}",
         ran.out
     );
     let report = json(&dir.join("report.json"));
+    let page = fs::read_to_string(dir.join("report.html")).unwrap();
+    assert!(page.starts_with("<!DOCTYPE html>") && page.contains("Replay of 12 requests on fake"));
     assert_eq!(report["totals"]["requests"], 12);
     assert_eq!(report["totals"]["input_tokens"], 7647);
     assert_eq!(report["totals"]["output_tokens"], 360);
@@ -314,6 +318,8 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
     fs::write(&huge, file).unwrap();
     let out = folder.join("out");
     let small = small();
+    let (record, again) = (folder.join("record"), folder.join("./record"));
+    let page = out.join("report.html");
     let cases: &[(&[&str], &str)] = &[
         (&[text(&zero)], "zero.json: requests[0].out is 0"),
         (&[&small, text(&zero)], "zero.json: requests[0].out is 0"),
@@ -341,6 +347,19 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
             "--simulate-acceptance is 7",
         ),
         (&[&small, "--tokens-out", text(&folder)], "is a folder"),
+        (&[&small, "--record", text(&record)], "captures no graphs"),
+        (&[&small, "--record", "/dev/null"], "is a device"),
+        (&[&small, "--tokens-out", text(&page)], "written twice"),
+        (
+            &[
+                &small,
+                "--tokens-out",
+                text(&record),
+                "--record",
+                text(&again),
+            ],
+            "written twice",
+        ),
     ];
     for (args, words) in cases {
         let mut all = args.to_vec();

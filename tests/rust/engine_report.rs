@@ -174,6 +174,20 @@ fn figures_are_those_of_the_steps() {
         serde_json::json!([0, 0, 0, 0, 1, 0])
     );
     near("/speculation/acceptance_length", 5.0);
+    let all_but_the_last = serde_json::json!([1.0, 1.0, 1.0, 1.0, 0.0]);
+    assert_eq!(at("/speculation/accepted_by_position"), all_but_the_last);
+    // Three tokens came 15 ms after the first: 5 ms each, in a bucket at most 5.93 % wide.
+    assert_eq!(at("/distributions/inter_token_s/count"), 3);
+    for name in ["p50", "p90", "p99", "buckets/0/up_to_s"] {
+        let edge = at(&format!("/distributions/inter_token_s/{name}"))
+            .as_f64()
+            .unwrap();
+        assert!((0.005..0.0053).contains(&edge), "{name} is {edge}");
+    }
+    assert_eq!(at("/distributions/inter_token_s/buckets/0/count"), 3);
+    near("/traces/0/user_rate_tokens_per_s/p50", 160.0);
+    near("/traces/0/user_rate_tokens_per_s/p90", 125.0);
+    assert_eq!(at("/traces/0/cached_tokens"), 64);
     assert_eq!(at("/speculation/cut_tokens"), 2);
     assert_eq!(at("/cache/hit_tokens"), 64);
     near("/cache/hit_share", 64.0 / 107.0);
@@ -323,7 +337,7 @@ fn folder(name: &str) -> PathBuf {
     folder
 }
 
-fn files(folder: &Path) -> Vec<String> {
+fn files_of(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap();
     entries
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -336,14 +350,14 @@ fn a_file_is_whole_or_not_there() {
     let path = folder.join("new/deep/report.json");
     drop(OutputFile::prepare(&path).unwrap());
     assert_eq!(
-        files(&folder),
+        files_of(&folder),
         Vec::<String>::new(),
         "unwritten, it leaves no folder either"
     );
     OutputFile::prepare(&path).unwrap().write("whole").unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap(), "whole");
     assert_eq!(
-        files(path.parent().unwrap()),
+        files_of(path.parent().unwrap()),
         ["report.json"],
         "no temporary file is left"
     );
@@ -359,7 +373,66 @@ fn a_file_is_whole_or_not_there() {
     fs::create_dir(folder.join("late.json")).unwrap();
     let error = late.write("text").unwrap_err().to_string();
     assert!(error.contains("late.json: cannot be written"), "{error}");
-    assert!(files(&folder).iter().all(|name| !name.ends_with(".tmp")));
+    assert!(files_of(&folder).iter().all(|name| !name.ends_with(".tmp")));
+}
+
+#[test]
+fn several_files_are_all_written_or_none_is() {
+    let folder = folder("several");
+    let prepare = |name: &str| OutputFile::prepare(&folder.join(name)).unwrap();
+    let write = |names: [&str; 3], text: &str| {
+        OutputFile::write_all(names.map(|name| (prepare(name), text.to_owned())).into())
+    };
+    let read = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+    write(["a", "b", "c"], "one").unwrap();
+    assert_eq!(
+        (read("a"), read("b"), read("c")),
+        ("one".into(), "one".into(), "one".into())
+    );
+    write(["a", "b", "c"], "two").unwrap();
+    assert_eq!((read("a"), read("c")), ("two".into(), "two".into()));
+
+    // The last one cannot take its place: the first two are as before, a new one is gone.
+    let files: Vec<_> = ["new", "a", "late"].map(prepare).into_iter().collect();
+    fs::create_dir(folder.join("late")).unwrap();
+    let texts = files
+        .into_iter()
+        .map(|file| (file, "three".to_owned()))
+        .collect();
+    let error = OutputFile::write_all(texts).unwrap_err().to_string();
+    assert!(error.contains("late: cannot be written"), "{error}");
+    assert_eq!(read("a"), "two");
+    let mut left = files_of(&folder);
+    left.sort();
+    assert_eq!(left, ["a", "b", "c", "late"]);
+}
+
+#[test]
+fn a_device_is_no_place_for_a_file() {
+    let error = OutputFile::prepare(Path::new("/dev/null"))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("/dev/null: is a device or a pipe"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_disk_that_is_full_leaves_nothing() {
+    // Writing there fails as on a full disk; a place for it is not needed.
+    if !Path::new("/dev/full").exists() {
+        println!("skipped: no /dev/full");
+        return;
+    }
+    let folder = folder("full");
+    let file = OutputFile::prepare(&folder.join("new/report.json")).unwrap();
+    // The temporary name leads to a device that has no room.
+    let name = format!(".report.json.{}.tmp", std::process::id());
+    std::os::unix::fs::symlink("/dev/full", folder.join("new").join(name)).unwrap();
+    let error = file.write("text").unwrap_err().to_string();
+    assert!(error.contains("No space left"), "{error}");
+    assert_eq!(files_of(&folder), Vec::<String>::new());
 }
 
 #[test]
@@ -371,5 +444,5 @@ fn a_place_that_cannot_be_written_is_refused_at_the_start() {
         refused(folder.join("file/report.json")).contains("file/report.json: cannot be written")
     );
     assert!(refused(folder.clone()).contains("is a folder"));
-    assert_eq!(files(&folder), ["file"]);
+    assert_eq!(files_of(&folder), ["file"]);
 }

@@ -244,6 +244,9 @@ fn info_tells_what_was_built() {
     assert_eq!(fact("widths"), "[6, 12, 18, 24, 30, 36, 42, 48]");
     assert_eq!(fact("vote_epoch"), "1");
     assert!(fact("weight_bytes_per_rank").parse::<u64>().unwrap() > 1_000_000);
+    let record = runtime.record().expect("steps were captured");
+    assert_eq!(record.entries().len(), 16);
+    assert_eq!(fact("record_digest"), format!("{:#018x}", record.digest()));
 }
 
 /// Rows of verify steps wait to be injected into the draft's context; a prompt step of somebody
@@ -322,15 +325,18 @@ fn prompt_steps_between_verify_steps_change_no_draft() {
 fn a_missing_kernel_library_is_a_fault_and_a_wrong_one_is_refused() {
     let folder = std::env::temp_dir().join(format!("lowlat-alone-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let alone = folder.join("lowlat-replay");
-    std::fs::copy(env!("CARGO_BIN_EXE_lowlat-replay"), &alone).unwrap();
+    let alone = folder.join("lowlat-engine");
+    std::fs::copy(env!("CARGO_BIN_EXE_lowlat-engine"), &alone).unwrap();
     let trace = concat!(
         env!("CARGO_MANIFEST_DIR"),
         "/../../examples/traces/small.json"
     );
     let ends = |args: &[&str]| {
         let mut command = std::process::Command::new(&alone);
-        let done = command.arg(trace).args(args).env_remove("LOWLAT_KERNELS");
+        let done = command
+            .args(["replay", trace])
+            .args(args)
+            .env_remove("LOWLAT_KERNELS");
         let done = done.output().unwrap();
         let words = String::from_utf8(done.stderr).unwrap();
         assert_eq!(words.lines().count(), 1, "{words}");

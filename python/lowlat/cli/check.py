@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from lowlat.cli.outcome import DONE, REFUSED, RefusedError, one_line
+from lowlat.cli.outcome import DONE, EXIT_STATUSES, REFUSED, RefusedError, one_line
 from lowlat.cli.parts import native
 
 NAME = "check"
@@ -15,12 +15,20 @@ Asks the guard whether these kernels can serve a model with the given server opt
 every reason against it, numbered. Exit status 0: can be served; 1: cannot.
 """
 
+EPILOG = f"""\
+examples:
+  lowlat check --model tiny-v41 --tp 2 --isa scalar
+  lowlat check --model path/to/checkpoint --tp 4 --isa sm_90 --page-size 256
+
+{EXIT_STATUSES}"""
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         NAME,
         help="say whether a model can be served, and every reason why not",
         description=DESCRIPTION,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lowlat.cli import check, op, replay
+from lowlat.cli import check, completion, doctor, engine, op
 from lowlat.cli.outcome import FAULT, CommandError, UsageError, one_line
 from lowlat.cli.parts import version
 
@@ -14,10 +14,14 @@ EPILOG = """\
 exit status: 0 done; 1 refused, or a check that failed; 2 wrong usage; 3 fault
 
 examples:
+  lowlat doctor
   lowlat replay trace.json --model tiny-v41 --tp 2 --report out/
+  lowlat trace synth --out traces --sessions 4 --seed 1
+  lowlat trace info traces/*.json
   lowlat op --list
   lowlat op rms_norm --in case.npz --out out.npz --platform scalar
   lowlat check --model tiny-v41 --tp 2 --isa scalar
+  source <(lowlat completion bash)
 """
 
 
@@ -46,14 +50,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="lowlat",
         description="Low-latency decode for mixture-of-experts models: replay agent traces, run"
-        " one operation, check what can be served.",
+        " one operation, check what can be served and what this machine can do.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (replay, op, check):
+    for module in (engine, op, check, doctor, completion):
         module.add_parser(commands)
     return parser
 
@@ -62,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; every failure is one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == [replay.NAME]:
-            # Its options are the engine's own, --help included, so argparse never sees them.
-            return replay.run_words(words[1:])
+        if words and words[0] in engine.COMMANDS:
+            # Their options are the engine's own, --help included, so argparse never sees them.
+            return engine.run_words(words)
         arguments = build_parser().parse_args(words)
         return arguments.run(arguments)
     except CommandError as error:

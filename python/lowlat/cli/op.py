@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowlat.cli.outcome import DONE, FaultError, RefusedError, UsageError, one_line
+from lowlat.cli.outcome import DONE, EXIT_STATUSES, FaultError, RefusedError, UsageError, one_line
 from lowlat.cli.parts import native
 
 if TYPE_CHECKING:
@@ -32,12 +32,21 @@ anyone can compare it with an oracle of their own. bf16 travels as uint16 bits; 
 packed fp4 as uint8 codes. Sizes come from the arrays.
 """
 
+EPILOG = f"""\
+examples:
+  lowlat op --list rms_norm
+  lowlat op rms_norm --in case.npz --out stage.npz --platform scalar
+  lowlat op rms_norm --in case.npz --out meaning.npz --platform reference
+
+{EXIT_STATUSES}"""
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         NAME,
         help="run one operation alone (lowlat op --list)",
         description=DESCRIPTION,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

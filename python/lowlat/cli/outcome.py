@@ -5,6 +5,15 @@ REFUSED = 1
 USAGE = 2
 FAULT = 3
 
+# Closes every command's --help.
+EXIT_STATUSES = """\
+exit status:
+  0  done
+  1  refused, or a check that failed; no file was written
+  2  the command line is wrong
+  3  fault: a part of the installation is missing, or the world failed
+"""
+
 
 class CommandError(Exception):
     """Ends the command with one line on stderr and `exit_status`."""

@@ -28,7 +28,7 @@ def version() -> str:
 
 
 def installed_file(*parts: str) -> Path:
-    """A file that the build put inside the package, such as ``_bin/lowlat-replay``."""
+    """A file that the build put inside the package, such as ``_bin/lowlat-engine``."""
     # Not __file__: in an editable install the built files lie elsewhere.
     path = Path(str(resources.files("lowlat").joinpath(*parts)))
     if not path.is_file():

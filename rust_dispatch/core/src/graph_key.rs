@@ -329,6 +329,14 @@ impl Recorder {
 /// Version of the record's JSON.
 const RECORD_VERSION: u32 = 1;
 
+/// What a record of any version has.
+#[derive(Deserialize)]
+struct Head {
+    version: u32,
+    #[allow(dead_code)] // That it is there tells a record from other JSON with a version.
+    entries: serde::de::IgnoredAny,
+}
+
 /// What was captured, by ascending key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
@@ -342,14 +350,28 @@ impl Record {
     /// # Errors
     /// What is wrong with the text, in one line.
     pub fn from_json(text: &str) -> Result<Self, RecordError> {
-        let record: Self = serde_json::from_str(text)
-            .map_err(|error| RecordError(format!("not a graph record: {error}")))?;
-        if record.version != RECORD_VERSION {
-            let seen = record.version;
+        let broken = |error: serde_json::Error| {
+            RecordError(match error.is_eof() {
+                true => {
+                    "not a graph record: it ends in the middle; the file looks truncated".into()
+                }
+                false => format!("not a graph record: {error}"),
+            })
+        };
+        // The version first: what else a newer record holds is not ours to judge.
+        let head: Head = serde_json::from_str(text).map_err(broken)?;
+        let seen = head.version;
+        if seen != RECORD_VERSION {
+            let who = if seen > RECORD_VERSION {
+                " (it is of a newer lowlat)"
+            } else {
+                ""
+            };
             return Err(RecordError(format!(
-                "version is {seen}; this reads graph records of version {RECORD_VERSION}"
+                "version is {seen}{who}; this reads graph records of version {RECORD_VERSION}"
             )));
         }
+        let record: Self = serde_json::from_str(text).map_err(broken)?;
         // Noting the entries again holds a text to the same rules as a capture.
         let mut recorder = Recorder::new();
         for Entry { key, path, seals } in record.entries {
@@ -558,9 +580,17 @@ mod tests {
         let cases = [
             ("", "not a graph record"),
             ("[]", "not a graph record"),
+            (r#"{"id": "a", "requests": []}"#, "missing field `version`"),
+            (r#"{"version": 1}"#, "missing field `entries`"),
+            (&good[..good.len() / 2], "the file looks truncated"),
             (
                 &good.replace("\"version\": 1", "\"version\": 9"),
-                "version is 9",
+                "version is 9 (it is of a newer lowlat)",
+            ),
+            (r#"{"version": 2, "entries": "x"}"#, "newer lowlat"),
+            (
+                r#"{"version": 0, "entries": []}"#,
+                "version is 0; this reads",
             ),
             (
                 &good.replace("\"width\": 6", "\"width\": 5"),

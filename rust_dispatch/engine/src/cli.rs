@@ -5,10 +5,12 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use clap::{Parser, ValueEnum};
+use clap::{CommandFactory, Parser, ValueEnum, ValueHint};
+use lowlat_core::graph_key::Record;
 use serde::Serialize;
 
 use crate::EngineError;
+use crate::page;
 use crate::progress::ProgressMeter;
 use crate::replay::{self, Clock, Outcome, ReplaySettings};
 use crate::report::{self, OutputFile, Report};
@@ -18,7 +20,9 @@ use crate::step::{FaultKind, InjectedFault, RuntimeSettings, StepRunner};
 use crate::trace::{self, Trace};
 
 /// Exit code of a command line that is wrong.
-const USAGE: u8 = 2;
+pub(crate) const USAGE: u8 = 2;
+
+const NAME: &str = "lowlat replay";
 
 /// Pool sizes that are chosen where `--kv-tokens` is not given.
 const KV_TOKENS_LEAST: usize = 16 * 1024;
@@ -40,7 +44,8 @@ Replay agent traces on an engine that serves a model with the lowlat kernels.
 Each TRACE is one user's session: its requests run one after the other, its subagents beside
 them. Prompts are synthesised from the trace's hash ids, so that prefixes are shared as in the
 trace; every request generates as many tokens as it did in the trace. What was measured is
-printed as a table and, with --report, written as DIR/report.json.";
+printed as a table and, with --report, written as DIR/report.json and, for a browser, as
+DIR/report.html.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -83,6 +88,7 @@ enum PaceArg {
 struct Options {
     /// Trace files, one session each
     #[arg(required_unless_present = "report_schema", value_name = "TRACE")]
+    #[arg(value_hint = ValueHint::FilePath)]
     traces: Vec<PathBuf>,
 
     /// Print the JSON schema of report.json and stop
@@ -132,7 +138,7 @@ struct Options {
     widths: Vec<u32>,
 
     /// Kernel library to load [default: the one that lowlat was installed with]
-    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    #[arg(long, value_name = "FILE", help_heading = "Model", value_hint = ValueHint::FilePath)]
     kernels: Option<PathBuf>,
 
     /// Tokens that the KV pool must hold [default: by the traces, at most 262144]
@@ -219,13 +225,17 @@ struct Options {
     #[arg(long, value_name = "LENGTH", help_heading = "Sampling")]
     simulate_acceptance: Option<f64>,
 
-    /// Write DIR/report.json
-    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    /// Write DIR/report.json, and DIR/report.html that shows it
+    #[arg(long, value_name = "DIR", help_heading = "Output", value_hint = ValueHint::DirPath)]
     report: Option<PathBuf>,
 
     /// Write every request's generated tokens as JSON
-    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    #[arg(long, value_name = "FILE", help_heading = "Output", value_hint = ValueHint::FilePath)]
     tokens_out: Option<PathBuf>,
+
+    /// Write rank 0's graph record, for `lowlat inspect`
+    #[arg(long, value_name = "FILE", help_heading = "Output", value_hint = ValueHint::FilePath)]
+    record: Option<PathBuf>,
 
     /// Make one rank misbehave while the ranks come to agree, to see them refuse together: widths
     /// (covers others), catalogue (carries other kernels) or silent (does not answer)
@@ -315,31 +325,58 @@ impl Options {
     }
 }
 
-/// Runs the program with its arguments (the program's name first) and gives its exit code.
+/// Runs `lowlat replay` with its arguments (the program's name first) and gives its exit code.
 pub fn run(
     args: impl IntoIterator<Item = OsString>,
     start: &mut Start,
     out: &mut dyn Write,
     err: &mut dyn Write,
 ) -> u8 {
-    let options = match Options::try_parse_from(args) {
+    let options: Options = match parse(NAME, args, out, err) {
         Ok(options) => options,
-        Err(error) if error.use_stderr() => {
-            let _ = writeln!(err, "lowlat replay: {} (see --help)", usage_words(&error));
-            return USAGE;
-        }
-        Err(help) => {
-            let _ = write!(out, "{help}");
-            return 0;
-        }
+        Err(code) => return code,
     };
     if options.report_schema {
-        let _ = write!(out, "{}", report::SCHEMA);
-        return 0;
+        return finish(NAME, Ok(report::SCHEMA.to_owned()), out, err);
     }
-    match replay_files(&options, start, err) {
-        Ok(table) => {
-            let _ = write!(out, "{table}");
+    let result = replay_files(&options, start, err);
+    finish(NAME, result, out, err)
+}
+
+/// The options of `lowlat replay`, for its completion.
+#[must_use]
+pub fn command() -> clap::Command {
+    Options::command()
+}
+
+/// Reads a command's options. `Err` is the exit code of a command line that is wrong or asks for
+/// help; either has been answered then.
+pub(crate) fn parse<T: Parser>(
+    name: &str,
+    args: impl IntoIterator<Item = OsString>,
+    out: &mut dyn Write,
+    err: &mut dyn Write,
+) -> Result<T, u8> {
+    T::try_parse_from(args).map_err(|error| {
+        if error.use_stderr() {
+            let _ = writeln!(err, "{name}: {} (see --help)", usage_words(&error));
+            return USAGE;
+        }
+        let _ = write!(out, "{error}");
+        0
+    })
+}
+
+/// Ends a command: its text, or one line; and the exit code.
+pub(crate) fn finish(
+    name: &str,
+    result: Result<String, EngineError>,
+    out: &mut dyn Write,
+    err: &mut dyn Write,
+) -> u8 {
+    match result {
+        Ok(text) => {
+            let _ = write!(out, "{text}");
             0
         }
         Err(error) => {
@@ -354,7 +391,7 @@ pub fn run(
                 .split_whitespace()
                 .collect::<Vec<_>>()
                 .join(" ");
-            let _ = writeln!(err, "lowlat replay: {kind}: {words}");
+            let _ = writeln!(err, "{name}: {kind}: {words}");
             error.exit_code()
         }
     }
@@ -404,20 +441,17 @@ fn replay_files(
             let _ = writeln!(err, "{}: note: {note}", trace.file);
         }
     }
-    let report_file = options
-        .report
-        .as_ref()
-        .map(|folder| OutputFile::prepare(&folder.join(report::FILE_NAME)))
-        .transpose()?;
-    let tokens_file = options
-        .tokens_out
-        .as_deref()
-        .map(OutputFile::prepare)
-        .transpose()?;
+    let outputs = prepare_outputs(options)?;
 
     let settings = options.replay_settings();
     let runtime = options.runtime_settings(options.kv_tokens(&traces, &settings));
     let mut runner = start(&runtime)?;
+    if options.record.is_some() && runner.record().is_none() {
+        return Err(EngineError::Refused(format!(
+            "--record: {} on {} captures no graphs, so there is no record to write",
+            runtime.model, runtime.platform
+        )));
+    }
     let total_tokens = traces
         .iter()
         .flat_map(|trace| trace.agent.requests())
@@ -437,19 +471,78 @@ fn replay_files(
     let outcome = outcome?;
 
     let report = Report::new(&traces, &settings, &runtime, runner.info(), &outcome);
-    if let Some(file) = tokens_file {
-        file.write(&tokens_json(&traces, &outcome))?;
-    }
     let mut table = report.to_table();
-    if let Some(file) = report_file {
-        file.write(&report.to_json())?;
-        let folder: &Path = options.report.as_deref().expect("it names the file");
-        table.push_str(&format!(
-            "report: {}\n",
-            folder.join(report::FILE_NAME).display()
-        ));
+    if let Some(folder) = &options.report {
+        let page = folder.join(report::PAGE_NAME);
+        let report = folder.join(report::FILE_NAME);
+        table.push_str(&format!("report: {}\n", report.display()));
+        table.push_str(&format!("page: {}\n", page.display()));
     }
+    let mut record = runner.record().map(Record::to_json).unwrap_or_default();
+    record.push('\n');
+    let texts = outputs.into_iter().map(|(output, file)| {
+        let text = match output {
+            Output::Report => report.to_json(),
+            Output::Page => page::to_html(&report),
+            Output::Tokens => tokens_json(&traces, &outcome),
+            Output::Record => record.clone(),
+        };
+        (file, text)
+    });
+    OutputFile::write_all(texts.collect())?;
     Ok(table)
+}
+
+/// What a replay may write; all of it or nothing.
+#[derive(Clone, Copy, Debug)]
+enum Output {
+    Report,
+    Page,
+    Tokens,
+    Record,
+}
+
+/// Sees before the replay that every file that was asked for can be written.
+fn prepare_outputs(options: &Options) -> Result<Vec<(Output, OutputFile)>, EngineError> {
+    let folder = options.report.as_ref();
+    let paths = [
+        (
+            Output::Report,
+            folder.map(|folder| folder.join(report::FILE_NAME)),
+        ),
+        (
+            Output::Page,
+            folder.map(|folder| folder.join(report::PAGE_NAME)),
+        ),
+        (Output::Tokens, options.tokens_out.clone()),
+        (Output::Record, options.record.clone()),
+    ];
+    let mut outputs = Vec::new();
+    let mut seen: Vec<PathBuf> = Vec::new();
+    for (output, path) in paths {
+        let Some(path) = path else {
+            continue;
+        };
+        outputs.push((output, OutputFile::prepare(&path)?));
+        // The folder is there now, so two ways to write one path can be told.
+        let folder = path
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty());
+        let folder = folder
+            .unwrap_or(Path::new("."))
+            .canonicalize()
+            .unwrap_or_default();
+        let place = folder.join(path.file_name().unwrap_or_default());
+        if seen.contains(&place) {
+            return Err(EngineError::Refused(format!(
+                "{}: would be written twice; --report, --tokens-out and --record need files of \
+                 their own",
+                path.display()
+            )));
+        }
+        seen.push(place);
+    }
+    Ok(outputs)
 }
 
 #[derive(Serialize)]

@@ -3,11 +3,15 @@
 
 pub mod cache;
 pub mod cli;
+pub mod commands;
 pub mod error;
+pub mod histogram;
+pub mod inspect;
 pub mod json;
 pub mod kernels;
 pub mod metrics;
 pub mod model;
+pub mod page;
 pub mod progress;
 mod rank;
 pub mod replay;
@@ -18,6 +22,9 @@ pub mod session;
 pub mod step;
 pub mod tokens;
 pub mod trace;
+pub mod trace_info;
+pub mod trace_synth;
 pub mod weights;
+pub mod words;
 
 pub use error::EngineError;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::histogram::Histogram;
 use crate::sched::{Finished, Progress};
 use crate::step::{StepMode, StepPath, StepPlan, StepResult};
 
@@ -41,6 +42,8 @@ pub struct RequestMetrics {
     pub submitted_at: u64,
     /// When its first token was there.
     pub first_token_at: u64,
+    /// When its newest token was there.
+    pub last_token_at: u64,
     /// When its last token was there.
     pub finished_at: u64,
     /// Tokens of the prompt that the cache had.
@@ -105,6 +108,9 @@ pub struct Metrics {
     pub accepted_histogram: Vec<u64>,
     /// Tokens that were accepted beyond a request's limit and dropped.
     pub cut_tokens: u64,
+    /// Time between tokens, over all requests. Tokens that come together share the time since
+    /// the ones before, so that the mean is the real one.
+    pub inter_token: Histogram,
     /// Start to end, nanoseconds.
     pub wall_ns: u64,
 }
@@ -148,6 +154,12 @@ impl Metrics {
             // The first token of a request comes with the end of its prompt.
             if one.new_tokens > 0 && one.prompt_rows > 0 {
                 request.first_token_at = now_ns;
+            } else if one.new_tokens > 0 {
+                let gap_s = seconds(now_ns - request.last_token_at) / one.new_tokens as f64;
+                self.inter_token.add(gap_s, one.new_tokens as u64);
+            }
+            if one.new_tokens > 0 {
+                request.last_token_at = now_ns;
             }
             if one.finished {
                 request.finished_at = now_ns;
@@ -166,6 +178,20 @@ impl Metrics {
         let request = &mut self.requests[finished.uid as usize];
         request.cached_tokens = finished.cached_tokens;
         request.output = finished.output;
+    }
+
+    /// Share of request-steps in which the draft at each place was accepted; empty without one.
+    #[must_use]
+    pub fn accepted_by_position(&self) -> Vec<f64> {
+        let steps: u64 = self.accepted_histogram.iter().sum();
+        if steps == 0 {
+            return Vec::new();
+        }
+        // The draft at a place is accepted together with all before it.
+        (1..self.accepted_histogram.len())
+            .map(|place| self.accepted_histogram[place..].iter().sum::<u64>())
+            .map(|accepted| accepted as f64 / steps as f64)
+            .collect()
     }
 
     /// Mean tokens of a request's verify step, the next token included.

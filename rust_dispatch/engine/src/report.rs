@@ -1,6 +1,7 @@
 //! The report of a replay: `report.json`, whose schema is documented, and a table.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,7 +11,8 @@ use lowlat_core::digest::Fnv1a;
 use serde::Serialize;
 
 use crate::EngineError;
-use crate::metrics::{Metrics, ModeCount, PathCount, percentile, seconds};
+use crate::histogram::{Bucket, Histogram};
+use crate::metrics::{Metrics, ModeCount, PathCount, RequestMetrics, percentile, seconds};
 use crate::replay::{Outcome, ReplaySettings};
 use crate::session::Pace;
 use crate::step::{RunnerInfo, RuntimeSettings};
@@ -22,6 +24,9 @@ pub const SCHEMA_VERSION: u32 = 1;
 pub const SCHEMA: &str = include_str!("report.schema.json");
 /// Name of the report in its folder.
 pub const FILE_NAME: &str = "report.json";
+
+/// Name of the page that shows it, in the same folder.
+pub const PAGE_NAME: &str = "report.html";
 
 const TABLE_COLUMNS: u16 = 100;
 
@@ -37,6 +42,7 @@ pub struct Report {
     pub totals: Totals,
     pub latency: Latency,
     pub steps: Steps,
+    pub distributions: Distributions,
     pub speculation: Option<Speculation>,
     pub cache: Cache,
     pub traces: Vec<TraceReport>,
@@ -134,10 +140,35 @@ pub struct Paths {
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[allow(missing_docs)]
+pub struct Distributions {
+    pub inter_token_s: Distribution,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct Distribution {
+    pub count: u64,
+    pub p50: Option<f64>,
+    pub p90: Option<f64>,
+    pub p99: Option<f64>,
+    pub buckets: Vec<BucketReport>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct BucketReport {
+    pub above_s: f64,
+    pub up_to_s: f64,
+    pub count: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[allow(missing_docs)]
 pub struct Speculation {
     pub request_steps: u64,
     pub acceptance_length: Option<f64>,
     pub accepted_histogram: Vec<u64>,
+    pub accepted_by_position: Vec<f64>,
     pub cut_tokens: u64,
 }
 
@@ -161,6 +192,8 @@ pub struct TraceReport {
     pub output_tokens: usize,
     pub trace_input_tokens: usize,
     pub trace_output_tokens: usize,
+    pub cached_tokens: usize,
+    pub user_rate_tokens_per_s: Percentiles,
     pub notes: Vec<String>,
 }
 
@@ -197,7 +230,12 @@ impl Report {
         let requests = request_reports(traces, replay, metrics);
         let trace_reports: Vec<TraceReport> = traces
             .iter()
-            .map(|trace| trace_report(trace, replay))
+            .scan(0, |first, trace| {
+                let end = *first + trace.agent.requests().len();
+                let measured = &metrics.requests[*first..end];
+                *first = end;
+                Some(trace_report(trace, replay, measured))
+            })
             .collect();
         let wall_s = seconds(metrics.wall_ns);
         let output_tokens = requests.iter().map(|request| request.output_tokens).sum();
@@ -266,10 +304,14 @@ impl Report {
                 target: paths(&metrics.target),
                 draft: paths(&metrics.draft),
             },
+            distributions: Distributions {
+                inter_token_s: distribution(&metrics.inter_token),
+            },
             speculation: (info.num_drafts > 0).then(|| Speculation {
                 request_steps: metrics.accepted_histogram.iter().sum(),
                 acceptance_length: metrics.acceptance_length(),
                 accepted_histogram: metrics.accepted_histogram.clone(),
+                accepted_by_position: metrics.accepted_by_position(),
                 cut_tokens: metrics.cut_tokens,
             }),
             cache: Cache {
@@ -395,7 +437,7 @@ impl Report {
     }
 }
 
-fn new_table() -> Table {
+pub(crate) fn new_table() -> Table {
     let mut table = Table::new();
     table.load_preset(presets::UTF8_BORDERS_ONLY);
     table.set_content_arrangement(comfy_table::ContentArrangement::Dynamic);
@@ -460,7 +502,11 @@ fn request_reports(
         .collect()
 }
 
-fn trace_report(trace: &Trace, replay: &ReplaySettings) -> TraceReport {
+fn trace_report(
+    trace: &Trace,
+    replay: &ReplaySettings,
+    measured: &[RequestMetrics],
+) -> TraceReport {
     let requests = trace.agent.requests();
     TraceReport {
         file: trace.file.clone(),
@@ -477,42 +523,66 @@ fn trace_report(trace: &Trace, replay: &ReplaySettings) -> TraceReport {
             .sum(),
         trace_input_tokens: requests.iter().map(|request| request.input_tokens).sum(),
         trace_output_tokens: requests.iter().map(|request| request.output_tokens).sum(),
+        cached_tokens: measured.iter().map(|request| request.cached_tokens).sum(),
+        user_rate_tokens_per_s: user_rate(e2e_per_token(measured)),
         notes: trace.notes.clone(),
     }
 }
 
-fn latency(metrics: &Metrics) -> Latency {
-    let both = |values: &[f64]| Percentiles {
+fn percentiles(values: &[f64]) -> Percentiles {
+    Percentiles {
         p50: percentile(values, 50),
         p90: percentile(values, 90),
-    };
-    let requests = &metrics.requests;
-    let per_token: Vec<f64> = requests
+    }
+}
+
+/// Percentiles of the seconds that an output token of these requests took, end to end.
+fn e2e_per_token(requests: &[RequestMetrics]) -> Percentiles {
+    let values: Vec<f64> = requests
         .iter()
-        .map(|request| request.e2e_s_per_output_token())
+        .map(RequestMetrics::e2e_s_per_output_token)
         .collect();
-    let e2e_s_per_output_token = both(&per_token);
-    // A replay without measurable time has no rate; null says so better than infinity, which
-    // JSON has not.
+    percentiles(&values)
+}
+
+/// The same as a rate. A replay without measurable time has none; null says so better than
+/// infinity, which JSON has not.
+fn user_rate(e2e_s_per_output_token: Percentiles) -> Percentiles {
     let inverse = |value: Option<f64>| value.filter(|&value| value > 0.0).map(|value| 1.0 / value);
+    Percentiles {
+        p50: inverse(e2e_s_per_output_token.p50),
+        p90: inverse(e2e_s_per_output_token.p90),
+    }
+}
+
+fn latency(metrics: &Metrics) -> Latency {
+    let requests = &metrics.requests;
+    let e2e_s_per_output_token = e2e_per_token(requests);
+    let ttft: Vec<f64> = requests.iter().map(RequestMetrics::ttft_s).collect();
+    let inter_token: Vec<f64> = requests
+        .iter()
+        .filter_map(RequestMetrics::inter_token_s)
+        .collect();
     Latency {
         e2e_s_per_output_token,
-        user_rate_tokens_per_s: Percentiles {
-            p50: inverse(e2e_s_per_output_token.p50),
-            p90: inverse(e2e_s_per_output_token.p90),
-        },
-        ttft_s: both(
-            &requests
-                .iter()
-                .map(|request| request.ttft_s())
-                .collect::<Vec<_>>(),
-        ),
-        inter_token_s: both(
-            &requests
-                .iter()
-                .filter_map(|request| request.inter_token_s())
-                .collect::<Vec<_>>(),
-        ),
+        user_rate_tokens_per_s: user_rate(e2e_s_per_output_token),
+        ttft_s: percentiles(&ttft),
+        inter_token_s: percentiles(&inter_token),
+    }
+}
+
+fn distribution(times: &Histogram) -> Distribution {
+    let bucket = |bucket: Bucket| BucketReport {
+        above_s: bucket.above_s,
+        up_to_s: bucket.up_to_s,
+        count: bucket.count,
+    };
+    Distribution {
+        count: times.count(),
+        p50: times.percentile(50),
+        p90: times.percentile(90),
+        p99: times.percentile(99),
+        buckets: times.buckets().into_iter().map(bucket).collect(),
     }
 }
 
@@ -564,6 +634,13 @@ impl OutputFile {
                 path.display()
             )));
         }
+        if path.exists() && !path.is_file() {
+            // A rename would put a file in the place of the device.
+            return Err(EngineError::Refused(format!(
+                "{}: is a device or a pipe; the path of a file is needed",
+                path.display()
+            )));
+        }
         let mut file = Self {
             path: path.to_path_buf(),
             made: Vec::new(),
@@ -579,7 +656,7 @@ impl OutputFile {
             fs::create_dir(&folder).map_err(|error| refusal(&folder, "make the folder", &error))?;
             file.made.push(folder);
         }
-        let probe = file.temporary();
+        let probe = file.temporary("tmp");
         fs::File::create(&probe).map_err(|error| refusal(path, "be written", &error))?;
         fs::remove_file(&probe).map_err(|error| refusal(path, "be written", &error))?;
         Ok(file)
@@ -589,22 +666,68 @@ impl OutputFile {
     ///
     /// # Errors
     /// [`EngineError::Refused`] with the path and the reason.
-    pub fn write(mut self, text: &str) -> Result<(), EngineError> {
-        let temporary = self.temporary();
-        let write = || {
-            let mut file = fs::File::create(&temporary)?;
-            file.write_all(text.as_bytes())?;
-            file.sync_all()?;
-            fs::rename(&temporary, &self.path)
-        };
-        let result = write();
-        if let Err(error) = result {
-            // The file may not be there; the error that matters is the first.
-            let _ = fs::remove_file(&temporary);
-            return Err(refusal(&self.path, "be written", &error));
+    pub fn write(self, text: &str) -> Result<(), EngineError> {
+        Self::write_all(vec![(self, text.to_owned())])
+    }
+
+    /// Writes all of these files, or leaves what was there: a failure on one, also the last, puts
+    /// back those before it.
+    ///
+    /// # Errors
+    /// [`EngineError::Refused`] with the path of the file that failed, and the reason.
+    pub fn write_all(mut files: Vec<(Self, String)>) -> Result<(), EngineError> {
+        let result = Self::place_all(&files);
+        for (file, _) in &mut files {
+            // Most of these are gone already.
+            for ending in ["tmp", "old"] {
+                let _ = fs::remove_file(file.temporary(ending));
+            }
+            file.written = result.is_ok();
         }
-        self.written = true;
+        result
+    }
+
+    fn place_all(files: &[(Self, String)]) -> Result<(), EngineError> {
+        // All that can take long or run out of space comes before the first rename.
+        for (file, text) in files {
+            let write = || {
+                let mut temporary = fs::File::create(file.temporary("tmp"))?;
+                temporary.write_all(text.as_bytes())?;
+                temporary.sync_all()
+            };
+            write().map_err(|error| refusal(&file.path, "be written", &error))?;
+        }
+        for (place, (file, _)) in files.iter().enumerate() {
+            if let Err(error) = file.take_place() {
+                for (earlier, _) in files[..place].iter().rev() {
+                    earlier.give_back();
+                }
+                return Err(refusal(&file.path, "be written", &error));
+            }
+        }
         Ok(())
+    }
+
+    /// Renames the written file into place; what was there stays beside it under another name, and
+    /// at no moment is there nothing.
+    fn take_place(&self) -> std::io::Result<()> {
+        let old = self.temporary("old");
+        // One of a process of our number that died here may be a second name of the same file,
+        // which a copy would empty.
+        let _ = fs::remove_file(&old);
+        if self.path.exists() {
+            // A second name costs nothing, but not every file system has such.
+            fs::hard_link(&self.path, &old).or_else(|_| fs::copy(&self.path, &old).map(|_| ()))?;
+        }
+        fs::rename(self.temporary("tmp"), &self.path)
+    }
+
+    /// Undoes [`Self::take_place`].
+    fn give_back(&self) {
+        // Nothing better can be done about a second failure; the first one is reported.
+        if fs::rename(self.temporary("old"), &self.path).is_err() {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 
     fn folder(&self) -> PathBuf {
@@ -614,10 +737,12 @@ impl OutputFile {
         }
     }
 
-    fn temporary(&self) -> PathBuf {
-        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
-        self.folder()
-            .join(format!(".{name}.{}.tmp", std::process::id()))
+    /// A hidden name beside the file, of this process only.
+    fn temporary(&self, ending: &str) -> PathBuf {
+        let mut name = OsString::from(".");
+        name.push(self.path.file_name().unwrap_or_default());
+        name.push(format!(".{}.{ending}", std::process::id()));
+        self.folder().join(name)
     }
 }
 

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use lowlat_core::config::{self, ModelConfig};
+use lowlat_core::graph_key::Record;
 use lowlat_core::{
     Board, DeadlineLadder, FaultReport, Health, InstantNs, Reason, Seat, StatusWords, TpRank,
     Watchdog,
@@ -204,6 +205,7 @@ pub struct Runtime {
     threads: Vec<JoinHandle<Option<Rank>>>,
     kernels: Kernels,
     catalogue: String,
+    record: Option<Record>,
     ladder: DeadlineLadder,
     clock: Instant,
     num_steps: u64,
@@ -280,6 +282,7 @@ impl Runtime {
             threads: Vec::new(),
             kernels,
             catalogue: String::new(),
+            record: None,
             ladder,
             clock,
             num_steps: 0,
@@ -316,6 +319,7 @@ impl Runtime {
             return;
         };
         self.catalogue = facts.catalogue;
+        self.record = Some(facts.record);
         let mut note = |name: &str, value: String| self.info.facts.push((name.into(), value));
         note("widths", format!("{:?}", geometry.widths));
         note("num_drafts", num_drafts.to_string());
@@ -523,6 +527,10 @@ impl StepRunner for Runtime {
         out.target = first.target.unwrap_or(StepPath::Plain("none"));
         out.draft = first.draft;
         Ok(())
+    }
+
+    fn record(&self) -> Option<&Record> {
+        self.record.as_ref()
     }
 }
 

@@ -17,6 +17,8 @@
 
 use std::path::PathBuf;
 
+use lowlat_core::graph_key::Record;
+
 use crate::EngineError;
 
 /// What a step computes.
@@ -196,6 +198,11 @@ pub trait StepRunner {
     /// [`EngineError::Fault`] when a deadline passed, a rank was lost or ranks differ; the runner
     /// is then of no further use. `out` means nothing after an error.
     fn run(&mut self, plan: &StepPlan, out: &mut StepResult) -> Result<(), EngineError>;
+
+    /// What was captured, as rank 0 recorded it; `None` where nothing is captured.
+    fn record(&self) -> Option<&Record> {
+        None
+    }
 }
 
 /// A rank told to misbehave while the ranks come to agree: shows that they refuse together.

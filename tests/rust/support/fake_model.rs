@@ -5,6 +5,7 @@
 //! ends in it, so that a wrong page, position or history shows as a wrong token, not only as a
 //! wrong count.
 
+use lowlat_core::graph_key::Record;
 use lowlat_engine::EngineError;
 use lowlat_engine::step::{
     RunnerInfo, StepMode, StepPath, StepPlan, StepRequest, StepResult, StepRunner,
@@ -24,6 +25,8 @@ pub struct FakeModel {
     pub draft_luck: u64,
     /// Step at which it fails.
     pub fails_at: Option<u64>,
+    /// What it says that it captured.
+    pub record: Option<Record>,
     /// Called before each step.
     pub on_step: Box<dyn FnMut(&StepPlan)>,
     num_steps: u64,
@@ -53,6 +56,7 @@ impl FakeModel {
             tokens: vec![-1; slots],
             draft_luck: 60,
             fails_at: None,
+            record: None,
             on_step: Box::new(|_| {}),
             num_steps: 0,
         }
@@ -98,6 +102,10 @@ impl FakeModel {
 impl StepRunner for FakeModel {
     fn info(&self) -> &RunnerInfo {
         &self.info
+    }
+
+    fn record(&self) -> Option<&Record> {
+        self.record.as_ref()
     }
 
     fn run(&mut self, plan: &StepPlan, out: &mut StepResult) -> Result<(), EngineError> {

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use lowlat_core::config::ModelConfig;
 use lowlat_core::digest::Fnv1a;
-use lowlat_core::graph_key::{self, KeyIdx, Path, RecordError, Recorder};
+use lowlat_core::graph_key::{self, KeyIdx, Path, Record, RecordError, Recorder};
 use lowlat_core::spec::{model_facts, v41_scalar};
 use lowlat_core::vote::Decision as VoteDecision;
 use lowlat_core::{
@@ -72,6 +72,7 @@ pub(crate) struct PeerExchange {
 pub(crate) struct RankFacts {
     pub catalogue_digest: u64,
     pub catalogue: String,
+    pub record: Record,
     pub record_digest: u64,
     pub num_keys: usize,
     pub weight_bytes: u64,
@@ -235,6 +236,7 @@ impl Rank {
         let facts = RankFacts {
             catalogue_digest,
             catalogue,
+            record: captured.dispatcher().record().clone(),
             record_digest,
             num_keys: keys.len(),
             weight_bytes,

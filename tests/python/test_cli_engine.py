@@ -1,18 +1,18 @@
-"""lowlat.cli.replay: the hand-over to the engine's binary."""
+"""lowlat.cli.engine: the hand-over to the engine's binary."""
 
 import os
 from pathlib import Path
 
 import pytest
-from lowlat.cli import replay
+from lowlat.cli import engine
 from lowlat.cli.main import main
 from lowlat.cli.outcome import FaultError
 
 
 @pytest.fixture
 def binary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    path = tmp_path / "lowlat-replay"
-    monkeypatch.setattr(replay, "installed_file", lambda *parts: path)
+    path = tmp_path / "lowlat-engine"
+    monkeypatch.setattr(engine, "installed_file", lambda *parts: path)
     return path
 
 
@@ -21,19 +21,19 @@ def test_becomes_the_binary_with_the_same_words(
 ) -> None:
     became = []
     monkeypatch.setattr(os, "execv", lambda path, words: became.append((path, words)))
-    replay.run_words(["a.json", "--tp", "2"])
-    assert became == [(binary, [str(binary), "a.json", "--tp", "2"])]
+    engine.run_words(["replay", "a.json", "--tp", "2"])
+    assert became == [(binary, [str(binary), "replay", "a.json", "--tp", "2"])]
 
 
 def test_a_binary_that_does_not_start_is_a_fault(binary: Path) -> None:
     binary.write_text("no program")
     with pytest.raises(FaultError, match="does not start"):
-        replay.run_words([])
+        engine.run_words(["replay"])
 
 
 def test_a_missing_binary_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(replay, "BINARY", ("_bin", "no-such-program"))
+    monkeypatch.setattr(engine, "BINARY", ("_bin", "no-such-program"))
     assert main(["replay"]) == 3
     assert "_bin/no-such-program is missing" in capsys.readouterr().err

@@ -1,11 +1,11 @@
-//! `lowlat replay`: the engine on the kernels, as a program.
+//! The engine as a program: `lowlat replay` and the commands beside it.
 
 use std::panic;
 use std::process::ExitCode;
 
 use lowlat_engine::runtime::Runtime;
 use lowlat_engine::step::RuntimeSettings;
-use lowlat_engine::{EngineError, cli};
+use lowlat_engine::{EngineError, commands};
 
 fn main() -> ExitCode {
     // A broken rule of ours is one line and exit code 3 like any fault, never a trace of calls.
@@ -15,12 +15,13 @@ fn main() -> ExitCode {
             .split_whitespace()
             .collect::<Vec<_>>()
             .join(" ");
-        eprintln!("lowlat replay: fault: {}", EngineError::Bug(words));
+        eprintln!("lowlat: fault: {}", EngineError::Bug(words));
     }));
     let code = panic::catch_unwind(|| {
-        cli::run(
+        commands::run(
             std::env::args_os(),
             &mut |settings: &RuntimeSettings| Ok(Box::new(Runtime::start(settings)?)),
+            &mut std::io::stdin(),
             &mut std::io::stdout(),
             &mut std::io::stderr(),
         )
