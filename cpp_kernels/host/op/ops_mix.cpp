@@ -1,6 +1,6 @@
 // Operations that mix and norm rows: hyper-connections, norms, the sum over ranks.
+#include "host/op/models.hpp"
 #include "host/op/registry.hpp"
-#include "host/op/v41.hpp"
 #include "platform/scalar.hpp"
 #include "reference/hc.hpp"
 #include "reference/norm.hpp"
@@ -50,8 +50,8 @@ OpSpec hc_stats() {
     reference::hc_stats(a.out<float>("pre").data(), a.out<float>("post").data(),
                         a.out<float>("comb").data(), a.in<std::uint16_t>("residual").data(),
                         a.in<float>("fn").data(), a.in<float>("base").data(),
-                        a.in<float>("scale").data(), a.dim("T"), a.dim("H"), kNormEps, kHcEps,
-                        kSinkhornIters);
+                        a.in<float>("scale").data(), a.dim("T"), a.dim("H"),
+                        model_rules(a.model()).norm_eps, kHcEps, kSinkhornIters);
   };
   op.scalar = [](const OpArgs& a) {
     using Stats = stages::HcStats<Block>;
@@ -63,8 +63,8 @@ OpSpec hc_stats() {
       stages::expand_bf16(row.data(), a.in<std::uint16_t>("residual").data() + t * n,
                           static_cast<int>(n));
       float mix[stages::kHcOutputs];
-      Stats::mix(mix, row.data(), a.in<float>("fn").data(), hidden, static_cast<float>(kNormEps),
-                 scratch);
+      Stats::mix(mix, row.data(), a.in<float>("fn").data(), hidden,
+                 static_cast<float>(model_rules(a.model()).norm_eps), scratch);
       stages::HcParams params;
       Stats::params(params, mix, a.in<float>("base").data(), a.in<float>("scale").data(),
                     static_cast<float>(kHcEps), kSinkhornIters);
@@ -97,18 +97,18 @@ OpSpec hc_combine_norm() {
     reference::hc_combine_norm(a.out<std::uint16_t>("x").data(),
                                a.in<std::uint16_t>("residual").data(), a.in<float>("pre").data(),
                                a.in<std::uint16_t>("gain").data(), a.dim("T"), a.dim("H"),
-                               kNormEps);
+                               model_rules(a.model()).norm_eps);
   };
   op.scalar = [](const OpArgs& a) {
     const auto hidden = static_cast<int>(a.dim("H"));
     std::vector<float> row(static_cast<std::size_t>(hidden));
     RmsNorm::Scratch scratch;
     for (std::int64_t t = 0; t < a.dim("T"); ++t) {
-      stages::hc_combine_norm<Block>(a.out<std::uint16_t>("x").data() + t * hidden,
-                                     a.in<std::uint16_t>("residual").data() + 4 * t * hidden,
-                                     a.in<float>("pre").data() + 4 * t,
-                                     a.in<std::uint16_t>("gain").data(), hidden,
-                                     static_cast<float>(kNormEps), row.data(), scratch);
+      stages::hc_combine_norm<Block>(
+          a.out<std::uint16_t>("x").data() + t * hidden,
+          a.in<std::uint16_t>("residual").data() + 4 * t * hidden,
+          a.in<float>("pre").data() + 4 * t, a.in<std::uint16_t>("gain").data(), hidden,
+          static_cast<float>(model_rules(a.model()).norm_eps), row.data(), scratch);
     }
   };
   return op;
@@ -160,7 +160,8 @@ OpSpec rms_norm() {
   op.check = [op](OpArgs& a) { check_rows(a, op); };
   op.reference = [](const OpArgs& a) {
     reference::rms_norm(a.out<std::uint16_t>("y").data(), a.in<std::uint16_t>("x").data(),
-                        a.in<std::uint16_t>("gain").data(), a.dim("T"), a.dim("H"), kNormEps);
+                        a.in<std::uint16_t>("gain").data(), a.dim("T"), a.dim("H"),
+                        model_rules(a.model()).norm_eps);
   };
   op.scalar = [](const OpArgs& a) {
     const auto hidden = static_cast<int>(a.dim("H"));
@@ -169,8 +170,8 @@ OpSpec rms_norm() {
     for (std::int64_t t = 0; t < a.dim("T"); ++t) {
       stages::expand_bf16(row.data(), a.in<std::uint16_t>("x").data() + t * hidden, hidden);
       RmsNorm::run(a.out<std::uint16_t>("y").data() + t * hidden, row.data(),
-                   a.in<std::uint16_t>("gain").data(), hidden, static_cast<float>(kNormEps),
-                   scratch);
+                   a.in<std::uint16_t>("gain").data(), hidden,
+                   static_cast<float>(model_rules(a.model()).norm_eps), scratch);
     }
   };
   return op;

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "host/op/models.hpp"
 #include "host/op/registry.hpp"
-#include "host/op/v41.hpp"
 #include "platform/scalar.hpp"
 #include "reference/format.hpp"
 #include "reference/kv.hpp"
