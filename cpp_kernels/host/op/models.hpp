@@ -5,6 +5,8 @@
 #include <string_view>
 
 #include "platform/scalar.hpp"
+#include "stages/gate.hpp"
+#include "stages/hc.hpp"
 #include "stages/rope.hpp"
 
 namespace lowlat::host {
@@ -14,16 +16,30 @@ inline constexpr int kCandidateBlock = 8;  // positions of a candidate block (v4
 
 // What differs between the models.
 struct ModelRules {
-  double norm_eps;    // of every RMS norm and of the hyper-connections' statistic
-  int scale_block;    // rows and columns of a block-fp8 weight that share a scale
-  int draft_experts;  // experts a token of a draft stage; 6 of a target layer in both
+  double norm_eps;                           // of the RMS norms and the hyper-connections
+  int scale_block;                           // rows and columns of a block-fp8 weight's scale
+  int draft_experts;                         // experts a token of a draft stage
+  scalar::stages::HcStatistic hc_statistic;  // of the norm after a combine
+  scalar::stages::GateRule gate_rule;
+  scalar::stages::GateSum target_gate_sum;  // a draft's is GateSum::draft in both
 };
+
+inline constexpr ModelRules kV4Rules = {1e-6,
+                                        128,
+                                        6,
+                                        scalar::stages::HcStatistic::unrounded,
+                                        scalar::stages::GateRule::v4,
+                                        scalar::stages::GateSum::draft};
+inline constexpr ModelRules kV41Rules = {1e-20,
+                                         32,
+                                         3,
+                                         scalar::stages::HcStatistic::rounded,
+                                         scalar::stages::GateRule::v41,
+                                         scalar::stages::GateSum::target};
 
 // `model` is "v4" or "v41": the registry has refused any other.
 inline const ModelRules& model_rules(std::string_view model) {
-  static constexpr ModelRules kV4 = {1e-6, 128, 6};
-  static constexpr ModelRules kV41 = {1e-20, 32, 3};
-  return model == "v4" ? kV4 : kV41;
+  return model == "v4" ? kV4Rules : kV41Rules;
 }
 
 // Radians a position in layers with a compressed set, the same in both models.

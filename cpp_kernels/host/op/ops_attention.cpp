@@ -34,7 +34,7 @@ void require_finite_rows(const OpArgs& a, const char* name, std::int64_t rows) {
 OpSpec sparse_attention() {
   OpSpec op;
   op.name = "sparse_attention";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "softmax(512^-0.5 q k) over the stored rows that two index lists name, keys as values, a "
       "sink "

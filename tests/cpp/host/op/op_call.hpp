@@ -15,6 +15,13 @@ class OpCall {
  public:
   explicit OpCall(host::OpSpec op, const char* model = "v41") : op_(std::move(op)), model_(model) {}
 
+  // The same call of another model.
+  OpCall of(const char* model) const {
+    OpCall call = *this;
+    call.model_ = model;
+    return call;
+  }
+
   // Gives an input, or gives it anew.
   template <class T>
   OpCall& set(const char* name, lowlat_dtype dtype, std::vector<std::int64_t> shape,
