@@ -102,6 +102,10 @@ TEST_CASE(head_by_hand) {
   }
   CHECK_EQ(h[0], reference::to_bf16(want));
   CHECK_EQ(h[1], 0);
+  // Closed gates leave hc_eps of each stream.
+  const float closed[4] = {-80.0f, -80.0f, -80.0f, -80.0f};
+  reference::hc_head(h, residual.data(), fn, closed, 0.0, 1, 1, 0.5, 1e-6);
+  CHECK_EQ(h[0], reference::to_bf16(1e-5));
 }
 
 TEST_CASE(post_mixes_column_k_into_stream_k) {

@@ -173,6 +173,19 @@ TEST_CASE(epsilon_is_the_models) {
   }
 }
 
+TEST_CASE(closed_gates_of_the_head_leave_1e_6_of_each_stream) {
+  std::vector<std::uint16_t> residual;
+  for (const double v : {1.0, 2.0, 3.0, 4.0}) residual.push_back(reference::to_bf16(v));
+  OpCall call(op("hc_head"), "v4");
+  call.set("residual", LOWLAT_BF16, {1, 4, 1}, residual)
+      .set("fn", LOWLAT_F32, {4, 4}, std::vector<float>(16))
+      .set("base", LOWLAT_F32, {4}, std::vector<float>(4, -80.0f))
+      .set("scale", LOWLAT_F32, {1}, std::vector<float>(1, 1.0f));
+  for (const char* platform : {"scalar", "reference"}) {
+    CHECK_EQ(call.run<std::uint16_t>(platform)[0], reference::to_bf16(1e-5));
+  }
+}
+
 TEST_CASE(statistic_of_a_combine_is_the_models) {
   // v = 1 + 2^-8 - 2^-12 is 1 in bf16: over the rounded v the result is 1, over v it is 1 - 2^-8.
   std::vector<std::uint16_t> residual;

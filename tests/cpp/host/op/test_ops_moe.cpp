@@ -257,6 +257,32 @@ TEST_CASE(experts_of_v4_agree_with_the_reference) {
   CHECK(worst <= 1e-2);
 }
 
+TEST_CASE(shared_expert_of_v4_is_quantised_by_128) {
+  // 1.25 2^-8 beside 448 in one block of 128 is a tie of subnormal codes and becomes 2^-8; a block
+  // of 32 to itself would keep it. up = 256 * 2^-8 = 1; h = silu(3) is 2.859375 in bf16, whose
+  // code is 352 at 2^-7. Row 200 of down has the scale of the second block, 5.
+  Random random(1);
+  OpCall call = experts_call(random, {1, 6, 256, 128, 1}, 128);
+  std::vector<std::uint16_t> x(256);
+  x[3] = lowlat::reference::to_bf16(1.25 * 0x1p-8);
+  x[100] = lowlat::reference::to_bf16(448.0);
+  x[130] = lowlat::reference::to_bf16(1.0);
+  std::vector<std::uint8_t> gate(128 * 256), up(gate), down(gate);
+  gate[7 * 256 + 130] = down[200 * 128 + 7] = 0x38;
+  up[7 * 256 + 3] = 0x78;
+  call.set("x", LOWLAT_BF16, {1, 256}, x)
+      .set("weight", LOWLAT_F32, {1, 1}, std::vector<float>(1))
+      .set("shared_w1", LOWLAT_U8, {128, 256}, gate)
+      .set("shared_w1_scale", LOWLAT_F32, {1, 2}, std::vector<float>({1.0f, 3.0f}))
+      .set("shared_w3", LOWLAT_U8, {128, 256}, up)
+      .set("shared_w3_scale", LOWLAT_F32, {1, 2}, std::vector<float>(2, 1.0f))
+      .set("shared_w2", LOWLAT_U8, {256, 128}, down)
+      .set("shared_w2_scale", LOWLAT_F32, {2, 1}, std::vector<float>({1.0f, 5.0f}));
+  for (const char* platform : {"scalar", "reference"}) {
+    CHECK_NEAR(call.run<float>(platform)[200], 5.0 * 352.0 / 128.0, 1e-12);
+  }
+}
+
 TEST_CASE(routed_experts_alone_are_within_the_rounding_of_bf16) {
   double worst = 0.0;
   for (std::uint32_t seed = 1; seed <= 40; ++seed) {
