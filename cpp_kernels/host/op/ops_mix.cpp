@@ -1,8 +1,13 @@
 // Operations that mix and norm rows: hyper-connections, norms, the sum over ranks. eps of a norm is
 // 1e-6 (v4) or 1e-20 (v41).
+#include <algorithm>
+#include <cmath>
+#include <string>
+
 #include "host/op/models.hpp"
 #include "host/op/registry.hpp"
 #include "platform/scalar.hpp"
+#include "reference/format.hpp"
 #include "reference/hc.hpp"
 #include "reference/norm.hpp"
 #include "reference/rank_sum.hpp"
@@ -27,6 +32,25 @@ constexpr double kMaxMagnitude = 1e15;
 void check_rows(const OpArgs& args, const OpSpec& spec) {
   require_dim(args, "H", 1, 1);
   require_all_finite(args, spec, kMaxMagnitude);
+}
+
+// The norm squares what a combine gives, which may be the product of two large numbers.
+void check_combined(const OpArgs& args) {
+  constexpr double kMaxCombined = 1e17;
+  const std::int64_t hidden = args.dim("H");
+  const auto residual = args.in<std::uint16_t>("residual");
+  for (std::int64_t t = 0; t < args.dim("T"); ++t) {
+    double sum = 0.0;
+    for (std::int64_t k = 4 * t; k < 4 * t + 4; ++k) {
+      double most = 0.0;
+      for (std::int64_t i = k * hidden; i < (k + 1) * hidden; ++i) {
+        most = std::max(most, std::abs(reference::from_bf16(residual[i])));
+      }
+      sum += std::abs(static_cast<double>(args.in<float>("pre")[k])) * most;
+    }
+    require(sum <= kMaxCombined, "pre and residual of row " + std::to_string(t) +
+                                     " may combine to more than 1e17; needed smaller ones");
+  }
 }
 
 OpSpec hc_stats() {
@@ -89,13 +113,16 @@ OpSpec hc_combine_norm() {
   op.about =
       "input of a sublayer: v = bf16(sum_k pre[k] residual[k]), then v * rsqrt(mean(v^2) + eps) * "
       "gain, eps 1e-6 (v4) or 1e-20 (v41); the mean is over the rounded v (v41) or over the sums "
-      "before they are rounded (v4); magnitudes up to 1e15";
+      "before they are rounded (v4); magnitudes up to 1e15, of v 1e17";
   op.in = {{"residual", LOWLAT_BF16, "bf16", "T,4,H", false, "residual streams"},
            {"pre", LOWLAT_F32, "f32", "T,4", false, "weights, from hc_stats"},
            {"gain", LOWLAT_BF16, "bf16", "H", false, "weight of the norm"}};
   op.out = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "normed rows"}};
   op.numerics = {{"scalar", "x", "rel_l2 <= 4e-3"}};
-  op.check = [op](OpArgs& a) { check_rows(a, op); };
+  op.check = [op](OpArgs& a) {
+    check_rows(a, op);
+    check_combined(a);
+  };
   op.reference = [](const OpArgs& a) {
     const ModelRules& rules = model_rules(a.model());
     reference::hc_combine_norm(

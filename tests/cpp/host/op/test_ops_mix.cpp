@@ -261,6 +261,10 @@ TEST_CASE(refuses_what_is_not_finite_or_too_large_by_name) {
   call = combine(random, 2, 8, 1.0);
   call.set("gain", LOWLAT_BF16, {8}, std::vector<std::uint16_t>(8, 0x7fc0));
   CHECK(begins_with(call.refusal(), "gain[0] is nan"));
+  call = combine(random, 2, 8, 1e13);
+  call.set("pre", LOWLAT_F32, {2, 4}, std::vector<float>({1, 1, 1, 1, 1, 1, 1e9f, 1}));
+  CHECK_EQ(call.refusal(),
+           "pre and residual of row 1 may combine to more than 1e17; needed smaller ones");
   call = post(random, 2, 8, 1.0);
   call.set("comb", LOWLAT_F32, {2, 4, 4}, std::vector<float>(32, 1e16f));
   CHECK(begins_with(call.refusal(), "comb[0, 0, 0] is 1e+16"));
