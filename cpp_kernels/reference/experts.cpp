@@ -23,10 +23,10 @@ Values values(Fp4Stack w, std::int64_t expert, std::int64_t n, std::int64_t k) {
   return out;
 }
 
-Values values(E4m3Matrix w, std::int64_t n, std::int64_t k) {
+Values values(E4m3Matrix w, std::int64_t n, std::int64_t k, std::int64_t block) {
   Values out(n * k);
   for (std::int64_t i = 0; i < n * k; ++i) {
-    out[i] = from_e4m3(w.codes[i]) * w.scales[i / k / 32 * (k / 32) + i % k / 32];
+    out[i] = from_e4m3(w.codes[i]) * w.scales[i / k / block * (k / block) + i % k / block];
   }
   return out;
 }
@@ -48,10 +48,10 @@ double swiglu(double gate, double up) {
 void experts(float* y, const std::uint16_t* x, Fp4Stack w1, Fp4Stack w3, Fp4Stack w2,
              const std::int32_t* ids, const float* weight, E4m3Matrix shared_w1,
              E4m3Matrix shared_w3, E4m3Matrix shared_w2, std::int64_t rows, std::int64_t hidden,
-             std::int64_t inner, std::int64_t slots) {
-  const Values shared_gate = values(shared_w1, inner, hidden);
-  const Values shared_up = values(shared_w3, inner, hidden);
-  const Values shared_down = values(shared_w2, hidden, inner);
+             std::int64_t inner, std::int64_t slots, std::int64_t block) {
+  const Values shared_gate = values(shared_w1, inner, hidden, block);
+  const Values shared_up = values(shared_w3, inner, hidden, block);
+  const Values shared_down = values(shared_w2, hidden, inner, block);
   for (std::int64_t t = 0; t < rows; ++t) {
     const std::uint16_t* row = x + t * hidden;
     Values input(hidden), quantised(hidden), sum(hidden);
@@ -63,7 +63,7 @@ void experts(float* y, const std::uint16_t* x, Fp4Stack w1, Fp4Stack w3, Fp4Stac
       const Values down = product(values(w2, ids[slot], hidden, inner), mid);
       for (std::int64_t h = 0; h < hidden; ++h) sum[h] += weight[slot] * down[h];
     }
-    quantize_activation(quantised.data(), row, hidden, 32);
+    quantize_activation(quantised.data(), row, hidden, block);
     const Values gate = product(shared_gate, quantised), up = product(shared_up, quantised);
     std::vector<std::uint16_t> mid(inner);
     for (std::int64_t i = 0; i < inner; ++i) {
@@ -71,7 +71,7 @@ void experts(float* y, const std::uint16_t* x, Fp4Stack w1, Fp4Stack w3, Fp4Stac
       mid[i] = to_bf16(swiglu(from_bf16(to_bf16(gate[i])), from_bf16(to_bf16(up[i]))));
     }
     Values mid_quantised(inner);
-    quantize_activation(mid_quantised.data(), mid.data(), inner, 32);
+    quantize_activation(mid_quantised.data(), mid.data(), inner, block);
     const Values shared = product(shared_down, mid_quantised);
     for (std::int64_t h = 0; h < hidden; ++h) {
       y[t * hidden + h] = static_cast<float>(sum[h] + shared[h]);

@@ -5,12 +5,35 @@
 #include <vector>
 
 #include "reference/format.hpp"
-#include "reference/norm.hpp"
 
 namespace lowlat::reference {
 namespace {
 
 double sigmoid(double v) { return 1.0 / (1.0 + std::exp(-v)); }
+
+// fn x / sqrt(mean(x^2) + eps) for the 4 hidden values x of one row.
+std::vector<double> mix(const std::uint16_t* row, const float* fn, int num_outputs,
+                        std::int64_t hidden, double eps) {
+  const std::int64_t n = 4 * hidden;
+  double sum_sq = 0.0;
+  std::vector<double> m(num_outputs);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const double x = from_bf16(row[i]);
+    sum_sq += x * x;
+    for (int out = 0; out < num_outputs; ++out) m[out] += fn[out * n + i] * x;
+  }
+  for (double& v : m) v /= std::sqrt(sum_sq / static_cast<double>(n) + eps);
+  return m;
+}
+
+// sum_k pre[k] residual[k] of one row.
+std::vector<double> combine(const std::uint16_t* row, const double (&pre)[4], std::int64_t hidden) {
+  std::vector<double> v(hidden);
+  for (int k = 0; k < 4; ++k) {
+    for (std::int64_t h = 0; h < hidden; ++h) v[h] += pre[k] * from_bf16(row[k * hidden + h]);
+  }
+  return v;
+}
 
 }  // namespace
 
@@ -37,42 +60,47 @@ void hc_sinkhorn(double* comb, double eps, int iters) {
 void hc_stats(float* pre, float* post, float* comb, const std::uint16_t* residual, const float* fn,
               const float* base, const float* scale, std::int64_t rows, std::int64_t hidden,
               double norm_eps, double hc_eps, int sinkhorn_iters) {
-  const std::int64_t n = 4 * hidden;
   for (std::int64_t t = 0; t < rows; ++t) {
-    double sum_sq = 0.0;
-    double mix[24] = {};
-    for (std::int64_t i = 0; i < n; ++i) {
-      const double x = from_bf16(residual[t * n + i]);
-      sum_sq += x * x;
-      for (int out = 0; out < 24; ++out) mix[out] += fn[out * n + i] * x;
-    }
-    const double rms = std::sqrt(sum_sq / static_cast<double>(n) + norm_eps);
-    for (double& m : mix) m /= rms;
+    const std::vector<double> m = mix(residual + t * 4 * hidden, fn, 24, hidden, norm_eps);
     double logits[16];
     for (int k = 0; k < 4; ++k) {
-      pre[4 * t + k] = static_cast<float>(sigmoid(mix[k] * scale[0] + base[k]) + hc_eps);
-      post[4 * t + k] = static_cast<float>(2.0 * sigmoid(mix[4 + k] * scale[1] + base[4 + k]));
+      pre[4 * t + k] = static_cast<float>(sigmoid(m[k] * scale[0] + base[k]) + hc_eps);
+      post[4 * t + k] = static_cast<float>(2.0 * sigmoid(m[4 + k] * scale[1] + base[4 + k]));
     }
-    for (int i = 0; i < 16; ++i) logits[i] = mix[8 + i] * scale[2] + base[8 + i];
+    for (int i = 0; i < 16; ++i) logits[i] = m[8 + i] * scale[2] + base[8 + i];
     hc_sinkhorn(logits, hc_eps, sinkhorn_iters);
     for (int i = 0; i < 16; ++i) comb[16 * t + i] = static_cast<float>(logits[i]);
   }
 }
 
 void hc_combine_norm(std::uint16_t* x, const std::uint16_t* residual, const float* pre,
-                     const std::uint16_t* gain, std::int64_t rows, std::int64_t hidden,
-                     double eps) {
-  std::vector<std::uint16_t> v(static_cast<std::size_t>(rows * hidden));
+                     const std::uint16_t* gain, std::int64_t rows, std::int64_t hidden, double eps,
+                     bool unrounded_statistic) {
   for (std::int64_t t = 0; t < rows; ++t) {
+    const double weights[4] = {pre[4 * t], pre[4 * t + 1], pre[4 * t + 2], pre[4 * t + 3]};
+    const std::vector<double> v = combine(residual + t * 4 * hidden, weights, hidden);
+    double sum_sq = 0.0;
+    for (const double value : v) {
+      const double s = unrounded_statistic ? value : from_bf16(to_bf16(value));
+      sum_sq += s * s;
+    }
+    const double rms = std::sqrt(sum_sq / static_cast<double>(hidden) + eps);
     for (std::int64_t h = 0; h < hidden; ++h) {
-      double sum = 0.0;
-      for (int k = 0; k < 4; ++k) {
-        sum += static_cast<double>(pre[4 * t + k]) * from_bf16(residual[(4 * t + k) * hidden + h]);
-      }
-      v[static_cast<std::size_t>(t * hidden + h)] = to_bf16(sum);
+      x[t * hidden + h] = to_bf16(from_bf16(to_bf16(v[h])) / rms * from_bf16(gain[h]));
     }
   }
-  rms_norm(x, v.data(), gain, rows, hidden, eps);
+}
+
+void hc_head(std::uint16_t* h, const std::uint16_t* residual, const float* fn, const float* base,
+             double scale, std::int64_t rows, std::int64_t hidden, double norm_eps, double hc_eps) {
+  for (std::int64_t t = 0; t < rows; ++t) {
+    const std::uint16_t* row = residual + t * 4 * hidden;
+    const std::vector<double> m = mix(row, fn, 4, hidden, norm_eps);
+    double pre[4];
+    for (int k = 0; k < 4; ++k) pre[k] = sigmoid(m[k] * scale + base[k]) + hc_eps;
+    const std::vector<double> v = combine(row, pre, hidden);
+    for (std::int64_t i = 0; i < hidden; ++i) h[t * hidden + i] = to_bf16(v[i]);
+  }
 }
 
 void hc_post(std::uint16_t* out, const std::uint16_t* residual, const std::uint16_t* y,

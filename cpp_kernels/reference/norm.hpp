@@ -8,4 +8,8 @@ namespace lowlat::reference {
 void rms_norm(std::uint16_t* y, const std::uint16_t* x, const std::uint16_t* gain,
               std::int64_t rows, std::int64_t hidden, double eps);
 
+// The same without a weight: y[t] = bf( x[t] / sqrt(mean(x[t]^2) + eps) ); x, y bf16[rows, n].
+void head_norm(std::uint16_t* y, const std::uint16_t* x, std::int64_t rows, std::int64_t n,
+               double eps);
+
 }  // namespace lowlat::reference

@@ -1,4 +1,5 @@
-// stages/gate.hpp: the router: scores of all experts, the k best and their weights, for one row.
+// stages/gate.hpp: the router: scores of all experts, the k best and their weights, for one row;
+// or the weights of experts that the token's id has chosen.
 //
 // One thread calls a row; nothing here syncs. The logits z = x gate^T come in as fp32, as the bf16
 // linear stage leaves them.
@@ -13,31 +14,50 @@
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
-// What a sum of selected scores near 0 does: the target adds 1e-20, a draft divides by 1 when the
-// sum is not positive.
+// What a sum of selected scores near 0 does. `target`: 1e-20 is added (V4.1's target layers, V4's
+// hash layers). `draft`: divides by 1 when the sum is not positive (every draft, V4's target).
 enum class GateSum { target, draft };
 
-// V4.1's score: sqrt(softplus(z)), softplus(z) = z > 20 ? z : log1p(exp(z)).
-LOWLAT_DEVICE float gate_score(float z) {
-  return plat::sqrt(z > 20.0f ? z : plat::log1p(plat::exp(z)));
+// Whose arithmetic of a score and of a NaN: the two models' routers are different code.
+enum class GateRule { v41, v4 };
+
+// sqrt(softplus(z)). v41: softplus(z) = z > 20 ? z : log1p(exp(z)). v4: max(z, 0) + log1p(e) with
+// e = exp(-|z|) and log1p from u = 1 + e, whose rounding the quotient undoes.
+LOWLAT_DEVICE float gate_score(float z, GateRule rule = GateRule::v41) {
+  if (rule == GateRule::v41) return plat::sqrt(z > 20.0f ? z : plat::log1p(plat::exp(z)));
+  const float e = plat::exp(-plat::abs(z));
+  const float u = 1.0f + e;
+  const float log1p = u == 1.0f ? e : e * plat::log(u) / (u - 1.0f);
+  return plat::sqrt(plat::max(z, 0.0f) + log1p);
+}
+
+// Scores to weights in place: score / sum * scaling, summed in their order.
+LOWLAT_DEVICE void gate_weights(float* weights, int k, GateSum sum_rule, float scaling) {
+  float total = 0.0f;
+  for (int slot = 0; slot < k; ++slot) total += weights[slot];
+  if (sum_rule == GateSum::target) {
+    total += 1e-20f;
+  } else if (total <= 0.0f) {
+    total = 1.0f;
+  }
+  for (int slot = 0; slot < k; ++slot) weights[slot] = weights[slot] / total * scaling;
 }
 
 // out_ids[k], out_weights[k] in selection order: highest score + bias first, ties to the lowest id,
-// a NaN counts as +infinity. The bias ranks only; the weights are score / sum * scaling, summed in
-// selection order. bias may differ by row (image tokens have their own). 1 <= k <= num_experts;
-// scratch holds 2 * num_experts floats and is free on return.
+// a NaN counts as +infinity (v41) or -1e30 (v4). The bias ranks only; the weights are score / sum *
+// scaling, summed in selection order. bias may differ by row (image tokens have their own).
+// 1 <= k <= num_experts; scratch holds 2 * num_experts floats and is free on return.
 LOWLAT_DEVICE void gate_select(std::int32_t* out_ids, float* out_weights, const float* logits,
                                const float* bias, int num_experts, int k, GateSum sum_rule,
-                               float scaling, float* scratch) {
+                               float scaling, float* scratch, GateRule rule = GateRule::v41) {
   float* score = scratch;
   float* rank = scratch + num_experts;
-  const float infinity = plat::bits_float(0x7f80'0000u);
+  const float nan_rank = rule == GateRule::v41 ? plat::bits_float(0x7f80'0000u) : -1e30f;
   for (int e = 0; e < num_experts; ++e) {
-    score[e] = gate_score(logits[e]);
+    score[e] = gate_score(logits[e], rule);
     const float sum = score[e] + bias[e];
-    rank[e] = sum != sum ? infinity : sum;
+    rank[e] = sum != sum ? nan_rank : sum;
   }
-  float total = 0.0f;
   for (int slot = 0; slot < k; ++slot) {
     Best best = kNoBest;
     for (int e = 0; e < num_experts; ++e) {
@@ -46,16 +66,17 @@ LOWLAT_DEVICE void gate_select(std::int32_t* out_ids, float* out_weights, const 
       if (!taken) best = best_of(best, {rank[e], e});
     }
     out_ids[slot] = best.id;
-    total += score[best.id];
+    out_weights[slot] = score[best.id];
   }
-  if (sum_rule == GateSum::target) {
-    total += 1e-20f;
-  } else if (total <= 0.0f) {
-    total = 1.0f;
-  }
-  for (int slot = 0; slot < k; ++slot) {
-    out_weights[slot] = score[out_ids[slot]] / total * scaling;
-  }
+  gate_weights(out_weights, k, sum_rule, scaling);
+}
+
+// out_weights[k] of the experts that a hash layer's table names for the row's token; slot_logits[k]
+// are theirs alone, in the table's order. No bias, nothing is ranked.
+LOWLAT_DEVICE void gate_hash(float* out_weights, const float* slot_logits, int k, float scaling,
+                             GateRule rule) {
+  for (int slot = 0; slot < k; ++slot) out_weights[slot] = gate_score(slot_logits[slot], rule);
+  gate_weights(out_weights, k, GateSum::target, scaling);
 }
 
 }  // namespace lowlat::LOWLAT_PLATFORM::stages

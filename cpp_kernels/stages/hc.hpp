@@ -59,24 +59,34 @@ template <class Block>
 struct HcStats {
   using Scratch = typename BlockDot<Block>::Scratch;
 
-  // out_mix[24], the same in every thread: fn [24, 4 hidden] times the row, over the row's RMS.
-  // `row` is the residual row as fp32 [4 hidden] (expand_bf16). The block calls; syncs inside;
-  // scratch is free on return. out_mix is each thread's own memory.
+  // out_mix[num_outputs], the same in every thread: fn [num_outputs, 4 hidden] times the row, over
+  // the row's RMS. `row` is the residual row as fp32 [4 hidden] (expand_bf16). The block calls;
+  // syncs inside; scratch is free on return. out_mix is each thread's own memory.
   LOWLAT_DEVICE static void mix(float* out_mix, const float* row, const float* fn, int hidden,
-                                float norm_eps, Scratch& scratch) {
+                                float norm_eps, Scratch& scratch, int num_outputs = kHcOutputs) {
     const int n = kHcStreams * hidden;
     const float scale = RmsNorm<Block>::scale(row, n, norm_eps, scratch);
-    for (int i = 0; i < kHcOutputs; ++i) {
+    for (int i = 0; i < num_outputs; ++i) {
       const float* weights = fn + static_cast<std::int64_t>(i) * n;
       out_mix[i] = scale * BlockDot<Block>::run(weights, row, n, scratch);
+    }
+  }
+
+  // out_pre[4], the weights of a combine, from mix()'s first four numbers; base[4]. One thread
+  // calls; no sync. V4's head has four outputs, these, with an fn, base and scale of its own: mix
+  // with num_outputs 4, pre, then hc_combine_bf16 gives its h.
+  LOWLAT_DEVICE static void pre(float* out_pre, const float* mix, const float* base, float scale,
+                                float hc_eps) {
+    for (int k = 0; k < kHcStreams; ++k) {
+      out_pre[k] = sigmoid(mix[k] * scale + base[k]) + hc_eps;
     }
   }
 
   // The parameters from mix()'s 24 numbers; base[24], scale[3]. One thread calls; no sync.
   LOWLAT_DEVICE static void params(HcParams& out, const float* mix, const float* base,
                                    const float* scale, float hc_eps, int sinkhorn_iters) {
+    pre(out.pre, mix, base, scale[0], hc_eps);
     for (int k = 0; k < kHcStreams; ++k) {
-      out.pre[k] = sigmoid(mix[k] * scale[0] + base[k]) + hc_eps;
       const int post = kHcStreams + k;
       out.post[k] = 2.0f * sigmoid(mix[post] * scale[1] + base[post]);
     }
@@ -90,9 +100,9 @@ struct HcStats {
   }
 };
 
-// out[h] = sum_k pre[k] residual[k][h] in fp32: fma, k ascending, from 0. Unrounded; V4.1 rounds it
-// to bf16 at once (hc_combine_bf16). The block calls, threads split h; no sync. pre {1, 0, 0, 0}
-// gives stream 0 exactly, which is the input of the first attention.
+// out[h] = sum_k pre[k] residual[k][h] in fp32: fma, k ascending, from 0. Unrounded
+// (hc_combine_bf16 rounds). The block calls, threads split h; no sync. pre {1, 0, 0, 0} gives
+// stream 0 exactly, which is V4.1's input of the first attention.
 template <class Block, class Sink>
 LOWLAT_DEVICE void hc_combine(const std::uint16_t* residual, const float* pre, int hidden,
                               Sink&& sink) {
@@ -105,24 +115,35 @@ LOWLAT_DEVICE void hc_combine(const std::uint16_t* residual, const float* pre, i
   }
 }
 
-// The combined row rounded to bf16, as fp32 values: the head's h and the input of V4.1's norms.
+// The combined row rounded to bf16, as fp32 values: the head's h.
 template <class Block>
 LOWLAT_DEVICE void hc_combine_bf16(float* out, const std::uint16_t* residual, const float* pre,
                                    int hidden) {
   hc_combine<Block>(residual, pre, hidden, [&](int h, float v) { out[h] = round_bf16(v); });
 }
 
-// Combine, then the norm by V4.1's rule: the statistic is over the bf16-rounded sums. `row` is fp32
-// [hidden] of the caller's, in the block's shared memory; it holds the rounded sums on return. The
-// block calls; syncs inside; scratch is free on return.
+// What the mean of squares of a combine's norm is over: V4.1 takes the sums rounded to bf16, V4 the
+// sums before that. Both scale the rounded ones.
+enum class HcStatistic { rounded, unrounded };
+
+// Combine, then the norm. `row` is fp32 [hidden] of the caller's, in the block's shared memory; it
+// holds the rounded sums on return. The block calls; syncs inside; scratch is free on return.
 template <class Block>
 LOWLAT_DEVICE void hc_combine_norm(std::uint16_t* out, const std::uint16_t* residual,
                                    const float* pre, const std::uint16_t* gain, int hidden,
-                                   float eps, float* row,
-                                   typename RmsNorm<Block>::Scratch& scratch) {
-  hc_combine_bf16<Block>(row, residual, pre, hidden);
+                                   float eps, float* row, typename RmsNorm<Block>::Scratch& scratch,
+                                   HcStatistic statistic = HcStatistic::rounded) {
+  const bool rounded = statistic == HcStatistic::rounded;
+  hc_combine<Block>(residual, pre, hidden,
+                    [&](int h, float v) { row[h] = rounded ? round_bf16(v) : v; });
   plat::block_sync();
-  RmsNorm<Block>::run(out, row, gain, hidden, eps, scratch);
+  const float scale = RmsNorm<Block>::scale(row, hidden, eps, scratch);
+  if (!rounded) {
+    for (int h = plat::thread_idx(); h < hidden; h += Block::kNumThreads) {
+      row[h] = round_bf16(row[h]);
+    }
+  }
+  RmsNorm<Block>::apply(out, row, gain, hidden, scale);
 }
 
 // out[k][h] = bf( post[k] y[h] + sum_j comb[j][k] residual[j][h] ): the product with stream 0

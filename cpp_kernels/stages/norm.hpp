@@ -26,7 +26,19 @@ struct RmsNorm {
 
   LOWLAT_DEVICE static void run(std::uint16_t* out, const float* x, const std::uint16_t* gain,
                                 int n, float eps, Scratch& scratch) {
+    apply(out, x, gain, n, scale(x, n, eps, scratch));
+  }
+  // Without a weight: V4's norm of each head of q.
+  LOWLAT_DEVICE static void run(std::uint16_t* out, const float* x, int n, float eps,
+                                Scratch& scratch) {
     const float s = scale(x, n, eps, scratch);
+    for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) out[i] = to_bf16(x[i] * s);
+  }
+
+  // The last step of run, by a scale of the caller's. Each thread reads and writes its own
+  // elements; no sync.
+  LOWLAT_DEVICE static void apply(std::uint16_t* out, const float* x, const std::uint16_t* gain,
+                                  int n, float s) {
     for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) {
       out[i] = to_bf16(x[i] * s * from_bf16(gain[i]));
     }

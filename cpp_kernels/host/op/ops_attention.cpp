@@ -2,8 +2,8 @@
 #include <limits>
 #include <string>
 
+#include "host/op/models.hpp"
 #include "host/op/registry.hpp"
-#include "host/op/v41.hpp"
 #include "platform/scalar.hpp"
 #include "reference/attention.hpp"
 #include "reference/compress.hpp"
@@ -34,7 +34,7 @@ void require_finite_rows(const OpArgs& a, const char* name, std::int64_t rows) {
 OpSpec sparse_attention() {
   OpSpec op;
   op.name = "sparse_attention";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "softmax(512^-0.5 q k) over the stored rows that two index lists name, keys as values, a "
       "sink "
@@ -124,7 +124,7 @@ OpSpec compress() {
                         a.in<std::uint16_t>("wkv").data(),
                         a.has("wgate") ? a.in<std::uint16_t>("wgate").data() : nullptr,
                         a.in<std::uint16_t>("norm").data(), a.dim("L"), a.dim("H"),
-                        a.scalar("ratio", 0), kNormEps);
+                        a.scalar("ratio", 0), model_rules(a.model()).norm_eps);
   };
   op.scalar = [](const OpArgs& a) {
     using Compressed = stages::CompressedKey<Block>;
@@ -154,7 +154,7 @@ OpSpec compress() {
       }
       std::uint16_t latent[kDim];
       Compressed::latent(latent, c, a.in<std::uint16_t>("norm").data(),
-                         static_cast<float>(kNormEps), scratch);
+                         static_cast<float>(model_rules(a.model()).norm_eps), scratch);
       Compressed::entry(a.out<float>("kv").data() + n * kDim, latent,
                         stages::rope_turn(rope, n * ratio));
     }

@@ -33,7 +33,7 @@ void require_temperatures(const OpArgs& a) {
 OpSpec markov_draft() {
   OpSpec op;
   op.name = "markov_draft";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "g proposals a request, one after the other: z = base + bf(w1[previous] w2^T); argmax of z, "
       "or "
@@ -110,7 +110,7 @@ OpSpec markov_draft() {
 OpSpec accept() {
   OpSpec op;
   op.name = "accept";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "how many drafts of a verify step are kept and the token after them: by argmax where temp is "
       "0, else by coin * q < p and a draw from max(p - q, 0) or the bonus row's p in id order";

@@ -3,8 +3,8 @@
 #include <limits>
 #include <string>
 
+#include "host/op/models.hpp"
 #include "host/op/registry.hpp"
-#include "host/op/v41.hpp"
 #include "platform/scalar.hpp"
 #include "reference/engram.hpp"
 #include "stages/engram.hpp"
@@ -149,11 +149,12 @@ OpSpec engram_apply() {
     require_all_finite(a, spec);
   };
   op.reference = [](const OpArgs& a) {
-    reference::engram_apply(
-        a.out<std::uint16_t>("residual").data(), a.in<std::uint16_t>("residual").data(),
-        a.in<std::uint16_t>("e").data(), a.in<std::uint8_t>("wkv").data(),
-        a.in<float>("wkv_scale").data(), a.in<std::uint16_t>("q_weight").data(),
-        a.in<std::uint16_t>("k_weight").data(), a.dim("T"), a.dim("H"), 24 * a.dim("D"), kNormEps);
+    reference::engram_apply(a.out<std::uint16_t>("residual").data(),
+                            a.in<std::uint16_t>("residual").data(), a.in<std::uint16_t>("e").data(),
+                            a.in<std::uint8_t>("wkv").data(), a.in<float>("wkv_scale").data(),
+                            a.in<std::uint16_t>("q_weight").data(),
+                            a.in<std::uint16_t>("k_weight").data(), a.dim("T"), a.dim("H"),
+                            24 * a.dim("D"), model_rules(a.model()).norm_eps);
   };
   op.scalar = [](const OpArgs& a) {
     const auto rows = static_cast<int>(a.dim("T")), hidden = static_cast<int>(a.dim("H"));
@@ -179,7 +180,8 @@ OpSpec engram_apply() {
       stages::EngramApply<Block>::run(
           a.out<std::uint16_t>("residual").data() + static_cast<std::int64_t>(t) * 4 * hidden,
           &kv[static_cast<std::size_t>(t) * outputs], a.in<std::uint16_t>("q_weight").data(),
-          a.in<std::uint16_t>("k_weight").data(), hidden, static_cast<float>(kNormEps), scratch);
+          a.in<std::uint16_t>("k_weight").data(), hidden,
+          static_cast<float>(model_rules(a.model()).norm_eps), scratch);
     }
   };
   return op;

@@ -4,8 +4,8 @@
 #include <limits>
 #include <string>
 
+#include "host/op/models.hpp"
 #include "host/op/registry.hpp"
-#include "host/op/v41.hpp"
 #include "platform/scalar.hpp"
 #include "reference/index.hpp"
 #include "reference/select.hpp"
@@ -125,7 +125,7 @@ OpSpec index_key() {
       reference::index_key(a.out<std::uint8_t>("rows").data() + t * stages::kIndexRowBytes,
                            a.in<std::uint16_t>("latent").data() + t * stages::kKvDim,
                            a.in<std::uint16_t>("wk").data(), a.in<std::uint16_t>("norm").data(),
-                           a.in<std::int64_t>("pos")[t], kNormEps);
+                           a.in<std::int64_t>("pos")[t], model_rules(a.model()).norm_eps);
     }
   };
   op.scalar = [](const OpArgs& a) {
@@ -143,7 +143,8 @@ OpSpec index_key() {
     stages::IndexKey<Block>::Scratch scratch;
     for (int t = 0; t < rows; ++t) {
       stages::IndexKey<Block>::run(out.row(t), &key[t * stages::kIndexDim],
-                                   a.in<std::uint16_t>("norm").data(), static_cast<float>(kNormEps),
+                                   a.in<std::uint16_t>("norm").data(),
+                                   static_cast<float>(model_rules(a.model()).norm_eps),
                                    stages::rope_turn(rope, a.in<std::int64_t>("pos")[t]), scratch);
     }
   };

@@ -25,14 +25,14 @@ void run_linear(std::span<std::uint16_t> y, const std::vector<float>& x, const W
 OpSpec block_linear() {
   OpSpec op;
   op.name = "block_linear";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "y = quantised(x) . (w * scale)^T: x to e4m3 in groups of b along K with a power of two each "
       "(2^ceil(log2(max(amax, 1e-10) / 448))), fp32 sums, y to bf16; magnitudes up to 1e15";
   op.in = {{"x", LOWLAT_BF16, "bf16", "T,K", false, "activations"},
            {"w", LOWLAT_U8, "e4m3", "N,K", false, "weight codes"},
            {"w_scale", LOWLAT_F32, "f32", "N/b,K/b", false, "a scale for each block of w"},
-           {"block", LOWLAT_I64, "i64", "", false, "b: 32 (V4.1's) or 128"}};
+           {"block", LOWLAT_I64, "i64", "", false, "b: 128 (V4's) or 32 (V4.1's)"}};
   op.out = {{"y", LOWLAT_BF16, "bf16", "T,N", false, "rows of results"}};
   op.numerics = {{"scalar", "y", "rel_l2 <= 4e-3"}};
   op.check = [op](OpArgs& a) {
@@ -69,7 +69,7 @@ OpSpec block_linear() {
 OpSpec lm_head() {
   OpSpec op;
   op.name = "lm_head";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about = "logits = x . w^T, fp32 sums, rounded to bf16; magnitudes up to 1e15";
   op.in = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "normed rows"},
            {"w", LOWLAT_BF16, "bf16", "V,H", false, "head weights, a row a token"}};

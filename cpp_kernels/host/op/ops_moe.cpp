@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "host/op/models.hpp"
 #include "host/op/registry.hpp"
 #include "platform/scalar.hpp"
 #include "reference/experts.hpp"
@@ -18,8 +19,6 @@ namespace stages = lowlat::scalar::stages;
 constexpr float kRoutedScaling = 1.5f;
 constexpr float kSwigluLimit = 10.0f;
 constexpr std::int64_t kTargetExperts = 6;  // a token, of a target layer
-constexpr std::int64_t kDraftExperts = 3;   // a token, of a draft stage
-constexpr int kScaleBlock = 32;
 
 std::vector<float> expand_rows(std::span<const std::uint16_t> rows) {
   std::vector<float> values(rows.size());
@@ -27,19 +26,24 @@ std::vector<float> expand_rows(std::span<const std::uint16_t> rows) {
   return values;
 }
 
+stages::GateSum gate_sum(const OpArgs& a) {
+  return a.dim("k") == kTargetExperts ? model_rules(a.model()).target_gate_sum
+                                      : stages::GateSum::draft;
+}
+
 OpSpec gate() {
   OpSpec op;
   op.name = "gate";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "the k experts of greatest sqrt(softplus(x w^T)) + bias, ties to the lowest id, and their "
-      "weights: score / sum of the k * 1.5. The sum gets 1e-20 added (k = 6, target), or counts as "
-      "1 "
-      "where it is 0 (k = 3, draft)";
+      "weights: score / sum of the k * 1.5. The sum gets 1e-20 added (v41's target, k = 6), or "
+      "counts as 1 where it is 0 (v41's draft, k = 3, and v4). softplus in fp32: v41 z > 20 ? z : "
+      "log1p(exp(z)), v4 max(z, 0) + log1p(exp(-|z|))";
   op.in = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "rows"},
            {"w", LOWLAT_BF16, "bf16", "E,H", false, "router"},
            {"bias", LOWLAT_F32, "f32", "E", false, "ranks, does not weigh"},
-           {"k", LOWLAT_I64, "i64", "", true, "experts a token: 6 (when absent) or 3"}};
+           {"k", LOWLAT_I64, "i64", "", true, "experts a token: 6 (when absent), v41 also 3"}};
   op.out = {{"ids", LOWLAT_I32, "i32", "T,k", false, "in selection order"},
             {"weight", LOWLAT_F32, "f32", "T,k", false, "the factor 1.5 included"}};
   op.numerics = {
@@ -47,18 +51,22 @@ OpSpec gate() {
       {"scalar", "weight", "rel_l2 <= 1e-5 over rows without a logit below -80"}};
   op.check = [spec = op](OpArgs& a) {
     const std::int64_t k = a.scalar("k", kTargetExperts);
-    require(k == kTargetExperts || k == kDraftExperts,
-            "k is " + std::to_string(k) + "; needed 6 (target) or 3 (draft)");
+    const std::int64_t draft = model_rules(a.model()).draft_experts;
+    require(k == kTargetExperts || k == draft,
+            "k is " + std::to_string(k) + "; needed 6" +
+                (draft == kTargetExperts ? ", in v4's target and draft alike"
+                                         : " (target) or 3 (draft)"));
     a.set_dim("k", k);
     require_dim(a, "E", kTargetExperts, 1);
     require_dim(a, "H", 1, 1);
     require_all_finite(a, spec);
   };
   op.reference = [](const OpArgs& a) {
+    const bool one_for_zero = gate_sum(a) == stages::GateSum::draft;
     reference::gate(a.out<std::int32_t>("ids").data(), a.out<float>("weight").data(),
                     a.in<std::uint16_t>("x").data(), a.in<std::uint16_t>("w").data(),
                     a.in<float>("bias").data(), a.dim("T"), a.dim("H"), a.dim("E"), a.dim("k"),
-                    a.dim("k") == kDraftExperts);
+                    one_for_zero);
   };
   op.scalar = [](const OpArgs& a) {
     const auto rows = static_cast<int>(a.dim("T")), hidden = static_cast<int>(a.dim("H"));
@@ -70,13 +78,62 @@ OpSpec gate() {
     stages::linear(
         x.data(), hidden, rows, hidden, w, 0, num_experts, w_row.data(),
         [&](int t, int e, float z) { logits[static_cast<std::size_t>(t) * num_experts + e] = z; });
-    const stages::GateSum sum_rule =
-        k == kDraftExperts ? stages::GateSum::draft : stages::GateSum::target;
     for (int t = 0; t < rows; ++t) {
-      stages::gate_select(
-          a.out<std::int32_t>("ids").data() + t * k, a.out<float>("weight").data() + t * k,
-          &logits[static_cast<std::size_t>(t) * num_experts], a.in<float>("bias").data(),
-          num_experts, k, sum_rule, kRoutedScaling, scratch.data());
+      stages::gate_select(a.out<std::int32_t>("ids").data() + t * k,
+                          a.out<float>("weight").data() + t * k,
+                          &logits[static_cast<std::size_t>(t) * num_experts],
+                          a.in<float>("bias").data(), num_experts, k, gate_sum(a), kRoutedScaling,
+                          scratch.data(), model_rules(a.model()).gate_rule);
+    }
+  };
+  return op;
+}
+
+OpSpec hash_gate() {
+  OpSpec op;
+  op.name = "hash_gate";
+  op.models = "v4";
+  op.about =
+      "the six experts that a hash layer's table names for each token, in its order, and their "
+      "weights: sqrt(softplus(x w^T)) / (sum of the six + 1e-20) * 1.5";
+  op.in = {{"token", LOWLAT_I64, "i64", "T", false, "token of each row, 0 .. V - 1"},
+           {"table", LOWLAT_I32, "i32", "V,6", false, "experts of each token, 0 .. E - 1"},
+           {"x", LOWLAT_BF16, "bf16", "T,H", false, "rows"},
+           {"w", LOWLAT_BF16, "bf16", "E,H", false, "router"}};
+  op.out = {{"ids", LOWLAT_I32, "i32", "T,6", false, "in the table's order"},
+            {"weight", LOWLAT_F32, "f32", "T,6", false, "the factor 1.5 included"}};
+  op.numerics = {{"scalar", "ids", "bitwise"},
+                 {"scalar", "weight", "rel_l2 <= 1e-5 over rows without a logit below -80"}};
+  op.check = [spec = op](OpArgs& a) {
+    require_dim(a, "E", kTargetExperts, 1);
+    require_dim(a, "H", 1, 1);
+    require_dim(a, "V", 1, 1);
+    require_all_finite(a, spec);
+    require_range(a, "token", 0, a.dim("V") - 1, "V = " + std::to_string(a.dim("V")));
+    require_range(a, "table", 0, a.dim("E") - 1, "E = " + std::to_string(a.dim("E")));
+  };
+  op.reference = [](const OpArgs& a) {
+    reference::hash_gate(a.out<std::int32_t>("ids").data(), a.out<float>("weight").data(),
+                         a.in<std::int64_t>("token").data(), a.in<std::int32_t>("table").data(),
+                         a.in<std::uint16_t>("x").data(), a.in<std::uint16_t>("w").data(),
+                         a.dim("T"), a.dim("H"), kTargetExperts);
+  };
+  op.scalar = [](const OpArgs& a) {
+    const auto hidden = static_cast<int>(a.dim("H"));
+    const std::vector<float> x = expand_rows(a.in<std::uint16_t>("x"));
+    std::vector<float> w_row(hidden);
+    const stages::Bf16Weights w = {a.in<std::uint16_t>("w").data(), hidden};
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      const std::int32_t* chosen =
+          a.in<std::int32_t>("table").data() + a.in<std::int64_t>("token")[t] * kTargetExperts;
+      float logits[kTargetExperts];
+      for (int slot = 0; slot < kTargetExperts; ++slot) {
+        a.out<std::int32_t>("ids")[t * kTargetExperts + slot] = chosen[slot];
+        stages::linear(&x[t * hidden], hidden, 1, hidden, w, chosen[slot], chosen[slot] + 1,
+                       w_row.data(), [&](int, int, float z) { logits[slot] = z; });
+      }
+      stages::gate_hash(a.out<float>("weight").data() + t * kTargetExperts, logits, kTargetExperts,
+                        kRoutedScaling, model_rules(a.model()).gate_rule);
     }
   };
   return op;
@@ -93,18 +150,19 @@ stages::E4m3Weights<stages::ScaleF32> shared_weights(const OpArgs& a, const std:
                                                      std::int64_t k) {
   return {a.in<std::uint8_t>(name).data(),
           k,
-          {a.in<float>(name + "_scale").data(), k / kScaleBlock},
-          kScaleBlock};
+          {a.in<float>(name + "_scale").data(), k / a.dim("b")},
+          static_cast<int>(a.dim("b"))};
 }
 
 // The shared expert's output, bf16 [T, H].
 std::vector<std::uint16_t> shared_expert(const OpArgs& a) {
   const auto rows = static_cast<int>(a.dim("T")), hidden = static_cast<int>(a.dim("H"));
   const auto inner = static_cast<int>(a.dim("I"));
-  const auto quantised = [rows](const std::uint16_t* x, int k) {
+  const auto block = static_cast<int>(a.dim("b"));
+  const auto quantised = [rows, block](const std::uint16_t* x, int k) {
     std::vector<float> out(static_cast<std::size_t>(rows) * k);
     for (std::int64_t t = 0; t < rows; ++t) {
-      stages::quantize_row(&out[t * k], x + t * k, k, kScaleBlock);
+      stages::quantize_row(&out[t * k], x + t * k, k, block);
     }
     return out;
   };
@@ -129,7 +187,7 @@ std::vector<std::uint16_t> shared_expert(const OpArgs& a) {
 OpSpec experts() {
   OpSpec op;
   op.name = "experts";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "the weighted sum of each row's routed experts plus the shared expert. Routed (W4A16, "
       "Marlin's "
@@ -146,19 +204,22 @@ OpSpec experts() {
            {"ids", LOWLAT_I32, "i32", "T,k", false, "experts of each row, 0 .. E - 1"},
            {"weight", LOWLAT_F32, "f32", "T,k", false, "their weights"},
            {"shared_w1", LOWLAT_U8, "e4m3", "I,H", false, "gate of the shared expert"},
-           {"shared_w1_scale", LOWLAT_F32, "f32", "I/32,H/32", false, "one a 32 x 32 block"},
+           {"shared_w1_scale", LOWLAT_F32, "f32", "I/b,H/b", false, "b is 128 (v4) or 32 (v41)"},
            {"shared_w3", LOWLAT_U8, "e4m3", "I,H", false, "up of the shared expert"},
-           {"shared_w3_scale", LOWLAT_F32, "f32", "I/32,H/32", false, "one a 32 x 32 block"},
+           {"shared_w3_scale", LOWLAT_F32, "f32", "I/b,H/b", false, "b is 128 (v4) or 32 (v41)"},
            {"shared_w2", LOWLAT_U8, "e4m3", "H,I", false, "down of the shared expert"},
-           {"shared_w2_scale", LOWLAT_F32, "f32", "H/32,I/32", false, "one a 32 x 32 block"}};
+           {"shared_w2_scale", LOWLAT_F32, "f32", "H/b,I/b", false, "one a b x b block"}};
   op.out = {{"y", LOWLAT_F32, "f32", "T,H", false, "routed + shared"}};
   // Marlin's roundings are the routed part's: 4e-3 on average, 8e-3 where T = 1, H = I = 32.
   op.numerics = {{"scalar", "y", "rel_l2 <= 1e-2"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "E", kTargetExperts, 1);
     require_dim(a, "k", 1, 1);
-    require_dim(a, "H", 32, 32);
-    require_dim(a, "I", 32, 32);
+    const std::int64_t block = model_rules(a.model()).scale_block;
+    require(a.dim("b") == block, "shared_w1_scale has blocks of " + std::to_string(a.dim("b")) +
+                                     "; " + a.model() + " has blocks of " + std::to_string(block));
+    require_dim(a, "H", block, block);
+    require_dim(a, "I", block, block);
     require_all_finite(a, spec);
     require_range(a, "ids", 0, a.dim("E") - 1, "E = " + std::to_string(a.dim("E")));
   };
@@ -174,7 +235,8 @@ OpSpec experts() {
     reference::experts(a.out<float>("y").data(), a.in<std::uint16_t>("x").data(), routed("w1"),
                        routed("w3"), routed("w2"), a.in<std::int32_t>("ids").data(),
                        a.in<float>("weight").data(), shared("shared_w1"), shared("shared_w3"),
-                       shared("shared_w2"), a.dim("T"), a.dim("H"), a.dim("I"), a.dim("k"));
+                       shared("shared_w2"), a.dim("T"), a.dim("H"), a.dim("I"), a.dim("k"),
+                       a.dim("b"));
   };
   op.scalar = [](const OpArgs& a) {
     const auto rows = static_cast<int>(a.dim("T")), hidden = static_cast<int>(a.dim("H"));
@@ -209,6 +271,6 @@ OpSpec experts() {
 
 }  // namespace
 
-std::vector<OpSpec> ops_moe() { return {gate(), experts()}; }
+std::vector<OpSpec> ops_moe() { return {gate(), hash_gate(), experts()}; }
 
 }  // namespace lowlat::host

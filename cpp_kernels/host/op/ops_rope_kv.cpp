@@ -3,8 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "host/op/models.hpp"
 #include "host/op/registry.hpp"
-#include "host/op/v41.hpp"
 #include "platform/scalar.hpp"
 #include "reference/format.hpp"
 #include "reference/kv.hpp"
@@ -23,7 +23,7 @@ constexpr float kWindowRopeBase = 10000.0f;  // of layers without a compressed s
 OpSpec rope() {
   OpSpec op;
   op.name = "rope";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "turns the last 64 of each head by pos * f_i, interleaved pairs; f_i = 1 / base^(2i/64), "
       "base 10000, or with yarn 160000 and its ramp; frequencies, angles, cos, sin in fp32";
@@ -73,7 +73,7 @@ OpSpec rope() {
 OpSpec kv_pack() {
   OpSpec op;
   op.name = "kv_pack";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about =
       "stored row of a normed and turned kv: 448 e4m3 codes, 64 bf16, a ue8m0 a 64 codes "
       "(2^ceil(log2(max(amax, 1e-4) / 448))), a padding byte 0; magnitudes up to 1e38";
@@ -131,7 +131,7 @@ void check_rows(const OpArgs& args) {
 OpSpec kv_unpack() {
   OpSpec op;
   op.name = "kv_unpack";
-  op.models = "v41";
+  op.models = "v4 v41";
   op.about = "values of stored rows, exactly: code * 2^(scale - 127) and bf16";
   op.in = {{"rows", LOWLAT_U8, "u8", "T,584", false, "576 data, 7 scale and 1 padding bytes"}};
   op.out = {{"kv", LOWLAT_F32, "f32", "T,512", false, "448 values, then the 64 that are turned"}};

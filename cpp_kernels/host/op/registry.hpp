@@ -93,7 +93,7 @@ struct OpNumerics {
 
 struct OpSpec {
   const char* name;
-  const char* models;  // "v41" (later "v4 v41")
+  const char* models;  // "v4", "v41" or "v4 v41"
   const char* about;
   std::vector<ArgSpec> in;
   std::vector<ArgSpec> out;
@@ -105,12 +105,13 @@ struct OpSpec {
 };
 
 // Each ops_*.cpp gives its part; the order here is the order of --list.
-std::vector<OpSpec> ops_mix();        // hc_stats, hc_combine_norm, hc_post, rms_norm, rank_sum
+// hc_stats, hc_combine_norm, hc_post, hc_head, rms_norm, head_norm, rank_sum
+std::vector<OpSpec> ops_mix();
 std::vector<OpSpec> ops_linear();     // block_linear, lm_head
 std::vector<OpSpec> ops_rope_kv();    // rope, kv_pack, kv_unpack
 std::vector<OpSpec> ops_attention();  // sparse_attention, compress
 std::vector<OpSpec> ops_index();      // index_query, index_select, candidate_blocks
-std::vector<OpSpec> ops_moe();        // gate, experts
+std::vector<OpSpec> ops_moe();        // gate, hash_gate, experts
 std::vector<OpSpec> ops_engram();     // engram_hash, engram_lookup, engram_apply
 std::vector<OpSpec> ops_draft();      // markov_draft, accept
 

@@ -329,7 +329,7 @@ LOWLAT_API const char* lowlat_op_list(void);
 
 /* First half: checks `inputs` (missing, extra, mis-shaped, mis-typed, out of range: refused by
  * name) and writes each output's name, dtype and shape into out_outputs (data NULL). At most
- * LOWLAT_MAX_OP_OUTPUTS. `model` is "v41"; `platform` "reference" or "scalar". */
+ * LOWLAT_MAX_OP_OUTPUTS. `model` is "v4" or "v41"; `platform` "reference" or "scalar". */
 #define LOWLAT_MAX_OP_OUTPUTS 8
 LOWLAT_API lowlat_status lowlat_op_plan(const char* op, const char* model, const char* platform,
                                         const lowlat_array* inputs, int32_t num_inputs,

@@ -60,7 +60,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="scalar",
         help="reference (float64, the meaning) or scalar (the stage); default %(default)s",
     )
-    parser.add_argument("--model", default="v41", help="model's rules; default %(default)s")
+    parser.add_argument(
+        "--model",
+        default="v41",
+        help="whose rules: v41 or v4 (--list says which an operation has); default %(default)s",
+    )
     parser.set_defaults(run=run)
 
 

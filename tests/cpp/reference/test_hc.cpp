@@ -71,9 +71,41 @@ TEST_CASE(combine_rounds_before_the_norm) {
   const float pre[4] = {1.0f, 1.0f, 1.0f, 1.0f};
   const std::vector<std::uint16_t> gain = bf16({1, 1});
   std::uint16_t x[2];
-  reference::hc_combine_norm(x, residual.data(), pre, gain.data(), 1, 2, 0.0);
+  reference::hc_combine_norm(x, residual.data(), pre, gain.data(), 1, 2, 0.0, false);
   CHECK_EQ(reference::from_bf16(x[0]), 1.0);
   CHECK_EQ(reference::from_bf16(x[1]), 1.0);
+}
+
+TEST_CASE(combine_of_v4_norms_by_the_unrounded_sums) {
+  // 1 + 2^-8 - 2^-12 is 1 in bf16 and 1.0037 in the statistic; epsilon is under the root.
+  const std::vector<std::uint16_t> residual = bf16({1, 0x1p-8, -0x1p-12, 0}), gain = bf16({2});
+  const float pre[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+  std::uint16_t x[1];
+  reference::hc_combine_norm(x, residual.data(), pre, gain.data(), 1, 1, 0.0, true);
+  CHECK_EQ(reference::from_bf16(x[0]), 2.0 - 0x1p-7);
+  reference::hc_combine_norm(x, residual.data(), pre, gain.data(), 1, 1, 3.0, true);
+  CHECK_EQ(reference::from_bf16(x[0]), 1.0);  // 2 / sqrt(1.007 + 3) = 0.9991
+}
+
+TEST_CASE(head_by_hand) {
+  // hidden 1: x = (1, 2, 3, 4), mean square 7.5; row k of fn takes element 3 - k.
+  const std::vector<std::uint16_t> residual = bf16({1, 2, 3, 4, 0, 0, 0, 0});
+  float fn[16] = {};
+  for (int k = 0; k < 4; ++k) fn[4 * k + 3 - k] = 1.0f;
+  const float base[4] = {0.0f, 0.5f, 0.0f, -1.0f};
+  std::uint16_t h[2];
+  reference::hc_head(h, residual.data(), fn, base, -2.0, 2, 1, 0.5, 1e-6);
+  double want = 0.0;
+  for (int k = 0; k < 4; ++k) {
+    const double m = (4 - k) / std::sqrt(8.0);
+    want += (1.0 / (1.0 + std::exp(2.0 * m - base[k])) + 1e-6) * (k + 1);
+  }
+  CHECK_EQ(h[0], reference::to_bf16(want));
+  CHECK_EQ(h[1], 0);
+  // Closed gates leave hc_eps of each stream.
+  const float closed[4] = {-80.0f, -80.0f, -80.0f, -80.0f};
+  reference::hc_head(h, residual.data(), fn, closed, 0.0, 1, 1, 0.5, 1e-6);
+  CHECK_EQ(h[0], reference::to_bf16(1e-5));
 }
 
 TEST_CASE(post_mixes_column_k_into_stream_k) {

@@ -1,5 +1,6 @@
 // Planted: weights from score + bias, the draft's sum rule for the target, a softplus without the
-// branch at 20 (logits of 100 overflow) and ties to the highest id each fail a case.
+// branch at 20 (logits of 100 overflow), ties to the highest id, v4's log1p as log(1 + e), its NaN
+// as infinity and a hash layer's sum without 1e-20 each fail a case.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -12,8 +13,10 @@
 
 namespace {
 
+using lowlat::scalar::stages::gate_hash;
 using lowlat::scalar::stages::gate_score;
 using lowlat::scalar::stages::gate_select;
+using lowlat::scalar::stages::GateRule;
 using lowlat::scalar::stages::GateSum;
 
 struct Chosen {
@@ -22,12 +25,12 @@ struct Chosen {
 };
 
 Chosen choose(const std::vector<float>& logits, const std::vector<float>& bias, int k,
-              GateSum sum_rule, float scaling = 1.5f) {
+              GateSum sum_rule, GateRule rule = GateRule::v41) {
   const int n = static_cast<int>(logits.size());
   Chosen out{std::vector<std::int32_t>(k, -7), std::vector<float>(k, NAN)};
   std::vector<float> scratch(2 * n);
-  gate_select(out.ids.data(), out.weights.data(), logits.data(), bias.data(), n, k, sum_rule,
-              scaling, scratch.data());
+  gate_select(out.ids.data(), out.weights.data(), logits.data(), bias.data(), n, k, sum_rule, 1.5f,
+              scratch.data(), rule);
   return out;
 }
 
@@ -118,4 +121,43 @@ TEST_CASE(agrees_with_sorting_in_double_precision) {
       for (int other = 0; other < slot; ++other) CHECK(chosen.ids[slot] != chosen.ids[other]);
     }
   }
+}
+
+TEST_CASE(scores_of_v4_are_the_same_roots) {
+  const auto score = [](float z) { return gate_score(z, GateRule::v4); };
+  CHECK_NEAR(score(0.0f), 0.83255461115769775635, 1e-7);
+  CHECK_EQ(score(100.0f), 10.0f);
+  CHECK_EQ(score(3e38f), std::sqrt(3e38f));
+  CHECK_EQ(score(-3000.0f), 0.0f);
+  CHECK_EQ(score(-30.0f), std::sqrt(std::exp(-30.0f)));  // 1 + e is 1, so e itself
+  for (float z = -80.0f; z <= 40.0f; z += 0.37f) {
+    CHECK_NEAR(score(z) / std::sqrt(std::log1p(std::exp(static_cast<double>(z)))), 1.0, 5e-7);
+  }
+}
+
+TEST_CASE(a_nan_rank_of_v4_comes_after_every_number) {
+  std::vector<float> bias = {0.0f, NAN, 0.0f, -INFINITY, -1e29f, 0.0f};
+  const std::vector<float> logits(6, 1.0f);
+  const auto ids = choose(logits, bias, 6, GateSum::draft, GateRule::v4).ids;
+  CHECK(ids == std::vector<std::int32_t>({0, 2, 5, 4, 1, 3}));
+  CHECK(choose(logits, bias, 3, GateSum::draft, GateRule::v4).ids ==
+        std::vector<std::int32_t>({0, 2, 5}));
+}
+
+TEST_CASE(hash_layers_weigh_what_the_table_chose) {
+  // Scores 10 .. 5 in any order keep that order.
+  const float logits[6] = {25.0f, 81.0f, 64.0f, 100.0f, 49.0f, 36.0f};
+  const double scores[6] = {5, 9, 8, 10, 7, 6};
+  float weights[6];
+  gate_hash(weights, logits, 6, 1.5f, GateRule::v4);
+  for (int slot = 0; slot < 6; ++slot) CHECK_NEAR(weights[slot], scores[slot] / 45 * 1.5, 1e-7);
+  // Scores of e^-40 = 4e-18: 1e-20 counts beside their sum.
+  const float low[6] = {-80, -80, -80, -80, -80, -80};
+  gate_hash(weights, low, 6, 1.5f, GateRule::v4);
+  const double score = std::exp(-40.0);
+  CHECK_NEAR(weights[5] / (1.5 * score / (6.0 * score + 1e-20)), 1.0, 1e-5);
+  CHECK(weights[5] < 0.24995f);
+  const float none[6] = {-3000, -3000, -3000, -3000, -3000, -3000};
+  gate_hash(weights, none, 6, 1.5f, GateRule::v4);
+  CHECK_EQ(weights[0], 0.0f);
 }

@@ -97,6 +97,43 @@ TEST_CASE(combine_norm_rounds_before_the_statistic) {
   CHECK(x == bf16({1, 1}));
 }
 
+TEST_CASE(combine_norm_of_v4_takes_the_statistic_before_rounding) {
+  // v = 1 + 2^-8 - 2^-12 is 1 in bf16. Over itself the root mean square is 1.0037, so 1 becomes
+  // 0.9963 and rounds to 1 - 2^-8; over the rounded v it is 1.
+  const Codes residual = bf16({1, 0x1p-8, -0x1p-12, 0}), gain = bf16({1});
+  const float pre[4] = {1, 1, 1, 1};
+  Codes x(1);
+  float row = 0.0f;
+  stages::RmsNorm<Block>::Scratch scratch;
+  stages::hc_combine_norm<Block>(x.data(), residual.data(), pre, gain.data(), 1, 0.0f, &row,
+                                 scratch, stages::HcStatistic::unrounded);
+  CHECK_EQ(row, 1.0f);
+  CHECK(x == bf16({1 - 0x1p-8}));
+  stages::hc_combine_norm<Block>(x.data(), residual.data(), pre, gain.data(), 1, 0.0f, &row,
+                                 scratch, stages::HcStatistic::rounded);
+  CHECK(x == bf16({1}));
+}
+
+TEST_CASE(four_outputs_are_the_first_four_of_twenty_four) {
+  Random random(9);
+  const int hidden = 50;
+  const Codes residual = random.bf16(4 * hidden);
+  const auto fn = random.f32(96 * hidden, 0.5), base = random.f32(24), scale = random.f32(3);
+  std::vector<float> row(4 * hidden);
+  stages::expand_bf16(row.data(), residual.data(), 4 * hidden);
+  using Stats = stages::HcStats<Block>;
+  Stats::Scratch scratch;
+  float all[24], some[5] = {0, 0, 0, 0, -7.0f}, pre[4];
+  Stats::mix(all, row.data(), fn.data(), hidden, 1e-6f, scratch);
+  Stats::mix(some, row.data(), fn.data(), hidden, 1e-6f, scratch, 4);
+  for (int k = 0; k < 4; ++k) CHECK_EQ(some[k], all[k]);
+  CHECK_EQ(some[4], -7.0f);
+  stages::HcParams params;
+  Stats::params(params, all, base.data(), scale.data(), 1e-6f, 20);
+  Stats::pre(pre, some, base.data(), scale[0], 1e-6f);
+  for (int k = 0; k < 4; ++k) CHECK_EQ(pre[k], params.pre[k]);
+}
+
 TEST_CASE(post_rounds_in_the_declared_order) {
   const Codes residual = bf16({1.0 + 0x1p-7, 0, 0, 0}), y = bf16({1.0 + 0x1p-7});
   const float post[4] = {-1, 0, 0, 0};

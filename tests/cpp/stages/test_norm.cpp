@@ -57,3 +57,31 @@ TEST_CASE(awkward_rows) {
   const auto out = norm({0x0001, 0x0001, 0x0001, 0x0001}, one, 1e-20f);
   CHECK_NEAR(reference::from_bf16(out[0]) / (std::ldexp(1.0, -133) * 1e10), 1.0, 4e-3);
 }
+
+TEST_CASE(without_a_weight_by_hand) {
+  const float x[3] = {1.0f, -7.0f, 5.0f};
+  std::uint16_t out[3] = {0x7fc0, 0x7fc0, 0x7fc0};
+  Norm::Scratch scratch;
+  Norm::run(out, x, 3, 0.0f, scratch);  // mean square 25
+  CHECK_EQ(out[0], reference::to_bf16(0.2));
+  CHECK_EQ(out[1], reference::to_bf16(-1.4));
+  CHECK_EQ(out[2], reference::to_bf16(1.0));
+  const float zero[2] = {};
+  Norm::run(out, zero, 2, 1e-6f, scratch);
+  CHECK_EQ(out[0], 0);
+}
+
+TEST_CASE(without_a_weight_agrees_with_the_reference_within_one_place) {
+  for (std::uint32_t seed = 0; seed < 100; ++seed) {
+    Random random(seed);
+    const std::int64_t n = random.integer(1, 700);
+    const auto x = random.bf16(n, std::exp(4.0 * random.normal()));
+    std::vector<float> row(n);
+    stages::expand_bf16(row.data(), x.data(), static_cast<int>(n));
+    std::vector<std::uint16_t> got(n, 0x7fc0), want(n);
+    Norm::Scratch scratch;
+    Norm::run(got.data(), row.data(), static_cast<int>(n), 1e-6f, scratch);
+    reference::head_norm(want.data(), x.data(), 1, n, 1e-6);
+    for (std::int64_t i = 0; i < n; ++i) CHECK(std::abs(got[i] - want[i]) <= 1);
+  }
+}

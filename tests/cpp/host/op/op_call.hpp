@@ -13,7 +13,14 @@ namespace lowlat::testing {
 
 class OpCall {
  public:
-  explicit OpCall(host::OpSpec op) : op_(std::move(op)) {}
+  explicit OpCall(host::OpSpec op, const char* model = "v41") : op_(std::move(op)), model_(model) {}
+
+  // The same call of another model.
+  OpCall of(const char* model) const {
+    OpCall call = *this;
+    call.model_ = model;
+    return call;
+  }
 
   // Gives an input, or gives it anew.
   template <class T>
@@ -43,7 +50,7 @@ class OpCall {
   template <class T>
   std::vector<T> run(const char* platform, const char* output = nullptr) const {
     std::vector<lowlat_array> outputs;
-    host::op_plan(op_, "v41", platform, inputs_, outputs);
+    host::op_plan(op_, model_, platform, inputs_, outputs);
     std::vector<T> values;
     std::deque<Bytes> others;
     for (lowlat_array& a : outputs) {
@@ -59,7 +66,7 @@ class OpCall {
         a.data = others.emplace_back(count + 1, 0xa5a5a5a5a5a5a5a5u).data();
       }
     }
-    host::op_run(op_, "v41", platform, inputs_, outputs);
+    host::op_run(op_, model_, platform, inputs_, outputs);
     values.pop_back();
     return values;
   }
@@ -68,7 +75,7 @@ class OpCall {
   std::string refusal() const {
     try {
       std::vector<lowlat_array> outputs;
-      host::op_plan(op_, "v41", "scalar", inputs_, outputs);
+      host::op_plan(op_, model_, "scalar", inputs_, outputs);
       return "";
     } catch (const host::OpError& error) {
       return error.what();
@@ -78,6 +85,7 @@ class OpCall {
  private:
   using Bytes = std::vector<std::uint64_t>;
   host::OpSpec op_;
+  const char* model_;
   // Shared by copies of the call, and never written again.
   std::shared_ptr<std::deque<Bytes>> memory_ = std::make_shared<std::deque<Bytes>>();
   std::vector<lowlat_array> inputs_;

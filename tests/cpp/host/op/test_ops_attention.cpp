@@ -167,3 +167,11 @@ TEST_CASE(compress_refuses_by_name) {
   x[33] = 0x7fc0;
   CHECK(begins_with(call.set("x", LOWLAT_BF16, {4, 32}, x).refusal(), "x[1, 1] is "));
 }
+
+TEST_CASE(attention_means_the_same_in_both_models) {
+  Random random(77);
+  const OpCall call = attention({3, 2, 40, 128, 30, 7}, random);
+  for (const char* platform : {"scalar", "reference"}) {
+    CHECK(call.of("v4").run<std::uint16_t>(platform) == call.run<std::uint16_t>(platform));
+  }
+}

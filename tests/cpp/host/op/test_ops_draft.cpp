@@ -215,3 +215,19 @@ TEST_CASE(acceptance_is_refused_by_name) {
       begins_with(v.call().set("target_logits", LOWLAT_F32, {2, kSteps + 1, 16}, target).refusal(),
                   "target_logits[0, 1, 1] is nan"));
 }
+
+TEST_CASE(both_models_mean_the_same) {
+  Random random(5);
+  const OpCall drafted = Draft(random, 4, 77, 33).call();
+  const OpCall verified = Verify(random, 4, 77).call();
+  for (const char* platform : {"scalar", "reference"}) {
+    CHECK(drafted.of("v4").run<std::int64_t>(platform, "tokens") ==
+          drafted.run<std::int64_t>(platform, "tokens"));
+    CHECK(drafted.of("v4").run<float>(platform, "logits") ==
+          drafted.run<float>(platform, "logits"));
+    for (const char* name : {"accepted", "next"}) {
+      CHECK(verified.of("v4").run<std::int64_t>(platform, name) ==
+            verified.run<std::int64_t>(platform, name));
+    }
+  }
+}

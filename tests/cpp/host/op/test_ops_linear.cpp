@@ -108,3 +108,14 @@ TEST_CASE(refuses_by_name) {
   CHECK(begins_with(call.refusal(), "x[0, 0] is nan"));
   CHECK(begins_with(head(random, 65, 4, 8).refusal(), "x has T = 65 rows"));
 }
+
+TEST_CASE(both_models_mean_the_same) {
+  // The block is the call's: 128 is V4's and 32 V4.1's.
+  Random random(4);
+  for (const OpCall& call :
+       {block(random, 3, 128, 256, 128), block(random, 3, 64, 96, 32), head(random, 3, 20, 40)}) {
+    for (const char* platform : {"scalar", "reference"}) {
+      CHECK(call.of("v4").run<std::uint16_t>(platform) == call.run<std::uint16_t>(platform));
+    }
+  }
+}

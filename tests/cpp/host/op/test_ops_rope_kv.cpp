@@ -121,3 +121,15 @@ TEST_CASE(refuses_by_name) {
   rows[448] = 0x80;
   CHECK(begins_with(unpack(rows).refusal(), "rows[0, 449] is 127, of a bf16 that is nan"));
 }
+
+TEST_CASE(both_models_mean_the_same) {
+  Random random(11);
+  const OpCall turned = rope(random, {0, 65535, 1048575}, 2, 128, 1, 0);
+  const OpCall packed = pack(random.f32(512 * 3));
+  const OpCall unpacked = unpack(packed.run<std::uint8_t>("reference"));
+  for (const char* platform : {"scalar", "reference"}) {
+    CHECK(turned.of("v4").run<std::uint16_t>(platform) == turned.run<std::uint16_t>(platform));
+    CHECK(packed.of("v4").run<std::uint8_t>(platform) == packed.run<std::uint8_t>(platform));
+    CHECK(unpacked.of("v4").run<float>(platform) == unpacked.run<float>(platform));
+  }
+}
