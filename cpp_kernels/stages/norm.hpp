@@ -43,6 +43,14 @@ struct RmsNorm {
       out[i] = to_bf16(x[i] * s * from_bf16(gain[i]));
     }
   }
+  // Unrounded. Each thread has written its own elements of out; no sync at the end.
+  LOWLAT_DEVICE static void run(float* out, const float* x, const std::uint16_t* gain, int n,
+                                float eps, Scratch& scratch) {
+    const float s = scale(x, n, eps, scratch);
+    for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) {
+      out[i] = x[i] * s * from_bf16(gain[i]);
+    }
+  }
 };
 
 }  // namespace lowlat::LOWLAT_PLATFORM::stages
