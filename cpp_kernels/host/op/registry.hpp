@@ -91,6 +91,8 @@ struct OpNumerics {
   const char* bound;
 };
 
+// An operation whose arrays differ between models has one entry a model, next to each other; one
+// whose arrays are the same has one entry for both.
 struct OpSpec {
   const char* name;
   const char* models;  // "v4", "v41" or "v4 v41"
