@@ -148,7 +148,7 @@ TEST_CASE(verify_rows_are_always_written) {
 }
 
 TEST_CASE(every_block_is_completed_from_what_was_kept) {
-  // Planted: a pad of ring - candidates, or without the page's last rows, fails here.
+  // Planted: half a ring, or no overlap kept for the unfinished block, fails here.
   for (const PoolLayout& layout : {kOverlap, kBlock}) {
     for (const bool speculates : {false, true}) {
       for (const int page_size : {16, 64, 256}) {
