@@ -98,12 +98,10 @@ OpSpec compress_v4() {
   op.name = "compress";
   op.models = "v4";
   op.about =
-      "compressed keys of one sequence from position 0: projection in fp32, softmax pooling by "
-      "score "
-      "+ ape a channel (ratio 4: of eight candidates, the overlap halves of the block before and "
-      "the "
-      "own halves of this; ratio 128: of the block), norm, RoPE at the block's first position, "
-      "bf16";
+      "compressed keys of one sequence from position 0: projection in fp32, a channel's softmax "
+      "pooling by score + ape (ratio 4: of eight candidates, the overlap halves of the block "
+      "before and the own halves of this; ratio 128: of the block), norm, RoPE at the block's "
+      "first position, bf16";
   op.in = {{"x", LOWLAT_BF16, "bf16", "L,H", false, "inputs of the sequence"},
            {"wkv", LOWLAT_BF16, "bf16", "W,H", false,
             "projection to values; W = 1024 at ratio 4, 512 at 128"},

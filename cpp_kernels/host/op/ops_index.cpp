@@ -71,9 +71,8 @@ OpSpec index_query_v4() {
   op.models = "v4";
   op.about =
       "RoPE of dimensions 64..127, Hadamard-128 (Sylvester's order) * 128^-0.5, then e4m3 codes "
-      "under "
-      "one fp32 scale a row and head, max(1e-4, amax) / 448, which belongs in index_select's "
-      "weights";
+      "under one fp32 scale a row and head, max(1e-4, amax) / 448, which belongs in "
+      "index_select's weights";
   op.in = {{"q", LOWLAT_BF16, "bf16", "T,h,128", false, "projected queries"},
            {"pos", LOWLAT_I64, "i64", "T", false, "positions"}};
   op.out = {{"iq", LOWLAT_U8, "e4m3", "T,h,128", false, "codes for index_select"},
@@ -158,8 +157,7 @@ OpSpec index_key_v4() {
       "stored index keys of one sequence from position 0: pooled as compress does at ratio 4, "
       "norm, "
       "RoPE of dimensions 64..127 at the block's first position, Hadamard-128 * 128^-0.5, e4m3 "
-      "under "
-      "one fp32 scale, max(1e-4, amax) / 448";
+      "under one fp32 scale, max(1e-4, amax) / 448";
   op.in = {{"x", LOWLAT_BF16, "bf16", "L,H", false, "inputs of the sequence"},
            {"wkv", LOWLAT_BF16, "bf16", "W,H", false, "projection to values; W = 256"},
            {"wgate", LOWLAT_BF16, "bf16", "W,H", false, "projection to scores"},
