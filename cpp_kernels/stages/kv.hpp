@@ -65,7 +65,7 @@ struct KvPaged {
 // LOWLAT_INDEX_PAGED: rows of the index keys, 64 a page: data bytes and 4 scale bytes. V4.1's data
 // are 64 bytes of fp4 pairs, under 4 ue8m0 scales; V4's are 128 e4m3 codes, under one fp32 scale.
 inline constexpr int kIndexDataBytes = 64;
-inline constexpr int kIndexFp8DataBytes = 128;
+inline constexpr int kIndexFp8DataBytes = shape::kIndexDim;
 inline constexpr int kIndexScaleBytes = 4;
 inline constexpr int kIndexRowBytes = kIndexDataBytes + kIndexScaleBytes;
 inline constexpr int kIndexFp8RowBytes = kIndexFp8DataBytes + kIndexScaleBytes;

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
 #include "stages/kv.hpp"
 #include "stages/norm.hpp"
@@ -28,8 +29,8 @@
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
-inline constexpr int kOverlapRatio = 4;
-inline constexpr int kBlockRatio = 128;
+inline constexpr int kOverlapRatio = shape::kOverlapRatio;
+inline constexpr int kBlockRatio = shape::kBlockRatio;
 inline constexpr int kMaxPoolCandidates = kBlockRatio;
 // Candidates of one partial softmax.
 inline constexpr int kPoolPartial = 8;
@@ -147,9 +148,9 @@ template <class Block>
 struct PooledKey {
   using Scratch = typename RmsNorm<Block>::Scratch;
 
-  // c fp32 [dim] in place: normed, then the last 64 turned; nothing is rounded but to fp32. turn: of
-  // the block's first position. gain: bf16 [dim]. The block calls; syncs inside and at the end; the
-  // scratch is free on return.
+  // c fp32 [dim] in place: normed, then the last 64 turned; nothing is rounded but to fp32. turn:
+  // of the block's first position. gain: bf16 [dim]. The block calls; syncs inside and at the end;
+  // the scratch is free on return.
   LOWLAT_DEVICE static void finish(float* c, int dim, const std::uint16_t* gain, float eps,
                                    const RopeTurn& turn, Scratch& scratch) {
     RmsNorm<Block>::run(c, c, gain, dim, eps, scratch);

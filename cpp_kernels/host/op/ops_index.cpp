@@ -155,9 +155,8 @@ OpSpec index_key_v4() {
   op.models = "v4";
   op.about =
       "stored index keys of one sequence from position 0: pooled as compress does at ratio 4, "
-      "norm, "
-      "RoPE of dimensions 64..127 at the block's first position, Hadamard-128 * 128^-0.5, e4m3 "
-      "under one fp32 scale, max(1e-4, amax) / 448";
+      "norm, RoPE of dimensions 64..127 at the block's first position, Hadamard-128 * 128^-0.5, "
+      "e4m3 under one fp32 scale, max(1e-4, amax) / 448";
   op.in = {{"x", LOWLAT_BF16, "bf16", "L,H", false, "inputs of the sequence"},
            {"wkv", LOWLAT_BF16, "bf16", "W,H", false, "projection to values; W = 256"},
            {"wgate", LOWLAT_BF16, "bf16", "W,H", false, "projection to scores"},

@@ -14,7 +14,8 @@
 
 namespace lowlat::host {
 
-// Of x [L, H], one sequence, and every other input of `spec`: sizes and values. Binds N, the entries.
+// Of x [L, H], one sequence, and every other input of `spec`: sizes and values. Binds N, the
+// entries.
 inline void require_sequence(OpArgs& a, const OpSpec& spec, std::int64_t ratio) {
   const std::int64_t length = a.dim("L");
   require(

@@ -308,8 +308,8 @@ OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
   return args;
 }
 
-// The entry of `name` that has `model`. An operation whose arrays differ between models has an entry
-// for each; any of them refuses a model that none has.
+// The entry of `name` that has `model`: an operation whose arrays differ between models has an
+// entry for each.
 const OpSpec& find_op(const char* name, const char* model) {
   std::string known, models;
   for (const OpSpec& op : op_table()) {
