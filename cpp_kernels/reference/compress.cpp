@@ -5,27 +5,13 @@
 
 #include "reference/format.hpp"
 #include "reference/fp4.hpp"
+#include "reference/linear.hpp"
 #include "reference/rope.hpp"
 
 namespace lowlat::reference {
 namespace {
 
 constexpr std::int64_t kDim = 512;
-
-// x . w^T of every row, [length, 512].
-std::vector<double> project(const std::uint16_t* x, const std::uint16_t* w, std::int64_t length,
-                            std::int64_t hidden) {
-  std::vector<double> y(length * kDim), weight(hidden);
-  for (std::int64_t n = 0; n < kDim; ++n) {
-    for (std::int64_t i = 0; i < hidden; ++i) weight[i] = from_bf16(w[n * hidden + i]);
-    for (std::int64_t t = 0; t < length; ++t) {
-      for (std::int64_t i = 0; i < hidden; ++i) {
-        y[t * kDim + n] += from_bf16(x[t * hidden + i]) * weight[i];
-      }
-    }
-  }
-  return y;
-}
 
 }  // namespace
 
@@ -54,9 +40,9 @@ void compressed_entry(double* entry, const std::uint16_t* latent, std::int64_t f
 void compress(float* kv, const std::uint16_t* x, const std::uint16_t* wkv,
               const std::uint16_t* wgate, const std::uint16_t* gain, std::int64_t length,
               std::int64_t hidden, std::int64_t ratio, double eps) {
-  const std::vector<double> value = project(x, wkv, length, hidden);
+  const std::vector<double> value = project(x, wkv, length, kDim, hidden);
   const std::vector<double> score =
-      ratio == 2 ? project(x, wgate, length, hidden) : std::vector<double>{};
+      ratio == 2 ? project(x, wgate, length, kDim, hidden) : std::vector<double>{};
   for (std::int64_t n = 0; n < length / ratio; ++n) {
     const std::int64_t first = n * ratio;
     double c[kDim];

@@ -1,4 +1,4 @@
-// reference/compress: what the V4.1 compressors mean: double precision, with the bf16 roundings
+// reference/compress: what V4.1's compressors mean: double precision, with the bf16 roundings
 // that fix the four-bit codes.
 #pragma once
 #include <cstdint>

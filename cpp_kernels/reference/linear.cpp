@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "reference/format.hpp"
 
@@ -19,12 +18,20 @@ double dot(const double* a, const double* b, std::int64_t n) {
 
 void bf16_linear(std::uint16_t* y, const std::uint16_t* x, const std::uint16_t* w,
                  std::int64_t rows, std::int64_t n, std::int64_t k) {
+  const std::vector<double> unrounded = project(x, w, rows, n, k);
+  for (std::int64_t i = 0; i < rows * n; ++i) y[i] = to_bf16(unrounded[i]);
+}
+
+std::vector<double> project(const std::uint16_t* x, const std::uint16_t* w, std::int64_t rows,
+                            std::int64_t n, std::int64_t k) {
+  std::vector<double> y(static_cast<std::size_t>(rows * n));
   std::vector<double> a(static_cast<std::size_t>(rows * k)), b(static_cast<std::size_t>(k));
   for (std::int64_t i = 0; i < rows * k; ++i) a[i] = from_bf16(x[i]);
   for (std::int64_t out = 0; out < n; ++out) {
     for (std::int64_t i = 0; i < k; ++i) b[i] = from_bf16(w[out * k + i]);
-    for (std::int64_t t = 0; t < rows; ++t) y[t * n + out] = to_bf16(dot(&a[t * k], b.data(), k));
+    for (std::int64_t t = 0; t < rows; ++t) y[t * n + out] = dot(&a[t * k], b.data(), k);
   }
+  return y;
 }
 
 void quantize_activation(double* out, const std::uint16_t* x, std::int64_t n, std::int64_t group) {

@@ -12,6 +12,8 @@ inline constexpr int kNumStreams = 4;      // residual copies
 inline constexpr int kHeadDim = 512;       // of attention; also the width of the shared latent
 inline constexpr int kRopeDim = 64;        // its last dimensions, which rotate
 inline constexpr int kIndexDim = 128;      // of an index head
+inline constexpr int kOverlapRatio = 4;    // V4: tokens of an entry that also pools the ones before
+inline constexpr int kBlockRatio = 128;    // V4: tokens of an entry that pools no others
 inline constexpr int kFp4Group = 32;       // weights of an expert that share a scale
 inline constexpr int kEngramColumns = 24;  // three n-gram sizes, eight hash heads each
 

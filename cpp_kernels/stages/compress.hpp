@@ -1,4 +1,4 @@
-// stages/compress.hpp: one entry of the compressed key set, from fp32 projections to what is
+// stages/compress.hpp: one entry of V4.1's compressed key set, from fp32 projections to what is
 // stored.
 //
 //   ratio 2   c = bf(pool(kv, score of the pair's tokens))      stages: pool_pair

@@ -62,35 +62,39 @@ struct KvPaged {
   }
 };
 
-// LOWLAT_INDEX_PAGED: rows of the index keys, 64 bytes of fp4 pairs and 4 scale bytes, 64 a page.
+// LOWLAT_INDEX_PAGED: rows of the index keys, 64 a page: data bytes and 4 scale bytes. V4.1's data
+// are 64 bytes of fp4 pairs, under 4 ue8m0 scales; V4's are 128 e4m3 codes, under one fp32 scale.
 inline constexpr int kIndexDataBytes = 64;
+inline constexpr int kIndexFp8DataBytes = shape::kIndexDim;
 inline constexpr int kIndexScaleBytes = 4;
 inline constexpr int kIndexRowBytes = kIndexDataBytes + kIndexScaleBytes;
+inline constexpr int kIndexFp8RowBytes = kIndexFp8DataBytes + kIndexScaleBytes;
 inline constexpr int kIndexSlotsPerPage = 64;
 inline constexpr int kIndexPageBytes = kIndexSlotsPerPage * kIndexRowBytes;
+inline constexpr int kIndexFp8PageBytes = kIndexSlotsPerPage * kIndexFp8RowBytes;
+static_assert(kIndexFp8RowBytes == 132 && kIndexFp8PageBytes == 8192 + 256);
 
-template <class Byte>
+template <class Byte, int kDataBytes = kIndexDataBytes>
 struct IndexRow {
-  Byte* data;    // [64]
+  Byte* data;    // [kDataBytes]
   Byte* scales;  // [4]
 };
-template <class Byte>
+template <class Byte, int kDataBytes = kIndexDataBytes>
 struct IndexFlat {
   Byte* base;
-  LOWLAT_DEVICE IndexRow<Byte> row(std::int64_t slot) const {
-    Byte* data = base + slot * kIndexRowBytes;
-    return {data, data + kIndexDataBytes};
+  LOWLAT_DEVICE IndexRow<Byte, kDataBytes> row(std::int64_t slot) const {
+    Byte* data = base + slot * (kDataBytes + kIndexScaleBytes);
+    return {data, data + kDataBytes};
   }
 };
-template <class Byte>
+template <class Byte, int kDataBytes = kIndexDataBytes>
 struct IndexPaged {
   Byte* base;
-  std::int64_t page_bytes;  // distance of pages: kIndexPageBytes when they are packed
-  LOWLAT_DEVICE IndexRow<Byte> row(std::int64_t slot) const {
+  std::int64_t page_bytes;  // distance of pages: kIndex(Fp8)PageBytes when they are packed
+  LOWLAT_DEVICE IndexRow<Byte, kDataBytes> row(std::int64_t slot) const {
     Byte* page = base + slot / kIndexSlotsPerPage * page_bytes;
     const std::int64_t i = slot % kIndexSlotsPerPage;
-    return {page + i * kIndexDataBytes,
-            page + kIndexSlotsPerPage * kIndexDataBytes + i * kIndexScaleBytes};
+    return {page + i * kDataBytes, page + kIndexSlotsPerPage * kDataBytes + i * kIndexScaleBytes};
   }
 };
 

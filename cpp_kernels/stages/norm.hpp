@@ -34,6 +34,15 @@ struct RmsNorm {
     const float s = scale(x, n, eps, scratch);
     for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) out[i] = to_bf16(x[i] * s);
   }
+  // Unrounded. Each thread reads and writes its own elements after the statistic; no sync at the
+  // end.
+  LOWLAT_DEVICE static void run(float* out, const float* x, const std::uint16_t* gain, int n,
+                                float eps, Scratch& scratch) {
+    const float s = scale(x, n, eps, scratch);
+    for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) {
+      out[i] = x[i] * s * from_bf16(gain[i]);
+    }
+  }
 
   // The last step of run, by a scale of the caller's. Each thread reads and writes its own
   // elements; no sync.

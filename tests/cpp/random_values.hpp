@@ -1,6 +1,7 @@
 // random_values.hpp: seeded inputs and the measures that declared bounds speak of.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <random>
@@ -54,6 +55,24 @@ class Random {
       bytes[i] = static_cast<std::uint8_t>(i % 68 < 64 ? integer(0, 255) : integer(124, 127));
     }
     return bytes;
+  }
+  // V4's: e4m3 codes that are numbers, a positive fp32 scale near 2^-8.
+  std::vector<std::uint8_t> index_fp8_rows(std::size_t n) {
+    std::vector<std::uint8_t> bytes(n * 132);
+    for (std::size_t i = 0; i < n; ++i) {
+      std::uint8_t* row = &bytes[i * 132];
+      for (int d = 0; d < 128; ++d) row[d] = reference::to_e4m3(150.0 * normal());
+      const auto scale = std::bit_cast<std::uint32_t>(
+          static_cast<float>(std::ldexp(1.0 + std::abs(normal()), -8)));
+      for (int b = 0; b < 4; ++b) row[128 + b] = static_cast<std::uint8_t>(scale >> 8 * b);
+    }
+    return bytes;
+  }
+  // e4m3 codes that are numbers.
+  std::vector<std::uint8_t> e4m3(std::size_t n, double scale) {
+    std::vector<std::uint8_t> codes(n);
+    for (std::uint8_t& code : codes) code = reference::to_e4m3(scale * normal());
+    return codes;
   }
 
  private:

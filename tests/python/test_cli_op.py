@@ -172,6 +172,25 @@ def test_wrong_usage_is_status_2(
     assert complaint in one_line(capsys)
 
 
+def test_arrays_are_held_to_the_entry_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture
+) -> None:
+    kernels = FakeKernels()
+    codes = [{**SCALE["in"][0], "dtype": "e4m3"}, *SCALE["in"][1:]]
+    entries = [SCALE | {"models": "v4", "in": codes}, SCALE]
+    kernels.op_list = lambda: json.dumps(entries)
+    monkeypatch.setitem(sys.modules, "lowlat._kernels", kernels)
+    assert run(tmp_path, case) == 0
+    assert run(tmp_path, case, "--model", "v4") == 1
+    assert "array x is float32; needed uint8 (e4m3 codes)" in one_line(capsys)
+    case["x"] = case["x"].astype(np.uint8)
+    assert run(tmp_path, case, "--model", "v4") == 0
+    assert main(["op", "scale", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == entries
+    assert main(["op", "scales", "--list"]) == 1
+    assert "there are scale\n" in one_line(capsys)
+
+
 def test_lists_for_people(kernels: FakeKernels, capsys: pytest.CaptureFixture) -> None:
     assert main(["op", "--list"]) == 0
     assert capsys.readouterr().out == (

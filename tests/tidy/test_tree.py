@@ -151,6 +151,7 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/op/pooling.hpp": "tests/cpp/host/op/test_ops_attention.cpp",
     "cpp_kernels/host/peer.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/peer.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/plain.cpp": "tests/cpp/host/test_model.cpp",

@@ -1,12 +1,15 @@
 // Operations of the attention core: sparse attention over stored rows, and the compressor.
+#include <algorithm>
 #include <limits>
 #include <string>
 
 #include "host/op/models.hpp"
+#include "host/op/pooling.hpp"
 #include "host/op/registry.hpp"
 #include "platform/scalar.hpp"
 #include "reference/attention.hpp"
 #include "reference/compress.hpp"
+#include "reference/pool.hpp"
 #include "stages/attention.hpp"
 #include "stages/compress.hpp"
 #include "stages/linear.hpp"
@@ -90,7 +93,54 @@ OpSpec sparse_attention() {
   return op;
 }
 
-OpSpec compress() {
+OpSpec compress_v4() {
+  OpSpec op;
+  op.name = "compress";
+  op.models = "v4";
+  op.about =
+      "compressed keys of one sequence from position 0: projection in fp32, a channel's softmax "
+      "pooling by score + ape (ratio 4: of eight candidates, the overlap halves of the block "
+      "before and the own halves of this; ratio 128: of the block), norm, RoPE at the block's "
+      "first position, bf16";
+  op.in = {{"x", LOWLAT_BF16, "bf16", "L,H", false, "inputs of the sequence"},
+           {"wkv", LOWLAT_BF16, "bf16", "W,H", false,
+            "projection to values; W = 1024 at ratio 4, 512 at 128"},
+           {"wgate", LOWLAT_BF16, "bf16", "W,H", false, "projection to scores"},
+           {"ape", LOWLAT_F32, "f32", "R,W", false, "added to the scores; R = ratio"},
+           {"norm", LOWLAT_BF16, "bf16", "512", false, "weight of the norm"},
+           {"ratio", LOWLAT_I64, "i64", "", false, "4 or 128"}};
+  op.out = {{"kv", LOWLAT_F32, "f32", "N,512", false, "N = L / ratio entries, ready for kv_pack"}};
+  op.numerics = {{"scalar", "kv", "rel_l2 <= 4e-3"}};
+  op.check = [spec = op](OpArgs& a) {
+    const std::int64_t ratio = a.scalar("ratio", 0);
+    require(ratio == stages::kOverlapRatio || ratio == stages::kBlockRatio,
+            "ratio is " + std::to_string(ratio) + "; v4 has ratios 4 and 128 only");
+    require_pooling(a, {static_cast<int>(ratio), stages::kKvDim});
+    require_sequence(a, spec, ratio);
+  };
+  op.reference = [](const OpArgs& a) {
+    reference::compress_pooled(a.out<float>("kv").data(), a.in<std::uint16_t>("x").data(),
+                               a.in<std::uint16_t>("wkv").data(),
+                               a.in<std::uint16_t>("wgate").data(), a.in<float>("ape").data(),
+                               a.in<std::uint16_t>("norm").data(), a.dim("L"), a.dim("H"),
+                               a.scalar("ratio", 0), model_rules(a.model()).norm_eps);
+  };
+  op.scalar = [](const OpArgs& a) {
+    using Key = stages::PooledKey<Block>;
+    const stages::PoolLayout layout{static_cast<int>(a.scalar("ratio", 0)), stages::kKvDim};
+    const auto eps = static_cast<float>(model_rules(a.model()).norm_eps);
+    const stages::RopeTable rope = compressed_rope_table();
+    typename Key::Scratch scratch;
+    pool_sequence(a, layout, [&](std::int64_t n, float* c) {
+      Key::entry(c, a.in<std::uint16_t>("norm").data(), eps,
+                 stages::rope_turn(rope, n * layout.ratio), scratch);
+      std::copy(c, c + stages::kKvDim, a.out<float>("kv").data() + n * stages::kKvDim);
+    });
+  };
+  return op;
+}
+
+OpSpec compress_v41() {
   OpSpec op;
   op.name = "compress";
   op.models = "v41";
@@ -112,12 +162,7 @@ OpSpec compress() {
             "ratio is " + std::to_string(ratio) + "; v41 has ratios 1 and 2 only");
     require(ratio == 1 || a.has("wgate"), "wgate is missing; ratio 2 pools by its scores");
     require(ratio == 2 || !a.has("wgate"), "wgate is given; ratio 1 pools nothing");
-    require(a.dim("L") >= 1 && a.dim("L") <= kMaxPositions, "x has " + std::to_string(a.dim("L")) +
-                                                                " rows; needed 1 .. " +
-                                                                std::to_string(kMaxPositions));
-    require_dim(a, "H", 1, 1);
-    require_all_finite(a, spec);
-    a.set_dim("N", a.dim("L") / ratio);
+    require_sequence(a, spec, ratio);
   };
   op.reference = [](const OpArgs& a) {
     reference::compress(a.out<float>("kv").data(), a.in<std::uint16_t>("x").data(),
@@ -164,6 +209,6 @@ OpSpec compress() {
 
 }  // namespace
 
-std::vector<OpSpec> ops_attention() { return {sparse_attention(), compress()}; }
+std::vector<OpSpec> ops_attention() { return {sparse_attention(), compress_v4(), compress_v41()}; }
 
 }  // namespace lowlat::host

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "host/op/models.hpp"
+#include "host/op/pooling.hpp"
 #include "host/op/registry.hpp"
 #include "platform/scalar.hpp"
 #include "reference/index.hpp"
@@ -21,6 +22,11 @@ using Block = lowlat::scalar::plat::Block<256>;
 
 // More are a wrong number, not a case to run.
 constexpr std::int64_t kMaxSelected = kMaxPositions;
+
+template <class Byte>
+using Fp8Rows = stages::IndexFlat<Byte, stages::kIndexFp8DataBytes>;
+
+constexpr stages::PoolLayout kIndexPool{stages::kOverlapRatio, stages::kIndexDim};
 
 void require_positions(const OpArgs& a) {
   require_range(a, "pos", 0, kMaxPositions - 1, std::to_string(kMaxPositions) + " positions");
@@ -59,7 +65,49 @@ void require_blocks(const OpArgs& a) {
   }
 }
 
-OpSpec index_query() {
+OpSpec index_query_v4() {
+  OpSpec op;
+  op.name = "index_query";
+  op.models = "v4";
+  op.about =
+      "RoPE of dimensions 64..127, Hadamard-128 (Sylvester's order) * 128^-0.5, then e4m3 codes "
+      "under one fp32 scale a row and head, max(1e-4, amax) / 448, which belongs in "
+      "index_select's weights";
+  op.in = {{"q", LOWLAT_BF16, "bf16", "T,h,128", false, "projected queries"},
+           {"pos", LOWLAT_I64, "i64", "T", false, "positions"}};
+  op.out = {{"iq", LOWLAT_U8, "e4m3", "T,h,128", false, "codes for index_select"},
+            {"qs", LOWLAT_F32, "f32", "T,h", false, "scale of each head's codes"}};
+  // The room is for all codes of one magnitude that lie on a tie, as of a query of two channels.
+  op.numerics = {{"scalar", "iq", "values rel_l2 <= 1e-1"}, {"scalar", "qs", "rel_l2 <= 1e-6"}};
+  op.check = [spec = op](OpArgs& a) {
+    require_dim(a, "h", 1, 1);
+    require_all_finite(a, spec);
+    require_positions(a);
+  };
+  op.reference = [](const OpArgs& a) {
+    const std::int64_t heads = a.dim("h"), pitch = heads * stages::kIndexDim;
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      reference::index_query_fp8(
+          a.out<std::uint8_t>("iq").data() + t * pitch, a.out<float>("qs").data() + t * heads,
+          a.in<std::uint16_t>("q").data() + t * pitch, heads, a.in<std::int64_t>("pos")[t]);
+    }
+  };
+  op.scalar = [](const OpArgs& a) {
+    const auto heads = static_cast<int>(a.dim("h"));
+    const int pitch = heads * stages::kIndexDim;
+    const stages::RopeTable rope = compressed_rope_table();
+    std::vector<float> query(pitch);
+    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+      stages::expand_bf16(query.data(), a.in<std::uint16_t>("q").data() + t * pitch, pitch);
+      stages::index_query_fp8<Block>(a.out<std::uint8_t>("iq").data() + t * pitch,
+                                     a.out<float>("qs").data() + t * heads, query.data(), heads,
+                                     stages::rope_turn(rope, a.in<std::int64_t>("pos")[t]));
+    }
+  };
+  return op;
+}
+
+OpSpec index_query_v41() {
   OpSpec op;
   op.name = "index_query";
   op.models = "v41";
@@ -101,7 +149,48 @@ OpSpec index_query() {
   return op;
 }
 
-OpSpec index_key() {
+OpSpec index_key_v4() {
+  OpSpec op;
+  op.name = "index_key";
+  op.models = "v4";
+  op.about =
+      "stored index keys of one sequence from position 0: pooled as compress does at ratio 4, "
+      "norm, RoPE of dimensions 64..127 at the block's first position, Hadamard-128 * 128^-0.5, "
+      "e4m3 under one fp32 scale, max(1e-4, amax) / 448";
+  op.in = {{"x", LOWLAT_BF16, "bf16", "L,H", false, "inputs of the sequence"},
+           {"wkv", LOWLAT_BF16, "bf16", "W,H", false, "projection to values; W = 256"},
+           {"wgate", LOWLAT_BF16, "bf16", "W,H", false, "projection to scores"},
+           {"ape", LOWLAT_F32, "f32", "R,W", false, "added to the scores; R = 4"},
+           {"norm", LOWLAT_BF16, "bf16", "128", false, "weight of the norm"}};
+  op.out = {{"rows", LOWLAT_U8, "u8", "N,132", false,
+             "N = L / 4 keys: 128 e4m3 codes, then the fp32 scale, low byte first"}};
+  op.numerics = {{"scalar", "rows", "values rel_l2 <= 1e-1"}};
+  op.check = [spec = op](OpArgs& a) {
+    require_pooling(a, kIndexPool);
+    require_sequence(a, spec, kIndexPool.ratio);
+  };
+  op.reference = [](const OpArgs& a) {
+    reference::index_keys_fp8(a.out<std::uint8_t>("rows").data(), a.in<std::uint16_t>("x").data(),
+                              a.in<std::uint16_t>("wkv").data(),
+                              a.in<std::uint16_t>("wgate").data(), a.in<float>("ape").data(),
+                              a.in<std::uint16_t>("norm").data(), a.dim("L"), a.dim("H"),
+                              model_rules(a.model()).norm_eps);
+  };
+  op.scalar = [](const OpArgs& a) {
+    using Key = stages::IndexKeyFp8<Block>;
+    const auto eps = static_cast<float>(model_rules(a.model()).norm_eps);
+    const stages::RopeTable rope = compressed_rope_table();
+    const Fp8Rows<std::uint8_t> out{a.out<std::uint8_t>("rows").data()};
+    typename Key::Scratch scratch;
+    pool_sequence(a, kIndexPool, [&](std::int64_t n, float* c) {
+      Key::run(out.row(n), c, a.in<std::uint16_t>("norm").data(), eps,
+               stages::rope_turn(rope, n * kIndexPool.ratio), scratch);
+    });
+  };
+  return op;
+}
+
+OpSpec index_key_v41() {
   OpSpec op;
   op.name = "index_key";
   op.models = "v41";
@@ -151,21 +240,99 @@ OpSpec index_key() {
   return op;
 }
 
-OpSpec index_select() {
+// Refuses stored keys with a value that is no number. Rows of V4.1: scales; of V4: codes and scale.
+void require_keys(const OpArgs& a) {
+  const auto rows = a.in<std::uint8_t>("ik");
+  const bool fp8 = a.model() == "v4";
+  const std::int64_t data_bytes = fp8 ? stages::kIndexFp8DataBytes : stages::kIndexDataBytes;
+  const std::int64_t row_bytes = data_bytes + stages::kIndexScaleBytes;
+  for (std::int64_t i = 0; i < a.dim("N"); ++i) {
+    const std::int64_t row = i * row_bytes, scales = row + data_bytes;
+    for (std::int64_t at = row; fp8 && at < scales; ++at) {
+      require((rows[at] & 0x7fu) != 0x7fu, element_name(a, "ik", at) + " is " +
+                                               std::to_string(rows[at]) +
+                                               ", a code that is no number; needed a finite value");
+    }
+    if (fp8) {
+      // Finite fp32: not all exponent bits are set.
+      const bool finite = (rows[scales + 3] & 0x7fu) != 0x7fu || (rows[scales + 2] & 0x80u) == 0u;
+      require(finite, element_name(a, "ik", scales) +
+                          " begins a scale that is nan or infinite; needed a finite fp32");
+    }
+    for (std::int64_t at = scales; !fp8 && at < row + row_bytes; ++at) {
+      require(rows[at] != 255u,
+              element_name(a, "ik", at) + " is 255, the scale that is no number; needed 0 .. 254");
+    }
+  }
+}
+
+std::vector<double> reference_scores(const OpArgs& a, std::int64_t t) {
+  const std::int64_t heads = a.dim("h"), count = a.in<std::int64_t>("count")[t];
+  const float* weights = a.in<float>("weights").data() + t * heads;
+  const std::uint8_t* rows = a.in<std::uint8_t>("ik").data();
+  const std::int64_t first = t * heads * stages::kIndexDim;
+  return a.model() == "v4" ? reference::index_scores_fp8(a.in<std::uint8_t>("iq").data() + first,
+                                                         weights, heads, rows, count)
+                           : reference::index_scores(a.in<std::uint16_t>("iq").data() + first,
+                                                     weights, heads, rows, count);
+}
+
+// out: k entries a row. Rows is how keys lie; expand(query, first, n) gives n values of iq in fp32.
+template <class Rows, class Expand>
+void scalar_select(const OpArgs& a, const Rows& rows, const Expand& expand) {
+  const auto heads = static_cast<int>(a.dim("h")), k = static_cast<int>(a.dim("k"));
+  const int pitch = heads * stages::kIndexDim;
+  std::vector<float> query(pitch), scores(a.dim("N"));
+  stages::SelectScratch scratch;
+  for (std::int64_t t = 0; t < a.dim("T"); ++t) {
+    const auto count = static_cast<int>(a.in<std::int64_t>("count")[t]);
+    const float* weights = a.in<float>("weights").data() + t * heads;
+    std::int32_t* out = a.out<std::int32_t>("idx").data() + t * k;
+    expand(query.data(), t * pitch, pitch);
+    const auto select = [&](const auto& position_of, int n) {
+      stages::index_scores<Block>(scores.data(), query.data(), weights, heads, rows, position_of, 0,
+                                  n);
+      stages::select_top(out, scores.data(), n, k, position_of, scratch);
+    };
+    if (a.has("blocks")) {
+      const auto width = static_cast<int>(a.dim("M"));
+      const stages::BlockPositions positions{a.in<std::int32_t>("blocks").data() + t * width, width,
+                                             static_cast<int>(block_size(a)), count};
+      select(positions, positions.size());
+    } else {
+      select(stages::AllPositions{}, count);
+    }
+  }
+}
+
+OpSpec index_select(bool fp8) {
   OpSpec op;
   op.name = "index_select";
-  op.models = "v41";
+  op.models = fp8 ? "v4" : "v41";
   op.about =
-      "the k entries of highest sum_h weights_h * relu(iq_h . ik_n) among a row's first count, "
-      "ties "
-      "to the lower entry; with blocks, among the entries of those blocks only";
-  op.in = {{"iq", LOWLAT_BF16, "bf16", "T,h,128", false, "queries"},
-           {"ik", LOWLAT_U8, "u8", "N,68", false, "stored index keys"},
-           {"weights", LOWLAT_F32, "f32", "T,h", false, "weight of each head"},
-           {"count", LOWLAT_I64, "i64", "T", false, "entries that a row may see, 0 .. N"},
-           {"k", LOWLAT_I64, "i64", "", false, "entries to select"},
-           {"blocks", LOWLAT_I32, "i32", "T,M", true, "candidate blocks, ascending, -1 at the end"},
-           {"block", LOWLAT_I64, "i64", "", true, "entries of a candidate block (8)"}};
+      fp8 ? "the k entries of highest sum_h weights_h * relu(iq_h . ik_n) among a row's first "
+            "count "
+            "entries, ties to the lower entry; iq are codes, ik codes times their scale"
+          : "the k entries of highest sum_h weights_h * relu(iq_h . ik_n) among a row's first "
+            "count "
+            "entries, ties to the lower entry; with blocks, among the entries of those blocks only";
+  if (fp8) {
+    op.in = {{"iq", LOWLAT_U8, "e4m3", "T,h,128", false, "codes of the queries"},
+             {"ik", LOWLAT_U8, "u8", "N,132", false, "stored index keys"},
+             {"weights", LOWLAT_F32, "f32", "T,h", false,
+              "weight of each head, its codes' scale in it"}};
+  } else {
+    op.in = {{"iq", LOWLAT_BF16, "bf16", "T,h,128", false, "queries"},
+             {"ik", LOWLAT_U8, "u8", "N,68", false, "stored index keys"},
+             {"weights", LOWLAT_F32, "f32", "T,h", false, "weight of each head"}};
+  }
+  op.in.push_back({"count", LOWLAT_I64, "i64", "T", false, "entries that a row may see, 0 .. N"});
+  op.in.push_back({"k", LOWLAT_I64, "i64", "", false, "entries to select"});
+  if (!fp8) {
+    op.in.push_back(
+        {"blocks", LOWLAT_I32, "i32", "T,M", true, "candidate blocks, ascending, -1 at the end"});
+    op.in.push_back({"block", LOWLAT_I64, "i64", "", true, "entries of a candidate block (8)"});
+  }
   op.out = {{"idx", LOWLAT_I32, "i32", "T,k", false, "ascending, -1 at the end"}};
   op.numerics = {{"scalar", "idx",
                   "equal as sets but for entries whose float64 scores are within "
@@ -175,23 +342,14 @@ OpSpec index_select() {
     require_all_finite(a, spec);
     require_count_and_block(a);
     bind_selected(a);
-    const auto rows = a.in<std::uint8_t>("ik");
-    for (std::int64_t i = 0; i < a.dim("N"); ++i) {
-      for (int group = 0; group < stages::kIndexScaleBytes; ++group) {
-        const std::int64_t at = i * stages::kIndexRowBytes + stages::kIndexDataBytes + group;
-        require(rows[at] != 255u, element_name(a, "ik", at) +
-                                      " is 255, the scale that is no number; needed 0 .. 254");
-      }
-    }
+    require_keys(a);
     if (a.has("blocks")) require_blocks(a);
   };
   op.reference = [](const OpArgs& a) {
-    const std::int64_t heads = a.dim("h"), k = a.dim("k");
+    const std::int64_t k = a.dim("k");
     for (std::int64_t t = 0; t < a.dim("T"); ++t) {
       const std::int64_t count = a.in<std::int64_t>("count")[t];
-      const std::vector<double> scores = reference::index_scores(
-          a.in<std::uint16_t>("iq").data() + t * heads * stages::kIndexDim,
-          a.in<float>("weights").data() + t * heads, heads, a.in<std::uint8_t>("ik").data(), count);
+      const std::vector<double> scores = reference_scores(a, t);
       std::vector<std::int32_t> entries;
       std::vector<double> candidates;
       for (std::int64_t n = 0; n < count; ++n) {
@@ -210,31 +368,16 @@ OpSpec index_select() {
     }
   };
   op.scalar = [](const OpArgs& a) {
-    const auto heads = static_cast<int>(a.dim("h")), k = static_cast<int>(a.dim("k"));
-    const stages::IndexFlat<const std::uint8_t> rows{a.in<std::uint8_t>("ik").data()};
-    std::vector<float> query(static_cast<std::size_t>(heads) * stages::kIndexDim);
-    std::vector<float> scores(a.dim("N"));
-    stages::SelectScratch scratch;
-    for (std::int64_t t = 0; t < a.dim("T"); ++t) {
-      const auto count = static_cast<int>(a.in<std::int64_t>("count")[t]);
-      const float* weights = a.in<float>("weights").data() + t * heads;
-      std::int32_t* out = a.out<std::int32_t>("idx").data() + t * k;
-      stages::expand_bf16(query.data(),
-                          a.in<std::uint16_t>("iq").data() + t * heads * stages::kIndexDim,
-                          heads * stages::kIndexDim);
-      const auto select = [&](const auto& position_of, int n) {
-        stages::index_scores<Block>(scores.data(), query.data(), weights, heads, rows, position_of,
-                                    0, n);
-        stages::select_top(out, scores.data(), n, k, position_of, scratch);
-      };
-      if (a.has("blocks")) {
-        const auto width = static_cast<int>(a.dim("M"));
-        const stages::BlockPositions positions{a.in<std::int32_t>("blocks").data() + t * width,
-                                               width, static_cast<int>(block_size(a)), count};
-        select(positions, positions.size());
-      } else {
-        select(stages::AllPositions{}, count);
-      }
+    const std::uint8_t* rows = a.in<std::uint8_t>("ik").data();
+    if (a.model() == "v4") {
+      scalar_select(a, Fp8Rows<const std::uint8_t>{rows}, [&](float* query, auto first, int n) {
+        stages::expand_e4m3(query, a.in<std::uint8_t>("iq").data() + first, 1.0f, n);
+      });
+    } else {
+      scalar_select(a, stages::IndexFlat<const std::uint8_t>{rows},
+                    [&](float* query, auto first, int n) {
+                      stages::expand_bf16(query, a.in<std::uint16_t>("iq").data() + first, n);
+                    });
     }
   };
   return op;
@@ -286,7 +429,8 @@ OpSpec candidate_blocks() {
 }  // namespace
 
 std::vector<OpSpec> ops_index() {
-  return {index_query(), index_key(), index_select(), candidate_blocks()};
+  return {index_query_v4(),   index_query_v41(),   index_key_v4(),    index_key_v41(),
+          index_select(true), index_select(false), candidate_blocks()};
 }
 
 }  // namespace lowlat::host

@@ -308,14 +308,23 @@ OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
   return args;
 }
 
-const OpSpec& find_op(const char* name) {
-  std::string known;
+// The entry of `name` that has `model`: an operation whose arrays differ between models has an
+// entry for each.
+const OpSpec& find_op(const char* name, const char* model) {
+  std::string known, models;
   for (const OpSpec& op : op_table()) {
-    if (std::string_view(op.name) == name) return op;
+    if (std::string_view(op.name) == name) {
+      if (contains_word(op.models, model)) return op;
+      models += models.empty() ? "" : " ";
+      models += op.models;
+    }
+    // Entries of one name are neighbours.
+    if (known.ends_with(std::string(" ") + op.name) || known == op.name) continue;
     known += known.empty() ? "" : ", ";
     known += op.name;
   }
-  throw OpError(std::string("operation is ") + name + "; needed one of " + known);
+  require(!models.empty(), std::string("operation is ") + name + "; needed one of " + known);
+  throw OpError(std::string("model is ") + model + "; " + name + " is there for " + models);
 }
 
 void require_pointers(std::initializer_list<const void*> pointers) {
@@ -580,7 +589,8 @@ extern "C" lowlat_status lowlat_op_plan(const char* op, const char* model, const
   return border([&] {
     require_pointers({op, model, platform, out_outputs, out_num_outputs});
     std::vector<lowlat_array> outputs;
-    lowlat::host::op_plan(find_op(op), model, platform, input_span(inputs, num_inputs), outputs);
+    lowlat::host::op_plan(find_op(op, model), model, platform, input_span(inputs, num_inputs),
+                          outputs);
     std::copy(outputs.begin(), outputs.end(), out_outputs);
     *out_num_outputs = static_cast<int32_t>(outputs.size());
   });
@@ -592,7 +602,7 @@ extern "C" lowlat_status lowlat_op_run(const char* op, const char* model, const 
   return border([&] {
     require_pointers({op, model, platform});
     require(num_outputs >= 0 && (num_outputs == 0 || outputs != nullptr), "outputs is null");
-    lowlat::host::op_run(find_op(op), model, platform, input_span(inputs, num_inputs),
+    lowlat::host::op_run(find_op(op, model), model, platform, input_span(inputs, num_inputs),
                          {outputs, static_cast<std::size_t>(num_outputs)});
   });
 }

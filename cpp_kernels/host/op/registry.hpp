@@ -91,6 +91,8 @@ struct OpNumerics {
   const char* bound;
 };
 
+// An operation whose arrays differ between models has one entry a model, next to each other; one
+// whose arrays are the same has one entry for both.
 struct OpSpec {
   const char* name;
   const char* models;  // "v4", "v41" or "v4 v41"
@@ -110,7 +112,7 @@ std::vector<OpSpec> ops_mix();
 std::vector<OpSpec> ops_linear();     // block_linear, lm_head
 std::vector<OpSpec> ops_rope_kv();    // rope, kv_pack, kv_unpack
 std::vector<OpSpec> ops_attention();  // sparse_attention, compress
-std::vector<OpSpec> ops_index();      // index_query, index_select, candidate_blocks
+std::vector<OpSpec> ops_index();      // index_query, index_key, index_select, candidate_blocks
 std::vector<OpSpec> ops_moe();        // gate, hash_gate, experts
 std::vector<OpSpec> ops_engram();     // engram_hash, engram_lookup, engram_apply
 std::vector<OpSpec> ops_draft();      // markov_draft, accept

@@ -97,7 +97,7 @@ def run_file(op: str, model: str, platform: str, in_path: Path, out_path: Path) 
     """Runs `op` on the arrays of `in_path`; `out_path` is written whole or not at all."""
     from lowlat.cli import npz
 
-    spec = find(operations(), op)
+    spec = entry_of(find(operations(), op), model)
     if out_path.is_dir() or not out_path.parent.is_dir():
         raise RefusedError(f"{out_path}: needed the path of a file in a folder that exists")
     arrays = npz.read(in_path)
@@ -115,12 +115,18 @@ def operations() -> list[dict[str, Any]]:
     return json.loads(native("_kernels").op_list())
 
 
-def find(ops: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    for op in ops:
-        if op["name"] == name:
-            return op
-    names = ", ".join(op["name"] for op in ops)
-    raise RefusedError(f"no operation {name!r}; there are {names}")
+def find(ops: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The entries of an operation: one, or one a model where its arrays differ."""
+    found = [op for op in ops if op["name"] == name]
+    if not found:
+        names = ", ".join(dict.fromkeys(op["name"] for op in ops))
+        raise RefusedError(f"no operation {name!r}; there are {names}")
+    return found
+
+
+def entry_of(entries: list[dict[str, Any]], model: str) -> dict[str, Any]:
+    """The entry of `model`; any where none has it, for the kernel library to refuse."""
+    return next((op for op in entries if model in op["models"].split()), entries[0])
 
 
 def check_dtypes(path: Path, spec: Mapping[str, Any], arrays: "Mapping[str, np.ndarray]") -> None:
@@ -139,7 +145,7 @@ def check_dtypes(path: Path, spec: Mapping[str, Any], arrays: "Mapping[str, np.n
 
 def print_list(ops: list[dict[str, Any]], only: str | None, as_json: bool) -> None:
     if only is not None:
-        ops = [find(ops, only)]
+        ops = find(ops, only)
     if as_json:
         print(json.dumps(ops, indent=2))
         return

@@ -46,3 +46,53 @@ TEST_CASE(scores_are_weighted_sums_of_what_is_positive) {
   CHECK_EQ(got.at(0), 3.0 * 256.0);
   CHECK_EQ(got.at(1), 0.25 * 128.0);
 }
+
+TEST_CASE(fp8_query_is_turned_mixed_and_scaled) {
+  Codes x(128, 0);
+  x[0] = code(2.0);
+  std::vector<std::uint8_t> codes(128);
+  float scale = 0.0f;
+  reference::index_query_fp8(codes.data(), &scale, x.data(), 1, 9);
+  CHECK_EQ(scale, static_cast<float>(2.0 / std::sqrt(128.0) / 448.0));
+  for (const std::uint8_t c : codes) CHECK_EQ(c, 0x7e);
+  // Channel 65 at position 0: sign by bits 0 and 6 of i.
+  x[0] = 0, x[65] = code(-1.0);
+  reference::index_query_fp8(codes.data(), &scale, x.data(), 1, 0);
+  for (unsigned i = 0; i < 128; ++i) {
+    CHECK_EQ(codes[i], ((i & 1) + (i >> 6)) % 2 == 0 ? 0xfe : 0x7e);
+  }
+  reference::index_query_fp8(codes.data(), &scale, Codes(128, 0).data(), 1, 0);
+  CHECK_EQ(scale, 1e-4f / 448.0f);
+  for (const std::uint8_t c : codes) CHECK_EQ(c, 0);
+}
+
+TEST_CASE(fp8_keys_are_pooled_keys_mixed) {
+  // H = 1, every weight but channel 0's is 0: the key is sqrt(128) there, 1 everywhere after.
+  Codes x(5, code(1.0)), wkv(256, 0), wgate(256, 0);
+  wkv[128] = code(7.0);
+  const std::vector<float> ape(4 * 256);
+  std::uint8_t row[132];
+  reference::index_keys_fp8(row, x.data(), wkv.data(), wgate.data(), ape.data(),
+                            Codes(128, code(1.0)).data(), 5, 1, 0.0);
+  for (int i = 0; i < 128; ++i) CHECK_EQ(row[i], 0x7e);
+  double values[128];
+  reference::index_unpack_fp8(values, row);
+  CHECK_NEAR(values[127], 1.0, 1e-7);
+}
+
+TEST_CASE(fp8_scores_are_weighted_sums_of_what_is_positive) {
+  // Codes 1 and -1 under scales 2 and 0.5 (bytes low first).
+  std::vector<std::uint8_t> rows(2 * 132, 0x38);
+  for (int i = 0; i < 128; ++i) rows[132 + i] = 0xb8;
+  const std::uint8_t scales[2][4] = {{0, 0, 0, 0x40}, {0, 0, 0, 0x3f}};
+  for (int n = 0; n < 2; ++n) {
+    for (int b = 0; b < 4; ++b) rows[132 * n + 128 + b] = scales[n][b];
+  }
+  std::vector<std::uint8_t> query(2 * 128, 0x38);
+  for (int i = 128; i < 256; ++i) query[i] = 0xb0;  // -0.5
+  const float weights[] = {3.0f, 0.25f};
+  const std::vector<double> got =
+      reference::index_scores_fp8(query.data(), weights, 2, rows.data(), 2);
+  CHECK_EQ(got.at(0), 3.0 * 256.0);
+  CHECK_EQ(got.at(1), 0.25 * 32.0);
+}

@@ -1,4 +1,6 @@
 // The index: queries, stored keys and scores, by hand and by the reference.
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 
@@ -7,6 +9,7 @@
 #include "random_values.hpp"
 #include "reference/fp4.hpp"
 #include "reference/index.hpp"
+#include "reference/pool.hpp"
 #include "stages/index.hpp"
 #include "stages/select.hpp"
 
@@ -43,6 +46,35 @@ std::vector<std::uint8_t> key(std::vector<float> x, const Codes& gain, std::int6
   stages::IndexKey<Block>::run(stages::IndexFlat<std::uint8_t>{row.data()}.row(0), x.data(),
                                gain.data(), 1e-20f, turn(position), scratch);
   return row;
+}
+
+constexpr int kFp8 = stages::kIndexFp8DataBytes;
+
+struct Fp8Query {
+  std::vector<std::uint8_t> codes;
+  std::vector<float> scales;
+};
+
+Fp8Query fp8_query(std::vector<float> heads, std::int64_t position) {
+  Fp8Query out{std::vector<std::uint8_t>(heads.size(), 0xa5),
+               std::vector<float>(heads.size() / kDim, std::nanf(""))};
+  stages::index_query_fp8<Block>(out.codes.data(), out.scales.data(), heads.data(),
+                                 static_cast<int>(out.scales.size()), turn(position));
+  return out;
+}
+
+std::vector<std::uint8_t> fp8_key(std::vector<float> c, const Codes& gain, float eps,
+                                  std::int64_t position) {
+  std::vector<std::uint8_t> row(132, 0xa5u);
+  stages::IndexKeyFp8<Block>::Scratch scratch;
+  stages::IndexKeyFp8<Block>::run(stages::IndexFlat<std::uint8_t, kFp8>{row.data()}.row(0),
+                                  c.data(), gain.data(), eps, turn(position), scratch);
+  return row;
+}
+
+float scale_of(const std::vector<std::uint8_t>& row) {
+  return std::bit_cast<float>(row[128] | row[129] << 8 | row[130] << 16 |
+                              static_cast<std::uint32_t>(row[131]) << 24);
 }
 
 std::vector<float> scores(const std::vector<float>& queries, const std::vector<float>& weights,
@@ -190,4 +222,197 @@ TEST_CASE(scores_agree_with_the_reference_and_with_any_range) {
     CHECK_EQ(part[cut], whole[cut]);
     if (cut > 0) CHECK_EQ(part[cut - 1], 99.0f);
   }
+}
+
+TEST_CASE(fp8_weights_fold_the_scale_of_the_codes_in) {
+  // 128^-0.5 * 32^-0.5 = 2^-6; the projection is not rounded to bf16.
+  CHECK_EQ(stages::index_weight(3.0f, 32, 0.25f), 3.0f / 256.0f);
+  const float fine = 1.0f + 0x1p-20f;
+  CHECK_EQ(stages::index_weight(fine, 32, 1.0f), fine / 64.0f);
+  CHECK_NEAR(stages::index_weight(1.0f, 64, 1.0f), std::pow(8192.0, -0.5), 1e-9);
+}
+
+TEST_CASE(hadamard_is_sylvesters_and_its_own_inverse) {
+  // A unit vector gives a row of the matrix: signs by the ones that i and j share.
+  for (const int j : {0, 1, 2, 37, 64, 127}) {
+    std::vector<float> x(kDim, 0.0f);
+    x[j] = 1.0f;
+    stages::hadamard<Block>(x.data());
+    for (unsigned i = 0; i < kDim; ++i) {
+      const double sign = std::popcount(i & static_cast<unsigned>(j)) % 2 == 0 ? 1.0 : -1.0;
+      CHECK_NEAR(x[i], sign / std::sqrt(128.0), 1e-8);
+    }
+  }
+  Random random(21);
+  const std::vector<float> x = random.f32(kDim);
+  std::vector<float> twice = x;
+  stages::hadamard<Block>(twice.data());
+  stages::hadamard<Block>(twice.data());
+  for (int i = 0; i < kDim; ++i) CHECK_NEAR(twice[i], x[i], 2e-6);
+}
+
+TEST_CASE(fp8_codes_and_scale_by_hand) {
+  std::vector<float> x(kDim, 0.0f);
+  std::uint8_t codes[kDim];
+  x[3] = -448.0f, x[4] = 224.0f, x[5] = 1.0f, x[6] = 0x1p-10f, x[7] = 0x1.8p-10f;
+  CHECK_EQ(stages::index_fp8(codes, x.data()), 1.0f);
+  CHECK_EQ(codes[0], 0x00);
+  CHECK_EQ(codes[3], 0xfe);
+  CHECK_EQ(codes[4], 0x76);
+  CHECK_EQ(codes[5], 0x38);
+  CHECK_EQ(codes[6], 0x00);  // half of the least subnormal: the even code
+  CHECK_EQ(codes[7], 0x01);
+  // Nothing is larger than 1e-4: the scale stays, codes shrink.
+  std::fill(x.begin(), x.end(), 0.0f);
+  CHECK_EQ(stages::index_fp8(codes, x.data()), 1e-4f / 448.0f);
+  x[0] = 0.5e-4f;
+  CHECK_EQ(stages::index_fp8(codes, x.data()), 1e-4f / 448.0f);
+  CHECK_EQ(codes[0], 0x76);
+  // The largest always saturates, whatever rounds.
+  Random random(22);
+  for (int seed = 0; seed < 200; ++seed) {
+    std::vector<float> values = random.f32(kDim, std::exp(4.0 * random.normal()));
+    const float scale = stages::index_fp8(codes, values.data());
+    const auto largest = std::max_element(
+        values.begin(), values.end(), [](float a, float b) { return std::abs(a) < std::abs(b); });
+    if (std::abs(*largest) < 1e-4f) continue;
+    CHECK_EQ(scale, std::abs(*largest) / 448.0f);
+    CHECK_EQ(codes[largest - values.begin()] & 0x7f, 0x7e);
+  }
+}
+
+TEST_CASE(fp8_query_turns_before_hadamard) {
+  // Channel 64 alone at position 1: (cos 1, sin 1) at 64 and 65, so that i without bit 0 has their
+  // sum and i with it their difference, over sqrt(128), signed by bit 6.
+  std::vector<float> x(kDim, 0.0f);
+  x[64] = 1.0f;
+  const Fp8Query got = fp8_query(x, 1);
+  const double sum = (std::cos(1.0) + std::sin(1.0)) / std::sqrt(128.0);
+  const double difference = (std::cos(1.0) - std::sin(1.0)) / std::sqrt(128.0);
+  CHECK_NEAR(got.scales[0], sum / 448.0, 1e-9);
+  for (int i = 0; i < kDim; ++i) {
+    const double want = (i % 2 == 0 ? sum : difference) * (i < 64 ? 1.0 : -1.0);
+    CHECK_EQ(got.codes[i], reference::to_e4m3(want / got.scales[0]));
+  }
+}
+
+TEST_CASE(fp8_query_agrees_with_the_reference) {
+  Random random(23);
+  int wrong = 0, total = 0;
+  for (const std::int64_t position : {0, 1, 47, 65535, 1048575}) {
+    for (int seed = 0; seed < 60; ++seed) {
+      const int heads = seed % 3 + 1;
+      const Codes q = random.bf16(heads * kDim, seed % 4 == 0 ? 1e-20 : 1.0);
+      const Fp8Query got = fp8_query(floats(q), position);
+      std::vector<std::uint8_t> codes(heads * kDim);
+      std::vector<float> scales(heads);
+      reference::index_query_fp8(codes.data(), scales.data(), q.data(), heads, position);
+      for (int h = 0; h < heads; ++h) CHECK_NEAR(got.scales[h] / scales[h], 1.0, 5e-7);
+      for (int i = 0; i < heads * kDim; ++i, ++total) {
+        CHECK(std::abs(got.codes[i] - codes[i]) <= 1);
+        wrong += got.codes[i] != codes[i] ? 1 : 0;
+      }
+    }
+  }
+  std::printf("fp8 index queries: %d of %d codes differ\n", wrong, total);
+  CHECK(wrong <= total / 1000);
+}
+
+TEST_CASE(fp8_heads_and_rows_are_independent) {
+  Random random(24);
+  const std::vector<float> heads = floats(random.bf16(3 * kDim));
+  const Fp8Query all = fp8_query(heads, 77);
+  const Fp8Query last = fp8_query({heads.begin() + 2 * kDim, heads.end()}, 77);
+  CHECK(std::equal(last.codes.begin(), last.codes.end(), all.codes.begin() + 2 * kDim));
+  CHECK_EQ(last.scales[0], all.scales[2]);
+}
+
+TEST_CASE(fp8_key_is_normed_turned_and_mixed) {
+  // Channel 0 alone: its norm is sqrt(128), times gain 3; Hadamard gives 3 everywhere.
+  std::vector<float> c(kDim, 0.0f);
+  c[0] = 5.0f;
+  const Codes gain(kDim, reference::to_bf16(3.0));
+  const std::vector<std::uint8_t> row = fp8_key(c, gain, 0.0f, 12);
+  CHECK_NEAR(scale_of(row), 3.0 / 448.0, 1e-8);
+  for (int i = 0; i < kDim; ++i) CHECK_EQ(row[i], 0x7e);
+  // Nothing is rounded before the statistic, and epsilon counts.
+  const std::vector<std::uint8_t> small = fp8_key(std::vector<float>(kDim, 1e-3f), gain, 1e-6f, 0);
+  CHECK_NEAR(scale_of(small), 3.0 * std::sqrt(0.5) * std::sqrt(128.0) / 448.0, 1e-7);
+  const std::vector<std::uint8_t> zero = fp8_key(std::vector<float>(kDim, 0.0f), gain, 1e-6f, 5);
+  CHECK_EQ(scale_of(zero), 1e-4f / 448.0f);
+  for (int i = 0; i < kDim; ++i) CHECK_EQ(zero[i] & 0x7f, 0);
+}
+
+TEST_CASE(fp8_scores_are_codes_then_the_scale_of_the_key) {
+  // Key 0 is 1 everywhere under 0.5, key 1 is -1 in its first half under 3. Heads: 1 everywhere,
+  // and 1 in the first half: matches (128, 64) and (0, -64).
+  std::vector<std::uint8_t> rows(2 * 132, 0x38);
+  for (int i = 0; i < 64; ++i) rows[132 + i] = 0xb8;
+  const float scales[] = {0.5f, 3.0f};
+  for (int n = 0; n < 2; ++n) {
+    const auto bits = std::bit_cast<std::uint32_t>(scales[n]);
+    for (int b = 0; b < 4; ++b) rows[132 * n + 128 + b] = static_cast<std::uint8_t>(bits >> 8 * b);
+  }
+  std::vector<float> heads(2 * kDim, 1.0f);
+  for (int i = 64; i < kDim; ++i) heads[kDim + i] = 0.0f;
+  const float weights[] = {0.5f, -2.0f};
+  float got[2];
+  stages::index_scores<Block>(got, heads.data(), weights, 2,
+                              stages::IndexFlat<const std::uint8_t, kFp8>{rows.data()},
+                              stages::AllPositions{}, 0, 2);
+  CHECK_EQ(got[0], 0.5f * (0.5f * 128.0f - 2.0f * 64.0f));
+  CHECK_EQ(got[1], 0.0f);
+}
+
+TEST_CASE(fp8_scores_agree_with_the_reference_and_with_any_range) {
+  Random random(25);
+  for (int seed = 0; seed < 30; ++seed) {
+    const int heads = static_cast<int>(random.integer(1, 64)), n = 30;
+    const auto rows = random.index_fp8_rows(n), codes = random.e4m3(heads * kDim, 150.0);
+    const std::vector<float> weights = random.f32(heads);
+    std::vector<float> query(heads * kDim), whole(n), part(n, 99.0f);
+    stages::expand_e4m3(query.data(), codes.data(), 1.0f, heads * kDim);
+    const stages::IndexFlat<const std::uint8_t, kFp8> keys{rows.data()};
+    stages::index_scores<Block>(whole.data(), query.data(), weights.data(), heads, keys,
+                                stages::AllPositions{}, 0, n);
+    const auto want =
+        reference::index_scores_fp8(codes.data(), weights.data(), heads, rows.data(), n);
+    for (int i = 0; i < n; ++i) {
+      double size = 0.0;  // of the terms of the dots, which may cancel
+      for (int h = 0; h < heads; ++h) {
+        double terms = 0.0, key[kDim];
+        reference::index_unpack_fp8(key, &rows[132 * i]);
+        for (int d = 0; d < kDim; ++d) terms += std::abs(key[d] * query[h * kDim + d]);
+        size += std::abs(weights[h]) * terms;
+      }
+      CHECK_NEAR(whole[i], want[i], 1e-6 * size);
+    }
+    const int cut = static_cast<int>(random.integer(1, n - 1));
+    stages::index_scores<Block>(part.data(), query.data(), weights.data(), heads, keys,
+                                stages::AllPositions{}, cut, cut + 1);
+    CHECK_EQ(part[cut], whole[cut]);
+    CHECK_EQ(part[cut - 1], 99.0f);
+  }
+}
+
+TEST_CASE(paged_fp8_keys_score_as_flat_ones) {
+  Random random(26);
+  const int n = 100;
+  const auto rows = random.index_fp8_rows(n);
+  std::vector<std::uint8_t> pages(2 * stages::kIndexFp8PageBytes, 0xa5);
+  const stages::IndexPaged<std::uint8_t, kFp8> pool{pages.data(), stages::kIndexFp8PageBytes};
+  for (int i = 0; i < n; ++i) {
+    std::copy_n(&rows[132 * i], 128, pool.row(i).data);
+    std::copy_n(&rows[132 * i + 128], 4, pool.row(i).scales);
+  }
+  const std::vector<float> query = random.f32(kDim), weight = {1.5f};
+  std::vector<float> flat(n), paged(n);
+  stages::index_scores<Block>(flat.data(), query.data(), weight.data(), 1,
+                              stages::IndexFlat<const std::uint8_t, kFp8>{rows.data()},
+                              stages::AllPositions{}, 0, n);
+  stages::index_scores<Block>(
+      paged.data(), query.data(), weight.data(), 1,
+      stages::IndexPaged<const std::uint8_t, kFp8>{pages.data(), stages::kIndexFp8PageBytes},
+      stages::AllPositions{}, 0, n);
+  CHECK(flat == paged);
 }

@@ -26,6 +26,9 @@ TEST_CASE(flat_rows_follow_each_other) {
   const auto key = stages::IndexFlat<std::uint8_t>{base}.row(3);
   CHECK_EQ(key.data - base, 3 * 68);
   CHECK_EQ(key.scales - base, 3 * 68 + 64);
+  const auto fp8 = stages::IndexFlat<std::uint8_t, stages::kIndexFp8DataBytes>{base}.row(3);
+  CHECK_EQ(fp8.data - base, 3 * 132);
+  CHECK_EQ(fp8.scales - base, 3 * 132 + 128);
 }
 
 TEST_CASE(pages_hold_data_rows_then_scale_rows) {
@@ -44,6 +47,10 @@ TEST_CASE(pages_hold_data_rows_then_scale_rows) {
   const stages::IndexPaged<std::uint8_t> index{base, stages::kIndexPageBytes};
   CHECK_EQ(index.row(64 + 3).data - base, 4352 + 3 * 64);
   CHECK_EQ(index.row(64 + 3).scales - base, 4352 + 64 * 64 + 3 * 4);
+  const stages::IndexPaged<std::uint8_t, stages::kIndexFp8DataBytes> fp8{
+      base, stages::kIndexFp8PageBytes};
+  CHECK_EQ(fp8.row(64 + 3).data - base, 8448 + 3 * 128);
+  CHECK_EQ(fp8.row(64 + 3).scales - base, 8448 + 8192 + 3 * 4);
 }
 
 TEST_CASE(no_two_rows_of_a_page_overlap) {

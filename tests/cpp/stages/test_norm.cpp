@@ -48,6 +48,22 @@ TEST_CASE(agrees_with_the_reference_within_one_place) {
   }
 }
 
+TEST_CASE(unrounded_values_round_to_the_rounded_ones) {
+  Random random(9);
+  const auto gain = random.bf16(130);
+  std::vector<float> x = random.f32(130);
+  std::vector<std::uint16_t> rounded(130);
+  Norm::Scratch scratch;
+  Norm::run(rounded.data(), x.data(), gain.data(), 130, 1e-6f, scratch);
+  Norm::run(x.data(), x.data(), gain.data(), 130, 1e-6f, scratch);  // in place
+  int exact = 0;
+  for (int i = 0; i < 130; ++i) {
+    CHECK_EQ(stages::to_bf16(x[i]), rounded[i]);
+    exact += stages::round_bf16(x[i]) == x[i] ? 1 : 0;
+  }
+  CHECK(exact < 20);
+}
+
 TEST_CASE(awkward_rows) {
   const std::vector<std::uint16_t> one(4, 0x3f80);
   const std::vector<std::uint16_t> zeros = {0x0000, 0x8000, 0x0000, 0x8000};

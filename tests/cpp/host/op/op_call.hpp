@@ -95,12 +95,18 @@ inline bool begins_with(const std::string& text, const char* word) {
   return text.rfind(word, 0) == 0;
 }
 
-// The named operation of one group.
-inline host::OpSpec op_named(const std::vector<host::OpSpec>& ops, const char* name) {
+// The named operation of one group: the entry of `model`, or the first where none has it.
+inline host::OpSpec op_named(const std::vector<host::OpSpec>& ops, const char* name,
+                             const char* model = "v41") {
+  const host::OpSpec* first = nullptr;
   for (const host::OpSpec& op : ops) {
-    if (std::strcmp(op.name, name) == 0) return op;
+    if (std::strcmp(op.name, name) != 0) continue;
+    const std::string models = std::string(" ") + op.models + " ";
+    if (models.find(std::string(" ") + model + " ") != models.npos) return op;
+    if (first == nullptr) first = &op;
   }
-  throw host::OpError(std::string(name) + " is not in the group");
+  if (first == nullptr) throw host::OpError(std::string(name) + " is not in the group");
+  return *first;
 }
 
 }  // namespace lowlat::testing

@@ -1,11 +1,13 @@
 // sparse_attention and compress as operations: scalar against reference by the declared bounds,
 // rows that do not depend on their neighbours, and every refusal by name.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "check.hpp"
 #include "host/op/op_call.hpp"
 #include "random_values.hpp"
+#include "reference/format.hpp"
 
 namespace {
 
@@ -46,6 +48,19 @@ OpCall compressor(std::int64_t length, std::int64_t hidden, std::int64_t ratio, 
       .set("norm", LOWLAT_BF16, {512}, random.bf16(512))
       .set_number("ratio", ratio);
   if (ratio == 2) call.set("wgate", LOWLAT_BF16, {512, hidden}, random.bf16(512 * hidden, scale));
+  return call;
+}
+
+OpCall compressor_v4(std::int64_t length, std::int64_t hidden, std::int64_t ratio, Random& random) {
+  OpCall call(op_named(lowlat::host::ops_attention(), "compress", "v4"), "v4");
+  const double scale = 1.0 / std::sqrt(static_cast<double>(hidden));
+  const std::int64_t width = ratio == 4 ? 1024 : 512;
+  call.set("x", LOWLAT_BF16, {length, hidden}, random.bf16(length * hidden))
+      .set("wkv", LOWLAT_BF16, {width, hidden}, random.bf16(width * hidden, scale))
+      .set("wgate", LOWLAT_BF16, {width, hidden}, random.bf16(width * hidden, scale))
+      .set("ape", LOWLAT_F32, {ratio, width}, random.f32(ratio * width))
+      .set("norm", LOWLAT_BF16, {512}, random.bf16(512))
+      .set_number("ratio", ratio);
   return call;
 }
 
@@ -174,4 +189,68 @@ TEST_CASE(attention_means_the_same_in_both_models) {
   for (const char* platform : {"scalar", "reference"}) {
     CHECK(call.of("v4").run<std::uint16_t>(platform) == call.run<std::uint16_t>(platform));
   }
+}
+
+TEST_CASE(v4_compress_is_within_its_bound) {
+  struct Case {
+    std::int64_t length, hidden, ratio;
+  };
+  for (const Case& c :
+       {Case{4, 32, 4}, Case{23, 96, 4}, Case{48, 64, 4}, Case{128, 32, 128}, Case{300, 16, 128}}) {
+    Random random(60 + static_cast<std::uint32_t>(c.length));
+    const OpCall call = compressor_v4(c.length, c.hidden, c.ratio, random);
+    const auto got = call.run<float>("scalar"), want = call.run<float>("reference");
+    REQUIRE(got.size() == static_cast<std::size_t>(c.length / c.ratio * 512));
+    CHECK_NEAR(rel_l2(values_of(got), values_of(want)), 0.0, 4e-3);
+    for (const float v : got) CHECK_EQ(static_cast<float>(lowlat::reference::round_bf16(v)), v);
+  }
+}
+
+TEST_CASE(v4_compress_of_less_than_a_block_is_empty) {
+  Random random(61);
+  for (const char* platform : {"scalar", "reference"}) {
+    CHECK(compressor_v4(3, 32, 4, random).run<float>(platform).empty());
+    CHECK(compressor_v4(127, 16, 128, random).run<float>(platform).empty());
+  }
+}
+
+TEST_CASE(v4_compressed_entries_do_not_depend_on_later_tokens) {
+  Random random(62);
+  OpCall call = compressor_v4(15, 64, 4, random);
+  const auto x = random.bf16(15 * 64);
+  const auto whole = call.set("x", LOWLAT_BF16, {15, 64}, x).run<float>("scalar");
+  const std::vector<std::uint16_t> begin(x.begin(), x.begin() + 8 * 64);
+  const auto part = call.set("x", LOWLAT_BF16, {8, 64}, begin).run<float>("scalar");
+  REQUIRE(part.size() == 2 * 512);
+  CHECK(std::equal(part.begin(), part.end(), whole.begin()));
+}
+
+TEST_CASE(v4_compress_refuses_by_name) {
+  Random random(63);
+  OpCall call = compressor_v4(8, 32, 4, random);
+  CHECK_EQ(call.refusal(), "");
+  for (const std::int64_t ratio : {0, 1, 2, 8, -4}) {
+    CHECK_EQ(call.set_number("ratio", ratio).refusal(),
+             "ratio is " + std::to_string(ratio) + "; v4 has ratios 4 and 128 only");
+  }
+  CHECK_EQ(call.set_number("ratio", 128).refusal(), "wkv has 1024 rows; needed 512 at ratio 128");
+  call.set_number("ratio", 4);
+  CHECK_EQ(call.set("ape", LOWLAT_F32, {8, 1024}, random.f32(8 * 1024)).refusal(),
+           "ape has 8 rows; needed 4 at ratio 4");
+  CHECK(begins_with(call.set("ape", LOWLAT_F32, {4, 512}, random.f32(4 * 512)).refusal(),
+                    "ape has shape [4, 512]"));
+  CHECK(begins_with(call.remove("ape").refusal(), "ape is missing"));
+  std::vector<float> ape(4 * 1024);
+  ape[1030] = std::nanf("");
+  CHECK(begins_with(call.set("ape", LOWLAT_F32, {4, 1024}, ape).refusal(), "ape[1, 6] is nan"));
+  call = compressor_v4(8, 32, 4, random);
+  CHECK(begins_with(call.remove("wgate").refusal(), "wgate is missing"));
+  CHECK(begins_with(compressor_v4(8, 32, 4, random)
+                        .set("wgate", LOWLAT_BF16, {512, 32}, random.bf16(512 * 32))
+                        .refusal(),
+                    "wgate has shape [512, 32]"));
+  CHECK(begins_with(compressor_v4(8, 32, 4, random)
+                        .set("x", LOWLAT_BF16, {0, 32}, std::vector<std::uint16_t>{})
+                        .refusal(),
+                    "x has 0 rows"));
 }

@@ -247,6 +247,33 @@ TEST_CASE(refuses_wrong_calls_and_writes_nothing) {
   for (const std::uint16_t code : odd.y) CHECK_EQ(code, 7);
 }
 
+TEST_CASE(takes_the_entry_of_the_model) {
+  // One name, an entry a model: arrays are held to the model's, and the list names it once.
+  std::vector<std::uint16_t> q(128);
+  std::int64_t pos = 0;
+  const lowlat_array inputs[] = {array("q", LOWLAT_BF16, {1, 1, 128}, q.data()),
+                                 array("pos", LOWLAT_I64, {1}, &pos)};
+  lowlat_array planned[LOWLAT_MAX_OP_OUTPUTS];
+  int32_t count = 0;
+  REQUIRE(lowlat_op_plan("index_query", "v41", "scalar", inputs, 2, planned, &count) == LOWLAT_OK);
+  CHECK_EQ(count, 1);
+  CHECK_EQ(planned[0].dtype, LOWLAT_BF16);
+  REQUIRE(lowlat_op_plan("index_query", "v4", "scalar", inputs, 2, planned, &count) == LOWLAT_OK);
+  REQUIRE(count == 2);
+  CHECK_EQ(planned[0].dtype, LOWLAT_U8);
+  CHECK_EQ(std::string(planned[1].name), "qs");
+  CHECK_EQ(lowlat_op_plan("index_query", "v5", "scalar", inputs, 2, planned, &count),
+           LOWLAT_INVALID);
+  CHECK_EQ(last(), "model is v5; index_query is there for v4 v41");
+  CHECK_EQ(lowlat_op_plan("candidate_blocks", "v4", "scalar", inputs, 2, planned, &count),
+           LOWLAT_INVALID);
+  CHECK_EQ(last(), "model is v4; candidate_blocks is there for v41");
+  CHECK_EQ(lowlat_op_plan("index_quer", "v4", "scalar", inputs, 2, planned, &count),
+           LOWLAT_INVALID);
+  const std::string known = last();
+  CHECK(known.find("index_query, index_key, index_select, candidate_blocks, ") != known.npos);
+}
+
 TEST_CASE(a_body_that_throws_has_written_nothing) {
   OpSpec op = sample();
   op.scalar = [](const OpArgs& a) {
