@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use lowlat_core::config::{self, ModelConfig};
+use lowlat_core::plan;
 use lowlat_core::{
     Board, DeadlineLadder, FaultReport, Health, InstantNs, Reason, Seat, StatusWords, TpRank,
     Watchdog,
@@ -21,10 +22,6 @@ use crate::step::{
     FaultKind, InjectedFault, RunnerInfo, RuntimeSettings, StepPath, StepPlan, StepResult,
     StepRunner,
 };
-
-/// Tokens a page of the built-in small models; the true sizes use 256.
-const SMALL_PAGE: u32 = 64;
-const LARGE_PAGE: u32 = 256;
 
 /// Pages for padding: rows of it write nothing, but their tables name a page.
 const SPARE_PAGES: u32 = 1;
@@ -721,11 +718,7 @@ fn geometry(
             settings.max_rows
         ));
     };
-    let page_size = if config.window <= 64 {
-        SMALL_PAGE
-    } else {
-        LARGE_PAGE
-    };
+    let page_size = plan::default_page_size(config);
     let pages = (settings.kv_tokens as u64)
         .div_ceil(u64::from(page_size))
         .max(1);
@@ -744,7 +737,7 @@ fn geometry(
         widths,
         max_batch,
         // Uncovered verify steps run by the plain path, so it has room for the largest.
-        max_rows: max_rows.max(max_batch * model::verify_rows(config)),
+        max_rows: max_rows.max(max_batch * plan::verify_rows(config)),
         page_size,
         num_pages: num_pages + SPARE_PAGES,
         wait_budget_ns: ladder.kernel_ns(),
