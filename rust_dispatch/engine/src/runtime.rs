@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -15,9 +16,10 @@ use lowlat_core::{
 };
 
 use crate::EngineError;
+use crate::checkpoint::Checkpoint;
 use crate::kernels::{Kernels, ModelHandle, abi};
-use crate::model::{self, Geometry};
-use crate::rank::{Deadlines, PeerExchange, Rank, RankFacts, RankOutput, RankSetup};
+use crate::model::Geometry;
+use crate::rank::{Deadlines, PeerExchange, Rank, RankFacts, RankOutput, RankSetup, WeightSource};
 use crate::step::{
     FaultKind, InjectedFault, RunnerInfo, RuntimeSettings, StepPath, StepPlan, StepResult,
     StepRunner,
@@ -229,10 +231,11 @@ impl Runtime {
             compare_logits,
             lapse,
         } = options;
-        let config = Arc::new(match config {
-            Some(config) => config,
-            None => built_in(&settings.model)?,
-        });
+        let model = match config {
+            Some(config) => ModelSource::seeded(settings.model.clone(), config),
+            None => ModelSource::find(&settings.model)?,
+        };
+        let config = model.config;
         if settings.platform != "scalar" {
             return Err(EngineError::Refused(format!(
                 "--platform is {}; this version runs on scalar",
@@ -252,8 +255,12 @@ impl Runtime {
         let setup = RankSetup {
             kernels: kernels.clone(),
             platform: settings.platform.clone(),
-            model: settings.model.clone(),
+            model: model.name,
             config: Arc::clone(&config),
+            weights: match &model.checkpoint {
+                Some(checkpoint) => WeightSource::Checkpoint(Arc::downgrade(checkpoint)),
+                None => WeightSource::Seeded,
+            },
             geometry: geometry.clone(),
             deadlines: Deadlines { ladder, clock },
             num_drafts,
@@ -303,12 +310,17 @@ impl Runtime {
             }
         }
         runtime.await_ranks()?;
-        runtime.note_facts(num_drafts, &geometry);
+        runtime.note_facts(num_drafts, &geometry, model.checkpoint.as_deref());
         Ok(runtime)
     }
 
     /// The configuration's facts for the report.
-    fn note_facts(&mut self, num_drafts: u32, geometry: &Geometry) {
+    fn note_facts(
+        &mut self,
+        num_drafts: u32,
+        geometry: &Geometry,
+        checkpoint: Option<&Checkpoint>,
+    ) {
         let Some(facts) = lock(&self.shared.mailboxes[0].facts).clone() else {
             return;
         };
@@ -326,6 +338,13 @@ impl Runtime {
         note("weight_bytes_per_rank", facts.weight_bytes.to_string());
         note("pool_bytes_per_rank", facts.pool_bytes.to_string());
         note("kernel_bytes_per_rank", facts.own_bytes.to_string());
+        if let Some(checkpoint) = checkpoint {
+            note("checkpoint", checkpoint.summary());
+            note(
+                "checkpoint_bytes_copied",
+                checkpoint.copied_bytes().to_string(),
+            );
+        }
     }
 
     /// Waits until every rank is done, or one failed and the others had time to say so. The
@@ -640,16 +659,58 @@ fn status_words(model: Option<&ModelHandle>) -> StatusWords {
     }
 }
 
-fn built_in(name: &str) -> Result<ModelConfig, EngineError> {
-    let Some(text) = config::built_in(name) else {
-        let known: Vec<_> = config::BUILT_IN.iter().map(|(name, _)| *name).collect();
-        return Err(EngineError::Refused(format!(
-            "--model is {name}; this version serves {} (checkpoint folders are not read yet)",
-            known.join(" and ")
-        )));
-    };
-    ModelConfig::from_json(text)
-        .map_err(|error| EngineError::Bug(format!("the built-in {name}: {error}")))
+/// The model that is served and where its weights are.
+struct ModelSource {
+    /// What graph keys call it: the same for a folder as for the built-in model in it.
+    name: String,
+    config: Arc<ModelConfig>,
+    /// Kept until all ranks have started; then its files are closed.
+    checkpoint: Option<Arc<Checkpoint>>,
+}
+
+impl ModelSource {
+    fn seeded(name: String, config: ModelConfig) -> Self {
+        Self {
+            name,
+            config: Arc::new(config),
+            checkpoint: None,
+        }
+    }
+
+    /// A built-in model of that name, or else a checkpoint folder.
+    fn find(model: &str) -> Result<Self, EngineError> {
+        let built_in = |name: &str, text: &str| {
+            ModelConfig::from_json(text)
+                .map_err(|error| EngineError::Bug(format!("the built-in {name}: {error}")))
+        };
+        if let Some(text) = config::built_in(model) {
+            return Ok(Self::seeded(model.to_owned(), built_in(model, text)?));
+        }
+        let folder = Path::new(model);
+        if !folder.is_dir() {
+            let known: Vec<_> = config::BUILT_IN.iter().map(|(name, _)| *name).collect();
+            return Err(EngineError::Refused(format!(
+                "--model is {model}; needs a built-in model ({}) or a checkpoint folder",
+                known.join(", ")
+            )));
+        }
+        let checkpoint = Checkpoint::open(folder)?;
+        let config = Arc::clone(checkpoint.config());
+        let mut name = folder.file_name().map_or_else(
+            || "checkpoint".to_owned(),
+            |name| name.to_string_lossy().into_owned(),
+        );
+        for (known, text) in config::BUILT_IN {
+            if built_in(known, text)? == *config {
+                name = known.to_owned();
+            }
+        }
+        Ok(Self {
+            name,
+            config,
+            checkpoint: Some(Arc::new(checkpoint)),
+        })
+    }
 }
 
 fn check_fault(settings: &RuntimeSettings) -> Result<(), EngineError> {

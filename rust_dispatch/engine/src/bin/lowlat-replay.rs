@@ -3,6 +3,7 @@
 use std::panic;
 use std::process::ExitCode;
 
+use lowlat_engine::checkpoint::make;
 use lowlat_engine::runtime::Runtime;
 use lowlat_engine::step::RuntimeSettings;
 use lowlat_engine::{EngineError, cli};
@@ -18,8 +19,13 @@ fn main() -> ExitCode {
         eprintln!("lowlat replay: fault: {}", EngineError::Bug(words));
     }));
     let code = panic::catch_unwind(|| {
+        let args: Vec<_> = std::env::args_os().collect();
+        if args.get(1).is_some_and(|word| word == "make-checkpoint") {
+            let words = args.into_iter().skip(1);
+            return make::run(words, &mut std::io::stdout(), &mut std::io::stderr());
+        }
         cli::run(
-            std::env::args_os(),
+            args,
             &mut |settings: &RuntimeSettings| Ok(Box::new(Runtime::start(settings)?)),
             &mut std::io::stdout(),
             &mut std::io::stderr(),

@@ -3,7 +3,7 @@
 
 mod arena;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
 use lowlat_core::config::ModelConfig;
@@ -17,16 +17,14 @@ use lowlat_core::{
 };
 
 use crate::EngineError;
+use crate::checkpoint::Checkpoint;
 use crate::kernels::abi::{self, PeerHandle, StepMode as KernelMode};
-use crate::kernels::{KernelError, KernelModel, Kernels, ModelHandle, Status, TensorInfo};
+use crate::kernels::{Buffer, KernelError, KernelModel, Kernels, ModelHandle, Status, TensorInfo};
 use crate::model::{self, Geometry, KeyTraits};
 use crate::step::{FaultKind, StepMode, StepPath, StepPlan, StepRequest};
-use crate::weights::SeededWeights;
+use crate::weights::{SeededWeights, WEIGHT_SEED};
 
 use arena::{Arena, ArenaShape};
-
-/// Seed of the built-in models' weights: part of what `tiny-v41` means.
-const WEIGHT_SEED: u64 = 41;
 
 /// How long ranks wait for each other, and the clock that they all read.
 #[derive(Clone, Copy)]
@@ -41,6 +39,46 @@ impl Deadlines {
     }
 }
 
+/// Where the weights come from.
+#[derive(Clone)]
+pub(crate) enum WeightSource {
+    /// Made on the spot.
+    Seeded,
+    /// Files that the runtime keeps open until all ranks have started.
+    Checkpoint(Weak<Checkpoint>),
+}
+
+impl WeightSource {
+    /// Hands every tensor with this rank's memory of it to `bind`.
+    fn fill(
+        &self,
+        config: &ModelConfig,
+        tensors: &[TensorInfo],
+        coverage: &Coverage,
+        mut bind: impl FnMut(&TensorInfo, Buffer<u8>) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let (rank, size) = (coverage.tp_rank().0, coverage.tp_size());
+        let seeded;
+        let open;
+        let fill: &dyn Fn(&TensorInfo) -> Result<Buffer<u8>, String> = match self {
+            Self::Seeded => {
+                seeded = SeededWeights::new(config, WEIGHT_SEED);
+                &|tensor| seeded.fill(tensor, rank, size)
+            }
+            Self::Checkpoint(checkpoint) => {
+                open = checkpoint.upgrade().ok_or_else(|| {
+                    EngineError::Fault("the start was given up while weights were read".into())
+                })?;
+                &|tensor| open.fill(tensor, rank, size)
+            }
+        };
+        for tensor in tensors {
+            bind(tensor, fill(tensor).map_err(EngineError::Refused)?)?;
+        }
+        Ok(())
+    }
+}
+
 /// What every rank is started with.
 #[derive(Clone)]
 pub(crate) struct RankSetup {
@@ -48,6 +86,7 @@ pub(crate) struct RankSetup {
     pub platform: String,
     pub model: String,
     pub config: Arc<ModelConfig>,
+    pub weights: WeightSource,
     pub geometry: Geometry,
     pub deadlines: Deadlines,
     /// Drafts a step; 0 without speculation.
@@ -749,13 +788,11 @@ fn build(
     let tp_rank = coverage.tp_rank();
     let kernel = |error: KernelError| EngineError::Refused(error.message.replace('\n', "; "));
     phase(&mut seat, &setup.deadlines, "binding", || {
-        let weights = SeededWeights::new(&setup.config, WEIGHT_SEED);
-        for tensor in tensors {
-            let memory = weights
-                .fill(tensor, tp_rank.0, coverage.tp_size())
-                .map_err(EngineError::Refused)?;
-            model.bind(tensor, memory).map_err(kernel)?;
-        }
+        setup
+            .weights
+            .fill(&setup.config, tensors, coverage, |tensor, memory| {
+                model.bind(tensor, memory).map_err(kernel)
+            })?;
         let handle = model.peer_export().map_err(kernel)?;
         let handles = &setup.exchange.handles;
         handles
