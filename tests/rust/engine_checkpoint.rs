@@ -287,15 +287,16 @@ fn the_plan_is_the_kernels_own_list() {
     }
 }
 
-/// Tokens, logits of every rank and the record's digest, from the folder and from the built-in.
+/// Tokens, drafts and logits of every step, and the record's digest, from the folder and from the
+/// built-in. Proved by another seed of the weights in the folder.
 #[test]
 fn serving_a_folder_is_serving_the_built_in() {
     let Some(library) = library() else { return };
-    let requests: Vec<Request> = (0..3)
+    let requests: Vec<Request> = (0..2)
         .map(|uid| Request {
-            prompt: prompt(u64::from(uid) + 5, 70, 500),
-            output: 20,
-            temperature: [0.0, 0.8, 0.0][uid as usize],
+            prompt: prompt(u64::from(uid) + 5, 40, 500),
+            output: 10,
+            temperature: [0.0, 0.8][uid as usize],
             uid,
         })
         .collect();
@@ -304,32 +305,29 @@ fn serving_a_folder_is_serving_the_built_in() {
             let mut runtime = start(RuntimeSettings {
                 model: model.into(),
                 tp_size,
+                max_batch: 2,
                 ..settings(&library)
             });
-            let run = serve(&mut runtime, &requests, 3, 64, |_| None);
+            let run = serve(&mut runtime, &requests, 2, 32, |_| None);
+            let facts = runtime.info().facts.clone();
             let fact = |name: &str| {
-                let facts = &runtime.info().facts;
-                facts
-                    .iter()
-                    .find(|fact| fact.0 == name)
-                    .map(|fact| fact.1.clone())
+                let fact = facts.iter().find(|fact| fact.0 == name);
+                fact.map(|fact| fact.1.clone())
             };
+            let number = |name| fact(name).map(|text| text.parse::<f64>().unwrap());
             (
-                run,
-                fact("record_digest"),
-                fact("checkpoint_bytes_copied"),
-                fact("weight_bytes_per_rank"),
+                (run, runtime.steps_digest(), fact("record_digest")),
+                number("checkpoint_bytes_copied"),
+                number("weight_bytes_per_rank"),
             )
         };
-        let (ours, our_record, copied, rank_bytes) = run(tiny().to_str().unwrap());
-        let (theirs, their_record, none, _) = run("tiny-v41");
+        let (ours, copied, rank_bytes) = run(tiny().to_str().unwrap());
+        let (theirs, none, _) = run("tiny-v41");
         assert_eq!(ours, theirs, "{tp_size} ranks");
-        assert_eq!(our_record, their_record);
+        assert_ne!(ours.1, 0);
         assert_eq!(none, None);
-        // Ranks differ only by Engram's columns, so the whole is near the first rank's times all.
-        let copied: f64 = copied.unwrap().parse().unwrap();
-        let rank_bytes: f64 = rank_bytes.unwrap().parse().unwrap();
-        let ratio = copied / (rank_bytes * f64::from(tp_size));
+        // Ranks differ only by Engram's columns, so all is near the first rank's times their number.
+        let ratio = copied.unwrap() / (rank_bytes.unwrap() * f64::from(tp_size));
         assert!((0.9..1.1).contains(&ratio), "{ratio}");
     }
 }

@@ -18,6 +18,7 @@ examples:
   lowlat op --list
   lowlat op rms_norm --in case.npz --out out.npz --platform scalar
   lowlat check --model tiny-v41 --tp 2 --isa scalar
+  lowlat make-checkpoint tiny-v41 ./tiny
 """
 
 
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == [replay.NAME]:
             # Its options are the engine's own, --help included, so argparse never sees them.
             return replay.run_words(words[1:])
+        if words[:1] == [replay.MAKE_CHECKPOINT]:
+            return replay.run_words(words)
         arguments = build_parser().parse_args(words)
         return arguments.run(arguments)
     except CommandError as error:

@@ -1,4 +1,5 @@
-"""``lowlat replay``: hands over to the engine's own binary. No Python runs after that."""
+"""``lowlat replay`` and ``lowlat make-checkpoint``: hand over to the engine's own binary. No
+Python runs after that."""
 
 import argparse
 import os
@@ -8,13 +9,19 @@ from lowlat.cli.outcome import FaultError, one_line
 from lowlat.cli.parts import installed_file
 
 NAME = "replay"
+MAKE_CHECKPOINT = "make-checkpoint"
 BINARY = ("_bin", "lowlat-replay")
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Lists the command in `lowlat --help`; its options are the engine's."""
+    """Lists the commands in `lowlat --help`; their options are the engine's."""
     commands.add_parser(
         NAME, help="replay agent traces through the engine (lowlat replay --help)", add_help=False
+    )
+    commands.add_parser(
+        MAKE_CHECKPOINT,
+        help="write a built-in model as a checkpoint folder (lowlat make-checkpoint --help)",
+        add_help=False,
     )
 
 

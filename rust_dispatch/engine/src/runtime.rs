@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use lowlat_core::config::{self, ModelConfig};
+use lowlat_core::digest::Fnv1a;
 use lowlat_core::plan;
 use lowlat_core::{
     Board, DeadlineLadder, FaultReport, Health, InstantNs, Reason, Seat, StatusWords, TpRank,
@@ -206,6 +207,8 @@ pub struct Runtime {
     ladder: DeadlineLadder,
     clock: Instant,
     num_steps: u64,
+    /// Of every step so far.
+    steps_digest: u64,
     /// After a fault every step gives it again.
     fault: Option<EngineError>,
 }
@@ -287,6 +290,7 @@ impl Runtime {
             ladder,
             clock,
             num_steps: 0,
+            steps_digest: 0,
             fault: None,
         };
         for rank in 0..tp_size {
@@ -312,6 +316,13 @@ impl Runtime {
         runtime.await_ranks()?;
         runtime.note_facts(num_drafts, &geometry, model.checkpoint.as_deref());
         Ok(runtime)
+    }
+
+    /// Digest of the drafts of every step so far and, where ranks compare them, of all logits.
+    /// All ranks have the same.
+    #[must_use]
+    pub fn steps_digest(&self) -> u64 {
+        self.steps_digest
     }
 
     /// The configuration's facts for the report.
@@ -538,6 +549,8 @@ impl StepRunner for Runtime {
         out.counts.extend_from_slice(&first.counts);
         out.target = first.target.unwrap_or(StepPath::Plain("none"));
         out.draft = first.draft;
+        let digest = Fnv1a::new().u64(self.steps_digest).u64(first.digest);
+        self.steps_digest = digest.finish();
         Ok(())
     }
 }
