@@ -76,8 +76,8 @@ def test_json(dispatch: FakeDispatch, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_a_load_reaches_the_plan(dispatch: FakeDispatch) -> None:
-    words = "check --model tiny-v41 --page-size 64 --context 4096 --requests 8".split()
-    assert main(words) == 0
+    load = ["--page-size", "64", "--context", "4096", "--requests", "8"]
+    assert main(["check", "--model", "tiny-v41", *load]) == 0
     options = {"tp_size": 1, "page_size": 64, "context": 4096, "requests": 8}
     assert dispatch.planned[1] == options
 

@@ -135,7 +135,7 @@ def test_the_memory_plan_is_json_and_a_table() -> None:
     assert plan["ranks"][0]["groups"]["experts"] == pytest.approx(published, rel=0.01)
     assert plan["load"]["requests"] == 2
     assert all(len(line) <= 100 for line in table.splitlines())
-    with pytest.raises(ValueError, match="tp_size is 3; embed.weight"):
+    with pytest.raises(ValueError, match=r"tp_size is 3; embed\.weight"):
         dispatch.memory_plan(dispatch.built_in("tiny-v41"), '{"tp_size": 3}')
     with pytest.raises(ValueError, match="model_type and architectures are missing"):
         dispatch.memory_plan("{}", "{}")

@@ -326,7 +326,7 @@ fn serving_a_folder_is_serving_the_built_in() {
         assert_eq!(ours, theirs, "{tp_size} ranks");
         assert_ne!(ours.1, 0);
         assert_eq!(none, None);
-        // Ranks differ only by Engram's columns, so all is near the first rank's times their number.
+        // Ranks differ only by Engram's columns, so all is near the first one's times all.
         let ratio = copied.unwrap() / (rank_bytes.unwrap() * f64::from(tp_size));
         assert!((0.9..1.1).contains(&ratio), "{ratio}");
     }

@@ -499,11 +499,12 @@ mod tests {
 
         #[test]
         fn any_offsets_and_shapes_are_safe(
-            begin in any::<u64>(), end in any::<u64>(), dims in proptest::collection::vec(any::<u64>(), 0..4)
+            begin in any::<u64>(),
+            end in any::<u64>(),
+            dims in proptest::collection::vec(any::<u64>(), 0..4)
         ) {
-            let header = format!(
-                r#"{{"x": {{"dtype": "F32", "shape": {dims:?}, "data_offsets": [{begin}, {end}]}}}}"#
-            );
+            let entry = format!(r#""shape": {dims:?}, "data_offsets": [{begin}, {end}]"#);
+            let header = format!(r#"{{"x": {{"dtype": "F32", {entry}}}}}"#);
             holds(&file(&header, &[0; 16]));
         }
     }
