@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use lowlat_core::config::{ModelConfig, built_in};
-use lowlat_core::plan::{self, MemoryPlan, PlanOptions};
+use lowlat_core::plan::{self, MemoryPlan, PlanOptions, WeightDtype};
 use lowlat_engine::EngineError;
 use lowlat_engine::checkpoint::{Checkpoint, make};
 use lowlat_engine::kernels::TensorInfo;
@@ -368,6 +368,75 @@ fn parts_that_are_not_served_are_counted_and_left_alone() {
     assert!(
         summary.ends_with(", 1 of aligner, 1 of confidence_head, 2 of vision ignored"),
         "{summary}"
+    );
+}
+
+/// The published model's 96085 tensors in one file of half a terabyte, of which only the header was
+/// ever written: opening it touches no weight. Its header is longer than any shard's.
+#[test]
+fn a_checkpoint_of_true_size_opens_without_reading_its_data() {
+    let folder = folder("true_size");
+    let text = built_in("v41-flash").unwrap();
+    fs::write(folder.join("config.json"), text).unwrap();
+    let config = ModelConfig::from_json(text).unwrap();
+    let mut header = serde_json::Map::new();
+    let mut at = 0;
+    let mut add = |name: String, dtype: &str, shape: &[u64], bytes: u64| {
+        let offsets = [at, at + bytes];
+        at += bytes;
+        header.insert(
+            name,
+            json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}),
+        );
+    };
+    for tensor in plan::tensors(&config) {
+        let dtype = match tensor.dtype {
+            WeightDtype::I64 => continue,
+            WeightDtype::F32 => "F32",
+            WeightDtype::Bf16 => "BF16",
+            WeightDtype::E4m3 => "F8_E4M3",
+            WeightDtype::Ue8m0 => "F8_E8M0",
+            WeightDtype::Fp4x2 => "I8",
+        };
+        let experts = tensor.num_experts().unwrap_or(1);
+        for expert in 0..experts {
+            let (name, bytes) = (tensor.expert_name(expert), tensor.bytes() / experts);
+            add(name, dtype, tensor.file_shape(), bytes);
+        }
+    }
+    add(
+        "mtp.2.confidence_head.proj.weight".into(),
+        "BF16",
+        &[1, 5376],
+        10752,
+    );
+    for number in 0..269 {
+        add(format!("vision.{number}"), "BF16", &[1], 2);
+    }
+    assert_eq!(header.len(), 96_085);
+    let token_map = json!({"engram.token_map":
+        {"dtype": "I64", "shape": [129_280], "data_offsets": [0, 129_280 * 8]}});
+    for (name, header, data) in [
+        ("model.safetensors", Value::from(header), at),
+        (TOKEN_MAP, token_map, 129_280 * 8),
+    ] {
+        let path = folder.join(name);
+        fs::write(&path, "").unwrap();
+        write_parts(&path, &header, &[]);
+        let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+        let length = file.metadata().unwrap().len() + data;
+        if let Err(error) = file.set_len(length) {
+            println!("skipped: no file of {length} bytes here: {error}");
+            return;
+        }
+    }
+    let checkpoint = Checkpoint::open(&folder);
+    // Tools that copy folders may not know that the file is empty.
+    let _ = fs::remove_dir_all(&folder);
+    let summary = checkpoint.unwrap().summary();
+    assert_eq!(
+        summary,
+        "2 files, 95816 tensors used, 1 of confidence_head, 269 of vision ignored"
     );
 }
 
