@@ -36,6 +36,9 @@ const MAX_ROWS: u32 = 1 << 20;
 /// rows a second while others use it, so this leaves ten times what a rank that works needs.
 pub const ROWS_OF_DEFAULT_LADDER: usize = 256;
 
+/// Weights that a start loads in a second, at the least.
+const LOADED_BYTES_PER_S: u64 = 100_000_000;
+
 /// How long a gap between two looks at the watchdog counts at most: a machine that slept is not
 /// a rank that hangs.
 const MAX_GAP_NS: u64 = 1_000_000_000;
@@ -255,6 +258,9 @@ impl Runtime {
                 None => EngineError::Fault(error.message),
             })?;
         let clock = Instant::now();
+        let start_ns = ladder
+            .engine_ns()
+            .saturating_add(loading_ns(&config, &settings));
         let setup = RankSetup {
             kernels: kernels.clone(),
             platform: settings.platform.clone(),
@@ -265,7 +271,11 @@ impl Runtime {
                 None => WeightSource::Seeded,
             },
             geometry: geometry.clone(),
-            deadlines: Deadlines { ladder, clock },
+            deadlines: Deadlines {
+                ladder,
+                start_ns,
+                clock,
+            },
             num_drafts,
             plugin: settings.plugin,
             seed: settings.seed,
@@ -313,7 +323,7 @@ impl Runtime {
                 Err(error) => return Err(error),
             }
         }
-        runtime.await_ranks()?;
+        runtime.await_ranks(start_ns)?;
         runtime.note_facts(num_drafts, &geometry, model.checkpoint.as_deref());
         Ok(runtime)
     }
@@ -360,9 +370,9 @@ impl Runtime {
 
     /// Waits until every rank is done, or one failed and the others had time to say so. The
     /// watchdog ends the wait: it knows a machine that slept from a rank that hangs.
-    fn await_ranks(&mut self) -> Result<(), EngineError> {
+    fn await_ranks(&mut self, budget_ns: u64) -> Result<(), EngineError> {
         let now = || InstantNs(self.clock.elapsed().as_nanos() as u64);
-        let mut watchdog = Watchdog::new(self.ladder.engine_ns(), MAX_GAP_NS);
+        let mut watchdog = Watchdog::new(budget_ns, MAX_GAP_NS);
         watchdog.arm(now());
         let mut late = None;
         let mut failed_at: Option<Instant> = None;
@@ -394,7 +404,7 @@ impl Runtime {
                 "[{}] rank {rank} did not end step {} within {} ms",
                 Reason::StepOverdue.number(),
                 self.num_steps,
-                self.ladder.engine_ns() / 1_000_000
+                budget_ns / 1_000_000
             ));
         }
         Err(self.end(error))
@@ -538,7 +548,7 @@ impl StepRunner for Runtime {
         for mailbox in &self.shared.mailboxes {
             mailbox.send(Post::Run);
         }
-        self.await_ranks()?;
+        self.await_ranks(self.ladder.engine_ns())?;
         if let Some(difference) = self.difference() {
             return Err(self.end(EngineError::Fault(difference)));
         }
@@ -670,6 +680,20 @@ fn status_words(model: Option<&ModelHandle>) -> StatusWords {
         peer,
         epoch,
     }
+}
+
+/// How long ranks that read from one slow disk need for their weights, at most.
+fn loading_ns(config: &ModelConfig, settings: &RuntimeSettings) -> u64 {
+    let options = plan::PlanOptions {
+        tp_size: settings.tp_size,
+        ..plan::PlanOptions::default()
+    };
+    // Ranks that do not divide the model are refused by the guard, with better words.
+    let ranks = plan::MemoryPlan::new(config, &options).map_or(Vec::new(), |plan| plan.ranks);
+    let bytes = ranks
+        .iter()
+        .fold(0u64, |sum, rank| sum.saturating_add(rank.weight_bytes));
+    bytes.saturating_mul(1_000_000_000 / LOADED_BYTES_PER_S)
 }
 
 /// The model that is served and where its weights are.

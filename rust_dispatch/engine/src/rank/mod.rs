@@ -30,6 +30,8 @@ use arena::{Arena, ArenaShape};
 #[derive(Clone, Copy)]
 pub(crate) struct Deadlines {
     pub ladder: DeadlineLadder,
+    /// How long a phase of the start may take: the engine's deadline and the reading of weights.
+    pub start_ns: u64,
     pub clock: Instant,
 }
 
@@ -745,7 +747,7 @@ fn agree_phase(
     digest: u64,
 ) -> Result<(), EngineError> {
     let digest = Fnv1a::new().text(phase).u64(digest).finish();
-    match seat.agree_step(digest, deadlines.ladder.engine_ns(), || deadlines.now()) {
+    match seat.agree_step(digest, deadlines.start_ns, || deadlines.now()) {
         VoteDecision::Agreed => Ok(()),
         decision => {
             let refusal = seat.step_refusal(decision);
@@ -912,6 +914,7 @@ mod tests {
         let ladder = DeadlineLadder::new(1, 2, 3, 60_000_000_000).unwrap();
         let deadlines = Deadlines {
             ladder,
+            start_ns: ladder.engine_ns(),
             clock: Instant::now(),
         };
         let board = Board::new(3).unwrap();
