@@ -14,6 +14,8 @@ class FakeDispatch(SimpleNamespace):
     reasons: tuple[str, ...] = ()
     error: Exception | None = None
     asked: tuple[str, dict] | None = None
+    planned: tuple[str, dict] | None = None
+    plan_error: Exception | None = None
 
     def built_in(self, name: str) -> str | None:
         return '{"name": "tiny"}' if name == "tiny-v41" else None
@@ -27,6 +29,12 @@ class FakeDispatch(SimpleNamespace):
             raise self.error
         return list(self.reasons)
 
+    def memory_plan(self, config: str, options: str) -> tuple[str, str]:
+        self.planned = (config, json.loads(options))
+        if self.plan_error:
+            raise self.plan_error
+        return '{"tp_size": 2}', "memory of a rank\n"
+
 
 @pytest.fixture
 def dispatch(monkeypatch: pytest.MonkeyPatch) -> FakeDispatch:
@@ -37,7 +45,10 @@ def dispatch(monkeypatch: pytest.MonkeyPatch) -> FakeDispatch:
 
 def test_servable(dispatch: FakeDispatch, capsys: pytest.CaptureFixture) -> None:
     assert main(["check", "--model", "tiny-v41", "--tp", "2"]) == 0
-    assert capsys.readouterr().out == "tiny-v41 can be served: isa scalar, tp 2\n"
+    assert capsys.readouterr().out == (
+        "tiny-v41 can be served: isa scalar, tp 2\nmemory of a rank\n"
+    )
+    assert dispatch.planned == ('{"name": "tiny"}', {"tp_size": 2})
     assert dispatch.asked == ('{"name": "tiny"}', {"isa": "scalar", "tp_size": 2})
 
 
@@ -55,7 +66,28 @@ def test_every_reason_is_numbered(dispatch: FakeDispatch, capsys: pytest.Capture
 def test_json(dispatch: FakeDispatch, capsys: pytest.CaptureFixture) -> None:
     dispatch.reasons = ("no",)
     assert main(["check", "--model", "tiny-v41", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"servable": False, "reasons": ["no"]}
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {"servable": False, "reasons": ["no"], "memory": None}
+    assert dispatch.planned is None
+    dispatch.reasons = ()
+    assert main(["check", "--model", "tiny-v41", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {"servable": True, "reasons": [], "memory": {"tp_size": 2}}
+
+
+def test_a_load_reaches_the_plan(dispatch: FakeDispatch) -> None:
+    load = ["--page-size", "64", "--context", "4096", "--requests", "8"]
+    assert main(["check", "--model", "tiny-v41", *load]) == 0
+    options = {"tp_size": 1, "page_size": 64, "context": 4096, "requests": 8}
+    assert dispatch.planned[1] == options
+
+
+def test_a_load_that_cannot_be_planned_names_the_model(
+    dispatch: FakeDispatch, capsys: pytest.CaptureFixture
+) -> None:
+    dispatch.plan_error = ValueError("context is 0; needs 1 to 9")
+    assert main(["check", "--model", "tiny-v41", "--context", "0"]) == 1
+    assert "tiny-v41: context is 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
@@ -94,7 +126,14 @@ def test_what_the_guard_cannot_read_names_the_model(
     assert "tiny-v41: hidden_size is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["check"], ["check", "--model", "tiny-v41", "--tp", "two"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check"],
+        ["check", "--model", "tiny-v41", "--tp", "two"],
+        ["check", "--model", "tiny-v41", "--requests", "2"],
+    ],
+)
 def test_wrong_usage(
     dispatch: FakeDispatch, capsys: pytest.CaptureFixture, words: list[str]
 ) -> None:

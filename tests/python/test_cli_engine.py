@@ -23,6 +23,9 @@ def test_becomes_the_binary_with_the_same_words(
     monkeypatch.setattr(os, "execv", lambda path, words: became.append((path, words)))
     engine.run_words(["replay", "a.json", "--tp", "2"])
     assert became == [(binary, [str(binary), "replay", "a.json", "--tp", "2"])]
+    became.clear()
+    main(["make-checkpoint", "tiny-v41", "out"])
+    assert became == [(binary, [str(binary), "make-checkpoint", "tiny-v41", "out"])]
 
 
 def test_a_binary_that_does_not_start_is_a_fault(binary: Path) -> None:

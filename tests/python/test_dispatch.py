@@ -123,3 +123,19 @@ def test_a_graph_record_is_read_written_and_compared() -> None:
     assert first.digest != other.digest
     with pytest.raises(ValueError, match="not a graph record"):
         dispatch.GraphRecord.from_json("{}")
+
+
+def test_the_memory_plan_is_json_and_a_table() -> None:
+    config = dispatch.built_in("v41-flash")
+    text, table = dispatch.memory_plan(config, '{"tp_size": 4, "context": 131072, "requests": 2}')
+    plan = json.loads(text)
+    assert len(plan["ranks"]) == 4
+    # 384 experts of 18.80 MB in 40 layers, over four ranks.
+    published = 384 * 18.80e6 * 40 / 4
+    assert plan["ranks"][0]["groups"]["experts"] == pytest.approx(published, rel=0.01)
+    assert plan["load"]["requests"] == 2
+    assert all(len(line) <= 100 for line in table.splitlines())
+    with pytest.raises(ValueError, match=r"tp_size is 3; embed\.weight"):
+        dispatch.memory_plan(dispatch.built_in("tiny-v41"), '{"tp_size": 3}')
+    with pytest.raises(ValueError, match="model_type and architectures are missing"):
+        dispatch.memory_plan("{}", "{}")

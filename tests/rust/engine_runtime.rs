@@ -138,7 +138,7 @@ fn settings_are_refused_in_one_line() {
                 model: "tiny".into(),
                 ..base.clone()
             },
-            "--model is tiny; this version serves tiny-v41 and v41-flash",
+            "--model is tiny; needs a built-in model (tiny-v41, v41-flash) or a checkpoint folder",
         ),
         (
             RuntimeSettings {

@@ -4,7 +4,14 @@ import argparse
 import json
 from pathlib import Path
 
-from lowlat.cli.outcome import DONE, EXIT_STATUSES, REFUSED, RefusedError, one_line
+from lowlat.cli.outcome import (
+    DONE,
+    EXIT_STATUSES,
+    REFUSED,
+    RefusedError,
+    UsageError,
+    one_line,
+)
 from lowlat.cli.parts import native
 
 NAME = "check"
@@ -12,13 +19,16 @@ CONFIG_FILE = "config.json"
 
 DESCRIPTION = """\
 Asks the guard whether these kernels can serve a model with the given server options, and prints
-every reason against it, numbered. Exit status 0: can be served; 1: cannot.
+every reason against it, numbered; or, where it can be served, what the model takes of each rank's
+memory. Of a checkpoint folder the configuration is read; its weights are checked when they are
+served (lowlat replay). Exit status 0: can be served; 1: cannot.
 """
 
 EPILOG = f"""\
 examples:
   lowlat check --model tiny-v41 --tp 2 --isa scalar
-  lowlat check --model path/to/checkpoint --tp 4 --isa sm_90 --page-size 256
+  lowlat check --model path/to/checkpoint --tp 4 --isa sm_90 --page-size 256 \\
+      --moe-runner-backend marlin --context 131072 --requests 8
 
 {EXIT_STATUSES}"""
 
@@ -42,32 +52,65 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--isa", default="scalar", help="sm_90, scalar; default %(default)s")
     parser.add_argument("--page-size", type=int, metavar="TOKENS", help="the server's --page-size")
     parser.add_argument("--moe-runner-backend", metavar="NAME", help="the server's option")
-    parser.add_argument("--json", action="store_true", help="print {servable, reasons} as JSON")
+    parser.add_argument(
+        "--context", type=int, metavar="TOKENS", help="plan caches for requests of so many tokens"
+    )
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="so many requests at a time; needs --context"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print {servable, reasons, memory} as JSON"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.requests is not None and arguments.context is None:
+        raise UsageError("--requests needs --context: how many tokens each of them has")
     options = {
         "isa": arguments.isa,
         "tp_size": arguments.tp,
         "page_size": arguments.page_size,
         "moe_runner_backend": arguments.moe_runner_backend,
     }
-    given = {key: value for key, value in options.items() if value is not None}
+    given = present(options)
     config = read_config(arguments.model)
     try:
         reasons = native("_dispatch").check(config, json.dumps(given))
     except ValueError as error:
         raise RefusedError(f"{arguments.model}: {one_line(error)}") from error
+    memory, table = (None, "") if reasons else plan(arguments, config)
     if arguments.json:
-        print(json.dumps({"servable": not reasons, "reasons": reasons}, indent=2))
+        answer = {"servable": not reasons, "reasons": reasons, "memory": memory}
+        print(json.dumps(answer, indent=2))
     elif reasons:
         print(f"{arguments.model} cannot be served so ({len(reasons)}):")
         for number, reason in enumerate(reasons, 1):
             print(f"  {number}. {reason}")
     else:
         print(f"{arguments.model} can be served: isa {arguments.isa}, tp {arguments.tp}")
+        print(table, end="")
     return REFUSED if reasons else DONE
+
+
+def plan(arguments: argparse.Namespace, config: str) -> tuple[dict, str]:
+    """What the model takes of each rank's memory: as JSON's objects, and as a table."""
+    options = {
+        "tp_size": arguments.tp,
+        "page_size": arguments.page_size,
+        "context": arguments.context,
+        "requests": arguments.requests,
+    }
+    try:
+        text, table = native("_dispatch").memory_plan(config, json.dumps(present(options)))
+    except ValueError as error:
+        raise RefusedError(f"{arguments.model}: {one_line(error)}") from error
+    return json.loads(text), table
+
+
+def present(options: dict) -> dict:
+    """The options that were given."""
+    return {key: value for key, value in options.items() if value is not None}
 
 
 def read_config(model: str) -> str:

@@ -14,6 +14,7 @@ COMMANDS = {
     "replay": "replay agent traces through the engine, with a report (lowlat replay --help)",
     "trace": "look into traces, or make some (lowlat trace info, lowlat trace synth)",
     "inspect": "show the graph record of a replay, or what two differ in",
+    "make-checkpoint": "write a built-in model as a checkpoint folder",
 }
 
 

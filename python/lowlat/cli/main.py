@@ -21,6 +21,7 @@ examples:
   lowlat op --list
   lowlat op rms_norm --in case.npz --out out.npz --platform scalar
   lowlat check --model tiny-v41 --tp 2 --isa scalar
+  lowlat make-checkpoint tiny-v41 ./tiny
   source <(lowlat completion bash)
 """
 

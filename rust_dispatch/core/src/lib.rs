@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | config | what was asked for? | [`config`], [`Facts`] |
 //! | guard | can this rank serve it? can every rank? | [`guard()`], [`vote`] |
-//! | build | bind weights, lay out memory | [`Built`] |
+//! | build | bind weights, lay out memory | [`Built`], [`plan`] |
 //! | capture | which steps are there, and what runs for each? | [`Captured`], [`graph_key`] |
 //! | replay | what runs this step? did it end in time? | [`dispatch`], [`Watchdog`] |
 #![deny(unsafe_code, missing_docs)]
@@ -22,6 +22,7 @@ pub mod graph_key;
 pub mod guard;
 mod ids;
 mod ladder;
+pub mod plan;
 mod reason;
 pub mod spec;
 pub mod sync;

@@ -95,10 +95,10 @@ struct Options {
     #[arg(long)]
     report_schema: bool,
 
-    /// Model to serve: a built-in one
+    /// Model to serve: a built-in one (tiny-v41, v41-flash) or a checkpoint folder
     #[arg(
         long,
-        value_name = "NAME",
+        value_name = "NAME|DIR",
         default_value = "tiny-v41",
         help_heading = "Model"
     )]

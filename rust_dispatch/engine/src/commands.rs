@@ -11,6 +11,7 @@ use clap_complete::Shell;
 use serde::Deserialize;
 
 use crate::EngineError;
+use crate::checkpoint::make;
 use crate::cli::{self, Start, USAGE, finish, parse};
 use crate::report::OutputFile;
 use crate::trace::{self, Trace};
@@ -216,10 +217,11 @@ The engine of lowlat. `lowlat COMMAND` hands over to it.
 Usage: lowlat-engine COMMAND [OPTIONS]
 
 Commands:
-  replay      replay agent traces
-  trace       look into traces, or make some
-  inspect     show a graph record
-  completion  print the completion of `lowlat` for a shell
+  replay           replay agent traces
+  trace            look into traces, or make some
+  inspect          show a graph record
+  make-checkpoint  write a built-in model as a checkpoint folder
+  completion       print the completion of `lowlat` for a shell
 
 lowlat-engine COMMAND --help tells more.
 ";
@@ -242,6 +244,7 @@ pub fn run(
         Some("replay") => cli::run(words, start, out, err),
         Some("trace") => run_trace(words, out, err),
         Some("inspect") => run_inspect(words, out, err),
+        Some("make-checkpoint") => make::run(words, out, err),
         Some("completion") => run_completion(words, input, out, err),
         Some("--help" | "-h" | "help") => {
             let _ = write!(out, "{HELP}");
@@ -255,8 +258,8 @@ pub fn run(
             let seen = other.map_or("no command".into(), |word| format!("{word:?}"));
             let _ = writeln!(
                 err,
-                "lowlat-engine: error: {seen}; replay, trace, inspect or completion is needed \
-                 (see --help)"
+                "lowlat-engine: error: {seen}; replay, trace, inspect, make-checkpoint or completion \
+                 is needed (see --help)"
             );
             USAGE
         }
@@ -431,7 +434,8 @@ fn completion(options: &CompletionOptions, input: &mut dyn Read) -> Result<Strin
         .version(env!("CARGO_PKG_VERSION"))
         .subcommand(cli::command().name("replay"))
         .subcommand(TraceOptions::command())
-        .subcommand(InspectOptions::command());
+        .subcommand(InspectOptions::command())
+        .subcommand(make::command());
     for other in &others {
         all = all.subcommand(other.to_command());
     }

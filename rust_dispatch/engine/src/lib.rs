@@ -2,6 +2,7 @@
 #![deny(missing_docs)]
 
 pub mod cache;
+pub mod checkpoint;
 pub mod cli;
 pub mod commands;
 pub mod error;

@@ -3,6 +3,7 @@
 
 use lowlat_core::config::ModelConfig;
 use lowlat_core::digest::Fnv1a;
+use lowlat_core::plan;
 use lowlat_core::{GraphKey, GraphMode};
 
 use crate::kernels::{TensorInfo, abi};
@@ -24,12 +25,6 @@ pub struct Geometry {
     pub num_pages: u32,
     /// Every wait for a peer ends within it.
     pub wait_budget_ns: u64,
-}
-
-/// Rows that a request brings to a verify step: the anchor and its drafts.
-#[must_use]
-pub fn verify_rows(config: &ModelConfig) -> u32 {
-    config.draft.as_ref().map_or(1, |draft| draft.block + 1)
 }
 
 /// The configuration of one rank's kernels.
@@ -129,8 +124,7 @@ pub fn abi_config(config: &ModelConfig, geometry: &Geometry, tp_rank: u32) -> ab
         widths,
         page_size: geometry.page_size as i32,
         num_pages: geometry.num_pages as i32,
-        // A pair may straddle a step: its even row and the rows of the step are held together.
-        state_ring: (2 + verify_rows(config)).next_power_of_two() as i32,
+        state_ring: plan::state_ring(config) as i32,
         wait_budget_ns: geometry.wait_budget_ns,
     }
 }

@@ -3,29 +3,29 @@
 
 use std::fmt::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use lowlat_core::config::{self, ModelConfig};
+use lowlat_core::digest::Fnv1a;
 use lowlat_core::graph_key::Record;
+use lowlat_core::plan;
 use lowlat_core::{
     Board, DeadlineLadder, FaultReport, Health, InstantNs, Reason, Seat, StatusWords, TpRank,
     Watchdog,
 };
 
 use crate::EngineError;
+use crate::checkpoint::Checkpoint;
 use crate::kernels::{Kernels, ModelHandle, abi};
-use crate::model::{self, Geometry};
-use crate::rank::{Deadlines, PeerExchange, Rank, RankFacts, RankOutput, RankSetup};
+use crate::model::Geometry;
+use crate::rank::{Deadlines, PeerExchange, Rank, RankFacts, RankOutput, RankSetup, WeightSource};
 use crate::step::{
     FaultKind, InjectedFault, RunnerInfo, RuntimeSettings, StepPath, StepPlan, StepResult,
     StepRunner,
 };
-
-/// Tokens a page of the built-in small models; the true sizes use 256.
-const SMALL_PAGE: u32 = 64;
-const LARGE_PAGE: u32 = 256;
 
 /// Pages for padding: rows of it write nothing, but their tables name a page.
 const SPARE_PAGES: u32 = 1;
@@ -36,6 +36,9 @@ const MAX_ROWS: u32 = 1 << 20;
 /// Prompt rows that a step may have under the default deadlines as they are. A CPU runs some 150
 /// rows a second while others use it, so this leaves ten times what a rank that works needs.
 pub const ROWS_OF_DEFAULT_LADDER: usize = 256;
+
+/// Weights that a start loads in a second, at the least.
+const LOADED_BYTES_PER_S: u64 = 100_000_000;
 
 /// How long a gap between two looks at the watchdog counts at most: a machine that slept is not
 /// a rank that hangs.
@@ -209,6 +212,8 @@ pub struct Runtime {
     ladder: DeadlineLadder,
     clock: Instant,
     num_steps: u64,
+    /// Of every step so far.
+    steps_digest: u64,
     /// After a fault every step gives it again.
     fault: Option<EngineError>,
 }
@@ -234,10 +239,11 @@ impl Runtime {
             compare_logits,
             lapse,
         } = options;
-        let config = Arc::new(match config {
-            Some(config) => config,
-            None => built_in(&settings.model)?,
-        });
+        let model = match config {
+            Some(config) => ModelSource::seeded(settings.model.clone(), config),
+            None => ModelSource::find(&settings.model)?,
+        };
+        let config = model.config;
         if settings.platform != "scalar" {
             return Err(EngineError::Refused(format!(
                 "--platform is {}; this version runs on scalar",
@@ -254,13 +260,24 @@ impl Runtime {
                 None => EngineError::Fault(error.message),
             })?;
         let clock = Instant::now();
+        let start_ns = ladder
+            .engine_ns()
+            .saturating_add(loading_ns(&config, &settings));
         let setup = RankSetup {
             kernels: kernels.clone(),
             platform: settings.platform.clone(),
-            model: settings.model.clone(),
+            model: model.name,
             config: Arc::clone(&config),
+            weights: match &model.checkpoint {
+                Some(checkpoint) => WeightSource::Checkpoint(Arc::downgrade(checkpoint)),
+                None => WeightSource::Seeded,
+            },
             geometry: geometry.clone(),
-            deadlines: Deadlines { ladder, clock },
+            deadlines: Deadlines {
+                ladder,
+                start_ns,
+                clock,
+            },
             num_drafts,
             plugin: settings.plugin,
             seed: settings.seed,
@@ -286,6 +303,7 @@ impl Runtime {
             ladder,
             clock,
             num_steps: 0,
+            steps_digest: 0,
             fault: None,
         };
         for rank in 0..tp_size {
@@ -308,13 +326,25 @@ impl Runtime {
                 Err(error) => return Err(error),
             }
         }
-        runtime.await_ranks()?;
-        runtime.note_facts(num_drafts, &geometry);
+        runtime.await_ranks(start_ns)?;
+        runtime.note_facts(num_drafts, &geometry, model.checkpoint.as_deref());
         Ok(runtime)
     }
 
+    /// Digest of the drafts of every step so far and, where ranks compare them, of all logits.
+    /// All ranks have the same.
+    #[must_use]
+    pub fn steps_digest(&self) -> u64 {
+        self.steps_digest
+    }
+
     /// The configuration's facts for the report.
-    fn note_facts(&mut self, num_drafts: u32, geometry: &Geometry) {
+    fn note_facts(
+        &mut self,
+        num_drafts: u32,
+        geometry: &Geometry,
+        checkpoint: Option<&Checkpoint>,
+    ) {
         let Some(facts) = lock(&self.shared.mailboxes[0].facts).clone() else {
             return;
         };
@@ -333,13 +363,20 @@ impl Runtime {
         note("weight_bytes_per_rank", facts.weight_bytes.to_string());
         note("pool_bytes_per_rank", facts.pool_bytes.to_string());
         note("kernel_bytes_per_rank", facts.own_bytes.to_string());
+        if let Some(checkpoint) = checkpoint {
+            note("checkpoint", checkpoint.summary());
+            note(
+                "checkpoint_bytes_copied",
+                checkpoint.copied_bytes().to_string(),
+            );
+        }
     }
 
     /// Waits until every rank is done, or one failed and the others had time to say so. The
     /// watchdog ends the wait: it knows a machine that slept from a rank that hangs.
-    fn await_ranks(&mut self) -> Result<(), EngineError> {
+    fn await_ranks(&mut self, budget_ns: u64) -> Result<(), EngineError> {
         let now = || InstantNs(self.clock.elapsed().as_nanos() as u64);
-        let mut watchdog = Watchdog::new(self.ladder.engine_ns(), MAX_GAP_NS);
+        let mut watchdog = Watchdog::new(budget_ns, MAX_GAP_NS);
         watchdog.arm(now());
         let mut late = None;
         let mut failed_at: Option<Instant> = None;
@@ -371,7 +408,7 @@ impl Runtime {
                 "[{}] rank {rank} did not end step {} within {} ms",
                 Reason::StepOverdue.number(),
                 self.num_steps,
-                self.ladder.engine_ns() / 1_000_000
+                budget_ns / 1_000_000
             ));
         }
         Err(self.end(error))
@@ -515,7 +552,7 @@ impl StepRunner for Runtime {
         for mailbox in &self.shared.mailboxes {
             mailbox.send(Post::Run);
         }
-        self.await_ranks()?;
+        self.await_ranks(self.ladder.engine_ns())?;
         if let Some(difference) = self.difference() {
             return Err(self.end(EngineError::Fault(difference)));
         }
@@ -526,6 +563,8 @@ impl StepRunner for Runtime {
         out.counts.extend_from_slice(&first.counts);
         out.target = first.target.unwrap_or(StepPath::Plain("none"));
         out.draft = first.draft;
+        let digest = Fnv1a::new().u64(self.steps_digest).u64(first.digest);
+        self.steps_digest = digest.finish();
         Ok(())
     }
 
@@ -651,16 +690,72 @@ fn status_words(model: Option<&ModelHandle>) -> StatusWords {
     }
 }
 
-fn built_in(name: &str) -> Result<ModelConfig, EngineError> {
-    let Some(text) = config::built_in(name) else {
-        let known: Vec<_> = config::BUILT_IN.iter().map(|(name, _)| *name).collect();
-        return Err(EngineError::Refused(format!(
-            "--model is {name}; this version serves {} (checkpoint folders are not read yet)",
-            known.join(" and ")
-        )));
+/// How long ranks that read from one slow disk need for their weights, at most.
+fn loading_ns(config: &ModelConfig, settings: &RuntimeSettings) -> u64 {
+    let options = plan::PlanOptions {
+        tp_size: settings.tp_size,
+        ..plan::PlanOptions::default()
     };
-    ModelConfig::from_json(text)
-        .map_err(|error| EngineError::Bug(format!("the built-in {name}: {error}")))
+    // Ranks that do not divide the model are refused by the guard, with better words.
+    let ranks = plan::MemoryPlan::new(config, &options).map_or(Vec::new(), |plan| plan.ranks);
+    let bytes = ranks
+        .iter()
+        .fold(0u64, |sum, rank| sum.saturating_add(rank.weight_bytes));
+    bytes.saturating_mul(1_000_000_000 / LOADED_BYTES_PER_S)
+}
+
+/// The model that is served and where its weights are.
+struct ModelSource {
+    /// What graph keys call it: the same for a folder as for the built-in model in it.
+    name: String,
+    config: Arc<ModelConfig>,
+    /// Kept until all ranks have started; then its files are closed.
+    checkpoint: Option<Arc<Checkpoint>>,
+}
+
+impl ModelSource {
+    fn seeded(name: String, config: ModelConfig) -> Self {
+        Self {
+            name,
+            config: Arc::new(config),
+            checkpoint: None,
+        }
+    }
+
+    /// A built-in model of that name, or else a checkpoint folder.
+    fn find(model: &str) -> Result<Self, EngineError> {
+        let built_in = |name: &str, text: &str| {
+            ModelConfig::from_json(text)
+                .map_err(|error| EngineError::Bug(format!("the built-in {name}: {error}")))
+        };
+        if let Some(text) = config::built_in(model) {
+            return Ok(Self::seeded(model.to_owned(), built_in(model, text)?));
+        }
+        let folder = Path::new(model);
+        if !folder.is_dir() {
+            let known: Vec<_> = config::BUILT_IN.iter().map(|(name, _)| *name).collect();
+            return Err(EngineError::Refused(format!(
+                "--model is {model}; needs a built-in model ({}) or a checkpoint folder",
+                known.join(", ")
+            )));
+        }
+        let checkpoint = Checkpoint::open(folder)?;
+        let config = Arc::clone(checkpoint.config());
+        let mut name = folder.file_name().map_or_else(
+            || "checkpoint".to_owned(),
+            |name| name.to_string_lossy().into_owned(),
+        );
+        for (known, text) in config::BUILT_IN {
+            if built_in(known, text)? == *config {
+                name = known.to_owned();
+            }
+        }
+        Ok(Self {
+            name,
+            config,
+            checkpoint: Some(Arc::new(checkpoint)),
+        })
+    }
 }
 
 fn check_fault(settings: &RuntimeSettings) -> Result<(), EngineError> {
@@ -729,11 +824,7 @@ fn geometry(
             settings.max_rows
         ));
     };
-    let page_size = if config.window <= 64 {
-        SMALL_PAGE
-    } else {
-        LARGE_PAGE
-    };
+    let page_size = plan::default_page_size(config);
     let pages = (settings.kv_tokens as u64)
         .div_ceil(u64::from(page_size))
         .max(1);
@@ -752,7 +843,7 @@ fn geometry(
         widths,
         max_batch,
         // Uncovered verify steps run by the plain path, so it has room for the largest.
-        max_rows: max_rows.max(max_batch * model::verify_rows(config)),
+        max_rows: max_rows.max(max_batch * plan::verify_rows(config)),
         page_size,
         num_pages: num_pages + SPARE_PAGES,
         wait_budget_ns: ladder.kernel_ns(),

@@ -15,6 +15,9 @@ use lowlat_core::config::ModelConfig;
 use crate::kernels::abi::{Dtype, ROW_MAJOR};
 use crate::kernels::{Buffer, TensorInfo};
 
+/// Seed of the built-in models' weights: part of what `tiny-v41` means.
+pub const WEIGHT_SEED: u64 = 41;
+
 /// Logit of a token's successor when nothing disturbs the residual. It decides nothing of greedy
 /// text; sampled text has a mode at this size, so that drafts are accepted at temperature 1 too.
 const HEAD_GAIN: f32 = 36.0;

@@ -5,6 +5,7 @@
 #[pyo3::pymodule]
 mod _dispatch {
     use lowlat_core::graph_key::Record;
+    use lowlat_core::plan::{MemoryPlan, PlanOptions};
     use lowlat_core::{Reason, config, spec};
     use pyo3::exceptions::PyValueError;
     use pyo3::prelude::*;
@@ -54,6 +55,17 @@ mod _dispatch {
         let options = spec::CheckOptions::from_json(&text).map_err(value_error)?;
         let declines = spec::check(model_config_json, &options);
         Ok(declines.iter().map(ToString::to_string).collect())
+    }
+
+    /// What a model takes of each rank's memory: (JSON, table). `options` is JSON text with any of
+    /// tp_size, page_size, context, requests. ValueError where the configuration or an option
+    /// cannot be read, or the ranks do not divide the model.
+    #[pyfunction]
+    fn memory_plan(model_config_json: &str, options: &str) -> PyResult<(String, String)> {
+        let config = config::ModelConfig::from_json(model_config_json).map_err(value_error)?;
+        let options = PlanOptions::from_json(options).map_err(value_error)?;
+        let plan = MemoryPlan::new(&config, &options).map_err(value_error)?;
+        Ok((plan.to_json(), plan.to_text()))
     }
 
     /// Four budgets in nanoseconds: kernel < plugin < collective < engine. ValueError names every

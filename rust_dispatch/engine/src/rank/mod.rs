@@ -3,7 +3,7 @@
 
 mod arena;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
 use lowlat_core::config::ModelConfig;
@@ -17,27 +17,67 @@ use lowlat_core::{
 };
 
 use crate::EngineError;
+use crate::checkpoint::Checkpoint;
 use crate::kernels::abi::{self, PeerHandle, StepMode as KernelMode};
-use crate::kernels::{KernelError, KernelModel, Kernels, ModelHandle, Status, TensorInfo};
+use crate::kernels::{Buffer, KernelError, KernelModel, Kernels, ModelHandle, Status, TensorInfo};
 use crate::model::{self, Geometry, KeyTraits};
 use crate::step::{FaultKind, StepMode, StepPath, StepPlan, StepRequest};
-use crate::weights::SeededWeights;
+use crate::weights::{SeededWeights, WEIGHT_SEED};
 
 use arena::{Arena, ArenaShape};
-
-/// Seed of the built-in models' weights: part of what `tiny-v41` means.
-const WEIGHT_SEED: u64 = 41;
 
 /// How long ranks wait for each other, and the clock that they all read.
 #[derive(Clone, Copy)]
 pub(crate) struct Deadlines {
     pub ladder: DeadlineLadder,
+    /// How long a phase of the start may take: the engine's deadline and the reading of weights.
+    pub start_ns: u64,
     pub clock: Instant,
 }
 
 impl Deadlines {
     fn now(&self) -> InstantNs {
         InstantNs(self.clock.elapsed().as_nanos() as u64)
+    }
+}
+
+/// Where the weights come from.
+#[derive(Clone)]
+pub(crate) enum WeightSource {
+    /// Made on the spot.
+    Seeded,
+    /// Files that the runtime keeps open until all ranks have started.
+    Checkpoint(Weak<Checkpoint>),
+}
+
+impl WeightSource {
+    /// Hands every tensor with this rank's memory of it to `bind`.
+    fn fill(
+        &self,
+        config: &ModelConfig,
+        tensors: &[TensorInfo],
+        coverage: &Coverage,
+        mut bind: impl FnMut(&TensorInfo, Buffer<u8>) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        let (rank, size) = (coverage.tp_rank().0, coverage.tp_size());
+        let seeded;
+        let open;
+        let fill: &dyn Fn(&TensorInfo) -> Result<Buffer<u8>, String> = match self {
+            Self::Seeded => {
+                seeded = SeededWeights::new(config, WEIGHT_SEED);
+                &|tensor| seeded.fill(tensor, rank, size)
+            }
+            Self::Checkpoint(checkpoint) => {
+                open = checkpoint.upgrade().ok_or_else(|| {
+                    EngineError::Fault("the start was given up while weights were read".into())
+                })?;
+                &|tensor| open.fill(tensor, rank, size)
+            }
+        };
+        for tensor in tensors {
+            bind(tensor, fill(tensor).map_err(EngineError::Refused)?)?;
+        }
+        Ok(())
     }
 }
 
@@ -48,6 +88,7 @@ pub(crate) struct RankSetup {
     pub platform: String,
     pub model: String,
     pub config: Arc<ModelConfig>,
+    pub weights: WeightSource,
     pub geometry: Geometry,
     pub deadlines: Deadlines,
     /// Drafts a step; 0 without speculation.
@@ -708,7 +749,7 @@ fn agree_phase(
     digest: u64,
 ) -> Result<(), EngineError> {
     let digest = Fnv1a::new().text(phase).u64(digest).finish();
-    match seat.agree_step(digest, deadlines.ladder.engine_ns(), || deadlines.now()) {
+    match seat.agree_step(digest, deadlines.start_ns, || deadlines.now()) {
         VoteDecision::Agreed => Ok(()),
         decision => {
             let refusal = seat.step_refusal(decision);
@@ -751,13 +792,11 @@ fn build(
     let tp_rank = coverage.tp_rank();
     let kernel = |error: KernelError| EngineError::Refused(error.message.replace('\n', "; "));
     phase(&mut seat, &setup.deadlines, "binding", || {
-        let weights = SeededWeights::new(&setup.config, WEIGHT_SEED);
-        for tensor in tensors {
-            let memory = weights
-                .fill(tensor, tp_rank.0, coverage.tp_size())
-                .map_err(EngineError::Refused)?;
-            model.bind(tensor, memory).map_err(kernel)?;
-        }
+        setup
+            .weights
+            .fill(&setup.config, tensors, coverage, |tensor, memory| {
+                model.bind(tensor, memory).map_err(kernel)
+            })?;
         let handle = model.peer_export().map_err(kernel)?;
         let handles = &setup.exchange.handles;
         handles
@@ -877,6 +916,7 @@ mod tests {
         let ladder = DeadlineLadder::new(1, 2, 3, 60_000_000_000).unwrap();
         let deadlines = Deadlines {
             ladder,
+            start_ns: ladder.engine_ns(),
             clock: Instant::now(),
         };
         let board = Board::new(3).unwrap();
