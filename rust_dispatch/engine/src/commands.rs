@@ -258,8 +258,8 @@ pub fn run(
             let seen = other.map_or("no command".into(), |word| format!("{word:?}"));
             let _ = writeln!(
                 err,
-                "lowlat-engine: error: {seen}; replay, trace, inspect, make-checkpoint or completion \
-                 is needed (see --help)"
+                "lowlat-engine: error: {seen}; replay, trace, inspect, make-checkpoint or \
+                 completion is needed (see --help)"
             );
             USAGE
         }
