@@ -324,7 +324,8 @@ typedef struct lowlat_array {
 } lowlat_array;
 
 /* The operations as JSON: [{"name", "models", "about", "in": [{"name","dtype","shape","optional",
- * "about"}], "out": [...], "numerics": {platform: {output: "bitwise" | "metric <= bound"}}}]. */
+ * "about"}], "out": [...], "numerics": {platform: {output: "bitwise" | "metric <= bound"}}}].
+ * "models" is words of "v4" and "v41"; a name whose arrays differ has an entry for each model. */
 LOWLAT_API const char* lowlat_op_list(void);
 
 /* First half: checks `inputs` (missing, extra, mis-shaped, mis-typed, out of range: refused by
