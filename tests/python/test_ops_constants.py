@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from oracle import formats, mix, rope_kv
+from oracle import MODELS, formats, index, mix, rope_kv
 from oracle.cases import MULTIPLIERS, is_prime, one, primes_after
 from oracle.compare import check_bound, check_exact
 from oracle.run import PLATFORMS, bounds, run
@@ -43,8 +43,14 @@ def test_oracle_balances_the_example():
     np.testing.assert_allclose(mix.sinkhorn(sinkhorn_logits()), SINKHORN, atol=2e-7)
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_hc_stats_balances_the_example(platform):
+# Every platform by the rules of every model.
+runs = pytest.mark.parametrize(
+    "platform, model", [(platform, model) for platform in PLATFORMS for model in MODELS]
+)
+
+
+@runs
+def test_hc_stats_balances_the_example(platform, model):
     # fn = 0 leaves m = 0, so the logits are `base` alone.
     base = np.zeros(24, np.float32)
     base[8:] = sinkhorn_logits().reshape(-1)
@@ -59,6 +65,7 @@ def test_hc_stats_balances_the_example(platform):
             "base": base,
             "scale": np.ones(3, np.float32),
         },
+        model,
     )
     for row in range(2):
         np.testing.assert_allclose(out["comb"][row], SINKHORN, atol=3e-7)
@@ -86,21 +93,21 @@ def test_engram_multipliers():
     assert drawn.tolist() == [67716810739261, 51510806800915, 30921347202721, 82619226485591]
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_kv_scale_of_an_all_zero_group_is_byte_105(platform):
-    rows = run("kv_pack", platform, {"kv": np.zeros((1, 512), np.float32)})["rows"]
+@runs
+def test_kv_scale_of_an_all_zero_group_is_byte_105(platform, model):
+    rows = run("kv_pack", platform, {"kv": np.zeros((1, 512), np.float32)}, model)["rows"]
     assert rows[0, 576:].tolist() == [105] * 7 + [0]
     assert not rows[0, :576].any()
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_kv_scales_are_the_smallest_powers_of_two_that_reach(platform):
+@runs
+def test_kv_scales_are_the_smallest_powers_of_two_that_reach(platform, model):
     kv = np.zeros((2, 512), np.float32)
     kv[0, 0] = 448.0  # amax / 448 is exactly 1: byte 127
     kv[0, 64] = np.nextafter(np.float32(448.0), np.float32(500.0))  # just above: byte 128
     kv[0, 128] = np.nextafter(np.float32(448.0), np.float32(0.0))
     kv[1, 0], kv[1, 65] = -0.0, -3.5
-    rows = run("kv_pack", platform, {"kv": kv})["rows"]
+    rows = run("kv_pack", platform, {"kv": kv}, model)["rows"]
     assert rows[0, 576:579].tolist() == [127, 128, 127]
     # 448 is the top code; just above it halves to 224; just below it rounds up to 448.
     assert rows[0, [0, 64, 128]].tolist() == [0x7E, 0x76, 0x7E]
@@ -128,20 +135,20 @@ def test_oracle_formats_agree_with_ml_dtypes():
     assert formats.ceil_power_of_two(1.0) == 0 and formats.ceil_power_of_two(1.0000001) == 1
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@runs
 @pytest.mark.parametrize("yarn", [0, 1])
-def test_rope_turns_unit_pairs_by_the_published_angles(platform, yarn):
+def test_rope_turns_unit_pairs_by_the_published_angles(platform, model, yarn):
     frequency = np.array(YARN.split(), np.float64) if yarn else 10000.0 ** (-np.arange(32) / 32)
     x = np.zeros((2, 1, 64))
     x[:, :, 0::2] = 1.0
     pos = np.array([0, 3], np.int64)
     arrays = {"x": formats.bf16_bits(x), "pos": pos, "yarn": one(yarn), "inverse": one(0)}
-    out = formats.bf16_value(run("rope", platform, arrays)["x"])
+    out = formats.bf16_value(run("rope", platform, arrays, model)["x"])
     for t in range(2):
         np.testing.assert_allclose(out[t, 0, 0::2], np.cos(pos[t] * frequency), atol=2e-3)
         np.testing.assert_allclose(out[t, 0, 1::2], np.sin(pos[t] * frequency), atol=2e-3)
     back = dict(arrays, x=formats.bf16_bits(out), inverse=one(1))
-    again = formats.bf16_value(run("rope", platform, back)["x"])
+    again = formats.bf16_value(run("rope", platform, back, model)["x"])
     np.testing.assert_allclose(again, x, atol=1e-2)
 
 
@@ -171,15 +178,57 @@ def test_engram_hash_of_the_real_layer(platform):
     assert ids[1, 23] == (x1 ^ (2 * m[2]) ^ (2 * m[3])) % primes[23] + sum(primes[:23])
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_sinkhorn_of_the_oracle_holds_for_the_example_within_the_bound(platform):
+@runs
+def test_sinkhorn_of_the_oracle_holds_for_the_example_within_the_bound(platform, model):
     arrays = {
         "residual": formats.bf16_bits(np.ones((1, 4, 32))),
         "fn": np.zeros((24, 128), np.float32),
         "base": np.concatenate([np.zeros(8), sinkhorn_logits().reshape(-1)]).astype(np.float32),
         "scale": np.ones(3, np.float32),
     }
-    want = mix.hc_stats(arrays)
-    got = run("hc_stats", platform, arrays)
-    for name, bound in bounds("hc_stats", platform).items():
+    want = mix.hc_stats(arrays, model)
+    got = run("hc_stats", platform, arrays, model)
+    for name, bound in bounds("hc_stats", platform, model).items():
         check_bound(name, bound, got[name], want[name])
+
+
+def test_oracle_hadamard_is_orthonormal_and_symmetric():
+    matrix = index.hadamard(np.eye(128))
+    np.testing.assert_allclose(matrix @ matrix, np.eye(128), atol=1e-15)
+    assert np.array_equal(matrix, matrix.T)
+    # Sylvester's order: row 1 alternates, row 64 is one half and then minus it.
+    assert (matrix[1, :4] > 0).tolist() == [True, False, True, False]
+    assert (matrix[64, [0, 63, 64, 127]] > 0).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_index_scales_of_v4_have_a_floor_and_no_power_of_two(platform):
+    q = np.zeros((2, 1, 128))
+    q[1, 0, 0] = 3.0 * 128**0.5
+    arrays = {"q": formats.bf16_bits(q), "pos": np.zeros(2, np.int64)}
+    out = run("index_query", platform, arrays, "v4")
+    amax = formats.bf16_value(arrays["q"])[1, 0, 0] * 128**-0.5
+    np.testing.assert_allclose(out["qs"][:, 0], [2.2321e-7, amax / 448], rtol=2e-5)
+    assert not out["iq"][0].any() and (out["iq"][1] == 0x7E).all()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_compressed_keys_of_v4_turn_at_their_first_token(platform):
+    """No gate, no bias, one input: every token of a block has the same value, 1 in every channel,
+    and the norm leaves it; so entry n of ratio r shows the angles of position r n."""
+    frequency = np.array(YARN.split(), np.float64)
+    for ratio, width in ((4, 1024), (128, 512)):
+        arrays = {
+            "x": formats.bf16_bits(np.ones((3 * ratio, 1))),
+            "wkv": formats.bf16_bits(np.ones((width, 1))),
+            "wgate": np.zeros((width, 1), np.uint16),
+            "ape": np.zeros((ratio, width), np.float32),
+            "norm": formats.bf16_bits(np.ones(512)),
+            "ratio": one(ratio),
+        }
+        kv = run("compress", platform, arrays, "v4")["kv"]
+        assert (kv[:, :448] == 1.0).all()
+        for n in range(3):
+            cos, sin = np.cos(ratio * n * frequency), np.sin(ratio * n * frequency)
+            np.testing.assert_allclose(kv[n, 448::2], cos - sin, atol=8e-3)
+            np.testing.assert_allclose(kv[n, 449::2], cos + sin, atol=8e-3)

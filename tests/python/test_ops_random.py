@@ -1,71 +1,84 @@
 """Every operation at random inputs: ``reference`` against the oracle, ``scalar`` by its bounds."""
 
+import numpy as np
 import pytest
-from oracle import OPS
+from oracle import MODELS, OPS
 from oracle.cases import SHAPES, make
-from oracle.compare import check_declared, check_oracle_outputs, value
-from oracle.index import key_values
+from oracle.compare import CODES, check_declared, check_oracle_outputs, value
 from oracle.run import bounds, op_list, run
 
 SEEDS = (1, 2, 3)
 CASES = [
-    pytest.param(op, shape, id=f"{op}-" + "-".join(f"{k}{v}" for k, v in shape.items()))
-    for op, (_, shapes) in SHAPES.items()
+    pytest.param(
+        model, op, shape, id=f"{model}-{op}-" + "-".join(f"{k}{v}" for k, v in shape.items())
+    )
+    for model in MODELS
+    for op, (_, shapes) in SHAPES[model].items()
     for shape in shapes
 ]
 
 
-def test_every_operation_has_an_oracle_and_cases():
-    assert set(op_list()) == set(OPS) == set(SHAPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_operation_has_an_oracle_and_cases(model):
+    assert set(op_list(model)) == set(OPS[model]) == set(SHAPES[model])
 
 
-@pytest.mark.parametrize("op, shape", CASES)
-def test_reference_agrees_with_the_oracle(op, shape):
+@pytest.mark.parametrize("model, op, shape", CASES)
+def test_reference_agrees_with_the_oracle(model, op, shape):
     for seed in SEEDS:
-        arrays = make(op, seed, **shape)
-        want, got = OPS[op](arrays), run(op, "reference", arrays)
+        arrays = make(op, seed, model, **shape)
+        want, got = OPS[model][op](arrays), run(op, "reference", arrays, model)
         check_oracle_outputs(op, got, want)
 
 
-@pytest.mark.parametrize("op, shape", CASES)
-def test_scalar_is_within_its_declared_bounds(op, shape):
-    declared = bounds(op, "scalar")
+@pytest.mark.parametrize("model, op, shape", CASES)
+def test_scalar_is_within_its_declared_bounds(model, op, shape):
+    declared = bounds(op, "scalar", model)
     for seed in SEEDS:
-        arrays = make(op, seed, **shape)
-        check_declared(op, arrays, run(op, "scalar", arrays), OPS[op](arrays), declared)
+        arrays = make(op, seed, model, **shape)
+        got, want = run(op, "scalar", arrays, model), OPS[model][op](arrays)
+        check_declared(op, arrays, got, want, declared, model)
 
 
-@pytest.mark.parametrize("op, shape", CASES)
-def test_scalar_gives_the_same_bytes_twice(op, shape):
-    arrays = make(op, 1, **shape)
-    first, second = run(op, "scalar", arrays), run(op, "scalar", arrays)
+@pytest.mark.parametrize("model, op, shape", CASES)
+def test_scalar_gives_the_same_bytes_twice(model, op, shape):
+    arrays = make(op, 1, model, **shape)
+    first, second = (run(op, "scalar", arrays, model) for _ in range(2))
     assert {n: a.tobytes() for n, a in first.items()} == {n: a.tobytes() for n, a in second.items()}
 
 
-# Outputs that are rounded twice, and the share of elements in which the first rounding may fall
-# otherwise in fp32 than in float64. Leaving that rounding out moves several times as many (planted:
-# hc_combine_norm without bf16(v), compress without bf16 before the statistic or after rotation).
-FIRST_ROUNDINGS = {
-    "hc_combine_norm": 0.02,
-    "compress": 0.001,
-    "index_query": 0.001,
-    "index_key": 0.001,
-    "engram_apply": 0.02,
+# Outputs whose roundings a bound over the whole output cannot see, and the share of elements that
+# fp32 may move to the other side of a tie. Another rounding than the model's moves several times as
+# many (planted in V4.1: hc_combine_norm without bf16(v), compress without bf16 before the statistic
+# or after rotation; in V4 each of them the other way round).
+ROUNDINGS = {
+    ("v41", "hc_combine_norm"): 0.02,
+    ("v41", "compress"): 0.001,
+    ("v41", "index_query"): 0.001,
+    ("v41", "index_key"): 0.001,
+    ("v41", "engram_apply"): 0.02,
+    ("v4", "hc_combine_norm"): 0.005,
+    ("v4", "compress"): 0.005,
+    ("v4", "index_query"): 0.001,
+    ("v4", "index_key"): 0.001,
 }
 
 
-@pytest.mark.parametrize("op", FIRST_ROUNDINGS)
-def test_scalar_rounds_where_the_model_rounds(op):
-    shape = max(SHAPES[op][1], key=lambda shape: shape.get("T", shape.get("L", 0)))
+@pytest.mark.parametrize("model, op", ROUNDINGS)
+def test_scalar_rounds_where_the_model_rounds(model, op):
+    shape = max(SHAPES[model][op][1], key=lambda shape: shape.get("T", shape.get("L", 0)))
     moved = total = 0
     for seed in range(10, 18):
-        arrays = make(op, seed, **shape)
-        got = run(op, "scalar", arrays)
-        for name, want in OPS[op](arrays).items():
-            a, b = (key_values(v) if op == "index_key" else value(v) for v in (got[name], want))
+        arrays = make(op, seed, model, **shape)
+        got = run(op, "scalar", arrays, model)
+        for name, want in OPS[model][op](arrays).items():
+            if want.dtype == np.float32 and name == "qs":
+                continue  # A scale, not rounded to anything.
+            read = CODES.get((op, name), value)
+            a, b = read(got[name]), read(want)
             moved += (a != b).sum()
             total += b.size
-    assert moved <= FIRST_ROUNDINGS[op] * total, f"{moved} of {total} elements differ"
+    assert moved <= ROUNDINGS[model, op] * total, f"{moved} of {total} elements differ"
 
 
 # Operations whose first axis is rows (or requests), and which inputs go with a row.
@@ -73,7 +86,9 @@ PER_ROW = {
     "hc_stats": ["residual"],
     "hc_combine_norm": ["residual", "pre"],
     "hc_post": ["residual", "y", "post", "comb"],
+    "hc_head": ["residual"],
     "rms_norm": ["x"],
+    "head_norm": ["x"],
     "block_linear": ["x"],
     "lm_head": ["x"],
     "rope": ["x", "pos"],
@@ -87,21 +102,43 @@ PER_ROW = {
     "kv_pack": ["kv"],
     "kv_unpack": ["rows"],
     "gate": ["x"],
+    "hash_gate": ["token", "x"],
     "experts": ["x", "ids", "weight"],
     "engram_apply": ["residual", "e"],
     "markov_draft": ["base", "anchor", "temp", "uniform"],
     "accept": ["draft", "target_logits", "draft_logits", "temp", "coins"],
 }
+# What takes one sequence.
+PER_SEQUENCE = {("v4", "index_key"), ("v4", "compress"), ("v41", "compress")}
+ROW_CASES = [
+    (model, op)
+    for model in MODELS
+    for op in PER_ROW
+    if op in OPS[model]
+    if (model, op) not in PER_SEQUENCE
+]
 
 
-@pytest.mark.parametrize("op", PER_ROW)
-def test_scalar_rows_do_not_depend_on_their_neighbours(op):
+@pytest.mark.parametrize("model, op", ROW_CASES)
+def test_scalar_rows_do_not_depend_on_their_neighbours(model, op):
     # What makes chunked, batched and speculative runs equal token for token.
-    for shape in SHAPES[op][1]:
-        arrays = make(op, 4, **shape)
-        whole = run(op, "scalar", arrays)
+    for shape in SHAPES[model][op][1]:
+        arrays = make(op, 4, model, **shape)
+        whole = run(op, "scalar", arrays, model)
         rows = len(arrays[PER_ROW[op][0]])
         for row in {0, rows // 2, rows - 1}:
             alone = dict(arrays) | {n: arrays[n][row : row + 1] for n in PER_ROW[op] if n in arrays}
-            for name, got in run(op, "scalar", alone).items():
+            for name, got in run(op, "scalar", alone, model).items():
                 assert got[0].tobytes() == whole[name][row].tobytes(), f"{name}, row {row}"
+
+
+@pytest.mark.parametrize("model, op", sorted(PER_SEQUENCE))
+def test_scalar_entries_do_not_depend_on_later_tokens(model, op):
+    for shape in SHAPES[model][op][1]:
+        arrays = make(op, 4, model, **shape)
+        ratio = int(arrays["ratio"]) if op == "compress" else 4
+        ((name, whole),) = run(op, "scalar", arrays, model).items()
+        for entries in {1, (len(whole) + 1) // 2, len(whole)}:
+            shorter = arrays | {"x": arrays["x"][: entries * ratio]}
+            got = run(op, "scalar", shorter, model)[name]
+            assert got.tobytes() == whole[:entries].tobytes(), f"{entries} of {len(whole)} entries"

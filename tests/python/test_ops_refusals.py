@@ -2,93 +2,97 @@
 
 import numpy as np
 import pytest
+from oracle import MODELS
 from oracle.cases import SHAPES, make
 from oracle.run import PLATFORMS, op_list, run
 
-OPS = list(SHAPES)
+OPS = [(model, op) for model in MODELS for op in SHAPES[model]]
+each_operation = pytest.mark.parametrize("model, op", OPS)
 FLOAT_WORDS = ("bf16", "f32", "e4m3")
 
 
-def inputs(op, shape=1):
-    return make(op, 7, **SHAPES[op][1][shape])
+def inputs(model, op, shape=1):
+    return make(op, 7, model, **SHAPES[model][op][1][shape])
 
 
-def declared(op):
-    return {spec["name"]: spec for spec in op_list()[op]["in"]}
+def declared(model, op):
+    return {spec["name"]: spec for spec in op_list(model)[op]["in"]}
 
 
-def refusal(op, arrays, platform="reference"):
+def refusal(model, op, arrays, platform="reference"):
     with pytest.raises(ValueError) as caught:
-        run(op, platform, arrays)
+        run(op, platform, arrays, model)
     message = str(caught.value)
     assert message and "\n" not in message, f"not one line: {message!r}"
     return message
 
 
-def check_refused(op, arrays, *words):
+def check_refused(model, op, arrays, *words):
     """Refused the same way on both platforms, naming one of `words`."""
-    messages = {refusal(op, arrays, platform) for platform in PLATFORMS}
+    messages = {refusal(model, op, arrays, platform) for platform in PLATFORMS}
     assert len(messages) == 1, messages
     message = messages.pop()
     assert any(word in message for word in words), f"{message!r} names none of {words}"
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_missing_and_extra_arrays(op):
-    arrays, specs = inputs(op), declared(op)
+@each_operation
+def test_missing_and_extra_arrays(model, op):
+    arrays, specs = inputs(model, op), declared(model, op)
     assert set(arrays) <= set(specs)
     for name in specs:
         if specs[name].get("optional") or name not in arrays:
             continue
-        check_refused(op, {n: a for n, a in arrays.items() if n != name}, name)
-    check_refused(op, arrays | {"surplus": np.zeros(3, np.float32)}, "surplus")
+        check_refused(model, op, {n: a for n, a in arrays.items() if n != name}, name)
+    check_refused(model, op, arrays | {"surplus": np.zeros(3, np.float32)}, "surplus")
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_other_dtypes(op):
-    arrays = inputs(op)
+@each_operation
+def test_other_dtypes(model, op):
+    arrays = inputs(model, op)
     for name, array in arrays.items():
         for dtype in (np.uint8, np.int32, np.int64, np.float32, np.uint16):
             if array.dtype != dtype:
                 with np.errstate(invalid="ignore"):
-                    check_refused(op, arrays | {name: np.zeros(array.shape, dtype)}, name)
+                    check_refused(model, op, arrays | {name: np.zeros(array.shape, dtype)}, name)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_other_ranks(op):
-    arrays = inputs(op)
+@each_operation
+def test_other_ranks(model, op):
+    arrays = inputs(model, op)
     for name, array in arrays.items():
-        check_refused(op, arrays | {name: array[None]}, name)
+        check_refused(model, op, arrays | {name: array[None]}, name)
         if array.ndim > 1:
-            check_refused(op, arrays | {name: array[0]}, name)
+            check_refused(model, op, arrays | {name: array[0]}, name)
 
 
-def bound_elsewhere(op, name, axis):
+def bound_elsewhere(model, op, name, axis):
     """Whether another array (or a number) fixes this dimension."""
-    specs = declared(op)
+    specs = declared(model, op)
     word = specs[name]["shape"].split(",")[axis] if isinstance(specs[name]["shape"], str) else None
     if word is None:
         word = str(specs[name]["shape"][axis])
     symbols = "".join(c for c in word if c.isalpha())
     if not symbols:
         return True
-    present = inputs(op)
+    present = inputs(model, op)
     return any(
         symbols in str(other["shape"]) for n, other in specs.items() if n != name and n in present
     )
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_other_dimensions(op):
-    arrays = inputs(op)
+@each_operation
+def test_other_dimensions(model, op):
+    arrays = inputs(model, op)
     for name, array in arrays.items():
         for axis in range(array.ndim):
-            if not bound_elsewhere(op, name, axis):
+            if not bound_elsewhere(model, op, name, axis):
                 continue
             longer = np.concatenate([array, array.take([0], axis)], axis)
-            specs = declared(op)
+            specs = declared(model, op)
             # The message may name the array, or the other one that fixed the symbol first.
-            check_refused(op, arrays | {name: longer}, name, *(n for n in specs if n in arrays))
+            check_refused(
+                model, op, arrays | {name: longer}, name, *(n for n in specs if n in arrays)
+            )
 
 
 def poison(array, word, value):
@@ -103,16 +107,18 @@ def poison(array, word, value):
     return bad.reshape(array.shape)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_nan_in_any_float_input(op):
-    arrays, specs = inputs(op), declared(op)
+@each_operation
+def test_nan_in_any_float_input(model, op):
+    arrays, specs = inputs(model, op), declared(model, op)
     for name, array in arrays.items():
         if specs[name]["dtype"] in FLOAT_WORDS and array.size:
-            check_refused(op, arrays | {name: poison(array, specs[name]["dtype"], "nan")}, name)
+            check_refused(
+                model, op, arrays | {name: poison(array, specs[name]["dtype"], "nan")}, name
+            )
 
 
-def with_value(op, name, index, value, shape=1):
-    arrays = inputs(op, shape)
+def with_value(model, op, name, index, value, shape=1):
+    arrays = inputs(model, op, shape)
     changed = arrays[name].copy()
     changed[index] = value
     return arrays | {name: changed}
@@ -130,8 +136,6 @@ def with_value(op, name, index, value, shape=1):
         ("sparse_attention", "swa_idx", (0, 0), 140),
         ("sparse_attention", "swa_idx", (0, 0), -2),
         ("sparse_attention", "extra_idx", (5, 39), 60),
-        ("compress", "ratio", (), 4),
-        ("compress", "ratio", (), 128),
         ("compress", "ratio", (), 0),
         ("index_query", "pos", 0, 1 << 20),
         ("index_select", "count", 0, 78),
@@ -160,13 +164,43 @@ def with_value(op, name, index, value, shape=1):
     ],
 )
 def test_values_out_of_range(op, name, index, value):
-    check_refused(op, with_value(op, name, index, value), name)
+    for model in MODELS:
+        if op in SHAPES[model]:
+            check_refused(model, op, with_value(model, op, name, index, value), name)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_rows_beyond_the_limits(op):
-    arrays = inputs(op)
-    specs = declared(op)
+@pytest.mark.parametrize(
+    "model, op, name, index, value",
+    [
+        ("v41", "compress", "ratio", (), 4),
+        ("v41", "compress", "ratio", (), 128),
+        ("v4", "compress", "ratio", (), 1),
+        ("v4", "compress", "ratio", (), 2),
+        ("v4", "compress", "ratio", (), 0),
+        ("v4", "compress", "ratio", (), 128),  # with the arrays of ratio 4
+        ("v4", "hash_gate", "token", 0, -1),
+        ("v4", "hash_gate", "token", 0, 40),
+        ("v4", "hash_gate", "table", (0, 0), 17),
+        ("v4", "hash_gate", "table", (39, 5), -1),
+    ],
+)
+def test_values_that_one_model_has_not(model, op, name, index, value):
+    check_refused(model, op, with_value(model, op, name, index, value), name, "ape", "wkv")
+
+
+def test_operations_of_the_other_model():
+    """Refused by the operation's and the model's names, before any array is looked at."""
+    for model in MODELS:
+        for other in set(MODELS) - {model}:
+            for op in set(SHAPES[other]) - set(SHAPES[model]):
+                message = refusal(model, op, inputs(other, op))
+                assert op in message and model in message, message
+
+
+@each_operation
+def test_rows_beyond_the_limits(model, op):
+    arrays = inputs(model, op)
+    specs = declared(model, op)
     first = next(iter(specs))
     dims = str(specs[first]["shape"])
     if "T" not in dims:
@@ -180,7 +214,7 @@ def test_rows_beyond_the_limits(op):
         resized = {
             n: rows(n, count) if "T" in shape_words(specs[n]) else a for n, a in arrays.items()
         }
-        check_refused(op, resized, "T", *arrays)
+        check_refused(model, op, resized, "T", *arrays)
 
 
 def shape_words(spec):
@@ -190,7 +224,7 @@ def shape_words(spec):
 
 
 def test_unknown_operation_model_and_platform():
-    arrays = inputs("rms_norm")
+    arrays = inputs("v41", "rms_norm")
     from lowlat import _kernels
 
     for op, model, platform, word in (

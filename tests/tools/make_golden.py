@@ -1,10 +1,13 @@
-"""Writes tests/golden: one small case of every operation, for the tests of all three languages.
+"""Writes tests/golden: small cases of every operation, for the tests of all three languages.
 
     python make_golden.py [--out DIR]        (`make golden`)
 
-    <op>/case.json          {"op", "model", "seed", "inputs": [array], "outputs": [array]}
-    <op>/in_<name>.bin      raw little-endian, row-major
-    <op>/out_<name>.bin     what platform `reference` gives
+    <case>/case.json        {"op", "models", "seed", "inputs": [array], "outputs": [array]}
+    <case>/in_<name>.bin    raw little-endian, row-major
+    <case>/out_<name>.bin   what platform `reference` gives
+
+A case is named by its operation where V4.1 has it; what V4 alone has, or means otherwise, ends in
+_v4. Every model of "models" gives the same outputs.
 
 An array is {"name", "dtype" (u8, i32, i64, f32, bf16), "shape", "file", "fnv1a64"}; an output has
 "bounds" too: platform to "bitwise" or "metric <= bound" (rel_l2, max_ulp, max_abs, max_rel), as
@@ -23,6 +26,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/python"))
 
+import oracle  # noqa: E402
 from oracle import run as kernels  # noqa: E402
 from oracle.cases import make, one  # noqa: E402
 from oracle.compare import TERM  # noqa: E402
@@ -32,7 +36,7 @@ SEED = 20260801
 DTYPES = {"uint8": "u8", "int32": "i32", "int64": "i64", "float32": "f32", "uint16": "bf16"}
 
 # Small shapes; a row or two of each case is made awkward below.
-SHAPES = {
+V41 = {
     "hc_stats": dict(T=3, H=64),
     "hc_combine_norm": dict(T=3, H=96),
     "hc_post": dict(T=3, H=96),
@@ -57,9 +61,31 @@ SHAPES = {
     "markov_draft": dict(B=4, g=3, V=64, R=16),
     "accept": dict(B=6, g=3, V=32),
 }
+# Of operations that mean the same in both models the cases above are V4's too.
+V4 = {
+    "hc_stats_v4": ("hc_stats", dict(T=3, H=64)),
+    "hc_combine_norm_v4": ("hc_combine_norm", dict(T=3, H=96)),
+    "hc_head_v4": ("hc_head", dict(T=3, H=64)),
+    "rms_norm_v4": ("rms_norm", dict(T=4, H=96)),
+    "head_norm_v4": ("head_norm", dict(T=3, h=2)),
+    "block_linear_v4": ("block_linear", dict(T=4, N=128, K=256, b=128)),
+    "compress_v4": ("compress", dict(L=15, H=16, ratio=4)),
+    "compress_v4_128": ("compress", dict(L=260, H=8, ratio=128)),
+    "index_query_v4": ("index_query", dict(T=4, h=2)),
+    "index_key_v4": ("index_key", dict(L=15, H=16)),
+    "index_select_v4": ("index_select", dict(T=4, h=2, N=50, k=16)),
+    "gate_v4": ("gate", dict(T=4, H=64, E=17)),
+    "hash_gate_v4": ("hash_gate", dict(T=4, V=30, H=64, E=17)),
+    "experts_v4": ("experts", dict(T=4, E=6, H=128, I=128, b=128)),
+}
+# Case to (operation, models, shape); the first model makes the inputs and the outputs.
+CASES = {
+    op: (op, ["v41", "v4"] if op in oracle.SHARED and f"{op}_v4" not in V4 else ["v41"], shape)
+    for op, shape in V41.items()
+} | {name: (op, ["v4"], shape) for name, (op, shape) in V4.items()}
 
 
-def awkward(op, arrays):
+def awkward(op, model, arrays):
     """Signed zeros, subnormals, saturation, ties, paddings and the ends of the ranges."""
     for name in ("x", "residual", "q"):
         if name in arrays and arrays[name].dtype == np.uint16:
@@ -76,11 +102,15 @@ def awkward(op, arrays):
         arrays["sink"][1] = -np.inf
     if op == "compress":
         arrays["x"][1] = arrays["x"][0]
+    if op == "compress" and model == "v41":
         arrays["norm"][:16] = bf16_bits(bf16_value(arrays["norm"][:16]) * 4096)
+    if (op, model) in (("compress", "v4"), ("index_key", "v4")):
+        arrays["x"][4:8] = 0
+        arrays["ape"][0, ::3] = 60.0  # one candidate takes all
     if op == "gate":
         arrays["w"][9] = arrays["w"][4]
         arrays["bias"][[4, 9]] = 0.5
-    if op == "index_key":
+    if op == "index_key" and model == "v41":
         arrays["pos"][:2] = [0, 65535]
         arrays["latent"][0] = 0
     if op == "candidate_blocks":
@@ -89,7 +119,8 @@ def awkward(op, arrays):
     if op == "index_select":
         arrays["ik"][20:30] = arrays["ik"][20]
         arrays["count"][1] = 0
-        arrays["blocks"][1] = -1
+        if "blocks" in arrays:
+            arrays["blocks"][1] = -1
     if op == "engram_hash":
         arrays["image_token"] = one(arrays["history"][2, 1])
         arrays["pos"][:4] = [0, 1, 1048575, 3]
@@ -131,15 +162,18 @@ def describe(folder, prefix, name, array):
     }
 
 
-def write_case(out, op):
-    folder = out / op
+def write_case(out, name):
+    op, models, shape = CASES[name]
+    folder = out / name
     folder.mkdir(parents=True)
-    inputs = awkward(op, make(op, SEED, **SHAPES[op]))
-    outputs = kernels.run(op, "reference", inputs)
-    declared = {platform: kernels.bounds(op, platform) for platform in kernels.PLATFORMS[1:]}
+    inputs = awkward(op, models[0], make(op, SEED, models[0], **shape))
+    outputs = kernels.run(op, "reference", inputs, models[0])
+    declared = {
+        platform: kernels.bounds(op, platform, models[0]) for platform in kernels.PLATFORMS[1:]
+    }
     case = {
         "op": op,
-        "model": kernels.MODEL,
+        "models": models,
         "seed": SEED,
         "inputs": [describe(folder, "in", n, a) for n, a in sorted(inputs.items())],
         "outputs": [
@@ -156,8 +190,8 @@ def write_all(out):
     """Replaces the folder `out`."""
     if out.exists():
         shutil.rmtree(out)
-    for op in SHAPES:
-        write_case(out, op)
+    for name in CASES:
+        write_case(out, name)
 
 
 def main():
@@ -166,7 +200,7 @@ def main():
     out = parser.parse_args().out
     write_all(out)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    print(f"{len(SHAPES)} cases, {size / 1e3:.0f} kB in {out}")
+    print(f"{len(CASES)} cases, {size / 1e3:.0f} kB in {out}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -152,13 +154,15 @@ Array read_array(const fs::path& folder, const Json& entry) {
 }
 
 struct Case {
-  std::string op, model;
+  std::string name, op;
+  std::vector<std::string> models;
   std::vector<Array> inputs, outputs;
 };
 
 Case read_case(const fs::path& folder) {
   const Json json = Parser(read_file(folder / "case.json")).whole();
-  Case one{json.at("op").text, json.at("model").text, {}, {}};
+  Case one{folder.filename().string(), json.at("op").text, {}, {}, {}};
+  for (const Json& model : json.at("models").items) one.models.push_back(model.text);
   for (const Json& entry : json.at("inputs").items) {
     one.inputs.push_back(read_array(folder, entry));
   }
@@ -187,7 +191,8 @@ std::size_t element_bytes(std::uint32_t dtype) {
 }
 
 // Outputs by name, in memory that was poisoned before the run.
-std::map<std::string, std::string> run(const Case& one, const char* platform) {
+std::map<std::string, std::string> run(const Case& one, const std::string& model,
+                                       const char* platform) {
   std::vector<lowlat_array> inputs;
   for (const Array& array : one.inputs) {
     lowlat_array in{};
@@ -201,7 +206,7 @@ std::map<std::string, std::string> run(const Case& one, const char* platform) {
   const auto num_inputs = static_cast<std::int32_t>(inputs.size());
   lowlat_array outputs[LOWLAT_MAX_OP_OUTPUTS] = {};
   std::int32_t num_outputs = 0;
-  if (lowlat_op_plan(one.op.c_str(), one.model.c_str(), platform, inputs.data(), num_inputs,
+  if (lowlat_op_plan(one.op.c_str(), model.c_str(), platform, inputs.data(), num_inputs,
                      outputs, &num_outputs) != LOWLAT_OK) {
     throw std::runtime_error(one.op + ": " + lowlat_last_error());
   }
@@ -213,7 +218,7 @@ std::map<std::string, std::string> run(const Case& one, const char* platform) {
     data.assign(bytes, '\xff');  // NaN as f32 and as bf16
     outputs[i].data = data.data();
   }
-  if (lowlat_op_run(one.op.c_str(), one.model.c_str(), platform, inputs.data(), num_inputs, outputs,
+  if (lowlat_op_run(one.op.c_str(), model.c_str(), platform, inputs.data(), num_inputs, outputs,
                     num_outputs) != LOWLAT_OK) {
     throw std::runtime_error(one.op + ": " + lowlat_last_error());
   }
@@ -280,20 +285,30 @@ bool meets(const std::string& bound, const Array& want, const std::string& got) 
 
 }  // namespace
 
-TEST_CASE(golden_has_a_case_of_every_operation) {
-  const Json list = Parser(lowlat_op_list()).whole();
-  CHECK_EQ(list.items.size(), folders().size());
-  for (const Json& op : list.items) CHECK(fs::exists(kGolden / op.at("name").text / "case.json"));
+TEST_CASE(golden_has_a_case_of_every_operation_and_model) {
+  std::set<std::string> covered, declared;
+  for (const fs::path& folder : folders()) {
+    const Case one = read_case(folder);
+    for (const std::string& model : one.models) covered.insert(one.op + " " + model);
+  }
+  for (const Json& op : Parser(lowlat_op_list()).whole().items) {
+    std::istringstream models(op.at("models").text);
+    for (std::string model; models >> model;) declared.insert(op.at("name").text + " " + model);
+  }
+  CHECK(covered == declared);
 }
 
 TEST_CASE(golden_reference_gives_the_same_bytes) {
   for (const fs::path& folder : folders()) {
     const Case one = read_case(folder);
-    const auto got = run(one, "reference");
-    CHECK_EQ(got.size(), one.outputs.size());
-    for (const Array& want : one.outputs) {
-      if (got.at(want.name) != want.data) {
-        lowlat::check::report(__FILE__, __LINE__, one.op + ": " + want.name + " differs");
+    for (const std::string& model : one.models) {
+      const auto got = run(one, model, "reference");
+      CHECK_EQ(got.size(), one.outputs.size());
+      for (const Array& want : one.outputs) {
+        if (got.at(want.name) != want.data) {
+          lowlat::check::report(__FILE__, __LINE__,
+                                one.name + ", " + model + ": " + want.name + " differs");
+        }
       }
     }
   }
@@ -302,11 +317,14 @@ TEST_CASE(golden_reference_gives_the_same_bytes) {
 TEST_CASE(golden_scalar_meets_the_declared_bounds) {
   for (const fs::path& folder : folders()) {
     const Case one = read_case(folder);
-    const auto got = run(one, "scalar");
-    for (const Array& want : one.outputs) {
-      const std::string& bound = want.bounds.at("scalar");
-      if (!meets(bound, want, got.at(want.name))) {
-        lowlat::check::report(__FILE__, __LINE__, one.op + ": " + want.name + " misses " + bound);
+    for (const std::string& model : one.models) {
+      const auto got = run(one, model, "scalar");
+      for (const Array& want : one.outputs) {
+        const std::string& bound = want.bounds.at("scalar");
+        if (!meets(bound, want, got.at(want.name))) {
+          lowlat::check::report(__FILE__, __LINE__,
+                                one.name + ", " + model + ": " + want.name + " misses " + bound);
+        }
       }
     }
   }

@@ -1,4 +1,4 @@
-"""Random inputs for every operation, by shape: for the tests and for the golden vectors."""
+"""Random inputs for every operation and model, by shape: for tests and for the golden vectors."""
 
 import numpy as np
 
@@ -59,6 +59,14 @@ def kv_rows(rng, n):
     return kv_pack({"kv": f32(rng, n, 512)})["rows"]
 
 
+def index_rows_v4(rng, n):
+    rows = np.empty((n, 132), np.uint8)
+    rows[:, :128] = e4m3(rng, n, 128)
+    scale = rng.uniform(0.5, 2.0, n).astype(np.float32) / np.float32(448.0)
+    rows[:, 128:] = scale.astype("<f4")[:, None].view(np.uint8)
+    return rows
+
+
 def index_rows(rng, n):
     rows = np.empty((n, 68), np.uint8)
     rows[:, :64] = fp4(rng, n, 64)
@@ -84,6 +92,15 @@ def hc_stats(rng, T, H):
     }
 
 
+def hc_head(rng, T, H):
+    return {
+        "residual": bf16(rng, T, 4, H),
+        "fn": f32(rng, 4, 4 * H, scale=(4 * H) ** -0.5),
+        "base": f32(rng, 4),
+        "scale": f32(rng, 1),
+    }
+
+
 def hc_combine_norm(rng, T, H):
     return {
         "residual": bf16(rng, T, 4, H),
@@ -103,6 +120,10 @@ def hc_post(rng, T, H):
 
 def rms_norm(rng, T, H):
     return {"x": bf16(rng, T, H), "gain": bf16(rng, H)}
+
+
+def head_norm(rng, T, h):
+    return {"x": bf16(rng, T, h, 512)}
 
 
 def rank_sum(rng, R, T, H):
@@ -165,6 +186,18 @@ def compress(rng, L, H, ratio):
     return arrays
 
 
+def compress_v4(rng, L, H, ratio):
+    width = 1024 if ratio == 4 else 512
+    return {
+        "x": bf16(rng, L, H),
+        "wkv": bf16(rng, width, H, scale=H**-0.5),
+        "wgate": bf16(rng, width, H, scale=H**-0.5),
+        "ape": f32(rng, ratio, width),
+        "norm": bf16(rng, 512),
+        "ratio": one(ratio),
+    }
+
+
 def index_query(rng, T, h):
     pos = rng.integers(0, 1 << 20, T)
     pos[:1] = 1048575
@@ -179,6 +212,16 @@ def index_key(rng, T):
         "wk": bf16(rng, 128, 512, scale=512**-0.5),
         "norm": bf16(rng, 128),
         "pos": pos.astype(np.int64),
+    }
+
+
+def index_key_v4(rng, L, H):
+    return {
+        "x": bf16(rng, L, H),
+        "wkv": bf16(rng, 256, H, scale=H**-0.5),
+        "wgate": bf16(rng, 256, H, scale=H**-0.5),
+        "ape": f32(rng, 4, 256),
+        "norm": bf16(rng, 128),
     }
 
 
@@ -208,6 +251,27 @@ def index_select(rng, T, h, N, k, M=0):
             picked = np.sort(rng.permutation(-(-int(seen) // 8))[:M])
             row[: len(picked)] = picked
     return arrays
+
+
+def index_select_v4(rng, T, h, N, k):
+    count = rng.integers(0, N + 1, T)
+    count[0] = N
+    return {
+        "iq": e4m3(rng, T, h, 128),
+        "ik": index_rows_v4(rng, N),
+        "weights": f32(rng, T, h, scale=h**-0.5),
+        "count": count.astype(np.int64),
+        "k": one(k),
+    }
+
+
+def hash_gate(rng, T, V, H, E):
+    return {
+        "token": rng.integers(0, V, T).astype(np.int64),
+        "table": np.stack([rng.permutation(E)[:6] for _ in range(V)]).astype(np.int32),
+        "x": bf16(rng, T, H),
+        "w": bf16(rng, E, H, scale=2 * H**-0.5),
+    }
 
 
 def gate(rng, T, H, E, k=None):
@@ -298,7 +362,7 @@ def accept(rng, B, g, V):
 
 
 # Shapes: one row, one request's verify rows, the widest; sizes that are no power of two.
-SHAPES = {
+V41 = {
     "hc_stats": (hc_stats, [dict(T=1, H=32), dict(T=6, H=160), dict(T=48, H=96)]),
     "hc_combine_norm": (hc_combine_norm, [dict(T=1, H=32), dict(T=6, H=160), dict(T=48, H=96)]),
     "hc_post": (hc_post, [dict(T=1, H=32), dict(T=6, H=160), dict(T=48, H=96)]),
@@ -395,8 +459,73 @@ SHAPES = {
     "accept": (accept, [dict(B=1, g=5, V=8), dict(B=3, g=5, V=77), dict(B=8, g=3, V=256)]),
 }
 
+# Scale blocks of V4 are 128 wide.
+V4 = {
+    op: V41[op]
+    for op in (
+        "hc_stats",
+        "hc_combine_norm",
+        "hc_post",
+        "rms_norm",
+        "rank_sum",
+        "lm_head",
+        "rope",
+        "kv_pack",
+        "kv_unpack",
+        "sparse_attention",
+        "index_query",
+        "markov_draft",
+        "accept",
+    )
+} | {
+    "hc_head": (hc_head, [dict(T=1, H=32), dict(T=6, H=160), dict(T=48, H=96)]),
+    "head_norm": (head_norm, [dict(T=1, h=1), dict(T=6, h=5), dict(T=48, h=2)]),
+    "block_linear": (
+        block_linear,
+        [
+            dict(T=1, N=128, K=128, b=128),
+            dict(T=6, N=256, K=384, b=128),
+            dict(T=48, N=128, K=256, b=128),
+        ],
+    ),
+    "compress": (
+        compress_v4,
+        [
+            dict(L=4, H=32, ratio=4),
+            dict(L=35, H=96, ratio=4),
+            dict(L=128, H=32, ratio=128),
+            dict(L=300, H=96, ratio=128),
+        ],
+    ),
+    "index_key": (index_key_v4, [dict(L=4, H=32), dict(L=23, H=96), dict(L=190, H=64)]),
+    "index_select": (
+        index_select_v4,
+        [
+            dict(T=1, h=1, N=1, k=16),
+            dict(T=6, h=3, N=77, k=16),
+            dict(T=48, h=4, N=600, k=512),
+        ],
+    ),
+    "gate": (gate, [dict(T=1, H=32, E=6), dict(T=6, H=160, E=17), dict(T=48, H=96, E=40)]),
+    "hash_gate": (
+        hash_gate,
+        [dict(T=1, V=3, H=32, E=6), dict(T=6, V=40, H=160, E=17), dict(T=48, V=300, H=96, E=40)],
+    ),
+    "experts": (
+        experts,
+        [
+            dict(T=1, E=6, H=128, I=128, b=128),
+            dict(T=6, E=9, H=256, I=128, b=128),
+            dict(T=48, E=8, H=128, I=256, b=128),
+        ],
+    ),
+}
 
-def make(op, seed, **shape):
+SHAPES = {"v41": V41, "v4": V4}
+
+
+def make(op, seed, model="v41", **shape):
     """The inputs of `op` at `shape`; the seed and the operation's name fix every byte."""
-    maker = SHAPES[op][0]
-    return maker(np.random.default_rng([seed, *op.encode()]), **shape)
+    maker = SHAPES[model][op][0]
+    name = op if model == "v41" else f"{op}_{model}"
+    return maker(np.random.default_rng([seed, *name.encode()]), **shape)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from oracle import draft, index, moe
-from oracle.formats import bf16_value
+from oracle.formats import bf16_value, e4m3_value
 
 
 def ordered(array):
@@ -71,12 +71,22 @@ def check_oracle(name, got, want):
     assert off.sum() <= allowed, f"{name}: {off.sum()} of {got.size} one ulp off: not ties"
 
 
+def query_values(iq):
+    return e4m3_value(iq) if iq.dtype == np.uint8 else bf16_value(iq)
+
+
+# Outputs that are compared by the values of their codes.
+CODES = {("index_key", "rows"): index.key_values, ("index_query", "iq"): query_values}
+
+
 def check_oracle_outputs(op, got, want):
     assert set(got) == set(want), f"{op}: outputs {set(got)}"
     for name in want:
-        if op == "index_key":
+        if (op, name) in CODES:
             # The code of a negative number that rounds to zero is either zero.
-            check_exact(f"{op}: values", index.key_values(got[name]), index.key_values(want[name]))
+            form, read = (got[name], want[name]), CODES[op, name]
+            same_form(f"{op}: {name}", *form)
+            check_exact(f"{op}: {name}, values", *(read(array) + 0.0 for array in form))
         else:
             check_oracle(f"{op}: {name}", got[name], want[name])
 
@@ -143,9 +153,9 @@ def check_weights(name, arrays, got, want, bound, lowest):
     assert seen <= bound, f"{name}: rel_l2 is {seen:.4g}, declared {bound}"
 
 
-def check_ids(name, arrays, got, want, slack):
+def check_ids(name, arrays, got, want, slack, model):
     """Slot by slot: another expert only where the two would rank within `slack`."""
-    rank = moe.scores(bf16_value(arrays["x"]), bf16_value(arrays["w"])) + arrays["bias"]
+    rank = moe.scores(bf16_value(arrays["x"]), bf16_value(arrays["w"]), model) + arrays["bias"]
     for t, (a, b) in enumerate(zip(got, want, strict=True)):
         assert len(set(a)) == len(a), f"{name}, row {t}: {a} names an expert twice"
         distance = np.abs(rank[t, a] - rank[t, b])
@@ -179,7 +189,7 @@ def check_logits(name, got, want, tokens, wanted_tokens, bound):
     assert seen <= bound, f"{name}: rel_l2 is {seen:.4g}, declared {bound}"
 
 
-def check_declared(op, arrays, got, want, declared):
+def check_declared(op, arrays, got, want, declared, model="v41"):
     """Every output of `op` by what the platform declares for it."""
     assert set(got) == set(want) == set(declared), f"{op}: outputs {set(got)}"
     for name, bound in declared.items():
@@ -188,11 +198,11 @@ def check_declared(op, arrays, got, want, declared):
         if match := SETS.fullmatch(bound):
             check_sets(label, arrays, a, b, float(match[1]))
         elif match := IDS.fullmatch(bound):
-            check_ids(label, arrays, a, b, float(match[1]))
+            check_ids(label, arrays, a, b, float(match[1]), model)
         elif match := WEIGHTS.fullmatch(bound):
             check_weights(label, arrays, a, b, float(match[1]), float(match[2]))
         elif match := VALUES.fullmatch(bound):
-            seen = measure("rel_l2", index.key_values(a), index.key_values(b))
+            seen = measure("rel_l2", *(CODES[op, name](array) for array in (a, b)))
             assert seen <= float(match[1]), f"{label}: rel_l2 is {seen:.4g}, declared {bound}"
         elif match := TOKENS.fullmatch(bound):
             check_tokens(label, arrays, a, b, 2.0 ** int(match[1]))

@@ -4,10 +4,11 @@ import numpy as np
 
 from oracle.formats import bf, bf16_bits, bf16_value, e4m3_value, ue8m0_value
 from oracle.linear import fp8_linear
-from oracle.mix import NORM_EPS, sigmoid
+from oracle.mix import NORM_EPS, rms, sigmoid
 
 PAD_TOKEN = 2
 IMAGE_TOKEN = 129264
+EPS = NORM_EPS["v41"]
 
 
 def engram_hash(a):
@@ -45,7 +46,6 @@ def engram_apply(a):
     keys, value = kv[:, :4], kv[:, 4:]
     gain = bf16_value(a["q_weight"]) * bf16_value(a["k_weight"])
     dot = (residual * gain * keys).sum(-1)
-    dot = dot / np.sqrt((residual**2).mean(-1) + NORM_EPS) / np.sqrt((keys**2).mean(-1) + NORM_EPS)
-    dot = dot * hidden**-0.5
+    dot = dot / (rms(residual, EPS) * rms(keys, EPS))[..., 0] * hidden**-0.5
     g = sigmoid(np.copysign(np.sqrt(np.maximum(np.abs(dot), 1e-6)), dot))
     return {"residual": bf16_bits(residual + g[..., None] * value)}

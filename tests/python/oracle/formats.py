@@ -95,6 +95,13 @@ def quantise_e4m3(x, group, floor):
     return e4m3(np.ldexp(grouped, -exponent[..., None])), exponent
 
 
+def quantise_e4m3_f32(x, floor):
+    """The whole last axis under one fp32 scale of amax/448: (codes as uint8, scales as float32)."""
+    amax = np.maximum(np.abs(x).max(-1), np.float64(np.float32(floor)))
+    scale = f32(amax / E4M3_MAX)
+    return e4m3_bits(x / scale.astype(np.float64)[..., None]), scale
+
+
 def fp4_round_trip_ue8m0(x, floor):
     """FP4 per 32 along the last axis with ue8m0 scales: (values, codes, scale bytes)."""
     grouped = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, 32)

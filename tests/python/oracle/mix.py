@@ -4,7 +4,7 @@ import numpy as np
 
 from oracle.formats import bf, bf16_bits, bf16_value, f32
 
-NORM_EPS = 1e-20
+NORM_EPS = {"v4": 1e-6, "v41": 1e-20}
 HC_EPS = 1e-6
 SINKHORN_ITERS = 20
 
@@ -25,13 +25,21 @@ def sinkhorn(logits):
     return c
 
 
-def hc_stats(a):
+def rms(x, eps):
+    return np.sqrt(np.mean(x * x, -1, keepdims=True) + eps)
+
+
+def mixed(a, eps):
+    """fn . x / rms(x) of the flattened streams, float64 [T, rows of fn]."""
+    x = bf16_value(a["residual"]).reshape(a["residual"].shape[0], -1)
+    return x @ a["fn"].astype(np.float64).T / rms(x, eps)
+
+
+def hc_stats(a, model="v41"):
     num_rows = a["residual"].shape[0]
-    x = bf16_value(a["residual"]).reshape(num_rows, -1)
     base = a["base"].astype(np.float64)
     scale = a["scale"].astype(np.float64)
-    m = x @ a["fn"].astype(np.float64).T
-    m = m / np.sqrt(np.mean(x * x, -1, keepdims=True) + NORM_EPS)
+    m = mixed(a, NORM_EPS[model])
     logits = (m[:, 8:] * scale[2] + base[8:]).reshape(num_rows, 4, 4)
     return {
         "pre": f32(sigmoid(m[:, :4] * scale[0] + base[:4]) + HC_EPS),
@@ -40,14 +48,24 @@ def hc_stats(a):
     }
 
 
-def norm(x, gain):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + NORM_EPS) * gain
+def hc_head(a):
+    """V4's collapse of the four streams: weights of its own, and no norm."""
+    scale, base = a["scale"].astype(np.float64).reshape(()), a["base"].astype(np.float64)
+    pre = sigmoid(mixed(a, NORM_EPS["v4"]) * scale + base) + HC_EPS
+    return {"h": bf16_bits(np.einsum("tk,tkh->th", pre, bf16_value(a["residual"])))}
 
 
-def hc_combine_norm(a):
-    # V4.1: the combination is rounded before its statistic is taken.
-    combined = bf(np.einsum("tk,tkh->th", a["pre"].astype(np.float64), bf16_value(a["residual"])))
-    return {"x": bf16_bits(norm(combined, bf16_value(a["gain"])))}
+def norm(x, gain, eps=NORM_EPS["v41"]):
+    return x / rms(x, eps) * gain
+
+
+def hc_combine_norm(a, model="v41"):
+    exact = np.einsum("tk,tkh->th", a["pre"].astype(np.float64), bf16_value(a["residual"]))
+    # V4.1 takes the statistic of the rounded combination, V4 of the exact one; both scale the
+    # rounded one.
+    statistic = bf(exact) if model == "v41" else exact
+    normed = bf(exact) / rms(statistic, NORM_EPS[model])
+    return {"x": bf16_bits(normed * bf16_value(a["gain"]))}
 
 
 def hc_post(a):
@@ -57,8 +75,13 @@ def hc_post(a):
     return {"residual": bf16_bits(mixed + added)}
 
 
-def rms_norm(a):
-    return {"y": bf16_bits(norm(bf16_value(a["x"]), bf16_value(a["gain"])))}
+def rms_norm(a, model="v41"):
+    return {"y": bf16_bits(norm(bf16_value(a["x"]), bf16_value(a["gain"]), NORM_EPS[model]))}
+
+
+def head_norm(a):
+    """V4: each head of each row by itself, no weight."""
+    return {"x": bf16_bits(norm(bf16_value(a["x"]), 1.0, NORM_EPS["v4"]))}
 
 
 def rank_sum(a):

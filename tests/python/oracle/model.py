@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from oracle.attention import SOFTMAX_SCALE, latents
+from oracle.attention import SOFTMAX_SCALE
+from oracle.compress import latents
 from oracle.draft import MIN_TEMPERATURE
 from oracle.engram import engram_apply, engram_hash, engram_lookup
 from oracle.formats import (

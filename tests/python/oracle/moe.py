@@ -10,23 +10,36 @@ ROUTED_SCALING = 1.5
 SWIGLU_LIMIT = 10.0
 
 
-def scores(x, w):
+def scores(x, w, model="v41"):
     """sqrt(softplus(x w^T)), float64 [T,E]."""
     z = x @ w.T
+    if model == "v4":
+        return np.sqrt(np.maximum(z, 0.0) + np.log1p(np.exp(-np.abs(z))))
     with np.errstate(over="ignore"):
         return np.sqrt(np.where(z > 20.0, z, np.log1p(np.exp(z))))
 
 
-def gate(a):
+def gate(a, model="v41"):
     k = int(a["k"]) if "k" in a else 6
-    score = scores(bf16_value(a["x"]), bf16_value(a["w"]))
+    score = scores(bf16_value(a["x"]), bf16_value(a["w"]), model)
     rank = score + a["bias"].astype(np.float64)
     ids = np.argsort(-rank, axis=1, kind="stable")[:, :k]
     picked = np.take_along_axis(score, ids, 1)
     total = picked.sum(1, keepdims=True)
-    # The target adds 1e-20; the draft (three experts) divides by 1 where the sum is not positive.
-    total = np.where(total <= 0, 1.0, total) if k == 3 else total + 1e-20
+    # V4.1's target adds 1e-20; its draft (three experts) and V4 divide by 1 where the sum is not
+    # positive.
+    adds = model == "v41" and k != 3
+    total = total + 1e-20 if adds else np.where(total <= 0, 1.0, total)
     return {"ids": ids.astype(np.int32), "weight": f32(picked / total * ROUTED_SCALING)}
+
+
+def hash_gate(a):
+    """V4's first layers: the token chooses the experts, the router only weighs them."""
+    ids = a["table"][a["token"]]
+    score = scores(bf16_value(a["x"]), bf16_value(a["w"]), "v4")
+    picked = np.take_along_axis(score, ids.astype(np.int64), 1)
+    weight = picked / (picked.sum(1, keepdims=True) + 1e-20) * ROUTED_SCALING
+    return {"ids": ids.astype(np.int32), "weight": f32(weight)}
 
 
 def mxfp4(packed, scale):
