@@ -24,11 +24,13 @@ float rope_frequency(int pair, bool yarn) {
 
 void rope(double* x, const std::int64_t* pos, std::int64_t rows, std::int64_t heads,
           std::int64_t dim, bool yarn, bool inverse) {
+  const float sign = inverse ? -1.0f : 1.0f;
   for (std::int64_t t = 0; t < rows; ++t) {
     for (int pair = 0; pair < 32; ++pair) {
       const float angle = static_cast<float>(pos[t]) * rope_frequency(pair, yarn);
-      const double cos = std::cos(static_cast<double>(angle));
-      const double sin = std::sin(static_cast<double>(angle)) * (inverse ? -1.0 : 1.0);
+      // Entries of the fp32 table.
+      const auto cos = static_cast<float>(std::cos(static_cast<double>(angle)));
+      const auto sin = static_cast<float>(std::sin(static_cast<double>(angle))) * sign;
       for (std::int64_t head = 0; head < heads; ++head) {
         double* values = x + ((t * heads + head + 1) * dim - 64 + 2 * pair);
         const double a = values[0], b = values[1];

@@ -1,6 +1,6 @@
 // reference/rope: what the rotary embedding means. Frequencies and angles are fp32 numbers by
-// definition (the serving table's), each operation of theirs rounded to fp32; cosine, sine and the
-// turn itself are in double precision.
+// definition (the serving table's), each operation of theirs rounded to fp32, and so are cosine and
+// sine, rounded once; the turn itself is in double precision.
 #pragma once
 #include <cstdint>
 

@@ -3,17 +3,23 @@
 import re
 from pathlib import Path
 
+from oracle import MODELS
 from oracle.run import op_list
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/numerics.md"
-ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| ([^|]+) \| [^|]+ \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| `(\w+)` \| ([^|]+) \| [^|]+ \|$", re.MULTILINE)
 
 
 def test_the_page_has_every_declared_bound():
-    page = {(op, out): bound for op, out, bound in ROW.findall(PAGE.read_text(encoding="utf-8"))}
+    page = {}
+    for op, models, output, bound in ROW.findall(PAGE.read_text(encoding="utf-8")):
+        for model in MODELS if models == "both" else [models]:
+            assert (op, model, output) not in page, f"{op}, {model}: {output} is there twice"
+            page[op, model, output] = bound
     declared = {
-        (op, out): bound.replace("|", "¦")
-        for op, spec in op_list().items()
-        for out, bound in spec["numerics"]["scalar"].items()
+        (op, model, output): bound.replace("|", "¦")
+        for model in MODELS
+        for op, spec in op_list(model).items()
+        for output, bound in spec["numerics"]["scalar"].items()
     }
     assert page == declared

@@ -5,6 +5,7 @@ import pytest
 from oracle import MODELS, OPS
 from oracle.cases import SHAPES, make
 from oracle.compare import CODES, check_declared, check_oracle_outputs, value
+from oracle.formats import e4m3_value
 from oracle.run import bounds, op_list, run
 
 SEEDS = (1, 2, 3)
@@ -48,9 +49,11 @@ def test_scalar_gives_the_same_bytes_twice(model, op, shape):
 
 
 # Outputs whose roundings a bound over the whole output cannot see, and the share of elements that
-# fp32 may move to the other side of a tie. Another rounding than the model's moves several times as
-# many (planted in V4.1: hc_combine_norm without bf16(v), compress without bf16 before the statistic
-# or after rotation; in V4 each of them the other way round).
+# fp32 may move to the other side of a tie. A rounding that is left out or made twice moves several
+# times as many. Planted in V4.1: hc_combine_norm without bf16(v), compress without bf16 before the
+# statistic or after rotation. In V4: the statistic of the rounded v (0.042 of the elements), v not
+# rounded (0.26), bf16 before (0.27) or after (0.013) compress's norm, in index_key (0.06), after the
+# query's rotation (0.046) or transform (0.022).
 ROUNDINGS = {
     ("v41", "hc_combine_norm"): 0.02,
     ("v41", "compress"): 0.001,
@@ -64,6 +67,10 @@ ROUNDINGS = {
 }
 
 
+def codes_of_key(rows):
+    return e4m3_value(rows[:, :128]) + 0.0
+
+
 @pytest.mark.parametrize("model, op", ROUNDINGS)
 def test_scalar_rounds_where_the_model_rounds(model, op):
     shape = max(SHAPES[model][op][1], key=lambda shape: shape.get("T", shape.get("L", 0)))
@@ -72,9 +79,11 @@ def test_scalar_rounds_where_the_model_rounds(model, op):
         arrays = make(op, seed, model, **shape)
         got = run(op, "scalar", arrays, model)
         for name, want in OPS[model][op](arrays).items():
-            if want.dtype == np.float32 and name == "qs":
-                continue  # A scale, not rounded to anything.
+            if (model, name) == ("v4", "qs"):
+                continue  # An fp32 scale is not rounded to anything.
             read = CODES.get((op, name), value)
+            if (model, name) == ("v4", "rows"):
+                read = codes_of_key
             a, b = read(got[name]), read(want)
             moved += (a != b).sum()
             total += b.size

@@ -188,6 +188,34 @@ def test_values_that_one_model_has_not(model, op, name, index, value):
     check_refused(model, op, with_value(model, op, name, index, value), name, "ape", "wkv")
 
 
+def test_a_draft_of_v4_routes_as_its_target_does():
+    arrays = make("gate", 7, "v4", T=6, H=160, E=17, k=3)
+    check_refused("v4", "gate", arrays, "k is 3")
+
+
+def test_shared_experts_in_the_other_models_blocks():
+    for model, block in (("v4", 32), ("v41", 128)):
+        arrays = make("experts", 7, model, T=2, E=6, H=256, I=128, b=block)
+        check_refused(model, "experts", arrays, "shared_w1_scale")
+
+
+def test_v4_has_no_candidate_blocks():
+    arrays = inputs("v4", "index_select")
+    for name in ("blocks", "block"):
+        check_refused("v4", "index_select", arrays | {name: np.zeros((), np.int64)}, name)
+
+
+@pytest.mark.parametrize(
+    "column, byte",
+    [(0, 0x7F), (127, 0xFF), (slice(128, 132), (0, 0, 0x80, 0x7F)), (131, 0x7F), (131, 0xFF)],
+)
+def test_stored_keys_of_v4_that_are_no_numbers(column, byte):
+    arrays = inputs("v4", "index_select")
+    arrays["ik"][3, 130] |= 0x80
+    arrays["ik"][3, column] = byte
+    check_refused("v4", "index_select", arrays, "ik[3")
+
+
 def test_operations_of_the_other_model():
     """Refused by the operation's and the model's names, before any array is looked at."""
     for model in MODELS:
