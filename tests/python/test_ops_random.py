@@ -1,6 +1,5 @@
 """Every operation at random inputs: ``reference`` against the oracle, ``scalar`` by its bounds."""
 
-import numpy as np
 import pytest
 from oracle import MODELS, OPS
 from oracle.cases import SHAPES, make
@@ -52,8 +51,8 @@ def test_scalar_gives_the_same_bytes_twice(model, op, shape):
 # fp32 may move to the other side of a tie. A rounding that is left out or made twice moves several
 # times as many. Planted in V4.1: hc_combine_norm without bf16(v), compress without bf16 before the
 # statistic or after rotation. In V4: the statistic of the rounded v (0.042 of the elements), v not
-# rounded (0.26), bf16 before (0.27) or after (0.013) compress's norm, in index_key (0.06), after the
-# query's rotation (0.046) or transform (0.022).
+# rounded (0.26), bf16 before (0.27) or after (0.013) compress's norm and index_key's (0.06), after
+# the query's rotation (0.046) or transform (0.022).
 ROUNDINGS = {
     ("v41", "hc_combine_norm"): 0.02,
     ("v41", "compress"): 0.001,

@@ -71,13 +71,7 @@ fn dtype(word: &str) -> Dtype {
     }
 }
 
-fn run(
-    kernels: &Kernels,
-    folder: &Path,
-    case: &Case,
-    model: &str,
-    platform: &str,
-) -> Vec<OpArray> {
+fn run(kernels: &Kernels, folder: &Path, case: &Case, model: &str, platform: &str) -> Vec<OpArray> {
     let inputs = case.inputs.iter().map(|entry| {
         let mut array = OpArray::zeroed(&entry.name, dtype(&entry.dtype), &entry.shape);
         array
@@ -87,9 +81,7 @@ fn run(
         array
     });
     let inputs: Vec<OpArray> = inputs.collect();
-    kernels
-        .op_run(&case.op, model, platform, &inputs)
-        .unwrap()
+    kernels.op_run(&case.op, model, platform, &inputs).unwrap()
 }
 
 /// Bits of each element, widened.
@@ -144,9 +136,35 @@ fn measure(metric: &str, word: &str, got: &[u8], want: &[u8]) -> f64 {
     }
 }
 
+fn e4m3_value(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let size = match exponent {
+        15 if code & 7 == 7 => f32::NAN,
+        0 => mantissa * 2_f32.powi(-9),
+        _ => (8.0 + mantissa) * 2_f32.powi(exponent - 10),
+    };
+    if code & 0x80 == 0 { size } else { -size }
+}
+
+/// V4's index keys, 128 e4m3 codes and an fp32 scale a row, as the bytes of fp32 values.
+fn key_values(rows: &[u8]) -> Vec<u8> {
+    let row_values = |row: &[u8]| {
+        let (codes, scale) = row.split_at(128);
+        let scale = f32::from_le_bytes(scale.try_into().unwrap());
+        codes
+            .iter()
+            .flat_map(|code| (e4m3_value(*code) * scale).to_le_bytes())
+            .collect::<Vec<u8>>()
+    };
+    rows.chunks_exact(132).flat_map(row_values).collect()
+}
+
 fn meets(bound: &str, word: &str, got: &[u8], want: &[u8]) -> bool {
     if bound == "bitwise" || got.len() != want.len() {
         return got == want;
+    }
+    if let Some(of_values) = bound.strip_prefix("values ") {
+        return meets(of_values, "f32", &key_values(got), &key_values(want));
     }
     let (metric, limit) = bound.split_once(" <= ").expect("metric <= bound");
     measure(metric, word, got, want) <= limit.parse().unwrap()
@@ -181,9 +199,10 @@ fn platforms_meet_the_golden_vectors() {
     let Some(kernels) = kernels() else { return };
     for folder in folders() {
         let case = read_case(&folder);
-        let runs = case.models.iter().flat_map(|model| {
-            ["reference", "scalar"].map(|platform| (model, platform))
-        });
+        let runs = case
+            .models
+            .iter()
+            .flat_map(|model| ["reference", "scalar"].map(|platform| (model, platform)));
         for (model, platform) in runs {
             let got = run(&kernels, &folder, &case, model, platform);
             assert_eq!(got.len(), case.outputs.len(), "{}", case.op);
@@ -225,4 +244,16 @@ fn the_comparison_sees_a_wrong_element() {
     assert!(!meets("rel_l2 <= 7e-3", "bf16", &next, &want));
     assert!(meets("max_ulp <= 0", "bf16", &negative_zero, &want));
     assert!(!meets("rel_l2 <= 9", "bf16", &nan, &want));
+    // A key of ones under the scale 2; a code one step up; a scale one step up.
+    let mut key = [0x38_u8; 132];
+    key[128..].copy_from_slice(&2.0_f32.to_le_bytes());
+    assert!(meets("values rel_l2 <= 0", "u8", &key, &key));
+    let mut other = key;
+    other[7] = 0x39;
+    assert!(!meets("values rel_l2 <= 1e-2", "u8", &other, &key));
+    assert!(meets("values rel_l2 <= 2e-2", "u8", &other, &key));
+    other = key;
+    other[128] = 1;
+    assert!(!meets("values rel_l2 <= 1e-7", "u8", &other, &key));
+    assert!(meets("values rel_l2 <= 2e-7", "u8", &other, &key));
 }

@@ -206,8 +206,8 @@ std::map<std::string, std::string> run(const Case& one, const std::string& model
   const auto num_inputs = static_cast<std::int32_t>(inputs.size());
   lowlat_array outputs[LOWLAT_MAX_OP_OUTPUTS] = {};
   std::int32_t num_outputs = 0;
-  if (lowlat_op_plan(one.op.c_str(), model.c_str(), platform, inputs.data(), num_inputs,
-                     outputs, &num_outputs) != LOWLAT_OK) {
+  if (lowlat_op_plan(one.op.c_str(), model.c_str(), platform, inputs.data(), num_inputs, outputs,
+                     &num_outputs) != LOWLAT_OK) {
     throw std::runtime_error(one.op + ": " + lowlat_last_error());
   }
   std::map<std::string, std::string> result;
@@ -274,10 +274,38 @@ double measure(const std::string& metric, const Array& want, const std::string& 
   throw std::runtime_error("no rule for the metric " + metric);
 }
 
-// "bitwise" or "metric <= bound".
+double e4m3_value(std::uint8_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  if (exponent == 15 && mantissa == 7) return NAN;
+  const double size =
+      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return (code & 0x80) != 0 ? -size : size;
+}
+
+// V4's index keys, 128 e4m3 codes and an fp32 scale a row, as fp32 values.
+std::string key_values(const std::string& rows) {
+  constexpr std::size_t kCodes = 128, kRow = kCodes + sizeof(float);
+  std::string values;
+  for (std::size_t at = 0; at + kRow <= rows.size(); at += kRow) {
+    float scale;
+    std::memcpy(&scale, rows.data() + at + kCodes, sizeof scale);
+    for (std::size_t i = 0; i < kCodes; ++i) {
+      const auto value = static_cast<float>(e4m3_value(rows[at + i]) * scale);
+      values.append(reinterpret_cast<const char*>(&value), sizeof value);
+    }
+  }
+  return values;
+}
+
+// "bitwise", "metric <= bound", or "values metric <= bound" of V4's index keys.
 bool meets(const std::string& bound, const Array& want, const std::string& got) {
   if (got.size() != want.data.size()) return false;
   if (bound == "bitwise") return got == want.data;
+  const std::string values = "values ";
+  if (bound.starts_with(values)) {
+    const Array keys{want.name, LOWLAT_F32, {}, key_values(want.data), {}};
+    return meets(bound.substr(values.size()), keys, key_values(got));
+  }
   const std::size_t at = bound.find(" <= ");
   if (at == std::string::npos) throw std::runtime_error("no rule for the bound " + bound);
   return measure(bound.substr(0, at), want, got) <= std::stod(bound.substr(at + 4));
@@ -349,4 +377,16 @@ TEST_CASE(golden_comparison_sees_a_wrong_element) {
   got = want.data;
   got[5] = '\xff';  // -infinity for infinity
   CHECK(!meets("rel_l2 <= 9", want, got));
+  // A key of ones under the scale 2; a code one step up; a scale one step up.
+  Array key{
+      "rows", LOWLAT_U8, {1, 132}, std::string(128, '\x38') + std::string("\0\0\0\x40", 4), {}};
+  CHECK(meets("values rel_l2 <= 0", key, key.data));
+  std::string other = key.data;
+  other[7] = '\x39';
+  CHECK(!meets("values rel_l2 <= 1e-2", key, other) && meets("values rel_l2 <= 2e-2", key, other));
+  other = key.data;
+  other[128] = '\x01';
+  CHECK(!meets("values rel_l2 <= 1e-7", key, other) && meets("values rel_l2 <= 2e-7", key, other));
+  other[131] = '\x7f', other[130] = '\x80';  // a scale that is infinite
+  CHECK(!meets("values rel_l2 <= 9", key, other));
 }
