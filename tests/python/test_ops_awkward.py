@@ -596,6 +596,7 @@ def test_hash_gate_keeps_the_tables_order():
     arrays = make("hash_gate", 1, "v4", T=4, V=5, H=32, E=12)
     arrays["token"][:] = [0, 4, 4, 0]
     arrays["table"][4] = [11, 0, 7, 3, 2, 10]
+    arrays["table"][0] = 5  # six times: each counts
     out = agree("hash_gate", "v4", arrays)
     assert np.array_equal(out["ids"], arrays["table"][arrays["token"]])
     np.testing.assert_allclose(out["weight"].sum(1), 1.5, rtol=1e-6)

@@ -140,6 +140,20 @@ def test_scalar_rows_do_not_depend_on_their_neighbours(model, op):
                 assert got[0].tobytes() == whole[name][row].tobytes(), f"{name}, row {row}"
 
 
+@pytest.mark.parametrize("model, op", ROW_CASES)
+def test_scalar_takes_every_number_of_rows(model, op):
+    # Of the largest case 1 to all of its rows: 48, or 8 requests.
+    shape = SHAPES[model][op][1][2]
+    arrays = make(op, 5, model, **shape)
+    whole = run(op, "scalar", arrays, model)
+    rows = len(arrays[PER_ROW[op][0]])
+    assert rows == shape.get("T", shape.get("B")) and rows in (8, 48)
+    for count in range(1, rows):
+        first = dict(arrays) | {n: arrays[n][:count] for n in PER_ROW[op] if n in arrays}
+        for name, got in run(op, "scalar", first, model).items():
+            assert got.tobytes() == whole[name][:count].tobytes(), f"{name}, {count} rows"
+
+
 @pytest.mark.parametrize("model, op", sorted(PER_SEQUENCE))
 def test_scalar_entries_do_not_depend_on_later_tokens(model, op):
     for shape in SHAPES[model][op][1]:
