@@ -2,6 +2,7 @@
 real one."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,29 @@ def test_what_the_guard_cannot_read_names_the_model(
     dispatch.error = ValueError("hidden_size is missing")
     assert main(["check", "--model", "tiny-v41"]) == 1
     assert "tiny-v41: hidden_size is missing" in capsys.readouterr().err
+
+
+def test_a_pipe_is_not_waited_for(
+    dispatch: FakeDispatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert main(["check", "--model", str(tmp_path)]) == 1
+    assert "config.json: not a regular file" in capsys.readouterr().err
+
+
+def test_a_name_that_is_too_long(dispatch: FakeDispatch, capsys: pytest.CaptureFixture) -> None:
+    assert main(["check", "--model", "x" * 300]) == 1
+    assert "File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--tp", "--page-size"])
+@pytest.mark.parametrize("value", ["0", "-1", "", "1.5", "2147483648", "\u0661", "9" * 5000])
+def test_a_count_that_is_none(
+    dispatch: FakeDispatch, capsys: pytest.CaptureFixture, option: str, value: str
+) -> None:
+    assert main(["check", "--model", "tiny-v41", f"{option}={value}"]) == 2
+    assert "no whole number from 1 to 2147483647" in capsys.readouterr().err
+    assert dispatch.asked is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import argparse
 import os
+import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from lowlat.cli import main as entry
@@ -62,6 +65,11 @@ def test_wrong_usage_is_one_line_and_status_2(
         (KeyboardInterrupt(), 130, "lowlat: interrupted\n"),
         (MemoryError(), 3, "lowlat: out of memory\n"),
         (ZeroDivisionError("two\nlines"), 3, "lowlat: bug: ZeroDivisionError: two lines\n"),
+        (
+            OSError(2, "No such file", "a.json"),
+            3,
+            "lowlat: bug: FileNotFoundError: [Errno 2] No such file: 'a.json'\n",
+        ),
     ],
 )
 def test_every_end_is_a_line_and_a_status(
@@ -86,8 +94,23 @@ def test_a_reader_that_left_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> 
     redirected = []
     monkeypatch.setattr(op, "run", broken)
     monkeypatch.setattr(os, "dup2", lambda *handles: redirected.append(handles))
-    assert main(["op", "--list"]) == 3
+    assert main(["op", "--list"]) == 0
     assert len(redirected) == 1
+
+
+@pytest.mark.parametrize("words", [["op", "--list"], ["check", "--model", "tiny-v41"]])
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_that_is_lost_is_a_line_and_status_3(words: list[str], buffered: str) -> None:
+    for part in ("lowlat._kernels", "lowlat._dispatch"):
+        pytest.importorskip(part, reason=f"{part} is not built (make build)")
+    environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
+    command = [sys.executable, "-m", "lowlat", *words]
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=environment, timeout=60
+        )
+    assert ended.stderr == b"lowlat: standard output cannot be written: No space left on device\n"
+    assert ended.returncode == 3
 
 
 def test_words_of_an_error_without_words() -> None:

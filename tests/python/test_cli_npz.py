@@ -61,6 +61,18 @@ def test_folder(tmp_path: Path) -> None:
     assert "not a regular file" in refusal(tmp_path)
 
 
+def test_name_too_long(tmp_path: Path) -> None:
+    assert "name too long" in refusal(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("header", [b"(" * 9000, b"[" * 100, b"{'descr': "])
+def test_a_header_that_is_no_dict(tmp_path: Path, header: bytes) -> None:
+    # Version 2 has headers read by Python's tokenizer, whose error is a type of its own.
+    data = b"\x93NUMPY\x02\x00" + struct.pack("<I", len(header)) + header
+    path = archive(tmp_path / "case.npz", [("x.npy", data)])
+    assert "array x cannot be read" in refusal(path)
+
+
 @pytest.mark.parametrize("content", [b"", b"hello", member(np.zeros(3))])
 def test_not_a_zip(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "case.npz"
@@ -190,3 +202,11 @@ def test_failed_write_leaves_the_old_file_alone(
 def test_write_into_no_folder(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="cannot be written"):
         npz.write(tmp_path / "nowhere" / "out.npz", {})
+
+
+def test_a_link_stays_and_the_file_behind_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link.npz").symlink_to("real.npz")
+    (tmp_path / "real.npz").write_bytes(b"old")
+    npz.write(tmp_path / "link.npz", {"x": np.zeros(3)})
+    assert (tmp_path / "link.npz").is_symlink()
+    assert list(npz.read(tmp_path / "real.npz")) == ["x"]

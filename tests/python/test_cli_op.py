@@ -2,6 +2,7 @@
 so that every answer of the library can be had; test_kernels.py asks the real ones."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,32 @@ def test_an_output_that_is_no_file_is_refused_before_the_run(
     assert run(tmp_path, case, "--out", str(tmp_path / out)) == 1
     assert "needed the path of a file" in one_line(capsys)
     assert kernels.asked is None
+
+
+def test_a_pipe_as_output_is_refused_and_stays(
+    kernels: FakeKernels, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert run(tmp_path, case, "--out", str(tmp_path / "pipe")) == 1
+    assert "needed the path of a file" in one_line(capsys)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_the_input_is_no_output(
+    kernels: FakeKernels, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture
+) -> None:
+    np.savez(tmp_path / "in.npz", **case)
+    path = str(tmp_path / "in.npz")
+    assert main(["op", "scale", "--in", path, "--out", path]) == 1
+    assert "in.npz: is the input too" in one_line(capsys)
+    assert kernels.asked is None
+
+
+def test_an_output_name_that_is_too_long_is_refused(
+    kernels: FakeKernels, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(tmp_path, case, "--out", str(tmp_path / ("x" * 300))) == 1
+    assert "cannot be written: File name too long" in one_line(capsys)
 
 
 def test_an_unknown_operation_is_refused_with_the_known_ones(

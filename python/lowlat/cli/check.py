@@ -48,9 +48,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="DIR|NAME",
         help="folder or file of a config.json, or a built-in model (tiny-v41, v41-flash)",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size")
+    parser.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel size")
     parser.add_argument("--isa", default="scalar", help="sm_90, scalar; default %(default)s")
-    parser.add_argument("--page-size", type=int, metavar="TOKENS", help="the server's --page-size")
+    parser.add_argument(
+        "--page-size", type=count, metavar="TOKENS", help="the server's --page-size"
+    )
     parser.add_argument("--moe-runner-backend", metavar="NAME", help="the server's option")
     parser.add_argument(
         "--context", type=int, metavar="TOKENS", help="plan caches for requests of so many tokens"
@@ -62,6 +64,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--json", action="store_true", help="print {servable, reasons, memory} as JSON"
     )
     parser.set_defaults(run=run)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 that 31 bits hold."""
+    most = (1 << 31) - 1
+    if text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= most:
+        return int(text)
+    seen = text if len(text) <= 40 else f"{text[:40]}..."
+    raise argparse.ArgumentTypeError(f"{seen!r} is no whole number from 1 to {most}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,9 +131,12 @@ def read_config(model: str) -> str:
     if built_in is not None:
         return built_in
     path = Path(model)
-    if path.is_dir():
-        path = path / CONFIG_FILE
     try:
+        if path.is_dir():
+            path = path / CONFIG_FILE
+        # A pipe may never end, and a device has no end.
+        if path.exists() and not path.is_file():
+            raise RefusedError(f"{path}: not a regular file; needed a {CONFIG_FILE}")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise RefusedError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lowlat.cli import check, completion, doctor, engine, op
-from lowlat.cli.outcome import FAULT, CommandError, UsageError, one_line
+from lowlat.cli.outcome import DONE, FAULT, CommandError, UsageError, one_line
 from lowlat.cli.parts import version
 
 EPILOG = """\
@@ -71,21 +71,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Their options are the engine's own, --help included, so argparse never sees them.
             return engine.run_words(words)
         arguments = build_parser().parse_args(words)
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        # Here, where a failure is still a line and a status.
+        sys.stdout.flush()
+        return status
     except CommandError as error:
         print(f"lowlat: {one_line(error)}", file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:
-        # The reader left (`lowlat op --list | head`). The interpreter flushes stdout once more as
-        # it ends, so that goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAULT
+        # The reader left (`lowlat op --list | head`) with what it wanted.
+        drop_stdout()
+        return DONE
     except KeyboardInterrupt:
         print("lowlat: interrupted", file=sys.stderr)
         return 130
     except MemoryError:
         print("lowlat: out of memory", file=sys.stderr)
         return FAULT
-    except Exception as error:  # the last border: a user gets a line, never a traceback
-        print(f"lowlat: bug: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+    except OSError as error:
+        # The commands refuse their files by name; what has no name is standard output.
+        if error.filename is not None:
+            return bug(error)
+        drop_stdout()
+        words = f"standard output cannot be written: {error.strerror or one_line(error)}"
+        print(f"lowlat: {words}", file=sys.stderr)
         return FAULT
+    except Exception as error:  # the last border: a user gets a line, never a traceback
+        return bug(error)
+
+
+def bug(error: Exception) -> int:
+    print(f"lowlat: bug: {type(error).__name__}: {one_line(error)}", file=sys.stderr)
+    return FAULT
+
+
+def drop_stdout() -> None:
+    """The interpreter flushes stdout once more as it ends: that goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

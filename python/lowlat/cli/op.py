@@ -98,8 +98,7 @@ def run_file(op: str, model: str, platform: str, in_path: Path, out_path: Path) 
     from lowlat.cli import npz
 
     spec = entry_of(find(operations(), op), model)
-    if out_path.is_dir() or not out_path.parent.is_dir():
-        raise RefusedError(f"{out_path}: needed the path of a file in a folder that exists")
+    npz.check_output(out_path, in_path)
     arrays = npz.read(in_path)
     check_dtypes(in_path, spec, arrays)
     try:
