@@ -55,10 +55,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--moe-runner-backend", metavar="NAME", help="the server's option")
     parser.add_argument(
-        "--context", type=int, metavar="TOKENS", help="plan caches for requests of so many tokens"
+        "--context", type=count, metavar="TOKENS", help="plan caches for requests of so many tokens"
     )
     parser.add_argument(
-        "--requests", type=int, metavar="N", help="so many requests at a time; needs --context"
+        "--requests", type=count, metavar="N", help="so many requests at a time; needs --context"
     )
     parser.add_argument(
         "--json", action="store_true", help="print {servable, reasons, memory} as JSON"
