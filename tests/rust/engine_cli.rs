@@ -313,7 +313,11 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
     let file = format!(r#"{{"id": "a", "block_size": 65536, "requests": [{request}]}}"#);
     fs::write(&huge, file).unwrap();
     let out = folder.join("out");
+    let report = out.join("../out/report.json");
     let small = small();
+    let (copy, link) = (folder.join("copy.json"), folder.join("link.json"));
+    fs::copy(&small, &copy).unwrap();
+    std::os::unix::fs::symlink("copy.json", &link).unwrap();
     let cases: &[(&[&str], &str)] = &[
         (&[text(&zero)], "zero.json: requests[0].out is 0"),
         (&[&small, text(&zero)], "zero.json: requests[0].out is 0"),
@@ -341,6 +345,14 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
             "--simulate-acceptance is 7",
         ),
         (&[&small, "--tokens-out", text(&folder)], "is a folder"),
+        (
+            &[&small, "--tokens-out", text(&report)],
+            "--tokens-out names the report's own file",
+        ),
+        (
+            &[text(&copy), "--tokens-out", text(&link)],
+            "--tokens-out would overwrite the trace",
+        ),
     ];
     for (args, words) in cases {
         let mut all = args.to_vec();
@@ -363,6 +375,46 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
             "an enormous number makes no enormous pool"
         );
         assert!(!out.exists(), "{args:?} leaves nothing");
+    }
+    assert_eq!(fs::read(&copy).unwrap(), fs::read(&small).unwrap());
+}
+
+/// A standard output that fails.
+struct Broken(std::io::ErrorKind);
+
+impl std::io::Write for Broken {
+    fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+        Err(self.0.into())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn output_that_is_lost_is_a_fault_and_a_reader_that_left_is_not() {
+    use std::io::ErrorKind;
+    let small = small();
+    for words in ["--report-schema", "--help", &small] {
+        for (kind, code, lines) in [
+            (ErrorKind::StorageFull, 3, 1),
+            (ErrorKind::BrokenPipe, 0, 0),
+        ] {
+            let mut err = Vec::new();
+            let ended = cli::run(
+                ["lowlat replay", words].map(OsString::from),
+                &mut |_| Ok(Box::new(FakeModel::new(300, 64, 5))),
+                &mut Broken(kind),
+                &mut err,
+            );
+            let err = String::from_utf8(err).unwrap();
+            assert_eq!(
+                (ended, err.lines().count()),
+                (code, lines),
+                "{words}: {err}"
+            );
+            assert!(lines == 0 || err.contains("fault: standard output cannot be written"));
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The command line of `lowlat replay`.
 
 use std::ffi::OsString;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -328,20 +328,13 @@ pub fn run(
             let _ = writeln!(err, "lowlat replay: {} (see --help)", usage_words(&error));
             return USAGE;
         }
-        Err(help) => {
-            let _ = write!(out, "{help}");
-            return 0;
-        }
+        Err(help) => return print(&help.to_string(), out, err),
     };
     if options.report_schema {
-        let _ = write!(out, "{}", report::SCHEMA);
-        return 0;
+        return print(report::SCHEMA, out, err);
     }
     match replay_files(&options, start, err) {
-        Ok(table) => {
-            let _ = write!(out, "{table}");
-            0
-        }
+        Ok(table) => print(&table, out, err),
         Err(error) => {
             let kind = if error.exit_code() == 1 {
                 "refused"
@@ -357,6 +350,19 @@ pub fn run(
             let _ = writeln!(err, "lowlat replay: {kind}: {words}");
             error.exit_code()
         }
+    }
+}
+
+/// Writes what was asked for. A reader that left (`| head`) has what it wanted; any other failure
+/// is a fault, for a half schema in a file must not look whole.
+fn print(text: &str, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            let error = EngineError::Fault(format!("standard output cannot be written: {error}"));
+            let _ = writeln!(err, "lowlat replay: fault: {error}");
+            error.exit_code()
+        }
+        _ => 0,
     }
 }
 
@@ -414,6 +420,7 @@ fn replay_files(
         .as_deref()
         .map(OutputFile::prepare)
         .transpose()?;
+    check_outputs(options, report_file.as_ref(), tokens_file.as_ref())?;
 
     let settings = options.replay_settings();
     let runtime = options.runtime_settings(options.kv_tokens(&traces, &settings));
@@ -450,6 +457,30 @@ fn replay_files(
         ));
     }
     Ok(table)
+}
+
+/// No output takes the place of a trace or of the other output.
+fn check_outputs(
+    options: &Options,
+    report_file: Option<&OutputFile>,
+    tokens_file: Option<&OutputFile>,
+) -> Result<(), EngineError> {
+    let outputs = [("--report", report_file), ("--tokens-out", tokens_file)];
+    for (option, file) in outputs {
+        let Some(file) = file else { continue };
+        if let Some(trace) = options.traces.iter().find(|trace| file.is(trace)) {
+            return Err(EngineError::Refused(format!(
+                "{option} would overwrite the trace {}; another file is needed",
+                trace.display()
+            )));
+        }
+    }
+    match (report_file, tokens_file) {
+        (Some(report), Some(tokens)) if report.is_same(tokens) => Err(EngineError::Refused(
+            "--tokens-out names the report's own file; another file is needed".into(),
+        )),
+        _ => Ok(()),
+    }
 }
 
 #[derive(Serialize)]

@@ -546,7 +546,10 @@ fn hex(digest: Fnv1a) -> String {
 /// long replay does not end with nowhere to write; dropped unwritten, it leaves nothing behind.
 #[derive(Debug)]
 pub struct OutputFile {
+    /// As it was asked for.
     path: PathBuf,
+    /// The file itself, behind every link.
+    target: PathBuf,
     /// Folders that we made, outermost first.
     made: Vec<PathBuf>,
     written: bool,
@@ -558,14 +561,21 @@ impl OutputFile {
     /// # Errors
     /// [`EngineError::Refused`] with the path and the reason.
     pub fn prepare(path: &Path) -> Result<Self, EngineError> {
-        if path.is_dir() {
+        // The rename at the end would put a file in the place of a pipe or a device.
+        let seen = match fs::metadata(path) {
+            Ok(metadata) if metadata.is_dir() => Some("a folder"),
+            Ok(metadata) if !metadata.is_file() => Some("a pipe or a device"),
+            _ => None,
+        };
+        if let Some(seen) = seen {
             return Err(EngineError::Refused(format!(
-                "{}: is a folder; a file is to be written there",
+                "{}: is {seen}; a file is to be written there",
                 path.display()
             )));
         }
         let mut file = Self {
             path: path.to_path_buf(),
+            target: path.to_path_buf(),
             made: Vec::new(),
             written: false,
         };
@@ -579,6 +589,10 @@ impl OutputFile {
             fs::create_dir(&folder).map_err(|error| refusal(&folder, "make the folder", &error))?;
             file.made.push(folder);
         }
+        let name = path.file_name().unwrap_or_default();
+        let target = fs::canonicalize(path)
+            .or_else(|_| fs::canonicalize(folder).map(|folder| folder.join(name)));
+        file.target = target.map_err(|error| refusal(path, "be written", &error))?;
         let probe = file.temporary();
         fs::File::create(&probe).map_err(|error| refusal(path, "be written", &error))?;
         fs::remove_file(&probe).map_err(|error| refusal(path, "be written", &error))?;
@@ -595,7 +609,7 @@ impl OutputFile {
             let mut file = fs::File::create(&temporary)?;
             file.write_all(text.as_bytes())?;
             file.sync_all()?;
-            fs::rename(&temporary, &self.path)
+            fs::rename(&temporary, &self.target)
         };
         let result = write();
         if let Err(error) = result {
@@ -607,15 +621,28 @@ impl OutputFile {
         Ok(())
     }
 
+    /// Whether the file at `path`, if there is one, is the one to be written.
+    #[must_use]
+    pub fn is(&self, path: &Path) -> bool {
+        fs::canonicalize(path).is_ok_and(|path| path == self.target)
+    }
+
+    /// Whether both are one file.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.target == other.target
+    }
+
     fn folder(&self) -> PathBuf {
-        match self.path.parent() {
+        match self.target.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder.to_path_buf(),
             _ => PathBuf::from("."),
         }
     }
 
     fn temporary(&self) -> PathBuf {
-        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        let name = self.target.file_name().unwrap_or_default();
+        let name = name.to_string_lossy();
         self.folder()
             .join(format!(".{name}.{}.tmp", std::process::id()))
     }
