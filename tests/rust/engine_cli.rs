@@ -317,9 +317,13 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
     let file = format!(r#"{{"id": "a", "block_size": 65536, "requests": [{request}]}}"#);
     fs::write(&huge, file).unwrap();
     let out = folder.join("out");
+    let report = out.join("../out/report.json");
     let small = small();
     let (record, again) = (folder.join("record"), folder.join("./record"));
     let page = out.join("report.html");
+    let (copy, link) = (folder.join("copy.json"), folder.join("link.json"));
+    fs::copy(&small, &copy).unwrap();
+    std::os::unix::fs::symlink("copy.json", &link).unwrap();
     let cases: &[(&[&str], &str)] = &[
         (&[text(&zero)], "zero.json: requests[0].out is 0"),
         (&[&small, text(&zero)], "zero.json: requests[0].out is 0"),
@@ -348,7 +352,7 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
         ),
         (&[&small, "--tokens-out", text(&folder)], "is a folder"),
         (&[&small, "--record", text(&record)], "captures no graphs"),
-        (&[&small, "--record", "/dev/null"], "is a device"),
+        (&[&small, "--record", "/dev/null"], "is a pipe or a device"),
         (&[&small, "--tokens-out", text(&page)], "written twice"),
         (
             &[
@@ -359,6 +363,11 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
                 text(&again),
             ],
             "written twice",
+        ),
+        (&[&small, "--tokens-out", text(&report)], "written twice"),
+        (
+            &[text(&copy), "--tokens-out", text(&link)],
+            "would overwrite the trace",
         ),
     ];
     for (args, words) in cases {
@@ -382,6 +391,46 @@ fn bad_input_is_one_line_and_exit_1_and_leaves_no_report() {
             "an enormous number makes no enormous pool"
         );
         assert!(!out.exists(), "{args:?} leaves nothing");
+    }
+    assert_eq!(fs::read(&copy).unwrap(), fs::read(&small).unwrap());
+}
+
+/// A standard output that fails.
+struct Broken(std::io::ErrorKind);
+
+impl std::io::Write for Broken {
+    fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+        Err(self.0.into())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn output_that_is_lost_is_a_fault_and_a_reader_that_left_is_not() {
+    use std::io::ErrorKind;
+    let small = small();
+    for words in ["--report-schema", "--help", &small] {
+        for (kind, code, lines) in [
+            (ErrorKind::StorageFull, 3, 1),
+            (ErrorKind::BrokenPipe, 0, 0),
+        ] {
+            let mut err = Vec::new();
+            let ended = cli::run(
+                ["lowlat replay", words].map(OsString::from),
+                &mut |_| Ok(Box::new(FakeModel::new(300, 64, 5))),
+                &mut Broken(kind),
+                &mut err,
+            );
+            let err = String::from_utf8(err).unwrap();
+            assert_eq!(
+                (ended, err.lines().count()),
+                (code, lines),
+                "{words}: {err}"
+            );
+            assert!(lines == 0 || err.contains("fault: standard output cannot be written"));
+        }
     }
 }
 

@@ -284,3 +284,42 @@ fn a_rank_that_says_another_token_is_named_with_its_step() {
     assert_eq!(runtime.run(&verify, &mut result), Err(error));
     expect_no_thread_left();
 }
+
+/// The launch runs on in memory that its rank has given up: seen to end the process by SIGSEGV
+/// when the memory went with the rank, and not with the model.
+#[test]
+fn a_launch_that_outlives_its_rank_keeps_its_memory() {
+    let Some(library) = library() else { return };
+    let _one = one_at_a_time();
+    let mut options = options(&library, 1);
+    // One rank waits for nobody, so only the host's patience ends, in the middle of a launch. The
+    // buffers are so large that giving them back unmaps them.
+    options.settings.max_rows = 1 << 16;
+    options.settings.max_batch = 8;
+    options.ladder = lowlat_core::DeadlineLadder::new(1, 2, 3, 30_000_000_000).unwrap();
+    let error = Runtime::start_with(options).err().expect("no patience");
+    let EngineError::Fault(message) = &error else {
+        panic!("{error:?}")
+    };
+    assert!(
+        message.starts_with("rank 0 is still running after 0 ms"),
+        "{message}"
+    );
+    expect_no_thread_left();
+}
+
+#[test]
+fn a_rank_alone_has_nobody_to_disagree_with() {
+    let Some(library) = library() else { return };
+    let mut options = options(&library, 1);
+    options.settings.inject_fault = Some(InjectedFault {
+        tp_rank: 0,
+        kind: FaultKind::Silent,
+    });
+    let error = Runtime::start_with(options).err().expect("refused");
+    assert!(
+        error.to_string().contains("--tp is 1 (--tp 2 or more)"),
+        "{error}"
+    );
+    assert_eq!(error.exit_code(), 1);
+}

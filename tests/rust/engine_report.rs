@@ -413,7 +413,7 @@ fn a_device_is_no_place_for_a_file() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("/dev/null: is a device or a pipe"),
+        error.contains("/dev/null: is a pipe or a device"),
         "{error}"
     );
 }
@@ -445,4 +445,23 @@ fn a_place_that_cannot_be_written_is_refused_at_the_start() {
     );
     assert!(refused(folder.clone()).contains("is a folder"));
     assert_eq!(files_of(&folder), ["file"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn nothing_but_a_file_is_replaced() {
+    let folder = folder("replaced");
+    // A socket stands for what a rename must not replace: devices, pipes.
+    let socket = folder.join("socket");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let error = OutputFile::prepare(&socket).unwrap_err().to_string();
+    assert!(error.contains("socket: is a pipe or a device"), "{error}");
+
+    // A link stays one, and the file behind it is written.
+    let (link, real) = (folder.join("link.json"), folder.join("real.json"));
+    fs::write(&real, "old").unwrap();
+    std::os::unix::fs::symlink("real.json", &link).unwrap();
+    OutputFile::prepare(&link).unwrap().write("new").unwrap();
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+    assert_eq!(fs::read_to_string(&real).unwrap(), "new");
 }

@@ -211,6 +211,40 @@ fn refuses_what_is_no_readable_file() {
     let refused = |path: &Path| trace::read(path).unwrap_err().to_string();
     assert!(refused(Path::new("/")).contains("is a folder"));
     assert!(refused(Path::new("no/such/file.json")).contains("cannot be read"));
+    // A pipe without a writer would hold the reader for ever.
+    let pipe = Path::new(env!("CARGO_TARGET_TMPDIR")).join("trace_pipe");
+    let _ = std::fs::remove_file(&pipe);
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    assert!(refused(&pipe).contains("trace_pipe: is a pipe or a device"));
+    assert!(refused(Path::new("/dev/zero")).contains("is a pipe or a device"));
+    // All holes, so that it takes no disk.
+    let large = Path::new(env!("CARGO_TARGET_TMPDIR")).join("trace_large.json");
+    let file = std::fs::File::create(&large).unwrap();
+    file.set_len(trace::MAX_FILE_BYTES + 1).unwrap();
+    assert!(refused(&large).contains("has more than 268435456 bytes"));
+    std::fs::remove_file(&large).unwrap();
+}
+
+#[test]
+fn a_file_that_is_odd_throughout_does_not_flood() {
+    let fields: String = (0..500).map(|n| format!(r#""field{n}": 1, "#)).collect();
+    let text = format!(r#"{{{fields}"id": "a", "requests": [{{"in": 8, "out": 1}}]}}"#);
+    let notes = parse(&text).unwrap().notes;
+    assert_eq!(notes.len(), 20);
+    // 500 fields, no type, no hash_ids, no block_size.
+    assert_eq!(notes[19], "484 more notes like these");
+
+    let long = "x".repeat(100_000);
+    let unknown = parse(&format!(
+        r#"{{"{long}": 1, "id": "a", "requests": [{{"in": 8, "out": 1}}]}}"#
+    ));
+    assert!(unknown.unwrap().notes.iter().all(|note| note.len() < 300));
+    let twice = parse(&format!(r#"{{"{long}": 1, "{long}": 2}}"#)).unwrap_err();
+    assert!(
+        twice.len() < 300 && twice.contains("is there twice"),
+        "{twice}"
+    );
 }
 
 #[test]
@@ -355,6 +389,18 @@ fn the_traces_timing_is_kept() {
         ),
         [(0, 2), (1, 100), (2, 100), (3, 106), (4, 200)]
     );
+}
+
+#[test]
+fn a_time_beyond_the_clock_comes_never_and_not_at_once() {
+    let depth = 25;
+    let subagent = r#"{"t": 1e9, "type": "subagent", "requests": ["#;
+    let request = r#"{"t": 1e9, "type": "n", "in": 8, "out": 1}"#;
+    let nested = format!("{}{request}{}", subagent.repeat(depth), "]}".repeat(depth));
+    let trace = parse(&with_requests(&nested)).unwrap();
+    // 26e9 s are more nanoseconds than 64 bits hold.
+    let session = Session::new(&trace, Pace::Trace, 5 * S);
+    assert_eq!(session.next_ready_at(), Some(u64::MAX));
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! The command line of `lowlat replay`.
 
 use std::ffi::OsString;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::io::{ErrorKind, Write};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{CommandFactory, Parser, ValueEnum, ValueHint};
@@ -362,8 +362,7 @@ pub(crate) fn parse<T: Parser>(
             let _ = writeln!(err, "{name}: {} (see --help)", usage_words(&error));
             return USAGE;
         }
-        let _ = write!(out, "{error}");
-        0
+        print(name, &error.to_string(), out, err)
     })
 }
 
@@ -375,10 +374,7 @@ pub(crate) fn finish(
     err: &mut dyn Write,
 ) -> u8 {
     match result {
-        Ok(text) => {
-            let _ = write!(out, "{text}");
-            0
-        }
+        Ok(text) => print(name, &text, out, err),
         Err(error) => {
             let kind = if error.exit_code() == 1 {
                 "refused"
@@ -394,6 +390,19 @@ pub(crate) fn finish(
             let _ = writeln!(err, "{name}: {kind}: {words}");
             error.exit_code()
         }
+    }
+}
+
+/// Writes what was asked for. A reader that left (`| head`) has what it wanted; any other failure
+/// is a fault, for a half schema in a file must not look whole.
+fn print(name: &str, text: &str, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            let error = EngineError::Fault(format!("standard output cannot be written: {error}"));
+            let _ = writeln!(err, "{name}: fault: {error}");
+            error.exit_code()
+        }
+        _ => 0,
     }
 }
 
@@ -517,30 +526,27 @@ fn prepare_outputs(options: &Options) -> Result<Vec<(Output, OutputFile)>, Engin
         (Output::Tokens, options.tokens_out.clone()),
         (Output::Record, options.record.clone()),
     ];
-    let mut outputs = Vec::new();
-    let mut seen: Vec<PathBuf> = Vec::new();
+    let mut outputs: Vec<(Output, OutputFile)> = Vec::new();
     for (output, path) in paths {
         let Some(path) = path else {
             continue;
         };
-        outputs.push((output, OutputFile::prepare(&path)?));
-        // The folder is there now, so two ways to write one path can be told.
-        let folder = path
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder
-            .unwrap_or(Path::new("."))
-            .canonicalize()
-            .unwrap_or_default();
-        let place = folder.join(path.file_name().unwrap_or_default());
-        if seen.contains(&place) {
+        let file = OutputFile::prepare(&path)?;
+        if let Some(trace) = options.traces.iter().find(|trace| file.is(trace)) {
+            return Err(EngineError::Refused(format!(
+                "{}: would overwrite the trace {}; another file is needed",
+                path.display(),
+                trace.display()
+            )));
+        }
+        if outputs.iter().any(|(_, earlier)| earlier.is_same(&file)) {
             return Err(EngineError::Refused(format!(
                 "{}: would be written twice; --report, --tokens-out and --record need files of \
                  their own",
                 path.display()
             )));
         }
-        seen.push(place);
+        outputs.push((output, file));
     }
     Ok(outputs)
 }

@@ -3,6 +3,7 @@
 //! `serde_json::Value` silently keeps the last of two fields of one name and knows no path; a
 //! trace reader must name the field that is wrong.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
@@ -43,6 +44,25 @@ impl Node {
             Self::Object(_) => "an object".into(),
         }
     }
+}
+
+/// A name or a path out of a file, short enough for an error line: its two ends.
+///
+/// ```
+/// use lowlat_engine::json::shortened;
+/// assert_eq!(shortened("requests[3].in"), "requests[3].in");
+/// assert_eq!(shortened(&"x".repeat(1000)).len(), 163);
+/// ```
+#[must_use]
+pub fn shortened(text: &str) -> Cow<'_, str> {
+    const END: usize = 80;
+    let num_chars = text.chars().count();
+    if num_chars <= 2 * END {
+        return text.into();
+    }
+    let first: String = text.chars().take(END).collect();
+    let last: String = text.chars().skip(num_chars - END).collect();
+    format!("{first}...{last}").into()
 }
 
 /// Why a text is not one JSON value, and where.

@@ -616,7 +616,10 @@ fn hex(digest: Fnv1a) -> String {
 /// long replay does not end with nowhere to write; dropped unwritten, it leaves nothing behind.
 #[derive(Debug)]
 pub struct OutputFile {
+    /// As it was asked for.
     path: PathBuf,
+    /// The file itself, behind every link.
+    target: PathBuf,
     /// Folders that we made, outermost first.
     made: Vec<PathBuf>,
     written: bool,
@@ -628,21 +631,21 @@ impl OutputFile {
     /// # Errors
     /// [`EngineError::Refused`] with the path and the reason.
     pub fn prepare(path: &Path) -> Result<Self, EngineError> {
-        if path.is_dir() {
+        // The rename at the end would put a file in the place of a pipe or a device.
+        let seen = match fs::metadata(path) {
+            Ok(metadata) if metadata.is_dir() => Some("a folder"),
+            Ok(metadata) if !metadata.is_file() => Some("a pipe or a device"),
+            _ => None,
+        };
+        if let Some(seen) = seen {
             return Err(EngineError::Refused(format!(
-                "{}: is a folder; a file is to be written there",
-                path.display()
-            )));
-        }
-        if path.exists() && !path.is_file() {
-            // A rename would put a file in the place of the device.
-            return Err(EngineError::Refused(format!(
-                "{}: is a device or a pipe; the path of a file is needed",
+                "{}: is {seen}; a file is to be written there",
                 path.display()
             )));
         }
         let mut file = Self {
             path: path.to_path_buf(),
+            target: path.to_path_buf(),
             made: Vec::new(),
             written: false,
         };
@@ -656,6 +659,10 @@ impl OutputFile {
             fs::create_dir(&folder).map_err(|error| refusal(&folder, "make the folder", &error))?;
             file.made.push(folder);
         }
+        let name = path.file_name().unwrap_or_default();
+        let target = fs::canonicalize(path)
+            .or_else(|_| fs::canonicalize(folder).map(|folder| folder.join(name)));
+        file.target = target.map_err(|error| refusal(path, "be written", &error))?;
         let probe = file.temporary("tmp");
         fs::File::create(&probe).map_err(|error| refusal(path, "be written", &error))?;
         fs::remove_file(&probe).map_err(|error| refusal(path, "be written", &error))?;
@@ -715,23 +722,36 @@ impl OutputFile {
         // One of a process of our number that died here may be a second name of the same file,
         // which a copy would empty.
         let _ = fs::remove_file(&old);
-        if self.path.exists() {
+        if self.target.exists() {
             // A second name costs nothing, but not every file system has such.
-            fs::hard_link(&self.path, &old).or_else(|_| fs::copy(&self.path, &old).map(|_| ()))?;
+            fs::hard_link(&self.target, &old)
+                .or_else(|_| fs::copy(&self.target, &old).map(|_| ()))?;
         }
-        fs::rename(self.temporary("tmp"), &self.path)
+        fs::rename(self.temporary("tmp"), &self.target)
     }
 
     /// Undoes [`Self::take_place`].
     fn give_back(&self) {
         // Nothing better can be done about a second failure; the first one is reported.
-        if fs::rename(self.temporary("old"), &self.path).is_err() {
-            let _ = fs::remove_file(&self.path);
+        if fs::rename(self.temporary("old"), &self.target).is_err() {
+            let _ = fs::remove_file(&self.target);
         }
     }
 
+    /// Whether the file at `path`, if there is one, is the one to be written.
+    #[must_use]
+    pub fn is(&self, path: &Path) -> bool {
+        fs::canonicalize(path).is_ok_and(|path| path == self.target)
+    }
+
+    /// Whether both are one file.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.target == other.target
+    }
+
     fn folder(&self) -> PathBuf {
-        match self.path.parent() {
+        match self.target.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder.to_path_buf(),
             _ => PathBuf::from("."),
         }
@@ -740,7 +760,7 @@ impl OutputFile {
     /// A hidden name beside the file, of this process only.
     fn temporary(&self, ending: &str) -> PathBuf {
         let mut name = OsString::from(".");
-        name.push(self.path.file_name().unwrap_or_default());
+        name.push(self.target.file_name().unwrap_or_default());
         name.push(format!(".{}.{ending}", std::process::id()));
         self.folder().join(name)
     }

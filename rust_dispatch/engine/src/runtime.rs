@@ -764,6 +764,9 @@ fn check_fault(settings: &RuntimeSettings) -> Result<(), EngineError> {
             "--inject-fault names rank {}; needs a rank below --tp {}",
             fault.tp_rank, settings.tp_size
         ))),
+        Some(_) if settings.tp_size == 1 => Err(EngineError::Refused(
+            "--inject-fault needs another rank that sees it; --tp is 1 (--tp 2 or more)".into(),
+        )),
         _ => Ok(()),
     }
 }

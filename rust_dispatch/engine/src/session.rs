@@ -130,9 +130,11 @@ impl Session {
             return Some(ready_at);
         }
         let not_before = match job.not_before {
-            NotBefore::SessionStart { s } => self.began_at + nanoseconds(s),
-            NotBefore::Start { of, s } => self.jobs[of].started_at? + nanoseconds(s),
-            NotBefore::Finish { of, s } => self.jobs[of].finished_at? + nanoseconds(s),
+            NotBefore::SessionStart { s } => self.began_at.saturating_add(nanoseconds(s)),
+            NotBefore::Start { of, s } => self.jobs[of].started_at?.saturating_add(nanoseconds(s)),
+            NotBefore::Finish { of, s } => {
+                self.jobs[of].finished_at?.saturating_add(nanoseconds(s))
+            }
         };
         Some(ready_at.max(not_before))
     }

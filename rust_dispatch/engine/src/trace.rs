@@ -5,6 +5,8 @@
 //! The format, and what is refused, noted and ignored, is documented in `docs/trace-format.md`.
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read as _;
 use std::path::Path;
 
 use crate::EngineError;
@@ -17,7 +19,13 @@ pub const MAX_SECONDS: f64 = 1.0e9;
 /// Tokens a hash id stands for where the file does not say.
 pub const DEFAULT_BLOCK_SIZE: usize = 64;
 
+/// Bytes above it are taken for another kind of file; read whole, they would need ten times the
+/// memory.
+pub const MAX_FILE_BYTES: u64 = 1 << 28;
+
 const MAX_BLOCK_SIZE: i64 = 1 << 16;
+/// Notes that are told one by one; a file with more is odd throughout.
+const MAX_NOTES: usize = 20;
 
 const FILE_FIELDS: [&str; 8] = [
     "id",
@@ -163,12 +171,28 @@ impl Agent {
 pub fn read(path: &Path) -> Result<Trace, EngineError> {
     let file = path.display().to_string();
     let refuse = |words: String| EngineError::Refused(format!("{file}: {words}"));
-    if path.is_dir() {
+    let unread = |error: std::io::Error| refuse(format!("cannot be read: {error}"));
+    let metadata = fs::metadata(path).map_err(unread)?;
+    if metadata.is_dir() {
         return Err(refuse(
             "is a folder; a trace file is needed (FOLDER/*.json)".into(),
         ));
     }
-    let bytes = std::fs::read(path).map_err(|error| refuse(format!("cannot be read: {error}")))?;
+    // A pipe may never end, or never begin, and a device has no end.
+    if !metadata.is_file() {
+        return Err(refuse(
+            "is a pipe or a device; a regular file is needed".into(),
+        ));
+    }
+    let mut bytes = Vec::new();
+    fs::File::open(path)
+        .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
+        .map_err(unread)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        return Err(refuse(format!(
+            "has more than {MAX_FILE_BYTES} bytes; a trace of at most that is needed"
+        )));
+    }
     let name = path
         .file_stem()
         .map_or("trace".into(), |stem| stem.to_string_lossy().into_owned());
@@ -264,6 +288,7 @@ impl Reader {
         self.compare_totals(&root, &agent);
 
         for (field, (first, count)) in &self.unknown {
+            let field = json::shortened(field);
             self.notes.push(format!(
                 "unknown field {field:?} is ignored ({count} x, first at {first})"
             ));
@@ -274,7 +299,12 @@ impl Reader {
                 self.unhashed.len()
             ));
         }
-        let notes = std::mem::take(&mut self.notes);
+        let mut notes = std::mem::take(&mut self.notes);
+        if notes.len() > MAX_NOTES {
+            let left_out = notes.len() - (MAX_NOTES - 1);
+            notes.truncate(MAX_NOTES - 1);
+            notes.push(format!("{left_out} more notes like these"));
+        }
         Ok(Trace {
             file: String::new(),
             id,
@@ -588,7 +618,7 @@ fn syntax_words(text: &str, error: &json::ParseError) -> String {
     let at = if error.path.is_empty() {
         String::new()
     } else {
-        format!("{} at ", error.path)
+        format!("{} at ", json::shortened(&error.path))
     };
     if error.truncated {
         return format!("ends in the middle of the JSON ({at}{place}); the file looks truncated");

@@ -34,11 +34,12 @@ impl TensorInfo {
     }
 }
 
-/// The C handle and what was bound to it, which outlives it.
+/// The C handle and the memory that its launches use, which outlives it.
 struct Inner {
     api: Arc<Api>,
     handle: NonNull<c_void>,
     bound: Mutex<Vec<Buffer<u8>>>,
+    kept: Mutex<Vec<Box<dyn Send>>>,
 }
 
 // SAFETY: the header allows calls from any thread, one thread at a time for all but abort and
@@ -50,7 +51,8 @@ unsafe impl Sync for Inner {}
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: made by `model_create`, destroyed once; the bound memory is freed after it.
+        // SAFETY: made by `model_create`, destroyed once, which ends what still runs; the bound and
+        // the kept memory is freed after it.
         unsafe { (self.api.model_destroy)(self.handle.as_ptr()) }
     }
 }
@@ -117,6 +119,7 @@ impl KernelModel {
             api,
             handle,
             bound: Mutex::default(),
+            kept: Mutex::default(),
         });
         Ok(Self {
             inner,
@@ -230,6 +233,17 @@ impl KernelModel {
             .unwrap_or_else(PoisonError::into_inner)
             .push(memory);
         Ok(())
+    }
+
+    /// Takes over memory that launches point into: it goes when the model has been destroyed, by
+    /// whoever holds it last. A rank that ends while a launch of its own may still run leaves its
+    /// memory here.
+    pub fn keep(&mut self, memory: impl Send + 'static) {
+        self.inner
+            .kept
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(Box::new(memory));
     }
 
     /// Bytes that the library took for itself.

@@ -3,6 +3,7 @@
 
 mod arena;
 
+use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
@@ -135,12 +136,21 @@ pub(crate) struct RankOutput {
 
 /// A model under its coverage: bound memory, step memory, recorded launches.
 struct RankModel {
-    /// First, so that it is destroyed before the memory that its launches point into.
     model: KernelModel,
-    arena: Arena,
+    /// Handed to the model at the end: a launch that a failed start or step left behind may still
+    /// run, and whoever watches the model may keep it longer than this.
+    arena: ManuallyDrop<Arena>,
     /// By [`KeyIdx`].
     launches: Vec<Launch>,
     seat: Seat,
+}
+
+impl Drop for RankModel {
+    fn drop(&mut self) {
+        // SAFETY: taken once, here, and the field is not used after it.
+        let arena = unsafe { ManuallyDrop::take(&mut self.arena) };
+        self.model.keep(arena);
+    }
 }
 
 /// What was recorded for a graph key.
@@ -708,8 +718,8 @@ fn prepare(setup: &RankSetup, tp_rank: TpRank, fault: Misbehaviour) -> Result<Pr
         return Err(Refused {
             reason: Reason::ServerArgument,
             message: format!(
-                "{} needs {:.1} GB of memory for {} ranks; this machine has {:.1} GB free \
-                 (--model tiny-v41, or a shorter --limit-input)",
+                "{} needs {:.1} GB of memory with --tp {}; this machine has {:.1} GB free \
+                 (--model tiny-v41, fewer --kv-tokens, or a shorter --limit-input)",
                 setup.model,
                 needed as f64 / 1e9,
                 geometry.tp_size,
@@ -835,7 +845,7 @@ fn build(
     });
     Ok(RankModel {
         model,
-        arena,
+        arena: ManuallyDrop::new(arena),
         launches: Vec::new(),
         seat,
     })
