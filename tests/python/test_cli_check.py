@@ -86,9 +86,9 @@ def test_a_load_reaches_the_plan(dispatch: FakeDispatch) -> None:
 def test_a_load_that_cannot_be_planned_names_the_model(
     dispatch: FakeDispatch, capsys: pytest.CaptureFixture
 ) -> None:
-    dispatch.plan_error = ValueError("context is 0; needs 1 to 9")
-    assert main(["check", "--model", "tiny-v41", "--context", "0"]) == 1
-    assert "tiny-v41: context is 0" in capsys.readouterr().err
+    dispatch.plan_error = ValueError("context is 10; needs 1 to 9")
+    assert main(["check", "--model", "tiny-v41", "--context", "10"]) == 1
+    assert "tiny-v41: context is 10" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
@@ -140,7 +140,7 @@ def test_a_name_that_is_too_long(dispatch: FakeDispatch, capsys: pytest.CaptureF
     assert "File name too long" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--tp", "--page-size"])
+@pytest.mark.parametrize("option", ["--tp", "--page-size", "--context", "--requests"])
 @pytest.mark.parametrize("value", ["0", "-1", "", "1.5", "2147483648", "\u0661", "9" * 5000])
 def test_a_count_that_is_none(
     dispatch: FakeDispatch, capsys: pytest.CaptureFixture, option: str, value: str

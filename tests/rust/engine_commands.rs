@@ -82,7 +82,10 @@ fn commands_are_told_apart_and_wrong_ones_are_one_line() {
         assert!(help.out.lines().all(|line| line.chars().count() <= 100));
     }
     let cases: &[(&[&str], &str)] = &[
-        (&[], "no command; replay, trace, inspect or completion"),
+        (
+            &[],
+            "no command; replay, trace, inspect, make-checkpoint or completion",
+        ),
         (&["bench"], "\"bench\""),
         (&["trace"], "lowlat trace: "),
         (&["trace", "info"], "lowlat trace: error: "),

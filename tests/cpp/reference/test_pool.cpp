@@ -49,7 +49,8 @@ TEST_CASE(later_entries_pool_eight) {
       overlapping({1.0, 2.0, 3.0, 6.0, 4.0, 4.0, 8.0, 12.0}, std::vector<float>(512));
   REQUIRE(keys.size() == 128);
   const double norm = std::sqrt((63.0 * 4.0 + 5.5 * 5.5) / 64.0);
-  CHECK_NEAR(pair_norm(keys, 1), std::hypot(2.0, 5.5) / norm, 1e-12);
+  // The turn keeps the norm but for the rounding of its cosine and sine to fp32.
+  CHECK_NEAR(pair_norm(keys, 1), std::hypot(2.0, 5.5) / norm, 1e-6);
   // Turned at position 4, the block's first.
   CHECK_NEAR(keys[64], (2.0 * std::cos(4.0) - 5.5 * std::sin(4.0)) / norm, 1e-6);
 }
