@@ -65,6 +65,8 @@ class Worker {
   }
 
  private:
+  // The idle wait has no deadline: it waits for the engine's next launch, never for a peer, and
+  // the destructor ends it.
   void loop() {
     std::unique_lock lock(mutex_);
     for (;;) {
