@@ -616,6 +616,13 @@ fn what_is_no_record_is_refused_by_name() {
         );
     }
     assert!(run(&["inspect", text(&folder)]).err.contains("is a folder"));
+    let device = run(&["inspect", "/dev/null"]);
+    assert!(
+        device.err.contains("is a pipe or a device"),
+        "{}",
+        device.err
+    );
+    assert_eq!(device.code, 1);
     let large = folder.join("large");
     fs::File::create(&large)
         .unwrap()

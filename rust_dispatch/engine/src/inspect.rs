@@ -22,10 +22,17 @@ pub const MAX_BYTES: u64 = 64 << 20;
 /// or of a newer version.
 pub fn read(path: &Path) -> Result<Record, EngineError> {
     let refuse = |words: String| EngineError::Refused(format!("{}: {words}", path.display()));
-    if path.is_dir() {
+    let unreadable = |error: std::io::Error| refuse(format!("cannot be read: {error}"));
+    let metadata = fs::metadata(path).map_err(unreadable)?;
+    if metadata.is_dir() {
         return Err(refuse("is a folder; a graph record is needed".into()));
     }
-    let unreadable = |error: std::io::Error| refuse(format!("cannot be read: {error}"));
+    // A pipe may never end, or never begin.
+    if !metadata.is_file() {
+        return Err(refuse(
+            "is a pipe or a device; a graph record is needed".into(),
+        ));
+    }
     let file = fs::File::open(path).map_err(unreadable)?;
     let mut bytes = Vec::new();
     let read = file.take(MAX_BYTES + 1).read_to_end(&mut bytes);
