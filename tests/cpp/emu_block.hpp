@@ -46,8 +46,8 @@ void run_team(std::uint32_t order, Body body) {
 }
 
 // make<Block>(order), the result of a team, is the same in every order, for a block of 256 and of
-// 128 threads and a warp; it has the bits of one thread's or, where sums have another order, goes to
-// compare(got, alone).
+// 128 threads and a warp; it has the bits of one thread's or, where sums have another order, goes
+// to compare(got, alone).
 template <class Make, class Compare>
 void check_teams(Make make, Compare compare) {
   const auto alone = make.template operator()<OneThread>(0u);

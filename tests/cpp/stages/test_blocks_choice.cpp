@@ -3,7 +3,10 @@
 //
 // Planted and seen to fail: ties counted from the warp's own first instead of all before it; the
 // digit searched from lane 31 down; a taken expert not marked; the sync between the sums of tiles
-// and their use left out; a run of four ids that does not begin at a multiple of four (ids skipped).
+// and their use left out; a run of four ids that does not begin at a multiple of four (ids
+// skipped).
+//
+// Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <cmath>
 #include <limits>
 

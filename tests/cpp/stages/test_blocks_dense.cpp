@@ -3,6 +3,8 @@
 //
 // Planted and seen to fail: a sync left out of BlockSum, of HcStats::mix and of hc_combine_norm
 // (orders differ); join() that begins at distance 4; the lane of an expert's pair taken as 0.
+//
+// Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <algorithm>
 #include <cmath>
 #include <limits>

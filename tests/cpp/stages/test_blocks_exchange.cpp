@@ -4,6 +4,8 @@
 // Planted and seen to fail: a lane past the end that is not counted as arrived (waits expire), a
 // block that answers by the warp (threads disagree), a status written without the claim (the two
 // warps' reports mix), PublishRows of two rows together (packets hold another row's words).
+//
+// Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <atomic>
 
 #include "emu_block.hpp"

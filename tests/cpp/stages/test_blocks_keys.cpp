@@ -5,6 +5,8 @@
 // Planted and seen to fail: the sync between turning and rounding of an entry left out, and one
 // before the join of attention's warps (orders differ); a warp's maximum not scaled by at the join;
 // a candidate's score by the lane next to it.
+//
+// Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -23,8 +23,7 @@ namespace emu = lowlat::emu;
 namespace plat = lowlat::emu::plat;
 namespace stages = lowlat::emu::stages;
 using namespace lowlat::testing;
-using Block = plat::Block<2 * plat::kWarpLanes>;
-using Threads = stages::Team<Block>;
+using Block64 = plat::Block<2 * plat::kWarpLanes>;
 using Codes = std::vector<std::uint16_t>;
 using Floats = std::vector<float>;
 
@@ -45,25 +44,25 @@ std::vector<std::uint8_t> bytes_of(std::size_t n) {
   return bytes;
 }
 
-template <class Body>
+template <class Block, class Body>
 void run(Body body) {
   emu::launch({Block::kNumThreads}, [&](int) { body(); });
 }
 
-}  // namespace
-
-TEST_CASE(sums_norms_and_linears) {
+template <class Block>
+void sums_norms_and_linears() {
+  using Threads [[maybe_unused]] = stages::Team<Block>;
   const Floats x = numbers(512);
   const Codes gain = codes_of(512), w = codes_of(512 * 8);
   Codes out(512);
   Floats y(16), q(512);
-  stages::RmsNorm<Block>::Scratch scratch;
-  run([&] {
+  typename stages::RmsNorm<Block>::Scratch scratch;
+  run<Block>([&] {
     stages::RmsNorm<Block>::run(out.data(), x.data(), gain.data(), 512, 1e-6f, scratch);
 #ifndef LOWLAT_PLANT
     Threads::sync();
 #endif
-    stages::quantize_row<Block>(q.data(), out.data(), 512, 32);
+    stages::quantize_row<Block>(q.data(), out.data(), 512, 128);
     Threads::sync();
     stages::linear<Block>(q.data(), 256, 2, 256, stages::Bf16Weights{w.data(), 256}, 0, 8, nullptr,
                           [&](int t, int n, float v) { y[t * 8 + n] = v; });
@@ -71,16 +70,18 @@ TEST_CASE(sums_norms_and_linears) {
   });
 }
 
-TEST_CASE(hyper_connections) {
+template <class Block>
+void hyper_connections() {
+  using Threads [[maybe_unused]] = stages::Team<Block>;
   constexpr int kHidden = 256;
   const Codes y = codes_of(kHidden), gain = codes_of(kHidden);
   Codes residual = codes_of(4 * kHidden), x(kHidden);
   const Floats fn = numbers(24 * 4 * kHidden), base = numbers(24), scale = numbers(3);
   Floats row(4 * kHidden), memory(kHidden);
-  stages::HcStats<Block>::Scratch scratch;
-  stages::RmsNorm<Block>::Scratch norm;
+  typename stages::HcStats<Block>::Scratch scratch;
+  typename stages::RmsNorm<Block>::Scratch norm;
   stages::HcParams params;
-  run([&] {
+  run<Block>([&] {
     for (int layer = 0; layer < 2; ++layer) {
       stages::expand_bf16<Block>(row.data(), residual.data(), 4 * kHidden);
       Threads::sync();
@@ -98,7 +99,9 @@ TEST_CASE(hyper_connections) {
   });
 }
 
-TEST_CASE(keys_and_attention) {
+template <class Block>
+void keys_and_attention() {
+  using Threads [[maybe_unused]] = stages::Team<Block>;
   const Codes gain = codes_of(512);
   const auto table = stages::rope_table(10000.0f, {});
   Floats c = numbers(512), index = numbers(128), query = numbers(4 * 128), scores(8);
@@ -108,12 +111,12 @@ TEST_CASE(keys_and_attention) {
   Floats query_scales(4), memory(stages::SparseAttention<Block>::memory_floats(2));
   const std::vector<std::int32_t> ids = {0, 3, -1, 5, 7};
   auto turn = std::vector<stages::RopeTurn>(1);
-  stages::CompressedKey<Block>::Scratch scratch;
-  stages::IndexKeyFp8<Block>::Scratch key_scratch;
-  stages::IndexKey<Block>::Scratch fp4_scratch;
+  typename stages::CompressedKey<Block>::Scratch scratch;
+  typename stages::IndexKeyFp8<Block>::Scratch key_scratch;
+  typename stages::IndexKey<Block>::Scratch fp4_scratch;
   std::vector<std::uint8_t> fp4(68);
   const stages::KeySet<stages::KvFlat<const std::uint8_t>> keys{ids.data(), 5, {rows.data()}};
-  run([&] {
+  run<Block>([&] {
     stages::rope_turn<Block>(turn[0], table, 9);
     Threads::sync();
     for (int i = 0; i < 8; ++i) {
@@ -137,15 +140,17 @@ TEST_CASE(keys_and_attention) {
   });
 }
 
-TEST_CASE(pooled_entries) {
+template <class Block>
+void pooled_entries() {
+  using Threads [[maybe_unused]] = stages::Team<Block>;
   const stages::PoolLayout layout{4, 128};
   const Floats rows = numbers(32 * layout.width()), ape = numbers(4 * layout.half_width());
   const Codes gain = codes_of(128);
   const auto turn = stages::rope_turn(stages::rope_table(10000.0f, {}), 4);
   Floats c(128);
-  stages::PoolEntry<Block>::Scratch scratch;
-  stages::PooledKey<Block>::Scratch key;
-  run([&] {
+  typename stages::PoolEntry<Block>::Scratch scratch;
+  typename stages::PooledKey<Block>::Scratch key;
+  run<Block>([&] {
     for (const std::int64_t entry : {0, 1, 2}) {
       stages::PoolEntry<Block>::run(
           c.data(), layout, ape.data(), entry,
@@ -156,19 +161,21 @@ TEST_CASE(pooled_entries) {
   });
 }
 
-TEST_CASE(choices) {
+template <class Block>
+void choices() {
+  using Threads [[maybe_unused]] = stages::Team<Block>;
   const Floats scores = numbers(900), bias = numbers(64);
   std::vector<std::int32_t> ids(64), blocks(8);
   Floats weights(8), memory(128), block_scores(900);
   stages::SelectScratch scratch;
-  stages::BlockBest<Block>::Scratch best;
+  typename stages::BlockBest<Block>::Scratch best;
   constexpr int kVocab = 1500;
   const Floats target = numbers(3 * kVocab), drafts = numbers(2 * kVocab),
                coins = {0.5f, 0.1f, 0.7f};
   const std::vector<std::int32_t> draft = {100, 5};
   Floats room(stages::Acceptance<Block>::memory_floats(kVocab));
-  stages::Acceptance<Block>::Scratch accept;
-  run([&] {
+  typename stages::Acceptance<Block>::Scratch accept;
+  run<Block>([&] {
     stages::select_top<Block>(ids.data(), scores.data(), 900, 64, stages::AllPositions{}, scratch);
     stages::candidate_blocks<Block>(blocks.data(), scores.data(), 900, 8, 8, block_scores.data(),
                                     scratch);
@@ -182,7 +189,9 @@ TEST_CASE(choices) {
   });
 }
 
-TEST_CASE(experts_and_engram) {
+template <class Block>
+void experts_and_engram() {
+  using Threads [[maybe_unused]] = stages::Team<Block>;
   constexpr int kInner = 32, kHidden = 128, kRows = 3, kSlots = 2, kExperts = 4;
   const auto w = bytes_of(kInner * kHidden / 2), scales = bytes_of(kInner * kHidden / 32);
   const stages::Fp4Weights up{w.data(), kHidden / 2, scales.data(), kHidden / 32};
@@ -193,8 +202,8 @@ TEST_CASE(experts_and_engram) {
   Floats h(kRows * kSlots * kInner), out(kHidden);
   Codes d(kRows * kSlots * kHidden), residual = codes_of(4 * kHidden);
   const Codes shared = codes_of(kHidden), kv = codes_of(5 * kHidden), gains = codes_of(4 * kHidden);
-  stages::EngramApply<Block>::Scratch engram;
-  run([&] {
+  typename stages::EngramApply<Block>::Scratch engram;
+  run<Block>([&] {
     stages::group_pairs<Block>(offsets.data(), pairs.data(), ids.data(), kRows, kSlots, kExperts);
     Threads::sync();
     for (int expert = 0; expert < kExperts; ++expert) {
@@ -212,7 +221,9 @@ TEST_CASE(experts_and_engram) {
   });
 }
 
-TEST_CASE(ranks_exchange) {
+template <class Block>
+void ranks_exchange() {
+  using Threads [[maybe_unused]] = stages::Team<Block>;
   ExchangeGroup group(2, 300, 60'000'000'000ull);
   const Floats words = numbers(300);
   std::vector<Codes> out(2, Codes(300));
@@ -226,7 +237,9 @@ TEST_CASE(ranks_exchange) {
   CHECK(out[0] == out[1]);
 }
 
-TEST_CASE(a_silent_rank_is_reported_by_many_threads) {
+template <class Block>
+void a_silent_rank_is_reported_by_many_threads() {
+  using Threads [[maybe_unused]] = stages::Team<Block>;
   ExchangeGroup group(3, 300, 20'000'000ull);
   const Floats words = numbers(300);
   std::vector<Codes> out(3, Codes(300));
@@ -238,4 +251,27 @@ TEST_CASE(a_silent_rank_is_reported_by_many_threads) {
     CHECK(group.status(rank).state != 0u);
   });
   for (const int rank : {0, 1, 2}) CHECK(group.abort_word(rank) != 0u);
+}
+
+}  // namespace
+
+TEST_CASE(sums_norms_and_linears_of_a_block) { sums_norms_and_linears<Block64>(); }
+TEST_CASE(sums_norms_and_linears_of_a_warp) { sums_norms_and_linears<Warp>(); }
+TEST_CASE(hyper_connections_of_a_block) { hyper_connections<Block64>(); }
+TEST_CASE(hyper_connections_of_a_warp) { hyper_connections<Warp>(); }
+TEST_CASE(keys_and_attention_of_a_block) { keys_and_attention<Block64>(); }
+TEST_CASE(keys_and_attention_of_a_warp) { keys_and_attention<Warp>(); }
+TEST_CASE(pooled_entries_of_a_block) { pooled_entries<Block64>(); }
+TEST_CASE(pooled_entries_of_a_warp) { pooled_entries<Warp>(); }
+TEST_CASE(choices_of_a_block) { choices<Block64>(); }
+TEST_CASE(choices_of_a_warp) { choices<Warp>(); }
+TEST_CASE(experts_and_engram_of_a_block) { experts_and_engram<Block64>(); }
+TEST_CASE(experts_and_engram_of_a_warp) { experts_and_engram<Warp>(); }
+TEST_CASE(ranks_exchange_of_a_block) { ranks_exchange<Block64>(); }
+TEST_CASE(ranks_exchange_of_a_warp) { ranks_exchange<Warp>(); }
+TEST_CASE(a_silent_rank_is_reported_by_many_threads_of_a_block) {
+  a_silent_rank_is_reported_by_many_threads<Block64>();
+}
+TEST_CASE(a_silent_rank_is_reported_by_many_threads_of_a_warp) {
+  a_silent_rank_is_reported_by_many_threads<Warp>();
 }
