@@ -49,13 +49,14 @@ void check_linear(const Weights& weights, int num_rows, int k, int row_begin, in
 
 TEST_CASE(a_block_sums_and_takes_maxima_over_all_threads) {
   const auto run = [&]<class Block>(std::uint32_t order) {
-    Floats all(2 * Block::kNumThreads);
+    Floats all(3 * Block::kNumThreads);
     typename stages::BlockSum<Block>::Scratch scratch;
     run_team<Block>(order, [&] {
       const int thread = stages::Team<Block>::thread_idx();
       const float v = thread == 3 ? kNan : static_cast<float>(thread * 7 % 256) - 300.0f;
       all[thread] = stages::BlockSum<Block>::run(static_cast<float>(thread), scratch);
       all[Block::kNumThreads + thread] = stages::BlockMax<Block>::run(v, scratch);
+      all[2 * Block::kNumThreads + thread] = stages::BlockSum<Block>::run(1.0f, scratch);
     });
     return all;
   };
@@ -64,6 +65,7 @@ TEST_CASE(a_block_sums_and_takes_maxima_over_all_threads) {
   for (int i = 0; i < 256; ++i) {
     CHECK_EQ(got[i], 255.0f * 128.0f);
     CHECK_EQ(got[256 + i], 255.0f - 300.0f);
+    CHECK_EQ(got[512 + i], 256.0f);
   }
 }
 
