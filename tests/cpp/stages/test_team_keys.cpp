@@ -2,9 +2,9 @@
 // bit, but for norms (a block's sum of squares has an order of its own) and attention (keys are
 // split over warps), which are held to the operation's bound.
 //
-// Planted and seen to fail: the sync between turning and rounding of an entry left out, and one
-// before the join of attention's warps (orders differ); a warp's maximum not scaled by at the join;
-// a candidate's score by the lane next to it.
+// Planted and seen to fail: the sync before the join of attention's warps left out, a warp's sum not
+// scaled by its maximum at the join, keys handed out by their place among the pads, a candidate
+// scored by its neighbour's key.
 //
 // Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <algorithm>
@@ -294,8 +294,15 @@ TEST_CASE(attention_is_within_its_bound_of_one_thread_and_of_the_reference) {
 
 TEST_CASE(attention_of_a_block_depends_on_the_sequence_of_keys_only) {
   Random random(9);
-  const Bytes rows = random.kv_rows(60);
-  const Codes q = random.bf16(2 * kDim);
+  // Equal scores, and values of many magnitudes that cancel: another order of keys within a warp, or
+  // another warp for one of them, is another sum.
+  Bytes rows = random.kv_rows(60);
+  for (int i = 0; i < 60; ++i) {
+    for (int group = 0; group < 7; ++group) {
+      rows[i * 584 + 576 + group] = static_cast<std::uint8_t>(random.integer(100, 160));
+    }
+  }
+  const Codes q(2 * kDim, 0);
   const Floats sink = {0.5f, kNone};
   Ids ids;
   for (int i = 0; i < 77; ++i) ids.push_back(static_cast<std::int32_t>(random.integer(0, 59)));
