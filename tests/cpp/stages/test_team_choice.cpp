@@ -2,8 +2,8 @@
 // one thread makes them, at ties and at values that are none.
 //
 // Planted and seen to fail: syncs of the threshold's histogram left out, ties counted from the
-// warp's own first instead of all before it, the digit searched from the wrong end, the sync between
-// the sums of tiles and their use left out.
+// warp's own first instead of all before it, the digit searched from the wrong end, the sync
+// between the sums of tiles and their use left out.
 //
 // Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <cmath>

@@ -2,8 +2,8 @@
 // bit, but for norms (a block's sum of squares has an order of its own) and attention (keys are
 // split over warps), which are held to the operation's bound.
 //
-// Planted and seen to fail: the sync before the join of attention's warps left out, a warp's sum not
-// scaled by its maximum at the join, keys handed out by their place among the pads, a candidate
+// Planted and seen to fail: the sync before the join of attention's warps left out, a warp's sum
+// not scaled by its maximum at the join, keys handed out by their place among the pads, a candidate
 // scored by its neighbour's key.
 //
 // Built a second time with LOWLAT_EMU_WARP_LANES=64.
@@ -294,8 +294,8 @@ TEST_CASE(attention_is_within_its_bound_of_one_thread_and_of_the_reference) {
 
 TEST_CASE(attention_of_a_block_depends_on_the_sequence_of_keys_only) {
   Random random(9);
-  // Equal scores, and large values that cancel and take of the small ones what lies between: another
-  // order of keys within a warp, or another warp for one of them, is another sum.
+  // Equal scores, and large values that cancel and take of the small ones what lies between:
+  // another order of keys within a warp, or another warp for one of them, is another sum.
   Bytes rows = random.kv_rows(60);
   for (int i = 0; i < 40; ++i) {
     std::fill_n(&rows[i * 584], 448, reference::to_e4m3(i % 2 == 0 ? 256.0 : -256.0));
