@@ -15,7 +15,8 @@ import ctypes as ct
 import numpy as np
 import pytest
 from oracle.draft import accept_margins
-from oracle.model import Model
+from oracle.models import make_model
+from oracle.tensors import v4_weights
 from support import kernels_abi as abi
 from support import replay, small_model
 
@@ -112,7 +113,7 @@ def replayed(request):
     name, tp_size = request.param
     weights = small_model.Weights(small_model.MODELS[name], SEED, tp_size)
     group = small_model.create(path, weights)
-    model = Model(weights.small.config, weights.whole, tp_size)
+    model = make_model(weights.small.config, weights.whole, tp_size)
     run = replay.Replay(group, model, SEED)
     run.run()
     yield run
@@ -125,35 +126,59 @@ def test_every_row_is_the_oracles(replayed):
 
 
 def test_every_kind_of_row_and_pool_was_compared(replayed):
-    want = {*LOGITS, "proposals"}
-    for layer, plan in enumerate(replayed.model.config["layers"]):
+    want, config = {*LOGITS, "proposals"}, replayed.model.config
+    if config["image_token"] < 0:
+        want.remove("image")
+    for layer, plan in enumerate(config["layers"]):
         want.add(f"kv.swa.{layer}")
         if plan["kv_source"] == layer:
-            want |= {f"kv.extra.{layer}", f"kv.index.{layer}"}
-    want |= {f"mtp.{stage}.kv.swa" for stage in range(small_model.SIZES["num_draft_stages"])}
+            want.add(f"kv.extra.{layer}")
+            if plan["index_source"] >= 0:
+                want.add(f"kv.index.{layer}")
+    want |= {f"mtp.{stage}.kv.swa" for stage in range(config["num_draft_stages"])}
     assert set(replayed.kinds) == want
     assert sum(len(replayed.kinds[kind].error) for kind in LOGITS) > 100
 
 
-def test_the_restriction_to_candidates_took_entries_away(replayed):
-    """In the text that was compared, and selections left entries out on every index source."""
+def test_selections_took_entries_away(replayed):
+    """In the text that was compared: on every index source, and by candidate blocks."""
+    config = replayed.model.config
     trace = replayed.oracle(replayed.requests[0].text[: replayed.requests[0].end])
     for picks in trace.entries.values():
         assert np.isfinite(picks.margin).any()
-    block = small_model.SIZES["candidate_block_size"]
-    source = replayed.model.config["candidate_layer"]
-    restricted = next(
-        idx
-        for idx, plan in enumerate(replayed.model.config["layers"])
-        if plan["candidate_source"] >= 0
-    )
-    free, restricted = trace.entries[source].picks, trace.entries[restricted].picks
-    outside = [
-        np.setdiff1d(a // block, blocks).size
-        for a, blocks in zip(free, trace.blocks[source].picks, strict=True)
-    ]
-    assert max(outside) > 0
-    assert any(len(a) == small_model.SIZES["index_topk"] for a in restricted)
+        assert any(len(row) == config["index_topk"] for row in picks.picks)
+    for layer, plan in enumerate(config["layers"]):
+        if plan["candidate_source"] < 0:
+            continue
+        block, source = config["candidate_block_size"], plan["candidate_source"]
+        free = trace.entries[source].picks
+        outside = [
+            np.setdiff1d(a // block, blocks).size
+            for a, blocks in zip(free, trace.blocks[source].picks, strict=True)
+        ]
+        assert max(outside) > 0, layer
+
+
+@pytest.mark.parametrize("name", ["v4-deep", "v4-short"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_v4_asks_for_the_published_tensors(name, tp_size):
+    """Names, dtypes, shapes on a rank and the split, against the table of published tensors."""
+    path = abi.library_path()
+    if path is None:
+        pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
+    weights = small_model.Weights(small_model.MODELS[name], SEED, tp_size)
+    asked = {}
+
+    def shard(spec, rank):
+        asked[spec.name.decode()] = (spec.dtype, tuple(spec.shape[: spec.ndim]), spec.shard_dim)
+        return weights.shard(spec, rank)
+
+    abi.Group(path, weights.small.config, tp_size, shard).close()
+    want = {}
+    for tensor, dtype, shape, split in v4_weights(weights.small.config):
+        local = [n // tp_size if dim == split else n for dim, n in enumerate(shape)]
+        want[tensor] = (small_model.DTYPE[dtype], tuple(local), split)
+    assert asked == want
 
 
 def accept(group, draft, target, draft_logits, temperature, coins):
