@@ -13,7 +13,14 @@ from oracle.rope_kv import NOPE_DIM, rotate
 from oracle.tensors import v4_weights
 from support import small_model
 
-SMALL = small_model.V4_SHORT
+# Either ratio, and a layer whose experts are the token's.
+SMALL = small_model.small_model(
+    small_model.V4_SIZES,
+    small_model.v4_layers([4, 128, 4], num_hash_layers=1),
+    lengths=small_model.SECOND_ENTRY,
+    larger={"ffn.experts.w": -1, "wo_b": 1},
+    entry_size=2.0,
+)
 CONFIG = SMALL.config
 EPS = 1e-6
 

@@ -349,9 +349,10 @@ class Model:
                 experts,
             )
             features[layer] = bf((residual if self.features_after else before).sum(1) * 0.25)
-        trace.features = np.concatenate(
-            [features[layer] for layer in self.config["draft_target_layers"]], 1
-        )
+        if self.config["num_draft_stages"] > 0:
+            trace.features = np.concatenate(
+                [features[layer] for layer in self.config["draft_target_layers"]], 1
+            )
         trace.logits = self.head(residual, pre, "")
         return trace
 

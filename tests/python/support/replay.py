@@ -12,31 +12,12 @@ from oracle.index import key_values
 from oracle.rope_kv import unpack
 
 from support import kernels_abi as abi
-from support.small_model import COMMON, V4_KIND, V41_KIND
+from support.small_model import COMMON, STEPS
 
 BLOCK = COMMON["draft_block"]
 NOISE_KEY = 0x1D2A9C317E44B1F3
 TEMPERATURES = (0.0, 0.7)
 LOGIT_ROWS = 64  # of a chunk of a prompt that are compared, all where it has no more
-NUM_WORDS = 93  # tokens below every model's special ones
-STEPS = (11, 6)  # committed by the steps after the prompts
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Rows of each request's two chunks of prompt, and where its image tokens are."""
-
-    chunks: tuple
-    images: tuple = ((), ())
-
-
-LENGTHS = {
-    # Both end on an even token once, whose pair waits in the state while others are rejected.
-    V41_KIND: Lengths(((13, 24), (22, 7)), ((5, 6, 7, 24, 40, 46), (1, 17, 31))),
-    # Of either an entry of 128 tokens is completed by a rejected draft, over which the next step
-    # writes; of one it is the second, where the ring of 256 rows wraps too.
-    V4_KIND: Lengths(((13, 238), (22, 103))),
-}
 
 
 @dataclass
@@ -44,6 +25,7 @@ class Request:
     text: np.ndarray  # every token, prompt and answer
     page_size: int
     image_token: int  # -1: none
+    num_words: int  # tokens below the special ones
     page_table: np.ndarray
     state_slot: int
     end: int  # committed tokens when all steps are done
@@ -55,7 +37,7 @@ class Request:
     def rows_with_rejects(self, accepted):
         """Tokens of a verify step: the anchor and drafts, the first `accepted` of them right."""
         rows = self.text[self.done : self.done + BLOCK + 1].copy()
-        wrong = (self.text[self.done + accepted + 1 : self.done + BLOCK + 1] + 7) % NUM_WORDS
+        wrong = (self.text[self.done + accepted + 1 : self.done + BLOCK + 1] + 7) % self.num_words
         if len(wrong) > 1 and self.image_token >= 0:
             wrong[1] = self.image_token  # a rejected image token must leave nothing behind
         rows[accepted + 1 :] = wrong
@@ -101,11 +83,12 @@ def index_rows(pool, slots):
 
 
 class Replay:
-    def __init__(self, group, model, seed):
+    def __init__(self, group, model, small, seed):
         rng = np.random.default_rng(seed)
         self.group, self.model, self.config, self.oracle_runs = group, model, model.config, {}
-        self.lengths = LENGTHS[self.config["kind"]]
+        self.lengths = small.lengths
         self.page_size, image_token = self.config["page_size"], self.config["image_token"]
+        num_words = image_token if image_token >= 0 else self.config["draft_mask_token"]
         pages = rng.permutation(self.config["num_pages"]).astype(np.int32).reshape(2, -1)
         self.page_table_stride = pages.shape[1]
         self.requests = []
@@ -113,10 +96,18 @@ class Replay:
             zip(self.lengths.chunks, self.lengths.images, strict=True)
         ):
             end = sum(chunks) + STEPS[idx]
-            text = rng.integers(3, NUM_WORDS, end + BLOCK + 1).astype(np.int32)
+            text = rng.integers(3, num_words, end + BLOCK + 1).astype(np.int32)
             text[list(images)] = image_token
             self.requests.append(
-                Request(text, self.page_size, image_token, pages[idx], state_slot=1 - idx, end=end)
+                Request(
+                    text,
+                    self.page_size,
+                    image_token,
+                    num_words,
+                    page_table=pages[idx],
+                    state_slot=1 - idx,
+                    end=end,
+                )
             )
         self.kinds = {}
         self.pending = []  # (slots, positions) of the last step's rows, for the draft

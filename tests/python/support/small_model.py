@@ -60,7 +60,6 @@ COMMON = dict(
     yarn_beta_slow=1.0,
     yarn_original_positions=65536.0,
     max_positions=1 << 20,
-    num_draft_stages=3,
     draft_block=5,
     num_widths=4,
     widths=[1, 2, 6, 12],
@@ -133,6 +132,25 @@ V4_SIZES = COMMON | dict(
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Of the two requests that are replayed: rows of each one's two chunks of prompt, and where its
+    image tokens are."""
+
+    chunks: tuple
+    images: tuple = ((), ())
+
+
+STEPS = (11, 6)  # tokens that each one's steps commit after the prompt
+# Both end on an even token once, whose pair waits in the state while others are rejected.
+EVEN = Lengths(((13, 24), (22, 7)), ((5, 6, 7, 24, 40, 46), (1, 17, 31)))
+# An entry of 128 tokens is completed by a rejected draft, over which the next step writes: here the
+# first request's first one ...
+FIRST_ENTRY = Lengths(((13, 112), (22, 23)))
+# ... and here its second, where the ring of 256 rows wraps too, and the other's first.
+SECOND_ENTRY = Lengths(((13, 238), (22, 103)))
+
+
+@dataclass(frozen=True)
 class SmallModel:
     """A configuration, and the sizes of its weights.
 
@@ -142,21 +160,24 @@ class SmallModel:
     """
 
     config: dict
+    lengths: Lengths
     larger: dict
     entry_size: float  # of compressed keys, over window keys
     embed_size: float = 0.5
     mix_size: float = 2.0  # of the bases of hyper-connections: uneven mixes
 
 
-def small_model(sizes, layers, larger, entry_size, **fields):
-    """The draft's features are of the last three layers."""
+def small_model(sizes, layers, lengths, larger, entry_size, num_draft_stages=3, **fields):
+    """A draft of as many stages as the last layers that its features are of."""
+    num_layers = len(layers)
     config = sizes | dict(
-        num_layers=len(layers),
+        num_layers=num_layers,
         layers=layers,
-        draft_target_layers=[len(layers) - i for i in (3, 2, 1)],
+        num_draft_stages=num_draft_stages,
+        draft_target_layers=list(range(num_layers - num_draft_stages, num_layers)),
         **fields,
     )
-    return SmallModel(config, larger, entry_size)
+    return SmallModel(config, lengths, larger, entry_size)
 
 
 # Of layers: window only; a table before a window layer and before a compressed one; sources of
@@ -175,6 +196,7 @@ DEEP = small_model(
         layer(1, 5, 7, candidate_source=5),
         layer(1, 5, 7),
     ],
+    lengths=EVEN,
     candidate_layer=5,
     larger={"mtp.0.attn.wo_b": 1, "mtp.": 0, "wo_b": 2, "w2": 1, "engram.embed": 3},
     entry_size=1.5,
@@ -189,24 +211,56 @@ SHORT = small_model(
         layer(1, 1, 2, candidate_source=1, engram=1),
         layer(1, 1, 2),
     ],
+    lengths=EVEN,
     candidate_layer=1,
     larger={"ffn.experts.w": -1, "wo_b": 1, "engram.embed": 3},
     entry_size=2.0,
 )
-# V4: either ratio and window layers, three of them with experts by token.
+# V4 in the sizes of the built-in tiny-v4: either ratio and window layers, and three of them with
+# experts by token.
 V4_DEEP = small_model(
-    V4_SIZES,
+    V4_SIZES
+    | dict(
+        hidden=128,
+        vocab=512,
+        num_heads=8,
+        o_groups=4,
+        window=32,
+        num_experts=16,
+        moe_intermediate=512,
+        index_heads=4,
+        index_topk=16,
+        draft_mask_token=500,
+        markov_rank=32,
+        draft_experts=16,
+        draft_experts_per_token=6,
+    ),
     v4_layers([0, 0, 4, 128, 4, 128, 4, 128], num_hash_layers=3),
-    larger={"mtp.0.attn.wo_b": 1, "mtp.": 0, "wo_b": 2, "w2": 1},
-    entry_size=1.5,
+    lengths=FIRST_ENTRY,
+    larger={},
+    entry_size=1.0,
 )
-V4_SHORT = small_model(
-    V4_SIZES,
-    v4_layers([4, 128, 4], num_hash_layers=1),
-    larger={"ffn.experts.w": -1, "wo_b": 1},
-    entry_size=2.0,
-)
-MODELS = {"deep": DEEP, "short": SHORT, "v4-deep": V4_DEEP, "v4-short": V4_SHORT}
+
+
+def v4_one(ratio, num_hash_layers=0):
+    """One layer and a draft of one stage: nearly every row is equal to the bit."""
+    return small_model(
+        V4_SIZES,
+        v4_layers([ratio], num_hash_layers),
+        lengths=SECOND_ENTRY,
+        larger={"ffn.experts.w": -1, "wo_b": 1},
+        entry_size=2.0,
+        num_draft_stages=1,
+    )
+
+
+V4_ONE = {
+    "v4-window": v4_one(0),
+    "v4-hash": v4_one(0, num_hash_layers=1),
+    "v4-ratio-4": v4_one(4),
+    "v4-ratio-128": v4_one(128),
+}
+MODELS = {"deep": DEEP, "short": SHORT, "v4-deep": V4_DEEP} | V4_ONE
 
 # By lowlat_dtype.
 I32, I64, F32, BF16, E4M3, UE8M0, FP4 = 1, 2, 3, 4, 5, 6, 7
