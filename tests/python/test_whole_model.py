@@ -103,7 +103,7 @@ BOUNDS = {"deep": V41, "short": V41, "v4-deep": V4_DEEP} | dict.fromkeys(small_m
 # which is the same difference:
 #
 #   mistake                                             rows        right    with it
-#   attention's and experts' input mixed a sublayer late  prompt    0        0.044
+#   inputs mixed by the pre of the sublayer before       prompt      0        0.044
 #   no norm of the heads of q                           prompt      0        0.27
 #   heads normed, not rounded before they are rotated   prompt      0        0.014
 #   input of the target's wo_a not quantised            prompt      0        0.023
