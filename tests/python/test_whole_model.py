@@ -128,6 +128,12 @@ BOUNDS = {"deep": V41, "short": V41, "v4-deep": V4_DEEP} | dict.fromkeys(small_m
 #   draft block causal                                  draft       0        0.052
 #   sink times the softmax scale                        prompt      0        0.055
 #   output rotated back by the row before's position    prompt      0        0.039
+#
+# And in the kernels:
+#
+#   ratio 4's ring of half its rows                     decode      0        0.19
+#   ratio 128's ring of half its rows                   decode      0        0.31
+#   ratio 128's ring of another request                 decode      0        0.38
 
 
 def bound_of(kind):

@@ -148,6 +148,9 @@ EVEN = Lengths(((13, 24), (22, 7)), ((5, 6, 7, 24, 40, 46), (1, 17, 31)))
 FIRST_ENTRY = Lengths(((13, 112), (22, 23)))
 # ... and here its second, where the ring of 256 rows wraps too, and the other's first.
 SECOND_ENTRY = Lengths(((13, 238), (22, 103)))
+# The first one crosses a page. The other is in the middle of one when a step rejects all drafts, and
+# the entry that the next step completes needs the seven tokens before them from the page's ring.
+OVERLAP = Lengths(((13, 238), (19, 7)))
 
 
 @dataclass(frozen=True)
@@ -242,12 +245,12 @@ V4_DEEP = small_model(
 )
 
 
-def v4_one(ratio, num_hash_layers=0):
+def v4_one(ratio, num_hash_layers=0, lengths=SECOND_ENTRY):
     """One layer and a draft of one stage: nearly every row is equal to the bit."""
     return small_model(
         V4_SIZES,
         v4_layers([ratio], num_hash_layers),
-        lengths=SECOND_ENTRY,
+        lengths=lengths,
         larger={"ffn.experts.w": -1, "wo_b": 1},
         entry_size=2.0,
         num_draft_stages=1,
@@ -257,7 +260,7 @@ def v4_one(ratio, num_hash_layers=0):
 V4_ONE = {
     "v4-window": v4_one(0),
     "v4-hash": v4_one(0, num_hash_layers=1),
-    "v4-ratio-4": v4_one(4),
+    "v4-ratio-4": v4_one(4, lengths=OVERLAP),
     "v4-ratio-128": v4_one(128),
 }
 MODELS = {"deep": DEEP, "short": SHORT, "v4-deep": V4_DEEP} | V4_ONE
