@@ -148,8 +148,8 @@ EVEN = Lengths(((13, 24), (22, 7)), ((5, 6, 7, 24, 40, 46), (1, 17, 31)))
 FIRST_ENTRY = Lengths(((13, 112), (22, 23)))
 # ... and here its second, where the ring of 256 rows wraps too, and the other's first.
 SECOND_ENTRY = Lengths(((13, 238), (22, 103)))
-# The first one crosses a page. The other is in the middle of one when a step rejects all drafts, and
-# the entry that the next step completes needs the seven tokens before them from the page's ring.
+# The first one crosses a page. The other is in the middle of one when a step rejects all drafts,
+# and the entry that the next step completes needs the seven tokens before from the page's ring.
 OVERLAP = Lengths(((13, 238), (19, 7)))
 
 
