@@ -142,7 +142,7 @@ def bound_of(kind):
     return "keys" if kind not in LOGITS else "draft" if kind == "draft" else "logits"
 
 
-def violations(kinds, bounds):
+def violations(kinds, bounds=V41):
     """Every bound that does not hold, in words; empty when the kernels compute this model."""
     found = []
     for kind, rows in kinds.items():
@@ -176,7 +176,7 @@ def replayed(request):
     weights = small_model.Weights(small_model.MODELS[name], SEED, tp_size)
     group = small_model.create(path, weights)
     model = make_model(weights.small.config, weights.whole, tp_size)
-    run = replay.Replay(group, model, weights.small, SEED)
+    run = replay.Replay(group, model, SEED, weights.small.lengths)
     run.run()
     run.bounds = BOUNDS[name]
     yield run

@@ -12,7 +12,7 @@ from oracle.index import key_values
 from oracle.rope_kv import unpack
 
 from support import kernels_abi as abi
-from support.small_model import COMMON, STEPS
+from support.small_model import COMMON, EVEN, STEPS
 
 BLOCK = COMMON["draft_block"]
 NOISE_KEY = 0x1D2A9C317E44B1F3
@@ -83,10 +83,10 @@ def index_rows(pool, slots):
 
 
 class Replay:
-    def __init__(self, group, model, small, seed):
+    def __init__(self, group, model, seed, lengths=EVEN):
         rng = np.random.default_rng(seed)
         self.group, self.model, self.config, self.oracle_runs = group, model, model.config, {}
-        self.lengths = small.lengths
+        self.lengths = lengths
         self.page_size, image_token = self.config["page_size"], self.config["image_token"]
         num_words = image_token if image_token >= 0 else self.config["draft_mask_token"]
         pages = rng.permutation(self.config["num_pages"]).astype(np.int32).reshape(2, -1)
