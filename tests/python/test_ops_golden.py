@@ -47,7 +47,7 @@ STAGES = {
 # No operation has these in it: waiting and handing over between ranks, where a ring's rows are, and
 # the noise that markov_draft is given. Their values are held by their own C++ tests and, but for
 # the waits, by test_whole_model.py.
-NO_VECTORS = {"exchange", "wait", "pool_state", "philox"}
+NO_VECTORS = {"exchange", "wait", "pool_state", "philox", "team"}
 RUNS = [(name, model) for name in CASES for model in case_json(name)["models"]]
 
 
