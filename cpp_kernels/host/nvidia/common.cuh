@@ -56,12 +56,6 @@ LOWLAT_DEVICE std::int64_t global_thread() {
   return std::int64_t{blockIdx.x} * kThreads + plat::thread_idx();
 }
 
-// out[i] = value of codes[i]. The block calls; syncs at the end.
-LOWLAT_DEVICE void expand_row(float* out, const std::uint16_t* codes, int n) {
-  for (int i = plat::thread_idx(); i < n; i += kThreads) out[i] = stages::from_bf16(codes[i]);
-  plat::block_sync();
-}
-
 // The turn at one position, in the block's shared memory. The block calls; syncs at the end.
 LOWLAT_DEVICE void make_turn(stages::RopeTurn& out, const RopeFrequencies& table,
                              std::int64_t position, bool inverse = false) {

@@ -11,7 +11,7 @@ namespace {
 __global__ void embed_kernel(float* out, const std::uint16_t* w1, const std::int64_t* previous,
                              std::int64_t pitch, int rank) {
   const std::int64_t b = blockIdx.x;
-  expand_row(out + b * rank, w1 + previous[b * pitch] * rank, rank);
+  stages::expand_bf16<Block>(out + b * rank, w1 + previous[b * pitch] * rank, rank);
 }
 
 // z = base + bf(bias), a request's rows `pitch` apart.

@@ -18,26 +18,43 @@ __global__ void gate_kernel(std::int32_t* ids, float* weights, const float* logi
                       sum_rule, kRoutedScaling, scratch + 2 * t * num_experts, rule);
 }
 
-// A block a row: warps take the slots. x: fp32 [T, hidden]. Shared memory: hidden floats.
+// A block a row. x: fp32 [T, hidden].
 __global__ void hash_gate_kernel(std::int32_t* ids, float* weights, const std::int64_t* token,
                                  const std::int32_t* table, const float* x, stages::Bf16Weights w,
                                  int hidden, stages::GateRule rule) {
-  extern __shared__ float row[];
   __shared__ float logits[kTargetExperts];
   const std::int64_t t = blockIdx.x;
   const std::int32_t* chosen = table + token[t] * kTargetExperts;
   for (int slot = 0; slot < kTargetExperts; ++slot) {
-    expand_weights(row, w, chosen[slot], hidden);
-    plat::block_sync();
-    const float z = warp_dot(x + t * hidden, row, hidden);
-    if (plat::thread_idx() == 0) {
-      ids[t * kTargetExperts + slot] = chosen[slot];
-      logits[slot] = z;
-    }
-    plat::block_sync();
+    stages::linear<Block>(x + t * hidden, hidden, 1, hidden, w, chosen[slot], chosen[slot] + 1,
+                          nullptr, [&](int, int, float z) { logits[slot] = z; });
   }
-  if (plat::thread_idx() != 0) return;
+  plat::block_sync();
+  const int slot = plat::thread_idx();
+  if (slot < kTargetExperts) ids[t * kTargetExperts + slot] = chosen[slot];
+  if (slot != 0) return;
   stages::gate_hash(weights + t * kTargetExperts, logits, kTargetExperts, kRoutedScaling, rule);
+}
+
+constexpr int kNumWarps = kThreads / plat::kWarpLanes;
+constexpr int kPart = 32;
+
+// out fp32 [k]: row n. The block calls; the caller syncs.
+LOWLAT_DEVICE void expand_weights(float* out, const stages::Fp4Weights& w, int n, int k) {
+  for (int first = kPart * plat::thread_idx(); first < k; first += kPart * kThreads) {
+    const stages::Fp4Weights part{w.codes + first / 2, w.code_stride, w.scales + first / 32,
+                                  w.scale_stride};
+    part.expand(out + first, n, kPart);
+  }
+}
+
+// A warp's dot product of n pairs, in every lane: lanes split n, then a tree.
+LOWLAT_DEVICE float warp_dot(const float* a, const float* b, int n) {
+  float sum = 0.0f;
+  for (int i = plat::thread_idx() % plat::kWarpLanes; i < n; i += plat::kWarpLanes) {
+    sum += a[i] * b[i];
+  }
+  return plat::warp_sum(sum);
 }
 
 // Stacked [E, rows, k / 2] weights.
@@ -166,10 +183,8 @@ void launch_gate(DeviceCall& call) {
 
 void launch_hash_gate(DeviceCall& call) {
   const int hidden = call.size("H");
-  require_at_most(call, "H", kMaxSharedBytes / sizeof(float) - kTargetExperts);
   const float* x = expanded_rows(call, call.in<std::uint16_t>("x"), call.dim("T") * hidden);
-  launch(call, hash_gate_kernel, dim3(call.size("T")),
-         static_cast<std::size_t>(hidden) * sizeof(float), call.out<std::int32_t>("ids"),
+  launch(call, hash_gate_kernel, dim3(call.size("T")), 0, call.out<std::int32_t>("ids"),
          call.out<float>("weight"), call.in<std::int64_t>("token"), call.in<std::int32_t>("table"),
          x, stages::Bf16Weights{call.in<std::uint16_t>("w"), hidden}, hidden,
          model_rules(call.model()).gate_rule);
