@@ -83,8 +83,8 @@ golden: build
 header:
 	cargo run -q --locked -p lowlat-capi --example make_header
 
-gpu-test:
-	@echo "no GPU tests: this version has kernels for the platform scalar (CPU) only"; exit 1
+gpu-test: build
+	@$(BIN)/python tests/gpu/run.py --build-dir $(BUILD)
 
 clean:
 	rm -rf build target out .venv

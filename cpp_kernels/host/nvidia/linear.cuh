@@ -22,7 +22,7 @@ template <class Weights, class Sink>
 void launch_linear(const DeviceCall& call, const float* x, int num_rows, int k,
                    const Weights& weights, int num_outputs, const Sink& sink) {
   launch(call, linear_kernel<Weights, Sink>, dim3((num_outputs + kRowsOfBlock - 1) / kRowsOfBlock),
-         0, x, num_rows, k, weights, num_outputs, sink);
+         x, num_rows, k, weights, num_outputs, sink);
 }
 
 // Sinks: rows of `pitch` elements.

@@ -98,48 +98,47 @@ __global__ void rank_sum_kernel(std::uint16_t* out, const float* partial, int nu
 }  // namespace
 
 void launch_hc_stats(DeviceCall& call) {
-  launch(call, stats_kernel, dim3(call.size("T")), 0, call.out<float>("pre"),
-         call.out<float>("post"), call.out<float>("comb"),
-         call.scratch<float>(4 * call.dim("T") * call.dim("H")), call.in<std::uint16_t>("residual"),
-         call.in<float>("fn"), call.in<float>("base"), call.in<float>("scale"), call.size("H"),
-         norm_eps(call), static_cast<float>(kHcEps));
+  launch(call, stats_kernel, dim3(call.size("T")), call.out<float>("pre"), call.out<float>("post"),
+         call.out<float>("comb"), call.scratch<float>(4 * call.dim("T") * call.dim("H")),
+         call.in<std::uint16_t>("residual"), call.in<float>("fn"), call.in<float>("base"),
+         call.in<float>("scale"), call.size("H"), norm_eps(call), static_cast<float>(kHcEps));
 }
 
 void launch_hc_combine_norm(DeviceCall& call) {
-  launch(call, combine_norm_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("x"),
+  launch(call, combine_norm_kernel, dim3(call.size("T")), call.out<std::uint16_t>("x"),
          call.scratch<float>(call.dim("T") * call.dim("H")), call.in<std::uint16_t>("residual"),
          call.in<float>("pre"), call.in<std::uint16_t>("gain"), call.size("H"), norm_eps(call),
          model_rules(call.model()).hc_statistic);
 }
 
 void launch_hc_post(DeviceCall& call) {
-  launch(call, post_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("residual"),
+  launch(call, post_kernel, dim3(call.size("T")), call.out<std::uint16_t>("residual"),
          call.in<std::uint16_t>("residual"), call.in<std::uint16_t>("y"), call.in<float>("post"),
          call.in<float>("comb"), call.size("H"));
 }
 
 void launch_hc_head(DeviceCall& call) {
-  launch(call, head_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("h"),
+  launch(call, head_kernel, dim3(call.size("T")), call.out<std::uint16_t>("h"),
          call.scratch<float>(4 * call.dim("T") * call.dim("H")), call.in<std::uint16_t>("residual"),
          call.in<float>("fn"), call.in<float>("base"), call.in<float>("scale"), call.size("H"),
          norm_eps(call), static_cast<float>(kHcEps));
 }
 
 void launch_rms_norm(DeviceCall& call) {
-  launch(call, norm_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("y"),
+  launch(call, norm_kernel, dim3(call.size("T")), call.out<std::uint16_t>("y"),
          call.scratch<float>(call.dim("T") * call.dim("H")), call.in<std::uint16_t>("x"),
          call.in<std::uint16_t>("gain"), call.size("H"), norm_eps(call));
 }
 
 void launch_head_norm(DeviceCall& call) {
   const std::int64_t rows = call.dim("T") * call.dim("h");
-  launch(call, norm_kernel, dim3(static_cast<unsigned>(rows)), 0, call.out<std::uint16_t>("x"),
+  launch(call, norm_kernel, dim3(static_cast<unsigned>(rows)), call.out<std::uint16_t>("x"),
          call.scratch<float>(rows * call.dim("D")), call.in<std::uint16_t>("x"), nullptr,
          call.size("D"), norm_eps(call));
 }
 
 void launch_rank_sum(DeviceCall& call) {
-  launch(call, rank_sum_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("y"),
+  launch(call, rank_sum_kernel, dim3(call.size("T")), call.out<std::uint16_t>("y"),
          call.in<float>("partial"), call.size("R"), call.dim("T") * call.dim("H"), call.size("H"));
 }
 

@@ -55,28 +55,28 @@ Launch find_launch(std::string_view op) {
 }
 
 DeviceCall::DeviceCall(const OpSpec& op, const OpArgs& args, cudaStream_t stream)
-    : op_(op), args_(args), stream_(stream) {
-  for (const ArgSpec& spec : op_.in) {
+    : args_(args), stream_(stream) {
+  for (const ArgSpec& spec : op.in) {
     if (args_.has(spec.name)) inputs_.try_emplace(spec.name, num_bytes(args_.input(spec.name)));
   }
-  for (const ArgSpec& spec : op_.out) {
+  for (const ArgSpec& spec : op.out) {
     outputs_.try_emplace(spec.name, num_bytes(args_.output(spec.name)));
   }
-  upload();
+  upload_from(args_);
 }
 
-void DeviceCall::upload() {
+void DeviceCall::upload_from(const OpArgs& args) {
   for (const auto& [name, memory] : inputs_) {
-    copy(memory.data(), args_.input(name).data, memory.bytes(), cudaMemcpyHostToDevice);
+    copy(memory.data(), args.input(name).data, memory.bytes(), cudaMemcpyHostToDevice);
   }
   for (const auto& [name, memory] : outputs_) {
-    copy(memory.data(), args_.output(name).data, memory.bytes(), cudaMemcpyHostToDevice);
+    copy(memory.data(), args.output(name).data, memory.bytes(), cudaMemcpyHostToDevice);
   }
 }
 
-void DeviceCall::download() const {
+void DeviceCall::download_to(const OpArgs& args) const {
   for (const auto& [name, memory] : outputs_) {
-    copy(args_.output(name).data, memory.data(), memory.bytes(), cudaMemcpyDeviceToHost);
+    copy(args.output(name).data, memory.data(), memory.bytes(), cudaMemcpyDeviceToHost);
   }
 }
 

@@ -1,0 +1,98 @@
+// What CUDA finds here: the devices, and whether a store of one arrives in another.
+#include "host/devices.hpp"
+
+#include "platform/nvidia.hpp"
+
+#include "host/nvidia/device.hpp"
+
+namespace lowlat::host {
+namespace {
+
+constexpr std::uint32_t kArrived = 0x10a7u;
+constexpr std::uint64_t kStoreBudgetNs = 5'000'000'000;
+
+__global__ void store_kernel(std::uint32_t* word, std::uint32_t value) {
+  namespace plat = lowlat::nvidia::plat;
+  plat::store_release<plat::Scope::system>(word, value);
+}
+
+// "13.0" of CUDA's 13000.
+std::string version_words(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+// Throws Error where the store did not arrive.
+void store_into_peer(int from, int to) {
+  using cuda::check;
+  int can = 0;
+  check(cudaDeviceCanAccessPeer(&can, from, to), "cudaDeviceCanAccessPeer");
+  if (can == 0)
+    throw Error(LOWLAT_UNSUPPORTED, "the driver says that they cannot reach each other");
+  check(cudaSetDevice(to), "cudaSetDevice");
+  const cuda::Memory memory(sizeof(std::uint32_t));
+  check(cudaMemset(memory.data(), 0, memory.bytes()), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaMemset");
+  check(cudaSetDevice(from), "cudaSetDevice");
+  const cudaError_t enabled = cudaDeviceEnablePeerAccess(to, 0);
+  if (enabled == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+  } else {
+    check(enabled, "cudaDeviceEnablePeerAccess");
+  }
+  const cuda::Stream stream;
+  store_kernel<<<1, 1, 0, stream.get()>>>(static_cast<std::uint32_t*>(memory.data()), kArrived);
+  check(cudaGetLastError(), "a kernel's launch");
+  stream.wait(kStoreBudgetNs);
+  check(cudaSetDevice(to), "cudaSetDevice");
+  std::uint32_t seen = 0;
+  check(cudaMemcpy(&seen, memory.data(), sizeof seen, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  if (seen != kArrived) throw Error(LOWLAT_FAULT, "the store did not arrive");
+}
+
+std::string words_of(void (*attempt)(int, int), int from, int to) {
+  try {
+    attempt(from, to);
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+PlatformDevices nvidia_devices() {
+  PlatformDevices found;
+  found.built = true;
+  found.architectures = LOWLAT_CUDA_ARCHS;
+  int version = 0, count = 0;
+  if (cudaRuntimeGetVersion(&version) == cudaSuccess) found.toolkit = version_words(version);
+  if (cudaDriverGetVersion(&version) == cudaSuccess && version > 0) {
+    found.driver = version_words(version);
+  }
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    found.refusal = status == cudaSuccess ? "CUDA sees no device" : cudaGetErrorString(status);
+    return found;
+  }
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties;
+    cuda::check(cudaGetDeviceProperties(&properties, i), "cudaGetDeviceProperties");
+    found.devices.push_back(
+        {properties.name,
+         "sm_" + std::to_string(properties.major) + std::to_string(properties.minor),
+         cuda::refusal_of_device(i)});
+  }
+  for (int from = 0; from < count; ++from) {
+    for (int to = 0; to < count; ++to) {
+      if (from == to) continue;
+      const std::string& no_code = found.devices[from].refusal;
+      found.peers.push_back(
+          {from, to, no_code.empty() ? words_of(store_into_peer, from, to) : no_code});
+    }
+  }
+  cuda::check(cudaSetDevice(0), "cudaSetDevice");
+  return found;
+}
+
+}  // namespace lowlat::host

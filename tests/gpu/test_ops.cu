@@ -1,0 +1,208 @@
+// Every operation on the platform nvidia at true sizes: against reference by its declared bound,
+// with every number of rows, and captured in a graph that is replayed with other inputs.
+// The cases with "small" in their names are those that compute-sanitizer gets through.
+#include "gpu.cuh"
+
+#include <cstdlib>
+#include <string_view>
+
+#include "host/nvidia/call.hpp"
+#include "op_case.hpp"
+
+namespace host = lowlat::host;
+namespace cuda = lowlat::host::cuda;
+using lowlat::testing::equal_bytes;
+using lowlat::testing::Inputs;
+using lowlat::testing::need_device;
+using lowlat::testing::OpCase;
+using lowlat::testing::OpData;
+using lowlat::testing::spec_of;
+
+namespace {
+
+using Bytes = std::vector<std::uint8_t>;
+
+std::string label(const OpCase& one) { return std::string(one.op) + " " + one.model; }
+
+// The outputs of one eager run, by name.
+std::map<std::string, Bytes> run(const host::OpSpec& spec, OpData& data) {
+  data.poison();
+  const cuda::Stream stream;
+  cuda::DeviceCall call(spec, data.args(), stream.get());
+  const cuda::Launch launch = cuda::find_launch(spec.name);
+  REQUIRE(launch != nullptr);
+  launch(call);
+  stream.wait();
+  call.download();
+  std::map<std::string, Bytes> outputs;
+  for (const host::ArgSpec& arg : spec.out) outputs[arg.name] = data.output(arg.name);
+  return outputs;
+}
+
+double value_at(const Bytes& bytes, std::string_view word, std::size_t i) {
+  if (word == "bf16") {
+    std::uint16_t code;
+    std::memcpy(&code, &bytes[2 * i], 2);
+    return lowlat::reference::from_bf16(code);
+  }
+  float v;
+  std::memcpy(&v, &bytes[4 * i], 4);
+  return v;
+}
+
+// Holds `got` to the declared bound of an output where it is one of a measure; bounds in words are
+// for tests/gpu/test_true_shapes.py.
+void check_bound(const std::string& what, std::string_view bound, std::string_view word,
+                 const Bytes& got, const Bytes& want) {
+  if (bound == "bitwise") {
+    if (!equal_bytes(got, want)) lowlat::check::report(__FILE__, __LINE__, what + ": not bitwise");
+    return;
+  }
+  const bool ulp = bound.starts_with("max_ulp <= ");
+  if (!ulp && !bound.starts_with("rel_l2 <= ")) return;
+  const double limit = std::atof(std::string(bound.substr(bound.find("<= ") + 3)).c_str());
+  double diff = 0.0, norm = 0.0, worst = 0.0;
+  const std::size_t count = want.size() / (word == "bf16" ? 2 : 4);
+  for (std::size_t i = 0; i < count; ++i) {
+    const double a = value_at(got, word, i), b = value_at(want, word, i);
+    if (std::isnan(a) != std::isnan(b)) worst = diff = std::numeric_limits<double>::infinity();
+    if (std::isnan(b) || a == b) {
+      if (!std::isnan(b)) norm += b * b;
+      continue;
+    }
+    diff += (a - b) * (a - b);
+    norm += b * b;
+    const int exponent = b == 0.0 ? -126 : std::max(std::ilogb(b), -126);
+    worst = std::max(worst, std::abs(a - b) / std::ldexp(1.0, exponent - 7));
+  }
+  const double seen = ulp ? worst : std::sqrt(norm > 0.0 ? diff / norm : diff);
+  if (!(seen <= limit)) {
+    lowlat::check::report(__FILE__, __LINE__,
+                          what + ": " + std::to_string(seen) + ", declared " + std::string(bound));
+  }
+}
+
+void compare_with_reference(const OpCase& one, Inputs kind) {
+  const host::OpSpec& spec = spec_of(one);
+  OpData data(spec, one, 3, kind);
+  const auto got = run(spec, data);
+  data.poison();
+  spec.reference(data.args());
+  for (const host::ArgSpec& arg : spec.out) {
+    for (const host::OpNumerics& n : spec.numerics) {
+      if (std::string_view(n.output) != arg.name) continue;
+      if (std::string_view(n.platforms).find("nvidia") == std::string_view::npos) continue;
+      // Sums of awkward rows hang on a single code; those bounds are over a whole random output.
+      if (kind == Inputs::awkward && n.bound != std::string_view("bitwise")) {
+        check_bound(label(one) + " " + arg.name, "rel_l2 <= 1e-1", arg.dtype_word, got.at(arg.name),
+                    data.output(arg.name));
+        continue;
+      }
+      check_bound(label(one) + " " + arg.name, n.bound, arg.dtype_word, got.at(arg.name),
+                  data.output(arg.name));
+    }
+  }
+}
+
+// Outputs whose values are floats; ids and codes have bounds in words.
+bool has_rows(const OpCase& one) { return one.dims.count("T") != 0 && one.dims.count("R") == 0; }
+
+void replay(const OpCase& one, int num_replays) {
+  const host::OpSpec& spec = spec_of(one);
+  constexpr int kSets = 3;
+  std::vector<OpData> sets;
+  sets.reserve(kSets);
+  std::vector<std::map<std::string, Bytes>> eager;
+  for (std::uint32_t seed = 0; seed < kSets; ++seed) {
+    // The second is awkward, so that what a replay leaves behind would show in the next.
+    sets.emplace_back(spec, one, 20 + seed, seed == 1 ? Inputs::awkward : Inputs::random);
+    eager.push_back(run(spec, sets.back()));
+  }
+  const cuda::Stream stream;
+  cuda::DeviceCall call(spec, sets[0].args(), stream.get());
+  const cuda::Launch launch = cuda::find_launch(spec.name);
+  launch(call);  // takes the workspace
+  stream.wait();
+  call.rewind();
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  cuda::check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "capture");
+  launch(call);
+  cuda::check(cudaStreamEndCapture(stream.get(), &graph), "capture");
+  cuda::check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+  for (int i = 0; i < num_replays; ++i) {
+    const OpData& data = sets[i % kSets];
+    call.upload_from(data.args());
+    cuda::check(cudaGraphLaunch(executable, stream.get()), "cudaGraphLaunch");
+    stream.wait();
+    call.download_to(data.args());
+    for (const host::ArgSpec& arg : spec.out) {
+      const Bytes got = data.output(arg.name);
+      if (equal_bytes(got, eager[i % kSets].at(arg.name))) continue;
+      lowlat::check::report(__FILE__, __LINE__,
+                            label(one) + " " + arg.name + ": replay " + std::to_string(i));
+    }
+  }
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+}
+
+}  // namespace
+
+TEST_CASE(every_operation_has_launches_and_a_case) {
+  for (const host::OpSpec& op : host::op_table()) {
+    CHECK(cuda::find_launch(op.name) != nullptr);
+    bool covered = false;
+    for (const OpCase& one : lowlat::testing::true_cases()) covered |= &spec_of(one) == &op;
+    if (!covered) lowlat::check::report(__FILE__, __LINE__, std::string(op.name) + ": no case");
+  }
+}
+
+TEST_CASE(small_sizes_are_within_the_bounds) {
+  need_device();
+  for (const OpCase& one : lowlat::testing::small_cases()) {
+    compare_with_reference(one, Inputs::random);
+    compare_with_reference(one, Inputs::awkward);
+  }
+}
+
+TEST_CASE(true_sizes_are_within_the_bounds) {
+  need_device();
+  for (const OpCase& one : lowlat::testing::true_cases()) {
+    compare_with_reference(one, Inputs::random);
+    compare_with_reference(one, Inputs::awkward);
+  }
+}
+
+// Rows do not depend on their neighbours: the first T of the most rows are those of T rows alone.
+TEST_CASE(every_number_of_rows_gives_the_rows_of_the_most) {
+  need_device();
+  for (const OpCase& most : lowlat::testing::true_cases()) {
+    if (!has_rows(most)) continue;
+    const host::OpSpec& spec = spec_of(most);
+    OpData whole(spec, most, 4);
+    const auto want = run(spec, whole);
+    for (std::int64_t rows = 1; rows < most.dims.at("T"); ++rows) {
+      OpCase one = most;
+      one.dims["T"] = rows;
+      OpData part(spec, one, 4);
+      part.take_rows_of(whole);
+      for (const auto& [name, bytes] : run(spec, part)) {
+        const Bytes first(want.at(name).begin(), want.at(name).begin() + bytes.size());
+        if (equal_bytes(bytes, first)) continue;
+        lowlat::check::report(__FILE__, __LINE__,
+                              label(most) + " " + name + ": " + std::to_string(rows) + " rows");
+      }
+    }
+  }
+}
+
+TEST_CASE(a_graph_replays_small_sizes) {
+  need_device();
+  for (const OpCase& one : lowlat::testing::small_cases()) replay(one, 6);
+}
+
+TEST_CASE(a_graph_replays_with_other_inputs) {
+  need_device();
+  for (const OpCase& one : lowlat::testing::true_cases()) replay(one, 30);
+}
