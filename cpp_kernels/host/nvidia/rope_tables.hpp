@@ -1,4 +1,5 @@
-// host/nvidia/rope_tables.hpp: rotary frequencies for kernels, made by the host as on every platform.
+// host/nvidia/rope_tables.hpp: rotary frequencies for kernels, made by the host as on every
+// platform.
 #pragma once
 
 #include "shape/runtime_shape.hpp"

@@ -58,7 +58,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--platform",
         default="scalar",
-        help="reference (float64, the meaning) or scalar (the stage); default %(default)s",
+        help="reference (float64, the meaning), scalar (the stage) or, in builds with CUDA, nvidia "
+        "(the stage on a GPU); default %(default)s",
     )
     parser.add_argument(
         "--model",
