@@ -55,7 +55,7 @@ inline std::vector<OpCase> true_cases() {
     all.push_back({"gate", model, {{"T", 48}, {"H", h}, {"E", e}}});
     all.push_back({"experts",
                    model,
-                   {{"T", 48}, {"E", 16}, {"H", h}, {"I", v4 ? 512 : 576}, {"k", 6}, {"b", b}}});
+                   {{"T", 48}, {"E", 16}, {"H", h}, {"I", v4 ? 256 : 192}, {"k", 6}, {"b", b}}});
     all.push_back({"markov_draft", model, {{"B", 8}, {"g", 5}, {"V", 20000}, {"R", 256}}});
     all.push_back({"accept", model, {{"B", 8}, {"g", 5}, {"n", 6}, {"V", 20000}}});
   }
@@ -63,7 +63,7 @@ inline std::vector<OpCase> true_cases() {
   all.push_back({"head_norm", "v4", {{"T", 48}, {"h", 16}, {"D", 512}}});
   all.push_back({"hash_gate", "v4", {{"T", 48}, {"V", 500}, {"H", 4096}, {"E", 256}}});
   all.push_back(
-      {"compress", "v4", {{"L", 260}, {"H", 4096}, {"W", 512}, {"R", 128}}, {{"ratio", 128}}});
+      {"compress", "v4", {{"L", 132}, {"H", 4096}, {"W", 512}, {"R", 128}}, {{"ratio", 128}}});
   all.push_back(
       {"compress", "v4", {{"L", 23}, {"H", 4096}, {"W", 1024}, {"R", 4}}, {{"ratio", 4}}});
   all.push_back({"compress", "v41", {{"L", 23}, {"H", 5120}}, {{"ratio", 2}}});
@@ -72,7 +72,7 @@ inline std::vector<OpCase> true_cases() {
   all.push_back({"candidate_blocks", "v41", {{"T", 48}, {"N", 9000}}, {{"k", 64}}});
   all.push_back({"engram_hash", "v41", {{"T", 48}, {"V", 5000}}});
   all.push_back({"engram_lookup", "v41", {{"T", 48}, {"N", 20000}, {"D", 256}}});
-  all.push_back({"engram_apply", "v41", {{"T", 48}, {"H", 5120}, {"D", 64}}});
+  all.push_back({"engram_apply", "v41", {{"T", 48}, {"H", 5120}, {"D", 32}}});
   return all;
 }
 
