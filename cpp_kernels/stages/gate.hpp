@@ -74,10 +74,12 @@ LOWLAT_DEVICE void gate_select(std::int32_t* out_ids, float* out_weights, const 
     if (Threads::leads()) {
       out_ids[slot] = best.id;
       out_weights[slot] = score[best.id];
-      // Taken. No rank is NaN of itself, and a rank of -infinity is a legal candidate.
+    }
+    // Taken, which only the expert's own thread needs to know. No rank is NaN of itself, and one of
+    // -infinity is a legal candidate.
+    if (best.id % Block::kNumThreads == Threads::thread_idx()) {
       rank[best.id] = plat::bits_float(0x7fc0'0000u);
     }
-    Threads::sync();
   }
   if (Threads::leads()) gate_weights(out_weights, k, sum_rule, scaling);
   Threads::sync();

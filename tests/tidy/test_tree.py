@@ -163,6 +163,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/include/lowlat/kernels.h": "tests/cross/kernels_layout.rs",
     "cpp_kernels/persistent/": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/platform/contract.hpp": "tests/cpp/platform/test_scalar.cpp",
+    "cpp_kernels/platform/cpu.hpp": "tests/cpp/platform/test_scalar.cpp",
     "cpp_kernels/platform/nvidia.hpp": "tests/gpu/test_platform.cu",
     "cpp_kernels/py/kernels_module.cpp": "tests/python/test_kernels.py",
     "cpp_kernels/reference/": "tests/python/test_ops_random.py",

@@ -69,12 +69,7 @@ PlatformDevices nvidia_devices() {
   if (cudaDriverGetVersion(&version) == cudaSuccess && version > 0) {
     found.driver = version_words(version);
   }
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess || count == 0) {
-    cudaGetLastError();
-    found.refusal = status == cudaSuccess ? "CUDA sees no device" : cudaGetErrorString(status);
-    return found;
-  }
+  count = cuda::count_devices(found.refusal);
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties;
     cuda::check(cudaGetDeviceProperties(&properties, i), "cudaGetDeviceProperties");
