@@ -19,6 +19,9 @@ namespace lowlat::host::cuda {
 // Throws LOWLAT_FAULT: "cudaMalloc: out of memory".
 void check(cudaError_t status, const char* call);
 
+// "13.0" of CUDA's 13000.
+std::string version_words(int version);
+
 // How many devices CUDA sees. 0 leaves in out_why why there is none: no driver, an older one, or
 // what CUDA says.
 int count_devices(std::string& out_why);

@@ -16,11 +16,6 @@ __global__ void store_kernel(std::uint32_t* word, std::uint32_t value) {
   plat::store_release<plat::Scope::system>(word, value);
 }
 
-// "13.0" of CUDA's 13000.
-std::string version_words(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
 // Throws Error where the store did not arrive.
 void store_into_peer(int from, int to) {
   using cuda::check;
@@ -64,12 +59,13 @@ PlatformDevices nvidia_devices() {
   PlatformDevices found;
   found.built = true;
   found.architectures = LOWLAT_CUDA_ARCHS;
-  int version = 0, count = 0;
-  if (cudaRuntimeGetVersion(&version) == cudaSuccess) found.toolkit = version_words(version);
-  if (cudaDriverGetVersion(&version) == cudaSuccess && version > 0) {
-    found.driver = version_words(version);
-  }
-  count = cuda::count_devices(found.refusal);
+  int version = 0;
+  cuda::check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
+  found.toolkit = cuda::version_words(version);
+  const int count = cuda::count_devices(found.refusal);
+  if (count == 0) return found;
+  cuda::check(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
+  found.driver = cuda::version_words(version);
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties;
     cuda::check(cudaGetDeviceProperties(&properties, i), "cudaGetDeviceProperties");
