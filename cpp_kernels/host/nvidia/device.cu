@@ -22,6 +22,10 @@ void check(cudaError_t status, const char* call) {
   throw Error(LOWLAT_FAULT, std::string(call) + ": " + cudaGetErrorString(status));
 }
 
+std::string version_words(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
 int count_devices(std::string& out_why) {
   int count = 0, runtime = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
@@ -31,8 +35,7 @@ int count_devices(std::string& out_why) {
   out_why = status == cudaSuccess ? "CUDA sees none" : cudaGetErrorString(status);
   if (status == cudaErrorInsufficientDriver) {
     // Also where libcuda is not there at all.
-    out_why = "no NVIDIA driver, or one that is older than CUDA " + std::to_string(runtime / 1000) +
-              "." + std::to_string(runtime % 1000 / 10);
+    out_why = "no NVIDIA driver, or one that is older than CUDA " + version_words(runtime);
   }
   return 0;
 }
