@@ -105,14 +105,19 @@ enum class Inputs { random, awkward };
 // One call: memory of the inputs and of poisoned outputs, checked as the C entry points check it.
 class OpData {
  public:
+  // With `rows_of`, a call of more rows, inputs are its first rows (those whose shape begins with T)
+  // or all of it.
   OpData(const host::OpSpec& spec, const OpCase& one, std::uint32_t seed,
-         Inputs kind = Inputs::random)
+         Inputs kind = Inputs::random, const OpData* rows_of = nullptr)
       : spec_(spec), args_(one.model, one.dims), random_(seed), kind_(kind) {
     for (const host::ArgSpec& arg : spec.in) {
       const bool number = std::string_view(arg.shape).empty();
       if (arg.optional && one.numbers.count(arg.name) == 0 && !wanted(one, arg.name)) continue;
       lowlat_array a = array_of(arg, one.dims);
-      if (number) {
+      if (rows_of != nullptr) {
+        std::memcpy(a.data, rows_of->args_.input(arg.name).data,
+                    static_cast<std::size_t>(host::num_bytes(a)));
+      } else if (number) {
         std::memcpy(a.data, &one.numbers.at(arg.name), sizeof(std::int64_t));
       } else {
         fill(arg, a, one.dims);
@@ -129,16 +134,6 @@ class OpData {
     for (const host::ArgSpec& arg : spec_.out) {
       const lowlat_array& a = args_.output(arg.name);
       std::memset(a.data, 0xa5, static_cast<std::size_t>(host::num_bytes(a)));
-    }
-  }
-  // The first rows of a call with more of them: inputs that begin with T take its first rows, all
-  // others all of it.
-  void take_rows_of(const OpData& more) {
-    for (const host::ArgSpec& arg : spec_.in) {
-      if (!args_.has(arg.name)) continue;
-      const lowlat_array& a = args_.input(arg.name);
-      std::memcpy(a.data, more.args_.input(arg.name).data,
-                  static_cast<std::size_t>(host::num_bytes(a)));
     }
   }
   // The bytes of an output.
