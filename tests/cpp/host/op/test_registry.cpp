@@ -313,7 +313,7 @@ TEST_CASE(lists_every_operation_as_json) {
   }
   CHECK(json.find("{\"name\": \"block\", \"dtype\": \"i64\", \"shape\": \"\", \"optional\": false, "
                   "\"about\": \"b: 128 (V4's) or 32 (V4.1's)\"}") != json.npos);
-  CHECK(json.find("\"numerics\": {\"scalar\": {\"y\": \"bitwise\"}}}") != json.npos);
+  CHECK(json.find("\"scalar\": {\"y\": \"bitwise\"}}}") != json.npos);
   // Brackets outside strings balance and no raw control character but the line breaks is there.
   int depth = 0;
   bool in_string = false;
