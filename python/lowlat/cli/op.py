@@ -37,6 +37,7 @@ examples:
   lowlat op --list rms_norm
   lowlat op rms_norm --in case.npz --out stage.npz --platform scalar
   lowlat op rms_norm --in case.npz --out meaning.npz --platform reference
+  lowlat op rms_norm --in case.npz --out gpu.npz --platform nvidia
 
 {EXIT_STATUSES}"""
 
