@@ -16,6 +16,32 @@ __global__ void store_kernel(std::uint32_t* word, std::uint32_t value) {
   plat::store_release<plat::Scope::system>(word, value);
 }
 
+// Lets the current device reach another's memory, and leaves that as it was.
+class PeerAccess {
+ public:
+  explicit PeerAccess(int to) : to_(to) {
+    const cudaError_t status = cudaDeviceEnablePeerAccess(to, 0);
+    was_enabled_ = status == cudaErrorPeerAccessAlreadyEnabled;
+    if (was_enabled_) {
+      cudaGetLastError();
+    } else {
+      cuda::check(status, "cudaDeviceEnablePeerAccess");
+    }
+    cuda::check(cudaGetDevice(&from_), "cudaGetDevice");
+  }
+  ~PeerAccess() {
+    if (was_enabled_) return;
+    cudaSetDevice(from_);
+    cudaDeviceDisablePeerAccess(to_);
+  }
+  PeerAccess(const PeerAccess&) = delete;
+  PeerAccess& operator=(const PeerAccess&) = delete;
+
+ private:
+  int from_ = 0, to_;
+  bool was_enabled_ = false;
+};
+
 // Throws Error where the store did not arrive.
 void store_into_peer(int from, int to) {
   using cuda::check;
@@ -28,12 +54,7 @@ void store_into_peer(int from, int to) {
   check(cudaMemset(memory.data(), 0, memory.bytes()), "cudaMemset");
   check(cudaDeviceSynchronize(), "cudaMemset");
   check(cudaSetDevice(from), "cudaSetDevice");
-  const cudaError_t enabled = cudaDeviceEnablePeerAccess(to, 0);
-  if (enabled == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();
-  } else {
-    check(enabled, "cudaDeviceEnablePeerAccess");
-  }
+  const PeerAccess access(to);
   const cuda::Stream stream;
   store_kernel<<<1, 1, 0, stream.get()>>>(static_cast<std::uint32_t*>(memory.data()), kArrived);
   check(cudaGetLastError(), "a kernel's launch");
