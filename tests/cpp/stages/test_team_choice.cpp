@@ -1,10 +1,9 @@
 // Block forms of choices on emu: selection, gate, argmax, drafting and acceptance, bit for bit as
 // one thread makes them, at ties and at values that are none.
 //
-// Planted and seen to fail: ties counted from the warp's own first instead of all before it; the
-// digit searched from lane 31 down; a taken expert not marked; the sync between the sums of tiles
-// and their use left out; a run of four ids that does not begin at a multiple of four (ids
-// skipped).
+// Planted and seen to fail: syncs of the threshold's histogram left out, ties counted from the
+// warp's own first instead of all before it, the digit searched from the wrong end, the sync
+// between the sums of tiles and their use left out.
 //
 // Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <cmath>

@@ -1,8 +1,9 @@
 // Block forms of sums, linears, norms, hyper-connections, experts and Engram on emu, against one
 // thread: bit for bit where the order of the sum is declared, else within the operation's bound.
 //
-// Planted and seen to fail: a sync left out of BlockSum, of HcStats::mix and of hc_combine_norm
-// (orders differ); join() that begins at distance 4; the lane of an expert's pair taken as 0.
+// Planted and seen to fail: any sync of BlockSum, BlockMax or HcStats::mix left out (orders
+// differ), a join of chains that begins at distance 4, Sinkhorn's columns read as rows, results
+// past the end of a range written, a pair counted as before itself.
 //
 // Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <algorithm>

@@ -1,9 +1,9 @@
 // An exchange between ranks whose blocks have many threads, on emu: values, tags' wrap, sinks of
 // linears, and its ends: a silent rank, a peer's fault, the host's abort.
 //
-// Planted and seen to fail: a lane past the end that is not counted as arrived (waits expire), a
-// block that answers by the warp (threads disagree), a status written without the claim (the two
-// warps' reports mix), PublishRows of two rows together (packets hold another row's words).
+// Planted and seen to fail: a block that answers by the warp (threads go on alone), PublishRows of
+// two rows together (packets hold other words). A status written without the claim is a race:
+// test_team_tsan.cpp.
 //
 // Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include <atomic>
