@@ -105,8 +105,8 @@ enum class Inputs { random, awkward };
 // One call: memory of the inputs and of poisoned outputs, checked as the C entry points check it.
 class OpData {
  public:
-  // With `rows_of`, a call of more rows, inputs are its first rows (those whose shape begins with T)
-  // or all of it.
+  // With `rows_of`, a call of more rows, inputs whose shape begins with T are its first rows, and
+  // all others are all of it.
   OpData(const host::OpSpec& spec, const OpCase& one, std::uint32_t seed,
          Inputs kind = Inputs::random, const OpData* rows_of = nullptr)
       : spec_(spec), args_(one.model, one.dims), random_(seed), kind_(kind) {
