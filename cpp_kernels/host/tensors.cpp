@@ -168,7 +168,7 @@ class Builder {
     const std::string last = "mtp." + std::to_string(s_.kNumDraftStages - 1) + ".";
     for (int i = 0; i < s_.kNumDraftStages; ++i) {
       const std::string prefix = "mtp." + std::to_string(i) + ".";
-      w.stages[i].plan = {0, -1, -1, -1, -1};
+      w.stages[i].plan = {0, -1, -1, -1, -1, 0};
       layer(prefix, w.stages[i], s_.kDraftExperts);
       add(prefix + "kv.swa", w.stages[i].kv_swa, LOWLAT_U8,
           {s_.kNumPages, stages::kv_page_bytes(s_.kPageSize)}, kWhole, LOWLAT_POOL,

@@ -162,8 +162,8 @@ typedef struct lowlat_model_config {
   /* KV cache: logical pages of page_size tokens; one page table addresses every pool. */
   int32_t page_size, num_pages; /* V4: page_size is a multiple of 128 */
   /* Rows of a compressor state ring, a power of two. V4.1: of the ratio-2 ring of a request, >= 2 +
-   * draft rows. V4: of the ratio-4 ring of a page, >= 8 without draft and >= 8 + draft_block with;
-   * the ratio-128 ring of a request has 16 * state_ring rows. */
+   * draft rows. V4: of the ratio-4 ring of a page, >= 8, with a draft >= draft_block + 7; the
+   * ratio-128 ring of a request has 16 * state_ring rows. */
   int32_t state_ring;
   uint64_t wait_budget_ns; /* every wait for a peer ends within it */
 } lowlat_model_config;
@@ -206,7 +206,8 @@ LOWLAT_API lowlat_status lowlat_peer_export(lowlat_model* model, lowlat_peer_han
 LOWLAT_API lowlat_status lowlat_peer_import(lowlat_model* model, int32_t peer_rank,
                                             const lowlat_peer_handle* handle);
 
-/* Ends the building: every tensor bound, every peer imported, or one line a missing one. */
+/* Ends the building: every tensor bound, every peer imported, or one line a missing one. Reads the
+ * tables of V4's hash layers, which must be loaded by then: an expert that is none is refused. */
 LOWLAT_API lowlat_status lowlat_model_ready(lowlat_model* model);
 
 /* ------------------------------------------------------------------ steps */
