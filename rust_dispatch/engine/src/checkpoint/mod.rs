@@ -116,6 +116,7 @@ impl Checkpoint {
         }
         checkpoint.check_tensors()?;
         checkpoint.check_token_map()?;
+        checkpoint.check_expert_tables()?;
         Ok(checkpoint)
     }
 
@@ -163,7 +164,8 @@ impl Checkpoint {
         let planned = self.planned.get(&info.name).filter(|planned| {
             let shape = planned.rank_shape(tp_rank, tp_size);
             let same_shape = shape.iter().map(|dim| *dim as usize).eq(info.shape.clone());
-            same_shape && abi_dtype(planned.dtype) == info.dtype && info.layout == ROW_MAJOR
+            let same_dtype = abi_dtype(planned.rank_dtype) == info.dtype;
+            same_shape && same_dtype && info.layout == ROW_MAJOR
         });
         let Some(planned) = planned else {
             return Err(format!(
@@ -176,7 +178,7 @@ impl Checkpoint {
             ));
         };
         let mut memory = Buffer::zeroed(info.bytes());
-        let element = info.dtype.bytes();
+        let element = planned.dtype.bytes() as usize;
         let range = planned.rank_range(tp_rank, tp_size);
         let shape: Vec<usize> = planned
             .file_shape()
@@ -190,7 +192,13 @@ impl Checkpoint {
         let parts = memory.as_mut_slice().chunks_exact_mut(part_bytes.max(1));
         for (expert, part) in (0..num_parts).zip(parts) {
             let source = self.bytes(&planned.expert_name(expert))?;
-            copy_part(part, source, &shape, element, range);
+            if planned.rank_dtype == planned.dtype {
+                copy_part(part, source, &shape, element, range);
+            } else {
+                let mut wide = vec![0; part.len() / info.dtype.bytes() * element];
+                copy_part(&mut wide, source, &shape, element, range);
+                narrow(part, &wide).map_err(|value| self.no_expert(&info.name, value))?;
+            }
         }
         self.copied_bytes
             .fetch_add(info.bytes() as u64, Ordering::Relaxed);
@@ -313,7 +321,9 @@ impl Checkpoint {
         let mut unknown: Vec<&str> = Vec::new();
         for name in self.places.keys() {
             let part = name.split('.').next().unwrap_or(name);
-            let ours = OUR_PREFIXES.contains(&part);
+            // A draft of another kind than the one that is served has its layers there too.
+            let ours =
+                OUR_PREFIXES.contains(&part) && (part != "mtp" || self.config.draft.is_some());
             if ours && !name.contains(IGNORED_PART) {
                 if !self.is_planned(name) {
                     unknown.push(name);
@@ -389,8 +399,7 @@ impl Checkpoint {
             return Ok(());
         };
         let bytes = self.bytes(TOKEN_MAP).map_err(EngineError::Refused)?;
-        for (token, value) in bytes.chunks_exact(8).enumerate() {
-            let value = i64::from_le_bytes(value.try_into().expect("chunks of 8"));
+        for (token, value) in i64s(bytes).enumerate() {
             if !(0..i64::from(engram.compressed_vocab)).contains(&value) {
                 let file = &self.files[self.places[TOKEN_MAP].file_idx].name;
                 let words = format!(
@@ -402,6 +411,32 @@ impl Checkpoint {
             }
         }
         Ok(())
+    }
+
+    /// Every token's experts are experts: the tables lead to weights.
+    fn check_expert_tables(&self) -> Result<(), EngineError> {
+        for planned in self.planned.values() {
+            if planned.rank_dtype == planned.dtype {
+                continue;
+            }
+            let bytes = self.bytes(&planned.name).map_err(EngineError::Refused)?;
+            let experts = 0..i64::from(self.config.num_experts);
+            if let Some(odd) = i64s(bytes).find(|value| !experts.contains(value)) {
+                let line = self.no_expert(&planned.name, odd);
+                return Err(EngineError::Refused(line));
+            }
+        }
+        Ok(())
+    }
+
+    fn no_expert(&self, name: &str, value: i64) -> String {
+        let file = self.places.get(name);
+        let file = file.map_or("", |place| &self.files[place.file_idx].name);
+        format!(
+            "{}: {name}: names expert {value}; needs 0 to {}, below n_routed_experts",
+            self.folder.join(file).display(),
+            self.config.num_experts - 1
+        )
     }
 
     /// A tensor's bytes. Its file still has them: reading behind the end of a file that was cut
@@ -422,6 +457,21 @@ impl Checkpoint {
         }
         Ok(&file.map[place.begin..place.end])
     }
+}
+
+/// A file's 64-bit numbers.
+fn i64s(bytes: &[u8]) -> impl Iterator<Item = i64> + '_ {
+    let value = |value: &[u8]| i64::from_le_bytes(value.try_into().expect("chunks of 8"));
+    bytes.chunks_exact(8).map(value)
+}
+
+/// 64-bit numbers as 32-bit ones; the first that does not fit otherwise.
+fn narrow(part: &mut [u8], wide: &[u8]) -> Result<(), i64> {
+    for (to, value) in part.chunks_exact_mut(4).zip(i64s(wide)) {
+        let narrow = i32::try_from(value).map_err(|_| value)?;
+        to.copy_from_slice(&narrow.to_ne_bytes());
+    }
+    Ok(())
 }
 
 /// Copies the part `(dim, first, behind the last)` of a row-major tensor; all of it without one.
@@ -452,6 +502,7 @@ fn copy_part(
 /// The format's name of a dtype. Packed fp4 is published as plain bytes.
 pub(crate) fn file_dtype(dtype: WeightDtype) -> &'static str {
     match dtype {
+        WeightDtype::I32 => "I32",
         WeightDtype::I64 => "I64",
         WeightDtype::F32 => "F32",
         WeightDtype::Bf16 => "BF16",
@@ -464,6 +515,7 @@ pub(crate) fn file_dtype(dtype: WeightDtype) -> &'static str {
 /// The kernels' name of a dtype.
 pub(crate) fn abi_dtype(dtype: WeightDtype) -> Dtype {
     match dtype {
+        WeightDtype::I32 => Dtype::I32,
         WeightDtype::I64 => Dtype::I64,
         WeightDtype::F32 => Dtype::F32,
         WeightDtype::Bf16 => Dtype::Bf16,
