@@ -41,6 +41,8 @@ const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// First parts of the names of tensors that a model's text part can have. Others belong to parts
 /// that are not served here (vision) and are left alone.
 const OUR_PREFIXES: [&str; 6] = ["embed", "head", "norm", "engram", "layers", "mtp"];
+/// And of V4's tensors in front of the head.
+const OUR_COLLAPSE: &str = "hc_head_";
 /// The confidence head only matters to a schedule that is not served.
 const IGNORED_PART: &str = ".confidence_head.";
 
@@ -322,8 +324,10 @@ impl Checkpoint {
         for name in self.places.keys() {
             let part = name.split('.').next().unwrap_or(name);
             // A draft of another kind than the one that is served has its layers there too.
-            let ours =
-                OUR_PREFIXES.contains(&part) && (part != "mtp" || self.config.draft.is_some());
+            let ours = match part {
+                "mtp" => self.config.draft.is_some(),
+                _ => OUR_PREFIXES.contains(&part) || part.starts_with(OUR_COLLAPSE),
+            };
             if ours && !name.contains(IGNORED_PART) {
                 if !self.is_planned(name) {
                     unknown.push(name);
