@@ -437,8 +437,12 @@ mod tests {
     use super::*;
     use lowlat_core::config::built_in;
 
+    fn model(name: &str) -> ModelConfig {
+        ModelConfig::from_json(built_in(name).unwrap()).unwrap()
+    }
+
     fn tiny() -> ModelConfig {
-        ModelConfig::from_json(built_in("tiny-v41").unwrap()).unwrap()
+        model("tiny-v41")
     }
 
     fn info(name: &str, dtype: Dtype, shape: &[usize], shard_dim: Option<usize>) -> TensorInfo {
@@ -453,9 +457,14 @@ mod tests {
     }
 
     /// Rows of `dim` of every rank, put together, are the whole tensor.
-    fn parts_are_the_whole(name: &str, dtype: Dtype, shape: &[usize], dim: usize) {
-        let config = tiny();
-        let weights = SeededWeights::new(&config, 7);
+    fn parts_are_the_whole(
+        config: &ModelConfig,
+        name: &str,
+        dtype: Dtype,
+        shape: &[usize],
+        dim: usize,
+    ) {
+        let weights = SeededWeights::new(config, 7);
         let whole = weights
             .fill(&info(name, dtype, shape, Some(dim)), 0, 1)
             .unwrap();
@@ -480,28 +489,60 @@ mod tests {
 
     #[test]
     fn any_split_holds_the_same_model() {
-        parts_are_the_whole("head.weight", Dtype::Bf16, &[512, 128], 0);
-        parts_are_the_whole("layers.3.attn.wo_b.weight", Dtype::E4m3, &[128, 128], 1);
-        parts_are_the_whole("layers.3.attn.wo_b.scale", Dtype::Ue8m0, &[4, 4], 1);
-        parts_are_the_whole(
-            "layers.3.ffn.experts.w2.weight",
-            Dtype::Fp4x2,
-            &[16, 128, 64],
-            2,
-        );
-        parts_are_the_whole(
-            "layers.3.ffn.experts.w2.scale",
-            Dtype::Ue8m0,
-            &[16, 128, 4],
-            2,
-        );
-        parts_are_the_whole(
-            "layers.3.ffn.experts.w1.weight",
-            Dtype::Fp4x2,
-            &[16, 128, 64],
-            1,
-        );
-        parts_are_the_whole("layers.3.attn.attn_sink", Dtype::F32, &[8], 0);
+        for name in ["tiny-v4", "tiny-v41"] {
+            let config = model(name);
+            for tensor in lowlat_core::plan::tensors(&config) {
+                if let lowlat_core::plan::Split::Dim(dim) = tensor.split {
+                    let shape: Vec<_> = tensor.shape.iter().map(|n| *n as usize).collect();
+                    let dtype = crate::checkpoint::abi_dtype(tensor.dtype);
+                    // One layer of each kind, and the tensors that are no layer's.
+                    let is_layer = tensor.name.starts_with("layers.");
+                    if !is_layer || tensor.name.starts_with("layers.3.") {
+                        parts_are_the_whole(&config, &tensor.name, dtype, &shape, dim);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Each token goes to different experts, all experts are someone's, and the table of a file is
+    /// the table of a rank.
+    #[test]
+    fn tables_name_every_expert_and_none_twice_a_token() {
+        let mut config = model("tiny-v4");
+        for (num_experts, per_token) in [(16, 6), (12, 6), (256, 6), (6, 6)] {
+            config.num_experts = num_experts;
+            let weights = SeededWeights::new(&config, 7);
+            let table = |dtype| {
+                let info = info("layers.2.ffn.gate.tid2eid", dtype, &[512, per_token], None);
+                weights.fill(&info, 0, 1).unwrap()
+            };
+            let (wide, narrow) = (table(Dtype::I64), table(Dtype::I32));
+            let experts: Vec<i64> = wide
+                .as_slice()
+                .chunks(8)
+                .map(|bytes| i64::from_ne_bytes(bytes.try_into().unwrap()))
+                .collect();
+            let narrow = narrow.as_slice().chunks(4);
+            let narrow = narrow.map(|bytes| i32::from_ne_bytes(bytes.try_into().unwrap()));
+            assert!(experts.iter().copied().eq(narrow.map(i64::from)));
+            let mut seen = vec![0; num_experts as usize];
+            for row in experts.chunks(per_token) {
+                let mut row = row.to_vec();
+                row.sort_unstable();
+                row.dedup();
+                assert_eq!(row.len(), per_token);
+                for expert in row {
+                    seen[expert as usize] += 1;
+                }
+            }
+            let mean = 512 * per_token / num_experts as usize;
+            let (least, most) = (seen.iter().min().unwrap(), seen.iter().max().unwrap());
+            assert!(
+                *least > 0 && *most <= 3 * mean,
+                "{num_experts}: {least} to {most}"
+            );
+        }
     }
 
     #[test]
