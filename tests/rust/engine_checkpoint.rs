@@ -3,6 +3,7 @@
 //! bit, on 1, 2 and 4 ranks.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -361,6 +362,77 @@ fn serving_a_folder_is_serving_the_built_in() {
             let ratio = copied.unwrap() / (rank_bytes.unwrap() * f64::from(tp_size));
             assert!((0.9..1.1).contains(&ratio), "{ratio}");
         }
+    });
+}
+
+/// Every routed expert matters, of layers whose gate chooses and of layers whose table does: with
+/// one expert's last matrix set to 0, the same prompt gives other logits.
+#[test]
+fn every_expert_of_the_small_models_is_used() {
+    let Some(library) = library() else { return };
+    on_each(|model| {
+        let folder = folder(&format!("experts_{model}")).join("made");
+        make::make(model, &folder, 1, false).unwrap();
+        let path = folder.join("model.safetensors");
+        let (header, _) = parts(&path);
+        let first = fs::metadata(&path).unwrap().len();
+        let file = fs::OpenOptions::new().read(true).write(true).open(&path);
+        let file = file.unwrap();
+        let data = |name: &str| {
+            let offsets = &header[name]["data_offsets"];
+            let [begin, end] = [0, 1].map(|at| offsets[at].as_u64().unwrap());
+            (begin, (end - begin) as usize)
+        };
+        let data_bytes = header
+            .as_object()
+            .unwrap()
+            .values()
+            .filter_map(|entry| entry["data_offsets"][1].as_u64())
+            .max();
+        let first = first - data_bytes.unwrap();
+        let requests = [Request {
+            prompt: prompt(5, 40, 500),
+            output: 1,
+            temperature: 0.0,
+            uid: 0,
+        }];
+        let digest = || {
+            let mut runtime = start(RuntimeSettings {
+                model: folder.to_str().unwrap().into(),
+                max_batch: 1,
+                kv_tokens: 128,
+                speculative: false,
+                ..settings(&library)
+            });
+            serve(&mut runtime, &requests, 1, 40, |_| None);
+            runtime.steps_digest()
+        };
+        let whole = digest();
+        let num_layers = config(model).layers.len();
+        let num_hashed = of(model, 3, 0);
+        for layers in [0..num_hashed, num_hashed..num_layers] {
+            for expert in 0..16 {
+                if layers.is_empty() {
+                    continue;
+                }
+                let names = layers
+                    .clone()
+                    .map(|layer| format!("layers.{layer}.ffn.experts.{expert}.w2.weight"));
+                let mut kept = Vec::new();
+                for name in names {
+                    let (begin, bytes) = data(&name);
+                    let mut weight = vec![0; bytes];
+                    file.read_exact_at(&mut weight, first + begin).unwrap();
+                    file.write_all_at(&vec![0; bytes], first + begin).unwrap();
+                    kept.push((first + begin, weight));
+                }
+                assert_ne!(digest(), whole, "expert {expert} of layers {layers:?}");
+                for (at, weight) in kept {
+                    file.write_all_at(&weight, at).unwrap();
+                }
+            }
+        }
+        assert_eq!(digest(), whole, "put back");
     });
 }
 
@@ -874,12 +946,8 @@ fn a_table_of_experts_that_leads_nowhere_is_named() {
     }
     let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
     let header_bytes = fs::metadata(&path).unwrap().len() - data.len() as u64;
-    std::os::unix::fs::FileExt::write_all_at(
-        &file,
-        &(1i64 << 32).to_le_bytes(),
-        header_bytes + first as u64,
-    )
-    .unwrap();
+    file.write_all_at(&(1i64 << 32).to_le_bytes(), header_bytes + first as u64)
+        .unwrap();
     let line = checkpoint.fill(&info, 0, 1).unwrap_err();
     assert!(line.ends_with("names expert 4294967296; needs 0 to 15, below n_routed_experts"));
 }
