@@ -14,7 +14,7 @@ namespace lowlat::host {
 inline constexpr std::int64_t kMaxPositions = 1048576;
 inline constexpr int kCandidateBlock = 8;  // positions of a candidate block (v41)
 
-// What differs between the models: the arithmetic of a schedule, and what a configuration gives one.
+// What differs between the models: a schedule's arithmetic, and what its configuration says.
 struct ModelRules : scalar::persistent::ModelRules {
   double norm_eps;    // of the RMS norms and the hyper-connections
   int scale_block;    // rows and columns of a block-fp8 weight's scale

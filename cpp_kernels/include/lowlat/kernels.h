@@ -67,8 +67,8 @@ typedef enum lowlat_dtype {
 typedef enum lowlat_layout {
   LOWLAT_ROW_MAJOR = 0, /* last dimension contiguous; the others by stride */
   LOWLAT_KV_PAGED = 1,  /* u8 [pages, page_bytes]: P rows of 576 B, then P rows of 8 scale bytes */
-  /* u8 [pages, page bytes], 64 rows a page, then their scales. V4.1: 64 * 68, rows of 64 B (fp4) and
-   * of 4 scale bytes. V4: 64 * 132, rows of 128 B (e4m3) and one f32 scale a row. */
+  /* u8 [pages, page bytes]: 64 rows, then their scales. V4.1: 64 * 68, rows of 64 B (fp4) and of 4
+   * scale bytes. V4: 64 * 132, rows of 128 B (e4m3) and one f32 scale a row. */
   LOWLAT_INDEX_PAGED = 2
 } lowlat_layout;
 

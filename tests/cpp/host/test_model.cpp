@@ -89,8 +89,8 @@ std::vector<float> prefill(TinyGroup& group, const std::vector<std::int32_t>& al
   return kept;
 }
 
-// Rows of V4's rings that a later step may read, of a request of `length` tokens whose last step was
-// any; every row when V4.1's.
+// Rows of V4's rings that a later step may read, of a request of `length` tokens: where they begin
+// in the pool and how wide they are, in floats.
 template <class Visit>
 void live_state_rows(TinyGroup& group, const StepArrays& request, const std::string& name,
                      int length, Visit visit) {
@@ -529,7 +529,7 @@ TEST_CASE(a_configuration_of_v4_is_refused_with_every_reason_at_once) {
   config.kind = 3;
   config.scale_block = 32;
   refused(config, {"kind is 3; needed 1 .. 2"});
-  // Without a draft eight rows are enough, and the index's fields are not looked at without an index.
+  // Without a draft eight rows are enough; without an index its fields are not looked at.
   config = good;
   config.num_draft_stages = 0;
   config.state_ring = 8;
@@ -729,6 +729,16 @@ TEST_CASE(steps_with_wrong_values_are_refused_before_anything_runs) {
   bad = good;
   bad.positions[4] = 9;
   refused(bad, LOWLAT_TARGET_VERIFY, LOWLAT_INVALID, "row 4");
+  bad = good;
+  bad.slots[3] = -1;
+  bad.positions[3] = 8;
+  bad.positions[4] = 9;  // a row that pads hides no gap
+  refused(bad, LOWLAT_TARGET_VERIFY, LOWLAT_INVALID, "row 4");
+  bad = good;
+  bad.stride = 1000;
+  bad.page_table.assign(1000, bad.page_table[0]);
+  for (int i = 0; i < 6; ++i) bad.positions[i] += 256;
+  refused(bad, LOWLAT_TARGET_VERIFY, LOWLAT_INVALID, "positions[0] is 256; needed 0 .. 255");
   bad = good;
   bad.page_table[5] = 99;
   refused(bad, LOWLAT_TARGET_VERIFY, LOWLAT_INVALID, "page_table[5] is 99");
