@@ -31,7 +31,8 @@ fn continuations(
         .map(|uid| Request {
             prompt: prompt(3, 5, 29),
             output: OUTPUT,
-            temperature: 3.0,
+            // Where a dozen tokens or more share the probability, but not evenly.
+            temperature: if model == "tiny-v4" { 2.0 } else { 3.0 },
             uid,
         })
         .collect();
