@@ -1091,6 +1091,39 @@ fn the_command_line_ends_as_it_says() {
     assert!(out.lines().all(|line| line.len() <= 100), "{out}");
 }
 
+/// What `lowlat check` asks of a folder: a line of what is there, or the refusal.
+#[test]
+fn a_folder_is_checked_without_being_served() {
+    on_each(|model| {
+        let run = |folder: &Path| {
+            let (mut out, mut err) = (Vec::new(), Vec::new());
+            let words = [
+                "lowlat-engine",
+                "check-checkpoint",
+                "--",
+                folder.to_str().unwrap(),
+            ];
+            let code = lowlat_engine::commands::run(
+                words.map(Into::into),
+                &mut |_| panic!("nothing is served"),
+                &mut std::io::empty(),
+                &mut out,
+                &mut err,
+            );
+            (code, String::from_utf8([out, err].concat()).unwrap())
+        };
+        let (code, words) = run(tiny(model));
+        assert_eq!(code, 0, "{words}");
+        let files = of(model, 3, 4);
+        assert!(words.starts_with(&format!("{files} files, ")), "{words}");
+        let shard = broken(model, "checked");
+        fs::remove_file(shard.join(SHARD_2)).unwrap();
+        let (code, words) = run(&shard);
+        assert_eq!((code, words.lines().count()), (1, 1), "{words}");
+        assert!(words.contains(&format!("{SHARD_2}: is missing")), "{words}");
+    });
+}
+
 /// The disk is full after a megabyte, as far as the program can tell: nothing is left.
 #[test]
 #[cfg(unix)]

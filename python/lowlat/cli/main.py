@@ -20,8 +20,8 @@ examples:
   lowlat trace info traces/*.json
   lowlat op --list
   lowlat op rms_norm --in case.npz --out out.npz --platform scalar
-  lowlat check --model tiny-v41 --tp 2 --isa scalar
-  lowlat make-checkpoint tiny-v41 ./tiny
+  lowlat check --model v4-flash --tp 4
+  lowlat make-checkpoint tiny-v4 ./tiny
   source <(lowlat completion bash)
 """
 

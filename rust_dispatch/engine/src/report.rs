@@ -673,6 +673,10 @@ impl OutputFile {
             .map(Path::to_path_buf)
             .collect();
         for folder in missing.into_iter().rev() {
+            // `new/..` is there as soon as `new` is.
+            if folder.exists() {
+                continue;
+            }
             fs::create_dir(&folder).map_err(|error| refusal(&folder, "make the folder", &error))?;
             self.made.push(folder);
         }

@@ -34,7 +34,7 @@ same tokens. DIR appears when it is complete; when something fails, nothing is l
 const EXAMPLES: &str = "\
 Examples:
   Write the small model in two files and serve it from there:
-    lowlat make-checkpoint tiny-v41 ./tiny --shards 2
+    lowlat make-checkpoint tiny-v4 ./tiny --shards 2
     lowlat replay examples/traces/small.json --model ./tiny
 
 Exit codes:
