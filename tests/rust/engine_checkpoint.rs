@@ -632,8 +632,8 @@ fn missing_pieces_are_named() {
         assert_eq!(
             refused(&map),
             format!(
-                "engram.token_map: is missing from all 3 files; needs I64 [512] in {TOKEN_MAP}; it is \
-             made from the tokenizer"
+                "engram.token_map: is missing from all 3 files; needs I64 [512] in {TOKEN_MAP}; it \
+                 is made from the tokenizer"
             )
         );
     });

@@ -281,7 +281,7 @@ pub fn pocket(model: &str) -> ModelConfig {
     ];
     match model {
         "tiny-v4" => fields.extend([
-            ("moe_intermediate_size", json!(128)),
+            ("moe_intermediate_size", json!(256)),
             ("compress_ratios", json!([0, 4, 128, 4, 0])),
             ("num_nextn_predict_layers", json!(1)),
             ("num_hash_layers", json!(1)),

@@ -1,7 +1,6 @@
 //! JSON in which no object has a name twice. The published reader keeps the last of the two, so a
 //! field that was edited in one place only would decide silently.
 
-use std::cell::RefCell;
 use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
@@ -14,21 +13,21 @@ const MAX_SHOWN: usize = 120;
 
 /// The value, and the path of every field that is there twice, in the file's order.
 pub(super) fn parse(text: &str) -> Result<(Value, Vec<String>), serde_json::Error> {
-    let twice = RefCell::new(Vec::new());
+    let mut twice = Vec::new();
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let seed = Seed {
         path: String::new(),
-        twice: &twice,
+        twice: &mut twice,
     };
     let value = seed.deserialize(&mut deserializer)?;
     deserializer.end()?;
-    Ok((value, twice.into_inner()))
+    Ok((value, twice))
 }
 
 /// Reads one value, whose fields' paths begin with `path`.
 struct Seed<'a> {
     path: String,
-    twice: &'a RefCell<Vec<String>>,
+    twice: &'a mut Vec<String>,
 }
 
 impl<'de> DeserializeSeed<'de> for Seed<'_> {
@@ -75,7 +74,7 @@ impl<'de> Visitor<'de> for Seed<'_> {
         let mut list = Vec::new();
         while let Some(item) = items.next_element_seed(Seed {
             path: format!("{}{}.", self.path, list.len()),
-            twice: self.twice,
+            twice: &mut *self.twice,
         })? {
             list.push(item);
         }
@@ -89,14 +88,13 @@ impl<'de> Visitor<'de> for Seed<'_> {
             if map.contains_key(&name) {
                 // A name may be anything; a line stays a line, and not too long.
                 let shown: String = path.escape_default().take(MAX_SHOWN).collect();
-                let mut twice = self.twice.borrow_mut();
-                if twice.len() < MAX_LISTED && !twice.contains(&shown) {
-                    twice.push(shown);
+                if self.twice.len() < MAX_LISTED && !self.twice.contains(&shown) {
+                    self.twice.push(shown);
                 }
             }
             let value = fields.next_value_seed(Seed {
                 path: format!("{path}."),
-                twice: self.twice,
+                twice: &mut *self.twice,
             })?;
             map.insert(name, value);
         }

@@ -163,7 +163,8 @@ pub struct KvLoad {
     pub index_bytes: u64,
     /// Compressor state of the requests.
     pub state_bytes: u64,
-    /// Window rows, and the compressor state in their pages, where they are kept for the whole context, as `lowlat replay` does.
+    /// Window rows, and the compressor state in their pages, where they are kept for the whole
+    /// context, as `lowlat replay` does.
     pub window_bytes_whole: u64,
     /// The same where a server keeps only the pages that a window touches.
     pub window_bytes_least: u64,

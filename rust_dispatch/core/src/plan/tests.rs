@@ -1,5 +1,6 @@
-//! Against the published sizes of DeepSeek-V4-Flash and V4.1-Flash, in MB unless said otherwise. None of them
-//! was computed by this code; they are rounded to two digits behind the point, so 1 % it is.
+//! Against the published sizes of DeepSeek-V4-Flash and V4.1-Flash, in MB unless said otherwise.
+//! None of them was computed by this code; they are rounded to two digits behind the point, so 1 %
+//! it is.
 
 use super::*;
 use crate::config::{ModelConfig, built_in};
