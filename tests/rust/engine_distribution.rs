@@ -100,9 +100,10 @@ fn speculation_changes_no_distribution() {
 }
 
 fn has_one_distribution(library: &std::path::Path, model: &str) {
-    const NUM: u32 = 1600;
-    let speculative = continuations(library, model, true, NUM, 1);
-    let plain = continuations(library, model, false, NUM, 2);
+    // V4's smallest step costs more.
+    let num = if model == "tiny-v4" { 1000 } else { 1600 };
+    let speculative = continuations(library, model, true, num, 1);
+    let plain = continuations(library, model, false, num, 2);
     for place in 0..OUTPUT {
         for pairs in [false, true] {
             if pairs && place + 1 == OUTPUT {
@@ -134,6 +135,7 @@ fn has_one_distribution(library: &std::path::Path, model: &str) {
         }
     }
     let (statistic, degrees) = chi_square(&counts(&bent, 1, false), &counts(&plain, 1, false));
+    println!("{model}: bent, {statistic:.1} at {degrees} degrees");
     assert!(
         statistic > bound(degrees),
         "a bent sample passed: {statistic} at {degrees}"
