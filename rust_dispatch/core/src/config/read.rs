@@ -256,12 +256,15 @@ fn read(fields: &mut Fields, family: ModelFamily) -> ModelConfig {
             (layers, candidates, engram(fields, num_layers, vocab))
         }
     };
-    let draft = draft(fields, family, num_stages, num_layers, vocab).map(|draft| DraftConfig {
-        // V4's draft has the target's experts where its file does not say otherwise.
-        num_experts: draft.num_experts.unwrap_or(num_experts),
-        experts_per_token: draft.experts_per_token.unwrap_or(experts_per_token),
-        ..draft.config
-    });
+    let target_experts = (num_experts, experts_per_token);
+    let draft = draft(
+        fields,
+        family,
+        num_stages,
+        num_layers,
+        vocab,
+        target_experts,
+    );
     // Only V4.1 has parts that see images.
     let image_token = match family == ModelFamily::V41 && fields.has("image_token_id") {
         true => Some(fields.int("image_token_id", 0, u64::from(vocab) - 1) as u32),
@@ -602,39 +605,44 @@ fn engram(fields: &mut Fields, num_layers: u32, vocab: u32) -> Option<EngramConf
     Some(config)
 }
 
-/// A draft whose experts may be the target's.
-struct Draft {
-    config: DraftConfig,
-    num_experts: Option<u32>,
-    experts_per_token: Option<u32>,
-}
-
+/// The draft. V4's has the target's experts, `(routed, a row)`, where its file does not say
+/// otherwise.
 fn draft(
     fields: &mut Fields,
     family: ModelFamily,
     num_stages: u32,
     num_layers: u32,
     vocab: u32,
-) -> Option<Draft> {
+    target_experts: (u32, u32),
+) -> Option<DraftConfig> {
     if num_stages == 0 {
         return None;
     }
-    let optional = family == ModelFamily::V4;
-    let [experts, per_token] = ["dspark_n_routed_experts", "dspark_num_experts_per_tok"];
-    let num_experts = (!optional || fields.has(experts)).then(|| fields.size(experts));
-    let most = u64::from(num_experts.unwrap_or(MAX_SIZE as u32));
-    let experts_per_token =
-        (!optional || fields.has(per_token)).then(|| fields.int(per_token, 1, most) as u32);
-    let config = DraftConfig {
+    let own = |fields: &Fields, name| family == ModelFamily::V41 || fields.has(name);
+    let num_experts = match own(fields, "dspark_n_routed_experts") {
+        true => fields.size("dspark_n_routed_experts"),
+        false => target_experts.0,
+    };
+    let experts_per_token = match own(fields, "dspark_num_experts_per_tok") {
+        true => fields.int("dspark_num_experts_per_tok", 1, u64::from(num_experts)) as u32,
+        false => target_experts.1,
+    };
+    if experts_per_token > num_experts {
+        fields.problem(format!(
+            "dspark_n_routed_experts is {num_experts}; needs num_experts_per_tok, \
+             {experts_per_token}, or dspark_num_experts_per_tok beside it"
+        ));
+    }
+    let draft = DraftConfig {
         num_stages,
         block: fields.int("dspark_block_size", 1, 15) as u32,
         mask_token: fields.int("dspark_noise_token_id", 0, u64::from(vocab) - 1) as u32,
         target_layers: fields.ids("dspark_target_layer_ids", num_layers),
         markov_rank: fields.size("dspark_markov_rank"),
-        num_experts: 0,
-        experts_per_token: 0,
+        num_experts,
+        experts_per_token,
     };
-    let num_targets = config.target_layers.len();
+    let num_targets = draft.target_layers.len();
     if fields.has("dspark_target_layer_ids")
         && !(1..=MAX_DRAFT_STAGES as usize).contains(&num_targets)
     {
@@ -642,9 +650,5 @@ fn draft(
             "dspark_target_layer_ids names {num_targets} layers; needs 1 to {MAX_DRAFT_STAGES}"
         ));
     }
-    Some(Draft {
-        config,
-        num_experts,
-        experts_per_token,
-    })
+    Some(draft)
 }

@@ -147,6 +147,16 @@ fn v4_drafts_experts_may_be_its_own() {
     });
     let draft = ModelConfig::from_json(&own).unwrap().draft.unwrap();
     assert_eq!((draft.num_experts, draft.experts_per_token), (8, 3));
+    let lines = problems_of("tiny-v4", |map| {
+        map.insert("dspark_n_routed_experts".into(), json!(4));
+    });
+    assert_eq!(
+        lines,
+        [
+            "dspark_n_routed_experts is 4; needs num_experts_per_tok, 6, or \
+             dspark_num_experts_per_tok beside it"
+        ]
+    );
 }
 
 /// How many stages a V4 file has: by its ratios, which a first file counts as one next-token layer.
