@@ -199,7 +199,8 @@ impl Checkpoint {
             } else {
                 let mut wide = vec![0; part.len() / info.dtype.bytes() * element];
                 copy_part(&mut wide, source, &shape, element, range);
-                narrow(part, &wide).map_err(|value| self.no_expert(&info.name, value))?;
+                narrow(part, &wide, self.config.num_experts)
+                    .map_err(|value| self.no_expert(&info.name, value))?;
             }
         }
         self.copied_bytes
@@ -469,11 +470,11 @@ fn i64s(bytes: &[u8]) -> impl Iterator<Item = i64> + '_ {
     bytes.chunks_exact(8).map(value)
 }
 
-/// 64-bit numbers as 32-bit ones; the first that does not fit otherwise.
-fn narrow(part: &mut [u8], wide: &[u8]) -> Result<(), i64> {
+/// 64-bit numbers as 32-bit ones; the first that is not below `bound` otherwise.
+fn narrow(part: &mut [u8], wide: &[u8], bound: u32) -> Result<(), i64> {
     for (to, value) in part.chunks_exact_mut(4).zip(i64s(wide)) {
-        let narrow = i32::try_from(value).map_err(|_| value)?;
-        to.copy_from_slice(&narrow.to_ne_bytes());
+        let narrow = u32::try_from(value).ok().filter(|narrow| *narrow < bound);
+        to.copy_from_slice(&narrow.ok_or(value)?.to_ne_bytes());
     }
     Ok(())
 }
