@@ -5,12 +5,25 @@ use std::sync::{Mutex, PoisonError};
 
 use lowlat_core::digest::Fnv1a;
 use lowlat_core::dispatch::Decision;
-use lowlat_core::graph_key::{GraphKey, GraphMode, Path, Recorder, keys_digest};
+use lowlat_core::graph_key::{GraphKey, GraphMode, Path, Recorder, SealView, keys_digest};
 use lowlat_core::vote::{BALLOT_WORDS, agree};
 use lowlat_core::{BallotParts, Servable, StepFacts, StepMode, TpRank};
 use pyo3::prelude::*;
 
-use crate::module::{DeadlineLadder, check_options, named_reason, value_error};
+use crate::module::{DeadlineLadder, GraphRecord, check_options, named_reason, value_error};
+
+/// What a captured graph reads: name, address, shape, dtype.
+pub type SealRow = (String, u64, Vec<i64>, String);
+
+/// A row, borrowed.
+pub fn seal_view((name, address, shape, dtype): &SealRow) -> SealView<'_> {
+    SealView {
+        name,
+        address: *address,
+        shape,
+        dtype,
+    }
+}
 
 fn text_digest(text: &str) -> u64 {
     Fnv1a::new().text(text).finish()
@@ -148,7 +161,10 @@ impl Ballot {
                 .map_err(value_error)?;
         }
         let dispatcher = lowlat_core::Dispatcher::new(&coverage, recorder.finish());
-        Ok(Dispatcher(Mutex::new(dispatcher.map_err(value_error)?)))
+        Ok(Dispatcher {
+            dispatcher: Mutex::new(dispatcher.map_err(value_error)?),
+            keys: self.keys.clone(),
+        })
     }
 }
 
@@ -164,12 +180,20 @@ pub fn declining_ballot(tp_rank: u32, tp_size: u32, reason: &str) -> PyResult<Ve
 
 /// Decides step after step whether all ranks run it, and counts.
 #[pyclass(frozen)]
-pub struct Dispatcher(Mutex<lowlat_core::Dispatcher>);
+pub struct Dispatcher {
+    dispatcher: Mutex<lowlat_core::Dispatcher>,
+    keys: Vec<GraphKey>,
+}
 
 impl Dispatcher {
     fn with<T>(&self, body: impl FnOnce(&mut lowlat_core::Dispatcher) -> T) -> T {
         // A panic inside leaves counts at worst one short.
-        body(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        body(
+            &mut self
+                .dispatcher
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        )
     }
 }
 
@@ -201,6 +225,25 @@ impl Dispatcher {
         let reason = named_reason(reason)?;
         self.with(|dispatcher| dispatcher.disarm(reason));
         Ok(())
+    }
+
+    /// The record of the graphs that were captured: for each batch size, what its graph reads as
+    /// (name, address, shape, dtype). ValueError where a batch size was not agreed on.
+    fn captured(&self, seals: Vec<(u32, Vec<SealRow>)>) -> PyResult<GraphRecord> {
+        let mut recorder = Recorder::new();
+        for (batch_size, rows) in &seals {
+            let key = self.keys.iter().find(|key| key.batch_size == *batch_size);
+            let key = key.ok_or_else(|| {
+                value_error(format!(
+                    "batch size {batch_size} was captured and not agreed on"
+                ))
+            })?;
+            let views: Vec<SealView<'_>> = rows.iter().map(seal_view).collect();
+            recorder
+                .note(key.clone(), Path::Fused, &views)
+                .map_err(value_error)?;
+        }
+        Ok(GraphRecord(recorder.finish()))
     }
 
     /// What was decided so far, as JSON: covered, uncovered, covered_by_key, uncovered_by_reason,

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::json;
 
-pub use _dispatch::DeadlineLadder;
+pub use _dispatch::{DeadlineLadder, GraphRecord};
 
 /// A refusal, in one line.
 pub fn value_error(error: impl ToString) -> PyErr {
@@ -67,7 +67,7 @@ type NeedRow = (String, String, Vec<i64>, String, Option<String>);
 #[pymodule]
 mod _dispatch {
     use lowlat_core::config;
-    use lowlat_core::graph_key::Record;
+    use lowlat_core::graph_key::{KeyIdx, Record};
     use lowlat_core::guard::{TensorFact, TensorNeed};
     use lowlat_core::plan::{MemoryPlan, PlanOptions};
 
@@ -229,7 +229,7 @@ mod _dispatch {
 
     /// What was captured: graph keys, chosen paths and seals.
     #[pyclass(frozen)]
-    struct GraphRecord(Record);
+    pub struct GraphRecord(pub Record);
 
     #[pymethods]
     impl GraphRecord {
@@ -253,6 +253,16 @@ mod _dispatch {
         /// How `other` differs, one line a difference; [] when ranks could replay both together.
         fn differences(&self, other: &Self) -> Vec<String> {
             self.0.differences(&other.0)
+        }
+
+        /// Whether the graph at place `idx` still reads what it read at capture, given what is there
+        /// now, in the same order; ValueError names the first thing that changed.
+        fn check_seals(&self, idx: u32, seals: Vec<crate::group::SealRow>) -> PyResult<()> {
+            if self.0.entries().len() <= idx as usize {
+                return Err(value_error(format!("the record has no graph at {idx}")));
+            }
+            let views = seals.iter().map(crate::group::seal_view);
+            self.0.check_seals(KeyIdx(idx), views).map_err(value_error)
         }
 
         fn __len__(&self) -> usize {
