@@ -1,0 +1,90 @@
+"""Tests of the plugin against the unmodified SGLang package, on a machine without a GPU.
+
+They run in a virtual environment of their own (``make test-sglang``). What a GPU would answer is
+set here; everything else of SGLang is its own code.
+"""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.kernel_plugins.nvidia import binding
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+
+from lowlat import _dispatch, guard
+
+# Plugins load once a process, by their installed entry points.
+load_plugins()
+
+HOPPER_BLOCKS = 132
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper GPU as SGLang's binding asks for one; its answers can be changed."""
+    answers = SimpleNamespace(isa="sm_90", blocks=HOPPER_BLOCKS, capturing=False)
+    properties = lambda device=None: SimpleNamespace(multi_processor_count=answers.blocks)
+    monkeypatch.setattr(binding, "device_isa", lambda: answers.isa)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 << 30, 141 << 30))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: answers.capturing)
+    return answers
+
+
+@pytest.fixture
+def kernels_there(monkeypatch):
+    """As if the installed library had NVIDIA kernels."""
+    monkeypatch.setattr(guard, "kernels_reasons", lambda: [])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Makes a checkpoint folder that holds a built-in model's true configuration, changed."""
+
+    def make(name, **changes):
+        config = json.loads(_dispatch.built_in(name))
+        for field, value in changes.items():
+            if value is None:
+                del config[field]
+            else:
+                config[field] = value
+        folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+def server_args(model, **more):
+    """A server's arguments as `launch_server` takes them, not yet resolved."""
+    settings = dict(
+        device="cuda",
+        tp_size=4,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        moe_runner_backend="marlin",
+        speculative_algorithm="DSPARK",
+        speculative_dspark_block_size=5,
+        enable_nvidia_megakernel=True,
+    )
+    return ServerArgs(model_path=str(model), **settings | more)
+
+
+def resolve(model, **more):
+    """SGLang's whole resolution of a server's arguments, as its launcher runs it."""
+    args = server_args(model, **more)
+    args.resolve_once()
+    return args
+
+
+def refusal(model, **more):
+    """The lines of the refusal that resolution ends in."""
+    with pytest.raises(ValueError, match="--enable-nvidia-megakernel cannot run this setup") as told:
+        resolve(model, **more)
+    head, *lines = str(told.value).split("\n  - ")
+    assert head.endswith(":")
+    return lines
