@@ -1,5 +1,5 @@
 """Why this server cannot be served: every reason at once, in the numbered words of
-``lowlat._dispatch``. Before the weights load from the resolved settings, then from the loaded model.
+``lowlat._dispatch``. Before the weights load from the resolved settings, then from what was loaded.
 """
 
 import json

@@ -9,11 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lowlat import _dispatch, guard
 from sglang.srt.kernel_plugins.nvidia import binding
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import ServerArgs
-
-from lowlat import _dispatch, guard
 
 # Plugins load once a process, by their installed entry points.
 load_plugins()
@@ -25,7 +23,10 @@ HOPPER_BLOCKS = 132
 def gpu(monkeypatch):
     """A Hopper GPU as SGLang's binding asks for one; its answers can be changed."""
     answers = SimpleNamespace(isa="sm_90", blocks=HOPPER_BLOCKS, capturing=False)
-    properties = lambda device=None: SimpleNamespace(multi_processor_count=answers.blocks)
+
+    def properties(device=None):
+        return SimpleNamespace(multi_processor_count=answers.blocks)
+
     monkeypatch.setattr(binding, "device_isa", lambda: answers.isa)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -57,34 +58,3 @@ def checkpoint(tmp_path):
         return folder
 
     return make
-
-
-def server_args(model, **more):
-    """A server's arguments as `launch_server` takes them, not yet resolved."""
-    settings = dict(
-        device="cuda",
-        tp_size=4,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        moe_runner_backend="marlin",
-        speculative_algorithm="DSPARK",
-        speculative_dspark_block_size=5,
-        enable_nvidia_megakernel=True,
-    )
-    return ServerArgs(model_path=str(model), **settings | more)
-
-
-def resolve(model, **more):
-    """SGLang's whole resolution of a server's arguments, as its launcher runs it."""
-    args = server_args(model, **more)
-    args.resolve_once()
-    return args
-
-
-def refusal(model, **more):
-    """The lines of the refusal that resolution ends in."""
-    with pytest.raises(ValueError, match="--enable-nvidia-megakernel cannot run this setup") as told:
-        resolve(model, **more)
-    head, *lines = str(told.value).split("\n  - ")
-    assert head.endswith(":")
-    return lines

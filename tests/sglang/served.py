@@ -1,10 +1,13 @@
-"""A small model as SGLang would have loaded it, kernels that stand in, and a server's settings."""
+"""A server's arguments, a small model as SGLang would have loaded it, and kernels that stand in."""
 
 import contextlib
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
+from lowlat import build, guard
+from lowlat.replay import StepOutput
 from sglang.kernels.plugin_kernels.nvidia.spec import (
     MegakernelSpec,
     Numerics,
@@ -16,9 +19,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.runtime_context import get_context, get_parallel
-
-from lowlat import build, guard
-from lowlat.replay import StepOutput
+from sglang.srt.server_args import ServerArgs
 
 ISA = "scalar"
 GAMMA = 5
@@ -30,6 +31,42 @@ TORCH = {
     "ue8m0": torch.float8_e8m0fnu,
     "i32": torch.int32,
 }
+
+
+def server_args(model, **more):
+    """A server's arguments as `launch_server` takes them, not yet resolved."""
+    settings = dict(
+        device="cuda",
+        tp_size=4,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        moe_runner_backend="marlin",
+        speculative_algorithm="DSPARK",
+        speculative_dspark_block_size=5,
+        enable_nvidia_megakernel=True,
+    )
+    return ServerArgs(model_path=str(model), **settings | more)
+
+
+def resolve(model, **more):
+    """SGLang's whole resolution of a server's arguments, as its launcher runs it."""
+    args = server_args(model, **more)
+    args.resolve_once()
+    return args
+
+
+def refusal(model, **more):
+    """The lines of the refusal that resolution ends in."""
+    with pytest.raises(
+        ValueError, match="--enable-nvidia-megakernel cannot run this setup"
+    ) as told:
+        resolve(model, **more)
+    head, *lines = str(told.value).split("\n  - ")
+    assert head.endswith(":")
+    return lines
+
+
+# ------------------------------------------------------------------ a loaded model
 
 
 class Config(SimpleNamespace):
@@ -129,8 +166,13 @@ def batch(mode, size):
     return SimpleNamespace(forward_mode=ForwardMode[mode], batch_size=size)
 
 
+def widths(tp_size):
+    """All of the topology's widths that follow from one tensor-parallel group."""
+    return dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), tp_size)
+
+
 def table(config, rows=None, tp_size=1):
-    with get_parallel().override(tp_size=tp_size):
+    with get_parallel().override(**widths(tp_size)):
         return guard.table(config, {} if rows is None else rows)
 
 
@@ -165,7 +207,7 @@ def server(*, group=None, backend=None, capture_bs=(1, 2, 4), draft=True, **more
     backend = backend or Backend()
     with (
         get_context().override_server_args(**fields | more),
-        get_parallel().override(tp_group=group, tp_size=group.world_size),
+        get_parallel().override(tp_group=group, **widths(group.world_size)),
         forward_context(ForwardContext(attn_backend=backend)),
     ):
         yield backend

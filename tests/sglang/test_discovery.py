@@ -10,12 +10,11 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
-from conftest import refusal
+from lowlat import plugin
+from served import refusal
 from sglang.kernels.plugin_kernels.nvidia import spec
 from sglang.srt.environ import envs
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
-
-from lowlat import plugin
 
 IMPORT_BUDGET_S = 300
 
@@ -43,9 +42,14 @@ def test_another_plugin_of_the_same_models_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "loaded"), [("", True), ("nvidia_megakernel", True), (" a, nvidia_megakernel ", True),
-                            ("something_else", False)]
-)  # fmt: skip
+    ("allowed", "loaded"),
+    [
+        ("", True),
+        ("nvidia_megakernel", True),
+        (" a, nvidia_megakernel ", True),
+        ("something_else", False),
+    ],
+)
 def test_the_filter_of_plugins_is_obeyed(allowed, loaded) -> None:
     with envs.SGLANG_PLUGINS.override(allowed):
         assert (spec.ENTRY_POINT in load_plugins_by_group(GENERAL_PLUGINS_GROUP)) is loaded

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import served
 import torch
-from sglang.kernels.plugin_kernels.nvidia import spec as contract
-from sglang.srt.kernel_plugins.nvidia import binding
-
 from lowlat import _dispatch, build, guard
 from lowlat.reasons import NUMBERS, RefusalError
+from sglang.kernels.plugin_kernels.nvidia import spec as contract
+from sglang.srt.kernel_plugins.nvidia import binding
 
 ARCHITECTURE = "LowlatTestForCausalLM"
 NAMES = ("tiny-v4", "tiny-v41")
@@ -97,7 +96,9 @@ def test_a_server_without_speculation_decodes(install, model) -> None:
 def test_the_log_says_what_was_built(install, model, caplog) -> None:
     with caplog.at_level(logging.INFO), served.server():
         install(model)
-    assert "lowlat: target_verify steps of 6, 12, 18, 24, 30, 36, 42, 48 rows built in" in caplog.text
+    assert (
+        "lowlat: target_verify steps of 6, 12, 18, 24, 30, 36, 42, 48 rows built in" in caplog.text
+    )
     assert "3.0 MiB of our own beside the weights" in caplog.text
     assert "NVIDIA megakernel: active (lowlat-test: tiny, weights in place" in caplog.text
 

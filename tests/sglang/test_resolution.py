@@ -4,12 +4,11 @@ import re
 
 import pytest
 import sglang
-from conftest import refusal, resolve
+from lowlat import config, guard
+from served import refusal, resolve
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.environ import envs
 from sglang.srt.kernel_plugins.nvidia import binding
-
-from lowlat import config, guard
 
 MODELS = ("v4-flash", "v41-flash")
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -28,9 +27,7 @@ def test_the_true_configurations_are_served(name, tp_size, checkpoint, kernels_t
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_server_without_speculation_is_served(name, checkpoint, kernels_there) -> None:
-    resolve(
-        checkpoint(name), speculative_algorithm=None, speculative_dspark_block_size=None
-    )
+    resolve(checkpoint(name), speculative_algorithm=None, speculative_dspark_block_size=None)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -29,7 +29,9 @@ LOGITS_MEDIAN_REL = 0.03
 def common(settings: list[list[dict[str, Any]]]) -> dict[str, list[Any]]:
     """Accepted values of the settings that all models require alike, by name."""
     first, *rest = [{row["name"]: row["accepted"] for row in rows} for rows in settings]
-    same = {name: all(other.get(name) == accepted for other in rest) for name, accepted in first.items()}
+    same = {
+        name: all(other.get(name) == accepted for other in rest) for name, accepted in first.items()
+    }
     return {name: accepted for name, accepted in first.items() if same[name]}
 
 
@@ -53,8 +55,7 @@ def requirements() -> Requirements:
             name: accepted[0] for name, accepted in model.items() if name not in published_only
         },
         env={
-            name: accepted[0]
-            for name, accepted in common([spec["env"] for spec in specs]).items()
+            name: accepted[0] for name, accepted in common([spec["env"] for spec in specs]).items()
         },
     )
 
