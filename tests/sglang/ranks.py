@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import served
 import torch
 import torch.distributed as dist
+from lowlat import _dispatch, guard
 from sglang.kernels.plugin_kernels.nvidia import spec as contract
 from sglang.srt.kernel_plugins.nvidia import binding
-
-from lowlat import _dispatch, guard
 
 # A peer that waits longer than this is a failure, not a slow machine.
 GROUP_BUDGET_S = 120

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import served
 import torch
+from lowlat import _dispatch, _kernels, build, guard
 from oracle.formats import bf16_bits
 from oracle.model import Model as Oracle
 from sglang.kernels.ops.speculative.dspark.markov_sample import MarkovSampleStep, _philox
@@ -19,8 +20,6 @@ from sglang.srt.speculative.dspark_components.dspark_draft import DraftNoise, dr
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 from support import kernels_abi as abi
 from support import replay, small_model
-
-from lowlat import _dispatch, _kernels, build, guard
 
 # SGLang pads a vocabulary to a multiple of 64; this one, as the true one, needs none.
 GAMMA, VOCAB, RANK, HIDDEN, MAX_BS = served.GAMMA, 128, 16, 32, 10

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import served
 import torch
+from lowlat import _dispatch, build
+from lowlat.capture import Planner
+from lowlat.replay import StepOutput
 from oracle.formats import bf16_bits
 from oracle.model import Model as Oracle
 from support import kernels_abi as abi
 from support import replay, small_model
 from test_whole_model import violations
-
-from lowlat import _dispatch, build
-from lowlat.capture import Planner
-from lowlat.replay import StepOutput
 
 SEED = 11
 MODES = {abi.DECODE: "DECODE", abi.VERIFY: "TARGET_VERIFY", abi.EXTEND: "EXTEND"}
@@ -107,7 +106,7 @@ def run(request):
     group = abi.Group(path, weights.small.config, 1, shard)
     group.lib.lowlat_model_own_bytes.restype = ct.c_uint64
     config = served.hf_config(_dispatch.built_in("tiny-v41"))
-    rows = {idx: 50 for idx in config.engram_layer_ids}
+    rows = dict.fromkeys(config.engram_layer_ids, 50)
     needs = served.table(config, rows).target()
 
     class Model(served.Model):
@@ -135,9 +134,7 @@ def run(request):
         built = build.build_target(
             model, config, context, lambda request: Scalar(request, group), place
         )
-        dispatch = binding._Dispatch(
-            built=built, original=model.forward, binding=context.binding
-        )
+        dispatch = binding._Dispatch(built=built, original=model.forward, binding=context.binding)
         model.forward = dispatch.wrapped()
         done = Replay(Engine(group, model), Oracle(weights.small.config, weights.whole, 1), SEED)
         done.run()

@@ -255,8 +255,8 @@ mod _dispatch {
             self.0.differences(&other.0)
         }
 
-        /// Whether the graph at place `idx` still reads what it read at capture, given what is there
-        /// now, in the same order; ValueError names the first thing that changed.
+        /// Whether the graph at place `idx` still reads what it read at capture, given what is
+        /// there now, in the same order; ValueError names the first thing that changed.
         fn check_seals(&self, idx: u32, seals: Vec<crate::group::SealRow>) -> PyResult<()> {
             if self.0.entries().len() <= idx as usize {
                 return Err(value_error(format!("the record has no graph at {idx}")));

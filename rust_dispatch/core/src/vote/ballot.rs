@@ -72,8 +72,8 @@ pub struct Ballot {
 #[error("{0}")]
 pub struct BallotError(String);
 
-/// Words of a ballot on its way to its peers: 3 of places, counts and reasons, 4 digests, 4 budgets,
-/// 2 widths a word.
+/// Words of a ballot on its way to its peers: 3 of places, counts and reasons, 4 digests, 4
+/// budgets, 2 widths a word.
 pub const BALLOT_WORDS: usize = 11 + MAX_WIDTHS / 2;
 
 fn check_place(tp_rank: TpRank, tp_size: u32) -> Result<(), BallotError> {
