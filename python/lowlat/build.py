@@ -136,7 +136,8 @@ def build_draft(
     one row more than a block proposes."""
     gamma = context.tokens_per_request - 1
     if gamma < 1:
-        raise refusal("tokens_per_request", "the server drafts nothing", "--speculative-algorithm")
+        words = f"the server proposes {gamma} tokens; these kernels need 1 or more"
+        raise refusal("server_argument", words, "--speculative-dspark-block-size 5")
     widths = tuple(gamma * batch_size for batch_size in range(1, MAX_REQUESTS + 1))
     needs = guard.table(hf_config, {}).draft()
     built = Build(model, hf_config, context, "draft", gamma, widths, needs, where)

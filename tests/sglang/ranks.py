@@ -1,7 +1,7 @@
 """One of two real ranks (gloo, CPU): installs our builds through SGLang, case after case, and
 prints as JSON what became of each.
 
-    python ranks.py RANK FOLDER
+    python ranks.py FOLDER RANK RANKS
 
 Every case is one that can go wrong in a way that leaves a peer waiting.
 """
@@ -11,6 +11,7 @@ import json
 import sys
 from types import SimpleNamespace
 
+import drafting
 import served
 import torch
 import torch.distributed as dist
@@ -81,8 +82,14 @@ def run(rank, group, spec, change):
         return {"widths": built.widths, "covered": built.report()["covered"]}
 
 
+def drafts(group):
+    """Proposals of our sampler, at several temperatures."""
+    ours, _ = drafting.samplers(group)
+    return [drafting.propose(ours, 4, seed, [0.0, 0.5, 1.0, 2.0]).tolist() for seed in range(3)]
+
+
 def main():
-    rank, folder = int(sys.argv[1]), sys.argv[2]
+    folder, rank, tp_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     binding.device_isa = lambda: served.ISA
     guard.kernels_reasons = lambda: []
     properties = SimpleNamespace(multi_processor_count=132)
@@ -94,11 +101,12 @@ def main():
         "gloo",
         init_method=f"file://{folder}/meet",
         rank=rank,
-        world_size=2,
+        world_size=tp_size,
         timeout=datetime.timedelta(seconds=GROUP_BUDGET_S),
     )
-    group = SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=dist.group.WORLD)
+    group = SimpleNamespace(world_size=tp_size, rank_in_group=rank, cpu_group=dist.group.WORLD)
     told = {name: run(rank, group, *case) for name, case in cases(rank).items()}
+    told["drafts"] = drafts(group)
     print(json.dumps(told))
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Makes SGLang's own DeepSeek-V4 classes on the meta device and says how their tensors differ from
 the plugin's table; as JSON.
 
-    python real_models.py NAME FOLDER
+    python real_models.py FOLDER RANK RANKS
 """
 
 import copy
@@ -19,6 +19,8 @@ from served import server_args
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.distributed.device_communicators import pynccl
+from sglang.srt.distributed.parallel_state import set_custom_all_reduce
 from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
@@ -48,6 +50,7 @@ MARLIN = re.compile(r"^(.*\.mlp\.experts)\.(w13|w2)_weight$")
 
 
 def checkpoint(name, folder):
+    """A folder with the configuration and a tokenizer, which the Engram hash asks for."""
     config = json.loads(_dispatch.built_in(name)) | FEWER[name]
     (folder / "config.json").write_text(json.dumps(config))
     from tokenizers import Tokenizer, models
@@ -58,14 +61,17 @@ def checkpoint(name, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def process(args, hf_config, folder):
+def process(args, hf_config, folder, rank, tp_size):
     """The state of a scheduler process of one rank."""
-    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+    ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
     runtime_context.publish(args, role="scheduler", hf_config=hf_config, ranks=ranks)
+    # The groups only say who is who here; their GPU communicators would look for GPUs.
+    pynccl.PyNcclCommunicator = lambda **_: None
+    set_custom_all_reduce(False)
     init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
+        world_size=tp_size,
+        rank=rank,
+        local_rank=rank,
         backend="gloo",
         distributed_init_method=f"file://{folder}/meet",
     )
@@ -110,13 +116,12 @@ def unread(model, needs):
 
 
 def main():
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    checkpoint(name, folder)
-    args = server_args(folder, tp_size=1, enable_nvidia_megakernel=False)
+    folder, rank, tp_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    args = server_args(folder, tp_size=tp_size, enable_nvidia_megakernel=False)
     args.resolve_once()
     model_config = model_config_of(args)
     hf_config = model_config.hf_config
-    process(args, hf_config, folder)
+    process(args, hf_config, folder, rank, tp_size)
     quantisation = Fp8Config.from_config(hf_config.quantization_config)
     quantisation.is_fp4_experts = model_config.is_fp4_experts
     quantisation.is_dsv4_fp4_experts = True

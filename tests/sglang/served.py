@@ -2,6 +2,10 @@
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +68,30 @@ def refusal(model, **more):
     head, *lines = str(told.value).split("\n  - ")
     assert head.endswith(":")
     return lines
+
+
+def ranks(program, folder, count, budget_s):
+    """What each of `count` processes of a program in this folder prints as its last line of JSON.
+    A program takes FOLDER RANK RANKS."""
+    path = Path(__file__).with_name(program)
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(path), str(folder), str(rank), str(count)],
+            env=os.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        answers = [process.communicate(timeout=budget_s) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, errors) in zip(running, answers, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in answers]
 
 
 # ------------------------------------------------------------------ a loaded model

@@ -5,32 +5,21 @@ What happens to weights after loading needs a GPU: the experts' Marlin layout an
 scale are put in place here as SGLang's code for sm_90 leaves them.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import served
+from real_models import checkpoint
 
-MODEL_BUDGET_S = 400
+MODELS_BUDGET_S = 400
 
 
 @pytest.fixture(scope="module", params=["v4-flash", "v41-flash"])
 def told(request, tmp_path_factory):
-    """A process builds the classes, for SGLang's parallel state is a process's own."""
+    """What two ranks say; they are processes, for SGLang's parallel state is a process's own."""
     folder = tmp_path_factory.mktemp("models")
-    program = Path(__file__).with_name("real_models.py")
-    done = subprocess.run(
-        [sys.executable, str(program), request.param, str(folder)],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=MODEL_BUDGET_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    checkpoint(request.param, folder)
+    first, second = served.ranks("real_models.py", folder, 2, MODELS_BUDGET_S)
+    assert first == second
+    return first
 
 
 def test_sglangs_own_target_has_every_tensor_as_the_table_says(told) -> None:

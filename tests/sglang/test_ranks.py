@@ -1,12 +1,7 @@
 """Two real ranks: all or none, with the same words on both, and nobody left waiting."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import served
 
 # Both processes import SGLang first.
 RANKS_BUDGET_S = 400
@@ -15,26 +10,7 @@ RANKS_BUDGET_S = 400
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What each case became, by rank."""
-    folder = tmp_path_factory.mktemp("ranks")
-    program = Path(__file__).with_name("ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(folder)],
-            env=os.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        answers = [rank.communicate(timeout=RANKS_BUDGET_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (_, errors) in zip(ranks, answers, strict=True):
-        assert rank.returncode == 0, errors[-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in answers]
+    return served.ranks("ranks.py", tmp_path_factory.mktemp("ranks"), 2, RANKS_BUDGET_S)
 
 
 def test_ranks_that_agree_run_the_same_steps(told) -> None:
@@ -57,3 +33,9 @@ def test_what_is_wrong_on_one_rank_is_a_refusal_on_both_in_the_same_words(case, 
     first, second = (answers[case]["refused"] for answers in told)
     assert first == second
     assert REFUSED[case] in first
+
+
+def test_ranks_propose_the_same_tokens(told) -> None:
+    first, second = (answers["drafts"] for answers in told)
+    assert first == second
+    assert len({str(block) for block in first}) == len(first) == 3
