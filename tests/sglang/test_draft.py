@@ -8,7 +8,7 @@ import torch
 from drafting import ALONE, GAMMA, MAX_BS, bits, propose
 from drafting import samplers as make_samplers
 from oracle.formats import bf16_bits
-from oracle.model import Model as Oracle
+from oracle.models import make_model
 from sglang.kernels.ops.speculative.dspark.markov_sample import MarkovSampleStep
 from support import kernels_abi as abi
 from support import replay, small_model
@@ -104,7 +104,8 @@ def test_drafts_of_the_kernels_are_picked_by_sglangs_rule_and_noise(
     weights = small_model.Weights(small_model.MODELS["short"], SEED, 1)
     group = small_model.create(path, weights)
     try:
-        run = replay.Replay(group, Oracle(weights.small.config, weights.whole, 1), SEED)
+        oracle = make_model(weights.small.config, weights.whole, 1)
+        run = replay.Replay(group, oracle, SEED, weights.small.lengths)
         run.run()
     finally:
         group.close()
