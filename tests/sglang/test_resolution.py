@@ -1,10 +1,11 @@
 """Argument resolution by SGLang's own code: what is served, and every reason against the rest."""
 
+import json
 import re
 
 import pytest
 import sglang
-from lowlat import config, guard
+from lowlat import _dispatch, config, guard
 from served import refusal, resolve
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.environ import envs
@@ -25,6 +26,29 @@ def test_the_true_configurations_are_served(name, tp_size, checkpoint, kernels_t
     assert set(range(1, 9)) <= set(cfg.cuda_graph_config.decode.bs)
 
 
+@pytest.mark.parametrize("vision", [False, True])
+def test_v41_with_its_text_in_a_part_of_its_own_is_served(
+    vision, checkpoint, kernels_there
+) -> None:
+    """The other shape that V4.1's configuration is published in."""
+    folder = checkpoint("v41-flash")
+    path = folder / "config.json"
+    text = json.loads(path.read_text())
+    whole = {
+        "architectures": text.pop("architectures"),
+        "model_type": text.pop("model_type"),
+        "quantization_config": text.pop("quantization_config"),
+        "text_config": text | {"model_type": "deepseek_v41_text"},
+    }
+    if vision:
+        tower = dict(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
+        whole["vision_config"] = tower | {"model_type": "deepseek_v41_vision"}
+    path.write_text(json.dumps(whole))
+    resolve(folder)
+    lines = refusal(folder, tp_size=3)
+    assert any(line.startswith("[105] vocab_size is 129280;") for line in lines)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_server_without_speculation_is_served(name, checkpoint, kernels_there) -> None:
     resolve(checkpoint(name), speculative_algorithm=None, speculative_dspark_block_size=None)
@@ -33,10 +57,6 @@ def test_a_server_without_speculation_is_served(name, checkpoint, kernels_there)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_guard_reads_sglangs_configuration_as_the_published_one(name, checkpoint) -> None:
     """SGLang moves and renames fields; what the guard is asked must say the same as the file."""
-    import json
-
-    from lowlat import _dispatch
-
     args = resolve(checkpoint(name), enable_nvidia_megakernel=False)
     seen = json.loads(config.published(model_config_of(args).hf_config))
     for field, value in json.loads(_dispatch.built_in(name)).items():
