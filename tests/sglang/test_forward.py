@@ -13,8 +13,8 @@ import pytest
 import served
 import torch
 from lowlat import _dispatch, build
-from lowlat.capture import Planner
 from lowlat.replay import StepOutput
+from lowlat.specs import nvidia
 from oracle.formats import bf16_bits
 from oracle.models import make_model
 from support import kernels_abi as abi
@@ -160,6 +160,6 @@ def test_covered_and_uncovered_steps_came_in_turn(run) -> None:
     assert run.model.ran == 5
 
 
-def test_the_planner_is_the_one_of_the_build(run) -> None:
-    assert isinstance(run.built.planner, Planner)
-    assert run.built.widths == tuple(range(6, 49, 6))
+def test_the_spec_declares_the_bound_that_is_held() -> None:
+    declared = nvidia.TARGET.numerics.tolerances
+    assert declared == {"logits.median_rel": max(b.median["logits"] for b in BOUNDS.values())}
