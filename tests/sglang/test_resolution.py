@@ -1,7 +1,9 @@
 """Argument resolution by SGLang's own code: what is served, and every reason against the rest."""
 
+import argparse
 import json
 import re
+from pathlib import Path
 
 import pytest
 import sglang
@@ -10,6 +12,7 @@ from served import refusal, resolve
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.environ import envs
 from sglang.srt.kernel_plugins.nvidia import binding
+from sglang.srt.server_args import ServerArgs
 
 MODELS = ("v4-flash", "v41-flash")
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -296,3 +299,26 @@ def test_a_missing_kernel_library_is_refused(checkpoint, monkeypatch) -> None:
     monkeypatch.delattr(lowlat, "_kernels", raising=False)
     (line,) = refusal(checkpoint("v41-flash"))
     assert line.startswith("[116] lowlat._kernels does not load: ")
+
+
+def flags_of(text):
+    return set(re.findall(r"--[a-z][a-z0-9-]+", text))
+
+
+def test_every_setting_that_a_refusal_names_is_one_of_sglangs() -> None:
+    """The settings that switch a feature off, and those of the page's cures and commands."""
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    page = Path(__file__).parents[2] / "docs" / "sglang.md"
+    # Commands of other programs: lowlat's own, and SGLang's client.
+    theirs = {"--model", "--tp", "--isa", "--backend", "--dataset-name", "--random-input-len"}
+    theirs |= {"--random-output-len", "--num-prompts", "--max-concurrency"}
+    named = flags_of(page.read_text()) - theirs
+    for _, off in _dispatch.features():
+        named |= flags_of(off)
+    assert {"--moe-runner-backend", "--ep-size", "--watchdog-timeout"} <= named
+    assert named - known == set()
+    for _, off in _dispatch.features():
+        for variable in re.findall(r"\bSGLANG_\w+", off):
+            assert hasattr(envs, variable)
