@@ -34,7 +34,18 @@ TOP_LEVEL = {
     "rustfmt.toml",
     "tests",
 }
-TEST_ROOMS = {"cpp", "rust", "python", "cross", "golden", "fakes", "gpu", "tidy", "tools"}
+TEST_ROOMS = {
+    "cpp",
+    "rust",
+    "python",
+    "sglang",
+    "cross",
+    "golden",
+    "fakes",
+    "gpu",
+    "tidy",
+    "tools",
+}
 ENDINGS = {  # a file's ending says who can read it
     "cpp_kernels/include": {".h"},
     "cpp_kernels/stages": {".hpp"},
@@ -184,6 +195,16 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "python/lowlat/cli/__init__.py": "tests/python/test_cli_main.py",
     "python/lowlat/cli/outcome.py": "tests/python/test_cli_main.py",
     "python/lowlat/cli/parts.py": "tests/python/test_package.py",
+    "python/lowlat/build.py": "tests/sglang/test_install.py",
+    "python/lowlat/capture.py": "tests/sglang/test_install.py",
+    "python/lowlat/config.py": "tests/sglang/test_resolution.py",
+    "python/lowlat/guard.py": "tests/sglang/test_resolution.py",
+    "python/lowlat/models/": "tests/sglang/test_models.py",
+    "python/lowlat/plugin.py": "tests/sglang/test_discovery.py",
+    "python/lowlat/reasons.py": "tests/sglang/test_install.py",
+    "python/lowlat/replay.py": "tests/sglang/test_forward.py",
+    "python/lowlat/specs/": "tests/sglang/test_resolution.py",
+    "python/lowlat/surface.py": "tests/sglang/test_surface.py",
     "rust_dispatch/capi/header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/examples/make_header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/src/": "tests/cpp/capi_smoke.c",
