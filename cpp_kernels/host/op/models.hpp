@@ -8,6 +8,7 @@
 #ifndef LOWLAT_PLATFORM
 #include "platform/scalar.hpp"
 #endif
+// The platform comes before every schedule.
 #include "persistent/rules.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::models {
