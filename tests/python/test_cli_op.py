@@ -55,9 +55,9 @@ def case(tmp_path: Path) -> dict:
     return {"x": np.ones((2, 3), np.float32), "by": np.int64(4)}
 
 
-def run(tmp_path: Path, arrays: dict, *more: str) -> int:
+def run(tmp_path: Path, arrays: dict, *more: str, out: str = "out.npz") -> int:
     np.savez(tmp_path / "case.npz", **arrays)
-    files = ["--in", str(tmp_path / "case.npz"), "--out", str(tmp_path / "out.npz")]
+    files = ["--in", str(tmp_path / "case.npz"), "--out", str(tmp_path / out)]
     return main(["op", "scale", *files, *more])
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_read_is_refused(
 def test_an_output_that_is_no_file_is_refused_before_the_run(
     kernels: FakeKernels, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture, out: str
 ) -> None:
-    assert run(tmp_path, case, "--out", str(tmp_path / out)) == 1
+    assert run(tmp_path, case, out=out) == 1
     assert "needed the path of a file" in one_line(capsys)
     assert kernels.asked is None
 
@@ -153,7 +153,7 @@ def test_a_pipe_as_output_is_refused_and_stays(
     kernels: FakeKernels, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert run(tmp_path, case, "--out", str(tmp_path / "pipe")) == 1
+    assert run(tmp_path, case, out="pipe") == 1
     assert "needed the path of a file" in one_line(capsys)
     assert (tmp_path / "pipe").is_fifo()
 
@@ -171,7 +171,7 @@ def test_the_input_is_no_output(
 def test_an_output_name_that_is_too_long_is_refused(
     kernels: FakeKernels, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture
 ) -> None:
-    assert run(tmp_path, case, "--out", str(tmp_path / ("x" * 300))) == 1
+    assert run(tmp_path, case, out="x" * 300) == 1
     assert "cannot be written: File name too long" in one_line(capsys)
 
 
@@ -214,6 +214,10 @@ def test_arrays_are_held_to_the_entry_of_the_model(
     assert run(tmp_path, case, "--model", "v4") == 0
     assert main(["op", "scale", "--list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == entries
+    assert main(["op", "--list", "--json", "--model", "v4"]) == 0
+    assert json.loads(capsys.readouterr().out) == entries[:1]
+    assert main(["op", "--list", "--model", "v5"]) == 1
+    assert one_line(capsys) == "lowlat: --model is v5; there are operations of v4, v41\n"
     assert main(["op", "scales", "--list"]) == 1
     assert "there are scale\n" in one_line(capsys)
 
