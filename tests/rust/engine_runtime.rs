@@ -228,6 +228,47 @@ fn buffers_that_this_machine_cannot_hold_are_refused_before_they_are_made() {
     }
 }
 
+/// V4 with one kind of layer alone: what the others would need is not there, and not missed.
+#[test]
+fn layers_of_one_kind_alone_run_the_same_in_both_schedules() {
+    let Some(library) = library() else { return };
+    for (ratios, num_hashed) in [
+        ([0, 0, 0, 0, 0], 0),
+        ([4, 4, 4, 4, 0], 4),
+        ([128, 128, 128, 128, 0], 0),
+    ] {
+        let run = |plugin: bool| {
+            let mut config = pocket("tiny-v4");
+            config.layers = edited(
+                "tiny-v4",
+                &[
+                    ("num_hidden_layers", 4.into()),
+                    ("compress_ratios", ratios.to_vec().into()),
+                    ("num_nextn_predict_layers", 1.into()),
+                    ("dspark_target_layer_ids", vec![1].into()),
+                    ("num_hash_layers", num_hashed.into()),
+                ],
+            )
+            .layers;
+            let settings = RuntimeSettings {
+                plugin,
+                ..settings(&library)
+            };
+            let mut runtime = start_config(settings, config);
+            let requests: Vec<Request> = (0..2)
+                .map(|request| Request {
+                    prompt: prompt(request, 125, 29),
+                    output: 12,
+                    temperature: 0.0,
+                    uid: request as u32,
+                })
+                .collect();
+            serve(&mut runtime, &requests, 2, 48, |_| None).tokens
+        };
+        assert_eq!(run(true), run(false), "{ratios:?}");
+    }
+}
+
 #[test]
 fn a_model_without_a_draft_decodes() {
     let Some(library) = library() else { return };

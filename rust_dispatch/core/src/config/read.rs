@@ -669,22 +669,24 @@ fn draft(
              {experts_per_token}, or dspark_num_experts_per_tok beside it"
         ));
     }
-    let draft = DraftConfig {
+    let block = fields.int("dspark_block_size", 1, 15) as u32;
+    let mask_token = fields.int("dspark_noise_token_id", 0, u64::from(vocab) - 1) as u32;
+    let num_problems = fields.problems.len();
+    let target_layers = fields.ids("dspark_target_layer_ids", num_layers);
+    if fields.problems.len() == num_problems && target_layers.len() != num_stages as usize {
+        fields.problem(format!(
+            "dspark_target_layer_ids names {} layers; needs {num_stages}, one for each stage of \
+             the draft",
+            target_layers.len()
+        ));
+    }
+    Some(DraftConfig {
         num_stages,
-        block: fields.int("dspark_block_size", 1, 15) as u32,
-        mask_token: fields.int("dspark_noise_token_id", 0, u64::from(vocab) - 1) as u32,
-        target_layers: fields.ids("dspark_target_layer_ids", num_layers),
+        block,
+        mask_token,
+        target_layers,
         markov_rank: fields.size("dspark_markov_rank"),
         num_experts,
         experts_per_token,
-    };
-    let num_targets = draft.target_layers.len();
-    if fields.has("dspark_target_layer_ids")
-        && !(1..=MAX_DRAFT_STAGES as usize).contains(&num_targets)
-    {
-        fields.problem(format!(
-            "dspark_target_layer_ids names {num_targets} layers; needs 1 to {MAX_DRAFT_STAGES}"
-        ));
-    }
-    Some(draft)
+    })
 }

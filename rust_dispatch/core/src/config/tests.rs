@@ -281,6 +281,27 @@ fn an_object_of_another_type_is_told_once_for_all_its_fields() {
 }
 
 #[test]
+fn each_stage_of_the_draft_is_fed_by_a_layer() {
+    for name in ["tiny-v4", "tiny-v41"] {
+        for layers in [json!([1, 2]), json!([1, 2, 3, 4]), json!([])] {
+            let lines = problems_of(name, |map| {
+                map.insert("dspark_target_layer_ids".into(), layers.clone());
+            });
+            let expected = format!(
+                "dspark_target_layer_ids names {} layers; needs 3, one for each stage of the draft",
+                layers.as_array().unwrap().len()
+            );
+            assert_eq!(lines, [expected]);
+        }
+        // A list that is none is told once.
+        let lines = problems_of(name, |map| {
+            map.insert("dspark_target_layer_ids".into(), json!([3, 2, 1]));
+        });
+        assert_eq!(lines.len(), 1, "{lines:?}");
+    }
+}
+
+#[test]
 fn a_model_has_the_positions_of_a_step() {
     for name in ["tiny-v4", "tiny-v41"] {
         let lines = problems_of(name, |map| {
