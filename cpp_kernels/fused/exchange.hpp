@@ -1,0 +1,63 @@
+// fused/exchange.hpp: what the host hands over for an exchange of partial sums, and the kernel that
+// receives them: sum over ranks, hyper-connection, norm, quantisation. Every C++ compiler reads it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace lowlat::nvidia::fused {
+
+inline constexpr int kMaxRanks = 8;
+
+// One rank's view of the exchange memory. A rank's region, in its own device memory, zeroed before
+// the first exchange: boxes [2][tp_size][box_packets] of 16 bytes, then its abort word. `boxes[r]`
+// and `abort_words[r]` are rank r's, as this device sees them (peer access or an opened handle).
+struct ExchangePort {
+  void* boxes[kMaxRanks];
+  std::uint32_t* abort_words[kMaxRanks];
+  void* status;                     // stages::StatusWords, host memory that the device can write
+  std::uint32_t* fault_claim;       // device word, 0: the first thread that reports takes it
+  const std::uint64_t* step_epoch;  // device word: epoch of the step's exchange 0, from 1 on
+  std::uint64_t budget_ns;          // of every wait
+  std::int64_t box_packets;         // max_rows * hidden / 4
+  std::int32_t tp_rank, tp_size;
+  std::uint32_t kernel;  // index of the catalogue's line, for the status words
+};
+
+// The step's first kernel: *step_epoch += num_exchanges of the last step. All later kernels of the
+// step may read it; the next step starts after this one's last kernel has ended.
+cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
+                              cudaStream_t stream);
+
+// See exchange.cu for the formulas.
+struct ExchangeNormParams {
+  ExchangePort port;
+  int exchange_index;        // of this step
+  std::uint32_t stage;       // stages::StageId, for the status words
+  int num_rows;              // T, 1 .. 48
+  const float* mix_partial;  // [mix_parts, T, 32]: see mix.hpp
+  const float* mix_base;     // [24]
+  const float* mix_scale;    // [3]
+  float norm_eps, hc_eps;
+  int sinkhorn_iters;
+  const std::uint16_t* gain;         // bf16 [H] of the norm
+  const std::uint16_t* residual_in;  // bf16 [T, 4, H]
+  std::uint16_t* residual_out;       // bf16 [T, 4, H], not residual_in
+  std::uint16_t* x;                  // bf16 [T, H]; NULL: not wanted
+  std::uint8_t* x_codes;             // e4m3 [T, H]
+  float* x_scale;                    // [H / 32, padded_rows(T)], powers of two
+  // True: polls before the kernel before it has ended. Right only where the publishing kernel lets
+  // its successor start after its own wait, so that residual_in and mix_partial are complete.
+  bool early;
+};
+
+// Activation scales lie [K / group, padded rows], so that a product reads those of its tokens as
+// one piece.
+constexpr int padded_rows(int num_rows) { return (num_rows + 7) / 8 * 8; }
+
+// hidden 5120 (V4.1) or 4096; tp_size 1, 2 or 4. cudaErrorInvalidValue for what was not built.
+cudaError_t launch_exchange_norm(const ExchangeNormParams& params, int hidden, bool programmatic,
+                                 cudaStream_t stream);
+
+}  // namespace lowlat::nvidia::fused
