@@ -172,7 +172,7 @@ cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_excha
 
 cudaError_t launch_exchange_norm(const ExchangeNormParams& params, int hidden, bool programmatic,
                                  cudaStream_t stream) {
-  if (params.num_rows < 1 || params.num_rows > 48) return cudaErrorInvalidValue;
+  if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (hidden == 5120) return launch_for<5120>(params, programmatic, stream);
   if (hidden == 4096) return launch_for<4096>(params, programmatic, stream);
   return cudaErrorInvalidValue;

@@ -9,6 +9,7 @@
 namespace lowlat::nvidia::fused {
 
 inline constexpr int kMaxRanks = 8;
+inline constexpr int kMaxFusedRows = 48;
 
 // One rank's view of the exchange memory. A rank's region, in its own device memory, zeroed before
 // the first exchange: boxes [2][tp_size][box_packets] of 16 bytes, then its abort word. `boxes[r]`

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "fused/exchange.hpp"
+
 namespace lowlat::nvidia::fused {
 
 // Launches kernel(params) with `shared_bytes` of dynamic shared memory. `cluster` blocks along x are
@@ -45,6 +47,16 @@ cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int sh
   config.attrs = attributes;
   config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// launch.operator()<kTiles>() with the fewest groups of eight tokens that were built for num_rows.
+template <class Launch>
+cudaError_t with_tiles(int num_rows, Launch launch) {
+  if (num_rows < 1 || num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
+  if (num_rows <= 8) return launch.template operator()<1>();
+  if (num_rows <= 16) return launch.template operator()<2>();
+  if (num_rows <= 24) return launch.template operator()<3>();
+  return launch.template operator()<6>();
 }
 
 }  // namespace lowlat::nvidia::fused

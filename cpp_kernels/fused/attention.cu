@@ -1,0 +1,423 @@
+// sparse_attention_bf16_sm90: attention of few rows over gathered keys of 584 bytes.
+//
+// Math         s_j = 512^-0.5·(q·k_j) over the window and the extra set, o = Σ e^(s_j - M) k_j /
+//              (Σ e^(s_j - M) + e^(sink - M)); o to bf16, its last 64 rotated back at the row's
+//              position, to bf16; a row without keys gives 0; index -1 and nothing else is left out
+// Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
+//              o [T,heads·512] f16 under a power of two a 32 · 1 ≤ T ≤ 48
+// Rounding     keys to bf16 exactly; probabilities to bf16 (the denominator adds the rounded ones);
+//              sums fp32; o as above; to f16 without loss but for values 2^-24 of their group's
+//              largest and below
+// Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
+// Floor        0.5 us at 4.65 TB/s
+// Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
+//              are gathered and expanded before q is there, except those that the step writes
+// Ordering     kernels' ends; inside a cluster each block leaves its partial (max, sum, o) in its
+//              own shared memory, the cluster's barrier, then every block reads its heads' parts
+//              from all, and a second barrier keeps the memory until all have read
+// Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
+// Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
+#include "platform/nvidia.hpp"
+// The platform comes first.
+#include "fused/attention.hpp"
+#include "fused/exchange.hpp"
+#include "fused/front_launch.cuh"
+#include "platform/nvidia_sm90.cuh"
+#include "platform/nvidia_sm90_cluster.cuh"
+#include "platform/nvidia_sm90_fp8.cuh"
+#include "stages/kv.hpp"
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kHeads = 16;  // of a cluster: one tile of mma
+constexpr int kDim = shape::kHeadDim;
+constexpr int kNope = kDim - shape::kRopeDim;
+constexpr int kTile = 48;  // keys that are in shared memory together: 3 steps of the second product
+// Pieces of 16 bytes of a stored row: 28 of codes, 8 of bf16.
+constexpr int kPieces = stages::kKvDataBytes / 16;
+constexpr int kCodePieces = kNope / 16;
+constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;
+// A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
+constexpr int kKeyPitch = kDim + 8;
+constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
+constexpr int kProbPitch = kTile + 8;
+// fp32 sums over the keys' memory; the pitch keeps four heads in different banks.
+constexpr int kSumPitch = kDim + 8;
+constexpr int kGroup = 32;
+
+struct Shared {
+  union {
+    std::uint16_t key[kTile * kKeyPitch];
+    float sum[kHeads * kSumPitch];
+  };
+  float score[kScoreGroups][kHeads][kTile];
+  std::uint16_t prob[kHeads * kProbPitch];
+  float top[kHeads], weight[kHeads], rescale[kHeads];
+  float2 turn[shape::kRopeDim / 2];
+  bool used[kTile];
+};
+static_assert(sizeof(float[kHeads * kSumPitch]) <= sizeof(std::uint16_t[kTile * kKeyPitch]));
+
+// The keys of one block: places first .. end - 1 of the window's and the extra set's indices.
+struct KeyList {
+  const AttentionParams& params;
+  int row_idx;
+
+  LOWLAT_DEVICE bool is_window(int place) const { return place < params.num_window; }
+  LOWLAT_DEVICE int slot(int place) const {
+    return is_window(place)
+               ? __ldg(params.window_idx + row_idx * params.num_window + place)
+               : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
+                       place - params.num_window);
+  }
+  LOWLAT_DEVICE stages::KvRow<std::uint8_t> row(int place, int slot) const {
+    const KvPages& pages = is_window(place) ? params.window : params.extra;
+    return stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(
+        slot);
+  }
+};
+
+// A thread's share of a tile on its way to shared memory.
+struct Pieces {
+  uint4 data[kPerThread];
+  std::uint32_t scale[kPerThread];  // ue8m0 codes
+  std::uint32_t late;               // bit i: piece i is of a row that the step writes
+};
+
+LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
+
+LOWLAT_DEVICE void load_piece(Pieces& pieces, int i, const KeyList& keys, int place, int slot) {
+  const stages::KvRow<std::uint8_t> row = keys.row(place, slot);
+  const int piece = piece_of(i) % kPieces;
+  pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row.data + 16 * piece));
+  pieces.scale[i] = piece < kCodePieces ? __ldcg(row.scales + piece / 4) : 0u;
+}
+
+// kAll: every row may be read; else rows that the step writes are left out and noted in `late`.
+template <bool kAll>
+LOWLAT_DEVICE void load_pieces(Pieces& pieces, const KeyList& keys, int first, int end,
+                               const std::int32_t* late_slots, int num_late, bool late_extra) {
+  pieces.late = 0u;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    pieces.data[i] = make_uint4(0u, 0u, 0u, 0u);
+    pieces.scale[i] = 127u;
+    const int place = first + piece_of(i) / kPieces;
+    if (place >= end || piece_of(i) >= kTile * kPieces) continue;
+    const int slot = keys.slot(place);
+    if (slot < 0) continue;
+    if constexpr (!kAll) {
+      bool late = late_extra;
+      if (keys.is_window(place)) {
+        late = false;
+        for (int j = 0; j < num_late; ++j) late |= __ldg(late_slots + j) == slot;
+      }
+      if (late) {
+        pieces.late |= 1u << i;
+        continue;
+      }
+    }
+    load_piece(pieces, i, keys, place, slot);
+  }
+}
+
+// Two bf16 of two e4m3 codes (bytes 0 and 2 of `codes`): sign to bit 15, the rest to bits 10 .. 4
+// is the value times 2^-120, subnormal codes too; the product is exact.
+LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
+  constexpr std::uint32_t kPower120 = 0x7b80'7b80u;
+  const std::uint32_t bits = (codes << 4 & 0x07f0'07f0u) | (codes << 8 & 0x8000'8000u);
+  return sm90::multiply_bf16_pairs(bits, kPower120);
+}
+
+LOWLAT_DEVICE void store_piece(Shared& shared, const Pieces& pieces, int i) {
+  const int key = piece_of(i) / kPieces, piece = piece_of(i) % kPieces;
+  std::uint16_t* to = shared.key + key * kKeyPitch;
+  if (piece >= kCodePieces) {
+    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = pieces.data[i];
+    return;
+  }
+  // ue8m0 as bf16: the byte is the exponent; byte 0 is the subnormal 2^-127.
+  const std::uint32_t one = pieces.scale[i] == 0u ? 0x40u : pieces.scale[i] << 7;
+  const std::uint32_t scale = one | one << 16;
+  const std::uint32_t words[4] = {pieces.data[i].x, pieces.data[i].y, pieces.data[i].z,
+                                  pieces.data[i].w};
+  std::uint32_t out[8];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const std::uint32_t even = codes_to_bf16(words[j]);      // codes 0 and 2
+    const std::uint32_t odd = codes_to_bf16(words[j] >> 8);  // codes 1 and 3
+    out[2 * j] = sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x5410), scale);
+    out[2 * j + 1] = sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x7632), scale);
+  }
+  uint4* place = reinterpret_cast<uint4*>(to + piece * 16);
+  place[0] = make_uint4(out[0], out[1], out[2], out[3]);
+  place[1] = make_uint4(out[4], out[5], out[6], out[7]);
+}
+
+LOWLAT_DEVICE void store_pieces(Shared& shared, const Pieces& pieces) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    if (piece_of(i) < kTile * kPieces) store_piece(shared, pieces, i);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 2)
+    sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  sm90::launch_dependents();
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  const int g = lane_idx / 4, t = lane_idx % 4;
+  const int num_blocks = sm90::cluster_size(), block_idx = sm90::cluster_rank();
+  const int row_idx = static_cast<int>(blockIdx.y);
+  const int first_head = static_cast<int>(blockIdx.z) * kHeads;
+
+  const KeyList keys{params, row_idx};
+  const int num_keys = params.num_window + params.num_extra;
+  const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
+  const int first_key = min(block_idx * per_block, num_keys);
+  const int end_key = min(first_key + per_block, num_keys);
+
+  Pieces pieces;
+  load_pieces<false>(pieces, keys, first_key, end_key, params.kv_slots, params.num_rows,
+                     params.late_extra);
+  if (thread_idx < shape::kRopeDim / 2) {
+    const float angle =
+        static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
+    shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
+  }
+  if (thread_idx < kHeads) {
+    shared.top[thread_idx] = -INFINITY;
+    shared.weight[thread_idx] = 0.0f;
+  }
+  store_pieces(shared, pieces);
+  sm90::wait_for_predecessors();
+
+  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
+  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
+  // a step is that of the pieces.
+  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
+  uint4 query[4][2];
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t head =
+          static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+      query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+          params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+    }
+  }
+  if (pieces.late != 0u) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if ((pieces.late >> i & 1u) == 0u) continue;
+      const int place = first_key + piece_of(i) / kPieces;
+      load_piece(pieces, i, keys, place, keys.slot(place));
+      store_piece(shared, pieces, i);
+    }
+  }
+
+  float sum[8][4] = {};  // of a warp's 64 dimensions
+  for (int first = first_key; first < end_key; first += kTile) {
+    if (first != first_key) store_pieces(shared, pieces);
+    if (thread_idx < kTile) {
+      const int place = first + thread_idx;
+      shared.used[thread_idx] = place < end_key && keys.slot(place) >= 0;
+    }
+    plat::block_sync();
+    if (first + kTile < end_key) {  // the next tile's rows are on their way over the products
+      load_pieces<true>(pieces, keys, first + kTile, end_key, nullptr, 0, false);
+    }
+
+    float score[3][4] = {};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const uint4 &low = query[step][0], &high = query[step][1];
+      const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
+                                     {low.z, high.z, low.w, high.w}};
+#pragma unroll
+      for (int n = 0; n < 3; ++n) {
+        const uint4 b =
+            *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
+                                            score_group * 128 + step * 32 + 8 * t);
+        const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
+        sm90::mma_bf16(score[n], a[0], b_low);
+        sm90::mma_bf16(score[n], a[1], b_high);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 3; ++n) {
+      float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
+      *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
+      *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
+    }
+    plat::block_sync();
+
+    // Softmax of the tile: 16 threads a head, three keys each.
+    {
+      constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
+      constexpr float kLog2e = 1.4426950408889634f;
+      const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
+      float s[3], top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const int key = first_of_thread + 16 * i;
+        float total = shared.score[0][head][key];
+#pragma unroll
+        for (int group = 1; group < kScoreGroups; ++group) {
+          total += shared.score[group][head][key];
+        }
+        s[i] = shared.used[key] ? total * kScale : -INFINITY;
+        top = plat::max(s[i], top);
+      }
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
+      }
+      const float old_top = shared.top[head];
+      top = plat::max(old_top, top);
+      // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
+      const float base = top == -INFINITY ? 0.0f : top;
+      float weight = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const float p = stages::round_bf16(exp2f((s[i] - base) * kLog2e));
+        shared.prob[head * kProbPitch + first_of_thread + 16 * i] = stages::to_bf16(p);
+        weight += p;
+      }
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+      }
+      if (first_of_thread == 0) {
+        const float rescale = exp2f((old_top - base) * kLog2e);
+        shared.rescale[head] = rescale;
+        shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
+        shared.top[head] = top;
+      }
+    }
+    plat::block_sync();
+
+    if (first != first_key) {
+      const float low = shared.rescale[g], high = shared.rescale[g + 8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        sum[n][0] *= low, sum[n][1] *= low;
+        sum[n][2] *= high, sum[n][3] *= high;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) {
+      const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
+      const auto pair = [](const std::uint16_t* at) {
+        return *reinterpret_cast<const std::uint32_t*>(at);
+      };
+      const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
+                                  pair(prob + 8 * kProbPitch + 8)};
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        std::uint32_t b[4];
+        sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
+                                          warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
+        const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
+        sm90::mma_bf16(sum[n], a, b_low);
+        sm90::mma_bf16(sum[n + 1], a, b_high);
+      }
+    }
+    plat::block_sync();  // the tile's memory is free
+  }
+
+  plat::block_sync();  // also where there was no tile: the pieces' stores are over
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    float* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
+    *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
+    *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
+  }
+  sm90::cluster_sync();
+
+  // Each block finishes its heads: a thread has two dimensions.
+  const int heads_per_block = kHeads / num_blocks;
+  const int dim = 2 * thread_idx;
+  const int padded = padded_rows(params.num_rows);
+  for (int i = 0; i < heads_per_block; ++i) {
+    const int head = block_idx * heads_per_block + i;
+    const float sink = __ldg(params.sink + first_head + head);
+    float part_top[kHeads], part_weight[kHeads], a[kHeads], b[kHeads];
+#pragma unroll
+    for (int block = 0; block < kHeads; ++block) {
+      if (block >= num_blocks) break;
+      part_top[block] = sm90::load_peer(sm90::peer_address(&shared.top[head], block));
+      part_weight[block] = sm90::load_peer(sm90::peer_address(&shared.weight[head], block));
+      sm90::load_peer(sm90::peer_address(&shared.sum[head * kSumPitch + dim], block), a[block],
+                      b[block]);
+    }
+    constexpr float kLog2e = 1.4426950408889634f;
+    float top = sink;
+#pragma unroll
+    for (int block = 0; block < kHeads; ++block) {
+      if (block < num_blocks) top = plat::max(part_top[block], top);
+    }
+    const float base = top == -INFINITY ? 0.0f : top;
+    float weight = exp2f((sink - base) * kLog2e), first = 0.0f, second = 0.0f;
+#pragma unroll
+    for (int block = 0; block < kHeads; ++block) {
+      if (block >= num_blocks) break;
+      const float factor = exp2f((part_top[block] - base) * kLog2e);
+      weight = plat::fma(part_weight[block], factor, weight);
+      first = plat::fma(a[block], factor, first);
+      second = plat::fma(b[block], factor, second);
+    }
+    const float inverse = weight > 0.0f ? 1.0f / weight : 0.0f;
+    first = stages::round_bf16(first * inverse);
+    second = stages::round_bf16(second * inverse);
+    if (dim >= kNope) {
+      const float2 turn = shared.turn[(dim - kNope) / 2];
+      const float turned = first * turn.x + second * turn.y;
+      second = stages::round_bf16(second * turn.x - first * turn.y);
+      first = stages::round_bf16(turned);
+    }
+    float amax = plat::max(plat::abs(first), plat::abs(second));
+#pragma unroll
+    for (int mask = 1; mask < kGroup / 2; mask *= 2) {
+      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+    }
+    // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
+    // normal; what is smaller than that is 0 in any fp32 sum.
+    int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
+    exponent = max(min(exponent, 127), -100);
+    const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
+    const std::int64_t place =
+        (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
+    *reinterpret_cast<std::uint32_t*>(params.o + place) =
+        sm90::to_f16_pair(first * up, second * up);
+    if (thread_idx % (kGroup / 2) == 0) {
+      params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
+          plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+    }
+  }
+  sm90::cluster_sync();
+}
+
+}  // namespace
+
+cudaError_t launch_sparse_attention(const AttentionParams& params, bool programmatic,
+                                    cudaStream_t stream) {
+  if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
+  if (params.num_heads < kHeads || params.num_heads % kHeads != 0) return cudaErrorInvalidValue;
+  if (params.num_window < 0 || params.num_extra < 0) return cudaErrorInvalidValue;
+  // As many as fit the device at two a multiprocessor; they divide the 16 heads.
+  const int clusters = params.num_rows * (params.num_heads / kHeads);
+  const int fitting = clusters <= 12 ? 16 : clusters <= 24 ? 8 : clusters <= 48 ? 4 : 2;
+  const int blocks = params.blocks_per_row == 0 ? fitting : params.blocks_per_row;
+  if (blocks < 1 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
+  return launch_kernel(sparse_attention_bf16_sm90,
+                       dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
+                       sizeof(Shared), blocks, programmatic, stream, params);
+}
+
+}  // namespace lowlat::nvidia::fused

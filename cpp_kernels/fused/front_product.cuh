@@ -1,0 +1,271 @@
+// fused/front_product.cuh: products of few rows whose weights wait in shared memory.
+//
+// A block has kRows weight rows and kK of their K: it asks for all of them by bulk copies before
+// its input is there, so only the activations are read after the wait. Weights are the M side of
+// mma.m16n8k16 (16 rows), up to eight tokens are N, kTiles such groups of tokens use one expanded
+// weight fragment. Eight warps split K, each in steps of 32, and meet in shared memory; kBlocks
+// blocks of a cluster split the whole K and meet in the block that owns the row. All sums have a
+// fixed order: step, warp, block.
+//
+// e4m3 codes are f16 values and enter the products unscaled; the scale of a weight block and that
+// of a token's group multiply the fp32 sums of 32 products each: exact, as both are powers of two.
+#pragma once
+
+#ifndef LOWLAT_PLATFORM
+#error "include platform/nvidia.hpp before this file"
+#endif
+
+#include <cstdint>
+
+#include "fused/front_weights.cuh"
+#include "platform/nvidia_sm90_cluster.cuh"
+#include "platform/nvidia_sm90_fp8.cuh"
+#include "stages/format.hpp"
+
+namespace lowlat::nvidia::fused {
+
+inline constexpr int kProductThreads = 256;
+inline constexpr int kProductWarps = kProductThreads / plat::kWarpLanes;
+inline constexpr int kStep = 32;  // K of one step: two products, one scale of each side
+inline constexpr int kTileTokens = 8;
+
+// Activations as e4m3 codes [token, stride] with scales [K / group, padded tokens], in global or
+// shared memory. `codes` and `scale` point at the block's first K.
+template <int kGroup, bool kShared>
+struct CodeActivations {
+  using Raw = uint2;
+  const std::uint8_t* codes;
+  const float* scale;
+  int stride, padded;
+
+  LOWLAT_DEVICE Raw fetch(int token, int k) const {
+    const auto* src =
+        reinterpret_cast<const uint2*>(codes + static_cast<std::int64_t>(token) * stride + k);
+    if constexpr (kShared) return *src;
+    return __ldcg(src);
+  }
+  LOWLAT_DEVICE static Raw none() { return make_uint2(0u, 0u); }
+  LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
+    std::uint32_t pair[2];
+    sm90::e4m3_to_f16(pair, raw.x);
+    out[0] = pair[0], out[1] = pair[1];
+    sm90::e4m3_to_f16(pair, raw.y);
+    out[2] = pair[0], out[3] = pair[1];
+  }
+  // Of two tokens, for the step of 32 that begins at k.
+  LOWLAT_DEVICE float2 scale_of(int token, int k) const {
+    const auto* src = reinterpret_cast<const float2*>(scale + k / kGroup * padded + token);
+    if constexpr (kShared) return *src;
+    return __ldcg(src);
+  }
+};
+
+// Activations as f16 values under such scales.
+template <int kGroup>
+struct HalfActivations {
+  using Raw = uint4;
+  const std::uint16_t* values;
+  const float* scale;
+  int stride, padded;
+
+  LOWLAT_DEVICE Raw fetch(int token, int k) const {
+    return __ldcg(
+        reinterpret_cast<const uint4*>(values + static_cast<std::int64_t>(token) * stride + k));
+  }
+  LOWLAT_DEVICE static Raw none() { return make_uint4(0u, 0u, 0u, 0u); }
+  LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
+    out[0] = raw.x, out[1] = raw.y, out[2] = raw.z, out[3] = raw.w;
+  }
+  LOWLAT_DEVICE float2 scale_of(int token, int k) const {
+    return __ldcg(reinterpret_cast<const float2*>(scale + k / kGroup * padded + token));
+  }
+};
+
+// Weight rows e4m3 [rows, stride] with ue8m0 scales of kGroup x kGroup blocks [rows / group,
+// scale_stride], from the block's first row and K on.
+struct ProductWeights {
+  const std::uint8_t* codes;
+  const std::uint8_t* scales;
+  std::int64_t stride;
+  int scale_stride;
+};
+
+// kOwned rows of the kRows belong to one block of the cluster: block i has rows i * kOwned and on
+// (blocks after the last row have none).
+template <int kRows_, int kK_, int kTiles_, int kBlocks_, int kOwned_>
+struct Product {
+  static constexpr int kRows = kRows_, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
+  static constexpr int kOwned = kOwned_;
+  static constexpr int kRowTiles = kRows / 16;
+  static constexpr int kSteps = kK / kStep / kProductWarps;  // of a warp
+  static constexpr int kTokens = kTiles * kTileTokens;
+  // A row's pitch of 32 more than a multiple of 128 bytes, so that the four rows and four pieces
+  // of 8 bytes that half a warp reads lie in 32 different banks.
+  static constexpr int kPitch = kK + 32;
+  // Partial sums [warp][token][row]: two tokens are 8 banks apart (mod 32), rows follow.
+  static constexpr int kSumPitch = kRows + 4;
+  static constexpr int kCodeBytes = kRows * kPitch;
+  static constexpr int kSumBytes = kProductWarps * kTokens * kSumPitch * 4;
+  static_assert(kK % (kStep * kProductWarps) == 0 && kK % 128 == 0 && kRows % 16 == 0);
+  static_assert(2 * kSumPitch % 32 == 8 && kOwned * kBlocks >= kRows && kRows % kOwned == 0);
+
+  struct Shared {
+    // Codes, then, when they are used up, the partial sums of the warps.
+    alignas(128) unsigned char memory[kCodeBytes > kSumBytes ? kCodeBytes : kSumBytes];
+    float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
+    float scale[kRowTiles][kK / kStep];
+    std::uint64_t barrier;
+  };
+
+  // Asks for the weights. All threads call. `first_row`: of the block within its scale blocks of
+  // kGroup rows. In a cluster, the other blocks are known to run after the caller's cluster_wait.
+  template <int kGroup>
+  LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int first_row) {
+    const int thread_idx = plat::thread_idx();
+    if (thread_idx < plat::kWarpLanes) {
+      if (thread_idx == 0) {
+        sm90::barrier_init(&shared.barrier, 1);
+        sm90::fence_barrier_init();
+        sm90::barrier_arrive_expect(&shared.barrier, kRows * kK);
+      }
+      __syncwarp();
+      for (int row = thread_idx; row < kRows; row += plat::kWarpLanes) {
+        sm90::bulk_load(shared.memory + row * kPitch, weights.codes + row * weights.stride, kK,
+                        &shared.barrier, sm90::CacheHint::evict_first);
+      }
+    }
+    for (int i = thread_idx; i < kRowTiles * (kK / kStep); i += kProductThreads) {
+      const int tile = i / (kK / kStep), step = i % (kK / kStep);
+      shared.scale[tile][step] = stages::from_ue8m0(
+          __ldg(weights.scales + (first_row + tile * 16) / kGroup * weights.scale_stride +
+                step * kStep / kGroup));
+    }
+    plat::block_sync();
+  }
+
+  // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
+  // after begin() and load(); on return the owned sums are there.
+  template <class Activations>
+  LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows) {
+    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    const int g = lane_idx / 4, t = lane_idx % 4;
+    const int first_k = warp_idx * kSteps * kStep;
+
+    // One tile: everything is asked for at once. More: one step ahead, for want of registers.
+    constexpr int kAhead = kTiles == 1 ? kSteps : 2;
+    typename Activations::Raw raw[kAhead][kTiles];
+    float2 token_scale[kAhead][kTiles];
+    const auto fetch = [&](int step) {
+      const int k = first_k + step * kStep;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int token = n * kTileTokens + g;
+        raw[step % kAhead][n] =
+            token < num_rows ? activations.fetch(token, k + 8 * t) : Activations::none();
+        // Scales of tokens that are not there are anything; their sums are not read.
+        token_scale[step % kAhead][n] = n * kTileTokens < num_rows
+                                            ? activations.scale_of(n * kTileTokens + 2 * t, k)
+                                            : make_float2(0.0f, 0.0f);
+      }
+    };
+#pragma unroll
+    for (int step = 0; step < kAhead && step < kSteps; ++step) fetch(step);
+    wait_for_weights(&shared.barrier, 0);
+
+    float sum[kRowTiles][kTiles][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      std::uint32_t b[kTiles][4];
+      float2 scale[kTiles];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        Activations::expand(b[n], raw[step % kAhead][n]);
+        scale[n] = token_scale[step % kAhead][n];
+      }
+      if (kAhead < kSteps && step + kAhead < kSteps) fetch(step + kAhead);
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        const unsigned char* row =
+            shared.memory + (tile * 16 + g) * kPitch + first_k + step * kStep + 8 * t;
+        const uint2 low = *reinterpret_cast<const uint2*>(row);
+        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch);
+        std::uint32_t a[2][4];
+        const auto place = [&](std::uint32_t (&to)[4], std::uint32_t codes_low,
+                               std::uint32_t codes_high) {
+          std::uint32_t pair[2];
+          sm90::e4m3_to_f16(pair, codes_low);
+          to[0] = pair[0], to[2] = pair[1];
+          sm90::e4m3_to_f16(pair, codes_high);
+          to[1] = pair[0], to[3] = pair[1];
+        };
+        place(a[0], low.x, high.x);
+        place(a[1], low.y, high.y);
+        const float weight_scale = shared.scale[tile][warp_idx * kSteps + step];
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          float part[4] = {};
+          sm90::mma_f16(part, a[0], b[n][0], b[n][1]);
+          sm90::mma_f16(part, a[1], b[n][2], b[n][3]);
+          const float even = weight_scale * scale[n].x, odd = weight_scale * scale[n].y;
+          sum[tile][n][0] = plat::fma(part[0], even, sum[tile][n][0]);
+          sum[tile][n][1] = plat::fma(part[1], odd, sum[tile][n][1]);
+          sum[tile][n][2] = plat::fma(part[2], even, sum[tile][n][2]);
+          sum[tile][n][3] = plat::fma(part[3], odd, sum[tile][n][3]);
+        }
+      }
+    }
+    plat::block_sync();  // all codes are used up
+
+    float* partial = reinterpret_cast<float*>(shared.memory);
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        float* to =
+            partial + (warp_idx * kTokens + n * kTileTokens + 2 * t) * kSumPitch + tile * 16 + g;
+        to[0] = sum[tile][n][0];
+        to[kSumPitch] = sum[tile][n][1];
+        to[8] = sum[tile][n][2];
+        to[kSumPitch + 8] = sum[tile][n][3];
+      }
+    }
+    plat::block_sync();
+    if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run: cluster_arrive of begin()
+    const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
+    for (int i = plat::thread_idx(); i < kRows * num_rows; i += kProductThreads) {
+      const int row = i % kRows, token = i / kRows;
+      float total = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kProductWarps; ++warp) {
+        total += partial[(warp * kTokens + token) * kSumPitch + row];
+      }
+      float* to = &shared.owned[block_idx][token][row % kOwned];
+      if constexpr (kBlocks > 1) {
+        sm90::store_peer(sm90::peer_address(to, row / kOwned), total);
+      } else {
+        *to = total;
+      }
+    }
+    if constexpr (kBlocks > 1) {
+      sm90::cluster_sync();
+    } else {
+      plat::block_sync();
+    }
+  }
+
+  // Before run(), as early as can be: tells the cluster that this block runs.
+  LOWLAT_DEVICE static void begin() {
+    if constexpr (kBlocks > 1) sm90::cluster_arrive();
+  }
+
+  // After run(): the sum of an owned row of this block.
+  LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
+    float total = shared.owned[0][token][owned_row];
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
+    return total;
+  }
+};
+
+}  // namespace lowlat::nvidia::fused
