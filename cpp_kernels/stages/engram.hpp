@@ -13,6 +13,7 @@
 #include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
 #include "stages/sum.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -101,7 +102,7 @@ struct EngramApply {
     for (int stream = 0; stream < kEngramStreams; ++stream) {
       const std::int64_t start = static_cast<std::int64_t>(stream) * hidden;
       float dot = 0.0f, residual_sq = 0.0f, key_sq = 0.0f;
-      for (int i = plat::thread_idx(); i < hidden; i += Block::kNumThreads) {
+      for (int i = Team<Block>::thread_idx(); i < hidden; i += Block::kNumThreads) {
         const float r = from_bf16(residual[start + i]), key = from_bf16(kv[start + i]);
         dot += r * from_bf16(q_weight[start + i]) * from_bf16(k_weight[start + i]) * key;
         residual_sq += r * r;
@@ -111,7 +112,7 @@ struct EngramApply {
       residual_sq = BlockSum<Block>::run(residual_sq, scratch);
       key_sq = BlockSum<Block>::run(key_sq, scratch);
       const float g = gate(dot, residual_sq, key_sq, hidden, eps);
-      for (int i = plat::thread_idx(); i < hidden; i += Block::kNumThreads) {
+      for (int i = Team<Block>::thread_idx(); i < hidden; i += Block::kNumThreads) {
         residual[start + i] = to_bf16(from_bf16(residual[start + i]) + g * from_bf16(value[i]));
       }
     }

@@ -21,6 +21,7 @@
 #include "stages/pool.hpp"
 #include "stages/rope.hpp"
 #include "stages/sum.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -45,11 +46,11 @@ template <class Block>
 LOWLAT_DEVICE void index_rotate(float* x, const RopeTurn& turn) {
   float* rotated = x + kIndexDim - kRopeDim;
   Rope<Block>::rotate(rotated, turn);
-  plat::block_sync();
-  for (int i = plat::thread_idx(); i < kRopeDim; i += Block::kNumThreads) {
+  Team<Block>::sync();
+  for (int i = Team<Block>::thread_idx(); i < kRopeDim; i += Block::kNumThreads) {
     rotated[i] = round_bf16(rotated[i]);
   }
-  plat::block_sync();
+  Team<Block>::sync();
 }
 
 // Heads of one query row: RoPE, then every 32 channels through four bits and a ue8m0 scale. query:
@@ -61,10 +62,10 @@ LOWLAT_DEVICE void index_query(float* query, int num_heads, const RopeTurn& turn
     index_rotate<Block>(query + head * kIndexDim, turn);
   }
   const int num_groups = num_heads * kIndexGroups;
-  for (int group = plat::thread_idx(); group < num_groups; group += Block::kNumThreads) {
+  for (int group = Team<Block>::thread_idx(); group < num_groups; group += Block::kNumThreads) {
     fp4_round_trip_index(query + group * kFp4IndexGroup);
   }
-  plat::block_sync();
+  Team<Block>::sync();
 }
 
 // The stored key of one compressed entry: norm, RoPE at the group's first position, four bits. x:
@@ -80,22 +81,22 @@ struct IndexKey {
 
   LOWLAT_DEVICE static void run(IndexRow<std::uint8_t> out_row, float* x, const std::uint16_t* gain,
                                 float eps, const RopeTurn& turn, Scratch& scratch) {
-    for (int i = plat::thread_idx(); i < kIndexDim; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < kIndexDim; i += Block::kNumThreads) {
       x[i] = round_bf16(x[i]);
     }
-    plat::block_sync();
+    Team<Block>::sync();
     RmsNorm<Block>::run(scratch.normed, x, gain, kIndexDim, eps, scratch.norm);
-    plat::block_sync();
-    for (int i = plat::thread_idx(); i < kIndexDim; i += Block::kNumThreads) {
+    Team<Block>::sync();
+    for (int i = Team<Block>::thread_idx(); i < kIndexDim; i += Block::kNumThreads) {
       x[i] = from_bf16(scratch.normed[i]);
     }
-    plat::block_sync();
+    Team<Block>::sync();
     index_rotate<Block>(x, turn);
-    for (int group = plat::thread_idx(); group < kIndexGroups; group += Block::kNumThreads) {
+    for (int group = Team<Block>::thread_idx(); group < kIndexGroups; group += Block::kNumThreads) {
       out_row.scales[group] =
           fp4_pack_index(out_row.data + group * kFp4IndexGroup / 2, x + group * kFp4IndexGroup);
     }
-    plat::block_sync();
+    Team<Block>::sync();
   }
 };
 
@@ -105,17 +106,17 @@ struct IndexKey {
 template <class Block>
 LOWLAT_DEVICE void hadamard(float* x) {
   for (int distance = 1; distance < kIndexDim; distance *= 2) {
-    for (int i = plat::thread_idx(); i < kIndexDim / 2; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < kIndexDim / 2; i += Block::kNumThreads) {
       const int low = i / distance * 2 * distance + i % distance, high = low + distance;
       const float a = x[low], b = x[high];
       x[low] = a + b;
       x[high] = a - b;
     }
-    plat::block_sync();
+    Team<Block>::sync();
   }
   constexpr float kRoot = 0.08838834764831845f;  // 128^-0.5
-  for (int i = plat::thread_idx(); i < kIndexDim; i += Block::kNumThreads) x[i] *= kRoot;
-  plat::block_sync();
+  for (int i = Team<Block>::thread_idx(); i < kIndexDim; i += Block::kNumThreads) x[i] *= kRoot;
+  Team<Block>::sync();
 }
 
 inline constexpr float kIndexFp8AmaxMin = 1e-4f;
@@ -141,13 +142,13 @@ LOWLAT_DEVICE void index_query_fp8(std::uint8_t* out_codes, float* out_scales, f
   for (int head = 0; head < num_heads; ++head) {
     float* x = query + head * kIndexDim;
     Rope<Block>::rotate(x + kIndexDim - kRopeDim, turn);
-    plat::block_sync();
+    Team<Block>::sync();
     hadamard<Block>(x);
   }
-  for (int head = plat::thread_idx(); head < num_heads; head += Block::kNumThreads) {
+  for (int head = Team<Block>::thread_idx(); head < num_heads; head += Block::kNumThreads) {
     out_scales[head] = index_fp8(out_codes + head * kIndexDim, query + head * kIndexDim);
   }
-  plat::block_sync();
+  Team<Block>::sync();
 }
 
 // The stored key of one compressed entry of V4. c: fp32 [kIndexDim], pooled (stages/pool.hpp)
@@ -162,14 +163,14 @@ struct IndexKeyFp8 {
                                 Scratch& scratch) {
     PooledKey<Block>::finish(c, kIndexDim, gain, eps, turn, scratch);
     hadamard<Block>(c);
-    if (plat::thread_idx() == 0) {
+    if (Team<Block>::thread_idx() == 0) {
       // Bytes, low one first: a flat row keeps no alignment.
       const std::uint32_t bits = plat::float_bits(index_fp8(out_row.data, c));
       for (int i = 0; i < kIndexScaleBytes; ++i) {
         out_row.scales[i] = static_cast<std::uint8_t>(bits >> 8 * i & 0xffu);
       }
     }
-    plat::block_sync();
+    Team<Block>::sync();
   }
 };
 
@@ -198,7 +199,7 @@ template <class Block, class Rows, class PositionOf>
 LOWLAT_DEVICE void index_scores(float* out_scores, const float* query, const float* weights,
                                 int num_heads, const Rows& rows, const PositionOf& position_of,
                                 int begin, int end) {
-  for (int i = begin + plat::thread_idx(); i < end; i += Block::kNumThreads) {
+  for (int i = begin + Team<Block>::thread_idx(); i < end; i += Block::kNumThreads) {
     float key[kIndexDim];
     const float factor = index_unpack(key, rows.row(position_of(i)));
     float score = 0.0f;

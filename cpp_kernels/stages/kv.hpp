@@ -12,6 +12,7 @@
 
 #include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -106,7 +107,8 @@ template <class Block>
 struct KvPack {
   LOWLAT_DEVICE static void run(KvRow<std::uint8_t> row, const float* kv) {
     // The group after the last is the bf16 part.
-    for (int group = plat::thread_idx(); group <= kKvNumGroups; group += Block::kNumThreads) {
+    for (int group = Team<Block>::thread_idx(); group <= kKvNumGroups;
+         group += Block::kNumThreads) {
       const float* x = kv + group * kKvGroup;
       if (group < kKvNumGroups) {
         row.scales[group] = pack_group(row.data + group * kKvGroup, x);
@@ -141,7 +143,8 @@ template <class Block>
 struct KvUnpack {
   template <class Byte>
   LOWLAT_DEVICE static void run(float* out, KvRow<Byte> row) {
-    for (int group = plat::thread_idx(); group <= kKvNumGroups; group += Block::kNumThreads) {
+    for (int group = Team<Block>::thread_idx(); group <= kKvNumGroups;
+         group += Block::kNumThreads) {
       float* values = out + group * kKvGroup;
       const std::uint8_t* data = row.data + group * kKvGroup;
       if (group < kKvNumGroups) {

@@ -13,6 +13,7 @@
 
 #include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -103,19 +104,19 @@ template <class Block>
 struct Rope {
   // fp32 values, unrounded.
   LOWLAT_DEVICE static void rotate(float* x, const RopeTurn& turn) {
-    for (int i = plat::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
       rope_pair(x[2 * i], x[2 * i + 1], turn.cos[i], turn.sin[i]);
     }
   }
   LOWLAT_DEVICE static void rotate(float* x, const RopeTable& table, std::int64_t position) {
-    for (int i = plat::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
       const float angle = rope_angle(table, i, position);
       rope_pair(x[2 * i], x[2 * i + 1], plat::cos(angle), plat::sin(angle));
     }
   }
   // bf16 values, turned in fp32 and rounded once.
   LOWLAT_DEVICE static void rotate(std::uint16_t* x, const RopeTurn& turn) {
-    for (int i = plat::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
       float a = from_bf16(x[2 * i]), b = from_bf16(x[2 * i + 1]);
       rope_pair(a, b, turn.cos[i], turn.sin[i]);
       x[2 * i] = to_bf16(a);

@@ -1,4 +1,4 @@
-"""Inputs that random ones never meet: ``reference`` by the oracle, ``scalar`` by its bounds."""
+"""Inputs that random ones never meet: ``reference`` by the oracle, the others by their bounds."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from oracle import MODELS, OPS
 from oracle.cases import make, one
 from oracle.compare import check_declared, check_oracle_outputs
 from oracle.formats import bf16_bits, bf16_value, e4m3_value
-from oracle.run import PLATFORMS, bounds, run
+from oracle.run import COMPUTED, PLATFORMS, bounds, run
 
 SCALE_BLOCK = {"v4": 128, "v41": 32}
 # Experts a token of the target, and of the draft.
@@ -19,19 +19,21 @@ def model(request):
 
 
 def agree(op, model, arrays):
-    """Both platforms against the oracle; gives the oracle's outputs for the case's own checks."""
+    """Every platform against the oracle; gives the oracle's outputs for the case's own checks."""
     want = OPS[model][op](arrays)
     check_oracle_outputs(op, run(op, "reference", arrays, model), want)
-    got = run(op, "scalar", arrays, model)
-    check_declared(op, arrays, got, want, bounds(op, "scalar", model), model)
+    for platform in COMPUTED:
+        got = run(op, platform, arrays, model)
+        check_declared(op, arrays, got, want, bounds(op, platform, model), model)
     return want
 
 
 def agree_exactly(op, model, arrays):
-    """As agree(), with ``scalar`` equal too: no score is close to another but exact ties."""
+    """As agree(), and all are equal: no score is close to another but exact ties."""
     want = agree(op, model, arrays)
-    for name, got in run(op, "scalar", arrays, model).items():
-        assert np.array_equal(got, want[name]), f"{op}: {name} is {got}, oracle {want[name]}"
+    for platform in COMPUTED:
+        for name, got in run(op, platform, arrays, model).items():
+            assert np.array_equal(got, want[name]), f"{op}: {name} is {got}, oracle {want[name]}"
     return want
 
 

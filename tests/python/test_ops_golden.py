@@ -68,13 +68,15 @@ def test_platforms_meet_them(name, model, platform):
     got = run(op, platform, inputs, model)
     assert set(got) == set(outputs)
     for output, (want, bounds) in outputs.items():
+        # Another platform than the case's files name meets the tightest of theirs: scalar's.
+        bound = bounds.get(platform, bounds["scalar"])
         if platform == "reference":
             check_exact(f"{name}: {output}", got[output], want)
-        elif match := VALUES.fullmatch(bounds[platform]):
+        elif match := VALUES.fullmatch(bound):
             seen = measure("rel_l2", key_values(got[output]), key_values(want))
-            assert seen <= float(match[1]), f"{name}: {output}: {seen:.4g}, {bounds[platform]}"
+            assert seen <= float(match[1]), f"{name}: {output}: {seen:.4g}, {bound}"
         else:
-            check_bound(f"{name}: {output}", bounds[platform], got[output], want)
+            check_bound(f"{name}: {output}", bound, got[output], want)
 
 
 def test_writing_them_again_gives_the_same_bytes(tmp_path):

@@ -3,7 +3,7 @@
 // ones. Built a second time with LOWLAT_PLANT, where signals and tags are stored relaxed: that
 // build must be caught.
 #ifdef LOWLAT_PLANT
-#define LOWLAT_SCALAR_RELEASE_ORDER std::memory_order_relaxed
+#define LOWLAT_CPU_RELEASE_ORDER std::memory_order_relaxed
 #endif
 #include "check.hpp"
 #include "host/tiny_group.hpp"
