@@ -29,6 +29,17 @@ __global__ void read_all(const uint4* data, std::size_t count, std::uint32_t* ou
   if (sum == 0x1234'5678u) *out = sum;
 }
 
+// Busy for `clocks` ticks of the multiprocessor's clock; out: nanoseconds.
+__global__ void spin(std::int64_t clocks, std::uint64_t* out) {
+  std::uint64_t begin, end;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
+  const std::int64_t first = clock64();
+  while (clock64() - first < clocks) {
+  }
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(end)::"memory");
+  *out = end - begin;
+}
+
 // Of two arrays of values: || a - b || / || b ||; not finite where only one of two is.
 double rel_l2(const std::vector<double>& a, const std::vector<double>& b) {
   double difference = 0.0, size = 0.0;
@@ -385,12 +396,13 @@ struct Chain {
       scale->put(std::vector<float>(scale->size(), 0.01f));
     }
   }
-  void launch(const Parts& parts, cudaStream_t stream) {
+  // `same`: every layer with the first one's weights, which then stay in the second-level cache.
+  void launch(const Parts& parts, bool same, cudaStream_t stream) {
     const fused::ExchangePort port = mail.looped(kRanks);
     const int layers = static_cast<int>(weights.size());
     cuda_must(fused::launch_begin_step(mail.step_epoch.get(), layers, stream), "begin step");
     for (int i = 0; i < layers; ++i) {
-      const DeviceWeights& w = weights[i];
+      const DeviceWeights& w = weights[same ? 0 : i];
       const int side = i % 2;
       if (parts.qkv) {
         cuda_must(fused::launch_front_qkv(act.front(w, keys[i], side), true, stream), "qkv");
@@ -416,7 +428,7 @@ struct Chain {
 void check_replays(const HostWeights& host, int rows) {
   Chain chain(host, rows, 2);
   Graph graph([&](cudaStream_t stream) {
-    chain.launch({"all", true, true, true, true, true, true, true, true}, stream);
+    chain.launch({"all", true, true, true, true, true, true, true, true}, false, stream);
   });
   const std::vector<std::uint16_t> start = chain.act.residual[0].take();
   std::vector<std::uint16_t> first, first_x;
@@ -471,6 +483,15 @@ double bandwidth() {
   return static_cast<double>(bytes) / time_of(graph, 20).median_us * 1e6;
 }
 
+// The multiprocessors' clock in MHz, after a fifth of a second of work.
+double clock_mhz() {
+  constexpr std::int64_t kClocks = 300'000'000;
+  Buffer<std::uint64_t> out(1);
+  spin<<<132, 32>>>(kClocks, out.get());
+  cuda_must(cudaDeviceSynchronize(), "spin");
+  return kClocks * 1e3 / static_cast<double>(out.take()[0]);
+}
+
 void time_rows(const HostWeights& host, int rows, double rate) {
   constexpr int kLayers = 8;
   Chain chain(host, rows, kLayers);
@@ -498,8 +519,10 @@ void time_rows(const HostWeights& host, int rows, double rate) {
   };
   for (const Parts& parts : all) {
     chain.reset();
-    Graph graph([&](cudaStream_t stream) { chain.launch(parts, stream); });
+    Graph graph([&](cudaStream_t stream) { chain.launch(parts, false, stream); });
     const Times times = time_of(graph, 60);
+    Graph same([&](cudaStream_t stream) { chain.launch(parts, true, stream); });
+    const Times cached = time_of(same, 30);
     double bytes = 0.0;
     if (parts.qkv) bytes += size(w.wq_a) + size(w.wkv) + fn;
     if (parts.q) bytes += size(w.wq_b);
@@ -508,11 +531,11 @@ void time_rows(const HostWeights& host, int rows, double rate) {
     if (parts.wo_b) bytes += size(w.wo_b);
     const double floor_us = bytes / rate * 1e6;
     std::printf(
-        "%-36s T=%-2d a layer: median %6.2f us  low %6.2f  high %6.2f  %5.2f MB  "
-        "floor %5.2f  share %.2f%s\n",
+        "%-36s T=%-2d a layer: median %6.2f us  low %6.2f  high %6.2f  %5.2f MB  floor %5.2f  "
+        "share %.2f  (one layer's weights, cached: %6.2f)%s\n",
         parts.name, rows, times.median_us / kLayers, times.low_us / kLayers,
         times.high_us / kLayers, bytes * 1e-6, floor_us, floor_us / (times.median_us / kLayers),
-        chain.mail.faulted() ? "  FAULTED" : "");
+        cached.median_us / kLayers, chain.mail.faulted() ? "  FAULTED" : "");
     std::fflush(stdout);
   }
 }
@@ -536,6 +559,7 @@ int run(int argc, char** argv) {
     std::printf("%d failures\n", failures);
     return failures == 0 ? 0 : 1;
   }
+  std::printf("clock %.0f MHz\n", clock_mhz());
   const double rate = bandwidth();
   std::printf(
       "read bandwidth %.3f TB/s; chains of 8 layers in a graph; spread: 10th, 90th of 100\n",

@@ -56,70 +56,53 @@ struct Shared {
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads];
   float2 turn[shape::kRopeDim / 2];
-  bool used[kTile];
+  // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
+  // first tile, rows that may not be read yet.
+  const std::uint8_t* data[2][kTile];
+  const std::uint8_t* scales[2][kTile];
+  const std::uint8_t* late[kTile];
 };
 static_assert(sizeof(float[kHeads * kSumPitch]) <= sizeof(std::uint16_t[kTile * kKeyPitch]));
 
-// The keys of one block: places first .. end - 1 of the window's and the extra set's indices.
-struct KeyList {
-  const AttentionParams& params;
-  int row_idx;
-
-  LOWLAT_DEVICE bool is_window(int place) const { return place < params.num_window; }
-  LOWLAT_DEVICE int slot(int place) const {
-    return is_window(place)
-               ? __ldg(params.window_idx + row_idx * params.num_window + place)
-               : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
-                       place - params.num_window);
+// Finds one key: `place` counts through the window's and then the extra set's indices.
+LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
+                                                   int place, bool& late) {
+  const bool in_window = place < params.num_window;
+  const int slot =
+      in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
+                : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
+                        place - params.num_window);
+  late = params.late_extra;
+  if (in_window) {
+    late = false;
+    for (int i = 0; i < params.num_rows; ++i) late |= __ldg(params.kv_slots + i) == slot;
   }
-  LOWLAT_DEVICE stages::KvRow<std::uint8_t> row(int place, int slot) const {
-    const KvPages& pages = is_window(place) ? params.window : params.extra;
-    return stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(
-        slot);
-  }
-};
+  if (slot < 0) return {nullptr, nullptr};
+  const KvPages& pages = in_window ? params.window : params.extra;
+  return stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(
+      slot);
+}
 
 // A thread's share of a tile on its way to shared memory.
 struct Pieces {
   uint4 data[kPerThread];
   std::uint32_t scale[kPerThread];  // ue8m0 codes
-  std::uint32_t late;               // bit i: piece i is of a row that the step writes
 };
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
+LOWLAT_DEVICE int key_of(int i) { return min(piece_of(i) / kPieces, kTile - 1); }
 
-LOWLAT_DEVICE void load_piece(Pieces& pieces, int i, const KeyList& keys, int place, int slot) {
-  const stages::KvRow<std::uint8_t> row = keys.row(place, slot);
-  const int piece = piece_of(i) % kPieces;
-  pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row.data + 16 * piece));
-  pieces.scale[i] = piece < kCodePieces ? __ldcg(row.scales + piece / 4) : 0u;
-}
-
-// kAll: every row may be read; else rows that the step writes are left out and noted in `late`.
-template <bool kAll>
-LOWLAT_DEVICE void load_pieces(Pieces& pieces, const KeyList& keys, int first, int end,
-                               const std::int32_t* late_slots, int num_late, bool late_extra) {
-  pieces.late = 0u;
+// Asks for the pieces of the keys in data[]; those of none are zeros.
+LOWLAT_DEVICE void load_pieces(Pieces& pieces, const std::uint8_t* const* data,
+                               const std::uint8_t* const* scales) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    pieces.data[i] = make_uint4(0u, 0u, 0u, 0u);
-    pieces.scale[i] = 127u;
-    const int place = first + piece_of(i) / kPieces;
-    if (place >= end || piece_of(i) >= kTile * kPieces) continue;
-    const int slot = keys.slot(place);
-    if (slot < 0) continue;
-    if constexpr (!kAll) {
-      bool late = late_extra;
-      if (keys.is_window(place)) {
-        late = false;
-        for (int j = 0; j < num_late; ++j) late |= __ldg(late_slots + j) == slot;
-      }
-      if (late) {
-        pieces.late |= 1u << i;
-        continue;
-      }
-    }
-    load_piece(pieces, i, keys, place, slot);
+    const int key = key_of(i), piece = piece_of(i) % kPieces;
+    const std::uint8_t* row = data[key];
+    const bool there = row != nullptr;
+    pieces.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
+                           : make_uint4(0u, 0u, 0u, 0u);
+    pieces.scale[i] = there && piece < kCodePieces ? __ldcg(scales[key] + piece / 4) : 127u;
   }
 }
 
@@ -175,23 +158,32 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int row_idx = static_cast<int>(blockIdx.y);
   const int first_head = static_cast<int>(blockIdx.z) * kHeads;
 
-  const KeyList keys{params, row_idx};
   const int num_keys = params.num_window + params.num_extra;
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
 
-  Pieces pieces;
-  load_pieces<false>(pieces, keys, first_key, end_key, params.kv_slots, params.num_rows,
-                     params.late_extra);
-  if (thread_idx < shape::kRopeDim / 2) {
-    const float angle =
-        static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
-    shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
+  if (thread_idx < kTile) {
+    stages::KvRow<std::uint8_t> row{nullptr, nullptr};
+    bool late = false;
+    if (first_key + thread_idx < end_key) {
+      row = find_key(params, row_idx, first_key + thread_idx, late);
+    }
+    shared.data[0][thread_idx] = late ? nullptr : row.data;
+    shared.late[thread_idx] = late ? row.data : nullptr;
+    shared.scales[0][thread_idx] = row.scales;
   }
   if (thread_idx < kHeads) {
     shared.top[thread_idx] = -INFINITY;
     shared.weight[thread_idx] = 0.0f;
+  }
+  plat::block_sync();
+  Pieces pieces;
+  load_pieces(pieces, shared.data[0], shared.scales[0]);
+  if (thread_idx < shape::kRopeDim / 2) {
+    const float angle = static_cast<float>(params.positions[row_idx]) *
+                        params.rope.values[thread_idx];
+    shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
   store_pieces(shared, pieces);
   sm90::wait_for_predecessors();
@@ -211,26 +203,34 @@ __global__ void __launch_bounds__(kThreads, 2)
           params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
     }
   }
-  if (pieces.late != 0u) {
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if ((pieces.late >> i & 1u) == 0u) continue;
-      const int place = first_key + piece_of(i) / kPieces;
-      load_piece(pieces, i, keys, place, keys.slot(place));
-      store_piece(shared, pieces, i);
+  for (int i = 0; i < kPerThread; ++i) {
+    const std::uint8_t* row = shared.late[key_of(i)];
+    if (row == nullptr || piece_of(i) >= kTile * kPieces) continue;
+    const int piece = piece_of(i) % kPieces;
+    pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece));
+    if (piece < kCodePieces) {
+      pieces.scale[i] = __ldcg(shared.scales[0][key_of(i)] + piece / 4);
     }
+    store_piece(shared, pieces, i);
   }
 
   float sum[8][4] = {};  // of a warp's 64 dimensions
-  for (int first = first_key; first < end_key; first += kTile) {
+  int side = 0;
+  for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) store_pieces(shared, pieces);
-    if (thread_idx < kTile) {
-      const int place = first + thread_idx;
-      shared.used[thread_idx] = place < end_key && keys.slot(place) >= 0;
+    if (thread_idx < kTile && first + kTile < end_key) {
+      stages::KvRow<std::uint8_t> row{nullptr, nullptr};
+      bool late;  // no longer: the kernels before have ended
+      if (first + kTile + thread_idx < end_key) {
+        row = find_key(params, row_idx, first + kTile + thread_idx, late);
+      }
+      shared.data[side ^ 1][thread_idx] = row.data;
+      shared.scales[side ^ 1][thread_idx] = row.scales;
     }
     plat::block_sync();
     if (first + kTile < end_key) {  // the next tile's rows are on their way over the products
-      load_pieces<true>(pieces, keys, first + kTile, end_key, nullptr, 0, false);
+      load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
     float score[3][4] = {};
@@ -271,7 +271,9 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int group = 1; group < kScoreGroups; ++group) {
           total += shared.score[group][head][key];
         }
-        s[i] = shared.used[key] ? total * kScale : -INFINITY;
+        const bool used = shared.data[side][key] != nullptr ||
+                          (first == first_key && shared.late[key] != nullptr);
+        s[i] = used ? total * kScale : -INFINITY;
         top = plat::max(s[i], top);
       }
 #pragma unroll
@@ -338,7 +340,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
     *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
   }
-  sm90::cluster_sync();
+  sm90::cluster_arrive();
+  sm90::cluster_wait();
 
   // Each block finishes its heads: a thread has two dimensions.
   const int heads_per_block = kHeads / num_blocks;
@@ -400,7 +403,9 @@ __global__ void __launch_bounds__(kThreads, 2)
           plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
     }
   }
-  sm90::cluster_sync();
+  // Nobody's memory goes while another reads it; the values read are used up by then.
+  sm90::cluster_arrive_relaxed();
+  sm90::cluster_wait();
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 // Launch       eight blocks (a cluster) a row, a thread for four columns; with `early` it polls
 //              before the publishing kernel has ended, see ExchangeNormParams
 // Ordering     packets: exchange.cuh. Inside a cluster: each block stores its sum of squares into
-//              every block, then the cluster's barrier.
+//              every block, and counts on that block's barrier.
 // Determinism  fixed summation tree; bitwise equal run to run and rank to rank
 // Meaning      reference/hc.cpp, reference/rank_sum.cpp. Bound: x, R' rel_l2 ≤ 4e-3.
 #include "platform/nvidia.hpp"
@@ -42,12 +42,19 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   __shared__ MixSumShared<kThreads> mix;
   __shared__ float warp_squares[kWarps];
   __shared__ float block_squares[kBlocksPerRow];
+  __shared__ std::uint64_t squares_barrier;
 
   sm90::launch_dependents();
   if (!params.early) sm90::wait_for_predecessors();
   const int row_idx = static_cast<int>(blockIdx.y), block_idx = sm90::cluster_rank();
   const int quad_idx = block_idx * kThreads + plat::thread_idx();
-  sm90::cluster_arrive();  // all blocks run before one stores into another
+  if (plat::thread_idx() == 0) {
+    sm90::barrier_init(&squares_barrier, 1);
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&squares_barrier, sizeof block_squares);
+  }
+  __syncwarp();
+  sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
 
   const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * 4 * kHidden;
   uint2 residual[4];
@@ -106,9 +113,10 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) sum += warp_squares[i];
-    sm90::store_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), sum);
+    sm90::send_to_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), sum,
+                       sm90::peer_address(&squares_barrier, plat::thread_idx()));
   }
-  sm90::cluster_sync();
+  wait_for_cluster(&squares_barrier, 0);
   float total = 0.0f;
 #pragma unroll
   for (int i = 0; i < kBlocksPerRow; ++i) total += block_squares[i];

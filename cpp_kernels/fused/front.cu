@@ -40,7 +40,7 @@ constexpr int kQaTiles = kQLora / kRows;
 constexpr int kQkvTiles = (kQLora + kHeadDim) / kRows;
 
 template <int kTiles>
-using QkvProduct = Product<kRows, kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
+using QkvProduct = Product<kRows, kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks, 1>;
 
 template <int kTiles>
 constexpr int min_blocks() {
@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     return;
   }
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
-  Linear::begin();
   const int tile = block_idx / kQkvBlocks, rank = block_idx % kQkvBlocks;
   const bool is_q = tile < kQaTiles;
   const int first_row = (is_q ? tile : tile - kQaTiles) * kRows;
@@ -73,7 +72,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       from.codes + static_cast<std::int64_t>(first_row) * kHidden + rank * kQkvK,
       from.scales + first_row / kGroup * kScaleStride + rank * kQkvK / kGroup, kHidden,
       kScaleStride};
-  Linear::template load<kGroup>(shared, weights, 0);
+  Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
   sm90::wait_for_predecessors();
   const int padded = padded_rows(params.num_rows);
   const CodeActivations<kGroup, false> x{params.x_codes + rank * kQkvK,
@@ -94,7 +93,7 @@ template <int kTiles>
 struct QShared {
   static constexpr int kTokens = kTiles * kTileTokens;
   static constexpr int kPitch = kQLora + 32;  // as of the weights
-  typename Product<kRows, kQLora, kTiles, 1, kRows>::Shared product;
+  typename Product<kRows, kQLora, kTiles, 1, kRows, 0>::Shared product;
   alignas(16) std::uint8_t codes[kTokens * kPitch];
   float scale[kQLora / kGroup * kTokens];
   float2 turn[kTokens][kRopePairs];  // cosine and sine
@@ -105,62 +104,88 @@ LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position
   return make_float2(plat::cos(angle), plat::sin(angle));
 }
 
-// The norm of a row of qa, quantised, by one warp: lane has 8 values of every 256.
-LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, float* scale, int padded,
-                                   const std::uint16_t* row, const std::uint16_t* gain, float eps) {
-  constexpr int kPieces = kQLora / 256;
+constexpr int kLatentPieces = kQLora / 256;  // of 8 values a lane
+
+// The norms of kCount rows of qa, quantised, by one warp; all rows are asked for at once. A lane
+// has 8 values of every 256. Rows from num_rows on are not stored.
+template <int kCount>
+LOWLAT_DEVICE void quantize_latents(std::uint8_t* codes, int pitch, float* scale, int padded,
+                                    const std::uint16_t* qa, const uint4 (&gain)[kLatentPieces],
+                                    float eps, int first, int num_rows) {
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  float x[kPieces][8], squares = 0.0f;
-  uint4 raw[kPieces], gain_raw[kPieces];
+  uint4 raw[kCount][kLatentPieces];
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    raw[i] = __ldcg(reinterpret_cast<const uint4*>(row + i * 256 + lane_idx * 8));
-    gain_raw[i] = __ldg(reinterpret_cast<const uint4*>(gain + i * 256 + lane_idx * 8));
+  for (int r = 0; r < kCount; ++r) {
+    const int token = min(first + r * kProductWarps, num_rows - 1);
+#pragma unroll
+    for (int i = 0; i < kLatentPieces; ++i) {
+      raw[r][i] =
+          __ldcg(reinterpret_cast<const uint4*>(qa + token * kQLora + i * 256 + lane_idx * 8));
+    }
   }
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const std::uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+  for (int r = 0; r < kCount; ++r) {
+    const int token = first + r * kProductWarps;
+    float squares = 0.0f;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      x[i][2 * j] = sm90::low_bf16(words[j]);
-      x[i][2 * j + 1] = sm90::high_bf16(words[j]);
+    for (int i = 0; i < kLatentPieces; ++i) {
+      const std::uint32_t words[4] = {raw[r][i].x, raw[r][i].y, raw[r][i].z, raw[r][i].w};
+#pragma unroll
+      for (const std::uint32_t word : words) {
+        squares = plat::fma(sm90::low_bf16(word), sm90::low_bf16(word), squares);
+        squares = plat::fma(sm90::high_bf16(word), sm90::high_bf16(word), squares);
+      }
     }
+    const float norm = plat::rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + eps);
 #pragma unroll
-    for (const float v : x[i]) squares = plat::fma(v, v, squares);
-  }
-  const float norm = plat::rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + eps);
+    for (int i = 0; i < kLatentPieces; ++i) {
+      const std::uint32_t words[4] = {raw[r][i].x, raw[r][i].y, raw[r][i].z, raw[r][i].w};
+      const std::uint32_t gains[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
+      float x[8], amax = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const std::uint32_t words[4] = {gain_raw[i].x, gain_raw[i].y, gain_raw[i].z, gain_raw[i].w};
-    float amax = 0.0f;
+      for (int j = 0; j < 4; ++j) {
+        x[2 * j] = stages::round_bf16(sm90::low_bf16(words[j]) * norm * sm90::low_bf16(gains[j]));
+        x[2 * j + 1] =
+            stages::round_bf16(sm90::high_bf16(words[j]) * norm * sm90::high_bf16(gains[j]));
+        amax = plat::max(plat::abs(x[2 * j]), amax);
+        amax = plat::max(plat::abs(x[2 * j + 1]), amax);
+      }
+      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
+      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
+      const float group_scale = stages::activation_scale(amax);
+      const float inverse = 1.0f / group_scale;
+      std::uint32_t packed[2];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float g = j % 2 == 0 ? sm90::low_bf16(words[j / 2]) : sm90::high_bf16(words[j / 2]);
-      x[i][j] = stages::round_bf16(x[i][j] * norm * g);
-      amax = plat::max(plat::abs(x[i][j]), amax);
+      for (int j = 0; j < 2; ++j) {
+        packed[j] = sm90::to_e4m3_pair(x[4 * j] * inverse, x[4 * j + 1] * inverse) |
+                    sm90::to_e4m3_pair(x[4 * j + 2] * inverse, x[4 * j + 3] * inverse) << 16;
+      }
+      const int k = i * 256 + lane_idx * 8;
+      if (token >= num_rows) continue;
+      *reinterpret_cast<uint2*>(codes + token * pitch + k) = make_uint2(packed[0], packed[1]);
+      if (lane_idx % 4 == 0) scale[k / kGroup * padded + token] = group_scale;
     }
-    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
-    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
-    const float group_scale = stages::activation_scale(amax);
-    const float inverse = 1.0f / group_scale;
-    std::uint32_t packed[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      packed[j] = sm90::to_e4m3_pair(x[i][4 * j] * inverse, x[i][4 * j + 1] * inverse) |
-                  sm90::to_e4m3_pair(x[i][4 * j + 2] * inverse, x[i][4 * j + 3] * inverse) << 16;
-    }
-    const int k = i * 256 + lane_idx * 8;
-    *reinterpret_cast<uint2*>(codes + k) = make_uint2(packed[0], packed[1]);
-    if (lane_idx % 4 == 0) scale[k / kGroup * padded] = group_scale;
   }
 }
 
-// Norm, rotation and packing of one key, by one warp: lane has 16 values.
+// Norm, rotation and packing of one key, by one warp: lane has 16 values. Waits for the kernels
+// before when all that does not depend on them is done.
 LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   constexpr int kPerLane = kHeadDim / plat::kWarpLanes;
   static_assert(kPerLane == 16 && stages::kKvGroup == 4 * kPerLane);
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes, first = lane_idx * kPerLane;
   const int slot = params.kv_slots[row_idx];
+  const bool rotates = first >= kNope;
+  float2 turn[kPerLane / 2];
+  float gain[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane / 2; ++i) {
+    turn[i] = rotates ? turn_of(params.rope, (first - kNope) / 2 + i, params.positions[row_idx])
+                      : make_float2(1.0f, 0.0f);
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) gain[i] = stages::from_bf16(__ldg(params.kv_norm + first + i));
+  sm90::wait_for_predecessors();
   float x[kPerLane], squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPerLane / 8; ++i) {
@@ -180,7 +205,7 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   float amax = 1e-4f;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    x[i] = x[i] * norm * stages::from_bf16(__ldg(params.kv_norm + first + i));
+    x[i] = x[i] * norm * gain[i];
     amax = plat::max(plat::abs(x[i]), amax);
   }
   amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
@@ -189,7 +214,7 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   const stages::KvPaged<std::uint8_t> pages{params.kv_pages.base, params.kv_pages.slots_per_page,
                                             params.kv_pages.page_bytes};
   const stages::KvRow<std::uint8_t> row = pages.row(slot);
-  if (first < kNope) {
+  if (!rotates) {
     const std::uint8_t code = stages::ue8m0_ceil(amax / stages::kE4m3Max);
     const float inverse = 1.0f / stages::from_ue8m0(code);
     std::uint32_t words[4];
@@ -206,9 +231,9 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   std::uint32_t words[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float2 turn = turn_of(params.rope, (first - kNope) / 2 + i, params.positions[row_idx]);
     const float a = x[2 * i], b = x[2 * i + 1];
-    words[i] = sm90::to_bf16_pair(a * turn.x - b * turn.y, a * turn.y + b * turn.x);
+    words[i] =
+        sm90::to_bf16_pair(a * turn[i].x - b * turn[i].y, a * turn[i].y + b * turn[i].x);
   }
   std::uint8_t* to = row.data + kNope + 2 * (first - kNope);
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -218,7 +243,7 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
 template <int kTiles>
 __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     front_q_fp8_sm90(const __grid_constant__ FrontParams params) {
-  using Linear = Product<kRows, kQLora, kTiles, 1, kRows>;
+  using Linear = Product<kRows, kQLora, kTiles, 1, kRows, 0>;
   constexpr int kTilesPerHead = kHeadDim / kRows;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<QShared<kTiles>*>(memory);
@@ -227,15 +252,18 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   if (tile >= params.num_heads * kTilesPerHead) {
     const int row_idx = (tile - params.num_heads * kTilesPerHead) * kProductWarps + warp_idx;
-    sm90::wait_for_predecessors();
-    if (row_idx < num_rows) store_key(params, row_idx);
+    if (row_idx < num_rows) {
+      store_key(params, row_idx);
+    } else {
+      sm90::wait_for_predecessors();
+    }
     return;
   }
   constexpr int kScaleStride = kQLora / kGroup;
   const ProductWeights weights{params.wq_b.codes + static_cast<std::int64_t>(tile) * kRows * kQLora,
                                params.wq_b.scales + tile * kRows / kGroup * kScaleStride, kQLora,
                                kScaleStride};
-  Linear::template load<kGroup>(shared.product, weights, 0);
+  Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
   // The head's last tile is the one that rotates.
   const bool rotates = tile % kTilesPerHead == kTilesPerHead - 1;
   static_assert(kRows == shape::kRopeDim);
@@ -245,11 +273,18 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
+  uint4 gain[kLatentPieces];
+#pragma unroll
+  for (int i = 0; i < kLatentPieces; ++i) {
+    gain[i] = __ldg(reinterpret_cast<const uint4*>(
+        params.q_norm + i * 256 + plat::thread_idx() % plat::kWarpLanes * 8));
+  }
   sm90::wait_for_predecessors();
   constexpr int kTokens = QShared<kTiles>::kTokens, kPitch = QShared<kTiles>::kPitch;
-  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-    quantize_latent(shared.codes + token * kPitch, shared.scale + token, kTokens,
-                    params.qa + token * kQLora, params.q_norm, params.norm_eps);
+  constexpr int kTogether = kTiles < 3 ? kTiles : 3;
+  for (int token = warp_idx; token < num_rows; token += kTogether * kProductWarps) {
+    quantize_latents<kTogether>(shared.codes, kPitch, shared.scale, kTokens, params.qa, gain,
+                                params.norm_eps, token, num_rows);
   }
   plat::block_sync();
   const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};

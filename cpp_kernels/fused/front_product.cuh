@@ -30,17 +30,20 @@ inline constexpr int kStep = 32;  // K of one step: two products, one scale of e
 inline constexpr int kTileTokens = 8;
 
 // Activations as e4m3 codes [token, stride] with scales [K / group, padded tokens], in global or
-// shared memory. `codes` and `scale` point at the block's first K.
-template <int kGroup, bool kShared>
+// shared memory. `data` and `scale` point at the block's first K; stride in bytes.
+template <int kGroup_, bool kShared_>
 struct CodeActivations {
+  static constexpr int kGroup = kGroup_, kBytes = 1;
+  static constexpr bool kShared = kShared_;
   using Raw = uint2;
-  const std::uint8_t* codes;
+  using InShared = CodeActivations<kGroup, true>;
+  const void* data;
   const float* scale;
   int stride, padded;
 
   LOWLAT_DEVICE Raw fetch(int token, int k) const {
-    const auto* src =
-        reinterpret_cast<const uint2*>(codes + static_cast<std::int64_t>(token) * stride + k);
+    const auto* src = reinterpret_cast<const uint2*>(static_cast<const std::uint8_t*>(data) +
+                                                     static_cast<std::int64_t>(token) * stride + k);
     if constexpr (kShared) return *src;
     return __ldcg(src);
   }
@@ -52,34 +55,40 @@ struct CodeActivations {
     sm90::e4m3_to_f16(pair, raw.y);
     out[2] = pair[0], out[3] = pair[1];
   }
-  // Of two tokens, for the step of 32 that begins at k.
-  LOWLAT_DEVICE float2 scale_of(int token, int k) const {
-    const auto* src = reinterpret_cast<const float2*>(scale + k / kGroup * padded + token);
-    if constexpr (kShared) return *src;
-    return __ldcg(src);
-  }
 };
 
 // Activations as f16 values under such scales.
-template <int kGroup>
+template <int kGroup_, bool kShared_>
 struct HalfActivations {
+  static constexpr int kGroup = kGroup_, kBytes = 2;
+  static constexpr bool kShared = kShared_;
   using Raw = uint4;
-  const std::uint16_t* values;
+  using InShared = HalfActivations<kGroup, true>;
+  const void* data;
   const float* scale;
   int stride, padded;
 
   LOWLAT_DEVICE Raw fetch(int token, int k) const {
-    return __ldcg(
-        reinterpret_cast<const uint4*>(values + static_cast<std::int64_t>(token) * stride + k));
+    const auto* src = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(data) +
+                                                     static_cast<std::int64_t>(token) * stride +
+                                                     2 * k);
+    if constexpr (kShared) return *src;
+    return __ldcg(src);
   }
   LOWLAT_DEVICE static Raw none() { return make_uint4(0u, 0u, 0u, 0u); }
   LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
     out[0] = raw.x, out[1] = raw.y, out[2] = raw.z, out[3] = raw.w;
   }
-  LOWLAT_DEVICE float2 scale_of(int token, int k) const {
-    return __ldcg(reinterpret_cast<const float2*>(scale + k / kGroup * padded + token));
-  }
 };
+
+// Scales of two tokens, for the step of 32 that begins at k.
+template <class Activations>
+LOWLAT_DEVICE float2 scales_of(const Activations& activations, int token, int k) {
+  const auto* src = reinterpret_cast<const float2*>(
+      activations.scale + k / Activations::kGroup * activations.padded + token);
+  if constexpr (Activations::kShared) return *src;
+  return __ldcg(src);
+}
 
 // Weight rows e4m3 [rows, stride] with ue8m0 scales of kGroup x kGroup blocks [rows / group,
 // scale_stride], from the block's first row and K on.
@@ -92,10 +101,12 @@ struct ProductWeights {
 
 // kOwned rows of the kRows belong to one block of the cluster: block i has rows i * kOwned and on
 // (blocks after the last row have none).
-template <int kRows_, int kK_, int kTiles_, int kBlocks_, int kOwned_>
+// kStaged bytes an activation (1, 2; 0: none): more than one group of tokens is brought to shared
+// memory first, so that no step waits for its own.
+template <int kRows_, int kK_, int kTiles_, int kBlocks_, int kOwned_, int kStaged_>
 struct Product {
   static constexpr int kRows = kRows_, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
-  static constexpr int kOwned = kOwned_;
+  static constexpr int kOwned = kOwned_, kStaged = kTiles > 1 ? kStaged_ : 0;
   static constexpr int kRowTiles = kRows / 16;
   static constexpr int kSteps = kK / kStep / kProductWarps;  // of a warp
   static constexpr int kTokens = kTiles * kTileTokens;
@@ -109,31 +120,48 @@ struct Product {
   static_assert(kK % (kStep * kProductWarps) == 0 && kK % 128 == 0 && kRows % 16 == 0);
   static_assert(2 * kSumPitch % 32 == 8 && kOwned * kBlocks >= kRows && kRows % kOwned == 0);
 
+  // Copied activations lie behind the codes, a pitch of 32 (64) more than a multiple of 128 bytes
+  // as for the weights.
+  static constexpr int kTokenPitch = kStaged * (kK + 32);
+  static constexpr int kOperandBytes = kCodeBytes + kTokens * kTokenPitch;
+
   struct Shared {
-    // Codes, then, when they are used up, the partial sums of the warps.
-    alignas(128) unsigned char memory[kCodeBytes > kSumBytes ? kCodeBytes : kSumBytes];
+    // Operands, then, when they are used up, the partial sums of the warps.
+    alignas(128) unsigned char memory[kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes];
     float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
     float scale[kRowTiles][kK / kStep];
-    std::uint64_t barrier;
+    alignas(16) float token_scale[kStaged > 0 ? kK / kStep : 1][kTokens];
+    std::uint64_t barrier;        // of the weights
+    std::uint64_t owned_barrier;  // of what the cluster sends
   };
 
-  // Asks for the weights. All threads call. `first_row`: of the block within its scale blocks of
-  // kGroup rows. In a cluster, the other blocks are known to run after the caller's cluster_wait.
+  // Asks for the weights, and tells the cluster that this block runs. All threads call.
+  // `first_row`: of the block within its scale blocks of kGroup rows.
   template <int kGroup>
-  LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int first_row) {
+  LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int first_row,
+                                 int num_rows) {
     const int thread_idx = plat::thread_idx();
-    if (thread_idx < plat::kWarpLanes) {
-      if (thread_idx == 0) {
-        sm90::barrier_init(&shared.barrier, 1);
-        sm90::fence_barrier_init();
-        sm90::barrier_arrive_expect(&shared.barrier, kRows * kK);
+    const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+    if (thread_idx == 0) {
+      sm90::barrier_init(&shared.barrier, 1);
+      sm90::barrier_init(&shared.owned_barrier, 1);
+      sm90::fence_barrier_init();
+      sm90::barrier_arrive_expect(&shared.barrier, kRows * kK);
+      if (kBlocks > 1) {
+        sm90::barrier_arrive_expect(&shared.owned_barrier, kBlocks * kOwned * num_rows * 4);
       }
-      __syncwarp();
-      for (int row = thread_idx; row < kRows; row += plat::kWarpLanes) {
+    }
+    plat::block_sync();
+    if constexpr (kBlocks > 1) sm90::cluster_arrive_relaxed();
+    // A copy takes its addresses from registers of the whole warp, so lanes would take turns.
+    if (lane_idx == 0) {
+#pragma unroll 1
+      for (int row = warp_idx; row < kRows; row += kProductWarps) {
         sm90::bulk_load(shared.memory + row * kPitch, weights.codes + row * weights.stride, kK,
                         &shared.barrier, sm90::CacheHint::evict_first);
       }
     }
+    __syncwarp();
     for (int i = thread_idx; i < kRowTiles * (kK / kStep); i += kProductThreads) {
       const int tile = i / (kK / kStep), step = i % (kK / kStep);
       shared.scale[tile][step] = stages::from_ue8m0(
@@ -144,16 +172,56 @@ struct Product {
   }
 
   // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
-  // after begin() and load(); on return the owned sums are there.
+  // after load(); on return the owned sums are there, if this block owns any.
   template <class Activations>
   LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows) {
+    if constexpr (kStaged == 0) {
+      multiply(shared, activations, num_rows);
+    } else {
+      static_assert(kStaged == Activations::kBytes && !Activations::kShared);
+      constexpr int kPieces = kStaged * kK / 16, kScalePieces = kTokens / 4;
+      for (int i = plat::thread_idx(); i < num_rows * kPieces; i += kProductThreads) {
+        const int token = i / kPieces, piece = i % kPieces;
+        copy_16(shared.memory + kCodeBytes + token * kTokenPitch + 16 * piece,
+                static_cast<const std::uint8_t*>(activations.data) +
+                    static_cast<std::int64_t>(token) * activations.stride + 16 * piece);
+      }
+      for (int i = plat::thread_idx(); i < kK / Activations::kGroup * kScalePieces;
+           i += kProductThreads) {
+        const int group = i / kScalePieces, token = i % kScalePieces * 4;
+        if (token < activations.padded) {
+          copy_16(&shared.token_scale[group][token],
+                  activations.scale + group * activations.padded + token);
+        }
+      }
+      wait_for_copies();
+      plat::block_sync();
+      const typename Activations::InShared staged{shared.memory + kCodeBytes,
+                                                  &shared.token_scale[0][0], kTokenPitch, kTokens};
+      multiply(shared, staged, num_rows);
+    }
+  }
+
+  // The sum of an owned row, after run().
+  LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
+    float total = shared.owned[0][token][owned_row];
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
+    return total;
+  }
+
+ private:
+  template <class Activations>
+  LOWLAT_DEVICE static void multiply(Shared& shared, const Activations& activations,
+                                     int num_rows) {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
     const int g = lane_idx / 4, t = lane_idx % 4;
     const int first_k = warp_idx * kSteps * kStep;
 
-    // One tile: everything is asked for at once. More: one step ahead, for want of registers.
-    constexpr int kAhead = kTiles == 1 ? kSteps : 2;
+    // From global memory (one group of tokens): everything is asked for at once.
+    constexpr int kAhead = Activations::kShared ? 1 : kSteps;
+    static_assert(Activations::kShared || kTiles == 1);
     typename Activations::Raw raw[kAhead][kTiles];
     float2 token_scale[kAhead][kTiles];
     const auto fetch = [&](int step) {
@@ -165,7 +233,7 @@ struct Product {
             token < num_rows ? activations.fetch(token, k + 8 * t) : Activations::none();
         // Scales of tokens that are not there are anything; their sums are not read.
         token_scale[step % kAhead][n] = n * kTileTokens < num_rows
-                                            ? activations.scale_of(n * kTileTokens + 2 * t, k)
+                                            ? scales_of(activations, n * kTileTokens + 2 * t, k)
                                             : make_float2(0.0f, 0.0f);
       }
     };
@@ -231,7 +299,7 @@ struct Product {
       }
     }
     plat::block_sync();
-    if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run: cluster_arrive of begin()
+    if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run, see load()
     const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
     for (int i = plat::thread_idx(); i < kRows * num_rows; i += kProductThreads) {
       const int row = i % kRows, token = i / kRows;
@@ -242,29 +310,17 @@ struct Product {
       }
       float* to = &shared.owned[block_idx][token][row % kOwned];
       if constexpr (kBlocks > 1) {
-        sm90::store_peer(sm90::peer_address(to, row / kOwned), total);
+        sm90::send_to_peer(sm90::peer_address(to, row / kOwned), total,
+                           sm90::peer_address(&shared.owned_barrier, row / kOwned));
       } else {
         *to = total;
       }
     }
     if constexpr (kBlocks > 1) {
-      sm90::cluster_sync();
+      if (block_idx * kOwned < kRows) wait_for_cluster(&shared.owned_barrier, 0);
     } else {
       plat::block_sync();
     }
-  }
-
-  // Before run(), as early as can be: tells the cluster that this block runs.
-  LOWLAT_DEVICE static void begin() {
-    if constexpr (kBlocks > 1) sm90::cluster_arrive();
-  }
-
-  // After run(): the sum of an owned row of this block.
-  LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
-    float total = shared.owned[0][token][owned_row];
-#pragma unroll
-    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
-    return total;
   }
 };
 

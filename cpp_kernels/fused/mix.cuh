@@ -5,6 +5,7 @@
 #error "include platform/nvidia.hpp before this file"
 #endif
 
+#include "fused/exchange.hpp"
 #include "fused/front_weights.cuh"
 #include "fused/mix.hpp"
 #include "platform/nvidia_sm90_fp8.cuh"
@@ -17,6 +18,7 @@ static_assert(kMixOutputs == 24 && kMixPartStride > kMixOutputs);
 
 struct MixShared {
   alignas(128) float fn[kMixOutputs][kMixPartLength];
+  alignas(16) std::uint16_t row[kMaxFusedRows][kMixPartLength];
   std::uint64_t barrier;
 };
 
@@ -26,64 +28,87 @@ LOWLAT_DEVICE void mix_load(MixShared& shared, const MixParams& params, int part
     sm90::barrier_init(&shared.barrier, 1);
     sm90::fence_barrier_init();
     sm90::barrier_arrive_expect(&shared.barrier, sizeof shared.fn);
+#pragma unroll 1
     for (int i = 0; i < kMixOutputs; ++i) {
-      sm90::bulk_load(
-          shared.fn[i],
-          params.fn + static_cast<std::int64_t>(i) * 4 * params.hidden + part * kMixPartLength,
-          sizeof shared.fn[i], &shared.barrier);
+      sm90::bulk_load(shared.fn[i],
+                      params.fn + static_cast<std::int64_t>(i) * 4 * params.hidden +
+                          part * kMixPartLength,
+                      sizeof shared.fn[i], &shared.barrier);
     }
   }
   plat::block_sync();
 }
 
-// Second half: 256 threads; each of the 8 warps has three of the dot products. Fixed order.
+// v[i] summed over the lanes, in v[0] of lane i: each exchange halves the values that a lane holds.
+template <int kHalf = plat::kWarpLanes / 2>
+LOWLAT_DEVICE void sum_over_lanes(float (&v)[plat::kWarpLanes], int lane_idx) {
+  const bool upper = (lane_idx & kHalf) != 0;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float send = upper ? v[i] : v[i + kHalf];
+    const float keep = upper ? v[i + kHalf] : v[i];
+    v[i] = keep + __shfl_xor_sync(plat::kAllLanes, send, kHalf);
+  }
+  if constexpr (kHalf > 1) sum_over_lanes<kHalf / 2>(v, lane_idx);
+}
+
+// Second half, by 256 threads: each of the 8 warps has three of the dot products and, as a fourth,
+// the sum of squares; eight rows at a time, so that their 32 sums are one exchange of lanes.
 LOWLAT_DEVICE void mix_compute(MixShared& shared, const MixParams& params, int part) {
-  constexpr int kPerWarp = kMixOutputs / 8, kPerLane = kMixPartLength / plat::kWarpLanes;
+  constexpr int kThreads = 256, kBatch = 8, kPerWarp = kMixOutputs / 8, kPiece = 8;
+  static_assert(kBatch * (kPerWarp + 1) == plat::kWarpLanes);
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  wait_for_weights(&shared.barrier, 0);
-  float fn[kPerWarp][kPerLane];
-#pragma unroll
-  for (int i = 0; i < kPerWarp; ++i) {
-#pragma unroll
-    for (int j = 0; j < kPerLane; j += 4) {
-      const float4 v = *reinterpret_cast<const float4*>(
-          &shared.fn[warp_idx * kPerWarp + i][j * plat::kWarpLanes + lane_idx * 4]);
-      fn[i][j] = v.x, fn[i][j + 1] = v.y, fn[i][j + 2] = v.z, fn[i][j + 3] = v.w;
-    }
+  constexpr int kPieces = kMixPartLength / kPiece;
+  for (int i = plat::thread_idx(); i < params.num_rows * kPieces; i += kThreads) {
+    const int row_idx = i / kPieces, piece = i % kPieces;
+    copy_16(&shared.row[row_idx][piece * kPiece],
+            params.residual + static_cast<std::int64_t>(row_idx) * 4 * params.hidden +
+                part * kMixPartLength + piece * kPiece);
   }
-  for (int row_idx = 0; row_idx < params.num_rows; ++row_idx) {
-    const std::uint16_t* row = params.residual +
-                               static_cast<std::int64_t>(row_idx) * 4 * params.hidden +
-                               part * kMixPartLength;
-    float sum[kPerWarp] = {}, squares = 0.0f;
-    uint2 pairs[kPerLane / 4];
+  wait_for_copies();
+  plat::block_sync();
+  wait_for_weights(&shared.barrier, 0);
+  for (int first_row = 0; first_row < params.num_rows; first_row += kBatch) {
+    float sum[plat::kWarpLanes] = {};  // [row][dot product or squares]
 #pragma unroll
-    for (int j = 0; j < kPerLane / 4; ++j) {
-      pairs[j] =
-          __ldcg(reinterpret_cast<const uint2*>(row + j * 4 * plat::kWarpLanes + lane_idx * 4));
-    }
+    for (int j = 0; j < kMixPartLength / (4 * plat::kWarpLanes); ++j) {
+      const int k = 4 * (lane_idx + j * plat::kWarpLanes);
+      float4 fn[kPerWarp];
 #pragma unroll
-    for (int j = 0; j < kPerLane / 4; ++j) {
-      const float x[4] = {sm90::low_bf16(pairs[j].x), sm90::high_bf16(pairs[j].x),
-                          sm90::low_bf16(pairs[j].y), sm90::high_bf16(pairs[j].y)};
+      for (int i = 0; i < kPerWarp; ++i) {
+        fn[i] = *reinterpret_cast<const float4*>(&shared.fn[warp_idx * kPerWarp + i][k]);
+      }
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        squares = plat::fma(x[k], x[k], squares);
+      for (int row = 0; row < kBatch; ++row) {
+        // Rows after the last are rows of the memory all the same; their sums are not stored.
+        const uint2 pairs = *reinterpret_cast<const uint2*>(
+            &shared.row[min(first_row + row, kMaxFusedRows - 1)][k]);
+        const float x[4] = {sm90::low_bf16(pairs.x), sm90::high_bf16(pairs.x),
+                            sm90::low_bf16(pairs.y), sm90::high_bf16(pairs.y)};
 #pragma unroll
-        for (int i = 0; i < kPerWarp; ++i) sum[i] = plat::fma(fn[i][4 * j + k], x[k], sum[i]);
+        for (int i = 0; i < kPerWarp; ++i) {
+          float& to = sum[row * (kPerWarp + 1) + i];
+          to = plat::fma(fn[i].x, x[0], to);
+          to = plat::fma(fn[i].y, x[1], to);
+          to = plat::fma(fn[i].z, x[2], to);
+          to = plat::fma(fn[i].w, x[3], to);
+        }
+        float& squares = sum[row * (kPerWarp + 1) + kPerWarp];
+#pragma unroll
+        for (const float v : x) squares = plat::fma(v, v, squares);
       }
     }
+    sum_over_lanes(sum, lane_idx);
+    const float own = sum[0];
+    const int row_idx = first_row + lane_idx / (kPerWarp + 1), which = lane_idx % (kPerWarp + 1);
+    if (row_idx >= params.num_rows) continue;
     float* out = params.partial +
                  (static_cast<std::int64_t>(part) * params.num_rows + row_idx) * kMixPartStride;
-#pragma unroll
-    for (int i = 0; i < kPerWarp; ++i) {
-      sum[i] = plat::warp_sum(sum[i]);
-      if (lane_idx == 0) out[warp_idx * kPerWarp + i] = sum[i];
-    }
-    if (warp_idx == 0) {
-      squares = plat::warp_sum(squares);
-      if (lane_idx == 0) out[kMixOutputs] = squares;
+    if (which < kPerWarp) {
+      out[warp_idx * kPerWarp + which] = own;
+    } else if (warp_idx == 0) {
+      out[kMixOutputs] = own;
     }
   }
 }

@@ -34,9 +34,9 @@ constexpr int kKA = kGroupInput / kBlocksA;
 constexpr int kRowsB = 80, kKB = kLora;
 
 template <int kTiles>
-using ProductA = Product<kRowsA, kKA, kTiles, kBlocksA, kOwnedA>;
+using ProductA = Product<kRowsA, kKA, kTiles, kBlocksA, kOwnedA, 2>;
 template <int kTiles, int kBlocks>
-using ProductB = Product<kRowsB, kKB, kTiles, kBlocks, kRowsB / kBlocks>;
+using ProductB = Product<kRowsB, kKB, kTiles, kBlocks, kRowsB / kBlocks, 1>;
 
 template <int kTiles>
 constexpr int min_blocks() {
@@ -50,7 +50,6 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
   sm90::launch_dependents();
-  Linear::begin();
   const int tile = static_cast<int>(blockIdx.x) / kBlocksA;
   const int rank = static_cast<int>(blockIdx.x) % kBlocksA;
   constexpr int kScaleStride = kGroupInput / kGroup;
@@ -58,12 +57,13 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       params.wo_a.codes + static_cast<std::int64_t>(tile) * kRowsA * kGroupInput + rank * kKA,
       params.wo_a.scales + tile * (kRowsA / kGroup) * kScaleStride + rank * kKA / kGroup,
       kGroupInput, kScaleStride};
-  Linear::template load<kGroup>(shared, weights, 0);
+  Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
   sm90::wait_for_predecessors();
   const int padded = padded_rows(params.num_rows);
   const int first_k = tile * kRowsA / kLora * kGroupInput + rank * kKA;  // in the row of o
-  const HalfActivations<kGroup> o{params.o + first_k, params.o_scale + first_k / kGroup * padded,
-                                  params.num_groups * kGroupInput, padded};
+  const HalfActivations<kGroup, false> o{params.o + first_k,
+                                         params.o_scale + first_k / kGroup * padded,
+                                         2 * params.num_groups * kGroupInput, padded};
   Linear::run(shared, o, params.num_rows);
   if (rank >= kRowsA / kOwnedA) return;
   // A warp a token: its lanes are the 32 outputs that share a scale.
@@ -86,7 +86,6 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   using Linear = ProductB<kTiles, kBlocks>;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
-  Linear::begin();
   const int tile = static_cast<int>(blockIdx.x) / kBlocks;
   const int rank = static_cast<int>(blockIdx.x) % kBlocks;
   const int k = kBlocks * kKB, scale_stride = k / kGroup;
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       params.wo_b.codes + static_cast<std::int64_t>(first_row) * k + rank * kKB,
       params.wo_b.scales + first_row / kGroup * scale_stride + rank * kKB / kGroup, k,
       scale_stride};
-  Linear::template load<kGroup>(shared, weights, first_row % kGroup);
+  Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
   sm90::wait_for_predecessors();
   sm90::launch_dependents();
   const int padded = padded_rows(params.num_rows);

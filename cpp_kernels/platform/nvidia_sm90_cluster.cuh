@@ -22,17 +22,19 @@ LOWLAT_DEVICE int cluster_size() {
   return static_cast<int>(size);
 }
 
-// Every thread of the cluster calls arrive, then wait. What a thread wrote to any block's shared
-// memory before it arrived is visible after the wait. Threads that have ended count as arrived.
+// Every thread of the cluster calls arrive, then wait. Threads that have ended count as arrived.
+//
+// cluster_arrive: what a thread wrote to any block's shared memory before it arrived is visible
+// after the wait. That takes a fence over all of its memory accesses; cluster_arrive_relaxed has
+// none and tells only that the thread got here (and, after fence_barrier_init, of barriers).
 LOWLAT_DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+LOWLAT_DEVICE void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 LOWLAT_DEVICE void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-LOWLAT_DEVICE void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
 }
 
 // The address, in the cluster's window, of the same variable in another block's shared memory.
@@ -43,12 +45,15 @@ LOWLAT_DEVICE std::uint32_t peer_address(const void* shared, int rank) {
                : "r"(shared_address(shared)), "r"(rank));
   return address;
 }
-LOWLAT_DEVICE void store_peer(std::uint32_t address, float v) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-LOWLAT_DEVICE void store_peer(std::uint32_t address, float a, float b) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b)
-               : "memory");
+// Stores v at `address`, and counts four bytes on the barrier at `barrier` once it is there; both
+// are addresses in the window, of one block. Who waits for that barrier by barrier_wait_cluster
+// sees v: no fence is needed.
+LOWLAT_DEVICE void send_to_peer(std::uint32_t address, float v, std::uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          address),
+      "r"(__float_as_uint(v)), "r"(barrier)
+      : "memory");
 }
 LOWLAT_DEVICE float load_peer(std::uint32_t address) {
   float v;
@@ -60,6 +65,28 @@ LOWLAT_DEVICE void load_peer(std::uint32_t address, float& a, float& b) {
                : "=f"(a), "=f"(b)
                : "r"(address)
                : "memory");
+}
+
+// As barrier_wait, for what other blocks of the cluster have sent.
+LOWLAT_DEVICE bool barrier_wait_cluster(std::uint64_t* barrier, std::uint32_t parity,
+                                        std::uint64_t budget_ns) {
+  std::uint64_t deadline_ns = 0;
+  for (;;) {
+    std::uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred over;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, over;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    if (done != 0u) return true;
+    const std::uint64_t now_ns = plat::clock_ns();
+    if (deadline_ns == 0) deadline_ns = now_ns + budget_ns;
+    if (now_ns > deadline_ns) return false;
+  }
 }
 
 }  // namespace lowlat::nvidia::sm90
