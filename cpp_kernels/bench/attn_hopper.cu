@@ -216,9 +216,14 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   std::vector<float> u_scale(act.u_scale.size(), 0.00390625f);
   act.u_codes.put(u_codes);
   act.u_scale.put(u_scale);
-  const fused::MixParams mix{act.residual[0].get(), device.fn.get(), act.mix.get(), kHidden, rows};
-  must_run(fused::launch_mix_partial(mix, false, nullptr), "mix");
-  must_run(fused::launch_begin_step(mail.step_epoch.get(), 3, nullptr), "begin step");
+  const Gates gates(2);
+  const auto mixing = [&](int side) {
+    return act.mixing(device, side, gates.at(side, Gates::mix_parts, fused::mix_parts(kHidden)),
+                      gates.at(side, Gates::mix, rows));
+  };
+  must_run(fused::launch_begin_step(mail.step_epoch.get(), 3, gates.round(), nullptr),
+           "begin step");
+  must_run(fused::launch_mix(mixing(0), {}, false, nullptr), "mix");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
   must_run(
@@ -250,7 +255,8 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   expect("x quantised", rows, x_quantized, quantized(x), 0.0);
 
   // The front.
-  fused::FrontParams front = act.front(device, device_keys, 1);
+  fused::FrontParams front = act.front(device, device_keys);
+  front.mix = mixing(1);
   must_run(fused::launch_front_qkv(front, false, nullptr), "qkv");
   const std::vector<std::uint16_t> qa = act.qa.take(), kv = act.kv.take();
   expect("qa", rows, values(qa),
@@ -367,7 +373,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
 // Which kernels a chain holds.
 struct Parts {
   const char* name;
-  bool qkv, q, attention, wo_a, wo_b, published, exchange, early;
+  bool qkv, q, attention, wo_a, wo_b, published, exchange, gates;
 };
 
 struct Chain {
@@ -375,9 +381,10 @@ struct Chain {
   std::vector<DeviceKeys> keys;
   Activations act;
   Mailboxes mail;
+  Gates gates;
 
   Chain(const HostWeights& host, int rows, int layers)
-      : act(rows, kHeads, kGroups), mail(rows, kRanks) {
+      : act(rows, kHeads, kGroups), mail(rows, kRanks), gates(layers) {
     Random random(9);
     for (int i = 0; i < layers; ++i) {
       weights.emplace_back(host);
@@ -392,7 +399,7 @@ struct Chain {
   void reset() {
     for (auto* codes : {&act.x_codes, &act.u_codes}) codes->zero();
     for (auto* half : {&act.x, &act.qa, &act.kv, &act.q, &act.o}) half->zero();
-    for (auto* scale : {&act.x_scale, &act.o_scale, &act.u_scale, &act.mix}) {
+    for (auto* scale : {&act.x_scale, &act.o_scale, &act.u_scale, &act.qa_squares, &act.mix}) {
       scale->put(std::vector<float>(scale->size(), 0.01f));
     }
   }
@@ -400,35 +407,66 @@ struct Chain {
   void launch(const Parts& parts, bool same, cudaStream_t stream) {
     const fused::ExchangePort port = mail.looped(kRanks);
     const int layers = static_cast<int>(weights.size());
-    cuda_must(fused::launch_begin_step(mail.step_epoch.get(), layers, stream), "begin step");
+    cuda_must(
+        fused::launch_begin_step(mail.step_epoch.get(), layers, gates.round(), stream),
+        "begin step");
+    const int rows = act.rows;
+    fused::Gate last = {};  // of the kernel before, or the stream's order
     for (int i = 0; i < layers; ++i) {
       const DeviceWeights& w = weights[same ? 0 : i];
       const int side = i % 2;
+      const auto gate = [&](Gates::Kind kind, std::uint32_t blocks) {
+        return parts.gates ? gates.at(i, kind, blocks) : fused::Gate{};
+      };
+      fused::Gate mix_done = {};
+      fused::FrontParams front = act.front(w, keys[i]);
       if (parts.qkv) {
-        cuda_must(fused::launch_front_qkv(act.front(w, keys[i], side), true, stream), "qkv");
+        mix_done = gate(Gates::mix, rows);
+        front.mix = act.mixing(w, side, gates.at(i, Gates::mix_parts, fused::mix_parts(kHidden)),
+                               mix_done);
+        front.before = last;
+        front.qkv_done = last = gate(Gates::qkv, fused::front_qkv_blocks());
+        cuda_must(fused::launch_front_qkv(front, true, stream), "qkv");
       }
-      if (parts.q) cuda_must(fused::launch_front_q(act.front(w, keys[i], side), true, stream), "q");
+      if (parts.q) {
+        if (!parts.qkv) front.qkv_done = last;
+        front.done = last = gate(Gates::q, fused::front_q_blocks(rows, kHeads));
+        cuda_must(fused::launch_front_q(front, true, stream), "q");
+      }
       if (parts.attention) {
-        cuda_must(fused::launch_sparse_attention(act.attention(w, keys[i]), true, stream),
-                  "attention");
+        fused::AttentionParams attention = act.attention(w, keys[i]);
+        attention.before = last;
+        attention.done = last = gate(Gates::attention, fused::attention_blocks(rows, kHeads));
+        cuda_must(fused::launch_sparse_attention(attention, true, stream), "attention");
       }
-      const fused::OprojParams oproj = act.oproj(w, port, i, parts.published);
-      if (parts.wo_a) cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
-      if (parts.wo_b) cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
+      fused::OprojParams oproj = act.oproj(w, port, i, parts.published);
+      if (parts.wo_a) {
+        oproj.before = last;
+        oproj.u_done = last = gate(Gates::u, fused::oproj_a_blocks(kGroups));
+        cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
+      }
+      if (parts.wo_b) {
+        if (!parts.wo_a) oproj.u_done = last;
+        cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
+      }
       if (parts.exchange) {
-        cuda_must(fused::launch_exchange_norm(act.exchange(w, port, i, side, parts.early), kHidden,
-                                              true, stream),
-                  "exchange");
+        fused::ExchangeNormParams exchange = act.exchange(w, port, i, side, true);
+        exchange.mix_done = mix_done;
+        exchange.before = last;
+        exchange.done = last = gate(Gates::exchange, fused::exchange_norm_blocks(rows));
+        cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
+      } else if (parts.wo_b) {
+        last = {};
       }
     }
   }
 };
 
 // Replays of the same step give the same bits, whatever else runs.
-void check_replays(const HostWeights& host, int rows) {
+void check_replays(const HostWeights& host, int rows, bool gated) {
   Chain chain(host, rows, 2);
   Graph graph([&](cudaStream_t stream) {
-    chain.launch({"all", true, true, true, true, true, true, true, true}, false, stream);
+    chain.launch({"all", true, true, true, true, true, true, true, gated}, false, stream);
   });
   const std::vector<std::uint16_t> start = chain.act.residual[0].take();
   std::vector<std::uint16_t> first, first_x;
@@ -448,8 +486,8 @@ void check_replays(const HostWeights& host, int rows) {
   bool finite = true;
   for (const double v : values(first_x)) finite &= std::isfinite(v);
   failures += finite ? 0 : 1;
-  std::printf("%s T=%d 200 replays: %d differ, faulted %d, finite %d\n",
-              different == 0 && finite ? "ok  " : "FAIL", rows, different, chain.mail.faulted(),
+  std::printf("%s T=%d 200 replays, gates %d: %d differ, faulted %d, finite %d\n",
+              different == 0 && finite ? "ok  " : "FAIL", rows, gated, different, chain.mail.faulted(),
               finite);
 }
 
@@ -503,19 +541,17 @@ void time_rows(const HostWeights& host, int rows, double rate) {
   const double keys = rows * (kWindow + kExtra) * 584.0;
   const Parts all[] = {
       {"whole half", true, true, true, true, true, true, true, true},
-      {"whole half, exchange after the end", true, true, true, true, true, true, true, false},
-      {"without the exchange", true, true, true, true, true, false, false, false},
-      {"front", true, true, false, false, false, false, false, false},
-      {"qkv", true, false, false, false, false, false, false, false},
-      {"q", false, true, false, false, false, false, false, false},
-      {"attention", false, false, true, false, false, false, false, false},
-      {"front, attention", true, true, true, false, false, false, false, false},
-      {"wo_a", false, false, false, true, false, false, false, false},
-      {"wo_b", false, false, false, false, true, false, false, false},
-      {"wo_a, wo_b", false, false, false, true, true, false, false, false},
+      {"whole half, no gates", true, true, true, true, true, true, true, false},
+      {"front", true, true, false, false, false, false, false, true},
+      {"qkv", true, false, false, false, false, false, false, true},
+      {"q", false, true, false, false, false, false, false, true},
+      {"attention", false, false, true, false, false, false, false, true},
+      {"front, attention", true, true, true, false, false, false, false, true},
+      {"wo_a", false, false, false, true, false, false, false, true},
+      {"wo_b", false, false, false, false, true, false, false, true},
+      {"wo_a, wo_b", false, false, false, true, true, false, false, true},
       {"wo_a, wo_b, exchange", false, false, false, true, true, true, true, true},
-      {"wo_a, wo_b, exchange after the end", false, false, false, true, true, true, true, false},
-      {"wo_b, exchange", false, false, false, false, true, true, true, true},
+      {"front, attention, wo_a", true, true, true, true, false, false, false, true},
   };
   for (const Parts& parts : all) {
     chain.reset();
@@ -554,7 +590,10 @@ int run(int argc, char** argv) {
       check_rows(rows, host, device, false);
       check_rows(rows, host, device, true);
     }
-    for (const int rows : {6, 48}) check_replays(host, rows);
+    for (const int rows : {6, 12, 48}) {
+      check_replays(host, rows, false);
+      check_replays(host, rows, true);
+    }
     check_deadline(device);
     std::printf("%d failures\n", failures);
     return failures == 0 ? 0 : 1;

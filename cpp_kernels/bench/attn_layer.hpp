@@ -210,6 +210,25 @@ struct Mailboxes {
   bool faulted() const { return (status[0] & 0xffff'ffffu) != 0u; }
 };
 
+// Gates of a chain of layers.
+class Gates {
+ public:
+  enum Kind { mix_parts, mix, qkv, q, attention, u, exchange, count };
+
+  explicit Gates(int layers) : words_(static_cast<std::size_t>(layers) * count * kStride), round_(1) {
+    words_.zero();
+    round_.zero();
+  }
+  fused::Gate at(int layer, Kind kind, std::uint32_t blocks) const {
+    return {words_.get() + (layer * count + kind) * kStride, round_.get(), blocks};
+  }
+  std::uint32_t* round() const { return round_.get(); }
+
+ private:
+  static constexpr int kStride = 32;  // words: nobody shares a line
+  Buffer<std::uint32_t> words_, round_;
+};
+
 inline fused::RopeFrequencies rope_frequencies() {
   fused::RopeFrequencies out;
   for (int i = 0; i < 32; ++i) out.values[i] = reference::rope_frequency(i, true);
@@ -221,7 +240,7 @@ struct Activations {
   int rows, heads, groups, padded;
   Buffer<std::uint16_t> residual[2], x, qa, kv, q, o;
   Buffer<std::uint8_t> x_codes, u_codes;
-  Buffer<float> x_scale, o_scale, u_scale, partial, mix;
+  Buffer<float> x_scale, o_scale, u_scale, partial, qa_squares, mix_partial, mix;
 
   Activations(int num_rows, int num_heads, int num_groups)
       : rows(num_rows),
@@ -239,12 +258,32 @@ struct Activations {
         o_scale(static_cast<std::size_t>(heads * 16 * padded)),
         u_scale(static_cast<std::size_t>(groups * 32 * padded)),
         partial(count(kHidden)),
-        mix(static_cast<std::size_t>(fused::mix_parts(kHidden) * rows * fused::kMixPartStride)) {
+        qa_squares(static_cast<std::size_t>(kQLora / 16 * padded)),
+        mix_partial(static_cast<std::size_t>(fused::mix_parts(kHidden) * rows * fused::kMixStride)),
+        mix(count(fused::kMixStride)) {
     for (auto& r : residual) r = Buffer<std::uint16_t>(count(4 * kHidden));
   }
   std::size_t count(int width) const { return static_cast<std::size_t>(rows) * width; }
 
-  fused::FrontParams front(const DeviceWeights& w, const DeviceKeys& keys, int side) const {
+  fused::MixParams mixing(const DeviceWeights& w, int side, const fused::Gate& parts,
+                          const fused::Gate& done) const {
+    fused::MixParams p = {};
+    p.residual = residual[side].get();
+    p.fn = w.fn.get();
+    p.base = w.base.get();
+    p.scale = w.scale.get();
+    p.norm_eps = kNormEps;
+    p.hc_eps = kHcEps;
+    p.sinkhorn_iters = kSinkhornIters;
+    p.hidden = kHidden;
+    p.num_rows = rows;
+    p.partial = mix_partial.get();
+    p.mix = mix.get();
+    p.parts = parts;
+    p.done = done;
+    return p;
+  }
+  fused::FrontParams front(const DeviceWeights& w, const DeviceKeys& keys) const {
     fused::FrontParams p = {};
     p.num_rows = rows;
     p.num_heads = heads;
@@ -263,7 +302,7 @@ struct Activations {
     p.kv = kv.get();
     p.q = q.get();
     p.kv_pages = {keys.window.get(), kPageBytes, kSlotsPerPage};
-    p.mix = {residual[side].get(), w.fn.get(), mix.get(), kHidden, rows};
+    p.qa_squares = qa_squares.get();
     return p;
   }
   fused::AttentionParams attention(const DeviceWeights& w, const DeviceKeys& keys) const {
@@ -309,12 +348,8 @@ struct Activations {
     p.exchange_index = index;
     p.stage = 3;  // attention_sum
     p.num_rows = rows;
-    p.mix_partial = mix.get();
-    p.mix_base = w.base.get();
-    p.mix_scale = w.scale.get();
+    p.mix = mix.get();
     p.norm_eps = kNormEps;
-    p.hc_eps = kHcEps;
-    p.sinkhorn_iters = kSinkhornIters;
     p.gain = w.gain.get();
     p.residual_in = residual[side].get();
     p.residual_out = residual[1 - side].get();

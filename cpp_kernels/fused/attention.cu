@@ -12,7 +12,7 @@
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
 //              are gathered and expanded before q is there, except those that the step writes
-// Ordering     kernels' ends; inside a cluster each block leaves its partial (max, sum, o) in its
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster each block leaves its partial (max, sum, o) in its
 //              own shared memory, the cluster's barrier, then every block reads its heads' parts
 //              from all, and a second barrier keeps the memory until all have read
 // Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
@@ -21,7 +21,9 @@
 // The platform comes first.
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
+#include "fused/exchange_gate.cuh"
 #include "fused/front_launch.cuh"
+#include "fused/front_quant.cuh"
 #include "platform/nvidia_sm90.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
@@ -55,6 +57,7 @@ struct Shared {
   float score[kScoreGroups][kHeads][kTile];
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads];
+  float factor[kHeads][kHeads];  // of a block's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
   // first tile, rows that may not be read yet.
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
   store_pieces(shared, pieces);
-  sm90::wait_for_predecessors();
+  wait_at(params.before);
 
   // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
   // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
@@ -287,8 +290,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       float weight = 0.0f;
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
-        const float p = stages::round_bf16(exp2f((s[i] - base) * kLog2e));
-        shared.prob[head * kProbPitch + first_of_thread + 16 * i] = stages::to_bf16(p);
+        const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
+        shared.prob[head * kProbPitch + first_of_thread + 16 * i] = static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
         weight += p;
       }
 #pragma unroll
@@ -343,46 +346,60 @@ __global__ void __launch_bounds__(kThreads, 2)
   sm90::cluster_arrive();
   sm90::cluster_wait();
 
-  // Each block finishes its heads: a thread has two dimensions.
+  // Each block finishes its heads: a thread has two dimensions. First the weight of each block's
+  // part of a head: 16 threads a head.
+  constexpr float kLog2e = 1.4426950408889634f;
   const int heads_per_block = kHeads / num_blocks;
+  {
+    const int part = thread_idx % kHeads, local = thread_idx / kHeads;
+    if (local < heads_per_block) {
+      const int head = block_idx * heads_per_block + local;
+      const bool there = part < num_blocks;
+      const int from = there ? part : 0;
+      float top = sm90::load_peer(sm90::peer_address(&shared.top[head], from));
+      float weight = sm90::load_peer(sm90::peer_address(&shared.weight[head], from));
+      if (!there) top = -INFINITY, weight = 0.0f;
+      const float sink = __ldg(params.sink + first_head + head);
+      float most = plat::max(top, sink);
+      // Lanes of a half warp: which half is whole is known from the number of heads.
+      const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
+#pragma unroll
+      for (int mask = 1; mask < kHeads; mask *= 2) {
+        most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
+      }
+      const float base = most == -INFINITY ? 0.0f : most;
+      const float factor = exp2f((top - base) * kLog2e);
+      weight *= factor;
+#pragma unroll
+      for (int mask = 1; mask < kHeads; mask *= 2) {
+        weight += __shfl_xor_sync(lanes, weight, mask);
+      }
+      weight += exp2f((sink - base) * kLog2e);
+      shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+    }
+  }
+  plat::block_sync();
   const int dim = 2 * thread_idx;
   const int padded = padded_rows(params.num_rows);
+#pragma unroll 1
   for (int i = 0; i < heads_per_block; ++i) {
     const int head = block_idx * heads_per_block + i;
-    const float sink = __ldg(params.sink + first_head + head);
-    float part_top[kHeads], part_weight[kHeads], a[kHeads], b[kHeads];
-#pragma unroll
-    for (int block = 0; block < kHeads; ++block) {
-      if (block >= num_blocks) break;
-      part_top[block] = sm90::load_peer(sm90::peer_address(&shared.top[head], block));
-      part_weight[block] = sm90::load_peer(sm90::peer_address(&shared.weight[head], block));
-      sm90::load_peer(sm90::peer_address(&shared.sum[head * kSumPitch + dim], block), a[block],
-                      b[block]);
+    float first = 0.0f, second = 0.0f;
+    const float* own = &shared.sum[head * kSumPitch + dim];
+#pragma unroll 4
+    for (int block = 0; block < num_blocks; ++block) {
+      float a, b;
+      sm90::load_peer(sm90::peer_address(own, block), a, b);
+      first = plat::fma(a, shared.factor[i][block], first);
+      second = plat::fma(b, shared.factor[i][block], second);
     }
-    constexpr float kLog2e = 1.4426950408889634f;
-    float top = sink;
-#pragma unroll
-    for (int block = 0; block < kHeads; ++block) {
-      if (block < num_blocks) top = plat::max(part_top[block], top);
-    }
-    const float base = top == -INFINITY ? 0.0f : top;
-    float weight = exp2f((sink - base) * kLog2e), first = 0.0f, second = 0.0f;
-#pragma unroll
-    for (int block = 0; block < kHeads; ++block) {
-      if (block >= num_blocks) break;
-      const float factor = exp2f((part_top[block] - base) * kLog2e);
-      weight = plat::fma(part_weight[block], factor, weight);
-      first = plat::fma(a[block], factor, first);
-      second = plat::fma(b[block], factor, second);
-    }
-    const float inverse = weight > 0.0f ? 1.0f / weight : 0.0f;
-    first = stages::round_bf16(first * inverse);
-    second = stages::round_bf16(second * inverse);
+    first = quick_bf16(first);
+    second = quick_bf16(second);
     if (dim >= kNope) {
       const float2 turn = shared.turn[(dim - kNope) / 2];
       const float turned = first * turn.x + second * turn.y;
-      second = stages::round_bf16(second * turn.x - first * turn.y);
-      first = stages::round_bf16(turned);
+      second = quick_bf16(second * turn.x - first * turn.y);
+      first = quick_bf16(turned);
     }
     float amax = plat::max(plat::abs(first), plat::abs(second));
 #pragma unroll
@@ -403,6 +420,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
     }
   }
+  open_gate(params.done);
   // Nobody's memory goes while another reads it; the values read are used up by then.
   sm90::cluster_arrive_relaxed();
   sm90::cluster_wait();
@@ -415,10 +433,9 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (params.num_heads < kHeads || params.num_heads % kHeads != 0) return cudaErrorInvalidValue;
   if (params.num_window < 0 || params.num_extra < 0) return cudaErrorInvalidValue;
-  // As many as fit the device at two a multiprocessor; they divide the 16 heads.
-  const int clusters = params.num_rows * (params.num_heads / kHeads);
-  const int fitting = clusters <= 12 ? 16 : clusters <= 24 ? 8 : clusters <= 48 ? 4 : 2;
-  const int blocks = params.blocks_per_row == 0 ? fitting : params.blocks_per_row;
+  const int blocks = params.blocks_per_row == 0
+                         ? attention_blocks_per_row(params.num_rows, params.num_heads)
+                         : params.blocks_per_row;
   if (blocks < 1 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
   return launch_kernel(sparse_attention_bf16_sm90,
                        dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,

@@ -32,8 +32,21 @@ struct AttentionParams {
   // True: the rows of the extra set are read only after the kernels before have ended (a layer
   // that writes its own compressed keys).
   bool late_extra;
+  Gate before, done;  // of q and the stored keys; of o
   int blocks_per_row;  // that share a row's keys: 1, 2, 4, 8 or 16; 0: chosen by the rows
 };
+
+// Blocks that share a row's keys, as many as fit the device at two a multiprocessor, where
+// blocks_per_row is 0.
+constexpr int attention_blocks_per_row(int num_rows, int num_heads) {
+  const int clusters = num_rows * (num_heads / 16);
+  return clusters <= 12 ? 16 : clusters <= 24 ? 8 : clusters <= 48 ? 4 : 2;
+}
+// Blocks that open `done`.
+constexpr std::uint32_t attention_blocks(int num_rows, int num_heads) {
+  return static_cast<std::uint32_t>(attention_blocks_per_row(num_rows, num_heads) * num_rows *
+                                    (num_heads / 16));
+}
 
 // cudaErrorInvalidValue for sizes out of range.
 cudaError_t launch_sparse_attention(const AttentionParams& params, bool programmatic,

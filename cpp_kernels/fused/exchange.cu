@@ -5,7 +5,7 @@
 //              v = bf( Σ_k pre[k]·R'[k] )               fp32 fma, k ascending
 //              x = bf( v · rsqrt(Σv²/H + ε) · gain )    V4.1's rule: Σ over the rounded v
 //              codes, scale = quant(x)                  e4m3, groups of 32, powers of two
-//              pre, post, comb from the sums of their pieces (mix.cuh), Sinkhorn included
+//              pre, post, comb of the residual: mix.cuh
 // Shapes       p_r packets of epoch e · R, R' [T,4,H] bf16 · x [T,H] bf16 · 1 ≤ T ≤ 48
 // Rounding     where bf( ) stands, nearest-even; partial sums to 24 bits (exchange.cuh)
 // Bytes        T = 6, H = 5120, 4 ranks: read 0.74 MB (packets 0.49), write 0.34 MB, all in L2
@@ -19,12 +19,13 @@
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/exchange.cuh"
+#include "fused/exchange_gate.cuh"
 #include "fused/front_launch.cuh"
-#include "fused/mix.cuh"
+#include "fused/front_quant.cuh"
+#include "fused/mix.hpp"
 #include "platform/nvidia_sm90.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
-#include "stages/linear.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
@@ -39,13 +40,11 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   constexpr int kWarps = kThreads / plat::kWarpLanes;
   constexpr int kQuads = kHidden / 4;
   static_assert(kThreads % plat::kWarpLanes == 0 && kGroup == 8 * 4);
-  __shared__ MixSumShared<kThreads> mix;
   __shared__ float warp_squares[kWarps];
   __shared__ float block_squares[kBlocksPerRow];
   __shared__ std::uint64_t squares_barrier;
 
   sm90::launch_dependents();
-  if (!params.early) sm90::wait_for_predecessors();
   const int row_idx = static_cast<int>(blockIdx.y), block_idx = sm90::cluster_rank();
   const int quad_idx = block_idx * kThreads + plat::thread_idx();
   if (plat::thread_idx() == 0) {
@@ -55,6 +54,8 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   }
   __syncwarp();
   sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
+  const uint2 gain_codes = __ldg(reinterpret_cast<const uint2*>(params.gain + 4 * quad_idx));
+  if (params.before.word != nullptr || !params.early) wait_at(params.before);
 
   const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * 4 * kHidden;
   uint2 residual[4];
@@ -63,10 +64,11 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
     residual[j] = __ldcg(reinterpret_cast<const uint2*>(params.residual_in + row_begin +
                                                         j * kHidden + 4 * quad_idx));
   }
-  const uint2 gain_codes = __ldg(reinterpret_cast<const uint2*>(params.gain + 4 * quad_idx));
-  mix_sum<kThreads>(mix, params.mix_partial, 4 * kHidden / kMixPartLength, params.num_rows, row_idx,
-                    4 * kHidden, params.mix_base, params.mix_scale, params.norm_eps, params.hc_eps,
-                    params.sinkhorn_iters);
+  if (params.mix_done.word != nullptr) wait_at(params.mix_done);
+  __shared__ float mix[kMixStride];
+  if (plat::thread_idx() < kMixStride) {
+    mix[plat::thread_idx()] = __ldcg(params.mix + row_idx * kMixStride + plat::thread_idx());
+  }
   float y[4];
   receive_quad<kRanks>(y, params.port, exchange_epoch(params.port, params.exchange_index), row_idx,
                        quad_idx, kQuads, static_cast<stages::StageId>(params.stage));
@@ -80,18 +82,18 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   }
   float v[4] = {};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = stages::round_bf16(y[i]);
+  for (int i = 0; i < 4; ++i) y[i] = quick_bf16(y[i]);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     float out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float acc = mix.params.comb[0][k] * r[0][i];
-      acc = plat::fma(mix.params.post[k], y[i], acc);
+      float acc = mix[8 + k] * r[0][i];
+      acc = plat::fma(mix[4 + k], y[i], acc);
 #pragma unroll
-      for (int j = 1; j < 4; ++j) acc = plat::fma(mix.params.comb[j][k], r[j][i], acc);
-      out[i] = stages::round_bf16(acc);
-      v[i] = plat::fma(out[i], mix.params.pre[k], v[i]);
+      for (int j = 1; j < 4; ++j) acc = plat::fma(mix[8 + 4 * j + k], r[j][i], acc);
+      out[i] = quick_bf16(acc);
+      v[i] = plat::fma(out[i], mix[k], v[i]);
     }
     *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
         make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    v[i] = stages::round_bf16(v[i]);
+    v[i] = quick_bf16(v[i]);
     squares = plat::fma(v[i], v[i], squares);
   }
   squares = plat::warp_sum(squares);
@@ -120,14 +122,14 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   float total = 0.0f;
 #pragma unroll
   for (int i = 0; i < kBlocksPerRow; ++i) total += block_squares[i];
-  const float scale = plat::rsqrt(total / static_cast<float>(kHidden) + params.norm_eps);
+  const float scale = quick_rsqrt(total / static_cast<float>(kHidden) + params.norm_eps);
 
   const float gain[4] = {sm90::low_bf16(gain_codes.x), sm90::high_bf16(gain_codes.x),
                          sm90::low_bf16(gain_codes.y), sm90::high_bf16(gain_codes.y)};
   float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    v[i] = stages::round_bf16(v[i] * scale * gain[i]);
+    v[i] = quick_bf16(v[i] * scale * gain[i]);
     amax = plat::max(plat::abs(v[i]), amax);
   }
   const std::int64_t place = static_cast<std::int64_t>(row_idx) * kHidden + 4 * quad_idx;
@@ -139,20 +141,22 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   for (int mask = 1; mask < kGroup / 4; mask *= 2) {
     amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
   }
-  const float group_scale = stages::activation_scale(amax);
-  const float inverse = 1.0f / group_scale;
+  const PowerScale group = power_scale(amax);
   *reinterpret_cast<std::uint32_t*>(params.x_codes + place) =
-      sm90::to_e4m3_pair(v[0] * inverse, v[1] * inverse) |
-      sm90::to_e4m3_pair(v[2] * inverse, v[3] * inverse) << 16;
+      sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
+      sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse) << 16;
   if (quad_idx % (kGroup / 4) == 0) {
-    params.x_scale[quad_idx / (kGroup / 4) * padded_rows(params.num_rows) + row_idx] = group_scale;
+    params.x_scale[quad_idx / (kGroup / 4) * padded_rows(params.num_rows) + row_idx] = group.scale;
   }
+  open_gate(params.done);
   // So that this kernel's end says that the publishing one has ended too.
-  if (params.early) sm90::wait_for_predecessors();
+  if (params.before.word == nullptr && params.early) sm90::wait_for_predecessors();
 }
 
-__global__ void begin_step_any(std::uint64_t* step_epoch, std::uint64_t num_exchanges) {
+__global__ void begin_step_any(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
+                               std::uint32_t* round) {
   *step_epoch += num_exchanges;
+  if (round != nullptr) ++*round;
 }
 
 template <int kHidden>
@@ -173,8 +177,8 @@ cudaError_t launch_for(const ExchangeNormParams& params, bool programmatic, cuda
 }  // namespace
 
 cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
-                              cudaStream_t stream) {
-  begin_step_any<<<1, 1, 0, stream>>>(step_epoch, num_exchanges);
+                              std::uint32_t* round, cudaStream_t stream) {
+  begin_step_any<<<1, 1, 0, stream>>>(step_epoch, num_exchanges, round);
   return cudaGetLastError();
 }
 

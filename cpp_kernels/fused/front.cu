@@ -4,26 +4,27 @@
 //              ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  q = bf( quant(ql)·wq_bᵀ )
 //              q's last 64 of each head: bf( RoPE(q, position) )
 //              k = kv·rsqrt(mean kv² + ε)·kv_norm (fp32), its last 64 rotated, stored as 584 bytes
-//              beside the first product: pieces of the hyper-connections' statistics (mix.cuh)
+//              beside the first product: the hyper-connections' statistics (mix.cuh)
 // Shapes       V4.1-Flash: x [T,5120] · wq_a [1280,5120] · wkv [512,5120] · wq_b [heads·512,1280]
 // Rounding     bf16 where bf( ) stands, codes nearest-even; V4.1 has no norm of heads
 // Bytes        TP4: 9.18 MB (and 1.97 MB of fn), then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
 // Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four. Weights are
 //              on their way before the input is waited for
-// Ordering     kernels' ends only; inside a cluster front_product.cuh
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp, norm.cpp, rope.cpp, kv.cpp. Bound: rel_l2 ≤ 4e-3 each
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/exchange.hpp"
+#include "fused/exchange_gate.cuh"
 #include "fused/front.hpp"
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
+#include "fused/front_quant.cuh"
 #include "fused/mix.cuh"
 #include "shape/dsv41_flash.hpp"
 #include "stages/kv.hpp"
-#include "stages/linear.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
@@ -34,6 +35,7 @@ constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kGroup = Model::
 constexpr int kHeadDim = shape::kHeadDim, kRopePairs = shape::kRopeDim / 2;
 constexpr int kNope = kHeadDim - shape::kRopeDim;
 constexpr int kRows = 64;
+constexpr int kSquared = 16;  // values of qa whose squares one block of the first product adds
 constexpr int kQkvBlocks = 4;
 constexpr int kQkvK = kHidden / kQkvBlocks;
 constexpr int kQaTiles = kQLora / kRows;
@@ -55,11 +57,8 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   sm90::launch_dependents();
   const int block_idx = static_cast<int>(blockIdx.x);
   if (block_idx >= kQkvTiles * kQkvBlocks) {
-    auto& shared = *reinterpret_cast<MixShared*>(memory);
-    const int part = block_idx - kQkvTiles * kQkvBlocks;
-    mix_load(shared, params.mix, part);
-    sm90::wait_for_predecessors();
-    mix_compute(shared, params.mix, part);
+    mix_block(*reinterpret_cast<MixShared*>(memory), params.mix, params.before,
+              block_idx - kQkvTiles * kQkvBlocks);
     return;
   }
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
@@ -73,20 +72,33 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       from.scales + first_row / kGroup * kScaleStride + rank * kQkvK / kGroup, kHidden,
       kScaleStride};
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
-  sm90::wait_for_predecessors();
+  wait_at(params.before);
   const int padded = padded_rows(params.num_rows);
   const CodeActivations<kGroup, false> x{params.x_codes + rank * kQkvK,
                                          params.x_scale + rank * kQkvK / kGroup * padded, kHidden,
                                          padded};
   Linear::run(shared, x, params.num_rows);
-  constexpr int kOwned = Linear::kOwned;
+  constexpr int kOwned = Linear::kOwned, kPairs = kOwned / 2;
+  static_assert(kOwned == kSquared && kProductThreads % kPairs == 0);
   std::uint16_t* out = is_q ? params.qa : params.kv;
   const int width = is_q ? kQLora : kHeadDim;
-  for (int i = plat::thread_idx(); i < kOwned / 2 * params.num_rows; i += kProductThreads) {
-    const int token = i / (kOwned / 2), row = i % (kOwned / 2) * 2;
-    *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) =
+  // Whole warps stay together: padded rows, of which those that are not there are not stored.
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
+    const int token = i / kPairs, row = i % kPairs * 2;
+    const std::uint32_t pair =
         sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
+    const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
+    float squares = plat::fma(low, low, high * high);
+#pragma unroll
+    for (int mask = 1; mask < kPairs; mask *= 2) {
+      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+    }
+    if (token >= params.num_rows) continue;
+    *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) = pair;
+    if (is_q && row == 0) params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
   }
+  open_gate(params.qkv_done);
 }
 
 template <int kTiles>
@@ -96,6 +108,7 @@ struct QShared {
   typename Product<kRows, kQLora, kTiles, 1, kRows, 0>::Shared product;
   alignas(16) std::uint8_t codes[kTokens * kPitch];
   float scale[kQLora / kGroup * kTokens];
+  float norm[kTokens];
   float2 turn[kTokens][kRopePairs];  // cosine and sine
 };
 
@@ -104,68 +117,47 @@ LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position
   return make_float2(plat::cos(angle), plat::sin(angle));
 }
 
-constexpr int kLatentPieces = kQLora / 256;  // of 8 values a lane
+// One piece of a row of qa on its way to codes: 8 of its values, by one thread; four threads that
+// lie together have a group.
+constexpr int kPiece = 8, kPieces = kQLora / kPiece;
 
-// The norms of kCount rows of qa, quantised, by one warp; all rows are asked for at once. A lane
-// has 8 values of every 256. Rows from num_rows on are not stored.
-template <int kCount>
-LOWLAT_DEVICE void quantize_latents(std::uint8_t* codes, int pitch, float* scale, int padded,
-                                    const std::uint16_t* qa, const uint4 (&gain)[kLatentPieces],
-                                    float eps, int first, int num_rows) {
-  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  uint4 raw[kCount][kLatentPieces];
+struct LatentPiece {
+  uint4 values, gain;
+};
+LOWLAT_DEVICE LatentPiece load_latent(const FrontParams& params, int piece) {
+  return {__ldcg(reinterpret_cast<const uint4*>(params.qa + piece * kPiece)),
+          __ldg(reinterpret_cast<const uint4*>(params.q_norm + piece % kPieces * kPiece))};
+}
+LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale, int padded,
+                                   const float* norms, const LatentPiece& from, int piece) {
+  static_assert(kGroup == 4 * kPiece);
+  const int token = piece / kPieces, k = piece % kPieces * kPiece;
+  const float norm = norms[token];
+  const std::uint32_t words[4] = {from.values.x, from.values.y, from.values.z, from.values.w};
+  const std::uint32_t gains[4] = {from.gain.x, from.gain.y, from.gain.z, from.gain.w};
+  std::uint32_t pairs[4];
+  float amax = 0.0f;
 #pragma unroll
-  for (int r = 0; r < kCount; ++r) {
-    const int token = min(first + r * kProductWarps, num_rows - 1);
-#pragma unroll
-    for (int i = 0; i < kLatentPieces; ++i) {
-      raw[r][i] =
-          __ldcg(reinterpret_cast<const uint4*>(qa + token * kQLora + i * 256 + lane_idx * 8));
-    }
+  for (int j = 0; j < 4; ++j) {
+    pairs[j] = sm90::to_bf16_pair(sm90::low_bf16(words[j]) * norm * sm90::low_bf16(gains[j]),
+                                  sm90::high_bf16(words[j]) * norm * sm90::high_bf16(gains[j]));
+    amax = plat::max(plat::abs(sm90::low_bf16(pairs[j])), amax);
+    amax = plat::max(plat::abs(sm90::high_bf16(pairs[j])), amax);
   }
+  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
+  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
+  const PowerScale group = power_scale(amax);
+  std::uint32_t packed[2];
 #pragma unroll
-  for (int r = 0; r < kCount; ++r) {
-    const int token = first + r * kProductWarps;
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kLatentPieces; ++i) {
-      const std::uint32_t words[4] = {raw[r][i].x, raw[r][i].y, raw[r][i].z, raw[r][i].w};
-#pragma unroll
-      for (const std::uint32_t word : words) {
-        squares = plat::fma(sm90::low_bf16(word), sm90::low_bf16(word), squares);
-        squares = plat::fma(sm90::high_bf16(word), sm90::high_bf16(word), squares);
-      }
-    }
-    const float norm = plat::rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + eps);
-#pragma unroll
-    for (int i = 0; i < kLatentPieces; ++i) {
-      const std::uint32_t words[4] = {raw[r][i].x, raw[r][i].y, raw[r][i].z, raw[r][i].w};
-      const std::uint32_t gains[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
-      float x[8], amax = 0.0f;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        x[2 * j] = stages::round_bf16(sm90::low_bf16(words[j]) * norm * sm90::low_bf16(gains[j]));
-        x[2 * j + 1] =
-            stages::round_bf16(sm90::high_bf16(words[j]) * norm * sm90::high_bf16(gains[j]));
-        amax = plat::max(plat::abs(x[2 * j]), amax);
-        amax = plat::max(plat::abs(x[2 * j + 1]), amax);
-      }
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
-      const float group_scale = stages::activation_scale(amax);
-      const float inverse = 1.0f / group_scale;
-      std::uint32_t packed[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        packed[j] = sm90::to_e4m3_pair(x[4 * j] * inverse, x[4 * j + 1] * inverse) |
-                    sm90::to_e4m3_pair(x[4 * j + 2] * inverse, x[4 * j + 3] * inverse) << 16;
-      }
-      const int k = i * 256 + lane_idx * 8;
-      if (token >= num_rows) continue;
-      *reinterpret_cast<uint2*>(codes + token * pitch + k) = make_uint2(packed[0], packed[1]);
-      if (lane_idx % 4 == 0) scale[k / kGroup * padded + token] = group_scale;
-    }
+  for (int j = 0; j < 2; ++j) {
+    const std::uint32_t a = pairs[2 * j], b = pairs[2 * j + 1];
+    packed[j] =
+        sm90::to_e4m3_pair(sm90::low_bf16(a) * group.inverse, sm90::high_bf16(a) * group.inverse) |
+        sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse, sm90::high_bf16(b) * group.inverse)
+            << 16;
   }
+  *reinterpret_cast<uint2*>(codes + token * pitch + k) = make_uint2(packed[0], packed[1]);
+  if (k % kGroup == 0) scale[k / kGroup * padded + token] = group.scale;
 }
 
 // Norm, rotation and packing of one key, by one warp: lane has 16 values. Waits for the kernels
@@ -174,18 +166,20 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   constexpr int kPerLane = kHeadDim / plat::kWarpLanes;
   static_assert(kPerLane == 16 && stages::kKvGroup == 4 * kPerLane);
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes, first = lane_idx * kPerLane;
-  const int slot = params.kv_slots[row_idx];
+  const int known_row = min(row_idx, params.num_rows - 1);  // whole blocks wait
+  const int slot = params.kv_slots[known_row], position = params.positions[known_row];
   const bool rotates = first >= kNope;
   float2 turn[kPerLane / 2];
   float gain[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane / 2; ++i) {
-    turn[i] = rotates ? turn_of(params.rope, (first - kNope) / 2 + i, params.positions[row_idx])
+    turn[i] = rotates ? turn_of(params.rope, (first - kNope) / 2 + i, position)
                       : make_float2(1.0f, 0.0f);
   }
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) gain[i] = stages::from_bf16(__ldg(params.kv_norm + first + i));
-  sm90::wait_for_predecessors();
+  wait_at(params.qkv_done);
+  if (row_idx >= params.num_rows) return;
   float x[kPerLane], squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPerLane / 8; ++i) {
@@ -201,7 +195,7 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
 #pragma unroll
   for (const float v : x) squares = plat::fma(v, v, squares);
   const float norm =
-      plat::rsqrt(plat::warp_sum(squares) / static_cast<float>(kHeadDim) + params.norm_eps);
+      quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kHeadDim) + params.norm_eps);
   float amax = 1e-4f;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
@@ -215,8 +209,8 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
                                             params.kv_pages.page_bytes};
   const stages::KvRow<std::uint8_t> row = pages.row(slot);
   if (!rotates) {
-    const std::uint8_t code = stages::ue8m0_ceil(amax / stages::kE4m3Max);
-    const float inverse = 1.0f / stages::from_ue8m0(code);
+    const std::uint32_t code = power_code(amax);
+    const float inverse = plat::bits_float((254u - code) << 23);
     std::uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -225,7 +219,7 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
     }
     *reinterpret_cast<uint4*>(row.data + first) =
         make_uint4(words[0], words[1], words[2], words[3]);
-    if (lane_idx % 4 == 0) row.scales[lane_idx / 4] = code;
+    if (lane_idx % 4 == 0) row.scales[lane_idx / 4] = static_cast<std::uint8_t>(code);
     return;
   }
   std::uint32_t words[8];
@@ -252,11 +246,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   if (tile >= params.num_heads * kTilesPerHead) {
     const int row_idx = (tile - params.num_heads * kTilesPerHead) * kProductWarps + warp_idx;
-    if (row_idx < num_rows) {
-      store_key(params, row_idx);
-    } else {
-      sm90::wait_for_predecessors();
-    }
+    store_key(params, row_idx);
+    open_gate(params.done);
     return;
   }
   constexpr int kScaleStride = kQLora / kGroup;
@@ -273,27 +264,50 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
-  uint4 gain[kLatentPieces];
-#pragma unroll
-  for (int i = 0; i < kLatentPieces; ++i) {
-    gain[i] = __ldg(reinterpret_cast<const uint4*>(
-        params.q_norm + i * 256 + plat::thread_idx() % plat::kWarpLanes * 8));
-  }
-  sm90::wait_for_predecessors();
+  wait_at(params.qkv_done);
   constexpr int kTokens = QShared<kTiles>::kTokens, kPitch = QShared<kTiles>::kPitch;
-  constexpr int kTogether = kTiles < 3 ? kTiles : 3;
-  for (int token = warp_idx; token < num_rows; token += kTogether * kProductWarps) {
-    quantize_latents<kTogether>(shared.codes, kPitch, shared.scale, kTokens, params.qa, gain,
-                                params.norm_eps, token, num_rows);
+  constexpr int kTogether = 4;
+  const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
+  static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
+  LatentPiece ahead[kTogether];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int piece = first + i * kProductThreads;
+      if (piece < pieces) ahead[i] = load_latent(params, piece);
+    }
+  };
+  load(plat::thread_idx());
+  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
+         i += plat::kWarpLanes) {
+      squares += __ldcg(params.qa_squares + i * padded + token);
+    }
+    squares = plat::warp_sum(squares);
+    shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+  }
+  plat::block_sync();
+#pragma unroll 1
+  for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int piece = first + i * kProductThreads;
+      if (piece >= pieces) break;
+      quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
+    }
+    load(first + kTogether * kProductThreads);
   }
   plat::block_sync();
   const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
   Linear::run(shared.product, latent, num_rows);
   const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
+#pragma unroll 1
   for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
     const int token = i / (kRows / 2), pair = i % (kRows / 2);
-    float a = stages::round_bf16(Linear::sum(shared.product, token, 2 * pair));
-    float b = stages::round_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+    float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
+    float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
     if (rotates) {
       const float2 turn = shared.turn[token][pair];
       const float turned = a * turn.x - b * turn.y;
@@ -303,6 +317,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
         sm90::to_bf16_pair(a, b);
   }
+  open_gate(params.done);
 }
 
 }  // namespace

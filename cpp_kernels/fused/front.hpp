@@ -46,14 +46,21 @@ struct FrontParams {
   RopeFrequencies rope;
   // Between the two kernels.
   std::uint16_t* qa;  // bf16 [T, q_lora]
+  float* qa_squares;  // [q_lora / 16, padded_rows(T)]: sums of 16 squares each
   std::uint16_t* kv;  // bf16 [T, 512]
   // Out.
   std::uint16_t* q;  // bf16 [T, num_heads, 512], the last 64 rotated
   KvPages kv_pages;  // rows kv_slots are written; their padding byte is left
-  // Pieces of the statistics of the sublayer's residual, made beside the first product; fn NULL:
-  // none.
+  // The statistics of the sublayer's residual, made beside the first product; fn NULL: none.
   MixParams mix;
+  // Of x; between the two kernels; of q and the stored keys. Blocks of the last two: below.
+  Gate before, qkv_done, done;
 };
+
+constexpr std::uint32_t front_qkv_blocks() { return (1280 + 512) / 16; }
+constexpr std::uint32_t front_q_blocks(int num_rows, int num_heads) {
+  return static_cast<std::uint32_t>(8 * num_heads + (num_rows + 7) / 8);
+}
 
 // [q_a | kv] and the mix pieces. V4.1-Flash's sizes (H 5120, q_lora 1280); cudaErrorInvalidValue
 // for num_rows or num_heads out of range.

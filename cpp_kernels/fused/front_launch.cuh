@@ -17,8 +17,10 @@ cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int sh
   const auto attribute = [&](cudaFuncAttribute what, int value) {
     return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), what, value);
   };
-  cudaError_t error = cudaSuccess;
-  if (shared_bytes > 48 * 1024) {
+  // One division of the memory for all of them: a multiprocessor changes it only when it is empty.
+  cudaError_t error = attribute(cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
+  if (error == cudaSuccess && shared_bytes > 48 * 1024) {
     error = attribute(cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   }
   if (error == cudaSuccess && cluster > 8) {

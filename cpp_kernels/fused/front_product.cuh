@@ -202,7 +202,8 @@ struct Product {
     }
   }
 
-  // The sum of an owned row, after run().
+  // The sum of an owned row, after run(). The block owns some: owns().
+  LOWLAT_DEVICE static bool owns() { return kBlocks == 1 || sm90::cluster_rank() * kOwned < kRows; }
   LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
     float total = shared.owned[0][token][owned_row];
 #pragma unroll
@@ -211,103 +212,92 @@ struct Product {
   }
 
  private:
+  // One group of tokens: the activations are asked for at once and kept as f16; the loop over the
+  // 16-row tiles is short code, which eight warps run several times. A warp's sums of a tile go
+  // where its own codes of the tile were: row's pitch, the warp's slice of K, eight tokens.
   template <class Activations>
-  LOWLAT_DEVICE static void multiply(Shared& shared, const Activations& activations,
-                                     int num_rows) {
+  LOWLAT_DEVICE static void multiply_few(Shared& shared, const Activations& activations,
+                                         int num_rows) {
+    static_assert(kSteps * kStep >= 4 * kTileTokens && kSteps * kStep % 32 == 0);
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
     const int g = lane_idx / 4, t = lane_idx % 4;
     const int first_k = warp_idx * kSteps * kStep;
-
-    // From global memory (one group of tokens): everything is asked for at once.
-    constexpr int kAhead = Activations::kShared ? 1 : kSteps;
-    static_assert(Activations::kShared || kTiles == 1);
-    typename Activations::Raw raw[kAhead][kTiles];
-    float2 token_scale[kAhead][kTiles];
-    const auto fetch = [&](int step) {
-      const int k = first_k + step * kStep;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const int token = n * kTileTokens + g;
-        raw[step % kAhead][n] =
-            token < num_rows ? activations.fetch(token, k + 8 * t) : Activations::none();
-        // Scales of tokens that are not there are anything; their sums are not read.
-        token_scale[step % kAhead][n] = n * kTileTokens < num_rows
-                                            ? scales_of(activations, n * kTileTokens + 2 * t, k)
-                                            : make_float2(0.0f, 0.0f);
-      }
-    };
-#pragma unroll
-    for (int step = 0; step < kAhead && step < kSteps; ++step) fetch(step);
-    wait_for_weights(&shared.barrier, 0);
-
-    float sum[kRowTiles][kTiles][4] = {};
+    typename Activations::Raw raw[kSteps];
+    float2 scale[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      std::uint32_t b[kTiles][4];
-      float2 scale[kTiles];
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        Activations::expand(b[n], raw[step % kAhead][n]);
-        scale[n] = token_scale[step % kAhead][n];
-      }
-      if (kAhead < kSteps && step + kAhead < kSteps) fetch(step + kAhead);
-#pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) {
-        const unsigned char* row =
-            shared.memory + (tile * 16 + g) * kPitch + first_k + step * kStep + 8 * t;
-        const uint2 low = *reinterpret_cast<const uint2*>(row);
-        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch);
-        std::uint32_t a[2][4];
-        const auto place = [&](std::uint32_t (&to)[4], std::uint32_t codes_low,
-                               std::uint32_t codes_high) {
-          std::uint32_t pair[2];
-          sm90::e4m3_to_f16(pair, codes_low);
-          to[0] = pair[0], to[2] = pair[1];
-          sm90::e4m3_to_f16(pair, codes_high);
-          to[1] = pair[0], to[3] = pair[1];
-        };
-        place(a[0], low.x, high.x);
-        place(a[1], low.y, high.y);
-        const float weight_scale = shared.scale[tile][warp_idx * kSteps + step];
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          float part[4] = {};
-          sm90::mma_f16(part, a[0], b[n][0], b[n][1]);
-          sm90::mma_f16(part, a[1], b[n][2], b[n][3]);
-          const float even = weight_scale * scale[n].x, odd = weight_scale * scale[n].y;
-          sum[tile][n][0] = plat::fma(part[0], even, sum[tile][n][0]);
-          sum[tile][n][1] = plat::fma(part[1], odd, sum[tile][n][1]);
-          sum[tile][n][2] = plat::fma(part[2], even, sum[tile][n][2]);
-          sum[tile][n][3] = plat::fma(part[3], odd, sum[tile][n][3]);
-        }
-      }
+      const int k = first_k + step * kStep;
+      raw[step] = g < num_rows ? activations.fetch(g, k + 8 * t) : Activations::none();
+      scale[step] = scales_of(activations, 2 * t, k);
     }
-    plat::block_sync();  // all codes are used up
-
-    float* partial = reinterpret_cast<float*>(shared.memory);
+    std::uint32_t b[kSteps][4];
 #pragma unroll
+    for (int step = 0; step < kSteps; ++step) Activations::expand(b[step], raw[step]);
+    wait_for_weights(&shared.barrier, 0);
+    unsigned char* row = shared.memory + g * kPitch + first_k + 8 * t;
+    const float* weight_scale = shared.scale[0] + warp_idx * kSteps;
+#pragma unroll 1
     for (int tile = 0; tile < kRowTiles; ++tile) {
+      float sum[4] = {};
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        float* to =
-            partial + (warp_idx * kTokens + n * kTileTokens + 2 * t) * kSumPitch + tile * 16 + g;
-        to[0] = sum[tile][n][0];
-        to[kSumPitch] = sum[tile][n][1];
-        to[8] = sum[tile][n][2];
-        to[kSumPitch + 8] = sum[tile][n][3];
+      for (int step = 0; step < kSteps; ++step) {
+        const uint2 low = *reinterpret_cast<const uint2*>(row + step * kStep);
+        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch + step * kStep);
+        add_step(sum, low, high, b[step], weight_scale[step], scale[step]);
       }
+      __syncwarp();  // all lanes have read the tile's codes
+      unsigned char* to = row;
+      *reinterpret_cast<float2*>(to) = make_float2(sum[0], sum[1]);
+      *reinterpret_cast<float2*>(to + 8 * kPitch) = make_float2(sum[2], sum[3]);
+      row += 16 * kPitch;
+      weight_scale += kK / kStep;
     }
     plat::block_sync();
+    hand_over(shared, num_rows, [&](int warp, int token, int row_idx) {
+      return *reinterpret_cast<const float*>(shared.memory + row_idx * kPitch +
+                                             warp * kSteps * kStep + 4 * token);
+    });
+  }
+
+  // sum += codes of rows g and g + 8 times b, under both scales.
+  LOWLAT_DEVICE static void add_step(float (&sum)[4], uint2 low, uint2 high,
+                                     const std::uint32_t (&b)[4], float weight_scale,
+                                     float2 token_scale) {
+    std::uint32_t a[2][4];
+    const auto place = [](std::uint32_t(&to)[4], std::uint32_t codes_low,
+                          std::uint32_t codes_high) {
+      std::uint32_t pair[2];
+      sm90::e4m3_to_f16(pair, codes_low);
+      to[0] = pair[0], to[2] = pair[1];
+      sm90::e4m3_to_f16(pair, codes_high);
+      to[1] = pair[0], to[3] = pair[1];
+    };
+    place(a[0], low.x, high.x);
+    place(a[1], low.y, high.y);
+    float part[4] = {};
+    sm90::mma_f16(part, a[0], b[0], b[1]);
+    sm90::mma_f16(part, a[1], b[2], b[3]);
+    const float even = weight_scale * token_scale.x, odd = weight_scale * token_scale.y;
+    sum[0] = plat::fma(part[0], even, sum[0]);
+    sum[1] = plat::fma(part[1], odd, sum[1]);
+    sum[2] = plat::fma(part[2], even, sum[2]);
+    sum[3] = plat::fma(part[3], odd, sum[3]);
+  }
+
+  // Adds the warps' sums and gives each row's to the block that owns it.
+  template <class Partial>
+  LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows, Partial partial) {
     if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run, see load()
     const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
-    for (int i = plat::thread_idx(); i < kRows * num_rows; i += kProductThreads) {
-      const int row = i % kRows, token = i / kRows;
+#pragma unroll 1
+    for (int i = plat::thread_idx(); i < kRows * kTokens; i += kProductThreads) {
+      const int token = i % kTileTokens + i / (kRows * kTileTokens) * kTileTokens;
+      const int row = i / kTileTokens % kRows;
+      if (token >= num_rows) continue;
       float total = 0.0f;
 #pragma unroll
-      for (int warp = 0; warp < kProductWarps; ++warp) {
-        total += partial[(warp * kTokens + token) * kSumPitch + row];
-      }
+      for (int warp = 0; warp < kProductWarps; ++warp) total += partial(warp, token, row);
       float* to = &shared.owned[block_idx][token][row % kOwned];
       if constexpr (kBlocks > 1) {
         sm90::send_to_peer(sm90::peer_address(to, row / kOwned), total,
@@ -317,9 +307,75 @@ struct Product {
       }
     }
     if constexpr (kBlocks > 1) {
-      if (block_idx * kOwned < kRows) wait_for_cluster(&shared.owned_barrier, 0);
+      if (owns()) wait_for_cluster(&shared.owned_barrier, 0);
     } else {
       plat::block_sync();
+    }
+  }
+
+  // Several groups of tokens, from shared memory: every weight fragment is expanded once.
+  template <class Activations>
+  LOWLAT_DEVICE static void multiply_many(Shared& shared, const Activations& activations,
+                                          int num_rows) {
+    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    const int g = lane_idx / 4, t = lane_idx % 4;
+    const int first_k = warp_idx * kSteps * kStep;
+    wait_for_weights(&shared.barrier, 0);
+    float sum[kRowTiles][kTiles][4] = {};
+#pragma unroll 1
+    for (int step = 0; step < kSteps; ++step) {
+      const int k = first_k + step * kStep;
+      std::uint32_t b[kTiles][4];
+      float2 scale[kTiles];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int token = n * kTileTokens + g;
+        // Tokens that are not there: codes of none, and scales that no stored sum sees.
+        Activations::expand(b[n], token < num_rows ? activations.fetch(token, k + 8 * t)
+                                                   : Activations::none());
+        scale[n] = scales_of(activations, n * kTileTokens + 2 * t, k);
+      }
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        const unsigned char* row = shared.memory + (tile * 16 + g) * kPitch + k + 8 * t;
+        const uint2 low = *reinterpret_cast<const uint2*>(row);
+        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch);
+        const float weight_scale = shared.scale[tile][warp_idx * kSteps + step];
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          add_step(sum[tile][n], low, high, b[n], weight_scale, scale[n]);
+        }
+      }
+    }
+    plat::block_sync();  // all codes are used up
+    float* partial = reinterpret_cast<float*>(shared.memory);
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        float* to = partial + (warp_idx * kTokens + n * kTileTokens + 2 * t) * kSumPitch +
+                    tile * 16 + g;
+        to[0] = sum[tile][n][0];
+        to[kSumPitch] = sum[tile][n][1];
+        to[8] = sum[tile][n][2];
+        to[kSumPitch + 8] = sum[tile][n][3];
+      }
+    }
+    plat::block_sync();
+    hand_over(shared, num_rows, [&](int warp, int token, int row) {
+      return partial[(warp * kTokens + token) * kSumPitch + row];
+    });
+  }
+
+  template <class Activations>
+  LOWLAT_DEVICE static void multiply(Shared& shared, const Activations& activations,
+                                     int num_rows) {
+    if constexpr (kTiles == 1) {
+      multiply_few(shared, activations, num_rows);
+    } else {
+      static_assert(Activations::kShared);
+      multiply_many(shared, activations, num_rows);
     }
   }
 };

@@ -6,6 +6,7 @@
 #endif
 
 #include "fused/exchange.hpp"
+#include "fused/exchange_gate.cuh"
 #include "fused/front_weights.cuh"
 #include "fused/mix.hpp"
 #include "platform/nvidia_sm90_fp8.cuh"
@@ -14,12 +15,13 @@
 namespace lowlat::nvidia::fused {
 
 inline constexpr int kMixOutputs = stages::kHcOutputs;
-static_assert(kMixOutputs == 24 && kMixPartStride > kMixOutputs);
+static_assert(kMixOutputs == 24 && kMixStride > kMixOutputs);
 
 struct MixShared {
   alignas(128) float fn[kMixOutputs][kMixPartLength];
   alignas(16) std::uint16_t row[kMaxFusedRows][kMixPartLength];
   std::uint64_t barrier;
+  float sum[8][kMixStride], comb[kMixOutputs];
 };
 
 // First half, before the residual is there: the piece's weights are on their way. All threads call.
@@ -104,7 +106,7 @@ LOWLAT_DEVICE void mix_compute(MixShared& shared, const MixParams& params, int p
     const int row_idx = first_row + lane_idx / (kPerWarp + 1), which = lane_idx % (kPerWarp + 1);
     if (row_idx >= params.num_rows) continue;
     float* out = params.partial +
-                 (static_cast<std::int64_t>(part) * params.num_rows + row_idx) * kMixPartStride;
+                 (static_cast<std::int64_t>(part) * params.num_rows + row_idx) * kMixStride;
     if (which < kPerWarp) {
       out[warp_idx * kPerWarp + which] = own;
     } else if (warp_idx == 0) {
@@ -153,75 +155,72 @@ LOWLAT_DEVICE void mix_sinkhorn(float (&comb)[4][4], float eps, int num_iters) {
   }
 }
 
-template <int kThreads>
-struct MixSumShared {
-  float partial[kThreads / plat::kWarpLanes][kMixPartStride];
-  float mix[kMixPartStride];
-  stages::HcParams params;
-};
-
-// The parameters of one row from its pieces. The block calls; shared.params is there after the
-// caller's next block_sync, and all its work is done by then in the first warp.
-template <int kThreads>
-LOWLAT_DEVICE void mix_sum(MixSumShared<kThreads>& shared, const float* partial, int num_parts,
-                           int num_rows, int row_idx, int length, const float* base,
-                           const float* scale, float norm_eps, float hc_eps, int iters) {
-  constexpr int kWarps = kThreads / plat::kWarpLanes;
+// Third part: blocks take a row each, sum its pieces in order and make the parameters. All threads
+// call; `part` as before. The first warp has the sums of the pieces of each warp in its lanes.
+LOWLAT_DEVICE void mix_finish(MixShared& shared, const MixParams& params, int part) {
+  const int num_parts = mix_parts(params.hidden);
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  float sum = 0.0f;
-  if (lane_idx <= kMixOutputs) {
-    constexpr int kUnroll = 8;
-    int part = warp_idx;
-    for (; part + (kUnroll - 1) * kWarps < num_parts; part += kUnroll * kWarps) {
-      float v[kUnroll];
+  constexpr int kWarps = 8, kMaxPerWarp = 5;
+  if (part >= params.num_rows) return;
+  wait_at(params.parts);
+  for (int row_idx = part; row_idx < params.num_rows; row_idx += num_parts) {
+    float v[kMaxPerWarp];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        v[i] = __ldcg(partial +
-                      (static_cast<std::int64_t>(part + i * kWarps) * num_rows + row_idx) *
-                          kMixPartStride +
-                      lane_idx);
+    for (int i = 0; i < kMaxPerWarp; ++i) {
+      const int piece = warp_idx + i * kWarps;
+      v[i] = piece < num_parts && lane_idx <= kMixOutputs
+                 ? __ldcg(params.partial +
+                          (static_cast<std::int64_t>(piece) * params.num_rows + row_idx) *
+                              kMixStride +
+                          lane_idx)
+                 : 0.0f;
+    }
+    float sum = v[0];
+#pragma unroll
+    for (int i = 1; i < kMaxPerWarp; ++i) sum += v[i];
+    shared.sum[warp_idx][lane_idx] = sum;
+    plat::block_sync();
+    if (warp_idx == 0) {
+      float total = shared.sum[0][lane_idx];
+#pragma unroll
+      for (int i = 1; i < kWarps; ++i) total += shared.sum[i][lane_idx];
+      const float squares = __shfl_sync(plat::kAllLanes, total, kMixOutputs);
+      const float m =
+          total * plat::rsqrt(squares / static_cast<float>(4 * params.hidden) + params.norm_eps);
+      float* out = params.mix + row_idx * kMixStride;
+      if (lane_idx < kMixOutputs) {
+        const int group = lane_idx < 4 ? 0 : lane_idx < 8 ? 1 : 2;
+        const float logit = m * params.scale[group] + params.base[lane_idx];
+        shared.comb[lane_idx] = logit;
+        if (lane_idx < 8) {
+          const float gate = stages::sigmoid(logit);
+          out[lane_idx] = lane_idx < 4 ? gate + params.hc_eps : 2.0f * gate;
+        }
       }
+      __syncwarp();
+      if (lane_idx == 0) {
+        float comb[4][4];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) sum += v[i];
+        for (int i = 0; i < 16; ++i) comb[i / 4][i % 4] = shared.comb[8 + i];
+        mix_sinkhorn(comb, params.hc_eps, params.sinkhorn_iters);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) out[8 + i] = comb[i / 4][i % 4];
+      }
     }
-    for (; part < num_parts; part += kWarps) {
-      sum +=
-          __ldcg(partial + (static_cast<std::int64_t>(part) * num_rows + row_idx) * kMixPartStride +
-                 lane_idx);
-    }
+    open_gate(params.done);
+    plat::block_sync();
   }
-  shared.partial[warp_idx][lane_idx] = sum;
-  plat::block_sync();
-  if (warp_idx != 0) return;
-  float total = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) total += shared.partial[i][lane_idx];
-  const float squares = __shfl_sync(plat::kAllLanes, total, kMixOutputs);
-  const float inverse = plat::rsqrt(squares / static_cast<float>(length) + norm_eps);
-  const float m = total * inverse;
-  const int group = lane_idx < 4 ? 0 : lane_idx < 8 ? 1 : 2;
-  const float v = lane_idx < kMixOutputs ? m * scale[group] + base[lane_idx] : 0.0f;
-  if (lane_idx < 4) {
-    shared.params.pre[lane_idx] = stages::sigmoid(v) + hc_eps;
-  } else if (lane_idx < 8) {
-    shared.params.post[lane_idx - 4] = 2.0f * stages::sigmoid(v);
-  }
-  shared.mix[lane_idx] = v;
-  __syncwarp();
-  if (lane_idx != 0) return;
-  float comb[4][4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) comb[j][k] = shared.mix[8 + 4 * j + k];
-  }
-  mix_sinkhorn(comb, hc_eps, iters);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) shared.params.comb[j][k] = comb[j][k];
-  }
+}
+
+// All three, beside or as a kernel. `before`: the residual is there.
+LOWLAT_DEVICE void mix_block(MixShared& shared, const MixParams& params, const Gate& before,
+                             int part) {
+  mix_load(shared, params, part);
+  wait_at(before);
+  mix_compute(shared, params, part);
+  open_gate(params.parts);
+  mix_finish(shared, params, part);
 }
 
 }  // namespace lowlat::nvidia::fused

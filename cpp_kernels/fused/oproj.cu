@@ -7,19 +7,20 @@
 // Bytes        TP4: 8.40 MB, then 10.5 MB. T = 6: activations 0.1 MB, packets 0.49 MB
 // Floor        1.8 us and 2.3 us at 4.65 TB/s
 // Launch       wo_a: 64 rows a block, K in a cluster of four; wo_b: 80 rows, K in a cluster of two
-//              a group pair. Weights are on their way before the input is waited for. wo_b lets the
-//              receiving kernel start after its own wait, so that one may poll at once
-// Ordering     kernels' ends; inside a cluster front_product.cuh; packets exchange.cuh
+//              a group pair. Weights are on their way before the input is waited for. Without gates
+//              wo_b lets the receiving kernel start after its own wait, so that one may poll at once
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh; packets exchange.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp. Bound: rel_l2 ≤ 4e-3 each
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/exchange.cuh"
+#include "fused/exchange_gate.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
+#include "fused/front_quant.cuh"
 #include "fused/oproj.hpp"
 #include "shape/dsv41_flash.hpp"
-#include "stages/linear.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
@@ -58,26 +59,27 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       params.wo_a.scales + tile * (kRowsA / kGroup) * kScaleStride + rank * kKA / kGroup,
       kGroupInput, kScaleStride};
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
-  sm90::wait_for_predecessors();
+  wait_at(params.before);
   const int padded = padded_rows(params.num_rows);
   const int first_k = tile * kRowsA / kLora * kGroupInput + rank * kKA;  // in the row of o
   const HalfActivations<kGroup, false> o{params.o + first_k,
                                          params.o_scale + first_k / kGroup * padded,
                                          2 * params.num_groups * kGroupInput, padded};
   Linear::run(shared, o, params.num_rows);
-  if (rank >= kRowsA / kOwnedA) return;
+  if (!Linear::owns()) return;
   // A warp a token: its lanes are the 32 outputs that share a scale.
   static_assert(kOwnedA == plat::kWarpLanes);
   const int row = plat::thread_idx() % plat::kWarpLanes;
   const int first_row = tile * kRowsA + rank * kOwnedA;
   for (int token = plat::thread_idx() / plat::kWarpLanes; token < params.num_rows;
        token += kProductWarps) {
-    const float u = stages::round_bf16(Linear::sum(shared, token, row));
-    const float scale = stages::activation_scale(plat::warp_max(plat::abs(u)));
+    const float u = quick_bf16(Linear::sum(shared, token, row));
+    const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
     params.u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
-        static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * (1.0f / scale), 0.0f));
-    if (row == 0) params.u_scale[first_row / kGroup * padded + token] = scale;
+        static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
+    if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
   }
+  open_gate(params.u_done);
 }
 
 template <int kTiles, int kBlocks>
@@ -95,8 +97,9 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       params.wo_b.scales + first_row / kGroup * scale_stride + rank * kKB / kGroup, k,
       scale_stride};
   Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
-  sm90::wait_for_predecessors();
-  sm90::launch_dependents();
+  if (params.u_done.word != nullptr) sm90::launch_dependents();
+  wait_at(params.u_done);
+  if (params.u_done.word == nullptr) sm90::launch_dependents();
   const int padded = padded_rows(params.num_rows);
   const CodeActivations<kGroup, false> u{params.u_codes + rank * kKB,
                                          params.u_scale + rank * kKB / kGroup * padded, k, padded};
@@ -105,6 +108,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   const int first_owned = first_row + rank * Linear::kOwned;
   const std::uint64_t epoch =
       params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
+#pragma unroll 1
   for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
     const int token = i / kQuads, quad = i % kQuads;
     float v[4];

@@ -26,7 +26,13 @@ struct OprojParams {
   ExchangePort port;
   int exchange_index;
   float* partial;  // fp32 [T, H], where not published
+  Gate before, u_done;  // of o; between the two kernels
 };
+
+// Blocks that open u_done: those that own outputs.
+constexpr std::uint32_t oproj_a_blocks(int num_groups) {
+  return static_cast<std::uint32_t>(32 * num_groups);
+}
 
 // V4.1-Flash's sizes (H 5120); num_groups 2 (TP4) or 4 (TP2). cudaErrorInvalidValue for others.
 cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStream_t stream);
