@@ -210,6 +210,10 @@ struct Mailboxes {
   bool faulted() const { return (status[0] & 0xffff'ffffu) != 0u; }
 };
 
+// Which kernels rehearse (exchange_gate.cuh), as bits.
+enum Rehearsal { rehearse_qkv = 1, rehearse_q = 2, rehearse_attention = 4, rehearse_wo_a = 8,
+                 rehearse_wo_b = 16, rehearse_exchange = 32, rehearse_all = 63 };
+
 // Gates of a chain of layers.
 class Gates {
  public:

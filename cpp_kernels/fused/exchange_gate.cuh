@@ -46,6 +46,14 @@ LOWLAT_DEVICE void wait_at(const Gate& gate) {
   plat::block_sync();
 }
 
+// Instructions come to a multiprocessor as data do: a kernel that runs once through its code waits
+// for most of it. While it waits for its input anyway it may go through it once more, with nothing
+// stored: `for (int pass = first_pass(rehearses, gate); pass < 2; ++pass)`, where pass 1 is the
+// real one. Only where a gate says that there is a wait.
+LOWLAT_DEVICE int first_pass(bool rehearses, const Gate& gate) {
+  return rehearses && gate.word != nullptr ? 0 : 1;
+}
+
 // All threads of the block call, after their stores.
 LOWLAT_DEVICE void open_gate(const Gate& gate) {
   if (gate.word == nullptr) return;

@@ -27,6 +27,7 @@ struct OprojParams {
   int exchange_index;
   float* partial;  // fp32 [T, H], where not published
   Gate before, u_done;  // of o; between the two kernels
+  bool a_rehearses, b_rehearses;  // see first_pass() in exchange_gate.cuh; for up to eight rows
 };
 
 // Blocks that open u_done: those that own outputs.
