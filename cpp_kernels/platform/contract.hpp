@@ -2,7 +2,8 @@
 // fails to compile when a name is missing or has another type.
 //
 //   LOWLAT_DEVICE, LOWLAT_TABLE   before a device function; before a table of constants
-//   LOWLAT_SHARED(type, name)  declares `name`, one object a block, uninitialised; in a kernel only
+//   LOWLAT_SHARED(type, name)  in a kernel: declares `name`, one object a block, uninitialised;
+//                              `type` is a name, of an array too
 //   kName, kWarpLanes          the platform's word; lanes of a warp: 1, 32 or 64
 //   Block<N>::kNumThreads      threads of a block that was launched with N, a multiple of the warp
 //   thread_idx                 place in the block; thread_idx() / kWarpLanes is the warp

@@ -111,8 +111,8 @@ struct HcStats {
   }
 
   // out_pre[4], the weights of a combine, from mix()'s first four numbers; base[4]. One thread
-  // calls, as for any four numbers; no sync. V4's head has four outputs, these, with an fn, base and scale of its own: mix
-  // with num_outputs 4, pre, then hc_combine_bf16 gives its h.
+  // calls: it is four numbers; no sync. V4's head has four outputs, these, with an fn, base and
+  // scale of its own: mix with num_outputs 4, pre, then hc_combine_bf16 gives its h.
   LOWLAT_DEVICE static void pre(float* out_pre, const float* mix, const float* base, float scale,
                                 float hc_eps) {
     for (int k = 0; k < kHcStreams; ++k) out_pre[k] = pre_of(mix[k], base[k], scale, hc_eps);

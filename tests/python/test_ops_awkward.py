@@ -164,6 +164,18 @@ def test_hc_head_of_equal_streams_zero_rows_and_shut_gates():
 # ------------------------------------------------------------------ linears
 
 
+def test_lm_head_of_zero_tiny_and_huge_rows(model):
+    arrays = make("lm_head", 3, model, T=4, V=77, H=160)
+    arrays["x"][0] = 0x8000  # -0
+    arrays["x"][1] = 0x0001  # the smallest subnormal: products leave fp32's, and bf16's, range
+    arrays["x"][2] = bf16_bits(bf16_value(arrays["x"][2]) * 2.0**40)
+    arrays["w"][5] = 0x8000
+    arrays["w"][9] = arrays["w"][8]
+    want = bf16_value(agree("lm_head", model, arrays)["logits"])
+    assert not want[0].any() and not want[:, 5].any()
+    assert np.array_equal(want[:, 8], want[:, 9])
+
+
 @pytest.mark.parametrize("b", [32, 128])
 def test_block_linear_zero_tiny_and_huge_rows(model, b):
     arrays = make("block_linear", 1, model, T=6, N=b, K=2 * b, b=b)
@@ -309,6 +321,16 @@ def test_attention_scores_far_apart(model):
     """Scores in the thousands: a softmax without a shift would overflow."""
     arrays = attention()
     arrays["q"] = bf16_bits(bf16_value(arrays["q"]) * 500)
+    agree("sparse_attention", model, arrays)
+
+
+def test_attention_of_signed_zeros_subnormals_and_saturated_keys(model):
+    arrays = make("sparse_attention", 9, model, T=4, h=2, S=140, s=128, E=60, n=40)
+    arrays["q"][0] = 0x8000  # every score is 0: an average
+    arrays["q"][1] = 0x0001
+    arrays["swa"][:70, :448] = 0x7E  # 448, the largest code
+    arrays["swa"][70:, :448] = 0xFE
+    arrays["extra"][::2, :448] = 0x80  # -0
     agree("sparse_attention", model, arrays)
 
 
@@ -490,10 +512,19 @@ def test_v4_index_query_of_zero_and_tiny_heads():
 
 
 @pytest.mark.parametrize("pos", [0, 1, 65535, 65536, 1048575])
-def test_v4_index_query_at_the_ends_of_the_positions(pos):
-    arrays = make("index_query", 4, "v4", T=6, h=3)
+@pytest.mark.parametrize(
+    "model, op, shape",
+    [
+        ("v4", "index_query", dict(T=6, h=3)),
+        ("v41", "index_query", dict(T=6, h=3)),
+        ("v41", "index_key", dict(T=6)),
+    ],
+)
+def test_index_queries_and_keys_at_the_ends_of_the_positions(model, op, shape, pos):
+    """V4's keys are of a sequence from position 0."""
+    arrays = make(op, 4, model, **shape)
     arrays["pos"][:] = pos
-    agree("index_query", "v4", arrays)
+    agree(op, model, arrays)
 
 
 def test_v4_index_key_of_zero_tiny_and_huge_rows():

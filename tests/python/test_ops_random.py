@@ -1,4 +1,4 @@
-"""Every operation at random inputs: ``reference`` against the oracle, the others by their bounds."""
+"""Every operation at random inputs: ``reference`` by the oracle, the others by their bounds."""
 
 import pytest
 from oracle import MODELS, OPS

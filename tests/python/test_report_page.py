@@ -15,7 +15,7 @@ from support import browser
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLAY_BUDGET_S = 600
-SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+SCREENS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark"), (320, "light")]
 # A name that would break out of the page's markup if it could.
 HOSTILE = "a'\"><img src=x onerror=document.title=1>&.json"
 
@@ -56,7 +56,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except FaultError:
         pytest.skip("lowlat is not installed (make build)")
     folder = tmp_path_factory.mktemp("page")
-    small = ROOT / "examples/traces/small.json"
+    # A long word of a name, as a checkout deep in somebody's folders gives it.
+    small = folder / ("deep" * 15) / "small.json"
+    small.parent.mkdir()
+    small.write_text((ROOT / "examples/traces/small.json").read_text())
     hostile = folder / HOSTILE.replace("/", "_")
     hostile.write_text(small.read_text())
     words = ["--limit-input", "96", "--limit-output", "6", "--sessions", "2"]

@@ -40,7 +40,7 @@ ENDINGS = {  # a file's ending says who can read it
     "cpp_kernels/stages": {".hpp"},
     "cpp_kernels/shape": {".hpp"},
     "cpp_kernels/platform": {".hpp", ".cuh"},
-    "cpp_kernels/host": {".hpp", ".cpp", ".cu"},
+    "cpp_kernels/host": {".hpp", ".cpp", ".cuh", ".cu"},
     "cpp_kernels/reference": {".hpp", ".cpp"},
 }
 
@@ -151,6 +151,8 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/nvidia/": "tests/gpu/test_ops.cu",
+    "cpp_kernels/host/op/rope_tables.hpp": "tests/cpp/host/op/test_models.cpp",
     "cpp_kernels/host/op/pooling.hpp": "tests/cpp/host/op/test_ops_attention.cpp",
     "cpp_kernels/host/peer.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/peer.hpp": "tests/cpp/host/test_model.cpp",
@@ -161,10 +163,13 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/include/lowlat/kernels.h": "tests/cross/kernels_layout.rs",
     "cpp_kernels/persistent/": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/platform/contract.hpp": "tests/cpp/platform/test_scalar.cpp",
+    "cpp_kernels/platform/cpu.hpp": "tests/cpp/platform/test_scalar.cpp",
+    "cpp_kernels/platform/nvidia.hpp": "tests/gpu/test_platform.cu",
     "cpp_kernels/py/kernels_module.cpp": "tests/python/test_kernels.py",
     "cpp_kernels/reference/": "tests/python/test_ops_random.py",
     "cpp_kernels/shape/runtime_shape.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/shape/dsv41_flash.hpp": "tests/python/test_ops_constants.py",
+    "cpp_kernels/shape/dsv4_flash.hpp": "tests/cpp/shape/test_bytes.cpp",
     "cpp_kernels/stages/format.hpp": "tests/cpp/host/op/test_ops_rope_kv.cpp",
     "cpp_kernels/stages/hc.hpp": "tests/cpp/host/op/test_ops_mix.cpp",
     "cpp_kernels/stages/kv.hpp": "tests/cpp/host/op/test_ops_rope_kv.cpp",

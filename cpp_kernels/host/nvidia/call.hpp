@@ -39,13 +39,13 @@ class DeviceCall {
   }
   void rewind() { workspace_.rewind(); }
 
-  // Copies the inputs again, and the outputs' first contents.
-  void upload();
-  // Copies the outputs to the host's arrays. The stream's work must be done.
-  void download() const;
+  // Copies the inputs of a call of the same sizes, and what its outputs hold.
+  void upload_from(const OpArgs& args);
+  // Copies the outputs to the arrays of a call of the same sizes. The stream's work must be done.
+  void download_to(const OpArgs& args) const;
+  void download() const { download_to(args_); }
 
  private:
-  const OpSpec& op_;
   const OpArgs& args_;
   cudaStream_t stream_;
   std::map<std::string, Memory> inputs_, outputs_;

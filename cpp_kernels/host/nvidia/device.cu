@@ -22,6 +22,24 @@ void check(cudaError_t status, const char* call) {
   throw Error(LOWLAT_FAULT, std::string(call) + ": " + cudaGetErrorString(status));
 }
 
+std::string version_words(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+int count_devices(std::string& out_why) {
+  int count = 0, runtime = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess && count > 0) return count;
+  cudaGetLastError();
+  check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+  out_why = status == cudaSuccess ? "CUDA sees none" : cudaGetErrorString(status);
+  if (status == cudaErrorInsufficientDriver) {
+    // Also where libcuda is not there at all.
+    out_why = "no NVIDIA driver, or one that is older than CUDA " + version_words(runtime);
+  }
+  return 0;
+}
+
 std::string refusal_of_device(int device) {
   int before = 0;
   check(cudaGetDevice(&before), "cudaGetDevice");
@@ -36,13 +54,9 @@ std::string refusal_of_device(int device) {
 }
 
 void open_first_device() {
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess || count == 0) {
-    cudaGetLastError();
-    throw unsupported(std::string("platform nvidia has no device here: ") +
-                      (status == cudaSuccess ? "CUDA sees none" : cudaGetErrorString(status)) +
-                      " (lowlat doctor)");
+  std::string none;
+  if (count_devices(none) == 0) {
+    throw unsupported("platform nvidia has no device here: " + none + " (lowlat doctor)");
   }
   check(cudaSetDevice(0), "cudaSetDevice");
   const std::string why = refusal_of_device(0);

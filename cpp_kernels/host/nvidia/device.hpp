@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "host/error.hpp"
@@ -17,6 +18,13 @@ namespace lowlat::host::cuda {
 
 // Throws LOWLAT_FAULT: "cudaMalloc: out of memory".
 void check(cudaError_t status, const char* call);
+
+// "13.0" of CUDA's 13000.
+std::string version_words(int version);
+
+// How many devices CUDA sees. 0 leaves in out_why why there is none: no driver, an older one, or
+// what CUDA says.
+int count_devices(std::string& out_why);
 
 // Makes device 0 the calling thread's. Throws LOWLAT_UNSUPPORTED, in words that say what changes
 // it, where there is no driver, no device or no kernel for it in this library.

@@ -1,6 +1,4 @@
 // Launches of the attention core and of the compressor.
-#include <algorithm>
-
 #include "host/nvidia/linear.cuh"
 #include "host/nvidia/ops.cuh"
 #include "host/nvidia/pool_sequence.cuh"
@@ -13,7 +11,6 @@ namespace {
 
 using Attention = stages::SparseAttention<Block>;
 using Rows = stages::KvFlat<const std::uint8_t>;
-constexpr int kHeadsOfBlock = 8;  // their queries, sums and the keys of a tile are in shared memory
 
 struct RowSets {
   const std::uint8_t* rows;
@@ -25,20 +22,17 @@ struct RowSets {
   }
 };
 
-// Block (x, y): heads from 8 x on of row y.
+// Block (x, y): head x of row y.
 __global__ void attention_kernel(std::uint16_t* out, const std::uint16_t* q, RowSets window,
-                                 RowSets extra, const float* sink, int heads) {
-  extern __shared__ float shared[];
-  const std::int64_t t = blockIdx.y;
-  const int first = kHeadsOfBlock * static_cast<int>(blockIdx.x);
-  const int num_heads = heads - first < kHeadsOfBlock ? heads - first : kHeadsOfBlock;
-  const std::int64_t at = (t * heads + first) * stages::kKvDim;
-  Attention::run(out + at, q + at, num_heads, window.of(t), extra.of(t), sink + first, shared);
+                                 RowSets extra, const float* sink) {
+  __shared__ float memory[Attention::memory_floats(1)];
+  const std::int64_t t = blockIdx.y, at = (t * gridDim.x + blockIdx.x) * stages::kKvDim;
+  Attention::run(out + at, q + at, 1, window.of(t), extra.of(t), sink + blockIdx.x, memory);
 }
 
 // A block an entry. score is null at ratio 1.
 __global__ void compress_kernel(float* out, const float* value, const float* score,
-                                const std::uint16_t* gain, RopeFrequencies table, int ratio,
+                                const std::uint16_t* gain, stages::RopeTable table, int ratio,
                                 float eps) {
   using Compressed = stages::CompressedKey<Block>;
   constexpr int kDim = stages::kKvDim;
@@ -52,14 +46,15 @@ __global__ void compress_kernel(float* out, const float* value, const float* sco
     c[i] = score == nullptr ? value[even]
                             : stages::pool_pair(value[even], score[even], value[odd], score[odd]);
   }
-  make_turn(turn, table, n * ratio);
+  stages::rope_turn<Block>(turn, table, n * ratio);
+  plat::block_sync();
   Compressed::latent(latent, c, gain, eps, scratch);
   Compressed::entry(out + n * kDim, latent, turn);
 }
 
 // A block an entry.
 __global__ void pooled_kernel(float* out, stages::PoolLayout layout, const float* step,
-                              const float* ape, const std::uint16_t* gain, RopeFrequencies table,
+                              const float* ape, const std::uint16_t* gain, stages::RopeTable table,
                               float eps) {
   using Key = stages::PooledKey<Block>;
   __shared__ float c[stages::kKvDim];
@@ -68,7 +63,8 @@ __global__ void pooled_kernel(float* out, stages::PoolLayout layout, const float
   __shared__ Key::Scratch scratch;
   const std::int64_t n = blockIdx.x;
   pool_entry(c, layout, step, ape, n, pool_scratch);
-  make_turn(turn, table, n * layout.ratio);
+  stages::rope_turn<Block>(turn, table, n * layout.ratio);
+  plat::block_sync();
   Key::entry(c, gain, eps, turn, scratch);
   for (int i = plat::thread_idx(); i < stages::kKvDim; i += kThreads) {
     out[n * stages::kKvDim + i] = c[i];
@@ -78,15 +74,12 @@ __global__ void pooled_kernel(float* out, stages::PoolLayout layout, const float
 }  // namespace
 
 void launch_sparse_attention(DeviceCall& call) {
-  const int heads = call.size("h");
   const RowSets window{call.in<std::uint8_t>("swa"), call.in<std::int32_t>("swa_idx"),
                        call.size("s")};
   const RowSets extra{call.in<std::uint8_t>("extra"), call.in<std::int32_t>("extra_idx"),
                       call.size("n")};
-  const dim3 grid((heads + kHeadsOfBlock - 1) / kHeadsOfBlock, call.size("T"));
-  launch(call, attention_kernel, grid, Attention::memory_floats(kHeadsOfBlock) * sizeof(float),
-         call.out<std::uint16_t>("o"), call.in<std::uint16_t>("q"), window, extra,
-         call.in<float>("sink"), heads);
+  launch(call, attention_kernel, dim3(call.size("h"), call.size("T")), call.out<std::uint16_t>("o"),
+         call.in<std::uint16_t>("q"), window, extra, call.in<float>("sink"));
 }
 
 void launch_compress(DeviceCall& call) {
@@ -96,8 +89,8 @@ void launch_compress(DeviceCall& call) {
   if (call.model() == "v4") {
     const stages::PoolLayout layout{ratio, stages::kKvDim};
     const float* step = project_sequence(call, layout);
-    launch(call, pooled_kernel, grid, 0, call.out<float>("kv"), layout, step, call.in<float>("ape"),
-           call.in<std::uint16_t>("norm"), rope_frequencies(true), eps);
+    launch(call, pooled_kernel, grid, call.out<float>("kv"), layout, step, call.in<float>("ape"),
+           call.in<std::uint16_t>("norm"), rope_table(true), eps);
     return;
   }
   const std::int64_t num_rows = call.dim("N") * ratio;
@@ -111,8 +104,8 @@ void launch_compress(DeviceCall& call) {
   };
   const float* value = project("wkv");
   const float* score = ratio == 2 ? project("wgate") : nullptr;
-  launch(call, compress_kernel, grid, 0, call.out<float>("kv"), value, score,
-         call.in<std::uint16_t>("norm"), rope_frequencies(true), ratio, eps);
+  launch(call, compress_kernel, grid, call.out<float>("kv"), value, score,
+         call.in<std::uint16_t>("norm"), rope_table(true), ratio, eps);
 }
 
 }  // namespace lowlat::host::cuda

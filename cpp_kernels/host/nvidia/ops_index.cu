@@ -21,11 +21,12 @@ float norm_eps(const DeviceCall& call) {
 
 // A block a row. queries: fp32 [T, heads, 128], bf16 values, used as memory.
 __global__ void query_kernel(std::uint16_t* out, float* queries, const std::int64_t* pos,
-                             RopeFrequencies table, int heads) {
+                             stages::RopeTable table, int heads) {
   __shared__ stages::RopeTurn turn;
   const std::int64_t t = blockIdx.x, pitch = std::int64_t{heads} * stages::kIndexDim;
   float* query = queries + t * pitch;
-  make_turn(turn, table, pos[t]);
+  stages::rope_turn<Block>(turn, table, pos[t]);
+  plat::block_sync();
   stages::index_query<Block>(query, heads, turn);
   for (int i = plat::thread_idx(); i < pitch; i += kThreads) {
     out[t * pitch + i] = stages::to_bf16(query[i]);
@@ -33,28 +34,30 @@ __global__ void query_kernel(std::uint16_t* out, float* queries, const std::int6
 }
 
 __global__ void query_fp8_kernel(std::uint8_t* out_codes, float* out_scales, float* queries,
-                                 const std::int64_t* pos, RopeFrequencies table, int heads) {
+                                 const std::int64_t* pos, stages::RopeTable table, int heads) {
   __shared__ stages::RopeTurn turn;
   const std::int64_t t = blockIdx.x, pitch = std::int64_t{heads} * stages::kIndexDim;
-  make_turn(turn, table, pos[t]);
+  stages::rope_turn<Block>(turn, table, pos[t]);
+  plat::block_sync();
   stages::index_query_fp8<Block>(out_codes + t * pitch, out_scales + t * heads, queries + t * pitch,
                                  heads, turn);
 }
 
 // A block a key. keys: fp32 [T, 128], the projections, used as memory.
 __global__ void key_kernel(std::uint8_t* out, float* keys, const std::uint16_t* gain,
-                           const std::int64_t* pos, RopeFrequencies table, float eps) {
+                           const std::int64_t* pos, stages::RopeTable table, float eps) {
   using Key = stages::IndexKey<Block>;
   __shared__ stages::RopeTurn turn;
   __shared__ Key::Scratch scratch;
   const std::int64_t t = blockIdx.x;
-  make_turn(turn, table, pos[t]);
+  stages::rope_turn<Block>(turn, table, pos[t]);
+  plat::block_sync();
   Key::run(Fp4Rows<std::uint8_t>{out}.row(t), keys + t * stages::kIndexDim, gain, eps, turn,
            scratch);
 }
 
 __global__ void key_fp8_kernel(std::uint8_t* out, stages::PoolLayout layout, const float* step,
-                               const float* ape, const std::uint16_t* gain, RopeFrequencies table,
+                               const float* ape, const std::uint16_t* gain, stages::RopeTable table,
                                float eps) {
   using Key = stages::IndexKeyFp8<Block>;
   __shared__ float c[stages::kIndexDim];
@@ -63,7 +66,8 @@ __global__ void key_fp8_kernel(std::uint8_t* out, stages::PoolLayout layout, con
   __shared__ Key::Scratch scratch;
   const std::int64_t n = blockIdx.x;
   pool_entry(c, layout, step, ape, n, pool_scratch);
-  make_turn(turn, table, n * layout.ratio);
+  stages::rope_turn<Block>(turn, table, n * layout.ratio);
+  plat::block_sync();
   Key::run(Fp8Rows<std::uint8_t>{out}.row(n), c, gain, eps, turn, scratch);
 }
 
@@ -106,10 +110,9 @@ __global__ void scores_kernel(float* scores, const float* queries, const float* 
 __global__ void select_kernel(std::int32_t* out, const float* scores, Candidates candidates,
                               std::int64_t pitch, int k) {
   __shared__ stages::SelectScratch scratch;
-  if (plat::thread_idx() != 0) return;
   const std::int64_t t = blockIdx.x;
   candidates.of(t, [&](const auto& position_of, int n) {
-    stages::select_top(out + t * k, scores + t * pitch, n, k, position_of, scratch);
+    stages::select_top<Block>(out + t * k, scores + t * pitch, n, k, position_of, scratch);
   });
 }
 
@@ -118,10 +121,9 @@ __global__ void blocks_kernel(std::int32_t* out, const float* scores, const std:
                               std::int64_t pitch, int block_size, int k, float* block_scores,
                               std::int64_t num_blocks) {
   __shared__ stages::SelectScratch scratch;
-  if (plat::thread_idx() != 0) return;
   const std::int64_t t = blockIdx.x;
-  stages::candidate_blocks(out + t * k, scores + t * pitch, static_cast<int>(count[t]), block_size,
-                           k, block_scores + t * num_blocks, scratch);
+  stages::candidate_blocks<Block>(out + t * k, scores + t * pitch, static_cast<int>(count[t]),
+                                  block_size, k, block_scores + t * num_blocks, scratch);
 }
 
 template <class KeyRows>
@@ -133,9 +135,9 @@ void launch_select(DeviceCall& call, const float* queries, const KeyRows& keys) 
       has_blocks ? call.size("M") : 0, static_cast<int>(args.scalar("block", kCandidateBlock))};
   const std::int64_t num_entries = call.dim("N");
   float* scores = call.scratch<float>(call.dim("T") * num_entries);
-  launch(call, scores_kernel<KeyRows>, dim3(blocks_for(num_entries), call.size("T")), 0, scores,
+  launch(call, scores_kernel<KeyRows>, dim3(blocks_for(num_entries), call.size("T")), scores,
          queries, call.in<float>("weights"), call.size("h"), keys, candidates, num_entries);
-  launch(call, select_kernel, dim3(call.size("T")), 0, call.out<std::int32_t>("idx"), scores,
+  launch(call, select_kernel, dim3(call.size("T")), call.out<std::int32_t>("idx"), scores,
          candidates, num_entries, call.size("k"));
 }
 
@@ -146,11 +148,11 @@ void launch_index_query(DeviceCall& call) {
   float* queries = expanded_rows(call, call.in<std::uint16_t>("q"), count);
   const dim3 grid(call.size("T"));
   if (call.model() == "v4") {
-    launch(call, query_fp8_kernel, grid, 0, call.out<std::uint8_t>("iq"), call.out<float>("qs"),
-           queries, call.in<std::int64_t>("pos"), rope_frequencies(true), call.size("h"));
+    launch(call, query_fp8_kernel, grid, call.out<std::uint8_t>("iq"), call.out<float>("qs"),
+           queries, call.in<std::int64_t>("pos"), rope_table(true), call.size("h"));
   } else {
-    launch(call, query_kernel, grid, 0, call.out<std::uint16_t>("iq"), queries,
-           call.in<std::int64_t>("pos"), rope_frequencies(true), call.size("h"));
+    launch(call, query_kernel, grid, call.out<std::uint16_t>("iq"), queries,
+           call.in<std::int64_t>("pos"), rope_table(true), call.size("h"));
   }
 }
 
@@ -158,9 +160,8 @@ void launch_index_key(DeviceCall& call) {
   if (call.model() == "v4") {
     const stages::PoolLayout layout{stages::kOverlapRatio, stages::kIndexDim};
     const float* step = project_sequence(call, layout);
-    launch(call, key_fp8_kernel, dim3(call.size("N")), 0, call.out<std::uint8_t>("rows"), layout,
-           step, call.in<float>("ape"), call.in<std::uint16_t>("norm"), rope_frequencies(true),
-           norm_eps(call));
+    launch(call, key_fp8_kernel, dim3(call.size("N")), call.out<std::uint8_t>("rows"), layout, step,
+           call.in<float>("ape"), call.in<std::uint16_t>("norm"), rope_table(true), norm_eps(call));
     return;
   }
   const int rows = call.size("T");
@@ -170,8 +171,8 @@ void launch_index_key(DeviceCall& call) {
   launch_linear(call, latents, rows, stages::kKvDim,
                 stages::Bf16Weights{call.in<std::uint16_t>("wk"), stages::kKvDim},
                 stages::kIndexDim, StoreF32{keys, stages::kIndexDim});
-  launch(call, key_kernel, dim3(rows), 0, call.out<std::uint8_t>("rows"), keys,
-         call.in<std::uint16_t>("norm"), call.in<std::int64_t>("pos"), rope_frequencies(true),
+  launch(call, key_kernel, dim3(rows), call.out<std::uint8_t>("rows"), keys,
+         call.in<std::uint16_t>("norm"), call.in<std::int64_t>("pos"), rope_table(true),
          norm_eps(call));
 }
 
@@ -180,8 +181,8 @@ void launch_index_select(DeviceCall& call) {
   const std::uint8_t* keys = call.in<std::uint8_t>("ik");
   if (call.model() == "v4") {
     float* queries = call.scratch<float>(count);
-    launch(call, expand_codes_kernel, dim3(blocks_for(count)), 0, queries,
-           call.in<std::uint8_t>("iq"), count);
+    launch(call, expand_codes_kernel, dim3(blocks_for(count)), queries, call.in<std::uint8_t>("iq"),
+           count);
     launch_select(call, queries, Fp8Rows<const std::uint8_t>{keys});
   } else {
     launch_select(call, expanded_rows(call, call.in<std::uint16_t>("iq"), count),
@@ -192,7 +193,7 @@ void launch_index_select(DeviceCall& call) {
 void launch_candidate_blocks(DeviceCall& call) {
   const int block_size = static_cast<int>(call.args().scalar("block", kCandidateBlock));
   const std::int64_t num_blocks = call.dim("N") / block_size + 1;
-  launch(call, blocks_kernel, dim3(call.size("T")), 0, call.out<std::int32_t>("blocks"),
+  launch(call, blocks_kernel, dim3(call.size("T")), call.out<std::int32_t>("blocks"),
          call.in<float>("score"), call.in<std::int64_t>("count"), call.dim("N"), block_size,
          call.size("k"), call.scratch<float>(call.dim("T") * num_blocks), num_blocks);
 }

@@ -10,24 +10,30 @@ __global__ void expand_kernel(float* out, const std::uint16_t* x, std::int64_t c
   if (i < count) out[i] = stages::from_bf16(x[i]);
 }
 
-// A thread a group.
+// Each block has kGroupsOfBlock groups.
+constexpr int kGroupsOfBlock = 64;
 __global__ void quantize_kernel(float* out, const std::uint16_t* x, std::int64_t num_groups,
                                 int group) {
-  const std::int64_t first = global_thread() * group;
-  if (first < num_groups * group) stages::quantize_row(out + first, x + first, group, group);
+  const std::int64_t first = std::int64_t{blockIdx.x} * kGroupsOfBlock;
+  const std::int64_t rest = num_groups - first;
+  const int num = rest < kGroupsOfBlock ? static_cast<int>(rest) : kGroupsOfBlock;
+  stages::quantize_row<Block>(out + first * group, x + first * group, num * group, group);
 }
 
 }  // namespace
 
 float* expanded_rows(DeviceCall& call, const std::uint16_t* x, std::int64_t count) {
   float* rows = call.scratch<float>(count);
-  launch(call, expand_kernel, dim3(blocks_for(count)), 0, rows, x, count);
+  launch(call, expand_kernel, dim3(blocks_for(count)), rows, x, count);
   return rows;
 }
 
 float* quantized_rows(DeviceCall& call, const std::uint16_t* x, std::int64_t count, int group) {
   float* rows = call.scratch<float>(count);
-  launch(call, quantize_kernel, dim3(blocks_for(count / group)), 0, rows, x, count / group, group);
+  const std::int64_t num_groups = count / group;
+  const std::int64_t num_blocks = (num_groups + kGroupsOfBlock - 1) / kGroupsOfBlock;
+  launch(call, quantize_kernel, dim3(static_cast<unsigned>(num_blocks)), rows, x, num_groups,
+         group);
   return rows;
 }
 

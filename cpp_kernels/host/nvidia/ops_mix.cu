@@ -20,21 +20,21 @@ __global__ void stats_kernel(float* out_pre, float* out_post, float* out_comb, f
                              const std::uint16_t* residual, const float* fn, const float* base,
                              const float* scale, int hidden, float eps, float hc_eps) {
   __shared__ Stats::Scratch scratch;
+  __shared__ stages::HcParams params;
   const std::int64_t t = blockIdx.x, n = std::int64_t{4} * hidden;
   float* row = rows + t * n;
-  expand_row(row, residual + t * n, static_cast<int>(n));
+  stages::expand_bf16<Block>(row, residual + t * n, static_cast<int>(n));
+  plat::block_sync();
   float mix[stages::kHcOutputs];
   Stats::mix(mix, row, fn, hidden, eps, scratch);
-  if (plat::thread_idx() != 0) return;
-  stages::HcParams params;
   Stats::params(params, mix, base, scale, hc_eps, kSinkhornIters);
-  for (int k = 0; k < stages::kHcStreams; ++k) {
-    out_pre[4 * t + k] = params.pre[k];
-    out_post[4 * t + k] = params.post[k];
-    for (int j = 0; j < stages::kHcStreams; ++j) {
-      out_comb[16 * t + 4 * j + k] = params.comb[j][k];
-    }
+  plat::block_sync();
+  const int i = plat::thread_idx();
+  if (i < stages::kHcStreams) {
+    out_pre[4 * t + i] = params.pre[i];
+    out_post[4 * t + i] = params.post[i];
   }
+  if (i < 16) out_comb[16 * t + i] = params.comb[i / 4][i % 4];
 }
 
 // rows: fp32 [T, hidden] of scratch.
@@ -64,7 +64,8 @@ __global__ void head_kernel(std::uint16_t* out, float* rows, const std::uint16_t
   __shared__ Stats::Scratch scratch;
   const std::int64_t t = blockIdx.x, n = std::int64_t{4} * hidden;
   float* row = rows + t * n;
-  expand_row(row, residual + t * n, static_cast<int>(n));
+  stages::expand_bf16<Block>(row, residual + t * n, static_cast<int>(n));
+  plat::block_sync();
   float mix[stages::kHcStreams], pre[stages::kHcStreams];
   Stats::mix(mix, row, fn, hidden, eps, scratch, stages::kHcStreams);
   Stats::pre(pre, mix, base, scale[0], hc_eps);
@@ -77,7 +78,8 @@ __global__ void norm_kernel(std::uint16_t* out, float* rows, const std::uint16_t
                             const std::uint16_t* gain, int n, float eps) {
   __shared__ RmsNorm::Scratch scratch;
   const std::int64_t first = std::int64_t{blockIdx.x} * n;
-  expand_row(rows + first, x + first, n);
+  stages::expand_bf16<Block>(rows + first, x + first, n);
+  plat::block_sync();
   if (gain == nullptr) {
     RmsNorm::run(out + first, rows + first, n, eps, scratch);
   } else {
@@ -96,48 +98,47 @@ __global__ void rank_sum_kernel(std::uint16_t* out, const float* partial, int nu
 }  // namespace
 
 void launch_hc_stats(DeviceCall& call) {
-  launch(call, stats_kernel, dim3(call.size("T")), 0, call.out<float>("pre"),
-         call.out<float>("post"), call.out<float>("comb"),
-         call.scratch<float>(4 * call.dim("T") * call.dim("H")), call.in<std::uint16_t>("residual"),
-         call.in<float>("fn"), call.in<float>("base"), call.in<float>("scale"), call.size("H"),
-         norm_eps(call), static_cast<float>(kHcEps));
+  launch(call, stats_kernel, dim3(call.size("T")), call.out<float>("pre"), call.out<float>("post"),
+         call.out<float>("comb"), call.scratch<float>(4 * call.dim("T") * call.dim("H")),
+         call.in<std::uint16_t>("residual"), call.in<float>("fn"), call.in<float>("base"),
+         call.in<float>("scale"), call.size("H"), norm_eps(call), static_cast<float>(kHcEps));
 }
 
 void launch_hc_combine_norm(DeviceCall& call) {
-  launch(call, combine_norm_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("x"),
+  launch(call, combine_norm_kernel, dim3(call.size("T")), call.out<std::uint16_t>("x"),
          call.scratch<float>(call.dim("T") * call.dim("H")), call.in<std::uint16_t>("residual"),
          call.in<float>("pre"), call.in<std::uint16_t>("gain"), call.size("H"), norm_eps(call),
          model_rules(call.model()).hc_statistic);
 }
 
 void launch_hc_post(DeviceCall& call) {
-  launch(call, post_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("residual"),
+  launch(call, post_kernel, dim3(call.size("T")), call.out<std::uint16_t>("residual"),
          call.in<std::uint16_t>("residual"), call.in<std::uint16_t>("y"), call.in<float>("post"),
          call.in<float>("comb"), call.size("H"));
 }
 
 void launch_hc_head(DeviceCall& call) {
-  launch(call, head_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("h"),
+  launch(call, head_kernel, dim3(call.size("T")), call.out<std::uint16_t>("h"),
          call.scratch<float>(4 * call.dim("T") * call.dim("H")), call.in<std::uint16_t>("residual"),
          call.in<float>("fn"), call.in<float>("base"), call.in<float>("scale"), call.size("H"),
          norm_eps(call), static_cast<float>(kHcEps));
 }
 
 void launch_rms_norm(DeviceCall& call) {
-  launch(call, norm_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("y"),
+  launch(call, norm_kernel, dim3(call.size("T")), call.out<std::uint16_t>("y"),
          call.scratch<float>(call.dim("T") * call.dim("H")), call.in<std::uint16_t>("x"),
          call.in<std::uint16_t>("gain"), call.size("H"), norm_eps(call));
 }
 
 void launch_head_norm(DeviceCall& call) {
   const std::int64_t rows = call.dim("T") * call.dim("h");
-  launch(call, norm_kernel, dim3(static_cast<unsigned>(rows)), 0, call.out<std::uint16_t>("x"),
+  launch(call, norm_kernel, dim3(static_cast<unsigned>(rows)), call.out<std::uint16_t>("x"),
          call.scratch<float>(rows * call.dim("D")), call.in<std::uint16_t>("x"), nullptr,
          call.size("D"), norm_eps(call));
 }
 
 void launch_rank_sum(DeviceCall& call) {
-  launch(call, rank_sum_kernel, dim3(call.size("T")), 0, call.out<std::uint16_t>("y"),
+  launch(call, rank_sum_kernel, dim3(call.size("T")), call.out<std::uint16_t>("y"),
          call.in<float>("partial"), call.size("R"), call.dim("T") * call.dim("H"), call.size("H"));
 }
 

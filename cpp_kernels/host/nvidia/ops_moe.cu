@@ -8,35 +8,32 @@
 namespace lowlat::host::cuda {
 namespace {
 
-// scratch: fp32 [T, 2 num_experts].
+// A block a row. memory: fp32 [T, 2 num_experts].
 __global__ void gate_kernel(std::int32_t* ids, float* weights, const float* logits,
                             const float* bias, int num_experts, int k, stages::GateSum sum_rule,
-                            stages::GateRule rule, float* scratch) {
-  if (plat::thread_idx() != 0) return;
+                            stages::GateRule rule, float* memory) {
+  __shared__ stages::BlockBest<Block>::Scratch scratch;
   const std::int64_t t = blockIdx.x;
-  stages::gate_select(ids + t * k, weights + t * k, logits + t * num_experts, bias, num_experts, k,
-                      sum_rule, kRoutedScaling, scratch + 2 * t * num_experts, rule);
+  stages::gate_select<Block>(ids + t * k, weights + t * k, logits + t * num_experts, bias,
+                             num_experts, k, sum_rule, kRoutedScaling, memory + 2 * t * num_experts,
+                             rule, scratch);
 }
 
-// A block a row: warps take the slots. x: fp32 [T, hidden]. Shared memory: hidden floats.
+// A block a row. x: fp32 [T, hidden].
 __global__ void hash_gate_kernel(std::int32_t* ids, float* weights, const std::int64_t* token,
                                  const std::int32_t* table, const float* x, stages::Bf16Weights w,
                                  int hidden, stages::GateRule rule) {
-  extern __shared__ float row[];
   __shared__ float logits[kTargetExperts];
   const std::int64_t t = blockIdx.x;
   const std::int32_t* chosen = table + token[t] * kTargetExperts;
   for (int slot = 0; slot < kTargetExperts; ++slot) {
-    expand_weights(row, w, chosen[slot], hidden);
-    plat::block_sync();
-    const float z = warp_dot(x + t * hidden, row, hidden);
-    if (plat::thread_idx() == 0) {
-      ids[t * kTargetExperts + slot] = chosen[slot];
-      logits[slot] = z;
-    }
-    plat::block_sync();
+    stages::linear<Block>(x + t * hidden, hidden, 1, hidden, w, chosen[slot], chosen[slot] + 1,
+                          nullptr, [&](int, int, float z) { logits[slot] = z; });
   }
-  if (plat::thread_idx() != 0) return;
+  plat::block_sync();
+  const int slot = plat::thread_idx();
+  if (slot < kTargetExperts) ids[t * kTargetExperts + slot] = chosen[slot];
+  if (slot != 0) return;
   stages::gate_hash(weights + t * kTargetExperts, logits, kTargetExperts, kRoutedScaling, rule);
 }
 
@@ -64,50 +61,29 @@ struct Pairs {
 
 __global__ void group_kernel(Pairs out, const std::int32_t* ids, int rows, int slots,
                              int num_experts) {
-  if (plat::thread_idx() != 0) return;
-  stages::group_pairs(out.offsets, out.pairs, ids, rows, slots, num_experts);
+  stages::group_pairs<Block>(out.offsets, out.pairs, ids, rows, slots, num_experts);
 }
 
-// Block (x, y): column x of h of expert y's pairs, which its warps split. Shared memory: two rows
-// of hidden floats.
+// Block (x, y): a range of columns of h of expert y's pairs.
 __global__ void gate_up_kernel(float* out_h, const float* x, ExpertStack w1, ExpertStack w3,
                                Pairs grouped, int slots, int hidden, int inner) {
-  extern __shared__ float shared[];
-  const int i = static_cast<int>(blockIdx.x), expert = static_cast<int>(blockIdx.y);
-  const std::int32_t* own = grouped.pairs + grouped.offsets[expert];
-  const int num_own = grouped.offsets[expert + 1] - grouped.offsets[expert];
-  if (num_own == 0) return;
-  float* gate_row = shared;
-  float* up_row = shared + hidden;
-  expand_weights(gate_row, w1.of(expert), i, hidden);
-  expand_weights(up_row, w3.of(expert), i, hidden);
-  plat::block_sync();
-  for (int p = plat::thread_idx() / plat::kWarpLanes; p < num_own; p += kNumWarps) {
-    const float* row = x + static_cast<std::int64_t>(own[p] / slots) * hidden;
-    const float gate = stages::round_bf16(warp_dot(row, gate_row, hidden));
-    const float up = stages::round_bf16(warp_dot(row, up_row, hidden));
-    if (plat::thread_idx() % plat::kWarpLanes != 0) continue;
-    out_h[static_cast<std::int64_t>(own[p]) * inner + i] =
-        stages::round_bf16(stages::swiglu(gate, up, kSwigluLimit, true));
-  }
+  const auto expert = static_cast<int>(blockIdx.y);
+  const int first = grouped.offsets[expert], num_own = grouped.offsets[expert + 1] - first;
+  const int begin = kRowsOfBlock * static_cast<int>(blockIdx.x);
+  const int end = begin + kRowsOfBlock < inner ? begin + kRowsOfBlock : inner;
+  stages::expert_gate_up<Block>(out_h, x, w1.of(expert), w3.of(expert), grouped.pairs + first,
+                                num_own, slots, hidden, inner, begin, end, kSwigluLimit, nullptr);
 }
 
-// Block (x, y): column x of d of expert y's pairs. Shared memory: inner floats.
+// Block (x, y): a range of columns of d of expert y's pairs.
 __global__ void down_kernel(std::uint16_t* out_d, const float* h, ExpertStack w2, Pairs grouped,
                             const float* weights, int inner, int hidden) {
-  extern __shared__ float shared[];
-  const int n = static_cast<int>(blockIdx.x), expert = static_cast<int>(blockIdx.y);
-  const std::int32_t* own = grouped.pairs + grouped.offsets[expert];
-  const int num_own = grouped.offsets[expert + 1] - grouped.offsets[expert];
-  if (num_own == 0) return;
-  expand_weights(shared, w2.of(expert), n, inner);
-  plat::block_sync();
-  for (int p = plat::thread_idx() / plat::kWarpLanes; p < num_own; p += kNumWarps) {
-    const std::int64_t pair = own[p];
-    const float y = warp_dot(h + pair * inner, shared, inner);
-    if (plat::thread_idx() % plat::kWarpLanes != 0) continue;
-    out_d[pair * hidden + n] = stages::to_bf16(weights[pair] * y);
-  }
+  const auto expert = static_cast<int>(blockIdx.y);
+  const int first = grouped.offsets[expert], num_own = grouped.offsets[expert + 1] - first;
+  const int begin = kRowsOfBlock * static_cast<int>(blockIdx.x);
+  const int end = begin + kRowsOfBlock < hidden ? begin + kRowsOfBlock : hidden;
+  stages::expert_down<Block>(out_d, h, w2.of(expert), grouped.pairs + first, num_own, weights,
+                             inner, hidden, begin, end, nullptr);
 }
 
 __global__ void swiglu_kernel(std::uint16_t* out_h, const std::uint16_t* gate,
@@ -116,14 +92,12 @@ __global__ void swiglu_kernel(std::uint16_t* out_h, const std::uint16_t* gate,
   if (i < count) out_h[i] = stages::shared_swiglu(gate[i], up[i], kSwigluLimit);
 }
 
-// Block (x, y): kThreads columns of row y.
+// A block a row.
 __global__ void sum_kernel(float* out, const std::uint16_t* d, const std::uint16_t* shared,
                            int slots, int hidden) {
-  const std::int64_t t = blockIdx.y;
-  const auto n = static_cast<int>(global_thread());
-  if (n >= hidden) return;
-  stages::expert_sum(out + t * hidden, d + t * slots * hidden, shared + t * hidden, slots, hidden,
-                     n, n + 1);
+  const std::int64_t t = blockIdx.x;
+  stages::expert_sum<Block>(out + t * hidden, d + t * slots * hidden, shared + t * hidden, slots,
+                            hidden, 0, hidden);
 }
 
 // The shared expert's output, bf16 [T, H].
@@ -146,7 +120,7 @@ std::uint16_t* launch_shared_expert(DeviceCall& call) {
   const std::uint16_t* gate = product(x, "shared_w1", inner, hidden);
   const std::uint16_t* up = product(x, "shared_w3", inner, hidden);
   auto* h = call.scratch<std::uint16_t>(count);
-  launch(call, swiglu_kernel, dim3(blocks_for(count)), 0, h, gate, up, count);
+  launch(call, swiglu_kernel, dim3(blocks_for(count)), h, gate, up, count);
   return product(quantized_rows(call, h, count, block), "shared_w2", hidden, inner);
 }
 
@@ -158,7 +132,7 @@ void launch_gate(DeviceCall& call) {
   float* logits = call.scratch<float>(std::int64_t{rows} * num_experts);
   launch_linear(call, x, rows, hidden, stages::Bf16Weights{call.in<std::uint16_t>("w"), hidden},
                 num_experts, StoreF32{logits, num_experts});
-  launch(call, gate_kernel, dim3(rows), 0, call.out<std::int32_t>("ids"), call.out<float>("weight"),
+  launch(call, gate_kernel, dim3(rows), call.out<std::int32_t>("ids"), call.out<float>("weight"),
          logits, call.in<float>("bias"), num_experts, call.size("k"),
          gate_sum(call.model(), call.dim("k")), model_rules(call.model()).gate_rule,
          call.scratch<float>(2 * std::int64_t{rows} * num_experts));
@@ -166,10 +140,8 @@ void launch_gate(DeviceCall& call) {
 
 void launch_hash_gate(DeviceCall& call) {
   const int hidden = call.size("H");
-  require_at_most(call, "H", kMaxSharedBytes / sizeof(float) - kTargetExperts);
   const float* x = expanded_rows(call, call.in<std::uint16_t>("x"), call.dim("T") * hidden);
-  launch(call, hash_gate_kernel, dim3(call.size("T")),
-         static_cast<std::size_t>(hidden) * sizeof(float), call.out<std::int32_t>("ids"),
+  launch(call, hash_gate_kernel, dim3(call.size("T")), call.out<std::int32_t>("ids"),
          call.out<float>("weight"), call.in<std::int64_t>("token"), call.in<std::int32_t>("table"),
          x, stages::Bf16Weights{call.in<std::uint16_t>("w"), hidden}, hidden,
          model_rules(call.model()).gate_rule);
@@ -178,27 +150,23 @@ void launch_hash_gate(DeviceCall& call) {
 void launch_experts(DeviceCall& call) {
   const int rows = call.size("T"), hidden = call.size("H"), inner = call.size("I");
   const int slots = call.size("k"), num_experts = call.size("E");
-  require_at_most(call, "H", kMaxSharedBytes / sizeof(float) / 2);
-  require_at_most(call, "I", kMaxSharedBytes / sizeof(float));
   require_at_most(call, "E", 65535);  // of a grid's second dimension
   const std::int64_t num_pairs = std::int64_t{rows} * slots;
   const float* x = expanded_rows(call, call.in<std::uint16_t>("x"), std::int64_t{rows} * hidden);
   const Pairs grouped{call.scratch<std::int32_t>(num_experts + 1),
                       call.scratch<std::int32_t>(num_pairs)};
-  launch(call, group_kernel, dim3(1), 0, grouped, call.in<std::int32_t>("ids"), rows, slots,
+  const auto blocks = [](int columns) { return (columns + kRowsOfBlock - 1) / kRowsOfBlock; };
+  launch(call, group_kernel, dim3(1), grouped, call.in<std::int32_t>("ids"), rows, slots,
          num_experts);
   float* h = call.scratch<float>(num_pairs * inner);
-  launch(call, gate_up_kernel, dim3(inner, num_experts),
-         2 * static_cast<std::size_t>(hidden) * sizeof(float), h, x,
+  launch(call, gate_up_kernel, dim3(blocks(inner), num_experts), h, x,
          stack(call, "w1", inner, hidden), stack(call, "w3", inner, hidden), grouped, slots, hidden,
          inner);
   auto* d = call.scratch<std::uint16_t>(num_pairs * hidden);
-  launch(call, down_kernel, dim3(hidden, num_experts),
-         static_cast<std::size_t>(inner) * sizeof(float), d, h, stack(call, "w2", hidden, inner),
-         grouped, call.in<float>("weight"), inner, hidden);
+  launch(call, down_kernel, dim3(blocks(hidden), num_experts), d, h,
+         stack(call, "w2", hidden, inner), grouped, call.in<float>("weight"), inner, hidden);
   const std::uint16_t* shared = launch_shared_expert(call);
-  launch(call, sum_kernel, dim3(blocks_for(hidden), rows), 0, call.out<float>("y"), d, shared,
-         slots, hidden);
+  launch(call, sum_kernel, dim3(rows), call.out<float>("y"), d, shared, slots, hidden);
 }
 
 }  // namespace lowlat::host::cuda

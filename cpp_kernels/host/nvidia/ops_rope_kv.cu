@@ -8,11 +8,13 @@ namespace {
 
 // A block a head of a row.
 __global__ void rope_kernel(std::uint16_t* out, const std::uint16_t* x, const std::int64_t* pos,
-                            RopeFrequencies table, int heads, int dim, bool inverse) {
+                            stages::RopeTable table, int heads, int dim, bool inverse) {
   __shared__ stages::RopeTurn turn;
   const std::int64_t first = std::int64_t{blockIdx.x} * dim;
-  make_turn(turn, table, pos[blockIdx.x / heads], inverse);
+  stages::rope_turn<Block>(turn, table, pos[blockIdx.x / heads]);
   for (int i = plat::thread_idx(); i < dim; i += kThreads) out[first + i] = x[first + i];
+  plat::block_sync();
+  if (inverse && plat::thread_idx() == 0) turn = stages::rope_inverse(turn);
   plat::block_sync();
   stages::Rope<Block>::rotate(out + first + dim - stages::kRopeDim, turn);
 }
@@ -34,19 +36,19 @@ __global__ void unpack_kernel(float* out, const std::uint8_t* rows) {
 }  // namespace
 
 void launch_rope(DeviceCall& call) {
-  launch(call, rope_kernel, dim3(static_cast<unsigned>(call.dim("T") * call.dim("h"))), 0,
+  launch(call, rope_kernel, dim3(static_cast<unsigned>(call.dim("T") * call.dim("h"))),
          call.out<std::uint16_t>("x"), call.in<std::uint16_t>("x"), call.in<std::int64_t>("pos"),
-         rope_frequencies(call.args().scalar("yarn", 0) == 1), call.size("h"), call.size("D"),
+         rope_table(call.args().scalar("yarn", 0) == 1), call.size("h"), call.size("D"),
          call.args().scalar("inverse", 0) == 1);
 }
 
 void launch_kv_pack(DeviceCall& call) {
-  launch(call, pack_kernel, dim3(call.size("T")), 0, call.out<std::uint8_t>("rows"),
+  launch(call, pack_kernel, dim3(call.size("T")), call.out<std::uint8_t>("rows"),
          call.in<float>("kv"));
 }
 
 void launch_kv_unpack(DeviceCall& call) {
-  launch(call, unpack_kernel, dim3(call.size("T")), 0, call.out<float>("kv"),
+  launch(call, unpack_kernel, dim3(call.size("T")), call.out<float>("kv"),
          call.in<std::uint8_t>("rows"));
 }
 

@@ -1,5 +1,5 @@
-// host/nvidia/pool_sequence.cuh: V4's pooled channels of one sequence, for keys of the attention and
-// of the index.
+// host/nvidia/pool_sequence.cuh: V4's pooled channels of one sequence, for keys of the attention
+// and of the index.
 #pragma once
 
 #include "host/nvidia/linear.cuh"

@@ -41,8 +41,11 @@ constexpr Entry kLaunches[] = {
     {"accept", launch_accept},
 };
 
-void copy(void* dst, const void* src, std::size_t bytes, cudaMemcpyKind kind) {
-  if (bytes > 0) check(cudaMemcpy(dst, src, bytes, kind), "cudaMemcpy");
+// In the call's stream, which waits for no other: cudaMemcpy's stream would not be ordered with it,
+// and may still be writing when it returns. From ordinary host memory both directions are done with
+// the host's side on return.
+void copy(void* dst, const void* src, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (bytes > 0) check(cudaMemcpyAsync(dst, src, bytes, kind, stream), "cudaMemcpyAsync");
 }
 
 }  // namespace
@@ -55,28 +58,28 @@ Launch find_launch(std::string_view op) {
 }
 
 DeviceCall::DeviceCall(const OpSpec& op, const OpArgs& args, cudaStream_t stream)
-    : op_(op), args_(args), stream_(stream) {
-  for (const ArgSpec& spec : op_.in) {
+    : args_(args), stream_(stream) {
+  for (const ArgSpec& spec : op.in) {
     if (args_.has(spec.name)) inputs_.try_emplace(spec.name, num_bytes(args_.input(spec.name)));
   }
-  for (const ArgSpec& spec : op_.out) {
+  for (const ArgSpec& spec : op.out) {
     outputs_.try_emplace(spec.name, num_bytes(args_.output(spec.name)));
   }
-  upload();
+  upload_from(args_);
 }
 
-void DeviceCall::upload() {
+void DeviceCall::upload_from(const OpArgs& args) {
   for (const auto& [name, memory] : inputs_) {
-    copy(memory.data(), args_.input(name).data, memory.bytes(), cudaMemcpyHostToDevice);
+    copy(memory.data(), args.input(name).data, memory.bytes(), cudaMemcpyHostToDevice, stream_);
   }
   for (const auto& [name, memory] : outputs_) {
-    copy(memory.data(), args_.output(name).data, memory.bytes(), cudaMemcpyHostToDevice);
+    copy(memory.data(), args.output(name).data, memory.bytes(), cudaMemcpyHostToDevice, stream_);
   }
 }
 
-void DeviceCall::download() const {
+void DeviceCall::download_to(const OpArgs& args) const {
   for (const auto& [name, memory] : outputs_) {
-    copy(args_.output(name).data, memory.data(), memory.bytes(), cudaMemcpyDeviceToHost);
+    copy(args.output(name).data, memory.data(), memory.bytes(), cudaMemcpyDeviceToHost, stream_);
   }
 }
 

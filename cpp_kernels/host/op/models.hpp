@@ -8,27 +8,22 @@
 #ifndef LOWLAT_PLATFORM
 #include "platform/scalar.hpp"
 #endif
-#include "stages/gate.hpp"
-#include "stages/hc.hpp"
+// The platform comes before every schedule.
+#include "persistent/rules.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::models {
 
 inline constexpr std::int64_t kTargetExperts = 6;  // a token, of a target layer
 
-// What differs between the models.
-struct ModelRules {
-  double norm_eps;                   // of the RMS norms and the hyper-connections
-  int scale_block;                   // rows and columns of a block-fp8 weight's scale
-  int draft_experts;                 // experts a token of a draft stage
-  stages::HcStatistic hc_statistic;  // of the norm after a combine
-  stages::GateRule gate_rule;
-  stages::GateSum target_gate_sum;  // a draft's is GateSum::draft in both
+// What differs between the models: a schedule's arithmetic, and what its configuration says.
+struct ModelRules : persistent::ModelRules {
+  double norm_eps;    // of the RMS norms and the hyper-connections
+  int scale_block;    // rows and columns of a block-fp8 weight's scale
+  int draft_experts;  // experts a token of a draft stage
 };
 
-inline constexpr ModelRules kV4Rules = {
-    1e-6, 128, 6, stages::HcStatistic::unrounded, stages::GateRule::v4, stages::GateSum::draft};
-inline constexpr ModelRules kV41Rules = {
-    1e-20, 32, 3, stages::HcStatistic::rounded, stages::GateRule::v41, stages::GateSum::target};
+inline constexpr ModelRules kV4Rules = {persistent::kV4Rules, 1e-6, 128, 6};
+inline constexpr ModelRules kV41Rules = {persistent::kV41Rules, 1e-20, 32, 3};
 
 // `model` is "v4" or "v41": the registry has refused any other.
 inline const ModelRules& model_rules(std::string_view model) {

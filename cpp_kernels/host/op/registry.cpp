@@ -8,6 +8,7 @@
 #include <iterator>
 #include <string_view>
 
+#include "host/json.hpp"
 #include "reference/format.hpp"
 #ifdef LOWLAT_HAVE_CUDA
 #include "host/nvidia/run.hpp"
@@ -339,29 +340,6 @@ std::span<const lowlat_array> input_span(const lowlat_array* inputs, std::int32_
 }
 
 // ---------------------------------------------------------------- JSON
-
-void append_string(std::string& out, std::string_view text) {
-  out += '"';
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char escaped[8];
-      std::snprintf(escaped, sizeof escaped, "\\u%04x", static_cast<unsigned>(c));
-      out += escaped;
-    } else {
-      out += c;
-    }
-  }
-  out += '"';
-}
-
-void append_field(std::string& out, const char* name, std::string_view text) {
-  append_string(out, name);
-  out += ": ";
-  append_string(out, text);
-}
 
 void append_args(std::string& out, const char* name, const std::vector<ArgSpec>& specs) {
   append_string(out, name);

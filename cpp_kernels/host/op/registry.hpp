@@ -2,9 +2,9 @@
 // runs.
 //
 // An operation's file (host/op/ops_*.cpp) describes its arrays and gives two functions: one that
-// calls reference/ and one that calls the stage on the scalar platform; its launches on the platform
-// nvidia are in host/nvidia/ops_*.cu. Checks that the shapes and dtypes cannot say (ranges, codes,
-// ratios) are in its `check`.
+// calls reference/ and one that calls the stage on the scalar platform; its launches on the
+// platform nvidia are in host/nvidia/ops_*.cu. Checks that the shapes and dtypes cannot say
+// (ranges, codes, ratios) are in its `check`.
 #pragma once
 
 #include <cstdint>

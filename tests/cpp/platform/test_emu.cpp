@@ -1,5 +1,7 @@
 // The platform emu keeps the contract; its collectives give what they say, in any order of the
 // fibers; misuse ends the program with a line that names the threads; a missing barrier shows.
+//
+// Built a second time with LOWLAT_EMU_WARP_LANES=64.
 #include "platform/emu.hpp"
 
 #include "platform/contract.hpp"

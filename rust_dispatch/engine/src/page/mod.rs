@@ -307,20 +307,22 @@ impl Page<'_> {
                         "Steps, the rows that the target ran in them (drafts included), and the "
                         "time from plan to result."
                     }
-                    table {
-                        thead {
-                            tr {
-                                th scope="col" { "mode" }
-                                th scope="col" class="n" { "steps" }
-                                th scope="col" class="n" { "rows" }
-                                th scope="col" class="n" { "busy" }
-                                th scope="col" class="n" { "a step" }
+                    div class="scroll" tabindex="0" {
+                        table {
+                            thead {
+                                tr {
+                                    th scope="col" { "mode" }
+                                    th scope="col" class="n" { "steps" }
+                                    th scope="col" class="n" { "rows" }
+                                    th scope="col" class="n" { "busy" }
+                                    th scope="col" class="n" { "a step" }
+                                }
                             }
-                        }
-                        tbody {
-                            (self.mode_row("extend", steps.extend))
-                            (self.mode_row("decode", steps.decode))
-                            (self.mode_row("verify", steps.verify))
+                            tbody {
+                                (self.mode_row("extend", steps.extend))
+                                (self.mode_row("decode", steps.decode))
+                                (self.mode_row("verify", steps.verify))
+                            }
                         }
                     }
                     (self.sentences(&["/steps/extend", "/steps/decode", "/steps/verify"]))
