@@ -375,6 +375,7 @@ struct Parts {
   const char* name;
   bool qkv, q, attention, wo_a, wo_b, published, exchange, gates;
   int rehearsal;  // bits of Rehearsal
+  bool turns;     // gates know the one before
 };
 
 struct Chain {
@@ -407,11 +408,14 @@ struct Chain {
   void launch(const Parts& parts, cudaStream_t stream) {
     const fused::ExchangePort port = mail.looped(kRanks);
     const int layers = static_cast<int>(weights.size());
-    cuda_must(
-        fused::launch_begin_step(mail.step_epoch.get(), layers, gates.round(), stream),
-        "begin step");
+    cuda_must(fused::launch_begin_step(mail.step_epoch.get(), layers, gates.round(), stream),
+              "begin step");
     const int rows = act.rows;
     fused::Gate last = {};  // of the kernel before, or the stream's order
+    const auto next = [&](const fused::Gate& done) {
+      last = parts.turns ? after(done, last) : done;
+      return done;
+    };
     for (int i = 0; i < layers; ++i) {
       const DeviceWeights& w = weights[i];
       const int side = i % 2;
@@ -422,24 +426,24 @@ struct Chain {
       fused::FrontParams front = act.front(w, keys[i]);
       if (parts.qkv) {
         mix_done = gate(Gates::mix, rows);
-        front.mix = act.mixing(w, side, gates.at(i, Gates::mix_parts, fused::mix_parts(kHidden)),
-                               mix_done);
+        front.mix =
+            act.mixing(w, side, gates.at(i, Gates::mix_parts, fused::mix_parts(kHidden)), mix_done);
         front.before = last;
         front.qkv_rehearses = (parts.rehearsal & rehearse_qkv) != 0;
-        front.qkv_done = last = gate(Gates::qkv, fused::front_qkv_blocks());
+        front.qkv_done = next(gate(Gates::qkv, fused::front_qkv_blocks()));
         cuda_must(fused::launch_front_qkv(front, true, stream), "qkv");
       }
       if (parts.q) {
-        if (!parts.qkv) front.qkv_done = last;
+        front.qkv_done = last;
         front.q_rehearses = (parts.rehearsal & rehearse_q) != 0;
-        front.done = last = gate(Gates::q, fused::front_q_blocks(rows, kHeads));
+        front.done = next(gate(Gates::q, fused::front_q_blocks(rows, kHeads)));
         cuda_must(fused::launch_front_q(front, true, stream), "q");
       }
       if (parts.attention) {
         fused::AttentionParams attention = act.attention(w, keys[i]);
         attention.before = last;
         attention.rehearses = (parts.rehearsal & rehearse_attention) != 0;
-        attention.done = last = gate(Gates::attention, fused::attention_blocks(rows, kHeads));
+        attention.done = next(gate(Gates::attention, fused::attention_blocks(rows, kHeads)));
         cuda_must(fused::launch_sparse_attention(attention, true, stream), "attention");
       }
       fused::OprojParams oproj = act.oproj(w, port, i, parts.published);
@@ -447,11 +451,11 @@ struct Chain {
       oproj.b_rehearses = (parts.rehearsal & rehearse_wo_b) != 0;
       if (parts.wo_a) {
         oproj.before = last;
-        oproj.u_done = last = gate(Gates::u, fused::oproj_a_blocks(kGroups));
+        oproj.u_done = next(gate(Gates::u, fused::oproj_a_blocks(kGroups)));
         cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
       }
       if (parts.wo_b) {
-        if (!parts.wo_a) oproj.u_done = last;
+        oproj.u_done = last;
         cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
       }
       if (parts.exchange) {
@@ -459,7 +463,7 @@ struct Chain {
         exchange.mix_done = mix_done;
         exchange.before = last;
         exchange.rehearses = (parts.rehearsal & rehearse_exchange) != 0;
-        exchange.done = last = gate(Gates::exchange, fused::exchange_norm_blocks(rows));
+        exchange.done = next(gate(Gates::exchange, fused::exchange_norm_blocks(rows)));
         cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
       } else if (parts.wo_b) {
         last = {};
@@ -472,7 +476,8 @@ struct Chain {
 void check_replays(const HostWeights& host, int rows, bool gated, int rehearsal) {
   Chain chain(host, rows, 2);
   Graph graph([&](cudaStream_t stream) {
-    chain.launch({"all", true, true, true, true, true, true, true, gated, rehearsal}, stream);
+    chain.launch({"all", true, true, true, true, true, true, true, gated, rehearsal, gated},
+                 stream);
   });
   const std::vector<std::uint16_t> start = chain.act.residual[0].take();
   std::vector<std::uint16_t> first, first_x;
@@ -493,8 +498,8 @@ void check_replays(const HostWeights& host, int rows, bool gated, int rehearsal)
   for (const double v : values(first_x)) finite &= std::isfinite(v);
   failures += finite ? 0 : 1;
   std::printf("%s T=%d 200 replays, gates %d, rehearsal %d: %d differ, faulted %d, finite %d\n",
-              different == 0 && finite ? "ok  " : "FAIL", rows, gated, rehearsal, different, chain.mail.faulted(),
-              finite);
+              different == 0 && finite ? "ok  " : "FAIL", rows, gated, rehearsal, different,
+              chain.mail.faulted(), finite);
 }
 
 // A rank that sends nothing: the wait ends at its budget, says so, and the device lives on.
@@ -546,23 +551,30 @@ void time_rows(const HostWeights& host, int rows, double rate) {
   const double fn = 4.0 * static_cast<double>(w.fn.size());
   const double keys = rows * (kWindow + kExtra) * 584.0;
   const Parts all[] = {
-      {"whole half", true, true, true, true, true, true, true, true, 0},
-      {"whole half, all rehearse", true, true, true, true, true, true, true, true, 63},
-      {"whole half, all but attention", true, true, true, true, true, true, true, true, 59},
-      {"whole half, q rehearses", true, true, true, true, true, true, true, true, 2},
-      {"whole half, attention rehearses", true, true, true, true, true, true, true, true, 4},
-      {"whole half, exchange rehearses", true, true, true, true, true, true, true, true, 32},
-      {"whole half, products rehearse", true, true, true, true, true, true, true, true, 27},
-      {"whole half, no gates", true, true, true, true, true, true, true, false, 0},
-      {"front", true, true, false, false, false, false, false, true, 0},
-      {"front, rehearses", true, true, false, false, false, false, false, true, 3},
-      {"qkv", true, false, false, false, false, false, false, true, 0},
-      {"q", false, true, false, false, false, false, false, true, 0},
-      {"attention", false, false, true, false, false, false, false, true, 0},
-      {"attention, rehearses", false, false, true, false, false, false, false, true, 4},
-      {"wo_a, wo_b", false, false, false, true, true, false, false, true, 0},
-      {"wo_a, wo_b, exchange", false, false, false, true, true, true, true, true, 0},
-      {"wo_a, wo_b, exchange, rehearse", false, false, false, true, true, true, true, true, 56},
+      {"whole half", true, true, true, true, true, true, true, true, 0, false},
+      {"whole half, turns", true, true, true, true, true, true, true, true, 0, true},
+      {"whole half, turns, all rehearse", true, true, true, true, true, true, true, true, 63, true},
+      {"whole half, turns, products, exchange rehearse", true, true, true, true, true, true, true,
+       true, 59, true},
+      {"front, turns", true, true, false, false, false, false, false, true, 0, true},
+      {"front, attention, turns", true, true, true, false, false, false, false, true, 0, true},
+      {"whole half, all rehearse", true, true, true, true, true, true, true, true, 63, false},
+      {"whole half, all but attention", true, true, true, true, true, true, true, true, 59, false},
+      {"whole half, q rehearses", true, true, true, true, true, true, true, true, 2, false},
+      {"whole half, attention rehearses", true, true, true, true, true, true, true, true, 4, false},
+      {"whole half, exchange rehearses", true, true, true, true, true, true, true, true, 32, false},
+      {"whole half, products rehearse", true, true, true, true, true, true, true, true, 27, false},
+      {"whole half, no gates", true, true, true, true, true, true, true, false, 0, false},
+      {"front", true, true, false, false, false, false, false, true, 0, false},
+      {"front, rehearses", true, true, false, false, false, false, false, true, 3, false},
+      {"qkv", true, false, false, false, false, false, false, true, 0, false},
+      {"q", false, true, false, false, false, false, false, true, 0, false},
+      {"attention", false, false, true, false, false, false, false, true, 0, false},
+      {"attention, rehearses", false, false, true, false, false, false, false, true, 4, false},
+      {"wo_a, wo_b", false, false, false, true, true, false, false, true, 0, false},
+      {"wo_a, wo_b, exchange", false, false, false, true, true, true, true, true, 0, false},
+      {"wo_a, wo_b, exchange, rehearse", false, false, false, true, true, true, true, true, 56,
+       false},
   };
   for (const Parts& parts : all) {
     chain.reset();

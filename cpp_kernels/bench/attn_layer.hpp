@@ -1,5 +1,6 @@
 // bench/attn_layer.hpp: the attention half of V4.1-Flash layers with random contents: weights,
-// buffers, and its kernels' launches. A chain of layers rotates weights past the second-level cache.
+// buffers, and its kernels' launches. A chain of layers rotates weights past the second-level
+// cache.
 #pragma once
 
 #include <array>
@@ -211,20 +212,35 @@ struct Mailboxes {
 };
 
 // Which kernels rehearse (exchange_gate.cuh), as bits.
-enum Rehearsal { rehearse_qkv = 1, rehearse_q = 2, rehearse_attention = 4, rehearse_wo_a = 8,
-                 rehearse_wo_b = 16, rehearse_exchange = 32, rehearse_all = 63 };
+enum Rehearsal {
+  rehearse_qkv = 1,
+  rehearse_q = 2,
+  rehearse_attention = 4,
+  rehearse_wo_a = 8,
+  rehearse_wo_b = 16,
+  rehearse_exchange = 32,
+  rehearse_all = 63
+};
+
+// `gate`, with the one that its kernel waits at.
+inline fused::Gate after(fused::Gate gate, const fused::Gate& earlier) {
+  gate.earlier_word = earlier.word;
+  gate.earlier_blocks = earlier.blocks;
+  return gate;
+}
 
 // Gates of a chain of layers.
 class Gates {
  public:
   enum Kind { mix_parts, mix, qkv, q, attention, u, exchange, count };
 
-  explicit Gates(int layers) : words_(static_cast<std::size_t>(layers) * count * kStride), round_(1) {
+  explicit Gates(int layers)
+      : words_(static_cast<std::size_t>(layers) * count * kStride), round_(1) {
     words_.zero();
     round_.zero();
   }
   fused::Gate at(int layer, Kind kind, std::uint32_t blocks) const {
-    return {words_.get() + (layer * count + kind) * kStride, round_.get(), blocks};
+    return {words_.get() + (layer * count + kind) * kStride, round_.get(), blocks, 0, nullptr};
   }
   std::uint32_t* round() const { return round_.get(); }
 

@@ -69,8 +69,7 @@ struct Rank {
   void launch(bool published, bool exchange, bool early, cudaStream_t stream) {
     const fused::ExchangePort port = region.port(kBudgetNs, 0);
     const int layers = static_cast<int>(weights.size());
-    cuda_must(fused::launch_begin_step(region.step_epoch(), layers, nullptr, stream),
-              "begin step");
+    cuda_must(fused::launch_begin_step(region.step_epoch(), layers, nullptr, stream), "begin step");
     for (int i = 0; i < layers; ++i) {
       const fused::OprojParams oproj = act.oproj(weights[i], port, i, published);
       cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
@@ -153,8 +152,8 @@ void check_pair(int rows) {
       if (i == 0) first = x[0];
       different += x[0] != x[1] || x[0] != first ? 1 : 0;
     }
-    report(different == 0 && faults == 0, early ? "300 replays, ranks bitwise equal, early"
-                                                : "300 replays, ranks bitwise equal");
+    report(different == 0 && faults == 0,
+           early ? "300 replays, ranks bitwise equal, early" : "300 replays, ranks bitwise equal");
   }
   // Against float64.
   cuda_must(cudaSetDevice(0), "set device");
@@ -214,9 +213,9 @@ void time_pair(int rows) {
     bool published, exchange, early;
   };
   double without = 0.0;
-  for (const Case& c : {Case{"wo_a, wo_b", false, false, false},
-                        Case{"wo_a, wo_b, exchange", true, true, true},
-                        Case{"wo_a, wo_b, exchange after the end", true, true, false}}) {
+  for (const Case& c :
+       {Case{"wo_a, wo_b", false, false, false}, Case{"wo_a, wo_b, exchange", true, true, true},
+        Case{"wo_a, wo_b, exchange after the end", true, true, false}}) {
     pair.capture(c.published, c.exchange, c.early);
     std::vector<double> times;
     cudaEvent_t begin[kRanks], end[kRanks];
@@ -247,10 +246,11 @@ void time_pair(int rows) {
     std::sort(times.begin(), times.end());
     const double median = times[times.size() / 2];
     if (!c.exchange) without = median;
-    std::printf("%-36s TP2 T=%-2d a layer: median %6.2f us  low %6.2f  high %6.2f  beyond the "
-                "products %5.2f  faulted %u %u\n",
-                c.name, rows, median, times[10], times[90], median - without,
-                pair.ranks[0]->status()[0], pair.ranks[1]->status()[0]);
+    std::printf(
+        "%-36s TP2 T=%-2d a layer: median %6.2f us  low %6.2f  high %6.2f  beyond the "
+        "products %5.2f  faulted %u %u\n",
+        c.name, rows, median, times[10], times[90], median - without, pair.ranks[0]->status()[0],
+        pair.ranks[1]->status()[0]);
     std::fflush(stdout);
     for (int r = 0; r < kRanks; ++r) {
       cudaEventDestroy(begin[r]);

@@ -12,9 +12,10 @@
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
 //              are gathered and expanded before q is there, except those that the step writes
-// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster each block leaves its partial (max, sum, o) in its
-//              own shared memory, the cluster's barrier, then every block reads its heads' parts
-//              from all, and a second barrier keeps the memory until all have read
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster each block leaves its
+//              partial (max, sum, o) in its own shared memory, the cluster's barrier, then every
+//              block reads its heads' parts from all, and a second barrier keeps the memory until
+//              all have read
 // Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
 // Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
 #include "platform/nvidia.hpp"
@@ -187,8 +188,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   Pieces pieces;
   load_pieces(pieces, shared.data[0], shared.scales[0]);
   if (thread_idx < shape::kRopeDim / 2) {
-    const float angle = static_cast<float>(params.positions[row_idx]) *
-                        params.rope.values[thread_idx];
+    const float angle =
+        static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
     shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
   store_pieces(shared, pieces);
@@ -306,7 +307,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
           const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
-          shared.prob[head * kProbPitch + first_of_thread + 16 * i] = static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
+          shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
+              static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
           weight += p;
         }
 #pragma unroll

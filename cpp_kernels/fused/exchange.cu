@@ -72,8 +72,9 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
       mix[plat::thread_idx()] = __ldcg(params.mix + row_idx * kMixStride + plat::thread_idx());
     }
     float y[4] = {};
-    if (real) receive_quad<kRanks>(y, params.port, exchange_epoch(params.port, params.exchange_index), row_idx,
-                         quad_idx, kQuads, static_cast<stages::StageId>(params.stage));
+    if (real)
+      receive_quad<kRanks>(y, params.port, exchange_epoch(params.port, params.exchange_index),
+                           row_idx, quad_idx, kQuads, static_cast<stages::StageId>(params.stage));
     plat::block_sync();
 
     float r[4][4];  // [stream][column]
@@ -97,8 +98,9 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
         out[i] = quick_bf16(acc);
         v[i] = plat::fma(out[i], mix[k], v[i]);
       }
-      if (real) *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
-          make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
+      if (real)
+        *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
+            make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
     }
 
     float squares = 0.0f;
@@ -149,7 +151,8 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
         sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
         sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse) << 16;
     if (quad_idx % (kGroup / 4) == 0) {
-      params.x_scale[quad_idx / (kGroup / 4) * padded_rows(params.num_rows) + row_idx] = group.scale;
+      params.x_scale[quad_idx / (kGroup / 4) * padded_rows(params.num_rows) + row_idx] =
+          group.scale;
     }
   }
   open_gate(params.done);

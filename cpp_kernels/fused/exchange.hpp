@@ -28,19 +28,19 @@ struct ExchangePort {
   std::uint32_t kernel;  // index of the catalogue's line, for the status words
 };
 
-// The step's first kernel: *step_epoch += num_exchanges of the last step, ++*round (NULL: no gates).
-// All later kernels of the step may read them; the next step starts after this one's last kernel
-// has ended.
+// The step's first kernel: *step_epoch += num_exchanges of the last step, ++*round (NULL: no
+// gates). All later kernels of the step may read them; the next step starts after this one's last
+// kernel has ended.
 cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
                               std::uint32_t* round, cudaStream_t stream);
 
 // See exchange.cu for the formulas.
 struct ExchangeNormParams {
   ExchangePort port;
-  int exchange_index;        // of this step
-  std::uint32_t stage;       // stages::StageId, for the status words
-  int num_rows;              // T, 1 .. 48
-  const float* mix;           // [T, kMixStride]: pre, post, comb of mix.hpp
+  int exchange_index;   // of this step
+  std::uint32_t stage;  // stages::StageId, for the status words
+  int num_rows;         // T, 1 .. 48
+  const float* mix;     // [T, kMixStride]: pre, post, comb of mix.hpp
   float norm_eps;
   const std::uint16_t* gain;         // bf16 [H] of the norm
   const std::uint16_t* residual_in;  // bf16 [T, 4, H]

@@ -23,16 +23,22 @@
 namespace lowlat::nvidia::fused {
 
 // One thread calls.
+LOWLAT_DEVICE bool is_open(const std::uint32_t* word, std::uint32_t target) {
+  return static_cast<std::int32_t>(plat::load_acquire<plat::Scope::device>(word) - target) >= 0;
+}
 LOWLAT_DEVICE void poll_gate(const Gate& gate) {
-  const std::uint32_t target = *gate.round * gate.blocks;
-  const auto open = [&] {
-    return static_cast<std::int32_t>(plat::load_acquire<plat::Scope::device>(gate.word) -
-                                     target) >= 0;
-  };
-  if (open()) return;
+  constexpr unsigned kRarelyNs = 200;
+  const std::uint32_t round = *gate.round, target = round * gate.blocks;
+  if (is_open(gate.word, target)) return;
   const std::uint64_t deadline_ns = plat::clock_ns() + kSecondNs;
-  for (int polls = 0; !open(); ++polls) {
-    if (polls % 256 == 255 && plat::clock_ns() > deadline_ns) return;
+  if (gate.earlier_word != nullptr) {
+    for (int polls = 1; !is_open(gate.earlier_word, round * gate.earlier_blocks); ++polls) {
+      __nanosleep(kRarelyNs);
+      if (polls % 64 == 0 && plat::clock_ns() > deadline_ns) return;
+    }
+  }
+  for (int polls = 1; !is_open(gate.word, target); ++polls) {
+    if (polls % 256 == 0 && plat::clock_ns() > deadline_ns) return;
   }
 }
 
@@ -59,8 +65,9 @@ LOWLAT_DEVICE void open_gate(const Gate& gate) {
   if (gate.word == nullptr) return;
   plat::block_sync();
   if (plat::thread_idx() == 0) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(gate.word))
-                 : "memory");
+    asm volatile(
+        "red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(gate.word))
+        : "memory");
   }
 }
 

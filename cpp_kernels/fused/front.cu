@@ -9,8 +9,8 @@
 // Rounding     bf16 where bf( ) stands, codes nearest-even; V4.1 has no norm of heads
 // Bytes        TP4: 9.18 MB (and 1.97 MB of fn), then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
-// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four. Weights are
-//              on their way before the input is waited for
+// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four. Weights
+//              are on their way before the input is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp, norm.cpp, rope.cpp, kv.cpp. Bound: rel_l2 ≤ 4e-3 each
@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   std::uint16_t* out = is_q ? params.qa : params.kv;
   const int width = is_q ? kQLora : kHeadDim;
 #pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.qkv_rehearses, params.before) : 1; pass < 2; ++pass) {
+  for (int pass = kTiles == 1 ? first_pass(params.qkv_rehearses, params.before) : 1; pass < 2;
+       ++pass) {
     const bool real = pass != 0;
     if (real) wait_at(params.before);
     Linear::run(shared, x, params.num_rows, real);
@@ -98,8 +99,10 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
         squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
       }
       if (token >= params.num_rows || !real) continue;
-      *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) = pair;
-      if (is_q && row == 0) params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
+      *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) =
+          pair;
+      if (is_q && row == 0)
+        params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
     }
   }
   open_gate(params.qkv_done);
@@ -177,8 +180,8 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   float gain[kPerLane];
 #pragma unroll
   for (int i = 0; i < kPerLane / 2; ++i) {
-    turn[i] = rotates ? turn_of(params.rope, (first - kNope) / 2 + i, position)
-                      : make_float2(1.0f, 0.0f);
+    turn[i] =
+        rotates ? turn_of(params.rope, (first - kNope) / 2 + i, position) : make_float2(1.0f, 0.0f);
   }
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) gain[i] = stages::from_bf16(__ldg(params.kv_norm + first + i));
@@ -230,8 +233,7 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float a = x[2 * i], b = x[2 * i + 1];
-    words[i] =
-        sm90::to_bf16_pair(a * turn[i].x - b * turn[i].y, a * turn[i].y + b * turn[i].x);
+    words[i] = sm90::to_bf16_pair(a * turn[i].x - b * turn[i].y, a * turn[i].y + b * turn[i].x);
   }
   std::uint8_t* to = row.data + kNope + 2 * (first - kNope);
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -273,7 +275,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
   static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
 #pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.q_rehearses, params.qkv_done) : 1; pass < 2; ++pass) {
+  for (int pass = kTiles == 1 ? first_pass(params.q_rehearses, params.qkv_done) : 1; pass < 2;
+       ++pass) {
     const bool real = pass != 0;
     if (real) wait_at(params.qkv_done);
     LatentPiece ahead[kTogether] = {};

@@ -7,9 +7,10 @@
 
 namespace lowlat::nvidia::fused {
 
-// Launches kernel(params) with `shared_bytes` of dynamic shared memory. `cluster` blocks along x are
-// a cluster (1: none); more than 8 need the part's consent, which is asked for here. Programmatic:
-// the kernel may start before its predecessor in the stream has ended, and waits inside.
+// Launches kernel(params) with `shared_bytes` of dynamic shared memory. `cluster` blocks along x
+// are a cluster (1: none); more than 8 need the part's consent, which is asked for here.
+// Programmatic: the kernel may start before its predecessor in the stream has ended, and waits
+// inside.
 template <class Params>
 cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes,
                           int cluster, bool programmatic, cudaStream_t stream,
@@ -18,8 +19,8 @@ cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int sh
     return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), what, value);
   };
   // One division of the memory for all of them: a multiprocessor changes it only when it is empty.
-  cudaError_t error = attribute(cudaFuncAttributePreferredSharedMemoryCarveout,
-                                cudaSharedmemCarveoutMaxShared);
+  cudaError_t error =
+      attribute(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error == cudaSuccess && shared_bytes > 48 * 1024) {
     error = attribute(cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   }

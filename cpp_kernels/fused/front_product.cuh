@@ -69,9 +69,8 @@ struct HalfActivations {
   int stride, padded;
 
   LOWLAT_DEVICE Raw fetch(int token, int k) const {
-    const auto* src = reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(data) +
-                                                     static_cast<std::int64_t>(token) * stride +
-                                                     2 * k);
+    const auto* src = reinterpret_cast<const uint4*>(
+        static_cast<const std::uint8_t*>(data) + static_cast<std::int64_t>(token) * stride + 2 * k);
     if constexpr (kShared) return *src;
     return __ldcg(src);
   }
@@ -174,7 +173,8 @@ struct Product {
   // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
   // after load(); on return the owned sums are there, if this block owns any.
   //
-  // `real` false (up to eight rows): a rehearsal, see first_pass(): nothing is stored or waited for.
+  // `real` false (up to eight rows): a rehearsal, see first_pass(): nothing is stored or waited
+  // for.
   template <class Activations>
   LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows,
                                 bool real = true) {
@@ -271,7 +271,7 @@ struct Product {
                                      const std::uint32_t (&b)[4], float weight_scale,
                                      float2 token_scale) {
     std::uint32_t a[2][4];
-    const auto place = [](std::uint32_t(&to)[4], std::uint32_t codes_low,
+    const auto place = [](std::uint32_t (&to)[4], std::uint32_t codes_low,
                           std::uint32_t codes_high) {
       std::uint32_t pair[2];
       sm90::e4m3_to_f16(pair, codes_low);
@@ -339,8 +339,8 @@ struct Product {
       for (int n = 0; n < kTiles; ++n) {
         const int token = n * kTileTokens + g;
         // Tokens that are not there: codes of none, and scales that no stored sum sees.
-        Activations::expand(b[n], token < num_rows ? activations.fetch(token, k + 8 * t)
-                                                   : Activations::none());
+        Activations::expand(
+            b[n], token < num_rows ? activations.fetch(token, k + 8 * t) : Activations::none());
         scale[n] = scales_of(activations, n * kTileTokens + 2 * t, k);
       }
 #pragma unroll
@@ -361,8 +361,8 @@ struct Product {
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        float* to = partial + (warp_idx * kTokens + n * kTileTokens + 2 * t) * kSumPitch +
-                    tile * 16 + g;
+        float* to =
+            partial + (warp_idx * kTokens + n * kTileTokens + 2 * t) * kSumPitch + tile * 16 + g;
         to[0] = sum[tile][n][0];
         to[kSumPitch] = sum[tile][n][1];
         to[8] = sum[tile][n][2];

@@ -17,8 +17,8 @@ struct PowerScale {
 };
 
 // The smallest power of two not below amax / 448, as stages::activation_scale without its division:
-// 448 is 1.75 * 2^8, so the exponent grows by one where the fraction is beyond .75. amax is at least
-// 1e-10 here; the same for a key's group with its floor of 1e-4.
+// 448 is 1.75 * 2^8, so the exponent grows by one where the fraction is beyond .75. amax is at
+// least 1e-10 here; the same for a key's group with its floor of 1e-4.
 LOWLAT_DEVICE std::uint32_t power_code(float amax) {
   return ((plat::float_bits(amax) + 0x1f'ffffu) >> 23) - 8u;
 }

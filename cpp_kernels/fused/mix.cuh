@@ -32,10 +32,10 @@ LOWLAT_DEVICE void mix_load(MixShared& shared, const MixParams& params, int part
     sm90::barrier_arrive_expect(&shared.barrier, sizeof shared.fn);
 #pragma unroll 1
     for (int i = 0; i < kMixOutputs; ++i) {
-      sm90::bulk_load(shared.fn[i],
-                      params.fn + static_cast<std::int64_t>(i) * 4 * params.hidden +
-                          part * kMixPartLength,
-                      sizeof shared.fn[i], &shared.barrier);
+      sm90::bulk_load(
+          shared.fn[i],
+          params.fn + static_cast<std::int64_t>(i) * 4 * params.hidden + part * kMixPartLength,
+          sizeof shared.fn[i], &shared.barrier);
     }
   }
   plat::block_sync();
@@ -105,8 +105,8 @@ LOWLAT_DEVICE void mix_compute(MixShared& shared, const MixParams& params, int p
     const float own = sum[0];
     const int row_idx = first_row + lane_idx / (kPerWarp + 1), which = lane_idx % (kPerWarp + 1);
     if (row_idx >= params.num_rows) continue;
-    float* out = params.partial +
-                 (static_cast<std::int64_t>(part) * params.num_rows + row_idx) * kMixStride;
+    float* out =
+        params.partial + (static_cast<std::int64_t>(part) * params.num_rows + row_idx) * kMixStride;
     if (which < kPerWarp) {
       out[warp_idx * kPerWarp + which] = own;
     } else if (warp_idx == 0) {
@@ -169,12 +169,12 @@ LOWLAT_DEVICE void mix_finish(MixShared& shared, const MixParams& params, int pa
 #pragma unroll
     for (int i = 0; i < kMaxPerWarp; ++i) {
       const int piece = warp_idx + i * kWarps;
-      v[i] = piece < num_parts && lane_idx <= kMixOutputs
-                 ? __ldcg(params.partial +
-                          (static_cast<std::int64_t>(piece) * params.num_rows + row_idx) *
-                              kMixStride +
-                          lane_idx)
-                 : 0.0f;
+      v[i] =
+          piece < num_parts && lane_idx <= kMixOutputs
+              ? __ldcg(params.partial +
+                       (static_cast<std::int64_t>(piece) * params.num_rows + row_idx) * kMixStride +
+                       lane_idx)
+              : 0.0f;
     }
     float sum = v[0];
 #pragma unroll

@@ -7,9 +7,11 @@
 // Bytes        TP4: 8.40 MB, then 10.5 MB. T = 6: activations 0.1 MB, packets 0.49 MB
 // Floor        1.8 us and 2.3 us at 4.65 TB/s
 // Launch       wo_a: 64 rows a block, K in a cluster of four; wo_b: 80 rows, K in a cluster of two
-//              a group pair. Weights are on their way before the input is waited for. Without gates
-//              wo_b lets the receiving kernel start after its own wait, so that one may poll at once
-// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh; packets exchange.cuh
+//              a group pair. Weights are on their way before the input is waited for. Without
+//              gates wo_b lets the receiving kernel start after its own wait, so that one may poll
+//              at once
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh;
+//              packets exchange.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp. Bound: rel_l2 ≤ 4e-3 each
 #include "platform/nvidia.hpp"
@@ -65,7 +67,8 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
                                          params.o_scale + first_k / kGroup * padded,
                                          2 * params.num_groups * kGroupInput, padded};
 #pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.a_rehearses, params.before) : 1; pass < 2; ++pass) {
+  for (int pass = kTiles == 1 ? first_pass(params.a_rehearses, params.before) : 1; pass < 2;
+       ++pass) {
     const bool real = pass != 0;
     if (real) wait_at(params.before);
     Linear::run(shared, o, params.num_rows, real);
@@ -79,7 +82,8 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       const float u = quick_bf16(Linear::sum(shared, token, row));
       const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
       if (!real) continue;
-      params.u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
+      params
+          .u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
           static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
       if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
     }
@@ -107,7 +111,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   const CodeActivations<kGroup, false> u{params.u_codes + rank * kKB,
                                          params.u_scale + rank * kKB / kGroup * padded, k, padded};
 #pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.b_rehearses, params.u_done) : 1; pass < 2; ++pass) {
+  for (int pass = kTiles == 1 ? first_pass(params.b_rehearses, params.u_done) : 1; pass < 2;
+       ++pass) {
     const bool real = pass != 0;
     if (real) wait_at(params.u_done);
     if (params.u_done.word == nullptr) sm90::launch_dependents();

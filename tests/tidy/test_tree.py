@@ -149,6 +149,15 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
 # a stage gives as an operation of the C ABI is tested by the operation.
 TESTED_ELSEWHERE: dict[str, str] = {
+    # Programs that need a GPU, with a `check` of their own.
+    "cpp_kernels/bench/attn_bench.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/bench/attn_layer.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/attention.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/exchange.hpp": "cpp_kernels/bench/exchange_hopper.cu",
+    "cpp_kernels/fused/exchange_gate.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/front.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/mix.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/oproj.hpp": "cpp_kernels/bench/attn_hopper.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/nvidia/": "tests/gpu/test_ops.cu",

@@ -67,9 +67,9 @@ ExchangeRegion::ExchangeRegion(int tp_rank, int tp_size, int max_rows, int hidde
       box_packets_(std::int64_t{max_rows} * hidden / 4),
       peers_(static_cast<std::size_t>(tp_size)) {
   if (tp_size < 1 || tp_size > nvidia::fused::kMaxRanks || tp_rank < 0 || tp_rank >= tp_size) {
-    throw Error(LOWLAT_INVALID, "tp_rank " + std::to_string(tp_rank) + " of tp_size " +
-                                    std::to_string(tp_size) + "; needed 0 <= rank < size <= " +
-                                    std::to_string(nvidia::fused::kMaxRanks));
+    throw Error(LOWLAT_INVALID,
+                "tp_rank " + std::to_string(tp_rank) + " of tp_size " + std::to_string(tp_size) +
+                    "; needed 0 <= rank < size <= " + std::to_string(nvidia::fused::kMaxRanks));
   }
   check(cudaGetDevice(&device_), "cudaGetDevice");
   const Layout layout{box_packets_, tp_size_};

@@ -4,7 +4,8 @@
 // The order of calls on every rank: create, give handle() to the others by any transport, open()
 // each of theirs, probe() each, then (when all ranks have probed, which the caller's transport
 // tells) probed_by() each: a store of a kernel that arrived is the proof. A rank that fails at any
-// point says why; the caller makes all ranks decline together. Then port() is what the kernels take.
+// point says why; the caller makes all ranks decline together. Then port() is what the kernels
+// take.
 #pragma once
 
 #include <memory>
@@ -51,9 +52,9 @@ class ExchangeRegion {
 
   int device_, tp_rank_, tp_size_;
   std::int64_t box_packets_;
-  void* base_ = nullptr;      // this rank's region
-  void* own_ = nullptr;       // device words that peers have no part in
-  void* status_ = nullptr;    // pinned host memory
+  void* base_ = nullptr;    // this rank's region
+  void* own_ = nullptr;     // device words that peers have no part in
+  void* status_ = nullptr;  // pinned host memory
   std::vector<Peer> peers_;
 };
 
