@@ -399,6 +399,7 @@ struct Chain {
   }
   // Every buffer as before the first step, so that a replay's results can be compared.
   void reset() {
+    gates.reset();
     for (auto* codes : {&act.x_codes, &act.u_codes}) codes->zero();
     for (auto* half : {&act.x, &act.qa, &act.kv, &act.q, &act.o}) half->zero();
     for (auto* scale : {&act.x_scale, &act.o_scale, &act.u_scale, &act.qa_squares, &act.mix}) {

@@ -236,6 +236,10 @@ class Gates {
 
   explicit Gates(int layers)
       : words_(static_cast<std::size_t>(layers) * count * kStride), round_(1) {
+    reset();
+  }
+  // Before another sequence of kernels uses them: each round counts up every gate of a sequence.
+  void reset() {
     words_.zero();
     round_.zero();
   }
