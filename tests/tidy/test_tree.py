@@ -149,15 +149,6 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
 # a stage gives as an operation of the C ABI is tested by the operation.
 TESTED_ELSEWHERE: dict[str, str] = {
-    # Programs that need a GPU, with a `check` of their own.
-    "cpp_kernels/bench/attn_bench.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/bench/attn_layer.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/attention.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/exchange.hpp": "cpp_kernels/bench/exchange_hopper.cu",
-    "cpp_kernels/fused/exchange_gate.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/front.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/mix.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/oproj.hpp": "cpp_kernels/bench/attn_hopper.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/nvidia/": "tests/gpu/test_ops.cu",
@@ -175,6 +166,15 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/platform/cpu.hpp": "tests/cpp/platform/test_scalar.cpp",
     "cpp_kernels/platform/nvidia.hpp": "tests/gpu/test_platform.cu",
     "cpp_kernels/py/kernels_module.cpp": "tests/python/test_kernels.py",
+    # Programs that need a GPU, with a `check` of their own.
+    "cpp_kernels/bench/attn_bench.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/bench/attn_layer.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/attention.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/exchange.hpp": "cpp_kernels/bench/exchange_hopper.cu",
+    "cpp_kernels/fused/exchange_gate.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/front.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/mix.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/oproj.hpp": "cpp_kernels/bench/attn_hopper.cu",
     "cpp_kernels/reference/": "tests/python/test_ops_random.py",
     "cpp_kernels/shape/runtime_shape.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/shape/dsv41_flash.hpp": "tests/python/test_ops_constants.py",
