@@ -1,0 +1,640 @@
+// attn_hopper: checks and times the attention half of a V4.1-Flash layer on one GPU.
+//
+//   attn_hopper check          every kernel against float64 at true shapes; exit code 1: a failure
+//   attn_hopper time [rows..]  chains of layers in a CUDA graph, by which kernels they hold
+//
+// TP4's share on one GPU: 16 heads, two output groups, four mailboxes looped back.
+#include "attn_layer.hpp"
+#include "reference/attention.hpp"
+#include "reference/hc.hpp"
+#include "reference/kv.hpp"
+#include "reference/linear.hpp"
+#include "reference/norm.hpp"
+#include "reference/rank_sum.hpp"
+
+namespace lowlat::bench {
+namespace {
+
+constexpr int kRanks = 4, kHeads = 16, kGroups = 2;
+int failures = 0;
+
+__global__ void read_all(const uint4* data, std::size_t count, std::uint32_t* out) {
+  std::uint32_t sum = 0;
+  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
+#pragma unroll 8
+  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < count; i += stride) {
+    const uint4 v = __ldcs(data + i);
+    sum ^= v.x ^ v.y ^ v.z ^ v.w;
+  }
+  if (sum == 0x1234'5678u) *out = sum;
+}
+
+// Busy for `clocks` ticks of the multiprocessor's clock; out: nanoseconds.
+__global__ void spin(std::int64_t clocks, std::uint64_t* out) {
+  std::uint64_t begin, end;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
+  const std::int64_t first = clock64();
+  while (clock64() - first < clocks) {
+  }
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(end)::"memory");
+  *out = end - begin;
+}
+
+// Of two arrays of values: || a - b || / || b ||; not finite where only one of two is.
+double rel_l2(const std::vector<double>& a, const std::vector<double>& b) {
+  double difference = 0.0, size = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (!std::isfinite(a[i]) || !std::isfinite(b[i])) return 1e30;
+    difference += (a[i] - b[i]) * (a[i] - b[i]);
+    size += b[i] * b[i];
+  }
+  return std::sqrt(difference / std::max(size, 1e-300));
+}
+
+void expect(const char* what, int rows, const std::vector<double>& got,
+            const std::vector<double>& want, double bound) {
+  const double error = got.size() == want.size() ? rel_l2(got, want) : 1e30;
+  const bool good = error <= bound;
+  failures += good ? 0 : 1;
+  std::printf("%s T=%d %s rel_l2 %.2e (bound %.0e)\n", good ? "ok  " : "FAIL", rows, what, error,
+              bound);
+}
+
+std::vector<double> values(const std::vector<std::uint16_t>& codes) {
+  std::vector<double> out(codes.size());
+  for (std::size_t i = 0; i < codes.size(); ++i) out[i] = reference::from_bf16(codes[i]);
+  return out;
+}
+// e4m3 codes [rows, width] under scales [width / 32, padded].
+std::vector<double> values(const std::vector<std::uint8_t>& codes, const std::vector<float>& scale,
+                           int rows, int width) {
+  std::vector<double> out(codes.size());
+  const int padded = fused::padded_rows(rows);
+  for (int row = 0; row < rows; ++row) {
+    for (int i = 0; i < width; ++i) {
+      const std::size_t at = static_cast<std::size_t>(row) * width + i;
+      out[at] =
+          reference::from_e4m3(codes[at]) * scale[static_cast<std::size_t>(i / 32 * padded + row)];
+    }
+  }
+  return out;
+}
+double from_f16(std::uint16_t code) {
+  const int exponent = code >> 10 & 31, fraction = code & 1023;
+  const double magnitude = exponent == 0   ? std::ldexp(fraction, -24)
+                           : exponent < 31 ? std::ldexp(1024 + fraction, exponent - 25)
+                                           : std::numeric_limits<double>::quiet_NaN();
+  return (code & 0x8000) != 0 ? -magnitude : magnitude;
+}
+std::vector<double> half_values(const std::vector<std::uint16_t>& codes,
+                                const std::vector<float>& scale, int rows, int width) {
+  std::vector<double> out(codes.size());
+  const int padded = fused::padded_rows(rows);
+  for (int row = 0; row < rows; ++row) {
+    for (int i = 0; i < width; ++i) {
+      const std::size_t at = static_cast<std::size_t>(row) * width + i;
+      out[at] = from_f16(codes[at]) * scale[static_cast<std::size_t>(i / 32 * padded + row)];
+    }
+  }
+  return out;
+}
+
+// x [rows, k] times w [n, k] transposed, unrounded, [rows, n]: 32 weight rows a task.
+std::vector<double> product(const std::vector<double>& x, const HostFp8& w, int rows, int n, int k,
+                            int x_stride, int x_first) {
+  std::vector<double> y(static_cast<std::size_t>(rows) * n);
+  parallel(n / 32, [&](std::int64_t tile) {
+    std::vector<double> weight(static_cast<std::size_t>(k));
+    double table[256];
+    for (int code = 0; code < 256; ++code) {
+      table[code] = reference::from_e4m3(static_cast<std::uint8_t>(code));
+    }
+    for (std::int64_t out = 32 * tile; out < 32 * tile + 32; ++out) {
+      for (int i = 0; i < k; ++i) {
+        weight[i] = table[w.codes[out * k + i]] *
+                    reference::from_ue8m0(w.scales[out / 32 * (k / 32) + i / 32]);
+      }
+      for (int row = 0; row < rows; ++row) {
+        double sum = 0.0;
+        const double* from = x.data() + static_cast<std::int64_t>(row) * x_stride + x_first;
+        for (int i = 0; i < k; ++i) sum += from[i] * weight[i];
+        y[static_cast<std::size_t>(row) * n + out] = sum;
+      }
+    }
+  });
+  return y;
+}
+std::vector<double> rounded(std::vector<double> v) {
+  for (double& x : v) x = reference::round_bf16(x);
+  return v;
+}
+std::vector<double> quantized(const std::vector<std::uint16_t>& x) {
+  std::vector<double> out(x.size());
+  reference::quantize_activation(out.data(), x.data(), static_cast<std::int64_t>(x.size()), 32);
+  return out;
+}
+std::vector<std::uint16_t> codes_of(const std::vector<double>& v) {
+  std::vector<std::uint16_t> out(v.size());
+  for (std::size_t i = 0; i < v.size(); ++i) out[i] = reference::to_bf16(v[i]);
+  return out;
+}
+
+// Rows of a pool, one after another.
+std::vector<std::uint8_t> flat(const std::vector<std::uint8_t>& pool) {
+  std::vector<std::uint8_t> out(static_cast<std::size_t>(kSlots) * 584);
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const std::uint8_t* page = pool.data() + slot / kSlotsPerPage * kPageBytes;
+    std::memcpy(&out[static_cast<std::size_t>(slot) * 584], page + slot % kSlotsPerPage * 576, 576);
+    std::memcpy(&out[static_cast<std::size_t>(slot) * 584 + 576],
+                page + kSlotsPerPage * 576 + slot % kSlotsPerPage * 8, 8);
+  }
+  return out;
+}
+
+// The attention of the given q and keys, rotated back, as bf16 values.
+std::vector<double> attention(const std::vector<std::uint16_t>& q, const HostKeys& keys,
+                              const std::vector<float>& sink, int rows) {
+  const std::vector<std::uint8_t> window = flat(keys.window), extra = flat(keys.extra);
+  std::vector<std::uint16_t> o(q.size());
+  std::vector<double> out(q.size());
+  constexpr std::int64_t kRow = kHeads * kDim;
+  parallel(rows, [&](std::int64_t row) {
+    reference::sparse_attention(&o[row * kRow], &q[row * kRow], 1, kHeads,
+                                {window.data(), keys.window_idx.data() + row * kWindow, kWindow},
+                                {extra.data(), keys.extra_idx.data() + row * kExtra, kExtra},
+                                sink.data());
+    std::vector<double> v(kRow);
+    for (std::int64_t i = 0; i < kRow; ++i) v[i] = reference::from_bf16(o[row * kRow + i]);
+    const std::int64_t position = keys.positions[row];
+    reference::rope(v.data(), &position, 1, kHeads, kDim, true, true);
+    for (std::int64_t i = 0; i < kRow; ++i) out[row * kRow + i] = reference::round_bf16(v[i]);
+  });
+  return out;
+}
+
+void must_run(cudaError_t error, const char* what) {
+  cuda_must(error, what);
+  cuda_must(cudaDeviceSynchronize(), what);
+}
+
+// One case: every kernel in order, each against float64 on the inputs that the device had.
+void check_rows(int rows, const HostWeights& weights, const DeviceWeights& device, bool awkward) {
+  Random random(static_cast<std::uint64_t>(rows) * 77 + (awkward ? 1 : 0));
+  HostKeys keys(rows, random);
+  std::vector<float> sink = weights.sink;
+  if (awkward) {
+    // A row of pads alone; one whose selection is empty; one with a single key; a dominating sink
+    // and none.
+    std::fill_n(keys.window_idx.begin(), kWindow, -1);
+    std::fill_n(keys.extra_idx.begin(), kExtra, -1);
+    if (rows > 1) std::fill_n(keys.extra_idx.begin() + kExtra, kExtra, -1);
+    if (rows > 2) {
+      std::fill_n(keys.window_idx.begin() + 2 * kWindow, kWindow, -1);
+      std::fill_n(keys.extra_idx.begin() + 2 * kExtra, kExtra, -1);
+      keys.extra_idx[2 * kExtra + 77] = 5;
+    }
+    keys.kv_slots[0] = -1;
+    sink[0] = 60.0f;
+    sink[1] = -std::numeric_limits<float>::infinity();
+  }
+  DeviceKeys device_keys(keys);
+  Activations act(rows, kHeads, kGroups);
+  Mailboxes mail(rows, kRanks);
+  const fused::ExchangePort port = mail.looped(kRanks);
+  Buffer<float> device_sink(sink);
+
+  std::vector<std::uint16_t> residual(act.count(4 * kHidden));
+  for (auto& v : residual) v = bf16(random.normal());
+  act.residual[0].put(residual);
+
+  // Statistics alone, then the exchange of random partial sums, sent by the product: u is random.
+  std::vector<std::uint8_t> u_codes(act.count(kGroups * 1024));
+  for (auto& code : u_codes) {
+    code = static_cast<std::uint8_t>(random.bits());
+    if ((code & 0x7f) == 0x7f) code ^= 1;
+  }
+  std::vector<float> u_scale(act.u_scale.size(), 0.00390625f);
+  act.u_codes.put(u_codes);
+  act.u_scale.put(u_scale);
+  const Gates gates(2);
+  const auto mixing = [&](int side) {
+    return act.mixing(device, side, gates.at(side, Gates::mix_parts, fused::mix_parts(kHidden)),
+                      gates.at(side, Gates::mix, rows));
+  };
+  must_run(fused::launch_begin_step(mail.step_epoch.get(), 3, gates.round(), nullptr),
+           "begin step");
+  must_run(fused::launch_mix(mixing(0), {}, false, nullptr), "mix");
+  must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
+  must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
+  must_run(
+      fused::launch_exchange_norm(act.exchange(device, port, 1, 0, false), kHidden, false, nullptr),
+      "exchange");
+  const std::vector<double> u = values(u_codes, u_scale, rows, kGroups * 1024);
+  const std::vector<float> partial = act.partial.take();
+  expect("wo_b partial", rows, std::vector<double>(partial.begin(), partial.end()),
+         product(u, weights.wo_b, rows, kHidden, kGroups * 1024, kGroups * 1024, 0), 1e-5);
+
+  std::vector<float> pre(act.count(4)), post(act.count(4)), comb(act.count(16));
+  parallel(rows, [&](std::int64_t row) {
+    reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16],
+                        &residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
+                        weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
+  });
+  std::vector<std::uint16_t> y(act.count(kHidden)), want_residual(residual.size()),
+      want_x(y.size());
+  for (std::size_t i = 0; i < y.size(); ++i) y[i] = bf16(4.0 * partial[i]);
+  reference::hc_post(want_residual.data(), residual.data(), y.data(), post.data(), comb.data(),
+                     rows, kHidden);
+  const std::vector<std::uint16_t> got_residual = act.residual[1].take(), x = act.x.take();
+  expect("residual", rows, values(got_residual), values(want_residual), 4e-3);
+  reference::hc_combine_norm(want_x.data(), got_residual.data(), pre.data(), weights.gain.data(),
+                             rows, kHidden, kNormEps, false);
+  expect("x", rows, values(x), values(want_x), 4e-3);
+  const std::vector<double> x_quantized =
+      values(act.x_codes.take(), act.x_scale.take(), rows, kHidden);
+  expect("x quantised", rows, x_quantized, quantized(x), 0.0);
+
+  // The front.
+  fused::FrontParams front = act.front(device, device_keys);
+  front.mix = mixing(1);
+  must_run(fused::launch_front_qkv(front, false, nullptr), "qkv");
+  const std::vector<std::uint16_t> qa = act.qa.take(), kv = act.kv.take();
+  expect("qa", rows, values(qa),
+         rounded(product(x_quantized, weights.wq_a, rows, kQLora, kHidden, kHidden, 0)), 4e-3);
+  expect("kv", rows, values(kv),
+         rounded(product(x_quantized, weights.wkv, rows, kDim, kHidden, kHidden, 0)), 4e-3);
+  {
+    // The statistics made beside it, by way of the parameters: another exchange from residual 1.
+    parallel(rows, [&](std::int64_t row) {
+      reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16],
+                          &got_residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
+                          weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
+    });
+    must_run(fused::launch_oproj_b(act.oproj(device, port, 2, true), false, nullptr), "wo_b, sent");
+    must_run(fused::launch_exchange_norm(act.exchange(device, port, 2, 1, true), kHidden, false,
+                                         nullptr),
+             "exchange, early");
+    reference::hc_post(want_residual.data(), got_residual.data(), y.data(), post.data(),
+                       comb.data(), rows, kHidden);
+    expect("residual, statistics beside qkv", rows, values(act.residual[0].take()),
+           values(want_residual), 4e-3);
+  }
+  must_run(fused::launch_front_q(front, false, nullptr), "q");
+  std::vector<std::uint16_t> latent(qa.size());
+  reference::rms_norm(latent.data(), qa.data(), weights.q_norm.data(), rows, kQLora, kNormEps);
+  std::vector<double> want_q =
+      rounded(product(quantized(latent), weights.wq_b, rows, kHeads * kDim, kQLora, kQLora, 0));
+  const std::vector<std::int64_t> positions(keys.positions.begin(), keys.positions.end());
+  reference::rope(want_q.data(), positions.data(), rows, kHeads, kDim, true, false);
+  const std::vector<std::uint16_t> q = act.q.take();
+  expect("q", rows, values(q), rounded(want_q), 6e-3);
+
+  // Stored keys: rows that were written equal in value, all others untouched.
+  std::vector<double> key(act.count(kDim));
+  for (int row = 0; row < rows; ++row) {
+    double squares = 0.0;
+    for (int i = 0; i < kDim; ++i) {
+      key[row * kDim + i] = reference::from_bf16(kv[row * kDim + i]);
+      squares += key[row * kDim + i] * key[row * kDim + i];
+    }
+    for (int i = 0; i < kDim; ++i) {
+      key[row * kDim + i] *=
+          reference::from_bf16(weights.kv_norm[i]) / std::sqrt(squares / kDim + double{kNormEps});
+    }
+  }
+  reference::rope(key.data(), positions.data(), rows, 1, kDim, true, false);
+  const std::vector<float> key_fp32(key.begin(), key.end());
+  std::vector<std::uint8_t> packed(static_cast<std::size_t>(rows) * 584);
+  reference::kv_pack(packed.data(), key_fp32.data(), rows);
+  std::vector<std::uint8_t> want_pool = flat(keys.window), got_pool;
+  keys.window = device_keys.window.take();
+  got_pool = flat(keys.window);
+  std::vector<double> got_key, want_key;
+  for (int row = 0; row < rows; ++row) {
+    const int slot = keys.kv_slots[row];
+    if (slot < 0) continue;
+    float stored[2][kDim];
+    reference::kv_unpack(stored[0], &got_pool[static_cast<std::size_t>(slot) * 584], 1);
+    reference::kv_unpack(stored[1], &packed[static_cast<std::size_t>(row) * 584], 1);
+    got_key.insert(got_key.end(), stored[0], stored[0] + kDim);
+    want_key.insert(want_key.end(), stored[1], stored[1] + kDim);
+    std::memcpy(&want_pool[static_cast<std::size_t>(slot) * 584],
+                &got_pool[static_cast<std::size_t>(slot) * 584], 584);
+  }
+  expect("stored keys", rows, got_key, want_key, 4e-3);
+  if (want_pool != got_pool) {
+    ++failures;
+    std::printf("FAIL T=%d other stored rows changed\n", rows);
+  }
+
+  // Attention, by every number of blocks a row.
+  const std::vector<double> want_o = attention(q, keys, sink, rows);
+  std::vector<double> o;
+  for (const int blocks : {16, 8, 4, 2, 1, 0}) {
+    fused::AttentionParams params = act.attention(device, device_keys);
+    params.sink = device_sink.get();
+    params.blocks_per_row = blocks;
+    act.o.poison();
+    must_run(fused::launch_sparse_attention(params, false, nullptr), "attention");
+    o = half_values(act.o.take(), act.o_scale.take(), rows, kHeads * kDim);
+    expect("attention", rows, o, want_o, 5e-3);
+  }
+  if (awkward) {
+    bool zero = true;
+    for (int i = 0; i < kHeads * kDim; ++i) zero &= o[i] == 0.0;
+    failures += zero ? 0 : 1;
+    std::printf("%s T=%d a row without keys gives 0\n", zero ? "ok  " : "FAIL", rows);
+  }
+
+  // wo_a.
+  must_run(fused::launch_oproj_a(act.oproj(device, port, 2, false), false, nullptr), "wo_a");
+  std::vector<double> want_u(act.count(kGroups * 1024));
+  for (int group = 0; group < kGroups; ++group) {
+    HostFp8 part;
+    part.codes.assign(weights.wo_a.codes.begin() + group * 1024 * 4096,
+                      weights.wo_a.codes.begin() + (group + 1) * 1024 * 4096);
+    part.scales.assign(weights.wo_a.scales.begin() + group * 32 * 128,
+                       weights.wo_a.scales.begin() + (group + 1) * 32 * 128);
+    const std::vector<double> y_part =
+        product(o, part, rows, 1024, 4096, kHeads * kDim, group * 4096);
+    for (int row = 0; row < rows; ++row) {
+      std::copy_n(y_part.begin() + row * 1024, 1024,
+                  want_u.begin() + (row * kGroups + group) * 1024);
+    }
+  }
+  expect("u quantised", rows, values(act.u_codes.take(), act.u_scale.take(), rows, kGroups * 1024),
+         quantized(codes_of(want_u)), 6e-3);
+  if (mail.faulted()) {
+    ++failures;
+    std::printf("FAIL T=%d a fault was reported\n", rows);
+  }
+}
+
+// Which kernels a chain holds.
+struct Parts {
+  const char* name;
+  bool qkv, q, attention, wo_a, wo_b, published, exchange, gates;
+  int rehearsal;  // bits of Rehearsal
+  bool turns;     // gates know the one before
+};
+
+struct Chain {
+  std::vector<DeviceWeights> weights;
+  std::vector<DeviceKeys> keys;
+  Activations act;
+  Mailboxes mail;
+  Gates gates;
+
+  Chain(const HostWeights& host, int rows, int layers)
+      : act(rows, kHeads, kGroups), mail(rows, kRanks), gates(layers) {
+    Random random(9);
+    for (int i = 0; i < layers; ++i) {
+      weights.emplace_back(host);
+      keys.emplace_back(HostKeys(rows, random));
+    }
+    std::vector<std::uint16_t> residual(act.count(4 * kHidden));
+    for (auto& v : residual) v = bf16(random.normal());
+    for (auto& r : act.residual) r.put(residual);
+    reset();
+  }
+  // Every buffer as before the first step, so that a replay's results can be compared.
+  void reset() {
+    gates.reset();
+    for (auto* codes : {&act.x_codes, &act.u_codes}) codes->zero();
+    for (auto* half : {&act.x, &act.qa, &act.kv, &act.q, &act.o}) half->zero();
+    for (auto* scale : {&act.x_scale, &act.o_scale, &act.u_scale, &act.qa_squares, &act.mix}) {
+      scale->put(std::vector<float>(scale->size(), 0.01f));
+    }
+  }
+  void launch(const Parts& parts, cudaStream_t stream) {
+    const fused::ExchangePort port = mail.looped(kRanks);
+    const int layers = static_cast<int>(weights.size());
+    cuda_must(fused::launch_begin_step(mail.step_epoch.get(), layers, gates.round(), stream),
+              "begin step");
+    const int rows = act.rows;
+    fused::Gate last = {};  // of the kernel before, or the stream's order
+    const auto next = [&](const fused::Gate& done) {
+      last = parts.turns ? after(done, last) : done;
+      return done;
+    };
+    for (int i = 0; i < layers; ++i) {
+      const DeviceWeights& w = weights[i];
+      const int side = i % 2;
+      const auto gate = [&](Gates::Kind kind, std::uint32_t blocks) {
+        return parts.gates ? gates.at(i, kind, blocks) : fused::Gate{};
+      };
+      fused::Gate mix_done = {};
+      fused::FrontParams front = act.front(w, keys[i]);
+      if (parts.qkv) {
+        mix_done = gate(Gates::mix, rows);
+        front.mix =
+            act.mixing(w, side, gates.at(i, Gates::mix_parts, fused::mix_parts(kHidden)), mix_done);
+        front.before = last;
+        front.qkv_rehearses = (parts.rehearsal & rehearse_qkv) != 0;
+        front.qkv_done = next(gate(Gates::qkv, fused::front_qkv_blocks()));
+        cuda_must(fused::launch_front_qkv(front, true, stream), "qkv");
+      }
+      if (parts.q) {
+        front.qkv_done = last;
+        front.q_rehearses = (parts.rehearsal & rehearse_q) != 0;
+        front.done = next(gate(Gates::q, fused::front_q_blocks(rows, kHeads)));
+        cuda_must(fused::launch_front_q(front, true, stream), "q");
+      }
+      if (parts.attention) {
+        fused::AttentionParams attention = act.attention(w, keys[i]);
+        attention.before = last;
+        attention.rehearses = (parts.rehearsal & rehearse_attention) != 0;
+        attention.done = next(gate(Gates::attention, fused::attention_blocks(rows, kHeads)));
+        cuda_must(fused::launch_sparse_attention(attention, true, stream), "attention");
+      }
+      fused::OprojParams oproj = act.oproj(w, port, i, parts.published);
+      oproj.a_rehearses = (parts.rehearsal & rehearse_wo_a) != 0;
+      oproj.b_rehearses = (parts.rehearsal & rehearse_wo_b) != 0;
+      if (parts.wo_a) {
+        oproj.before = last;
+        oproj.u_done = next(gate(Gates::u, fused::oproj_a_blocks(kGroups)));
+        cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
+      }
+      if (parts.wo_b) {
+        oproj.u_done = last;
+        cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
+      }
+      if (parts.exchange) {
+        fused::ExchangeNormParams exchange = act.exchange(w, port, i, side, true);
+        exchange.mix_done = mix_done;
+        exchange.before = last;
+        exchange.rehearses = (parts.rehearsal & rehearse_exchange) != 0;
+        exchange.done = next(gate(Gates::exchange, fused::exchange_norm_blocks(rows)));
+        cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
+      } else if (parts.wo_b) {
+        last = {};
+      }
+    }
+  }
+};
+
+// Replays of the same step give the same bits, whatever else runs.
+void check_replays(const HostWeights& host, int rows, bool gated, int rehearsal) {
+  Chain chain(host, rows, 2);
+  Graph graph([&](cudaStream_t stream) {
+    chain.launch({"all", true, true, true, true, true, true, true, gated, rehearsal, gated},
+                 stream);
+  });
+  const std::vector<std::uint16_t> start = chain.act.residual[0].take();
+  std::vector<std::uint16_t> first, first_x;
+  int different = 0;
+  for (int i = 0; i < 200; ++i) {
+    chain.act.residual[0].put(start);
+    // The chain begins with x of the step before.
+    chain.act.x_codes.zero();
+    chain.act.x_scale.put(std::vector<float>(chain.act.x_scale.size(), 0.01f));
+    graph.replay();
+    graph.wait();
+    const auto residual = chain.act.residual[0].take(), x = chain.act.x.take();
+    if (i == 0) first = residual, first_x = x;
+    different += residual != first || x != first_x ? 1 : 0;
+  }
+  failures += different != 0 || chain.mail.faulted() ? 1 : 0;
+  bool finite = true;
+  for (const double v : values(first_x)) finite &= std::isfinite(v);
+  failures += finite ? 0 : 1;
+  std::printf("%s T=%d 200 replays, gates %d, rehearsal %d: %d differ, faulted %d, finite %d\n",
+              different == 0 && finite ? "ok  " : "FAIL", rows, gated, rehearsal, different,
+              chain.mail.faulted(), finite);
+}
+
+// A rank that sends nothing: the wait ends at its budget, says so, and the device lives on.
+void check_deadline(const DeviceWeights& device) {
+  Activations act(6, kHeads, kGroups);
+  Mailboxes mail(6, kRanks);
+  fused::ExchangePort port = mail.looped(kRanks);
+  port.budget_ns = 20'000'000;
+  must_run(
+      fused::launch_exchange_norm(act.exchange(device, port, 1, 0, false), kHidden, false, nullptr),
+      "exchange without a sender");
+  const auto x = act.x.take();
+  bool nan = true;
+  for (const double v : values(x)) nan &= std::isnan(v);
+  const auto* words = reinterpret_cast<const std::uint32_t*>(mail.status);
+  const bool good = words[0] == 1u && words[2] == 3u && words[3] == 0u && nan;
+  failures += good ? 0 : 1;
+  std::printf("%s deadline: state %u stage %u peer %u, x is NaN: %d\n", good ? "ok  " : "FAIL",
+              words[0], words[2], words[3], nan);
+}
+
+double bandwidth() {
+  const std::size_t bytes = std::size_t{2} << 30;
+  Buffer<std::uint8_t> data(bytes);
+  Buffer<std::uint32_t> out(1);
+  Graph graph([&](cudaStream_t stream) {
+    read_all<<<132 * 8, 512, 0, stream>>>(reinterpret_cast<const uint4*>(data.get()), bytes / 16,
+                                          out.get());
+  });
+  return static_cast<double>(bytes) / time_of(graph, 20).median_us * 1e6;
+}
+
+// The multiprocessors' clock in MHz, after a fifth of a second of work.
+double clock_mhz() {
+  constexpr std::int64_t kClocks = 300'000'000;
+  Buffer<std::uint64_t> out(1);
+  spin<<<132, 32>>>(kClocks, out.get());
+  cuda_must(cudaDeviceSynchronize(), "spin");
+  return kClocks * 1e3 / static_cast<double>(out.take()[0]);
+}
+
+void time_rows(const HostWeights& host, int rows, double rate) {
+  constexpr int kLayers = 8;
+  Chain chain(host, rows, kLayers);
+  const DeviceWeights& w = chain.weights[0];
+  const auto size = [](const DeviceFp8& m) {
+    return static_cast<double>(m.codes.size() + m.scales.size());
+  };
+  const double fn = 4.0 * static_cast<double>(w.fn.size());
+  const double keys = rows * (kWindow + kExtra) * 584.0;
+  const Parts all[] = {
+      {"whole half", true, true, true, true, true, true, true, true, 0, false},
+      {"whole half, turns", true, true, true, true, true, true, true, true, 0, true},
+      {"whole half, turns, all rehearse", true, true, true, true, true, true, true, true, 63, true},
+      {"whole half, turns, products, exchange rehearse", true, true, true, true, true, true, true,
+       true, 59, true},
+      {"front, turns", true, true, false, false, false, false, false, true, 0, true},
+      {"front, attention, turns", true, true, true, false, false, false, false, true, 0, true},
+      {"whole half, all rehearse", true, true, true, true, true, true, true, true, 63, false},
+      {"whole half, all but attention", true, true, true, true, true, true, true, true, 59, false},
+      {"whole half, q rehearses", true, true, true, true, true, true, true, true, 2, false},
+      {"whole half, attention rehearses", true, true, true, true, true, true, true, true, 4, false},
+      {"whole half, exchange rehearses", true, true, true, true, true, true, true, true, 32, false},
+      {"whole half, products rehearse", true, true, true, true, true, true, true, true, 27, false},
+      {"whole half, no gates", true, true, true, true, true, true, true, false, 0, false},
+      {"front", true, true, false, false, false, false, false, true, 0, false},
+      {"front, rehearses", true, true, false, false, false, false, false, true, 3, false},
+      {"qkv", true, false, false, false, false, false, false, true, 0, false},
+      {"q", false, true, false, false, false, false, false, true, 0, false},
+      {"attention", false, false, true, false, false, false, false, true, 0, false},
+      {"attention, rehearses", false, false, true, false, false, false, false, true, 4, false},
+      {"wo_a, wo_b", false, false, false, true, true, false, false, true, 0, false},
+      {"wo_a, wo_b, exchange", false, false, false, true, true, true, true, true, 0, false},
+      {"wo_a, wo_b, exchange, rehearse", false, false, false, true, true, true, true, true, 56,
+       false},
+  };
+  for (const Parts& parts : all) {
+    chain.reset();
+    Graph graph([&](cudaStream_t stream) { chain.launch(parts, stream); });
+    const Times times = time_of(graph, 60);
+    double bytes = 0.0;
+    if (parts.qkv) bytes += size(w.wq_a) + size(w.wkv) + fn;
+    if (parts.q) bytes += size(w.wq_b);
+    if (parts.attention) bytes += keys;
+    if (parts.wo_a) bytes += size(w.wo_a);
+    if (parts.wo_b) bytes += size(w.wo_b);
+    const double floor_us = bytes / rate * 1e6;
+    std::printf(
+        "%-36s T=%-2d a layer: median %6.2f us  low %6.2f  high %6.2f  %5.2f MB  floor %5.2f  "
+        "share %.2f%s\n",
+        parts.name, rows, times.median_us / kLayers, times.low_us / kLayers,
+        times.high_us / kLayers, bytes * 1e-6, floor_us, floor_us / (times.median_us / kLayers),
+        chain.mail.faulted() ? "  FAULTED" : "");
+    std::fflush(stdout);
+  }
+}
+
+int run(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what != "check" && what != "time") {
+    std::fprintf(stderr, "usage: attn_hopper check | time [rows..]\n");
+    return 2;
+  }
+  Random random(1);
+  const HostWeights host(kHeads, kGroups, random);
+  if (what == "check") {
+    const DeviceWeights device(host);
+    for (const int rows : {1, 6, 8, 12, 24, 48}) {
+      check_rows(rows, host, device, false);
+      check_rows(rows, host, device, true);
+    }
+    for (const int rows : {6, 12, 48}) {
+      check_replays(host, rows, false, 0);
+      check_replays(host, rows, true, 0);
+      check_replays(host, rows, true, rehearse_all);
+    }
+    check_deadline(device);
+    std::printf("%d failures\n", failures);
+    return failures == 0 ? 0 : 1;
+  }
+  std::printf("clock %.0f MHz\n", clock_mhz());
+  const double rate = bandwidth();
+  std::printf(
+      "read bandwidth %.3f TB/s; chains of 8 layers in a graph; spread: 10th, 90th of 100\n",
+      rate * 1e-12);
+  if (argc > 2) {
+    for (int i = 2; i < argc; ++i) time_rows(host, std::atoi(argv[i]), rate);
+  } else {
+    for (const int rows : {6, 1, 12, 24, 48}) time_rows(host, rows, rate);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace lowlat::bench
+
+int main(int argc, char** argv) { return lowlat::bench::run(argc, argv); }

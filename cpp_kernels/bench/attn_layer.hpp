@@ -1,0 +1,388 @@
+// bench/attn_layer.hpp: the attention half of V4.1-Flash layers with random contents: weights,
+// buffers, and its kernels' launches. A chain of layers rotates weights past the second-level
+// cache.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "attn_bench.hpp"
+#include "fused/attention.hpp"
+#include "fused/exchange.hpp"
+#include "fused/front.hpp"
+#include "fused/mix.hpp"
+#include "fused/oproj.hpp"
+#include "reference/format.hpp"
+#include "reference/rope.hpp"
+#include "shape/dsv41_flash.hpp"
+
+namespace lowlat::bench {
+
+namespace fused = nvidia::fused;
+
+using Model = shape::Dsv41Flash<1>;
+inline constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kDim = shape::kHeadDim;
+inline constexpr int kWindow = Model::kWindow, kExtra = Model::kIndexTopk;
+inline constexpr int kSlotsPerPage = 256, kNumPages = 8, kSlots = kSlotsPerPage * kNumPages;
+inline constexpr std::int64_t kPageBytes = 149760;
+inline constexpr float kNormEps = 1e-20f, kHcEps = 1e-6f;
+inline constexpr int kSinkhornIters = Model::kSinkhornIters;
+
+inline std::uint16_t bf16(double v) { return reference::to_bf16(v); }
+
+struct HostFp8 {
+  std::vector<std::uint8_t> codes, scales;
+  HostFp8() = default;
+  HostFp8(std::int64_t n, std::int64_t k, int scale_code, Random& random)
+      : codes(static_cast<std::size_t>(n * k)),
+        scales(static_cast<std::size_t>(n / 32 * (k / 32))) {
+    for (auto& code : codes) {
+      code = static_cast<std::uint8_t>(random.bits());
+      if ((code & 0x7f) == 0x7f) code ^= 1;  // no NaN
+    }
+    for (auto& scale : scales) scale = static_cast<std::uint8_t>(scale_code - 1 + random.below(3));
+  }
+};
+struct DeviceFp8 {
+  Buffer<std::uint8_t> codes, scales;
+  DeviceFp8() = default;
+  explicit DeviceFp8(const HostFp8& from) : codes(from.codes), scales(from.scales) {}
+  fused::Fp8Weights view() const { return {codes.get(), scales.get()}; }
+};
+
+// Weights of one layer's attention half on one rank, as the checkpoint has them. Scales are such
+// that bf16 values of about one stay of about one.
+struct HostWeights {
+  HostFp8 wq_a, wkv, wq_b, wo_a, wo_b;
+  std::vector<std::uint16_t> q_norm, kv_norm, gain;
+  std::vector<float> sink, fn, base, scale;
+
+  HostWeights(int heads, int groups, Random& random)
+      // Codes have a root mean square of about 120: 2^-13 / sqrt(K / 5120) brings sums to one.
+      : wq_a(kQLora, kHidden, 127 - 13, random),
+        wkv(kDim, kHidden, 127 - 13, random),
+        wq_b(std::int64_t{heads} * kDim, kQLora, 127 - 12, random),
+        wo_a(std::int64_t{groups} * 1024, 4096, 127 - 11, random),
+        wo_b(kHidden, std::int64_t{groups} * 1024, 127 - 12, random),
+        q_norm(kQLora),
+        kv_norm(kDim),
+        gain(kHidden),
+        sink(static_cast<std::size_t>(heads)),
+        fn(24 * 4 * kHidden),
+        base(24),
+        scale(3) {
+    for (auto* norm : {&q_norm, &kv_norm, &gain}) {
+      for (auto& v : *norm) v = bf16(1.0 + 0.2 * random.normal());
+    }
+    for (auto& v : sink) v = random.normal();
+    for (auto& v : fn) v = 0.01f * random.normal();
+    for (auto& v : base) v = random.normal();
+    for (auto& v : scale) v = 1.0f + 0.3f * random.normal();
+  }
+};
+struct DeviceWeights {
+  DeviceFp8 wq_a, wkv, wq_b, wo_a, wo_b;
+  Buffer<std::uint16_t> q_norm, kv_norm, gain;
+  Buffer<float> sink, fn, base, scale;
+  explicit DeviceWeights(const HostWeights& from)
+      : wq_a(from.wq_a),
+        wkv(from.wkv),
+        wq_b(from.wq_b),
+        wo_a(from.wo_a),
+        wo_b(from.wo_b),
+        q_norm(from.q_norm),
+        kv_norm(from.kv_norm),
+        gain(from.gain),
+        sink(from.sink),
+        fn(from.fn),
+        base(from.base),
+        scale(from.scale) {}
+  // Bytes that a layer's half reads of them; wo_a as it is stored, in eight bits.
+  double bytes() const {
+    double sum = 0.0;
+    for (const auto* w : {&wq_a, &wkv, &wq_b, &wo_a, &wo_b}) {
+      sum += static_cast<double>(w->codes.size() + w->scales.size());
+    }
+    return sum + 4.0 * static_cast<double>(fn.size());
+  }
+};
+
+// Stored keys of a layer and the indices into them.
+struct HostKeys {
+  std::vector<std::uint8_t> window, extra;  // pages
+  std::vector<std::int32_t> window_idx, extra_idx, kv_slots, positions;
+
+  HostKeys(int rows, Random& random)
+      : window(static_cast<std::size_t>(kPageBytes * kNumPages)),
+        extra(window.size()),
+        window_idx(static_cast<std::size_t>(rows) * kWindow),
+        extra_idx(static_cast<std::size_t>(rows) * kExtra) {
+    for (auto* pool : {&window, &extra}) {
+      for (int slot = 0; slot < kSlots; ++slot) {
+        std::uint8_t* page = pool->data() + slot / kSlotsPerPage * kPageBytes;
+        std::uint8_t* data = page + slot % kSlotsPerPage * 576;
+        std::uint8_t* scales = page + kSlotsPerPage * 576 + slot % kSlotsPerPage * 8;
+        for (int i = 0; i < 448; ++i) {
+          data[i] = static_cast<std::uint8_t>(random.bits());
+          if ((data[i] & 0x7f) == 0x7f) data[i] ^= 1;
+        }
+        for (int i = 0; i < 64; ++i) {
+          const std::uint16_t v = bf16(random.normal());
+          std::memcpy(data + 448 + 2 * i, &v, 2);
+        }
+        for (int i = 0; i < 7; ++i)
+          scales[i] = static_cast<std::uint8_t>(127 - 7 - random.below(2));
+      }
+    }
+    // Requests of six rows; a request's rows are stored one after another.
+    int slot = 0;
+    for (int row = 0; row < rows; ++row) {
+      const int request = row / 6;
+      kv_slots.push_back(request * 200 + 100 + row % 6);
+      positions.push_back(1000 + 70'001 * request + row % 6);
+      for (int i = 0; i < kWindow; ++i) {
+        slot = request * 200 + 100 + row % 6 - (kWindow - 1) + i;
+        window_idx[static_cast<std::size_t>(row * kWindow + i)] = slot < request * 200 ? -1 : slot;
+      }
+      for (int i = 0; i < kExtra; ++i) {
+        extra_idx[static_cast<std::size_t>(row * kExtra + i)] = random.below(kSlots);
+      }
+    }
+  }
+};
+struct DeviceKeys {
+  Buffer<std::uint8_t> window, extra;
+  Buffer<std::int32_t> window_idx, extra_idx, kv_slots, positions;
+  explicit DeviceKeys(const HostKeys& from)
+      : window(from.window),
+        extra(from.extra),
+        window_idx(from.window_idx),
+        extra_idx(from.extra_idx),
+        kv_slots(from.kv_slots),
+        positions(from.positions) {}
+};
+
+// What a rank's peers write into, and its port. One device: every rank is this one, and what it
+// sends to rank r comes back as rank r's.
+struct Mailboxes {
+  std::int64_t box_packets;
+  Buffer<std::uint8_t> boxes;
+  Buffer<std::uint32_t> words;  // abort word, fault claim
+  Buffer<std::uint64_t> step_epoch;
+  std::uint64_t* status = nullptr;  // pinned: a status record
+
+  Mailboxes(int rows, int tp_size)
+      : box_packets(std::int64_t{rows} * kHidden / 4),
+        boxes(static_cast<std::size_t>(2 * tp_size * box_packets * 16)),
+        words(64),
+        step_epoch(1) {
+    boxes.zero();
+    words.zero();
+    step_epoch.put({1});
+    cuda_must(cudaHostAlloc(reinterpret_cast<void**>(&status), 64, cudaHostAllocPortable),
+              "pinned memory");
+    std::memset(status, 0, 64);
+  }
+  Mailboxes(const Mailboxes&) = delete;
+  Mailboxes& operator=(const Mailboxes&) = delete;
+  ~Mailboxes() { cudaFreeHost(status); }
+
+  fused::ExchangePort port(int tp_rank, int tp_size) const {
+    fused::ExchangePort out = {};
+    out.status = status;
+    out.fault_claim = words.get() + 1;
+    out.step_epoch = step_epoch.get();
+    out.budget_ns = 200'000'000;
+    out.box_packets = box_packets;
+    out.tp_rank = tp_rank;
+    out.tp_size = tp_size;
+    return out;
+  }
+  fused::ExchangePort looped(int tp_size) const {
+    fused::ExchangePort out = port(0, tp_size);
+    for (int rank = 0; rank < tp_size; ++rank) {
+      out.boxes[rank] = boxes.get() + rank * box_packets * 16;
+      out.abort_words[rank] = words.get();
+    }
+    return out;
+  }
+  // The state of the status record. The device is idle.
+  bool faulted() const { return (status[0] & 0xffff'ffffu) != 0u; }
+};
+
+// Which kernels rehearse (exchange_gate.cuh), as bits.
+enum Rehearsal {
+  rehearse_qkv = 1,
+  rehearse_q = 2,
+  rehearse_attention = 4,
+  rehearse_wo_a = 8,
+  rehearse_wo_b = 16,
+  rehearse_exchange = 32,
+  rehearse_all = 63
+};
+
+// `gate`, with the one that its kernel waits at.
+inline fused::Gate after(fused::Gate gate, const fused::Gate& earlier) {
+  gate.earlier_word = earlier.word;
+  gate.earlier_blocks = earlier.blocks;
+  return gate;
+}
+
+// Gates of a chain of layers.
+class Gates {
+ public:
+  enum Kind { mix_parts, mix, qkv, q, attention, u, exchange, count };
+
+  explicit Gates(int layers)
+      : words_(static_cast<std::size_t>(layers) * count * kStride), round_(1) {
+    reset();
+  }
+  // Before another sequence of kernels uses them: each round counts up every gate of a sequence.
+  void reset() {
+    words_.zero();
+    round_.zero();
+  }
+  fused::Gate at(int layer, Kind kind, std::uint32_t blocks) const {
+    return {words_.get() + (layer * count + kind) * kStride, round_.get(), blocks, 0, nullptr};
+  }
+  std::uint32_t* round() const { return round_.get(); }
+
+ private:
+  static constexpr int kStride = 32;  // words: nobody shares a line
+  Buffer<std::uint32_t> words_, round_;
+};
+
+inline fused::RopeFrequencies rope_frequencies() {
+  fused::RopeFrequencies out;
+  for (int i = 0; i < 32; ++i) out.values[i] = reference::rope_frequency(i, true);
+  return out;
+}
+
+// Buffers between the kernels of one rank, for `rows` rows.
+struct Activations {
+  int rows, heads, groups, padded;
+  Buffer<std::uint16_t> residual[2], x, qa, kv, q, o;
+  Buffer<std::uint8_t> x_codes, u_codes;
+  Buffer<float> x_scale, o_scale, u_scale, partial, qa_squares, mix_partial, mix;
+
+  Activations(int num_rows, int num_heads, int num_groups)
+      : rows(num_rows),
+        heads(num_heads),
+        groups(num_groups),
+        padded(fused::padded_rows(num_rows)),
+        x(count(kHidden)),
+        qa(count(kQLora)),
+        kv(count(kDim)),
+        q(count(heads * kDim)),
+        o(count(heads * kDim)),
+        x_codes(count(kHidden)),
+        u_codes(count(groups * 1024)),
+        x_scale(static_cast<std::size_t>(kHidden / 32 * padded)),
+        o_scale(static_cast<std::size_t>(heads * 16 * padded)),
+        u_scale(static_cast<std::size_t>(groups * 32 * padded)),
+        partial(count(kHidden)),
+        qa_squares(static_cast<std::size_t>(kQLora / 16 * padded)),
+        mix_partial(static_cast<std::size_t>(fused::mix_parts(kHidden) * rows * fused::kMixStride)),
+        mix(count(fused::kMixStride)) {
+    for (auto& r : residual) r = Buffer<std::uint16_t>(count(4 * kHidden));
+  }
+  std::size_t count(int width) const { return static_cast<std::size_t>(rows) * width; }
+
+  fused::MixParams mixing(const DeviceWeights& w, int side, const fused::Gate& parts,
+                          const fused::Gate& done) const {
+    fused::MixParams p = {};
+    p.residual = residual[side].get();
+    p.fn = w.fn.get();
+    p.base = w.base.get();
+    p.scale = w.scale.get();
+    p.norm_eps = kNormEps;
+    p.hc_eps = kHcEps;
+    p.sinkhorn_iters = kSinkhornIters;
+    p.hidden = kHidden;
+    p.num_rows = rows;
+    p.partial = mix_partial.get();
+    p.mix = mix.get();
+    p.parts = parts;
+    p.done = done;
+    return p;
+  }
+  fused::FrontParams front(const DeviceWeights& w, const DeviceKeys& keys) const {
+    fused::FrontParams p = {};
+    p.num_rows = rows;
+    p.num_heads = heads;
+    p.norm_eps = kNormEps;
+    p.x_codes = x_codes.get();
+    p.x_scale = x_scale.get();
+    p.wq_a = w.wq_a.view();
+    p.wkv = w.wkv.view();
+    p.wq_b = w.wq_b.view();
+    p.q_norm = w.q_norm.get();
+    p.kv_norm = w.kv_norm.get();
+    p.positions = keys.positions.get();
+    p.kv_slots = keys.kv_slots.get();
+    p.rope = rope_frequencies();
+    p.qa = qa.get();
+    p.kv = kv.get();
+    p.q = q.get();
+    p.kv_pages = {keys.window.get(), kPageBytes, kSlotsPerPage};
+    p.qa_squares = qa_squares.get();
+    return p;
+  }
+  fused::AttentionParams attention(const DeviceWeights& w, const DeviceKeys& keys) const {
+    fused::AttentionParams p = {};
+    p.num_rows = rows;
+    p.num_heads = heads;
+    p.q = q.get();
+    p.sink = w.sink.get();
+    p.positions = keys.positions.get();
+    p.rope = rope_frequencies();
+    p.window = {keys.window.get(), kPageBytes, kSlotsPerPage};
+    p.extra = {keys.extra.get(), kPageBytes, kSlotsPerPage};
+    p.window_idx = keys.window_idx.get();
+    p.extra_idx = keys.extra_idx.get();
+    p.num_window = kWindow;
+    p.num_extra = kExtra;
+    p.kv_slots = keys.kv_slots.get();
+    p.o = o.get();
+    p.o_scale = o_scale.get();
+    return p;
+  }
+  fused::OprojParams oproj(const DeviceWeights& w, const fused::ExchangePort& port, int index,
+                           bool published) const {
+    fused::OprojParams p = {};
+    p.num_rows = rows;
+    p.num_groups = groups;
+    p.o = o.get();
+    p.o_scale = o_scale.get();
+    p.wo_a = w.wo_a.view();
+    p.wo_b = w.wo_b.view();
+    p.u_codes = u_codes.get();
+    p.u_scale = u_scale.get();
+    p.published = published;
+    p.port = port;
+    p.exchange_index = index;
+    p.partial = partial.get();
+    return p;
+  }
+  fused::ExchangeNormParams exchange(const DeviceWeights& w, const fused::ExchangePort& port,
+                                     int index, int side, bool early) const {
+    fused::ExchangeNormParams p = {};
+    p.port = port;
+    p.exchange_index = index;
+    p.stage = 3;  // attention_sum
+    p.num_rows = rows;
+    p.mix = mix.get();
+    p.norm_eps = kNormEps;
+    p.gain = w.gain.get();
+    p.residual_in = residual[side].get();
+    p.residual_out = residual[1 - side].get();
+    p.x = x.get();
+    p.x_codes = x_codes.get();
+    p.x_scale = x_scale.get();
+    p.early = early;
+    return p;
+  }
+};
+
+}  // namespace lowlat::bench

@@ -1,0 +1,472 @@
+// sparse_attention_bf16_sm90: attention of few rows over gathered keys of 584 bytes.
+//
+// Math         s_j = 512^-0.5·(q·k_j) over the window and the extra set, o = Σ e^(s_j - M) k_j /
+//              (Σ e^(s_j - M) + e^(sink - M)); o to bf16, its last 64 rotated back at the row's
+//              position, to bf16; a row without keys gives 0; index -1 and nothing else is left out
+// Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
+//              o [T,heads·512] f16 under a power of two a 32 · 1 ≤ T ≤ 48
+// Rounding     keys to bf16 exactly; probabilities to bf16 (the denominator adds the rounded ones);
+//              sums fp32; o as above; to f16 without loss but for values 2^-24 of their group's
+//              largest and below
+// Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
+// Floor        0.5 us at 4.65 TB/s
+// Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
+//              are gathered and expanded before q is there, except those that the step writes
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster each block leaves its
+//              partial (max, sum, o) in its own shared memory, the cluster's barrier, then every
+//              block reads its heads' parts from all, and a second barrier keeps the memory until
+//              all have read
+// Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
+// Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
+#include "platform/nvidia.hpp"
+// The platform comes first.
+#include "fused/attention.hpp"
+#include "fused/exchange.hpp"
+#include "fused/exchange_gate.cuh"
+#include "fused/front_launch.cuh"
+#include "fused/front_quant.cuh"
+#include "platform/nvidia_sm90.cuh"
+#include "platform/nvidia_sm90_cluster.cuh"
+#include "platform/nvidia_sm90_fp8.cuh"
+#include "stages/kv.hpp"
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kHeads = 16;  // of a cluster: one tile of mma
+constexpr int kDim = shape::kHeadDim;
+constexpr int kNope = kDim - shape::kRopeDim;
+constexpr int kTile = 48;  // keys that are in shared memory together: 3 steps of the second product
+// Pieces of 16 bytes of a stored row: 28 of codes, 8 of bf16.
+constexpr int kPieces = stages::kKvDataBytes / 16;
+constexpr int kCodePieces = kNope / 16;
+constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;
+// A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
+constexpr int kKeyPitch = kDim + 8;
+constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
+constexpr int kProbPitch = kTile + 8;
+// fp32 sums over the keys' memory; the pitch keeps four heads in different banks.
+constexpr int kSumPitch = kDim + 8;
+constexpr int kGroup = 32;
+
+struct Shared {
+  union {
+    std::uint16_t key[kTile * kKeyPitch];
+    float sum[kHeads * kSumPitch];
+  };
+  float score[kScoreGroups][kHeads][kTile];
+  std::uint16_t prob[kHeads * kProbPitch];
+  float top[kHeads], weight[kHeads], rescale[kHeads];
+  float factor[kHeads][kHeads];  // of a block's head and a block's part of it
+  float2 turn[shape::kRopeDim / 2];
+  // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
+  // first tile, rows that may not be read yet.
+  const std::uint8_t* data[2][kTile];
+  const std::uint8_t* scales[2][kTile];
+  const std::uint8_t* late[kTile];
+  bool any_late;
+};
+static_assert(sizeof(float[kHeads * kSumPitch]) <= sizeof(std::uint16_t[kTile * kKeyPitch]));
+
+// Finds one key: `place` counts through the window's and then the extra set's indices.
+LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
+                                                   int place, bool& late) {
+  const bool in_window = place < params.num_window;
+  const int slot =
+      in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
+                : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
+                        place - params.num_window);
+  late = params.late_extra;
+  if (in_window) {
+    late = false;
+    for (int i = 0; i < params.num_rows; ++i) late |= __ldg(params.kv_slots + i) == slot;
+  }
+  if (slot < 0) return {nullptr, nullptr};
+  const KvPages& pages = in_window ? params.window : params.extra;
+  return stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(
+      slot);
+}
+
+// A thread's share of a tile on its way to shared memory.
+struct Pieces {
+  uint4 data[kPerThread];
+  std::uint32_t scale[kPerThread];  // ue8m0 codes
+};
+
+LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
+LOWLAT_DEVICE int key_of(int i) { return min(piece_of(i) / kPieces, kTile - 1); }
+
+// Asks for the pieces of the keys in data[]; those of none are zeros.
+LOWLAT_DEVICE void load_pieces(Pieces& pieces, const std::uint8_t* const* data,
+                               const std::uint8_t* const* scales) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int key = key_of(i), piece = piece_of(i) % kPieces;
+    const std::uint8_t* row = data[key];
+    const bool there = row != nullptr;
+    pieces.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
+                           : make_uint4(0u, 0u, 0u, 0u);
+    pieces.scale[i] = there && piece < kCodePieces ? __ldcg(scales[key] + piece / 4) : 127u;
+  }
+}
+
+// Two bf16 of two e4m3 codes (bytes 0 and 2 of `codes`): sign to bit 15, the rest to bits 10 .. 4
+// is the value times 2^-120, subnormal codes too; the product is exact.
+LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
+  constexpr std::uint32_t kPower120 = 0x7b80'7b80u;
+  const std::uint32_t bits = (codes << 4 & 0x07f0'07f0u) | (codes << 8 & 0x8000'8000u);
+  return sm90::multiply_bf16_pairs(bits, kPower120);
+}
+
+LOWLAT_DEVICE void store_piece(Shared& shared, const Pieces& pieces, int i) {
+  const int key = piece_of(i) / kPieces, piece = piece_of(i) % kPieces;
+  std::uint16_t* to = shared.key + key * kKeyPitch;
+  if (piece >= kCodePieces) {
+    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = pieces.data[i];
+    return;
+  }
+  // ue8m0 as bf16: the byte is the exponent; byte 0 is the subnormal 2^-127.
+  const std::uint32_t one = pieces.scale[i] == 0u ? 0x40u : pieces.scale[i] << 7;
+  const std::uint32_t scale = one | one << 16;
+  const std::uint32_t words[4] = {pieces.data[i].x, pieces.data[i].y, pieces.data[i].z,
+                                  pieces.data[i].w};
+  std::uint32_t out[8];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const std::uint32_t even = codes_to_bf16(words[j]);      // codes 0 and 2
+    const std::uint32_t odd = codes_to_bf16(words[j] >> 8);  // codes 1 and 3
+    out[2 * j] = sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x5410), scale);
+    out[2 * j + 1] = sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x7632), scale);
+  }
+  uint4* place = reinterpret_cast<uint4*>(to + piece * 16);
+  place[0] = make_uint4(out[0], out[1], out[2], out[3]);
+  place[1] = make_uint4(out[4], out[5], out[6], out[7]);
+}
+
+LOWLAT_DEVICE void store_pieces(Shared& shared, const Pieces& pieces) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    if (piece_of(i) < kTile * kPieces) store_piece(shared, pieces, i);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 2)
+    sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  sm90::launch_dependents();
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  const int g = lane_idx / 4, t = lane_idx % 4;
+  const int num_blocks = sm90::cluster_size(), block_idx = sm90::cluster_rank();
+  const int row_idx = static_cast<int>(blockIdx.y);
+  const int first_head = static_cast<int>(blockIdx.z) * kHeads;
+
+  const int num_keys = params.num_window + params.num_extra;
+  const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
+  const int first_key = min(block_idx * per_block, num_keys);
+  const int end_key = min(first_key + per_block, num_keys);
+
+  if (thread_idx < kTile) {
+    stages::KvRow<std::uint8_t> row{nullptr, nullptr};
+    bool late = false;
+    if (first_key + thread_idx < end_key) {
+      row = find_key(params, row_idx, first_key + thread_idx, late);
+    }
+    shared.data[0][thread_idx] = late ? nullptr : row.data;
+    shared.late[thread_idx] = late ? row.data : nullptr;
+    shared.scales[0][thread_idx] = row.scales;
+    if (thread_idx == 0) shared.any_late = false;
+  }
+  if (thread_idx < kHeads) {
+    shared.top[thread_idx] = -INFINITY;
+    shared.weight[thread_idx] = 0.0f;
+  }
+  plat::block_sync();
+  if (thread_idx < kTile && shared.late[thread_idx] != nullptr) shared.any_late = true;
+  Pieces pieces;
+  load_pieces(pieces, shared.data[0], shared.scales[0]);
+  if (thread_idx < shape::kRopeDim / 2) {
+    const float angle =
+        static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
+    shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
+  }
+  store_pieces(shared, pieces);
+  plat::block_sync();
+
+#pragma unroll 1
+  for (int pass = first_pass(params.rehearses, params.before); pass < 2; ++pass) {
+    const bool real = pass != 0;
+    if (real) wait_at(params.before);
+    // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
+    // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
+    // a step is that of the pieces.
+    const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
+    uint4 query[4][2];
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t head =
+            static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+        query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+            params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+      }
+    }
+    if (shared.any_late && real) {
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
+        const std::uint8_t* row = shared.late[key_of(i)];
+        const int piece = piece_of(i) % kPieces;
+        if (row != nullptr) {
+          pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece));
+        }
+        if (row != nullptr && piece < kCodePieces) {
+          pieces.scale[i] = __ldcg(shared.scales[0][key_of(i)] + piece / 4);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        if (shared.late[key_of(i)] == nullptr || piece_of(i) >= kTile * kPieces) continue;
+        store_piece(shared, pieces, i);
+      }
+    }
+
+    float sum[8][4] = {};  // of a warp's 64 dimensions
+    int side = 0;
+    const int end = real ? end_key : min(first_key + 1, end_key);  // a rehearsal: one tile
+    for (int first = first_key; first < end; first += kTile, side ^= 1) {
+      if (first != first_key) store_pieces(shared, pieces);
+      if (thread_idx < kTile && first + kTile < end) {
+        stages::KvRow<std::uint8_t> row{nullptr, nullptr};
+        bool late;  // no longer: the kernels before have ended
+        if (first + kTile + thread_idx < end_key) {
+          row = find_key(params, row_idx, first + kTile + thread_idx, late);
+        }
+        shared.data[side ^ 1][thread_idx] = row.data;
+        shared.scales[side ^ 1][thread_idx] = row.scales;
+      }
+      plat::block_sync();
+      if (first + kTile < end) {  // the next tile's rows are on their way over the products
+        load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
+      }
+
+      float score[3][4] = {};
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        const uint4 &low = query[step][0], &high = query[step][1];
+        const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
+                                       {low.z, high.z, low.w, high.w}};
+#pragma unroll
+        for (int n = 0; n < 3; ++n) {
+          const uint4 b =
+              *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
+                                              score_group * 128 + step * 32 + 8 * t);
+          const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
+          sm90::mma_bf16(score[n], a[0], b_low);
+          sm90::mma_bf16(score[n], a[1], b_high);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 3; ++n) {
+        float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
+        *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
+        *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
+      }
+      plat::block_sync();
+
+      // Softmax of the tile: 16 threads a head, three keys each.
+      {
+        constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
+        constexpr float kLog2e = 1.4426950408889634f;
+        const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
+        float s[3], top = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+          const int key = first_of_thread + 16 * i;
+          float total = shared.score[0][head][key];
+#pragma unroll
+          for (int group = 1; group < kScoreGroups; ++group) {
+            total += shared.score[group][head][key];
+          }
+          const bool used = shared.data[side][key] != nullptr ||
+                            (first == first_key && shared.late[key] != nullptr);
+          s[i] = used ? total * kScale : -INFINITY;
+          top = plat::max(s[i], top);
+        }
+#pragma unroll
+        for (int mask = 1; mask < 16; mask *= 2) {
+          top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
+        }
+        const float old_top = shared.top[head];
+        top = plat::max(old_top, top);
+        // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
+        const float base = top == -INFINITY ? 0.0f : top;
+        float weight = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+          const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
+          shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
+              static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
+          weight += p;
+        }
+#pragma unroll
+        for (int mask = 1; mask < 16; mask *= 2) {
+          weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+        }
+        if (first_of_thread == 0 && real) {
+          const float rescale = exp2f((old_top - base) * kLog2e);
+          shared.rescale[head] = rescale;
+          shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
+          shared.top[head] = top;
+        }
+      }
+      plat::block_sync();
+
+      if (first != first_key) {
+        const float low = shared.rescale[g], high = shared.rescale[g + 8];
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          sum[n][0] *= low, sum[n][1] *= low;
+          sum[n][2] *= high, sum[n][3] *= high;
+        }
+      }
+#pragma unroll
+      for (int step = 0; step < kTile / 16; ++step) {
+        const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
+        const auto pair = [](const std::uint16_t* at) {
+          return *reinterpret_cast<const std::uint32_t*>(at);
+        };
+        const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
+                                    pair(prob + 8 * kProbPitch + 8)};
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+          std::uint32_t b[4];
+          sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
+                                            warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
+          const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
+          sm90::mma_bf16(sum[n], a, b_low);
+          sm90::mma_bf16(sum[n + 1], a, b_high);
+        }
+      }
+      plat::block_sync();  // the tile's memory is free
+    }
+
+    plat::block_sync();  // also where there was no tile: the pieces' stores are over
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      float* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
+      if (!real) continue;
+      *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
+      *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
+    }
+    sm90::cluster_arrive();
+    sm90::cluster_wait();
+
+    // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
+    // of a head comes from 16 threads a head, while the first head's parts are on their way.
+    constexpr float kLog2e = 1.4426950408889634f;
+    const int heads_per_block = kHeads / num_blocks;
+    const int dim = 2 * thread_idx;
+    const int padded = padded_rows(params.num_rows);
+#pragma unroll 1
+    for (int i = 0; i < heads_per_block; ++i) {
+      const int head = block_idx * heads_per_block + i;
+      float a[kHeads], b[kHeads];
+#pragma unroll
+      for (int block = 0; block < kHeads; ++block) {
+        if (block < num_blocks) {
+          sm90::load_peer(sm90::peer_address(&shared.sum[head * kSumPitch + dim], block), a[block],
+                          b[block]);
+        } else {
+          a[block] = b[block] = 0.0f;
+        }
+      }
+      if (i == 0) {
+        const int part = thread_idx % kHeads, local = thread_idx / kHeads;
+        if (local < heads_per_block) {
+          const int own_head = block_idx * heads_per_block + local;
+          const bool there = part < num_blocks;
+          const int from = there ? part : 0;
+          float top = sm90::load_peer(sm90::peer_address(&shared.top[own_head], from));
+          float weight = sm90::load_peer(sm90::peer_address(&shared.weight[own_head], from));
+          if (!there) top = -INFINITY, weight = 0.0f;
+          const float sink = __ldg(params.sink + first_head + own_head);
+          float most = plat::max(top, sink);
+          // Lanes of a half warp alone, where the block has one head.
+          const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
+#pragma unroll
+          for (int mask = 1; mask < kHeads; mask *= 2) {
+            most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
+          }
+          const float base = most == -INFINITY ? 0.0f : most;
+          const float factor = exp2f((top - base) * kLog2e);
+          weight *= factor;
+#pragma unroll
+          for (int mask = 1; mask < kHeads; mask *= 2) {
+            weight += __shfl_xor_sync(lanes, weight, mask);
+          }
+          weight += exp2f((sink - base) * kLog2e);
+          shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+        }
+        plat::block_sync();
+      }
+      float first = 0.0f, second = 0.0f;
+#pragma unroll
+      for (int block = 0; block < kHeads; ++block) {
+        first = plat::fma(a[block], shared.factor[i][block], first);
+        second = plat::fma(b[block], shared.factor[i][block], second);
+      }
+      first = quick_bf16(first);
+      second = quick_bf16(second);
+      if (dim >= kNope) {
+        const float2 turn = shared.turn[(dim - kNope) / 2];
+        const float turned = first * turn.x + second * turn.y;
+        second = quick_bf16(second * turn.x - first * turn.y);
+        first = quick_bf16(turned);
+      }
+      float amax = plat::max(plat::abs(first), plat::abs(second));
+#pragma unroll
+      for (int mask = 1; mask < kGroup / 2; mask *= 2) {
+        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+      }
+      // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
+      // normal; what is smaller than that is 0 in any fp32 sum.
+      int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
+      exponent = max(min(exponent, 127), -100);
+      const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
+      const std::int64_t place =
+          (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
+      if (!real) continue;
+      *reinterpret_cast<std::uint32_t*>(params.o + place) =
+          sm90::to_f16_pair(first * up, second * up);
+      if (thread_idx % (kGroup / 2) == 0) {
+        params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
+            plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+      }
+    }
+  }
+  open_gate(params.done);
+  // Nobody's memory goes while another reads it; the values read are used up by then.
+  sm90::cluster_arrive_relaxed();
+  sm90::cluster_wait();
+}
+
+}  // namespace
+
+cudaError_t launch_sparse_attention(const AttentionParams& params, bool programmatic,
+                                    cudaStream_t stream) {
+  if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
+  if (params.num_heads < kHeads || params.num_heads % kHeads != 0) return cudaErrorInvalidValue;
+  if (params.num_window < 0 || params.num_extra < 0) return cudaErrorInvalidValue;
+  const int blocks = params.blocks_per_row == 0
+                         ? attention_blocks_per_row(params.num_rows, params.num_heads)
+                         : params.blocks_per_row;
+  if (blocks < 1 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
+  return launch_kernel(sparse_attention_bf16_sm90,
+                       dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
+                       sizeof(Shared), blocks, programmatic, stream, params);
+}
+
+}  // namespace lowlat::nvidia::fused

@@ -1,0 +1,56 @@
+// fused/attention.hpp: sparse attention over the window and the selection, with a sink. Every C++
+// compiler reads it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "fused/front.hpp"
+
+namespace lowlat::nvidia::fused {
+
+struct AttentionParams {
+  int num_rows;                   // T, 1 .. 48
+  int num_heads;                  // of this rank, a multiple of 16
+  const std::uint16_t* q;         // bf16 [T, num_heads, 512], rotated
+  const float* sink;              // [num_heads]; -inf: none
+  const std::int32_t* positions;  // [T], for the rotation back
+  RopeFrequencies rope;
+  // Two sets of keys; index -1 pads. The extra set may be empty (num_extra 0).
+  KvPages window, extra;
+  const std::int32_t* window_idx;  // [T, num_window] slots of `window`
+  const std::int32_t* extra_idx;   // [T, num_extra]
+  int num_window, num_extra;
+  // Slots of `window` that the two kernels before this one write: their rows are read only after
+  // those have ended. Every other row that an index names must have been written before the kernel
+  // that starts this sublayer (launch_exchange_norm).
+  const std::int32_t* kv_slots;  // [T]
+  // Out: the attention output, rotated back, as f16 under powers of two.
+  std::uint16_t* o;  // f16 [T, num_heads * 512]
+  float* o_scale;    // [num_heads * 16, padded_rows(T)]: one a 32 values
+  // True: the rows of the extra set are read only after the kernels before have ended (a layer
+  // that writes its own compressed keys).
+  bool late_extra;
+  Gate before, done;   // of q and the stored keys; of o
+  bool rehearses;      // see first_pass() in exchange_gate.cuh
+  int blocks_per_row;  // that share a row's keys: 1, 2, 4, 8 or 16; 0: chosen by the rows
+};
+
+// Blocks that share a row's keys, as many as fit the device at two a multiprocessor, where
+// blocks_per_row is 0.
+constexpr int attention_blocks_per_row(int num_rows, int num_heads) {
+  const int clusters = num_rows * (num_heads / 16);
+  return clusters <= 12 ? 16 : clusters <= 24 ? 8 : clusters <= 48 ? 4 : 2;
+}
+// Blocks that open `done`.
+constexpr std::uint32_t attention_blocks(int num_rows, int num_heads) {
+  return static_cast<std::uint32_t>(attention_blocks_per_row(num_rows, num_heads) * num_rows *
+                                    (num_heads / 16));
+}
+
+// cudaErrorInvalidValue for sizes out of range.
+cudaError_t launch_sparse_attention(const AttentionParams& params, bool programmatic,
+                                    cudaStream_t stream);
+
+}  // namespace lowlat::nvidia::fused

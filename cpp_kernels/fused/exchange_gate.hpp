@@ -1,0 +1,25 @@
+// fused/exchange_gate.hpp: how a kernel tells the next ones that its results are there, without
+// ending. Every C++ compiler reads it.
+#pragma once
+
+#include <cstdint>
+
+namespace lowlat::nvidia::fused {
+
+// Blocks of one kernel count up `word` when what they wrote may be read; who needs it waits until
+// the word has grown by `blocks` for every step so far. The next kernels are resident by then
+// (programmatic launch), so the way from one to the other is that of one word, and not the end of a
+// launch and the begin of another.
+//
+// word NULL: the stream's order instead (the end of the kernels before).
+struct Gate {
+  std::uint32_t* word;         // device word, zeroed once; one for each kernel of a step
+  const std::uint32_t* round;  // device word: steps so far, this one included
+  std::uint32_t blocks;        // of the kernel that counts
+  // The gate that this one's kernel waits at, or NULL: until it is open a waiting block looks
+  // rarely, so that only those whose turn is next ask often.
+  std::uint32_t earlier_blocks;
+  const std::uint32_t* earlier_word;
+};
+
+}  // namespace lowlat::nvidia::fused

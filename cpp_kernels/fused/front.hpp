@@ -1,0 +1,72 @@
+// fused/front.hpp: the front of an attention sublayer: [q_a | kv], norms, RoPE, the stored key and
+// q_b. Every C++ compiler reads it. One struct serves both kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "fused/exchange.hpp"
+#include "fused/mix.hpp"
+
+namespace lowlat::nvidia::fused {
+
+// e4m3 weights [N, K], row-major, with ue8m0 scales [N / block, K / block], as a checkpoint has
+// them. 16-byte aligned.
+struct Fp8Weights {
+  const std::uint8_t* codes;
+  const std::uint8_t* scales;
+};
+
+// Radians a position of the 32 rotating pairs: stages::rope_table of the layer's base and ramp.
+struct RopeFrequencies {
+  float values[32];
+};
+
+// Stored rows of 584 bytes in pages: slots_per_page rows of 576 bytes, then as many of 8 scale
+// bytes. `base` and page_bytes are multiples of 16.
+struct KvPages {
+  std::uint8_t* base;
+  std::int64_t page_bytes;
+  int slots_per_page;
+};
+
+struct FrontParams {
+  int num_rows;   // T, 1 .. 48
+  int num_heads;  // of this rank
+  float norm_eps;
+  // In.
+  const std::uint8_t* x_codes;  // e4m3 [T, H] and its scales [H / 32, padded_rows(T)]
+  const float* x_scale;
+  Fp8Weights wq_a, wkv, wq_b;     // [q_lora, H], [512, H], [num_heads * 512, q_lora]
+  const std::uint16_t* q_norm;    // bf16 [q_lora]
+  const std::uint16_t* kv_norm;   // bf16 [512]
+  const std::int32_t* positions;  // [T]
+  const std::int32_t* kv_slots;   // [T] where the row's key is stored; -1: nowhere
+  RopeFrequencies rope;
+  // Between the two kernels.
+  std::uint16_t* qa;  // bf16 [T, q_lora]
+  float* qa_squares;  // [q_lora / 16, padded_rows(T)]: sums of 16 squares each
+  std::uint16_t* kv;  // bf16 [T, 512]
+  // Out.
+  std::uint16_t* q;  // bf16 [T, num_heads, 512], the last 64 rotated
+  KvPages kv_pages;  // rows kv_slots are written; their padding byte is left
+  // The statistics of the sublayer's residual, made beside the first product; fn NULL: none.
+  MixParams mix;
+  // Of x; between the two kernels; of q and the stored keys. Blocks of the last two: below.
+  Gate before, qkv_done, done;
+  bool qkv_rehearses, q_rehearses;  // see first_pass() in exchange_gate.cuh; for up to eight rows
+};
+
+constexpr std::uint32_t front_qkv_blocks() { return (1280 + 512) / 16; }
+constexpr std::uint32_t front_q_blocks(int num_rows, int num_heads) {
+  return static_cast<std::uint32_t>(8 * num_heads + (num_rows + 7) / 8);
+}
+
+// [q_a | kv] and the mix pieces. V4.1-Flash's sizes (H 5120, q_lora 1280); cudaErrorInvalidValue
+// for num_rows or num_heads out of range.
+cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream);
+// q_b with its norm before and RoPE after, and the stored keys.
+cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStream_t stream);
+
+}  // namespace lowlat::nvidia::fused

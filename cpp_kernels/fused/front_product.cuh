@@ -1,0 +1,379 @@
+// fused/front_product.cuh: products of few rows whose weights wait in shared memory.
+//
+// A block has kRows weight rows and kK of their K: it asks for all of them by bulk copies before
+// its input is there, so only the activations are read after the wait. Weights are the M side of
+// mma.m16n8k16 (16 rows), up to eight tokens are N, kTiles such groups of tokens use one expanded
+// weight fragment. Eight warps split K, each in steps of 32, and meet in shared memory; kBlocks
+// blocks of a cluster split the whole K and meet in the block that owns the row. All sums have a
+// fixed order: step, warp, block.
+//
+// e4m3 codes are f16 values and enter the products unscaled; the scale of a weight block and that
+// of a token's group multiply the fp32 sums of 32 products each: exact, as both are powers of two.
+#pragma once
+
+#ifndef LOWLAT_PLATFORM
+#error "include platform/nvidia.hpp before this file"
+#endif
+
+#include <cstdint>
+
+#include "fused/front_weights.cuh"
+#include "platform/nvidia_sm90_cluster.cuh"
+#include "platform/nvidia_sm90_fp8.cuh"
+#include "stages/format.hpp"
+
+namespace lowlat::nvidia::fused {
+
+inline constexpr int kProductThreads = 256;
+inline constexpr int kProductWarps = kProductThreads / plat::kWarpLanes;
+inline constexpr int kStep = 32;  // K of one step: two products, one scale of each side
+inline constexpr int kTileTokens = 8;
+
+// Activations as e4m3 codes [token, stride] with scales [K / group, padded tokens], in global or
+// shared memory. `data` and `scale` point at the block's first K; stride in bytes.
+template <int kGroup_, bool kShared_>
+struct CodeActivations {
+  static constexpr int kGroup = kGroup_, kBytes = 1;
+  static constexpr bool kShared = kShared_;
+  using Raw = uint2;
+  using InShared = CodeActivations<kGroup, true>;
+  const void* data;
+  const float* scale;
+  int stride, padded;
+
+  LOWLAT_DEVICE Raw fetch(int token, int k) const {
+    const auto* src = reinterpret_cast<const uint2*>(static_cast<const std::uint8_t*>(data) +
+                                                     static_cast<std::int64_t>(token) * stride + k);
+    if constexpr (kShared) return *src;
+    return __ldcg(src);
+  }
+  LOWLAT_DEVICE static Raw none() { return make_uint2(0u, 0u); }
+  LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
+    std::uint32_t pair[2];
+    sm90::e4m3_to_f16(pair, raw.x);
+    out[0] = pair[0], out[1] = pair[1];
+    sm90::e4m3_to_f16(pair, raw.y);
+    out[2] = pair[0], out[3] = pair[1];
+  }
+};
+
+// Activations as f16 values under such scales.
+template <int kGroup_, bool kShared_>
+struct HalfActivations {
+  static constexpr int kGroup = kGroup_, kBytes = 2;
+  static constexpr bool kShared = kShared_;
+  using Raw = uint4;
+  using InShared = HalfActivations<kGroup, true>;
+  const void* data;
+  const float* scale;
+  int stride, padded;
+
+  LOWLAT_DEVICE Raw fetch(int token, int k) const {
+    const auto* src = reinterpret_cast<const uint4*>(
+        static_cast<const std::uint8_t*>(data) + static_cast<std::int64_t>(token) * stride + 2 * k);
+    if constexpr (kShared) return *src;
+    return __ldcg(src);
+  }
+  LOWLAT_DEVICE static Raw none() { return make_uint4(0u, 0u, 0u, 0u); }
+  LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
+    out[0] = raw.x, out[1] = raw.y, out[2] = raw.z, out[3] = raw.w;
+  }
+};
+
+// Scales of two tokens, for the step of 32 that begins at k.
+template <class Activations>
+LOWLAT_DEVICE float2 scales_of(const Activations& activations, int token, int k) {
+  const auto* src = reinterpret_cast<const float2*>(
+      activations.scale + k / Activations::kGroup * activations.padded + token);
+  if constexpr (Activations::kShared) return *src;
+  return __ldcg(src);
+}
+
+// Weight rows e4m3 [rows, stride] with ue8m0 scales of kGroup x kGroup blocks [rows / group,
+// scale_stride], from the block's first row and K on.
+struct ProductWeights {
+  const std::uint8_t* codes;
+  const std::uint8_t* scales;
+  std::int64_t stride;
+  int scale_stride;
+};
+
+// kOwned rows of the kRows belong to one block of the cluster: block i has rows i * kOwned and on
+// (blocks after the last row have none).
+// kStaged bytes an activation (1, 2; 0: none): more than one group of tokens is brought to shared
+// memory first, so that no step waits for its own.
+template <int kRows_, int kK_, int kTiles_, int kBlocks_, int kOwned_, int kStaged_>
+struct Product {
+  static constexpr int kRows = kRows_, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
+  static constexpr int kOwned = kOwned_, kStaged = kTiles > 1 ? kStaged_ : 0;
+  static constexpr int kRowTiles = kRows / 16;
+  static constexpr int kSteps = kK / kStep / kProductWarps;  // of a warp
+  static constexpr int kTokens = kTiles * kTileTokens;
+  // A row's pitch of 32 more than a multiple of 128 bytes, so that the four rows and four pieces
+  // of 8 bytes that half a warp reads lie in 32 different banks.
+  static constexpr int kPitch = kK + 32;
+  // Partial sums [warp][token][row]: two tokens are 8 banks apart (mod 32), rows follow.
+  static constexpr int kSumPitch = kRows + 4;
+  static constexpr int kCodeBytes = kRows * kPitch;
+  static constexpr int kSumBytes = kProductWarps * kTokens * kSumPitch * 4;
+  static_assert(kK % (kStep * kProductWarps) == 0 && kK % 128 == 0 && kRows % 16 == 0);
+  static_assert(2 * kSumPitch % 32 == 8 && kOwned * kBlocks >= kRows && kRows % kOwned == 0);
+
+  // Copied activations lie behind the codes, a pitch of 32 (64) more than a multiple of 128 bytes
+  // as for the weights.
+  static constexpr int kTokenPitch = kStaged * (kK + 32);
+  static constexpr int kOperandBytes = kCodeBytes + kTokens * kTokenPitch;
+
+  struct Shared {
+    // Operands, then, when they are used up, the partial sums of the warps.
+    alignas(128) unsigned char memory[kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes];
+    float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
+    float scale[kRowTiles][kK / kStep];
+    alignas(16) float token_scale[kStaged > 0 ? kK / kStep : 1][kTokens];
+    std::uint64_t barrier;        // of the weights
+    std::uint64_t owned_barrier;  // of what the cluster sends
+  };
+
+  // Asks for the weights, and tells the cluster that this block runs. All threads call.
+  // `first_row`: of the block within its scale blocks of kGroup rows.
+  template <int kGroup>
+  LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int first_row,
+                                 int num_rows) {
+    const int thread_idx = plat::thread_idx();
+    const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+    if (thread_idx == 0) {
+      sm90::barrier_init(&shared.barrier, 1);
+      sm90::barrier_init(&shared.owned_barrier, 1);
+      sm90::fence_barrier_init();
+      sm90::barrier_arrive_expect(&shared.barrier, kRows * kK);
+      if (kBlocks > 1) {
+        sm90::barrier_arrive_expect(&shared.owned_barrier, kBlocks * kOwned * num_rows * 4);
+      }
+    }
+    plat::block_sync();
+    if constexpr (kBlocks > 1) sm90::cluster_arrive_relaxed();
+    // A copy takes its addresses from registers of the whole warp, so lanes would take turns.
+    if (lane_idx == 0) {
+#pragma unroll 1
+      for (int row = warp_idx; row < kRows; row += kProductWarps) {
+        sm90::bulk_load(shared.memory + row * kPitch, weights.codes + row * weights.stride, kK,
+                        &shared.barrier, sm90::CacheHint::evict_first);
+      }
+    }
+    __syncwarp();
+    for (int i = thread_idx; i < kRowTiles * (kK / kStep); i += kProductThreads) {
+      const int tile = i / (kK / kStep), step = i % (kK / kStep);
+      shared.scale[tile][step] = stages::from_ue8m0(
+          __ldg(weights.scales + (first_row + tile * 16) / kGroup * weights.scale_stride +
+                step * kStep / kGroup));
+    }
+    plat::block_sync();
+  }
+
+  // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
+  // after load(); on return the owned sums are there, if this block owns any.
+  //
+  // `real` false (up to eight rows): a rehearsal, see first_pass(): nothing is stored or waited
+  // for.
+  template <class Activations>
+  LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows,
+                                bool real = true) {
+    if constexpr (kTiles == 1) {
+      multiply_few(shared, activations, num_rows, real);
+    } else if constexpr (kStaged == 0) {
+      multiply_many(shared, activations, num_rows);
+    } else {
+      static_assert(kStaged == Activations::kBytes && !Activations::kShared);
+      constexpr int kPieces = kStaged * kK / 16, kScalePieces = kTokens / 4;
+      for (int i = plat::thread_idx(); i < num_rows * kPieces; i += kProductThreads) {
+        const int token = i / kPieces, piece = i % kPieces;
+        copy_16(shared.memory + kCodeBytes + token * kTokenPitch + 16 * piece,
+                static_cast<const std::uint8_t*>(activations.data) +
+                    static_cast<std::int64_t>(token) * activations.stride + 16 * piece);
+      }
+      for (int i = plat::thread_idx(); i < kK / Activations::kGroup * kScalePieces;
+           i += kProductThreads) {
+        const int group = i / kScalePieces, token = i % kScalePieces * 4;
+        if (token < activations.padded) {
+          copy_16(&shared.token_scale[group][token],
+                  activations.scale + group * activations.padded + token);
+        }
+      }
+      wait_for_copies();
+      plat::block_sync();
+      const typename Activations::InShared staged{shared.memory + kCodeBytes,
+                                                  &shared.token_scale[0][0], kTokenPitch, kTokens};
+      multiply_many(shared, staged, num_rows);
+    }
+  }
+
+  // The sum of an owned row, after run(). The block owns some: owns().
+  LOWLAT_DEVICE static bool owns() { return kBlocks == 1 || sm90::cluster_rank() * kOwned < kRows; }
+  LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
+    float total = shared.owned[0][token][owned_row];
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
+    return total;
+  }
+
+ private:
+  // One group of tokens: the activations are asked for at once and kept as f16; the loop over the
+  // 16-row tiles is short code, which eight warps run several times. A warp's sums of a tile go
+  // where its own codes of the tile were: row's pitch, the warp's slice of K, eight tokens.
+  template <class Activations>
+  LOWLAT_DEVICE static void multiply_few(Shared& shared, const Activations& activations,
+                                         int num_rows, bool real) {
+    static_assert(kSteps * kStep >= 4 * kTileTokens && kSteps * kStep % 32 == 0);
+    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    const int g = lane_idx / 4, t = lane_idx % 4;
+    const int first_k = warp_idx * kSteps * kStep;
+    typename Activations::Raw raw[kSteps];
+    float2 scale[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int k = first_k + step * kStep;
+      raw[step] = g < num_rows && real ? activations.fetch(g, k + 8 * t) : Activations::none();
+      scale[step] = scales_of(activations, 2 * t, k);
+    }
+    std::uint32_t b[kSteps][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) Activations::expand(b[step], raw[step]);
+    if (real) wait_for_weights(&shared.barrier, 0);
+    unsigned char* row = shared.memory + g * kPitch + first_k + 8 * t;
+    const float* weight_scale = shared.scale[0] + warp_idx * kSteps;
+#pragma unroll 1
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      float sum[4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint2 low = *reinterpret_cast<const uint2*>(row + step * kStep);
+        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch + step * kStep);
+        add_step(sum, low, high, b[step], weight_scale[step], scale[step]);
+      }
+      __syncwarp();  // all lanes have read the tile's codes
+      if (real) {
+        *reinterpret_cast<float2*>(row) = make_float2(sum[0], sum[1]);
+        *reinterpret_cast<float2*>(row + 8 * kPitch) = make_float2(sum[2], sum[3]);
+      }
+      row += 16 * kPitch;
+      weight_scale += kK / kStep;
+    }
+    plat::block_sync();
+    hand_over(shared, num_rows, real, [&](int warp, int token, int row_idx) {
+      return *reinterpret_cast<const float*>(shared.memory + row_idx * kPitch +
+                                             warp * kSteps * kStep + 4 * token);
+    });
+  }
+
+  // sum += codes of rows g and g + 8 times b, under both scales.
+  LOWLAT_DEVICE static void add_step(float (&sum)[4], uint2 low, uint2 high,
+                                     const std::uint32_t (&b)[4], float weight_scale,
+                                     float2 token_scale) {
+    std::uint32_t a[2][4];
+    const auto place = [](std::uint32_t (&to)[4], std::uint32_t codes_low,
+                          std::uint32_t codes_high) {
+      std::uint32_t pair[2];
+      sm90::e4m3_to_f16(pair, codes_low);
+      to[0] = pair[0], to[2] = pair[1];
+      sm90::e4m3_to_f16(pair, codes_high);
+      to[1] = pair[0], to[3] = pair[1];
+    };
+    place(a[0], low.x, high.x);
+    place(a[1], low.y, high.y);
+    float part[4] = {};
+    sm90::mma_f16(part, a[0], b[0], b[1]);
+    sm90::mma_f16(part, a[1], b[2], b[3]);
+    const float even = weight_scale * token_scale.x, odd = weight_scale * token_scale.y;
+    sum[0] = plat::fma(part[0], even, sum[0]);
+    sum[1] = plat::fma(part[1], odd, sum[1]);
+    sum[2] = plat::fma(part[2], even, sum[2]);
+    sum[3] = plat::fma(part[3], odd, sum[3]);
+  }
+
+  // Adds the warps' sums and gives each row's to the block that owns it.
+  template <class Partial>
+  LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows, bool real, Partial partial) {
+    if (kBlocks > 1 && real) sm90::cluster_wait();  // the others run, see load()
+    const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
+#pragma unroll 1
+    for (int i = plat::thread_idx(); i < kRows * kTokens; i += kProductThreads) {
+      const int token = i % kTileTokens + i / (kRows * kTileTokens) * kTileTokens;
+      const int row = i / kTileTokens % kRows;
+      if (token >= num_rows) continue;
+      float total = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kProductWarps; ++warp) total += partial(warp, token, row);
+      float* to = &shared.owned[block_idx][token][row % kOwned];
+      if (!real) continue;
+      if constexpr (kBlocks > 1) {
+        sm90::send_to_peer(sm90::peer_address(to, row / kOwned), total,
+                           sm90::peer_address(&shared.owned_barrier, row / kOwned));
+      } else {
+        *to = total;
+      }
+    }
+    if constexpr (kBlocks > 1) {
+      if (owns() && real) wait_for_cluster(&shared.owned_barrier, 0);
+    } else {
+      plat::block_sync();
+    }
+  }
+
+  // Several groups of tokens, from shared memory: every weight fragment is expanded once.
+  template <class Activations>
+  LOWLAT_DEVICE static void multiply_many(Shared& shared, const Activations& activations,
+                                          int num_rows) {
+    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    const int g = lane_idx / 4, t = lane_idx % 4;
+    const int first_k = warp_idx * kSteps * kStep;
+    wait_for_weights(&shared.barrier, 0);
+    float sum[kRowTiles][kTiles][4] = {};
+#pragma unroll 1
+    for (int step = 0; step < kSteps; ++step) {
+      const int k = first_k + step * kStep;
+      std::uint32_t b[kTiles][4];
+      float2 scale[kTiles];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int token = n * kTileTokens + g;
+        // Tokens that are not there: codes of none, and scales that no stored sum sees.
+        Activations::expand(
+            b[n], token < num_rows ? activations.fetch(token, k + 8 * t) : Activations::none());
+        scale[n] = scales_of(activations, n * kTileTokens + 2 * t, k);
+      }
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        const unsigned char* row = shared.memory + (tile * 16 + g) * kPitch + k + 8 * t;
+        const uint2 low = *reinterpret_cast<const uint2*>(row);
+        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch);
+        const float weight_scale = shared.scale[tile][warp_idx * kSteps + step];
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          add_step(sum[tile][n], low, high, b[n], weight_scale, scale[n]);
+        }
+      }
+    }
+    plat::block_sync();  // all codes are used up
+    float* partial = reinterpret_cast<float*>(shared.memory);
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        float* to =
+            partial + (warp_idx * kTokens + n * kTileTokens + 2 * t) * kSumPitch + tile * 16 + g;
+        to[0] = sum[tile][n][0];
+        to[kSumPitch] = sum[tile][n][1];
+        to[8] = sum[tile][n][2];
+        to[kSumPitch + 8] = sum[tile][n][3];
+      }
+    }
+    plat::block_sync();
+    hand_over(shared, num_rows, true, [&](int warp, int token, int row) {
+      return partial[(warp * kTokens + token) * kSumPitch + row];
+    });
+  }
+};
+
+}  // namespace lowlat::nvidia::fused
