@@ -1,8 +1,9 @@
-# One command each. Everything lands in .venv/, build/, target/ and out/; nothing else outside
-# than SGLang's environment, which the tests make once.
+# One command each. Everything lands in .venv/, build/, target/ and out/; nothing outside but the
+# environment that test-sglang makes.
 #   make demo        build what is needed and replay a small agent trace
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
-#   make test-sglang the part of it that needs the real SGLang (6 GB, kept in ~/.cache/lowlat)
+#   make test-sglang what needs the real SGLang, installed into ~/.cache/lowlat once (6 GB); from
+#                    then on make test runs it too
 #   make test-deep   the same as test, longer, under sanitizers and the model checker
 #   make tidy        format, lints, tests about the tree
 #   make gpu-test    on a machine with a GPU: what needs one

@@ -1,11 +1,12 @@
 """Runs tests/sglang against the real SGLang, in a virtual environment of its own.
 
-    python run_sglang.py [--filter WORD] [--junit-xml FILE]
+    python run_sglang.py [--existing] [--filter WORD] [--junit-xml FILE]
 
 The environment lies outside the checkout, in $LOWLAT_CACHE or ~/.cache/lowlat, in a folder named
 after its lock file (tests/sglang/requirements.txt) and Python, and is made once: about 6 GB and
 five minutes. Where it cannot be made (no network, no room, too slow), the tests are skipped with
-the reason and the exit status is 0. Run it with the Python that lowlat is installed in.
+the reason and the exit status is 0; --existing makes none. Run it with the Python that lowlat is
+installed in.
 """
 
 import argparse
@@ -41,10 +42,12 @@ def environment_folder() -> Path:
     return Path(cache).expanduser() / f"sglang-{digest}"
 
 
-def environment() -> Path:
-    """The environment's Python; made when it is not there."""
+def environment(existing: bool) -> Path:
+    """The environment's Python; made when it is not there, unless `existing`."""
     folder = environment_folder()
     python = folder / "bin" / "python"
+    if existing and not (folder / MARKER).exists():
+        raise CannotError("SGLang's environment is not here (make test-sglang makes it: 6 GB)")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / f"{folder.name}.lock").open("w") as lock:
@@ -117,11 +120,12 @@ def site() -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--existing", action="store_true", help="make no environment")
     parser.add_argument("--filter", default="", help="only tests whose name contains this")
     parser.add_argument("--junit-xml", type=Path, help="where pytest writes its report")
     arguments = parser.parse_args()
     try:
-        python, path = environment(), site()
+        python, path = environment(arguments.existing), site()
     except CannotError as error:
         print(f"tests/sglang skipped: {error}")
         return 0
