@@ -72,7 +72,8 @@ tidy: setup
 	  cargo clippy -p lowlat-py --features python --locked -- -D warnings
 	ruff check .
 	ruff format --check .
-	find cpp_kernels tests rust_dispatch -name '*.[ch]' -o -name '*.[ch]pp' | grep -v /target/ \
+	find cpp_kernels tests rust_dispatch -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' \
+	  -o -name '*.cuh' | grep -v /target/ \
 	  | xargs clang-format --dry-run -Werror
 	$(BIN)/python -m pytest tests/tidy
 

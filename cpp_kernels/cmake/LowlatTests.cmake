@@ -100,6 +100,30 @@ foreach(_source IN LISTS _test_sources)
   endif()
 endforeach()
 
+# ---------------------------------------------------------------------------------- with a GPU
+# Where nvcc is found: every tests/gpu/test_*.cu becomes a program and a ctest (label "gpu") that
+# is skipped without a device, and every cpp_kernels/bench/*.cu a program bench_*.
+if(LOWLAT_HAVE_CUDA)
+  file(GLOB _gpu_tests CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/tests/gpu
+    ${CMAKE_CURRENT_SOURCE_DIR}/tests/gpu/test_*.cu)
+  foreach(_source IN LISTS _gpu_tests)
+    string(REGEX REPLACE "^test_(.*)\\.cu$" "\\1" _name ${_source})
+    lowlat_test_program(gpu_${_name} gpu/${_name}
+      ${CMAKE_CURRENT_SOURCE_DIR}/tests/gpu/${_source})
+    target_link_libraries(gpu_${_name} PRIVATE lowlat_kernels_inner)
+    add_test(NAME gpu/${_name} COMMAND gpu_${_name})
+    set_tests_properties(gpu/${_name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${_budget_s}
+      LABELS gpu)
+  endforeach()
+  file(GLOB _benches CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench
+    ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/*.cu)
+  foreach(_source IN LISTS _benches)
+    string(REGEX REPLACE "\\.cu$" "" _name ${_source})
+    add_executable(bench_${_name} ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/${_source})
+    target_link_libraries(bench_${_name} PRIVATE lowlat_kernels_inner)
+  endforeach()
+endif()
+
 # ---------------------------------------------------------------------------------- with cargo
 find_program(LOWLAT_CARGO cargo HINTS $ENV{HOME}/.cargo/bin)
 set(LOWLAT_CARGO_TARGET_DIR ${CMAKE_CURRENT_BINARY_DIR}/cargo CACHE PATH "cargo's target folder")

@@ -1,6 +1,8 @@
 // platform/contract.hpp: what every platform must offer. Include a platform, then this file: it
 // fails to compile when a name is missing or has another type.
 //
+//   LOWLAT_DEVICE              before every function that runs on the platform
+//   LOWLAT_TABLE               before a constant that such a function indexes
 //   kName, kWarpLanes          the platform's word; lanes of a warp
 //   Block<N>::kNumThreads      threads of a block that was launched with N
 //   thread_idx, block_sync     place in the block; barrier and memory order inside the block
@@ -14,6 +16,9 @@
 
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before the contract"
+#endif
+#if !defined(LOWLAT_DEVICE) || !defined(LOWLAT_TABLE)
+#error "the platform does not say how functions and tables are declared"
 #endif
 
 #include <concepts>

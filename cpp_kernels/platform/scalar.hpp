@@ -14,6 +14,7 @@
 
 #define LOWLAT_PLATFORM scalar
 #define LOWLAT_DEVICE inline
+#define LOWLAT_TABLE inline constexpr
 
 namespace lowlat::scalar::plat {
 

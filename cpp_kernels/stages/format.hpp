@@ -112,7 +112,7 @@ struct E4m3Values {
     }
   }
 };
-inline constexpr E4m3Values kE4m3Values;
+LOWLAT_TABLE E4m3Values kE4m3Values;
 
 // out[i] = value(codes[i]) * scale.
 LOWLAT_DEVICE void expand_e4m3(float* out, const std::uint8_t* codes, float scale, int n) {

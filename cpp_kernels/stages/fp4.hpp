@@ -26,7 +26,7 @@ struct Fp4Pairs {
     }
   }
 };
-inline constexpr Fp4Pairs kFp4Pairs;
+LOWLAT_TABLE Fp4Pairs kFp4Pairs;
 
 // out[i] = value(code i) * scale of n codes, two a byte, the even index in the low nibble.
 LOWLAT_DEVICE void expand_fp4(float* out, const std::uint8_t* codes, float scale, int n) {

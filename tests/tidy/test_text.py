@@ -11,10 +11,11 @@ BANNED = [
     (r"for some reason", "say the reason"),
 ]
 CPP_BANNED = [
-    (r"\bvolatile\b", "volatile is no lock; use the platform's loads and stores"),
+    (r"(?<!asm )\bvolatile\b", "volatile is no lock; use the platform's loads and stores"),
     (r"\b(warp|lane)\w*\s*[%/&]\s*(31|32|63|64)\b", "a warp is 32 or 64 lanes: plat::kWarpLanes"),
     (r"\busing namespace std\s*;", "name what is used"),
 ]
+CPP_SUFFIXES = (".hpp", ".cpp", ".h", ".c", ".cuh", ".cu", ".hip")
 MACHINE_PATHS = r"(?<![\w.$}>])/(work|home|root|Users|mnt|data|tmp)/\w"
 
 
@@ -43,7 +44,7 @@ def test_no_banned_word() -> None:
             continue
         for pattern, why in BANNED:
             complaints += tree.matches(name, tree.read(name), pattern, why)
-    for name in tree.under("cpp_kernels", "tests/cpp", suffixes=(".hpp", ".cpp", ".h", ".c")):
+    for name in tree.under("cpp_kernels", "tests/cpp", "tests/gpu", suffixes=CPP_SUFFIXES):
         for pattern, why in CPP_BANNED:
             complaints += tree.matches(name, tree.c_without_comments(name), pattern, why)
     tree.none(complaints)

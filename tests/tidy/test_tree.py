@@ -40,7 +40,7 @@ ENDINGS = {  # a file's ending says who can read it
     "cpp_kernels/stages": {".hpp"},
     "cpp_kernels/shape": {".hpp"},
     "cpp_kernels/platform": {".hpp", ".cuh"},
-    "cpp_kernels/host": {".hpp", ".cpp"},
+    "cpp_kernels/host": {".hpp", ".cpp", ".cu"},
     "cpp_kernels/reference": {".hpp", ".cpp"},
 }
 
