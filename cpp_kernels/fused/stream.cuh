@@ -28,21 +28,10 @@
 
 #include <cstdint>
 
+#include "platform/nvidia.hpp"
+#include "platform/nvidia_sm90.cuh"
+
 namespace lowlat::nvidia::fused {
-
-// ------------------------------------------------------------------------------------ addresses
-
-__device__ __forceinline__ std::uint32_t smem_address(const void* p) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ int lane_idx() { return static_cast<int>(threadIdx.x) & 31; }
-
-__device__ __forceinline__ std::uint64_t global_ns() {
-  std::uint64_t ns;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
-  return ns;
-}
 
 // ------------------------------------------------------------------------------------ deadlines
 
@@ -57,7 +46,7 @@ struct Watch {
 
   // Called by a wait that has just failed: true when it has to end. `event` (not 0) is stored with
   // the first reason, as reason << 28 | event, so that a report can name what did not arrive.
-  __device__ __forceinline__ bool ended(std::uint32_t event) const {
+  LOWLAT_DEVICE bool ended(std::uint32_t event) const {
     volatile std::uint32_t* word = stop;
     if (*word != 0) return true;
     Stop why = Stop::none;
@@ -66,86 +55,25 @@ struct Watch {
       asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(raised) : "l"(abort_word));
       if (raised != 0) why = Stop::aborted;
     }
-    if (why == Stop::none && global_ns() > deadline_ns) why = Stop::expired;
+    if (why == Stop::none && plat::clock_ns() > deadline_ns) why = Stop::expired;
     if (why == Stop::none) return false;
     atomicCAS(stop, 0u, static_cast<std::uint32_t>(why) << 28 | event);
     return true;
   }
 };
 
-// ------------------------------------------------------------------------------------ barriers
-
-__device__ __forceinline__ void barrier_init(std::uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals)
-               : "memory");
-}
-// By the thread that made the barriers, before the block's sync: bulk copies see them.
-__device__ __forceinline__ void barrier_init_done() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive(std::uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
-// Arrives and adds the bytes that copies will bring.
-__device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-// One try; the hardware may suspend the thread for some time.
-__device__ __forceinline__ bool barrier_try(std::uint64_t* barrier, std::uint32_t parity) {
-  std::uint32_t done;
-  asm volatile(
-      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
-      " selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(smem_address(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-// False: the block has to leave.
-__device__ __forceinline__ bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity,
-                                             const Watch& watch, std::uint32_t event) {
-  while (!barrier_try(barrier, parity)) {
+// Waits for a barrier's phase of this parity. False: the block has to leave.
+LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, const Watch& watch,
+                                std::uint32_t event) {
+  while (!sm90::barrier_try_wait(barrier, parity)) {
     if (watch.ended(event)) return false;
   }
   return true;
 }
 
-// ------------------------------------------------------------------------------------ bulk copies
-
-// Weights are read once: what they displace in the L2 should be themselves.
-__device__ __forceinline__ std::uint64_t evict_first_policy() {
-  std::uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-// `bytes`, both addresses: multiples of 16. Counts on `full`, whose expectation includes them.
-__device__ __forceinline__ void bulk_load(std::uint32_t smem_dst, const void* src,
-                                          std::uint32_t bytes, std::uint64_t* full,
-                                          std::uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1],"
-      " %2, [%3], %4;" ::"r"(smem_dst),
-      "l"(src), "r"(bytes), "r"(smem_address(full)), "l"(policy)
-      : "memory");
-}
-
-// ------------------------------------------------------------------------------------ graph edges
-
-// Everything the kernels before this one wrote is visible afterwards.
-__device__ __forceinline__ void wait_upstream() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-// The next kernel may start to load what does not depend on this one.
-__device__ __forceinline__ void release_downstream() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // ------------------------------------------------------------------------------------ shared reads
 
-__device__ __forceinline__ uint4 smem_load16(std::uint32_t address) {
+LOWLAT_DEVICE uint4 smem_load16(std::uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -153,12 +81,12 @@ __device__ __forceinline__ uint4 smem_load16(std::uint32_t address) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ uint2 smem_load8(std::uint32_t address) {
+LOWLAT_DEVICE uint2 smem_load8(std::uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
-__device__ __forceinline__ std::uint32_t smem_load1(std::uint32_t address) {
+LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
   std::uint32_t v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
@@ -169,14 +97,14 @@ __device__ __forceinline__ std::uint32_t smem_load1(std::uint32_t address) {
 // Sixteen bytes that the memory model calls one access: {payload, payload, payload, tag}, or any
 // four words of which one tells whether they have arrived. Scope is the system's, so the reader may
 // be another GPU.
-__device__ __forceinline__ void store_packet(void* dst, uint4 v) {
+LOWLAT_DEVICE void store_packet(void* dst, uint4 v) {
   asm volatile(
       "{\n .reg .b64 lo, hi;\n .reg .b128 v;\n mov.b64 lo, {%1, %2};\n mov.b64 hi, {%3, %4};\n"
       " mov.b128 v, {lo, hi};\n st.relaxed.sys.global.b128 [%0], v;\n}" ::"l"(dst),
       "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
       : "memory");
 }
-__device__ __forceinline__ uint4 load_packet(const void* src) {
+LOWLAT_DEVICE uint4 load_packet(const void* src) {
   uint4 v;
   asm volatile(
       "{\n .reg .b64 lo, hi;\n .reg .b128 v;\n ld.relaxed.sys.global.b128 v, [%4];\n"
@@ -189,26 +117,20 @@ __device__ __forceinline__ uint4 load_packet(const void* src) {
 
 // ------------------------------------------------------------------------------------ numbers
 
-__device__ __forceinline__ std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b) {
+LOWLAT_DEVICE std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b) {
   std::uint32_t d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 // {low, high} rounded to nearest-even.
-__device__ __forceinline__ std::uint32_t pack_bf16(float low, float high) {
+LOWLAT_DEVICE std::uint32_t pack_bf16(float low, float high) {
   std::uint32_t d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
-__device__ __forceinline__ float low_bf16(std::uint32_t pair) {
-  return __uint_as_float(pair << 16);
-}
-__device__ __forceinline__ float high_bf16(std::uint32_t pair) {
-  return __uint_as_float(pair & 0xffff'0000u);
-}
-__device__ __forceinline__ float round_to_bf16(float v) {
-  return __bfloat162float(__float2bfloat16_rn(v));
-}
+LOWLAT_DEVICE float low_bf16(std::uint32_t pair) { return __uint_as_float(pair << 16); }
+LOWLAT_DEVICE float high_bf16(std::uint32_t pair) { return __uint_as_float(pair & 0xffff'0000u); }
+LOWLAT_DEVICE float round_to_bf16(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
 
 // Expansion works on the stored bits: moved into a bf16's fields they are the value times a small
 // power of two (subnormal codes too), and one exact multiply brings the scale and that power back.
@@ -217,12 +139,11 @@ __device__ __forceinline__ float round_to_bf16(float v) {
 inline constexpr int kFp4Shift = 8;
 
 // Factor of a run of fp4 codes: 2^(126 - kFp4Shift) * 2^(byte - 127), twice.
-__device__ __forceinline__ std::uint32_t fp4_factor(std::uint32_t byte) {
+LOWLAT_DEVICE std::uint32_t fp4_factor(std::uint32_t byte) {
   return byte * 0x0080'0080u + (126u - kFp4Shift) * 0x0080'0080u;
 }
 // Eight codes of one word, element 0 in the low bits: out[i] = {element i, element i + 4}.
-__device__ __forceinline__ void expand_fp4(std::uint32_t w, std::uint32_t factor,
-                                           std::uint32_t (&out)[4]) {
+LOWLAT_DEVICE void expand_fp4(std::uint32_t w, std::uint32_t factor, std::uint32_t (&out)[4]) {
   // A lone nibble times 2^12 + 2^6 (or 2^8 + 2^2) has its sign at bit 15 and its magnitude at bits
   // 8 .. 6 of its half; the mask drops what the two copies hold besides.
   constexpr std::uint32_t kKeep = 0x81c0'81c0u;
@@ -234,12 +155,12 @@ __device__ __forceinline__ void expand_fp4(std::uint32_t w, std::uint32_t factor
 }
 
 // Factor of e4m3 codes: 2^120 * 2^(byte - 127), twice; exact for scale bytes up to 134.
-__device__ __forceinline__ std::uint32_t e4m3_factor(std::uint32_t byte) {
+LOWLAT_DEVICE std::uint32_t e4m3_factor(std::uint32_t byte) {
   return byte * 0x0080'0080u + 120u * 0x0080'0080u;
 }
 // Eight codes of two words: out[i] = {element i, element i + 4}. NaN codes come out as +-480.
-__device__ __forceinline__ void expand_e4m3(std::uint32_t w0, std::uint32_t w1,
-                                            std::uint32_t factor, std::uint32_t (&out)[4]) {
+LOWLAT_DEVICE void expand_e4m3(std::uint32_t w0, std::uint32_t w1, std::uint32_t factor,
+                               std::uint32_t (&out)[4]) {
   constexpr std::uint32_t kSign = 0x8000'8000u, kMagnitude = 0x07f0'07f0u;
   const std::uint32_t a = __byte_perm(w0, w1, 0x5410);  // elements 0 1 | 4 5
   const std::uint32_t b = __byte_perm(w0, w1, 0x7632);  // elements 2 3 | 6 7
@@ -250,7 +171,7 @@ __device__ __forceinline__ void expand_e4m3(std::uint32_t w0, std::uint32_t w1,
 }
 
 // Eight bf16 in their order to the order of pairs: out[i] = {element i, element i + 4}.
-__device__ __forceinline__ void pair_bf16(uint4 v, std::uint32_t (&out)[4]) {
+LOWLAT_DEVICE void pair_bf16(uint4 v, std::uint32_t (&out)[4]) {
   out[0] = __byte_perm(v.x, v.z, 0x5410);
   out[1] = __byte_perm(v.x, v.z, 0x7632);
   out[2] = __byte_perm(v.y, v.w, 0x5410);
@@ -261,7 +182,7 @@ __device__ __forceinline__ void pair_bf16(uint4 v, std::uint32_t (&out)[4]) {
 // two, one a group of activations. A group is the run of `kLanes` neighbouring lanes (a power of
 // two up to 4), and `amax` what other runs of the same lane hold of it. Exact in bf16.
 template <int N>
-__device__ __forceinline__ float pairs_amax(const std::uint32_t* pairs) {
+LOWLAT_DEVICE float pairs_amax(const std::uint32_t* pairs) {
   float amax = 0.0f;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -270,7 +191,7 @@ __device__ __forceinline__ float pairs_amax(const std::uint32_t* pairs) {
   return amax;
 }
 template <int kLanes>
-__device__ __forceinline__ float lanes_max(float v) {
+LOWLAT_DEVICE float lanes_max(float v) {
 #pragma unroll
   for (int offset = 1; offset < kLanes; offset *= 2) {
     v = fmaxf(v, __shfl_xor_sync(0xffff'ffffu, v, offset));
@@ -278,12 +199,12 @@ __device__ __forceinline__ float lanes_max(float v) {
   return v;
 }
 // The scale's biased exponent: smallest power of two with amax / scale <= 448, amax at least 1e-10.
-__device__ __forceinline__ std::uint32_t activation_exponent(float amax) {
+LOWLAT_DEVICE std::uint32_t activation_exponent(float amax) {
   const std::uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-10f), 448.0f));
   return (bits >> 23) + ((bits & 0x7f'ffffu) != 0 ? 1u : 0u);
 }
 template <int N>
-__device__ __forceinline__ void quantize_pairs(std::uint32_t* pairs, std::uint32_t exponent) {
+LOWLAT_DEVICE void quantize_pairs(std::uint32_t* pairs, std::uint32_t exponent) {
   const float scale = __uint_as_float(exponent << 23);
   const float inverse = __uint_as_float((254u - exponent) << 23);
 #pragma unroll
@@ -301,57 +222,52 @@ __device__ __forceinline__ void quantize_pairs(std::uint32_t* pairs, std::uint32
 
 // ------------------------------------------------------------------------------------ products
 
-// acc += A B. a_low / a_high: pairs of weight rows g and g + 8, two each; b: two pairs of
-// activation row g. acc[0..1]: weight row g with activation rows 2t and 2t + 1; acc[2..3]: g + 8.
-__device__ __forceinline__ void mma_bf16(float (&acc)[4], std::uint32_t a0_low,
-                                         std::uint32_t a0_high, std::uint32_t a1_low,
-                                         std::uint32_t a1_high, std::uint32_t b0,
-                                         std::uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
-      " {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a0_low), "r"(a0_high), "r"(a1_low), "r"(a1_high), "r"(b0), "r"(b1));
+// acc += two pairs of weight rows g (`low`) and g + 8 (`high`) times two pairs of activation row g:
+// acc[0..1] are weight row g with activation rows 2t and 2t + 1, acc[2..3] are g + 8.
+LOWLAT_DEVICE void multiply_pairs(float (&acc)[4], const std::uint32_t* low,
+                                  const std::uint32_t* high, const std::uint32_t* b) {
+  const std::uint32_t a_words[4] = {low[0], high[0], low[1], high[1]};
+  const std::uint32_t b_words[2] = {b[0], b[1]};
+  sm90::mma_bf16(acc, a_words, b_words);
 }
 
 // acc += the products of one 64-wide block: `low` and `high` hold a thread's 16 fp4 codes of weight
 // rows g and g + 8, `b` its 16 elements of activation row g in the order of pairs.
-__device__ __forceinline__ void multiply_fp4(float (&acc)[4], uint2 low, uint2 high,
-                                             std::uint32_t low_factor, std::uint32_t high_factor,
-                                             const std::uint32_t* b) {
+LOWLAT_DEVICE void multiply_fp4(float (&acc)[4], uint2 low, uint2 high, std::uint32_t low_factor,
+                                std::uint32_t high_factor, const std::uint32_t* b) {
   std::uint32_t l[4], h[4];
   expand_fp4(low.x, low_factor, l);
   expand_fp4(high.x, high_factor, h);
-  mma_bf16(acc, l[0], h[0], l[1], h[1], b[0], b[1]);
-  mma_bf16(acc, l[2], h[2], l[3], h[3], b[2], b[3]);
+  multiply_pairs(acc, l, h, b);
+  multiply_pairs(acc, l + 2, h + 2, b + 2);
   expand_fp4(low.y, low_factor, l);
   expand_fp4(high.y, high_factor, h);
-  mma_bf16(acc, l[0], h[0], l[1], h[1], b[4], b[5]);
-  mma_bf16(acc, l[2], h[2], l[3], h[3], b[6], b[7]);
+  multiply_pairs(acc, l, h, b + 4);
+  multiply_pairs(acc, l + 2, h + 2, b + 6);
 }
 // The same with 16 e4m3 codes a row.
-__device__ __forceinline__ void multiply_e4m3(float (&acc)[4], uint4 low, uint4 high,
-                                              std::uint32_t low_factor, std::uint32_t high_factor,
-                                              const std::uint32_t* b) {
+LOWLAT_DEVICE void multiply_e4m3(float (&acc)[4], uint4 low, uint4 high, std::uint32_t low_factor,
+                                 std::uint32_t high_factor, const std::uint32_t* b) {
   std::uint32_t l[4], h[4];
   expand_e4m3(low.x, low.y, low_factor, l);
   expand_e4m3(high.x, high.y, high_factor, h);
-  mma_bf16(acc, l[0], h[0], l[1], h[1], b[0], b[1]);
-  mma_bf16(acc, l[2], h[2], l[3], h[3], b[2], b[3]);
+  multiply_pairs(acc, l, h, b);
+  multiply_pairs(acc, l + 2, h + 2, b + 2);
   expand_e4m3(low.z, low.w, low_factor, l);
   expand_e4m3(high.z, high.w, high_factor, h);
-  mma_bf16(acc, l[0], h[0], l[1], h[1], b[4], b[5]);
-  mma_bf16(acc, l[2], h[2], l[3], h[3], b[6], b[7]);
+  multiply_pairs(acc, l, h, b + 4);
+  multiply_pairs(acc, l + 2, h + 2, b + 6);
 }
 // The same with 16 bf16 values a row, in their order: two 16-byte reads each.
-__device__ __forceinline__ void multiply_bf16(float (&acc)[4], const uint4 (&low)[2],
-                                              const uint4 (&high)[2], const std::uint32_t* b) {
+LOWLAT_DEVICE void multiply_bf16(float (&acc)[4], const uint4 (&low)[2], const uint4 (&high)[2],
+                                 const std::uint32_t* b) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     std::uint32_t l[4], h[4];
     pair_bf16(low[half], l);
     pair_bf16(high[half], h);
-    mma_bf16(acc, l[0], h[0], l[1], h[1], b[4 * half], b[4 * half + 1]);
-    mma_bf16(acc, l[2], h[2], l[3], h[3], b[4 * half + 2], b[4 * half + 3]);
+    multiply_pairs(acc, l, h, b + 4 * half);
+    multiply_pairs(acc, l + 2, h + 2, b + 4 * half + 2);
   }
 }
 
