@@ -5,13 +5,14 @@
 
 #include "host/model.hpp"
 #include "persistent/program.hpp"
+#include "stages/pool_state.hpp"
 
 namespace lowlat::host {
 namespace {
 
 class Reasons {
  public:
-  explicit Reasons(const lowlat_model_config& config) : c_(config) {}
+  explicit Reasons(const lowlat_model_config& config) : c_(config), v4_(config.kind == LOWLAT_V4) {}
 
   std::string all() {
     sizes();
@@ -45,7 +46,7 @@ class Reasons {
   static constexpr std::int64_t kMost = 1 << 24;
 
   void sizes() {
-    equal(c_.kind, LOWLAT_V41, "kind");
+    range(c_.kind, LOWLAT_V41, LOWLAT_V4, "kind");
     range(c_.hidden, 1, kMost, "hidden");
     range(c_.num_layers, 1, LOWLAT_MAX_LAYERS, "num_layers");
     range(c_.vocab, 1, kMost, "vocab");
@@ -59,7 +60,7 @@ class Reasons {
     range(c_.experts_per_token, 1, c_.num_experts, "experts_per_token");
     equal(c_.head_dim, shape::kHeadDim, "head_dim");
     equal(c_.rope_dim, shape::kRopeDim, "rope_dim");
-    equal(c_.scale_block, 32, "scale_block");
+    equal(c_.scale_block, v4_ ? 128 : 32, "scale_block");
     range(c_.sinkhorn_iters, 1, 1000, "sinkhorn_iters");
     need(c_.norm_eps >= 0.0f && c_.hc_eps >= 0.0f, "norm_eps and hc_eps must not be negative");
     need(c_.swiglu_limit > 0.0f, "swiglu_limit must be above 0");
@@ -87,10 +88,16 @@ class Reasons {
   }
 
   void layers() {
-    bool compressed = false;
+    bool indexed = false;
     for (int i = 0; i < c_.num_layers; ++i) {
       const lowlat_layer& layer = c_.layers[i];
       const std::string name = "layers[" + std::to_string(i) + "].";
+      range(layer.hash_gate, 0, v4_ ? 1 : 0, name + "hash_gate");
+      if (v4_) {
+        pooled(layer, i, name);
+        indexed |= layer.ratio == stages::kOverlapRatio;
+        continue;
+      }
       need(layer.ratio == 0 || layer.ratio == 1 || layer.ratio == 2,
            name + "ratio is " + std::to_string(layer.ratio) + "; needed 0, 1 or 2");
       if (layer.ratio == 0) {
@@ -98,7 +105,7 @@ class Reasons {
              name + "kv_source, index_source and candidate_source must be -1 at ratio 0");
         continue;
       }
-      compressed = true;
+      indexed = true;
       const auto source = [&](std::int32_t from, const char* what) {
         const bool inside = 0 <= from && from <= i;
         need(inside,
@@ -125,18 +132,31 @@ class Reasons {
                  "; needed candidate_layer, before an index source of the same pool");
       }
     }
-    if (!compressed) return;
+    if (v4_) equal(c_.candidate_layer, -1, "candidate_layer");
+    if (!indexed) return;
     equal(c_.index_dim, shape::kIndexDim, "index_dim");
     range(c_.index_heads, 1, kMost, "index_heads");
     range(c_.index_topk, 1, kMost, "index_topk");
-    if (c_.candidate_layer == -1) return;
+    if (v4_ || c_.candidate_layer == -1) return;
     range(c_.candidate_layer, 0, c_.num_layers - 1, "candidate_layer");
     range(c_.candidate_blocks, 1, kMost, "candidate_blocks");
     range(c_.candidate_block_size, 1, kMost, "candidate_block_size");
   }
 
+  // V4: a compressed layer owns its keys, at ratio 4 its selection too.
+  void pooled(const lowlat_layer& layer, int layer_idx, const std::string& name) {
+    need(layer.ratio == 0 || layer.ratio == stages::kOverlapRatio ||
+             layer.ratio == stages::kBlockRatio,
+         name + "ratio is " + std::to_string(layer.ratio) + "; needed 0, 4 or 128");
+    equal(layer.kv_source, layer.ratio == 0 ? -1 : layer_idx, (name + "kv_source").c_str());
+    equal(layer.index_source, layer.ratio == stages::kOverlapRatio ? layer_idx : -1,
+          (name + "index_source").c_str());
+    equal(layer.candidate_source, -1, (name + "candidate_source").c_str());
+    equal(layer.engram, -1, (name + "engram").c_str());
+  }
+
   void engram() {
-    range(c_.num_engrams, 0, LOWLAT_MAX_ENGRAMS, "num_engrams");
+    range(c_.num_engrams, 0, v4_ ? 0 : LOWLAT_MAX_ENGRAMS, "num_engrams");
     if (c_.num_engrams <= 0 || c_.num_engrams > LOWLAT_MAX_ENGRAMS) return;
     multiple(c_.engram_head_dim, 32, "engram_head_dim");
     range(c_.engram_head_dim, 32, kMost, "engram_head_dim");
@@ -192,18 +212,25 @@ class Reasons {
       range(c_.widths[i], i == 0 ? 1 : c_.widths[i - 1] + 1, c_.max_rows,
             "widths[" + std::to_string(i) + "] (ascending)");
     }
-    range(c_.page_size, 2, 1 << 16, "page_size");
-    multiple(c_.page_size, 2, "page_size");
+    // An entry lies in the page of its tokens.
+    const int longest_entry = v4_ ? stages::kBlockRatio : 2;
+    range(c_.page_size, longest_entry, 1 << 16, "page_size");
+    multiple(c_.page_size, longest_entry, "page_size");
     range(c_.num_pages, 1, (std::int64_t{1} << 31) / (c_.page_size > 0 ? c_.page_size : 1) - 1,
           "num_pages");
     const int step_rows = c_.num_draft_stages > 0 ? c_.draft_block + 1 : 1;
-    range(c_.state_ring, 1 + step_rows, 1 << 16, "state_ring");
+    // A step must leave what the next one reads, whose first row may be this one's second: of V4.1
+    // the token before it, of V4's ratio 4 the six candidates before this step.
+    constexpr int kCandidates = 2 * stages::kOverlapRatio;
+    const int needed = v4_ ? std::max(kCandidates, step_rows + kCandidates - 2) : 1 + step_rows;
+    range(c_.state_ring, needed, v4_ ? 1 << 12 : 1 << 16, "state_ring");
     need((c_.state_ring & (c_.state_ring - 1)) == 0,
          "state_ring is " + std::to_string(c_.state_ring) + "; needed a power of two");
     need(c_.wait_budget_ns > 0, "wait_budget_ns is 0; every wait needs a budget");
   }
 
   const lowlat_model_config& c_;
+  const bool v4_;
   std::string text_;
 };
 
@@ -213,6 +240,9 @@ std::string config_reasons(const lowlat_model_config& config) { return Reasons(c
 
 shape::RuntimeShape runtime_shape(const lowlat_model_config& c) {
   const bool has_draft = c.num_draft_stages > 0, has_candidates = c.candidate_layer >= 0;
+  const bool v4 = c.kind == LOWLAT_V4;
+  const bool indexed = std::any_of(c.layers, c.layers + c.num_layers,
+                                   [](const lowlat_layer& l) { return l.index_source >= 0; });
   shape::RuntimeShape s{};
   s.kHidden = c.hidden;
   s.kNumLayers = c.num_layers;
@@ -224,8 +254,12 @@ shape::RuntimeShape runtime_shape(const lowlat_model_config& c) {
   s.kSinkhornIters = c.sinkhorn_iters;
   s.kNumExperts = c.num_experts;
   s.kExpertsPerToken = c.experts_per_token;
-  s.kIndexHeads = c.index_heads;
-  s.kIndexTopk = c.index_topk;
+  s.kCompressWidth =
+      v4 ? stages::PoolLayout{stages::kOverlapRatio, shape::kHeadDim}.width() : 2 * shape::kHeadDim;
+  s.kIndexCompressWidth =
+      v4 ? stages::PoolLayout{stages::kOverlapRatio, shape::kIndexDim}.width() : 0;
+  s.kIndexHeads = indexed ? c.index_heads : 0;
+  s.kIndexTopk = indexed ? c.index_topk : 0;
   s.kCandidateLayer = c.candidate_layer;
   s.kCandidateBlocks = has_candidates ? c.candidate_blocks : 0;
   s.kCandidateBlockSize = has_candidates ? c.candidate_block_size : 0;
@@ -256,6 +290,10 @@ shape::RuntimeShape runtime_shape(const lowlat_model_config& c) {
   s.kPageSize = c.page_size;
   s.kNumPages = c.num_pages;
   s.kStateRing = c.state_ring;
+  // A row may attend to every entry of ratio 128, and there are no more than the cache holds.
+  const std::int64_t blocks =
+      v4 ? std::int64_t{c.num_pages} * c.page_size / stages::kBlockRatio : 0;
+  s.kMaxEntries = static_cast<int>(std::max(blocks, std::int64_t{s.kIndexTopk}));
   return s;
 }
 

@@ -204,6 +204,7 @@ void Model::ready() {
     if (peers_[rank] == nullptr) add("rank " + std::to_string(rank) + "'s memory is not imported");
   }
   if (!missing.empty()) throw invalid(missing);
+  check_tables();
 
   for (const auto& peer : peers_) {
     outboxes_.push_back(peer->boxes());
@@ -216,6 +217,7 @@ void Model::ready() {
     member = reinterpret_cast<std::remove_reference_t<decltype(member)>>(next);
     next += carved_bytes(count, member);
   });
+  rank_.rules = config_.kind == LOWLAT_V4 ? &persistent::kV4Rules : &persistent::kV41Rules;
   rank_.config = &config_;
   rank_.weights = &weights_;
   rank_.port = {outboxes_.data(),
@@ -229,6 +231,17 @@ void Model::ready() {
                         config_.yarn_beta_slow, config_.yarn_original_positions));
   ready_ = true;
   worker_ = std::make_unique<Worker>([this](const Job& job) { run(job); });
+}
+
+// A hash layer's experts address weights, so a table is not believed.
+void Model::check_tables() const {
+  const auto& s = rank_.shape;
+  const std::int64_t count = std::int64_t{s.kVocab} * s.kExpertsPerToken;
+  for (int i = 0; i < s.kNumLayers; ++i) {
+    if (config_.layers[i].hash_gate == 0) continue;
+    const std::string name = "layers." + std::to_string(i) + ".ffn.gate.tid2eid";
+    require_values(weights_.layers[i].tid2eid, count, 0, s.kNumExperts - 1, name.c_str());
+  }
 }
 
 void Model::require_ready(const char* call) const {

@@ -67,6 +67,7 @@ class Model {
   void abort();
 
  private:
+  void check_tables() const;
   void require_ready(const char* call) const;
   void check_step(const lowlat_step& step, Schedule schedule) const;
   void check_draft(const lowlat_draft& draft, Schedule schedule) const;

@@ -85,18 +85,9 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
     }
     persistent::engram_apply(rank_, rows, w);
   }
-  if (rows.block_rows == 0) {
-    for (int which = 0; which < s_.kNumDraftStages; ++which) {
-      if (rank_.config->draft_target_layers[which] == call.layer_idx) {
-        persistent::take_features(rank_, rows, which);
-      }
-    }
-  }
+  if (rows.block_rows == 0) persistent::take_features(rank_, rows, call.layer_idx);
 
-  for (int t = 0; t < num_rows; ++t) persistent::mix_stats(rank_, t, w.hc_attn, b_.hc_attn[t]);
-  for (int t = 0; t < num_rows; ++t) {
-    persistent::combine_norm(rank_, t, b_.pre + t * shape::kNumStreams, w.attn_norm);
-  }
+  for (int t = 0; t < num_rows; ++t) persistent::enter_attention(rank_, t, w);
   persistent::prepare_x(rank_, rows, call);
   persistent::project_q(rank_, rows, call);
   persistent::write_window_kv(rank_, rows, call);
@@ -114,12 +105,8 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
     b_.partial[std::int64_t{t} * s_.kHidden + n] = y;
   });
   if (!sum_rows(num_rows, stages::StageId::attention_sum)) return false;
-  for (int t = 0; t < num_rows; ++t) persistent::mix_in(rank_, t, b_.hc_attn[t]);
 
-  for (int t = 0; t < num_rows; ++t) persistent::mix_stats(rank_, t, w.hc_ffn, b_.hc_ffn[t]);
-  for (int t = 0; t < num_rows; ++t) {
-    persistent::combine_norm(rank_, t, b_.hc_attn[t].pre, w.ffn_norm);
-  }
+  for (int t = 0; t < num_rows; ++t) persistent::enter_ffn(rank_, t, w);
   persistent::prepare_x(rank_, rows, call);
   persistent::route(rank_, rows, call);
   persistent::run_experts(rank_, call);
@@ -128,12 +115,7 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
     persistent::moe_row(rank_, call, t, b_.partial + std::int64_t{t} * s_.kHidden);
   }
   if (!sum_rows(num_rows, stages::StageId::moe_sum)) return false;
-  for (int t = 0; t < num_rows; ++t) {
-    persistent::mix_in(rank_, t, b_.hc_ffn[t]);
-    for (int k = 0; k < shape::kNumStreams; ++k) {
-      b_.pre[t * shape::kNumStreams + k] = b_.hc_ffn[t].pre[k];
-    }
-  }
+  for (int t = 0; t < num_rows; ++t) persistent::leave_ffn(rank_, t);
   return true;
 }
 
@@ -148,11 +130,13 @@ bool PlainProgram::target_step(const lowlat_step& step) {
   for (int i = 0; i < s_.kNumLayers; ++i) {
     if (!layer(rows, persistent::target_call(rank_, i))) return false;
   }
+  persistent::take_features(rank_, rows, s_.kNumLayers);
   rank_.num_feature_rows = rows.num_rows;
   const bool wanted = step.logits != nullptr || step.argmax != nullptr;
   if (step.num_logit_rows == 0 || !wanted) return true;
 
-  persistent::head_logits(rank_, rank_.weights->norm, step.logit_rows, step.num_logit_rows);
+  persistent::head_logits(rank_, rank_.weights->norm, rank_.weights->hc_head, step.logit_rows,
+                          step.num_logit_rows);
   if (step.logits != nullptr) {
     if (!gather_logits(step.logits, step.num_logit_rows, stages::StageId::logits_gather)) {
       return false;
@@ -186,7 +170,8 @@ bool PlainProgram::draft(const lowlat_draft& draft) {
   for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
     if (!layer(rows, persistent::draft_call(rank_, stage))) return false;
   }
-  persistent::head_logits(rank_, rank_.weights->draft_norm, nullptr, rows.num_rows);
+  persistent::head_logits(rank_, rank_.weights->draft_norm, rank_.weights->draft_hc_head, nullptr,
+                          rows.num_rows);
   for (int place = 0; place < s_.kDraftBlock; ++place) {
     std::vector<std::uint32_t> candidates(2 * static_cast<std::size_t>(draft.batch_size));
     persistent::markov_step(rank_, draft, place, [&](int request, stages::Best best) {

@@ -3,10 +3,12 @@
 
 #include "host/model.hpp"
 #include "stages/kv.hpp"
+#include "stages/pool_state.hpp"
 
 namespace lowlat::host {
 namespace {
 
+using lowlat::persistent::CompressorWeights;
 using lowlat::persistent::Fp4Weight;
 using lowlat::persistent::Fp8Weight;
 using lowlat::persistent::HcWeights;
@@ -18,20 +20,25 @@ constexpr int kWhole = -1;  // not split over the ranks
 class Builder {
  public:
   Builder(const lowlat_model_config& config, const shape::RuntimeShape& shape)
-      : config_(config), s_(shape) {}
+      : config_(config), s_(shape), v4_(config.kind == LOWLAT_V4) {}
 
   std::vector<TensorSlot> build(ModelWeights& w) {
     add("embed.weight", w.embed, LOWLAT_BF16, {s_.kVocabLocal, s_.kHidden}, 0);
     add("head.weight", w.head, LOWLAT_BF16, {s_.kVocabLocal, s_.kHidden}, 0);
     add("norm.weight", w.norm, LOWLAT_BF16, {s_.kHidden}, kWhole);
+    if (v4_) head_mix("hc_head", w.hc_head);
     if (s_.kNumEngrams > 0) add("engram.token_map", w.token_map, LOWLAT_I64, {s_.kVocab}, kWhole);
     for (int i = 0; i < s_.kNumLayers; ++i) {
       w.layers[i].plan = config_.layers[i];
       const std::string prefix = "layers." + std::to_string(i) + ".";
       layer(prefix, w.layers[i], s_.kNumExperts);
-      add(prefix + "ffn.gate.bias_vl", w.layers[i].gate_bias_vl, LOWLAT_F32, {s_.kNumExperts},
-          kWhole);
-      if (config_.layers[i].kv_source == i) compressor(prefix, w.layers[i]);
+      if (!v4_) {
+        add(prefix + "ffn.gate.bias_vl", w.layers[i].gate_bias_vl, LOWLAT_F32, {s_.kNumExperts},
+            kWhole);
+      }
+      if (config_.layers[i].kv_source == i) {
+        v4_ ? pooling(prefix, w.layers[i]) : compressor(prefix, w.layers[i]);
+      }
       if (config_.layers[i].index_source == i) indexer(prefix, w.layers[i]);
       if (config_.layers[i].engram >= 0) engram(prefix, w.layers[i]);
       pools(i, w.layers[i]);
@@ -76,6 +83,13 @@ class Builder {
     add(name + "_scale", target.scale, LOWLAT_F32, {3}, kWhole);
   }
 
+  void head_mix(const std::string& name, HcWeights& target) {
+    add(name + "_fn", target.fn, LOWLAT_F32,
+        {shape::kNumStreams, shape::kNumStreams * std::int64_t{s_.kHidden}}, kWhole);
+    add(name + "_base", target.base, LOWLAT_F32, {shape::kNumStreams}, kWhole);
+    add(name + "_scale", target.scale, LOWLAT_F32, {1}, kWhole);
+  }
+
   // What every layer has, a draft's stages included.
   void layer(const std::string& prefix, LayerWeights& w, int num_experts) {
     const std::int64_t hidden = s_.kHidden, inner = s_.kIntermediateLocal;
@@ -94,13 +108,34 @@ class Builder {
     fp8(prefix + "attn.wo_a", w.wo_a, groups_out, s_.kGroupInput, 0);
     fp8(prefix + "attn.wo_b", w.wo_b, hidden, groups_out, 1);
     add(prefix + "ffn.gate.weight", w.gate, LOWLAT_BF16, {num_experts, hidden}, kWhole);
-    add(prefix + "ffn.gate.bias", w.gate_bias, LOWLAT_F32, {num_experts}, kWhole);
+    if (w.plan.hash_gate != 0) {
+      add(prefix + "ffn.gate.tid2eid", w.tid2eid, LOWLAT_I32, {s_.kVocab, s_.kExpertsPerToken},
+          kWhole);
+    } else {
+      add(prefix + "ffn.gate.bias", w.gate_bias, LOWLAT_F32, {num_experts}, kWhole);
+    }
     fp4(prefix + "ffn.experts.w1", w.w1, num_experts, inner, hidden, 1);
     fp4(prefix + "ffn.experts.w3", w.w3, num_experts, inner, hidden, 1);
     fp4(prefix + "ffn.experts.w2", w.w2, num_experts, hidden, inner, 2);
     fp8(prefix + "ffn.shared_experts.w1", w.shared_w1, inner, hidden, 0);
     fp8(prefix + "ffn.shared_experts.w3", w.shared_w3, inner, hidden, 0);
     fp8(prefix + "ffn.shared_experts.w2", w.shared_w2, hidden, inner, 1);
+  }
+
+  // V4: a compressor of keys, and at ratio 4 another one for the keys of the index.
+  void pooling(const std::string& prefix, LayerWeights& w) {
+    pool(prefix + "attn.compressor", w.compressor, {w.plan.ratio, shape::kHeadDim});
+    if (w.plan.index_source >= 0) {
+      pool(prefix + "attn.indexer.compressor", w.indexer.compressor,
+           {w.plan.ratio, shape::kIndexDim});
+    }
+  }
+  void pool(const std::string& name, CompressorWeights& target, const stages::PoolLayout& layout) {
+    const std::int64_t rows = layout.half_width();
+    add(name + ".wkv.weight", target.wkv, LOWLAT_BF16, {rows, s_.kHidden}, kWhole);
+    add(name + ".wgate.weight", target.wgate, LOWLAT_BF16, {rows, s_.kHidden}, kWhole);
+    add(name + ".ape", target.ape, LOWLAT_F32, {layout.ratio, rows}, kWhole);
+    add(name + ".norm.weight", target.norm, LOWLAT_BF16, {layout.dim}, kWhole);
   }
 
   void compressor(const std::string& prefix, LayerWeights& w) {
@@ -151,13 +186,27 @@ class Builder {
         kWhole, LOWLAT_POOL, LOWLAT_KV_PAGED);
     if (w.plan.kv_source != layer) return;
     const std::int64_t entries = s_.kPageSize / w.plan.ratio;
-    const std::int64_t index_pages =
-        (pages * entries + stages::kIndexSlotsPerPage - 1) / stages::kIndexSlotsPerPage;
     add("kv.extra." + number, w.kv_extra, LOWLAT_U8, {pages, stages::kv_page_bytes(entries)},
         kWhole, LOWLAT_POOL, LOWLAT_KV_PAGED);
-    add("kv.index." + number, w.kv_index, LOWLAT_U8, {index_pages, stages::kIndexPageBytes}, kWhole,
-        LOWLAT_POOL, LOWLAT_INDEX_PAGED);
-    if (w.plan.ratio == 2) {
+    if (w.plan.index_source >= 0) {
+      const std::int64_t index_pages =
+          (pages * entries + stages::kIndexSlotsPerPage - 1) / stages::kIndexSlotsPerPage;
+      add("kv.index." + number, w.kv_index, LOWLAT_U8,
+          {index_pages, v4_ ? stages::kIndexFp8PageBytes : stages::kIndexPageBytes}, kWhole,
+          LOWLAT_POOL, LOWLAT_INDEX_PAGED);
+    }
+    if (v4_) {
+      const stages::PoolLayout keys{w.plan.ratio, shape::kHeadDim};
+      add("kv.state." + number, w.kv_state, LOWLAT_F32,
+          {keys.overlaps() ? pages : s_.kMaxBatch, stages::pool_ring_rows(keys, s_.kStateRing),
+           keys.width()},
+          kWhole, LOWLAT_POOL);
+      const stages::PoolLayout index_keys{w.plan.ratio, shape::kIndexDim};
+      if (w.plan.index_source >= 0) {
+        add("kv.index_state." + number, w.kv_index_state, LOWLAT_F32,
+            {pages, s_.kStateRing, index_keys.width()}, kWhole, LOWLAT_POOL);
+      }
+    } else if (w.plan.ratio == 2) {
       add("kv.state." + number, w.kv_state, LOWLAT_F32,
           {s_.kMaxBatch, s_.kStateRing, 2, shape::kHeadDim}, kWhole, LOWLAT_POOL);
     }
@@ -168,7 +217,7 @@ class Builder {
     const std::string last = "mtp." + std::to_string(s_.kNumDraftStages - 1) + ".";
     for (int i = 0; i < s_.kNumDraftStages; ++i) {
       const std::string prefix = "mtp." + std::to_string(i) + ".";
-      w.stages[i].plan = {0, -1, -1, -1, -1};
+      w.stages[i].plan = {0, -1, -1, -1, -1, 0};
       layer(prefix, w.stages[i], s_.kDraftExperts);
       add(prefix + "kv.swa", w.stages[i].kv_swa, LOWLAT_U8,
           {s_.kNumPages, stages::kv_page_bytes(s_.kPageSize)}, kWhole, LOWLAT_POOL,
@@ -177,14 +226,17 @@ class Builder {
     fp8("mtp.0.main_proj", w.main_proj, hidden, s_.kNumDraftStages * hidden, kWhole);
     add("mtp.0.main_norm.weight", w.main_norm, LOWLAT_BF16, {hidden}, kWhole);
     add(last + "norm.weight", w.draft_norm, LOWLAT_BF16, {hidden}, kWhole);
-    add(last + "markov_head.embed.weight", w.markov_embed, LOWLAT_BF16, {s_.kVocab, s_.kMarkovRank},
-        kWhole);
-    add(last + "markov_head.head.weight", w.markov_head, LOWLAT_BF16,
+    if (v4_) head_mix(last + "hc_head", w.draft_hc_head);
+    const std::string markov = last + "markov_head.";
+    add(markov + (v4_ ? "markov_w1.weight" : "embed.weight"), w.markov_embed, LOWLAT_BF16,
+        {s_.kVocab, s_.kMarkovRank}, kWhole);
+    add(markov + (v4_ ? "markov_w2.weight" : "head.weight"), w.markov_head, LOWLAT_BF16,
         {s_.kVocabLocal, s_.kMarkovRank}, 0);
   }
 
   const lowlat_model_config& config_;
   const shape::RuntimeShape& s_;
+  const bool v4_;
   std::vector<TensorSlot> slots_;
 };
 

@@ -55,11 +55,12 @@ class Program {
     if (!embed(rows, KernelId::front)) return false;
     for (int layer = 0; layer < s_.kNumLayers; ++layer) {
       const LayerCall call = target_call(rank_, layer);
-      if (!front(rows, call, layer == 0 ? nullptr : b_.hc_ffn)) return false;
+      if (!front(rows, call, layer == 0)) return false;
       if (call.weights.plan.index_source == layer) select_entries(rank_, rows, call);
       if (!back(rows, call)) return false;
     }
     finish_layers(rows);
+    take_features(rank_, rows, s_.kNumLayers);
     rank_.num_feature_rows = rows.num_rows;
     return head(step);
   }
@@ -71,11 +72,12 @@ class Program {
     if (!embed(rows, KernelId::draft)) return false;
     for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
       const LayerCall call = draft_call(rank_, stage);
-      if (!front(rows, call, stage == 0 ? nullptr : b_.hc_ffn)) return false;
+      if (!front(rows, call, stage == 0)) return false;
       if (!back(rows, call)) return false;
     }
     finish_layers(rows);
-    head_logits(rank_, rank_.weights->draft_norm, nullptr, rows.num_rows);
+    head_logits(rank_, rank_.weights->draft_norm, rank_.weights->draft_hc_head, nullptr,
+                rows.num_rows);
     return propose(draft);
   }
 
@@ -142,25 +144,13 @@ class Program {
     return true;
   }
 
-  // `pending`: parameters of the sublayer whose output still waits in y; NULL before the first
-  // layer.
-  bool front(const Rows& rows, const LayerCall& call, const stages::HcParams* pending) {
+  // But for the first layer, the output of the layer before still waits in y.
+  bool front(const Rows& rows, const LayerCall& call, bool first) {
     const LayerWeights& w = call.weights;
-    if (pending != nullptr) {
-      for (int t = 0; t < rows.num_rows; ++t) finish_sublayer(t, pending[t]);
-    }
+    if (!first) finish_layers(rows);
     if (w.plan.engram >= 0 && !engram(rows, w)) return false;
-    if (rows.block_rows == 0) {
-      for (int which = 0; which < s_.kNumDraftStages; ++which) {
-        if (rank_.config->draft_target_layers[which] == call.layer_idx) {
-          take_features(rank_, rows, which);
-        }
-      }
-    }
-    for (int t = 0; t < rows.num_rows; ++t) {
-      mix_stats(rank_, t, w.hc_attn, b_.hc_attn[t]);
-      combine_norm(rank_, t, b_.pre + t * shape::kNumStreams, w.attn_norm);
-    }
+    if (rows.block_rows == 0) take_features(rank_, rows, call.layer_idx);
+    for (int t = 0; t < rows.num_rows; ++t) enter_attention(rank_, t, w);
     prepare_x(rank_, rows, call);
     write_window_kv(rank_, rows, call);
     if (w.plan.ratio > 0 && w.plan.kv_source == call.layer_idx) {
@@ -182,9 +172,7 @@ class Program {
                 stages::PublishRows{rank_.port, rank_.epoch, s_.kHidden, b_.pending});
     for (int t = 0; t < rows.num_rows; ++t) {
       if (!receive_row_sum(t, kernel, stages::StageId::attention_sum)) return false;
-      mix_in(rank_, t, b_.hc_attn[t]);
-      mix_stats(rank_, t, call.weights.hc_ffn, b_.hc_ffn[t]);
-      combine_norm(rank_, t, b_.hc_attn[t].pre, call.weights.ffn_norm);
+      enter_ffn(rank_, t, call.weights);
     }
     quantize_rows(b_.x_q, b_.x, rows.num_rows, s_.kHidden, s_.kScaleBlock);
     stages::expand_bf16(b_.x_f32, b_.x, rows.num_rows * s_.kHidden);
@@ -202,15 +190,8 @@ class Program {
     return true;
   }
 
-  // y into the streams, and the pre that the next attention (or the head) combines with.
-  void finish_sublayer(int row_idx, const stages::HcParams& params) {
-    mix_in(rank_, row_idx, params);
-    for (int k = 0; k < shape::kNumStreams; ++k) {
-      b_.pre[row_idx * shape::kNumStreams + k] = params.pre[k];
-    }
-  }
   void finish_layers(const Rows& rows) {
-    for (int t = 0; t < rows.num_rows; ++t) finish_sublayer(t, b_.hc_ffn[t]);
+    for (int t = 0; t < rows.num_rows; ++t) leave_ffn(rank_, t);
   }
 
   // Full logits of `num_rows` rows of logits_local on every rank.
@@ -265,7 +246,8 @@ class Program {
 
   bool head(const lowlat_step& step) {
     if (step.num_logit_rows == 0) return true;
-    head_logits(rank_, rank_.weights->norm, step.logit_rows, step.num_logit_rows);
+    head_logits(rank_, rank_.weights->norm, rank_.weights->hc_head, step.logit_rows,
+                step.num_logit_rows);
     if (step.logits != nullptr) {
       if (!gather_logits(step.logits, step.num_logit_rows, KernelId::head,
                          stages::StageId::logits_gather)) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "lowlat/kernels.h"
+#include "persistent/rules.hpp"
 #include "persistent/weights.hpp"
 #include "shape/runtime_shape.hpp"
 #include "stages/attention.hpp"
@@ -64,7 +65,7 @@ struct Buffers {
   std::uint16_t* x;            // bf16 [M, H] input of a sublayer
   float* x_f32;                // [M, H] x, bf16 values
   float* x_q;                  // [M, H] x as a block-fp8 linear sees it
-  float* wide_f32;             // [4 H] one residual row; also other single rows
+  float* wide_f32;             // [4 H, at least 512 and q_lora] a residual row, other single rows
   std::uint16_t* q_lora;       // bf16 [M, q_lora]
   float* q_lora_q;             // [M, q_lora]
   float* kv;                   // [M, 512]
@@ -76,19 +77,21 @@ struct Buffers {
   std::uint16_t* y;            // bf16 [M, H] a sublayer's summed output
   stages::HcParams* hc_attn;   // [M]
   stages::HcParams* hc_ffn;    // [M]
-  float* pre;                  // [M, 4] what the next attention combine uses
+  float* pre;                  // [M, 4] what the next attention (V4.1) or the head combines with
   stages::RopeTurn* turn;      // [M] of the layer's frequencies at each row's position
-  float* compress_kv;          // [M, 512]
-  float* compress_score;       // [M, 512]
+  float* compress;             // [M, compress width] projections: values, then scores
+  float* index_compress;       // [M, index compress width] the same of V4's index
   std::uint16_t* latent;       // bf16 [512]
   float* index_q;              // [M, index_heads, 128]
+  std::uint8_t* index_codes;   // e4m3 [index_heads, 128] of one row, V4
+  float* index_scales;         // [index_heads] of one row, V4
   float* index_w;              // [M, index_heads]
   std::int32_t* selected;      // [M, topk] entries, ascending, -1 at the end
   std::int32_t* candidates;    // [M, candidate_blocks]
   float* scores;               // [positions of the cache]
   float* block_scores;         // [positions / candidate_block_size]
   std::int32_t* window_ids;    // [window + draft_block]
-  std::int32_t* entry_ids;     // [topk]
+  std::int32_t* entry_ids;     // [max entries]
   float* attention_memory;     // SparseAttention::memory_floats(heads_local)
   float* gate_logits;          // [M, E]
   float* gate_scratch;         // [2 E]
@@ -130,7 +133,9 @@ struct Buffers {
     carve(rows * hidden, x);
     carve(rows * hidden, x_f32);
     carve(rows * hidden, x_q);
-    carve(4 * hidden, wide_f32);
+    std::int64_t wide = 4 * hidden > shape::kHeadDim ? 4 * hidden : shape::kHeadDim;
+    wide = wide > s.kQLora ? wide : s.kQLora;
+    carve(wide, wide_f32);
     carve(rows * s.kQLora, q_lora);
     carve(rows * s.kQLora, q_lora_q);
     carve(rows * shape::kHeadDim, kv);
@@ -144,17 +149,19 @@ struct Buffers {
     carve(rows, hc_ffn);
     carve(rows * 4, pre);
     carve(rows, turn);
-    carve(rows * shape::kHeadDim, compress_kv);
-    carve(rows * shape::kHeadDim, compress_score);
+    carve(rows * s.kCompressWidth, compress);
+    carve(rows * s.kIndexCompressWidth, index_compress);
     carve(shape::kHeadDim, latent);
     carve(rows * s.kIndexHeads * shape::kIndexDim, index_q);
+    carve(std::int64_t{s.kIndexHeads} * shape::kIndexDim, index_codes);
+    carve(s.kIndexHeads, index_scales);
     carve(rows * s.kIndexHeads, index_w);
     carve(rows * s.kIndexTopk, selected);
     carve(rows * s.kCandidateBlocks, candidates);
     carve(positions, scores);
     carve(s.kCandidateBlockSize > 0 ? positions / s.kCandidateBlockSize + 1 : 1, block_scores);
     carve(s.kWindow + s.kDraftBlock, window_ids);
-    carve(s.kIndexTopk, entry_ids);
+    carve(s.kMaxEntries, entry_ids);
     carve(stages::SparseAttention<plat::Block<256>>::memory_floats(s.kNumHeadsLocal),
           attention_memory);
     carve(rows * experts, gate_logits);
@@ -197,6 +204,7 @@ struct Buffers {
 
 struct Rank {
   shape::RuntimeShape shape;
+  const ModelRules* rules;
   const lowlat_model_config* config;
   const ModelWeights* weights;
   Buffers buffers;

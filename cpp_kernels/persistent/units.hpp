@@ -21,6 +21,8 @@
 #include "stages/kv.hpp"
 #include "stages/linear.hpp"
 #include "stages/norm.hpp"
+#include "stages/pool.hpp"
+#include "stages/pool_state.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::persistent {
 
@@ -33,6 +35,7 @@ struct LayerCall {
   int layer_idx;
   int num_experts, experts_per_token;
   stages::GateSum gate_sum;
+  bool quantized_o;  // wo_a takes block-fp8 input
 };
 
 inline LayerCall target_call(const Rank& rank, int layer_idx) {
@@ -42,12 +45,13 @@ inline LayerCall target_call(const Rank& rank, int layer_idx) {
           layer_idx,
           rank.shape.kNumExperts,
           rank.shape.kExpertsPerToken,
-          stages::GateSum::target};
+          rank.rules->target_gate_sum,
+          rank.rules->quantized_o};
 }
 inline LayerCall draft_call(const Rank& rank, int stage_idx) {
   return {
-      rank.weights->stages[stage_idx],  rank.window_rope,      stage_idx, rank.shape.kDraftExperts,
-      rank.shape.kDraftExpertsPerToken, stages::GateSum::draft};
+      rank.weights->stages[stage_idx],  rank.window_rope,       stage_idx, rank.shape.kDraftExperts,
+      rank.shape.kDraftExpertsPerToken, stages::GateSum::draft, false};
 }
 
 // ------------------------------------------------------------------ small helpers
@@ -68,19 +72,105 @@ inline std::int32_t slot_of(const Rows& rows, int request, std::int64_t position
 }
 
 // Stored index keys of one request by entry, through its page table.
+template <int kDataBytes>
 struct RequestIndexRows {
-  stages::IndexPaged<const std::uint8_t> pool;
+  stages::IndexPaged<const std::uint8_t, kDataBytes> pool;
   const std::int32_t* page_table;
   int entries_per_page;
-  stages::IndexRow<const std::uint8_t> row(std::int64_t entry) const {
+  stages::IndexRow<const std::uint8_t, kDataBytes> row(std::int64_t entry) const {
     const std::int64_t page = page_table[entry / entries_per_page];
     return pool.row(page * entries_per_page + entry % entries_per_page);
   }
 };
 
+// visit(request, begin, end) of each request: its rows begin .. end - 1 of the step, without padding
+// before and behind. Requests that only pad are not visited.
+template <class Visit>
+inline void for_each_request(const Rows& rows, Visit&& visit) {
+  for (int t = 0; t < rows.num_rows;) {
+    const int request = rows.request_idx[t];
+    int begin = -1, end = -1;
+    for (; t < rows.num_rows && rows.request_idx[t] == request; ++t) {
+      if (rows.slots[t] < 0) continue;
+      if (begin < 0) begin = t;
+      end = t + 1;
+    }
+    if (begin >= 0) visit(request, begin, end);
+  }
+}
+
 inline void quantize_rows(float* out, const std::uint16_t* x, int num_rows, int n, int group) {
   for (int t = 0; t < num_rows; ++t) {
     stages::quantize_row(out + std::int64_t{t} * n, x + std::int64_t{t} * n, n, group);
+  }
+}
+
+// ------------------------------------------------------------------ hyper-connections
+
+// residual = post * y + comb^T residual, of one row.
+inline void mix_in(Rank& rank, int row_idx, const stages::HcParams& params) {
+  const int hidden = rank.shape.kHidden;
+  std::uint16_t* residual =
+      rank.buffers.residual + std::int64_t{row_idx} * shape::kNumStreams * hidden;
+  stages::hc_post<Block>(residual, residual, rank.buffers.y + std::int64_t{row_idx} * hidden,
+                         params.post, params.comb, hidden, 0, hidden);
+}
+
+// out_mix[num_outputs] of one row: `weights` against the residual as it is now.
+inline void mix_row(Rank& rank, std::int64_t row_idx, const HcWeights& weights, float* out_mix,
+                    int num_outputs) {
+  const auto& s = rank.shape;
+  const std::int64_t width = std::int64_t{shape::kNumStreams} * s.kHidden;
+  stages::HcStats<Block>::Scratch scratch;
+  stages::expand_bf16(rank.buffers.wide_f32, rank.buffers.residual + row_idx * width,
+                      static_cast<int>(width));
+  stages::HcStats<Block>::mix(out_mix, rank.buffers.wide_f32, weights.fn, s.kHidden, s.kNormEps,
+                              scratch, num_outputs);
+}
+
+// params of one row, from the residual as it is now.
+inline void mix_stats(Rank& rank, int row_idx, const HcWeights& weights, stages::HcParams& out) {
+  const auto& s = rank.shape;
+  float mix[stages::kHcOutputs];
+  mix_row(rank, row_idx, weights, mix, stages::kHcOutputs);
+  stages::HcStats<Block>::params(out, mix, weights.base, weights.scale, s.kHcEps, s.kSinkhornIters);
+}
+
+// x of one row: the sublayer's input.
+inline void combine_norm(Rank& rank, int row_idx, const float* pre, const std::uint16_t* gain) {
+  const auto& s = rank.shape;
+  stages::RmsNorm<Block>::Scratch scratch;
+  stages::hc_combine_norm<Block>(
+      rank.buffers.x + std::int64_t{row_idx} * s.kHidden,
+      rank.buffers.residual + std::int64_t{row_idx} * shape::kNumStreams * s.kHidden, pre, gain,
+      s.kHidden, s.kNormEps, rank.buffers.wide_f32, scratch, rank.rules->hc_statistic);
+}
+
+// Statistics of a layer's attention, then x of one row.
+inline void enter_attention(Rank& rank, int row_idx, const LayerWeights& w) {
+  stages::HcParams& params = rank.buffers.hc_attn[row_idx];
+  mix_stats(rank, row_idx, w.hc_attn, params);
+  combine_norm(rank, row_idx,
+               rank.rules->own_pre ? params.pre : rank.buffers.pre + row_idx * shape::kNumStreams,
+               w.attn_norm);
+}
+
+// The attention's y into the streams; statistics of the ffn; then its x of one row.
+inline void enter_ffn(Rank& rank, int row_idx, const LayerWeights& w) {
+  const stages::HcParams& before = rank.buffers.hc_attn[row_idx];
+  stages::HcParams& params = rank.buffers.hc_ffn[row_idx];
+  mix_in(rank, row_idx, before);
+  mix_stats(rank, row_idx, w.hc_ffn, params);
+  combine_norm(rank, row_idx, rank.rules->own_pre ? params.pre : before.pre, w.ffn_norm);
+}
+
+// The ffn's y into the streams, and what the next attention or the head combines with.
+inline void leave_ffn(Rank& rank, int row_idx) {
+  const stages::HcParams& params = rank.buffers.hc_ffn[row_idx];
+  mix_in(rank, row_idx, params);
+  if (rank.rules->own_pre) return;
+  for (int k = 0; k < shape::kNumStreams; ++k) {
+    rank.buffers.pre[row_idx * shape::kNumStreams + k] = params.pre[k];
   }
 }
 
@@ -113,13 +203,20 @@ inline void spread_streams(Rank& rank, int row_idx) {
 }
 
 // logits_local[i] of row `row_idx` for this rank's vocabulary: combine, norm, head, bf16 logits.
-// After the last layer's post. num_rows rows of `row_ids` (NULL: 0, 1, ..).
-inline void head_logits(Rank& rank, const std::uint16_t* norm, const std::int32_t* row_ids,
-                        int num_rows) {
+// After the last layer's post. num_rows rows of `row_ids` (NULL: 0, 1, ..). `hc` is used where
+// combines have their own weights; the mean of squares is over the rounded sums in both models.
+inline void head_logits(Rank& rank, const std::uint16_t* norm, const HcWeights& hc,
+                        const std::int32_t* row_ids, int num_rows) {
   const auto& s = rank.shape;
   Buffers& b = rank.buffers;
   for (int i = 0; i < num_rows; ++i) {
     const std::int64_t row_idx = row_ids != nullptr ? row_ids[i] : i;
+    if (rank.rules->own_pre) {
+      float mix[shape::kNumStreams];
+      mix_row(rank, row_idx, hc, mix, shape::kNumStreams);
+      stages::HcStats<Block>::pre(b.pre + row_idx * shape::kNumStreams, mix, hc.base, hc.scale[0],
+                                  s.kHcEps);
+    }
     stages::RmsNorm<Block>::Scratch scratch;
     std::uint16_t* x = b.x + std::int64_t{i} * s.kHidden;
     stages::hc_combine_norm<Block>(x, b.residual + row_idx * shape::kNumStreams * s.kHidden,
@@ -132,40 +229,6 @@ inline void head_logits(Rank& rank, const std::uint16_t* norm, const std::int32_
                  [&](int t, int n, float y) {
                    b.logits_local[std::int64_t{t} * s.kVocabLocal + n] = stages::round_bf16(y);
                  });
-}
-
-// ------------------------------------------------------------------ hyper-connections
-
-// residual = post * y + comb^T residual, of one row.
-inline void mix_in(Rank& rank, int row_idx, const stages::HcParams& params) {
-  const int hidden = rank.shape.kHidden;
-  std::uint16_t* residual =
-      rank.buffers.residual + std::int64_t{row_idx} * shape::kNumStreams * hidden;
-  stages::hc_post<Block>(residual, residual, rank.buffers.y + std::int64_t{row_idx} * hidden,
-                         params.post, params.comb, hidden, 0, hidden);
-}
-
-// params of one row, from the residual as it is now.
-inline void mix_stats(Rank& rank, int row_idx, const HcWeights& weights, stages::HcParams& out) {
-  const auto& s = rank.shape;
-  const std::int64_t width = std::int64_t{shape::kNumStreams} * s.kHidden;
-  float mix[stages::kHcOutputs];
-  stages::HcStats<Block>::Scratch scratch;
-  stages::expand_bf16(rank.buffers.wide_f32, rank.buffers.residual + row_idx * width,
-                      static_cast<int>(width));
-  stages::HcStats<Block>::mix(mix, rank.buffers.wide_f32, weights.fn, s.kHidden, s.kNormEps,
-                              scratch);
-  stages::HcStats<Block>::params(out, mix, weights.base, weights.scale, s.kHcEps, s.kSinkhornIters);
-}
-
-// x of one row: the sublayer's input by V4.1's rule.
-inline void combine_norm(Rank& rank, int row_idx, const float* pre, const std::uint16_t* gain) {
-  const auto& s = rank.shape;
-  stages::RmsNorm<Block>::Scratch scratch;
-  stages::hc_combine_norm<Block>(
-      rank.buffers.x + std::int64_t{row_idx} * s.kHidden,
-      rank.buffers.residual + std::int64_t{row_idx} * shape::kNumStreams * s.kHidden, pre, gain,
-      s.kHidden, s.kNormEps, rank.buffers.wide_f32, scratch);
 }
 
 // ------------------------------------------------------------------ Engram
@@ -251,9 +314,13 @@ inline void project_q(Rank& rank, const Rows& rows, const LayerCall& call) {
       [&](int t, int n, float y) { b.q[std::int64_t{t} * width + n] = stages::to_bf16(y); });
   for (int t = 0; t < rows.num_rows; ++t) {
     for (int head = 0; head < s.kNumHeadsLocal; ++head) {
-      stages::Rope<Block>::rotate(
-          b.q + std::int64_t{t} * width + (head + 1) * shape::kHeadDim - shape::kRopeDim,
-          b.turn[t]);
+      std::uint16_t* q = b.q + std::int64_t{t} * width + head * shape::kHeadDim;
+      if (rank.rules->head_norm) {
+        stages::RmsNorm<Block>::Scratch scratch;
+        stages::expand_bf16(b.wide_f32, q, shape::kHeadDim);
+        stages::RmsNorm<Block>::run(q, b.wide_f32, shape::kHeadDim, s.kNormEps, scratch);
+      }
+      stages::Rope<Block>::rotate(q + shape::kHeadDim - shape::kRopeDim, b.turn[t]);
     }
   }
 }
@@ -286,19 +353,100 @@ inline void write_window_kv(Rank& rank, const Rows& rows, const LayerCall& call)
   }
 }
 
-// Layers that own a compressed pool: projections, pooling, latent, entry, index key.
-inline void write_compressed(Rank& rank, const Rows& rows, const LayerCall& call) {
+// out[t][0 .. half): values of every row's compressor, then as many scores where there is a wgate.
+inline void project_compressor(Rank& rank, const Rows& rows, const CompressorWeights& w, float* out,
+                               std::int64_t pitch, int half) {
+  const int hidden = rank.shape.kHidden;
+  const auto project = [&](const std::uint16_t* weight, int column) {
+    stages::linear(rank.buffers.x_f32, hidden, rows.num_rows, hidden,
+                   stages::Bf16Weights{weight, hidden}, 0, half, rank.buffers.w_row,
+                   [&](int t, int n, float y) { out[t * pitch + column + n] = y; });
+  };
+  project(w.wkv, 0);
+  if (w.wgate != nullptr) project(w.wgate, half);
+}
+
+// V4: entries of the blocks that end in this step, of one compressor. Candidates are the step's own
+// projections in `step` and, of older tokens, the ring's in `state`; then the ring takes what later
+// steps need. store(t, c): the entry that row t completes, c fp32 [layout.dim], pooled, the
+// callee's to use.
+template <class Store>
+inline void pool_entries(Rank& rank, const Rows& rows, const CompressorWeights& w,
+                         const stages::PoolLayout& layout, float* step, float* state,
+                         Store&& store) {
+  const auto& s = rank.shape;
+  const std::int64_t width = layout.width();
+  const int ring = stages::pool_ring_rows(layout, s.kStateRing);
+  project_compressor(rank, rows, w, step, width, layout.half_width());
+  for_each_request(rows, [&](int request, int begin, int end) {
+    const auto ring_row = [&](std::int64_t position) {
+      return state +
+             width * (layout.overlaps()
+                          ? stages::overlap_state_row(slot_of(rows, request, position, s.kPageSize),
+                                                      s.kPageSize, ring)
+                          : stages::block_state_row(rows.state_slots[request], position, ring));
+    };
+    const stages::PoolRows<decltype(ring_row)> candidates{step + begin * width,
+                                                          rows.positions[begin], width, ring_row};
+    for (int t = begin; t < end; ++t) {
+      const std::int64_t position = rows.positions[t];
+      if (rows.slots[t] < 0 || (position + 1) % layout.ratio != 0) continue;
+      typename stages::PoolEntry<Block>::Scratch scratch;
+      stages::PoolEntry<Block>::run(rank.buffers.wide_f32, layout, w.ape, position / layout.ratio,
+                                    candidates, 0, layout.dim, scratch);
+      store(t, rank.buffers.wide_f32);
+    }
+    // After the last candidate was read: a row of the ring may be one.
+    const std::int64_t length = std::int64_t{rows.positions[end - 1]} + 1;
+    for (int t = begin; t < end; ++t) {
+      if (rows.slots[t] < 0 ||
+          !stages::writes_pool_state(layout, ring, s.kPageSize, rows.positions[t], length)) {
+        continue;
+      }
+      float* out = ring_row(rows.positions[t]);
+      for (std::int64_t i = 0; i < width; ++i) out[i] = step[t * width + i];
+    }
+  });
+}
+
+// Layers that own a compressed pool, V4: entries, at ratio 4 the index keys too.
+inline void write_pooled(Rank& rank, const Rows& rows, const LayerCall& call) {
   const auto& s = rank.shape;
   Buffers& b = rank.buffers;
   const LayerWeights& w = call.weights;
   const int ratio = w.plan.ratio;
-  const auto project = [&](const std::uint16_t* weight, float* out) {
-    stages::linear(b.x_f32, s.kHidden, rows.num_rows, s.kHidden,
-                   stages::Bf16Weights{weight, s.kHidden}, 0, shape::kHeadDim, b.w_row,
-                   [&](int t, int n, float y) { out[std::int64_t{t} * shape::kHeadDim + n] = y; });
+  const auto first_turn = [&](int t) {
+    return stages::rope_turn(call.rope, rows.positions[t] - (ratio - 1));
   };
-  project(w.compressor.wkv, b.compress_kv);
-  if (ratio == 2) project(w.compressor.wgate, b.compress_score);
+  const int entries_per_page = s.kPageSize / ratio;
+  const stages::KvPaged<std::uint8_t> pool{w.kv_extra, entries_per_page,
+                                           stages::kv_page_bytes(entries_per_page)};
+  pool_entries(rank, rows, w.compressor, {ratio, shape::kHeadDim}, b.compress, w.kv_state,
+               [&](int t, float* c) {
+                 stages::PooledKey<Block>::Scratch scratch;
+                 stages::PooledKey<Block>::entry(c, w.compressor.norm, s.kNormEps, first_turn(t),
+                                                 scratch);
+                 stages::KvPack<Block>::run(pool.row(rows.slots[t] / ratio), c);
+               });
+  if (w.plan.index_source < 0) return;
+  const stages::IndexPaged<std::uint8_t, stages::kIndexFp8DataBytes> index_pool{
+      w.kv_index, stages::kIndexFp8PageBytes};
+  pool_entries(rank, rows, w.indexer.compressor, {ratio, shape::kIndexDim}, b.index_compress,
+               w.kv_index_state, [&](int t, float* c) {
+                 stages::IndexKeyFp8<Block>::Scratch scratch;
+                 stages::IndexKeyFp8<Block>::run(index_pool.row(rows.slots[t] / ratio), c,
+                                                 w.indexer.compressor.norm, s.kNormEps,
+                                                 first_turn(t), scratch);
+               });
+}
+
+// Layers that own a compressed pool, V4.1: projections, pooling, latent, entry, index key.
+inline void write_latents(Rank& rank, const Rows& rows, const LayerCall& call) {
+  const auto& s = rank.shape;
+  Buffers& b = rank.buffers;
+  const LayerWeights& w = call.weights;
+  const int ratio = w.plan.ratio;
+  project_compressor(rank, rows, w.compressor, b.compress, s.kCompressWidth, shape::kHeadDim);
 
   const int entries_per_page = s.kPageSize / ratio;
   const stages::KvPaged<std::uint8_t> pool{w.kv_extra, entries_per_page,
@@ -307,9 +455,9 @@ inline void write_compressed(Rank& rank, const Rows& rows, const LayerCall& call
   for (int t = 0; t < rows.num_rows; ++t) {
     if (rows.slots[t] < 0) continue;
     const std::int64_t position = rows.positions[t];
-    float* kv = b.compress_kv + std::int64_t{t} * shape::kHeadDim;
+    float* kv = b.compress + std::int64_t{t} * s.kCompressWidth;
     if (ratio == 2) {
-      const float* score = b.compress_score + std::int64_t{t} * shape::kHeadDim;
+      const float* score = kv + shape::kHeadDim;
       float* ring = w.kv_state + std::int64_t{rows.state_slots[rows.request_idx[t]]} *
                                      s.kStateRing * 2 * shape::kHeadDim;
       if (position % 2 == 0) {
@@ -346,6 +494,14 @@ inline void write_compressed(Rank& rank, const Rows& rows, const LayerCall& call
   }
 }
 
+inline void write_compressed(Rank& rank, const Rows& rows, const LayerCall& call) {
+  if (rank.rules->pooled_keys) {
+    write_pooled(rank, rows, call);
+  } else {
+    write_latents(rank, rows, call);
+  }
+}
+
 // Index sources: queries and head weights of every row.
 inline void project_index_query(Rank& rank, const Rows& rows, const LayerCall& call) {
   const auto& s = rank.shape;
@@ -356,21 +512,35 @@ inline void project_index_query(Rank& rank, const Rows& rows, const LayerCall& c
                  [&](int t, int n, float y) {
                    b.index_q[std::int64_t{t} * width + n] = stages::round_bf16(y);
                  });
-  for (int t = 0; t < rows.num_rows; ++t) {
-    stages::index_query<Block>(b.index_q + std::int64_t{t} * width, s.kIndexHeads, b.turn[t]);
-  }
+  const bool fp8 = rank.rules->pooled_keys;
   stages::linear(b.x_f32, s.kHidden, rows.num_rows, s.kHidden,
                  stages::Bf16Weights{call.weights.indexer.weights_proj, s.kHidden}, 0,
                  s.kIndexHeads, b.w_row, [&](int t, int head, float y) {
                    b.index_w[std::int64_t{t} * s.kIndexHeads + head] =
-                       stages::index_weight(stages::to_bf16(y), s.kIndexHeads);
+                       fp8 ? y : stages::index_weight(stages::to_bf16(y), s.kIndexHeads);
                  });
+  for (int t = 0; t < rows.num_rows; ++t) {
+    float* query = b.index_q + std::int64_t{t} * width;
+    if (!fp8) {
+      stages::index_query<Block>(query, s.kIndexHeads, b.turn[t]);
+      continue;
+    }
+    // Scores are of the codes; their scales go into the weights.
+    stages::index_query_fp8<Block>(b.index_codes, b.index_scales, query, s.kIndexHeads, b.turn[t]);
+    stages::expand_e4m3(query, b.index_codes, 1.0f, width);
+    for (int head = 0; head < s.kIndexHeads; ++head) {
+      float& weight = b.index_w[std::int64_t{t} * s.kIndexHeads + head];
+      weight = stages::index_weight(weight, s.kIndexHeads, b.index_scales[head]);
+    }
+  }
 }
 
 // ------------------------------------------------------------------ selection
 
 // selected[t] (and candidates[t] on the candidate layer), from the stored keys of the pool's owner.
-inline void select_entries(Rank& rank, const Rows& rows, const LayerCall& call) {
+// kDataBytes: of a stored key.
+template <int kDataBytes>
+inline void select_entries_of(Rank& rank, const Rows& rows, const LayerCall& call) {
   const auto& s = rank.shape;
   Buffers& b = rank.buffers;
   const lowlat_layer& plan = call.weights.plan;
@@ -381,8 +551,9 @@ inline void select_entries(Rank& rank, const Rows& rows, const LayerCall& call) 
     // A padded row sees no entry: its request has no pages.
     const int count =
         rows.slots[t] < 0 ? 0 : static_cast<int>((rows.positions[t] + 1) / plan.ratio);
-    const RequestIndexRows keys{
-        {source.kv_index, stages::kIndexPageBytes},
+    const RequestIndexRows<kDataBytes> keys{
+        {source.kv_index,
+         stages::kIndexSlotsPerPage * std::int64_t{kDataBytes + stages::kIndexScaleBytes}},
         rows.page_table + std::int64_t{rows.request_idx[t]} * rows.page_table_stride,
         entries_per_page};
     const float* query = b.index_q + std::int64_t{t} * s.kIndexHeads * shape::kIndexDim;
@@ -405,6 +576,14 @@ inline void select_entries(Rank& rank, const Rows& rows, const LayerCall& call) 
       }
       stages::select_top(selected, b.scores, count, s.kIndexTopk, all, scratch);
     }
+  }
+}
+
+inline void select_entries(Rank& rank, const Rows& rows, const LayerCall& call) {
+  if (rank.rules->pooled_keys) {
+    select_entries_of<stages::kIndexFp8DataBytes>(rank, rows, call);
+  } else {
+    select_entries_of<stages::kIndexDataBytes>(rank, rows, call);
   }
 }
 
@@ -436,13 +615,18 @@ inline void attend(Rank& rank, const Rows& rows, const LayerCall& call) {
         b.window_ids[num_window++] = rows.slots[request * rows.block_rows + i];
       }
       if (plan.ratio > 0) {
-        const std::int32_t* selected = b.selected + std::int64_t{t} * s.kIndexTopk;
         const std::int32_t* page_table =
             rows.page_table + std::int64_t{request} * rows.page_table_stride;
-        for (; num_extra < s.kIndexTopk && selected[num_extra] >= 0; ++num_extra) {
-          const std::int32_t entry = selected[num_extra];
-          b.entry_ids[num_extra] =
+        const auto take = [&](std::int32_t entry) {
+          b.entry_ids[num_extra++] =
               page_table[entry / entries_per_page] * entries_per_page + entry % entries_per_page;
+        };
+        if (plan.index_source < 0) {  // nothing selects: every entry that is whole
+          const std::int32_t count = (rows.positions[t] + 1) / plan.ratio;
+          for (std::int32_t entry = 0; entry < count; ++entry) take(entry);
+        } else {
+          const std::int32_t* selected = b.selected + std::int64_t{t} * s.kIndexTopk;
+          for (int i = 0; i < s.kIndexTopk && selected[i] >= 0; ++i) take(selected[i]);
         }
       }
     }
@@ -464,7 +648,11 @@ inline void project_groups(Rank& rank, const Rows& rows, const LayerCall& call) 
   const auto& s = rank.shape;
   Buffers& b = rank.buffers;
   const int width = s.kNumHeadsLocal * shape::kHeadDim, out_width = s.kGroupsLocal * s.kOLora;
-  stages::expand_bf16(b.o_f32, b.q, rows.num_rows * width);
+  if (call.quantized_o) {
+    quantize_rows(b.o_f32, b.q, rows.num_rows, width, s.kScaleBlock);
+  } else {
+    stages::expand_bf16(b.o_f32, b.q, rows.num_rows * width);
+  }
   for (int group = 0; group < s.kGroupsLocal; ++group) {
     stages::linear(b.o_f32 + group * s.kGroupInput, width, rows.num_rows, s.kGroupInput,
                    fp8_rows(call.weights.wo_a, s.kGroupInput, s.kScaleBlock), group * s.kOLora,
@@ -487,8 +675,27 @@ inline void project_out(Rank& rank, const Rows& rows, const LayerCall& call, Sin
 
 // ------------------------------------------------------------------ experts
 
-// Router of every row; x_f32 must be prepared.
-inline void route(Rank& rank, const Rows& rows, const LayerCall& call) {
+// Hash layers: the experts of each row's token, and the weights that the router gives them.
+inline void route_by_token(Rank& rank, const Rows& rows, const LayerCall& call) {
+  const auto& s = rank.shape;
+  Buffers& b = rank.buffers;
+  const int slots = call.experts_per_token;
+  for (int t = 0; t < rows.num_rows; ++t) {
+    const std::int32_t* chosen = call.weights.tid2eid + std::int64_t{rows.token_ids[t]} * slots;
+    for (int slot = 0; slot < slots; ++slot) {
+      b.expert_ids[std::int64_t{t} * slots + slot] = chosen[slot];
+      stages::linear(b.x_f32 + std::int64_t{t} * s.kHidden, s.kHidden, 1, s.kHidden,
+                     stages::Bf16Weights{call.weights.gate, s.kHidden}, chosen[slot],
+                     chosen[slot] + 1, b.w_row,
+                     [&](int, int, float y) { b.gate_logits[slot] = y; });
+    }
+    stages::gate_hash(b.expert_weights + std::int64_t{t} * slots, b.gate_logits, slots,
+                      s.kRoutedScaling, rank.rules->gate_rule);
+  }
+}
+
+// Each row's best experts by the router's scores.
+inline void route_by_score(Rank& rank, const Rows& rows, const LayerCall& call) {
   const auto& s = rank.shape;
   Buffers& b = rank.buffers;
   stages::linear(
@@ -502,7 +709,17 @@ inline void route(Rank& rank, const Rows& rows, const LayerCall& call) {
                         b.gate_logits + std::int64_t{t} * call.num_experts,
                         image ? call.weights.gate_bias_vl : call.weights.gate_bias,
                         call.num_experts, call.experts_per_token, call.gate_sum, s.kRoutedScaling,
-                        b.gate_scratch);
+                        b.gate_scratch, rank.rules->gate_rule);
+  }
+}
+
+// Router of every row; x_f32 must be prepared.
+inline void route(Rank& rank, const Rows& rows, const LayerCall& call) {
+  Buffers& b = rank.buffers;
+  if (call.weights.plan.hash_gate != 0) {
+    route_by_token(rank, rows, call);
+  } else {
+    route_by_score(rank, rows, call);
   }
   stages::group_pairs(b.pair_offsets, b.pairs, b.expert_ids, rows.num_rows, call.experts_per_token,
                       call.num_experts);
@@ -562,13 +779,19 @@ inline void moe_row(Rank& rank, const LayerCall& call, int row_idx, float* out) 
 
 // ------------------------------------------------------------------ draft
 
-// features[t][which] of the target: the mean of the streams as they enter the layer.
-inline void take_features(Rank& rank, const Rows& rows, int which) {
+// features[t][which] of a target's rows: the mean of the streams, where the draft wants them as they
+// enter layer `layer_idx` (kNumLayers: as they leave the last).
+inline void take_features(Rank& rank, const Rows& rows, int layer_idx) {
   const auto& s = rank.shape;
-  for (int t = 0; t < rows.num_rows; ++t) {
-    stages::draft_feature(
-        rank.buffers.features + (std::int64_t{t} * s.kNumDraftStages + which) * s.kHidden,
-        rank.buffers.residual + std::int64_t{t} * shape::kNumStreams * s.kHidden, s.kHidden);
+  for (int which = 0; which < s.kNumDraftStages; ++which) {
+    const int wanted =
+        rank.config->draft_target_layers[which] + (rank.rules->late_features ? 1 : 0);
+    if (wanted != layer_idx) continue;
+    for (int t = 0; t < rows.num_rows; ++t) {
+      stages::draft_feature(
+          rank.buffers.features + (std::int64_t{t} * s.kNumDraftStages + which) * s.kHidden,
+          rank.buffers.residual + std::int64_t{t} * shape::kNumStreams * s.kHidden, s.kHidden);
+    }
   }
 }
 

@@ -19,21 +19,25 @@ struct Fp4Weight {
   const std::uint8_t* scales;
 };
 
+// Of a sublayer: [24, 4 H], [24], [3]. Of V4's head: [4, 4 H], [4], [1].
 struct HcWeights {
-  const float* fn;     // [24, 4 H]
-  const float* base;   // [24]
-  const float* scale;  // [3]
+  const float* fn;
+  const float* base;
+  const float* scale;
 };
 
+// D is the key's width: 512, of V4's index 128. N is D, but 2 D at V4's ratio 4.
 struct CompressorWeights {
-  const std::uint16_t* wkv;    // bf16 [512, H]
-  const std::uint16_t* wgate;  // bf16 [512, H], ratio 2 only
-  const std::uint16_t* norm;   // bf16 [512]
+  const std::uint16_t* wkv;    // bf16 [N, H]
+  const std::uint16_t* wgate;  // bf16 [N, H], not at V4.1's ratio 1
+  const float* ape;            // [ratio, N], V4
+  const std::uint16_t* norm;   // bf16 [D]
 };
 
 struct IndexerWeights {
-  const std::uint16_t* wk;            // bf16 [128, 512], kv sources
-  const std::uint16_t* k_norm;        // bf16 [128], kv sources
+  const std::uint16_t* wk;            // bf16 [128, 512], V4.1's kv sources
+  const std::uint16_t* k_norm;        // bf16 [128], V4.1's kv sources
+  CompressorWeights compressor;       // V4's ratio 4
   Fp8Weight wq_b;                     // [heads * 128, q_lora], index sources
   const std::uint16_t* weights_proj;  // bf16 [heads, H], index sources
 };
@@ -62,22 +66,28 @@ struct LayerWeights {
   CompressorWeights compressor;
   IndexerWeights indexer;
   EngramWeights engram;
-  const std::uint16_t* gate;  // bf16 [E, H]
-  const float* gate_bias;     // [E]
-  const float* gate_bias_vl;  // [E], target layers: rows of image tokens
-  Fp4Weight w1, w3, w2;       // [E, I_local, H] twice, [E, H, I_local]
+  const std::uint16_t* gate;    // bf16 [E, H]
+  const float* gate_bias;       // [E], not in hash layers
+  const float* gate_bias_vl;    // [E], V4.1's target layers: rows of image tokens
+  const std::int32_t* tid2eid;  // [V, k], hash layers: the experts of each token
+  Fp4Weight w1, w3, w2;         // [E, I_local, H] twice, [E, H, I_local]
   Fp8Weight shared_w1, shared_w3, shared_w2;
   // Pools.
   std::uint8_t* kv_swa;    // KV_PAGED
   std::uint8_t* kv_extra;  // KV_PAGED, kv sources
-  std::uint8_t* kv_index;  // INDEX_PAGED, kv sources
-  float* kv_state;         // [max_batch, ring, 2, 512], ratio 2 sources: kv, then score
+  std::uint8_t* kv_index;  // INDEX_PAGED, V4.1's kv sources, V4's ratio 4
+  // Projections of tokens whose group or block is not whole, values, then scores. V4.1's ratio 2
+  // [max_batch, ring, 2, 512]; V4's ratio 128 [max_batch, 16 ring, 1024], ratio 4 [num_pages, ring,
+  // 2048].
+  float* kv_state;
+  float* kv_index_state;  // [num_pages, ring, 512], V4's ratio 4: the same of the index's keys
 };
 
 struct ModelWeights {
   const std::uint16_t* embed;     // bf16 [V_local, H]
   const std::uint16_t* head;      // bf16 [V_local, H]
   const std::uint16_t* norm;      // bf16 [H]
+  HcWeights hc_head;              // V4
   const std::int64_t* token_map;  // [V]
   LayerWeights layers[LOWLAT_MAX_LAYERS];
   // Draft.
@@ -85,6 +95,7 @@ struct ModelWeights {
   Fp8Weight main_proj;                // [H, features * H]
   const std::uint16_t* main_norm;     // bf16 [H]
   const std::uint16_t* draft_norm;    // bf16 [H]
+  HcWeights draft_hc_head;            // V4
   const std::uint16_t* markov_embed;  // bf16 [V, R]
   const std::uint16_t* markov_head;   // bf16 [V_local, R]
 };

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "shape/dsv41_flash.hpp"
+#include "shape/dsv4_flash.hpp"
 
 namespace lowlat::shape {
 
@@ -30,11 +31,12 @@ constexpr double attention_weight_bytes() {
           S::kNumHeadsLocal * double{kHeadDim} * S::kQLora) *
          kFp8Bytes<S>;
 }
-// wo_a expanded to bf16, as the standard path keeps it, and wo_b.
+// wo_a, fp8 or expanded to bf16 as the standard path keeps it (of every draft stage too), and wo_b.
 template <class S>
-constexpr double output_weight_bytes() {
+constexpr double output_weight_bytes(bool quantized_o = S::kQuantizedO) {
   const double outputs = S::kGroupsLocal * double{S::kOLora};
-  return outputs * S::kGroupInput * 2.0 + S::kHidden * outputs * kFp8Bytes<S>;
+  return outputs * S::kGroupInput * (quantized_o ? kFp8Bytes<S> : 2.0) +
+         S::kHidden * outputs * kFp8Bytes<S>;
 }
 template <class S>
 constexpr double expert_weight_bytes() {
@@ -57,10 +59,50 @@ constexpr double plain_layer_bytes(int rows) {
   return attention_weight_bytes<S>() + output_weight_bytes<S>() + moe_weight_bytes<S>(rows) +
          mix_weight_bytes<S>();
 }
+// One of V4's compressors, of keys `dim` wide: two projections in bf16, ape and the norm's gain.
+template <class S>
+constexpr double compressor_weight_bytes(int ratio, int dim) {
+  const double outputs = ratio == kOverlapRatio ? 2.0 * dim : dim;
+  return 2.0 * outputs * S::kHidden * 2 + ratio * outputs * 4 + dim * 2.0;
+}
+// The index of V4's ratio 4: queries, head weights, and the compressor of its keys.
+template <class S>
+constexpr double indexer_weight_bytes() {
+  return S::kIndexHeads * double{kIndexDim} * S::kQLora * kFp8Bytes<S> +
+         2.0 * S::kIndexHeads * S::kHidden + compressor_weight_bytes<S>(kOverlapRatio, kIndexDim);
+}
+template <class S>
+constexpr double overlap_layer_bytes(int rows) {
+  return plain_layer_bytes<S>(rows) + compressor_weight_bytes<S>(kOverlapRatio, kHeadDim) +
+         indexer_weight_bytes<S>();
+}
+template <class S>
+constexpr double block_layer_bytes(int rows) {
+  return plain_layer_bytes<S>(rows) + compressor_weight_bytes<S>(kBlockRatio, kHeadDim);
+}
+template <class S>
+constexpr double head_weight_bytes() {
+  return 2.0 * S::kVocabLocal * S::kHidden;
+}
+// All layers of V4 and its head, one step of the target.
+template <class S>
+constexpr double pooled_model_bytes(int rows) {
+  return S::kNumWindowLayers * plain_layer_bytes<S>(rows) +
+         S::kNumOverlapLayers * overlap_layer_bytes<S>(rows) +
+         S::kNumBlockLayers * block_layer_bytes<S>(rows) + head_weight_bytes<S>();
+}
+
+inline constexpr double kKvRowBytes = 584.0;
 // Stored keys that one row gathers: its window and its selection.
 template <class S>
 constexpr double row_kv_bytes() {
-  return (S::kWindow + S::kIndexTopk) * 584.0;
+  return (S::kWindow + S::kIndexTopk) * kKvRowBytes;
 }
+// What a request of `length` tokens has read in a layer of V4, whatever its rows: the index keys of
+// ratio 4, all entries of ratio 128.
+constexpr double index_kv_bytes(int length) {
+  return length / kOverlapRatio * static_cast<double>(kIndexDim + 4);
+}
+constexpr double block_kv_bytes(int length) { return length / kBlockRatio * kKvRowBytes; }
 
 }  // namespace lowlat::shape

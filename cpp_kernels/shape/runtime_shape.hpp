@@ -23,6 +23,8 @@ struct RuntimeShape {
   int kQLora, kOLora, kWindow, kScaleBlock, kSinkhornIters;
   int kNumExperts, kExpertsPerToken;
   int kIndexHeads, kIndexTopk, kCandidateLayer, kCandidateBlocks, kCandidateBlockSize;
+  int kCompressWidth;       // fp32 that a token's compressor makes: values, then scores
+  int kIndexCompressWidth;  // of the index's own compressor (V4), else 0
   int kNumEngrams, kEngramDim, kEngramPadToken, kImageToken;
   int kNumDraftStages, kDraftBlock, kDraftMaskToken, kMarkovRank;
   int kDraftExperts, kDraftExpertsPerToken;
@@ -33,6 +35,7 @@ struct RuntimeShape {
   int kEngramColumnsLocal;
   // Steps and the cache.
   int kMaxBatch, kMaxRows, kPageSize, kNumPages, kStateRing;
+  int kMaxEntries;  // compressed entries that one row attends to
 
   int max_experts_per_token() const {
     return kExpertsPerToken > kDraftExpertsPerToken ? kExpertsPerToken : kDraftExpertsPerToken;

@@ -24,6 +24,11 @@ LOWLAT_DEVICE constexpr int pool_ring(const PoolLayout& layout, bool speculates)
   return speculates ? 2 * layout.num_candidates() : layout.num_candidates();
 }
 
+// Rows of a ring where ratio 4 has overlap_ring: both are the same multiple of their candidates.
+LOWLAT_DEVICE constexpr int pool_ring_rows(const PoolLayout& layout, int overlap_ring) {
+  return overlap_ring / (2 * kOverlapRatio) * layout.num_candidates();
+}
+
 // Ratio 4: row of the token in slot swa_slot (>= 0) of the window cache.
 LOWLAT_DEVICE constexpr std::int64_t overlap_state_row(std::int64_t swa_slot, int swa_page_size,
                                                        int ring) {

@@ -165,6 +165,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/reference/": "tests/python/test_ops_random.py",
     "cpp_kernels/shape/runtime_shape.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/shape/dsv41_flash.hpp": "tests/python/test_ops_constants.py",
+    "cpp_kernels/shape/dsv4_flash.hpp": "tests/cpp/shape/test_bytes.cpp",
     "cpp_kernels/stages/format.hpp": "tests/cpp/host/op/test_ops_rope_kv.cpp",
     "cpp_kernels/stages/hc.hpp": "tests/cpp/host/op/test_ops_mix.cpp",
     "cpp_kernels/stages/kv.hpp": "tests/cpp/host/op/test_ops_rope_kv.cpp",

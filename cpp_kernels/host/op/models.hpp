@@ -5,8 +5,8 @@
 #include <string_view>
 
 #include "platform/scalar.hpp"
-#include "stages/gate.hpp"
-#include "stages/hc.hpp"
+// The platform comes before every schedule.
+#include "persistent/rules.hpp"
 #include "stages/rope.hpp"
 
 namespace lowlat::host {
@@ -14,28 +14,15 @@ namespace lowlat::host {
 inline constexpr std::int64_t kMaxPositions = 1048576;
 inline constexpr int kCandidateBlock = 8;  // positions of a candidate block (v41)
 
-// What differs between the models.
-struct ModelRules {
-  double norm_eps;                           // of the RMS norms and the hyper-connections
-  int scale_block;                           // rows and columns of a block-fp8 weight's scale
-  int draft_experts;                         // experts a token of a draft stage
-  scalar::stages::HcStatistic hc_statistic;  // of the norm after a combine
-  scalar::stages::GateRule gate_rule;
-  scalar::stages::GateSum target_gate_sum;  // a draft's is GateSum::draft in both
+// What differs between the models: the arithmetic of a schedule, and what a configuration gives one.
+struct ModelRules : scalar::persistent::ModelRules {
+  double norm_eps;    // of the RMS norms and the hyper-connections
+  int scale_block;    // rows and columns of a block-fp8 weight's scale
+  int draft_experts;  // experts a token of a draft stage
 };
 
-inline constexpr ModelRules kV4Rules = {1e-6,
-                                        128,
-                                        6,
-                                        scalar::stages::HcStatistic::unrounded,
-                                        scalar::stages::GateRule::v4,
-                                        scalar::stages::GateSum::draft};
-inline constexpr ModelRules kV41Rules = {1e-20,
-                                         32,
-                                         3,
-                                         scalar::stages::HcStatistic::rounded,
-                                         scalar::stages::GateRule::v41,
-                                         scalar::stages::GateSum::target};
+inline constexpr ModelRules kV4Rules = {scalar::persistent::kV4Rules, 1e-6, 128, 6};
+inline constexpr ModelRules kV41Rules = {scalar::persistent::kV41Rules, 1e-20, 32, 3};
 
 // `model` is "v4" or "v41": the registry has refused any other.
 inline const ModelRules& model_rules(std::string_view model) {

@@ -65,9 +65,11 @@ typedef enum lowlat_dtype {
 } lowlat_dtype;
 
 typedef enum lowlat_layout {
-  LOWLAT_ROW_MAJOR = 0,  /* last dimension contiguous; the others by stride */
-  LOWLAT_KV_PAGED = 1,   /* u8 [pages, page_bytes]: P rows of 576 B, then P rows of 8 scale bytes */
-  LOWLAT_INDEX_PAGED = 2 /* u8 [pages, 64 * 68]: 64 rows of 64 B, then 64 rows of 4 scale bytes */
+  LOWLAT_ROW_MAJOR = 0, /* last dimension contiguous; the others by stride */
+  LOWLAT_KV_PAGED = 1,  /* u8 [pages, page_bytes]: P rows of 576 B, then P rows of 8 scale bytes */
+  /* u8 [pages, page bytes], 64 rows a page, then their scales. V4.1: 64 * 68, rows of 64 B (fp4) and
+   * of 4 scale bytes. V4: 64 * 132, rows of 128 B (e4m3) and one f32 scale a row. */
+  LOWLAT_INDEX_PAGED = 2
 } lowlat_layout;
 
 #define LOWLAT_MAX_DIMS 6
@@ -112,15 +114,18 @@ typedef struct lowlat_tensor_spec {
 #define LOWLAT_ENGRAM_SHIFTS 4
 
 typedef enum lowlat_model_kind {
-  LOWLAT_V41 = 1 /* DeepSeek-V4.1-Flash's rules */
+  LOWLAT_V41 = 1, /* DeepSeek-V4.1-Flash's rules */
+  LOWLAT_V4 = 2   /* DeepSeek-V4-Flash's rules */
 } lowlat_model_kind;
 
 typedef struct lowlat_layer {
-  int32_t ratio;            /* 0: window only; 1, 2: compressed set of that ratio */
+  int32_t ratio;            /* 0: window only; compressed set of that ratio: V4.1 1, 2; V4 4, 128 */
   int32_t kv_source;        /* layer whose compressed pool is read; itself for a source; -1 at 0 */
-  int32_t index_source;     /* layer whose selection is used; itself for a source; -1 at ratio 0 */
+  int32_t index_source;     /* layer whose selection is used; itself for a source; -1 at ratio 0 and
+                             * at 128, where every entry is used */
   int32_t candidate_source; /* layer whose candidate blocks restrict this index source, -1: none */
   int32_t engram;           /* which Engram table is applied before this layer, -1: none */
+  int32_t hash_gate;        /* 1: experts come from tid2eid by token id (V4); 0 in V4.1 */
 } lowlat_layer;
 
 typedef struct lowlat_model_config {
@@ -133,7 +138,7 @@ typedef struct lowlat_model_config {
   int32_t index_heads, index_dim, index_topk;
   int32_t candidate_layer; /* publishes candidate blocks; -1: none */
   int32_t candidate_blocks, candidate_block_size;
-  int32_t scale_block; /* fp8 weight blocks are scale_block x scale_block, 32 for V4.1 */
+  int32_t scale_block; /* fp8 weight blocks are scale_block x scale_block: V4.1 32, V4 128 */
   int32_t sinkhorn_iters;
   float norm_eps, hc_eps, swiglu_limit, routed_scaling;
   double rope_theta, compress_rope_theta;
@@ -147,16 +152,19 @@ typedef struct lowlat_model_config {
   /* Draft. num_draft_stages 0: no draft. */
   int32_t num_draft_stages, draft_block, draft_mask_token, markov_rank;
   int32_t draft_experts, draft_experts_per_token;
-  int32_t draft_target_layers[LOWLAT_MAX_DRAFT_STAGES]; /* features: R at the input of these */
+  /* Features: the mean of R's streams, V4.1 at the input of these layers, V4 at their output. */
+  int32_t draft_target_layers[LOWLAT_MAX_DRAFT_STAGES];
   /* This rank. */
   int32_t tp_rank, tp_size;
   /* Steps. */
   int32_t num_widths, max_batch, max_rows; /* max_rows: of a plain step, >= the widest width */
   int32_t widths[LOWLAT_MAX_WIDTHS];       /* rows of a step that was built, ascending */
   /* KV cache: logical pages of page_size tokens; one page table addresses every pool. */
-  int32_t page_size, num_pages;
-  int32_t
-      state_ring; /* slots a request of the ratio-2 state ring: power of two >= 2 + draft rows */
+  int32_t page_size, num_pages; /* V4: page_size is a multiple of 128 */
+  /* Rows of a compressor state ring, a power of two. V4.1: of the ratio-2 ring of a request, >= 2 +
+   * draft rows. V4: of the ratio-4 ring of a page, >= 8, with a draft >= draft_block + 7; the
+   * ratio-128 ring of a request has 16 * state_ring rows. */
+  int32_t state_ring;
   uint64_t wait_budget_ns; /* every wait for a peer ends within it */
 } lowlat_model_config;
 
@@ -198,7 +206,8 @@ LOWLAT_API lowlat_status lowlat_peer_export(lowlat_model* model, lowlat_peer_han
 LOWLAT_API lowlat_status lowlat_peer_import(lowlat_model* model, int32_t peer_rank,
                                             const lowlat_peer_handle* handle);
 
-/* Ends the building: every tensor bound, every peer imported, or one line a missing one. */
+/* Ends the building: every tensor bound, every peer imported, or one line a missing one. Reads the
+ * tables of V4's hash layers, which must be loaded by then: an expert that is none is refused. */
 LOWLAT_API lowlat_status lowlat_model_ready(lowlat_model* model);
 
 /* ------------------------------------------------------------------ steps */
@@ -224,7 +233,8 @@ typedef struct lowlat_step {
   const int32_t* page_table; /* [batch_size, page_table_stride] pool page of each logical page */
   const int32_t* history;    /* [batch_size, 3] tokens before the request's first row, oldest
                                  first; those before position 0 are not read */
-  const int32_t* state_slots; /* [batch_size] ring of the compressor state, < max_batch */
+  const int32_t* state_slots; /* [batch_size] request ring of the compressor state (V4.1 ratio 2, V4
+                                 ratio 128), < max_batch */
   int32_t num_logit_rows;     /* the head runs for these rows only */
   int32_t reserved;
   const int32_t* logit_rows; /* [num_logit_rows] ascending; NULL: all rows in order */

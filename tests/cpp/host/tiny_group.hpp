@@ -81,7 +81,7 @@ inline lowlat_model_config tiny_config(int tp_size, int tp_rank) {
   const int index[10] = {-1, -1, 2, 2, 4, 4, 6, 6, 8, 8};
   const int engram[10] = {-1, 0, -1, -1, 1, -1, -1, -1, -1, -1};
   for (int i = 0; i < 10; ++i) {
-    c.layers[i] = {ratios[i], kv[i], index[i], i == 8 ? 6 : -1, engram[i]};
+    c.layers[i] = {ratios[i], kv[i], index[i], i == 8 ? 6 : -1, engram[i], 0};
   }
   c.num_engrams = 2;
   c.engram_head_dim = 32;

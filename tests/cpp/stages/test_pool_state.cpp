@@ -99,6 +99,10 @@ TEST_CASE(rings_are_twice_as_large_with_speculation) {
   CHECK_EQ(stages::pool_ring(kOverlap, true), 16);
   CHECK_EQ(stages::pool_ring(kBlock, false), 128);
   CHECK_EQ(stages::pool_ring(kBlock, true), 256);
+  for (const PoolLayout& layout : {kOverlap, kBlock, PoolLayout{4, 128}}) {
+    CHECK_EQ(stages::pool_ring_rows(layout, 8), stages::pool_ring(layout, false));
+    CHECK_EQ(stages::pool_ring_rows(layout, 16), stages::pool_ring(layout, true));
+  }
 }
 
 TEST_CASE(rows_lie_by_page_or_by_request) {
