@@ -1,0 +1,1206 @@
+// moe_region_mxfp4_sm90: router, routed MXFP4 experts and shared expert for few rows, one launch.
+//
+// Math         z = x gate^T; ids, weight by stages/gate.hpp. For every (row, slot) pair p of expert e:
+//              h_p = swiglu(bf(w1_e x), bf(w3_e x)); d_p = bf(weight_p * (w2_e h_p)); shared the same
+//              with x and h quantised; y = bf(sum_slot d) + bf(shared)          (stages/experts.hpp)
+// Shapes       see fused/moe.hpp; T 1 .. 8 (kMany false) or 1 .. 64
+// Rounding     as Marlin's: gate, up, silu, h, d, the sum of slots to bf16; all sums fp32
+// Bytes        each weight of a chosen expert once: shape::moe_weight_bytes
+// Launch       one block an SM (128 at least), 18 warps: 16 consumers, a producer, a finisher
+// Ordering     below
+// Determinism  fixed trees: K is split over 16 warps (first product), over kParts (second), summed
+//              in their order; slots in slot order. Bitwise run to run.
+// Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
+//
+// How the work lies. First product: a tile is 8 values of h: rows i .. i + 7 of w1 and of w3 as the
+// 16 weight rows of an mma, so that gate and up of one value meet in one warp. Tiles go around the
+// blocks in order of experts; all consumers work on one tile, warp w on the w-th slice of K, whose
+// x fragments it holds in registers for the whole launch (T <= 8: columns are rows, whoever chose
+// the expert). The finisher adds the 16 slices, applies SwiGLU and sends h to all blocks. Second
+// product: block b owns a band of output columns for all experts, so slots never leave the block;
+// warps take (expert, part of I). An expert's h was finished while later ones were multiplied, so
+// the second product starts without a wait. Weights that do not depend on the routing (router,
+// shared expert) stream while it is being decided.
+//
+// Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher, read
+//                       by one warp of every block. Written again at the next launch, which begins
+//                       after this one has ended (wait_for_predecessors).
+//              hidden   [epoch & 1][pair] 16-byte chunks of 8 bf16: written once by the tile's
+//                       finisher over a pattern that no result has (kPoison), read by all blocks
+//                       until it is not that pattern: payload and arrival in one access. The other
+//                       parity is filled with the pattern meanwhile: its readers ended with the
+//                       launch before, its writers begin with the next.
+//              epoch    one word a block, read at the start, advanced at the end by its own block.
+//              slots    see fused/stream.cuh. The second product's pieces lie in the slots of the
+//                       first's ring; a piece is first filled after its slot's last tile was read.
+//              sums     partial[2] full: 16 arrivals; empty: the finisher's. `second` lies over
+//                       them: a warp writes there after it has seen both partial buffers free.
+//              late     every wait watches one deadline; nothing is published after a fault.
+#pragma once
+
+#include "fused/stream.cuh"
+#include "platform/contract.hpp"
+#include "stages/exchange.hpp"
+#include "stages/experts.hpp"
+#include "stages/gate.hpp"
+
+#include "fused/moe.hpp"
+
+namespace lowlat::nvidia::fused {
+
+namespace moe {
+
+using lowlat::fused::MoeArgs;
+using lowlat::fused::MoeRouting;
+
+inline constexpr int kConsumers = 16;  // warps
+inline constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
+inline constexpr int kThreads = (kConsumers + 2) * plat::kWarpLanes;
+inline constexpr int kBands = 128;  // blocks that own columns, and that score experts
+inline constexpr int kTileRows = 8;
+inline constexpr int kColumns = 8;                      // of an mma
+inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // two bf16 NaN that no rounding makes
+inline constexpr float kSwigluLimit = 10.0f;
+inline constexpr float kRoutedScaling = 1.5f;
+inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
+
+// What a wait waited for: the event of a fault report.
+enum Event : std::uint32_t {
+  kWeightsEvent = 1,
+  kSlotEvent,
+  kScoresEvent,
+  kTableEvent,
+  kSumsEvent,
+  kHiddenEvent
+};
+
+constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+// Sizes of one compiled shape. kMany: more than 8 rows.
+template <class S, bool kMany_>
+struct Layout {
+  static constexpr bool kMany = kMany_;
+  static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
+  static constexpr int kExperts = S::kNumExperts, kSlots = S::kExpertsPerToken;
+  static constexpr int kBlock = S::kScaleBlock;
+  static constexpr int kMaxRows = kMany ? 64 : 8;
+  static constexpr int kMaxPairs = kMaxRows * kSlots;
+
+  // First product.
+  static constexpr int kSlice = kHidden / kConsumers;  // of K, a warp
+  static constexpr int kSliceBlocks = kSlice / 64;
+  static constexpr int kRowPitch = kHidden / 2 + 32;  // fp4 row in shared memory
+  static constexpr int kScaleRow = kHidden / 32;
+  static constexpr int kTileBytes = 2 * kTileRows * (kHidden / 2 + kScaleRow);
+  static constexpr int kSlotBytes = 2 * kTileRows * (kRowPitch + kScaleRow);
+  static constexpr int kSharedPitch = kHidden + 64;  // e4m3 row
+  static constexpr int kGateRows = kExperts / kBands;
+  static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
+  static constexpr int kTiles = kInner / kTileRows;    // of an expert
+  // Second product.
+  static constexpr int kBandRows = kHidden / kBands;
+  static constexpr int kMTiles = (kBandRows + 15) / 16;
+  static constexpr int kInnerBlocks = kInner / 64;
+  static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : 4;
+  static constexpr int kPartBlocks = kInnerBlocks / kParts;
+  static constexpr int kInnerRow = kInner / 2, kInnerScaleRow = kInner / 32;
+  static constexpr int kBandBytes = kBandRows * (kInnerRow + kInnerScaleRow);
+  static constexpr int kPieceBytes = round_up(kBandBytes, 128);
+  static constexpr int kPieces = kSlotBytes / kPieceBytes;  // in a slot
+  static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
+
+  static_assert(kHidden % (64 * kConsumers) == 0 && kInner % 64 == 0 && kExperts % kBands == 0);
+  static_assert(kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 && kPieces >= 1);
+  static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
+  static_assert(kTileRows * kSharedPitch <= kSlotBytes && kGateRows * kGatePitch <= kSlotBytes);
+  static_assert(kBandRows * kInnerRow % 16 == 0 && kBandRows * kInnerScaleRow % 16 == 0);
+  static_assert(kBlock == 32 || kSlice % kBlock == 0, "an activation's scale group is one warp's");
+
+  // Shared memory, in bytes from its start.
+  static constexpr int kPartialBytes = kConsumers * kColumns * 2 * kTileRows * 4;  // one of two
+  static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
+  static constexpr int kSecondFloats = kParts * kSecondRows * kBandRows;
+  static constexpr int kSumsBytes =
+      kMany || 2 * kPartialBytes > kSecondFloats * 4 ? 2 * kPartialBytes : kSecondFloats * 4;
+  static constexpr int kBandOffset = 0;
+  static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
+  static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
+  struct Table {
+    std::int32_t ids[kMaxPairs];
+    float weights[kMaxPairs];
+    std::int32_t num_experts;
+    std::uint32_t stop;  // Watch
+    std::uint32_t chosen[kExperts / 32];
+    std::uint32_t rows_of[kMany ? 1 : kMaxPairs];  // mask of an expert's rows
+    std::uint16_t expert[kMaxPairs];               // ascending, one entry each
+    std::uint16_t first[kMaxPairs + 1];            // of an expert in `sorted`
+    std::uint16_t sorted[kMaxPairs];               // pairs by expert, then by pair
+    std::uint16_t place[kMaxPairs];                // of a pair in `sorted`
+  };
+  static constexpr int kBarrierOffset =
+      round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
+  static constexpr int kMaxSlots = 8;
+  struct Barriers {
+    std::uint64_t full[kMaxSlots], empty[kMaxSlots];
+    std::uint64_t piece_full[kMaxSlots * kPieces], piece_empty[kMaxSlots * kPieces];
+    std::uint64_t band_full, table, sums_full[2], sums_empty[2];
+  };
+  static constexpr int kRingOffset =
+      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
+  static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
+  static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
+  static_assert(kRing >= 2, "the shared expert's tile takes two slots");
+  static constexpr int kRingPieces = kRing * kPieces;
+  static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
+
+  // Workspace, in bytes from its start. The kernel of 8 rows and that of 64 have one each.
+  static constexpr int kMaxGrid = 1024;
+  static constexpr std::size_t kHiddenRow = kInner * 2;
+  static constexpr std::size_t kHiddenBytes = kSecondRows * kHiddenRow;  // of one parity
+  static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;             // after the epochs
+  static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
+  static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
+  static constexpr std::size_t kSecondOffset = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kWorkspaceBytes =
+      kSecondOffset + (kMany ? std::size_t{4} * kBands * kSecondFloats : 0);
+};
+
+// What every role of a block knows.
+template <class L>
+struct Region {
+  const MoeArgs& a;
+  unsigned char* smem;
+  typename L::Table& table;
+  typename L::Barriers& barriers;
+  unsigned char* workspace;
+  std::uint32_t epoch;
+  Watch watch;
+  int block_idx, num_blocks, lane;
+  bool scores, shared;  // this launch has a router, a shared expert
+  std::uint64_t* none = nullptr;
+
+  LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
+    return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
+  }
+  LOWLAT_DEVICE float* partial(int buffer) const {
+    return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
+  }
+  // [kParts][kSecondRows][kBandRows]
+  LOWLAT_DEVICE float* second() const {
+    if constexpr (L::kMany) {
+      return reinterpret_cast<float*>(workspace + L::kSecondOffset) +
+             static_cast<std::size_t>(block_idx) * L::kSecondFloats;
+    } else {
+      return reinterpret_cast<float*>(smem + L::kSumsOffset);
+    }
+  }
+  // Row `row` of h: a pair, or kMaxPairs + t of the shared expert.
+  LOWLAT_DEVICE unsigned char* hidden(std::uint32_t parity, int row) const {
+    return workspace + L::kHiddenOffset + parity * L::kHiddenBytes + row * L::kHiddenRow;
+  }
+  LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int block) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
+           block;
+  }
+  LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
+
+  // Shared tiles go to blocks 0, 1, .. first; each is worth two routed ones, so blocks that have
+  // one less take two routed tiles more.
+  LOWLAT_DEVICE int shared_tiles() const {
+    return shared ? (L::kTiles - block_idx + num_blocks - 1) / num_blocks : 0;
+  }
+  // The n-th routed tile of this block (its number among all, in order of experts).
+  LOWLAT_DEVICE int routed_tile(int n) const {
+    const int with_more = shared ? L::kTiles % num_blocks : 0, without = num_blocks - with_more;
+    if (block_idx >= with_more) {
+      if (n < 2) return n * without + block_idx - with_more;
+      n -= 2;
+    }
+    return 2 * without + n * num_blocks + block_idx;
+  }
+  LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
+};
+
+// ------------------------------------------------------------------------------------ producer
+
+template <class L>
+struct Producer {
+  const Region<L>& r;
+  int uses = 0;    // of the first product's ring
+  int pieces = 0;  // of the second's
+
+  // Waits until the next slot is free and says what it will hold.
+  LOWLAT_DEVICE bool begin_slot(std::uint32_t bytes) {
+    const int slot = uses % L::kRing;
+    if (uses >= L::kRing &&
+        !barrier_wait(&r.barriers.empty[slot], (uses / L::kRing - 1) & 1, r.watch, kSlotEvent)) {
+      return false;
+    }
+    if (r.lane == 0) sm90::barrier_arrive_expect(&r.barriers.full[slot], bytes);
+    __syncwarp();
+    ++uses;
+    return true;
+  }
+  LOWLAT_DEVICE void load(std::uint32_t offset, const void* src, std::uint32_t bytes) const {
+    const int slot = (uses - 1) % L::kRing;
+    sm90::bulk_load(r.smem + L::kRingOffset + slot * L::kSlotBytes + offset, src, bytes,
+                    &r.barriers.full[slot], sm90::CacheHint::evict_first);
+  }
+
+  // What does not depend on the routing, or on anything before this kernel.
+  LOWLAT_DEVICE bool run_early() {
+    const auto& w = r.a.w;
+    if (r.gates()) {
+      if (!begin_slot(L::kGateRows * 2 * L::kHidden)) return false;
+      if (r.lane < L::kGateRows) {
+        load(r.lane * L::kGatePitch,
+             w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
+             2 * L::kHidden);
+      }
+    }
+    for (int n = 0; n < r.shared_tiles(); ++n) {
+      const int tile = n * r.num_blocks + r.block_idx;
+      for (int up = 0; up < 2; ++up) {
+        if (!begin_slot(kTileRows * L::kHidden)) return false;
+        if (r.lane < kTileRows) {
+          load(r.lane * L::kSharedPitch,
+               (up ? w.shared_w3 : w.shared_w1).codes +
+                   static_cast<std::size_t>(tile * kTileRows + r.lane) * L::kHidden,
+               L::kHidden);
+        }
+      }
+    }
+    if (r.shared && r.block_idx < kBands && r.lane == 0) {
+      constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
+      sm90::barrier_arrive_expect(&r.barriers.band_full, kBytes);
+      sm90::bulk_load(r.smem + L::kBandOffset,
+                      w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
+                      &r.barriers.band_full, sm90::CacheHint::evict_first);
+    }
+    __syncwarp();
+    return true;
+  }
+
+  LOWLAT_DEVICE bool run_routed() {
+    if (!barrier_wait(&r.barriers.table, 0, r.watch, kTableEvent)) return false;
+    const auto& w = r.a.w;
+    const int num_experts = r.table.num_experts, num_tiles = num_experts * L::kTiles;
+    for (int n = 0;; ++n) {
+      const int number = r.routed_tile(n);
+      if (number >= num_tiles) break;
+      const int expert = r.table.expert[number / L::kTiles];
+      const std::size_t row =
+          static_cast<std::size_t>(expert) * L::kInner + number % L::kTiles * kTileRows;
+      if (!begin_slot(L::kTileBytes)) return false;
+      const int i = r.lane % kTileRows, up = r.lane / kTileRows;
+      if (up < 2) {
+        load(r.lane * L::kRowPitch, (up ? w.w3 : w.w1).codes + (row + i) * (L::kHidden / 2),
+             L::kHidden / 2);
+      } else if (i < 2 && up == 2) {
+        load(2 * kTileRows * L::kRowPitch + i * kTileRows * L::kScaleRow,
+             (i ? w.w3 : w.w1).scales + row * L::kScaleRow, kTileRows * L::kScaleRow);
+      }
+      __syncwarp();
+    }
+    if (r.block_idx >= kBands) return true;
+    for (; pieces < num_experts; ++pieces) {
+      const int piece = pieces % L::kRingPieces, slot = (uses + piece / L::kPieces) % L::kRing;
+      if (pieces >= L::kRingPieces) {
+        if (!barrier_wait(&r.barriers.piece_empty[piece], (pieces / L::kRingPieces - 1) & 1,
+                          r.watch, kSlotEvent)) {
+          return false;
+        }
+      } else if (uses > slot) {
+        const int last = (uses - 1 - slot) / L::kRing;
+        if (!barrier_wait(&r.barriers.empty[slot], last & 1, r.watch, kSlotEvent)) return false;
+      }
+      if (r.lane == 0) {
+        constexpr std::uint32_t kCodes = L::kBandRows * L::kInnerRow;
+        constexpr std::uint32_t kScales = L::kBandRows * L::kInnerScaleRow;
+        const std::size_t row = static_cast<std::size_t>(r.table.expert[pieces]) * L::kHidden +
+                                r.block_idx * L::kBandRows;
+        unsigned char* dst =
+            r.smem + L::kRingOffset + slot * L::kSlotBytes + piece % L::kPieces * L::kPieceBytes;
+        std::uint64_t* full = &r.barriers.piece_full[piece];
+        sm90::barrier_arrive_expect(full, L::kBandBytes);
+        sm90::bulk_load(dst, w.w2.codes + row * L::kInnerRow, kCodes, full,
+                        sm90::CacheHint::evict_first);
+        sm90::bulk_load(dst + kCodes, w.w2.scales + row * L::kInnerScaleRow, kScales, full,
+                        sm90::CacheHint::evict_first);
+      }
+      __syncwarp();
+    }
+    return true;
+  }
+
+  // After a fault: copies under way must land before the block's memory is another's.
+  LOWLAT_DEVICE void drain() const {
+    constexpr int kTries = 1 << 12;  // some milliseconds; a copy takes microseconds
+    const auto landed = [](std::uint64_t* barrier, int count) {
+      for (int i = 0; count > 0 && i < kTries; ++i) {
+        if (sm90::barrier_try_wait(barrier, (count - 1) & 1)) return;
+      }
+    };
+    for (int slot = 0; slot < L::kRing; ++slot) {
+      landed(&r.barriers.full[slot], (uses - slot + L::kRing - 1) / L::kRing);
+    }
+    for (int piece = 0; piece < L::kRingPieces; ++piece) {
+      landed(&r.barriers.piece_full[piece], (pieces - piece + L::kRingPieces - 1) / L::kRingPieces);
+    }
+    landed(&r.barriers.band_full, r.shared && r.block_idx < kBands ? 1 : 0);
+  }
+};
+
+// ------------------------------------------------------------------------------------ steps
+
+// One use of a tile: its routed number and which columns its rows meet. Consumers and the finisher
+// walk the same steps. T <= 8: columns are rows and every tile is one step. Otherwise columns are
+// the expert's pairs, eight at a time.
+template <class L>
+struct Steps {
+  const Region<L>& r;
+  int n, number, expert, group, num_groups;
+
+  LOWLAT_DEVICE explicit Steps(const Region<L>& region) : r(region), n(-1) { next_tile(); }
+  LOWLAT_DEVICE bool done() const { return number >= r.table.num_experts * L::kTiles; }
+  LOWLAT_DEVICE bool is_last_of_tile() const { return group + 1 == num_groups; }
+  LOWLAT_DEVICE void next() {
+    if (++group >= num_groups) next_tile();
+  }
+  LOWLAT_DEVICE int first_pair() const { return r.table.first[expert] + group * kColumns; }
+  LOWLAT_DEVICE int num_pairs() const {
+    const int left = r.table.first[expert + 1] - first_pair();
+    return L::kMany && left > kColumns ? kColumns : left;
+  }
+
+ private:
+  LOWLAT_DEVICE void next_tile() {
+    number = r.routed_tile(++n);
+    group = 0;
+    num_groups = 1;
+    if (done()) return;
+    expert = number / L::kTiles;
+    if constexpr (L::kMany) {
+      const int pairs = r.table.first[expert + 1] - r.table.first[expert];
+      num_groups = (pairs + kColumns - 1) / kColumns;
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------------ consumers
+
+// A barrier of the consumers; every one of them comes, also after a fault.
+LOWLAT_DEVICE void consumers_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * plat::kWarpLanes) : "memory");
+}
+
+template <class L>
+struct Consumer {
+  const Region<L>& r;
+  int warp;
+  int g = 0, t = 0;  // place in the fragments
+  int uses = 0;      // of the ring
+  int sums = 0;      // of the partial buffers
+  // x of this warp's slice: T <= 8: in the order of pairs, for the whole launch; else as loaded.
+  std::uint32_t x[L::kSliceBlocks][8];
+
+  LOWLAT_DEVICE bool wait_slot(int offset) const {
+    const int use = uses + offset;
+    return barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1, r.watch,
+                        kWeightsEvent);
+  }
+  LOWLAT_DEVICE void free_slot() {
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.empty[uses % L::kRing]);
+    ++uses;
+  }
+
+  LOWLAT_DEVICE const unsigned char* x_address(int row) const {
+    return reinterpret_cast<const unsigned char*>(r.a.x) +
+           (static_cast<std::size_t>(row) * L::kHidden + warp * L::kSlice + t * 16) * 2;
+  }
+  LOWLAT_DEVICE void load_x(int block, const unsigned char* address) {
+    const uint4* src = reinterpret_cast<const uint4*>(address + block * 128);
+    const uint4 low = __ldg(src), high = __ldg(src + 1);
+    if constexpr (L::kMany) {
+      x[block][0] = low.x, x[block][1] = low.y, x[block][2] = low.z, x[block][3] = low.w;
+      x[block][4] = high.x, x[block][5] = high.y, x[block][6] = high.z, x[block][7] = high.w;
+    } else {
+      pair(low, high, x[block]);
+    }
+  }
+  LOWLAT_DEVICE static void pair(uint4 low, uint4 high, std::uint32_t* out) {
+    std::uint32_t pairs[4];
+    pair_bf16(low, pairs);
+    for (int i = 0; i < 4; ++i) out[i] = pairs[i];
+    pair_bf16(high, pairs);
+    for (int i = 0; i < 4; ++i) out[4 + i] = pairs[i];
+  }
+  LOWLAT_DEVICE void load_group(int group) {
+    const int row = group * kColumns + g;
+    const unsigned char* address = x_address(row < r.a.rows ? row : r.a.rows - 1);
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
+  }
+  // The fragment of one block of K in the order of pairs.
+  LOWLAT_DEVICE void fragment(int block, std::uint32_t (&out)[8]) const {
+    if constexpr (L::kMany) {
+      pair(make_uint4(x[block][0], x[block][1], x[block][2], x[block][3]),
+           make_uint4(x[block][4], x[block][5], x[block][6], x[block][7]), out);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) out[i] = x[block][i];
+    }
+  }
+
+  // Gives the slice's sums of the columns in `mask` to the finisher.
+  LOWLAT_DEVICE bool hand_over(const float (&acc)[4], std::uint32_t mask) {
+    const int buffer = sums & 1;
+    if (sums >= 2 &&
+        !barrier_wait(&r.barriers.sums_empty[buffer], (sums / 2 - 1) & 1, r.watch, kSumsEvent)) {
+      return false;
+    }
+    float* dst = r.partial(buffer) + (warp * kColumns + 2 * t) * 2 * kTileRows + g;
+    if (mask >> 2 * t & 1u) {
+      dst[0] = acc[0];
+      dst[kTileRows] = acc[2];
+    }
+    if (mask >> 2 * t & 2u) {
+      dst[2 * kTileRows] = acc[1];
+      dst[3 * kTileRows] = acc[3];
+    }
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_full[buffer]);
+    ++sums;
+    return true;
+  }
+  LOWLAT_DEVICE static std::uint32_t first_columns(int count) {
+    return count >= kColumns ? 0xffu : (1u << count) - 1u;
+  }
+  LOWLAT_DEVICE std::uint32_t group_mask(int group) const {
+    return first_columns(r.a.rows - group * kColumns);
+  }
+
+  LOWLAT_DEVICE bool run_gate() {
+    if (!wait_slot(0)) return false;
+    const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
+    const std::uint32_t address =
+        r.slot_address(uses % L::kRing) + row * L::kGatePitch + (warp * L::kSlice + t * 16) * 2;
+    for (int group = 0; group < r.num_groups(); ++group) {
+      if (L::kMany) load_group(group);
+      float acc[2][4] = {};
+#pragma unroll
+      for (int block = 0; block < L::kSliceBlocks; ++block) {
+        const uint4 low[2] = {smem_load16(address + block * 128),
+                              smem_load16(address + block * 128 + 16)};
+        const uint4 high[2] = {};
+        std::uint32_t b[8];
+        fragment(block, b);
+        multiply_bf16(acc[block & 1], low, high, b);
+      }
+      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
+      if (!hand_over(acc[0], group_mask(group))) return false;
+    }
+    free_slot();
+    return true;
+  }
+
+  // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
+  LOWLAT_DEVICE bool run_shared_tile(int tile) {
+    std::uint32_t factors[2][L::kSliceBlocks];
+    const std::size_t scale_row =
+        static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) {
+      const std::size_t at = scale_row + (warp * L::kSlice + block * 64 + t * 16) / L::kBlock;
+      factors[0][block] = e4m3_factor(__ldg(r.a.w.shared_w1.scales + at));
+      factors[1][block] = e4m3_factor(__ldg(r.a.w.shared_w3.scales + at));
+    }
+    if (!wait_slot(0) || !wait_slot(1)) return false;
+    const std::uint32_t offset = g * L::kSharedPitch + warp * L::kSlice + t * 16;
+    const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
+    const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
+    for (int group = 0; group < r.num_groups(); ++group) {
+      if (L::kMany) load_group(group);
+      float acc[2][4] = {};
+      std::uint32_t exponent = 0;
+#pragma unroll
+      for (int block = 0; block < L::kSliceBlocks; ++block) {
+        std::uint32_t b[8];
+        fragment(block, b);
+        if constexpr (L::kBlock == 32) {
+          exponent = activation_exponent(lanes_max<2>(pairs_amax<8>(b)));
+        } else {  // 128: this block of K and its neighbour
+          if (block % 2 == 0) {
+            std::uint32_t other[8];
+            fragment(block + 1, other);
+            exponent =
+                activation_exponent(lanes_max<4>(fmaxf(pairs_amax<8>(b), pairs_amax<8>(other))));
+          }
+        }
+        quantize_pairs<8>(b, exponent);
+        multiply_e4m3(acc[block & 1], smem_load16(low_address + block * 64),
+                      smem_load16(high_address + block * 64), factors[0][block], factors[1][block],
+                      b);
+      }
+      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
+      if (!hand_over(acc[0], group_mask(group))) return false;
+    }
+    free_slot();
+    free_slot();
+    return true;
+  }
+
+  // ---- routing
+
+  static constexpr int kPackets = kBands / plat::kWarpLanes;  // a lane, of a row
+  static constexpr int kOwn = kPackets * L::kGateRows;        // experts of a lane
+  LOWLAT_DEVICE int own_expert(int i) const {
+    return (r.lane + i / L::kGateRows * plat::kWarpLanes) * L::kGateRows + i % L::kGateRows;
+  }
+
+  // Scores of the row's experts, as their blocks sent them; false (all lanes) when they are late.
+  LOWLAT_DEVICE bool receive_scores(int row, float (&score)[kOwn]) const {
+    bool late = false;
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const plat::TaggedWords* src = r.score_packet(row, r.lane + i * plat::kWarpLanes);
+      std::uint32_t words[3] = {};
+      while (!late && !plat::load_tagged(src, r.epoch, words)) late = r.watch.ended(kScoresEvent);
+#pragma unroll
+      for (int j = 0; j < L::kGateRows; ++j) {
+        score[i * L::kGateRows + j] = __uint_as_float(words[j]);
+      }
+    }
+    return !__any_sync(plat::kAllLanes, late);
+  }
+
+  // The k best of a row, into the table. Ranks are compared as integers of the same order.
+  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], float nan_rank) {
+    const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
+    const float* bias = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
+    std::uint32_t rank[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float sum = score[i] + __ldg(bias + own_expert(i));
+      const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
+      rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
+    }
+    for (int slot = 0; slot < L::kSlots; ++slot) {
+      std::uint32_t best = 0, id = kPoison;
+      float best_score = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
+        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
+      }
+      const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
+      const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
+      if (id == chosen) {
+        r.table.ids[row * L::kSlots + slot] = static_cast<std::int32_t>(chosen);
+        r.table.weights[row * L::kSlots + slot] = best_score;
+      }
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (own_expert(i) == static_cast<int>(chosen)) rank[i] = 0;
+      }
+    }
+  }
+
+  // Ids and weights of all rows, in every block the same.
+  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
+    for (int row = warp; row < r.a.rows; row += kConsumers) {
+      const int at = row * L::kSlots;
+      if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
+        r.table.ids[at + r.lane] = __ldg(r.a.ids + at + r.lane);
+        r.table.weights[at + r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
+      }
+      if (!r.scores) continue;
+      float score[kOwn];
+      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
+        if (r.lane < L::kSlots) r.table.ids[at + r.lane] = r.lane;
+        continue;
+      }
+      __syncwarp();
+      if (r.a.routing == MoeRouting::gate) {
+        select(row, score, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+      } else {
+        for (int slot = 0; slot < L::kSlots; ++slot) {
+          const int id = r.table.ids[at + slot];
+#pragma unroll
+          for (int i = 0; i < kOwn; ++i) {
+            if (own_expert(i) == id) r.table.weights[at + slot] = score[i];
+          }
+        }
+      }
+      __syncwarp();
+      if (r.lane == 0) {
+        stages::gate_weights(&r.table.weights[at], L::kSlots, sum_rule, kRoutedScaling);
+      }
+      __syncwarp();
+      if (r.block_idx == 0 && r.lane < L::kSlots) {
+        if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
+        if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
+      }
+    }
+    consumers_sync();
+  }
+
+  // Pairs by expert: each pair counts those before it, so nobody takes tickets.
+  LOWLAT_DEVICE void make_table() {
+    auto& table = r.table;
+    const int num_pairs = r.a.rows * L::kSlots;
+    const int pair = warp * plat::kWarpLanes + r.lane;
+    const bool mine = pair < num_pairs;
+    int id = 0, lower = 0, earlier = 0;
+    if (mine) {
+      id = table.ids[pair];
+      for (int other = 0; other < num_pairs; ++other) {
+        const int theirs = table.ids[other];
+        lower += theirs < id ? 1 : 0;
+        earlier += theirs == id && other < pair ? 1 : 0;
+      }
+      table.sorted[lower + earlier] = static_cast<std::uint16_t>(pair);
+      table.place[pair] = static_cast<std::uint16_t>(lower + earlier);
+      if (earlier == 0) atomicOr(&table.chosen[id / 32], 1u << id % 32);
+    }
+    consumers_sync();
+    int before = 0, total = 0;
+#pragma unroll
+    for (int word = 0; word < L::kExperts / 32; ++word) {
+      const std::uint32_t bits = table.chosen[word];
+      const int count = __popc(bits);
+      total += count;
+      before += word < id / 32    ? count
+                : word == id / 32 ? __popc(bits & ((1u << id % 32) - 1u))
+                                  : 0;
+    }
+    if (mine && earlier == 0) {
+      table.expert[before] = static_cast<std::uint16_t>(id);
+      table.first[before] = static_cast<std::uint16_t>(lower);
+    }
+    if constexpr (!L::kMany) {
+      if (mine) atomicOr(&table.rows_of[before], 1u << pair / L::kSlots);
+    }
+    if (pair == 0) {
+      table.first[total] = static_cast<std::uint16_t>(num_pairs);
+      table.num_experts = total;
+    }
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
+  }
+
+  // ---- routed experts, first product
+
+  LOWLAT_DEVICE const unsigned char* step_x(const Steps<L>& step) const {
+    const int pairs = step.num_pairs();
+    const int pair = r.table.sorted[step.first_pair() + (g < pairs ? g : pairs - 1)];
+    return x_address(pair / L::kSlots);
+  }
+
+  LOWLAT_DEVICE bool run_tiles() {
+    Steps<L> step(r);
+    if constexpr (L::kMany) {
+      if (!step.done()) {
+        const unsigned char* address = step_x(step);
+#pragma unroll
+        for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
+      }
+    }
+    while (!step.done()) {
+      const int expert = step.expert, pairs = step.num_pairs();
+      const bool last_of_tile = step.is_last_of_tile();
+      if (!wait_slot(0)) return false;
+      const std::uint32_t slot = r.slot_address(uses % L::kRing);
+      const std::uint32_t codes = slot + g * L::kRowPitch + warp * (L::kSlice / 2) + t * 8;
+      const std::uint32_t scales =
+          slot + 2 * kTileRows * L::kRowPitch + g * L::kScaleRow + warp * (L::kSlice / 32) + t / 2;
+      // All reads first: the slot is free again before the products are done.
+      uint2 low[L::kSliceBlocks], high[L::kSliceBlocks];
+      std::uint32_t low_scale[L::kSliceBlocks], high_scale[L::kSliceBlocks];
+#pragma unroll
+      for (int block = 0; block < L::kSliceBlocks; ++block) {
+        low[block] = smem_load8(codes + block * 32);
+        high[block] = smem_load8(codes + kTileRows * L::kRowPitch + block * 32);
+        low_scale[block] = smem_load1(scales + block * 2);
+        high_scale[block] = smem_load1(scales + kTileRows * L::kScaleRow + block * 2);
+      }
+      if (last_of_tile) free_slot();
+      step.next();
+      const unsigned char* next_x = nullptr;
+      if constexpr (L::kMany) {
+        if (!step.done()) next_x = step_x(step);
+      }
+      float acc[2][4] = {};
+#pragma unroll
+      for (int block = 0; block < L::kSliceBlocks; ++block) {
+        std::uint32_t b[8];
+        fragment(block, b);
+        multiply_fp4(acc[block & 1], low[block], high[block], fp4_factor(low_scale[block]),
+                     fp4_factor(high_scale[block]), b);
+        if constexpr (L::kMany) {
+          if (next_x != nullptr) load_x(block, next_x);
+        }
+      }
+      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
+      const std::uint32_t mask = L::kMany ? first_columns(pairs) : r.table.rows_of[expert];
+      if (!hand_over(acc[0], mask)) return false;
+    }
+    return true;
+  }
+
+  // ---- second product
+
+  // A part of a row of h: kPartBlocks blocks of 16 elements a thread, in the order of pairs.
+  struct Hidden {
+    uint4 chunk[L::kPartBlocks][2];
+  };
+  LOWLAT_DEVICE const unsigned char* hidden_address(int row, int part) const {
+    return r.hidden(r.epoch & 1u, row) + part * L::kPartBlocks * 128 + t * 32;
+  }
+  LOWLAT_DEVICE static void load_hidden(Hidden& h, int block, const unsigned char* address) {
+    h.chunk[block][0] = load_packet(address + block * 128);
+    h.chunk[block][1] = load_packet(address + block * 128 + 16);
+  }
+  // Until every chunk has arrived; all lanes together.
+  LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
+    bool late = false;
+#pragma unroll
+    for (int block = 0; block < L::kPartBlocks; ++block) {
+      while (__any_sync(plat::kAllLanes,
+                        h.chunk[block][0].w == kPoison || h.chunk[block][1].w == kPoison)) {
+        late = late || r.watch.ended(kHiddenEvent);
+        if (__any_sync(plat::kAllLanes, late)) return false;
+        load_hidden(h, block, address);
+      }
+    }
+    return true;
+  }
+
+  LOWLAT_DEVICE void store_second(const float (&acc)[L::kMTiles][4], int part, int row, int count,
+                                  float factor) const {
+    float* dst =
+        r.second() + (static_cast<std::size_t>(part) * L::kSecondRows + row) * L::kBandRows;
+#pragma unroll
+    for (int m = 0; m < L::kMTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = 2 * t + (i & 1), n = 16 * m + g + (i >> 1) * 8;
+        if (16 * m + (i >> 1) * 8 < L::kBandRows && column < count) {
+          dst[column * L::kBandRows + n] = acc[m][i] * factor;
+        }
+      }
+    }
+  }
+
+  // Row of h of column g of a group of an expert's pairs (or of rows, for the shared expert).
+  LOWLAT_DEVICE int hidden_row(int first, int count) const {
+    return r.table.sorted[first + (g < count ? g : count - 1)];
+  }
+
+  LOWLAT_DEVICE bool run_shared_part(int part) {
+    if (!barrier_wait(&r.barriers.band_full, 0, r.watch, kWeightsEvent)) return false;
+    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset + g * L::kInner +
+                                part * L::kPartBlocks * 64 + t * 16;
+    for (int group = 0; group < r.num_groups(); ++group) {
+      const int row = group * kColumns + g;
+      const int own_row = L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1);
+      const unsigned char* address = hidden_address(own_row, part);
+      Hidden h;
+#pragma unroll
+      for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(h, block, address);
+      if (!complete(h, address)) return false;
+      float acc[L::kMTiles][4] = {};
+      std::uint32_t exponent = 0;
+#pragma unroll
+      for (int block = 0; block < L::kPartBlocks; ++block) {
+        std::uint32_t b[8];
+        unpack(h, block, b);
+        if constexpr (L::kBlock == 32) {
+          exponent = activation_exponent(lanes_max<2>(pairs_amax<8>(b)));
+        } else {
+          static_assert(L::kBlock == 32 || L::kPartBlocks % 2 == 0);
+          if (block % 2 == 0) {
+            std::uint32_t other[8];
+            unpack(h, block + 1, other);
+            exponent =
+                activation_exponent(lanes_max<4>(fmaxf(pairs_amax<8>(b), pairs_amax<8>(other))));
+          }
+        }
+        quantize_pairs<8>(b, exponent);
+        const int column = ((part * L::kPartBlocks + block) * 64 + t * 16) / L::kBlock;
+#pragma unroll
+        for (int m = 0; m < L::kMTiles; ++m) {
+          uint4 tile[2] = {};
+          std::uint32_t factor[2] = {};
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int n = 16 * m + 8 * half;
+            if (n >= L::kBandRows) continue;
+            tile[half] = smem_load16(codes + n * L::kInner + block * 64);
+            const int scale_row = (r.block_idx * L::kBandRows + n) / L::kBlock;
+            factor[half] = e4m3_factor(
+                __ldg(r.a.w.shared_w2.scales + scale_row * (L::kInner / L::kBlock) + column));
+          }
+          multiply_e4m3(acc[m], tile[0], tile[1], factor[0], factor[1], b);
+        }
+      }
+      store_second(acc, part, L::kMaxPairs + group * kColumns, r.a.rows - group * kColumns, 1.0f);
+    }
+    return true;
+  }
+  LOWLAT_DEVICE static void unpack(const Hidden& h, int block, std::uint32_t (&out)[8]) {
+    const uint4 a = h.chunk[block][0], b = h.chunk[block][1];
+    out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
+    out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+  }
+
+  LOWLAT_DEVICE bool run_second() {
+    // `second` lies over the partial sums: wait as if for both buffers.
+    for (int i = 0; i < 2; ++i, ++sums) {
+      if (!L::kMany && sums >= 2 &&
+          !barrier_wait(&r.barriers.sums_empty[sums & 1], (sums / 2 - 1) & 1, r.watch,
+                        kSumsEvent)) {
+        return false;
+      }
+    }
+    if (r.block_idx >= kBands) return true;
+    const int num_items = r.table.num_experts * L::kParts;
+    int item = warp;
+    if (r.shared) {
+      for (; item < L::kParts; item += kConsumers) {
+        if (!run_shared_part(item)) return false;
+      }
+      item -= L::kParts;
+    }
+    Hidden h;
+    const unsigned char* address = nullptr;
+    if (item < num_items) {
+      const int first = r.table.first[item / L::kParts];
+      const int count = r.table.first[item / L::kParts + 1] - first;
+      address = hidden_address(hidden_row(first, count), item % L::kParts);
+#pragma unroll
+      for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(h, block, address);
+    }
+    while (item < num_items) {
+      const int expert = item / L::kParts, part = item % L::kParts;
+      const int piece = expert % L::kRingPieces;
+      const int slot = (uses + piece / L::kPieces) % L::kRing;
+      const std::uint32_t base = r.slot_address(slot) + piece % L::kPieces * L::kPieceBytes;
+      const std::uint32_t codes = base + g * L::kInnerRow + part * L::kPartBlocks * 32 + t * 8;
+      const std::uint32_t scales = base + L::kBandRows * L::kInnerRow + g * L::kInnerScaleRow +
+                                   part * L::kPartBlocks * 2 + t / 2;
+      const int end = r.table.first[expert + 1];
+      int first = r.table.first[expert];
+      if (!barrier_wait(&r.barriers.piece_full[piece], expert / L::kRingPieces & 1, r.watch,
+                        kWeightsEvent)) {
+        return false;
+      }
+      for (;;) {
+        if (!complete(h, address)) return false;
+        // The next columns: more of this expert's, or the warp's next item.
+        const int count = end - first, next_first = first + kColumns;
+        const unsigned char* next = nullptr;
+        if (next_first < end) {
+          next = hidden_address(hidden_row(next_first, end - next_first), part);
+        } else if (item + kConsumers < num_items) {
+          const int next_expert = (item + kConsumers) / L::kParts;
+          const int begin = r.table.first[next_expert];
+          next = hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
+                                (item + kConsumers) % L::kParts);
+        }
+        float acc[L::kMTiles][4] = {};
+#pragma unroll
+        for (int block = 0; block < L::kPartBlocks; ++block) {
+          std::uint32_t b[8];
+          unpack(h, block, b);
+#pragma unroll
+          for (int m = 0; m < L::kMTiles; ++m) {
+            uint2 tile[2] = {};
+            std::uint32_t factor[2] = {};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int n = 16 * m + 8 * half;
+              if (n >= L::kBandRows) continue;
+              tile[half] = smem_load8(codes + n * L::kInnerRow + block * 32);
+              factor[half] = fp4_factor(smem_load1(scales + n * L::kInnerScaleRow + block * 2));
+            }
+            multiply_fp4(acc[m], tile[0], tile[1], factor[0], factor[1], b);
+          }
+          if (next != nullptr) load_hidden(h, block, next);
+        }
+        store_second(acc, part, first, count, static_cast<float>(1 << kFp4Shift));
+        address = next;
+        if (next_first >= end) break;
+        first = next_first;
+      }
+      __syncwarp();
+      if (r.lane == 0) sm90::barrier_arrive(&r.barriers.piece_empty[piece]);
+      item += kConsumers;
+    }
+    return true;
+  }
+
+  LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule) {
+    g = r.lane / 4;
+    t = r.lane % 4;
+    if constexpr (!L::kMany) load_group(0);
+    bool going = !r.gates() || run_gate();
+    for (int n = 0; going && n < r.shared_tiles(); ++n) {
+      going = run_shared_tile(n * r.num_blocks + r.block_idx);
+    }
+    route(rule, sum_rule);  // every consumer comes to its barriers
+    make_table();
+    return going && barrier_wait(&r.barriers.table, 0, r.watch, kTableEvent) && run_tiles() &&
+           run_second();
+  }
+};
+
+// ------------------------------------------------------------------------------------ finisher
+
+template <class L>
+struct Finisher {
+  const Region<L>& r;
+  int sums = 0;
+
+  LOWLAT_DEVICE bool wait_sums() const {
+    return barrier_wait(&r.barriers.sums_full[sums & 1], sums / 2 & 1, r.watch, kSumsEvent);
+  }
+  LOWLAT_DEVICE void free_sums() {
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_empty[sums & 1]);
+    ++sums;
+  }
+  // Sum over the slices of K of weight row `row` and a column, by warps `first` and on.
+  template <int kCount>
+  LOWLAT_DEVICE float slices(int row, int column, int first) const {
+    const float* src = r.partial(sums & 1) + (first * kColumns + column) * 2 * kTileRows + row;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum += src[i * kColumns * 2 * kTileRows];
+    return sum;
+  }
+
+  // Fills the other parity of h with the pattern that says "not yet".
+  LOWLAT_DEVICE void clear_hidden() const {
+    constexpr int kChunks = static_cast<int>(L::kHiddenBytes / 16);
+    unsigned char* dst = r.hidden((r.epoch & 1u) ^ 1u, 0);
+    for (int i = r.block_idx * plat::kWarpLanes + r.lane; i < kChunks;
+         i += r.num_blocks * plat::kWarpLanes) {
+      store_packet(dst + static_cast<std::size_t>(i) * 16,
+                   make_uint4(kPoison, kPoison, kPoison, kPoison));
+    }
+  }
+
+  LOWLAT_DEVICE bool run_gate(stages::GateRule rule) {
+    for (int group = 0; group < r.num_groups(); ++group) {
+      if (!wait_sums()) return false;
+      const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
+      float score = 0.0f;
+      if (column < kColumns) {
+        score = stages::gate_score(slices<kConsumers>(row, column, 0), rule);
+      }
+      free_sums();
+      std::uint32_t words[3];
+#pragma unroll
+      for (int j = 0; j < 3; ++j) {
+        const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
+        words[j] = __float_as_uint(
+            __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
+      }
+      const int x_row = group * kColumns + r.lane;
+      if (r.lane < kColumns && x_row < r.a.rows) {
+        plat::store_tagged(r.score_packet(x_row, r.block_idx), words, r.epoch);
+      }
+    }
+    return true;
+  }
+
+  // Eight values of h of one column: bf16 in the order of pairs, one chunk.
+  template <bool kShared>
+  LOWLAT_DEVICE void finish(int column, unsigned char* row, int tile) const {
+    const int weight_row = r.lane % (2 * kTileRows), half = r.lane / (2 * kTileRows);
+    float sum = slices<kConsumers / 2>(weight_row, column, half * (kConsumers / 2));
+    sum += __shfl_xor_sync(plat::kAllLanes, sum, 2 * kTileRows);
+    if constexpr (!kShared) sum *= static_cast<float>(1 << kFp4Shift);
+    const float value = round_to_bf16(sum);
+    const float up = __shfl_down_sync(plat::kAllLanes, value, kTileRows);
+    const float h = stages::swiglu(value, up, kSwigluLimit, !kShared);
+    const float later = __shfl_down_sync(plat::kAllLanes, h, 4);
+    const std::uint32_t pair = pack_bf16(h, later);  // lanes 0 .. 3: values i and i + 4
+    uint4 chunk;
+    chunk.x = __shfl_sync(plat::kAllLanes, pair, 0);
+    chunk.y = __shfl_sync(plat::kAllLanes, pair, 1);
+    chunk.z = __shfl_sync(plat::kAllLanes, pair, 2);
+    chunk.w = __shfl_sync(plat::kAllLanes, pair, 3);
+    if (r.lane == 0) store_packet(row + tile * 16, chunk);
+  }
+
+  LOWLAT_DEVICE bool run(stages::GateRule rule) {
+    clear_hidden();
+    if (r.gates() && !run_gate(rule)) return false;
+    const std::uint32_t parity = r.epoch & 1u;
+    for (int n = 0; n < r.shared_tiles(); ++n) {
+      for (int group = 0; group < r.num_groups(); ++group) {
+        if (!wait_sums()) return false;
+        for (int column = 0; column < kColumns && group * kColumns + column < r.a.rows; ++column) {
+          finish<true>(column, r.hidden(parity, L::kMaxPairs + group * kColumns + column),
+                       n * r.num_blocks + r.block_idx);
+        }
+        free_sums();
+      }
+    }
+    if (!barrier_wait(&r.barriers.table, 0, r.watch, kTableEvent)) return false;
+    for (Steps<L> step(r); !step.done(); step.next()) {
+      if (!wait_sums()) return false;
+      for (int i = 0; i < step.num_pairs(); ++i) {
+        const int pair = r.table.sorted[step.first_pair() + i];
+        finish<false>(L::kMany ? i : pair / L::kSlots, r.hidden(parity, pair),
+                      step.number % L::kTiles);
+      }
+      free_sums();
+    }
+    return true;
+  }
+};
+
+// ------------------------------------------------------------------------------------ epilogue
+
+// All threads, after the block's sync: y of the band, stored and published.
+template <class L>
+LOWLAT_DEVICE void finish_band(const Region<L>& r) {
+  const MoeArgs& a = r.a;
+  const float* second = r.second();
+  const stages::FaultPort fault = {a.fault.abort_words,
+                                   static_cast<stages::StatusWords*>(a.fault.status),
+                                   a.fault.tp_rank, a.fault.tp_size, a.fault.budget_ns};
+  const stages::ExchangePort port = {reinterpret_cast<plat::TaggedWords* const*>(a.boxes.outboxes),
+                                     fault, a.boxes.box_packets};
+  const std::uint64_t epoch = a.boxes.outboxes != nullptr ? *a.boxes.epoch : 0;
+  const auto parts = [&](int row, int n) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int part = 0; part < L::kParts; ++part) {
+      sum += second[(static_cast<std::size_t>(part) * L::kSecondRows + row) * L::kBandRows + n];
+    }
+    return sum;
+  };
+  for (int i = plat::thread_idx(); i < a.rows * L::kPacketsPerBand; i += kThreads) {
+    const int row = i / L::kPacketsPerBand, packet = i % L::kPacketsPerBand;
+    std::uint32_t words[3] = {};
+    for (int j = 0; j < 3; ++j) {
+      const int n = 3 * packet + j;
+      if (n >= L::kBandRows) break;
+      float sum = 0.0f;
+      for (int slot = 0; slot < L::kSlots; ++slot) {
+        const int pair = row * L::kSlots + slot;
+        sum += round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
+      }
+      float y = round_to_bf16(sum);
+      if (r.shared) y += round_to_bf16(parts(L::kMaxPairs + row, n));
+      words[j] = __float_as_uint(y);
+      if (a.out != nullptr) {
+        a.out[static_cast<std::size_t>(row) * L::kHidden + r.block_idx * L::kBandRows + n] = y;
+      }
+    }
+    if (a.boxes.outboxes != nullptr) {
+      stages::publish_packet(
+          port, epoch,
+          (static_cast<std::int64_t>(row) * kBands + r.block_idx) * L::kPacketsPerBand + packet,
+          words);
+    }
+  }
+}
+
+// What the host adds to a launch's arguments.
+struct Rules {
+  stages::GateRule rule;
+  stages::GateSum sum_rule;
+};
+
+template <class L>
+__global__ void __launch_bounds__(kThreads, 1)
+    moe_region_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
+  auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
+  const int thread = plat::thread_idx();
+  const int warp = __shfl_sync(plat::kAllLanes, thread / plat::kWarpLanes, 0);
+  Region<L> r = {args,
+                 smem,
+                 table,
+                 barriers,
+                 static_cast<unsigned char*>(args.workspace),
+                 0,
+                 {~std::uint64_t{0}, &table.stop, nullptr},
+                 static_cast<int>(blockIdx.x),
+                 static_cast<int>(gridDim.x),
+                 thread % plat::kWarpLanes,
+                 args.routing != MoeRouting::given,
+                 args.w.shared_w1.codes != nullptr};
+  if (thread == 0) {
+    for (int i = 0; i < L::kRing; ++i) {
+      sm90::barrier_init(&barriers.full[i], 1);
+      sm90::barrier_init(&barriers.empty[i], kConsumers);
+    }
+    for (int i = 0; i < L::kRingPieces; ++i) {
+      sm90::barrier_init(&barriers.piece_full[i], 1);
+      sm90::barrier_init(&barriers.piece_empty[i], L::kParts);
+    }
+    for (int i = 0; i < 2; ++i) {
+      sm90::barrier_init(&barriers.sums_full[i], kConsumers);
+      sm90::barrier_init(&barriers.sums_empty[i], 1);
+    }
+    sm90::barrier_init(&barriers.band_full, 1);
+    sm90::barrier_init(&barriers.table, kConsumers);
+    table.stop = 0;
+    sm90::fence_barrier_init();
+  }
+  for (int i = thread; i < L::kExperts / 32; i += kThreads) table.chosen[i] = 0;
+  if constexpr (!L::kMany) {
+    for (int i = thread; i < L::kMaxPairs; i += kThreads) table.rows_of[i] = 0;
+  }
+  plat::block_sync();
+
+  Producer<L> producer = {r};
+  bool going = true;
+  // Weights first; everything else has to wait for what came before.
+  if (warp == kProducer) going = producer.run_early();
+  sm90::wait_for_predecessors();
+  std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
+  r.epoch = *epoch_word + 1;
+  r.watch.deadline_ns = plat::clock_ns() + args.fault.budget_ns;
+  if (args.fault.abort_words != nullptr) {
+    r.watch.abort_word = args.fault.abort_words[args.fault.tp_rank];
+  }
+  if (warp == kProducer) {
+    if (going) producer.run_routed();
+  } else if (warp == kFinisher) {
+    Finisher<L> finisher = {r};
+    finisher.run(rules.rule);
+  } else {
+    Consumer<L> consumer = {r, warp};
+    consumer.run(rules.rule, rules.sum_rule);
+  }
+  plat::block_sync();
+  if (table.stop == 0) {
+    sm90::launch_dependents();
+    if (r.block_idx < kBands) finish_band(r);
+    if (thread == 0) *epoch_word = r.epoch;
+    return;
+  }
+  if (warp == kProducer) producer.drain();
+  if (thread == 0 && args.fault.abort_words != nullptr) {
+    const stages::FaultPort port = {args.fault.abort_words,
+                                    static_cast<stages::StatusWords*>(args.fault.status),
+                                    args.fault.tp_rank, args.fault.tp_size, args.fault.budget_ns};
+    const std::uint32_t event = table.stop & 0xffffu;
+    if (table.stop >> 28 == static_cast<std::uint32_t>(Stop::aborted)) {
+      stages::note_abort(port, event, stages::StageId::moe_sum, r.epoch);
+    } else {
+      stages::raise_fault(port, event, stages::StageId::moe_sum, args.fault.tp_rank, r.epoch);
+    }
+  }
+}
+
+}  // namespace moe
+}  // namespace lowlat::nvidia::fused
