@@ -202,6 +202,7 @@ struct Layer {
     a.out_ids = out_ids.as<std::int32_t>() + row * d.slots;
     a.out_weights = out_weights.as<float>() + row * d.slots;
     a.out = out.as<float>() + row * d.hidden;
+    a.workspace = workspace.data;
     if (publish) {
       a.boxes = {outboxes.as<void*>(), box_packets(), epoch.as<std::uint64_t>()};
     }

@@ -177,7 +177,7 @@ struct Region {
   Watch watch;
   int block_idx, num_blocks, lane;
   bool scores, shared;  // this launch has a router, a shared expert
-  std::uint64_t* none = nullptr;
+  int with_more;        // blocks that have one tile of the shared expert more than the others
 
   LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
     return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
@@ -211,7 +211,7 @@ struct Region {
   }
   // The n-th routed tile of this block (its number among all, in order of experts).
   LOWLAT_DEVICE int routed_tile(int n) const {
-    const int with_more = shared ? L::kTiles % num_blocks : 0, without = num_blocks - with_more;
+    const int without = num_blocks - with_more;
     if (block_idx >= with_more) {
       if (n < 2) return n * without + block_idx - with_more;
       n -= 2;
@@ -566,7 +566,9 @@ struct Consumer {
     for (int i = 0; i < kPackets; ++i) {
       const plat::TaggedWords* src = r.score_packet(row, r.lane + i * plat::kWarpLanes);
       std::uint32_t words[3] = {};
-      while (!late && !plat::load_tagged(src, r.epoch, words)) late = r.watch.ended(kScoresEvent);
+      for (int tries = 1; !late && !plat::load_tagged(src, r.epoch, words); ++tries) {
+        late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      }
 #pragma unroll
       for (int j = 0; j < L::kGateRows; ++j) {
         score[i * L::kGateRows + j] = __uint_as_float(words[j]);
@@ -763,12 +765,13 @@ struct Consumer {
   }
   // Until every chunk has arrived; all lanes together.
   LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
-    bool late = false;
 #pragma unroll
     for (int block = 0; block < L::kPartBlocks; ++block) {
-      while (__any_sync(plat::kAllLanes,
-                        h.chunk[block][0].w == kPoison || h.chunk[block][1].w == kPoison)) {
-        late = late || r.watch.ended(kHiddenEvent);
+      for (int tries = 1;
+           __any_sync(plat::kAllLanes,
+                      h.chunk[block][0].w == kPoison || h.chunk[block][1].w == kPoison);
+           ++tries) {
+        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
         if (__any_sync(plat::kAllLanes, late)) return false;
         load_hidden(h, block, address);
       }
@@ -1136,7 +1139,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                  static_cast<int>(gridDim.x),
                  thread % plat::kWarpLanes,
                  args.routing != MoeRouting::given,
-                 args.w.shared_w1.codes != nullptr};
+                 args.w.shared_w1.codes != nullptr,
+                 0};
+  r.with_more = r.shared ? L::kTiles % r.num_blocks : 0;
   if (thread == 0) {
     for (int i = 0; i < L::kRing; ++i) {
       sm90::barrier_init(&barriers.full[i], 1);

@@ -62,11 +62,14 @@ struct Watch {
   }
 };
 
+// Tries between two looks at the clock and the abort word, which take a microsecond themselves.
+inline constexpr int kTriesPerLook = 64;
+
 // Waits for a barrier's phase of this parity. False: the block has to leave.
 LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, const Watch& watch,
                                 std::uint32_t event) {
-  while (!sm90::barrier_try_wait(barrier, parity)) {
-    if (watch.ended(event)) return false;
+  for (int tries = 1; !sm90::barrier_try_wait(barrier, parity); ++tries) {
+    if (tries % kTriesPerLook == 0 && watch.ended(event)) return false;
   }
   return true;
 }
