@@ -1,6 +1,7 @@
 // bench/moe.cu: the mixture-of-experts region at true shapes: checked against reference/, then timed.
 //
-//   bench_moe [check] [time] [quick]       both parts when none is named; `quick`: fewer cases
+//   bench_moe [check] [time] [v41] [v4] [ROWS..]     both parts, both models, all row counts
+//   where none is named
 //
 // Weights are drawn by a counter-based generator, so the host makes again only the experts that a
 // case chose. Times are of a CUDA graph of eight launches with different rows (and so different
@@ -553,18 +554,29 @@ double read_rate() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool check = false, time = false, quick = false;
+  bool check = false, time = false, v41 = false, v4 = false;
+  std::vector<int> rows;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
-    check = check || word == "check";
-    time = time || word == "time";
-    quick = quick || word == "quick";
-    if (word != "check" && word != "time" && word != "quick") {
-      std::fprintf(stderr, "moe: unknown word %s; known: check, time, quick\n", argv[i]);
+    const int number = std::atoi(argv[i]);
+    if (number >= 1 && number <= kMaxRows) {
+      rows.push_back(number);
+    } else if (word == "check") {
+      check = true;
+    } else if (word == "time") {
+      time = true;
+    } else if (word == "v41") {
+      v41 = true;
+    } else if (word == "v4") {
+      v4 = true;
+    } else {
+      std::fprintf(stderr, "bench_moe: %s; known: check, time, v41, v4, rows from 1 to 64\n",
+                   argv[i]);
       return 2;
     }
   }
   if (!check && !time) check = time = true;
+  if (!v41 && !v4) v41 = v4 = true;
   using lowlat::shape::Dsv41Flash;
   using lowlat::shape::Dsv4Flash;
   int failed = 0, cases = 0;
@@ -574,25 +586,29 @@ int main(int argc, char** argv) {
     const Layer layer(d);
     CUDA(cudaDeviceSynchronize());
     if (check) {
-      for (const int rows :
-           quick ? std::vector<int>{6, 12} : std::vector<int>{1, 2, 6, 8, 12, 24, 48}) {
+      for (const int num : rows.empty() ? std::vector<int>{1, 2, 6, 8, 12, 24, 48} : rows) {
         std::vector<std::string> scenarios = {"gate", "same", "apart"};
-        if (rows == 6) scenarios.push_back("last");
+        if (num == 6) scenarios.push_back("last");
         if (d.shape == MoeShape::v4_tp4) scenarios = {"gate", "table"};
         for (const std::string& scenario : scenarios) {
           ++cases;
-          failed += check_case(layer, rows, scenario, quick ? 20 : 200) ? 0 : 1;
+          failed += check_case(layer, num, scenario, 200) ? 0 : 1;
         }
       }
     }
     if (time) {
-      for (const int rows : {1, 2, 4, 6, 8, 12, 24, 48}) time_case(layer, rows, true, rate);
-      for (const int rows : {1, 2, 4, 6, 8, 12, 24, 48}) time_case(layer, rows, false, rate);
+      for (const bool region : {true, false}) {
+        for (const int num : rows.empty() ? std::vector<int>{1, 2, 4, 6, 8, 12, 24, 48} : rows) {
+          time_case(layer, num, region, rate);
+        }
+      }
     }
-    for (const Drawn* drawn : {&layer.w1, &layer.w3, &layer.w2}) CUDA(cudaFree(drawn->buffer.data));
+    for (const Drawn* drawn : {&layer.w1, &layer.w3, &layer.w2}) {
+      CUDA(cudaFree(drawn->buffer.data));
+    }
   };
-  run(dims<Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
-  run(dims<Dsv4Flash<4>>(MoeShape::v4_tp4, "v4 tp4 "));
+  if (v41) run(dims<Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
+  if (v4) run(dims<Dsv4Flash<4>>(MoeShape::v4_tp4, "v4 tp4 "));
   if (check) std::printf("%d of %d cases failed\n", failed, cases);
   return failed == 0 ? 0 : 1;
 }

@@ -60,6 +60,7 @@ inline constexpr int kBands = 128;  // blocks that own columns, and that score e
 inline constexpr int kTileRows = 8;
 inline constexpr int kColumns = 8;                      // of an mma
 inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // two bf16 NaN that no rounding makes
+inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
 inline constexpr float kSwigluLimit = 10.0f;
 inline constexpr float kRoutedScaling = 1.5f;
 inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
@@ -108,6 +109,8 @@ struct Layout {
   static constexpr int kPieceBytes = round_up(kBandBytes, 128);
   static constexpr int kPieces = kSlotBytes / kPieceBytes;  // in a slot
   static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
+  static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
+  static constexpr int kBandScaleColumns = kInner / kBlock;
 
   static_assert(kHidden % (64 * kConsumers) == 0 && kInner % 64 == 0 && kExperts % kBands == 0);
   static_assert(kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 && kPieces >= 1);
@@ -125,17 +128,18 @@ struct Layout {
   static constexpr int kBandOffset = 0;
   static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
   static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
-  struct Table {
-    std::int32_t ids[kMaxPairs];
+  struct alignas(16) Table {
+    std::int32_t ids[kMaxPairs];  // kNobody beyond the launch's pairs
     float weights[kMaxPairs];
     std::int32_t num_experts;
     std::uint32_t stop;  // Watch
     std::uint32_t chosen[kExperts / 32];
-    std::uint32_t rows_of[kMany ? 1 : kMaxPairs];  // mask of an expert's rows
-    std::uint16_t expert[kMaxPairs];               // ascending, one entry each
-    std::uint16_t first[kMaxPairs + 1];            // of an expert in `sorted`
-    std::uint16_t sorted[kMaxPairs];               // pairs by expert, then by pair
-    std::uint16_t place[kMaxPairs];                // of a pair in `sorted`
+    std::uint32_t rows_of[kMany ? 1 : kMaxPairs];                  // mask of an expert's rows
+    std::uint16_t expert[kMaxPairs];                               // ascending, one entry each
+    std::uint16_t first[kMaxPairs + 1];                            // of an expert in `sorted`
+    std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
+    std::uint16_t place[kMaxPairs];                                // of a pair in `sorted`
+    std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
@@ -258,6 +262,8 @@ struct Producer {
              2 * L::kHidden);
       }
     }
+    // The router's rows and x decide when routing ends: nothing competes with them.
+    if (r.gates() && !barrier_wait(&r.barriers.full[0], 0, r.watch, kWeightsEvent)) return false;
     for (int n = 0; n < r.shared_tiles(); ++n) {
       const int tile = n * r.num_blocks + r.block_idx;
       for (int up = 0; up < 2; ++up) {
@@ -505,17 +511,23 @@ struct Consumer {
     return true;
   }
 
-  // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE bool run_shared_tile(int tile) {
-    std::uint32_t factors[2][L::kSliceBlocks];
+  // Scale bytes of a shared tile's slice, gate and up.
+  struct TileScales {
+    std::uint8_t gate[L::kSliceBlocks], up[L::kSliceBlocks];
+  };
+  LOWLAT_DEVICE void load_scales(TileScales& out, int tile) const {
     const std::size_t scale_row =
         static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
       const std::size_t at = scale_row + (warp * L::kSlice + block * 64 + t * 16) / L::kBlock;
-      factors[0][block] = e4m3_factor(__ldg(r.a.w.shared_w1.scales + at));
-      factors[1][block] = e4m3_factor(__ldg(r.a.w.shared_w3.scales + at));
+      out.gate[block] = __ldg(r.a.w.shared_w1.scales + at);
+      out.up[block] = __ldg(r.a.w.shared_w3.scales + at);
     }
+  }
+
+  // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
+  LOWLAT_DEVICE bool run_shared_tile(const TileScales& scales) {
     if (!wait_slot(0) || !wait_slot(1)) return false;
     const std::uint32_t offset = g * L::kSharedPitch + warp * L::kSlice + t * 16;
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
@@ -540,8 +552,8 @@ struct Consumer {
         }
         quantize_pairs<8>(b, exponent);
         multiply_e4m3(acc[block & 1], smem_load16(low_address + block * 64),
-                      smem_load16(high_address + block * 64), factors[0][block], factors[1][block],
-                      b);
+                      smem_load16(high_address + block * 64), e4m3_factor(scales.gate[block]),
+                      e4m3_factor(scales.up[block]), b);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0], group_mask(group))) return false;
@@ -561,14 +573,19 @@ struct Consumer {
 
   // Scores of the row's experts, as their blocks sent them; false (all lanes) when they are late.
   LOWLAT_DEVICE bool receive_scores(int row, float (&score)[kOwn]) const {
+    uint4 packet[kPackets];
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      packet[i] = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
+    }
     bool late = false;
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
-      const plat::TaggedWords* src = r.score_packet(row, r.lane + i * plat::kWarpLanes);
-      std::uint32_t words[3] = {};
-      for (int tries = 1; !late && !plat::load_tagged(src, r.epoch, words); ++tries) {
+      for (int tries = 1; !late && packet[i].w != r.epoch; ++tries) {
         late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+        packet[i] = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
       }
+      const std::uint32_t words[3] = {packet[i].x, packet[i].y, packet[i].z};
 #pragma unroll
       for (int j = 0; j < L::kGateRows; ++j) {
         score[i * L::kGateRows + j] = __uint_as_float(words[j]);
@@ -635,8 +652,14 @@ struct Consumer {
         }
       }
       __syncwarp();
+      float weights[L::kSlots];
+#pragma unroll
+      for (int slot = 0; slot < L::kSlots; ++slot) weights[slot] = r.table.weights[at + slot];
+      stages::gate_weights(weights, L::kSlots, sum_rule, kRoutedScaling);
+      __syncwarp();
       if (r.lane == 0) {
-        stages::gate_weights(&r.table.weights[at], L::kSlots, sum_rule, kRoutedScaling);
+#pragma unroll
+        for (int slot = 0; slot < L::kSlots; ++slot) r.table.weights[at + slot] = weights[slot];
       }
       __syncwarp();
       if (r.block_idx == 0 && r.lane < L::kSlots) {
@@ -656,10 +679,15 @@ struct Consumer {
     int id = 0, lower = 0, earlier = 0;
     if (mine) {
       id = table.ids[pair];
-      for (int other = 0; other < num_pairs; ++other) {
-        const int theirs = table.ids[other];
-        lower += theirs < id ? 1 : 0;
-        earlier += theirs == id && other < pair ? 1 : 0;
+#pragma unroll 4
+      for (int begin = 0; begin < num_pairs; begin += 4) {  // the rest of the array is kNobody
+        const int4 four = *reinterpret_cast<const int4*>(&table.ids[begin]);
+        const int theirs[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          lower += theirs[i] < id ? 1 : 0;
+          earlier += theirs[i] == id && begin + i < pair ? 1 : 0;
+        }
       }
       table.sorted[lower + earlier] = static_cast<std::uint16_t>(pair);
       table.place[pair] = static_cast<std::uint16_t>(lower + earlier);
@@ -767,9 +795,8 @@ struct Consumer {
   LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
 #pragma unroll
     for (int block = 0; block < L::kPartBlocks; ++block) {
-      for (int tries = 1;
-           __any_sync(plat::kAllLanes,
-                      h.chunk[block][0].w == kPoison || h.chunk[block][1].w == kPoison);
+      for (int tries = 1; __any_sync(
+               plat::kAllLanes, h.chunk[block][0].w == kPoison || h.chunk[block][1].w == kPoison);
            ++tries) {
         const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
         if (__any_sync(plat::kAllLanes, late)) return false;
@@ -779,18 +806,16 @@ struct Consumer {
     return true;
   }
 
-  LOWLAT_DEVICE void store_second(const float (&acc)[L::kMTiles][4], int part, int row, int count,
+  // Sums of sixteen columns of the band to their place.
+  LOWLAT_DEVICE void store_second(const float (&acc)[4], int m, int part, int row, int count,
                                   float factor) const {
     float* dst =
         r.second() + (static_cast<std::size_t>(part) * L::kSecondRows + row) * L::kBandRows;
 #pragma unroll
-    for (int m = 0; m < L::kMTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = 2 * t + (i & 1), n = 16 * m + g + (i >> 1) * 8;
-        if (16 * m + (i >> 1) * 8 < L::kBandRows && column < count) {
-          dst[column * L::kBandRows + n] = acc[m][i] * factor;
-        }
+    for (int i = 0; i < 4; ++i) {
+      const int column = 2 * t + (i & 1), n = 16 * m + (i >> 1) * 8;
+      if (n < L::kBandRows && column < count) {
+        dst[column * L::kBandRows + n + g] = acc[i] * factor;
       }
     }
   }
@@ -800,19 +825,24 @@ struct Consumer {
     return r.table.sorted[first + (g < count ? g : count - 1)];
   }
 
-  LOWLAT_DEVICE bool run_shared_part(int part) {
+  // Sixteen columns of the band (eight where it ends) of the shared expert, a part of I.
+  LOWLAT_DEVICE bool run_shared_item(int part, int m) {
     if (!barrier_wait(&r.barriers.band_full, 0, r.watch, kWeightsEvent)) return false;
-    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset + g * L::kInner +
-                                part * L::kPartBlocks * 64 + t * 16;
+    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
+                                (16 * m + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
+    const bool whole = 16 * m + 8 < L::kBandRows;
+    const int band = r.block_idx * L::kBandRows;
+    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
+    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
     for (int group = 0; group < r.num_groups(); ++group) {
       const int row = group * kColumns + g;
-      const int own_row = L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1);
-      const unsigned char* address = hidden_address(own_row, part);
+      const unsigned char* address =
+          hidden_address(L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1), part);
       Hidden h;
 #pragma unroll
       for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(h, block, address);
       if (!complete(h, address)) return false;
-      float acc[L::kMTiles][4] = {};
+      float acc[4] = {};
       std::uint32_t exponent = 0;
 #pragma unroll
       for (int block = 0; block < L::kPartBlocks; ++block) {
@@ -831,23 +861,14 @@ struct Consumer {
         }
         quantize_pairs<8>(b, exponent);
         const int column = ((part * L::kPartBlocks + block) * 64 + t * 16) / L::kBlock;
-#pragma unroll
-        for (int m = 0; m < L::kMTiles; ++m) {
-          uint4 tile[2] = {};
-          std::uint32_t factor[2] = {};
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int n = 16 * m + 8 * half;
-            if (n >= L::kBandRows) continue;
-            tile[half] = smem_load16(codes + n * L::kInner + block * 64);
-            const int scale_row = (r.block_idx * L::kBandRows + n) / L::kBlock;
-            factor[half] = e4m3_factor(
-                __ldg(r.a.w.shared_w2.scales + scale_row * (L::kInner / L::kBlock) + column));
-          }
-          multiply_e4m3(acc[m], tile[0], tile[1], factor[0], factor[1], b);
-        }
+        const std::uint8_t* scales = r.table.band_scales + column;
+        const uint4 low = smem_load16(codes + block * 64);
+        const uint4 high = whole ? smem_load16(codes + 8 * L::kInner + block * 64) : uint4{};
+        multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
+                      e4m3_factor(scales[high_row * L::kBandScaleColumns]), b);
       }
-      store_second(acc, part, L::kMaxPairs + group * kColumns, r.a.rows - group * kColumns, 1.0f);
+      store_second(acc, m, part, L::kMaxPairs + group * kColumns, r.a.rows - group * kColumns,
+                   1.0f);
     }
     return true;
   }
@@ -858,11 +879,10 @@ struct Consumer {
   }
 
   LOWLAT_DEVICE bool run_second() {
-    // `second` lies over the partial sums: wait as if for both buffers.
+    // `second` may lie over the partial sums: wait as if for both buffers.
     for (int i = 0; i < 2; ++i, ++sums) {
-      if (!L::kMany && sums >= 2 &&
-          !barrier_wait(&r.barriers.sums_empty[sums & 1], (sums / 2 - 1) & 1, r.watch,
-                        kSumsEvent)) {
+      if (sums >= 2 && !barrier_wait(&r.barriers.sums_empty[sums & 1], (sums / 2 - 1) & 1, r.watch,
+                                     kSumsEvent)) {
         return false;
       }
     }
@@ -870,10 +890,11 @@ struct Consumer {
     const int num_items = r.table.num_experts * L::kParts;
     int item = warp;
     if (r.shared) {
-      for (; item < L::kParts; item += kConsumers) {
-        if (!run_shared_part(item)) return false;
+      constexpr int kItems = L::kParts * L::kMTiles;
+      for (; item < kItems; item += kConsumers) {
+        if (!run_shared_item(item / L::kMTiles, item % L::kMTiles)) return false;
       }
-      item -= L::kParts;
+      item -= kItems;
     }
     Hidden h;
     const unsigned char* address = nullptr;
@@ -931,7 +952,10 @@ struct Consumer {
           }
           if (next != nullptr) load_hidden(h, block, next);
         }
-        store_second(acc, part, first, count, static_cast<float>(1 << kFp4Shift));
+#pragma unroll
+        for (int m = 0; m < L::kMTiles; ++m) {
+          store_second(acc[m], m, part, first, count, static_cast<float>(1 << kFp4Shift));
+        }
         address = next;
         if (next_first >= end) break;
         first = next_first;
@@ -943,13 +967,18 @@ struct Consumer {
     return true;
   }
 
-  LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule) {
+  // Before the kernels before this one have ended.
+  LOWLAT_DEVICE void run_early(TileScales& scales) {
     g = r.lane / 4;
     t = r.lane % 4;
+    if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
+  }
+  LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule, TileScales& scales) {
     if constexpr (!L::kMany) load_group(0);
     bool going = !r.gates() || run_gate();
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
-      going = run_shared_tile(n * r.num_blocks + r.block_idx);
+      if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
+      going = run_shared_tile(scales);
     }
     route(rule, sum_rule);  // every consumer comes to its barriers
     make_table();
@@ -959,6 +988,17 @@ struct Consumer {
 };
 
 // ------------------------------------------------------------------------------------ finisher
+
+// By one warp: rows of scales that the shared w2's band touches, from that of its first row.
+template <class L>
+LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
+  if (!r.shared || r.block_idx >= kBands) return;
+  const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns;
+  constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
+  for (int i = r.lane; i < L::kBandScaleRows * L::kBandScaleColumns; i += plat::kWarpLanes) {
+    if (first + i < kAll) r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
+  }
+}
 
 template <class L>
 struct Finisher {
@@ -1087,29 +1127,39 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r) {
     }
     return sum;
   };
-  for (int i = plat::thread_idx(); i < a.rows * L::kPacketsPerBand; i += kThreads) {
-    const int row = i / L::kPacketsPerBand, packet = i % L::kPacketsPerBand;
-    std::uint32_t words[3] = {};
-    for (int j = 0; j < 3; ++j) {
-      const int n = 3 * packet + j;
-      if (n >= L::kBandRows) break;
-      float sum = 0.0f;
+  // A thread a value. Packets of three do not cross a warp: its last two lanes have nothing.
+  constexpr int kWarpValues = plat::kWarpLanes / 3 * 3;
+  constexpr int kRowValues = 3 * L::kPacketsPerBand;
+  const int lane = r.lane, warp = plat::thread_idx() / plat::kWarpLanes;
+  const int num_values = a.rows * kRowValues;
+  for (int begin = warp * kWarpValues; begin < num_values;
+       begin += kThreads / plat::kWarpLanes * kWarpValues) {
+    const int i = begin + lane, row = i / kRowValues, n = i % kRowValues;
+    const bool mine = lane < kWarpValues && i < num_values;
+    float y = 0.0f;
+    if (mine && n < L::kBandRows) {
+      float d[L::kSlots];
+#pragma unroll
       for (int slot = 0; slot < L::kSlots; ++slot) {
         const int pair = row * L::kSlots + slot;
-        sum += round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
+        d[slot] = round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
       }
-      float y = round_to_bf16(sum);
+      float sum = 0.0f;
+#pragma unroll
+      for (int slot = 0; slot < L::kSlots; ++slot) sum += d[slot];
+      y = round_to_bf16(sum);
       if (r.shared) y += round_to_bf16(parts(L::kMaxPairs + row, n));
-      words[j] = __float_as_uint(y);
       if (a.out != nullptr) {
         a.out[static_cast<std::size_t>(row) * L::kHidden + r.block_idx * L::kBandRows + n] = y;
       }
     }
-    if (a.boxes.outboxes != nullptr) {
-      stages::publish_packet(
-          port, epoch,
-          (static_cast<std::int64_t>(row) * kBands + r.block_idx) * L::kPacketsPerBand + packet,
-          words);
+    const std::uint32_t words[3] = {__float_as_uint(y),
+                                    __float_as_uint(__shfl_down_sync(plat::kAllLanes, y, 1)),
+                                    __float_as_uint(__shfl_down_sync(plat::kAllLanes, y, 2))};
+    if (a.boxes.outboxes != nullptr && mine && lane % 3 == 0) {
+      const std::int64_t packet =
+          (static_cast<std::int64_t>(row) * kBands + r.block_idx) * L::kPacketsPerBand + n / 3;
+      stages::publish_packet(port, epoch, packet, words);
     }
   }
 }
@@ -1161,15 +1211,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     sm90::fence_barrier_init();
   }
   for (int i = thread; i < L::kExperts / 32; i += kThreads) table.chosen[i] = 0;
+  for (int i = thread; i < L::kMaxPairs; i += kThreads) table.ids[i] = kNobody;
   if constexpr (!L::kMany) {
     for (int i = thread; i < L::kMaxPairs; i += kThreads) table.rows_of[i] = 0;
   }
   plat::block_sync();
 
   Producer<L> producer = {r};
+  Consumer<L> consumer = {r, warp};
+  typename Consumer<L>::TileScales scales = {};
   bool going = true;
   // Weights first; everything else has to wait for what came before.
-  if (warp == kProducer) going = producer.run_early();
+  if (warp == kProducer) {
+    going = producer.run_early();
+  } else if (warp == kFinisher) {
+    load_band_scales(r);
+  } else {
+    consumer.run_early(scales);
+  }
   sm90::wait_for_predecessors();
   std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
   r.epoch = *epoch_word + 1;
@@ -1183,8 +1242,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Finisher<L> finisher = {r};
     finisher.run(rules.rule);
   } else {
-    Consumer<L> consumer = {r, warp};
-    consumer.run(rules.rule, rules.sum_rule);
+    consumer.run(rules.rule, rules.sum_rule, scales);
   }
   plat::block_sync();
   if (table.stop == 0) {
