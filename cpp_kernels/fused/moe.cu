@@ -43,7 +43,7 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   edge.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(device.num_sms));
-  config.blockDim = dim3(moe::kThreads);
+  config.blockDim = dim3(L::kThreads);
   config.dynamicSmemBytes = L::kSmemBytes;
   config.stream = stream;
   config.attrs = &edge;
@@ -51,11 +51,14 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, args, rules);
 }
 
+// Warps that multiply.
+constexpr int kFewConsumers = 8, kManyConsumers = 16;
+
 // The two kernels of a shape: up to 8 rows, and up to 64. Their workspaces lie one after the other.
 template <class S>
 struct Instances {
-  using Few = moe::Layout<S, false>;
-  using Many = moe::Layout<S, true>;
+  using Few = moe::Layout<S, false, kFewConsumers>;
+  using Many = moe::Layout<S, true, kManyConsumers>;
   static constexpr std::size_t kManyOffset = (Few::kWorkspaceBytes + 255) / 256 * 256;
   static constexpr std::size_t kBytes = kManyOffset + Many::kWorkspaceBytes;
 

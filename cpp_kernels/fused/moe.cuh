@@ -6,9 +6,9 @@
 // Shapes       see fused/moe.hpp; T 1 .. 8 (kMany false) or 1 .. 64
 // Rounding     as Marlin's: gate, up, silu, h, d, the sum of slots to bf16; all sums fp32
 // Bytes        each weight of a chosen expert once: shape::moe_weight_bytes
-// Launch       one block an SM (128 at least), 18 warps: 16 consumers, a producer, a finisher
+// Launch       one block an SM (128 at least), kConsumers warps, a producer and a finisher
 // Ordering     below
-// Determinism  fixed trees: K is split over 16 warps (first product), over kParts (second), summed
+// Determinism  fixed trees: K is split over the warps (first product), over kParts (second), summed
 //              in their order; slots in slot order. Bitwise run to run.
 // Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
 //
@@ -16,7 +16,7 @@
 // 16 weight rows of an mma, so that gate and up of one value meet in one warp. Tiles go around the
 // blocks in order of experts; all consumers work on one tile, warp w on the w-th slice of K, whose
 // x fragments it holds in registers for the whole launch (T <= 8: columns are rows, whoever chose
-// the expert). The finisher adds the 16 slices, applies SwiGLU and sends h to all blocks. Second
+// the expert). The finisher adds the slices, applies SwiGLU and sends h to all blocks. Second
 // product: block b owns a band of output columns for all experts, so slots never leave the block;
 // warps take (expert, part of I). An expert's h was finished while later ones were multiplied, so
 // the second product starts without a wait. Weights that do not depend on the routing (router,
@@ -33,10 +33,12 @@
 //              epoch    one word a block, read at the start, advanced at the end by its own block.
 //              slots    see fused/stream.cuh. The second product's pieces lie in the slots of the
 //                       first's ring; a piece is first filled after its slot's last tile was read.
-//              sums     partial[2] full: 16 arrivals; empty: the finisher's. `second` lies over
-//                       them: a warp writes there after it has seen both partial buffers free.
+//              sums     partial[] full: every consumer; empty: the finisher's. `second` lies over
+//                       them: a warp writes there after it has seen every partial buffer free.
 //              late     every wait watches one deadline; nothing is published after a fault.
 #pragma once
+
+#include <type_traits>
 
 #include "fused/stream.cuh"
 #include "platform/contract.hpp"
@@ -53,9 +55,6 @@ namespace moe {
 using lowlat::fused::MoeArgs;
 using lowlat::fused::MoeRouting;
 
-inline constexpr int kConsumers = 16;  // warps
-inline constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
-inline constexpr int kThreads = (kConsumers + 2) * plat::kWarpLanes;
 inline constexpr int kBands = 128;  // blocks that own columns, and that score experts
 inline constexpr int kTileRows = 8;
 inline constexpr int kColumns = 8;                      // of an mma
@@ -66,20 +65,16 @@ inline constexpr float kRoutedScaling = 1.5f;
 inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
 
 // What a wait waited for: the event of a fault report.
-enum Event : std::uint32_t {
-  kWeightsEvent = 1,
-  kSlotEvent,
-  kScoresEvent,
-  kTableEvent,
-  kSumsEvent,
-  kHiddenEvent
-};
+enum Event : std::uint32_t { kScoresEvent = 1, kHiddenEvent };
 
 constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
 // Sizes of one compiled shape. kMany: more than 8 rows.
-template <class S, bool kMany_>
+template <class S, bool kMany_, int kConsumers_>
 struct Layout {
+  static constexpr int kConsumers = kConsumers_;  // warps
+  static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
+  static constexpr int kThreads = (kConsumers + 2) * plat::kWarpLanes;
   static constexpr bool kMany = kMany_;
   static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
   static constexpr int kExperts = S::kNumExperts, kSlots = S::kExpertsPerToken;
@@ -88,13 +83,14 @@ struct Layout {
   static constexpr int kMaxPairs = kMaxRows * kSlots;
 
   // First product.
-  static constexpr int kSlice = kHidden / kConsumers;  // of K, a warp
-  static constexpr int kSliceBlocks = kSlice / 64;
-  static constexpr int kRowPitch = kHidden / 2 + 32;  // fp4 row in shared memory
+  static constexpr int kSlice = kHidden / kConsumers;       // of K, a warp
+  static constexpr int kRun = kSlice % 128 == 0 ? 32 : 16;  // consecutive elements of a thread
+  static constexpr int kBlockK = 4 * kRun, kSliceBlocks = kSlice / kBlockK;
+  static constexpr int kRowPitch = kHidden / 2 + 2 * kRun;  // fp4 row in shared memory
   static constexpr int kScaleRow = kHidden / 32;
   static constexpr int kTileBytes = 2 * kTileRows * (kHidden / 2 + kScaleRow);
   static constexpr int kSlotBytes = 2 * kTileRows * (kRowPitch + kScaleRow);
-  static constexpr int kSharedPitch = kHidden + 64;  // e4m3 row
+  static constexpr int kSharedPitch = kHidden + (kRun == 32 ? 16 : 64);  // e4m3 row
   static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
@@ -112,19 +108,23 @@ struct Layout {
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
-  static_assert(kHidden % (64 * kConsumers) == 0 && kInner % 64 == 0 && kExperts % kBands == 0);
-  static_assert(kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 && kPieces >= 1);
+  static_assert(kSlice % kBlockK == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
+                kExperts % kBands == 0);
+  static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
+                kPieces >= 1);
   static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
   static_assert(kTileRows * kSharedPitch <= kSlotBytes && kGateRows * kGatePitch <= kSlotBytes);
   static_assert(kBandRows * kInnerRow % 16 == 0 && kBandRows * kInnerScaleRow % 16 == 0);
-  static_assert(kBlock == 32 || kSlice % kBlock == 0, "an activation's scale group is one warp's");
+  static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
 
   // Shared memory, in bytes from its start.
-  static constexpr int kPartialBytes = kConsumers * kColumns * 2 * kTileRows * 4;  // one of two
+  static constexpr int kPartialBytes = kConsumers * kColumns * 2 * kTileRows * 4;
+  static constexpr int kBuffers = 32 / kConsumers;          // of partial sums
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
   static constexpr int kSecondFloats = kParts * kSecondRows * kBandRows;
-  static constexpr int kSumsBytes =
-      kMany || 2 * kPartialBytes > kSecondFloats * 4 ? 2 * kPartialBytes : kSecondFloats * 4;
+  static constexpr int kSumsBytes = kMany || kBuffers * kPartialBytes > kSecondFloats * 4
+                                        ? kBuffers * kPartialBytes
+                                        : kSecondFloats * 4;
   static constexpr int kBandOffset = 0;
   static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
   static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
@@ -147,7 +147,7 @@ struct Layout {
   struct Barriers {
     std::uint64_t full[kMaxSlots], empty[kMaxSlots];
     std::uint64_t piece_full[kMaxSlots * kPieces], piece_empty[kMaxSlots * kPieces];
-    std::uint64_t band_full, table, sums_full[2], sums_empty[2];
+    std::uint64_t band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
   };
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
@@ -213,14 +213,19 @@ struct Region {
   LOWLAT_DEVICE int shared_tiles() const {
     return shared ? (L::kTiles - block_idx + num_blocks - 1) / num_blocks : 0;
   }
-  // The n-th routed tile of this block (its number among all, in order of experts).
+  // The n-th routed tile of this block (its number among all, in order of experts). Few rows: one
+  // tile goes around at a time; otherwise two of one expert, so that its rows of x serve both.
   LOWLAT_DEVICE int routed_tile(int n) const {
+    constexpr int kTurn = L::kMany ? 2 : 1, kExtra = 2 / kTurn;  // tiles; turns of a shared tile
     const int without = num_blocks - with_more;
+    int turn = n / kTurn;
     if (block_idx >= with_more) {
-      if (n < 2) return n * without + block_idx - with_more;
-      n -= 2;
+      if (turn < kExtra) {
+        return (turn * without + block_idx - with_more) * kTurn + n % kTurn;
+      }
+      turn -= kExtra;
     }
-    return 2 * without + n * num_blocks + block_idx;
+    return (kExtra * without + turn * num_blocks + block_idx) * kTurn + n % kTurn;
   }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
 };
@@ -237,7 +242,7 @@ struct Producer {
   LOWLAT_DEVICE bool begin_slot(std::uint32_t bytes) {
     const int slot = uses % L::kRing;
     if (uses >= L::kRing &&
-        !barrier_wait(&r.barriers.empty[slot], (uses / L::kRing - 1) & 1, r.watch, kSlotEvent)) {
+        !barrier_wait(&r.barriers.empty[slot], (uses / L::kRing - 1) & 1, r.watch)) {
       return false;
     }
     if (r.lane == 0) sm90::barrier_arrive_expect(&r.barriers.full[slot], bytes);
@@ -263,9 +268,10 @@ struct Producer {
       }
     }
     // The router's rows and x decide when routing ends: nothing competes with them.
-    if (r.gates() && !barrier_wait(&r.barriers.full[0], 0, r.watch, kWeightsEvent)) return false;
+    if (r.gates() && !barrier_wait(&r.barriers.full[0], 0, r.watch)) return false;
     for (int n = 0; n < r.shared_tiles(); ++n) {
       const int tile = n * r.num_blocks + r.block_idx;
+#pragma unroll 1
       for (int up = 0; up < 2; ++up) {
         if (!begin_slot(kTileRows * L::kHidden)) return false;
         if (r.lane < kTileRows) {
@@ -288,7 +294,7 @@ struct Producer {
   }
 
   LOWLAT_DEVICE bool run_routed() {
-    if (!barrier_wait(&r.barriers.table, 0, r.watch, kTableEvent)) return false;
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const auto& w = r.a.w;
     const int num_experts = r.table.num_experts, num_tiles = num_experts * L::kTiles;
     for (int n = 0;; ++n) {
@@ -313,12 +319,12 @@ struct Producer {
       const int piece = pieces % L::kRingPieces, slot = (uses + piece / L::kPieces) % L::kRing;
       if (pieces >= L::kRingPieces) {
         if (!barrier_wait(&r.barriers.piece_empty[piece], (pieces / L::kRingPieces - 1) & 1,
-                          r.watch, kSlotEvent)) {
+                          r.watch)) {
           return false;
         }
       } else if (uses > slot) {
         const int last = (uses - 1 - slot) / L::kRing;
-        if (!barrier_wait(&r.barriers.empty[slot], last & 1, r.watch, kSlotEvent)) return false;
+        if (!barrier_wait(&r.barriers.empty[slot], last & 1, r.watch)) return false;
       }
       if (r.lane == 0) {
         constexpr std::uint32_t kCodes = L::kBandRows * L::kInnerRow;
@@ -347,9 +353,11 @@ struct Producer {
         if (sm90::barrier_try_wait(barrier, (count - 1) & 1)) return;
       }
     };
+#pragma unroll 1
     for (int slot = 0; slot < L::kRing; ++slot) {
       landed(&r.barriers.full[slot], (uses - slot + L::kRing - 1) / L::kRing);
     }
+#pragma unroll 1
     for (int piece = 0; piece < L::kRingPieces; ++piece) {
       landed(&r.barriers.piece_full[piece], (pieces - piece + L::kRingPieces - 1) / L::kRingPieces);
     }
@@ -396,8 +404,9 @@ struct Steps {
 // ------------------------------------------------------------------------------------ consumers
 
 // A barrier of the consumers; every one of them comes, also after a fault.
+template <class L>
 LOWLAT_DEVICE void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kConsumers * plat::kWarpLanes) : "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(L::kConsumers * plat::kWarpLanes) : "memory");
 }
 
 template <class L>
@@ -408,12 +417,12 @@ struct Consumer {
   int uses = 0;      // of the ring
   int sums = 0;      // of the partial buffers
   // x of this warp's slice: T <= 8: in the order of pairs, for the whole launch; else as loaded.
-  std::uint32_t x[L::kSliceBlocks][8];
+  static constexpr int kPairs = L::kRun / 2;  // of a run
+  std::uint32_t x[L::kSliceBlocks][kPairs];
 
   LOWLAT_DEVICE bool wait_slot(int offset) const {
     const int use = uses + offset;
-    return barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1, r.watch,
-                        kWeightsEvent);
+    return barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1, r.watch);
   }
   LOWLAT_DEVICE void free_slot() {
     __syncwarp();
@@ -423,25 +432,28 @@ struct Consumer {
 
   LOWLAT_DEVICE const unsigned char* x_address(int row) const {
     return reinterpret_cast<const unsigned char*>(r.a.x) +
-           (static_cast<std::size_t>(row) * L::kHidden + warp * L::kSlice + t * 16) * 2;
+           (static_cast<std::size_t>(row) * L::kHidden + warp * L::kSlice + t * L::kRun) * 2;
   }
   LOWLAT_DEVICE void load_x(int block, const unsigned char* address) {
-    const uint4* src = reinterpret_cast<const uint4*>(address + block * 128);
-    const uint4 low = __ldg(src), high = __ldg(src + 1);
-    if constexpr (L::kMany) {
-      x[block][0] = low.x, x[block][1] = low.y, x[block][2] = low.z, x[block][3] = low.w;
-      x[block][4] = high.x, x[block][5] = high.y, x[block][6] = high.z, x[block][7] = high.w;
-    } else {
-      pair(low, high, x[block]);
+    const uint4* src = reinterpret_cast<const uint4*>(address + block * L::kBlockK * 2);
+#pragma unroll
+    for (int i = 0; i < L::kRun / 8; ++i) {
+      const uint4 eight = __ldg(src + i);
+      if constexpr (L::kMany) {
+        x[block][4 * i] = eight.x, x[block][4 * i + 1] = eight.y;
+        x[block][4 * i + 2] = eight.z, x[block][4 * i + 3] = eight.w;
+      } else {
+        pair(eight, &x[block][4 * i]);
+      }
     }
   }
-  LOWLAT_DEVICE static void pair(uint4 low, uint4 high, std::uint32_t* out) {
+  LOWLAT_DEVICE static void pair(uint4 eight, std::uint32_t* out) {
     std::uint32_t pairs[4];
-    pair_bf16(low, pairs);
+    pair_bf16(eight, pairs);
+#pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = pairs[i];
-    pair_bf16(high, pairs);
-    for (int i = 0; i < 4; ++i) out[4 + i] = pairs[i];
   }
+
   LOWLAT_DEVICE void load_group(int group) {
     const int row = group * kColumns + g;
     const unsigned char* address = x_address(row < r.a.rows ? row : r.a.rows - 1);
@@ -449,21 +461,24 @@ struct Consumer {
     for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
   }
   // The fragment of one block of K in the order of pairs.
-  LOWLAT_DEVICE void fragment(int block, std::uint32_t (&out)[8]) const {
-    if constexpr (L::kMany) {
-      pair(make_uint4(x[block][0], x[block][1], x[block][2], x[block][3]),
-           make_uint4(x[block][4], x[block][5], x[block][6], x[block][7]), out);
-    } else {
+  LOWLAT_DEVICE void fragment(int block, std::uint32_t (&out)[kPairs]) const {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) out[i] = x[block][i];
+    for (int i = 0; i < kPairs; i += 4) {
+      const std::uint32_t* eight = &x[block][i];
+      if constexpr (L::kMany) {
+        pair(make_uint4(eight[0], eight[1], eight[2], eight[3]), out + i);
+      } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) out[i + k] = eight[k];
+      }
     }
   }
 
   // Gives the slice's sums of the columns in `mask` to the finisher.
   LOWLAT_DEVICE bool hand_over(const float (&acc)[4], std::uint32_t mask) {
-    const int buffer = sums & 1;
-    if (sums >= 2 &&
-        !barrier_wait(&r.barriers.sums_empty[buffer], (sums / 2 - 1) & 1, r.watch, kSumsEvent)) {
+    const int buffer = sums % L::kBuffers;
+    if (sums >= L::kBuffers &&
+        !barrier_wait(&r.barriers.sums_empty[buffer], (sums / L::kBuffers - 1) & 1, r.watch)) {
       return false;
     }
     float* dst = r.partial(buffer) + (warp * kColumns + 2 * t) * 2 * kTileRows + g;
@@ -490,19 +505,22 @@ struct Consumer {
   LOWLAT_DEVICE bool run_gate() {
     if (!wait_slot(0)) return false;
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
-    const std::uint32_t address =
-        r.slot_address(uses % L::kRing) + row * L::kGatePitch + (warp * L::kSlice + t * 16) * 2;
+    const std::uint32_t address = r.slot_address(uses % L::kRing) + row * L::kGatePitch +
+                                  (warp * L::kSlice + t * L::kRun) * 2;
     for (int group = 0; group < r.num_groups(); ++group) {
       if (L::kMany) load_group(group);
       float acc[2][4] = {};
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
-        const uint4 low[2] = {smem_load16(address + block * 128),
-                              smem_load16(address + block * 128 + 16)};
-        const uint4 high[2] = {};
-        std::uint32_t b[8];
+        std::uint32_t b[kPairs];
         fragment(block, b);
-        multiply_bf16(acc[block & 1], low, high, b);
+#pragma unroll
+        for (int half = 0; half < L::kRun / 16; ++half) {
+          const std::uint32_t src = address + block * L::kBlockK * 2 + half * 32;
+          const uint4 low[2] = {smem_load16(src), smem_load16(src + 16)};
+          const uint4 high[2] = {};
+          multiply_bf16(acc[(block + half) & 1], low, high, b + 8 * half);
+        }
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0], group_mask(group))) return false;
@@ -520,7 +538,8 @@ struct Consumer {
         static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
-      const std::size_t at = scale_row + (warp * L::kSlice + block * 64 + t * 16) / L::kBlock;
+      const std::size_t at =
+          scale_row + (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
       out.gate[block] = __ldg(r.a.w.shared_w1.scales + at);
       out.up[block] = __ldg(r.a.w.shared_w3.scales + at);
     }
@@ -529,7 +548,7 @@ struct Consumer {
   // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
   LOWLAT_DEVICE bool run_shared_tile(const TileScales& scales) {
     if (!wait_slot(0) || !wait_slot(1)) return false;
-    const std::uint32_t offset = g * L::kSharedPitch + warp * L::kSlice + t * 16;
+    const std::uint32_t offset = g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
     for (int group = 0; group < r.num_groups(); ++group) {
@@ -538,23 +557,30 @@ struct Consumer {
       std::uint32_t exponent = 0;
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
-        std::uint32_t b[8];
+        std::uint32_t b[kPairs];
         fragment(block, b);
-        if constexpr (L::kBlock == 32) {
-          exponent = activation_exponent(lanes_max<2>(pairs_amax<8>(b)));
-        } else {  // 128: this block of K and its neighbour
-          if (block % 2 == 0) {
-            std::uint32_t other[8];
+        // A scale group is a run of `kShare` lanes, or two blocks of K where it is longer.
+        constexpr int kShare = L::kBlock < 4 * L::kRun ? L::kBlock / L::kRun : 4;
+        constexpr int kSpan = L::kBlock / (kShare * L::kRun);
+        if (block % kSpan == 0) {
+          float amax = pairs_amax<kPairs>(b);
+          if constexpr (kSpan == 2) {
+            std::uint32_t other[kPairs];
             fragment(block + 1, other);
-            exponent =
-                activation_exponent(lanes_max<4>(fmaxf(pairs_amax<8>(b), pairs_amax<8>(other))));
+            amax = fmaxf(amax, pairs_amax<kPairs>(other));
           }
+          exponent = activation_exponent(lanes_max<kShare>(amax));
         }
-        quantize_pairs<8>(b, exponent);
-        multiply_e4m3(acc[block & 1], smem_load16(low_address + block * 64),
-                      smem_load16(high_address + block * 64), e4m3_factor(scales.gate[block]),
-                      e4m3_factor(scales.up[block]), b);
+        quantize_pairs<kPairs>(b, exponent);
+#pragma unroll
+        for (int half = 0; half < L::kRun / 16; ++half) {
+          const std::uint32_t at = block * L::kBlockK + half * 16;
+          multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
+                        smem_load16(high_address + at), e4m3_factor(scales.gate[block]),
+                        e4m3_factor(scales.up[block]), b + 8 * half);
+        }
       }
+
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0], group_mask(group))) return false;
     }
@@ -573,25 +599,22 @@ struct Consumer {
 
   // Scores of the row's experts, as their blocks sent them; false (all lanes) when they are late.
   LOWLAT_DEVICE bool receive_scores(int row, float (&score)[kOwn]) const {
-    uint4 packet[kPackets];
+    for (int tries = 1;; ++tries) {
+      bool here = true;
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      packet[i] = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
-    }
-    bool late = false;
+      for (int i = 0; i < kPackets; ++i) {
+        const uint4 packet = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
+        const std::uint32_t words[3] = {packet.x, packet.y, packet.z};
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      for (int tries = 1; !late && packet[i].w != r.epoch; ++tries) {
-        late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-        packet[i] = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
+        for (int j = 0; j < L::kGateRows; ++j) {
+          score[i * L::kGateRows + j] = __uint_as_float(words[j]);
+        }
+        here = here && packet.w == r.epoch;
       }
-      const std::uint32_t words[3] = {packet[i].x, packet[i].y, packet[i].z};
-#pragma unroll
-      for (int j = 0; j < L::kGateRows; ++j) {
-        score[i * L::kGateRows + j] = __uint_as_float(words[j]);
-      }
+      if (__all_sync(plat::kAllLanes, here)) return true;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
     }
-    return !__any_sync(plat::kAllLanes, late);
   }
 
   // The k best of a row, into the table. Ranks are compared as integers of the same order.
@@ -605,6 +628,7 @@ struct Consumer {
       const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
       rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
     }
+#pragma unroll 1
     for (int slot = 0; slot < L::kSlots; ++slot) {
       std::uint32_t best = 0, id = kPoison;
       float best_score = 0.0f;
@@ -627,7 +651,7 @@ struct Consumer {
 
   // Ids and weights of all rows, in every block the same.
   LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
-    for (int row = warp; row < r.a.rows; row += kConsumers) {
+    for (int row = warp; row < r.a.rows; row += L::kConsumers) {
       const int at = row * L::kSlots;
       if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
         r.table.ids[at + r.lane] = __ldg(r.a.ids + at + r.lane);
@@ -652,74 +676,85 @@ struct Consumer {
         }
       }
       __syncwarp();
-      float weights[L::kSlots];
-#pragma unroll
-      for (int slot = 0; slot < L::kSlots; ++slot) weights[slot] = r.table.weights[at + slot];
-      stages::gate_weights(weights, L::kSlots, sum_rule, kRoutedScaling);
+      const float total = stages::gate_total(&r.table.weights[at], L::kSlots, sum_rule);
+      float weight = 0.0f;
+      if (r.lane < L::kSlots) weight = r.table.weights[at + r.lane] / total * kRoutedScaling;
       __syncwarp();
-      if (r.lane == 0) {
-#pragma unroll
-        for (int slot = 0; slot < L::kSlots; ++slot) r.table.weights[at + slot] = weights[slot];
-      }
+      if (r.lane < L::kSlots) r.table.weights[at + r.lane] = weight;
       __syncwarp();
       if (r.block_idx == 0 && r.lane < L::kSlots) {
         if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
         if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
       }
     }
-    consumers_sync();
+    consumers_sync<L>();
   }
 
   // Pairs by expert: each pair counts those before it, so nobody takes tickets.
   LOWLAT_DEVICE void make_table() {
     auto& table = r.table;
     const int num_pairs = r.a.rows * L::kSlots;
-    const int pair = warp * plat::kWarpLanes + r.lane;
-    const bool mine = pair < num_pairs;
-    int id = 0, lower = 0, earlier = 0;
-    if (mine) {
-      id = table.ids[pair];
-#pragma unroll 4
+    constexpr int kStride = L::kConsumers * plat::kWarpLanes;
+    constexpr int kOwnPairs = (L::kMaxPairs + kStride - 1) / kStride;
+    int id[kOwnPairs], lower[kOwnPairs], earlier[kOwnPairs];
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
+      id[k] = lower[k] = earlier[k] = 0;
+      if (pair >= num_pairs) continue;
+      id[k] = table.ids[pair];
+#pragma unroll 1
       for (int begin = 0; begin < num_pairs; begin += 4) {  // the rest of the array is kNobody
         const int4 four = *reinterpret_cast<const int4*>(&table.ids[begin]);
         const int theirs[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          lower += theirs[i] < id ? 1 : 0;
-          earlier += theirs[i] == id && begin + i < pair ? 1 : 0;
+          lower[k] += theirs[i] < id[k] ? 1 : 0;
+          earlier[k] += theirs[i] == id[k] && begin + i < pair ? 1 : 0;
         }
       }
-      table.sorted[lower + earlier] = static_cast<std::uint16_t>(pair);
-      table.place[pair] = static_cast<std::uint16_t>(lower + earlier);
-      if (earlier == 0) atomicOr(&table.chosen[id / 32], 1u << id % 32);
+      table.sorted[lower[k] + earlier[k]] = static_cast<std::uint16_t>(pair);
+      table.place[pair] = static_cast<std::uint16_t>(lower[k] + earlier[k]);
+      if (earlier[k] == 0) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
     }
-    consumers_sync();
-    int before = 0, total = 0;
+    consumers_sync<L>();
 #pragma unroll
-    for (int word = 0; word < L::kExperts / 32; ++word) {
-      const std::uint32_t bits = table.chosen[word];
-      const int count = __popc(bits);
-      total += count;
-      before += word < id / 32    ? count
-                : word == id / 32 ? __popc(bits & ((1u << id % 32) - 1u))
-                                  : 0;
-    }
-    if (mine && earlier == 0) {
-      table.expert[before] = static_cast<std::uint16_t>(id);
-      table.first[before] = static_cast<std::uint16_t>(lower);
-    }
-    if constexpr (!L::kMany) {
-      if (mine) atomicOr(&table.rows_of[before], 1u << pair / L::kSlots);
-    }
-    if (pair == 0) {
-      table.first[total] = static_cast<std::uint16_t>(num_pairs);
-      table.num_experts = total;
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
+      if (pair >= num_pairs) continue;
+      int before = 0, total = 0;
+#pragma unroll 2
+      for (int word = 0; word < L::kExperts / 32; ++word) {
+        const std::uint32_t bits = table.chosen[word];
+        const std::uint32_t below = (1u << id[k] % 32) - 1u;
+        total += __popc(bits);
+        before += word < id[k] / 32 ? __popc(bits) : word == id[k] / 32 ? __popc(bits & below) : 0;
+      }
+      if (earlier[k] == 0) {
+        table.expert[before] = static_cast<std::uint16_t>(id[k]);
+        table.first[before] = static_cast<std::uint16_t>(lower[k]);
+      }
+      if constexpr (!L::kMany) atomicOr(&table.rows_of[before], 1u << pair / L::kSlots);
+      if (pair == 0) {
+        table.first[total] = static_cast<std::uint16_t>(num_pairs);
+        table.num_experts = total;
+      }
     }
     __syncwarp();
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
 
   // ---- routed experts, first product
+
+  // A run of fp4 codes.
+  using Codes = std::conditional_t<L::kRun == 32, uint4, uint2>;
+  LOWLAT_DEVICE static Codes load_codes(std::uint32_t address) {
+    if constexpr (L::kRun == 32) {
+      return smem_load16(address);
+    } else {
+      return smem_load8(address);
+    }
+  }
 
   LOWLAT_DEVICE const unsigned char* step_x(const Steps<L>& step) const {
     const int pairs = step.num_pairs();
@@ -741,32 +776,45 @@ struct Consumer {
       const bool last_of_tile = step.is_last_of_tile();
       if (!wait_slot(0)) return false;
       const std::uint32_t slot = r.slot_address(uses % L::kRing);
-      const std::uint32_t codes = slot + g * L::kRowPitch + warp * (L::kSlice / 2) + t * 8;
-      const std::uint32_t scales =
-          slot + 2 * kTileRows * L::kRowPitch + g * L::kScaleRow + warp * (L::kSlice / 32) + t / 2;
+      const std::uint32_t codes = slot + g * L::kRowPitch + (warp * L::kSlice + t * L::kRun) / 2;
+      const std::uint32_t scales = slot + 2 * kTileRows * L::kRowPitch + g * L::kScaleRow +
+                                   (warp * L::kSlice + t * L::kRun) / 32;
       // All reads first: the slot is free again before the products are done.
-      uint2 low[L::kSliceBlocks], high[L::kSliceBlocks];
+      Codes low[L::kSliceBlocks], high[L::kSliceBlocks];
       std::uint32_t low_scale[L::kSliceBlocks], high_scale[L::kSliceBlocks];
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
-        low[block] = smem_load8(codes + block * 32);
-        high[block] = smem_load8(codes + kTileRows * L::kRowPitch + block * 32);
-        low_scale[block] = smem_load1(scales + block * 2);
-        high_scale[block] = smem_load1(scales + kTileRows * L::kScaleRow + block * 2);
+        low[block] = load_codes(codes + block * (L::kBlockK / 2));
+        high[block] = load_codes(codes + kTileRows * L::kRowPitch + block * (L::kBlockK / 2));
+        low_scale[block] = smem_load1(scales + block * (L::kBlockK / 32));
+        high_scale[block] =
+            smem_load1(scales + kTileRows * L::kScaleRow + block * (L::kBlockK / 32));
       }
+
       if (last_of_tile) free_slot();
+      const int first_pair = L::kMany ? step.first_pair() : 0;
       step.next();
-      const unsigned char* next_x = nullptr;
+      const unsigned char* next_x = nullptr;  // where other rows follow
       if constexpr (L::kMany) {
-        if (!step.done()) next_x = step_x(step);
+        if (!step.done() && step.first_pair() != first_pair) next_x = step_x(step);
       }
       float acc[2][4] = {};
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
-        std::uint32_t b[8];
+        std::uint32_t b[kPairs];
         fragment(block, b);
-        multiply_fp4(acc[block & 1], low[block], high[block], fp4_factor(low_scale[block]),
-                     fp4_factor(high_scale[block]), b);
+        const std::uint32_t low_factor = fp4_factor(low_scale[block]);
+        const std::uint32_t high_factor = fp4_factor(high_scale[block]);
+        if constexpr (L::kRun == 16) {
+          multiply_fp4(acc[block & 1], low[block], high[block], low_factor, high_factor, b);
+        } else {
+          const uint4 l = low[block], h = high[block];
+          multiply_fp4(acc[0], make_uint2(l.x, l.y), make_uint2(h.x, h.y), low_factor, high_factor,
+                       b);
+          multiply_fp4(acc[1], make_uint2(l.z, l.w), make_uint2(h.z, h.w), low_factor, high_factor,
+                       b + 8);
+        }
+
         if constexpr (L::kMany) {
           if (next_x != nullptr) load_x(block, next_x);
         }
@@ -827,7 +875,7 @@ struct Consumer {
 
   // Sixteen columns of the band (eight where it ends) of the shared expert, a part of I.
   LOWLAT_DEVICE bool run_shared_item(int part, int m) {
-    if (!barrier_wait(&r.barriers.band_full, 0, r.watch, kWeightsEvent)) return false;
+    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
     const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
                                 (16 * m + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
     const bool whole = 16 * m + 8 < L::kBandRows;
@@ -879,10 +927,10 @@ struct Consumer {
   }
 
   LOWLAT_DEVICE bool run_second() {
-    // `second` may lie over the partial sums: wait as if for both buffers.
-    for (int i = 0; i < 2; ++i, ++sums) {
-      if (sums >= 2 && !barrier_wait(&r.barriers.sums_empty[sums & 1], (sums / 2 - 1) & 1, r.watch,
-                                     kSumsEvent)) {
+    // `second` may lie over the partial sums: wait as if for every buffer.
+    for (int i = 0; i < L::kBuffers; ++i, ++sums) {
+      if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
+                                               (sums / L::kBuffers - 1) & 1, r.watch)) {
         return false;
       }
     }
@@ -891,7 +939,7 @@ struct Consumer {
     int item = warp;
     if (r.shared) {
       constexpr int kItems = L::kParts * L::kMTiles;
-      for (; item < kItems; item += kConsumers) {
+      for (; item < kItems; item += L::kConsumers) {
         if (!run_shared_item(item / L::kMTiles, item % L::kMTiles)) return false;
       }
       item -= kItems;
@@ -915,8 +963,7 @@ struct Consumer {
                                    part * L::kPartBlocks * 2 + t / 2;
       const int end = r.table.first[expert + 1];
       int first = r.table.first[expert];
-      if (!barrier_wait(&r.barriers.piece_full[piece], expert / L::kRingPieces & 1, r.watch,
-                        kWeightsEvent)) {
+      if (!barrier_wait(&r.barriers.piece_full[piece], expert / L::kRingPieces & 1, r.watch)) {
         return false;
       }
       for (;;) {
@@ -926,11 +973,11 @@ struct Consumer {
         const unsigned char* next = nullptr;
         if (next_first < end) {
           next = hidden_address(hidden_row(next_first, end - next_first), part);
-        } else if (item + kConsumers < num_items) {
-          const int next_expert = (item + kConsumers) / L::kParts;
+        } else if (item + L::kConsumers < num_items) {
+          const int next_expert = (item + L::kConsumers) / L::kParts;
           const int begin = r.table.first[next_expert];
           next = hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
-                                (item + kConsumers) % L::kParts);
+                                (item + L::kConsumers) % L::kParts);
         }
         float acc[L::kMTiles][4] = {};
 #pragma unroll
@@ -962,7 +1009,7 @@ struct Consumer {
       }
       __syncwarp();
       if (r.lane == 0) sm90::barrier_arrive(&r.barriers.piece_empty[piece]);
-      item += kConsumers;
+      item += L::kConsumers;
     }
     return true;
   }
@@ -976,14 +1023,14 @@ struct Consumer {
   LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule, TileScales& scales) {
     if constexpr (!L::kMany) load_group(0);
     bool going = !r.gates() || run_gate();
+    route(rule, sum_rule);  // every consumer comes to its barriers
+    make_table();
+    // The producer fetches the first experts meanwhile.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
       going = run_shared_tile(scales);
     }
-    route(rule, sum_rule);  // every consumer comes to its barriers
-    make_table();
-    return going && barrier_wait(&r.barriers.table, 0, r.watch, kTableEvent) && run_tiles() &&
-           run_second();
+    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };
 
@@ -1006,17 +1053,18 @@ struct Finisher {
   int sums = 0;
 
   LOWLAT_DEVICE bool wait_sums() const {
-    return barrier_wait(&r.barriers.sums_full[sums & 1], sums / 2 & 1, r.watch, kSumsEvent);
+    return barrier_wait(&r.barriers.sums_full[sums % L::kBuffers], sums / L::kBuffers & 1, r.watch);
   }
   LOWLAT_DEVICE void free_sums() {
     __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_empty[sums & 1]);
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_empty[sums % L::kBuffers]);
     ++sums;
   }
   // Sum over the slices of K of weight row `row` and a column, by warps `first` and on.
   template <int kCount>
   LOWLAT_DEVICE float slices(int row, int column, int first) const {
-    const float* src = r.partial(sums & 1) + (first * kColumns + column) * 2 * kTileRows + row;
+    const float* src =
+        r.partial(sums % L::kBuffers) + (first * kColumns + column) * 2 * kTileRows + row;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum += src[i * kColumns * 2 * kTileRows];
@@ -1040,7 +1088,7 @@ struct Finisher {
       const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
       float score = 0.0f;
       if (column < kColumns) {
-        score = stages::gate_score(slices<kConsumers>(row, column, 0), rule);
+        score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
       }
       free_sums();
       std::uint32_t words[3];
@@ -1062,7 +1110,7 @@ struct Finisher {
   template <bool kShared>
   LOWLAT_DEVICE void finish(int column, unsigned char* row, int tile) const {
     const int weight_row = r.lane % (2 * kTileRows), half = r.lane / (2 * kTileRows);
-    float sum = slices<kConsumers / 2>(weight_row, column, half * (kConsumers / 2));
+    float sum = slices<L::kConsumers / 2>(weight_row, column, half * (L::kConsumers / 2));
     sum += __shfl_xor_sync(plat::kAllLanes, sum, 2 * kTileRows);
     if constexpr (!kShared) sum *= static_cast<float>(1 << kFp4Shift);
     const float value = round_to_bf16(sum);
@@ -1092,7 +1140,7 @@ struct Finisher {
         free_sums();
       }
     }
-    if (!barrier_wait(&r.barriers.table, 0, r.watch, kTableEvent)) return false;
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     for (Steps<L> step(r); !step.done(); step.next()) {
       if (!wait_sums()) return false;
       for (int i = 0; i < step.num_pairs(); ++i) {
@@ -1133,7 +1181,7 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r) {
   const int lane = r.lane, warp = plat::thread_idx() / plat::kWarpLanes;
   const int num_values = a.rows * kRowValues;
   for (int begin = warp * kWarpValues; begin < num_values;
-       begin += kThreads / plat::kWarpLanes * kWarpValues) {
+       begin += L::kThreads / plat::kWarpLanes * kWarpValues) {
     const int i = begin + lane, row = i / kRowValues, n = i % kRowValues;
     const bool mine = lane < kWarpValues && i < num_values;
     float y = 0.0f;
@@ -1171,7 +1219,7 @@ struct Rules {
 };
 
 template <class L>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(L::kThreads, 1)
     moe_region_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules) {
   extern __shared__ __align__(128) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
@@ -1192,28 +1240,32 @@ __global__ void __launch_bounds__(kThreads, 1)
                  args.w.shared_w1.codes != nullptr,
                  0};
   r.with_more = r.shared ? L::kTiles % r.num_blocks : 0;
-  if (thread == 0) {
-    for (int i = 0; i < L::kRing; ++i) {
-      sm90::barrier_init(&barriers.full[i], 1);
-      sm90::barrier_init(&barriers.empty[i], kConsumers);
-    }
-    for (int i = 0; i < L::kRingPieces; ++i) {
-      sm90::barrier_init(&barriers.piece_full[i], 1);
-      sm90::barrier_init(&barriers.piece_empty[i], L::kParts);
-    }
-    for (int i = 0; i < 2; ++i) {
-      sm90::barrier_init(&barriers.sums_full[i], kConsumers);
-      sm90::barrier_init(&barriers.sums_empty[i], 1);
-    }
+  // A thread a barrier.
+  constexpr int kSlotBarriers = 2 * L::kRing, kPieceBarriers = 2 * L::kRingPieces;
+  if (thread < kSlotBarriers) {
+    const int i = thread / 2;
+    sm90::barrier_init(thread % 2 ? &barriers.empty[i] : &barriers.full[i],
+                       thread % 2 ? L::kConsumers : 1);
+  } else if (thread < kSlotBarriers + kPieceBarriers) {
+    const int i = (thread - kSlotBarriers) / 2;
+    sm90::barrier_init(thread % 2 ? &barriers.piece_empty[i] : &barriers.piece_full[i],
+                       thread % 2 ? L::kParts : 1);
+  } else if (thread < kSlotBarriers + kPieceBarriers + 2 * L::kBuffers) {
+    const int i = (thread - kSlotBarriers - kPieceBarriers) / 2;
+    sm90::barrier_init(thread % 2 ? &barriers.sums_empty[i] : &barriers.sums_full[i],
+                       thread % 2 ? 1 : L::kConsumers);
+  } else if (thread == L::kThreads - 1) {
     sm90::barrier_init(&barriers.band_full, 1);
-    sm90::barrier_init(&barriers.table, kConsumers);
+    sm90::barrier_init(&barriers.table, L::kConsumers);
     table.stop = 0;
-    sm90::fence_barrier_init();
   }
-  for (int i = thread; i < L::kExperts / 32; i += kThreads) table.chosen[i] = 0;
-  for (int i = thread; i < L::kMaxPairs; i += kThreads) table.ids[i] = kNobody;
+  sm90::fence_barrier_init();
+  static_assert(kSlotBarriers + kPieceBarriers + 2 * L::kBuffers < L::kThreads);
+
+  for (int i = thread; i < L::kExperts / 32; i += L::kThreads) table.chosen[i] = 0;
+  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.ids[i] = kNobody;
   if constexpr (!L::kMany) {
-    for (int i = thread; i < L::kMaxPairs; i += kThreads) table.rows_of[i] = 0;
+    for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.rows_of[i] = 0;
   }
   plat::block_sync();
 
@@ -1222,9 +1274,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   typename Consumer<L>::TileScales scales = {};
   bool going = true;
   // Weights first; everything else has to wait for what came before.
-  if (warp == kProducer) {
+  if (warp == L::kProducer) {
     going = producer.run_early();
-  } else if (warp == kFinisher) {
+  } else if (warp == L::kFinisher) {
     load_band_scales(r);
   } else {
     consumer.run_early(scales);
@@ -1236,9 +1288,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.fault.abort_words != nullptr) {
     r.watch.abort_word = args.fault.abort_words[args.fault.tp_rank];
   }
-  if (warp == kProducer) {
+  if (warp == L::kProducer) {
     if (going) producer.run_routed();
-  } else if (warp == kFinisher) {
+  } else if (warp == L::kFinisher) {
     Finisher<L> finisher = {r};
     finisher.run(rules.rule);
   } else {
@@ -1251,7 +1303,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }
-  if (warp == kProducer) producer.drain();
+  if (warp == L::kProducer) producer.drain();
   if (thread == 0 && args.fault.abort_words != nullptr) {
     const stages::FaultPort port = {args.fault.abort_words,
                                     static_cast<stages::StatusWords*>(args.fault.status),

@@ -19,8 +19,8 @@
 //                 consumers' wait acquires them. empty[s]  one arrival a consuming warp, after its
 //                 last read; the producer's wait before it copies into slot s again. Parity of the
 //                 n-th use of a slot is n & 1 for full, and a producer skips the first wait.
-//                 late   every wait goes through Watch: at its deadline, or when another wait of
-//                 the block or a peer's abort word ended, all roles leave.
+//                 late   every wait goes through Watch: when one for another block or rank is late,
+//                 or a peer's abort word is up, all roles leave.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,17 +38,23 @@ namespace lowlat::nvidia::fused {
 // Why a wait of this block ended without its event; 0: none did.
 enum class Stop : std::uint32_t { none = 0, expired = 1, aborted = 2 };
 
-// The block's one deadline. `stop` is a word of shared memory, 0 at the start.
+// The block's one deadline, and its end of work. Waits for other blocks or ranks look at the clock
+// and at the abort word; waits inside the block (mbarriers) end because those do, and because a
+// copy that was begun lands: they look at `stop` alone, which keeps the loops that wait short.
 struct Watch {
   std::uint64_t deadline_ns;
-  std::uint32_t* stop;
+  std::uint32_t* stop;              // shared memory, 0 at the start
   const std::uint32_t* abort_word;  // of this rank, in global memory, or nullptr
 
-  // Called by a wait that has just failed: true when it has to end. `event` (not 0) is stored with
-  // the first reason, as reason << 28 | event, so that a report can name what did not arrive.
+  LOWLAT_DEVICE bool stopped() const {
+    const volatile std::uint32_t* word = stop;
+    return *word != 0;
+  }
+  // Called by a wait for others that has just failed: true when it has to end. `event` (not 0) is
+  // stored with the first reason, as reason << 28 | event, so that a report can name what did not
+  // arrive.
   LOWLAT_DEVICE bool ended(std::uint32_t event) const {
-    volatile std::uint32_t* word = stop;
-    if (*word != 0) return true;
+    if (stopped()) return true;
     Stop why = Stop::none;
     if (abort_word != nullptr) {
       std::uint32_t raised;
@@ -62,14 +68,13 @@ struct Watch {
   }
 };
 
-// Tries between two looks at the clock and the abort word, which take a microsecond themselves.
+// Tries between two looks: at the clock and the abort word a look takes a microsecond itself.
 inline constexpr int kTriesPerLook = 64;
 
 // Waits for a barrier's phase of this parity. False: the block has to leave.
-LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, const Watch& watch,
-                                std::uint32_t event) {
-  for (int tries = 1; !sm90::barrier_try_wait(barrier, parity); ++tries) {
-    if (tries % kTriesPerLook == 0 && watch.ended(event)) return false;
+LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, const Watch& watch) {
+  while (!sm90::barrier_try_wait(barrier, parity)) {
+    if (watch.stopped()) return false;
   }
   return true;
 }
