@@ -926,7 +926,32 @@ struct Consumer {
     out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
   }
 
+  // acc += sixteen columns (eight when not kWhole) times an expert's rows of h; `next`: from where
+  // h is loaded anew, block by block, or nullptr.
+  template <bool kWhole>
+  LOWLAT_DEVICE void multiply_second(float (&acc)[4], Hidden& h, std::uint32_t codes,
+                                     std::uint32_t scales, int m, const unsigned char* next) const {
+    const std::uint32_t code = codes + 16 * m * L::kInnerRow;
+    const std::uint32_t scale = scales + 16 * m * L::kInnerScaleRow;
+#pragma unroll
+    for (int block = 0; block < L::kPartBlocks; ++block) {
+      std::uint32_t b[8];
+      unpack(h, block, b);
+      const uint2 low = smem_load8(code + block * 32);
+      const std::uint32_t low_factor = fp4_factor(smem_load1(scale + block * 2));
+      uint2 high = {};
+      std::uint32_t high_factor = 0;
+      if constexpr (kWhole) {
+        high = smem_load8(code + 8 * L::kInnerRow + block * 32);
+        high_factor = fp4_factor(smem_load1(scale + 8 * L::kInnerScaleRow + block * 2));
+      }
+      multiply_fp4(acc, low, high, low_factor, high_factor, b);
+      if (next != nullptr) load_hidden(h, block, next);
+    }
+  }
+
   LOWLAT_DEVICE bool run_second() {
+    constexpr float kFactor = 1 << kFp4Shift;
     // `second` may lie over the partial sums: wait as if for every buffer.
     for (int i = 0; i < L::kBuffers; ++i, ++sums) {
       if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
@@ -979,30 +1004,19 @@ struct Consumer {
           next = hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
                                 (item + L::kConsumers) % L::kParts);
         }
-        float acc[L::kMTiles][4] = {};
-#pragma unroll
-        for (int block = 0; block < L::kPartBlocks; ++block) {
-          std::uint32_t b[8];
-          unpack(h, block, b);
-#pragma unroll
-          for (int m = 0; m < L::kMTiles; ++m) {
-            uint2 tile[2] = {};
-            std::uint32_t factor[2] = {};
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int n = 16 * m + 8 * half;
-              if (n >= L::kBandRows) continue;
-              tile[half] = smem_load8(codes + n * L::kInnerRow + block * 32);
-              factor[half] = fp4_factor(smem_load1(scales + n * L::kInnerScaleRow + block * 2));
-            }
-            multiply_fp4(acc[m], tile[0], tile[1], factor[0], factor[1], b);
-          }
-          if (next != nullptr) load_hidden(h, block, next);
+        // Sixteen columns at a time, by one piece of code; the last fetch the next columns' h.
+        constexpr int kLast = L::kMTiles - 1;
+        constexpr bool kWhole = L::kBandRows % 16 == 0;
+#pragma unroll 1
+        for (int m = 0; m < kLast; ++m) {
+          float acc[4] = {};
+          multiply_second<true>(acc, h, codes, scales, m, nullptr);
+          store_second(acc, m, part, first, count, kFactor);
         }
-#pragma unroll
-        for (int m = 0; m < L::kMTiles; ++m) {
-          store_second(acc[m], m, part, first, count, static_cast<float>(1 << kFp4Shift));
-        }
+        float acc[4] = {};
+        multiply_second<kWhole>(acc, h, codes, scales, kLast, next);
+        store_second(acc, kLast, part, first, count, kFactor);
+
         address = next;
         if (next_first >= end) break;
         first = next_first;
