@@ -74,7 +74,12 @@ template <class S, bool kMany_, int kConsumers_>
 struct Layout {
   static constexpr int kConsumers = kConsumers_;  // warps
   static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
-  static constexpr int kThreads = (kConsumers + 2) * plat::kWarpLanes;
+  // Two warps more than have a role: registers are given by groups of four warps.
+  static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
+  static constexpr int kConsumerRegisters =
+      (kLaunchRegisters + (kLaunchRegisters - kOtherRegisters) * 4 / kConsumers) / 8 * 8;
+  static_assert(kConsumers % 4 == 0);
   static constexpr bool kMany = kMany_;
   static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
   static constexpr int kExperts = S::kNumExperts, kSlots = S::kExpertsPerToken;
@@ -1292,7 +1297,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     going = producer.run_early();
   } else if (warp == L::kFinisher) {
     load_band_scales(r);
-  } else {
+  } else if (warp < L::kConsumers) {
     consumer.run_early(scales);
   }
   sm90::wait_for_predecessors();
@@ -1302,13 +1307,17 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   if (args.fault.abort_words != nullptr) {
     r.watch.abort_word = args.fault.abort_words[args.fault.tp_rank];
   }
-  if (warp == L::kProducer) {
-    if (going) producer.run_routed();
-  } else if (warp == L::kFinisher) {
-    Finisher<L> finisher = {r};
-    finisher.run(rules.rule);
-  } else {
+  if (warp < L::kConsumers) {
+    sm90::more_registers<L::kConsumerRegisters>();
     consumer.run(rules.rule, rules.sum_rule, scales);
+  } else {
+    sm90::fewer_registers<L::kOtherRegisters>();
+    if (warp == L::kProducer) {
+      if (going) producer.run_routed();
+    } else if (warp == L::kFinisher) {
+      Finisher<L> finisher = {r};
+      finisher.run(rules.rule);
+    }
   }
   plat::block_sync();
   if (table.stop == 0) {

@@ -116,6 +116,26 @@ LOWLAT_DEVICE void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// ---------------------------------------------------------------- registers
+
+// From here on a thread of this group of four warps (128 threads, all call) has kCount registers, a
+// multiple of 8: what `fewer` gives back, `more` waits for and takes. Parts that lack the
+// instruction keep what the launch gave.
+template <int kCount>
+LOWLAT_DEVICE void more_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM103_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+LOWLAT_DEVICE void fewer_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM103_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
 // ---------------------------------------------------------------- products
 
 // d[16, 8] += a[16, 16] b[16, 8], bf16 in, fp32 sums; a warp calls. With lane = 4 g + t:
