@@ -51,22 +51,52 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, args, rules);
 }
 
-// Warps that multiply.
-constexpr int kFewConsumers = 8, kManyConsumers = 16;
+// Warps that multiply, where rows are few: slices of 256 columns, so that x takes 32 registers.
+template <class S>
+constexpr int kFewConsumers = S::kHidden / 256;
+// Up to so many rows, several launches of eight rows beat one that gathers rows (docs/bench): they
+// read some experts twice, and the few experts that rows share do not pay for the gathering yet.
+constexpr int kSplitRows = 24;
+// Otherwise x comes anew with every expert: few warps with much in flight each.
+constexpr int kManyConsumers = 8;
 
 // The two kernels of a shape: up to 8 rows, and up to 64. Their workspaces lie one after the other.
 template <class S>
 struct Instances {
-  using Few = moe::Layout<S, false, kFewConsumers>;
+  using Few = moe::Layout<S, false, kFewConsumers<S>>;
   using Many = moe::Layout<S, true, kManyConsumers>;
   static constexpr std::size_t kManyOffset = (Few::kWorkspaceBytes + 255) / 256 * 256;
   static constexpr std::size_t kBytes = kManyOffset + Many::kWorkspaceBytes;
 
   static cudaError_t run(MoeArgs args, const moe::Rules& rules, cudaStream_t stream,
                          bool overlapped) {
-    if (args.rows <= Few::kMaxRows) return launch<Few>(args, rules, stream, overlapped);
+    if (args.rows <= kSplitRows) return split(args, rules, stream, overlapped);
     args.workspace = static_cast<unsigned char*>(args.workspace) + kManyOffset;
     return launch<Many>(args, rules, stream, overlapped);
+  }
+  // Launches of at most eight rows, as equal as can be.
+  static cudaError_t split(const MoeArgs& args, moe::Rules rules, cudaStream_t stream,
+                           bool overlapped) {
+    const int parts = (args.rows + Few::kMaxRows - 1) / Few::kMaxRows;
+    const int part_rows = (args.rows + parts - 1) / parts;
+    for (int row = 0; row < args.rows; row += part_rows) {
+      MoeArgs part = args;
+      part.rows = args.rows - row < part_rows ? args.rows - row : part_rows;
+      const auto skip = [row](auto*& pointer, int width) {
+        if (pointer != nullptr) pointer += static_cast<std::size_t>(row) * width;
+      };
+      skip(part.x, Few::kHidden);
+      skip(part.image_rows, 1);
+      skip(part.ids, Few::kSlots);
+      skip(part.weights, Few::kSlots);
+      skip(part.out_ids, Few::kSlots);
+      skip(part.out_weights, Few::kSlots);
+      skip(part.out, Few::kHidden);
+      rules.first_row = row;
+      const cudaError_t status = launch<Few>(part, rules, stream, overlapped || row > 0);
+      if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
   }
   static cudaError_t init(void* workspace, cudaStream_t stream) {
     auto* bytes = static_cast<unsigned char*>(workspace);
@@ -119,7 +149,7 @@ int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool ov
   // V4's router divides by 1 where a sum is 0; a hash layer's and V4.1's target add 1e-20.
   const bool target = !v4 || args.routing == MoeRouting::table;
   const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
-                            target ? stages::GateSum::target : stages::GateSum::draft};
+                            target ? stages::GateSum::target : stages::GateSum::draft, 0};
   return with_shape(shape, [&](auto instances) {
     return static_cast<int>(
         instances.run(args, rules, static_cast<cudaStream_t>(stream), overlapped));

@@ -124,7 +124,7 @@ struct Layout {
 
   // Shared memory, in bytes from its start.
   static constexpr int kPartialBytes = kConsumers * kColumns * 2 * kTileRows * 4;
-  static constexpr int kBuffers = 32 / kConsumers;          // of partial sums
+  static constexpr int kBuffers = kConsumers < 16 ? 4 : 2;  // of partial sums
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
   static constexpr int kSecondFloats = kParts * kSecondRows * kBandRows;
   static constexpr int kSumsBytes = kMany || kBuffers * kPartialBytes > kSecondFloats * 4
@@ -1177,7 +1177,7 @@ struct Finisher {
 
 // All threads, after the block's sync: y of the band, stored and published.
 template <class L>
-LOWLAT_DEVICE void finish_band(const Region<L>& r) {
+LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
   const MoeArgs& a = r.a;
   const float* second = r.second();
   const stages::FaultPort fault = {a.fault.abort_words,
@@ -1225,7 +1225,8 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r) {
                                     __float_as_uint(__shfl_down_sync(plat::kAllLanes, y, 2))};
     if (a.boxes.outboxes != nullptr && mine && lane % 3 == 0) {
       const std::int64_t packet =
-          (static_cast<std::int64_t>(row) * kBands + r.block_idx) * L::kPacketsPerBand + n / 3;
+          (static_cast<std::int64_t>(first_row + row) * kBands + r.block_idx) * L::kPacketsPerBand +
+          n / 3;
       stages::publish_packet(port, epoch, packet, words);
     }
   }
@@ -1235,6 +1236,7 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r) {
 struct Rules {
   stages::GateRule rule;
   stages::GateSum sum_rule;
+  std::int32_t first_row;  // of the published packets: rows may be split over launches
 };
 
 template <class L>
@@ -1322,7 +1324,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   plat::block_sync();
   if (table.stop == 0) {
     sm90::launch_dependents();
-    if (r.block_idx < kBands) finish_band(r);
+    if (r.block_idx < kBands) finish_band(r, rules.first_row);
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }
@@ -1333,7 +1335,12 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                                     args.fault.tp_rank, args.fault.tp_size, args.fault.budget_ns};
     const std::uint32_t event = table.stop & 0xffffu;
     if (table.stop >> 28 == static_cast<std::uint32_t>(Stop::aborted)) {
-      stages::note_abort(port, event, stages::StageId::moe_sum, r.epoch);
+      // Another block of this rank has already said why.
+      const std::uint32_t reason =
+          plat::load_acquire<plat::Scope::system>(args.fault.abort_words[args.fault.tp_rank]);
+      if (reason != 1u + static_cast<std::uint32_t>(args.fault.tp_rank)) {
+        stages::note_abort(port, event, stages::StageId::moe_sum, r.epoch);
+      }
     } else {
       stages::raise_fault(port, event, stages::StageId::moe_sum, args.fault.tp_rank, r.epoch);
     }
