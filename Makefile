@@ -3,7 +3,8 @@
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
 #   make test-deep   the same, longer, under sanitizers and the model checker
 #   make tidy        format, lints, tests about the tree
-#   make setup build golden header gpu-test clean
+#   make gpu-test    on a machine with a GPU: what needs one
+#   make setup build golden header clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
 # by lock file and compiler, for machines that build many clones (CI).
@@ -83,8 +84,8 @@ golden: build
 header:
 	cargo run -q --locked -p lowlat-capi --example make_header
 
-gpu-test:
-	@echo "no GPU tests: this version has kernels for the platform scalar (CPU) only"; exit 1
+gpu-test: build
+	@$(BIN)/python tests/gpu/run.py --build-dir $(BUILD)
 
 clean:
 	rm -rf build target out .venv

@@ -127,7 +127,6 @@ double read_rate() {
     });
     best = std::max(best, kBytes / us.median * 1e6);
   }
-  CUDA(cudaFree(buffer.data));
   return best;
 }
 
@@ -184,9 +183,6 @@ int main(int argc, char** argv) {
           time_case(layer, num, region, rate);
         }
       }
-    }
-    for (const Drawn* drawn : {&layer.w1, &layer.w3, &layer.w2}) {
-      CUDA(cudaFree(drawn->buffer.data));
     }
   };
   if (v41) run(dims<Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));

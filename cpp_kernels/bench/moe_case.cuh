@@ -70,10 +70,12 @@ inline float draw_normal(std::uint32_t seed, std::uint64_t i) {
 }
 inline std::uint16_t bf16(float v) { return lowlat::reference::to_bf16(v); }
 
-struct Buffer {  // device memory of the whole run
+struct Buffer {  // device memory
   std::uint8_t* data = nullptr;
   std::size_t bytes = 0;
   explicit Buffer(std::size_t n) : bytes(n) { CUDA(cudaMalloc(&data, n)); }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { cudaFree(data); }
   template <class T>
   T* as() const {
     return reinterpret_cast<T*>(data);

@@ -5,6 +5,9 @@
 # includes. When it holds the marker LOWLAT_PLANT, a second build with -DLOWLAT_PLANT=1 must be
 # caught by the sanitizer: <name>_planted.
 #
+# A test of the platform emu that names LOWLAT_EMU_WARP_LANES is built a second time for warps of 64
+# lanes: <name>_64.
+#
 # Where cargo is found: tests/cpp/capi_*.c and .cpp are programs over the dispatcher's C face, and
 # the engine's Rust tests run with the kernel library that was built here (label "rust").
 set(_tests_dir ${CMAKE_CURRENT_SOURCE_DIR}/tests/cpp)
@@ -91,12 +94,24 @@ foreach(_source IN LISTS _test_sources)
       endif()
     endforeach()
   else()
-    lowlat_test_program(${_target} ${_name} ${_tests_dir}/${_source})
-    if(LOWLAT_HAVE_KERNELS)
-      target_link_libraries(${_target} PRIVATE lowlat_kernels_inner)
+    set(_suffixes "-")
+    file(STRINGS ${_tests_dir}/${_source} _lanes REGEX "LOWLAT_EMU_WARP_LANES")
+    if(_lanes)
+      list(APPEND _suffixes _64)
     endif()
-    add_test(NAME ${_name} COMMAND ${_target})
-    set_tests_properties(${_name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT ${_budget_s})
+    foreach(_suffix IN LISTS _suffixes)
+      string(REPLACE "-" "" _suffix ${_suffix})
+      lowlat_test_program(${_target}${_suffix} ${_name}${_suffix} ${_tests_dir}/${_source})
+      if(_suffix)
+        target_compile_definitions(${_target}${_suffix} PRIVATE LOWLAT_EMU_WARP_LANES=64)
+      endif()
+      if(LOWLAT_HAVE_KERNELS)
+        target_link_libraries(${_target}${_suffix} PRIVATE lowlat_kernels_inner)
+      endif()
+      add_test(NAME ${_name}${_suffix} COMMAND ${_target}${_suffix})
+      set_tests_properties(${_name}${_suffix} PROPERTIES
+        SKIP_RETURN_CODE 77 TIMEOUT ${_budget_s})
+    endforeach()
   endif()
 endforeach()
 

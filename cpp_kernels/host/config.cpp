@@ -157,7 +157,7 @@ class Reasons {
 
   void engram() {
     range(c_.num_engrams, 0, v4_ ? 0 : LOWLAT_MAX_ENGRAMS, "num_engrams");
-    if (c_.num_engrams <= 0 || c_.num_engrams > LOWLAT_MAX_ENGRAMS) return;
+    if (v4_ || c_.num_engrams <= 0 || c_.num_engrams > LOWLAT_MAX_ENGRAMS) return;
     multiple(c_.engram_head_dim, 32, "engram_head_dim");
     range(c_.engram_head_dim, 32, kMost, "engram_head_dim");
     multiple(shape::kEngramColumns, c_.tp_size,

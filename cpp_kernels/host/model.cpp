@@ -1,5 +1,6 @@
 #include "host/model.hpp"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
@@ -285,7 +286,9 @@ void Model::check_step(const lowlat_step& step, Schedule schedule) const {
   }
   if (step.page_table_stride < 1) throw invalid("page_table_stride must be above 0");
   const std::int64_t slots = std::int64_t{s.kNumPages} * s.kPageSize;
-  const std::int64_t positions = std::int64_t{step.page_table_stride} * s.kPageSize;
+  // No request has more tokens than the cache, whatever its page table repeats.
+  const std::int64_t positions =
+      std::min(step.page_table_stride, s.kNumPages) * std::int64_t{s.kPageSize};
   require_values(step.token_ids, step.num_rows, 0, s.kVocab - 1, "token_ids");
   require_values(step.positions, step.num_rows, 0,
                  (positions < config_.max_positions ? positions : config_.max_positions) - 1,
@@ -297,10 +300,17 @@ void Model::check_step(const lowlat_step& step, Schedule schedule) const {
   require_values(step.history, s.kNumEngrams > 0 ? 3 * std::int64_t{step.batch_size} : 0, 0,
                  s.kVocab - 1, "history");
   require_values(step.state_slots, step.batch_size, 0, s.kMaxBatch - 1, "state_slots");
-  for (int t = 1; t < step.num_rows; ++t) {
-    const bool same = step.request_idx[t] == step.request_idx[t - 1];
-    if (step.request_idx[t] < step.request_idx[t - 1] ||
-        (same && step.slots[t] >= 0 && step.positions[t] != step.positions[t - 1] + 1)) {
+  int first = -1;  // row with a slot of the request that is looked at
+  for (int t = 0; t < step.num_rows; ++t) {
+    const bool same = t > 0 && step.request_idx[t] == step.request_idx[t - 1];
+    if (!same) first = -1;
+    bool ascends = same || t == 0 || step.request_idx[t] > step.request_idx[t - 1];
+    if (step.slots[t] >= 0) {
+      ascends &= !same || step.positions[t] == step.positions[t - 1] + 1;
+      ascends &= first < 0 || step.positions[t] - step.positions[first] == t - first;
+      if (first < 0) first = t;
+    }
+    if (!ascends) {
       throw invalid("row " + std::to_string(t) +
                     ": a request's rows must be consecutive and their positions ascend by one");
     }

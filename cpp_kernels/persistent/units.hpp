@@ -83,8 +83,8 @@ struct RequestIndexRows {
   }
 };
 
-// visit(request, begin, end) of each request: its rows begin .. end - 1 of the step, without padding
-// before and behind. Requests that only pad are not visited.
+// visit(request, begin, end) of each request: its rows begin .. end - 1 of the step, without the
+// padding before and behind. Requests that only pad are not visited.
 template <class Visit>
 inline void for_each_request(const Rows& rows, Visit&& visit) {
   for (int t = 0; t < rows.num_rows;) {
@@ -409,7 +409,7 @@ inline void pool_entries(Rank& rank, const Rows& rows, const CompressorWeights& 
   });
 }
 
-// Layers that own a compressed pool, V4: entries, at ratio 4 the index keys too.
+// V4's layers that own a compressed pool: entries, at ratio 4 the index keys too.
 inline void write_pooled(Rank& rank, const Rows& rows, const LayerCall& call) {
   const auto& s = rank.shape;
   Buffers& b = rank.buffers;
@@ -440,7 +440,7 @@ inline void write_pooled(Rank& rank, const Rows& rows, const LayerCall& call) {
                });
 }
 
-// Layers that own a compressed pool, V4.1: projections, pooling, latent, entry, index key.
+// V4.1's layers that own a compressed pool: projections, pooling, latent, entry, index key.
 inline void write_latents(Rank& rank, const Rows& rows, const LayerCall& call) {
   const auto& s = rank.shape;
   Buffers& b = rank.buffers;
@@ -494,6 +494,7 @@ inline void write_latents(Rank& rank, const Rows& rows, const LayerCall& call) {
   }
 }
 
+// Entries and index keys of the rows that complete one, where a layer owns the pool.
 inline void write_compressed(Rank& rank, const Rows& rows, const LayerCall& call) {
   if (rank.rules->pooled_keys) {
     write_pooled(rank, rows, call);
@@ -779,8 +780,8 @@ inline void moe_row(Rank& rank, const LayerCall& call, int row_idx, float* out) 
 
 // ------------------------------------------------------------------ draft
 
-// features[t][which] of a target's rows: the mean of the streams, where the draft wants them as they
-// enter layer `layer_idx` (kNumLayers: as they leave the last).
+// features[t][which] of a target's rows: the mean of the streams, where the draft wants them as
+// they enter layer `layer_idx` (kNumLayers: as they leave the last).
 inline void take_features(Rank& rank, const Rows& rows, int layer_idx) {
   const auto& s = rank.shape;
   for (int which = 0; which < s.kNumDraftStages; ++which) {

@@ -1,15 +1,28 @@
 // platform/contract.hpp: what every platform must offer. Include a platform, then this file: it
 // fails to compile when a name is missing or has another type.
 //
-//   LOWLAT_DEVICE              before every function that runs on the platform
-//   LOWLAT_TABLE               before a constant that such a function indexes
-//   kName, kWarpLanes          the platform's word; lanes of a warp
-//   Block<N>::kNumThreads      threads of a block that was launched with N
-//   thread_idx, block_sync     place in the block; barrier and memory order inside the block
-//   warp_sum, warp_max         over the lanes of a warp, in every lane; all lanes call
-//   fma .. copysign            fp32; fma is one rounding, the others are rounded once
+//   LOWLAT_DEVICE, LOWLAT_TABLE   before a device function; before a table of constants
+//   LOWLAT_SHARED(type, name)  in a kernel: declares `name`, one object a block, uninitialised;
+//                              `type` is a name, of an array too
+//   kName, kWarpLanes          the platform's word; lanes of a warp: 1, 32 or 64
+//   Block<N>::kNumThreads      threads of a block that was launched with N, a multiple of the warp
+//   thread_idx                 place in the block; thread_idx() / kWarpLanes is the warp
+//   block_sync, block_any      barrier and memory order inside the block; the same, and true in
+//                              every thread when one said true. All threads call.
+//   warp_sync                  barrier and memory order among the lanes of a warp
+//   warp_sum, warp_max         over the lanes, in every lane. The sum is a butterfly (distances
+//                              half a warp .. 1), so all lanes get the same bits; the maximum
+//                              leaves a NaN out. No memory order; all lanes call, as below.
+//   warp_shuffle               v of the lane that is asked for, which may differ by lane
+//   warp_shuffle_xor           v of the lane at (own lane ^ mask)
+//   warp_ballot                bit i: what lane i said; bits past the warp are 0
+//   popcount                   of 64 bits
+//   fma .. copysign            fp32; fma is one rounding, the others are rounded once, and a
+//                              product and a sum in the source stay two roundings. max and min are
+//                              a > b ? a : b and a < b ? a : b: with a NaN they give b.
 //   float_bits, bits_float     reinterpretation
 //   Scope, load_acquire, store_release   memory order, with the scope in full
+//   atomic_add, atomic_cas     relaxed; give the value before
 //   TaggedWords, kTaggedPayload, store_tagged, load_tagged   payload and epoch as one access
 //   spin_pause, clock_ns       every spin calls the first; a monotonic clock
 #pragma once
@@ -17,20 +30,30 @@
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before the contract"
 #endif
-#if !defined(LOWLAT_DEVICE) || !defined(LOWLAT_TABLE)
-#error "the platform does not say how functions and tables are declared"
-#endif
 
 #include <concepts>
 #include <cstdint>
 
+#if !defined(LOWLAT_DEVICE) || !defined(LOWLAT_TABLE) || !defined(LOWLAT_SHARED)
+#error "the platform lacks LOWLAT_DEVICE, LOWLAT_TABLE or LOWLAT_SHARED"
+#endif
+
 namespace lowlat::LOWLAT_PLATFORM::plat {
 
-static_assert(kWarpLanes >= 1 && Block<256>::kNumThreads >= 1 && kTaggedPayload >= 1);
+static_assert(kWarpLanes == 1 || kWarpLanes == 32 || kWarpLanes == 64);
+static_assert(Block<256>::kNumThreads % kWarpLanes == 0 && kTaggedPayload >= 1);
 static_assert(std::same_as<decltype(thread_idx()), int>);
 static_assert(std::same_as<decltype(block_sync()), void>);
+static_assert(std::same_as<decltype(block_any(false)), bool>);
+static_assert(std::same_as<decltype(warp_sync()), void>);
 static_assert(std::same_as<decltype(warp_sum(0.0f)), float>);
 static_assert(std::same_as<decltype(warp_max(0.0f)), float>);
+static_assert(std::same_as<decltype(warp_shuffle(0.0f, 0)), float>);
+static_assert(std::same_as<decltype(warp_shuffle(0u, 0)), std::uint32_t>);
+static_assert(std::same_as<decltype(warp_shuffle_xor(0.0f, 1)), float>);
+static_assert(std::same_as<decltype(warp_shuffle_xor(0u, 1)), std::uint32_t>);
+static_assert(std::same_as<decltype(warp_ballot(false)), std::uint64_t>);
+static_assert(std::same_as<decltype(plat::popcount(std::uint64_t{0})), int>);
 static_assert(std::same_as<decltype(fma(0.0f, 0.0f, 0.0f)), float>);
 static_assert(std::same_as<decltype(rsqrt(0.0f)), float>);
 static_assert(std::same_as<decltype(plat::sqrt(0.0f)), float>);
@@ -52,6 +75,12 @@ static_assert(
 static_assert(
     std::same_as<decltype(store_release<Scope::device>(static_cast<std::uint32_t*>(nullptr), 0u)),
                  void>);
+static_assert(
+    std::same_as<decltype(atomic_add<Scope::block>(static_cast<std::uint32_t*>(nullptr), 0u)),
+                 std::uint32_t>);
+static_assert(
+    std::same_as<decltype(atomic_cas<Scope::device>(static_cast<std::uint32_t*>(nullptr), 0u, 0u)),
+                 std::uint32_t>);
 static_assert(std::same_as<decltype(spin_pause()), void>);
 static_assert(std::same_as<decltype(clock_ns()), std::uint64_t>);
 static_assert(Scope::block != Scope::device && Scope::device != Scope::system);

@@ -19,6 +19,7 @@
 // A constant that device code indexes at run time: internal linkage, because an object file holds
 // its own copy of device memory.
 #define LOWLAT_TABLE static __device__ constexpr
+#define LOWLAT_SHARED(type, name) __shared__ type name
 
 namespace lowlat::nvidia::plat {
 
@@ -35,20 +36,33 @@ inline constexpr unsigned kAllLanes = 0xffff'ffffu;
 
 LOWLAT_DEVICE int thread_idx() { return static_cast<int>(threadIdx.x); }
 LOWLAT_DEVICE void block_sync() { __syncthreads(); }
-// Butterflies: every lane adds in the same tree, so all get the same bits.
+LOWLAT_DEVICE bool block_any(bool mine) { return __syncthreads_or(mine ? 1 : 0) != 0; }
+LOWLAT_DEVICE void warp_sync() { __syncwarp(); }
+LOWLAT_DEVICE float warp_shuffle(float v, int lane) { return __shfl_sync(kAllLanes, v, lane); }
+LOWLAT_DEVICE std::uint32_t warp_shuffle(std::uint32_t v, int lane) {
+  return __shfl_sync(kAllLanes, v, lane);
+}
+LOWLAT_DEVICE float warp_shuffle_xor(float v, int mask) {
+  return __shfl_xor_sync(kAllLanes, v, mask);
+}
+LOWLAT_DEVICE std::uint32_t warp_shuffle_xor(std::uint32_t v, int mask) {
+  return __shfl_xor_sync(kAllLanes, v, mask);
+}
 LOWLAT_DEVICE float warp_sum(float v) {
 #pragma unroll
-  for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) v += __shfl_xor_sync(kAllLanes, v, mask);
+  for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) v += warp_shuffle_xor(v, mask);
   return v;
 }
 LOWLAT_DEVICE float warp_max(float v) {
 #pragma unroll
   for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) {
-    const float other = __shfl_xor_sync(kAllLanes, v, mask);
-    v = v > other ? v : other;
+    const float other = warp_shuffle_xor(v, mask);
+    v = v != v || other > v ? other : v;
   }
   return v;
 }
+LOWLAT_DEVICE std::uint64_t warp_ballot(bool mine) { return __ballot_sync(kAllLanes, mine); }
+LOWLAT_DEVICE int popcount(std::uint64_t bits) { return __popcll(bits); }
 
 LOWLAT_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 LOWLAT_DEVICE float rsqrt(float v) { return __fdiv_rn(1.0f, __fsqrt_rn(v)); }
@@ -89,6 +103,28 @@ LOWLAT_DEVICE void store_release(std::uint32_t* word, std::uint32_t value) {
     asm volatile("st.release.gpu.b32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
   } else {
     asm volatile("st.release.sys.b32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+  }
+}
+
+template <Scope kScope>
+LOWLAT_DEVICE std::uint32_t atomic_add(std::uint32_t* word, std::uint32_t value) {
+  if constexpr (kScope == Scope::block) {
+    return atomicAdd_block(word, value);
+  } else if constexpr (kScope == Scope::device) {
+    return atomicAdd(word, value);
+  } else {
+    return atomicAdd_system(word, value);
+  }
+}
+template <Scope kScope>
+LOWLAT_DEVICE std::uint32_t atomic_cas(std::uint32_t* word, std::uint32_t expected,
+                                       std::uint32_t desired) {
+  if constexpr (kScope == Scope::block) {
+    return atomicCAS_block(word, expected, desired);
+  } else if constexpr (kScope == Scope::device) {
+    return atomicCAS(word, expected, desired);
+  } else {
+    return atomicCAS_system(word, expected, desired);
   }
 }
 

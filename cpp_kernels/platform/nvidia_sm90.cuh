@@ -139,7 +139,7 @@ LOWLAT_DEVICE void fewer_registers() {
 // ---------------------------------------------------------------- products
 
 // d[16, 8] += a[16, 16] b[16, 8], bf16 in, fp32 sums; a warp calls. With lane = 4 g + t:
-//   a[0] = (row g, k 2t 2t+1)  a[1] = (row g + 8, same k)  a[2] = (row g, k + 8)  a[3] = (g + 8, +8)
+//   a[0] = (row g, k 2t 2t+1)  a[1] = (row g + 8, same k)  a[2], a[3] = the same rows at k + 8
 //   b[0] = (k 2t 2t+1, column g)  b[1] = (k + 8)
 //   d[0] d[1] = (row g, columns 2t 2t+1)  d[2] d[3] = (row g + 8)
 // The lower half of a word is the lower k.

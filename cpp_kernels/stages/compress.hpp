@@ -21,6 +21,7 @@
 #include "stages/kv.hpp"
 #include "stages/norm.hpp"
 #include "stages/rope.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -41,32 +42,33 @@ struct CompressedKey {
   // at the end; the scratch is free on return.
   LOWLAT_DEVICE static void latent(std::uint16_t* out_latent, float* c, const std::uint16_t* gain,
                                    float eps, Scratch& scratch) {
-    for (int i = plat::thread_idx(); i < kKvDim; i += Block::kNumThreads) c[i] = round_bf16(c[i]);
-    plat::block_sync();
+    for (int i = Team<Block>::thread_idx(); i < kKvDim; i += Block::kNumThreads)
+      c[i] = round_bf16(c[i]);
+    Team<Block>::sync();
     RmsNorm<Block>::run(out_latent, c, gain, kKvDim, eps, scratch);
-    plat::block_sync();
+    Team<Block>::sync();
   }
 
   // out_entry: fp32 [kKvDim], ready for KvPack. turn: of the group's first position. The block
   // calls; syncs inside and at the end.
   LOWLAT_DEVICE static void entry(float* out_entry, const std::uint16_t* latent,
                                   const RopeTurn& turn) {
-    for (int i = plat::thread_idx(); i < kKvDim; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < kKvDim; i += Block::kNumThreads) {
       out_entry[i] = from_bf16(latent[i]);
     }
-    plat::block_sync();
+    Team<Block>::sync();
     float* rotated = out_entry + kKvNopeDim;
     Rope<Block>::rotate(rotated, turn);
-    plat::block_sync();
-    for (int i = plat::thread_idx(); i < kRopeDim; i += Block::kNumThreads) {
+    Team<Block>::sync();
+    for (int i = Team<Block>::thread_idx(); i < kRopeDim; i += Block::kNumThreads) {
       rotated[i] = round_bf16(rotated[i]);
     }
-    plat::block_sync();
+    Team<Block>::sync();
     constexpr int kNumGroups = kKvDim / kFp4LatentGroup;
-    for (int group = plat::thread_idx(); group < kNumGroups; group += Block::kNumThreads) {
+    for (int group = Team<Block>::thread_idx(); group < kNumGroups; group += Block::kNumThreads) {
       fp4_round_trip_latent(out_entry + group * kFp4LatentGroup);
     }
-    plat::block_sync();
+    Team<Block>::sync();
   }
 };
 

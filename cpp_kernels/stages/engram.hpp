@@ -13,6 +13,7 @@
 #include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
 #include "stages/sum.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -25,7 +26,8 @@ static_assert(kEngramColumns == shape::kEngramColumns);
 
 // The token at each shift (0 = the row itself): from the request's own rows of the step, else from
 // its history of three tokens, oldest first. Entries before position 0 are whatever history holds;
-// engram_hash does not read them. request_row: the row's place among its request's rows.
+// engram_hash does not read them. request_row: the row's place among its request's rows. One thread
+// calls: it is four loads.
 LOWLAT_DEVICE void engram_window(std::int64_t (&out_tokens)[kEngramShifts],
                                  const std::int32_t* request_tokens, int request_row,
                                  const std::int32_t* history) {
@@ -35,44 +37,45 @@ LOWLAT_DEVICE void engram_window(std::int64_t (&out_tokens)[kEngramShifts],
   }
 }
 
-// The 24 table rows of one token, the offsets of the columns included. One thread calls.
+// The 24 table rows of one token, the offsets of the columns included. The block calls, threads
+// split the columns (a column is a remainder of 64-bit numbers); no sync.
 // map: token to compressed id; multipliers [4], primes [24] in column order (size - 2) * 8 + head.
 // A shift before position 0 or at an image token is blocked, and so is every older one; a blocked
 // shift counts as pad_token. Products must fit int64.
+template <class Block = OneThread>
 LOWLAT_DEVICE void engram_hash(std::int64_t (&out_ids)[kEngramColumns],
                                const std::int64_t (&tokens)[kEngramShifts], std::int64_t pos,
                                const std::int64_t* map, const std::int64_t* multipliers,
                                const std::int64_t* primes, std::int64_t image_token,
                                std::int64_t pad_token) {
-  bool blocked = false;
-  std::int64_t mixed = 0, offset = 0;
-  for (int shift = 0; shift < kEngramShifts; ++shift) {
-    blocked = blocked || shift > pos || tokens[shift] == image_token;
-    mixed ^= map[blocked ? pad_token : tokens[shift]] * multipliers[shift];
-    if (shift == 0) continue;
-    for (int head = 0; head < kEngramHeads; ++head) {
-      const int column = (shift - 1) * kEngramHeads + head;
-      out_ids[column] = mixed % primes[column] + offset;
-      offset += primes[column];
+  for (int column = Team<Block>::thread_idx(); column < kEngramColumns;
+       column += Block::kNumThreads) {
+    bool blocked = false;
+    std::int64_t mixed = 0, offset = 0;
+    for (int shift = 0; shift <= column / kEngramHeads + 1; ++shift) {
+      blocked = blocked || shift > pos || tokens[shift] == image_token;
+      mixed ^= map[blocked ? pad_token : tokens[shift]] * multipliers[shift];
     }
+    for (int before = 0; before < column; ++before) offset += primes[before];
+    out_ids[column] = mixed % primes[column] + offset;
   }
 }
 
 // out[column * dim ..] = bf(code * scale) for columns [column_begin, column_end) of one row. The
 // table holds the rows of those columns only; first_row is the id of its row 0. codes e4m3
-// [rows, dim], scales ue8m0 [rows, dim / 32], contiguous. One thread calls.
+// [rows, dim], scales ue8m0 [rows, dim / 32], contiguous. The block calls, threads split the
+// elements; no sync.
+template <class Block = OneThread>
 LOWLAT_DEVICE void engram_lookup(std::uint16_t* out, const std::int64_t* ids, int column_begin,
                                  int column_end, const std::uint8_t* codes,
                                  const std::uint8_t* scales, std::int64_t first_row, int dim) {
-  for (int column = column_begin; column < column_end; ++column) {
+  const int num = (column_end - column_begin) * dim;
+  for (int i = Team<Block>::thread_idx(); i < num; i += Block::kNumThreads) {
+    const int column = column_begin + i / dim, place = i % dim;
     const std::int64_t row_idx = ids[column] - first_row;
-    for (int group = 0; group < dim / 32; ++group) {
-      const float scale = from_ue8m0(scales[row_idx * (dim / 32) + group]);
-      for (int i = 32 * group; i < 32 * group + 32; ++i) {
-        out[static_cast<std::int64_t>(column) * dim + i] =
-            to_bf16(from_e4m3(codes[row_idx * dim + i]) * scale);
-      }
-    }
+    const float scale = from_ue8m0(scales[row_idx * (dim / 32) + place / 32]);
+    out[static_cast<std::int64_t>(column) * dim + place] =
+        to_bf16(from_e4m3(codes[row_idx * dim + place]) * scale);
   }
 }
 
@@ -101,7 +104,7 @@ struct EngramApply {
     for (int stream = 0; stream < kEngramStreams; ++stream) {
       const std::int64_t start = static_cast<std::int64_t>(stream) * hidden;
       float dot = 0.0f, residual_sq = 0.0f, key_sq = 0.0f;
-      for (int i = plat::thread_idx(); i < hidden; i += Block::kNumThreads) {
+      for (int i = Team<Block>::thread_idx(); i < hidden; i += Block::kNumThreads) {
         const float r = from_bf16(residual[start + i]), key = from_bf16(kv[start + i]);
         dot += r * from_bf16(q_weight[start + i]) * from_bf16(k_weight[start + i]) * key;
         residual_sq += r * r;
@@ -111,7 +114,7 @@ struct EngramApply {
       residual_sq = BlockSum<Block>::run(residual_sq, scratch);
       key_sq = BlockSum<Block>::run(key_sq, scratch);
       const float g = gate(dot, residual_sq, key_sq, hidden, eps);
-      for (int i = plat::thread_idx(); i < hidden; i += Block::kNumThreads) {
+      for (int i = Team<Block>::thread_idx(); i < hidden; i += Block::kNumThreads) {
         residual[start + i] = to_bf16(from_bf16(residual[start + i]) + g * from_bf16(value[i]));
       }
     }

@@ -2,10 +2,11 @@
 // SwiGLU.
 //
 // Order of one call: group_pairs; then for every expert with pairs expert_gate_up over ranges of I
-// and, when its h is whole, expert_down over ranges of H; then expert_sum over rows. Each function
-// is called by one thread, does not sync and leaves its scratch free; ranges and experts may be
-// handed out to any threads, because each output element is made by one dot product of its own row.
-// So a row's result does not depend on the other rows, on the ranges or on who computed them.
+// and, when its h is whole, expert_down over ranges of H; then expert_sum over rows. The block
+// calls each function; none syncs, and a scratch is one thread's. Ranges and experts may be handed
+// out to any blocks, because each output element is made by one dot product of its own row, in the
+// order of dot(). So a row's result does not depend on the other rows, on the ranges or on who
+// computed them. In a block 16 lanes (DotTeam) take a weight row.
 //
 // A pair is one (row, slot): pair = row * slots + slot. Rounding, per pair: gate and up to bf16,
 // clamp, silu to bf16, product to bf16 (h); down times weight to bf16 (d); a row's slots are added
@@ -31,6 +32,10 @@ struct Fp4Weights {
   const std::uint8_t* scales;
   std::int64_t scale_stride;  // bytes from row to row
 
+  LOWLAT_DEVICE float value(int row_idx, int i) const {
+    const std::uint8_t pair = codes[row_idx * code_stride + i / 2];
+    return kFp4Pairs.value[pair][i % 2] * from_ue8m0(scales[row_idx * scale_stride + i / 32]);
+  }
   // out[0..k) of one row; k is a multiple of 32.
   LOWLAT_DEVICE void expand(float* out, int row_idx, int k) const {
     const std::uint8_t* code = codes + row_idx * code_stride;
@@ -56,61 +61,137 @@ LOWLAT_DEVICE std::uint16_t shared_swiglu(std::uint16_t gate, std::uint16_t up, 
 }
 
 // Pairs by expert: expert e has out_pairs[out_offsets[e] .. out_offsets[e + 1]), ascending.
-// ids[num_rows * slots] are 0 .. num_experts - 1; out_offsets holds num_experts + 1 words.
+// ids[num_rows * slots] are 0 .. num_experts - 1; out_offsets holds num_experts + 1 words. An
+// expert may be listed twice in a row. The block calls; no sync.
+//
+// A block counts instead of scanning: a thread for each expert, and for each pair, looks at all
+// pairs, so nothing waits for anything. That is for the rows of a step; a prompt's chunk costs
+// (pairs + experts) * pairs / threads looks.
+template <class Block = OneThread>
 LOWLAT_DEVICE void group_pairs(std::int32_t* out_offsets, std::int32_t* out_pairs,
                                const std::int32_t* ids, int num_rows, int slots, int num_experts) {
   const int num_pairs = num_rows * slots;
-  for (int e = 0; e <= num_experts; ++e) out_offsets[e] = 0;
-  for (int pair = 0; pair < num_pairs; ++pair) ++out_offsets[ids[pair] + 1];
-  for (int e = 0; e < num_experts; ++e) out_offsets[e + 1] += out_offsets[e];
-  // Placing moves each start to its end, which is the next expert's start: shift back afterwards.
-  for (int pair = 0; pair < num_pairs; ++pair) out_pairs[out_offsets[ids[pair]]++] = pair;
-  for (int e = num_experts; e > 0; --e) out_offsets[e] = out_offsets[e - 1];
-  out_offsets[0] = 0;
+  if constexpr (Team<Block>::kAlone) {
+    for (int e = 0; e <= num_experts; ++e) out_offsets[e] = 0;
+    for (int pair = 0; pair < num_pairs; ++pair) ++out_offsets[ids[pair] + 1];
+    for (int e = 0; e < num_experts; ++e) out_offsets[e + 1] += out_offsets[e];
+    // Placing moves each start to its end, which is the next expert's start: shift back afterwards.
+    for (int pair = 0; pair < num_pairs; ++pair) out_pairs[out_offsets[ids[pair]]++] = pair;
+    for (int e = num_experts; e > 0; --e) out_offsets[e] = out_offsets[e - 1];
+    out_offsets[0] = 0;
+  } else {
+    for (int e = Team<Block>::thread_idx(); e <= num_experts; e += Block::kNumThreads) {
+      int num_before = 0;
+      for (int pair = 0; pair < num_pairs; ++pair) num_before += ids[pair] < e;
+      out_offsets[e] = num_before;
+    }
+    for (int pair = Team<Block>::thread_idx(); pair < num_pairs; pair += Block::kNumThreads) {
+      const std::int32_t id = ids[pair];
+      int place = 0;
+      for (int other = 0; other < num_pairs; ++other) {
+        place += ids[other] < id || (ids[other] == id && other < pair);
+      }
+      out_pairs[place] = pair;
+    }
+  }
+}
+
+// Activation rows of an expert's pairs for one weight row: sums in the order of dot(), four pairs
+// at a time. row(p) is the fp32 row of pair number p; put(p, sums) is called for every p by one
+// lane of the team, sums[w] being the product with weights[w]. Not for one thread alone.
+template <class Block, int kNumWeights, class Row, class Put>
+LOWLAT_DEVICE void dot_pairs(const Fp4Weights* const (&weights)[kNumWeights], int row_idx,
+                             bool exists, int n, int num_pairs, Row&& row, Put&& put) {
+  using Dots = DotTeam<Block>;
+  constexpr int kTile = 4;
+  for (int first = 0; first < num_pairs; first += kTile) {
+    const int num = num_pairs - first < kTile ? num_pairs - first : kTile;
+    float chain[kTile][kNumWeights] = {};
+    for (int i = Dots::lane(); i < n; i += kDotLanes) {
+      for (int w = 0; w < kNumWeights; ++w) {
+        const float weight = weights[w]->value(row_idx, i);
+        for (int p = 0; p < kTile; ++p) {
+          if (p < num) chain[p][w] += row(first + p)[i] * weight;
+        }
+      }
+    }
+    for (int p = 0; p < kTile; ++p) {
+      if (p >= num) break;
+      for (int w = 0; w < kNumWeights; ++w) chain[p][w] = Dots::join(chain[p][w]);
+      if (exists && Dots::lane() == p) put(first + p, chain[p]);
+    }
+  }
 }
 
 // h[pair][i] for the expert's pairs and i in [inner_begin, inner_end): out_h is fp32 holding bf16
 // values, [pairs of the call, inner] (pitch `inner`, this rank's I). x is fp32 [rows, hidden]
-// holding bf16 values. scratch: 2 * hidden floats.
+// holding bf16 values. scratch: 2 * hidden floats, of one thread.
+template <class Block = OneThread>
 LOWLAT_DEVICE void expert_gate_up(float* out_h, const float* x, const Fp4Weights& w1,
                                   const Fp4Weights& w3, const std::int32_t* pairs, int num_pairs,
                                   int slots, int hidden, int inner, int inner_begin, int inner_end,
                                   float limit, float* scratch) {
-  float* gate_row = scratch;
-  float* up_row = scratch + hidden;
-  for (int i = inner_begin; i < inner_end; ++i) {
-    w1.expand(gate_row, i, hidden);
-    w3.expand(up_row, i, hidden);
-    for (int p = 0; p < num_pairs; ++p) {
-      const float* row = x + static_cast<std::int64_t>(pairs[p] / slots) * hidden;
-      const float gate = round_bf16(dot(row, gate_row, hidden));
-      const float up = round_bf16(dot(row, up_row, hidden));
-      out_h[static_cast<std::int64_t>(pairs[p]) * inner + i] =
-          round_bf16(swiglu(gate, up, limit, true));
+  const auto row = [&](int p) { return x + static_cast<std::int64_t>(pairs[p] / slots) * hidden; };
+  const auto put = [&](int p, int i, float gate, float up) {
+    out_h[static_cast<std::int64_t>(pairs[p]) * inner + i] =
+        round_bf16(swiglu(round_bf16(gate), round_bf16(up), limit, true));
+  };
+  if constexpr (Team<Block>::kAlone) {
+    float* gate_row = scratch;
+    float* up_row = scratch + hidden;
+    for (int i = inner_begin; i < inner_end; ++i) {
+      w1.expand(gate_row, i, hidden);
+      w3.expand(up_row, i, hidden);
+      for (int p = 0; p < num_pairs; ++p) {
+        put(p, i, dot(row(p), gate_row, hidden), dot(row(p), up_row, hidden));
+      }
+    }
+  } else {
+    using Dots = DotTeam<Block>;
+    for (int base = inner_begin; base < inner_end; base += Dots::kNum) {
+      const int i = base + Dots::idx();
+      const bool exists = i < inner_end;  // lanes stay together in the sums
+      dot_pairs<Block, 2>({&w1, &w3}, exists ? i : base, exists, hidden, num_pairs, row,
+                          [&](int p, const float (&sums)[2]) { put(p, i, sums[0], sums[1]); });
     }
   }
 }
 
 // d[pair][n] = bf(weight[pair] * h[pair] . w2[n]) for n in [out_begin, out_end): out_d is bf16
-// [pairs of the call, hidden]. weights are fp32, one a pair. scratch: inner floats.
+// [pairs of the call, hidden]. weights are fp32, one a pair. scratch: inner floats, of one thread.
+template <class Block = OneThread>
 LOWLAT_DEVICE void expert_down(std::uint16_t* out_d, const float* h, const Fp4Weights& w2,
                                const std::int32_t* pairs, int num_pairs, const float* weights,
                                int inner, int hidden, int out_begin, int out_end, float* scratch) {
-  for (int n = out_begin; n < out_end; ++n) {
-    w2.expand(scratch, n, inner);
-    for (int p = 0; p < num_pairs; ++p) {
-      const std::int64_t pair = pairs[p];
-      out_d[pair * hidden + n] = to_bf16(weights[pair] * dot(h + pair * inner, scratch, inner));
+  const auto row = [&](int p) { return h + std::int64_t{pairs[p]} * inner; };
+  const auto put = [&](int p, int n, float sum) {
+    const std::int64_t pair = pairs[p];
+    out_d[pair * hidden + n] = to_bf16(weights[pair] * sum);
+  };
+  if constexpr (Team<Block>::kAlone) {
+    for (int n = out_begin; n < out_end; ++n) {
+      w2.expand(scratch, n, inner);
+      for (int p = 0; p < num_pairs; ++p) put(p, n, dot(row(p), scratch, inner));
+    }
+  } else {
+    using Dots = DotTeam<Block>;
+    for (int base = out_begin; base < out_end; base += Dots::kNum) {
+      const int n = base + Dots::idx();
+      const bool exists = n < out_end;
+      dot_pairs<Block, 1>({&w2}, exists ? n : base, exists, inner, num_pairs, row,
+                          [&](int p, const float (&sums)[1]) { put(p, n, sums[0]); });
     }
   }
 }
 
 // What leaves the rank for one row and n in [begin, end): out = bf(sum of the row's slots) +
 // shared, added in fp32 and not rounded again: the sum over ranks is fp32 and rounds once. d: the
-// row's [slots, hidden]; shared: bf16 [hidden], the shared expert's output; out: [hidden].
+// row's [slots, hidden]; shared: bf16 [hidden], the shared expert's output; out: [hidden]. Threads
+// split n.
+template <class Block = OneThread>
 LOWLAT_DEVICE void expert_sum(float* out, const std::uint16_t* d, const std::uint16_t* shared,
                               int slots, int hidden, int begin, int end) {
-  for (int n = begin; n < end; ++n) {
+  for (int n = begin + Team<Block>::thread_idx(); n < end; n += Block::kNumThreads) {
     float sum = 0.0f;
     for (int slot = 0; slot < slots; ++slot) {
       sum += from_bf16(d[static_cast<std::int64_t>(slot) * hidden + n]);

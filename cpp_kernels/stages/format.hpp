@@ -1,6 +1,7 @@
 // stages/format.hpp: stored number formats: bf16, e4m3fn, e2m1 and ue8m0, to and from fp32.
 //
-// One thread calls; nothing here touches memory order. All roundings are to nearest, ties to even.
+// One thread calls a conversion; nothing here touches memory order. All roundings are to nearest,
+// ties to even.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any stage"
@@ -8,6 +9,8 @@
 
 #include <cstdint>
 #include <limits>
+
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -93,9 +96,12 @@ LOWLAT_DEVICE std::uint8_t ue8m0_ceil(float v) {
   return static_cast<std::uint8_t>((bits >> 23 & 0xffu) + ((bits & 0x7f'ffffu) != 0u ? 1u : 0u));
 }
 
-// Rows: out[i] = value of codes[i].
+// Rows: out[i] = value of codes[i]. The block calls, threads split the elements; no sync.
+template <class Block = OneThread>
 LOWLAT_DEVICE void expand_bf16(float* out, const std::uint16_t* codes, int n) {
-  for (int i = 0; i < n; ++i) out[i] = from_bf16(codes[i]);
+  for (int i = Team<Block>::thread_idx(); i < n; i += Block::kNumThreads) {
+    out[i] = from_bf16(codes[i]);
+  }
 }
 
 // The value of every e4m3 code: one load where a conversion is a dozen instructions.
@@ -114,7 +120,7 @@ struct E4m3Values {
 };
 LOWLAT_TABLE E4m3Values kE4m3Values;
 
-// out[i] = value(codes[i]) * scale.
+// out[i] = value(codes[i]) * scale. One thread calls.
 LOWLAT_DEVICE void expand_e4m3(float* out, const std::uint8_t* codes, float scale, int n) {
   for (int i = 0; i < n; ++i) out[i] = kE4m3Values.value[codes[i]] * scale;
 }

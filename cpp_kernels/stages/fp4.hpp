@@ -1,6 +1,7 @@
 // stages/fp4.hpp: four-bit values: expansion, and quantisation with either of two kinds of scale.
 //
-// One thread calls; nothing here touches memory order. Codes are e2m1, nearest-even after a true
+// One thread calls: a group is 16 or 32 values, and a row has as many groups as a block has
+// threads for it. Nothing here touches memory order. Codes are e2m1, nearest-even after a true
 // division by the scale; a round trip gives +0 for either zero, a stored code keeps its sign.
 #pragma once
 #ifndef LOWLAT_PLATFORM

@@ -1,8 +1,9 @@
 // stages/gate.hpp: the router: scores of all experts, the k best and their weights, for one row;
 // or the weights of experts that the token's id has chosen.
 //
-// One thread calls a row; nothing here syncs. The logits z = x gate^T come in as fp32, as the bf16
-// linear stage leaves them.
+// The logits z = x gate^T come in as fp32, as the bf16 linear stage leaves them. A block, or a warp
+// for each of a few rows, selects; a hash layer's row is a handful of numbers, so one thread takes
+// it.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any stage"
@@ -31,7 +32,7 @@ LOWLAT_DEVICE float gate_score(float z, GateRule rule = GateRule::v41) {
   return plat::sqrt(plat::max(z, 0.0f) + log1p);
 }
 
-// What the scores of a row's experts are divided by: their sum, in their order.
+// What the scores of a row's experts are divided by: their sum, in their order. One thread calls.
 LOWLAT_DEVICE float gate_total(const float* scores, int k, GateSum sum_rule) {
   float total = 0.0f;
   for (int slot = 0; slot < k; ++slot) total += scores[slot];
@@ -39,7 +40,7 @@ LOWLAT_DEVICE float gate_total(const float* scores, int k, GateSum sum_rule) {
   return total <= 0.0f ? 1.0f : total;
 }
 
-// Scores to weights in place: score / total * scaling.
+// Scores to weights in place: score / total * scaling. One thread calls.
 LOWLAT_DEVICE void gate_weights(float* weights, int k, GateSum sum_rule, float scaling) {
   const float total = gate_total(weights, k, sum_rule);
   for (int slot = 0; slot < k; ++slot) weights[slot] = weights[slot] / total * scaling;
@@ -48,33 +49,54 @@ LOWLAT_DEVICE void gate_weights(float* weights, int k, GateSum sum_rule, float s
 // out_ids[k], out_weights[k] in selection order: highest score + bias first, ties to the lowest id,
 // a NaN counts as +infinity (v41) or -1e30 (v4). The bias ranks only; the weights are score / sum *
 // scaling, summed in selection order. bias may differ by row (image tokens have their own).
-// 1 <= k <= num_experts; scratch holds 2 * num_experts floats and is free on return.
+// 1 <= k <= num_experts. The block calls, threads split the experts, each round is a maximum over
+// the block; syncs inside and at the end, after which the scratches are free: memory holds
+// 2 * num_experts floats.
+template <class Block>
 LOWLAT_DEVICE void gate_select(std::int32_t* out_ids, float* out_weights, const float* logits,
                                const float* bias, int num_experts, int k, GateSum sum_rule,
-                               float scaling, float* scratch, GateRule rule = GateRule::v41) {
-  float* score = scratch;
-  float* rank = scratch + num_experts;
+                               float scaling, float* memory, GateRule rule,
+                               typename BlockBest<Block>::Scratch& scratch) {
+  using Threads = Team<Block>;
+  float* score = memory;
+  float* rank = memory + num_experts;
   const float nan_rank = rule == GateRule::v41 ? plat::bits_float(0x7f80'0000u) : -1e30f;
-  for (int e = 0; e < num_experts; ++e) {
+  for (int e = Threads::thread_idx(); e < num_experts; e += Block::kNumThreads) {
     score[e] = gate_score(logits[e], rule);
     const float sum = score[e] + bias[e];
     rank[e] = sum != sum ? nan_rank : sum;
   }
+  Threads::sync();
   for (int slot = 0; slot < k; ++slot) {
     Best best = kNoBest;
-    for (int e = 0; e < num_experts; ++e) {
-      bool taken = false;  // a rank of -infinity is a legal candidate, so no mark in `rank`
-      for (int earlier = 0; earlier < slot; ++earlier) taken = taken || out_ids[earlier] == e;
-      if (!taken) best = best_of(best, {rank[e], e});
+    for (int e = Threads::thread_idx(); e < num_experts; e += Block::kNumThreads) {
+      if (rank[e] == rank[e]) best = best_of(best, {rank[e], e});
     }
-    out_ids[slot] = best.id;
-    out_weights[slot] = score[best.id];
+    best = BlockBest<Block>::run(best, scratch);
+    if (Threads::leads()) {
+      out_ids[slot] = best.id;
+      out_weights[slot] = score[best.id];
+    }
+    // Taken, which only the expert's own thread needs to know. No rank is NaN of itself, and one of
+    // -infinity is a legal candidate.
+    if (best.id % Block::kNumThreads == Threads::thread_idx()) {
+      rank[best.id] = plat::bits_float(0x7fc0'0000u);
+    }
   }
-  gate_weights(out_weights, k, sum_rule, scaling);
+  if (Threads::leads()) gate_weights(out_weights, k, sum_rule, scaling);
+  Threads::sync();
+}
+// One thread calls.
+LOWLAT_DEVICE void gate_select(std::int32_t* out_ids, float* out_weights, const float* logits,
+                               const float* bias, int num_experts, int k, GateSum sum_rule,
+                               float scaling, float* memory, GateRule rule = GateRule::v41) {
+  BlockBest<OneThread>::Scratch scratch;
+  gate_select<OneThread>(out_ids, out_weights, logits, bias, num_experts, k, sum_rule, scaling,
+                         memory, rule, scratch);
 }
 
 // out_weights[k] of the experts that a hash layer's table names for the row's token; slot_logits[k]
-// are theirs alone, in the table's order. No bias, nothing is ranked.
+// are theirs alone, in the table's order. No bias, nothing is ranked. One thread calls.
 LOWLAT_DEVICE void gate_hash(float* out_weights, const float* slot_logits, int k, float scaling,
                              GateRule rule) {
   for (int slot = 0; slot < k; ++slot) out_weights[slot] = gate_score(slot_logits[slot], rule);

@@ -13,6 +13,7 @@
 #include "stages/format.hpp"
 #include "stages/norm.hpp"
 #include "stages/sum.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -55,48 +56,97 @@ LOWLAT_DEVICE void hc_sinkhorn(float (&comb)[kHcStreams][kHcStreams], float eps,
   }
 }
 
+// The same in 16 lanes: lane 4 j + k of every 16 holds comb[j][k] and gets its result, by the same
+// operations in the same order. All lanes of a warp call.
+LOWLAT_DEVICE float hc_sinkhorn_lanes(float v, float eps, int num_iters) {
+  const int lane = plat::thread_idx() % plat::kWarpLanes;
+  const int k = lane % kHcStreams, j = lane / kHcStreams % kHcStreams;
+  const auto sum_over = [&](float own, int first, int step) {
+    float sum = 0.0f;
+    for (int i = 0; i < kHcStreams; ++i) sum += plat::warp_shuffle(own, first + i * step);
+    return sum;
+  };
+  const int row = lane - k, column = lane - j * kHcStreams;
+  float top = plat::warp_shuffle(v, row);
+  for (int i = 1; i < kHcStreams; ++i) top = plat::max(top, plat::warp_shuffle(v, row + i));
+  v = plat::exp(v - top);
+  v = v / sum_over(v, row, 1) + eps;
+  for (int iter = 0; iter < num_iters; ++iter) {
+    if (iter > 0) v /= sum_over(v, row, 1) + eps;
+    v /= sum_over(v, column, kHcStreams) + eps;
+  }
+  return v;
+}
+
 template <class Block>
 struct HcStats {
-  using Scratch = typename BlockDot<Block>::Scratch;
+  struct Scratch {
+    typename BlockDot<Block>::Scratch sum;
+    float mix[kHcOutputs];
+  };
 
   // out_mix[num_outputs], the same in every thread: fn [num_outputs, 4 hidden] times the row, over
-  // the row's RMS. `row` is the residual row as fp32 [4 hidden] (expand_bf16). The block calls;
-  // syncs inside; scratch is free on return. out_mix is each thread's own memory.
+  // the row's RMS; 16 lanes an output. `row` is the residual row as fp32 [4 hidden] (expand_bf16).
+  // The block calls; syncs inside; scratch is free on return. out_mix is each thread's own memory.
   LOWLAT_DEVICE static void mix(float* out_mix, const float* row, const float* fn, int hidden,
                                 float norm_eps, Scratch& scratch, int num_outputs = kHcOutputs) {
     const int n = kHcStreams * hidden;
-    const float scale = RmsNorm<Block>::scale(row, n, norm_eps, scratch);
-    for (int i = 0; i < num_outputs; ++i) {
-      const float* weights = fn + static_cast<std::int64_t>(i) * n;
-      out_mix[i] = scale * BlockDot<Block>::run(weights, row, n, scratch);
+    const float scale = RmsNorm<Block>::scale(row, n, norm_eps, scratch.sum);
+    if constexpr (Team<Block>::kAlone) {
+      for (int i = 0; i < num_outputs; ++i) {
+        out_mix[i] = scale * dot(fn + static_cast<std::int64_t>(i) * n, row, n);
+      }
+    } else {
+      using Dots = DotTeam<Block>;
+      for (int base = 0; base < num_outputs; base += Dots::kNum) {
+        const int i = base + Dots::idx();
+        const int output = i < num_outputs ? i : num_outputs - 1;
+        const float y = Dots::run(fn + static_cast<std::int64_t>(output) * n, row, n);
+        if (i < num_outputs && Dots::lane() == 0) scratch.mix[i] = y;
+      }
+      Team<Block>::sync();
+      for (int i = 0; i < num_outputs; ++i) out_mix[i] = scale * scratch.mix[i];
+      Team<Block>::sync();
     }
   }
 
   // out_pre[4], the weights of a combine, from mix()'s first four numbers; base[4]. One thread
-  // calls; no sync. V4's head has four outputs, these, with an fn, base and scale of its own: mix
-  // with num_outputs 4, pre, then hc_combine_bf16 gives its h.
+  // calls: it is four numbers; no sync. V4's head has four outputs, these, with an fn, base and
+  // scale of its own: mix with num_outputs 4, pre, then hc_combine_bf16 gives its h.
   LOWLAT_DEVICE static void pre(float* out_pre, const float* mix, const float* base, float scale,
                                 float hc_eps) {
-    for (int k = 0; k < kHcStreams; ++k) {
-      out_pre[k] = sigmoid(mix[k] * scale + base[k]) + hc_eps;
+    for (int k = 0; k < kHcStreams; ++k) out_pre[k] = pre_of(mix[k], base[k], scale, hc_eps);
+  }
+
+  // The parameters from mix()'s 24 numbers; base[24], scale[3]. The block calls; the first warp
+  // computes, a lane a number, and writes `out`; no sync.
+  LOWLAT_DEVICE static void params(HcParams& out, const float* mix, const float* base,
+                                   const float* scale, float hc_eps, int sinkhorn_iters) {
+    const auto logit = [&](int i, float factor) { return mix[i] * factor + base[i]; };
+    if constexpr (Team<Block>::kAlone) {
+      pre(out.pre, mix, base, scale[0], hc_eps);
+      for (int k = 0; k < kHcStreams; ++k) {
+        out.post[k] = 2.0f * sigmoid(logit(kHcStreams + k, scale[1]));
+      }
+      for (int i = 0; i < kHcStreams * kHcStreams; ++i) {
+        out.comb[i / kHcStreams][i % kHcStreams] = logit(2 * kHcStreams + i, scale[2]);
+      }
+      hc_sinkhorn(out.comb, hc_eps, sinkhorn_iters);
+    } else {
+      if (Team<Block>::warp_idx() != 0) return;
+      const int lane = Team<Block>::lane(), i = lane % (kHcStreams * kHcStreams);
+      const float v =
+          hc_sinkhorn_lanes(logit(2 * kHcStreams + i, scale[2]), hc_eps, sinkhorn_iters);
+      if (lane == i) out.comb[i / kHcStreams][i % kHcStreams] = v;
+      if (lane >= kHcStreams) return;
+      out.pre[lane] = pre_of(mix[lane], base[lane], scale[0], hc_eps);
+      out.post[lane] = 2.0f * sigmoid(logit(kHcStreams + lane, scale[1]));
     }
   }
 
-  // The parameters from mix()'s 24 numbers; base[24], scale[3]. One thread calls; no sync.
-  LOWLAT_DEVICE static void params(HcParams& out, const float* mix, const float* base,
-                                   const float* scale, float hc_eps, int sinkhorn_iters) {
-    pre(out.pre, mix, base, scale[0], hc_eps);
-    for (int k = 0; k < kHcStreams; ++k) {
-      const int post = kHcStreams + k;
-      out.post[k] = 2.0f * sigmoid(mix[post] * scale[1] + base[post]);
-    }
-    for (int j = 0; j < kHcStreams; ++j) {
-      for (int k = 0; k < kHcStreams; ++k) {
-        const int i = 2 * kHcStreams + kHcStreams * j + k;
-        out.comb[j][k] = mix[i] * scale[2] + base[i];
-      }
-    }
-    hc_sinkhorn(out.comb, hc_eps, sinkhorn_iters);
+ private:
+  LOWLAT_DEVICE static float pre_of(float mix, float base, float scale, float hc_eps) {
+    return sigmoid(mix * scale + base) + hc_eps;
   }
 };
 
@@ -106,7 +156,7 @@ struct HcStats {
 template <class Block, class Sink>
 LOWLAT_DEVICE void hc_combine(const std::uint16_t* residual, const float* pre, int hidden,
                               Sink&& sink) {
-  for (int h = plat::thread_idx(); h < hidden; h += Block::kNumThreads) {
+  for (int h = Team<Block>::thread_idx(); h < hidden; h += Block::kNumThreads) {
     float acc = 0.0f;
     for (int k = 0; k < kHcStreams; ++k) {
       acc = plat::fma(from_bf16(residual[static_cast<std::int64_t>(k) * hidden + h]), pre[k], acc);
@@ -136,10 +186,10 @@ LOWLAT_DEVICE void hc_combine_norm(std::uint16_t* out, const std::uint16_t* resi
   const bool rounded = statistic == HcStatistic::rounded;
   hc_combine<Block>(residual, pre, hidden,
                     [&](int h, float v) { row[h] = rounded ? round_bf16(v) : v; });
-  plat::block_sync();
+  Team<Block>::sync();
   const float scale = RmsNorm<Block>::scale(row, hidden, eps, scratch);
   if (!rounded) {
-    for (int h = plat::thread_idx(); h < hidden; h += Block::kNumThreads) {
+    for (int h = Team<Block>::thread_idx(); h < hidden; h += Block::kNumThreads) {
       row[h] = round_bf16(row[h]);
     }
   }
@@ -154,7 +204,7 @@ template <class Block>
 LOWLAT_DEVICE void hc_post(std::uint16_t* out, const std::uint16_t* residual,
                            const std::uint16_t* y, const float* post,
                            const float (*comb)[kHcStreams], int hidden, int begin, int end) {
-  for (int h = begin + plat::thread_idx(); h < end; h += Block::kNumThreads) {
+  for (int h = begin + Team<Block>::thread_idx(); h < end; h += Block::kNumThreads) {
     float r[kHcStreams];
     for (int j = 0; j < kHcStreams; ++j) {
       r[j] = from_bf16(residual[static_cast<std::int64_t>(j) * hidden + h]);

@@ -12,6 +12,8 @@
 
 #include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
+#include "stages/sum.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -100,56 +102,56 @@ struct IndexPaged {
 
 // Writes a row from kv, fp32 [512], normed and rotated, neither rounded before. Per 64 of the first
 // 448: scale = smallest power of two >= max(1e-4, amax) / 448, codes to nearest; the last 64 to
-// bf16. The padding byte of the scales is left as it is. The block calls, threads split the groups;
-// no sync, no scratch.
+// bf16. The padding byte of the scales is left as it is. The block calls, a warp a group; no sync,
+// no scratch.
 template <class Block>
 struct KvPack {
   LOWLAT_DEVICE static void run(KvRow<std::uint8_t> row, const float* kv) {
-    // The group after the last is the bf16 part.
-    for (int group = plat::thread_idx(); group <= kKvNumGroups; group += Block::kNumThreads) {
-      const float* x = kv + group * kKvGroup;
-      if (group < kKvNumGroups) {
-        row.scales[group] = pack_group(row.data + group * kKvGroup, x);
-      } else {
-        pack_bf16(row.data + kKvNopeDim, x);
-      }
-    }
-  }
-
- private:
-  LOWLAT_DEVICE static std::uint8_t pack_group(std::uint8_t* out, const float* x) {
-    float amax = 1e-4f;
-    for (int i = 0; i < kKvGroup; ++i) amax = plat::max(amax, plat::abs(x[i]));
-    const std::uint8_t scale = ue8m0_ceil(amax / kE4m3Max);
-    const float inverse = 1.0f / from_ue8m0(scale);  // exact: a power of two
-    for (int i = 0; i < kKvGroup; ++i) out[i] = to_e4m3(x[i] * inverse);
-    return scale;
-  }
-  // Bytes, low one first: a flat row's 584 bytes keep no alignment.
-  LOWLAT_DEVICE static void pack_bf16(std::uint8_t* out, const float* x) {
-    for (int i = 0; i < kKvRopeDim; ++i) {
-      const std::uint16_t code = to_bf16(x[i]);
+    for_groups<Block>(
+        kKvNumGroups, kKvGroup, 1e-4f, [&](int g, int i) { return kv[g * kKvGroup + i]; },
+        [&](int g, float amax, int begin, int step) {
+          const std::uint8_t scale = ue8m0_ceil(amax / kE4m3Max);
+          const float inverse = 1.0f / from_ue8m0(scale);  // exact: a power of two
+          for (int i = g * kKvGroup + begin; i < (g + 1) * kKvGroup; i += step) {
+            row.data[i] = to_e4m3(kv[i] * inverse);
+          }
+          if (begin == 0) row.scales[g] = scale;
+        });
+    // Bytes, low one first: a flat row's 584 bytes keep no alignment.
+    std::uint8_t* out = row.data + kKvNopeDim;
+    for (int i = Team<Block>::thread_idx(); i < kKvRopeDim; i += Block::kNumThreads) {
+      const std::uint16_t code = to_bf16(kv[kKvNopeDim + i]);
       out[2 * i] = static_cast<std::uint8_t>(code & 0xffu);
       out[2 * i + 1] = static_cast<std::uint8_t>(code >> 8);
     }
   }
 };
 
-// out fp32 [512]: the stored values, exactly. The block calls, threads split the groups; no sync,
+// Element i of a stored row, exactly. One thread calls.
+template <class Byte>
+LOWLAT_DEVICE float kv_value(KvRow<Byte> row, int i) {
+  if (i < kKvNopeDim) {
+    return kE4m3Values.value[row.data[i]] * from_ue8m0(row.scales[i / kKvGroup]);
+  }
+  const Byte* code = row.data + kKvNopeDim + 2 * (i - kKvNopeDim);
+  return from_bf16(static_cast<std::uint16_t>(code[0] | code[1] << 8));
+}
+
+// out fp32 [512]: the stored values, exactly. The block calls, threads split the elements; no sync,
 // no scratch.
 template <class Block>
 struct KvUnpack {
   template <class Byte>
   LOWLAT_DEVICE static void run(float* out, KvRow<Byte> row) {
-    for (int group = plat::thread_idx(); group <= kKvNumGroups; group += Block::kNumThreads) {
-      float* values = out + group * kKvGroup;
-      const std::uint8_t* data = row.data + group * kKvGroup;
-      if (group < kKvNumGroups) {
-        expand_e4m3(values, data, from_ue8m0(row.scales[group]), kKvGroup);
-      } else {
-        for (int i = 0; i < kKvRopeDim; ++i) {
-          values[i] = from_bf16(static_cast<std::uint16_t>(data[2 * i] | data[2 * i + 1] << 8));
-        }
+    if constexpr (Team<Block>::kAlone) {
+      for (int group = 0; group < kKvNumGroups; ++group) {
+        expand_e4m3(out + group * kKvGroup, row.data + group * kKvGroup,
+                    from_ue8m0(row.scales[group]), kKvGroup);
+      }
+      for (int i = kKvNopeDim; i < kKvDim; ++i) out[i] = kv_value(row, i);
+    } else {
+      for (int i = Team<Block>::thread_idx(); i < kKvDim; i += Block::kNumThreads) {
+        out[i] = kv_value(row, i);
       }
     }
   }

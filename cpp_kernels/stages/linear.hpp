@@ -3,15 +3,18 @@
 // Activations come as fp32 rows: a bf16 row expanded (expand_bf16), or what a block-fp8 linear sees
 // of it (quantize_row). Results go, in fp32 and unrounded, to a sink, so that a caller may round,
 // add, keep or publish them. A result depends on its own activation row and weight row alone, in
-// one fixed order (dot()), so it is the same whatever rows and ranges are asked for together.
+// one fixed order (dot()), so it is the same whatever rows and ranges are asked for together, and
+// whoever calls: one thread, a warp or a block.
 //
-// One thread calls every function here; a launch or a loop hands out ranges of weight rows.
+// The block calls every function here; a launch or a loop hands out ranges of weight rows. No sync
+// at the end.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any stage"
 #endif
 
 #include <cstdint>
+#include <type_traits>
 
 #include "stages/format.hpp"
 #include "stages/sum.hpp"
@@ -26,17 +29,18 @@ LOWLAT_DEVICE float activation_scale(float amax) {
 
 // out[i] = code * scale of each x[i], codes e4m3 and one scale a `group` of consecutive values: the
 // dynamic activation quantisation of a block-fp8 linear. Both factors are exact, so nothing else is
-// rounded. n is a multiple of group.
+// rounded. n is a multiple of group, a power of two.
+template <class Block = OneThread>
 LOWLAT_DEVICE void quantize_row(float* out, const std::uint16_t* x, int n, int group) {
-  for (int begin = 0; begin < n; begin += group) {
-    float amax = 0.0f;
-    for (int i = begin; i < begin + group; ++i) amax = plat::max(amax, plat::abs(from_bf16(x[i])));
-    const float scale = activation_scale(amax);
-    const float inverse = 1.0f / scale;  // exact: a power of two
-    for (int i = begin; i < begin + group; ++i) {
-      out[i] = from_e4m3(to_e4m3(from_bf16(x[i]) * inverse)) * scale;
-    }
-  }
+  for_groups<Block>(
+      n / group, group, 0.0f, [&](int g, int i) { return from_bf16(x[g * group + i]); },
+      [&](int g, float amax, int begin, int step) {
+        const float scale = activation_scale(amax);
+        const float inverse = 1.0f / scale;  // exact: a power of two
+        for (int i = g * group + begin; i < (g + 1) * group; i += step) {
+          out[i] = from_e4m3(to_e4m3(from_bf16(x[i]) * inverse)) * scale;
+        }
+      });
 }
 
 // Block scales [N / block, K / block], row-major with `stride` elements a row of blocks.
@@ -55,12 +59,16 @@ struct ScaleUe8m0 {
   }
 };
 
-// Sources of weight rows for linear(): expand(out, row_idx, k) writes a row as fp32 [k].
+// Sources of weight rows for linear(): expand(out, row_idx, k) writes a row as fp32 [k], and
+// value(row_idx, i) is its element i; the two agree.
 struct Bf16Weights {
   const std::uint16_t* codes;  // [N, K], `stride` elements a row
   std::int64_t stride;
   LOWLAT_DEVICE void expand(float* out, int row_idx, int k) const {
     expand_bf16(out, codes + row_idx * stride, k);
+  }
+  LOWLAT_DEVICE float value(int row_idx, int i) const {
+    return from_bf16(codes[row_idx * stride + i]);
   }
 };
 template <class Scale>
@@ -75,18 +83,67 @@ struct E4m3Weights {
       expand_e4m3(out + begin, row + begin, scale(row_idx / block, begin / block), block);
     }
   }
+  LOWLAT_DEVICE float value(int row_idx, int i) const {
+    return kE4m3Values.value[codes[row_idx * stride + i]] * scale(row_idx / block, i / block);
+  }
 };
 
+// How many consecutive weight rows of one activation row a sink gets from one thread, in ascending
+// order: a sink that packs values says so by kRowsTogether.
+template <class Sink>
+LOWLAT_DEVICE constexpr int rows_together() {
+  if constexpr (requires { Sink::kRowsTogether; }) {
+    return Sink::kRowsTogether;
+  } else {
+    return 1;
+  }
+}
+
 // sink(t, n, y): y = x[t] . W[n] in fp32 for every row t < num_rows and weight row n in
-// row_begin .. row_end - 1; n outermost, ascending. x is fp32, x_stride floats a row; w_row is
-// scratch, fp32 [k]. Each weight row is expanded once for all rows.
-template <class Weights, class Sink>
+// row_begin .. row_end - 1, once each. x is fp32, x_stride floats a row.
+//
+// One thread: n outermost, ascending; w_row is scratch, fp32 [k], and each weight row is expanded
+// once for all rows. A block: 16 lanes (DotTeam) take a weight row, or rows_together of them one
+// after the other beginning at a multiple of that from row_begin; each value of it is made once for
+// kLinearTile rows of x, and the lane numbered t % kLinearTile calls the sink for row t. w_row is
+// not used.
+inline constexpr int kLinearTile = 8;
+template <class Block = OneThread, class Weights, class Sink>
 LOWLAT_DEVICE void linear(const float* x, std::int64_t x_stride, int num_rows, int k,
                           const Weights& weights, int row_begin, int row_end, float* w_row,
                           Sink&& sink) {
-  for (int n = row_begin; n < row_end; ++n) {
-    weights.expand(w_row, n, k);
-    for (int t = 0; t < num_rows; ++t) sink(t, n, dot(x + t * x_stride, w_row, k));
+  if constexpr (Team<Block>::kAlone) {
+    for (int n = row_begin; n < row_end; ++n) {
+      weights.expand(w_row, n, k);
+      for (int t = 0; t < num_rows; ++t) sink(t, n, dot(x + t * x_stride, w_row, k));
+    }
+  } else {
+    using Dots = DotTeam<Block>;
+    constexpr int kTogether = rows_together<std::remove_cvref_t<Sink>>();
+    const int lane = Dots::lane();
+    for (int base = row_begin; base < row_end; base += Dots::kNum * kTogether) {
+      for (int place = 0; place < kTogether; ++place) {
+        const int n = base + Dots::idx() * kTogether + place;
+        const int row_idx = n < row_end ? n : row_end - 1;  // lanes stay together in the sums
+        for (int first = 0; first < num_rows; first += kLinearTile) {
+          const int rest = num_rows - first;
+          const int num = rest < kLinearTile ? rest : kLinearTile;
+          float chain[kLinearTile] = {};
+          for (int i = lane; i < k; i += kDotLanes) {
+            const float w = weights.value(row_idx, i);
+            const float* values = x + first * x_stride + i;
+            for (int t = 0; t < kLinearTile; ++t) {
+              if (t < num) chain[t] += values[t * x_stride] * w;
+            }
+          }
+          for (int t = 0; t < kLinearTile; ++t) {
+            if (t >= num) break;
+            const float y = Dots::join(chain[t]);
+            if (n < row_end && lane == t) sink(first + t, n, y);
+          }
+        }
+      }
+    }
   }
 }
 

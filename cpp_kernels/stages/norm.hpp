@@ -1,4 +1,5 @@
-// stages/norm.hpp: RMS norms of one row.
+// stages/norm.hpp: RMS norms of one row. A block takes a row; for short rows (a head, a key) a warp
+// does.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any stage"
@@ -8,6 +9,7 @@
 
 #include "stages/format.hpp"
 #include "stages/sum.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -32,14 +34,15 @@ struct RmsNorm {
   LOWLAT_DEVICE static void run(std::uint16_t* out, const float* x, int n, float eps,
                                 Scratch& scratch) {
     const float s = scale(x, n, eps, scratch);
-    for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) out[i] = to_bf16(x[i] * s);
+    for (int i = Team<Block>::thread_idx(); i < n; i += Block::kNumThreads)
+      out[i] = to_bf16(x[i] * s);
   }
   // Unrounded. Each thread reads and writes its own elements after the statistic; no sync at the
   // end.
   LOWLAT_DEVICE static void run(float* out, const float* x, const std::uint16_t* gain, int n,
                                 float eps, Scratch& scratch) {
     const float s = scale(x, n, eps, scratch);
-    for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < n; i += Block::kNumThreads) {
       out[i] = x[i] * s * from_bf16(gain[i]);
     }
   }
@@ -48,7 +51,7 @@ struct RmsNorm {
   // elements; no sync.
   LOWLAT_DEVICE static void apply(std::uint16_t* out, const float* x, const std::uint16_t* gain,
                                   int n, float s) {
-    for (int i = plat::thread_idx(); i < n; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < n; i += Block::kNumThreads) {
       out[i] = to_bf16(x[i] * s * from_bf16(gain[i]));
     }
   }

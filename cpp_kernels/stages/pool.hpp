@@ -26,6 +26,7 @@
 #include "stages/kv.hpp"
 #include "stages/norm.hpp"
 #include "stages/rope.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -88,15 +89,15 @@ struct PoolEntry {
   LOWLAT_DEVICE static void run(float* out_c, const PoolLayout& layout, const float* ape,
                                 std::int64_t entry, const Rows& rows, int begin, int end,
                                 Scratch& scratch) {
-    for (int i = plat::thread_idx(); i < layout.num_candidates(); i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < layout.num_candidates(); i += Block::kNumThreads) {
       const std::int64_t position = layout.position(entry, i);
       scratch.rows[i] = position < 0 ? nullptr : rows(position) + layout.offset(i);
     }
-    plat::block_sync();
-    for (int d = begin + plat::thread_idx(); d < end; d += Block::kNumThreads) {
+    Team<Block>::sync();
+    for (int d = begin + Team<Block>::thread_idx(); d < end; d += Block::kNumThreads) {
       out_c[d] = channel(layout, ape, d, scratch);
     }
-    plat::block_sync();
+    Team<Block>::sync();
   }
 
  private:
@@ -154,9 +155,9 @@ struct PooledKey {
   LOWLAT_DEVICE static void finish(float* c, int dim, const std::uint16_t* gain, float eps,
                                    const RopeTurn& turn, Scratch& scratch) {
     RmsNorm<Block>::run(c, c, gain, dim, eps, scratch);
-    plat::block_sync();
+    Team<Block>::sync();
     Rope<Block>::rotate(c + dim - kRopeDim, turn);
-    plat::block_sync();
+    Team<Block>::sync();
   }
 
   // The attention's key, c fp32 [kKvDim] in place: finished, then all of it to bf16, ready for
@@ -164,8 +165,9 @@ struct PooledKey {
   LOWLAT_DEVICE static void entry(float* c, const std::uint16_t* gain, float eps,
                                   const RopeTurn& turn, Scratch& scratch) {
     finish(c, kKvDim, gain, eps, turn, scratch);
-    for (int i = plat::thread_idx(); i < kKvDim; i += Block::kNumThreads) c[i] = round_bf16(c[i]);
-    plat::block_sync();
+    for (int i = Team<Block>::thread_idx(); i < kKvDim; i += Block::kNumThreads)
+      c[i] = round_bf16(c[i]);
+    Team<Block>::sync();
   }
 };
 

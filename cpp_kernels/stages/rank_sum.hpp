@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "stages/format.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -17,7 +18,7 @@ namespace lowlat::LOWLAT_PLATFORM::stages {
 template <class Block, class Partial>
 LOWLAT_DEVICE void rank_sum(std::uint16_t* out, int num_ranks, int begin, int end,
                             Partial&& partial) {
-  for (int i = begin + plat::thread_idx(); i < end; i += Block::kNumThreads) {
+  for (int i = begin + Team<Block>::thread_idx(); i < end; i += Block::kNumThreads) {
     float sum = partial(0, i);
     for (int rank = 1; rank < num_ranks; ++rank) sum += partial(rank, i);
     out[i] = to_bf16(sum);

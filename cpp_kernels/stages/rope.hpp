@@ -13,6 +13,7 @@
 
 #include "shape/runtime_shape.hpp"
 #include "stages/format.hpp"
+#include "stages/team.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -65,8 +66,7 @@ LOWLAT_DEVICE RopeTable rope_table(float base, YarnRamp yarn) {
   return table;
 }
 
-// Cosine and sine of each pair at one position: made once a row, used for all its heads. One thread
-// calls.
+// Cosine and sine of each pair at one position: made once a row, used for all its heads.
 struct RopeTurn {
   float cos[kRopePairs];
   float sin[kRopePairs];
@@ -75,16 +75,22 @@ struct RopeTurn {
 LOWLAT_DEVICE float rope_angle(const RopeTable& table, int pair, std::int64_t position) {
   return static_cast<float>(position) * table.values[pair];
 }
+// The block calls, threads split the pairs; no sync.
+template <class Block>
+LOWLAT_DEVICE void rope_turn(RopeTurn& out, const RopeTable& table, std::int64_t position) {
+  for (int i = Team<Block>::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
+    const float angle = rope_angle(table, i, position);
+    out.cos[i] = plat::cos(angle);
+    out.sin[i] = plat::sin(angle);
+  }
+}
+// One thread calls.
 LOWLAT_DEVICE RopeTurn rope_turn(const RopeTable& table, std::int64_t position) {
   RopeTurn turn;
-  for (int i = 0; i < kRopePairs; ++i) {
-    const float angle = rope_angle(table, i, position);
-    turn.cos[i] = plat::cos(angle);
-    turn.sin[i] = plat::sin(angle);
-  }
+  rope_turn<OneThread>(turn, table, position);
   return turn;
 }
-// The turn back: of the attention output, at the query's position.
+// The turn back: of the attention output, at the query's position. One thread calls.
 LOWLAT_DEVICE RopeTurn rope_inverse(RopeTurn turn) {
   for (float& s : turn.sin) s = -s;
   return turn;
@@ -103,23 +109,30 @@ template <class Block>
 struct Rope {
   // fp32 values, unrounded.
   LOWLAT_DEVICE static void rotate(float* x, const RopeTurn& turn) {
-    for (int i = plat::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
       rope_pair(x[2 * i], x[2 * i + 1], turn.cos[i], turn.sin[i]);
     }
   }
   LOWLAT_DEVICE static void rotate(float* x, const RopeTable& table, std::int64_t position) {
-    for (int i = plat::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
+    for (int i = Team<Block>::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
       const float angle = rope_angle(table, i, position);
       rope_pair(x[2 * i], x[2 * i + 1], plat::cos(angle), plat::sin(angle));
     }
   }
   // bf16 values, turned in fp32 and rounded once.
   LOWLAT_DEVICE static void rotate(std::uint16_t* x, const RopeTurn& turn) {
-    for (int i = plat::thread_idx(); i < kRopePairs; i += Block::kNumThreads) {
-      float a = from_bf16(x[2 * i]), b = from_bf16(x[2 * i + 1]);
-      rope_pair(a, b, turn.cos[i], turn.sin[i]);
-      x[2 * i] = to_bf16(a);
-      x[2 * i + 1] = to_bf16(b);
+    rotate_heads(x, 1, 0, turn);
+  }
+  // As many as a block has threads for: head h's 64 values are x[h * stride ..].
+  LOWLAT_DEVICE static void rotate_heads(std::uint16_t* x, int num_heads, std::int64_t stride,
+                                         const RopeTurn& turn) {
+    for (int i = Team<Block>::thread_idx(); i < num_heads * kRopePairs; i += Block::kNumThreads) {
+      const int pair = i % kRopePairs;
+      std::uint16_t* values = x + i / kRopePairs * stride + 2 * pair;
+      float a = from_bf16(values[0]), b = from_bf16(values[1]);
+      rope_pair(a, b, turn.cos[pair], turn.sin[pair]);
+      values[0] = to_bf16(a);
+      values[1] = to_bf16(b);
     }
   }
 };

@@ -17,6 +17,10 @@ uint32_t lowlat_kernels_abi_version(void) { return FAKE_ABI_VERSION; }
 
 const char* lowlat_last_error(void) { return last_error; }
 
+const char* lowlat_devices(void) {
+  return "{\"nvidia\": {\"built\": false, \"refusal\": \"\", \"devices\": [], \"peers\": []}}";
+}
+
 const char* lowlat_op_list(void) { return "[{\"name\": \"scale\"}]"; }
 
 static int64_t count(const lowlat_array* array) {

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lowlat.cli import check
 from lowlat.cli.main import main
 
 
@@ -68,12 +69,13 @@ def test_json(dispatch: FakeDispatch, capsys: pytest.CaptureFixture) -> None:
     dispatch.reasons = ("no",)
     assert main(["check", "--model", "tiny-v41", "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
-    assert answer == {"servable": False, "reasons": ["no"], "memory": None}
+    assert answer == {"servable": False, "reasons": ["no"], "memory": None, "checkpoint": None}
     assert dispatch.planned is None
     dispatch.reasons = ()
     assert main(["check", "--model", "tiny-v41", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer == {"servable": True, "reasons": [], "memory": {"tp_size": 2}}
+    memory = {"tp_size": 2}
+    assert answer == {"servable": True, "reasons": [], "memory": memory, "checkpoint": None}
 
 
 def test_a_load_reaches_the_plan(dispatch: FakeDispatch) -> None:
@@ -93,12 +95,79 @@ def test_a_load_that_cannot_be_planned_names_the_model(
 
 @pytest.mark.parametrize("as_folder", [True, False])
 def test_reads_a_folder_or_the_file(
-    dispatch: FakeDispatch, tmp_path: Path, as_folder: bool
+    dispatch: FakeDispatch, tmp_path: Path, capsys: pytest.CaptureFixture, as_folder: bool
 ) -> None:
     (tmp_path / "config.json").write_text("\ufeff{}", encoding="utf-8")
     model = tmp_path if as_folder else tmp_path / "config.json"
     assert main(["check", "--model", str(model)]) == 0
     assert dispatch.asked[0] == "{}"
+    words = ": no weights beside it" if as_folder else ""
+    assert f"\nonly config.json was checked{words}\n" in capsys.readouterr().out
+
+
+def folder_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """A folder with weights, and an engine that answers with `script`."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    (folder / "model.safetensors").write_bytes(b"")
+    engine = tmp_path / "engine"
+    engine.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    engine.chmod(0o755)
+    monkeypatch.setattr(check, "installed_file", lambda *_: engine)
+    return folder
+
+
+def test_headers_of_a_folder_are_checked(
+    dispatch: FakeDispatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    folder = folder_and_engine(tmp_path, monkeypatch, 'echo "$@ 2 files"')
+    assert main(["check", "--model", str(folder)]) == 0
+    assert capsys.readouterr().out == (
+        f"{folder} can be served: isa scalar, tp 1\n"
+        f"checked: config.json, and every header: check-checkpoint -- {folder} 2 files\n"
+        "memory of a rank\n"
+    )
+
+
+def test_a_header_that_is_wrong_is_a_reason(
+    dispatch: FakeDispatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    refuses = 'echo "lowlat check-checkpoint: refused: x: norm.weight: is F32" >&2; exit 1'
+    folder = folder_and_engine(tmp_path, monkeypatch, refuses)
+    assert main(["check", "--model", str(folder)]) == 1
+    assert capsys.readouterr().out == (
+        f"{folder} cannot be served so (1):\n  1. x: norm.weight: is F32\n"
+    )
+    assert dispatch.planned is None
+    # What the guard refuses already is not looked into.
+    dispatch.reasons = ("tp is 3",)
+    assert main(["check", "--model", str(folder), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["reasons"] == ["tp is 3"]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), [("echo broken >&2; exit 3", "broken"), ("sleep 9", "does not answer")]
+)
+def test_an_engine_that_fails_is_a_fault(
+    dispatch: FakeDispatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    script: str,
+    words: str,
+) -> None:
+    folder = folder_and_engine(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(check, "BUDGET_S", 0.5)
+    assert main(["check", "--model", str(folder)]) == 3
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -156,6 +225,9 @@ def test_a_count_that_is_none(
         ["check"],
         ["check", "--model", "tiny-v41", "--tp", "two"],
         ["check", "--model", "tiny-v41", "--requests", "2"],
+        ["check", "--model", "tiny-v41", "--tp", "2", "--tp", "2"],
+        ["check", "--model", "tiny-v41", "--model=tiny-v4"],
+        ["op", "rms_norm", "--in", "a", "--in", "b", "--out", "c"],
     ],
 )
 def test_wrong_usage(
@@ -163,3 +235,11 @@ def test_wrong_usage(
 ) -> None:
     assert main(words) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert dispatch.asked is None
+
+
+def test_an_option_given_twice_is_named(
+    dispatch: FakeDispatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["check", "--model", "tiny-v41", "--tp", "2", "--tp", "4"]) == 2
+    assert "--tp is given twice; one is needed" in capsys.readouterr().err

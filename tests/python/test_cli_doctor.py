@@ -178,3 +178,58 @@ def test_all_of_it_works_here(capsys: pytest.CaptureFixture) -> None:
     by_name = {check["name"]: check for check in answer["checks"]}
     assert by_name["two ranks"]["happened"].startswith("8 tokens")
     assert all(check["status"] == OK for check in answer["checks"] if check["needed"])
+
+
+NVIDIA = {
+    "built": True,
+    "architectures": "sm_90a",
+    "toolkit": "13.0",
+    "driver": "13.1",
+    "refusal": "",
+    "devices": [{"name": "H200", "isa": "sm_90", "refusal": ""}] * 2,
+    "peers": [{"from": 0, "to": 1, "refusal": ""}, {"from": 1, "to": 0, "refusal": ""}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({}, OK, "they run on 2; CUDA 13.0, built for sm_90a; driver for CUDA 13.1"),
+        ({"built": False, "refusal": ""}, NONE, "the library has none"),
+        ({"refusal": "no CUDA-capable device", "devices": []}, NONE, "no CUDA-capable device"),
+        (
+            {"devices": [{"name": "A100", "isa": "sm_80", "refusal": "no code for it"}]},
+            BROKEN,
+            "GPU 0 (sm_80): no code for it",
+        ),
+    ],
+)
+def test_the_kernels_on_gpus_are_a_line(
+    monkeypatch: pytest.MonkeyPatch, changes: dict, status: str, words: str
+) -> None:
+    installed(monkeypatch, Path("lib.so"))
+    monkeypatch.setattr(doctor, "ask", lambda *question: {"nvidia": NVIDIA | changes})
+    check = next(doctor.nvidia_kernels_checks())
+    assert (check.status, check.needed) == (status, False)
+    assert words in check.happened
+    assert bool(check.change) == (status != OK)
+
+
+def test_a_store_that_does_not_arrive_names_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, Path("lib.so"))
+    monkeypatch.setattr(doctor, "ask", lambda *question: {"nvidia": NVIDIA})
+    _, check = doctor.nvidia_kernels_checks()
+    assert (check.status, check.happened) == (OK, "2 of 2 arrived")
+    lost = [NVIDIA["peers"][0], {"from": 1, "to": 0, "refusal": "the store did not arrive"}]
+    monkeypatch.setattr(doctor, "ask", lambda *question: {"nvidia": NVIDIA | {"peers": lost}})
+    _, check = doctor.nvidia_kernels_checks()
+    assert check.status == BROKEN
+    assert check.happened == "1 of 2 arrived; 1 to 0: the store did not arrive"
+
+
+def test_a_library_without_kernels_for_gpus_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed(monkeypatch, fakes.build(tmp_path, "kernels.c"))
+    (check,) = doctor.nvidia_kernels_checks()
+    assert (check.status, check.happened) == (NONE, "the library has none")

@@ -21,8 +21,9 @@ def test_built_in_models_are_configurations() -> None:
     assert dispatch.built_in("nothing") is None
 
 
-def test_a_built_in_model_can_be_served() -> None:
-    config = dispatch.built_in("tiny-v41")
+@pytest.mark.parametrize("name", ["tiny-v4", "v4-flash", "tiny-v41", "v41-flash"])
+def test_a_built_in_model_can_be_served(name: str) -> None:
+    config = dispatch.built_in(name)
     assert dispatch.check(config, {"isa": "scalar", "tp_size": 2}) == []
 
 
@@ -125,14 +126,17 @@ def test_a_graph_record_is_read_written_and_compared() -> None:
         dispatch.GraphRecord.from_json("{}")
 
 
-def test_the_memory_plan_is_json_and_a_table() -> None:
-    config = dispatch.built_in("v41-flash")
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    # Published: experts of a layer, bytes of one, layers.
+    [("v4-flash", 256 * 13.37e6 * 43), ("v41-flash", 384 * 18.80e6 * 40)],
+)
+def test_the_memory_plan_is_json_and_a_table(name: str, experts: float) -> None:
+    config = dispatch.built_in(name)
     text, table = dispatch.memory_plan(config, '{"tp_size": 4, "context": 131072, "requests": 2}')
     plan = json.loads(text)
     assert len(plan["ranks"]) == 4
-    # 384 experts of 18.80 MB in 40 layers, over four ranks.
-    published = 384 * 18.80e6 * 40 / 4
-    assert plan["ranks"][0]["groups"]["experts"] == pytest.approx(published, rel=0.01)
+    assert plan["ranks"][0]["groups"]["experts"] == pytest.approx(experts / 4, rel=0.01)
     assert plan["load"]["requests"] == 2
     assert all(len(line) <= 100 for line in table.splitlines())
     with pytest.raises(ValueError, match=r"tp_size is 3; embed\.weight"):

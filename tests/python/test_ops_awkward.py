@@ -1,4 +1,4 @@
-"""Inputs that random ones never meet: ``reference`` by the oracle, ``scalar`` by its bounds."""
+"""Inputs that random ones never meet: ``reference`` by the oracle, the others by their bounds."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from oracle import MODELS, OPS
 from oracle.cases import make, one
 from oracle.compare import check_declared, check_oracle_outputs
 from oracle.formats import bf16_bits, bf16_value, e4m3_value
-from oracle.run import PLATFORMS, bounds, run
+from oracle.run import COMPUTED, PLATFORMS, bounds, run
 
 SCALE_BLOCK = {"v4": 128, "v41": 32}
 # Experts a token of the target, and of the draft.
@@ -19,19 +19,21 @@ def model(request):
 
 
 def agree(op, model, arrays):
-    """Both platforms against the oracle; gives the oracle's outputs for the case's own checks."""
+    """Every platform against the oracle; gives the oracle's outputs for the case's own checks."""
     want = OPS[model][op](arrays)
     check_oracle_outputs(op, run(op, "reference", arrays, model), want)
-    got = run(op, "scalar", arrays, model)
-    check_declared(op, arrays, got, want, bounds(op, "scalar", model), model)
+    for platform in COMPUTED:
+        got = run(op, platform, arrays, model)
+        check_declared(op, arrays, got, want, bounds(op, platform, model), model)
     return want
 
 
 def agree_exactly(op, model, arrays):
-    """As agree(), with ``scalar`` equal too: no score is close to another but exact ties."""
+    """As agree(), and all are equal: no score is close to another but exact ties."""
     want = agree(op, model, arrays)
-    for name, got in run(op, "scalar", arrays, model).items():
-        assert np.array_equal(got, want[name]), f"{op}: {name} is {got}, oracle {want[name]}"
+    for platform in COMPUTED:
+        for name, got in run(op, platform, arrays, model).items():
+            assert np.array_equal(got, want[name]), f"{op}: {name} is {got}, oracle {want[name]}"
     return want
 
 
@@ -160,6 +162,18 @@ def test_hc_head_of_equal_streams_zero_rows_and_shut_gates():
 
 
 # ------------------------------------------------------------------ linears
+
+
+def test_lm_head_of_zero_tiny_and_huge_rows(model):
+    arrays = make("lm_head", 3, model, T=4, V=77, H=160)
+    arrays["x"][0] = 0x8000  # -0
+    arrays["x"][1] = 0x0001  # the smallest subnormal: products leave fp32's, and bf16's, range
+    arrays["x"][2] = bf16_bits(bf16_value(arrays["x"][2]) * 2.0**40)
+    arrays["w"][5] = 0x8000
+    arrays["w"][9] = arrays["w"][8]
+    want = bf16_value(agree("lm_head", model, arrays)["logits"])
+    assert not want[0].any() and not want[:, 5].any()
+    assert np.array_equal(want[:, 8], want[:, 9])
 
 
 @pytest.mark.parametrize("b", [32, 128])
@@ -307,6 +321,16 @@ def test_attention_scores_far_apart(model):
     """Scores in the thousands: a softmax without a shift would overflow."""
     arrays = attention()
     arrays["q"] = bf16_bits(bf16_value(arrays["q"]) * 500)
+    agree("sparse_attention", model, arrays)
+
+
+def test_attention_of_signed_zeros_subnormals_and_saturated_keys(model):
+    arrays = make("sparse_attention", 9, model, T=4, h=2, S=140, s=128, E=60, n=40)
+    arrays["q"][0] = 0x8000  # every score is 0: an average
+    arrays["q"][1] = 0x0001
+    arrays["swa"][:70, :448] = 0x7E  # 448, the largest code
+    arrays["swa"][70:, :448] = 0xFE
+    arrays["extra"][::2, :448] = 0x80  # -0
     agree("sparse_attention", model, arrays)
 
 
@@ -488,10 +512,19 @@ def test_v4_index_query_of_zero_and_tiny_heads():
 
 
 @pytest.mark.parametrize("pos", [0, 1, 65535, 65536, 1048575])
-def test_v4_index_query_at_the_ends_of_the_positions(pos):
-    arrays = make("index_query", 4, "v4", T=6, h=3)
+@pytest.mark.parametrize(
+    "model, op, shape",
+    [
+        ("v4", "index_query", dict(T=6, h=3)),
+        ("v41", "index_query", dict(T=6, h=3)),
+        ("v41", "index_key", dict(T=6)),
+    ],
+)
+def test_index_queries_and_keys_at_the_ends_of_the_positions(model, op, shape, pos):
+    """V4's keys are of a sequence from position 0."""
+    arrays = make(op, 4, model, **shape)
     arrays["pos"][:] = pos
-    agree("index_query", "v4", arrays)
+    agree(op, model, arrays)
 
 
 def test_v4_index_key_of_zero_tiny_and_huge_rows():

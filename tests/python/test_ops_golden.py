@@ -21,6 +21,33 @@ def case_json(name):
     return json.loads((GOLDEN / name / "case.json").read_text(encoding="utf-8"))
 
 
+# Every stage, and the operations whose vectors it is in (of both models where both have it).
+STAGES = {
+    "accept": ["accept"],
+    "argmax": ["accept", "markov_draft"],
+    "attention": ["sparse_attention"],
+    "compress": ["compress"],
+    "draft": ["markov_draft"],
+    "engram": ["engram_hash", "engram_lookup", "engram_apply"],
+    "experts": ["experts"],
+    "format": ["kv_pack", "kv_unpack", "index_query", "index_key"],
+    "fp4": ["compress", "index_query", "index_key", "experts"],
+    "gate": ["gate", "hash_gate"],
+    "hc": ["hc_stats", "hc_combine_norm", "hc_post", "hc_head"],
+    "index": ["index_query", "index_key", "index_select"],
+    "kv": ["kv_pack", "kv_unpack", "sparse_attention"],
+    "linear": ["block_linear", "lm_head"],
+    "norm": ["rms_norm", "head_norm"],
+    "pool": ["compress", "index_key"],
+    "rank_sum": ["rank_sum"],
+    "rope": ["rope"],
+    "select": ["index_select", "candidate_blocks"],
+    "sum": ["rms_norm", "block_linear"],
+}
+# No operation has these in it: waiting and handing over between ranks, where a ring's rows are, and
+# the noise that markov_draft is given. Their values are held by their own C++ tests and, but for
+# the waits, by test_whole_model.py.
+NO_VECTORS = {"exchange", "wait", "pool_state", "philox", "team"}
 RUNS = [(name, model) for name in CASES for model in case_json(name)["models"]]
 
 
@@ -54,6 +81,13 @@ def test_every_operation_of_both_models_has_a_case():
     assert covered == {(op, model) for model in MODELS for op in OPS[model]}
 
 
+def test_every_stage_is_in_one():
+    stages = {file.stem for file in (ROOT / "cpp_kernels/stages").glob("*.hpp")}
+    assert stages == set(STAGES) | NO_VECTORS, "a new stage: which golden vectors is it in?"
+    cases = {case_json(name)["op"] for name in CASES}
+    assert {op for ops in STAGES.values() for op in ops} == cases
+
+
 @pytest.mark.parametrize("name, model", RUNS)
 def test_the_oracle_agrees(name, model):
     op, inputs, outputs = read(name)
@@ -68,13 +102,15 @@ def test_platforms_meet_them(name, model, platform):
     got = run(op, platform, inputs, model)
     assert set(got) == set(outputs)
     for output, (want, bounds) in outputs.items():
+        # Another platform than the case's files name meets the tightest of theirs: scalar's.
+        bound = bounds.get(platform, bounds["scalar"])
         if platform == "reference":
             check_exact(f"{name}: {output}", got[output], want)
-        elif match := VALUES.fullmatch(bounds[platform]):
+        elif match := VALUES.fullmatch(bound):
             seen = measure("rel_l2", key_values(got[output]), key_values(want))
-            assert seen <= float(match[1]), f"{name}: {output}: {seen:.4g}, {bounds[platform]}"
+            assert seen <= float(match[1]), f"{name}: {output}: {seen:.4g}, {bound}"
         else:
-            check_bound(f"{name}: {output}", bounds[platform], got[output], want)
+            check_bound(f"{name}: {output}", bound, got[output], want)
 
 
 def test_writing_them_again_gives_the_same_bytes(tmp_path):

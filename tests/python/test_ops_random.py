@@ -1,11 +1,11 @@
-"""Every operation at random inputs: ``reference`` against the oracle, ``scalar`` by its bounds."""
+"""Every operation at random inputs: ``reference`` by the oracle, the others by their bounds."""
 
 import pytest
 from oracle import MODELS, OPS
 from oracle.cases import SHAPES, make
 from oracle.compare import CODES, check_declared, check_oracle_outputs, value
 from oracle.formats import e4m3_value
-from oracle.run import bounds, op_list, run
+from oracle.run import COMPUTED, bounds, op_list, run
 
 SEEDS = (1, 2, 3)
 CASES = [
@@ -31,19 +31,21 @@ def test_reference_agrees_with_the_oracle(model, op, shape):
         check_oracle_outputs(op, got, want)
 
 
+@pytest.mark.parametrize("platform", COMPUTED)
 @pytest.mark.parametrize("model, op, shape", CASES)
-def test_scalar_is_within_its_declared_bounds(model, op, shape):
-    declared = bounds(op, "scalar", model)
+def test_platforms_are_within_their_declared_bounds(model, op, shape, platform):
+    declared = bounds(op, platform, model)
     for seed in SEEDS:
         arrays = make(op, seed, model, **shape)
-        got, want = run(op, "scalar", arrays, model), OPS[model][op](arrays)
+        got, want = run(op, platform, arrays, model), OPS[model][op](arrays)
         check_declared(op, arrays, got, want, declared, model)
 
 
+@pytest.mark.parametrize("platform", COMPUTED)
 @pytest.mark.parametrize("model, op, shape", CASES)
-def test_scalar_gives_the_same_bytes_twice(model, op, shape):
+def test_platforms_give_the_same_bytes_twice(model, op, shape, platform):
     arrays = make(op, 1, model, **shape)
-    first, second = (run(op, "scalar", arrays, model) for _ in range(2))
+    first, second = (run(op, platform, arrays, model) for _ in range(2))
     assert {n: a.tobytes() for n, a in first.items()} == {n: a.tobytes() for n, a in second.items()}
 
 
@@ -70,13 +72,14 @@ def codes_of_key(rows):
     return e4m3_value(rows[:, :128]) + 0.0
 
 
+@pytest.mark.parametrize("platform", COMPUTED)
 @pytest.mark.parametrize("model, op", ROUNDINGS)
-def test_scalar_rounds_where_the_model_rounds(model, op):
+def test_platforms_round_where_the_model_rounds(model, op, platform):
     shape = max(SHAPES[model][op][1], key=lambda shape: shape.get("T", shape.get("L", 0)))
     moved = total = 0
     for seed in range(10, 18):
         arrays = make(op, seed, model, **shape)
-        got = run(op, "scalar", arrays, model)
+        got = run(op, platform, arrays, model)
         for name, want in OPS[model][op](arrays).items():
             if (model, name) == ("v4", "qs"):
                 continue  # An fp32 scale is not rounded to anything.
@@ -127,40 +130,43 @@ ROW_CASES = [
 ]
 
 
+@pytest.mark.parametrize("platform", COMPUTED)
 @pytest.mark.parametrize("model, op", ROW_CASES)
-def test_scalar_rows_do_not_depend_on_their_neighbours(model, op):
+def test_rows_do_not_depend_on_their_neighbours(model, op, platform):
     # What makes chunked, batched and speculative runs equal token for token.
     for shape in SHAPES[model][op][1]:
         arrays = make(op, 4, model, **shape)
-        whole = run(op, "scalar", arrays, model)
+        whole = run(op, platform, arrays, model)
         rows = len(arrays[PER_ROW[op][0]])
         for row in {0, rows // 2, rows - 1}:
             alone = dict(arrays) | {n: arrays[n][row : row + 1] for n in PER_ROW[op] if n in arrays}
-            for name, got in run(op, "scalar", alone, model).items():
+            for name, got in run(op, platform, alone, model).items():
                 assert got[0].tobytes() == whole[name][row].tobytes(), f"{name}, row {row}"
 
 
+@pytest.mark.parametrize("platform", COMPUTED)
 @pytest.mark.parametrize("model, op", ROW_CASES)
-def test_scalar_takes_every_number_of_rows(model, op):
+def test_platforms_take_every_number_of_rows(model, op, platform):
     # Of the largest case 1 to all of its rows: 48, or 8 requests.
     shape = max(SHAPES[model][op][1], key=lambda shape: shape.get("T", shape.get("B")))
     arrays = make(op, 5, model, **shape)
-    whole = run(op, "scalar", arrays, model)
+    whole = run(op, platform, arrays, model)
     rows = len(arrays[PER_ROW[op][0]])
     assert rows == (8 if "B" in shape else 48)
     for count in range(1, rows):
         first = dict(arrays) | {n: arrays[n][:count] for n in PER_ROW[op] if n in arrays}
-        for name, got in run(op, "scalar", first, model).items():
+        for name, got in run(op, platform, first, model).items():
             assert got.tobytes() == whole[name][:count].tobytes(), f"{name}, {count} rows"
 
 
+@pytest.mark.parametrize("platform", COMPUTED)
 @pytest.mark.parametrize("model, op", sorted(PER_SEQUENCE))
-def test_scalar_entries_do_not_depend_on_later_tokens(model, op):
+def test_entries_do_not_depend_on_later_tokens(model, op, platform):
     for shape in SHAPES[model][op][1]:
         arrays = make(op, 4, model, **shape)
         ratio = int(arrays["ratio"]) if op == "compress" else 4
-        ((name, whole),) = run(op, "scalar", arrays, model).items()
+        ((name, whole),) = run(op, platform, arrays, model).items()
         for entries in {1, (len(whole) + 1) // 2, len(whole)}:
             shorter = arrays | {"x": arrays["x"][: entries * ratio]}
-            got = run(op, "scalar", shorter, model)[name]
+            got = run(op, platform, shorter, model)[name]
             assert got.tobytes() == whole[:entries].tobytes(), f"{entries} of {len(whole)} entries"

@@ -84,7 +84,7 @@ fn commands_are_told_apart_and_wrong_ones_are_one_line() {
     let cases: &[(&[&str], &str)] = &[
         (
             &[],
-            "no command; replay, trace, inspect, make-checkpoint or completion",
+            "no command; replay, trace, inspect, make-checkpoint, check-checkpoint or completion",
         ),
         (&["bench"], "\"bench\""),
         (&["trace"], "lowlat trace: "),
@@ -107,6 +107,7 @@ fn commands_are_told_apart_and_wrong_ones_are_one_line() {
             "--sessions",
         ),
         (&["inspect"], "lowlat inspect: error: "),
+        (&["check-checkpoint"], "lowlat check-checkpoint: error: "),
         (&["completion", "tcsh"], "bash, zsh or fish"),
     ];
     for (args, words) in cases {

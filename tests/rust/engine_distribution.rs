@@ -6,7 +6,7 @@ use lowlat_engine::step::RuntimeSettings;
 
 #[path = "support/engine.rs"]
 mod support;
-use support::{Request, library, pocket, prompt, serve, settings, start_config};
+use support::{MODELS, Request, library, pocket, prompt, serve, settings, start_config};
 
 const VOCAB: usize = 32;
 /// Tokens a request: the first is the prompt's, the others pass through drafts.
@@ -15,6 +15,7 @@ const OUTPUT: usize = 4;
 /// `num` continuations of one prompt, each with draws of its own.
 fn continuations(
     library: &std::path::Path,
+    model: &str,
     speculative: bool,
     num: u32,
     seed: u64,
@@ -25,12 +26,13 @@ fn continuations(
         kv_tokens: 1024,
         ..settings(library)
     };
-    let mut runtime = start_config(settings, pocket());
+    let mut runtime = start_config(settings, pocket(model));
     let requests: Vec<_> = (0..num)
         .map(|uid| Request {
             prompt: prompt(3, 5, 29),
             output: OUTPUT,
-            temperature: 3.0,
+            // Where a dozen tokens or more share the probability, but not evenly.
+            temperature: if model == "tiny-v4" { 2.0 } else { 3.0 },
             uid,
         })
         .collect();
@@ -92,9 +94,16 @@ fn counts(runs: &[Vec<i32>], place: usize, pairs: bool) -> Vec<u32> {
 #[test]
 fn speculation_changes_no_distribution() {
     let Some(library) = library() else { return };
-    const NUM: u32 = 1600;
-    let speculative = continuations(&library, true, NUM, 1);
-    let plain = continuations(&library, false, NUM, 2);
+    for model in MODELS {
+        has_one_distribution(&library, model);
+    }
+}
+
+fn has_one_distribution(library: &std::path::Path, model: &str) {
+    // V4's smallest step costs more.
+    let num = if model == "tiny-v4" { 1000 } else { 1600 };
+    let speculative = continuations(library, model, true, num, 1);
+    let plain = continuations(library, model, false, num, 2);
     for place in 0..OUTPUT {
         for pairs in [false, true] {
             if pairs && place + 1 == OUTPUT {
@@ -105,12 +114,15 @@ fn speculation_changes_no_distribution() {
                 counts(&plain, place, pairs),
             );
             let (statistic, degrees) = chi_square(&a, &b);
-            println!("token {place}, pairs {pairs}: {statistic:.1} at {degrees} degrees");
+            println!("{model}: token {place}, pairs {pairs}: {statistic:.1} at {degrees} degrees");
             // A distribution with one likely token would prove little.
-            assert!(degrees >= 5, "token {place}: {degrees} degrees of freedom");
+            assert!(
+                degrees >= 5,
+                "{model}, token {place}: {degrees} degrees of freedom"
+            );
             assert!(
                 statistic < bound(degrees),
-                "token {place}: {statistic} at {degrees}"
+                "{model}, token {place}: {statistic} at {degrees}"
             );
         }
     }
@@ -123,6 +135,7 @@ fn speculation_changes_no_distribution() {
         }
     }
     let (statistic, degrees) = chi_square(&counts(&bent, 1, false), &counts(&plain, 1, false));
+    println!("{model}: bent, {statistic:.1} at {degrees} degrees");
     assert!(
         statistic > bound(degrees),
         "a bent sample passed: {statistic} at {degrees}"
@@ -132,12 +145,18 @@ fn speculation_changes_no_distribution() {
 #[test]
 fn simulated_acceptance_has_its_length() {
     let Some(library) = library() else { return };
+    for model in MODELS {
+        has_its_length(&library, model);
+    }
+}
+
+fn has_its_length(library: &std::path::Path, model: &str) {
     let settings = RuntimeSettings {
         kv_tokens: 1024,
         max_batch: 1,
-        ..settings(&library)
+        ..settings(library)
     };
-    let mut runtime = start_config(settings, pocket());
+    let mut runtime = start_config(settings, pocket(model));
     let mut counts: Vec<u32> = Vec::new();
     let mut uid = 0;
     while counts.len() < 2000 {
@@ -157,5 +176,5 @@ fn simulated_acceptance_has_its_length() {
     counts.truncate(2000);
     assert!(counts.iter().all(|count| (3..=4).contains(count)));
     let mean = f64::from(counts.iter().sum::<u32>()) / 2000.0;
-    assert!((mean - 3.51).abs() <= 0.04, "{mean}");
+    assert!((mean - 3.51).abs() <= 0.04, "{model}: {mean}");
 }

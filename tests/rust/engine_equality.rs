@@ -1,6 +1,7 @@
 //! Greedy tokens are the same, token for token, whatever serves them: the persistent schedule or
 //! the plain path, one session or eight, small prompt chunks or large, with the prefix cache or
-//! without, speculative or not; and on 1, 2 and 4 ranks each rank has the same logits bit for bit.
+//! without, speculative or not, from a checkpoint folder or built in; and on 1, 2 and 4 ranks each
+//! rank has the same logits bit for bit.
 
 use std::time::Instant;
 
@@ -12,7 +13,7 @@ use lowlat_engine::trace::{self, Trace};
 
 #[path = "support/engine.rs"]
 mod support;
-use support::{library, settings, start};
+use support::{library, settings, sources, start};
 
 struct RealClock(Instant);
 
@@ -30,7 +31,8 @@ impl Clock for RealClock {
 }
 
 /// Eight users. Two turns of the first share pages of the pool, longer than a window, an index
-/// selection and the candidate blocks; the others are of all small lengths.
+/// selection and the candidate blocks; the others are of all small lengths, and one generates its
+/// way across the end of a page and of a block of 128.
 fn traces() -> Vec<Trace> {
     let text = |id: &str, requests: &str| {
         let text = format!(r#"{{"id": "{id}", "block_size": 16, "requests": [{requests}]}}"#);
@@ -51,7 +53,7 @@ fn traces() -> Vec<Trace> {
         (33, 17),
         (64, 5),
         (65, 11),
-        (90, 14),
+        (121, 14),
     ]
     .into_iter()
     .enumerate()
@@ -82,8 +84,9 @@ const BASE: Arm = Arm {
     speculative: true,
 };
 
-fn outcome(library: &std::path::Path, arm: Arm) -> Outcome {
+fn outcome(library: &std::path::Path, model: &str, arm: Arm) -> Outcome {
     let mut runtime = start(RuntimeSettings {
+        model: model.into(),
         tp_size: arm.tp_size,
         plugin: arm.plugin,
         speculative: arm.speculative,
@@ -129,7 +132,15 @@ fn tokens(outcome: &Outcome) -> Vec<Vec<i32>> {
 #[test]
 fn tokens_do_not_depend_on_what_serves_them() {
     let Some(library) = library() else { return };
-    let base = outcome(&library, BASE);
+    let [v4, v4_folder, v41, v41_folder] = sources().map(|(served, _)| served);
+    tokens_of(&library, &v4, &v4_folder);
+    tokens_of(&library, &v41, &v41_folder);
+}
+
+/// The built-in model sets the tokens; the arms serve it too, or the same model's folder.
+fn tokens_of(library: &std::path::Path, model: &str, folder: &str) {
+    println!("{model}");
+    let base = outcome(library, model, BASE);
     let expected = tokens(&base);
     assert_eq!(
         expected.iter().map(Vec::len).collect::<Vec<_>>(),
@@ -183,15 +194,16 @@ fn tokens_do_not_depend_on_what_serves_them() {
             },
         ),
     ];
-    for (name, arm) in arms {
-        let run = outcome(&library, arm);
+    for (place, (name, arm)) in arms.into_iter().enumerate() {
+        let served = [folder, model][place % 2];
+        let run = outcome(library, served, arm);
         if !arm.plugin {
             assert_eq!(run.metrics.target.covered, 0, "{name}");
         }
         if !arm.prefix_cache {
             assert_eq!(run.metrics.requests[1].cached_tokens, 0, "{name}");
         }
-        assert_eq!(tokens(&run), expected, "{name}");
+        assert_eq!(tokens(&run), expected, "{name} of {served}");
     }
 }
 
@@ -201,15 +213,20 @@ fn tokens_do_not_depend_on_what_serves_them() {
 #[test]
 fn ranks_are_equal_on_one_two_and_four() {
     let Some(library) = library() else { return };
-    let runs: Vec<_> = [1, 2, 4]
-        .map(|tp_size| tokens(&outcome(&library, Arm { tp_size, ..BASE })))
-        .into();
-    for run in &runs[1..] {
-        let alike = run
-            .iter()
-            .zip(&runs[0])
-            .filter(|(a, b)| a[0] == b[0])
-            .count();
-        assert!(alike >= 5, "{alike} of 9 first tokens are alike");
+    for (served, model) in sources() {
+        if served == model {
+            continue;
+        }
+        let runs: Vec<_> = [1, 2, 4]
+            .map(|tp_size| tokens(&outcome(&library, &served, Arm { tp_size, ..BASE })))
+            .into();
+        for run in &runs[1..] {
+            let alike = run
+                .iter()
+                .zip(&runs[0])
+                .filter(|(a, b)| a[0] == b[0])
+                .count();
+            assert!(alike >= 5, "{model}: {alike} of 9 first tokens are alike");
+        }
     }
 }

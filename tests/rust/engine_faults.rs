@@ -14,7 +14,7 @@ use lowlat_engine::step::{
 
 #[path = "support/engine.rs"]
 mod support;
-use support::{library, settings, short_ladder};
+use support::{library, settings, short_ladder, sources};
 
 /// One test at a time: they look for threads of this process that were left behind.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -42,8 +42,9 @@ fn expect_no_thread_left() {
     assert_eq!(num_rank_threads(), 0, "threads are left");
 }
 
-fn options(library: &std::path::Path, tp_size: u32) -> RuntimeOptions {
+fn options(library: &std::path::Path, model: &str, tp_size: u32) -> RuntimeOptions {
     let settings = RuntimeSettings {
+        model: model.into(),
         tp_size,
         max_batch: 2,
         ..settings(library)
@@ -90,10 +91,28 @@ fn works(runtime: &mut Runtime) {
     assert!(!result.tokens.is_empty());
 }
 
+/// Both models, on two ranks built in and on four from their folders.
 fn refuses(tp_size: u32, fault: InjectedFault, check: impl Fn(&EngineError)) {
+    for (served, model) in sources() {
+        if (served == model) == (tp_size == 2) {
+            println!("{served} on {tp_size} ranks");
+            model_refuses(&served, tp_size, fault, &check);
+        }
+    }
+}
+
+/// Both models from their folders.
+fn folders() -> impl Iterator<Item = String> {
+    let folders = sources().into_iter();
+    folders
+        .filter(|(served, model)| served != model)
+        .map(|(served, _)| served)
+}
+
+fn model_refuses(model: &str, tp_size: u32, fault: InjectedFault, check: &impl Fn(&EngineError)) {
     let Some(library) = library() else { return };
     let _one = one_at_a_time();
-    let mut options = options(&library, tp_size);
+    let mut options = options(&library, model, tp_size);
     options.settings.inject_fault = Some(fault);
     let began = Instant::now();
     let error = Runtime::start_with(options.clone())
@@ -186,9 +205,16 @@ fn a_rank_that_never_answers_is_named_within_the_deadline() {
 
 /// Falls silent at a step: a covered one ends in the kernels' deadline, a plain one in the vote's.
 fn silent_at(step: u64, check: impl Fn(&str)) {
+    for model in folders() {
+        println!("{model}");
+        model_silent_at(&model, step, &check);
+    }
+}
+
+fn model_silent_at(model: &str, step: u64, check: &impl Fn(&str)) {
     let Some(library) = library() else { return };
     let _one = one_at_a_time();
-    let mut options = options(&library, 2);
+    let mut options = options(&library, model, 2);
     let ms = |ms: u64| ms * 1_000_000;
     // Plain steps vote with the collective's budget, so it is short here too.
     options.ladder =
@@ -260,9 +286,15 @@ fn a_rank_that_leaves_before_a_covered_step_is_named_by_the_kernels() {
 
 #[test]
 fn a_rank_that_says_another_token_is_named_with_its_step() {
+    for model in folders() {
+        says_another_token(&model);
+    }
+}
+
+fn says_another_token(model: &str) {
     let Some(library) = library() else { return };
     let _one = one_at_a_time();
-    let mut options = options(&library, 4);
+    let mut options = options(&library, model, 4);
     options.lapse = Some(Lapse {
         tp_rank: 2,
         first_step: 1,
@@ -291,7 +323,7 @@ fn a_rank_that_says_another_token_is_named_with_its_step() {
 fn a_launch_that_outlives_its_rank_keeps_its_memory() {
     let Some(library) = library() else { return };
     let _one = one_at_a_time();
-    let mut options = options(&library, 1);
+    let mut options = options(&library, "tiny-v41", 1);
     // One rank waits for nobody, so only the host's patience ends, in the middle of a launch. The
     // buffers are so large that giving them back unmaps them.
     options.settings.max_rows = 1 << 16;
@@ -311,7 +343,7 @@ fn a_launch_that_outlives_its_rank_keeps_its_memory() {
 #[test]
 fn a_rank_alone_has_nobody_to_disagree_with() {
     let Some(library) = library() else { return };
-    let mut options = options(&library, 1);
+    let mut options = options(&library, "tiny-v41", 1);
     options.settings.inject_fault = Some(InjectedFault {
         tp_rank: 0,
         kind: FaultKind::Silent,

@@ -10,7 +10,7 @@ use lowlat_engine::step::{
 
 #[path = "support/engine.rs"]
 mod support;
-use support::{library, settings, start};
+use support::{MODELS, library, settings, start};
 
 static NUM_ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
@@ -59,9 +59,16 @@ fn plan(mode: StepMode, start: i32, tokens: &[i32]) -> StepPlan {
 #[test]
 fn a_covered_step_allocates_nothing() {
     let Some(library) = library() else { return };
+    for model in MODELS {
+        allocates_nothing(&library, model);
+    }
+}
+
+fn allocates_nothing(library: &std::path::Path, model: &str) {
     let mut runtime = start(RuntimeSettings {
+        model: model.into(),
         tp_size: 2,
-        ..settings(&library)
+        ..settings(library)
     });
     let mut result = StepResult::new();
     runtime

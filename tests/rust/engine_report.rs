@@ -354,6 +354,9 @@ fn a_file_is_whole_or_not_there() {
         Vec::<String>::new(),
         "unwritten, it leaves no folder either"
     );
+    // As a program that is interrupted would.
+    std::mem::forget(OutputFile::prepare(&path).unwrap());
+    assert_eq!(files_of(&folder), Vec::<String>::new());
     OutputFile::prepare(&path).unwrap().write("whole").unwrap();
     assert_eq!(fs::read_to_string(&path).unwrap(), "whole");
     assert_eq!(
@@ -427,12 +430,13 @@ fn a_disk_that_is_full_leaves_nothing() {
     }
     let folder = folder("full");
     let file = OutputFile::prepare(&folder.join("new/report.json")).unwrap();
+    fs::create_dir(folder.join("new")).unwrap();
     // The temporary name leads to a device that has no room.
     let name = format!(".report.json.{}.tmp", std::process::id());
     std::os::unix::fs::symlink("/dev/full", folder.join("new").join(name)).unwrap();
     let error = file.write("text").unwrap_err().to_string();
     assert!(error.contains("No space left"), "{error}");
-    assert_eq!(files_of(&folder), Vec::<String>::new());
+    assert_eq!(files_of(&folder.join("new")), Vec::<String>::new());
 }
 
 #[test]

@@ -9,7 +9,7 @@ use lowlat_engine::step::{
 
 #[path = "support/engine.rs"]
 mod support;
-use support::{Request, library, pocket, prompt, serve, settings, start, start_config};
+use support::{MODELS, Request, library, pocket, prompt, serve, settings, start, start_config};
 
 fn requests(num: u32, output: usize) -> Vec<Request> {
     (0..num)
@@ -22,8 +22,8 @@ fn requests(num: u32, output: usize) -> Vec<Request> {
         .collect()
 }
 
-fn paths(settings: RuntimeSettings, num_requests: u32) -> Vec<StepPath> {
-    let mut runtime = start_config(settings, pocket());
+fn paths(model: &str, settings: RuntimeSettings, num_requests: u32) -> Vec<StepPath> {
+    let mut runtime = start_config(settings, pocket(model));
     serve(
         &mut runtime,
         &requests(num_requests, 3),
@@ -37,58 +37,65 @@ fn paths(settings: RuntimeSettings, num_requests: u32) -> Vec<StepPath> {
 #[test]
 fn steps_run_covered_or_say_why_not() {
     let Some(library) = library() else { return };
-    let extend = StepPath::Plain("step_is_extend");
-    // Three requests with 12 prompt rows in chunks of 8; then everybody emits twice.
-    let prompts = [extend; 6];
-    let all = |verify: StepPath| [&prompts[..], &[verify; 2]].concat();
+    for model in MODELS {
+        let extend = StepPath::Plain("step_is_extend");
+        // Three requests with 12 prompt rows in chunks of 8; then everybody emits twice.
+        let prompts = [extend; 6];
+        let all = |verify: StepPath| [&prompts[..], &[verify; 2]].concat();
 
-    assert_eq!(paths(settings(&library), 3), all(StepPath::Covered));
-    // Batches of 1 and 4 are built: three requests are padded to four.
-    let widths = RuntimeSettings {
-        widths: vec![6, 24],
-        ..settings(&library)
-    };
-    assert_eq!(paths(widths, 3), all(StepPath::Covered));
-    let widths = RuntimeSettings {
-        widths: vec![6, 12],
-        ..settings(&library)
-    };
-    assert_eq!(paths(widths, 3), all(StepPath::Plain("batch_too_large")));
-    let off = RuntimeSettings {
-        plugin: false,
-        ..settings(&library)
-    };
-    assert!(
-        paths(off, 3)
-            .iter()
-            .all(|path| *path == StepPath::Plain("plugin_off"))
-    );
-    let decode = RuntimeSettings {
-        speculative: false,
-        ..settings(&library)
-    };
-    assert_eq!(paths(decode, 3), all(StepPath::Covered));
+        assert_eq!(paths(model, settings(&library), 3), all(StepPath::Covered));
+        // Batches of 1 and 4 are built: three requests are padded to four.
+        let widths = RuntimeSettings {
+            widths: vec![6, 24],
+            ..settings(&library)
+        };
+        assert_eq!(paths(model, widths, 3), all(StepPath::Covered));
+        let widths = RuntimeSettings {
+            widths: vec![6, 12],
+            ..settings(&library)
+        };
+        assert_eq!(
+            paths(model, widths, 3),
+            all(StepPath::Plain("batch_too_large"))
+        );
+        let off = RuntimeSettings {
+            plugin: false,
+            ..settings(&library)
+        };
+        assert!(
+            paths(model, off, 3)
+                .iter()
+                .all(|path| *path == StepPath::Plain("plugin_off"))
+        );
+        let decode = RuntimeSettings {
+            speculative: false,
+            ..settings(&library)
+        };
+        assert_eq!(paths(model, decode, 3), all(StepPath::Covered));
+    }
 }
 
 /// A padded batch gives each request what it gets alone.
 #[test]
 fn padding_changes_no_token() {
     let Some(library) = library() else { return };
-    let alone = RuntimeSettings {
-        widths: vec![6],
-        ..settings(&library)
-    };
-    let padded = RuntimeSettings {
-        widths: vec![48],
-        ..settings(&library)
-    };
-    let run = |settings, together| {
-        let mut runtime = start_config(settings, pocket());
-        serve(&mut runtime, &requests(3, 30), together, 8, |_| None)
-    };
-    let (alone, padded) = (run(alone, 1), run(padded, 3));
-    assert_eq!(alone.tokens, padded.tokens);
-    assert!(padded.paths.contains(&StepPath::Covered));
+    for model in MODELS {
+        let alone = RuntimeSettings {
+            widths: vec![6],
+            ..settings(&library)
+        };
+        let padded = RuntimeSettings {
+            widths: vec![48],
+            ..settings(&library)
+        };
+        let run = |settings, together| {
+            let mut runtime = start_config(settings, pocket(model));
+            serve(&mut runtime, &requests(3, 30), together, 8, |_| None)
+        };
+        let (alone, padded) = (run(alone, 1), run(padded, 3));
+        assert_eq!(alone.tokens, padded.tokens);
+        assert!(padded.paths.contains(&StepPath::Covered));
+    }
 }
 
 /// Requests that sample draw by their own number alone, not by who shares the batch, whether the
@@ -96,27 +103,29 @@ fn padding_changes_no_token() {
 #[test]
 fn sampled_tokens_are_a_requests_own() {
     let Some(library) = library() else { return };
-    let mut sampled = requests(5, 24);
-    for request in &mut sampled {
-        request.temperature = 0.9;
-    }
-    let run = |plugin, together, uid: u32| {
-        let settings = RuntimeSettings {
-            plugin,
-            tp_size: 2,
-            ..settings(&library)
+    for model in MODELS {
+        let mut sampled = requests(5, 24);
+        for request in &mut sampled {
+            request.temperature = 0.9;
+        }
+        let run = |plugin, together, uid: u32| {
+            let settings = RuntimeSettings {
+                plugin,
+                tp_size: 2,
+                ..settings(&library)
+            };
+            let mut runtime = start_config(settings, pocket(model));
+            let mut requests = sampled.clone();
+            requests[4].uid += uid;
+            serve(&mut runtime, &requests, together, 8, |_| None).tokens
         };
-        let mut runtime = start_config(settings, pocket());
-        let mut requests = sampled.clone();
-        requests[4].uid += uid;
-        serve(&mut runtime, &requests, together, 8, |_| None).tokens
-    };
-    let alone = run(true, 1, 0);
-    assert_eq!(run(true, 5, 0), alone);
-    assert_eq!(run(false, 3, 0), alone);
-    let renumbered = run(true, 5, 1);
-    assert_eq!(renumbered[..4], alone[..4]);
-    assert_ne!(renumbered[4], alone[4]);
+        let alone = run(true, 1, 0);
+        assert_eq!(run(true, 5, 0), alone);
+        assert_eq!(run(false, 3, 0), alone);
+        let renumbered = run(true, 5, 1);
+        assert_eq!(renumbered[..4], alone[..4]);
+        assert_ne!(renumbered[4], alone[4]);
+    }
 }
 
 #[test]
@@ -138,7 +147,8 @@ fn settings_are_refused_in_one_line() {
                 model: "tiny".into(),
                 ..base.clone()
             },
-            "--model is tiny; needs a built-in model (tiny-v41, v41-flash) or a checkpoint folder",
+            "--model is tiny; needs a built-in model (tiny-v4, v4-flash, tiny-v41, v41-flash) or a \
+             checkpoint folder",
         ),
         (
             RuntimeSettings {
@@ -199,27 +209,29 @@ fn settings_are_refused_in_one_line() {
 #[test]
 fn a_model_without_a_draft_decodes() {
     let Some(library) = library() else { return };
-    let mut config = pocket();
-    config.draft = None;
-    let settings = settings(&library);
-    let options = RuntimeOptions {
-        config: Some(config.clone()),
-        ..RuntimeOptions::new(settings.clone())
-    };
-    let error = Runtime::start_with(options).err().unwrap();
-    assert!(
-        error
-            .to_string()
-            .contains("has no draft (--speculative off)"),
-        "{error}"
-    );
-    let plain = RuntimeSettings {
-        speculative: false,
-        ..settings
-    };
-    let mut runtime = start_config(plain, config);
-    let run = serve(&mut runtime, &requests(2, 5), 2, 16, |_| None);
-    assert!(run.tokens.iter().all(|tokens| tokens.len() == 5));
+    for model in MODELS {
+        let mut config = pocket(model);
+        config.draft = None;
+        let settings = settings(&library);
+        let options = RuntimeOptions {
+            config: Some(config.clone()),
+            ..RuntimeOptions::new(settings.clone())
+        };
+        let error = Runtime::start_with(options).err().unwrap();
+        assert!(
+            error
+                .to_string()
+                .contains("has no draft (--speculative off)"),
+            "{error}"
+        );
+        let plain = RuntimeSettings {
+            speculative: false,
+            ..settings
+        };
+        let mut runtime = start_config(plain, config);
+        let run = serve(&mut runtime, &requests(2, 5), 2, 16, |_| None);
+        assert!(run.tokens.iter().all(|tokens| tokens.len() == 5));
+    }
 }
 
 #[test]

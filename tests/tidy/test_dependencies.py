@@ -17,7 +17,10 @@ CPP_ROOMS = {
     "reference": {"reference", "shape"},
     "host": {"host", "fused", "persistent", "stages", "platform", "shape", "reference", "include"},
     "py": {"include"},
-    "bench": {"host", "persistent", "fused", "stages", "platform", "shape", "reference", "include"},
+    "bench": {
+        *("bench", "host", "persistent", "fused", "stages", "platform", "shape", "reference"),
+        "include",
+    },
 }
 CPP = (".h", ".hpp", ".cpp", ".cuh", ".cu", ".hip")
 VENDOR_MACROS = r"\b(__CUDACC__|__CUDA_ARCH__|__NVCC__|__HIPCC__|__HIP__|__HIP_PLATFORM|__gfx\w+__)"

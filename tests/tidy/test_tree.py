@@ -40,7 +40,7 @@ ENDINGS = {  # a file's ending says who can read it
     "cpp_kernels/stages": {".hpp"},
     "cpp_kernels/shape": {".hpp"},
     "cpp_kernels/platform": {".hpp", ".cuh"},
-    "cpp_kernels/host": {".hpp", ".cpp", ".cu"},
+    "cpp_kernels/host": {".hpp", ".cpp", ".cuh", ".cu"},
     "cpp_kernels/reference": {".hpp", ".cpp"},
 }
 
@@ -149,8 +149,11 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
 # a stage gives as an operation of the C ABI is tested by the operation.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/nvidia/": "tests/gpu/test_ops.cu",
+    "cpp_kernels/host/op/rope_tables.hpp": "tests/cpp/host/op/test_models.cpp",
     "cpp_kernels/host/op/pooling.hpp": "tests/cpp/host/op/test_ops_attention.cpp",
     "cpp_kernels/host/peer.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/peer.hpp": "tests/cpp/host/test_model.cpp",
@@ -161,6 +164,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/include/lowlat/kernels.h": "tests/cross/kernels_layout.rs",
     "cpp_kernels/persistent/": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/platform/contract.hpp": "tests/cpp/platform/test_scalar.cpp",
+    "cpp_kernels/platform/cpu.hpp": "tests/cpp/platform/test_scalar.cpp",
+    "cpp_kernels/platform/nvidia.hpp": "tests/gpu/test_platform.cu",
     "cpp_kernels/py/kernels_module.cpp": "tests/python/test_kernels.py",
     "cpp_kernels/reference/": "tests/python/test_ops_random.py",
     "cpp_kernels/shape/runtime_shape.hpp": "tests/cpp/host/test_model.cpp",

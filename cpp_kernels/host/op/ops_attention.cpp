@@ -6,6 +6,7 @@
 #include "host/op/models.hpp"
 #include "host/op/pooling.hpp"
 #include "host/op/registry.hpp"
+#include "host/op/rope_tables.hpp"
 #include "platform/scalar.hpp"
 #include "reference/attention.hpp"
 #include "reference/compress.hpp"
@@ -49,7 +50,7 @@ OpSpec sparse_attention() {
            {"extra_idx", LOWLAT_I32, "i32", "T,n", false, "rows of extra, -1 pads; n may be 0"},
            {"sink", LOWLAT_F32, "f32", "h", false, "logit of each head's sink, -inf: none"}};
   op.out = {{"o", LOWLAT_BF16, "bf16", "T,h,512", false, "outputs"}};
-  op.numerics = {{"scalar", "o", "rel_l2 <= 5e-4"}};
+  op.numerics = {{"scalar nvidia", "o", "rel_l2 <= 5e-4"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "h", 1, 1);
     require_finite(a, spec, "q");
@@ -110,7 +111,7 @@ OpSpec compress_v4() {
            {"norm", LOWLAT_BF16, "bf16", "512", false, "weight of the norm"},
            {"ratio", LOWLAT_I64, "i64", "", false, "4 or 128"}};
   op.out = {{"kv", LOWLAT_F32, "f32", "N,512", false, "N = L / ratio entries, ready for kv_pack"}};
-  op.numerics = {{"scalar", "kv", "rel_l2 <= 4e-3"}};
+  op.numerics = {{"scalar nvidia", "kv", "rel_l2 <= 4e-3"}};
   op.check = [spec = op](OpArgs& a) {
     const std::int64_t ratio = a.scalar("ratio", 0);
     require(ratio == stages::kOverlapRatio || ratio == stages::kBlockRatio,
@@ -155,7 +156,7 @@ OpSpec compress_v41() {
   op.out = {{"kv", LOWLAT_F32, "f32", "N,512", false, "N = L / ratio entries, ready for kv_pack"}};
   // Seen: equal in 2e5 values. The room is for one code of a single entry on the other side of a
   // tie, after fp32 and float64 fell on two sides of a bf16 tie.
-  op.numerics = {{"scalar", "kv", "rel_l2 <= 4e-2"}};
+  op.numerics = {{"scalar nvidia", "kv", "rel_l2 <= 4e-2"}};
   op.check = [spec = op](OpArgs& a) {
     const std::int64_t ratio = a.scalar("ratio", 0);
     require(ratio == 1 || ratio == 2,

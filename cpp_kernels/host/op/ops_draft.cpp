@@ -48,10 +48,10 @@ OpSpec markov_draft() {
             {"logits", LOWLAT_F32, "f32", "B,g,V", false, "z of every step, before noise"}};
   // A bias is off by an ulp of bf16 where fp32 and float64 sums lie on two sides of a tie. What is
   // drawn after a token that differs has another previous token.
-  op.numerics = {{"scalar", "tokens",
+  op.numerics = {{"scalar nvidia", "tokens",
                   "equal up to a request's first step whose two best keys in float64 are within "
                   "2^-7 * max|logits - base| / max(temp, 1e-5) (greedy: without the divisor)"},
-                 {"scalar", "logits", "rel_l2 <= 1e-3 while the tokens before are equal"}};
+                 {"scalar nvidia", "logits", "rel_l2 <= 1e-3 while the tokens before are equal"}};
   op.check = [spec = op](OpArgs& a) {
     for (const char* symbol : {"B", "g", "V", "R"}) require_dim(a, symbol, 1, 1);
     require_all_finite(a, spec);
@@ -126,7 +126,7 @@ OpSpec accept() {
   const char* bound =
       "equal where temp is 0, and where no |p - coin * q| and no |running sum - coin * total| in "
       "float64 is below 2e-6";
-  op.numerics = {{"scalar", "accepted", bound}, {"scalar", "next", bound}};
+  op.numerics = {{"scalar nvidia", "accepted", bound}, {"scalar nvidia", "next", bound}};
   op.check = [spec = op](OpArgs& a) {
     for (const char* symbol : {"B", "g", "V"}) require_dim(a, symbol, 1, 1);
     require(a.dim("n") == a.dim("g") + 1, "target_logits and coins have " +

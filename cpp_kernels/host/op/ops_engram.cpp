@@ -16,8 +16,6 @@ namespace {
 namespace stages = lowlat::scalar::stages;
 using Block = lowlat::scalar::plat::Block<256>;
 
-constexpr std::int64_t kImageToken = 129264;  // of the published model
-constexpr std::int64_t kPadToken = 2;         // what a blocked token counts as
 constexpr int kScaleBlock = 32;
 
 // Tokens that the hash may read are in the map, or are the image token.
@@ -47,7 +45,7 @@ OpSpec engram_hash() {
            {"prime", LOWLAT_I64, "i64", "3,8", false, "modulus by n-gram size and head"},
            {"image_token", LOWLAT_I64, "i64", "", true, "129264 when absent"}};
   op.out = {{"ids", LOWLAT_I64, "i64", "T,24", false, "table rows, offsets included"}};
-  op.numerics = {{"scalar", "ids", "bitwise"}};
+  op.numerics = {{"scalar nvidia", "ids", "bitwise"}};
   op.check = [](OpArgs& a) {
     constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
     const std::int64_t vocab = a.dim("V");
@@ -105,7 +103,7 @@ OpSpec engram_lookup() {
            {"table", LOWLAT_U8, "e4m3", "N,D", false, "codes"},
            {"table_scale", LOWLAT_U8, "ue8m0", "N,D/32", false, "one a 32 columns"}};
   op.out = {{"e", LOWLAT_BF16, "bf16", "T,24D", false, "code * scale"}};
-  op.numerics = {{"scalar", "e", "bitwise"}};
+  op.numerics = {{"scalar nvidia", "e", "bitwise"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "D", 32, 32);
     require_all_finite(a, spec);
@@ -142,7 +140,7 @@ OpSpec engram_apply() {
            {"q_weight", LOWLAT_BF16, "bf16", "4,H", false, "weight of the stream in the match"},
            {"k_weight", LOWLAT_BF16, "bf16", "4,H", false, "weight of the key in the match"}};
   op.out = {{"residual", LOWLAT_BF16, "bf16", "T,4,H", false, "streams after the addition"}};
-  op.numerics = {{"scalar", "residual", "rel_l2 <= 4e-3"}};
+  op.numerics = {{"scalar nvidia", "residual", "rel_l2 <= 4e-3"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "H", 32, 32);
     require_dim(a, "D", 4, 4);

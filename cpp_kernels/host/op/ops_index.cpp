@@ -7,6 +7,7 @@
 #include "host/op/models.hpp"
 #include "host/op/pooling.hpp"
 #include "host/op/registry.hpp"
+#include "host/op/rope_tables.hpp"
 #include "platform/scalar.hpp"
 #include "reference/index.hpp"
 #include "reference/select.hpp"
@@ -78,7 +79,8 @@ OpSpec index_query_v4() {
   op.out = {{"iq", LOWLAT_U8, "e4m3", "T,h,128", false, "codes for index_select"},
             {"qs", LOWLAT_F32, "f32", "T,h", false, "scale of each head's codes"}};
   // The room is for all codes of one magnitude that lie on a tie, as of a query of two channels.
-  op.numerics = {{"scalar", "iq", "values rel_l2 <= 1e-1"}, {"scalar", "qs", "rel_l2 <= 1e-6"}};
+  op.numerics = {{"scalar nvidia", "iq", "values rel_l2 <= 1e-1"},
+                 {"scalar nvidia", "qs", "rel_l2 <= 1e-6"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "h", 1, 1);
     require_all_finite(a, spec);
@@ -119,7 +121,7 @@ OpSpec index_query_v41() {
   op.out = {{"iq", LOWLAT_BF16, "bf16", "T,h,128", false, "queries for index_select"}};
   // Seen: equal in 2e6 values. The room is for one code of a single head on the other side of a
   // tie, after fp32 and float64 fell on two sides of a bf16 tie in the rotation.
-  op.numerics = {{"scalar", "iq", "rel_l2 <= 1e-1"}};
+  op.numerics = {{"scalar nvidia", "iq", "rel_l2 <= 1e-1"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "h", 1, 1);
     require_all_finite(a, spec);
@@ -164,7 +166,7 @@ OpSpec index_key_v4() {
            {"norm", LOWLAT_BF16, "bf16", "128", false, "weight of the norm"}};
   op.out = {{"rows", LOWLAT_U8, "u8", "N,132", false,
              "N = L / 4 keys: 128 e4m3 codes, then the fp32 scale, low byte first"}};
-  op.numerics = {{"scalar", "rows", "values rel_l2 <= 1e-1"}};
+  op.numerics = {{"scalar nvidia", "rows", "values rel_l2 <= 1e-1"}};
   op.check = [spec = op](OpArgs& a) {
     require_pooling(a, kIndexPool);
     require_sequence(a, spec, kIndexPool.ratio);
@@ -204,7 +206,7 @@ OpSpec index_key_v41() {
            {"pos", LOWLAT_I64, "i64", "T", false, "first position of each group"}};
   op.out = {{"rows", LOWLAT_U8, "u8", "T,68", false, "64 bytes of codes, then 4 ue8m0 scales"}};
   // Seen: equal in 6e4 bytes. The room is for one code of a single row, as for queries.
-  op.numerics = {{"scalar", "rows", "values rel_l2 <= 1e-1"}};
+  op.numerics = {{"scalar nvidia", "rows", "values rel_l2 <= 1e-1"}};
   op.check = [spec = op](OpArgs& a) {
     require_all_finite(a, spec);
     require_positions(a);
@@ -334,7 +336,7 @@ OpSpec index_select(bool fp8) {
     op.in.push_back({"block", LOWLAT_I64, "i64", "", true, "entries of a candidate block (8)"});
   }
   op.out = {{"idx", LOWLAT_I32, "i32", "T,k", false, "ascending, -1 at the end"}};
-  op.numerics = {{"scalar", "idx",
+  op.numerics = {{"scalar nvidia", "idx",
                   "equal as sets but for entries whose float64 scores are within "
                   "1e-5 * max_n sum_h |weights_h * relu(iq_h . ik_n)| of the k-th best"}};
   op.check = [spec = op](OpArgs& a) {
@@ -396,7 +398,7 @@ OpSpec candidate_blocks() {
            {"k", LOWLAT_I64, "i64", "", false, "blocks to select"},
            {"block", LOWLAT_I64, "i64", "", true, "entries of a block (8)"}};
   op.out = {{"blocks", LOWLAT_I32, "i32", "T,k", false, "ascending, -1 at the end"}};
-  op.numerics = {{"scalar", "blocks", "bitwise"}};
+  op.numerics = {{"scalar nvidia", "blocks", "bitwise"}};
   op.check = [spec = op](OpArgs& a) {
     require_all_finite(a, spec);
     require_count_and_block(a);

@@ -34,7 +34,7 @@ OpSpec block_linear() {
            {"w_scale", LOWLAT_F32, "f32", "N/b,K/b", false, "a scale for each block of w"},
            {"block", LOWLAT_I64, "i64", "", false, "b: 128 (V4's) or 32 (V4.1's)"}};
   op.out = {{"y", LOWLAT_BF16, "bf16", "T,N", false, "rows of results"}};
-  op.numerics = {{"scalar", "y", "rel_l2 <= 4e-3"}};
+  op.numerics = {{"scalar nvidia", "y", "rel_l2 <= 4e-3"}};
   op.check = [op](OpArgs& a) {
     const std::int64_t block = a.in<std::int64_t>("block")[0];
     require(block == 32 || block == 128,
@@ -74,7 +74,7 @@ OpSpec lm_head() {
   op.in = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "normed rows"},
            {"w", LOWLAT_BF16, "bf16", "V,H", false, "head weights, a row a token"}};
   op.out = {{"logits", LOWLAT_BF16, "bf16", "T,V", false, "one for each token"}};
-  op.numerics = {{"scalar", "logits", "rel_l2 <= 4e-3"}};
+  op.numerics = {{"scalar nvidia", "logits", "rel_l2 <= 4e-3"}};
   op.check = [op](OpArgs& a) {
     require_dim(a, "H", 1, 1);
     require_dim(a, "V", 1, 1);

@@ -22,8 +22,6 @@ namespace stages = lowlat::scalar::stages;
 using Block = lowlat::scalar::plat::Block<256>;
 using RmsNorm = stages::RmsNorm<Block>;
 
-constexpr double kHcEps = 1e-6;
-constexpr int kSinkhornIters = 20;
 constexpr std::int64_t kMaxRanks = 64;
 
 // Squares and products of larger numbers leave fp32 when a row of them is summed.
@@ -68,9 +66,9 @@ OpSpec hc_stats() {
   op.out = {{"pre", LOWLAT_F32, "f32", "T,4", false, "weights of the next combine"},
             {"post", LOWLAT_F32, "f32", "T,4", false, "weights of the sublayer's output"},
             {"comb", LOWLAT_F32, "f32", "T,4,4", false, "stream j in, stream k out"}};
-  op.numerics = {{"scalar", "pre", "rel_l2 <= 2e-5"},
-                 {"scalar", "post", "rel_l2 <= 2e-5"},
-                 {"scalar", "comb", "rel_l2 <= 2e-5"}};
+  op.numerics = {{"scalar nvidia", "pre", "rel_l2 <= 2e-5"},
+                 {"scalar nvidia", "post", "rel_l2 <= 2e-5"},
+                 {"scalar nvidia", "comb", "rel_l2 <= 2e-5"}};
   op.check = [op](OpArgs& a) { check_rows(a, op); };
   op.reference = [](const OpArgs& a) {
     reference::hc_stats(a.out<float>("pre").data(), a.out<float>("post").data(),
@@ -118,7 +116,7 @@ OpSpec hc_combine_norm() {
            {"pre", LOWLAT_F32, "f32", "T,4", false, "weights, from hc_stats"},
            {"gain", LOWLAT_BF16, "bf16", "H", false, "weight of the norm"}};
   op.out = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "normed rows"}};
-  op.numerics = {{"scalar", "x", "rel_l2 <= 4e-3"}};
+  op.numerics = {{"scalar nvidia", "x", "rel_l2 <= 4e-3"}};
   op.check = [op](OpArgs& a) {
     check_rows(a, op);
     check_combined(a);
@@ -158,7 +156,7 @@ OpSpec hc_post() {
            {"post", LOWLAT_F32, "f32", "T,4", false, "from hc_stats"},
            {"comb", LOWLAT_F32, "f32", "T,4,4", false, "from hc_stats: stream j in, stream k out"}};
   op.out = {{"residual", LOWLAT_BF16, "bf16", "T,4,H", false, "new residual streams"}};
-  op.numerics = {{"scalar", "residual", "rel_l2 <= 4e-3"}};
+  op.numerics = {{"scalar nvidia", "residual", "rel_l2 <= 4e-3"}};
   op.check = [op](OpArgs& a) { check_rows(a, op); };
   op.reference = [](const OpArgs& a) {
     reference::hc_post(a.out<std::uint16_t>("residual").data(),
@@ -190,7 +188,7 @@ OpSpec rms_norm() {
   op.in = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "rows"},
            {"gain", LOWLAT_BF16, "bf16", "H", false, "weight of the norm"}};
   op.out = {{"y", LOWLAT_BF16, "bf16", "T,H", false, "normed rows"}};
-  op.numerics = {{"scalar", "y", "max_ulp <= 1"}};
+  op.numerics = {{"scalar nvidia", "y", "max_ulp <= 1"}};
   op.check = [op](OpArgs& a) { check_rows(a, op); };
   op.reference = [](const OpArgs& a) {
     reference::rms_norm(a.out<std::uint16_t>("y").data(), a.in<std::uint16_t>("x").data(),
@@ -220,7 +218,7 @@ OpSpec head_norm() {
       "(before RoPE); magnitudes up to 1e15";
   op.in = {{"x", LOWLAT_BF16, "bf16", "T,h,D", false, "heads of q"}};
   op.out = {{"x", LOWLAT_BF16, "bf16", "T,h,D", false, "normed heads"}};
-  op.numerics = {{"scalar", "x", "max_ulp <= 1"}};
+  op.numerics = {{"scalar nvidia", "x", "max_ulp <= 1"}};
   op.check = [op](OpArgs& a) {
     require_dim(a, "h", 1, 1);
     require_dim(a, "D", 1, 1);
@@ -255,7 +253,7 @@ OpSpec hc_head() {
            {"base", LOWLAT_F32, "f32", "4", false, "added to each of the 4"},
            {"scale", LOWLAT_F32, "f32", "1", false, "factor of m"}};
   op.out = {{"h", LOWLAT_BF16, "bf16", "T,H", false, "rows, not yet normed"}};
-  op.numerics = {{"scalar", "h", "rel_l2 <= 4e-3"}};
+  op.numerics = {{"scalar nvidia", "h", "rel_l2 <= 4e-3"}};
   op.check = [op](OpArgs& a) { check_rows(a, op); };
   op.reference = [](const OpArgs& a) {
     reference::hc_head(a.out<std::uint16_t>("h").data(), a.in<std::uint16_t>("residual").data(),
@@ -293,7 +291,7 @@ OpSpec rank_sum() {
   op.about = "sum of the ranks' partial rows, in fp32 in rank order, one rounding to bf16";
   op.in = {{"partial", LOWLAT_F32, "f32", "R,T,H", false, "each rank's part; magnitudes to 1e15"}};
   op.out = {{"y", LOWLAT_BF16, "bf16", "T,H", false, "the sum, the same bits on every rank"}};
-  op.numerics = {{"scalar", "y", "bitwise"}};
+  op.numerics = {{"scalar nvidia", "y", "bitwise"}};
   op.check = [op](OpArgs& a) {
     check_rows(a, op);
     require(a.dim("R") >= 1 && a.dim("R") <= kMaxRanks,

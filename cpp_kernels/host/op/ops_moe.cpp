@@ -16,19 +16,10 @@ namespace {
 
 namespace stages = lowlat::scalar::stages;
 
-constexpr float kRoutedScaling = 1.5f;
-constexpr float kSwigluLimit = 10.0f;
-constexpr std::int64_t kTargetExperts = 6;  // a token, of a target layer
-
 std::vector<float> expand_rows(std::span<const std::uint16_t> rows) {
   std::vector<float> values(rows.size());
   stages::expand_bf16(values.data(), rows.data(), static_cast<int>(rows.size()));
   return values;
-}
-
-stages::GateSum gate_sum(const OpArgs& a) {
-  return a.dim("k") == kTargetExperts ? model_rules(a.model()).target_gate_sum
-                                      : stages::GateSum::draft;
 }
 
 OpSpec gate() {
@@ -47,8 +38,8 @@ OpSpec gate() {
   op.out = {{"ids", LOWLAT_I32, "i32", "T,k", false, "in selection order"},
             {"weight", LOWLAT_F32, "f32", "T,k", false, "the factor 1.5 included"}};
   op.numerics = {
-      {"scalar", "ids", "equal but for experts whose float64 score + bias are within 1e-5"},
-      {"scalar", "weight", "rel_l2 <= 1e-5 over rows without a logit below -80"}};
+      {"scalar nvidia", "ids", "equal but for experts whose float64 score + bias are within 1e-5"},
+      {"scalar nvidia", "weight", "rel_l2 <= 1e-5 over rows without a logit below -80"}};
   op.check = [spec = op](OpArgs& a) {
     const std::int64_t k = a.scalar("k", kTargetExperts);
     const std::int64_t draft = model_rules(a.model()).draft_experts;
@@ -62,7 +53,7 @@ OpSpec gate() {
     require_all_finite(a, spec);
   };
   op.reference = [](const OpArgs& a) {
-    const bool one_for_zero = gate_sum(a) == stages::GateSum::draft;
+    const bool one_for_zero = gate_sum(a.model(), a.dim("k")) == stages::GateSum::draft;
     reference::gate(a.out<std::int32_t>("ids").data(), a.out<float>("weight").data(),
                     a.in<std::uint16_t>("x").data(), a.in<std::uint16_t>("w").data(),
                     a.in<float>("bias").data(), a.dim("T"), a.dim("H"), a.dim("E"), a.dim("k"),
@@ -79,11 +70,11 @@ OpSpec gate() {
         x.data(), hidden, rows, hidden, w, 0, num_experts, w_row.data(),
         [&](int t, int e, float z) { logits[static_cast<std::size_t>(t) * num_experts + e] = z; });
     for (int t = 0; t < rows; ++t) {
-      stages::gate_select(a.out<std::int32_t>("ids").data() + t * k,
-                          a.out<float>("weight").data() + t * k,
-                          &logits[static_cast<std::size_t>(t) * num_experts],
-                          a.in<float>("bias").data(), num_experts, k, gate_sum(a), kRoutedScaling,
-                          scratch.data(), model_rules(a.model()).gate_rule);
+      stages::gate_select(
+          a.out<std::int32_t>("ids").data() + t * k, a.out<float>("weight").data() + t * k,
+          &logits[static_cast<std::size_t>(t) * num_experts], a.in<float>("bias").data(),
+          num_experts, k, gate_sum(a.model(), a.dim("k")), kRoutedScaling, scratch.data(),
+          model_rules(a.model()).gate_rule);
     }
   };
   return op;
@@ -102,8 +93,8 @@ OpSpec hash_gate() {
            {"w", LOWLAT_BF16, "bf16", "E,H", false, "router"}};
   op.out = {{"ids", LOWLAT_I32, "i32", "T,6", false, "in the table's order"},
             {"weight", LOWLAT_F32, "f32", "T,6", false, "the factor 1.5 included"}};
-  op.numerics = {{"scalar", "ids", "bitwise"},
-                 {"scalar", "weight", "rel_l2 <= 1e-5 over rows without a logit below -80"}};
+  op.numerics = {{"scalar nvidia", "ids", "bitwise"},
+                 {"scalar nvidia", "weight", "rel_l2 <= 1e-5 over rows without a logit below -80"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "E", kTargetExperts, 1);
     require_dim(a, "H", 1, 1);
@@ -211,7 +202,7 @@ OpSpec experts() {
            {"shared_w2_scale", LOWLAT_F32, "f32", "H/b,I/b", false, "one a b x b block"}};
   op.out = {{"y", LOWLAT_F32, "f32", "T,H", false, "routed + shared"}};
   // Marlin's roundings are the routed part's: 4e-3 on average, 8e-3 where T = 1, H = I = 32.
-  op.numerics = {{"scalar", "y", "rel_l2 <= 1e-2"}};
+  op.numerics = {{"scalar nvidia", "y", "rel_l2 <= 1e-2"}};
   op.check = [spec = op](OpArgs& a) {
     require_dim(a, "E", kTargetExperts, 1);
     require_dim(a, "k", 1, 1);

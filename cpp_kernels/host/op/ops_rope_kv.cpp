@@ -5,6 +5,7 @@
 
 #include "host/op/models.hpp"
 #include "host/op/registry.hpp"
+#include "host/op/rope_tables.hpp"
 #include "platform/scalar.hpp"
 #include "reference/format.hpp"
 #include "reference/kv.hpp"
@@ -18,8 +19,6 @@ namespace {
 namespace stages = lowlat::scalar::stages;
 using Block = lowlat::scalar::plat::Block<256>;
 
-constexpr float kWindowRopeBase = 10000.0f;  // of layers without a compressed set
-
 OpSpec rope() {
   OpSpec op;
   op.name = "rope";
@@ -32,7 +31,7 @@ OpSpec rope() {
            {"yarn", LOWLAT_I64, "i64", "", false, "1: a compressed layer's table"},
            {"inverse", LOWLAT_I64, "i64", "", false, "1: turns back"}};
   op.out = {{"x", LOWLAT_BF16, "bf16", "T,h,D", false, "turned heads"}};
-  op.numerics = {{"scalar", "x", "rel_l2 <= 4e-3"}};
+  op.numerics = {{"scalar nvidia", "x", "rel_l2 <= 4e-3"}};
   op.check = [op](OpArgs& a) {
     require_dim(a, "h", 1, 1);
     require_dim(a, "D", stages::kRopeDim, 1);
@@ -52,9 +51,8 @@ OpSpec rope() {
     }
   };
   op.scalar = [](const OpArgs& a) {
-    const stages::RopeTable table = a.scalar("yarn", 0) == 1
-                                        ? compressed_rope_table()
-                                        : stages::rope_table(kWindowRopeBase, stages::YarnRamp{});
+    const stages::RopeTable table =
+        a.scalar("yarn", 0) == 1 ? compressed_rope_table() : window_rope_table();
     const std::span<std::uint16_t> out = a.out<std::uint16_t>("x");
     std::copy_n(a.in<std::uint16_t>("x").begin(), out.size(), out.begin());
     const std::int64_t heads = a.dim("h"), dim = a.dim("D");
@@ -79,7 +77,7 @@ OpSpec kv_pack() {
       "(2^ceil(log2(max(amax, 1e-4) / 448))), a padding byte 0; magnitudes up to 1e38";
   op.in = {{"kv", LOWLAT_F32, "f32", "T,512", false, "448 values, then the 64 that are turned"}};
   op.out = {{"rows", LOWLAT_U8, "u8", "T,584", false, "576 data, 7 scale and 1 padding bytes"}};
-  op.numerics = {{"scalar", "rows", "bitwise"}};
+  op.numerics = {{"scalar nvidia", "rows", "bitwise"}};
   // A row of larger numbers may round to what fp32 cannot hold.
   op.check = [op](OpArgs& a) { require_all_finite(a, op, 1e38); };
   op.reference = [](const OpArgs& a) {
@@ -135,7 +133,7 @@ OpSpec kv_unpack() {
   op.about = "values of stored rows, exactly: code * 2^(scale - 127) and bf16";
   op.in = {{"rows", LOWLAT_U8, "u8", "T,584", false, "576 data, 7 scale and 1 padding bytes"}};
   op.out = {{"kv", LOWLAT_F32, "f32", "T,512", false, "448 values, then the 64 that are turned"}};
-  op.numerics = {{"scalar", "kv", "bitwise"}};
+  op.numerics = {{"scalar nvidia", "kv", "bitwise"}};
   op.check = [](OpArgs& a) { check_rows(a); };
   op.reference = [](const OpArgs& a) {
     reference::kv_unpack(a.out<float>("kv").data(), a.in<std::uint8_t>("rows").data(), a.dim("T"));

@@ -8,7 +8,11 @@
 #include <iterator>
 #include <string_view>
 
+#include "host/json.hpp"
 #include "reference/format.hpp"
+#ifdef LOWLAT_HAVE_CUDA
+#include "host/nvidia/run.hpp"
+#endif
 
 namespace lowlat::host {
 namespace {
@@ -84,12 +88,6 @@ std::int64_t dtype_bytes(std::uint32_t dtype) {
     case LOWLAT_BF16: return 2;
     default: return 1;
   }
-}
-
-std::int64_t num_bytes(const lowlat_array& a) {
-  std::int64_t bytes = dtype_bytes(a.dtype);
-  for (std::uint32_t i = 0; i < a.ndim; ++i) bytes *= a.shape[i];
-  return bytes;
 }
 
 // "x is f32; needed bf16" or "w is f32; needed u8 (e4m3)".
@@ -279,9 +277,14 @@ OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
                     std::span<const lowlat_array> inputs) {
   require(contains_word(op.models, model),
           std::string("model is ") + model + "; " + op.name + " is there for " + op.models);
-  const std::string_view where = platform;
-  require(where == "reference" || where == "scalar",
-          std::string("platform is ") + platform + "; this build has reference and scalar");
+  std::string names;
+  bool built = false;
+  for (const char* name : built_platforms()) {
+    built = built || std::string_view(name) == platform;
+    if (!names.empty()) names += name == built_platforms().back() ? " and " : ", ";
+    names += name;
+  }
+  require(built, std::string("platform is ") + platform + "; this build has " + names);
 
   std::map<std::string, const lowlat_array*> given;
   for (const lowlat_array& a : inputs) {
@@ -338,29 +341,6 @@ std::span<const lowlat_array> input_span(const lowlat_array* inputs, std::int32_
 
 // ---------------------------------------------------------------- JSON
 
-void append_string(std::string& out, std::string_view text) {
-  out += '"';
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out += '\\';
-      out += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      char escaped[8];
-      std::snprintf(escaped, sizeof escaped, "\\u%04x", static_cast<unsigned>(c));
-      out += escaped;
-    } else {
-      out += c;
-    }
-  }
-  out += '"';
-}
-
-void append_field(std::string& out, const char* name, std::string_view text) {
-  append_string(out, name);
-  out += ": ";
-  append_string(out, text);
-}
-
 void append_args(std::string& out, const char* name, const std::vector<ArgSpec>& specs) {
   append_string(out, name);
   out += ": [";
@@ -397,7 +377,11 @@ std::string table_json() {
     append_args(out, "out", op.out);
     out += ", \"numerics\": {";
     std::map<std::string, std::vector<const OpNumerics*>> by_platform;
-    for (const OpNumerics& n : op.numerics) by_platform[n.platform].push_back(&n);
+    for (const OpNumerics& n : op.numerics) {
+      for (const char* platform : built_platforms()) {
+        if (contains_word(n.platforms, platform)) by_platform[platform].push_back(&n);
+      }
+    }
     bool first_platform = true;
     for (const auto& [platform, outputs] : by_platform) {
       if (!first_platform) out += ", ";
@@ -428,6 +412,23 @@ const std::vector<OpSpec>& op_table() {
     return all;
   }();
   return table;
+}
+
+std::span<const char* const> built_platforms() {
+  static constexpr const char* kPlatforms[] = {
+      "reference",
+      "scalar",
+#ifdef LOWLAT_HAVE_CUDA
+      "nvidia",
+#endif
+  };
+  return kPlatforms;
+}
+
+std::int64_t num_bytes(const lowlat_array& a) {
+  std::int64_t bytes = dtype_bytes(a.dtype);
+  for (std::uint32_t i = 0; i < a.ndim; ++i) bytes *= a.shape[i];
+  return bytes;
 }
 
 void op_plan(const OpSpec& op, const char* model, const char* platform,
@@ -471,7 +472,12 @@ void op_run(const OpSpec& op, const char* model, const char* platform,
     require(find_arg(op.out, a.name) != nullptr,
             std::string(a.name) + " is no output of " + op.name + "; needed " + names_of(op.out));
   }
-  (std::string_view(platform) == "reference" ? op.reference : op.scalar)(args);
+  const std::string_view where = platform;
+#ifdef LOWLAT_HAVE_CUDA
+  if (where == "nvidia") run_on_nvidia(op, args);
+#endif
+  if (where == "reference") op.reference(args);
+  if (where == "scalar") op.scalar(args);
   for (std::size_t i = 0; i < targets.size(); ++i) {
     const auto bytes = static_cast<std::size_t>(num_bytes(planned[i]));
     if (bytes > 0) std::memcpy(targets[i]->data, memory[i].data(), bytes);

@@ -2,8 +2,9 @@
 // runs.
 //
 // An operation's file (host/op/ops_*.cpp) describes its arrays and gives two functions: one that
-// calls reference/ and one that calls the stage on the scalar platform. Checks that the shapes
-// and dtypes cannot say (ranges, codes, ratios) are in its `check`.
+// calls reference/ and one that calls the stage on the scalar platform; its launches on the
+// platform nvidia are in host/nvidia/ops_*.cu. Checks that the shapes and dtypes cannot say
+// (ranges, codes, ratios) are in its `check`.
 #pragma once
 
 #include <cstdint>
@@ -65,6 +66,7 @@ class OpArgs {
     return {static_cast<T*>(a.data), static_cast<std::size_t>(count(a))};
   }
   const lowlat_array& input(const std::string& name) const { return inputs_.at(name); }
+  const lowlat_array& output(const std::string& name) const { return outputs_.at(name); }
   // First element of a one-element i64 array (ratio, block, ...), or `otherwise` when it is absent.
   std::int64_t scalar(const std::string& name, std::int64_t otherwise) const {
     return has(name) ? in<std::int64_t>(name)[0] : otherwise;
@@ -85,7 +87,7 @@ class OpArgs {
 };
 
 struct OpNumerics {
-  const char* platform;  // "scalar"
+  const char* platforms;  // "scalar", "nvidia" or "scalar nvidia"
   const char* output;
   // "bitwise" or e.g. "rel_l2 <= 2e-3": ||out - ref|| / ||ref|| against reference.
   const char* bound;
@@ -119,12 +121,19 @@ std::vector<OpSpec> ops_draft();      // markov_draft, accept
 
 const std::vector<OpSpec>& op_table();
 
-// The C entry points on a spec that need not be in the table. `platform` is "reference" or
-// "scalar". Throws OpError. op_run leaves `outputs` untouched when it throws.
+// "reference", "scalar" and, in a build with CUDA, "nvidia".
+std::span<const char* const> built_platforms();
+
+// The C entry points on a spec that need not be in the table. `platform` is one of
+// built_platforms(); op_plan needs no device. Throws OpError, and on nvidia what run_on_nvidia
+// throws. op_run leaves `outputs` untouched when it throws.
 void op_plan(const OpSpec& op, const char* model, const char* platform,
              std::span<const lowlat_array> inputs, std::vector<lowlat_array>& out_outputs);
 void op_run(const OpSpec& op, const char* model, const char* platform,
             std::span<const lowlat_array> inputs, std::span<lowlat_array> outputs);
+
+// Bytes of an array of an operation.
+std::int64_t num_bytes(const lowlat_array& a);
 
 // Helpers for `check`, so that every message has one form.
 // "ids[0, 3] is 12; needed 0 .. 7 (E = 8)": every element of an i32 or i64 array, both ends

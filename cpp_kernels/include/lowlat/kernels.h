@@ -67,8 +67,8 @@ typedef enum lowlat_dtype {
 typedef enum lowlat_layout {
   LOWLAT_ROW_MAJOR = 0, /* last dimension contiguous; the others by stride */
   LOWLAT_KV_PAGED = 1,  /* u8 [pages, page_bytes]: P rows of 576 B, then P rows of 8 scale bytes */
-  /* u8 [pages, page bytes], 64 rows a page, then their scales. V4.1: 64 * 68, rows of 64 B (fp4) and
-   * of 4 scale bytes. V4: 64 * 132, rows of 128 B (e4m3) and one f32 scale a row. */
+  /* u8 [pages, page bytes]: 64 rows, then their scales. V4.1: 64 * 68, rows of 64 B (fp4) and of 4
+   * scale bytes. V4: 64 * 132, rows of 128 B (e4m3) and one f32 scale a row. */
   LOWLAT_INDEX_PAGED = 2
 } lowlat_layout;
 
@@ -333,6 +333,14 @@ typedef struct lowlat_array {
   void* data;
 } lowlat_array;
 
+/* What this library can run on here, found by doing it: a kernel is looked up on every device, and
+ * every device stores into every other's memory. Takes a second on a machine with devices. JSON:
+ * {"nvidia": {"built", "architectures", "toolkit", "driver", "refusal", "devices": [{"name", "isa",
+ * "refusal"}], "peers": [{"from", "to", "refusal"}]}}; a refusal is "" where all is well, "built"
+ * is false in a library without kernels of the platform. Valid until the calling thread's next
+ * call of this function. */
+LOWLAT_API const char* lowlat_devices(void);
+
 /* The operations as JSON: [{"name", "models", "about", "in": [{"name","dtype","shape","optional",
  * "about"}], "out": [...], "numerics": {platform: {output: "bitwise" | "metric <= bound"}}}].
  * "models" is words of "v4" and "v41"; a name whose arrays differ has an entry for each model. */
@@ -340,12 +348,15 @@ LOWLAT_API const char* lowlat_op_list(void);
 
 /* First half: checks `inputs` (missing, extra, mis-shaped, mis-typed, out of range: refused by
  * name) and writes each output's name, dtype and shape into out_outputs (data NULL). At most
- * LOWLAT_MAX_OP_OUTPUTS. `model` is "v4" or "v41"; `platform` "reference" or "scalar". */
+ * LOWLAT_MAX_OP_OUTPUTS. `model` is "v4" or "v41"; `platform` "reference", "scalar" or, in a
+ * library with CUDA kernels, "nvidia". Needs no device. */
 #define LOWLAT_MAX_OP_OUTPUTS 8
 LOWLAT_API lowlat_status lowlat_op_plan(const char* op, const char* model, const char* platform,
                                         const lowlat_array* inputs, int32_t num_inputs,
                                         lowlat_array* out_outputs, int32_t* out_num_outputs);
-/* Second half: the same checks, then the operation into the caller's output arrays. */
+/* Second half: the same checks, then the operation into the caller's output arrays. On nvidia the
+ * arrays are the host's too: they are copied to the first device and back, and LOWLAT_UNSUPPORTED
+ * says why there is none that runs the kernels. */
 LOWLAT_API lowlat_status lowlat_op_run(const char* op, const char* model, const char* platform,
                                        const lowlat_array* inputs, int32_t num_inputs,
                                        lowlat_array* outputs, int32_t num_outputs);

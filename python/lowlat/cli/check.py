@@ -2,31 +2,36 @@
 
 import argparse
 import json
+import subprocess
 from pathlib import Path
 
+from lowlat.cli import engine
 from lowlat.cli.outcome import (
     DONE,
     EXIT_STATUSES,
     REFUSED,
+    FaultError,
     RefusedError,
     UsageError,
     one_line,
 )
-from lowlat.cli.parts import native
+from lowlat.cli.parts import installed_file, native
 
 NAME = "check"
 CONFIG_FILE = "config.json"
+# To map the files of a checkpoint and read their headers.
+BUDGET_S = 120
 
 DESCRIPTION = """\
 Asks the guard whether these kernels can serve a model with the given server options, and prints
 every reason against it, numbered; or, where it can be served, what the model takes of each rank's
-memory. Of a checkpoint folder the configuration is read; its weights are checked when they are
-served (lowlat replay). Exit status 0: can be served; 1: cannot.
+memory. Of a checkpoint folder with weights the headers of its files are checked too: every tensor
+with its dtype and shape. Exit status 0: can be served; 1: cannot.
 """
 
 EPILOG = f"""\
 examples:
-  lowlat check --model tiny-v41 --tp 2 --isa scalar
+  lowlat check --model v4-flash --tp 4
   lowlat check --model path/to/checkpoint --tp 4 --isa sm_90 --page-size 256 \\
       --moe-runner-backend marlin --context 131072 --requests 8
 
@@ -46,7 +51,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model",
         required=True,
         metavar="DIR|NAME",
-        help="folder or file of a config.json, or a built-in model (tiny-v41, v41-flash)",
+        help="folder or file of a config.json, or a built-in model (tiny-v4, v4-flash, tiny-v41,"
+        " v41-flash)",
     )
     parser.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel size")
     parser.add_argument("--isa", default="scalar", help="sm_90, scalar; default %(default)s")
@@ -61,7 +67,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--requests", type=count, metavar="N", help="so many requests at a time; needs --context"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print {servable, reasons, memory} as JSON"
+        "--json",
+        action="store_true",
+        help="print {servable, reasons, memory, checkpoint} as JSON",
     )
     parser.set_defaults(run=run)
 
@@ -90,9 +98,18 @@ def run(arguments: argparse.Namespace) -> int:
         reasons = native("_dispatch").check(config, json.dumps(given))
     except ValueError as error:
         raise RefusedError(f"{arguments.model}: {one_line(error)}") from error
+    checkpoint = None
+    if not reasons:
+        checkpoint, refusal = check_weights(arguments.model)
+        reasons = [refusal] if refusal else []
     memory, table = (None, "") if reasons else plan(arguments, config)
     if arguments.json:
-        answer = {"servable": not reasons, "reasons": reasons, "memory": memory}
+        answer = {
+            "servable": not reasons,
+            "reasons": reasons,
+            "memory": memory,
+            "checkpoint": checkpoint,
+        }
         print(json.dumps(answer, indent=2))
     elif reasons:
         print(f"{arguments.model} cannot be served so ({len(reasons)}):")
@@ -100,8 +117,39 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"  {number}. {reason}")
     else:
         print(f"{arguments.model} can be served: isa {arguments.isa}, tp {arguments.tp}")
+        if checkpoint is not None:
+            print(checkpoint)
         print(table, end="")
     return REFUSED if reasons else DONE
+
+
+def check_weights(model: str) -> tuple[str | None, str | None]:
+    """What was looked at beside the configuration, and the line against it. The engine reads the
+    headers as it does when it serves the folder."""
+    if native("_dispatch").built_in(model) is not None:
+        return None, None
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"only {CONFIG_FILE} was checked", None
+    if not any(folder.glob("*.safetensors*")):
+        return f"only {CONFIG_FILE} was checked: no weights beside it", None
+    binary = installed_file(*engine.BINARY)
+    try:
+        done = subprocess.run(
+            [binary, "check-checkpoint", "--", model],
+            capture_output=True,
+            text=True,
+            timeout=BUDGET_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise FaultError(f"{binary} does not answer: {one_line(error)}") from error
+    if done.returncode == DONE:
+        return f"checked: {CONFIG_FILE}, and every header: {one_line(done.stdout)}", None
+    words = one_line(done.stderr)
+    if done.returncode != REFUSED:
+        raise FaultError(words)
+    return None, words.partition(": refused: ")[2] or words
 
 
 def plan(arguments: argparse.Namespace, config: str) -> tuple[dict, str]:

@@ -127,6 +127,7 @@ def all_checks() -> Iterator[Check]:
     yield nvcc_check()
     yield hip_compiler_check()
     yield devices_check("NVIDIA GPUs", "cuda", "libcuda.so.1", "the NVIDIA driver")
+    yield from nvidia_kernels_checks()
     yield devices_check("AMD GPUs", "hip", "libamdhip64.so", "the ROCm runtime")
     yield sglang_check()
 
@@ -330,6 +331,51 @@ def devices_check(name: str, question: str, library: str, brings: str) -> Check:
     if not devices:
         return Check(name, NONE, False, tried, "no device", "nothing, unless one should be here")
     return Check(name, OK, False, tried, f"{len(devices)}: {', '.join(devices)}")
+
+
+def nvidia_kernels_checks() -> Iterator[Check]:
+    """Whether the library's own kernels run on the GPUs here, and reach from one to the other."""
+    name, tried = "NVIDIA kernels", "run this library's kernels on every GPU"
+    build = "build lowlat where nvcc is (LOWLAT_PIP_CUDA=1 pip install . fetches one)"
+    try:
+        answer = ask("devices", str(installed_file(*LIBRARY)))["nvidia"]
+    except (NoAnswerError, CommandError, KeyError) as error:
+        yield Check(name, BROKEN, False, tried, one_line(error), REINSTALL)
+        return
+    if not answer["built"]:
+        yield Check(name, NONE, False, tried, answer["refusal"] or "the library has none", build)
+        return
+    built = f"CUDA {answer['toolkit']}, built for {answer['architectures']}"
+    if answer["refusal"]:
+        change = "nothing, unless a GPU should be here; then install its driver"
+        yield Check(name, NONE, False, tried, f"{built}; {answer['refusal']}", change)
+        return
+    refused = [
+        f"GPU {idx} ({device['isa']}): {device['refusal']}"
+        for idx, device in enumerate(answer["devices"])
+        if device["refusal"]
+    ]
+    words = "; ".join((built, f"driver for CUDA {answer['driver']}", *refused))
+    status = BROKEN if refused else OK
+    change = "build lowlat for these GPUs (LOWLAT_CUDA_ARCHS)" if refused else ""
+    runs = len(answer["devices"]) - len(refused)
+    yield Check(name, status, False, tried, f"they run on {runs}; {words}", change)
+    if answer["peers"]:
+        yield peer_check(answer["peers"])
+
+
+def peer_check(peers: Sequence[dict[str, Any]]) -> Check:
+    lost = [f"{p['from']} to {p['to']}: {p['refusal']}" for p in peers if p["refusal"]]
+    words = "; ".join((f"{len(peers) - len(lost)} of {len(peers)} arrived", *lost))
+    change = "GPUs of one host, joined by NVLink or PCIe with peer access, serve as ranks"
+    return Check(
+        "GPU peer access",
+        BROKEN if lost else OK,
+        False,
+        "a store by a kernel on each GPU into the memory of each other",
+        words,
+        change if lost else "",
+    )
 
 
 def sglang_check() -> Check:

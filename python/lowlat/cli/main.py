@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lowlat.cli import check, completion, doctor, engine, op
 from lowlat.cli.outcome import DONE, FAULT, CommandError, UsageError, one_line
@@ -20,14 +20,37 @@ examples:
   lowlat trace info traces/*.json
   lowlat op --list
   lowlat op rms_norm --in case.npz --out out.npz --platform scalar
-  lowlat check --model tiny-v41 --tp 2 --isa scalar
-  lowlat make-checkpoint tiny-v41 ./tiny
+  lowlat check --model v4-flash --tp 4
+  lowlat make-checkpoint tiny-v4 ./tiny
   source <(lowlat completion bash)
 """
 
 
+class Once(argparse.Action):
+    """Keeps an option's value, and refuses a second one instead of forgetting the first."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string is not None:
+            given = namespace.__dict__.setdefault("_given", set())
+            if self.dest in given:
+                parser.error(f"{option_string} is given twice; one is needed")
+            given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is one line."""
+    """An argument parser whose complaint is one line, and whose options are given once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for action in (None, "store"):
+            self.register("action", action, Once)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help)")

@@ -37,6 +37,7 @@ examples:
   lowlat op --list rms_norm
   lowlat op rms_norm --in case.npz --out stage.npz --platform scalar
   lowlat op rms_norm --in case.npz --out meaning.npz --platform reference
+  lowlat op rms_norm --in case.npz --out gpu.npz --platform nvidia
 
 {EXIT_STATUSES}"""
 
@@ -58,7 +59,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--platform",
         default="scalar",
-        help="reference (float64, the meaning) or scalar (the stage); default %(default)s",
+        help="reference (float64, the meaning), scalar (the stage) or, in builds with CUDA, nvidia "
+        "(the stage on a GPU); default %(default)s",
     )
     parser.add_argument(
         "--model",

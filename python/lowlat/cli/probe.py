@@ -34,6 +34,13 @@ def kernels(path: str) -> dict[str, Any]:
     }
 
 
+def devices(path: str) -> dict[str, Any]:
+    """Asks the kernel library what it can run on here; it finds out by doing it."""
+    library = ctypes.CDLL(path)
+    library.lowlat_devices.restype = ctypes.c_char_p
+    return json.loads(library.lowlat_devices())
+
+
 def module(name: str) -> dict[str, Any]:
     """Imports a module and gives the versions that it states."""
     import importlib
@@ -101,6 +108,7 @@ def require_zero(call: str, status: int) -> None:
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "kernels": kernels,
+    "devices": devices,
     "module": module,
     "cuda": cuda,
     "hip": hip,

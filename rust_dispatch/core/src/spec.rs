@@ -5,80 +5,55 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 
-use crate::config::{HEADS, ModelConfig, NGRAM_SIZES};
+use crate::config::{HEADS, ModelConfig, ModelFamily, NGRAM_SIZES};
 use crate::guard::{Decline, Divides, Facts, Feature, OneOf, Requirements, Servable, Value, guard};
 use crate::reason::Reason;
 
-/// Sizes that every V4.1 kernel splits over the ranks, whatever the platform.
-fn v41_divides() -> Vec<Divides> {
-    vec![
+/// Sizes that every kernel splits over the ranks, whatever the platform.
+fn divides(family: ModelFamily) -> Vec<Divides> {
+    let mut divides = vec![
         Divides::new("num_attention_heads", 1),
         Divides::new("o_groups", 1),
         Divides::new("vocab_size", 1),
-        // A scale group of 32 along the expert's width must be whole on one rank.
-        Divides::new("moe_intermediate_size", 32),
-        Divides::new("engram_columns", 1),
-    ]
+        // A scale block along the expert's width must be whole on one rank.
+        Divides::new("moe_intermediate_size", u64::from(family.scale_block())),
+    ];
+    if family == ModelFamily::V41 {
+        divides.push(Divides::new("engram_columns", 1));
+    }
+    divides
 }
 
-/// What DeepSeek-V4.1-Flash's rules fix, whatever the sizes.
-fn v41_model() -> Vec<OneOf> {
+/// What the family's rules fix, whatever the sizes.
+fn model_rules(family: ModelFamily) -> Vec<OneOf> {
     vec![
-        OneOf::new("model_type", ["deepseek_v41"]),
+        OneOf::new("model_type", [family.model_type()]),
         OneOf::new("head_dim", [512]),
         OneOf::new("qk_rope_head_dim", [64]),
-        OneOf::new("weight_block_size", [32]),
+        OneOf::new("weight_block_size", [family.scale_block()]),
     ]
 }
 
-/// DeepSeek-V4.1-Flash on the `scalar` platform: any size that divides over 1, 2, 4 or 8 ranks.
-///
-/// ```
-/// use lowlat_core::spec::v41_scalar;
-/// assert_eq!(v41_scalar().tp_sizes, [1, 2, 4, 8]);
-/// ```
-#[must_use]
-pub fn v41_scalar() -> Requirements {
+/// A family on the `scalar` platform: any size that divides over 1, 2, 4 or 8 ranks.
+fn scalar(family: ModelFamily, name: &str) -> Requirements {
     Requirements {
         tp_sizes: vec![1, 2, 4, 8],
         dtypes: vec!["bfloat16".to_owned()],
-        model: v41_model(),
-        divides: v41_divides(),
+        model: model_rules(family),
+        divides: divides(family),
         features: BTreeSet::from([Feature::SpeculativeDecoding]),
-        ..Requirements::new("lowlat_v41_scalar", &["scalar"])
+        ..Requirements::new(name, &["scalar"])
     }
 }
 
-/// DeepSeek-V4.1-Flash on Hopper: the published sizes, on 1, 2, 4 or 8 ranks (1 is the shard of one
-/// rank alone, for tests), in the expert layout of the Marlin runner.
-///
-/// ```
-/// use lowlat_core::spec::v41_nvidia;
-/// assert_eq!(v41_nvidia().isas, ["sm_90"]);
-/// ```
-#[must_use]
-pub fn v41_nvidia() -> Requirements {
-    let mut model = v41_model();
-    model.extend([
-        OneOf::new("hidden_size", [5120]),
-        OneOf::new("num_hidden_layers", [40]),
-        OneOf::new("num_attention_heads", [64]),
-        OneOf::new("q_lora_rank", [1280]),
-        OneOf::new("o_groups", [8]),
-        OneOf::new("o_lora_rank", [1024]),
-        OneOf::new("sliding_window", [128]),
-        OneOf::new("n_routed_experts", [384]),
-        OneOf::new("num_experts_per_tok", [6]),
-        OneOf::new("moe_intermediate_size", [2304]),
-        OneOf::new("index_n_heads", [32]),
-        OneOf::new("index_head_dim", [128]),
-        OneOf::new("index_topk", [512]),
-    ]);
+/// A family on Hopper: the published `sizes`, in the expert layout of the Marlin runner.
+fn nvidia(family: ModelFamily, name: &str, sizes: [(&str, u32); 13]) -> Requirements {
+    let sizes = sizes.map(|(field, size)| OneOf::new(field, [size]));
     Requirements {
         tp_sizes: vec![1, 2, 4, 8],
         dtypes: vec!["bfloat16".to_owned()],
-        model,
-        divides: v41_divides(),
+        model: [model_rules(family), sizes.into()].concat(),
+        divides: divides(family),
         server_args: vec![
             OneOf::new("moe_runner_backend", ["marlin"]),
             OneOf::new("page_size", [256]),
@@ -91,19 +66,117 @@ pub fn v41_nvidia() -> Requirements {
         // One block a multiprocessor of an H100 SXM or H200.
         resident_blocks: 132,
         features: BTreeSet::from([Feature::SpeculativeDecoding]),
-        ..Requirements::new("lowlat_v41_nvidia", &["sm_90"])
+        ..Requirements::new(name, &["sm_90"])
     }
 }
 
-/// Every set of built-in requirements.
+/// DeepSeek-V4-Flash on the `scalar` platform: any size that divides over 1, 2, 4 or 8 ranks.
+///
+/// ```
+/// use lowlat_core::spec::v4_scalar;
+/// assert_eq!(v4_scalar().isas, ["scalar"]);
+/// ```
 #[must_use]
-pub fn built_in() -> [Requirements; 2] {
-    [v41_scalar(), v41_nvidia()]
+pub fn v4_scalar() -> Requirements {
+    scalar(ModelFamily::V4, "lowlat_v4_scalar")
+}
+
+/// DeepSeek-V4.1-Flash on the `scalar` platform: any size that divides over 1, 2, 4 or 8 ranks.
+///
+/// ```
+/// use lowlat_core::spec::v41_scalar;
+/// assert_eq!(v41_scalar().tp_sizes, [1, 2, 4, 8]);
+/// ```
+#[must_use]
+pub fn v41_scalar() -> Requirements {
+    scalar(ModelFamily::V41, "lowlat_v41_scalar")
+}
+
+/// DeepSeek-V4-Flash on Hopper: the published sizes, on 1, 2, 4 or 8 ranks (1 is the shard of one
+/// rank alone, for tests), in the expert layout of the Marlin runner.
+///
+/// ```
+/// use lowlat_core::spec::v4_nvidia;
+/// assert_eq!(v4_nvidia().isas, ["sm_90"]);
+/// ```
+#[must_use]
+pub fn v4_nvidia() -> Requirements {
+    let sizes = [
+        ("hidden_size", 4096),
+        ("num_hidden_layers", 43),
+        ("num_attention_heads", 64),
+        ("q_lora_rank", 1024),
+        ("o_groups", 8),
+        ("o_lora_rank", 1024),
+        ("sliding_window", 128),
+        ("n_routed_experts", 256),
+        ("num_experts_per_tok", 6),
+        ("moe_intermediate_size", 2048),
+        ("index_n_heads", 64),
+        ("index_head_dim", 128),
+        ("index_topk", 512),
+    ];
+    nvidia(ModelFamily::V4, "lowlat_v4_nvidia", sizes)
+}
+
+/// DeepSeek-V4.1-Flash on Hopper: the published sizes, on 1, 2, 4 or 8 ranks (1 is the shard of one
+/// rank alone, for tests), in the expert layout of the Marlin runner.
+///
+/// ```
+/// use lowlat_core::spec::v41_nvidia;
+/// assert_eq!(v41_nvidia().isas, ["sm_90"]);
+/// ```
+#[must_use]
+pub fn v41_nvidia() -> Requirements {
+    let sizes = [
+        ("hidden_size", 5120),
+        ("num_hidden_layers", 40),
+        ("num_attention_heads", 64),
+        ("q_lora_rank", 1280),
+        ("o_groups", 8),
+        ("o_lora_rank", 1024),
+        ("sliding_window", 128),
+        ("n_routed_experts", 384),
+        ("num_experts_per_tok", 6),
+        ("moe_intermediate_size", 2304),
+        ("index_n_heads", 32),
+        ("index_head_dim", 128),
+        ("index_topk", 512),
+    ];
+    nvidia(ModelFamily::V41, "lowlat_v41_nvidia", sizes)
+}
+
+/// Every set of built-in requirements, with the family that it is for.
+#[must_use]
+pub fn built_in() -> [(ModelFamily, Requirements); 4] {
+    [
+        (ModelFamily::V4, v4_scalar()),
+        (ModelFamily::V4, v4_nvidia()),
+        (ModelFamily::V41, v41_scalar()),
+        (ModelFamily::V41, v41_nvidia()),
+    ]
+}
+
+/// The requirements of a family on a device's machine code; `None` where there are no kernels.
+///
+/// ```
+/// use lowlat_core::config::ModelFamily;
+/// use lowlat_core::spec::requirements;
+/// assert_eq!(requirements(ModelFamily::V4, "scalar").unwrap().name, "lowlat_v4_scalar");
+/// assert!(requirements(ModelFamily::V4, "sm_70").is_none());
+/// ```
+#[must_use]
+pub fn requirements(family: ModelFamily, isa: &str) -> Option<Requirements> {
+    let mut specs = built_in().into_iter();
+    let fits = |(of, spec): &(ModelFamily, Requirements)| {
+        *of == family && spec.isas.iter().any(|own| own == isa)
+    };
+    specs.find(fits).map(|(_, spec)| spec)
 }
 
 /// A model's configuration as facts for the guard, by the names of the published `config.json`.
 /// `weight_block_size` is the edge of a square block, and `engram_columns`, which has no name
-/// there, the number of hash columns of one Engram table: n-gram sizes times heads.
+/// there, the number of hash columns of one Engram table (V4.1): n-gram sizes times heads.
 ///
 /// ```
 /// use lowlat_core::config::{ModelConfig, built_in};
@@ -115,7 +188,6 @@ pub fn built_in() -> [Requirements; 2] {
 /// ```
 #[must_use]
 pub fn model_facts(config: &ModelConfig) -> BTreeMap<String, Value> {
-    let crate::config::ModelFamily::V41 = config.family;
     let mut facts: BTreeMap<String, Value> = [
         ("hidden_size", config.hidden),
         ("vocab_size", config.vocab),
@@ -134,12 +206,16 @@ pub fn model_facts(config: &ModelConfig) -> BTreeMap<String, Value> {
         ("index_topk", config.index_topk),
         ("weight_block_size", config.scale_block),
         ("num_hidden_layers", config.layers.len() as u32),
-        ("engram_columns", (NGRAM_SIZES * HEADS) as u32),
     ]
     .into_iter()
     .map(|(name, value)| (name.to_owned(), Value::from(value)))
     .collect();
-    facts.insert("model_type".to_owned(), Value::from("deepseek_v41"));
+    if config.family == ModelFamily::V41 {
+        let columns = (NGRAM_SIZES * HEADS) as u32;
+        facts.insert("engram_columns".to_owned(), Value::from(columns));
+    }
+    let model_type = Value::from(config.family.model_type());
+    facts.insert("model_type".to_owned(), model_type);
     facts
 }
 
@@ -252,9 +328,10 @@ pub fn serve(config_json: &str, options: &CheckOptions) -> Result<Servable, Vec<
             .map(|line| Decline::in_words(Reason::ModelConfig, line))
             .collect::<Vec<_>>()
     })?;
-    let specs = built_in();
-    let Some(requirements) = specs.iter().find(|spec| spec.isas.contains(&options.isa)) else {
-        let isas: Vec<_> = specs.iter().flat_map(|spec| spec.isas.clone()).collect();
+    let Some(requirements) = requirements(config.family, &options.isa) else {
+        let specs = built_in().into_iter();
+        let specs = specs.filter(|(family, _)| *family == config.family);
+        let isas: Vec<_> = specs.flat_map(|(_, spec)| spec.isas).collect();
         let decline = Decline::new(Reason::Isa, "isa", &options.isa, isas.join(" or "));
         return Err(vec![decline.change("--isa")]);
     };
@@ -276,7 +353,7 @@ pub fn serve(config_json: &str, options: &CheckOptions) -> Result<Servable, Vec<
         resident_blocks: options.resident_blocks,
         features: options.features.clone(),
     };
-    guard(&facts, requirements)
+    guard(&facts, &requirements)
 }
 
 /// The dtype that a configuration names, which may lie in its text part.
@@ -310,6 +387,38 @@ mod tests {
         assert!(texts("v41-flash", options).is_empty());
         for tp in [1, 2, 4, 8] {
             assert!(texts("v41-flash", &format!("{{\"tp_size\": {tp}}}")).is_empty());
+        }
+    }
+
+    #[test]
+    fn v4_has_the_same_platforms_and_its_own_sizes() {
+        for tp in [1, 2, 4, 8] {
+            assert!(texts("v4-flash", &format!("{{\"tp_size\": {tp}}}")).is_empty());
+            let options = format!(
+                "{{\"tp_size\": {tp}, \"isa\": \"sm_90\", \"moe_runner_backend\": \"marlin\",
+                  \"page_size\": 256}}"
+            );
+            assert!(texts("v4-flash", &options).is_empty());
+        }
+        assert_eq!(
+            texts("tiny-v4", r#"{"tp_size": 8}"#),
+            [
+                "[105] o_groups is 4; these kernels need a multiple of tp_size (8) (change: --tp)",
+                "[105] moe_intermediate_size is 512; these kernels need a multiple of \
+                 128 x tp_size (128 x 8 = 1024) (change: --tp)",
+            ]
+        );
+        let small = texts(
+            "tiny-v4",
+            r#"{"isa": "sm_90", "moe_runner_backend": "marlin", "page_size": 256}"#,
+        );
+        assert!(
+            small[0].starts_with("[104] hidden_size is 128; these kernels need 4096"),
+            "{small:?}"
+        );
+        for (family, spec) in built_in() {
+            let isa = &spec.isas[0];
+            assert_eq!(requirements(family, isa).unwrap().name, spec.name);
         }
     }
 

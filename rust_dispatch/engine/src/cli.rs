@@ -95,7 +95,8 @@ struct Options {
     #[arg(long)]
     report_schema: bool,
 
-    /// Model to serve: a built-in one (tiny-v41, v41-flash) or a checkpoint folder
+    /// Model to serve: a built-in one (tiny-v4, v4-flash, tiny-v41, v41-flash) or a checkpoint
+    /// folder
     #[arg(
         long,
         value_name = "NAME|DIR",

@@ -11,7 +11,7 @@ use clap_complete::Shell;
 use serde::Deserialize;
 
 use crate::EngineError;
-use crate::checkpoint::make;
+use crate::checkpoint::{Checkpoint, make};
 use crate::cli::{self, Start, USAGE, finish, parse};
 use crate::report::OutputFile;
 use crate::trace::{self, Trace};
@@ -169,6 +169,21 @@ struct InspectOptions {
     json: bool,
 }
 
+/// `lowlat-engine check-checkpoint`: what `lowlat check` asks of a folder.
+#[derive(Debug, Parser)]
+#[command(
+    name = "check-checkpoint",
+    bin_name = "lowlat-engine check-checkpoint",
+    max_term_width = 100
+)]
+#[command(about = "Check every header of a checkpoint folder against its config.json")]
+#[command(after_help = EXIT_CODES)]
+struct CheckCheckpointOptions {
+    /// Checkpoint folder
+    #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
+    folder: PathBuf,
+}
+
 /// `lowlat-engine completion`: what `lowlat completion` is made with.
 #[derive(Debug, Parser)]
 #[command(
@@ -221,6 +236,7 @@ Commands:
   trace            look into traces, or make some
   inspect          show a graph record
   make-checkpoint  write a built-in model as a checkpoint folder
+  check-checkpoint check the headers of a checkpoint folder
   completion       print the completion of `lowlat` for a shell
 
 lowlat-engine COMMAND --help tells more.
@@ -245,6 +261,7 @@ pub fn run(
         Some("trace") => run_trace(words, out, err),
         Some("inspect") => run_inspect(words, out, err),
         Some("make-checkpoint") => make::run(words, out, err),
+        Some("check-checkpoint") => check_checkpoint(words, out, err),
         Some("completion") => run_completion(words, input, out, err),
         Some("--help" | "-h" | "help") => {
             let _ = write!(out, "{HELP}");
@@ -258,8 +275,8 @@ pub fn run(
             let seen = other.map_or("no command".into(), |word| format!("{word:?}"));
             let _ = writeln!(
                 err,
-                "lowlat-engine: error: {seen}; replay, trace, inspect, make-checkpoint or \
-                 completion is needed (see --help)"
+                "lowlat-engine: error: {seen}; replay, trace, inspect, make-checkpoint, \
+                 check-checkpoint or completion is needed (see --help)"
             );
             USAGE
         }
@@ -328,6 +345,18 @@ fn trace_synth(options: &SynthOptions) -> Result<String, EngineError> {
         .map(|path| format!("{}\n", path.display()))
         .collect();
     Ok(lines.concat())
+}
+
+/// What is in the folder, in words, or the line with which it would be refused.
+fn check_checkpoint(words: Vec<OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    const NAME: &str = "lowlat check-checkpoint";
+    match parse::<CheckCheckpointOptions>(NAME, words, out, err) {
+        Err(code) => code,
+        Ok(options) => {
+            let text = Checkpoint::open(&options.folder).map(|checkpoint| checkpoint.summary());
+            finish(NAME, text.map(|summary| summary + "\n"), out, err)
+        }
+    }
 }
 
 fn run_inspect(words: Vec<OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {

@@ -1,7 +1,7 @@
 //! What a model is to the kernels: its configuration as the C ABI wants it, the graph keys that
 //! it can cover, and digests of both for the vote.
 
-use lowlat_core::config::ModelConfig;
+use lowlat_core::config::{ModelConfig, ModelFamily};
 use lowlat_core::digest::Fnv1a;
 use lowlat_core::plan;
 use lowlat_core::{GraphKey, GraphMode};
@@ -37,6 +37,7 @@ pub fn abi_config(config: &ModelConfig, geometry: &Geometry, tp_rank: u32) -> ab
         index_source: -1,
         candidate_source: -1,
         engram: -1,
+        hash_gate: 0,
     };
     let mut layers = [no_layer; abi::MAX_LAYERS];
     for (to, from) in layers.iter_mut().zip(&config.layers) {
@@ -46,6 +47,7 @@ pub fn abi_config(config: &ModelConfig, geometry: &Geometry, tp_rank: u32) -> ab
             index_source: id(from.index_source),
             candidate_source: id(from.candidate_source),
             engram: id(from.engram),
+            hash_gate: from.hash_gate.into(),
         };
     }
     let mut engram_primes = [[[0; abi::ENGRAM_HEADS]; abi::ENGRAM_NGRAMS]; abi::MAX_ENGRAMS];
@@ -69,7 +71,10 @@ pub fn abi_config(config: &ModelConfig, geometry: &Geometry, tp_rank: u32) -> ab
     let draft = config.draft.as_ref();
     abi::ModelConfig {
         struct_bytes: size_of::<abi::ModelConfig>() as u32,
-        kind: abi::KIND_V41,
+        kind: match config.family {
+            ModelFamily::V4 => abi::KIND_V4,
+            ModelFamily::V41 => abi::KIND_V41,
+        },
         hidden: config.hidden as i32,
         num_layers: config.layers.len() as i32,
         vocab: config.vocab as i32,
@@ -209,9 +214,8 @@ mod tests {
     use super::*;
     use lowlat_core::config::built_in;
 
-    #[test]
-    fn every_size_reaches_the_kernels() {
-        let config = ModelConfig::from_json(built_in("v41-flash").unwrap()).unwrap();
+    fn flash(name: &str) -> abi::ModelConfig {
+        let config = ModelConfig::from_json(built_in(name).unwrap()).unwrap();
         let geometry = Geometry {
             tp_size: 4,
             widths: vec![6, 12],
@@ -221,7 +225,13 @@ mod tests {
             num_pages: 40,
             wait_budget_ns: 5,
         };
-        let abi = abi_config(&config, &geometry, 3);
+        abi_config(&config, &geometry, 3)
+    }
+
+    #[test]
+    fn every_size_reaches_the_kernels() {
+        let abi = flash("v41-flash");
+        assert_eq!((abi.kind, abi.scale_block), (abi::KIND_V41, 32));
         assert_eq!((abi.tp_rank, abi.tp_size, abi.num_layers), (3, 4, 40));
         assert_eq!((abi.num_widths, &abi.widths[..3]), (2, &[6, 12, 0][..]));
         assert_eq!(abi.state_ring, 8);
@@ -235,6 +245,33 @@ mod tests {
             (1, 20, 20)
         );
         assert_eq!(abi.layers[0].index_source, -1);
+        assert_eq!((abi.layers[0].hash_gate, abi.image_token), (0, 129_264));
+    }
+
+    #[test]
+    fn v4_reaches_the_kernels_with_rules_of_its_own() {
+        let abi = flash("v4-flash");
+        assert_eq!((abi.kind, abi.scale_block), (abi::KIND_V4, 128));
+        assert_eq!((abi.num_layers, abi.hidden, abi.state_ring), (43, 4096, 16));
+        assert_eq!((abi.draft_experts, abi.draft_experts_per_token), (256, 6));
+        assert_eq!(abi.draft_target_layers, [40, 41, 42, -1]);
+        assert_eq!(
+            (abi.num_engrams, abi.candidate_layer, abi.image_token),
+            (0, -1, -1)
+        );
+        let sources = |layer: usize| {
+            let layer = abi.layers[layer];
+            (
+                layer.ratio,
+                layer.kv_source,
+                layer.index_source,
+                layer.hash_gate,
+            )
+        };
+        assert_eq!(sources(1), (0, -1, -1, 1));
+        assert_eq!(sources(2), (4, 2, 2, 1));
+        assert_eq!(sources(3), (128, 3, -1, 0));
+        assert_eq!(sources(42), (4, 42, 42, 0));
     }
 
     #[test]

@@ -626,7 +626,9 @@ pub struct OutputFile {
 }
 
 impl OutputFile {
-    /// Makes the folder of `path` where it is missing, and sees that a file can be made there.
+    /// Sees that a file can be made at `path`, in a folder that may be missing: it is made and
+    /// goes again, so that nothing is left behind by a program that is interrupted before it
+    /// writes.
     ///
     /// # Errors
     /// [`EngineError::Refused`] with the path and the reason.
@@ -649,16 +651,8 @@ impl OutputFile {
             made: Vec::new(),
             written: false,
         };
+        file.make_folder()?;
         let folder = file.folder();
-        let missing: Vec<PathBuf> = folder
-            .ancestors()
-            .take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists())
-            .map(Path::to_path_buf)
-            .collect();
-        for folder in missing.into_iter().rev() {
-            fs::create_dir(&folder).map_err(|error| refusal(&folder, "make the folder", &error))?;
-            file.made.push(folder);
-        }
         let name = path.file_name().unwrap_or_default();
         let target = fs::canonicalize(path)
             .or_else(|_| fs::canonicalize(folder).map(|folder| folder.join(name)));
@@ -666,7 +660,35 @@ impl OutputFile {
         let probe = file.temporary("tmp");
         fs::File::create(&probe).map_err(|error| refusal(path, "be written", &error))?;
         fs::remove_file(&probe).map_err(|error| refusal(path, "be written", &error))?;
+        file.remove_folder();
         Ok(file)
+    }
+
+    /// Makes the folder where it is missing.
+    fn make_folder(&mut self) -> Result<(), EngineError> {
+        let folder = self.folder();
+        let missing: Vec<PathBuf> = folder
+            .ancestors()
+            .take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists())
+            .map(Path::to_path_buf)
+            .collect();
+        for folder in missing.into_iter().rev() {
+            // `new/..` is there as soon as `new` is.
+            if folder.exists() {
+                continue;
+            }
+            fs::create_dir(&folder).map_err(|error| refusal(&folder, "make the folder", &error))?;
+            self.made.push(folder);
+        }
+        Ok(())
+    }
+
+    /// Removes the folders that we made. Only empty ones go; one that someone has used since
+    /// stays.
+    fn remove_folder(&mut self) {
+        for folder in self.made.drain(..).rev() {
+            let _ = fs::remove_dir(folder);
+        }
     }
 
     /// Writes the whole file, or leaves what was there.
@@ -683,7 +705,7 @@ impl OutputFile {
     /// # Errors
     /// [`EngineError::Refused`] with the path of the file that failed, and the reason.
     pub fn write_all(mut files: Vec<(Self, String)>) -> Result<(), EngineError> {
-        let result = Self::place_all(&files);
+        let result = Self::place_all(&mut files);
         for (file, _) in &mut files {
             // Most of these are gone already.
             for ending in ["tmp", "old"] {
@@ -694,7 +716,11 @@ impl OutputFile {
         result
     }
 
-    fn place_all(files: &[(Self, String)]) -> Result<(), EngineError> {
+    fn place_all(files: &mut [(Self, String)]) -> Result<(), EngineError> {
+        for (file, _) in files.iter_mut() {
+            file.make_folder()?;
+        }
+        let files = &*files;
         // All that can take long or run out of space comes before the first rename.
         for (file, text) in files {
             let write = || {
@@ -769,10 +795,7 @@ impl OutputFile {
 impl Drop for OutputFile {
     fn drop(&mut self) {
         if !self.written {
-            // Only empty folders go; one that someone has used since stays.
-            for folder in self.made.iter().rev() {
-                let _ = fs::remove_dir(folder);
-            }
+            self.remove_folder();
         }
     }
 }

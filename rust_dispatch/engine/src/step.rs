@@ -171,7 +171,7 @@ pub struct RunnerInfo {
     pub first_token: u32,
     /// Ids in that range that mean something else to the model (mask, image, pad).
     pub special_tokens: Vec<u32>,
-    /// Tokens a page; even, so that no pair of the ratio-2 compressor lies across two pages.
+    /// Tokens a page, a multiple of every ratio: nothing compressed lies across two pages.
     pub page_size: usize,
     /// Pages of the pool, all of them free.
     pub num_pages: usize,
@@ -228,7 +228,7 @@ pub struct InjectedFault {
 /// What the runtime is asked for; frozen once the command line is read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RuntimeSettings {
-    /// Name of a built-in model (`tiny-v41`).
+    /// Name of a built-in model (`tiny-v4`, `tiny-v41`), or a checkpoint folder.
     pub model: String,
     /// `scalar`.
     pub platform: String,

@@ -10,12 +10,12 @@
 //! tokens depends on the context instead. The draft's Markov head knows the same successors, so
 //! a draft is right where the context does not interfere, and only there.
 
-use lowlat_core::config::ModelConfig;
+use lowlat_core::config::{ModelConfig, ModelFamily};
 
 use crate::kernels::abi::{Dtype, ROW_MAJOR};
 use crate::kernels::{Buffer, TensorInfo};
 
-/// Seed of the built-in models' weights: part of what `tiny-v41` means.
+/// Seed of the built-in models' weights: part of what `tiny-v4` and `tiny-v41` mean.
 pub const WEIGHT_SEED: u64 = 41;
 
 /// Logit of a token's successor when nothing disturbs the residual. It decides nothing of greedy
@@ -25,11 +25,21 @@ const HEAD_GAIN: f32 = 36.0;
 const MARKOV_GAIN: f32 = 36.0;
 /// Added to the hyper-connection's post logits: how strongly a sublayer's output enters the
 /// residual (2 * sigmoid of it). Here the successor wins about two times in three, so that a
-/// verify step of `tiny-v41` emits 2.6 tokens; at -1.5 it is 1.2, at -2.6 it is 4.4.
-const POST_BASE: f32 = -2.2;
+/// verify step emits 2.8 tokens of `tiny-v4` (2.3 at -2.0, 3.4 at -2.2) and 2.6 of `tiny-v41` (1.2
+/// at -1.5, 4.4 at -2.6).
+fn post_base(family: ModelFamily) -> f32 {
+    match family {
+        ModelFamily::V4 => -2.1,
+        ModelFamily::V41 => -2.2,
+    }
+}
 
 /// Root mean square of [`e4m3_code`]'s values: exponents -2 to 1, all mantissas.
 const E4M3_RMS: f64 = 1.69;
+/// Elements of a row that share a scale where weights have no square blocks.
+const FP4_GROUP: usize = 32;
+/// V4's table of experts by token.
+const TABLE: &str = ".ffn.gate.tid2eid";
 /// Root mean square of all e2m1 values.
 const FP4_RMS: f64 = 2.93;
 /// Root mean square of [`scale_byte`]'s jitter factor.
@@ -111,32 +121,35 @@ impl<'a> SeededWeights<'a> {
         let part = self.part(info, tp_rank as usize, tp_size as usize);
         let stream = self.stream(&info.name);
         let bytes = memory.as_mut_slice();
+        let bits = |idx| element(stream, part.published(idx));
         match info.dtype {
-            Dtype::E4m3 => each(bytes, |idx| e4m3_code(element(stream, part.published(idx)))),
-            Dtype::Fp4x2 => each(bytes, |idx| element(stream, part.published(idx)) as u8),
+            Dtype::E4m3 => each(bytes, |idx| [e4m3_code(bits(idx))]),
+            Dtype::Fp4x2 => each(bytes, |idx| [bits(idx) as u8]),
             Dtype::Ue8m0 => {
-                let centre = self.scale_centre(&info.name, part.columns * 32)?;
-                each(bytes, |idx| {
-                    scale_byte(element(stream, part.published(idx)), centre)
-                });
+                let centre = self.scale_centre(&info.name, part.columns)?;
+                each(bytes, |idx| [scale_byte(bits(idx), centre)]);
             }
             Dtype::Bf16 => {
                 let value = self.number(&info.name, part.columns)?;
-                each2(bytes, |idx| bf16(value(part.published(idx))));
+                each(bytes, |idx| bf16(value(part.published(idx))).to_ne_bytes());
             }
             Dtype::F32 => {
                 let value = self.number(&info.name, part.columns)?;
-                each4(bytes, |idx| value(part.published(idx)));
+                each(bytes, |idx| value(part.published(idx)).to_ne_bytes());
             }
             Dtype::I64 if info.name == "engram.token_map" => {
-                let compressed = self
-                    .config
-                    .engram
-                    .as_ref()
-                    .map_or(1, |e| e.compressed_vocab);
-                each8(bytes, |idx| {
-                    part.published(idx) as i64 % i64::from(compressed)
+                let engram = self.config.engram.as_ref();
+                let compressed = engram.map_or(1, |engram| engram.compressed_vocab);
+                each(bytes, |idx| {
+                    (part.published(idx) as i64 % i64::from(compressed)).to_ne_bytes()
                 });
+            }
+            Dtype::I64 | Dtype::I32 if info.name.ends_with(TABLE) => {
+                let expert = |idx| self.expert_of(stream, part.published(idx), part.columns);
+                match info.dtype {
+                    Dtype::I64 => each(bytes, |idx| i64::from(expert(idx)).to_ne_bytes()),
+                    _ => each(bytes, |idx| expert(idx).to_ne_bytes()),
+                }
             }
             Dtype::I64 | Dtype::I32 | Dtype::U8 => return Err(unknown(&info.name)),
         }
@@ -192,6 +205,20 @@ impl<'a> SeededWeights<'a> {
         }
     }
 
+    /// The expert at a place of a table: of each token as many different ones as it has columns,
+    /// any of the layer's.
+    fn expert_of(&self, stream: u64, place: usize, columns: usize) -> i32 {
+        let (token, column) = (place / columns, place % columns);
+        let num_experts = u64::from(self.config.num_experts);
+        let bits = element(stream, token);
+        // An odd step meets every expert once where they are a power of two, a step of 1 always.
+        let step = match num_experts.is_power_of_two() {
+            true => (bits >> 33) | 1,
+            false => 1,
+        };
+        (((bits & 0xffff_ffff) + step * column as u64) % num_experts) as i32
+    }
+
     fn engram_columns(&self, name: &str) -> Option<Vec<usize>> {
         let layer: u32 = name
             .strip_prefix("layers.")?
@@ -212,12 +239,19 @@ impl<'a> SeededWeights<'a> {
         )
     }
 
-    /// Biased exponent around which a quantised weight's scales lie. `fan_in` is the published
-    /// last dimension of the weight, in elements.
-    fn scale_centre(&self, name: &str, fan_in: usize) -> Result<i32, String> {
+    /// Biased exponent around which a quantised weight's scales lie. `columns` is the published
+    /// last dimension of the scales.
+    fn scale_centre(&self, name: &str, columns: usize) -> Result<i32, String> {
         let base = name.strip_suffix(".scale").ok_or_else(|| unknown(name))?;
         let (kind, rms) = (base.rsplit('.').next().unwrap_or(base), E4M3_RMS);
         let is_expert = base.contains(".ffn.experts.");
+        let by_row = is_expert || base.ends_with("engram.embed");
+        let fan_in = columns
+            * if by_row {
+                FP4_GROUP
+            } else {
+                self.config.scale_block as usize
+            };
         // An unmixed gain of 1 keeps a unit input at unit size.
         let gain = match kind {
             "wq_a" | "wkv" | "wo_a" | "w1" | "w3" | "main_proj" => 1.0,
@@ -244,22 +278,25 @@ impl<'a> SeededWeights<'a> {
         let unit = move |idx| normal(element(stream, idx));
         let fan_in = (columns as f32).sqrt().recip();
         let tail = |suffix: &str| name.ends_with(suffix);
-        if tail("markov_head.embed.weight") || name == "embed.weight" {
+        if name == "embed.weight" {
             return Ok(Box::new(unit));
         }
         if name == "head.weight" {
-            return Ok(self.successor_rows("embed.weight", stream, columns, HEAD_GAIN));
+            return Ok(self.successor_rows(name, "embed.weight", columns, HEAD_GAIN));
         }
-        if let Some(stage) = name
-            .strip_suffix("head.weight")
-            .filter(|_| tail("markov_head.head.weight"))
-        {
-            return Ok(self.successor_rows(
-                &format!("{stage}embed.weight"),
-                stream,
-                columns,
-                MARKOV_GAIN,
-            ));
+        if let Some((stage, matrix)) = name.split_once("markov_head.") {
+            let (embed, head) = match self.config.family {
+                ModelFamily::V4 => ("markov_w1.weight", "markov_w2.weight"),
+                ModelFamily::V41 => ("embed.weight", "head.weight"),
+            };
+            let embed_name = format!("{stage}markov_head.{embed}");
+            return match matrix {
+                _ if matrix == embed => Ok(Box::new(unit)),
+                _ if matrix == head => {
+                    Ok(self.successor_rows(name, &embed_name, columns, MARKOV_GAIN))
+                }
+                _ => Err(unknown(name)),
+            };
         }
         if tail("norm.weight") {
             return Ok(Box::new(move |idx| 1.0 + 0.1 * unit(idx)));
@@ -271,15 +308,16 @@ impl<'a> SeededWeights<'a> {
             return Ok(Box::new(move |idx| fan_in * unit(idx)));
         }
         if tail("_base") {
+            let post_base = post_base(self.config.family);
             return Ok(Box::new(move |idx| match idx {
-                4..8 => POST_BASE + 0.5 * unit(idx),
+                4..8 => post_base + 0.5 * unit(idx),
                 _ => unit(idx),
             }));
         }
         if tail("_scale") {
             return Ok(Box::new(|_| 0.5));
         }
-        if tail("attn_sink") {
+        if tail("attn_sink") || tail("compressor.ape") {
             return Ok(Box::new(unit));
         }
         if tail("gate.bias") || tail("gate.bias_vl") {
@@ -302,12 +340,12 @@ impl<'a> SeededWeights<'a> {
     /// noise. Special tokens are never proposed, and none is anyone's predecessor.
     fn successor_rows<'s>(
         &'s self,
+        name: &str,
         embed_name: &str,
-        noise: u64,
         columns: usize,
         gain: f32,
     ) -> Box<dyn Fn(usize) -> f32 + 's> {
-        let embed = self.stream(embed_name);
+        let (noise, embed) = (self.stream(name), self.stream(embed_name));
         let special = |token: u32| self.config.special_tokens.contains(&token);
         let gain = gain / columns as f32;
         Box::new(move |idx| {
@@ -388,27 +426,10 @@ fn bf16(value: f32) -> u16 {
     ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
 }
 
-fn each(bytes: &mut [u8], value: impl Fn(usize) -> u8) {
-    for (idx, byte) in bytes.iter_mut().enumerate() {
-        *byte = value(idx);
-    }
-}
-
-fn each2(bytes: &mut [u8], value: impl Fn(usize) -> u16) {
-    for (idx, chunk) in bytes.chunks_exact_mut(2).enumerate() {
-        chunk.copy_from_slice(&value(idx).to_ne_bytes());
-    }
-}
-
-fn each4(bytes: &mut [u8], value: impl Fn(usize) -> f32) {
-    for (idx, chunk) in bytes.chunks_exact_mut(4).enumerate() {
-        chunk.copy_from_slice(&value(idx).to_ne_bytes());
-    }
-}
-
-fn each8(bytes: &mut [u8], value: impl Fn(usize) -> i64) {
-    for (idx, chunk) in bytes.chunks_exact_mut(8).enumerate() {
-        chunk.copy_from_slice(&value(idx).to_ne_bytes());
+/// Every element's bytes by its index.
+fn each<const N: usize>(bytes: &mut [u8], value: impl Fn(usize) -> [u8; N]) {
+    for (idx, chunk) in bytes.chunks_exact_mut(N).enumerate() {
+        chunk.copy_from_slice(&value(idx));
     }
 }
 
@@ -417,8 +438,12 @@ mod tests {
     use super::*;
     use lowlat_core::config::built_in;
 
+    fn model(name: &str) -> ModelConfig {
+        ModelConfig::from_json(built_in(name).unwrap()).unwrap()
+    }
+
     fn tiny() -> ModelConfig {
-        ModelConfig::from_json(built_in("tiny-v41").unwrap()).unwrap()
+        model("tiny-v41")
     }
 
     fn info(name: &str, dtype: Dtype, shape: &[usize], shard_dim: Option<usize>) -> TensorInfo {
@@ -433,9 +458,14 @@ mod tests {
     }
 
     /// Rows of `dim` of every rank, put together, are the whole tensor.
-    fn parts_are_the_whole(name: &str, dtype: Dtype, shape: &[usize], dim: usize) {
-        let config = tiny();
-        let weights = SeededWeights::new(&config, 7);
+    fn parts_are_the_whole(
+        config: &ModelConfig,
+        name: &str,
+        dtype: Dtype,
+        shape: &[usize],
+        dim: usize,
+    ) {
+        let weights = SeededWeights::new(config, 7);
         let whole = weights
             .fill(&info(name, dtype, shape, Some(dim)), 0, 1)
             .unwrap();
@@ -460,28 +490,60 @@ mod tests {
 
     #[test]
     fn any_split_holds_the_same_model() {
-        parts_are_the_whole("head.weight", Dtype::Bf16, &[512, 128], 0);
-        parts_are_the_whole("layers.3.attn.wo_b.weight", Dtype::E4m3, &[128, 128], 1);
-        parts_are_the_whole("layers.3.attn.wo_b.scale", Dtype::Ue8m0, &[4, 4], 1);
-        parts_are_the_whole(
-            "layers.3.ffn.experts.w2.weight",
-            Dtype::Fp4x2,
-            &[16, 128, 64],
-            2,
-        );
-        parts_are_the_whole(
-            "layers.3.ffn.experts.w2.scale",
-            Dtype::Ue8m0,
-            &[16, 128, 4],
-            2,
-        );
-        parts_are_the_whole(
-            "layers.3.ffn.experts.w1.weight",
-            Dtype::Fp4x2,
-            &[16, 128, 64],
-            1,
-        );
-        parts_are_the_whole("layers.3.attn.attn_sink", Dtype::F32, &[8], 0);
+        for name in ["tiny-v4", "tiny-v41"] {
+            let config = model(name);
+            for tensor in lowlat_core::plan::tensors(&config) {
+                if let lowlat_core::plan::Split::Dim(dim) = tensor.split {
+                    let shape: Vec<_> = tensor.shape.iter().map(|n| *n as usize).collect();
+                    let dtype = crate::checkpoint::abi_dtype(tensor.dtype);
+                    // One layer of each kind, and the tensors that are no layer's.
+                    let is_layer = tensor.name.starts_with("layers.");
+                    if !is_layer || tensor.name.starts_with("layers.3.") {
+                        parts_are_the_whole(&config, &tensor.name, dtype, &shape, dim);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Each token goes to different experts, all experts are someone's, and the table of a file is
+    /// the table of a rank.
+    #[test]
+    fn tables_name_every_expert_and_none_twice_a_token() {
+        let mut config = model("tiny-v4");
+        for (num_experts, per_token) in [(16, 6), (12, 6), (256, 6), (6, 6)] {
+            config.num_experts = num_experts;
+            let weights = SeededWeights::new(&config, 7);
+            let table = |dtype| {
+                let info = info("layers.2.ffn.gate.tid2eid", dtype, &[512, per_token], None);
+                weights.fill(&info, 0, 1).unwrap()
+            };
+            let (wide, narrow) = (table(Dtype::I64), table(Dtype::I32));
+            let experts: Vec<i64> = wide
+                .as_slice()
+                .chunks(8)
+                .map(|bytes| i64::from_ne_bytes(bytes.try_into().unwrap()))
+                .collect();
+            let narrow = narrow.as_slice().chunks(4);
+            let narrow = narrow.map(|bytes| i32::from_ne_bytes(bytes.try_into().unwrap()));
+            assert!(experts.iter().copied().eq(narrow.map(i64::from)));
+            let mut seen = vec![0; num_experts as usize];
+            for row in experts.chunks(per_token) {
+                let mut row = row.to_vec();
+                row.sort_unstable();
+                row.dedup();
+                assert_eq!(row.len(), per_token);
+                for expert in row {
+                    seen[expert as usize] += 1;
+                }
+            }
+            let mean = 512 * per_token / num_experts as usize;
+            let (least, most) = (seen.iter().min().unwrap(), seen.iter().max().unwrap());
+            assert!(
+                *least > 0 && *most <= 3 * mean,
+                "{num_experts}: {least} to {most}"
+            );
+        }
     }
 
     #[test]

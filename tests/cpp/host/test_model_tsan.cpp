@@ -3,7 +3,7 @@
 // ones. Built a second time with LOWLAT_PLANT, where signals and tags are stored relaxed: that
 // build must be caught.
 #ifdef LOWLAT_PLANT
-#define LOWLAT_SCALAR_RELEASE_ORDER std::memory_order_relaxed
+#define LOWLAT_CPU_RELEASE_ORDER std::memory_order_relaxed
 #endif
 #include "check.hpp"
 #include "host/tiny_group.hpp"
@@ -27,11 +27,11 @@ std::vector<std::int32_t> text(int n) {
   return out;
 }
 
-TEST_CASE(steps_and_drafts_of_both_schedules_run_without_a_race) {
-  TinyGroup group(2);
+void run_both_schedules(std::uint32_t kind) {
+  TinyGroup group(kind, 2);
   const auto all = text(32);
   const int vocab = group.config().vocab;
-  StepArrays prompt, verify;
+  StepArrays prompt(group.config()), verify = prompt;
   prompt.add(0, all, 0, 9);
   verify.add(0, all, 9, 6);
   const std::vector<std::int32_t> anchors = {5}, prefixes = {9}, noise_row = {0};
@@ -96,10 +96,17 @@ TEST_CASE(steps_and_drafts_of_both_schedules_run_without_a_race) {
   CHECK_EQ(out[0].next[0], out[1].next[0]);
 }
 
+TEST_CASE(steps_and_drafts_of_both_schedules_run_without_a_race_v41) {
+  run_both_schedules(LOWLAT_V41);
+}
+TEST_CASE(steps_and_drafts_of_both_schedules_run_without_a_race_v4) {
+  run_both_schedules(LOWLAT_V4);
+}
+
 TEST_CASE(an_abort_while_a_rank_waits_is_reported_without_a_race) {
-  TinyGroup group(2);
+  TinyGroup group(LOWLAT_V41, 2);
   const auto all = text(8);
-  StepArrays arrays;
+  StepArrays arrays(group.config());
   arrays.add(0, all, 0, 1);
   const lowlat_step step = arrays.step(LOWLAT_DECODE);
   CHECK_EQ(lowlat_step_launch(group.model(0), &step, nullptr), LOWLAT_OK);

@@ -1,8 +1,10 @@
-// A small V4.1 model with every kind of layer, random weights, on one or more ranks of one process.
+// A small model of each kind with every sort of layer, random weights, on one or more ranks of one
+// process.
 #pragma once
 
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -40,32 +42,21 @@ inline std::uint64_t name_seed(const std::string& name) {
   return h;
 }
 
-inline lowlat_model_config tiny_config(int tp_size, int tp_rank) {
+// What the two small models share.
+inline lowlat_model_config tiny_base(int tp_size, int tp_rank) {
   lowlat_model_config c{};
   c.struct_bytes = sizeof c;
-  c.kind = LOWLAT_V41;
-  c.hidden = 64;
-  c.num_layers = 10;
   c.vocab = 128;
   c.num_heads = 4;
   c.head_dim = 512;
   c.rope_dim = 64;
-  c.q_lora = 32;
   c.o_groups = 4;
-  c.o_lora = 32;
   c.window = 16;
   c.num_experts = 8;
-  c.experts_per_token = 6;
-  c.moe_intermediate = 128;
   c.index_heads = 2;
   c.index_dim = 128;
   c.index_topk = 8;
-  c.candidate_layer = 6;
-  c.candidate_blocks = 3;
-  c.candidate_block_size = 8;
-  c.scale_block = 32;
   c.sinkhorn_iters = 20;
-  c.norm_eps = 1e-20f;
   c.hc_eps = 1e-6f;
   c.swiglu_limit = 10.0f;
   c.routed_scaling = 1.5f;
@@ -76,6 +67,38 @@ inline lowlat_model_config tiny_config(int tp_size, int tp_rank) {
   c.yarn_beta_slow = 1.0;
   c.yarn_original_positions = 65536.0;
   c.max_positions = 1048576;
+  c.num_draft_stages = 3;
+  c.draft_block = 5;
+  c.draft_mask_token = 126;
+  c.markov_rank = 16;
+  c.draft_experts = 4;
+  c.draft_experts_per_token = 3;
+  c.tp_rank = tp_rank;
+  c.tp_size = tp_size;
+  c.widths[c.num_widths++] = 1;
+  c.widths[c.num_widths++] = 2;
+  c.widths[c.num_widths++] = 6;
+  c.widths[c.num_widths++] = 12;
+  c.max_batch = 2;
+  c.max_rows = 64;
+  c.wait_budget_ns = 60'000'000'000ull;
+  return c;
+}
+
+inline lowlat_model_config tiny_v41(int tp_size, int tp_rank) {
+  lowlat_model_config c = tiny_base(tp_size, tp_rank);
+  c.kind = LOWLAT_V41;
+  c.hidden = 64;
+  c.num_layers = 10;
+  c.q_lora = 32;
+  c.o_lora = 32;
+  c.experts_per_token = 6;
+  c.moe_intermediate = 128;
+  c.candidate_layer = 6;
+  c.candidate_blocks = 3;
+  c.candidate_block_size = 8;
+  c.scale_block = 32;
+  c.norm_eps = 1e-20f;
   const int ratios[10] = {0, 0, 2, 2, 2, 2, 1, 1, 1, 1};
   const int kv[10] = {-1, -1, 2, 2, 4, 4, 6, 6, 6, 6};
   const int index[10] = {-1, -1, 2, 2, 4, 4, 6, 6, 8, 8};
@@ -95,28 +118,40 @@ inline lowlat_model_config tiny_config(int tp_size, int tp_rank) {
   for (int t = 0; t < 2; ++t) {
     for (int s = 0; s < 4; ++s) c.engram_multipliers[t][s] = 1000003 + 2 * (17 * t + 5 * s);
   }
-  c.num_draft_stages = 3;
-  c.draft_block = 5;
-  c.draft_mask_token = 126;
-  c.markov_rank = 16;
-  c.draft_experts = 4;
-  c.draft_experts_per_token = 3;
-  c.draft_target_layers[0] = 7;
-  c.draft_target_layers[1] = 8;
-  c.draft_target_layers[2] = 9;
-  c.tp_rank = tp_rank;
-  c.tp_size = tp_size;
-  c.widths[c.num_widths++] = 1;
-  c.widths[c.num_widths++] = 2;
-  c.widths[c.num_widths++] = 6;
-  c.widths[c.num_widths++] = 12;
-  c.max_batch = 2;
-  c.max_rows = 64;
+  for (int i = 0; i < 3; ++i) c.draft_target_layers[i] = 7 + i;
   c.page_size = 16;
   c.num_pages = 16;
   c.state_ring = 8;
-  c.wait_budget_ns = 60'000'000'000ull;
   return c;
+}
+
+inline lowlat_model_config tiny_v4(int tp_size, int tp_rank) {
+  lowlat_model_config c = tiny_base(tp_size, tp_rank);
+  c.kind = LOWLAT_V4;
+  c.hidden = 128;
+  c.num_layers = 5;
+  c.q_lora = 128;
+  c.o_lora = 128;
+  c.experts_per_token = 3;
+  c.moe_intermediate = 128 * tp_size;  // a scale block on every rank
+  c.candidate_layer = -1;
+  c.scale_block = 128;
+  c.norm_eps = 1e-6f;
+  const int ratios[5] = {0, 4, 128, 4, 128};
+  for (int i = 0; i < 5; ++i) {
+    c.layers[i] = {ratios[i], ratios[i] > 0 ? i : -1, ratios[i] == 4 ? i : -1, -1, -1, i < 2};
+  }
+  c.image_token = -1;
+  for (int i = 0; i < 3; ++i) c.draft_target_layers[i] = 2 + i;
+  c.page_size = 128;
+  c.num_pages = 8;
+  c.state_ring = 16;
+  return c;
+}
+
+// kind: lowlat_model_kind.
+inline lowlat_model_config tiny_config(std::uint32_t kind, int tp_size, int tp_rank) {
+  return kind == LOWLAT_V4 ? tiny_v4(tp_size, tp_rank) : tiny_v41(tp_size, tp_rank);
 }
 
 struct Rank {
@@ -155,6 +190,9 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
   const bool gain =
       name.find("norm") != std::string::npos || name.find("_weight") != std::string::npos;
   const double fan_in = spec.ndim > 1 ? static_cast<double>(whole[spec.ndim - 1]) : 1.0;
+  const bool plain_normal = name == "embed.weight" || name.find(".ape") != std::string::npos;
+  const int scale_block =
+      spec.ndim == 3 ? 32 : config.scale_block;  // of a K of an expert, else fp8
   for (std::int64_t i = 0; i < count; ++i) {
     std::int64_t rest = i, global = 0, stride = 1;
     for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
@@ -163,12 +201,13 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
       stride *= whole[d];
     }
     Random random(name_seed(name) + static_cast<std::uint64_t>(global) * 0x2545f4914f6cdd1dull);
-    float value = random.normal();
+    const bool drawn = spec.dtype == LOWLAT_F32 || spec.dtype == LOWLAT_BF16;
+    float value = drawn ? random.normal() : 0.0f;
     if (gain) {
       value = 1.0f + 0.1f * value;
     } else if (name.find("_scale") != std::string::npos) {
       value = 0.5f + 0.1f * value;
-    } else if (spec.ndim > 1 && name != "embed.weight") {
+    } else if (spec.ndim > 1 && !plain_normal) {
       value *= static_cast<float>(1.0 / std::sqrt(fan_in));
     }
     switch (spec.dtype) {
@@ -178,6 +217,11 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
         std::memcpy(&word, &value, 4);
         const auto half = static_cast<std::uint16_t>((word + 0x8000u) >> 16);
         std::memcpy(&out[i * 2], &half, 2);
+        break;
+      }
+      case LOWLAT_I32: {  // the experts of a token
+        const auto id = static_cast<std::int32_t>(random.bits() % config.num_experts);
+        std::memcpy(&out[i * 4], &id, 4);
         break;
       }
       case LOWLAT_I64: {  // the token map
@@ -194,7 +238,7 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
       case LOWLAT_FP4X2: out[i] = static_cast<std::uint8_t>(random.bits() & 0xffu); break;
       case LOWLAT_UE8M0: {
         // About 1 / sqrt(K), with K of the codes that the scale belongs to.
-        const int power = static_cast<int>(std::lround(std::log2(std::sqrt(fan_in * 32.0))));
+        const int power = static_cast<int>(std::lround(std::log2(std::sqrt(fan_in * scale_block))));
         out[i] = static_cast<std::uint8_t>(127 - power - static_cast<int>(random.bits() % 2));
         break;
       }
@@ -203,12 +247,28 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
   }
 }
 
+inline lowlat_tensor dense_tensor(const lowlat_tensor_spec& spec, void* data) {
+  lowlat_tensor tensor{};
+  tensor.struct_bytes = sizeof tensor;
+  tensor.dtype = spec.dtype;
+  tensor.layout = spec.layout;
+  tensor.ndim = spec.ndim;
+  std::int64_t stride = 1;
+  for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
+    tensor.shape[d] = spec.shape[d];
+    tensor.stride[d] = stride;
+    stride *= spec.shape[d];
+  }
+  tensor.data = data;
+  return tensor;
+}
+
 class TinyGroup {
  public:
   template <class Edit>
-  TinyGroup(int tp_size, Edit edit) : tp_size_(tp_size), ranks_(tp_size) {
+  TinyGroup(std::uint32_t kind, int tp_size, Edit edit) : tp_size_(tp_size), ranks_(tp_size) {
     for (int r = 0; r < tp_size; ++r) {
-      lowlat_model_config config = tiny_config(tp_size, r);
+      lowlat_model_config config = tiny_config(kind, tp_size, r);
       edit(config);
       config_ = config;
       ranks_[r] = std::make_unique<Rank>();
@@ -225,7 +285,8 @@ class TinyGroup {
       must(lowlat_model_ready(ranks_[r]->model));
     }
   }
-  explicit TinyGroup(int tp_size) : TinyGroup(tp_size, [](lowlat_model_config&) {}) {}
+  TinyGroup(std::uint32_t kind, int tp_size)
+      : TinyGroup(kind, tp_size, [](lowlat_model_config&) {}) {}
 
   lowlat_model* model(int rank) { return ranks_[rank]->model; }
   int tp_size() const { return tp_size_; }
@@ -235,6 +296,28 @@ class TinyGroup {
     if (status == LOWLAT_OK) return;
     throw std::runtime_error(std::string("status ") + std::to_string(status) + ": " +
                              lowlat_last_error());
+  }
+
+  // The bound memory of a rank's tensor; nothing may run.
+  std::vector<std::uint8_t>& memory(int rank, const std::string& name) {
+    for (int i = 0; i < lowlat_model_num_tensors(model(rank)); ++i) {
+      if (spec(rank, i).name == name) return ranks_[rank]->memory[i];
+    }
+    throw std::runtime_error("no tensor " + name);
+  }
+  // Names of the pools of rank 0.
+  std::vector<std::string> pools() {
+    std::vector<std::string> names;
+    for (int i = 0; i < lowlat_model_num_tensors(model(0)); ++i) {
+      if (spec(0, i).role == LOWLAT_POOL) names.emplace_back(spec(0, i).name);
+    }
+    return names;
+  }
+  // Everything that steps have stored so far in another group of the same configuration.
+  void take_pools(TinyGroup& from) {
+    for (int r = 0; r < tp_size_; ++r) {
+      for (const std::string& name : pools()) memory(r, name) = from.memory(r, name);
+    }
   }
 
   // launch(model) on every rank, then every rank's end.
@@ -250,24 +333,24 @@ class TinyGroup {
     const int num = lowlat_model_num_tensors(rank.model);
     rank.memory.resize(num);
     for (int i = 0; i < num; ++i) {
-      lowlat_tensor_spec spec{};
-      spec.struct_bytes = sizeof spec;
-      must(lowlat_model_tensor(rank.model, i, &spec));
-      fill(spec, config.tp_size, r, config, rank.memory[i]);
-      lowlat_tensor tensor{};
-      tensor.struct_bytes = sizeof tensor;
-      tensor.dtype = spec.dtype;
-      tensor.layout = spec.layout;
-      tensor.ndim = spec.ndim;
-      std::int64_t stride = 1;
-      for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-        tensor.shape[d] = spec.shape[d];
-        tensor.stride[d] = stride;
-        stride *= spec.shape[d];
-      }
-      tensor.data = rank.memory[i].data();
+      const lowlat_tensor_spec spec = this->spec(r, i);
+      // Drawn once a program: most tests make several groups.
+      static std::map<std::string, std::vector<std::uint8_t>> drawn;
+      const std::string place = std::to_string(config.kind) + "/" + std::to_string(r) + "/" +
+                                std::to_string(config.tp_size) + "/" + spec.name;
+      const auto [weights, is_new] = drawn.try_emplace(place);
+      if (is_new) fill(spec, config.tp_size, r, config, weights->second);
+      rank.memory[i] = weights->second;
+      const lowlat_tensor tensor = dense_tensor(spec, rank.memory[i].data());
       must(lowlat_model_bind(rank.model, spec.name, &tensor));
     }
+  }
+
+  lowlat_tensor_spec spec(int rank, int tensor_idx) {
+    lowlat_tensor_spec out{};
+    out.struct_bytes = sizeof out;
+    must(lowlat_model_tensor(model(rank), tensor_idx, &out));
+    return out;
   }
 
   int tp_size_;
@@ -280,12 +363,19 @@ class TinyGroup {
 struct StepArrays {
   std::vector<std::int32_t> token_ids, positions, request_idx, slots, page_table, history,
       state_slots;
-  int batch_size = 0, tokens_per_request = 0, stride = 8, page_size = 16;
+  int batch_size = 0, tokens_per_request = 0, stride, page_size;
 
-  // Adds `tokens` of a request that begin at `start`; `all` is the request's whole text.
-  void add(int request, const std::vector<std::int32_t>& all, int start, int count) {
+  explicit StepArrays(const lowlat_model_config& config)
+      : stride(config.num_pages / config.max_batch), page_size(config.page_size) {}
+
+  // Adds `tokens` of a request that begin at `start`; `all` is the request's whole text. Its first
+  // `shared_pages` pages are request 0's.
+  void add(int request, const std::vector<std::int32_t>& all, int start, int count,
+           int shared_pages = 0) {
     const int row = batch_size++;
-    for (int i = 0; i < stride; ++i) page_table.push_back(request * stride + (i * 3 + 1) % stride);
+    for (int i = 0; i < stride; ++i) {
+      page_table.push_back((i < shared_pages ? 0 : request) * stride + (i * 3 + 1) % stride);
+    }
     for (int i = 0; i < count; ++i) {
       const int position = start + i;
       token_ids.push_back(all[position]);

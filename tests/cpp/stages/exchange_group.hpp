@@ -1,17 +1,20 @@
-// A group of ranks in one process, each with boxes, an abort word and status words, for tests.
+// A group of ranks in one process, each with boxes, an abort word and status words, for tests. On
+// scalar unless a platform was included before.
 #pragma once
 
 #include <memory>
 #include <thread>
 #include <vector>
 
+#ifndef LOWLAT_PLATFORM
 #include "platform/scalar.hpp"
+#endif
 #include "stages/exchange.hpp"
 
 namespace lowlat::testing {
 
-namespace plat = lowlat::scalar::plat;
-namespace stages = lowlat::scalar::stages;
+namespace plat = lowlat::LOWLAT_PLATFORM::plat;
+namespace stages = lowlat::LOWLAT_PLATFORM::stages;
 
 class ExchangeGroup {
  public:

@@ -2,7 +2,7 @@
 // box is not written again before its reader is done. Built a second time with LOWLAT_PLANT, where
 // the tag store is relaxed: that build must be caught.
 #ifdef LOWLAT_PLANT
-#define LOWLAT_SCALAR_RELEASE_ORDER std::memory_order_relaxed
+#define LOWLAT_CPU_RELEASE_ORDER std::memory_order_relaxed
 #endif
 #include "check.hpp"
 #include "stages/exchange_group.hpp"

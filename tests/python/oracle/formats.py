@@ -89,7 +89,7 @@ def ceil_power_of_two(x):
 
 def quantise_e4m3(x, group, floor):
     """Groups of `group` along the last axis: (codes as float64, exponents of their scales)."""
-    grouped = np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, group)
+    grouped = np.asarray(x, np.float64).reshape(*x.shape[:-1], x.shape[-1] // group, group)
     amax = np.maximum(np.abs(grouped).max(-1), floor)
     exponent = ceil_power_of_two(f32(amax / E4M3_MAX))
     return e4m3(np.ldexp(grouped, -exponent[..., None])), exponent

@@ -5,36 +5,27 @@ published tensor names. Values are rounded where a stored format or the serving 
 (bf16 tensors between stages, e4m3 rows of keys, FP4 round trips), so that what is left between
 this and a kernel is the order and precision of sums.
 
-``config`` has the fields of ``lowlat_model_config`` (``layers`` as dicts); ``weights`` maps a
-published name to the whole tensor in its stored form: bf16 as uint16 bits; e4m3, ue8m0 and packed
-fp4 as uint8.
+Here is what the models share, and the order of a step; ``model_v41`` and ``model_v4`` add what is
+each one's own, and ``models`` picks. ``config`` has the fields of ``lowlat_model_config``
+(``layers`` as dicts); ``weights`` maps a published name to the whole tensor in its stored form:
+bf16 as uint16 bits; e4m3, ue8m0 and packed fp4 as uint8.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from oracle import mix
 from oracle.attention import SOFTMAX_SCALE
-from oracle.compress import latents
 from oracle.draft import MIN_TEMPERATURE
-from oracle.engram import engram_apply, engram_hash, engram_lookup
-from oracle.formats import (
-    bf,
-    bf16_bits,
-    bf16_value,
-    e4m3_value,
-    f32,
-    fp4_round_trip_e4m3,
-    ue8m0_value,
-)
-from oracle.index import best_ascending, index_key, index_query, key_values
+from oracle.formats import bf, bf16_bits, bf16_value, e4m3_value, f32, ue8m0_value
+from oracle.index import best_ascending
 from oracle.linear import fp8_linear
-from oracle.mix import hc_post, hc_stats, norm, rank_sum, sigmoid
+from oracle.mix import NORM_EPS, norm, rank_sum, sigmoid
 from oracle.moe import ROUTED_SCALING, SWIGLU_LIMIT, mxfp4, scores
 from oracle.rope_kv import NOPE_DIM, kv_pack, rotate, unpack
 
 NUM_STREAMS = 4
-MARKOV = ("embed", "head")
 
 
 @dataclass
@@ -96,10 +87,16 @@ def draft_uniform(vocab, num_steps, row, offset, key):
 class Model:
     """The target and its draft. Ranks differ in the order of sums and in what each rounds alone."""
 
+    name: str  # of the model in oracle.OPS
+    markov_names: tuple  # of the two Markov tensors
+    lagged_pre: bool  # a sublayer's input is mixed by the pre of the sublayer before it
+    features_after: bool  # the draft's features are taken after their layers, not before
+
     def __init__(self, config, weights, tp_size=1):
         self.config = config
         self.weights = weights
         self.tp_size = tp_size
+        self.eps = NORM_EPS[self.name]
         self.expanded = {}  # experts as float64, by name
 
     # ------------------------------------------------------------------ tensors
@@ -110,14 +107,24 @@ class Model:
     def f64(self, name):
         return self.weights[name].astype(np.float64)
 
-    def fp8(self, x, name, columns=slice(None)):
-        """x [T,K] by (some columns of) a block-fp8 linear, float64 [T,N], not rounded."""
+    def fp8(self, x, name, columns=slice(None), rows=slice(None)):
+        """x [T,K] by (some columns or rows of) a block-fp8 linear, float64 [T,N], not rounded."""
         block = self.config["scale_block"]
         weight, scale = self.weights[name + ".weight"], ue8m0_value(self.weights[name + ".scale"])
-        if columns != slice(None):
-            blocks = slice(columns.start // block, columns.stop // block)
-            x, weight, scale = x[:, columns], weight[:, columns], scale[:, blocks]
-        return fp8_linear(x, weight, scale, block)
+
+        def blocks(part):
+            if part == slice(None):
+                return part
+            assert part.start % block == 0 and part.stop % block == 0, f"{name} cuts a block"
+            return slice(part.start // block, part.stop // block)
+
+        return fp8_linear(
+            x[:, columns], weight[rows, columns], scale[blocks(rows), blocks(columns)], block
+        )
+
+    def norm(self, x, name):
+        """x by the gain of that name, rounded."""
+        return bf(norm(x, self.bf16(name), self.eps))
 
     def rank_columns(self, width):
         """Each rank's columns of a linear whose input is split over the ranks."""
@@ -146,23 +153,25 @@ class Model:
     # ------------------------------------------------------------------ parts of a layer
 
     def mix(self, residual, name):
-        return hc_stats(
+        return mix.hc_stats(
             {
                 "residual": bf16_bits(residual),
                 "fn": self.weights[name + "_fn"],
                 "base": self.weights[name + "_base"],
                 "scale": self.weights[name + "_scale"],
-            }
+            },
+            self.name,
         )
 
-    def combine(self, residual, pre):
-        """The mix of the streams, rounded. Before the first sublayer there is no pre: stream 0."""
+    def sublayer_input(self, residual, pre, name):
+        """The normed mix of the streams; where there is no pre yet, stream 0 by itself."""
         if pre is None:
-            return residual[:, 0]
-        return bf(np.einsum("tk,tkh->th", pre.astype(np.float64), residual))
+            return self.norm(residual[:, 0], name)
+        arrays = {"residual": bf16_bits(residual), "pre": pre, "gain": self.weights[name]}
+        return bf16_value(mix.hc_combine_norm(arrays, self.name)["x"])
 
     def post(self, residual, y, stats):
-        bits = hc_post(
+        bits = mix.hc_post(
             {
                 "residual": bf16_bits(residual),
                 "y": bf16_bits(y),
@@ -172,20 +181,36 @@ class Model:
         )["residual"]
         return bf16_value(bits)
 
+    def layer(self, residual, pre, prefix, attention, experts):
+        """Both sublayers. Gives the residual and the pre of the last one."""
+        for part, run in (("attn", attention), ("ffn", experts)):
+            stats = self.mix(residual, f"{prefix}hc_{part}")
+            given = pre if self.lagged_pre else stats["pre"]
+            x = self.sublayer_input(residual, given, f"{prefix}{part}_norm.weight")
+            residual, pre = self.post(residual, run(x), stats), stats["pre"]
+        return residual, pre
+
     def window_keys(self, kv, prefix, pos, yarn):
         """kv [T,512] of the projection, rounded to bf16, to keys as the cache gives them back."""
-        keys = norm(kv, self.bf16(prefix + "attn.kv_norm.weight"))
+        keys = norm(kv, self.bf16(prefix + "attn.kv_norm.weight"), self.eps)
         keys[:, NOPE_DIM:] = rotate(keys[:, NOPE_DIM:], pos, yarn)
         return stored(keys)
 
+    def query_latent(self, x, prefix):
+        return self.norm(bf(self.fp8(x, prefix + "attn.wq_a")), prefix + "attn.q_norm.weight")
+
+    def head_queries(self, q):
+        """What a model makes of the projected queries [T,h,512] before they are rotated."""
+        return q
+
     def queries(self, ql, prefix, pos, yarn):
-        q = bf(self.fp8(ql, prefix + "attn.wq_b")).reshape(len(ql), -1, 512)
+        q = self.head_queries(bf(self.fp8(ql, prefix + "attn.wq_b")).reshape(len(ql), -1, 512))
         q[..., NOPE_DIM:] = bf(rotate(q[..., NOPE_DIM:], pos, yarn))
         return q
 
     def core(self, q, keys, allowed, sink, pos, yarn):
         """q [T,h,512], keys [S,512], allowed bool [T,S]; output rotated back, bf16 [T,h,512]."""
-        score = np.einsum("thd,sd->ths", q, keys) * SOFTMAX_SCALE
+        score = np.einsum("thd,sd->ths", q, keys, optimize=True) * SOFTMAX_SCALE
         score = np.where(allowed[:, None, :], score, -np.inf)
         shift = np.maximum(score.max(-1), sink)[..., None]
         p = np.exp(score - shift)
@@ -193,74 +218,37 @@ class Model:
         o[..., NOPE_DIM:] = bf(rotate(o[..., NOPE_DIM:], pos, yarn, inverse=True))
         return o
 
-    def project_out(self, o, prefix):
+    def group_outputs(self, o, prefix):
+        """o [T,groups,K] by each group's wo_a, its activations in bf16: float64 [T,groups,lora]."""
         groups, lora = self.config["o_groups"], self.config["o_lora"]
         wo_a = self.fp8_as_bf16(prefix + "attn.wo_a").reshape(groups, lora, -1)
-        u = bf(np.einsum("tgi,goi->tgo", o.reshape(len(o), groups, -1), wo_a))
-        u = u.reshape(len(o), -1)
+        return np.einsum("tgi,goi->tgo", o, wo_a, optimize=True)
+
+    def project_out(self, o, prefix, group_outputs):
+        o = o.reshape(len(o), self.config["o_groups"], -1)
+        u = bf(group_outputs(o, prefix)).reshape(len(o), -1)
         return self.over_ranks(lambda c: self.fp8(u, prefix + "attn.wo_b", c), u.shape[1])
 
-    def query_latent(self, x, prefix):
-        return bf(
-            norm(bf(self.fp8(x, prefix + "attn.wq_a")), self.bf16(prefix + "attn.q_norm.weight"))
-        )
+    def target_group_outputs(self, o, prefix):
+        return self.group_outputs(o, prefix)
 
     def compress(self, x, layer, ratio, trace):
-        """Entries of a kv source: compressed keys and index keys, from the whole history."""
-        prefix = f"layers.{layer}.attn."
-        wgate = self.bf16(prefix + "compressor.wgate.weight") if ratio == 2 else None
-        latent = latents(
-            x,
-            self.bf16(prefix + "compressor.wkv.weight"),
-            wgate,
-            self.bf16(prefix + "compressor.norm.weight"),
-            ratio,
-        )
-        pos = np.arange(len(latent)) * ratio
-        rows = index_key(
-            {
-                "latent": bf16_bits(latent),
-                "wk": self.weights[prefix + "indexer.wk.weight"],
-                "norm": self.weights[prefix + "indexer.k_norm.weight"],
-                "pos": pos,
-            }
-        )["rows"]
-        trace.index[layer] = key_values(rows)
-        z = latent.copy()
-        z[:, NOPE_DIM:] = bf(rotate(z[:, NOPE_DIM:], pos, yarn=True))
-        trace.extra[layer] = stored(fp4_round_trip_e4m3(z))
-
-    def index_scores(self, x, ql, layer, pos, trace):
-        """float64 [T,N] over the entries of the layer's kv source, -inf where not yet there."""
-        prefix = f"layers.{layer}.attn.indexer."
-        heads = self.config["index_heads"]
-        q = bf(self.fp8(ql, prefix + "wq_b")).reshape(len(x), heads, 128)
-        iq = bf16_value(index_query({"q": bf16_bits(q), "pos": pos})["iq"])
-        w = bf(x @ self.bf16(prefix + "weights_proj.weight").T) * 128.0**-0.5 * heads**-0.5
-        plan = self.config["layers"][layer]
-        keys = trace.index[plan["kv_source"]]
-        score = np.einsum("th,thn->tn", w, np.maximum(np.einsum("thd,nd->thn", iq, keys), 0.0))
-        count = (pos + 1) // plan["ratio"]
-        return np.where(np.arange(len(keys))[None, :] < count[:, None], score, -np.inf)
+        """Entries of a kv source into the trace, from the whole history."""
+        raise NotImplementedError
 
     def select(self, x, ql, layer, pos, trace):
-        """Which entries each row of an index source attends to, and candidate blocks."""
-        plan, block = self.config["layers"][layer], self.config["candidate_block_size"]
-        score = self.index_scores(x, ql, layer, pos, trace)
-        entry = np.arange(score.shape[1])
-        if layer == self.config["candidate_layer"]:
-            best = np.full((len(x), -(-len(entry) // block)), -np.inf)
-            for t in range(len(x)):
-                count = (pos[t] + 1) // plan["ratio"]
-                for b in range(-(-count // block)):
-                    best[t, b] = score[t, b * block : min((b + 1) * block, count)].max()
-                if count > 0:
-                    best[t, (count - 1) // block] = np.inf  # the block of the newest entry
-            trace.blocks[layer] = choose(best, self.config["candidate_blocks"])
-        if plan["candidate_source"] >= 0:
-            for t, blocks in enumerate(trace.blocks[plan["candidate_source"]].picks):
-                score[t, ~np.isin(entry // block, blocks)] = -np.inf
-        trace.entries[layer] = choose(score, self.config["index_topk"])
+        """Which entries each row of an index source attends to, into the trace."""
+        raise NotImplementedError
+
+    def picked(self, layer, pos, num_entries, trace):
+        """bool [T, entries]: which of them each row attends to."""
+        plan = self.config["layers"][layer]
+        if plan["index_source"] < 0:  # all there are
+            return np.arange(num_entries)[None, :] < ((pos + 1) // plan["ratio"])[:, None]
+        picked = np.zeros((len(pos), num_entries), bool)
+        for t, picks in enumerate(trace.entries[plan["index_source"]].picks):
+            picked[t, picks] = True
+        return picked
 
     def attention(self, x, layer, pos, trace):
         prefix = f"layers.{layer}."
@@ -277,17 +265,15 @@ class Model:
             if plan["index_source"] == layer:
                 self.select(x, ql, layer, pos, trace)
             extra = trace.extra[plan["kv_source"]]
-            picked = np.zeros((len(x), len(extra)), bool)
-            for t, picks in enumerate(trace.entries[plan["index_source"]].picks):
-                picked[t, picks] = True
+            picked = self.picked(layer, pos, len(extra), trace)
             keys, allowed = np.concatenate([keys, extra]), np.concatenate([allowed, picked], 1)
         q = self.queries(ql, prefix, pos, yarn)
         o = self.core(q, keys, allowed, self.f64(prefix + "attn.attn_sink"), pos, yarn)
-        return self.project_out(o, prefix)
+        return self.project_out(o, prefix, self.target_group_outputs)
 
-    def experts(self, x, prefix, num_picks, bias, floor_sum):
-        """bias [T,E]. The routed path's roundings are those of a W4A16 kernel with bf16 tiles."""
-        score = scores(x, self.bf16(prefix + "ffn.gate.weight"))
+    def route(self, x, prefix, num_picks, bias, floor_sum):
+        """bias [T,E]: (experts of each row, their weights, Selection)."""
+        score = scores(x, self.bf16(prefix + "ffn.gate.weight"), self.name)
         rank = score + bias
         ids = np.argsort(-rank, axis=1, kind="stable")[:, :num_picks]
         ordered = np.sort(rank, axis=1)[:, ::-1]
@@ -298,6 +284,10 @@ class Model:
         total = picked.sum(1, keepdims=True)
         total = total + 1e-20 if floor_sum else np.where(total <= 0, 1.0, total)
         weight = f32(picked / total * ROUTED_SCALING).astype(np.float64)
+        return ids, weight, Selection(list(ids), margin)
+
+    def experts(self, x, prefix, ids, weight):
+        """The routed path's roundings are those of a W4A16 kernel with bf16 tiles."""
         w1, w3, w2 = (self.fp4(f"{prefix}ffn.experts.{w}") for w in ("w1", "w3", "w2"))
         shared = prefix + "ffn.shared_experts."
         g = np.minimum(bf(self.fp8(x, shared + "w1")), SWIGLU_LIMIT)
@@ -314,85 +304,42 @@ class Model:
                 routed[rows] += bf(weight[rows, slots][:, None] * (h @ w2[e, :, columns].T))
             return bf(routed) + bf(self.fp8(shared_h, shared + "w2", columns))
 
-        return self.over_ranks(partial, w1.shape[1]), Selection(list(ids), margin)
-
-    def layer(self, residual, pre, prefix, attention, experts):
-        """Both sublayers. Each takes the pre of the sublayer before it."""
-        stats = self.mix(residual, prefix + "hc_attn")
-        x = bf(norm(self.combine(residual, pre), self.bf16(prefix + "attn_norm.weight")))
-        residual = self.post(residual, attention(x), stats)
-        pre = stats["pre"]
-        stats = self.mix(residual, prefix + "hc_ffn")
-        x = bf(norm(self.combine(residual, pre), self.bf16(prefix + "ffn_norm.weight")))
-        residual = self.post(residual, experts(x), stats)
-        return residual, stats["pre"]
-
-    def engram(self, residual, tokens, layer):
-        table, config = self.config["layers"][layer]["engram"], self.config
-        name = f"layers.{layer}.engram."
-        shifted = np.concatenate([np.zeros(3, np.int64), tokens])
-        ids = engram_hash(
-            {
-                "token": tokens,
-                "history": np.stack([shifted[i : i + len(tokens)] for i in range(3)], 1),
-                "pos": np.arange(len(tokens)),
-                "map": self.weights["engram.token_map"],
-                "mult": np.array(config["engram_multipliers"][table]),
-                "prime": np.array(config["engram_primes"][table]),
-                "image_token": np.array(config["image_token"]),
-            }
-        )["ids"]
-        e = engram_lookup(
-            {
-                "ids": ids,
-                "table": self.weights[name + "embed.weight"],
-                "table_scale": self.weights[name + "embed.scale"],
-            }
-        )["e"]
-        out = engram_apply(
-            {
-                "residual": bf16_bits(residual),
-                "e": e,
-                "wkv": self.weights[name + "wkv.weight"],
-                "wkv_scale": ue8m0_value(self.weights[name + "wkv.scale"]),
-                "q_weight": self.weights[name + "q_weight"],
-                "k_weight": self.weights[name + "k_weight"],
-            }
-        )["residual"]
-        image = tokens == config["image_token"]
-        return np.where(image[:, None, None], residual, bf16_value(out))
-
-    def head(self, residual, pre, norm_name):
-        h = norm(self.combine(residual, pre), self.bf16(norm_name))
-        return bf(bf(h) @ self.bf16("head.weight").T)
+        return self.over_ranks(partial, w1.shape[1])
 
     def embed(self, tokens):
         return np.repeat(self.bf16("embed.weight")[tokens][:, None, :], NUM_STREAMS, axis=1)
 
+    def collapse(self, residual, pre, prefix):
+        """The streams as one, rounded; prefix is the draft's last stage or "" for the target."""
+        raise NotImplementedError
+
+    def head(self, residual, pre, prefix):
+        x = self.norm(self.collapse(residual, pre, prefix), prefix + "norm.weight")
+        return bf(x @ self.bf16("head.weight").T)
+
     # ------------------------------------------------------------------ target
+
+    def before_layer(self, residual, tokens, layer):
+        """What is added to the residual before a layer."""
+        return residual
+
+    def route_target(self, x, tokens, layer):
+        """(experts, weights, Selection) of a layer of the target."""
+        raise NotImplementedError
 
     def run(self, tokens):
         """The target over tokens at positions 0 .. T-1."""
         tokens = np.asarray(tokens, np.int64)
         pos = np.arange(len(tokens))
-        image = (tokens == self.config["image_token"])[:, None]
         trace, features = Trace(), {}
         residual, pre = self.embed(tokens), None
         for layer in range(self.config["num_layers"]):
             prefix = f"layers.{layer}."
-            if self.config["layers"][layer]["engram"] >= 0:
-                residual = self.engram(residual, tokens, layer)
-            if layer in self.config["draft_target_layers"]:
-                features[layer] = bf(residual.sum(1) * 0.25)
-            bias = np.where(
-                image, self.f64(prefix + "ffn.gate.bias_vl"), self.f64(prefix + "ffn.gate.bias")
-            )
+            residual = before = self.before_layer(residual, tokens, layer)
 
-            def experts(x, prefix=prefix, bias=bias, layer=layer):
-                y, trace.gates[layer] = self.experts(
-                    x, prefix, self.config["experts_per_token"], bias, floor_sum=True
-                )
-                return y
+            def experts(x, prefix=prefix, layer=layer):
+                ids, weight, trace.gates[layer] = self.route_target(x, tokens, layer)
+                return self.experts(x, prefix, ids, weight)
 
             residual, pre = self.layer(
                 residual,
@@ -401,19 +348,19 @@ class Model:
                 lambda x, layer=layer: self.attention(x, layer, pos, trace),
                 experts,
             )
-        trace.features = np.concatenate(
-            [features[layer] for layer in self.config["draft_target_layers"]], 1
-        )
-        trace.logits = self.head(residual, pre, "norm.weight")
+            features[layer] = bf((residual if self.features_after else before).sum(1) * 0.25)
+        if self.config["num_draft_stages"] > 0:
+            trace.features = np.concatenate(
+                [features[layer] for layer in self.config["draft_target_layers"]], 1
+            )
+        trace.logits = self.head(residual, pre, "")
         return trace
 
     # ------------------------------------------------------------------ draft
 
     def draft_context(self, features):
         """Keys of every stage for the tokens whose features are given, from position 0."""
-        main = bf(
-            norm(bf(self.fp8(features, "mtp.0.main_proj")), self.bf16("mtp.0.main_norm.weight"))
-        )
+        main = self.norm(bf(self.fp8(features, "mtp.0.main_proj")), "mtp.0.main_norm.weight")
         pos = np.arange(len(features))
         return [
             self.window_keys(bf(self.fp8(main, f"mtp.{s}.attn.wkv")), f"mtp.{s}.", pos, False)
@@ -440,18 +387,18 @@ class Model:
                 q = self.queries(self.query_latent(x, prefix), prefix, pos, False)
                 every = np.ones((block, len(keys)), bool)
                 sink = self.f64(prefix + "attn.attn_sink")
-                return self.project_out(self.core(q, keys, every, sink, pos, False), prefix)
+                o = self.core(q, keys, every, sink, pos, False)
+                return self.project_out(o, prefix, self.group_outputs)
 
             def experts(x, prefix=prefix):
                 bias = np.tile(self.f64(prefix + "ffn.gate.bias"), (block, 1))
                 num_picks = config["draft_experts_per_token"]
-                y, selection = self.experts(x, prefix, num_picks, bias, floor_sum=False)
+                ids, weight, selection = self.route(x, prefix, num_picks, bias, floor_sum=False)
                 margins.append(selection.margin)
-                return y
+                return self.experts(x, prefix, ids, weight)
 
             residual, pre = self.layer(residual, pre, prefix, attention, experts)
-        base = self.head(residual, pre, self.last_stage + "norm.weight")
-        return base, np.min(margins, axis=0)
+        return self.head(residual, pre, self.last_stage), np.min(margins, axis=0)
 
     @property
     def last_stage(self):
@@ -462,13 +409,20 @@ class Model:
 
         A proposal is the best key of its step. noise is (row, offset, key) of a sampled request.
         """
-        embed, head = (self.bf16(f"{self.last_stage}markov_head.{n}.weight") for n in MARKOV)
+        names = (f"{self.last_stage}markov_head.{n}.weight" for n in self.markov_names)
+        embed, head = (self.bf16(name) for name in names)
         before = np.concatenate([[anchor], tokens[:-1]])
         logits = f32(base + bf(embed[before] @ head.T)).astype(np.float64)
         if temperature == 0:
             return logits, logits
         u = draft_uniform(base.shape[1], len(base), *noise)
         return logits, logits / max(temperature, MIN_TEMPERATURE) - np.log(-np.log1p(-u))
+
+
+def reachable(score, pos, ratio):
+    """score [T,N] with -inf at the entries that are not yet there at a row's position."""
+    count = (pos + 1) // ratio
+    return np.where(np.arange(score.shape[1])[None, :] < count[:, None], score, -np.inf)
 
 
 def choose(score, k):

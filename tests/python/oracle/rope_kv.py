@@ -63,7 +63,7 @@ def kv_pack(a):
     num_rows = len(kv)
     codes, exponent = quantise_e4m3(kv[:, :NOPE_DIM], KV_GROUP, np.float64(np.float32(KV_FLOOR)))
     rows = np.zeros((num_rows, 584), np.uint8)
-    rows[:, :NOPE_DIM] = e4m3_bits(codes).reshape(num_rows, -1)
+    rows[:, :NOPE_DIM] = e4m3_bits(codes).reshape(num_rows, NOPE_DIM)
     rows[:, NOPE_DIM:576] = bf16_bits(kv[:, NOPE_DIM:]).astype("<u2").view(np.uint8)
     rows[:, 576:583] = exponent + 127
     return {"rows": rows}

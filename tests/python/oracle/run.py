@@ -4,9 +4,8 @@ import functools
 import json
 import re
 
+import numpy as np
 from lowlat import _kernels
-
-PLATFORMS = ("reference", "scalar")
 
 
 @functools.cache
@@ -18,6 +17,20 @@ def op_list(model="v41"):
 
 def run(op, platform, arrays, model="v41"):
     return _kernels.run_op(op, model, platform, arrays)
+
+
+def nvidia_runs():
+    """Whether the library has the platform nvidia and this machine a device for it."""
+    try:
+        run("rank_sum", "nvidia", {"partial": np.zeros((1, 1, 1), np.float32)})
+    except ValueError:
+        return False
+    return True
+
+
+# Those that compute as the serving path does, and with them the meaning.
+COMPUTED = ("scalar", "nvidia") if nvidia_runs() else ("scalar",)
+PLATFORMS = ("reference", *COMPUTED)
 
 
 def bounds(op, platform, model="v41"):

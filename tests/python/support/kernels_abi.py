@@ -68,7 +68,7 @@ class TensorSpec(Struct):
 
 
 class Layer(ct.Structure):
-    _fields_ = same_type("ratio kv_source index_source candidate_source engram", i32)
+    _fields_ = same_type("ratio kv_source index_source candidate_source engram hash_gate", i32)
 
 
 class ModelConfig(Struct):

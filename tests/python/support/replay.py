@@ -12,30 +12,34 @@ from oracle.index import key_values
 from oracle.rope_kv import unpack
 
 from support import kernels_abi as abi
-from support.small_model import IMAGE_TOKEN, PAGE_SIZE, PAGES_PER_REQUEST, SIZES, VOCAB
+from support.small_model import COMMON, EVEN, STEPS
 
-BLOCK = SIZES["draft_block"]
+BLOCK = COMMON["draft_block"]
 NOISE_KEY = 0x1D2A9C317E44B1F3
 TEMPERATURES = (0.0, 0.7)
+LOGIT_ROWS = 64  # of a chunk of a prompt that are compared, all where it has no more
 
 
 @dataclass
 class Request:
     text: np.ndarray  # every token, prompt and answer
+    page_size: int
+    image_token: int  # -1: none
+    num_words: int  # tokens below the special ones
     page_table: np.ndarray
     state_slot: int
     end: int  # committed tokens when all steps are done
     done: int = 0  # committed tokens
 
     def slots(self, pos):
-        return self.page_table[pos // PAGE_SIZE] * PAGE_SIZE + pos % PAGE_SIZE
+        return self.page_table[pos // self.page_size] * self.page_size + pos % self.page_size
 
     def rows_with_rejects(self, accepted):
         """Tokens of a verify step: the anchor and drafts, the first `accepted` of them right."""
         rows = self.text[self.done : self.done + BLOCK + 1].copy()
-        wrong = (self.text[self.done + accepted + 1 : self.done + BLOCK + 1] + 7) % IMAGE_TOKEN
-        if len(wrong) > 1:
-            wrong[1] = IMAGE_TOKEN  # a rejected image token must leave nothing behind
+        wrong = (self.text[self.done + accepted + 1 : self.done + BLOCK + 1] + 7) % self.num_words
+        if len(wrong) > 1 and self.image_token >= 0:
+            wrong[1] = self.image_token  # a rejected image token must leave nothing behind
         rows[accepted + 1 :] = wrong
         return rows
 
@@ -69,25 +73,42 @@ def kv_rows(pool, slots, page_size):
 
 
 def index_rows(pool, slots):
-    page, idx = pool[slots // 64], slots % 64
-    rows = np.empty((len(slots), 68), np.uint8)
+    """64 rows a page, each of codes and, behind the page's last row, four bytes of scales."""
+    page, idx, codes = pool[slots // 64], slots % 64, pool.shape[1] // 64 - 4
+    rows = np.empty((len(slots), codes + 4), np.uint8)
     for row, one, i in zip(rows, page, idx, strict=True):
-        row[:64] = one[i * 64 : (i + 1) * 64]
-        row[64:] = one[64 * 64 + i * 4 : 64 * 64 + (i + 1) * 4]
+        row[:codes] = one[i * codes : (i + 1) * codes]
+        row[codes:] = one[64 * codes + i * 4 : 64 * codes + (i + 1) * 4]
     return key_values(rows)
 
 
 class Replay:
-    def __init__(self, group, model, seed):
+    def __init__(self, group, model, seed, lengths=EVEN):
         rng = np.random.default_rng(seed)
-        pages = rng.permutation(2 * PAGES_PER_REQUEST).astype(np.int32)
-        self.group, self.model, self.oracle_runs = group, model, {}
+        self.group, self.model, self.config, self.oracle_runs = group, model, model.config, {}
+        self.lengths = lengths
+        self.page_size, image_token = self.config["page_size"], self.config["image_token"]
+        num_words = image_token if image_token >= 0 else self.config["draft_mask_token"]
+        pages = rng.permutation(self.config["num_pages"]).astype(np.int32).reshape(2, -1)
+        self.page_table_stride = pages.shape[1]
         self.requests = []
-        for idx, (end, images) in enumerate(((48, (5, 6, 7, 24, 40, 46)), (35, (1, 17, 31)))):
-            text = rng.integers(3, IMAGE_TOKEN, end + BLOCK + 1).astype(np.int32)
-            text[list(images)] = IMAGE_TOKEN
-            own = pages[idx * PAGES_PER_REQUEST :][:PAGES_PER_REQUEST]
-            self.requests.append(Request(text, own, state_slot=1 - idx, end=end))
+        for idx, (chunks, images) in enumerate(
+            zip(self.lengths.chunks, self.lengths.images, strict=True)
+        ):
+            end = sum(chunks) + STEPS[idx]
+            text = rng.integers(3, num_words, end + BLOCK + 1).astype(np.int32)
+            text[list(images)] = image_token
+            self.requests.append(
+                Request(
+                    text,
+                    self.page_size,
+                    image_token,
+                    num_words,
+                    page_table=pages[idx],
+                    state_slot=1 - idx,
+                    end=end,
+                )
+            )
         self.kinds = {}
         self.pending = []  # (slots, positions) of the last step's rows, for the draft
         self.drafts, self.verified = [], []  # what came out, for the acceptance rule
@@ -122,7 +143,7 @@ class Replay:
         outs = []
         structs = []
         for _ in self.group.models:
-            logits = np.full((len(wanted), VOCAB), np.nan, np.float32)
+            logits = np.full((len(wanted), self.config["vocab"]), np.nan, np.float32)
             argmax = np.full(len(wanted), -1, np.int32)
             outs.append((logits, argmax))
             structs.append(
@@ -131,7 +152,7 @@ class Replay:
                     num_rows=num_rows,
                     batch_size=len(parts),
                     tokens_per_request=0 if mode == abi.EXTEND else counts[0],
-                    page_table_stride=PAGES_PER_REQUEST,
+                    page_table_stride=self.page_table_stride,
                     token_ids=np.concatenate([t for _, t, _ in parts]).astype(np.int32),
                     positions=np.concatenate(pos),
                     request_idx=np.repeat(np.arange(len(parts), dtype=np.int32), counts),
@@ -172,7 +193,7 @@ class Replay:
             at = request.done + rows
             margin = row_margins(trace)
             name = {abi.DECODE: "decode", abi.VERIFY: "verify", abi.EXTEND: "prompt"}[mode]
-            image = tokens[rows] == IMAGE_TOKEN
+            image = tokens[rows] == self.config["image_token"]
             for kind, chosen in ((name, ~image), ("image", image)):
                 if chosen.any():
                     got, pick = logits[here][chosen], at[chosen]
@@ -194,7 +215,7 @@ class Replay:
             outs.append(
                 (
                     np.full((num, BLOCK), -1, np.int32),
-                    np.full((num, BLOCK, VOCAB), np.nan, np.float32),
+                    np.full((num, BLOCK, self.config["vocab"]), np.nan, np.float32),
                 )
             )
             structs.append(
@@ -203,7 +224,7 @@ class Replay:
                     inject_slots=np.concatenate([s for s, _ in self.pending]).astype(np.int32),
                     inject_positions=np.concatenate([p for _, p in self.pending]).astype(np.int32),
                     batch_size=num,
-                    page_table_stride=PAGES_PER_REQUEST,
+                    page_table_stride=self.page_table_stride,
                     anchors=np.array([r.text[r.done] for r in requests], np.int32),
                     prefixes=np.array([r.done for r in requests], np.int32),
                     slots=np.array(
@@ -229,7 +250,9 @@ class Replay:
             anchor = request.text[request.done]
             base, margin = self.model.draft(trace.features[: request.done], anchor)
             # A context row that took another expert moves the whole block.
-            context = row_margins(trace)[max(0, request.done - SIZES["window"]) : request.done]
+            context = row_margins(trace)[
+                max(0, request.done - self.config["window"]) : request.done
+            ]
             margin = np.minimum(margin, context.min())
             noise = (noise_row[idx], noise_offset[idx], NOISE_KEY)
             want, keys = self.model.markov(base, anchor, tokens[idx], temperature[idx], noise)
@@ -244,6 +267,10 @@ class Replay:
 
     # ------------------------------------------------------------------ pools
 
+    def overlap(self, ratio):
+        """How many tokens before its own an entry is made of too."""
+        return ratio if ratio == 4 else 0
+
     def compare_pools(self):
         for pools in self.group.pools[1:]:
             for name, pool in pools.items():
@@ -255,20 +282,22 @@ class Replay:
             trace = self.oracle(request.text[: request.done])
             margin = row_margins(trace)
             for layer, plan in enumerate(self.model.config["layers"]):
-                got = kv_rows(pools[f"kv.swa.{layer}"], request.slots(pos), PAGE_SIZE)
+                got = kv_rows(pools[f"kv.swa.{layer}"], request.slots(pos), self.page_size)
                 self.rows(f"kv.swa.{layer}").add(got, trace.swa[layer], margin)
-                if plan["kv_source"] == layer:
-                    ratio = plan["ratio"]
-                    first = pos[: len(pos) // ratio] * ratio
-                    slots = request.slots(first) // ratio
-                    closest = np.minimum(margin[first], margin[first + ratio - 1])
-                    got = kv_rows(pools[f"kv.extra.{layer}"], slots, PAGE_SIZE // ratio)
-                    self.rows(f"kv.extra.{layer}").add(got, trace.extra[layer], closest)
+                if plan["kv_source"] != layer:
+                    continue
+                ratio = plan["ratio"]
+                first = pos[: len(pos) // ratio] * ratio
+                slots = request.slots(first) // ratio
+                got = kv_rows(pools[f"kv.extra.{layer}"], slots, self.page_size // ratio)
+                closest = [margin[max(0, f - self.overlap(ratio)) : f + ratio].min() for f in first]
+                self.rows(f"kv.extra.{layer}").add(got, trace.extra[layer], closest)
+                if layer in trace.index:
                     got = index_rows(pools[f"kv.index.{layer}"], slots)
                     self.rows(f"kv.index.{layer}").add(got, trace.index[layer], closest)
             context = self.model.draft_context(trace.features)
             for stage, keys in enumerate(context):
-                got = kv_rows(pools[f"mtp.{stage}.kv.swa"], request.slots(pos), PAGE_SIZE)
+                got = kv_rows(pools[f"mtp.{stage}.kv.swa"], request.slots(pos), self.page_size)
                 self.rows(f"mtp.{stage}.kv.swa").add(got, keys, margin)
 
     # ------------------------------------------------------------------ the whole of it
@@ -283,12 +312,14 @@ class Replay:
         def verify(request, accepted):
             return request, request.rows_with_rejects(accepted), accepted + 1
 
-        self.step([prompt(a, 13)], abi.EXTEND)
+        (a_first, a_second), (b_first, b_second) = self.lengths.chunks
+        self.step([prompt(a, a_first)], abi.EXTEND)
         self.draft([], plain=True)
-        self.step([prompt(b, 22), prompt(a, 24)], abi.EXTEND)
+        rows = b_first + a_second
+        wanted = np.unique(np.linspace(0, rows - 1, LOGIT_ROWS).astype(np.int32))
+        self.step([prompt(b, b_first), prompt(a, a_second)], abi.EXTEND, logit_rows=wanted)
         self.draft([], plain=True)
-        self.step([prompt(b, 7)], abi.EXTEND, logit_rows=np.array([0, 3, 6], np.int32))
-        # Both end on an even token once, whose pair waits in the state while others are rejected.
+        self.step([prompt(b, b_second)], abi.EXTEND, logit_rows=np.array([0, 3, 6], np.int32))
         self.drafts.append(self.draft([a, b], plain=False))
         self.verified.append(self.step([verify(a, 1), verify(b, 0)], abi.VERIFY))
         self.drafts.append(self.draft([b, a], plain=False))

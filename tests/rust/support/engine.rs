@@ -1,10 +1,12 @@
 //! What the engine's tests with a real kernel library have in common.
 #![allow(dead_code)] // Each test uses its part.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use lowlat_core::DeadlineLadder;
 use lowlat_core::config::{ModelConfig, built_in};
+use lowlat_engine::checkpoint::make;
 use lowlat_engine::kernels::{KERNELS_VARIABLE, Kernels};
 use lowlat_engine::runtime::{Runtime, RuntimeOptions};
 use lowlat_engine::step::{
@@ -23,6 +25,34 @@ pub fn library() -> Option<PathBuf> {
 /// The library, open; `None` as above.
 pub fn kernels() -> Option<Kernels> {
     library().map(|path| Kernels::open(Some(&path)).unwrap())
+}
+
+/// The built-in models that tests serve.
+pub const MODELS: [&str; 2] = ["tiny-v4", "tiny-v41"];
+
+/// The same and their checkpoint folders: what `--model` takes, and the model's name. The folders
+/// are made once a program.
+pub fn sources() -> [(String, &'static str); 4] {
+    static MADE: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    let mut made = MADE.lock().unwrap();
+    if made.is_empty() {
+        let program = std::env::current_exe().unwrap();
+        let program = program.file_name().unwrap().to_string_lossy().into_owned();
+        let room = Path::new(env!("CARGO_TARGET_TMPDIR")).join(program);
+        for model in MODELS {
+            let folder = room.join(model);
+            let _ = std::fs::remove_dir_all(&folder);
+            std::fs::create_dir_all(&room).unwrap();
+            make::make(model, &folder, 2, false).unwrap();
+            made.push(folder.to_str().unwrap().to_owned());
+        }
+    }
+    [
+        (MODELS[0].to_owned(), MODELS[0]),
+        (made[0].clone(), MODELS[0]),
+        (MODELS[1].to_owned(), MODELS[1]),
+        (made[1].clone(), MODELS[1]),
+    ]
 }
 
 /// The settings of a small run; tests change what they are about.
@@ -220,9 +250,9 @@ pub fn start(settings: RuntimeSettings) -> Runtime {
     Runtime::start_with(options).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Built-in `tiny-v41` with fields replaced, for tests that need many steps.
-pub fn edited(fields: &[(&str, serde_json::Value)]) -> ModelConfig {
-    let text = built_in("tiny-v41").unwrap();
+/// A built-in model with fields replaced, for tests that need many steps.
+pub fn edited(model: &str, fields: &[(&str, serde_json::Value)]) -> ModelConfig {
+    let text = built_in(model).unwrap();
     let mut map: serde_json::Map<String, serde_json::Value> = serde_json::from_str(text).unwrap();
     for (name, value) in fields {
         assert!(
@@ -234,35 +264,46 @@ pub fn edited(fields: &[(&str, serde_json::Value)]) -> ModelConfig {
 }
 
 /// A model of four layers and 32 tokens that still has every kind of layer, for statistics.
-pub fn pocket() -> ModelConfig {
+pub fn pocket(model: &str) -> ModelConfig {
     use serde_json::json;
-    edited(&[
+    let mut fields = vec![
         ("vocab_size", json!(32)),
-        ("hidden_size", json!(64)),
         ("num_hidden_layers", json!(4)),
         ("num_attention_heads", json!(2)),
-        ("q_lora_rank", json!(32)),
         ("o_groups", json!(2)),
         ("sliding_window", json!(8)),
         ("n_routed_experts", json!(4)),
         ("num_experts_per_tok", json!(2)),
-        ("moe_intermediate_size", json!(64)),
-        ("compress_ratios", json!([0, 2, 1, 1, 0, 0, 0])),
-        ("kv_source_layer_ids", json!([1, 2])),
-        ("index_source_layer_ids", json!([1, 2, 3])),
-        ("candidate_source_layer_id", json!(2)),
         ("index_n_heads", json!(1)),
         ("index_topk", json!(8)),
-        ("image_token_id", json!(31)),
-        ("engram_layer_ids", json!([1])),
-        ("engram_num_embeddings", json!([3828])),
-        ("engram_vocab_size", json!(100)),
-        ("engram_compressed_vocab_size", json!(24)),
         ("dspark_noise_token_id", json!(30)),
         ("dspark_target_layer_ids", json!([1, 2, 3])),
-        ("dspark_n_routed_experts", json!(4)),
-        ("dspark_num_experts_per_tok", json!(2)),
-    ])
+    ];
+    match model {
+        "tiny-v4" => fields.extend([
+            ("moe_intermediate_size", json!(256)),
+            ("compress_ratios", json!([0, 4, 128, 4, 0])),
+            ("num_nextn_predict_layers", json!(1)),
+            ("num_hash_layers", json!(1)),
+        ]),
+        _ => fields.extend([
+            ("hidden_size", json!(64)),
+            ("q_lora_rank", json!(32)),
+            ("moe_intermediate_size", json!(64)),
+            ("compress_ratios", json!([0, 2, 1, 1, 0, 0, 0])),
+            ("kv_source_layer_ids", json!([1, 2])),
+            ("index_source_layer_ids", json!([1, 2, 3])),
+            ("candidate_source_layer_id", json!(2)),
+            ("image_token_id", json!(31)),
+            ("engram_layer_ids", json!([1])),
+            ("engram_num_embeddings", json!([3828])),
+            ("engram_vocab_size", json!(100)),
+            ("engram_compressed_vocab_size", json!(24)),
+            ("dspark_n_routed_experts", json!(4)),
+            ("dspark_num_experts_per_tok", json!(2)),
+        ]),
+    }
+    edited(model, &fields)
 }
 
 /// Starts a runtime of `config`.

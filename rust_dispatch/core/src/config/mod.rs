@@ -7,13 +7,16 @@
 mod engram;
 mod numpy_rng;
 mod read;
+mod strict;
 
 pub use engram::{EngramConfig, EngramTable, HEADS, NGRAM_SIZES, SHIFTS};
 
 use std::fmt;
 
 /// Configurations that come with the library, in the published form: name and text.
-pub const BUILT_IN: [(&str, &str); 2] = [
+pub const BUILT_IN: [(&str, &str); 4] = [
+    ("tiny-v4", include_str!("tiny_v4.json")),
+    ("v4-flash", include_str!("v4_flash.json")),
     ("tiny-v41", include_str!("tiny_v41.json")),
     ("v41-flash", include_str!("v41_flash.json")),
 ];
@@ -59,24 +62,79 @@ impl std::error::Error for ConfigError {}
 /// Whose rules the model follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelFamily {
+    /// DeepSeek-V4-Flash.
+    V4,
     /// DeepSeek-V4.1-Flash.
     V41,
+}
+
+impl ModelFamily {
+    /// What the published configuration calls it.
+    ///
+    /// ```
+    /// use lowlat_core::config::ModelFamily;
+    /// assert_eq!(ModelFamily::V4.model_type(), "deepseek_v4");
+    /// ```
+    #[must_use]
+    pub fn model_type(self) -> &'static str {
+        match self {
+            Self::V4 => "deepseek_v4",
+            Self::V41 => "deepseek_v41",
+        }
+    }
+
+    /// The model in words, for people.
+    #[must_use]
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::V4 => "DeepSeek-V4",
+            Self::V41 => "DeepSeek-V4.1",
+        }
+    }
+
+    /// Edge of the square block of an fp8 weight that has one scale.
+    #[must_use]
+    pub fn scale_block(self) -> u32 {
+        match self {
+            Self::V4 => 128,
+            Self::V41 => 32,
+        }
+    }
+
+    /// Ratios that a layer's compressed set may have; 0 is none.
+    #[must_use]
+    pub fn ratios(self) -> &'static [u32] {
+        match self {
+            Self::V4 => &[0, 4, 128],
+            Self::V41 => &[0, 1, 2],
+        }
+    }
+
+    /// A page holds a multiple of so many tokens, so that what is compressed never lies across
+    /// two pages.
+    #[must_use]
+    pub fn page_unit(self) -> u32 {
+        self.ratios().iter().copied().max().unwrap_or(1)
+    }
 }
 
 /// One target layer's place in the pattern of shared caches. All fields are layer numbers but
 /// `ratio` and `engram`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerConfig {
-    /// 0: the sliding window only; 1, 2: also a compressed set of that ratio.
+    /// 0: the sliding window only; 1, 2 (V4.1), 4, 128 (V4): also a compressed set of that ratio.
     pub ratio: u32,
     /// Whose compressed cache is read: the nearest source at or before this layer.
     pub kv_source: Option<u32>,
-    /// Whose selection is used: the nearest index source at or before this layer.
+    /// Whose selection is used: the nearest index source at or before this layer; none where every
+    /// entry is used (ratio 128).
     pub index_source: Option<u32>,
     /// Whose candidate blocks restrict this index source.
     pub candidate_source: Option<u32>,
     /// Which of the Engram tables is applied before this layer.
     pub engram: Option<u32>,
+    /// Whether a table says which experts a token goes to, and the gate only weighs them (V4).
+    pub hash_gate: bool,
 }
 
 /// YaRN, for the compressed layers.
@@ -112,7 +170,7 @@ pub struct DraftConfig {
     pub block: u32,
     /// Token that stands for a proposal not made yet.
     pub mask_token: u32,
-    /// Target layers whose input is fed to the draft.
+    /// Target layers that feed the draft: their input (V4.1) or their output (V4).
     pub target_layers: Vec<u32>,
     /// Rank of the Markov head.
     pub markov_rank: u32,
@@ -196,13 +254,13 @@ impl ModelConfig {
     ///
     /// ```
     /// use lowlat_core::config::ModelConfig;
-    /// let error = ModelConfig::from_json("{\"model_type\": \"deepseek_v4\"}").unwrap_err();
-    /// assert!(error.to_string().contains("deepseek_v4"));
+    /// let error = ModelConfig::from_json("{\"model_type\": \"deepseek_v3\"}").unwrap_err();
+    /// assert!(error.to_string().contains("deepseek_v3"));
     /// ```
     ///
     /// # Errors
-    /// Lists every field that is missing, of another type or out of range, and a model of a
-    /// family that this version does not serve.
+    /// Lists every field that is missing, there twice, of another type or out of range, and a
+    /// model of a family that this version does not serve.
     pub fn from_json(text: &str) -> Result<Self, ConfigError> {
         read::model_config(text).map_err(|problems| ConfigError { problems })
     }

@@ -4,19 +4,26 @@ use serde_json::{Map, Value};
 
 use super::engram::{self, HEADS, NGRAM_SIZES};
 use super::{
-    CandidateConfig, DraftConfig, EngramConfig, LayerConfig, ModelConfig, ModelFamily, Yarn,
+    CandidateConfig, DraftConfig, EngramConfig, LayerConfig, ModelConfig, ModelFamily, Yarn, strict,
 };
 
 /// Most layers and draft stages that the kernels' interface has room for.
 const MAX_LAYERS: u32 = 64;
 const MAX_DRAFT_STAGES: u32 = 4;
 const MAX_ENGRAMS: usize = 4;
+/// Fields of the DSpark draft that every published file with one has.
+const DSPARK_FIELDS: [&str; 4] = [
+    "dspark_block_size",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+    "dspark_markov_rank",
+];
 /// Sizes are held to what an i32 carries, with room to multiply a few of them in 64 bits.
 const MAX_SIZE: u64 = 1 << 30;
 
 pub(super) fn model_config(text: &str) -> Result<ModelConfig, Vec<String>> {
-    let root: Value = serde_json::from_str(text)
-        .map_err(|error| vec![format!("config.json is not JSON: {error}")])?;
+    let (root, twice) =
+        strict::parse(text).map_err(|error| vec![format!("config.json is not JSON: {error}")])?;
     let Value::Object(root) = &root else {
         return Err(vec![format!(
             "config.json holds {}; needs an object",
@@ -24,8 +31,11 @@ pub(super) fn model_config(text: &str) -> Result<ModelConfig, Vec<String>> {
         )]);
     };
     let mut fields = Fields::new(root)?;
-    family(&fields)?;
-    let config = read(&mut fields);
+    let family = family(&fields)?;
+    for name in twice {
+        fields.problem(format!("{name} is there twice; needs to be there once"));
+    }
+    let config = read(&mut fields, family);
     if fields.problems.is_empty() {
         // Every accessor that found no value left a problem, so the fields are all there.
         Ok(config)
@@ -167,6 +177,21 @@ impl<'a> Fields<'a> {
         })
     }
 
+    /// A part that the family does not have: left out, or said to be none.
+    fn absent(&mut self, name: &str, family: ModelFamily) {
+        if let Some((path, value)) = self.find(name) {
+            let is_none = value.as_i64() == Some(-1)
+                || value.as_array().is_some_and(|items| items.is_empty());
+            if !is_none {
+                self.problem(format!(
+                    "{path} is {}; {} has none, needs it left out",
+                    words(value),
+                    family.words()
+                ));
+            }
+        }
+    }
+
     /// A rule that these kernels fix. Where the file says nothing, the family's rule is meant.
     fn fixed(&mut self, name: &str, needed: &Value) {
         if let Some((path, value)) = self.find(name) {
@@ -185,7 +210,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// V4.1, or one line that names the family that it is instead.
+/// Whose rules, or one line that names the family that it is instead.
 fn family(fields: &Fields) -> Result<ModelFamily, Vec<String>> {
     let scalar = |name: &str| {
         fields
@@ -199,45 +224,52 @@ fn family(fields: &Fields) -> Result<ModelFamily, Vec<String>> {
         .find("architectures")
         .and_then(|(_, list)| list.as_array()?.first()?.as_str())
         .unwrap_or("");
-    let v41 = "deepseek_v41 (architecture DeepseekV41ForCausalLM)";
     // SGLang rewrites V4.1's architecture to V4's name, so the model type decides first.
-    let starts = |text: &str, head: &str| text.starts_with(head);
-    if starts(model_type, "deepseek_v41") || starts(architecture, "DeepseekV41") {
+    if model_type.starts_with("deepseek_v41") || architecture.starts_with("DeepseekV41") {
         return Ok(ModelFamily::V41);
     }
-    if starts(model_type, "deepseek_v4") || starts(architecture, "DeepseekV4For") {
-        return Err(vec![format!(
-            "model_type is {model_type:?}, architecture {architecture:?}: DeepSeek-V4, which this \
-             version does not serve; needs {v41}"
-        )]);
+    let says_v4 = model_type == ModelFamily::V4.model_type();
+    if says_v4 || (model_type.is_empty() && architecture.starts_with("DeepseekV4For")) {
+        return Ok(ModelFamily::V4);
     }
-    if model_type.is_empty() && architecture.is_empty() {
-        return Err(vec![format!(
-            "model_type and architectures are missing; needs {v41}"
-        )]);
-    }
-    Err(vec![format!(
-        "model_type is {model_type:?}, architecture {architecture:?}; needs {v41}"
-    )])
+    let needed = "deepseek_v4 (architecture DeepseekV4ForCausalLM) or deepseek_v41 \
+                  (DeepseekV41ForCausalLM)";
+    Err(vec![if model_type.is_empty() && architecture.is_empty() {
+        format!("model_type and architectures are missing; needs {needed}")
+    } else {
+        format!("model_type is {model_type:?}, architecture {architecture:?}; needs {needed}")
+    }])
 }
 
-fn read(fields: &mut Fields) -> ModelConfig {
-    check_fixed(fields);
+fn read(fields: &mut Fields, family: ModelFamily) -> ModelConfig {
+    check_fixed(fields, family);
     let num_layers = fields.int("num_hidden_layers", 1, u64::from(MAX_LAYERS)) as u32;
-    let num_stages = match fields.has("num_nextn_predict_layers") {
-        true => fields.int("num_nextn_predict_layers", 0, u64::from(MAX_DRAFT_STAGES)) as u32,
-        false => 0,
-    };
     let vocab = fields.multiple("vocab_size", 4);
     let num_experts = fields.size("n_routed_experts");
-    let (layers, candidates) = layer_pattern(fields, num_layers, num_stages);
-    let engram = engram(fields, num_layers, vocab);
-    let draft = draft(fields, num_stages, num_layers, vocab);
-    let image_token = match fields.has("image_token_id") {
+    let experts_per_token = fields.int("num_experts_per_tok", 1, u64::from(num_experts)) as u32;
+    let num_stages = num_stages(fields, family, num_layers);
+    let ratios = ratios(fields, family, num_layers, num_stages);
+    let (mut layers, candidates, engram) = match family {
+        ModelFamily::V4 => (v4_layers(fields, &ratios), None, None),
+        ModelFamily::V41 => {
+            let (layers, candidates) = v41_layers(fields, &ratios);
+            (layers, candidates, engram(fields, num_layers, vocab))
+        }
+    };
+    let target_experts = (num_experts, experts_per_token);
+    let draft = draft(
+        fields,
+        family,
+        num_stages,
+        num_layers,
+        vocab,
+        target_experts,
+    );
+    // Only V4.1 has parts that see images.
+    let image_token = match family == ModelFamily::V41 && fields.has("image_token_id") {
         true => Some(fields.int("image_token_id", 0, u64::from(vocab) - 1) as u32),
         false => None,
     };
-    let mut layers = layers;
     for (table_idx, table) in (0u32..).zip(engram.iter().flat_map(|engram| &engram.tables)) {
         if let Some(layer) = layers.get_mut(table.layer as usize) {
             layer.engram = Some(table_idx);
@@ -253,25 +285,26 @@ fn read(fields: &mut Fields) -> ModelConfig {
         .collect();
     special_tokens.sort_unstable();
     special_tokens.dedup();
+    let block = family.scale_block();
     let config = ModelConfig {
-        family: ModelFamily::V41,
-        hidden: fields.multiple("hidden_size", 32),
+        family,
+        hidden: fields.multiple("hidden_size", block),
         vocab,
         num_heads: fields.size("num_attention_heads"),
         head_dim: fields.size("head_dim"),
         rope_dim: fields.size("qk_rope_head_dim"),
-        q_lora: fields.multiple("q_lora_rank", 32),
+        q_lora: fields.multiple("q_lora_rank", block),
         o_groups: fields.size("o_groups"),
-        o_lora: fields.multiple("o_lora_rank", 32),
+        o_lora: fields.multiple("o_lora_rank", block),
         window: fields.size("sliding_window"),
         num_experts,
-        experts_per_token: fields.int("num_experts_per_tok", 1, u64::from(num_experts)) as u32,
-        moe_intermediate: fields.multiple("moe_intermediate_size", 32),
+        experts_per_token,
+        moe_intermediate: fields.multiple("moe_intermediate_size", block),
         index_heads: fields.size("index_n_heads"),
         index_dim: fields.size("index_head_dim"),
         index_topk: fields.size("index_topk"),
         candidates,
-        scale_block: 32,
+        scale_block: block,
         sinkhorn_iters: fields.int("hc_sinkhorn_iters", 1, 1000) as u32,
         norm_eps: fields.positive_f32("rms_norm_eps"),
         hc_eps: fields.positive_f32("hc_eps"),
@@ -302,7 +335,12 @@ fn read(fields: &mut Fields) -> ModelConfig {
 }
 
 /// Rules and sizes that are one in this family, where the file names them.
-fn check_fixed(fields: &mut Fields) {
+fn check_fixed(fields: &mut Fields, family: ModelFamily) {
+    let (lagging, head_norm) = match family {
+        ModelFamily::V4 => (false, true),
+        ModelFamily::V41 => (true, false),
+    };
+    let block = family.scale_block();
     for (name, needed) in [
         ("head_dim", Value::from(512)),
         ("qk_rope_head_dim", Value::from(64)),
@@ -310,11 +348,10 @@ fn check_fixed(fields: &mut Fields) {
         ("num_key_value_heads", Value::from(1)),
         ("n_shared_experts", Value::from(1)),
         ("hc_mult", Value::from(4)),
-        ("num_hash_layers", Value::from(0)),
         ("tie_word_embeddings", Value::from(false)),
         ("norm_topk_prob", Value::from(true)),
-        ("hc_pre_from_prev_sublayer", Value::from(true)),
-        ("q_head_norm", Value::from(false)),
+        ("hc_pre_from_prev_sublayer", Value::from(lagging)),
+        ("q_head_norm", Value::from(head_norm)),
         ("scoring_func", Value::from("sqrtsoftplus")),
         ("topk_method", Value::from("noaux_tc")),
         ("expert_dtype", Value::from("fp4")),
@@ -322,45 +359,123 @@ fn check_fixed(fields: &mut Fields) {
         ("quantization_config.scale_fmt", Value::from("ue8m0")),
         (
             "quantization_config.weight_block_size",
-            Value::from(vec![32, 32]),
+            Value::from(vec![block, block]),
         ),
-        ("engram_max_ngram_size", Value::from(NGRAM_SIZES + 1)),
-        ("engram_n_heads", Value::from(HEADS)),
     ] {
         fields.fixed(name, &needed);
     }
     // Older files say `type`, newer ones `rope_type`.
     fields.fixed("rope_scaling.type", &Value::from("yarn"));
     fields.fixed("rope_scaling.rope_type", &Value::from("yarn"));
+    match family {
+        ModelFamily::V4 => {
+            for name in [
+                "kv_source_layer_ids",
+                "index_source_layer_ids",
+                "candidate_source_layer_id",
+                "engram_layer_ids",
+            ] {
+                fields.absent(name, family);
+            }
+        }
+        ModelFamily::V41 => {
+            fields.fixed("num_hash_layers", &Value::from(0));
+            fields.fixed("engram_max_ngram_size", &Value::from(NGRAM_SIZES + 1));
+            fields.fixed("engram_n_heads", &Value::from(HEADS));
+        }
+    }
 }
 
-fn layer_pattern(
-    fields: &mut Fields,
-    num_layers: u32,
-    num_stages: u32,
-) -> (Vec<LayerConfig>, Option<CandidateConfig>) {
-    let num_ratios = (num_layers + num_stages) as usize;
-    let needed =
-        format!("{num_layers} ratios of 0, 1 or 2, then {num_stages} of 0 for the draft's stages");
-    let ratios = fields.need("compress_ratios", &needed, vec![0; num_ratios], |value| {
+/// Stages of the draft. V4's first files count the one layer of another kind of draft in
+/// `num_nextn_predict_layers`: without a field of DSpark they have no draft that is served, and
+/// with one the entries of `compress_ratios` behind the target's layers are the stages.
+fn num_stages(fields: &mut Fields, family: ModelFamily, num_layers: u32) -> u32 {
+    let most = u64::from(MAX_DRAFT_STAGES);
+    let field = "num_nextn_predict_layers";
+    let counted = match fields.has(field) {
+        true => fields.int(field, 0, most) as u32,
+        false => 0,
+    };
+    if family == ModelFamily::V41 {
+        return counted;
+    }
+    let is_dspark = DSPARK_FIELDS.iter().any(|name| fields.has(name));
+    let listed = fields
+        .find("compress_ratios")
+        .and_then(|(_, value)| value.as_array())
+        .map_or(0, |ratios| ratios.len() as u64)
+        .saturating_sub(u64::from(num_layers));
+    if !is_dspark {
+        return 0;
+    }
+    if listed == 0 {
+        if counted == 0 {
+            fields.problem(format!(
+                "{field} is missing or 0; needs the draft's stages, 1 to {most}, as dspark_ fields \
+                 are there"
+            ));
+        }
+        return counted;
+    }
+    if listed > most || (counted > 1 && u64::from(counted) != listed) {
+        fields.problem(format!(
+            "compress_ratios has {listed} entries behind the {num_layers} layers, {field} is \
+             {counted}; needs one number of the draft's stages, at most {most}"
+        ));
+    }
+    listed.min(most) as u32
+}
+
+/// Every target layer's ratio.
+fn ratios(fields: &mut Fields, family: ModelFamily, num_layers: u32, num_stages: u32) -> Vec<u32> {
+    let allowed = family.ratios();
+    let [first, second, third] = [0, 1, 2].map(|idx| allowed[idx]);
+    let needed = format!(
+        "{num_layers} ratios of {first}, {second} or {third}, then {num_stages} of 0 for the \
+         draft's stages"
+    );
+    let num_layers = num_layers as usize;
+    // A draft that is not served may have its entries.
+    let most = match (family, num_stages) {
+        (ModelFamily::V4, 0) => num_layers + MAX_DRAFT_STAGES as usize,
+        _ => num_layers + num_stages as usize,
+    };
+    fields.need("compress_ratios", &needed, vec![0; num_layers], |value| {
         let ratios: Vec<u32> = value
             .as_array()?
             .iter()
             .map(|ratio| {
-                ratio
-                    .as_u64()
-                    .filter(|ratio| *ratio <= 2)
-                    .map(|ratio| ratio as u32)
+                let ratio = u32::try_from(ratio.as_u64()?).ok()?;
+                allowed.contains(&ratio).then_some(ratio)
             })
             .collect::<Option<_>>()?;
+        let (layers, rest) = ratios.split_at_checked(num_layers)?;
         // The draft's entries may be left away.
-        let complete = ratios.len() == num_ratios || ratios.len() == num_layers as usize;
-        let draft_is_zero = ratios
-            .iter()
-            .skip(num_layers as usize)
-            .all(|ratio| *ratio == 0);
-        (complete && draft_is_zero).then_some(ratios)
-    });
+        let complete = rest.is_empty() || ratios.len() == most || num_stages == 0;
+        let fits = complete && ratios.len() <= most && rest.iter().all(|ratio| *ratio == 0);
+        fits.then(|| layers.to_vec())
+    })
+}
+
+/// V4: every compressed layer has a cache of its own, and of ratio 4 an indexer.
+fn v4_layers(fields: &mut Fields, ratios: &[u32]) -> Vec<LayerConfig> {
+    let num_hashed = fields.int("num_hash_layers", 0, ratios.len() as u64) as u32;
+    (0u32..)
+        .zip(ratios)
+        .map(|(layer_idx, &ratio)| LayerConfig {
+            ratio,
+            kv_source: (ratio != 0).then_some(layer_idx),
+            index_source: (ratio == 4).then_some(layer_idx),
+            candidate_source: None,
+            engram: None,
+            hash_gate: layer_idx < num_hashed,
+        })
+        .collect()
+}
+
+/// V4.1: sources of caches and selections are listed, the other layers read the nearest one.
+fn v41_layers(fields: &mut Fields, ratios: &[u32]) -> (Vec<LayerConfig>, Option<CandidateConfig>) {
+    let num_layers = ratios.len() as u32;
     let kv_sources = fields.ids("kv_source_layer_ids", num_layers);
     let index_sources = fields.ids("index_source_layer_ids", num_layers);
     let candidates = candidates(fields, num_layers);
@@ -373,6 +488,7 @@ fn layer_pattern(
             index_source: None,
             candidate_source: None,
             engram: None,
+            hash_gate: false,
         };
         if ratio == 0 {
             for (name, sources) in [
@@ -489,11 +605,34 @@ fn engram(fields: &mut Fields, num_layers: u32, vocab: u32) -> Option<EngramConf
     Some(config)
 }
 
-fn draft(fields: &mut Fields, num_stages: u32, num_layers: u32, vocab: u32) -> Option<DraftConfig> {
+/// The draft. V4's has the target's experts, `(routed, a row)`, where its file does not say
+/// otherwise.
+fn draft(
+    fields: &mut Fields,
+    family: ModelFamily,
+    num_stages: u32,
+    num_layers: u32,
+    vocab: u32,
+    target_experts: (u32, u32),
+) -> Option<DraftConfig> {
     if num_stages == 0 {
         return None;
     }
-    let num_experts = fields.size("dspark_n_routed_experts");
+    let own = |fields: &Fields, name| family == ModelFamily::V41 || fields.has(name);
+    let num_experts = match own(fields, "dspark_n_routed_experts") {
+        true => fields.size("dspark_n_routed_experts"),
+        false => target_experts.0,
+    };
+    let experts_per_token = match own(fields, "dspark_num_experts_per_tok") {
+        true => fields.int("dspark_num_experts_per_tok", 1, u64::from(num_experts)) as u32,
+        false => target_experts.1,
+    };
+    if experts_per_token > num_experts {
+        fields.problem(format!(
+            "dspark_n_routed_experts is {num_experts}; needs num_experts_per_tok, \
+             {experts_per_token}, or dspark_num_experts_per_tok beside it"
+        ));
+    }
     let draft = DraftConfig {
         num_stages,
         block: fields.int("dspark_block_size", 1, 15) as u32,
@@ -501,8 +640,7 @@ fn draft(fields: &mut Fields, num_stages: u32, num_layers: u32, vocab: u32) -> O
         target_layers: fields.ids("dspark_target_layer_ids", num_layers),
         markov_rank: fields.size("dspark_markov_rank"),
         num_experts,
-        experts_per_token: fields.int("dspark_num_experts_per_tok", 1, u64::from(num_experts))
-            as u32,
+        experts_per_token,
     };
     let num_targets = draft.target_layers.len();
     if fields.has("dspark_target_layer_ids")

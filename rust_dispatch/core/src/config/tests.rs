@@ -2,21 +2,35 @@ use serde_json::{Value, json};
 
 use super::*;
 
-fn edited(edit: impl FnOnce(&mut serde_json::Map<String, Value>)) -> String {
-    let mut value: Value = serde_json::from_str(built_in("tiny-v41").unwrap()).unwrap();
+type Fields = serde_json::Map<String, Value>;
+
+fn edited_of(name: &str, edit: impl FnOnce(&mut Fields)) -> String {
+    let mut value: Value = serde_json::from_str(built_in(name).unwrap()).unwrap();
     edit(value.as_object_mut().unwrap());
     value.to_string()
 }
 
-fn problems(edit: impl FnOnce(&mut serde_json::Map<String, Value>)) -> Vec<String> {
-    ModelConfig::from_json(&edited(edit))
+fn edited(edit: impl FnOnce(&mut Fields)) -> String {
+    edited_of("tiny-v41", edit)
+}
+
+fn problems_of(name: &str, edit: impl FnOnce(&mut Fields)) -> Vec<String> {
+    ModelConfig::from_json(&edited_of(name, edit))
         .unwrap_err()
         .problems()
         .to_vec()
 }
 
+fn problems(edit: impl FnOnce(&mut Fields)) -> Vec<String> {
+    problems_of("tiny-v41", edit)
+}
+
+fn model(name: &str) -> ModelConfig {
+    ModelConfig::from_json(built_in(name).unwrap()).unwrap()
+}
+
 fn flash() -> ModelConfig {
-    ModelConfig::from_json(built_in("v41-flash").unwrap()).unwrap()
+    model("v41-flash")
 }
 
 /// model.md 10.2 and 10.3: values published with the model, not computed by this code.
@@ -66,6 +80,7 @@ fn layers_read_the_nearest_source_at_or_before_them() {
         index_source: Some(index),
         candidate_source: None,
         engram: None,
+        hash_gate: false,
     };
     assert_eq!(config.layers[7], layer(2, 2, 2));
     assert_eq!(
@@ -88,26 +103,136 @@ fn layers_read_the_nearest_source_at_or_before_them() {
     assert_eq!(config.layers[1].engram, Some(0));
 }
 
+/// The published pattern: two layers without a compressed set, then ratios 4 and 128 by turns.
 #[test]
-fn a_nested_text_config_reads_the_same() {
-    let flat: Value = serde_json::from_str(built_in("v41-flash").unwrap()).unwrap();
-    let mut text = flat.clone();
-    let quantization = text
-        .as_object_mut()
-        .unwrap()
-        .remove("quantization_config")
-        .unwrap();
-    let nested = json!({
-        "model_type": "deepseek_v41",
-        "architectures": ["DeepseekV41ForCausalLM"],
-        "text_config": text,
-        "quantization_config": quantization,
-        "vision_config": {"num_hidden_layers": 32},
+fn v4_layers_own_what_they_read() {
+    let config = model("v4-flash");
+    assert_eq!(config.layers.len(), 43);
+    for (layer_idx, layer) in (0u32..).zip(&config.layers) {
+        let ratio = match layer_idx {
+            0 | 1 => 0,
+            even if even % 2 == 0 => 4,
+            _ => 128,
+        };
+        let expected = LayerConfig {
+            ratio,
+            kv_source: (ratio != 0).then_some(layer_idx),
+            index_source: (ratio == 4).then_some(layer_idx),
+            candidate_source: None,
+            engram: None,
+            hash_gate: layer_idx < 3,
+        };
+        assert_eq!(*layer, expected, "layer {layer_idx}");
+    }
+    assert_eq!(
+        (config.kv_sources().count(), config.index_sources().count()),
+        (41, 21)
+    );
+    assert!(config.engram.is_none() && config.candidates.is_none());
+    let draft = config.draft.unwrap();
+    assert_eq!(
+        (draft.num_stages, draft.block, draft.mask_token),
+        (3, 5, 128_799)
+    );
+    // The file has no experts of the draft's own: they are as many as the target's.
+    assert_eq!((draft.num_experts, draft.experts_per_token), (256, 6));
+    assert_eq!(draft.target_layers, [40, 41, 42]);
+}
+
+#[test]
+fn v4_drafts_experts_may_be_its_own() {
+    let own = edited_of("tiny-v4", |map| {
+        map.insert("dspark_n_routed_experts".into(), json!(8));
+        map.insert("dspark_num_experts_per_tok".into(), json!(3));
+    });
+    let draft = ModelConfig::from_json(&own).unwrap().draft.unwrap();
+    assert_eq!((draft.num_experts, draft.experts_per_token), (8, 3));
+    let lines = problems_of("tiny-v4", |map| {
+        map.insert("dspark_n_routed_experts".into(), json!(4));
     });
     assert_eq!(
-        ModelConfig::from_json(&nested.to_string()).unwrap(),
-        flash()
+        lines,
+        [
+            "dspark_n_routed_experts is 4; needs num_experts_per_tok, 6, or \
+             dspark_num_experts_per_tok beside it"
+        ]
     );
+}
+
+/// How many stages a V4 file has: by its ratios, which a first file counts as one next-token layer.
+#[test]
+fn v4_stages_are_counted_by_the_ratios() {
+    let stages = |edit: fn(&mut Fields)| {
+        let config = ModelConfig::from_json(&edited_of("tiny-v4", edit)).unwrap();
+        config.draft.map_or(0, |draft| draft.num_stages)
+    };
+    let ratios = |tail: usize| {
+        let layers = [0, 0, 4, 128, 4, 128, 4, 128];
+        json!([&layers[..], &vec![0; tail]].concat())
+    };
+    assert_eq!(stages(|_| {}), 3);
+    assert_eq!(
+        stages(|map| {
+            map.insert("num_nextn_predict_layers".into(), json!(1));
+        }),
+        3
+    );
+    assert_eq!(
+        stages(|map| {
+            map.remove("num_nextn_predict_layers");
+        }),
+        3
+    );
+    // The model as it was first published: one next-token layer of another kind, not served.
+    let mut base: Value = serde_json::from_str(built_in("tiny-v4").unwrap()).unwrap();
+    base["num_nextn_predict_layers"] = json!(1);
+    base["compress_ratios"] = ratios(1);
+    let map = base.as_object_mut().unwrap();
+    map.retain(|name, _| !name.starts_with("dspark_"));
+    assert_eq!(
+        ModelConfig::from_json(&base.to_string()).unwrap().draft,
+        None
+    );
+    let lines = problems_of("tiny-v4", |map| {
+        map.insert("num_nextn_predict_layers".into(), json!(2));
+    });
+    assert_eq!(
+        lines,
+        [
+            "compress_ratios has 3 entries behind the 8 layers, num_nextn_predict_layers is 2; \
+             needs one number of the draft's stages, at most 4"
+        ]
+    );
+    let lines = problems_of("tiny-v4", |map| {
+        map.insert("compress_ratios".into(), ratios(0));
+        map.remove("num_nextn_predict_layers");
+    });
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert!(lines[0].starts_with("num_nextn_predict_layers is missing or 0"));
+}
+
+#[test]
+fn a_nested_text_config_reads_the_same() {
+    for (name, model_type, architecture) in [
+        ("v41-flash", "deepseek_v41", "DeepseekV41ForCausalLM"),
+        ("v4-flash", "deepseek_v4", "DeepseekV4ForCausalLM"),
+    ] {
+        let mut text: Value = serde_json::from_str(built_in(name).unwrap()).unwrap();
+        let quantization = text
+            .as_object_mut()
+            .unwrap()
+            .remove("quantization_config")
+            .unwrap();
+        let nested = json!({
+            "model_type": model_type,
+            "architectures": [architecture],
+            "text_config": text,
+            "quantization_config": quantization,
+            "vision_config": {"num_hidden_layers": 32},
+        });
+        let read = ModelConfig::from_json(&nested.to_string()).unwrap();
+        assert_eq!(read, model(name));
+    }
 }
 
 #[test]
@@ -148,24 +273,84 @@ fn bad_files_end_in_one_line() {
 }
 
 #[test]
-fn v4_is_named_and_refused() {
-    for text in [
-        json!({"model_type": "deepseek_v4", "hidden_size": 4096}),
-        json!({"architectures": ["DeepseekV4ForCausalLM"]}),
-    ] {
-        let error = ModelConfig::from_json(&text.to_string())
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("DeepSeek-V4, which this version does not serve"),
-            "{error}"
+fn every_problem_of_a_v4_file_is_listed_and_named() {
+    let lines = problems_of("tiny-v4", |map| {
+        map.insert(
+            "compress_ratios".into(),
+            json!([0, 0, 2, 128, 4, 128, 4, 128]),
         );
-    }
+        map.insert("engram_layer_ids".into(), json!([1]));
+        map.insert("candidate_source_layer_id".into(), json!(-1));
+        map.insert("hc_pre_from_prev_sublayer".into(), json!(true));
+        map.insert("q_lora_rank".into(), json!(64));
+        map.insert("num_hash_layers".into(), json!(9));
+        map.remove("dspark_markov_rank");
+        map.insert(
+            "quantization_config".into(),
+            json!({"weight_block_size": [32, 32]}),
+        );
+    });
+    let expected = [
+        "hc_pre_from_prev_sublayer is true; these kernels need false",
+        "quantization_config.weight_block_size is [32,32]; these kernels need [128,128]",
+        "engram_layer_ids is a list of 1; DeepSeek-V4 has none, needs it left out",
+        "compress_ratios is a list of 8; needs 8 ratios of 0, 4 or 128, then 3 of 0 for the \
+         draft's stages",
+        "num_hash_layers is 9; needs a whole number from 0 to 8",
+        "dspark_markov_rank is missing; needs a whole number from 1 to 1073741824",
+        "q_lora_rank is 64; needs a multiple of 128 from 128 to 1073741824",
+    ];
+    assert_eq!(lines, expected);
+}
+
+/// Without the reader's own look the last of two would count, as in the published readers.
+#[test]
+fn a_field_that_is_there_twice_is_refused_by_name() {
+    let text = built_in("tiny-v4").unwrap();
+    let twice = text.replace(
+        "\"hidden_size\": 128,",
+        "\"hidden_size\": 256, \"hidden_size\": 128,",
+    );
+    let twice = twice.replace("\"factor\": 16,", "\"factor\": 16, \"factor\": 16,");
+    let lines = ModelConfig::from_json(&twice).unwrap_err();
+    assert_eq!(
+        lines.problems(),
+        [
+            "hidden_size is there twice; needs to be there once",
+            "rope_scaling.factor is there twice; needs to be there once",
+        ]
+    );
+}
+
+#[test]
+fn the_model_type_decides_whose_rules_they_are() {
     // SGLang's own configuration object carries V4's architecture name for V4.1.
     let renamed = edited(|map| {
         map.insert("architectures".into(), json!(["DeepseekV4ForCausalLM"]));
     });
-    assert!(ModelConfig::from_json(&renamed).is_ok());
+    let config = ModelConfig::from_json(&renamed).unwrap();
+    assert_eq!(config.family, ModelFamily::V41);
+    // Either of the two is enough.
+    for name in ["model_type", "architectures"] {
+        let one = edited_of("tiny-v4", |map| {
+            map.remove(name);
+        });
+        assert_eq!(ModelConfig::from_json(&one).unwrap(), model("tiny-v4"));
+    }
+    for text in [
+        json!({"model_type": "deepseek_v42", "hidden_size": 4096}),
+        json!({"model_type": "deepseek_v3", "architectures": ["DeepseekV4ForCausalLM"]}),
+        json!({"architectures": ["DeepseekV3ForCausalLM"]}),
+    ] {
+        let lines = ModelConfig::from_json(&text.to_string()).unwrap_err();
+        let [line] = lines.problems() else {
+            panic!("{lines}")
+        };
+        assert!(
+            line.contains("needs deepseek_v4 (architecture DeepseekV4ForCausalLM) or deepseek_v41"),
+            "{line}"
+        );
+    }
 }
 
 #[test]

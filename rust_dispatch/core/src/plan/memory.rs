@@ -6,18 +6,16 @@ use std::fmt::Write as _;
 use serde::{Deserialize, Serialize};
 
 use super::tensors::{WeightGroup, tensors};
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, ModelFamily};
 
 /// Stored bytes of one latent or window row: 448 codes, 64 bf16 numbers, 7 scales and a pad.
 const KV_ROW_BYTES: u64 = 584;
 /// A page of rows is padded to a multiple of it.
 const KV_PAGE_ALIGN: u64 = 576;
-/// Stored bytes of one index key: 128 four-bit codes and 4 scales.
-const INDEX_ROW_BYTES: u64 = 68;
 /// Keys of one page of the index pool.
 const INDEX_SLOTS_PER_PAGE: u64 = 64;
-/// Numbers that the compressor keeps a row: a latent and its gate, fp32.
-const STATE_ROW_BYTES: u64 = 2 * 512 * 4;
+/// Bytes that a compressor keeps a row and channel: a latent and its gate, fp32.
+const STATE_CHANNEL_BYTES: u64 = 2 * 4;
 /// What `--context` and `--requests` may ask for.
 const MAX_LOAD: u64 = 1 << 32;
 const MAX_PAGE: u64 = 1 << 20;
@@ -28,23 +26,38 @@ pub fn verify_rows(config: &ModelConfig) -> u32 {
     config.draft.as_ref().map_or(1, |draft| draft.block + 1)
 }
 
-/// Rows that the compressor keeps a request: the even row of a pair that straddles two steps, and
-/// the rows of the step, up to a power of two.
+/// Rows of a compressor's state ring, a power of two. V4.1, of a request: the even row of a pair
+/// that straddles two steps, and the rows of the step. V4, ratio 4, of a page: the two blocks that
+/// an entry is made of, and drafts that were rejected; the ring of ratio 128, of a request, has
+/// [`REQUEST_RINGS`] times as many.
 ///
 /// ```
 /// use lowlat_core::config::{ModelConfig, built_in};
-/// let config = ModelConfig::from_json(built_in("v41-flash").unwrap()).unwrap();
-/// assert_eq!(lowlat_core::plan::state_ring(&config), 8);
+/// use lowlat_core::plan::state_ring;
+/// let ring = |name| state_ring(&ModelConfig::from_json(built_in(name).unwrap()).unwrap());
+/// assert_eq!((ring("v41-flash"), ring("v4-flash")), (8, 16));
 /// ```
 #[must_use]
 pub fn state_ring(config: &ModelConfig) -> u32 {
-    (2 + verify_rows(config)).next_power_of_two()
+    let rows = match config.family {
+        ModelFamily::V4 => 8 + verify_rows(config) - 1,
+        ModelFamily::V41 => 2 + verify_rows(config),
+    };
+    rows.next_power_of_two()
 }
 
-/// Tokens a page where nobody says otherwise: 256, and 64 for models with a small window.
+/// Rows of V4's ring of ratio 128 for one of [`state_ring`].
+pub const REQUEST_RINGS: u32 = 16;
+
+/// Tokens a page where nobody says otherwise: 256, and for models with a small window 64 (V4.1) or
+/// 128 (V4).
 #[must_use]
 pub fn default_page_size(config: &ModelConfig) -> u32 {
-    if config.window <= 64 { 64 } else { 256 }
+    if config.window <= 64 {
+        config.family.page_unit().max(64)
+    } else {
+        256
+    }
 }
 
 /// What the plan is asked beside the model. In JSON every field may be left out, and a field that
@@ -120,6 +133,8 @@ pub struct KvPlan {
     pub draft_window_bytes_per_token: f64,
     /// Compressor state, a request.
     pub state_bytes_per_request: u64,
+    /// Compressor state that lies in the pages of the windows, a token that is kept (V4).
+    pub state_bytes_per_token: f64,
 }
 
 /// Cache bytes that a step reads; weights are apart.
@@ -129,6 +144,8 @@ pub struct KvReads {
     pub window_bytes_per_layer: u64,
     /// Selected latents of one compressed layer, a row of the step.
     pub selected_bytes_per_layer: u64,
+    /// Latents of all the layers that attend to every one of theirs, a request (V4, ratio 128).
+    pub whole_bytes: u64,
     /// Index keys that all index sources score, a request.
     pub index_bytes: u64,
 }
@@ -144,11 +161,12 @@ pub struct KvLoad {
     pub latent_bytes: u64,
     /// Index keys.
     pub index_bytes: u64,
-    /// Compressor state.
+    /// Compressor state of the requests.
     pub state_bytes: u64,
-    /// Window rows where they are kept for the whole context, as `lowlat replay` does.
+    /// Window rows, and the compressor state in their pages, where they are kept for the whole
+    /// context, as `lowlat replay` does.
     pub window_bytes_whole: u64,
-    /// Window rows where a server keeps only the pages that a window touches.
+    /// The same where a server keeps only the pages that a window touches.
     pub window_bytes_least: u64,
     /// All caches with whole windows.
     pub total_bytes_whole: u64,
@@ -205,9 +223,10 @@ impl MemoryPlan {
         let page_size = options
             .page_size
             .unwrap_or_else(|| u64::from(default_page_size(config)));
-        if page_size % 2 != 0 || !(2..=MAX_PAGE).contains(&page_size) {
+        let unit = u64::from(config.family.page_unit());
+        if page_size % unit != 0 || !(unit..=MAX_PAGE).contains(&page_size) {
             return refuse(format!(
-                "page_size is {page_size}; needs an even number from 2 to {MAX_PAGE}"
+                "page_size is {page_size}; needs a multiple of {unit} from {unit} to {MAX_PAGE}"
             ));
         }
         for (name, value) in [
@@ -308,6 +327,14 @@ impl MemoryPlan {
             size(window),
             "target and draft layers",
         );
+        if kv.state_bytes_per_token > 0.0 {
+            let note = "in the pages of the windows";
+            line(
+                "compressor state a token",
+                size(kv.state_bytes_per_token),
+                note,
+            );
+        }
         let state = kv.state_bytes_per_request as f64;
         line("compressor state a request", size(state), "");
         if let Some(load) = &self.load {
@@ -357,14 +384,54 @@ impl Caches<'_> {
         self.config.kv_sources().map(ratio)
     }
 
+    /// The ratios of those that have index keys.
+    fn index_ratios(&self) -> impl Iterator<Item = u64> + '_ {
+        let layers = &self.config.layers;
+        let sources = self
+            .config
+            .kv_sources()
+            .map(|layer| &layers[layer as usize]);
+        let indexed = sources.filter(|layer| layer.index_source.is_some());
+        indexed.map(|layer| u64::from(layer.ratio.max(1)))
+    }
+
+    /// Stored bytes of one index key: 128 codes, V4.1 of four bits with 4 scales, V4 of eight with
+    /// one.
+    fn index_row_bytes(&self) -> u64 {
+        match self.config.family {
+            ModelFamily::V4 => 128 + 4,
+            ModelFamily::V41 => 64 + 4,
+        }
+    }
+
     fn num_stages(&self) -> u64 {
         let draft = self.config.draft.as_ref();
         draft.map_or(0, |draft| u64::from(draft.num_stages))
     }
 
+    /// Compressors of that ratio.
+    fn num_of(&self, ratio: u64) -> u64 {
+        self.ratios().filter(|of| *of == ratio).count() as u64
+    }
+
     fn state_bytes_per_request(&self) -> u64 {
-        let pairs = self.ratios().filter(|ratio| *ratio == 2).count() as u64;
-        pairs * u64::from(state_ring(self.config)) * STATE_ROW_BYTES
+        let (rings, ratio) = match self.config.family {
+            ModelFamily::V4 => (REQUEST_RINGS, 128),
+            ModelFamily::V41 => (1, 2),
+        };
+        let rows = u64::from(rings * state_ring(self.config));
+        self.num_of(ratio) * rows * u64::from(self.config.head_dim) * STATE_CHANNEL_BYTES
+    }
+
+    /// V4, ratio 4: each page has a ring, of the latents' compressor and the index keys'. Blocks
+    /// overlap, so a token has two of each.
+    fn state_page_bytes(&self) -> u64 {
+        if self.config.family != ModelFamily::V4 {
+            return 0;
+        }
+        let channels = 2 * u64::from(self.config.head_dim + self.config.index_dim);
+        let rows = u64::from(state_ring(self.config));
+        self.num_of(4) * rows * channels * STATE_CHANNEL_BYTES
     }
 
     fn latent_page_bytes(&self) -> u64 {
@@ -377,8 +444,8 @@ impl Caches<'_> {
         let a_token = |page_bytes: u64| page_bytes as f64 / self.page_size as f64;
         let window = a_token(Self::page_bytes(self.page_size));
         let index: f64 = self
-            .ratios()
-            .map(|ratio| INDEX_ROW_BYTES as f64 / ratio as f64)
+            .index_ratios()
+            .map(|ratio| self.index_row_bytes() as f64 / ratio as f64)
             .sum();
         KvPlan {
             page_size: self.page_size,
@@ -387,6 +454,7 @@ impl Caches<'_> {
             window_bytes_per_token: window * self.config.layers.len() as f64,
             draft_window_bytes_per_token: window * self.num_stages() as f64,
             state_bytes_per_request: self.state_bytes_per_request(),
+            state_bytes_per_token: a_token(self.state_page_bytes()),
         }
     }
 
@@ -394,7 +462,7 @@ impl Caches<'_> {
         let pages_each = context.div_ceil(self.page_size);
         let pages = pages_each.saturating_mul(requests);
         let layers = self.config.layers.len() as u64 + self.num_stages();
-        let window_page = layers * Self::page_bytes(self.page_size);
+        let window_page = layers * Self::page_bytes(self.page_size) + self.state_page_bytes();
         // A step's rows see a window before the first of them; where it begins within a page
         // nobody knows, so one more page may be touched.
         let seen = u64::from(self.config.window) + u64::from(verify_rows(self.config)) - 1;
@@ -403,9 +471,9 @@ impl Caches<'_> {
             let slots = pages.saturating_mul(self.page_size / ratio);
             slots.div_ceil(INDEX_SLOTS_PER_PAGE)
         };
-        let index_page = INDEX_SLOTS_PER_PAGE * INDEX_ROW_BYTES;
+        let index_page = INDEX_SLOTS_PER_PAGE * self.index_row_bytes();
         let index_bytes = saturating_sum(
-            self.ratios()
+            self.index_ratios()
                 .map(|ratio| index_pages(ratio).saturating_mul(index_page)),
         );
         let latent_bytes = pages.saturating_mul(self.latent_page_bytes());
@@ -439,11 +507,16 @@ impl Caches<'_> {
                 }
                 _ => keys,
             };
-            scored * INDEX_ROW_BYTES
+            scored * self.index_row_bytes()
         });
+        let layers = self.config.layers.iter();
+        let whole =
+            layers.filter(|layer| layer.kv_source.is_some() && layer.index_source.is_none());
+        let whole_bytes = whole.map(|layer| context / u64::from(layer.ratio) * KV_ROW_BYTES);
         KvReads {
             window_bytes_per_layer: rows.min(context) * KV_ROW_BYTES,
             selected_bytes_per_layer: u64::from(self.config.index_topk) * KV_ROW_BYTES,
+            whole_bytes: whole_bytes.sum(),
             index_bytes: index_bytes.sum(),
         }
     }

@@ -14,6 +14,8 @@ const NUM_STREAMS: u64 = 4;
 /// Element type of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightDtype {
+    /// Signed 32 bits.
+    I32,
     /// Signed 64 bits.
     I64,
     /// IEEE single.
@@ -40,7 +42,7 @@ impl WeightDtype {
         match self {
             Self::E4m3 | Self::Ue8m0 | Self::Fp4x2 => 1,
             Self::Bf16 => 2,
-            Self::F32 => 4,
+            Self::I32 | Self::F32 => 4,
             Self::I64 => 8,
         }
     }
@@ -58,7 +60,7 @@ pub enum WeightGroup {
     Experts,
     /// Shared experts.
     SharedExpert,
-    /// The gate in front of the experts.
+    /// The gate in front of the experts, and V4's table of experts by token.
     Gate,
     /// Hyper-connections and the norms of a sublayer's input.
     Mixing,
@@ -128,6 +130,8 @@ pub struct PlannedTensor {
     pub name: String,
     /// Element type.
     pub dtype: WeightDtype,
+    /// Element type on a rank: where it is another one, every element fits it.
+    pub rank_dtype: WeightDtype,
     /// What it is for.
     pub group: WeightGroup,
     /// Elements of each dimension before any split.
@@ -213,7 +217,7 @@ impl PlannedTensor {
     /// Bytes on a rank; `u64::MAX` where they are more.
     #[must_use]
     pub fn rank_bytes(&self, tp_rank: u32, tp_size: u32) -> u64 {
-        product(&self.rank_shape(tp_rank, tp_size), self.dtype)
+        product(&self.rank_shape(tp_rank, tp_size), self.rank_dtype)
     }
 
     /// Whether equal parts come out for `tp_size` ranks, in whole scale groups.
@@ -245,7 +249,6 @@ fn product(shape: &[u64], dtype: WeightDtype) -> u64 {
 /// ```
 #[must_use]
 pub fn tensors(config: &ModelConfig) -> Vec<PlannedTensor> {
-    let ModelFamily::V41 = config.family;
     let mut list = List {
         config,
         tensors: Vec::new(),
@@ -260,6 +263,7 @@ pub fn tensors(config: &ModelConfig) -> Vec<PlannedTensor> {
     );
     list.bf16("head.weight", WeightGroup::Head, &[vocab, hidden], split);
     list.bf16("norm.weight", WeightGroup::Head, &[hidden], Split::Whole);
+    list.collapse("", WeightGroup::Head);
     if config.engram.is_some() {
         let (group, dtype) = (WeightGroup::EngramProjection, WeightDtype::I64);
         list.add("engram.token_map", dtype, group, &[vocab], Split::Whole);
@@ -288,10 +292,35 @@ impl List<'_> {
         self.tensors.push(PlannedTensor {
             name: name.to_owned(),
             dtype,
+            rank_dtype: dtype,
             group,
             shape: shape.to_vec(),
             split,
         });
+    }
+
+    /// What V4 collapses the residual's streams with, for a head; V4.1 has nothing of its own.
+    fn collapse(&mut self, prefix: &str, group: WeightGroup) {
+        if self.config.family == ModelFamily::V4 {
+            let name = |tail: &str| format!("{prefix}hc_head_{tail}");
+            let shape = [NUM_STREAMS, NUM_STREAMS * u64::from(self.config.hidden)];
+            self.f32(&name("fn"), group, &shape, Split::Whole);
+            self.f32(&name("base"), group, &[NUM_STREAMS], Split::Whole);
+            self.f32(&name("scale"), group, &[1], Split::Whole);
+        }
+    }
+
+    /// V4's compressor: both projections, an offset for each place of a block, a norm. Blocks of
+    /// ratio 4 overlap, so each token is projected twice.
+    fn pooling(&mut self, prefix: &str, group: WeightGroup, ratio: u32, dim: u64) {
+        let name = |tail: &str| format!("{prefix}compressor.{tail}");
+        let width = if ratio == 4 { 2 * dim } else { dim };
+        let projection = [width, u64::from(self.config.hidden)];
+        self.bf16(&name("wkv.weight"), group, &projection, Split::Whole);
+        self.bf16(&name("wgate.weight"), group, &projection, Split::Whole);
+        let places = [u64::from(ratio), width];
+        self.f32(&name("ape"), group, &places, Split::Whole);
+        self.bf16(&name("norm.weight"), group, &[dim], Split::Whole);
     }
 
     fn bf16(&mut self, name: &str, group: WeightGroup, shape: &[u64], split: Split) {
@@ -323,7 +352,13 @@ impl List<'_> {
 
     /// What target layers and draft stages have in common. `draft` takes the place of every
     /// group where it is given.
-    fn layer(&mut self, prefix: &str, num_experts: u32, draft: Option<WeightGroup>) {
+    fn layer(
+        &mut self,
+        prefix: &str,
+        num_experts: u32,
+        hash_gate: bool,
+        draft: Option<WeightGroup>,
+    ) {
         let group = |own| draft.unwrap_or(own);
         let config = self.config;
         let hidden = u64::from(config.hidden);
@@ -386,7 +421,9 @@ impl List<'_> {
             &[experts, hidden],
             Split::Whole,
         );
-        self.f32(&name("ffn.gate.bias"), gate, &[experts], Split::Whole);
+        if !hash_gate {
+            self.f32(&name("ffn.gate.bias"), gate, &[experts], Split::Whole);
+        }
         let (routed, shared) = (
             group(WeightGroup::Experts),
             group(WeightGroup::SharedExpert),
@@ -417,35 +454,40 @@ impl List<'_> {
         let hidden = u64::from(config.hidden);
         let (head_dim, index_dim) = (u64::from(config.head_dim), u64::from(config.index_dim));
         let index_heads = u64::from(config.index_heads);
-        self.layer(&prefix, config.num_experts, None);
-        let experts = u64::from(config.num_experts);
-        let bias_vl = name("ffn.gate.bias_vl");
-        self.f32(&bias_vl, WeightGroup::Gate, &[experts], Split::Whole);
+        self.layer(&prefix, config.num_experts, layer.hash_gate, None);
+        if layer.hash_gate {
+            let per_token = u64::from(config.experts_per_token);
+            self.add(
+                &name("ffn.gate.tid2eid"),
+                WeightDtype::I64,
+                WeightGroup::Gate,
+                &[u64::from(config.vocab), per_token],
+                Split::Whole,
+            );
+            if let Some(table) = self.tensors.last_mut() {
+                // Experts' numbers: the upper half of each is 0.
+                table.rank_dtype = WeightDtype::I32;
+            }
+        }
 
         let attention = WeightGroup::Attention;
-        if own(layer.kv_source) {
-            let pooled = [head_dim, hidden];
-            self.bf16(
-                &name("attn.compressor.wkv.weight"),
-                attention,
-                &pooled,
-                Split::Whole,
-            );
-            if layer.ratio == 2 {
-                let wgate = name("attn.compressor.wgate.weight");
-                self.bf16(&wgate, attention, &pooled, Split::Whole);
+        match config.family {
+            ModelFamily::V4 => {
+                if own(layer.kv_source) {
+                    self.pooling(&name("attn."), attention, layer.ratio, head_dim);
+                }
+                if own(layer.index_source) {
+                    self.pooling(&name("attn.indexer."), attention, layer.ratio, index_dim);
+                }
             }
-            let norm = name("attn.compressor.norm.weight");
-            self.bf16(&norm, attention, &[head_dim], Split::Whole);
-            let keys = [index_dim, head_dim];
-            self.bf16(
-                &name("attn.indexer.wk.weight"),
-                attention,
-                &keys,
-                Split::Whole,
-            );
-            let norm = name("attn.indexer.k_norm.weight");
-            self.bf16(&norm, attention, &[index_dim], Split::Whole);
+            ModelFamily::V41 => {
+                let experts = [u64::from(config.num_experts)];
+                let bias_vl = name("ffn.gate.bias_vl");
+                self.f32(&bias_vl, WeightGroup::Gate, &experts, Split::Whole);
+                if own(layer.kv_source) {
+                    self.latents(&prefix, layer.ratio);
+                }
+            }
         }
         if own(layer.index_source) {
             let queries = [index_heads * index_dim, u64::from(config.q_lora)];
@@ -478,6 +520,26 @@ impl List<'_> {
         }
     }
 
+    /// V4.1's compressor, and the index keys that are made of its latents.
+    fn latents(&mut self, prefix: &str, ratio: u32) {
+        let group = WeightGroup::Attention;
+        let name = |tail: &str| format!("{prefix}attn.{tail}");
+        let head_dim = u64::from(self.config.head_dim);
+        let index_dim = u64::from(self.config.index_dim);
+        let pooled = [head_dim, u64::from(self.config.hidden)];
+        self.bf16(&name("compressor.wkv.weight"), group, &pooled, Split::Whole);
+        if ratio == 2 {
+            let wgate = name("compressor.wgate.weight");
+            self.bf16(&wgate, group, &pooled, Split::Whole);
+        }
+        let norm = name("compressor.norm.weight");
+        self.bf16(&norm, group, &[head_dim], Split::Whole);
+        let keys = [index_dim, head_dim];
+        self.bf16(&name("indexer.wk.weight"), group, &keys, Split::Whole);
+        let norm = name("indexer.k_norm.weight");
+        self.bf16(&norm, group, &[index_dim], Split::Whole);
+    }
+
     fn draft(&mut self) {
         let config = self.config;
         let Some(draft) = &config.draft else {
@@ -485,7 +547,8 @@ impl List<'_> {
         };
         let group = WeightGroup::Draft;
         for stage in 0..draft.num_stages {
-            self.layer(&format!("mtp.{stage}."), draft.num_experts, Some(group));
+            let prefix = format!("mtp.{stage}.");
+            self.layer(&prefix, draft.num_experts, false, Some(group));
         }
         let (hidden, vocab) = (u64::from(config.hidden), u64::from(config.vocab));
         let rank = u64::from(draft.markov_rank);
@@ -495,18 +558,16 @@ impl List<'_> {
         let last = format!("mtp.{}.", draft.num_stages.saturating_sub(1));
         let name = |tail: &str| format!("{last}{tail}");
         self.bf16(&name("norm.weight"), group, &[hidden], Split::Whole);
+        self.collapse(&last, group);
         let table = [vocab, rank];
-        self.bf16(
-            &name("markov_head.embed.weight"),
-            group,
-            &table,
-            Split::Whole,
-        );
-        self.bf16(
-            &name("markov_head.head.weight"),
-            group,
-            &table,
-            Split::Dim(0),
-        );
+        // One role each, two names: what a token is looked up in, and what proposes the next.
+        let [first, second] = match config.family {
+            ModelFamily::V4 => ["markov_w1", "markov_w2"],
+            ModelFamily::V41 => ["embed", "head"],
+        };
+        for (matrix, split) in [(first, Split::Whole), (second, Split::Dim(0))] {
+            let matrix = name(&format!("markov_head.{matrix}.weight"));
+            self.bf16(&matrix, group, &table, split);
+        }
     }
 }

@@ -34,7 +34,7 @@ same tokens. DIR appears when it is complete; when something fails, nothing is l
 const EXAMPLES: &str = "\
 Examples:
   Write the small model in two files and serve it from there:
-    lowlat make-checkpoint tiny-v41 ./tiny --shards 2
+    lowlat make-checkpoint tiny-v4 ./tiny --shards 2
     lowlat replay examples/traces/small.json --model ./tiny
 
 Exit codes:
@@ -46,7 +46,7 @@ Exit codes:
 #[command(name = "make-checkpoint", bin_name = "lowlat make-checkpoint", version)]
 #[command(about = ABOUT, after_help = EXAMPLES, max_term_width = 100)]
 struct Options {
-    /// Built-in model, such as tiny-v41
+    /// Built-in model: tiny-v4 or tiny-v41
     #[arg(value_name = "NAME")]
     model: String,
 
@@ -129,7 +129,8 @@ pub fn make(name: &str, folder: &Path, num_shards: u32, force: bool) -> Result<M
     let bytes: u64 = tensors.iter().map(PlannedTensor::bytes).sum();
     if bytes > MAX_BYTES {
         return Err(refuse(format!(
-            "{name} has {:.0} GB of weights; make-checkpoint writes at most {:.0} GB (tiny-v41)",
+            "{name} has {:.0} GB of weights; make-checkpoint writes at most {:.0} GB (tiny-v4, \
+             tiny-v41)",
             bytes as f64 / 1e9,
             MAX_BYTES as f64 / 1e9
         )));

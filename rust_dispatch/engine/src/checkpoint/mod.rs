@@ -41,6 +41,8 @@ const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// First parts of the names of tensors that a model's text part can have. Others belong to parts
 /// that are not served here (vision) and are left alone.
 const OUR_PREFIXES: [&str; 6] = ["embed", "head", "norm", "engram", "layers", "mtp"];
+/// And of V4's tensors in front of the head.
+const OUR_COLLAPSE: &str = "hc_head_";
 /// The confidence head only matters to a schedule that is not served.
 const IGNORED_PART: &str = ".confidence_head.";
 
@@ -116,6 +118,7 @@ impl Checkpoint {
         }
         checkpoint.check_tensors()?;
         checkpoint.check_token_map()?;
+        checkpoint.check_expert_tables()?;
         Ok(checkpoint)
     }
 
@@ -163,7 +166,8 @@ impl Checkpoint {
         let planned = self.planned.get(&info.name).filter(|planned| {
             let shape = planned.rank_shape(tp_rank, tp_size);
             let same_shape = shape.iter().map(|dim| *dim as usize).eq(info.shape.clone());
-            same_shape && abi_dtype(planned.dtype) == info.dtype && info.layout == ROW_MAJOR
+            let same_dtype = abi_dtype(planned.rank_dtype) == info.dtype;
+            same_shape && same_dtype && info.layout == ROW_MAJOR
         });
         let Some(planned) = planned else {
             return Err(format!(
@@ -176,7 +180,7 @@ impl Checkpoint {
             ));
         };
         let mut memory = Buffer::zeroed(info.bytes());
-        let element = info.dtype.bytes();
+        let element = planned.dtype.bytes() as usize;
         let range = planned.rank_range(tp_rank, tp_size);
         let shape: Vec<usize> = planned
             .file_shape()
@@ -190,7 +194,14 @@ impl Checkpoint {
         let parts = memory.as_mut_slice().chunks_exact_mut(part_bytes.max(1));
         for (expert, part) in (0..num_parts).zip(parts) {
             let source = self.bytes(&planned.expert_name(expert))?;
-            copy_part(part, source, &shape, element, range);
+            if planned.rank_dtype == planned.dtype {
+                copy_part(part, source, &shape, element, range);
+            } else {
+                let mut wide = vec![0; part.len() / info.dtype.bytes() * element];
+                copy_part(&mut wide, source, &shape, element, range);
+                narrow(part, &wide, self.config.num_experts)
+                    .map_err(|value| self.no_expert(&info.name, value))?;
+            }
         }
         self.copied_bytes
             .fetch_add(info.bytes() as u64, Ordering::Relaxed);
@@ -313,7 +324,11 @@ impl Checkpoint {
         let mut unknown: Vec<&str> = Vec::new();
         for name in self.places.keys() {
             let part = name.split('.').next().unwrap_or(name);
-            let ours = OUR_PREFIXES.contains(&part);
+            // A draft of another kind than the one that is served has its layers there too.
+            let ours = match part {
+                "mtp" => self.config.draft.is_some(),
+                _ => OUR_PREFIXES.contains(&part) || part.starts_with(OUR_COLLAPSE),
+            };
             if ours && !name.contains(IGNORED_PART) {
                 if !self.is_planned(name) {
                     unknown.push(name);
@@ -389,8 +404,7 @@ impl Checkpoint {
             return Ok(());
         };
         let bytes = self.bytes(TOKEN_MAP).map_err(EngineError::Refused)?;
-        for (token, value) in bytes.chunks_exact(8).enumerate() {
-            let value = i64::from_le_bytes(value.try_into().expect("chunks of 8"));
+        for (token, value) in i64s(bytes).enumerate() {
             if !(0..i64::from(engram.compressed_vocab)).contains(&value) {
                 let file = &self.files[self.places[TOKEN_MAP].file_idx].name;
                 let words = format!(
@@ -402,6 +416,32 @@ impl Checkpoint {
             }
         }
         Ok(())
+    }
+
+    /// Every token's experts are experts: the tables lead to weights.
+    fn check_expert_tables(&self) -> Result<(), EngineError> {
+        for planned in self.planned.values() {
+            if planned.rank_dtype == planned.dtype {
+                continue;
+            }
+            let bytes = self.bytes(&planned.name).map_err(EngineError::Refused)?;
+            let experts = 0..i64::from(self.config.num_experts);
+            if let Some(odd) = i64s(bytes).find(|value| !experts.contains(value)) {
+                let line = self.no_expert(&planned.name, odd);
+                return Err(EngineError::Refused(line));
+            }
+        }
+        Ok(())
+    }
+
+    fn no_expert(&self, name: &str, value: i64) -> String {
+        let file = self.places.get(name);
+        let file = file.map_or("", |place| &self.files[place.file_idx].name);
+        format!(
+            "{}: {name}: names expert {value}; needs 0 to {}, below n_routed_experts",
+            self.folder.join(file).display(),
+            self.config.num_experts - 1
+        )
     }
 
     /// A tensor's bytes. Its file still has them: reading behind the end of a file that was cut
@@ -422,6 +462,21 @@ impl Checkpoint {
         }
         Ok(&file.map[place.begin..place.end])
     }
+}
+
+/// A file's 64-bit numbers.
+fn i64s(bytes: &[u8]) -> impl Iterator<Item = i64> + '_ {
+    let value = |value: &[u8]| i64::from_le_bytes(value.try_into().expect("chunks of 8"));
+    bytes.chunks_exact(8).map(value)
+}
+
+/// 64-bit numbers as 32-bit ones; the first that is not below `bound` otherwise.
+fn narrow(part: &mut [u8], wide: &[u8], bound: u32) -> Result<(), i64> {
+    for (to, value) in part.chunks_exact_mut(4).zip(i64s(wide)) {
+        let narrow = u32::try_from(value).ok().filter(|narrow| *narrow < bound);
+        to.copy_from_slice(&narrow.ok_or(value)?.to_ne_bytes());
+    }
+    Ok(())
 }
 
 /// Copies the part `(dim, first, behind the last)` of a row-major tensor; all of it without one.
@@ -452,6 +507,7 @@ fn copy_part(
 /// The format's name of a dtype. Packed fp4 is published as plain bytes.
 pub(crate) fn file_dtype(dtype: WeightDtype) -> &'static str {
     match dtype {
+        WeightDtype::I32 => "I32",
         WeightDtype::I64 => "I64",
         WeightDtype::F32 => "F32",
         WeightDtype::Bf16 => "BF16",
@@ -464,6 +520,7 @@ pub(crate) fn file_dtype(dtype: WeightDtype) -> &'static str {
 /// The kernels' name of a dtype.
 pub(crate) fn abi_dtype(dtype: WeightDtype) -> Dtype {
     match dtype {
+        WeightDtype::I32 => Dtype::I32,
         WeightDtype::I64 => Dtype::I64,
         WeightDtype::F32 => Dtype::F32,
         WeightDtype::Bf16 => Dtype::Bf16,

@@ -29,6 +29,8 @@ pub const MAX_OP_OUTPUTS: usize = 8;
 
 /// `LOWLAT_V41`.
 pub const KIND_V41: u32 = 1;
+/// `LOWLAT_V4`.
+pub const KIND_V4: u32 = 2;
 /// `LOWLAT_ROW_MAJOR`.
 pub const ROW_MAJOR: u32 = 0;
 /// `LOWLAT_WEIGHT`.
@@ -179,7 +181,7 @@ c_structs! {
 
     /// One layer's place in the pattern of shared caches; -1: none.
     Layer = "lowlat_layer" {
-        /// 0, 1 or 2.
+        /// 0; V4.1 1 or 2; V4 4 or 128.
         ratio: i32,
         /// Layer whose compressed pool is read.
         kv_source: i32,
@@ -189,6 +191,8 @@ c_structs! {
         candidate_source: i32,
         /// Engram table.
         engram: i32,
+        /// 1: a table gives each token's experts (V4).
+        hash_gate: i32,
     }
 
     /// A model's sizes, this rank's place and what was built.
@@ -287,7 +291,7 @@ c_structs! {
         draft_experts: i32,
         /// Experts a row.
         draft_experts_per_token: i32,
-        /// Layers whose input feeds the draft; -1 behind the last.
+        /// Layers whose input (V4.1) or output (V4) feeds the draft; -1 behind the last.
         draft_target_layers: [i32; MAX_DRAFT_STAGES],
         /// This rank.
         tp_rank: i32,
@@ -305,7 +309,7 @@ c_structs! {
         page_size: i32,
         /// Pages of every pool.
         num_pages: i32,
-        /// Slots a request of the ratio-2 state ring.
+        /// Rows of the compressors' state ring.
         state_ring: i32,
         /// Every wait for a peer ends within it.
         wait_budget_ns: u64,

@@ -10,7 +10,7 @@ use std::time::Instant;
 use lowlat_core::config::ModelConfig;
 use lowlat_core::digest::Fnv1a;
 use lowlat_core::graph_key::{self, KeyIdx, Path, Record, RecordError, Recorder};
-use lowlat_core::spec::{model_facts, v41_scalar};
+use lowlat_core::spec::{model_facts, requirements};
 use lowlat_core::vote::Decision as VoteDecision;
 use lowlat_core::{
     Ballot, BallotParts, Built, Captured, Coverage, DeadlineLadder, Decision, Facts, GraphMode,
@@ -198,7 +198,14 @@ impl RankSetup {
             model: model_facts(&self.config),
             ..Facts::default()
         };
-        guard(&facts, &v41_scalar())
+        let Some(requirements) = requirements(self.config.family, &self.platform) else {
+            let family = self.config.family.words();
+            return Err(vec![format!(
+                "{family} has no kernels on {}",
+                self.platform
+            )]);
+        };
+        guard(&facts, &requirements)
             .map_err(|declines| declines.iter().map(ToString::to_string).collect())
     }
 }
@@ -719,7 +726,7 @@ fn prepare(setup: &RankSetup, tp_rank: TpRank, fault: Misbehaviour) -> Result<Pr
             reason: Reason::ServerArgument,
             message: format!(
                 "{} needs {:.1} GB of memory with --tp {}; this machine has {:.1} GB free \
-                 (--model tiny-v41, fewer --kv-tokens, or a shorter --limit-input)",
+                 (a built-in tiny model, fewer --kv-tokens, or a shorter --limit-input)",
                 setup.model,
                 needed as f64 / 1e9,
                 geometry.tp_size,

@@ -6,6 +6,7 @@
 
 #include "check.hpp"
 #include "host/op/op_call.hpp"
+#include "host/op/rope_tables.hpp"
 
 TEST_CASE(compressed_layers_rotate_by_the_published_frequencies) {
   const auto table = lowlat::host::compressed_rope_table();

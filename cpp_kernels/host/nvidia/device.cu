@@ -1,0 +1,98 @@
+#include "host/nvidia/device.hpp"
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "platform/nvidia.hpp"
+
+namespace lowlat::host::cuda {
+namespace {
+
+// Asked for its attributes, to see whether the library holds code for a device.
+__global__ void marker() {}
+
+Error unsupported(const std::string& message) { return {LOWLAT_UNSUPPORTED, message}; }
+
+}  // namespace
+
+void check(cudaError_t status, const char* call) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // an error of a call is not to be seen by the next
+  throw Error(LOWLAT_FAULT, std::string(call) + ": " + cudaGetErrorString(status));
+}
+
+std::string version_words(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+int count_devices(std::string& out_why) {
+  int count = 0, runtime = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaSuccess && count > 0) return count;
+  cudaGetLastError();
+  check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+  out_why = status == cudaSuccess ? "CUDA sees none" : cudaGetErrorString(status);
+  if (status == cudaErrorInsufficientDriver) {
+    // Also where libcuda is not there at all.
+    out_why = "no NVIDIA driver, or one that is older than CUDA " + version_words(runtime);
+  }
+  return 0;
+}
+
+std::string refusal_of_device(int device) {
+  int before = 0;
+  check(cudaGetDevice(&before), "cudaGetDevice");
+  check(cudaSetDevice(device), "cudaSetDevice");
+  cudaFuncAttributes attributes;
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, marker);
+  if (status != cudaSuccess) cudaGetLastError();
+  check(cudaSetDevice(before), "cudaSetDevice");
+  if (status == cudaSuccess) return "";
+  if (status != cudaErrorNoKernelImageForDevice) return cudaGetErrorString(status);
+  return "this library has no code for it; build with its architecture in LOWLAT_CUDA_ARCHS";
+}
+
+void open_first_device() {
+  std::string none;
+  if (count_devices(none) == 0) {
+    throw unsupported("platform nvidia has no device here: " + none + " (lowlat doctor)");
+  }
+  check(cudaSetDevice(0), "cudaSetDevice");
+  const std::string why = refusal_of_device(0);
+  if (!why.empty()) {
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+    throw unsupported(std::string("device 0 is ") + properties.name + " (sm_" +
+                      std::to_string(properties.major) + std::to_string(properties.minor) +
+                      "): " + why);
+  }
+}
+
+Stream::Stream() {
+  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+}
+Stream::~Stream() { cudaStreamDestroy(stream_); }
+
+void Stream::wait(std::uint64_t budget_ns) const {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::nanoseconds(budget_ns);
+  for (;;) {
+    const cudaError_t status = cudaStreamQuery(stream_);
+    if (status == cudaSuccess) return;
+    if (status != cudaErrorNotReady) check(status, "cudaStreamQuery");
+    cudaGetLastError();
+    if (Clock::now() > deadline) {
+      throw Error(LOWLAT_FAULT, "the device did not finish within " +
+                                    std::to_string(budget_ns / 1'000'000'000) + " s");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+Memory::Memory(std::size_t bytes) : bytes_(bytes) {
+  check(cudaMalloc(&data_, bytes > 0 ? bytes : 1), "cudaMalloc");
+}
+Memory::~Memory() { cudaFree(data_); }
+
+}  // namespace lowlat::host::cuda

@@ -1,0 +1,88 @@
+// host/nvidia/device.hpp: CUDA's runtime, checked: memory, streams, and the wait for one.
+//
+// Host code only; included where CUDA is there. Every failure is an Error that names the call and
+// what CUDA said.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/error.hpp"
+
+namespace lowlat::host::cuda {
+
+// Throws LOWLAT_FAULT: "cudaMalloc: out of memory".
+void check(cudaError_t status, const char* call);
+
+// "13.0" of CUDA's 13000.
+std::string version_words(int version);
+
+// How many devices CUDA sees. 0 leaves in out_why why there is none: no driver, an older one, or
+// what CUDA says.
+int count_devices(std::string& out_why);
+
+// Makes device 0 the calling thread's. Throws LOWLAT_UNSUPPORTED, in words that say what changes
+// it, where there is no driver, no device or no kernel for it in this library.
+void open_first_device();
+
+// Why this library's kernels do not run on a device; "" when they do. Leaves the current device as
+// it was.
+std::string refusal_of_device(int device);
+
+// A deadline for work that is not meant to wait for anything.
+inline constexpr std::uint64_t kWorkBudgetNs = 120'000'000'000;
+
+class Stream {
+ public:
+  Stream();
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  cudaStream_t get() const { return stream_; }
+  // Until all work is done; LOWLAT_FAULT when it failed or took longer.
+  void wait(std::uint64_t budget_ns = kWorkBudgetNs) const;
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Device memory of one owner; never null.
+class Memory {
+ public:
+  explicit Memory(std::size_t bytes);
+  ~Memory();
+  Memory(Memory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
+    other.data_ = nullptr;
+  }
+  Memory& operator=(Memory&&) = delete;
+  void* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t bytes_;
+};
+
+// Memory of the launches of one call: take() gives the same pieces again, in order, after rewind(),
+// so that a second run of the same launches allocates nothing (and may be captured).
+class Workspace {
+ public:
+  void* take(std::size_t bytes) {
+    if (next_ == pieces_.size()) pieces_.emplace_back(bytes);
+    Memory& piece = pieces_[next_++];
+    if (piece.bytes() < bytes) throw Error(LOWLAT_BUG, "a workspace is taken in another order");
+    return piece.data();
+  }
+  void rewind() { next_ = 0; }
+
+ private:
+  std::vector<Memory> pieces_;
+  std::size_t next_ = 0;
+};
+
+}  // namespace lowlat::host::cuda

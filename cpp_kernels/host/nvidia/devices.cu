@@ -1,0 +1,110 @@
+// What CUDA finds here: the devices, and whether a store of one arrives in another.
+#include "host/devices.hpp"
+
+#include "platform/nvidia.hpp"
+
+#include "host/nvidia/device.hpp"
+
+namespace lowlat::host {
+namespace {
+
+constexpr std::uint32_t kArrived = 0x10a7u;
+constexpr std::uint64_t kStoreBudgetNs = 5'000'000'000;
+
+__global__ void store_kernel(std::uint32_t* word, std::uint32_t value) {
+  namespace plat = lowlat::nvidia::plat;
+  plat::store_release<plat::Scope::system>(word, value);
+}
+
+// Lets the current device reach another's memory, and leaves that as it was.
+class PeerAccess {
+ public:
+  explicit PeerAccess(int to) : to_(to) {
+    const cudaError_t status = cudaDeviceEnablePeerAccess(to, 0);
+    was_enabled_ = status == cudaErrorPeerAccessAlreadyEnabled;
+    if (was_enabled_) {
+      cudaGetLastError();
+    } else {
+      cuda::check(status, "cudaDeviceEnablePeerAccess");
+    }
+    cuda::check(cudaGetDevice(&from_), "cudaGetDevice");
+  }
+  ~PeerAccess() {
+    if (was_enabled_) return;
+    cudaSetDevice(from_);
+    cudaDeviceDisablePeerAccess(to_);
+  }
+  PeerAccess(const PeerAccess&) = delete;
+  PeerAccess& operator=(const PeerAccess&) = delete;
+
+ private:
+  int from_ = 0, to_;
+  bool was_enabled_ = false;
+};
+
+// Throws Error where the store did not arrive.
+void store_into_peer(int from, int to) {
+  using cuda::check;
+  int can = 0;
+  check(cudaDeviceCanAccessPeer(&can, from, to), "cudaDeviceCanAccessPeer");
+  if (can == 0)
+    throw Error(LOWLAT_UNSUPPORTED, "the driver says that they cannot reach each other");
+  check(cudaSetDevice(to), "cudaSetDevice");
+  const cuda::Memory memory(sizeof(std::uint32_t));
+  check(cudaMemset(memory.data(), 0, memory.bytes()), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaMemset");
+  check(cudaSetDevice(from), "cudaSetDevice");
+  const PeerAccess access(to);
+  const cuda::Stream stream;
+  store_kernel<<<1, 1, 0, stream.get()>>>(static_cast<std::uint32_t*>(memory.data()), kArrived);
+  check(cudaGetLastError(), "a kernel's launch");
+  stream.wait(kStoreBudgetNs);
+  check(cudaSetDevice(to), "cudaSetDevice");
+  std::uint32_t seen = 0;
+  check(cudaMemcpy(&seen, memory.data(), sizeof seen, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  if (seen != kArrived) throw Error(LOWLAT_FAULT, "the store did not arrive");
+}
+
+std::string words_of(void (*attempt)(int, int), int from, int to) {
+  try {
+    attempt(from, to);
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+PlatformDevices nvidia_devices() {
+  PlatformDevices found;
+  found.built = true;
+  found.architectures = LOWLAT_CUDA_ARCHS;
+  int version = 0;
+  cuda::check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
+  found.toolkit = cuda::version_words(version);
+  const int count = cuda::count_devices(found.refusal);
+  if (count == 0) return found;
+  cuda::check(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
+  found.driver = cuda::version_words(version);
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties;
+    cuda::check(cudaGetDeviceProperties(&properties, i), "cudaGetDeviceProperties");
+    found.devices.push_back(
+        {properties.name,
+         "sm_" + std::to_string(properties.major) + std::to_string(properties.minor),
+         cuda::refusal_of_device(i)});
+  }
+  for (int from = 0; from < count; ++from) {
+    for (int to = 0; to < count; ++to) {
+      if (from == to) continue;
+      const std::string& no_code = found.devices[from].refusal;
+      found.peers.push_back(
+          {from, to, no_code.empty() ? words_of(store_into_peer, from, to) : no_code});
+    }
+  }
+  cuda::check(cudaSetDevice(0), "cudaSetDevice");
+  return found;
+}
+
+}  // namespace lowlat::host

@@ -1,0 +1,34 @@
+// What lowlat_devices() says, and of what.
+#include "host/devices.hpp"
+
+#include "check.hpp"
+#include "lowlat/kernels.h"
+
+using lowlat::host::devices_json;
+using lowlat::host::PlatformDevices;
+
+TEST_CASE(every_device_and_store_is_named) {
+  PlatformDevices found;
+  found.built = true;
+  found.architectures = "sm_90a";
+  found.toolkit = "13.0";
+  found.driver = "13.1";
+  found.devices = {{"H200", "sm_90", ""}, {"A100", "sm_80", "no code"}};
+  found.peers = {{0, 1, "the store did not arrive"}, {1, 0, "no code"}};
+  CHECK_EQ(devices_json(found),
+           "{\"nvidia\": {\"built\": true, \"architectures\": \"sm_90a\", \"toolkit\": \"13.0\", "
+           "\"driver\": \"13.1\", \"refusal\": \"\", \"devices\": [{\"name\": \"H200\", \"isa\": "
+           "\"sm_90\", \"refusal\": \"\"}, {\"name\": \"A100\", \"isa\": \"sm_80\", \"refusal\": "
+           "\"no code\"}], \"peers\": [{\"from\": 0, \"to\": 1, \"refusal\": \"the store did not "
+           "arrive\"}, {\"from\": 1, \"to\": 0, \"refusal\": \"no code\"}]}}\n");
+}
+
+TEST_CASE(a_library_without_kernels_of_the_platform_says_so) {
+#ifdef LOWLAT_HAVE_CUDA
+  SKIP("this build has CUDA kernels; tests/gpu looks at what they find");
+#else
+  CHECK_EQ(std::string(lowlat_devices()),
+           "{\"nvidia\": {\"built\": false, \"architectures\": \"\", \"toolkit\": \"\", "
+           "\"driver\": \"\", \"refusal\": \"\", \"devices\": [], \"peers\": []}}\n");
+#endif
+}
