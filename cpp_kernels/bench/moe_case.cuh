@@ -447,7 +447,7 @@ inline bool check_fault(const Layer& layer, int rows) {
   const std::vector<std::uint32_t> want = run(healthy);
   layer.require_healthy("before the fault");
   const std::uint32_t other = 1000;
-  // Both kernels of a shape keep their blocks' epochs at their scratch's start; few rows come first.
+  // The scratch begins with the blocks' epochs (of the kernel of few rows).
   CUDA(cudaMemcpy(layer.workspace.as<std::uint32_t>() + 5, &other, 4, cudaMemcpyHostToDevice));
   MoeArgs late = healthy;
   late.fault.budget_ns = 20'000'000;

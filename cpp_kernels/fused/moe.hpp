@@ -19,8 +19,7 @@
 
 namespace lowlat::fused {
 
-// Which compiled shape: a model at a number of ranks. `draft` is V4.1's draft stage: 128 experts, 3
-// a token (V4's draft has its target's shape).
+// Which compiled shape: a model's target layers at a number of ranks (V4's draft has that shape too).
 enum class MoeShape { v41_tp2, v41_tp4, v4_tp2, v4_tp4 };
 
 // gate: scores of x and the router, the k best. table: `ids` are given (a hash layer's table has
@@ -45,8 +44,9 @@ struct MoeWeights {
 };
 
 // Where a published sum goes: the mailboxes of stages/exchange.hpp, in packets of three values and
-// the tag. A block owns a band of moe_band_rows columns, so packets are numbered by band:
-// packet of (t, n) = (t * 128 + n / band) * packets_per_band + n % band / 3, word n % band % 3.
+// the tag. A block owns a band of H / 128 columns, so packets are numbered by band: with band = H /
+// 128 and per_band = (band + 2) / 3, (t, n) is word n % band % 3 of packet
+// (t * 128 + n / band) * per_band + n % band / 3.
 struct MoeBoxes {
   void* const* outboxes;       // device array [tp_size] of mailboxes, own rank's included; nullptr:
                                // nothing is published

@@ -46,10 +46,7 @@ struct Watch {
   std::uint32_t* stop;              // shared memory, 0 at the start
   const std::uint32_t* abort_word;  // of this rank, in global memory, or nullptr
 
-  LOWLAT_DEVICE bool stopped() const {
-    const volatile std::uint32_t* word = stop;
-    return *word != 0;
-  }
+  LOWLAT_DEVICE bool stopped() const { return plat::load_acquire<plat::Scope::block>(stop) != 0u; }
   // Called by a wait for others that has just failed: true when it has to end. `event` (not 0) is
   // stored with the first reason, as reason << 28 | event, so that a report can name what did not
   // arrive.
