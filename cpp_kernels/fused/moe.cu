@@ -51,7 +51,7 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, args, rules);
 }
 
-// Warps that multiply. Eight are slower, and twenty gave other bits from run to run (docs/bench).
+// Warps that multiply. Eight and twenty are slower (docs/bench).
 constexpr int kConsumers = 16;
 // Up to so many rows, several launches of eight rows beat one that gathers rows: measured for V4.1
 // (5120 columns) at 12 and 24 rows; for V4 they do not.
@@ -117,7 +117,6 @@ struct Instances {
 template <class F>
 auto with_shape(MoeShape shape, F f) {
   switch (shape) {
-    case MoeShape::v41_tp2: return f(Instances<shape::Dsv41Flash<2>>());
     case MoeShape::v4_tp2: return f(Instances<shape::Dsv4Flash<2>>());
     case MoeShape::v4_tp4: return f(Instances<shape::Dsv4Flash<4>>());
     case MoeShape::v41_tp4: break;
