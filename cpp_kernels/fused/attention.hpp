@@ -33,7 +33,6 @@ struct AttentionParams {
   // that writes its own compressed keys).
   bool late_extra;
   Gate before, done;   // of q and the stored keys; of o
-  bool rehearses;      // see first_pass() in exchange_gate.cuh
   int blocks_per_row;  // that share a row's keys: 1, 2, 4, 8 or 16; 0: chosen by the rows
 };
 

@@ -55,105 +55,98 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   __syncwarp();
   sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
   const uint2 gain_codes = __ldg(reinterpret_cast<const uint2*>(params.gain + 4 * quad_idx));
+  if (params.before.word != nullptr || !params.early) wait_at(params.before);
+
+  const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * 4 * kHidden;
+  uint2 residual[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    residual[j] = __ldcg(reinterpret_cast<const uint2*>(params.residual_in + row_begin +
+                                                        j * kHidden + 4 * quad_idx));
+  }
+  if (params.mix_done.word != nullptr) wait_at(params.mix_done);
   __shared__ float mix[kMixStride];
-#pragma unroll 1
-  for (int pass = first_pass(params.rehearses, params.before); pass < 2; ++pass) {
-    const bool real = pass != 0;
-    if (real && (params.before.word != nullptr || !params.early)) wait_at(params.before);
-    const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * 4 * kHidden;
-    uint2 residual[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      residual[j] = __ldcg(reinterpret_cast<const uint2*>(params.residual_in + row_begin +
-                                                          j * kHidden + 4 * quad_idx));
-    }
-    if (params.mix_done.word != nullptr && real) wait_at(params.mix_done);
-    if (plat::thread_idx() < kMixStride) {
-      mix[plat::thread_idx()] = __ldcg(params.mix + row_idx * kMixStride + plat::thread_idx());
-    }
-    float y[4] = {};
-    if (real)
-      receive_quad<kRanks>(y, params.port, exchange_epoch(params.port, params.exchange_index),
-                           row_idx, quad_idx, kQuads, static_cast<stages::StageId>(params.stage));
-    plat::block_sync();
+  if (plat::thread_idx() < kMixStride) {
+    mix[plat::thread_idx()] = __ldcg(params.mix + row_idx * kMixStride + plat::thread_idx());
+  }
+  float y[4];
+  receive_quad<kRanks>(y, params.port, exchange_epoch(params.port, params.exchange_index), row_idx,
+                       quad_idx, kQuads, static_cast<stages::StageId>(params.stage));
+  plat::block_sync();
 
-    float r[4][4];  // [stream][column]
+  float r[4][4];  // [stream][column]
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      r[j][0] = sm90::low_bf16(residual[j].x), r[j][1] = sm90::high_bf16(residual[j].x);
-      r[j][2] = sm90::low_bf16(residual[j].y), r[j][3] = sm90::high_bf16(residual[j].y);
-    }
-    float v[4] = {};
+  for (int j = 0; j < 4; ++j) {
+    r[j][0] = sm90::low_bf16(residual[j].x), r[j][1] = sm90::high_bf16(residual[j].x);
+    r[j][2] = sm90::low_bf16(residual[j].y), r[j][3] = sm90::high_bf16(residual[j].y);
+  }
+  float v[4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = quick_bf16(y[i]);
+  for (int i = 0; i < 4; ++i) y[i] = quick_bf16(y[i]);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      float out[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float acc = mix[8 + k] * r[0][i];
-        acc = plat::fma(mix[4 + k], y[i], acc);
-#pragma unroll
-        for (int j = 1; j < 4; ++j) acc = plat::fma(mix[8 + 4 * j + k], r[j][i], acc);
-        out[i] = quick_bf16(acc);
-        v[i] = plat::fma(out[i], mix[k], v[i]);
-      }
-      if (real)
-        *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
-            make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
-    }
-
-    float squares = 0.0f;
+  for (int k = 0; k < 4; ++k) {
+    float out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      v[i] = quick_bf16(v[i]);
-      squares = plat::fma(v[i], v[i], squares);
-    }
-    squares = plat::warp_sum(squares);
-    if (plat::thread_idx() % plat::kWarpLanes == 0) {
-      warp_squares[plat::thread_idx() / plat::kWarpLanes] = squares;
-    }
-    plat::block_sync();
-    if (real) sm90::cluster_wait();  // of the arrival at the start
-    if (plat::thread_idx() < kBlocksPerRow && real) {
-      float sum = 0.0f;
+      float acc = mix[8 + k] * r[0][i];
+      acc = plat::fma(mix[4 + k], y[i], acc);
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) sum += warp_squares[i];
-      sm90::send_to_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), sum,
-                         sm90::peer_address(&squares_barrier, plat::thread_idx()));
+      for (int j = 1; j < 4; ++j) acc = plat::fma(mix[8 + 4 * j + k], r[j][i], acc);
+      out[i] = quick_bf16(acc);
+      v[i] = plat::fma(out[i], mix[k], v[i]);
     }
-    if (real) wait_for_cluster(&squares_barrier, 0);
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kBlocksPerRow; ++i) total += block_squares[i];
-    const float scale = quick_rsqrt(total / static_cast<float>(kHidden) + params.norm_eps);
+    *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
+        make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
+  }
 
-    const float gain[4] = {sm90::low_bf16(gain_codes.x), sm90::high_bf16(gain_codes.x),
-                           sm90::low_bf16(gain_codes.y), sm90::high_bf16(gain_codes.y)};
-    float amax = 0.0f;
+  float squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = quick_bf16(v[i] * scale * gain[i]);
-      amax = plat::max(plat::abs(v[i]), amax);
-    }
-    const std::int64_t place = static_cast<std::int64_t>(row_idx) * kHidden + 4 * quad_idx;
-    if (params.x != nullptr && real) {
-      *reinterpret_cast<uint2*>(params.x + place) =
-          make_uint2(sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]));
-    }
+  for (int i = 0; i < 4; ++i) {
+    v[i] = quick_bf16(v[i]);
+    squares = plat::fma(v[i], v[i], squares);
+  }
+  squares = plat::warp_sum(squares);
+  if (plat::thread_idx() % plat::kWarpLanes == 0) {
+    warp_squares[plat::thread_idx() / plat::kWarpLanes] = squares;
+  }
+  plat::block_sync();
+  sm90::cluster_wait();  // of the arrival at the start
+  if (plat::thread_idx() < kBlocksPerRow) {
+    float sum = 0.0f;
 #pragma unroll
-    for (int mask = 1; mask < kGroup / 4; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-    }
-    const PowerScale group = power_scale(amax);
-    if (!real) continue;
-    *reinterpret_cast<std::uint32_t*>(params.x_codes + place) =
-        sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-        sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse) << 16;
-    if (quad_idx % (kGroup / 4) == 0) {
-      params.x_scale[quad_idx / (kGroup / 4) * padded_rows(params.num_rows) + row_idx] =
-          group.scale;
-    }
+    for (int i = 0; i < kWarps; ++i) sum += warp_squares[i];
+    sm90::send_to_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), sum,
+                       sm90::peer_address(&squares_barrier, plat::thread_idx()));
+  }
+  wait_for_cluster(&squares_barrier, 0);
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kBlocksPerRow; ++i) total += block_squares[i];
+  const float scale = quick_rsqrt(total / static_cast<float>(kHidden) + params.norm_eps);
+
+  const float gain[4] = {sm90::low_bf16(gain_codes.x), sm90::high_bf16(gain_codes.x),
+                         sm90::low_bf16(gain_codes.y), sm90::high_bf16(gain_codes.y)};
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[i] = quick_bf16(v[i] * scale * gain[i]);
+    amax = plat::max(plat::abs(v[i]), amax);
+  }
+  const std::int64_t place = static_cast<std::int64_t>(row_idx) * kHidden + 4 * quad_idx;
+  if (params.x != nullptr) {
+    *reinterpret_cast<uint2*>(params.x + place) =
+        make_uint2(sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]));
+  }
+#pragma unroll
+  for (int mask = 1; mask < kGroup / 4; mask *= 2) {
+    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+  }
+  const PowerScale group = power_scale(amax);
+  *reinterpret_cast<std::uint32_t*>(params.x_codes + place) =
+      sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
+      sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse) << 16;
+  if (quad_idx % (kGroup / 4) == 0) {
+    params.x_scale[quad_idx / (kGroup / 4) * padded_rows(params.num_rows) + row_idx] = group.scale;
   }
   open_gate(params.done);
   // So that this kernel's end says that the publishing one has ended too.

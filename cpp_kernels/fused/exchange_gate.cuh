@@ -23,22 +23,16 @@
 namespace lowlat::nvidia::fused {
 
 // One thread calls.
-LOWLAT_DEVICE bool is_open(const std::uint32_t* word, std::uint32_t target) {
-  return static_cast<std::int32_t>(plat::load_acquire<plat::Scope::device>(word) - target) >= 0;
-}
 LOWLAT_DEVICE void poll_gate(const Gate& gate) {
-  constexpr unsigned kRarelyNs = 200;
-  const std::uint32_t round = *gate.round, target = round * gate.blocks;
-  if (is_open(gate.word, target)) return;
+  const std::uint32_t target = *gate.round * gate.blocks;
+  const auto open = [&] {
+    return static_cast<std::int32_t>(plat::load_acquire<plat::Scope::device>(gate.word) - target) >=
+           0;
+  };
+  if (open()) return;
   const std::uint64_t deadline_ns = plat::clock_ns() + kSecondNs;
-  if (gate.earlier_word != nullptr) {
-    for (int polls = 1; !is_open(gate.earlier_word, round * gate.earlier_blocks); ++polls) {
-      __nanosleep(kRarelyNs);
-      if (polls % 64 == 0 && plat::clock_ns() > deadline_ns) return;
-    }
-  }
-  for (int polls = 1; !is_open(gate.word, target); ++polls) {
-    if (polls % 256 == 0 && plat::clock_ns() > deadline_ns) return;
+  for (int polls = 0; !open(); ++polls) {
+    if (polls % 256 == 255 && plat::clock_ns() > deadline_ns) return;
   }
 }
 
@@ -50,14 +44,6 @@ LOWLAT_DEVICE void wait_at(const Gate& gate) {
   }
   if (plat::thread_idx() == 0) poll_gate(gate);
   plat::block_sync();
-}
-
-// Instructions come to a multiprocessor as data do: a kernel that runs once through its code waits
-// for most of it. While it waits for its input anyway it may go through it once more, with nothing
-// stored: `for (int pass = first_pass(rehearses, gate); pass < 2; ++pass)`, where pass 1 is the
-// real one. Only where a gate says that there is a wait.
-LOWLAT_DEVICE int first_pass(bool rehearses, const Gate& gate) {
-  return rehearses && gate.word != nullptr ? 0 : 1;
 }
 
 // All threads of the block call, after their stores.

@@ -72,38 +72,31 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       from.scales + first_row / kGroup * kScaleStride + rank * kQkvK / kGroup, kHidden,
       kScaleStride};
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+  wait_at(params.before);
   const int padded = padded_rows(params.num_rows);
   const CodeActivations<kGroup, false> x{params.x_codes + rank * kQkvK,
                                          params.x_scale + rank * kQkvK / kGroup * padded, kHidden,
                                          padded};
+  Linear::run(shared, x, params.num_rows);
   constexpr int kOwned = Linear::kOwned, kPairs = kOwned / 2;
   static_assert(kOwned == kSquared && kProductThreads % kPairs == 0);
   std::uint16_t* out = is_q ? params.qa : params.kv;
   const int width = is_q ? kQLora : kHeadDim;
+  // Whole warps stay together: padded rows, of which those that are not there are not stored.
 #pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.qkv_rehearses, params.before) : 1; pass < 2;
-       ++pass) {
-    const bool real = pass != 0;
-    if (real) wait_at(params.before);
-    Linear::run(shared, x, params.num_rows, real);
-    // Whole warps stay together: padded rows, of which those that are not there are not stored.
-#pragma unroll 1
-    for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
-      const int token = i / kPairs, row = i % kPairs * 2;
-      const std::uint32_t pair =
-          sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
-      const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
-      float squares = plat::fma(low, low, high * high);
+  for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
+    const int token = i / kPairs, row = i % kPairs * 2;
+    const std::uint32_t pair =
+        sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
+    const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
+    float squares = plat::fma(low, low, high * high);
 #pragma unroll
-      for (int mask = 1; mask < kPairs; mask *= 2) {
-        squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
-      }
-      if (token >= params.num_rows || !real) continue;
-      *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) =
-          pair;
-      if (is_q && row == 0)
-        params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
+    for (int mask = 1; mask < kPairs; mask *= 2) {
+      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
     }
+    if (token >= params.num_rows) continue;
+    *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) = pair;
+    if (is_q && row == 0) params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
   }
   open_gate(params.qkv_done);
 }
@@ -270,64 +263,58 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
+  wait_at(params.qkv_done);
   constexpr int kTokens = QShared<kTiles>::kTokens, kPitch = QShared<kTiles>::kPitch;
   constexpr int kTogether = 4;
   const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
   static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
-#pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.q_rehearses, params.qkv_done) : 1; pass < 2;
-       ++pass) {
-    const bool real = pass != 0;
-    if (real) wait_at(params.qkv_done);
-    LatentPiece ahead[kTogether] = {};
-    const auto load = [&](int first) {
+  LatentPiece ahead[kTogether];
+  const auto load = [&](int first) {
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = first + i * kProductThreads;
-        if (piece < pieces && real) ahead[i] = load_latent(params, piece);
-      }
-    };
-    load(plat::thread_idx());
-    for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-      float squares = 0.0f;
+    for (int i = 0; i < kTogether; ++i) {
+      const int piece = first + i * kProductThreads;
+      if (piece < pieces) ahead[i] = load_latent(params, piece);
+    }
+  };
+  load(plat::thread_idx());
+  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+    float squares = 0.0f;
 #pragma unroll
-      for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
-           i += plat::kWarpLanes) {
-        squares += __ldcg(params.qa_squares + i * padded + token);
-      }
-      squares = plat::warp_sum(squares);
-      shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+    for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
+         i += plat::kWarpLanes) {
+      squares += __ldcg(params.qa_squares + i * padded + token);
     }
-    plat::block_sync();
+    squares = plat::warp_sum(squares);
+    shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+  }
+  plat::block_sync();
 #pragma unroll 1
-    for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
+  for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = first + i * kProductThreads;
-        if (piece >= pieces) break;
-        quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
-      }
-      load(first + kTogether * kProductThreads);
+    for (int i = 0; i < kTogether; ++i) {
+      const int piece = first + i * kProductThreads;
+      if (piece >= pieces) break;
+      quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
     }
-    plat::block_sync();
-    const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-    Linear::run(shared.product, latent, num_rows, real);
-    const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
+    load(first + kTogether * kProductThreads);
+  }
+  plat::block_sync();
+  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
+  Linear::run(shared.product, latent, num_rows);
+  const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
 #pragma unroll 1
-    for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
-      const int token = i / (kRows / 2), pair = i % (kRows / 2);
-      float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
-      float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
-      if (rotates) {
-        const float2 turn = shared.turn[token][pair];
-        const float turned = a * turn.x - b * turn.y;
-        b = a * turn.y + b * turn.x;
-        a = turned;
-      }
-      if (!real) continue;
-      *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
-          sm90::to_bf16_pair(a, b);
+  for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
+    const int token = i / (kRows / 2), pair = i % (kRows / 2);
+    float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
+    float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+    if (rotates) {
+      const float2 turn = shared.turn[token][pair];
+      const float turned = a * turn.x - b * turn.y;
+      b = a * turn.y + b * turn.x;
+      a = turned;
     }
+    *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
+        sm90::to_bf16_pair(a, b);
   }
   open_gate(params.done);
 }

@@ -61,32 +61,25 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       params.wo_a.scales + tile * (kRowsA / kGroup) * kScaleStride + rank * kKA / kGroup,
       kGroupInput, kScaleStride};
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+  wait_at(params.before);
   const int padded = padded_rows(params.num_rows);
   const int first_k = tile * kRowsA / kLora * kGroupInput + rank * kKA;  // in the row of o
   const HalfActivations<kGroup, false> o{params.o + first_k,
                                          params.o_scale + first_k / kGroup * padded,
                                          2 * params.num_groups * kGroupInput, padded};
-#pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.a_rehearses, params.before) : 1; pass < 2;
-       ++pass) {
-    const bool real = pass != 0;
-    if (real) wait_at(params.before);
-    Linear::run(shared, o, params.num_rows, real);
-    if (!Linear::owns() && real) return;
-    // A warp a token: its lanes are the 32 outputs that share a scale.
-    static_assert(kOwnedA == plat::kWarpLanes);
-    const int row = plat::thread_idx() % plat::kWarpLanes;
-    const int first_row = tile * kRowsA + rank * kOwnedA;
-    for (int token = plat::thread_idx() / plat::kWarpLanes; token < params.num_rows;
-         token += kProductWarps) {
-      const float u = quick_bf16(Linear::sum(shared, token, row));
-      const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
-      if (!real) continue;
-      params
-          .u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
-          static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
-      if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
-    }
+  Linear::run(shared, o, params.num_rows);
+  if (!Linear::owns()) return;
+  // A warp a token: its lanes are the 32 outputs that share a scale.
+  static_assert(kOwnedA == plat::kWarpLanes);
+  const int row = plat::thread_idx() % plat::kWarpLanes;
+  const int first_row = tile * kRowsA + rank * kOwnedA;
+  for (int token = plat::thread_idx() / plat::kWarpLanes; token < params.num_rows;
+       token += kProductWarps) {
+    const float u = quick_bf16(Linear::sum(shared, token, row));
+    const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
+    params.u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
+        static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
+    if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
   }
   open_gate(params.u_done);
 }
@@ -107,33 +100,27 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       scale_stride};
   Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
   if (params.u_done.word != nullptr) sm90::launch_dependents();
+  wait_at(params.u_done);
+  if (params.u_done.word == nullptr) sm90::launch_dependents();
   const int padded = padded_rows(params.num_rows);
   const CodeActivations<kGroup, false> u{params.u_codes + rank * kKB,
                                          params.u_scale + rank * kKB / kGroup * padded, k, padded};
+  Linear::run(shared, u, params.num_rows);
+  constexpr int kQuads = Linear::kOwned / 4;
+  const int first_owned = first_row + rank * Linear::kOwned;
+  const std::uint64_t epoch =
+      params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
 #pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.b_rehearses, params.u_done) : 1; pass < 2;
-       ++pass) {
-    const bool real = pass != 0;
-    if (real) wait_at(params.u_done);
-    if (params.u_done.word == nullptr) sm90::launch_dependents();
-    Linear::run(shared, u, params.num_rows, real);
-    constexpr int kQuads = Linear::kOwned / 4;
-    const int first_owned = first_row + rank * Linear::kOwned;
-    const std::uint64_t epoch =
-        params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
-#pragma unroll 1
-    for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
-      const int token = i / kQuads, quad = i % kQuads;
-      float v[4];
+  for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
+    const int token = i / kQuads, quad = i % kQuads;
+    float v[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = Linear::sum(shared, token, 4 * quad + j);
-      if (!real) continue;
-      if (params.published) {
-        publish_quad(params.port, epoch, token, first_owned / 4 + quad, kHidden / 4, v);
-      } else {
-        *reinterpret_cast<float4*>(params.partial + static_cast<std::int64_t>(token) * kHidden +
-                                   first_owned + 4 * quad) = make_float4(v[0], v[1], v[2], v[3]);
-      }
+    for (int j = 0; j < 4; ++j) v[j] = Linear::sum(shared, token, 4 * quad + j);
+    if (params.published) {
+      publish_quad(params.port, epoch, token, first_owned / 4 + quad, kHidden / 4, v);
+    } else {
+      *reinterpret_cast<float4*>(params.partial + static_cast<std::int64_t>(token) * kHidden +
+                                 first_owned + 4 * quad) = make_float4(v[0], v[1], v[2], v[3]);
     }
   }
 }
