@@ -92,7 +92,7 @@ class Replay(replay.Replay):
 
 @pytest.fixture(scope="module", params=["short", "deep"])
 def run(request):
-    path = abi.library_path()
+    path = abi.find_library()
     if path is None:
         pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
     weights = small_model.Weights(small_model.MODELS[request.param], SEED, 1)
