@@ -33,6 +33,7 @@ enum class StageId : std::uint32_t {
   argmax_gather = 6,
   draft_token_gather = 7,
   draft_logits_gather = 8,
+  hand_off = 9,  // of the blocks of one rank
   count
 };
 
