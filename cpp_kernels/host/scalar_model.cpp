@@ -1,8 +1,10 @@
 #include "host/scalar_model.hpp"
 // The platform comes first.
+#include <algorithm>
 #include <cstring>
 
 #include "host/plain.hpp"
+#include "host/rope_frequencies.hpp"
 #include "persistent/program.hpp"
 
 namespace lowlat::host {
@@ -96,11 +98,9 @@ void ScalarModel::become_ready() {
                 {abort_words_.data(), &region_->status, config.tp_rank, config.tp_size,
                  config.wait_budget_ns},
                 region_->layout().box_packets};
-  rank_.window_rope = stages::rope_table(static_cast<float>(config.rope_theta), {});
-  rank_.compressed_rope = stages::rope_table(
-      static_cast<float>(config.compress_rope_theta),
-      stages::yarn_ramp(config.compress_rope_theta, config.yarn_factor, config.yarn_beta_fast,
-                        config.yarn_beta_slow, config.yarn_original_positions));
+  const RopeFrequencies rope = rope_frequencies(config);
+  std::ranges::copy(rope.window, rank_.window_rope.values);
+  std::ranges::copy(rope.compressed, rank_.compressed_rope.values);
   worker_ = std::make_unique<Worker>([this](const Job& job) { run(job); });
 }
 
