@@ -141,7 +141,7 @@ class Program {
 
  private:
   // Two bf16 values a word.
-  LOWLAT_DEVICE static std::int64_t engram_words(const shape::RuntimeShape& s) {
+  LOWLAT_DEVICE static constexpr std::int64_t engram_words(const shape::RuntimeShape& s) {
     return std::int64_t{s.kEngramColumnsLocal} * s.kEngramDim / 2;
   }
   LOWLAT_DEVICE std::int32_t first_id() const { return s_.kTpRank * s_.kVocabLocal; }

@@ -217,10 +217,10 @@ struct Buffers {
   }
 
   // Distances of rows of scores.
-  LOWLAT_DEVICE static std::int64_t score_pitch(const shape::RuntimeShape& s) {
+  LOWLAT_DEVICE static constexpr std::int64_t score_pitch(const shape::RuntimeShape& s) {
     return std::int64_t{s.kNumPages} * s.kPageSize;
   }
-  LOWLAT_DEVICE static std::int64_t block_score_pitch(const shape::RuntimeShape& s) {
+  LOWLAT_DEVICE static constexpr std::int64_t block_score_pitch(const shape::RuntimeShape& s) {
     return s.kCandidateBlockSize > 0 ? score_pitch(s) / s.kCandidateBlockSize + 1 : 1;
   }
 };

@@ -58,11 +58,15 @@ struct FaultPort {
   StatusWords* status;
   int tp_rank, tp_size;
   std::uint64_t budget_ns;  // of every wait
+  // Where the status words lie in memory that takes no atomics of the device: a word of the rank's
+  // own that stands for StatusWords::claimed.
+  std::uint32_t* claimed = nullptr;
 };
 
 // Whether the caller is the one that writes the status words.
 LOWLAT_DEVICE bool claim_status(const FaultPort& port) {
-  return plat::atomic_cas<plat::Scope::system>(&port.status->claimed, 0u, 1u) == 0u;
+  std::uint32_t* word = port.claimed != nullptr ? port.claimed : &port.status->claimed;
+  return plat::atomic_cas<plat::Scope::system>(word, 0u, 1u) == 0u;
 }
 
 // One thread of a warp calls; others may call at the same time. Stores what happened, then raises
