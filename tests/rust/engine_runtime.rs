@@ -154,10 +154,10 @@ fn settings_are_refused_in_one_line() {
         ),
         (
             RuntimeSettings {
-                platform: "nvidia".into(),
+                platform: "amd".into(),
                 ..base.clone()
             },
-            "--platform is nvidia; this version runs on scalar",
+            "--platform is amd; needs scalar, nvidia or nvidia:N for device N",
         ),
         (
             RuntimeSettings {
