@@ -61,7 +61,7 @@ struct Rows {
 constexpr std::int64_t most(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
 
 // Rows whose scores of entries are kept at once: the selection goes through a step in groups.
-inline constexpr int kScoreRows = 8;
+inline constexpr int kScoreRows = Threads::kAlone ? 1 : 8;
 
 // What one block needs for itself while a unit runs. M rows of a step.
 struct BlockMemory {
