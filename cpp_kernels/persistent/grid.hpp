@@ -40,21 +40,18 @@ LOWLAT_DEVICE bool hand_off(const Grid& grid, std::uint32_t number, const stages
   if (Threads::leads()) {
     plat::store_release<plat::Scope::device>(grid.arrived + grid.block_idx, number);
   }
-  bool arrived = true;
-  if (Threads::warp_idx() == 0) {
-    stages::FaultPort patient = fault;
-    patient.budget_ns *= 2;
-    int next = Threads::lane();  // of the blocks that this lane looks at
-    arrived = stages::wait_or_report<stages::Warp>(
-        patient, kernel, stages::StageId::hand_off, fault.tp_rank, epoch, [&] {
-          for (; next < grid.num_blocks; next += Threads::kLanes) {
-            const std::uint32_t seen =
-                plat::load_acquire<plat::Scope::device>(grid.arrived + next);
-            if (seen - number > 0x7fff'ffffu) return false;
-          }
-          return true;
-        });
-  }
+  // A thread looks at one block (at more than 256, every 256th): the warps wait side by side.
+  stages::FaultPort patient = fault;
+  patient.budget_ns *= 2;
+  int next = Threads::thread_idx();
+  const bool arrived = stages::wait_or_report<stages::Warp>(
+      patient, kernel, stages::StageId::hand_off, fault.tp_rank, epoch, [&] {
+        for (; next < grid.num_blocks; next += Block::kNumThreads) {
+          const std::uint32_t seen = plat::load_acquire<plat::Scope::device>(grid.arrived + next);
+          if (seen - number > 0x7fff'ffffu) return false;
+        }
+        return true;
+      });
   return !Threads::any(!arrived);
 }
 

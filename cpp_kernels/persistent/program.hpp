@@ -158,7 +158,7 @@ class Program {
     for_share(share_, n, [&](int t) { whole = whole && body(t); });
     return whole;
   }
-  LOWLAT_DEVICE bool hand_off(KernelId kernel) {
+  LOWLAT_UNIT bool hand_off(KernelId kernel) {
     return persistent::hand_off(grid_, ++hand_offs_, rank_.port.fault,
                                 static_cast<std::uint32_t>(kernel), epoch_);
   }
@@ -170,13 +170,13 @@ class Program {
     return true;
   }
 
-  LOWLAT_DEVICE bool receive_row_sum(int row_idx, KernelId kernel, stages::StageId stage) {
+  LOWLAT_UNIT bool receive_row_sum(int row_idx, KernelId kernel, stages::StageId stage) {
     return stages::receive_sum<Block>(rank_.port, epoch_,
                                       row_idx * stages::packets_of(s_.kHidden),
                                       b_.y + std::int64_t{row_idx} * s_.kHidden, s_.kHidden,
                                       static_cast<std::uint32_t>(kernel), stage);
   }
-  LOWLAT_DEVICE void publish_partial(int row_idx) {
+  LOWLAT_UNIT void publish_partial(int row_idx) {
     stages::publish<Block>(rank_.port, epoch_, row_idx * stages::packets_of(s_.kHidden),
                            b_.partial + std::int64_t{row_idx} * s_.kHidden, s_.kHidden);
   }
@@ -199,7 +199,7 @@ class Program {
   }
 
   // Look-up, gather and projection; what a row adds to its streams then lies in engram_kv.
-  LOWLAT_DEVICE bool engram(const Rows& rows, const LayerWeights& layer) {
+  LOWLAT_UNIT bool engram(const Rows& rows, const LayerWeights& layer) {
     const std::int64_t words = engram_words(s_), row_packets = stages::packets_of(words);
     const std::int64_t columns = std::int64_t{shape::kEngramColumns} * s_.kEngramDim;
     if (!hand_off(KernelId::front)) return false;
@@ -231,11 +231,11 @@ class Program {
            hand_off(KernelId::front);
   }
 
-  LOWLAT_DEVICE bool layer(const Rows& rows, const LayerCall& call) {
+  LOWLAT_UNIT bool layer(const Rows& rows, const LayerCall& call) {
     return front(rows, call) && (!call.selects() || select(rows, call)) && back(rows, call);
   }
 
-  LOWLAT_DEVICE bool front(const Rows& rows, const LayerCall& call) {
+  LOWLAT_UNIT bool front(const Rows& rows, const LayerCall& call) {
     const LayerWeights& w = call.weights;
     const bool has_engram = w.plan.engram >= 0;
     if (has_engram && !engram(rows, w)) return false;
@@ -257,7 +257,7 @@ class Program {
     return hand_off(KernelId::front);
   }
 
-  LOWLAT_DEVICE bool select(const Rows& rows, const LayerCall& call) {
+  LOWLAT_UNIT bool select(const Rows& rows, const LayerCall& call) {
     each_row(rows.num_rows, [&](int t) { finish_index_query(rank_, share_, t); });
     for (int first = 0; first < rows.num_rows; first += kScoreRows) {
       if (!hand_off(KernelId::select)) return false;
@@ -268,7 +268,7 @@ class Program {
     return hand_off(KernelId::select);
   }
 
-  LOWLAT_DEVICE bool back(const Rows& rows, const LayerCall& call) {
+  LOWLAT_UNIT bool back(const Rows& rows, const LayerCall& call) {
     const auto kernel = KernelId::back;
     attend(rank_, share_, rows, call);
     if (!hand_off(kernel)) return false;
@@ -327,7 +327,7 @@ class Program {
   }
 
   // The best of row i of `logits`, in every thread.
-  LOWLAT_DEVICE stages::Best best_of_row(const float* logits, int i, int vocab,
+  LOWLAT_UNIT stages::Best best_of_row(const float* logits, int i, int vocab,
                                          std::int32_t first_id) {
     using Best = stages::BlockBest<Block>;
     LOWLAT_SHARED(Best::Scratch, scratch);
@@ -336,7 +336,7 @@ class Program {
 
   // Full logits of `num_rows` rows of logits_local on every rank, as many at once as a box holds. A
   // row travels in pieces, so that all blocks have some.
-  LOWLAT_DEVICE bool gather_logits(float* out, int num_rows, KernelId kernel,
+  LOWLAT_UNIT bool gather_logits(float* out, int num_rows, KernelId kernel,
                                    stages::StageId stage) {
     const std::int64_t row_packets = stages::packets_of(s_.kVocabLocal);
     const std::int64_t piece_packets = Threads::kAlone ? row_packets : Block::kNumThreads;
@@ -415,7 +415,7 @@ class Program {
   }
 
   // The context's keys of committed rows of the last target step.
-  LOWLAT_DEVICE bool inject(const lowlat_draft& draft) {
+  LOWLAT_UNIT bool inject(const lowlat_draft& draft) {
     const auto kernel = KernelId::draft;
     const int num_rows = draft.num_inject_rows;
     each_row(num_rows, [&](int t) { inject_features(rank_, t); });
@@ -434,7 +434,7 @@ class Program {
   }
 
   // The proposals, one after another: each needs the token before it.
-  LOWLAT_DEVICE bool propose(const lowlat_draft& draft) {
+  LOWLAT_UNIT bool propose(const lowlat_draft& draft) {
     const auto kernel = KernelId::draft;
     for (int place = 0; place < s_.kDraftBlock; ++place) {
       each_row(draft.batch_size, [&](int request) {

@@ -90,9 +90,9 @@ LOWLAT_DEVICE void for_share(const Share& share, int n, Body&& body) {
 
 // stages::linear over the share's part of the weight rows row_begin .. row_end - 1. No sync.
 template <class Weights, class Sink>
-LOWLAT_DEVICE void linear_share(const Share& share, const float* x, std::int64_t x_stride,
-                                int num_rows, int k, const Weights& weights, int row_begin,
-                                int row_end, Sink&& sink) {
+LOWLAT_DEVICE void linear_into(const Share& share, const float* x, std::int64_t x_stride,
+                               int num_rows, int k, const Weights& weights, int row_begin,
+                               int row_end, Sink&& sink) {
   if constexpr (Threads::kAlone) {
     stages::linear(x, x_stride, num_rows, k, weights, row_begin, row_end, share.memory->w_row,
                    sink);
@@ -104,6 +104,65 @@ LOWLAT_DEVICE void linear_share(const Share& share, const float* x, std::int64_t
       stages::linear<Block>(x, x_stride, num_rows, k, weights, begin, end, nullptr, sink);
     }
   }
+}
+
+// Where a linear's results go, at out[t * pitch + n]: as bf16, as fp32 of their bf16 value, or in
+// fp32 as they are. Told at run time, so that a kernel holds the product once and not for each use:
+// code that runs once a layer costs its fetch.
+struct LinearOut {
+  std::uint16_t* bf16;
+  float* f32;
+  std::int64_t pitch;
+  bool rounded;
+
+  LOWLAT_DEVICE void operator()(int t, int n, float y) const {
+    if (bf16 != nullptr) {
+      bf16[t * pitch + n] = stages::to_bf16(y);
+    } else {
+      f32[t * pitch + n] = rounded ? stages::round_bf16(y) : y;
+    }
+  }
+};
+LOWLAT_DEVICE LinearOut as_bf16(std::uint16_t* out, std::int64_t pitch) {
+  return {out, nullptr, pitch, false};
+}
+LOWLAT_DEVICE LinearOut as_rounded(float* out, std::int64_t pitch) {
+  return {nullptr, out, pitch, true};
+}
+LOWLAT_DEVICE LinearOut as_f32(float* out, std::int64_t pitch) {
+  return {nullptr, out, pitch, false};
+}
+
+LOWLAT_UNIT void linear_fp8(const Share& share, const float* x, std::int64_t x_stride, int num_rows,
+                            int k, const Fp8Weight& w, int block, int row_begin, int row_end,
+                            const LinearOut& out) {
+  linear_into(share, x, x_stride, num_rows, k, fp8_rows(w, k, block), row_begin, row_end, out);
+}
+LOWLAT_UNIT void linear_bf16(const Share& share, const float* x, std::int64_t x_stride,
+                             int num_rows, int k, const std::uint16_t* w, int row_begin,
+                             int row_end, const LinearOut& out) {
+  linear_into(share, x, x_stride, num_rows, k, stages::Bf16Weights{w, k}, row_begin, row_end, out);
+}
+
+// The other small pieces that many units have.
+LOWLAT_UNIT void quantize(float* out, const std::uint16_t* x, int n, int group) {
+  stages::quantize_row<Block>(out, x, n, group);
+}
+LOWLAT_UNIT void expand(float* out, const std::uint16_t* x, int n) {
+  stages::expand_bf16<Block>(out, x, n);
+}
+// out bf16 [n] = norm of x fp32 [n]; gain NULL: none. Syncs at the end; out may be what x was
+// expanded from.
+LOWLAT_UNIT void norm_row(std::uint16_t* out, const float* x, const std::uint16_t* gain, int n,
+                          float eps) {
+  using Norm = stages::RmsNorm<Block>;
+  LOWLAT_SHARED(Norm::Scratch, scratch);
+  if (gain == nullptr) {
+    Norm::run(out, x, n, eps, scratch);
+  } else {
+    Norm::run(out, x, gain, n, eps, scratch);
+  }
+  plat::block_sync();
 }
 
 LOWLAT_DEVICE std::int32_t within(std::int32_t value, std::int32_t count) {
@@ -183,7 +242,7 @@ LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_draft& draft) {
 // One row of the caller's arrays. What a model has not (a device's arrays are not looked at by the
 // host) is taken as padding, or as 0: such a row's results mean nothing, and no memory but the
 // step's own is touched.
-LOWLAT_DEVICE void take_row(const Rank& rank, const Rows& rows, int row_idx, std::int32_t token,
+LOWLAT_UNIT void take_row(const Rank& rank, const Rows& rows, int row_idx, std::int32_t token,
                             std::int32_t position, std::int32_t request, std::int32_t slot) {
   if (Threads::leads()) {
     const auto& s = rank.shape;
@@ -200,13 +259,13 @@ LOWLAT_DEVICE void take_row(const Rank& rank, const Rows& rows, int row_idx, std
   }
   plat::block_sync();
 }
-LOWLAT_DEVICE void take_target_row(const Rank& rank, const Rows& rows, const lowlat_step& step,
+LOWLAT_UNIT void take_target_row(const Rank& rank, const Rows& rows, const lowlat_step& step,
                                    int row_idx) {
   take_row(rank, rows, row_idx, step.token_ids[row_idx], step.positions[row_idx],
            step.request_idx[row_idx], step.slots[row_idx]);
 }
 // Rows of the draft blocks: the anchor, then mask tokens, at the positions that follow the prefix.
-LOWLAT_DEVICE void take_draft_row(const Rank& rank, const Rows& rows, const lowlat_draft& draft,
+LOWLAT_UNIT void take_draft_row(const Rank& rank, const Rows& rows, const lowlat_draft& draft,
                                   int row_idx) {
   const int block = rank.shape.kDraftBlock;
   const int request = row_idx / block, place = row_idx % block;
@@ -218,7 +277,7 @@ LOWLAT_DEVICE void take_draft_row(const Rank& rank, const Rows& rows, const lowl
 // ------------------------------------------------------------------ hyper-connections
 
 // residual = post * y + comb^T residual, of one row.
-LOWLAT_DEVICE void mix_in(const Rank& rank, int row_idx, const stages::HcParams& params) {
+LOWLAT_UNIT void mix_in(const Rank& rank, int row_idx, const stages::HcParams& params) {
   const int hidden = rank.shape.kHidden;
   std::uint16_t* residual =
       rank.buffers.residual + std::int64_t{row_idx} * shape::kNumStreams * hidden;
@@ -228,21 +287,21 @@ LOWLAT_DEVICE void mix_in(const Rank& rank, int row_idx, const stages::HcParams&
 }
 
 // out_mix[num_outputs], in every thread, of one row: `weights` against the residual as it is now.
-LOWLAT_DEVICE void mix_row(const Rank& rank, const Share& share, std::int64_t row_idx,
+LOWLAT_UNIT void mix_row(const Rank& rank, const Share& share, std::int64_t row_idx,
                            const HcWeights& weights, float* out_mix, int num_outputs) {
   const auto& s = rank.shape;
   const std::int64_t width = std::int64_t{shape::kNumStreams} * s.kHidden;
   float* row = share.memory->wide_f32;
   using Stats = stages::HcStats<Block>;
   LOWLAT_SHARED(Stats::Scratch, scratch);
-  stages::expand_bf16<Block>(row, rank.buffers.residual + row_idx * width,
+  expand(row, rank.buffers.residual + row_idx * width,
                              static_cast<int>(width));
   plat::block_sync();
   Stats::mix(out_mix, row, weights.fn, s.kHidden, s.kNormEps, scratch, num_outputs);
 }
 
 // params of one row, from the residual as it is now.
-LOWLAT_DEVICE void mix_stats(const Rank& rank, const Share& share, int row_idx,
+LOWLAT_UNIT void mix_stats(const Rank& rank, const Share& share, int row_idx,
                              const HcWeights& weights, stages::HcParams& out) {
   const auto& s = rank.shape;
   float mix[stages::kHcOutputs];
@@ -253,7 +312,7 @@ LOWLAT_DEVICE void mix_stats(const Rank& rank, const Share& share, int row_idx,
 }
 
 // x[out_row] of residual row row_idx, by the mean of squares that `statistic` names.
-LOWLAT_DEVICE void combine_norm(const Rank& rank, const Share& share, std::int64_t row_idx,
+LOWLAT_UNIT void combine_norm(const Rank& rank, const Share& share, std::int64_t row_idx,
                                 std::int64_t out_row, const float* pre, const std::uint16_t* gain,
                                 stages::HcStatistic statistic) {
   const auto& s = rank.shape;
@@ -267,17 +326,17 @@ LOWLAT_DEVICE void combine_norm(const Rank& rank, const Share& share, std::int64
 }
 
 // x of one row in the two forms that linears take.
-LOWLAT_DEVICE void prepare_x(const Rank& rank, int row_idx) {
+LOWLAT_UNIT void prepare_x(const Rank& rank, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const std::int64_t first = std::int64_t{row_idx} * s.kHidden;
-  stages::quantize_row<Block>(b.x_q + first, b.x + first, s.kHidden, s.kScaleBlock);
-  stages::expand_bf16<Block>(b.x_f32 + first, b.x + first, s.kHidden);
+  quantize(b.x_q + first, b.x + first, s.kHidden, s.kScaleBlock);
+  expand(b.x_f32 + first, b.x + first, s.kHidden);
   plat::block_sync();
 }
 
 // Statistics of a layer's attention, x of one row, and the row's turn.
-LOWLAT_DEVICE void enter_attention(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void enter_attention(const Rank& rank, const Share& share, const Rows& rows,
                                    int row_idx, const LayerCall& call) {
   const Buffers& b = rank.buffers;
   stages::HcParams& params = b.hc_attn[row_idx];
@@ -290,7 +349,7 @@ LOWLAT_DEVICE void enter_attention(const Rank& rank, const Share& share, const R
 }
 
 // The attention's y into the streams; statistics of the ffn; then its x of one row.
-LOWLAT_DEVICE void enter_ffn(const Rank& rank, const Share& share, int row_idx,
+LOWLAT_UNIT void enter_ffn(const Rank& rank, const Share& share, int row_idx,
                              const LayerWeights& w) {
   const stages::HcParams& before = rank.buffers.hc_attn[row_idx];
   stages::HcParams& params = rank.buffers.hc_ffn[row_idx];
@@ -302,7 +361,7 @@ LOWLAT_DEVICE void enter_ffn(const Rank& rank, const Share& share, int row_idx,
 }
 
 // The ffn's y into the streams, and what the next attention or the head combines with.
-LOWLAT_DEVICE void leave_ffn(const Rank& rank, int row_idx) {
+LOWLAT_UNIT void leave_ffn(const Rank& rank, int row_idx) {
   const stages::HcParams& params = rank.buffers.hc_ffn[row_idx];
   mix_in(rank, row_idx, params);
   if (rank.rules->own_pre) return;
@@ -315,12 +374,12 @@ LOWLAT_DEVICE void leave_ffn(const Rank& rank, int row_idx) {
 // ------------------------------------------------------------------ ends of the stack
 
 // partial of one row: the embedding where this rank owns the token, else 0.
-LOWLAT_DEVICE void embed_partial(const Rank& rank, const Rows& rows, int row_idx) {
+LOWLAT_UNIT void embed_partial(const Rank& rank, const Rows& rows, int row_idx) {
   const auto& s = rank.shape;
   float* out = rank.buffers.partial + std::int64_t{row_idx} * s.kHidden;
   const int local = rows.token_ids[row_idx] - s.kTpRank * s.kVocabLocal;
   if (local >= 0 && local < s.kVocabLocal) {
-    stages::expand_bf16<Block>(out, rank.weights->embed + std::int64_t{local} * s.kHidden,
+    expand(out, rank.weights->embed + std::int64_t{local} * s.kHidden,
                                s.kHidden);
   } else {
     spread(s.kHidden, [&](std::int64_t h) { out[h] = 0.0f; });
@@ -329,7 +388,7 @@ LOWLAT_DEVICE void embed_partial(const Rank& rank, const Rows& rows, int row_idx
 }
 
 // Four equal streams from y, and the pre that makes the first combine take stream 0.
-LOWLAT_DEVICE void spread_streams(const Rank& rank, int row_idx) {
+LOWLAT_UNIT void spread_streams(const Rank& rank, int row_idx) {
   const int hidden = rank.shape.kHidden;
   const std::uint16_t* y = rank.buffers.y + std::int64_t{row_idx} * hidden;
   for (int k = 0; k < shape::kNumStreams; ++k) {
@@ -345,7 +404,7 @@ LOWLAT_DEVICE void spread_streams(const Rank& rank, int row_idx) {
 
 // x_f32[i] of row `row_idx` of the last layer: combine, norm. `hc` is used where combines have
 // their own weights; the mean of squares is over the rounded sums in both models.
-LOWLAT_DEVICE void enter_head(const Rank& rank, const Share& share, const std::uint16_t* norm,
+LOWLAT_UNIT void enter_head(const Rank& rank, const Share& share, const std::uint16_t* norm,
                               const HcWeights& hc, int row_idx, int i) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
@@ -360,25 +419,21 @@ LOWLAT_DEVICE void enter_head(const Rank& rank, const Share& share, const std::u
   }
   combine_norm(rank, share, row_idx, i, pre, norm, stages::HcStatistic::rounded);
   const std::int64_t first = std::int64_t{i} * s.kHidden;
-  stages::expand_bf16<Block>(b.x_f32 + first, b.x + first, s.kHidden);
+  expand(b.x_f32 + first, b.x + first, s.kHidden);
   plat::block_sync();
 }
 
 // logits_local of rows 0 .. num_rows - 1 of x_f32, this rank's vocabulary, bf16 values.
-LOWLAT_DEVICE void head_logits(const Rank& rank, const Share& share, int num_rows) {
+LOWLAT_UNIT void head_logits(const Rank& rank, const Share& share, int num_rows) {
   const auto& s = rank.shape;
-  linear_share(share, rank.buffers.x_f32, s.kHidden, num_rows, s.kHidden,
-               stages::Bf16Weights{rank.weights->head, s.kHidden}, 0, s.kVocabLocal,
-               [&](int t, int n, float y) {
-                 rank.buffers.logits_local[std::int64_t{t} * s.kVocabLocal + n] =
-                     stages::round_bf16(y);
-               });
+  linear_bf16(share, rank.buffers.x_f32, s.kHidden, num_rows, s.kHidden, rank.weights->head, 0,
+              s.kVocabLocal, as_rounded(rank.buffers.logits_local, s.kVocabLocal));
 }
 
 // ------------------------------------------------------------------ Engram
 
 // engram_e of one row: the columns that this rank holds; the others are left for the gather.
-LOWLAT_DEVICE void engram_lookup(const Rank& rank, const Rows& rows, const LayerWeights& layer,
+LOWLAT_UNIT void engram_lookup(const Rank& rank, const Rows& rows, const LayerWeights& layer,
                                  int row_idx) {
   const auto& s = rank.shape;
   const int table = layer.plan.engram;
@@ -410,29 +465,26 @@ LOWLAT_DEVICE void engram_lookup(const Rank& rank, const Rows& rows, const Layer
 }
 
 // engram_q of one row, from the gathered engram_e.
-LOWLAT_DEVICE void engram_quantize(const Rank& rank, int row_idx) {
+LOWLAT_UNIT void engram_quantize(const Rank& rank, int row_idx) {
   const int columns = shape::kEngramColumns * rank.shape.kEngramDim;
   const std::int64_t first = std::int64_t{row_idx} * columns;
-  stages::quantize_row<Block>(rank.buffers.engram_q + first, rank.buffers.engram_e + first, columns,
+  quantize(rank.buffers.engram_q + first, rank.buffers.engram_e + first, columns,
                               rank.shape.kScaleBlock);
   plat::block_sync();
 }
 
 // engram_kv of every row.
-LOWLAT_DEVICE void engram_project(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void engram_project(const Rank& rank, const Share& share, const Rows& rows,
                                   const LayerWeights& layer) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int columns = shape::kEngramColumns * s.kEngramDim;
-  linear_share(share, b.engram_q, columns, rows.num_rows, columns,
-               fp8_rows(layer.engram.wkv, columns, s.kScaleBlock), 0, 5 * s.kHidden,
-               [&](int t, int n, float y) {
-                 b.engram_kv[std::int64_t{t} * 5 * s.kHidden + n] = stages::to_bf16(y);
-               });
+  linear_fp8(share, b.engram_q, columns, rows.num_rows, columns, layer.engram.wkv, s.kScaleBlock, 0,
+             5 * s.kHidden, as_bf16(b.engram_kv, 5 * s.kHidden));
 }
 
 // residual += gate * value of one row; rows of image tokens stay.
-LOWLAT_DEVICE void engram_apply(const Rank& rank, const Rows& rows, const LayerWeights& layer,
+LOWLAT_UNIT void engram_apply(const Rank& rank, const Rows& rows, const LayerWeights& layer,
                                 int row_idx) {
   const auto& s = rank.shape;
   if (rows.token_ids[row_idx] == s.kImageToken) return;
@@ -447,35 +499,28 @@ LOWLAT_DEVICE void engram_apply(const Rank& rank, const Rows& rows, const LayerW
 // ------------------------------------------------------------------ attention front
 
 // out[t][0 .. half): values of every row's compressor, then as many scores where there is a wgate.
-LOWLAT_DEVICE void project_compressor(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void project_compressor(const Rank& rank, const Share& share, const Rows& rows,
                                       const CompressorWeights& w, float* out, std::int64_t pitch,
                                       int half) {
   const int hidden = rank.shape.kHidden;
   const auto project = [&](const std::uint16_t* weight, int column) {
-    linear_share(share, rank.buffers.x_f32, hidden, rows.num_rows, hidden,
-                 stages::Bf16Weights{weight, hidden}, 0, half,
-                 [&](int t, int n, float y) { out[t * pitch + column + n] = y; });
+    linear_bf16(share, rank.buffers.x_f32, hidden, rows.num_rows, hidden, weight, 0, half,
+                as_f32(out + column, pitch));
   };
   project(w.wkv, 0);
   if (w.wgate != nullptr) project(w.wgate, half);
 }
 
 // Everything that an attention projects from x: q_lora, the window's key, compressors' rows.
-LOWLAT_DEVICE void project_x(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void project_x(const Rank& rank, const Share& share, const Rows& rows,
                              const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const LayerWeights& w = call.weights;
-  linear_share(share, b.x_q, s.kHidden, rows.num_rows, s.kHidden,
-               fp8_rows(w.wq_a, s.kHidden, s.kScaleBlock), 0, s.kQLora,
-               [&](int t, int n, float y) {
-                 b.q_lora[std::int64_t{t} * s.kQLora + n] = stages::to_bf16(y);
-               });
-  linear_share(share, b.x_q, s.kHidden, rows.num_rows, s.kHidden,
-               fp8_rows(w.wkv, s.kHidden, s.kScaleBlock), 0, shape::kHeadDim,
-               [&](int t, int n, float y) {
-                 b.kv[std::int64_t{t} * shape::kHeadDim + n] = stages::round_bf16(y);
-               });
+  linear_fp8(share, b.x_q, s.kHidden, rows.num_rows, s.kHidden, w.wq_a, s.kScaleBlock, 0, s.kQLora,
+             as_bf16(b.q_lora, s.kQLora));
+  linear_fp8(share, b.x_q, s.kHidden, rows.num_rows, s.kHidden, w.wkv, s.kScaleBlock, 0,
+             shape::kHeadDim, as_rounded(b.kv, shape::kHeadDim));
   if (!call.owns_pool()) return;
   if (!rank.rules->pooled_keys) {
     project_compressor(rank, share, rows, w.compressor, b.compress, s.kCompressWidth,
@@ -492,24 +537,21 @@ LOWLAT_DEVICE void project_x(const Rank& rank, const Share& share, const Rows& r
 }
 
 // q_lora_q of one row: normed, as a block-fp8 linear sees it.
-LOWLAT_DEVICE void norm_q_lora(const Rank& rank, const Share& share, const LayerWeights& w,
+LOWLAT_UNIT void norm_q_lora(const Rank& rank, const Share& share, const LayerWeights& w,
                                int row_idx) {
   const auto& s = rank.shape;
-  using Norm = stages::RmsNorm<Block>;
-  LOWLAT_SHARED(Norm::Scratch, scratch);
   std::uint16_t* row = rank.buffers.q_lora + std::int64_t{row_idx} * s.kQLora;
   float* wide = share.memory->wide_f32;
-  stages::expand_bf16<Block>(wide, row, s.kQLora);
+  expand(wide, row, s.kQLora);
   plat::block_sync();
-  Norm::run(row, wide, w.q_norm, s.kQLora, s.kNormEps, scratch);
-  plat::block_sync();
-  stages::quantize_row<Block>(rank.buffers.q_lora_q + std::int64_t{row_idx} * s.kQLora, row,
+  norm_row(row, wide, w.q_norm, s.kQLora, s.kNormEps);
+  quantize(rank.buffers.q_lora_q + std::int64_t{row_idx} * s.kQLora, row,
                               s.kQLora, s.kScaleBlock);
   plat::block_sync();
 }
 
 // kv fp32 [512] (bf16 values in) to a stored row: norm, RoPE, pack. Nothing is rounded in between.
-LOWLAT_DEVICE void store_kv(float* kv, const std::uint16_t* gain, float eps,
+LOWLAT_UNIT void store_kv(float* kv, const std::uint16_t* gain, float eps,
                             const stages::RopeTurn& turn, stages::KvRow<std::uint8_t> out_row) {
   using Norm = stages::RmsNorm<Block>;
   LOWLAT_SHARED(Norm::Scratch, scratch);
@@ -527,7 +569,7 @@ LOWLAT_DEVICE stages::KvPaged<std::uint8_t> window_pool(const Rank& rank, const 
 }
 
 // Norms, rotates and stores the window key of one row, where it has a slot.
-LOWLAT_DEVICE void write_window_kv(const Rank& rank, const Rows& rows, const LayerCall& call,
+LOWLAT_UNIT void write_window_kv(const Rank& rank, const Rows& rows, const LayerCall& call,
                                    int row_idx) {
   const Buffers& b = rank.buffers;
   if (rows.slots[row_idx] < 0) return;
@@ -584,7 +626,7 @@ LOWLAT_DEVICE void pool_entries(const Rank& rank, const Share& share, const Rows
 }
 
 // V4's layers that own a compressed pool: entries, at ratio 4 the index keys too.
-LOWLAT_DEVICE void write_pooled(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void write_pooled(const Rank& rank, const Share& share, const Rows& rows,
                                 const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
@@ -630,7 +672,7 @@ LOWLAT_DEVICE float* pair_state(const Rank& rank, const Rows& rows, const LayerW
 
 // Keeps the first half of a pair for its second, which may come in a later step: a unit after the
 // one that reads the ring. Of rows that would share a cell the last one writes.
-LOWLAT_DEVICE void keep_pair(const Rank& rank, const Rows& rows, const LayerCall& call,
+LOWLAT_UNIT void keep_pair(const Rank& rank, const Rows& rows, const LayerCall& call,
                              int row_idx) {
   const auto& s = rank.shape;
   if (rows.slots[row_idx] < 0 || rows.positions[row_idx] % 2 != 0) return;
@@ -647,7 +689,7 @@ LOWLAT_DEVICE void keep_pair(const Rank& rank, const Rows& rows, const LayerCall
 
 // V4.1's layers that own a compressed pool, one row: pooling, latent, entry, index key. A row at
 // ratio 2 takes its pair's first half from the step where it is there, else from the ring.
-LOWLAT_DEVICE void write_latent(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void write_latent(const Rank& rank, const Share& share, const Rows& rows,
                                 const LayerCall& call, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
@@ -686,11 +728,10 @@ LOWLAT_DEVICE void write_latent(const Rank& rank, const Share& share, const Rows
   using Key = float[shape::kIndexDim];
   LOWLAT_SHARED(Key, key);
   float* wide = share.memory->wide_f32;
-  stages::expand_bf16<Block>(wide, latent, shape::kHeadDim);
+  expand(wide, latent, shape::kHeadDim);
   plat::block_sync();
-  stages::linear<Block>(wide, shape::kHeadDim, 1, shape::kHeadDim,
-                        stages::Bf16Weights{w.indexer.wk, shape::kHeadDim}, 0, shape::kIndexDim,
-                        share.memory->w_row, [&](int, int n, float y) { key[n] = y; });
+  linear_bf16({0, 1, share.memory}, wide, shape::kHeadDim, 1, shape::kHeadDim, w.indexer.wk, 0,
+              shape::kIndexDim, as_f32(key, 0));
   plat::block_sync();
   using IndexKey = stages::IndexKey<Block>;
   LOWLAT_SHARED(IndexKey::Scratch, key_scratch);
@@ -698,7 +739,7 @@ LOWLAT_DEVICE void write_latent(const Rank& rank, const Share& share, const Rows
 }
 
 // Entries and index keys of the rows that complete one, where a layer owns the pool.
-LOWLAT_DEVICE void write_compressed(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void write_compressed(const Rank& rank, const Share& share, const Rows& rows,
                                     const LayerCall& call) {
   if (rank.rules->pooled_keys) {
     write_pooled(rank, share, rows, call);
@@ -709,41 +750,36 @@ LOWLAT_DEVICE void write_compressed(const Rank& rank, const Share& share, const 
 }
 
 // q as projected; index sources: index queries and head weights too, as projected.
-LOWLAT_DEVICE void project_q(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void project_q(const Rank& rank, const Share& share, const Rows& rows,
                              const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int width = s.kNumHeadsLocal * shape::kHeadDim;
-  linear_share(
-      share, b.q_lora_q, s.kQLora, rows.num_rows, s.kQLora,
-      fp8_rows(call.weights.wq_b, s.kQLora, s.kScaleBlock), 0, width,
-      [&](int t, int n, float y) { b.q[std::int64_t{t} * width + n] = stages::to_bf16(y); });
+  linear_fp8(share, b.q_lora_q, s.kQLora, rows.num_rows, s.kQLora, call.weights.wq_b, s.kScaleBlock,
+             0, width, as_bf16(b.q, width));
   if (call.owns_pool() && !rank.rules->pooled_keys && call.weights.plan.ratio == 2) {
     for_share(share, rows.num_rows, [&](int t) { keep_pair(rank, rows, call, t); });
   }
   if (!call.selects()) return;
   const int index_width = s.kIndexHeads * shape::kIndexDim;
-  linear_share(share, b.q_lora_q, s.kQLora, rows.num_rows, s.kQLora,
-               fp8_rows(call.weights.indexer.wq_b, s.kQLora, s.kScaleBlock), 0, index_width,
-               [&](int t, int n, float y) {
-                 b.index_q[std::int64_t{t} * index_width + n] = stages::round_bf16(y);
-               });
-  const bool fp8 = rank.rules->pooled_keys;
-  linear_share(share, b.x_f32, s.kHidden, rows.num_rows, s.kHidden,
-               stages::Bf16Weights{call.weights.indexer.weights_proj, s.kHidden}, 0, s.kIndexHeads,
-               [&](int t, int head, float y) {
-                 b.index_w[std::int64_t{t} * s.kIndexHeads + head] =
-                     fp8 ? y : stages::index_weight(stages::to_bf16(y), s.kIndexHeads);
-               });
+  linear_fp8(share, b.q_lora_q, s.kQLora, rows.num_rows, s.kQLora, call.weights.indexer.wq_b,
+             s.kScaleBlock, 0, index_width, as_rounded(b.index_q, index_width));
+  linear_bf16(share, b.x_f32, s.kHidden, rows.num_rows, s.kHidden,
+              call.weights.indexer.weights_proj, 0, s.kIndexHeads,
+              as_f32(b.index_w, s.kIndexHeads));
 }
 
 // Index sources: the query of one row, ready for scores.
-LOWLAT_DEVICE void finish_index_query(const Rank& rank, const Share& share, int row_idx) {
+LOWLAT_UNIT void finish_index_query(const Rank& rank, const Share& share, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int width = s.kIndexHeads * shape::kIndexDim;
   float* query = b.index_q + std::int64_t{row_idx} * width;
+  float* weights = b.index_w + std::int64_t{row_idx} * s.kIndexHeads;
   if (!rank.rules->pooled_keys) {
+    spread(s.kIndexHeads, [&](std::int64_t head) {
+      weights[head] = stages::index_weight(stages::to_bf16(weights[head]), s.kIndexHeads);
+    });
     stages::index_query<Block>(query, s.kIndexHeads, b.turn[row_idx]);
     return;
   }
@@ -753,8 +789,7 @@ LOWLAT_DEVICE void finish_index_query(const Rank& rank, const Share& share, int 
                                  b.turn[row_idx]);
   spread(width, [&](std::int64_t i) { query[i] = stages::from_e4m3(own.index_codes[i]); });
   spread(s.kIndexHeads, [&](std::int64_t head) {
-    float& weight = b.index_w[std::int64_t{row_idx} * s.kIndexHeads + head];
-    weight = stages::index_weight(weight, s.kIndexHeads, own.index_scales[head]);
+    weights[head] = stages::index_weight(weights[head], s.kIndexHeads, own.index_scales[head]);
   });
   plat::block_sync();
 }
@@ -812,7 +847,7 @@ LOWLAT_DEVICE void score_entries_of(const Rank& rank, const Share& share, const 
     });
   }
 }
-LOWLAT_DEVICE void score_entries(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void score_entries(const Rank& rank, const Share& share, const Rows& rows,
                                  const LayerCall& call, int first) {
   if (rank.rules->pooled_keys) {
     score_entries_of<stages::kIndexFp8DataBytes>(rank, share, rows, call, first);
@@ -822,7 +857,7 @@ LOWLAT_DEVICE void score_entries(const Rank& rank, const Share& share, const Row
 }
 
 // selected (and candidates on the candidate layer) of the rows that have scores.
-LOWLAT_DEVICE void select_entries(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void select_entries(const Rank& rank, const Share& share, const Rows& rows,
                                   const LayerCall& call, int first) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
@@ -901,7 +936,7 @@ LOWLAT_DEVICE AttentionKeys list_keys(const Rank& rank, const Share& share, cons
 
 // Attention of the share's heads: q is normed where the model does and rotated, attended, rotated
 // back, and left in o_f32 as wo_a takes it.
-LOWLAT_DEVICE void attend(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void attend(const Rank& rank, const Share& share, const Rows& rows,
                           const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
@@ -912,8 +947,6 @@ LOWLAT_DEVICE void attend(const Rank& rank, const Share& share, const Rows& rows
   const stages::KvPaged<const std::uint8_t> extra{
       plan.ratio == 0 ? nullptr : rank.weights->layers[plan.kv_source].kv_extra, entries_per_page,
       stages::kv_page_bytes(entries_per_page)};
-  using Norm = stages::RmsNorm<Block>;
-  LOWLAT_SHARED(Norm::Scratch, scratch);
   LOWLAT_SHARED(stages::RopeTurn, back);
   const int together = heads_together(rank), groups = s.kNumHeadsLocal / together;
   const int width = together * shape::kHeadDim;
@@ -924,10 +957,9 @@ LOWLAT_DEVICE void attend(const Rank& rank, const Share& share, const Rows& rows
     for (int head = 0; head < together; ++head) {
       std::uint16_t* q = o + head * shape::kHeadDim;
       if (rank.rules->head_norm) {
-        stages::expand_bf16<Block>(share.memory->wide_f32, q, shape::kHeadDim);
+        expand(share.memory->wide_f32, q, shape::kHeadDim);
         plat::block_sync();
-        Norm::run(q, share.memory->wide_f32, shape::kHeadDim, s.kNormEps, scratch);
-        plat::block_sync();
+        norm_row(q, share.memory->wide_f32, nullptr, shape::kHeadDim, s.kNormEps);
       }
       stages::Rope<Block>::rotate(q + shape::kHeadDim - shape::kRopeDim, b.turn[t]);
     }
@@ -946,35 +978,33 @@ LOWLAT_DEVICE void attend(const Rank& rank, const Share& share, const Rows& rows
     }
     plat::block_sync();
     if (call.quantized_o) {
-      stages::quantize_row<Block>(b.o_f32 + at, o, width, s.kScaleBlock);
+      quantize(b.o_f32 + at, o, width, s.kScaleBlock);
     } else {
-      stages::expand_bf16<Block>(b.o_f32 + at, o, width);
+      expand(b.o_f32 + at, o, width);
     }
     plat::block_sync();
   });
 }
 
 // u from the attention output: each group through its own wo_a.
-LOWLAT_DEVICE void project_groups(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void project_groups(const Rank& rank, const Share& share, const Rows& rows,
                                   const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int width = s.kNumHeadsLocal * shape::kHeadDim, out_width = s.kGroupsLocal * s.kOLora;
   for (int group = 0; group < s.kGroupsLocal; ++group) {
-    linear_share(share, b.o_f32 + group * s.kGroupInput, width, rows.num_rows, s.kGroupInput,
-                 fp8_rows(call.weights.wo_a, s.kGroupInput, s.kScaleBlock), group * s.kOLora,
-                 (group + 1) * s.kOLora, [&](int t, int n, float y) {
-                   b.u[std::int64_t{t} * out_width + n] = stages::to_bf16(y);
-                 });
+    linear_fp8(share, b.o_f32 + group * s.kGroupInput, width, rows.num_rows, s.kGroupInput,
+               call.weights.wo_a, s.kScaleBlock, group * s.kOLora, (group + 1) * s.kOLora,
+               as_bf16(b.u, out_width));
   }
 }
 
 // u_q of one row.
-LOWLAT_DEVICE void quantize_groups(const Rank& rank, int row_idx) {
+LOWLAT_UNIT void quantize_groups(const Rank& rank, int row_idx) {
   const auto& s = rank.shape;
   const int width = s.kGroupsLocal * s.kOLora;
   const std::int64_t first = std::int64_t{row_idx} * width;
-  stages::quantize_row<Block>(rank.buffers.u_q + first, rank.buffers.u + first, width,
+  quantize(rank.buffers.u_q + first, rank.buffers.u + first, width,
                               s.kScaleBlock);
   plat::block_sync();
 }
@@ -985,64 +1015,60 @@ LOWLAT_DEVICE void project_out(const Rank& rank, const Share& share, const Rows&
                                const LayerCall& call, Sink&& sink) {
   const auto& s = rank.shape;
   const int width = s.kGroupsLocal * s.kOLora;
-  linear_share(share, rank.buffers.u_q, width, rows.num_rows, width,
-               fp8_rows(call.weights.wo_b, width, s.kScaleBlock), 0, s.kHidden, sink);
+  linear_into(share, rank.buffers.u_q, width, rows.num_rows, width,
+              fp8_rows(call.weights.wo_b, width, s.kScaleBlock), 0, s.kHidden, sink);
 }
 
 // ------------------------------------------------------------------ experts
 
 // What x is multiplied with before the experts are known: the router's rows (but in hash layers,
 // where few are needed) and the shared expert's first two.
-LOWLAT_DEVICE void project_ffn(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void project_ffn(const Rank& rank, const Share& share, const Rows& rows,
                                const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const LayerWeights& w = call.weights;
   if (w.plan.hash_gate == 0) {
-    linear_share(share, b.x_f32, s.kHidden, rows.num_rows, s.kHidden,
-                 stages::Bf16Weights{w.gate, s.kHidden}, 0, call.num_experts,
-                 [&](int t, int n, float y) {
-                   b.gate_logits[std::int64_t{t} * call.num_experts + n] = y;
-                 });
+    linear_bf16(share, b.x_f32, s.kHidden, rows.num_rows, s.kHidden, w.gate, 0, call.num_experts,
+                as_f32(b.gate_logits, call.num_experts));
   }
   const int inner = s.kIntermediateLocal;
   const auto up = [&](const Fp8Weight& weight, std::uint16_t* out) {
-    linear_share(
-        share, b.x_q, s.kHidden, rows.num_rows, s.kHidden,
-        fp8_rows(weight, s.kHidden, s.kScaleBlock), 0, inner,
-        [&](int t, int n, float y) { out[std::int64_t{t} * inner + n] = stages::to_bf16(y); });
+    linear_fp8(share, b.x_q, s.kHidden, rows.num_rows, s.kHidden, weight, s.kScaleBlock, 0, inner,
+               as_bf16(out, inner));
   };
   up(w.shared_w1, b.shared_gate);
   up(w.shared_w3, b.shared_up);
 }
 
 // Hash layers: the experts of a row's token, and the weights that the router gives them.
-LOWLAT_DEVICE void route_by_token(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void route_by_token(const Rank& rank, const Share& share, const Rows& rows,
                                   const LayerCall& call, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int slots = call.experts_per_token;
   const std::int32_t* chosen = call.weights.tid2eid + std::int64_t{rows.token_ids[row_idx]} * slots;
   float* logits = b.gate_logits + std::int64_t{row_idx} * call.num_experts;
+  const Share whole{0, 1, share.memory};  // one row is one block's
   for (int slot = 0; slot < slots; ++slot) {
-    stages::linear<Block>(b.x_f32 + std::int64_t{row_idx} * s.kHidden, s.kHidden, 1, s.kHidden,
-                          stages::Bf16Weights{call.weights.gate, s.kHidden}, chosen[slot],
-                          chosen[slot] + 1, share.memory->w_row,
-                          [&](int, int, float y) { logits[slot] = y; });
+    linear_bf16(whole, b.x_f32 + std::int64_t{row_idx} * s.kHidden, s.kHidden, 1, s.kHidden,
+                call.weights.gate, chosen[slot], chosen[slot] + 1,
+                as_f32(logits, 0));
   }
   plat::block_sync();
   if (Threads::leads()) {
+    float* weights = b.expert_weights + std::int64_t{row_idx} * slots;
     for (int slot = 0; slot < slots; ++slot) {
       b.expert_ids[std::int64_t{row_idx} * slots + slot] = chosen[slot];
+      weights[slot] = logits[chosen[slot]];
     }
-    stages::gate_hash(b.expert_weights + std::int64_t{row_idx} * slots, logits, slots,
-                      s.kRoutedScaling, rank.rules->gate_rule);
+    stages::gate_hash(weights, weights, slots, s.kRoutedScaling, rank.rules->gate_rule);
   }
   plat::block_sync();
 }
 
 // A row's best experts by the router's scores.
-LOWLAT_DEVICE void route_by_score(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void route_by_score(const Rank& rank, const Share& share, const Rows& rows,
                                   const LayerCall& call, int row_idx) {
   const Buffers& b = rank.buffers;
   const std::int64_t first = std::int64_t{row_idx} * call.experts_per_token;
@@ -1059,7 +1085,7 @@ LOWLAT_DEVICE void route_by_score(const Rank& rank, const Share& share, const Ro
 }
 
 // The router of one row, and the shared expert's middle.
-LOWLAT_DEVICE void route(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void route(const Rank& rank, const Share& share, const Rows& rows,
                          const LayerCall& call, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
@@ -1074,7 +1100,7 @@ LOWLAT_DEVICE void route(const Rank& rank, const Share& share, const Rows& rows,
         stages::shared_swiglu(b.shared_gate[first + i], b.shared_up[first + i], s.kSwigluLimit);
   });
   plat::block_sync();
-  stages::quantize_row<Block>(b.shared_h_q + first, b.shared_gate + first, s.kIntermediateLocal,
+  quantize(b.shared_h_q + first, b.shared_gate + first, s.kIntermediateLocal,
                               s.kScaleBlock);
   plat::block_sync();
 }
@@ -1099,7 +1125,7 @@ LOWLAT_DEVICE void for_expert_tiles(const Share& share, const LayerCall& call, i
 
 // expert_h: every routed (row, slot) through its expert's first two products on this rank; and
 // shared_y, the shared expert's output. Each block lists the pairs for itself.
-LOWLAT_DEVICE void run_experts_up(const Rank& rank, const Share& share, const Rows& rows,
+LOWLAT_UNIT void run_experts_up(const Rank& rank, const Share& share, const Rows& rows,
                                   const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
@@ -1116,15 +1142,12 @@ LOWLAT_DEVICE void run_experts_up(const Rank& rank, const Share& share, const Ro
                          call.experts_per_token, s.kHidden, inner, begin, end, s.kSwigluLimit,
                          share.memory->w_row);
                    });
-  linear_share(share, b.shared_h_q, inner, rows.num_rows, inner,
-               fp8_rows(w.shared_w2, inner, s.kScaleBlock), 0, s.kHidden,
-               [&](int t, int n, float y) {
-                 b.shared_y[std::int64_t{t} * s.kHidden + n] = stages::to_bf16(y);
-               });
+  linear_fp8(share, b.shared_h_q, inner, rows.num_rows, inner, w.shared_w2, s.kScaleBlock, 0,
+             s.kHidden, as_bf16(b.shared_y, s.kHidden));
 }
 
 // expert_d: the third product of the same pairs, which the block has listed.
-LOWLAT_DEVICE void run_experts_down(const Rank& rank, const Share& share, const LayerCall& call) {
+LOWLAT_UNIT void run_experts_down(const Rank& rank, const Share& share, const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int inner = s.kIntermediateLocal;
@@ -1138,7 +1161,7 @@ LOWLAT_DEVICE void run_experts_down(const Rank& rank, const Share& share, const 
 }
 
 // partial of one row: what this rank adds to the sum over ranks.
-LOWLAT_DEVICE void moe_row(const Rank& rank, const LayerCall& call, int row_idx) {
+LOWLAT_UNIT void moe_row(const Rank& rank, const LayerCall& call, int row_idx) {
   const int hidden = rank.shape.kHidden, slots = call.experts_per_token;
   const Buffers& b = rank.buffers;
   stages::expert_sum<Block>(b.partial + std::int64_t{row_idx} * hidden,
@@ -1151,7 +1174,7 @@ LOWLAT_DEVICE void moe_row(const Rank& rank, const LayerCall& call, int row_idx)
 
 // features[row][which] of a target's row: the mean of the streams, where the draft wants them as
 // they enter layer `layer_idx` (kNumLayers: as they leave the last).
-LOWLAT_DEVICE void take_features(const Rank& rank, int row_idx, int layer_idx) {
+LOWLAT_UNIT void take_features(const Rank& rank, int row_idx, int layer_idx) {
   const auto& s = rank.shape;
   for (int which = 0; which < s.kNumDraftStages; ++which) {
     const int wanted =
@@ -1165,49 +1188,41 @@ LOWLAT_DEVICE void take_features(const Rank& rank, int row_idx, int layer_idx) {
 
 // Context keys of committed rows of the last target step, in four units: the features as a linear
 // sees them; their projection; x of the draft; keys of every stage and (inject_keys) into its cache.
-LOWLAT_DEVICE void inject_features(const Rank& rank, int row_idx) {
+LOWLAT_UNIT void inject_features(const Rank& rank, int row_idx) {
   const auto& s = rank.shape;
   const std::int64_t width = std::int64_t{s.kNumDraftStages} * s.kHidden;
-  stages::quantize_row<Block>(rank.buffers.feature_q + row_idx * width,
+  quantize(rank.buffers.feature_q + row_idx * width,
                               rank.buffers.features + row_idx * width, static_cast<int>(width),
                               s.kScaleBlock);
   plat::block_sync();
 }
-LOWLAT_DEVICE void inject_project(const Rank& rank, const Share& share, int num_rows) {
+LOWLAT_UNIT void inject_project(const Rank& rank, const Share& share, int num_rows) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int width = s.kNumDraftStages * s.kHidden;
-  linear_share(share, b.feature_q, width, num_rows, width,
-               fp8_rows(rank.weights->main_proj, width, s.kScaleBlock), 0, s.kHidden,
-               [&](int t, int n, float y) {
-                 b.x_f32[std::int64_t{t} * s.kHidden + n] = stages::round_bf16(y);
-               });
+  linear_fp8(share, b.feature_q, width, num_rows, width, rank.weights->main_proj, s.kScaleBlock, 0,
+             s.kHidden, as_rounded(b.x_f32, s.kHidden));
 }
-LOWLAT_DEVICE void inject_x(const Rank& rank, std::int32_t position, int row_idx) {
+LOWLAT_UNIT void inject_x(const Rank& rank, std::int32_t position, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const std::int64_t first = std::int64_t{row_idx} * s.kHidden;
-  using Norm = stages::RmsNorm<Block>;
-  LOWLAT_SHARED(Norm::Scratch, scratch);
-  Norm::run(b.x + first, b.x_f32 + first, rank.weights->main_norm, s.kHidden, s.kNormEps, scratch);
-  plat::block_sync();
-  stages::quantize_row<Block>(b.x_q + first, b.x + first, s.kHidden, s.kScaleBlock);
+  norm_row(b.x + first, b.x_f32 + first, rank.weights->main_norm, s.kHidden, s.kNormEps);
+  quantize(b.x_q + first, b.x + first, s.kHidden, s.kScaleBlock);
   stages::rope_turn<Block>(b.turn[row_idx], rank.window_rope, position);
   plat::block_sync();
 }
-LOWLAT_DEVICE void inject_kv(const Rank& rank, const Share& share, int num_rows) {
+LOWLAT_UNIT void inject_kv(const Rank& rank, const Share& share, int num_rows) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const std::int64_t pitch = std::int64_t{s.kNumDraftStages} * shape::kHeadDim;
   for (int stage = 0; stage < s.kNumDraftStages; ++stage) {
-    linear_share(share, b.x_q, s.kHidden, num_rows, s.kHidden,
-                 fp8_rows(rank.weights->stages[stage].wkv, s.kHidden, s.kScaleBlock), 0,
-                 shape::kHeadDim, [&](int t, int n, float y) {
-                   b.kv[t * pitch + stage * shape::kHeadDim + n] = stages::round_bf16(y);
-                 });
+    linear_fp8(share, b.x_q, s.kHidden, num_rows, s.kHidden, rank.weights->stages[stage].wkv,
+               s.kScaleBlock, 0, shape::kHeadDim,
+               as_rounded(b.kv + stage * shape::kHeadDim, pitch));
   }
 }
-LOWLAT_DEVICE void inject_keys(const Rank& rank, std::int32_t slot, int row_idx) {
+LOWLAT_UNIT void inject_keys(const Rank& rank, std::int32_t slot, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   for (int stage = 0; stage < s.kNumDraftStages; ++stage) {
@@ -1218,9 +1233,9 @@ LOWLAT_DEVICE void inject_keys(const Rank& rank, std::int32_t slot, int row_idx)
 }
 
 // The Markov embedding of a request's token before the next place.
-LOWLAT_DEVICE void markov_embed(const Rank& rank, int request, std::int32_t token) {
+LOWLAT_UNIT void markov_embed(const Rank& rank, int request, std::int32_t token) {
   const auto& s = rank.shape;
-  stages::expand_bf16<Block>(
+  expand(
       rank.buffers.markov_embedding + std::int64_t{request} * s.kMarkovRank,
       rank.weights->markov_embed + std::int64_t{within(token, s.kVocab)} * s.kMarkovRank,
       s.kMarkovRank);
@@ -1228,7 +1243,7 @@ LOWLAT_DEVICE void markov_embed(const Rank& rank, int request, std::int32_t toke
 }
 
 // logits_local rows (request, place): base + Markov bias of the token chosen before, in place.
-LOWLAT_DEVICE void markov_logits(const Rank& rank, const Share& share, int batch_size, int place) {
+LOWLAT_UNIT void markov_logits(const Rank& rank, const Share& share, int batch_size, int place) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   float* z = b.logits_local + std::int64_t{place} * s.kVocabLocal;

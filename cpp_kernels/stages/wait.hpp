@@ -99,6 +99,9 @@ LOWLAT_DEVICE void note_abort(const FaultPort& port, std::uint32_t kernel, Stage
   plat::store_release<plat::Scope::system>(&port.status->state, reason == kAbortByHost ? 3u : 2u);
 }
 
+// Polls between two looks at the abort word: some microseconds on a device.
+inline constexpr std::uint32_t kPollsALook = 16;
+
 // Polls `arrived` until it is true, the abort word rises or the budget is spent. One thread calls,
 // or all lanes of a warp (any Block of more than one thread); the result is the warp's, and
 // out_mine says whether the caller's own word arrived. `arrived` is not called again once it was
@@ -110,10 +113,12 @@ LOWLAT_DEVICE WaitResult wait_until(const FaultPort& port, Arrived arrived, bool
   out_mine = arrived();
   if (!one(!out_mine)) return WaitResult::arrived;
   const std::uint64_t deadline_ns = plat::clock_ns() + port.budget_ns;
-  for (;;) {
+  for (std::uint32_t poll = 0;; ++poll) {
     out_mine = out_mine || arrived();
     if (!one(!out_mine)) return WaitResult::arrived;
-    if (one(plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u)) {
+    // A look at the abort word takes as long as a poll and would double the time between two.
+    if (poll % kPollsALook == 0 &&
+        one(plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u)) {
       return WaitResult::aborted;
     }
     if (one(plat::clock_ns() > deadline_ns)) return WaitResult::expired;

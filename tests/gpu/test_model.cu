@@ -10,6 +10,9 @@
 
 #include "gpu.cuh"
 #include "host/tiny_group.hpp"
+#include "platform/nvidia.hpp"
+// The platform comes before every schedule.
+#include "persistent/grid.hpp"
 
 namespace {
 
@@ -198,8 +201,18 @@ class Side {
 
 // What two sides gave, side by side.
 struct Compared {
-  double worst = 0.0;  // rel_l2 of a row of logits
+  std::vector<double> errors;  // rel_l2 of each row of logits
   int rows = 0, argmax_differs = 0, drafts = 0, drafts_differ = 0;
+
+  // Rows in which an expert or an entry was chosen otherwise: scores within a rounding of each
+  // other, which a random model of a few dozen channels has.
+  int flips() const {
+    return static_cast<int>(std::ranges::count_if(errors, [](double e) { return !(e < 0.03); }));
+  }
+  double median() {
+    std::ranges::nth_element(errors, errors.begin() + errors.size() / 2);
+    return errors[errors.size() / 2];
+  }
 
   void logits(const std::vector<float>& got, const std::vector<float>& want, int vocab) {
     REQUIRE(got.size() == want.size());
@@ -210,8 +223,7 @@ struct Compared {
         error += (g - w) * (g - w);
         norm += w * w;
       }
-      const double rel = std::sqrt(error / norm);
-      worst = std::isfinite(rel) ? std::max(worst, rel) : 1e9;
+      errors.push_back(std::sqrt(error / norm));
     }
   }
 };
@@ -291,13 +303,16 @@ void compare(std::uint32_t kind, int tp_size, int num_requests, How how, bool sp
   Side got(kind, tp_size, on_nvidia, 5 * kSecond);
   got.spread_ = spread;
   std::vector<float> first, second;
-  const Compared c = live(got, want, how, num_requests, &first);
-  std::printf("%s tp %d requests %d %s%s: worst rel_l2 %.2e, argmax differs %d of %d, drafts %d of %d\n",
+  Compared c = live(got, want, how, num_requests, &first);
+  std::printf("%s tp %d requests %d %s%s: rel_l2 median %.2e worst %.2e, flips %d, argmax differs %d "
+              "of %d, drafts %d of %d\n",
               kind == LOWLAT_V4 ? "v4" : "v41", tp_size, num_requests,
-              how == How::captured ? "captured" : "eager", spread ? " two devices" : "", c.worst,
-              c.argmax_differs, c.rows, c.drafts_differ, c.drafts);
+              how == How::captured ? "captured" : "eager", spread ? " two devices" : "", c.median(),
+              *std::ranges::max_element(c.errors), c.flips(), c.argmax_differs, c.rows,
+              c.drafts_differ, c.drafts);
   std::fflush(stdout);
-  CHECK(c.worst < 0.1);
+  CHECK(c.median() < 0.01);
+  CHECK(c.flips() * 20 <= static_cast<int>(c.errors.size()));
   CHECK(c.argmax_differs * 20 <= c.rows);
   CHECK(c.drafts_differ * 5 <= c.drafts);
   // Run to run: a fresh group gives the same bits.
@@ -341,6 +356,46 @@ TEST_CASE(two_ranks_on_two_devices) {
   if (num_devices() < 2) SKIP("needs two devices");
   compare(LOWLAT_V41, 2, 1, How::resident, true);
   compare(LOWLAT_V4, 2, 2, How::captured, true);
+}
+
+namespace {
+
+namespace persistent = lowlat::nvidia::persistent;
+
+__global__ void hand_offs_kernel(std::uint32_t* arrived, lowlat::nvidia::stages::FaultPort fault,
+                                 int count) {
+  const persistent::Grid grid{arrived, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+  for (int i = 1; i <= count; ++i) {
+    if (!persistent::hand_off(grid, static_cast<std::uint32_t>(i), fault, 0, 0)) return;
+  }
+}
+
+}  // namespace
+
+TEST_CASE(hand_offs_of_all_blocks_end_and_take_this_long) {
+  need_device();
+  int num_sms = 0;
+  lowlat::host::cuda::check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0),
+                            "attribute");
+  OnDevice<std::uint32_t> words(std::vector<std::uint32_t>(num_sms + 64, 0u));
+  OnDevice<lowlat::nvidia::stages::StatusWords> status(
+      std::vector<lowlat::nvidia::stages::StatusWords>(1));
+  std::uint32_t* abort_word = words.data() + num_sms + 32;
+  OnDevice<std::uint32_t*> aborts(std::vector<std::uint32_t*>{abort_word});
+  for (const int count : {1000, 4000}) {
+    words.set(std::vector<std::uint32_t>(num_sms + 64, 0u));
+    const auto begin = std::chrono::steady_clock::now();
+    hand_offs_kernel<<<num_sms, 256>>>(words.data(), {aborts.data(), status.data(), 0, 1, kSecond},
+                                       count);
+    finish();
+    const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() -
+                                                                begin).count();
+    std::printf("%d hand-offs of %d blocks: %.2f us each\n", count, num_sms, us / count);
+    CHECK_EQ(status.get()[0].state, 0u);
+    for (int block = 0; block < num_sms; ++block) {
+      CHECK_EQ(words.get()[block], static_cast<std::uint32_t>(count));
+    }
+  }
 }
 
 TEST_CASE(replays_of_one_graph_give_the_same_bits_and_take_this_long) {
