@@ -126,9 +126,8 @@ lowlat_status lowlat_step_launch(lowlat_model* model, const lowlat_step* step, v
   });
 }
 lowlat_status lowlat_plain_step_launch(lowlat_model* model, const lowlat_step* step, void* stream) {
-  return border([&] {
-    some(model, "model").model.launch_step(some(step, "step"), Schedule::plain, stream);
-  });
+  return border(
+      [&] { some(model, "model").model.launch_step(some(step, "step"), Schedule::plain, stream); });
 }
 lowlat_status lowlat_draft_launch(lowlat_model* model, const lowlat_draft* draft, void* stream) {
   return border([&] {
@@ -142,9 +141,7 @@ lowlat_status lowlat_plain_draft_launch(lowlat_model* model, const lowlat_draft*
   });
 }
 lowlat_status lowlat_accept_launch(lowlat_model* model, const lowlat_accept* accept, void* stream) {
-  return border([&] {
-    some(model, "model").model.launch_accept(some(accept, "accept"), stream);
-  });
+  return border([&] { some(model, "model").model.launch_accept(some(accept, "accept"), stream); });
 }
 
 lowlat_status lowlat_synchronize(lowlat_model* model, uint64_t budget_ns) {
@@ -157,9 +154,8 @@ lowlat_status lowlat_status_read(const lowlat_model* model, lowlat_status_words*
 
 const char* lowlat_stage_name(uint32_t stage) {
   static const char* const kNames[] = {
-      "none",          "embed_sum",     "engram_gather",      "attention_sum",      "moe_sum",
-      "logits_gather", "argmax_gather", "draft_token_gather", "draft_logits_gather",
-      "hand_off"};
+      "none",          "embed_sum",     "engram_gather",      "attention_sum",       "moe_sum",
+      "logits_gather", "argmax_gather", "draft_token_gather", "draft_logits_gather", "hand_off"};
   static_assert(sizeof kNames / sizeof *kNames ==
                 static_cast<std::size_t>(lowlat::scalar::stages::StageId::count));
   return stage < sizeof kNames / sizeof *kNames ? kNames[stage] : "unknown";

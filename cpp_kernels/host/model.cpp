@@ -297,8 +297,8 @@ void Model::check_draft(const lowlat_draft& draft, Schedule schedule) const {
                   "; needed 0 or the last target step's " + std::to_string(last_step_rows_));
   }
   if (draft.num_inject_rows > 0) {
-    require_pointers({{draft.inject_slots, "inject_slots"},
-                      {draft.inject_positions, "inject_positions"}});
+    require_pointers(
+        {{draft.inject_slots, "inject_slots"}, {draft.inject_positions, "inject_positions"}});
   }
   if (draft.batch_size == 0) {
     if (reads_arrays_) check_inject_arrays(draft);

@@ -43,9 +43,9 @@ class ScalarModel final : public Model {
   void run(const Job& job);
 
   std::shared_ptr<Region> region_;
-  std::vector<std::shared_ptr<Region>> peers_;         // [tp_size], own region included
-  std::vector<scalar::plat::TaggedWords*> outboxes_;   // [tp_size]
-  std::vector<std::uint32_t*> abort_words_;            // [tp_size]
+  std::vector<std::shared_ptr<Region>> peers_;        // [tp_size], own region included
+  std::vector<scalar::plat::TaggedWords*> outboxes_;  // [tp_size]
+  std::vector<std::uint32_t*> abort_words_;           // [tp_size]
   std::vector<std::byte> arena_;
   std::vector<std::unique_ptr<std::byte[]>> allocated_;
   std::uint64_t arena_bytes_ = 0;

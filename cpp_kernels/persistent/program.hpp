@@ -103,8 +103,7 @@ class Program {
     if (draft.num_inject_rows > 0 && !inject(draft)) return false;
     if (draft.batch_size == 0) return end();
     const Rows rows = draft_rows(rank_, draft);
-    if (!embed(rows, KernelId::draft,
-               [&](int t) { take_draft_row(rank_, rows, draft, t); })) {
+    if (!embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, draft, t); })) {
       return false;
     }
     for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
@@ -125,12 +124,11 @@ class Program {
       const stages::Accepted result =
           a.temperature[request] == 0.0f
               ? Acceptance::greedy(draft, a.target_logits + row, a.num_drafts, a.vocab, scratch)
-              : Acceptance::sampled(
-                    draft, a.target_logits + row,
-                    a.draft_logits + std::int64_t{request} * a.num_drafts * a.vocab, a.num_drafts,
-                    a.vocab, a.temperature[request],
-                    a.coins + std::int64_t{request} * (a.num_drafts + 1),
-                    share_.memory->accept_scratch, scratch);
+              : Acceptance::sampled(draft, a.target_logits + row,
+                                    a.draft_logits + std::int64_t{request} * a.num_drafts * a.vocab,
+                                    a.num_drafts, a.vocab, a.temperature[request],
+                                    a.coins + std::int64_t{request} * (a.num_drafts + 1),
+                                    share_.memory->accept_scratch, scratch);
       if (Threads::leads()) {
         a.accepted[request] = result.num_drafts;
         a.next_tokens[request] = result.next;
@@ -171,8 +169,7 @@ class Program {
   }
 
   LOWLAT_UNIT bool receive_row_sum(int row_idx, KernelId kernel, stages::StageId stage) {
-    return stages::receive_sum<Block>(rank_.port, epoch_,
-                                      row_idx * stages::packets_of(s_.kHidden),
+    return stages::receive_sum<Block>(rank_.port, epoch_, row_idx * stages::packets_of(s_.kHidden),
                                       b_.y + std::int64_t{row_idx} * s_.kHidden, s_.kHidden,
                                       static_cast<std::uint32_t>(kernel), stage);
   }
@@ -307,7 +304,7 @@ class Program {
     });
   }
   // A packet a row for each of the block's teams, see PublishRows.
-  LOWLAT_DEVICE std::uint32_t (*pending())[plat::kTaggedPayload] {
+  LOWLAT_DEVICE std::uint32_t (*pending()) [plat::kTaggedPayload] {
     if constexpr (Threads::kAlone) {
       return share_.memory->pending;
     } else {
@@ -328,7 +325,7 @@ class Program {
 
   // The best of row i of `logits`, in every thread.
   LOWLAT_UNIT stages::Best best_of_row(const float* logits, int i, int vocab,
-                                         std::int32_t first_id) {
+                                       std::int32_t first_id) {
     using Best = stages::BlockBest<Block>;
     LOWLAT_SHARED(Best::Scratch, scratch);
     return stages::argmax<Block>(logits + std::int64_t{i} * vocab, vocab, first_id, scratch);
@@ -336,8 +333,7 @@ class Program {
 
   // Full logits of `num_rows` rows of logits_local on every rank, as many at once as a box holds. A
   // row travels in pieces, so that all blocks have some.
-  LOWLAT_UNIT bool gather_logits(float* out, int num_rows, KernelId kernel,
-                                   stages::StageId stage) {
+  LOWLAT_UNIT bool gather_logits(float* out, int num_rows, KernelId kernel, stages::StageId stage) {
     const std::int64_t row_packets = stages::packets_of(s_.kVocabLocal);
     const std::int64_t piece_packets = Threads::kAlone ? row_packets : Block::kNumThreads;
     const auto num_pieces = static_cast<int>((row_packets + piece_packets - 1) / piece_packets);
@@ -362,15 +358,15 @@ class Program {
                                num_words);
         return true;
       });
-      const bool arrived = each_piece([&](int row, std::int64_t packet, std::int64_t word,
-                                          std::int64_t num_words) {
-        float* out_row = out + std::int64_t{row} * s_.kVocab + word;
-        return stages::receive_all<Block>(
-            rank_.port, epoch_, packet, num_words, static_cast<std::uint32_t>(kernel), stage,
-            [&](int source, std::int64_t i, std::uint32_t bits) {
-              out_row[std::int64_t{source} * s_.kVocabLocal + i] = plat::bits_float(bits);
-            });
-      });
+      const bool arrived =
+          each_piece([&](int row, std::int64_t packet, std::int64_t word, std::int64_t num_words) {
+            float* out_row = out + std::int64_t{row} * s_.kVocab + word;
+            return stages::receive_all<Block>(
+                rank_.port, epoch_, packet, num_words, static_cast<std::uint32_t>(kernel), stage,
+                [&](int source, std::int64_t i, std::uint32_t bits) {
+                  out_row[std::int64_t{source} * s_.kVocabLocal + i] = plat::bits_float(bits);
+                });
+          });
       if (!arrived) return false;
     }
     return true;
@@ -392,15 +388,15 @@ class Program {
     using Candidates = stages::Best[kMaxRanks];
     LOWLAT_SHARED(Candidates, candidates);
     return all_rows(count, [&](int i) {
-      const bool arrived = stages::receive_all<Block>(
-          rank_.port, epoch_, i, 2, static_cast<std::uint32_t>(kernel), stage,
-          [&](int source, std::int64_t word, std::uint32_t bits) {
-            if (word == 0) {
-              candidates[source].value = plat::bits_float(bits);
-            } else {
-              candidates[source].id = static_cast<std::int32_t>(bits);
-            }
-          });
+      const bool arrived =
+          stages::receive_all<Block>(rank_.port, epoch_, i, 2, static_cast<std::uint32_t>(kernel),
+                                     stage, [&](int source, std::int64_t word, std::uint32_t bits) {
+                                       if (word == 0) {
+                                         candidates[source].value = plat::bits_float(bits);
+                                       } else {
+                                         candidates[source].id = static_cast<std::int32_t>(bits);
+                                       }
+                                     });
       if (!arrived) return false;
       if (Threads::leads()) {
         stages::Best winner = stages::kNoBest;

@@ -65,18 +65,18 @@ inline constexpr int kScoreRows = Threads::kAlone ? 1 : 8;
 
 // What one block needs for itself while a unit runs. M rows of a step.
 struct BlockMemory {
-  float* wide_f32;               // [4 H, at least 512 and q_lora] a residual row, other single rows
-  std::uint16_t* latent;         // bf16 [512]
-  std::uint8_t* index_codes;     // e4m3 [index_heads, 128] of one row, V4
-  float* index_scales;           // [index_heads] of one row, V4
-  std::int32_t* window_ids;      // [window + draft_block]
-  std::int32_t* entry_ids;       // [max entries]
-  float* attention_memory;       // SparseAttention's, of the heads that are taken together
-  float* gate_scratch;           // [2 E]
-  std::int32_t* pair_offsets;    // [E + 1]
-  std::int32_t* pairs;           // [M k]
-  float* accept_scratch;         // Acceptance's, of V
-  float* w_row;                  // [2 * widest K] expanded weight rows, of one thread
+  float* wide_f32;             // [4 H, at least 512 and q_lora] a residual row, other single rows
+  std::uint16_t* latent;       // bf16 [512]
+  std::uint8_t* index_codes;   // e4m3 [index_heads, 128] of one row, V4
+  float* index_scales;         // [index_heads] of one row, V4
+  std::int32_t* window_ids;    // [window + draft_block]
+  std::int32_t* entry_ids;     // [max entries]
+  float* attention_memory;     // SparseAttention's, of the heads that are taken together
+  float* gate_scratch;         // [2 E]
+  std::int32_t* pair_offsets;  // [E + 1]
+  std::int32_t* pairs;         // [M k]
+  float* accept_scratch;       // Acceptance's, of V
+  float* w_row;                // [2 * widest K] expanded weight rows, of one thread
   std::uint32_t (*pending)[plat::kTaggedPayload];  // [teams, M] of PublishRows
 
   // Assigns every member from carve(count, T*&): called once to count and once to place.
@@ -114,10 +114,10 @@ struct BlockMemory {
 // (targets) or kMaxBatch * kDraftBlock rows (drafts, never more). M rows, fp32 holds bf16 values
 // where noted.
 struct Buffers {
-  std::int32_t* row_token;      // [M] the rows of the forward that runs, see Rows
-  std::int32_t* row_position;   // [M]
-  std::int32_t* row_request;    // [M]
-  std::int32_t* row_slot;       // [M]
+  std::int32_t* row_token;     // [M] the rows of the forward that runs, see Rows
+  std::int32_t* row_position;  // [M]
+  std::int32_t* row_request;   // [M]
+  std::int32_t* row_slot;      // [M]
   std::uint16_t* residual;     // bf16 [M, 4, H]
   std::uint16_t* x;            // bf16 [M, H] input of a sublayer
   float* x_f32;                // [M, H] x, bf16 values
@@ -158,8 +158,8 @@ struct Buffers {
   std::uint16_t* features;     // bf16 [M, stages * H] of the last target step
   float* feature_q;            // [M, stages * H] as a block-fp8 linear sees them
   float* logits_local;         // [M, V_local]
-  float* markov_embedding;                         // [max_batch, R]
-  std::int32_t* previous;                          // [max_batch] last chosen token
+  float* markov_embedding;     // [max_batch, R]
+  std::int32_t* previous;      // [max_batch] last chosen token
 
   // Assigns every member, as BlockMemory's.
   template <class Carve>

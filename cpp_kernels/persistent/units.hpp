@@ -97,8 +97,8 @@ LOWLAT_DEVICE void linear_into(const Share& share, const float* x, std::int64_t 
     stages::linear(x, x_stride, num_rows, k, weights, row_begin, row_end, share.memory->w_row,
                    sink);
   } else {
-    constexpr int kStep = stages::DotTeam<Block>::kNum *
-                          stages::rows_together<std::remove_cvref_t<Sink>>();
+    constexpr int kStep =
+        stages::DotTeam<Block>::kNum * stages::rows_together<std::remove_cvref_t<Sink>>();
     for (int begin = row_begin + share.idx * kStep; begin < row_end; begin += share.num * kStep) {
       const int end = begin + kStep < row_end ? begin + kStep : row_end;
       stages::linear<Block>(x, x_stride, num_rows, k, weights, begin, end, nullptr, sink);
@@ -220,9 +220,17 @@ LOWLAT_DEVICE void for_each_request(const Rows& rows, Visit&& visit) {
 // The arrays of a forward as the units read them: the rank's own, which take_row() fills.
 LOWLAT_DEVICE Rows target_rows(const Rank& rank, const lowlat_step& step) {
   const Buffers& b = rank.buffers;
-  return {step.num_rows,  step.batch_size,        b.row_token,  b.row_position,   b.row_request,
-          b.row_slot,     step.page_table,        step.page_table_stride,
-          step.history,   step.state_slots,       0};
+  return {step.num_rows,
+          step.batch_size,
+          b.row_token,
+          b.row_position,
+          b.row_request,
+          b.row_slot,
+          step.page_table,
+          step.page_table_stride,
+          step.history,
+          step.state_slots,
+          0};
 }
 LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_draft& draft) {
   const Buffers& b = rank.buffers;
@@ -243,15 +251,15 @@ LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_draft& draft) {
 // host) is taken as padding, or as 0: such a row's results mean nothing, and no memory but the
 // step's own is touched.
 LOWLAT_UNIT void take_row(const Rank& rank, const Rows& rows, int row_idx, std::int32_t token,
-                            std::int32_t position, std::int32_t request, std::int32_t slot) {
+                          std::int32_t position, std::int32_t request, std::int32_t slot) {
   if (Threads::leads()) {
     const auto& s = rank.shape;
     const Buffers& b = rank.buffers;
     const std::int64_t positions =
         (rows.page_table_stride < s.kNumPages ? rows.page_table_stride : s.kNumPages) *
         std::int64_t{s.kPageSize};
-    const bool whole = 0 <= position && position < positions && 0 <= request &&
-                       request < rows.batch_size;
+    const bool whole =
+        0 <= position && position < positions && 0 <= request && request < rows.batch_size;
     b.row_token[row_idx] = within(token, s.kVocab);
     b.row_position[row_idx] = whole ? position : 0;
     b.row_request[row_idx] = within(request, rows.batch_size);
@@ -260,17 +268,16 @@ LOWLAT_UNIT void take_row(const Rank& rank, const Rows& rows, int row_idx, std::
   plat::block_sync();
 }
 LOWLAT_UNIT void take_target_row(const Rank& rank, const Rows& rows, const lowlat_step& step,
-                                   int row_idx) {
+                                 int row_idx) {
   take_row(rank, rows, row_idx, step.token_ids[row_idx], step.positions[row_idx],
            step.request_idx[row_idx], step.slots[row_idx]);
 }
 // Rows of the draft blocks: the anchor, then mask tokens, at the positions that follow the prefix.
 LOWLAT_UNIT void take_draft_row(const Rank& rank, const Rows& rows, const lowlat_draft& draft,
-                                  int row_idx) {
+                                int row_idx) {
   const int block = rank.shape.kDraftBlock;
   const int request = row_idx / block, place = row_idx % block;
-  take_row(rank, rows, row_idx,
-           place == 0 ? draft.anchors[request] : rank.shape.kDraftMaskToken,
+  take_row(rank, rows, row_idx, place == 0 ? draft.anchors[request] : rank.shape.kDraftMaskToken,
            draft.prefixes[request] + place, request, draft.slots[row_idx]);
 }
 
@@ -288,33 +295,31 @@ LOWLAT_UNIT void mix_in(const Rank& rank, int row_idx, const stages::HcParams& p
 
 // out_mix[num_outputs], in every thread, of one row: `weights` against the residual as it is now.
 LOWLAT_UNIT void mix_row(const Rank& rank, const Share& share, std::int64_t row_idx,
-                           const HcWeights& weights, float* out_mix, int num_outputs) {
+                         const HcWeights& weights, float* out_mix, int num_outputs) {
   const auto& s = rank.shape;
   const std::int64_t width = std::int64_t{shape::kNumStreams} * s.kHidden;
   float* row = share.memory->wide_f32;
   using Stats = stages::HcStats<Block>;
   LOWLAT_SHARED(Stats::Scratch, scratch);
-  expand(row, rank.buffers.residual + row_idx * width,
-                             static_cast<int>(width));
+  expand(row, rank.buffers.residual + row_idx * width, static_cast<int>(width));
   plat::block_sync();
   Stats::mix(out_mix, row, weights.fn, s.kHidden, s.kNormEps, scratch, num_outputs);
 }
 
 // params of one row, from the residual as it is now.
 LOWLAT_UNIT void mix_stats(const Rank& rank, const Share& share, int row_idx,
-                             const HcWeights& weights, stages::HcParams& out) {
+                           const HcWeights& weights, stages::HcParams& out) {
   const auto& s = rank.shape;
   float mix[stages::kHcOutputs];
   mix_row(rank, share, row_idx, weights, mix, stages::kHcOutputs);
-  stages::HcStats<Block>::params(out, mix, weights.base, weights.scale, s.kHcEps,
-                                 s.kSinkhornIters);
+  stages::HcStats<Block>::params(out, mix, weights.base, weights.scale, s.kHcEps, s.kSinkhornIters);
   plat::block_sync();
 }
 
 // x[out_row] of residual row row_idx, by the mean of squares that `statistic` names.
 LOWLAT_UNIT void combine_norm(const Rank& rank, const Share& share, std::int64_t row_idx,
-                                std::int64_t out_row, const float* pre, const std::uint16_t* gain,
-                                stages::HcStatistic statistic) {
+                              std::int64_t out_row, const float* pre, const std::uint16_t* gain,
+                              stages::HcStatistic statistic) {
   const auto& s = rank.shape;
   using Norm = stages::RmsNorm<Block>;
   LOWLAT_SHARED(Norm::Scratch, scratch);
@@ -337,7 +342,7 @@ LOWLAT_UNIT void prepare_x(const Rank& rank, int row_idx) {
 
 // Statistics of a layer's attention, x of one row, and the row's turn.
 LOWLAT_UNIT void enter_attention(const Rank& rank, const Share& share, const Rows& rows,
-                                   int row_idx, const LayerCall& call) {
+                                 int row_idx, const LayerCall& call) {
   const Buffers& b = rank.buffers;
   stages::HcParams& params = b.hc_attn[row_idx];
   mix_stats(rank, share, row_idx, call.weights.hc_attn, params);
@@ -350,7 +355,7 @@ LOWLAT_UNIT void enter_attention(const Rank& rank, const Share& share, const Row
 
 // The attention's y into the streams; statistics of the ffn; then its x of one row.
 LOWLAT_UNIT void enter_ffn(const Rank& rank, const Share& share, int row_idx,
-                             const LayerWeights& w) {
+                           const LayerWeights& w) {
   const stages::HcParams& before = rank.buffers.hc_attn[row_idx];
   stages::HcParams& params = rank.buffers.hc_ffn[row_idx];
   mix_in(rank, row_idx, before);
@@ -379,8 +384,7 @@ LOWLAT_UNIT void embed_partial(const Rank& rank, const Rows& rows, int row_idx) 
   float* out = rank.buffers.partial + std::int64_t{row_idx} * s.kHidden;
   const int local = rows.token_ids[row_idx] - s.kTpRank * s.kVocabLocal;
   if (local >= 0 && local < s.kVocabLocal) {
-    expand(out, rank.weights->embed + std::int64_t{local} * s.kHidden,
-                               s.kHidden);
+    expand(out, rank.weights->embed + std::int64_t{local} * s.kHidden, s.kHidden);
   } else {
     spread(s.kHidden, [&](std::int64_t h) { out[h] = 0.0f; });
   }
@@ -405,7 +409,7 @@ LOWLAT_UNIT void spread_streams(const Rank& rank, int row_idx) {
 // x_f32[i] of row `row_idx` of the last layer: combine, norm. `hc` is used where combines have
 // their own weights; the mean of squares is over the rounded sums in both models.
 LOWLAT_UNIT void enter_head(const Rank& rank, const Share& share, const std::uint16_t* norm,
-                              const HcWeights& hc, int row_idx, int i) {
+                            const HcWeights& hc, int row_idx, int i) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   float* pre = b.pre + std::int64_t{row_idx} * shape::kNumStreams;
@@ -434,7 +438,7 @@ LOWLAT_UNIT void head_logits(const Rank& rank, const Share& share, int num_rows)
 
 // engram_e of one row: the columns that this rank holds; the others are left for the gather.
 LOWLAT_UNIT void engram_lookup(const Rank& rank, const Rows& rows, const LayerWeights& layer,
-                                 int row_idx) {
+                               int row_idx) {
   const auto& s = rank.shape;
   const int table = layer.plan.engram;
   const int first_column = s.kTpRank * s.kEngramColumnsLocal;
@@ -469,13 +473,13 @@ LOWLAT_UNIT void engram_quantize(const Rank& rank, int row_idx) {
   const int columns = shape::kEngramColumns * rank.shape.kEngramDim;
   const std::int64_t first = std::int64_t{row_idx} * columns;
   quantize(rank.buffers.engram_q + first, rank.buffers.engram_e + first, columns,
-                              rank.shape.kScaleBlock);
+           rank.shape.kScaleBlock);
   plat::block_sync();
 }
 
 // engram_kv of every row.
 LOWLAT_UNIT void engram_project(const Rank& rank, const Share& share, const Rows& rows,
-                                  const LayerWeights& layer) {
+                                const LayerWeights& layer) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int columns = shape::kEngramColumns * s.kEngramDim;
@@ -485,7 +489,7 @@ LOWLAT_UNIT void engram_project(const Rank& rank, const Share& share, const Rows
 
 // residual += gate * value of one row; rows of image tokens stay.
 LOWLAT_UNIT void engram_apply(const Rank& rank, const Rows& rows, const LayerWeights& layer,
-                                int row_idx) {
+                              int row_idx) {
   const auto& s = rank.shape;
   if (rows.token_ids[row_idx] == s.kImageToken) return;
   using Apply = stages::EngramApply<Block>;
@@ -500,8 +504,8 @@ LOWLAT_UNIT void engram_apply(const Rank& rank, const Rows& rows, const LayerWei
 
 // out[t][0 .. half): values of every row's compressor, then as many scores where there is a wgate.
 LOWLAT_UNIT void project_compressor(const Rank& rank, const Share& share, const Rows& rows,
-                                      const CompressorWeights& w, float* out, std::int64_t pitch,
-                                      int half) {
+                                    const CompressorWeights& w, float* out, std::int64_t pitch,
+                                    int half) {
   const int hidden = rank.shape.kHidden;
   const auto project = [&](const std::uint16_t* weight, int column) {
     linear_bf16(share, rank.buffers.x_f32, hidden, rows.num_rows, hidden, weight, 0, half,
@@ -513,7 +517,7 @@ LOWLAT_UNIT void project_compressor(const Rank& rank, const Share& share, const 
 
 // Everything that an attention projects from x: q_lora, the window's key, compressors' rows.
 LOWLAT_UNIT void project_x(const Rank& rank, const Share& share, const Rows& rows,
-                             const LayerCall& call) {
+                           const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const LayerWeights& w = call.weights;
@@ -538,21 +542,20 @@ LOWLAT_UNIT void project_x(const Rank& rank, const Share& share, const Rows& row
 
 // q_lora_q of one row: normed, as a block-fp8 linear sees it.
 LOWLAT_UNIT void norm_q_lora(const Rank& rank, const Share& share, const LayerWeights& w,
-                               int row_idx) {
+                             int row_idx) {
   const auto& s = rank.shape;
   std::uint16_t* row = rank.buffers.q_lora + std::int64_t{row_idx} * s.kQLora;
   float* wide = share.memory->wide_f32;
   expand(wide, row, s.kQLora);
   plat::block_sync();
   norm_row(row, wide, w.q_norm, s.kQLora, s.kNormEps);
-  quantize(rank.buffers.q_lora_q + std::int64_t{row_idx} * s.kQLora, row,
-                              s.kQLora, s.kScaleBlock);
+  quantize(rank.buffers.q_lora_q + std::int64_t{row_idx} * s.kQLora, row, s.kQLora, s.kScaleBlock);
   plat::block_sync();
 }
 
 // kv fp32 [512] (bf16 values in) to a stored row: norm, RoPE, pack. Nothing is rounded in between.
 LOWLAT_UNIT void store_kv(float* kv, const std::uint16_t* gain, float eps,
-                            const stages::RopeTurn& turn, stages::KvRow<std::uint8_t> out_row) {
+                          const stages::RopeTurn& turn, stages::KvRow<std::uint8_t> out_row) {
   using Norm = stages::RmsNorm<Block>;
   LOWLAT_SHARED(Norm::Scratch, scratch);
   Norm::run(kv, kv, gain, shape::kHeadDim, eps, scratch);
@@ -570,7 +573,7 @@ LOWLAT_DEVICE stages::KvPaged<std::uint8_t> window_pool(const Rank& rank, const 
 
 // Norms, rotates and stores the window key of one row, where it has a slot.
 LOWLAT_UNIT void write_window_kv(const Rank& rank, const Rows& rows, const LayerCall& call,
-                                   int row_idx) {
+                                 int row_idx) {
   const Buffers& b = rank.buffers;
   if (rows.slots[row_idx] < 0) return;
   store_kv(b.kv + std::int64_t{row_idx} * shape::kHeadDim, call.weights.kv_norm,
@@ -627,7 +630,7 @@ LOWLAT_DEVICE void pool_entries(const Rank& rank, const Share& share, const Rows
 
 // V4's layers that own a compressed pool: entries, at ratio 4 the index keys too.
 LOWLAT_UNIT void write_pooled(const Rank& rank, const Share& share, const Rows& rows,
-                                const LayerCall& call) {
+                              const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const LayerWeights& w = call.weights;
@@ -666,14 +669,12 @@ LOWLAT_DEVICE float* pair_state(const Rank& rank, const Rows& rows, const LayerW
                                 int row_idx, std::int64_t position) {
   const auto& s = rank.shape;
   const std::int64_t request = within(rows.state_slots[rows.request_idx[row_idx]], s.kMaxBatch);
-  return w.kv_state +
-         (request * s.kStateRing + position % s.kStateRing) * 2 * shape::kHeadDim;
+  return w.kv_state + (request * s.kStateRing + position % s.kStateRing) * 2 * shape::kHeadDim;
 }
 
 // Keeps the first half of a pair for its second, which may come in a later step: a unit after the
 // one that reads the ring. Of rows that would share a cell the last one writes.
-LOWLAT_UNIT void keep_pair(const Rank& rank, const Rows& rows, const LayerCall& call,
-                             int row_idx) {
+LOWLAT_UNIT void keep_pair(const Rank& rank, const Rows& rows, const LayerCall& call, int row_idx) {
   const auto& s = rank.shape;
   if (rows.slots[row_idx] < 0 || rows.positions[row_idx] % 2 != 0) return;
   const int later = row_idx + s.kStateRing;
@@ -690,7 +691,7 @@ LOWLAT_UNIT void keep_pair(const Rank& rank, const Rows& rows, const LayerCall& 
 // V4.1's layers that own a compressed pool, one row: pooling, latent, entry, index key. A row at
 // ratio 2 takes its pair's first half from the step where it is there, else from the ring.
 LOWLAT_UNIT void write_latent(const Rank& rank, const Share& share, const Rows& rows,
-                                const LayerCall& call, int row_idx) {
+                              const LayerCall& call, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const LayerWeights& w = call.weights;
@@ -700,13 +701,12 @@ LOWLAT_UNIT void write_latent(const Rank& rank, const Share& share, const Rows& 
   float* kv = b.compress + std::int64_t{t} * s.kCompressWidth;
   if (ratio == 2) {
     if (position % 2 == 0) return;  // the pair's first half waits for its second
-    const bool in_step = t > 0 && rows.request_idx[t - 1] == rows.request_idx[t] &&
-                         rows.slots[t - 1] >= 0;
+    const bool in_step =
+        t > 0 && rows.request_idx[t - 1] == rows.request_idx[t] && rows.slots[t - 1] >= 0;
     const float* even =
         in_step ? kv - s.kCompressWidth : pair_state(rank, rows, w, t, position - 1);
     spread(shape::kHeadDim, [&](std::int64_t d) {
-      kv[d] = stages::pool_pair(even[d], even[shape::kHeadDim + d], kv[d],
-                                kv[shape::kHeadDim + d]);
+      kv[d] = stages::pool_pair(even[d], even[shape::kHeadDim + d], kv[d], kv[shape::kHeadDim + d]);
     });
     plat::block_sync();
   }
@@ -740,18 +740,17 @@ LOWLAT_UNIT void write_latent(const Rank& rank, const Share& share, const Rows& 
 
 // Entries and index keys of the rows that complete one, where a layer owns the pool.
 LOWLAT_UNIT void write_compressed(const Rank& rank, const Share& share, const Rows& rows,
-                                    const LayerCall& call) {
+                                  const LayerCall& call) {
   if (rank.rules->pooled_keys) {
     write_pooled(rank, share, rows, call);
   } else {
-    for_share(share, rows.num_rows,
-              [&](int t) { write_latent(rank, share, rows, call, t); });
+    for_share(share, rows.num_rows, [&](int t) { write_latent(rank, share, rows, call, t); });
   }
 }
 
 // q as projected; index sources: index queries and head weights too, as projected.
 LOWLAT_UNIT void project_q(const Rank& rank, const Share& share, const Rows& rows,
-                             const LayerCall& call) {
+                           const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int width = s.kNumHeadsLocal * shape::kHeadDim;
@@ -839,8 +838,7 @@ LOWLAT_DEVICE void score_entries_of(const Rank& rank, const Share& share, const 
     with_candidates(rank, rows, call, t, [&](const auto& position_of, int n) {
       // Rows begin at different shares, so that short ones do not all fall to the first.
       const int chunk = Threads::kAlone ? n : 4 * stages::DotTeam<Block>::kNum;
-      for (int begin = (share.idx + t) % share.num * chunk; begin < n;
-           begin += share.num * chunk) {
+      for (int begin = (share.idx + t) % share.num * chunk; begin < n; begin += share.num * chunk) {
         stages::index_scores<Block>(scores, query, weights, s.kIndexHeads, keys, position_of, begin,
                                     begin + chunk < n ? begin + chunk : n);
       }
@@ -848,7 +846,7 @@ LOWLAT_DEVICE void score_entries_of(const Rank& rank, const Share& share, const 
   }
 }
 LOWLAT_UNIT void score_entries(const Rank& rank, const Share& share, const Rows& rows,
-                                 const LayerCall& call, int first) {
+                               const LayerCall& call, int first) {
   if (rank.rules->pooled_keys) {
     score_entries_of<stages::kIndexFp8DataBytes>(rank, share, rows, call, first);
   } else {
@@ -858,7 +856,7 @@ LOWLAT_UNIT void score_entries(const Rank& rank, const Share& share, const Rows&
 
 // selected (and candidates on the candidate layer) of the rows that have scores.
 LOWLAT_UNIT void select_entries(const Rank& rank, const Share& share, const Rows& rows,
-                                  const LayerCall& call, int first) {
+                                const LayerCall& call, int first) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   LOWLAT_SHARED(stages::SelectScratch, scratch);
@@ -868,10 +866,9 @@ LOWLAT_UNIT void select_entries(const Rank& rank, const Share& share, const Rows
     const float* scores = b.scores + i * Buffers::score_pitch(s);
     with_candidates(rank, rows, call, first + i, [&](const auto& position_of, int n) {
       if (call.weights.plan.candidate_source < 0 && call.layer_idx == s.kCandidateLayer) {
-        stages::candidate_blocks<Block>(b.candidates + t * s.kCandidateBlocks, scores, n,
-                                        s.kCandidateBlockSize, s.kCandidateBlocks,
-                                        b.block_scores + i * Buffers::block_score_pitch(s),
-                                        scratch);
+        stages::candidate_blocks<Block>(
+            b.candidates + t * s.kCandidateBlocks, scores, n, s.kCandidateBlockSize,
+            s.kCandidateBlocks, b.block_scores + i * Buffers::block_score_pitch(s), scratch);
       }
       stages::select_top<Block>(b.selected + t * s.kIndexTopk, scores, n, s.kIndexTopk, position_of,
                                 scratch);
@@ -905,9 +902,7 @@ LOWLAT_DEVICE AttentionKeys list_keys(const Rank& rank, const Share& share, cons
       rows.block_rows > 0 ? std::int64_t{rows.positions[block_row]} - 1 : rows.positions[row_idx];
   const std::int64_t first = last + 1 > s.kWindow ? last + 1 - s.kWindow : 0;
   const int context = static_cast<int>(last + 1 - first);
-  spread(context, [&](std::int64_t i) {
-    window_ids[i] = slot_of(rank, rows, request, first + i);
-  });
+  spread(context, [&](std::int64_t i) { window_ids[i] = slot_of(rank, rows, request, first + i); });
   spread(rows.block_rows,
          [&](std::int64_t i) { window_ids[context + i] = rows.slots[block_row + i]; });
   keys.num_window = context + rows.block_rows;
@@ -925,9 +920,8 @@ LOWLAT_DEVICE AttentionKeys list_keys(const Rank& rank, const Share& share, cons
     } else {
       const std::int32_t* selected = rank.buffers.selected + std::int64_t{row_idx} * s.kIndexTopk;
       keys.num_extra = s.kIndexTopk;
-      spread(keys.num_extra, [&](std::int64_t i) {
-        entry_ids[i] = selected[i] < 0 ? -1 : slot(selected[i]);
-      });
+      spread(keys.num_extra,
+             [&](std::int64_t i) { entry_ids[i] = selected[i] < 0 ? -1 : slot(selected[i]); });
     }
   }
   plat::block_sync();
@@ -937,7 +931,7 @@ LOWLAT_DEVICE AttentionKeys list_keys(const Rank& rank, const Share& share, cons
 // Attention of the share's heads: q is normed where the model does and rotated, attended, rotated
 // back, and left in o_f32 as wo_a takes it.
 LOWLAT_UNIT void attend(const Rank& rank, const Share& share, const Rows& rows,
-                          const LayerCall& call) {
+                        const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const lowlat_layer& plan = call.weights.plan;
@@ -966,13 +960,13 @@ LOWLAT_UNIT void attend(const Rank& rank, const Share& share, const Rows& rows,
     if (Threads::leads()) back = stages::rope_inverse(b.turn[t]);
     const AttentionKeys keys = list_keys(rank, share, rows, call, t);
     plat::block_sync();
-    stages::SparseAttention<Block>::run(
-        o, o, together,
-        stages::KeySet<stages::KvPaged<const std::uint8_t>>{share.memory->window_ids,
-                                                            keys.num_window, window},
-        stages::KeySet<stages::KvPaged<const std::uint8_t>>{share.memory->entry_ids, keys.num_extra,
-                                                            extra},
-        call.weights.attn_sink + first_head, share.memory->attention_memory);
+    stages::SparseAttention<Block>::run(o, o, together,
+                                        stages::KeySet<stages::KvPaged<const std::uint8_t>>{
+                                            share.memory->window_ids, keys.num_window, window},
+                                        stages::KeySet<stages::KvPaged<const std::uint8_t>>{
+                                            share.memory->entry_ids, keys.num_extra, extra},
+                                        call.weights.attn_sink + first_head,
+                                        share.memory->attention_memory);
     for (int head = 0; head < together; ++head) {
       stages::Rope<Block>::rotate(o + (head + 1) * shape::kHeadDim - shape::kRopeDim, back);
     }
@@ -988,7 +982,7 @@ LOWLAT_UNIT void attend(const Rank& rank, const Share& share, const Rows& rows,
 
 // u from the attention output: each group through its own wo_a.
 LOWLAT_UNIT void project_groups(const Rank& rank, const Share& share, const Rows& rows,
-                                  const LayerCall& call) {
+                                const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int width = s.kNumHeadsLocal * shape::kHeadDim, out_width = s.kGroupsLocal * s.kOLora;
@@ -1004,8 +998,7 @@ LOWLAT_UNIT void quantize_groups(const Rank& rank, int row_idx) {
   const auto& s = rank.shape;
   const int width = s.kGroupsLocal * s.kOLora;
   const std::int64_t first = std::int64_t{row_idx} * width;
-  quantize(rank.buffers.u_q + first, rank.buffers.u + first, width,
-                              s.kScaleBlock);
+  quantize(rank.buffers.u_q + first, rank.buffers.u + first, width, s.kScaleBlock);
   plat::block_sync();
 }
 
@@ -1024,7 +1017,7 @@ LOWLAT_DEVICE void project_out(const Rank& rank, const Share& share, const Rows&
 // What x is multiplied with before the experts are known: the router's rows (but in hash layers,
 // where few are needed) and the shared expert's first two.
 LOWLAT_UNIT void project_ffn(const Rank& rank, const Share& share, const Rows& rows,
-                               const LayerCall& call) {
+                             const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const LayerWeights& w = call.weights;
@@ -1043,7 +1036,7 @@ LOWLAT_UNIT void project_ffn(const Rank& rank, const Share& share, const Rows& r
 
 // Hash layers: the experts of a row's token, and the weights that the router gives them.
 LOWLAT_UNIT void route_by_token(const Rank& rank, const Share& share, const Rows& rows,
-                                  const LayerCall& call, int row_idx) {
+                                const LayerCall& call, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int slots = call.experts_per_token;
@@ -1052,8 +1045,7 @@ LOWLAT_UNIT void route_by_token(const Rank& rank, const Share& share, const Rows
   const Share whole{0, 1, share.memory};  // one row is one block's
   for (int slot = 0; slot < slots; ++slot) {
     linear_bf16(whole, b.x_f32 + std::int64_t{row_idx} * s.kHidden, s.kHidden, 1, s.kHidden,
-                call.weights.gate, chosen[slot], chosen[slot] + 1,
-                as_f32(logits, 0));
+                call.weights.gate, chosen[slot], chosen[slot] + 1, as_f32(logits, 0));
   }
   plat::block_sync();
   if (Threads::leads()) {
@@ -1069,11 +1061,11 @@ LOWLAT_UNIT void route_by_token(const Rank& rank, const Share& share, const Rows
 
 // A row's best experts by the router's scores.
 LOWLAT_UNIT void route_by_score(const Rank& rank, const Share& share, const Rows& rows,
-                                  const LayerCall& call, int row_idx) {
+                                const LayerCall& call, int row_idx) {
   const Buffers& b = rank.buffers;
   const std::int64_t first = std::int64_t{row_idx} * call.experts_per_token;
-  const bool image = call.weights.gate_bias_vl != nullptr &&
-                     rows.token_ids[row_idx] == rank.shape.kImageToken;
+  const bool image =
+      call.weights.gate_bias_vl != nullptr && rows.token_ids[row_idx] == rank.shape.kImageToken;
   using Best = stages::BlockBest<Block>;
   LOWLAT_SHARED(Best::Scratch, scratch);
   stages::gate_select<Block>(b.expert_ids + first, b.expert_weights + first,
@@ -1086,7 +1078,7 @@ LOWLAT_UNIT void route_by_score(const Rank& rank, const Share& share, const Rows
 
 // The router of one row, and the shared expert's middle.
 LOWLAT_UNIT void route(const Rank& rank, const Share& share, const Rows& rows,
-                         const LayerCall& call, int row_idx) {
+                       const LayerCall& call, int row_idx) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   if (call.weights.plan.hash_gate != 0) {
@@ -1100,8 +1092,7 @@ LOWLAT_UNIT void route(const Rank& rank, const Share& share, const Rows& rows,
         stages::shared_swiglu(b.shared_gate[first + i], b.shared_up[first + i], s.kSwigluLimit);
   });
   plat::block_sync();
-  quantize(b.shared_h_q + first, b.shared_gate + first, s.kIntermediateLocal,
-                              s.kScaleBlock);
+  quantize(b.shared_h_q + first, b.shared_gate + first, s.kIntermediateLocal, s.kScaleBlock);
   plat::block_sync();
 }
 
@@ -1126,7 +1117,7 @@ LOWLAT_DEVICE void for_expert_tiles(const Share& share, const LayerCall& call, i
 // expert_h: every routed (row, slot) through its expert's first two products on this rank; and
 // shared_y, the shared expert's output. Each block lists the pairs for itself.
 LOWLAT_UNIT void run_experts_up(const Rank& rank, const Share& share, const Rows& rows,
-                                  const LayerCall& call) {
+                                const LayerCall& call) {
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const LayerWeights& w = call.weights;
@@ -1153,10 +1144,10 @@ LOWLAT_UNIT void run_experts_down(const Rank& rank, const Share& share, const La
   const int inner = s.kIntermediateLocal;
   for_expert_tiles(share, call, s.kHidden,
                    [&](int expert, const std::int32_t* pairs, int num_pairs, int begin, int end) {
-                     stages::expert_down<Block>(
-                         b.expert_d, b.expert_h, fp4_rows(call.weights.w2, expert, s.kHidden, inner),
-                         pairs, num_pairs, b.expert_weights, inner, s.kHidden, begin, end,
-                         share.memory->w_row);
+                     stages::expert_down<Block>(b.expert_d, b.expert_h,
+                                                fp4_rows(call.weights.w2, expert, s.kHidden, inner),
+                                                pairs, num_pairs, b.expert_weights, inner,
+                                                s.kHidden, begin, end, share.memory->w_row);
                    });
 }
 
@@ -1191,9 +1182,8 @@ LOWLAT_UNIT void take_features(const Rank& rank, int row_idx, int layer_idx) {
 LOWLAT_UNIT void inject_features(const Rank& rank, int row_idx) {
   const auto& s = rank.shape;
   const std::int64_t width = std::int64_t{s.kNumDraftStages} * s.kHidden;
-  quantize(rank.buffers.feature_q + row_idx * width,
-                              rank.buffers.features + row_idx * width, static_cast<int>(width),
-                              s.kScaleBlock);
+  quantize(rank.buffers.feature_q + row_idx * width, rank.buffers.features + row_idx * width,
+           static_cast<int>(width), s.kScaleBlock);
   plat::block_sync();
 }
 LOWLAT_UNIT void inject_project(const Rank& rank, const Share& share, int num_rows) {
@@ -1235,10 +1225,9 @@ LOWLAT_UNIT void inject_keys(const Rank& rank, std::int32_t slot, int row_idx) {
 // The Markov embedding of a request's token before the next place.
 LOWLAT_UNIT void markov_embed(const Rank& rank, int request, std::int32_t token) {
   const auto& s = rank.shape;
-  expand(
-      rank.buffers.markov_embedding + std::int64_t{request} * s.kMarkovRank,
-      rank.weights->markov_embed + std::int64_t{within(token, s.kVocab)} * s.kMarkovRank,
-      s.kMarkovRank);
+  expand(rank.buffers.markov_embedding + std::int64_t{request} * s.kMarkovRank,
+         rank.weights->markov_embed + std::int64_t{within(token, s.kVocab)} * s.kMarkovRank,
+         s.kMarkovRank);
   plat::block_sync();
 }
 
@@ -1268,8 +1257,7 @@ LOWLAT_DEVICE stages::Best markov_choice(const Rank& rank, const lowlat_draft& d
   using Best = stages::BlockBest<Block>;
   LOWLAT_SHARED(Best::Scratch, scratch);
   return stages::draft_select<Block>(
-      rank.buffers.logits_local +
-          (std::int64_t{request} * s.kDraftBlock + place) * s.kVocabLocal,
+      rank.buffers.logits_local + (std::int64_t{request} * s.kDraftBlock + place) * s.kVocabLocal,
       s.kVocabLocal, s.kTpRank * s.kVocabLocal, draft.temperature[request], noise, scratch);
 }
 

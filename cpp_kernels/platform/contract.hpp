@@ -36,7 +36,8 @@
 #include <concepts>
 #include <cstdint>
 
-#if !defined(LOWLAT_DEVICE) || !defined(LOWLAT_TABLE) || !defined(LOWLAT_UNIT) || !defined(LOWLAT_SHARED)
+#if !defined(LOWLAT_DEVICE) || !defined(LOWLAT_TABLE) || !defined(LOWLAT_UNIT) || \
+    !defined(LOWLAT_SHARED)
 #error "the platform lacks LOWLAT_DEVICE, LOWLAT_UNIT, LOWLAT_TABLE or LOWLAT_SHARED"
 #endif
 

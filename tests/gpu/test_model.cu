@@ -66,8 +66,8 @@ class Side {
   template <class PlatformOf>
   Side(std::uint32_t kind, int tp_size, PlatformOf platform_of, std::uint64_t wait_budget_ns)
       : group(
-            kind, tp_size,
-            [&](lowlat_model_config& c) { c.wait_budget_ns = wait_budget_ns; }, platform_of) {
+            kind, tp_size, [&](lowlat_model_config& c) { c.wait_budget_ns = wait_budget_ns; },
+            platform_of) {
     for (int r = 0; r < tp_size; ++r) shared_.emplace_back(group.model(r));
   }
   ~Side() {
@@ -130,8 +130,8 @@ class Side {
   }
 
   // Logits and argmax of every row.
-  void step(const StepArrays& arrays, lowlat_step_mode mode, How how, std::vector<float>& out_logits,
-            std::vector<std::int32_t>& out_argmax) {
+  void step(const StepArrays& arrays, lowlat_step_mode mode, How how,
+            std::vector<float>& out_logits, std::vector<std::int32_t>& out_argmax) {
     const std::size_t rows = arrays.slots.size(), vocab = group.config().vocab;
     std::vector<float*> logits(group.tp_size());
     std::vector<std::int32_t*> argmax(group.tp_size());
@@ -142,7 +142,7 @@ class Side {
       std::fill_n(logits[r], rows * vocab, std::nanf(""));
       std::fill_n(argmax[r], rows, -7);
       return (how == How::plain ? lowlat_plain_step_launch : lowlat_step_launch)(model, &step,
-                                                                                stream);
+                                                                                 stream);
     });
     for (int r = 1; r < group.tp_size(); ++r) {
       CHECK(std::memcmp(logits[0], logits[r], rows * vocab * 4) == 0);
@@ -176,7 +176,7 @@ class Side {
       d.draft_tokens = tokens[r] = shared.take<std::int32_t>(5 * batch);
       d.draft_logits = logits[r] = shared.take<float>(5 * batch * vocab);
       return (how == How::plain ? lowlat_plain_draft_launch : lowlat_draft_launch)(model, &d,
-                                                                                  stream);
+                                                                                   stream);
     });
     for (int r = 1; r < group.tp_size(); ++r) {
       CHECK(std::memcmp(tokens[0], tokens[r], 5 * batch * 4) == 0);
@@ -267,9 +267,9 @@ Compared live(Side& got, Side& want, How how, int num_requests, std::vector<floa
       draft.temperature.push_back(q == 0 ? 0.0f : 0.7f);
       for (int i = 0; i < 5; ++i) {
         const int position = length + i;
-        draft.slots.push_back(
-            arrays.page_table[q * arrays.stride + position / arrays.page_size] * arrays.page_size +
-            position % arrays.page_size);
+        draft.slots.push_back(arrays.page_table[q * arrays.stride + position / arrays.page_size] *
+                                  arrays.page_size +
+                              position % arrays.page_size);
       }
     }
     std::vector<std::int32_t> s, t;
@@ -304,12 +304,13 @@ void compare(std::uint32_t kind, int tp_size, int num_requests, How how, bool sp
   got.spread_ = spread;
   std::vector<float> first, second;
   Compared c = live(got, want, how, num_requests, &first);
-  std::printf("%s tp %d requests %d %s%s: rel_l2 median %.2e worst %.2e, flips %d, argmax differs %d "
-              "of %d, drafts %d of %d\n",
-              kind == LOWLAT_V4 ? "v4" : "v41", tp_size, num_requests,
-              how == How::captured ? "captured" : "eager", spread ? " two devices" : "", c.median(),
-              *std::ranges::max_element(c.errors), c.flips(), c.argmax_differs, c.rows,
-              c.drafts_differ, c.drafts);
+  std::printf(
+      "%s tp %d requests %d %s%s: rel_l2 median %.2e worst %.2e, flips %d, argmax differs %d "
+      "of %d, drafts %d of %d\n",
+      kind == LOWLAT_V4 ? "v4" : "v41", tp_size, num_requests,
+      how == How::captured ? "captured" : "eager", spread ? " two devices" : "", c.median(),
+      *std::ranges::max_element(c.errors), c.flips(), c.argmax_differs, c.rows, c.drafts_differ,
+      c.drafts);
   std::fflush(stdout);
   CHECK(c.median() < 0.01);
   CHECK(c.flips() * 20 <= static_cast<int>(c.errors.size()));
@@ -388,8 +389,8 @@ TEST_CASE(hand_offs_of_all_blocks_end_and_take_this_long) {
     hand_offs_kernel<<<num_sms, 256>>>(words.data(), {aborts.data(), status.data(), 0, 1, kSecond},
                                        count);
     finish();
-    const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() -
-                                                                begin).count();
+    const double us =
+        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
     std::printf("%d hand-offs of %d blocks: %.2f us each\n", count, num_sms, us / count);
     CHECK_EQ(status.get()[0].state, 0u);
     for (int block = 0; block < num_sms; ++block) {
@@ -438,8 +439,10 @@ TEST_CASE(replays_of_one_graph_give_the_same_bits_and_take_this_long) {
       differ += !equal_bytes(first, now);
       std::fill_n(logits, 6 * config.vocab, -1.0f);
     }
-    const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() -
-                                                                begin).count() / kReplays;
+    const double us =
+        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin)
+            .count() /
+        kReplays;
     std::printf("%s: %d replays of a verify step of 6 rows, %.1f us each, %d differ\n",
                 kind == LOWLAT_V4 ? "v4" : "v41", kReplays, us, differ);
     CHECK_EQ(differ, 0);
@@ -461,8 +464,8 @@ TEST_CASE(a_rank_that_does_not_come_is_a_fault_on_the_other_within_its_budget) {
   const auto begin = std::chrono::steady_clock::now();
   TinyGroup::must(lowlat_step_launch(side.group.model(0), &step, nullptr));
   CHECK_EQ(lowlat_synchronize(side.group.model(0), 10 * kSecond), LOWLAT_FAULT);
-  const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() -
-                                                              begin).count();
+  const double ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
   std::printf("fault after %.1f ms: %s\n", ms, lowlat_last_error());
   CHECK(ms >= 199.0);
   lowlat_status_words words{};
@@ -492,8 +495,8 @@ TEST_CASE(the_hosts_abort_ends_a_wait) {
   const auto begin = std::chrono::steady_clock::now();
   lowlat_abort(side.group.model(0));
   CHECK_EQ(lowlat_synchronize(side.group.model(1), 10 * kSecond), LOWLAT_FAULT);
-  const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() -
-                                                              begin).count();
+  const double ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
   std::printf("aborted after %.1f ms: %s\n", ms, lowlat_last_error());
   CHECK(ms < 1000.0);
 }

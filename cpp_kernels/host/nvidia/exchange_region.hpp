@@ -21,7 +21,8 @@ class ExchangeRegion {
  public:
   // On the calling thread's current device, which stays the region's. model_digest: of everything
   // that the ranks must agree on; another one's handle is refused.
-  ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packets, std::uint64_t model_digest = 0);
+  ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packets,
+                 std::uint64_t model_digest = 0);
   // Boxes of the fused exchange. max_rows: of the widest step.
   ExchangeRegion(int tp_rank, int tp_size, int max_rows, int hidden)
       : ExchangeRegion(tp_rank, tp_size, std::int64_t{max_rows} * hidden / 4) {}

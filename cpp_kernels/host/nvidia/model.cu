@@ -37,7 +37,8 @@ int device_of(const std::string& platform, const lowlat_model_config& config) {
   const char* end = platform.data() + platform.size();
   const auto read = std::from_chars(platform.data() + colon + 1, end, device);
   if (read.ec != std::errc{} || read.ptr != end || device < 0) {
-    throw invalid("platform is \"" + platform + "\"; needed nvidia or nvidia:N, N a device's number");
+    throw invalid("platform is \"" + platform +
+                  "\"; needed nvidia or nvidia:N, N a device's number");
   }
   return device;
 }
@@ -45,9 +46,7 @@ int device_of(const std::string& platform, const lowlat_model_config& config) {
 // An event that is done when the work before it is.
 class Event {
  public:
-  Event() {
-    check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate");
-  }
+  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate"); }
   ~Event() { cudaEventDestroy(event_); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
@@ -102,9 +101,9 @@ class NvidiaModel final : public Model {
       return memory.data();
     }
     void* memory = nullptr;
-    check(cudaHostAlloc(&memory, bytes > 0 ? bytes : 1,
-                        cudaHostAllocPortable | cudaHostAllocMapped),
-          "cudaHostAlloc");
+    check(
+        cudaHostAlloc(&memory, bytes > 0 ? bytes : 1, cudaHostAllocPortable | cudaHostAllocMapped),
+        "cudaHostAlloc");
     shared_.push_back(memory);
     std::memset(memory, 0, bytes);
     return memory;
@@ -135,8 +134,9 @@ class NvidiaModel final : public Model {
     const std::string seen = attributes.type == cudaMemoryTypeDevice
                                  ? "memory of device " + std::to_string(attributes.device)
                                  : "host memory";
-    throw invalid("tensor " + slot.name + ": data is " + seen + "; this rank needs memory of device " +
-                  std::to_string(device_) + " (lowlat_model_alloc)");
+    throw invalid("tensor " + slot.name + ": data is " + seen +
+                  "; this rank needs memory of device " + std::to_string(device_) +
+                  " (lowlat_model_alloc)");
   }
 
   void open_peer(int peer_rank, const lowlat_peer_handle& handle) override {

@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     resident_kernel(const __grid_constant__ persistent::Rank rank, std::uint32_t* arrived,
                     const __grid_constant__ Call call) {
   if (plat::block_any(!may_run(rank))) return;
-  persistent::Program program(
-      rank, {arrived, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+  persistent::Program program(rank,
+                              {arrived, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
   if constexpr (std::is_same_v<Call, lowlat_step>) {
     program.target_step(call);
   } else if constexpr (std::is_same_v<Call, lowlat_draft>) {

@@ -135,9 +135,8 @@ impl KernelModel {
     fn alloc(&mut self, kind: u32, bytes: usize) -> Result<NonNull<c_void>, KernelError> {
         let mut memory = ptr::null_mut();
         // SAFETY: our handle; `memory` lives through the call.
-        let status = unsafe {
-            (self.api().model_alloc)(self.handle(), kind, bytes as u64, &raw mut memory)
-        };
+        let status =
+            unsafe { (self.api().model_alloc)(self.handle(), kind, bytes as u64, &raw mut memory) };
         self.api().check(status)?;
         NonNull::new(memory).ok_or_else(|| KernelError {
             status: Status::Bug,
@@ -154,10 +153,7 @@ impl KernelModel {
     /// # Safety
     /// The buffer's elements are not touched any more once the model is gone. To drop it is
     /// allowed at any time.
-    pub unsafe fn step_memory<T: Element>(
-        &mut self,
-        len: usize,
-    ) -> Result<Buffer<T>, KernelError> {
+    pub unsafe fn step_memory<T: Element>(&mut self, len: usize) -> Result<Buffer<T>, KernelError> {
         if self.on_host {
             return Ok(Buffer::zeroed(len));
         }
@@ -170,7 +166,11 @@ impl KernelModel {
     }
 
     /// A tensor's bytes where the platform's launches find them.
-    fn place(&mut self, info: &TensorInfo, memory: &Buffer<u8>) -> Result<*mut c_void, KernelError> {
+    fn place(
+        &mut self,
+        info: &TensorInfo,
+        memory: &Buffer<u8>,
+    ) -> Result<*mut c_void, KernelError> {
         if self.on_host {
             return Ok(memory.address().cast());
         }
