@@ -8,8 +8,8 @@
 //                  normed as its packets arrive; experts, published row by row; their sum, and the
 //                  sublayer's post
 //
-// A layer begins and ends with the streams in the rank's buffers, so a step may be cut between
-// layers: what runs one of them, this program or another schedule's kernels, is free.
+// A step may be cut at its experts: what runs them, this program or another schedule's kernels, is
+// free, because x and the partial sums lie in the rank's buffers.
 //
 // Ordering     Inside a rank, hand-offs between its blocks (persistent/grid.hpp) and nothing else:
 //              what a unit wrote is read after one, or by the block that has the row. Everything
@@ -54,19 +54,32 @@ class Program {
 
   LOWLAT_DEVICE bool target_step(const lowlat_step& step) {
     const Rows rows = target_rows(rank_, step);
-    return begin_target(step) && layers(rows, 0, s_.kNumLayers) && head(step) && end();
+    if (!begin_target(step)) return false;
+    for (int layer_idx = 0; layer_idx < s_.kNumLayers; ++layer_idx) {
+      if (!layer(rows, target_call(rank_, layer_idx))) return false;
+    }
+    return head(step) && end();
   }
 
-  // The parts of a target step. The first and the last are this program's; `end` closes a launch.
+  // A target step whose experts are other kernels': between the cuts they find x and, in hash
+  // layers, expert_ids, and leave every row's partial. Cut 0 begins the step, cut i takes the
+  // partials of layer i - 1; each goes on to the experts of layer i, the last to the step's end.
+  LOWLAT_DEVICE bool target_cut(const lowlat_step& step, int cut) {
+    const Rows rows = target_rows(rank_, step);
+    if (!(cut == 0 ? begin_target(step) : sum_experts(rows.num_rows))) return false;
+    if (cut == s_.kNumLayers) return head(step) && end();
+    const LayerCall call = target_call(rank_, cut);
+    if (!front(rows, call) || (call.selects() && !select(rows, call)) || !attention(rows, call)) {
+      return false;
+    }
+    each_row(rows.num_rows, [&](int t) { note_row(rank_, rows, call, t); });
+    return end();
+  }
+
+ private:
   LOWLAT_DEVICE bool begin_target(const lowlat_step& step) {
     const Rows rows = target_rows(rank_, step);
     return embed(rows, KernelId::front, [&](int t) { take_target_row(rank_, rows, step, t); });
-  }
-  LOWLAT_DEVICE bool layers(const Rows& rows, int first, int last) {
-    for (int layer_idx = first; layer_idx < last; ++layer_idx) {
-      if (!layer(rows, target_call(rank_, layer_idx))) return false;
-    }
-    return true;
   }
   LOWLAT_DEVICE bool head(const lowlat_step& step) {
     const Rows rows = target_rows(rank_, step);
@@ -99,6 +112,7 @@ class Program {
     return true;
   }
 
+ public:
   LOWLAT_DEVICE bool draft(const lowlat_draft& draft) {
     if (draft.num_inject_rows > 0 && !inject(draft)) return false;
     if (draft.batch_size == 0) return end();
@@ -266,6 +280,11 @@ class Program {
   }
 
   LOWLAT_UNIT bool back(const Rows& rows, const LayerCall& call) {
+    return attention(rows, call) && experts(rows, call);
+  }
+
+  // Attention, o-projection and its sum; afterwards every row's x is the ffn's.
+  LOWLAT_UNIT bool attention(const Rows& rows, const LayerCall& call) {
     const auto kernel = KernelId::back;
     attend(rank_, share_, rows, call);
     if (!hand_off(kernel)) return false;
@@ -276,14 +295,17 @@ class Program {
     ++epoch_;
     project_out(rank_, share_, rows, call,
                 stages::PublishRows{rank_.port, epoch_, s_.kHidden, pending()});
-    if (!all_rows(rows.num_rows, [&](int t) {
-          if (!receive_row_sum(t, kernel, stages::StageId::attention_sum)) return false;
-          enter_ffn(rank_, share_, t, call.weights);
-          return true;
-        })) {
-      return false;
-    }
-    if (!hand_off(kernel)) return false;
+    return all_rows(rows.num_rows,
+                    [&](int t) {
+                      if (!receive_row_sum(t, kernel, stages::StageId::attention_sum)) return false;
+                      enter_ffn(rank_, share_, t, call.weights);
+                      return true;
+                    }) &&
+           hand_off(kernel);
+  }
+
+  LOWLAT_UNIT bool experts(const Rows& rows, const LayerCall& call) {
+    const auto kernel = KernelId::back;
     project_ffn(rank_, share_, rows, call);
     if (!hand_off(kernel)) return false;
     each_row(rows.num_rows, [&](int t) { route(rank_, share_, rows, call, t); });
@@ -292,13 +314,17 @@ class Program {
     if (!hand_off(kernel)) return false;
     run_experts_down(rank_, share_, call);
     if (!hand_off(kernel)) return false;
+    each_row(rows.num_rows, [&](int t) { moe_row(rank_, call, t); });
+    return sum_experts(rows.num_rows);
+  }
+
+  // The sum over ranks of every row's partial, which the row's block has made or an earlier launch,
+  // and the ffn's post.
+  LOWLAT_UNIT bool sum_experts(int num_rows) {
     ++epoch_;
-    each_row(rows.num_rows, [&](int t) {
-      moe_row(rank_, call, t);
-      publish_partial(t);
-    });
-    return all_rows(rows.num_rows, [&](int t) {
-      if (!receive_row_sum(t, kernel, stages::StageId::moe_sum)) return false;
+    each_row(num_rows, [&](int t) { publish_partial(t); });
+    return all_rows(num_rows, [&](int t) {
+      if (!receive_row_sum(t, KernelId::back, stages::StageId::moe_sum)) return false;
       leave_ffn(rank_, t);
       return true;
     });

@@ -118,6 +118,7 @@ struct Buffers {
   std::int32_t* row_position;  // [M]
   std::int32_t* row_request;   // [M]
   std::int32_t* row_slot;      // [M]
+  std::uint8_t* image_rows;    // [M] 1 where the token is an image's; for other kernels' experts
   std::uint16_t* residual;     // bf16 [M, 4, H]
   std::uint16_t* x;            // bf16 [M, H] input of a sublayer
   float* x_f32;                // [M, H] x, bf16 values
@@ -172,6 +173,7 @@ struct Buffers {
     carve(rows, row_position);
     carve(rows, row_request);
     carve(rows, row_slot);
+    carve(rows, image_rows);
     carve(rows * 4 * hidden, residual);
     carve(rows * hidden, x);
     carve(rows * hidden, x_f32);

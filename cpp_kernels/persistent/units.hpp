@@ -1059,6 +1059,19 @@ LOWLAT_UNIT void route_by_token(const Rank& rank, const Share& share, const Rows
   plat::block_sync();
 }
 
+// What a router that is another kernel's must know of a row's token.
+LOWLAT_UNIT void note_row(const Rank& rank, const Rows& rows, const LayerCall& call, int row_idx) {
+  const Buffers& b = rank.buffers;
+  const std::int32_t token = rows.token_ids[row_idx];
+  if (Threads::leads()) b.image_rows[row_idx] = token == rank.shape.kImageToken ? 1 : 0;
+  if (call.weights.plan.hash_gate == 0) return;
+  const int slots = call.experts_per_token;
+  spread(slots, [&](std::int64_t slot) {
+    b.expert_ids[std::int64_t{row_idx} * slots + slot] =
+        call.weights.tid2eid[std::int64_t{token} * slots + slot];
+  });
+}
+
 // A row's best experts by the router's scores.
 LOWLAT_UNIT void route_by_score(const Rank& rank, const Share& share, const Rows& rows,
                                 const LayerCall& call, int row_idx) {

@@ -20,7 +20,8 @@ namespace stages = lowlat::nvidia::stages;
 constexpr const char* kCatalogue =
     "front nvidia sm_90a persistent mHC, Engram, q and kv projections, KV writes\n"
     "select nvidia sm_90a persistent index scores and top-k, ties to the lowest position\n"
-    "back nvidia sm_90a persistent attention, o-projection, experts, sums in rank order\n"
+    "back nvidia sm_90a persistent attention, o-projection, experts (fused where built), sums "
+    "in rank order\n"
     "head nvidia sm_90a persistent norm, logits in bf16, argmax to the lowest id\n"
     "draft nvidia sm_90a persistent three stages, Markov proposals, Philox noise\n"
     "plain nvidia sm_90a persistent the same units, any number of rows\n";
@@ -149,13 +150,18 @@ class NvidiaModel final : public Model {
     step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), *region_);
   }
 
-  void start_step(const lowlat_step& step, Schedule, void* stream) override {
-    launch(step, stream);
+  // The plain path is the resident program too; fused kernels serve the widths alone.
+  void start_step(const lowlat_step& step, Schedule schedule, void* stream) override {
+    const bool fused_experts =
+        schedule == Schedule::persistent && step_->has_fused_experts(step.num_rows);
+    launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
   }
   void start_draft(const lowlat_draft& draft, Schedule, void* stream) override {
-    launch(draft, stream);
+    launch(stream, [&](cudaStream_t chosen) { step_->launch(draft, chosen); });
   }
-  void start_accept(const lowlat_accept& accept, void* stream) override { launch(accept, stream); }
+  void start_accept(const lowlat_accept& accept, void* stream) override {
+    launch(stream, [&](cudaStream_t chosen) { step_->launch(accept, chosen); });
+  }
 
   bool wait_idle(std::uint64_t budget_ns) override {
     using Clock = std::chrono::steady_clock;
@@ -194,11 +200,11 @@ class NvidiaModel final : public Model {
   }
 
  private:
-  template <class Call>
-  void launch(const Call& call, void* stream) {
+  template <class Start>
+  void launch(void* stream, Start start) {
     const OnDevice on(device_);
     const auto chosen = stream == nullptr ? stream_->get() : static_cast<cudaStream_t>(stream);
-    step_->launch(call, chosen);
+    start(chosen);
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(chosen, &capture), "cudaStreamIsCapturing");
     // A graph's end is the business of who replays it.

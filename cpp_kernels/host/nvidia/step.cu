@@ -1,11 +1,14 @@
 #include "host/nvidia/step.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "platform/nvidia.hpp"
 // The platform comes first.
+#include "fused/moe.hpp"
 #include "host/model.hpp"
 #include "host/rope_frequencies.hpp"
 #include "persistent/program.hpp"
@@ -29,6 +32,12 @@ LOWLAT_DEVICE bool may_run(const persistent::Rank& rank) {
   return false;
 }
 
+// A step's part between two layers' experts, see Program::target_cut.
+struct StepCut {
+  lowlat_step step;
+  int cut;
+};
+
 // Blocks that began before an abort was raised meet those that began after it in no hand-off: they
 // see the word there.
 template <class Call>
@@ -40,6 +49,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                               {arrived, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
   if constexpr (std::is_same_v<Call, lowlat_step>) {
     program.target_step(call);
+  } else if constexpr (std::is_same_v<Call, StepCut>) {
+    program.target_cut(call.step, call.cut);
   } else if constexpr (std::is_same_v<Call, lowlat_draft>) {
     program.draft(call);
   } else {
@@ -53,8 +64,12 @@ int resident_blocks(const ExchangeRegion& region) {
   int num_sms = 0;
   check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, region.device()),
         "cudaDeviceGetAttribute");
+  // Asking loads a kernel. The first launch would load it otherwise, and that may wait for the
+  // kernels that run on the device, as a peer's that waits for this rank.
   for (const void* kernel : {reinterpret_cast<const void*>(resident_kernel<lowlat_step>),
-                             reinterpret_cast<const void*>(resident_kernel<lowlat_draft>)}) {
+                             reinterpret_cast<const void*>(resident_kernel<StepCut>),
+                             reinterpret_cast<const void*>(resident_kernel<lowlat_draft>),
+                             reinterpret_cast<const void*>(resident_kernel<lowlat_accept>)}) {
     int of_sm = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_sm, kernel, kThreads, 0),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
@@ -68,6 +83,22 @@ int resident_blocks(const ExchangeRegion& region) {
   }
   return num_blocks;
 }
+
+// The fused region that was built for a rank's experts.
+std::optional<fused::MoeShape> moe_shape(const shape::RuntimeShape& s, std::uint32_t kind) {
+  const auto is = [&](int hidden, int experts, int inner, int scale_block) {
+    return s.kHidden == hidden && s.kNumExperts == experts && s.kIntermediateLocal == inner &&
+           s.kExpertsPerToken == 6 && s.kScaleBlock == scale_block;
+  };
+  if (kind == LOWLAT_V41 && is(5120, 384, 576, 32)) return fused::MoeShape::v41_tp4;
+  if (kind == LOWLAT_V4 && is(4096, 256, 1024, 128)) return fused::MoeShape::v4_tp2;
+  if (kind == LOWLAT_V4 && is(4096, 256, 512, 128)) return fused::MoeShape::v4_tp4;
+  return std::nullopt;
+}
+constexpr int kMaxFusedRows = 48;
+
+fused::MoeMatrix matrix(const lowlat::persistent::Fp4Weight& w) { return {w.codes, w.scales}; }
+fused::MoeMatrix matrix(const lowlat::persistent::Fp8Weight& w) { return {w.codes, w.scales}; }
 
 template <class T>
 const T* copied(std::vector<Memory>& pieces, const T* values, std::size_t count) {
@@ -87,6 +118,37 @@ struct ResidentStep::State {
   persistent::Rank rank{};
   std::uint32_t* arrived = nullptr;
   std::vector<Memory> pieces;
+  std::optional<fused::MoeShape> moe;
+  void* moe_workspace = nullptr;
+  lowlat::persistent::ModelWeights weights;  // pointers of the device, for the host's launches
+
+  // The experts of a layer, from x to every row's partial.
+  void launch_experts(int layer_idx, int num_rows, cudaStream_t stream) const {
+    const auto& w = weights.layers[layer_idx];
+    const persistent::Buffers& b = rank.buffers;
+    const bool hashed = w.plan.hash_gate != 0;
+    fused::MoeArgs args{};
+    args.rows = num_rows;
+    args.routing = hashed ? fused::MoeRouting::table : fused::MoeRouting::gate;
+    args.x = b.x;
+    args.image_rows = w.gate_bias_vl != nullptr ? b.image_rows : nullptr;
+    args.ids = hashed ? b.expert_ids : nullptr;
+    args.w.gate = w.gate;
+    args.w.gate_bias = w.gate_bias;
+    args.w.gate_bias_vl = w.gate_bias_vl;
+    args.w.w1 = matrix(w.w1);
+    args.w.w3 = matrix(w.w3);
+    args.w.w2 = matrix(w.w2);
+    args.w.shared_w1 = matrix(w.shared_w1);
+    args.w.shared_w3 = matrix(w.shared_w3);
+    args.w.shared_w2 = matrix(w.shared_w2);
+    args.out = b.partial;
+    const stages::FaultPort& fault = rank.port.fault;
+    args.fault = {fault.abort_words, fault.status, fault.tp_rank, fault.tp_size, fault.budget_ns};
+    args.workspace = moe_workspace;
+    check(static_cast<cudaError_t>(fused::launch_moe_region(*moe, args, stream, false)),
+          "the experts' launch");
+  }
 
   template <class Call>
   void launch(const Call& call, cudaStream_t stream, int blocks) const {
@@ -125,6 +187,17 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
   place(1, progress);
   rank.progress = progress;
 
+  s.weights = weights;
+  if (region.ranks_on_device() == 1) s.moe = moe_shape(shape, config.kind);
+  if (s.moe) {
+    s.moe_workspace = s.pieces.emplace_back(fused::moe_workspace_bytes(*s.moe)).data();
+    const Stream stream;
+    check(
+        static_cast<cudaError_t>(fused::moe_workspace_init(*s.moe, s.moe_workspace, stream.get())),
+        "the experts' workspace");
+    stream.wait();
+  }
+
   rank.blocks = copied(s.pieces, blocks.data(), blocks.size());
   rank.weights = copied(s.pieces, &weights, 1);
   rank.config = copied(s.pieces, &config, 1);
@@ -149,8 +222,20 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
 
 ResidentStep::~ResidentStep() = default;
 
-void ResidentStep::launch(const lowlat_step& step, cudaStream_t stream) const {
-  state_->launch(step, stream, state_->num_blocks);
+bool ResidentStep::has_fused_experts(int num_rows) const {
+  return state_->moe.has_value() && num_rows <= kMaxFusedRows;
+}
+
+void ResidentStep::launch(const lowlat_step& step, bool fused_experts, cudaStream_t stream) const {
+  if (!fused_experts) {
+    state_->launch(step, stream, state_->num_blocks);
+    return;
+  }
+  const int num_layers = state_->rank.shape.kNumLayers;
+  for (int cut = 0; cut <= num_layers; ++cut) {
+    if (cut > 0) state_->launch_experts(cut - 1, step.num_rows, stream);
+    state_->launch(StepCut{step, cut}, stream, state_->num_blocks);
+  }
 }
 void ResidentStep::launch(const lowlat_draft& draft, cudaStream_t stream) const {
   state_->launch(draft, stream, state_->num_blocks);

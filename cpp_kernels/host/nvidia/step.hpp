@@ -1,5 +1,6 @@
 // host/nvidia/step.hpp: launches of the resident schedule: one kernel a step, a draft or an
-// acceptance, and the device memory that they work in.
+// acceptance, and the device memory that they work in. Where the experts of a model have a fused
+// region, a step may be cut at them.
 #pragma once
 
 #include <memory>
@@ -24,13 +25,16 @@ class ResidentStep {
   ResidentStep(const ResidentStep&) = delete;
   ResidentStep& operator=(const ResidentStep&) = delete;
 
-  // Each is one launch, which a stream may capture.
-  void launch(const lowlat_step& step, cudaStream_t stream) const;
+  // Each is one launch, which a stream may capture; a step with fused experts two a layer.
+  void launch(const lowlat_step& step, bool fused_experts, cudaStream_t stream) const;
   void launch(const lowlat_draft& draft, cudaStream_t stream) const;
   void launch(const lowlat_accept& accept, cudaStream_t stream) const;
 
   std::uint64_t bytes() const;
   int num_blocks() const;
+  // Whether there is a fused region for these experts and for as many rows. It takes every SM, so
+  // not where ranks share the device.
+  bool has_fused_experts(int num_rows) const;
 
  private:
   struct State;

@@ -843,9 +843,6 @@ fn build(
         }
         Ok(())
     })?;
-    phase(&mut seat, &setup.deadlines, "readiness", || {
-        model.ready().map_err(kernel)
-    })?;
     let max_positions = setup
         .config
         .max_positions
@@ -858,9 +855,14 @@ fn build(
         num_drafts: setup.num_drafts as usize,
         vocab: setup.config.vocab as usize,
     };
-    // SAFETY: the arena is used by this rank's steps alone, which need the model; then the model
-    // keeps it.
-    let arena = unsafe { Arena::new(shape, &mut model) }.map_err(kernel)?;
+    // All memory is taken before any rank launches: on a device an allocation may wait for kernels
+    // that run, and those for this rank's.
+    let arena = phase(&mut seat, &setup.deadlines, "readiness", || {
+        model.ready().map_err(kernel)?;
+        // SAFETY: the arena is used by this rank's steps alone, which need the model; then the
+        // model keeps it.
+        unsafe { Arena::new(shape, &mut model) }.map_err(kernel)
+    })?;
     Ok(RankModel {
         model,
         arena: ManuallyDrop::new(arena),
