@@ -1,5 +1,6 @@
-// bench_resident: times plain V4.1-Flash layers by the resident schedule, one kernel a step: a
-// rank's share of TP4 on one GPU, its sums going round through its own mailbox.
+// bench_resident: checks and times plain V4.1-Flash layers by the resident schedule: a rank's share
+// of TP4 on one GPU, its sums going round through its own mailbox. One kernel a step, and the step
+// that is cut at its experts for their fused region, against each other.
 //
 //   bench_resident [rows..]    rows of a step, 6 unless given
 //
@@ -9,10 +10,12 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host/nvidia/device.hpp"
@@ -24,6 +27,8 @@ namespace {
 using host::cuda::check;
 
 constexpr int kExtraLayers = 4, kPosition = 4000, kRepeats = 40;
+
+using Launch = lowlat_status (*)(lowlat_model*, const lowlat_step*, void*);
 
 void must(lowlat_status status) {
   if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
@@ -115,8 +120,8 @@ class Shard {
   Shard(const Shard&) = delete;
   Shard& operator=(const Shard&) = delete;
 
-  // Microseconds of each of kRepeats replays of a verify step.
-  std::vector<double> times(int rows) {
+  // A verify step of requests of six rows, else a decode step.
+  lowlat_step step_of(int rows) {
     const int per_request = rows % 6 == 0 ? 6 : 1, batch = rows / per_request;
     const int stride = config_.num_pages / config_.max_batch;
     std::vector<std::int32_t> tokens, positions, requests, slots, pages, state;
@@ -145,10 +150,29 @@ class Shard {
     step.slots = placed(slots);
     step.page_table = placed(pages);
     step.state_slots = placed(state);
+    return step;
+  }
 
+  std::vector<float> logits(int rows, Launch launch) {
+    lowlat_step step = step_of(rows);
+    step.num_logit_rows = rows;
+    std::vector<float> out(static_cast<std::size_t>(rows) * config_.vocab);
+    void* memory = nullptr;
+    must(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE, out.size() * sizeof out[0], &memory));
+    step.logits = static_cast<float*>(memory);
+    must(launch(model_, &step, nullptr));
+    must(lowlat_synchronize(model_, 10'000'000'000));
+    must(lowlat_model_read(model_, out.data(), memory, out.size() * sizeof out[0]));
+    return out;
+  }
+  int vocab() const { return config_.vocab; }
+
+  // Microseconds of each of kRepeats replays, ascending.
+  std::vector<double> times(int rows, Launch launch) {
+    const lowlat_step step = step_of(rows);
     const host::cuda::Stream stream;
     check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "capture");
-    must(lowlat_step_launch(model_, &step, stream.get()));
+    must(launch(model_, &step, stream.get()));
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     check(cudaStreamEndCapture(stream.get(), &graph), "capture");
@@ -217,24 +241,52 @@ class Shard {
   lowlat_model* model_ = nullptr;
 };
 
+// Whether a step gives nearly the same logits with the fused experts. They round in their own way,
+// and eight layers carry it on.
+bool compare(Shard& shard, int rows) {
+  const auto want = shard.logits(rows, lowlat_plain_step_launch);
+  const auto got = shard.logits(rows, lowlat_step_launch);
+  std::vector<double> errors;
+  for (std::size_t first = 0; first < want.size();
+       first += static_cast<std::size_t>(shard.vocab())) {
+    double error = 0.0, norm = 0.0;
+    for (std::size_t i = first; i < first + static_cast<std::size_t>(shard.vocab()); ++i) {
+      error += (got[i] - want[i]) * (got[i] - want[i]);
+      norm += want[i] * want[i];
+    }
+    errors.push_back(std::sqrt(error / norm));
+  }
+  std::sort(errors.begin(), errors.end());
+  const bool good = errors[errors.size() / 2] < 0.05;
+  std::printf("%s logits with fused experts, T=%-2d: rel_l2 median %.2e worst %.2e\n",
+              good ? "ok  " : "FAIL", rows, errors[errors.size() / 2], errors.back());
+  return good;
+}
+
 int run(int argc, char** argv) {
   std::vector<int> widths;
   for (int i = 1; i < argc; ++i) widths.push_back(std::atoi(argv[i]));
   if (widths.empty()) widths = {6};
   Shard few(4), many(4 + kExtraLayers);
+  int failures = 0;
   for (const int rows : widths) {
-    const auto a = few.times(rows), b = many.times(rows);
-    const auto layer = [&](double share) {
-      const auto at = static_cast<std::size_t>(share * (a.size() - 1));
-      return (b[at] - a[at]) / kExtraLayers;
-    };
-    std::printf(
-        "resident, plain V4.1 layer, TP4 shard, T=%-2d  median %8.1f us  low %8.1f  high %8.1f"
-        "  (steps of 4 and 8 layers: %.1f and %.1f us)\n",
-        rows, layer(0.5), layer(0.1), layer(0.9), a[a.size() / 2], b[b.size() / 2]);
-    std::fflush(stdout);
+    failures += compare(many, rows) ? 0 : 1;
+    for (const auto& [name, launch] :
+         {std::pair<const char*, Launch>{"resident", lowlat_plain_step_launch},
+          std::pair<const char*, Launch>{"fused experts", lowlat_step_launch}}) {
+      const auto a = few.times(rows, launch), b = many.times(rows, launch);
+      const auto layer = [&](double share) {
+        const auto at = static_cast<std::size_t>(share * static_cast<double>(a.size() - 1));
+        return (b[at] - a[at]) / kExtraLayers;
+      };
+      std::printf(
+          "%-14s plain V4.1 layer, TP4 shard, T=%-2d  median %8.1f us  low %8.1f  high %8.1f"
+          "  (steps of 4 and 8 layers: %.1f and %.1f us)\n",
+          name, rows, layer(0.5), layer(0.1), layer(0.9), a[a.size() / 2], b[b.size() / 2]);
+      std::fflush(stdout);
+    }
   }
-  return 0;
+  return failures == 0 ? 0 : 1;
 }
 
 }  // namespace
