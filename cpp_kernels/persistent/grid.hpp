@@ -1,5 +1,5 @@
-// persistent/grid.hpp: the blocks of one rank's kernel: who has which part of a unit's work, and the
-// hand-off between them.
+// persistent/grid.hpp: the blocks of one rank's kernel: who has which part of a unit's work, and
+// the hand-off between them.
 //
 // Ordering     arrived[b]   the last hand-off that block b reached; written by b (release.device,
 //                           after its barrier), read by every block of the rank (acquire.device).

@@ -20,9 +20,9 @@
 // Ends         Every exchange and every hand-off may report that the step is over; then the program
 //              returns false at once, writes no further output, and the rank is not used again.
 //
-// Exchanges of a target step: embedding, two a layer, one an Engram layer, one for the argmax, or as
-// many for the logits as they fill boxes. Of a draft: embedding, two a stage, one a proposal, those
-// of the logits when they are asked for.
+// Exchanges of a target step: embedding, two a layer, one an Engram layer, one for the argmax, or
+// as many for the logits as they fill boxes. Of a draft: embedding, two a stage, one a proposal,
+// those of the logits when they are asked for.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any schedule"

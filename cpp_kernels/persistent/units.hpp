@@ -1190,8 +1190,8 @@ LOWLAT_UNIT void take_features(const Rank& rank, int row_idx, int layer_idx) {
   }
 }
 
-// Context keys of committed rows of the last target step, in four units: the features as a linear
-// sees them; their projection; x of the draft; keys of every stage and (inject_keys) into its cache.
+// Context keys of committed rows of the last target step, in five units: the features as a linear
+// sees them; their projection; x of the draft; the keys of every stage; and these into its cache.
 LOWLAT_UNIT void inject_features(const Rank& rank, int row_idx) {
   const auto& s = rank.shape;
   const std::int64_t width = std::int64_t{s.kNumDraftStages} * s.kHidden;

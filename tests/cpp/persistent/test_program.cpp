@@ -133,8 +133,8 @@ std::vector<std::int32_t> text(int n) {
   return out;
 }
 
-// What a short life of one request gives: a prompt in chunks, verify and decode steps, a draft after
-// each.
+// What a short life of one request gives: a prompt in chunks, verify and decode steps, a draft
+// after each.
 struct Life {
   std::vector<float> logits;
   std::vector<std::int32_t> argmax, drafts;
