@@ -89,8 +89,9 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
   }
   for (int t = 0; t < num_rows; ++t) {
     if (rows.block_rows == 0) persistent::take_features(rank_, t, call.layer_idx);
-    persistent::enter_attention(rank_, share_, rows, t, call);
   }
+  persistent::mix_sums(rank_, share_, w.hc_attn, stages::kHcOutputs, num_rows, nullptr, 0);
+  for (int t = 0; t < num_rows; ++t) persistent::enter_attention(rank_, share_, rows, t, call);
   persistent::project_x(rank_, share_, rows, call);
   for (int t = 0; t < num_rows; ++t) {
     persistent::norm_q_lora(rank_, share_, w, t);
@@ -113,6 +114,8 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
   });
   if (!sum_rows(num_rows, stages::StageId::attention_sum)) return false;
 
+  for (int t = 0; t < num_rows; ++t) persistent::leave_attention(rank_, t);
+  persistent::mix_sums(rank_, share_, w.hc_ffn, stages::kHcOutputs, num_rows, nullptr, 0);
   for (int t = 0; t < num_rows; ++t) persistent::enter_ffn(rank_, share_, t, w);
   persistent::project_ffn(rank_, share_, rows, call);
   for (int t = 0; t < num_rows; ++t) persistent::route(rank_, share_, rows, call, t);
@@ -139,11 +142,8 @@ bool PlainProgram::target_step(const lowlat_step& step) {
   const bool wanted = step.logits != nullptr || step.argmax != nullptr;
   if (step.num_logit_rows == 0 || !wanted) return true;
 
-  for (int i = 0; i < step.num_logit_rows; ++i) {
-    persistent::enter_head(rank_, share_, rank_.weights->norm, rank_.weights->hc_head,
-                           step.logit_rows != nullptr ? step.logit_rows[i] : i, i);
-  }
-  persistent::head_logits(rank_, share_, step.num_logit_rows);
+  head(rank_.weights->norm, rank_.weights->hc_head, step.num_logit_rows, step.logit_rows,
+       rows.num_rows);
   if (step.logits != nullptr) {
     if (!gather_logits(step.logits, step.num_logit_rows, stages::StageId::logits_gather)) {
       return false;
@@ -164,6 +164,18 @@ bool PlainProgram::target_step(const lowlat_step& step) {
     step.argmax[i] = best.id;
   }
   return true;
+}
+
+// logits_local of the rows that row_ids lists, or of all num_rows.
+void PlainProgram::head(const std::uint16_t* norm, const lowlat::persistent::HcWeights& hc,
+                        int num_rows, const std::int32_t* row_ids, int num_all) {
+  if (rank_.rules->own_pre) {
+    persistent::mix_sums(rank_, share_, hc, shape::kNumStreams, num_rows, row_ids, num_all);
+  }
+  for (int i = 0; i < num_rows; ++i) {
+    persistent::enter_head(rank_, share_, norm, hc, row_ids != nullptr ? row_ids[i] : i, i);
+  }
+  persistent::head_logits(rank_, share_, num_rows);
 }
 
 // Context keys of the committed rows of the last target step.
@@ -191,11 +203,7 @@ bool PlainProgram::draft(const lowlat_draft& draft) {
   for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
     if (!layer(rows, persistent::draft_call(rank_, stage))) return false;
   }
-  for (int t = 0; t < rows.num_rows; ++t) {
-    persistent::enter_head(rank_, share_, rank_.weights->draft_norm, rank_.weights->draft_hc_head,
-                           t, t);
-  }
-  persistent::head_logits(rank_, share_, rows.num_rows);
+  head(rank_.weights->draft_norm, rank_.weights->draft_hc_head, rows.num_rows, nullptr, 0);
   for (int place = 0; place < s_.kDraftBlock; ++place) {
     for (int request = 0; request < draft.batch_size; ++request) {
       persistent::markov_embed(rank_, request,

@@ -54,6 +54,8 @@ class PlainProgram {
   bool exchange(const std::uint32_t* words, std::int64_t num_words, scalar::stages::StageId stage);
   const std::uint32_t* staged(int tp_rank) const { return regions_[tp_rank]->staging(epoch_); }
   void inject(const lowlat_draft& draft);
+  void head(const std::uint16_t* norm, const lowlat::persistent::HcWeights& hc, int num_rows,
+            const std::int32_t* row_ids, int num_all);
   bool gather_logits(float* out, int num_rows, scalar::stages::StageId stage);
 
   const Rank& rank_;

@@ -86,11 +86,8 @@ class Program {
     each_row(rows.num_rows, [&](int t) { take_features(rank_, t, s_.kNumLayers); });
     const bool wanted = step.logits != nullptr || step.argmax != nullptr;
     if (step.num_logit_rows == 0 || !wanted) return true;
-    const auto row_of = [&](int i) {
-      return step.logit_rows == nullptr ? i : within(step.logit_rows[i], step.num_rows);
-    };
     if (!local_logits(KernelId::head, rank_.weights->norm, rank_.weights->hc_head,
-                      step.num_logit_rows, row_of)) {
+                      step.num_logit_rows, step.logit_rows, rows.num_rows)) {
       return false;
     }
     if (step.logits == nullptr) {
@@ -124,7 +121,7 @@ class Program {
       if (!layer(rows, draft_call(rank_, stage))) return false;
     }
     return local_logits(KernelId::draft, rank_.weights->draft_norm, rank_.weights->draft_hc_head,
-                        rows.num_rows, [](int i) { return i; }) &&
+                        rows.num_rows, nullptr, 0) &&
            propose(draft) && end();
   }
 
@@ -253,8 +250,11 @@ class Program {
     each_row(rows.num_rows, [&](int t) {
       if (has_engram) engram_apply(rank_, rows, w, t);
       if (rows.block_rows == 0) take_features(rank_, t, call.layer_idx);
-      enter_attention(rank_, share_, rows, t, call);
     });
+    if (!hand_off(KernelId::front)) return false;
+    mix_sums(rank_, share_, w.hc_attn, stages::kHcOutputs, rows.num_rows, nullptr, 0);
+    if (!hand_off(KernelId::front)) return false;
+    each_row(rows.num_rows, [&](int t) { enter_attention(rank_, share_, rows, t, call); });
     if (!hand_off(KernelId::front)) return false;
     project_x(rank_, share_, rows, call);
     if (!hand_off(KernelId::front)) return false;
@@ -295,13 +295,18 @@ class Program {
     ++epoch_;
     project_out(rank_, share_, rows, call,
                 stages::PublishRows{rank_.port, epoch_, s_.kHidden, pending()});
-    return all_rows(rows.num_rows,
-                    [&](int t) {
-                      if (!receive_row_sum(t, kernel, stages::StageId::attention_sum)) return false;
-                      enter_ffn(rank_, share_, t, call.weights);
-                      return true;
-                    }) &&
-           hand_off(kernel);
+    if (!all_rows(rows.num_rows, [&](int t) {
+          if (!receive_row_sum(t, kernel, stages::StageId::attention_sum)) return false;
+          leave_attention(rank_, t);
+          return true;
+        })) {
+      return false;
+    }
+    if (!hand_off(kernel)) return false;
+    mix_sums(rank_, share_, call.weights.hc_ffn, stages::kHcOutputs, rows.num_rows, nullptr, 0);
+    if (!hand_off(kernel)) return false;
+    each_row(rows.num_rows, [&](int t) { enter_ffn(rank_, share_, t, call.weights); });
+    return hand_off(kernel);
   }
 
   LOWLAT_UNIT bool experts(const Rows& rows, const LayerCall& call) {
@@ -338,12 +343,18 @@ class Program {
     }
   }
 
-  // logits_local of num_rows rows; row_of(i) is row i's number in the forward.
-  template <class RowOf>
+  // logits_local of num_rows rows: of those that row_ids lists (checked against num_all), or all.
   LOWLAT_DEVICE bool local_logits(KernelId kernel, const std::uint16_t* norm, const HcWeights& hc,
-                                  int num_rows, RowOf&& row_of) {
+                                  int num_rows, const std::int32_t* row_ids, int num_all) {
     if (!hand_off(kernel)) return false;
-    each_row(num_rows, [&](int i) { enter_head(rank_, share_, norm, hc, row_of(i), i); });
+    if (rank_.rules->own_pre) {
+      mix_sums(rank_, share_, hc, shape::kNumStreams, num_rows, row_ids, num_all);
+      if (!hand_off(kernel)) return false;
+    }
+    each_row(num_rows, [&](int i) {
+      const int row_idx = row_ids == nullptr ? i : within(row_ids[i], num_all);
+      enter_head(rank_, share_, norm, hc, row_idx, i);
+    });
     if (!hand_off(kernel)) return false;
     head_logits(rank_, share_, num_rows);
     return hand_off(kernel);

@@ -60,6 +60,8 @@ struct Rows {
 
 constexpr std::int64_t most(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
 
+inline constexpr int kMixPitch = stages::kHcOutputs + 1;
+
 // Rows whose scores of entries are kept at once: the selection goes through a step in groups.
 inline constexpr int kScoreRows = Threads::kAlone ? 1 : 8;
 
@@ -134,6 +136,7 @@ struct Buffers {
   std::uint16_t* y;            // bf16 [M, H] a sublayer's summed output
   stages::HcParams* hc_attn;   // [M]
   stages::HcParams* hc_ffn;    // [M]
+  float* mix_sums;             // [M, kMixPitch] products of the streams, then their squares' sum
   float* pre;                  // [M, 4] what the next attention (V4.1) or the head combines with
   stages::RopeTurn* turn;      // [M] of the layer's frequencies at each row's position
   float* compress;             // [M, compress width] projections: values, then scores
@@ -189,6 +192,7 @@ struct Buffers {
     carve(rows * hidden, y);
     carve(rows, hc_attn);
     carve(rows, hc_ffn);
+    carve(rows * kMixPitch, mix_sums);
     carve(rows * 4, pre);
     carve(rows, turn);
     carve(rows * s.kCompressWidth, compress);

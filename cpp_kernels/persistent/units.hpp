@@ -293,25 +293,74 @@ LOWLAT_UNIT void mix_in(const Rank& rank, int row_idx, const stages::HcParams& p
   plat::block_sync();
 }
 
-// out_mix[num_outputs], in every thread, of one row: `weights` against the residual as it is now.
-LOWLAT_UNIT void mix_row(const Rank& rank, const Share& share, std::int64_t row_idx,
-                         const HcWeights& weights, float* out_mix, int num_outputs) {
+// The sums behind the statistics of residual rows, as they are now: of each row's products with
+// `weights` [num_outputs, 4 H], and of its squares. Row i of num_rows is row_ids[i] of num_all, or i.
+// One thread takes a row after the other; blocks take a sum each, because a row's weights are two
+// megabytes.
+LOWLAT_UNIT void mix_sums(const Rank& rank, const Share& share, const HcWeights& weights,
+                          int num_outputs, int num_rows, const std::int32_t* row_ids, int num_all) {
   const auto& s = rank.shape;
-  const std::int64_t width = std::int64_t{shape::kNumStreams} * s.kHidden;
-  float* row = share.memory->wide_f32;
-  using Stats = stages::HcStats<Block>;
-  LOWLAT_SHARED(Stats::Scratch, scratch);
-  expand(row, rank.buffers.residual + row_idx * width, static_cast<int>(width));
-  plat::block_sync();
-  Stats::mix(out_mix, row, weights.fn, s.kHidden, s.kNormEps, scratch, num_outputs);
+  const int n = shape::kNumStreams * s.kHidden;
+  const auto residual_of = [&](int i) {
+    const std::int64_t row_idx = row_ids == nullptr ? i : within(row_ids[i], num_all);
+    return rank.buffers.residual + row_idx * n;
+  };
+  if constexpr (Threads::kAlone) {
+    float* row = share.memory->wide_f32;
+    for (int i = 0; i < num_rows; ++i) {
+      float* sums = rank.buffers.mix_sums + i * kMixPitch;
+      expand(row, residual_of(i), n);
+      for (int output = 0; output < num_outputs; ++output) {
+        sums[output] = stages::dot(weights.fn + std::int64_t{output} * n, row, n);
+      }
+      sums[stages::kHcOutputs] = stages::dot(row, row, n);
+    }
+  } else {
+    using Sum = stages::BlockSum<Block>;
+    LOWLAT_SHARED(Sum::Scratch, scratch);
+    for_share(share, num_rows * (num_outputs + 1), [&](int item) {
+      const int i = item / (num_outputs + 1), output = item % (num_outputs + 1);
+      const std::uint16_t* row = residual_of(i);
+      const float* fn = weights.fn + std::int64_t{output} * n;
+      const bool squares = output == num_outputs;
+      float sum = 0.0f;
+      constexpr int kAhead = stages::kDotAhead, kStep = Threads::kNumThreads;
+      int at = Threads::thread_idx();
+      for (; at + (kAhead - 1) * kStep < n; at += kAhead * kStep) {
+        float left[kAhead], right[kAhead];
+        for (int ahead = 0; ahead < kAhead; ++ahead) {
+          right[ahead] = stages::from_bf16(row[at + ahead * kStep]);
+          left[ahead] = squares ? right[ahead] : fn[at + ahead * kStep];
+        }
+        for (int ahead = 0; ahead < kAhead; ++ahead) sum += left[ahead] * right[ahead];
+      }
+      for (; at < n; at += kStep) {
+        const float right = stages::from_bf16(row[at]);
+        sum += (squares ? right : fn[at]) * right;
+      }
+      sum = Sum::run(sum, scratch);
+      const int place = squares ? stages::kHcOutputs : output;
+      if (Threads::leads()) rank.buffers.mix_sums[i * kMixPitch + place] = sum;
+    });
+  }
 }
 
-// params of one row, from the residual as it is now.
-LOWLAT_UNIT void mix_stats(const Rank& rank, const Share& share, int row_idx,
-                           const HcWeights& weights, stages::HcParams& out) {
+// out_mix[num_outputs], in every thread, of row i of mix_sums().
+LOWLAT_DEVICE void mix_of(const Rank& rank, int i, float* out_mix, int num_outputs) {
+  const auto& s = rank.shape;
+  const float* sums = rank.buffers.mix_sums + i * kMixPitch;
+  const float mean_sq =
+      sums[stages::kHcOutputs] / static_cast<float>(shape::kNumStreams * s.kHidden);
+  const float scale = plat::rsqrt(mean_sq + s.kNormEps);
+  for (int output = 0; output < num_outputs; ++output) out_mix[output] = scale * sums[output];
+}
+
+// params of one row, from mix_sums().
+LOWLAT_UNIT void mix_stats(const Rank& rank, int row_idx, const HcWeights& weights,
+                           stages::HcParams& out) {
   const auto& s = rank.shape;
   float mix[stages::kHcOutputs];
-  mix_row(rank, share, row_idx, weights, mix, stages::kHcOutputs);
+  mix_of(rank, row_idx, mix, stages::kHcOutputs);
   stages::HcStats<Block>::params(out, mix, weights.base, weights.scale, s.kHcEps, s.kSinkhornIters);
   plat::block_sync();
 }
@@ -340,12 +389,12 @@ LOWLAT_UNIT void prepare_x(const Rank& rank, int row_idx) {
   plat::block_sync();
 }
 
-// Statistics of a layer's attention, x of one row, and the row's turn.
+// Statistics of a layer's attention from mix_sums(), x of one row, and the row's turn.
 LOWLAT_UNIT void enter_attention(const Rank& rank, const Share& share, const Rows& rows,
                                  int row_idx, const LayerCall& call) {
   const Buffers& b = rank.buffers;
   stages::HcParams& params = b.hc_attn[row_idx];
-  mix_stats(rank, share, row_idx, call.weights.hc_attn, params);
+  mix_stats(rank, row_idx, call.weights.hc_attn, params);
   combine_norm(rank, share, row_idx, row_idx,
                rank.rules->own_pre ? params.pre : b.pre + row_idx * shape::kNumStreams,
                call.weights.attn_norm, rank.rules->hc_statistic);
@@ -353,13 +402,17 @@ LOWLAT_UNIT void enter_attention(const Rank& rank, const Share& share, const Row
   prepare_x(rank, row_idx);
 }
 
-// The attention's y into the streams; statistics of the ffn; then its x of one row.
+// The attention's y of one row into the streams.
+LOWLAT_UNIT void leave_attention(const Rank& rank, int row_idx) {
+  mix_in(rank, row_idx, rank.buffers.hc_attn[row_idx]);
+}
+
+// Statistics of the ffn from mix_sums(); then its x of one row.
 LOWLAT_UNIT void enter_ffn(const Rank& rank, const Share& share, int row_idx,
                            const LayerWeights& w) {
   const stages::HcParams& before = rank.buffers.hc_attn[row_idx];
   stages::HcParams& params = rank.buffers.hc_ffn[row_idx];
-  mix_in(rank, row_idx, before);
-  mix_stats(rank, share, row_idx, w.hc_ffn, params);
+  mix_stats(rank, row_idx, w.hc_ffn, params);
   combine_norm(rank, share, row_idx, row_idx, rank.rules->own_pre ? params.pre : before.pre,
                w.ffn_norm, rank.rules->hc_statistic);
   prepare_x(rank, row_idx);
@@ -407,7 +460,7 @@ LOWLAT_UNIT void spread_streams(const Rank& rank, int row_idx) {
 }
 
 // x_f32[i] of row `row_idx` of the last layer: combine, norm. `hc` is used where combines have
-// their own weights; the mean of squares is over the rounded sums in both models.
+// their own weights, whose mix_sums() are row i's; the mean of squares is over the rounded sums in both models.
 LOWLAT_UNIT void enter_head(const Rank& rank, const Share& share, const std::uint16_t* norm,
                             const HcWeights& hc, int row_idx, int i) {
   const auto& s = rank.shape;
@@ -415,7 +468,7 @@ LOWLAT_UNIT void enter_head(const Rank& rank, const Share& share, const std::uin
   float* pre = b.pre + std::int64_t{row_idx} * shape::kNumStreams;
   if (rank.rules->own_pre) {
     float mix[shape::kNumStreams];
-    mix_row(rank, share, row_idx, hc, mix, shape::kNumStreams);
+    mix_of(rank, i, mix, shape::kNumStreams);
     if (Threads::leads()) {
       stages::HcStats<Block>::pre(pre, mix, hc.base, hc.scale[0], s.kHcEps);
     }
