@@ -281,12 +281,13 @@ void check_same(const Life& a, const Life& b) {
   CHECK(same_bits(a.pools, b.pools));
 }
 
-// Norms and attention add in another order than one thread does, and what four bits round to may
-// flip by it: the logits stay near, row by row.
+// Norms, mixing and attention add in another order than one thread does, and what four bits round
+// to may flip by it: the logits stay near but for a row in which an expert or an entry is chosen
+// otherwise.
 void check_near(const Life& got, const Life& want, int vocab) {
   REQUIRE(got.logits.size() == want.logits.size());
-  double worst = 0.0;
-  int differ = 0;
+  std::vector<double> errors;
+  int flips = 0, differ = 0;
   for (std::size_t row = 0; row < got.argmax.size(); ++row) {
     double error = 0.0, norm = 0.0;
     for (int v = 0; v < vocab; ++v) {
@@ -294,13 +295,14 @@ void check_near(const Life& got, const Life& want, int vocab) {
       error += (g - w) * (g - w);
       norm += w * w;
     }
-    worst = std::max(worst, std::sqrt(error / norm));
+    errors.push_back(std::sqrt(error / norm));
+    flips += !(errors.back() < 0.03);
     differ += got.argmax[row] != want.argmax[row];
   }
-  std::printf("worst rel_l2 of a row %.2e, argmax differs in %d of %zu\n", worst, differ,
-              got.argmax.size());
-  CHECK(worst < 0.1);
-  CHECK(differ * 20 <= static_cast<int>(got.argmax.size()));
+  std::ranges::sort(errors);
+  CHECK(errors[errors.size() / 2] < 0.01);
+  CHECK(flips * 20 <= static_cast<int>(errors.size()));
+  CHECK(differ * 20 <= static_cast<int>(errors.size()));
 }
 
 void check_life(std::uint32_t kind) {
