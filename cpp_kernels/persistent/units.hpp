@@ -460,7 +460,8 @@ LOWLAT_UNIT void spread_streams(const Rank& rank, int row_idx) {
 }
 
 // x_f32[i] of row `row_idx` of the last layer: combine, norm. `hc` is used where combines have
-// their own weights, whose mix_sums() are row i's; the mean of squares is over the rounded sums in both models.
+// their own weights, whose mix_sums() are row i's; the mean of squares is over the rounded sums in
+// both models.
 LOWLAT_UNIT void enter_head(const Rank& rank, const Share& share, const std::uint16_t* norm,
                             const HcWeights& hc, int row_idx, int i) {
   const auto& s = rank.shape;
