@@ -294,9 +294,9 @@ LOWLAT_UNIT void mix_in(const Rank& rank, int row_idx, const stages::HcParams& p
 }
 
 // The sums behind the statistics of residual rows, as they are now: of each row's products with
-// `weights` [num_outputs, 4 H], and of its squares. Row i of num_rows is row_ids[i] of num_all, or i.
-// One thread takes a row after the other; blocks take a sum each, because a row's weights are two
-// megabytes.
+// `weights` [num_outputs, 4 H], and of its squares. Row i of num_rows is row_ids[i] of num_all, or
+// i. One thread takes a row after the other; blocks take a sum each, because a row's weights are
+// two megabytes.
 LOWLAT_UNIT void mix_sums(const Rank& rank, const Share& share, const HcWeights& weights,
                           int num_outputs, int num_rows, const std::int32_t* row_ids, int num_all) {
   const auto& s = rank.shape;
