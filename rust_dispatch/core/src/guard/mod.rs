@@ -7,6 +7,7 @@
 
 mod feature;
 mod loaded;
+mod read;
 mod value;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,6 +17,7 @@ use serde::Serialize;
 
 pub use feature::Feature;
 pub use loaded::{TensorFact, TensorNeed, check_loaded};
+pub use read::ReadError;
 pub use value::Value;
 
 use crate::digest::Fnv1a;
