@@ -7,13 +7,13 @@
 #   make test-deep   the same as test, longer, under sanitizers and the model checker
 #   make tidy        format, lints, tests about the tree
 #   make gpu-test    on a machine with a GPU: what needs one
-#   make setup build golden header clean
+#   make setup build golden header abi clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
 # by lock file and compiler, for machines that build many clones (CI); SGLang's environment too.
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo test test-sglang test-deep tidy golden header gpu-test clean
+.PHONY: setup build demo test test-sglang test-deep tidy golden header abi gpu-test clean
 
 SHELL := bash
 PYTHON ?= python3
@@ -89,6 +89,9 @@ golden: build
 
 header:
 	cargo run -q --locked -p lowlat-capi --example make_header
+
+abi: header
+	LOWLAT_WRITE_ABI=1 cargo test -q --locked -p lowlat-capi --test capi_snapshot
 
 gpu-test: build
 	@$(BIN)/python tests/gpu/run.py --build-dir $(BUILD)
