@@ -7,10 +7,14 @@ use lowlat_core::digest::Fnv1a;
 use lowlat_core::dispatch::Decision;
 use lowlat_core::graph_key::{GraphKey, GraphMode, Path, Recorder, SealView, keys_digest};
 use lowlat_core::vote::{BALLOT_WORDS, agree};
-use lowlat_core::{BallotParts, Servable, StepFacts, StepMode, TpRank};
+use lowlat_core::{
+    BallotParts, Decline, Facts, Requirements, Servable, StepFacts, StepMode, TpRank,
+};
 use pyo3::prelude::*;
 
-use crate::module::{DeadlineLadder, GraphRecord, check_options, named_reason, value_error};
+use crate::module::{
+    DeadlineLadder, GraphRecord, check_options, json_text, named_reason, value_error,
+};
 
 /// What a captured graph reads: name, address, shape, dtype.
 pub type SealRow = (String, u64, Vec<i64>, String);
@@ -45,8 +49,39 @@ fn step_mode(name: &str) -> PyResult<StepMode> {
     })
 }
 
-/// A rank that the guard found able to serve. `options` is as for `check`; ValueError holds every
-/// reason against it, one a line.
+fn declined(declines: Vec<Decline>) -> PyErr {
+    let lines: Vec<String> = declines.iter().map(ToString::to_string).collect();
+    value_error(lines.join("\n"))
+}
+
+fn step_facts(
+    mode: &str,
+    batch_size: u32,
+    tokens_per_request: u32,
+    rows: u32,
+) -> PyResult<StepFacts> {
+    let mode = step_mode(mode)?;
+    Ok(StepFacts {
+        mode,
+        batch_size,
+        tokens_per_request,
+        rows,
+    })
+}
+
+/// Digest of a step, for `Seat.agree_step`.
+#[pyfunction]
+pub fn step_digest(
+    mode: &str,
+    batch_size: u32,
+    tokens_per_request: u32,
+    rows: u32,
+) -> PyResult<u64> {
+    Ok(step_facts(mode, batch_size, tokens_per_request, rows)?.digest())
+}
+
+/// A rank that the guard found able to serve with the built-in kernels. `options` is as for
+/// `check`; ValueError holds every reason against it, one a line.
 #[pyclass(frozen)]
 pub struct Rank {
     servable: Servable,
@@ -59,11 +94,25 @@ impl Rank {
     #[pyo3(signature = (model_config_json, options, *, tp_rank))]
     fn new(model_config_json: &str, options: &Bound<'_, PyAny>, tp_rank: u32) -> PyResult<Self> {
         let options = check_options(options)?;
-        let servable =
-            lowlat_core::spec::serve(model_config_json, &options).map_err(|declines| {
-                let lines: Vec<String> = declines.iter().map(ToString::to_string).collect();
-                value_error(lines.join("\n"))
-            })?;
+        let servable = lowlat_core::spec::serve(model_config_json, &options).map_err(declined)?;
+        let tp_rank = TpRank(tp_rank);
+        Ok(Self { servable, tp_rank })
+    }
+
+    /// A rank that the guard found able to serve with an engine's own kernels. `requirements` (any
+    /// of what `requirements()` lists; "name" and "isas" at least) and `facts` ("isa" and "tp_size"
+    /// at least) are dicts or JSON text; ValueError holds every reason against it, one a line.
+    #[staticmethod]
+    #[pyo3(signature = (requirements, facts, *, tp_rank))]
+    fn own(
+        requirements: &Bound<'_, PyAny>,
+        facts: &Bound<'_, PyAny>,
+        tp_rank: u32,
+    ) -> PyResult<Self> {
+        let requirements = Requirements::from_json(&json_text(requirements)?);
+        let facts = Facts::from_json(&json_text(facts)?).map_err(value_error)?;
+        let servable = lowlat_core::guard(&facts, &requirements.map_err(value_error)?);
+        let servable = servable.map_err(declined)?;
         let tp_rank = TpRank(tp_rank);
         Ok(Self { servable, tp_rank })
     }
@@ -207,13 +256,7 @@ impl Dispatcher {
         tokens_per_request: u32,
         rows: u32,
     ) -> PyResult<(u32, Option<u32>)> {
-        let mode = step_mode(mode)?;
-        let step = StepFacts {
-            mode,
-            batch_size,
-            tokens_per_request,
-            rows,
-        };
+        let step = step_facts(mode, batch_size, tokens_per_request, rows)?;
         Ok(match self.with(|dispatcher| dispatcher.decide(&step)) {
             Decision::Replay { padded_batch, .. } => (padded_batch, None),
             Decision::Plain(reason) => (0, Some(reason.number())),
