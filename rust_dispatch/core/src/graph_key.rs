@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::digest::{Fnv1a, hex};
 use crate::reason::Reason;
+use crate::words::one_line;
 
 /// Which step a graph runs.
 ///
@@ -231,8 +232,8 @@ impl fmt::Display for SealView<'_> {
 
 /// A seal that is broken: the graph would read something else than at capture.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("[{}] {key}: sealed {sealed}, now {seen}; capture again after a reallocation",
-        Reason::SealChanged.number())]
+#[error("[{}] {}: sealed {}, now {}; capture again after a reallocation",
+        Reason::SealChanged.number(), one_line(key), one_line(sealed), one_line(seen))]
 pub struct SealFault {
     /// The graph's key.
     pub key: String,
@@ -259,7 +260,7 @@ pub struct KeyIdx(pub u32);
 
 /// What a record cannot hold or a text does not hold, in words.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
+#[error("{}", one_line(.0))]
 pub struct RecordError(pub(crate) String);
 
 /// Notes each graph while it is captured.

@@ -28,6 +28,7 @@ pub mod spec;
 pub mod sync;
 pub mod vote;
 mod watchdog;
+pub mod words;
 
 pub use dispatch::{Decision, DispatchReport, Dispatcher, StepFacts, StepMode};
 pub use flow::{Built, Captured};

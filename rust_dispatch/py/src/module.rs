@@ -140,9 +140,12 @@ mod _dispatch {
     #[pyfunction]
     #[pyo3(signature = (reason, words, change=None))]
     fn decline(reason: &str, words: &str, change: Option<&str>) -> PyResult<String> {
-        let mut decline = Decline::in_words(named_reason(reason)?, words);
-        decline.change = change.map(str::to_owned);
-        Ok(decline.to_string())
+        let decline = Decline::in_words(named_reason(reason)?, words);
+        Ok(match change {
+            Some(setting) => decline.change(setting),
+            None => decline,
+        }
+        .to_string())
     }
 
     /// Every reason that the loaded tensors give against serving, each with its number. A fact is

@@ -22,6 +22,7 @@ pub use value::Value;
 
 use crate::digest::Fnv1a;
 use crate::reason::Reason;
+use crate::words::one_line;
 
 /// One reason why this server cannot be served.
 ///
@@ -62,7 +63,7 @@ impl Decline {
     pub fn in_words(reason: Reason, words: impl Into<String>) -> Self {
         Self {
             reason,
-            words: words.into(),
+            words: one_line(&words.into()),
             change: None,
         }
     }
@@ -70,7 +71,7 @@ impl Decline {
     /// The same decline, with the setting that changes it.
     #[must_use]
     pub fn change(mut self, setting: impl Into<String>) -> Self {
-        self.change = Some(setting.into());
+        self.change = Some(one_line(&setting.into()));
         self
     }
 }
@@ -404,9 +405,11 @@ fn check_setting(
         return None;
     }
     let seen = seen.map_or_else(|| "not set".to_owned(), Value::to_string);
-    let mut decline = Decline::new(reason, &setting.name, seen, one_of(&setting.accepted));
-    decline.change = setting.accepted.first().and_then(change);
-    Some(decline)
+    let decline = Decline::new(reason, &setting.name, seen, one_of(&setting.accepted));
+    Some(match setting.accepted.first().and_then(change) {
+        Some(words) => decline.change(words),
+        None => decline,
+    })
 }
 
 fn check_divides(facts: &Facts, divides: &Divides) -> Option<Decline> {

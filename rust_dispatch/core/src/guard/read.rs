@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 
 use super::{Divides, Facts, Feature, OneOf, Requirements, Value};
+use crate::words::one_line;
 
 /// What is wrong with a JSON text of requirements or facts, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
+#[error("{}", one_line(.0))]
 pub struct ReadError(String);
 
 #[derive(Deserialize)]

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::tensors::{WeightGroup, tensors};
 use crate::config::{ModelConfig, ModelFamily};
+use crate::words::one_line;
 
 /// Stored bytes of one latent or window row: 448 codes, 64 bf16 numbers, 7 scales and a pad.
 const KV_ROW_BYTES: u64 = 584;
@@ -94,7 +95,7 @@ impl Default for PlanOptions {
 
 /// Why there is no plan, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
+#[error("{}", one_line(.0))]
 pub struct PlanError(String);
 
 impl PlanOptions {
