@@ -222,6 +222,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "rust_dispatch/engine/src/bin/lowlat-engine.rs": "tests/rust/engine_commands.rs",
     "rust_dispatch/engine/src/checkpoint/make.rs": "tests/rust/engine_checkpoint.rs",
     "rust_dispatch/engine/src/kernels/": "tests/rust/engine_kernels.rs",
+    "rust_dispatch/host/src/futex.rs": "tests/rust/host_group.rs",
+    "rust_dispatch/host/src/memory.rs": "tests/rust/host_group.rs",
     "rust_dispatch/py/src/": "tests/python/test_dispatch.py",
 }
 

@@ -21,7 +21,7 @@ mod flow;
 pub mod graph_key;
 pub mod guard;
 mod ids;
-mod ladder;
+pub mod ladder;
 pub mod plan;
 mod reason;
 pub mod spec;

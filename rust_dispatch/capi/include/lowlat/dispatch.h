@@ -162,6 +162,14 @@ enum lowlat_reason
    */
   LOWLAT_REASON_KERNELS_MISSING = 116,
   /**
+   * A living group has this name.
+   */
+  LOWLAT_REASON_GROUP_IN_USE = 117,
+  /**
+   * Shared memory is full, or not permitted.
+   */
+  LOWLAT_REASON_SHARED_MEMORY = 118,
+  /**
    * The step runs prompt rows.
    */
   LOWLAT_REASON_STEP_IS_EXTEND = 201,
@@ -237,6 +245,10 @@ enum lowlat_reason
    * Ranks checked against other requirements or another model.
    */
   LOWLAT_REASON_VOTE_REQUIREMENTS = 309,
+  /**
+   * Two processes have one rank's number.
+   */
+  LOWLAT_REASON_RANK_TAKEN = 310,
   /**
    * A rank did not answer by the deadline.
    */

@@ -23,11 +23,17 @@
 mod ballot;
 mod board;
 mod decision;
+mod lines;
+mod roll;
 mod round;
+mod seat;
 
 pub use ballot::{
     BALLOT_WORDS, Ballot, BallotError, BallotParts, Coverage, MAX_RANKS, MAX_WIDTHS, agree,
 };
-pub use board::{Board, Seat, SeatError};
+pub use board::{Board, SeatError};
 pub use decision::{Decision, Register};
+pub use lines::{Bell, Channel, Lines, Registers, Slots};
+pub use roll::{Admission, Member, Roll};
 pub use round::{Next, Refusal, Round, StepBallot, Votable};
+pub use seat::Seat;
