@@ -346,14 +346,17 @@ static void numbers_out_of_range(struct handles all) {
 static void budgets_out_of_the_ladder(struct handles all) {
   lowlat_ballot ballot = good_ballot();
   lowlat_coverage* coverage = NULL;
-  INVALID(lowlat_seat_vote(all.seat, all.servable, &ballot, 0, &coverage), "budget_ns is 0");
+  INVALID(lowlat_seat_vote(all.seat, all.servable, &ballot, 0, &coverage),
+          "budget is 0 ns; it must be longer than 0");
   INVALID(lowlat_seat_vote(all.seat, all.servable, &ballot, 3 * kSecondNs, &coverage),
-          "a vote must be shorter than the collective budget, 3000000000 ns");
+          "a wait of the plugin must be shorter than the collective budget, 3000000000 ns");
   INVALID(lowlat_seat_vote(all.seat, all.servable, &ballot, ~(uint64_t)0, &coverage),
-          "a vote must be shorter than the collective budget");
-  INVALID(lowlat_seat_decline(all.seat, LOWLAT_REASON_FEATURE, 0), "budget_ns is 0");
-  INVALID(lowlat_seat_agree_step(all.seat, 1, 0), "budget_ns is 0");
-  INVALID(lowlat_seat_agree_step(all.seat, 1, 3 * kSecondNs), "shorter than the collective budget");
+          "must be shorter than the collective budget");
+  INVALID(lowlat_seat_decline(all.seat, LOWLAT_REASON_FEATURE, 0),
+          "budget is 0 ns; it must be longer than 0");
+  INVALID(lowlat_seat_agree_step(all.seat, 1, 0), "budget is 0 ns; it must be longer than 0");
+  INVALID(lowlat_seat_agree_step(all.seat, 1, 3 * kSecondNs),
+          "must be shorter than the collective budget");
   ballot.ladder.plugin_ns = 0;
   INVALID(lowlat_seat_vote(all.seat, all.servable, &ballot, 1, &coverage), "plugin budget is 0 ns");
   INVALID(lowlat_watchdog_create(0, 1, &all.watchdog), "above 0 ns");

@@ -38,6 +38,7 @@ entries! {
     lowlat_dispatcher_disarm(null_mut(), 401) => Status::Bug;
     lowlat_dispatcher_report(null_mut(), null_mut()) => Status::Bug;
     lowlat_dispatcher_switch(null_mut(), 1) => Status::Bug;
+    lowlat_group_join(null(), 0, 1, null(), 1, null_mut()) => Status::Bug;
     lowlat_guard(null(), null(), null_mut()) => Status::Bug;
     lowlat_guard_model(null(), null(), null_mut()) => Status::Bug;
     lowlat_ladder_check(null()) => Status::Bug;

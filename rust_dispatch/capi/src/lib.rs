@@ -36,8 +36,8 @@ pub use record::{
 pub use vote::{
     BallotParts, Board, CoverageHandle, SeatHandle, lowlat_ballot_words,
     lowlat_ballot_words_declining, lowlat_ballots_agree, lowlat_board_create, lowlat_board_destroy,
-    lowlat_board_seat, lowlat_coverage_destroy, lowlat_coverage_epoch, lowlat_seat_agree_step,
-    lowlat_seat_decline, lowlat_seat_destroy, lowlat_seat_vote,
+    lowlat_board_seat, lowlat_coverage_destroy, lowlat_coverage_epoch, lowlat_group_join,
+    lowlat_seat_agree_step, lowlat_seat_decline, lowlat_seat_destroy, lowlat_seat_vote,
 };
 pub use watchdog::{
     Health, WatchdogHandle, lowlat_watchdog_arm, lowlat_watchdog_create, lowlat_watchdog_destroy,

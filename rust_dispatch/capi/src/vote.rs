@@ -1,13 +1,17 @@
 //! The vote: seats among threads or processes, and ballots for a caller's own all-gather.
 
+use std::ffi::c_char;
 use std::sync::Arc;
 use std::time::Instant;
 
+use lowlat_core::ladder::{LadderError, Rung};
 use lowlat_core::vote::{BALLOT_WORDS, Ballot, Decision, MAX_RANKS, MAX_WIDTHS, Refusal, agree};
+use lowlat_core::words::one_line;
 use lowlat_core::{Coverage, DeadlineLadder, InstantNs, Reason, Seat, TpRank};
+use lowlat_host::{GroupSettings, HostSeat};
 
 use crate::border::{
-    Failure, Out, Status, border, destroy, give, invalid, list_of, null, struct_of,
+    Failure, Out, Status, border, destroy, give, invalid, list_of, null, struct_of, text_of,
 };
 use crate::guard::ServableHandle;
 use crate::handle::{exclusive, kind, shared};
@@ -16,20 +20,59 @@ use crate::ladder::LadderBudgets;
 /// A group of ranks that are threads of this process.
 pub struct Board {
     board: Arc<lowlat_core::Board>,
-    tp_size: u32,
     clock: Instant,
 }
 kind!(Board, 2);
 
 /// One rank's place in a group.
 pub struct SeatHandle {
-    seat: Seat,
-    clock: Instant,
-    tp_size: u32,
+    seat: AnySeat,
     /// What all ranks agreed on; it bounds the votes on steps.
     ladder: Option<DeadlineLadder>,
 }
 kind!(SeatHandle, 3);
+
+/// A seat among threads or among processes.
+enum AnySeat {
+    Thread { seat: Seat, clock: Instant },
+    Process(HostSeat),
+}
+
+impl AnySeat {
+    fn tp_rank(&self) -> TpRank {
+        match self {
+            Self::Thread { seat, .. } => seat.tp_rank(),
+            Self::Process(seat) => seat.tp_rank(),
+        }
+    }
+
+    fn tp_size(&self) -> u32 {
+        match self {
+            Self::Thread { seat, .. } => seat.tp_size(),
+            Self::Process(seat) => seat.tp_size(),
+        }
+    }
+
+    fn agree(&mut self, ballot: &Ballot, budget_ns: u64) -> Result<Coverage, Failure> {
+        match self {
+            Self::Thread { seat, clock } => seat.agree(ballot, budget_ns, now(*clock)),
+            Self::Process(seat) => seat.agree(ballot, budget_ns).map_err(wrong_budget)?,
+        }
+        .map_err(|refusal| refused(&refusal))
+    }
+
+    fn agree_step(&mut self, digest: u64, budget_ns: u64) -> Result<(), Failure> {
+        let decision = match self {
+            Self::Thread { seat, clock } => seat.agree_step(digest, budget_ns, now(*clock)),
+            Self::Process(seat) => seat.agree_step(digest, budget_ns).map_err(wrong_budget)?,
+        };
+        match (decision, self) {
+            (Decision::Agreed, _) => Ok(()),
+            (decision, Self::Thread { seat, .. }) => Err(refused(&seat.step_refusal(decision))),
+            (decision, Self::Process(seat)) => Err(refused(&seat.step_refusal(decision))),
+        }
+    }
+}
 
 /// Proof that all ranks cover the same.
 pub struct CoverageHandle(pub(crate) Coverage);
@@ -83,27 +126,28 @@ fn now(clock: Instant) -> impl FnMut() -> InstantNs {
     move || InstantNs(u64::try_from(clock.elapsed().as_nanos()).unwrap_or(u64::MAX))
 }
 
-fn refused(refusal: &Refusal) -> Failure {
-    let fault = refusal.reason().kind().is_fault();
-    let status = if fault {
+fn status_of(reason: Reason) -> Status {
+    if reason.kind().is_fault() {
         Status::Fault
     } else {
         Status::Decline
-    };
-    (status, refusal.to_string())
+    }
+}
+
+fn refused(refusal: &Refusal) -> Failure {
+    (status_of(refusal.reason()), refusal.to_string())
+}
+
+fn wrong_budget(error: LadderError) -> Failure {
+    invalid(error.to_string())
 }
 
 /// A vote is a wait of the plugin, so it must end before the collective library gives up.
 fn check_budget(budget_ns: u64, ladder: Option<DeadlineLadder>) -> Result<(), Failure> {
-    if budget_ns == 0 {
-        return Err(invalid("budget_ns is 0; a vote needs time to end in"));
-    }
-    match ladder.map(|ladder| ladder.collective_ns()) {
-        Some(next_ns) if next_ns <= budget_ns => Err(invalid(format!(
-            "budget_ns is {budget_ns}; a vote must be shorter than the collective budget, \
-             {next_ns} ns"
-        ))),
-        _ => Ok(()),
+    match ladder {
+        Some(ladder) => ladder.check(Rung::Plugin, budget_ns).map_err(wrong_budget),
+        None if budget_ns == 0 => Err(invalid("budget is 0 ns; it must be longer than 0")),
+        None => Ok(()),
     }
 }
 
@@ -126,7 +170,6 @@ pub unsafe extern "C" fn lowlat_board_create(tp_size: u32, out_board: *mut *mut 
                 lowlat_core::Board::new(tp_size).map_err(|error| invalid(error.to_string()))?;
             Ok(Board {
                 board,
-                tp_size,
                 clock: Instant::now(),
             })
         };
@@ -162,10 +205,9 @@ pub unsafe extern "C" fn lowlat_board_seat(
         let make = || {
             let seat = board.board.seat(TpRank(tp_rank));
             let seat = seat.map_err(|error| invalid(error.to_string()))?;
+            let clock = board.clock;
             Ok(SeatHandle {
-                seat,
-                clock: board.clock,
-                tp_size: board.tp_size,
+                seat: AnySeat::Thread { seat, clock },
                 ladder: None,
             })
         };
@@ -174,7 +216,54 @@ pub unsafe extern "C" fn lowlat_board_seat(
     })
 }
 
-/// Frees a seat; NULL is allowed. A rank's seat is not given again.
+/// Joins a group of ranks that are processes of this host, under a name, and waits until all have:
+/// rank `tp_rank` of `tp_size`, 1 to 64. The group's memory is a file of /dev/shm, made for it and
+/// gone with it. `ladder` bounds every wait; forming is one of the collective rung, so `budget_ns`
+/// must be shorter than the engine budget.
+///
+/// Ownership: the texts stay the caller's; the seat is the caller's, for lowlat_seat_destroy, which
+/// leaves the group. Threads: any, at any time; after fork(), only the process that joined votes.
+/// Errors: DECLINE with LOWLAT_REASON_GROUP_IN_USE where a living group has the name (a dead one's
+/// is taken over), _RANK_TAKEN for a second rank with one number, _VOTE_GROUP where ranks believe
+/// in different sizes, _SHARED_MEMORY where that is full or not permitted; FAULT with
+/// _RANK_MISSING, on every rank, where not all join in time; INVALID for a name that is not 1 to 64
+/// letters, digits, _, . and -, or a rank, size, ladder or budget that is none.
+///
+/// # Safety
+/// `name` is NULL or NUL-terminated, `ladder` is NULL or valid, and neither changes during the
+/// call; `out_seat` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn lowlat_group_join(
+    name: *const c_char,
+    tp_rank: u32,
+    tp_size: u32,
+    ladder: *const LadderBudgets,
+    budget_ns: u64,
+    out_seat: *mut *mut SeatHandle,
+) -> Status {
+    border(|| {
+        // SAFETY: NULL or terminated, by the contract above.
+        let name = unsafe { text_of("name", name) }?;
+        // SAFETY: NULL or valid for this call, by the contract above.
+        let ladder = unsafe { struct_of("ladder", ladder) }?.checked()?;
+        let make = || {
+            let settings = GroupSettings::new(name, TpRank(tp_rank), tp_size, ladder);
+            let seat = lowlat_host::join(&settings, budget_ns).map_err(|error| {
+                let status = error.reason().map_or(Status::Invalid, status_of);
+                (status, one_line(&error.to_string()))
+            })?;
+            Ok(SeatHandle {
+                seat: AnySeat::Process(seat),
+                ladder: Some(ladder),
+            })
+        };
+        // SAFETY: NULL or valid for a write, by the contract above.
+        unsafe { give("out_seat", out_seat, make) }
+    })
+}
+
+/// Frees a seat, and leaves the group; NULL is allowed. A rank's seat is not given again, and peers
+/// that vote on find this rank missing. Where it was a process's, the group's name is free.
 ///
 /// Ownership: ends the caller's. Threads: any, once no other call uses the handle. Errors: INVALID
 /// for what is no living seat, or one in use.
@@ -207,8 +296,8 @@ pub unsafe extern "C" fn lowlat_seat_vote(
         let servable = shared("servable", servable)?;
         // SAFETY: NULL or valid for this call, by the contract above.
         let parts = unsafe { struct_of("parts", parts) }?;
-        if servable.0.tp_size() != seat.tp_size {
-            let (checked, group) = (servable.0.tp_size(), seat.tp_size);
+        if servable.0.tp_size() != seat.seat.tp_size() {
+            let (checked, group) = (servable.0.tp_size(), seat.seat.tp_size());
             return Err(invalid(format!(
                 "servable was checked for tp {checked}; this group has {group} ranks"
             )));
@@ -217,10 +306,8 @@ pub unsafe extern "C" fn lowlat_seat_vote(
         let (ballot, ladder) = unsafe { parts.ballot(&servable, seat.seat.tp_rank()) }?;
         check_budget(budget_ns, Some(ladder))?;
         let make = || {
-            let clock = seat.clock;
-            let coverage = seat.seat.agree(&ballot, budget_ns, now(clock));
-            let coverage = coverage.map_err(|refusal| refused(&refusal))?;
-            seat.ladder = Some(coverage.ladder());
+            let coverage = seat.seat.agree(&ballot, budget_ns)?;
+            seat.ladder = Some(ladder);
             Ok(CoverageHandle(coverage))
         };
         // SAFETY: NULL or valid for a write, by the contract above.
@@ -242,14 +329,11 @@ pub extern "C" fn lowlat_seat_decline(
     border(|| {
         let mut seat = exclusive("seat", seat)?;
         let reason = reason_of(reason)?;
-        check_budget(budget_ns, None)?;
-        let ballot = Ballot::declining(seat.seat.tp_rank(), seat.tp_size, reason);
+        check_budget(budget_ns, seat.ladder)?;
+        let ballot = Ballot::declining(seat.seat.tp_rank(), seat.seat.tp_size(), reason);
         let ballot = ballot.map_err(|error| invalid(error.to_string()))?;
-        let clock = seat.clock;
-        match seat.seat.agree(&ballot, budget_ns, now(clock)) {
-            Err(refusal) => Err(refused(&refusal)),
-            Ok(_) => Err((Status::Bug, "bug: a vote with a decline agreed".to_owned())),
-        }
+        seat.seat.agree(&ballot, budget_ns)?;
+        Err((Status::Bug, "bug: a vote with a decline agreed".to_owned()))
     })
 }
 
@@ -270,11 +354,7 @@ pub extern "C" fn lowlat_seat_agree_step(
     border(|| {
         let mut seat = exclusive("seat", seat)?;
         check_budget(budget_ns, seat.ladder)?;
-        let clock = seat.clock;
-        match seat.seat.agree_step(digest, budget_ns, now(clock)) {
-            Decision::Agreed => Ok(()),
-            decision => Err(refused(&seat.seat.step_refusal(decision))),
-        }
+        seat.seat.agree_step(digest, budget_ns)
     })
 }
 

@@ -4,8 +4,9 @@
  *
  * The order of calls on one rank:
  *
- *   lowlat_dispatch_check_abi  ->  lowlat_guard  ->  lowlat_board_seat  ->  lowlat_recorder_note ...
- *   ->  lowlat_recorder_finish  ->  lowlat_seat_vote  ->  lowlat_dispatcher_create
+ *   lowlat_dispatch_check_abi  ->  lowlat_guard  ->  lowlat_group_join (processes of one host) or
+ *   lowlat_board_seat (threads)  ->  lowlat_recorder_note ...  ->  lowlat_recorder_finish
+ *   ->  lowlat_seat_vote  ->  lowlat_dispatcher_create
  *   ->  lowlat_dispatcher_decide, lowlat_seat_agree_step ...
  *
  * Parameters are handle, inputs, outputs. A call that does not return LOWLAT_DISPATCH_STATUS_OK has
@@ -928,7 +929,33 @@ enum lowlat_dispatch_status lowlat_board_seat(const struct lowlat_board *board,
                                               struct lowlat_seat **out_seat);
 
 /**
- * Frees a seat; NULL is allowed. A rank's seat is not given again.
+ * Joins a group of ranks that are processes of this host, under a name, and waits until all have:
+ * rank `tp_rank` of `tp_size`, 1 to 64. The group's memory is a file of /dev/shm, made for it and
+ * gone with it. `ladder` bounds every wait; forming is one of the collective rung, so `budget_ns`
+ * must be shorter than the engine budget.
+ *
+ * Ownership: the texts stay the caller's; the seat is the caller's, for lowlat_seat_destroy, which
+ * leaves the group. Threads: any, at any time; after fork(), only the process that joined votes.
+ * Errors: DECLINE with LOWLAT_REASON_GROUP_IN_USE where a living group has the name (a dead one's
+ * is taken over), _RANK_TAKEN for a second rank with one number, _VOTE_GROUP where ranks believe
+ * in different sizes, _SHARED_MEMORY where that is full or not permitted; FAULT with
+ * _RANK_MISSING, on every rank, where not all join in time; INVALID for a name that is not 1 to 64
+ * letters, digits, _, . and -, or a rank, size, ladder or budget that is none.
+ *
+ * # Safety
+ * `name` is NULL or NUL-terminated, `ladder` is NULL or valid, and neither changes during the
+ * call; `out_seat` is NULL or valid for a write.
+ */
+enum lowlat_dispatch_status lowlat_group_join(const char *name,
+                                              uint32_t tp_rank,
+                                              uint32_t tp_size,
+                                              const struct lowlat_ladder *ladder,
+                                              uint64_t budget_ns,
+                                              struct lowlat_seat **out_seat);
+
+/**
+ * Frees a seat, and leaves the group; NULL is allowed. A rank's seat is not given again, and peers
+ * that vote on find this rank missing. Where it was a process's, the group's name is free.
  *
  * Ownership: ends the caller's. Threads: any, once no other call uses the handle. Errors: INVALID
  * for what is no living seat, or one in use.
