@@ -77,7 +77,7 @@ mod _dispatch {
     use super::*;
 
     #[pymodule_export]
-    use crate::group::{Ballot, Dispatcher, Rank, declining_ballot, step_digest};
+    use crate::group::{Ballot, Dispatcher, Rank, Seat, declining_ballot, step_digest};
 
     /// Version of the dispatcher.
     #[pyfunction]

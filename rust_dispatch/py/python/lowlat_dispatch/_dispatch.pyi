@@ -10,6 +10,7 @@ __all__ = [
     "Dispatcher",
     "GraphRecord",
     "Rank",
+    "Seat",
     "Watchdog",
     "built_in",
     "built_in_names",
@@ -74,6 +75,19 @@ class Ballot:
 
     def words(self) -> list[int]: ...
     def agree(self, ballots: Sequence[Sequence[int]]) -> Dispatcher: ...
+
+@final
+class Seat:
+    """One rank's place in a group of processes of this host."""
+
+    @staticmethod
+    def join(
+        name: str, *, tp_rank: int, tp_size: int, ladder: DeadlineLadder, budget_ns: int
+    ) -> Seat: ...
+    def agree(self, ballot: Ballot, budget_ns: int) -> Dispatcher: ...
+    def decline(self, reason: str, budget_ns: int) -> str: ...
+    def agree_step(self, digest: int, budget_ns: int) -> None: ...
+    def leave(self) -> None: ...
 
 @final
 class Dispatcher:
