@@ -99,6 +99,11 @@ fn config(number: u64) -> *const c_char {
     }
 }
 
+/// Names of groups that no other run has.
+static GROUPS: LazyLock<[CString; 2]> = LazyLock::new(|| {
+    ["a", "b"].map(|word| CString::new(format!("fuzz-{word}-{}", std::process::id())).unwrap())
+});
+
 /// What was given so far, and what of it lives.
 #[derive(Default)]
 struct World {
@@ -198,7 +203,8 @@ fn ballot(call: Call) -> BallotParts {
         } else {
             count
         },
-        keys_digest: call.big & 1,
+        // That of a record of nothing, which recorders often give.
+        keys_digest: lowlat_core::graph_key::keys_digest(&[]) ^ (call.big & 1),
         geometry_digest: 2,
         catalogue_digest: 3,
         ladder: LadderBudgets {
@@ -531,6 +537,23 @@ fn run(world: &mut World, call: Call) -> Status {
             if call.small % 2 == 0 {
                 answered(lowlat_watchdog_disarm(ptr(watchdog)), &lives);
             }
+            status
+        }
+        27 => {
+            let mut out = null_mut();
+            let name = match call.first % 8 {
+                0 => text(call.big),
+                number => GROUPS[usize::from(number) % 2].as_ptr(),
+            };
+            let tp_size = [1, 1, 1, 0, 2, 65][call.second as usize % 6];
+            let parts = ballot(call);
+            let budget_ns = [0, 1, 300_000, 300_000, u64::MAX][call.small as usize % 5];
+            // SAFETY: the name is terminated, the ladder and the output are valid.
+            let status = unsafe {
+                lowlat_group_join(name, small % 2, tp_size, &parts.ladder, budget_ns, &mut out)
+            };
+            answered(status, &[]);
+            world.given(status, out, Kind::Seat);
             status
         }
         // Destroying: what is most often right, and what is most often wrong.
