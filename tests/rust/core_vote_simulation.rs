@@ -15,7 +15,7 @@
 //! register ([`Round`], [`Registers`]). What is held:
 //!
 //! * all or none: every process of a group ends an epoch with one decision, agreed only where all
-//!   cast the same;
+//!   cast the same, and so it ends forming;
 //! * bounded: once the budget is spent by its own clock a process ends within three polls;
 //! * never an old epoch: nobody enters a group in which a vote has begun, and no rank of a group has
 //!   two processes that vote;
@@ -23,10 +23,11 @@
 //!
 //! | planted once | the first seed that fails |
 //! |---|---|
-//! | acting on the own proposal, not on what the register holds (`Propose` below) | 0 to 9 |
-//! | a dead rank's place in a formed group given to another (`Roll::admit`) | 0 to 9 |
-//! | a budget that a clock which runs backwards gives back (`Round::poll`) | 10 to 99 |
-//! | messages of an older group taken (`deliver` below) | 100 to 999 |
+//! | acting on the own proposal, not on what the register holds (`vote` below) | 4 |
+//! | the same while a group forms (`form` below) | 328 |
+//! | a dead rank's place in a formed group given to another (`Roll::admit`) | 6 |
+//! | messages of an older group taken (`deliver` below) | 18 |
+//! | a budget that a clock which runs backwards gives back (`Round::poll`) | 2736 |
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -117,6 +118,8 @@ struct Group {
     /// What a message transport shares.
     registers: Registers,
     forming: Registers,
+    /// What became of forming, as its first member saw it.
+    formed: Option<Decision>,
     first: Epoch,
     members: Vec<Option<usize>>,
     closed: bool,
@@ -357,6 +360,7 @@ impl World<'_> {
             board: Board::starting_at(self.tp_size as u32, self.first).unwrap(),
             registers: Registers::before(self.first),
             forming: Registers::before(FORMING),
+            formed: None,
             first: self.first,
             members: vec![None; self.tp_size],
             closed: false,
@@ -377,10 +381,16 @@ impl World<'_> {
             }
             None => group.forming.decision(FORMING),
         };
+        let (seed, id) = (self.seed, self.processes[idx].group);
+        if let Some(stands) = stands {
+            let formed = *self.groups[id].formed.get_or_insert(stands);
+            assert_eq!(formed, stands, "seed {seed}: group {id} forms differently");
+        }
         if let Some(Decision::Missing { rank }) = stands {
             self.seen.not_formed += 1;
             return self.leave(idx, &format!("leaves: {rank} did not join"));
         }
+        let group = &self.groups[id];
         self.processes[idx].doing = if stands.is_some() {
             let by = if self.weather.in_memory {
                 By::Memory(group.board.seat(rank).expect("one seat a rank"))
