@@ -17,8 +17,8 @@
 //! * all or none: every process of a group ends an epoch with one decision, agreed only where all
 //!   cast the same, and so it ends forming;
 //! * bounded: once the budget is spent by its own clock a process ends within three polls;
-//! * never an old epoch: nobody enters a group in which a vote has begun, and no rank of a group has
-//!   two processes that vote;
+//! * never an old epoch: nobody enters a group in which a vote has begun, and no rank of a group
+//!   has two processes that vote;
 //! * after a fault nobody votes in that group again.
 //!
 //! | planted once | the first seed that fails |

@@ -236,7 +236,7 @@ mod tests {
         let mut now = InstantNs(1 << 60);
         watchdog.arm(now);
         let polls = work_ns / 10;
-        let every = polls.div_ceil(disturbances + 1);
+        let every = polls / (disturbances + 1) + 1;
         let late = (1..=polls).filter(|poll| {
             now = now.after(10);
             if poll % every == 0 {
