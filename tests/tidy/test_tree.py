@@ -106,6 +106,22 @@ def test_links_of_pages_lead_somewhere() -> None:
     tree.none(complaints)
 
 
+def test_the_votes_properties_name_tests_that_are_there() -> None:
+    names = tree.under("tests/rust", suffixes=(".rs",))
+    tests = "".join(tree.read(name) for name in names)
+    complaints = []
+    for name in ("rust_dispatch/core/src/vote/mod.rs", "rust_dispatch/host/src/lib.rs"):
+        page = "".join(re.findall(r"^//! ?(.*\n)", tree.read(name), re.MULTILINE))
+        properties = page.partition("# Properties")[2].partition("\n# ")[0]
+        named = set(re.findall(r"`([a-z]\w+_\w+_\w+)`", properties))
+        if len(named) < 5:
+            complaints.append(f"{name}: names {len(named)} tests beside its properties")
+        for test in sorted(named):
+            if f"fn {test}()" not in tests and f"tests/rust/{test}.rs" not in names:
+                complaints.append(f"{name}: no test {test}")
+    tree.none(complaints)
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     reached, todo = set(), ["docs/index.md"]
     while todo:

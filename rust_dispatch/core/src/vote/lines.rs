@@ -10,7 +10,11 @@
 //!                   register for the last time, read by p after its tag and by whoever claims a
 //!                   missing rank after the claim. Between each store and look stands a fence,
 //!                   sequentially consistent, so either the sleeper sees the store, or the writer
-//!                   sees the sleeper and wakes it.
+//!                   sees the sleeper and rings for it.
+//! rung[p]           how often somebody rang for those sleepers: the word that they sleep on. A
+//!                   sleeper reads it, with acquire, before its last look; who rings raises it,
+//!                   with release, after the store. So a ring between look and sleep changes the
+//!                   word, and one before it shows what it was for.
 //! reuse             slot and register are written again for e + 2. A rank gets there only after
 //!                   e + 1 was settled with every rank's ballot (anything else is a fault, after
 //!                   which a seat votes no more), and a rank casts that ballot only after it
@@ -34,6 +38,7 @@ use crate::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 pub struct Slots<const WORDS: usize> {
     tags: [AtomicU32; 2],
     sleepers: AtomicU32,
+    rung: AtomicU32,
     words: [[AtomicU64; WORDS]; 2],
 }
 
@@ -60,6 +65,7 @@ impl<const WORDS: usize> Slots<WORDS> {
         Self {
             tags: std::array::from_fn(|_| AtomicU32::new(first.before().0)),
             sleepers: AtomicU32::new(0),
+            rung: AtomicU32::new(0),
             words: std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))),
         }
     }
@@ -172,7 +178,7 @@ impl<const WORDS: usize> Channel<'_, WORDS> {
         if let Some(bell) = bell {
             // Pairs with the fence in `sleep`.
             fence(Ordering::SeqCst);
-            wake(slots, epoch, bell);
+            ring(slots, bell);
         }
     }
 
@@ -201,7 +207,7 @@ impl<const WORDS: usize> Channel<'_, WORDS> {
             // Pairs with the fence in `sleep`.
             fence(Ordering::SeqCst);
             for slots in self.slots {
-                wake(slots, epoch, bell);
+                ring(slots, bell);
             }
         }
         stands
@@ -215,17 +221,21 @@ impl<const WORDS: usize> Channel<'_, WORDS> {
         slots.sleepers.fetch_add(1, Ordering::AcqRel);
         // Pairs with the fences in `cast` and `claim`: the last look is after the count was raised.
         fence(Ordering::SeqCst);
-        let seen = tag.load(Ordering::Acquire);
-        if seen != epoch.0 && self.registers.decision(epoch).is_none() {
-            bell.sleep(tag, seen, budget_ns);
+        // Pairs with the release in `ring`, so before the last look.
+        let seen = slots.rung.load(Ordering::Acquire);
+        let cast = tag.load(Ordering::Acquire) == epoch.0;
+        if !cast && self.registers.decision(epoch).is_none() {
+            bell.sleep(&slots.rung, seen, budget_ns);
         }
         slots.sleepers.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-fn wake<const WORDS: usize>(slots: &Slots<WORDS>, epoch: Epoch, bell: &dyn Bell) {
+fn ring<const WORDS: usize>(slots: &Slots<WORDS>, bell: &dyn Bell) {
     // Relaxed: the fence before this call orders it; a sleeper that it misses has not slept.
     if slots.sleepers.load(Ordering::Relaxed) != 0 {
-        bell.wake(&slots.tags[epoch.parity()]);
+        // Pairs with the acquire in `sleep`.
+        slots.rung.fetch_add(1, Ordering::Release);
+        bell.wake(&slots.rung);
     }
 }
