@@ -108,9 +108,9 @@ struct Rank {
   // [guard] May our kernels run here at all? Every reason against it comes at once.
   void guard() {
     const std::string needs =
-        R"({"name": "engine_cpp", "isas": ["cpu"], "model": [{"name": "dtype", "accepted": ["f32"]}]})";
-    const std::string facts = R"({"isa": "cpu", "model": {"dtype": "f32"}, "tp_size": )" +
-                              std::to_string(options.num_ranks) + "}";
+        R"({"name": "engine_cpp", "isas": ["cpu"], "tp_sizes": [1, 2, 3, 4]})";
+    const std::string facts =
+        R"({"isa": "cpu", "tp_size": )" + std::to_string(options.num_ranks) + "}";
     lowlat_servable* made = nullptr;
     must(lowlat_guard(needs.c_str(), facts.c_str(), &made), "guard");
     servable.reset(made);

@@ -14,8 +14,8 @@ use std::time::Instant;
 use lowlat_core::graph_key::{GraphKey, GraphMode, KeyIdx, Path, Record, Recorder, SealView};
 use lowlat_core::vote::{Ballot, BallotParts, Board, Decision as Vote};
 use lowlat_core::{
-    DeadlineLadder, Decision, Decline, DispatchReport, Dispatcher, Facts, InstantNs, Reason,
-    Requirements, Seat, Servable, StepFacts, StepMode, TpRank, guard,
+    DeadlineLadder, Decision, DispatchReport, Dispatcher, Facts, InstantNs, Reason, Requirements,
+    Seat, Servable, StepFacts, StepMode, TpRank, guard,
 };
 
 // [budgets] How long each wait may take, each shorter than the next.
@@ -88,8 +88,10 @@ fn may_serve(options: Options) -> Result<Servable, String> {
         tp_size: options.num_ranks,
         ..Facts::default()
     };
-    let lines = |declines: Vec<Decline>| declines.iter().map(ToString::to_string).collect();
-    guard(&facts, &needs).map_err(|declines| Vec::<String>::join(&lines(declines), "; "))
+    guard(&facts, &needs).map_err(|declines| {
+        let lines: Vec<String> = declines.iter().map(ToString::to_string).collect();
+        lines.join("; ")
+    })
 }
 // [guard]
 

@@ -3,6 +3,8 @@ has nothing else, used by an engine with kernels of its own."""
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 import venv
@@ -76,6 +78,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("alone")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin/python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", wheel)
+    return python
+
+
 def test_the_wheel_is_one_for_every_python_and_typed(wheel: Path) -> None:
     assert "-cp310-abi3-" in wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -84,10 +96,7 @@ def test_the_wheel_is_one_for_every_python_and_typed(wheel: Path) -> None:
     } < names
 
 
-def test_an_engine_uses_it_alone(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "venv", with_pip=False)
-    python = tmp_path / "venv/bin/python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", wheel)
+def test_an_engine_uses_it_alone(python: Path) -> None:
     seen = json.loads(run(python, "-I", "-c", ENGINE))
     assert f'\nversion = "{seen["version"]}"\n' in (ROOT / "Cargo.toml").read_text()
     assert seen["refused"] == "[102] tp_size is 3; these kernels need 2 (change: --tp)"
@@ -95,3 +104,9 @@ def test_an_engine_uses_it_alone(wheel: Path, tmp_path: Path) -> None:
     assert seen["same"] is True
     assert seen["late"] == [None, 0, 7]
     assert "Dispatcher" in seen["names"]
+
+
+def test_the_page_shows_code_that_runs(python: Path) -> None:
+    page = (ROOT / "docs/embedding.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    run(python, "-I", "-c", code.replace("engine-py", f"engine-py-{os.getpid()}"))

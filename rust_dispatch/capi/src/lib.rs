@@ -1,5 +1,5 @@
-//! The C face of lowlat-core: guard, vote, records, dispatcher, watchdog. Thin: it looks handles up,
-//! checks pointers and counts, and turns a panic into a status, because unwinding into C is
+//! The C face of lowlat-core: guard, vote, records, dispatcher, watchdog. Thin: it looks handles
+//! up, checks pointers and counts, and turns a panic into a status, because unwinding into C is
 //! undefined.
 #![deny(missing_docs)]
 
