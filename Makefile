@@ -77,6 +77,8 @@ tidy: setup
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	PYO3_PYTHON=$(BIN)/python PYO3_BUILD_EXTENSION_MODULE=1 \
 	  cargo clippy -p lowlat-py --features python --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc -q --no-deps --locked \
+	  -p lowlat-core -p lowlat-host -p lowlat-capi
 	ruff check .
 	ruff format --check .
 	find cpp_kernels tests rust_dispatch -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' \

@@ -30,7 +30,7 @@ pub fn verify_rows(config: &ModelConfig) -> u32 {
 /// Rows of a compressor's state ring, a power of two. V4.1, of a request: the even row of a pair
 /// that straddles two steps, and the rows of the step. V4, ratio 4, of a page: the two blocks that
 /// an entry is made of, and drafts that were rejected; the ring of ratio 128, of a request, has
-/// [`REQUEST_RINGS`] times as many.
+/// `REQUEST_RINGS` times as many.
 ///
 /// ```
 /// use lowlat_core::config::{ModelConfig, built_in};
