@@ -147,8 +147,9 @@ impl World {
     fn given<T>(&mut self, status: Status, out: *mut T, kind: Kind) {
         if status == Status::Ok {
             assert!(!out.is_null());
-            let fresh = self.living.insert(out.addr(), kind);
-            assert_eq!(fresh, None, "a living handle was given again");
+            let again = self.given.iter().any(|(handle, _)| *handle == out.addr());
+            assert!(!again, "a handle was given twice, so a dead one looks alive");
+            self.living.insert(out.addr(), kind);
             self.given.push((out.addr(), kind));
         } else {
             assert!(out.is_null(), "a refused call wrote a handle");
