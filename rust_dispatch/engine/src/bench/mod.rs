@@ -43,7 +43,8 @@ Examples:
   lowlat bench dispatch
   lowlat bench dispatch --ranks 2 --python ENVIRONMENT/bin/python --json dispatch.json
 
-Each rank is pinned to a core, rank modulo cores. Ranks that share a core wait for each other.
+Each rank is pinned to a core, rank modulo cores; Python's are not, since a gloo rank has threads of
+its own and would only lose by it. Ranks that share a core wait for each other.
 
 Exit codes:
   0  done; an arm that this machine does not have says why
@@ -359,8 +360,8 @@ impl Report {
         }
         let load = self.load_before.map_or("unknown".into(), short);
         let mut text = format!(
-            "{decisions}\n{votes}\n{} cores, load before {load}; ranks are pinned; decisions are \
-             timed {} at a time\n",
+            "{decisions}\n{votes}\n{} cores, load before {load}; ranks are pinned, Python's are \
+             not; decisions are timed {} at a time\n",
             self.cores,
             decision::BATCH
         );
