@@ -68,7 +68,8 @@ test-deep: test
 	  -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 	cmake --build build/asan
 	ctest --test-dir build/asan --output-on-failure --label-exclude rust
-	PROPTEST_CASES=5000 cargo test --workspace --locked --release
+	PROPTEST_CASES=5000 LOWLAT_SCHEDULES=100000 LOWLAT_ROUNDS=1000 \
+	  cargo test --workspace --locked --release
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom \
 	  cargo test --locked --release -p lowlat-core --test core_vote_loom
 

@@ -229,8 +229,8 @@ mod tests {
         );
     }
 
-    /// Work that takes `work_ns` of polls 10 ns apart, between which the machine sleeps for hours or
-    /// the clock jumps back; how often the watchdog said that it was late.
+    /// Work that takes `work_ns` of polls 10 ns apart, between which the machine sleeps for hours
+    /// or the clock jumps back; how often the watchdog said that it was late.
     fn fired(work_ns: u64, disturbances: u64) -> usize {
         let mut watchdog = Watchdog::new(1_000, 50);
         let mut now = InstantNs(1 << 60);
