@@ -148,7 +148,10 @@ impl World {
         if status == Status::Ok {
             assert!(!out.is_null());
             let again = self.given.iter().any(|(handle, _)| *handle == out.addr());
-            assert!(!again, "a handle was given twice, so a dead one looks alive");
+            assert!(
+                !again,
+                "a handle was given twice, so a dead one looks alive"
+            );
             self.living.insert(out.addr(), kind);
             self.given.push((out.addr(), kind));
         } else {

@@ -415,7 +415,7 @@ fn check_setting(
 fn check_divides(facts: &Facts, divides: &Divides) -> Option<Decline> {
     // A size of 0 ranks is refused above; here it would only divide by 0.
     let tp_size = u64::from(facts.tp_size.max(1));
-    let multiple = divides.unit.saturating_mul(tp_size);
+    let multiple = divides.unit.max(1).saturating_mul(tp_size);
     let (seen, size) = match facts.model.get(&divides.field) {
         Some(Value::Int(size)) => (size.to_string(), u64::try_from(*size).ok()),
         Some(other) => (other.to_string(), None),

@@ -95,6 +95,12 @@ impl Requirements {
             };
             list.into_iter().map(setting).collect()
         };
+        if let Some(none) = read.divides.iter().find(|text| text.unit == 0) {
+            return Err(ReadError(format!(
+                "requirements: divides: the unit of {} is 0; at least 1 is needed",
+                none.field
+            )));
+        }
         let divides = read.divides.into_iter().map(|text| Divides {
             field: text.field,
             unit: text.unit,
@@ -140,5 +146,44 @@ impl Facts {
             resident_blocks: read.resident_blocks,
             features: read.features,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::guard::guard;
+
+    /// Both were found by `tests/fuzz`.
+    #[test]
+    fn a_unit_of_nothing_is_refused_and_divides_nothing() {
+        let text = r#"{"name": "a", "isas": ["b"], "divides": [{"field": "heads", "unit": 0}]}"#;
+        assert_eq!(
+            Requirements::from_json(text).unwrap_err().to_string(),
+            "requirements: divides: the unit of heads is 0; at least 1 is needed"
+        );
+        let mut requirements = Requirements::new("a", &["b"]);
+        requirements.divides.push(Divides::new("heads", 0));
+        let facts = r#"{"isa": "b", "tp_size": 2, "model": {"heads": 7}}"#;
+        let declines = guard(&Facts::from_json(facts).unwrap(), &requirements).unwrap_err();
+        assert!(
+            declines[0].to_string().starts_with("[105] heads is 7;"),
+            "{declines:?}"
+        );
+    }
+
+    #[test]
+    fn what_an_error_quotes_is_one_line() {
+        let error = Requirements::from_json("{\"a\\nb\": 1}")
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("unknown field `a\\nb`"), "{error}");
+        let text = r#"{"isa": "x\u0000y", "tp_size": 1}"#;
+        let facts = Facts::from_json(text).unwrap();
+        let declines = guard(&facts, &Requirements::new("a", &["b"])).unwrap_err();
+        assert_eq!(
+            declines[0].to_string(),
+            "[101] isa is x\\u{0}y; these kernels need b"
+        );
     }
 }
