@@ -51,6 +51,31 @@ fn config_text(idx: usize) -> &'static str {
     config::BUILT_IN[idx % config::BUILT_IN.len()].1
 }
 
+/// What was found by the tests below, each once more as it was found. Errors carried control
+/// characters and names of any length out of what they read; a unit of 0 was divided by.
+#[test]
+fn findings() {
+    let feature = r#"{"features": ["\nlora"]}"#;
+    one_line(&CheckOptions::from_json(feature).unwrap_err().to_string());
+    let page = CheckOptions::from_json(r#"{"page_size": "\u0000x"}"#);
+    one_line(&page.map_or_else(|error| error.to_string(), |_| "read".to_owned()));
+    let long = "x".repeat(5000);
+    let record = corpus("record.json").replace("target_verify", &long);
+    one_line(&Record::from_json(&record).unwrap_err().to_string());
+    let config = config_text(0).replace("hidden_size", &format!("\\u001b{long}"));
+    for problem in ModelConfig::from_json(&config).unwrap_err().problems() {
+        one_line(problem);
+    }
+    let mut file = br#"........{"a": {"\u007ftype": 1}}"#.to_vec();
+    let length = file.len() as u64 - 8;
+    file[..8].copy_from_slice(&length.to_le_bytes());
+    one_line(&header::entries(&file).unwrap_err());
+    let trace = trace::parse("a.json", "a", b"{\"models\x7f\": [");
+    one_line(&trace.unwrap_err().to_string());
+    let unit = corpus("requirements.json").replace("\"unit\": 2", "\"unit\": 0");
+    one_line(&Requirements::from_json(&unit).unwrap_err().to_string());
+}
+
 proptest! {
     #![proptest_config(cases(600))]
 

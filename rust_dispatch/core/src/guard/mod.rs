@@ -415,7 +415,8 @@ fn check_setting(
 fn check_divides(facts: &Facts, divides: &Divides) -> Option<Decline> {
     // A size of 0 ranks is refused above; here it would only divide by 0.
     let tp_size = u64::from(facts.tp_size.max(1));
-    let multiple = divides.unit.max(1).saturating_mul(tp_size);
+    let unit = divides.unit.max(1);
+    let multiple = unit.saturating_mul(tp_size);
     let (seen, size) = match facts.model.get(&divides.field) {
         Some(Value::Int(size)) => (size.to_string(), u64::try_from(*size).ok()),
         Some(other) => (other.to_string(), None),
@@ -424,9 +425,9 @@ fn check_divides(facts: &Facts, divides: &Divides) -> Option<Decline> {
     if size.is_some_and(|size| 0 < size && size % multiple == 0) {
         return None;
     }
-    let needed = match divides.unit {
+    let needed = match unit {
         1 => format!("a multiple of tp_size ({tp_size})"),
-        unit => format!("a multiple of {unit} x tp_size ({unit} x {tp_size} = {multiple})"),
+        _ => format!("a multiple of {unit} x tp_size ({unit} x {tp_size} = {multiple})"),
     };
     Some(Decline::new(Reason::Divides, &divides.field, seen, needed).change("--tp"))
 }
