@@ -1,6 +1,5 @@
 //! What can end a replay, in the engine's words.
 
-use lowlat_core::words::one_line;
 use thiserror::Error;
 
 /// Why the engine stopped. The text is one clear line: what was seen, what was needed and which
@@ -8,7 +7,7 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum EngineError {
     /// Bad input, or a server that these settings cannot give: exit code 1.
-    #[error("{}", one_line(.0))]
+    #[error("{0}")]
     Refused(String),
     /// The world failed while a step ran (a deadline passed, a rank was lost): exit code 3.
     #[error("{0}")]
