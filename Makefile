@@ -82,7 +82,7 @@ tidy: setup
 	  -p lowlat-core -p lowlat-host -p lowlat-capi
 	ruff check .
 	ruff format --check .
-	find cpp_kernels tests rust_dispatch -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' \
+	find cpp_kernels tests rust_dispatch examples -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' \
 	  -o -name '*.cuh' | grep -v /target/ \
 	  | xargs clang-format --dry-run -Werror
 	$(BIN)/python -m pytest tests/tidy
