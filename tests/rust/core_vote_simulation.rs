@@ -146,6 +146,8 @@ struct Message {
     ballot: StepBallot,
 }
 
+// A few dozen of them live at a time, and nearly all of those vote.
+#[allow(clippy::large_enum_variant)]
 enum Doing {
     Joining {
         until: u64,

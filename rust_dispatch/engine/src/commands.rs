@@ -67,7 +67,7 @@ Examples:
 
 Exit codes:
   0  done; of two records: they agree
-  1  refused: a file is truncated, of another kind or of a newer version; or two records differ
+  1  refused: a file is truncated, damaged, of another kind or newer; or two records differ
   2  the command line is wrong";
 
 /// `lowlat trace`.

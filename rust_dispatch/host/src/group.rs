@@ -464,7 +464,10 @@ impl HostSeat {
                 Reason::RankMissing,
                 format_args!("{rank} did not join by the deadline"),
             )),
-            _ => Ok(seat),
+            _ => {
+                seat.memory.formed();
+                Ok(seat)
+            }
         }
     }
 

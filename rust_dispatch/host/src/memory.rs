@@ -8,6 +8,7 @@ use lowlat_core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use lowlat_core::vote::{BALLOT_WORDS, Bell, Channel, Lines, MAX_RANKS, Registers, Slots};
 use lowlat_core::{Epoch, TpRank};
 use memmap2::{MmapOptions, MmapRaw};
+use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::futex::Futex;
 use crate::process::Process;
@@ -37,6 +38,8 @@ pub(crate) struct Table {
     closed: AtomicU32,
     /// How often a rank has entered: what sleepers sleep on while the group forms.
     pub arrivals: AtomicU32,
+    /// Cores that a rank may run on, of any rank: a bit a core.
+    cores: [AtomicU64; CpuSet::MAX_CPU / 64],
     /// Settles whether the group formed.
     pub forming: Registers,
     roll: [RollEntry; MAX_RANKS],
@@ -70,6 +73,9 @@ impl Table {
         }
         for entry in &self.roll {
             entry.pid.store(0, Ordering::Relaxed);
+        }
+        for word in &self.cores {
+            word.store(0, Ordering::Relaxed);
         }
         self.coverage.iter().for_each(|slots| slots.reset(first));
         self.steps.iter().for_each(|slots| slots.reset(first));
@@ -106,11 +112,26 @@ impl Table {
     }
 
     pub(crate) fn enter(&self, rank: TpRank, process: Process) {
+        // Where it cannot be told, a rank has no core of its own.
+        if let Ok(cores) = sched_getaffinity(None) {
+            for core in (0..CpuSet::MAX_CPU).filter(|&core| cores.is_set(core)) {
+                self.cores[core / 64].fetch_or(1 << (core % 64), Ordering::Relaxed);
+            }
+        }
         let entry = &self.roll[rank.idx()];
         entry.started.store(process.started, Ordering::Relaxed);
         entry.namespace.store(process.namespace, Ordering::Relaxed);
         entry.pid.store(process.pid, Ordering::Release);
         self.arrivals.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// How many cores the ranks that have entered may run on, all together. A rank that is pinned
+    /// sees one core alone, and its peers have others.
+    fn num_cores(&self) -> u32 {
+        let words = self.cores.iter();
+        words
+            .map(|word| word.load(Ordering::Relaxed).count_ones())
+            .sum()
     }
 }
 
@@ -132,7 +153,7 @@ impl Memory {
         Ok(Self {
             map,
             tp_size,
-            bell: Futex::new(tp_size),
+            bell: Futex::default(),
         })
     }
 
@@ -142,6 +163,11 @@ impl Memory {
         // valid, and other processes may write them at any time. The file keeps its length: it is
         // this user's own (`group`), and nothing of ours shortens it.
         unsafe { &*self.map.as_ptr().cast::<Table>() }
+    }
+
+    /// The group has formed, so that it is known whether each rank can have a core.
+    pub(crate) fn formed(&self) {
+        self.bell.settle(self.tp_size <= self.table().num_cores());
     }
 
     pub(crate) fn futex(&self) -> &Futex {
