@@ -96,6 +96,7 @@ static void processes_vote(void) {
   /* They are gone: a fault that names one, and for good. */
   FAULT(lowlat_seat_agree_step(seat, 50, 50 * kMs),
         "[401] rank 1 did not answer the vote of epoch");
+  CHECK(lowlat_dispatch_last_reason() == LOWLAT_REASON_RANK_MISSING);
   FAULT(lowlat_seat_agree_step(seat, 51, kPatienceNs), "[401] rank 1 did not answer");
   /* A fresh group of the name starts while the seat of the old one lives. */
   lowlat_seat* fresh = NULL;
@@ -140,6 +141,7 @@ static void arguments_are_checked(void) {
   INVALID(lowlat_group_join("a", 0, 1, &ladder, kMs, NULL), "out_seat is NULL");
   INVALID(join("\xff", 0, 1, kMs, &seat), "name is not UTF-8");
   INVALID(join("", 0, 1, kMs, &seat), "1 to 64 letters, digits");
+  CHECK(lowlat_dispatch_last_reason() == 0);
   INVALID(join("../a", 0, 1, kMs, &seat), "1 to 64 letters, digits");
   INVALID(join("a\nb", 0, 1, kMs, &seat), "group name is \"a\\nb\"");
   INVALID(join(long_name, 0, 1, kMs, &seat), "group name is \"xxx");
@@ -190,6 +192,7 @@ static void the_name_of_a_living_group_is_refused_and_of_a_dead_one_taken(void) 
   OK(join(name, 0, 1, kPatienceNs, &seat));
   DECLINE(join(name, 0, 1, 20 * kMs, &other), "[117] group capi-name-");
   CHECK(strstr(lowlat_dispatch_last_error(), "a living group of 1 has this name") != NULL);
+  CHECK(lowlat_dispatch_last_reason() == LOWLAT_REASON_GROUP_IN_USE);
   OK(lowlat_seat_destroy(seat));
   OK(join(name, 0, 1, kPatienceNs, &other));
   OK(lowlat_seat_destroy(other));

@@ -43,6 +43,7 @@ static void an_engine_brings_its_own_kernels(void) {
   CHECK_ERROR(
       "[101] isa is sm_80; these kernels need sm_90\n"
       "[102] tp_size is 3; these kernels need 2 (change: --tp)");
+  CHECK(lowlat_dispatch_last_reason() == LOWLAT_REASON_ISA);
   CHECK(lowlat_guard(requirements, "{\"isa\": \"sm_90\"}", &servable) ==
         LOWLAT_DISPATCH_STATUS_INVALID);
   CHECK(strncmp(lowlat_dispatch_last_error(), "facts: missing field `tp_size`", 30) == 0);

@@ -8,6 +8,8 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use lowlat_core::Reason;
+
 use crate::handle::{Kind, Reserved, num_live, take};
 
 /// What became of a call; the numbers are those of lowlat_status in lowlat/kernels.h.
@@ -84,6 +86,25 @@ pub extern "C" fn lowlat_dispatch_last_error() -> *const c_char {
         let text = LAST_ERROR.try_with(|text| text.borrow().as_ptr());
         text.unwrap_or(c"".as_ptr())
     })
+}
+
+/// The lowlat_reason of the calling thread's last call that did not return
+/// LOWLAT_DISPATCH_STATUS_OK, the first where it gives several; 0 where it has none, such as for a
+/// wrong argument.
+///
+/// Ownership: nothing is given. Threads: any; each has a reason of its own. Errors: none.
+#[unsafe(no_mangle)]
+pub extern "C" fn lowlat_dispatch_last_reason() -> u32 {
+    quiet_border(0, || {
+        let reason = LAST_ERROR.try_with(|text| reason_in(&text.borrow().to_string_lossy()));
+        reason.ok().flatten().map_or(0, Reason::number)
+    })
+}
+
+/// The reason that a line begins with: every refusal is "[number] words".
+fn reason_in(words: &str) -> Option<Reason> {
+    let (number, _) = words.strip_prefix('[')?.split_once(']')?;
+    Reason::from_number(number.parse().ok()?)
 }
 
 /// How many handles of this process were given and not destroyed, so that an engine can see at its
@@ -255,6 +276,17 @@ pub(crate) mod tests {
     thread_local! {
         /// Whether this thread's next calls panic inside.
         pub(crate) static PLANT: Cell<bool> = const { Cell::new(false) };
+    }
+
+    #[test]
+    fn a_refusal_begins_with_its_reason() {
+        assert_eq!(
+            reason_in("[401] rank 1 did not answer"),
+            Some(Reason::RankMissing)
+        );
+        for words in ["", "rank [401]", "[401", "[9999] x", "[-1] x", "[x] y"] {
+            assert_eq!(reason_in(words), None, "{words}");
+        }
     }
 
     #[test]

@@ -31,6 +31,7 @@ entries! {
     lowlat_dispatch_abi_version() => 0;
     lowlat_dispatch_check_abi(2) => Status::Bug;
     lowlat_dispatch_last_error() => c"".as_ptr();
+    lowlat_dispatch_last_reason() => 0;
     lowlat_dispatch_num_handles() => 0;
     lowlat_dispatcher_create(null(), null(), null_mut()) => Status::Bug;
     lowlat_dispatcher_decide(null_mut(), null(), null_mut()) => Status::Bug;

@@ -17,7 +17,7 @@ mod watchdog;
 
 pub use border::{
     Status, lowlat_dispatch_abi_version, lowlat_dispatch_check_abi, lowlat_dispatch_last_error,
-    lowlat_dispatch_num_handles,
+    lowlat_dispatch_last_reason, lowlat_dispatch_num_handles,
 };
 pub use dispatcher::{
     DispatcherHandle, FactsMode, StepDecision, StepFacts, lowlat_dispatcher_create,

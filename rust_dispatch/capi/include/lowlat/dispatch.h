@@ -10,7 +10,8 @@
  *   ->  lowlat_dispatcher_decide, lowlat_seat_agree_step ...
  *
  * Parameters are handle, inputs, outputs. A call that does not return LOWLAT_DISPATCH_STATUS_OK has
- * written no output, unless it says so; lowlat_dispatch_last_error() gives the reason.
+ * written no output, unless it says so; lowlat_dispatch_last_error() gives the reason in words,
+ * lowlat_dispatch_last_reason() as a number.
  *
  * A handle is opaque and never dereferenced: NULL, a pointer that this library never gave, a handle
  * of another kind, one that was destroyed and one that another call is using are each refused with
@@ -590,6 +591,15 @@ enum lowlat_dispatch_status lowlat_dispatch_check_abi(uint32_t header_version);
  * any; each has a text of its own. Errors: none.
  */
 const char *lowlat_dispatch_last_error(void);
+
+/**
+ * The lowlat_reason of the calling thread's last call that did not return
+ * LOWLAT_DISPATCH_STATUS_OK, the first where it gives several; 0 where it has none, such as for a
+ * wrong argument.
+ *
+ * Ownership: nothing is given. Threads: any; each has a reason of its own. Errors: none.
+ */
+uint32_t lowlat_dispatch_last_reason(void);
 
 /**
  * How many handles of this process were given and not destroyed, so that an engine can see at its
