@@ -1,5 +1,6 @@
 //! The vote and the groups that hold it, over seeded schedules of 2 to 64 ranks. Nothing waits:
-//! time, delays, losses, duplicates, crashes, stops, restarts and clock jumps are drawn from the seed.
+//! time, delays, losses, duplicates, crashes, stops, restarts and clock jumps are drawn from the
+//! seed.
 //!
 //! ```text
 //! cargo test -p lowlat-core --test core_vote_simulation                          # 5,000
@@ -10,9 +11,9 @@
 //! The last one runs one schedule and prints what happens in it; a schedule that fails says so.
 //!
 //! A rank number is held by one process after the other. Each joins the group that stands under
-//! the one name, as [`Roll`] lets it, waits until the group has formed, votes on a few steps, and leaves
-//! or starts again. Half of the schedules vote in memory ([`Board`]), half by messages and a
-//! register ([`Round`], [`Registers`]). What is held:
+//! the one name, as [`Roll`] lets it, waits until the group has formed, votes on a few steps, and
+//! leaves or starts again. Half of the schedules vote in memory ([`Board`]), half by messages and
+//! a register ([`Round`], [`Registers`]). What is held:
 //!
 //! * all or none: every process of a group ends an epoch with one decision, agreed only where all
 //!   cast the same, and so it ends forming;

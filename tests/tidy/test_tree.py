@@ -236,6 +236,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "rust_dispatch/capi/examples/make_header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/src/": "tests/cpp/capi_bad_input.c",
     "rust_dispatch/core/src/sync.rs": "tests/rust/core_vote_threads.rs",
+    "rust_dispatch/engine/src/bench/mod.rs": "tests/rust/engine_bench.rs",
+    "rust_dispatch/engine/src/bench/votes.rs": "tests/rust/engine_bench.rs",
     "rust_dispatch/engine/src/bin/lowlat-engine.rs": "tests/rust/engine_commands.rs",
     "rust_dispatch/engine/src/checkpoint/make.rs": "tests/rust/engine_checkpoint.rs",
     "rust_dispatch/engine/src/kernels/": "tests/rust/engine_kernels.rs",

@@ -5,9 +5,9 @@ use lowlat_core::vote::Bell;
 use rustix::thread::futex::{self, Flags};
 use rustix::time::Timespec;
 
-/// Looks before a rank sleeps, where each rank has a core: some 120 µs, more than being woken takes.
-/// With less, a rank that has just woken its peer gives up on it before that has come to, sleeps
-/// in its turn, and so on vote after vote: few looks make a median of 6 µs out of 0.25 µs.
+/// Looks before a rank sleeps, where each rank has a core: some 120 µs, more than being woken
+/// takes. With less, a rank that has just woken its peer gives up on it before that has come to,
+/// sleeps in its turn, and so on vote after vote: few looks make a median of 6 µs out of 0.25 µs.
 const TRIES: u32 = 2_000;
 
 /// The same where ranks share cores: a rank that spins keeps from its core whom it waits for.

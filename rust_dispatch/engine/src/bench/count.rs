@@ -1,4 +1,5 @@
-//! Counting what a piece of work costs: allocations, and instructions where the machine counts them.
+//! Counting what a piece of work costs: allocations, and instructions where the machine counts
+//! them.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
