@@ -1,6 +1,6 @@
 //! The vote's protocols under the model checker: two ranks, every interleaving that the C11 memory
-//! model allows, up to two preemptions, the smallest bound that finds each planted bug. Built only
-//! with `RUSTFLAGS="--cfg loom"`:
+//! model allows, up to two preemptions. A bound of one finds each planted bug; the second costs
+//! nothing. Built only with `RUSTFLAGS="--cfg loom"`:
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" cargo test --release -p lowlat-core --test core_vote_loom
@@ -11,6 +11,7 @@
 //! | the tag's release in `Channel::cast` made relaxed | `two_ranks_agree_on_what_was_cast` |
 //! | acting on the own proposal, not on what the register holds | `a_deadline_that_falls...` |
 //! | no fence in `Channel::cast`, or none in `Channel::sleep` | `nobody_sleeps_through_a_ballot` |
+//! | a ring that is not counted in `ring` | both `nobody_sleeps_through_...` |
 //! | no look at the register in `Channel::sleep` | `nobody_sleeps_through_a_missing_rank` |
 //! | a plain store in place of the swap in `Registers::claim` | `a_group_forms_...` |
 #![cfg(loom)]

@@ -368,6 +368,14 @@ fn a_file_that_is_no_group_is_left_alone() {
         assert_eq!(fs::read(path(&name)).unwrap(), bytes);
         fs::remove_file(path(&name)).unwrap();
     }
+    let pipe = Command::new("mkfifo").arg(path(&name)).status().unwrap();
+    assert!(pipe.success());
+    refused(
+        join(&own, LONG_MS * MS),
+        Reason::SharedMemory,
+        "is no file; remove it",
+    );
+    fs::remove_file(path(&name)).unwrap();
     let target = std::env::temp_dir().join(&name);
     std::os::unix::fs::symlink(&target, path(&name)).unwrap();
     refused(

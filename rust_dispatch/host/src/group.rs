@@ -355,6 +355,11 @@ impl GroupFile {
                 metadata.uid()
             )));
         }
+        if !metadata.is_file() {
+            return Err(refuse(
+                "is no file; remove it or choose another name".into(),
+            ));
+        }
         if metadata.len() == 0 {
             // Blocks now: a page that cannot be had later is a signal, not an error.
             let made = fallocate(&self.file, FallocateFlags::empty(), 0, TABLE_BYTES);
@@ -363,7 +368,7 @@ impl GroupFile {
                 let _ = fs::remove_file(&self.path);
                 return Err(failed(error.into()));
             }
-        } else if metadata.len() != TABLE_BYTES || !metadata.is_file() {
+        } else if metadata.len() != TABLE_BYTES {
             return Err(refuse(format!(
                 "has {} bytes and a group's memory has {TABLE_BYTES}; it is another program's, or \
                  of another lowlat: remove it or choose another name",
