@@ -611,6 +611,13 @@ fn sequences_of_calls() {
         }
         prop_assert_eq!(lowlat_dispatch_num_handles(), 0);
     });
+    for name in GROUPS.iter() {
+        let file = format!("/dev/shm/lowlat-{}", name.to_string_lossy());
+        assert!(
+            !std::path::Path::new(&file).exists(),
+            "{file} was left behind"
+        );
+    }
     for (which, count) in reached.iter().enumerate() {
         // A rank's own decline never succeeds.
         assert_eq!(
