@@ -1,9 +1,10 @@
 //! The vote among threads: who differs or is missing is named alike on every rank, in time.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
-use lowlat_core::vote::{Decision, SeatError};
+use lowlat_core::vote::{Bell, Decision, SeatError};
 use lowlat_core::{
     Ballot, BallotParts, Board, Coverage, DeadlineLadder, Epoch, Facts, InstantNs, Reason,
     ReasonKind, Requirements, TpRank, guard,
@@ -305,4 +306,65 @@ fn ballots_that_cannot_be_cast_are_refused_in_words() {
     );
     let most: Vec<u32> = (1..=32).collect();
     assert_eq!(cast(1, &most).unwrap().widths(), most);
+}
+
+/// Counts in place of sleeping: who is to sleep comes back at once, which a bell may do.
+#[derive(Clone, Debug, Default)]
+struct Counting(Arc<[AtomicU32; 2]>);
+
+impl Counting {
+    fn counts(&self) -> [u32; 2] {
+        [0, 1].map(|idx| self.0[idx].load(Ordering::SeqCst))
+    }
+}
+
+impl Bell for Counting {
+    fn tries(&self) -> u32 {
+        3
+    }
+
+    fn sleep(&self, _word: &AtomicU32, _seen: u32, _budget_ns: u64) {
+        self.0[0].fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn wake(&self, _word: &AtomicU32) {
+        self.0[1].fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn a_vote_that_need_not_wait_touches_no_bell() {
+    let bell = Counting::default();
+    let board = Board::with_bell(4, Epoch(1), Some(Box::new(bell.clone()))).unwrap();
+    let mut seats: Vec<_> = (0..4)
+        .map(|rank| board.seat(TpRank(rank)).unwrap())
+        .collect();
+    let (last, others) = seats.split_last_mut().unwrap();
+    for step in 0..100 {
+        for seat in &mut *others {
+            seat.begin_step(step, LONG_NS, InstantNs(0));
+        }
+        let ended = last.agree_step(step, LONG_NS, || InstantNs(0));
+        assert_eq!(ended, Decision::Agreed);
+        for seat in &mut *others {
+            assert_eq!(seat.poll_step(InstantNs(0)), Some(Decision::Agreed));
+        }
+    }
+    assert_eq!(bell.counts(), [0, 0]);
+}
+
+#[test]
+fn who_must_wait_sleeps_after_its_tries_and_for_no_longer_than_its_budget() {
+    let bell = Counting::default();
+    let board = Board::with_bell(2, Epoch(1), Some(Box::new(bell.clone()))).unwrap();
+    let mut seat = board.seat(TpRank(0)).unwrap();
+    let mut looks = 0;
+    let ended = seat.agree_step(7, 10, || {
+        looks += 1;
+        InstantNs(looks)
+    });
+    assert_eq!(ended, Decision::Missing { rank: TpRank(1) });
+    // One look begins the vote, ten spend the budget, of which three are tries; the one after the
+    // claim ends it. Nobody sleeps, so nobody is woken.
+    assert_eq!(bell.counts(), [6, 0]);
 }

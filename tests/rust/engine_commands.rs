@@ -575,6 +575,7 @@ fn two_records_are_compared_and_a_difference_is_exit_1() {
 fn what_is_no_record_is_refused_by_name() {
     let folder = folder("inspect_bad");
     let good = record(&[1], GraphPath::Persistent);
+    let damaged = good.replace("persistent", "fused");
     let cases: &[(&str, &[u8], &str)] = &[
         (
             "cut",
@@ -594,8 +595,13 @@ fn what_is_no_record_is_refused_by_name() {
         ),
         (
             "newer",
-            br#"{"version": 2, "entries": {}, "x": 1}"#,
-            "version is 2 (it is of a newer",
+            br#"{"version": 3, "entries": {}, "x": 1}"#,
+            "version is 3 (it is of a newer",
+        ),
+        (
+            "damaged",
+            damaged.as_bytes(),
+            "the file is damaged or was edited",
         ),
         (
             "twice",
