@@ -84,9 +84,12 @@ fn commands_are_told_apart_and_wrong_ones_are_one_line() {
     let cases: &[(&[&str], &str)] = &[
         (
             &[],
-            "no command; replay, trace, inspect, make-checkpoint, check-checkpoint or completion",
+            "no command; replay, trace, inspect, bench, make-checkpoint, check-checkpoint or \
+             completion",
         ),
-        (&["bench"], "\"bench\""),
+        (&["measure"], "\"measure\""),
+        (&["bench"], "lowlat bench: "),
+        (&["bench", "step"], "lowlat bench: error: "),
         (&["trace"], "lowlat trace: "),
         (&["trace", "info"], "lowlat trace: error: "),
         (&["trace", "synth"], "--out"),
