@@ -12,6 +12,7 @@ use lowlat_core::vote::{Admission, Bell, Decision, MAX_RANKS, Member, Refusal, R
 use lowlat_core::{Ballot, Coverage, DeadlineLadder, Epoch, InstantNs, Reason, Seat, TpRank};
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, flock};
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
 use crate::memory::{FORMING, Memory, TABLE_BYTES};
 use crate::process::Process;
@@ -79,8 +80,16 @@ impl GroupSettings {
         } = self;
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
         if name.is_empty() || NAME_BYTES < name.len() || !name.bytes().all(plain) {
+            // As much of a long one as tells it.
+            let shown: String = name.chars().take(NAME_BYTES + 1).collect();
             return Err(GroupError::Invalid(format!(
-                "group name is {name:?}; 1 to {NAME_BYTES} letters, digits, _, . and - are needed"
+                "group name is {shown:?}{}; 1 to {NAME_BYTES} letters, digits, _, . and - are \
+                 needed",
+                if shown.len() < name.len() {
+                    format!(" and so on, {} bytes", name.len())
+                } else {
+                    String::new()
+                }
             )));
         }
         if *tp_size == 0 || MAX_RANKS < *tp_size as usize {
@@ -211,7 +220,7 @@ pub fn join(settings: &GroupSettings, budget_ns: u64) -> Result<HostSeat, GroupE
     let mut tries = 0;
     loop {
         let file = GroupFile::lock(settings, deadline)?;
-        let memory = file.memory(settings)?;
+        let memory = file.memory(settings, deadline)?;
         let in_use = match admission(&memory, settings, &me) {
             None => {
                 memory.table().make(settings.tp_size, settings.first);
@@ -340,8 +349,9 @@ impl GroupFile {
         }
     }
 
-    /// Maps the file, and gives it its blocks first where it is new.
-    fn memory(&self, settings: &GroupSettings) -> Result<Memory, GroupError> {
+    /// Maps the file, and gives it its blocks first where it is new. A new file that comes to
+    /// nothing goes.
+    fn memory(&self, settings: &GroupSettings, deadline: Deadline) -> Result<Memory, GroupError> {
         let refuse = |words: String| {
             let words = format!("{}: {words}", self.path.display());
             settings.refuse(Reason::SharedMemory, words)
@@ -361,14 +371,15 @@ impl GroupFile {
             ));
         }
         if metadata.len() == 0 {
-            // Blocks now: a page that cannot be had later is a signal, not an error.
-            let made = fallocate(&self.file, FallocateFlags::empty(), 0, TABLE_BYTES);
-            if let Err(error) = made {
+            let made = allocate(&self.file, deadline)
+                .and_then(|()| Memory::map(&self.file, settings.tp_size));
+            return made.map_err(|error| {
                 // Nothing was made in it, so nothing is lost.
                 let _ = fs::remove_file(&self.path);
-                return Err(failed(error.into()));
-            }
-        } else if metadata.len() != TABLE_BYTES {
+                failed(error)
+            });
+        }
+        if metadata.len() != TABLE_BYTES {
             return Err(refuse(format!(
                 "has {} bytes and a group's memory has {TABLE_BYTES}; it is another program's, or \
                  of another lowlat: remove it or choose another name",
@@ -400,6 +411,25 @@ impl GroupFile {
         // It cannot fail for a lock that is held.
         let _ = flock(&self.file, FlockOperation::Unlock);
         self.file
+    }
+}
+
+/// Gives a file its blocks now: a page that cannot be had later is a signal, not an error.
+fn allocate(file: &File, deadline: Deadline) -> io::Result<()> {
+    // Beyond this limit it would be a signal too, SIGXFSZ, which ends the process.
+    let most = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
+    if most < TABLE_BYTES {
+        return Err(io::Error::other(format!(
+            "this process may write files of at most {most} bytes, {TABLE_BYTES} are needed; raise \
+             its limit (ulimit -f, RLIMIT_FSIZE)"
+        )));
+    }
+    loop {
+        match fallocate(file, FallocateFlags::empty(), 0, TABLE_BYTES) {
+            // A signal had come; what was allocated is given back, and it begins again.
+            Err(Errno::INTR) if !deadline.passed() => {}
+            made => return Ok(made?),
+        }
     }
 }
 
