@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
 use crate::memory::{FORMING, Memory, TABLE_BYTES};
-use crate::process::Process;
+use crate::process::{Process, hold_byte, is_byte_held};
 
 /// Most bytes of a group's name.
 pub const NAME_BYTES: usize = 64;
@@ -221,7 +221,7 @@ pub fn join(settings: &GroupSettings, budget_ns: u64) -> Result<HostSeat, GroupE
     loop {
         let file = GroupFile::lock(settings, deadline)?;
         let memory = file.memory(settings, deadline)?;
-        let in_use = match admission(&memory, settings, &me) {
+        let in_use = match admission(&file, &memory, settings, &me) {
             None => {
                 memory.table().make(settings.tp_size, settings.first);
                 return HostSeat::enter(settings, file, memory, me, deadline);
@@ -238,7 +238,8 @@ pub fn join(settings: &GroupSettings, budget_ns: u64) -> Result<HostSeat, GroupE
             Some(Admission::Refused(reason)) => Some(reason),
         };
         if let Some(reason) = in_use {
-            return Err(settings.refuse(reason, words_in_use(&memory, settings, reason, &me)));
+            let words = words_in_use(&file, &memory, settings, reason, &me);
+            return Err(settings.refuse(reason, words));
         }
         drop(file);
         nap(&mut tries, deadline);
@@ -247,7 +248,12 @@ pub fn join(settings: &GroupSettings, budget_ns: u64) -> Result<HostSeat, GroupE
 
 /// What the roll says of this rank; `None` where no group was made in the memory yet. The file is
 /// locked.
-fn admission(memory: &Memory, settings: &GroupSettings, me: &Process) -> Option<Admission> {
+fn admission(
+    file: &GroupFile,
+    memory: &Memory,
+    settings: &GroupSettings,
+    me: &Process,
+) -> Option<Admission> {
     let table = memory.table();
     // What is no group at all was refused when it was mapped.
     if table.is_ready() != Ok(true) {
@@ -255,9 +261,10 @@ fn admission(memory: &Memory, settings: &GroupSettings, me: &Process) -> Option<
     }
     let tp_size = table.tp_size().min(MAX_RANKS as u32);
     let members: Vec<Member> = (0..tp_size)
-        .map(|rank| match table.member(TpRank(rank)) {
+        .map(TpRank)
+        .map(|rank| match table.member(rank) {
             None => Member::Absent,
-            Some(process) if process.lives(me) => Member::Living,
+            Some(process) if file.lives(rank, &process, me) => Member::Living,
             Some(_) => Member::Dead,
         })
         .collect();
@@ -271,7 +278,13 @@ fn admission(memory: &Memory, settings: &GroupSettings, me: &Process) -> Option<
     Some(roll.admit(settings.tp_rank, settings.tp_size))
 }
 
-fn words_in_use(memory: &Memory, settings: &GroupSettings, reason: Reason, me: &Process) -> String {
+fn words_in_use(
+    file: &GroupFile,
+    memory: &Memory,
+    settings: &GroupSettings,
+    reason: Reason,
+    me: &Process,
+) -> String {
     let table = memory.table();
     let tp_size = table.tp_size().min(MAX_RANKS as u32);
     let pid = |rank| table.member(rank).map_or(0, |process| process.pid);
@@ -288,7 +301,7 @@ fn words_in_use(memory: &Memory, settings: &GroupSettings, reason: Reason, me: &
         _ => {
             let living = (0..tp_size).map(TpRank).find(|&rank| {
                 let process = table.member(rank);
-                process.is_some_and(|process| process.lives(me))
+                process.is_some_and(|process| file.lives(rank, &process, me))
             });
             let living = living.unwrap_or(TpRank(0));
             format!(
@@ -396,6 +409,11 @@ impl GroupFile {
         Ok(memory)
     }
 
+    /// Whether `process`, which has entered as `rank`, lives.
+    fn lives(&self, rank: TpRank, process: &Process, me: &Process) -> bool {
+        process.lives(me, || is_byte_held(&self.file, rank))
+    }
+
     /// Takes the name away; the memory lives on where it is mapped.
     fn unlink(self, settings: &GroupSettings) -> Result<(), GroupError> {
         fs::remove_file(&self.path).map_err(|error| {
@@ -481,6 +499,12 @@ impl HostSeat {
     ) -> Result<Self, GroupError> {
         let path = file.path.clone();
         let memory = Arc::new(memory);
+        hold_byte(&file.file, settings.tp_rank).map_err(|error| {
+            settings.refuse(
+                Reason::SharedMemory,
+                format_args!("{} cannot be locked: {error}", path.display()),
+            )
+        })?;
         memory.table().enter(settings.tp_rank, me);
         let lines: Arc<dyn lowlat_core::vote::Lines> = Arc::clone(&memory) as _;
         let seat = Self {
