@@ -151,12 +151,13 @@ impl Dispatcher {
     /// A dispatcher over what was captured.
     ///
     /// # Errors
-    /// When the record is not what all ranks agreed to cover: other keys or paths, or a width
-    /// that was not voted on. That is a bug on this rank, and its peers must not be left waiting for it.
+    /// When the record is not what all ranks agreed to cover: other keys or paths, or a width that
+    /// was not voted on. That is a bug on this rank, and its peers must not be left waiting for it.
     pub fn new(coverage: &Coverage, record: Record) -> Result<Self, RecordError> {
         if record.keys_digest() != coverage.keys_digest() {
             return Err(RecordError(format!(
-                "captured graph keys and paths {:#018x} are not the {:#018x} that all ranks agreed on",
+                "captured graph keys and paths {:#018x} are not the {:#018x} that all ranks \
+                 agreed on",
                 record.keys_digest(),
                 coverage.keys_digest()
             )));
