@@ -214,6 +214,20 @@ static void shared_memory_that_cannot_be_had_is_a_decline(void) {
   OK(lowlat_seat_destroy(seat));
 }
 
+/* What a forked child does with its copy of a seat is not the rank's doing. */
+static void a_child_that_frees_its_copy_leaves_no_group(void) {
+  const char* name = group_name("copy");
+  lowlat_seat* seat = NULL;
+  OK(join(name, 0, 1, kPatienceNs, &seat));
+  const pid_t pid = fork();
+  if (pid == 0) _exit(lowlat_seat_destroy(seat) == LOWLAT_DISPATCH_STATUS_OK ? 0 : 1);
+  CHECK(exit_status(pid) == 0);
+  lowlat_seat* other = NULL;
+  DECLINE(join(name, 0, 1, 20 * kMs, &other), "[117] group capi-copy-");
+  OK(lowlat_seat_agree_step(seat, 1, kPatienceNs));
+  OK(lowlat_seat_destroy(seat));
+}
+
 /* Address space that is used up: the file that was made for the memory goes again. */
 static void memory_that_cannot_be_mapped_leaves_no_file(void) {
   const char* name = group_name("space");
@@ -238,6 +252,7 @@ int main(void) {
   the_name_of_a_living_group_is_refused_and_of_a_dead_one_taken();
   shared_memory_that_cannot_be_had_is_a_decline();
   memory_that_cannot_be_mapped_leaves_no_file();
+  a_child_that_frees_its_copy_leaves_no_group();
   /* Threads last: a process that forks has none. */
   a_rank_has_a_number_of_its_own();
   CHECK(lowlat_dispatch_num_handles() == 0);

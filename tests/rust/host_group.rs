@@ -9,6 +9,7 @@
 mod rank_process;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -430,6 +431,25 @@ fn a_file_that_is_no_group_is_left_alone() {
     );
     assert!(!target.exists());
     fs::remove_file(path(&name)).unwrap();
+}
+
+#[test]
+fn a_group_is_its_users_own() {
+    let name = name("owner");
+    let seats = join_all(&name, 1, Epoch(1));
+    let mode = fs::metadata(path(&name)).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    // Another user's file, which this process may write all the same.
+    if std::os::unix::fs::chown(path(&name), Some(12_345), None).is_err() {
+        println!("skipped: only root may give a file to another user");
+        return;
+    }
+    refused(
+        join(&settings(&name, 0, 1), LONG_MS * MS),
+        Reason::SharedMemory,
+        "belongs to user 12345, this is user 0; choose another name",
+    );
+    drop(seats);
 }
 
 /// Bytes of a group's memory, as a group shows them.
