@@ -4,7 +4,7 @@
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
 #   make test-sglang what needs the real SGLang, installed into ~/.cache/lowlat once (6 GB); from
 #                    then on make test runs it too
-#   make test-deep   the same as test, longer, under sanitizers and the model checker
+#   make test-deep   the same as test, longer, and under sanitizers
 #   make tidy        format, lints, tests about the tree
 #   make gpu-test    on a machine with a GPU: what needs one
 #   make setup build golden header abi clean
@@ -70,8 +70,6 @@ test-deep: test
 	ctest --test-dir build/asan --output-on-failure --label-exclude rust
 	PROPTEST_CASES=5000 LOWLAT_SCHEDULES=100000 LOWLAT_ROUNDS=1000 \
 	  cargo test --workspace --locked --release
-	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom \
-	  cargo test --locked --release -p lowlat-core --test core_vote_loom
 
 tidy: setup
 	cargo fmt --all --check

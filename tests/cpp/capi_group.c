@@ -2,7 +2,6 @@
 #define _DEFAULT_SOURCE
 #include <lowlat/dispatch.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -144,7 +143,8 @@ static void arguments_are_checked(void) {
   CHECK(lowlat_dispatch_last_reason() == 0);
   INVALID(join("../a", 0, 1, kMs, &seat), "1 to 64 letters, digits");
   INVALID(join("a\nb", 0, 1, kMs, &seat), "group name is \"a\\nb\"");
-  INVALID(join(long_name, 0, 1, kMs, &seat), "group name is \"xxx");
+  INVALID(join(long_name, 0, 1, kMs, &seat), "x\" and so on, 99999 bytes; 1 to 64");
+  CHECK(strlen(lowlat_dispatch_last_error()) < 200);
   INVALID(join("a", 0, 0, kMs, &seat), "tp_size is 0; a vote needs 1 to 64");
   INVALID(join("a", 0, 65, kMs, &seat), "tp_size is 65; a vote needs 1 to 64");
   INVALID(join("a", 2, 2, kMs, &seat), "tp_rank is 2; it must be below tp_size, 2");
@@ -204,12 +204,45 @@ static void shared_memory_that_cannot_be_had_is_a_decline(void) {
   struct rlimit limit;
   CHECK(getrlimit(RLIMIT_FSIZE, &limit) == 0);
   const struct rlimit none = {16, limit.rlim_max};
-  CHECK(signal(SIGXFSZ, SIG_IGN) != SIG_ERR && setrlimit(RLIMIT_FSIZE, &none) == 0);
+  /* The limit's signal, which would end this process, does not come. */
+  CHECK(setrlimit(RLIMIT_FSIZE, &none) == 0);
   DECLINE(join(name, 0, 1, kPatienceNs, &seat), "[118] group capi-full-");
+  CHECK(strstr(lowlat_dispatch_last_error(), "may write files of at most 16 bytes") != NULL);
   CHECK(seat == NULL && setrlimit(RLIMIT_FSIZE, &limit) == 0);
   /* Nothing is left behind that would be in the way. */
   OK(join(name, 0, 1, kPatienceNs, &seat));
   OK(lowlat_seat_destroy(seat));
+}
+
+/* What a forked child does with its copy of a seat is not the rank's doing. */
+static void a_child_that_frees_its_copy_leaves_no_group(void) {
+  const char* name = group_name("copy");
+  lowlat_seat* seat = NULL;
+  OK(join(name, 0, 1, kPatienceNs, &seat));
+  const pid_t pid = fork();
+  if (pid == 0) _exit(lowlat_seat_destroy(seat) == LOWLAT_DISPATCH_STATUS_OK ? 0 : 1);
+  CHECK(exit_status(pid) == 0);
+  lowlat_seat* other = NULL;
+  DECLINE(join(name, 0, 1, 20 * kMs, &other), "[117] group capi-copy-");
+  OK(lowlat_seat_agree_step(seat, 1, kPatienceNs));
+  OK(lowlat_seat_destroy(seat));
+}
+
+/* Address space that is used up: the file that was made for the memory goes again. */
+static void memory_that_cannot_be_mapped_leaves_no_file(void) {
+  const char* name = group_name("space");
+  const pid_t pid = fork();
+  if (pid == 0) {
+    const struct rlimit none = {4096, RLIM_INFINITY};
+    lowlat_seat* seat = NULL;
+    if (setrlimit(RLIMIT_AS, &none) != 0) _exit(1);
+    const int declined = join(name, 0, 1, kPatienceNs, &seat) == LOWLAT_DISPATCH_STATUS_DECLINE;
+    _exit(declined && lowlat_dispatch_last_reason() == LOWLAT_REASON_SHARED_MEMORY ? 0 : 2);
+  }
+  CHECK(exit_status(pid) == 0);
+  char path[128];
+  snprintf(path, sizeof path, "/dev/shm/lowlat-%s", name);
+  CHECK(access(path, F_OK) != 0);
 }
 
 int main(void) {
@@ -218,6 +251,8 @@ int main(void) {
   arguments_are_checked();
   the_name_of_a_living_group_is_refused_and_of_a_dead_one_taken();
   shared_memory_that_cannot_be_had_is_a_decline();
+  memory_that_cannot_be_mapped_leaves_no_file();
+  a_child_that_frees_its_copy_leaves_no_group();
   /* Threads last: a process that forks has none. */
   a_rank_has_a_number_of_its_own();
   CHECK(lowlat_dispatch_num_handles() == 0);

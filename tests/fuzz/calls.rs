@@ -208,7 +208,7 @@ fn ballot(call: Call) -> BallotParts {
             count
         },
         // That of a record of nothing, which recorders often give.
-        keys_digest: lowlat_core::graph_key::keys_digest(&[]) ^ (call.big & 1),
+        keys_digest: lowlat_core::graph_key::keys_digest([]) ^ (call.big & 1),
         geometry_digest: 2,
         catalogue_digest: 3,
         ladder: LadderBudgets {

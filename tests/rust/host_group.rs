@@ -9,6 +9,7 @@
 mod rank_process;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 use lowlat_core::vote::Decision;
 use lowlat_core::{Ballot, BallotParts, Epoch, Facts, Reason, Requirements, TpRank, guard};
 use lowlat_host::{GroupError, GroupSettings, HostSeat, NAME_BYTES, join};
-use rank_process::{RankProcess, be_one_if_asked, ladder, say};
+use rank_process::{PATIENCE, RankProcess, SPEC, be_one_if_asked, ladder, say};
 use rustix::process::Signal;
 
 const MS: u64 = 1_000_000;
@@ -293,6 +294,51 @@ fn the_name_of_a_dead_group() {
     assert!(!path(&name).exists());
 }
 
+/// A container that ended and was started again finds the name of its own group. Planted once: a
+/// rank of another name space that always counts as living.
+#[test]
+fn the_name_of_a_group_whose_container_has_ended() {
+    let name = name("container");
+    let mut command = Command::new("unshare");
+    command
+        .args(["-rpf", "--mount-proc", "--kill-child"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "rank_process", "--nocapture", "--test-threads=1"])
+        .env(SPEC, format!("{name} 0 2 {LONG_MS} {LONG_MS} 1"));
+    let may = Command::new("unshare")
+        .args(["-rpf", "--mount-proc", "true"])
+        .status();
+    if !may.is_ok_and(|status| status.success()) {
+        println!("skipped: no name space of processes may be made here");
+        return;
+    }
+    let there = RankProcess::of(command);
+    let here = RankProcess::spawn(&name, 1, 2, LONG_MS, LONG_MS, 1);
+    assert_eq!(there.line().unwrap(), "joined");
+    assert_eq!(here.line().unwrap(), "joined");
+    // Its number is 1 in there, which lives here too, and is another's.
+    let words = "a living group of 2 has this name, its rank 0 is process 1;";
+    refused(
+        join(&settings(&name, 0, 1), LONG_MS * MS),
+        Reason::GroupInUse,
+        words,
+    );
+    here.signal(Signal::STOP);
+    there.end();
+    here.end();
+    // A process that is killed takes a moment to end.
+    let began_at = Instant::now();
+    let seat = loop {
+        match join(&settings(&name, 0, 1), LONG_MS * MS) {
+            Ok(seat) => break seat,
+            Err(error) => assert!(began_at.elapsed() < PATIENCE, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    drop(seat);
+    assert!(!path(&name).exists());
+}
+
 #[test]
 fn a_rank_that_was_started_again_waits_for_a_fresh_group() {
     let name = name("again");
@@ -385,6 +431,25 @@ fn a_file_that_is_no_group_is_left_alone() {
     );
     assert!(!target.exists());
     fs::remove_file(path(&name)).unwrap();
+}
+
+#[test]
+fn a_group_is_its_users_own() {
+    let name = name("owner");
+    let seats = join_all(&name, 1, Epoch(1));
+    let mode = fs::metadata(path(&name)).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    // Another user's file, which this process may write all the same.
+    if std::os::unix::fs::chown(path(&name), Some(12_345), None).is_err() {
+        println!("skipped: only root may give a file to another user");
+        return;
+    }
+    refused(
+        join(&settings(&name, 0, 1), LONG_MS * MS),
+        Reason::SharedMemory,
+        "belongs to user 12345, this is user 0; choose another name",
+    );
+    drop(seats);
 }
 
 /// Bytes of a group's memory, as a group shows them.

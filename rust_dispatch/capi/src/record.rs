@@ -313,7 +313,7 @@ pub unsafe extern "C" fn lowlat_record_num_graphs(
     })
 }
 
-/// Digest of a record's keys, for the ballot.
+/// Digest of a record's keys and of what runs each, for the ballot.
 ///
 /// Ownership: nothing is given. Threads: any, at the same time too. Errors: INVALID for a NULL
 /// output.

@@ -86,7 +86,7 @@ pub struct BallotParts {
     pub widths: *const u32,
     /// How many, 1 to 32.
     pub num_widths: u32,
-    /// Digest of the graph keys, see lowlat_record_keys_digest.
+    /// Digest of the graph keys and paths, see lowlat_record_keys_digest.
     pub keys_digest: u64,
     /// Digest of grids, blocks and scratch.
     pub geometry_digest: u64,

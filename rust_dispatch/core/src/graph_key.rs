@@ -129,22 +129,30 @@ impl fmt::Display for GraphKey {
     }
 }
 
-/// Digest of a set of graph keys, whatever their order: the number of keys, then each key's fields
-/// in their order, ascending. It goes into the ballot.
+/// Digest of a set of graph keys and what runs each, whatever their order: the number of keys, then
+/// each key's fields in their order and its path's name, by ascending keys. It goes into the
+/// ballot: ranks with the same keys and another path would decide differently.
 ///
 /// ```
-/// use lowlat_core::graph_key::keys_digest;
-/// assert_eq!(keys_digest(&[]), 0xa8c7f832281a39c5); // FNV-1a of eight zero bytes
+/// use lowlat_core::graph_key::{GraphKey, GraphMode, Path, keys_digest};
+/// assert_eq!(keys_digest([]), 0xa8c7f832281a39c5); // FNV-1a of eight zero bytes
+/// let key = GraphKey {
+///     mode: GraphMode::Decode, batch_size: 1, tokens_per_request: 1, width: 1,
+///     shape: "mini".into(), isa: "cpu".into(), numerics_digest: 0, layout_digest: 0,
+/// };
+/// assert_ne!(keys_digest([(&key, Path::Fused)]), keys_digest([(&key, Path::Plain)]));
 /// ```
 #[must_use]
-pub fn keys_digest(keys: &[GraphKey]) -> u64 {
-    let mut sorted: Vec<&GraphKey> = keys.iter().collect();
-    sorted.sort_unstable();
+pub fn keys_digest<'a>(keys: impl IntoIterator<Item = (&'a GraphKey, Path)>) -> u64 {
+    let mut sorted: Vec<(&GraphKey, Path)> = keys.into_iter().collect();
+    sorted.sort_unstable_by_key(|(key, path)| (*key, path.name()));
     sorted.dedup();
     let digest = Fnv1a::new().u64(sorted.len() as u64);
     sorted
         .into_iter()
-        .fold(digest, |digest, key| key.feed(digest))
+        .fold(digest, |digest, (key, path)| {
+            key.feed(digest).text(path.name())
+        })
         .finish()
 }
 
@@ -441,14 +449,10 @@ impl Record {
         &self.entries
     }
 
-    /// Digest of the captured keys, equal to [`keys_digest`] of the same keys.
+    /// Digest of the captured keys and what runs each, equal to [`keys_digest`] of the same.
     #[must_use]
     pub fn keys_digest(&self) -> u64 {
-        let digest = Fnv1a::new().u64(self.entries.len() as u64);
-        self.entries
-            .iter()
-            .fold(digest, |digest, entry| entry.key.feed(digest))
-            .finish()
+        keys_digest(self.entries.iter().map(|entry| (&entry.key, entry.path)))
     }
 
     /// Digest of what ranks must have in common: the number of graphs, then for each its key, its
@@ -595,8 +599,10 @@ mod tests {
     #[test]
     fn the_keys_digest_does_not_depend_on_order_and_depends_on_every_field() {
         let (a, b) = (key(GraphMode::Decode, 1), key(GraphMode::Draft, 2));
-        let base = keys_digest(&[a.clone(), b.clone()]);
-        assert_eq!(base, keys_digest(&[b.clone(), a.clone()]));
+        let path = Path::Fused;
+        let base = keys_digest([(&a, path), (&b, path)]);
+        assert_eq!(base, keys_digest([(&b, path), (&a, path)]));
+        assert_ne!(base, keys_digest([(&a, path), (&b, Path::Plain)]));
         let changes: [fn(&mut GraphKey); 8] = [
             |key| key.mode = GraphMode::TargetVerify,
             |key| key.batch_size += 1,
@@ -610,7 +616,7 @@ mod tests {
         for change in changes {
             let mut changed = a.clone();
             change(&mut changed);
-            assert_ne!(base, keys_digest(&[changed, b.clone()]));
+            assert_ne!(base, keys_digest([(&changed, path), (&b, path)]));
         }
     }
 
@@ -620,12 +626,9 @@ mod tests {
         let read = Record::from_json(&record.to_json()).unwrap();
         assert_eq!(read, record);
         assert_eq!(read.digest(), record.digest());
-        let keys: Vec<_> = record
-            .entries()
-            .iter()
-            .map(|entry| entry.key.clone())
-            .collect();
-        assert_eq!(record.keys_digest(), keys_digest(&keys));
+        let keys = read.entries().iter();
+        let digest = keys_digest(keys.map(|entry| (&entry.key, Path::Persistent)));
+        assert_eq!(record.keys_digest(), digest);
     }
 
     #[test]

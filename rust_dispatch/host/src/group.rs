@@ -12,9 +12,10 @@ use lowlat_core::vote::{Admission, Bell, Decision, MAX_RANKS, Member, Refusal, R
 use lowlat_core::{Ballot, Coverage, DeadlineLadder, Epoch, InstantNs, Reason, Seat, TpRank};
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags, fallocate, flock};
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
 use crate::memory::{FORMING, Memory, TABLE_BYTES};
-use crate::process::Process;
+use crate::process::{Process, hold_byte, is_byte_held};
 
 /// Most bytes of a group's name.
 pub const NAME_BYTES: usize = 64;
@@ -79,8 +80,16 @@ impl GroupSettings {
         } = self;
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
         if name.is_empty() || NAME_BYTES < name.len() || !name.bytes().all(plain) {
+            // As much of a long one as tells it.
+            let shown: String = name.chars().take(NAME_BYTES + 1).collect();
             return Err(GroupError::Invalid(format!(
-                "group name is {name:?}; 1 to {NAME_BYTES} letters, digits, _, . and - are needed"
+                "group name is {shown:?}{}; 1 to {NAME_BYTES} letters, digits, _, . and - are \
+                 needed",
+                if shown.len() < name.len() {
+                    format!(" and so on, {} bytes", name.len())
+                } else {
+                    String::new()
+                }
             )));
         }
         if *tp_size == 0 || MAX_RANKS < *tp_size as usize {
@@ -211,8 +220,8 @@ pub fn join(settings: &GroupSettings, budget_ns: u64) -> Result<HostSeat, GroupE
     let mut tries = 0;
     loop {
         let file = GroupFile::lock(settings, deadline)?;
-        let memory = file.memory(settings)?;
-        let in_use = match admission(&memory, settings, &me) {
+        let memory = file.memory(settings, deadline)?;
+        let in_use = match admission(&file, &memory, settings, &me) {
             None => {
                 memory.table().make(settings.tp_size, settings.first);
                 return HostSeat::enter(settings, file, memory, me, deadline);
@@ -229,7 +238,8 @@ pub fn join(settings: &GroupSettings, budget_ns: u64) -> Result<HostSeat, GroupE
             Some(Admission::Refused(reason)) => Some(reason),
         };
         if let Some(reason) = in_use {
-            return Err(settings.refuse(reason, words_in_use(&memory, settings, reason, &me)));
+            let words = words_in_use(&file, &memory, settings, reason, &me);
+            return Err(settings.refuse(reason, words));
         }
         drop(file);
         nap(&mut tries, deadline);
@@ -238,7 +248,12 @@ pub fn join(settings: &GroupSettings, budget_ns: u64) -> Result<HostSeat, GroupE
 
 /// What the roll says of this rank; `None` where no group was made in the memory yet. The file is
 /// locked.
-fn admission(memory: &Memory, settings: &GroupSettings, me: &Process) -> Option<Admission> {
+fn admission(
+    file: &GroupFile,
+    memory: &Memory,
+    settings: &GroupSettings,
+    me: &Process,
+) -> Option<Admission> {
     let table = memory.table();
     // What is no group at all was refused when it was mapped.
     if table.is_ready() != Ok(true) {
@@ -246,9 +261,10 @@ fn admission(memory: &Memory, settings: &GroupSettings, me: &Process) -> Option<
     }
     let tp_size = table.tp_size().min(MAX_RANKS as u32);
     let members: Vec<Member> = (0..tp_size)
-        .map(|rank| match table.member(TpRank(rank)) {
+        .map(TpRank)
+        .map(|rank| match table.member(rank) {
             None => Member::Absent,
-            Some(process) if process.lives(me) => Member::Living,
+            Some(process) if file.lives(rank, &process, me) => Member::Living,
             Some(_) => Member::Dead,
         })
         .collect();
@@ -262,7 +278,13 @@ fn admission(memory: &Memory, settings: &GroupSettings, me: &Process) -> Option<
     Some(roll.admit(settings.tp_rank, settings.tp_size))
 }
 
-fn words_in_use(memory: &Memory, settings: &GroupSettings, reason: Reason, me: &Process) -> String {
+fn words_in_use(
+    file: &GroupFile,
+    memory: &Memory,
+    settings: &GroupSettings,
+    reason: Reason,
+    me: &Process,
+) -> String {
     let table = memory.table();
     let tp_size = table.tp_size().min(MAX_RANKS as u32);
     let pid = |rank| table.member(rank).map_or(0, |process| process.pid);
@@ -279,7 +301,7 @@ fn words_in_use(memory: &Memory, settings: &GroupSettings, reason: Reason, me: &
         _ => {
             let living = (0..tp_size).map(TpRank).find(|&rank| {
                 let process = table.member(rank);
-                process.is_some_and(|process| process.lives(me))
+                process.is_some_and(|process| file.lives(rank, &process, me))
             });
             let living = living.unwrap_or(TpRank(0));
             format!(
@@ -340,8 +362,9 @@ impl GroupFile {
         }
     }
 
-    /// Maps the file, and gives it its blocks first where it is new.
-    fn memory(&self, settings: &GroupSettings) -> Result<Memory, GroupError> {
+    /// Maps the file, and gives it its blocks first where it is new. A new file that comes to
+    /// nothing goes.
+    fn memory(&self, settings: &GroupSettings, deadline: Deadline) -> Result<Memory, GroupError> {
         let refuse = |words: String| {
             let words = format!("{}: {words}", self.path.display());
             settings.refuse(Reason::SharedMemory, words)
@@ -361,14 +384,15 @@ impl GroupFile {
             ));
         }
         if metadata.len() == 0 {
-            // Blocks now: a page that cannot be had later is a signal, not an error.
-            let made = fallocate(&self.file, FallocateFlags::empty(), 0, TABLE_BYTES);
-            if let Err(error) = made {
+            let made = allocate(&self.file, deadline)
+                .and_then(|()| Memory::map(&self.file, settings.tp_size));
+            return made.map_err(|error| {
                 // Nothing was made in it, so nothing is lost.
                 let _ = fs::remove_file(&self.path);
-                return Err(failed(error.into()));
-            }
-        } else if metadata.len() != TABLE_BYTES {
+                failed(error)
+            });
+        }
+        if metadata.len() != TABLE_BYTES {
             return Err(refuse(format!(
                 "has {} bytes and a group's memory has {TABLE_BYTES}; it is another program's, or \
                  of another lowlat: remove it or choose another name",
@@ -383,6 +407,11 @@ impl GroupFile {
             ))
         })?;
         Ok(memory)
+    }
+
+    /// Whether `process`, which has entered as `rank`, lives.
+    fn lives(&self, rank: TpRank, process: &Process, me: &Process) -> bool {
+        process.lives(me, || is_byte_held(&self.file, rank))
     }
 
     /// Takes the name away; the memory lives on where it is mapped.
@@ -400,6 +429,25 @@ impl GroupFile {
         // It cannot fail for a lock that is held.
         let _ = flock(&self.file, FlockOperation::Unlock);
         self.file
+    }
+}
+
+/// Gives a file its blocks now: a page that cannot be had later is a signal, not an error.
+fn allocate(file: &File, deadline: Deadline) -> io::Result<()> {
+    // Beyond this limit it would be a signal too, SIGXFSZ, which ends the process.
+    let most = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
+    if most < TABLE_BYTES {
+        return Err(io::Error::other(format!(
+            "this process may write files of at most {most} bytes, {TABLE_BYTES} are needed; raise \
+             its limit (ulimit -f, RLIMIT_FSIZE)"
+        )));
+    }
+    loop {
+        match fallocate(file, FallocateFlags::empty(), 0, TABLE_BYTES) {
+            // A signal had come; what was allocated is given back, and it begins again.
+            Err(Errno::INTR) if !deadline.passed() => {}
+            made => return Ok(made?),
+        }
     }
 }
 
@@ -451,6 +499,12 @@ impl HostSeat {
     ) -> Result<Self, GroupError> {
         let path = file.path.clone();
         let memory = Arc::new(memory);
+        hold_byte(&file.file, settings.tp_rank).map_err(|error| {
+            settings.refuse(
+                Reason::SharedMemory,
+                format_args!("{} cannot be locked: {error}", path.display()),
+            )
+        })?;
         memory.table().enter(settings.tp_rank, me);
         let lines: Arc<dyn lowlat_core::vote::Lines> = Arc::clone(&memory) as _;
         let seat = Self {

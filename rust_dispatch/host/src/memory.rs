@@ -196,3 +196,43 @@ impl Lines for Memory {
         Some(&self.bell)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    use super::*;
+
+    /// Ranks of two builds may meet in one file. Where these numbers change, so must the version
+    /// in [`MAGIC`], that the one refuses the other's.
+    #[test]
+    fn the_layout_is_that_of_its_version() {
+        let places = [
+            offset_of!(Table, magic),
+            offset_of!(Table, tp_size),
+            offset_of!(Table, first),
+            offset_of!(Table, closed),
+            offset_of!(Table, arrivals),
+            offset_of!(Table, cores),
+            offset_of!(Table, forming),
+            offset_of!(Table, roll),
+            offset_of!(Table, coverage_registers),
+            offset_of!(Table, step_registers),
+            offset_of!(Table, coverage),
+            offset_of!(Table, steps),
+        ];
+        assert_eq!(MAGIC.to_le_bytes(), *b"lowlatG\x01");
+        assert_eq!(
+            places,
+            [0, 8, 12, 16, 20, 24, 256, 384, 1920, 2048, 2176, 34944]
+        );
+        assert_eq!(
+            [
+                size_of::<RollEntry>(),
+                size_of::<Slots<1>>(),
+                size_of::<Table>()
+            ],
+            [24, 128, 43136]
+        );
+    }
+}

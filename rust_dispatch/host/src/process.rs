@@ -1,8 +1,11 @@
 //! Telling whether a process still lives, although its number may be another's by now.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+
+use lowlat_core::TpRank;
 
 /// A process, for as long as the machine runs: its number alone is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,10 +58,11 @@ impl Process {
     }
 
     /// Whether it lives, as `judge` sees it. One that was stopped lives; one that has ended and is
-    /// not yet waited for does not. In doubt it lives: of another namespace, or not to be read.
-    pub(crate) fn lives(&self, judge: &Self) -> bool {
+    /// not yet waited for does not. In doubt it lives: where it cannot be read. Of another
+    /// namespace its number says nothing, and `elsewhere` decides.
+    pub(crate) fn lives(&self, judge: &Self, elsewhere: impl FnOnce() -> bool) -> bool {
         if self.namespace != judge.namespace {
-            return true;
+            return elsewhere();
         }
         match stat(self.pid) {
             Ok(stat) if stat.started != self.started => false,
@@ -75,6 +79,39 @@ impl Process {
             }
         }
     }
+}
+
+/// The byte of a rank in its group's file, to be locked for writing.
+fn byte_of(rank: TpRank) -> libc::flock {
+    // SAFETY: a struct of numbers, of which 0 is a value; some systems have more of them.
+    let mut byte: libc::flock = unsafe { std::mem::zeroed() };
+    byte.l_type = libc::F_WRLCK as _;
+    byte.l_whence = libc::SEEK_SET as _;
+    byte.l_start = rank.0.into();
+    byte.l_len = 1;
+    byte
+}
+
+/// Locks the rank's byte for as long as `file` is open: in this process, and in those that it
+/// forks. It tells a rank that has ended also where its number says nothing.
+///
+/// # Errors
+/// Those of the lock; it is another's too.
+pub(crate) fn hold_byte(file: &File, rank: TpRank) -> io::Result<()> {
+    // SAFETY: the descriptor is open, and the struct lives until the call has read it.
+    let set = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &byte_of(rank)) };
+    if set == 0 {
+        return Ok(());
+    }
+    Err(io::Error::last_os_error())
+}
+
+/// Whether somebody else holds the rank's byte, through another opening of the file; in doubt yes.
+pub(crate) fn is_byte_held(file: &File, rank: TpRank) -> bool {
+    let mut byte = byte_of(rank);
+    // SAFETY: the descriptor is open, and the struct lives until the call has written it.
+    let got = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &mut byte) };
+    got != 0 || byte.l_type != libc::F_UNLCK as libc::c_short
 }
 
 #[cfg(test)]
@@ -96,7 +133,7 @@ mod tests {
     #[test]
     fn who_has_ended_is_dead_before_it_is_waited_for_and_after() {
         let me = Process::current().unwrap();
-        assert!(me.lives(&me));
+        assert!(me.lives(&me, || unreachable!()));
         let mut child = Command::new("cat")
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -108,19 +145,19 @@ mod tests {
             started: stat(pid).unwrap().started,
             ..me
         };
-        assert!(other.lives(&me));
+        assert!(other.lives(&me, || unreachable!()));
         child.kill().unwrap();
         // It is a zombie as soon as the signal has done its work.
         for _ in 0..10_000 {
-            if !other.lives(&me) {
+            if !other.lives(&me, || unreachable!()) {
                 break;
             }
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         assert!(fs::metadata(format!("/proc/{pid}/stat")).is_ok());
-        assert!(!other.lives(&me));
+        assert!(!other.lives(&me, || unreachable!()));
         child.wait().unwrap();
-        assert!(!other.lives(&me));
+        assert!(!other.lives(&me, || unreachable!()));
     }
 
     #[test]
@@ -130,11 +167,11 @@ mod tests {
             started: me.started - 1,
             ..me
         };
-        assert!(!earlier.lives(&me));
+        assert!(!earlier.lives(&me, || unreachable!()));
         let elsewhere = Process {
             namespace: me.namespace + 1,
             ..earlier
         };
-        assert!(elsewhere.lives(&me));
+        assert!(elsewhere.lives(&me, || true) && !elsewhere.lives(&me, || false));
     }
 }

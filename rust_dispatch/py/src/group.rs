@@ -163,7 +163,7 @@ impl Rank {
         let keys: Vec<GraphKey> = widths.iter().copied().map(key).collect();
         let parts = BallotParts {
             widths: &widths,
-            keys_digest: keys_digest(&keys),
+            keys_digest: keys_digest(keys.iter().map(|key| (key, Path::Fused))),
             // The kernels put their launch geometry into the catalogue's digest.
             geometry_digest: catalogue_digest,
             catalogue_digest,

@@ -545,7 +545,7 @@ typedef struct lowlat_ballot {
    */
   uint32_t num_widths;
   /**
-   * Digest of the graph keys, see lowlat_record_keys_digest.
+   * Digest of the graph keys and paths, see lowlat_record_keys_digest.
    */
   uint64_t keys_digest;
   /**
@@ -850,7 +850,7 @@ enum lowlat_dispatch_status lowlat_record_num_graphs(const struct lowlat_record 
                                                      uint32_t *out_num_graphs);
 
 /**
- * Digest of a record's keys, for the ballot.
+ * Digest of a record's keys and of what runs each, for the ballot.
  *
  * Ownership: nothing is given. Threads: any, at the same time too. Errors: INVALID for a NULL
  * output.

@@ -86,7 +86,7 @@ fn dispatcher(tp_size: u32) -> Result<Dispatcher, String> {
     let cast = |rank| {
         let parts = BallotParts {
             widths: &widths,
-            keys_digest: keys_digest(&keys),
+            keys_digest: keys_digest(keys.iter().map(|key| (key, Path::Persistent))),
             geometry_digest: 3,
             catalogue_digest: 4,
             ladder: super::ladder(),
