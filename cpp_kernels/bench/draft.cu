@@ -5,8 +5,8 @@
 //   bench_draft time 2        TP2 on two GPUs
 //   bench_draft profile [2]   where the time of a step goes, from clocks in each block
 //
-// Times are of a CUDA graph of six launches, weights and logits rotated past the second-level cache;
-// the floor is the bytes at the bandwidth of a plain read of 1 GiB in the same run.
+// Times are of a CUDA graph of six launches, weights and logits rotated past the second-level
+// cache; the floor is the bytes at the bandwidth of a plain read of 1 GiB in the same run.
 // Exit code 1: a failure.
 #include "bench/draft_checks.cuh"
 

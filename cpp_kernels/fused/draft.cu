@@ -12,7 +12,7 @@
 // Rounding     where bf( ) stands, nearest-even; z and its quotient to fp32, once each
 // Bytes        w2 once: V/R · 512 (V = 129280: 33.1 MB at R = 2, 16.5 MB at R = 4), B · 20 · V/R of
 //              base; w1 5 rows a request
-// Floor        the bytes at 4.65 TB/s (7.4 us at R = 2, B = 1) and five hops between ranks of 1.3 us
+// Floor        the bytes at 4.65 TB/s (7.4 us at R = 2, B = 1), and five hops of 1.3 us each
 // Launch       up to 128 blocks of 512 threads, all resident: ranks and blocks wait for each other.
 //              Warp w of a block holds tile w of its ids (16 ids) in registers and tile 16 + w in
 //              shared memory, for all steps; more tiles (R = 1, or small grids) are read again from
@@ -28,10 +28,11 @@
 //              tags     low 32 bits of the epoch with bit 0 set, which the parity of the box says
 //                       already: never 0, so zeroed memory is no packet, whatever the epoch.
 //              logits   stores to all ranks' arrays; then each block: barrier, fence.system, packet
-//                       of e = .. + 5 to block `same` of every rank; that block: packet, fence.
-//              late     every poll has the budget of the port and ends when the abort word is up;
-//                       the first thread of the rank reports. The block sends nothing more then; its
-//                       tokens from there on are 0 and its logits NaN.
+//                       of the sixth exchange to the block of its number on every rank, which
+//                       waits for it and fences: a launch ends after all that it was sent.
+//              late     every wait has the budget of the port and ends when the abort word is up;
+//                       the first thread of the rank reports. The block sends nothing more then;
+//                       its tokens from there on are 0 and its logits NaN.
 // Determinism  a bias has one order of summation, whatever block, slot or rank it is in; tokens are
 //              equal on all ranks, because all see the same packets and the rule is a total order.
 // Meaning      reference/draft.cpp; stages/draft.hpp. Bound: docs/numerics.md, markov_draft

@@ -13,7 +13,8 @@ inline constexpr int kDraftSteps = 5;     // gamma
 inline constexpr int kMarkovRank = 256;   // columns of w1 and w2
 inline constexpr int kMaxDraftBatch = 8;  // requests of one launch
 // Blocks of one rank. 128 and not all of a part's: shards of 32320 and 64640 ids are 16 and 32
-// tiles of 16 ids a block then, as many as its warps hold, and 128 threads ask for a rank's packets.
+// tiles of 16 ids a block then, as many as its warps hold, and 128 threads ask for a rank's
+// packets.
 inline constexpr int kMaxDraftBlocks = 128;
 // Exchanges that a launch takes from the step: one a proposal, and one that ends shared logits.
 inline constexpr int kDraftExchanges = kDraftSteps + 1;
