@@ -1,4 +1,4 @@
-// draft: the five proposals of a draft at true shapes: checked, then timed.
+// draft: the five proposals of a draft, and their acceptance, at true shapes: checked, then timed.
 //
 //   bench_draft check [2]     R = 1, 2, 4 ranks on one GPU (2: ranks on two GPUs); results, faults
 //   bench_draft time          one GPU: TP4's share with its mailboxes looped back, and TP1
@@ -8,6 +8,7 @@
 // Times are of a CUDA graph of six launches, weights and logits rotated past the second-level
 // cache; the floor is the bytes at the bandwidth of a plain read of 1 GiB in the same run.
 // Exit code 1: a failure.
+#include "bench/draft_accept_case.cuh"
 #include "bench/draft_checks.cuh"
 
 namespace lowlat::bench {
@@ -53,6 +54,9 @@ void check_all(int devices) {
   const bool faults[] = {check_ties_and_nan(devices), check_tags(fits, devices),
                          check_replays(fits, devices, 1000), check_missing_rank(fits, devices)};
   for (const bool good : faults) failures += good ? 0 : 1;
+  if (devices == 2) return;
+  for (const int batch : {1, 2, 8}) failures += check_accept(batch, 5, kVocab, batch) ? 0 : 1;
+  failures += check_accept(8, 7, 2500, 41) && check_accept(3, 1, 1000, 42) ? 0 : 1;
 }
 
 // ------------------------------------------------------------------------------------ times
@@ -225,7 +229,12 @@ void time_all(int devices) {
       }
     }
   }
-  if (devices == 1) time_group(weights, setup_of(kVocab, 1, 1, 1), "greedy", rate);
+  if (devices == 2) return;
+  time_group(weights, setup_of(kVocab, 1, 1, 1), "greedy", rate);
+  for (const int batch : {1, 2, 8}) {
+    time_accept(batch, true);
+    time_accept(batch, false);
+  }
 }
 
 // Medians over blocks of the time between stamps, in each step, of one launch in mid graph.

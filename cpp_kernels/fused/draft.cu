@@ -39,6 +39,7 @@
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/draft.hpp"
+#include "fused/draft_key.cuh"
 #include "fused/exchange.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_weights.cuh"
@@ -72,30 +73,6 @@ struct Shared {
   float temperature[kMaxDraftBatch];
   std::uint32_t stopped;  // a wait ended without its packet
 };
-
-// Candidates as integers whose order is the rule's: the score (NaN on top, -0 as +0), then the
-// lower id. 0 is none.
-LOWLAT_DEVICE std::uint32_t score_key(float score) {
-  const std::uint32_t bits = plat::float_bits(score + 0.0f);
-  if ((bits & 0x7fff'ffffu) > 0x7f80'0000u) return 0xffff'ffffu;
-  return (bits & 0x8000'0000u) != 0u ? ~bits : bits | 0x8000'0000u;
-}
-LOWLAT_DEVICE std::uint64_t candidate(std::uint32_t key, std::uint32_t id) {
-  return std::uint64_t{key} << 32 | ~id;
-}
-LOWLAT_DEVICE std::uint32_t key_of(std::uint64_t c) { return static_cast<std::uint32_t>(c >> 32); }
-LOWLAT_DEVICE std::uint32_t id_of(std::uint64_t c) { return ~static_cast<std::uint32_t>(c); }
-LOWLAT_DEVICE std::uint64_t better(std::uint64_t a, std::uint64_t b) { return a > b ? a : b; }
-
-LOWLAT_DEVICE std::uint64_t better_of_lanes(std::uint64_t c, int lane_mask) {
-  return better(c, __shfl_xor_sync(plat::kAllLanes, c, lane_mask));
-}
-// The best of a warp, in every lane.
-LOWLAT_DEVICE std::uint64_t best_of_warp(std::uint64_t c) {
-  const std::uint32_t key = __reduce_max_sync(plat::kAllLanes, key_of(c));
-  const std::uint32_t low = key_of(c) == key ? static_cast<std::uint32_t>(c) : 0u;
-  return std::uint64_t{key} << 32 | __reduce_max_sync(plat::kAllLanes, low);
-}
 
 // Sixteen bytes of weights that are read once a launch.
 LOWLAT_DEVICE uint4 load_weights(const uint4* src) {
