@@ -19,6 +19,13 @@ inline constexpr int kMaxDraftBlocks = 128;
 // Exchanges that a launch takes from the step: one a proposal, and one that ends shared logits.
 inline constexpr int kDraftExchanges = kDraftSteps + 1;
 
+// An engine's draft sampler maps to this as follows (SGLang's names): draft_tokens is tokens,
+// step_logits is logits[tp_rank] (whole where share_logits; else the ranks' parts are still to be
+// gathered), step_temperatures is temperatures, noise.key and noise.offset are noise_key and
+// noise_offset, anchor_tokens is anchors with its stride. greedy_draft: temperatures and
+// noise_offset NULL. The streams' collapse, the norm and the head come before and give base. A
+// batch above kMaxDraftBatch is not served, by any rank.
+//
 // See draft.cu for the formulas. Pointers are device memory unless they say otherwise; an array is
 // the same on all ranks where nothing names a rank. Shards are equal: rank r holds ids
 // r * vocab_shard .. + vocab_shard - 1, and the vocabulary is tp_size * vocab_shard.

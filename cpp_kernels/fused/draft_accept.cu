@@ -1,10 +1,10 @@
 // draft_accept_any: how many drafts each request keeps, and the token after them.
 //
-// Math         temperature 0: a_i = argmax L_i (lowest id); accepted = leading i with draft_i = a_i;
-//              next = a_accepted
+// Math         temperature 0: a_i = argmax L_i (lowest id); accepted = leading i with draft_i =
+//              a_i; next = a_accepted
 //              else p_i = softmax(L_i / T), q_i = softmax(z_i / T); draft i is kept while
 //              0 < q <= 1 and coin_i q < p; next: the smallest id whose running sum of
-//              max(p - q, 0) of the first refused row (of p after the last) exceeds coin_g · total
+//              max(p - q, 0) of the first refused row (of p after the last) exceeds coin_g total
 // Shapes       L [B,g+1,V] · z [B,g,V] · drafts [B,g] · 1 ≤ B ≤ 8 · g ≤ 7 · V ≤ 131072
 // Rounding     fp32 in the order of stages/accept.hpp: tiles of 1024 ids from 0, then carried
 // Bytes        B = 1, g = 5, V = 129280: 5.7 MB of logits, read once from memory
