@@ -259,7 +259,7 @@ struct DraftRank {
     if (!setup.temperatures.empty()) {
       logits = Buffer<float>(first.size() * fused::kDraftSteps * setup.vocab);
     }
-    stamps = Buffer<std::uint64_t>(static_cast<std::size_t>(setup.blocks) * fused::kDraftSteps *
+    stamps = Buffer<std::uint64_t>(static_cast<std::size_t>(setup.blocks) * (fused::kDraftSteps + 1) *
                                    fused::kDraftStamps);
   }
   const std::uint32_t* status() const {

@@ -44,17 +44,19 @@ struct DraftProposalsParams {
   std::uint64_t noise_key;      // of Philox; not read where all are greedy
   std::int64_t* noise_offset;   // NULL: as 0 and left alone; else counted up by one at the end
   std::int64_t* tokens;         // out [B, 5]
-  // Rank r's fp32 [B, 5, V] as this device sees it, or NULL. This rank stores the z of its own ids
+  // Rank r's fp32 [B, 5, V] as this device sees it, 16-byte aligned, or NULL. This rank stores the z of its own ids
   // in each that is given, for requests whose temperature is not 0 and for no other.
   float* logits[kMaxRanks];
   // All ranks have all arrays, or (false) each at most its own. True: when a rank's launch has
   // ended, its own array is whole; false: it holds the rank's own ids.
   bool share_logits;
-  std::uint64_t* stamps;  // NULL, or clocks [blocks, 5, kDraftStamps] for the bench
+  std::uint64_t* stamps;  // NULL, or clocks [blocks, 6, kDraftStamps] for the bench
 };
 
-// Stamps of a step in a block: thread 0's clock when the row is there, the products are done, the
-// block's best is known, the packets are sent, the next step is prepared, and all packets are here.
+// Stamps of a block, thread 0's clock. First: at its start, when its inputs are there, when its
+// noise is made, when its weights are in order (two unused). Then of each step: when the row is
+// asked for, the products are done, the block's best is known, the packets are sent, the logits
+// stored and the next base asked for, and all packets are here.
 inline constexpr int kDraftStamps = 6;
 
 // Packets of a box that a launch uses.
