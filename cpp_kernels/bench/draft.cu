@@ -66,7 +66,7 @@ void check_all(int devices) {
 void check_small() {
   const DraftWeights weights(4096, 51, false);
   const std::vector<float> mixed{0.7f, 0.0f, 1.0f};
-  for (const int blocks : {1, 4}) {
+  for (const int blocks : {2, 8, 16}) {
     DraftSetup setup = setup_of(4096, 1, 1, 3, mixed, true);
     setup.blocks = blocks;
     check_case(weights, setup, "small");

@@ -259,8 +259,8 @@ struct DraftRank {
     if (!setup.temperatures.empty()) {
       logits = Buffer<float>(first.size() * fused::kDraftSteps * setup.vocab);
     }
-    stamps = Buffer<std::uint64_t>(static_cast<std::size_t>(setup.blocks) * (fused::kDraftSteps + 1) *
-                                   fused::kDraftStamps);
+    const int stamps_of_block = (fused::kDraftSteps + 1) * fused::kDraftStamps;
+    stamps = Buffer<std::uint64_t>(static_cast<std::size_t>(setup.blocks) * stamps_of_block);
   }
   const std::uint32_t* status() const {
     return static_cast<const std::uint32_t*>(region.port(kDraftBudgetNs, 0).status);
