@@ -69,6 +69,7 @@ void check_small() {
   for (const int blocks : {2, 8, 16}) {
     DraftSetup setup = setup_of(4096, 1, 1, 3, mixed, true);
     setup.blocks = blocks;
+    setup.budget_ns = 20'000'000'000;
     check_case(weights, setup, "small");
   }
   failures += check_accept(2, 2, 2500, 1) ? 0 : 1;

@@ -208,6 +208,7 @@ struct DraftSetup {
   int launches = 1;  // of one replay; each has weights and logits of its own where `sets` says so
   int sets = 1;
   bool programmatic = true;
+  std::uint64_t budget_ns = kDraftBudgetNs;
   bool chained = false;  // anchors are the last proposals of the launch before
 };
 
@@ -293,7 +294,7 @@ class DraftGroup {
     const DraftRank& rank = *ranks_[r];
     const int set = launch % setup_.sets;
     fused::DraftProposalsParams p = {};
-    p.port = rank.region.port(kDraftBudgetNs, 0);
+    p.port = rank.region.port(setup_.budget_ns, 0);
     p.exchange_index = launch * fused::kDraftExchanges;
     p.batch_size = setup_.batch;
     p.vocab_shard = setup_.vocab / setup_.ranks;

@@ -33,8 +33,8 @@
 //              late     every wait has the budget of the port and ends when the abort word is up;
 //                       the first thread of the rank reports. The block sends nothing more then;
 //                       its tokens from there on are 0 and its logits NaN.
-// Determinism  a bias has one order of summation, whatever block, slot or rank it is in; tokens are
-//              equal on all ranks, because all see the same packets and the rule is a total order.
+// Determinism  a bias has one order of summation on all ranks of a launch; tokens are equal on all,
+//              because all see the same packets and the rule is a total order. Bitwise run to run.
 // Meaning      reference/draft.cpp; stages/draft.hpp. Bound: docs/numerics.md, markov_draft
 #include "platform/nvidia.hpp"
 // The platform comes first.
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
 
   stamp(-1, 0);
-  // All weights at once: a block's share is in flight as a whole.
+  // Half of the weights, or so, are on their way while the rest of this is done.
   if constexpr (Memory::kInShared > 0) {
 #pragma unroll
     for (int i = 0; i < 2 * kPieces; ++i) {
@@ -184,13 +184,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   uint4 held[kInRegisters][2 * kPieces];
+  const auto load_slots = [&](int begin, int end) {
 #pragma unroll
-  for (int slot = 0; slot < kInRegisters; ++slot) {
+    for (int slot = begin; slot < end; ++slot) {
 #pragma unroll
-    for (int i = 0; i < 2 * kPieces; ++i) {
-      held[slot][i] = load_weights(row_of(warp_tile + slot, i / kPieces) + 4 * (i % kPieces));
+      for (int i = 0; i < 2 * kPieces; ++i) {
+        held[slot][i] = load_weights(row_of(warp_tile + slot, i / kPieces) + 4 * (i % kPieces));
+      }
     }
-  }
+  };
+  // The others follow once the noise is made: a thread that asks for more than may be on its way
+  // waits, and could not make it meanwhile.
+  load_slots(0, 1);
   if (plat::thread_idx() == 0) shared.stopped = 0;
   if (plat::thread_idx() < kWarps * kMaxDraftBatch) {
     shared.heard[plat::thread_idx() / kMaxDraftBatch][plat::thread_idx() % kMaxDraftBatch] = 0;
@@ -244,9 +249,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   copy_base(0, warp_tile);
   plat::block_sync();
   stamp(-1, 1);
-  // All noise now, while the weights are on their way.
   if (params.temperatures != nullptr) make_noise(0, kDraftSteps, warp_tile);
   stamp(-1, 2);
+  load_slots(1, kInRegisters);
 
   // The sums of one of the warp's tiles, to where the lanes that score their ids find them.
   const auto hand_over = [&](const float (&sums)[4], int slot) {
@@ -264,6 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                                                                 : 8);
   const int scored_request = lane / lanes_of_request, scored_from = lane % lanes_of_request;
   const auto choose = [&](int step, int tile, bool first) {
+    wait_for_copies();  // of the base
     plat::warp_sync();
     std::uint64_t best = 0;
     if (scored_request < batch) {
@@ -358,12 +364,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   stamp(-1, 3);
 
+  bool stopped = false;
 #pragma unroll 1
   for (int step = 0; step < kDraftSteps; ++step) {
     const std::uint64_t now = epoch + static_cast<std::uint64_t>(step);
     const std::uint32_t tag = static_cast<std::uint32_t>(now) | 1u;
     const std::int64_t parity = (now & 1u) != 0u ? odd : 0;
-    wait_for_copies();
     {
       // The lane's pieces of w1's row of request g's token, four at a time. One that is no token
       // has a row of NaN: nothing is read past the end, and it shows.
@@ -380,7 +386,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       // The registers are few: the last line's pieces follow the first products, but it is asked
       // for with the others.
       if (valid) copy_word(&shared.touched[warp][lane], from + 4 * (kPieces - 1));
-      float sums[kTiles][4] = {};
+      // A chain of sums for each half where a warp has few tiles, so that products overlap.
+      constexpr int kChains = kTiles == 2 ? 2 : 1;
+      float sums[kTiles][kChains][4] = {};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint4 row[kPieces / 2];
@@ -391,16 +399,23 @@ __global__ void __launch_bounds__(kThreads, 1)
           const int piece = piece_of(half, i);
 #pragma unroll
           for (int slot = 0; slot < kInRegisters; ++slot) {
-            add_products(sums[slot], held[slot][piece], held[slot][kPieces + piece], row[i]);
+            add_products(sums[slot][half % kChains], held[slot][piece], held[slot][kPieces + piece],
+                         row[i]);
           }
           if constexpr (Memory::kInShared > 0) {
-            add_products(sums[kInRegisters], shared.tiles[warp][piece][lane],
+            add_products(sums[kInRegisters][half % kChains], shared.tiles[warp][piece][lane],
                          shared.tiles[warp][kPieces + piece][lane], row[i]);
           }
         }
       }
 #pragma unroll
-      for (int slot = 0; slot < kTiles; ++slot) hand_over(sums[slot], slot);
+      for (int slot = 0; slot < kTiles; ++slot) {
+        if constexpr (kChains == 2) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[slot][0][i] += sums[slot][1][i];
+        }
+        hand_over(sums[slot][0], slot);
+      }
       choose(step, warp_tile, true);
       if constexpr (kMore) {
         store_logits(step, warp_tile);
@@ -427,7 +442,6 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
             hand_over(more, slot);
           }
-          wait_for_copies();
           choose(step, tile, false);
           store_logits(step, tile);
         }
@@ -437,7 +451,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     plat::block_sync();
     stamp(step, 2);
 
-    const bool stopped = shared.stopped != 0;
     if (warp < num_pairs && !stopped) {
       const bool two = 2 * warp + 1 < batch;
       const std::uint64_t a = best_of_warp(lane < kWarps ? shared.best[lane][2 * warp] : 0);
@@ -521,7 +534,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Lanes 4 g .. 4 g + 3 join what two warps each heard of request g.
     std::uint64_t winner = better(shared.heard[2 * t][g], shared.heard[2 * t + 1][g]);
     winner = better_of_lanes(better_of_lanes(winner, 1), 2);
-    previous = shared.stopped != 0 || g >= batch ? -1 : static_cast<std::int64_t>(id_of(winner));
+    stopped = shared.stopped != 0;
+    previous = stopped || g >= batch ? -1 : static_cast<std::int64_t>(id_of(winner));
     if (blockIdx.x == 0 && warp == 0 && t == 0 && g < batch) {
       params.tokens[g * kDraftSteps + step] = previous < 0 ? 0 : previous;
     }
@@ -532,7 +546,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const std::uint32_t tag = static_cast<std::uint32_t>(now) | 1u;
     const int peer = plat::thread_idx();
     plat::block_sync();  // the whole block's stores come before the fence
-    if (peer < kRanks && peer != params.port.tp_rank && shared.stopped == 0) {
+    if (peer < kRanks && peer != params.port.tp_rank && !stopped) {
       __threadfence_system();
       const int block = static_cast<int>(blockIdx.x);
       store_packet(quads_of(params.port, peer, now, params.port.tp_rank, block, num_pairs),
