@@ -42,6 +42,12 @@ void need_devices(int count) {
 
 }  // namespace
 
+// More tiles than stay on chip, four and two a warp.
+TEST_CASE(a_small_vocabulary) {
+  need_device();
+  CHECK(check_small());
+}
+
 TEST_CASE(one_rank_proposes_greedily_and_sampled) {
   need_device();
   CHECK(check(whole(), setup_of(kVocab, 1, 1, 1), "greedy"));
