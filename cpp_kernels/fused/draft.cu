@@ -331,7 +331,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                lane / kRanks % kDraftCopies * blocks + block, num_pairs) +
       warp;
   // A thread asks for the packets of block `source`: for one pair of some ranks, or for pairs
-  // `group` and group + 2 of all ranks, together where registers are left. Bit kRanks * slot + rank.
+  // `group` and group + 2 of all ranks, together where registers are left. Bit kRanks * slot +
+  // rank.
   constexpr int kPairSlots = kTiles == 2 ? kMaxDraftBatch / 2 / kPollGroups : 1;
   const int group = plat::thread_idx() / kPollers, source = plat::thread_idx() % kPollers;
   const int first_pair = num_pairs > 1 ? group : 0;
