@@ -166,6 +166,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
+  if (params.selected.word != nullptr && end_key > params.num_window) wait_at(params.selected);
 
   if (thread_idx < kTile) {
     stages::KvRow<std::uint8_t> row{nullptr, nullptr};

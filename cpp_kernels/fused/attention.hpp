@@ -33,6 +33,7 @@ struct AttentionParams {
   // that writes its own compressed keys).
   bool late_extra;
   Gate before, done;   // of q and the stored keys; of o
+  Gate selected;       // of extra_idx and what it names; word NULL: they are there
   int blocks_per_row;  // that share a row's keys: 1, 2, 4, 8 or 16; 0: chosen by the rows
 };
 

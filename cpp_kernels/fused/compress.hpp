@@ -1,0 +1,68 @@
+// fused/compress.hpp: the compressor of a layer that owns a pool of compressed keys: projections of
+// the step's rows, then the entries and index keys that they complete. Every C++ compiler reads it.
+// One struct serves both kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "fused/index.hpp"
+
+namespace lowlat::nvidia::fused {
+
+// Weight rows bf16 [num, H], 16-byte aligned; num a multiple of 16.
+struct Bf16Rows {
+  const std::uint16_t* rows;
+  int num;
+};
+
+inline constexpr int kCompressMatrices = 5;
+inline constexpr int kCompressSplits = 2;  // parts of K, whose sums lie apart
+
+struct CompressParams {
+  StepRows rows;
+  int ratio;  // 2, or 1
+  const std::uint16_t* x;  // bf16 [T, H]
+  // The matrices of the product one under the other: wkv, and at ratio 2 wgate.
+  Bf16Rows matrices[kCompressMatrices];
+  float* partial;  // [2, T, all rows of the matrices]
+  // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring` for each request's
+  // state slot. Ratio 2 only.
+  float* state;
+  const std::int32_t* state_slots;  // [requests]
+  int ring;
+  const std::uint16_t* norm;    // bf16 [512]
+  const std::uint16_t* wk;      // bf16 [128, 512], 16-byte aligned
+  const std::uint16_t* k_norm;  // bf16 [128]
+  float norm_eps;
+  RopeFrequencies rope;
+  // Out: rows slots[t] / ratio of both pools, where row t completes an entry.
+  KvPages pool;
+  IndexKeyPages keys;
+  // Of x; of the sums; of entries and keys.
+  Gate x_done, product_done, done;
+};
+
+constexpr int compress_width(const CompressParams& params) {
+  int sum = 0;
+  for (const Bf16Rows& matrix : params.matrices) sum += matrix.num;
+  return sum;
+}
+// Blocks that open product_done and done.
+constexpr std::uint32_t compress_product_blocks(const CompressParams& params) {
+  return static_cast<std::uint32_t>(compress_width(params) / 16 * kCompressSplits);
+}
+constexpr std::uint32_t compress_key_blocks(int num_rows) {
+  return static_cast<std::uint32_t>(8 * ((num_rows + 7) / 8));
+}
+
+// x times the matrices, unrounded. hidden 5120 (V4.1) or 4096 (V4). cudaErrorInvalidValue for what
+// is out of range. Both may be captured in a graph; nothing is allocated.
+cudaError_t launch_compress_product(const CompressParams& params, int hidden, bool programmatic,
+                                    cudaStream_t stream);
+// V4.1: pooling, latent, entry and index key.
+cudaError_t launch_compress_key(const CompressParams& params, bool programmatic,
+                                cudaStream_t stream);
+
+}  // namespace lowlat::nvidia::fused

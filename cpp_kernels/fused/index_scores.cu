@@ -1,0 +1,266 @@
+// index_scores_fp4_sm90: scores of stored index keys for the rows of each request.
+//
+// Math         score[t,n] = Σ_h w[t,h] · max(0, iq[t,h]·ik[n]) of the entries that row t sees, or of
+//              those in its candidate blocks; beside them the largest of every eight
+// Shapes       iq [T,32·128] bf16 values of four bits · ik e2m1 under four powers of two, 68 bytes an
+//              entry · scores fp32 [T,pitch]; past a row's last entry they mean nothing
+// Rounding     keys and queries are exact in bf16; sums fp32
+// Bytes        68 an entry and request; 128K entries: 8.9 MB
+// Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
+// Launch       132 blocks of 256 threads share the requests (rows, with candidate blocks); a warp
+//              takes 32 keys, expands them once and keeps them in registers for all rows. The first
+//              keys are read before the queries are there
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; keys that the step writes are read after
+//              keys_done
+// Determinism  an entry's score depends on its row and key; bitwise run to run and rank to rank
+// Meaning      reference/index.cpp. Bound: 1e-5 of Σ_h |w·match|
+#include "platform/nvidia.hpp"
+// The platform comes first.
+#include "fused/exchange_gate.cuh"
+#include "fused/front_launch.cuh"
+#include "fused/front_weights.cuh"
+#include "fused/index.hpp"
+#include "fused/index_place.cuh"
+#include "platform/nvidia_sm90_fp8.cuh"
+#include "stages/kv.hpp"
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
+constexpr int kHeads = kFp4IndexHeads;
+constexpr int kTileKeys = 32, kOctets = kTileKeys / kIndexBlock;
+constexpr int kRowsTogether = 8;  // whose queries wait in shared memory
+constexpr int kQueryBytes = 2 * kHeads * kIndexDim;
+
+struct ScoreShared {
+  alignas(128) unsigned char query[kRowsTogether * kQueryBytes];
+  float weight[kRowsTogether][kHeads];
+};
+
+// A lane's share of 32 stored keys: of one key of each octet, the 32 channels of one scale.
+struct RawKeys {
+  uint4 codes[kOctets];
+  std::uint32_t scale[kOctets];
+};
+
+// Which entries a unit (a request, or a row with its candidate blocks) scores.
+struct Unit {
+  const std::int32_t* page_row;  // of the request's page table
+  const std::int32_t* blocks;    // of the row, or NULL
+  int count;                     // entries
+  int first_new;                 // entries from here on are written by this step
+};
+
+LOWLAT_DEVICE void load_keys(RawKeys& raw, const IndexParams& params, const Unit& unit, int tile,
+                             int lane_idx) {
+  const int last_octet = (unit.count - 1) / kIndexBlock;
+#pragma unroll
+  for (int i = 0; i < kOctets; ++i) {
+    const int known = min(tile * kOctets + i, last_octet);
+    const int octet = unit.blocks != nullptr ? __ldcg(unit.blocks + known) : known;
+    const int entry = octet * kIndexBlock + lane_idx / 4;
+    const int page = __ldg(unit.page_row + entry / params.pages.per_page);
+    const int place = entry % params.pages.per_page;
+    const std::uint8_t* from =
+        params.keys.base + (static_cast<std::int64_t>(page) *
+                                (params.pages.per_page / stages::kIndexSlotsPerPage) +
+                            place / stages::kIndexSlotsPerPage) *
+                               params.keys.page_bytes;
+    const int row = place % stages::kIndexSlotsPerPage, group = lane_idx % 4;
+    raw.codes[i] = __ldcg(
+        reinterpret_cast<const uint4*>(from + row * stages::kIndexDataBytes + 16 * group));
+    raw.scale[i] = __ldcg(from + stages::kIndexSlotsPerPage * stages::kIndexDataBytes +
+                          row * stages::kIndexScaleBytes + group);
+  }
+}
+
+// Scales are used 2^-8 smaller than they are, so that the factor of a code is a bf16 number up to
+// scales of 2^9; the head weights make up for it.
+constexpr float kScaleBack = 256.0f;
+
+// The eight codes of a word as four pairs of bf16 values: magnitude bits to bits 8 .. 6 and the
+// sign to bit 15 is the value times 2^-126, subnormal code too, and the product is exact.
+LOWLAT_DEVICE void expand_word(std::uint32_t (&out)[4], std::uint32_t word, std::uint32_t factor) {
+  const std::uint32_t shifted[4][2] = {{word << 6, word << 12},
+                                       {word << 2, word << 8},
+                                       {word >> 2, word << 4},
+                                       {word >> 6, word}};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const std::uint32_t bits =
+        (shifted[i][0] & 0x01c0'01c0u) | (shifted[i][1] & 0x8000'8000u);
+    out[i] = sm90::multiply_bf16_pairs(bits, factor);
+  }
+}
+
+// Keys as fragments: [m][octet of channels and half of it][register].
+struct KeyFragments {
+  std::uint32_t a[2][8][4];
+};
+LOWLAT_DEVICE void expand_keys(KeyFragments& out, const RawKeys& raw) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4& codes = raw.codes[2 * m + half];
+      // 2^(byte - 127 + 126 - 8) as bf16.
+      const std::uint32_t one = (min(raw.scale[2 * m + half], 136u) + 118u) << 7;
+      const std::uint32_t factor = one | one << 16;
+      const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        std::uint32_t pairs[4];
+        expand_word(pairs, words[j], factor);
+        out.a[m][2 * j][half] = pairs[0];
+        out.a[m][2 * j][2 + half] = pairs[1];
+        out.a[m][2 * j + 1][half] = pairs[2];
+        out.a[m][2 * j + 1][2 + half] = pairs[3];
+      }
+    }
+  }
+}
+
+// The lane's score of one row: lane 4 g + t gets that of key g of octet t.
+LOWLAT_DEVICE float score_of(const KeyFragments& keys, const ScoreShared& shared, int row,
+                             int lane_idx) {
+  float sum[2][4][4] = {};
+  const auto* query = reinterpret_cast<const uint4*>(shared.query + row * kQueryBytes) + lane_idx;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint4 b = query[(n * 4 + j) * plat::kWarpLanes];
+      const std::uint32_t low[2] = {b.x, b.y}, high[2] = {b.z, b.w};
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        sm90::mma_bf16(sum[m][n], keys.a[m][2 * j], low);
+        sm90::mma_bf16(sum[m][n], keys.a[m][2 * j + 1], high);
+      }
+    }
+  }
+  float score[4] = {};
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const float2 w =
+        *reinterpret_cast<const float2*>(&shared.weight[row][8 * n + lane_idx % 4 * 2]);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& to = score[2 * m + half];
+        to = plat::fma(w.x, plat::max(sum[m][n][2 * half], 0.0f), to);
+        to = plat::fma(w.y, plat::max(sum[m][n][2 * half + 1], 0.0f), to);
+      }
+    }
+  }
+  // Four lanes have parts of four octets' scores; each keeps one octet.
+  const bool upper = (lane_idx & 2) != 0, odd = (lane_idx & 1) != 0;
+  const float first = (upper ? score[2] : score[0]) +
+                      plat::warp_shuffle_xor(upper ? score[0] : score[2], 2);
+  const float second = (upper ? score[3] : score[1]) +
+                       plat::warp_shuffle_xor(upper ? score[1] : score[3], 2);
+  return (odd ? second : first) + plat::warp_shuffle_xor(odd ? first : second, 1);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    index_scores_fp4_sm90(const __grid_constant__ IndexParams params) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  ScoreShared& shared = *reinterpret_cast<ScoreShared*>(memory);
+  sm90::launch_dependents();
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  const bool by_row = params.blocks != nullptr;
+  const int tokens = by_row ? 1 : params.rows.tokens;
+  const int num_units = params.rows.num_rows / tokens;
+  const int per_unit = static_cast<int>(gridDim.x) / num_units;
+  const int unit_idx = static_cast<int>(blockIdx.x) / per_unit;
+  const int part = static_cast<int>(blockIdx.x) % per_unit;
+  if (unit_idx >= num_units) {  // what is left over when the blocks do not divide
+    wait_at(params.query_done);
+    open_gate(params.scores_done);
+    return;
+  }
+  const int first_row = unit_idx * tokens, request = first_row / params.rows.tokens;
+  Unit unit;
+  unit.page_row = params.pages.page_table + static_cast<std::int64_t>(request) * params.pages.stride;
+  unit.blocks =
+      by_row ? params.blocks + static_cast<std::int64_t>(first_row) * kIndexMaxBlocks : nullptr;
+  unit.count = 0;
+  for (int i = 0; i < tokens; ++i) {
+    unit.count = max(unit.count, index_count(params.rows, params.ratio, first_row + i));
+  }
+  unit.count = min(unit.count, params.max_entries);
+  if (by_row) unit.count = index_candidates(unit.count);
+  unit.first_new =
+      params.new_keys
+          ? __ldg(params.rows.positions + request * params.rows.tokens) / params.ratio
+          : unit.count;
+  const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
+  const int first_tile = warp_idx * per_unit + part, tile_step = kWarps * per_unit;
+
+  RawKeys raw;
+  if (first_tile < num_tiles) load_keys(raw, params, unit, first_tile, lane_idx);
+  wait_at(params.query_done);
+  if (params.new_keys) {
+    if (params.keys_done.word != nullptr) wait_at(params.keys_done);
+    if (first_tile < num_tiles && (first_tile + 1) * kTileKeys > unit.first_new) {
+      load_keys(raw, params, unit, first_tile, lane_idx);
+    }
+  }
+  for (int base = 0; base < tokens; base += kRowsTogether) {
+    const int num = min(tokens - base, kRowsTogether);
+    const auto* query = reinterpret_cast<const unsigned char*>(params.query) +
+                        static_cast<std::int64_t>(first_row + base) * kQueryBytes;
+    for (int i = thread_idx; i < num * (kQueryBytes / 16); i += kThreads) {
+      copy_16(shared.query + 16 * i, query + 16 * i);
+    }
+    for (int i = thread_idx; i < num * kHeads; i += kThreads) {
+      shared.weight[i / kHeads][i % kHeads] =
+          __ldcg(params.weights + (first_row + base) * kHeads + i) * kScaleBack;
+    }
+    wait_for_copies();
+    plat::block_sync();
+#pragma unroll 1
+    for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
+      if (base != 0 && tile == first_tile) load_keys(raw, params, unit, tile, lane_idx);
+      KeyFragments keys;
+      expand_keys(keys, raw);
+      if (tile + tile_step < num_tiles) load_keys(raw, params, unit, tile + tile_step, lane_idx);
+      const int octet = tile * kOctets + lane_idx % 4;
+      const int entry = octet * kIndexBlock + lane_idx / 4;
+#pragma unroll 1
+      for (int i = 0; i < num; ++i) {
+        const float score = score_of(keys, shared, i, lane_idx);
+        const std::int64_t row = first_row + base + i;
+        params.scores[row * params.pitch + entry] = score;
+        if (params.block_scores == nullptr) continue;
+        float most = score;
+#pragma unroll
+        for (int mask = 4; mask < plat::kWarpLanes; mask *= 2) {
+          most = plat::max(plat::warp_shuffle_xor(most, mask), most);
+        }
+        if (lane_idx < 4) params.block_scores[row * (params.pitch / kIndexBlock) + octet] = most;
+      }
+    }
+    plat::block_sync();  // the queries' memory is free
+  }
+  open_gate(params.scores_done);
+}
+
+}  // namespace
+
+cudaError_t launch_index_scores(const IndexParams& params, bool programmatic,
+                                cudaStream_t stream) {
+  const StepRows& rows = params.rows;
+  if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
+  if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
+  if (params.max_entries < 0 || params.max_entries > kIndexMaxEntries || params.pitch % 32 != 0) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.pages.per_page < 64 || params.pages.per_page % 64 != 0) return cudaErrorInvalidValue;
+  return launch_kernel(index_scores_fp4_sm90, dim3(kIndexScoreBlocks), kThreads,
+                       sizeof(ScoreShared), 1, programmatic, stream, params);
+}
+
+}  // namespace lowlat::nvidia::fused

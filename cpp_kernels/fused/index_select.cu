@@ -1,0 +1,352 @@
+// index_select_sm90: the best 512 of a row's scores, exactly, and the candidate blocks.
+//
+// Math         the k largest scores of a row, the lower entry first among equals; ascending entries
+// Shapes       scores fp32 [T,pitch] · entries and slots i32 [T,512], or blocks i32 [T,2048]
+// Rounding     none
+// Bytes        4 a score, from the second-level cache
+// Launch       a block takes 8,192 scores of a row into registers, 512 threads. A row with more has
+//              several blocks, each of which leaves its best; the last to end selects from those:
+//              the order is strict, so the best of a row are among the best of its parts
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; `found` is written, then the row's ticket
+//              is taken (fence, atomic add; the last one fences again before it reads and puts the
+//              ticket back to 0)
+// Determinism  the set is unique and ascends: bitwise run to run and rank to rank
+// Meaning      reference/select.cpp, exactly
+#include "platform/nvidia.hpp"
+// The platform comes first.
+#include "fused/exchange_gate.cuh"
+#include "fused/front_launch.cuh"
+#include "fused/index.hpp"
+#include "fused/index_place.cuh"
+#include "stages/select.hpp"
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / plat::kWarpLanes;
+constexpr int kQuads = kIndexChunk / kThreads / 4;  // a thread's pieces of four scores
+constexpr int kPerThread = 4 * kQuads;
+constexpr int kStripe = 4 * kThreads;  // scores that lie between a thread's pieces
+constexpr int kBins = 2048;
+static_assert(kBins == 4 * kThreads && kWarps <= plat::kWarpLanes);
+static_assert(kQuads * kWarps == 2 * plat::kWarpLanes);
+
+struct SelectShared {
+  alignas(16) std::uint32_t bins[kBins];
+  std::uint32_t low[kWarps], high[kWarps], sums[kWarps];
+  std::uint32_t counts[kQuads * kWarps];  // above << 16 | ties, of a warp's piece
+  std::uint32_t found_bin, found_above, found_here, ticket;
+};
+
+// A thread has the orders of kPerThread scores: element 4 i + e is that of number
+// i * kStripe + 4 * thread + e, and 0 where there is none (a NaN is 1, below every number). Which
+// of them are the k best:
+struct Selection {
+  std::uint32_t above;  // taken from here on,
+  std::uint32_t tie;    // and of those equal to this, if ties > 0,
+  std::uint32_t ties;   // so many, the lowest numbers first
+};
+
+LOWLAT_DEVICE std::uint32_t warp_before(std::uint32_t own, int lane_idx, std::uint32_t& total) {
+  std::uint32_t sum = own;
+#pragma unroll
+  for (int distance = 1; distance < plat::kWarpLanes; distance *= 2) {
+    const std::uint32_t before = __shfl_up_sync(plat::kAllLanes, sum, distance);
+    if (lane_idx >= distance) sum += before;
+  }
+  total = __shfl_sync(plat::kAllLanes, sum, plat::kWarpLanes - 1);
+  return sum - own;
+}
+
+// All threads of the block call.
+LOWLAT_DEVICE Selection threshold_of(const std::uint32_t (&order)[kPerThread], int n, int k,
+                                     SelectShared& shared) {
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  // Bounds of the k-th: every thread's largest is one of kThreads scores that are not below the
+  // least of them.
+  std::uint32_t most = 0u, least = ~0u;
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    most = max(most, order[j]);
+    if (j / 4 * kStripe + 4 * thread_idx + j % 4 < n) least = min(least, order[j]);
+  }
+  std::uint32_t low = n >= kStripe && k <= kThreads ? most : least;
+  low = __reduce_min_sync(plat::kAllLanes, low);
+  most = __reduce_max_sync(plat::kAllLanes, most);
+  if (lane_idx == 0) shared.low[warp_idx] = low, shared.high[warp_idx] = most;
+  plat::block_sync();
+  low = __reduce_min_sync(plat::kAllLanes, shared.low[lane_idx % kWarps]);
+  std::uint32_t high = __reduce_max_sync(plat::kAllLanes, shared.high[lane_idx % kWarps]);
+  auto missing = static_cast<std::uint32_t>(k);
+  // Eleven bits of the range a pass; at most three passes.
+  for (;;) {
+    const std::uint32_t width = high - low;
+    const int shift = max(32 - __clz(static_cast<int>(width)) - 11, 0);
+    *reinterpret_cast<uint4*>(shared.bins + 4 * thread_idx) = make_uint4(0u, 0u, 0u, 0u);
+    plat::block_sync();
+#pragma unroll
+    for (int j = 0; j < kPerThread; ++j) {
+      const std::uint32_t offset = order[j] - low;
+      if (order[j] >= low && offset <= width) {
+        atomicAdd_block(&shared.bins[offset >> shift], 1u);
+      }
+    }
+    plat::block_sync();
+    // The bin where the sum from the top reaches what is missing: a thread has four, from the top.
+    const int first = kBins - 4 - 4 * thread_idx;
+    const uint4 bins = *reinterpret_cast<const uint4*>(shared.bins + first);
+    const std::uint32_t four[4] = {bins.w, bins.z, bins.y, bins.x};
+    const std::uint32_t own = four[0] + four[1] + four[2] + four[3];
+    std::uint32_t total;
+    std::uint32_t before = warp_before(own, lane_idx, total);
+    if (lane_idx == 0) shared.sums[warp_idx] = total;
+    plat::block_sync();
+    const std::uint32_t warp_sum = lane_idx < warp_idx ? shared.sums[lane_idx] : 0u;
+    before += __reduce_add_sync(plat::kAllLanes, warp_sum);
+    if (before < missing && missing <= before + own) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (before < missing && missing <= before + four[i]) {
+          shared.found_bin = static_cast<std::uint32_t>(first + 3 - i);
+          shared.found_above = before;
+          shared.found_here = four[i];
+        }
+        before += four[i];
+      }
+    }
+    plat::block_sync();
+    missing -= shared.found_above;
+    low += shared.found_bin << shift;
+    const std::uint32_t here = shared.found_here;
+    if (here == missing) return {low, 0u, 0u};
+    if (shift == 0) return {low + 1u, low, missing};
+    high = min(high, low + ((1u << shift) - 1u));
+  }
+}
+
+// put(place, j) for every taken element j of the thread; places ascend with the numbers. All
+// threads of the block call.
+template <class Put>
+LOWLAT_DEVICE void place_selection(const std::uint32_t (&order)[kPerThread],
+                                   const Selection& selection, SelectShared& shared, Put put) {
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  const std::uint32_t lanes_below = (1u << lane_idx) - 1u;
+  std::uint32_t before[kQuads];  // within the warp's piece: above << 16 | ties
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    std::uint32_t all = 0u;
+    before[i] = 0u;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const std::uint32_t above =
+          __ballot_sync(plat::kAllLanes, order[4 * i + e] >= selection.above);
+      all += static_cast<std::uint32_t>(__popc(above)) << 16;
+      before[i] += static_cast<std::uint32_t>(__popc(above & lanes_below)) << 16;
+      if (selection.ties != 0u) {
+        const std::uint32_t ties =
+            __ballot_sync(plat::kAllLanes, order[4 * i + e] == selection.tie);
+        all += static_cast<std::uint32_t>(__popc(ties));
+        before[i] += static_cast<std::uint32_t>(__popc(ties & lanes_below));
+      }
+    }
+    if (lane_idx == 0) shared.counts[i * kWarps + warp_idx] = all;
+  }
+  plat::block_sync();
+  // Two pieces a lane: sums before each.
+  const std::uint32_t first = shared.counts[2 * lane_idx], second = shared.counts[2 * lane_idx + 1];
+  std::uint32_t total;
+  const std::uint32_t sum = warp_before(first + second, lane_idx, total);
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int piece = i * kWarps + warp_idx;
+    std::uint32_t base = __shfl_sync(plat::kAllLanes, piece % 2 == 0 ? sum : sum + first,
+                                     piece / 2);
+    base += before[i];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const std::uint32_t value = order[4 * i + e];
+      const bool above = value >= selection.above;
+      const bool tie = selection.ties != 0u && value == selection.tie;
+      const std::uint32_t ties_before = base & 0xffffu;
+      if (above || (tie && ties_before < selection.ties)) {
+        put(static_cast<int>((base >> 16) + min(ties_before, selection.ties)), 4 * i + e);
+      }
+      base += above ? 0x1'0000u : tie ? 1u : 0u;
+    }
+  }
+}
+
+// Whether `pieces` blocks of the row have left what they found: true in the last of them. The
+// block calls, after its stores to global memory.
+LOWLAT_DEVICE bool is_last(std::uint32_t* ticket, int pieces, SelectShared& shared) {
+  __threadfence();
+  plat::block_sync();
+  if (plat::thread_idx() == 0) {
+    const std::uint32_t taken = atomicAdd(ticket, 1u);
+    shared.ticket = taken;
+    if (taken + 1u == static_cast<std::uint32_t>(pieces)) *ticket = 0u;
+  }
+  plat::block_sync();
+  __threadfence();
+  return shared.ticket + 1u == static_cast<std::uint32_t>(pieces);
+}
+
+// The k best of `count` scores of a row, this block's part of the work; store(place, number) once
+// for each, by the row's last block. Nothing is stored for count <= k. All blocks of the row call.
+template <class Store>
+LOWLAT_DEVICE void select_row(const float* scores, int count, int k, uint2* found,
+                              std::uint32_t* ticket, SelectShared& shared, Store store) {
+  const int thread_idx = plat::thread_idx(), chunk = static_cast<int>(blockIdx.x);
+  const int pieces = (count + kIndexChunk - 1) / kIndexChunk;
+  if (count <= k || chunk >= pieces) return;
+  const int first = chunk * kIndexChunk, n = min(count - first, kIndexChunk);
+  std::uint32_t order[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int number = i * kStripe + 4 * thread_idx;
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (number < n) v = __ldcg(reinterpret_cast<const float4*>(scores + first + number));
+    const float four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      order[4 * i + e] = number + e < n ? max(stages::score_order(four[e]), 1u) : 0u;
+    }
+  }
+  if (pieces == 1) {
+    const Selection selection = threshold_of(order, n, k, shared);
+    place_selection(order, selection, shared, [&](int place, int j) {
+      store(place, j / 4 * kStripe + 4 * thread_idx + j % 4);
+    });
+    return;
+  }
+  // The best of the chunk, then of all chunks' best.
+  uint2* own = found + chunk * k;
+  const auto leave = [&](int place, int j) {
+    own[place] =
+        make_uint2(order[j], static_cast<std::uint32_t>(first + j / 4 * kStripe +
+                                                        4 * thread_idx + j % 4));
+  };
+  if (n > k) {
+    const Selection selection = threshold_of(order, n, k, shared);
+    place_selection(order, selection, shared, leave);
+  } else {
+    place_selection(order, {1u, 0u, 0u}, shared, leave);
+  }
+  if (!is_last(ticket, pieces, shared)) return;
+  const int last = count - (pieces - 1) * kIndexChunk;
+  const int num_found = (pieces - 1) * k + min(last, k);
+  std::uint32_t number[kPerThread];
+#pragma unroll
+  for (int j = 0; j < kPerThread; ++j) {
+    const int place = j / 4 * kStripe + 4 * thread_idx + j % 4;
+    const uint2 pair = place < num_found ? __ldcg(found + place) : make_uint2(0u, 0u);
+    order[j] = pair.x;
+    number[j] = pair.y;
+  }
+  const Selection selection = threshold_of(order, num_found, k, shared);
+  place_selection(order, selection, shared,
+                  [&](int place, int j) { store(place, static_cast<int>(number[j])); });
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    index_select_sm90(const __grid_constant__ IndexParams params) {
+  __shared__ SelectShared shared;
+  sm90::launch_dependents();
+  const int row = static_cast<int>(blockIdx.y), thread_idx = plat::thread_idx();
+  int count = min(index_count(params.rows, params.ratio, row), params.max_entries);
+  const std::int32_t* blocks = nullptr;
+  if (params.blocks != nullptr) {
+    count = index_candidates(count);
+    blocks = params.blocks + static_cast<std::int64_t>(row) * kIndexMaxBlocks;
+  }
+  const std::int32_t* page_row =
+      params.pages.page_table +
+      static_cast<std::int64_t>(row / params.rows.tokens) * params.pages.stride;
+  std::int32_t* entries =
+      params.entries != nullptr ? params.entries + row * kIndexTopk : nullptr;
+  std::int32_t* entry_slots = params.entry_slots + row * kIndexTopk;
+  const auto store = [&](int place, int number) {
+    const int entry = blocks != nullptr
+                          ? __ldcg(blocks + number / kIndexBlock) * kIndexBlock + number % kIndexBlock
+                          : number;
+    if (entries != nullptr) entries[place] = entry;
+    entry_slots[place] = __ldg(page_row + entry / params.pages.per_page) * params.pages.per_page +
+                         entry % params.pages.per_page;
+  };
+  wait_at(params.scores_done);
+  if (blockIdx.x == 0) {
+    const int all = count <= kIndexTopk ? count : 0;
+    for (int i = thread_idx; i < kIndexTopk; i += kThreads) {
+      if (i < all) {
+        store(i, i);
+      } else if (count <= kIndexTopk) {
+        if (entries != nullptr) entries[i] = -1;
+        entry_slots[i] = -1;
+      }
+    }
+  }
+  select_row(params.scores + row * params.pitch, count, kIndexTopk,
+             params.found + static_cast<std::int64_t>(row) * index_found_count(params.max_entries),
+             params.tickets + row, shared, store);
+  open_gate(params.done);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    index_blocks_sm90(const __grid_constant__ IndexParams params) {
+  __shared__ SelectShared shared;
+  sm90::launch_dependents();
+  const int row = static_cast<int>(blockIdx.y), thread_idx = plat::thread_idx();
+  const int count = min(index_count(params.rows, params.ratio, row), params.max_entries);
+  const int num_blocks = (count + kIndexBlock - 1) / kIndexBlock;
+  std::int32_t* out = params.out_blocks + row * kIndexMaxBlocks;
+  wait_at(params.scores_done);
+  // The newest block takes a place whatever its scores; the others compete for what is left.
+  const bool all = num_blocks <= kIndexMaxBlocks;
+  if (blockIdx.x == 0) {
+    if (all) {
+      for (int i = thread_idx; i < kIndexMaxBlocks; i += kThreads) out[i] = i < num_blocks ? i : -1;
+    } else if (thread_idx == 0) {
+      out[kIndexMaxBlocks - 1] = num_blocks - 1;
+    }
+  }
+  if (all) return;
+  select_row(params.block_scores + row * (params.pitch / kIndexBlock), num_blocks - 1,
+             kIndexMaxBlocks - 1,
+             params.found +
+                 static_cast<std::int64_t>(row) * index_found_count(params.max_entries) +
+                 index_chunks(params.max_entries) * kIndexTopk,
+             params.tickets + params.rows.num_rows + row, shared,
+             [&](int place, int number) { out[place] = number; });
+}
+
+bool valid(const IndexParams& params) {
+  return params.rows.num_rows >= 1 && params.rows.num_rows <= kMaxFusedRows &&
+         params.rows.tokens >= 1 && params.rows.num_rows % params.rows.tokens == 0 &&
+         params.max_entries >= 0 && params.max_entries <= kIndexMaxEntries &&
+         params.pitch % 32 == 0;
+}
+
+}  // namespace
+
+cudaError_t launch_index_select(const IndexParams& params, bool programmatic,
+                                cudaStream_t stream) {
+  if (!valid(params)) return cudaErrorInvalidValue;
+  const auto blocks = index_select_blocks(params);
+  const auto rows = static_cast<unsigned>(params.rows.num_rows);
+  return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads, 0, 1, programmatic,
+                       stream, params);
+}
+
+cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic,
+                                cudaStream_t stream) {
+  if (!valid(params) || params.block_scores == nullptr) return cudaErrorInvalidValue;
+  const int blocks = (params.max_entries + kIndexBlock - 1) / kIndexBlock;
+  return launch_kernel(index_blocks_sm90,
+                       dim3(static_cast<unsigned>(index_chunks(blocks)),
+                            static_cast<unsigned>(params.rows.num_rows)),
+                       kThreads, 0, 1, programmatic, stream, params);
+}
+
+}  // namespace lowlat::nvidia::fused
