@@ -1,10 +1,13 @@
-// index: checks and times the compressor and the index of V4.1-Flash layers on one GPU.
+// index: checks and times what layers of V4.1-Flash do beside the attention half, on one GPU:
+// compressor, index and n-gram memory.
 //
-//   index check          every kernel against float64 at true shapes; exit code 1: a failure
-//   index time [LENGTH]  chains of layers in a CUDA graph: each kernel alone, and the attention half
-//                        of a layer with and without the index beside it
+//   index check [few]      every kernel against float64 at true shapes; exit code 1: a failure
+//   index time [LENGTH..]  chains of layers in a CUDA graph: each kernel alone, and the attention
+//                          half of a layer with and without the index beside it
+//   index engram           the same of the n-gram memory
 //
 // TP4's share on one GPU: 16 heads, two output groups, four mailboxes looped back.
+#include "bench/engram_case.cuh"
 #include "bench/index_case.cuh"
 
 namespace lowlat::bench {
@@ -12,9 +15,50 @@ namespace {
 
 constexpr int kRanks = 4, kHeads = 16, kGroups = 2, kLayers = 6;
 
-enum class Kind { plain, source, ratio2, layer20, blocks };
-constexpr const char* kNames[] = {"plain", "index source, all entries", "ratio-2 source",
-                                  "layer 20", "index source by blocks"};
+enum class Kind { plain, source, ratio2, layer20, blocks, engram };
+constexpr const char* kNames[] = {"plain",    "index source, all entries", "ratio-2 source",
+                                  "layer 20", "index source by blocks",    "engram"};
+
+// How the main chain makes sure of what it waits for on a branch: that it has ended, or that it has
+// its place on the device, so that a gate is enough.
+enum class Join { ended, started };
+
+// The streams that are captured besides the main one, and their events.
+struct Branches {
+  cudaStream_t side, other;
+  cudaEvent_t fork, started, ended;
+  Branches() {
+    for (cudaStream_t* stream : {&side, &other}) {
+      cuda_must(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "stream");
+    }
+    for (cudaEvent_t* event : {&fork, &started, &ended}) {
+      cuda_must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "event");
+    }
+  }
+  Branches(const Branches&) = delete;
+  Branches& operator=(const Branches&) = delete;
+  ~Branches() {
+    for (cudaEvent_t event : {fork, started, ended}) cudaEventDestroy(event);
+    for (cudaStream_t stream : {side, other}) cudaStreamDestroy(stream);
+  }
+};
+
+// Whether one replay ends soon: waits that nobody ends take a second each.
+bool ends_soon(Graph& graph) {
+  cudaEvent_t begin, end;
+  cuda_must(cudaEventCreate(&begin), "event");
+  cuda_must(cudaEventCreate(&end), "event");
+  cuda_must(cudaEventRecord(begin, graph.stream()), "record");
+  graph.replay();
+  cuda_must(cudaEventRecord(end, graph.stream()), "record");
+  graph.wait();
+  float ms;
+  cuda_must(cudaEventElapsedTime(&ms, begin, end), "elapsed");
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  if (ms > 50.0f) std::printf("  FIRST REPLAY TOOK %.0f ms: not timed\n", ms);
+  return ms <= 50.0f;
+}
 
 // Gates: the attention half's, and those of the index.
 class IndexGates {
@@ -77,10 +121,50 @@ struct IndexChain {
     act.x_scale.put(std::vector<float>(act.x_scale.size(), 0.01f));
   }
 
-  // A chain of the attention half with the index of `kind` beside it.
-  // early: the side begins when wo_b has ended, and waits for x at a gate.
-  void launch(Kind kind, bool early, cudaStream_t stream, cudaStream_t side, cudaStream_t other,
-              cudaEvent_t event) {
+  // Kernels of layer i's index on the branches; the gate of its selection.
+  fused::Gate launch_index(Kind kind, int i, const fused::Gate& x_done,
+                           const fused::Gate& qkv_done, Join join, Branches& branches) {
+    const std::uint32_t* round = gates.round();
+    const int rows = sizes.rows();
+    const bool compresses = kind == Kind::ratio2 || kind == Kind::layer20;
+    fused::IndexParams index = buffers[i].index(
+        index_weights[i], states[i], act, kind == Kind::blocks, compresses, !compresses);
+    if (kind != Kind::layer20) index.block_scores = nullptr;
+    index.qkv_done = qkv_done;
+    index.query_done = index_gates.at(i, IndexGates::query, fused::kIndexQueryBlocks, round);
+    index.scores_done = index_gates.at(i, IndexGates::scores, fused::kIndexScoreBlocks, round);
+    index.done = index_gates.at(i, IndexGates::select, fused::index_select_blocks(index), round);
+    cuda_must(cudaStreamWaitEvent(branches.other, branches.fork), "wait");
+    fused::CompressParams compress =
+        buffers[i].compress(index_weights[i], states[i], act, !compresses);
+    compress.x_done = x_done;
+    compress.product_done = index_gates.at(i, IndexGates::product,
+                                           fused::compress_product_blocks(compress), round);
+    index.heads_done = compress.product_done;
+    cuda_must(fused::launch_compress_product(compress, kHidden, false, branches.other), "product");
+    if (compresses) {
+      compress.done =
+          index_gates.at(i, IndexGates::keys, fused::compress_key_blocks(rows), round);
+      index.keys_done = compress.done;
+      cuda_must(fused::launch_compress_key(compress, true, branches.other), "key");
+    }
+    cuda_must(cudaStreamWaitEvent(branches.side, branches.fork), "wait");
+    cuda_must(fused::launch_index_query(index, false, branches.side), "query");
+    cuda_must(fused::launch_index_scores(index, true, branches.side), "scores");
+    cuda_must(fused::launch_index_select(index, true, branches.side,
+                                         join == Join::started ? branches.started : nullptr),
+              "select");
+    if (join == Join::ended) cuda_must(cudaEventRecord(branches.ended, branches.side), "record");
+    if (kind == Kind::layer20) {
+      cuda_must(fused::launch_index_blocks(index, true, branches.side), "blocks");
+    }
+    return index.done;
+  }
+
+  // A chain of the attention half with what `kind` has beside it. early: the branches begin when
+  // wo_b has ended, and wait for x at a gate. engram: its weights, by turns.
+  void launch(Kind kind, bool early, Join join, cudaStream_t stream, Branches& branches,
+              const std::function<fused::EngramParams(int, int)>& engram_of = nullptr) {
     gates.reset();
     index_gates.reset();
     const fused::ExchangePort port = mail.looped(kRanks);
@@ -88,47 +172,38 @@ struct IndexChain {
     cuda_must(fused::launch_begin_step(mail.step_epoch.get(), kLayers, gates.round(), stream),
               "begin step");
     fused::Gate last = {};
-    const bool compresses = kind == Kind::ratio2 || kind == Kind::layer20;
+    const bool has_index = kind != Kind::plain && kind != Kind::engram;
+    const auto fork = [&] {
+      if (kind != Kind::plain) cuda_must(cudaEventRecord(branches.fork, stream), "record");
+    };
+    fork();
     for (int i = 0; i < kLayers; ++i) {
       const auto gate = [&](Gates::Kind which, std::uint32_t blocks) {
         return gates.at(i, which, blocks);
       };
-      fused::Gate selected = {};
-      const fused::Gate qkv_done = gate(Gates::qkv, fused::front_qkv_blocks());
-      if (kind != Kind::plain) {
+      if (i > 0 && !early) fork();
+      fused::EngramParams engram = {};
+      if (kind == Kind::engram) {
+        // Asked for a layer before it is applied.
+        engram = engram_of(i, 1 - i % 2);
         const std::uint32_t* round = gates.round();
-        if (i == 0 || !early) cuda_must(cudaEventRecord(event, stream), "record");
-        fused::IndexParams index = buffers[i].index(index_weights[i], states[i], act,
-                                                    kind == Kind::blocks, compresses);
-        if (kind != Kind::layer20) index.block_scores = nullptr;
-        index.x_done = last;
-        index.qkv_done = qkv_done;
-        index.query_done =
-            index_gates.at(i, IndexGates::query, fused::index_query_blocks(rows), round);
-        index.scores_done =
-            index_gates.at(i, IndexGates::scores, fused::kIndexScoreBlocks, round);
-        index.done =
-            index_gates.at(i, IndexGates::select, fused::index_select_blocks(index), round);
-        if (compresses) {
-          cuda_must(cudaStreamWaitEvent(other, event), "wait");
-          fused::CompressParams compress = buffers[i].compress(index_weights[i], states[i], act);
-          compress.x_done = last;
-          compress.product_done = index_gates.at(
-              i, IndexGates::product, fused::compress_product_blocks(compress), round);
-          compress.done = index_gates.at(i, IndexGates::keys, fused::compress_key_blocks(rows), round);
-          index.keys_done = compress.done;
-          cuda_must(fused::launch_compress_product(compress, kHidden, false, other), "product");
-          cuda_must(fused::launch_compress_key(compress, true, other), "key");
+        engram.lookup_done = index_gates.at(i, IndexGates::query,
+                                            fused::engram_lookup_blocks(rows), round);
+        engram.product_done =
+            index_gates.at(i, IndexGates::scores, fused::kEngramProductBlocks, round);
+        engram.done = index_gates.at(i, IndexGates::select, fused::engram_apply_blocks(rows), round);
+        cuda_must(cudaStreamWaitEvent(branches.side, branches.fork), "wait");
+        cuda_must(fused::launch_engram_lookup(engram, false, branches.side), "lookup");
+        cuda_must(fused::launch_engram_product(engram, true, branches.side,
+                                               join == Join::started ? branches.started : nullptr),
+                  "product");
+        if (join == Join::ended) {
+          cuda_must(cudaEventRecord(branches.ended, branches.side), "record");
         }
-        cuda_must(cudaStreamWaitEvent(side, event), "wait");
-        cuda_must(fused::launch_index_query(index, false, side), "query");
-        cuda_must(fused::launch_index_scores(index, true, side), "scores");
-        cuda_must(fused::launch_index_select(index, true, side), "select");
-        if (kind == Kind::layer20) {
-          cuda_must(fused::launch_index_blocks(index, true, side), "blocks");
-        }
-        selected = index.done;
       }
+      const fused::Gate qkv_done = gate(Gates::qkv, fused::front_qkv_blocks());
+      fused::Gate selected = {};
+      if (has_index) selected = launch_index(kind, i, last, qkv_done, join, branches);
       fused::FrontParams front = act.front(weights[i], keys[i]);
       const fused::Gate mix_done = gate(Gates::mix, rows);
       front.mix = act.mixing(weights[i], i % 2,
@@ -141,29 +216,43 @@ struct IndexChain {
       fused::AttentionParams attention = act.attention(weights[i], keys[i]);
       attention.before = front.done;
       attention.done = gate(Gates::attention, fused::attention_blocks(rows, kHeads));
-      if (kind != Kind::plain) {
-        attention.selected = selected;
+      if (has_index) {
+        attention.selected = join == Join::started ? selected : fused::Gate{};
         attention.extra_idx = buffers[i].entry_slots.get();
         attention.extra = {states[i].pool.get(), HostIndexState::pool_page_bytes(sizes),
                            sizes.per_page()};
+        cuda_must(cudaStreamWaitEvent(stream, join == Join::started ? branches.started
+                                                                   : branches.ended),
+                  "join");
       }
-      cuda_must(fused::launch_sparse_attention(attention, true, stream), "attention");
+      cuda_must(fused::launch_sparse_attention(attention, !has_index || join == Join::started,
+                                               stream),
+                "attention");
       fused::OprojParams oproj = act.oproj(weights[i], port, i, true);
       oproj.before = attention.done;
       oproj.u_done = gate(Gates::u, fused::oproj_a_blocks(kGroups));
       cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
       cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
-      if (early && kind != Kind::plain) cuda_must(cudaEventRecord(event, stream), "record");
+      if (early) fork();
       fused::ExchangeNormParams exchange = act.exchange(weights[i], port, i, i % 2, true);
       exchange.mix_done = mix_done;
       exchange.before = oproj.u_done;
       exchange.done = last = gate(Gates::exchange, fused::exchange_norm_blocks(rows));
       cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
+      if (kind == Kind::engram) {
+        engram.before = last;
+        cuda_must(cudaStreamWaitEvent(stream, join == Join::started ? branches.started
+                                                                   : branches.ended),
+                  "join");
+        cuda_must(fused::launch_engram_apply(engram, join == Join::started, stream), "apply");
+        last = engram.done;
+      }
     }
-    for (cudaStream_t joined : {side, other}) {
-      if (kind == Kind::plain || (joined == other && !compresses)) continue;
-      cuda_must(cudaEventRecord(event, joined), "record");
-      cuda_must(cudaStreamWaitEvent(stream, event), "join");
+    for (cudaStream_t joined : {branches.side, branches.other}) {
+      const bool used = joined == branches.side ? kind != Kind::plain : has_index;
+      if (!used) continue;
+      cuda_must(cudaEventRecord(branches.ended, joined), "record");
+      cuda_must(cudaStreamWaitEvent(stream, branches.ended), "join");
     }
   }
 };
@@ -180,17 +269,38 @@ void time_alone(const char* name, double megabytes, IndexChain& chain,
               times.low_us / kLayers, times.high_us / kLayers, megabytes);
 }
 
+// Microseconds a layer of a chain; 0 where it was not timed.
+double time_half(IndexChain& chain, Kind kind, bool early, Join join, double plain_us,
+                 const std::function<fused::EngramParams(int, int)>& engram_of) {
+  Branches branches;
+  Graph graph([&](cudaStream_t stream) {
+    chain.launch(kind, early, join, stream, branches, engram_of);
+  });
+  std::printf("half of %s%s%s, T=%d length %d: ", kNames[static_cast<int>(kind)],
+              early ? ", early" : "", join == Join::started ? ", gate" : "", chain.sizes.rows(),
+              chain.sizes.length);
+  if (!ends_soon(graph)) return 0.0;
+  const Times times = time_of(graph, 60);
+  const double us = times.median_us / kLayers;
+  std::printf("%.2f us a layer (10th %.2f, 90th %.2f), %+.2f over plain%s", us,
+              times.low_us / kLayers, times.high_us / kLayers, us - plain_us,
+              chain.mail.faulted() ? "  FAULTED" : "");
+  if (kind != Kind::plain && kind != Kind::engram) {
+    const auto first = chain.buffers[0].entry_slots.take();
+    graph.replay();
+    graph.wait();
+    if (chain.buffers[0].entry_slots.take() != first) std::printf("  SELECTION DIFFERS");
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+  return us;
+}
+
 void time_case(const HostWeights& host, const HostIndexWeights& index_host, int requests,
                int tokens, int length, bool alone) {
-  double plain_us = 0.0;
   for (const int ratio : {2, 1}) {
     const IndexSizes sizes{requests, tokens, ratio, length};
     IndexChain chain(host, index_host, sizes);
-    cudaStream_t side, other;
-    cudaEvent_t event;
-    cuda_must(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "stream");
-    cuda_must(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "stream");
-    cuda_must(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event");
     if (alone) {
       const double keys = sizes.requests * 68e-6 * sizes.max_entries();
       const auto index = [&](int i, bool by_blocks) {
@@ -206,10 +316,15 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
       time_alone("compress_product", ratio * 5.24, chain, [&](int i, cudaStream_t s) {
         return fused::launch_compress_product(compress(i), kHidden, true, s);
       });
+      time_alone("compress_product, heads", 0.33, chain, [&](int i, cudaStream_t s) {
+        return fused::launch_compress_product(
+            chain.buffers[i].compress(chain.index_weights[i], chain.states[i], chain.act, true),
+            kHidden, true, s);
+      });
       time_alone("compress_key", 0.13, chain, [&](int i, cudaStream_t s) {
         return fused::launch_compress_key(compress(i), true, s);
       });
-      time_alone("index_query", 5.58, chain, [&](int i, cudaStream_t s) {
+      time_alone("index_query", 5.25, chain, [&](int i, cudaStream_t s) {
         return fused::launch_index_query(index(i, false), true, s);
       });
       time_alone("index_scores", keys, chain, [&](int i, cudaStream_t s) {
@@ -230,40 +345,72 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
         });
       }
     }
-    const std::vector<Kind> kinds =
-        ratio == 2 ? std::vector<Kind>{Kind::plain, Kind::source, Kind::ratio2}
-                   : std::vector<Kind>{Kind::plain, Kind::layer20, Kind::blocks};
-    for (const bool early : {false, true})
+    const std::vector<Kind> kinds = ratio == 2 ? std::vector<Kind>{Kind::source, Kind::ratio2}
+                                               : std::vector<Kind>{Kind::layer20, Kind::blocks};
+    const double plain_us = time_half(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
     for (const Kind kind : kinds) {
-      if (early && kind == Kind::plain) continue;
-      Graph graph([&](cudaStream_t stream) { chain.launch(kind, early, stream, side, other, event); });
-      const Times times = time_of(graph, 60);
-      const double us = times.median_us / kLayers;
-      if (kind == Kind::plain) plain_us = us;
-      std::printf("half of %-26s%s T=%-2d length %-6d %6.2f us a layer (10th %.2f, 90th %.2f), "
-                  "%+.2f over plain%s\n",
-                  kNames[static_cast<int>(kind)], early ? " early" : "", sizes.rows(), length, us, times.low_us / kLayers,
-                  times.high_us / kLayers, us - plain_us, chain.mail.faulted() ? "  FAULTED" : "");
-      std::fflush(stdout);
-      if (kind != Kind::plain) {
-        // What a replay selected: the same the second time.
-        const auto first = chain.buffers[0].entry_slots.take();
-        graph.replay();
-        graph.wait();
-        if (chain.buffers[0].entry_slots.take() != first) std::printf("  SELECTION DIFFERS\n");
+      for (const Join join : {Join::ended, Join::started}) {
+        for (const bool early : {false, true}) {
+          time_half(chain, kind, early, join, plain_us, nullptr);
+        }
       }
     }
-    cudaEventDestroy(event);
-    cudaStreamDestroy(side);
-    cudaStreamDestroy(other);
   }
 }
 
-int check() {
+void time_engram(int requests, int tokens) {
+  Random random(1);
+  const HostWeights host(kHeads, kGroups, random);
+  const HostIndexWeights index_host(random);
+  const HostEngram engram_host(random);
+  const DeviceEngram engram[] = {DeviceEngram(engram_host), DeviceEngram(engram_host)};
+  IndexChain chain(host, index_host, {requests, tokens, 2, 8192});
+  const EngramBuffers buffers[] = {EngramBuffers(requests, tokens, random),
+                                   EngramBuffers(requests, tokens, random)};
+  const auto params = [&](int i, int side) {
+    return buffers[i % 2].params(engram_host, engram[i % 2], chain.act, side);
+  };
+  time_alone("engram_lookup", 0.0063 * chain.sizes.rows(), chain, [&](int i, cudaStream_t s) {
+    return fused::launch_engram_lookup(params(i, 0), true, s);
+  });
+  for (const int slots : {12, 8, 6, 4, 3}) {
+    char name[32];
+    std::snprintf(name, sizeof(name), "engram_product, %d slots", slots);
+    time_alone(name, 157.4, chain, [&](int i, cudaStream_t s) {
+      fused::EngramParams p = params(i, 0);
+      p.slots = slots;
+      return fused::launch_engram_product(p, true, s);
+    });
+  }
+  time_alone("engram_apply", 0.0, chain, [&](int i, cudaStream_t s) {
+    return fused::launch_engram_apply(params(i, 0), true, s);
+  });
+  const double plain_us = time_half(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
+  for (const int slots : {12, 6, 4}) {
+    for (const Join join : {Join::ended, Join::started}) {
+      std::printf("  ring of %d:\n", slots);
+      time_half(chain, Kind::engram, false, join, plain_us, [&](int i, int side) {
+        fused::EngramParams p = params(i, side);
+        p.slots = slots;
+        return p;
+      });
+    }
+  }
+}
+
+// few: a few small steps, for a sanitizer.
+int check(bool few) {
   Random random(1);
   const HostIndexWeights host(random);
   const DeviceIndexWeights device(host);
   IndexCheck check;
+  if (few) {
+    check.run({1, 6, 1, 3}, Draw::random, host, device);
+    check.run({2, 6, 2, 3001}, Draw::padded, host, device);
+    check.run({1, 6, 1, 17000}, Draw::random, host, device);
+    std::printf("%d failures\n", check.failures);
+    return check.failures == 0 ? 0 : 1;
+  }
   const IndexSizes all[] = {
       {1, 1, 2, 0},      {1, 6, 2, 0},      {1, 6, 1, 3},     {1, 6, 2, 8191},   {1, 6, 1, 8190},
       {2, 6, 2, 8192},   {8, 6, 1, 1030},   {8, 6, 2, 2049},  {48, 1, 1, 600},   {1, 8, 1, 20000},
@@ -273,15 +420,26 @@ int check() {
   check.run({1, 6, 2, 5000}, Draw::equal_scores, host, device);
   check.run({2, 6, 1, 3000}, Draw::padded, host, device);
   check.run({2, 6, 2, 3001}, Draw::padded, host, device);
+  const HostEngram engram(random);
+  const DeviceEngram device_engram(engram);
+  for (const int requests : {1, 2, 4, 8}) {
+    check.failures += check_engram(requests, 6, requests == 1 ? 12 : 0, engram, device_engram);
+  }
+  check.failures += check_engram(1, 1, 2, engram, device_engram);
+  check.failures += check_engram(8, 1, 4, engram, device_engram);
   std::printf("%d failures\n", check.failures);
   return check.failures == 0 ? 0 : 1;
 }
 
 int run(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
-  if (what == "check") return check();
+  if (what == "check") return check(argc > 2);
+  if (what == "engram") {
+    time_engram(1, 6);
+    return 0;
+  }
   if (what != "time") {
-    std::fprintf(stderr, "usage: index check | time [LENGTH..]\n");
+    std::fprintf(stderr, "usage: index check [few] | time [LENGTH..] | engram\n");
     return 2;
   }
   Random random(1);

@@ -149,7 +149,7 @@ struct DeviceIndexState {
 struct IndexBuffers {
   IndexSizes sizes;
   Buffer<std::uint16_t> query;
-  Buffer<float> weights, scores, block_scores, partial;
+  Buffer<float> scores, block_scores, partial;
   Buffer<uint2> found;
   Buffer<std::uint32_t> tickets;
   Buffer<std::int32_t> entries, entry_slots, blocks;
@@ -157,10 +157,9 @@ struct IndexBuffers {
   explicit IndexBuffers(const IndexSizes& of)
       : sizes(of),
         query(count(kIndexHeads * kIndexDim)),
-        weights(count(kIndexHeads)),
         scores(count(of.pitch())),
         block_scores(count(of.pitch() / 8)),
-        partial(2 * count(2 * kDim)),
+        partial(2 * count(width_of(of))),
         found(count(fused::index_found_count(of.max_entries()))),
         tickets(count(2)),
         entries(count(fused::kIndexTopk)),
@@ -172,20 +171,22 @@ struct IndexBuffers {
     return static_cast<std::size_t>(sizes.rows() * width);
   }
 
+  // Columns of the compressor's product: those of an entry, then the head weights'.
+  static int width_of(const IndexSizes& sizes) { return sizes.ratio * kDim + kIndexHeads; }
   static fused::StepRows step(const IndexSizes& sizes, const DeviceIndexState& state) {
     return {sizes.rows(), sizes.tokens, state.positions.get(), state.slots.get()};
   }
-  // by_blocks: only positions of the published blocks; new_keys: the layer stores keys itself.
+  // by_blocks: only positions of the published blocks; new_keys: the layer stores keys itself;
+  // alone: its product has the head weights only.
   fused::IndexParams index(const DeviceIndexWeights& w, const DeviceIndexState& state,
-                           const Activations& act, bool by_blocks, bool new_keys) const {
+                           const Activations& act, bool by_blocks, bool new_keys,
+                           bool alone = false) const {
     fused::IndexParams p = {};
     p.rows = step(sizes, state);
     p.ratio = sizes.ratio;
     p.pages = {state.page_table.get(), sizes.pages_of_request(), sizes.per_page()};
     p.max_entries = sizes.max_entries();
     p.keys = {state.keys.get(), kIndexPageBytes};
-    p.x = act.x.get();
-    p.weights_proj = w.weights_proj.get();
     p.wq = w.wq.view();
     p.q_norm = w.q_norm.get();
     p.qa = act.qa.get();
@@ -193,7 +194,8 @@ struct IndexBuffers {
     p.norm_eps = kNormEps;
     p.rope = rope_frequencies();
     p.query = query.get();
-    p.weights = weights.get();
+    p.head_sums = partial.get() + (alone ? 0 : sizes.ratio * kDim);
+    p.head_stride = alone ? kIndexHeads : width_of(sizes);
     p.scores = scores.get();
     p.pitch = sizes.pitch();
     p.block_scores = by_blocks ? nullptr : block_scores.get();
@@ -207,13 +209,16 @@ struct IndexBuffers {
     return p;
   }
   fused::CompressParams compress(const DeviceIndexWeights& w, const DeviceIndexState& state,
-                                 const Activations& act) const {
+                                 const Activations& act, bool alone = false) const {
     fused::CompressParams p = {};
     p.rows = step(sizes, state);
     p.ratio = sizes.ratio;
     p.x = act.x.get();
-    p.matrices[0] = {w.wkv.get(), kDim};
-    if (sizes.ratio == 2) p.matrices[1] = {w.wgate.get(), kDim};
+    if (!alone) {
+      p.matrices[0] = {w.wkv.get(), kDim};
+      if (sizes.ratio == 2) p.matrices[1] = {w.wgate.get(), kDim};
+    }
+    p.matrices[2] = {w.weights_proj.get(), kIndexHeads};
     p.partial = partial.get();
     p.state = state.state.get();
     p.state_slots = state.state_slots.get();
@@ -355,7 +360,7 @@ class IndexCheck {
   void check_compress(const IndexSizes& sizes, const HostIndexState& before,
                       const DeviceIndexState& after, const Activations& act,
                       const IndexBuffers& buffers, const HostIndexWeights& host) {
-    const int width = sizes.ratio * kDim, rows = sizes.rows();
+    const int width = IndexBuffers::width_of(sizes), rows = sizes.rows();
     const std::vector<std::uint16_t> x = act.x.take();
     const std::vector<float> parts = buffers.partial.take();
     std::vector<float> sums(static_cast<std::size_t>(rows) * width);
@@ -363,7 +368,10 @@ class IndexCheck {
     {
       std::vector<double> want(sums.size());
       parallel(width, [&](std::int64_t n) {
-        const std::uint16_t* w = n < kDim ? &host.wkv[n * kHidden] : &host.wgate[(n - kDim) * kHidden];
+        const std::int64_t head = n - sizes.ratio * kDim;
+        const std::uint16_t* w = head >= 0  ? &host.weights_proj[head * kHidden]
+                                 : n < kDim ? &host.wkv[n * kHidden]
+                                            : &host.wgate[(n - kDim) * kHidden];
         std::vector<double> weight(kHidden);
         for (int i = 0; i < kHidden; ++i) weight[i] = reference::from_bf16(w[i]);
         for (int row = 0; row < rows; ++row) {
@@ -442,7 +450,7 @@ class IndexCheck {
                    const IndexBuffers& buffers, const HostIndexWeights& host) {
     constexpr int kWidth = kIndexHeads * kIndexDim;
     const int rows = sizes.rows();
-    const std::vector<std::uint16_t> qa = act.qa.take(), x = act.x.take();
+    const std::vector<std::uint16_t> qa = act.qa.take();
     std::vector<std::uint16_t> latent(qa.size());
     reference::rms_norm(latent.data(), qa.data(), host.q_norm.data(), rows, kQLora, kNormEps);
     std::vector<double> codes(latent.size());
@@ -480,20 +488,6 @@ class IndexCheck {
       }
     }
     expect("queries", sizes, errors, 2e-2);
-    Errors heads;
-    const std::vector<float> weights = buffers.weights.take();
-    for (int row = 0; row < rows; ++row) {
-      for (int head = 0; head < kIndexHeads; ++head) {
-        double sum = 0.0;
-        for (int i = 0; i < kHidden; ++i) {
-          sum += reference::from_bf16(x[static_cast<std::size_t>(row) * kHidden + i]) *
-                 reference::from_bf16(host.weights_proj[static_cast<std::size_t>(head) * kHidden + i]);
-        }
-        heads.add(weights[static_cast<std::size_t>(row) * kIndexHeads + head],
-                  reference::round_bf16(sum) / 64.0);
-      }
-    }
-    expect("head weights", sizes, heads, 1e-3);
   }
 
   // Entries of a row's candidates: all of them, or those of its published blocks.
@@ -517,7 +511,14 @@ class IndexCheck {
                     const IndexBuffers& buffers, const std::vector<std::int32_t>& blocks) {
     constexpr int kWidth = kIndexHeads * kIndexDim;
     const std::vector<std::uint16_t> query = buffers.query.take();
-    const std::vector<float> weights = buffers.weights.take(), scores = buffers.scores.take();
+    const std::vector<float> parts = buffers.partial.take(), scores = buffers.scores.take();
+    std::vector<float> weights(static_cast<std::size_t>(sizes.rows()) * kIndexHeads);
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      const std::size_t at = i / kIndexHeads * IndexBuffers::width_of(sizes) +
+                             sizes.ratio * kDim + i % kIndexHeads;
+      weights[i] = static_cast<float>(
+          reference::round_bf16(parts[at] + parts[parts.size() / 2 + at]) / 64.0);
+    }
     std::vector<double> worst(static_cast<std::size_t>(sizes.rows()), 0.0);
     parallel(sizes.rows(), [&](std::int64_t row) {
       const std::vector<int> entries = candidates(sizes, state, static_cast<int>(row), blocks);

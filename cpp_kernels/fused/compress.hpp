@@ -24,7 +24,8 @@ struct CompressParams {
   StepRows rows;
   int ratio;  // 2, or 1
   const std::uint16_t* x;  // bf16 [T, H]
-  // The matrices of the product one under the other: wkv, and at ratio 2 wgate.
+  // The matrices of the product one under the other: wkv and, at ratio 2, wgate, if the layer owns
+  // a pool; weights_proj, if it is an index source.
   Bf16Rows matrices[kCompressMatrices];
   float* partial;  // [2, T, all rows of the matrices]
   // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring` for each request's
@@ -54,7 +55,7 @@ constexpr std::uint32_t compress_product_blocks(const CompressParams& params) {
   return static_cast<std::uint32_t>(compress_width(params) / 16 * kCompressSplits);
 }
 constexpr std::uint32_t compress_key_blocks(int num_rows) {
-  return static_cast<std::uint32_t>(8 * ((num_rows + 7) / 8));
+  return static_cast<std::uint32_t>(num_rows);
 }
 
 // x times the matrices, unrounded. hidden 5120 (V4.1) or 4096 (V4). cudaErrorInvalidValue for what

@@ -1,6 +1,6 @@
-// fused/index.hpp: the index of a layer that selects compressed keys: queries and head weights,
-// scores of every stored key, and the best 512 entries of each row. Every C++ compiler reads it.
-// One struct serves all kernels of a layer's index.
+// fused/index.hpp: the index of a layer that selects compressed keys: queries, scores of every
+// stored key, and the best 512 entries of each row. Every C++ compiler reads it. One struct serves
+// all kernels of a layer's index.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,24 +44,25 @@ struct IndexParams {
   EntryPages pages;   // of the entries, in the keys' pool and in the selection's
   int max_entries;    // no row sees more; sizes the grid and the buffers below
   IndexKeyPages keys;
-  // Queries and head weights. In: x, and what front_qkv leaves.
-  const std::uint16_t* x;             // bf16 [T, H]
-  const std::uint16_t* weights_proj;  // bf16 [heads, H], 16-byte aligned
-  Fp8Weights wq;                      // [heads * 128, q_lora]
-  const std::uint16_t* q_norm;        // bf16 [q_lora]
-  const std::uint16_t* qa;            // bf16 [T, q_lora]
-  const float* qa_squares;            // as FrontParams
+  // Queries, from what front_qkv leaves.
+  Fp8Weights wq;                // [heads * 128, q_lora]
+  const std::uint16_t* q_norm;  // bf16 [q_lora]
+  const std::uint16_t* qa;      // bf16 [T, q_lora]
+  const float* qa_squares;      // as FrontParams
   float norm_eps;
   RopeFrequencies rope;
   std::uint16_t* query;  // bf16 [T, heads * 128] in the order of index_query_place
-  float* weights;        // [T, heads]
+  // Head weights as launch_compress_product leaves x times weights_proj: fp32, row t's at
+  // head_sums + t * head_stride and, the second part, T * head_stride behind it.
+  const float* head_sums;
+  int head_stride;
   // Scores. pitch: floats of a row, a multiple of 32, at least max_entries (with `blocks` at least
   // kIndexMaxBlocks * kIndexBlock).
   float* scores;
   std::int64_t pitch;
   float* block_scores;         // [T, pitch / 8] largest of each block; NULL: not wanted
   const std::int32_t* blocks;  // [T, 2048] published by launch_index_blocks; NULL: all entries
-  bool new_keys;               // the step's own keys are written beside: wait for keys_done
+  bool new_keys;               // the step's own keys are written beside, see keys_done
   // Selection. Scratch: `found` holds index_found_count(max_entries) pairs a row, `tickets` one
   // word a row, zeroed once.
   uint2* found;
@@ -70,8 +71,9 @@ struct IndexParams {
   std::int32_t* entries;      // NULL: not wanted
   std::int32_t* entry_slots;  // as AttentionParams::extra_idx
   std::int32_t* out_blocks;   // [T, 2048] of launch_index_blocks, ascending, -1 at the end
-  // Of x; of qa; of the step's own keys; between the kernels; of the selection.
-  Gate x_done, qkv_done, keys_done, query_done, scores_done, done;
+  // Of qa; of the head weights; of the step's own keys (with new_keys); between the kernels; of the
+  // selection.
+  Gate qkv_done, heads_done, keys_done, query_done, scores_done, done;
 };
 
 inline constexpr int kIndexChunk = 8192;  // scores that one block selects from
@@ -85,9 +87,7 @@ constexpr int index_found_count(int max_entries) {
 inline constexpr int kIndexMaxEntries = kIndexChunk * (kIndexChunk / kIndexTopk);  // 131,072
 
 // Blocks that open query_done, scores_done and done.
-constexpr std::uint32_t index_query_blocks(int num_rows) {
-  return static_cast<std::uint32_t>(128 + 4 * ((num_rows + 7) / 8));
-}
+inline constexpr std::uint32_t kIndexQueryBlocks = 128;
 inline constexpr std::uint32_t kIndexScoreBlocks = 132;
 constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
   const int most = params.blocks != nullptr && params.max_entries > kIndexMaxBlocks * kIndexBlock
@@ -100,7 +100,11 @@ constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
 // of range. All may be captured in a graph; nothing is allocated.
 cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cudaStream_t stream);
 cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream);
-cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream);
+// `started` (created without timing), where given, is recorded when all blocks of the selection have
+// begun. A kernel that waits at `done` on another stream has to wait for this event first: then the
+// kernels that it waits for hold their places on the device, whatever it takes of the rest.
+cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
+                                cudaEvent_t started = nullptr);
 // out_blocks from block_scores; waits for scores_done and opens nothing.
 cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic, cudaStream_t stream);
 

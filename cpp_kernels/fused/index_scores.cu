@@ -1,15 +1,17 @@
 // index_scores_fp4_sm90: scores of stored index keys for the rows of each request.
 //
 // Math         score[t,n] = Σ_h w[t,h] · max(0, iq[t,h]·ik[n]) of the entries that row t sees, or of
-//              those in its candidate blocks; beside them the largest of every eight
+//              those in its candidate blocks; w = bf( x·weights_projᵀ ) · (128·32)^-0.5; beside them
+//              the largest of every eight
 // Shapes       iq [T,32·128] bf16 values of four bits · ik e2m1 under four powers of two, 68 bytes an
 //              entry · scores fp32 [T,pitch]; past a row's last entry they mean nothing
 // Rounding     keys and queries are exact in bf16; sums fp32
 // Bytes        68 an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
-// Launch       132 blocks of 256 threads share the requests (rows, with candidate blocks); a warp
-//              takes 32 keys, expands them once and keeps them in registers for all rows. The first
-//              keys are read before the queries are there
+// Launch       132 blocks of 384 threads share the requests (rows, with candidate blocks), and each
+//              request's rows where it has few keys; a warp takes 32 keys, expands them once and
+//              keeps them in registers for all its rows. The first keys are read before the queries
+//              are there
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; keys that the step writes are read after
 //              keys_done
 // Determinism  an entry's score depends on its row and key; bitwise run to run and rank to rank
@@ -27,7 +29,7 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
+constexpr int kThreads = 384, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kHeads = kFp4IndexHeads;
 constexpr int kTileKeys = 32, kOctets = kTileKeys / kIndexBlock;
 constexpr int kRowsTogether = 8;  // whose queries wait in shared memory
@@ -77,7 +79,8 @@ LOWLAT_DEVICE void load_keys(RawKeys& raw, const IndexParams& params, const Unit
 
 // Scales are used 2^-8 smaller than they are, so that the factor of a code is a bf16 number up to
 // scales of 2^9; the head weights make up for it.
-constexpr float kScaleBack = 256.0f;
+constexpr float kWeightFactor = 256.0f / 64.0f;  // and (128 * 32)^-0.5
+static_assert(kHeads * kIndexDim == 4096);
 
 // The eight codes of a word as four pairs of bf16 values: magnitude bits to bits 8 .. 6 and the
 // sign to bit 15 is the value times 2^-126, subnormal code too, and the product is exact.
@@ -163,6 +166,19 @@ LOWLAT_DEVICE float score_of(const KeyFragments& keys, const ScoreShared& shared
   return (odd ? second : first) + plat::warp_shuffle_xor(odd ? first : second, 1);
 }
 
+// Into how many parts the rows of a request are split: where there are fewer keys than its warps
+// have rows for, it is quicker to expand keys again. Costs are in rows; expanding takes about one.
+LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks) {
+  int best = 1, least = 1 << 30;
+#pragma unroll 1
+  for (int parts = 1; parts <= min(tokens, num_blocks); ++parts) {
+    const int warps = num_blocks / parts * kWarps;
+    const int cost = (num_tiles + warps - 1) / warps * (1 + (tokens + parts - 1) / parts);
+    if (cost < least) best = parts, least = cost;
+  }
+  return best;
+}
+
 __global__ void __launch_bounds__(kThreads, 1)
     index_scores_fp4_sm90(const __grid_constant__ IndexParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -175,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int num_units = params.rows.num_rows / tokens;
   const int per_unit = static_cast<int>(gridDim.x) / num_units;
   const int unit_idx = static_cast<int>(blockIdx.x) / per_unit;
-  const int part = static_cast<int>(blockIdx.x) % per_unit;
+  const int block_of_unit = static_cast<int>(blockIdx.x) % per_unit;
   if (unit_idx >= num_units) {  // what is left over when the blocks do not divide
     wait_at(params.query_done);
     open_gate(params.scores_done);
@@ -197,33 +213,44 @@ __global__ void __launch_bounds__(kThreads, 1)
           ? __ldg(params.rows.positions + request * params.rows.tokens) / params.ratio
           : unit.count;
   const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
-  const int first_tile = warp_idx * per_unit + part, tile_step = kWarps * per_unit;
+  const int num_parts = row_parts(tokens, num_tiles, per_unit), per_part = per_unit / num_parts;
+  const int part = block_of_unit / per_part, block_of_part = block_of_unit % per_part;
+  const int rows_of_part = (tokens + num_parts - 1) / num_parts;
+  const int begin_row = min(part * rows_of_part, tokens);
+  const int end_row = min(begin_row + rows_of_part, tokens);
+  const int first_tile = warp_idx * per_part + block_of_part, tile_step = kWarps * per_part;
 
   RawKeys raw;
   if (first_tile < num_tiles) load_keys(raw, params, unit, first_tile, lane_idx);
   wait_at(params.query_done);
+  if (params.heads_done.word != nullptr) wait_at(params.heads_done);
   if (params.new_keys) {
     if (params.keys_done.word != nullptr) wait_at(params.keys_done);
     if (first_tile < num_tiles && (first_tile + 1) * kTileKeys > unit.first_new) {
       load_keys(raw, params, unit, first_tile, lane_idx);
     }
   }
-  for (int base = 0; base < tokens; base += kRowsTogether) {
-    const int num = min(tokens - base, kRowsTogether);
+  for (int base = begin_row; base < end_row; base += kRowsTogether) {
+    const int num = min(end_row - base, kRowsTogether);
     const auto* query = reinterpret_cast<const unsigned char*>(params.query) +
                         static_cast<std::int64_t>(first_row + base) * kQueryBytes;
     for (int i = thread_idx; i < num * (kQueryBytes / 16); i += kThreads) {
       copy_16(shared.query + 16 * i, query + 16 * i);
     }
     for (int i = thread_idx; i < num * kHeads; i += kThreads) {
-      shared.weight[i / kHeads][i % kHeads] =
-          __ldcg(params.weights + (first_row + base) * kHeads + i) * kScaleBack;
+      const float* sums = params.head_sums +
+                          static_cast<std::int64_t>(first_row + base + i / kHeads) *
+                              params.head_stride +
+                          i % kHeads;
+      const float other =
+          __ldcg(sums + static_cast<std::int64_t>(params.rows.num_rows) * params.head_stride);
+      shared.weight[i / kHeads][i % kHeads] = quick_bf16(__ldcg(sums) + other) * kWeightFactor;
     }
     wait_for_copies();
     plat::block_sync();
 #pragma unroll 1
     for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
-      if (base != 0 && tile == first_tile) load_keys(raw, params, unit, tile, lane_idx);
+      if (base != begin_row && tile == first_tile) load_keys(raw, params, unit, tile, lane_idx);
       KeyFragments keys;
       expand_keys(keys, raw);
       if (tile + tile_step < num_tiles) load_keys(raw, params, unit, tile + tile_step, lane_idx);

@@ -4,7 +4,7 @@
 // Shapes       scores fp32 [T,pitch] · entries and slots i32 [T,512], or blocks i32 [T,2048]
 // Rounding     none
 // Bytes        4 a score, from the second-level cache
-// Launch       a block takes 8,192 scores of a row into registers, 512 threads. A row with more has
+// Launch       a block takes 8,192 scores of a row into shared memory, 512 threads. A row with more has
 //              several blocks, each of which leaves its best; the last to end selects from those:
 //              the order is strict, so the best of a row are among the best of its parts
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; `found` is written, then the row's ticket
@@ -16,6 +16,7 @@
 // The platform comes first.
 #include "fused/exchange_gate.cuh"
 #include "fused/front_launch.cuh"
+#include "fused/front_weights.cuh"
 #include "fused/index.hpp"
 #include "fused/index_place.cuh"
 #include "stages/select.hpp"
@@ -25,28 +26,30 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kQuads = kIndexChunk / kThreads / 4;  // a thread's pieces of four scores
-constexpr int kPerThread = 4 * kQuads;
-constexpr int kStripe = 4 * kThreads;  // scores that lie between a thread's pieces
+constexpr int kStripe = 4 * kThreads;               // scores that lie between a thread's pieces
 constexpr int kBins = 2048;
 static_assert(kBins == 4 * kThreads && kWarps <= plat::kWarpLanes);
 static_assert(kQuads * kWarps == 2 * plat::kWarpLanes);
 
+// Everything loops over shared memory instead of registers, so that the code is short: it runs once.
 struct SelectShared {
+  // Scores as unsigned numbers of the same order (a NaN is 1, below every number); 0: none. A
+  // thread's pieces are those at i * kStripe + 4 * thread.
+  alignas(16) std::uint32_t order[kIndexChunk];
   alignas(16) std::uint32_t bins[kBins];
   std::uint32_t low[kWarps], high[kWarps], sums[kWarps];
   std::uint32_t counts[kQuads * kWarps];  // above << 16 | ties, of a warp's piece
   std::uint32_t found_bin, found_above, found_here, ticket;
 };
 
-// A thread has the orders of kPerThread scores: element 4 i + e is that of number
-// i * kStripe + 4 * thread + e, and 0 where there is none (a NaN is 1, below every number). Which
-// of them are the k best:
+// Which of them are the k best:
 struct Selection {
   std::uint32_t above;  // taken from here on,
   std::uint32_t tie;    // and of those equal to this, if ties > 0,
   std::uint32_t ties;   // so many, the lowest numbers first
 };
 
+// The sum of the lanes before this one, and of all.
 LOWLAT_DEVICE std::uint32_t warp_before(std::uint32_t own, int lane_idx, std::uint32_t& total) {
   std::uint32_t sum = own;
 #pragma unroll
@@ -58,38 +61,83 @@ LOWLAT_DEVICE std::uint32_t warp_before(std::uint32_t own, int lane_idx, std::ui
   return sum - own;
 }
 
-// All threads of the block call.
-LOWLAT_DEVICE Selection threshold_of(const std::uint32_t (&order)[kPerThread], int n, int k,
-                                     SelectShared& shared) {
+// Orders of n scores into shared memory; `most` and `least` are the thread's. The pieces that a
+// thread reads are its own until place_selection.
+LOWLAT_DEVICE void load_scores(SelectShared& shared, const float* scores, int n,
+                               std::uint32_t& most, std::uint32_t& least) {
+  const int first = 4 * plat::thread_idx();
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int number = i * kStripe + first;
+    if (number < n) copy_16(shared.order + number, scores + number);
+  }
+  wait_for_copies();
+#pragma unroll 1
+  for (int number = first; number < kIndexChunk; number += kStripe) {
+    auto* at = reinterpret_cast<uint4*>(shared.order + number);
+    const uint4 raw = *at;
+    const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    std::uint32_t order[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool there = number + e < n;
+      const std::uint32_t value = max(stages::score_order(plat::bits_float(words[e])), 1u);
+      order[e] = there ? value : 0u;
+      most = max(most, order[e]);
+      least = min(least, there ? value : ~0u);
+    }
+    *at = make_uint4(order[0], order[1], order[2], order[3]);
+  }
+}
+
+// The same of what the row's blocks have found.
+LOWLAT_DEVICE void load_found(SelectShared& shared, const uint2* found, int n, std::uint32_t& most,
+                              std::uint32_t& least) {
+#pragma unroll 1
+  for (int number = 4 * plat::thread_idx(); number < kIndexChunk; number += kStripe) {
+    std::uint32_t order[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool there = number + e < n;
+      order[e] = there ? __ldcg(&found[number + e].x) : 0u;
+      most = max(most, order[e]);
+      least = min(least, there ? order[e] : ~0u);
+    }
+    *reinterpret_cast<uint4*>(shared.order + number) =
+        make_uint4(order[0], order[1], order[2], order[3]);
+  }
+}
+
+// The threshold of the k best of n > k orders. All threads of the block call.
+LOWLAT_DEVICE Selection threshold_of(SelectShared& shared, int n, int k, std::uint32_t most,
+                                     std::uint32_t least) {
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
-  // Bounds of the k-th: every thread's largest is one of kThreads scores that are not below the
+  // Bounds of the k-th: every thread's largest is one of kThreads orders that are not below the
   // least of them.
-  std::uint32_t most = 0u, least = ~0u;
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    most = max(most, order[j]);
-    if (j / 4 * kStripe + 4 * thread_idx + j % 4 < n) least = min(least, order[j]);
-  }
   std::uint32_t low = n >= kStripe && k <= kThreads ? most : least;
   low = __reduce_min_sync(plat::kAllLanes, low);
   most = __reduce_max_sync(plat::kAllLanes, most);
   if (lane_idx == 0) shared.low[warp_idx] = low, shared.high[warp_idx] = most;
+  *reinterpret_cast<uint4*>(shared.bins + 4 * thread_idx) = make_uint4(0u, 0u, 0u, 0u);
   plat::block_sync();
   low = __reduce_min_sync(plat::kAllLanes, shared.low[lane_idx % kWarps]);
   std::uint32_t high = __reduce_max_sync(plat::kAllLanes, shared.high[lane_idx % kWarps]);
   auto missing = static_cast<std::uint32_t>(k);
   // Eleven bits of the range a pass; at most three passes.
+#pragma unroll 1
   for (;;) {
     const std::uint32_t width = high - low;
     const int shift = max(32 - __clz(static_cast<int>(width)) - 11, 0);
-    *reinterpret_cast<uint4*>(shared.bins + 4 * thread_idx) = make_uint4(0u, 0u, 0u, 0u);
-    plat::block_sync();
+#pragma unroll 1
+    for (int number = 4 * thread_idx; number < n; number += kStripe) {
+      const uint4 four = *reinterpret_cast<const uint4*>(shared.order + number);
+      const std::uint32_t order[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int j = 0; j < kPerThread; ++j) {
-      const std::uint32_t offset = order[j] - low;
-      if (order[j] >= low && offset <= width) {
-        atomicAdd_block(&shared.bins[offset >> shift], 1u);
+      for (int e = 0; e < 4; ++e) {
+        if (order[e] >= low && order[e] - low <= width) {
+          atomicAdd_block(&shared.bins[(order[e] - low) >> shift], 1u);
+        }
       }
     }
     plat::block_sync();
@@ -102,8 +150,9 @@ LOWLAT_DEVICE Selection threshold_of(const std::uint32_t (&order)[kPerThread], i
     std::uint32_t before = warp_before(own, lane_idx, total);
     if (lane_idx == 0) shared.sums[warp_idx] = total;
     plat::block_sync();
-    const std::uint32_t warp_sum = lane_idx < warp_idx ? shared.sums[lane_idx] : 0u;
-    before += __reduce_add_sync(plat::kAllLanes, warp_sum);
+    // Everybody has read the bins.
+    *reinterpret_cast<uint4*>(shared.bins + 4 * thread_idx) = make_uint4(0u, 0u, 0u, 0u);
+    before += __reduce_add_sync(plat::kAllLanes, lane_idx < warp_idx ? shared.sums[lane_idx] : 0u);
     if (before < missing && missing <= before + own) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -125,53 +174,53 @@ LOWLAT_DEVICE Selection threshold_of(const std::uint32_t (&order)[kPerThread], i
   }
 }
 
-// put(place, j) for every taken element j of the thread; places ascend with the numbers. All
-// threads of the block call.
+// put(place, number) for every taken order of n; places ascend with the numbers. All threads of the
+// block call.
 template <class Put>
-LOWLAT_DEVICE void place_selection(const std::uint32_t (&order)[kPerThread],
-                                   const Selection& selection, SelectShared& shared, Put put) {
+LOWLAT_DEVICE void place_selection(SelectShared& shared, const Selection& selection, Put put) {
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
-  const std::uint32_t lanes_below = (1u << lane_idx) - 1u;
-  std::uint32_t before[kQuads];  // within the warp's piece: above << 16 | ties
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    std::uint32_t all = 0u;
-    before[i] = 0u;
+  // above << 16 | ties of a thread's piece.
+  const auto count = [&](const uint4& piece) {
+    const std::uint32_t order[4] = {piece.x, piece.y, piece.z, piece.w};
+    std::uint32_t sum = 0u;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const std::uint32_t above =
-          __ballot_sync(plat::kAllLanes, order[4 * i + e] >= selection.above);
-      all += static_cast<std::uint32_t>(__popc(above)) << 16;
-      before[i] += static_cast<std::uint32_t>(__popc(above & lanes_below)) << 16;
-      if (selection.ties != 0u) {
-        const std::uint32_t ties =
-            __ballot_sync(plat::kAllLanes, order[4 * i + e] == selection.tie);
-        all += static_cast<std::uint32_t>(__popc(ties));
-        before[i] += static_cast<std::uint32_t>(__popc(ties & lanes_below));
-      }
+      if (order[e] >= selection.above) sum += 0x1'0000u;
+      if (order[e] == selection.tie && selection.ties != 0u) sum += 1u;
     }
-    if (lane_idx == 0) shared.counts[i * kWarps + warp_idx] = all;
+    return sum;
+  };
+#pragma unroll 1
+  for (int i = 0; i < kQuads; ++i) {
+    const uint4 piece =
+        *reinterpret_cast<const uint4*>(shared.order + i * kStripe + 4 * thread_idx);
+    const std::uint32_t sum = __reduce_add_sync(plat::kAllLanes, count(piece));
+    if (lane_idx == 0) shared.counts[i * kWarps + warp_idx] = sum;
   }
   plat::block_sync();
   // Two pieces a lane: sums before each.
   const std::uint32_t first = shared.counts[2 * lane_idx], second = shared.counts[2 * lane_idx + 1];
   std::uint32_t total;
   const std::uint32_t sum = warp_before(first + second, lane_idx, total);
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kQuads; ++i) {
-    const int piece = i * kWarps + warp_idx;
-    std::uint32_t base = __shfl_sync(plat::kAllLanes, piece % 2 == 0 ? sum : sum + first,
-                                     piece / 2);
-    base += before[i];
+    const int piece_idx = i * kWarps + warp_idx;
+    std::uint32_t base = __shfl_sync(plat::kAllLanes, piece_idx % 2 == 0 ? sum : sum + first,
+                                     piece_idx / 2);
+    const int number = i * kStripe + 4 * thread_idx;
+    const uint4 piece = *reinterpret_cast<const uint4*>(shared.order + number);
+    const std::uint32_t own = count(piece);
+    if (!__any_sync(plat::kAllLanes, own != 0u)) continue;
+    base += warp_before(own, lane_idx, total);
+    const std::uint32_t order[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const std::uint32_t value = order[4 * i + e];
-      const bool above = value >= selection.above;
-      const bool tie = selection.ties != 0u && value == selection.tie;
+      const bool above = order[e] >= selection.above;
+      const bool tie = selection.ties != 0u && order[e] == selection.tie;
       const std::uint32_t ties_before = base & 0xffffu;
       if (above || (tie && ties_before < selection.ties)) {
-        put(static_cast<int>((base >> 16) + min(ties_before, selection.ties)), 4 * i + e);
+        put(static_cast<int>((base >> 16) + min(ties_before, selection.ties)), number + e);
       }
       base += above ? 0x1'0000u : tie ? 1u : 0u;
     }
@@ -198,61 +247,41 @@ LOWLAT_DEVICE bool is_last(std::uint32_t* ticket, int pieces, SelectShared& shar
 template <class Store>
 LOWLAT_DEVICE void select_row(const float* scores, int count, int k, uint2* found,
                               std::uint32_t* ticket, SelectShared& shared, Store store) {
-  const int thread_idx = plat::thread_idx(), chunk = static_cast<int>(blockIdx.x);
+  const int chunk = static_cast<int>(blockIdx.x);
   const int pieces = (count + kIndexChunk - 1) / kIndexChunk;
   if (count <= k || chunk >= pieces) return;
-  const int first = chunk * kIndexChunk, n = min(count - first, kIndexChunk);
-  std::uint32_t order[kPerThread];
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const int number = i * kStripe + 4 * thread_idx;
-    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (number < n) v = __ldcg(reinterpret_cast<const float4*>(scores + first + number));
-    const float four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      order[4 * i + e] = number + e < n ? max(stages::score_order(four[e]), 1u) : 0u;
-    }
-  }
-  if (pieces == 1) {
-    const Selection selection = threshold_of(order, n, k, shared);
-    place_selection(order, selection, shared, [&](int place, int j) {
-      store(place, j / 4 * kStripe + 4 * thread_idx + j % 4);
+  const int first = chunk * kIndexChunk;
+  int n = min(count - first, kIndexChunk);
+  // One round for a row of one piece; else one for the piece and, in the row's last block, one for
+  // what all have found.
+  const uint2* from = nullptr;
+  std::uint32_t most = 0u, least = ~0u;
+  load_scores(shared, scores + first, n, most, least);
+#pragma unroll 1
+  for (;;) {
+    const Selection selection =
+        n > k ? threshold_of(shared, n, k, most, least) : Selection{1u, 0u, 0u};
+    const bool finishes = pieces == 1 || from != nullptr;
+    place_selection(shared, selection, [&](int place, int number) {
+      if (!finishes) {
+        found[chunk * k + place] =
+            make_uint2(shared.order[number], static_cast<std::uint32_t>(first + number));
+      } else {
+        store(place, from != nullptr ? static_cast<int>(__ldcg(&from[number].y)) : number);
+      }
     });
-    return;
+    if (finishes || !is_last(ticket, pieces, shared)) return;
+    from = found;
+    n = (pieces - 1) * k + min(count - (pieces - 1) * kIndexChunk, k);
+    most = 0u, least = ~0u;
+    load_found(shared, found, n, most, least);
   }
-  // The best of the chunk, then of all chunks' best.
-  uint2* own = found + chunk * k;
-  const auto leave = [&](int place, int j) {
-    own[place] =
-        make_uint2(order[j], static_cast<std::uint32_t>(first + j / 4 * kStripe +
-                                                        4 * thread_idx + j % 4));
-  };
-  if (n > k) {
-    const Selection selection = threshold_of(order, n, k, shared);
-    place_selection(order, selection, shared, leave);
-  } else {
-    place_selection(order, {1u, 0u, 0u}, shared, leave);
-  }
-  if (!is_last(ticket, pieces, shared)) return;
-  const int last = count - (pieces - 1) * kIndexChunk;
-  const int num_found = (pieces - 1) * k + min(last, k);
-  std::uint32_t number[kPerThread];
-#pragma unroll
-  for (int j = 0; j < kPerThread; ++j) {
-    const int place = j / 4 * kStripe + 4 * thread_idx + j % 4;
-    const uint2 pair = place < num_found ? __ldcg(found + place) : make_uint2(0u, 0u);
-    order[j] = pair.x;
-    number[j] = pair.y;
-  }
-  const Selection selection = threshold_of(order, num_found, k, shared);
-  place_selection(order, selection, shared,
-                  [&](int place, int j) { store(place, static_cast<int>(number[j])); });
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     index_select_sm90(const __grid_constant__ IndexParams params) {
-  __shared__ SelectShared shared;
+  extern __shared__ __align__(16) unsigned char memory[];
+  SelectShared& shared = *reinterpret_cast<SelectShared*>(memory);
   sm90::launch_dependents();
   const int row = static_cast<int>(blockIdx.y), thread_idx = plat::thread_idx();
   int count = min(index_count(params.rows, params.ratio, row), params.max_entries);
@@ -295,7 +324,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 __global__ void __launch_bounds__(kThreads, 1)
     index_blocks_sm90(const __grid_constant__ IndexParams params) {
-  __shared__ SelectShared shared;
+  extern __shared__ __align__(16) unsigned char memory[];
+  SelectShared& shared = *reinterpret_cast<SelectShared*>(memory);
   sm90::launch_dependents();
   const int row = static_cast<int>(blockIdx.y), thread_idx = plat::thread_idx();
   const int count = min(index_count(params.rows, params.ratio, row), params.max_entries);
@@ -330,13 +360,13 @@ bool valid(const IndexParams& params) {
 
 }  // namespace
 
-cudaError_t launch_index_select(const IndexParams& params, bool programmatic,
-                                cudaStream_t stream) {
+cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
+                                cudaEvent_t started) {
   if (!valid(params)) return cudaErrorInvalidValue;
   const auto blocks = index_select_blocks(params);
   const auto rows = static_cast<unsigned>(params.rows.num_rows);
-  return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads, 0, 1, programmatic,
-                       stream, params);
+  return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads,
+                       sizeof(SelectShared), 1, programmatic, stream, params, started);
 }
 
 cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic,
@@ -346,7 +376,7 @@ cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic,
   return launch_kernel(index_blocks_sm90,
                        dim3(static_cast<unsigned>(index_chunks(blocks)),
                             static_cast<unsigned>(params.rows.num_rows)),
-                       kThreads, 0, 1, programmatic, stream, params);
+                       kThreads, sizeof(SelectShared), 1, programmatic, stream, params);
 }
 
 }  // namespace lowlat::nvidia::fused
