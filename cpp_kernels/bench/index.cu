@@ -5,10 +5,12 @@
 //   index time [LENGTH..]  chains of layers in a CUDA graph: each kernel alone, and the attention
 //                          half of a layer with and without the index beside it
 //   index engram           the same of the n-gram memory
+//   index v4               V4-Flash's compressors and index, each kernel alone
 //
 // TP4's share on one GPU: 16 heads, two output groups, four mailboxes looped back.
 #include "bench/engram_case.cuh"
 #include "bench/index_case.cuh"
+#include "bench/index_v4_case.cuh"
 
 namespace lowlat::bench {
 namespace {
@@ -358,6 +360,45 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
   }
 }
 
+// V4's kernels alone.
+void time_v4(int requests, int tokens, int length) {
+  Random random(1);
+  const HostV4 host(random);
+  std::vector<DeviceV4> weights;
+  for (int i = 0; i < kLayers; ++i) weights.emplace_back(host);
+  for (const int ratio : {4, 128}) {
+    std::vector<StepV4> steps;
+    for (int i = 0; i < kLayers; ++i) {
+      steps.emplace_back(IndexSizes{requests, tokens, ratio, length}, Draw::random, random);
+    }
+    const auto time = [&](const char* name, const std::function<cudaError_t(int, cudaStream_t)>& body) {
+      Graph graph([&](cudaStream_t stream) {
+        for (int i = 0; i < kLayers; ++i) cuda_must(body(i, stream), name);
+      });
+      const Times times = time_of(graph, 60);
+      std::printf("  V4 %-20s T=%-2d ratio %-3d length %-6d %6.2f us (10th %.2f, 90th %.2f)\n", name,
+                  requests * tokens, ratio, length, times.median_us / kLayers,
+                  times.low_us / kLayers, times.high_us / kLayers);
+    };
+    time("compress_product", [&](int i, cudaStream_t s) {
+      return fused::launch_compress_product(steps[i].product(weights[i]), kHiddenV4, true, s);
+    });
+    time("compress_pool", [&](int i, cudaStream_t s) {
+      return fused::launch_compress_pool(steps[i].pooling(weights[i]), true, s);
+    });
+    if (ratio != 4) continue;
+    time("index_query", [&](int i, cudaStream_t s) {
+      return fused::launch_index_query(steps[i].index(weights[i]), true, s);
+    });
+    time("index_scores", [&](int i, cudaStream_t s) {
+      return fused::launch_index_scores(steps[i].index(weights[i]), true, s);
+    });
+    time("index_select", [&](int i, cudaStream_t s) {
+      return fused::launch_index_select(steps[i].index(weights[i]), true, s);
+    });
+  }
+}
+
 void time_engram(int requests, int tokens) {
   Random random(1);
   const HostWeights host(kHeads, kGroups, random);
@@ -404,7 +445,13 @@ int check(bool few) {
   const HostIndexWeights host(random);
   const DeviceIndexWeights device(host);
   IndexCheck check;
+  const HostV4 v4(random);
+  const DeviceV4 device_v4(v4);
+  CheckV4 check_v4;
   if (few) {
+    check_v4.run({1, 6, 4, 2}, Draw::random, v4, device_v4);
+    check_v4.run({1, 6, 128, 123}, Draw::random, v4, device_v4);
+    check.failures += check_v4.failures;
     check.run({1, 6, 1, 3}, Draw::random, host, device);
     check.run({2, 6, 2, 3001}, Draw::padded, host, device);
     check.run({1, 6, 1, 17000}, Draw::random, host, device);
@@ -420,6 +467,18 @@ int check(bool few) {
   check.run({1, 6, 2, 5000}, Draw::equal_scores, host, device);
   check.run({2, 6, 1, 3000}, Draw::padded, host, device);
   check.run({2, 6, 2, 3001}, Draw::padded, host, device);
+  for (const IndexSizes& sizes : {IndexSizes{1, 6, 4, 0}, IndexSizes{1, 1, 4, 3},
+                                  IndexSizes{2, 6, 4, 253}, IndexSizes{8, 6, 4, 4097},
+                                  IndexSizes{1, 8, 4, 33000}, IndexSizes{1, 6, 4, 131000},
+                                  IndexSizes{1, 6, 128, 0}, IndexSizes{8, 6, 128, 125},
+                                  IndexSizes{2, 6, 128, 1020}, IndexSizes{48, 1, 128, 255},
+                                  IndexSizes{48, 1, 4, 2047}}) {
+    check_v4.run(sizes, Draw::random, v4, device_v4);
+  }
+  check_v4.run({1, 6, 4, 5000}, Draw::equal_scores, v4, device_v4);
+  check_v4.run({2, 6, 4, 3000}, Draw::padded, v4, device_v4);
+  check_v4.run({2, 6, 128, 124}, Draw::padded, v4, device_v4);
+  check.failures += check_v4.failures;
   const HostEngram engram(random);
   const DeviceEngram device_engram(engram);
   for (const int requests : {1, 2, 4, 8}) {
@@ -438,8 +497,13 @@ int run(int argc, char** argv) {
     time_engram(1, 6);
     return 0;
   }
+  if (what == "v4") {
+    for (const int length : {8187, 131000}) time_v4(1, 6, length);
+    time_v4(8, 6, 8187);
+    return 0;
+  }
   if (what != "time") {
-    std::fprintf(stderr, "usage: index check [few] | time [LENGTH..] | engram\n");
+    std::fprintf(stderr, "usage: index check [few] | time [LENGTH..] | engram | v4\n");
     return 2;
   }
   Random random(1);

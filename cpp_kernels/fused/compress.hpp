@@ -45,6 +45,34 @@ struct CompressParams {
   Gate x_done, product_done, done;
 };
 
+// V4: pooling over the tokens of a block, from the same product with other matrices: wkv and wgate
+// of the layer (ratio 4: [1024, H] each, ratio 128: [512, H]), then, at ratio 4, wkv and wgate of the
+// index [256, H].
+struct PoolParams {
+  StepRows rows;
+  int ratio;             // 4 or 128
+  const float* partial;  // as CompressParams
+  int width;             // of its rows
+  EntryPages pages;      // of full slots: per_page is 256
+  const float* ape;      // fp32 [ratio, 1024 or 512]
+  const std::uint16_t* norm;   // bf16 [512]
+  const float* index_ape;      // ratio 4: fp32 [4, 256]
+  const std::uint16_t* index_norm;  // bf16 [128]
+  // Rings of stages/pool_state.hpp, fp32: of each page of the window cache (ratio 4; the index's own
+  // beside it) or of each request's state slot (ratio 128). ring: rows, at least the candidates of an
+  // entry (8 or 128) and tokens - 1 more.
+  float* state;
+  float* index_state;
+  const std::int32_t* state_slots;  // [requests], ratio 128
+  int ring;
+  float norm_eps;
+  RopeFrequencies rope;
+  // Out: rows slots[t] / ratio, where row t completes an entry.
+  KvPages pool;
+  IndexKeyPages keys;  // ratio 4
+  Gate product_done, done;
+};
+
 constexpr int compress_width(const CompressParams& params) {
   int sum = 0;
   for (const Bf16Rows& matrix : params.matrices) sum += matrix.num;
@@ -53,6 +81,9 @@ constexpr int compress_width(const CompressParams& params) {
 // Blocks that open product_done and done.
 constexpr std::uint32_t compress_product_blocks(const CompressParams& params) {
   return static_cast<std::uint32_t>(compress_width(params) / 16 * kCompressSplits);
+}
+constexpr std::uint32_t compress_pool_blocks(int num_rows, int ratio) {
+  return static_cast<std::uint32_t>(8 * num_rows * (ratio == 4 ? 2 : 1));
 }
 constexpr std::uint32_t compress_key_blocks(int num_rows) {
   return static_cast<std::uint32_t>(num_rows);
@@ -65,5 +96,7 @@ cudaError_t launch_compress_product(const CompressParams& params, int hidden, bo
 // V4.1: pooling, latent, entry and index key.
 cudaError_t launch_compress_key(const CompressParams& params, bool programmatic,
                                 cudaStream_t stream);
+// V4: entries and, at ratio 4, index keys; then the rings take what later steps need.
+cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

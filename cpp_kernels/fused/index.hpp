@@ -19,8 +19,12 @@ struct EntryPages {
   int per_page;  // 256 / ratio; a multiple of 64
 };
 
-// Stored index keys, LOWLAT_INDEX_PAGED: pages of 64 rows of 64 bytes (two e2m1 codes each), then
-// their 64 times 4 ue8m0 scales. 16-byte aligned. Scales are at most 2^9, as a norm's results are.
+// What index keys are: V4.1's e2m1 codes under four ue8m0 scales, 32 heads; or V4's e4m3 codes under
+// one fp32 scale, 64 heads.
+enum class IndexFormat : std::uint8_t { fp4, fp8 };
+
+// Stored index keys, LOWLAT_INDEX_PAGED: pages of 64 rows of 64 (fp8: 128) bytes of codes, then 64
+// times 4 bytes of scales. 16-byte aligned. ue8m0 scales are at most 2^9, as a norm's results are.
 struct IndexKeyPages {
   std::uint8_t* base;
   std::int64_t page_bytes;  // distance of pages, a multiple of 16
@@ -39,19 +43,21 @@ inline constexpr int kIndexBlock = 8;         // positions of a candidate block
 inline constexpr int kIndexMaxBlocks = 2048;  // candidate blocks that are published
 
 struct IndexParams {
+  IndexFormat format;
   StepRows rows;
   int ratio;          // positions of an entry; a row sees (position + 1) / ratio entries
   EntryPages pages;   // of the entries, in the keys' pool and in the selection's
   int max_entries;    // no row sees more; sizes the grid and the buffers below
   IndexKeyPages keys;
   // Queries, from what front_qkv leaves.
-  Fp8Weights wq;                // [heads * 128, q_lora]
+  Fp8Weights wq;                // [heads * 128, q_lora], scales of blocks of 32 (fp8: 128)
   const std::uint16_t* q_norm;  // bf16 [q_lora]
   const std::uint16_t* qa;      // bf16 [T, q_lora]
   const float* qa_squares;      // as FrontParams
   float norm_eps;
   RopeFrequencies rope;
-  std::uint16_t* query;  // bf16 [T, heads * 128] in the order of index_query_place
+  std::uint16_t* query;  // bf16 (fp8: f16 of the codes) [T, heads * 128], by index_query_place
+  float* query_scale;    // [T, heads] of the codes; fp8 only
   // Head weights as launch_compress_product leaves x times weights_proj: fp32, row t's at
   // head_sums + t * head_stride and, the second part, T * head_stride behind it.
   const float* head_sums;
@@ -96,8 +102,8 @@ constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
   return static_cast<std::uint32_t>(index_chunks(most) * params.rows.num_rows);
 }
 
-// V4.1-Flash's sizes (H 5120, q_lora 1280, 32 heads of 128). cudaErrorInvalidValue for what is out
-// of range. All may be captured in a graph; nothing is allocated.
+// V4.1-Flash's sizes (q_lora 1280, 32 heads of 128) or V4-Flash's (1024, 64). Candidate blocks are
+// V4.1's. cudaErrorInvalidValue for what is out of range. All may be captured in a graph; nothing is allocated.
 cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cudaStream_t stream);
 cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream);
 // `started` (created without timing), where given, is recorded when all blocks of the selection have

@@ -1,12 +1,14 @@
-// index_scores_fp4_sm90: scores of stored index keys for the rows of each request.
+// index_scores_sm90: scores of stored index keys for the rows of each request.
 //
 // Math         score[t,n] = Σ_h w[t,h] · max(0, iq[t,h]·ik[n]) of the entries that row t sees, or of
-//              those in its candidate blocks; w = bf( x·weights_projᵀ ) · (128·32)^-0.5; beside them
-//              the largest of every eight
-// Shapes       iq [T,32·128] bf16 values of four bits · ik e2m1 under four powers of two, 68 bytes an
-//              entry · scores fp32 [T,pitch]; past a row's last entry they mean nothing
-// Rounding     keys and queries are exact in bf16; sums fp32
-// Bytes        68 an entry and request; 128K entries: 8.9 MB
+//              those in its candidate blocks; w = bf( x·weights_projᵀ ) · (128·32)^-0.5, V4: unrounded, times
+//              the scale of the query; beside them the largest of every eight
+// Shapes       V4.1: iq [T,32·128] bf16 values of four bits · ik e2m1 under four powers of two, 68
+//              bytes an entry. V4: iq [T,64·128] f16 values of e4m3 codes, whose scale is in w · ik
+//              e4m3 under one fp32 scale, 132 bytes. scores fp32 [T,pitch]; past a row's last entry
+//              they mean nothing
+// Rounding     keys and queries are exact in bf16 (f16); sums fp32
+// Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
 // Launch       132 blocks of 384 threads share the requests (rows, with candidate blocks), and each
 //              request's rows where it has few keys; a warp takes 32 keys, expands them once and
@@ -30,21 +32,8 @@ namespace lowlat::nvidia::fused {
 namespace {
 
 constexpr int kThreads = 384, kWarps = kThreads / plat::kWarpLanes;
-constexpr int kHeads = kFp4IndexHeads;
 constexpr int kTileKeys = 32, kOctets = kTileKeys / kIndexBlock;
-constexpr int kRowsTogether = 8;  // whose queries wait in shared memory
-constexpr int kQueryBytes = 2 * kHeads * kIndexDim;
-
-struct ScoreShared {
-  alignas(128) unsigned char query[kRowsTogether * kQueryBytes];
-  float weight[kRowsTogether][kHeads];
-};
-
-// A lane's share of 32 stored keys: of one key of each octet, the 32 channels of one scale.
-struct RawKeys {
-  uint4 codes[kOctets];
-  std::uint32_t scale[kOctets];
-};
+constexpr int kHeadsTogether = 32, kQueryPieces = kHeadsTogether / 8 * 4 * plat::kWarpLanes;
 
 // Which entries a unit (a request, or a row with its candidate blocks) scores.
 struct Unit {
@@ -54,106 +43,192 @@ struct Unit {
   int first_new;                 // entries from here on are written by this step
 };
 
-LOWLAT_DEVICE void load_keys(RawKeys& raw, const IndexParams& params, const Unit& unit, int tile,
-                             int lane_idx) {
-  const int last_octet = (unit.count - 1) / kIndexBlock;
-#pragma unroll
-  for (int i = 0; i < kOctets; ++i) {
-    const int known = min(tile * kOctets + i, last_octet);
-    const int octet = unit.blocks != nullptr ? __ldcg(unit.blocks + known) : known;
-    const int entry = octet * kIndexBlock + lane_idx / 4;
-    const int page = __ldg(unit.page_row + entry / params.pages.per_page);
-    const int place = entry % params.pages.per_page;
-    const std::uint8_t* from =
-        params.keys.base + (static_cast<std::int64_t>(page) *
-                                (params.pages.per_page / stages::kIndexSlotsPerPage) +
-                            place / stages::kIndexSlotsPerPage) *
-                               params.keys.page_bytes;
-    const int row = place % stages::kIndexSlotsPerPage, group = lane_idx % 4;
-    raw.codes[i] = __ldcg(
-        reinterpret_cast<const uint4*>(from + row * stages::kIndexDataBytes + 16 * group));
-    raw.scale[i] = __ldcg(from + stages::kIndexSlotsPerPage * stages::kIndexDataBytes +
-                          row * stages::kIndexScaleBytes + group);
-  }
+// Where the key of a lane lies: of octet i of a tile, number lane / 4.
+struct KeyPlace {
+  const std::uint8_t* page;
+  int row;
+};
+LOWLAT_DEVICE KeyPlace find_key(const IndexParams& params, const Unit& unit, int tile, int i,
+                                int lane_idx) {
+  const int known = min(tile * kOctets + i, (unit.count - 1) / kIndexBlock);
+  const int octet = unit.blocks != nullptr ? __ldcg(unit.blocks + known) : known;
+  const int entry = octet * kIndexBlock + lane_idx / 4;
+  const int page = __ldg(unit.page_row + entry / params.pages.per_page);
+  const int place = entry % params.pages.per_page;
+  const std::int64_t index_page =
+      static_cast<std::int64_t>(page) * (params.pages.per_page / stages::kIndexSlotsPerPage) +
+      place / stages::kIndexSlotsPerPage;
+  return {params.keys.base + index_page * params.keys.page_bytes,
+          place % stages::kIndexSlotsPerPage};
 }
 
-// Scales are used 2^-8 smaller than they are, so that the factor of a code is a bf16 number up to
-// scales of 2^9; the head weights make up for it.
-constexpr float kWeightFactor = 256.0f / 64.0f;  // and (128 * 32)^-0.5
-static_assert(kHeads * kIndexDim == 4096);
-
-// The eight codes of a word as four pairs of bf16 values: magnitude bits to bits 8 .. 6 and the
-// sign to bit 15 is the value times 2^-126, subnormal code too, and the product is exact.
-LOWLAT_DEVICE void expand_word(std::uint32_t (&out)[4], std::uint32_t word, std::uint32_t factor) {
-  const std::uint32_t shifted[4][2] = {{word << 6, word << 12},
-                                       {word << 2, word << 8},
-                                       {word >> 2, word << 4},
-                                       {word >> 6, word}};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const std::uint32_t bits =
-        (shifted[i][0] & 0x01c0'01c0u) | (shifted[i][1] & 0x8000'8000u);
-    out[i] = sm90::multiply_bf16_pairs(bits, factor);
-  }
-}
-
-// Keys as fragments: [m][octet of channels and half of it][register].
+// Keys as fragments: [m][step][register].
 struct KeyFragments {
   std::uint32_t a[2][8][4];
 };
-LOWLAT_DEVICE void expand_keys(KeyFragments& out, const RawKeys& raw) {
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint4& codes = raw.codes[2 * m + half];
-      // 2^(byte - 127 + 126 - 8) as bf16.
-      const std::uint32_t one = (min(raw.scale[2 * m + half], 136u) + 118u) << 7;
-      const std::uint32_t factor = one | one << 16;
-      const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        std::uint32_t pairs[4];
-        expand_word(pairs, words[j], factor);
-        out.a[m][2 * j][half] = pairs[0];
-        out.a[m][2 * j][2 + half] = pairs[1];
-        out.a[m][2 * j + 1][half] = pairs[2];
-        out.a[m][2 * j + 1][2 + half] = pairs[3];
-      }
-    }
-  }
-}
 
-// The lane's score of one row: lane 4 g + t gets that of key g of octet t.
-LOWLAT_DEVICE float score_of(const KeyFragments& keys, const ScoreShared& shared, int row,
-                             int lane_idx) {
-  float sum[2][4][4] = {};
-  const auto* query = reinterpret_cast<const uint4*>(shared.query + row * kQueryBytes) + lane_idx;
+// V4.1: e2m1 codes under a power of two for each 32 channels; a lane has one such group of a key.
+struct Fp4Keys {
+  static constexpr int kHeads = kFp4IndexHeads, kRowsTogether = 8;
+  struct Raw {
+    uint4 codes[kOctets];
+    std::uint32_t scale[kOctets];
+  };
+  LOWLAT_DEVICE static void load(Raw& raw, const IndexParams& params, const Unit& unit, int tile,
+                                 int lane_idx) {
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint4 b = query[(n * 4 + j) * plat::kWarpLanes];
-      const std::uint32_t low[2] = {b.x, b.y}, high[2] = {b.z, b.w};
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        sm90::mma_bf16(sum[m][n], keys.a[m][2 * j], low);
-        sm90::mma_bf16(sum[m][n], keys.a[m][2 * j + 1], high);
-      }
+    for (int i = 0; i < kOctets; ++i) {
+      const KeyPlace at = find_key(params, unit, tile, i, lane_idx);
+      const int group = lane_idx % 4;
+      raw.codes[i] = __ldcg(reinterpret_cast<const uint4*>(
+          at.page + at.row * stages::kIndexDataBytes + 16 * group));
+      raw.scale[i] = __ldcg(at.page + stages::kIndexSlotsPerPage * stages::kIndexDataBytes +
+                            at.row * stages::kIndexScaleBytes + group);
     }
   }
-  float score[4] = {};
+  // The eight codes of a word as four pairs of bf16 values: magnitude bits to bits 8 .. 6 and the
+  // sign to bit 15 is the value times 2^-126, subnormal code too, and the product is exact.
+  LOWLAT_DEVICE static void expand_word(std::uint32_t (&out)[4], std::uint32_t word,
+                                        std::uint32_t factor) {
+    const std::uint32_t shifted[4][2] = {
+        {word << 6, word << 12}, {word << 2, word << 8}, {word >> 2, word << 4}, {word >> 6, word}};
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const float2 w =
-        *reinterpret_cast<const float2*>(&shared.weight[row][8 * n + lane_idx % 4 * 2]);
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t bits = (shifted[i][0] & 0x01c0'01c0u) | (shifted[i][1] & 0x8000'8000u);
+      out[i] = sm90::multiply_bf16_pairs(bits, factor);
+    }
+  }
+  LOWLAT_DEVICE static void expand(KeyFragments& out, const Raw& raw) {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float& to = score[2 * m + half];
-        to = plat::fma(w.x, plat::max(sum[m][n][2 * half], 0.0f), to);
-        to = plat::fma(w.y, plat::max(sum[m][n][2 * half + 1], 0.0f), to);
+        const uint4& codes = raw.codes[2 * m + half];
+        // 2^(byte - 127 + 126 - 8) as bf16: 2^-8 smaller than the scale is, so that the factor is a
+        // bf16 number up to scales of 2^9; the head weights make up for it.
+        const std::uint32_t one = (min(raw.scale[2 * m + half], 136u) + 118u) << 7;
+        const std::uint32_t factor = one | one << 16;
+        const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          std::uint32_t pairs[4];
+          expand_word(pairs, words[j], factor);
+          out.a[m][2 * j][half] = pairs[0];
+          out.a[m][2 * j][2 + half] = pairs[1];
+          out.a[m][2 * j + 1][half] = pairs[2];
+          out.a[m][2 * j + 1][2 + half] = pairs[3];
+        }
+      }
+    }
+  }
+  LOWLAT_DEVICE static float own_factor(const Raw&, int) { return 1.0f; }
+  LOWLAT_DEVICE static void multiply(float (&sum)[4], const std::uint32_t (&a)[4],
+                                     const std::uint32_t (&b)[2]) {
+    sm90::mma_bf16(sum, a, b);
+  }
+  LOWLAT_DEVICE static float weight(const IndexParams&, float sum, int, int) {
+    constexpr float kFactor = 256.0f / 64.0f;  // with (128 * 32)^-0.5
+    static_assert(kHeads * kIndexDim == 4096);
+    return quick_bf16(sum) * kFactor;
+  }
+};
+
+// V4: e4m3 codes, exact as f16, under one fp32 scale a key.
+struct Fp8Keys {
+  static constexpr int kHeads = kFp8IndexHeads, kRowsTogether = 4;
+  struct Raw {
+    uint4 codes[kOctets][2];
+    float scale[kOctets];
+  };
+  LOWLAT_DEVICE static void load(Raw& raw, const IndexParams& params, const Unit& unit, int tile,
+                                 int lane_idx) {
+#pragma unroll
+    for (int i = 0; i < kOctets; ++i) {
+      const KeyPlace at = find_key(params, unit, tile, i, lane_idx);
+      const auto* codes = reinterpret_cast<const uint4*>(
+          at.page + at.row * stages::kIndexFp8DataBytes + 32 * (lane_idx % 4));
+      raw.codes[i][0] = __ldcg(codes);
+      raw.codes[i][1] = __ldcg(codes + 1);
+      raw.scale[i] = __ldcg(reinterpret_cast<const float*>(
+          at.page + stages::kIndexSlotsPerPage * stages::kIndexFp8DataBytes +
+          at.row * stages::kIndexScaleBytes));
+    }
+  }
+  LOWLAT_DEVICE static void expand(KeyFragments& out, const Raw& raw) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4(&codes)[2] = raw.codes[2 * m + half];
+        const std::uint32_t words[8] = {codes[0].x, codes[0].y, codes[0].z, codes[0].w,
+                                        codes[1].x, codes[1].y, codes[1].z, codes[1].w};
+#pragma unroll
+        for (int step = 0; step < 8; ++step) {
+          std::uint32_t pair[2];
+          sm90::e4m3_to_f16(pair, words[step]);
+          out.a[m][step][half] = pair[0];
+          out.a[m][step][2 + half] = pair[1];
+        }
+      }
+    }
+  }
+  // Of the key of octet t.
+  LOWLAT_DEVICE static float own_factor(const Raw& raw, int t) {
+    const float low = (t & 1) != 0 ? raw.scale[1] : raw.scale[0];
+    const float high = (t & 1) != 0 ? raw.scale[3] : raw.scale[2];
+    return (t & 2) != 0 ? high : low;
+  }
+  LOWLAT_DEVICE static void multiply(float (&sum)[4], const std::uint32_t (&a)[4],
+                                     const std::uint32_t (&b)[2]) {
+    sm90::mma_f16(sum, a, b[0], b[1]);
+  }
+  LOWLAT_DEVICE static float weight(const IndexParams& params, float sum, int row, int head) {
+    constexpr float kRoot = 0.011048543456039806f;  // (128 * 64)^-0.5
+    static_assert(kHeads * kIndexDim == 8192);
+    return sum * kRoot * __ldcg(params.query_scale + row * kHeads + head);
+  }
+};
+
+template <class Keys>
+struct ScoreShared {
+  alignas(128) uint4 query[Keys::kRowsTogether][Keys::kHeads / kHeadsTogether * kQueryPieces];
+  float weight[Keys::kRowsTogether][Keys::kHeads];
+};
+
+// The lane's score of one row: lane 4 g + t gets that of key g of octet t.
+template <class Keys>
+LOWLAT_DEVICE float score_of(const KeyFragments& keys, const ScoreShared<Keys>& shared, int row,
+                             int lane_idx) {
+  float score[4] = {};
+#pragma unroll 1
+  for (int heads = 0; heads < Keys::kHeads; heads += kHeadsTogether) {
+    float sum[2][4][4] = {};
+    const uint4* query = shared.query[row] + heads / kHeadsTogether * kQueryPieces + lane_idx;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint4 b = query[(n * 4 + j) * plat::kWarpLanes];
+        const std::uint32_t low[2] = {b.x, b.y}, high[2] = {b.z, b.w};
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          Keys::multiply(sum[m][n], keys.a[m][2 * j], low);
+          Keys::multiply(sum[m][n], keys.a[m][2 * j + 1], high);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float2 w = *reinterpret_cast<const float2*>(
+          &shared.weight[row][heads + 8 * n + lane_idx % 4 * 2]);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& to = score[2 * m + half];
+          to = plat::fma(w.x, plat::max(sum[m][n][2 * half], 0.0f), to);
+          to = plat::fma(w.y, plat::max(sum[m][n][2 * half + 1], 0.0f), to);
+        }
       }
     }
   }
@@ -179,10 +254,12 @@ LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks) {
   return best;
 }
 
+template <class Keys>
 __global__ void __launch_bounds__(kThreads, 1)
-    index_scores_fp4_sm90(const __grid_constant__ IndexParams params) {
+    index_scores_sm90(const __grid_constant__ IndexParams params) {
+  constexpr int kHeads = Keys::kHeads;
   extern __shared__ __align__(128) unsigned char memory[];
-  ScoreShared& shared = *reinterpret_cast<ScoreShared*>(memory);
+  auto& shared = *reinterpret_cast<ScoreShared<Keys>*>(memory);
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
@@ -220,22 +297,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int end_row = min(begin_row + rows_of_part, tokens);
   const int first_tile = warp_idx * per_part + block_of_part, tile_step = kWarps * per_part;
 
-  RawKeys raw;
-  if (first_tile < num_tiles) load_keys(raw, params, unit, first_tile, lane_idx);
+  typename Keys::Raw raw;
+  if (first_tile < num_tiles) Keys::load(raw, params, unit, first_tile, lane_idx);
   wait_at(params.query_done);
   if (params.heads_done.word != nullptr) wait_at(params.heads_done);
   if (params.new_keys) {
     if (params.keys_done.word != nullptr) wait_at(params.keys_done);
     if (first_tile < num_tiles && (first_tile + 1) * kTileKeys > unit.first_new) {
-      load_keys(raw, params, unit, first_tile, lane_idx);
+      Keys::load(raw, params, unit, first_tile, lane_idx);
     }
   }
-  for (int base = begin_row; base < end_row; base += kRowsTogether) {
-    const int num = min(end_row - base, kRowsTogether);
-    const auto* query = reinterpret_cast<const unsigned char*>(params.query) +
-                        static_cast<std::int64_t>(first_row + base) * kQueryBytes;
-    for (int i = thread_idx; i < num * (kQueryBytes / 16); i += kThreads) {
-      copy_16(shared.query + 16 * i, query + 16 * i);
+  for (int base = begin_row; base < end_row; base += Keys::kRowsTogether) {
+    const int num = min(end_row - base, Keys::kRowsTogether);
+    constexpr int kPieces = kHeads * kIndexDim / 8;
+    const auto* query = reinterpret_cast<const uint4*>(params.query) +
+                        static_cast<std::int64_t>(first_row + base) * kPieces;
+    for (int i = thread_idx; i < num * kPieces; i += kThreads) {
+      copy_16(&shared.query[0][i], query + i);
     }
     for (int i = thread_idx; i < num * kHeads; i += kThreads) {
       const float* sums = params.head_sums +
@@ -244,21 +322,23 @@ __global__ void __launch_bounds__(kThreads, 1)
                           i % kHeads;
       const float other =
           __ldcg(sums + static_cast<std::int64_t>(params.rows.num_rows) * params.head_stride);
-      shared.weight[i / kHeads][i % kHeads] = quick_bf16(__ldcg(sums) + other) * kWeightFactor;
+      shared.weight[i / kHeads][i % kHeads] =
+          Keys::weight(params, __ldcg(sums) + other, first_row + base + i / kHeads, i % kHeads);
     }
     wait_for_copies();
     plat::block_sync();
 #pragma unroll 1
     for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
-      if (base != begin_row && tile == first_tile) load_keys(raw, params, unit, tile, lane_idx);
+      if (base != begin_row && tile == first_tile) Keys::load(raw, params, unit, tile, lane_idx);
       KeyFragments keys;
-      expand_keys(keys, raw);
-      if (tile + tile_step < num_tiles) load_keys(raw, params, unit, tile + tile_step, lane_idx);
+      Keys::expand(keys, raw);
+      const float factor = Keys::own_factor(raw, lane_idx % 4);
+      if (tile + tile_step < num_tiles) Keys::load(raw, params, unit, tile + tile_step, lane_idx);
       const int octet = tile * kOctets + lane_idx % 4;
       const int entry = octet * kIndexBlock + lane_idx / 4;
 #pragma unroll 1
       for (int i = 0; i < num; ++i) {
-        const float score = score_of(keys, shared, i, lane_idx);
+        const float score = score_of<Keys>(keys, shared, i, lane_idx) * factor;
         const std::int64_t row = first_row + base + i;
         params.scores[row * params.pitch + entry] = score;
         if (params.block_scores == nullptr) continue;
@@ -286,8 +366,13 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic,
     return cudaErrorInvalidValue;
   }
   if (params.pages.per_page < 64 || params.pages.per_page % 64 != 0) return cudaErrorInvalidValue;
-  return launch_kernel(index_scores_fp4_sm90, dim3(kIndexScoreBlocks), kThreads,
-                       sizeof(ScoreShared), 1, programmatic, stream, params);
+  const auto launch = [&]<class Keys>() {
+    return launch_kernel(index_scores_sm90<Keys>, dim3(kIndexScoreBlocks), kThreads,
+                         sizeof(ScoreShared<Keys>), 1, programmatic, stream, params);
+  };
+  if (params.format == IndexFormat::fp4) return launch.template operator()<Fp4Keys>();
+  if (params.blocks != nullptr || params.block_scores != nullptr) return cudaErrorInvalidValue;
+  return launch.template operator()<Fp8Keys>();
 }
 
 }  // namespace lowlat::nvidia::fused
