@@ -28,7 +28,7 @@ struct HostEngram {
         token_map(kTokens) {
     // Odd numbers do for primes here: columns of about 20,000 rows keep the table small.
     for (int i = 0; i < kEngramColumns; ++i) num_rows += primes[i] = 20'011 + 2 * i;
-    for (auto& m : multipliers) m = static_cast<std::int64_t>(random.bits() >> 17) | 1;
+    for (auto& m : multipliers) m = static_cast<std::int64_t>(random.bits() >> 18) | 1;
     for (auto& v : token_map) v = random.below(99'092);
     table.resize(static_cast<std::size_t>(num_rows) * 256);
     for (auto& code : table) {

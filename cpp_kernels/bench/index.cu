@@ -25,23 +25,21 @@ constexpr const char* kNames[] = {"plain",    "index source, all entries", "rati
 // its place on the device, so that a gate is enough.
 enum class Join { ended, started };
 
-// The streams that are captured besides the main one, and their events.
-struct Branches {
-  cudaStream_t side, other;
+// The stream that is captured beside the main one, and the events between them.
+struct Branch {
+  cudaStream_t side;
   cudaEvent_t fork, started, ended;
-  Branches() {
-    for (cudaStream_t* stream : {&side, &other}) {
-      cuda_must(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "stream");
-    }
+  Branch() {
+    cuda_must(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "stream");
     for (cudaEvent_t* event : {&fork, &started, &ended}) {
       cuda_must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "event");
     }
   }
-  Branches(const Branches&) = delete;
-  Branches& operator=(const Branches&) = delete;
-  ~Branches() {
+  Branch(const Branch&) = delete;
+  Branch& operator=(const Branch&) = delete;
+  ~Branch() {
     for (cudaEvent_t event : {fork, started, ended}) cudaEventDestroy(event);
-    for (cudaStream_t stream : {side, other}) cudaStreamDestroy(stream);
+    cudaStreamDestroy(side);
   }
 };
 
@@ -123,9 +121,9 @@ struct IndexChain {
     act.x_scale.put(std::vector<float>(act.x_scale.size(), 0.01f));
   }
 
-  // Kernels of layer i's index on the branches; the gate of its selection.
+  // Kernels of layer i's index on the branch; the gate of its selection.
   fused::Gate launch_index(Kind kind, int i, const fused::Gate& x_done,
-                           const fused::Gate& qkv_done, Join join, Branches& branches) {
+                           const fused::Gate& qkv_done, Join join, Branch& branch) {
     const std::uint32_t* round = gates.round();
     const int rows = sizes.rows();
     const bool compresses = kind == Kind::ratio2 || kind == Kind::layer20;
@@ -136,36 +134,37 @@ struct IndexChain {
     index.query_done = index_gates.at(i, IndexGates::query, fused::kIndexQueryBlocks, round);
     index.scores_done = index_gates.at(i, IndexGates::scores, fused::kIndexScoreBlocks, round);
     index.done = index_gates.at(i, IndexGates::select, fused::index_select_blocks(index), round);
-    cuda_must(cudaStreamWaitEvent(branches.other, branches.fork), "wait");
     fused::CompressParams compress =
         buffers[i].compress(index_weights[i], states[i], act, !compresses);
     compress.x_done = x_done;
     compress.product_done = index_gates.at(i, IndexGates::product,
                                            fused::compress_product_blocks(compress), round);
     index.heads_done = compress.product_done;
-    cuda_must(fused::launch_compress_product(compress, kHidden, false, branches.other), "product");
+    // One branch, each kernel of which is launched when all blocks of the one before have begun:
+    // whatever waits at a gate, what it waits for has its place already.
+    cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
+    cuda_must(fused::launch_compress_product(compress, kHidden, false, branch.side), "product");
     if (compresses) {
       compress.done =
           index_gates.at(i, IndexGates::keys, fused::compress_key_blocks(rows), round);
       index.keys_done = compress.done;
-      cuda_must(fused::launch_compress_key(compress, true, branches.other), "key");
+      cuda_must(fused::launch_compress_key(compress, true, branch.side), "key");
     }
-    cuda_must(cudaStreamWaitEvent(branches.side, branches.fork), "wait");
-    cuda_must(fused::launch_index_query(index, false, branches.side), "query");
-    cuda_must(fused::launch_index_scores(index, true, branches.side), "scores");
-    cuda_must(fused::launch_index_select(index, true, branches.side,
-                                         join == Join::started ? branches.started : nullptr),
+    cuda_must(fused::launch_index_query(index, true, branch.side), "query");
+    cuda_must(fused::launch_index_scores(index, true, branch.side), "scores");
+    cuda_must(fused::launch_index_select(index, true, branch.side,
+                                         join == Join::started ? branch.started : nullptr),
               "select");
-    if (join == Join::ended) cuda_must(cudaEventRecord(branches.ended, branches.side), "record");
+    if (join == Join::ended) cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
     if (kind == Kind::layer20) {
-      cuda_must(fused::launch_index_blocks(index, true, branches.side), "blocks");
+      cuda_must(fused::launch_index_blocks(index, true, branch.side), "blocks");
     }
     return index.done;
   }
 
-  // A chain of the attention half with what `kind` has beside it. early: the branches begin when
-  // wo_b has ended, and wait for x at a gate. engram: its weights, by turns.
-  void launch(Kind kind, bool early, Join join, cudaStream_t stream, Branches& branches,
+  // A chain of the attention half with what `kind` has beside it. early: the branch begins when
+  // wo_b has ended, and waits for x at a gate. engram: its weights, by turns.
+  void launch(Kind kind, bool early, Join join, cudaStream_t stream, Branch& branch,
               const std::function<fused::EngramParams(int, int)>& engram_of = nullptr) {
     gates.reset();
     index_gates.reset();
@@ -176,7 +175,7 @@ struct IndexChain {
     fused::Gate last = {};
     const bool has_index = kind != Kind::plain && kind != Kind::engram;
     const auto fork = [&] {
-      if (kind != Kind::plain) cuda_must(cudaEventRecord(branches.fork, stream), "record");
+      if (kind != Kind::plain) cuda_must(cudaEventRecord(branch.fork, stream), "record");
     };
     fork();
     for (int i = 0; i < kLayers; ++i) {
@@ -194,18 +193,18 @@ struct IndexChain {
         engram.product_done =
             index_gates.at(i, IndexGates::scores, fused::kEngramProductBlocks, round);
         engram.done = index_gates.at(i, IndexGates::select, fused::engram_apply_blocks(rows), round);
-        cuda_must(cudaStreamWaitEvent(branches.side, branches.fork), "wait");
-        cuda_must(fused::launch_engram_lookup(engram, false, branches.side), "lookup");
-        cuda_must(fused::launch_engram_product(engram, true, branches.side,
-                                               join == Join::started ? branches.started : nullptr),
+        cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
+        cuda_must(fused::launch_engram_lookup(engram, false, branch.side), "lookup");
+        cuda_must(fused::launch_engram_product(engram, true, branch.side,
+                                               join == Join::started ? branch.started : nullptr),
                   "product");
         if (join == Join::ended) {
-          cuda_must(cudaEventRecord(branches.ended, branches.side), "record");
+          cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
         }
       }
       const fused::Gate qkv_done = gate(Gates::qkv, fused::front_qkv_blocks());
       fused::Gate selected = {};
-      if (has_index) selected = launch_index(kind, i, last, qkv_done, join, branches);
+      if (has_index) selected = launch_index(kind, i, last, qkv_done, join, branch);
       fused::FrontParams front = act.front(weights[i], keys[i]);
       const fused::Gate mix_done = gate(Gates::mix, rows);
       front.mix = act.mixing(weights[i], i % 2,
@@ -223,8 +222,8 @@ struct IndexChain {
         attention.extra_idx = buffers[i].entry_slots.get();
         attention.extra = {states[i].pool.get(), HostIndexState::pool_page_bytes(sizes),
                            sizes.per_page()};
-        cuda_must(cudaStreamWaitEvent(stream, join == Join::started ? branches.started
-                                                                   : branches.ended),
+        cuda_must(cudaStreamWaitEvent(stream, join == Join::started ? branch.started
+                                                                   : branch.ended),
                   "join");
       }
       cuda_must(fused::launch_sparse_attention(attention, !has_index || join == Join::started,
@@ -243,19 +242,16 @@ struct IndexChain {
       cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
       if (kind == Kind::engram) {
         engram.before = last;
-        cuda_must(cudaStreamWaitEvent(stream, join == Join::started ? branches.started
-                                                                   : branches.ended),
+        cuda_must(cudaStreamWaitEvent(stream, join == Join::started ? branch.started
+                                                                   : branch.ended),
                   "join");
         cuda_must(fused::launch_engram_apply(engram, join == Join::started, stream), "apply");
         last = engram.done;
       }
     }
-    for (cudaStream_t joined : {branches.side, branches.other}) {
-      const bool used = joined == branches.side ? kind != Kind::plain : has_index;
-      if (!used) continue;
-      cuda_must(cudaEventRecord(branches.ended, joined), "record");
-      cuda_must(cudaStreamWaitEvent(stream, branches.ended), "join");
-    }
+    if (kind == Kind::plain) return;
+    cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
+    cuda_must(cudaStreamWaitEvent(stream, branch.ended), "join");
   }
 };
 
@@ -274,9 +270,9 @@ void time_alone(const char* name, double megabytes, IndexChain& chain,
 // Microseconds a layer of a chain; 0 where it was not timed.
 double time_half(IndexChain& chain, Kind kind, bool early, Join join, double plain_us,
                  const std::function<fused::EngramParams(int, int)>& engram_of) {
-  Branches branches;
+  Branch branch;
   Graph graph([&](cudaStream_t stream) {
-    chain.launch(kind, early, join, stream, branches, engram_of);
+    chain.launch(kind, early, join, stream, branch, engram_of);
   });
   std::printf("half of %s%s%s, T=%d length %d: ", kNames[static_cast<int>(kind)],
               early ? ", early" : "", join == Join::started ? ", gate" : "", chain.sizes.rows(),

@@ -23,7 +23,7 @@ namespace lowlat::bench {
 inline constexpr int kIndexHeads = fused::kFp4IndexHeads, kIndexDim = fused::kIndexDim;
 inline constexpr int kIndexRowBytes = 68, kIndexPageRows = 64;
 inline constexpr std::int64_t kIndexPageBytes = kIndexPageRows * kIndexRowBytes;
-inline constexpr int kPositionsOfPage = 256, kStateRing = 8;
+inline constexpr int kPositionsOfPage = 256, kStateRing = 16;
 
 // Which requests a step has, and where their entries lie.
 struct IndexSizes {

@@ -28,8 +28,8 @@ struct CompressParams {
   // a pool; weights_proj, if it is an index source.
   Bf16Rows matrices[kCompressMatrices];
   float* partial;  // [2, T, all rows of the matrices]
-  // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring` for each request's
-  // state slot. Ratio 2 only.
+  // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring`, at least tokens + 1, for
+  // each request's state slot. Ratio 2 only.
   float* state;
   const std::int32_t* state_slots;  // [requests]
   int ring;

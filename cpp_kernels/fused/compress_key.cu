@@ -268,6 +268,8 @@ cudaError_t launch_compress_key(const CompressParams& params, bool programmatic,
   if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
   if (params.ratio != 1 && params.ratio != 2) return cudaErrorInvalidValue;
   if (compress_width(params) < params.ratio * kDim) return cudaErrorInvalidValue;
+  // A row reads the cell before its request's first and writes its own.
+  if (params.ratio == 2 && params.ring < rows.tokens + 1) return cudaErrorInvalidValue;
   return launch_kernel(compress_key_fp4_sm90, dim3(compress_key_blocks(rows.num_rows)), kThreads, 0,
                        1, programmatic, stream, params);
 }

@@ -10,7 +10,7 @@
 // Rounding     keys and queries are exact in bf16 (f16); sums fp32
 // Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
-// Launch       132 blocks of 384 threads share the requests (rows, with candidate blocks), and each
+// Launch       132 blocks of 256 threads share the requests (rows, with candidate blocks), and each
 //              request's rows where it has few keys; a warp takes 32 keys, expands them once and
 //              keeps them in registers for all its rows. The first keys are read before the queries
 //              are there
@@ -31,7 +31,7 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 384, kWarps = kThreads / plat::kWarpLanes;
+constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kTileKeys = 32, kOctets = kTileKeys / kIndexBlock;
 constexpr int kHeadsTogether = 32, kQueryPieces = kHeadsTogether / 8 * 4 * plat::kWarpLanes;
 

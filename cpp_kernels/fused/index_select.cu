@@ -14,6 +14,8 @@
 // Meaning      reference/select.cpp, exactly
 #include "platform/nvidia.hpp"
 // The platform comes first.
+#include <cfloat>
+
 #include "fused/exchange_gate.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_weights.cuh"
@@ -108,67 +110,113 @@ LOWLAT_DEVICE void load_found(SelectShared& shared, const uint2* found, int n, s
   }
 }
 
+// What stages::score_order came from.
+LOWLAT_DEVICE float score_of(std::uint32_t order) {
+  return plat::bits_float((order & 0x8000'0000u) != 0u ? order ^ 0x8000'0000u : ~order);
+}
+
+// A number of each lane, over the block: the least of `low` and the largest of `high`. Syncs.
+LOWLAT_DEVICE void block_bounds(SelectShared& shared, std::uint32_t& low, std::uint32_t& high) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  low = __reduce_min_sync(plat::kAllLanes, low);
+  high = __reduce_max_sync(plat::kAllLanes, high);
+  if (lane_idx == 0) shared.low[warp_idx] = low, shared.high[warp_idx] = high;
+  plat::block_sync();
+  low = __reduce_min_sync(plat::kAllLanes, shared.low[lane_idx % kWarps]);
+  high = __reduce_max_sync(plat::kAllLanes, shared.high[lane_idx % kWarps]);
+}
+
+// The bin where the sum of the bins from the top reaches what is missing, into shared.found_*; the
+// bins are zeros again. All threads of the block call, after a sync; syncs at the end.
+LOWLAT_DEVICE void find_bin(SelectShared& shared, std::uint32_t missing) {
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  // A thread has four, from the top.
+  const int first = kBins - 4 - 4 * thread_idx;
+  auto* at = reinterpret_cast<uint4*>(shared.bins + first);
+  const uint4 bins = *at;
+  *at = make_uint4(0u, 0u, 0u, 0u);
+  const std::uint32_t four[4] = {bins.w, bins.z, bins.y, bins.x};
+  const std::uint32_t own = four[0] + four[1] + four[2] + four[3];
+  std::uint32_t total;
+  std::uint32_t before = warp_before(own, lane_idx, total);
+  if (lane_idx == 0) shared.sums[warp_idx] = total;
+  plat::block_sync();
+  before += __reduce_add_sync(plat::kAllLanes, lane_idx < warp_idx ? shared.sums[lane_idx] : 0u);
+  if (before < missing && missing <= before + own) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (before < missing && missing <= before + four[i]) {
+        shared.found_bin = static_cast<std::uint32_t>(first + 3 - i);
+        shared.found_above = before;
+        shared.found_here = four[i];
+      }
+      before += four[i];
+    }
+  }
+  plat::block_sync();
+}
+
+// visit(order) of a thread's orders from `low` to `high`, of n.
+template <class Visit>
+LOWLAT_DEVICE void visit_orders(const SelectShared& shared, int n, std::uint32_t low,
+                                std::uint32_t high, Visit visit) {
+#pragma unroll 1
+  for (int number = 4 * plat::thread_idx(); number < n; number += kStripe) {
+    const uint4 four = *reinterpret_cast<const uint4*>(shared.order + number);
+    const std::uint32_t order[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (order[e] >= low && order[e] <= high) visit(order[e]);
+    }
+  }
+}
+
 // The threshold of the k best of n > k orders. All threads of the block call.
 LOWLAT_DEVICE Selection threshold_of(SelectShared& shared, int n, int k, std::uint32_t most,
                                      std::uint32_t least) {
-  const int thread_idx = plat::thread_idx();
-  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   // Bounds of the k-th: every thread's largest is one of kThreads orders that are not below the
   // least of them.
-  std::uint32_t low = n >= kStripe && k <= kThreads ? most : least;
-  low = __reduce_min_sync(plat::kAllLanes, low);
-  most = __reduce_max_sync(plat::kAllLanes, most);
-  if (lane_idx == 0) shared.low[warp_idx] = low, shared.high[warp_idx] = most;
-  *reinterpret_cast<uint4*>(shared.bins + 4 * thread_idx) = make_uint4(0u, 0u, 0u, 0u);
-  plat::block_sync();
-  low = __reduce_min_sync(plat::kAllLanes, shared.low[lane_idx % kWarps]);
-  std::uint32_t high = __reduce_max_sync(plat::kAllLanes, shared.high[lane_idx % kWarps]);
+  std::uint32_t low = n >= kStripe && k <= kThreads ? most : least, high = most;
+  *reinterpret_cast<uint4*>(shared.bins + 4 * plat::thread_idx()) = make_uint4(0u, 0u, 0u, 0u);
+  block_bounds(shared, low, high);
   auto missing = static_cast<std::uint32_t>(k);
-  // Eleven bits of the range a pass; at most three passes.
+  // First equal steps of the score itself: in the order's bits, which are nearly its logarithm, most
+  // scores would meet in a few bins and wait for each other there.
+  const float base = score_of(low), per_score = static_cast<float>(kBins) / (score_of(high) - base);
+  if (low > 1u && per_score > 0.0f && per_score < FLT_MAX) {
+    const auto bin_of = [&](std::uint32_t order) {
+      return min(static_cast<std::uint32_t>((score_of(order) - base) * per_score), kBins - 1u);
+    };
+    visit_orders(shared, n, low, high,
+                 [&](std::uint32_t order) { atomicAdd_block(&shared.bins[bin_of(order)], 1u); });
+    plat::block_sync();
+    find_bin(shared, missing);
+    missing -= shared.found_above;
+    const std::uint32_t bin = shared.found_bin, here = shared.found_here;
+    std::uint32_t bin_low = ~0u, bin_high = 0u;
+    visit_orders(shared, n, low, high, [&](std::uint32_t order) {
+      if (bin_of(order) != bin) return;
+      bin_low = min(bin_low, order);
+      bin_high = max(bin_high, order);
+    });
+    block_bounds(shared, bin_low, bin_high);
+    low = bin_low, high = bin_high;
+    if (here == missing) return {low, 0u, 0u};
+  }
+  // Then eleven bits of the range a pass; at most three passes.
 #pragma unroll 1
   for (;;) {
-    const std::uint32_t width = high - low;
-    const int shift = max(32 - __clz(static_cast<int>(width)) - 11, 0);
-#pragma unroll 1
-    for (int number = 4 * thread_idx; number < n; number += kStripe) {
-      const uint4 four = *reinterpret_cast<const uint4*>(shared.order + number);
-      const std::uint32_t order[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (order[e] >= low && order[e] - low <= width) {
-          atomicAdd_block(&shared.bins[(order[e] - low) >> shift], 1u);
-        }
-      }
-    }
+    const int shift = max(32 - __clz(static_cast<int>(high - low)) - 11, 0);
+    visit_orders(shared, n, low, high, [&](std::uint32_t order) {
+      atomicAdd_block(&shared.bins[(order - low) >> shift], 1u);
+    });
     plat::block_sync();
-    // The bin where the sum from the top reaches what is missing: a thread has four, from the top.
-    const int first = kBins - 4 - 4 * thread_idx;
-    const uint4 bins = *reinterpret_cast<const uint4*>(shared.bins + first);
-    const std::uint32_t four[4] = {bins.w, bins.z, bins.y, bins.x};
-    const std::uint32_t own = four[0] + four[1] + four[2] + four[3];
-    std::uint32_t total;
-    std::uint32_t before = warp_before(own, lane_idx, total);
-    if (lane_idx == 0) shared.sums[warp_idx] = total;
-    plat::block_sync();
-    // Everybody has read the bins.
-    *reinterpret_cast<uint4*>(shared.bins + 4 * thread_idx) = make_uint4(0u, 0u, 0u, 0u);
-    before += __reduce_add_sync(plat::kAllLanes, lane_idx < warp_idx ? shared.sums[lane_idx] : 0u);
-    if (before < missing && missing <= before + own) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (before < missing && missing <= before + four[i]) {
-          shared.found_bin = static_cast<std::uint32_t>(first + 3 - i);
-          shared.found_above = before;
-          shared.found_here = four[i];
-        }
-        before += four[i];
-      }
-    }
-    plat::block_sync();
+    find_bin(shared, missing);
     missing -= shared.found_above;
     low += shared.found_bin << shift;
-    const std::uint32_t here = shared.found_here;
-    if (here == missing) return {low, 0u, 0u};
+    if (shared.found_here == missing) return {low, 0u, 0u};
     if (shift == 0) return {low + 1u, low, missing};
     high = min(high, low + ((1u << shift) - 1u));
   }
