@@ -34,7 +34,7 @@ struct IndexSizes {
   int pages_of_request() const { return (length + tokens) / kPositionsOfPage + 1; }
   int num_pages() const { return requests * pages_of_request() + 1; }
   int max_entries() const { return std::max((length + tokens) / ratio, 1); }
-  std::int64_t pitch() const { return std::max<std::int64_t>((max_entries() + 31) / 32 * 32, 16384); }
+  std::int64_t pitch() const { return std::max<std::int64_t>((max_entries() + 63) / 64 * 64, 16384); }
 };
 
 struct HostIndexWeights {

@@ -62,7 +62,7 @@ struct IndexParams {
   // head_sums + t * head_stride and, the second part, T * head_stride behind it.
   const float* head_sums;
   int head_stride;
-  // Scores. pitch: floats of a row, a multiple of 32, at least max_entries (with `blocks` at least
+  // Scores. pitch: floats of a row, a multiple of 64, at least max_entries (with `blocks` at least
   // kIndexMaxBlocks * kIndexBlock).
   float* scores;
   std::int64_t pitch;

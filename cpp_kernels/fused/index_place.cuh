@@ -18,16 +18,16 @@ namespace lowlat::nvidia::fused {
 inline constexpr int kIndexDim = shape::kIndexDim;
 inline constexpr int kFp4IndexHeads = 32, kFp8IndexHeads = 64;
 
-// Keys are the M side of mma.m16n8k16 and eight heads its N side; lane 4 g + t has the 32 channels
-// of group t of key g (and g + 8) and of head g. An octet of eight channels of a lane is 16 bytes,
-// and a warp reads an octet of eight heads as 512 consecutive ones: [heads / 8][octet of the
-// group][lane][8]. Within an octet e4m3 channels follow each other; eight e2m1 codes of a word
-// expand to the pairs (0,4) (1,5) (2,6) (3,7).
+// Keys are the M side of the products and 32 heads the N side; lane 4 g + t of a warp has the 32
+// channels of group t of keys g and g + 8, in eight steps of four channels. So a step's columns are
+// cores [half of the four][head][group][two channels] of nvidia_sm90_products.cuh. e4m3 channels
+// follow each other; eight e2m1 codes of a word expand to the pairs (0,4) (1,5) (2,6) (3,7).
+inline constexpr int kIndexAlongHeads = 8 * 2 * 128;  // bytes from eight heads to the next eight
 constexpr int index_query_place(int head, int channel, bool fp8 = false) {
-  const int group = channel / 32, octet = channel % 32 / 8, i = channel % 8;
-  const int lane = head % 8 * 4 + group;
-  const int place = fp8 ? i : i < 4 ? 2 * i : 2 * (i - 4) + 1;
-  return ((head / 8 * 4 + octet) * 32 + lane) * 8 + place;
+  const int group = channel / 32, i = channel % 32;
+  const int pair = fp8 ? i / 2 : i / 8 * 4 + i % 4;  // of the lane's sixteen
+  const int element = fp8 ? i % 2 : i % 8 / 4;
+  return head / 8 * (kIndexAlongHeads / 2) + pair * 64 + head % 8 * 8 + group * 2 + element;
 }
 
 // The ue8m0 code of the smallest power of two not below amax / 6, of a normal amax; its value and

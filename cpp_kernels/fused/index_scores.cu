@@ -11,8 +11,8 @@
 // Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
 // Launch       132 blocks of 256 threads share the requests (rows, with candidate blocks), and each
-//              request's rows where it has few keys; a warp takes 32 keys, expands them once and
-//              keeps them in registers for all its rows. The first keys are read before the queries
+//              request's rows where it has few keys; four warps take 64 keys, expand them once and
+//              keep them in registers for all their rows. The first keys are read before the queries
 //              are there
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; keys that the step writes are read after
 //              keys_done
@@ -26,14 +26,18 @@
 #include "fused/index.hpp"
 #include "fused/index_place.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
+#include "platform/nvidia_sm90_products.cuh"
 #include "stages/kv.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
-constexpr int kTileKeys = 32, kOctets = kTileKeys / kIndexBlock;
-constexpr int kHeadsTogether = 32, kQueryPieces = kHeadsTogether / 8 * 4 * plat::kWarpLanes;
+constexpr int kThreads = 256, kGroupWarps = 4;
+constexpr int kGroups = kThreads / plat::kWarpLanes / kGroupWarps;  // of warps, with a tile each
+constexpr int kTileKeys = 64, kOctets = kTileKeys / kIndexBlock;
+constexpr int kWarpOctets = kOctets / kGroupWarps;
+constexpr int kHeadsTogether = 32, kSteps = 8;
+static_assert(kWarpOctets == 2);
 
 // Which entries a unit (a request, or a row with its candidate blocks) scores.
 struct Unit {
@@ -43,14 +47,14 @@ struct Unit {
   int first_new;                 // entries from here on are written by this step
 };
 
-// Where the key of a lane lies: of octet i of a tile, number lane / 4.
+// Where the key of a lane lies: of an octet of the candidates, number lane / 4.
 struct KeyPlace {
   const std::uint8_t* page;
   int row;
 };
-LOWLAT_DEVICE KeyPlace find_key(const IndexParams& params, const Unit& unit, int tile, int i,
+LOWLAT_DEVICE KeyPlace find_key(const IndexParams& params, const Unit& unit, int number,
                                 int lane_idx) {
-  const int known = min(tile * kOctets + i, (unit.count - 1) / kIndexBlock);
+  const int known = min(number, (unit.count - 1) / kIndexBlock);
   const int octet = unit.blocks != nullptr ? __ldcg(unit.blocks + known) : known;
   const int entry = octet * kIndexBlock + lane_idx / 4;
   const int page = __ldg(unit.page_row + entry / params.pages.per_page);
@@ -62,23 +66,25 @@ LOWLAT_DEVICE KeyPlace find_key(const IndexParams& params, const Unit& unit, int
           place % stages::kIndexSlotsPerPage};
 }
 
-// Keys as fragments: [m][step][register].
-struct KeyFragments {
-  std::uint32_t a[2][8][4];
+// A warp's sixteen keys as rows of products: [step][register].
+struct KeyRows {
+  std::uint32_t a[kSteps][4];
 };
 
 // V4.1: e2m1 codes under a power of two for each 32 channels; a lane has one such group of a key.
 struct Fp4Keys {
   static constexpr int kHeads = kFp4IndexHeads, kRowsTogether = 8;
+  static constexpr sm90::Half kHalf = sm90::Half::bf16;
   struct Raw {
-    uint4 codes[kOctets];
-    std::uint32_t scale[kOctets];
+    uint4 codes[kWarpOctets];
+    std::uint32_t scale[kWarpOctets];
   };
-  LOWLAT_DEVICE static void load(Raw& raw, const IndexParams& params, const Unit& unit, int tile,
+  // octet: the first of the warp's two.
+  LOWLAT_DEVICE static void load(Raw& raw, const IndexParams& params, const Unit& unit, int octet,
                                  int lane_idx) {
 #pragma unroll
-    for (int i = 0; i < kOctets; ++i) {
-      const KeyPlace at = find_key(params, unit, tile, i, lane_idx);
+    for (int i = 0; i < kWarpOctets; ++i) {
+      const KeyPlace at = find_key(params, unit, octet + i, lane_idx);
       const int group = lane_idx % 4;
       raw.codes[i] = __ldcg(reinterpret_cast<const uint4*>(
           at.page + at.row * stages::kIndexDataBytes + 16 * group));
@@ -98,34 +104,27 @@ struct Fp4Keys {
       out[i] = sm90::multiply_bf16_pairs(bits, factor);
     }
   }
-  LOWLAT_DEVICE static void expand(KeyFragments& out, const Raw& raw) {
+  LOWLAT_DEVICE static void expand(KeyRows& out, const Raw& raw) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int half = 0; half < kWarpOctets; ++half) {
+      const uint4& codes = raw.codes[half];
+      // 2^(byte - 127 + 126 - 8) as bf16: 2^-8 smaller than the scale is, so that the factor is a
+      // bf16 number up to scales of 2^9; the head weights make up for it.
+      const std::uint32_t one = (min(raw.scale[half], 136u) + 118u) << 7;
+      const std::uint32_t factor = one | one << 16;
+      const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4& codes = raw.codes[2 * m + half];
-        // 2^(byte - 127 + 126 - 8) as bf16: 2^-8 smaller than the scale is, so that the factor is a
-        // bf16 number up to scales of 2^9; the head weights make up for it.
-        const std::uint32_t one = (min(raw.scale[2 * m + half], 136u) + 118u) << 7;
-        const std::uint32_t factor = one | one << 16;
-        const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          std::uint32_t pairs[4];
-          expand_word(pairs, words[j], factor);
-          out.a[m][2 * j][half] = pairs[0];
-          out.a[m][2 * j][2 + half] = pairs[1];
-          out.a[m][2 * j + 1][half] = pairs[2];
-          out.a[m][2 * j + 1][2 + half] = pairs[3];
-        }
+      for (int j = 0; j < 4; ++j) {
+        std::uint32_t pairs[4];
+        expand_word(pairs, words[j], factor);
+        out.a[2 * j][half] = pairs[0];
+        out.a[2 * j][2 + half] = pairs[1];
+        out.a[2 * j + 1][half] = pairs[2];
+        out.a[2 * j + 1][2 + half] = pairs[3];
       }
     }
   }
-  LOWLAT_DEVICE static float own_factor(const Raw&, int) { return 1.0f; }
-  LOWLAT_DEVICE static void multiply(float (&sum)[4], const std::uint32_t (&a)[4],
-                                     const std::uint32_t (&b)[2]) {
-    sm90::mma_bf16(sum, a, b);
-  }
+  LOWLAT_DEVICE static float factor(const Raw&, int) { return 1.0f; }
   LOWLAT_DEVICE static float weight(const IndexParams&, float sum, int, int) {
     constexpr float kFactor = 256.0f / 64.0f;  // with (128 * 32)^-0.5
     static_assert(kHeads * kIndexDim == 4096);
@@ -136,15 +135,16 @@ struct Fp4Keys {
 // V4: e4m3 codes, exact as f16, under one fp32 scale a key.
 struct Fp8Keys {
   static constexpr int kHeads = kFp8IndexHeads, kRowsTogether = 4;
+  static constexpr sm90::Half kHalf = sm90::Half::f16;
   struct Raw {
-    uint4 codes[kOctets][2];
-    float scale[kOctets];
+    uint4 codes[kWarpOctets][2];
+    float scale[kWarpOctets];
   };
-  LOWLAT_DEVICE static void load(Raw& raw, const IndexParams& params, const Unit& unit, int tile,
+  LOWLAT_DEVICE static void load(Raw& raw, const IndexParams& params, const Unit& unit, int octet,
                                  int lane_idx) {
 #pragma unroll
-    for (int i = 0; i < kOctets; ++i) {
-      const KeyPlace at = find_key(params, unit, tile, i, lane_idx);
+    for (int i = 0; i < kWarpOctets; ++i) {
+      const KeyPlace at = find_key(params, unit, octet + i, lane_idx);
       const auto* codes = reinterpret_cast<const uint4*>(
           at.page + at.row * stages::kIndexFp8DataBytes + 32 * (lane_idx % 4));
       raw.codes[i][0] = __ldcg(codes);
@@ -154,33 +154,23 @@ struct Fp8Keys {
           at.row * stages::kIndexScaleBytes));
     }
   }
-  LOWLAT_DEVICE static void expand(KeyFragments& out, const Raw& raw) {
+  LOWLAT_DEVICE static void expand(KeyRows& out, const Raw& raw) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int half = 0; half < kWarpOctets; ++half) {
+      const uint4(&codes)[2] = raw.codes[half];
+      const std::uint32_t words[kSteps] = {codes[0].x, codes[0].y, codes[0].z, codes[0].w,
+                                           codes[1].x, codes[1].y, codes[1].z, codes[1].w};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4(&codes)[2] = raw.codes[2 * m + half];
-        const std::uint32_t words[8] = {codes[0].x, codes[0].y, codes[0].z, codes[0].w,
-                                        codes[1].x, codes[1].y, codes[1].z, codes[1].w};
-#pragma unroll
-        for (int step = 0; step < 8; ++step) {
-          std::uint32_t pair[2];
-          sm90::e4m3_to_f16(pair, words[step]);
-          out.a[m][step][half] = pair[0];
-          out.a[m][step][2 + half] = pair[1];
-        }
+      for (int step = 0; step < kSteps; ++step) {
+        std::uint32_t pair[2];
+        sm90::e4m3_to_f16(pair, words[step]);
+        out.a[step][half] = pair[0];
+        out.a[step][2 + half] = pair[1];
       }
     }
   }
-  // Of the key of octet t.
-  LOWLAT_DEVICE static float own_factor(const Raw& raw, int t) {
-    const float low = (t & 1) != 0 ? raw.scale[1] : raw.scale[0];
-    const float high = (t & 1) != 0 ? raw.scale[3] : raw.scale[2];
-    return (t & 2) != 0 ? high : low;
-  }
-  LOWLAT_DEVICE static void multiply(float (&sum)[4], const std::uint32_t (&a)[4],
-                                     const std::uint32_t (&b)[2]) {
-    sm90::mma_f16(sum, a, b[0], b[1]);
+  LOWLAT_DEVICE static float factor(const Raw& raw, int half) {
+    return half != 0 ? raw.scale[1] : raw.scale[0];
   }
   LOWLAT_DEVICE static float weight(const IndexParams& params, float sum, int row, int head) {
     constexpr float kRoot = 0.011048543456039806f;  // (128 * 64)^-0.5
@@ -191,54 +181,47 @@ struct Fp8Keys {
 
 template <class Keys>
 struct ScoreShared {
-  alignas(128) uint4 query[Keys::kRowsTogether][Keys::kHeads / kHeadsTogether * kQueryPieces];
+  alignas(128) unsigned char query[Keys::kRowsTogether][2 * Keys::kHeads * kIndexDim];
   float weight[Keys::kRowsTogether][Keys::kHeads];
 };
 
-// The lane's score of one row: lane 4 g + t gets that of key g of octet t.
+// Scores of the warp's keys for one row; lanes with an even t get that of key g, the others that of
+// key g + 8. A group of warps calls.
 template <class Keys>
-LOWLAT_DEVICE float score_of(const KeyFragments& keys, const ScoreShared<Keys>& shared, int row,
+LOWLAT_DEVICE float score_of(const KeyRows& keys, const ScoreShared<Keys>& shared, int row,
                              int lane_idx) {
-  float score[4] = {};
+  float score[2] = {};
 #pragma unroll 1
   for (int heads = 0; heads < Keys::kHeads; heads += kHeadsTogether) {
-    float sum[2][4][4] = {};
-    const uint4* query = shared.query[row] + heads / kHeadsTogether * kQueryPieces + lane_idx;
+    float sum[16];
+    const std::uint32_t query =
+        sm90::shared_address(shared.query[row]) + heads / 8 * kIndexAlongHeads;
+    sm90::rows_fence();
+    sm90::multiply_rows<Keys::kHalf, false>(sum, keys.a[0], {query, kIndexAlongHeads});
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint4 b = query[(n * 4 + j) * plat::kWarpLanes];
-        const std::uint32_t low[2] = {b.x, b.y}, high[2] = {b.z, b.w};
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          Keys::multiply(sum[m][n], keys.a[m][2 * j], low);
-          Keys::multiply(sum[m][n], keys.a[m][2 * j + 1], high);
-        }
-      }
+    for (int step = 1; step < kSteps; ++step) {
+      sm90::multiply_rows<Keys::kHalf, true>(sum, keys.a[step],
+                                             {query + 256 * step, kIndexAlongHeads});
     }
+    sm90::rows_commit();
+    sm90::rows_wait();
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < kHeadsTogether / 8; ++n) {
       const float2 w = *reinterpret_cast<const float2*>(
           &shared.weight[row][heads + 8 * n + lane_idx % 4 * 2]);
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float& to = score[2 * m + half];
-          to = plat::fma(w.x, plat::max(sum[m][n][2 * half], 0.0f), to);
-          to = plat::fma(w.y, plat::max(sum[m][n][2 * half + 1], 0.0f), to);
-        }
+      for (int half = 0; half < 2; ++half) {
+        float& to = score[half];
+        to = plat::fma(w.x, plat::max(sum[4 * n + 2 * half], 0.0f), to);
+        to = plat::fma(w.y, plat::max(sum[4 * n + 2 * half + 1], 0.0f), to);
       }
     }
   }
-  // Four lanes have parts of four octets' scores; each keeps one octet.
-  const bool upper = (lane_idx & 2) != 0, odd = (lane_idx & 1) != 0;
-  const float first = (upper ? score[2] : score[0]) +
-                      plat::warp_shuffle_xor(upper ? score[0] : score[2], 2);
-  const float second = (upper ? score[3] : score[1]) +
-                       plat::warp_shuffle_xor(upper ? score[1] : score[3], 2);
-  return (odd ? second : first) + plat::warp_shuffle_xor(odd ? first : second, 1);
+  // Four lanes have parts of two keys' scores; each keeps one key.
+  const bool odd = (lane_idx & 1) != 0;
+  const float pair = (odd ? score[1] : score[0]) +
+                     plat::warp_shuffle_xor(odd ? score[0] : score[1], 1);
+  return pair + plat::warp_shuffle_xor(pair, 2);
 }
 
 // Into how many parts the rows of a request are split: where there are fewer keys than its warps
@@ -247,8 +230,8 @@ LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks) {
   int best = 1, least = 1 << 30;
 #pragma unroll 1
   for (int parts = 1; parts <= min(tokens, num_blocks); ++parts) {
-    const int warps = num_blocks / parts * kWarps;
-    const int cost = (num_tiles + warps - 1) / warps * (1 + (tokens + parts - 1) / parts);
+    const int groups = num_blocks / parts * kGroups;
+    const int cost = (num_tiles + groups - 1) / groups * (1 + (tokens + parts - 1) / parts);
     if (cost < least) best = parts, least = cost;
   }
   return best;
@@ -295,16 +278,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int rows_of_part = (tokens + num_parts - 1) / num_parts;
   const int begin_row = min(part * rows_of_part, tokens);
   const int end_row = min(begin_row + rows_of_part, tokens);
-  const int first_tile = warp_idx * per_part + block_of_part, tile_step = kWarps * per_part;
+  const int first_tile = warp_idx / kGroupWarps * per_part + block_of_part;
+  const int tile_step = kGroups * per_part;
+  const int own_octet = warp_idx % kGroupWarps * kWarpOctets;
 
   typename Keys::Raw raw;
-  if (first_tile < num_tiles) Keys::load(raw, params, unit, first_tile, lane_idx);
+  if (first_tile < num_tiles) Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
   wait_at(params.query_done);
   if (params.heads_done.word != nullptr) wait_at(params.heads_done);
   if (params.new_keys) {
     if (params.keys_done.word != nullptr) wait_at(params.keys_done);
     if (first_tile < num_tiles && (first_tile + 1) * kTileKeys > unit.first_new) {
-      Keys::load(raw, params, unit, first_tile, lane_idx);
+      Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
     }
   }
   for (int base = begin_row; base < end_row; base += Keys::kRowsTogether) {
@@ -313,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto* query = reinterpret_cast<const uint4*>(params.query) +
                         static_cast<std::int64_t>(first_row + base) * kPieces;
     for (int i = thread_idx; i < num * kPieces; i += kThreads) {
-      copy_16(&shared.query[0][i], query + i);
+      copy_16(&shared.query[0][16 * i], query + i);
     }
     for (int i = thread_idx; i < num * kHeads; i += kThreads) {
       const float* sums = params.head_sums +
@@ -326,28 +311,33 @@ __global__ void __launch_bounds__(kThreads, 1)
           Keys::weight(params, __ldcg(sums) + other, first_row + base + i / kHeads, i % kHeads);
     }
     wait_for_copies();
+    sm90::fence_async_shared();
     plat::block_sync();
 #pragma unroll 1
     for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
-      if (base != begin_row && tile == first_tile) Keys::load(raw, params, unit, tile, lane_idx);
-      KeyFragments keys;
+      if (base != begin_row && tile == first_tile) {
+        Keys::load(raw, params, unit, tile * kOctets + own_octet, lane_idx);
+      }
+      KeyRows keys;
       Keys::expand(keys, raw);
-      const float factor = Keys::own_factor(raw, lane_idx % 4);
-      if (tile + tile_step < num_tiles) Keys::load(raw, params, unit, tile + tile_step, lane_idx);
-      const int octet = tile * kOctets + lane_idx % 4;
+      const float factor = Keys::factor(raw, lane_idx % 2);
+      if (tile + tile_step < num_tiles) {
+        Keys::load(raw, params, unit, (tile + tile_step) * kOctets + own_octet, lane_idx);
+      }
+      const int octet = tile * kOctets + own_octet + lane_idx % 2;
       const int entry = octet * kIndexBlock + lane_idx / 4;
 #pragma unroll 1
       for (int i = 0; i < num; ++i) {
         const float score = score_of<Keys>(keys, shared, i, lane_idx) * factor;
         const std::int64_t row = first_row + base + i;
-        params.scores[row * params.pitch + entry] = score;
+        if ((lane_idx & 2) == 0) params.scores[row * params.pitch + entry] = score;
         if (params.block_scores == nullptr) continue;
         float most = score;
 #pragma unroll
         for (int mask = 4; mask < plat::kWarpLanes; mask *= 2) {
           most = plat::max(plat::warp_shuffle_xor(most, mask), most);
         }
-        if (lane_idx < 4) params.block_scores[row * (params.pitch / kIndexBlock) + octet] = most;
+        if (lane_idx < 2) params.block_scores[row * (params.pitch / kIndexBlock) + octet] = most;
       }
     }
     plat::block_sync();  // the queries' memory is free
@@ -362,7 +352,7 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic,
   const StepRows& rows = params.rows;
   if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
-  if (params.max_entries < 0 || params.max_entries > kIndexMaxEntries || params.pitch % 32 != 0) {
+  if (params.max_entries < 0 || params.max_entries > kIndexMaxEntries || params.pitch % 64 != 0) {
     return cudaErrorInvalidValue;
   }
   if (params.pages.per_page < 64 || params.pages.per_page % 64 != 0) return cudaErrorInvalidValue;

@@ -403,7 +403,7 @@ bool valid(const IndexParams& params) {
   return params.rows.num_rows >= 1 && params.rows.num_rows <= kMaxFusedRows &&
          params.rows.tokens >= 1 && params.rows.num_rows % params.rows.tokens == 0 &&
          params.max_entries >= 0 && params.max_entries <= kIndexMaxEntries &&
-         params.pitch % 32 == 0;
+         params.pitch % 64 == 0;
 }
 
 }  // namespace
