@@ -85,8 +85,8 @@ struct EngramBuffers {
   }
   int rows() const { return requests * tokens; }
 
-  fused::EngramParams params(const HostEngram& host, const DeviceEngram& w,
-                             const Activations& act, int side) const {
+  fused::EngramParams params(const HostEngram& host, const DeviceEngram& w, const Activations& act,
+                             int side) const {
     fused::EngramParams p = {};
     p.rows = {rows(), tokens, device_positions.get(), slots.get()};
     p.token_ids = device_ids.get();

@@ -109,7 +109,8 @@ struct IndexChain {
         blocks[j] = num_blocks <= fused::kIndexMaxBlocks
                         ? (place < num_blocks ? place : -1)
                         : static_cast<int>((place + std::int64_t{1}) * num_blocks /
-                                           fused::kIndexMaxBlocks) - 1;
+                                           fused::kIndexMaxBlocks) -
+                              1;
       }
       buffers.back().blocks.put(blocks);
     }
@@ -122,13 +123,13 @@ struct IndexChain {
   }
 
   // Kernels of layer i's index on the branch; the gate of its selection.
-  fused::Gate launch_index(Kind kind, int i, const fused::Gate& x_done,
-                           const fused::Gate& qkv_done, Join join, Branch& branch) {
+  fused::Gate launch_index(Kind kind, int i, const fused::Gate& x_done, const fused::Gate& qkv_done,
+                           Join join, Branch& branch) {
     const std::uint32_t* round = gates.round();
     const int rows = sizes.rows();
     const bool compresses = kind == Kind::ratio2 || kind == Kind::layer20;
-    fused::IndexParams index = buffers[i].index(
-        index_weights[i], states[i], act, kind == Kind::blocks, compresses, !compresses);
+    fused::IndexParams index = buffers[i].index(index_weights[i], states[i], act,
+                                                kind == Kind::blocks, compresses, !compresses);
     if (kind != Kind::layer20) index.block_scores = nullptr;
     index.qkv_done = qkv_done;
     index.query_done = index_gates.at(i, IndexGates::query, fused::kIndexQueryBlocks, round);
@@ -137,16 +138,15 @@ struct IndexChain {
     fused::CompressParams compress =
         buffers[i].compress(index_weights[i], states[i], act, !compresses);
     compress.x_done = x_done;
-    compress.product_done = index_gates.at(i, IndexGates::product,
-                                           fused::compress_product_blocks(compress), round);
+    compress.product_done =
+        index_gates.at(i, IndexGates::product, fused::compress_product_blocks(compress), round);
     index.heads_done = compress.product_done;
     // One branch, each kernel of which is launched when all blocks of the one before have begun:
     // whatever waits at a gate, what it waits for has its place already.
     cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
     cuda_must(fused::launch_compress_product(compress, kHidden, false, branch.side), "product");
     if (compresses) {
-      compress.done =
-          index_gates.at(i, IndexGates::keys, fused::compress_key_blocks(rows), round);
+      compress.done = index_gates.at(i, IndexGates::keys, fused::compress_key_blocks(rows), round);
       index.keys_done = compress.done;
       cuda_must(fused::launch_compress_key(compress, true, branch.side), "key");
     }
@@ -188,11 +188,12 @@ struct IndexChain {
         // Asked for a layer before it is applied.
         engram = engram_of(i, 1 - i % 2);
         const std::uint32_t* round = gates.round();
-        engram.lookup_done = index_gates.at(i, IndexGates::query,
-                                            fused::engram_lookup_blocks(rows), round);
+        engram.lookup_done =
+            index_gates.at(i, IndexGates::query, fused::engram_lookup_blocks(rows), round);
         engram.product_done =
             index_gates.at(i, IndexGates::scores, fused::kEngramProductBlocks, round);
-        engram.done = index_gates.at(i, IndexGates::select, fused::engram_apply_blocks(rows), round);
+        engram.done =
+            index_gates.at(i, IndexGates::select, fused::engram_apply_blocks(rows), round);
         cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
         cuda_must(fused::launch_engram_lookup(engram, false, branch.side), "lookup");
         cuda_must(fused::launch_engram_product(engram, true, branch.side,
@@ -207,8 +208,8 @@ struct IndexChain {
       if (has_index) selected = launch_index(kind, i, last, qkv_done, join, branch);
       fused::FrontParams front = act.front(weights[i], keys[i]);
       const fused::Gate mix_done = gate(Gates::mix, rows);
-      front.mix = act.mixing(weights[i], i % 2,
-                             gate(Gates::mix_parts, fused::mix_parts(kHidden)), mix_done);
+      front.mix = act.mixing(weights[i], i % 2, gate(Gates::mix_parts, fused::mix_parts(kHidden)),
+                             mix_done);
       front.before = last;
       front.qkv_done = qkv_done;
       front.done = gate(Gates::q, fused::front_q_blocks(rows, kHeads));
@@ -222,13 +223,13 @@ struct IndexChain {
         attention.extra_idx = buffers[i].entry_slots.get();
         attention.extra = {states[i].pool.get(), HostIndexState::pool_page_bytes(sizes),
                            sizes.per_page()};
-        cuda_must(cudaStreamWaitEvent(stream, join == Join::started ? branch.started
-                                                                   : branch.ended),
-                  "join");
+        cuda_must(
+            cudaStreamWaitEvent(stream, join == Join::started ? branch.started : branch.ended),
+            "join");
       }
-      cuda_must(fused::launch_sparse_attention(attention, !has_index || join == Join::started,
-                                               stream),
-                "attention");
+      cuda_must(
+          fused::launch_sparse_attention(attention, !has_index || join == Join::started, stream),
+          "attention");
       fused::OprojParams oproj = act.oproj(weights[i], port, i, true);
       oproj.before = attention.done;
       oproj.u_done = gate(Gates::u, fused::oproj_a_blocks(kGroups));
@@ -242,9 +243,9 @@ struct IndexChain {
       cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
       if (kind == Kind::engram) {
         engram.before = last;
-        cuda_must(cudaStreamWaitEvent(stream, join == Join::started ? branch.started
-                                                                   : branch.ended),
-                  "join");
+        cuda_must(
+            cudaStreamWaitEvent(stream, join == Join::started ? branch.started : branch.ended),
+            "join");
         cuda_must(fused::launch_engram_apply(engram, join == Join::started, stream), "apply");
         last = engram.done;
       }
@@ -271,9 +272,8 @@ void time_alone(const char* name, double megabytes, IndexChain& chain,
 double time_half(IndexChain& chain, Kind kind, bool early, Join join, double plain_us,
                  const std::function<fused::EngramParams(int, int)>& engram_of) {
   Branch branch;
-  Graph graph([&](cudaStream_t stream) {
-    chain.launch(kind, early, join, stream, branch, engram_of);
-  });
+  Graph graph(
+      [&](cudaStream_t stream) { chain.launch(kind, early, join, stream, branch, engram_of); });
   std::printf("half of %s%s%s, T=%d length %d: ", kNames[static_cast<int>(kind)],
               early ? ", early" : "", join == Join::started ? ", gate" : "", chain.sizes.rows(),
               chain.sizes.length);
@@ -302,9 +302,8 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
     if (alone) {
       const double keys = sizes.requests * 68e-6 * sizes.max_entries();
       const auto index = [&](int i, bool by_blocks) {
-        fused::IndexParams p =
-            chain.buffers[i].index(chain.index_weights[i], chain.states[i], chain.act, by_blocks,
-                                   false);
+        fused::IndexParams p = chain.buffers[i].index(chain.index_weights[i], chain.states[i],
+                                                      chain.act, by_blocks, false);
         if (ratio == 2) p.block_scores = nullptr;
         return p;
       };
@@ -367,13 +366,14 @@ void time_v4(int requests, int tokens, int length) {
     for (int i = 0; i < kLayers; ++i) {
       steps.emplace_back(IndexSizes{requests, tokens, ratio, length}, Draw::random, random);
     }
-    const auto time = [&](const char* name, const std::function<cudaError_t(int, cudaStream_t)>& body) {
+    const auto time = [&](const char* name,
+                          const std::function<cudaError_t(int, cudaStream_t)>& body) {
       Graph graph([&](cudaStream_t stream) {
         for (int i = 0; i < kLayers; ++i) cuda_must(body(i, stream), name);
       });
       const Times times = time_of(graph, 60);
-      std::printf("  V4 %-20s T=%-2d ratio %-3d length %-6d %6.2f us (10th %.2f, 90th %.2f)\n", name,
-                  requests * tokens, ratio, length, times.median_us / kLayers,
+      std::printf("  V4 %-20s T=%-2d ratio %-3d length %-6d %6.2f us (10th %.2f, 90th %.2f)\n",
+                  name, requests * tokens, ratio, length, times.median_us / kLayers,
                   times.low_us / kLayers, times.high_us / kLayers);
     };
     time("compress_product", [&](int i, cudaStream_t s) {
@@ -455,20 +455,19 @@ int check(bool few) {
     return check.failures == 0 ? 0 : 1;
   }
   const IndexSizes all[] = {
-      {1, 1, 2, 0},      {1, 6, 2, 0},      {1, 6, 1, 3},     {1, 6, 2, 8191},   {1, 6, 1, 8190},
-      {2, 6, 2, 8192},   {8, 6, 1, 1030},   {8, 6, 2, 2049},  {48, 1, 1, 600},   {1, 8, 1, 20000},
-      {4, 6, 1, 16386},  {1, 12, 2, 40000}, {1, 6, 1, 131000}, {1, 6, 2, 131001}};
+      {1, 1, 2, 0},     {1, 6, 2, 0},      {1, 6, 1, 3},      {1, 6, 2, 8191},  {1, 6, 1, 8190},
+      {2, 6, 2, 8192},  {8, 6, 1, 1030},   {8, 6, 2, 2049},   {48, 1, 1, 600},  {1, 8, 1, 20000},
+      {4, 6, 1, 16386}, {1, 12, 2, 40000}, {1, 6, 1, 131000}, {1, 6, 2, 131001}};
   for (const IndexSizes& sizes : all) check.run(sizes, Draw::random, host, device);
   check.run({1, 6, 1, 20000}, Draw::equal_scores, host, device);
   check.run({1, 6, 2, 5000}, Draw::equal_scores, host, device);
   check.run({2, 6, 1, 3000}, Draw::padded, host, device);
   check.run({2, 6, 2, 3001}, Draw::padded, host, device);
-  for (const IndexSizes& sizes : {IndexSizes{1, 6, 4, 0}, IndexSizes{1, 1, 4, 3},
-                                  IndexSizes{2, 6, 4, 253}, IndexSizes{8, 6, 4, 4097},
-                                  IndexSizes{1, 8, 4, 33000}, IndexSizes{1, 6, 4, 131000},
-                                  IndexSizes{1, 6, 128, 0}, IndexSizes{8, 6, 128, 125},
-                                  IndexSizes{2, 6, 128, 1020}, IndexSizes{48, 1, 128, 255},
-                                  IndexSizes{48, 1, 4, 2047}}) {
+  for (const IndexSizes& sizes :
+       {IndexSizes{1, 6, 4, 0}, IndexSizes{1, 1, 4, 3}, IndexSizes{2, 6, 4, 253},
+        IndexSizes{8, 6, 4, 4097}, IndexSizes{1, 8, 4, 33000}, IndexSizes{1, 6, 4, 131000},
+        IndexSizes{1, 6, 128, 0}, IndexSizes{8, 6, 128, 125}, IndexSizes{2, 6, 128, 1020},
+        IndexSizes{48, 1, 128, 255}, IndexSizes{48, 1, 4, 2047}}) {
     check_v4.run(sizes, Draw::random, v4, device_v4);
   }
   check_v4.run({1, 6, 4, 5000}, Draw::equal_scores, v4, device_v4);

@@ -34,7 +34,9 @@ struct IndexSizes {
   int pages_of_request() const { return (length + tokens) / kPositionsOfPage + 1; }
   int num_pages() const { return requests * pages_of_request() + 1; }
   int max_entries() const { return std::max((length + tokens) / ratio, 1); }
-  std::int64_t pitch() const { return std::max<std::int64_t>((max_entries() + 63) / 64 * 64, 16384); }
+  std::int64_t pitch() const {
+    return std::max<std::int64_t>((max_entries() + 63) / 64 * 64, 16384);
+  }
 };
 
 struct HostIndexWeights {
@@ -98,7 +100,8 @@ struct HostIndexState {
     for (std::size_t page = 0; page < pages; ++page) {
       std::uint8_t* at = keys.data() + page * kIndexPageBytes;
       for (int i = 0; i < kIndexPageRows * 64; i += 8) {
-        const std::uint64_t bits = draw == Draw::equal_scores ? 0x2222'2222'2222'2222u : random.bits();
+        const std::uint64_t bits =
+            draw == Draw::equal_scores ? 0x2222'2222'2222'2222u : random.bits();
         std::memcpy(at + i, &bits, 8);
       }
       for (int i = kIndexPageRows * 64; i < kIndexPageBytes; ++i) {
@@ -115,9 +118,8 @@ struct HostIndexState {
       state_slots.push_back(sizes.requests - 1 - request);
       for (int i = 0; i < sizes.tokens; ++i) {
         const int position = sizes.length + i;
-        const std::int32_t page =
-            page_table[static_cast<std::size_t>(request * sizes.pages_of_request() +
-                                                position / kPositionsOfPage)];
+        const std::int32_t page = page_table[static_cast<std::size_t>(
+            request * sizes.pages_of_request() + position / kPositionsOfPage)];
         positions.push_back(position);
         slots.push_back(page * kPositionsOfPage + position % kPositionsOfPage);
       }
@@ -315,8 +317,8 @@ class IndexCheck {
     std::vector<float> squares(act.qa_squares.size(), 0.0f);
     for (int row = 0; row < act.rows; ++row) {
       for (int i = 0; i < kQLora; ++i) {
-        const auto v =
-            static_cast<float>(reference::from_bf16(qa[static_cast<std::size_t>(row) * kQLora + i]));
+        const auto v = static_cast<float>(
+            reference::from_bf16(qa[static_cast<std::size_t>(row) * kQLora + i]));
         squares[static_cast<std::size_t>(i / 16 * act.padded + row)] += v * v;
       }
     }
@@ -338,9 +340,8 @@ class IndexCheck {
   // Place of an entry in its pool.
   static std::int64_t slot_of(const IndexSizes& sizes, const HostIndexState& state, int row,
                               int entry) {
-    const std::int32_t page =
-        state.page_table[static_cast<std::size_t>(row / sizes.tokens * sizes.pages_of_request() +
-                                                  entry / sizes.per_page())];
+    const std::int32_t page = state.page_table[static_cast<std::size_t>(
+        row / sizes.tokens * sizes.pages_of_request() + entry / sizes.per_page())];
     return std::int64_t{page} * sizes.per_page() + entry % sizes.per_page();
   }
   static void key_row(std::uint8_t* out, const std::vector<std::uint8_t>& keys, std::int64_t slot) {
@@ -351,8 +352,7 @@ class IndexCheck {
   static void pool_row(std::uint8_t* out, const std::vector<std::uint8_t>& pool,
                        const IndexSizes& sizes, std::int64_t slot) {
     const std::int64_t rows = sizes.per_page();
-    const std::uint8_t* page =
-        pool.data() + slot / rows * HostIndexState::pool_page_bytes(sizes);
+    const std::uint8_t* page = pool.data() + slot / rows * HostIndexState::pool_page_bytes(sizes);
     std::memcpy(out, page + slot % rows * 576, 576);
     std::memcpy(out + 576, page + rows * 576 + slot % rows * 8, 8);
   }
@@ -430,8 +430,8 @@ class IndexCheck {
       for (int i = 0; i < kIndexDim; ++i) index_keys.add(got_key[i], want_key[i]);
       ++completed;
       // What the row may write; all else is compared with what was there.
-      std::uint8_t* page = pool.data() + slot / sizes.per_page() *
-                                             HostIndexState::pool_page_bytes(sizes);
+      std::uint8_t* page =
+          pool.data() + slot / sizes.per_page() * HostIndexState::pool_page_bytes(sizes);
       std::memcpy(page + slot % sizes.per_page() * 576, stored, 576);
       std::memcpy(page + sizes.per_page() * 576 + slot % sizes.per_page() * 8, stored + 576, 7);
       page = keys.data() + slot / kIndexPageRows * kIndexPageBytes;
@@ -456,7 +456,8 @@ class IndexCheck {
     std::vector<double> codes(latent.size());
     reference::quantize_activation(codes.data(), latent.data(),
                                    static_cast<std::int64_t>(latent.size()), 32);
-    std::vector<std::uint16_t> product(static_cast<std::size_t>(rows) * kWidth), want(product.size());
+    std::vector<std::uint16_t> product(static_cast<std::size_t>(rows) * kWidth),
+        want(product.size());
     parallel(kWidth, [&](std::int64_t n) {
       std::vector<double> weight(kQLora);
       for (int i = 0; i < kQLora; ++i) {
@@ -480,10 +481,11 @@ class IndexCheck {
     for (int row = 0; row < rows; ++row) {
       for (int head = 0; head < kIndexHeads; ++head) {
         for (int i = 0; i < kIndexDim; ++i) {
-          errors.add(reference::from_bf16(got[static_cast<std::size_t>(
-                         row * kWidth + fused::index_query_place(head, i))]),
-                     reference::from_bf16(
-                         want[static_cast<std::size_t>(row * kWidth + head * kIndexDim + i)]));
+          errors.add(
+              reference::from_bf16(
+                  got[static_cast<std::size_t>(row * kWidth + fused::index_query_place(head, i))]),
+              reference::from_bf16(
+                  want[static_cast<std::size_t>(row * kWidth + head * kIndexDim + i)]));
         }
       }
     }
@@ -501,7 +503,8 @@ class IndexCheck {
     }
     for (int i = 0; i < fused::kIndexMaxBlocks; ++i) {
       const int block = blocks[static_cast<std::size_t>(row) * fused::kIndexMaxBlocks + i];
-      for (int j = 8 * block; block >= 0 && j < std::min(8 * block + 8, count); ++j) out.push_back(j);
+      for (int j = 8 * block; block >= 0 && j < std::min(8 * block + 8, count); ++j)
+        out.push_back(j);
     }
     return out;
   }
@@ -514,8 +517,8 @@ class IndexCheck {
     const std::vector<float> parts = buffers.partial.take(), scores = buffers.scores.take();
     std::vector<float> weights(static_cast<std::size_t>(sizes.rows()) * kIndexHeads);
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      const std::size_t at = i / kIndexHeads * IndexBuffers::width_of(sizes) +
-                             sizes.ratio * kDim + i % kIndexHeads;
+      const std::size_t at =
+          i / kIndexHeads * IndexBuffers::width_of(sizes) + sizes.ratio * kDim + i % kIndexHeads;
       weights[i] = static_cast<float>(
           reference::round_bf16(parts[at] + parts[parts.size() / 2 + at]) / 64.0);
     }
@@ -536,8 +539,8 @@ class IndexCheck {
       for (std::size_t i = 0; i < entries.size(); i += step) {
         std::uint8_t key[68];
         key_row(key, state.keys, slot_of(sizes, state, static_cast<int>(row), entries[i]));
-        const double want = reference::index_scores(q.data(), &weights[row * kIndexHeads],
-                                                    kIndexHeads, key, 1)[0];
+        const double want =
+            reference::index_scores(q.data(), &weights[row * kIndexHeads], kIndexHeads, key, 1)[0];
         const double size =
             reference::index_scores(q.data(), sizes_of.data(), kIndexHeads, key, 1)[0];
         const double got = scores[static_cast<std::size_t>(row * sizes.pitch()) + i];
@@ -547,16 +550,18 @@ class IndexCheck {
     });
     const double error = *std::max_element(worst.begin(), worst.end());
     failures += error <= 1e-5 ? 0 : 1;
-    std::printf("%s T=%d ratio %d length %d: scores%s, worst %.1e of the sum of sizes (bound 1e-5)\n",
-                error <= 1e-5 ? "ok  " : "FAIL", sizes.rows(), sizes.ratio, sizes.length,
-                blocks.empty() ? "" : " of blocks", error);
+    std::printf(
+        "%s T=%d ratio %d length %d: scores%s, worst %.1e of the sum of sizes (bound 1e-5)\n",
+        error <= 1e-5 ? "ok  " : "FAIL", sizes.rows(), sizes.ratio, sizes.length,
+        blocks.empty() ? "" : " of blocks", error);
   }
 
   // Exactly the best of the scores that the device has.
   void check_selection(const IndexSizes& sizes, const HostIndexState& state,
                        const IndexBuffers& buffers, const std::vector<std::int32_t>& blocks) {
     const std::vector<float> scores = buffers.scores.take();
-    const std::vector<std::int32_t> got = buffers.entries.take(), slots = buffers.entry_slots.take();
+    const std::vector<std::int32_t> got = buffers.entries.take(),
+                                    slots = buffers.entry_slots.take();
     std::vector<std::int64_t> wrong(static_cast<std::size_t>(sizes.rows()), 0);
     parallel(sizes.rows(), [&](std::int64_t row) {
       const std::vector<int> entries = candidates(sizes, state, static_cast<int>(row), blocks);

@@ -1,6 +1,6 @@
-// bench/index_v4_case.cuh: V4-Flash's compressors (ratio 4 and 128) and its index with drawn weights,
-// rings and stored keys, and their kernels checked against float64 at true shapes. Shared by the
-// bench and the GPU test.
+// bench/index_v4_case.cuh: V4-Flash's compressors (ratio 4 and 128) and its index with drawn
+// weights, rings and stored keys, and their kernels checked against float64 at true shapes. Shared
+// by the bench and the GPU test.
 #pragma once
 
 #include "bench/index_case.cuh"
@@ -122,14 +122,15 @@ struct StepV4 {
           if ((at[i] & 0x7f) == 0x7f) at[i] ^= 1;  // no NaN
         }
         for (int i = 0; i < kIndexPageRows; ++i) {
-          const float scale =
-              draw == Draw::equal_scores ? 0.01f : static_cast<float>(0.01 + 0.02 * random.uniform());
+          const float scale = draw == Draw::equal_scores
+                                  ? 0.01f
+                                  : static_cast<float>(0.01 + 0.02 * random.uniform());
           std::memcpy(at + kIndexPageRows * kIndexDim + 4 * i, &scale, 4);
         }
       }
     }
-    const std::size_t rows_of_ring =
-        static_cast<std::size_t>(overlaps ? pages : sizes.requests) * static_cast<std::size_t>(ring);
+    const std::size_t rows_of_ring = static_cast<std::size_t>(overlaps ? pages : sizes.requests) *
+                                     static_cast<std::size_t>(ring);
     state.resize(rows_of_ring * 2 * static_cast<std::size_t>(half_width_v4(sizes.ratio)));
     index_state.resize(overlaps ? rows_of_ring * 4 * kIndexDim : 0);
     for (auto* values : {&state, &index_state}) {
@@ -319,11 +320,11 @@ class CheckV4 {
       const std::int64_t slot = step.slots[row] / sizes.ratio;
       const std::vector<double> entry = pooled(step, host, sums, row, false);
       std::vector<float> rounded(kDim), want(kDim), got(kDim);
-      for (int i = 0; i < kDim; ++i) rounded[i] = static_cast<float>(reference::round_bf16(entry[i]));
+      for (int i = 0; i < kDim; ++i)
+        rounded[i] = static_cast<float>(reference::round_bf16(entry[i]));
       std::uint8_t packed[584], stored[584];
       reference::kv_pack(packed, rounded.data(), 1);
-      std::uint8_t* page =
-          pool.data() + slot / sizes.per_page() * StepV4::pool_page_bytes(sizes);
+      std::uint8_t* page = pool.data() + slot / sizes.per_page() * StepV4::pool_page_bytes(sizes);
       const std::int64_t at = page - pool.data(), i = slot % sizes.per_page();
       std::memcpy(stored, got_pool.data() + at + i * 576, 576);
       std::memcpy(stored + 576, got_pool.data() + at + sizes.per_page() * 576 + i * 8, 8);
@@ -345,14 +346,14 @@ class CheckV4 {
       const std::int64_t key_page = slot / kIndexPageRows * kIndexPageBytesV4,
                          j = slot % kIndexPageRows;
       float scale;
-      std::memcpy(&scale, &got_keys[static_cast<std::size_t>(key_page + kIndexPageRows * kIndexDim +
-                                                             4 * j)],
-                  4);
+      std::memcpy(
+          &scale,
+          &got_keys[static_cast<std::size_t>(key_page + kIndexPageRows * kIndexDim + 4 * j)], 4);
       for (int d = 0; d < kIndexDim; ++d) {
         const double code = reference::from_e4m3(reference::to_e4m3(turned[d] / (amax / 448.0)));
         index_keys.add(
-            reference::from_e4m3(
-                got_keys[static_cast<std::size_t>(key_page + j * kIndexDim + d)]) * scale,
+            reference::from_e4m3(got_keys[static_cast<std::size_t>(key_page + j * kIndexDim + d)]) *
+                scale,
             code * (amax / 448.0));
       }
       std::memcpy(&keys[static_cast<std::size_t>(key_page + j * kIndexDim)],
@@ -467,8 +468,8 @@ class CheckV4 {
                                  step.positions[row]);
       for (int head = 0; head < kHeadsV4; ++head) {
         for (int i = 0; i < kIndexDim; ++i) {
-          const double code = half_value(
-              got_query[static_cast<std::size_t>(row * kWidth + fused::index_query_place(head, i, true))]);
+          const double code = half_value(got_query[static_cast<std::size_t>(
+              row * kWidth + fused::index_query_place(head, i, true))]);
           queries.add(code * query_scale[static_cast<std::size_t>(row) * kHeadsV4 + head],
                       reference::from_e4m3(codes[head * kIndexDim + i]) * scale[head]);
         }
@@ -487,8 +488,9 @@ class CheckV4 {
             query_scale[static_cast<std::size_t>(row) * kHeadsV4 + head]);
         size_of[head] = std::abs(weights[head]);
         for (int i = 0; i < kIndexDim; ++i) {
-          codes[head * kIndexDim + i] = reference::to_e4m3(half_value(
-              got_query[static_cast<std::size_t>(row * kWidth + fused::index_query_place(head, i, true))]));
+          codes[head * kIndexDim + i] =
+              reference::to_e4m3(half_value(got_query[static_cast<std::size_t>(
+                  row * kWidth + fused::index_query_place(head, i, true))]));
         }
       }
       const auto slot_of = [&](int entry) {
@@ -502,7 +504,8 @@ class CheckV4 {
         const std::uint8_t* page = step.keys.data() + slot / kIndexPageRows * kIndexPageBytesV4;
         std::uint8_t key[kKeyBytesV4];
         std::memcpy(key, page + slot % kIndexPageRows * kIndexDim, kIndexDim);
-        std::memcpy(key + kIndexDim, page + kIndexPageRows * kIndexDim + slot % kIndexPageRows * 4, 4);
+        std::memcpy(key + kIndexDim, page + kIndexPageRows * kIndexDim + slot % kIndexPageRows * 4,
+                    4);
         const double want =
             reference::index_scores_fp8(codes.data(), weights.data(), kHeadsV4, key, 1)[0];
         const double size =
@@ -512,8 +515,8 @@ class CheckV4 {
         worst[row] = std::max(worst[row], std::isfinite(got) ? error : 1e30);
       }
       const float* of_row = &scores[static_cast<std::size_t>(row * sizes.pitch())];
-      const std::vector<std::int32_t> best = reference::select_top(
-          std::vector<double>(of_row, of_row + count), fused::kIndexTopk);
+      const std::vector<std::int32_t> best =
+          reference::select_top(std::vector<double>(of_row, of_row + count), fused::kIndexTopk);
       for (std::size_t i = 0; i < fused::kIndexTopk; ++i) {
         const int want = i < best.size() ? best[i] : -1;
         const std::size_t at = static_cast<std::size_t>(row) * fused::kIndexTopk + i;
@@ -522,8 +525,9 @@ class CheckV4 {
     });
     const double error = *std::max_element(worst.begin(), worst.end());
     failures += error <= 1e-5 ? 0 : 1;
-    std::printf("%s V4 T=%d ratio %d length %d: scores, worst %.1e of the sum of sizes (bound 1e-5)\n",
-                error <= 1e-5 ? "ok  " : "FAIL", rows, sizes.ratio, sizes.length, error);
+    std::printf(
+        "%s V4 T=%d ratio %d length %d: scores, worst %.1e of the sum of sizes (bound 1e-5)\n",
+        error <= 1e-5 ? "ok  " : "FAIL", rows, sizes.ratio, sizes.length, error);
     std::int64_t sum = 0;
     for (const std::int64_t w : wrong) sum += w;
     expect("selection", sizes, sum, rows * fused::kIndexTopk);
@@ -531,8 +535,8 @@ class CheckV4 {
 
   static double half_value(std::uint16_t code) {
     const int exponent = code >> 10 & 31, fraction = code & 1023;
-    const double magnitude = exponent == 0 ? std::ldexp(fraction, -24)
-                                           : std::ldexp(1024 + fraction, exponent - 25);
+    const double magnitude =
+        exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
     return (code & 0x8000) != 0 ? -magnitude : magnitude;
   }
 };

@@ -22,14 +22,14 @@ inline constexpr int kCompressSplits = 2;  // parts of K, whose sums lie apart
 
 struct CompressParams {
   StepRows rows;
-  int ratio;  // 2, or 1
+  int ratio;               // 2, or 1
   const std::uint16_t* x;  // bf16 [T, H]
   // The matrices of the product one under the other: wkv and, at ratio 2, wgate, if the layer owns
   // a pool; weights_proj, if it is an index source.
   Bf16Rows matrices[kCompressMatrices];
   float* partial;  // [2, T, all rows of the matrices]
-  // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring`, at least tokens + 1, for
-  // each request's state slot. Ratio 2 only.
+  // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring`, at least tokens + 1,
+  // for each request's state slot. Ratio 2 only.
   float* state;
   const std::int32_t* state_slots;  // [requests]
   int ring;
@@ -46,21 +46,21 @@ struct CompressParams {
 };
 
 // V4: pooling over the tokens of a block, from the same product with other matrices: wkv and wgate
-// of the layer (ratio 4: [1024, H] each, ratio 128: [512, H]), then, at ratio 4, wkv and wgate of the
-// index [256, H].
+// of the layer (ratio 4: [1024, H] each, ratio 128: [512, H]), then, at ratio 4, wkv and wgate of
+// the index [256, H].
 struct PoolParams {
   StepRows rows;
-  int ratio;             // 4 or 128
-  const float* partial;  // as CompressParams
-  int width;             // of its rows
-  EntryPages pages;      // of full slots: per_page is 256
-  const float* ape;      // fp32 [ratio, 1024 or 512]
-  const std::uint16_t* norm;   // bf16 [512]
-  const float* index_ape;      // ratio 4: fp32 [4, 256]
+  int ratio;                        // 4 or 128
+  const float* partial;             // as CompressParams
+  int width;                        // of its rows
+  EntryPages pages;                 // of full slots: per_page is 256
+  const float* ape;                 // fp32 [ratio, 1024 or 512]
+  const std::uint16_t* norm;        // bf16 [512]
+  const float* index_ape;           // ratio 4: fp32 [4, 256]
   const std::uint16_t* index_norm;  // bf16 [128]
-  // Rings of stages/pool_state.hpp, fp32: of each page of the window cache (ratio 4; the index's own
-  // beside it) or of each request's state slot (ratio 128). ring: rows, at least the candidates of an
-  // entry (8 or 128) and tokens - 1 more.
+  // Rings of stages/pool_state.hpp, fp32: of each page of the window cache (ratio 4; the index's
+  // own beside it) or of each request's state slot (ratio 128). ring: rows, at least the candidates
+  // of an entry (8 or 128) and tokens - 1 more.
   float* state;
   float* index_state;
   const std::int32_t* state_slots;  // [requests], ratio 128

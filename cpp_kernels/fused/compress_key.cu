@@ -1,9 +1,10 @@
 // compress_key_fp4_sm90: V4.1's compressed entries and their index keys, from the projections.
 //
 // Math         c = bf( pool of a pair (ratio 2), or kv (ratio 1) ),  latent = bf( c·rsqrt(mean c² +
-//              ε)·norm );  entry = the last 64 of the latent bf( RoPE at the entry's first position ),
-//              every 16 channels through e2m1 under an e4m3 scale, stored as 584 bytes;  ik = bf(
-//              latent·wkᵀ ), bf( norm ), its last 64 bf( RoPE ), every 32 through e2m1, 68 bytes
+//              ε)·norm );  entry = the last 64 of the latent bf( RoPE at the entry's first position
+//              ), every 16 channels through e2m1 under an e4m3 scale, stored as 584 bytes;  ik =
+//              bf( latent·wkᵀ ), bf( norm ), its last 64 bf( RoPE ), every 32 through e2m1, 68
+//              bytes
 // Shapes       sums fp32 [2,T,..1024 or 512..] · wk bf16 [128,512]
 // Rounding     bf16 where bf( ) stands; codes nearest-even after a true division
 // Bytes        0.13 MB of wk, 4 KB a row
@@ -112,14 +113,14 @@ LOWLAT_DEVICE void store_entry(const CompressParams& params, const std::uint32_t
       to.scales[channel / stages::kKvGroup] = static_cast<std::uint8_t>(code);
     }
   } else {
-    *reinterpret_cast<uint2*>(to.data + kNope + 2 * (channel - kNope)) = make_uint2(
-        sm90::to_bf16_pair(x.v[0], x.v[1]), sm90::to_bf16_pair(x.v[2], x.v[3]));
+    *reinterpret_cast<uint2*>(to.data + kNope + 2 * (channel - kNope)) =
+        make_uint2(sm90::to_bf16_pair(x.v[0], x.v[1]), sm90::to_bf16_pair(x.v[2], x.v[3]));
   }
 }
 
 // Norms, turns and stores an index key. A warp calls.
-LOWLAT_DEVICE void store_key(const CompressParams& params, const float* sums, int slot,
-                             int channel, const float2 (&turn)[2], uint2 gain) {
+LOWLAT_DEVICE void store_key(const CompressParams& params, const float* sums, int slot, int channel,
+                             const float2 (&turn)[2], uint2 gain) {
   const float4 from = *reinterpret_cast<const float4*>(sums + channel);
   Four x{{from.x, from.y, from.z, from.w}};
   float squares = 0.0f;
@@ -135,8 +136,8 @@ LOWLAT_DEVICE void store_key(const CompressParams& params, const float* sums, in
 #pragma unroll
   for (int j = 0; j < 4; ++j) x.v[j] = quick_bf16(x.v[j] * norm * gains[j]);
   if (channel >= kIndexDim - shape::kRopeDim) turn_four(x, turn);
-  const std::uint32_t code = fp4_scale_code(
-      plat::max(amax_of<stages::kFp4IndexGroup / 4>(x), stages::kFp4KeyAmaxMin));
+  const std::uint32_t code =
+      fp4_scale_code(plat::max(amax_of<stages::kFp4IndexGroup / 4>(x), stages::kFp4KeyAmaxMin));
   const float inverse = fp4_scale(code).inverse;
   std::uint32_t packed = 0u;
 #pragma unroll
@@ -165,10 +166,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (full_slot >= 0) {
       // The pair's first half waits for its second, which may come in a later step.
       const int request = row / params.rows.tokens;
-      float* cell = params.state + (static_cast<std::int64_t>(__ldg(params.state_slots + request)) *
-                                        params.ring +
-                                    position % params.ring) *
-                                       2 * kDim;
+      float* cell = params.state +
+                    (static_cast<std::int64_t>(__ldg(params.state_slots + request)) * params.ring +
+                     position % params.ring) *
+                        2 * kDim;
       for (int channel = 2 * thread_idx; channel < 2 * kDim; channel += 2 * kThreads) {
         *reinterpret_cast<float2*>(cell + channel) = sum_of(params, row, width, channel);
       }
@@ -187,14 +188,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // Warp 0 turns the index key, the last of the entry's warps the entry.
   const bool turns_key = warp_idx == 0;
-  const int entry_channel = (warp_idx - (kWarps - kEntryWarps)) * 4 * plat::kWarpLanes + 4 * lane_idx;
-  const int pair = (turns_key ? 4 * lane_idx - (kIndexDim - shape::kRopeDim) : entry_channel - kNope) / 2;
+  const int entry_channel =
+      (warp_idx - (kWarps - kEntryWarps)) * 4 * plat::kWarpLanes + 4 * lane_idx;
+  const int pair =
+      (turns_key ? 4 * lane_idx - (kIndexDim - shape::kRopeDim) : entry_channel - kNope) / 2;
   float2 turn[2] = {};
   if (pair >= 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) turn[i] = index_turn(params.rope, pair + i, first_position);
   }
-  const std::uint32_t gain = __ldg(reinterpret_cast<const std::uint32_t*>(params.norm) + thread_idx);
+  const std::uint32_t gain =
+      __ldg(reinterpret_cast<const std::uint32_t*>(params.norm) + thread_idx);
   const uint2 key_gain = __ldg(reinterpret_cast<const uint2*>(params.k_norm) + lane_idx);
   wait_at(params.product_done);
 
@@ -209,10 +213,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       const int request = row / params.rows.tokens;
       const float* cell =
-          params.state + (static_cast<std::int64_t>(__ldg(params.state_slots + request)) *
-                              params.ring +
-                          (position - 1) % params.ring) *
-                             2 * kDim;
+          params.state +
+          (static_cast<std::int64_t>(__ldg(params.state_slots + request)) * params.ring +
+           (position - 1) % params.ring) *
+              2 * kDim;
       kv_even = __ldcg(reinterpret_cast<const float2*>(cell + channel));
       score_even = __ldcg(reinterpret_cast<const float2*>(cell + kDim + channel));
     }
@@ -238,9 +242,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       const uint4 &low = weight[step][0], &high = weight[step][1];
       const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
                                      {low.z, high.z, low.w, high.w}};
-      const uint4 b = g == 0 ? *reinterpret_cast<const uint4*>(shared.latent +
-                                                               (step * kStepK + 8 * t) / 2)
-                             : make_uint4(0u, 0u, 0u, 0u);
+      const uint4 b =
+          g == 0 ? *reinterpret_cast<const uint4*>(shared.latent + (step * kStepK + 8 * t) / 2)
+                 : make_uint4(0u, 0u, 0u, 0u);
       const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
       sm90::mma_bf16(sum, a[0], b_low);
       sm90::mma_bf16(other, a[1], b_high);

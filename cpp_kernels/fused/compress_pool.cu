@@ -1,15 +1,15 @@
 // compress_pool_sm90: V4's compressed entries and index keys: a softmax over the tokens of a block,
 // channel by channel.
 //
-// Math         see stages/pool.hpp; entry = bf( norm, RoPE at the block's first position ), stored as
-//              584 bytes; index key (ratio 4) = e4m3( norm, RoPE, Hadamard·128^-0.5 ) under max(1e-4,
-//              amax) / 448
+// Math         see stages/pool.hpp; entry = bf( norm, RoPE at the block's first position ), stored
+//              as 584 bytes; index key (ratio 4) = e4m3( norm, RoPE, Hadamard·128^-0.5 ) under
+//              max(1e-4, amax) / 448
 // Shapes       sums fp32 [2,T,width] · rings fp32 · ape fp32
 // Rounding     bf16 where bf( ) stands; codes nearest-even; all else fp32
 // Bytes        ratio 4: 66 KB for each completed entry; ratio 128: 512 KB
 // Floor        none of its own: one hop, and one inside the cluster
-// Launch       a cluster of eight blocks of 256 threads a row, of which each has the 64 channels of one
-//              scale; at ratio 4 a second cluster, whose first block makes the index key
+// Launch       a cluster of eight blocks of 256 threads a row, of which each has the 64 channels of
+//              one scale; at ratio 4 a second cluster, whose first block makes the index key
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; the sums of squares reach every block of
 //              the cluster by stores that count on its barrier. A ring is longer than what an entry
 //              reads and the step writes, so that neither waits for the other
@@ -64,10 +64,9 @@ struct Candidates {
       const std::int32_t page =
           __ldg(params.pages.page_table + static_cast<std::int64_t>(request) * params.pages.stride +
                 position / params.pages.per_page);
-      row = stages::overlap_state_row(
-          static_cast<std::int64_t>(page) * params.pages.per_page +
-              position % params.pages.per_page,
-          params.pages.per_page, params.ring);
+      row = stages::overlap_state_row(static_cast<std::int64_t>(page) * params.pages.per_page +
+                                          position % params.pages.per_page,
+                                      params.pages.per_page, params.ring);
     } else {
       row = stages::block_state_row(__ldg(params.state_slots + request), position, params.ring);
     }
@@ -75,10 +74,9 @@ struct Candidates {
   }
   // Element i of the row of a token of the step: the parts added.
   LOWLAT_DEVICE float step_value(int row, int i) const {
-    const float* from =
-        params.partial + static_cast<std::int64_t>(row) * params.width + column + i;
-    return __ldcg(from) + __ldcg(from + static_cast<std::int64_t>(params.rows.num_rows) *
-                                            params.width);
+    const float* from = params.partial + static_cast<std::int64_t>(row) * params.width + column + i;
+    return __ldcg(from) +
+           __ldcg(from + static_cast<std::int64_t>(params.rows.num_rows) * params.width);
   }
   // The partial softmax of candidates first .. first + 7 of channel d.
   LOWLAT_DEVICE Partial partial(int entry, int first, int d, const float* ape) const {
@@ -207,8 +205,8 @@ __global__ void __launch_bounds__(kThreads)
   sm90::cluster_arrive_relaxed();
   wait_at(params.product_done);
 
-  if (full_slot >= 0 && stages::writes_pool_state(layout, params.ring, params.pages.per_page,
-                                                  position, end)) {
+  if (full_slot >= 0 &&
+      stages::writes_pool_state(layout, params.ring, params.pages.per_page, position, end)) {
     const int share = static_cast<int>(layout.width()) / kBlocks;
     float* to = const_cast<float*>(candidates.ring_row(position));
     for (int i = thread_idx; i < share; i += kThreads) {
@@ -291,8 +289,8 @@ __global__ void __launch_bounds__(kThreads)
         reinterpret_cast<std::uint16_t*>(to.data + kNope)[local] =
             static_cast<std::uint16_t>(plat::float_bits(value) >> 16);
       } else {
-        const std::uint32_t code = power_code(
-            plat::max(plat::max(shared.warp_amax[0], shared.warp_amax[1]), 1e-4f));
+        const std::uint32_t code =
+            power_code(plat::max(plat::max(shared.warp_amax[0], shared.warp_amax[1]), 1e-4f));
         to.data[channel] = static_cast<std::uint8_t>(
             sm90::to_e4m3_pair(value * plat::bits_float((254u - code) << 23), 0.0f));
         if (local == 0) to.scales[block_idx] = static_cast<std::uint8_t>(code);

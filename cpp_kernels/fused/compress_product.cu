@@ -1,13 +1,13 @@
 // compress_product_bf16_sm90: products of few rows with bf16 matrices, in fp32 and unrounded.
 //
 // Math         y[t,n] = x[t]·w[n], in two parts of K that the reader adds
-// Shapes       x bf16 [T,H] · w bf16 [N,H]: wkv and wgate of a compressor (N 1024 at H 5120: ratio 2;
-//              512: ratio 1; V4: 1024 at ratio 128, 2048 and the index's 512 at ratio 4)
+// Shapes       x bf16 [T,H] · w bf16 [N,H]: wkv and wgate of a compressor (N 1024 at H 5120: ratio
+//              2; 512: ratio 1; V4: 1024 at ratio 128, 2048 and the index's 512 at ratio 4)
 // Rounding     none; sums fp32
 // Bytes        10.5 MB at ratio 2; x from the second-level cache
 // Floor        2.3 us at 4.65 TB/s
-// Launch       16 weight rows and half of K a block, 256 threads; all weights are asked for before x
-//              is waited for
+// Launch       16 weight rows and half of K a block, 256 threads; all weights are asked for before
+//              x is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends
 // Determinism  fixed order: step, warp, part; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp. Bound: rel_l2 ≤ 1e-5
@@ -84,11 +84,10 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     uint4 b[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      b[step] = token < num_rows
-                    ? __ldcg(reinterpret_cast<const uint4*>(
-                          params.x + static_cast<std::int64_t>(token) * kHidden +
-                          split * Shared::kK + first_k + step * kStep))
-                    : make_uint4(0u, 0u, 0u, 0u);
+      b[step] = token < num_rows ? __ldcg(reinterpret_cast<const uint4*>(
+                                       params.x + static_cast<std::int64_t>(token) * kHidden +
+                                       split * Shared::kK + first_k + step * kStep))
+                                 : make_uint4(0u, 0u, 0u, 0u);
     }
     if (n == 0) wait_for_weights(&shared.barrier, 0);
     float sum[4] = {};

@@ -1,5 +1,5 @@
-// fused/engram.hpp: n-gram memory before a layer: ids by hash, rows of the tables, keys and value of
-// each row, the gated addition to the streams, and the next sublayer's input. Every C++ compiler
+// fused/engram.hpp: n-gram memory before a layer: ids by hash, rows of the tables, keys and value
+// of each row, the gated addition to the streams, and the next sublayer's input. Every C++ compiler
 // reads it. One struct serves all three kernels.
 #pragma once
 
@@ -46,7 +46,7 @@ struct EngramParams {
   const std::uint16_t* k_weight;  // bf16 [4, 5120]
   const std::uint16_t* gain;      // bf16 [5120] of the sublayer's norm
   float norm_eps;
-  std::uint16_t* x;      // bf16 [T, 5120]; NULL: not wanted
+  std::uint16_t* x;       // bf16 [T, 5120]; NULL: not wanted
   std::uint8_t* x_codes;  // e4m3 [T, 5120]
   float* x_scale;         // [160, padded_rows(T)]
   // Of the codes; of the sums; of the residual (the exchange before); of x and the new residual.

@@ -1,9 +1,9 @@
 // engram_apply_sm90: n-gram memory into the streams, and the next sublayer's input from them.
 //
-// Math         K_k, V = bf( sums of the parts );  s_k = Σ R_k·qw_k·kw_k·K_k · rsqrt(mean R_k² + ε) ·
-//              rsqrt(mean K_k² + ε) · H^-0.5,  g_k = sigmoid( copysign( sqrt(max(|s_k|, 1e-6)), s_k ) ),
-//              R_k = bf( R_k + g_k·V );  x = bf( v·rsqrt(mean v² + ε)·gain ), v = bf( Σ pre[k]·R_k ),
-//              and its codes. A row of an image token keeps its R
+// Math         K_k, V = bf( sums of the parts );  s_k = Σ R_k·qw_k·kw_k·K_k · rsqrt(mean R_k² + ε)
+//              · rsqrt(mean K_k² + ε) · H^-0.5,  g_k = sigmoid( copysign( sqrt(max(|s_k|, 1e-6)),
+//              s_k ) ), R_k = bf( R_k + g_k·V );  x = bf( v·rsqrt(mean v² + ε)·gain ), v = bf( Σ
+//              pre[k]·R_k ), and its codes. A row of an image token keeps its R
 // Shapes       sums fp32 [3,T,5·5120] · R bf16 [T,4,5120] in place · x bf16 [T,5120]
 // Rounding     bf16 where bf( ) stands; sums fp32
 // Bytes        0.4 MB a row, from the second-level cache
@@ -52,8 +52,8 @@ LOWLAT_DEVICE Quad load_sum(const EngramParams& params, int row, int output) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const float4 v = __ldcg(reinterpret_cast<const float4*>(
-        params.sums +
-        (static_cast<std::int64_t>(part) * params.rows.num_rows + row) * kOutputs + output));
+        params.sums + (static_cast<std::int64_t>(part) * params.rows.num_rows + row) * kOutputs +
+        output));
     out.v[0] += v.x, out.v[1] += v.y, out.v[2] += v.z, out.v[3] += v.w;
   }
 #pragma unroll
@@ -86,8 +86,10 @@ __global__ void __launch_bounds__(kThreads)
   float sums[kSums];
 #pragma unroll
   for (int k = 0; k < kStreams; ++k) {
-    const Quad q = expand(__ldg(reinterpret_cast<const uint2*>(params.q_weight + k * kHidden + column)));
-    const Quad w = expand(__ldg(reinterpret_cast<const uint2*>(params.k_weight + k * kHidden + column)));
+    const Quad q =
+        expand(__ldg(reinterpret_cast<const uint2*>(params.q_weight + k * kHidden + column)));
+    const Quad w =
+        expand(__ldg(reinterpret_cast<const uint2*>(params.k_weight + k * kHidden + column)));
     const Quad key = load_sum(params, row, k * kHidden + column);
     float squares = 0.0f;
 #pragma unroll
@@ -143,10 +145,10 @@ __global__ void __launch_bounds__(kThreads)
         total[i] += shared.block_sum[block][i * kStreams + thread_idx];
       }
     }
-    shared.gate[thread_idx] =
-        is_image ? 0.0f
-                 : stages::EngramApply<stages::OneThread>::gate(total[0], total[1], total[2],
-                                                                kHidden, params.norm_eps);
+    shared.gate[thread_idx] = is_image
+                                  ? 0.0f
+                                  : stages::EngramApply<stages::OneThread>::gate(
+                                        total[0], total[1], total[2], kHidden, params.norm_eps);
   }
   plat::block_sync();
   Quad v = {};
@@ -158,9 +160,8 @@ __global__ void __launch_bounds__(kThreads)
       r[k].v[i] = quick_bf16(r[k].v[i] + gate * value.v[i]);
       v.v[i] = plat::fma(r[k].v[i], pre[k], v.v[i]);
     }
-    *reinterpret_cast<uint2*>(residual + k * kHidden) =
-        make_uint2(sm90::to_bf16_pair(r[k].v[0], r[k].v[1]),
-                   sm90::to_bf16_pair(r[k].v[2], r[k].v[3]));
+    *reinterpret_cast<uint2*>(residual + k * kHidden) = make_uint2(
+        sm90::to_bf16_pair(r[k].v[0], r[k].v[1]), sm90::to_bf16_pair(r[k].v[2], r[k].v[3]));
   }
   float squares = 0.0f;
 #pragma unroll

@@ -1,7 +1,7 @@
 // engram_lookup_sm90: rows of the n-gram tables for the tokens of a step.
 //
-// Math         id of each of 24 columns: rolling XOR of the mapped tokens' products, modulo a prime,
-//              see stages/engram.hpp; then the row's 256 codes and 8 scales
+// Math         id of each of 24 columns: rolling XOR of the mapped tokens' products, modulo a
+//              prime, see stages/engram.hpp; then the row's 256 codes and 8 scales
 // Shapes       tables e4m3 [rows,256] with ue8m0 [rows,8] · codes e4m3 [T,6144], scales fp32
 // Rounding     none: the block-fp8 linear that follows quantises bf( code · scale ) in the same
 //              groups of 32, which gives back the same values
@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = thread_idx; i < kColumns * kPieces; i += kThreads) {
     const int column = i / kPieces, shard = column / columns_of_shard;
     const std::int64_t at = ids[column] - params.table.first_row[shard];
-    const uint4 v = __ldg(reinterpret_cast<const uint4*>(params.table.codes[shard] + at * kDim) +
-                          i % kPieces);
+    const uint4 v =
+        __ldg(reinterpret_cast<const uint4*>(params.table.codes[shard] + at * kDim) + i % kPieces);
     *(reinterpret_cast<uint4*>(params.codes + static_cast<std::int64_t>(row) * kEngramWidth) + i) =
         v;
   }

@@ -8,7 +8,8 @@
 // Bytes        157.4 MB
 // Floor        33.8 us at 4.65 TB/s
 // Launch       132 blocks: a third of K and a 44th of the rows each, so that a block's activations
-//              stay with it. Eight warps multiply, four fill a ring of slots of 16 rows and 1 KB of K
+//              stay with it. Eight warps multiply, four fill a ring of slots of 16 rows and 1 KB of
+//              K
 // Ordering     full[s]   four arrivals (of the filling warps, with their bytes) and the bytes;
 //              empty[s]  one arrival a multiplying warp, after its last read. Parity as in
 //              stream.cuh. The sums of a tile meet in shared memory at the multiplying warps' own
@@ -92,10 +93,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (lane_idx == 0) {
       const int filler = warp_idx - kMultipliers, first_row = filler * kRowsOfFiller;
       constexpr int kScaleStride = kEngramWidth / kStep;
-      const std::uint8_t* from = params.wkv.codes +
-                                 static_cast<std::int64_t>(first_tile * kRows + first_row) *
-                                     kEngramWidth +
-                                 part * kPartK;
+      const std::uint8_t* from =
+          params.wkv.codes +
+          static_cast<std::int64_t>(first_tile * kRows + first_row) * kEngramWidth + part * kPartK;
       int slot = 0;
       std::uint32_t parity = 1u;
 #pragma unroll 1
@@ -113,10 +113,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         if (filler == 0) {
           const int tile = first_tile + use / kSlotsOfTile;
-          sm90::bulk_load(to + kRows * kPitch,
-                          params.wkv.scales + tile * kRows / kStep * kScaleStride +
-                              (part * kPartK + k) / kStep,
-                          kScaleBytes, &shared.full[slot]);
+          sm90::bulk_load(
+              to + kRows * kPitch,
+              params.wkv.scales + tile * kRows / kStep * kScaleStride + (part * kPartK + k) / kStep,
+              kScaleBytes, &shared.full[slot]);
         }
         if (use % kSlotsOfTile == kSlotsOfTile - 1) {
           from += static_cast<std::int64_t>(kRows) * kEngramWidth;
@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int kPieces = kPartK / 16;
     for (int i = thread_idx; i < num_rows * kPieces; i += kMultiplying) {
       copy_16(shared.codes + i / kPieces * Shared::kTokenPitch + i % kPieces * 16,
-              params.codes + static_cast<std::int64_t>(i / kPieces) * kEngramWidth +
-                  part * kPartK + i % kPieces * 16);
+              params.codes + static_cast<std::int64_t>(i / kPieces) * kEngramWidth + part * kPartK +
+                  i % kPieces * 16);
     }
     for (int i = thread_idx; i < kGroups * padded; i += kMultiplying) {
       shared.scale[i / padded][i % padded] =
@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int piece = 0; piece < kSlotsOfTile; ++piece) {
       wait_for_weights(&shared.full[slot], parity);
       const unsigned char* weights = ring + slot * kSlotBytes;
-      const auto scales = *reinterpret_cast<const std::uint32_t*>(weights + kRows * kPitch +
-                                                                  warp_idx * kSteps);
+      const auto scales =
+          *reinterpret_cast<const std::uint32_t*>(weights + kRows * kPitch + warp_idx * kSteps);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int k = (warp_idx * kSteps + step) * kStep;

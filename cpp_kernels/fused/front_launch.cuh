@@ -14,8 +14,8 @@ namespace lowlat::nvidia::fused {
 // for it in another stream finds the kernel resident.
 template <class Params>
 cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes,
-                          int cluster, bool programmatic, cudaStream_t stream,
-                          const Params& params, cudaEvent_t started = nullptr) {
+                          int cluster, bool programmatic, cudaStream_t stream, const Params& params,
+                          cudaEvent_t started = nullptr) {
   const auto attribute = [&](cudaFuncAttribute what, int value) {
     return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), what, value);
   };

@@ -19,8 +19,8 @@ struct EntryPages {
   int per_page;  // 256 / ratio; a multiple of 64
 };
 
-// What index keys are: V4.1's e2m1 codes under four ue8m0 scales, 32 heads; or V4's e4m3 codes under
-// one fp32 scale, 64 heads.
+// What index keys are: V4.1's e2m1 codes under four ue8m0 scales, 32 heads; or V4's e4m3 codes
+// under one fp32 scale, 64 heads.
 enum class IndexFormat : std::uint8_t { fp4, fp8 };
 
 // Stored index keys, LOWLAT_INDEX_PAGED: pages of 64 rows of 64 (fp8: 128) bytes of codes, then 64
@@ -45,9 +45,9 @@ inline constexpr int kIndexMaxBlocks = 2048;  // candidate blocks that are publi
 struct IndexParams {
   IndexFormat format;
   StepRows rows;
-  int ratio;          // positions of an entry; a row sees (position + 1) / ratio entries
-  EntryPages pages;   // of the entries, in the keys' pool and in the selection's
-  int max_entries;    // no row sees more; sizes the grid and the buffers below
+  int ratio;         // positions of an entry; a row sees (position + 1) / ratio entries
+  EntryPages pages;  // of the entries, in the keys' pool and in the selection's
+  int max_entries;   // no row sees more; sizes the grid and the buffers below
   IndexKeyPages keys;
   // Queries, from what front_qkv leaves.
   Fp8Weights wq;                // [heads * 128, q_lora], scales of blocks of 32 (fp8: 128)
@@ -103,12 +103,14 @@ constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
 }
 
 // V4.1-Flash's sizes (q_lora 1280, 32 heads of 128) or V4-Flash's (1024, 64). Candidate blocks are
-// V4.1's. cudaErrorInvalidValue for what is out of range. All may be captured in a graph; nothing is allocated.
+// V4.1's. cudaErrorInvalidValue for what is out of range. All may be captured in a graph; nothing
+// is allocated.
 cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cudaStream_t stream);
 cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream);
-// `started` (created without timing), where given, is recorded when all blocks of the selection have
-// begun. A kernel that waits at `done` on another stream has to wait for this event first: then the
-// kernels that it waits for hold their places on the device, whatever it takes of the rest.
+// `started` (created without timing), where given, is recorded when all blocks of the selection
+// have begun. A kernel that waits at `done` on another stream has to wait for this event first:
+// then the kernels that it waits for hold their places on the device, whatever it takes of the
+// rest.
 cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
                                 cudaEvent_t started = nullptr);
 // out_blocks from block_scores; waits for scores_done and opens nothing.

@@ -81,11 +81,11 @@ struct IndexLatent {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const std::uint32_t a = pairs[2 * j], b = pairs[2 * j + 1];
-      packed[j] = sm90::to_e4m3_pair(sm90::low_bf16(a) * group.inverse,
-                                     sm90::high_bf16(a) * group.inverse) |
-                  sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse,
-                                     sm90::high_bf16(b) * group.inverse)
-                      << 16;
+      packed[j] =
+          sm90::to_e4m3_pair(sm90::low_bf16(a) * group.inverse,
+                             sm90::high_bf16(a) * group.inverse) |
+          sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse, sm90::high_bf16(b) * group.inverse)
+              << 16;
     }
     *reinterpret_cast<uint2*>(codes + token * kPitch + k) = make_uint2(packed[0], packed[1]);
     if (k % kGroup == 0) scale[k / kGroup * kTokens + token] = group.scale;

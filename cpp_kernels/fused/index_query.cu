@@ -2,15 +2,16 @@
 //
 // Math         ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  iq = bf( quant(ql)·wqᵀ ), the last 64 of
 //              each head bf( RoPE(iq, position) ), every 32 channels through e2m1 under a power of
-//              two; V4: RoPE unrounded, times the Hadamard matrix and 128^-0.5, e4m3 under max(1e-4,
-//              amax) / 448
-// Shapes       qa [T,1280] · wq e4m3 [32·128,1280] in blocks of 32; V4: [T,1024], [64·128,1024], 128
+//              two; V4: RoPE unrounded, times the Hadamard matrix and 128^-0.5, e4m3 under
+//              max(1e-4, amax) / 448
+// Shapes       qa [T,1280] · wq e4m3 [32·128,1280] in blocks of 32; V4: [T,1024], [64·128,1024],
+//              128
 // Rounding     bf16 where bf( ) stands; codes nearest-even after a true division; sums fp32
 // Bytes        5.2 MB; V4: 8.4 MB
 // Floor        1.1 us at 4.65 TB/s; 1.8 us
-// Launch       32 weight rows a block, which are one group of four-bit codes; V4: 64, and two blocks
-//              are a cluster and a head. 256 threads. Weights are on their way before the input is
-//              waited for
+// Launch       32 weight rows a block, which are one group of four-bit codes; V4: 64, and two
+//              blocks are a cluster and a head. 256 threads. Weights are on their way before the
+//              input is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; V4: the halves of a head reach the other
 //              block by stores that count on its barrier
 // Determinism  fixed summation order; bitwise run to run and rank to rank
@@ -142,8 +143,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   Linear::template load<kGroupV4>(shared.product, weights, half * kHalf, num_rows);
   if (rotates) {
     for (int i = thread_idx; i < num_rows * kPairs; i += kProductThreads) {
-      shared.turn[i / kPairs][i % kPairs] = index_turn(
-          params.rope, i % kPairs, __ldg(params.rows.positions + i / kPairs));
+      shared.turn[i / kPairs][i % kPairs] =
+          index_turn(params.rope, i % kPairs, __ldg(params.rows.positions + i / kPairs));
     }
   }
   wait_at(params.qkv_done);
@@ -218,9 +219,8 @@ cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cud
     });
   }
   return with_tiles(params.rows.num_rows, [&]<int kTiles>() {
-    return launch_kernel(index_query_fp4_sm90<kTiles>,
-                         dim3(kIndexQueryBlocks), kProductThreads, sizeof(QueryShared<kTiles>), 1,
-                         programmatic, stream, params);
+    return launch_kernel(index_query_fp4_sm90<kTiles>, dim3(kIndexQueryBlocks), kProductThreads,
+                         sizeof(QueryShared<kTiles>), 1, programmatic, stream, params);
   });
 }
 

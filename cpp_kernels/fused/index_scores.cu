@@ -1,8 +1,8 @@
 // index_scores_sm90: scores of stored index keys for the rows of each request.
 //
-// Math         score[t,n] = Σ_h w[t,h] · max(0, iq[t,h]·ik[n]) of the entries that row t sees, or of
-//              those in its candidate blocks; w = bf( x·weights_projᵀ ) · (128·32)^-0.5, V4: unrounded, times
-//              the scale of the query; beside them the largest of every eight
+// Math         score[t,n] = Σ_h w[t,h] · max(0, iq[t,h]·ik[n]) of the entries that row t sees, or
+//              of those in its candidate blocks; w = bf( x·weights_projᵀ ) · (128·32)^-0.5, V4:
+//              unrounded, times the scale of the query; beside them the largest of every eight
 // Shapes       V4.1: iq [T,32·128] bf16 values of four bits · ik e2m1 under four powers of two, 68
 //              bytes an entry. V4: iq [T,64·128] f16 values of e4m3 codes, whose scale is in w · ik
 //              e4m3 under one fp32 scale, 132 bytes. scores fp32 [T,pitch]; past a row's last entry
@@ -12,8 +12,8 @@
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
 // Launch       132 blocks of 256 threads share the requests (rows, with candidate blocks), and each
 //              request's rows where it has few keys; four warps take 64 keys, expand them once and
-//              keep them in registers for all their rows. The first keys are read before the queries
-//              are there
+//              keep them in registers for all their rows. The first keys are read before the
+//              queries are there
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; keys that the step writes are read after
 //              keys_done
 // Determinism  an entry's score depends on its row and key; bitwise run to run and rank to rank
@@ -86,8 +86,8 @@ struct Fp4Keys {
     for (int i = 0; i < kWarpOctets; ++i) {
       const KeyPlace at = find_key(params, unit, octet + i, lane_idx);
       const int group = lane_idx % 4;
-      raw.codes[i] = __ldcg(reinterpret_cast<const uint4*>(
-          at.page + at.row * stages::kIndexDataBytes + 16 * group));
+      raw.codes[i] = __ldcg(
+          reinterpret_cast<const uint4*>(at.page + at.row * stages::kIndexDataBytes + 16 * group));
       raw.scale[i] = __ldcg(at.page + stages::kIndexSlotsPerPage * stages::kIndexDataBytes +
                             at.row * stages::kIndexScaleBytes + group);
     }
@@ -207,8 +207,8 @@ LOWLAT_DEVICE float score_of(const KeyRows& keys, const ScoreShared<Keys>& share
     sm90::rows_wait();
 #pragma unroll
     for (int n = 0; n < kHeadsTogether / 8; ++n) {
-      const float2 w = *reinterpret_cast<const float2*>(
-          &shared.weight[row][heads + 8 * n + lane_idx % 4 * 2]);
+      const float2 w =
+          *reinterpret_cast<const float2*>(&shared.weight[row][heads + 8 * n + lane_idx % 4 * 2]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& to = score[half];
@@ -219,8 +219,8 @@ LOWLAT_DEVICE float score_of(const KeyRows& keys, const ScoreShared<Keys>& share
   }
   // Four lanes have parts of two keys' scores; each keeps one key.
   const bool odd = (lane_idx & 1) != 0;
-  const float pair = (odd ? score[1] : score[0]) +
-                     plat::warp_shuffle_xor(odd ? score[0] : score[1], 1);
+  const float pair =
+      (odd ? score[1] : score[0]) + plat::warp_shuffle_xor(odd ? score[0] : score[1], 1);
   return pair + plat::warp_shuffle_xor(pair, 2);
 }
 
@@ -259,7 +259,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const int first_row = unit_idx * tokens, request = first_row / params.rows.tokens;
   Unit unit;
-  unit.page_row = params.pages.page_table + static_cast<std::int64_t>(request) * params.pages.stride;
+  unit.page_row =
+      params.pages.page_table + static_cast<std::int64_t>(request) * params.pages.stride;
   unit.blocks =
       by_row ? params.blocks + static_cast<std::int64_t>(first_row) * kIndexMaxBlocks : nullptr;
   unit.count = 0;
@@ -268,10 +269,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   unit.count = min(unit.count, params.max_entries);
   if (by_row) unit.count = index_candidates(unit.count);
-  unit.first_new =
-      params.new_keys
-          ? __ldg(params.rows.positions + request * params.rows.tokens) / params.ratio
-          : unit.count;
+  unit.first_new = params.new_keys
+                       ? __ldg(params.rows.positions + request * params.rows.tokens) / params.ratio
+                       : unit.count;
   const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
   const int num_parts = row_parts(tokens, num_tiles, per_unit), per_part = per_unit / num_parts;
   const int part = block_of_unit / per_part, block_of_part = block_of_unit % per_part;
@@ -283,7 +283,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int own_octet = warp_idx % kGroupWarps * kWarpOctets;
 
   typename Keys::Raw raw;
-  if (first_tile < num_tiles) Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
+  if (first_tile < num_tiles)
+    Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
   wait_at(params.query_done);
   if (params.heads_done.word != nullptr) wait_at(params.heads_done);
   if (params.new_keys) {
@@ -301,10 +302,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       copy_16(&shared.query[0][16 * i], query + i);
     }
     for (int i = thread_idx; i < num * kHeads; i += kThreads) {
-      const float* sums = params.head_sums +
-                          static_cast<std::int64_t>(first_row + base + i / kHeads) *
-                              params.head_stride +
-                          i % kHeads;
+      const float* sums =
+          params.head_sums +
+          static_cast<std::int64_t>(first_row + base + i / kHeads) * params.head_stride +
+          i % kHeads;
       const float other =
           __ldcg(sums + static_cast<std::int64_t>(params.rows.num_rows) * params.head_stride);
       shared.weight[i / kHeads][i % kHeads] =
@@ -347,8 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-cudaError_t launch_index_scores(const IndexParams& params, bool programmatic,
-                                cudaStream_t stream) {
+cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream) {
   const StepRows& rows = params.rows;
   if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;

@@ -4,12 +4,12 @@
 // Shapes       scores fp32 [T,pitch] · entries and slots i32 [T,512], or blocks i32 [T,2048]
 // Rounding     none
 // Bytes        4 a score, from the second-level cache
-// Launch       a block takes 8,192 scores of a row into shared memory, 512 threads. A row with more has
-//              several blocks, each of which leaves its best; the last to end selects from those:
-//              the order is strict, so the best of a row are among the best of its parts
-// Ordering     gates (exchange_gate.cuh) or kernels' ends; `found` is written, then the row's ticket
-//              is taken (fence, atomic add; the last one fences again before it reads and puts the
-//              ticket back to 0)
+// Launch       a block takes 8,192 scores of a row into shared memory, 512 threads. A row with more
+//              has several blocks, each of which leaves its best; the last to end selects from
+//              those: the order is strict, so the best of a row are among the best of its parts
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; `found` is written, then the row's
+//              ticket is taken (fence, atomic add; the last one fences again before it reads and
+//              puts the ticket back to 0)
 // Determinism  the set is unique and ascends: bitwise run to run and rank to rank
 // Meaning      reference/select.cpp, exactly
 #include "platform/nvidia.hpp"
@@ -33,7 +33,8 @@ constexpr int kBins = 2048;
 static_assert(kBins == 4 * kThreads && kWarps <= plat::kWarpLanes);
 static_assert(kQuads * kWarps == 2 * plat::kWarpLanes);
 
-// Everything loops over shared memory instead of registers, so that the code is short: it runs once.
+// Everything loops over shared memory instead of registers, so that the code is short: it runs
+// once.
 struct SelectShared {
   // Scores as unsigned numbers of the same order (a NaN is 1, below every number); 0: none. A
   // thread's pieces are those at i * kStripe + 4 * thread.
@@ -182,8 +183,8 @@ LOWLAT_DEVICE Selection threshold_of(SelectShared& shared, int n, int k, std::ui
   *reinterpret_cast<uint4*>(shared.bins + 4 * plat::thread_idx()) = make_uint4(0u, 0u, 0u, 0u);
   block_bounds(shared, low, high);
   auto missing = static_cast<std::uint32_t>(k);
-  // First equal steps of the score itself: in the order's bits, which are nearly its logarithm, most
-  // scores would meet in a few bins and wait for each other there.
+  // First equal steps of the score itself: in the order's bits, which are nearly its logarithm,
+  // most scores would meet in a few bins and wait for each other there.
   const float base = score_of(low), per_score = static_cast<float>(kBins) / (score_of(high) - base);
   if (low > 1u && per_score > 0.0f && per_score < FLT_MAX) {
     const auto bin_of = [&](std::uint32_t order) {
@@ -254,8 +255,8 @@ LOWLAT_DEVICE void place_selection(SelectShared& shared, const Selection& select
 #pragma unroll 1
   for (int i = 0; i < kQuads; ++i) {
     const int piece_idx = i * kWarps + warp_idx;
-    std::uint32_t base = __shfl_sync(plat::kAllLanes, piece_idx % 2 == 0 ? sum : sum + first,
-                                     piece_idx / 2);
+    std::uint32_t base =
+        __shfl_sync(plat::kAllLanes, piece_idx % 2 == 0 ? sum : sum + first, piece_idx / 2);
     const int number = i * kStripe + 4 * thread_idx;
     const uint4 piece = *reinterpret_cast<const uint4*>(shared.order + number);
     const std::uint32_t own = count(piece);
@@ -341,13 +342,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::int32_t* page_row =
       params.pages.page_table +
       static_cast<std::int64_t>(row / params.rows.tokens) * params.pages.stride;
-  std::int32_t* entries =
-      params.entries != nullptr ? params.entries + row * kIndexTopk : nullptr;
+  std::int32_t* entries = params.entries != nullptr ? params.entries + row * kIndexTopk : nullptr;
   std::int32_t* entry_slots = params.entry_slots + row * kIndexTopk;
   const auto store = [&](int place, int number) {
-    const int entry = blocks != nullptr
-                          ? __ldcg(blocks + number / kIndexBlock) * kIndexBlock + number % kIndexBlock
-                          : number;
+    const int entry = blocks != nullptr ? __ldcg(blocks + number / kIndexBlock) * kIndexBlock +
+                                              number % kIndexBlock
+                                        : number;
     if (entries != nullptr) entries[place] = entry;
     entry_slots[place] = __ldg(page_row + entry / params.pages.per_page) * params.pages.per_page +
                          entry % params.pages.per_page;
@@ -392,8 +392,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (all) return;
   select_row(params.block_scores + row * (params.pitch / kIndexBlock), num_blocks - 1,
              kIndexMaxBlocks - 1,
-             params.found +
-                 static_cast<std::int64_t>(row) * index_found_count(params.max_entries) +
+             params.found + static_cast<std::int64_t>(row) * index_found_count(params.max_entries) +
                  index_chunks(params.max_entries) * kIndexTopk,
              params.tickets + params.rows.num_rows + row, shared,
              [&](int place, int number) { out[place] = number; });
@@ -413,12 +412,11 @@ cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cu
   if (!valid(params)) return cudaErrorInvalidValue;
   const auto blocks = index_select_blocks(params);
   const auto rows = static_cast<unsigned>(params.rows.num_rows);
-  return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads,
-                       sizeof(SelectShared), 1, programmatic, stream, params, started);
+  return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads, sizeof(SelectShared),
+                       1, programmatic, stream, params, started);
 }
 
-cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic,
-                                cudaStream_t stream) {
+cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic, cudaStream_t stream) {
   if (!valid(params) || params.block_scores == nullptr) return cudaErrorInvalidValue;
   const int blocks = (params.max_entries + kIndexBlock - 1) / kIndexBlock;
   return launch_kernel(index_blocks_sm90,

@@ -1,5 +1,6 @@
 // platform/nvidia_sm90_products.cuh: products of a warp group whose rows are in registers and whose
-// columns are in shared memory, 16-bit values with fp32 sums. Include platform/nvidia_sm90.cuh first.
+// columns are in shared memory, 16-bit values with fp32 sums. Include platform/nvidia_sm90.cuh
+// first.
 //
 // rows_fence, products, rows_commit, then rows_wait before sums or rows are touched. Parts without
 // wgmma do the same warp by warp. Columns that were written by ordinary stores or copies need
@@ -16,8 +17,8 @@ namespace lowlat::nvidia::sm90 {
 
 enum class Half : std::uint8_t { bf16, f16 };
 
-// 32 columns of 16 along K: cores of [8 columns][8 along K], 128 bytes each in one piece, two along K
-// one after the other; eight columns further is `along_columns` bytes.
+// 32 columns of 16 along K: cores of [8 columns][8 along K], 128 bytes each in one piece, two along
+// K one after the other; eight columns further is `along_columns` bytes.
 struct Columns {
   std::uint32_t address;  // in shared memory
   std::uint32_t along_columns;

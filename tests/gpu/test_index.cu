@@ -48,8 +48,7 @@ int replays_differ(const IndexSizes& sizes, int replays) {
   {
     fused::CompressParams compress = graph_buffers.compress(device, graph_state, act);
     fused::IndexParams index = graph_buffers.index(device, graph_state, act, false, true);
-    compress.product_done =
-        gates.at(0, Gates::mix_parts, fused::compress_product_blocks(compress));
+    compress.product_done = gates.at(0, Gates::mix_parts, fused::compress_product_blocks(compress));
     compress.done = gates.at(0, Gates::mix, fused::compress_key_blocks(sizes.rows()));
     index.heads_done = compress.product_done;
     index.keys_done = compress.done;
