@@ -116,6 +116,26 @@ LOWLAT_DEVICE void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// ---------------------------------------------------------------- registers
+
+// From here on a thread of this group of four warps (128 threads, all call) has kCount registers, a
+// multiple of 8: what `fewer` gives back, `more` waits for and takes. Parts that lack the
+// instruction keep what the launch gave.
+template <int kCount>
+LOWLAT_DEVICE void more_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM103_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+LOWLAT_DEVICE void fewer_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_FEAT_SM100_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM103_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
 // ---------------------------------------------------------------- products
 
 // d[16, 8] += a[16, 16] b[16, 8], bf16 in, fp32 sums; a warp calls. With lane = 4 g + t:
@@ -125,8 +145,7 @@ LOWLAT_DEVICE void launch_dependents() {
 // The lower half of a word is the lower k.
 LOWLAT_DEVICE void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4],
                             const std::uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

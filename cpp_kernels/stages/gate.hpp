@@ -32,15 +32,17 @@ LOWLAT_DEVICE float gate_score(float z, GateRule rule = GateRule::v41) {
   return plat::sqrt(plat::max(z, 0.0f) + log1p);
 }
 
-// Scores to weights in place: score / sum * scaling, summed in their order. One thread calls.
-LOWLAT_DEVICE void gate_weights(float* weights, int k, GateSum sum_rule, float scaling) {
+// What the scores of a row's experts are divided by: their sum, in their order. One thread calls.
+LOWLAT_DEVICE float gate_total(const float* scores, int k, GateSum sum_rule) {
   float total = 0.0f;
-  for (int slot = 0; slot < k; ++slot) total += weights[slot];
-  if (sum_rule == GateSum::target) {
-    total += 1e-20f;
-  } else if (total <= 0.0f) {
-    total = 1.0f;
-  }
+  for (int slot = 0; slot < k; ++slot) total += scores[slot];
+  if (sum_rule == GateSum::target) return total + 1e-20f;
+  return total <= 0.0f ? 1.0f : total;
+}
+
+// Scores to weights in place: score / total * scaling. One thread calls.
+LOWLAT_DEVICE void gate_weights(float* weights, int k, GateSum sum_rule, float scaling) {
+  const float total = gate_total(weights, k, sum_rule);
   for (int slot = 0; slot < k; ++slot) weights[slot] = weights[slot] / total * scaling;
 }
 

@@ -18,14 +18,7 @@ CPP_ROOMS = {
     "host": {"host", "fused", "persistent", "stages", "platform", "shape", "reference", "include"},
     "py": {"include"},
     "bench": {
-        "bench",
-        "host",
-        "persistent",
-        "fused",
-        "stages",
-        "platform",
-        "shape",
-        "reference",
+        *("bench", "host", "persistent", "fused", "stages", "platform", "shape", "reference"),
         "include",
     },
 }

@@ -158,6 +158,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/front.hpp": "cpp_kernels/bench/attn_hopper.cu",
     "cpp_kernels/fused/mix.hpp": "cpp_kernels/bench/attn_hopper.cu",
     "cpp_kernels/fused/oproj.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/nvidia/": "tests/gpu/test_ops.cu",

@@ -1,0 +1,159 @@
+// fused/moe.cu: launches and instances of moe_region_mxfp4_sm90.
+#include "fused/moe.cuh"
+
+#include <cuda_runtime_api.h>
+
+#include "shape/dsv41_flash.hpp"
+#include "shape/dsv4_flash.hpp"
+
+namespace lowlat::fused {
+namespace {
+
+namespace moe = lowlat::nvidia::fused::moe;
+namespace stages = lowlat::nvidia::stages;
+
+struct Device {
+  int num_sms, max_smem;
+};
+
+cudaError_t current_device(Device* out) {
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  status = cudaDeviceGetAttribute(&out->num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  return cudaDeviceGetAttribute(&out->max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
+
+template <class L>
+cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t stream,
+                   bool overlapped) {
+  Device device;
+  cudaError_t status = current_device(&device);
+  if (status != cudaSuccess) return status;
+  if (device.num_sms < moe::kBands || device.num_sms > L::kMaxGrid ||
+      device.max_smem < L::kSmemBytes) {
+    return cudaErrorInvalidValue;
+  }
+  const auto kernel = moe::moe_region_mxfp4_sm90<L>;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSmemBytes);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute edge = {};
+  edge.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  edge.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(device.num_sms));
+  config.blockDim = dim3(L::kThreads);
+  config.dynamicSmemBytes = L::kSmemBytes;
+  config.stream = stream;
+  config.attrs = &edge;
+  config.numAttrs = overlapped ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args, rules);
+}
+
+// Warps that multiply, where rows are few: slices of 256 columns, so that x takes 32 registers.
+template <class S>
+constexpr int kFewConsumers = S::kHidden / 256;
+// Up to so many rows, several launches of eight rows beat one that gathers rows (docs/bench): they
+// read some experts twice, and the few experts that rows share do not pay for the gathering yet.
+constexpr int kSplitRows = 24;
+// Otherwise x comes anew with every expert: few warps with much in flight each.
+constexpr int kManyConsumers = 8;
+
+// The two kernels of a shape: up to 8 rows, and up to 64. Their workspaces lie one after the other.
+template <class S>
+struct Instances {
+  using Few = moe::Layout<S, false, kFewConsumers<S>>;
+  using Many = moe::Layout<S, true, kManyConsumers>;
+  static constexpr std::size_t kManyOffset = (Few::kWorkspaceBytes + 255) / 256 * 256;
+  static constexpr std::size_t kBytes = kManyOffset + Many::kWorkspaceBytes;
+
+  static cudaError_t run(MoeArgs args, const moe::Rules& rules, cudaStream_t stream,
+                         bool overlapped) {
+    if (args.rows <= kSplitRows) return split(args, rules, stream, overlapped);
+    args.workspace = static_cast<unsigned char*>(args.workspace) + kManyOffset;
+    return launch<Many>(args, rules, stream, overlapped);
+  }
+  // Launches of at most eight rows, as equal as can be.
+  static cudaError_t split(const MoeArgs& args, moe::Rules rules, cudaStream_t stream,
+                           bool overlapped) {
+    const int parts = (args.rows + Few::kMaxRows - 1) / Few::kMaxRows;
+    const int part_rows = (args.rows + parts - 1) / parts;
+    for (int row = 0; row < args.rows; row += part_rows) {
+      MoeArgs part = args;
+      part.rows = args.rows - row < part_rows ? args.rows - row : part_rows;
+      const auto skip = [row](auto*& pointer, int width) {
+        if (pointer != nullptr) pointer += static_cast<std::size_t>(row) * width;
+      };
+      skip(part.x, Few::kHidden);
+      skip(part.image_rows, 1);
+      skip(part.ids, Few::kSlots);
+      skip(part.weights, Few::kSlots);
+      skip(part.out_ids, Few::kSlots);
+      skip(part.out_weights, Few::kSlots);
+      skip(part.out, Few::kHidden);
+      rules.first_row = row;
+      const cudaError_t status = launch<Few>(part, rules, stream, overlapped || row > 0);
+      if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+  }
+  static cudaError_t init(void* workspace, cudaStream_t stream) {
+    auto* bytes = static_cast<unsigned char*>(workspace);
+    cudaError_t status = cudaMemsetAsync(workspace, 0, kBytes, stream);
+    if (status == cudaSuccess) {
+      status = cudaMemsetAsync(bytes + Few::kHiddenOffset, 0xff, 2 * Few::kHiddenBytes, stream);
+    }
+    if (status == cudaSuccess) {
+      status = cudaMemsetAsync(bytes + kManyOffset + Many::kHiddenOffset, 0xff,
+                               2 * Many::kHiddenBytes, stream);
+    }
+    return status;
+  }
+  static std::int64_t box_packets(int rows) {
+    return static_cast<std::int64_t>(rows) * moe::kBands * Few::kPacketsPerBand;
+  }
+};
+
+// Calls `f` with the instances of a shape.
+template <class F>
+auto with_shape(MoeShape shape, F f) {
+  switch (shape) {
+    case MoeShape::v41_tp2: return f(Instances<shape::Dsv41Flash<2>>());
+    case MoeShape::v4_tp2: return f(Instances<shape::Dsv4Flash<2>>());
+    case MoeShape::v4_tp4: return f(Instances<shape::Dsv4Flash<4>>());
+    case MoeShape::v41_tp4: break;
+  }
+  return f(Instances<shape::Dsv41Flash<4>>());
+}
+
+}  // namespace
+
+std::size_t moe_workspace_bytes(MoeShape shape) {
+  return with_shape(shape, [](auto instances) { return decltype(instances)::kBytes; });
+}
+
+int moe_workspace_init(MoeShape shape, void* workspace, void* stream) {
+  return with_shape(shape, [&](auto instances) {
+    return static_cast<int>(instances.init(workspace, static_cast<cudaStream_t>(stream)));
+  });
+}
+
+std::int64_t moe_box_packets(MoeShape shape, int rows) {
+  return with_shape(shape, [&](auto instances) { return instances.box_packets(rows); });
+}
+
+int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped) {
+  if (args.rows < 1 || args.rows > 64) return cudaErrorInvalidValue;
+  const bool v4 = shape == MoeShape::v4_tp2 || shape == MoeShape::v4_tp4;
+  // V4's router divides by 1 where a sum is 0; a hash layer's and V4.1's target add 1e-20.
+  const bool target = !v4 || args.routing == MoeRouting::table;
+  const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
+                            target ? stages::GateSum::target : stages::GateSum::draft, 0};
+  return with_shape(shape, [&](auto instances) {
+    return static_cast<int>(
+        instances.run(args, rules, static_cast<cudaStream_t>(stream), overlapped));
+  });
+}
+
+}  // namespace lowlat::fused

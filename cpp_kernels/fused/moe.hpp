@@ -1,0 +1,97 @@
+// fused/moe.hpp: the mixture-of-experts region of a layer as one launch: router, routed MXFP4
+// experts, shared expert, and this rank's partial sum, stored or published. Host interface.
+//
+// One call computes, for T rows x (bf16 [T, H], normed):
+//   routing   ids and weights of the k experts of each row, by MoeRouting
+//   routed    slots of W4A16 experts with Marlin's roundings (stages/experts.hpp), added in slot
+//             order
+//   shared    the block-fp8 shared expert, its two inputs quantised
+//   y[t, n] = bf16(sum of slots) + bf16(shared), fp32: this rank's partial of the layer's output
+// y goes to `out`, to the mailboxes of `boxes`, or to both. Bitwise equal run to run.
+//
+// All pointers are device memory unless said otherwise. Weights are the checkpoint's: fp4 codes two
+// a byte (even column in the low nibble), ue8m0 scale bytes. Scale bytes of fp4 weights from 10 to
+// 136 and of e4m3 weights up to 134 are exact; others are outside what this kernel declares.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lowlat::fused {
+
+// Which compiled shape: a model's target layers at a number of ranks (V4's draft is shaped alike).
+enum class MoeShape { v41_tp2, v41_tp4, v4_tp2, v4_tp4 };
+
+// gate: scores of x and the router, the k best. table: `ids` are given (a hash layer's table has
+// been read), their weights come from the router's scores. given: `ids` and `weights` are inputs.
+enum class MoeRouting : std::int32_t { gate, table, given };
+
+// [N, K] codes with their scales.
+struct MoeMatrix {
+  const std::uint8_t* codes;
+  const std::uint8_t* scales;
+};
+
+struct MoeWeights {
+  const std::uint16_t* gate;  // bf16 [E, H]; unused when the routing is given
+  const float* gate_bias;     // [E]; used by MoeRouting::gate only
+  const float* gate_bias_vl;  // [E], bias of image rows, or nullptr where the model has none
+  MoeMatrix w1, w3;           // fp4 [E, I, H / 2], ue8m0 [E, I, H / 32]
+  MoeMatrix w2;               // fp4 [E, H, I / 2], ue8m0 [E, H, I / 32]
+  MoeMatrix shared_w1;        // e4m3 [I, H], ue8m0 [I / b, H / b]; nullptr: no shared expert
+  MoeMatrix shared_w3;        // the same
+  MoeMatrix shared_w2;        // e4m3 [H, I], ue8m0 [H / b, I / b]
+};
+
+// Where a published sum goes: the mailboxes of stages/exchange.hpp, in packets of three values and
+// the tag. A block owns a band of H / 128 columns, so packets are numbered by band: with band = H /
+// 128 and per_band = (band + 2) / 3, (t, n) is word n % band % 3 of packet
+// (t * 128 + n / band) * per_band + n % band / 3.
+struct MoeBoxes {
+  void* const* outboxes;       // device array [tp_size] of mailboxes, own rank's included; nullptr:
+                               // nothing is published
+  std::int64_t box_packets;    // at least moe_box_packets(shape, rows)
+  const std::uint64_t* epoch;  // one word: the exchange's epoch, its low half is the tag
+};
+
+// Whom to tell when a wait expires (stages/wait.hpp). Without abort words a fault shows only as an
+// output that was not written.
+struct MoeFault {
+  std::uint32_t* const* abort_words;  // device array [tp_size], or nullptr
+  void* status;                       // StatusWords
+  std::int32_t tp_rank, tp_size;
+  std::uint64_t budget_ns;  // of the whole launch, from when its input is there
+};
+
+struct MoeArgs {
+  std::int32_t rows;  // T, 1 .. 64
+  MoeRouting routing;
+  const std::uint16_t* x;          // bf16 [T, H]
+  const std::uint8_t* image_rows;  // u8 [T], not 0: the row takes gate_bias_vl; or nullptr
+  const std::int32_t* ids;         // [T, k], 0 .. E - 1; for table and given
+  const float* weights;            // [T, k]; for given
+  MoeWeights w;
+  std::int32_t* out_ids;  // [T, k] in selection order, or nullptr
+  float* out_weights;     // [T, k], or nullptr
+  float* out;             // [T, H], or nullptr
+  MoeBoxes boxes;
+  MoeFault fault;
+  void* workspace;  // moe_workspace_bytes, made ready once by moe_workspace_init
+};
+
+// Bytes of the scratch that a launch and its successors on one stream share: 256-byte aligned, for
+// one launch at a time. A layer needs none of its own.
+std::size_t moe_workspace_bytes(MoeShape shape);
+// On `stream`, once, and again after a launch that ended in a fault. Returns a cudaError_t.
+int moe_workspace_init(MoeShape shape, void* workspace, void* stream);
+
+// Packets of one mailbox for `rows` rows.
+std::int64_t moe_box_packets(MoeShape shape, int rows);
+
+// Enqueues the region on `stream` (a cudaStream_t); capturable. `overlapped`: a programmatic edge,
+// so that weights are on their way before the kernel before has ended; what that kernel writes is
+// waited for. Returns a cudaError_t; cudaErrorInvalidValue for rows outside 1 .. 64 or a device
+// that cannot hold the grid (one block an SM, 128 at least) at once.
+int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped);
+
+}  // namespace lowlat::fused

@@ -1,0 +1,279 @@
+// fused/stream.cuh: the core of every product with few rows on Hopper: weights stream through
+// shared memory once, are expanded to bf16 in registers and meet the rows in mma.m16n8k16.
+//
+// Weights are the M side (16 weight rows a tile), up to 8 activation rows the N side. All weights
+// of these models and their quantised activations are exact in bf16, so one core serves MXFP4,
+// block e4m3 and bf16.
+//
+// Order along K   The order is free as long as both sides use the same one. A thread (lane
+//                 4 g + t of a warp) owns a *run* of consecutive K elements of weight rows g and
+//                 g + 8 and of activation row g: 16 elements of a 64-wide block (elements 16 t ..
+//                 16 t + 15). Inside a run each 8 elements are paired (0,4) (1,5) (2,6) (3,7):
+//                 what the expansion of a 32-bit word of codes gives. So a thread's codes are 8
+//                 (fp4), 16 (e4m3) or 32 (bf16) consecutive bytes of a row, and one scale serves a
+//                 run: groups of 32 hold two runs.
+//   shared memory reads   of fp4 runs (8 bytes a lane, 4 rows a half warp) are free of bank
+//                 conflicts when the row pitch is 32 or 96 mod 128 bytes; e4m3 runs (16 bytes a
+//                 lane, 2 rows a quarter warp) when it is 64 mod 128.
+// Ordering        full[s]   one arrival (the producer's, with the bytes) and the copies' bytes; the
+//                 consumers' wait acquires them. empty[s]  one arrival a consuming warp, after its
+//                 last read; the producer's wait before it copies into slot s again. Parity of the
+//                 n-th use of a slot is n & 1 for full, and a producer skips the first wait.
+//                 late   every wait goes through Watch: when one for another block or rank is late,
+//                 or a peer's abort word is up, all roles leave.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "platform/nvidia.hpp"
+#include "platform/nvidia_sm90.cuh"
+
+namespace lowlat::nvidia::fused {
+
+// ------------------------------------------------------------------------------------ deadlines
+
+// Why a wait of this block ended without its event; 0: none did.
+enum class Stop : std::uint32_t { none = 0, expired = 1, aborted = 2 };
+
+// The block's one deadline, and its end of work. Waits for other blocks or ranks look at the clock
+// and at the abort word; waits inside the block (mbarriers) end because those do, and because a
+// copy that was begun lands: they look at `stop` alone, which keeps the loops that wait short.
+struct Watch {
+  std::uint64_t deadline_ns;
+  std::uint32_t* stop;              // shared memory, 0 at the start
+  const std::uint32_t* abort_word;  // of this rank, in global memory, or nullptr
+
+  LOWLAT_DEVICE bool stopped() const { return plat::load_acquire<plat::Scope::block>(stop) != 0u; }
+  // Called by a wait for others that has just failed: true when it has to end. `event` (not 0) is
+  // stored with the first reason, as reason << 28 | event, so that a report can name what did not
+  // arrive.
+  LOWLAT_DEVICE bool ended(std::uint32_t event) const {
+    if (stopped()) return true;
+    Stop why = Stop::none;
+    if (abort_word != nullptr) {
+      std::uint32_t raised;
+      asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(raised) : "l"(abort_word));
+      if (raised != 0) why = Stop::aborted;
+    }
+    if (why == Stop::none && plat::clock_ns() > deadline_ns) why = Stop::expired;
+    if (why == Stop::none) return false;
+    atomicCAS(stop, 0u, static_cast<std::uint32_t>(why) << 28 | event);
+    return true;
+  }
+};
+
+// Tries between two looks: at the clock and the abort word a look takes a microsecond itself.
+inline constexpr int kTriesPerLook = 64;
+
+// Waits for a barrier's phase of this parity. False: the block has to leave.
+LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, const Watch& watch) {
+  while (!sm90::barrier_try_wait(barrier, parity)) {
+    if (watch.stopped()) return false;
+  }
+  return true;
+}
+
+// ------------------------------------------------------------------------------------ shared reads
+
+LOWLAT_DEVICE uint4 smem_load16(std::uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+LOWLAT_DEVICE uint2 smem_load8(std::uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// ------------------------------------------------------------------------------------ packets
+
+// Sixteen bytes that the memory model calls one access: {payload, payload, payload, tag}, or any
+// four words of which one tells whether they have arrived. Scope is the system's, so the reader may
+// be another GPU.
+LOWLAT_DEVICE void store_packet(void* dst, uint4 v) {
+  asm volatile(
+      "{\n .reg .b64 lo, hi;\n .reg .b128 v;\n mov.b64 lo, {%1, %2};\n mov.b64 hi, {%3, %4};\n"
+      " mov.b128 v, {lo, hi};\n st.relaxed.sys.global.b128 [%0], v;\n}" ::"l"(dst),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
+LOWLAT_DEVICE uint4 load_packet(const void* src) {
+  uint4 v;
+  asm volatile(
+      "{\n .reg .b64 lo, hi;\n .reg .b128 v;\n ld.relaxed.sys.global.b128 v, [%4];\n"
+      " mov.b128 {lo, hi}, v;\n mov.b64 {%0, %1}, lo;\n mov.b64 {%2, %3}, hi;\n}"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(src)
+      : "memory");
+  return v;
+}
+
+// ------------------------------------------------------------------------------------ numbers
+
+LOWLAT_DEVICE std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// {low, high} rounded to nearest-even.
+LOWLAT_DEVICE std::uint32_t pack_bf16(float low, float high) {
+  std::uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+LOWLAT_DEVICE float low_bf16(std::uint32_t pair) { return __uint_as_float(pair << 16); }
+LOWLAT_DEVICE float high_bf16(std::uint32_t pair) { return __uint_as_float(pair & 0xffff'0000u); }
+LOWLAT_DEVICE float round_to_bf16(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
+
+// Expansion works on the stored bits: moved into a bf16's fields they are the value times a small
+// power of two (subnormal codes too), and one exact multiply brings the scale and that power back.
+// For MXFP4 2^-kFp4Shift is left in the product and multiplied back into the fp32 sums, so that
+// scale bytes up to 136 (and down to 10) keep every value exact.
+inline constexpr int kFp4Shift = 8;
+
+// Factor of a run of fp4 codes: 2^(126 - kFp4Shift) * 2^(byte - 127), twice.
+LOWLAT_DEVICE std::uint32_t fp4_factor(std::uint32_t byte) {
+  return byte * 0x0080'0080u + (126u - kFp4Shift) * 0x0080'0080u;
+}
+// Eight codes of one word, element 0 in the low bits: out[i] = {element i, element i + 4}.
+LOWLAT_DEVICE void expand_fp4(std::uint32_t w, std::uint32_t factor, std::uint32_t (&out)[4]) {
+  // A lone nibble times 2^12 + 2^6 (or 2^8 + 2^2) has its sign at bit 15 and its magnitude at bits
+  // 8 .. 6 of its half; the mask drops what the two copies hold besides.
+  constexpr std::uint32_t kKeep = 0x81c0'81c0u;
+  const std::uint32_t v = w >> 8;
+  out[0] = mul_bf16x2((w & 0x000f'000fu) * 0x1040u & kKeep, factor);
+  out[1] = mul_bf16x2((w & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
+  out[2] = mul_bf16x2((v & 0x000f'000fu) * 0x1040u & kKeep, factor);
+  out[3] = mul_bf16x2((v & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
+}
+
+// Factor of e4m3 codes: 2^120 * 2^(byte - 127), twice; exact for scale bytes up to 134.
+LOWLAT_DEVICE std::uint32_t e4m3_factor(std::uint32_t byte) {
+  return byte * 0x0080'0080u + 120u * 0x0080'0080u;
+}
+// Eight codes of two words: out[i] = {element i, element i + 4}. NaN codes come out as +-480.
+LOWLAT_DEVICE void expand_e4m3(std::uint32_t w0, std::uint32_t w1, std::uint32_t factor,
+                               std::uint32_t (&out)[4]) {
+  constexpr std::uint32_t kSign = 0x8000'8000u, kMagnitude = 0x07f0'07f0u;
+  const std::uint32_t a = __byte_perm(w0, w1, 0x5410);  // elements 0 1 | 4 5
+  const std::uint32_t b = __byte_perm(w0, w1, 0x7632);  // elements 2 3 | 6 7
+  out[0] = mul_bf16x2((a << 8 & kSign) | (a << 4 & kMagnitude), factor);
+  out[1] = mul_bf16x2((a & kSign) | (a >> 4 & kMagnitude), factor);
+  out[2] = mul_bf16x2((b << 8 & kSign) | (b << 4 & kMagnitude), factor);
+  out[3] = mul_bf16x2((b & kSign) | (b >> 4 & kMagnitude), factor);
+}
+
+// Eight bf16 in their order to the order of pairs: out[i] = {element i, element i + 4}.
+LOWLAT_DEVICE void pair_bf16(uint4 v, std::uint32_t (&out)[4]) {
+  out[0] = __byte_perm(v.x, v.z, 0x5410);
+  out[1] = __byte_perm(v.x, v.z, 0x7632);
+  out[2] = __byte_perm(v.y, v.w, 0x5410);
+  out[3] = __byte_perm(v.y, v.w, 0x7632);
+}
+
+// What a block-fp8 linear sees of a run of N pairs: e4m3 codes times a scale that is a power of
+// two, one a group of activations. A group is the run of `kLanes` neighbouring lanes (a power of
+// two up to 4), and `amax` what other runs of the same lane hold of it. Exact in bf16.
+template <int N>
+LOWLAT_DEVICE float pairs_amax(const std::uint32_t* pairs) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    amax = fmaxf(amax, fmaxf(fabsf(low_bf16(pairs[i])), fabsf(high_bf16(pairs[i]))));
+  }
+  return amax;
+}
+template <int kLanes>
+LOWLAT_DEVICE float lanes_max(float v) {
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2) {
+    v = fmaxf(v, __shfl_xor_sync(0xffff'ffffu, v, offset));
+  }
+  return v;
+}
+// The scale's biased exponent: smallest power of two with amax / scale <= 448, amax at least 1e-10.
+LOWLAT_DEVICE std::uint32_t activation_exponent(float amax) {
+  const std::uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-10f), 448.0f));
+  return (bits >> 23) + ((bits & 0x7f'ffffu) != 0 ? 1u : 0u);
+}
+template <int N>
+LOWLAT_DEVICE void quantize_pairs(std::uint32_t* pairs, std::uint32_t exponent) {
+  const float scale = __uint_as_float(exponent << 23);
+  const float inverse = __uint_as_float((254u - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    std::uint16_t codes;
+    std::uint32_t halves;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+        : "=h"(codes)
+        : "f"(high_bf16(pairs[i]) * inverse), "f"(low_bf16(pairs[i]) * inverse));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&halves));
+    pairs[i] = pack_bf16(values.x * scale, values.y * scale);
+  }
+}
+
+// ------------------------------------------------------------------------------------ products
+
+// acc += two pairs of weight rows g (`low`) and g + 8 (`high`) times two pairs of activation row g:
+// acc[0..1] are weight row g with activation rows 2t and 2t + 1, acc[2..3] are g + 8.
+LOWLAT_DEVICE void multiply_pairs(float (&acc)[4], const std::uint32_t* low,
+                                  const std::uint32_t* high, const std::uint32_t* b) {
+  const std::uint32_t a_words[4] = {low[0], high[0], low[1], high[1]};
+  const std::uint32_t b_words[2] = {b[0], b[1]};
+  sm90::mma_bf16(acc, a_words, b_words);
+}
+
+// acc += the products of one 64-wide block: `low` and `high` hold a thread's 16 fp4 codes of weight
+// rows g and g + 8, `b` its 16 elements of activation row g in the order of pairs.
+LOWLAT_DEVICE void multiply_fp4(float (&acc)[4], uint2 low, uint2 high, std::uint32_t low_factor,
+                                std::uint32_t high_factor, const std::uint32_t* b) {
+  std::uint32_t l[4], h[4];
+  expand_fp4(low.x, low_factor, l);
+  expand_fp4(high.x, high_factor, h);
+  multiply_pairs(acc, l, h, b);
+  multiply_pairs(acc, l + 2, h + 2, b + 2);
+  expand_fp4(low.y, low_factor, l);
+  expand_fp4(high.y, high_factor, h);
+  multiply_pairs(acc, l, h, b + 4);
+  multiply_pairs(acc, l + 2, h + 2, b + 6);
+}
+// The same with 16 e4m3 codes a row.
+LOWLAT_DEVICE void multiply_e4m3(float (&acc)[4], uint4 low, uint4 high, std::uint32_t low_factor,
+                                 std::uint32_t high_factor, const std::uint32_t* b) {
+  std::uint32_t l[4], h[4];
+  expand_e4m3(low.x, low.y, low_factor, l);
+  expand_e4m3(high.x, high.y, high_factor, h);
+  multiply_pairs(acc, l, h, b);
+  multiply_pairs(acc, l + 2, h + 2, b + 2);
+  expand_e4m3(low.z, low.w, low_factor, l);
+  expand_e4m3(high.z, high.w, high_factor, h);
+  multiply_pairs(acc, l, h, b + 4);
+  multiply_pairs(acc, l + 2, h + 2, b + 6);
+}
+// The same with 16 bf16 values a row, in their order: two 16-byte reads each.
+LOWLAT_DEVICE void multiply_bf16(float (&acc)[4], const uint4 (&low)[2], const uint4 (&high)[2],
+                                 const std::uint32_t* b) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    std::uint32_t l[4], h[4];
+    pair_bf16(low[half], l);
+    pair_bf16(high[half], h);
+    multiply_pairs(acc, l, h, b + 4 * half);
+    multiply_pairs(acc, l + 2, h + 2, b + 4 * half + 2);
+  }
+}
+
+}  // namespace lowlat::nvidia::fused
