@@ -1,16 +1,19 @@
-# One command each. Everything lands in .venv/, build/, target/ and out/; nothing outside.
+# One command each. Everything lands in .venv/, build/, target/ and out/; nothing outside but the
+# environment that test-sglang makes.
 #   make demo        build what is needed and replay a small agent trace
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
-#   make test-deep   the same, longer, under sanitizers and the model checker
+#   make test-sglang what needs the real SGLang, installed into ~/.cache/lowlat once (6 GB); from
+#                    then on make test runs it too
+#   make test-deep   the same as test, longer, under sanitizers and the model checker
 #   make tidy        format, lints, tests about the tree
 #   make gpu-test    on a machine with a GPU: what needs one
 #   make setup build golden header clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
-# by lock file and compiler, for machines that build many clones (CI).
+# by lock file and compiler, for machines that build many clones (CI); SGLang's environment too.
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo test test-deep tidy golden header gpu-test clean
+.PHONY: setup build demo test test-sglang test-deep tidy golden header gpu-test clean
 
 SHELL := bash
 PYTHON ?= python3
@@ -56,6 +59,9 @@ demo: build
 
 test: build
 	@$(BIN)/python tests/tools/run_tests.py --build-dir $(BUILD) --filter "$(K)"
+
+test-sglang: build
+	$(BIN)/python tests/tools/run_sglang.py --filter "$(K)"
 
 test-deep: test
 	cmake -G Ninja -S . -B build/asan -DCMAKE_BUILD_TYPE=Debug \

@@ -51,26 +51,24 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, args, rules);
 }
 
-// Warps that multiply, where rows are few: slices of 256 columns, so that x takes 32 registers.
+// Warps that multiply. Eight and twenty are slower (docs/bench).
+constexpr int kConsumers = 16;
+// Up to so many rows, several launches of eight rows beat one that gathers rows: measured for V4.1
+// (5120 columns) at 12 and 24 rows; for V4 they do not.
 template <class S>
-constexpr int kFewConsumers = S::kHidden / 256;
-// Up to so many rows, several launches of eight rows beat one that gathers rows (docs/bench): they
-// read some experts twice, and the few experts that rows share do not pay for the gathering yet.
-constexpr int kSplitRows = 24;
-// Otherwise x comes anew with every expert: few warps with much in flight each.
-constexpr int kManyConsumers = 8;
+constexpr int kSplitRows = S::kHidden > 4096 ? 24 : 8;
 
 // The two kernels of a shape: up to 8 rows, and up to 64. Their workspaces lie one after the other.
 template <class S>
 struct Instances {
-  using Few = moe::Layout<S, false, kFewConsumers<S>>;
-  using Many = moe::Layout<S, true, kManyConsumers>;
+  using Few = moe::Layout<S, false, kConsumers>;
+  using Many = moe::Layout<S, true, kConsumers>;
   static constexpr std::size_t kManyOffset = (Few::kWorkspaceBytes + 255) / 256 * 256;
   static constexpr std::size_t kBytes = kManyOffset + Many::kWorkspaceBytes;
 
   static cudaError_t run(MoeArgs args, const moe::Rules& rules, cudaStream_t stream,
                          bool overlapped) {
-    if (args.rows <= kSplitRows) return split(args, rules, stream, overlapped);
+    if (args.rows <= kSplitRows<S>) return split(args, rules, stream, overlapped);
     args.workspace = static_cast<unsigned char*>(args.workspace) + kManyOffset;
     return launch<Many>(args, rules, stream, overlapped);
   }
@@ -120,7 +118,6 @@ struct Instances {
 template <class F>
 auto with_shape(MoeShape shape, F f) {
   switch (shape) {
-    case MoeShape::v41_tp2: return f(Instances<shape::Dsv41Flash<2>>());
     case MoeShape::v4_tp2: return f(Instances<shape::Dsv4Flash<2>>());
     case MoeShape::v4_tp4: return f(Instances<shape::Dsv4Flash<4>>());
     case MoeShape::v41_tp4: break;

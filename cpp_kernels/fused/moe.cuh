@@ -167,6 +167,9 @@ struct Layout {
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
   static_assert(kRing >= 2, "the shared expert's tile takes two slots");
   static constexpr int kRingPieces = kRing * kPieces;
+  // Experts from one item of a warp to its next, at most.
+  static constexpr int kReach = (kConsumers + kParts - 1) / kParts;
+  static_assert(kReach <= kRingPieces, "a warp is at most one turn of the ring ahead");
   static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
 
   // Workspace, in bytes from its start. The kernel of 8 rows and that of 64 have one each.
@@ -1000,6 +1003,12 @@ struct Consumer {
                                    part * L::kPartBlocks * 2 + t / 2;
       const int end = r.table.first[expert + 1];
       int first = r.table.first[expert];
+      // A parity tells a phase from the next only: the piece's use before must be over. Nobody is
+      // further ahead, because the producer fills in order (kReach).
+      if (expert >= L::kRingPieces && !barrier_wait(&r.barriers.piece_empty[piece],
+                                                    (expert / L::kRingPieces - 1) & 1, r.watch)) {
+        return false;
+      }
       if (!barrier_wait(&r.barriers.piece_full[piece], expert / L::kRingPieces & 1, r.watch)) {
         return false;
       }

@@ -201,6 +201,9 @@ class Reasons {
     widen(c_.num_heads / c_.tp_size * std::int64_t{shape::kHeadDim});
     widen(shape::kEngramColumns * std::int64_t{c_.engram_head_dim});
     widen(c_.num_draft_stages * std::int64_t{c_.hidden});
+    widen(c_.index_heads * std::int64_t{shape::kIndexDim});
+    widen(c_.o_groups / c_.tp_size * std::int64_t{c_.o_lora});
+    widen(std::max(c_.experts_per_token, c_.draft_experts_per_token));
     const std::int64_t most_rows = std::min<std::int64_t>(1 << 20, 0x7fff'ffff / widest);
     range(c_.max_rows, c_.max_batch, most_rows, "max_rows");
     if (c_.num_draft_stages > 0) {

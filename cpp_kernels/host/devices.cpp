@@ -1,5 +1,8 @@
 #include "host/devices.hpp"
 
+#include <exception>
+#include <utility>
+
 #include "host/json.hpp"
 #include "lowlat/kernels.h"
 

@@ -19,26 +19,30 @@ struct ModelRules {
   bool own_pre;
   bool head_norm;    // each head of q is normed before it is rotated
   bool quantized_o;  // the target's wo_a takes block-fp8 input; else, and of every draft, bf16
-  bool
-      pooled_keys;  // compressed keys pool whole blocks (stages/pool.hpp); else stages/compress.hpp
+  // Compressed keys pool whole blocks (stages/pool.hpp); else stages/compress.hpp.
+  bool pooled_keys;
   bool late_features;  // features are taken after a target layer; else before it
 };
 
-inline constexpr ModelRules kV41Rules = {stages::HcStatistic::rounded,
-                                         stages::GateRule::v41,
-                                         stages::GateSum::target,
-                                         false,
-                                         false,
-                                         false,
-                                         false,
-                                         false};
-inline constexpr ModelRules kV4Rules = {stages::HcStatistic::unrounded,
-                                        stages::GateRule::v4,
-                                        stages::GateSum::draft,
-                                        true,
-                                        true,
-                                        true,
-                                        true,
-                                        true};
+inline constexpr ModelRules kV41Rules = {
+    .hc_statistic = stages::HcStatistic::rounded,
+    .gate_rule = stages::GateRule::v41,
+    .target_gate_sum = stages::GateSum::target,
+    .own_pre = false,
+    .head_norm = false,
+    .quantized_o = false,
+    .pooled_keys = false,
+    .late_features = false,
+};
+inline constexpr ModelRules kV4Rules = {
+    .hc_statistic = stages::HcStatistic::unrounded,
+    .gate_rule = stages::GateRule::v4,
+    .target_gate_sum = stages::GateSum::draft,
+    .own_pre = true,
+    .head_norm = true,
+    .quantized_o = true,
+    .pooled_keys = true,
+    .late_features = true,
+};
 
 }  // namespace lowlat::LOWLAT_PLATFORM::persistent

@@ -121,6 +121,17 @@ py::dict run_op(const std::string& op, const std::string& model, const std::stri
   return named;
 }
 
+// Why the library makes no model on that platform; empty when it does. An empty configuration is
+// refused too, but for itself, and only after the platform.
+std::string model_refusal(const std::string& platform) {
+  lowlat_model_config config{};
+  config.struct_bytes = sizeof(config);
+  lowlat_model* model = nullptr;
+  const lowlat_status status = lowlat_model_create(platform.c_str(), &config, &model);
+  lowlat_model_destroy(model);
+  return status == LOWLAT_UNSUPPORTED ? lowlat_last_error() : "";
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kernels, module) {
@@ -135,6 +146,8 @@ PYBIND11_MODULE(_kernels, module) {
   module.def(
       "op_list", [] { return std::string(lowlat_op_list()); },
       "The operations as JSON: names, arrays, dtypes, shapes and numerics.");
+  module.def("model_refusal", &model_refusal, py::arg("platform"),
+             "Why the library makes no model on that platform, in one line; empty when it does.");
   module.def("run_op", &run_op, py::arg("op"), py::arg("model"), py::arg("platform"),
              py::arg("inputs"),
              "Runs one operation on named numpy arrays and returns its named outputs. bf16 travels "

@@ -3,6 +3,8 @@
  *   fault    plans like scale, then says LOWLAT_FAULT
  *   decline  LOWLAT_UNSUPPORTED
  *   invalid  LOWLAT_INVALID
+ * and of no model: the platform "absent" is LOWLAT_UNSUPPORTED, any other finds the configuration
+ * LOWLAT_INVALID.
  * FAKE_ABI_VERSION replaces the header's version. */
 #include <lowlat/kernels.h>
 #include <string.h>
@@ -20,6 +22,17 @@ const char* lowlat_last_error(void) { return last_error; }
 const char* lowlat_devices(void) {
   return "{\"nvidia\": {\"built\": false, \"refusal\": \"\", \"devices\": [], \"peers\": []}}";
 }
+
+lowlat_status lowlat_model_create(const char* platform, const lowlat_model_config* config,
+                                  lowlat_model** out_model) {
+  (void)config;
+  (void)out_model;
+  const int absent = strcmp(platform, "absent") == 0;
+  last_error = absent ? "no model on absent" : "the configuration is empty";
+  return absent ? LOWLAT_UNSUPPORTED : LOWLAT_INVALID;
+}
+
+void lowlat_model_destroy(lowlat_model* model) { (void)model; }
 
 const char* lowlat_op_list(void) { return "[{\"name\": \"scale\"}]"; }
 

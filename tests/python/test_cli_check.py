@@ -114,7 +114,7 @@ def folder_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: s
     engine = tmp_path / "engine"
     engine.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     engine.chmod(0o755)
-    monkeypatch.setattr(check, "installed_file", lambda *_: engine)
+    monkeypatch.setattr(check.engine, "installed_file", lambda *_: engine)
     return folder
 
 

@@ -103,7 +103,7 @@ def test_an_engine_that_fails_is_a_fault(
     program = tmp_path / "engine"
     program.write_text("#!/bin/sh\ncat > /dev/null\necho no >&2\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setattr(completion, "installed_file", lambda *words: program)
+    monkeypatch.setattr(engine, "installed_file", lambda *words: program)
     assert main(["completion", "bash"]) == 3
     assert capsys.readouterr().err == "lowlat: no\n"
     assert main(["completion", "tcsh"]) == 2

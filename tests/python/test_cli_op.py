@@ -57,7 +57,9 @@ def case(tmp_path: Path) -> dict:
 
 def run(tmp_path: Path, arrays: dict, *more: str) -> int:
     np.savez(tmp_path / "case.npz", **arrays)
-    files = ["--in", str(tmp_path / "case.npz"), "--out", str(tmp_path / "out.npz")]
+    files = ["--in", str(tmp_path / "case.npz")]
+    if "--out" not in more:  # an option is given once
+        files += ["--out", str(tmp_path / "out.npz")]
     return main(["op", "scale", *files, *more])
 
 
@@ -214,6 +216,10 @@ def test_arrays_are_held_to_the_entry_of_the_model(
     assert run(tmp_path, case, "--model", "v4") == 0
     assert main(["op", "scale", "--list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == entries
+    assert main(["op", "--list", "--json", "--model", "v4"]) == 0
+    assert json.loads(capsys.readouterr().out) == entries[:1]
+    assert main(["op", "--list", "--model", "v5"]) == 1
+    assert one_line(capsys) == "lowlat: --model is v5; there are operations of v4, v41\n"
     assert main(["op", "scales", "--list"]) == 1
     assert "there are scale\n" in one_line(capsys)
 

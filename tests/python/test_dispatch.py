@@ -143,3 +143,152 @@ def test_the_memory_plan_is_json_and_a_table(name: str, experts: float) -> None:
         dispatch.memory_plan(dispatch.built_in("tiny-v41"), '{"tp_size": 3}')
     with pytest.raises(ValueError, match="model_type and architectures are missing"):
         dispatch.memory_plan("{}", "{}")
+
+
+# ------------------------------------------------------------------ what a plugin asks
+
+
+def hopper(**more: object) -> dict:
+    options = {"isa": "sm_90", "tp_size": 2, "page_size": 256, "moe_runner_backend": "marlin"}
+    return options | more
+
+
+def test_requirements_say_what_check_asks_for() -> None:
+    specs = {spec["name"]: spec for spec in json.loads(dispatch.requirements())}
+    spec = specs["lowlat_v41_nvidia"]
+    assert (spec["model_type"], spec["isas"]) == ("deepseek_v41", ["sm_90"])
+    assert spec["features"] == ["speculative_decoding"]
+    config = dispatch.built_in("v41-flash")
+    assert dispatch.check(config, hopper()) == []
+    for setting in spec["server_args"]:
+        wrong = {setting["name"]: "other"}
+        # Two of them have an option of their own, which counts for more.
+        options = hopper(**wrong if setting["name"] in hopper() else {"server_args": wrong})
+        (reason,) = dispatch.check(config, options)
+        assert reason.startswith(f"[106] {setting['name']} is other; these kernels need ")
+    for setting in spec["env"]:
+        assert setting["unset_accepted"]
+        (reason,) = dispatch.check(config, hopper(env={setting["name"]: "other"}))
+        assert reason.startswith(f"[107] {setting['name']} is other; these kernels need ")
+
+
+def test_every_feature_has_its_way_off() -> None:
+    features = dict(dispatch.features())
+    config = dispatch.built_in("v41-flash")
+    reasons = dispatch.check(config, hopper(features=sorted(features)))
+    assert len(reasons) == len(features) - 1  # speculative decoding is accepted
+    for name, off in features.items():
+        if name != "speculative_decoding":
+            words = f"[109] {name.replace('_', ' ')} is in use; these kernels need it off"
+            assert f"{words} (change: {off})" in reasons
+
+
+def test_a_decline_is_a_numbered_line() -> None:
+    assert dispatch.decline("engine_version", "x is 1; needed 2") == "[115] x is 1; needed 2"
+    assert dispatch.decline("kernels_missing", "w", "do so") == "[116] w (change: do so)"
+    with pytest.raises(ValueError, match="nonsense is no reason's name"):
+        dispatch.decline("nonsense", "w")
+
+
+def test_loaded_tensors_are_checked_all_at_once() -> None:
+    facts = [("a", "f32", [2, 3], "row_major"), ("c", "bf16", [4], "marlin")]
+    needs = [
+        ("a", "bf16", [2, 3], "row_major", None),
+        ("b", "e4m3", [4], "row_major", None),
+        ("c", "bf16", [4], "row_major", "--moe-runner-backend marlin"),
+    ]
+    assert dispatch.check_loaded(facts, needs) == [
+        "[111] dtype of a is f32; these kernels need bf16",
+        "[110] b is not loaded; these kernels need e4m3 [4]",
+        "[113] layout of c is marlin; these kernels need row_major"
+        " (change: --moe-runner-backend marlin)",
+    ]
+
+
+def ladder(kernel_ns: int = 1) -> object:
+    return dispatch.DeadlineLadder(
+        kernel_ns=kernel_ns, plugin_ns=20, collective_ns=30, engine_ns=40
+    )
+
+
+def ballot(tp_rank: int, **more: object) -> object:
+    rank = dispatch.Rank(dispatch.built_in("v41-flash"), hopper(), tp_rank=tp_rank)
+    parts = dict(
+        mode="target_verify",
+        tokens_per_request=6,
+        widths=[6, 12, 24],
+        shape="v41",
+        numerics="n",
+        layout="l",
+        catalogue_digest=7,
+        ladder=ladder(),
+    )
+    return rank.ballot(**parts | more)
+
+
+def agree(*ballots: object) -> object:
+    return ballots[0].agree([one.words() for one in ballots])
+
+
+def test_a_rank_that_cannot_serve_has_no_ballot() -> None:
+    with pytest.raises(ValueError, match=r"\[106\] page_size is 64") as refused:
+        dispatch.Rank(dispatch.built_in("v41-flash"), hopper(page_size=64, tp_size=3), tp_rank=0)
+    assert str(refused.value).startswith("[102] tp_size is 3")
+
+
+def test_ranks_that_agree_decide_step_after_step() -> None:
+    dispatcher = agree(ballot(0), ballot(1))
+    assert dispatcher.decide("target_verify", 2, 6, 12) == (2, None)
+    assert dispatcher.decide("target_verify", 3, 6, 18) == (4, None)
+    numbers = {name: number for number, name, _ in dispatch.reasons()}
+    for step, name in [
+        (("target_verify", 5, 6, 30), "batch_too_large"),
+        (("target_verify", 2, 6, 11), "rows_ragged"),
+        (("decode", 1, 1, 1), "mode_not_captured"),
+        (("extend", 1, 0, 40), "step_is_extend"),
+        (("mixed", 1, 0, 40), "step_is_mixed"),
+        (("idle", 0, 0, 0), "step_is_idle"),
+        (("target_verify", 2, 1, 2), "tokens_per_request"),
+    ]:
+        assert dispatcher.decide(*step) == (0, numbers[name]), name
+    report = json.loads(dispatcher.report())
+    assert (report["covered"], report["uncovered"]) == (2, 7)
+    assert report["uncovered_by_reason"]["batch_too_large"] == 1
+    dispatcher.disarm("seal_changed")
+    assert dispatcher.decide("target_verify", 2, 6, 12) == (0, numbers["disarmed"])
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"widths": [6, 12]}, r"\[301\] rank 1 covers widths \[6, 12\]; rank 0 covers"),
+        ({"numerics": "other"}, r"\[302\] rank 1 covers graph keys"),
+        ({"catalogue_digest": 8}, r"\[303\] rank 1 has launch geometry"),
+        ({"ladder": ladder(2)}, r"\[305\] rank 1 has deadlines of kernel 2 ns"),
+    ],
+)
+def test_ranks_that_differ_are_told_apart(more: dict, words: str) -> None:
+    for own in (0, 1):
+        ballots = [ballot(0), ballot(1, **more)]
+        with pytest.raises(ValueError, match=words):
+            ballots[own].agree([one.words() for one in ballots])
+
+
+def test_one_rank_that_declines_is_a_decline_of_all() -> None:
+    own = ballot(0)
+    other = dispatch.declining_ballot(tp_rank=1, tp_size=2, reason="tensor_layout")
+    with pytest.raises(ValueError, match=r"^\[307\] rank 1 declines, so all do: .*\[113\]"):
+        own.agree([own.words(), other])
+
+
+def test_ballots_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="needed multiples of tokens_per_request, 6"):
+        ballot(0, widths=[7])
+    with pytest.raises(ValueError, match="mode is idle; needed decode, target_verify or draft"):
+        ballot(0, mode="idle")
+    with pytest.raises(ValueError, match="a ballot has 1 words"):
+        ballot(0).agree([[1]])
+    with pytest.raises(ValueError, match="tp_rank is 2; it must be below tp_size, 2"):
+        ballot(2)
+    with pytest.raises(ValueError, match=r"\[306\]"):  # a rank alone in a group of two
+        ballot(0).agree([ballot(0).words()])

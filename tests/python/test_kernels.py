@@ -129,6 +129,18 @@ def test_refusals(fake: Path, op: str, inputs: str, kind: str, words: str) -> No
     assert seen[0] == kind and words in seen[1]
 
 
+def test_why_no_model_is_made_on_a_platform(fake: Path) -> None:
+    code = "print([k.model_refusal(name) for name in ('absent', 'present')])"
+    done = with_fake(fake, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['no model on absent', '']"
+
+
+def test_the_library_makes_models_on_scalar_and_says_why_not_elsewhere() -> None:
+    assert kernels.model_refusal("scalar") == ""
+    assert "nvidia" in kernels.model_refusal("nvidia")
+
+
 def test_a_library_of_another_version_is_refused_at_import(tmp_path: Path) -> None:
     done = with_fake(fake_library(tmp_path, "-DFAKE_ABI_VERSION=99"), "print('loaded')")
     assert done.returncode != 0 and "loaded" not in done.stdout
@@ -157,6 +169,7 @@ def test_the_list_has_the_form_that_the_command_reads() -> None:
 def test_nothing_else_is_exported() -> None:
     assert {name for name in dir(kernels) if not name.startswith("_")} == {
         "abi_version",
+        "model_refusal",
         "op_list",
         "run_op",
     }

@@ -169,7 +169,7 @@ CASES = [(name, tp_size) for name in small_model.MODELS for tp_size in (1, 2)]
 
 @pytest.fixture(scope="module", params=CASES, ids=[f"{name}-tp{tp}" for name, tp in CASES])
 def replayed(request):
-    path = abi.library_path()
+    path = abi.find_library()
     if path is None:
         pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
     name, tp_size = request.param
@@ -226,7 +226,7 @@ def test_selections_took_entries_away(replayed):
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_v4_asks_for_the_published_tensors(name, tp_size):
     """Names, dtypes, shapes on a rank and the split, against the table of published tensors."""
-    path = abi.library_path()
+    path = abi.find_library()
     if path is None:
         pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
     weights = small_model.Weights(small_model.MODELS[name], SEED, tp_size)

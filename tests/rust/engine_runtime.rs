@@ -9,7 +9,9 @@ use lowlat_engine::step::{
 
 #[path = "support/engine.rs"]
 mod support;
-use support::{MODELS, Request, library, pocket, prompt, serve, settings, start, start_config};
+use support::{
+    MODELS, Request, edited, library, pocket, prompt, serve, settings, start, start_config,
+};
 
 fn requests(num: u32, output: usize) -> Vec<Request> {
     (0..num)
@@ -203,6 +205,67 @@ fn settings_are_refused_in_one_line() {
     for (settings, expected) in refused {
         let line = line(settings);
         assert!(line.starts_with(expected), "{line}");
+    }
+}
+
+/// The sizes of such a model fit no tensor, only the kernels' own buffers.
+#[test]
+fn buffers_that_this_machine_cannot_hold_are_refused_before_they_are_made() {
+    let Some(library) = library() else { return };
+    for model in MODELS {
+        let options = RuntimeOptions {
+            config: Some(edited(model, &[("index_topk", (1 << 24).into())])),
+            ..RuntimeOptions::new(RuntimeSettings {
+                tp_size: 4,
+                max_rows: 4096,
+                ..settings(&library)
+            })
+        };
+        let error = Runtime::start_with(options).err().unwrap().to_string();
+        // 4 ranks x 4096 rows x 2^24 entries x 4 bytes, and the small rest.
+        assert!(error.contains("needs 1100."), "{error}");
+        assert!(error.contains(" GB of memory with --tp 4"), "{error}");
+    }
+}
+
+/// V4 with one kind of layer alone: what the others would need is not there, and not missed.
+#[test]
+fn layers_of_one_kind_alone_run_the_same_in_both_schedules() {
+    let Some(library) = library() else { return };
+    for (ratios, num_hashed) in [
+        ([0, 0, 0, 0, 0], 0),
+        ([4, 4, 4, 4, 0], 4),
+        ([128, 128, 128, 128, 0], 0),
+    ] {
+        let run = |plugin: bool| {
+            let mut config = pocket("tiny-v4");
+            config.layers = edited(
+                "tiny-v4",
+                &[
+                    ("num_hidden_layers", 4.into()),
+                    ("compress_ratios", ratios.to_vec().into()),
+                    ("num_nextn_predict_layers", 1.into()),
+                    ("dspark_target_layer_ids", vec![1].into()),
+                    ("num_hash_layers", num_hashed.into()),
+                ],
+            )
+            .layers;
+            let settings = RuntimeSettings {
+                plugin,
+                ..settings(&library)
+            };
+            let mut runtime = start_config(settings, config);
+            let requests: Vec<Request> = (0..2)
+                .map(|request| Request {
+                    prompt: prompt(request, 125, 29),
+                    output: 12,
+                    temperature: 0.0,
+                    uid: request as u32,
+                })
+                .collect();
+            serve(&mut runtime, &requests, 2, 48, |_| None).tokens
+        };
+        assert_eq!(run(true), run(false), "{ratios:?}");
     }
 }
 

@@ -34,7 +34,18 @@ TOP_LEVEL = {
     "rustfmt.toml",
     "tests",
 }
-TEST_ROOMS = {"cpp", "rust", "python", "cross", "golden", "fakes", "gpu", "tidy", "tools"}
+TEST_ROOMS = {
+    "cpp",
+    "rust",
+    "python",
+    "sglang",
+    "cross",
+    "golden",
+    "fakes",
+    "gpu",
+    "tidy",
+    "tools",
+}
 ENDINGS = {  # a file's ending says who can read it
     "cpp_kernels/include": {".h"},
     "cpp_kernels/stages": {".hpp"},
@@ -149,15 +160,6 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
 # a stage gives as an operation of the C ABI is tested by the operation.
 TESTED_ELSEWHERE: dict[str, str] = {
-    # Programs that need a GPU, with a `check` of their own.
-    "cpp_kernels/bench/attn_bench.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/bench/attn_layer.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/attention.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/exchange.hpp": "cpp_kernels/bench/exchange_hopper.cu",
-    "cpp_kernels/fused/exchange_gate.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/front.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/mix.hpp": "cpp_kernels/bench/attn_hopper.cu",
-    "cpp_kernels/fused/oproj.hpp": "cpp_kernels/bench/attn_hopper.cu",
     "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
@@ -176,6 +178,15 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/platform/cpu.hpp": "tests/cpp/platform/test_scalar.cpp",
     "cpp_kernels/platform/nvidia.hpp": "tests/gpu/test_platform.cu",
     "cpp_kernels/py/kernels_module.cpp": "tests/python/test_kernels.py",
+    # Programs that need a GPU, with a `check` of their own.
+    "cpp_kernels/bench/attn_bench.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/bench/attn_layer.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/attention.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/exchange.hpp": "cpp_kernels/bench/exchange_hopper.cu",
+    "cpp_kernels/fused/exchange_gate.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/front.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/mix.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/fused/oproj.hpp": "cpp_kernels/bench/attn_hopper.cu",
     "cpp_kernels/reference/": "tests/python/test_ops_random.py",
     "cpp_kernels/shape/runtime_shape.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/shape/dsv41_flash.hpp": "tests/python/test_ops_constants.py",
@@ -194,6 +205,16 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "python/lowlat/cli/__init__.py": "tests/python/test_cli_main.py",
     "python/lowlat/cli/outcome.py": "tests/python/test_cli_main.py",
     "python/lowlat/cli/parts.py": "tests/python/test_package.py",
+    "python/lowlat/build.py": "tests/sglang/test_install.py",
+    "python/lowlat/capture.py": "tests/sglang/test_install.py",
+    "python/lowlat/config.py": "tests/sglang/test_resolution.py",
+    "python/lowlat/guard.py": "tests/sglang/test_resolution.py",
+    "python/lowlat/models/": "tests/sglang/test_models.py",
+    "python/lowlat/plugin.py": "tests/sglang/test_discovery.py",
+    "python/lowlat/reasons.py": "tests/sglang/test_install.py",
+    "python/lowlat/replay.py": "tests/sglang/test_forward.py",
+    "python/lowlat/specs/": "tests/sglang/test_resolution.py",
+    "python/lowlat/surface.py": "tests/sglang/test_surface.py",
     "rust_dispatch/capi/header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/examples/make_header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/src/": "tests/cpp/capi_smoke.c",

@@ -137,6 +137,24 @@ def run_pytest(build_dir: Path, word: str, env: dict[str, str]) -> Count:
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-rs", f"--junit-xml={report}"]
     status, _ = run([*command, *(["-k", word] if word else [])], env)
+    no_test_has_the_word = status == 5 and bool(word)
+    return closing("pytest", count_of_suites(report), 0 if no_test_has_the_word else status)
+
+
+def run_sglang(build_dir: Path, word: str, env: dict[str, str]) -> Count:
+    """The plugin against the real SGLang; one skip where `make test-sglang` has installed none."""
+    report = build_dir / "sglang.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "tests/tools/run_sglang.py", "--existing", f"--junit-xml={report}"]
+    status, _ = run([*command, *(["--filter", word] if word else [])], env)
+    count = count_of_suites(report)
+    if status == 0 and not report.is_file():
+        count = Count(skipped=1)
+    return closing("sglang", count, status)
+
+
+def count_of_suites(report: Path) -> Count:
+    """What pytest wrote into its report, where there is one."""
     count = Count()
     if report.is_file():
         for suite in ET.parse(report).getroot().iter("testsuite"):
@@ -145,8 +163,7 @@ def run_pytest(build_dir: Path, word: str, env: dict[str, str]) -> Count:
             )
             failed = errors + failures
             count += Count(total - failed - skipped, failed, skipped)
-    no_test_has_the_word = status == 5 and bool(word)
-    return closing("pytest", count, 0 if no_test_has_the_word else status)
+    return count
 
 
 def main() -> int:
@@ -157,7 +174,7 @@ def main() -> int:
     build_dir = (ROOT / arguments.build_dir).resolve()
     env = dict(os.environ)
     total = Count()
-    for runner in (run_ctest, run_cargo, run_pytest):
+    for runner in (run_ctest, run_cargo, run_pytest, run_sglang):
         total += runner(build_dir, arguments.filter, env)
     print(total)
     if total.passed + total.failed + total.skipped == 0:

@@ -19,6 +19,9 @@ namespace stages = lowlat::nvidia::stages;
 inline constexpr int kThreads = 256;
 using Block = plat::Block<kThreads>;
 
+// Blocks of a grid's second dimension at most.
+inline constexpr std::int64_t kMaxGridY = 65535;
+
 // Refuses a size that a launch has no room for: "E is 70000; platform nvidia takes at most 65535".
 inline void require_at_most(const DeviceCall& call, const char* symbol, std::int64_t most) {
   require(call.dim(symbol) <= most, std::string(symbol) + " is " +

@@ -74,6 +74,7 @@ __global__ void pooled_kernel(float* out, stages::PoolLayout layout, const float
 }  // namespace
 
 void launch_sparse_attention(DeviceCall& call) {
+  require_at_most(call, "T", kMaxGridY);
   const RowSets window{call.in<std::uint8_t>("swa"), call.in<std::int32_t>("swa_idx"),
                        call.size("s")};
   const RowSets extra{call.in<std::uint8_t>("extra"), call.in<std::int32_t>("extra_idx"),

@@ -54,6 +54,7 @@ void launch_engram_hash(DeviceCall& call) {
 }
 
 void launch_engram_lookup(DeviceCall& call) {
+  require_at_most(call, "T", kMaxGridY);
   launch(call, lookup_kernel, dim3(stages::kEngramColumns, call.size("T")),
          call.out<std::uint16_t>("e"), call.in<std::int64_t>("ids"), call.in<std::uint8_t>("table"),
          call.in<std::uint8_t>("table_scale"), call.size("D"));

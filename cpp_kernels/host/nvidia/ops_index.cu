@@ -177,6 +177,7 @@ void launch_index_key(DeviceCall& call) {
 }
 
 void launch_index_select(DeviceCall& call) {
+  require_at_most(call, "T", kMaxGridY);
   const std::int64_t count = call.dim("T") * call.dim("h") * stages::kIndexDim;
   const std::uint8_t* keys = call.in<std::uint8_t>("ik");
   if (call.model() == "v4") {

@@ -150,7 +150,7 @@ void launch_hash_gate(DeviceCall& call) {
 void launch_experts(DeviceCall& call) {
   const int rows = call.size("T"), hidden = call.size("H"), inner = call.size("I");
   const int slots = call.size("k"), num_experts = call.size("E");
-  require_at_most(call, "E", 65535);  // of a grid's second dimension
+  require_at_most(call, "E", kMaxGridY);
   const std::int64_t num_pairs = std::int64_t{rows} * slots;
   const float* x = expanded_rows(call, call.in<std::uint16_t>("x"), std::int64_t{rows} * hidden);
   const Pairs grouped{call.scratch<std::int32_t>(num_experts + 1),

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 from pathlib import Path
 
 from lowlat.cli import engine
@@ -15,7 +14,7 @@ from lowlat.cli.outcome import (
     UsageError,
     one_line,
 )
-from lowlat.cli.parts import installed_file, native
+from lowlat.cli.parts import native
 
 NAME = "check"
 CONFIG_FILE = "config.json"
@@ -133,17 +132,7 @@ def check_weights(model: str) -> tuple[str | None, str | None]:
         return f"only {CONFIG_FILE} was checked", None
     if not any(folder.glob("*.safetensors*")):
         return f"only {CONFIG_FILE} was checked: no weights beside it", None
-    binary = installed_file(*engine.BINARY)
-    try:
-        done = subprocess.run(
-            [binary, "check-checkpoint", "--", model],
-            capture_output=True,
-            text=True,
-            timeout=BUDGET_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise FaultError(f"{binary} does not answer: {one_line(error)}") from error
+    done = engine.ask(["check-checkpoint", "--", model], BUDGET_S)
     if done.returncode == DONE:
         return f"checked: {CONFIG_FILE}, and every header: {one_line(done.stdout)}", None
     words = one_line(done.stderr)

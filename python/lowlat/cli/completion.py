@@ -5,12 +5,10 @@ The engine writes the script: it knows its own commands, and is told the ones th
 
 import argparse
 import json
-import subprocess
 from typing import Any
 
 from lowlat.cli import engine
 from lowlat.cli.outcome import DONE, EXIT_STATUSES, FaultError, one_line
-from lowlat.cli.parts import installed_file
 
 NAME = "completion"
 SHELLS = ("bash", "zsh", "fish")
@@ -44,18 +42,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     from lowlat.cli.main import build_parser
 
-    binary = installed_file(*engine.BINARY)
-    try:
-        done = subprocess.run(
-            [binary, "completion", arguments.shell, "--commands", "-"],
-            input=json.dumps(describe(build_parser())),
-            capture_output=True,
-            text=True,
-            timeout=BUDGET_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise FaultError(f"{binary} does not answer: {one_line(error)}") from error
+    words = ["completion", arguments.shell, "--commands", "-"]
+    done = engine.ask(words, BUDGET_S, told=json.dumps(describe(build_parser())))
     if done.returncode != 0:
         raise FaultError(one_line(done.stderr))
     print(done.stdout, end="")

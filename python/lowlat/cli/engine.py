@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import subprocess
 from collections.abc import Sequence
 
 from lowlat.cli.outcome import FaultError, one_line
@@ -31,3 +32,22 @@ def run_words(words: Sequence[str]) -> int:
         os.execv(binary, [str(binary), *words])
     except OSError as error:
         raise FaultError(f"{binary} does not start: {one_line(error)}") from error
+
+
+def ask(
+    words: Sequence[str], budget_s: float, told: str | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """What ``lowlat-engine`` answers to these words, and to `told` on its standard input. Raises
+    FaultError when it is not there or takes longer."""
+    binary = installed_file(*BINARY)
+    try:
+        return subprocess.run(
+            [binary, *words],
+            input=told,
+            capture_output=True,
+            text=True,
+            timeout=budget_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise FaultError(f"{binary} does not answer: {one_line(error)}") from error

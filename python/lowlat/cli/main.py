@@ -73,8 +73,8 @@ class VersionAction(argparse.Action):
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="lowlat",
-        description="Low-latency decode for mixture-of-experts models: replay agent traces, run"
-        " one operation, check what can be served and what this machine can do.",
+        description="Low-latency decode for mixture-of-experts models: replay agent traces, run one"
+        "\noperation, check what can be served and what this machine can do.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

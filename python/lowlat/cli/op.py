@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NAME = "op"
+DEFAULT_MODEL = "v41"
 
 # How each kind of array travels in an .npz file.
 NUMPY_DTYPES = {
@@ -64,8 +65,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--model",
-        default="v41",
-        help="whose rules: v41 or v4 (--list says which an operation has); default %(default)s",
+        help="whose rules: v41 or v4 (--list says which an operation has, with --model those of "
+        f"one); default {DEFAULT_MODEL}",
     )
     parser.set_defaults(run=run)
 
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         if arguments.in_path or arguments.out_path:
             raise UsageError("op --list takes no --in and no --out")
-        print_list(operations(), arguments.name, as_json=arguments.json)
+        print_list(operations(), arguments.name, arguments.model, as_json=arguments.json)
         return DONE
     if arguments.json:
         raise UsageError("op --json goes with --list")
@@ -89,9 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if missing:
         raise UsageError(f"op needs {', '.join(missing)} (lowlat op --help)")
-    run_file(
-        arguments.name, arguments.model, arguments.platform, arguments.in_path, arguments.out_path
-    )
+    model = DEFAULT_MODEL if arguments.model is None else arguments.model
+    run_file(arguments.name, model, arguments.platform, arguments.in_path, arguments.out_path)
     return DONE
 
 
@@ -144,9 +144,16 @@ def check_dtypes(path: Path, spec: Mapping[str, Any], arrays: "Mapping[str, np.n
         raise RefusedError(f"{path}: array {name} is {words}; needed {needed}{kind}")
 
 
-def print_list(ops: list[dict[str, Any]], only: str | None, as_json: bool) -> None:
+def print_list(
+    ops: list[dict[str, Any]], only: str | None, model: str | None, as_json: bool
+) -> None:
     if only is not None:
         ops = find(ops, only)
+    if model is not None:
+        models = sorted({word for op in ops for word in op["models"].split()})
+        ops = [op for op in ops if model in op["models"].split()]
+        if not ops:
+            raise RefusedError(f"--model is {model}; there are operations of {', '.join(models)}")
     if as_json:
         print(json.dumps(ops, indent=2))
         return

@@ -73,6 +73,10 @@ pub enum Reason {
     TensorLayout = 113,
     /// The model's configuration cannot be read as one that these kernels know.
     ModelConfig = 114,
+    /// The engine is of a release that this plugin was not made for.
+    EngineVersion = 115,
+    /// The installed kernel library has no kernels for this device.
+    KernelsMissing = 116,
 
     /// The step runs prompt rows.
     StepIsExtend = 201,
@@ -137,7 +141,7 @@ pub enum Reason {
 
 impl Reason {
     /// Every reason, by ascending number.
-    pub const ALL: [Reason; 42] = [
+    pub const ALL: [Reason; 44] = [
         Self::Isa,
         Self::TpSize,
         Self::Dtype,
@@ -152,6 +156,8 @@ impl Reason {
         Self::TensorShape,
         Self::TensorLayout,
         Self::ModelConfig,
+        Self::EngineVersion,
+        Self::KernelsMissing,
         Self::StepIsExtend,
         Self::StepIsMixed,
         Self::StepIsIdle,
@@ -237,6 +243,8 @@ impl Reason {
             Self::TensorShape => "tensor_shape",
             Self::TensorLayout => "tensor_layout",
             Self::ModelConfig => "model_config",
+            Self::EngineVersion => "engine_version",
+            Self::KernelsMissing => "kernels_missing",
             Self::StepIsExtend => "step_is_extend",
             Self::StepIsMixed => "step_is_mixed",
             Self::StepIsIdle => "step_is_idle",
@@ -285,6 +293,8 @@ impl Reason {
             Self::TensorShape => "a loaded tensor has another shape",
             Self::TensorLayout => "a loaded tensor is laid out otherwise",
             Self::ModelConfig => "the model's configuration is not one that these kernels know",
+            Self::EngineVersion => "the engine is of a release that this plugin was not made for",
+            Self::KernelsMissing => "the installed library has no kernels for this device",
             Self::StepIsExtend => "the step runs prompt rows",
             Self::StepIsMixed => "the step mixes prompt rows and decode rows",
             Self::StepIsIdle => "the step runs no rows",

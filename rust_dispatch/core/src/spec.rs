@@ -57,11 +57,23 @@ fn nvidia(family: ModelFamily, name: &str, sizes: [(&str, u32); 13]) -> Requirem
         server_args: vec![
             OneOf::new("moe_runner_backend", ["marlin"]),
             OneOf::new("page_size", [256]),
+            OneOf::new("kv_cache_dtype", ["fp8_e4m3"]).or_unset(),
+            OneOf::new("attention_backend", ["dsv4"]).or_unset(),
+            // Verify steps of other algorithms are not tested.
+            OneOf::new("speculative_algorithm", ["DSPARK"]).or_unset(),
         ],
         env: vec![
             // 584 bytes a token; the other layout has rows that these kernels do not read.
             OneOf::new("SGLANG_DSV4_KV_LAYOUT", ["v4"]).or_unset(),
             OneOf::new("SGLANG_DSV4_FP4_DEQUANT", [false]).or_unset(),
+            OneOf::new("SGLANG_DSV4_FP4_EXPERTS", [true]).or_unset(),
+            // The query's and the key's first projection are read as one matrix.
+            OneOf::new("SGLANG_OPT_FUSE_WQA_WKV", [true]).or_unset(),
+            OneOf::new("SGLANG_DSV4_COMPRESS_STATE_DTYPE", ["float32"]).or_unset(),
+            OneOf::new("SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE", [false]).or_unset(),
+            OneOf::new("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", [true]).or_unset(),
+            // It would move the draft's context KV to another time of the step.
+            OneOf::new("SGLANG_DSPARK_DEFER_CONTEXT_KV", [false]).or_unset(),
         ],
         // One block a multiprocessor of an H100 SXM or H200.
         resident_blocks: 132,

@@ -3,4 +3,6 @@
 #![deny(missing_docs)]
 
 #[cfg(feature = "python")]
+mod group;
+#[cfg(feature = "python")]
 mod module;

@@ -1,18 +1,80 @@
 //! What Python sees. Errors are `ValueError` with one line; a panic becomes pyo3's
 //! `PanicException`, so nothing unwinds into the interpreter.
 
-/// The dispatcher's decisions: guard, deadlines, graph records.
-#[pyo3::pymodule]
-mod _dispatch {
-    use lowlat_core::graph_key::Record;
-    use lowlat_core::plan::{MemoryPlan, PlanOptions};
-    use lowlat_core::{Reason, config, spec};
-    use pyo3::exceptions::PyValueError;
-    use pyo3::prelude::*;
+use lowlat_core::guard::{Decline, Feature, OneOf, Requirements};
+use lowlat_core::{Reason, spec};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use serde_json::json;
 
-    fn value_error(error: impl ToString) -> PyErr {
-        PyValueError::new_err(error.to_string())
-    }
+pub use _dispatch::{DeadlineLadder, GraphRecord};
+
+/// A refusal, in one line.
+pub fn value_error(error: impl ToString) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+/// The reason of that name.
+pub fn named_reason(name: &str) -> PyResult<Reason> {
+    let found = Reason::ALL.into_iter().find(|reason| reason.name() == name);
+    found.ok_or_else(|| value_error(format!("{name} is no reason's name")))
+}
+
+/// Options as a dict or as JSON text.
+pub fn check_options(options: &Bound<'_, PyAny>) -> PyResult<spec::CheckOptions> {
+    let text = match options.extract::<String>() {
+        Ok(text) => text,
+        Err(_) => {
+            let dumps = options.py().import("json")?.getattr("dumps")?;
+            dumps.call1((options,))?.extract()?
+        }
+    };
+    spec::CheckOptions::from_json(&text).map_err(value_error)
+}
+
+fn settings(list: &[OneOf]) -> serde_json::Value {
+    let rows = list.iter().map(|setting| {
+        json!({
+            "name": setting.name,
+            "accepted": setting.accepted,
+            "unset_accepted": setting.unset_accepted,
+        })
+    });
+    rows.collect()
+}
+
+fn as_json(model_type: &str, spec: &Requirements) -> serde_json::Value {
+    json!({
+        "model_type": model_type,
+        "name": spec.name,
+        "isas": spec.isas,
+        "tp_sizes": spec.tp_sizes,
+        "dtypes": spec.dtypes,
+        "model": settings(&spec.model),
+        "server_args": settings(&spec.server_args),
+        "env": settings(&spec.env),
+        "resident_blocks": spec.resident_blocks,
+        "features": spec.features.iter().map(|feature| feature.name()).collect::<Vec<_>>(),
+    })
+}
+
+/// Name, dtype, shape, layout.
+type FactRow = (String, String, Vec<i64>, String);
+/// The same, and the setting that changes the layout.
+type NeedRow = (String, String, Vec<i64>, String, Option<String>);
+
+/// The dispatcher's decisions: guard, deadlines, agreement, steps, graph records.
+#[pymodule]
+mod _dispatch {
+    use lowlat_core::config;
+    use lowlat_core::graph_key::{KeyIdx, Record};
+    use lowlat_core::guard::{TensorFact, TensorNeed};
+    use lowlat_core::plan::{MemoryPlan, PlanOptions};
+
+    use super::*;
+
+    #[pymodule_export]
+    use crate::group::{Ballot, Dispatcher, Rank, declining_ballot};
 
     /// Version of the dispatcher.
     #[pyfunction]
@@ -45,16 +107,59 @@ mod _dispatch {
     /// is unknown or of another type.
     #[pyfunction]
     fn check(model_config_json: &str, options: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
-        let text = match options.extract::<String>() {
-            Ok(text) => text,
-            Err(_) => {
-                let dumps = options.py().import("json")?.getattr("dumps")?;
-                dumps.call1((options,))?.extract()?
-            }
-        };
-        let options = spec::CheckOptions::from_json(&text).map_err(value_error)?;
+        let options = check_options(options)?;
         let declines = spec::check(model_config_json, &options);
         Ok(declines.iter().map(ToString::to_string).collect())
+    }
+
+    /// What every set of built-in kernels needs, as a JSON list of {model_type, name, isas,
+    /// tp_sizes, dtypes, model, server_args, env, resident_blocks, features}; model, server_args
+    /// and env are lists of {name, accepted, unset_accepted}.
+    #[pyfunction]
+    fn requirements() -> String {
+        let specs = spec::built_in();
+        let rows = specs
+            .iter()
+            .map(|(family, spec)| as_json(family.model_type(), spec));
+        rows.collect::<serde_json::Value>().to_string()
+    }
+
+    /// Every feature that kernels must accept by name: (name, the setting that switches it off).
+    #[pyfunction]
+    fn features() -> Vec<(&'static str, &'static str)> {
+        Feature::all()
+            .map(|feature| (feature.name(), feature.off()))
+            .collect()
+    }
+
+    /// One line of a decline: the number of the reason of that name, what was seen and needed, and
+    /// the setting that changes it.
+    #[pyfunction]
+    #[pyo3(signature = (reason, words, change=None))]
+    fn decline(reason: &str, words: &str, change: Option<&str>) -> PyResult<String> {
+        let mut decline = Decline::in_words(named_reason(reason)?, words);
+        decline.change = change.map(str::to_owned);
+        Ok(decline.to_string())
+    }
+
+    /// Every reason that the loaded tensors give against serving, each with its number. A fact is
+    /// (name, dtype, shape, layout); a need is (name, dtype, shape, layout, change), with `change`
+    /// the setting that changes the tensor's layout, or None.
+    #[pyfunction]
+    fn check_loaded(facts: Vec<FactRow>, needs: Vec<NeedRow>) -> Vec<String> {
+        let facts: Vec<TensorFact> = facts
+            .iter()
+            .map(|(name, dtype, shape, layout)| TensorFact::new(name, dtype, shape, layout))
+            .collect();
+        let needs: Vec<TensorNeed> = needs
+            .iter()
+            .map(|(name, dtype, shape, layout, change)| TensorNeed {
+                change: change.clone(),
+                ..TensorNeed::new(name, dtype, shape, layout)
+            })
+            .collect();
+        let declines = lowlat_core::guard::check_loaded(&facts, &needs);
+        declines.iter().map(ToString::to_string).collect()
     }
 
     /// What a model takes of each rank's memory: (JSON, table). `options` is JSON text with any of
@@ -72,7 +177,7 @@ mod _dispatch {
     /// one that is out of order.
     #[pyclass(frozen, eq, skip_from_py_object)]
     #[derive(Clone, Copy, PartialEq)]
-    struct DeadlineLadder(lowlat_core::DeadlineLadder);
+    pub struct DeadlineLadder(pub lowlat_core::DeadlineLadder);
 
     #[pymethods]
     impl DeadlineLadder {
@@ -124,7 +229,7 @@ mod _dispatch {
 
     /// What was captured: graph keys, chosen paths and seals.
     #[pyclass(frozen)]
-    struct GraphRecord(Record);
+    pub struct GraphRecord(pub Record);
 
     #[pymethods]
     impl GraphRecord {
@@ -148,6 +253,16 @@ mod _dispatch {
         /// How `other` differs, one line a difference; [] when ranks could replay both together.
         fn differences(&self, other: &Self) -> Vec<String> {
             self.0.differences(&other.0)
+        }
+
+        /// Whether the graph at place `idx` still reads what it read at capture, given what is
+        /// there now, in the same order; ValueError names the first thing that changed.
+        fn check_seals(&self, idx: u32, seals: Vec<crate::group::SealRow>) -> PyResult<()> {
+            if self.0.entries().len() <= idx as usize {
+                return Err(value_error(format!("the record has no graph at {idx}")));
+            }
+            let views = seals.iter().map(crate::group::seal_view);
+            self.0.check_seals(KeyIdx(idx), views).map_err(value_error)
         }
 
         fn __len__(&self) -> usize {

@@ -479,6 +479,11 @@ TEST_CASE(a_configuration_is_refused_with_every_reason_at_once) {
   CHECK(std::string(lowlat_last_error()).find("max_rows is 200000; needed 2 .. 104857") !=
         std::string::npos);
   config = tiny_config(LOWLAT_V41, 1, 0);
+  config.index_heads = 1 << 20;  // of 128 elements each
+  CHECK_EQ(lowlat_model_create("scalar", &config, &model), LOWLAT_INVALID);
+  CHECK(std::string(lowlat_last_error()).find("max_rows is 64; needed 2 .. 15") !=
+        std::string::npos);
+  config = tiny_config(LOWLAT_V41, 1, 0);
   CHECK_EQ(lowlat_model_create("tpu", &config, &model), LOWLAT_UNSUPPORTED);
   config.struct_bytes = 8;
   CHECK_EQ(lowlat_model_create("scalar", &config, &model), LOWLAT_INVALID);

@@ -11,6 +11,7 @@ each one's own, and ``models`` picks. ``config`` has the fields of ``lowlat_mode
 bf16 as uint16 bits; e4m3, ue8m0 and packed fp4 as uint8.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,7 +85,7 @@ def draft_uniform(vocab, num_steps, row, offset, key):
     return out
 
 
-class Model:
+class Model(ABC):
     """The target and its draft. Ranks differ in the order of sums and in what each rounds alone."""
 
     name: str  # of the model in oracle.OPS
@@ -232,13 +233,13 @@ class Model:
     def target_group_outputs(self, o, prefix):
         return self.group_outputs(o, prefix)
 
+    @abstractmethod
     def compress(self, x, layer, ratio, trace):
         """Entries of a kv source into the trace, from the whole history."""
-        raise NotImplementedError
 
+    @abstractmethod
     def select(self, x, ql, layer, pos, trace):
         """Which entries each row of an index source attends to, into the trace."""
-        raise NotImplementedError
 
     def picked(self, layer, pos, num_entries, trace):
         """bool [T, entries]: which of them each row attends to."""
@@ -309,9 +310,9 @@ class Model:
     def embed(self, tokens):
         return np.repeat(self.bf16("embed.weight")[tokens][:, None, :], NUM_STREAMS, axis=1)
 
+    @abstractmethod
     def collapse(self, residual, pre, prefix):
         """The streams as one, rounded; prefix is the draft's last stage or "" for the target."""
-        raise NotImplementedError
 
     def head(self, residual, pre, prefix):
         x = self.norm(self.collapse(residual, pre, prefix), prefix + "norm.weight")
@@ -323,9 +324,9 @@ class Model:
         """What is added to the residual before a layer."""
         return residual
 
+    @abstractmethod
     def route_target(self, x, tokens, layer):
         """(experts, weights, Selection) of a layer of the target."""
-        raise NotImplementedError
 
     def run(self, tokens):
         """The target over tokens at positions 0 .. T-1."""

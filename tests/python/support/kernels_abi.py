@@ -134,7 +134,7 @@ class PeerHandle(ct.Structure):
     _fields_ = [("bytes", ct.c_uint8 * PEER_HANDLE_BYTES)]
 
 
-def library_path():
+def find_library():
     """The kernel library, or None."""
     if "LOWLAT_KERNELS" in os.environ:
         return Path(os.environ["LOWLAT_KERNELS"])

@@ -277,13 +277,13 @@ pub fn pocket(model: &str) -> ModelConfig {
         ("index_n_heads", json!(1)),
         ("index_topk", json!(8)),
         ("dspark_noise_token_id", json!(30)),
-        ("dspark_target_layer_ids", json!([1, 2, 3])),
     ];
     match model {
         "tiny-v4" => fields.extend([
             ("moe_intermediate_size", json!(256)),
             ("compress_ratios", json!([0, 4, 128, 4, 0])),
             ("num_nextn_predict_layers", json!(1)),
+            ("dspark_target_layer_ids", json!([1])),
             ("num_hash_layers", json!(1)),
         ]),
         _ => fields.extend([
@@ -299,6 +299,7 @@ pub fn pocket(model: &str) -> ModelConfig {
             ("engram_num_embeddings", json!([3828])),
             ("engram_vocab_size", json!(100)),
             ("engram_compressed_vocab_size", json!(24)),
+            ("dspark_target_layer_ids", json!([1, 2, 3])),
             ("dspark_n_routed_experts", json!(4)),
             ("dspark_num_experts_per_tok", json!(2)),
         ]),

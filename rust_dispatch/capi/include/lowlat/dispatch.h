@@ -141,6 +141,14 @@ enum lowlat_reason
    */
   LOWLAT_REASON_MODEL_CONFIG = 114,
   /**
+   * The engine is of a release that this plugin was not made for.
+   */
+  LOWLAT_REASON_ENGINE_VERSION = 115,
+  /**
+   * The installed kernel library has no kernels for this device.
+   */
+  LOWLAT_REASON_KERNELS_MISSING = 116,
+  /**
    * The step runs prompt rows.
    */
   LOWLAT_REASON_STEP_IS_EXTEND = 201,

@@ -55,6 +55,11 @@ fn words(value: &Value) -> String {
     }
 }
 
+/// Neither an object nor, as null is, left out.
+fn is_odd_object(value: &Value) -> bool {
+    !value.is_object() && !value.is_null()
+}
+
 /// The objects that a field may be in, and what was wrong so far.
 struct Fields<'a> {
     /// Innermost first: `text_config` where there is one, then the whole file.
@@ -100,6 +105,28 @@ impl<'a> Fields<'a> {
         self.problems.push(line);
     }
 
+    /// An object, where the file has one; of another type, the fields in it are not missing too.
+    fn object(&mut self, name: &str) {
+        let mut odd = Vec::new();
+        for (prefix, scope) in &self.scopes {
+            if let Some(value) = scope.get(name).filter(|value| is_odd_object(value)) {
+                odd.push(format!(
+                    "{prefix}{name} is {}; needs an object",
+                    words(value)
+                ));
+            }
+        }
+        self.problems.extend(odd);
+    }
+
+    /// Whether the field lies in an object that [`Self::object`] refuses.
+    fn is_in_odd_object(&self, name: &str) -> bool {
+        name.split_once('.').is_some_and(|(parent, _)| {
+            let mut parents = self.scopes.iter().filter_map(|(_, map)| map.get(parent));
+            parents.any(is_odd_object)
+        })
+    }
+
     /// `read`'s value of the field, or `placeholder` after noting what is wrong.
     fn need<T>(
         &mut self,
@@ -109,6 +136,7 @@ impl<'a> Fields<'a> {
         read: impl Fn(&'a Value) -> Option<T>,
     ) -> T {
         match self.find(name) {
+            None if self.is_in_odd_object(name) => {}
             None => self.problem(format!("{name} is missing; needs {needed}")),
             Some((path, value)) => match read(value) {
                 Some(read) => return read,
@@ -225,11 +253,14 @@ fn family(fields: &Fields) -> Result<ModelFamily, Vec<String>> {
         .and_then(|(_, list)| list.as_array()?.first()?.as_str())
         .unwrap_or("");
     // SGLang rewrites V4.1's architecture to V4's name, so the model type decides first.
-    if model_type.starts_with("deepseek_v41") || architecture.starts_with("DeepseekV41") {
+    let is_v4_type = model_type == ModelFamily::V4.model_type();
+    let unsaid = model_type.is_empty();
+    if model_type.starts_with(ModelFamily::V41.model_type())
+        || ((unsaid || is_v4_type) && architecture.starts_with("DeepseekV41"))
+    {
         return Ok(ModelFamily::V41);
     }
-    let says_v4 = model_type == ModelFamily::V4.model_type();
-    if says_v4 || (model_type.is_empty() && architecture.starts_with("DeepseekV4For")) {
+    if is_v4_type || (unsaid && architecture.starts_with("DeepseekV4For")) {
         return Ok(ModelFamily::V4);
     }
     let needed = "deepseek_v4 (architecture DeepseekV4ForCausalLM) or deepseek_v41 \
@@ -286,6 +317,7 @@ fn read(fields: &mut Fields, family: ModelFamily) -> ModelConfig {
     special_tokens.sort_unstable();
     special_tokens.dedup();
     let block = family.scale_block();
+    let step_rows = draft.as_ref().map_or(1, |draft| u64::from(draft.block) + 1);
     let config = ModelConfig {
         family,
         hidden: fields.multiple("hidden_size", block),
@@ -318,7 +350,8 @@ fn read(fields: &mut Fields, family: ModelFamily) -> ModelConfig {
             beta_slow: fields.positive("rope_scaling.beta_slow"),
             original_positions: fields.positive("rope_scaling.original_max_position_embeddings"),
         },
-        max_positions: fields.int("max_position_embeddings", 1, i32::MAX as u64),
+        // One step at least.
+        max_positions: fields.int("max_position_embeddings", step_rows, i32::MAX as u64),
         layers,
         engram,
         image_token,
@@ -341,6 +374,9 @@ fn check_fixed(fields: &mut Fields, family: ModelFamily) {
         ModelFamily::V41 => (true, false),
     };
     let block = family.scale_block();
+    for name in ["rope_scaling", "quantization_config"] {
+        fields.object(name);
+    }
     for (name, needed) in [
         ("head_dim", Value::from(512)),
         ("qk_rope_head_dim", Value::from(64)),
@@ -633,22 +669,24 @@ fn draft(
              {experts_per_token}, or dspark_num_experts_per_tok beside it"
         ));
     }
-    let draft = DraftConfig {
+    let block = fields.int("dspark_block_size", 1, 15) as u32;
+    let mask_token = fields.int("dspark_noise_token_id", 0, u64::from(vocab) - 1) as u32;
+    let num_problems = fields.problems.len();
+    let target_layers = fields.ids("dspark_target_layer_ids", num_layers);
+    if fields.problems.len() == num_problems && target_layers.len() != num_stages as usize {
+        fields.problem(format!(
+            "dspark_target_layer_ids names {} layers; needs {num_stages}, one for each stage of \
+             the draft",
+            target_layers.len()
+        ));
+    }
+    Some(DraftConfig {
         num_stages,
-        block: fields.int("dspark_block_size", 1, 15) as u32,
-        mask_token: fields.int("dspark_noise_token_id", 0, u64::from(vocab) - 1) as u32,
-        target_layers: fields.ids("dspark_target_layer_ids", num_layers),
+        block,
+        mask_token,
+        target_layers,
         markov_rank: fields.size("dspark_markov_rank"),
         num_experts,
         experts_per_token,
-    };
-    let num_targets = draft.target_layers.len();
-    if fields.has("dspark_target_layer_ids")
-        && !(1..=MAX_DRAFT_STAGES as usize).contains(&num_targets)
-    {
-        fields.problem(format!(
-            "dspark_target_layer_ids names {num_targets} layers; needs 1 to {MAX_DRAFT_STAGES}"
-        ));
-    }
-    Some(draft)
+    })
 }

@@ -256,6 +256,63 @@ fn every_problem_is_listed_and_named() {
 }
 
 #[test]
+fn an_object_of_another_type_is_told_once_for_all_its_fields() {
+    for name in ["tiny-v4", "tiny-v41"] {
+        let lines = problems_of(name, |map| {
+            map.insert("quantization_config".into(), json!("fp8"));
+            map.insert("rope_scaling".into(), json!([16]));
+        });
+        let expected = [
+            "rope_scaling is a list of 1; needs an object",
+            "quantization_config is \"fp8\"; needs an object",
+        ];
+        assert_eq!(lines, expected);
+        // A good one in the whole file does not hide a bad one in the text part.
+        let lines = problems_of(name, |map| {
+            map.insert("text_config".into(), json!({"quantization_config": 8}));
+        });
+        let expected = ["text_config.quantization_config is 8; needs an object"];
+        assert_eq!(lines, expected);
+        let absent = edited_of(name, |map| {
+            map.insert("quantization_config".into(), Value::Null);
+        });
+        assert_eq!(ModelConfig::from_json(&absent).unwrap(), model(name));
+    }
+}
+
+#[test]
+fn each_stage_of_the_draft_is_fed_by_a_layer() {
+    for name in ["tiny-v4", "tiny-v41"] {
+        for layers in [json!([1, 2]), json!([1, 2, 3, 4]), json!([])] {
+            let lines = problems_of(name, |map| {
+                map.insert("dspark_target_layer_ids".into(), layers.clone());
+            });
+            let expected = format!(
+                "dspark_target_layer_ids names {} layers; needs 3, one for each stage of the draft",
+                layers.as_array().unwrap().len()
+            );
+            assert_eq!(lines, [expected]);
+        }
+        // A list that is none is told once.
+        let lines = problems_of(name, |map| {
+            map.insert("dspark_target_layer_ids".into(), json!([3, 2, 1]));
+        });
+        assert_eq!(lines.len(), 1, "{lines:?}");
+    }
+}
+
+#[test]
+fn a_model_has_the_positions_of_a_step() {
+    for name in ["tiny-v4", "tiny-v41"] {
+        let lines = problems_of(name, |map| {
+            map.insert("max_position_embeddings".into(), json!(5));
+        });
+        let expected = "max_position_embeddings is 5; needs a whole number from 6 to 2147483647";
+        assert_eq!(lines, [expected]);
+    }
+}
+
+#[test]
 fn bad_files_end_in_one_line() {
     let line = |text: &str| ModelConfig::from_json(text).unwrap_err().to_string();
     assert!(line("").starts_with("config.json is not JSON"));
@@ -340,6 +397,7 @@ fn the_model_type_decides_whose_rules_they_are() {
     for text in [
         json!({"model_type": "deepseek_v42", "hidden_size": 4096}),
         json!({"model_type": "deepseek_v3", "architectures": ["DeepseekV4ForCausalLM"]}),
+        json!({"model_type": "deepseek_v3", "architectures": ["DeepseekV41ForCausalLM"]}),
         json!({"architectures": ["DeepseekV3ForCausalLM"]}),
     ] {
         let lines = ModelConfig::from_json(&text.to_string()).unwrap_err();

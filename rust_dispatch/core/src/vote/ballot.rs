@@ -72,8 +72,9 @@ pub struct Ballot {
 #[error("{0}")]
 pub struct BallotError(String);
 
-/// Words of a ballot on a board: 4 of counts and reasons, 4 digests, 4 budgets, 2 widths a word.
-pub(super) const BALLOT_WORDS: usize = 11 + MAX_WIDTHS / 2;
+/// Words of a ballot on its way to its peers: 3 of places, counts and reasons, 4 digests, 4
+/// budgets, 2 widths a word.
+pub const BALLOT_WORDS: usize = 11 + MAX_WIDTHS / 2;
 
 fn check_place(tp_rank: TpRank, tp_size: u32) -> Result<(), BallotError> {
     if tp_size == 0 || MAX_RANKS < tp_size as usize {
@@ -163,7 +164,14 @@ impl Ballot {
         &self.widths[..self.num_widths]
     }
 
-    pub(super) fn to_words(self) -> [u64; BALLOT_WORDS] {
+    /// The ballot as plain words, for any transport: a board, or a caller's all-gather.
+    ///
+    /// ```
+    /// use lowlat_core::{Ballot, Reason, TpRank};
+    /// let ballot = Ballot::declining(TpRank(1), 2, Reason::TensorLayout).unwrap();
+    /// assert_eq!(Ballot::from_words(&ballot.to_words()), ballot);
+    /// ```
+    pub fn to_words(self) -> [u64; BALLOT_WORDS] {
         let mut words = [0; BALLOT_WORDS];
         words[0] = u64::from(self.tp_rank.0);
         words[1] = u64::from(self.tp_size) << 32 | self.num_widths as u64;
@@ -179,7 +187,8 @@ impl Ballot {
         words
     }
 
-    pub(super) fn from_words(words: &[u64; BALLOT_WORDS]) -> Self {
+    /// The ballot that [`Ballot::to_words`] wrote.
+    pub fn from_words(words: &[u64; BALLOT_WORDS]) -> Self {
         let mut widths = [0; MAX_WIDTHS];
         for (word, pair) in words[11..].iter().zip(widths.chunks_exact_mut(2)) {
             pair[0] = (word >> 32) as u32;

@@ -25,7 +25,9 @@ mod board;
 mod decision;
 mod round;
 
-pub use ballot::{Ballot, BallotError, BallotParts, Coverage, MAX_RANKS, MAX_WIDTHS, agree};
+pub use ballot::{
+    BALLOT_WORDS, Ballot, BallotError, BallotParts, Coverage, MAX_RANKS, MAX_WIDTHS, agree,
+};
 pub use board::{Board, Seat, SeatError};
 pub use decision::{Decision, Register};
 pub use round::{Next, Refusal, Round, StepBallot, Votable};

@@ -719,8 +719,12 @@ fn prepare(setup: &RankSetup, tp_rank: TpRank, fault: Misbehaviour) -> Result<Pr
         .create_model(&setup.platform, &config)
         .map_err(kernel)?;
     let tensors = model.tensors().map_err(kernel)?;
-    let needed: u64 = tensors.iter().map(|tensor| tensor.bytes() as u64).sum();
-    let needed = needed * u64::from(geometry.tp_size);
+    // What is bound and what the kernels will take for themselves: some sizes of a configuration,
+    // as index_topk, are of no tensor.
+    let bound: u64 = tensors.iter().map(|tensor| tensor.bytes() as u64).sum();
+    let needed = bound
+        .saturating_add(model.own_bytes())
+        .saturating_mul(u64::from(geometry.tp_size));
     if let Some(bytes) = setup.memory_bytes.filter(|bytes| *bytes < needed) {
         return Err(Refused {
             reason: Reason::ServerArgument,

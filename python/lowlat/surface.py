@@ -1,0 +1,75 @@
+"""What lowlat touches in SGLang beyond the kernel-plugin contract (``kernels.plugin_kernels.nvidia
+.spec`` and the object that ``build`` returns). A test compares this list with what the code does.
+"""
+
+from typing import NamedTuple
+
+# The release that this list, and every test of the plugin, is about.
+SGLANG_VERSION = "0.5.23"
+
+
+class Touch(NamedTuple):
+    """One thing that is read, called or written; `drop` says what would let us do without it."""
+
+    symbol: str
+    how: str
+    why: str
+    drop: str
+
+
+SURFACE = (
+    Touch(
+        "sglang.__version__",
+        "read",
+        "another release may change what is listed here without changing the contract's version",
+        "a contract that states the releases it holds for",
+    ),
+    Touch(
+        "sglang.srt.environ.envs",
+        "read",
+        "the variables that decide the layout of weights and caches, in the guard's words",
+        "a refusal of SGLang's that names the setting to change",
+    ),
+    Touch(
+        "sglang.srt.kernel_plugins.nvidia.binding.features_in_use",
+        "call",
+        "to name each refused feature with its number and the setting that switches it off",
+        "a refusal of SGLang's that names the setting to change",
+    ),
+    Touch(
+        "sglang.srt.runtime_context.get_parallel",
+        "call",
+        "this rank's place and the CPU group that the ranks agree over",
+        "ranks and group in BuildContext",
+    ),
+    Touch(
+        "torch.distributed.all_gather_object",
+        "call",
+        "the ranks' ballots, over the CPU group",
+        "an agreement that SGLang offers to a build",
+    ),
+    Touch(
+        "torch.cuda.is_current_stream_capturing",
+        "call",
+        "what a captured graph reads is sealed while it is captured, and checked afterwards",
+        "a call of SGLang's when a runner's graphs are all captured",
+    ),
+    Touch(
+        "model.named_parameters, named_buffers, named_modules, quant_method",
+        "read",
+        "the loaded tensors, and how their quantisation method left them",
+        "layouts stated by the quantisation methods",
+    ),
+    Touch(
+        "model.logits_processor, model.lm_head",
+        "call",
+        "the head of a covered step is SGLang's own, hooks included",
+        "nothing: this is the contract's way",
+    ),
+    Touch(
+        "model.layers[i].engram.embed.rows",
+        "read",
+        "the rows of an Engram table that this rank holds",
+        "the shard's bounds in the model's configuration",
+    ),
+)

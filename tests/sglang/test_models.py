@@ -1,0 +1,42 @@
+"""The table of tensors beside SGLang's own model classes, made on the meta device: names, shapes
+and dtypes are theirs.
+
+What happens to weights after loading needs a GPU: the experts' Marlin layout and V4's reshaped
+scale are put in place here as SGLang's code for sm_90 leaves them.
+"""
+
+import pytest
+import served
+from real_models import checkpoint
+
+MODELS_BUDGET_S = 400
+
+
+@pytest.fixture(scope="module", params=["v4-flash", "v41-flash"])
+def told(request, tmp_path_factory):
+    """What two ranks say; they are processes, for SGLang's parallel state is a process's own."""
+    folder = tmp_path_factory.mktemp("models")
+    checkpoint(request.param, folder)
+    first, second = served.ranks("real_models.py", folder, 2, MODELS_BUDGET_S)
+    assert first == second
+    return first
+
+
+def test_sglangs_own_target_has_every_tensor_as_the_table_says(told) -> None:
+    assert told["target"] == []
+
+
+def test_sglangs_own_draft_has_every_tensor_as_the_table_says(told) -> None:
+    assert told["draft"] == []
+
+
+def test_every_large_weight_of_the_target_is_in_the_table(told) -> None:
+    """What the kernels do not read of a layer: constants of the cache, the rotary tables and the
+    vision tower's own."""
+    assert told["unread"] == ["self_attn.attn_mqa.k_scale", "self_attn.attn_mqa.v_scale"]
+
+
+def test_experts_before_the_marlin_preparation_are_refused(told) -> None:
+    experts = "model.layers.0.mlp.experts"
+    for start in (f"[110] {experts}.w13_weight_scale is not", f"[112] shape of {experts}.w13_wei"):
+        assert any(line.startswith(start) for line in told["unprepared"]), start
