@@ -193,7 +193,7 @@ struct Mailboxes {
     out.status = status;
     out.fault_claim = words.get() + 1;
     out.step_epoch = step_epoch.get();
-    out.budget_ns = 200'000'000;
+    out.budget_ns = 20'000'000;
     out.box_packets = box_packets;
     out.tp_rank = tp_rank;
     out.tp_size = tp_size;
@@ -209,6 +209,17 @@ struct Mailboxes {
   }
   // The state of the status record. The device is idle.
   bool faulted() const { return (status[0] & 0xffff'ffffu) != 0u; }
+  void print_status() const {
+    const auto* words = reinterpret_cast<const std::uint32_t*>(status);
+    std::printf("  state %u kernel %u stage %u peer %d epoch %llu\n", words[0], words[1], words[2],
+                static_cast<int>(words[3]), static_cast<unsigned long long>(status[2]));
+    std::fflush(stdout);
+  }
+  // After a fault. The device is idle.
+  void recover() {
+    words.zero();
+    std::memset(status, 0, 64);
+  }
 };
 
 // Which kernels rehearse (exchange_gate.cuh), as bits.
@@ -244,13 +255,26 @@ class Gates {
     round_.zero();
   }
   fused::Gate at(int layer, Kind kind, std::uint32_t blocks) const {
-    return {words_.get() + (layer * count + kind) * kStride, round_.get(), blocks, 0, nullptr};
+    return {words_.get() + (layer * count + kind) * kStride,
+            round_.get(),
+            blocks,
+            0,
+            nullptr,
+            port_.size() > 0 ? port_.get() : nullptr,
+            static_cast<std::uint32_t>(first_id_ + layer * 16 + kind)};
+  }
+  // Whom late waits tell; as `kernel` they show first_id + 16 layer + kind.
+  void tell(const fused::ExchangePort& port, int first_id) {
+    port_ = Buffer<fused::ExchangePort>(std::vector<fused::ExchangePort>{port});
+    first_id_ = first_id;
   }
   std::uint32_t* round() const { return round_.get(); }
 
  private:
   static constexpr int kStride = 32;  // words: nobody shares a line
   Buffer<std::uint32_t> words_, round_;
+  Buffer<fused::ExchangePort> port_;
+  int first_id_ = 0;
 };
 
 inline fused::RopeFrequencies rope_frequencies() {
