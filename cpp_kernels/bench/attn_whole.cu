@@ -6,8 +6,12 @@
 //
 // Exit code 1: a failure.
 #include "attn_layer.hpp"
-#include "fused/moe.hpp"
+#include "fused/layer.hpp"
 #include "host/nvidia/exchange_region.hpp"
+
+#ifndef LOWLAT_STAMPS
+#define LOWLAT_STAMPS 0
+#endif
 
 #include <chrono>
 #include <memory>
@@ -84,197 +88,142 @@ struct MoeLayer {
 // A chain of layers of one rank, on the device that is current.
 template <int kTp>
 struct Layers {
-  static constexpr int kHeads = 64 / kTp, kGroups = 8 / kTp;
+  int rows;
   std::vector<DeviceWeights> weights;
   std::vector<std::unique_ptr<MoeLayer<kTp>>> moe;
   std::vector<DeviceKeys> keys;
-  Activations act;
-  Buffer<float> mix_ffn, mix_ffn_partial;
   fused::ExchangePort port;
   std::uint64_t* step_epoch;
-  Gates gates, moe_gates;
-  Buffer<std::uint8_t> workspace;
+  Buffer<std::uint8_t> memory_bytes;
+  fused::LayerMemory memory;
   Buffer<std::int32_t> ids;
-  Buffer<std::uint32_t*> abort_words;
-  std::vector<std::uint16_t> residual;
+  Buffer<fused::Stamp> stamps;
+  std::vector<std::uint16_t> residual, x;
 
   // What is sharded differs by rank, the rest by layer alone.
-  Layers(const HostWeights& host, int rows, const fused::ExchangePort& exchange_port,
+  Layers(const HostWeights& host, int num_rows, const fused::ExchangePort& exchange_port,
          std::uint64_t* epoch, int rank)
-      : act(rows, kHeads, kGroups),
-        mix_ffn(act.mix.size()),
-        mix_ffn_partial(act.mix_partial.size()),
+      : rows(num_rows),
         port(exchange_port),
         step_epoch(epoch),
-        gates(kLayers),
-        moe_gates(kLayers),
-        workspace(moe_api::moe_workspace_bytes(kShape<kTp>)),
-        ids(static_cast<std::size_t>(kLayers) * rows * 6),
-        abort_words(std::vector<std::uint32_t*>(exchange_port.abort_words,
-                                                exchange_port.abort_words + fused::kMaxRanks)),
-        residual(act.count(4 * kHidden)) {
+        memory_bytes(static_cast<std::size_t>(
+            fused::layer_memory(nullptr, kShape<kTp>, kTp, num_rows, kLayers).bytes)),
+        memory(fused::layer_memory(memory_bytes.get(), kShape<kTp>, kTp, num_rows, kLayers)),
+        ids(static_cast<std::size_t>(kLayers) * num_rows * 6),
+        stamps(std::size_t{16 * kLayers} * fused::kStampBlocks *
+               static_cast<std::size_t>(fused::StampStage::count)) {
+    stamps.zero();
+    port.stamps = {stamps.get(), 16 * kLayers};
     Random random(9);
     for (int i = 0; i < kLayers; ++i) {
       weights.emplace_back(host);
       keys.emplace_back(HostKeys(rows, random));
       moe.push_back(std::make_unique<MoeLayer<kTp>>(1000 * i + 7, 100'000 * rank));
     }
+    residual.resize(static_cast<std::size_t>(rows) * 4 * kHidden);
     for (auto& v : residual) v = bf16(random.normal());
-    recover();
-    gates.tell(port, 100);
-    moe_gates.tell(port, 200);
-    cuda_must(cudaDeviceSynchronize(), "fill");
+    x.resize(static_cast<std::size_t>(rows) * kHidden);
+    for (auto& v : x) v = bf16(random.normal());
+    cuda_must(fused::layer_init(memory, kShape<kTp>, port), "layer memory");
     reset();
   }
   // Also after a fault.
-  void recover() {
-    cuda_must(static_cast<cudaError_t>(
-                  moe_api::moe_workspace_init(kShape<kTp>, workspace.get(), nullptr)),
-              "workspace");
-  }
+  void recover() { cuda_must(fused::layer_recover(memory, kShape<kTp>, port), "layer memory"); }
   void reset() {
-    gates.reset();
-    moe_gates.reset();
-    for (auto& r : act.residual) r.put(residual);
-    Random random(4);
-    std::vector<std::uint16_t> x(act.x.size());
-    for (auto& v : x) v = bf16(random.normal());
-    act.x.put(x);
-    act.x_codes.zero();
-    act.x_scale.put(std::vector<float>(act.x_scale.size(), 0.01f));
-    mix_ffn.put(std::vector<float>(mix_ffn.size(), 0.25f));
+    put(memory.residual[0], residual);
+    put(memory.residual[1], residual);
+    put(memory.x, x);
+    cuda_must(cudaMemset(memory.mix[1], 0, static_cast<std::size_t>(rows) * fused::kMixStride * 4),
+              "memset");
+  }
+  void put(std::uint16_t* to, const std::vector<std::uint16_t>& from) {
+    cuda_must(cudaMemcpy(to, from.data(), 2 * from.size(), cudaMemcpyHostToDevice), "copy");
+  }
+  // The residual and x as they are.
+  std::vector<std::uint16_t> take() const {
+    std::vector<std::uint16_t> out(residual.size() + x.size());
+    cuda_must(
+        cudaMemcpy(out.data(), memory.residual[0], 2 * residual.size(), cudaMemcpyDeviceToHost),
+        "copy");
+    cuda_must(
+        cudaMemcpy(out.data() + residual.size(), memory.x, 2 * x.size(), cudaMemcpyDeviceToHost),
+        "copy");
+    return out;
   }
 
-  moe_api::MoeArgs experts_args(int layer_idx) const {
-    const MoeLayer<kTp>& layer = *moe[layer_idx];
-    moe_api::MoeArgs args = {};
-    args.rows = act.rows;
-    args.routing = moe_api::MoeRouting::gate;
-    args.x = act.x.get();
-    args.w.gate = layer.gate.get();
-    args.w.gate_bias = layer.bias.get();
-    args.w.w1 = layer.w1.view();
-    args.w.w3 = layer.w3.view();
-    args.w.w2 = layer.w2.view();
-    args.w.shared_w1 = layer.shared_w1.view();
-    args.w.shared_w3 = layer.shared_w3.view();
-    args.w.shared_w2 = layer.shared_w2.view();
-    args.out_ids = ids.get() + static_cast<std::size_t>(layer_idx) * act.rows * 6;
-    args.fault.budget_ns = port.budget_ns;
-    args.fault.status = port.status;
-    args.fault.abort_words = abort_words.get();
-    args.fault.tp_rank = port.tp_rank;
-    args.fault.tp_size = port.tp_size;
-    args.quads = port;
-    args.workspace = workspace.get();
-    return args;
+  fused::PlainLayer layer(int i) const {
+    const DeviceWeights& w = weights[i];
+    const DeviceKeys& k = keys[i];
+    const MoeLayer<kTp>& e = *moe[i];
+    fused::PlainLayer out = {};
+    out.wq_a = w.wq_a.view();
+    out.wkv = w.wkv.view();
+    out.wq_b = w.wq_b.view();
+    out.wo_a = w.wo_a.view();
+    out.wo_b = w.wo_b.view();
+    out.q_norm = w.q_norm.get();
+    out.kv_norm = w.kv_norm.get();
+    out.ffn_norm = out.next_norm = w.gain.get();
+    out.sink = w.sink.get();
+    out.rope = rope_frequencies();
+    out.attn_hc = out.ffn_hc = {w.fn.get(), w.base.get(), w.scale.get()};
+    out.experts.gate = e.gate.get();
+    out.experts.gate_bias = e.bias.get();
+    out.experts.w1 = e.w1.view();
+    out.experts.w3 = e.w3.view();
+    out.experts.w2 = e.w2.view();
+    out.experts.shared_w1 = e.shared_w1.view();
+    out.experts.shared_w3 = e.shared_w3.view();
+    out.experts.shared_w2 = e.shared_w2.view();
+    out.window = {k.window.get(), kPageBytes, kSlotsPerPage};
+    out.extra = {k.extra.get(), kPageBytes, kSlotsPerPage};
+    out.window_idx = k.window_idx.get();
+    out.extra_idx = k.extra_idx.get();
+    out.num_window = kWindow;
+    out.num_extra = kExtra;
+    return out;
   }
-
-  // statistics: those of the second sublayer are made (as a kernel between exchange and experts).
-  void launch(bool attention_half, bool experts, bool statistics, bool gated, int rehearsal,
-              bool turns, cudaStream_t stream) {
-    const int rows = act.rows;
-    cuda_must(fused::launch_begin_step(step_epoch, 2 * kLayers, gates.round(), stream),
-              "begin step");
-    fused::Gate last = {};
-    const auto turn = [&](const fused::Gate& gate, const fused::Gate& earlier) {
-      return turns ? after(gate, earlier) : gate;
-    };
+  void launch(const fused::LayerParts& parts, cudaStream_t stream) {
+    fused::LayerStep step = {};
+    step.memory = memory;
+    step.port = port;
+    step.shape = kShape<kTp>;
+    step.num_rows = rows;
+    step.positions = keys[0].positions.get();
+    step.kv_slots = keys[0].kv_slots.get();
+    step.norm_eps = kNormEps;
+    step.hc_eps = kHcEps;
+    step.sinkhorn_iters = kSinkhornIters;
+    cuda_must(fused::launch_layer_begin(step, step_epoch, 2 * kLayers, stream), "begin");
+    cuda_must(fused::launch_layer_input(step, stream), "input");
     for (int i = 0; i < kLayers; ++i) {
-      const DeviceWeights& w = weights[i];
-      const auto gate = [&](const Gates& from, Gates::Kind kind, std::uint32_t blocks) {
-        fused::Gate out = gated ? from.at(i, kind, blocks) : fused::Gate{};
-        out.round = gates.round();
-        return out;
-      };
-      fused::Gate x_ready = last;
-      if (attention_half) {
-        fused::FrontParams front = act.front(w, keys[i]);
-        const fused::Gate mix_done = gate(gates, Gates::mix, rows);
-        front.mix =
-            act.mixing(w, 0, gates.at(i, Gates::mix_parts, fused::mix_parts(kHidden)), mix_done);
-        front.before = last;
-        front.qkv_rehearses = (rehearsal & rehearse_qkv) != 0;
-        front.q_rehearses = (rehearsal & rehearse_q) != 0;
-        front.qkv_done = gate(gates, Gates::qkv, fused::front_qkv_blocks());
-        front.done = gate(gates, Gates::q, fused::front_q_blocks(rows, kHeads));
-        cuda_must(fused::launch_front_qkv(front, true, stream), "qkv");
-        front.qkv_done = turn(front.qkv_done, last);
-        cuda_must(fused::launch_front_q(front, true, stream), "q");
-        fused::AttentionParams attention = act.attention(w, keys[i]);
-        attention.before = turn(front.done, front.qkv_done);
-        attention.rehearses = (rehearsal & rehearse_attention) != 0;
-        attention.done = gate(gates, Gates::attention, fused::attention_blocks(rows, kHeads));
-        cuda_must(fused::launch_sparse_attention(attention, true, stream), "attention");
-        fused::OprojParams oproj = act.oproj(w, port, 2 * i, true);
-        oproj.before = turn(attention.done, front.done);
-        oproj.a_rehearses = (rehearsal & rehearse_wo_a) != 0;
-        oproj.b_rehearses = (rehearsal & rehearse_wo_b) != 0;
-        oproj.u_done = gate(gates, Gates::u, fused::oproj_a_blocks(kGroups));
-        cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
-        oproj.u_done = turn(oproj.u_done, attention.done);
-        cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
-        fused::ExchangeNormParams exchange = act.exchange(w, port, 2 * i, 0, true);
-        exchange.mix_done = mix_done;
-        exchange.before = oproj.u_done;
-        exchange.rehearses = (rehearsal & rehearse_exchange) != 0;
-        exchange.done = x_ready = gate(gates, Gates::exchange, fused::exchange_norm_blocks(rows));
-        cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
-      }
-      if (attention_half)
-        x_ready = turn(x_ready, gate(gates, Gates::u, fused::oproj_a_blocks(kGroups)));
-      last = x_ready;
-      fused::Gate ffn_mix_done = {};
-      if (statistics) {
-        fused::MixParams mix =
-            act.mixing(w, 1, moe_gates.at(i, Gates::mix_parts, fused::mix_parts(kHidden)),
-                       gate(moe_gates, Gates::mix, rows));
-        mix.parts.round = gates.round();
-        mix.partial = mix_ffn_partial.get();
-        mix.mix = mix_ffn.get();
-        ffn_mix_done = mix.done;
-        cuda_must(fused::launch_mix(mix, x_ready, true, stream), "statistics");
-      }
-      if (experts) {
-        moe_api::MoeArgs args = experts_args(i);
-        args.quads_index = 2 * i + 1;
-        args.before = x_ready;
-        cuda_must(
-            static_cast<cudaError_t>(moe_api::launch_moe_region(kShape<kTp>, args, stream, true)),
-            "experts");
-        fused::ExchangeNormParams exchange = act.exchange(w, port, 2 * i + 1, 1, true);
-        exchange.mix = mix_ffn.get();
-        exchange.mix_done = ffn_mix_done;
-        exchange.done = last = gate(moe_gates, Gates::exchange, fused::exchange_norm_blocks(rows));
-        cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange 2");
-      }
+      step.expert_ids = ids.get() + static_cast<std::size_t>(i) * rows * 6;
+      cuda_must(fused::launch_plain_layer(layer(i), step, i, parts, stream), "layer");
     }
   }
 };
 
 struct Case {
   const char* name;
-  bool attention_half, experts, statistics, gated;
-  int rehearsal;
-  bool turns;  // gates know the one before
+  fused::LayerParts parts;
+  bool whole() const { return parts.attention && parts.experts && parts.second_statistics; }
 };
 const Case kCases[] = {
-    {"layer", true, true, true, true, 0, false},
-    {"layer, turns", true, true, true, true, 0, true},
-    {"layer, turns, all rehearse", true, true, true, true, rehearse_all, true},
-    {"layer, all rehearse", true, true, true, true, rehearse_all, false},
-    {"layer without second statistics", true, true, false, true, 0, true},
-    {"layer, no gates", true, true, true, false, 0, false},
-    {"attention half", true, false, false, true, 0, true},
-    {"attention half, all rehearse", true, false, false, true, rehearse_all, true},
-    {"experts, exchange", false, true, false, true, 0, true},
-    {"experts, exchange, statistics", false, true, true, true, 0, true},
+    {"step's first kernels alone", {false, false, false, 0}},
+    {"attention half", {true, false, true, 0}},
+    {"attention half, all rehearse", {true, false, true, rehearse_all}},
+    {"attention half, q, attention rehearse", {true, false, true, 6}},
+    {"layer", {true, true, true, 0}},
+    {"layer, all rehearse", {true, true, true, rehearse_all}},
+    {"layer without second statistics", {true, true, false, 0}},
+    {"experts, exchange", {false, true, false, 0}},
+    {"experts, exchange, statistics", {false, true, true, 0}},
 };
 
 template <int kTp>
 double distinct_experts(const Layers<kTp>& layers) {
   const std::vector<std::int32_t> ids = layers.ids.take();
-  const int rows = layers.act.rows;
+  const int rows = layers.rows;
   double distinct = 0.0;
   for (int i = 0; i < kLayers; ++i) {
     std::vector<std::int32_t> seen(ids.begin() + i * rows * 6, ids.begin() + (i + 1) * rows * 6);
@@ -303,61 +252,67 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
   return finite;
 }
 
-// The experts' packets hold what they store.
-void check_packets(Layers<4>& layers, const Mailboxes& mail) {
-  const int rows = layers.act.rows;
-  Random random(5);
-  std::vector<std::uint16_t> x(layers.act.x.size());
-  for (auto& v : x) v = bf16(random.normal());
-  layers.act.x.put(x);
-  Buffer<float> out(layers.act.partial.size());
-  moe_api::MoeArgs args = layers.experts_args(0);
-  args.out = out.get();
-  args.quads_index = 1;
-  cuda_must(fused::launch_begin_step(layers.step_epoch, 8, layers.gates.round(), nullptr), "begin");
-  cuda_must(static_cast<cudaError_t>(moe_api::launch_moe_region(kShape<4>, args, nullptr, false)),
-            "experts");
-  cuda_must(cudaDeviceSynchronize(), "experts");
-  const std::vector<float> want = out.take();
-  const std::vector<std::uint8_t> boxes = mail.boxes.take();
-  std::uint64_t epoch = mail.step_epoch.take()[0] + 1;
-  double worst = 0.0;
-  int missing = 0;
-  for (int source = 0; source < 4; ++source) {
-    for (std::size_t quad = 0; quad < want.size() / 4; ++quad) {
-      std::uint32_t words[4];
-      const std::size_t box = (epoch & 1) * 4 + source;
-      std::memcpy(words, &boxes[(box * mail.box_packets + quad) * 16], 16);
-      missing += words[3] != static_cast<std::uint32_t>(epoch) ? 1 : 0;
-      std::uint8_t bytes[12];
-      std::memcpy(bytes, words, 12);
-      for (int i = 0; i < 4; ++i) {
-        const std::uint32_t bits = static_cast<std::uint32_t>(bytes[3 * i]) << 8 |
-                                   static_cast<std::uint32_t>(bytes[3 * i + 1]) << 16 |
-                                   static_cast<std::uint32_t>(bytes[3 * i + 2]) << 24;
-        float v;
-        std::memcpy(&v, &bits, 4);
-        const double w = want[4 * quad + i];
-        if (!(std::abs(v - w) <= 1e-30)) worst = std::max(worst, std::abs(v - w) / std::abs(w));
-        if (!std::isfinite(v)) ++missing;
+// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds from
+// the first block's begin.
+template <int kTp>
+void print_stamps(Layers<kTp>& layers, int layer_idx) {
+  const std::vector<fused::Stamp> all = layers.stamps.take();
+  const auto stages = static_cast<std::size_t>(fused::StampStage::count);
+  std::vector<double> offset(1024, -1e300);
+  std::uint64_t first_ns = ~std::uint64_t{0};
+  for (std::size_t i = 0; i < all.size(); i += stages) {
+    if (all[i].begin != 0) first_ns = std::min(first_ns, all[i].begin);
+  }
+  constexpr double kTicksAUs = 1980.0;
+  for (std::size_t i = 0; i < all.size(); i += stages) {
+    const fused::Stamp& align = all[i];
+    if (align.begin == 0) continue;
+    double& to = offset[align.multiprocessor];
+    to = std::max(to, static_cast<double>(align.begin - first_ns) * 1e-3 -
+                          static_cast<double>(align.end) / kTicksAUs);
+  }
+  const char* const kNames[] = {"qkv",      "q",   "attention", "wo_a",      "wo_b",
+                                "exchange", "mix", "experts",   "exchange 2"};
+  const char* const kStages[] = {"begin", "ask", "wait", "read", "compute", "sum", "store"};
+  double start = 1e300;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int kernel = 0; kernel < 9; ++kernel) {
+      for (std::size_t stage = 0; stage < 7; ++stage) {
+        std::vector<double> ends, lengths;
+        for (std::size_t block = 0; block < fused::kStampBlocks; ++block) {
+          const fused::Stamp& stamp =
+              all[((16 * layer_idx + kernel) * std::size_t{fused::kStampBlocks} + block) * stages +
+                  stage];
+          if (stamp.begin == 0) continue;
+          const double end =
+              static_cast<double>(stamp.end) / kTicksAUs + offset[stamp.multiprocessor];
+          ends.push_back(end);
+          if (stage > 0)
+            lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / kTicksAUs);
+          start = std::min(start, end);
+        }
+        if (ends.empty() || pass == 0) continue;
+        std::sort(ends.begin(), ends.end());
+        std::sort(lengths.begin(), lengths.end());
+        std::printf("stamp %-10s %-7s blocks %3zu end: first %7.2f median %7.2f last %7.2f",
+                    kNames[kernel], kStages[stage], ends.size(), ends.front() - start,
+                    ends[ends.size() / 2] - start, ends.back() - start);
+        if (!lengths.empty()) {
+          std::printf("  length: median %6.2f longest %6.2f", lengths[lengths.size() / 2],
+                      lengths.back());
+        }
+        std::printf("\n");
       }
     }
   }
-  std::printf("packets of the experts: %d missing, worst relative difference %.1e\n", missing,
-              worst);
-  report(missing == 0 && worst <= 0x1p-16, "packets of the experts hold their sums", rows);
 }
 
 void run_tp4(const HostWeights& host, int rows, bool checks) {
   Mailboxes mail(rows, 4);
   Layers<4> layers(host, rows, mail.looped(4), mail.step_epoch.get(), 0);
   if (checks) {
-    check_packets(layers, mail);
     for (const Case& c : kCases) {
-      Graph graph([&](cudaStream_t stream) {
-        layers.launch(c.attention_half, c.experts, c.statistics, c.gated, c.rehearsal, c.turns,
-                      stream);
-      });
+      Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
       for (int i = 0; i < 3; ++i) {
         layers.reset();
         const auto begin = std::chrono::steady_clock::now();
@@ -374,16 +329,14 @@ void run_tp4(const HostWeights& host, int rows, bool checks) {
         ++failures;
         continue;
       }
-      if (!c.attention_half || !c.experts || !c.statistics) continue;
+      if (!c.whole()) continue;
       std::vector<std::uint16_t> first;
       int different = 0;
       for (int i = 0; i < 100; ++i) {
         layers.reset();
         graph.replay();
         graph.wait();
-        auto result = layers.act.residual[0].take();
-        const auto x = layers.act.x.take();
-        result.insert(result.end(), x.begin(), x.end());
+        const auto result = layers.take();
         if (i == 0) first = result;
         different += result != first ? 1 : 0;
       }
@@ -392,12 +345,10 @@ void run_tp4(const HostWeights& host, int rows, bool checks) {
   }
   for (const Case& c : kCases) {
     layers.reset();
-    Graph graph([&](cudaStream_t stream) {
-      layers.launch(c.attention_half, c.experts, c.statistics, c.gated, c.rehearsal, c.turns,
-                    stream);
-    });
+    Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
     const Times times = time_of(graph, 60);
     print(c, 4, rows, times, distinct_experts(layers), mail.faulted());
+    if (LOWLAT_STAMPS != 0 && c.parts.attention) print_stamps(layers, 2);
   }
 }
 
@@ -429,10 +380,8 @@ void run_tp2(const HostWeights& host, int rows) {
     cudaEvent_t begin[2], end[2];
     for (int r = 0; r < 2; ++r) {
       on(r);
-      graphs[r] = std::make_unique<Graph>([&](cudaStream_t stream) {
-        ranks[r]->launch(c.attention_half, c.experts, c.statistics, c.gated, c.rehearsal, c.turns,
-                         stream);
-      });
+      graphs[r] =
+          std::make_unique<Graph>([&](cudaStream_t stream) { ranks[r]->launch(c.parts, stream); });
       cuda_must(cudaEventCreate(&begin[r]), "event");
       cuda_must(cudaEventCreate(&end[r]), "event");
     }
@@ -448,9 +397,7 @@ void run_tp2(const HostWeights& host, int rows) {
       for (int r = 0; r < 2; ++r) {
         on(r);
         graphs[r]->wait();
-        result[r] = ranks[r]->act.residual[0].take();
-        const auto x = ranks[r]->act.x.take();
-        result[r].insert(result[r].end(), x.begin(), x.end());
+        result[r] = ranks[r]->take();
       }
       if (i == 0) first = result[0];
       different += result[0] != result[1] || result[0] != first ? 1 : 0;

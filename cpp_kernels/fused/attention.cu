@@ -23,6 +23,7 @@
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_quant.cuh"
 #include "platform/nvidia_sm90.cuh"
@@ -65,22 +66,28 @@ struct Shared {
   const std::uint8_t* data[2][kTile];
   const std::uint8_t* scales[2][kTile];
   const std::uint8_t* late[kTile];
+  // Whose key it is among the step's rows (one of those that are read from packets), or -1.
+  std::int8_t late_row[kTile];
   bool any_late;
 };
 static_assert(sizeof(float[kHeads * kSumPitch]) <= sizeof(std::uint16_t[kTile * kKeyPitch]));
 
 // Finds one key: `place` counts through the window's and then the extra set's indices.
+// `row`: of the step's rows the one that writes it, or -1.
 LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
-                                                   int place, bool& late) {
+                                                   int place, bool& late, int& row) {
   const bool in_window = place < params.num_window;
   const int slot =
       in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
                 : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
                         place - params.num_window);
   late = params.late_extra;
+  row = -1;
   if (in_window) {
-    late = false;
-    for (int i = 0; i < params.num_rows; ++i) late |= __ldg(params.kv_slots + i) == slot;
+    for (int i = 0; i < params.num_rows; ++i) {
+      if (__ldg(params.kv_slots + i) == slot) row = i;
+    }
+    late = row >= 0;
   }
   if (slot < 0) return {nullptr, nullptr};
   const KvPages& pages = in_window ? params.window : params.extra;
@@ -119,18 +126,18 @@ LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
   return sm90::multiply_bf16_pairs(bits, kPower120);
 }
 
-LOWLAT_DEVICE void store_piece(Shared& shared, const Pieces& pieces, int i) {
-  const int key = piece_of(i) / kPieces, piece = piece_of(i) % kPieces;
+LOWLAT_DEVICE void store_piece(Shared& shared, const uint4& data, std::uint32_t scale_code,
+                               int number) {
+  const int key = number / kPieces, piece = number % kPieces;
   std::uint16_t* to = shared.key + key * kKeyPitch;
   if (piece >= kCodePieces) {
-    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = pieces.data[i];
+    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = data;
     return;
   }
   // ue8m0 as bf16: the byte is the exponent; byte 0 is the subnormal 2^-127.
-  const std::uint32_t one = pieces.scale[i] == 0u ? 0x40u : pieces.scale[i] << 7;
+  const std::uint32_t one = scale_code == 0u ? 0x40u : scale_code << 7;
   const std::uint32_t scale = one | one << 16;
-  const std::uint32_t words[4] = {pieces.data[i].x, pieces.data[i].y, pieces.data[i].z,
-                                  pieces.data[i].w};
+  const std::uint32_t words[4] = {data.x, data.y, data.z, data.w};
   std::uint32_t out[8];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -147,10 +154,14 @@ LOWLAT_DEVICE void store_piece(Shared& shared, const Pieces& pieces, int i) {
 LOWLAT_DEVICE void store_pieces(Shared& shared, const Pieces& pieces) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    if (piece_of(i) < kTile * kPieces) store_piece(shared, pieces, i);
+    if (piece_of(i) < kTile * kPieces) {
+      store_piece(shared, pieces.data[i], pieces.scale[i], piece_of(i));
+    }
   }
 }
 
+// kHops: q, the step's own keys and o are packets.
+template <bool kHops>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -171,9 +182,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (thread_idx < kTile) {
     stages::KvRow<std::uint8_t> row{nullptr, nullptr};
     bool late = false;
+    int late_row = -1;
     if (first_key + thread_idx < end_key) {
-      row = find_key(params, row_idx, first_key + thread_idx, late);
+      row = find_key(params, row_idx, first_key + thread_idx, late, late_row);
     }
+    shared.late_row[thread_idx] = static_cast<std::int8_t>(row.data != nullptr ? late_row : -1);
     shared.data[0][thread_idx] = late ? nullptr : row.data;
     shared.late[thread_idx] = late ? row.data : nullptr;
     shared.scales[0][thread_idx] = row.scales;
@@ -193,31 +206,75 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
   store_pieces(shared, pieces);
+  HopTag hop = {};
+  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
+  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
   plat::block_sync();
+  stamps.mark(StampStage::ask);
 
 #pragma unroll 1
-  for (int pass = first_pass(params.rehearses, params.before); pass < 2; ++pass) {
+  for (int pass = kHops ? first_pass(params.rehearses)
+                        : first_pass(params.rehearses, params.before);
+       pass < 2; ++pass) {
     const bool real = pass != 0;
-    if (real) wait_at(params.before);
+    if (real && (!kHops || params.before.word != nullptr)) wait_at(params.before);
     // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
     // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
     // a step is that of the pieces.
     const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
     uint4 query[4][2];
+    if constexpr (kHops) {
+      constexpr int kPackets = 16;
+      HopWords words[kPackets];
+      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
+                         (row_idx * params.num_heads + first_head + g) * (kDim / 4) +
+                         score_group * 32 + 2 * t;
+      take_packets(words, hop, real ? (1u << kPackets) - 1u : 0u,
+                   [&](int i) { return from + i / 4 * 8 + i / 2 % 2 * (8 * (kDim / 4)) + i % 2; });
+      stamps.mark(StampStage::wait);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+      for (int i = 0; i < kPackets; i += 2) {
+        query[i / 4][i / 2 % 2] =
+            make_uint4(low_word(words[i].pair), high_word(words[i].pair),
+                       low_word(words[i + 1].pair), high_word(words[i + 1].pair));
+      }
+    } else {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const std::int64_t head =
-            static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-        query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-            params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const std::int64_t head =
+              static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+          query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+              params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+        }
+      }
+    }
+    if (kHops && shared.any_late && real) {
+      // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
+#pragma unroll 1
+      for (int i = 0; i < kPerThread; ++i) {
+        const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
+        if (__all_sync(plat::kAllLanes, row < 0)) continue;
+        const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
+                           max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
+        HopWords words[2];
+        take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
+        if (row < 0) continue;
+        store_piece(shared,
+                    make_uint4(low_word(words[0].pair), high_word(words[0].pair),
+                               low_word(words[1].pair), high_word(words[1].pair)),
+                    words[0].third, piece_of(i));
       }
     }
     if (shared.any_late && real) {
+      const auto late_of = [&](int i) {
+        const int key = key_of(i);
+        return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
+      };
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
-        const std::uint8_t* row = shared.late[key_of(i)];
+        const std::uint8_t* row = late_of(i);
         const int piece = piece_of(i) % kPieces;
         if (row != nullptr) {
           pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece));
@@ -228,8 +285,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
-        if (shared.late[key_of(i)] == nullptr || piece_of(i) >= kTile * kPieces) continue;
-        store_piece(shared, pieces, i);
+        if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
+        store_piece(shared, pieces.data[i], pieces.scale[i], piece_of(i));
       }
     }
 
@@ -241,8 +298,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (thread_idx < kTile && first + kTile < end) {
         stages::KvRow<std::uint8_t> row{nullptr, nullptr};
         bool late;  // no longer: the kernels before have ended
+        int late_row;
         if (first + kTile + thread_idx < end_key) {
-          row = find_key(params, row_idx, first + kTile + thread_idx, late);
+          row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
         }
         shared.data[side ^ 1][thread_idx] = row.data;
         shared.scales[side ^ 1][thread_idx] = row.scales;
@@ -361,8 +419,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
       *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
     }
+    stamps.mark(StampStage::compute);
     sm90::cluster_arrive();
     sm90::cluster_wait();
+    stamps.mark(StampStage::sum);
 
     // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
     // of a head comes from 16 threads a head, while the first head's parts are on their way.
@@ -438,16 +498,25 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
       const std::int64_t place =
           (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
+      const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+      const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
+      if constexpr (kHops) {
+        const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
+        if (!real || thread_idx % 2 != 0) continue;
+        send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
+                    next, plat::float_bits(down));
+        continue;
+      }
       if (!real) continue;
-      *reinterpret_cast<std::uint32_t*>(params.o + place) =
-          sm90::to_f16_pair(first * up, second * up);
+      *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
       if (thread_idx % (kGroup / 2) == 0) {
         params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
-            plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+            down;
       }
     }
   }
-  open_gate(params.done);
+  stamps.mark(StampStage::store);
+  if constexpr (!kHops) open_gate(params.done);
   // Nobody's memory goes while another reads it; the values read are used up by then.
   sm90::cluster_arrive_relaxed();
   sm90::cluster_wait();
@@ -464,8 +533,9 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
   if (blocks < 1 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
-  return launch_kernel(sparse_attention_bf16_sm90,
-                       dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
+  const auto kernel = params.num_rows <= kHopRows ? sparse_attention_bf16_sm90<true>
+                                                  : sparse_attention_bf16_sm90<false>;
+  return launch_kernel(kernel, dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
                        sizeof(Shared), blocks, programmatic, stream, params);
 }
 

@@ -39,8 +39,8 @@ class GateWatch {
  public:
   LOWLAT_DEVICE explicit GateWatch(const Gate& gate)
       : gate_(gate),
-        deadline_ns_(plat::clock_ns() +
-                     (gate.port != nullptr ? gate.port->budget_ns : kSecondNs)) {}
+        deadline_ns_(plat::clock_ns() + (gate.port != nullptr ? gate.port->budget_ns : kSecondNs)) {
+  }
   LOWLAT_DEVICE bool ended() const {
     const ExchangePort* port = gate_.port;
     const bool late = plat::clock_ns() > deadline_ns_;
@@ -95,6 +95,7 @@ LOWLAT_DEVICE void wait_at(const Gate& gate) {
 LOWLAT_DEVICE int first_pass(bool rehearses, const Gate& gate) {
   return rehearses && gate.word != nullptr ? 0 : 1;
 }
+LOWLAT_DEVICE int first_pass(bool rehearses) { return rehearses ? 0 : 1; }
 
 // All threads of the block call, after their stores.
 LOWLAT_DEVICE void open_gate(const Gate& gate) {

@@ -35,6 +35,11 @@ struct FrontParams {
   int num_rows;   // T, 1 .. 48
   int num_heads;  // of this rank
   float norm_eps;
+  // Up to kHopRows rows: packets instead of x_codes, x_scale, qa, qa_squares, kv and q. x comes with
+  // the epoch of exchange x_index of the step (-1: the last one of the step before).
+  Hop hop;
+  HopBuffers packets;
+  int x_index;
   // In.
   const std::uint8_t* x_codes;  // e4m3 [T, H] and its scales [H / 32, padded_rows(T)]
   const float* x_scale;

@@ -16,7 +16,9 @@
 #endif
 
 #include <cstdint>
+#include <type_traits>
 
+#include "fused/exchange_hop.cuh"
 #include "fused/front_weights.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
@@ -77,6 +79,54 @@ struct HalfActivations {
   LOWLAT_DEVICE static Raw none() { return make_uint4(0u, 0u, 0u, 0u); }
   LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
     out[0] = raw.x, out[1] = raw.y, out[2] = raw.z, out[3] = raw.w;
+  }
+};
+
+// Activations on their way in packets (up to eight tokens): eight e4m3 codes and their group's scale
+// each (kPacketsAPiece 1), or four f16 values and theirs (2). `data` is the packet of the block's
+// first K; stride in packets.
+template <int kPacketsAPiece>
+struct HopActivations {
+  using Raw = std::conditional_t<kPacketsAPiece == 1, uint2, uint4>;
+  static_assert(kPacketsAPiece == 1 || kPacketsAPiece == 2);
+  const plat::TaggedWords* data;
+  int stride;
+  HopTag hop;
+
+  // A lane's pieces of 8 of its token, in steps of 32 from first_k on, and the scales of the two
+  // tokens whose sums the lane has. Whole warps call; `real` false: nothing is waited for.
+  template <int kSteps>
+  LOWLAT_DEVICE void take(Raw (&raw)[kSteps], float2 (&scale)[kSteps], int first_k, int num_rows,
+                          bool real) const {
+    constexpr int kPackets = kSteps * kPacketsAPiece;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes, g = lane_idx / 4, t = lane_idx % 4;
+    const plat::TaggedWords* from = data + g * stride + (first_k / 8 + t) * kPacketsAPiece;
+    HopWords words[kPackets];
+    take_packets(words, hop, real && g < num_rows ? (1u << kPackets) - 1u : 0u, [&](int i) {
+      return from + i / kPacketsAPiece * (4 * kPacketsAPiece) + i % kPacketsAPiece;
+    });
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const HopWords& first = words[step * kPacketsAPiece];
+      if constexpr (kPacketsAPiece == 1) {
+        raw[step] = make_uint2(low_word(first.pair), high_word(first.pair));
+      } else {
+        const HopWords& second = words[step * kPacketsAPiece + 1];
+        raw[step] = make_uint4(low_word(first.pair), high_word(first.pair), low_word(second.pair),
+                               high_word(second.pair));
+      }
+      // Lane 4 g of a token has its scale.
+      const float own = plat::bits_float(first.third);
+      scale[step] = make_float2(__shfl_sync(plat::kAllLanes, own, 8 * t),
+                                __shfl_sync(plat::kAllLanes, own, 8 * t + 4));
+    }
+  }
+  LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
+    if constexpr (kPacketsAPiece == 1) {
+      CodeActivations<32, true>::expand(out, raw);
+    } else {
+      HalfActivations<32, true>::expand(out, raw);
+    }
   }
 };
 
@@ -177,9 +227,9 @@ struct Product {
   // for.
   template <class Activations>
   LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows,
-                                bool real = true) {
+                                Stamps& stamps, bool real = true) {
     if constexpr (kTiles == 1) {
-      multiply_few(shared, activations, num_rows, real);
+      multiply_few(shared, activations, num_rows, real, stamps);
     } else if constexpr (kStaged == 0) {
       multiply_many(shared, activations, num_rows);
     } else {
@@ -222,7 +272,7 @@ struct Product {
   // where its own codes of the tile were: row's pitch, the warp's slice of K, eight tokens.
   template <class Activations>
   LOWLAT_DEVICE static void multiply_few(Shared& shared, const Activations& activations,
-                                         int num_rows, bool real) {
+                                         int num_rows, bool real, Stamps& stamps) {
     static_assert(kSteps * kStep >= 4 * kTileTokens && kSteps * kStep % 32 == 0);
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
@@ -230,12 +280,17 @@ struct Product {
     const int first_k = warp_idx * kSteps * kStep;
     typename Activations::Raw raw[kSteps];
     float2 scale[kSteps];
+    if constexpr (requires { activations.hop; }) {
+      activations.take(raw, scale, first_k, num_rows, real);
+    } else {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int k = first_k + step * kStep;
-      raw[step] = g < num_rows && real ? activations.fetch(g, k + 8 * t) : Activations::none();
-      scale[step] = scales_of(activations, 2 * t, k);
+      for (int step = 0; step < kSteps; ++step) {
+        const int k = first_k + step * kStep;
+        raw[step] = g < num_rows && real ? activations.fetch(g, k + 8 * t) : Activations::none();
+        scale[step] = scales_of(activations, 2 * t, k);
+      }
     }
+    stamps.mark(StampStage::read);
     std::uint32_t b[kSteps][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) Activations::expand(b[step], raw[step]);
@@ -260,6 +315,7 @@ struct Product {
       weight_scale += kK / kStep;
     }
     plat::block_sync();
+    stamps.mark(StampStage::compute);
     hand_over(shared, num_rows, real, [&](int warp, int token, int row_idx) {
       return *reinterpret_cast<const float*>(shared.memory + row_idx * kPitch +
                                              warp * kSteps * kStep + 4 * token);
