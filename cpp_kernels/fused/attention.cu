@@ -174,6 +174,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int row_idx = static_cast<int>(blockIdx.y);
   const int first_head = static_cast<int>(blockIdx.z) * kHeads;
 
+  HopTag hop = {};
+  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
+  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
   const int num_keys = params.num_window + params.num_extra;
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
@@ -206,9 +209,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
   store_pieces(shared, pieces);
-  HopTag hop = {};
-  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
-  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
@@ -253,6 +253,9 @@ __global__ void __launch_bounds__(kThreads, 2)
               params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
         }
       }
+    }
+    if (kHops && block_idx == 0 && thread_idx == 0) {
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.read) + row_idx, hop.tag, 0, 0, 0);
     }
     if (kHops && shared.any_late) {
       // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
