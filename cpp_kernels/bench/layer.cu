@@ -30,6 +30,7 @@ const Case kCases[] = {
     {"step's first kernels alone", {false, false, false}},
     {"attention half", {true, false, true}},
     {"attention half, weights do not wait", {true, false, true, 8, 2, 2, false}},
+    {"attention half, statistics first", {true, false, true, 8, 2, 2, true, false}},
     {"attention half, 16 blocks of statistics", {true, false, true, 16}},
     {"attention half, 4 blocks of statistics", {true, false, true, 4}},
     {"layer", {true, true, true}},
