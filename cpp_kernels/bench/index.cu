@@ -1,9 +1,9 @@
-// index: checks and times what layers of V4.1-Flash do beside the attention half, on one GPU:
+// index: checks and times what layers of V4.1-Flash do beside a plain layer, on one GPU:
 // compressor, index and n-gram memory.
 //
 //   index check [few]      every kernel against float64 at true shapes; exit code 1: a failure
-//   index time [LENGTH..]  chains of layers in a CUDA graph: each kernel alone, and the attention
-//                          half of a layer with and without the index beside it
+// index time [LENGTH..]  in a CUDA graph: each kernel alone, and whole layers with and without the
+//                          index beside them
 //   index engram           the same of the n-gram memory
 //   index v4               V4-Flash's compressors and index, each kernel alone
 //
@@ -11,6 +11,7 @@
 #include "bench/engram_case.cuh"
 #include "bench/index_case.cuh"
 #include "bench/index_v4_case.cuh"
+#include "bench/layer_case.cuh"
 
 namespace lowlat::bench {
 namespace {
@@ -60,45 +61,33 @@ bool ends_soon(Graph& graph) {
   return ms <= 50.0f;
 }
 
-// Gates: the attention half's, and those of the index.
-class IndexGates {
- public:
-  enum Kind { product, keys, query, scores, select, count };
-  explicit IndexGates(int layers) : words_(static_cast<std::size_t>(layers) * count * 32) {
-    words_.zero();
-  }
-  void reset() { words_.zero(); }
-  fused::Gate at(int layer, Kind kind, std::uint32_t blocks, const std::uint32_t* round) const {
-    return {words_.get() + (layer * count + kind) * 32, round, blocks};
-  }
-
- private:
-  Buffer<std::uint32_t> words_;
+// Gates of the kernels beside a layer.
+enum SideGate {
+  gate_product = fused::kLayerFreeGate,
+  gate_keys,
+  gate_query,
+  gate_scores,
+  gate_select,
+  gate_lookup = gate_product
 };
 
 struct IndexChain {
   IndexSizes sizes;
-  std::vector<DeviceWeights> weights;
-  std::vector<DeviceKeys> keys;
+  Mailboxes mail;
+  Layers<kRanks> layers;
   std::vector<DeviceIndexWeights> index_weights;
   std::vector<DeviceIndexState> states;
   std::vector<IndexBuffers> buffers;
-  Activations act;
-  Mailboxes mail;
-  Gates gates;
-  IndexGates index_gates;
+  Activations act;  // of kernels that are timed alone
 
   IndexChain(const HostWeights& host, const HostIndexWeights& index, const IndexSizes& of)
       : sizes(of),
-        act(of.rows(), kHeads, kGroups),
         mail(of.rows(), kRanks),
-        gates(kLayers),
-        index_gates(kLayers) {
+        layers(host, kLayers, of.rows(), mail.looped(kRanks), mail.step_epoch.get(), 0),
+        act(of.rows(), kHeads, kGroups) {
     Random random(9);
     const HostIndexState state(of, Draw::random, true, random);
     for (int i = 0; i < kLayers; ++i) {
-      weights.emplace_back(host);
-      keys.emplace_back(HostKeys(of.rows(), random));
       index_weights.emplace_back(index);
       states.emplace_back(state);
       buffers.emplace_back(of);
@@ -106,47 +95,54 @@ struct IndexChain {
       const int num_blocks = (of.max_entries() + 7) / 8;
       for (std::size_t j = 0; j < blocks.size(); ++j) {
         const int place = static_cast<int>(j % fused::kIndexMaxBlocks);
-        blocks[j] = num_blocks <= fused::kIndexMaxBlocks
-                        ? (place < num_blocks ? place : -1)
-                        : static_cast<int>((place + std::int64_t{1}) * num_blocks /
-                                           fused::kIndexMaxBlocks) -
-                              1;
+        const std::int64_t spread = (place + std::int64_t{1}) * num_blocks / fused::kIndexMaxBlocks;
+        blocks[j] = num_blocks > fused::kIndexMaxBlocks ? static_cast<int>(spread) - 1
+                    : place < num_blocks                ? place
+                                                        : -1;
       }
       buffers.back().blocks.put(blocks);
     }
-    std::vector<std::uint16_t> residual(act.count(4 * kHidden));
-    for (auto& v : residual) v = bf16(random.normal());
-    for (auto& r : act.residual) r.put(residual);
     IndexCheck::draw_inputs(act, Draw::random, random);
-    act.x_codes.zero();
-    act.x_scale.put(std::vector<float>(act.x_scale.size(), 0.01f));
   }
 
+  fused::Hop hop(int layer_idx) const {
+    return {layers.memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
+  }
+  bool by_packets() const { return sizes.rows() <= fused::kHopRows; }
+
   // Kernels of layer i's index on the branch; the gate of its selection.
-  fused::Gate launch_index(Kind kind, int i, const fused::Gate& x_done, const fused::Gate& qkv_done,
-                           Join join, Branch& branch) {
-    const std::uint32_t* round = gates.round();
+  fused::Gate launch_index(Kind kind, int i, Join join, Branch& branch) {
+    const fused::LayerMemory& memory = layers.memory;
     const int rows = sizes.rows();
     const bool compresses = kind == Kind::ratio2 || kind == Kind::layer20;
+    const auto gate = [&](int number, std::uint32_t blocks) {
+      return fused::layer_gate(memory, i, number, blocks);
+    };
     fused::IndexParams index = buffers[i].index(index_weights[i], states[i], act,
                                                 kind == Kind::blocks, compresses, !compresses);
     if (kind != Kind::layer20) index.block_scores = nullptr;
-    index.qkv_done = qkv_done;
-    index.query_done = index_gates.at(i, IndexGates::query, fused::kIndexQueryBlocks, round);
-    index.scores_done = index_gates.at(i, IndexGates::scores, fused::kIndexScoreBlocks, round);
-    index.done = index_gates.at(i, IndexGates::select, fused::index_select_blocks(index), round);
+    index.hop = by_packets() ? hop(i) : fused::Hop{};
+    index.packets = memory.packets;
+    index.x_index = 2 * i - 1;
+    index.qa = memory.qa;
+    index.qa_squares = memory.qa_squares;
+    index.qkv_done = gate(fused::kLayerQkv, fused::front_qkv_blocks());
+    index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
+    index.scores_done = gate(gate_scores, fused::kIndexScoreBlocks);
+    index.done = gate(gate_select, fused::index_select_blocks(index));
     fused::CompressParams compress =
         buffers[i].compress(index_weights[i], states[i], act, !compresses);
-    compress.x_done = x_done;
-    compress.product_done =
-        index_gates.at(i, IndexGates::product, fused::compress_product_blocks(compress), round);
+    compress.x = memory.x;
+    compress.x_done =
+        fused::layer_gate(memory, i - 1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
+    compress.product_done = gate(gate_product, fused::compress_product_blocks(compress));
     index.heads_done = compress.product_done;
     // One branch, each kernel of which is launched when all blocks of the one before have begun:
     // whatever waits at a gate, what it waits for has its place already.
     cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
     cuda_must(fused::launch_compress_product(compress, kHidden, false, branch.side), "product");
     if (compresses) {
-      compress.done = index_gates.at(i, IndexGates::keys, fused::compress_key_blocks(rows), round);
+      compress.done = gate(gate_keys, fused::compress_key_blocks(rows));
       index.keys_done = compress.done;
       cuda_must(fused::launch_compress_key(compress, true, branch.side), "key");
     }
@@ -162,92 +158,78 @@ struct IndexChain {
     return index.done;
   }
 
-  // A chain of the attention half with what `kind` has beside it. early: the branch begins when
-  // wo_b has ended, and waits for x at a gate. engram: its weights, by turns.
-  void launch(Kind kind, bool early, Join join, cudaStream_t stream, Branch& branch,
-              const std::function<fused::EngramParams(int, int)>& engram_of = nullptr) {
-    gates.reset();
-    index_gates.reset();
-    const fused::ExchangePort port = mail.looped(kRanks);
+  // What is applied before layer i, asked for a layer earlier.
+  fused::EngramParams engram(fused::EngramParams params, int i) const {
+    const fused::LayerMemory& memory = layers.memory;
     const int rows = sizes.rows();
-    cuda_must(fused::launch_begin_step(mail.step_epoch.get(), kLayers, gates.round(), stream),
-              "begin step");
-    fused::Gate last = {};
+    params.lookup_done =
+        fused::layer_gate(memory, i, gate_lookup, fused::engram_lookup_blocks(rows));
+    params.product_done = fused::layer_gate(memory, i, gate_keys, fused::kEngramProductBlocks);
+    params.before =
+        fused::layer_gate(memory, i - 1, fused::kLayerExchanged, fused::exchange_norm_blocks(rows));
+    params.done =
+        fused::layer_gate(memory, i - 1, fused::kLayerDone, fused::engram_apply_blocks(rows));
+    params.residual = memory.residual[0];
+    params.mix = memory.mix[1];
+    params.x = memory.x;
+    params.x_codes = memory.x_codes;
+    params.x_scale = memory.x_scale;
+    if (by_packets()) {
+      params.hop = hop(i);
+      params.hop.index = 2 * i - 1;
+      params.x_packets = memory.packets.x;
+    }
+    return params;
+  }
+
+  // A step of layers with what `kind` has beside them, from the second layer on. early: the branch
+  // begins when the experts before have ended, and waits for x at a gate.
+  void launch(Kind kind, bool early, Join join, cudaStream_t stream, Branch& branch,
+              const std::function<fused::EngramParams(int)>& engram_of) {
+    fused::LayerStep step = layers.step();
     const bool has_index = kind != Kind::plain && kind != Kind::engram;
     const auto fork = [&] {
       if (kind != Kind::plain) cuda_must(cudaEventRecord(branch.fork, stream), "record");
     };
-    fork();
+    cuda_must(fused::launch_layer_begin(step, layers.step_epoch, 2 * kLayers, stream), "begin");
+    cuda_must(fused::launch_layer_input(step, stream), "input");
     for (int i = 0; i < kLayers; ++i) {
-      const auto gate = [&](Gates::Kind which, std::uint32_t blocks) {
-        return gates.at(i, which, blocks);
-      };
-      if (i > 0 && !early) fork();
+      fused::PlainLayer layer = layers.layer(i);
+      if (i > 0 && has_index) {
+        if (!early) fork();
+        layer.extra_done = launch_index(kind, i, join, branch);
+        if (join == Join::ended) layer.extra_done = {};
+        layer.extra_idx = buffers[i].entry_slots.get();
+        layer.extra = {states[i].pool.get(), HostIndexState::pool_page_bytes(sizes),
+                       sizes.per_page()};
+      }
       fused::EngramParams engram = {};
-      if (kind == Kind::engram) {
-        // Asked for a layer before it is applied.
-        engram = engram_of(i, 1 - i % 2);
-        const std::uint32_t* round = gates.round();
-        engram.lookup_done =
-            index_gates.at(i, IndexGates::query, fused::engram_lookup_blocks(rows), round);
-        engram.product_done =
-            index_gates.at(i, IndexGates::scores, fused::kEngramProductBlocks, round);
-        engram.done =
-            index_gates.at(i, IndexGates::select, fused::engram_apply_blocks(rows), round);
+      if (kind == Kind::engram && i + 1 < kLayers) {
+        layer.memory_follows = true;
+        engram = this->engram(engram_of(i), i + 1);
+        fork();
         cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
         cuda_must(fused::launch_engram_lookup(engram, false, branch.side), "lookup");
         cuda_must(fused::launch_engram_product(engram, true, branch.side,
                                                join == Join::started ? branch.started : nullptr),
                   "product");
-        if (join == Join::ended) {
-          cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
-        }
+        if (join == Join::ended) cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
       }
-      const fused::Gate qkv_done = gate(Gates::qkv, fused::front_qkv_blocks());
-      fused::Gate selected = {};
-      if (has_index) selected = launch_index(kind, i, last, qkv_done, join, branch);
-      fused::FrontParams front = act.front(weights[i], keys[i]);
-      const fused::Gate mix_done = gate(Gates::mix, rows);
-      front.mix = act.mixing(weights[i], i % 2, gate(Gates::mix_parts, fused::mix_parts(kHidden)),
-                             mix_done);
-      front.before = last;
-      front.qkv_done = qkv_done;
-      front.done = gate(Gates::q, fused::front_q_blocks(rows, kHeads));
-      cuda_must(fused::launch_front_qkv(front, true, stream), "qkv");
-      cuda_must(fused::launch_front_q(front, true, stream), "q");
-      fused::AttentionParams attention = act.attention(weights[i], keys[i]);
-      attention.before = front.done;
-      attention.done = gate(Gates::attention, fused::attention_blocks(rows, kHeads));
-      if (has_index) {
-        attention.selected = join == Join::started ? selected : fused::Gate{};
-        attention.extra_idx = buffers[i].entry_slots.get();
-        attention.extra = {states[i].pool.get(), HostIndexState::pool_page_bytes(sizes),
-                           sizes.per_page()};
+      const auto join_branch = [&] {
         cuda_must(
             cudaStreamWaitEvent(stream, join == Join::started ? branch.started : branch.ended),
             "join");
-      }
-      cuda_must(
-          fused::launch_sparse_attention(attention, !has_index || join == Join::started, stream),
-          "attention");
-      fused::OprojParams oproj = act.oproj(weights[i], port, i, true);
-      oproj.before = attention.done;
-      oproj.u_done = gate(Gates::u, fused::oproj_a_blocks(kGroups));
-      cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
-      cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
-      if (early) fork();
-      fused::ExchangeNormParams exchange = act.exchange(weights[i], port, i, i % 2, true);
-      exchange.mix_done = mix_done;
-      exchange.before = oproj.u_done;
-      exchange.done = last = gate(Gates::exchange, fused::exchange_norm_blocks(rows));
-      cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
-      if (kind == Kind::engram) {
-        engram.before = last;
-        cuda_must(
-            cudaStreamWaitEvent(stream, join == Join::started ? branch.started : branch.ended),
-            "join");
+      };
+      const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
+        if (has_index && i > 0 && kernel == fused::HopKernel::attention) join_branch();
+        if (has_index && early && kernel == fused::HopKernel::second_exchange) fork();
+      };
+      fused::LayerParts parts;
+      parts.between = &between;
+      cuda_must(fused::launch_plain_layer(layer, step, i, parts, stream), "layer");
+      if (layer.memory_follows) {
+        join_branch();
         cuda_must(fused::launch_engram_apply(engram, join == Join::started, stream), "apply");
-        last = engram.done;
       }
     }
     if (kind == Kind::plain) return;
@@ -268,28 +250,24 @@ void time_alone(const char* name, double megabytes, IndexChain& chain,
               times.low_us / kLayers, times.high_us / kLayers, megabytes);
 }
 
-// Microseconds a layer of a chain; 0 where it was not timed.
-double time_half(IndexChain& chain, Kind kind, bool early, Join join, double plain_us,
-                 const std::function<fused::EngramParams(int, int)>& engram_of) {
+// Microseconds that `kind` adds to a layer, or of a plain one; 0 where it was not timed.
+double time_layers(IndexChain& chain, Kind kind, bool early, Join join, double plain_us,
+                   const std::function<fused::EngramParams(int)>& engram_of) {
   Branch branch;
+  chain.layers.reset();
   Graph graph(
       [&](cudaStream_t stream) { chain.launch(kind, early, join, stream, branch, engram_of); });
-  std::printf("half of %s%s%s, T=%d length %d: ", kNames[static_cast<int>(kind)],
+  std::printf("layer: %s%s%s, T=%d length %d: ", kNames[static_cast<int>(kind)],
               early ? ", early" : "", join == Join::started ? ", gate" : "", chain.sizes.rows(),
               chain.sizes.length);
   if (!ends_soon(graph)) return 0.0;
   const Times times = time_of(graph, 60);
-  const double us = times.median_us / kLayers;
-  std::printf("%.2f us a layer (10th %.2f, 90th %.2f), %+.2f over plain%s", us,
-              times.low_us / kLayers, times.high_us / kLayers, us - plain_us,
+  // One layer of a step is plain.
+  const double us = kind == Kind::plain ? times.median_us / kLayers
+                                        : (times.median_us - plain_us * kLayers) / (kLayers - 1);
+  std::printf("%s%.2f us (step 10th %.1f, median %.1f, 90th %.1f)%s\n",
+              kind == Kind::plain ? "" : "+", us, times.low_us, times.median_us, times.high_us,
               chain.mail.faulted() ? "  FAULTED" : "");
-  if (kind != Kind::plain && kind != Kind::engram) {
-    const auto first = chain.buffers[0].entry_slots.take();
-    graph.replay();
-    graph.wait();
-    if (chain.buffers[0].entry_slots.take() != first) std::printf("  SELECTION DIFFERS");
-  }
-  std::printf("\n");
   std::fflush(stdout);
   return us;
 }
@@ -344,11 +322,11 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
     }
     const std::vector<Kind> kinds = ratio == 2 ? std::vector<Kind>{Kind::source, Kind::ratio2}
                                                : std::vector<Kind>{Kind::layer20, Kind::blocks};
-    const double plain_us = time_half(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
+    const double plain_us = time_layers(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
     for (const Kind kind : kinds) {
       for (const Join join : {Join::ended, Join::started}) {
         for (const bool early : {false, true}) {
-          time_half(chain, kind, early, join, plain_us, nullptr);
+          time_layers(chain, kind, early, join, plain_us, nullptr);
         }
       }
     }
@@ -404,30 +382,29 @@ void time_engram(int requests, int tokens) {
   IndexChain chain(host, index_host, {requests, tokens, 2, 8192});
   const EngramBuffers buffers[] = {EngramBuffers(requests, tokens, random),
                                    EngramBuffers(requests, tokens, random)};
-  const auto params = [&](int i, int side) {
-    return buffers[i % 2].params(engram_host, engram[i % 2], chain.act, side);
+  const auto params = [&](int i) {
+    return buffers[i % 2].params(engram_host, engram[i % 2], chain.act, 0);
   };
   time_alone("engram_lookup", 0.0063 * chain.sizes.rows(), chain, [&](int i, cudaStream_t s) {
-    return fused::launch_engram_lookup(params(i, 0), true, s);
+    return fused::launch_engram_lookup(params(i), true, s);
   });
   for (const int slots : {12, 8, 6, 4, 3}) {
     char name[32];
     std::snprintf(name, sizeof(name), "engram_product, %d slots", slots);
     time_alone(name, 157.4, chain, [&](int i, cudaStream_t s) {
-      fused::EngramParams p = params(i, 0);
+      fused::EngramParams p = params(i);
       p.slots = slots;
       return fused::launch_engram_product(p, true, s);
     });
   }
-  time_alone("engram_apply", 0.0, chain, [&](int i, cudaStream_t s) {
-    return fused::launch_engram_apply(params(i, 0), true, s);
-  });
-  const double plain_us = time_half(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
+  time_alone("engram_apply", 0.0, chain,
+             [&](int i, cudaStream_t s) { return fused::launch_engram_apply(params(i), true, s); });
+  const double plain_us = time_layers(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
   for (const int slots : {12, 6, 4}) {
     for (const Join join : {Join::ended, Join::started}) {
       std::printf("  ring of %d:\n", slots);
-      time_half(chain, Kind::engram, false, join, plain_us, [&](int i, int side) {
-        fused::EngramParams p = params(i, side);
+      time_layers(chain, Kind::engram, false, join, plain_us, [&](int i) {
+        fused::EngramParams p = params(i);
         p.slots = slots;
         return p;
       });

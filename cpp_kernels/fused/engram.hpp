@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "fused/exchange_hop.hpp"
 #include "fused/index.hpp"
 
 namespace lowlat::nvidia::fused {
@@ -49,6 +50,10 @@ struct EngramParams {
   std::uint16_t* x;       // bf16 [T, 5120]; NULL: not wanted
   std::uint8_t* x_codes;  // e4m3 [T, 5120]
   float* x_scale;         // [160, padded_rows(T)]
+  // Up to kHopRows rows, where hop.port is not NULL: packets instead of x_codes and x_scale, with
+  // the tag of exchange hop.index.
+  Hop hop;
+  void* x_packets;  // as HopBuffers::x
   // Of the codes; of the sums; of the residual (the exchange before); of x and the new residual.
   Gate lookup_done, product_done, before, done;
 };

@@ -18,6 +18,7 @@
 // The platform comes first.
 #include "fused/engram.hpp"
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_quant.cuh"
 #include "fused/front_weights.cuh"
@@ -200,11 +201,21 @@ __global__ void __launch_bounds__(kThreads)
         make_uint2(sm90::to_bf16_pair(v.v[0], v.v[1]), sm90::to_bf16_pair(v.v[2], v.v[3]));
   }
   const PowerScale group = power_scale(amax);
-  *reinterpret_cast<std::uint32_t*>(params.x_codes + place) =
-      sm90::to_e4m3_pair(v.v[0] * group.inverse, v.v[1] * group.inverse) |
-      sm90::to_e4m3_pair(v.v[2] * group.inverse, v.v[3] * group.inverse) << 16;
-  if (column % kGroup == 0) {
-    params.x_scale[column / kGroup * padded_rows(params.rows.num_rows) + row] = group.scale;
+  const std::uint32_t codes = sm90::to_e4m3_pair(v.v[0] * group.inverse, v.v[1] * group.inverse) |
+                              sm90::to_e4m3_pair(v.v[2] * group.inverse, v.v[3] * group.inverse)
+                                  << 16;
+  if (params.hop.port != nullptr) {
+    const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
+    if (lane_idx % 2 == 0) {
+      send_packet(static_cast<plat::TaggedWords*>(params.x_packets) + place / 8,
+                  hop_tag(params.hop, params.hop.index, HopKernel::exchange).tag, codes, next,
+                  plat::float_bits(group.scale));
+    }
+  } else {
+    *reinterpret_cast<std::uint32_t*>(params.x_codes + place) = codes;
+    if (column % kGroup == 0) {
+      params.x_scale[column / kGroup * padded_rows(params.rows.num_rows) + row] = group.scale;
+    }
   }
   open_gate(params.done);
 }

@@ -49,7 +49,11 @@ struct IndexParams {
   EntryPages pages;  // of the entries, in the keys' pool and in the selection's
   int max_entries;   // no row sees more; sizes the grid and the buffers below
   IndexKeyPages keys;
-  // Queries, from what front_qkv leaves.
+  // Queries, from what front_qkv leaves. V4.1, up to kHopRows rows: packets instead of qa and
+  // qa_squares, where hop.port is not NULL; x_index as FrontParams.
+  Hop hop;
+  HopBuffers packets;
+  int x_index;
   Fp8Weights wq;                // [heads * 128, q_lora], scales of blocks of 32 (fp8: 128)
   const std::uint16_t* q_norm;  // bf16 [q_lora]
   const std::uint16_t* qa;      // bf16 [T, q_lora]

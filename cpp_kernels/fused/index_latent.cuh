@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "fused/exchange_hop.cuh"
 #include "fused/front.hpp"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
@@ -50,15 +51,49 @@ struct IndexLatent {
     plat::block_sync();
 #pragma unroll 2
     for (int piece = thread_idx; piece < num_rows * kPieces; piece += kProductThreads) {
-      quantize(qa, gain, piece);
+      quantize(__ldcg(reinterpret_cast<const uint4*>(qa + piece * kPiece)), gain, piece / kPieces,
+               piece % kPieces * kPiece);
+    }
+    plat::block_sync();
+  }
+
+  // The same of up to eight rows that come as packets of four values each; a warp has a row.
+  LOWLAT_DEVICE void take(const HopTag& hop, const HopSigns& signs, const void* packets,
+                          const std::uint16_t* gain, float eps, int num_rows) {
+    static_assert(kTokens == kProductWarps);
+    constexpr int kOfLane = kPieces / plat::kWarpLanes, kPackets = 2 * kOfLane;
+    const int token = plat::thread_idx() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    wait_for_signs(hop, signs);
+    if (token < num_rows) {
+      const auto* from =
+          static_cast<const plat::TaggedWords*>(packets) + token * (kQLora / 4) + 2 * lane_idx;
+      HopWords words[kPackets];
+      take_packets(words, hop, (1u << kPackets) - 1u,
+                   [&](int i) { return from + i / 2 * 2 * plat::kWarpLanes + i % 2; });
+      float squares = 0.0f;
+#pragma unroll
+      for (const HopWords& four : words) {
+        for (const std::uint32_t pair : {low_word(four.pair), high_word(four.pair)}) {
+          squares = plat::fma(sm90::low_bf16(pair), sm90::low_bf16(pair), squares);
+          squares = plat::fma(sm90::high_bf16(pair), sm90::high_bf16(pair), squares);
+        }
+      }
+      norm[token] = quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + eps);
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) {
+        const HopWords &first = words[2 * i], &second = words[2 * i + 1];
+        quantize(make_uint4(low_word(first.pair), high_word(first.pair), low_word(second.pair),
+                            high_word(second.pair)),
+                 gain, token, (lane_idx + i * plat::kWarpLanes) * kPiece);
+      }
     }
     plat::block_sync();
   }
 
  private:
-  LOWLAT_DEVICE void quantize(const std::uint16_t* qa, const std::uint16_t* gain, int piece) {
-    const int token = piece / kPieces, k = piece % kPieces * kPiece;
-    const uint4 value = __ldcg(reinterpret_cast<const uint4*>(qa + piece * kPiece));
+  // Eight values from k on of a token whose norm is known. Whole warps call.
+  LOWLAT_DEVICE void quantize(uint4 value, const std::uint16_t* gain, int token, int k) {
     const uint4 weight = __ldg(reinterpret_cast<const uint4*>(gain + k));
     const float by = norm[token];
     const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};

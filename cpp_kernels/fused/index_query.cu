@@ -72,12 +72,27 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
                      __ldg(params.rows.positions + i / kPairsOfGroup));
     }
   }
-  wait_at(params.qkv_done);
-  shared.latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
+  Stamps stamps({}, 0);
+  bool by_packets = false;
+  if constexpr (kTiles == 1) {
+    by_packets = params.hop.port != nullptr;
+    if (by_packets) {
+      const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.x) + block_idx,
+                              hop_tag(params.hop, params.x_index, HopKernel::q).tag,
+                              static_cast<const plat::TaggedWords*>(params.packets.qa),
+                              kQLora / 4 / plat::kWarpLanes};
+      shared.latent.take(hop_tag(params.hop, params.hop.index, HopKernel::q), signs,
+                         params.packets.qa, params.q_norm, params.norm_eps, num_rows);
+    }
+  }
+  if (!by_packets) {
+    wait_at(params.qkv_done);
+    shared.latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
+  }
   using Codes = CodeActivations<kGroup, true>;
   const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
                      QueryShared<kTiles>::kTokens};
-  Linear::run(shared.product, latent, num_rows);
+  Linear::run(shared.product, latent, num_rows, stamps);
   // A warp a token, a lane a channel of the group.
   for (int token = warp_idx; token < num_rows; token += kProductWarps) {
     float value = quick_bf16(Linear::sum(shared.product, token, lane_idx));
@@ -152,7 +167,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   using Codes = CodeActivations<kGroupV4, true>;
   const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
                      QuerySharedV4<kTiles>::kTokens};
-  Linear::run(shared.product, latent, num_rows);
+  Stamps stamps({}, 0);
+  Linear::run(shared.product, latent, num_rows, stamps);
   sm90::cluster_wait();  // the other block runs
   // A warp a token, a lane channels 2 lane and the next: six passes of the Hadamard matrix.
   for (int token = warp_idx; token < num_rows; token += kProductWarps) {
