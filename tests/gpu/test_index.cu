@@ -7,6 +7,7 @@
 #include "gpu.cuh"
 
 using lowlat::bench::Activations;
+using lowlat::bench::Buffer;
 using lowlat::bench::check_engram;
 using lowlat::bench::CheckV4;
 using lowlat::bench::cuda_must;
@@ -15,7 +16,6 @@ using lowlat::bench::DeviceIndexState;
 using lowlat::bench::DeviceIndexWeights;
 using lowlat::bench::DeviceV4;
 using lowlat::bench::Draw;
-using lowlat::bench::Gates;
 using lowlat::bench::Graph;
 using lowlat::bench::HostEngram;
 using lowlat::bench::HostIndexState;
@@ -40,22 +40,27 @@ int replays_differ(const IndexSizes& sizes, int replays) {
   const HostIndexState state(sizes, Draw::random, true, random);
   const DeviceIndexState graph_state(state), eager_state(state);
   Activations act(sizes.rows(), 16, 2);
-  const IndexBuffers graph_buffers(sizes), eager_buffers(sizes);
-  const Gates gates(1);
-  lowlat::bench::Buffer<std::uint64_t> epoch(std::vector<std::uint64_t>{1});
-
+  IndexBuffers graph_buffers(sizes), eager_buffers(sizes);
+  // A word a gate, each on a line of its own; the step's first kernel makes them 0.
+  constexpr int kGates = 5, kWords = 32;
+  const Buffer<std::uint32_t> words(kGates * kWords);
+  const auto gate = [&](int number, std::uint32_t blocks) {
+    return fused::Gate{words.get() + number * kWords, blocks, nullptr, 0};
+  };
+  const Buffer<std::uint64_t> epoch(std::vector<std::uint64_t>{1});
   int failures = 0;
   {
     fused::CompressParams compress = graph_buffers.compress(device, graph_state, act);
     fused::IndexParams index = graph_buffers.index(device, graph_state, act, false, true);
-    compress.product_done = gates.at(0, Gates::mix_parts, fused::compress_product_blocks(compress));
-    compress.done = gates.at(0, Gates::mix, fused::compress_key_blocks(sizes.rows()));
+    compress.product_done = gate(0, fused::compress_product_blocks(compress));
+    compress.done = gate(1, fused::compress_key_blocks(sizes.rows()));
     index.heads_done = compress.product_done;
     index.keys_done = compress.done;
-    index.query_done = gates.at(0, Gates::q, fused::kIndexQueryBlocks);
-    index.scores_done = gates.at(0, Gates::attention, fused::kIndexScoreBlocks);
+    index.query_done = gate(2, fused::kIndexQueryBlocks);
+    index.scores_done = gate(3, fused::kIndexScoreBlocks);
     Graph graph([&](cudaStream_t stream) {
-      cuda_must(fused::launch_begin_step(epoch.get(), 0, gates.round(), stream), "begin step");
+      cuda_must(fused::launch_begin_step(epoch.get(), 0, words.get(), kGates * kWords, stream),
+                "begin step");
       cuda_must(fused::launch_compress_product(compress, lowlat::bench::kHidden, false, stream),
                 "product");
       cuda_must(fused::launch_compress_key(compress, true, stream), "key");
