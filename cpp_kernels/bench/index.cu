@@ -44,21 +44,24 @@ struct Branch {
   }
 };
 
-// Whether one replay ends soon: waits that nobody ends take a second each.
+// Whether replays end soon: waits that nobody ends take a while each. Says so where not.
 bool ends_soon(Graph& graph) {
   cudaEvent_t begin, end;
   cuda_must(cudaEventCreate(&begin), "event");
   cuda_must(cudaEventCreate(&end), "event");
-  cuda_must(cudaEventRecord(begin, graph.stream()), "record");
-  graph.replay();
-  cuda_must(cudaEventRecord(end, graph.stream()), "record");
-  graph.wait();
-  float ms;
-  cuda_must(cudaEventElapsedTime(&ms, begin, end), "elapsed");
+  float ms = 0.0f;
+  for (int replay = 0; replay < 2; ++replay) {
+    cuda_must(cudaEventRecord(begin, graph.stream()), "record");
+    graph.replay();
+    cuda_must(cudaEventRecord(end, graph.stream()), "record");
+    graph.wait();
+    cuda_must(cudaEventElapsedTime(&ms, begin, end), "elapsed");
+    if (ms > 10.0f) std::printf("REPLAY %d TOOK %.0f ms ", replay, ms);
+  }
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
-  if (ms > 50.0f) std::printf("  FIRST REPLAY TOOK %.0f ms: not timed\n", ms);
-  return ms <= 50.0f;
+  if (ms > 10.0f) std::printf("not timed\n");
+  return ms <= 10.0f;
 }
 
 // Gates of the kernels beside a layer.
@@ -110,8 +113,13 @@ struct IndexChain {
   }
   bool by_packets() const { return sizes.rows() <= fused::kHopRows; }
 
-  // Kernels of layer i's index on the branch; the gate of its selection.
-  fused::Gate launch_index(Kind kind, int i, Join join, Branch& branch) {
+  std::uint32_t select_blocks(Kind kind) const {
+    return fused::index_select_blocks(
+        buffers[0].index(index_weights[0], states[0], act, kind == Kind::blocks, false));
+  }
+
+  // Kernels of layer i's index on the branch.
+  void launch_index(Kind kind, int i, Join join, Branch& branch) {
     const fused::LayerMemory& memory = layers.memory;
     const int rows = sizes.rows();
     const bool compresses = kind == Kind::ratio2 || kind == Kind::layer20;
@@ -129,7 +137,7 @@ struct IndexChain {
     index.qkv_done = gate(fused::kLayerQkv, fused::front_qkv_blocks());
     index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
     index.scores_done = gate(gate_scores, fused::kIndexScoreBlocks);
-    index.done = gate(gate_select, fused::index_select_blocks(index));
+    index.done = gate(gate_select, select_blocks(kind));
     fused::CompressParams compress =
         buffers[i].compress(index_weights[i], states[i], act, !compresses);
     compress.x = memory.x;
@@ -155,7 +163,6 @@ struct IndexChain {
     if (kind == Kind::layer20) {
       cuda_must(fused::launch_index_blocks(index, true, branch.side), "blocks");
     }
-    return index.done;
   }
 
   // What is applied before layer i, asked for a layer earlier.
@@ -197,8 +204,9 @@ struct IndexChain {
       fused::PlainLayer layer = layers.layer(i);
       if (i > 0 && has_index) {
         if (!early) fork();
-        layer.extra_done = launch_index(kind, i, join, branch);
-        if (join == Join::ended) layer.extra_done = {};
+        if (join == Join::started) {
+          layer.extra_done = fused::layer_gate(layers.memory, i, gate_select, select_blocks(kind));
+        }
         layer.extra_idx = buffers[i].entry_slots.get();
         layer.extra = {states[i].pool.get(), HostIndexState::pool_page_bytes(sizes),
                        sizes.per_page()};
@@ -221,7 +229,11 @@ struct IndexChain {
             "join");
       };
       const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
-        if (has_index && i > 0 && kernel == fused::HopKernel::attention) join_branch();
+        // After the kernels that the branch waits for, so that these never stand behind it.
+        if (has_index && i > 0 && kernel == fused::HopKernel::attention) {
+          launch_index(kind, i, join, branch);
+          join_branch();
+        }
         if (has_index && early && kernel == fused::HopKernel::second_exchange) fork();
       };
       fused::LayerParts parts;
@@ -388,7 +400,7 @@ void time_engram(int requests, int tokens) {
   time_alone("engram_lookup", 0.0063 * chain.sizes.rows(), chain, [&](int i, cudaStream_t s) {
     return fused::launch_engram_lookup(params(i), true, s);
   });
-  for (const int slots : {12, 8, 6, 4, 3}) {
+  for (const int slots : {6, 5, 4, 3, 2}) {
     char name[32];
     std::snprintf(name, sizeof(name), "engram_product, %d slots", slots);
     time_alone(name, 157.4, chain, [&](int i, cudaStream_t s) {
@@ -400,7 +412,7 @@ void time_engram(int requests, int tokens) {
   time_alone("engram_apply", 0.0, chain,
              [&](int i, cudaStream_t s) { return fused::launch_engram_apply(params(i), true, s); });
   const double plain_us = time_layers(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
-  for (const int slots : {12, 6, 4}) {
+  for (const int slots : {6, 4, 2}) {
     for (const Join join : {Join::ended, Join::started}) {
       std::printf("  ring of %d:\n", slots);
       time_layers(chain, Kind::engram, false, join, plain_us, [&](int i) {
@@ -454,10 +466,10 @@ int check(bool few) {
   const HostEngram engram(random);
   const DeviceEngram device_engram(engram);
   for (const int requests : {1, 2, 4, 8}) {
-    check.failures += check_engram(requests, 6, requests == 1 ? 12 : 0, engram, device_engram);
+    check.failures += check_engram(requests, 6, requests == 1 ? 3 : 0, engram, device_engram);
   }
   check.failures += check_engram(1, 1, 2, engram, device_engram);
-  check.failures += check_engram(8, 1, 4, engram, device_engram);
+  check.failures += check_engram(8, 1, 6, engram, device_engram);
   std::printf("%d failures\n", check.failures);
   return check.failures == 0 ? 0 : 1;
 }

@@ -8,7 +8,7 @@
 // Bytes        157.4 MB
 // Floor        33.8 us at 4.65 TB/s
 // Launch       132 blocks: a third of K and a 44th of the rows each, so that a block's activations
-//              stay with it. Eight warps multiply, four fill a ring of slots of 16 rows and 1 KB of
+//              stay with it. Eight warps multiply, four fill a ring of slots of 16 rows and 2 KB of
 //              K
 // Ordering     full[s]   four arrivals (of the filling warps, with their bytes) and the bytes;
 //              empty[s]  one arrival a multiplying warp, after its last read. Parity as in
@@ -28,7 +28,7 @@ namespace lowlat::nvidia::fused {
 namespace {
 
 constexpr int kOutputs = 5 * 5120, kParts = 3, kPartK = kEngramWidth / kParts;
-constexpr int kRows = 16, kSlotK = 1024, kSlotsOfTile = kPartK / kSlotK;
+constexpr int kRows = 16, kSlotK = 2048, kSlotsOfTile = kPartK / kSlotK;
 constexpr int kTilesInAll = kOutputs / kRows;
 constexpr int kShares = static_cast<int>(kEngramProductBlocks) / kParts;
 constexpr int kMultipliers = 8, kFillers = 4;  // warps
@@ -40,9 +40,9 @@ constexpr int kGroups = kPartK / kStep;                // scales of a row's part
 constexpr int kPitch = kSlotK + 32;                    // as front_product.cuh
 constexpr int kScaleBytes = kSlotK / kStep;
 constexpr int kSlotBytes = kRows * kPitch + kScaleBytes;
-constexpr int kMaxSlots = 12;
+constexpr int kMaxSlots = 6;
 constexpr int kSumPitch = kRows + 4;
-static_assert(kSlotBytes % 16 == 0 && kSteps == 4 && kShares * kParts == 132);
+static_assert(kSlotBytes % 16 == 0 && kSteps % 4 == 0 && kShares * kParts == 132);
 
 template <int kTiles>
 struct ProductShared {
@@ -178,8 +178,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int piece = 0; piece < kSlotsOfTile; ++piece) {
       wait_for_weights(&shared.full[slot], parity);
       const unsigned char* weights = ring + slot * kSlotBytes;
-      const auto scales =
-          *reinterpret_cast<const std::uint32_t*>(weights + kRows * kPitch + warp_idx * kSteps);
+      std::uint32_t scales[kSteps / 4];
+#pragma unroll
+      for (int i = 0; i < kSteps / 4; ++i) {
+        scales[i] = *reinterpret_cast<const std::uint32_t*>(weights + kRows * kPitch +
+                                                            warp_idx * kSteps + 4 * i);
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int k = (warp_idx * kSteps + step) * kStep;
@@ -187,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const uint2 low = *reinterpret_cast<const uint2*>(row);
         const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch);
         // ue8m0 byte 0 counts as 0 and not as 2^-127: no sum sees the difference.
-        const float weight_scale = plat::bits_float((scales >> 8 * step & 0xffu) << 23);
+        const float weight_scale = plat::bits_float((scales[step / 4] >> 8 * (step % 4) & 0xffu) << 23);
         std::uint32_t a[2][4], pair[2];
         sm90::e4m3_to_f16(pair, low.x);
         a[0][0] = pair[0], a[0][2] = pair[1];

@@ -14,8 +14,6 @@
 // Meaning      reference/select.cpp, exactly
 #include "platform/nvidia.hpp"
 // The platform comes first.
-#include <cfloat>
-
 #include "fused/exchange_gate.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_weights.cuh"
@@ -29,8 +27,7 @@ namespace {
 constexpr int kThreads = 512, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kQuads = kIndexChunk / kThreads / 4;  // a thread's pieces of four scores
 constexpr int kStripe = 4 * kThreads;               // scores that lie between a thread's pieces
-constexpr int kBins = 2048;
-static_assert(kBins == 4 * kThreads && kWarps <= plat::kWarpLanes);
+static_assert(kWarps <= plat::kWarpLanes);
 static_assert(kQuads * kWarps == 2 * plat::kWarpLanes);
 
 // Everything loops over shared memory instead of registers, so that the code is short: it runs
@@ -39,10 +36,9 @@ struct SelectShared {
   // Scores as unsigned numbers of the same order (a NaN is 1, below every number); 0: none. A
   // thread's pieces are those at i * kStripe + 4 * thread.
   alignas(16) std::uint32_t order[kIndexChunk];
-  alignas(16) std::uint32_t bins[kBins];
-  std::uint32_t low[kWarps], high[kWarps], sums[kWarps];
+  std::uint32_t low[kWarps], high[kWarps], sums[2][kWarps];
   std::uint32_t counts[kQuads * kWarps];  // above << 16 | ties, of a warp's piece
-  std::uint32_t found_bin, found_above, found_here, ticket;
+  std::uint32_t ticket;
 };
 
 // Which of them are the k best:
@@ -116,110 +112,63 @@ LOWLAT_DEVICE float score_of(std::uint32_t order) {
   return plat::bits_float((order & 0x8000'0000u) != 0u ? order ^ 0x8000'0000u : ~order);
 }
 
-// A number of each lane, over the block: the least of `low` and the largest of `high`. Syncs.
-LOWLAT_DEVICE void block_bounds(SelectShared& shared, std::uint32_t& low, std::uint32_t& high) {
-  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  low = __reduce_min_sync(plat::kAllLanes, low);
-  high = __reduce_max_sync(plat::kAllLanes, high);
-  if (lane_idx == 0) shared.low[warp_idx] = low, shared.high[warp_idx] = high;
-  plat::block_sync();
-  low = __reduce_min_sync(plat::kAllLanes, shared.low[lane_idx % kWarps]);
-  high = __reduce_max_sync(plat::kAllLanes, shared.high[lane_idx % kWarps]);
-}
-
-// The bin where the sum of the bins from the top reaches what is missing, into shared.found_*; the
-// bins are zeros again. All threads of the block call, after a sync; syncs at the end.
-LOWLAT_DEVICE void find_bin(SelectShared& shared, std::uint32_t missing) {
-  const int thread_idx = plat::thread_idx();
-  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
-  // A thread has four, from the top.
-  const int first = kBins - 4 - 4 * thread_idx;
-  auto* at = reinterpret_cast<uint4*>(shared.bins + first);
-  const uint4 bins = *at;
-  *at = make_uint4(0u, 0u, 0u, 0u);
-  const std::uint32_t four[4] = {bins.w, bins.z, bins.y, bins.x};
-  const std::uint32_t own = four[0] + four[1] + four[2] + four[3];
-  std::uint32_t total;
-  std::uint32_t before = warp_before(own, lane_idx, total);
-  if (lane_idx == 0) shared.sums[warp_idx] = total;
-  plat::block_sync();
-  before += __reduce_add_sync(plat::kAllLanes, lane_idx < warp_idx ? shared.sums[lane_idx] : 0u);
-  if (before < missing && missing <= before + own) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (before < missing && missing <= before + four[i]) {
-        shared.found_bin = static_cast<std::uint32_t>(first + 3 - i);
-        shared.found_above = before;
-        shared.found_here = four[i];
-      }
-      before += four[i];
-    }
-  }
-  plat::block_sync();
-}
-
-// visit(order) of a thread's orders from `low` to `high`, of n.
-template <class Visit>
-LOWLAT_DEVICE void visit_orders(const SelectShared& shared, int n, std::uint32_t low,
-                                std::uint32_t high, Visit visit) {
-#pragma unroll 1
-  for (int number = 4 * plat::thread_idx(); number < n; number += kStripe) {
-    const uint4 four = *reinterpret_cast<const uint4*>(shared.order + number);
-    const std::uint32_t order[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (order[e] >= low && order[e] <= high) visit(order[e]);
-    }
-  }
-}
-
-// The threshold of the k best of n > k orders. All threads of the block call.
+// The threshold of the k best of n > k orders, by counting how many are not below a guess. All
+// threads of the block call.
+//
+// Between bounds whose counts are known the next guess is where the score would be if the logarithm
+// of the count fell evenly; every third guess halves the orders that are left, so that there are 96
+// at the most. Commonly six or seven do: any order between the k-th and the next is right.
 LOWLAT_DEVICE Selection threshold_of(SelectShared& shared, int n, int k, std::uint32_t most,
                                      std::uint32_t least) {
-  // Bounds of the k-th: every thread's largest is one of kThreads orders that are not below the
-  // least of them.
-  std::uint32_t low = n >= kStripe && k <= kThreads ? most : least, high = most;
-  *reinterpret_cast<uint4*>(shared.bins + 4 * plat::thread_idx()) = make_uint4(0u, 0u, 0u, 0u);
-  block_bounds(shared, low, high);
-  auto missing = static_cast<std::uint32_t>(k);
-  // First equal steps of the score itself: in the order's bits, which are nearly its logarithm,
-  // most scores would meet in a few bins and wait for each other there.
-  const float base = score_of(low), per_score = static_cast<float>(kBins) / (score_of(high) - base);
-  if (low > 1u && per_score > 0.0f && per_score < FLT_MAX) {
-    const auto bin_of = [&](std::uint32_t order) {
-      return min(static_cast<std::uint32_t>((score_of(order) - base) * per_score), kBins - 1u);
-    };
-    visit_orders(shared, n, low, high,
-                 [&](std::uint32_t order) { atomicAdd_block(&shared.bins[bin_of(order)], 1u); });
-    plat::block_sync();
-    find_bin(shared, missing);
-    missing -= shared.found_above;
-    const std::uint32_t bin = shared.found_bin, here = shared.found_here;
-    std::uint32_t bin_low = ~0u, bin_high = 0u;
-    visit_orders(shared, n, low, high, [&](std::uint32_t order) {
-      if (bin_of(order) != bin) return;
-      bin_low = min(bin_low, order);
-      bin_high = max(bin_high, order);
-    });
-    block_bounds(shared, bin_low, bin_high);
-    low = bin_low, high = bin_high;
-    if (here == missing) return {low, 0u, 0u};
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  std::uint32_t order[4 * kQuads];
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const uint4 four =
+        *reinterpret_cast<const uint4*>(shared.order + i * kStripe + 4 * thread_idx);
+    order[4 * i] = four.x, order[4 * i + 1] = four.y;
+    order[4 * i + 2] = four.z, order[4 * i + 3] = four.w;
   }
-  // Then eleven bits of the range a pass; at most three passes.
+  // Every thread's largest is one of kThreads orders that are not below the least of them.
+  const bool all_have_one = n >= kStripe && k <= kThreads;
+  std::uint32_t low = __reduce_min_sync(plat::kAllLanes, all_have_one ? most : least);
+  std::uint32_t high = __reduce_max_sync(plat::kAllLanes, most);
+  if (lane_idx == 0) shared.low[warp_idx] = low, shared.high[warp_idx] = high;
+  plat::block_sync();
+  // At least k are not below `low`, fewer are not below `high`.
+  low = __reduce_min_sync(plat::kAllLanes, shared.low[lane_idx % kWarps]);
+  high = __reduce_max_sync(plat::kAllLanes, shared.high[lane_idx % kWarps]) + 1u;
+  auto low_count = static_cast<std::uint32_t>(n), high_count = 0u;
+  const auto wanted = static_cast<std::uint32_t>(k);
+  std::uint32_t guess = low;  // how many it has is not known where all have one
 #pragma unroll 1
-  for (;;) {
-    const int shift = max(32 - __clz(static_cast<int>(high - low)) - 11, 0);
-    visit_orders(shared, n, low, high, [&](std::uint32_t order) {
-      atomicAdd_block(&shared.bins[(order - low) >> shift], 1u);
-    });
+  for (int step = 0;; ++step) {
+    std::uint32_t count = 0u;
+#pragma unroll
+    for (const std::uint32_t own : order) count += own >= guess ? 1u : 0u;
+    count = __reduce_add_sync(plat::kAllLanes, count);
+    std::uint32_t* sums = shared.sums[step % 2];
+    if (lane_idx == 0) sums[warp_idx] = count;
     plat::block_sync();
-    find_bin(shared, missing);
-    missing -= shared.found_above;
-    low += shared.found_bin << shift;
-    if (shared.found_here == missing) return {low, 0u, 0u};
-    if (shift == 0) return {low + 1u, low, missing};
-    high = min(high, low + ((1u << shift) - 1u));
+    count = __reduce_add_sync(plat::kAllLanes, lane_idx < kWarps ? sums[lane_idx] : 0u);
+    if (count == wanted) return {guess, 0u, 0u};
+    if (count > wanted) {
+      low = guess, low_count = count;
+    } else {
+      high = guess, high_count = count;
+    }
+    if (high - low <= 1u) return {high, low, wanted - high_count};
+    guess = low + (high - low) / 2u;
+    if (step % 3 == 2) continue;
+    const float log_low = __log2f(static_cast<float>(low_count));
+    const float log_high = __log2f(static_cast<float>(high_count) + 0.5f);
+    const float part = (log_low - __log2f(static_cast<float>(wanted))) / (log_low - log_high);
+    const float from = score_of(low), to = score_of(high - 1u);
+    const float between = from + (to - from) * part;
+    if (between > from && between < to) {
+      guess = min(max(stages::score_order(between), low + 1u), high - 1u);
+    }
   }
 }
 
