@@ -73,8 +73,8 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
   return finite;
 }
 
-// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds from
-// the first block's begin.
+// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds
+// from the first block's begin.
 template <int kTp>
 void print_stamps(Layers<kTp>& layers, int layer_idx) {
   const std::vector<fused::Stamp> all = layers.stamps.take();

@@ -34,8 +34,8 @@ namespace {
 constexpr int kBlocksPerRow = 8;
 constexpr int kGroup = 32;
 
-// Four codes of a row to where the next kernel reads them: packets (of two lanes; NULL: nowhere), or
-// codes and scales. Whole warps call.
+// Four codes of a row to where the next kernel reads them: packets (of two lanes; NULL: nowhere),
+// or codes and scales. Whole warps call.
 LOWLAT_DEVICE void send_codes(int num_rows, void* packets, std::uint32_t tag, std::uint8_t* codes,
                               float* scale, int row_idx, int quad_idx, int hidden,
                               std::uint32_t four, float group_scale) {

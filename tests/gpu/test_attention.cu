@@ -1,5 +1,5 @@
-// The kernels of a layer's attention half at true shapes, each against float64 on the inputs that the
-// device had: TP4's share of V4.1-Flash, its mailboxes looped back to the one device.
+// The kernels of a layer's attention half at true shapes, each against float64 on the inputs that
+// the device had: TP4's share of V4.1-Flash, its mailboxes looped back to the one device.
 #include "bench/attn_layer.hpp"
 #include "gpu.cuh"
 #include "reference/attention.hpp"

@@ -1,7 +1,7 @@
 // A plain layer's chain of kernels at true shapes, TP4's share on one device with its mailboxes
 // looped back (and TP2 where there are two devices): bit for bit what the same kernels give one
-// after another, whatever came before and however late a kernel, a rank or a step is; and its end at
-// a deadline.
+// after another, whatever came before and however late a kernel, a rank or a step is; and its end
+// at a deadline.
 #include <chrono>
 #include <functional>
 #include <memory>
