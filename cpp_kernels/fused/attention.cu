@@ -55,6 +55,7 @@ struct Shared {
     std::uint16_t key[kTile * kKeyPitch];
     std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
+  alignas(16) std::uint16_t query[kHeads * kKeyPitch];  // bf16
   float score[kScoreGroups][kHeads][kTile];
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
@@ -249,19 +250,29 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
   uint4 query[4][2];
   if constexpr (kHops) {
-    constexpr int kPackets = 16;
+    // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
+    // read, and two warps have the same fragments.
+    constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
     HopWords words[kPackets];
     const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
-                       (row_idx * params.num_heads + first_head + g) * (kDim / 4) +
-                       score_group * 32 + 2 * t;
-    take_packets(words, hop, (1u << kPackets) - 1u,
-                 [&](int i) { return from + i / 4 * 8 + i / 2 % 2 * (8 * (kDim / 4)) + i % 2; });
+                       (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
+    take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int packet = thread_idx + i * kThreads;
+      *reinterpret_cast<uint2*>(shared.query + packet / (kDim / 4) * kKeyPitch +
+                                packet % (kDim / 4) * 4) =
+          make_uint2(low_word(words[i].pair), high_word(words[i].pair));
+    }
+    plat::block_sync();
     stamps.mark(StampStage::read);
 #pragma unroll
-    for (int i = 0; i < kPackets; i += 2) {
-      query[i / 4][i / 2 % 2] =
-          make_uint4(low_word(words[i].pair), high_word(words[i].pair), low_word(words[i + 1].pair),
-                     high_word(words[i + 1].pair));
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        query[step][half] = *reinterpret_cast<const uint4*>(
+            shared.query + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
+      }
     }
   } else {
 #pragma unroll

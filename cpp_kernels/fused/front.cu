@@ -504,8 +504,13 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
   return with_tiles(params.num_rows, [&]<int kTiles>() {
     const int products = params.num_heads * (kHeadDim / kRows);
     const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
-    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads,
-                         sizeof(QShared<kTiles>), 1, programmatic, stream, params);
+    // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of them.
+    constexpr int kOneAMultiprocessor = 115 * 1024;
+    constexpr int kBytes = sizeof(QShared<kTiles>);
+    constexpr int kAsked =
+        kTiles == 1 && kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
+    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads, kAsked,
+                         1, programmatic, stream, params);
   });
 }
 

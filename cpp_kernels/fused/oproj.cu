@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
 }
 
 template <int kTiles, int kGroups>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     oproj_b_fp8_sm90(const __grid_constant__ OprojParams params) {
   using Shape = ShapeB<kTiles, kGroups>;
   using Linear = Shape::Linear;

@@ -195,6 +195,7 @@ TEST_CASE(an_input_that_never_comes_ends_the_step_at_its_deadline) {
   need_device();
   Rank rank(6);
   const Result want = rank.one_by_one(0);
+  rank.layers.recover();  // no packet of an earlier step is left
   rank.begin(1);
   const auto begin = std::chrono::steady_clock::now();
   rank.layers.launch({}, nullptr, false);
