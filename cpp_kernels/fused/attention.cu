@@ -6,16 +6,15 @@
 // Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
 //              o [T,heads·512] f16 under a power of two a 32 · 1 ≤ T ≤ 48
 // Rounding     keys to bf16 exactly; probabilities to bf16 (the denominator adds the rounded ones);
-//              sums fp32; o as above; to f16 without loss but for values 2^-24 of their group's
-//              largest and below
+//              sums fp32, a block's part of them to bf16; o as above; to f16 without loss but for
+//              values 2^-24 of their group's largest and below
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
 //              are gathered and expanded before q is there, except those that the step writes
-// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster each block leaves its
-//              partial (max, sum, o) in its own shared memory, the cluster's barrier, then every
-//              block reads its heads' parts from all, and a second barrier keeps the memory until
-//              all have read
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster a block's
+//              partials (max, sum, o) of a head go to the block that finishes it, which its barrier
+//              tells when all are there
 // Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
 // Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
 #include "platform/nvidia.hpp"
@@ -47,18 +46,24 @@ constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;
 constexpr int kKeyPitch = kDim + 8;
 constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
 constexpr int kProbPitch = kTile + 8;
-// fp32 sums over the keys' memory; the pitch keeps four heads in different banks.
+// Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
 constexpr int kSumPitch = kDim + 8;
 constexpr int kGroup = 32;
 
 struct Shared {
   union {
     std::uint16_t key[kTile * kKeyPitch];
-    float sum[kHeads * kSumPitch];
+    std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
+  alignas(16) std::uint16_t query[kHeads * kKeyPitch];  // bf16
   float score[kScoreGroups][kHeads][kTile];
   std::uint16_t prob[kHeads * kProbPitch];
-  float top[kHeads], weight[kHeads], rescale[kHeads];
+  float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
+  // What the cluster sends: by block and then by head of this one, its part of the sums under the
+  // largest score that it saw, that score and its weight.
+  alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
+  float2 part_weight[kHeads];
+  std::uint64_t parts;           // barrier
   float factor[kHeads][kHeads];  // of a block's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
@@ -70,13 +75,19 @@ struct Shared {
   std::int8_t late_row[kTile];
   bool any_late;
 };
-static_assert(sizeof(float[kHeads * kSumPitch]) <= sizeof(std::uint16_t[kTile * kKeyPitch]));
+static_assert(kHeads <= kTile);
 
 // Finds one key: `place` counts through the window's and then the extra set's indices.
 // `row`: of the step's rows the one that writes it, or -1.
 LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
                                                    int place, bool& late, int& row) {
   const bool in_window = place < params.num_window;
+  constexpr int kAtOnce = kHopRows;
+  int written[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    written[i] = __ldg(params.kv_slots + min(i, params.num_rows - 1));
+  }
   const int slot =
       in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
                 : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
@@ -84,7 +95,11 @@ LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params
   late = params.late_extra;
   row = -1;
   if (in_window) {
-    for (int i = 0; i < params.num_rows; ++i) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (written[i] == slot) row = min(i, params.num_rows - 1);
+    }
+    for (int i = kAtOnce; i < params.num_rows; ++i) {
       if (__ldg(params.kv_slots + i) == slot) row = i;
     }
     late = row >= 0;
@@ -183,6 +198,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int end_key = min(first_key + per_block, num_keys);
   if (params.selected.word != nullptr && end_key > params.num_window) wait_at(params.selected);
 
+  if (thread_idx == 0) {
+    sm90::barrier_init(&shared.parts, 1);
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part + sizeof shared.part_weight);
+  }
+  __syncwarp();
+  sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
   if (thread_idx < kTile) {
     stages::KvRow<std::uint8_t> row{nullptr, nullptr};
     bool late = false;
@@ -197,6 +219,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (thread_idx == 0) shared.any_late = false;
   }
   if (thread_idx < kHeads) {
+    shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
     shared.top[thread_idx] = -INFINITY;
     shared.weight[thread_idx] = 0.0f;
   }
@@ -213,323 +236,335 @@ __global__ void __launch_bounds__(kThreads, 2)
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
-  {
-    if (!kHops || params.before.word != nullptr) wait_at(params.before);
-    if constexpr (kHops) {
-      wait_for_signs(hop,
-                     {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
-                      static_cast<const plat::TaggedWords*>(params.packets.q) +
-                          (row_idx * params.num_heads + first_head) * (kDim / 4),
-                      kHeads * (kDim / 4) / plat::kWarpLanes});
-      stamps.mark(StampStage::wait);
+  if (!kHops || params.before.word != nullptr) wait_at(params.before);
+  if constexpr (kHops) {
+    wait_for_signs(hop,
+                   {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
+                    static_cast<const plat::TaggedWords*>(params.packets.q) +
+                        (row_idx * params.num_heads + first_head) * (kDim / 4),
+                    kHeads * (kDim / 4) / plat::kWarpLanes});
+    stamps.mark(StampStage::wait);
+  }
+  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
+  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
+  // a step is that of the pieces.
+  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
+  uint4 query[4][2];
+  if constexpr (kHops) {
+    // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
+    // read, and two warps have the same fragments.
+    constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
+    HopWords words[kPackets];
+    const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
+                       (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
+    take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int packet = thread_idx + i * kThreads;
+      *reinterpret_cast<uint2*>(shared.query + packet / (kDim / 4) * kKeyPitch +
+                                packet % (kDim / 4) * 4) =
+          make_uint2(low_word(words[i].pair), high_word(words[i].pair));
     }
-    // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
-    // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
-    // a step is that of the pieces.
-    const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
-    uint4 query[4][2];
-    if constexpr (kHops) {
-      constexpr int kPackets = 16;
-      HopWords words[kPackets];
-      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
-                         (row_idx * params.num_heads + first_head + g) * (kDim / 4) +
-                         score_group * 32 + 2 * t;
-      take_packets(words, hop, (1u << kPackets) - 1u,
-                   [&](int i) { return from + i / 4 * 8 + i / 2 % 2 * (8 * (kDim / 4)) + i % 2; });
-      stamps.mark(StampStage::read);
+    plat::block_sync();
+    stamps.mark(StampStage::read);
 #pragma unroll
-      for (int i = 0; i < kPackets; i += 2) {
-        query[i / 4][i / 2 % 2] =
-            make_uint4(low_word(words[i].pair), high_word(words[i].pair),
-                       low_word(words[i + 1].pair), high_word(words[i + 1].pair));
-      }
-    } else {
+    for (int step = 0; step < 4; ++step) {
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const std::int64_t head =
-              static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-          query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-              params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
-        }
+      for (int half = 0; half < 2; ++half) {
+        query[step][half] = *reinterpret_cast<const uint4*>(
+            shared.query + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
       }
     }
-    if (kHops && block_idx == 0 && thread_idx == 0) {
-      send_packet(static_cast<plat::TaggedWords*>(params.packets.read) + row_idx, hop.tag, 0, 0, 0);
+  } else {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t head =
+            static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+        query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+            params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+      }
     }
-    if (kHops && shared.any_late) {
-      // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
+  }
+  if (kHops && block_idx == 0 && thread_idx == 0) {
+    send_packet(static_cast<plat::TaggedWords*>(params.packets.read) + row_idx, hop.tag, 0, 0, 0);
+  }
+  if (kHops && shared.any_late) {
+    // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
 #pragma unroll 1
-      for (int i = 0; i < kPerThread; ++i) {
-        const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
-        if (__all_sync(plat::kAllLanes, row < 0)) continue;
-        const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
-                           max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
-        HopWords words[2];
-        take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
-        if (row < 0) continue;
-        store_piece(shared,
-                    make_uint4(low_word(words[0].pair), high_word(words[0].pair),
-                               low_word(words[1].pair), high_word(words[1].pair)),
-                    words[0].third, piece_of(i));
-      }
+    for (int i = 0; i < kPerThread; ++i) {
+      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
+      if (__all_sync(plat::kAllLanes, row < 0)) continue;
+      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
+                         max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
+      HopWords words[2];
+      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
+      if (row < 0) continue;
+      store_piece(shared,
+                  make_uint4(low_word(words[0].pair), high_word(words[0].pair),
+                             low_word(words[1].pair), high_word(words[1].pair)),
+                  words[0].third, piece_of(i));
     }
-    if (shared.any_late && (!kHops || params.late_extra)) {
-      const auto late_of = [&](int i) {
-        const int key = key_of(i);
-        return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
-      };
-      Pieces late;
+  }
+  if (shared.any_late && (!kHops || params.late_extra)) {
+    const auto late_of = [&](int i) {
+      const int key = key_of(i);
+      return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
+    };
+    Pieces late;
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
-        const std::uint8_t* row = late_of(i);
-        const int piece = piece_of(i) % kPieces;
-        const bool there = row != nullptr;
-        late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
-                             : make_uint4(0u, 0u, 0u, 0u);
-        late.scale[i] =
-            there && piece < kCodePieces ? __ldcg(shared.scales[0][key_of(i)] + piece / 4) : 127u;
-      }
+    for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
+      const std::uint8_t* row = late_of(i);
+      const int piece = piece_of(i) % kPieces;
+      const bool there = row != nullptr;
+      late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
+                           : make_uint4(0u, 0u, 0u, 0u);
+      late.scale[i] =
+          there && piece < kCodePieces ? __ldcg(shared.scales[0][key_of(i)] + piece / 4) : 127u;
+    }
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
-        store_piece(shared, late.data[i], late.scale[i], piece_of(i));
+    for (int i = 0; i < kPerThread; ++i) {
+      if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
+      store_piece(shared, late.data[i], late.scale[i], piece_of(i));
+    }
+  }
+
+  float sum[8][4] = {};  // of a warp's 64 dimensions
+  int side = 0;
+  for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
+    if (first != first_key) {
+      // Few rows have one tile a block; more have registers for the next tile's rows.
+      if constexpr (kHops) load_pieces(pieces, shared.data[side], shared.scales[side]);
+      store_pieces(shared, pieces);
+    }
+    if (thread_idx < kTile && first + kTile < end_key) {
+      stages::KvRow<std::uint8_t> row{nullptr, nullptr};
+      bool late;  // no longer: the kernels before have ended
+      int late_row;
+      if (first + kTile + thread_idx < end_key) {
+        row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
       }
+      shared.data[side ^ 1][thread_idx] = row.data;
+      shared.scales[side ^ 1][thread_idx] = row.scales;
+    }
+    plat::block_sync();
+    if (!kHops &&
+        first + kTile < end_key) {  // the next tile's rows are on their way over the products
+      load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
-    float sum[8][4] = {};  // of a warp's 64 dimensions
-    int side = 0;
-    for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
-      if (first != first_key) {
-        // Few rows have one tile a block; more have registers for the next tile's rows.
-        if constexpr (kHops) load_pieces(pieces, shared.data[side], shared.scales[side]);
-        store_pieces(shared, pieces);
-      }
-      if (thread_idx < kTile && first + kTile < end_key) {
-        stages::KvRow<std::uint8_t> row{nullptr, nullptr};
-        bool late;  // no longer: the kernels before have ended
-        int late_row;
-        if (first + kTile + thread_idx < end_key) {
-          row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
-        }
-        shared.data[side ^ 1][thread_idx] = row.data;
-        shared.scales[side ^ 1][thread_idx] = row.scales;
-      }
-      plat::block_sync();
-      if (!kHops &&
-          first + kTile < end_key) {  // the next tile's rows are on their way over the products
-        load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
-      }
-
-      float score[3][4] = {};
+    float score[3][4] = {};
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        const uint4 &low = query[step][0], &high = query[step][1];
-        const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
-                                       {low.z, high.z, low.w, high.w}};
-#pragma unroll
-        for (int n = 0; n < 3; ++n) {
-          const uint4 b =
-              *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
-                                              score_group * 128 + step * 32 + 8 * t);
-          const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
-          sm90::mma_bf16(score[n], a[0], b_low);
-          sm90::mma_bf16(score[n], a[1], b_high);
-        }
-      }
+    for (int step = 0; step < 4; ++step) {
+      const uint4 &low = query[step][0], &high = query[step][1];
+      const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
+                                     {low.z, high.z, low.w, high.w}};
 #pragma unroll
       for (int n = 0; n < 3; ++n) {
-        float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
-        *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
-        *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
+        const uint4 b =
+            *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
+                                            score_group * 128 + step * 32 + 8 * t);
+        const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
+        sm90::mma_bf16(score[n], a[0], b_low);
+        sm90::mma_bf16(score[n], a[1], b_high);
       }
-      plat::block_sync();
-
-      // Softmax of the tile: 16 threads a head, three keys each.
-      {
-        constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
-        constexpr float kLog2e = 1.4426950408889634f;
-        const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
-        float s[3], top = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          const int key = first_of_thread + 16 * i;
-          float total = shared.score[0][head][key];
-#pragma unroll
-          for (int group = 1; group < kScoreGroups; ++group) {
-            total += shared.score[group][head][key];
-          }
-          const bool used = shared.data[side][key] != nullptr ||
-                            (first == first_key && shared.late[key] != nullptr);
-          s[i] = used ? total * kScale : -INFINITY;
-          top = plat::max(s[i], top);
-        }
-#pragma unroll
-        for (int mask = 1; mask < 16; mask *= 2) {
-          top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
-        }
-        const float old_top = shared.top[head];
-        top = plat::max(old_top, top);
-        // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
-        const float base = top == -INFINITY ? 0.0f : top;
-        float weight = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
-          shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
-              static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
-          weight += p;
-        }
-#pragma unroll
-        for (int mask = 1; mask < 16; mask *= 2) {
-          weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
-        }
-        if (first_of_thread == 0) {
-          const float rescale = exp2f((old_top - base) * kLog2e);
-          shared.rescale[head] = rescale;
-          shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
-          shared.top[head] = top;
-        }
-      }
-      plat::block_sync();
-
-      if (first != first_key) {
-        const float low = shared.rescale[g], high = shared.rescale[g + 8];
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          sum[n][0] *= low, sum[n][1] *= low;
-          sum[n][2] *= high, sum[n][3] *= high;
-        }
-      }
-#pragma unroll
-      for (int step = 0; step < kTile / 16; ++step) {
-        const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
-        const auto pair = [](const std::uint16_t* at) {
-          return *reinterpret_cast<const std::uint32_t*>(at);
-        };
-        const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
-                                    pair(prob + 8 * kProbPitch + 8)};
-#pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-          std::uint32_t b[4];
-          sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
-                                            warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
-          const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
-          sm90::mma_bf16(sum[n], a, b_low);
-          sm90::mma_bf16(sum[n + 1], a, b_high);
-        }
-      }
-      plat::block_sync();  // the tile's memory is free
     }
-
-    plat::block_sync();  // also where there was no tile: the pieces' stores are over
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      float* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
-      *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
-      *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
+    for (int n = 0; n < 3; ++n) {
+      float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
+      *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
+      *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
     }
-    stamps.mark(StampStage::compute);
-    sm90::cluster_arrive();
-    sm90::cluster_wait();
-    stamps.mark(StampStage::sum);
+    plat::block_sync();
 
-    // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
-    // of a head comes from 16 threads a head, while the first head's parts are on their way.
-    constexpr float kLog2e = 1.4426950408889634f;
-    const int heads_per_block = kHeads / num_blocks;
-    const int dim = 2 * thread_idx;
-    const int padded = padded_rows(params.num_rows);
+    // Softmax of the tile: 16 threads a head, three keys each.
+    {
+      constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
+      constexpr float kLog2e = 1.4426950408889634f;
+      const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
+      float s[3], top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const int key = first_of_thread + 16 * i;
+        float total = shared.score[0][head][key];
+#pragma unroll
+        for (int group = 1; group < kScoreGroups; ++group) {
+          total += shared.score[group][head][key];
+        }
+        const bool used = shared.data[side][key] != nullptr ||
+                          (first == first_key && shared.late[key] != nullptr);
+        s[i] = used ? total * kScale : -INFINITY;
+        top = plat::max(s[i], top);
+      }
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
+      }
+      const float old_top = shared.top[head];
+      top = plat::max(old_top, top);
+      // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
+      const float base = top == -INFINITY ? 0.0f : top;
+      float weight = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
+        shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
+            static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
+        weight += p;
+      }
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+      }
+      if (first_of_thread == 0) {
+        const float rescale = exp2f((old_top - base) * kLog2e);
+        shared.rescale[head] = rescale;
+        shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
+        shared.top[head] = top;
+      }
+    }
+    plat::block_sync();
+
+    if (first != first_key) {
+      const float low = shared.rescale[g], high = shared.rescale[g + 8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        sum[n][0] *= low, sum[n][1] *= low;
+        sum[n][2] *= high, sum[n][3] *= high;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) {
+      const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
+      const auto pair = [](const std::uint16_t* at) {
+        return *reinterpret_cast<const std::uint32_t*>(at);
+      };
+      const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
+                                  pair(prob + 8 * kProbPitch + 8)};
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        std::uint32_t b[4];
+        sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
+                                          warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
+        const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
+        sm90::mma_bf16(sum[n], a, b_low);
+        sm90::mma_bf16(sum[n + 1], a, b_high);
+      }
+    }
+    plat::block_sync();  // the tile's memory is free
+  }
+
+  plat::block_sync();  // also where there was no tile: the pieces' stores are over
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
+    *reinterpret_cast<std::uint32_t*>(to) = sm90::to_bf16_pair(sum[n][0], sum[n][1]);
+    *reinterpret_cast<std::uint32_t*>(to + 8 * kSumPitch) =
+        sm90::to_bf16_pair(sum[n][2], sum[n][3]);
+  }
+  plat::block_sync();
+  stamps.mark(StampStage::compute);
+  // Each head's part goes to the block that finishes it.
+  const int heads_per_block = kHeads / num_blocks;
+  sm90::cluster_wait();  // of the arrival at the start
+  if (thread_idx < kHeads) {
+    const int slot = block_idx * heads_per_block + thread_idx % heads_per_block;
+    const int owner = thread_idx / heads_per_block;
+    sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot], owner), shared.top[thread_idx],
+                       shared.weight[thread_idx], sm90::peer_address(&shared.parts, owner));
+  }
+  constexpr int kChunks = kDim / 8;
 #pragma unroll 1
-    for (int i = 0; i < heads_per_block; ++i) {
-      const int head = block_idx * heads_per_block + i;
-      float a[kHeads], b[kHeads];
+  for (int i = thread_idx; i < kHeads * kChunks; i += kThreads) {
+    const int head = i / kChunks, chunk = i % kChunks * 8;
+    const int slot = block_idx * heads_per_block + head % heads_per_block;
+    const int owner = head / heads_per_block;
+    sm90::send_to_peer(sm90::peer_address(&shared.part[slot][chunk], owner),
+                       *reinterpret_cast<const uint4*>(shared.sum + head * kSumPitch + chunk),
+                       sm90::peer_address(&shared.parts, owner));
+  }
+  wait_for_cluster(&shared.parts, 0);
+  stamps.mark(StampStage::sum);
+
+  // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
+  // of a head comes from 16 threads a head.
+  constexpr float kLog2e = 1.4426950408889634f;
+  const int dim = 2 * thread_idx;
+  const int padded = padded_rows(params.num_rows);
+  const int part = thread_idx % kHeads, local = thread_idx / kHeads;
+  if (local < heads_per_block) {
+    const bool there = part < num_blocks;
+    const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + local];
+    const float top = there ? from.x : -INFINITY;
+    float weight = there ? from.y : 0.0f;
+    const float sink = shared.sink[block_idx * heads_per_block + local];
+    float most = plat::max(top, sink);
+    // Lanes of a half warp alone, where the block has one head.
+    const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
 #pragma unroll
-      for (int block = 0; block < kHeads; ++block) {
-        if (block < num_blocks) {
-          sm90::load_peer(sm90::peer_address(&shared.sum[head * kSumPitch + dim], block), a[block],
-                          b[block]);
-        } else {
-          a[block] = b[block] = 0.0f;
-        }
-      }
-      if (i == 0) {
-        const int part = thread_idx % kHeads, local = thread_idx / kHeads;
-        if (local < heads_per_block) {
-          const int own_head = block_idx * heads_per_block + local;
-          const bool there = part < num_blocks;
-          const int from = there ? part : 0;
-          float top = sm90::load_peer(sm90::peer_address(&shared.top[own_head], from));
-          float weight = sm90::load_peer(sm90::peer_address(&shared.weight[own_head], from));
-          if (!there) top = -INFINITY, weight = 0.0f;
-          const float sink = __ldg(params.sink + first_head + own_head);
-          float most = plat::max(top, sink);
-          // Lanes of a half warp alone, where the block has one head.
-          const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
+    for (int mask = 1; mask < kHeads; mask *= 2) {
+      most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
+    }
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float factor = exp2f((top - base) * kLog2e);
+    weight *= factor;
 #pragma unroll
-          for (int mask = 1; mask < kHeads; mask *= 2) {
-            most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
-          }
-          const float base = most == -INFINITY ? 0.0f : most;
-          const float factor = exp2f((top - base) * kLog2e);
-          weight *= factor;
+    for (int mask = 1; mask < kHeads; mask *= 2) {
+      weight += __shfl_xor_sync(lanes, weight, mask);
+    }
+    weight += exp2f((sink - base) * kLog2e);
+    shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+  }
+  plat::block_sync();
+#pragma unroll 1
+  for (int i = 0; i < heads_per_block; ++i) {
+    const int head = block_idx * heads_per_block + i;
+    float first = 0.0f, second = 0.0f;
+#pragma unroll 4
+    for (int block = 0; block < num_blocks; ++block) {
+      const std::uint32_t pair =
+          *reinterpret_cast<const std::uint32_t*>(&shared.part[block * heads_per_block + i][dim]);
+      first = plat::fma(sm90::low_bf16(pair), shared.factor[i][block], first);
+      second = plat::fma(sm90::high_bf16(pair), shared.factor[i][block], second);
+    }
+    first = quick_bf16(first);
+    second = quick_bf16(second);
+    if (dim >= kNope) {
+      const float2 turn = shared.turn[(dim - kNope) / 2];
+      const float turned = first * turn.x + second * turn.y;
+      second = quick_bf16(second * turn.x - first * turn.y);
+      first = quick_bf16(turned);
+    }
+    float amax = plat::max(plat::abs(first), plat::abs(second));
 #pragma unroll
-          for (int mask = 1; mask < kHeads; mask *= 2) {
-            weight += __shfl_xor_sync(lanes, weight, mask);
-          }
-          weight += exp2f((sink - base) * kLog2e);
-          shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
-        }
-        plat::block_sync();
-      }
-      float first = 0.0f, second = 0.0f;
-#pragma unroll
-      for (int block = 0; block < kHeads; ++block) {
-        first = plat::fma(a[block], shared.factor[i][block], first);
-        second = plat::fma(b[block], shared.factor[i][block], second);
-      }
-      first = quick_bf16(first);
-      second = quick_bf16(second);
-      if (dim >= kNope) {
-        const float2 turn = shared.turn[(dim - kNope) / 2];
-        const float turned = first * turn.x + second * turn.y;
-        second = quick_bf16(second * turn.x - first * turn.y);
-        first = quick_bf16(turned);
-      }
-      float amax = plat::max(plat::abs(first), plat::abs(second));
-#pragma unroll
-      for (int mask = 1; mask < kGroup / 2; mask *= 2) {
-        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-      }
-      // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
-      // normal; what is smaller than that is 0 in any fp32 sum.
-      int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
-      exponent = max(min(exponent, 127), -100);
-      const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
-      const std::int64_t place =
-          (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
-      const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
-      const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
-      if constexpr (kHops) {
-        const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
-        if (thread_idx % 2 != 0) continue;
-        send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
-                    next, plat::float_bits(down));
-        continue;
-      }
-      *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
-      if (thread_idx % (kGroup / 2) == 0) {
-        params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
-            down;
-      }
+    for (int mask = 1; mask < kGroup / 2; mask *= 2) {
+      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+    }
+    // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
+    // normal; what is smaller than that is 0 in any fp32 sum.
+    int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
+    exponent = max(min(exponent, 127), -100);
+    const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
+    const std::int64_t place =
+        (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
+    const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+    const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
+    if constexpr (kHops) {
+      const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
+      if (thread_idx % 2 != 0) continue;
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
+                  next, plat::float_bits(down));
+      continue;
+    }
+    *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
+    if (thread_idx % (kGroup / 2) == 0) {
+      params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
+          down;
     }
   }
   stamps.mark(StampStage::store);
   if constexpr (!kHops) open_gate(params.done);
-  // Nobody's memory goes while another reads it; the values read are used up by then.
-  sm90::cluster_arrive_relaxed();
-  sm90::cluster_wait();
 }
 
 }  // namespace
