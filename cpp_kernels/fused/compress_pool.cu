@@ -312,8 +312,8 @@ cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cu
     }
     const dim3 grid(kBlocks, static_cast<unsigned>(rows.num_rows),
                     kRatio == stages::kOverlapRatio ? 2 : 1);
-    return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads<kRatio>, 0, kBlocks, programmatic,
-                         stream, params);
+    return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads<kRatio>, 0, kBlocks,
+                         programmatic, stream, params);
   };
   if (params.ratio == 4) return launch.template operator()<4>(8, 4 * kDim + 4 * kIndexDim);
   if (params.ratio == 128) return launch.template operator()<128>(128, 2 * kDim);

@@ -39,7 +39,7 @@ struct EngramParams {
   // Product.
   Fp8Weights wkv;  // [5 * 5120, 6144]
   float* sums;     // [3, T, 5 * 5120]: parts of K
-  int slots;       // of the ring of weights, 2 and more; 0: as many as fit. Each is 33 KB
+  int slots;       // of the ring of weights, 2 and more; 0: 4, or what fits. Each is 33 KB
   // Apply. R and the statistics that the exchange before used; in and out.
   std::uint16_t* residual;        // bf16 [T, 4, 5120]
   const float* mix;               // [T, kMixStride]

@@ -191,7 +191,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         const uint2 low = *reinterpret_cast<const uint2*>(row);
         const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch);
         // ue8m0 byte 0 counts as 0 and not as 2^-127: no sum sees the difference.
-        const float weight_scale = plat::bits_float((scales[step / 4] >> 8 * (step % 4) & 0xffu) << 23);
+        const float weight_scale =
+            plat::bits_float((scales[step / 4] >> 8 * (step % 4) & 0xffu) << 23);
         std::uint32_t a[2][4], pair[2];
         sm90::e4m3_to_f16(pair, low.x);
         a[0][0] = pair[0], a[0][2] = pair[1];
@@ -262,7 +263,7 @@ cudaError_t launch(const EngramParams& given, bool programmatic, cudaStream_t st
   constexpr int kFit = (ProductShared<kTiles>::kBytes - ring_offset<kTiles>()) / kSlotBytes;
   static_assert(kFit >= 2);
   constexpr int kMost = kFit < kMaxSlots ? kFit : kMaxSlots;
-  if (params.slots == 0) params.slots = kMost;
+  if (params.slots == 0) params.slots = kMost < 4 ? kMost : 4;
   if (params.slots < 2 || params.slots > kMaxSlots) return cudaErrorInvalidValue;
   if (params.slots > kMost) params.slots = kMost;
   return launch_kernel(engram_product_fp8_sm90<kTiles>, dim3(kEngramProductBlocks), kThreads,

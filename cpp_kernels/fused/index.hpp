@@ -86,7 +86,7 @@ struct IndexParams {
   Gate qkv_done, heads_done, keys_done, query_done, scores_done, done;
 };
 
-inline constexpr int kIndexChunk = 8192;  // scores that one block selects from
+inline constexpr int kIndexChunk = 16384;  // scores that one block selects from
 constexpr int index_chunks(int max_entries) {
   return max_entries <= kIndexChunk ? 1 : (max_entries + kIndexChunk - 1) / kIndexChunk;
 }
@@ -94,7 +94,9 @@ constexpr int index_chunks(int max_entries) {
 constexpr int index_found_count(int max_entries) {
   return index_chunks(max_entries) * kIndexTopk + 2 * kIndexMaxBlocks;
 }
-inline constexpr int kIndexMaxEntries = kIndexChunk * (kIndexChunk / kIndexTopk);  // 131,072
+inline constexpr int kIndexMaxEntries = 16 * kIndexChunk;  // 262,144
+static_assert(kIndexMaxEntries / kIndexChunk * kIndexTopk <= kIndexChunk);
+static_assert(kIndexMaxEntries / kIndexBlock <= 2 * kIndexChunk);
 
 // Blocks that open query_done, scores_done and done.
 inline constexpr std::uint32_t kIndexQueryBlocks = 128;

@@ -4,8 +4,8 @@
 // Shapes       scores fp32 [T,pitch] · entries and slots i32 [T,512], or blocks i32 [T,2048]
 // Rounding     none
 // Bytes        4 a score, from the second-level cache
-// Launch       a block takes 8,192 scores of a row into shared memory, 512 threads. A row with more
-//              has several blocks, each of which leaves its best; the last to end selects from
+// Launch       a block takes 16,384 scores of a row into shared memory, 1,024 threads. A row with
+//              more has several blocks, each of which leaves its best; the last to end selects from
 //              those: the order is strict, so the best of a row are among the best of its parts
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; `found` is written, then the row's
 //              ticket is taken (fence, atomic add; the last one fences again before it reads and
@@ -24,203 +24,247 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / plat::kWarpLanes;
-constexpr int kQuads = kIndexChunk / kThreads / 4;  // a thread's pieces of four scores
-constexpr int kStripe = 4 * kThreads;               // scores that lie between a thread's pieces
-static_assert(kWarps <= plat::kWarpLanes);
-static_assert(kQuads * kWarps == 2 * plat::kWarpLanes);
+constexpr int kThreads = 1024, kWarps = kThreads / plat::kWarpLanes;
+constexpr int kStripe = 4 * kThreads;  // scores from a thread's piece of four to its next
+constexpr int kQuads = kIndexChunk / kStripe;
+constexpr int kBins = 2048, kBinsOfWarp = kBins / kWarps;
+constexpr int kList = plat::kWarpLanes;
+static_assert(kWarps == plat::kWarpLanes && kBinsOfWarp == 2 * plat::kWarpLanes);
+static_assert(kQuads * kWarps == 4 * plat::kWarpLanes);
 
 // Everything loops over shared memory instead of registers, so that the code is short: it runs
-// once.
+// once. A thread's pieces are its own until the selection is placed.
 struct SelectShared {
-  // Scores as unsigned numbers of the same order (a NaN is 1, below every number); 0: none. A
-  // thread's pieces are those at i * kStripe + 4 * thread.
-  alignas(16) std::uint32_t order[kIndexChunk];
-  std::uint32_t low[kWarps], high[kWarps], sums[2][kWarps];
-  std::uint32_t counts[kQuads * kWarps];  // above << 16 | ties, of a warp's piece
-  std::uint32_t ticket;
+  alignas(16) float score[kIndexChunk];  // NaN: none (a NaN that comes counts as -infinity)
+  alignas(16) std::uint32_t bins[kBins];
+  alignas(16) std::uint32_t counts[kQuads * kWarps];  // above << 16 | ties, of a warp's piece
+  std::uint32_t low[kWarps], high[kWarps], sums[kWarps];
+  float list[kList];  // the scores of the bin where the threshold is
+  std::uint32_t listed, ticket;
 };
 
-// Which of them are the k best:
-struct Selection {
-  std::uint32_t above;  // taken from here on,
-  std::uint32_t tie;    // and of those equal to this, if ties > 0,
-  std::uint32_t ties;   // so many, the lowest numbers first
+// Taken: scores above `score` and, of those equal to it, the first `ties`.
+struct Threshold {
+  float score;
+  std::uint32_t ties;
 };
-
-// The sum of the lanes before this one, and of all.
-LOWLAT_DEVICE std::uint32_t warp_before(std::uint32_t own, int lane_idx, std::uint32_t& total) {
-  std::uint32_t sum = own;
-#pragma unroll
-  for (int distance = 1; distance < plat::kWarpLanes; distance *= 2) {
-    const std::uint32_t before = __shfl_up_sync(plat::kAllLanes, sum, distance);
-    if (lane_idx >= distance) sum += before;
-  }
-  total = __shfl_sync(plat::kAllLanes, sum, plat::kWarpLanes - 1);
-  return sum - own;
-}
-
-// Orders of n scores into shared memory; `most` and `least` are the thread's. The pieces that a
-// thread reads are its own until place_selection.
-LOWLAT_DEVICE void load_scores(SelectShared& shared, const float* scores, int n,
-                               std::uint32_t& most, std::uint32_t& least) {
-  const int first = 4 * plat::thread_idx();
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const int number = i * kStripe + first;
-    if (number < n) copy_16(shared.order + number, scores + number);
-  }
-  wait_for_copies();
-#pragma unroll 1
-  for (int number = first; number < kIndexChunk; number += kStripe) {
-    auto* at = reinterpret_cast<uint4*>(shared.order + number);
-    const uint4 raw = *at;
-    const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    std::uint32_t order[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const bool there = number + e < n;
-      const std::uint32_t value = max(stages::score_order(plat::bits_float(words[e])), 1u);
-      order[e] = there ? value : 0u;
-      most = max(most, order[e]);
-      least = min(least, there ? value : ~0u);
-    }
-    *at = make_uint4(order[0], order[1], order[2], order[3]);
-  }
-}
-
-// The same of what the row's blocks have found.
-LOWLAT_DEVICE void load_found(SelectShared& shared, const uint2* found, int n, std::uint32_t& most,
-                              std::uint32_t& least) {
-#pragma unroll 1
-  for (int number = 4 * plat::thread_idx(); number < kIndexChunk; number += kStripe) {
-    std::uint32_t order[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const bool there = number + e < n;
-      order[e] = there ? __ldcg(&found[number + e].x) : 0u;
-      most = max(most, order[e]);
-      least = min(least, there ? order[e] : ~0u);
-    }
-    *reinterpret_cast<uint4*>(shared.order + number) =
-        make_uint4(order[0], order[1], order[2], order[3]);
-  }
-}
 
 // What stages::score_order came from.
 LOWLAT_DEVICE float score_of(std::uint32_t order) {
   return plat::bits_float((order & 0x8000'0000u) != 0u ? order ^ 0x8000'0000u : ~order);
 }
 
-// The threshold of the k best of n > k orders, by counting how many are not below a guess. All
-// threads of the block call.
-//
-// Between bounds whose counts are known the next guess is where the score would be if the logarithm
-// of the count fell evenly; every third guess halves the orders that are left, so that there are 96
-// at the most. Commonly six or seven do: any order between the k-th and the next is right.
-LOWLAT_DEVICE Selection threshold_of(SelectShared& shared, int n, int k, std::uint32_t most,
-                                     std::uint32_t least) {
+// The sum of the lanes before this one.
+LOWLAT_DEVICE std::uint32_t lanes_before(std::uint32_t own, int lane_idx) {
+  std::uint32_t sum = own;
+#pragma unroll
+  for (int distance = 1; distance < plat::kWarpLanes; distance *= 2) {
+    const std::uint32_t before = __shfl_up_sync(plat::kAllLanes, sum, distance);
+    if (lane_idx >= distance) sum += before;
+  }
+  return sum - own;
+}
+
+// visit(number, four) of a thread's pieces of n scores.
+template <class Visit>
+LOWLAT_DEVICE void visit_pieces(SelectShared& shared, int n, Visit visit) {
+#pragma unroll 1
+  for (int number = 4 * plat::thread_idx(); number < n; number += kStripe) {
+    visit(number, *reinterpret_cast<float4*>(shared.score + number));
+  }
+}
+// visit(score) of those that are not below `low` nor above `high`.
+template <class Visit>
+LOWLAT_DEVICE void visit_scores(SelectShared& shared, int n, float low, float high, Visit visit) {
+  visit_pieces(shared, n, [&](int, const float4& four) {
+    for (const float v : {four.x, four.y, four.z, four.w}) {
+      if (v >= low && v <= high) visit(v);
+    }
+  });
+}
+
+// Numbers over the block: the least of `low` and the largest of `high`. Syncs.
+LOWLAT_DEVICE void block_bounds(SelectShared& shared, float& low, float& high) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  const std::uint32_t least = __reduce_min_sync(plat::kAllLanes, stages::score_order(low));
+  const std::uint32_t most = __reduce_max_sync(plat::kAllLanes, stages::score_order(high));
+  if (lane_idx == 0) shared.low[warp_idx] = least, shared.high[warp_idx] = most;
+  plat::block_sync();
+  low = score_of(__reduce_min_sync(plat::kAllLanes, shared.low[lane_idx]));
+  high = score_of(__reduce_max_sync(plat::kAllLanes, shared.high[lane_idx]));
+}
+
+// Scores into shared memory; `most` and `least` are the thread's.
+LOWLAT_DEVICE void load_scores(SelectShared& shared, const float* scores, int n, float& most,
+                               float& least) {
+  visit_pieces(shared, n,
+               [&](int number, const float4&) { copy_16(shared.score + number, scores + number); });
+  wait_for_copies();
+  visit_pieces(shared, n, [&](int number, float4& four) {
+    float v[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (v[e] != v[e]) v[e] = -INFINITY;
+      if (number + e >= n) v[e] = NAN;
+      most = fmaxf(most, v[e]);
+      least = fminf(least, v[e]);
+    }
+    four = make_float4(v[0], v[1], v[2], v[3]);
+  });
+}
+// The same of what the row's blocks have found.
+LOWLAT_DEVICE void load_found(SelectShared& shared, const uint2* found, int n, float& most,
+                              float& least) {
+  visit_pieces(shared, n, [&](int number, float4& four) {
+    float v[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      v[e] = number + e < n ? plat::bits_float(__ldcg(&found[number + e].x)) : NAN;
+      most = fmaxf(most, v[e]);
+      least = fminf(least, v[e]);
+    }
+    four = make_float4(v[0], v[1], v[2], v[3]);
+  });
+}
+
+// The threshold of the k best of n > k scores: a histogram of 2,048 equal steps of the score finds
+// the step where the k-th is; commonly a handful of scores are in it, and each warp ranks those. If
+// it has more than 32, it is divided again. All threads of the block call.
+LOWLAT_DEVICE Threshold threshold_of(SelectShared& shared, int n, int k, float most, float least) {
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
-  std::uint32_t order[4 * kQuads];
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const uint4 four =
-        *reinterpret_cast<const uint4*>(shared.order + i * kStripe + 4 * thread_idx);
-    order[4 * i] = four.x, order[4 * i + 1] = four.y;
-    order[4 * i + 2] = four.z, order[4 * i + 3] = four.w;
-  }
-  // Every thread's largest is one of kThreads orders that are not below the least of them.
-  const bool all_have_one = n >= kStripe && k <= kThreads;
-  std::uint32_t low = __reduce_min_sync(plat::kAllLanes, all_have_one ? most : least);
-  std::uint32_t high = __reduce_max_sync(plat::kAllLanes, most);
-  if (lane_idx == 0) shared.low[warp_idx] = low, shared.high[warp_idx] = high;
-  plat::block_sync();
-  // At least k are not below `low`, fewer are not below `high`.
-  low = __reduce_min_sync(plat::kAllLanes, shared.low[lane_idx % kWarps]);
-  high = __reduce_max_sync(plat::kAllLanes, shared.high[lane_idx % kWarps]) + 1u;
-  auto low_count = static_cast<std::uint32_t>(n), high_count = 0u;
-  const auto wanted = static_cast<std::uint32_t>(k);
-  std::uint32_t guess = low;  // how many it has is not known where all have one
+  // Every thread's largest is one of kThreads scores that are not below the least of them.
+  float low = n >= kStripe && k <= kThreads ? most : least, high = most;
+  auto missing = static_cast<std::uint32_t>(k);
+  *reinterpret_cast<uint2*>(shared.bins + 2 * thread_idx) = make_uint2(0u, 0u);
+  if (thread_idx == 0) shared.listed = 0u;
+  block_bounds(shared, low, high);
 #pragma unroll 1
-  for (int step = 0;; ++step) {
-    std::uint32_t count = 0u;
-#pragma unroll
-    for (const std::uint32_t own : order) count += own >= guess ? 1u : 0u;
-    count = __reduce_add_sync(plat::kAllLanes, count);
-    std::uint32_t* sums = shared.sums[step % 2];
-    if (lane_idx == 0) sums[warp_idx] = count;
+  for (;;) {
+    // Infinite bounds, or a range that overflows: one bin, whose finite members are next.
+    const float per_score = static_cast<float>(kBins) / (high - low);
+    const bool divides = per_score > 0.0f && per_score < 3e38f;
+    const auto bin_of = [&](float v) {
+      return divides   ? min(static_cast<std::uint32_t>((v - low) * per_score), kBins - 1u)
+             : v > low ? 1u
+                       : 0u;
+    };
+    visit_scores(shared, n, low, high,
+                 [&](float v) { atomicAdd_block(&shared.bins[bin_of(v)], 1u); });
     plat::block_sync();
-    count = __reduce_add_sync(plat::kAllLanes, lane_idx < kWarps ? sums[lane_idx] : 0u);
-    if (count == wanted) return {guess, 0u, 0u};
-    if (count > wanted) {
-      low = guess, low_count = count;
-    } else {
-      high = guess, high_count = count;
+    // Warps and lanes count from the top.
+    const int first = kBins - kBinsOfWarp * (warp_idx + 1);
+    const std::uint32_t sum = __reduce_add_sync(
+        plat::kAllLanes, shared.bins[first + lane_idx] + shared.bins[first + 32 + lane_idx]);
+    if (lane_idx == 0) shared.sums[warp_idx] = sum;
+    plat::block_sync();
+    // The 64 bins, then the bin, where the sum from the top reaches what is missing.
+    std::uint32_t own = shared.sums[lane_idx], before = lanes_before(own, lane_idx);
+    int found = __ffs(static_cast<int>(
+                    __ballot_sync(plat::kAllLanes, before < missing && missing <= before + own))) -
+                1;
+    missing -= __shfl_sync(plat::kAllLanes, before, found);
+    const int top = kBins - 1 - kBinsOfWarp * found;
+    const std::uint32_t upper = shared.bins[top - 2 * lane_idx];
+    const std::uint32_t lower = shared.bins[top - 2 * lane_idx - 1];
+    own = upper + lower;
+    before = lanes_before(own, lane_idx);
+    found = __ffs(static_cast<int>(
+                __ballot_sync(plat::kAllLanes, before < missing && missing <= before + own))) -
+            1;
+    const bool is_upper = missing <= before + upper;
+    const std::uint32_t here = __shfl_sync(plat::kAllLanes, is_upper ? upper : lower, found);
+    const std::uint32_t bin = static_cast<std::uint32_t>(
+        __shfl_sync(plat::kAllLanes, top - 2 * lane_idx - (is_upper ? 0 : 1), found));
+    missing -= __shfl_sync(plat::kAllLanes, is_upper ? before : before + upper, found);
+    const bool listed = here <= static_cast<std::uint32_t>(kList);
+    float bin_low = INFINITY, bin_high = -INFINITY;
+    visit_scores(shared, n, low, high, [&](float v) {
+      if (bin_of(v) != bin) return;
+      if (listed) shared.list[atomicAdd_block(&shared.listed, 1u)] = v;
+      bin_low = fminf(bin_low, v);
+      bin_high = fmaxf(bin_high, v);
+    });
+    plat::block_sync();
+    if (listed) {
+      const float mine = lane_idx < static_cast<int>(here) ? shared.list[lane_idx] : NAN;
+      std::uint32_t greater = 0u, equal = 0u;
+#pragma unroll 1
+      for (int i = 0; i < static_cast<int>(here); ++i) {
+        const float other = __shfl_sync(plat::kAllLanes, mine, i);
+        greater += other > mine ? 1u : 0u;
+        equal += other == mine ? 1u : 0u;
+      }
+      const int lane = __ffs(static_cast<int>(__ballot_sync(
+                           plat::kAllLanes, greater < missing && missing <= greater + equal))) -
+                       1;
+      return {__shfl_sync(plat::kAllLanes, mine, lane),
+              missing - __shfl_sync(plat::kAllLanes, greater, lane)};
     }
-    if (high - low <= 1u) return {high, low, wanted - high_count};
-    guess = low + (high - low) / 2u;
-    if (step % 3 == 2) continue;
-    const float log_low = __log2f(static_cast<float>(low_count));
-    const float log_high = __log2f(static_cast<float>(high_count) + 0.5f);
-    const float part = (log_low - __log2f(static_cast<float>(wanted))) / (log_low - log_high);
-    const float from = score_of(low), to = score_of(high - 1u);
-    const float between = from + (to - from) * part;
-    if (between > from && between < to) {
-      guess = min(max(stages::score_order(between), low + 1u), high - 1u);
-    }
+    *reinterpret_cast<uint2*>(shared.bins + 2 * thread_idx) = make_uint2(0u, 0u);
+    block_bounds(shared, bin_low, bin_high);
+    if (bin_low == bin_high) return {bin_low, missing};
+    low = bin_low, high = bin_high;
   }
 }
 
-// put(place, number) for every taken order of n; places ascend with the numbers. All threads of the
-// block call.
+// put(place, number, score) for every taken score of n; places ascend with the numbers. All threads
+// of the block call.
 template <class Put>
-LOWLAT_DEVICE void place_selection(SelectShared& shared, const Selection& selection, Put put) {
-  const int thread_idx = plat::thread_idx();
-  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
-  // above << 16 | ties of a thread's piece.
-  const auto count = [&](const uint4& piece) {
-    const std::uint32_t order[4] = {piece.x, piece.y, piece.z, piece.w};
-    std::uint32_t sum = 0u;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (order[e] >= selection.above) sum += 0x1'0000u;
-      if (order[e] == selection.tie && selection.ties != 0u) sum += 1u;
-    }
-    return sum;
+LOWLAT_DEVICE void place_selection(SelectShared& shared, int n, const Threshold& threshold,
+                                   Put put) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  // above << 16 | ties of a score.
+  const auto count = [&](float v) {
+    return v > threshold.score ? 0x1'0000u : v == threshold.score ? 1u : 0u;
+  };
+  const auto count_of = [&](const float4& four) {
+    return count(four.x) + count(four.y) + count(four.z) + count(four.w);
+  };
+  // Whole warps go through the pieces.
+  const int all = (n + kStripe - 1) / kStripe * kWarps;
+  const auto piece_of = [&](int number) {
+    return number < n ? *reinterpret_cast<const float4*>(shared.score + number)
+                      : make_float4(NAN, NAN, NAN, NAN);
   };
 #pragma unroll 1
-  for (int i = 0; i < kQuads; ++i) {
-    const uint4 piece =
-        *reinterpret_cast<const uint4*>(shared.order + i * kStripe + 4 * thread_idx);
-    const std::uint32_t sum = __reduce_add_sync(plat::kAllLanes, count(piece));
-    if (lane_idx == 0) shared.counts[i * kWarps + warp_idx] = sum;
+  for (int piece = warp_idx; piece < kQuads * kWarps; piece += kWarps) {
+    std::uint32_t sum = 0u;
+    if (piece < all) {
+      sum = __reduce_add_sync(plat::kAllLanes,
+                              count_of(piece_of(4 * (piece * plat::kWarpLanes + lane_idx))));
+    }
+    if (lane_idx == 0) shared.counts[piece] = sum;
   }
   plat::block_sync();
-  // Two pieces a lane: sums before each.
-  const std::uint32_t first = shared.counts[2 * lane_idx], second = shared.counts[2 * lane_idx + 1];
-  std::uint32_t total;
-  const std::uint32_t sum = warp_before(first + second, lane_idx, total);
+  // Four pieces a lane: sums before each.
+  const uint4 counts = *reinterpret_cast<const uint4*>(shared.counts + 4 * lane_idx);
+  std::uint32_t sums[4] = {0u, counts.x, counts.x + counts.y, counts.x + counts.y + counts.z};
+  const std::uint32_t base = lanes_before(sums[3] + counts.w, lane_idx);
 #pragma unroll 1
-  for (int i = 0; i < kQuads; ++i) {
-    const int piece_idx = i * kWarps + warp_idx;
-    std::uint32_t base =
-        __shfl_sync(plat::kAllLanes, piece_idx % 2 == 0 ? sum : sum + first, piece_idx / 2);
-    const int number = i * kStripe + 4 * thread_idx;
-    const uint4 piece = *reinterpret_cast<const uint4*>(shared.order + number);
-    const std::uint32_t own = count(piece);
+  for (int piece = warp_idx; piece < all; piece += kWarps) {
+    const int part = piece % 4;
+    std::uint32_t place = __shfl_sync(plat::kAllLanes,
+                                      base + (part == 0   ? sums[0]
+                                              : part == 1 ? sums[1]
+                                              : part == 2 ? sums[2]
+                                                          : sums[3]),
+                                      piece / 4);
+    const int number = 4 * (piece * plat::kWarpLanes + lane_idx);
+    const float4 four = piece_of(number);
+    const std::uint32_t own = count_of(four);
     if (!__any_sync(plat::kAllLanes, own != 0u)) continue;
-    base += warp_before(own, lane_idx, total);
-    const std::uint32_t order[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const bool above = order[e] >= selection.above;
-      const bool tie = selection.ties != 0u && order[e] == selection.tie;
-      const std::uint32_t ties_before = base & 0xffffu;
-      if (above || (tie && ties_before < selection.ties)) {
-        put(static_cast<int>((base >> 16) + min(ties_before, selection.ties)), number + e);
+    place += lanes_before(own, lane_idx);
+    int e = 0;
+    for (const float v : {four.x, four.y, four.z, four.w}) {
+      const std::uint32_t here = count(v), ties = place & 0xffffu;
+      if (here == 0x1'0000u || (here == 1u && ties < threshold.ties)) {
+        put(static_cast<int>((place >> 16) + min(ties, threshold.ties)), number + e, v);
       }
-      base += above ? 0x1'0000u : tie ? 1u : 0u;
+      place += here;
+      ++e;
     }
   }
 }
@@ -253,17 +297,18 @@ LOWLAT_DEVICE void select_row(const float* scores, int count, int k, uint2* foun
   // One round for a row of one piece; else one for the piece and, in the row's last block, one for
   // what all have found.
   const uint2* from = nullptr;
-  std::uint32_t most = 0u, least = ~0u;
+  float most = -INFINITY, least = INFINITY;
   load_scores(shared, scores + first, n, most, least);
 #pragma unroll 1
   for (;;) {
-    const Selection selection =
-        n > k ? threshold_of(shared, n, k, most, least) : Selection{1u, 0u, 0u};
+    // A part that has no more than k gives all.
+    Threshold threshold = {-INFINITY, static_cast<std::uint32_t>(k)};
+    if (n > k) threshold = threshold_of(shared, n, k, most, least);
     const bool finishes = pieces == 1 || from != nullptr;
-    place_selection(shared, selection, [&](int place, int number) {
+    place_selection(shared, n, threshold, [&](int place, int number, float score) {
       if (!finishes) {
         found[chunk * k + place] =
-            make_uint2(shared.order[number], static_cast<std::uint32_t>(first + number));
+            make_uint2(plat::float_bits(score), static_cast<std::uint32_t>(first + number));
       } else {
         store(place, from != nullptr ? static_cast<int>(__ldcg(&from[number].y)) : number);
       }
@@ -271,7 +316,7 @@ LOWLAT_DEVICE void select_row(const float* scores, int count, int k, uint2* foun
     if (finishes || !is_last(ticket, pieces, shared)) return;
     from = found;
     n = (pieces - 1) * k + min(count - (pieces - 1) * kIndexChunk, k);
-    most = 0u, least = ~0u;
+    most = -INFINITY, least = INFINITY;
     load_found(shared, found, n, most, least);
   }
 }
