@@ -16,7 +16,7 @@ namespace lowlat::nvidia::fused {
 struct EntryPages {
   const std::int32_t* page_table;
   int stride;
-  int per_page;  // 256 / ratio; a multiple of 64
+  int per_page;  // 256 / ratio; a power of two and, where keys are scored, at least 64
 };
 
 // What index keys are: V4.1's e2m1 codes under four ue8m0 scales, 32 heads; or V4's e4m3 codes

@@ -10,7 +10,7 @@
 // Rounding     keys and queries are exact in bf16 (f16); sums fp32
 // Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
-// Launch       132 blocks of 256 threads share the requests (rows, with candidate blocks), and each
+// Launch       132 blocks of 512 threads share the requests (rows, with candidate blocks), and each
 //              request's rows where it has few keys; four warps take 64 keys, expand them once and
 //              keep them in registers for all their rows. The first keys are read before the
 //              queries are there
@@ -32,7 +32,7 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 256, kGroupWarps = 4;
+constexpr int kThreads = 512, kGroupWarps = 4;
 constexpr int kGroups = kThreads / plat::kWarpLanes / kGroupWarps;  // of warps, with a tile each
 constexpr int kTileKeys = 64, kOctets = kTileKeys / kIndexBlock;
 constexpr int kWarpOctets = kOctets / kGroupWarps;
@@ -57,11 +57,11 @@ LOWLAT_DEVICE KeyPlace find_key(const IndexParams& params, const Unit& unit, int
   const int known = min(number, (unit.count - 1) / kIndexBlock);
   const int octet = unit.blocks != nullptr ? __ldcg(unit.blocks + known) : known;
   const int entry = octet * kIndexBlock + lane_idx / 4;
-  const int page = __ldg(unit.page_row + entry / params.pages.per_page);
-  const int place = entry % params.pages.per_page;
-  const std::int64_t index_page =
-      static_cast<std::int64_t>(page) * (params.pages.per_page / stages::kIndexSlotsPerPage) +
-      place / stages::kIndexSlotsPerPage;
+  const int shift = 31 - __clz(params.pages.per_page);
+  const int page = __ldg(unit.page_row + (entry >> shift));
+  const int place = entry & (params.pages.per_page - 1);
+  static_assert(stages::kIndexSlotsPerPage == 64);
+  const std::int64_t index_page = (static_cast<std::int64_t>(page) << (shift - 6)) + (place >> 6);
   return {params.keys.base + index_page * params.keys.page_bytes,
           place % stages::kIndexSlotsPerPage};
 }
@@ -224,17 +224,14 @@ LOWLAT_DEVICE float score_of(const KeyRows& keys, const ScoreShared<Keys>& share
   return pair + plat::warp_shuffle_xor(pair, 2);
 }
 
-// Into how many parts the rows of a request are split: where there are fewer keys than its warps
-// have rows for, it is quicker to expand keys again. Costs are in rows; expanding takes about one.
+// Into how many parts the rows of a request are split: none, or a row each where there are so few
+// keys that expanding them for each row again is quicker. Costs are in rows; expanding takes about
+// one.
 LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks) {
-  int best = 1, least = 1 << 30;
-#pragma unroll 1
-  for (int parts = 1; parts <= min(tokens, num_blocks); ++parts) {
-    const int groups = num_blocks / parts * kGroups;
-    const int cost = (num_tiles + groups - 1) / groups * (1 + (tokens + parts - 1) / parts);
-    if (cost < least) best = parts, least = cost;
-  }
-  return best;
+  const int groups = num_blocks * kGroups;
+  const int together = (num_tiles + groups - 1) / groups * (1 + tokens);
+  const int apart = (num_tiles * tokens + groups - 1) / groups * 2;
+  return apart < together && tokens <= num_blocks ? tokens : 1;
 }
 
 template <class Keys>
@@ -355,7 +352,8 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cu
   if (params.max_entries < 0 || params.max_entries > kIndexMaxEntries || params.pitch % 64 != 0) {
     return cudaErrorInvalidValue;
   }
-  if (params.pages.per_page < 64 || params.pages.per_page % 64 != 0) return cudaErrorInvalidValue;
+  if (params.pages.per_page < 64 || (params.pages.per_page & (params.pages.per_page - 1)) != 0)
+    return cudaErrorInvalidValue;
   const auto launch = [&]<class Keys>() {
     return launch_kernel(index_scores_sm90<Keys>, dim3(kIndexScoreBlocks), kThreads,
                          sizeof(ScoreShared<Keys>), 1, programmatic, stream, params);

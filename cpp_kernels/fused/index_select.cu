@@ -338,13 +338,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       static_cast<std::int64_t>(row / params.rows.tokens) * params.pages.stride;
   std::int32_t* entries = params.entries != nullptr ? params.entries + row * kIndexTopk : nullptr;
   std::int32_t* entry_slots = params.entry_slots + row * kIndexTopk;
+  const int shift = 31 - __clz(params.pages.per_page);
   const auto store = [&](int place, int number) {
     const int entry = blocks != nullptr ? __ldcg(blocks + number / kIndexBlock) * kIndexBlock +
                                               number % kIndexBlock
                                         : number;
     if (entries != nullptr) entries[place] = entry;
-    entry_slots[place] = __ldg(page_row + entry / params.pages.per_page) * params.pages.per_page +
-                         entry % params.pages.per_page;
+    entry_slots[place] =
+        (__ldg(page_row + (entry >> shift)) << shift) + (entry & (params.pages.per_page - 1));
   };
   wait_at(params.scores_done);
   if (blockIdx.x == 0) {
