@@ -186,29 +186,26 @@ struct ScoreShared {
 };
 
 // Scores of the warp's keys for one row; lanes with an even t get that of key g, the others that of
-// key g + 8. A group of warps calls.
+// key g + 8. weights: of the row, from the lane's first head on. A group of warps calls.
 template <class Keys>
-LOWLAT_DEVICE float score_of(const KeyRows& keys, const ScoreShared<Keys>& shared, int row,
+LOWLAT_DEVICE float score_of(const KeyRows& keys, sm90::Columns query, const float* weights,
                              int lane_idx) {
   float score[2] = {};
 #pragma unroll 1
   for (int heads = 0; heads < Keys::kHeads; heads += kHeadsTogether) {
     float sum[16];
-    const std::uint32_t query =
-        sm90::shared_address(shared.query[row]) + heads / 8 * kIndexAlongHeads;
+    const sm90::Columns columns = query + heads / 8 * kIndexAlongHeads;
     sm90::rows_fence();
-    sm90::multiply_rows<Keys::kHalf, false>(sum, keys.a[0], {query, kIndexAlongHeads});
+    sm90::multiply_rows<Keys::kHalf, false>(sum, keys.a[0], columns);
 #pragma unroll
     for (int step = 1; step < kSteps; ++step) {
-      sm90::multiply_rows<Keys::kHalf, true>(sum, keys.a[step],
-                                             {query + 256 * step, kIndexAlongHeads});
+      sm90::multiply_rows<Keys::kHalf, true>(sum, keys.a[step], columns + 256u * step);
     }
     sm90::rows_commit();
     sm90::rows_wait();
 #pragma unroll
     for (int n = 0; n < kHeadsTogether / 8; ++n) {
-      const float2 w =
-          *reinterpret_cast<const float2*>(&shared.weight[row][heads + 8 * n + lane_idx % 4 * 2]);
+      const float2 w = *reinterpret_cast<const float2*>(weights + heads + 8 * n);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& to = score[half];
@@ -323,19 +320,27 @@ __global__ void __launch_bounds__(kThreads, 1)
         Keys::load(raw, params, unit, (tile + tile_step) * kOctets + own_octet, lane_idx);
       }
       const int octet = tile * kOctets + own_octet + lane_idx % 2;
-      const int entry = octet * kIndexBlock + lane_idx / 4;
+      const std::int64_t first = first_row + base;
+      float* out = params.scores + first * params.pitch + octet * kIndexBlock + lane_idx / 4;
+      float* out_block = params.block_scores;
+      if (out_block != nullptr) out_block += first * (params.pitch / kIndexBlock) + octet;
+      sm90::Columns query = sm90::columns_at(shared.query, kIndexAlongHeads);
+      const float* weights = shared.weight[0] + lane_idx % 4 * 2;
 #pragma unroll 1
       for (int i = 0; i < num; ++i) {
-        const float score = score_of<Keys>(keys, shared, i, lane_idx) * factor;
-        const std::int64_t row = first_row + base + i;
-        if ((lane_idx & 2) == 0) params.scores[row * params.pitch + entry] = score;
-        if (params.block_scores == nullptr) continue;
+        const float score = score_of<Keys>(keys, query, weights, lane_idx) * factor;
+        if ((lane_idx & 2) == 0) *out = score;
+        out += params.pitch;
+        query = query + sizeof shared.query[0];
+        weights += kHeads;
+        if (out_block == nullptr) continue;
         float most = score;
 #pragma unroll
         for (int mask = 4; mask < plat::kWarpLanes; mask *= 2) {
           most = plat::max(plat::warp_shuffle_xor(most, mask), most);
         }
-        if (lane_idx < 2) params.block_scores[row * (params.pitch / kIndexBlock) + octet] = most;
+        if (lane_idx < 2) *out_block = most;
+        out_block += params.pitch / kIndexBlock;
       }
     }
     plat::block_sync();  // the queries' memory is free

@@ -18,11 +18,16 @@ namespace lowlat::nvidia::sm90 {
 enum class Half : std::uint8_t { bf16, f16 };
 
 // 32 columns of 16 along K: cores of [8 columns][8 along K], 128 bytes each in one piece, two along
-// K one after the other; eight columns further is `along_columns` bytes.
+// K one after the other; eight columns further is `along_columns` bytes. `+ bytes` are such columns
+// so much further in shared memory.
 struct Columns {
-  std::uint32_t address;  // in shared memory
-  std::uint32_t along_columns;
+  std::uint64_t matrix;  // as wgmma takes it
+  LOWLAT_DEVICE Columns operator+(std::uint32_t bytes) const { return {matrix + bytes / 16}; }
 };
+LOWLAT_DEVICE Columns columns_at(const void* shared, std::uint32_t along_columns) {
+  return {std::uint64_t{(shared_address(shared) & 0x3ffffu) >> 4} | std::uint64_t{128 >> 4} << 16 |
+          std::uint64_t{along_columns >> 4} << 32};
+}
 
 LOWLAT_DEVICE void rows_fence() {
 #ifdef LOWLAT_HAS_WGMMA
@@ -45,9 +50,6 @@ LOWLAT_DEVICE void rows_wait() {
 template <Half kHalf, bool kAdd>
 LOWLAT_DEVICE void multiply_rows(float (&d)[16], const std::uint32_t (&a)[4], Columns columns) {
 #ifdef LOWLAT_HAS_WGMMA
-  const std::uint64_t matrix = std::uint64_t{(columns.address & 0x3ffffu) >> 4} |
-                               std::uint64_t{128 >> 4} << 16 |
-                               std::uint64_t{columns.along_columns >> 4} << 32;
 #define LOWLAT_MULTIPLY_ROWS(TYPE)                                                              \
   asm volatile(                                                                                 \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"                                          \
@@ -57,7 +59,7 @@ LOWLAT_DEVICE void multiply_rows(float (&d)[16], const std::uint32_t (&a)[4], Co
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),     \
         "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), \
         "+f"(d[14]), "+f"(d[15])                                                                \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(matrix), "n"(kAdd ? 1 : 0))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(columns.matrix), "n"(kAdd ? 1 : 0))
   if constexpr (kHalf == Half::bf16) {
     LOWLAT_MULTIPLY_ROWS("bf16");
   } else {
@@ -69,7 +71,9 @@ LOWLAT_DEVICE void multiply_rows(float (&d)[16], const std::uint32_t (&a)[4], Co
   asm("mov.u32 %0, %%laneid;" : "=r"(lane));
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const std::uint32_t at = columns.address + n * columns.along_columns + 4 * lane;
+    const auto address = static_cast<std::uint32_t>(columns.matrix & 0x3fffu) << 4;
+    const auto along = static_cast<std::uint32_t>(columns.matrix >> 32 & 0x3fffu) << 4;
+    const std::uint32_t at = address + n * along + 4 * lane;
     std::uint32_t b[2];
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b[0]) : "r"(at) : "memory");
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b[1]) : "r"(at + 128) : "memory");
