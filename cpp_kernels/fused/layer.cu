@@ -257,7 +257,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.u_codes = memory.u_codes;
     oproj.u_scale = memory.u_scale;
     oproj.published = true;
-    oproj.weights_wait = parts.weights_wait;
     oproj.port = step.port;
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
