@@ -41,7 +41,7 @@ struct AttentionParams {
   // Of extra_idx and the rows that it names, where another kernel beside this one's predecessors
   // makes them; word NULL: they are there.
   Gate selected;
-  int blocks_per_row;  // that share a row's keys: 1, 2, 4, 8 or 16; 0: chosen by the rows
+  int blocks_per_row;  // that share a row's keys: 2, 4, 8 or 16; 0: chosen by the rows
 };
 
 // Blocks that share a row's keys, as many as fit the device at two a multiprocessor, where
