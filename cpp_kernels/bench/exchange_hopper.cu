@@ -14,7 +14,7 @@
 
 #include <memory>
 
-#include "attn_layer.hpp"
+#include "bench/attn_layer.hpp"
 #include "host/nvidia/exchange_region.hpp"
 #include "reference/hc.hpp"
 
@@ -69,7 +69,8 @@ struct Rank {
   void launch(bool published, bool exchange, bool early, cudaStream_t stream) {
     const fused::ExchangePort port = region.port(kBudgetNs, 0);
     const int layers = static_cast<int>(weights.size());
-    cuda_must(fused::launch_begin_step(region.step_epoch(), layers, nullptr, stream), "begin step");
+    cuda_must(fused::launch_begin_step(region.step_epoch(), layers, nullptr, 0, stream),
+              "begin step");
     for (int i = 0; i < layers; ++i) {
       const fused::OprojParams oproj = act.oproj(weights[i], port, i, published);
       cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
@@ -150,7 +151,11 @@ void check_pair(int rows) {
         faults += pair.ranks[r]->status()[0] != 0 ? 1 : 0;
       }
       if (i == 0) first = x[0];
-      different += x[0] != x[1] || x[0] != first ? 1 : 0;
+      if (x[0] != x[1] || x[0] != first) {
+        ++different;
+        std::printf("replay %d: ranks %s, rank 0 %s the first replay\n", i,
+                    x[0] == x[1] ? "equal" : "differ", x[0] == first ? "as" : "not as");
+      }
     }
     report(different == 0 && faults == 0,
            early ? "300 replays, ranks bitwise equal, early" : "300 replays, ranks bitwise equal");
@@ -181,7 +186,7 @@ void check_pair(int rows) {
 
 // A rank that never comes: the other says whom it waited for; the late one leaves at once.
 void check_missing_rank() {
-  Pair pair(6, 2);
+  Pair pair(12, 2);
   pair.capture(true, true, true);
   cuda_must(cudaSetDevice(0), "set device");
   pair.ranks[0]->begin();
@@ -278,7 +283,7 @@ int run_process(int tp_rank, int socket) {
   const timeval budget{30, 0};
   setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &budget, sizeof budget);
   cuda_must(cudaSetDevice(tp_rank), "set device");
-  Rank rank(tp_rank, 6, 4);
+  Rank rank(tp_rank, 12, 4);
   const lowlat_peer_handle own = rank.region.handle();
   lowlat_peer_handle other;
   char word = 1;
@@ -322,16 +327,17 @@ int run_processes() {
 }
 
 int run(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "processes") return run_processes();  // forks before CUDA begins
   if (what == "check") {
-    for (const int rows : {1, 6, 48}) check_pair(rows);
+    for (const int rows : {12, 48}) check_pair(rows);
     check_missing_rank();
     std::printf("%d failures\n", failures);
     return failures == 0 ? 0 : 1;
   }
   if (what == "time") {
-    for (const int rows : {1, 6, 12, 48}) time_pair(rows);
+    for (const int rows : {12, 48}) time_pair(rows);
     return 0;
   }
   std::fprintf(stderr, "usage: exchange_hopper check | processes | time\n");

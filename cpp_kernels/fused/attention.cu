@@ -6,16 +6,15 @@
 // Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
 //              o [T,heads·512] f16 under a power of two a 32 · 1 ≤ T ≤ 48
 // Rounding     keys to bf16 exactly; probabilities to bf16 (the denominator adds the rounded ones);
-//              sums fp32; o as above; to f16 without loss but for values 2^-24 of their group's
-//              largest and below
+//              sums fp32, a block's part of them to bf16; o as above; to f16 without loss but for
+//              values 2^-24 of their group's largest and below
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
 //              are gathered and expanded before q is there, except those that the step writes
-// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster each block leaves its
-//              partial (max, sum, o) in its own shared memory, the cluster's barrier, then every
-//              block reads its heads' parts from all, and a second barrier keeps the memory until
-//              all have read
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster a block's
+//              partials (max, sum, o) of a head go to the block that finishes it, which its barrier
+//              tells when all are there
 // Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
 // Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
 #include "platform/nvidia.hpp"
@@ -23,6 +22,7 @@
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_quant.cuh"
 #include "platform/nvidia_sm90.cuh"
@@ -46,18 +46,24 @@ constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;
 constexpr int kKeyPitch = kDim + 8;
 constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
 constexpr int kProbPitch = kTile + 8;
-// fp32 sums over the keys' memory; the pitch keeps four heads in different banks.
+// Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
 constexpr int kSumPitch = kDim + 8;
 constexpr int kGroup = 32;
 
 struct Shared {
   union {
     std::uint16_t key[kTile * kKeyPitch];
-    float sum[kHeads * kSumPitch];
+    std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
+  alignas(16) std::uint16_t query[kHeads * kKeyPitch];  // bf16
   float score[kScoreGroups][kHeads][kTile];
   std::uint16_t prob[kHeads * kProbPitch];
-  float top[kHeads], weight[kHeads], rescale[kHeads];
+  float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
+  // What the cluster sends: by block and then by head of this one, its part of the sums under the
+  // largest score that it saw, that score and its weight.
+  alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
+  float2 part_weight[kHeads];
+  std::uint64_t parts;           // barrier
   float factor[kHeads][kHeads];  // of a block's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
@@ -65,21 +71,38 @@ struct Shared {
   const std::uint8_t* data[2][kTile];
   const std::uint8_t* scales[2][kTile];
   const std::uint8_t* late[kTile];
+  // Whose key it is among the step's rows (one of those that are read from packets), or -1.
+  std::int8_t late_row[kTile];
+  bool any_late;
 };
-static_assert(sizeof(float[kHeads * kSumPitch]) <= sizeof(std::uint16_t[kTile * kKeyPitch]));
+static_assert(kHeads <= kTile);
 
 // Finds one key: `place` counts through the window's and then the extra set's indices.
+// `row`: of the step's rows the one that writes it, or -1.
 LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
-                                                   int place, bool& late) {
+                                                   int place, bool& late, int& row) {
   const bool in_window = place < params.num_window;
+  constexpr int kAtOnce = kHopRows;
+  int written[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    written[i] = __ldg(params.kv_slots + min(i, params.num_rows - 1));
+  }
   const int slot =
       in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
                 : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
                         place - params.num_window);
   late = params.late_extra;
+  row = -1;
   if (in_window) {
-    late = false;
-    for (int i = 0; i < params.num_rows; ++i) late |= __ldg(params.kv_slots + i) == slot;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (written[i] == slot) row = min(i, params.num_rows - 1);
+    }
+    for (int i = kAtOnce; i < params.num_rows; ++i) {
+      if (__ldg(params.kv_slots + i) == slot) row = i;
+    }
+    late = row >= 0;
   }
   if (slot < 0) return {nullptr, nullptr};
   const KvPages& pages = in_window ? params.window : params.extra;
@@ -118,18 +141,18 @@ LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
   return sm90::multiply_bf16_pairs(bits, kPower120);
 }
 
-LOWLAT_DEVICE void store_piece(Shared& shared, const Pieces& pieces, int i) {
-  const int key = piece_of(i) / kPieces, piece = piece_of(i) % kPieces;
+LOWLAT_DEVICE void store_piece(Shared& shared, const uint4& data, std::uint32_t scale_code,
+                               int number) {
+  const int key = number / kPieces, piece = number % kPieces;
   std::uint16_t* to = shared.key + key * kKeyPitch;
   if (piece >= kCodePieces) {
-    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = pieces.data[i];
+    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = data;
     return;
   }
   // ue8m0 as bf16: the byte is the exponent; byte 0 is the subnormal 2^-127.
-  const std::uint32_t one = pieces.scale[i] == 0u ? 0x40u : pieces.scale[i] << 7;
+  const std::uint32_t one = scale_code == 0u ? 0x40u : scale_code << 7;
   const std::uint32_t scale = one | one << 16;
-  const std::uint32_t words[4] = {pieces.data[i].x, pieces.data[i].y, pieces.data[i].z,
-                                  pieces.data[i].w};
+  const std::uint32_t words[4] = {data.x, data.y, data.z, data.w};
   std::uint32_t out[8];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -146,10 +169,14 @@ LOWLAT_DEVICE void store_piece(Shared& shared, const Pieces& pieces, int i) {
 LOWLAT_DEVICE void store_pieces(Shared& shared, const Pieces& pieces) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    if (piece_of(i) < kTile * kPieces) store_piece(shared, pieces, i);
+    if (piece_of(i) < kTile * kPieces) {
+      store_piece(shared, pieces.data[i], pieces.scale[i], piece_of(i));
+    }
   }
 }
 
+// kHops: q, the step's own keys and o are packets.
+template <bool kHops>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -162,26 +189,42 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int row_idx = static_cast<int>(blockIdx.y);
   const int first_head = static_cast<int>(blockIdx.z) * kHeads;
 
+  HopTag hop = {};
+  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
+  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
   const int num_keys = params.num_window + params.num_extra;
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
+  if (params.selected.word != nullptr && end_key > params.num_window) wait_at(params.selected);
 
+  if (thread_idx == 0) {
+    sm90::barrier_init(&shared.parts, 1);
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part + sizeof shared.part_weight);
+  }
+  __syncwarp();
+  sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
   if (thread_idx < kTile) {
     stages::KvRow<std::uint8_t> row{nullptr, nullptr};
     bool late = false;
+    int late_row = -1;
     if (first_key + thread_idx < end_key) {
-      row = find_key(params, row_idx, first_key + thread_idx, late);
+      row = find_key(params, row_idx, first_key + thread_idx, late, late_row);
     }
+    shared.late_row[thread_idx] = static_cast<std::int8_t>(row.data != nullptr ? late_row : -1);
     shared.data[0][thread_idx] = late ? nullptr : row.data;
     shared.late[thread_idx] = late ? row.data : nullptr;
     shared.scales[0][thread_idx] = row.scales;
+    if (thread_idx == 0) shared.any_late = false;
   }
   if (thread_idx < kHeads) {
+    shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
     shared.top[thread_idx] = -INFINITY;
     shared.weight[thread_idx] = 0.0f;
   }
   plat::block_sync();
+  if (thread_idx < kTile && shared.late[thread_idx] != nullptr) shared.any_late = true;
   Pieces pieces;
   load_pieces(pieces, shared.data[0], shared.scales[0]);
   if (thread_idx < shape::kRopeDim / 2) {
@@ -190,50 +233,121 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
   store_pieces(shared, pieces);
-  wait_at(params.before);
+  plat::block_sync();
+  stamps.mark(StampStage::ask);
 
+  if (!kHops || params.before.word != nullptr) wait_at(params.before);
+  if constexpr (kHops) {
+    wait_for_signs(hop,
+                   {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
+                    static_cast<const plat::TaggedWords*>(params.packets.q) +
+                        (row_idx * params.num_heads + first_head) * (kDim / 4),
+                    kHeads * (kDim / 4) / plat::kWarpLanes});
+    stamps.mark(StampStage::wait);
+  }
   // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
   // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
   // a step is that of the pieces.
   const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
   uint4 query[4][2];
+  if constexpr (kHops) {
+    // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
+    // read, and two warps have the same fragments.
+    constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
+    HopWords words[kPackets];
+    const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
+                       (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
+    take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
+    for (int i = 0; i < kPackets; ++i) {
+      const int packet = thread_idx + i * kThreads;
+      *reinterpret_cast<uint2*>(shared.query + packet / (kDim / 4) * kKeyPitch +
+                                packet % (kDim / 4) * 4) =
+          make_uint2(low_word(words[i].pair), high_word(words[i].pair));
+    }
+    plat::block_sync();
+    stamps.mark(StampStage::read);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::int64_t head =
-          static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-      query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-          params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        query[step][half] = *reinterpret_cast<const uint4*>(
+            shared.query + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t head =
+            static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+        query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+            params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+      }
     }
   }
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const std::uint8_t* row = shared.late[key_of(i)];
-    if (row == nullptr || piece_of(i) >= kTile * kPieces) continue;
-    const int piece = piece_of(i) % kPieces;
-    pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece));
-    if (piece < kCodePieces) {
-      pieces.scale[i] = __ldcg(shared.scales[0][key_of(i)] + piece / 4);
+  if (kHops && shared.any_late) {
+    // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
+#pragma unroll 1
+    for (int i = 0; i < kPerThread; ++i) {
+      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
+      if (__all_sync(plat::kAllLanes, row < 0)) continue;
+      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
+                         max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
+      HopWords words[2];
+      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
+      if (row < 0) continue;
+      store_piece(shared,
+                  make_uint4(low_word(words[0].pair), high_word(words[0].pair),
+                             low_word(words[1].pair), high_word(words[1].pair)),
+                  words[0].third, piece_of(i));
     }
-    store_piece(shared, pieces, i);
+  }
+  if (shared.any_late && (!kHops || params.late_extra)) {
+    const auto late_of = [&](int i) {
+      const int key = key_of(i);
+      return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
+    };
+    Pieces late;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
+      const std::uint8_t* row = late_of(i);
+      const int piece = piece_of(i) % kPieces;
+      const bool there = row != nullptr;
+      late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
+                           : make_uint4(0u, 0u, 0u, 0u);
+      late.scale[i] =
+          there && piece < kCodePieces ? __ldcg(shared.scales[0][key_of(i)] + piece / 4) : 127u;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
+      store_piece(shared, late.data[i], late.scale[i], piece_of(i));
+    }
   }
 
   float sum[8][4] = {};  // of a warp's 64 dimensions
   int side = 0;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
-    if (first != first_key) store_pieces(shared, pieces);
+    if (first != first_key) {
+      // Few rows have one tile a block; more have registers for the next tile's rows.
+      if constexpr (kHops) load_pieces(pieces, shared.data[side], shared.scales[side]);
+      store_pieces(shared, pieces);
+    }
     if (thread_idx < kTile && first + kTile < end_key) {
       stages::KvRow<std::uint8_t> row{nullptr, nullptr};
       bool late;  // no longer: the kernels before have ended
+      int late_row;
       if (first + kTile + thread_idx < end_key) {
-        row = find_key(params, row_idx, first + kTile + thread_idx, late);
+        row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
       }
       shared.data[side ^ 1][thread_idx] = row.data;
       shared.scales[side ^ 1][thread_idx] = row.scales;
     }
     plat::block_sync();
-    if (first + kTile < end_key) {  // the next tile's rows are on their way over the products
+    if (!kHops &&
+        first + kTile < end_key) {  // the next tile's rows are on their way over the products
       load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
@@ -341,59 +455,75 @@ __global__ void __launch_bounds__(kThreads, 2)
   plat::block_sync();  // also where there was no tile: the pieces' stores are over
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    float* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
-    *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
-    *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
-  }
-  sm90::cluster_arrive();
-  sm90::cluster_wait();
-
-  // Each block finishes its heads: a thread has two dimensions. First the weight of each block's
-  // part of a head: 16 threads a head.
-  constexpr float kLog2e = 1.4426950408889634f;
-  const int heads_per_block = kHeads / num_blocks;
-  {
-    const int part = thread_idx % kHeads, local = thread_idx / kHeads;
-    if (local < heads_per_block) {
-      const int head = block_idx * heads_per_block + local;
-      const bool there = part < num_blocks;
-      const int from = there ? part : 0;
-      float top = sm90::load_peer(sm90::peer_address(&shared.top[head], from));
-      float weight = sm90::load_peer(sm90::peer_address(&shared.weight[head], from));
-      if (!there) top = -INFINITY, weight = 0.0f;
-      const float sink = __ldg(params.sink + first_head + head);
-      float most = plat::max(top, sink);
-      // Lanes of a half warp: which half is whole is known from the number of heads.
-      const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
-#pragma unroll
-      for (int mask = 1; mask < kHeads; mask *= 2) {
-        most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
-      }
-      const float base = most == -INFINITY ? 0.0f : most;
-      const float factor = exp2f((top - base) * kLog2e);
-      weight *= factor;
-#pragma unroll
-      for (int mask = 1; mask < kHeads; mask *= 2) {
-        weight += __shfl_xor_sync(lanes, weight, mask);
-      }
-      weight += exp2f((sink - base) * kLog2e);
-      shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
-    }
+    std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
+    *reinterpret_cast<std::uint32_t*>(to) = sm90::to_bf16_pair(sum[n][0], sum[n][1]);
+    *reinterpret_cast<std::uint32_t*>(to + 8 * kSumPitch) =
+        sm90::to_bf16_pair(sum[n][2], sum[n][3]);
   }
   plat::block_sync();
+  stamps.mark(StampStage::compute);
+  // Each head's part goes to the block that finishes it.
+  const int heads_per_block = kHeads / num_blocks;
+  sm90::cluster_wait();  // of the arrival at the start
+  if (thread_idx < kHeads) {
+    const int slot = block_idx * heads_per_block + thread_idx % heads_per_block;
+    const int owner = thread_idx / heads_per_block;
+    sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot], owner), shared.top[thread_idx],
+                       shared.weight[thread_idx], sm90::peer_address(&shared.parts, owner));
+  }
+  constexpr int kChunks = kDim / 8;
+#pragma unroll 1
+  for (int i = thread_idx; i < kHeads * kChunks; i += kThreads) {
+    const int head = i / kChunks, chunk = i % kChunks * 8;
+    const int slot = block_idx * heads_per_block + head % heads_per_block;
+    const int owner = head / heads_per_block;
+    sm90::send_to_peer(sm90::peer_address(&shared.part[slot][chunk], owner),
+                       *reinterpret_cast<const uint4*>(shared.sum + head * kSumPitch + chunk),
+                       sm90::peer_address(&shared.parts, owner));
+  }
+  wait_for_cluster(&shared.parts, 0);
+  stamps.mark(StampStage::sum);
+
+  // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
+  // of a head comes from 16 threads a head.
+  constexpr float kLog2e = 1.4426950408889634f;
   const int dim = 2 * thread_idx;
   const int padded = padded_rows(params.num_rows);
+  const int part = thread_idx % kHeads, local = thread_idx / kHeads;
+  if (local < heads_per_block) {
+    const bool there = part < num_blocks;
+    const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + local];
+    const float top = there ? from.x : -INFINITY;
+    float weight = there ? from.y : 0.0f;
+    const float sink = shared.sink[block_idx * heads_per_block + local];
+    float most = plat::max(top, sink);
+    // Lanes of a half warp alone, where the block has one head.
+    const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
+#pragma unroll
+    for (int mask = 1; mask < kHeads; mask *= 2) {
+      most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
+    }
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float factor = exp2f((top - base) * kLog2e);
+    weight *= factor;
+#pragma unroll
+    for (int mask = 1; mask < kHeads; mask *= 2) {
+      weight += __shfl_xor_sync(lanes, weight, mask);
+    }
+    weight += exp2f((sink - base) * kLog2e);
+    shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+  }
+  plat::block_sync();
 #pragma unroll 1
   for (int i = 0; i < heads_per_block; ++i) {
     const int head = block_idx * heads_per_block + i;
     float first = 0.0f, second = 0.0f;
-    const float* own = &shared.sum[head * kSumPitch + dim];
 #pragma unroll 4
     for (int block = 0; block < num_blocks; ++block) {
-      float a, b;
-      sm90::load_peer(sm90::peer_address(own, block), a, b);
-      first = plat::fma(a, shared.factor[i][block], first);
-      second = plat::fma(b, shared.factor[i][block], second);
+      const std::uint32_t pair =
+          *reinterpret_cast<const std::uint32_t*>(&shared.part[block * heads_per_block + i][dim]);
+      first = plat::fma(sm90::low_bf16(pair), shared.factor[i][block], first);
+      second = plat::fma(sm90::high_bf16(pair), shared.factor[i][block], second);
     }
     first = quick_bf16(first);
     second = quick_bf16(second);
@@ -415,17 +545,23 @@ __global__ void __launch_bounds__(kThreads, 2)
     const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
     const std::int64_t place =
         (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
-    *reinterpret_cast<std::uint32_t*>(params.o + place) =
-        sm90::to_f16_pair(first * up, second * up);
+    const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+    const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
+    if constexpr (kHops) {
+      const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
+      if (thread_idx % 2 != 0) continue;
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
+                  next, plat::float_bits(down));
+      continue;
+    }
+    *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
     if (thread_idx % (kGroup / 2) == 0) {
       params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
-          plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+          down;
     }
   }
-  open_gate(params.done);
-  // Nobody's memory goes while another reads it; the values read are used up by then.
-  sm90::cluster_arrive_relaxed();
-  sm90::cluster_wait();
+  stamps.mark(StampStage::store);
+  if constexpr (!kHops) open_gate(params.done);
 }
 
 }  // namespace
@@ -438,9 +574,10 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
   const int blocks = params.blocks_per_row == 0
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
-  if (blocks < 1 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
-  return launch_kernel(sparse_attention_bf16_sm90,
-                       dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
+  if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
+  const auto kernel = params.num_rows <= kHopRows ? sparse_attention_bf16_sm90<true>
+                                                  : sparse_attention_bf16_sm90<false>;
+  return launch_kernel(kernel, dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
                        sizeof(Shared), blocks, programmatic, stream, params);
 }
 

@@ -52,6 +52,15 @@ LOWLAT_DEVICE void unpack_quad(float (&v)[4], const std::uint32_t (&payload)[3])
   v[3] = plat::bits_float(payload[2] & 0xffff'ff00u);
 }
 
+LOWLAT_DEVICE std::uint32_t load_relaxed(const std::uint32_t* word) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return value;
+}
+
 // The epoch of exchange `index` of this step. begin_step() of the step has ended before.
 LOWLAT_DEVICE std::uint64_t exchange_epoch(const ExchangePort& port, int index) {
   return *port.step_epoch + static_cast<std::uint64_t>(index);
@@ -83,16 +92,50 @@ LOWLAT_DEVICE void publish_quad(const ExchangePort& port, std::uint64_t epoch, i
 
 // Reports what ended a wait, once a rank: the first thread writes the status words and raises the
 // abort word everywhere; the others leave.
-LOWLAT_DEVICE void report_fault(const ExchangePort& port, stages::StageId stage, int peer,
-                                std::uint64_t epoch, bool aborted) {
+LOWLAT_DEVICE void report_fault(const ExchangePort& port, std::uint32_t kernel,
+                                stages::StageId stage, int peer, std::uint64_t epoch,
+                                bool aborted) {
   if (atomicExch(port.fault_claim, 1u) != 0u) return;
   const stages::FaultPort fault{port.abort_words, static_cast<stages::StatusWords*>(port.status),
                                 port.tp_rank, port.tp_size, port.budget_ns};
   if (aborted) {
-    stages::note_abort(fault, port.kernel, stage, epoch);
+    stages::note_abort(fault, kernel, stage, epoch);
   } else {
-    stages::raise_fault(fault, port.kernel, stage, peer, epoch);
+    stages::raise_fault(fault, kernel, stage, peer, epoch);
   }
+}
+
+// Returns when the first packets of this row are there, or the wait has ended otherwise. All
+// threads of a block that has `quads` of the row's quads from first_quad on call, before
+// receive_quad: while nothing has come one warp asks for 32 packets, and not every thread for its
+// own, which would take the cache's bandwidth from the kernels that are waited for.
+template <int kRanks>
+LOWLAT_DEVICE void wait_for_quads(const ExchangePort& port, std::uint64_t epoch, int row_idx,
+                                  int first_quad, int quads, int quads_per_row,
+                                  stages::StageId stage) {
+  constexpr int kPollsPerCheck = 32;
+  if (plat::thread_idx() < plat::kWarpLanes) {
+    const int lane_idx = plat::thread_idx(), rank = lane_idx % kRanks;
+    const plat::TaggedWords* src =
+        quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) + first_quad +
+        lane_idx * quads / plat::kWarpLanes;
+    std::uint64_t deadline_ns = 0;
+    for (int polls = 1;; ++polls) {
+      std::uint32_t words[3];
+      const bool came = plat::load_tagged(src, static_cast<std::uint32_t>(epoch), words);
+      const unsigned there = __ballot_sync(plat::kAllLanes, came);
+      if (there != 0u) break;
+      if (polls % kPollsPerCheck != 0) continue;
+      const std::uint64_t now_ns = plat::clock_ns();
+      if (deadline_ns == 0) deadline_ns = now_ns + port.budget_ns;
+      const bool aborted =
+          plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
+      const bool late = lane_idx == 0 && (aborted || now_ns > deadline_ns);
+      if (late) report_fault(port, port.kernel, stage, rank, epoch, aborted);
+      if (__any_sync(plat::kAllLanes, late)) break;
+    }
+  }
+  plat::block_sync();
 }
 
 // sum[i] = the partial sums of column 4 quad_idx + i over the ranks, fp32 in rank order. Any thread
@@ -125,7 +168,8 @@ LOWLAT_DEVICE void receive_quad(float (&sum)[4], const ExchangePort& port, std::
       const bool aborted =
           plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
       if (aborted || now_ns > deadline_ns) {
-        report_fault(port, stage, __ffs(static_cast<int>(missing)) - 1, epoch, aborted);
+        report_fault(port, port.kernel, stage, __ffs(static_cast<int>(missing)) - 1, epoch,
+                     aborted);
         for (float& v : sum) v = plat::bits_float(0x7fc0'0000u);
         return;
       }
@@ -136,6 +180,29 @@ LOWLAT_DEVICE void receive_quad(float (&sum)[4], const ExchangePort& port, std::
     unpack_quad(v, words[rank]);
     for (int i = 0; i < 4; ++i) sum[i] = rank == 0 ? v[i] : sum[i] + v[i];
   }
+}
+
+// The same without waiting: false (sum untouched) where a packet is missing.
+template <int kRanks>
+LOWLAT_DEVICE bool try_receive_quad(float (&sum)[4], const ExchangePort& port, std::uint64_t epoch,
+                                    int row_idx, int quad_idx, int quads_per_row) {
+  std::uint32_t words[kRanks][3] = {};
+  bool there = true;
+#pragma unroll
+  for (int rank = 0; rank < kRanks; ++rank) {
+    there &= plat::load_tagged(
+        quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) + quad_idx,
+        static_cast<std::uint32_t>(epoch), words[rank]);
+  }
+  if (!there) return false;
+#pragma unroll
+  for (int rank = 0; rank < kRanks; ++rank) {
+    float v[4];
+    unpack_quad(v, words[rank]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = rank == 0 ? v[i] : sum[i] + v[i];
+  }
+  return true;
 }
 
 }  // namespace lowlat::nvidia::fused

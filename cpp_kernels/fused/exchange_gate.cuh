@@ -4,36 +4,69 @@
 //                     the block's barrier, so that the block's stores come before it), read by one
 //                     thread of each block of a reader (acquire.device), whose other threads follow
 //                     its block's barrier. Data are read past the first-level cache.
-//              reuse  a word only grows. What a kernel writes it writes after it has passed its
-//                     own gate, which the readers of the former contents have opened, directly or
-//                     through the kernels between; steps follow each other by the stream's order.
-//              wrap   (word - target) as i32 >= 0 means open; round * blocks wraps with the word.
-//              late   a second without an opening ends the wait; the step's results mean nothing
-//                     then. The writer is resident before the reader is launched, so only a fault
-//                     of the device comes there: ranks wait for each other at mailboxes.
+//              reuse  words are zeroed by the kernel that begins a step. What a kernel writes it
+//                     writes after it has passed its own gate, which the readers of the former
+//                     contents have opened, directly or through the kernels between; steps follow
+//                     each other by the stream's order.
+//              late   the port's budget without an opening ends the wait, fills the status words
+//                     and raises the abort word, which ends all other waits; the receiver of the
+//                     next exchange sees it too, so the step's results are NaN.
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
 #error "include platform/nvidia.hpp before this file"
 #endif
 
+#include "fused/exchange.cuh"
 #include "fused/exchange_gate.hpp"
 #include "fused/front_weights.cuh"
 
 namespace lowlat::nvidia::fused {
 
+// Polls are relaxed; one fence follows the last (an acquire in each would empty the first-level
+// cache every time).
+LOWLAT_DEVICE bool is_open(const std::uint32_t* word, std::uint32_t target) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return static_cast<std::int32_t>(value - target) >= 0;
+}
+
+// A wait that has failed so far: its deadline, and whether it has to end.
+class GateWatch {
+ public:
+  LOWLAT_DEVICE explicit GateWatch(const Gate& gate)
+      : gate_(gate),
+        deadline_ns_(plat::clock_ns() + (gate.port != nullptr ? gate.port->budget_ns : kSecondNs)) {
+  }
+  LOWLAT_DEVICE bool ended() const {
+    const ExchangePort* port = gate_.port;
+    const bool late = plat::clock_ns() > deadline_ns_;
+    if (port == nullptr) return late;
+    const bool aborted =
+        plat::load_acquire<plat::Scope::system>(port->abort_words[port->tp_rank]) != 0u;
+    if (!late && !aborted) return false;
+    report_fault(*port, gate_.id, stages::StageId::none, port->tp_rank, *port->step_epoch, aborted);
+    return true;
+  }
+
+ private:
+  const Gate& gate_;
+  std::uint64_t deadline_ns_;
+};
+
 // One thread calls.
 LOWLAT_DEVICE void poll_gate(const Gate& gate) {
-  const std::uint32_t target = *gate.round * gate.blocks;
-  const auto open = [&] {
-    return static_cast<std::int32_t>(plat::load_acquire<plat::Scope::device>(gate.word) - target) >=
-           0;
-  };
-  if (open()) return;
-  const std::uint64_t deadline_ns = plat::clock_ns() + kSecondNs;
-  for (int polls = 0; !open(); ++polls) {
-    if (polls % 256 == 255 && plat::clock_ns() > deadline_ns) return;
+  const std::uint32_t target = gate.blocks;
+  if (!is_open(gate.word, target)) {
+    const GateWatch watch(gate);
+    for (int polls = 1; !is_open(gate.word, target); ++polls) {
+      if (polls % 256 == 0 && watch.ended()) return;
+    }
   }
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 // All threads of the block call.

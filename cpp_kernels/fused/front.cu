@@ -4,10 +4,9 @@
 //              ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  q = bf( quant(ql)·wq_bᵀ )
 //              q's last 64 of each head: bf( RoPE(q, position) )
 //              k = kv·rsqrt(mean kv² + ε)·kv_norm (fp32), its last 64 rotated, stored as 584 bytes
-//              beside the first product: the hyper-connections' statistics (mix.cuh)
 // Shapes       V4.1-Flash: x [T,5120] · wq_a [1280,5120] · wkv [512,5120] · wq_b [heads·512,1280]
 // Rounding     bf16 where bf( ) stands, codes nearest-even; V4.1 has no norm of heads
-// Bytes        TP4: 9.18 MB (and 1.97 MB of fn), then 10.5 MB. T = 6: activations 0.25 MB, in L2
+// Bytes        TP4: 9.18 MB, then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
 // Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four. Weights
 //              are on their way before the input is waited for
@@ -22,7 +21,6 @@
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
-#include "fused/mix.cuh"
 #include "shape/dsv41_flash.hpp"
 #include "stages/kv.hpp"
 
@@ -56,11 +54,6 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   extern __shared__ __align__(128) unsigned char memory[];
   sm90::launch_dependents();
   const int block_idx = static_cast<int>(blockIdx.x);
-  if (block_idx >= kQkvTiles * kQkvBlocks) {
-    mix_block(*reinterpret_cast<MixShared*>(memory), params.mix, params.before,
-              block_idx - kQkvTiles * kQkvBlocks);
-    return;
-  }
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
   const int tile = block_idx / kQkvBlocks, rank = block_idx % kQkvBlocks;
   const bool is_q = tile < kQaTiles;
@@ -72,16 +65,43 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       from.scales + first_row / kGroup * kScaleStride + rank * kQkvK / kGroup, kHidden,
       kScaleStride};
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
-  wait_at(params.before);
   const int padded = padded_rows(params.num_rows);
+  constexpr int kOwned = Linear::kOwned;
+  static_assert(kOwned == kSquared);
+  if constexpr (kTiles == 1) {
+    const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::qkv);
+    const HopTag x_hop = hop_tag(params.hop, params.x_index, HopKernel::qkv);
+    const auto* from = static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8;
+    const HopActivations<1> x{from, kHidden / 8, x_hop};
+    const HopSigns signs = {nullptr, 0, from, kQkvK / 8 / plat::kWarpLanes};
+    Stamps stamps(params.hop.port->stamps, hop.kernel);
+    stamps.mark(StampStage::ask);
+    constexpr int kQuads = kOwned / 4;
+    auto* out = static_cast<plat::TaggedWords*>(is_q ? params.packets.qa : params.packets.kv);
+    const int width = (is_q ? kQLora : kHeadDim) / 4;
+    wait_for_signs(x_hop, signs);
+    stamps.mark(StampStage::wait);
+    Linear::run(shared, x, params.num_rows, stamps);
+    const int token = plat::thread_idx() / kQuads, quad = plat::thread_idx() % kQuads;
+    if (token >= params.num_rows) return;
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = Linear::sum(shared, token, 4 * quad + i);
+    send_packet(out + token * width + (first_row + rank * kOwned) / 4 + quad, hop.tag,
+                sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
+    stamps.mark(StampStage::store);
+    return;
+  }
   const CodeActivations<kGroup, false> x{params.x_codes + rank * kQkvK,
                                          params.x_scale + rank * kQkvK / kGroup * padded, kHidden,
                                          padded};
-  Linear::run(shared, x, params.num_rows);
-  constexpr int kOwned = Linear::kOwned, kPairs = kOwned / 2;
-  static_assert(kOwned == kSquared && kProductThreads % kPairs == 0);
+  constexpr int kPairs = kOwned / 2;
+  static_assert(kProductThreads % kPairs == 0);
+  Stamps stamps({}, 0);
   std::uint16_t* out = is_q ? params.qa : params.kv;
   const int width = is_q ? kQLora : kHeadDim;
+  wait_at(params.before);
+  Linear::run(shared, x, params.num_rows, stamps);
   // Whole warps stay together: padded rows, of which those that are not there are not stored.
 #pragma unroll 1
   for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
@@ -162,6 +182,7 @@ LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale,
 
 // Norm, rotation and packing of one key, by one warp: lane has 16 values. Waits for the kernels
 // before when all that does not depend on them is done.
+template <bool kHops>
 LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   constexpr int kPerLane = kHeadDim / plat::kWarpLanes;
   static_assert(kPerLane == 16 && stages::kKvGroup == 4 * kPerLane);
@@ -178,19 +199,40 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   }
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) gain[i] = stages::from_bf16(__ldg(params.kv_norm + first + i));
-  wait_at(params.qkv_done);
-  if (row_idx >= params.num_rows) return;
+  HopTag hop = {};
+  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
+  if constexpr (!kHops) wait_at(params.qkv_done);
+  if constexpr (kHops) {
+    wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.x),
+                         hop_tag(params.hop, params.x_index, HopKernel::q).tag,
+                         static_cast<const plat::TaggedWords*>(params.packets.kv), 4});
+  }
+  if (row_idx >= params.num_rows || (kHops && slot < 0)) return;  // the latter: nobody reads it
+  std::uint32_t raw[kPerLane / 2];
+  if constexpr (kHops) {
+    constexpr int kPackets = kPerLane / 4;
+    HopWords words[kPackets];
+    take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) {
+      return static_cast<const plat::TaggedWords*>(params.packets.kv) +
+             (row_idx * kHeadDim + first) / 4 + i;
+    });
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      raw[2 * i] = low_word(words[i].pair), raw[2 * i + 1] = high_word(words[i].pair);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane / 8; ++i) {
+      const uint4 four =
+          __ldcg(reinterpret_cast<const uint4*>(params.kv + row_idx * kHeadDim + first + 8 * i));
+      raw[4 * i] = four.x, raw[4 * i + 1] = four.y;
+      raw[4 * i + 2] = four.z, raw[4 * i + 3] = four.w;
+    }
+  }
   float x[kPerLane], squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kPerLane / 8; ++i) {
-    const uint4 raw =
-        __ldcg(reinterpret_cast<const uint4*>(params.kv + row_idx * kHeadDim + first + 8 * i));
-    const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      x[8 * i + 2 * j] = sm90::low_bf16(words[j]);
-      x[8 * i + 2 * j + 1] = sm90::high_bf16(words[j]);
-    }
+  for (int i = 0; i < kPerLane / 2; ++i) {
+    x[2 * i] = sm90::low_bf16(raw[i]), x[2 * i + 1] = sm90::high_bf16(raw[i]);
   }
 #pragma unroll
   for (const float v : x) squares = plat::fma(v, v, squares);
@@ -205,6 +247,7 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
   amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
   if (slot < 0) return;
+  auto* packets = static_cast<plat::TaggedWords*>(params.packets.keys) + row_idx * kHopKeyPackets;
   const stages::KvPaged<std::uint8_t> pages{params.kv_pages.base, params.kv_pages.slots_per_page,
                                             params.kv_pages.page_bytes};
   const stages::KvRow<std::uint8_t> row = pages.row(slot);
@@ -217,6 +260,10 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
       words[i] = sm90::to_e4m3_pair(x[4 * i] * inverse, x[4 * i + 1] * inverse) |
                  sm90::to_e4m3_pair(x[4 * i + 2] * inverse, x[4 * i + 3] * inverse) << 16;
     }
+    if constexpr (kHops) {
+      send_packet(packets + 2 * lane_idx, hop.tag, words[0], words[1], code);
+      send_packet(packets + 2 * lane_idx + 1, hop.tag, words[2], words[3], code);
+    }
     *reinterpret_cast<uint4*>(row.data + first) =
         make_uint4(words[0], words[1], words[2], words[3]);
     if (lane_idx % 4 == 0) row.scales[lane_idx / 4] = static_cast<std::uint8_t>(code);
@@ -228,13 +275,112 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
     const float a = x[2 * i], b = x[2 * i + 1];
     words[i] = sm90::to_bf16_pair(a * turn[i].x - b * turn[i].y, a * turn[i].y + b * turn[i].x);
   }
+  if constexpr (kHops) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      send_packet(packets + kNope / 8 + (first - kNope) / 4 + i, hop.tag, words[2 * i],
+                  words[2 * i + 1], 0);
+    }
+  }
   std::uint8_t* to = row.data + kNope + 2 * (first - kNope);
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
   *reinterpret_cast<uint4*>(to + 16) = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
+// Up to eight rows: a warp has a row's latent, so its norm is the warp's own.
+LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int tile, bool rotates) {
+  using Linear = Product<kRows, kQLora, 1, 1, kRows, 0>;
+  constexpr int kTokens = QShared<1>::kTokens, kPitch = QShared<1>::kPitch;
+  constexpr int kPackets = kQLora / 4 / plat::kWarpLanes, kLanes = kGroup / 4;
+  static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
+  const int num_rows = params.num_rows;
+  const int token = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
+  Stamps stamps(params.hop.port->stamps, hop.kernel);
+  stamps.mark(StampStage::ask);
+  uint2 gain[kPackets];
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) {
+    gain[i] =
+        __ldg(reinterpret_cast<const uint2*>(params.q_norm) + lane_idx + i * plat::kWarpLanes);
+  }
+  const auto* from =
+      static_cast<const plat::TaggedWords*>(params.packets.qa) + token * (kQLora / 4);
+  auto* to = static_cast<plat::TaggedWords*>(params.packets.q);
+  const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.x) + tile,
+                          hop_tag(params.hop, params.x_index, HopKernel::q).tag,
+                          static_cast<const plat::TaggedWords*>(params.packets.qa),
+                          kQLora / 4 / plat::kWarpLanes};
+  wait_for_signs(hop, signs);
+  stamps.mark(StampStage::wait);
+  if (token < num_rows) {
+    HopWords words[kPackets];
+    // Packets as they lie, so that a warp reads whole lines; eight lanes have a group of 32.
+    take_packets(words, hop, (1u << kPackets) - 1u,
+                 [&](int i) { return from + lane_idx + i * plat::kWarpLanes; });
+    float v[kPackets][4], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        v[i][2 * j] = sm90::low_bf16(pairs[j]), v[i][2 * j + 1] = sm90::high_bf16(pairs[j]);
+        squares = plat::fma(v[i][2 * j], v[i][2 * j], squares);
+        squares = plat::fma(v[i][2 * j + 1], v[i][2 * j + 1], squares);
+      }
+    }
+    const float norm =
+        quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + params.norm_eps);
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const std::uint32_t gains[2] = {gain[i].x, gain[i].y};
+      float amax = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        v[i][2 * j] = quick_bf16(v[i][2 * j] * norm * sm90::low_bf16(gains[j]));
+        v[i][2 * j + 1] = quick_bf16(v[i][2 * j + 1] * norm * sm90::high_bf16(gains[j]));
+        amax = plat::max(plat::abs(v[i][2 * j]), amax);
+        amax = plat::max(plat::abs(v[i][2 * j + 1]), amax);
+      }
+#pragma unroll
+      for (int mask = 1; mask < kLanes; mask *= 2) {
+        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+      }
+      const PowerScale group = power_scale(amax);
+      const int packet = lane_idx + i * plat::kWarpLanes;
+      *reinterpret_cast<std::uint32_t*>(shared.codes + token * kPitch + 4 * packet) =
+          sm90::to_e4m3_pair(v[i][0] * group.inverse, v[i][1] * group.inverse) |
+          sm90::to_e4m3_pair(v[i][2] * group.inverse, v[i][3] * group.inverse) << 16;
+      if (packet % kLanes == 0) shared.scale[packet / kLanes * kTokens + token] = group.scale;
+    }
+  }
+  plat::block_sync();
+  stamps.mark(StampStage::read);
+  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
+  Linear::run(shared.product, latent, num_rows, stamps);
+  const int width = params.num_heads * (kHeadDim / 4);
+  const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
+  if (row >= num_rows) return;
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
+  if (rotates) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const float2 turn = shared.turn[row][2 * quad + i / 2];
+      const float turned = v[i] * turn.x - v[i + 1] * turn.y;
+      v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
+      v[i] = turned;
+    }
+  }
+  send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag, sm90::to_bf16_pair(v[0], v[1]),
+              sm90::to_bf16_pair(v[2], v[3]), 0);
+  stamps.mark(StampStage::store);
+}
+
 template <int kTiles>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     front_q_fp8_sm90(const __grid_constant__ FrontParams params) {
   using Linear = Product<kRows, kQLora, kTiles, 1, kRows, 0>;
   constexpr int kTilesPerHead = kHeadDim / kRows;
@@ -245,8 +391,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   if (tile >= params.num_heads * kTilesPerHead) {
     const int row_idx = (tile - params.num_heads * kTilesPerHead) * kProductWarps + warp_idx;
-    store_key(params, row_idx);
-    open_gate(params.done);
+    store_key<kTiles == 1>(params, row_idx);
+    if constexpr (kTiles > 1) open_gate(params.done);
     return;
   }
   constexpr int kScaleStride = kQLora / kGroup;
@@ -263,12 +409,17 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
-  wait_at(params.qkv_done);
   constexpr int kTokens = QShared<kTiles>::kTokens, kPitch = QShared<kTiles>::kPitch;
+  if constexpr (kTiles == 1) {
+    q_of_few(shared, params, tile, rotates);
+    return;
+  }
+  Stamps stamps({}, 0);
   constexpr int kTogether = 4;
   const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
   static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
-  LatentPiece ahead[kTogether];
+  wait_at(params.qkv_done);
+  LatentPiece ahead[kTogether] = {};
   const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
@@ -300,7 +451,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   }
   plat::block_sync();
   const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-  Linear::run(shared.product, latent, num_rows);
+  Linear::run(shared.product, latent, num_rows, stamps);
   const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
 #pragma unroll 1
   for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
@@ -323,13 +474,9 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
 
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   return with_tiles(params.num_rows, [&]<int kTiles>() {
-    constexpr int kProductBytes = sizeof(typename QkvProduct<kTiles>::Shared);
-    constexpr int kBytes =
-        kProductBytes > int{sizeof(MixShared)} ? kProductBytes : int{sizeof(MixShared)};
-    const int mix = params.mix.fn != nullptr ? mix_parts(kHidden) : 0;
-    static_assert(mix_parts(kHidden) % kQkvBlocks == 0);
-    return launch_kernel(front_qkv_fp8_sm90<kTiles>, dim3(kQkvTiles * kQkvBlocks + mix),
-                         kProductThreads, kBytes, kQkvBlocks, programmatic, stream, params);
+    return launch_kernel(front_qkv_fp8_sm90<kTiles>, dim3(kQkvTiles * kQkvBlocks), kProductThreads,
+                         sizeof(typename QkvProduct<kTiles>::Shared), kQkvBlocks, programmatic,
+                         stream, params);
   });
 }
 
@@ -338,8 +485,14 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
   return with_tiles(params.num_rows, [&]<int kTiles>() {
     const int products = params.num_heads * (kHeadDim / kRows);
     const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
-    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads,
-                         sizeof(QShared<kTiles>), 1, programmatic, stream, params);
+    // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of
+    // them.
+    constexpr int kOneAMultiprocessor = 115 * 1024;
+    constexpr int kBytes = sizeof(QShared<kTiles>);
+    constexpr int kAsked =
+        kTiles == 1 && kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
+    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads, kAsked,
+                         1, programmatic, stream, params);
   });
 }
 

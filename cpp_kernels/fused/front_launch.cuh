@@ -10,11 +10,12 @@ namespace lowlat::nvidia::fused {
 // Launches kernel(params) with `shared_bytes` of dynamic shared memory. `cluster` blocks along x
 // are a cluster (1: none); more than 8 need the part's consent, which is asked for here.
 // Programmatic: the kernel may start before its predecessor in the stream has ended, and waits
-// inside.
+// inside. `started`, where given, is recorded when every block of the kernel has begun: who waits
+// for it in another stream finds the kernel resident.
 template <class Params>
 cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes,
-                          int cluster, bool programmatic, cudaStream_t stream,
-                          const Params& params) {
+                          int cluster, bool programmatic, cudaStream_t stream, const Params& params,
+                          cudaEvent_t started = nullptr) {
   const auto attribute = [&](cudaFuncAttribute what, int value) {
     return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), what, value);
   };
@@ -33,7 +34,7 @@ cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int sh
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute attributes[3] = {};
   unsigned count = 0;
   if (cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
@@ -45,6 +46,12 @@ cudaError_t launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int sh
   if (programmatic) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
+  if (started != nullptr) {
+    attributes[count].id = cudaLaunchAttributeLaunchCompletionEvent;
+    attributes[count].val.launchCompletionEvent.event = started;
+    attributes[count].val.launchCompletionEvent.flags = 0;
     ++count;
   }
   config.attrs = attributes;

@@ -16,7 +16,9 @@
 #endif
 
 #include <cstdint>
+#include <type_traits>
 
+#include "fused/exchange_hop.cuh"
 #include "fused/front_weights.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
@@ -77,6 +79,56 @@ struct HalfActivations {
   LOWLAT_DEVICE static Raw none() { return make_uint4(0u, 0u, 0u, 0u); }
   LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
     out[0] = raw.x, out[1] = raw.y, out[2] = raw.z, out[3] = raw.w;
+  }
+};
+
+// Activations on their way in packets (up to eight tokens): eight e4m3 codes and their group's
+// scale each (kPacketsAPiece 1), or four f16 values and theirs (2). `data` is the packet of the
+// block's first K; stride in packets.
+template <int kPacketsAPiece>
+struct HopActivations {
+  using Raw = std::conditional_t<kPacketsAPiece == 1, uint2, uint4>;
+  static_assert(kPacketsAPiece == 1 || kPacketsAPiece == 2);
+  static constexpr bool kSplit = kPacketsAPiece == 2;
+  const plat::TaggedWords* data;
+  int stride;
+  HopTag hop;
+
+  // A lane's pieces of 8 of its token, in steps of 32 from first_k on, and the scales of the two
+  // tokens whose sums the lane has. Whole warps call, after wait_for_signs.
+  template <int kSteps>
+  LOWLAT_DEVICE void take(Raw (&raw)[kSteps], float2 (&scale)[kSteps], int first_k,
+                          int num_rows) const {
+    constexpr int kPackets = kSteps * kPacketsAPiece;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes, g = lane_idx / 4, t = lane_idx % 4;
+    // Of two packets a piece the second lies four lanes on: a warp reads whole lines, and a lane
+    // has values 4 t and 16 + 4 t of a step instead of 8 t (kSplit).
+    const plat::TaggedWords* from = data + g * stride + first_k / 8 * kPacketsAPiece + t;
+    HopWords words[kPackets];
+    take_packets(words, hop, g < num_rows ? (1u << kPackets) - 1u : 0u,
+                 [&](int i) { return from + 4 * i; });
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const HopWords& first = words[step * kPacketsAPiece];
+      if constexpr (kPacketsAPiece == 1) {
+        raw[step] = make_uint2(low_word(first.pair), high_word(first.pair));
+      } else {
+        const HopWords& second = words[step * kPacketsAPiece + 1];
+        raw[step] = make_uint4(low_word(first.pair), high_word(first.pair), low_word(second.pair),
+                               high_word(second.pair));
+      }
+      // Lane 4 g of a token has its scale.
+      const float own = plat::bits_float(first.third);
+      scale[step] = make_float2(__shfl_sync(plat::kAllLanes, own, 8 * t),
+                                __shfl_sync(plat::kAllLanes, own, 8 * t + 4));
+    }
+  }
+  LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
+    if constexpr (kPacketsAPiece == 1) {
+      CodeActivations<32, true>::expand(out, raw);
+    } else {
+      HalfActivations<32, true>::expand(out, raw);
+    }
   }
 };
 
@@ -173,9 +225,12 @@ struct Product {
   // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
   // after load(); on return the owned sums are there, if this block owns any.
   template <class Activations>
-  LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows) {
-    if constexpr (kStaged == 0) {
-      multiply(shared, activations, num_rows);
+  LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows,
+                                Stamps& stamps) {
+    if constexpr (kTiles == 1) {
+      multiply_few(shared, activations, num_rows, stamps);
+    } else if constexpr (kStaged == 0) {
+      multiply_many(shared, activations, num_rows);
     } else {
       static_assert(kStaged == Activations::kBytes && !Activations::kShared);
       constexpr int kPieces = kStaged * kK / 16, kScalePieces = kTokens / 4;
@@ -197,7 +252,7 @@ struct Product {
       plat::block_sync();
       const typename Activations::InShared staged{shared.memory + kCodeBytes,
                                                   &shared.token_scale[0][0], kTokenPitch, kTokens};
-      multiply(shared, staged, num_rows);
+      multiply_many(shared, staged, num_rows);
     }
   }
 
@@ -216,7 +271,7 @@ struct Product {
   // where its own codes of the tile were: row's pitch, the warp's slice of K, eight tokens.
   template <class Activations>
   LOWLAT_DEVICE static void multiply_few(Shared& shared, const Activations& activations,
-                                         int num_rows) {
+                                         int num_rows, Stamps& stamps) {
     static_assert(kSteps * kStep >= 4 * kTileTokens && kSteps * kStep % 32 == 0);
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
@@ -224,12 +279,17 @@ struct Product {
     const int first_k = warp_idx * kSteps * kStep;
     typename Activations::Raw raw[kSteps];
     float2 scale[kSteps];
+    if constexpr (requires { activations.hop; }) {
+      activations.take(raw, scale, first_k, num_rows);
+    } else {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int k = first_k + step * kStep;
-      raw[step] = g < num_rows ? activations.fetch(g, k + 8 * t) : Activations::none();
-      scale[step] = scales_of(activations, 2 * t, k);
+      for (int step = 0; step < kSteps; ++step) {
+        const int k = first_k + step * kStep;
+        raw[step] = g < num_rows ? activations.fetch(g, k + 8 * t) : Activations::none();
+        scale[step] = scales_of(activations, 2 * t, k);
+      }
     }
+    stamps.mark(StampStage::read);
     std::uint32_t b[kSteps][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) Activations::expand(b[step], raw[step]);
@@ -241,22 +301,34 @@ struct Product {
       float sum[4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint2 low = *reinterpret_cast<const uint2*>(row + step * kStep);
-        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch + step * kStep);
+        const uint2 low = codes_of<Activations>(row + step * kStep, t);
+        const uint2 high = codes_of<Activations>(row + 8 * kPitch + step * kStep, t);
         add_step(sum, low, high, b[step], weight_scale[step], scale[step]);
       }
       __syncwarp();  // all lanes have read the tile's codes
-      unsigned char* to = row;
-      *reinterpret_cast<float2*>(to) = make_float2(sum[0], sum[1]);
-      *reinterpret_cast<float2*>(to + 8 * kPitch) = make_float2(sum[2], sum[3]);
+      *reinterpret_cast<float2*>(row) = make_float2(sum[0], sum[1]);
+      *reinterpret_cast<float2*>(row + 8 * kPitch) = make_float2(sum[2], sum[3]);
       row += 16 * kPitch;
       weight_scale += kK / kStep;
     }
     plat::block_sync();
+    stamps.mark(StampStage::compute);
     hand_over(shared, num_rows, [&](int warp, int token, int row_idx) {
       return *reinterpret_cast<const float*>(shared.memory + row_idx * kPitch +
                                              warp * kSteps * kStep + 4 * token);
     });
+  }
+
+  // A lane's eight codes of a step, in the order of its activations; `piece` is where 8 t begins.
+  template <class Activations>
+  LOWLAT_DEVICE static uint2 codes_of(const unsigned char* piece, int t) {
+    if constexpr (requires { requires Activations::kSplit; }) {
+      const unsigned char* from = piece - 4 * t;
+      return make_uint2(*reinterpret_cast<const std::uint32_t*>(from),
+                        *reinterpret_cast<const std::uint32_t*>(from + 16));
+    } else {
+      return *reinterpret_cast<const uint2*>(piece);
+    }
   }
 
   // sum += codes of rows g and g + 8 times b, under both scales.
@@ -365,16 +437,6 @@ struct Product {
     hand_over(shared, num_rows, [&](int warp, int token, int row) {
       return partial[(warp * kTokens + token) * kSumPitch + row];
     });
-  }
-
-  template <class Activations>
-  LOWLAT_DEVICE static void multiply(Shared& shared, const Activations& activations, int num_rows) {
-    if constexpr (kTiles == 1) {
-      multiply_few(shared, activations, num_rows);
-    } else {
-      static_assert(Activations::kShared);
-      multiply_many(shared, activations, num_rows);
-    }
   }
 };
 

@@ -31,6 +31,7 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   Device device;
   cudaError_t status = current_device(&device);
   if (status != cudaSuccess) return status;
+  device.num_sms -= args.idle_sms;
   if (device.num_sms < moe::kBands || device.num_sms > L::kMaxGrid ||
       device.max_smem < L::kSmemBytes) {
     return cudaErrorInvalidValue;
@@ -51,8 +52,10 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, args, rules);
 }
 
-// Warps that multiply. Eight and twenty are slower (docs/bench).
-constexpr int kConsumers = 16;
+// Warps that multiply. Eight and twenty are slower (docs/bench), but two ranks' bands of V4.1 leave
+// the ring too short for sixteen.
+template <class S>
+constexpr int kConsumers = S::kHidden > 4096 && S::kTpSize == 2 ? 8 : 16;
 // Up to so many rows, several launches of eight rows beat one that gathers rows: measured for V4.1
 // (5120 columns) at 12 and 24 rows; for V4 they do not.
 template <class S>
@@ -61,8 +64,8 @@ constexpr int kSplitRows = S::kHidden > 4096 ? 24 : 8;
 // The two kernels of a shape: up to 8 rows, and up to 64. Their workspaces lie one after the other.
 template <class S>
 struct Instances {
-  using Few = moe::Layout<S, false, kConsumers>;
-  using Many = moe::Layout<S, true, kConsumers>;
+  using Few = moe::Layout<S, false, kConsumers<S>>;
+  using Many = moe::Layout<S, true, kConsumers<S>>;
   static constexpr std::size_t kManyOffset = (Few::kWorkspaceBytes + 255) / 256 * 256;
   static constexpr std::size_t kBytes = kManyOffset + Many::kWorkspaceBytes;
 
@@ -90,6 +93,7 @@ struct Instances {
       skip(part.out_ids, Few::kSlots);
       skip(part.out_weights, Few::kSlots);
       skip(part.out, Few::kHidden);
+      if (row > 0) part.before = {};  // the workspace is the launch's before
       rules.first_row = row;
       const cudaError_t status = launch<Few>(part, rules, stream, overlapped || row > 0);
       if (status != cudaSuccess) return status;
@@ -117,6 +121,7 @@ struct Instances {
 template <class F>
 auto with_shape(MoeShape shape, F f) {
   switch (shape) {
+    case MoeShape::v41_tp2: return f(Instances<shape::Dsv41Flash<2>>());
     case MoeShape::v4_tp2: return f(Instances<shape::Dsv4Flash<2>>());
     case MoeShape::v4_tp4: return f(Instances<shape::Dsv4Flash<4>>());
     case MoeShape::v41_tp4: break;

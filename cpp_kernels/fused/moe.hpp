@@ -17,10 +17,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "fused/exchange.hpp"
+
 namespace lowlat::fused {
 
 // Which compiled shape: a model's target layers at a number of ranks (V4's draft is shaped alike).
-enum class MoeShape { v41_tp4, v4_tp2, v4_tp4 };
+enum class MoeShape { v41_tp2, v41_tp4, v4_tp2, v4_tp4 };
 
 // gate: scores of x and the router, the k best. table: `ids` are given (a hash layer's table has
 // been read), their weights come from the router's scores. given: `ids` and `weights` are inputs.
@@ -76,6 +78,17 @@ struct MoeArgs {
   float* out;             // [T, H], or nullptr
   MoeBoxes boxes;
   MoeFault fault;
+  // The same sum by another door: to the mailboxes of exchange.cuh, in its packets, as exchange
+  // quads_index of the step. tp_size 0: not.
+  nvidia::fused::ExchangePort quads;
+  std::int32_t quads_index;
+  // Of x. word nullptr: the end of the kernels before. With a gate the launch that used the
+  // workspace before must have ended when the gate opens, as it has when an exchange of its sums
+  // lies between.
+  nvidia::fused::Gate before;
+  // Multiprocessors that are left to other kernels; the same in all launches that share a
+  // workspace, whose blocks count them.
+  std::int32_t idle_sms;
   void* workspace;  // moe_workspace_bytes, made ready once by moe_workspace_init
 };
 

@@ -1,0 +1,306 @@
+// bench_layer: checks and times whole plain V4.1-Flash layers: attention half, exchange, mixture of
+// experts, exchange, chained in one CUDA graph.
+//
+//   bench_layer tp4 [rows..]   TP4's share on one GPU, its four mailboxes looped back
+//   bench_layer tp2 [rows..]   TP2 on devices 0 and 1
+//
+// Exit code 1: a failure.
+#include "bench/layer_case.cuh"
+#include "host/nvidia/exchange_region.hpp"
+
+#ifndef LOWLAT_STAMPS
+#define LOWLAT_STAMPS 0
+#endif
+
+#include <chrono>
+#include <memory>
+
+namespace lowlat::bench {
+namespace {
+
+constexpr int kLayers = 4;
+int failures = 0;
+
+struct Case {
+  const char* name;
+  fused::LayerParts parts;
+  bool whole() const { return parts.attention && parts.experts && parts.second_statistics; }
+};
+const Case kCases[] = {
+    {"step's first kernels alone", {false, false, false}},
+    {"attention half", {true, false, true}},
+    {"attention half, statistics first", {true, false, true, 0, 0, false}},
+    {"attention half, 16 blocks of statistics", {true, false, true, 16}},
+    {"layer", {true, true, true}},
+    {"layer, 2 idle", {true, true, true, 0, 2}},
+    {"layer without second statistics", {true, true, false}},
+    {"experts, exchange, statistics", {false, true, true}},
+};
+
+template <int kTp>
+double distinct_experts(const Layers<kTp>& layers) {
+  const std::vector<std::int32_t> ids = layers.ids.take();
+  const int rows = layers.rows;
+  double distinct = 0.0;
+  for (int i = 0; i < kLayers; ++i) {
+    std::vector<std::int32_t> seen(ids.begin() + i * rows * 6, ids.begin() + (i + 1) * rows * 6);
+    std::sort(seen.begin(), seen.end());
+    distinct += static_cast<double>(std::unique(seen.begin(), seen.end()) - seen.begin());
+  }
+  return distinct / kLayers;
+}
+
+void print(const Case& c, int tp, int rows, const Times& times, double experts, bool faulted) {
+  std::printf("%-34s TP%d T=%-2d a layer: median %7.2f us  low %7.2f  high %7.2f  experts %.1f%s\n",
+              c.name, tp, rows, times.median_us / kLayers, times.low_us / kLayers,
+              times.high_us / kLayers, experts, faulted ? "  FAULTED" : "");
+  std::fflush(stdout);
+}
+
+void report(bool good, const char* what, int rows) {
+  failures += good ? 0 : 1;
+  std::printf("%s T=%d %s\n", good ? "ok  " : "FAIL", rows, what);
+  std::fflush(stdout);
+}
+
+bool all_finite(const std::vector<std::uint16_t>& codes) {
+  bool finite = true;
+  for (const std::uint16_t code : codes) finite &= (code & 0x7f80) != 0x7f80;
+  return finite;
+}
+
+// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds
+// from the first block's begin.
+template <int kTp>
+void print_stamps(Layers<kTp>& layers, int layer_idx) {
+  const std::vector<fused::Stamp> all = layers.stamps.take();
+  const auto stages = static_cast<std::size_t>(fused::StampStage::count);
+  std::vector<double> offset(1024, -1e300);
+  std::uint64_t first_ns = ~std::uint64_t{0};
+  for (std::size_t i = 0; i < all.size(); i += stages) {
+    if (all[i].begin != 0) first_ns = std::min(first_ns, all[i].begin);
+  }
+  constexpr double kTicksAUs = 1980.0;
+  for (std::size_t i = 0; i < all.size(); i += stages) {
+    const fused::Stamp& align = all[i];
+    if (align.begin == 0) continue;
+    double& to = offset[align.multiprocessor];
+    to = std::max(to, static_cast<double>(align.begin - first_ns) * 1e-3 -
+                          static_cast<double>(align.end) / kTicksAUs);
+  }
+  const char* const kNames[] = {"qkv",      "q",   "attention", "wo_a",      "wo_b",
+                                "exchange", "mix", "experts",   "exchange 2"};
+  const char* const kStages[] = {"begin", "ask", "wait", "read", "compute", "sum", "store"};
+  double start = 1e300;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int kernel = 0; kernel < 9; ++kernel) {
+      for (std::size_t stage = 0; stage < 7; ++stage) {
+        std::vector<double> ends, lengths;
+        for (std::size_t block = 0; block < fused::kStampBlocks; ++block) {
+          const fused::Stamp& stamp =
+              all[((16 * layer_idx + kernel) * std::size_t{fused::kStampBlocks} + block) * stages +
+                  stage];
+          if (stamp.begin == 0) continue;
+          const double end =
+              static_cast<double>(stamp.end) / kTicksAUs + offset[stamp.multiprocessor];
+          ends.push_back(end);
+          if (stage > 0)
+            lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / kTicksAUs);
+          start = std::min(start, end);
+        }
+        if (ends.empty() || pass == 0) continue;
+        std::sort(ends.begin(), ends.end());
+        std::sort(lengths.begin(), lengths.end());
+        std::printf("stamp %-10s %-7s blocks %3zu end: first %7.2f median %7.2f last %7.2f",
+                    kNames[kernel], kStages[stage], ends.size(), ends.front() - start,
+                    ends[ends.size() / 2] - start, ends.back() - start);
+        if (!lengths.empty()) {
+          std::printf("  length: median %6.2f longest %6.2f", lengths[lengths.size() / 2],
+                      lengths.back());
+        }
+        std::printf("\n");
+      }
+    }
+  }
+}
+
+void run_tp4(const HostWeights& host, int rows, bool checks) {
+  Mailboxes mail(rows, 4);
+  Layers<4> layers(host, kLayers, rows, mail.looped(4), mail.step_epoch.get(), 0);
+  if (checks) {
+    for (const Case& c : kCases) {
+      Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
+      for (int i = 0; i < 3; ++i) {
+        if (i == 0) layers.recover();  // gates count the steps of one chain
+        layers.reset();
+        const auto begin = std::chrono::steady_clock::now();
+        graph.replay();
+        graph.wait();
+        const std::chrono::duration<double, std::milli> took =
+            std::chrono::steady_clock::now() - begin;
+        std::printf("%-34s one replay %.2f ms", c.name, took.count());
+        mail.print_status();
+      }
+      if (mail.faulted()) {
+        mail.recover();
+        layers.recover();
+        ++failures;
+        continue;
+      }
+      if (!c.whole()) continue;
+      std::vector<std::uint16_t> first;
+      int different = 0;
+      for (int i = 0; i < 100; ++i) {
+        layers.reset();
+        graph.replay();
+        graph.wait();
+        const auto result = layers.take();
+        if (i == 0) first = result;
+        different += result != first ? 1 : 0;
+      }
+      report(different == 0 && all_finite(first) && !mail.faulted(), c.name, rows);
+    }
+  }
+  for (const Case& c : kCases) {
+    layers.recover();
+    layers.reset();
+    Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
+    const Times times = time_of(graph, 60);
+    print(c, 4, rows, times, distinct_experts(layers), mail.faulted());
+    if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
+        c.parts.late_mix) {
+      layers.stamps.zero();
+      graph.replay();
+      graph.wait();
+      print_stamps(layers, 2);
+    }
+  }
+}
+
+void run_tp2(const HostWeights& host, int rows) {
+  std::unique_ptr<host::cuda::ExchangeRegion> regions[2];
+  std::unique_ptr<Layers<2>> ranks[2];
+  const auto on = [](int device) { cuda_must(cudaSetDevice(device), "set device"); };
+  for (int r = 0; r < 2; ++r) {
+    on(r);
+    regions[r] = std::make_unique<host::cuda::ExchangeRegion>(r, 2, rows, kHidden);
+  }
+  for (int r = 0; r < 2; ++r) {
+    on(r);
+    regions[r]->open(1 - r, regions[1 - r]->handle());
+    regions[r]->probe(1 - r);
+  }
+  for (int r = 0; r < 2; ++r) regions[r]->probed_by(1 - r, 1'000'000'000);
+  for (int r = 0; r < 2; ++r) {
+    on(r);
+    ranks[r] = std::make_unique<Layers<2>>(host, kLayers, rows, regions[r]->port(200'000'000, 0),
+                                           regions[r]->step_epoch(), r);
+  }
+  const auto faulted = [&] {
+    return *static_cast<std::uint32_t*>(ranks[0]->port.status) != 0u ||
+           *static_cast<std::uint32_t*>(ranks[1]->port.status) != 0u;
+  };
+  for (const Case& c : kCases) {
+    std::unique_ptr<Graph> graphs[2];
+    cudaEvent_t begin[2], end[2];
+    for (int r = 0; r < 2; ++r) {
+      on(r);
+      graphs[r] =
+          std::make_unique<Graph>([&](cudaStream_t stream) { ranks[r]->launch(c.parts, stream); });
+      cuda_must(cudaEventCreate(&begin[r]), "event");
+      cuda_must(cudaEventCreate(&end[r]), "event");
+    }
+    for (int r = 0; r < 2; ++r) {
+      on(r);
+      ranks[r]->recover();
+    }
+    int different = 0;
+    std::vector<std::uint16_t> first;
+    for (int i = 0; i < 20; ++i) {
+      for (int r = 0; r < 2; ++r) {
+        on(r);
+        ranks[r]->reset();
+        graphs[r]->replay();
+      }
+      std::vector<std::uint16_t> result[2];
+      for (int r = 0; r < 2; ++r) {
+        on(r);
+        graphs[r]->wait();
+        result[r] = ranks[r]->take();
+      }
+      if (i == 0) first = result[0];
+      if (faulted()) break;
+      different += result[0] != result[1] || result[0] != first ? 1 : 0;
+    }
+    report(different == 0 && all_finite(first) && !faulted(), c.name, rows);
+    if (faulted()) {
+      for (int r = 0; r < 2; ++r) {
+        const auto* words = static_cast<const std::uint32_t*>(ranks[r]->port.status);
+        std::printf("rank %d: state %u kernel %u stage %u peer %d\n", r, words[0], words[1],
+                    words[2], static_cast<int>(words[3]));
+      }
+      return;
+    }
+    std::vector<double> times;
+    for (int i = 0; i < 45; ++i) {
+      for (int r = 0; r < 2; ++r) {
+        on(r);
+        graphs[r]->replay();
+        cuda_must(cudaEventRecord(begin[r], graphs[r]->stream()), "record");
+        for (int j = 0; j < 2; ++j) graphs[r]->replay();
+        cuda_must(cudaEventRecord(end[r], graphs[r]->stream()), "record");
+      }
+      double longest = 0.0;
+      for (int r = 0; r < 2; ++r) {
+        on(r);
+        graphs[r]->wait();
+        float ms;
+        cuda_must(cudaEventElapsedTime(&ms, begin[r], end[r]), "elapsed");
+        longest = std::max(longest, ms * 1e3 / 2);
+      }
+      if (i >= 5) times.push_back(longest);
+    }
+    std::sort(times.begin(), times.end());
+    on(0);
+    print(c, 2, rows, {times[20], times[4], times[36]}, distinct_experts(*ranks[0]), faulted());
+    for (int r = 0; r < 2; ++r) {
+      cudaEventDestroy(begin[r]);
+      cudaEventDestroy(end[r]);
+    }
+  }
+}
+
+int run(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what != "tp4" && what != "tp2") {
+    std::fprintf(stderr, "usage: bench_layer tp4|tp2 [rows..]\n");
+    return 2;
+  }
+  std::vector<int> rows;
+  for (int i = 2; i < argc; ++i) rows.push_back(std::atoi(argv[i]));
+  if (rows.empty()) rows = {6};
+  Random random(1);
+  const HostWeights host(what == "tp4" ? 16 : 32, what == "tp4" ? 2 : 4, random);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (what == "tp4") {
+      run_tp4(host, rows[i], i == 0);
+    } else {
+      run_tp2(host, rows[i]);
+    }
+  }
+  std::printf("%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace lowlat::bench
+
+int main(int argc, char** argv) {
+  try {
+    return lowlat::bench::run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 3;
+  }
+}

@@ -1,0 +1,102 @@
+// fused/compress.hpp: the compressor of a layer that owns a pool of compressed keys: projections of
+// the step's rows, then the entries and index keys that they complete. Every C++ compiler reads it.
+// One struct serves both kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "fused/index.hpp"
+
+namespace lowlat::nvidia::fused {
+
+// Weight rows bf16 [num, H], 16-byte aligned; num a multiple of 16.
+struct Bf16Rows {
+  const std::uint16_t* rows;
+  int num;
+};
+
+inline constexpr int kCompressMatrices = 5;
+inline constexpr int kCompressSplits = 2;  // parts of K, whose sums lie apart
+
+struct CompressParams {
+  StepRows rows;
+  int ratio;               // 2, or 1
+  const std::uint16_t* x;  // bf16 [T, H]
+  // The matrices of the product one under the other: wkv and, at ratio 2, wgate, if the layer owns
+  // a pool; weights_proj, if it is an index source.
+  Bf16Rows matrices[kCompressMatrices];
+  float* partial;  // [2, T, all rows of the matrices]
+  // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring`, at least tokens + 1,
+  // for each request's state slot. Ratio 2 only.
+  float* state;
+  const std::int32_t* state_slots;  // [requests]
+  int ring;
+  const std::uint16_t* norm;    // bf16 [512]
+  const std::uint16_t* wk;      // bf16 [128, 512], 16-byte aligned
+  const std::uint16_t* k_norm;  // bf16 [128]
+  float norm_eps;
+  RopeFrequencies rope;
+  // Out: rows slots[t] / ratio of both pools, where row t completes an entry.
+  KvPages pool;
+  IndexKeyPages keys;
+  // Of x; of the sums; of entries and keys.
+  Gate x_done, product_done, done;
+};
+
+// V4: pooling over the tokens of a block, from the same product with other matrices: wkv and wgate
+// of the layer (ratio 4: [1024, H] each, ratio 128: [512, H]), then, at ratio 4, wkv and wgate of
+// the index [256, H].
+struct PoolParams {
+  StepRows rows;
+  int ratio;                        // 4 or 128
+  const float* partial;             // as CompressParams
+  int width;                        // of its rows
+  EntryPages pages;                 // of full slots: per_page is 256
+  const float* ape;                 // fp32 [ratio, 1024 or 512]
+  const std::uint16_t* norm;        // bf16 [512]
+  const float* index_ape;           // ratio 4: fp32 [4, 256]
+  const std::uint16_t* index_norm;  // bf16 [128]
+  // Rings of stages/pool_state.hpp, fp32: of each page of the window cache (ratio 4; the index's
+  // own beside it) or of each request's state slot (ratio 128). ring: rows, at least the candidates
+  // of an entry (8 or 128) and tokens - 1 more.
+  float* state;
+  float* index_state;
+  const std::int32_t* state_slots;  // [requests], ratio 128
+  int ring;
+  float norm_eps;
+  RopeFrequencies rope;
+  // Out: rows slots[t] / ratio, where row t completes an entry.
+  KvPages pool;
+  IndexKeyPages keys;  // ratio 4
+  Gate product_done, done;
+};
+
+constexpr int compress_width(const CompressParams& params) {
+  int sum = 0;
+  for (const Bf16Rows& matrix : params.matrices) sum += matrix.num;
+  return sum;
+}
+// Blocks that open product_done and done.
+constexpr std::uint32_t compress_product_blocks(const CompressParams& params) {
+  return static_cast<std::uint32_t>(compress_width(params) / 16 * kCompressSplits);
+}
+constexpr std::uint32_t compress_pool_blocks(int num_rows, int ratio) {
+  return static_cast<std::uint32_t>(8 * num_rows * (ratio == 4 ? 2 : 1));
+}
+constexpr std::uint32_t compress_key_blocks(int num_rows) {
+  return static_cast<std::uint32_t>(num_rows);
+}
+
+// x times the matrices, unrounded. hidden 5120 (V4.1) or 4096 (V4). cudaErrorInvalidValue for what
+// is out of range. Both may be captured in a graph; nothing is allocated.
+cudaError_t launch_compress_product(const CompressParams& params, int hidden, bool programmatic,
+                                    cudaStream_t stream);
+// V4.1: pooling, latent, entry and index key.
+cudaError_t launch_compress_key(const CompressParams& params, bool programmatic,
+                                cudaStream_t stream);
+// V4: entries and, at ratio 4, index keys; then the rings take what later steps need.
+cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream);
+
+}  // namespace lowlat::nvidia::fused

@@ -1,0 +1,323 @@
+// compress_pool_sm90: V4's compressed entries and index keys: a softmax over the tokens of a block,
+// channel by channel.
+//
+// Math         see stages/pool.hpp; entry = bf( norm, RoPE at the block's first position ), stored
+//              as 584 bytes; index key (ratio 4) = e4m3( norm, RoPE, Hadamard·128^-0.5 ) under
+//              max(1e-4, amax) / 448
+// Shapes       sums fp32 [2,T,width] · rings fp32 · ape fp32
+// Rounding     bf16 where bf( ) stands; codes nearest-even; all else fp32
+// Bytes        ratio 4: 66 KB for each completed entry; ratio 128: 512 KB
+// Floor        none of its own: one hop, and one inside the cluster
+// Launch       a cluster of eight blocks of 256 (ratio 128: 1,024) threads a row, of which each has
+//              the 64 channels of one scale; at ratio 4 a second cluster, whose first block makes
+//              the index key
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; the sums of squares reach every block of
+//              the cluster by stores that count on its barrier. A ring is longer than what an entry
+//              reads and the step writes, so that neither waits for the other
+// Determinism  the order of stages/pool.hpp; bitwise run to run and rank to rank
+// Meaning      reference/pool.cpp, kv.cpp, index.cpp. Bound: rel_l2 ≤ 4e-3 of entries and keys
+#include "platform/nvidia.hpp"
+// The platform comes first.
+#include <cfloat>
+
+#include "fused/compress.hpp"
+#include "fused/exchange_gate.cuh"
+#include "fused/front_launch.cuh"
+#include "fused/front_quant.cuh"
+#include "fused/front_weights.cuh"
+#include "fused/index_latent.cuh"
+#include "fused/index_place.cuh"
+#include "stages/index.hpp"
+#include "stages/kv.hpp"
+#include "stages/pool_state.hpp"
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+constexpr int kBlocks = 8;
+constexpr int kDim = shape::kHeadDim, kChannels = kDim / kBlocks, kNope = kDim - shape::kRopeDim;
+constexpr int kPartials = shape::kBlockRatio / stages::kPoolPartial;
+// Threads of a block: at ratio 128 a team of 64 for each partial softmax.
+template <int kRatio>
+constexpr int kThreads = kRatio == shape::kBlockRatio ? kPartials * kChannels : 256;
+static_assert(kChannels == stages::kKvGroup && kNope % kChannels == 0);
+
+struct Partial {
+  float max, sum, weighted;
+};
+struct PoolShared {
+  Partial partials[kPartials][kChannels];
+  alignas(16) float pooled[kIndexDim];  // of the index; the entry's 64 are the first
+  float block_squares[kBlocks];
+  float warp_squares[2], warp_amax[2];
+  std::uint64_t barrier;
+};
+
+// Where the projections of a request's tokens lie: the step's own, or a ring's.
+struct Candidates {
+  const PoolParams& params;
+  stages::PoolLayout layout;
+  int column;          // of the product
+  const float* state;  // of the layer or the index
+  int first_row, first_position, request;
+
+  LOWLAT_DEVICE const float* ring_row(int position) const {
+    std::int64_t row;
+    if (layout.overlaps()) {
+      const std::int32_t page =
+          __ldg(params.pages.page_table + static_cast<std::int64_t>(request) * params.pages.stride +
+                position / params.pages.per_page);
+      row = stages::overlap_state_row(static_cast<std::int64_t>(page) * params.pages.per_page +
+                                          position % params.pages.per_page,
+                                      params.pages.per_page, params.ring);
+    } else {
+      row = stages::block_state_row(__ldg(params.state_slots + request), position, params.ring);
+    }
+    return state + row * layout.width();
+  }
+  // Element i of the row of a token of the step: the parts added.
+  LOWLAT_DEVICE float step_value(int row, int i) const {
+    const float* from = params.partial + static_cast<std::int64_t>(row) * params.width + column + i;
+    return __ldcg(from) +
+           __ldcg(from + static_cast<std::int64_t>(params.rows.num_rows) * params.width);
+  }
+  // The partial softmax of candidates first .. first + 7 of channel d.
+  LOWLAT_DEVICE Partial partial(int entry, int first, int d, const float* ape) const {
+    float values[stages::kPoolPartial], scores[stages::kPoolPartial];
+#pragma unroll
+    for (int j = 0; j < stages::kPoolPartial; ++j) {
+      const int i = first + j, position = static_cast<int>(layout.position(entry, i));
+      const int at = layout.offset(i) + d, score_at = layout.half_width() + at;
+      values[j] = 0.0f, scores[j] = -FLT_MAX;
+      if (position >= first_position) {
+        const int row = first_row + position - first_position;
+        values[j] = step_value(row, at);
+        scores[j] = step_value(row, score_at);
+      } else if (position >= 0) {
+        const float* row = ring_row(position);
+        values[j] = __ldcg(row + at);
+        scores[j] = __ldcg(row + score_at);
+      }
+      if (position >= 0) scores[j] += __ldg(ape + layout.ape_row(i) * layout.half_width() + at);
+    }
+    Partial out{scores[0], 0.0f, 0.0f};
+#pragma unroll
+    for (const float s : scores) out.max = plat::max(s, out.max);
+#pragma unroll
+    for (int j = 0; j < stages::kPoolPartial; ++j) {
+      const float weight = plat::exp(scores[j] - out.max);
+      out.sum += weight;
+      out.weighted += weight * values[j];
+    }
+    return out;
+  }
+};
+
+// Norms, turns, multiplies by the Hadamard matrix and stores an index key. A warp calls; a lane has
+// four channels.
+LOWLAT_DEVICE void store_index_key(const PoolParams& params, const float* pooled, int slot,
+                                   int first_position, int lane_idx) {
+  const float4 from = *reinterpret_cast<const float4*>(pooled + 4 * lane_idx);
+  float x[4] = {from.x, from.y, from.z, from.w}, squares = 0.0f;
+#pragma unroll
+  for (const float v : x) squares = plat::fma(v, v, squares);
+  const float norm =
+      quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kIndexDim) + params.norm_eps);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    x[j] = x[j] * norm * stages::from_bf16(__ldg(params.index_norm + 4 * lane_idx + j));
+  }
+  const int turned = 4 * lane_idx - (kIndexDim - shape::kRopeDim);
+  if (turned >= 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 turn = index_turn(params.rope, turned / 2 + i, first_position);
+      const float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * turn.x - b * turn.y;
+      x[2 * i + 1] = a * turn.y + b * turn.x;
+    }
+  }
+  const float pairs[4] = {x[0] + x[1], x[0] - x[1], x[2] + x[3], x[2] - x[3]};
+  x[0] = pairs[0] + pairs[2], x[2] = pairs[0] - pairs[2];
+  x[1] = pairs[1] + pairs[3], x[3] = pairs[1] - pairs[3];
+#pragma unroll
+  for (int mask = 1; mask < plat::kWarpLanes; mask *= 2) {
+    const bool high = (lane_idx & mask) != 0;
+#pragma unroll
+    for (float& v : x) {
+      const float other = plat::warp_shuffle_xor(v, mask);
+      v = high ? other - v : v + other;
+    }
+  }
+  constexpr float kRoot = 0.08838834764831845f;  // 128^-0.5
+  float amax = stages::kIndexFp8AmaxMin;
+#pragma unroll
+  for (float& v : x) {
+    v *= kRoot;
+    amax = plat::max(plat::abs(v), amax);
+  }
+  amax = plat::warp_max(amax);
+  const float scale = amax / stages::kE4m3Max, inverse = 1.0f / scale;
+  const stages::IndexRow<std::uint8_t, stages::kIndexFp8DataBytes> to =
+      stages::IndexPaged<std::uint8_t, stages::kIndexFp8DataBytes>{params.keys.base,
+                                                                   params.keys.page_bytes}
+          .row(slot);
+  *reinterpret_cast<std::uint32_t*>(to.data + 4 * lane_idx) =
+      sm90::to_e4m3_pair(x[0] * inverse, x[1] * inverse) |
+      sm90::to_e4m3_pair(x[2] * inverse, x[3] * inverse) << 16;
+  if (lane_idx == 0) *reinterpret_cast<float*>(to.scales) = scale;
+}
+
+template <int kRatio>
+__global__ void __launch_bounds__(kThreads<kRatio>)
+    compress_pool_sm90(const __grid_constant__ PoolParams params) {
+  __shared__ PoolShared shared;
+  sm90::launch_dependents();
+  const int thread_idx = plat::thread_idx(), row = static_cast<int>(blockIdx.y);
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  const int block_idx = sm90::cluster_rank();
+  const bool is_index = blockIdx.z != 0;
+  const stages::PoolLayout layout{kRatio, is_index ? kIndexDim : kDim};
+  const int request = row / params.rows.tokens, begin = request * params.rows.tokens;
+  const int full_slot = __ldg(params.rows.slots + row);
+  const int position = __ldg(params.rows.positions + row);
+  // The request's rows of the step, without padding before and behind.
+  int first_row = begin, end = 0;
+#pragma unroll 1
+  for (int i = params.rows.tokens - 1; i >= 0; --i) {
+    if (__ldg(params.rows.slots + begin + i) < 0) continue;
+    if (end == 0) end = __ldg(params.rows.positions + begin + i) + 1;
+    first_row = begin + i;
+  }
+  const Candidates candidates{params,
+                              layout,
+                              is_index ? 4 * kDim : 0,
+                              is_index ? params.index_state : params.state,
+                              first_row,
+                              __ldg(params.rows.positions + first_row),
+                              request};
+  const bool completes = full_slot >= 0 && position % kRatio == kRatio - 1;
+  const int entry = position / kRatio, first_position = entry * kRatio;
+  const int slot = full_slot / kRatio;
+  if (thread_idx == 0) {
+    sm90::barrier_init(&shared.barrier, 1);
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&shared.barrier, kBlocks * 4);
+  }
+  plat::block_sync();
+  sm90::cluster_arrive_relaxed();
+  wait_at(params.product_done);
+
+  if (full_slot >= 0 &&
+      stages::writes_pool_state(layout, params.ring, params.pages.per_page, position, end)) {
+    const int share = static_cast<int>(layout.width()) / kBlocks;
+    float* to = const_cast<float*>(candidates.ring_row(position));
+    for (int i = thread_idx; i < share; i += kThreads<kRatio>) {
+      to[block_idx * share + i] = candidates.step_value(row, block_idx * share + i);
+    }
+  }
+  sm90::cluster_wait();  // the others run
+  if (completes && is_index && block_idx == 0) {
+    if (thread_idx < kIndexDim) {
+      const Partial all = candidates.partial(entry, 0, thread_idx, params.index_ape);
+      shared.pooled[thread_idx] = all.weighted / all.sum;
+    }
+    plat::block_sync();
+    if (warp_idx == 0) store_index_key(params, shared.pooled, slot, first_position, lane_idx);
+  } else if (completes && !is_index) {
+    const int local = thread_idx % kChannels, team = thread_idx / kChannels;
+    const int channel = block_idx * kChannels + local;
+    float value = 0.0f;
+    if constexpr (kRatio == stages::kOverlapRatio) {
+      if (team == 0) {
+        const Partial all = candidates.partial(entry, 0, channel, params.ape);
+        value = all.weighted / all.sum;
+      }
+    } else {
+      shared.partials[team][local] =
+          candidates.partial(entry, team * stages::kPoolPartial, channel, params.ape);
+      plat::block_sync();
+      if (team == 0) {
+        float largest = shared.partials[0][local].max, sum = 0.0f, weighted = 0.0f;
+#pragma unroll
+        for (int i = 1; i < kPartials; ++i) {
+          largest = plat::max(largest, shared.partials[i][local].max);
+        }
+#pragma unroll 4
+        for (int i = 0; i < kPartials; ++i) {
+          const Partial& part = shared.partials[i][local];
+          const float scale = plat::exp(part.max - largest);
+          sum += part.sum * scale;
+          weighted += part.weighted * scale;
+        }
+        value = weighted / sum;
+      }
+    }
+    if (team == 0) {
+      const float squares = plat::warp_sum(value * value);
+      if (lane_idx == 0) shared.warp_squares[warp_idx] = squares;
+    }
+    plat::block_sync();
+    if (thread_idx < kBlocks) {
+      sm90::send_to_peer(sm90::peer_address(&shared.block_squares[block_idx], thread_idx),
+                         shared.warp_squares[0] + shared.warp_squares[1],
+                         sm90::peer_address(&shared.barrier, thread_idx));
+    }
+    wait_for_cluster(&shared.barrier, 0);
+    if (team == 0) {
+      float total = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) total += shared.block_squares[i];
+      const float norm = quick_rsqrt(total / static_cast<float>(kDim) + params.norm_eps);
+      value = value * norm * stages::from_bf16(__ldg(params.norm + channel));
+      if (channel >= kNope) {
+        const float2 turn = index_turn(params.rope, local / 2, first_position);
+        const float other = plat::warp_shuffle_xor(value, 1);
+        value = local % 2 == 0 ? value * turn.x - other * turn.y : other * turn.y + value * turn.x;
+      }
+      value = quick_bf16(value);
+      const float amax = plat::warp_max(plat::abs(value));
+      if (lane_idx == 0) shared.warp_amax[warp_idx] = amax;
+    }
+    plat::block_sync();
+    if (team == 0) {
+      const stages::KvRow<std::uint8_t> to =
+          stages::KvPaged<std::uint8_t>{params.pool.base, params.pool.slots_per_page,
+                                        params.pool.page_bytes}
+              .row(slot);
+      if (channel >= kNope) {
+        reinterpret_cast<std::uint16_t*>(to.data + kNope)[local] =
+            static_cast<std::uint16_t>(plat::float_bits(value) >> 16);
+      } else {
+        const std::uint32_t code =
+            power_code(plat::max(plat::max(shared.warp_amax[0], shared.warp_amax[1]), 1e-4f));
+        to.data[channel] = static_cast<std::uint8_t>(
+            sm90::to_e4m3_pair(value * plat::bits_float((254u - code) << 23), 0.0f));
+        if (local == 0) to.scales[block_idx] = static_cast<std::uint8_t>(code);
+      }
+    }
+  }
+  open_gate(params.done);
+}
+
+}  // namespace
+
+cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream) {
+  const StepRows& rows = params.rows;
+  if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
+  if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
+  const auto launch = [&]<int kRatio>(int candidates, int width) {
+    if (params.ring < candidates + rows.tokens - 1 || params.width < width) {
+      return cudaErrorInvalidValue;
+    }
+    const dim3 grid(kBlocks, static_cast<unsigned>(rows.num_rows),
+                    kRatio == stages::kOverlapRatio ? 2 : 1);
+    return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads<kRatio>, 0, kBlocks,
+                         programmatic, stream, params);
+  };
+  if (params.ratio == 4) return launch.template operator()<4>(8, 4 * kDim + 4 * kIndexDim);
+  if (params.ratio == 128) return launch.template operator()<128>(128, 2 * kDim);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace lowlat::nvidia::fused

@@ -1,0 +1,243 @@
+// index_query_fp4_sm90 and index_query_fp8_sm90: V4.1's and V4's index queries, for few rows.
+//
+// Math         ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  iq = bf( quant(ql)·wqᵀ ), the last 64 of
+//              each head bf( RoPE(iq, position) ), every 32 channels through e2m1 under a power of
+//              two; V4: RoPE unrounded, times the Hadamard matrix and 128^-0.5, e4m3 under
+//              max(1e-4, amax) / 448
+// Shapes       qa [T,1280] · wq e4m3 [32·128,1280] in blocks of 32; V4: [T,1024], [64·128,1024],
+//              128
+// Rounding     bf16 where bf( ) stands; codes nearest-even after a true division; sums fp32
+// Bytes        5.2 MB; V4: 8.4 MB
+// Floor        1.1 us at 4.65 TB/s; 1.8 us
+// Launch       32 weight rows a block, which are one group of four-bit codes; V4: 64, and two
+//              blocks are a cluster and a head. 256 threads. Weights are on their way before the
+//              input is waited for
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; V4: the halves of a head reach the other
+//              block by stores that count on its barrier
+// Determinism  fixed summation order; bitwise run to run and rank to rank
+// Meaning      reference/linear.cpp, norm.cpp, index.cpp. Bound: rel_l2 ≤ 2e-2 (a code may
+//              differ where a sum is rounded the other way)
+#include "platform/nvidia.hpp"
+// The platform comes first.
+#include "fused/exchange_gate.cuh"
+#include "fused/front_launch.cuh"
+#include "fused/front_weights.cuh"
+#include "fused/index.hpp"
+#include "fused/index_latent.cuh"
+#include "fused/index_place.cuh"
+#include "shape/dsv41_flash.hpp"
+#include "shape/dsv4_flash.hpp"
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+using Model = shape::Dsv41Flash<1>;
+constexpr int kQLora = Model::kQLora, kGroup = Model::kScaleBlock;
+constexpr int kRows = 32;
+static_assert(kFp4IndexHeads * kIndexDim / kRows == kIndexQueryBlocks);
+constexpr int kGroupsOfHead = kIndexDim / kRows;
+constexpr int kRopeGroups = shape::kRopeDim / kRows;
+constexpr int kPairsOfGroup = kRows / 2;
+
+template <int kTiles>
+struct QueryShared {
+  static constexpr int kTokens = kTiles * kTileTokens;
+  typename Product<kRows, kQLora, kTiles, 1, kRows, 0>::Shared product;
+  IndexLatent<kQLora, kGroup, kTokens> latent;
+  float2 turn[kTokens][kPairsOfGroup];
+};
+
+template <int kTiles>
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
+    index_query_fp4_sm90(const __grid_constant__ IndexParams params) {
+  using Linear = Product<kRows, kQLora, kTiles, 1, kRows, 0>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<QueryShared<kTiles>*>(memory);
+  sm90::launch_dependents();
+  const int block_idx = static_cast<int>(blockIdx.x), num_rows = params.rows.num_rows;
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  const int head = block_idx / kGroupsOfHead, group = block_idx % kGroupsOfHead;
+  const bool rotates = group >= kGroupsOfHead - kRopeGroups;
+  constexpr int kScaleStride = kQLora / kGroup;
+  const ProductWeights weights{
+      params.wq.codes + static_cast<std::int64_t>(block_idx) * kRows * kQLora,
+      params.wq.scales + block_idx * kRows / kGroup * kScaleStride, kQLora, kScaleStride};
+  Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
+  if (rotates) {
+    const int first_pair = (group - (kGroupsOfHead - kRopeGroups)) * kPairsOfGroup;
+    for (int i = thread_idx; i < num_rows * kPairsOfGroup; i += kProductThreads) {
+      shared.turn[i / kPairsOfGroup][i % kPairsOfGroup] =
+          index_turn(params.rope, first_pair + i % kPairsOfGroup,
+                     __ldg(params.rows.positions + i / kPairsOfGroup));
+    }
+  }
+  Stamps stamps({}, 0);
+  bool by_packets = false;
+  if constexpr (kTiles == 1) {
+    by_packets = params.hop.port != nullptr;
+    if (by_packets) {
+      const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.x) + block_idx,
+                              hop_tag(params.hop, params.x_index, HopKernel::q).tag,
+                              static_cast<const plat::TaggedWords*>(params.packets.qa),
+                              kQLora / 4 / plat::kWarpLanes};
+      shared.latent.take(hop_tag(params.hop, params.hop.index, HopKernel::q), signs,
+                         params.packets.qa, params.q_norm, params.norm_eps, num_rows);
+    }
+  }
+  if (!by_packets) {
+    wait_at(params.qkv_done);
+    shared.latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
+  }
+  using Codes = CodeActivations<kGroup, true>;
+  const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
+                     QueryShared<kTiles>::kTokens};
+  Linear::run(shared.product, latent, num_rows, stamps);
+  // A warp a token, a lane a channel of the group.
+  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+    float value = quick_bf16(Linear::sum(shared.product, token, lane_idx));
+    if (rotates) {
+      const float2 turn = shared.turn[token][lane_idx / 2];
+      const float other = plat::warp_shuffle_xor(value, 1);
+      const float a = value * turn.x, b = other * turn.y;
+      value = quick_bf16(lane_idx % 2 == 0 ? a - b : b + a);
+    }
+    float amax = plat::abs(value);
+#pragma unroll
+    for (int mask = 1; mask < plat::kWarpLanes; mask *= 2) {
+      amax = plat::max(plat::warp_shuffle_xor(amax, mask), amax);
+    }
+    const PowerScale by = fp4_scale(fp4_scale_code(plat::max(amax, stages::kFp4AmaxMin)));
+    const float kept = fp4_round(value * by.inverse) * by.scale + 0.0f;
+    params.query[token * kFp4IndexHeads * kIndexDim +
+                 index_query_place(head, group * kRows + lane_idx)] =
+        static_cast<std::uint16_t>(plat::float_bits(kept) >> 16);
+  }
+  open_gate(params.query_done);
+}
+
+// V4: a head is a cluster of two blocks of 64 channels.
+using ModelV4 = shape::Dsv4Flash<1>;
+constexpr int kQLoraV4 = ModelV4::kQLora, kGroupV4 = ModelV4::kScaleBlock;
+constexpr int kHalf = kIndexDim / 2, kPairs = shape::kRopeDim / 2;
+static_assert(kHalf == shape::kRopeDim && kGroupV4 == kIndexDim);
+static_assert(kFp8IndexHeads * 2 == kIndexQueryBlocks);
+
+template <int kTiles>
+struct QuerySharedV4 {
+  static constexpr int kTokens = kTiles * kTileTokens;
+  typename Product<kHalf, kQLoraV4, kTiles, 1, kHalf, 0>::Shared product;
+  IndexLatent<kQLoraV4, kGroupV4, kTokens> latent;
+  float2 turn[kTokens][kPairs];
+  float own[kTokens][kHalf], other[kTokens][kHalf];  // halves of a head, before the last pass
+  std::uint64_t barrier;
+};
+
+template <int kTiles>
+__global__ void __launch_bounds__(kProductThreads, 1)
+    index_query_fp8_sm90(const __grid_constant__ IndexParams params) {
+  using Linear = Product<kHalf, kQLoraV4, kTiles, 1, kHalf, 0>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<QuerySharedV4<kTiles>*>(memory);
+  sm90::launch_dependents();
+  const int num_rows = params.rows.num_rows, thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  const int head = static_cast<int>(blockIdx.x) / 2, half = sm90::cluster_rank();
+  const bool rotates = half == 1;
+  if (thread_idx == 0) {
+    sm90::barrier_init(&shared.barrier, 1);
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&shared.barrier, num_rows * kHalf * 4);
+  }
+  plat::block_sync();
+  sm90::cluster_arrive_relaxed();
+  constexpr int kScaleStride = kQLoraV4 / kGroupV4;
+  const ProductWeights weights{
+      params.wq.codes + (static_cast<std::int64_t>(head) * kIndexDim + half * kHalf) * kQLoraV4,
+      params.wq.scales + head * kScaleStride, kQLoraV4, kScaleStride};
+  Linear::template load<kGroupV4>(shared.product, weights, half * kHalf, num_rows);
+  if (rotates) {
+    for (int i = thread_idx; i < num_rows * kPairs; i += kProductThreads) {
+      shared.turn[i / kPairs][i % kPairs] =
+          index_turn(params.rope, i % kPairs, __ldg(params.rows.positions + i / kPairs));
+    }
+  }
+  wait_at(params.qkv_done);
+  shared.latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
+  using Codes = CodeActivations<kGroupV4, true>;
+  const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
+                     QuerySharedV4<kTiles>::kTokens};
+  Stamps stamps({}, 0);
+  Linear::run(shared.product, latent, num_rows, stamps);
+  sm90::cluster_wait();  // the other block runs
+  // A warp a token, a lane channels 2 lane and the next: six passes of the Hadamard matrix.
+  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+    float a = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
+    float b = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
+    if (rotates) {
+      const float2 turn = shared.turn[token][lane_idx];
+      const float turned = a * turn.x - b * turn.y;
+      b = a * turn.y + b * turn.x;
+      a = turned;
+    }
+    const float sum = a + b;
+    b = a - b;
+    a = sum;
+#pragma unroll
+    for (int mask = 1; mask < plat::kWarpLanes; mask *= 2) {
+      const float other_a = plat::warp_shuffle_xor(a, mask);
+      const float other_b = plat::warp_shuffle_xor(b, mask);
+      const bool high = (lane_idx & mask) != 0;
+      a = high ? other_a - a : a + other_a;
+      b = high ? other_b - b : b + other_b;
+    }
+    shared.own[token][2 * lane_idx] = a;
+    shared.own[token][2 * lane_idx + 1] = b;
+    const std::uint32_t barrier = sm90::peer_address(&shared.barrier, 1 - half);
+    const std::uint32_t to = sm90::peer_address(&shared.other[token][2 * lane_idx], 1 - half);
+    sm90::send_to_peer(to, a, barrier);
+    sm90::send_to_peer(to + 4, b, barrier);
+  }
+  wait_for_cluster(&shared.barrier, 0);
+  __syncwarp();
+  constexpr float kRoot = 0.08838834764831845f;  // 128^-0.5
+  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+    float kept[2], amax = stages::kIndexFp8AmaxMin;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float own = shared.own[token][2 * lane_idx + i];
+      const float other = shared.other[token][2 * lane_idx + i];
+      const float sum = (own + other) * kRoot;
+      const float difference = (rotates ? other - own : own - other) * kRoot;
+      kept[i] = rotates ? difference : sum;
+      amax = plat::max(plat::abs(sum), amax);
+      amax = plat::max(plat::abs(difference), amax);
+    }
+    amax = plat::warp_max(amax);
+    const float scale = amax / stages::kE4m3Max, inverse = 1.0f / scale;
+    std::uint32_t pair[2];
+    sm90::e4m3_to_f16(pair, sm90::to_e4m3_pair(kept[0] * inverse, kept[1] * inverse));
+    const int channel = half * kHalf + 2 * lane_idx;
+    *reinterpret_cast<std::uint32_t*>(params.query + token * kFp8IndexHeads * kIndexDim +
+                                      index_query_place(head, channel, true)) = pair[0];
+    if (half == 0 && lane_idx == 0) params.query_scale[token * kFp8IndexHeads + head] = scale;
+  }
+  open_gate(params.query_done);
+}
+
+}  // namespace
+
+cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cudaStream_t stream) {
+  if (params.format == IndexFormat::fp8) {
+    return with_tiles(params.rows.num_rows, [&]<int kTiles>() {
+      return launch_kernel(index_query_fp8_sm90<kTiles>, dim3(kIndexQueryBlocks), kProductThreads,
+                           sizeof(QuerySharedV4<kTiles>), 2, programmatic, stream, params);
+    });
+  }
+  return with_tiles(params.rows.num_rows, [&]<int kTiles>() {
+    return launch_kernel(index_query_fp4_sm90<kTiles>, dim3(kIndexQueryBlocks), kProductThreads,
+                         sizeof(QueryShared<kTiles>), 1, programmatic, stream, params);
+  });
+}
+
+}  // namespace lowlat::nvidia::fused
