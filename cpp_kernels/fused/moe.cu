@@ -51,51 +51,19 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, args, rules);
 }
 
-// Warps that multiply. Eight and twenty are slower (docs/bench).
-constexpr int kConsumers = 16;
-// Up to so many rows, several launches of eight rows beat one that gathers rows: measured for V4.1
-// (5120 columns) at 12 and 24 rows; for V4 they do not.
-template <class S>
-constexpr int kSplitRows = S::kHidden > 4096 ? 24 : 8;
-
 // The two kernels of a shape: up to 8 rows, and up to 64. Their workspaces lie one after the other.
 template <class S>
 struct Instances {
-  using Few = moe::Layout<S, false, kConsumers>;
-  using Many = moe::Layout<S, true, kConsumers>;
+  using Few = moe::Layout<S, 8>;
+  using Many = moe::Layout<S, 64>;
   static constexpr std::size_t kManyOffset = (Few::kWorkspaceBytes + 255) / 256 * 256;
   static constexpr std::size_t kBytes = kManyOffset + Many::kWorkspaceBytes;
 
   static cudaError_t run(MoeArgs args, const moe::Rules& rules, cudaStream_t stream,
                          bool overlapped) {
-    if (args.rows <= kSplitRows<S>) return split(args, rules, stream, overlapped);
+    if (args.rows <= Few::kMaxRows) return launch<Few>(args, rules, stream, overlapped);
     args.workspace = static_cast<unsigned char*>(args.workspace) + kManyOffset;
     return launch<Many>(args, rules, stream, overlapped);
-  }
-  // Launches of at most eight rows, as equal as can be.
-  static cudaError_t split(const MoeArgs& args, moe::Rules rules, cudaStream_t stream,
-                           bool overlapped) {
-    const int parts = (args.rows + Few::kMaxRows - 1) / Few::kMaxRows;
-    const int part_rows = (args.rows + parts - 1) / parts;
-    for (int row = 0; row < args.rows; row += part_rows) {
-      MoeArgs part = args;
-      part.rows = args.rows - row < part_rows ? args.rows - row : part_rows;
-      const auto skip = [row](auto*& pointer, int width) {
-        if (pointer != nullptr) pointer += static_cast<std::size_t>(row) * width;
-      };
-      skip(part.x, Few::kHidden);
-      skip(part.image_rows, 1);
-      skip(part.ids, Few::kSlots);
-      skip(part.weights, Few::kSlots);
-      skip(part.out_ids, Few::kSlots);
-      skip(part.out_weights, Few::kSlots);
-      skip(part.out, Few::kHidden);
-      if (row > 0) part.before = {};  // the workspace is the launch's before
-      rules.first_row = row;
-      const cudaError_t status = launch<Few>(part, rules, stream, overlapped || row > 0);
-      if (status != cudaSuccess) return status;
-    }
-    return cudaSuccess;
   }
   static cudaError_t init(void* workspace, cudaStream_t stream) {
     auto* bytes = static_cast<unsigned char*>(workspace);
@@ -118,6 +86,7 @@ struct Instances {
 template <class F>
 auto with_shape(MoeShape shape, F f) {
   switch (shape) {
+    case MoeShape::v41_tp2: return f(Instances<shape::Dsv41Flash<2>>());
     case MoeShape::v4_tp2: return f(Instances<shape::Dsv4Flash<2>>());
     case MoeShape::v4_tp4: return f(Instances<shape::Dsv4Flash<4>>());
     case MoeShape::v41_tp4: break;
@@ -147,7 +116,7 @@ int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool ov
   // V4's router divides by 1 where a sum is 0; a hash layer's and V4.1's target add 1e-20.
   const bool target = !v4 || args.routing == MoeRouting::table;
   const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
-                            target ? stages::GateSum::target : stages::GateSum::draft, 0};
+                            target ? stages::GateSum::target : stages::GateSum::draft};
   return with_shape(shape, [&](auto instances) {
     return static_cast<int>(
         instances.run(args, rules, static_cast<cudaStream_t>(stream), overlapped));
