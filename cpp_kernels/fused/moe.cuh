@@ -376,12 +376,26 @@ struct Producer {
     return true;
   }
 
-  LOWLAT_DEVICE bool begin(std::uint32_t bytes) {
-    if (!r.wait_free(uses)) return false;
-    if (r.lane == 0) sm90::barrier_arrive_expect(&r.barriers.full[uses % L::kRing], bytes);
-    __syncwarp();
-    ++uses;
-    return true;
+  // kRows rows of kRow bytes to shared memory, 16 bytes a lane: a bulk copy costs 31 ns whatever its
+  // length, so short rows are not worth one. Eight rows of 64 bytes a step.
+  template <int kRows, int kRow, int kPitch>
+  LOWLAT_DEVICE void load_rows(std::uint32_t dst, const unsigned char* src,
+                               std::int64_t src_pitch) const {
+    static_assert(kRows % 8 == 0 && kRow % 64 == 0);
+    dst += r.lane / 4 * kPitch + r.lane % 4 * 16;
+    src += r.lane / 4 * src_pitch + r.lane % 4 * 16;
+#pragma unroll
+    for (int row = 0; row < kRows; row += 8) {
+#pragma unroll
+      for (int i = 0; i < kRow; i += 64) {
+        sm90::copy_piece(dst + row * kPitch + i, src + row * src_pitch + i,
+                         sm90::CacheHint::evict_first);
+      }
+    }
+  }
+  // After the lane's copies to a slot; every lane calls.
+  LOWLAT_DEVICE void end_slot(int slot) const {
+    sm90::barrier_arrive_copied(&r.barriers.full[slot]);
   }
 
   LOWLAT_DEVICE bool run_routed() {
@@ -406,35 +420,43 @@ struct Producer {
              (r.lane ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2,
              &barriers.scales_full[buffer]);
       }
-      const std::size_t codes = (row + r.lane) * (L::kHidden / 2);
+      const std::size_t codes = row * (L::kHidden / 2);
 #pragma unroll 1
       for (int chunk = 0; chunk < L::kChunks; ++chunk) {
         const int slot = uses % L::kRing;
-        if (!begin(L::kTileRows * L::kChunkRow)) return false;
-        unsigned char* dst = r.slot(slot) + r.lane * L::kChunkPitch;
-        load(dst, w.w1.codes + codes + chunk * L::kChunkRow, L::kChunkRow, &barriers.full[slot]);
-        load(dst + L::kTileValues * L::kChunkPitch, w.w3.codes + codes + chunk * L::kChunkRow,
-             L::kChunkRow, &barriers.full[slot]);
+        if (!r.wait_free(uses)) return false;
+        ++uses;
+        const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+          load_rows<L::kTileValues, L::kChunkRow, L::kChunkPitch>(
+              dst + up * L::kTileValues * L::kChunkPitch,
+              (up ? w.w3 : w.w1).codes + codes + chunk * L::kChunkRow, L::kHidden / 2);
+        }
+        end_slot(slot);
       }
     }
     if (r.block_idx >= kBands) return true;
     for (int entry = 0; entry < r.table.num_entries; ++entry) {
       const int slot = uses % L::kRing;
-      if (!begin(L::kBandRows * L::kInnerRow + L::kBandScales)) return false;
+      if (!r.wait_free(uses)) return false;
+      ++uses;
       const std::size_t row = static_cast<std::size_t>(r.table.expert[entry]) * L::kHidden +
                               r.block_idx * L::kBandRows;
-      unsigned char* dst = r.slot(slot);
+      const unsigned char* codes = w.w2.codes + row * L::kInnerRow;
+      constexpr bool kWhole = L::kInnerPitch == L::kInnerRow;
       std::uint64_t* full = &barriers.full[slot];
-      if constexpr (L::kInnerPitch == L::kInnerRow) {
-        if (r.lane == 0) load(dst, w.w2.codes + row * L::kInnerRow, L::kBandCodes, full);
-      } else {
-        for (int i = r.lane; i < L::kBandRows; i += plat::kWarpLanes) {
-          load(dst + i * L::kInnerPitch, w.w2.codes + (row + i) * L::kInnerRow, L::kInnerRow, full);
-        }
-      }
       if (r.lane == 0) {
-        load(dst + L::kBandCodes, w.w2.scales + row * L::kInnerGroups, L::kBandScales, full);
+        sm90::barrier_expect(full, L::kBandScales + (kWhole ? L::kBandCodes : 0));
+        if (kWhole) load(r.slot(slot), codes, L::kBandCodes, full);
+        load(r.slot(slot) + L::kBandCodes, w.w2.scales + row * L::kInnerGroups, L::kBandScales,
+             full);
       }
+      if constexpr (!kWhole) {
+        load_rows<L::kBandRows, L::kInnerRow, L::kInnerPitch>(r.slot_address(slot), codes,
+                                                              L::kInnerRow);
+      }
+      end_slot(slot);
     }
     return true;
   }
@@ -1391,7 +1413,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  0};
   r.with_more = r.shared ? L::kSharedTiles % r.num_blocks : 0;
   if (thread < L::kRing) {
-    sm90::barrier_init(&barriers.full[thread], 1);
+    sm90::barrier_init(&barriers.full[thread], plat::kWarpLanes);
     sm90::barrier_init(&barriers.here[thread], 1);
     sm90::barrier_init(&barriers.empty[thread], 4);
   } else if (thread >= 32 && thread < 32 + L::kBuffers) {
