@@ -1081,13 +1081,13 @@ struct Consumer {
   LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule, TileScales& scales) {
     load_group(0);
     bool going = !r.gates() || run_gate();
-    route(rule, sum_rule);  // every consumer comes to its barriers
-    make_table();
-    // The producer fetches the first experts meanwhile.
+    // While the scores are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
       going = run_shared_tile(n, scales);
     }
+    route(rule, sum_rule);  // every consumer comes to its barriers
+    make_table();
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };
@@ -1293,8 +1293,8 @@ struct Finisher {
   }
 
   LOWLAT_DEVICE bool run(stages::GateRule rule) {
-    clear_columns();
     if (r.gates() && !run_gate(rule)) return false;
+    clear_columns();
     for (int n = 0; n < r.shared_tiles(); ++n) {
       for (int group = 0; group < r.num_groups(); ++group) {
         if (!wait_sums()) return false;
@@ -1451,6 +1451,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     consumer.run_early(scales);
   }
   wait_at(args.before);
+  // The next kernel's blocks may take the multiprocessors that are through.
+  sm90::launch_dependents();
   std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
   r.epoch = *epoch_word + 1;
   r.watch.deadline_ns = plat::clock_ns() + args.fault.budget_ns;
@@ -1474,7 +1476,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
   if (table.stop == 0) {
-    sm90::launch_dependents();
     if (r.block_idx < kBands) finish_band(r);
     if (thread == 0) *epoch_word = r.epoch;
     return;
