@@ -1,7 +1,8 @@
 // bench/moe.cu: the mixture-of-experts region at true shapes: checked, then timed.
 //
-//   bench_moe [check] [time] [v41] [v4] [gate|same|apart|last|table|fault ..] [ROWS..]
-//   both parts, both models, all routings of the check, all row counts where none is named
+//   bench_moe [check] [time] [v41] [v4] [marlin] [gate|same|apart|last|table|fault ..] [ROWS..]
+//   both parts, both models, all routings of the check, all row counts where none is named;
+//   marlin: weights in that layout instead of the checkpoint's
 //
 // Times are of a CUDA graph of eight launches with different rows (and so different experts; one
 // layer's experts are thirty times the L2), the floor is what the chosen experts' bytes take at the
@@ -133,7 +134,7 @@ double read_rate() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool check = false, time = false, v41 = false, v4 = false;
+  bool check = false, time = false, v41 = false, v4 = false, marlin = false;
   std::vector<int> rows;
   const std::set<std::string> all_routings = {"gate", "same", "apart", "last", "table", "fault"};
   std::set<std::string> routings;
@@ -150,12 +151,14 @@ int main(int argc, char** argv) {
       v41 = true;
     } else if (word == "v4") {
       v4 = true;
+    } else if (word == "marlin") {
+      marlin = true;
     } else if (all_routings.count(word) != 0) {
       routings.insert(word);
     } else {
       std::fprintf(stderr,
-                   "bench_moe: %s; known: check, time, v41, v4, gate, same, apart, last, table, "
-                   "fault, rows from 1 to 64\n",
+                   "bench_moe: %s; known: check, time, v41, v4, marlin, gate, same, apart, last, "
+                   "table, fault, rows from 1 to 64\n",
                    argv[i]);
       return 2;
     }
@@ -169,7 +172,7 @@ int main(int argc, char** argv) {
   const double rate = time ? read_rate() : 1.0;
   if (time) std::printf("plain read of 1 GiB: %.2f TB/s\n", rate * 1e-12);
   const auto run = [&](const Dims& d) {
-    const Layer layer(d);
+    const Layer layer(d, marlin ? MoeLayout::marlin : MoeLayout::checkpoint);
     CUDA(cudaDeviceSynchronize());
     if (check) {
       for (const int num : rows.empty() ? std::vector<int>{1, 2, 6, 8, 12, 24, 48} : rows) {

@@ -71,9 +71,10 @@ namespace lowlat::nvidia::fused {
 namespace moe {
 
 using lowlat::fused::MoeArgs;
+using lowlat::fused::MoeLayout;
 using lowlat::fused::MoeRouting;
 
-inline constexpr int kBands = 128;  // blocks that own columns, and that score experts
+inline constexpr int kScorers = 128;  // blocks that score experts
 inline constexpr int kColumns = 8;  // of a product
 inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // no bf16 pair, e4m3 codes or scale here
 inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
@@ -91,8 +92,9 @@ constexpr int spread_pitch(int row_bytes) {
 }
 
 // Sizes of one compiled shape.
-template <class S, int kMaxRows_>
+template <class S, int kMaxRows_, MoeLayout kLayout>
 struct Layout {
+  static constexpr bool kMarlin = kLayout == MoeLayout::marlin;
   static constexpr int kWarpGroups = 4, kConsumers = 4 * kWarpGroups;  // warps
   static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
   static constexpr int kGatherer = kConsumers + 2, kGatherers = 2;
@@ -112,44 +114,55 @@ struct Layout {
   static constexpr int kBlockK = 4 * kRun, kSliceBlocks = kSlice / kBlockK;
   static constexpr int kSharedRows = 8;  // values of h of a tile
   static constexpr int kSharedTiles = kInner / kSharedRows;
-  static constexpr int kMostSharedTiles = (kSharedTiles + kBands - 1) / kBands;  // of a block
+  static constexpr int kMostSharedTiles = (kSharedTiles + kScorers - 1) / kScorers;  // of a block
   static constexpr int kSharedPitch = kHidden + (kRun == 32 ? 16 : 64);          // e4m3 row
   static constexpr int kSharedBytes = 2 * kSharedRows * kSharedPitch;
-  static constexpr int kGateRows = kExperts / kBands;
+  static constexpr int kGateRows = kExperts / kScorers;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
-  // First product.
-  static constexpr int kTileValues = 32, kTileRows = 2 * kTileValues;
+  // First product. A use of the ring has 64 weight rows: those of w1 and of w3, or one's.
+  static constexpr int kUseRows = 64;
+  static constexpr int kTileValues = kMarlin ? 64 : 32, kTileGroups = kTileValues / 32;
+  static constexpr int kParts = 2 * kTileValues / kUseRows;  // uses of a chunk
   static constexpr int kTiles = kInner / kTileValues;  // of an entry
   static constexpr int kChunks = 8, kChunkK = kHidden / kChunks;
   static constexpr int kChunkGroups = kChunkK / 32, kChunkRow = kChunkK / 2;
-  static constexpr int kChunkPitch = spread_pitch(kChunkRow);
+  static constexpr int kChunkPitch = kMarlin ? kChunkRow : spread_pitch(kChunkRow);
+  static constexpr int kUses = kChunks * kParts;  // of a tile
+  static constexpr int kTileBytes = 512;          // of a Marlin tile's codes
   static constexpr int kScaleRow = kHidden / 32;
-  static constexpr int kTileScales = kTileRows * kScaleRow;
+  static constexpr int kTileScales = kMarlin ? 0 : kUseRows * kScaleRow;  // on their own
   // Second product.
-  static constexpr int kBandRows = kHidden / kBands;
+  static constexpr int kBandRows = kMarlin ? 64 : kHidden / 128;
+  static constexpr int kBands = kHidden / kBandRows;  // blocks that own columns
   static constexpr int kRowBlocks = (kBandRows + 15) / 16;  // of 16 rows, a warp's
   static constexpr int kInnerGroups = kInner / 32;
-  static constexpr int kInnerRow = kInner / 2, kInnerPitch = spread_pitch(kInnerRow);
+  static constexpr int kInnerRow = kInner / 2, kInnerPitch = kMarlin ? kInnerRow : spread_pitch(kInnerRow);
   static constexpr int kBandCodes = kBandRows * kInnerPitch;
   static constexpr int kBandScales = kBandRows * kInnerGroups;
   // Of the shared expert.
   static constexpr int kInnerBlocks = kInner / 64;
+  static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;
+  static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, a warp
+  static_assert(kBlock == 32 || kPartBlocks % 2 == 0);
   static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
   static_assert(kSlice % kBlockK == 0 && kHidden % (kChunks * 64) == 0 && kInner % 64 == 0 &&
-                kExperts % kBands == 0 && kChunks % kWarpGroups == 0);
+                kExperts % kScorers == 0 && kChunks % kWarpGroups == 0 && kBands <= kScorers);
   static_assert(kBandRows % 8 == 0 && kRowBlocks <= 4);
   static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
-  static_assert(kBandRows * kInnerRow % 16 == 0 && kBandScales % 16 == 0 && kTileScales % 32 == 0);
+  static_assert(kBandRows * kInnerRow % 16 == 0 && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
+                kInner % kTileValues == 0);
   static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
   static_assert(kMostSharedTiles <= 2);
 
   // A slot of the ring: weights (a chunk, or an entry's band), columns, the columns' scales.
   static constexpr int kGroupBytes = 512;  // of columns: high and low terms, two cores each
   static constexpr int kMostGroups = kChunkGroups > kInnerGroups ? kChunkGroups : kInnerGroups;
-  static constexpr int kChunkBytes = kTileRows * kChunkPitch, kBandBytes = kBandCodes + kBandScales;
+  static constexpr int kChunkCodes = kUseRows * kChunkPitch;
+  static constexpr int kChunkBytes = kChunkCodes + (kMarlin ? kUseRows * kChunkGroups : 0);
+  static constexpr int kBandBytes = kBandCodes + kBandScales;
   static constexpr int kColumnsOffset =
       round_up(kChunkBytes > kBandBytes ? kChunkBytes : kBandBytes, 128);
   static constexpr int kColumnScales = kColumnsOffset + kMostGroups * kGroupBytes;
@@ -158,9 +171,10 @@ struct Layout {
   static_assert(kGateRows * kGatePitch <= kSlotBytes);
 
   // Shared memory, in bytes from its start.
-  static constexpr int kSumsPitch = kTileRows + 4;  // floats of a column: lanes on all banks
+  static constexpr int kSumsPitch = kUseRows + 4;  // floats of a column: lanes on all banks
   static constexpr int kPartialBytes = kWarpGroups * kColumns * kSumsPitch * 4;
-  static_assert(kConsumers * kColumns * 2 * kSharedRows * 4 <= kPartialBytes);
+  static_assert(kConsumers * kColumns * 2 * kSharedRows * 4 <= kPartialBytes &&
+                kSharedParts * kColumns * kBandRows * 4 <= kPartialBytes);
   static constexpr int kBuffers = 2;                        // of partial sums, of scales
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
   static constexpr int kBandOffset = 0;
@@ -216,7 +230,7 @@ struct Layout {
   static_assert(kHiddenBytes % 16 == 0);
   static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
-  static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
+  static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kMaxRows;
   static constexpr std::size_t kBlockSecondOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kWorkspaceBytes =
       kBlockSecondOffset + (kSecondShared ? 0 : std::size_t{kBands} * kSecondBytes);
@@ -277,10 +291,10 @@ struct Region {
     return here(L::kSharedOffset) + row * (L::kInner * 2);
   }
   LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int block) const {
-    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kScorers +
            block;
   }
-  LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
+  LOWLAT_DEVICE bool gates() const { return scores && block_idx < kScorers; }
 
   // Shared tiles go to blocks 0, 1, .. first, so routed ones begin with the blocks after them.
   LOWLAT_DEVICE int shared_tiles() const {
@@ -365,7 +379,7 @@ struct Producer {
              L::kHidden, &barriers.shared_full[n]);
       }
     }
-    if (r.shared && r.block_idx < kBands && r.lane == 0) {
+    if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
       constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
       sm90::barrier_arrive_expect(&barriers.band_full, kBytes);
       load(r.smem + L::kBandOffset,
@@ -399,14 +413,51 @@ struct Producer {
   }
 
   LOWLAT_DEVICE bool run_routed() {
-    auto& barriers = r.barriers;
-    if (!barrier_wait(&barriers.table, 0, r.watch)) return false;
-    const auto& w = r.a.w;
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
     for (int n = 0; n < own_tiles; ++n) {
       const int number = r.routed_tile(n), expert = r.table.expert[number / L::kTiles];
+      if (!load_tile(n, expert, number % L::kTiles)) return false;
+    }
+    if (r.block_idx >= L::kBands) return true;
+    for (int entry = 0; entry < r.table.num_entries; ++entry) {
+      const int slot = uses % L::kRing;
+      if (!r.wait_free(uses)) return false;
+      ++uses;
+      load_band(slot, r.table.expert[entry]);
+      end_slot(slot);
+    }
+    return true;
+  }
+
+ private:
+  // kTiles' tile `tile` of an expert, the n-th of this block.
+  LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
+    const auto& w = r.a.w;
+    if constexpr (L::kMarlin) {
+      // [K / 16][2 I / 64][512] codes, [K / 32][2 I] scales: columns of tiles, w1's, then w3's.
+      constexpr int kTilesOfK = 2 * L::kTiles * L::kTileBytes;
+      const unsigned char* codes = w.w1.codes + static_cast<std::size_t>(expert) * L::kInner *
+                                                    L::kHidden + tile * L::kTileBytes;
+      const unsigned char* scales = w.w1.scales + static_cast<std::size_t>(expert) * 2 * L::kInner *
+                                                      L::kScaleRow + tile * L::kTileValues;
+#pragma unroll 1
+      for (int use = 0; use < L::kUses; ++use) {
+        const int slot = uses % L::kRing, up = use % L::kParts, chunk = use / L::kParts;
+        if (!r.wait_free(uses)) return false;
+        ++uses;
+        load_tiles<L::kChunkGroups>(
+            r.slot_address(slot), L::kChunkCodes,
+            codes + static_cast<std::int64_t>(chunk) * 2 * L::kChunkGroups * kTilesOfK +
+                up * L::kTiles * L::kTileBytes,
+            kTilesOfK, scales + chunk * L::kChunkGroups * 2 * L::kInner + up * L::kInner,
+            2 * L::kInner);
+        end_slot(slot);
+      }
+    } else {
+      auto& barriers = r.barriers;
       const std::size_t row =
-          static_cast<std::size_t>(expert) * L::kInner + number % L::kTiles * L::kTileValues;
+          static_cast<std::size_t>(expert) * L::kInner + tile * L::kTileValues;
       const int buffer = n % L::kBuffers;
       if (n >= L::kBuffers && !barrier_wait(&barriers.scales_empty[buffer],
                                             (n / L::kBuffers - 1) & 1, r.watch)) {
@@ -436,16 +487,27 @@ struct Producer {
         end_slot(slot);
       }
     }
-    if (r.block_idx >= kBands) return true;
-    for (int entry = 0; entry < r.table.num_entries; ++entry) {
-      const int slot = uses % L::kRing;
-      if (!r.wait_free(uses)) return false;
-      ++uses;
-      const std::size_t row = static_cast<std::size_t>(r.table.expert[entry]) * L::kHidden +
-                              r.block_idx * L::kBandRows;
+    return true;
+  }
+  // This block's columns of an expert's w2.
+  LOWLAT_DEVICE void load_band(int slot, int expert) const {
+    const auto& w = r.a.w;
+    if constexpr (L::kMarlin) {
+      constexpr int kTilesOfK = L::kBands * L::kTileBytes;
+      load_tiles<L::kInnerGroups>(
+          r.slot_address(slot), L::kBandCodes,
+          w.w2.codes + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerRow +
+              r.block_idx * L::kTileBytes,
+          kTilesOfK,
+          w.w2.scales + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerGroups +
+              r.block_idx * L::kBandRows,
+          L::kHidden);
+    } else {
+      const std::size_t row =
+          static_cast<std::size_t>(expert) * L::kHidden + r.block_idx * L::kBandRows;
       const unsigned char* codes = w.w2.codes + row * L::kInnerRow;
       constexpr bool kWhole = L::kInnerPitch == L::kInnerRow;
-      std::uint64_t* full = &barriers.full[slot];
+      std::uint64_t* full = &r.barriers.full[slot];
       if (r.lane == 0) {
         sm90::barrier_expect(full, L::kBandScales + (kWhole ? L::kBandCodes : 0));
         if (kWhole) load(r.slot(slot), codes, L::kBandCodes, full);
@@ -456,11 +518,31 @@ struct Producer {
         load_rows<L::kBandRows, L::kInnerRow, L::kInnerPitch>(r.slot_address(slot), codes,
                                                               L::kInnerRow);
       }
-      end_slot(slot);
     }
-    return true;
+  }
+  // Two tiles of 16 x 64 and 64 scales a group, one group after the other.
+  template <int kGroups>
+  LOWLAT_DEVICE void load_tiles(std::uint32_t dst, int scales_at, const unsigned char* codes,
+                                std::int64_t code_pitch, const unsigned char* scales,
+                                std::int64_t scale_pitch) const {
+    codes += r.lane * 16;
+#pragma unroll
+    for (int i = 0; i < 2 * kGroups; ++i) {
+      sm90::copy_piece(dst + i * L::kTileBytes + r.lane * 16, codes + i * code_pitch,
+                       sm90::CacheHint::evict_first);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; i += plat::kWarpLanes) {
+      const int piece = i + r.lane;
+      if (piece < 4 * kGroups) {
+        sm90::copy_piece(dst + scales_at + piece * 16,
+                         scales + piece / 4 * scale_pitch + piece % 4 * 16,
+                         sm90::CacheHint::evict_first);
+      }
+    }
   }
 
+ public:
   // After a fault: copies under way must land before the block's memory is another's.
   LOWLAT_DEVICE void drain() const {
     constexpr int kTries = 1 << 12;  // some milliseconds; a copy takes microseconds
@@ -479,7 +561,7 @@ struct Producer {
     }
     landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
     for (int n = 0; n < r.shared_tiles(); ++n) landed(&r.barriers.shared_full[n], 1);
-    landed(&r.barriers.band_full, r.shared && r.block_idx < kBands ? 1 : 0);
+    landed(&r.barriers.band_full, r.shared && r.block_idx < L::kBands ? 1 : 0);
   }
 };
 
@@ -491,17 +573,26 @@ struct Gatherer {
   const Region<L>& r;
   int which;  // 0 .. kGatherers - 1: takes every kGatherers-th use
 
+  // Eight elements that one lane's codes of two rows meet: neighbours, or four pairs eight apart.
+  LOWLAT_DEVICE static uint4 load_octet(const std::uint16_t* src, int i) {
+    if constexpr (L::kMarlin) {
+      const auto* pair = reinterpret_cast<const std::uint32_t*>(src) + i / 4 * 16 + i % 4;
+      return make_uint4(__ldcg(pair), __ldcg(pair + 4), __ldcg(pair + 8), __ldcg(pair + 12));
+    } else {
+      return __ldcg(reinterpret_cast<const uint4*>(src) + i);
+    }
+  }
   // The two terms of a chunk of a row of x, for all blocks.
   LOWLAT_DEVICE void split_row(int row, int chunk) const {
     constexpr int kOctets = L::kChunkK / 8, kOwn = (kOctets + plat::kWarpLanes - 1) / plat::kWarpLanes;
-    const auto* src = reinterpret_cast<const uint4*>(
-        r.a.x + static_cast<std::size_t>(row) * L::kHidden + chunk * L::kChunkK);
+    const std::uint16_t* src =
+        r.a.x + static_cast<std::size_t>(row) * L::kHidden + chunk * L::kChunkK;
     uint4 eight[kOwn];
     float amax = 0.0f;
 #pragma unroll
     for (int k = 0; k < kOwn; ++k) {
       const int i = k * plat::kWarpLanes + r.lane;
-      eight[k] = i < kOctets ? __ldcg(src + i) : uint4{};
+      eight[k] = i < kOctets ? load_octet(src, i) : uint4{};
       const std::uint32_t words[4] = {eight[k].x, eight[k].y, eight[k].z, eight[k].w};
       amax = fmaxf(amax, pairs_amax<4>(words));
     }
@@ -512,6 +603,7 @@ struct Gatherer {
     const std::uint32_t exponent = activation_exponent(amax);
     const float inverse = __uint_as_float((254u - exponent) << 23);
     unsigned char* dst = r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow);
+    // Which elements of a group meet which codes of a word: see codes().
 #pragma unroll
     for (int k = 0; k < kOwn; ++k) {
       const int i = k * plat::kWarpLanes + r.lane;
@@ -519,8 +611,10 @@ struct Gatherer {
       float odd[4], even[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        odd[j] = high_bf16(words[j]) * inverse;
-        even[j] = low_bf16(words[j]) * inverse;
+        const std::uint32_t from_odd = words[L::kMarlin ? j / 2 * 2 + 1 : j];
+        const std::uint32_t from_even = words[L::kMarlin ? j / 2 * 2 : j];
+        odd[j] = (L::kMarlin && j % 2 == 0 ? low_bf16(from_odd) : high_bf16(from_odd)) * inverse;
+        even[j] = (L::kMarlin && j % 2 != 0 ? high_bf16(from_even) : low_bf16(from_even)) * inverse;
       }
       std::uint32_t parts[4];
       split_e4m3(odd, parts[0], parts[2]);
@@ -540,47 +634,97 @@ struct Gatherer {
     }
   }
 
-  // Pieces of one column, kGroups groups of them, to its place, when all have arrived.
+  // Pieces and scales of one column, on their way to a slot: kGroups groups, kWords scales.
   template <int kGroups, int kWords>
-  LOWLAT_DEVICE bool take(int slot, int column, const unsigned char* pieces,
-                          const std::uint32_t* scales, std::uint32_t event) const {
-    constexpr int kPieces = 4 * kGroups;
-    constexpr int kOwn = (kPieces + plat::kWarpLanes - 1) / plat::kWarpLanes;
-    constexpr int kOwnWords = (kWords + plat::kWarpLanes - 1) / plat::kWarpLanes;
+  struct Column {
+    static constexpr int kPieces = 4 * kGroups;
+    static constexpr int kOwn = (kPieces + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    static constexpr int kOwnWords = (kWords + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    const unsigned char* pieces;
+    const std::uint32_t* scales;
     uint4 piece[kOwn];
     std::uint32_t word[kOwnWords];
-    for (int tries = 1;; ++tries) {
+
+    LOWLAT_DEVICE void load(int lane) {
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int i = k * plat::kWarpLanes + lane;
+        piece[k] = load_packet(pieces + (i < kPieces ? i : 0) * 16);
+      }
+#pragma unroll
+      for (int k = 0; k < kOwnWords; ++k) {
+        const int i = k * plat::kWarpLanes + lane;
+        word[k] = load_word(scales + (i < kWords ? i : 0));
+      }
+    }
+    LOWLAT_DEVICE bool here() const {
       bool all = true;
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) all = all && piece[k].w != kPoison;
+#pragma unroll
+      for (int k = 0; k < kOwnWords; ++k) all = all && word[k] != kPoison;
+      return __all_sync(plat::kAllLanes, all);
+    }
+    // To column `column` of a slot, when all have arrived.
+    LOWLAT_DEVICE bool store(const Region<L>& r, unsigned char* dst, int column,
+                             std::uint32_t event) {
+      for (int tries = 1; !here(); ++tries) {
+        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(event);
+        if (__any_sync(plat::kAllLanes, late)) return false;
+        load(r.lane);
+      }
 #pragma unroll
       for (int k = 0; k < kOwn; ++k) {
         const int i = k * plat::kWarpLanes + r.lane;
-        piece[k] = load_packet(pieces + (i < kPieces ? i : 0) * 16);
-        all = all && piece[k].w != kPoison;
+        if (i < kPieces) {
+          *reinterpret_cast<uint4*>(dst + L::kColumnsOffset + i * 128 + column * 16) = piece[k];
+        }
       }
 #pragma unroll
       for (int k = 0; k < kOwnWords; ++k) {
         const int i = k * plat::kWarpLanes + r.lane;
-        word[k] = load_word(scales + (i < kWords ? i : 0));
-        all = all && word[k] != kPoison;
+        if (i < kWords) {
+          reinterpret_cast<std::uint32_t*>(dst + L::kColumnScales)[i * kColumns + column] = word[k];
+        }
       }
-      if (__all_sync(plat::kAllLanes, all)) break;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(event);
-      if (__any_sync(plat::kAllLanes, late)) return false;
+      return true;
     }
-    unsigned char* dst = r.slot(slot);
+  };
+  // Uses `begin` .. end - 1 that are this warp's; `place(column, entry, i, use)` points a column at
+  // pair i of the use's entry, `entry_of(use)`. A use's first two columns are loaded while the use
+  // before is on its way.
+  template <class Col, class EntryOf, class Place>
+  LOWLAT_DEVICE bool gather(int begin, int end, std::uint32_t event, const EntryOf& entry_of,
+                            const Place& place) const {
+    constexpr int kAhead = 2;
+    Col ahead[kAhead];
+    const auto load = [&](int use) {
+      if (use >= end) return;
+      const int entry = entry_of(use), num = r.num_pairs(entry);
 #pragma unroll
-    for (int k = 0; k < kOwn; ++k) {
-      const int i = k * plat::kWarpLanes + r.lane;
-      if (i < kPieces) {
-        *reinterpret_cast<uint4*>(dst + L::kColumnsOffset + i * 128 + column * 16) = piece[k];
+      for (int i = 0; i < kAhead; ++i) {
+        if (i >= num) break;
+        place(ahead[i], entry, i, use);
+        ahead[i].load(r.lane);
       }
-    }
+    };
+    load(begin);
+    for (int use = begin; use < end; use += L::kGatherers) {
+      const int slot = use % L::kRing, entry = entry_of(use), num = r.num_pairs(entry);
+      if (!r.wait_free(use)) return false;
+      unsigned char* dst = r.slot(slot);
 #pragma unroll
-    for (int k = 0; k < kOwnWords; ++k) {
-      const int i = k * plat::kWarpLanes + r.lane;
-      if (i < kWords) {
-        reinterpret_cast<std::uint32_t*>(dst + L::kColumnScales)[i * kColumns + column] = word[k];
+      for (int i = 0; i < kAhead; ++i) {
+        if (i < num && !ahead[i].store(r, dst, i, event)) return false;
       }
+#pragma unroll 1
+      for (int i = kAhead; i < num; ++i) {
+        place(ahead[0], entry, i, use);
+        ahead[0].load(r.lane);
+        if (!ahead[0].store(r, dst, i, event)) return false;
+      }
+      arrive(slot);
+      load(use + L::kGatherers);
     }
     return true;
   }
@@ -594,37 +738,27 @@ struct Gatherer {
   LOWLAT_DEVICE bool run() const {
     split_rows();
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    const int first_uses = r.own_tiles() * L::kChunks;
-    for (int use = which; use < first_uses; use += L::kGatherers) {
-      const int entry = r.routed_tile(use / L::kChunks) / L::kTiles, chunk = use % L::kChunks;
-      const int slot = use % L::kRing;
-      if (!r.wait_free(use)) return false;
-      const int num = r.num_pairs(entry);
-      for (int i = 0; i < num; ++i) {
-        const int row = r.table.sorted[r.table.first[entry] + i] / L::kSlots;
-        if (!take<L::kChunkGroups, 1>(
-                slot, i, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow),
-                r.row_scales(row) + chunk, kRowsEvent)) {
-          return false;
-        }
-      }
-      arrive(slot);
-    }
-    if (r.block_idx >= kBands) return true;
-    for (int entry = which; entry < r.table.num_entries; entry += L::kGatherers) {
-      const int slot = (first_uses + entry) % L::kRing;
-      if (!r.wait_free(first_uses + entry)) return false;
-      const int num = r.num_pairs(entry);
-      for (int i = 0; i < num; ++i) {
-        const int pair = r.table.sorted[r.table.first[entry] + i];
-        if (!take<L::kInnerGroups, L::kInnerGroups>(slot, i, r.pair_pieces(pair),
-                                                    r.pair_scales(pair), kHiddenEvent)) {
-          return false;
-        }
-      }
-      arrive(slot);
-    }
-    return true;
+    const int first_uses = r.own_tiles() * L::kUses;
+    using Rows = Column<L::kChunkGroups, 1>;
+    const bool going = gather<Rows>(
+        which, first_uses, kRowsEvent,
+        [&](int use) { return r.routed_tile(use / L::kUses) / L::kTiles; },
+        [&](Rows& column, int entry, int i, int use) {
+          const int row = r.table.sorted[r.table.first[entry] + i] / L::kSlots;
+          const int chunk = use % L::kUses / L::kParts;
+          column.pieces = r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow);
+          column.scales = r.row_scales(row) + chunk;
+        });
+    if (!going || r.block_idx >= L::kBands) return going;
+    using Pairs = Column<L::kInnerGroups, L::kInnerGroups>;
+    return gather<Pairs>(
+        first_uses + which, first_uses + r.table.num_entries, kHiddenEvent,
+        [&](int use) { return use - first_uses; },
+        [&](Pairs& column, int entry, int i, int) {
+          const int pair = r.table.sorted[r.table.first[entry] + i];
+          column.pieces = r.pair_pieces(pair);
+          column.scales = r.pair_scales(pair);
+        });
   }
 };
 
@@ -776,7 +910,7 @@ struct Consumer {
 
   // ---- routing
 
-  static constexpr int kPackets = kBands / plat::kWarpLanes;  // a lane, of a row
+  static constexpr int kPackets = kScorers / plat::kWarpLanes;  // a lane, of a row
   static constexpr int kOwn = kPackets * L::kGateRows;        // experts of a lane
   LOWLAT_DEVICE int own_expert(int i) const {
     return (r.lane + i / L::kGateRows * plat::kWarpLanes) * L::kGateRows + i % L::kGateRows;
@@ -923,12 +1057,111 @@ struct Consumer {
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
 
+  // ---- the shared expert's second product
+
+  // Sixteen columns of the band (eight where it ends), a part of I, eight rows: while the first
+  // experts' weights are on their way. Its h is there by then, or nearly.
+  LOWLAT_DEVICE bool multiply_shared(int m, int part, int group, float* dst) const {
+    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
+                                (16 * m + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
+    const bool whole = 16 * m + 8 < L::kBandRows;
+    const int band = r.block_idx * L::kBandRows;
+    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
+    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
+    const int row = group * kColumns + g;
+    const unsigned char* hidden = r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) +
+                                  part * L::kPartBlocks * 128 + t * 32;
+    std::uint32_t b[L::kPartBlocks][8];
+    for (int tries = 1;; ++tries) {
+      bool all = true;
+#pragma unroll
+      for (int i = 0; i < L::kPartBlocks; ++i) {
+        const uint4 v = load_packet(hidden + i * 128), w = load_packet(hidden + i * 128 + 16);
+        all = all && v.w != kPoison && w.w != kPoison;
+        b[i][0] = v.x, b[i][1] = v.y, b[i][2] = v.z, b[i][3] = v.w;
+        b[i][4] = w.x, b[i][5] = w.y, b[i][6] = w.z, b[i][7] = w.w;
+      }
+      if (__all_sync(plat::kAllLanes, all)) break;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+    float acc[4] = {};
+    std::uint32_t exponent = 0;
+#pragma unroll
+    for (int i = 0; i < L::kPartBlocks; ++i) {
+      // A scale group is two lanes' runs, or two blocks' of four lanes.
+      constexpr int kSpan = L::kBlock == 32 ? 1 : 2;
+      if (i % kSpan == 0) {
+        float amax = pairs_amax<8>(b[i]);
+        if constexpr (kSpan == 2) amax = fmaxf(amax, pairs_amax<8>(b[i + 1]));
+        exponent = activation_exponent(lanes_max<2 * kSpan>(amax));
+      }
+      std::uint32_t quantized[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) quantized[k] = b[i][k];
+      quantize_pairs<8>(quantized, exponent);
+      const int column = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
+      const std::uint8_t* scales = r.table.band_scales + column;
+      const uint4 low = smem_load16(codes + i * 64);
+      const uint4 high = whole ? smem_load16(codes + 8 * L::kInner + i * 64) : uint4{};
+      multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
+                    e4m3_factor(scales[high_row * L::kBandScaleColumns]), quantized);
+    }
+    dst += (part * kColumns + 2 * t) * L::kBandRows + 16 * m + g;
+    dst[0] = acc[0];
+    dst[L::kBandRows] = acc[1];
+    if (whole) {
+      dst[8] = acc[2];
+      dst[L::kBandRows + 8] = acc[3];
+    }
+    return true;
+  }
+  LOWLAT_DEVICE bool run_shared_second() {
+    if (!r.shared || r.block_idx >= L::kBands) return true;
+    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
+    for (int group = 0; group < r.num_groups(); ++group) {
+      float* dst = begin_sums();
+      if (dst == nullptr) return false;
+#pragma unroll 1
+      for (int item = warp; item < L::kSharedParts * L::kRowBlocks; item += L::kConsumers) {
+        if (!multiply_shared(item / L::kSharedParts, item % L::kSharedParts, group, dst)) {
+          return false;
+        }
+      }
+      end_sums();
+    }
+    return true;
+  }
+
   // ---- routed experts
 
-  // Products of kGroups groups of sixteen weight rows of this warp (lane i gives the address of
-  // one row's 16 bytes of codes: rows 0 .. 7, rows 8 .. 15, then both of the next group) with the
-  // columns; `add(group, d)` takes each group's sums in order. A warp that rests goes through it
-  // with the other three of its group.
+  // The codes of a warp's sixteen rows of two groups of 32 along K, as they lie in a slot: `words`
+  // are a[0 .. 3]'s of the first, then of the second, before expansion.
+  LOWLAT_DEVICE static void load_codes(std::uint32_t (&words)[4], std::uint32_t rows, int group) {
+    if constexpr (L::kMarlin) {
+      // A tile's word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t, 2t + 1 (bytes 0 1, 2 3),
+      // k + 8 in the upper nibbles; a group is two tiles.
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::uint32_t at = rows + (group + i) * 2 * L::kTileBytes;
+        const std::uint32_t first = smem_load4(at), second = smem_load4(at + L::kTileBytes);
+        words[2 * i] = __byte_perm(first, second, 0x6420);
+        words[2 * i + 1] = __byte_perm(first, second, 0x7531);
+      }
+    } else {
+      sm90::load_matrices(words, rows + group * 16);
+    }
+  }
+  // Where load_codes begins for rows `row` .. + 15 of a slot's 64 (of the band; checkpoint: rows
+  // `row` .. + 7 and `high` .. + 7, not beyond `last`).
+  LOWLAT_DEVICE std::uint32_t codes_at(int row, int high, int last, int pitch) const {
+    if constexpr (L::kMarlin) return r.lane * 16 + row / 16 * 4;
+    const int mine = (r.lane / 8 % 2 != 0 ? high : row) + r.lane % 8;
+    return (mine < last ? mine : last) * pitch + r.lane / 16 * 16;
+  }
+
+  // Products of kGroups groups of this warp's sixteen weight rows with the columns; `add(group, d)`
+  // takes each group's sums in order. A warp that rests goes through it with the other three.
   template <int kGroups, int kBatch, bool kMayRest, class Add>
   LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, bool rests,
                                      const Add& add) {
@@ -947,7 +1180,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kBatch; i += 2) {
           std::uint32_t codes[4];
-          sm90::load_matrices(codes, rows + (batch * kBatch + i) * 16);
+          load_codes(codes, rows, batch * kBatch + i);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             std::uint32_t(&to)[4] = a[batch & 1][i + j / 2];
@@ -972,32 +1205,43 @@ struct Consumer {
     finish(kBatches - 1);
   }
   LOWLAT_DEVICE static float power(std::uint32_t byte) { return __uint_as_float(byte << 23); }
+  // Scales of a Marlin group of 64 rows: of rows 16 w + g and + 8, two bytes apart.
+  LOWLAT_DEVICE std::uint32_t scales_at(int w) const { return 8 * g + w / 2 * 4 + w % 2; }
+  LOWLAT_DEVICE static std::uint64_t columns_matrix(std::uint32_t slot) {
+    return sm90::product_columns(slot + L::kColumnsOffset);
+  }
 
   LOWLAT_DEVICE bool run_tiles() {
     const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
-    // Rows 8 quarter .. + 7 of w1, the same of w3.
+    // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
     const std::uint32_t rows =
-        (r.lane / 8 % 2 * L::kTileValues + 8 * quarter + r.lane % 8) * L::kChunkPitch +
-        r.lane / 16 * 16;
+        L::kMarlin ? codes_at(16 * quarter, 0, 0, 0)
+                   : codes_at(8 * quarter, L::kTileValues + 8 * quarter, L::kUseRows, L::kChunkPitch);
     for (int n = 0; n < own_tiles; ++n) {
       const int buffer = n % L::kBuffers;
-      const std::uint32_t scales = sm90::shared_address(r.smem) + L::kScalesOffset +
-                                   buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
+      const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
+                                        buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
       float total[4] = {};
-      if (!barrier_wait(&r.barriers.scales_full[buffer], n / L::kBuffers & 1, r.watch)) {
+      if (!L::kMarlin &&
+          !barrier_wait(&r.barriers.scales_full[buffer], n / L::kBuffers & 1, r.watch)) {
         return false;
       }
 #pragma unroll 1
-      for (int chunk = group; chunk < L::kChunks; chunk += L::kWarpGroups) {
-        const int use = n * L::kChunks + chunk, slot = use % L::kRing;
+      for (int i = group; i < L::kUses; i += L::kWarpGroups) {
+        const int use = n * L::kUses + i, slot = use % L::kRing;
         if (!r.wait_filled(use)) return false;
         const std::uint32_t address = r.slot_address(slot);
-        const std::uint32_t scale = scales + chunk * L::kChunkGroups;
+        // Of the low and the high rows; from a group to the next, kStep bytes.
+        constexpr int kStep = L::kMarlin ? L::kUseRows : 1;
+        const std::uint32_t low_scale = L::kMarlin ? address + L::kChunkCodes + scales_at(quarter)
+                                                   : tile_scales + i * L::kChunkGroups;
+        const std::uint32_t high_scale =
+            L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[4] = {};
-        multiply<L::kChunkGroups, 4, false>(
-            address + rows, columns_matrix(address), false, [&](int i, const float(&d)[4]) {
-              const float low = power(smem_load1(scale + i));
-              const float high = power(smem_load1(scale + L::kTileScales / 2 + i));
+        multiply<L::kChunkGroups, L::kMarlin ? 2 : 4, false>(
+            address + rows, columns_matrix(address), false, [&](int k, const float(&d)[4]) {
+              const float low = power(smem_load1(low_scale + k * kStep));
+              const float high = power(smem_load1(high_scale + k * kStep));
               acc[0] = plat::fma(d[0], low, acc[0]);
               acc[1] = plat::fma(d[1], low, acc[1]);
               acc[2] = plat::fma(d[2], high, acc[2]);
@@ -1011,47 +1255,48 @@ struct Consumer {
         total[2] = plat::fma(acc[2], first, total[2]);
         total[3] = plat::fma(acc[3], second, total[3]);
       }
-      arrive(&r.barriers.scales_empty[buffer]);
+      if (!L::kMarlin) arrive(&r.barriers.scales_empty[buffer]);
       float* dst = begin_sums();
       if (dst == nullptr) return false;
-      dst += (group * kColumns + 2 * t) * L::kSumsPitch + 8 * quarter + g;
+      constexpr int kHigh = L::kMarlin ? 8 : L::kTileValues;  // rows from low to high
+      dst += (group * kColumns + 2 * t) * L::kSumsPitch + (L::kMarlin ? 16 : 8) * quarter + g;
       dst[0] = total[0];
-      dst[L::kTileValues] = total[2];
+      dst[kHigh] = total[2];
       dst[L::kSumsPitch] = total[1];
-      dst[L::kSumsPitch + L::kTileValues] = total[3];
+      dst[L::kSumsPitch + kHigh] = total[3];
       end_sums();
     }
     return true;
   }
-  LOWLAT_DEVICE static std::uint64_t columns_matrix(std::uint32_t slot) {
-    return sm90::product_columns(slot + L::kColumnsOffset);
-  }
 
   LOWLAT_DEVICE bool run_second() const {
-    if (r.block_idx >= kBands) return true;
-    const int group = warp / 4, first_uses = r.own_tiles() * L::kChunks;
-    // Which warp takes which rows differs by group: one of four rests, and each scheduler has one.
+    if (r.block_idx >= L::kBands) return true;
+    const int group = warp / 4, first_uses = r.own_tiles() * L::kUses;
+    // Which warp takes which rows differs by group: where one of four rests, each scheduler has one.
+    constexpr bool kMayRest = L::kRowBlocks < 4;
     const int row_block = (warp + group) % 4;
     const bool rests = row_block >= L::kRowBlocks;
-    const int row = 16 * row_block + r.lane / 8 % 2 * 8 + r.lane % 8;
     const std::uint32_t rows =
-        (row < L::kBandRows ? row : L::kBandRows - 1) * L::kInnerPitch + r.lane / 16 * 16;
+        codes_at(16 * row_block, 16 * row_block + 8, L::kBandRows - 1, L::kInnerPitch);
     const int low_row = 16 * row_block + g, high_row = low_row + 8;
     const bool whole = high_row < L::kBandRows;
     for (int entry = group; entry < r.table.num_entries; entry += L::kWarpGroups) {
       const int use = first_uses + entry, slot = use % L::kRing;
       if (!r.wait_filled(use)) return false;
-      const std::uint32_t address = r.slot_address(slot);
-      const std::uint32_t low_scale = address + L::kBandCodes + low_row * L::kInnerGroups;
-      const std::uint32_t high_scale = whole ? low_scale + 8 * L::kInnerGroups : low_scale;
+      const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
+      constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
+      const std::uint32_t low_scale =
+          scales + (L::kMarlin ? scales_at(row_block) : low_row * L::kInnerGroups);
+      const std::uint32_t high_scale =
+          L::kMarlin ? low_scale + 2 : (whole ? low_scale + 8 * L::kInnerGroups : low_scale);
       const std::uint32_t column_scales = address + L::kColumnScales + 2 * t * 4;
       float acc[4] = {};
-      multiply<L::kInnerGroups, 2, true>(
+      multiply<L::kInnerGroups, 2, kMayRest>(
           address + rows, columns_matrix(address), rests, [&](int i, const float(&d)[4]) {
             const uint2 columns = smem_load8(column_scales + i * (kColumns * 4));
             const float first = __uint_as_float(columns.x), second = __uint_as_float(columns.y);
-            const float low = power(smem_load1(low_scale + i));
-            const float high = power(smem_load1(high_scale + i));
+            const float low = power(smem_load1(low_scale + i * kStep));
+            const float high = power(smem_load1(high_scale + i * kStep));
             acc[0] = plat::fma(d[0], low * first, acc[0]);
             acc[1] = plat::fma(d[1], low * second, acc[1]);
             acc[2] = plat::fma(d[2], high * first, acc[2]);
@@ -1088,7 +1333,8 @@ struct Consumer {
     }
     route(rule, sum_rule);  // every consumer comes to its barriers
     make_table();
-    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
+    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_shared_second() &&
+           run_tiles() && run_second();
   }
 };
 
@@ -1097,7 +1343,7 @@ struct Consumer {
 // By one warp: rows of scales that the shared w2's band touches, from that of its first row.
 template <class L>
 LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
-  if (!r.shared || r.block_idx >= kBands) return;
+  if (!r.shared || r.block_idx >= L::kBands) return;
   const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns;
   constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
   for (int i = r.lane; i < L::kBandScaleRows * L::kBandScaleColumns; i += plat::kWarpLanes) {
@@ -1164,33 +1410,36 @@ struct Finisher {
     return true;
   }
 
-  // Eight values of the shared expert's h of one column: bf16 in the order of pairs, one chunk.
-  LOWLAT_DEVICE void finish_shared(int column, unsigned char* row, int tile) const {
-    constexpr int kRows = 2 * L::kSharedRows;
-    const int weight_row = r.lane % kRows, half = r.lane / kRows;
-    float sum = slices<L::kConsumers / 2>(weight_row, column, half * (L::kConsumers / 2));
-    sum += __shfl_xor_sync(plat::kAllLanes, sum, kRows);
-    const float value = round_to_bf16(sum);
-    const float up = __shfl_down_sync(plat::kAllLanes, value, L::kSharedRows);
-    const float h = stages::swiglu(value, up, kSwigluLimit, false);
-    const float later = __shfl_down_sync(plat::kAllLanes, h, 4);
-    const std::uint32_t pair = pack_bf16(h, later);  // lanes 0 .. 3: values i and i + 4
+  // Eight values of the shared expert's h of four columns, a lane each: bf16 in the order of pairs,
+  // a chunk a column.
+  LOWLAT_DEVICE void finish_shared(int first_row, int first_column, int tile) const {
+    const int value = r.lane % L::kSharedRows, column = first_column + r.lane / L::kSharedRows;
+    const float gate = round_to_bf16(slices<L::kConsumers>(value, column, 0));
+    const float up = round_to_bf16(slices<L::kConsumers>(L::kSharedRows + value, column, 0));
+    const float h = stages::swiglu(gate, up, kSwigluLimit, false);
+    const std::uint32_t pair = pack_bf16(h, __shfl_down_sync(plat::kAllLanes, h, 4));
+    // Of a column's lanes 0 .. 3: values i and i + 4.
+    const int first = r.lane / L::kSharedRows * L::kSharedRows;
     uint4 chunk;
-    chunk.x = __shfl_sync(plat::kAllLanes, pair, 0);
-    chunk.y = __shfl_sync(plat::kAllLanes, pair, 1);
-    chunk.z = __shfl_sync(plat::kAllLanes, pair, 2);
-    chunk.w = __shfl_sync(plat::kAllLanes, pair, 3);
-    if (r.lane == 0) store_packet(row + tile * 16, chunk);
+    chunk.x = __shfl_sync(plat::kAllLanes, pair, first);
+    chunk.y = __shfl_sync(plat::kAllLanes, pair, first + 1);
+    chunk.z = __shfl_sync(plat::kAllLanes, pair, first + 2);
+    chunk.w = __shfl_sync(plat::kAllLanes, pair, first + 3);
+    if (value == 0 && first_row + column < r.a.rows) {
+      store_packet(r.shared_hidden(first_row + column) + tile * 16, chunk);
+    }
   }
 
-  // A tile's 32 values of h of one pair, a lane each, as two e4m3 terms.
-  LOWLAT_DEVICE void finish_pair(int column, int pair, int tile) const {
-    const float* src = r.partial(sums % L::kBuffers) + column * L::kSumsPitch + r.lane;
+  // A group of 32 of a tile's values of h of one pair, a lane each, as two e4m3 terms.
+  LOWLAT_DEVICE void finish_pair(int column, int pair, int tile, int half) const {
+    constexpr int kGroupSums = kColumns * L::kSumsPitch;  // of a warp group
+    const float* src =
+        r.partial(sums % L::kBuffers) + column * L::kSumsPitch + half * 32 + r.lane;
     float gate = 0.0f, up = 0.0f;
 #pragma unroll
-    for (int i = 0; i < L::kWarpGroups; ++i) {
-      gate += src[i * kColumns * L::kSumsPitch];
-      up += src[i * kColumns * L::kSumsPitch + L::kTileValues];
+    for (int i = 0; i < L::kWarpGroups; i += L::kParts) {
+      gate += src[i * kGroupSums];
+      up += src[L::kMarlin ? (i + 1) * kGroupSums : i * kGroupSums + L::kTileValues];
     }
     const float h = round_to_bf16(
         stages::swiglu(round_to_bf16(gate), round_to_bf16(up), kSwigluLimit, true));
@@ -1204,12 +1453,15 @@ struct Finisher {
     std::uint32_t high, low;
     split_e4m3(scaled, high, low);
     const std::uint32_t codes = (high & 0xffu) | low << 8;
-    // Lane 4 p + i makes word i of part p: elements 8 i + 2 b + 1 (even parts), or 8 i + 2 b.
-    const int part = r.lane / 4 % 4, first = r.lane % 4 * 8 + (part % 2 == 0 ? 1 : 0);
+    // Lane 4 p + i makes word i of part p, of the elements that lane i of four has codes of: in the
+    // upper nibbles (even parts) or the lower.
+    const int part = r.lane / 4 % 4, upper = part % 2 == 0 ? 1 : 0;
+    const int first = L::kMarlin ? r.lane % 4 * 2 + 8 * upper : r.lane % 4 * 8 + upper;
     std::uint32_t word = 0;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-      const std::uint32_t theirs = __shfl_sync(plat::kAllLanes, codes, first + 2 * b);
+      const std::uint32_t theirs = __shfl_sync(
+          plat::kAllLanes, codes, first + (L::kMarlin ? b / 2 * 16 + b % 2 : 2 * b));
       word |= (part < 2 ? theirs & 0xffu : theirs >> 8 & 0xffu) << 8 * b;
     }
     uint4 piece;
@@ -1217,79 +1469,24 @@ struct Finisher {
     piece.y = __shfl_sync(plat::kAllLanes, word, r.lane % 4 * 4 + 1);
     piece.z = __shfl_sync(plat::kAllLanes, word, r.lane % 4 * 4 + 2);
     piece.w = __shfl_sync(plat::kAllLanes, word, r.lane % 4 * 4 + 3);
-    if (r.lane < 4) store_packet(r.pair_pieces(pair) + tile * L::kPieceRow + r.lane * 16, piece);
-    if (r.lane == 4) store_word(r.pair_scales(pair) + tile, (exponent + kFp4E4m3Shift) << 23);
+    const int group = tile * L::kTileGroups + half;
+    if (r.lane < 4) store_packet(r.pair_pieces(pair) + group * L::kPieceRow + r.lane * 16, piece);
+    if (r.lane == 4) store_word(r.pair_scales(pair) + group, (exponent + kFp4E4m3Shift) << 23);
   }
 
-  // ---- the shared expert's second product
-
-  // Sixteen elements of K a lane, in the order of pairs, of kUnit blocks of 64.
-  static constexpr int kUnit = L::kBlock == 32 ? 1 : 2;
-  LOWLAT_DEVICE bool load_hidden(std::uint32_t (&b)[kUnit][8], const unsigned char* address) const {
-    for (int tries = 1;; ++tries) {
-      bool all = true;
+  // The parts of the shared expert's second product, of eight rows.
+  LOWLAT_DEVICE void finish_shared_second(int group) const {
+    const float* src = r.partial(sums % L::kBuffers);
+    const int num = r.a.rows - group * kColumns;
+    for (int i = r.lane; i < (num < kColumns ? num : kColumns) * L::kBandRows;
+         i += plat::kWarpLanes) {
+      float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kUnit; ++i) {
-        const uint4 v = load_packet(address + i * 128), w = load_packet(address + i * 128 + 16);
-        all = all && v.w != kPoison && w.w != kPoison;
-        b[i][0] = v.x, b[i][1] = v.y, b[i][2] = v.z, b[i][3] = v.w;
-        b[i][4] = w.x, b[i][5] = w.y, b[i][6] = w.z, b[i][7] = w.w;
+      for (int part = 0; part < L::kSharedParts; ++part) {
+        sum += src[part * kColumns * L::kBandRows + i];
       }
-      if (__all_sync(plat::kAllLanes, all)) return true;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
+      r.second(L::kMaxPairs + group * kColumns)[i] = __float2bfloat16_rn(sum);
     }
-  }
-  // Sixteen columns of the band (eight where it ends) of the shared expert, of eight rows.
-  LOWLAT_DEVICE bool run_shared_band(int m, int group) const {
-    const int g = r.lane / 4, t = r.lane % 4;
-    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
-                                (16 * m + g) * L::kInner + t * 16;
-    const bool whole = 16 * m + 8 < L::kBandRows;
-    const int band = r.block_idx * L::kBandRows;
-    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
-    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
-    const int row = group * kColumns + g;
-    const unsigned char* hidden = r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) + t * 32;
-    float acc[4] = {};
-#pragma unroll 1
-    for (int block = 0; block < L::kInnerBlocks; block += kUnit) {
-      std::uint32_t b[kUnit][8];
-      if (!load_hidden(b, hidden + block * 128)) return false;
-      float amax = pairs_amax<8>(b[0]);
-      if constexpr (kUnit == 2) amax = fmaxf(amax, pairs_amax<8>(b[1]));
-      const std::uint32_t exponent = activation_exponent(lanes_max<2 * kUnit>(amax));
-#pragma unroll
-      for (int i = 0; i < kUnit; ++i) {
-        quantize_pairs<8>(b[i], exponent);
-        const int column = ((block + i) * 64 + t * 16) / L::kBlock;
-        const std::uint8_t* scales = r.table.band_scales + column;
-        const std::uint32_t at = codes + (block + i) * 64;
-        const uint4 low = smem_load16(at);
-        const uint4 high = whole ? smem_load16(at + 8 * L::kInner) : uint4{};
-        multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
-                      e4m3_factor(scales[high_row * L::kBandScaleColumns]), b[i]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int x_row = group * kColumns + 2 * t + (i & 1), n = 16 * m + (i >> 1) * 8 + g;
-      if (x_row < r.a.rows && n < L::kBandRows) {
-        r.second(L::kMaxPairs + x_row)[n] = __float2bfloat16_rn(acc[i]);
-      }
-    }
-    return true;
-  }
-  LOWLAT_DEVICE bool run_shared_second() const {
-    if (!r.shared || r.block_idx >= kBands) return true;
-    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
-    for (int group = 0; group < r.num_groups(); ++group) {
-#pragma unroll 1
-      for (int m = 0; m < L::kRowBlocks; ++m) {
-        if (!run_shared_band(m, group)) return false;
-      }
-    }
-    return true;
   }
 
   LOWLAT_DEVICE bool run(stages::GateRule rule) {
@@ -1298,26 +1495,36 @@ struct Finisher {
     for (int n = 0; n < r.shared_tiles(); ++n) {
       for (int group = 0; group < r.num_groups(); ++group) {
         if (!wait_sums()) return false;
-        for (int column = 0; column < kColumns && group * kColumns + column < r.a.rows; ++column) {
-          finish_shared(column, r.shared_hidden(group * kColumns + column),
-                        n * r.num_blocks + r.block_idx);
+        const int first_row = group * kColumns;
+#pragma unroll 1
+        for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
+          finish_shared(first_row, column, n * r.num_blocks + r.block_idx);
         }
         free_sums();
       }
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    if (r.shared && r.block_idx < L::kBands) {
+      for (int group = 0; group < r.num_groups(); ++group) {
+        if (!wait_sums()) return false;
+        finish_shared_second(group);
+        free_sums();
+      }
+    }
     const int own_tiles = r.own_tiles();
     for (int n = 0; n < own_tiles; ++n) {
       const int number = r.routed_tile(n), entry = number / L::kTiles;
       if (!wait_sums()) return false;
       const int first = r.table.first[entry], num = r.table.first[entry + 1] - first;
 #pragma unroll 1
-      for (int i = 0; i < num; ++i) finish_pair(i, r.table.sorted[first + i], number % L::kTiles);
+      for (int i = 0; i < num * L::kTileGroups; ++i) {
+        const int column = i / L::kTileGroups;
+        finish_pair(column, r.table.sorted[first + column], number % L::kTiles,
+                    i % L::kTileGroups);
+      }
       free_sums();
-      // By now all blocks have long sent theirs.
-      if (n == 0 && !run_shared_second()) return false;
     }
-    return own_tiles > 0 || run_shared_second();
+    return true;
   }
 };
 
@@ -1377,7 +1584,7 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r) {
                                     __float_as_uint(__shfl_down_sync(plat::kAllLanes, y, 2))};
     if (a.boxes.outboxes != nullptr && mine && lane % 3 == 0) {
       const std::int64_t packet =
-          (static_cast<std::int64_t>(row) * kBands + r.block_idx) * L::kPacketsPerBand +
+          (static_cast<std::int64_t>(row) * L::kBands + r.block_idx) * L::kPacketsPerBand +
           n / 3;
       stages::publish_packet(port, epoch, packet, words);
     }
@@ -1476,7 +1683,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
   if (table.stop == 0) {
-    if (r.block_idx < kBands) finish_band(r);
+    if (r.block_idx < L::kBands) finish_band(r);
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }

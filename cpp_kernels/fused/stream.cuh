@@ -91,6 +91,11 @@ LOWLAT_DEVICE uint2 smem_load8(std::uint32_t address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
+LOWLAT_DEVICE std::uint32_t smem_load4(std::uint32_t address) {
+  std::uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
   std::uint32_t v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
