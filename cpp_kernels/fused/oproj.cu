@@ -156,6 +156,9 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   const bool early = kTiles == 1 || params.u_done.word != nullptr;
   if (early) sm90::launch_dependents();
   const int padded = padded_rows(params.num_rows);
+  // Before the waits: it is read from memory.
+  const std::uint64_t epoch =
+      params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
   HopTag hop = {};
   if constexpr (kTiles == 1) hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_b);
   Stamps stamps(kTiles == 1 ? params.hop.port->stamps : StampSink{}, hop.kernel);
@@ -185,8 +188,6 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     }
     constexpr int kQuads = Linear::kOwned / 4;
     const int first_owned = first_row + rank * Linear::kOwned;
-    const std::uint64_t epoch =
-        params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
 #pragma unroll 1
     for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
       const int token = i / kQuads, quad = i % kQuads;
