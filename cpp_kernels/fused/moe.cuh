@@ -77,7 +77,6 @@ using lowlat::fused::MoeRouting;
 inline constexpr int kScorers = 128;  // blocks that score experts
 inline constexpr int kColumns = 8;  // of a product
 inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // no bf16 pair, e4m3 codes or scale here
-inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
 inline constexpr float kSwigluLimit = 10.0f;
 inline constexpr float kRoutedScaling = 1.5f;
 inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
@@ -184,17 +183,17 @@ struct Layout {
   static constexpr int kSecondOffset = kScalesOffset + kBuffers * kTileScales;
   static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;
   // Or in the workspace, where fewer than four slots would be left.
-  static constexpr int kTableMost = 5888;
+  static constexpr int kTableMost = 7424;
   static constexpr bool kSecondShared =
       (kSmemLimit - kSecondOffset - kSecondBytes - kTableMost) / kSlotBytes >= 4;
   static constexpr int kTableOffset =
       round_up(kSecondOffset + (kSecondShared ? kSecondBytes : 0), 128);
   struct alignas(16) Table {
-    std::int32_t ids[kMaxPairs];  // kNobody beyond the launch's pairs
+    std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
     std::int32_t num_entries;
     std::uint32_t stop;  // Watch
-    std::uint32_t leads[(kMaxPairs + 31) / 32];  // places in `sorted` where an entry begins
+    std::uint32_t count[kExperts];  // pairs of an expert; then where they begin in `sorted`
     std::uint16_t expert[kMaxPairs];             // of an entry, ascending
     std::uint16_t first[kMaxPairs + 1];          // of an entry in `sorted`
     std::uint16_t sorted[kMaxPairs];             // pairs by expert, then by pair
@@ -791,21 +790,32 @@ struct Consumer {
   static constexpr int kPairs = L::kRun / 2;  // of a run
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
-  LOWLAT_DEVICE void load_group(int group) {
+  LOWLAT_DEVICE const uint4* group_x(int group) const {
     const int row = group * kColumns + g;
-    const uint4* src = reinterpret_cast<const uint4*>(
+    return reinterpret_cast<const uint4*>(
         r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
         warp * L::kSlice + t * L::kRun);
+  }
+  LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
+    for (int i = 0; i < L::kRun / 8; ++i) {
+      std::uint32_t pairs[4];
+      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
 #pragma unroll
-      for (int i = 0; i < L::kRun / 8; ++i) {
-        std::uint32_t pairs[4];
-        pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
-      }
+      for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
     }
+  }
+  LOWLAT_DEVICE void load_x() {
+    const uint4* src = group_x(0);
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_block(block, src);
+  }
+  // After group `group` comes another: its blocks of x follow as this one's are done. nullptr: one
+  // group is all.
+  LOWLAT_DEVICE const uint4* next_group_x(int group) const {
+    const int num = r.num_groups();
+    if (L::kMaxRows <= kColumns || num == 1) return nullptr;
+    return group_x(group + 1 < num ? group + 1 : 0);
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -845,7 +855,7 @@ struct Consumer {
     const std::uint32_t address =
         r.slot_address(0) + row * L::kGatePitch + (warp * L::kSlice + t * L::kRun) * 2;
     for (int group = 0; group < r.num_groups(); ++group) {
-      if (group > 0) load_group(group);
+      const uint4* next = next_group_x(group);
       float acc[2][4] = {};
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
@@ -856,6 +866,7 @@ struct Consumer {
           const uint4 high[2] = {};
           multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
         }
+        if (next != nullptr) load_block(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -872,7 +883,7 @@ struct Consumer {
     const std::uint32_t high_address = low_address + L::kSharedRows * L::kSharedPitch;
     const auto& scales = r.table.shared_scales;
     for (int group = 0; group < r.num_groups(); ++group) {
-      if (r.num_groups() > 1) load_group(group);
+      const uint4* next = next_group_x(group);
       float acc[2][4] = {};
       std::uint32_t exponent = 0;
 #pragma unroll
@@ -896,6 +907,10 @@ struct Consumer {
           multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
                         smem_load16(high_address + at), e4m3_factor(scales[0][scale]),
                         e4m3_factor(scales[1][scale]), b + 8 * half);
+        }
+        // A scale group's blocks are looked at together.
+        if (next != nullptr && block % kSpan == kSpan - 1) {
+          for (int i = kSpan - 1; i >= 0; --i) load_block(block - i, next);
         }
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
@@ -1018,49 +1033,56 @@ struct Consumer {
     consumers_sync<L>();
   }
 
-  // Pairs by expert, in entries: each pair counts those before it, so nobody takes tickets.
+  // Pairs by expert, in entries. Which column a pair gets is a matter of who comes first; no result
+  // depends on it.
   LOWLAT_DEVICE void make_table() {
     auto& table = r.table;
     const int num_pairs = r.a.rows * L::kSlots;
-    constexpr int kStride = L::kConsumers * plat::kWarpLanes;
-    static_assert(L::kMaxPairs <= kStride, "a thread a pair");
+    static_assert(L::kMaxPairs <= L::kConsumers * plat::kWarpLanes, "a thread a pair");
     const int pair = warp * plat::kWarpLanes + r.lane;
-    const bool mine = pair < num_pairs;
-    int id = 0, place = 0, earlier = 0;
-    if (mine) {
+    int id = 0, rank = 0;
+    if (pair < num_pairs) {
       id = table.ids[pair];
-#pragma unroll 1
-      for (int begin = 0; begin < num_pairs; begin += 4) {  // the rest of the array is kNobody
-        const int4 four = *reinterpret_cast<const int4*>(&table.ids[begin]);
-        const int theirs[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          place += theirs[i] < id ? 1 : 0;
-          earlier += theirs[i] == id && begin + i < pair ? 1 : 0;
-        }
-      }
-      place += earlier;
-      table.sorted[place] = static_cast<std::uint16_t>(pair);
-      if (earlier % kColumns == 0) atomicOr(&table.leads[place / 32], 1u << place % 32);
+      rank = static_cast<int>(atomicAdd(&table.count[id], 1u));
     }
     consumers_sync<L>();
-    if (mine && (pair == 0 || earlier % kColumns == 0)) {
-      int before = 0, total = 0;
-#pragma unroll 2
-      for (int word = 0; word < (L::kMaxPairs + 31) / 32; ++word) {
-        const std::uint32_t bits = table.leads[word];
-        const std::uint32_t below = (1u << place % 32) - 1u;
-        total += __popc(bits);
-        before += word < place / 32 ? __popc(bits) : word == place / 32 ? __popc(bits & below) : 0;
+    if (warp == 0) {
+      // A lane counts neighbouring experts' pairs and entries.
+      constexpr int kOwnExperts = L::kExperts / plat::kWarpLanes;
+      std::uint32_t count[kOwnExperts], pairs = 0, entries = 0;
+#pragma unroll
+      for (int i = 0; i < kOwnExperts; ++i) {
+        count[i] = table.count[r.lane * kOwnExperts + i];
+        pairs += count[i];
+        entries += (count[i] + kColumns - 1) / kColumns;
       }
-      if (earlier % kColumns == 0) {
-        table.expert[before] = static_cast<std::uint16_t>(id);
-        table.first[before] = static_cast<std::uint16_t>(place);
+      std::uint32_t before = pairs | entries << 16;
+#pragma unroll
+      for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+        const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, before, offset);
+        if (r.lane >= offset) before += theirs;
       }
-      if (pair == 0) {
-        table.first[total] = static_cast<std::uint16_t>(num_pairs);
-        table.num_entries = total;
+      if (r.lane == plat::kWarpLanes - 1) {
+        table.num_entries = static_cast<std::int32_t>(before >> 16);
+        table.first[before >> 16] = static_cast<std::uint16_t>(num_pairs);
       }
+      before -= pairs | entries << 16;
+      std::uint32_t place = before & 0xffffu, entry = before >> 16;
+#pragma unroll
+      for (int i = 0; i < kOwnExperts; ++i) {
+        if (count[i] == 0) continue;
+        const int expert = r.lane * kOwnExperts + i;
+        table.count[expert] = place;  // from here on: where its pairs begin
+        for (std::uint32_t k = 0; k < count[i]; k += kColumns, ++entry) {
+          table.expert[entry] = static_cast<std::uint16_t>(expert);
+          table.first[entry] = static_cast<std::uint16_t>(place + k);
+        }
+        place += count[i];
+      }
+    }
+    consumers_sync<L>();
+    if (pair < num_pairs) {
+      table.sorted[table.count[id] + rank] = static_cast<std::uint16_t>(pair);
     }
     __syncwarp();
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
@@ -1329,7 +1351,7 @@ struct Consumer {
   LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule) {
     g = r.lane / 4;
     t = r.lane % 4;
-    load_group(0);
+    load_x();
     bool going = !r.gates() || run_gate();
     // While the scores are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
@@ -1650,8 +1672,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   static_assert(L::kBuffers == 2);
   sm90::fence_barrier_init();
 
-  for (int i = thread; i < (L::kMaxPairs + 31) / 32; i += L::kThreads) table.leads[i] = 0;
-  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.ids[i] = kNobody;
+  for (int i = thread; i < L::kExperts; i += L::kThreads) table.count[i] = 0;
   plat::block_sync();
 
   Producer<L> producer = {r};
