@@ -77,7 +77,6 @@ using lowlat::fused::MoeRouting;
 inline constexpr int kScorers = 128;  // blocks that score experts
 inline constexpr int kColumns = 8;  // of a product
 inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // no bf16 pair, e4m3 codes or scale here
-inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
 inline constexpr float kSwigluLimit = 10.0f;
 inline constexpr float kRoutedScaling = 1.5f;
 inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
@@ -155,6 +154,7 @@ struct Layout {
   static_assert(kBandRows * kInnerRow % 16 == 0 && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
                 kInner % kTileValues == 0);
   static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
+  static_assert(kBlock % kSharedRows == 0 && kHidden / kBlock % 16 == 0);
   static_assert(kMostSharedTiles <= 2);
 
   // A slot of the ring: weights (a chunk, or an entry's band), columns, the columns' scales.
@@ -183,21 +183,22 @@ struct Layout {
   static constexpr int kSecondOffset = kScalesOffset + kBuffers * kTileScales;
   static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;
   // Or in the workspace, where fewer than four slots would be left.
-  static constexpr int kTableMost = 5888;
+  static constexpr int kTableMost = 7424;
   static constexpr bool kSecondShared =
       (kSmemLimit - kSecondOffset - kSecondBytes - kTableMost) / kSlotBytes >= 4;
   static constexpr int kTableOffset =
       round_up(kSecondOffset + (kSecondShared ? kSecondBytes : 0), 128);
   struct alignas(16) Table {
-    std::int32_t ids[kMaxPairs];  // kNobody beyond the launch's pairs
+    std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
     std::int32_t num_entries;
     std::uint32_t stop;  // Watch
-    std::uint32_t leads[(kMaxPairs + 31) / 32];  // places in `sorted` where an entry begins
+    std::uint32_t count[kExperts];  // pairs of an expert; then where they begin in `sorted`
     std::uint16_t expert[kMaxPairs];             // of an entry, ascending
     std::uint16_t first[kMaxPairs + 1];          // of an entry in `sorted`
     std::uint16_t sorted[kMaxPairs];             // pairs by expert, then by pair
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
+    alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
@@ -368,15 +369,24 @@ struct Producer {
     for (int n = 0; n < r.shared_tiles(); ++n) {
       if (n > 0 && !barrier_wait(&barriers.shared_done[n - 1], 0, r.watch)) return false;
       if (r.lane == 0) {
-        sm90::barrier_arrive_expect(&barriers.shared_full[n], 2 * L::kSharedRows * L::kHidden);
+        sm90::barrier_arrive_expect(
+            &barriers.shared_full[n],
+            2 * (L::kSharedRows * L::kHidden + static_cast<int>(sizeof(r.table.shared_scales[0]))));
       }
       __syncwarp();
+      const int first = (n * r.num_blocks + r.block_idx) * L::kSharedRows;
       if (r.lane < 2 * L::kSharedRows) {
-        const int row = (n * r.num_blocks + r.block_idx) * L::kSharedRows + r.lane % L::kSharedRows;
         load(r.slot(1) + r.lane * L::kSharedPitch,
              (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
-                 static_cast<std::size_t>(row) * L::kHidden,
+                 static_cast<std::size_t>(first + r.lane % L::kSharedRows) * L::kHidden,
              L::kHidden, &barriers.shared_full[n]);
+      } else if (r.lane < 2 * L::kSharedRows + 2) {
+        const int up = r.lane % 2;
+        constexpr int kRow = L::kHidden / L::kBlock;
+        load(r.table.shared_scales[up],
+             (up ? w.shared_w3 : w.shared_w1).scales +
+                 static_cast<std::size_t>(first / L::kBlock) * kRow,
+             kRow, &barriers.shared_full[n]);
       }
     }
     if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
@@ -780,21 +790,32 @@ struct Consumer {
   static constexpr int kPairs = L::kRun / 2;  // of a run
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
-  LOWLAT_DEVICE void load_group(int group) {
+  LOWLAT_DEVICE const uint4* group_x(int group) const {
     const int row = group * kColumns + g;
-    const uint4* src = reinterpret_cast<const uint4*>(
+    return reinterpret_cast<const uint4*>(
         r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
         warp * L::kSlice + t * L::kRun);
+  }
+  LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
+    for (int i = 0; i < L::kRun / 8; ++i) {
+      std::uint32_t pairs[4];
+      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
 #pragma unroll
-      for (int i = 0; i < L::kRun / 8; ++i) {
-        std::uint32_t pairs[4];
-        pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
-      }
+      for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
     }
+  }
+  LOWLAT_DEVICE void load_x() {
+    const uint4* src = group_x(0);
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_block(block, src);
+  }
+  // After group `group` comes another: its blocks of x follow as this one's are done. nullptr: one
+  // group is all.
+  LOWLAT_DEVICE const uint4* next_group_x(int group) const {
+    const int num = r.num_groups();
+    if (L::kMaxRows <= kColumns || num == 1) return nullptr;
+    return group_x(group + 1 < num ? group + 1 : 0);
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -834,7 +855,7 @@ struct Consumer {
     const std::uint32_t address =
         r.slot_address(0) + row * L::kGatePitch + (warp * L::kSlice + t * L::kRun) * 2;
     for (int group = 0; group < r.num_groups(); ++group) {
-      if (group > 0) load_group(group);
+      const uint4* next = next_group_x(group);
       float acc[2][4] = {};
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
@@ -845,6 +866,7 @@ struct Consumer {
           const uint4 high[2] = {};
           multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
         }
+        if (next != nullptr) load_block(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -853,30 +875,15 @@ struct Consumer {
     return true;
   }
 
-  // Scale bytes of a shared tile's slice, gate and up.
-  struct TileScales {
-    std::uint8_t gate[L::kSliceBlocks], up[L::kSliceBlocks];
-  };
-  LOWLAT_DEVICE void load_scales(TileScales& out, int tile) const {
-    const std::size_t scale_row =
-        static_cast<std::size_t>(tile * L::kSharedRows / L::kBlock) * (L::kHidden / L::kBlock);
-#pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
-      const std::size_t at =
-          scale_row + (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
-      out.gate[block] = __ldg(r.a.w.shared_w1.scales + at);
-      out.up[block] = __ldg(r.a.w.shared_w3.scales + at);
-    }
-  }
-
   // Gate rows, then up rows; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE bool run_shared_tile(int n, const TileScales& scales) {
+  LOWLAT_DEVICE bool run_shared_tile(int n) {
     if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
     const std::uint32_t low_address =
         r.slot_address(1) + g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
     const std::uint32_t high_address = low_address + L::kSharedRows * L::kSharedPitch;
+    const auto& scales = r.table.shared_scales;
     for (int group = 0; group < r.num_groups(); ++group) {
-      if (r.num_groups() > 1) load_group(group);
+      const uint4* next = next_group_x(group);
       float acc[2][4] = {};
       std::uint32_t exponent = 0;
 #pragma unroll
@@ -893,12 +900,17 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) b[i] = x[block][i];
         quantize_pairs<kPairs>(b, exponent);
+        const int scale = (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
 #pragma unroll
         for (int half = 0; half < L::kRun / 16; ++half) {
           const std::uint32_t at = block * L::kBlockK + half * 16;
           multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
-                        smem_load16(high_address + at), e4m3_factor(scales.gate[block]),
-                        e4m3_factor(scales.up[block]), b + 8 * half);
+                        smem_load16(high_address + at), e4m3_factor(scales[0][scale]),
+                        e4m3_factor(scales[1][scale]), b + 8 * half);
+        }
+        // A scale group's blocks are looked at together.
+        if (next != nullptr && block % kSpan == kSpan - 1) {
+          for (int i = kSpan - 1; i >= 0; --i) load_block(block - i, next);
         }
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
@@ -937,13 +949,12 @@ struct Consumer {
   }
 
   // The k best of a row, into the table. Ranks are compared as integers of the same order.
-  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], float nan_rank) {
-    const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
-    const float* bias = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
+  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], const float (&bias)[kOwn],
+                            float nan_rank) {
     std::uint32_t rank[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const float sum = score[i] + __ldg(bias + own_expert(i));
+      const float sum = score[i] + bias[i];
       const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
       rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
     }
@@ -968,8 +979,8 @@ struct Consumer {
     }
   }
 
-  // Ids and weights of all rows, in every block the same.
-  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
+  // Ids of all rows and what their weights are made of, in every block the same.
+  LOWLAT_DEVICE void route(stages::GateRule rule) {
     for (int row = warp; row < r.a.rows; row += L::kConsumers) {
       const int at = row * L::kSlots;
       if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
@@ -977,14 +988,20 @@ struct Consumer {
         r.table.weights[at + r.lane] = r.scores ? 0.0f : __ldcg(r.a.weights + at + r.lane);
       }
       if (!r.scores) continue;
-      float score[kOwn];
+      float score[kOwn], bias[kOwn] = {};
+      if (r.a.routing == MoeRouting::gate) {
+        const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
+        const float* from = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) bias[i] = __ldg(from + own_expert(i));
+      }
       if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
         if (r.lane < L::kSlots) r.table.ids[at + r.lane] = r.lane;
         continue;
       }
       __syncwarp();
       if (r.a.routing == MoeRouting::gate) {
-        select(row, score, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+        select(row, score, bias, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
       } else {
         for (int slot = 0; slot < L::kSlots; ++slot) {
           const int id = r.table.ids[at + slot];
@@ -994,64 +1011,78 @@ struct Consumer {
           }
         }
       }
-      __syncwarp();
+    }
+    consumers_sync<L>();
+  }
+  // When the experts are on their way.
+  LOWLAT_DEVICE void weigh(stages::GateSum sum_rule) {
+    for (int row = warp; r.scores && row < r.a.rows; row += L::kConsumers) {
+      const int at = row * L::kSlots;
       const float total = stages::gate_total(&r.table.weights[at], L::kSlots, sum_rule);
       float weight = 0.0f;
       if (r.lane < L::kSlots) weight = r.table.weights[at + r.lane] / total * kRoutedScaling;
       __syncwarp();
-      if (r.lane < L::kSlots) r.table.weights[at + r.lane] = weight;
-      __syncwarp();
-      if (r.block_idx == 0 && r.lane < L::kSlots) {
-        if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
-        if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
+      if (r.lane < L::kSlots) {
+        r.table.weights[at + r.lane] = weight;
+        if (r.block_idx == 0) {
+          if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
+          if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = weight;
+        }
       }
     }
     consumers_sync<L>();
   }
 
-  // Pairs by expert, in entries: each pair counts those before it, so nobody takes tickets.
+  // Pairs by expert, in entries. Which column a pair gets is a matter of who comes first; no result
+  // depends on it.
   LOWLAT_DEVICE void make_table() {
     auto& table = r.table;
     const int num_pairs = r.a.rows * L::kSlots;
-    constexpr int kStride = L::kConsumers * plat::kWarpLanes;
-    static_assert(L::kMaxPairs <= kStride, "a thread a pair");
+    static_assert(L::kMaxPairs <= L::kConsumers * plat::kWarpLanes, "a thread a pair");
     const int pair = warp * plat::kWarpLanes + r.lane;
-    const bool mine = pair < num_pairs;
-    int id = 0, place = 0, earlier = 0;
-    if (mine) {
+    int id = 0, rank = 0;
+    if (pair < num_pairs) {
       id = table.ids[pair];
-#pragma unroll 1
-      for (int begin = 0; begin < num_pairs; begin += 4) {  // the rest of the array is kNobody
-        const int4 four = *reinterpret_cast<const int4*>(&table.ids[begin]);
-        const int theirs[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          place += theirs[i] < id ? 1 : 0;
-          earlier += theirs[i] == id && begin + i < pair ? 1 : 0;
-        }
-      }
-      place += earlier;
-      table.sorted[place] = static_cast<std::uint16_t>(pair);
-      if (earlier % kColumns == 0) atomicOr(&table.leads[place / 32], 1u << place % 32);
+      rank = static_cast<int>(atomicAdd(&table.count[id], 1u));
     }
     consumers_sync<L>();
-    if (mine && (pair == 0 || earlier % kColumns == 0)) {
-      int before = 0, total = 0;
-#pragma unroll 2
-      for (int word = 0; word < (L::kMaxPairs + 31) / 32; ++word) {
-        const std::uint32_t bits = table.leads[word];
-        const std::uint32_t below = (1u << place % 32) - 1u;
-        total += __popc(bits);
-        before += word < place / 32 ? __popc(bits) : word == place / 32 ? __popc(bits & below) : 0;
+    if (warp == 0) {
+      // A lane counts neighbouring experts' pairs and entries.
+      constexpr int kOwnExperts = L::kExperts / plat::kWarpLanes;
+      std::uint32_t count[kOwnExperts], pairs = 0, entries = 0;
+#pragma unroll
+      for (int i = 0; i < kOwnExperts; ++i) {
+        count[i] = table.count[r.lane * kOwnExperts + i];
+        pairs += count[i];
+        entries += (count[i] + kColumns - 1) / kColumns;
       }
-      if (earlier % kColumns == 0) {
-        table.expert[before] = static_cast<std::uint16_t>(id);
-        table.first[before] = static_cast<std::uint16_t>(place);
+      std::uint32_t before = pairs | entries << 16;
+#pragma unroll
+      for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+        const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, before, offset);
+        if (r.lane >= offset) before += theirs;
       }
-      if (pair == 0) {
-        table.first[total] = static_cast<std::uint16_t>(num_pairs);
-        table.num_entries = total;
+      if (r.lane == plat::kWarpLanes - 1) {
+        table.num_entries = static_cast<std::int32_t>(before >> 16);
+        table.first[before >> 16] = static_cast<std::uint16_t>(num_pairs);
       }
+      before -= pairs | entries << 16;
+      std::uint32_t place = before & 0xffffu, entry = before >> 16;
+#pragma unroll
+      for (int i = 0; i < kOwnExperts; ++i) {
+        if (count[i] == 0) continue;
+        const int expert = r.lane * kOwnExperts + i;
+        table.count[expert] = place;  // from here on: where its pairs begin
+        for (std::uint32_t k = 0; k < count[i]; k += kColumns, ++entry) {
+          table.expert[entry] = static_cast<std::uint16_t>(expert);
+          table.first[entry] = static_cast<std::uint16_t>(place + k);
+        }
+        place += count[i];
+      }
+    }
+    consumers_sync<L>();
+    if (pair < num_pairs) {
+      table.sorted[table.count[id] + rank] = static_cast<std::uint16_t>(pair);
     }
     __syncwarp();
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
@@ -1317,22 +1348,18 @@ struct Consumer {
     return true;
   }
 
-  // Before the kernels before this one have ended.
-  LOWLAT_DEVICE void run_early(TileScales& scales) {
+  LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule) {
     g = r.lane / 4;
     t = r.lane % 4;
-    if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
-  }
-  LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule, TileScales& scales) {
-    load_group(0);
+    load_x();
     bool going = !r.gates() || run_gate();
     // While the scores are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
-      if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
-      going = run_shared_tile(n, scales);
+      going = run_shared_tile(n);
     }
-    route(rule, sum_rule);  // every consumer comes to its barriers
+    route(rule);  // every consumer comes to its barriers
     make_table();
+    weigh(sum_rule);
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_shared_second() &&
            run_tiles() && run_second();
   }
@@ -1340,7 +1367,8 @@ struct Consumer {
 
 // ------------------------------------------------------------------------------------ finisher
 
-// By one warp: rows of scales that the shared w2's band touches, from that of its first row.
+// By one warp: rows of scales that the shared w2's band touches, from that of its first row. Its
+// arrival is one of two that end the wait for the band.
 template <class L>
 LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
   if (!r.shared || r.block_idx >= L::kBands) return;
@@ -1349,6 +1377,8 @@ LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
   for (int i = r.lane; i < L::kBandScaleRows * L::kBandScaleColumns; i += plat::kWarpLanes) {
     if (first + i < kAll) r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
   }
+  __syncwarp();
+  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.band_full);
 }
 
 template <class L>
@@ -1491,6 +1521,7 @@ struct Finisher {
 
   LOWLAT_DEVICE bool run(stages::GateRule rule) {
     if (r.gates() && !run_gate(rule)) return false;
+    load_band_scales(r);
     clear_columns();
     for (int n = 0; n < r.shared_tiles(); ++n) {
       for (int group = 0; group < r.num_groups(); ++group) {
@@ -1634,28 +1665,22 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (thread == 64) {
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
-    sm90::barrier_init(&barriers.band_full, 1);
+    sm90::barrier_init(&barriers.band_full, 2);
     sm90::barrier_init(&barriers.table, L::kConsumers);
     table.stop = 0;
   }
   static_assert(L::kBuffers == 2);
   sm90::fence_barrier_init();
 
-  for (int i = thread; i < (L::kMaxPairs + 31) / 32; i += L::kThreads) table.leads[i] = 0;
-  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.ids[i] = kNobody;
+  for (int i = thread; i < L::kExperts; i += L::kThreads) table.count[i] = 0;
   plat::block_sync();
 
   Producer<L> producer = {r};
   Consumer<L> consumer = {r, warp};
-  typename Consumer<L>::TileScales scales = {};
   bool going = true;
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
     going = producer.run_early();
-  } else if (warp == L::kFinisher) {
-    load_band_scales(r);
-  } else if (warp < L::kConsumers) {
-    consumer.run_early(scales);
   }
   wait_at(args.before);
   // The next kernel's blocks may take the multiprocessors that are through.
@@ -1668,7 +1693,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(rules.rule, rules.sum_rule, scales);
+    consumer.run(rules.rule, rules.sum_rule);
   } else {
     sm90::fewer_registers<L::kOtherRegisters>();
     if (warp == L::kProducer) {
