@@ -99,8 +99,8 @@ struct HopSigns {
   int stride;
 };
 
-// All threads of the block call: returns when the first packets are there, or when the wait has ended
-// otherwise. One warp asks; now and then until `turn` is there, all the time from then on.
+// All threads of the block call: returns when the first packets are there, or when the wait has
+// ended otherwise. One warp asks; now and then until `turn` is there, all the time from then on.
 LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
   constexpr unsigned kRarelyNs = 150;
   constexpr int kPollsPerLook = 64;
