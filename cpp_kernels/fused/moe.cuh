@@ -349,6 +349,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (thread < L::kRing) {
     sm90::barrier_init(&barriers.full[thread], plat::kWarpLanes);
+    sm90::barrier_init(&barriers.begun[thread], 1);
     sm90::barrier_init(&barriers.here[thread], 1);
     sm90::barrier_init(&barriers.empty[thread], 4);
   } else if (thread >= 32 && thread < 32 + L::kBuffers) {
@@ -364,6 +365,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
     sm90::barrier_init(&barriers.band_full, 2);
     sm90::barrier_init(&barriers.table, L::kConsumers);
+    sm90::barrier_init(&barriers.rows_here, 1);
     table.stop = 0;
   }
   static_assert(L::kBuffers == 2);
