@@ -72,8 +72,8 @@ struct Producer {
     return true;
   }
 
-  // kRows rows of kRow bytes to shared memory, 16 bytes a lane: a bulk copy costs 31 ns whatever its
-  // length, so short rows are not worth one. Eight rows of 64 bytes a step.
+  // kRows rows of kRow bytes to shared memory, 16 bytes a lane: a bulk copy costs 31 ns whatever
+  // its length, so short rows are not worth one. Eight rows of 64 bytes a step.
   template <int kRows, int kRow, int kPitch>
   LOWLAT_DEVICE void load_rows(std::uint32_t dst, const unsigned char* src,
                                std::int64_t src_pitch) const {
@@ -277,8 +277,8 @@ struct Producer {
 template <class L>
 struct Gatherer {
   const Region<L>& r;
-  // 0 .. kGatherers - 1: takes every kGatherers-th slot. A slot stays with one gatherer, which so sees
-  // each of its phases.
+  // 0 .. kGatherers - 1: takes every kGatherers-th slot. A slot stays with one gatherer, which so
+  // sees each of its phases.
   int which;
 
   // Eight elements that one lane's codes of two rows meet: neighbours, or four pairs eight apart.

@@ -1,5 +1,5 @@
-// fused/moe_layout.cuh: sizes and places of the mixture-of-experts region (moe.cuh): what lies where
-// in shared memory, the ring's slots, the workspace, and which tiles are whose.
+// fused/moe_layout.cuh: sizes and places of the mixture-of-experts region (moe.cuh): what lies
+// where in shared memory, the ring's slots, the workspace, and which tiles are whose.
 #pragma once
 
 #include <type_traits>
@@ -140,12 +140,12 @@ struct Layout {
     float row_scales[kMaxRows][kChunks];  // of x as it is multiplied
     float weights[kMaxPairs];
     std::int32_t num_entries;
-    std::uint32_t stop;                  // Watch
-    std::uint32_t count[kExperts];       // pairs of an expert; then where they begin in `sorted`
+    std::uint32_t stop;             // Watch
+    std::uint32_t count[kExperts];  // pairs of an expert; then where they begin in `sorted`
     std::uint32_t warp_sums[kConsumers];
-    std::uint16_t expert[kMaxPairs];     // of an entry, ascending
-    std::uint16_t first[kMaxPairs + 1];  // of an entry in `sorted`
-    std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
+    std::uint16_t expert[kMaxPairs];                               // of an entry, ascending
+    std::uint16_t first[kMaxPairs + 1];                            // of an entry in `sorted`
+    std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
     alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
   };
@@ -248,8 +248,7 @@ struct Region {
 
   // Shared tiles go to blocks 0, 1, .. first, so routed ones begin with the blocks after them.
   LOWLAT_DEVICE int shared_tiles() const {
-    return !shared ? 0
-                   : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
+    return !shared ? 0 : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
   }
   // The n-th routed tile of this block (its number among all, in order of entries).
   LOWLAT_DEVICE int routed_tile(int n) const {

@@ -1,5 +1,5 @@
-// fused/moe_multiply.cuh: the role of moe.cuh that multiplies: router, routing, shared expert, routed
-// experts.
+// fused/moe_multiply.cuh: the role of moe.cuh that multiplies: router, routing, shared expert,
+// routed experts.
 #pragma once
 
 #include "fused/moe_layout.cuh"
@@ -407,7 +407,7 @@ struct Consumer {
   // are a[0 .. 3]'s of the first, then of the second, before expansion.
   LOWLAT_DEVICE static void load_codes(std::uint32_t (&words)[4], std::uint32_t rows, int group) {
     if constexpr (L::kMarlin) {
-      // A tile's word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t, 2t + 1 (bytes 0 1, 2 3),
+      // A tile's word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t (bytes 0 1) and 2t + 1,
       // k + 8 in the upper nibbles; a group is two tiles.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -497,7 +497,8 @@ struct Consumer {
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
                                         buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
       float total[4] = {};
-      const float *first_scales = column_scales(n, 2 * t), *second_scales = column_scales(n, 2 * t + 1);
+      const float *first_scales = column_scales(n, 2 * t),
+                  *second_scales = column_scales(n, 2 * t + 1);
       if (!L::kMarlin &&
           !barrier_wait(&r.barriers.scales_full[buffer], n / L::kBuffers & 1, r.watch)) {
         return false;
@@ -548,7 +549,8 @@ struct Consumer {
   LOWLAT_DEVICE bool run_second() const {
     if (r.block_idx >= L::kBands) return true;
     const int group = warp / 4, first_uses = r.own_tiles() * L::kUses;
-    // Which warp takes which rows differs by group: where one of four rests, each scheduler has one.
+    // Which warp takes which rows differs by group: where one of four rests, each scheduler has
+    // one.
     constexpr bool kMayRest = L::kRowBlocks < 4;
     const int row_block = (warp + group) % 4;
     const bool rests = row_block >= L::kRowBlocks;
