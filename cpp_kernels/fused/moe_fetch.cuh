@@ -61,12 +61,17 @@ struct Producer {
              kRow, &barriers.shared_full[n]);
       }
     }
-    if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
-      constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
-      sm90::barrier_arrive_expect(&barriers.band_full, kBytes);
-      load(r.smem + L::kBandOffset,
-           w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
-           &barriers.band_full);
+    if (r.shared && r.block_idx < L::kBands) {
+      // In quarters: a single copy of 32 KB or more ended the kernel as an illegal instruction.
+      constexpr std::uint32_t kBytes = L::kBandRows * L::kInner, kPart = kBytes / 4;
+      static_assert(kPart % 16 == 0 && kPart < 32768);
+      if (r.lane == 0) sm90::barrier_arrive_expect(&barriers.band_full, kBytes);
+      __syncwarp();
+      if (r.lane < 4) {
+        load(r.smem + L::kBandOffset + r.lane * kPart,
+             w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes + r.lane * kPart,
+             kPart, &barriers.band_full);
+      }
     }
     __syncwarp();
     return true;
