@@ -101,8 +101,8 @@ struct HopActivations {
                           int num_rows) const {
     constexpr int kPackets = kSteps * kPacketsAPiece;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes, g = lane_idx / 4, t = lane_idx % 4;
-    // Of two packets a piece the second lies four lanes on: a warp reads whole lines, and a lane has
-    // values 4 t and 16 + 4 t of a step instead of 8 t (kSplit).
+    // Of two packets a piece the second lies four lanes on: a warp reads whole lines, and a lane
+    // has values 4 t and 16 + 4 t of a step instead of 8 t (kSplit).
     const plat::TaggedWords* from = data + g * stride + first_k / 8 * kPacketsAPiece + t;
     HopWords words[kPackets];
     take_packets(words, hop, g < num_rows ? (1u << kPackets) - 1u : 0u,
