@@ -42,6 +42,7 @@ TEST_ROOMS = {
     "cross",
     "golden",
     "fakes",
+    "fuzz",
     "gpu",
     "tidy",
     "tools",
@@ -106,6 +107,22 @@ def test_links_of_pages_lead_somewhere() -> None:
     tree.none(complaints)
 
 
+def test_the_votes_properties_name_tests_that_are_there() -> None:
+    names = tree.under("tests/rust", suffixes=(".rs",))
+    tests = "".join(tree.read(name) for name in names)
+    complaints = []
+    for name in ("rust_dispatch/core/src/vote/mod.rs", "rust_dispatch/host/src/lib.rs"):
+        page = "".join(re.findall(r"^//! ?(.*\n)", tree.read(name), re.MULTILINE))
+        properties = page.partition("# Properties")[2].partition("\n# ")[0]
+        named = set(re.findall(r"`([a-z]\w+_\w+_\w+)`", properties))
+        if len(named) < 5:
+            complaints.append(f"{name}: names {len(named)} tests beside its properties")
+        for test in sorted(named):
+            if f"fn {test}()" not in tests and f"tests/rust/{test}.rs" not in names:
+                complaints.append(f"{name}: no test {test}")
+    tree.none(complaints)
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     reached, todo = set(), ["docs/index.md"]
     while todo:
@@ -160,6 +177,8 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
 # a stage gives as an operation of the C ABI is tested by the operation.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "cpp_kernels/fused/draft.hpp": "tests/gpu/test_draft.cu",
+    "cpp_kernels/fused/draft_accept.hpp": "tests/gpu/test_draft_accept.cu",
     "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
@@ -170,10 +189,15 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/host/peer.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/plain.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/plain.hpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/platforms.cpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/rope_frequencies.cpp": "tests/cpp/persistent/test_program.cpp",
+    "cpp_kernels/host/rope_frequencies.hpp": "tests/cpp/persistent/test_program.cpp",
+    "cpp_kernels/host/scalar_model.cpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/scalar_model.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/tensors.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/worker.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/include/lowlat/kernels.h": "tests/cross/kernels_layout.rs",
-    "cpp_kernels/persistent/": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/persistent/": "tests/cpp/persistent/test_program.cpp",
     "cpp_kernels/platform/contract.hpp": "tests/cpp/platform/test_scalar.cpp",
     "cpp_kernels/platform/cpu.hpp": "tests/cpp/platform/test_scalar.cpp",
     "cpp_kernels/platform/nvidia.hpp": "tests/gpu/test_platform.cu",
@@ -220,11 +244,15 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "python/lowlat/surface.py": "tests/sglang/test_surface.py",
     "rust_dispatch/capi/header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/examples/make_header.rs": "tests/rust/capi_header.rs",
-    "rust_dispatch/capi/src/": "tests/cpp/capi_smoke.c",
+    "rust_dispatch/capi/src/": "tests/cpp/capi_bad_input.c",
     "rust_dispatch/core/src/sync.rs": "tests/rust/core_vote_threads.rs",
+    "rust_dispatch/engine/src/bench/mod.rs": "tests/rust/engine_bench.rs",
+    "rust_dispatch/engine/src/bench/votes.rs": "tests/rust/engine_bench.rs",
     "rust_dispatch/engine/src/bin/lowlat-engine.rs": "tests/rust/engine_commands.rs",
     "rust_dispatch/engine/src/checkpoint/make.rs": "tests/rust/engine_checkpoint.rs",
     "rust_dispatch/engine/src/kernels/": "tests/rust/engine_kernels.rs",
+    "rust_dispatch/host/src/futex.rs": "tests/rust/host_group.rs",
+    "rust_dispatch/host/src/memory.rs": "tests/rust/host_group.rs",
     "rust_dispatch/py/src/": "tests/python/test_dispatch.py",
 }
 
