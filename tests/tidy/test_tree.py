@@ -177,6 +177,8 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
 # a stage gives as an operation of the C ABI is tested by the operation.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "cpp_kernels/fused/draft.hpp": "tests/gpu/test_draft.cu",
+    "cpp_kernels/fused/draft_accept.hpp": "tests/gpu/test_draft_accept.cu",
     "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
@@ -187,10 +189,15 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/host/peer.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/plain.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/plain.hpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/platforms.cpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/rope_frequencies.cpp": "tests/cpp/persistent/test_program.cpp",
+    "cpp_kernels/host/rope_frequencies.hpp": "tests/cpp/persistent/test_program.cpp",
+    "cpp_kernels/host/scalar_model.cpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/scalar_model.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/tensors.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/worker.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/include/lowlat/kernels.h": "tests/cross/kernels_layout.rs",
-    "cpp_kernels/persistent/": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/persistent/": "tests/cpp/persistent/test_program.cpp",
     "cpp_kernels/platform/contract.hpp": "tests/cpp/platform/test_scalar.cpp",
     "cpp_kernels/platform/cpu.hpp": "tests/cpp/platform/test_scalar.cpp",
     "cpp_kernels/platform/nvidia.hpp": "tests/gpu/test_platform.cu",
