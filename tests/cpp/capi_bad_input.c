@@ -273,6 +273,37 @@ static void oversize_counts(struct handles all) {
   INVALID(lowlat_board_create(0xffffffffu, &all.board), "a vote needs 1 to 64");
 }
 
+/* A pointer that no such value can have is refused before it is followed. */
+static void pointers_that_are_not_aligned(struct handles all) {
+  static uint64_t places[LOWLAT_BALLOT_WORDS + 1];
+  char* const odd = (char*)places + 1;
+  lowlat_ballot ballot = good_ballot();
+  lowlat_coverage* coverage = NULL;
+  uint64_t words[LOWLAT_BALLOT_WORDS];
+  INVALID(lowlat_ballot_words(all.servable, 0, (void*)odd, words), "parts is not aligned");
+  INVALID(lowlat_ballot_words(all.servable, 0, &ballot, (void*)odd), "out_words is not aligned");
+  ballot.widths = (void*)odd;
+  INVALID(lowlat_ballot_words(all.servable, 0, &ballot, words), "widths is not aligned");
+  INVALID(lowlat_ballots_agree(0, (void*)odd, 1, &coverage), "ballots is not aligned");
+  INVALID(lowlat_coverage_epoch(all.coverage, (void*)odd), "out_epoch is not aligned");
+  CHECK(coverage == NULL);
+}
+
+/* What the guard has checked for one size says nothing about a group of another. */
+static void a_servable_of_another_size(struct handles all) {
+  const lowlat_ballot ballot = good_ballot();
+  lowlat_board* board = NULL;
+  lowlat_seat* seat = NULL;
+  lowlat_coverage* coverage = NULL;
+  OK(lowlat_board_create(2, &board));
+  OK(lowlat_board_seat(board, 0, &seat));
+  INVALID(lowlat_seat_vote(seat, all.servable, &ballot, 1, &coverage),
+          "servable was checked for tp 1; this group has 2 ranks");
+  CHECK(coverage == NULL);
+  OK(lowlat_seat_destroy(seat));
+  OK(lowlat_board_destroy(board));
+}
+
 static void texts_that_are_none(struct handles all) {
   static const char kBroken[] = "\xff\xfe{";
   lowlat_graph_key key = good_key();
@@ -427,6 +458,8 @@ int main(void) {
   struct handles all = make_all();
   null_arguments(all);
   oversize_counts(all);
+  pointers_that_are_not_aligned(all);
+  a_servable_of_another_size(all);
   texts_that_are_none(all);
   numbers_out_of_range(all);
   budgets_out_of_the_ladder(all);
