@@ -27,7 +27,8 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    print(f"no baseline arm: {error} (--python names an interpreter with torch and Triton)")
+    words = f"{error} (--python names an interpreter with torch and Triton)"
+    print(json.dumps({"kind": "refusal", "words": words}))
     sys.exit(1)
 
 WINDOW, SELECTED, HEAD_DIM, ROPE_DIM, STREAMS, SLOTS = 128, 512, 512, 64, 4, 6
@@ -647,6 +648,8 @@ def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     torch.manual_seed(rank)
     if ranks > 1:
+        # No multicast memory: not every host has it, and none must for this arm.
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.distributed.init_process_group(
             "nccl", init_method=f"file://{options.meeting}", rank=rank, world_size=ranks
         )
@@ -680,18 +683,25 @@ def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
             for i, layer in enumerate(layers):
                 step.layer(layer, residuals[i % 2], residuals[1 - i % 2])
 
-        def half(step=step, residuals=residuals):
+        def attention(step=step, residuals=residuals):
             for layer in layers:
                 step.combine(layer, 0, residuals[0])
                 step.attention(layer)
 
-        parts = {
-            "layer": chain,
-            "moe": lambda step=step: [step.experts(layer) for layer in layers],
-            "attention": half,
-        }
+        def exchange(step=step, residuals=residuals):
+            for layer in layers:
+                step.post(0, residuals[0], step.reduce(step.partial), step.middle[0])
+                step.combine(layer, 1, step.middle[0])
+
+        parts = {"exchange": exchange}
+        if options.what == "layer":
+            parts = {
+                "layer": chain,
+                "moe": lambda step=step: [step.experts(layer) for layer in layers],
+                "attention": attention,
+            }
         for name, body in parts.items():
-            if ranks > 1 and name != "layer":
+            if ranks > 1 and name in ("moe", "attention"):
                 continue
             times = time_of(body, options.repeats, len(layers))
             if rank == 0:
@@ -718,12 +728,14 @@ def main() -> int:
     parser.add_argument("--rows", type=lambda v: [int(n) for n in v.split(",")], default=[6])
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--what", choices=("layer", "exchange"), default="layer")
     parser.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), default=1)
     parser.add_argument("--meeting", default="", help="file where several ranks meet")
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.device_count() < options.gpus:
         seen = torch.cuda.device_count()
-        print(f"no baseline arm: torch sees {seen} GPUs; {options.gpus} needed")
+        words = f"torch sees {seen} GPUs; {options.gpus} needed"
+        print(json.dumps({"kind": "refusal", "words": words}))
         return 1
     if options.gpus == 1:
         run_rank(0, 1, options)

@@ -203,6 +203,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "python/lowlat/__init__.py": "tests/python/test_package.py",
     "python/lowlat/__main__.py": "tests/python/test_package.py",
     "python/lowlat/cli/__init__.py": "tests/python/test_cli_main.py",
+    "python/lowlat/cli/files.py": "tests/python/test_cli_npz.py",
+    "python/lowlat/cli/measure.py": "tests/python/test_cli_bench.py",
     "python/lowlat/cli/outcome.py": "tests/python/test_cli_main.py",
     "python/lowlat/cli/parts.py": "tests/python/test_package.py",
     "python/lowlat/build.py": "tests/sglang/test_install.py",
