@@ -90,6 +90,7 @@ struct Instances {
       skip(part.out_ids, Few::kSlots);
       skip(part.out_weights, Few::kSlots);
       skip(part.out, Few::kHidden);
+      if (row > 0) part.before = {};  // the workspace is the launch's before
       rules.first_row = row;
       const cudaError_t status = launch<Few>(part, rules, stream, overlapped || row > 0);
       if (status != cudaSuccess) return status;

@@ -45,6 +45,9 @@
 #include <type_traits>
 
 #include "fused/stream.cuh"
+// The platform comes first.
+#include "fused/exchange.cuh"
+#include "fused/exchange_gate.cuh"
 #include "platform/contract.hpp"
 #include "stages/exchange.hpp"
 #include "stages/experts.hpp"
@@ -1207,6 +1210,30 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
     }
     return sum;
   };
+  if (a.quads.tp_size > 0) {
+    constexpr int kQuads = L::kBandRows / 4;
+    const std::uint64_t quads_epoch = exchange_epoch(a.quads, a.quads_index);
+#pragma unroll 1
+    for (int i = plat::thread_idx(); i < a.rows * kQuads; i += L::kThreads) {
+      const int row = i / kQuads, quad = i % kQuads;
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int n = 4 * quad + j;
+        float sum = 0.0f;
+#pragma unroll
+        for (int slot = 0; slot < L::kSlots; ++slot) {
+          const int pair = row * L::kSlots + slot;
+          sum += round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
+        }
+        v[j] = round_to_bf16(sum);
+        if (r.shared) v[j] += round_to_bf16(parts(L::kMaxPairs + row, n));
+      }
+      publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
+                   L::kHidden / 4, v);
+    }
+  }
+  if (a.out == nullptr && a.boxes.outboxes == nullptr) return;
   // A thread a value. Packets of three do not cross a warp: its last two lanes have nothing.
   constexpr int kWarpValues = plat::kWarpLanes / 3 * 3;
   constexpr int kRowValues = 3 * L::kPacketsPerBand;
@@ -1315,7 +1342,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (warp < L::kConsumers) {
     consumer.run_early(scales);
   }
-  sm90::wait_for_predecessors();
+  wait_at(args.before);
   std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
   r.epoch = *epoch_word + 1;
   r.watch.deadline_ns = plat::clock_ns() + args.fault.budget_ns;

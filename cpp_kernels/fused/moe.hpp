@@ -17,6 +17,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "fused/exchange.hpp"
+
 namespace lowlat::fused {
 
 // Which compiled shape: a model's target layers at a number of ranks (V4's draft is shaped alike).
@@ -76,6 +78,14 @@ struct MoeArgs {
   float* out;             // [T, H], or nullptr
   MoeBoxes boxes;
   MoeFault fault;
+  // The same sum by another door: to the mailboxes of exchange.cuh, in its packets, as exchange
+  // quads_index of the step. tp_size 0: not.
+  nvidia::fused::ExchangePort quads;
+  std::int32_t quads_index;
+  // Of x. word nullptr: the end of the kernels before. With a gate the launch that used the
+  // workspace before must have ended when the gate opens, as it has when an exchange of its sums
+  // lies between.
+  nvidia::fused::Gate before;
   void* workspace;  // moe_workspace_bytes, made ready once by moe_workspace_init
 };
 
