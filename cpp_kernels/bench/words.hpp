@@ -1,11 +1,13 @@
 // bench/words.hpp: the command line of a measuring program; `lowlat bench` writes it.
 //
-//   --model v41 --tp 4 --gpus 1 --rows 6,12 --schedule fused --repeats 60 [--stamps FILE]
+//   --model v41 --tp 4 --gpus 1 --rows 6,12 --schedule fused --repeats 60 [--stamps FILE
+//   --plain-us TIME]
 #pragma once
 
 #include <algorithm>
 #include <charconv>
 #include <cstddef>
+#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,6 +17,7 @@ namespace lowlat::bench {
 struct Words {
   std::string model = "v41", schedule = "fused", stamps;
   int tp = 4, gpus = 1, repeats = 60;
+  double plain_us = 0.0;  // of a layer without stamps
   std::vector<int> rows = {6};
   std::string wrong;  // one line where the words are not as above
 };
@@ -43,6 +46,9 @@ inline Words read_words(int argc, const char* const* argv) {
       words.schedule = value;
     } else if (name == "--stamps") {
       words.stamps = value;
+    } else if (name == "--plain-us") {
+      words.plain_us = std::strtod(std::string(value).c_str(), nullptr);
+      if (!(words.plain_us > 0)) words.wrong = "no time: " + std::string(value);
     } else if (name == "--tp") {
       words.tp = number(value, 1, 8);
     } else if (name == "--gpus") {

@@ -29,20 +29,34 @@ def recorded(tmp_path: Path) -> Path:
     return path
 
 
-def fake_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[dict]) -> Path:
-    """A program that writes the stamps where --stamps says, and its words beside itself."""
-    path = tmp_path / "program"
+FIGURE = {
+    **{"kind": "figure", "arm": "lowlat", "name": "layer", "model": "v41", "schedule": "fused"},
+    **{"tp": 4, "gpus": 1, "rows": 6, "unit": "us", "repeats": 60},
+    **{"median": 50.0, "low": 49.5, "high": 50.5},
+}
+
+
+def fake_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[dict]) -> Path:
+    """Programs that print the lines, write their words beside themselves, and the stamps where
+    --stamps says."""
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    path.write_text(
-        f"#!{sys.executable}\n"
-        "import pathlib, sys\n"
-        f"pathlib.Path({str(tmp_path / 'words')!r}).write_text(' '.join(sys.argv[1:-1]))\n"
-        f"pathlib.Path(sys.argv[-1]).write_text({json.dumps(STAMPS)!r})\n"
-        f"print({text!r})\n"
-    )
-    path.chmod(0o755)
-    monkeypatch.setattr(measure, "installed_file", lambda *_: path)
-    return tmp_path / "words"
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in ("layer", "layer_stamps"):
+        path = folder / name
+        path.write_text(
+            f"#!{sys.executable}\n"
+            "import pathlib, sys\n"
+            f"words = sys.argv[1:]\n"
+            f"pathlib.Path({str(folder / (name + '.words'))!r}).write_text(' '.join(words))\n"
+            "if '--stamps' in words:\n"
+            "    path = pathlib.Path(words[words.index('--stamps') + 1])\n"
+            f"    path.write_text({json.dumps(STAMPS)!r})\n"
+            f"print({text!r})\n"
+        )
+        path.chmod(0o755)
+    monkeypatch.setattr(measure, "installed_file", lambda *parts: folder / parts[-1])
+    return folder
 
 
 def test_draws_recorded_stamps_without_a_gpu(
@@ -61,12 +75,14 @@ def test_draws_recorded_stamps_without_a_gpu(
 def test_runs_the_program_with_stamps_and_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = fake_program(tmp_path, monkeypatch, [MACHINE])
+    folder = fake_programs(tmp_path, monkeypatch, [MACHINE, FIGURE])
     out = tmp_path / "out"
     assert main(["profile", "layer", "--rows", "12", "--out", str(out)]) == 0
-    assert words.read_text() == (
-        "--model v41 --tp 4 --gpus 1 --rows 12 --schedule fused --repeats 60 --stamps"
-    )
+    words = "--model v41 --tp 4 --gpus 1 --rows 12 --schedule fused --repeats 60"
+    assert (folder / "layer.words").read_text() == words
+    stamped = (folder / "layer_stamps.words").read_text().split(" ")
+    assert stamped[: stamped.index("--stamps")] == words.split(" ")
+    assert stamped[-2:] == ["--plain-us", "50.0"]
     assert json.loads((out / "layer.stamps.json").read_text()) == STAMPS
     again = tmp_path / "again"
     source = str(out / "layer.stamps.json")
@@ -79,7 +95,7 @@ def test_wrong_results_are_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     wrong = {"kind": "check", "name": "residual", "good": False, "words": ""}
-    fake_program(tmp_path, monkeypatch, [MACHINE, wrong])
+    fake_programs(tmp_path, monkeypatch, [MACHINE, FIGURE, wrong])
     assert main(["profile", "layer", "--out", str(tmp_path / "out")]) == 1
     assert "wrong results: residual" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from lowlat.cli import bench, files, measure, stamps
-from lowlat.cli.outcome import DONE, EXIT_STATUSES, RefusedError, UsageError
+from lowlat.cli.outcome import DONE, EXIT_STATUSES, FaultError, RefusedError, UsageError
 
 NAME = "profile"
 WHATS = ("layer",)
@@ -80,12 +80,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def recorded(arguments: argparse.Namespace) -> tuple[stamps.Profile, str]:
-    """Runs the program with stamps; the profile and the file's text."""
+    """Times the layer, then runs its build with stamps; the profile and the file's text."""
+    what = arguments.what
+    plain = measured(what, bench.program_words(arguments))
+    plain_us = next((f["median"] for f in plain.figures if f["name"] == what), None)
+    if plain_us is None:
+        raise FaultError(f"bench {what} gave no figure of that name; install lowlat again")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "stamps.json")
         words = [*bench.program_words(arguments), "--stamps", str(path)]
-        answer = measure.measured(arguments.what, words)
-        if answer.failed_checks:
-            names = ", ".join(check["name"] for check in answer.failed_checks)
-            raise RefusedError(f"wrong results: {names}; no profile is drawn of them")
+        measured(f"{what}_stamps", [*words, "--plain-us", str(plain_us)])
         return stamps.read(path), path.read_text(encoding="utf-8")
+
+
+def measured(program: str, words: list[str]) -> measure.Answer:
+    answer = measure.measured(program, words)
+    if answer.failed_checks:
+        names = ", ".join(check["name"] for check in answer.failed_checks)
+        raise RefusedError(f"wrong results: {names}; no profile is drawn of them")
+    return answer

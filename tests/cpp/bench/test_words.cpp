@@ -14,11 +14,13 @@ lowlat::bench::Words read(std::vector<const char*> words) {
 
 TEST_CASE(words_are_read_whole) {
   const auto words = read({"--model", "v4", "--tp", "2", "--gpus", "2", "--rows", "1,6,48",
-                           "--schedule", "persistent", "--repeats", "20", "--stamps", "a.json"});
+                           "--schedule", "persistent", "--repeats", "20", "--stamps", "a.json",
+                           "--plain-us", "61.5"});
   CHECK_EQ(words.wrong, "");
   CHECK_EQ(words.model, "v4");
   CHECK_EQ(words.schedule, "persistent");
   CHECK_EQ(words.stamps, "a.json");
+  CHECK_EQ(words.plain_us, 61.5);
   CHECK_EQ(words.tp, 2);
   CHECK_EQ(words.gpus, 2);
   CHECK_EQ(words.repeats, 20);
@@ -38,5 +40,6 @@ TEST_CASE(wrong_words_are_named) {
   CHECK_EQ(read({"--rows", "6 7"}).wrong, "no number from 1 to 64: 6 7");
   CHECK_EQ(read({"--tp", "x"}).wrong, "no number from 1 to 8: x");
   CHECK_EQ(read({"--song", "1"}).wrong, "unknown: --song");
+  CHECK_EQ(read({"--plain-us", "-1"}).wrong, "no time: -1");
   CHECK_EQ(read({"--model"}).wrong, "needs a value: --model");
 }
