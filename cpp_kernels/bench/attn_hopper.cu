@@ -1,7 +1,5 @@
-// attn_hopper: checks and times the attention half of a V4.1-Flash layer on one GPU.
-//
-//   attn_hopper check          every kernel against float64 at true shapes; exit code 1: a failure
-//   attn_hopper time [rows..]  chains of layers in a CUDA graph, by which kernels they hold
+// attn_hopper: checks the kernels of the attention half of a V4.1-Flash layer on one GPU, each
+// against float64 at true shapes; exit code 1: a failure.
 //
 // TP4's share on one GPU: 16 heads, two output groups, four mailboxes looped back.
 #include "attn_layer.hpp"
@@ -17,28 +15,6 @@ namespace {
 
 constexpr int kRanks = 4, kHeads = 16, kGroups = 2;
 int failures = 0;
-
-__global__ void read_all(const uint4* data, std::size_t count, std::uint32_t* out) {
-  std::uint32_t sum = 0;
-  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
-#pragma unroll 8
-  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < count; i += stride) {
-    const uint4 v = __ldcs(data + i);
-    sum ^= v.x ^ v.y ^ v.z ^ v.w;
-  }
-  if (sum == 0x1234'5678u) *out = sum;
-}
-
-// Busy for `clocks` ticks of the multiprocessor's clock; out: nanoseconds.
-__global__ void spin(std::int64_t clocks, std::uint64_t* out) {
-  std::uint64_t begin, end;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
-  const std::int64_t first = clock64();
-  while (clock64() - first < clocks) {
-  }
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(end)::"memory");
-  *out = end - begin;
-}
 
 // Of two arrays of values: || a - b || / || b ||; not finite where only one of two is.
 double rel_l2(const std::vector<double>& a, const std::vector<double>& b) {
@@ -201,6 +177,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   Activations act(rows, kHeads, kGroups);
   Mailboxes mail(rows, kRanks);
   const fused::ExchangePort port = mail.looped(kRanks);
+  act.tell(port);
   Buffer<float> device_sink(sink);
 
   std::vector<std::uint16_t> residual(act.count(4 * kHidden));
@@ -214,8 +191,6 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
     if ((code & 0x7f) == 0x7f) code ^= 1;
   }
   std::vector<float> u_scale(act.u_scale.size(), 0.00390625f);
-  act.u_codes.put(u_codes);
-  act.u_scale.put(u_scale);
   const Gates gates(2);
   const auto mixing = [&](int side) {
     return act.mixing(device, side, gates.at(side, Gates::mix_parts, fused::mix_parts(kHidden)),
@@ -223,6 +198,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   };
   must_run(fused::launch_begin_step(mail.step_epoch.get(), 3, gates.round(), nullptr),
            "begin step");
+  act.put_u(u_codes, u_scale, static_cast<std::uint32_t>(mail.step_epoch.take()[0]) + act.index);
   must_run(fused::launch_mix(mixing(0), {}, false, nullptr), "mix");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
@@ -251,14 +227,16 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                              rows, kHidden, kNormEps, false);
   expect("x", rows, values(x), values(want_x), 4e-3);
   const std::vector<double> x_quantized =
-      values(act.x_codes.take(), act.x_scale.take(), rows, kHidden);
+      values(act.take_codes(act.x_codes, act.packets.x, kHidden),
+             act.take_scales(act.x_scale, act.packets.x, kHidden, 8), rows, kHidden);
   expect("x quantised", rows, x_quantized, quantized(x), 0.0);
 
   // The front.
   fused::FrontParams front = act.front(device, device_keys);
   front.mix = mixing(1);
   must_run(fused::launch_front_qkv(front, false, nullptr), "qkv");
-  const std::vector<std::uint16_t> qa = act.qa.take(), kv = act.kv.take();
+  const std::vector<std::uint16_t> qa = act.take_halves(act.qa, act.packets.qa, kQLora),
+                                   kv = act.take_halves(act.kv, act.packets.kv, kDim);
   expect("qa", rows, values(qa),
          rounded(product(x_quantized, weights.wq_a, rows, kQLora, kHidden, kHidden, 0)), 4e-3);
   expect("kv", rows, values(kv),
@@ -286,7 +264,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
       rounded(product(quantized(latent), weights.wq_b, rows, kHeads * kDim, kQLora, kQLora, 0));
   const std::vector<std::int64_t> positions(keys.positions.begin(), keys.positions.end());
   reference::rope(want_q.data(), positions.data(), rows, kHeads, kDim, true, false);
-  const std::vector<std::uint16_t> q = act.q.take();
+  const std::vector<std::uint16_t> q = act.take_halves(act.q, act.packets.q, kHeads * kDim);
   expect("q", rows, values(q), rounded(want_q), 6e-3);
 
   // Stored keys: rows that were written equal in value, all others untouched.
@@ -336,7 +314,9 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
     params.blocks_per_row = blocks;
     act.o.poison();
     must_run(fused::launch_sparse_attention(params, false, nullptr), "attention");
-    o = half_values(act.o.take(), act.o_scale.take(), rows, kHeads * kDim);
+    o = half_values(act.take_halves(act.o, act.packets.o, kHeads * kDim),
+                    act.take_scales(act.o_scale, act.packets.o, kHeads * kDim, 4), rows,
+                    kHeads * kDim);
     expect("attention", rows, o, want_o, 5e-3);
   }
   if (awkward) {
@@ -362,133 +342,15 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                   want_u.begin() + (row * kGroups + group) * 1024);
     }
   }
-  expect("u quantised", rows, values(act.u_codes.take(), act.u_scale.take(), rows, kGroups * 1024),
-         quantized(codes_of(want_u)), 6e-3);
+  expect(
+      "u quantised", rows,
+      values(act.take_codes(act.u_codes, act.packets.u, kGroups * 1024),
+             act.take_scales(act.u_scale, act.packets.u, kGroups * 1024, 8), rows, kGroups * 1024),
+      quantized(codes_of(want_u)), 6e-3);
   if (mail.faulted()) {
     ++failures;
     std::printf("FAIL T=%d a fault was reported\n", rows);
   }
-}
-
-// Which kernels a chain holds.
-struct Parts {
-  const char* name;
-  bool qkv, q, attention, wo_a, wo_b, published, exchange, gates;
-};
-
-struct Chain {
-  std::vector<DeviceWeights> weights;
-  std::vector<DeviceKeys> keys;
-  Activations act;
-  Mailboxes mail;
-  Gates gates;
-
-  Chain(const HostWeights& host, int rows, int layers)
-      : act(rows, kHeads, kGroups), mail(rows, kRanks), gates(layers) {
-    Random random(9);
-    for (int i = 0; i < layers; ++i) {
-      weights.emplace_back(host);
-      keys.emplace_back(HostKeys(rows, random));
-    }
-    std::vector<std::uint16_t> residual(act.count(4 * kHidden));
-    for (auto& v : residual) v = bf16(random.normal());
-    for (auto& r : act.residual) r.put(residual);
-    reset();
-  }
-  // Every buffer as before the first step, so that a replay's results can be compared.
-  void reset() {
-    gates.reset();
-    for (auto* codes : {&act.x_codes, &act.u_codes}) codes->zero();
-    for (auto* half : {&act.x, &act.qa, &act.kv, &act.q, &act.o}) half->zero();
-    for (auto* scale : {&act.x_scale, &act.o_scale, &act.u_scale, &act.qa_squares, &act.mix}) {
-      scale->put(std::vector<float>(scale->size(), 0.01f));
-    }
-  }
-  // `same`: every layer with the first one's weights, which then stay in the second-level cache.
-  void launch(const Parts& parts, bool same, cudaStream_t stream) {
-    const fused::ExchangePort port = mail.looped(kRanks);
-    const int layers = static_cast<int>(weights.size());
-    cuda_must(fused::launch_begin_step(mail.step_epoch.get(), layers, gates.round(), stream),
-              "begin step");
-    const int rows = act.rows;
-    fused::Gate last = {};  // of the kernel before, or the stream's order
-    for (int i = 0; i < layers; ++i) {
-      const DeviceWeights& w = weights[same ? 0 : i];
-      const int side = i % 2;
-      const auto gate = [&](Gates::Kind kind, std::uint32_t blocks) {
-        return parts.gates ? gates.at(i, kind, blocks) : fused::Gate{};
-      };
-      fused::Gate mix_done = {};
-      fused::FrontParams front = act.front(w, keys[i]);
-      if (parts.qkv) {
-        mix_done = gate(Gates::mix, rows);
-        front.mix =
-            act.mixing(w, side, gates.at(i, Gates::mix_parts, fused::mix_parts(kHidden)), mix_done);
-        front.before = last;
-        front.qkv_done = last = gate(Gates::qkv, fused::front_qkv_blocks());
-        cuda_must(fused::launch_front_qkv(front, true, stream), "qkv");
-      }
-      if (parts.q) {
-        if (!parts.qkv) front.qkv_done = last;
-        front.done = last = gate(Gates::q, fused::front_q_blocks(rows, kHeads));
-        cuda_must(fused::launch_front_q(front, true, stream), "q");
-      }
-      if (parts.attention) {
-        fused::AttentionParams attention = act.attention(w, keys[i]);
-        attention.before = last;
-        attention.done = last = gate(Gates::attention, fused::attention_blocks(rows, kHeads));
-        cuda_must(fused::launch_sparse_attention(attention, true, stream), "attention");
-      }
-      fused::OprojParams oproj = act.oproj(w, port, i, parts.published);
-      if (parts.wo_a) {
-        oproj.before = last;
-        oproj.u_done = last = gate(Gates::u, fused::oproj_a_blocks(kGroups));
-        cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
-      }
-      if (parts.wo_b) {
-        if (!parts.wo_a) oproj.u_done = last;
-        cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
-      }
-      if (parts.exchange) {
-        fused::ExchangeNormParams exchange = act.exchange(w, port, i, side, true);
-        exchange.mix_done = mix_done;
-        exchange.before = last;
-        exchange.done = last = gate(Gates::exchange, fused::exchange_norm_blocks(rows));
-        cuda_must(fused::launch_exchange_norm(exchange, kHidden, true, stream), "exchange");
-      } else if (parts.wo_b) {
-        last = {};
-      }
-    }
-  }
-};
-
-// Replays of the same step give the same bits, whatever else runs.
-void check_replays(const HostWeights& host, int rows, bool gated) {
-  Chain chain(host, rows, 2);
-  Graph graph([&](cudaStream_t stream) {
-    chain.launch({"all", true, true, true, true, true, true, true, gated}, false, stream);
-  });
-  const std::vector<std::uint16_t> start = chain.act.residual[0].take();
-  std::vector<std::uint16_t> first, first_x;
-  int different = 0;
-  for (int i = 0; i < 200; ++i) {
-    chain.act.residual[0].put(start);
-    // The chain begins with x of the step before.
-    chain.act.x_codes.zero();
-    chain.act.x_scale.put(std::vector<float>(chain.act.x_scale.size(), 0.01f));
-    graph.replay();
-    graph.wait();
-    const auto residual = chain.act.residual[0].take(), x = chain.act.x.take();
-    if (i == 0) first = residual, first_x = x;
-    different += residual != first || x != first_x ? 1 : 0;
-  }
-  failures += different != 0 || chain.mail.faulted() ? 1 : 0;
-  bool finite = true;
-  for (const double v : values(first_x)) finite &= std::isfinite(v);
-  failures += finite ? 0 : 1;
-  std::printf("%s T=%d 200 replays, gates %d: %d differ, faulted %d, finite %d\n",
-              different == 0 && finite ? "ok  " : "FAIL", rows, gated, different,
-              chain.mail.faulted(), finite);
 }
 
 // A rank that sends nothing: the wait ends at its budget, says so, and the device lives on.
@@ -510,108 +372,20 @@ void check_deadline(const DeviceWeights& device) {
               words[0], words[2], words[3], nan);
 }
 
-double bandwidth() {
-  const std::size_t bytes = std::size_t{2} << 30;
-  Buffer<std::uint8_t> data(bytes);
-  Buffer<std::uint32_t> out(1);
-  Graph graph([&](cudaStream_t stream) {
-    read_all<<<132 * 8, 512, 0, stream>>>(reinterpret_cast<const uint4*>(data.get()), bytes / 16,
-                                          out.get());
-  });
-  return static_cast<double>(bytes) / time_of(graph, 20).median_us * 1e6;
-}
-
-// The multiprocessors' clock in MHz, after a fifth of a second of work.
-double clock_mhz() {
-  constexpr std::int64_t kClocks = 300'000'000;
-  Buffer<std::uint64_t> out(1);
-  spin<<<132, 32>>>(kClocks, out.get());
-  cuda_must(cudaDeviceSynchronize(), "spin");
-  return kClocks * 1e3 / static_cast<double>(out.take()[0]);
-}
-
-void time_rows(const HostWeights& host, int rows, double rate) {
-  constexpr int kLayers = 8;
-  Chain chain(host, rows, kLayers);
-  const DeviceWeights& w = chain.weights[0];
-  const auto size = [](const DeviceFp8& m) {
-    return static_cast<double>(m.codes.size() + m.scales.size());
-  };
-  const double fn = 4.0 * static_cast<double>(w.fn.size());
-  const double keys = rows * (kWindow + kExtra) * 584.0;
-  const Parts all[] = {
-      {"whole half", true, true, true, true, true, true, true, true},
-      {"whole half, no gates", true, true, true, true, true, true, true, false},
-      {"front", true, true, false, false, false, false, false, true},
-      {"qkv", true, false, false, false, false, false, false, true},
-      {"q", false, true, false, false, false, false, false, true},
-      {"attention", false, false, true, false, false, false, false, true},
-      {"front, attention", true, true, true, false, false, false, false, true},
-      {"wo_a", false, false, false, true, false, false, false, true},
-      {"wo_b", false, false, false, false, true, false, false, true},
-      {"wo_a, wo_b", false, false, false, true, true, false, false, true},
-      {"wo_a, wo_b, exchange", false, false, false, true, true, true, true, true},
-      {"front, attention, wo_a", true, true, true, true, false, false, false, true},
-  };
-  for (const Parts& parts : all) {
-    chain.reset();
-    Graph graph([&](cudaStream_t stream) { chain.launch(parts, false, stream); });
-    const Times times = time_of(graph, 60);
-    Graph same([&](cudaStream_t stream) { chain.launch(parts, true, stream); });
-    const Times cached = time_of(same, 30);
-    double bytes = 0.0;
-    if (parts.qkv) bytes += size(w.wq_a) + size(w.wkv) + fn;
-    if (parts.q) bytes += size(w.wq_b);
-    if (parts.attention) bytes += keys;
-    if (parts.wo_a) bytes += size(w.wo_a);
-    if (parts.wo_b) bytes += size(w.wo_b);
-    const double floor_us = bytes / rate * 1e6;
-    std::printf(
-        "%-36s T=%-2d a layer: median %6.2f us  low %6.2f  high %6.2f  %5.2f MB  floor %5.2f  "
-        "share %.2f  (one layer's weights, cached: %6.2f)%s\n",
-        parts.name, rows, times.median_us / kLayers, times.low_us / kLayers,
-        times.high_us / kLayers, bytes * 1e-6, floor_us, floor_us / (times.median_us / kLayers),
-        cached.median_us / kLayers, chain.mail.faulted() ? "  FAULTED" : "");
-    std::fflush(stdout);
-  }
-}
-
-int run(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "";
-  if (what != "check" && what != "time") {
-    std::fprintf(stderr, "usage: attn_hopper check | time [rows..]\n");
-    return 2;
-  }
+int run() {
   Random random(1);
   const HostWeights host(kHeads, kGroups, random);
-  if (what == "check") {
-    const DeviceWeights device(host);
-    for (const int rows : {1, 6, 8, 12, 24, 48}) {
-      check_rows(rows, host, device, false);
-      check_rows(rows, host, device, true);
-    }
-    for (const int rows : {6, 12, 48}) {
-      check_replays(host, rows, false);
-      check_replays(host, rows, true);
-    }
-    check_deadline(device);
-    std::printf("%d failures\n", failures);
-    return failures == 0 ? 0 : 1;
+  const DeviceWeights device(host);
+  for (const int rows : {1, 6, 8, 12, 24, 48}) {
+    check_rows(rows, host, device, false);
+    check_rows(rows, host, device, true);
   }
-  std::printf("clock %.0f MHz\n", clock_mhz());
-  const double rate = bandwidth();
-  std::printf(
-      "read bandwidth %.3f TB/s; chains of 8 layers in a graph; spread: 10th, 90th of 100\n",
-      rate * 1e-12);
-  if (argc > 2) {
-    for (int i = 2; i < argc; ++i) time_rows(host, std::atoi(argv[i]), rate);
-  } else {
-    for (const int rows : {6, 1, 12, 24, 48}) time_rows(host, rows, rate);
-  }
-  return 0;
+  check_deadline(device);
+  std::printf("%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
-int main(int argc, char** argv) { return lowlat::bench::run(argc, argv); }
+int main() { return lowlat::bench::run(); }

@@ -193,7 +193,7 @@ struct Mailboxes {
     out.status = status;
     out.fault_claim = words.get() + 1;
     out.step_epoch = step_epoch.get();
-    out.budget_ns = 200'000'000;
+    out.budget_ns = 20'000'000;
     out.box_packets = box_packets;
     out.tp_rank = tp_rank;
     out.tp_size = tp_size;
@@ -209,7 +209,36 @@ struct Mailboxes {
   }
   // The state of the status record. The device is idle.
   bool faulted() const { return (status[0] & 0xffff'ffffu) != 0u; }
+  void print_status() const {
+    const auto* words = reinterpret_cast<const std::uint32_t*>(status);
+    std::printf("  state %u kernel %u stage %u peer %d epoch %llu\n", words[0], words[1], words[2],
+                static_cast<int>(words[3]), static_cast<unsigned long long>(status[2]));
+    std::fflush(stdout);
+  }
+  // After a fault. The device is idle.
+  void recover() {
+    words.zero();
+    std::memset(status, 0, 64);
+  }
 };
+
+// Which kernels rehearse (exchange_gate.cuh), as bits.
+enum Rehearsal {
+  rehearse_qkv = 1,
+  rehearse_q = 2,
+  rehearse_attention = 4,
+  rehearse_wo_a = 8,
+  rehearse_wo_b = 16,
+  rehearse_exchange = 32,
+  rehearse_all = 63
+};
+
+// `gate`, with the one that its kernel waits at.
+inline fused::Gate after(fused::Gate gate, const fused::Gate& earlier) {
+  gate.earlier_word = earlier.word;
+  gate.earlier_blocks = earlier.blocks;
+  return gate;
+}
 
 // Gates of a chain of layers.
 class Gates {
@@ -226,13 +255,26 @@ class Gates {
     round_.zero();
   }
   fused::Gate at(int layer, Kind kind, std::uint32_t blocks) const {
-    return {words_.get() + (layer * count + kind) * kStride, round_.get(), blocks};
+    return {words_.get() + (layer * count + kind) * kStride,
+            round_.get(),
+            blocks,
+            0,
+            nullptr,
+            port_.size() > 0 ? port_.get() : nullptr,
+            static_cast<std::uint32_t>(first_id_ + layer * 16 + kind)};
+  }
+  // Whom late waits tell; as `kernel` they show first_id + 16 layer + kind.
+  void tell(const fused::ExchangePort& port, int first_id) {
+    port_ = Buffer<fused::ExchangePort>(std::vector<fused::ExchangePort>{port});
+    first_id_ = first_id;
   }
   std::uint32_t* round() const { return round_.get(); }
 
  private:
   static constexpr int kStride = 32;  // words: nobody shares a line
   Buffer<std::uint32_t> words_, round_;
+  Buffer<fused::ExchangePort> port_;
+  int first_id_ = 0;
 };
 
 inline fused::RopeFrequencies rope_frequencies() {
@@ -247,6 +289,11 @@ struct Activations {
   Buffer<std::uint16_t> residual[2], x, qa, kv, q, o;
   Buffer<std::uint8_t> x_codes, u_codes;
   Buffer<float> x_scale, o_scale, u_scale, partial, qa_squares, mix_partial, mix;
+  // Up to kHopRows rows: instead of x_codes, qa, kv, q, o and u_codes and their scales.
+  Buffer<std::uint8_t> packet_bytes;
+  fused::HopBuffers packets;
+  Buffer<fused::ExchangePort> port_copy;
+  int index = 1;  // of the exchange whose epoch is the packets' tag
 
   Activations(int num_rows, int num_heads, int num_groups)
       : rows(num_rows),
@@ -266,10 +313,84 @@ struct Activations {
         partial(count(kHidden)),
         qa_squares(static_cast<std::size_t>(kQLora / 16 * padded)),
         mix_partial(static_cast<std::size_t>(fused::mix_parts(kHidden) * rows * fused::kMixStride)),
-        mix(count(fused::kMixStride)) {
+        mix(count(fused::kMixStride)),
+        packet_bytes(
+            static_cast<std::size_t>(fused::hop_bytes(kHidden, kQLora, num_heads, num_groups))),
+        packets(fused::hop_buffers(packet_bytes.get(), kHidden, kQLora, num_heads, num_groups)) {
+    packet_bytes.zero();
     for (auto& r : residual) r = Buffer<std::uint16_t>(count(4 * kHidden));
   }
   std::size_t count(int width) const { return static_cast<std::size_t>(rows) * width; }
+  // Before any launch.
+  void tell(const fused::ExchangePort& port) {
+    port_copy = Buffer<fused::ExchangePort>(std::vector<fused::ExchangePort>{port});
+  }
+  fused::Hop hop() const { return {port_copy.get(), index, 0}; }
+  bool hops() const { return rows <= fused::kHopRows; }
+
+  // [rows, packets a row] of packets, as words.
+  std::vector<std::uint32_t> words_of(const void* from, int packets_a_row) const {
+    std::vector<std::uint32_t> out(count(packets_a_row) * 4);
+    cuda_must(cudaMemcpy(out.data(), from, out.size() * 4, cudaMemcpyDeviceToHost), "copy");
+    return out;
+  }
+  // Values of two bytes, four a packet.
+  std::vector<std::uint16_t> take_halves(const Buffer<std::uint16_t>& plain, const void* from,
+                                         int width) const {
+    if (!hops()) return plain.take();
+    const std::vector<std::uint32_t> words = words_of(from, width / 4);
+    std::vector<std::uint16_t> out(count(width));
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      out[i] = static_cast<std::uint16_t>(words[i / 4 * 4 + i % 4 / 2] >> 16 * (i % 2));
+    }
+    return out;
+  }
+  // Codes, eight a packet.
+  std::vector<std::uint8_t> take_codes(const Buffer<std::uint8_t>& plain, const void* from,
+                                       int width) const {
+    if (!hops()) return plain.take();
+    const std::vector<std::uint32_t> words = words_of(from, width / 8);
+    std::vector<std::uint8_t> out(count(width));
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      out[i] = static_cast<std::uint8_t>(words[i / 8 * 4 + i % 8 / 4] >> 8 * (i % 4));
+    }
+    return out;
+  }
+  // Scales of groups of 32, `values` a packet; NaN where a group's packets do not agree.
+  std::vector<float> take_scales(const Buffer<float>& plain, const void* from, int width,
+                                 int values) const {
+    if (!hops()) return plain.take();
+    const std::vector<std::uint32_t> words = words_of(from, width / values);
+    std::vector<float> out(static_cast<std::size_t>(width / 32 * padded));
+    for (int row = 0; row < rows; ++row) {
+      for (int i = 0; i < width; i += values) {
+        const std::uint32_t bits =
+            words[(static_cast<std::size_t>(row) * width + i) / values * 4 + 2];
+        float scale;
+        std::memcpy(&scale, &bits, 4);
+        float& to = out[static_cast<std::size_t>(i / 32 * padded + row)];
+        to = i % 32 == 0 || to == scale ? scale : std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+    return out;
+  }
+  // u as a kernel would send it; scales as u_scale has them.
+  void put_u(const std::vector<std::uint8_t>& codes, const std::vector<float>& scale,
+             std::uint32_t tag) {
+    u_codes.put(codes);
+    u_scale.put(scale);
+    if (!hops()) return;
+    std::vector<std::uint32_t> words(codes.size() / 2);
+    const int width = groups * 1024;
+    for (std::size_t i = 0; i < codes.size(); ++i) {
+      words[i / 8 * 4 + i % 8 / 4] |= std::uint32_t{codes[i]} << 8 * (i % 4);
+      const std::size_t group = i % width / 32 * padded + i / width;
+      std::memcpy(&words[i / 8 * 4 + 2], &scale[group], 4);
+      words[i / 8 * 4 + 3] = tag;
+    }
+    cuda_must(cudaMemcpy(packets.u, words.data(), words.size() * 4, cudaMemcpyHostToDevice),
+              "copy");
+  }
 
   fused::MixParams mixing(const DeviceWeights& w, int side, const fused::Gate& parts,
                           const fused::Gate& done) const {
@@ -309,6 +430,9 @@ struct Activations {
     p.q = q.get();
     p.kv_pages = {keys.window.get(), kPageBytes, kSlotsPerPage};
     p.qa_squares = qa_squares.get();
+    p.hop = hop();
+    p.packets = packets;
+    p.x_index = index;
     return p;
   }
   fused::AttentionParams attention(const DeviceWeights& w, const DeviceKeys& keys) const {
@@ -328,10 +452,12 @@ struct Activations {
     p.kv_slots = keys.kv_slots.get();
     p.o = o.get();
     p.o_scale = o_scale.get();
+    p.hop = hop();
+    p.packets = packets;
     return p;
   }
-  fused::OprojParams oproj(const DeviceWeights& w, const fused::ExchangePort& port, int index,
-                           bool published) const {
+  fused::OprojParams oproj(const DeviceWeights& w, const fused::ExchangePort& port,
+                           int exchange_index, bool published) const {
     fused::OprojParams p = {};
     p.num_rows = rows;
     p.num_groups = groups;
@@ -343,15 +469,17 @@ struct Activations {
     p.u_scale = u_scale.get();
     p.published = published;
     p.port = port;
-    p.exchange_index = index;
+    p.exchange_index = exchange_index;
     p.partial = partial.get();
+    p.hop = hop();
+    p.packets = packets;
     return p;
   }
   fused::ExchangeNormParams exchange(const DeviceWeights& w, const fused::ExchangePort& port,
-                                     int index, int side, bool early) const {
+                                     int exchange_index, int side, bool early) const {
     fused::ExchangeNormParams p = {};
     p.port = port;
-    p.exchange_index = index;
+    p.exchange_index = exchange_index;
     p.stage = 3;  // attention_sum
     p.num_rows = rows;
     p.mix = mix.get();
@@ -362,6 +490,7 @@ struct Activations {
     p.x = x.get();
     p.x_codes = x_codes.get();
     p.x_scale = x_scale.get();
+    p.x_packets = packets.x;
     p.early = early;
     return p;
   }

@@ -23,6 +23,7 @@
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_quant.cuh"
 #include "platform/nvidia_sm90.cuh"
@@ -65,21 +66,28 @@ struct Shared {
   const std::uint8_t* data[2][kTile];
   const std::uint8_t* scales[2][kTile];
   const std::uint8_t* late[kTile];
+  // Whose key it is among the step's rows (one of those that are read from packets), or -1.
+  std::int8_t late_row[kTile];
+  bool any_late;
 };
 static_assert(sizeof(float[kHeads * kSumPitch]) <= sizeof(std::uint16_t[kTile * kKeyPitch]));
 
 // Finds one key: `place` counts through the window's and then the extra set's indices.
+// `row`: of the step's rows the one that writes it, or -1.
 LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
-                                                   int place, bool& late) {
+                                                   int place, bool& late, int& row) {
   const bool in_window = place < params.num_window;
   const int slot =
       in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
                 : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
                         place - params.num_window);
   late = params.late_extra;
+  row = -1;
   if (in_window) {
-    late = false;
-    for (int i = 0; i < params.num_rows; ++i) late |= __ldg(params.kv_slots + i) == slot;
+    for (int i = 0; i < params.num_rows; ++i) {
+      if (__ldg(params.kv_slots + i) == slot) row = i;
+    }
+    late = row >= 0;
   }
   if (slot < 0) return {nullptr, nullptr};
   const KvPages& pages = in_window ? params.window : params.extra;
@@ -118,18 +126,18 @@ LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
   return sm90::multiply_bf16_pairs(bits, kPower120);
 }
 
-LOWLAT_DEVICE void store_piece(Shared& shared, const Pieces& pieces, int i) {
-  const int key = piece_of(i) / kPieces, piece = piece_of(i) % kPieces;
+LOWLAT_DEVICE void store_piece(Shared& shared, const uint4& data, std::uint32_t scale_code,
+                               int number) {
+  const int key = number / kPieces, piece = number % kPieces;
   std::uint16_t* to = shared.key + key * kKeyPitch;
   if (piece >= kCodePieces) {
-    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = pieces.data[i];
+    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = data;
     return;
   }
   // ue8m0 as bf16: the byte is the exponent; byte 0 is the subnormal 2^-127.
-  const std::uint32_t one = pieces.scale[i] == 0u ? 0x40u : pieces.scale[i] << 7;
+  const std::uint32_t one = scale_code == 0u ? 0x40u : scale_code << 7;
   const std::uint32_t scale = one | one << 16;
-  const std::uint32_t words[4] = {pieces.data[i].x, pieces.data[i].y, pieces.data[i].z,
-                                  pieces.data[i].w};
+  const std::uint32_t words[4] = {data.x, data.y, data.z, data.w};
   std::uint32_t out[8];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -146,10 +154,14 @@ LOWLAT_DEVICE void store_piece(Shared& shared, const Pieces& pieces, int i) {
 LOWLAT_DEVICE void store_pieces(Shared& shared, const Pieces& pieces) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    if (piece_of(i) < kTile * kPieces) store_piece(shared, pieces, i);
+    if (piece_of(i) < kTile * kPieces) {
+      store_piece(shared, pieces.data[i], pieces.scale[i], piece_of(i));
+    }
   }
 }
 
+// kHops: q, the step's own keys and o are packets.
+template <bool kHops>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -170,18 +182,22 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (thread_idx < kTile) {
     stages::KvRow<std::uint8_t> row{nullptr, nullptr};
     bool late = false;
+    int late_row = -1;
     if (first_key + thread_idx < end_key) {
-      row = find_key(params, row_idx, first_key + thread_idx, late);
+      row = find_key(params, row_idx, first_key + thread_idx, late, late_row);
     }
+    shared.late_row[thread_idx] = static_cast<std::int8_t>(row.data != nullptr ? late_row : -1);
     shared.data[0][thread_idx] = late ? nullptr : row.data;
     shared.late[thread_idx] = late ? row.data : nullptr;
     shared.scales[0][thread_idx] = row.scales;
+    if (thread_idx == 0) shared.any_late = false;
   }
   if (thread_idx < kHeads) {
     shared.top[thread_idx] = -INFINITY;
     shared.weight[thread_idx] = 0.0f;
   }
   plat::block_sync();
+  if (thread_idx < kTile && shared.late[thread_idx] != nullptr) shared.any_late = true;
   Pieces pieces;
   load_pieces(pieces, shared.data[0], shared.scales[0]);
   if (thread_idx < shape::kRopeDim / 2) {
@@ -190,239 +206,317 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
   store_pieces(shared, pieces);
-  wait_at(params.before);
+  HopTag hop = {};
+  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
+  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
+  plat::block_sync();
+  stamps.mark(StampStage::ask);
 
-  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
-  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
-  // a step is that of the pieces.
-  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
-  uint4 query[4][2];
+#pragma unroll 1
+  for (int pass = kHops ? first_pass(params.rehearses)
+                        : first_pass(params.rehearses, params.before);
+       pass < 2; ++pass) {
+    const bool real = pass != 0;
+    if (real && (!kHops || params.before.word != nullptr)) wait_at(params.before);
+    // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
+    // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
+    // a step is that of the pieces.
+    const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
+    uint4 query[4][2];
+    if constexpr (kHops) {
+      constexpr int kPackets = 16;
+      HopWords words[kPackets];
+      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
+                         (row_idx * params.num_heads + first_head + g) * (kDim / 4) +
+                         score_group * 32 + 2 * t;
+      take_packets(words, hop, real ? (1u << kPackets) - 1u : 0u,
+                   [&](int i) { return from + i / 4 * 8 + i / 2 % 2 * (8 * (kDim / 4)) + i % 2; });
+      stamps.mark(StampStage::wait);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const std::int64_t head =
-          static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-      query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-          params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const std::uint8_t* row = shared.late[key_of(i)];
-    if (row == nullptr || piece_of(i) >= kTile * kPieces) continue;
-    const int piece = piece_of(i) % kPieces;
-    pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece));
-    if (piece < kCodePieces) {
-      pieces.scale[i] = __ldcg(shared.scales[0][key_of(i)] + piece / 4);
-    }
-    store_piece(shared, pieces, i);
-  }
-
-  float sum[8][4] = {};  // of a warp's 64 dimensions
-  int side = 0;
-  for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
-    if (first != first_key) store_pieces(shared, pieces);
-    if (thread_idx < kTile && first + kTile < end_key) {
-      stages::KvRow<std::uint8_t> row{nullptr, nullptr};
-      bool late;  // no longer: the kernels before have ended
-      if (first + kTile + thread_idx < end_key) {
-        row = find_key(params, row_idx, first + kTile + thread_idx, late);
+      for (int i = 0; i < kPackets; i += 2) {
+        query[i / 4][i / 2 % 2] =
+            make_uint4(low_word(words[i].pair), high_word(words[i].pair),
+                       low_word(words[i + 1].pair), high_word(words[i + 1].pair));
       }
-      shared.data[side ^ 1][thread_idx] = row.data;
-      shared.scales[side ^ 1][thread_idx] = row.scales;
+    } else {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const std::int64_t head =
+              static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+          query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+              params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+        }
+      }
     }
-    plat::block_sync();
-    if (first + kTile < end_key) {  // the next tile's rows are on their way over the products
-      load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
+    if (kHops && shared.any_late && real) {
+      // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
+#pragma unroll 1
+      for (int i = 0; i < kPerThread; ++i) {
+        const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
+        if (__all_sync(plat::kAllLanes, row < 0)) continue;
+        const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
+                           max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
+        HopWords words[2];
+        take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
+        if (row < 0) continue;
+        store_piece(shared,
+                    make_uint4(low_word(words[0].pair), high_word(words[0].pair),
+                               low_word(words[1].pair), high_word(words[1].pair)),
+                    words[0].third, piece_of(i));
+      }
+    }
+    if (shared.any_late && real) {
+      const auto late_of = [&](int i) {
+        const int key = key_of(i);
+        return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
+      };
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
+        const std::uint8_t* row = late_of(i);
+        const int piece = piece_of(i) % kPieces;
+        if (row != nullptr) {
+          pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece));
+        }
+        if (row != nullptr && piece < kCodePieces) {
+          pieces.scale[i] = __ldcg(shared.scales[0][key_of(i)] + piece / 4);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
+        store_piece(shared, pieces.data[i], pieces.scale[i], piece_of(i));
+      }
     }
 
-    float score[3][4] = {};
+    float sum[8][4] = {};  // of a warp's 64 dimensions
+    int side = 0;
+    const int end = real ? end_key : min(first_key + 1, end_key);  // a rehearsal: one tile
+    for (int first = first_key; first < end; first += kTile, side ^= 1) {
+      if (first != first_key) store_pieces(shared, pieces);
+      if (thread_idx < kTile && first + kTile < end) {
+        stages::KvRow<std::uint8_t> row{nullptr, nullptr};
+        bool late;  // no longer: the kernels before have ended
+        int late_row;
+        if (first + kTile + thread_idx < end_key) {
+          row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
+        }
+        shared.data[side ^ 1][thread_idx] = row.data;
+        shared.scales[side ^ 1][thread_idx] = row.scales;
+      }
+      plat::block_sync();
+      if (first + kTile < end) {  // the next tile's rows are on their way over the products
+        load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
+      }
+
+      float score[3][4] = {};
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const uint4 &low = query[step][0], &high = query[step][1];
-      const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
-                                     {low.z, high.z, low.w, high.w}};
+      for (int step = 0; step < 4; ++step) {
+        const uint4 &low = query[step][0], &high = query[step][1];
+        const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
+                                       {low.z, high.z, low.w, high.w}};
+#pragma unroll
+        for (int n = 0; n < 3; ++n) {
+          const uint4 b =
+              *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
+                                              score_group * 128 + step * 32 + 8 * t);
+          const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
+          sm90::mma_bf16(score[n], a[0], b_low);
+          sm90::mma_bf16(score[n], a[1], b_high);
+        }
+      }
 #pragma unroll
       for (int n = 0; n < 3; ++n) {
-        const uint4 b =
-            *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
-                                            score_group * 128 + step * 32 + 8 * t);
-        const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
-        sm90::mma_bf16(score[n], a[0], b_low);
-        sm90::mma_bf16(score[n], a[1], b_high);
+        float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
+        *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
+        *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
       }
-    }
-#pragma unroll
-    for (int n = 0; n < 3; ++n) {
-      float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
-      *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
-      *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
-    }
-    plat::block_sync();
+      plat::block_sync();
 
-    // Softmax of the tile: 16 threads a head, three keys each.
-    {
-      constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
-      constexpr float kLog2e = 1.4426950408889634f;
-      const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
-      float s[3], top = -INFINITY;
+      // Softmax of the tile: 16 threads a head, three keys each.
+      {
+        constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
+        constexpr float kLog2e = 1.4426950408889634f;
+        const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
+        float s[3], top = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        const int key = first_of_thread + 16 * i;
-        float total = shared.score[0][head][key];
+        for (int i = 0; i < 3; ++i) {
+          const int key = first_of_thread + 16 * i;
+          float total = shared.score[0][head][key];
 #pragma unroll
-        for (int group = 1; group < kScoreGroups; ++group) {
-          total += shared.score[group][head][key];
+          for (int group = 1; group < kScoreGroups; ++group) {
+            total += shared.score[group][head][key];
+          }
+          const bool used = shared.data[side][key] != nullptr ||
+                            (first == first_key && shared.late[key] != nullptr);
+          s[i] = used ? total * kScale : -INFINITY;
+          top = plat::max(s[i], top);
         }
-        const bool used = shared.data[side][key] != nullptr ||
-                          (first == first_key && shared.late[key] != nullptr);
-        s[i] = used ? total * kScale : -INFINITY;
-        top = plat::max(s[i], top);
-      }
 #pragma unroll
-      for (int mask = 1; mask < 16; mask *= 2) {
-        top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
-      }
-      const float old_top = shared.top[head];
-      top = plat::max(old_top, top);
-      // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
-      const float base = top == -INFINITY ? 0.0f : top;
-      float weight = 0.0f;
+        for (int mask = 1; mask < 16; mask *= 2) {
+          top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
+        }
+        const float old_top = shared.top[head];
+        top = plat::max(old_top, top);
+        // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
+        const float base = top == -INFINITY ? 0.0f : top;
+        float weight = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
-        shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
-            static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
-        weight += p;
-      }
+        for (int i = 0; i < 3; ++i) {
+          const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
+          shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
+              static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
+          weight += p;
+        }
 #pragma unroll
-      for (int mask = 1; mask < 16; mask *= 2) {
-        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+        for (int mask = 1; mask < 16; mask *= 2) {
+          weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+        }
+        if (first_of_thread == 0 && real) {
+          const float rescale = exp2f((old_top - base) * kLog2e);
+          shared.rescale[head] = rescale;
+          shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
+          shared.top[head] = top;
+        }
       }
-      if (first_of_thread == 0) {
-        const float rescale = exp2f((old_top - base) * kLog2e);
-        shared.rescale[head] = rescale;
-        shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
-        shared.top[head] = top;
-      }
-    }
-    plat::block_sync();
+      plat::block_sync();
 
-    if (first != first_key) {
-      const float low = shared.rescale[g], high = shared.rescale[g + 8];
+      if (first != first_key) {
+        const float low = shared.rescale[g], high = shared.rescale[g + 8];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        sum[n][0] *= low, sum[n][1] *= low;
-        sum[n][2] *= high, sum[n][3] *= high;
+        for (int n = 0; n < 8; ++n) {
+          sum[n][0] *= low, sum[n][1] *= low;
+          sum[n][2] *= high, sum[n][3] *= high;
+        }
       }
-    }
 #pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
-      const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
-      const auto pair = [](const std::uint16_t* at) {
-        return *reinterpret_cast<const std::uint32_t*>(at);
-      };
-      const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
-                                  pair(prob + 8 * kProbPitch + 8)};
+      for (int step = 0; step < kTile / 16; ++step) {
+        const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
+        const auto pair = [](const std::uint16_t* at) {
+          return *reinterpret_cast<const std::uint32_t*>(at);
+        };
+        const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
+                                    pair(prob + 8 * kProbPitch + 8)};
 #pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        std::uint32_t b[4];
-        sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
-                                          warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
-        const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
-        sm90::mma_bf16(sum[n], a, b_low);
-        sm90::mma_bf16(sum[n + 1], a, b_high);
+        for (int n = 0; n < 8; n += 2) {
+          std::uint32_t b[4];
+          sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
+                                            warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
+          const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
+          sm90::mma_bf16(sum[n], a, b_low);
+          sm90::mma_bf16(sum[n + 1], a, b_high);
+        }
       }
+      plat::block_sync();  // the tile's memory is free
     }
-    plat::block_sync();  // the tile's memory is free
-  }
 
-  plat::block_sync();  // also where there was no tile: the pieces' stores are over
+    plat::block_sync();  // also where there was no tile: the pieces' stores are over
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    float* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
-    *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
-    *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
-  }
-  sm90::cluster_arrive();
-  sm90::cluster_wait();
-
-  // Each block finishes its heads: a thread has two dimensions. First the weight of each block's
-  // part of a head: 16 threads a head.
-  constexpr float kLog2e = 1.4426950408889634f;
-  const int heads_per_block = kHeads / num_blocks;
-  {
-    const int part = thread_idx % kHeads, local = thread_idx / kHeads;
-    if (local < heads_per_block) {
-      const int head = block_idx * heads_per_block + local;
-      const bool there = part < num_blocks;
-      const int from = there ? part : 0;
-      float top = sm90::load_peer(sm90::peer_address(&shared.top[head], from));
-      float weight = sm90::load_peer(sm90::peer_address(&shared.weight[head], from));
-      if (!there) top = -INFINITY, weight = 0.0f;
-      const float sink = __ldg(params.sink + first_head + head);
-      float most = plat::max(top, sink);
-      // Lanes of a half warp: which half is whole is known from the number of heads.
-      const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
-#pragma unroll
-      for (int mask = 1; mask < kHeads; mask *= 2) {
-        most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
-      }
-      const float base = most == -INFINITY ? 0.0f : most;
-      const float factor = exp2f((top - base) * kLog2e);
-      weight *= factor;
-#pragma unroll
-      for (int mask = 1; mask < kHeads; mask *= 2) {
-        weight += __shfl_xor_sync(lanes, weight, mask);
-      }
-      weight += exp2f((sink - base) * kLog2e);
-      shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+    for (int n = 0; n < 8; ++n) {
+      float* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
+      if (!real) continue;
+      *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
+      *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
     }
-  }
-  plat::block_sync();
-  const int dim = 2 * thread_idx;
-  const int padded = padded_rows(params.num_rows);
+    stamps.mark(StampStage::compute);
+    sm90::cluster_arrive();
+    sm90::cluster_wait();
+    stamps.mark(StampStage::sum);
+
+    // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
+    // of a head comes from 16 threads a head, while the first head's parts are on their way.
+    constexpr float kLog2e = 1.4426950408889634f;
+    const int heads_per_block = kHeads / num_blocks;
+    const int dim = 2 * thread_idx;
+    const int padded = padded_rows(params.num_rows);
 #pragma unroll 1
-  for (int i = 0; i < heads_per_block; ++i) {
-    const int head = block_idx * heads_per_block + i;
-    float first = 0.0f, second = 0.0f;
-    const float* own = &shared.sum[head * kSumPitch + dim];
-#pragma unroll 4
-    for (int block = 0; block < num_blocks; ++block) {
-      float a, b;
-      sm90::load_peer(sm90::peer_address(own, block), a, b);
-      first = plat::fma(a, shared.factor[i][block], first);
-      second = plat::fma(b, shared.factor[i][block], second);
-    }
-    first = quick_bf16(first);
-    second = quick_bf16(second);
-    if (dim >= kNope) {
-      const float2 turn = shared.turn[(dim - kNope) / 2];
-      const float turned = first * turn.x + second * turn.y;
-      second = quick_bf16(second * turn.x - first * turn.y);
-      first = quick_bf16(turned);
-    }
-    float amax = plat::max(plat::abs(first), plat::abs(second));
+    for (int i = 0; i < heads_per_block; ++i) {
+      const int head = block_idx * heads_per_block + i;
+      float a[kHeads], b[kHeads];
 #pragma unroll
-    for (int mask = 1; mask < kGroup / 2; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-    }
-    // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
-    // normal; what is smaller than that is 0 in any fp32 sum.
-    int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
-    exponent = max(min(exponent, 127), -100);
-    const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
-    const std::int64_t place =
-        (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
-    *reinterpret_cast<std::uint32_t*>(params.o + place) =
-        sm90::to_f16_pair(first * up, second * up);
-    if (thread_idx % (kGroup / 2) == 0) {
-      params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
-          plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+      for (int block = 0; block < kHeads; ++block) {
+        if (block < num_blocks) {
+          sm90::load_peer(sm90::peer_address(&shared.sum[head * kSumPitch + dim], block), a[block],
+                          b[block]);
+        } else {
+          a[block] = b[block] = 0.0f;
+        }
+      }
+      if (i == 0) {
+        const int part = thread_idx % kHeads, local = thread_idx / kHeads;
+        if (local < heads_per_block) {
+          const int own_head = block_idx * heads_per_block + local;
+          const bool there = part < num_blocks;
+          const int from = there ? part : 0;
+          float top = sm90::load_peer(sm90::peer_address(&shared.top[own_head], from));
+          float weight = sm90::load_peer(sm90::peer_address(&shared.weight[own_head], from));
+          if (!there) top = -INFINITY, weight = 0.0f;
+          const float sink = __ldg(params.sink + first_head + own_head);
+          float most = plat::max(top, sink);
+          // Lanes of a half warp alone, where the block has one head.
+          const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
+#pragma unroll
+          for (int mask = 1; mask < kHeads; mask *= 2) {
+            most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
+          }
+          const float base = most == -INFINITY ? 0.0f : most;
+          const float factor = exp2f((top - base) * kLog2e);
+          weight *= factor;
+#pragma unroll
+          for (int mask = 1; mask < kHeads; mask *= 2) {
+            weight += __shfl_xor_sync(lanes, weight, mask);
+          }
+          weight += exp2f((sink - base) * kLog2e);
+          shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+        }
+        plat::block_sync();
+      }
+      float first = 0.0f, second = 0.0f;
+#pragma unroll
+      for (int block = 0; block < kHeads; ++block) {
+        first = plat::fma(a[block], shared.factor[i][block], first);
+        second = plat::fma(b[block], shared.factor[i][block], second);
+      }
+      first = quick_bf16(first);
+      second = quick_bf16(second);
+      if (dim >= kNope) {
+        const float2 turn = shared.turn[(dim - kNope) / 2];
+        const float turned = first * turn.x + second * turn.y;
+        second = quick_bf16(second * turn.x - first * turn.y);
+        first = quick_bf16(turned);
+      }
+      float amax = plat::max(plat::abs(first), plat::abs(second));
+#pragma unroll
+      for (int mask = 1; mask < kGroup / 2; mask *= 2) {
+        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+      }
+      // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
+      // normal; what is smaller than that is 0 in any fp32 sum.
+      int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
+      exponent = max(min(exponent, 127), -100);
+      const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
+      const std::int64_t place =
+          (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
+      const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+      const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
+      if constexpr (kHops) {
+        const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
+        if (!real || thread_idx % 2 != 0) continue;
+        send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
+                    next, plat::float_bits(down));
+        continue;
+      }
+      if (!real) continue;
+      *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
+      if (thread_idx % (kGroup / 2) == 0) {
+        params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
+            down;
+      }
     }
   }
-  open_gate(params.done);
+  stamps.mark(StampStage::store);
+  if constexpr (!kHops) open_gate(params.done);
   // Nobody's memory goes while another reads it; the values read are used up by then.
   sm90::cluster_arrive_relaxed();
   sm90::cluster_wait();
@@ -439,8 +533,9 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
   if (blocks < 1 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
-  return launch_kernel(sparse_attention_bf16_sm90,
-                       dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
+  const auto kernel = params.num_rows <= kHopRows ? sparse_attention_bf16_sm90<true>
+                                                  : sparse_attention_bf16_sm90<false>;
+  return launch_kernel(kernel, dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
                        sizeof(Shared), blocks, programmatic, stream, params);
 }
 

@@ -11,9 +11,13 @@
 namespace lowlat::nvidia::fused {
 
 struct AttentionParams {
-  int num_rows;                   // T, 1 .. 48
-  int num_heads;                  // of this rank, a multiple of 16
-  const std::uint16_t* q;         // bf16 [T, num_heads, 512], rotated
+  int num_rows;            // T, 1 .. 48
+  int num_heads;           // of this rank, a multiple of 16
+  const std::uint16_t* q;  // bf16 [T, num_heads, 512], rotated
+  // Up to kHopRows rows: packets instead of q, o and o_scale, and the keys of kv_slots come by
+  // packets too. A row with a slot has that slot among its window_idx.
+  Hop hop;
+  HopBuffers packets;
   const float* sink;              // [num_heads]; -inf: none
   const std::int32_t* positions;  // [T], for the rotation back
   RopeFrequencies rope;
@@ -32,7 +36,9 @@ struct AttentionParams {
   // True: the rows of the extra set are read only after the kernels before have ended (a layer
   // that writes its own compressed keys).
   bool late_extra;
-  Gate before, done;   // of q and the stored keys; of o
+  // Of q and the stored keys (up to kHopRows rows: of the extra set alone, where it is late); of o.
+  Gate before, done;
+  bool rehearses;      // see first_pass() in exchange_gate.cuh
   int blocks_per_row;  // that share a row's keys: 1, 2, 4, 8 or 16; 0: chosen by the rows
 };
 

@@ -52,6 +52,15 @@ LOWLAT_DEVICE void unpack_quad(float (&v)[4], const std::uint32_t (&payload)[3])
   v[3] = plat::bits_float(payload[2] & 0xffff'ff00u);
 }
 
+LOWLAT_DEVICE std::uint32_t load_relaxed(const std::uint32_t* word) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return value;
+}
+
 // The epoch of exchange `index` of this step. begin_step() of the step has ended before.
 LOWLAT_DEVICE std::uint64_t exchange_epoch(const ExchangePort& port, int index) {
   return *port.step_epoch + static_cast<std::uint64_t>(index);

@@ -7,6 +7,8 @@
 #include <cstdint>
 
 #include "fused/exchange_gate.hpp"
+#include "fused/exchange_hop.hpp"
+#include "fused/stamps.hpp"
 
 namespace lowlat::nvidia::fused {
 
@@ -26,10 +28,11 @@ struct ExchangePort {
   std::int64_t box_packets;         // max_rows * hidden / 4
   std::int32_t tp_rank, tp_size;
   std::uint32_t kernel;  // index of the catalogue's line, for the status words
+  StampSink stamps;      // .stamps NULL: none
 };
 
-// The step's first kernel: *step_epoch += num_exchanges of the last step, ++*round (NULL: no
-// gates). All later kernels of the step may read them; the next step starts after this one's last
+// The step's first kernel: *step_epoch += num_exchanges of the last step (and over the numbers
+// whose low half is about to wrap), ++*round (NULL: no gates). All later kernels of the step may read them; the next step starts after this one's last
 // kernel has ended.
 cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
                               std::uint32_t* round, cudaStream_t stream);
@@ -46,16 +49,28 @@ struct ExchangeNormParams {
   const std::uint16_t* residual_in;  // bf16 [T, 4, H]
   std::uint16_t* residual_out;       // bf16 [T, 4, H], not residual_in
   std::uint16_t* x;                  // bf16 [T, H]; NULL: not wanted
-  std::uint8_t* x_codes;             // e4m3 [T, H]
-  float* x_scale;                    // [H / 32, padded_rows(T)], powers of two
+  // More than kHopRows rows: e4m3 [T, H] and [H / 32, padded_rows(T)], powers of two. Otherwise
+  // packets (HopBuffers::x) with this exchange's epoch as the tag, or NULL: not wanted.
+  std::uint8_t* x_codes;
+  float* x_scale;
+  void* x_packets;
+  std::uint32_t kernel;  // of its stamps: Hop::id and HopKernel
   // Gates: the statistics; the kernel after which this one may poll for packets (its inputs are
   // complete then too: the product that is published, or the one before it); this one's results.
   Gate mix_done, before, done;
+  bool rehearses;  // see first_pass() in exchange_gate.cuh
   // Without gates. True: polls before the kernel before it has ended. Right only where the
   // publishing kernel lets its successor start after its own wait, so that residual_in and mix are
   // complete.
   bool early;
 };
+
+// Makes the packets of a step's first x, where no exchange of this step does: x bf16 [T, H] quantised
+// in groups of 32, for FrontParams::x_index = index. Hidden 5120 or 4096.
+// More rows go to codes and scale as ExchangeNormParams has them. T 1 .. 48.
+cudaError_t launch_send_x(const std::uint16_t* x, int num_rows, int hidden, void* packets,
+                          std::uint8_t* codes, float* scale, const std::uint64_t* step_epoch,
+                          int index, cudaStream_t stream);
 
 // Activation scales lie [K / group, padded rows], so that a product reads those of its tokens as
 // one piece.

@@ -8,32 +8,74 @@
 //                     own gate, which the readers of the former contents have opened, directly or
 //                     through the kernels between; steps follow each other by the stream's order.
 //              wrap   (word - target) as i32 >= 0 means open; round * blocks wraps with the word.
-//              late   a second without an opening ends the wait; the step's results mean nothing
-//                     then. The writer is resident before the reader is launched, so only a fault
-//                     of the device comes there: ranks wait for each other at mailboxes.
+//              late   the port's budget without an opening ends the wait, fills the status words and
+//                     raises the abort word, which ends all other waits; the receiver of the next
+//                     exchange sees it too, so the step's results are NaN.
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
 #error "include platform/nvidia.hpp before this file"
 #endif
 
+#include "fused/exchange.cuh"
 #include "fused/exchange_gate.hpp"
 #include "fused/front_weights.cuh"
 
 namespace lowlat::nvidia::fused {
 
+// Polls are relaxed; one fence follows the last (an acquire in each would empty the first-level
+// cache every time).
+LOWLAT_DEVICE bool is_open(const std::uint32_t* word, std::uint32_t target) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return static_cast<std::int32_t>(value - target) >= 0;
+}
+
+// A wait that has failed so far: its deadline, and whether it has to end.
+class GateWatch {
+ public:
+  LOWLAT_DEVICE explicit GateWatch(const Gate& gate)
+      : gate_(gate),
+        deadline_ns_(plat::clock_ns() + (gate.port != nullptr ? gate.port->budget_ns : kSecondNs)) {
+  }
+  LOWLAT_DEVICE bool ended() const {
+    const ExchangePort* port = gate_.port;
+    const bool late = plat::clock_ns() > deadline_ns_;
+    if (port == nullptr) return late;
+    const bool aborted =
+        plat::load_acquire<plat::Scope::system>(port->abort_words[port->tp_rank]) != 0u;
+    if (!late && !aborted) return false;
+    ExchangePort named = *port;
+    named.kernel = gate_.id;
+    report_fault(named, stages::StageId::none, port->tp_rank, *port->step_epoch, aborted);
+    return true;
+  }
+
+ private:
+  const Gate& gate_;
+  std::uint64_t deadline_ns_;
+};
+
 // One thread calls.
 LOWLAT_DEVICE void poll_gate(const Gate& gate) {
-  const std::uint32_t target = *gate.round * gate.blocks;
-  const auto open = [&] {
-    return static_cast<std::int32_t>(plat::load_acquire<plat::Scope::device>(gate.word) - target) >=
-           0;
-  };
-  if (open()) return;
-  const std::uint64_t deadline_ns = plat::clock_ns() + kSecondNs;
-  for (int polls = 0; !open(); ++polls) {
-    if (polls % 256 == 255 && plat::clock_ns() > deadline_ns) return;
+  constexpr unsigned kRarelyNs = 200;
+  const std::uint32_t round = *gate.round, target = round * gate.blocks;
+  if (!is_open(gate.word, target)) {
+    const GateWatch watch(gate);
+    if (gate.earlier_word != nullptr) {
+      for (int polls = 1; !is_open(gate.earlier_word, round * gate.earlier_blocks); ++polls) {
+        __nanosleep(kRarelyNs);
+        if (polls % 64 == 0 && watch.ended()) return;
+      }
+    }
+    for (int polls = 1; !is_open(gate.word, target); ++polls) {
+      if (polls % 256 == 0 && watch.ended()) return;
+    }
   }
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 // All threads of the block call.
@@ -45,6 +87,15 @@ LOWLAT_DEVICE void wait_at(const Gate& gate) {
   if (plat::thread_idx() == 0) poll_gate(gate);
   plat::block_sync();
 }
+
+// Instructions come to a multiprocessor as data do: a kernel that runs once through its code waits
+// for most of it. While it waits for its input anyway it may go through it once more, with nothing
+// stored: `for (int pass = first_pass(rehearses, gate); pass < 2; ++pass)`, where pass 1 is the
+// real one. Only where a gate says that there is a wait.
+LOWLAT_DEVICE int first_pass(bool rehearses, const Gate& gate) {
+  return rehearses && gate.word != nullptr ? 0 : 1;
+}
+LOWLAT_DEVICE int first_pass(bool rehearses) { return rehearses ? 0 : 1; }
 
 // All threads of the block call, after their stores.
 LOWLAT_DEVICE void open_gate(const Gate& gate) {

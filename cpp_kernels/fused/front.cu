@@ -72,31 +72,63 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       from.scales + first_row / kGroup * kScaleStride + rank * kQkvK / kGroup, kHidden,
       kScaleStride};
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
-  wait_at(params.before);
   const int padded = padded_rows(params.num_rows);
+  constexpr int kOwned = Linear::kOwned;
+  static_assert(kOwned == kSquared);
+  if constexpr (kTiles == 1) {
+    const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::qkv);
+    HopActivations<1> x{static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8,
+                        kHidden / 8, hop_tag(params.hop, params.x_index, HopKernel::qkv)};
+    Stamps stamps(params.hop.port->stamps, hop.kernel);
+    stamps.mark(StampStage::ask);
+    constexpr int kQuads = kOwned / 4;
+    auto* out = static_cast<plat::TaggedWords*>(is_q ? params.packets.qa : params.packets.kv);
+    const int width = (is_q ? kQLora : kHeadDim) / 4;
+#pragma unroll 1
+    for (int pass = first_pass(params.qkv_rehearses); pass < 2; ++pass) {
+      const bool real = pass != 0;
+      Linear::run(shared, x, params.num_rows, stamps, real);
+      const int token = plat::thread_idx() / kQuads, quad = plat::thread_idx() % kQuads;
+      if (token >= params.num_rows) continue;
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = Linear::sum(shared, token, 4 * quad + i);
+      if (!real) continue;
+      send_packet(out + token * width + (first_row + rank * kOwned) / 4 + quad, hop.tag,
+                  sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
+    }
+    stamps.mark(StampStage::store);
+    return;
+  }
   const CodeActivations<kGroup, false> x{params.x_codes + rank * kQkvK,
                                          params.x_scale + rank * kQkvK / kGroup * padded, kHidden,
                                          padded};
-  Linear::run(shared, x, params.num_rows);
-  constexpr int kOwned = Linear::kOwned, kPairs = kOwned / 2;
-  static_assert(kOwned == kSquared && kProductThreads % kPairs == 0);
+  constexpr int kPairs = kOwned / 2;
+  static_assert(kProductThreads % kPairs == 0);
+  Stamps stamps({}, 0);
   std::uint16_t* out = is_q ? params.qa : params.kv;
   const int width = is_q ? kQLora : kHeadDim;
-  // Whole warps stay together: padded rows, of which those that are not there are not stored.
+  {
+    wait_at(params.before);
+    Linear::run(shared, x, params.num_rows, stamps);
+    // Whole warps stay together: padded rows, of which those that are not there are not stored.
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
-    const int token = i / kPairs, row = i % kPairs * 2;
-    const std::uint32_t pair =
-        sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
-    const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
-    float squares = plat::fma(low, low, high * high);
+    for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
+      const int token = i / kPairs, row = i % kPairs * 2;
+      const std::uint32_t pair =
+          sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
+      const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
+      float squares = plat::fma(low, low, high * high);
 #pragma unroll
-    for (int mask = 1; mask < kPairs; mask *= 2) {
-      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+      for (int mask = 1; mask < kPairs; mask *= 2) {
+        squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+      }
+      if (token >= params.num_rows) continue;
+      *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) =
+          pair;
+      if (is_q && row == 0)
+        params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
     }
-    if (token >= params.num_rows) continue;
-    *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) = pair;
-    if (is_q && row == 0) params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
   }
   open_gate(params.qkv_done);
 }
@@ -162,6 +194,7 @@ LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale,
 
 // Norm, rotation and packing of one key, by one warp: lane has 16 values. Waits for the kernels
 // before when all that does not depend on them is done.
+template <bool kHops>
 LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   constexpr int kPerLane = kHeadDim / plat::kWarpLanes;
   static_assert(kPerLane == 16 && stages::kKvGroup == 4 * kPerLane);
@@ -178,19 +211,36 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   }
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) gain[i] = stages::from_bf16(__ldg(params.kv_norm + first + i));
-  wait_at(params.qkv_done);
+  HopTag hop = {};
+  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
+  if constexpr (!kHops) wait_at(params.qkv_done);
   if (row_idx >= params.num_rows) return;
+  if (kHops && slot < 0) return;  // nobody reads it
+  std::uint32_t raw[kPerLane / 2];
+  if constexpr (kHops) {
+    constexpr int kPackets = kPerLane / 4;
+    HopWords words[kPackets];
+    take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) {
+      return static_cast<const plat::TaggedWords*>(params.packets.kv) +
+             (row_idx * kHeadDim + first) / 4 + i;
+    });
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      raw[2 * i] = low_word(words[i].pair), raw[2 * i + 1] = high_word(words[i].pair);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane / 8; ++i) {
+      const uint4 four =
+          __ldcg(reinterpret_cast<const uint4*>(params.kv + row_idx * kHeadDim + first + 8 * i));
+      raw[4 * i] = four.x, raw[4 * i + 1] = four.y;
+      raw[4 * i + 2] = four.z, raw[4 * i + 3] = four.w;
+    }
+  }
   float x[kPerLane], squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kPerLane / 8; ++i) {
-    const uint4 raw =
-        __ldcg(reinterpret_cast<const uint4*>(params.kv + row_idx * kHeadDim + first + 8 * i));
-    const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      x[8 * i + 2 * j] = sm90::low_bf16(words[j]);
-      x[8 * i + 2 * j + 1] = sm90::high_bf16(words[j]);
-    }
+  for (int i = 0; i < kPerLane / 2; ++i) {
+    x[2 * i] = sm90::low_bf16(raw[i]), x[2 * i + 1] = sm90::high_bf16(raw[i]);
   }
 #pragma unroll
   for (const float v : x) squares = plat::fma(v, v, squares);
@@ -205,6 +255,7 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
   amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
   if (slot < 0) return;
+  auto* packets = static_cast<plat::TaggedWords*>(params.packets.keys) + row_idx * kHopKeyPackets;
   const stages::KvPaged<std::uint8_t> pages{params.kv_pages.base, params.kv_pages.slots_per_page,
                                             params.kv_pages.page_bytes};
   const stages::KvRow<std::uint8_t> row = pages.row(slot);
@@ -217,6 +268,10 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
       words[i] = sm90::to_e4m3_pair(x[4 * i] * inverse, x[4 * i + 1] * inverse) |
                  sm90::to_e4m3_pair(x[4 * i + 2] * inverse, x[4 * i + 3] * inverse) << 16;
     }
+    if constexpr (kHops) {
+      send_packet(packets + 2 * lane_idx, hop.tag, words[0], words[1], code);
+      send_packet(packets + 2 * lane_idx + 1, hop.tag, words[2], words[3], code);
+    }
     *reinterpret_cast<uint4*>(row.data + first) =
         make_uint4(words[0], words[1], words[2], words[3]);
     if (lane_idx % 4 == 0) row.scales[lane_idx / 4] = static_cast<std::uint8_t>(code);
@@ -228,9 +283,127 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
     const float a = x[2 * i], b = x[2 * i + 1];
     words[i] = sm90::to_bf16_pair(a * turn[i].x - b * turn[i].y, a * turn[i].y + b * turn[i].x);
   }
+  if constexpr (kHops) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      send_packet(packets + kNope / 8 + (first - kNope) / 4 + i, hop.tag, words[2 * i],
+                  words[2 * i + 1], 0);
+    }
+  }
   std::uint8_t* to = row.data + kNope + 2 * (first - kNope);
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
   *reinterpret_cast<uint4*>(to + 16) = make_uint4(words[4], words[5], words[6], words[7]);
+}
+
+// Eight values of a latent's row, by one thread, to codes of the group that four lanes have.
+LOWLAT_DEVICE PowerScale quantize_eight(std::uint32_t (&codes)[2], const float (&v)[8]) {
+  std::uint32_t pairs[4];
+  float amax = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    pairs[j] = sm90::to_bf16_pair(v[2 * j], v[2 * j + 1]);
+    amax = plat::max(plat::abs(sm90::low_bf16(pairs[j])), amax);
+    amax = plat::max(plat::abs(sm90::high_bf16(pairs[j])), amax);
+  }
+  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
+  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
+  const PowerScale group = power_scale(amax);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const std::uint32_t a = pairs[2 * j], b = pairs[2 * j + 1];
+    codes[j] =
+        sm90::to_e4m3_pair(sm90::low_bf16(a) * group.inverse, sm90::high_bf16(a) * group.inverse) |
+        sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse, sm90::high_bf16(b) * group.inverse)
+            << 16;
+  }
+  return group;
+}
+
+// Up to eight rows: a warp has a row's latent, so its norm is the warp's own.
+LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int tile, bool rotates) {
+  using Linear = Product<kRows, kQLora, 1, 1, kRows, 0>;
+  constexpr int kTokens = QShared<1>::kTokens, kPitch = QShared<1>::kPitch;
+  constexpr int kPiecesOfLane = kPieces / plat::kWarpLanes, kPackets = 2 * kPiecesOfLane;
+  static_assert(kPieces % plat::kWarpLanes == 0 && kTokens == kProductWarps);
+  const int num_rows = params.num_rows;
+  const int token = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
+  Stamps stamps(params.hop.port->stamps, hop.kernel);
+  stamps.mark(StampStage::ask);
+  uint4 gain[kPiecesOfLane];
+#pragma unroll
+  for (int i = 0; i < kPiecesOfLane; ++i) {
+    gain[i] =
+        __ldg(reinterpret_cast<const uint4*>(params.q_norm) + lane_idx + i * plat::kWarpLanes);
+  }
+  const auto* from =
+      static_cast<const plat::TaggedWords*>(params.packets.qa) + token * (kQLora / 4);
+  auto* to = static_cast<plat::TaggedWords*>(params.packets.q);
+#pragma unroll 1
+  for (int pass = first_pass(params.q_rehearses); pass < 2; ++pass) {
+    const bool real = pass != 0;
+    if (token < num_rows) {
+      HopWords words[kPackets];
+      take_packets(words, hop, real ? (1u << kPackets) - 1u : 0u,
+                   [&](int i) { return from + 2 * (lane_idx + i / 2 * plat::kWarpLanes) + i % 2; });
+      stamps.mark(StampStage::wait);
+      float v[kPiecesOfLane][8], squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPackets; ++i) {
+        const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float low = sm90::low_bf16(pairs[j]), high = sm90::high_bf16(pairs[j]);
+          v[i / 2][i % 2 * 4 + 2 * j] = low, v[i / 2][i % 2 * 4 + 2 * j + 1] = high;
+          squares = plat::fma(low, low, squares);
+          squares = plat::fma(high, high, squares);
+        }
+      }
+      const float norm =
+          quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + params.norm_eps);
+#pragma unroll
+      for (int i = 0; i < kPiecesOfLane; ++i) {
+        const std::uint32_t gains[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          v[i][2 * j] = v[i][2 * j] * norm * sm90::low_bf16(gains[j]);
+          v[i][2 * j + 1] = v[i][2 * j + 1] * norm * sm90::high_bf16(gains[j]);
+        }
+        std::uint32_t codes[2];
+        const PowerScale group = quantize_eight(codes, v[i]);
+        const int piece = lane_idx + i * plat::kWarpLanes;
+        *reinterpret_cast<uint2*>(shared.codes + token * kPitch + piece * kPiece) =
+            make_uint2(codes[0], codes[1]);
+        if (piece % (kGroup / kPiece) == 0) {
+          shared.scale[piece / (kGroup / kPiece) * kTokens + token] = group.scale;
+        }
+      }
+    }
+    plat::block_sync();
+    stamps.mark(StampStage::read);
+    const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
+    Linear::run(shared.product, latent, num_rows, stamps, real);
+    const int width = params.num_heads * (kHeadDim / 4);
+    const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
+    if (row >= num_rows) continue;
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
+    if (rotates) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const float2 turn = shared.turn[row][2 * quad + i / 2];
+        const float turned = v[i] * turn.x - v[i + 1] * turn.y;
+        v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
+        v[i] = turned;
+      }
+    }
+    if (!real) continue;
+    send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag,
+                sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
+  }
+  stamps.mark(StampStage::store);
 }
 
 template <int kTiles>
@@ -245,8 +418,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   if (tile >= params.num_heads * kTilesPerHead) {
     const int row_idx = (tile - params.num_heads * kTilesPerHead) * kProductWarps + warp_idx;
-    store_key(params, row_idx);
-    open_gate(params.done);
+    store_key<kTiles == 1>(params, row_idx);
+    if constexpr (kTiles > 1) open_gate(params.done);
     return;
   }
   constexpr int kScaleStride = kQLora / kGroup;
@@ -263,58 +436,65 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
-  wait_at(params.qkv_done);
   constexpr int kTokens = QShared<kTiles>::kTokens, kPitch = QShared<kTiles>::kPitch;
+  if constexpr (kTiles == 1) {
+    q_of_few(shared, params, tile, rotates);
+    return;
+  }
+  Stamps stamps({}, 0);
   constexpr int kTogether = 4;
   const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
   static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
-  LatentPiece ahead[kTogether];
-  const auto load = [&](int first) {
+  {
+    wait_at(params.qkv_done);
+    LatentPiece ahead[kTogether] = {};
+    const auto load = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int piece = first + i * kProductThreads;
-      if (piece < pieces) ahead[i] = load_latent(params, piece);
-    }
-  };
-  load(plat::thread_idx());
-  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-    float squares = 0.0f;
+      for (int i = 0; i < kTogether; ++i) {
+        const int piece = first + i * kProductThreads;
+        if (piece < pieces) ahead[i] = load_latent(params, piece);
+      }
+    };
+    load(plat::thread_idx());
+    for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+      float squares = 0.0f;
 #pragma unroll
-    for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
-         i += plat::kWarpLanes) {
-      squares += __ldcg(params.qa_squares + i * padded + token);
+      for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
+           i += plat::kWarpLanes) {
+        squares += __ldcg(params.qa_squares + i * padded + token);
+      }
+      squares = plat::warp_sum(squares);
+      shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
     }
-    squares = plat::warp_sum(squares);
-    shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
-  }
-  plat::block_sync();
+    plat::block_sync();
 #pragma unroll 1
-  for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
+    for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int piece = first + i * kProductThreads;
-      if (piece >= pieces) break;
-      quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
+      for (int i = 0; i < kTogether; ++i) {
+        const int piece = first + i * kProductThreads;
+        if (piece >= pieces) break;
+        quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
+      }
+      load(first + kTogether * kProductThreads);
     }
-    load(first + kTogether * kProductThreads);
-  }
-  plat::block_sync();
-  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-  Linear::run(shared.product, latent, num_rows);
-  const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
+    plat::block_sync();
+    const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
+    Linear::run(shared.product, latent, num_rows, stamps);
+    const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
-    const int token = i / (kRows / 2), pair = i % (kRows / 2);
-    float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
-    float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
-    if (rotates) {
-      const float2 turn = shared.turn[token][pair];
-      const float turned = a * turn.x - b * turn.y;
-      b = a * turn.y + b * turn.x;
-      a = turned;
+    for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
+      const int token = i / (kRows / 2), pair = i % (kRows / 2);
+      float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
+      float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+      if (rotates) {
+        const float2 turn = shared.turn[token][pair];
+        const float turned = a * turn.x - b * turn.y;
+        b = a * turn.y + b * turn.x;
+        a = turned;
+      }
+      *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
+          sm90::to_bf16_pair(a, b);
     }
-    *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
-        sm90::to_bf16_pair(a, b);
   }
   open_gate(params.done);
 }

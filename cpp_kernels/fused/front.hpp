@@ -35,6 +35,11 @@ struct FrontParams {
   int num_rows;   // T, 1 .. 48
   int num_heads;  // of this rank
   float norm_eps;
+  // Up to kHopRows rows: packets instead of x_codes, x_scale, qa, qa_squares, kv and q. x comes with
+  // the epoch of exchange x_index of the step (-1: the last one of the step before).
+  Hop hop;
+  HopBuffers packets;
+  int x_index;
   // In.
   const std::uint8_t* x_codes;  // e4m3 [T, H] and its scales [H / 32, padded_rows(T)]
   const float* x_scale;
@@ -55,6 +60,7 @@ struct FrontParams {
   MixParams mix;
   // Of x; between the two kernels; of q and the stored keys. Blocks of the last two: below.
   Gate before, qkv_done, done;
+  bool qkv_rehearses, q_rehearses;  // see first_pass() in exchange_gate.cuh; for up to eight rows
 };
 
 constexpr std::uint32_t front_qkv_blocks() { return (1280 + 512) / 16; }

@@ -16,7 +16,9 @@
 #endif
 
 #include <cstdint>
+#include <type_traits>
 
+#include "fused/exchange_hop.cuh"
 #include "fused/front_weights.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
@@ -77,6 +79,54 @@ struct HalfActivations {
   LOWLAT_DEVICE static Raw none() { return make_uint4(0u, 0u, 0u, 0u); }
   LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
     out[0] = raw.x, out[1] = raw.y, out[2] = raw.z, out[3] = raw.w;
+  }
+};
+
+// Activations on their way in packets (up to eight tokens): eight e4m3 codes and their group's scale
+// each (kPacketsAPiece 1), or four f16 values and theirs (2). `data` is the packet of the block's
+// first K; stride in packets.
+template <int kPacketsAPiece>
+struct HopActivations {
+  using Raw = std::conditional_t<kPacketsAPiece == 1, uint2, uint4>;
+  static_assert(kPacketsAPiece == 1 || kPacketsAPiece == 2);
+  const plat::TaggedWords* data;
+  int stride;
+  HopTag hop;
+
+  // A lane's pieces of 8 of its token, in steps of 32 from first_k on, and the scales of the two
+  // tokens whose sums the lane has. Whole warps call; `real` false: nothing is waited for.
+  template <int kSteps>
+  LOWLAT_DEVICE void take(Raw (&raw)[kSteps], float2 (&scale)[kSteps], int first_k, int num_rows,
+                          bool real) const {
+    constexpr int kPackets = kSteps * kPacketsAPiece;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes, g = lane_idx / 4, t = lane_idx % 4;
+    const plat::TaggedWords* from = data + g * stride + (first_k / 8 + t) * kPacketsAPiece;
+    HopWords words[kPackets];
+    take_packets(words, hop, real && g < num_rows ? (1u << kPackets) - 1u : 0u, [&](int i) {
+      return from + i / kPacketsAPiece * (4 * kPacketsAPiece) + i % kPacketsAPiece;
+    });
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const HopWords& first = words[step * kPacketsAPiece];
+      if constexpr (kPacketsAPiece == 1) {
+        raw[step] = make_uint2(low_word(first.pair), high_word(first.pair));
+      } else {
+        const HopWords& second = words[step * kPacketsAPiece + 1];
+        raw[step] = make_uint4(low_word(first.pair), high_word(first.pair), low_word(second.pair),
+                               high_word(second.pair));
+      }
+      // Lane 4 g of a token has its scale.
+      const float own = plat::bits_float(first.third);
+      scale[step] = make_float2(__shfl_sync(plat::kAllLanes, own, 8 * t),
+                                __shfl_sync(plat::kAllLanes, own, 8 * t + 4));
+    }
+  }
+  LOWLAT_DEVICE static void expand(std::uint32_t (&out)[4], Raw raw) {
+    if constexpr (kPacketsAPiece == 1) {
+      CodeActivations<32, true>::expand(out, raw);
+    } else {
+      HalfActivations<32, true>::expand(out, raw);
+    }
   }
 };
 
@@ -172,10 +222,16 @@ struct Product {
 
   // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
   // after load(); on return the owned sums are there, if this block owns any.
+  //
+  // `real` false (up to eight rows): a rehearsal, see first_pass(): nothing is stored or waited
+  // for.
   template <class Activations>
-  LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows) {
-    if constexpr (kStaged == 0) {
-      multiply(shared, activations, num_rows);
+  LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows,
+                                Stamps& stamps, bool real = true) {
+    if constexpr (kTiles == 1) {
+      multiply_few(shared, activations, num_rows, real, stamps);
+    } else if constexpr (kStaged == 0) {
+      multiply_many(shared, activations, num_rows);
     } else {
       static_assert(kStaged == Activations::kBytes && !Activations::kShared);
       constexpr int kPieces = kStaged * kK / 16, kScalePieces = kTokens / 4;
@@ -197,7 +253,7 @@ struct Product {
       plat::block_sync();
       const typename Activations::InShared staged{shared.memory + kCodeBytes,
                                                   &shared.token_scale[0][0], kTokenPitch, kTokens};
-      multiply(shared, staged, num_rows);
+      multiply_many(shared, staged, num_rows);
     }
   }
 
@@ -216,7 +272,7 @@ struct Product {
   // where its own codes of the tile were: row's pitch, the warp's slice of K, eight tokens.
   template <class Activations>
   LOWLAT_DEVICE static void multiply_few(Shared& shared, const Activations& activations,
-                                         int num_rows) {
+                                         int num_rows, bool real, Stamps& stamps) {
     static_assert(kSteps * kStep >= 4 * kTileTokens && kSteps * kStep % 32 == 0);
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
@@ -224,16 +280,21 @@ struct Product {
     const int first_k = warp_idx * kSteps * kStep;
     typename Activations::Raw raw[kSteps];
     float2 scale[kSteps];
+    if constexpr (requires { activations.hop; }) {
+      activations.take(raw, scale, first_k, num_rows, real);
+    } else {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int k = first_k + step * kStep;
-      raw[step] = g < num_rows ? activations.fetch(g, k + 8 * t) : Activations::none();
-      scale[step] = scales_of(activations, 2 * t, k);
+      for (int step = 0; step < kSteps; ++step) {
+        const int k = first_k + step * kStep;
+        raw[step] = g < num_rows && real ? activations.fetch(g, k + 8 * t) : Activations::none();
+        scale[step] = scales_of(activations, 2 * t, k);
+      }
     }
+    stamps.mark(StampStage::read);
     std::uint32_t b[kSteps][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) Activations::expand(b[step], raw[step]);
-    wait_for_weights(&shared.barrier, 0);
+    if (real) wait_for_weights(&shared.barrier, 0);
     unsigned char* row = shared.memory + g * kPitch + first_k + 8 * t;
     const float* weight_scale = shared.scale[0] + warp_idx * kSteps;
 #pragma unroll 1
@@ -246,14 +307,16 @@ struct Product {
         add_step(sum, low, high, b[step], weight_scale[step], scale[step]);
       }
       __syncwarp();  // all lanes have read the tile's codes
-      unsigned char* to = row;
-      *reinterpret_cast<float2*>(to) = make_float2(sum[0], sum[1]);
-      *reinterpret_cast<float2*>(to + 8 * kPitch) = make_float2(sum[2], sum[3]);
+      if (real) {
+        *reinterpret_cast<float2*>(row) = make_float2(sum[0], sum[1]);
+        *reinterpret_cast<float2*>(row + 8 * kPitch) = make_float2(sum[2], sum[3]);
+      }
       row += 16 * kPitch;
       weight_scale += kK / kStep;
     }
     plat::block_sync();
-    hand_over(shared, num_rows, [&](int warp, int token, int row_idx) {
+    stamps.mark(StampStage::compute);
+    hand_over(shared, num_rows, real, [&](int warp, int token, int row_idx) {
       return *reinterpret_cast<const float*>(shared.memory + row_idx * kPitch +
                                              warp * kSteps * kStep + 4 * token);
     });
@@ -286,8 +349,8 @@ struct Product {
 
   // Adds the warps' sums and gives each row's to the block that owns it.
   template <class Partial>
-  LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows, Partial partial) {
-    if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run, see load()
+  LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows, bool real, Partial partial) {
+    if (kBlocks > 1 && real) sm90::cluster_wait();  // the others run, see load()
     const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
 #pragma unroll 1
     for (int i = plat::thread_idx(); i < kRows * kTokens; i += kProductThreads) {
@@ -298,6 +361,7 @@ struct Product {
 #pragma unroll
       for (int warp = 0; warp < kProductWarps; ++warp) total += partial(warp, token, row);
       float* to = &shared.owned[block_idx][token][row % kOwned];
+      if (!real) continue;
       if constexpr (kBlocks > 1) {
         sm90::send_to_peer(sm90::peer_address(to, row / kOwned), total,
                            sm90::peer_address(&shared.owned_barrier, row / kOwned));
@@ -306,7 +370,7 @@ struct Product {
       }
     }
     if constexpr (kBlocks > 1) {
-      if (owns()) wait_for_cluster(&shared.owned_barrier, 0);
+      if (owns() && real) wait_for_cluster(&shared.owned_barrier, 0);
     } else {
       plat::block_sync();
     }
@@ -362,19 +426,9 @@ struct Product {
       }
     }
     plat::block_sync();
-    hand_over(shared, num_rows, [&](int warp, int token, int row) {
+    hand_over(shared, num_rows, true, [&](int warp, int token, int row) {
       return partial[(warp * kTokens + token) * kSumPitch + row];
     });
-  }
-
-  template <class Activations>
-  LOWLAT_DEVICE static void multiply(Shared& shared, const Activations& activations, int num_rows) {
-    if constexpr (kTiles == 1) {
-      multiply_few(shared, activations, num_rows);
-    } else {
-      static_assert(Activations::kShared);
-      multiply_many(shared, activations, num_rows);
-    }
   }
 };
 

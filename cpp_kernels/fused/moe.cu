@@ -51,8 +51,10 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, args, rules);
 }
 
-// Warps that multiply. Eight and twenty are slower (docs/bench).
-constexpr int kConsumers = 16;
+// Warps that multiply. Eight and twenty are slower (docs/bench), but two ranks' bands of V4.1 leave
+// the ring too short for sixteen.
+template <class S>
+constexpr int kConsumers = S::kHidden > 4096 && S::kTpSize == 2 ? 8 : 16;
 // Up to so many rows, several launches of eight rows beat one that gathers rows: measured for V4.1
 // (5120 columns) at 12 and 24 rows; for V4 they do not.
 template <class S>
@@ -61,8 +63,8 @@ constexpr int kSplitRows = S::kHidden > 4096 ? 24 : 8;
 // The two kernels of a shape: up to 8 rows, and up to 64. Their workspaces lie one after the other.
 template <class S>
 struct Instances {
-  using Few = moe::Layout<S, false, kConsumers>;
-  using Many = moe::Layout<S, true, kConsumers>;
+  using Few = moe::Layout<S, false, kConsumers<S>>;
+  using Many = moe::Layout<S, true, kConsumers<S>>;
   static constexpr std::size_t kManyOffset = (Few::kWorkspaceBytes + 255) / 256 * 256;
   static constexpr std::size_t kBytes = kManyOffset + Many::kWorkspaceBytes;
 
@@ -118,6 +120,7 @@ struct Instances {
 template <class F>
 auto with_shape(MoeShape shape, F f) {
   switch (shape) {
+    case MoeShape::v41_tp2: return f(Instances<shape::Dsv41Flash<2>>());
     case MoeShape::v4_tp2: return f(Instances<shape::Dsv4Flash<2>>());
     case MoeShape::v4_tp4: return f(Instances<shape::Dsv4Flash<4>>());
     case MoeShape::v41_tp4: break;

@@ -18,6 +18,7 @@
 // The platform comes first.
 #include "fused/exchange.cuh"
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
@@ -38,8 +39,13 @@ constexpr int kRowsB = 80, kKB = kLora;
 
 template <int kTiles>
 using ProductA = Product<kRowsA, kKA, kTiles, kBlocksA, kOwnedA, 2>;
-template <int kTiles, int kBlocks>
-using ProductB = Product<kRowsB, kKB, kTiles, kBlocks, kRowsB / kBlocks, 1>;
+// Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
+template <int kTiles, int kGroups>
+struct ShapeB {
+  static constexpr int kRows = kTiles == 1 ? 32 : kRowsB, kK = kTiles == 1 ? 2 * kKB : kKB;
+  static constexpr int kBlocks = kGroups * kLora / kK;
+  using Linear = Product<kRows, kK, kTiles, kBlocks, kRows / kBlocks, 1>;
+};
 
 template <int kTiles>
 constexpr int min_blocks() {
@@ -61,68 +67,132 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       params.wo_a.scales + tile * (kRowsA / kGroup) * kScaleStride + rank * kKA / kGroup,
       kGroupInput, kScaleStride};
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
-  wait_at(params.before);
   const int padded = padded_rows(params.num_rows);
   const int first_k = tile * kRowsA / kLora * kGroupInput + rank * kKA;  // in the row of o
+  static_assert(kOwnedA == kGroup);
+  if constexpr (kTiles == 1) {
+    const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_a);
+    Stamps stamps(params.hop.port->stamps, hop.kernel);
+    stamps.mark(StampStage::ask);
+    const HopActivations<2> o{static_cast<const plat::TaggedWords*>(params.packets.o) + first_k / 4,
+                              params.num_groups * (kGroupInput / 4), hop};
+#pragma unroll 1
+    for (int pass = first_pass(params.a_rehearses); pass < 2; ++pass) {
+      const bool real = pass != 0;
+      Linear::run(shared, o, params.num_rows, stamps, real);
+      if (!Linear::owns() && real) return;
+      // Eight lanes a token, four of the 32 outputs that share a scale each; two lanes a packet.
+      const int token = plat::thread_idx() / 8, quad = plat::thread_idx() % 8;
+      if (token / 4 * 4 >= params.num_rows) continue;  // whole warps stay
+      float v[4], amax = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[i] = quick_bf16(Linear::sum(shared, min(token, params.num_rows - 1), 4 * quad + i));
+        amax = plat::max(plat::abs(v[i]), amax);
+      }
+#pragma unroll
+      for (int mask = 1; mask < 8; mask *= 2) {
+        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+      }
+      const PowerScale group = power_scale(amax);
+      const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
+                                  sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
+                                      << 16;
+      const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
+      if (!real || quad % 2 != 0 || token >= params.num_rows) continue;
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
+                      token * params.num_groups * (kLora / 8) +
+                      (tile * kRowsA + rank * kOwnedA + 4 * quad) / 8,
+                  hop.tag, codes, next, plat::float_bits(group.scale));
+    }
+    stamps.mark(StampStage::store);
+    return;
+  }
+  Stamps stamps({}, 0);
   const HalfActivations<kGroup, false> o{params.o + first_k,
                                          params.o_scale + first_k / kGroup * padded,
                                          2 * params.num_groups * kGroupInput, padded};
-  Linear::run(shared, o, params.num_rows);
-  if (!Linear::owns()) return;
-  // A warp a token: its lanes are the 32 outputs that share a scale.
-  static_assert(kOwnedA == plat::kWarpLanes);
-  const int row = plat::thread_idx() % plat::kWarpLanes;
-  const int first_row = tile * kRowsA + rank * kOwnedA;
-  for (int token = plat::thread_idx() / plat::kWarpLanes; token < params.num_rows;
-       token += kProductWarps) {
-    const float u = quick_bf16(Linear::sum(shared, token, row));
-    const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
-    params.u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
-        static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
-    if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
+  {
+    wait_at(params.before);
+    Linear::run(shared, o, params.num_rows, stamps);
+    if (!Linear::owns()) return;
+    // A warp a token: its lanes are the 32 outputs that share a scale.
+    static_assert(kOwnedA == plat::kWarpLanes);
+    const int row = plat::thread_idx() % plat::kWarpLanes;
+    const int first_row = tile * kRowsA + rank * kOwnedA;
+    for (int token = plat::thread_idx() / plat::kWarpLanes; token < params.num_rows;
+         token += kProductWarps) {
+      const float u = quick_bf16(Linear::sum(shared, token, row));
+      const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
+      params
+          .u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
+          static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
+      if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
+    }
   }
   open_gate(params.u_done);
 }
 
-template <int kTiles, int kBlocks>
+template <int kTiles, int kGroups>
 __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     oproj_b_fp8_sm90(const __grid_constant__ OprojParams params) {
-  using Linear = ProductB<kTiles, kBlocks>;
+  using Shape = ShapeB<kTiles, kGroups>;
+  using Linear = Shape::Linear;
+  constexpr int kBlocks = Shape::kBlocks, kRows = Shape::kRows, kKOfBlock = Shape::kK;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
   const int tile = static_cast<int>(blockIdx.x) / kBlocks;
   const int rank = static_cast<int>(blockIdx.x) % kBlocks;
-  const int k = kBlocks * kKB, scale_stride = k / kGroup;
-  const int first_row = tile * kRowsB;
+  const int k = kGroups * kLora, scale_stride = k / kGroup;
+  const int first_row = tile * kRows;
   const ProductWeights weights{
-      params.wo_b.codes + static_cast<std::int64_t>(first_row) * k + rank * kKB,
-      params.wo_b.scales + first_row / kGroup * scale_stride + rank * kKB / kGroup, k,
+      params.wo_b.codes + static_cast<std::int64_t>(first_row) * k + rank * kKOfBlock,
+      params.wo_b.scales + first_row / kGroup * scale_stride + rank * kKOfBlock / kGroup, k,
       scale_stride};
   Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
-  if (params.u_done.word != nullptr) sm90::launch_dependents();
-  wait_at(params.u_done);
-  if (params.u_done.word == nullptr) sm90::launch_dependents();
+  const bool early = kTiles == 1 || params.u_done.word != nullptr;
+  if (early) sm90::launch_dependents();
   const int padded = padded_rows(params.num_rows);
-  const CodeActivations<kGroup, false> u{params.u_codes + rank * kKB,
-                                         params.u_scale + rank * kKB / kGroup * padded, k, padded};
-  Linear::run(shared, u, params.num_rows);
-  constexpr int kQuads = Linear::kOwned / 4;
-  const int first_owned = first_row + rank * Linear::kOwned;
-  const std::uint64_t epoch =
-      params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
+  HopTag hop = {};
+  if constexpr (kTiles == 1) hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_b);
+  Stamps stamps(kTiles == 1 ? params.hop.port->stamps : StampSink{}, hop.kernel);
+  stamps.mark(StampStage::ask);
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
-    const int token = i / kQuads, quad = i % kQuads;
-    float v[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = Linear::sum(shared, token, 4 * quad + j);
-    if (params.published) {
-      publish_quad(params.port, epoch, token, first_owned / 4 + quad, kHidden / 4, v);
+  for (int pass = kTiles == 1 ? first_pass(params.b_rehearses) : 1; pass < 2; ++pass) {
+    const bool real = pass != 0;
+    if constexpr (kTiles == 1) {
+      const HopActivations<1> u{
+          static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8,
+          hop};
+      Linear::run(shared, u, params.num_rows, stamps, real);
     } else {
-      *reinterpret_cast<float4*>(params.partial + static_cast<std::int64_t>(token) * kHidden +
-                                 first_owned + 4 * quad) = make_float4(v[0], v[1], v[2], v[3]);
+      wait_at(params.u_done);
+      if (!early) sm90::launch_dependents();
+      const CodeActivations<kGroup, false> u{params.u_codes + rank * kKOfBlock,
+                                             params.u_scale + rank * kKOfBlock / kGroup * padded, k,
+                                             padded};
+      Linear::run(shared, u, params.num_rows, stamps);
+    }
+    constexpr int kQuads = Linear::kOwned / 4;
+    const int first_owned = first_row + rank * Linear::kOwned;
+    const std::uint64_t epoch =
+        params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
+#pragma unroll 1
+    for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
+      const int token = i / kQuads, quad = i % kQuads;
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = Linear::sum(shared, token, 4 * quad + j);
+      if (!real) continue;
+      if (params.published) {
+        publish_quad(params.port, epoch, token, first_owned / 4 + quad, kHidden / 4, v);
+      } else {
+        *reinterpret_cast<float4*>(params.partial + static_cast<std::int64_t>(token) * kHidden +
+                                   first_owned + 4 * quad) = make_float4(v[0], v[1], v[2], v[3]);
+      }
     }
   }
+  stamps.mark(StampStage::store);
 }
 
 }  // namespace
@@ -138,10 +208,12 @@ cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStr
 }
 
 cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStream_t stream) {
-  const auto launch = [&]<int kTiles, int kBlocks>() {
-    return launch_kernel(oproj_b_fp8_sm90<kTiles, kBlocks>, dim3(kHidden / kRowsB * kBlocks),
-                         kProductThreads, sizeof(typename ProductB<kTiles, kBlocks>::Shared),
-                         kBlocks, programmatic, stream, params);
+  const auto launch = [&]<int kTiles, int kGroups>() {
+    using Shape = ShapeB<kTiles, kGroups>;
+    return launch_kernel(oproj_b_fp8_sm90<kTiles, kGroups>,
+                         dim3(kHidden / Shape::kRows * Shape::kBlocks), kProductThreads,
+                         sizeof(typename Shape::Linear::Shared), Shape::kBlocks, programmatic,
+                         stream, params);
   };
   return with_tiles(params.num_rows, [&]<int kTiles>() {
     switch (params.num_groups) {

@@ -12,8 +12,11 @@
 namespace lowlat::nvidia::fused {
 
 struct OprojParams {
-  int num_rows;            // T, 1 .. 48
-  int num_groups;          // of this rank: 8 / tp_size
+  int num_rows;    // T, 1 .. 48
+  int num_groups;  // of this rank: 8 / tp_size
+  // Up to kHopRows rows: packets instead of o, o_scale, u_codes and u_scale.
+  Hop hop;
+  HopBuffers packets;
   const std::uint16_t* o;  // f16 [T, num_groups * 4096] under o_scale, see attention.hpp
   const float* o_scale;    // [num_groups * 128, padded_rows(T)]
   Fp8Weights wo_a;         // [num_groups * 1024, 4096]
@@ -25,8 +28,9 @@ struct OprojParams {
   bool published;
   ExchangePort port;
   int exchange_index;
-  float* partial;       // fp32 [T, H], where not published
-  Gate before, u_done;  // of o; between the two kernels
+  float* partial;                 // fp32 [T, H], where not published
+  Gate before, u_done;            // of o; between the two kernels
+  bool a_rehearses, b_rehearses;  // see first_pass() in exchange_gate.cuh; for up to eight rows
 };
 
 // Blocks that open u_done: those that own outputs.

@@ -1,0 +1,139 @@
+// fused/exchange_hop.cuh: sending and taking of packets between kernels, see exchange_hop.hpp.
+//
+// Ordering     packet  stored and read as one relaxed access of the device's scope (PTX: a .b128
+//                     access with a scope is one memory operation), so a tag that matches says that
+//                     the payload is its own. Nothing else is published by it.
+//              reuse  a packet's place is written again one layer later, by a kernel whose own
+//                     input depends on all readers of the former contents: on each of them, since
+//                     every block of a layer's kernels has a part in the layer's result.
+//              tags   u32 of an epoch, from 1 on, see exchange.cuh; memory is zeroed once.
+//              late   a wait ends at the port's budget, or soon after an abort; the status words
+//                     then say which kernel waited, and the receiver of the next exchange makes the
+//                     results NaN (receive_quad and hc_exchange_norm look at the abort word).
+#pragma once
+
+#ifndef LOWLAT_PLATFORM
+#error "include platform/nvidia.hpp before this file"
+#endif
+
+#include "fused/exchange.cuh"
+#include "fused/exchange_hop.hpp"
+#include "fused/stamps.cuh"
+
+namespace lowlat::nvidia::fused {
+
+// What a kernel knows of its hop. Made before the wait: it reads memory.
+struct HopTag {
+  const ExchangePort* port;
+  std::uint32_t tag, kernel;
+};
+LOWLAT_DEVICE HopTag hop_tag(const Hop& hop, int index, HopKernel kernel) {
+  return {hop.port,
+          static_cast<std::uint32_t>(*hop.port->step_epoch + static_cast<std::uint64_t>(index)),
+          hop.id + static_cast<std::uint32_t>(kernel)};
+}
+
+LOWLAT_DEVICE void send_packet(plat::TaggedWords* dst, std::uint32_t tag, std::uint32_t a,
+                               std::uint32_t b, std::uint32_t c) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 low, high;\n"
+      ".reg .b128 packet;\n"
+      "mov.b64 low, {%1, %2};\n"
+      "mov.b64 high, {%3, %4};\n"
+      "mov.b128 packet, {low, high};\n"
+      "st.relaxed.gpu.global.b128 [%0], packet;\n"
+      "}" ::"l"(__cvta_generic_to_global(dst)),
+      "r"(a), "r"(b), "r"(c), "r"(tag)
+      : "memory");
+}
+
+// The first two words of a payload, and the third.
+struct HopWords {
+  std::uint64_t pair;
+  std::uint32_t third;
+};
+
+// words = the packet at src, if `wanted`; true when it is there (or not wanted).
+LOWLAT_DEVICE void load_packet_if(bool wanted, const plat::TaggedWords* src, std::uint64_t& low,
+                                  std::uint64_t& high) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      ".reg .b128 packet;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "@wanted ld.relaxed.gpu.global.b128 packet, [%2];\n"
+      "@wanted mov.b128 {%0, %1}, packet;\n"
+      "}"
+      : "+l"(low), "+l"(high)
+      : "l"(__cvta_generic_to_global(src)), "r"(static_cast<std::uint32_t>(wanted))
+      : "memory");
+}
+
+// Whether a wait that has failed so often has to end. A lane of each warp calls, rarely.
+LOWLAT_DEVICE bool hop_ended(const HopTag& hop, std::uint64_t& deadline_ns) {
+  const ExchangePort& port = *hop.port;
+  const std::uint64_t now_ns = plat::clock_ns();
+  if (deadline_ns == 0) deadline_ns = now_ns + port.budget_ns;
+  const bool aborted =
+      plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
+  if (!aborted && now_ns <= deadline_ns) return false;
+  ExchangePort named = port;
+  named.kernel = hop.kernel;
+  report_fault(named, stages::StageId::none, port.tp_rank, *port.step_epoch, aborted);
+  return true;
+}
+
+// Takes kPackets packets: of number i the bit i of `wanted`, at src(i). Whole warps call, each lane
+// for its own. While nothing has come to any lane it asks for one packet a lane, then for all that
+// are missing.
+template <int kPackets, class Source>
+LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
+                                std::uint32_t wanted, Source src) {
+  constexpr int kPollsPerLook = 64;
+  std::uint64_t low[kPackets], high[kPackets];
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) low[i] = high[i] = 0;
+  std::uint32_t missing = wanted;
+  std::uint64_t deadline_ns = 0;
+  const auto came = [&](int i) { return static_cast<std::uint32_t>(high[i] >> 32) == hop.tag; };
+  // Tags are from 1 on, and a lane that wants nothing has 0 in `high`.
+  for (int polls = 1;; ++polls) {
+    load_packet_if((missing & 1u) != 0u, src(0), low[0], high[0]);
+    if (__any_sync(plat::kAllLanes, (missing & 1u) != 0u && came(0))) break;
+    if (!__any_sync(plat::kAllLanes, (missing & 1u) != 0u)) break;
+    if (polls % kPollsPerLook == 0 &&
+        __any_sync(plat::kAllLanes,
+                   plat::thread_idx() % plat::kWarpLanes == 0 && hop_ended(hop, deadline_ns))) {
+      missing = 0;
+      break;
+    }
+  }
+  for (int polls = 1;; ++polls) {
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      load_packet_if((missing >> i & 1u) != 0u, src(i), low[i], high[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      if (came(i)) missing &= ~(1u << i);
+    }
+    if (!__any_sync(plat::kAllLanes, missing != 0u)) break;
+    if (polls % kPollsPerLook == 0 &&
+        __any_sync(plat::kAllLanes,
+                   plat::thread_idx() % plat::kWarpLanes == 0 && hop_ended(hop, deadline_ns))) {
+      break;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) words[i] = {low[i], static_cast<std::uint32_t>(high[i])};
+}
+
+LOWLAT_DEVICE std::uint32_t low_word(std::uint64_t pair) {
+  return static_cast<std::uint32_t>(pair);
+}
+LOWLAT_DEVICE std::uint32_t high_word(std::uint64_t pair) {
+  return static_cast<std::uint32_t>(pair >> 32);
+}
+
+}  // namespace lowlat::nvidia::fused

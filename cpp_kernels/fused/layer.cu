@@ -1,0 +1,291 @@
+// fused/layer.cu: memory and launches of a plain layer, see layer.hpp.
+#include "fused/layer.hpp"
+
+#include <cuda_runtime.h>
+
+#include "shape/dsv41_flash.hpp"
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+using Model = shape::Dsv41Flash<1>;
+using lowlat::fused::MoeShape;
+constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kHeadDim = shape::kHeadDim;
+constexpr int kGateWords = 32;  // nobody shares a line
+
+enum GateKind {
+  gate_mix_parts,
+  gate_mix,
+  gate_qkv,
+  gate_q,
+  gate_attention,
+  gate_u,
+  gate_x,
+  gate_ffn_mix_parts,
+  gate_ffn_mix,
+  gate_done
+};
+static_assert(gate_done < kLayerGates);
+
+bool runs(MoeShape shape) { return shape == MoeShape::v41_tp4 || shape == MoeShape::v41_tp2; }
+
+Gate gate_of(const LayerStep& step, int layer_idx, GateKind kind, std::uint32_t blocks) {
+  Gate out = {};
+  out.word = step.memory.gates + (layer_idx * kLayerGates + kind) * kGateWords;
+  out.round = step.memory.round;
+  out.blocks = blocks;
+  out.port = step.memory.port;
+  out.id = static_cast<std::uint32_t>(16 * layer_idx + kind) | 0x1000u;
+  return out;
+}
+
+cudaError_t fill(const LayerMemory& memory, MoeShape shape, const ExchangePort& port,
+                 bool activations) {
+  auto* base = reinterpret_cast<unsigned char*>(memory.residual[0]);
+  auto* rest = reinterpret_cast<unsigned char*>(memory.packets.x);
+  cudaError_t error = cudaMemset(rest, 0, memory.bytes - (rest - base));
+  if (error == cudaSuccess && activations) error = cudaMemset(base, 0, rest - base);
+  if (error == cudaSuccess) {
+    error = cudaMemcpy(memory.port, &port, sizeof port, cudaMemcpyHostToDevice);
+  }
+  if (error == cudaSuccess) {
+    error = cudaMemcpy(memory.abort_words, port.abort_words, sizeof port.abort_words,
+                       cudaMemcpyHostToDevice);
+  }
+  if (error == cudaSuccess) {
+    error =
+        static_cast<cudaError_t>(lowlat::fused::moe_workspace_init(shape, memory.experts, nullptr));
+  }
+  return error == cudaSuccess ? cudaDeviceSynchronize() : error;
+}
+
+}  // namespace
+
+LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, int num_layers) {
+  auto* const first = static_cast<unsigned char*>(base);
+  std::int64_t used = 0;
+  const auto take = [&]<class T>(T*& out, std::int64_t count) {
+    out = reinterpret_cast<T*>(first + used);
+    used += (count * static_cast<std::int64_t>(sizeof(T)) + 255) / 256 * 256;
+  };
+  const int heads = Model::kNumHeads / tp_size, groups = Model::kNumGroups / tp_size;
+  const std::int64_t rows = max_rows, padded = padded_rows(max_rows);
+  LayerMemory out = {};
+  for (auto& residual : out.residual) take(residual, rows * 4 * kHidden);
+  take(out.x, rows * kHidden);
+  unsigned char* packets = nullptr;
+  take(packets, hop_bytes(kHidden, kQLora, heads, groups));
+  out.packets = hop_buffers(packets, kHidden, kQLora, heads, groups);
+  take(out.port, 1);
+  take(out.abort_words, kMaxRanks);
+  take(out.round, 1);
+  take(out.gates, std::int64_t{num_layers} * kLayerGates * kGateWords);
+  unsigned char* experts = nullptr;
+  take(experts, static_cast<std::int64_t>(lowlat::fused::moe_workspace_bytes(shape)));
+  out.experts = experts;
+  take(out.qa, rows * kQLora);
+  take(out.kv, rows * kHeadDim);
+  take(out.q, rows * heads * kHeadDim);
+  take(out.o, rows * heads * kHeadDim);
+  take(out.x_codes, rows * kHidden);
+  take(out.u_codes, rows * groups * 1024);
+  take(out.x_scale, padded * (kHidden / 32));
+  take(out.qa_squares, padded * (kQLora / 16));
+  take(out.o_scale, padded * heads * (kHeadDim / 32));
+  take(out.u_scale, padded * groups * 32);
+  for (auto& partial : out.mix_partial) take(partial, rows * mix_parts(kHidden) * kMixStride);
+  for (auto& mix : out.mix) take(mix, rows * kMixStride);
+  out.bytes = used;
+  return out;
+}
+
+cudaError_t layer_init(const LayerMemory& memory, MoeShape shape, const ExchangePort& port) {
+  return fill(memory, shape, port, true);
+}
+
+cudaError_t layer_recover(const LayerMemory& memory, MoeShape shape, const ExchangePort& port) {
+  return fill(memory, shape, port, false);
+}
+
+cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
+                               std::uint64_t num_exchanges, cudaStream_t stream) {
+  return launch_begin_step(step_epoch, num_exchanges, step.memory.round, stream);
+}
+
+cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream) {
+  return launch_send_x(step.memory.x, step.num_rows, kHidden, step.memory.packets.x,
+                       step.memory.x_codes, step.memory.x_scale, step.port.step_epoch, -1, stream);
+}
+
+cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
+                               const LayerParts& parts, cudaStream_t stream) {
+  if (!runs(step.shape) || step.num_rows < 1 || step.num_rows > kMaxFusedRows || layer_idx < 0) {
+    return cudaErrorInvalidValue;
+  }
+  const LayerMemory& memory = step.memory;
+  const int rows = step.num_rows, tp_size = step.port.tp_size;
+  const int heads = Model::kNumHeads / tp_size, groups = Model::kNumGroups / tp_size;
+  const bool first = layer_idx == 0;
+  const auto gate = [&](GateKind kind, std::uint32_t blocks) {
+    return gate_of(step, layer_idx, kind, blocks);
+  };
+  const auto rehearses = [&](int bit) { return (parts.rehearsal >> bit & 1) != 0; };
+  Hop hop = {memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
+  // x of the layer before; the first layer's is there when its kernels start.
+  const Gate before =
+      first ? Gate{} : gate_of(step, layer_idx - 1, gate_done, exchange_norm_blocks(rows));
+  const auto mixing = [&](int side, const HyperWeights& weights, GateKind pieces, GateKind done) {
+    MixParams out = {};
+    out.residual = memory.residual[side];
+    out.fn = weights.fn;
+    out.base = weights.base;
+    out.scale = weights.scale;
+    out.norm_eps = step.norm_eps;
+    out.hc_eps = step.hc_eps;
+    out.sinkhorn_iters = step.sinkhorn_iters;
+    out.hidden = kHidden;
+    out.num_rows = rows;
+    out.partial = memory.mix_partial[side];
+    out.mix = memory.mix[side];
+    out.parts = gate(pieces, mix_parts(kHidden));
+    out.done = gate(done, rows);
+    return out;
+  };
+  const auto exchanging = [&](int side, const std::uint16_t* norm) {
+    ExchangeNormParams out = {};
+    out.port = step.port;
+    out.exchange_index = 2 * layer_idx + side;
+    out.stage = side == 0 ? 3 : 4;  // StageId::attention_sum, moe_sum
+    out.num_rows = rows;
+    out.mix = memory.mix[side];
+    out.norm_eps = step.norm_eps;
+    out.gain = norm;
+    out.residual_in = memory.residual[side];
+    out.residual_out = memory.residual[1 - side];
+    out.x = memory.x;
+    out.x_codes = memory.x_codes;
+    out.x_scale = memory.x_scale;
+    out.x_packets = side == 1 || !parts.experts ? memory.packets.x : nullptr;
+    out.kernel = hop.id + static_cast<std::uint32_t>(side == 0 ? HopKernel::exchange
+                                                               : HopKernel::second_exchange);
+    out.early = true;
+    out.rehearses = rehearses(5);
+    return out;
+  };
+  cudaError_t error = cudaSuccess;
+  Gate x_ready = before;
+  Gate mix_done = {};
+  if (parts.attention) {
+    FrontParams front = {};
+    front.num_rows = rows;
+    front.num_heads = heads;
+    front.norm_eps = step.norm_eps;
+    front.hop = hop;
+    front.packets = memory.packets;
+    front.x_index = parts.experts || first ? 2 * layer_idx - 1 : 2 * layer_idx - 2;
+    front.x_codes = memory.x_codes;
+    front.x_scale = memory.x_scale;
+    front.wq_a = layer.wq_a;
+    front.wkv = layer.wkv;
+    front.wq_b = layer.wq_b;
+    front.q_norm = layer.q_norm;
+    front.kv_norm = layer.kv_norm;
+    front.positions = step.positions;
+    front.kv_slots = step.kv_slots;
+    front.rope = layer.rope;
+    front.qa = memory.qa;
+    front.qa_squares = memory.qa_squares;
+    front.kv = memory.kv;
+    front.q = memory.q;
+    front.kv_pages = layer.window;
+    front.mix = mixing(0, layer.attn_hc, gate_mix_parts, gate_mix);
+    mix_done = front.mix.done;
+    front.before = before;
+    front.qkv_done = gate(gate_qkv, front_qkv_blocks());
+    front.done = gate(gate_q, front_q_blocks(rows, heads));
+    front.qkv_rehearses = rehearses(0);
+    front.q_rehearses = rehearses(1);
+    // The first layer's kernels start when what came before has ended.
+    error = launch_front_qkv(front, !first, stream);
+    if (error == cudaSuccess) error = launch_front_q(front, true, stream);
+    AttentionParams attention = {};
+    attention.num_rows = rows;
+    attention.num_heads = heads;
+    attention.q = memory.q;
+    attention.hop = hop;
+    attention.packets = memory.packets;
+    attention.sink = layer.sink;
+    attention.positions = step.positions;
+    attention.rope = layer.rope;
+    attention.window = layer.window;
+    attention.extra = layer.extra;
+    attention.window_idx = layer.window_idx;
+    attention.extra_idx = layer.extra_idx;
+    attention.num_window = layer.num_window;
+    attention.num_extra = layer.num_extra;
+    attention.kv_slots = step.kv_slots;
+    attention.o = memory.o;
+    attention.o_scale = memory.o_scale;
+    attention.late_extra = layer.late_extra;
+    attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
+    attention.done = gate(gate_attention, attention_blocks(rows, heads));
+    attention.rehearses = rehearses(2);
+    if (error == cudaSuccess) error = launch_sparse_attention(attention, true, stream);
+    OprojParams oproj = {};
+    oproj.num_rows = rows;
+    oproj.num_groups = groups;
+    oproj.hop = hop;
+    oproj.packets = memory.packets;
+    oproj.o = memory.o;
+    oproj.o_scale = memory.o_scale;
+    oproj.wo_a = layer.wo_a;
+    oproj.wo_b = layer.wo_b;
+    oproj.u_codes = memory.u_codes;
+    oproj.u_scale = memory.u_scale;
+    oproj.published = true;
+    oproj.port = step.port;
+    oproj.exchange_index = 2 * layer_idx;
+    oproj.before = attention.done;
+    oproj.u_done = gate(gate_u, oproj_a_blocks(groups));
+    oproj.a_rehearses = rehearses(3);
+    oproj.b_rehearses = rehearses(4);
+    if (error == cudaSuccess) error = launch_oproj_a(oproj, true, stream);
+    if (error == cudaSuccess) error = launch_oproj_b(oproj, true, stream);
+    ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);
+    exchange.mix_done = mix_done;
+    exchange.done = gate(parts.experts ? gate_x : gate_done, exchange_norm_blocks(rows));
+    x_ready = exchange.done;
+    if (error == cudaSuccess) error = launch_exchange_norm(exchange, kHidden, true, stream);
+  }
+  if (error != cudaSuccess || !parts.experts) return error;
+  Gate ffn_mix_done = {};
+  if (parts.second_statistics) {
+    const MixParams mix = mixing(1, layer.ffn_hc, gate_ffn_mix_parts, gate_ffn_mix);
+    ffn_mix_done = mix.done;
+    error = launch_mix(mix, x_ready, !first || parts.attention, stream);
+  }
+  lowlat::fused::MoeArgs experts = {};
+  experts.rows = rows;
+  experts.routing = lowlat::fused::MoeRouting::gate;
+  experts.x = memory.x;
+  experts.w = layer.experts;
+  experts.out_ids = step.expert_ids;
+  experts.fault = {memory.abort_words, step.port.status, step.port.tp_rank, tp_size,
+                   step.port.budget_ns};
+  experts.quads = step.port;
+  experts.quads.kernel = hop.id + static_cast<std::uint32_t>(HopKernel::experts);
+  experts.quads_index = 2 * layer_idx + 1;
+  experts.before = x_ready;
+  experts.workspace = memory.experts;
+  if (error == cudaSuccess) {
+    error = static_cast<cudaError_t>(
+        lowlat::fused::launch_moe_region(step.shape, experts, stream, !first || parts.attention));
+  }
+  ExchangeNormParams exchange = exchanging(1, layer.next_norm);
+  exchange.mix_done = ffn_mix_done;
+  exchange.done = gate(gate_done, exchange_norm_blocks(rows));
+  if (error == cudaSuccess) error = launch_exchange_norm(exchange, kHidden, true, stream);
+  return error;
+}
+
+}  // namespace lowlat::nvidia::fused

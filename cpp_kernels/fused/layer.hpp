@@ -1,0 +1,129 @@
+// fused/layer.hpp: one plain decoder layer of V4.1-Flash on one rank as a chain of kernels: attention
+// sublayer, exchange, mixture of experts, exchange. "Plain" is a layer without compressor, indexer
+// and Engram of its own; what those make (the extra set of keys) is an input here. Every C++
+// compiler reads it.
+//
+// Rows       1 .. 48 (kMaxFusedRows). Ranks 2 or 4, or those of one device looped back to it.
+// Order      begin_step, then send_x (or a kernel of the caller that sends x), then layers 0, 1, ..,
+//            on one stream; the next step begins when this one's kernels have ended. Capturable;
+//            nothing is allocated.
+// Residency  kernels are launched before their predecessors have ended and wait for packets or at
+//            gates while they hold their multiprocessors' memory. That cannot starve whom they wait
+//            for: a kernel is launched when every block of its predecessor has begun (only then may
+//            all of them have let it start), so all blocks of all earlier kernels are resident or
+//            over, and no block ever waits for one of a later kernel. Inside a kernel blocks wait
+//            for each other in a cluster (resident together), in the statistics (a grid that
+//            check_residency() holds against the device) and in the experts (one block a
+//            multiprocessor, held against the device at launch).
+// Faults     every wait has the port's budget; see exchange_hop.cuh, exchange_gate.cuh and moe.cuh.
+//            After one, residual and x of the step are NaN on every rank that saw it; before the
+//            next step call layer_recover() (device idle) on all ranks.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "fused/attention.hpp"
+#include "fused/exchange.hpp"
+#include "fused/front.hpp"
+#include "fused/mix.hpp"
+#include "fused/moe.hpp"
+#include "fused/oproj.hpp"
+
+namespace lowlat::nvidia::fused {
+
+struct HyperWeights {
+  const float* fn;     // [24, 4 H]
+  const float* base;   // [24]
+  const float* scale;  // [3]
+};
+
+// One layer on one rank. Pointers are device memory; formats as the structs of each kernel say.
+struct PlainLayer {
+  Fp8Weights wq_a, wkv, wq_b, wo_a, wo_b;
+  const std::uint16_t* q_norm;
+  const std::uint16_t* kv_norm;
+  const std::uint16_t* ffn_norm;  // bf16 [H]
+  const std::uint16_t*
+      next_norm;  // bf16 [H]: attn_norm of the layer after this one, or the last norm
+  const float* sink;
+  RopeFrequencies rope;
+  HyperWeights attn_hc, ffn_hc;
+  lowlat::fused::MoeWeights experts;
+  // Stored keys, and which of them each row sees.
+  KvPages window, extra;
+  const std::int32_t* window_idx;  // [T, num_window]
+  const std::int32_t* extra_idx;   // [T, num_extra]
+  int num_window, num_extra;
+  bool late_extra;  // see attention.hpp; then `extra_done` is the gate of who writes it
+  Gate extra_done;
+};
+
+// What a rank's layers share. All of it lies in one piece of device memory, see layer_memory().
+struct LayerMemory {
+  std::uint16_t* residual[2];  // bf16 [T, 4, H]: a layer starts and ends with [0]
+  std::uint16_t* x;            // bf16 [T, H]: normed, of the experts
+  HopBuffers packets;
+  ExchangePort* port;           // a copy of the step's, for kernels
+  std::uint32_t** abort_words;  // [kMaxRanks], the port's
+  std::uint32_t* round;
+  std::uint32_t* gates;  // [layers][kLayerGates], 128 bytes each
+  void* experts;         // workspace
+  // Of more than kHopRows rows.
+  std::uint16_t *qa, *kv, *q, *o;
+  std::uint8_t *x_codes, *u_codes;
+  float *x_scale, *qa_squares, *o_scale, *u_scale;
+  // Statistics: of each sublayer.
+  float* mix_partial[2];
+  float* mix[2];
+  std::int64_t bytes;  // of it all
+};
+inline constexpr int kLayerGates = 16;
+
+// `base` NULL: for the bytes alone. max_rows: of the widest step. Aligned to 256 bytes.
+LayerMemory layer_memory(void* base, lowlat::fused::MoeShape shape, int tp_size, int max_rows,
+                         int num_layers);
+
+// Makes the memory ready, once: zeros, the workspace of the experts, the port's copy. Waits for
+// the device.
+cudaError_t layer_init(const LayerMemory& memory, lowlat::fused::MoeShape shape,
+                       const ExchangePort& port);
+// After a fault, on every rank, the device idle and the ranks' words and epochs agreed: as
+// layer_init, but for the residual and x.
+cudaError_t layer_recover(const LayerMemory& memory, lowlat::fused::MoeShape shape,
+                          const ExchangePort& port);
+
+// A step of one rank.
+struct LayerStep {
+  LayerMemory memory;
+  ExchangePort port;
+  lowlat::fused::MoeShape shape;
+  int num_rows;
+  const std::int32_t* positions;  // [T]
+  const std::int32_t* kv_slots;   // [T]; -1: a row of padding
+  float norm_eps, hc_eps;
+  int sinkhorn_iters;
+  std::int32_t* expert_ids;  // [T, 6] of the layer that runs, or NULL
+};
+
+// The step's first kernel. num_exchanges: of the last step, two a layer.
+cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
+                               std::uint64_t num_exchanges, cudaStream_t stream);
+
+// The step's first x, bf16 [T, H] normed and in memory.x: to what the first layer reads.
+cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
+
+// Which kernels a chain holds, and how; for measurements.
+struct LayerParts {
+  bool attention = true, experts = true, second_statistics = true;
+  int rehearsal = 0;  // bits: qkv, q, attention, wo_a, wo_b, exchange
+};
+
+// One layer: `layer` counts from 0 within the step (exchanges 2 layer and 2 layer + 1). Returns
+// cudaErrorInvalidValue for sizes that were not built and cudaErrorCooperativeLaunchTooLarge for a
+// device that cannot hold a grid whose blocks wait for each other.
+cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
+                               const LayerParts& parts, cudaStream_t stream);
+
+}  // namespace lowlat::nvidia::fused
