@@ -15,4 +15,15 @@ if(LOWLAT_HAVE_CUDA)
     add_dependencies(lowlat_measures measure_${_name})
     install(TARGETS measure_${_name} RUNTIME DESTINATION lowlat/_bench)
   endforeach()
+  # The layer once more with clock stamps in its kernels, for `lowlat profile`: its own kernels come
+  # before those of the library.
+  file(GLOB _fused CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/fused/*.cu)
+  add_executable(measure_layer_stamps
+    ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/measure_layer.cu ${_fused})
+  target_compile_definitions(measure_layer_stamps PRIVATE LOWLAT_STAMPS=1)
+  target_link_libraries(measure_layer_stamps PRIVATE lowlat_kernels_inner)
+  set_target_properties(measure_layer_stamps PROPERTIES
+    OUTPUT_NAME layer_stamps RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/bench)
+  add_dependencies(lowlat_measures measure_layer_stamps)
+  install(TARGETS measure_layer_stamps RUNTIME DESTINATION lowlat/_bench)
 endif()

@@ -42,6 +42,7 @@ EPILOG = """\
 examples:
   lowlat bench layer --rows 1,6,12,24,48 --json layer.json
   lowlat bench layer --tp 2 --gpus 2 --python ~/sglang/bin/python
+  lowlat bench exchange --rows 1,6,12,48
   lowlat bench layer --against layer.json
 
 exit status:
@@ -93,14 +94,14 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         help="token rows of a step; default 6",
     )
     parser.add_argument(
-        "--tp", type=power_of_two, default=4, metavar="N", help="ranks; default %(default)s"
+        "--tp", type=power_of_two, metavar="N", help="ranks; default 4, of exchange 2"
     )
     parser.add_argument(
         "--gpus",
         type=power_of_two,
-        default=1,
         metavar="N",
-        help="1: one rank's share, its exchange looped back; or as many as ranks; default 1",
+        help="1: one rank's share, its exchange looped back; or as many as ranks; default 1, of"
+        " exchange 2",
     )
     parser.add_argument(
         "--schedule",
@@ -190,6 +191,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_case(arguments: argparse.Namespace) -> None:
+    """Fills in what was left out and refuses what does not go together."""
+    ranks, gpus = (2, 2) if arguments.what == "exchange" else (4, 1)
+    arguments.tp = ranks if arguments.tp is None else arguments.tp
+    arguments.gpus = gpus if arguments.gpus is None else arguments.gpus
     if arguments.gpus not in (1, arguments.tp):
         raise UsageError(f"--gpus is {arguments.gpus}; needed 1 or as many as --tp {arguments.tp}")
 
