@@ -160,6 +160,8 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
 # a stage gives as an operation of the C ABI is tested by the operation.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "cpp_kernels/fused/draft.hpp": "tests/gpu/test_draft.cu",
+    "cpp_kernels/fused/draft_accept.hpp": "tests/gpu/test_draft_accept.cu",
     "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
