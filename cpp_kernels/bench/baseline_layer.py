@@ -1,4 +1,4 @@
-"""Baseline arm of ``lowlat bench layer``: the same plain layer as one kernel an operation, by
+"""Baseline arm of ``lowlat bench``: the same plain layer as one kernel an operation, by
 cuBLAS and torch where they have one and by plain Triton kernels where not, in a CUDA graph.
 
 Run by a Python that has torch and Triton; knows nothing of lowlat and prints JSON lines as
@@ -626,6 +626,45 @@ def check(step: Step, layer: Layer, others: "torch.Tensor | None") -> dict[str, 
     return errors
 
 
+# ------------------------------------------------------------------ the draft's proposals
+
+VOCAB, PROPOSALS, MARKOV_RANK = 129280, 5, 256
+
+
+class Draft:
+    """Five proposals of `batch` requests, each the best of base + w1[token] w2^T over the whole
+    vocabulary. With one GPU and several ranks the rank's own best stands for that of all, and a
+    rank that could send its best to the others sends it to none."""
+
+    def __init__(self, batch: int, tp_size: int, rank: int, ranks: int, device: str) -> None:
+        self.batch, self.ranks, self.shard = batch, ranks, VOCAB // tp_size
+        self.begin = self.shard * rank
+        sets = 6
+        self.w1 = torch.randn(VOCAB, MARKOV_RANK, device=device).bfloat16()
+        self.w2 = torch.randn(sets, self.shard, MARKOV_RANK, device=device).bfloat16()
+        self.base = torch.randn(sets, PROPOSALS, batch, self.shard, device=device)
+        self.anchors = torch.arange(batch, device=device) * 7919 % VOCAB
+        self.tokens = torch.zeros(batch, PROPOSALS, dtype=torch.int64, device=device)
+        self.best = torch.zeros(ranks, batch, 2, device=device)
+
+    def propose(self, chosen: int) -> None:
+        token = self.anchors
+        for step in range(PROPOSALS):
+            bias = self.w1.index_select(0, token) @ self.w2[chosen].T
+            value, place = torch.max(self.base[chosen, step] + bias, -1)
+            token = place + self.begin
+            if self.ranks > 1:
+                own = torch.stack((value, token.float()), -1)
+                torch.distributed.all_gather_into_tensor(self.best, own[None])
+                first = self.best[:, :, 0].argmax(0)
+                token = self.best[:, :, 1].gather(0, first[None])[0].long()
+            self.tokens[:, step] = token
+
+    def launch(self) -> None:
+        for chosen in range(len(self.w2)):
+            self.propose(chosen)
+
+
 # ------------------------------------------------------------------ time
 
 
@@ -644,7 +683,8 @@ def graph_of(body: Callable[[], None]) -> "torch.cuda.CUDAGraph":
             body()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads of the process (NCCL's) may go on meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         body()
     return graph
 
@@ -653,14 +693,19 @@ def time_of(body: Callable[[], None], repeats: int, units: int) -> Times:
     """Microseconds of a captured body over its units."""
     graph = graph_of(body)
     times = []
+    # Between ranks several replays in a row, so that their starts do not count.
+    in_a_row = 4 if torch.distributed.is_initialized() else 1
     for i in range(repeats + 5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if in_a_row > 1:
+            graph.replay()
         begin.record()
-        graph.replay()
+        for _ in range(in_a_row):
+            graph.replay()
         end.record()
         end.synchronize()
         if i >= 5:
-            times.append(begin.elapsed_time(end) * 1e3 / units)
+            times.append(begin.elapsed_time(end) * 1e3 / units / in_a_row)
     times.sort()
     return Times(times[len(times) // 2], times[len(times) // 10], times[len(times) * 9 // 10])
 
@@ -694,6 +739,14 @@ def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
         torch.distributed.init_process_group(
             "nccl", init_method=f"file://{options.meeting}", rank=rank, world_size=ranks
         )
+    if options.what == "draft":
+        for rows in options.rows:
+            draft = Draft(rows // (PROPOSALS + 1), options.tp, rank, ranks, device)
+            times = time_of(draft.launch, options.repeats, len(draft.w2))
+            if rank == 0:
+                print_figure("draft", rows, times, options, {}, "")
+        leave(ranks)
+        return
     layers = [Layer(shape, device) for _ in range(options.layers)]
     for rows in options.rows:
         others = None
@@ -746,18 +799,28 @@ def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
                 continue
             times = time_of(body, options.repeats, len(layers))
             if rank == 0:
-                figure = {
-                    "kind": "figure", "arm": "baseline", "name": name, "model": options.model,
-                    "tp": options.tp, "gpus": ranks, "rows": rows, "unit": "us",
-                    **{f.name: getattr(times, f.name) for f in fields(times)},
-                    "repeats": options.repeats, "errors": errors,
-                    "words": f"torch {torch.__version__}, Triton {triton.__version__}, "
-                    f"{step.blocks}",
-                }  # fmt: skip
-                print(json.dumps(figure), flush=True)
+                print_figure(name, rows, times, options, errors, str(step.blocks))
+    leave(ranks)
+
+
+def print_figure(
+    name: str, rows: int, times: Times, options: argparse.Namespace, errors: dict, tiles: str
+) -> None:
+    versions = f"torch {torch.__version__}, Triton {triton.__version__}"
+    figure = {
+        "kind": "figure", "arm": "baseline", "name": name, "model": options.model,
+        "tp": options.tp, "gpus": options.gpus, "rows": rows, "unit": "us",
+        **{f.name: getattr(times, f.name) for f in fields(times)},
+        "repeats": options.repeats, "errors": errors, "words": f"{versions} {tiles}".strip(),
+    }  # fmt: skip
+    print(json.dumps(figure), flush=True)
+
+
+def leave(ranks: int) -> None:
+    """Ends a rank's process. The graphs still hold the group; taking it apart would wait."""
     if ranks > 1:
         torch.cuda.synchronize()
-        # The graphs still hold the group; leaving without taking it apart ends no one's wait.
+        torch.distributed.barrier()
         sys.stdout.flush()
         os._exit(0)
 
@@ -769,7 +832,7 @@ def main() -> int:
     parser.add_argument("--rows", type=lambda v: [int(n) for n in v.split(",")], default=[6])
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--what", choices=("layer", "exchange"), default="layer")
+    parser.add_argument("--what", choices=("layer", "exchange", "draft"), default="layer")
     parser.add_argument("--gpus", type=int, choices=(1, 2, 4, 8), default=1)
     parser.add_argument("--meeting", default="", help="file where several ranks meet")
     options = parser.parse_args()

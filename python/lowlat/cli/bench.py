@@ -13,8 +13,6 @@ from lowlat.cli.parts import installed_file, version
 
 NAME = "bench"
 WHATS = ("layer", "exchange", "draft")
-# Those that have a baseline arm in baseline_layer.py.
-BASELINES = ("layer", "exchange")
 # What `lowlat bench` hands to the engine's binary, whole.
 ENGINE_WHATS = ("dispatch",)
 
@@ -91,7 +89,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         type=row_counts,
         default=[6],
         metavar="T,T",
-        help="token rows of a step; default 6",
+        help="token rows of a step, a draft's too: six a request; default 6",
     )
     parser.add_argument(
         "--tp", type=power_of_two, metavar="N", help="ranks; default 4, of exchange 2"
@@ -234,8 +232,6 @@ def without_kind(line: dict[str, Any]) -> dict[str, Any]:
 
 def baseline_figures(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """Figures of the same work by torch; or none, and why."""
-    if arguments.what not in BASELINES:
-        return [], f"there is none of {arguments.what}"
     script = installed_file(measure.ROOM, "baseline_layer.py")
     words = [arguments.python, str(script), *case_words(arguments)]
     try:
