@@ -193,13 +193,13 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   std::vector<float> u_scale(act.u_scale.size(), 0.00390625f);
   const Gates gates(2);
   const auto mixing = [&](int side) {
-    return act.mixing(device, side, gates.at(side, Gates::mix_parts, fused::mix_parts(kHidden)),
-                      gates.at(side, Gates::mix, rows));
+    return act.mixing(device, side, gates.at(side, Gates::mix_parts, 1).word,
+                      gates.at(side, Gates::mix, 1));
   };
   must_run(fused::launch_begin_step(mail.step_epoch.get(), 3, gates.round(), nullptr),
            "begin step");
   act.put_u(u_codes, u_scale, static_cast<std::uint32_t>(mail.step_epoch.take()[0]) + act.index);
-  must_run(fused::launch_mix(mixing(0), {}, false, nullptr), "mix");
+  must_run(fused::launch_mix(mixing(0), 8, false, nullptr), "mix");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
   must_run(
@@ -233,7 +233,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
 
   // The front.
   fused::FrontParams front = act.front(device, device_keys);
-  front.mix = mixing(1);
+  must_run(fused::launch_mix(mixing(1), 2, false, nullptr), "mix");
   must_run(fused::launch_front_qkv(front, false, nullptr), "qkv");
   const std::vector<std::uint16_t> qa = act.take_halves(act.qa, act.packets.qa, kQLora),
                                    kv = act.take_halves(act.kv, act.packets.kv, kDim);
@@ -242,7 +242,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   expect("kv", rows, values(kv),
          rounded(product(x_quantized, weights.wkv, rows, kDim, kHidden, kHidden, 0)), 4e-3);
   {
-    // The statistics made beside it, by way of the parameters: another exchange from residual 1.
+    // Other statistics, by way of the parameters: another exchange from residual 1.
     parallel(rows, [&](std::int64_t row) {
       reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16],
                           &got_residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
@@ -254,7 +254,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
              "exchange, early");
     reference::hc_post(want_residual.data(), got_residual.data(), y.data(), post.data(),
                        comb.data(), rows, kHidden);
-    expect("residual, statistics beside qkv", rows, values(act.residual[0].take()),
+    expect("residual, statistics by two blocks", rows, values(act.residual[0].take()),
            values(want_residual), 4e-3);
   }
   must_run(fused::launch_front_q(front, false, nullptr), "q");

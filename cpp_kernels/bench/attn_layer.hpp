@@ -312,7 +312,7 @@ struct Activations {
         u_scale(static_cast<std::size_t>(groups * 32 * padded)),
         partial(count(kHidden)),
         qa_squares(static_cast<std::size_t>(kQLora / 16 * padded)),
-        mix_partial(static_cast<std::size_t>(fused::mix_parts(kHidden) * rows * fused::kMixStride)),
+        mix_partial(static_cast<std::size_t>(fused::kMaxMixBlocks * rows * fused::kMixStride)),
         mix(count(fused::kMixStride)),
         packet_bytes(
             static_cast<std::size_t>(fused::hop_bytes(kHidden, kQLora, num_heads, num_groups))),
@@ -392,7 +392,7 @@ struct Activations {
               "copy");
   }
 
-  fused::MixParams mixing(const DeviceWeights& w, int side, const fused::Gate& parts,
+  fused::MixParams mixing(const DeviceWeights& w, int side, std::uint32_t* ticket,
                           const fused::Gate& done) const {
     fused::MixParams p = {};
     p.residual = residual[side].get();
@@ -406,7 +406,7 @@ struct Activations {
     p.num_rows = rows;
     p.partial = mix_partial.get();
     p.mix = mix.get();
-    p.parts = parts;
+    p.ticket = ticket;
     p.done = done;
     return p;
   }

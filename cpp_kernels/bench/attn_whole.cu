@@ -216,6 +216,8 @@ const Case kCases[] = {
     {"layer", {true, true, true, 0}},
     {"layer, all rehearse", {true, true, true, rehearse_all}},
     {"layer without second statistics", {true, true, false, 0}},
+    {"layer, 4 idle", {true, true, true, 0, 8, 4, 4}},
+    {"layer, 0 idle", {true, true, true, 0, 8, 16, 0}},
     {"experts, exchange", {false, true, false, 0}},
     {"experts, exchange, statistics", {false, true, true, 0}},
 };

@@ -4,10 +4,9 @@
 //              ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  q = bf( quant(ql)·wq_bᵀ )
 //              q's last 64 of each head: bf( RoPE(q, position) )
 //              k = kv·rsqrt(mean kv² + ε)·kv_norm (fp32), its last 64 rotated, stored as 584 bytes
-//              beside the first product: the hyper-connections' statistics (mix.cuh)
 // Shapes       V4.1-Flash: x [T,5120] · wq_a [1280,5120] · wkv [512,5120] · wq_b [heads·512,1280]
 // Rounding     bf16 where bf( ) stands, codes nearest-even; V4.1 has no norm of heads
-// Bytes        TP4: 9.18 MB (and 1.97 MB of fn), then 10.5 MB. T = 6: activations 0.25 MB, in L2
+// Bytes        TP4: 9.18 MB, then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
 // Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four. Weights
 //              are on their way before the input is waited for
@@ -22,7 +21,6 @@
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
-#include "fused/mix.cuh"
 #include "shape/dsv41_flash.hpp"
 #include "stages/kv.hpp"
 
@@ -56,11 +54,6 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   extern __shared__ __align__(128) unsigned char memory[];
   sm90::launch_dependents();
   const int block_idx = static_cast<int>(blockIdx.x);
-  if (block_idx >= kQkvTiles * kQkvBlocks) {
-    mix_block(*reinterpret_cast<MixShared*>(memory), params.mix, params.before,
-              block_idx - kQkvTiles * kQkvBlocks);
-    return;
-  }
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
   const int tile = block_idx / kQkvBlocks, rank = block_idx % kQkvBlocks;
   const bool is_q = tile < kQaTiles;
@@ -503,13 +496,9 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
 
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   return with_tiles(params.num_rows, [&]<int kTiles>() {
-    constexpr int kProductBytes = sizeof(typename QkvProduct<kTiles>::Shared);
-    constexpr int kBytes =
-        kProductBytes > int{sizeof(MixShared)} ? kProductBytes : int{sizeof(MixShared)};
-    const int mix = params.mix.fn != nullptr ? mix_parts(kHidden) : 0;
-    static_assert(mix_parts(kHidden) % kQkvBlocks == 0);
-    return launch_kernel(front_qkv_fp8_sm90<kTiles>, dim3(kQkvTiles * kQkvBlocks + mix),
-                         kProductThreads, kBytes, kQkvBlocks, programmatic, stream, params);
+    return launch_kernel(front_qkv_fp8_sm90<kTiles>, dim3(kQkvTiles * kQkvBlocks), kProductThreads,
+                         sizeof(typename QkvProduct<kTiles>::Shared), kQkvBlocks, programmatic,
+                         stream, params);
   });
 }
 

@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "fused/exchange.hpp"
-#include "fused/mix.hpp"
 
 namespace lowlat::nvidia::fused {
 
@@ -56,8 +55,6 @@ struct FrontParams {
   // Out.
   std::uint16_t* q;  // bf16 [T, num_heads, 512], the last 64 rotated
   KvPages kv_pages;  // rows kv_slots are written; their padding byte is left
-  // The statistics of the sublayer's residual, made beside the first product; fn NULL: none.
-  MixParams mix;
   // Of x; between the two kernels; of q and the stored keys. Blocks of the last two: below.
   Gate before, qkv_done, done;
   bool qkv_rehearses, q_rehearses;  // see first_pass() in exchange_gate.cuh; for up to eight rows
@@ -68,7 +65,7 @@ constexpr std::uint32_t front_q_blocks(int num_rows, int num_heads) {
   return static_cast<std::uint32_t>(8 * num_heads + (num_rows + 7) / 8);
 }
 
-// [q_a | kv] and the mix pieces. V4.1-Flash's sizes (H 5120, q_lora 1280); cudaErrorInvalidValue
+// [q_a | kv]. V4.1-Flash's sizes (H 5120, q_lora 1280); cudaErrorInvalidValue
 // for num_rows or num_heads out of range.
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream);
 // q_b with its norm before and RoPE after, and the stored keys.

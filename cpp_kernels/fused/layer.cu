@@ -14,14 +14,15 @@ constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kHeadDim = shape
 constexpr int kGateWords = 32;  // nobody shares a line
 
 enum GateKind {
-  gate_mix_parts,
   gate_mix,
   gate_qkv,
   gate_q,
   gate_attention,
   gate_u,
   gate_x,
-  gate_ffn_mix_parts,
+  // Not gates: the statistics' tickets.
+  word_ticket,
+  word_ffn_ticket,
   gate_ffn_mix,
   gate_done
 };
@@ -93,7 +94,7 @@ LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, 
   take(out.qa_squares, padded * (kQLora / 16));
   take(out.o_scale, padded * heads * (kHeadDim / 32));
   take(out.u_scale, padded * groups * 32);
-  for (auto& partial : out.mix_partial) take(partial, rows * mix_parts(kHidden) * kMixStride);
+  for (auto& partial : out.mix_partial) take(partial, rows * kMaxMixBlocks * kMixStride);
   for (auto& mix : out.mix) take(mix, rows * kMixStride);
   out.bytes = used;
   return out;
@@ -134,7 +135,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   // x of the layer before; the first layer's is there when its kernels start.
   const Gate before =
       first ? Gate{} : gate_of(step, layer_idx - 1, gate_done, exchange_norm_blocks(rows));
-  const auto mixing = [&](int side, const HyperWeights& weights, GateKind pieces, GateKind done) {
+  cudaError_t error = cudaSuccess;
+  Gate x_ready = before, mix_done = {};
+  const auto mixing = [&](int side, const HyperWeights& weights, GateKind ticket, GateKind done) {
     MixParams out = {};
     out.residual = memory.residual[side];
     out.fn = weights.fn;
@@ -147,8 +150,11 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     out.num_rows = rows;
     out.partial = memory.mix_partial[side];
     out.mix = memory.mix[side];
-    out.parts = gate(pieces, mix_parts(kHidden));
-    out.done = gate(done, rows);
+    out.ticket = gate(ticket, 0).word;
+    out.before = side == 0 ? before : x_ready;
+    out.done = gate(done, 1);
+    out.hop = hop;
+    out.hop.id += side == 0 ? 0 : 4;
     return out;
   };
   const auto exchanging = [&](int side, const std::uint16_t* norm) {
@@ -172,9 +178,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     out.rehearses = rehearses(5);
     return out;
   };
-  cudaError_t error = cudaSuccess;
-  Gate x_ready = before;
-  Gate mix_done = {};
   if (parts.attention) {
     FrontParams front = {};
     front.num_rows = rows;
@@ -198,15 +201,16 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.kv = memory.kv;
     front.q = memory.q;
     front.kv_pages = layer.window;
-    front.mix = mixing(0, layer.attn_hc, gate_mix_parts, gate_mix);
-    mix_done = front.mix.done;
     front.before = before;
     front.qkv_done = gate(gate_qkv, front_qkv_blocks());
     front.done = gate(gate_q, front_q_blocks(rows, heads));
     front.qkv_rehearses = rehearses(0);
     front.q_rehearses = rehearses(1);
     // The first layer's kernels start when what came before has ended.
-    error = launch_front_qkv(front, !first, stream);
+    const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
+    mix_done = mix.done;
+    error = launch_mix(mix, parts.mix_blocks, !first, stream);
+    if (error == cudaSuccess) error = launch_front_qkv(front, true, stream);
     if (error == cudaSuccess) error = launch_front_q(front, true, stream);
     AttentionParams attention = {};
     attention.num_rows = rows;
@@ -260,9 +264,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   if (error != cudaSuccess || !parts.experts) return error;
   Gate ffn_mix_done = {};
   if (parts.second_statistics) {
-    const MixParams mix = mixing(1, layer.ffn_hc, gate_ffn_mix_parts, gate_ffn_mix);
+    const MixParams mix = mixing(1, layer.ffn_hc, word_ffn_ticket, gate_ffn_mix);
     ffn_mix_done = mix.done;
-    error = launch_mix(mix, x_ready, !first || parts.attention, stream);
+    error = launch_mix(mix, parts.ffn_mix_blocks, !first || parts.attention, stream);
   }
   lowlat::fused::MoeArgs experts = {};
   experts.rows = rows;
@@ -277,6 +281,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   experts.quads_index = 2 * layer_idx + 1;
   experts.before = x_ready;
   experts.workspace = memory.experts;
+  experts.idle_sms = parts.second_statistics ? parts.idle_sms : 0;
   if (error == cudaSuccess) {
     error = static_cast<cudaError_t>(
         lowlat::fused::launch_moe_region(step.shape, experts, stream, !first || parts.attention));

@@ -12,9 +12,9 @@
 //            for: a kernel is launched when every block of its predecessor has begun (only then may
 //            all of them have let it start), so all blocks of all earlier kernels are resident or
 //            over, and no block ever waits for one of a later kernel. Inside a kernel blocks wait
-//            for each other in a cluster (resident together), in the statistics (a grid that
-//            check_residency() holds against the device) and in the experts (one block a
-//            multiprocessor, held against the device at launch).
+//            for each other in a cluster (resident together) and in the experts (one block a
+//            multiprocessor; the launch refuses a device that cannot hold them). The experts leave
+//            idle_sms multiprocessors to the statistics, whose blocks wait for nobody.
 // Faults     every wait has the port's budget; see exchange_hop.cuh, exchange_gate.cuh and moe.cuh.
 //            After one, residual and x of the step are NaN on every rank that saw it; before the
 //            next step call layer_recover() (device idle) on all ranks.
@@ -118,6 +118,7 @@ cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 struct LayerParts {
   bool attention = true, experts = true, second_statistics = true;
   int rehearsal = 0;  // bits: qkv, q, attention, wo_a, wo_b, exchange
+  int mix_blocks = 8, ffn_mix_blocks = 2, idle_sms = 2;
 };
 
 // One layer: `layer` counts from 0 within the step (exchanges 2 layer and 2 layer + 1). Returns

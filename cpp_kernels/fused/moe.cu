@@ -31,6 +31,7 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   Device device;
   cudaError_t status = current_device(&device);
   if (status != cudaSuccess) return status;
+  device.num_sms -= args.idle_sms;
   if (device.num_sms < moe::kBands || device.num_sms > L::kMaxGrid ||
       device.max_smem < L::kSmemBytes) {
     return cudaErrorInvalidValue;

@@ -86,7 +86,8 @@ struct MoeArgs {
   // workspace before must have ended when the gate opens, as it has when an exchange of its sums
   // lies between.
   nvidia::fused::Gate before;
-  void* workspace;  // moe_workspace_bytes, made ready once by moe_workspace_init
+  std::int32_t idle_sms;  // multiprocessors that are left to other kernels
+  void* workspace;        // moe_workspace_bytes, made ready once by moe_workspace_init
 };
 
 // Bytes of the scratch that a launch and its successors on one stream share: 256-byte aligned, for
