@@ -1,6 +1,6 @@
-// bench/exchange_pair.hpp: two ranks that exchange the partial sums of TP2's output projections, each
-// on its GPU: products, publishing or not, and the kernel that receives. For programs that check
-// and time the exchange.
+// bench/exchange_pair.hpp: two ranks that exchange the partial sums of TP2's output projections,
+// each on its GPU: products, publishing or not, and the kernel that receives. For programs that
+// check and time the exchange.
 #pragma once
 
 #include <memory>

@@ -155,6 +155,18 @@ def test_the_changelog_has_an_unreleased_part() -> None:
     assert re.search(r"^## \[?Unreleased\]?$", tree.read("CHANGELOG.md"), re.MULTILINE)
 
 
+def test_listed_fused_kernels_are_in_the_sources() -> None:
+    listed = re.findall(
+        r'^    \{"(\w+)",', tree.read("cpp_kernels/fused/instances.hpp"), re.MULTILINE
+    )
+    sources = " ".join(
+        tree.read(name) for name in tree.under("cpp_kernels/fused", suffixes=(".cu", ".cuh"))
+    )
+    kernels = re.findall(r"__global__\s+void\s+(?:__\w+__\([^;{]*?\)\s+)?(\w+_sm90)\(", sources)
+    tree.none([f"{name} is listed and no kernel" for name in listed if name not in kernels])
+    tree.none([f"{name} is no listed kernel" for name in kernels if name not in listed])
+
+
 # ------------------------------------------------------------------ mirrors
 
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
@@ -162,6 +174,7 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/draft.hpp": "tests/gpu/test_draft.cu",
     "cpp_kernels/fused/draft_accept.hpp": "tests/gpu/test_draft_accept.cu",
+    "cpp_kernels/fused/instances.hpp": "tests/tidy/test_tree.py",
     "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
