@@ -338,8 +338,8 @@ typedef struct lowlat_array {
  * {"nvidia": {"built", "architectures", "toolkit", "driver", "refusal", "fused": [{"name",
  * "shapes", "rows"}], "devices": [{"name", "isa", "refusal"}], "peers": [{"from", "to",
  * "refusal"}]}}; a refusal is "" where all is well, "built" is false in a library without kernels
- * of the platform, "fused" says which fused kernels are built for which models, ranks and token rows. Valid until
- * the calling thread's next call of this function. */
+ * of the platform, "fused" says which fused kernels are built for which models, ranks and rows.
+ * Valid until the calling thread's next call of this function. */
 LOWLAT_API const char* lowlat_devices(void);
 
 /* The operations as JSON: [{"name", "models", "about", "in": [{"name","dtype","shape","optional",
