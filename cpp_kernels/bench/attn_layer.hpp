@@ -223,23 +223,6 @@ struct Mailboxes {
 };
 
 // Which kernels rehearse (exchange_gate.cuh), as bits.
-enum Rehearsal {
-  rehearse_qkv = 1,
-  rehearse_q = 2,
-  rehearse_attention = 4,
-  rehearse_wo_a = 8,
-  rehearse_wo_b = 16,
-  rehearse_exchange = 32,
-  rehearse_all = 63
-};
-
-// `gate`, with the one that its kernel waits at.
-inline fused::Gate after(fused::Gate gate, const fused::Gate& earlier) {
-  gate.earlier_word = earlier.word;
-  gate.earlier_blocks = earlier.blocks;
-  return gate;
-}
-
 // Gates of a chain of layers.
 class Gates {
  public:
@@ -255,11 +238,7 @@ class Gates {
     round_.zero();
   }
   fused::Gate at(int layer, Kind kind, std::uint32_t blocks) const {
-    return {words_.get() + (layer * count + kind) * kStride,
-            round_.get(),
-            blocks,
-            0,
-            nullptr,
+    return {words_.get() + (layer * count + kind) * kStride, round_.get(), blocks,
             port_.size() > 0 ? port_.get() : nullptr,
             static_cast<std::uint32_t>(first_id_ + layer * 16 + kind)};
   }

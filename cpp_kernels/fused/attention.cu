@@ -212,12 +212,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
-#pragma unroll 1
-  for (int pass = kHops ? first_pass(params.rehearses)
-                        : first_pass(params.rehearses, params.before);
-       pass < 2; ++pass) {
-    const bool real = pass != 0;
-    if (real && (!kHops || params.before.word != nullptr)) wait_at(params.before);
+  {
+    if (!kHops || params.before.word != nullptr) wait_at(params.before);
+    if constexpr (kHops) {
+      wait_for_signs(hop,
+                     {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
+                      static_cast<const plat::TaggedWords*>(params.packets.q) +
+                          (row_idx * params.num_heads + first_head) * (kDim / 4),
+                      kHeads * (kDim / 4) / plat::kWarpLanes});
+      stamps.mark(StampStage::wait);
+    }
     // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
     // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
     // a step is that of the pieces.
@@ -229,9 +233,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
                          (row_idx * params.num_heads + first_head + g) * (kDim / 4) +
                          score_group * 32 + 2 * t;
-      take_packets(words, hop, real ? (1u << kPackets) - 1u : 0u,
+      take_packets(words, hop, (1u << kPackets) - 1u,
                    [&](int i) { return from + i / 4 * 8 + i / 2 % 2 * (8 * (kDim / 4)) + i % 2; });
-      stamps.mark(StampStage::wait);
+      stamps.mark(StampStage::read);
 #pragma unroll
       for (int i = 0; i < kPackets; i += 2) {
         query[i / 4][i / 2 % 2] =
@@ -250,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
-    if (kHops && shared.any_late && real) {
+    if (kHops && shared.any_late) {
       // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
 #pragma unroll 1
       for (int i = 0; i < kPerThread; ++i) {
@@ -267,35 +271,38 @@ __global__ void __launch_bounds__(kThreads, 2)
                     words[0].third, piece_of(i));
       }
     }
-    if (shared.any_late && real) {
+    if (shared.any_late && (!kHops || params.late_extra)) {
       const auto late_of = [&](int i) {
         const int key = key_of(i);
         return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
       };
+      Pieces late;
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
         const std::uint8_t* row = late_of(i);
         const int piece = piece_of(i) % kPieces;
-        if (row != nullptr) {
-          pieces.data[i] = __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece));
-        }
-        if (row != nullptr && piece < kCodePieces) {
-          pieces.scale[i] = __ldcg(shared.scales[0][key_of(i)] + piece / 4);
-        }
+        const bool there = row != nullptr;
+        late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
+                             : make_uint4(0u, 0u, 0u, 0u);
+        late.scale[i] =
+            there && piece < kCodePieces ? __ldcg(shared.scales[0][key_of(i)] + piece / 4) : 127u;
       }
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
         if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
-        store_piece(shared, pieces.data[i], pieces.scale[i], piece_of(i));
+        store_piece(shared, late.data[i], late.scale[i], piece_of(i));
       }
     }
 
     float sum[8][4] = {};  // of a warp's 64 dimensions
     int side = 0;
-    const int end = real ? end_key : min(first_key + 1, end_key);  // a rehearsal: one tile
-    for (int first = first_key; first < end; first += kTile, side ^= 1) {
-      if (first != first_key) store_pieces(shared, pieces);
-      if (thread_idx < kTile && first + kTile < end) {
+    for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
+      if (first != first_key) {
+        // Few rows have one tile a block; more have registers for the next tile's rows.
+        if constexpr (kHops) load_pieces(pieces, shared.data[side], shared.scales[side]);
+        store_pieces(shared, pieces);
+      }
+      if (thread_idx < kTile && first + kTile < end_key) {
         stages::KvRow<std::uint8_t> row{nullptr, nullptr};
         bool late;  // no longer: the kernels before have ended
         int late_row;
@@ -306,7 +313,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         shared.scales[side ^ 1][thread_idx] = row.scales;
       }
       plat::block_sync();
-      if (first + kTile < end) {  // the next tile's rows are on their way over the products
+      if (!kHops &&
+          first + kTile < end_key) {  // the next tile's rows are on their way over the products
         load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
       }
 
@@ -373,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int mask = 1; mask < 16; mask *= 2) {
           weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
         }
-        if (first_of_thread == 0 && real) {
+        if (first_of_thread == 0) {
           const float rescale = exp2f((old_top - base) * kLog2e);
           shared.rescale[head] = rescale;
           shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
@@ -415,7 +423,6 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
-      if (!real) continue;
       *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
       *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
     }
@@ -502,12 +509,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
       if constexpr (kHops) {
         const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
-        if (!real || thread_idx % 2 != 0) continue;
+        if (thread_idx % 2 != 0) continue;
         send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
                     next, plat::float_bits(down));
         continue;
       }
-      if (!real) continue;
       *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
       if (thread_idx % (kGroup / 2) == 0) {
         params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =

@@ -38,7 +38,6 @@ struct AttentionParams {
   bool late_extra;
   // Of q and the stored keys (up to kHopRows rows: of the extra set alone, where it is late); of o.
   Gate before, done;
-  bool rehearses;      // see first_pass() in exchange_gate.cuh
   int blocks_per_row;  // that share a row's keys: 1, 2, 4, 8 or 16; 0: chosen by the rows
 };
 

@@ -80,12 +80,10 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   const std::uint64_t epoch = exchange_epoch(params.port, params.exchange_index);
   std::uint32_t aborted = 0;
   stamps.mark(StampStage::ask);
-#pragma unroll 1
-  for (int pass = first_pass(params.rehearses, params.before); pass < 2; ++pass) {
-    const bool real = pass != 0;
-    if (real && (params.before.word != nullptr || !params.early)) wait_at(params.before);
+  {
+    if (params.before.word != nullptr || !params.early) wait_at(params.before);
     // The residual was there before its statistics were.
-    if (params.mix_done.word != nullptr && real) wait_at(params.mix_done);
+    if (params.mix_done.word != nullptr) wait_at(params.mix_done);
     const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * 4 * kHidden;
     uint2 residual[4];
 #pragma unroll
@@ -97,9 +95,11 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
       mix[plat::thread_idx()] = __ldcg(params.mix + row_idx * kMixStride + plat::thread_idx());
     }
     float y[4] = {};
-    if (real) {
-      receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads,
-                           static_cast<stages::StageId>(params.stage));
+    {
+      const auto stage = static_cast<stages::StageId>(params.stage);
+      wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kThreads, kThreads, kQuads,
+                             stage);
+      receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads, stage);
       // What came may be of a kernel whose own wait was ended. The answer is used further below.
       aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
     }
@@ -127,9 +127,8 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
         out[i] = quick_bf16(acc);
         v[i] = plat::fma(out[i], mix[k], v[i]);
       }
-      if (real)
-        *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
-            make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
+      *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
+          make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
     }
 
     float squares = 0.0f;
@@ -144,15 +143,15 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
       warp_squares[plat::thread_idx() / plat::kWarpLanes] = squares;
     }
     plat::block_sync();
-    if (real) sm90::cluster_wait();  // of the arrival at the start
-    if (plat::thread_idx() < kBlocksPerRow && real) {
+    sm90::cluster_wait();  // of the arrival at the start
+    if (plat::thread_idx() < kBlocksPerRow) {
       float sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kWarps; ++i) sum += warp_squares[i];
       sm90::send_to_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), sum,
                          sm90::peer_address(&squares_barrier, plat::thread_idx()));
     }
-    if (real) wait_for_cluster(&squares_barrier, 0);
+    wait_for_cluster(&squares_barrier, 0);
     float total = 0.0f;
 #pragma unroll
     for (int i = 0; i < kBlocksPerRow; ++i) total += block_squares[i];
@@ -176,7 +175,7 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
       amax = plat::max(plat::abs(v[i]), amax);
     }
     const std::int64_t place = static_cast<std::int64_t>(row_idx) * kHidden + 4 * quad_idx;
-    if (params.x != nullptr && real) {
+    if (params.x != nullptr) {
       *reinterpret_cast<uint2*>(params.x + place) =
           make_uint2(sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]));
     }
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
     const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
                                 sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
                                     << 16;
-    if (real) {
+    {
       send_codes(params.num_rows, params.x_packets, static_cast<std::uint32_t>(epoch),
                  params.x_codes, params.x_scale, row_idx, quad_idx, kHidden, codes, group.scale);
     }

@@ -92,16 +92,50 @@ LOWLAT_DEVICE void publish_quad(const ExchangePort& port, std::uint64_t epoch, i
 
 // Reports what ended a wait, once a rank: the first thread writes the status words and raises the
 // abort word everywhere; the others leave.
-LOWLAT_DEVICE void report_fault(const ExchangePort& port, stages::StageId stage, int peer,
-                                std::uint64_t epoch, bool aborted) {
+LOWLAT_DEVICE void report_fault(const ExchangePort& port, std::uint32_t kernel,
+                                stages::StageId stage, int peer, std::uint64_t epoch,
+                                bool aborted) {
   if (atomicExch(port.fault_claim, 1u) != 0u) return;
   const stages::FaultPort fault{port.abort_words, static_cast<stages::StatusWords*>(port.status),
                                 port.tp_rank, port.tp_size, port.budget_ns};
   if (aborted) {
-    stages::note_abort(fault, port.kernel, stage, epoch);
+    stages::note_abort(fault, kernel, stage, epoch);
   } else {
-    stages::raise_fault(fault, port.kernel, stage, peer, epoch);
+    stages::raise_fault(fault, kernel, stage, peer, epoch);
   }
+}
+
+// Returns when the first packets of this row are there, or the wait has ended otherwise. All threads
+// of a block that has `quads` of the row's quads from first_quad on call, before receive_quad: while
+// nothing has come one warp asks for 32 packets, and not every thread for its own, which would take
+// the cache's bandwidth from the kernels that are waited for.
+template <int kRanks>
+LOWLAT_DEVICE void wait_for_quads(const ExchangePort& port, std::uint64_t epoch, int row_idx,
+                                  int first_quad, int quads, int quads_per_row,
+                                  stages::StageId stage) {
+  constexpr int kPollsPerCheck = 32;
+  if (plat::thread_idx() < plat::kWarpLanes) {
+    const int lane_idx = plat::thread_idx(), rank = lane_idx % kRanks;
+    const plat::TaggedWords* src =
+        quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) + first_quad +
+        lane_idx * quads / plat::kWarpLanes;
+    std::uint64_t deadline_ns = 0;
+    for (int polls = 1;; ++polls) {
+      std::uint32_t words[3];
+      const bool came = plat::load_tagged(src, static_cast<std::uint32_t>(epoch), words);
+      const unsigned there = __ballot_sync(plat::kAllLanes, came);
+      if (there != 0u) break;
+      if (polls % kPollsPerCheck != 0) continue;
+      const std::uint64_t now_ns = plat::clock_ns();
+      if (deadline_ns == 0) deadline_ns = now_ns + port.budget_ns;
+      const bool aborted =
+          plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
+      const bool late = lane_idx == 0 && (aborted || now_ns > deadline_ns);
+      if (late) report_fault(port, port.kernel, stage, rank, epoch, aborted);
+      if (__any_sync(plat::kAllLanes, late)) break;
+    }
+  }
+  plat::block_sync();
 }
 
 // sum[i] = the partial sums of column 4 quad_idx + i over the ranks, fp32 in rank order. Any thread
@@ -134,7 +168,8 @@ LOWLAT_DEVICE void receive_quad(float (&sum)[4], const ExchangePort& port, std::
       const bool aborted =
           plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
       if (aborted || now_ns > deadline_ns) {
-        report_fault(port, stage, __ffs(static_cast<int>(missing)) - 1, epoch, aborted);
+        report_fault(port, port.kernel, stage, __ffs(static_cast<int>(missing)) - 1, epoch,
+                     aborted);
         for (float& v : sum) v = plat::bits_float(0x7fc0'0000u);
         return;
       }

@@ -58,7 +58,6 @@ struct ExchangeNormParams {
   // Gates: the statistics; the kernel after which this one may poll for packets (its inputs are
   // complete then too: the product that is published, or the one before it); this one's results.
   Gate mix_done, before, done;
-  bool rehearses;  // see first_pass() in exchange_gate.cuh
   // Without gates. True: polls before the kernel before it has ended. Right only where the
   // publishing kernel lets its successor start after its own wait, so that residual_in and mix are
   // complete.

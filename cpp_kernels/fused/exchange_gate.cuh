@@ -48,9 +48,7 @@ class GateWatch {
     const bool aborted =
         plat::load_acquire<plat::Scope::system>(port->abort_words[port->tp_rank]) != 0u;
     if (!late && !aborted) return false;
-    ExchangePort named = *port;
-    named.kernel = gate_.id;
-    report_fault(named, stages::StageId::none, port->tp_rank, *port->step_epoch, aborted);
+    report_fault(*port, gate_.id, stages::StageId::none, port->tp_rank, *port->step_epoch, aborted);
     return true;
   }
 
@@ -61,16 +59,9 @@ class GateWatch {
 
 // One thread calls.
 LOWLAT_DEVICE void poll_gate(const Gate& gate) {
-  constexpr unsigned kRarelyNs = 200;
-  const std::uint32_t round = *gate.round, target = round * gate.blocks;
+  const std::uint32_t target = *gate.round * gate.blocks;
   if (!is_open(gate.word, target)) {
     const GateWatch watch(gate);
-    if (gate.earlier_word != nullptr) {
-      for (int polls = 1; !is_open(gate.earlier_word, round * gate.earlier_blocks); ++polls) {
-        __nanosleep(kRarelyNs);
-        if (polls % 64 == 0 && watch.ended()) return;
-      }
-    }
     for (int polls = 1; !is_open(gate.word, target); ++polls) {
       if (polls % 256 == 0 && watch.ended()) return;
     }
@@ -87,15 +78,6 @@ LOWLAT_DEVICE void wait_at(const Gate& gate) {
   if (plat::thread_idx() == 0) poll_gate(gate);
   plat::block_sync();
 }
-
-// Instructions come to a multiprocessor as data do: a kernel that runs once through its code waits
-// for most of it. While it waits for its input anyway it may go through it once more, with nothing
-// stored: `for (int pass = first_pass(rehearses, gate); pass < 2; ++pass)`, where pass 1 is the
-// real one. Only where a gate says that there is a wait.
-LOWLAT_DEVICE int first_pass(bool rehearses, const Gate& gate) {
-  return rehearses && gate.word != nullptr ? 0 : 1;
-}
-LOWLAT_DEVICE int first_pass(bool rehearses) { return rehearses ? 0 : 1; }
 
 // All threads of the block call, after their stores.
 LOWLAT_DEVICE void open_gate(const Gate& gate) {

@@ -18,10 +18,6 @@ struct Gate {
   std::uint32_t* word;         // device word, zeroed once; one for each kernel of a step
   const std::uint32_t* round;  // device word: steps so far, this one included
   std::uint32_t blocks;        // of the kernel that counts
-  // The gate that this one's kernel waits at, or NULL: until it is open a waiting block looks
-  // rarely, so that only those whose turn is next ask often.
-  std::uint32_t earlier_blocks;
-  const std::uint32_t* earlier_word;
   // Of this rank, in device memory: its budget ends the wait, its status words name `id` as the
   // kernel, its abort word ends every other wait. NULL: a second, and nobody is told.
   const ExchangePort* port;

@@ -78,15 +78,61 @@ LOWLAT_DEVICE bool hop_ended(const HopTag& hop, std::uint64_t& deadline_ns) {
   const bool aborted =
       plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
   if (!aborted && now_ns <= deadline_ns) return false;
-  ExchangePort named = port;
-  named.kernel = hop.kernel;
-  report_fault(named, stages::StageId::none, port.tp_rank, *port.step_epoch, aborted);
+  report_fault(port, hop.kernel, stages::StageId::none, port.tp_rank, *port.step_epoch, aborted);
   return true;
 }
 
+// A tag at a place, for waits that do not want the payload.
+LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
+  std::uint64_t low = 0, high = 0;
+  load_packet_if(true, src, low, high);
+  return static_cast<std::uint32_t>(high >> 32) == tag;
+}
+
+// Where the first sign of a kernel's input shows, so that blocks that wait long ask for little: a
+// resident kernel's thousands of threads would otherwise take the cache's bandwidth from the kernels
+// that they wait for.
+struct HopSigns {
+  const plat::TaggedWords* turn;  // a packet of what the kernel before waits for; NULL: none
+  std::uint32_t turn_tag;
+  const plat::TaggedWords* first;  // packets of this kernel's own input: 32, so far apart
+  int stride;
+};
+
+// All threads of the block call, before take_packets: returns when the first packets are there, or
+// when the wait has ended otherwise. One lane asks now and then whether the kernel before has its
+// input; from then on one warp asks for 32 packets.
+LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
+  constexpr unsigned kRarelyNs = 150;
+  constexpr int kPollsPerLook = 64;
+  if (plat::thread_idx() < plat::kWarpLanes) {
+    const int lane_idx = plat::thread_idx();
+    std::uint64_t deadline_ns = 0;
+    bool ended = false;
+    if (signs.turn != nullptr) {
+      for (int polls = 1;; ++polls) {
+        if (__any_sync(plat::kAllLanes, lane_idx == 0 && has_tag(signs.turn, signs.turn_tag)))
+          break;
+        if (polls % kPollsPerLook == 0 &&
+            __any_sync(plat::kAllLanes, lane_idx == 0 && hop_ended(hop, deadline_ns))) {
+          ended = true;
+          break;
+        }
+        __nanosleep(kRarelyNs);
+      }
+    }
+    for (int polls = 1; !ended; ++polls) {
+      if (__any_sync(plat::kAllLanes, has_tag(signs.first + lane_idx * signs.stride, hop.tag)))
+        break;
+      ended = polls % kPollsPerLook == 0 &&
+              __any_sync(plat::kAllLanes, lane_idx == 0 && hop_ended(hop, deadline_ns));
+    }
+  }
+  plat::block_sync();
+}
+
 // Takes kPackets packets: of number i the bit i of `wanted`, at src(i). Whole warps call, each lane
-// for its own. While nothing has come to any lane it asks for one packet a lane, then for all that
-// are missing.
+// for its own.
 template <int kPackets, class Source>
 LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
                                 std::uint32_t wanted, Source src) {
@@ -96,19 +142,7 @@ LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
   for (int i = 0; i < kPackets; ++i) low[i] = high[i] = 0;
   std::uint32_t missing = wanted;
   std::uint64_t deadline_ns = 0;
-  const auto came = [&](int i) { return static_cast<std::uint32_t>(high[i] >> 32) == hop.tag; };
-  // Tags are from 1 on, and a lane that wants nothing has 0 in `high`.
-  for (int polls = 1;; ++polls) {
-    load_packet_if((missing & 1u) != 0u, src(0), low[0], high[0]);
-    if (__any_sync(plat::kAllLanes, (missing & 1u) != 0u && came(0))) break;
-    if (!__any_sync(plat::kAllLanes, (missing & 1u) != 0u)) break;
-    if (polls % kPollsPerLook == 0 &&
-        __any_sync(plat::kAllLanes,
-                   plat::thread_idx() % plat::kWarpLanes == 0 && hop_ended(hop, deadline_ns))) {
-      missing = 0;
-      break;
-    }
-  }
+#pragma unroll 1
   for (int polls = 1;; ++polls) {
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
@@ -116,7 +150,7 @@ LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
     }
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
-      if (came(i)) missing &= ~(1u << i);
+      if (static_cast<std::uint32_t>(high[i] >> 32) == hop.tag) missing &= ~(1u << i);
     }
     if (!__any_sync(plat::kAllLanes, missing != 0u)) break;
     if (polls % kPollsPerLook == 0 &&

@@ -70,23 +70,24 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   static_assert(kOwned == kSquared);
   if constexpr (kTiles == 1) {
     const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::qkv);
-    HopActivations<1> x{static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8,
-                        kHidden / 8, hop_tag(params.hop, params.x_index, HopKernel::qkv)};
+    const HopTag x_hop = hop_tag(params.hop, params.x_index, HopKernel::qkv);
+    const auto* from = static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8;
+    const HopActivations<1> x{from, kHidden / 8, x_hop};
+    const HopSigns signs = {nullptr, 0, from, kQkvK / 8 / plat::kWarpLanes};
     Stamps stamps(params.hop.port->stamps, hop.kernel);
     stamps.mark(StampStage::ask);
     constexpr int kQuads = kOwned / 4;
     auto* out = static_cast<plat::TaggedWords*>(is_q ? params.packets.qa : params.packets.kv);
     const int width = (is_q ? kQLora : kHeadDim) / 4;
-#pragma unroll 1
-    for (int pass = first_pass(params.qkv_rehearses); pass < 2; ++pass) {
-      const bool real = pass != 0;
-      Linear::run(shared, x, params.num_rows, stamps, real);
+    {
+      wait_for_signs(x_hop, signs);
+      stamps.mark(StampStage::wait);
+      Linear::run(shared, x, params.num_rows, stamps);
       const int token = plat::thread_idx() / kQuads, quad = plat::thread_idx() % kQuads;
-      if (token >= params.num_rows) continue;
+      if (token >= params.num_rows) return;
       float v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[i] = Linear::sum(shared, token, 4 * quad + i);
-      if (!real) continue;
       send_packet(out + token * width + (first_row + rank * kOwned) / 4 + quad, hop.tag,
                   sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
     }
@@ -207,8 +208,12 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   HopTag hop = {};
   if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
   if constexpr (!kHops) wait_at(params.qkv_done);
-  if (row_idx >= params.num_rows) return;
-  if (kHops && slot < 0) return;  // nobody reads it
+  if constexpr (kHops) {
+    wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.x),
+                         hop_tag(params.hop, params.x_index, HopKernel::q).tag,
+                         static_cast<const plat::TaggedWords*>(params.packets.kv), 4});
+  }
+  if (row_idx >= params.num_rows || (kHops && slot < 0)) return;  // the latter: nobody reads it
   std::uint32_t raw[kPerLane / 2];
   if constexpr (kHops) {
     constexpr int kPackets = kPerLane / 4;
@@ -333,14 +338,17 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
   const auto* from =
       static_cast<const plat::TaggedWords*>(params.packets.qa) + token * (kQLora / 4);
   auto* to = static_cast<plat::TaggedWords*>(params.packets.q);
-#pragma unroll 1
-  for (int pass = first_pass(params.q_rehearses); pass < 2; ++pass) {
-    const bool real = pass != 0;
+  const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.x) + tile,
+                          hop_tag(params.hop, params.x_index, HopKernel::q).tag,
+                          static_cast<const plat::TaggedWords*>(params.packets.qa),
+                          kQLora / 4 / plat::kWarpLanes};
+  wait_for_signs(hop, signs);
+  stamps.mark(StampStage::wait);
+  {
     if (token < num_rows) {
       HopWords words[kPackets];
-      take_packets(words, hop, real ? (1u << kPackets) - 1u : 0u,
+      take_packets(words, hop, (1u << kPackets) - 1u,
                    [&](int i) { return from + 2 * (lane_idx + i / 2 * plat::kWarpLanes) + i % 2; });
-      stamps.mark(StampStage::wait);
       float v[kPiecesOfLane][8], squares = 0.0f;
 #pragma unroll
       for (int i = 0; i < kPackets; ++i) {
@@ -376,10 +384,10 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
     plat::block_sync();
     stamps.mark(StampStage::read);
     const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-    Linear::run(shared.product, latent, num_rows, stamps, real);
+    Linear::run(shared.product, latent, num_rows, stamps);
     const int width = params.num_heads * (kHeadDim / 4);
     const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
-    if (row >= num_rows) continue;
+    if (row >= num_rows) return;
     float v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
@@ -392,7 +400,6 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
         v[i] = turned;
       }
     }
-    if (!real) continue;
     send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag,
                 sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
   }
@@ -400,7 +407,7 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
 }
 
 template <int kTiles>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     front_q_fp8_sm90(const __grid_constant__ FrontParams params) {
   using Linear = Product<kRows, kQLora, kTiles, 1, kRows, 0>;
   constexpr int kTilesPerHead = kHeadDim / kRows;

@@ -57,7 +57,6 @@ struct FrontParams {
   KvPages kv_pages;  // rows kv_slots are written; their padding byte is left
   // Of x; between the two kernels; of q and the stored keys. Blocks of the last two: below.
   Gate before, qkv_done, done;
-  bool qkv_rehearses, q_rehearses;  // see first_pass() in exchange_gate.cuh; for up to eight rows
 };
 
 constexpr std::uint32_t front_qkv_blocks() { return (1280 + 512) / 16; }

@@ -94,15 +94,15 @@ struct HopActivations {
   HopTag hop;
 
   // A lane's pieces of 8 of its token, in steps of 32 from first_k on, and the scales of the two
-  // tokens whose sums the lane has. Whole warps call; `real` false: nothing is waited for.
+  // tokens whose sums the lane has. Whole warps call, after wait_for_signs.
   template <int kSteps>
-  LOWLAT_DEVICE void take(Raw (&raw)[kSteps], float2 (&scale)[kSteps], int first_k, int num_rows,
-                          bool real) const {
+  LOWLAT_DEVICE void take(Raw (&raw)[kSteps], float2 (&scale)[kSteps], int first_k,
+                          int num_rows) const {
     constexpr int kPackets = kSteps * kPacketsAPiece;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes, g = lane_idx / 4, t = lane_idx % 4;
     const plat::TaggedWords* from = data + g * stride + (first_k / 8 + t) * kPacketsAPiece;
     HopWords words[kPackets];
-    take_packets(words, hop, real && g < num_rows ? (1u << kPackets) - 1u : 0u, [&](int i) {
+    take_packets(words, hop, g < num_rows ? (1u << kPackets) - 1u : 0u, [&](int i) {
       return from + i / kPacketsAPiece * (4 * kPacketsAPiece) + i % kPacketsAPiece;
     });
 #pragma unroll
@@ -222,14 +222,11 @@ struct Product {
 
   // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
   // after load(); on return the owned sums are there, if this block owns any.
-  //
-  // `real` false (up to eight rows): a rehearsal, see first_pass(): nothing is stored or waited
-  // for.
   template <class Activations>
   LOWLAT_DEVICE static void run(Shared& shared, const Activations& activations, int num_rows,
-                                Stamps& stamps, bool real = true) {
+                                Stamps& stamps) {
     if constexpr (kTiles == 1) {
-      multiply_few(shared, activations, num_rows, real, stamps);
+      multiply_few(shared, activations, num_rows, stamps);
     } else if constexpr (kStaged == 0) {
       multiply_many(shared, activations, num_rows);
     } else {
@@ -272,7 +269,7 @@ struct Product {
   // where its own codes of the tile were: row's pitch, the warp's slice of K, eight tokens.
   template <class Activations>
   LOWLAT_DEVICE static void multiply_few(Shared& shared, const Activations& activations,
-                                         int num_rows, bool real, Stamps& stamps) {
+                                         int num_rows, Stamps& stamps) {
     static_assert(kSteps * kStep >= 4 * kTileTokens && kSteps * kStep % 32 == 0);
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
@@ -281,12 +278,12 @@ struct Product {
     typename Activations::Raw raw[kSteps];
     float2 scale[kSteps];
     if constexpr (requires { activations.hop; }) {
-      activations.take(raw, scale, first_k, num_rows, real);
+      activations.take(raw, scale, first_k, num_rows);
     } else {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const int k = first_k + step * kStep;
-        raw[step] = g < num_rows && real ? activations.fetch(g, k + 8 * t) : Activations::none();
+        raw[step] = g < num_rows ? activations.fetch(g, k + 8 * t) : Activations::none();
         scale[step] = scales_of(activations, 2 * t, k);
       }
     }
@@ -294,7 +291,7 @@ struct Product {
     std::uint32_t b[kSteps][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) Activations::expand(b[step], raw[step]);
-    if (real) wait_for_weights(&shared.barrier, 0);
+    wait_for_weights(&shared.barrier, 0);
     unsigned char* row = shared.memory + g * kPitch + first_k + 8 * t;
     const float* weight_scale = shared.scale[0] + warp_idx * kSteps;
 #pragma unroll 1
@@ -307,16 +304,14 @@ struct Product {
         add_step(sum, low, high, b[step], weight_scale[step], scale[step]);
       }
       __syncwarp();  // all lanes have read the tile's codes
-      if (real) {
-        *reinterpret_cast<float2*>(row) = make_float2(sum[0], sum[1]);
-        *reinterpret_cast<float2*>(row + 8 * kPitch) = make_float2(sum[2], sum[3]);
-      }
+      *reinterpret_cast<float2*>(row) = make_float2(sum[0], sum[1]);
+      *reinterpret_cast<float2*>(row + 8 * kPitch) = make_float2(sum[2], sum[3]);
       row += 16 * kPitch;
       weight_scale += kK / kStep;
     }
     plat::block_sync();
     stamps.mark(StampStage::compute);
-    hand_over(shared, num_rows, real, [&](int warp, int token, int row_idx) {
+    hand_over(shared, num_rows, [&](int warp, int token, int row_idx) {
       return *reinterpret_cast<const float*>(shared.memory + row_idx * kPitch +
                                              warp * kSteps * kStep + 4 * token);
     });
@@ -349,8 +344,8 @@ struct Product {
 
   // Adds the warps' sums and gives each row's to the block that owns it.
   template <class Partial>
-  LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows, bool real, Partial partial) {
-    if (kBlocks > 1 && real) sm90::cluster_wait();  // the others run, see load()
+  LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows, Partial partial) {
+    if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run, see load()
     const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
 #pragma unroll 1
     for (int i = plat::thread_idx(); i < kRows * kTokens; i += kProductThreads) {
@@ -361,7 +356,6 @@ struct Product {
 #pragma unroll
       for (int warp = 0; warp < kProductWarps; ++warp) total += partial(warp, token, row);
       float* to = &shared.owned[block_idx][token][row % kOwned];
-      if (!real) continue;
       if constexpr (kBlocks > 1) {
         sm90::send_to_peer(sm90::peer_address(to, row / kOwned), total,
                            sm90::peer_address(&shared.owned_barrier, row / kOwned));
@@ -370,7 +364,7 @@ struct Product {
       }
     }
     if constexpr (kBlocks > 1) {
-      if (owns() && real) wait_for_cluster(&shared.owned_barrier, 0);
+      if (owns()) wait_for_cluster(&shared.owned_barrier, 0);
     } else {
       plat::block_sync();
     }
@@ -426,7 +420,7 @@ struct Product {
       }
     }
     plat::block_sync();
-    hand_over(shared, num_rows, true, [&](int warp, int token, int row) {
+    hand_over(shared, num_rows, [&](int warp, int token, int row) {
       return partial[(warp * kTokens + token) * kSumPitch + row];
     });
   }

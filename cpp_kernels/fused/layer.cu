@@ -130,7 +130,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   const auto gate = [&](GateKind kind, std::uint32_t blocks) {
     return gate_of(step, layer_idx, kind, blocks);
   };
-  const auto rehearses = [&](int bit) { return (parts.rehearsal >> bit & 1) != 0; };
   Hop hop = {memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
   // x of the layer before; the first layer's is there when its kernels start.
   const Gate before =
@@ -175,7 +174,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     out.kernel = hop.id + static_cast<std::uint32_t>(side == 0 ? HopKernel::exchange
                                                                : HopKernel::second_exchange);
     out.early = true;
-    out.rehearses = rehearses(5);
     return out;
   };
   if (parts.attention) {
@@ -204,8 +202,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.before = before;
     front.qkv_done = gate(gate_qkv, front_qkv_blocks());
     front.done = gate(gate_q, front_q_blocks(rows, heads));
-    front.qkv_rehearses = rehearses(0);
-    front.q_rehearses = rehearses(1);
     // The first layer's kernels start when what came before has ended.
     const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
     mix_done = mix.done;
@@ -233,7 +229,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.late_extra = layer.late_extra;
     attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
-    attention.rehearses = rehearses(2);
     if (error == cudaSuccess) error = launch_sparse_attention(attention, true, stream);
     OprojParams oproj = {};
     oproj.num_rows = rows;
@@ -251,8 +246,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
     oproj.u_done = gate(gate_u, oproj_a_blocks(groups));
-    oproj.a_rehearses = rehearses(3);
-    oproj.b_rehearses = rehearses(4);
     if (error == cudaSuccess) error = launch_oproj_a(oproj, true, stream);
     if (error == cudaSuccess) error = launch_oproj_b(oproj, true, stream);
     ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);

@@ -117,7 +117,6 @@ cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 // Which kernels a chain holds, and how; for measurements.
 struct LayerParts {
   bool attention = true, experts = true, second_statistics = true;
-  int rehearsal = 0;  // bits: qkv, q, attention, wo_a, wo_b, exchange
   int mix_blocks = 8, ffn_mix_blocks = 2, idle_sms = 2;
 };
 

@@ -76,14 +76,16 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     stamps.mark(StampStage::ask);
     const HopActivations<2> o{static_cast<const plat::TaggedWords*>(params.packets.o) + first_k / 4,
                               params.num_groups * (kGroupInput / 4), hop};
-#pragma unroll 1
-    for (int pass = first_pass(params.a_rehearses); pass < 2; ++pass) {
-      const bool real = pass != 0;
-      Linear::run(shared, o, params.num_rows, stamps, real);
-      if (!Linear::owns() && real) return;
+    wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.q) + tile, hop.tag,
+                         static_cast<const plat::TaggedWords*>(params.packets.o) + first_k / 4,
+                         kKA / 4 / plat::kWarpLanes});
+    stamps.mark(StampStage::wait);
+    {
+      Linear::run(shared, o, params.num_rows, stamps);
+      if (!Linear::owns()) return;
       // Eight lanes a token, four of the 32 outputs that share a scale each; two lanes a packet.
       const int token = plat::thread_idx() / 8, quad = plat::thread_idx() % 8;
-      if (token / 4 * 4 >= params.num_rows) continue;  // whole warps stay
+      if (token / 4 * 4 >= params.num_rows) return;  // whole warps stay
       float v[4], amax = 0.0f;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
                                   sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
                                       << 16;
       const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
-      if (!real || quad % 2 != 0 || token >= params.num_rows) continue;
+      if (quad % 2 != 0 || token >= params.num_rows) return;
       send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
                       token * params.num_groups * (kLora / 8) +
                       (tile * kRowsA + rank * kOwnedA + 4 * quad) / 8,
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
 }
 
 template <int kTiles, int kGroups>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     oproj_b_fp8_sm90(const __grid_constant__ OprojParams params) {
   using Shape = ShapeB<kTiles, kGroups>;
   using Linear = Shape::Linear;
@@ -157,14 +159,15 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   if constexpr (kTiles == 1) hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_b);
   Stamps stamps(kTiles == 1 ? params.hop.port->stamps : StampSink{}, hop.kernel);
   stamps.mark(StampStage::ask);
-#pragma unroll 1
-  for (int pass = kTiles == 1 ? first_pass(params.b_rehearses) : 1; pass < 2; ++pass) {
-    const bool real = pass != 0;
+  {
     if constexpr (kTiles == 1) {
       const HopActivations<1> u{
           static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8,
           hop};
-      Linear::run(shared, u, params.num_rows, stamps, real);
+      wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.o) + tile, hop.tag,
+                           u.data, kKOfBlock / 8 / plat::kWarpLanes});
+      stamps.mark(StampStage::wait);
+      Linear::run(shared, u, params.num_rows, stamps);
     } else {
       wait_at(params.u_done);
       if (!early) sm90::launch_dependents();
@@ -183,7 +186,6 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       float v[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) v[j] = Linear::sum(shared, token, 4 * quad + j);
-      if (!real) continue;
       if (params.published) {
         publish_quad(params.port, epoch, token, first_owned / 4 + quad, kHidden / 4, v);
       } else {

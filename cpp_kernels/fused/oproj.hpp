@@ -28,9 +28,8 @@ struct OprojParams {
   bool published;
   ExchangePort port;
   int exchange_index;
-  float* partial;                 // fp32 [T, H], where not published
-  Gate before, u_done;            // of o; between the two kernels
-  bool a_rehearses, b_rehearses;  // see first_pass() in exchange_gate.cuh; for up to eight rows
+  float* partial;       // fp32 [T, H], where not published
+  Gate before, u_done;  // of o; between the two kernels
 };
 
 // Blocks that open u_done: those that own outputs.
