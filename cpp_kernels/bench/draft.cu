@@ -29,7 +29,7 @@ void check_case(const DraftWeights& weights, const DraftSetup& setup, const char
 
 void check_all(int devices) {
   const DraftWeights weights(kVocab, 11, false);
-  const DraftWeights fits(65536, 21, false);
+  const DraftWeights fits(65536, 21, false), few(32768, 31, false);
   const std::vector<float> two{0.7f, 0.0f}, noise{1e6f},
       eight{0.0f, 0.6f, 1.0f, 0.0f, 1e-7f, 2.0f, 0.3f, 1.0f};
   if (devices == 1) {
@@ -45,6 +45,8 @@ void check_all(int devices) {
         check_case(fits, setup_of(65536, ranks, 1, batch), "greedy");
       }
       check_case(fits, setup_of(65536, ranks, 1, 8, eight, true), "sampled and greedy");
+      check_case(few, setup_of(32768, ranks, 1, 1), "greedy");
+      check_case(few, setup_of(32768, ranks, 1, 8, eight, true), "sampled and greedy");
     }
   } else {
     for (const int batch : {1, 2, 8}) check_case(weights, setup_of(kVocab, 2, 2, batch), "greedy");

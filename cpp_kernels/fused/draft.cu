@@ -50,26 +50,32 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / plat::kWarpLanes;
 constexpr int kTileIds = 16;               // ids of one tensor-core product
 constexpr int kPieces = kMarkovRank / 32;  // of 16 bytes, that a lane has of a row
 constexpr int kPollers = kMaxDraftBlocks;  // threads that ask for the packets of one rank
-constexpr int kTilesOfBlock = 2 * kWarps;  // that stay on chip: a pair a warp
+constexpr int kPollGroups = kThreads / kPollers;
 constexpr int kMostTilesOfBlock = 0x10000 / kTileIds;  // a packet has 16 bits for an id
-// Pitches that keep the lanes of a phase in different banks: 64 mod 128 bytes; 4 mod 32 words.
-constexpr int kRowPitch = 2 * kMarkovRank + 64, kSumPitch = plat::kWarpLanes + 4;
-static_assert(kThreads % kPollers == 0 && kMaxDraftBatch <= kWarps);
-static_assert(kTileIds * 2 == plat::kWarpLanes, "a lane scores one id of its warp's pair of tiles");
+static_assert(kWarps == 8 && kPollGroups == 2, "see the lanes that join what the warps heard");
 
+// kTiles: consecutive tiles that a warp keeps on chip, 2 or 4. Their ids are the lanes', one or two
+// each.
+template <int kTiles>
 struct Shared {
-  uint4 tiles[kWarps][2 * kPieces][plat::kWarpLanes];  // of a warp, in the order its lanes read
-  unsigned char rows[kMaxDraftBatch][kRowPitch];       // w1's row of each request
-  float base[kWarps][kMaxDraftBatch][plat::kWarpLanes];
-  float noise[kWarps][kMaxDraftBatch][plat::kWarpLanes];
+  static constexpr int kIds = kTiles * kTileIds;
+  static constexpr int kInRegisters = kTiles == 4 ? 3 : kTiles;
+  static constexpr int kInShared = kTiles - kInRegisters;
+  // 8 mod 32 words for two requests: the lanes that store sums are in different banks.
+  static constexpr int kSumPitch = kIds + 4;
+
+  // Of a warp, in the order in which its lanes read: operands of the first products, of the second.
+  uint4 tiles[kWarps][kInShared > 0 ? 2 * kPieces : 1][plat::kWarpLanes];
+  float noise[kWarps][kMaxDraftBatch][kDraftSteps][kIds];
+  float base[kWarps][kMaxDraftBatch][kIds];  // of the step
   float sums[kWarps][kMaxDraftBatch][kSumPitch];
-  std::uint64_t best[kWarps][kMaxDraftBatch];  // of the warp's ids
-  std::uint64_t heard[kWarps][2];              // of the packets that the warp asked for
+  std::uint64_t best[kWarps][kMaxDraftBatch];   // of the warp's ids
+  std::uint64_t heard[kWarps][kMaxDraftBatch];  // of the packets that the warp asked for
   float temperature[kMaxDraftBatch];
   std::uint32_t stopped;  // a wait ended without its packet
 };
@@ -86,73 +92,74 @@ LOWLAT_DEVICE void prefetch_row(const std::uint16_t* w1, std::uint32_t id, int l
   asm volatile("prefetch.global.L2 [%0];" ::"l"(
       __cvta_generic_to_global(w1 + std::uint64_t{id} * kMarkovRank + 64 * line)));
 }
-// As copy_16, of one word.
-LOWLAT_DEVICE void copy_word(float* dst_shared, const float* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(sm90::shared_address(dst_shared)),
-               "l"(__cvta_generic_to_global(src))
-               : "memory");
-}
-
-LOWLAT_DEVICE float noise_of(std::uint64_t key, std::uint32_t id, int request, int step,
-                             std::uint32_t offset) {
+// The noise of ids first .. first + kCount - 1, which are of one Philox call.
+template <int kCount>
+LOWLAT_DEVICE void noise_of(float (&out)[kCount], std::uint64_t key, std::uint32_t first,
+                            int request, int step, std::uint32_t offset) {
   const stages::PhiloxWords words = stages::philox4x32_10(
-      {id >> 2, static_cast<std::uint32_t>(request), static_cast<std::uint32_t>(step), offset},
+      {first >> 2, static_cast<std::uint32_t>(request), static_cast<std::uint32_t>(step), offset},
       static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32));
   // No array: an index that only the lane knows would put it into memory.
-  const std::uint32_t low = (id & 1u) == 0u ? words.word[0] : words.word[1];
-  const std::uint32_t high = (id & 1u) == 0u ? words.word[2] : words.word[3];
-  return stages::gumbel(stages::noise_uniform((id & 2u) == 0u ? low : high));
+  const bool upper = (first & 2u) != 0u;
+  const std::uint32_t even = upper ? words.word[2] : words.word[0];
+  const std::uint32_t odd = upper ? words.word[3] : words.word[1];
+  if constexpr (kCount == 1) {
+    out[0] = stages::gumbel(stages::noise_uniform((first & 1u) == 0u ? even : odd));
+  } else {
+    out[0] = stages::gumbel(stages::noise_uniform(even));
+    out[1] = stages::gumbel(stages::noise_uniform(odd));
+  }
 }
 
-// What the threads of a block know from the start.
-struct Place {
-  int warp, lane, row, pair;  // row: of the products, lane / 4; pair of columns, lane % 4
-  int num_tiles;              // of the rank
-  int first_tile, end_tile;   // of this block
-  std::uint32_t first_id;     // of the rank
-};
+// kCount neighbouring floats, 4 kCount bytes aligned.
+template <int kCount>
+LOWLAT_DEVICE void load_floats(float (&out)[kCount], const float* from) {
+  if constexpr (kCount == 1) {
+    out[0] = *from;
+  } else {
+    const float2 v = *reinterpret_cast<const float2*>(from);
+    out[0] = v.x, out[1] = v.y;
+  }
+}
 
 LOWLAT_DEVICE int first_tile_of(int block, int num_tiles) {
   return static_cast<int>(static_cast<std::uint32_t>(block) * num_tiles / gridDim.x);
 }
 
-// The lane's pieces of a tile's two rows are at row_of(..)[4 * piece].
-LOWLAT_DEVICE const uint4* row_of(const DraftProposalsParams& params, const Place& place, int tile,
-                                  int half) {
-  int id = tile * kTileIds + place.row + 8 * half;
-  // Ids past the shard's end are read as its last one and never chosen.
-  id = id < params.vocab_shard ? id : params.vocab_shard - 1;
-  return reinterpret_cast<const uint4*>(params.w2 + std::int64_t{id} * kMarkovRank) + place.pair;
+// A lane's pieces of rows g and g + 8 of a tile, as the operands of two products.
+struct Operands {
+  uint4 first, second;
+  LOWLAT_DEVICE Operands(uint4 low, uint4 high)
+      : first(make_uint4(low.x, high.x, low.y, high.y)),
+        second(make_uint4(low.z, high.z, low.w, high.w)) {}
+};
+// sums += their products with the lane's piece of w1's row, see sm90::mma_bf16. The order along K
+// is the same for all: a lane's 16 bytes are two products' worth of its own elements.
+LOWLAT_DEVICE void add_products(float (&sums)[4], uint4 first, uint4 second, uint4 row) {
+  const std::uint32_t a0[4] = {first.x, first.y, first.z, first.w}, b0[2] = {row.x, row.y};
+  const std::uint32_t a1[4] = {second.x, second.y, second.z, second.w}, b1[2] = {row.z, row.w};
+  sm90::mma_bf16(sums, a0, b0);
+  sm90::mma_bf16(sums, a1, b1);
 }
 
-// Sums of a tile's ids with up to eight requests, see sm90::mma_bf16. The order along K is the same
-// for all: a lane's 16 bytes are two products' worth of its own elements.
-struct Sums {
-  float even[4], odd[4];
-  LOWLAT_DEVICE void add(uint4 low, uint4 high, uint4 row) {
-    const std::uint32_t a0[4] = {low.x, high.x, low.y, high.y}, b0[2] = {row.x, row.y};
-    const std::uint32_t a1[4] = {low.z, high.z, low.w, high.w}, b1[2] = {row.z, row.w};
-    sm90::mma_bf16(even, a0, b0);
-    sm90::mma_bf16(odd, a1, b1);
-  }
-};
-
 // kMore: a block has more tiles than stay on chip.
-template <int kRanks, bool kMore, bool kStamped>
+template <int kRanks, int kTiles, bool kMore, bool kStamped>
 __global__ void __launch_bounds__(kThreads, 1)
     draft_proposals_bf16_sm90(const __grid_constant__ DraftProposalsParams params) {
+  using Memory = Shared<kTiles>;
+  constexpr int kInRegisters = Memory::kInRegisters, kIds = Memory::kIds;
+  constexpr int kOfLane = kIds / plat::kWarpLanes;
   extern __shared__ __align__(128) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  Place place;
-  place.warp = plat::thread_idx() / plat::kWarpLanes;
-  place.lane = plat::thread_idx() % plat::kWarpLanes;
-  place.row = place.lane / 4;
-  place.pair = place.lane % 4;
-  place.num_tiles = (params.vocab_shard + kTileIds - 1) / kTileIds;
-  place.first_tile = first_tile_of(static_cast<int>(blockIdx.x), place.num_tiles);
-  place.end_tile = first_tile_of(static_cast<int>(blockIdx.x) + 1, place.num_tiles);
-  place.first_id = static_cast<std::uint32_t>(params.port.tp_rank) *
-                   static_cast<std::uint32_t>(params.vocab_shard);
+  Memory& shared = *reinterpret_cast<Memory*>(memory);
+  const int warp = plat::thread_idx() / plat::kWarpLanes;
+  const int lane = plat::thread_idx() % plat::kWarpLanes;
+  const int g = lane / 4, t = lane % 4;  // of the products: row of a tile, and request; columns
+  const int num_tiles = (params.vocab_shard + kTileIds - 1) / kTileIds;
+  const int first_tile = first_tile_of(static_cast<int>(blockIdx.x), num_tiles);
+  const int end_tile = first_tile_of(static_cast<int>(blockIdx.x) + 1, num_tiles);
+  const int warp_tile = first_tile + warp * kTiles;
+  const std::uint32_t first_id = static_cast<std::uint32_t>(params.port.tp_rank) *
+                                 static_cast<std::uint32_t>(params.vocab_shard);
   const std::uint32_t vocab = static_cast<std::uint32_t>(kRanks * params.vocab_shard);
   const int batch = params.batch_size, num_pairs = (batch + 1) / 2;
   const auto stamp = [&](int step, int i) {
@@ -162,24 +169,33 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   };
+  // A lane's pieces of row g (and g + 8: half 1) of a tile are at [4 * piece]. Ids past the shard's
+  // end are read as its last one, and never chosen.
+  const auto row_of = [&](int tile, int half) {
+    const int id = min(tile * kTileIds + g + 8 * half, params.vocab_shard - 1);
+    return reinterpret_cast<const uint4*>(params.w2 + std::int64_t{id} * kMarkovRank) + t;
+  };
 
   // All weights at once: a block's share is in flight as a whole.
-  const int held_tile = place.first_tile + place.warp, shared_tile = held_tile + kWarps;
-  if (shared_tile < place.end_tile) {
+  if constexpr (Memory::kInShared > 0) {
 #pragma unroll
     for (int i = 0; i < 2 * kPieces; ++i) {
-      copy_16(&shared.tiles[place.warp][i][place.lane],
-              row_of(params, place, shared_tile, i / kPieces) + 4 * (i % kPieces));
+      copy_16(&shared.tiles[warp][i][lane],
+              row_of(warp_tile + kInRegisters, i / kPieces) + 4 * (i % kPieces));
     }
   }
-  uint4 held[2 * kPieces] = {};
-  if (held_tile < place.end_tile) {
+  uint4 held[kInRegisters][2 * kPieces];
+#pragma unroll
+  for (int slot = 0; slot < kInRegisters; ++slot) {
 #pragma unroll
     for (int i = 0; i < 2 * kPieces; ++i) {
-      held[i] = load_weights(row_of(params, place, held_tile, i / kPieces) + 4 * (i % kPieces));
+      held[slot][i] = load_weights(row_of(warp_tile + slot, i / kPieces) + 4 * (i % kPieces));
     }
   }
   if (plat::thread_idx() == 0) shared.stopped = 0;
+  if (plat::thread_idx() < kWarps * kMaxDraftBatch) {
+    shared.heard[plat::thread_idx() / kMaxDraftBatch][plat::thread_idx() % kMaxDraftBatch] = 0;
+  }
   sm90::wait_for_predecessors();
 
   const std::uint32_t offset =
@@ -187,10 +203,14 @@ __global__ void __launch_bounds__(kThreads, 1)
           ? 0u
           : static_cast<std::uint32_t>(__ldcg(reinterpret_cast<long long*>(params.noise_offset)));
   const std::uint64_t epoch = exchange_epoch(params.port, params.exchange_index);
-  std::int64_t previous = -1;  // of the request of the warp's number
-  if (place.warp < batch) {
-    previous = __ldcg(
-        reinterpret_cast<const long long*>(params.anchors + place.warp * params.anchor_pitch));
+  // Of request g: every warp follows all requests.
+  std::int64_t previous = -1;
+  if (g < batch) {
+    previous = __ldcg(reinterpret_cast<const long long*>(params.anchors + g * params.anchor_pitch));
+    // Near by the time the weights are here.
+    if (warp == 0 && static_cast<std::uint64_t>(previous) < vocab) {
+      prefetch_row(params.w1, static_cast<std::uint32_t>(previous), t);
+    }
   }
   if (plat::thread_idx() < kMaxDraftBatch) {
     shared.temperature[plat::thread_idx()] =
@@ -198,234 +218,269 @@ __global__ void __launch_bounds__(kThreads, 1)
             ? __ldcg(params.temperatures + plat::thread_idx())
             : 0.0f;
   }
-  plat::block_sync();
 
-  // A lane's id of a pair of tiles, the second of which is kWarps after `first`.
-  const auto id_of_lane = [&](int first) {
-    const int tile = first + place.lane / kTileIds * kWarps;
-    const int id = tile * kTileIds + place.lane % kTileIds;
-    return tile < place.end_tile && id < params.vocab_shard ? id : -1;
-  };
-  // What a step needs of a pair of tiles and not of the token before it: logits and noise.
-  const auto prepare = [&](int step, int first) {
-    const int id = id_of_lane(first);
-    if (id < 0) return;
+  // The warp's base of a step: 16 bytes a lane, rows of several requests at a time.
+  const auto copy_base = [&](int step) {
+    constexpr int kPiecesOfRow = kIds / 4;
+    const int at = lane % kPiecesOfRow * 4, id = warp_tile * kTileIds + at;
+    if (id >= params.vocab_shard) return;
 #pragma unroll 1
-    for (int request = 0; request < batch; ++request) {
-      copy_word(&shared.base[place.warp][request][place.lane],
-                params.base + (request * kDraftSteps + step) * params.base_pitch + id);
-      if (shared.temperature[request] == 0.0f) continue;
-      shared.noise[place.warp][request][place.lane] = noise_of(
-          params.noise_key, place.first_id + static_cast<std::uint32_t>(id), request, step, offset);
+    for (int request = lane / kPiecesOfRow; request < batch;
+         request += plat::kWarpLanes / kPiecesOfRow) {
+      copy_16(&shared.base[warp][request][at],
+              params.base + (request * kDraftSteps + step) * params.base_pitch + id);
     }
   };
-  // A tile's sums to where the lane of each id finds them; `slot` of its pair.
-  const auto hand_over = [&](const Sums& sums, int slot) {
+  copy_base(0);
+  plat::block_sync();
+  // All noise now, while the weights are on their way: it hangs on no token.
+  const int lane_id = warp_tile * kTileIds + lane * kOfLane;  // the first of the lane's ids
+#pragma unroll 1
+  for (int i = 0; i < batch * kDraftSteps; ++i) {
+    const int request = i / kDraftSteps, step = i % kDraftSteps;
+    if (shared.temperature[request] == 0.0f) continue;
+    float noise[kOfLane];
+    noise_of(noise, params.noise_key, first_id + static_cast<std::uint32_t>(lane_id), request, step,
+             offset);
+    for (int k = 0; k < kOfLane; ++k) {
+      shared.noise[warp][request][step][lane * kOfLane + k] = noise[k];
+    }
+  }
+
+  // The sums of one of the warp's tiles, to where the lanes of their ids find them.
+  const auto hand_over = [&](const float (&sums)[4], int slot) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int request = 2 * place.pair + i % 2;
-      if (request >= batch) continue;
-      shared.sums[place.warp][request][slot * kTileIds + place.row + i / 2 * 8] =
-          sums.even[i] + sums.odd[i];
+      const int request = 2 * t + i % 2;
+      if (request < batch) shared.sums[warp][request][slot * kTileIds + g + i / 2 * 8] = sums[i];
     }
   };
-  // The best of a pair of tiles and of those before it.
-  const auto choose = [&](int step, int first) {
-    const int id = id_of_lane(first);
-    wait_for_copies();
+  // The best of the warp's tiles from `tile` on (and of those before: kStreamed, which has neither
+  // base nor noise in shared memory).
+  const auto choose = [&]<bool kStreamed>(int step, int tile) {
+    const int id = tile * kTileIds + lane * kOfLane;
+    // Shards are multiples of four: a lane has all of its ids or none.
+    const bool has = tile + lane * kOfLane / kTileIds < end_tile && id < params.vocab_shard;
     plat::warp_sync();
 #pragma unroll 1
     for (int request = 0; request < batch; ++request) {
       std::uint64_t best = 0;
-      if (id >= 0) {
-        const float z = shared.base[place.warp][request][place.lane] +
-                        round_to_bf16(shared.sums[place.warp][request][place.lane]);
-        float score = z;
+      if (has) {
         const float temperature = shared.temperature[request];
+        const std::int64_t row = request * kDraftSteps + step;
+        float base[kOfLane], sums[kOfLane];
+        load_floats(base, kStreamed ? params.base + row * params.base_pitch + id
+                                    : &shared.base[warp][request][lane * kOfLane]);
+        load_floats(sums, &shared.sums[warp][request][lane * kOfLane]);
+        float score[kOfLane];
+        for (int k = 0; k < kOfLane; ++k) score[k] = base[k] + round_to_bf16(sums[k]);
         if (temperature != 0.0f) {
-          const std::int64_t at =
-              static_cast<std::int64_t>(request * kDraftSteps + step) * vocab + place.first_id + id;
-#pragma unroll
-          for (int rank = 0; rank < kRanks; ++rank) {
-            if (params.logits[rank] != nullptr) params.logits[rank][at] = z;
+          float noise[kOfLane];
+          if constexpr (kStreamed) {
+            noise_of(noise, params.noise_key, first_id + static_cast<std::uint32_t>(id), request,
+                     step, offset);
+          } else {
+            load_floats(noise, &shared.noise[warp][request][step][lane * kOfLane]);
           }
-          score = z / stages::clamp_temperature(temperature) +
-                  shared.noise[place.warp][request][place.lane];
+          const float tau = stages::clamp_temperature(temperature);
+#pragma unroll
+          for (int k = 0; k < kOfLane; ++k) {
+            for (int rank = 0; rank < kRanks; ++rank) {
+              if (params.logits[rank] == nullptr) continue;
+              params.logits[rank][row * vocab + first_id + id + k] = score[k];
+            }
+            score[k] = score[k] / tau + noise[k];
+          }
         }
-        best = candidate(score_key(score), static_cast<std::uint32_t>(id));
+#pragma unroll
+        for (int k = 0; k < kOfLane; ++k) {
+          best = better(best, candidate(score_key(score[k]), static_cast<unsigned>(id + k)));
+        }
       }
       best = best_of_warp(best);
-      if (place.lane == 0) {
-        std::uint64_t& kept = shared.best[place.warp][request];
-        kept = first == held_tile ? best : better(kept, best);
+      if (lane == 0) {
+        std::uint64_t& kept = shared.best[warp][request];
+        kept = kStreamed ? better(kept, best) : best;
       }
     }
   };
 
-  // Which packets a thread asks for: those of block `source` from some ranks, for one pair.
+  // Where the packets of an even epoch go and come from; of an odd one, `odd` further.
+  const std::int64_t odd = kRanks * params.port.box_packets;
+  // Each rank begins with another reader, as publish_quad.
+  plat::TaggedWords* const outbox =
+      quads_of(params.port, (lane + params.port.tp_rank) % kRanks, 0, params.port.tp_rank,
+               static_cast<int>(blockIdx.x), num_pairs) +
+      warp;
+  // A thread asks for the packets of block `source`: for one pair of some ranks, or for some pairs
+  // of all ranks.
   const int group = plat::thread_idx() / kPollers, source = plat::thread_idx() % kPollers;
-  const int pair_places = num_pairs == 3 ? 4 : num_pairs;  // a power of two
-  const int asked_pair = group % pair_places;
+  const plat::TaggedWords* const inbox =
+      quads_of(params.port, params.port.tp_rank, 0, 0, source, num_pairs);
   std::uint32_t asked = 0;
-  if (asked_pair < num_pairs && source < static_cast<int>(gridDim.x)) {
-    for (int rank = group / pair_places; rank < kRanks; rank += kThreads / kPollers / pair_places) {
-      asked |= 1u << rank;
-    }
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const bool mine = num_pairs > 1 || rank % kPollGroups == group;
+    if (mine && source < static_cast<int>(gridDim.x)) asked |= 1u << rank;
   }
   const std::uint32_t source_id =
-      static_cast<std::uint32_t>(first_tile_of(source, place.num_tiles) * kTileIds);
+      static_cast<std::uint32_t>(first_tile_of(source, num_tiles) * kTileIds);
+
+  // Once: operands instead of pieces.
+  wait_for_copies();
+  if constexpr (Memory::kInShared > 0) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const Operands operands(shared.tiles[warp][i][lane], shared.tiles[warp][kPieces + i][lane]);
+      shared.tiles[warp][i][lane] = operands.first;
+      shared.tiles[warp][kPieces + i][lane] = operands.second;
+    }
+  }
+#pragma unroll
+  for (int slot = 0; slot < kInRegisters; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const Operands operands(held[slot][i], held[slot][kPieces + i]);
+      held[slot][i] = operands.first;
+      held[slot][kPieces + i] = operands.second;
+    }
+  }
 
 #pragma unroll 1
-  for (int step = -1; step < kDraftSteps; ++step) {
+  for (int step = 0; step < kDraftSteps; ++step) {
     const std::uint64_t now = epoch + static_cast<std::uint64_t>(step);
     const std::uint32_t tag = static_cast<std::uint32_t>(now) | 1u;
-    bool stopped = false;
-    if (step >= 0) {
-      if (place.warp < batch) {
-        // A token that is none has a row of NaN: nothing is read past the end, and it shows.
-        uint4 row = make_uint4(0x7fff'7fffu, 0x7fff'7fffu, 0x7fff'7fffu, 0x7fff'7fffu);
-        if (static_cast<std::uint64_t>(previous) < vocab) {
-          row = __ldcg(reinterpret_cast<const uint4*>(params.w1 + previous * kMarkovRank) +
-                       place.lane);
-        }
-        *reinterpret_cast<uint4*>(shared.rows[place.warp] + 16 * place.lane) = row;
-      }
-      wait_for_copies();
-      plat::block_sync();
-      stamp(step, 0);
-
-      const auto row_piece = [&](int piece) {
-        return place.row < batch ? *reinterpret_cast<const uint4*>(shared.rows[place.row] +
-                                                                   16 * place.pair + 64 * piece)
-                                 : make_uint4(0, 0, 0, 0);
-      };
-      {
-        Sums first = {}, second = {};
+    const std::int64_t parity = (now & 1u) != 0u ? odd : 0;
+    wait_for_copies();
+    {
+      // The lane's pieces of w1's row of request g's token. One that is no token has a row of NaN:
+      // nothing is read past the end, and it shows.
+      const std::uint32_t fill = g < batch ? 0x7fff'7fffu : 0u;
+      const bool valid = static_cast<std::uint64_t>(previous) < vocab;
+      const auto* from =
+          reinterpret_cast<const uint4*>(params.w1 + (valid ? previous : 0) * kMarkovRank) + t;
+      uint4 row[kPieces];
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
-          const uint4 row = row_piece(piece);
-          first.add(held[piece], held[kPieces + piece], row);
-          if (shared_tile < place.end_tile) {
-            second.add(shared.tiles[place.warp][piece][place.lane],
-                       shared.tiles[place.warp][kPieces + piece][place.lane], row);
-          }
-        }
-        hand_over(first, 0);
-        hand_over(second, 1);
-        choose(step, held_tile);
+      for (int piece = 0; piece < kPieces; ++piece) {
+        row[piece] = valid ? __ldg(from + 4 * piece) : make_uint4(fill, fill, fill, fill);
       }
+      stamp(step, 0);
+      float sums[kTiles][4] = {};
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+        for (int slot = 0; slot < kInRegisters; ++slot) {
+          add_products(sums[slot], held[slot][piece], held[slot][kPieces + piece], row[piece]);
+        }
+        if constexpr (Memory::kInShared > 0) {
+          add_products(sums[kInRegisters], shared.tiles[warp][piece][lane],
+                       shared.tiles[warp][kPieces + piece][lane], row[piece]);
+        }
+      }
+#pragma unroll
+      for (int slot = 0; slot < kTiles; ++slot) hand_over(sums[slot], slot);
+      choose.template operator()<false>(step, warp_tile);
       if constexpr (kMore) {
 #pragma unroll 1
-        for (int tile = held_tile + kTilesOfBlock; tile < place.end_tile; tile += kTilesOfBlock) {
+        for (int tile = warp_tile + kWarps * kTiles; tile < end_tile; tile += kWarps * kTiles) {
           plat::warp_sync();  // the sums have been read
-          prepare(step, tile);
 #pragma unroll 1
-          for (int slot = 0; slot < 2; ++slot) {
-            const uint4* low = row_of(params, place, tile + slot * kWarps, 0);
-            const uint4* high = row_of(params, place, tile + slot * kWarps, 1);
-            Sums sums = {};
-#pragma unroll 2
+          for (int slot = 0; slot < kTiles; ++slot) {
+            const uint4* low = row_of(tile + slot, 0);
+            const uint4* high = row_of(tile + slot, 1);
+            float more[4] = {};
+#pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
-              sums.add(__ldg(low + 4 * piece), __ldg(high + 4 * piece), row_piece(piece));
+              const Operands operands(__ldg(low + 4 * piece), __ldg(high + 4 * piece));
+              add_products(more, operands.first, operands.second, row[piece]);
             }
-            hand_over(sums, slot);
+            hand_over(more, slot);
           }
-          choose(step, tile);
+          choose.template operator()<true>(step, tile);
         }
       }
-      stamp(step, 1);
-      plat::block_sync();
-      stamp(step, 2);
-
-      stopped = shared.stopped != 0;
-      if (place.warp < num_pairs && !stopped) {
-        const int request = 2 * place.warp + place.lane / kWarps;
-        std::uint64_t of_block = request < batch ? shared.best[place.lane % kWarps][request] : 0;
-        for (int mask = 1; mask < kWarps; mask *= 2) of_block = better_of_lanes(of_block, mask);
-        const std::uint64_t a = __shfl_sync(plat::kAllLanes, of_block, 0);
-        const std::uint64_t b = __shfl_sync(plat::kAllLanes, of_block, kWarps);
-        const std::uint32_t begin = static_cast<std::uint32_t>(place.first_tile * kTileIds);
-        if (place.lane < kRanks) {
-          // Each rank begins with another reader, as publish_quad.
-          const int reader = (place.lane + params.port.tp_rank) % kRanks;
-          const std::uint32_t ids = (id_of(a) - begin & 0xffffu) | id_of(b) - begin << 16;
-          store_packet(quads_of(params.port, reader, now, params.port.tp_rank,
-                                static_cast<int>(blockIdx.x), num_pairs) +
-                           place.warp,
-                       make_uint4(key_of(a), key_of(b), ids, tag));
-        }
-        // Where the choice falls on this block's id, its row is near then.
-        if (place.lane < 8) {
-          const std::uint64_t c = place.lane < 4 ? a : b;
-          if (c != 0) prefetch_row(params.w1, place.first_id + id_of(c), place.lane % 4);
-        }
-      }
-      stamp(step, 3);
     }
+    stamp(step, 1);
+    plat::block_sync();
+    stamp(step, 2);
+
+    const bool stopped = shared.stopped != 0;
+    if (warp < num_pairs && !stopped) {
+      const bool two = 2 * warp + 1 < batch;
+      const std::uint64_t a = best_of_warp(lane < kWarps ? shared.best[lane][2 * warp] : 0);
+      std::uint64_t b = 0;
+      if (two) b = best_of_warp(lane < kWarps ? shared.best[lane][2 * warp + 1] : 0);
+      const std::uint32_t begin = static_cast<std::uint32_t>(first_tile * kTileIds);
+      if (lane < kRanks) {
+        const std::uint32_t ids = (id_of(a) - begin & 0xffffu) | id_of(b) - begin << 16;
+        store_packet(outbox + parity, make_uint4(key_of(a), key_of(b), ids, tag));
+      }
+      // Where the choice falls on this block's id, its row is near then.
+      if (lane < 8) {
+        const std::uint64_t c = lane < 4 ? a : b;
+        if (c != 0) prefetch_row(params.w1, first_id + id_of(c), lane % 4);
+      }
+    }
+    stamp(step, 3);
     if (step + 1 < kDraftSteps) {
-      prepare(step + 1, held_tile);
+      copy_base(step + 1);
     } else {
       sm90::launch_dependents();
     }
-    if (step < 0) continue;
     stamp(step, 4);
 
-    // Abort word and clock are read once in so many polls: a look takes longer than a poll.
-    constexpr int kPollsPerLook = 32;
-    std::uint64_t heard[2] = {0, 0};
-    std::uint32_t missing = stopped ? 0u : asked;
-    std::uint64_t deadline_ns = 0;
-    const plat::TaggedWords* box =
-        quads_of(params.port, params.port.tp_rank, now, 0, source, num_pairs) + asked_pair;
-    for (int polls = 1; missing != 0; ++polls) {
-      uint4 packet[kRanks];
+#pragma unroll 1
+    for (int pair = num_pairs > 1 ? group : 0; pair < num_pairs; pair += kPollGroups) {
+      // Abort word and clock are read once in so many polls: a look takes longer than a poll.
+      constexpr int kPollsPerLook = 32;
+      std::uint64_t heard[2] = {0, 0};
+      std::uint32_t missing = stopped ? 0u : asked;
+      std::uint64_t deadline_ns = 0;
+      const plat::TaggedWords* box = inbox + parity + pair;
+      for (int polls = 1; missing != 0; ++polls) {
+        uint4 packet[kRanks];
 #pragma unroll
-      for (int rank = 0; rank < kRanks; ++rank) {
-        if ((missing >> rank & 1u) == 0u) continue;
-        packet[rank] = load_packet(box + rank * params.port.box_packets);
-      }
-#pragma unroll
-      for (int rank = 0; rank < kRanks; ++rank) {
-        if ((missing >> rank & 1u) == 0u || packet[rank].w != tag) continue;
-        missing &= ~(1u << rank);
-        const std::uint32_t begin =
-            static_cast<std::uint32_t>(rank * params.vocab_shard) + source_id;
-        const std::uint32_t ids[2] = {packet[rank].z & 0xffffu, packet[rank].z >> 16};
-        const std::uint32_t keys[2] = {packet[rank].x, packet[rank].y};
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (keys[c] != 0) heard[c] = better(heard[c], candidate(keys[c], begin + ids[c]));
+        for (int rank = 0; rank < kRanks; ++rank) {
+          if ((missing >> rank & 1u) == 0u) continue;
+          packet[rank] = load_packet(box + rank * params.port.box_packets);
         }
+#pragma unroll
+        for (int rank = 0; rank < kRanks; ++rank) {
+          if ((missing >> rank & 1u) == 0u || packet[rank].w != tag) continue;
+          missing &= ~(1u << rank);
+          const std::uint32_t begin =
+              static_cast<std::uint32_t>(rank * params.vocab_shard) + source_id;
+          const std::uint32_t ids[2] = {packet[rank].z & 0xffffu, packet[rank].z >> 16};
+          const std::uint32_t keys[2] = {packet[rank].x, packet[rank].y};
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (keys[c] != 0) heard[c] = better(heard[c], candidate(keys[c], begin + ids[c]));
+          }
+        }
+        if (missing == 0u || polls % kPollsPerLook != 0) continue;
+        const std::uint64_t now_ns = plat::clock_ns();
+        if (deadline_ns == 0) deadline_ns = now_ns + params.port.budget_ns;
+        const bool aborted = plat::load_acquire<plat::Scope::system>(
+                                 params.port.abort_words[params.port.tp_rank]) != 0u;
+        if (!aborted && now_ns <= deadline_ns) continue;
+        report_fault(params.port, stages::StageId::draft_token_gather,
+                     __ffs(static_cast<int>(missing)) - 1, now, aborted);
+        shared.stopped = 1;
+        break;
       }
-      if (missing == 0u || polls % kPollsPerLook != 0) continue;
-      const std::uint64_t now_ns = plat::clock_ns();
-      if (deadline_ns == 0) deadline_ns = now_ns + params.port.budget_ns;
-      const bool aborted = plat::load_acquire<plat::Scope::system>(
-                               params.port.abort_words[params.port.tp_rank]) != 0u;
-      if (!aborted && now_ns <= deadline_ns) continue;
-      report_fault(params.port, stages::StageId::draft_token_gather,
-                   __ffs(static_cast<int>(missing)) - 1, now, aborted);
-      shared.stopped = 1;
-      break;
-    }
-    plat::warp_sync();
-    heard[0] = best_of_warp(heard[0]);
-    heard[1] = best_of_warp(heard[1]);
-    if (place.lane < 2) {
-      shared.heard[place.warp][place.lane] = place.lane == 0 ? heard[0] : heard[1];
+      plat::warp_sync();
+      heard[0] = best_of_warp(heard[0]);
+      heard[1] = best_of_warp(heard[1]);
+      if (lane < 2) shared.heard[warp][2 * pair + lane] = lane == 0 ? heard[0] : heard[1];
     }
     plat::block_sync();
     stamp(step, 5);
 
-    if (place.warp < batch) {
-      const int from = place.lane % kWarps;
-      const bool mine = from / (kWarps * kPollers / kThreads) % pair_places == place.warp / 2;
-      const std::uint64_t winner =
-          best_of_warp(mine ? shared.heard[from][place.warp % 2] : std::uint64_t{0});
-      previous = shared.stopped != 0 ? -1 : static_cast<std::int64_t>(id_of(winner));
-      if (blockIdx.x == 0 && place.lane == 0) {
-        params.tokens[place.warp * kDraftSteps + step] = previous < 0 ? 0 : previous;
-      }
+    // Lanes 4 g .. 4 g + 3 join what two warps each heard of request g.
+    std::uint64_t winner = better(shared.heard[2 * t][g], shared.heard[2 * t + 1][g]);
+    winner = better_of_lanes(better_of_lanes(winner, 1), 2);
+    previous = shared.stopped != 0 || g >= batch ? -1 : static_cast<std::int64_t>(id_of(winner));
+    if (blockIdx.x == 0 && warp == 0 && t == 0 && g < batch) {
+      params.tokens[g * kDraftSteps + step] = previous < 0 ? 0 : previous;
     }
   }
 
@@ -457,10 +512,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <int kRanks, bool kMore, bool kStamped>
+template <int kRanks, int kTiles, bool kMore, bool kStamped>
 cudaError_t launch_for(const DraftProposalsParams& params, int blocks, bool programmatic,
                        cudaStream_t stream) {
-  const auto kernel = draft_proposals_bf16_sm90<kRanks, kMore, kStamped>;
+  constexpr int kBytes = sizeof(Shared<kTiles>);
+  const auto kernel = draft_proposals_bf16_sm90<kRanks, kTiles, kMore, kStamped>;
   // Blocks wait for each other, so a grid that is not resident as a whole would meet its deadline.
   int device = 0, multiprocessors = 0, per_multiprocessor = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -469,25 +525,25 @@ cudaError_t launch_for(const DraftProposalsParams& params, int blocks, bool prog
   }
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   }
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &per_multiprocessor, reinterpret_cast<const void*>(kernel), kThreads, sizeof(Shared));
+        &per_multiprocessor, reinterpret_cast<const void*>(kernel), kThreads, kBytes);
   }
   if (error != cudaSuccess) return error;
   if (blocks > multiprocessors * per_multiprocessor) return cudaErrorCooperativeLaunchTooLarge;
-  return launch_kernel(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, sizeof(Shared), 1,
+  return launch_kernel(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, kBytes, 1,
                        programmatic, stream, params);
 }
 
-template <bool kMore, bool kStamped>
+template <int kTiles, bool kMore, bool kStamped>
 cudaError_t launch_ranks(const DraftProposalsParams& params, int blocks, bool programmatic,
                          cudaStream_t stream) {
   switch (params.port.tp_size) {
-    case 1: return launch_for<1, kMore, kStamped>(params, blocks, programmatic, stream);
-    case 2: return launch_for<2, kMore, kStamped>(params, blocks, programmatic, stream);
-    case 4: return launch_for<4, kMore, kStamped>(params, blocks, programmatic, stream);
+    case 1: return launch_for<1, kTiles, kMore, kStamped>(params, blocks, programmatic, stream);
+    case 2: return launch_for<2, kTiles, kMore, kStamped>(params, blocks, programmatic, stream);
+    case 4: return launch_for<4, kTiles, kMore, kStamped>(params, blocks, programmatic, stream);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -495,9 +551,15 @@ cudaError_t launch_ranks(const DraftProposalsParams& params, int blocks, bool pr
 template <bool kStamped>
 cudaError_t launch_tiles(const DraftProposalsParams& params, int blocks, bool programmatic,
                          cudaStream_t stream) {
-  const bool more = params.vocab_shard > blocks * kTilesOfBlock * kTileIds;
-  return more ? launch_ranks<true, kStamped>(params, blocks, programmatic, stream)
-              : launch_ranks<false, kStamped>(params, blocks, programmatic, stream);
+  const int tiles = (params.vocab_shard + kTileIds - 1) / kTileIds;
+  const int of_block = (tiles + blocks - 1) / blocks;
+  if (of_block <= 2 * kWarps) {
+    return launch_ranks<2, false, kStamped>(params, blocks, programmatic, stream);
+  }
+  if (of_block <= 4 * kWarps) {
+    return launch_ranks<4, false, kStamped>(params, blocks, programmatic, stream);
+  }
+  return launch_ranks<4, true, kStamped>(params, blocks, programmatic, stream);
 }
 
 }  // namespace
@@ -507,8 +569,12 @@ cudaError_t launch_draft_proposals(const DraftProposalsParams& params, int block
   const bool sizes = params.batch_size >= 1 && params.batch_size <= kMaxDraftBatch && blocks >= 1 &&
                      blocks <= kMaxDraftBlocks && params.vocab_shard >= 1 &&
                      params.vocab_shard <= blocks * (kMostTilesOfBlock - 1) * kTileIds &&
+                     params.vocab_shard % 4 == 0 && params.base_pitch % 4 == 0 &&
                      params.port.box_packets >= draft_packets(blocks, params.batch_size);
-  if (!sizes) return cudaErrorInvalidValue;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(params.base) % 16 == 0 &&
+                       reinterpret_cast<std::uintptr_t>(params.w1) % 16 == 0 &&
+                       reinterpret_cast<std::uintptr_t>(params.w2) % 16 == 0;
+  if (!sizes || !aligned) return cudaErrorInvalidValue;
   for (int rank = 0; rank < params.port.tp_size; ++rank) {
     const bool own = rank == params.port.tp_rank;
     if ((params.logits[rank] != nullptr) != params.share_logits && !own) {

@@ -18,6 +18,11 @@ const DraftWeights& small() {
   static const DraftWeights weights(65536, 21, false);
   return weights;
 }
+// As many as fit into their registers.
+const DraftWeights& few() {
+  static const DraftWeights weights(32768, 31, false);
+  return weights;
+}
 
 bool check(const DraftWeights& weights, const DraftSetup& setup, const char* what,
            int late_rank = -1) {
@@ -57,6 +62,7 @@ TEST_CASE(every_batch_size_of_one_to_eight) {
     std::vector<float> temperatures(static_cast<std::size_t>(batch), 0.9f);
     temperatures[0] = 0.0f;
     CHECK(check(small(), setup_of(65536, 2, 1, batch, temperatures), "sampled and greedy"));
+    CHECK(check(few(), setup_of(32768, 4, 1, batch, temperatures, true), "sampled and greedy"));
   }
 }
 
@@ -116,6 +122,8 @@ TEST_CASE(launches_that_cannot_be_are_refused) {
   CHECK(refused([](auto& p) { p.port.box_packets = 63; }, 64, invalid));
   CHECK(refused([](auto& p) { p.share_logits = true; }, 64, invalid));
   CHECK(refused([](auto& p) { p.vocab_shard = 0; }, 64, invalid));
+  CHECK(refused([](auto& p) { p.vocab_shard -= 2; }, 64, invalid));
+  CHECK(refused([](auto& p) { ++p.base; }, 64, invalid));
   CHECK(refused([](auto&) {}, 0, invalid));
   CHECK(refused([](auto&) {}, 129, invalid));
 }
