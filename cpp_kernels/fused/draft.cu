@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool aborted = plat::load_acquire<plat::Scope::system>(
                                  params.port.abort_words[params.port.tp_rank]) != 0u;
         if (!aborted && now_ns <= deadline_ns) continue;
-        report_fault(params.port, stages::StageId::draft_token_gather,
+        report_fault(params.port, params.port.kernel, stages::StageId::draft_token_gather,
                      __ffs(static_cast<int>(missing)) - 1, now, aborted);
         shared.stopped = 1;
         break;
@@ -501,7 +501,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool aborted = plat::load_acquire<plat::Scope::system>(
                                  params.port.abort_words[params.port.tp_rank]) != 0u;
         if (!aborted && plat::clock_ns() <= deadline_ns) continue;
-        report_fault(params.port, stages::StageId::draft_logits_gather, peer, now, aborted);
+        report_fault(params.port, params.port.kernel, stages::StageId::draft_logits_gather, peer,
+                     now, aborted);
         break;
       }
       __threadfence_system();
