@@ -209,6 +209,8 @@ struct Rank {
   }
   void capture(const fused::LayerParts& parts) {
     graph = std::make_unique<Graph>([&](cudaStream_t stream) { launch(parts, stream); });
+    // Gates count the steps of one chain.
+    cuda_must(fused::layer_recover(step.memory, step.shape, step.port), "layer memory");
   }
   // What a layer of these parts must read: weights of the chosen experts, once
   // each, and keys.
