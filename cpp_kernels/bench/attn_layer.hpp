@@ -7,7 +7,7 @@
 #include <cmath>
 #include <limits>
 
-#include "attn_bench.hpp"
+#include "bench/attn_bench.hpp"
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
 #include "fused/front.hpp"
@@ -223,37 +223,21 @@ struct Mailboxes {
 };
 
 // Which kernels rehearse (exchange_gate.cuh), as bits.
-// Gates of a chain of layers.
+// Gates and tickets of a few sublayers.
 class Gates {
  public:
-  enum Kind { mix_parts, mix, qkv, q, attention, u, exchange, count };
+  enum Kind { ticket, mix, count };
 
-  explicit Gates(int layers)
-      : words_(static_cast<std::size_t>(layers) * count * kStride), round_(1) {
-    reset();
+  explicit Gates(int sublayers) : words_(static_cast<std::size_t>(sublayers) * count * kStride) {}
+  fused::Gate at(int sublayer, Kind kind, std::uint32_t blocks) const {
+    return {words() + (sublayer * count + kind) * kStride, blocks, nullptr, 0};
   }
-  // Before another sequence of kernels uses them: each round counts up every gate of a sequence.
-  void reset() {
-    words_.zero();
-    round_.zero();
-  }
-  fused::Gate at(int layer, Kind kind, std::uint32_t blocks) const {
-    return {words_.get() + (layer * count + kind) * kStride, round_.get(), blocks,
-            port_.size() > 0 ? port_.get() : nullptr,
-            static_cast<std::uint32_t>(first_id_ + layer * 16 + kind)};
-  }
-  // Whom late waits tell; as `kernel` they show first_id + 16 layer + kind.
-  void tell(const fused::ExchangePort& port, int first_id) {
-    port_ = Buffer<fused::ExchangePort>(std::vector<fused::ExchangePort>{port});
-    first_id_ = first_id;
-  }
-  std::uint32_t* round() const { return round_.get(); }
+  std::uint32_t* words() const { return words_.get(); }
+  int num_words() const { return static_cast<int>(words_.size()); }
 
  private:
   static constexpr int kStride = 32;  // words: nobody shares a line
-  Buffer<std::uint32_t> words_, round_;
-  Buffer<fused::ExchangePort> port_;
-  int first_id_ = 0;
+  Buffer<std::uint32_t> words_;
 };
 
 inline fused::RopeFrequencies rope_frequencies() {

@@ -59,7 +59,7 @@ struct Loopback {
   }
   void launch(int launches, cudaStream_t stream) const {
     cuda_must(fused::launch_begin_step(rank.region.step_epoch(), launches * fused::kDraftExchanges,
-                                       nullptr, stream),
+                                       nullptr, 0, stream),
               "begin step");
     for (int i = 0; i < launches; ++i) {
       cuda_must(fused::launch_draft_proposals(params(i), setup.blocks, setup.programmatic, stream),

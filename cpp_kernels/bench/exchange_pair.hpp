@@ -1,13 +1,14 @@
 // bench/exchange_pair.hpp: two ranks that exchange the partial sums of TP2's output projections,
 // each on its GPU: products, publishing or not, and the kernel that receives. For programs that
-// check and time the exchange.
+// check and time the exchange. More rows than kHopRows: fewer come by packets from kernels that are
+// not in the chain.
 #pragma once
 
 #include <memory>
 
-#include "attn_layer.hpp"
+#include "bench/attn_layer.hpp"
+#include "bench/report.hpp"
 #include "host/nvidia/exchange_region.hpp"
-#include "report.hpp"
 
 namespace lowlat::bench {
 
@@ -52,7 +53,8 @@ struct Rank {
   void launch(bool published, bool exchange, bool early, cudaStream_t stream) {
     const fused::ExchangePort port = region.port(kBudgetNs, 0);
     const int layers = static_cast<int>(weights.size());
-    cuda_must(fused::launch_begin_step(region.step_epoch(), layers, nullptr, stream), "begin step");
+    cuda_must(fused::launch_begin_step(region.step_epoch(), layers, nullptr, 0, stream),
+              "begin step");
     for (int i = 0; i < layers; ++i) {
       const fused::OprojParams oproj = act.oproj(weights[i], port, i, published);
       cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");

@@ -4,9 +4,9 @@
 
 #include <cuda_runtime.h>
 
-#include "attn_bench.hpp"
+#include "bench/attn_bench.hpp"
+#include "bench/report.hpp"
 #include "host/nvidia/device.hpp"
-#include "report.hpp"
 
 namespace lowlat::bench {
 

@@ -5,9 +5,9 @@
 // publishes, and the kernel that sums, mixes and norms. The exchange is what that takes beyond the
 // same chain with products that store their sums and no receiver. It has no floor in bytes: one hop
 // between the GPUs is 1.3 us.
-#include "exchange_pair.hpp"
-#include "machine.cuh"
-#include "words.hpp"
+#include "bench/exchange_pair.hpp"
+#include "bench/machine.cuh"
+#include "bench/words.hpp"
 
 namespace lowlat::bench {
 namespace {
@@ -81,6 +81,12 @@ int main_of(int argc, char** argv) {
   }
   if (words.tp != kRanks || words.gpus != kRanks) {
     return refuse("the exchange is timed between two GPUs: --tp 2 --gpus 2");
+  }
+  for (const int rows : words.rows) {
+    if (rows <= fused::kHopRows) {
+      return refuse("the exchange alone is timed with --rows from 9 on, not " +
+                    std::to_string(rows) + "; fewer go by packets, inside whole layers");
+    }
   }
   if (!require_gpus(report, kRanks)) return 1;
   report.machine(measure_machine(kRanks));

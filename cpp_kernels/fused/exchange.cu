@@ -238,7 +238,9 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
 }
 
 __global__ void begin_step_any(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
-                               std::uint32_t* round) {
+                               std::uint32_t* words, int num_words) {
+  for (int i = plat::thread_idx(); i < num_words; i += static_cast<int>(blockDim.x)) words[i] = 0;
+  if (plat::thread_idx() != 0) return;
   std::uint64_t next = *step_epoch + num_exchanges;
   // Tags are an epoch's low half: none of a step's is 0 (nor that of index -1), and mailboxes go on
   // taking turns.
@@ -246,7 +248,6 @@ __global__ void begin_step_any(std::uint64_t* step_epoch, std::uint64_t num_exch
     next = (((next >> 32) + 1) << 32) + 2 + (next & 1);
   }
   *step_epoch = next;
-  if (round != nullptr) ++*round;
 }
 
 template <int kHidden>
@@ -267,8 +268,8 @@ cudaError_t launch_for(const ExchangeNormParams& params, bool programmatic, cuda
 }  // namespace
 
 cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
-                              std::uint32_t* round, cudaStream_t stream) {
-  begin_step_any<<<1, 1, 0, stream>>>(step_epoch, num_exchanges, round);
+                              std::uint32_t* words, int num_words, cudaStream_t stream) {
+  begin_step_any<<<1, 1024, 0, stream>>>(step_epoch, num_exchanges, words, num_words);
   return cudaGetLastError();
 }
 

@@ -31,11 +31,11 @@ struct ExchangePort {
   StampSink stamps;      // .stamps NULL: none
 };
 
-// The step's first kernel: *step_epoch += num_exchanges of the last step (and over the numbers
-// whose low half is about to wrap), ++*round (NULL: no gates). All later kernels of the step may read them; the next step starts after this one's last
-// kernel has ended.
+// The step's first kernel: *step_epoch += num_exchanges of the last step (and over the numbers whose
+// low half is about to wrap), words[0 .. num_words) = 0 (gates and tickets; NULL: none). All later
+// kernels of the step may read them; the next step starts after this one's last kernel has ended.
 cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
-                              std::uint32_t* round, cudaStream_t stream);
+                              std::uint32_t* words, int num_words, cudaStream_t stream);
 
 // See exchange.cu for the formulas.
 struct ExchangeNormParams {

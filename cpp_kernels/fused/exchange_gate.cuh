@@ -4,10 +4,9 @@
 //                     the block's barrier, so that the block's stores come before it), read by one
 //                     thread of each block of a reader (acquire.device), whose other threads follow
 //                     its block's barrier. Data are read past the first-level cache.
-//              reuse  a word only grows. What a kernel writes it writes after it has passed its
+//              reuse  words are zeroed by the kernel that begins a step. What a kernel writes it writes after it has passed its
 //                     own gate, which the readers of the former contents have opened, directly or
 //                     through the kernels between; steps follow each other by the stream's order.
-//              wrap   (word - target) as i32 >= 0 means open; round * blocks wraps with the word.
 //              late   the port's budget without an opening ends the wait, fills the status words and
 //                     raises the abort word, which ends all other waits; the receiver of the next
 //                     exchange sees it too, so the step's results are NaN.
@@ -59,7 +58,7 @@ class GateWatch {
 
 // One thread calls.
 LOWLAT_DEVICE void poll_gate(const Gate& gate) {
-  const std::uint32_t target = *gate.round * gate.blocks;
+  const std::uint32_t target = gate.blocks;
   if (!is_open(gate.word, target)) {
     const GateWatch watch(gate);
     for (int polls = 1; !is_open(gate.word, target); ++polls) {

@@ -9,15 +9,13 @@ namespace lowlat::nvidia::fused {
 struct ExchangePort;
 
 // Blocks of one kernel count up `word` when what they wrote may be read; who needs it waits until
-// the word has grown by `blocks` for every step so far. The next kernels are resident by then
-// (programmatic launch), so the way from one to the other is that of one word, and not the end of a
-// launch and the begin of another.
+// all have. The next kernels are resident by then (programmatic launch), so the way from one to the
+// other is that of one word, and not the end of a launch and the begin of another.
 //
 // word NULL: the stream's order instead (the end of the kernels before).
 struct Gate {
-  std::uint32_t* word;         // device word, zeroed once; one for each kernel of a step
-  const std::uint32_t* round;  // device word: steps so far, this one included
-  std::uint32_t blocks;        // of the kernel that counts
+  std::uint32_t* word;   // device word, 0 when the step begins; one for each kernel of a step
+  std::uint32_t blocks;  // of the kernel that counts
   // Of this rank, in device memory: its budget ends the wait, its status words name `id` as the
   // kernel, its abort word ends every other wait. NULL: a second, and nobody is told.
   const ExchangePort* port;

@@ -33,7 +33,6 @@ bool runs(MoeShape shape) { return shape == MoeShape::v41_tp4 || shape == MoeSha
 Gate gate_of(const LayerStep& step, int layer_idx, GateKind kind, std::uint32_t blocks) {
   Gate out = {};
   out.word = step.memory.gates + (layer_idx * kLayerGates + kind) * kGateWords;
-  out.round = step.memory.round;
   out.blocks = blocks;
   out.port = step.memory.port;
   out.id = static_cast<std::uint32_t>(16 * layer_idx + kind) | 0x1000u;
@@ -79,8 +78,8 @@ LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, 
   out.packets = hop_buffers(packets, kHidden, kQLora, heads, groups);
   take(out.port, 1);
   take(out.abort_words, kMaxRanks);
-  take(out.round, 1);
-  take(out.gates, std::int64_t{num_layers} * kLayerGates * kGateWords);
+  out.num_gate_words = num_layers * kLayerGates * kGateWords;
+  take(out.gates, out.num_gate_words);
   unsigned char* experts = nullptr;
   take(experts, static_cast<std::int64_t>(lowlat::fused::moe_workspace_bytes(shape)));
   out.experts = experts;
@@ -110,7 +109,8 @@ cudaError_t layer_recover(const LayerMemory& memory, MoeShape shape, const Excha
 
 cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
                                std::uint64_t num_exchanges, cudaStream_t stream) {
-  return launch_begin_step(step_epoch, num_exchanges, step.memory.round, stream);
+  return launch_begin_step(step_epoch, num_exchanges, step.memory.gates, step.memory.num_gate_words,
+                           stream);
 }
 
 cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream) {
@@ -135,6 +135,11 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   const Gate before =
       first ? Gate{} : gate_of(step, layer_idx - 1, gate_done, exchange_norm_blocks(rows));
   cudaError_t error = cudaSuccess;
+  const auto run = [&](HopKernel kernel, auto&& launch) {
+    if (error != cudaSuccess) return;
+    if (parts.between != nullptr) (*parts.between)(kernel);
+    error = launch();
+  };
   Gate x_ready = before, mix_done = {};
   const auto mixing = [&](int side, const HyperWeights& weights, GateKind ticket, GateKind done) {
     MixParams out = {};
@@ -205,9 +210,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     // The first layer's kernels start when what came before has ended.
     const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
     mix_done = mix.done;
-    error = launch_mix(mix, parts.mix_blocks, !first, stream);
-    if (error == cudaSuccess) error = launch_front_qkv(front, true, stream);
-    if (error == cudaSuccess) error = launch_front_q(front, true, stream);
+    run(HopKernel::mix, [&] { return launch_mix(mix, parts.mix_blocks, !first, stream); });
+    run(HopKernel::qkv, [&] { return launch_front_qkv(front, true, stream); });
+    run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
     attention.num_rows = rows;
     attention.num_heads = heads;
@@ -229,7 +234,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.late_extra = layer.late_extra;
     attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
-    if (error == cudaSuccess) error = launch_sparse_attention(attention, true, stream);
+    run(HopKernel::attention, [&] { return launch_sparse_attention(attention, true, stream); });
     OprojParams oproj = {};
     oproj.num_rows = rows;
     oproj.num_groups = groups;
@@ -246,20 +251,21 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
     oproj.u_done = gate(gate_u, oproj_a_blocks(groups));
-    if (error == cudaSuccess) error = launch_oproj_a(oproj, true, stream);
-    if (error == cudaSuccess) error = launch_oproj_b(oproj, true, stream);
+    run(HopKernel::oproj_a, [&] { return launch_oproj_a(oproj, true, stream); });
+    run(HopKernel::oproj_b, [&] { return launch_oproj_b(oproj, true, stream); });
     ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);
     exchange.mix_done = mix_done;
     exchange.done = gate(parts.experts ? gate_x : gate_done, exchange_norm_blocks(rows));
     x_ready = exchange.done;
-    if (error == cudaSuccess) error = launch_exchange_norm(exchange, kHidden, true, stream);
+    run(HopKernel::exchange, [&] { return launch_exchange_norm(exchange, kHidden, true, stream); });
   }
   if (error != cudaSuccess || !parts.experts) return error;
   Gate ffn_mix_done = {};
   if (parts.second_statistics) {
     const MixParams mix = mixing(1, layer.ffn_hc, word_ffn_ticket, gate_ffn_mix);
     ffn_mix_done = mix.done;
-    error = launch_mix(mix, parts.ffn_mix_blocks, !first || parts.attention, stream);
+    run(HopKernel::mix,
+        [&] { return launch_mix(mix, parts.ffn_mix_blocks, !first || parts.attention, stream); });
   }
   lowlat::fused::MoeArgs experts = {};
   experts.rows = rows;
@@ -275,14 +281,15 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   experts.before = x_ready;
   experts.workspace = memory.experts;
   experts.idle_sms = parts.second_statistics ? parts.idle_sms : 0;
-  if (error == cudaSuccess) {
-    error = static_cast<cudaError_t>(
-        lowlat::fused::launch_moe_region(step.shape, experts, stream, !first || parts.attention));
-  }
+  run(HopKernel::experts, [&] {
+    return static_cast<cudaError_t>(lowlat::fused::launch_moe_region(
+        step.shape, experts, stream, !first || parts.attention || parts.second_statistics));
+  });
   ExchangeNormParams exchange = exchanging(1, layer.next_norm);
   exchange.mix_done = ffn_mix_done;
   exchange.done = gate(gate_done, exchange_norm_blocks(rows));
-  if (error == cudaSuccess) error = launch_exchange_norm(exchange, kHidden, true, stream);
+  run(HopKernel::second_exchange,
+      [&] { return launch_exchange_norm(exchange, kHidden, true, stream); });
   return error;
 }
 

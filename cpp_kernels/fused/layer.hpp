@@ -23,6 +23,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
@@ -67,9 +68,9 @@ struct LayerMemory {
   HopBuffers packets;
   ExchangePort* port;           // a copy of the step's, for kernels
   std::uint32_t** abort_words;  // [kMaxRanks], the port's
-  std::uint32_t* round;
-  std::uint32_t* gates;  // [layers][kLayerGates], 128 bytes each
-  void* experts;         // workspace
+  std::uint32_t* gates;         // [layers][kLayerGates], 128 bytes each
+  int num_gate_words;
+  void* experts;  // workspace
   // Of more than kHopRows rows.
   std::uint16_t *qa, *kv, *q, *o;
   std::uint8_t *x_codes, *u_codes;
@@ -114,15 +115,19 @@ cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
 // The step's first x, bf16 [T, H] normed and in memory.x: to what the first layer reads.
 cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 
-// Which kernels a chain holds, and how; for measurements.
+// Which kernels a layer holds and how they share the device. The default is the layer; anything else
+// is for measurements and tests.
 struct LayerParts {
   bool attention = true, experts = true, second_statistics = true;
+  // Blocks of the statistics; multiprocessors that the experts leave to the second.
   int mix_blocks = 8, ffn_mix_blocks = 2, idle_sms = 2;
+  // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
+  const std::function<void(HopKernel)>* between = nullptr;
 };
 
-// One layer: `layer` counts from 0 within the step (exchanges 2 layer and 2 layer + 1). Returns
-// cudaErrorInvalidValue for sizes that were not built and cudaErrorCooperativeLaunchTooLarge for a
-// device that cannot hold a grid whose blocks wait for each other.
+// One layer: layer_idx counts from 0 within the step (exchanges 2 layer_idx and the next). Returns
+// cudaErrorInvalidValue for sizes that were not built and for a device that cannot hold the experts'
+// grid at once.
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream);
 

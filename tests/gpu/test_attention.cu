@@ -1,8 +1,7 @@
-// attn_hopper: checks the kernels of the attention half of a V4.1-Flash layer on one GPU, each
-// against float64 at true shapes; exit code 1: a failure.
-//
-// TP4's share on one GPU: 16 heads, two output groups, four mailboxes looped back.
-#include "attn_layer.hpp"
+// The kernels of a layer's attention half at true shapes, each against float64 on the inputs that the
+// device had: TP4's share of V4.1-Flash, its mailboxes looped back to the one device.
+#include "bench/attn_layer.hpp"
+#include "gpu.cuh"
 #include "reference/attention.hpp"
 #include "reference/hc.hpp"
 #include "reference/kv.hpp"
@@ -14,7 +13,6 @@ namespace lowlat::bench {
 namespace {
 
 constexpr int kRanks = 4, kHeads = 16, kGroups = 2;
-int failures = 0;
 
 // Of two arrays of values: || a - b || / || b ||; not finite where only one of two is.
 double rel_l2(const std::vector<double>& a, const std::vector<double>& b) {
@@ -30,10 +28,8 @@ double rel_l2(const std::vector<double>& a, const std::vector<double>& b) {
 void expect(const char* what, int rows, const std::vector<double>& got,
             const std::vector<double>& want, double bound) {
   const double error = got.size() == want.size() ? rel_l2(got, want) : 1e30;
-  const bool good = error <= bound;
-  failures += good ? 0 : 1;
-  std::printf("%s T=%d %s rel_l2 %.2e (bound %.0e)\n", good ? "ok  " : "FAIL", rows, what, error,
-              bound);
+  std::printf("T=%d %s rel_l2 %.2e (bound %.0e)\n", rows, what, error, bound);
+  CHECK(error <= bound);
 }
 
 std::vector<double> values(const std::vector<std::uint16_t>& codes) {
@@ -193,11 +189,12 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   std::vector<float> u_scale(act.u_scale.size(), 0.00390625f);
   const Gates gates(2);
   const auto mixing = [&](int side) {
-    return act.mixing(device, side, gates.at(side, Gates::mix_parts, 1).word,
+    return act.mixing(device, side, gates.at(side, Gates::ticket, 1).word,
                       gates.at(side, Gates::mix, 1));
   };
-  must_run(fused::launch_begin_step(mail.step_epoch.get(), 3, gates.round(), nullptr),
-           "begin step");
+  must_run(
+      fused::launch_begin_step(mail.step_epoch.get(), 3, gates.words(), gates.num_words(), nullptr),
+      "begin step");
   act.put_u(u_codes, u_scale, static_cast<std::uint32_t>(mail.step_epoch.take()[0]) + act.index);
   must_run(fused::launch_mix(mixing(0), 8, false, nullptr), "mix");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
@@ -300,10 +297,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                 &got_pool[static_cast<std::size_t>(slot) * 584], 584);
   }
   expect("stored keys", rows, got_key, want_key, 4e-3);
-  if (want_pool != got_pool) {
-    ++failures;
-    std::printf("FAIL T=%d other stored rows changed\n", rows);
-  }
+  CHECK(want_pool == got_pool);  // no other stored row changed
 
   // Attention, by every number of blocks a row.
   const std::vector<double> want_o = attention(q, keys, sink, rows);
@@ -322,8 +316,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   if (awkward) {
     bool zero = true;
     for (int i = 0; i < kHeads * kDim; ++i) zero &= o[i] == 0.0;
-    failures += zero ? 0 : 1;
-    std::printf("%s T=%d a row without keys gives 0\n", zero ? "ok  " : "FAIL", rows);
+    CHECK(zero);  // a row without keys
   }
 
   // wo_a.
@@ -347,10 +340,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
       values(act.take_codes(act.u_codes, act.packets.u, kGroups * 1024),
              act.take_scales(act.u_scale, act.packets.u, kGroups * 1024, 8), rows, kGroups * 1024),
       quantized(codes_of(want_u)), 6e-3);
-  if (mail.faulted()) {
-    ++failures;
-    std::printf("FAIL T=%d a fault was reported\n", rows);
-  }
+  CHECK(!mail.faulted());
 }
 
 // A rank that sends nothing: the wait ends at its budget, says so, and the device lives on.
@@ -366,26 +356,42 @@ void check_deadline(const DeviceWeights& device) {
   bool nan = true;
   for (const double v : values(x)) nan &= std::isnan(v);
   const auto* words = reinterpret_cast<const std::uint32_t*>(mail.status);
-  const bool good = words[0] == 1u && words[2] == 3u && words[3] == 0u && nan;
-  failures += good ? 0 : 1;
-  std::printf("%s deadline: state %u stage %u peer %u, x is NaN: %d\n", good ? "ok  " : "FAIL",
-              words[0], words[2], words[3], nan);
+  CHECK_EQ(words[0], 1u);
+  CHECK_EQ(words[2], 3u);  // StageId::attention_sum
+  CHECK_EQ(words[3], 0u);
+  CHECK(nan);
 }
 
-int run() {
-  Random random(1);
-  const HostWeights host(kHeads, kGroups, random);
-  const DeviceWeights device(host);
-  for (const int rows : {1, 6, 8, 12, 24, 48}) {
-    check_rows(rows, host, device, false);
-    check_rows(rows, host, device, true);
-  }
-  check_deadline(device);
-  std::printf("%d failures\n", failures);
-  return failures == 0 ? 0 : 1;
-}
+struct Weights {
+  HostWeights host;
+  DeviceWeights device;
+  explicit Weights(Random random = Random(1)) : host(kHeads, kGroups, random), device(host) {}
+};
 
 }  // namespace
 }  // namespace lowlat::bench
 
-int main() { return lowlat::bench::run(); }
+using lowlat::testing::need_device;
+
+TEST_CASE(every_kernel_equals_float64_for_all_widths) {
+  need_device();
+  const lowlat::bench::Weights weights;
+  for (const int rows : {1, 6, 8, 12, 24, 48}) {
+    lowlat::bench::check_rows(rows, weights.host, weights.device, false);
+  }
+}
+
+// Rows of pads, a single key, a sink that takes everything and none, a row that stores no key.
+TEST_CASE(every_kernel_equals_float64_for_awkward_inputs) {
+  need_device();
+  const lowlat::bench::Weights weights;
+  for (const int rows : {1, 6, 8, 12, 24, 48}) {
+    lowlat::bench::check_rows(rows, weights.host, weights.device, true);
+  }
+}
+
+TEST_CASE(a_rank_that_sends_nothing_is_named_at_the_deadline) {
+  need_device();
+  const lowlat::bench::Weights weights;
+  lowlat::bench::check_deadline(weights.device);
+}
