@@ -6,16 +6,15 @@
 // Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
 //              o [T,heads·512] f16 under a power of two a 32 · 1 ≤ T ≤ 48
 // Rounding     keys to bf16 exactly; probabilities to bf16 (the denominator adds the rounded ones);
-//              sums fp32; o as above; to f16 without loss but for values 2^-24 of their group's
-//              largest and below
+//              sums fp32, a block's part of them to bf16; o as above; to f16 without loss but for
+//              values 2^-24 of their group's largest and below
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
 //              are gathered and expanded before q is there, except those that the step writes
-// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster each block leaves its
-//              partial (max, sum, o) in its own shared memory, the cluster's barrier, then every
-//              block reads its heads' parts from all, and a second barrier keeps the memory until
-//              all have read
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster a block's
+//              partials (max, sum, o) of a head go to the block that finishes it, which its barrier
+//              tells when all are there
 // Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
 // Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
 #include "platform/nvidia.hpp"
@@ -47,18 +46,23 @@ constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;
 constexpr int kKeyPitch = kDim + 8;
 constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
 constexpr int kProbPitch = kTile + 8;
-// fp32 sums over the keys' memory; the pitch keeps four heads in different banks.
+// Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
 constexpr int kSumPitch = kDim + 8;
 constexpr int kGroup = 32;
 
 struct Shared {
   union {
     std::uint16_t key[kTile * kKeyPitch];
-    float sum[kHeads * kSumPitch];
+    std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
   float score[kScoreGroups][kHeads][kTile];
   std::uint16_t prob[kHeads * kProbPitch];
-  float top[kHeads], weight[kHeads], rescale[kHeads];
+  float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
+  // What the cluster sends: by block and then by head of this one, its part of the sums under the
+  // largest score that it saw, that score and its weight.
+  alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
+  float2 part_weight[kHeads];
+  std::uint64_t parts;           // barrier
   float factor[kHeads][kHeads];  // of a block's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
@@ -70,13 +74,19 @@ struct Shared {
   std::int8_t late_row[kTile];
   bool any_late;
 };
-static_assert(sizeof(float[kHeads * kSumPitch]) <= sizeof(std::uint16_t[kTile * kKeyPitch]));
+static_assert(kHeads <= kTile);
 
 // Finds one key: `place` counts through the window's and then the extra set's indices.
 // `row`: of the step's rows the one that writes it, or -1.
 LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
                                                    int place, bool& late, int& row) {
   const bool in_window = place < params.num_window;
+  constexpr int kAtOnce = kHopRows;
+  int written[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    written[i] = __ldg(params.kv_slots + min(i, params.num_rows - 1));
+  }
   const int slot =
       in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
                 : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
@@ -84,7 +94,11 @@ LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params
   late = params.late_extra;
   row = -1;
   if (in_window) {
-    for (int i = 0; i < params.num_rows; ++i) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (written[i] == slot) row = min(i, params.num_rows - 1);
+    }
+    for (int i = kAtOnce; i < params.num_rows; ++i) {
       if (__ldg(params.kv_slots + i) == slot) row = i;
     }
     late = row >= 0;
@@ -174,11 +188,21 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int row_idx = static_cast<int>(blockIdx.y);
   const int first_head = static_cast<int>(blockIdx.z) * kHeads;
 
+  HopTag hop = {};
+  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
+  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
   const int num_keys = params.num_window + params.num_extra;
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
 
+  if (thread_idx == 0) {
+    sm90::barrier_init(&shared.parts, 1);
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part + sizeof shared.part_weight);
+  }
+  __syncwarp();
+  sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
   if (thread_idx < kTile) {
     stages::KvRow<std::uint8_t> row{nullptr, nullptr};
     bool late = false;
@@ -193,6 +217,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (thread_idx == 0) shared.any_late = false;
   }
   if (thread_idx < kHeads) {
+    shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
     shared.top[thread_idx] = -INFINITY;
     shared.weight[thread_idx] = 0.0f;
   }
@@ -206,9 +231,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
   store_pieces(shared, pieces);
-  HopTag hop = {};
-  if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
-  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
@@ -253,6 +275,9 @@ __global__ void __launch_bounds__(kThreads, 2)
               params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
         }
       }
+    }
+    if (kHops && block_idx == 0 && thread_idx == 0) {
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.read) + row_idx, hop.tag, 0, 0, 0);
     }
     if (kHops && shared.any_late) {
       // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
@@ -422,68 +447,78 @@ __global__ void __launch_bounds__(kThreads, 2)
     plat::block_sync();  // also where there was no tile: the pieces' stores are over
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      float* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
-      *reinterpret_cast<float2*>(to) = make_float2(sum[n][0], sum[n][1]);
-      *reinterpret_cast<float2*>(to + 8 * kSumPitch) = make_float2(sum[n][2], sum[n][3]);
+      std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
+      *reinterpret_cast<std::uint32_t*>(to) = sm90::to_bf16_pair(sum[n][0], sum[n][1]);
+      *reinterpret_cast<std::uint32_t*>(to + 8 * kSumPitch) =
+          sm90::to_bf16_pair(sum[n][2], sum[n][3]);
     }
+    plat::block_sync();
     stamps.mark(StampStage::compute);
-    sm90::cluster_arrive();
-    sm90::cluster_wait();
+    // Each head's part goes to the block that finishes it.
+    const int heads_per_block = kHeads / num_blocks;
+    sm90::cluster_wait();  // of the arrival at the start
+    if (thread_idx < kHeads) {
+      const int slot = block_idx * heads_per_block + thread_idx % heads_per_block;
+      const int owner = thread_idx / heads_per_block;
+      sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot], owner),
+                         shared.top[thread_idx], shared.weight[thread_idx],
+                         sm90::peer_address(&shared.parts, owner));
+    }
+    constexpr int kChunks = kDim / 8;
+#pragma unroll 1
+    for (int i = thread_idx; i < kHeads * kChunks; i += kThreads) {
+      const int head = i / kChunks, chunk = i % kChunks * 8;
+      const int slot = block_idx * heads_per_block + head % heads_per_block;
+      const int owner = head / heads_per_block;
+      sm90::send_to_peer(sm90::peer_address(&shared.part[slot][chunk], owner),
+                         *reinterpret_cast<const uint4*>(shared.sum + head * kSumPitch + chunk),
+                         sm90::peer_address(&shared.parts, owner));
+    }
+    wait_for_cluster(&shared.parts, 0);
     stamps.mark(StampStage::sum);
 
     // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
-    // of a head comes from 16 threads a head, while the first head's parts are on their way.
+    // of a head comes from 16 threads a head.
     constexpr float kLog2e = 1.4426950408889634f;
-    const int heads_per_block = kHeads / num_blocks;
     const int dim = 2 * thread_idx;
     const int padded = padded_rows(params.num_rows);
+    {
+      const int part = thread_idx % kHeads, local = thread_idx / kHeads;
+      if (local < heads_per_block) {
+        const bool there = part < num_blocks;
+        const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + local];
+        const float top = there ? from.x : -INFINITY;
+        float weight = there ? from.y : 0.0f;
+        const float sink = shared.sink[block_idx * heads_per_block + local];
+        float most = plat::max(top, sink);
+        // Lanes of a half warp alone, where the block has one head.
+        const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
+#pragma unroll
+        for (int mask = 1; mask < kHeads; mask *= 2) {
+          most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
+        }
+        const float base = most == -INFINITY ? 0.0f : most;
+        const float factor = exp2f((top - base) * kLog2e);
+        weight *= factor;
+#pragma unroll
+        for (int mask = 1; mask < kHeads; mask *= 2) {
+          weight += __shfl_xor_sync(lanes, weight, mask);
+        }
+        weight += exp2f((sink - base) * kLog2e);
+        shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+      }
+      plat::block_sync();
+    }
 #pragma unroll 1
     for (int i = 0; i < heads_per_block; ++i) {
       const int head = block_idx * heads_per_block + i;
-      float a[kHeads], b[kHeads];
-#pragma unroll
-      for (int block = 0; block < kHeads; ++block) {
-        if (block < num_blocks) {
-          sm90::load_peer(sm90::peer_address(&shared.sum[head * kSumPitch + dim], block), a[block],
-                          b[block]);
-        } else {
-          a[block] = b[block] = 0.0f;
-        }
-      }
-      if (i == 0) {
-        const int part = thread_idx % kHeads, local = thread_idx / kHeads;
-        if (local < heads_per_block) {
-          const int own_head = block_idx * heads_per_block + local;
-          const bool there = part < num_blocks;
-          const int from = there ? part : 0;
-          float top = sm90::load_peer(sm90::peer_address(&shared.top[own_head], from));
-          float weight = sm90::load_peer(sm90::peer_address(&shared.weight[own_head], from));
-          if (!there) top = -INFINITY, weight = 0.0f;
-          const float sink = __ldg(params.sink + first_head + own_head);
-          float most = plat::max(top, sink);
-          // Lanes of a half warp alone, where the block has one head.
-          const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
-#pragma unroll
-          for (int mask = 1; mask < kHeads; mask *= 2) {
-            most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
-          }
-          const float base = most == -INFINITY ? 0.0f : most;
-          const float factor = exp2f((top - base) * kLog2e);
-          weight *= factor;
-#pragma unroll
-          for (int mask = 1; mask < kHeads; mask *= 2) {
-            weight += __shfl_xor_sync(lanes, weight, mask);
-          }
-          weight += exp2f((sink - base) * kLog2e);
-          shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
-        }
-        plat::block_sync();
-      }
       float first = 0.0f, second = 0.0f;
-#pragma unroll
-      for (int block = 0; block < kHeads; ++block) {
-        first = plat::fma(a[block], shared.factor[i][block], first);
-        second = plat::fma(b[block], shared.factor[i][block], second);
+#pragma unroll 4
+      for (int block = 0; block < num_blocks; ++block) {
+        const std::uint32_t pair =
+            *reinterpret_cast<const std::uint32_t*>(&shared.part[block * heads_per_block + i][dim]);
+        first = plat::fma(sm90::low_bf16(pair), shared.factor[i][block], first);
+        second = plat::fma(sm90::high_bf16(pair), shared.factor[i][block], second);
       }
       first = quick_bf16(first);
       second = quick_bf16(second);
@@ -523,9 +558,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   stamps.mark(StampStage::store);
   if constexpr (!kHops) open_gate(params.done);
-  // Nobody's memory goes while another reads it; the values read are used up by then.
-  sm90::cluster_arrive_relaxed();
-  sm90::cluster_wait();
 }
 
 }  // namespace

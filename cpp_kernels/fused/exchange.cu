@@ -97,9 +97,13 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
     float y[4] = {};
     {
       const auto stage = static_cast<stages::StageId>(params.stage);
-      wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kThreads, kThreads, kQuads,
-                             stage);
-      receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads, stage);
+      // A kernel that starts when all has come goes on at once.
+      if (__syncthreads_or(
+              !try_receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads))) {
+        wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kThreads, kThreads, kQuads,
+                               stage);
+        receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads, stage);
+      }
       // What came may be of a kernel whose own wait was ended. The answer is used further below.
       aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
     }

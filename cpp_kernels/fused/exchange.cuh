@@ -182,4 +182,27 @@ LOWLAT_DEVICE void receive_quad(float (&sum)[4], const ExchangePort& port, std::
   }
 }
 
+// The same without waiting: false (sum untouched) where a packet is missing.
+template <int kRanks>
+LOWLAT_DEVICE bool try_receive_quad(float (&sum)[4], const ExchangePort& port, std::uint64_t epoch,
+                                    int row_idx, int quad_idx, int quads_per_row) {
+  std::uint32_t words[kRanks][3] = {};
+  bool there = true;
+#pragma unroll
+  for (int rank = 0; rank < kRanks; ++rank) {
+    there &= plat::load_tagged(
+        quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) + quad_idx,
+        static_cast<std::uint32_t>(epoch), words[rank]);
+  }
+  if (!there) return false;
+#pragma unroll
+  for (int rank = 0; rank < kRanks; ++rank) {
+    float v[4];
+    unpack_quad(v, words[rank]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = rank == 0 ? v[i] : sum[i] + v[i];
+  }
+  return true;
+}
+
 }  // namespace lowlat::nvidia::fused

@@ -89,43 +89,36 @@ LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
   return static_cast<std::uint32_t>(high >> 32) == tag;
 }
 
-// Where the first sign of a kernel's input shows, so that blocks that wait long ask for little: a
+// Where the first signs of a kernel's input show, so that blocks that wait long ask for little: a
 // resident kernel's thousands of threads would otherwise take the cache's bandwidth from the kernels
 // that they wait for.
 struct HopSigns {
-  const plat::TaggedWords* turn;  // a packet of what the kernel before waits for; NULL: none
+  const plat::TaggedWords* turn;  // a packet of something that comes before the input; NULL: none
   std::uint32_t turn_tag;
-  const plat::TaggedWords* first;  // packets of this kernel's own input: 32, so far apart
+  const plat::TaggedWords* first;  // packets of the kernel's own input: 32, so far apart
   int stride;
 };
 
-// All threads of the block call, before take_packets: returns when the first packets are there, or
-// when the wait has ended otherwise. One lane asks now and then whether the kernel before has its
-// input; from then on one warp asks for 32 packets.
-LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
+// All threads of the block call: returns when the first packets are there, when the wait has ended
+// otherwise, or, with `at_turn`, when `turn` is there. One warp asks; now and then until `turn` is
+// there, all the time from then on.
+LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs, bool at_turn = false) {
   constexpr unsigned kRarelyNs = 150;
   constexpr int kPollsPerLook = 64;
   if (plat::thread_idx() < plat::kWarpLanes) {
     const int lane_idx = plat::thread_idx();
     std::uint64_t deadline_ns = 0;
-    bool ended = false;
-    if (signs.turn != nullptr) {
-      for (int polls = 1;; ++polls) {
-        if (__any_sync(plat::kAllLanes, lane_idx == 0 && has_tag(signs.turn, signs.turn_tag)))
-          break;
-        if (polls % kPollsPerLook == 0 &&
-            __any_sync(plat::kAllLanes, lane_idx == 0 && hop_ended(hop, deadline_ns))) {
-          ended = true;
-          break;
-        }
-        __nanosleep(kRarelyNs);
-      }
-    }
-    for (int polls = 1; !ended; ++polls) {
-      if (__any_sync(plat::kAllLanes, has_tag(signs.first + lane_idx * signs.stride, hop.tag)))
+    bool often = signs.turn == nullptr;
+#pragma unroll 1
+    for (int polls = 1;; ++polls) {
+      const bool came = has_tag(signs.first + lane_idx * signs.stride, hop.tag);
+      if (!often) often = has_tag(signs.turn, signs.turn_tag);  // by all lanes: one access
+      if (__any_sync(plat::kAllLanes, came || (at_turn && often))) break;
+      if (!__any_sync(plat::kAllLanes, often)) __nanosleep(kRarelyNs);
+      if (polls % kPollsPerLook == 0 &&
+          __any_sync(plat::kAllLanes, lane_idx == 0 && hop_ended(hop, deadline_ns))) {
         break;
-      ended = polls % kPollsPerLook == 0 &&
-              __any_sync(plat::kAllLanes, lane_idx == 0 && hop_ended(hop, deadline_ns));
+      }
     }
   }
   plat::block_sync();

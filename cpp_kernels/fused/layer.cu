@@ -207,11 +207,20 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.before = before;
     front.qkv_done = gate(gate_qkv, front_qkv_blocks());
     front.done = gate(gate_q, front_q_blocks(rows, heads));
-    // The first layer's kernels start when what came before has ended.
     const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
     mix_done = mix.done;
-    run(HopKernel::mix, [&] { return launch_mix(mix, parts.mix_blocks, !first, stream); });
-    run(HopKernel::qkv, [&] { return launch_front_qkv(front, true, stream); });
+    // Few rows: the statistics take their place when attention has its own, whose clusters need
+    // sixteen multiprocessors at once. The first layer's first kernel starts when what came before
+    // has ended.
+    const bool mix_first = rows > kHopRows || first || !parts.late_mix;
+    const auto launch_statistics = [&](bool programmatic) {
+      run(HopKernel::mix, [&] {
+        const int blocks = rows > kHopRows ? kMaxMixBlocks : parts.mix_blocks;
+        return launch_mix(mix, blocks, programmatic, stream);
+      });
+    };
+    if (mix_first) launch_statistics(!first);
+    run(HopKernel::qkv, [&] { return launch_front_qkv(front, mix_first || !first, stream); });
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
     attention.num_rows = rows;
@@ -235,6 +244,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
     run(HopKernel::attention, [&] { return launch_sparse_attention(attention, true, stream); });
+    if (!mix_first) launch_statistics(true);
     OprojParams oproj = {};
     oproj.num_rows = rows;
     oproj.num_groups = groups;
@@ -247,6 +257,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.u_codes = memory.u_codes;
     oproj.u_scale = memory.u_scale;
     oproj.published = true;
+    oproj.weights_wait = parts.weights_wait;
     oproj.port = step.port;
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;

@@ -121,6 +121,8 @@ struct LayerParts {
   bool attention = true, experts = true, second_statistics = true;
   // Blocks of the statistics; multiprocessors that the experts leave to the second.
   int mix_blocks = 8, ffn_mix_blocks = 2, idle_sms = 2;
+  bool weights_wait = true;  // see OprojParams
+  bool late_mix = true;      // the first statistics start after attention
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };

@@ -6,7 +6,7 @@
 // Rounding     none but fp32 sums
 // Bytes        H = 5120: read 1.97 MB of fn (once for eight rows) and T·41 kB
 // Floor        0.42 us at 4.65 TB/s; it runs beside others, on a few multiprocessors
-// Launch       blocks of 256 threads take every so manieth piece of 512 values; pieces are on their
+// Launch       blocks of 256 threads take every so manieth piece of 256 values; pieces are on their
 //              way two at a time, the first before the residual is waited for
 // Ordering     residual: gate (exchange_gate.cuh). partial: each block's stores, then its ticket
 //              (acq_rel.device, after the block's barrier); who has the last ticket sees all
@@ -28,7 +28,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kOutputs = stages::kHcOutputs;
-constexpr int kLength = 512;  // of a piece
+constexpr int kLength = 256;  // of a piece
 constexpr int kBatch = 8;     // rows together, so that a warp's 32 sums are one exchange of lanes
 constexpr int kPerWarp = kOutputs / kWarps;
 static_assert(kOutputs == 24 && kMixStride > kOutputs);
@@ -97,11 +97,14 @@ LOWLAT_DEVICE void sinkhorn(float (&comb)[4][4], float eps, int num_iters) {
   }
 }
 
-// A thread asks for fn of a piece; the barrier's phase takes all of it.
+// Asks for fn of a piece; the barrier's phase takes all of it. All threads call: a thread's copies
+// take turns, so each warp has its own.
 LOWLAT_DEVICE void ask_for_weights(Shared& shared, const MixParams& params, int side, int piece) {
-  sm90::barrier_arrive_expect(&shared.barrier[side], sizeof shared.piece[side].fn);
+  if (plat::thread_idx() % plat::kWarpLanes != 0) return;
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  sm90::barrier_arrive_expect(&shared.barrier[side], kPerWarp * sizeof shared.piece[side].fn[0]);
 #pragma unroll 1
-  for (int i = 0; i < kOutputs; ++i) {
+  for (int i = warp_idx * kPerWarp; i < (warp_idx + 1) * kPerWarp; ++i) {
     sm90::bulk_load(shared.piece[side].fn[i],
                     params.fn + std::int64_t{i} * 4 * params.hidden + piece * kLength,
                     sizeof shared.piece[side].fn[i], &shared.barrier[side]);
@@ -204,12 +207,13 @@ __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ 
   const int turns = own_pieces * num_batches;
   const auto piece_of = [&](int turn) { return block_idx + turn % own_pieces * num_blocks; };
   if (plat::thread_idx() == 0) {
-    sm90::barrier_init(&shared.barrier[0], 1);
-    sm90::barrier_init(&shared.barrier[1], 1);
+    sm90::barrier_init(&shared.barrier[0], kWarps);
+    sm90::barrier_init(&shared.barrier[1], kWarps);
     sm90::fence_barrier_init();
-    ask_for_weights(shared, params, 0, piece_of(0));
   }
   plat::block_sync();
+  ask_for_weights(shared, params, 0, piece_of(0));
+  __syncwarp();
   stamps.mark(StampStage::ask);
   wait_at(params.before);
   stamps.mark(StampStage::wait);
@@ -220,7 +224,8 @@ __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ 
     wait_for_copies();
     plat::block_sync();  // this piece's rows are there, and the other's memory is free
     if (turn + 1 < turns) {
-      if (plat::thread_idx() == 0) ask_for_weights(shared, params, side ^ 1, piece_of(turn + 1));
+      ask_for_weights(shared, params, side ^ 1, piece_of(turn + 1));
+      __syncwarp();
       ask_for_rows(shared, params, side ^ 1, piece_of(turn + 1), (turn + 1) / own_pieces * kBatch);
     }
     wait_for_weights(&shared.barrier[side], turn >> 1 & 1);

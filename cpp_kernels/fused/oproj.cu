@@ -66,19 +66,20 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       params.wo_a.codes + static_cast<std::int64_t>(tile) * kRowsA * kGroupInput + rank * kKA,
       params.wo_a.scales + tile * (kRowsA / kGroup) * kScaleStride + rank * kKA / kGroup,
       kGroupInput, kScaleStride};
-  Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
   const int padded = padded_rows(params.num_rows);
   const int first_k = tile * kRowsA / kLora * kGroupInput + rank * kKA;  // in the row of o
   static_assert(kOwnedA == kGroup);
   if constexpr (kTiles == 1) {
     const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_a);
     Stamps stamps(params.hop.port->stamps, hop.kernel);
-    stamps.mark(StampStage::ask);
     const HopActivations<2> o{static_cast<const plat::TaggedWords*>(params.packets.o) + first_k / 4,
                               params.num_groups * (kGroupInput / 4), hop};
-    wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.q) + tile, hop.tag,
-                         static_cast<const plat::TaggedWords*>(params.packets.o) + first_k / 4,
-                         kKA / 4 / plat::kWarpLanes});
+    const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.read), hop.tag,
+                            o.data, kKA / 4 / plat::kWarpLanes};
+    if (params.weights_wait) wait_for_signs(hop, signs, true);
+    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+    stamps.mark(StampStage::ask);
+    wait_for_signs(hop, signs);
     stamps.mark(StampStage::wait);
     {
       Linear::run(shared, o, params.num_rows, stamps);
@@ -111,6 +112,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     return;
   }
   Stamps stamps({}, 0);
+  Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
   const HalfActivations<kGroup, false> o{params.o + first_k,
                                          params.o_scale + first_k / kGroup * padded,
                                          2 * params.num_groups * kGroupInput, padded};
@@ -151,23 +153,31 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
       params.wo_b.codes + static_cast<std::int64_t>(first_row) * k + rank * kKOfBlock,
       params.wo_b.scales + first_row / kGroup * scale_stride + rank * kKOfBlock / kGroup, k,
       scale_stride};
-  Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
   const bool early = kTiles == 1 || params.u_done.word != nullptr;
   if (early) sm90::launch_dependents();
   const int padded = padded_rows(params.num_rows);
+  // Before the waits: it is read from memory.
+  const std::uint64_t epoch =
+      params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
   HopTag hop = {};
   if constexpr (kTiles == 1) hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_b);
   Stamps stamps(kTiles == 1 ? params.hop.port->stamps : StampSink{}, hop.kernel);
+  const HopActivations<1> few{
+      static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
+  if (kTiles == 1 && params.weights_wait) {
+    wait_for_signs(hop,
+                   {static_cast<const plat::TaggedWords*>(params.packets.read), hop.tag, few.data,
+                    kKOfBlock / 8 / plat::kWarpLanes},
+                   true);
+  }
+  Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
   stamps.mark(StampStage::ask);
   {
     if constexpr (kTiles == 1) {
-      const HopActivations<1> u{
-          static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8,
-          hop};
       wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.o) + tile, hop.tag,
-                           u.data, kKOfBlock / 8 / plat::kWarpLanes});
+                           few.data, kKOfBlock / 8 / plat::kWarpLanes});
       stamps.mark(StampStage::wait);
-      Linear::run(shared, u, params.num_rows, stamps);
+      Linear::run(shared, few, params.num_rows, stamps);
     } else {
       wait_at(params.u_done);
       if (!early) sm90::launch_dependents();
@@ -178,8 +188,6 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     }
     constexpr int kQuads = Linear::kOwned / 4;
     const int first_owned = first_row + rank * Linear::kOwned;
-    const std::uint64_t epoch =
-        params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
 #pragma unroll 1
     for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
       const int token = i / kQuads, quad = i % kQuads;
