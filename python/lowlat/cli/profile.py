@@ -71,10 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
         written[f"{what}.stamps.json"] = text
     for name in written:
         files.check_output(folder / name, arguments.source)
-    for line in stamps.table(profile):
-        print(line)
+    # Before anything is printed: a reader that leaves (`| head`) takes no file with it.
     for name, content in written.items():
         files.write_text(folder / name, content)
+    for line in stamps.table(profile):
+        print(line)
+    for name in written:
         print(f"wrote {folder / name}")
     return DONE
 

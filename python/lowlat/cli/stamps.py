@@ -238,11 +238,12 @@ def stage_colours(profile: Profile) -> list[str]:
 
 def legend(profile: Profile, colours: list[str]) -> Iterator[str]:
     x = 8
+    passed = {stamp.stage for stamp in profile.stamps}
     shown = [("waits", WAIT_COLOUR)]
     shown += [
-        (stage.name, colour)
-        for stage, colour in zip(profile.stages, colours, strict=True)
-        if not stage.waits
+        (stage.name, colours[idx])
+        for idx, stage in enumerate(profile.stages)
+        if not stage.waits and idx in passed
     ]
     for name, colour in shown:
         yield f'<rect x="{x}" y="40" width="10" height="10" fill="{colour}"/>'
