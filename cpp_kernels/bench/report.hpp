@@ -53,6 +53,7 @@ struct Figure {
   int repeats;
   double bytes;  // that a step must move a GPU; 0: no floor
   std::string words;
+  std::string arm = "lowlat";  // or "baseline", where the program has that too
 };
 
 class Report {
@@ -79,7 +80,7 @@ class Report {
   }
   void figure(const Figure& f) {
     begin("figure");
-    field("arm", "lowlat");
+    field("arm", f.arm);
     field("name", f.name);
     field("model", f.model);
     field("schedule", f.schedule);

@@ -1,9 +1,19 @@
 # The programs behind `lowlat bench` and `lowlat profile`: cpp_kernels/bench/measure_NAME.cu becomes
 # lowlat/_bench/NAME in the wheel. Built where nvcc is found; elsewhere the commands say what is
-# missing. The baseline arm is a Python file and travels always.
+# missing. The baseline arm is a Python file and travels always, and so does the layer on the
+# platform scalar.
 add_custom_target(lowlat_measures)
 install(FILES ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/baseline_layer.py
   DESTINATION lowlat/_bench)
+if(LOWLAT_HAVE_KERNELS)
+  add_executable(measure_layer_scalar
+    ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/measure_layer_scalar.cpp)
+  target_link_libraries(measure_layer_scalar PRIVATE lowlat_kernels_inner)
+  set_target_properties(measure_layer_scalar PROPERTIES
+    OUTPUT_NAME layer_scalar RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/bench)
+  add_dependencies(lowlat_measures measure_layer_scalar)
+  install(TARGETS measure_layer_scalar RUNTIME DESTINATION lowlat/_bench)
+endif()
 if(LOWLAT_HAVE_CUDA)
   file(GLOB _measures CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/measure_*.cu)
   foreach(_source IN LISTS _measures)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lowlat.cli import bench, engine, measure
+from lowlat.cli import bench, engine, measure, parts
 from lowlat.cli.main import main
 from lowlat.cli.outcome import FaultError
 
@@ -92,7 +92,7 @@ def test_prints_floor_share_and_the_baseline_of_the_same_run(
 ) -> None:
     assert main(["bench", "layer"]) == 0
     assert capsys.readouterr().out == (
-        "1 x NVIDIA H200, 1980 MHz, read 4.50 TB/s, CUDA 13.0, driver for 13.0\n"
+        "1 x NVIDIA H200, 1980 MHz, read 4.5 TB/s, CUDA 13.0, driver for 13.0\n"
         "ok   residual rel_l2 3e-4\n"
         "layer v41 fused tp4 T=6   median 80.00 us  low 79.60  high 80.80"
         "  225.0 MB  floor 50.0  share 0.62\n"
@@ -119,6 +119,40 @@ def test_an_exchange_is_between_two_gpus(programs: Programs) -> None:
     case = ["--model", "v41", "--tp", "2", "--gpus", "2", "--rows", "6"]
     assert programs.words("exchange")[: len(case)] == case
     assert programs.words("baseline_layer.py")[-4:] == ["--what", "exchange", "--repeats", "60"]
+
+
+def test_on_scalar_the_program_brings_its_baseline(
+    programs: Programs, capsys: pytest.CaptureFixture
+) -> None:
+    machine = {**MACHINE, "gpu": "a CPU", "clock_mhz": 0, "cuda": "", "read_bytes_per_s": 2e10}
+    own = {**FIGURE, "schedule": "persistent", "tp": 2}
+    programs.answer("layer_scalar", [machine, own, {**own, "arm": "baseline", "median": 120.0}])
+    assert main(["bench", "layer", "--platform", "scalar", "--tp", "2"]) == 0
+    case = ["--model", "v41", "--tp", "2", "--gpus", "1", "--rows", "6"]
+    how = ["--schedule", "persistent", "--repeats", "60"]
+    assert programs.words("layer_scalar") == [*case, *how]
+    assert not (programs.folder / "baseline_layer.py.words").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 x a CPU, read 0.02 TB/s" and len(lines) == 3
+    assert lines[2].endswith("1.50 x ours")
+
+
+def test_the_real_layer_on_scalar(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """End to end: the program that the build installed, its words, its lines, the file."""
+    try:
+        parts.installed_file(measure.ROOM, "layer_scalar")
+    except FaultError:
+        pytest.skip("lowlat is not installed (make build)")
+    path = tmp_path / "layer.json"
+    words = ["bench", "layer", "--platform", "scalar", "--rows", "2", "--repeats", "10"]
+    assert main([*words, "--json", str(path)]) == 0
+    assert "ok   both schedules choose the same tokens T=2" in capsys.readouterr().out
+    (figure,) = json.loads(path.read_text())["figures"]
+    assert (figure["schedule"], figure["rows"], figure["repeats"]) == ("persistent", 2, 10)
+    assert figure["baseline"]["schedule"] == "plain" and figure["bytes"] > 0
+    # Another model's layer is not there: the program's refusal is the command's.
+    assert main([*words, "--model", "v4"]) == 1
+    assert "the scalar layer is v41's, not v4's" in capsys.readouterr().err
 
 
 def test_json_holds_everything(programs: Programs, tmp_path: Path) -> None:
@@ -254,6 +288,9 @@ def test_a_program_that_hangs_is_stopped(
         ["bench", "layer", "--repeats", "9"],
         ["bench", "layer", "--model", "v5"],
         ["bench", "layer", "--schedule", "mono"],
+        ["bench", "layer", "--platform", "amd"],
+        ["bench", "draft", "--platform", "scalar"],
+        ["bench", "layer", "--platform", "scalar", "--gpus", "2"],
     ],
 )
 def test_wrong_usage(programs: Programs, capsys: pytest.CaptureFixture, words: list[str]) -> None:

@@ -196,6 +196,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     # Programs that need a GPU, with a `check` of their own.
     "cpp_kernels/bench/attn_bench.hpp": "cpp_kernels/bench/attn_hopper.cu",
     "cpp_kernels/bench/attn_layer.hpp": "cpp_kernels/bench/attn_hopper.cu",
+    "cpp_kernels/bench/measure_layer_scalar.cpp": "tests/python/test_cli_bench.py",
+    "cpp_kernels/bench/model_layers.hpp": "tests/python/test_cli_bench.py",
     "cpp_kernels/bench/exchange_pair.hpp": "cpp_kernels/bench/exchange_hopper.cu",
     "cpp_kernels/fused/stamps.hpp": "tests/cpp/bench/test_stamps_file.cpp",
     "cpp_kernels/fused/attention.hpp": "cpp_kernels/bench/attn_hopper.cu",

@@ -42,6 +42,7 @@ examples:
   lowlat bench layer --tp 2 --gpus 2 --python ~/sglang/bin/python
   lowlat bench exchange --rows 1,6,12,48
   lowlat bench layer --against layer.json
+  lowlat bench layer --platform scalar --tp 2
 
 exit status:
   0  done
@@ -65,6 +66,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "what", choices=(*WHATS, *ENGINE_WHATS), metavar="WHAT", help="what to time (see above)"
     )
     add_case_options(parser)
+    parser.add_argument(
+        "--platform",
+        choices=("nvidia", "scalar"),
+        default="nvidia",
+        help="scalar: a tiny layer on the CPU, beside one stage after another; default %(default)s",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="an earlier run's --json file to compare with"
@@ -104,8 +111,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule",
         choices=("fused", "persistent"),
-        default="fused",
-        help="which kernels; default %(default)s",
+        help="which kernels; default fused, on scalar persistent",
     )
     parser.add_argument(
         "--repeats", type=repeats, default=60, metavar="N", help="replays; default %(default)s"
@@ -144,14 +150,15 @@ def whole(text: str, most: int) -> int | None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_case(arguments)
+    check_case(arguments, arguments.platform)
     what = arguments.what
     earlier = None
     if arguments.against is not None:
         earlier = read_earlier(arguments.against, what)
     if arguments.json is not None:
         files.check_output(arguments.json, arguments.against)
-    answer = measure.measured(what, program_words(arguments))
+    suffix = "_scalar" if arguments.platform == "scalar" else ""
+    answer = measure.measured(f"{what}{suffix}", program_words(arguments))
     print(machine_words(answer.machine))
     for check in answer.checks:
         state = "ok  " if check["good"] else "WRONG"
@@ -163,8 +170,10 @@ def run(arguments: argparse.Namespace) -> int:
     if earlier is not None and earlier["machine"]["gpu"] != answer.machine["gpu"]:
         seen, here = earlier["machine"]["gpu"], answer.machine["gpu"]
         raise RefusedError(f"{arguments.against}: is of {seen}, and this is {here}")
-    baseline, why = ([], "not asked for")
-    if not arguments.no_baseline:
+    # A program may bring its own baseline.
+    baseline, why = [f for f in answer.figures if f["arm"] == "baseline"], "not asked for"
+    answer.figures = [f for f in answer.figures if f["arm"] != "baseline"]
+    if not baseline and not arguments.no_baseline:
         baseline, why = baseline_figures(arguments)
     join(answer.figures, baseline)
     slower = []
@@ -188,9 +197,16 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def check_case(arguments: argparse.Namespace) -> None:
+def check_case(arguments: argparse.Namespace, platform: str = "nvidia") -> None:
     """Fills in what was left out and refuses what does not go together."""
+    if platform == "scalar":
+        if arguments.what != "layer" or arguments.gpus not in (None, 1):
+            raise UsageError("--platform scalar is of bench layer, and takes no --gpus")
+        arguments.schedule = arguments.schedule or "persistent"
+    arguments.schedule = arguments.schedule or "fused"
     ranks, gpus = (2, 2) if arguments.what == "exchange" else (4, 1)
+    if platform == "scalar":
+        ranks = 1
     arguments.tp = ranks if arguments.tp is None else arguments.tp
     arguments.gpus = gpus if arguments.gpus is None else arguments.gpus
     if arguments.gpus not in (1, arguments.tp):
@@ -289,9 +305,13 @@ def compared(figure: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any] 
 
 
 def machine_words(machine: dict[str, Any]) -> str:
-    rate, clock = machine["read_bytes_per_s"] * 1e-12, machine["clock_mhz"]
-    gpus = f"{machine['gpus']} x {machine['gpu']}"
-    return f"{gpus}, {clock:.0f} MHz, read {rate:.2f} TB/s, CUDA {machine.get('cuda', '?')}"
+    words = [f"{machine['gpus']} x {machine['gpu']}"]
+    if machine["clock_mhz"]:
+        words.append(f"{machine['clock_mhz']:.0f} MHz")
+    words.append(f"read {machine['read_bytes_per_s'] * 1e-12:.3g} TB/s")
+    if machine.get("cuda"):
+        words.append(f"CUDA {machine['cuda']}")
+    return ", ".join(words)
 
 
 def figure_words(figure: dict[str, Any]) -> str:
