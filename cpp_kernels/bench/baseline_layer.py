@@ -187,18 +187,6 @@ def group_kernel(ids, rows_of, counts, pairs, block: tl.constexpr):
 
 
 @triton.jit
-def expanded(codes, scales, bn: tl.constexpr, half: tl.constexpr):
-    """bf16 [bn, half] of e2m1 codes in the low nibbles, [bn, half / 16] scale bytes."""
-    c = codes.to(tl.int32)
-    # The code's exponent and fraction in fp32's places, its bias made good by the scale's factor.
-    bits = ((c & 7) << 22) | ((c & 8) << 28)
-    value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    factor = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    value = tl.reshape(value, [bn, half // 16, 16]) * factor[:, :, None]
-    return tl.reshape(value, [bn, half]).to(tl.bfloat16)
-
-
-@triton.jit
 def expert_product_kernel(
     x, ids, rows_of, counts, codes_a, scales_a, codes_b, scales_b, out, n_half, k_size, out_width,
     per_slot, bn: tl.constexpr, bk: tl.constexpr,
@@ -209,7 +197,6 @@ def expert_product_kernel(
     count = tl.load(counts + group)
     if count == 0:
         return
-    half: tl.constexpr = bk // 2
     first = tl.program_id(1) * bn
     m = tl.arange(0, 16)
     pair = tl.load(rows_of + group * 16 + m, m < count, 0)
@@ -218,24 +205,23 @@ def expert_product_kernel(
     if first >= n_half:
         codes, scales, n0 = codes_b, scales_b, first - n_half
     n = n0 + tl.arange(0, bn)
-    kb = tl.arange(0, half)
+    kb = tl.arange(0, bk // 2)
     kg = tl.arange(0, bk // 32)
-    w_at = codes + expert * n_half * (k_size // 2) + n[:, None] * (k_size // 2) + kb[None, :]
+    k = tl.arange(0, bk)
+    w_at = codes + expert * n_half * (k_size // 2) + n[None, :] * (k_size // 2) + kb[:, None]
     s_at = scales + expert * n_half * (k_size // 32) + n[:, None] * (k_size // 32) + kg[None, :]
-    x_at = x + (pair // per_slot)[None, :] * k_size + 2 * kb[:, None]
-    inside = (m < count)[None, :]
-    acc = tl.zeros([bn, 16], tl.float32)
+    x_at = x + (pair // per_slot)[:, None] * k_size + k[None, :]
+    inside = (m < count)[:, None]
+    acc = tl.zeros([16, bn], tl.float32)
     for _ in range(0, k_size, bk):
+        rows = tl.load(x_at, inside, 0.0)
         w = tl.load(w_at)
         s = tl.load(s_at)
-        even = tl.load(x_at, inside, 0.0)
-        odd = tl.load(x_at + 1, inside, 0.0)
-        acc = tl.dot(expanded(w & 15, s, bn, half), even, acc)
-        acc = tl.dot(expanded(w >> 4, s, bn, half), odd, acc)
-        w_at += half
+        acc = tl.dot_scaled(rows, None, "bf16", w, s, "e2m1", acc)
+        w_at += bk // 2
         s_at += bk // 32
         x_at += bk
-    to = out + pair[None, :] * out_width + (first + tl.arange(0, bn))[:, None]
+    to = out + pair[:, None] * out_width + (first + tl.arange(0, bn))[None, :]
     tl.store(to, acc.to(tl.bfloat16), inside)
 
 
@@ -721,7 +707,7 @@ def choose_blocks(step: Step, layers: list[Layer]) -> None:
 
         return min(candidates, key=us)
 
-    tiles = ((64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 8, 4), (32, 256, 4, 4), (64, 128, 8, 6))
+    tiles = ((64, 256, 4, 3), (64, 128, 4, 5), (32, 256, 4, 4), (64, 256, 4, 4), (64, 128, 8, 5))
     step.blocks = fastest([Blocks(*tile) for tile in tiles])
     first = (step.blocks.n1, step.blocks.k1, step.blocks.warps1, step.blocks.slots1)
     tiles = ((64, 64, 4, 5), (128, 64, 4, 5), (32, 64, 4, 5), (128, 64, 8, 5))
