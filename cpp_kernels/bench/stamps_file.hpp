@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -15,37 +16,76 @@
 
 namespace lowlat::bench {
 
-// One clock for all multiprocessors. globaltimer moves in steps, so a pair (its value, the
-// multiprocessor's ticks at the same moment) places the ticks no later than they were; the latest
-// placing of all pairs is the nearest.
+// One clock for all multiprocessors. Their rate is that of all pairs (the device's clock in
+// nanoseconds, a multiprocessor's ticks at the same moment): under load it is not the one that an
+// idle device has, and a hundredth is microseconds over a step. The device's clock moves in steps,
+// so a pair places the ticks no later than they were; the latest placing of a multiprocessor's
+// pairs is the nearest.
 class OneClock {
  public:
-  OneClock(const std::vector<nvidia::fused::Stamp>& stamps, double ticks_per_ns)
-      : ticks_per_ns_(ticks_per_ns) {
+  // usual_ticks_per_ns: where the pairs are too few to tell.
+  OneClock(const std::vector<nvidia::fused::Stamp>& stamps, double usual_ticks_per_ns) {
+    std::map<std::uint32_t, std::vector<Pair>> pairs;
+    std::uint64_t origin_ns = 0;
     for (const auto& stamp : stamps) {
-      if (stamp.stage != static_cast<std::uint32_t>(nvidia::fused::StampStage::align)) continue;
-      if (stamp.begin == 0) continue;  // a block that was not there
-      if (origin_ns_ == 0 || stamp.begin < origin_ns_) origin_ns_ = stamp.begin;
+      // A block that was not there has zeros.
+      if (stamp.stage != static_cast<std::uint32_t>(nvidia::fused::StampStage::align) ||
+          stamp.begin == 0) {
+        continue;
+      }
+      if (origin_ns == 0 || stamp.begin < origin_ns) origin_ns = stamp.begin;
+      pairs[stamp.multiprocessor].push_back({stamp.begin, stamp.end});
     }
-    for (const auto& stamp : stamps) {
-      if (stamp.stage != static_cast<std::uint32_t>(nvidia::fused::StampStage::align)) continue;
-      if (stamp.begin == 0) continue;
-      const double offset = static_cast<double>(stamp.begin - origin_ns_) -
-                            static_cast<double>(stamp.end) / ticks_per_ns_;
-      const auto [at, is_new] = offset_ns_.try_emplace(stamp.multiprocessor, offset);
-      if (!is_new) at->second = std::max(at->second, offset);
+    // Least squares, each multiprocessor about its own mean. Ticks are taken from its first pair.
+    double products = 0.0, squares = 0.0, most_ns = 0.0;
+    for (const auto& [multiprocessor, own] : pairs) {
+      double mean_ns = 0.0, mean_ticks = 0.0;
+      for (const Pair& pair : own) {
+        mean_ns += static_cast<double>(pair.ns - origin_ns) / static_cast<double>(own.size());
+        mean_ticks += from(own[0], pair) / static_cast<double>(own.size());
+      }
+      for (const Pair& pair : own) {
+        const double ns = static_cast<double>(pair.ns - origin_ns) - mean_ns;
+        const double ticks = from(own[0], pair) - mean_ticks;
+        products += ns * ticks;
+        squares += ticks * ticks;
+        most_ns = std::max(most_ns, std::abs(ns));
+      }
+    }
+    ns_per_tick_ = most_ns > kEnoughNs ? products / squares : 1.0 / usual_ticks_per_ns;
+    for (const auto& [multiprocessor, own] : pairs) {
+      Place place = {own[0].ticks, -1e300};
+      for (const Pair& pair : own) {
+        place.ns = std::max(
+            place.ns, static_cast<double>(pair.ns - origin_ns) - from(own[0], pair) * ns_per_tick_);
+      }
+      places_.emplace(multiprocessor, place);
     }
   }
   // Nanoseconds since the first block began, or so; negative for a block that began before.
   double ns(std::uint32_t multiprocessor, std::uint64_t ticks) const {
-    return static_cast<double>(ticks) / ticks_per_ns_ + offset_ns_.at(multiprocessor);
+    const Place& place = places_.at(multiprocessor);
+    return place.ns + from({0, place.ticks}, {0, ticks}) * ns_per_tick_;
   }
-  bool knows(std::uint32_t multiprocessor) const { return offset_ns_.count(multiprocessor) != 0; }
+  bool knows(std::uint32_t multiprocessor) const { return places_.count(multiprocessor) != 0; }
 
  private:
-  double ticks_per_ns_;
-  std::uint64_t origin_ns_ = 0;
-  std::map<std::uint32_t, double> offset_ns_;
+  struct Pair {
+    std::uint64_t ns, ticks;
+  };
+  struct Place {
+    std::uint64_t ticks;
+    double ns;  // of those ticks
+  };
+  // A span that the device's clock, in steps of a microsecond at most, tells to a thousandth.
+  static constexpr double kEnoughNs = 50'000.0;
+
+  static double from(const Pair& first, const Pair& pair) {
+    return static_cast<double>(static_cast<std::int64_t>(pair.ticks - first.ticks));
+  }
+
+  double ns_per_tick_;
+  std::map<std::uint32_t, Place> places_;
 };
 
 struct StampsAbout {

@@ -46,6 +46,31 @@ TEST_CASE(the_latest_placing_is_the_true_one) {
   CHECK(!clock.knows(2));
 }
 
+TEST_CASE(the_rate_is_that_of_the_stamps) {
+  // 400 us at 1.75 ticks a nanosecond where 2 are usual; the device's clock moves in steps of 1 us.
+  constexpr double kRate = 1.75;
+  const auto at = [](std::uint32_t sm, double ns) {
+    return static_cast<std::uint64_t>((ns + 1e6 + 777.0 * sm) * kRate);
+  };
+  std::vector<Stamp> stamps;
+  for (std::uint32_t sm = 0; sm < 64; ++sm) {
+    for (int i = 0; i < 40; ++i) {
+      // Multiprocessors have their blocks at other times.
+      const double ns = 5'000'000.0 + 10'000.0 * i + 613.0 * ((7 * i + 13 * sm) % 16);
+      if (sm % 2 == 0 ? i > 30 : i < 10) continue;
+      stamps.push_back(stamp(0, StampStage::align, 7, sm,
+                             static_cast<std::uint64_t>(ns / 1000.0) * 1000, at(sm, ns)));
+    }
+  }
+  const OneClock clock(stamps, kTicksPerNs);
+  const double first = clock.ns(0, at(0, 5'200'000.0));
+  for (std::uint32_t sm = 0; sm < 64; ++sm) {
+    CHECK_NEAR(clock.ns(sm, at(sm, 5'200'000.0)), first, 150.0);
+    CHECK_NEAR(clock.ns(sm, at(sm, 5'300'000.0)) - clock.ns(sm, at(sm, 5'200'000.0)), 100'000.0,
+               100.0);
+  }
+}
+
 TEST_CASE(a_block_that_was_not_there_places_nothing) {
   std::vector<Stamp> stamps = aligns();
   stamps.push_back(stamp(0, StampStage::align, 3, 0, 0, 0));
