@@ -21,7 +21,7 @@ inline constexpr FusedInstance kFusedInstances[] = {
     {"oproj_b_fp8_sm90", "v41 tp2 tp4", "1..48"},
     {"hc_exchange_norm_sm90", "v4 v41 tp1 tp2 tp4", "1..48"},
     {"hc_mix_sm90", "v4 v41", "1..48"},
-    {"moe_region_mxfp4_sm90", "v4 tp2 tp4, v41 tp4", "1..64"},
+    {"moe_region_mxfp4_sm90", "v4 v41 tp2 tp4", "1..64"},
     {"draft_proposals_bf16_sm90", "v4 v41 tp1 tp2 tp4", "1..8 requests"},
 };
 inline constexpr int kNumFusedInstances = static_cast<int>(std::size(kFusedInstances));

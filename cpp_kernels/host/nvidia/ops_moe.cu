@@ -143,6 +143,7 @@ bool has_sizes(const DeviceCall& call) {
 // nothing to a launch whose routing is given.
 std::optional<fused::MoeShape> moe_shape(const DeviceCall& call) {
   if (call.model() == "v41") {
+    if (has_sizes<shape::Dsv41Flash<2>>(call)) return fused::MoeShape::v41_tp2;
     if (has_sizes<shape::Dsv41Flash<4>>(call)) return fused::MoeShape::v41_tp4;
     return {};
   }
@@ -157,7 +158,7 @@ bool fused_takes(const OpArgs& args) {
   for (const char* name : {"w1_scale", "w3_scale", "w2_scale"}) {
     const auto codes = args.in<std::uint8_t>(name);
     if (!std::all_of(codes.begin(), codes.end(),
-                     [](std::uint8_t code) { return code >= 10 && code <= 136; })) {
+                     [](std::uint8_t code) { return code >= 1 && code <= 254; })) {
       return false;
     }
   }
