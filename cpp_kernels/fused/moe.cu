@@ -90,8 +90,7 @@ using Marlin = Instances<S, MoeLayout::marlin>;
 
 // Of two ranks' shards Marlin's band of 64 columns leaves too little shared memory.
 bool exists(MoeShape shape, MoeLayout layout) {
-  return layout == MoeLayout::checkpoint || shape == MoeShape::v41_tp4 ||
-         shape == MoeShape::v4_tp4;
+  return layout == MoeLayout::checkpoint || shape == MoeShape::v41_tp4 || shape == MoeShape::v4_tp4;
 }
 // Calls `f` with the instances of a shape and a layout that exist.
 template <class F>
@@ -118,8 +117,8 @@ static_assert(kAlike<shape::Dsv41Flash<4>> && kAlike<shape::Dsv4Flash<4>>);
 std::size_t moe_workspace_bytes(MoeShape shape) {
   std::size_t most = 0;
   for (const MoeLayout layout : {MoeLayout::checkpoint, MoeLayout::marlin}) {
-    const std::size_t bytes = with_shape(
-        shape, layout, [](auto instances) { return decltype(instances)::kBytes; });
+    const std::size_t bytes =
+        with_shape(shape, layout, [](auto instances) { return decltype(instances)::kBytes; });
     most = bytes > most ? bytes : most;
   }
   return most;

@@ -143,8 +143,7 @@ LOWLAT_DEVICE void transpose_quad(std::uint32_t (&v)[4], int t) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;
-      const std::uint32_t theirs =
-          __shfl_xor_sync(0xffff'ffffu, upper ? v[i] : v[i + step], step);
+      const std::uint32_t theirs = __shfl_xor_sync(0xffff'ffffu, upper ? v[i] : v[i + step], step);
       (upper ? v[i] : v[i + step]) = theirs;
     }
   }

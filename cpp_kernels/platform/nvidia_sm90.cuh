@@ -44,10 +44,10 @@ LOWLAT_DEVICE void barrier_arrive_expect(std::uint64_t* barrier, std::uint32_t b
 }
 // Adds `bytes` to what the phase waits for; the phase must not be over before.
 LOWLAT_DEVICE void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 // Arrives when this thread's copy_piece's so far have landed.
 LOWLAT_DEVICE void barrier_arrive_copied(std::uint64_t* barrier) {
