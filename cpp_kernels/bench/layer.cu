@@ -29,14 +29,13 @@ struct Case {
 const Case kCases[] = {
     {"step's first kernels alone", {false, false, false}},
     {"attention half", {true, false, true}},
-    {"attention half, weights do not wait", {true, false, true, 8, 2, 2, false}},
-    {"attention half, statistics first", {true, false, true, 8, 2, 2, true, false}},
-    {"attention half, 16 blocks of statistics", {true, false, true, 16}},
-    {"attention half, 4 blocks of statistics", {true, false, true, 4}},
+    {"attention half, weights do not wait", {true, false, true, 16, 2, 2, false}},
+    {"attention half, statistics first", {true, false, true, 16, 2, 2, true, false}},
+    {"attention half, 8 blocks of statistics", {true, false, true, 8}},
     {"layer", {true, true, true}},
-    {"layer, 4 idle", {true, true, true, 8, 4, 4}},
-    {"layer, 1 idle", {true, true, true, 8, 1, 1}},
-    {"layer, weights do not wait", {true, true, true, 8, 2, 2, false}},
+    {"layer, 1 idle", {true, true, true, 16, 1, 1}},
+    {"layer, 4 idle", {true, true, true, 16, 4, 4}},
+    {"layer, weights do not wait", {true, true, true, 16, 2, 2, false}},
     {"layer without second statistics", {true, true, false}},
     {"experts, exchange, statistics", {false, true, true}},
 };
@@ -73,8 +72,8 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
   return finite;
 }
 
-// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds from
-// the first block's begin.
+// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds
+// from the first block's begin.
 template <int kTp>
 void print_stamps(Layers<kTp>& layers, int layer_idx) {
   const std::vector<fused::Stamp> all = layers.stamps.take();
@@ -171,7 +170,7 @@ void run_tp4(const HostWeights& host, int rows, bool checks) {
     Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
     const Times times = time_of(graph, 60);
     print(c, 4, rows, times, distinct_experts(layers), mail.faulted());
-    if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 8 && c.parts.idle_sms == 2) {
+    if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 16 && c.parts.idle_sms == 2) {
       layers.stamps.zero();
       graph.replay();
       graph.wait();

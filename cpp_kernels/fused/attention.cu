@@ -55,6 +55,7 @@ struct Shared {
     std::uint16_t key[kTile * kKeyPitch];
     std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
+  alignas(16) std::uint16_t query[kHeads * kKeyPitch];  // bf16
   float score[kScoreGroups][kHeads][kTile];
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
@@ -234,326 +235,331 @@ __global__ void __launch_bounds__(kThreads, 2)
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
-  {
-    if (!kHops || params.before.word != nullptr) wait_at(params.before);
-    if constexpr (kHops) {
-      wait_for_signs(hop,
-                     {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
-                      static_cast<const plat::TaggedWords*>(params.packets.q) +
-                          (row_idx * params.num_heads + first_head) * (kDim / 4),
-                      kHeads * (kDim / 4) / plat::kWarpLanes});
-      stamps.mark(StampStage::wait);
-    }
-    // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
-    // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
-    // a step is that of the pieces.
-    const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
-    uint4 query[4][2];
-    if constexpr (kHops) {
-      constexpr int kPackets = 16;
-      HopWords words[kPackets];
-      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
-                         (row_idx * params.num_heads + first_head + g) * (kDim / 4) +
-                         score_group * 32 + 2 * t;
-      take_packets(words, hop, (1u << kPackets) - 1u,
-                   [&](int i) { return from + i / 4 * 8 + i / 2 % 2 * (8 * (kDim / 4)) + i % 2; });
-      stamps.mark(StampStage::read);
+  if (!kHops || params.before.word != nullptr) wait_at(params.before);
+  if constexpr (kHops) {
+    wait_for_signs(hop,
+                   {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
+                    static_cast<const plat::TaggedWords*>(params.packets.q) +
+                        (row_idx * params.num_heads + first_head) * (kDim / 4),
+                    kHeads * (kDim / 4) / plat::kWarpLanes});
+    stamps.mark(StampStage::wait);
+  }
+  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
+  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
+  // a step is that of the pieces.
+  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
+  uint4 query[4][2];
+  if constexpr (kHops) {
+    // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
+    // read, and two warps have the same fragments.
+    constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
+    HopWords words[kPackets];
+    const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
+                       (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
+    take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
 #pragma unroll
-      for (int i = 0; i < kPackets; i += 2) {
-        query[i / 4][i / 2 % 2] =
-            make_uint4(low_word(words[i].pair), high_word(words[i].pair),
-                       low_word(words[i + 1].pair), high_word(words[i + 1].pair));
-      }
-    } else {
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const std::int64_t head =
-              static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-          query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-              params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
-        }
-      }
-    }
-    if (kHops && block_idx == 0 && thread_idx == 0) {
-      send_packet(static_cast<plat::TaggedWords*>(params.packets.read) + row_idx, hop.tag, 0, 0, 0);
-    }
-    if (kHops && shared.any_late) {
-      // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
-#pragma unroll 1
-      for (int i = 0; i < kPerThread; ++i) {
-        const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
-        if (__all_sync(plat::kAllLanes, row < 0)) continue;
-        const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
-                           max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
-        HopWords words[2];
-        take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
-        if (row < 0) continue;
-        store_piece(shared,
-                    make_uint4(low_word(words[0].pair), high_word(words[0].pair),
-                               low_word(words[1].pair), high_word(words[1].pair)),
-                    words[0].third, piece_of(i));
-      }
-    }
-    if (shared.any_late && (!kHops || params.late_extra)) {
-      const auto late_of = [&](int i) {
-        const int key = key_of(i);
-        return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
-      };
-      Pieces late;
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
-        const std::uint8_t* row = late_of(i);
-        const int piece = piece_of(i) % kPieces;
-        const bool there = row != nullptr;
-        late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
-                             : make_uint4(0u, 0u, 0u, 0u);
-        late.scale[i] =
-            there && piece < kCodePieces ? __ldcg(shared.scales[0][key_of(i)] + piece / 4) : 127u;
-      }
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
-        store_piece(shared, late.data[i], late.scale[i], piece_of(i));
-      }
-    }
-
-    float sum[8][4] = {};  // of a warp's 64 dimensions
-    int side = 0;
-    for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
-      if (first != first_key) {
-        // Few rows have one tile a block; more have registers for the next tile's rows.
-        if constexpr (kHops) load_pieces(pieces, shared.data[side], shared.scales[side]);
-        store_pieces(shared, pieces);
-      }
-      if (thread_idx < kTile && first + kTile < end_key) {
-        stages::KvRow<std::uint8_t> row{nullptr, nullptr};
-        bool late;  // no longer: the kernels before have ended
-        int late_row;
-        if (first + kTile + thread_idx < end_key) {
-          row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
-        }
-        shared.data[side ^ 1][thread_idx] = row.data;
-        shared.scales[side ^ 1][thread_idx] = row.scales;
-      }
-      plat::block_sync();
-      if (!kHops &&
-          first + kTile < end_key) {  // the next tile's rows are on their way over the products
-        load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
-      }
-
-      float score[3][4] = {};
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        const uint4 &low = query[step][0], &high = query[step][1];
-        const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
-                                       {low.z, high.z, low.w, high.w}};
-#pragma unroll
-        for (int n = 0; n < 3; ++n) {
-          const uint4 b =
-              *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
-                                              score_group * 128 + step * 32 + 8 * t);
-          const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
-          sm90::mma_bf16(score[n], a[0], b_low);
-          sm90::mma_bf16(score[n], a[1], b_high);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < 3; ++n) {
-        float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
-        *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
-        *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
-      }
-      plat::block_sync();
-
-      // Softmax of the tile: 16 threads a head, three keys each.
-      {
-        constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
-        constexpr float kLog2e = 1.4426950408889634f;
-        const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
-        float s[3], top = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          const int key = first_of_thread + 16 * i;
-          float total = shared.score[0][head][key];
-#pragma unroll
-          for (int group = 1; group < kScoreGroups; ++group) {
-            total += shared.score[group][head][key];
-          }
-          const bool used = shared.data[side][key] != nullptr ||
-                            (first == first_key && shared.late[key] != nullptr);
-          s[i] = used ? total * kScale : -INFINITY;
-          top = plat::max(s[i], top);
-        }
-#pragma unroll
-        for (int mask = 1; mask < 16; mask *= 2) {
-          top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
-        }
-        const float old_top = shared.top[head];
-        top = plat::max(old_top, top);
-        // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
-        const float base = top == -INFINITY ? 0.0f : top;
-        float weight = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 3; ++i) {
-          const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
-          shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
-              static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
-          weight += p;
-        }
-#pragma unroll
-        for (int mask = 1; mask < 16; mask *= 2) {
-          weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
-        }
-        if (first_of_thread == 0) {
-          const float rescale = exp2f((old_top - base) * kLog2e);
-          shared.rescale[head] = rescale;
-          shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
-          shared.top[head] = top;
-        }
-      }
-      plat::block_sync();
-
-      if (first != first_key) {
-        const float low = shared.rescale[g], high = shared.rescale[g + 8];
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          sum[n][0] *= low, sum[n][1] *= low;
-          sum[n][2] *= high, sum[n][3] *= high;
-        }
-      }
-#pragma unroll
-      for (int step = 0; step < kTile / 16; ++step) {
-        const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
-        const auto pair = [](const std::uint16_t* at) {
-          return *reinterpret_cast<const std::uint32_t*>(at);
-        };
-        const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
-                                    pair(prob + 8 * kProbPitch + 8)};
-#pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-          std::uint32_t b[4];
-          sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
-                                            warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
-          const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
-          sm90::mma_bf16(sum[n], a, b_low);
-          sm90::mma_bf16(sum[n + 1], a, b_high);
-        }
-      }
-      plat::block_sync();  // the tile's memory is free
-    }
-
-    plat::block_sync();  // also where there was no tile: the pieces' stores are over
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
-      *reinterpret_cast<std::uint32_t*>(to) = sm90::to_bf16_pair(sum[n][0], sum[n][1]);
-      *reinterpret_cast<std::uint32_t*>(to + 8 * kSumPitch) =
-          sm90::to_bf16_pair(sum[n][2], sum[n][3]);
+    for (int i = 0; i < kPackets; ++i) {
+      const int packet = thread_idx + i * kThreads;
+      *reinterpret_cast<uint2*>(shared.query + packet / (kDim / 4) * kKeyPitch +
+                                packet % (kDim / 4) * 4) =
+          make_uint2(low_word(words[i].pair), high_word(words[i].pair));
     }
     plat::block_sync();
-    stamps.mark(StampStage::compute);
-    // Each head's part goes to the block that finishes it.
-    const int heads_per_block = kHeads / num_blocks;
-    sm90::cluster_wait();  // of the arrival at the start
-    if (thread_idx < kHeads) {
-      const int slot = block_idx * heads_per_block + thread_idx % heads_per_block;
-      const int owner = thread_idx / heads_per_block;
-      sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot], owner),
-                         shared.top[thread_idx], shared.weight[thread_idx],
-                         sm90::peer_address(&shared.parts, owner));
+    stamps.mark(StampStage::read);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        query[step][half] = *reinterpret_cast<const uint4*>(
+            shared.query + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
+      }
     }
-    constexpr int kChunks = kDim / 8;
+  } else {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t head =
+            static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+        query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+            params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+      }
+    }
+  }
+  if (kHops && block_idx == 0 && thread_idx == 0) {
+    send_packet(static_cast<plat::TaggedWords*>(params.packets.read) + row_idx, hop.tag, 0, 0, 0);
+  }
+  if (kHops && shared.any_late) {
+    // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
 #pragma unroll 1
-    for (int i = thread_idx; i < kHeads * kChunks; i += kThreads) {
-      const int head = i / kChunks, chunk = i % kChunks * 8;
-      const int slot = block_idx * heads_per_block + head % heads_per_block;
-      const int owner = head / heads_per_block;
-      sm90::send_to_peer(sm90::peer_address(&shared.part[slot][chunk], owner),
-                         *reinterpret_cast<const uint4*>(shared.sum + head * kSumPitch + chunk),
-                         sm90::peer_address(&shared.parts, owner));
+    for (int i = 0; i < kPerThread; ++i) {
+      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
+      if (__all_sync(plat::kAllLanes, row < 0)) continue;
+      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
+                         max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
+      HopWords words[2];
+      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
+      if (row < 0) continue;
+      store_piece(shared,
+                  make_uint4(low_word(words[0].pair), high_word(words[0].pair),
+                             low_word(words[1].pair), high_word(words[1].pair)),
+                  words[0].third, piece_of(i));
     }
-    wait_for_cluster(&shared.parts, 0);
-    stamps.mark(StampStage::sum);
+  }
+  if (shared.any_late && (!kHops || params.late_extra)) {
+    const auto late_of = [&](int i) {
+      const int key = key_of(i);
+      return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
+    };
+    Pieces late;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
+      const std::uint8_t* row = late_of(i);
+      const int piece = piece_of(i) % kPieces;
+      const bool there = row != nullptr;
+      late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
+                           : make_uint4(0u, 0u, 0u, 0u);
+      late.scale[i] =
+          there && piece < kCodePieces ? __ldcg(shared.scales[0][key_of(i)] + piece / 4) : 127u;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
+      store_piece(shared, late.data[i], late.scale[i], piece_of(i));
+    }
+  }
 
-    // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
-    // of a head comes from 16 threads a head.
-    constexpr float kLog2e = 1.4426950408889634f;
-    const int dim = 2 * thread_idx;
-    const int padded = padded_rows(params.num_rows);
-    {
-      const int part = thread_idx % kHeads, local = thread_idx / kHeads;
-      if (local < heads_per_block) {
-        const bool there = part < num_blocks;
-        const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + local];
-        const float top = there ? from.x : -INFINITY;
-        float weight = there ? from.y : 0.0f;
-        const float sink = shared.sink[block_idx * heads_per_block + local];
-        float most = plat::max(top, sink);
-        // Lanes of a half warp alone, where the block has one head.
-        const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
-#pragma unroll
-        for (int mask = 1; mask < kHeads; mask *= 2) {
-          most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
-        }
-        const float base = most == -INFINITY ? 0.0f : most;
-        const float factor = exp2f((top - base) * kLog2e);
-        weight *= factor;
-#pragma unroll
-        for (int mask = 1; mask < kHeads; mask *= 2) {
-          weight += __shfl_xor_sync(lanes, weight, mask);
-        }
-        weight += exp2f((sink - base) * kLog2e);
-        shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
-      }
-      plat::block_sync();
+  float sum[8][4] = {};  // of a warp's 64 dimensions
+  int side = 0;
+  for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
+    if (first != first_key) {
+      // Few rows have one tile a block; more have registers for the next tile's rows.
+      if constexpr (kHops) load_pieces(pieces, shared.data[side], shared.scales[side]);
+      store_pieces(shared, pieces);
     }
-#pragma unroll 1
-    for (int i = 0; i < heads_per_block; ++i) {
-      const int head = block_idx * heads_per_block + i;
-      float first = 0.0f, second = 0.0f;
-#pragma unroll 4
-      for (int block = 0; block < num_blocks; ++block) {
-        const std::uint32_t pair =
-            *reinterpret_cast<const std::uint32_t*>(&shared.part[block * heads_per_block + i][dim]);
-        first = plat::fma(sm90::low_bf16(pair), shared.factor[i][block], first);
-        second = plat::fma(sm90::high_bf16(pair), shared.factor[i][block], second);
+    if (thread_idx < kTile && first + kTile < end_key) {
+      stages::KvRow<std::uint8_t> row{nullptr, nullptr};
+      bool late;  // no longer: the kernels before have ended
+      int late_row;
+      if (first + kTile + thread_idx < end_key) {
+        row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
       }
-      first = quick_bf16(first);
-      second = quick_bf16(second);
-      if (dim >= kNope) {
-        const float2 turn = shared.turn[(dim - kNope) / 2];
-        const float turned = first * turn.x + second * turn.y;
-        second = quick_bf16(second * turn.x - first * turn.y);
-        first = quick_bf16(turned);
-      }
-      float amax = plat::max(plat::abs(first), plat::abs(second));
+      shared.data[side ^ 1][thread_idx] = row.data;
+      shared.scales[side ^ 1][thread_idx] = row.scales;
+    }
+    plat::block_sync();
+    if (!kHops &&
+        first + kTile < end_key) {  // the next tile's rows are on their way over the products
+      load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
+    }
+
+    float score[3][4] = {};
 #pragma unroll
-      for (int mask = 1; mask < kGroup / 2; mask *= 2) {
-        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+    for (int step = 0; step < 4; ++step) {
+      const uint4 &low = query[step][0], &high = query[step][1];
+      const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
+                                     {low.z, high.z, low.w, high.w}};
+#pragma unroll
+      for (int n = 0; n < 3; ++n) {
+        const uint4 b =
+            *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
+                                            score_group * 128 + step * 32 + 8 * t);
+        const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
+        sm90::mma_bf16(score[n], a[0], b_low);
+        sm90::mma_bf16(score[n], a[1], b_high);
       }
-      // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
-      // normal; what is smaller than that is 0 in any fp32 sum.
-      int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
-      exponent = max(min(exponent, 127), -100);
-      const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
-      const std::int64_t place =
-          (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
-      const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
-      const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
-      if constexpr (kHops) {
-        const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
-        if (thread_idx % 2 != 0) continue;
-        send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
-                    next, plat::float_bits(down));
-        continue;
+    }
+#pragma unroll
+    for (int n = 0; n < 3; ++n) {
+      float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
+      *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
+      *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
+    }
+    plat::block_sync();
+
+    // Softmax of the tile: 16 threads a head, three keys each.
+    {
+      constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
+      constexpr float kLog2e = 1.4426950408889634f;
+      const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
+      float s[3], top = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const int key = first_of_thread + 16 * i;
+        float total = shared.score[0][head][key];
+#pragma unroll
+        for (int group = 1; group < kScoreGroups; ++group) {
+          total += shared.score[group][head][key];
+        }
+        const bool used = shared.data[side][key] != nullptr ||
+                          (first == first_key && shared.late[key] != nullptr);
+        s[i] = used ? total * kScale : -INFINITY;
+        top = plat::max(s[i], top);
       }
-      *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
-      if (thread_idx % (kGroup / 2) == 0) {
-        params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
-            down;
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
       }
+      const float old_top = shared.top[head];
+      top = plat::max(old_top, top);
+      // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
+      const float base = top == -INFINITY ? 0.0f : top;
+      float weight = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
+        shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
+            static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
+        weight += p;
+      }
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+      }
+      if (first_of_thread == 0) {
+        const float rescale = exp2f((old_top - base) * kLog2e);
+        shared.rescale[head] = rescale;
+        shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
+        shared.top[head] = top;
+      }
+    }
+    plat::block_sync();
+
+    if (first != first_key) {
+      const float low = shared.rescale[g], high = shared.rescale[g + 8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        sum[n][0] *= low, sum[n][1] *= low;
+        sum[n][2] *= high, sum[n][3] *= high;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) {
+      const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
+      const auto pair = [](const std::uint16_t* at) {
+        return *reinterpret_cast<const std::uint32_t*>(at);
+      };
+      const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
+                                  pair(prob + 8 * kProbPitch + 8)};
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        std::uint32_t b[4];
+        sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
+                                          warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
+        const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
+        sm90::mma_bf16(sum[n], a, b_low);
+        sm90::mma_bf16(sum[n + 1], a, b_high);
+      }
+    }
+    plat::block_sync();  // the tile's memory is free
+  }
+
+  plat::block_sync();  // also where there was no tile: the pieces' stores are over
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
+    *reinterpret_cast<std::uint32_t*>(to) = sm90::to_bf16_pair(sum[n][0], sum[n][1]);
+    *reinterpret_cast<std::uint32_t*>(to + 8 * kSumPitch) =
+        sm90::to_bf16_pair(sum[n][2], sum[n][3]);
+  }
+  plat::block_sync();
+  stamps.mark(StampStage::compute);
+  // Each head's part goes to the block that finishes it.
+  const int heads_per_block = kHeads / num_blocks;
+  sm90::cluster_wait();  // of the arrival at the start
+  if (thread_idx < kHeads) {
+    const int slot = block_idx * heads_per_block + thread_idx % heads_per_block;
+    const int owner = thread_idx / heads_per_block;
+    sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot], owner), shared.top[thread_idx],
+                       shared.weight[thread_idx], sm90::peer_address(&shared.parts, owner));
+  }
+  constexpr int kChunks = kDim / 8;
+#pragma unroll 1
+  for (int i = thread_idx; i < kHeads * kChunks; i += kThreads) {
+    const int head = i / kChunks, chunk = i % kChunks * 8;
+    const int slot = block_idx * heads_per_block + head % heads_per_block;
+    const int owner = head / heads_per_block;
+    sm90::send_to_peer(sm90::peer_address(&shared.part[slot][chunk], owner),
+                       *reinterpret_cast<const uint4*>(shared.sum + head * kSumPitch + chunk),
+                       sm90::peer_address(&shared.parts, owner));
+  }
+  wait_for_cluster(&shared.parts, 0);
+  stamps.mark(StampStage::sum);
+
+  // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
+  // of a head comes from 16 threads a head.
+  constexpr float kLog2e = 1.4426950408889634f;
+  const int dim = 2 * thread_idx;
+  const int padded = padded_rows(params.num_rows);
+  const int part = thread_idx % kHeads, local = thread_idx / kHeads;
+  if (local < heads_per_block) {
+    const bool there = part < num_blocks;
+    const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + local];
+    const float top = there ? from.x : -INFINITY;
+    float weight = there ? from.y : 0.0f;
+    const float sink = shared.sink[block_idx * heads_per_block + local];
+    float most = plat::max(top, sink);
+    // Lanes of a half warp alone, where the block has one head.
+    const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
+#pragma unroll
+    for (int mask = 1; mask < kHeads; mask *= 2) {
+      most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
+    }
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float factor = exp2f((top - base) * kLog2e);
+    weight *= factor;
+#pragma unroll
+    for (int mask = 1; mask < kHeads; mask *= 2) {
+      weight += __shfl_xor_sync(lanes, weight, mask);
+    }
+    weight += exp2f((sink - base) * kLog2e);
+    shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+  }
+  plat::block_sync();
+#pragma unroll 1
+  for (int i = 0; i < heads_per_block; ++i) {
+    const int head = block_idx * heads_per_block + i;
+    float first = 0.0f, second = 0.0f;
+#pragma unroll 4
+    for (int block = 0; block < num_blocks; ++block) {
+      const std::uint32_t pair =
+          *reinterpret_cast<const std::uint32_t*>(&shared.part[block * heads_per_block + i][dim]);
+      first = plat::fma(sm90::low_bf16(pair), shared.factor[i][block], first);
+      second = plat::fma(sm90::high_bf16(pair), shared.factor[i][block], second);
+    }
+    first = quick_bf16(first);
+    second = quick_bf16(second);
+    if (dim >= kNope) {
+      const float2 turn = shared.turn[(dim - kNope) / 2];
+      const float turned = first * turn.x + second * turn.y;
+      second = quick_bf16(second * turn.x - first * turn.y);
+      first = quick_bf16(turned);
+    }
+    float amax = plat::max(plat::abs(first), plat::abs(second));
+#pragma unroll
+    for (int mask = 1; mask < kGroup / 2; mask *= 2) {
+      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+    }
+    // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
+    // normal; what is smaller than that is 0 in any fp32 sum.
+    int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
+    exponent = max(min(exponent, 127), -100);
+    const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
+    const std::int64_t place =
+        (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
+    const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
+    const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
+    if constexpr (kHops) {
+      const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
+      if (thread_idx % 2 != 0) continue;
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
+                  next, plat::float_bits(down));
+      continue;
+    }
+    *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
+    if (thread_idx % (kGroup / 2) == 0) {
+      params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
+          down;
     }
   }
   stamps.mark(StampStage::store);

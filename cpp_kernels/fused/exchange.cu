@@ -34,8 +34,8 @@ namespace {
 constexpr int kBlocksPerRow = 8;
 constexpr int kGroup = 32;
 
-// Four codes of a row to where the next kernel reads them: packets (of two lanes; NULL: nowhere), or
-// codes and scales. Whole warps call.
+// Four codes of a row to where the next kernel reads them: packets (of two lanes; NULL: nowhere),
+// or codes and scales. Whole warps call.
 LOWLAT_DEVICE void send_codes(int num_rows, void* packets, std::uint32_t tag, std::uint8_t* codes,
                               float* scale, int row_idx, int quad_idx, int hidden,
                               std::uint32_t four, float group_scale) {
@@ -80,122 +80,115 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   const std::uint64_t epoch = exchange_epoch(params.port, params.exchange_index);
   std::uint32_t aborted = 0;
   stamps.mark(StampStage::ask);
-  {
-    if (params.before.word != nullptr || !params.early) wait_at(params.before);
-    // The residual was there before its statistics were.
-    if (params.mix_done.word != nullptr) wait_at(params.mix_done);
-    const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * 4 * kHidden;
-    uint2 residual[4];
+  if (params.before.word != nullptr || !params.early) wait_at(params.before);
+  // The residual was there before its statistics were.
+  if (params.mix_done.word != nullptr) wait_at(params.mix_done);
+  const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * 4 * kHidden;
+  uint2 residual[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      residual[j] = __ldcg(reinterpret_cast<const uint2*>(params.residual_in + row_begin +
-                                                          j * kHidden + 4 * quad_idx));
-    }
-    if (plat::thread_idx() < kMixStride) {
-      mix[plat::thread_idx()] = __ldcg(params.mix + row_idx * kMixStride + plat::thread_idx());
-    }
-    float y[4] = {};
-    {
-      const auto stage = static_cast<stages::StageId>(params.stage);
-      // A kernel that starts when all has come goes on at once.
-      if (__syncthreads_or(
-              !try_receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads))) {
-        wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kThreads, kThreads, kQuads,
-                               stage);
-        receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads, stage);
-      }
-      // What came may be of a kernel whose own wait was ended. The answer is used further below.
-      aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
-    }
-    plat::block_sync();
-    stamps.mark(StampStage::wait);
+  for (int j = 0; j < 4; ++j) {
+    residual[j] = __ldcg(reinterpret_cast<const uint2*>(params.residual_in + row_begin +
+                                                        j * kHidden + 4 * quad_idx));
+  }
+  if (plat::thread_idx() < kMixStride) {
+    mix[plat::thread_idx()] = __ldcg(params.mix + row_idx * kMixStride + plat::thread_idx());
+  }
+  float y[4] = {};
+  const auto stage = static_cast<stages::StageId>(params.stage);
+  // A kernel that starts when all has come goes on at once.
+  if (__syncthreads_or(
+          !try_receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads))) {
+    wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kThreads, kThreads, kQuads,
+                           stage);
+    receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads, stage);
+  }
+  // What came may be of a kernel whose own wait was ended. The answer is used further below.
+  aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
+  plat::block_sync();
+  stamps.mark(StampStage::wait);
 
-    float r[4][4];  // [stream][column]
+  float r[4][4];  // [stream][column]
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      r[j][0] = sm90::low_bf16(residual[j].x), r[j][1] = sm90::high_bf16(residual[j].x);
-      r[j][2] = sm90::low_bf16(residual[j].y), r[j][3] = sm90::high_bf16(residual[j].y);
+  for (int j = 0; j < 4; ++j) {
+    r[j][0] = sm90::low_bf16(residual[j].x), r[j][1] = sm90::high_bf16(residual[j].x);
+    r[j][2] = sm90::low_bf16(residual[j].y), r[j][3] = sm90::high_bf16(residual[j].y);
+  }
+  float v[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) y[i] = quick_bf16(y[i]);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    float out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float acc = mix[8 + k] * r[0][i];
+      acc = plat::fma(mix[4 + k], y[i], acc);
+#pragma unroll
+      for (int j = 1; j < 4; ++j) acc = plat::fma(mix[8 + 4 * j + k], r[j][i], acc);
+      out[i] = quick_bf16(acc);
+      v[i] = plat::fma(out[i], mix[k], v[i]);
     }
-    float v[4] = {};
+    *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
+        make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
+  }
+
+  float squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = quick_bf16(y[i]);
+  for (int i = 0; i < 4; ++i) {
+    v[i] = quick_bf16(v[i]);
+    squares = plat::fma(v[i], v[i], squares);
+  }
+  stamps.mark(StampStage::compute);
+  squares = plat::warp_sum(squares);
+  if (plat::thread_idx() % plat::kWarpLanes == 0) {
+    warp_squares[plat::thread_idx() / plat::kWarpLanes] = squares;
+  }
+  plat::block_sync();
+  sm90::cluster_wait();  // of the arrival at the start
+  if (plat::thread_idx() < kBlocksPerRow) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sum += warp_squares[i];
+    sm90::send_to_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), sum,
+                       sm90::peer_address(&squares_barrier, plat::thread_idx()));
+  }
+  wait_for_cluster(&squares_barrier, 0);
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kBlocksPerRow; ++i) total += block_squares[i];
+  float scale = quick_rsqrt(total / static_cast<float>(kHidden) + params.norm_eps);
+  if (aborted != 0u) {
+    scale = plat::bits_float(0x7fc0'0000u);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      float out[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float acc = mix[8 + k] * r[0][i];
-        acc = plat::fma(mix[4 + k], y[i], acc);
-#pragma unroll
-        for (int j = 1; j < 4; ++j) acc = plat::fma(mix[8 + 4 * j + k], r[j][i], acc);
-        out[i] = quick_bf16(acc);
-        v[i] = plat::fma(out[i], mix[k], v[i]);
-      }
       *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
-          make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
-    }
-
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = quick_bf16(v[i]);
-      squares = plat::fma(v[i], v[i], squares);
-    }
-    stamps.mark(StampStage::compute);
-    squares = plat::warp_sum(squares);
-    if (plat::thread_idx() % plat::kWarpLanes == 0) {
-      warp_squares[plat::thread_idx() / plat::kWarpLanes] = squares;
-    }
-    plat::block_sync();
-    sm90::cluster_wait();  // of the arrival at the start
-    if (plat::thread_idx() < kBlocksPerRow) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kWarps; ++i) sum += warp_squares[i];
-      sm90::send_to_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), sum,
-                         sm90::peer_address(&squares_barrier, plat::thread_idx()));
-    }
-    wait_for_cluster(&squares_barrier, 0);
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kBlocksPerRow; ++i) total += block_squares[i];
-    float scale = quick_rsqrt(total / static_cast<float>(kHidden) + params.norm_eps);
-    if (aborted != 0u) {
-      scale = plat::bits_float(0x7fc0'0000u);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
-            make_uint2(0x7fc0'7fc0u, 0x7fc0'7fc0u);
-      }
-    }
-    stamps.mark(StampStage::sum);
-
-    const float gain[4] = {sm90::low_bf16(gain_codes.x), sm90::high_bf16(gain_codes.x),
-                           sm90::low_bf16(gain_codes.y), sm90::high_bf16(gain_codes.y)};
-    float amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[i] = quick_bf16(v[i] * scale * gain[i]);
-      amax = plat::max(plat::abs(v[i]), amax);
-    }
-    const std::int64_t place = static_cast<std::int64_t>(row_idx) * kHidden + 4 * quad_idx;
-    if (params.x != nullptr) {
-      *reinterpret_cast<uint2*>(params.x + place) =
-          make_uint2(sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]));
-    }
-#pragma unroll
-    for (int mask = 1; mask < kGroup / 4; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-    }
-    const PowerScale group = power_scale(amax);
-    const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-                                sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
-                                    << 16;
-    {
-      send_codes(params.num_rows, params.x_packets, static_cast<std::uint32_t>(epoch),
-                 params.x_codes, params.x_scale, row_idx, quad_idx, kHidden, codes, group.scale);
+          make_uint2(0x7fc0'7fc0u, 0x7fc0'7fc0u);
     }
   }
+  stamps.mark(StampStage::sum);
+
+  const float gain[4] = {sm90::low_bf16(gain_codes.x), sm90::high_bf16(gain_codes.x),
+                         sm90::low_bf16(gain_codes.y), sm90::high_bf16(gain_codes.y)};
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[i] = quick_bf16(v[i] * scale * gain[i]);
+    amax = plat::max(plat::abs(v[i]), amax);
+  }
+  const std::int64_t place = static_cast<std::int64_t>(row_idx) * kHidden + 4 * quad_idx;
+  if (params.x != nullptr) {
+    *reinterpret_cast<uint2*>(params.x + place) =
+        make_uint2(sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]));
+  }
+#pragma unroll
+  for (int mask = 1; mask < kGroup / 4; mask *= 2) {
+    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+  }
+  const PowerScale group = power_scale(amax);
+  const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
+                              sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse) << 16;
+  send_codes(params.num_rows, params.x_packets, static_cast<std::uint32_t>(epoch), params.x_codes,
+             params.x_scale, row_idx, quad_idx, kHidden, codes, group.scale);
   stamps.mark(StampStage::store);
   open_gate(params.done);
   // So that this kernel's end says that the publishing one has ended too.

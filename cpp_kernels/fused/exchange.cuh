@@ -105,10 +105,10 @@ LOWLAT_DEVICE void report_fault(const ExchangePort& port, std::uint32_t kernel,
   }
 }
 
-// Returns when the first packets of this row are there, or the wait has ended otherwise. All threads
-// of a block that has `quads` of the row's quads from first_quad on call, before receive_quad: while
-// nothing has come one warp asks for 32 packets, and not every thread for its own, which would take
-// the cache's bandwidth from the kernels that are waited for.
+// Returns when the first packets of this row are there, or the wait has ended otherwise. All
+// threads of a block that has `quads` of the row's quads from first_quad on call, before
+// receive_quad: while nothing has come one warp asks for 32 packets, and not every thread for its
+// own, which would take the cache's bandwidth from the kernels that are waited for.
 template <int kRanks>
 LOWLAT_DEVICE void wait_for_quads(const ExchangePort& port, std::uint64_t epoch, int row_idx,
                                   int first_quad, int quads, int quads_per_row,

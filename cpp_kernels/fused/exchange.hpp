@@ -31,9 +31,10 @@ struct ExchangePort {
   StampSink stamps;      // .stamps NULL: none
 };
 
-// The step's first kernel: *step_epoch += num_exchanges of the last step (and over the numbers whose
-// low half is about to wrap), words[0 .. num_words) = 0 (gates and tickets; NULL: none). All later
-// kernels of the step may read them; the next step starts after this one's last kernel has ended.
+// The step's first kernel: *step_epoch += num_exchanges of the last step (and over the numbers
+// whose low half is about to wrap), words[0 .. num_words) = 0 (gates and tickets; NULL: none). All
+// later kernels of the step may read them; the next step starts after this one's last kernel has
+// ended.
 cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
                               std::uint32_t* words, int num_words, cudaStream_t stream);
 
@@ -64,8 +65,8 @@ struct ExchangeNormParams {
   bool early;
 };
 
-// Makes the packets of a step's first x, where no exchange of this step does: x bf16 [T, H] quantised
-// in groups of 32, for FrontParams::x_index = index. Hidden 5120 or 4096.
+// Makes the packets of a step's first x, where no exchange of this step does: x bf16 [T, H]
+// quantised in groups of 32, for FrontParams::x_index = index. Hidden 5120 or 4096.
 // More rows go to codes and scale as ExchangeNormParams has them. T 1 .. 48.
 cudaError_t launch_send_x(const std::uint16_t* x, int num_rows, int hidden, void* packets,
                           std::uint8_t* codes, float* scale, const std::uint64_t* step_epoch,

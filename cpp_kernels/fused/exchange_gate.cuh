@@ -4,12 +4,13 @@
 //                     the block's barrier, so that the block's stores come before it), read by one
 //                     thread of each block of a reader (acquire.device), whose other threads follow
 //                     its block's barrier. Data are read past the first-level cache.
-//              reuse  words are zeroed by the kernel that begins a step. What a kernel writes it writes after it has passed its
-//                     own gate, which the readers of the former contents have opened, directly or
-//                     through the kernels between; steps follow each other by the stream's order.
-//              late   the port's budget without an opening ends the wait, fills the status words and
-//                     raises the abort word, which ends all other waits; the receiver of the next
-//                     exchange sees it too, so the step's results are NaN.
+//              reuse  words are zeroed by the kernel that begins a step. What a kernel writes it
+//                     writes after it has passed its own gate, which the readers of the former
+//                     contents have opened, directly or through the kernels between; steps follow
+//                     each other by the stream's order.
+//              late   the port's budget without an opening ends the wait, fills the status words
+//                     and raises the abort word, which ends all other waits; the receiver of the
+//                     next exchange sees it too, so the step's results are NaN.
 #pragma once
 
 #ifndef LOWLAT_PLATFORM

@@ -90,8 +90,8 @@ LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
 }
 
 // Where the first signs of a kernel's input show, so that blocks that wait long ask for little: a
-// resident kernel's thousands of threads would otherwise take the cache's bandwidth from the kernels
-// that they wait for.
+// resident kernel's thousands of threads would otherwise take the cache's bandwidth from the
+// kernels that they wait for.
 struct HopSigns {
   const plat::TaggedWords* turn;  // a packet of something that comes before the input; NULL: none
   std::uint32_t turn_tag;

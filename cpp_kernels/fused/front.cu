@@ -79,18 +79,16 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     constexpr int kQuads = kOwned / 4;
     auto* out = static_cast<plat::TaggedWords*>(is_q ? params.packets.qa : params.packets.kv);
     const int width = (is_q ? kQLora : kHeadDim) / 4;
-    {
-      wait_for_signs(x_hop, signs);
-      stamps.mark(StampStage::wait);
-      Linear::run(shared, x, params.num_rows, stamps);
-      const int token = plat::thread_idx() / kQuads, quad = plat::thread_idx() % kQuads;
-      if (token >= params.num_rows) return;
-      float v[4];
+    wait_for_signs(x_hop, signs);
+    stamps.mark(StampStage::wait);
+    Linear::run(shared, x, params.num_rows, stamps);
+    const int token = plat::thread_idx() / kQuads, quad = plat::thread_idx() % kQuads;
+    if (token >= params.num_rows) return;
+    float v[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = Linear::sum(shared, token, 4 * quad + i);
-      send_packet(out + token * width + (first_row + rank * kOwned) / 4 + quad, hop.tag,
-                  sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
-    }
+    for (int i = 0; i < 4; ++i) v[i] = Linear::sum(shared, token, 4 * quad + i);
+    send_packet(out + token * width + (first_row + rank * kOwned) / 4 + quad, hop.tag,
+                sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
     stamps.mark(StampStage::store);
     return;
   }
@@ -102,27 +100,23 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   Stamps stamps({}, 0);
   std::uint16_t* out = is_q ? params.qa : params.kv;
   const int width = is_q ? kQLora : kHeadDim;
-  {
-    wait_at(params.before);
-    Linear::run(shared, x, params.num_rows, stamps);
-    // Whole warps stay together: padded rows, of which those that are not there are not stored.
+  wait_at(params.before);
+  Linear::run(shared, x, params.num_rows, stamps);
+  // Whole warps stay together: padded rows, of which those that are not there are not stored.
 #pragma unroll 1
-    for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
-      const int token = i / kPairs, row = i % kPairs * 2;
-      const std::uint32_t pair =
-          sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
-      const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
-      float squares = plat::fma(low, low, high * high);
+  for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
+    const int token = i / kPairs, row = i % kPairs * 2;
+    const std::uint32_t pair =
+        sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
+    const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
+    float squares = plat::fma(low, low, high * high);
 #pragma unroll
-      for (int mask = 1; mask < kPairs; mask *= 2) {
-        squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
-      }
-      if (token >= params.num_rows) continue;
-      *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) =
-          pair;
-      if (is_q && row == 0)
-        params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
+    for (int mask = 1; mask < kPairs; mask *= 2) {
+      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
     }
+    if (token >= params.num_rows) continue;
+    *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) = pair;
+    if (is_q && row == 0) params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
   }
   open_gate(params.qkv_done);
 }
@@ -344,65 +338,63 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
                           kQLora / 4 / plat::kWarpLanes};
   wait_for_signs(hop, signs);
   stamps.mark(StampStage::wait);
-  {
-    if (token < num_rows) {
-      HopWords words[kPackets];
-      take_packets(words, hop, (1u << kPackets) - 1u,
-                   [&](int i) { return from + 2 * (lane_idx + i / 2 * plat::kWarpLanes) + i % 2; });
-      float v[kPiecesOfLane][8], squares = 0.0f;
+  if (token < num_rows) {
+    HopWords words[kPackets];
+    take_packets(words, hop, (1u << kPackets) - 1u,
+                 [&](int i) { return from + 2 * (lane_idx + i / 2 * plat::kWarpLanes) + i % 2; });
+    float v[kPiecesOfLane][8], squares = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
+    for (int i = 0; i < kPackets; ++i) {
+      const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float low = sm90::low_bf16(pairs[j]), high = sm90::high_bf16(pairs[j]);
-          v[i / 2][i % 2 * 4 + 2 * j] = low, v[i / 2][i % 2 * 4 + 2 * j + 1] = high;
-          squares = plat::fma(low, low, squares);
-          squares = plat::fma(high, high, squares);
-        }
-      }
-      const float norm =
-          quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + params.norm_eps);
-#pragma unroll
-      for (int i = 0; i < kPiecesOfLane; ++i) {
-        const std::uint32_t gains[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          v[i][2 * j] = v[i][2 * j] * norm * sm90::low_bf16(gains[j]);
-          v[i][2 * j + 1] = v[i][2 * j + 1] * norm * sm90::high_bf16(gains[j]);
-        }
-        std::uint32_t codes[2];
-        const PowerScale group = quantize_eight(codes, v[i]);
-        const int piece = lane_idx + i * plat::kWarpLanes;
-        *reinterpret_cast<uint2*>(shared.codes + token * kPitch + piece * kPiece) =
-            make_uint2(codes[0], codes[1]);
-        if (piece % (kGroup / kPiece) == 0) {
-          shared.scale[piece / (kGroup / kPiece) * kTokens + token] = group.scale;
-        }
+      for (int j = 0; j < 2; ++j) {
+        const float low = sm90::low_bf16(pairs[j]), high = sm90::high_bf16(pairs[j]);
+        v[i / 2][i % 2 * 4 + 2 * j] = low, v[i / 2][i % 2 * 4 + 2 * j + 1] = high;
+        squares = plat::fma(low, low, squares);
+        squares = plat::fma(high, high, squares);
       }
     }
-    plat::block_sync();
-    stamps.mark(StampStage::read);
-    const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-    Linear::run(shared.product, latent, num_rows, stamps);
-    const int width = params.num_heads * (kHeadDim / 4);
-    const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
-    if (row >= num_rows) return;
-    float v[4];
+    const float norm =
+        quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + params.norm_eps);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
-    if (rotates) {
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      const std::uint32_t gains[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const float2 turn = shared.turn[row][2 * quad + i / 2];
-        const float turned = v[i] * turn.x - v[i + 1] * turn.y;
-        v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
-        v[i] = turned;
+      for (int j = 0; j < 4; ++j) {
+        v[i][2 * j] = v[i][2 * j] * norm * sm90::low_bf16(gains[j]);
+        v[i][2 * j + 1] = v[i][2 * j + 1] * norm * sm90::high_bf16(gains[j]);
+      }
+      std::uint32_t codes[2];
+      const PowerScale group = quantize_eight(codes, v[i]);
+      const int piece = lane_idx + i * plat::kWarpLanes;
+      *reinterpret_cast<uint2*>(shared.codes + token * kPitch + piece * kPiece) =
+          make_uint2(codes[0], codes[1]);
+      if (piece % (kGroup / kPiece) == 0) {
+        shared.scale[piece / (kGroup / kPiece) * kTokens + token] = group.scale;
       }
     }
-    send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag,
-                sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
   }
+  plat::block_sync();
+  stamps.mark(StampStage::read);
+  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
+  Linear::run(shared.product, latent, num_rows, stamps);
+  const int width = params.num_heads * (kHeadDim / 4);
+  const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
+  if (row >= num_rows) return;
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
+  if (rotates) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const float2 turn = shared.turn[row][2 * quad + i / 2];
+      const float turned = v[i] * turn.x - v[i + 1] * turn.y;
+      v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
+      v[i] = turned;
+    }
+  }
+  send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag, sm90::to_bf16_pair(v[0], v[1]),
+              sm90::to_bf16_pair(v[2], v[3]), 0);
   stamps.mark(StampStage::store);
 }
 
@@ -445,56 +437,54 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   constexpr int kTogether = 4;
   const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
   static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
-  {
-    wait_at(params.qkv_done);
-    LatentPiece ahead[kTogether] = {};
-    const auto load = [&](int first) {
+  wait_at(params.qkv_done);
+  LatentPiece ahead[kTogether] = {};
+  const auto load = [&](int first) {
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = first + i * kProductThreads;
-        if (piece < pieces) ahead[i] = load_latent(params, piece);
-      }
-    };
-    load(plat::thread_idx());
-    for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
-           i += plat::kWarpLanes) {
-        squares += __ldcg(params.qa_squares + i * padded + token);
-      }
-      squares = plat::warp_sum(squares);
-      shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+    for (int i = 0; i < kTogether; ++i) {
+      const int piece = first + i * kProductThreads;
+      if (piece < pieces) ahead[i] = load_latent(params, piece);
     }
-    plat::block_sync();
+  };
+  load(plat::thread_idx());
+  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
+         i += plat::kWarpLanes) {
+      squares += __ldcg(params.qa_squares + i * padded + token);
+    }
+    squares = plat::warp_sum(squares);
+    shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+  }
+  plat::block_sync();
 #pragma unroll 1
-    for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
+  for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = first + i * kProductThreads;
-        if (piece >= pieces) break;
-        quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
-      }
-      load(first + kTogether * kProductThreads);
+    for (int i = 0; i < kTogether; ++i) {
+      const int piece = first + i * kProductThreads;
+      if (piece >= pieces) break;
+      quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
     }
-    plat::block_sync();
-    const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-    Linear::run(shared.product, latent, num_rows, stamps);
-    const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
+    load(first + kTogether * kProductThreads);
+  }
+  plat::block_sync();
+  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
+  Linear::run(shared.product, latent, num_rows, stamps);
+  const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
 #pragma unroll 1
-    for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
-      const int token = i / (kRows / 2), pair = i % (kRows / 2);
-      float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
-      float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
-      if (rotates) {
-        const float2 turn = shared.turn[token][pair];
-        const float turned = a * turn.x - b * turn.y;
-        b = a * turn.y + b * turn.x;
-        a = turned;
-      }
-      *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
-          sm90::to_bf16_pair(a, b);
+  for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
+    const int token = i / (kRows / 2), pair = i % (kRows / 2);
+    float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
+    float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+    if (rotates) {
+      const float2 turn = shared.turn[token][pair];
+      const float turned = a * turn.x - b * turn.y;
+      b = a * turn.y + b * turn.x;
+      a = turned;
     }
+    *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
+        sm90::to_bf16_pair(a, b);
   }
   open_gate(params.done);
 }
@@ -514,8 +504,13 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
   return with_tiles(params.num_rows, [&]<int kTiles>() {
     const int products = params.num_heads * (kHeadDim / kRows);
     const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
-    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads,
-                         sizeof(QShared<kTiles>), 1, programmatic, stream, params);
+    // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of them.
+    constexpr int kOneAMultiprocessor = 115 * 1024;
+    constexpr int kBytes = sizeof(QShared<kTiles>);
+    constexpr int kAsked =
+        kTiles == 1 && kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
+    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads, kAsked,
+                         1, programmatic, stream, params);
   });
 }
 

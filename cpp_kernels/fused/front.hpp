@@ -34,8 +34,8 @@ struct FrontParams {
   int num_rows;   // T, 1 .. 48
   int num_heads;  // of this rank
   float norm_eps;
-  // Up to kHopRows rows: packets instead of x_codes, x_scale, qa, qa_squares, kv and q. x comes with
-  // the epoch of exchange x_index of the step (-1: the last one of the step before).
+  // Up to kHopRows rows: packets instead of x_codes, x_scale, qa, qa_squares, kv and q. x comes
+  // with the epoch of exchange x_index of the step (-1: the last one of the step before).
   Hop hop;
   HopBuffers packets;
   int x_index;

@@ -82,9 +82,9 @@ struct HalfActivations {
   }
 };
 
-// Activations on their way in packets (up to eight tokens): eight e4m3 codes and their group's scale
-// each (kPacketsAPiece 1), or four f16 values and theirs (2). `data` is the packet of the block's
-// first K; stride in packets.
+// Activations on their way in packets (up to eight tokens): eight e4m3 codes and their group's
+// scale each (kPacketsAPiece 1), or four f16 values and theirs (2). `data` is the packet of the
+// block's first K; stride in packets.
 template <int kPacketsAPiece>
 struct HopActivations {
   using Raw = std::conditional_t<kPacketsAPiece == 1, uint2, uint4>;

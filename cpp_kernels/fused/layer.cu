@@ -216,7 +216,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     const auto launch_statistics = [&](bool programmatic) {
       run(HopKernel::mix, [&] {
         const int blocks = rows > kHopRows ? kMaxMixBlocks : parts.mix_blocks;
-        return launch_mix(mix, blocks, programmatic, stream);
+        return launch_mix(mix, blocks, false, programmatic, stream);
       });
     };
     if (mix_first) launch_statistics(!first);
@@ -275,8 +275,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   if (parts.second_statistics) {
     const MixParams mix = mixing(1, layer.ffn_hc, word_ffn_ticket, gate_ffn_mix);
     ffn_mix_done = mix.done;
-    run(HopKernel::mix,
-        [&] { return launch_mix(mix, parts.ffn_mix_blocks, !first || parts.attention, stream); });
+    run(HopKernel::mix, [&] {
+      return launch_mix(mix, parts.ffn_mix_blocks, true, !first || parts.attention, stream);
+    });
   }
   lowlat::fused::MoeArgs experts = {};
   experts.rows = rows;

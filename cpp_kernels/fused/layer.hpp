@@ -1,12 +1,12 @@
-// fused/layer.hpp: one plain decoder layer of V4.1-Flash on one rank as a chain of kernels: attention
-// sublayer, exchange, mixture of experts, exchange. "Plain" is a layer without compressor, indexer
-// and Engram of its own; what those make (the extra set of keys) is an input here. Every C++
-// compiler reads it.
+// fused/layer.hpp: one plain decoder layer of V4.1-Flash on one rank as a chain of kernels:
+// attention sublayer, exchange, mixture of experts, exchange. "Plain" is a layer without
+// compressor, indexer and Engram of its own; what those make (the extra set of keys) is an input
+// here. Every C++ compiler reads it.
 //
 // Rows       1 .. 48 (kMaxFusedRows). Ranks 2 or 4, or those of one device looped back to it.
-// Order      begin_step, then send_x (or a kernel of the caller that sends x), then layers 0, 1, ..,
-//            on one stream; the next step begins when this one's kernels have ended. Capturable;
-//            nothing is allocated.
+// Order      launch_layer_begin, launch_layer_input (or a kernel of the caller that sends x), then
+//            layers 0, 1 and on, on one stream; the next step begins when this one's kernels have
+//            ended. Capturable; nothing is allocated.
 // Residency  kernels are launched before their predecessors have ended and wait for packets or at
 //            gates while they hold their multiprocessors' memory. That cannot starve whom they wait
 //            for: a kernel is launched when every block of its predecessor has begun (only then may
@@ -115,12 +115,12 @@ cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
 // The step's first x, bf16 [T, H] normed and in memory.x: to what the first layer reads.
 cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 
-// Which kernels a layer holds and how they share the device. The default is the layer; anything else
-// is for measurements and tests.
+// Which kernels a layer holds and how they share the device. The default is the layer; anything
+// else is for measurements and tests.
 struct LayerParts {
   bool attention = true, experts = true, second_statistics = true;
   // Blocks of the statistics; multiprocessors that the experts leave to the second.
-  int mix_blocks = 8, ffn_mix_blocks = 2, idle_sms = 2;
+  int mix_blocks = 16, ffn_mix_blocks = 2, idle_sms = 2;
   bool weights_wait = true;  // see OprojParams
   bool late_mix = true;      // the first statistics start after attention
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
@@ -128,8 +128,8 @@ struct LayerParts {
 };
 
 // One layer: layer_idx counts from 0 within the step (exchanges 2 layer_idx and the next). Returns
-// cudaErrorInvalidValue for sizes that were not built and for a device that cannot hold the experts'
-// grid at once.
+// cudaErrorInvalidValue for sizes that were not built and for a device that cannot hold the
+// experts' grid at once.
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream);
 

@@ -6,8 +6,8 @@
 // Rounding     none but fp32 sums
 // Bytes        H = 5120: read 1.97 MB of fn (once for eight rows) and T·41 kB
 // Floor        0.42 us at 4.65 TB/s; it runs beside others, on a few multiprocessors
-// Launch       blocks of 256 threads take every so manieth piece of 256 values; pieces are on their
-//              way two at a time, the first before the residual is waited for
+// Launch       blocks of 256 threads take every so manieth piece of 256 values; two or seven pieces
+//              are on their way at a time, the first before the residual is waited for
 // Ordering     residual: gate (exchange_gate.cuh). partial: each block's stores, then its ticket
 //              (acq_rel.device, after the block's barrier); who has the last ticket sees all
 // Determinism  fixed summation tree for a number of blocks
@@ -34,14 +34,17 @@ constexpr int kPerWarp = kOutputs / kWarps;
 static_assert(kOutputs == 24 && kMixStride > kOutputs);
 static_assert(kBatch * (kPerWarp + 1) == plat::kWarpLanes);
 
+constexpr int kMaxStages = 7;
+
 struct Shared {
-  struct Piece {
-    alignas(128) float fn[kOutputs][kLength];
-    alignas(16) std::uint16_t row[kBatch][kLength];
-  } piece[2];
-  std::uint64_t barrier[2];  // of fn
+  struct alignas(128) Piece {
+    float fn[kOutputs][kLength];
+    std::uint16_t row[kBatch][kLength];
+  };
+  std::uint64_t barrier[kMaxStages];  // of fn
   float logit[kWarps][kOutputs];
   bool last;
+  alignas(128) Piece piece[1];  // as many as were launched with
 };
 
 // v[i] summed over the lanes, in v[0] of lane i: each exchange halves the values that a lane holds.
@@ -99,28 +102,39 @@ LOWLAT_DEVICE void sinkhorn(float (&comb)[4][4], float eps, int num_iters) {
 
 // Asks for fn of a piece; the barrier's phase takes all of it. All threads call: a thread's copies
 // take turns, so each warp has its own.
-LOWLAT_DEVICE void ask_for_weights(Shared& shared, const MixParams& params, int side, int piece) {
+LOWLAT_DEVICE void ask_for_weights(Shared& shared, const MixParams& params, int stage, int piece) {
   if (plat::thread_idx() % plat::kWarpLanes != 0) return;
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  sm90::barrier_arrive_expect(&shared.barrier[side], kPerWarp * sizeof shared.piece[side].fn[0]);
+  sm90::barrier_arrive_expect(&shared.barrier[stage], kPerWarp * sizeof shared.piece[stage].fn[0]);
 #pragma unroll 1
   for (int i = warp_idx * kPerWarp; i < (warp_idx + 1) * kPerWarp; ++i) {
-    sm90::bulk_load(shared.piece[side].fn[i],
+    sm90::bulk_load(shared.piece[stage].fn[i],
                     params.fn + std::int64_t{i} * 4 * params.hidden + piece * kLength,
-                    sizeof shared.piece[side].fn[i], &shared.barrier[side]);
+                    sizeof shared.piece[stage].fn[i], &shared.barrier[stage]);
   }
 }
-LOWLAT_DEVICE void ask_for_rows(Shared& shared, const MixParams& params, int side, int piece,
+LOWLAT_DEVICE void ask_for_rows(Shared& shared, const MixParams& params, int stage, int piece,
                                 int first_row) {
   constexpr int kParts = kLength / 8;
   for (int i = plat::thread_idx(); i < kBatch * kParts; i += kThreads) {
     // Rows after the last are the last again; their sums are not stored.
     const int row = i / kParts, part = i % kParts;
-    copy_16(&shared.piece[side].row[row][part * 8],
+    copy_16(&shared.piece[stage].row[row][part * 8],
             params.residual +
                 static_cast<std::int64_t>(min(first_row + row, params.num_rows - 1)) * 4 *
                     params.hidden +
                 piece * kLength + part * 8);
+  }
+}
+
+// Copies of ask_for_rows belong to the group that this ends; groups come in order.
+LOWLAT_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most stages - 2 groups are on their way.
+LOWLAT_DEVICE void wait_for_copies_of_turn(int stages) {
+  if (stages == 2) {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+  } else {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kMaxStages - 2) : "memory");
   }
 }
 
@@ -206,30 +220,43 @@ __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ 
   const int num_batches = (params.num_rows + kBatch - 1) / kBatch;
   const int turns = own_pieces * num_batches;
   const auto piece_of = [&](int turn) { return block_idx + turn % own_pieces * num_blocks; };
+  const int stages = params.stages;
   if (plat::thread_idx() == 0) {
-    sm90::barrier_init(&shared.barrier[0], kWarps);
-    sm90::barrier_init(&shared.barrier[1], kWarps);
+    for (int i = 0; i < stages; ++i) sm90::barrier_init(&shared.barrier[i], kWarps);
     sm90::fence_barrier_init();
   }
   plat::block_sync();
-  ask_for_weights(shared, params, 0, piece_of(0));
+  for (int turn = 0; turn < min(stages - 1, turns); ++turn) {
+    ask_for_weights(shared, params, turn, piece_of(turn));
+  }
   __syncwarp();
   stamps.mark(StampStage::ask);
   wait_at(params.before);
   stamps.mark(StampStage::wait);
-  ask_for_rows(shared, params, 0, piece_of(0), 0);
-  float sum[plat::kWarpLanes] = {};
-  for (int turn = 0; turn < turns; ++turn) {
-    const int side = turn & 1, batch = turn / own_pieces;
-    wait_for_copies();
-    plat::block_sync();  // this piece's rows are there, and the other's memory is free
-    if (turn + 1 < turns) {
-      ask_for_weights(shared, params, side ^ 1, piece_of(turn + 1));
-      __syncwarp();
-      ask_for_rows(shared, params, side ^ 1, piece_of(turn + 1), (turn + 1) / own_pieces * kBatch);
+  for (int turn = 0; turn < stages - 1; ++turn) {
+    if (turn < turns) {
+      ask_for_rows(shared, params, turn, piece_of(turn), turn / own_pieces * kBatch);
     }
-    wait_for_weights(&shared.barrier[side], turn >> 1 & 1);
-    add_piece(sum, shared.piece[side], warp_idx, lane_idx);
+    commit_copies();
+  }
+  float sum[plat::kWarpLanes] = {};
+  int stage = 0;
+  std::uint32_t parity = 0;
+  for (int turn = 0; turn < turns; ++turn) {
+    const int batch = turn / own_pieces;
+    // A group of copies a turn: all but the latest stages - 2 have come.
+    wait_for_copies_of_turn(stages);
+    plat::block_sync();  // this piece's rows are there, and the memory of the one before is free
+    const int next = turn + stages - 1, next_stage = stage == 0 ? stages - 1 : stage - 1;
+    if (next < turns) {
+      ask_for_weights(shared, params, next_stage, piece_of(next));
+      __syncwarp();
+      ask_for_rows(shared, params, next_stage, piece_of(next), next / own_pieces * kBatch);
+    }
+    commit_copies();
+    wait_for_weights(&shared.barrier[stage], parity);
+    add_piece(sum, shared.piece[stage], warp_idx, lane_idx);
+    if (++stage == stages) stage = 0, parity ^= 1u;
     if ((turn + 1) % own_pieces != 0) continue;
     sum_over_lanes(sum, lane_idx);
     const int row_idx = batch * kBatch + lane_idx / (kPerWarp + 1);
@@ -269,15 +296,17 @@ __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ 
 
 }  // namespace
 
-cudaError_t launch_mix(const MixParams& params, int blocks, bool programmatic,
+cudaError_t launch_mix(const MixParams& params, int blocks, bool alone, bool programmatic,
                        cudaStream_t stream) {
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows || params.hidden % 128 != 0 ||
       blocks < 1 || blocks > kMaxMixBlocks || (blocks & (blocks - 1)) != 0 ||
       blocks > 4 * params.hidden / kLength) {
     return cudaErrorInvalidValue;
   }
-  return launch_kernel(hc_mix_sm90, dim3(blocks), kThreads, sizeof(Shared), 1, programmatic, stream,
-                       params);
+  MixParams own = params;
+  own.stages = alone ? kMaxStages : 2;
+  const int bytes = static_cast<int>(sizeof(Shared) + (own.stages - 1) * sizeof(Shared::Piece));
+  return launch_kernel(hc_mix_sm90, dim3(blocks), kThreads, bytes, 1, programmatic, stream, own);
 }
 
 }  // namespace lowlat::nvidia::fused

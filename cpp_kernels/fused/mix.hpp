@@ -28,10 +28,12 @@ struct MixParams {
   std::uint32_t* ticket;  // device word, zeroed once, of this sublayer: the last block finishes
   Gate before, done;      // of the residual; of the parameters (blocks 1)
   Hop hop;                // of its stamps
+  int stages;             // set by launch_mix
 };
 
-// `blocks`: a power of two up to kMaxMixBlocks. Two take 20 us for six rows, more take less; each
-// wants most of a multiprocessor's memory. No block waits for another.
-cudaError_t launch_mix(const MixParams& params, int blocks, bool programmatic, cudaStream_t stream);
+// `blocks`: a power of two up to kMaxMixBlocks. `alone`: a block takes all of a multiprocessor's
+// memory (200 KB) and two blocks are enough; otherwise 58 KB. No block waits for another.
+cudaError_t launch_mix(const MixParams& params, int blocks, bool alone, bool programmatic,
+                       cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

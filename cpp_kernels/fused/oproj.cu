@@ -81,33 +81,31 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     stamps.mark(StampStage::ask);
     wait_for_signs(hop, signs);
     stamps.mark(StampStage::wait);
-    {
-      Linear::run(shared, o, params.num_rows, stamps);
-      if (!Linear::owns()) return;
-      // Eight lanes a token, four of the 32 outputs that share a scale each; two lanes a packet.
-      const int token = plat::thread_idx() / 8, quad = plat::thread_idx() % 8;
-      if (token / 4 * 4 >= params.num_rows) return;  // whole warps stay
-      float v[4], amax = 0.0f;
+    Linear::run(shared, o, params.num_rows, stamps);
+    if (!Linear::owns()) return;
+    // Eight lanes a token, four of the 32 outputs that share a scale each; two lanes a packet.
+    const int token = plat::thread_idx() / 8, quad = plat::thread_idx() % 8;
+    if (token / 4 * 4 >= params.num_rows) return;  // whole warps stay
+    float v[4], amax = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        v[i] = quick_bf16(Linear::sum(shared, min(token, params.num_rows - 1), 4 * quad + i));
-        amax = plat::max(plat::abs(v[i]), amax);
-      }
-#pragma unroll
-      for (int mask = 1; mask < 8; mask *= 2) {
-        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-      }
-      const PowerScale group = power_scale(amax);
-      const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-                                  sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
-                                      << 16;
-      const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
-      if (quad % 2 != 0 || token >= params.num_rows) return;
-      send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
-                      token * params.num_groups * (kLora / 8) +
-                      (tile * kRowsA + rank * kOwnedA + 4 * quad) / 8,
-                  hop.tag, codes, next, plat::float_bits(group.scale));
+    for (int i = 0; i < 4; ++i) {
+      v[i] = quick_bf16(Linear::sum(shared, min(token, params.num_rows - 1), 4 * quad + i));
+      amax = plat::max(plat::abs(v[i]), amax);
     }
+#pragma unroll
+    for (int mask = 1; mask < 8; mask *= 2) {
+      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+    }
+    const PowerScale group = power_scale(amax);
+    const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
+                                sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
+                                    << 16;
+    const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
+    if (quad % 2 != 0 || token >= params.num_rows) return;
+    send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
+                    token * params.num_groups * (kLora / 8) +
+                    (tile * kRowsA + rank * kOwnedA + 4 * quad) / 8,
+                hop.tag, codes, next, plat::float_bits(group.scale));
     stamps.mark(StampStage::store);
     return;
   }
@@ -116,29 +114,26 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   const HalfActivations<kGroup, false> o{params.o + first_k,
                                          params.o_scale + first_k / kGroup * padded,
                                          2 * params.num_groups * kGroupInput, padded};
-  {
-    wait_at(params.before);
-    Linear::run(shared, o, params.num_rows, stamps);
-    if (!Linear::owns()) return;
-    // A warp a token: its lanes are the 32 outputs that share a scale.
-    static_assert(kOwnedA == plat::kWarpLanes);
-    const int row = plat::thread_idx() % plat::kWarpLanes;
-    const int first_row = tile * kRowsA + rank * kOwnedA;
-    for (int token = plat::thread_idx() / plat::kWarpLanes; token < params.num_rows;
-         token += kProductWarps) {
-      const float u = quick_bf16(Linear::sum(shared, token, row));
-      const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
-      params
-          .u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
-          static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
-      if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
-    }
+  wait_at(params.before);
+  Linear::run(shared, o, params.num_rows, stamps);
+  if (!Linear::owns()) return;
+  // A warp a token: its lanes are the 32 outputs that share a scale.
+  static_assert(kOwnedA == plat::kWarpLanes);
+  const int row = plat::thread_idx() % plat::kWarpLanes;
+  const int first_row = tile * kRowsA + rank * kOwnedA;
+  for (int token = plat::thread_idx() / plat::kWarpLanes; token < params.num_rows;
+       token += kProductWarps) {
+    const float u = quick_bf16(Linear::sum(shared, token, row));
+    const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
+    params.u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
+        static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
+    if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
   }
   open_gate(params.u_done);
 }
 
 template <int kTiles, int kGroups>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     oproj_b_fp8_sm90(const __grid_constant__ OprojParams params) {
   using Shape = ShapeB<kTiles, kGroups>;
   using Linear = Shape::Linear;
@@ -172,34 +167,32 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   }
   Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
   stamps.mark(StampStage::ask);
-  {
-    if constexpr (kTiles == 1) {
-      wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.o) + tile, hop.tag,
-                           few.data, kKOfBlock / 8 / plat::kWarpLanes});
-      stamps.mark(StampStage::wait);
-      Linear::run(shared, few, params.num_rows, stamps);
-    } else {
-      wait_at(params.u_done);
-      if (!early) sm90::launch_dependents();
-      const CodeActivations<kGroup, false> u{params.u_codes + rank * kKOfBlock,
-                                             params.u_scale + rank * kKOfBlock / kGroup * padded, k,
-                                             padded};
-      Linear::run(shared, u, params.num_rows, stamps);
-    }
-    constexpr int kQuads = Linear::kOwned / 4;
-    const int first_owned = first_row + rank * Linear::kOwned;
+  if constexpr (kTiles == 1) {
+    wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.o) + tile, hop.tag,
+                         few.data, kKOfBlock / 8 / plat::kWarpLanes});
+    stamps.mark(StampStage::wait);
+    Linear::run(shared, few, params.num_rows, stamps);
+  } else {
+    wait_at(params.u_done);
+    if (!early) sm90::launch_dependents();
+    const CodeActivations<kGroup, false> u{params.u_codes + rank * kKOfBlock,
+                                           params.u_scale + rank * kKOfBlock / kGroup * padded, k,
+                                           padded};
+    Linear::run(shared, u, params.num_rows, stamps);
+  }
+  constexpr int kQuads = Linear::kOwned / 4;
+  const int first_owned = first_row + rank * Linear::kOwned;
 #pragma unroll 1
-    for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
-      const int token = i / kQuads, quad = i % kQuads;
-      float v[4];
+  for (int i = plat::thread_idx(); i < kQuads * params.num_rows; i += kProductThreads) {
+    const int token = i / kQuads, quad = i % kQuads;
+    float v[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = Linear::sum(shared, token, 4 * quad + j);
-      if (params.published) {
-        publish_quad(params.port, epoch, token, first_owned / 4 + quad, kHidden / 4, v);
-      } else {
-        *reinterpret_cast<float4*>(params.partial + static_cast<std::int64_t>(token) * kHidden +
-                                   first_owned + 4 * quad) = make_float4(v[0], v[1], v[2], v[3]);
-      }
+    for (int j = 0; j < 4; ++j) v[j] = Linear::sum(shared, token, 4 * quad + j);
+    if (params.published) {
+      publish_quad(params.port, epoch, token, first_owned / 4 + quad, kHidden / 4, v);
+    } else {
+      *reinterpret_cast<float4*>(params.partial + static_cast<std::int64_t>(token) * kHidden +
+                                 first_owned + 4 * quad) = make_float4(v[0], v[1], v[2], v[3]);
     }
   }
   stamps.mark(StampStage::store);

@@ -1,5 +1,5 @@
-// The kernels of a layer's attention half at true shapes, each against float64 on the inputs that the
-// device had: TP4's share of V4.1-Flash, its mailboxes looped back to the one device.
+// The kernels of a layer's attention half at true shapes, each against float64 on the inputs that
+// the device had: TP4's share of V4.1-Flash, its mailboxes looped back to the one device.
 #include "bench/attn_layer.hpp"
 #include "gpu.cuh"
 #include "reference/attention.hpp"
@@ -196,7 +196,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
       fused::launch_begin_step(mail.step_epoch.get(), 3, gates.words(), gates.num_words(), nullptr),
       "begin step");
   act.put_u(u_codes, u_scale, static_cast<std::uint32_t>(mail.step_epoch.take()[0]) + act.index);
-  must_run(fused::launch_mix(mixing(0), 8, false, nullptr), "mix");
+  must_run(fused::launch_mix(mixing(0), 8, false, false, nullptr), "mix");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
   must_run(
@@ -230,7 +230,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
 
   // The front.
   fused::FrontParams front = act.front(device, device_keys);
-  must_run(fused::launch_mix(mixing(1), 2, false, nullptr), "mix");
+  must_run(fused::launch_mix(mixing(1), 2, true, false, nullptr), "mix");
   must_run(fused::launch_front_qkv(front, false, nullptr), "qkv");
   const std::vector<std::uint16_t> qa = act.take_halves(act.qa, act.packets.qa, kQLora),
                                    kv = act.take_halves(act.kv, act.packets.kv, kDim);
