@@ -3,6 +3,7 @@
 //   bench_draft check [2]     R = 1, 2, 4 ranks on one GPU (2: ranks on two GPUs); results, faults
 //   bench_draft time          one GPU: TP4's share with its mailboxes looped back, and TP1
 //   bench_draft time 2        TP2 on two GPUs
+//   bench_draft small         a few ids, for compute-sanitizer
 //   bench_draft profile [2]   where the time of a step goes, from clocks in each block
 //
 // Times are of a CUDA graph of six launches, weights and logits rotated past the second-level
@@ -61,6 +62,19 @@ void check_all(int devices) {
   if (devices == 2) return;
   for (const int batch : {1, 2, 8}) failures += check_accept(batch, 5, kVocab, batch) ? 0 : 1;
   failures += check_accept(8, 7, 2500, 41) && check_accept(3, 1, 1000, 42) ? 0 : 1;
+}
+
+// Everything once, with few ids: what a tool that is a hundred times slower gets through.
+void check_small() {
+  const DraftWeights weights(4096, 51, false);
+  const std::vector<float> mixed{0.7f, 0.0f, 1.0f};
+  for (const int blocks : {2, 8, 16}) {
+    DraftSetup setup = setup_of(4096, 1, 1, 3, mixed, true);
+    setup.blocks = blocks;
+    setup.budget_ns = 20'000'000'000;
+    check_case(weights, setup, "small");
+  }
+  failures += check_accept(2, 2, 2500, 1) ? 0 : 1;
 }
 
 // ------------------------------------------------------------------------------------ times
@@ -127,27 +141,31 @@ void time_all(int devices) {
   }
 }
 
-// Medians over blocks of the time between stamps, in each step, of one launch in mid graph.
+// Medians over blocks of the time between stamps, of one launch in mid graph; of the first from the
+// earliest block's start.
 void print_stamps(const std::vector<std::uint64_t>& stamps, int blocks, const char* name) {
-  static const char* const kParts[] = {"row", "products", "block", "send", "prepare", "hear"};
+  static const char* const kParts[2][fused::kDraftStamps] = {
+      {"start", "inputs", "noise", "weights"},
+      {"row", "products", "block", "send", "prepare", "hear"}};
+  constexpr int kRow = fused::kDraftStamps, kOfBlock = (fused::kDraftSteps + 1) * kRow;
   std::printf("profile %s: us, median over blocks (most)\n", name);
   std::uint64_t first = ~std::uint64_t{0};
   for (int block = 0; block < blocks; ++block) {
-    first = std::min(
-        first, stamps[static_cast<std::size_t>(block) * fused::kDraftSteps * fused::kDraftStamps]);
+    first = std::min(first, stamps[static_cast<std::size_t>(block) * kOfBlock]);
   }
-  for (int step = 0; step < fused::kDraftSteps; ++step) {
-    for (int part = 0; part < fused::kDraftStamps; ++part) {
+  for (int step = -1; step < fused::kDraftSteps; ++step) {
+    for (int part = 0; part < (step < 0 ? 4 : fused::kDraftStamps); ++part) {
       std::vector<double> spans;
       for (int block = 0; block < blocks; ++block) {
         const std::size_t at =
-            (static_cast<std::size_t>(block) * fused::kDraftSteps + step) * fused::kDraftStamps +
-            part;
-        const std::uint64_t before = step == 0 && part == 0 ? first : stamps[at - 1];
+            static_cast<std::size_t>(block) * kOfBlock + (step + 1) * kRow + part;
+        const std::size_t last = step == 0 && part == 0 ? at - 3 : at - 1;
+        const std::uint64_t before = step < 0 && part == 0 ? first : stamps[last];
         spans.push_back(static_cast<double>(stamps[at] - before) * 1e-3);
       }
       std::sort(spans.begin(), spans.end());
-      std::printf("  %s %.2f (%.2f)", kParts[part], spans[spans.size() / 2], spans.back());
+      std::printf("  %s %.2f (%.2f)", kParts[step < 0 ? 0 : 1][part], spans[spans.size() / 2],
+                  spans.back());
     }
     std::printf("\n");
   }
@@ -194,6 +212,11 @@ int run(int argc, char** argv) {
     std::printf("%d failures\n", failures);
     return failures == 0 ? 0 : 1;
   }
+  if (what == "small") {
+    check_small();
+    std::printf("%d failures\n", failures);
+    return failures == 0 ? 0 : 1;
+  }
   if (what == "time") {
     time_all(devices);
     return 0;
@@ -202,7 +225,7 @@ int run(int argc, char** argv) {
     profile_all(devices);
     return 0;
   }
-  std::fprintf(stderr, "usage: bench_draft check [2] | time [2] | profile [2]\n");
+  std::fprintf(stderr, "usage: bench_draft check [2] | small | time [2] | profile [2]\n");
   return 2;
 }
 

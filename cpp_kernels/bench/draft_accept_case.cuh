@@ -1,4 +1,4 @@
-// bench/draft_accept_case.cuh: the acceptance rule of all requests in one launch, checked against
+// bench/draft_accept_case.cuh: the acceptance rule of all requests, checked against
 // reference/ and timed. Shared by the bench and the GPU test.
 #pragma once
 

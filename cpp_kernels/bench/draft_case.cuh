@@ -208,6 +208,7 @@ struct DraftSetup {
   int launches = 1;  // of one replay; each has weights and logits of its own where `sets` says so
   int sets = 1;
   bool programmatic = true;
+  std::uint64_t budget_ns = kDraftBudgetNs;
   bool chained = false;  // anchors are the last proposals of the launch before
 };
 
@@ -259,8 +260,8 @@ struct DraftRank {
     if (!setup.temperatures.empty()) {
       logits = Buffer<float>(first.size() * fused::kDraftSteps * setup.vocab);
     }
-    stamps = Buffer<std::uint64_t>(static_cast<std::size_t>(setup.blocks) * fused::kDraftSteps *
-                                   fused::kDraftStamps);
+    const int stamps_of_block = (fused::kDraftSteps + 1) * fused::kDraftStamps;
+    stamps = Buffer<std::uint64_t>(static_cast<std::size_t>(setup.blocks) * stamps_of_block);
   }
   const std::uint32_t* status() const {
     return static_cast<const std::uint32_t*>(region.port(kDraftBudgetNs, 0).status);
@@ -293,7 +294,7 @@ class DraftGroup {
     const DraftRank& rank = *ranks_[r];
     const int set = launch % setup_.sets;
     fused::DraftProposalsParams p = {};
-    p.port = rank.region.port(kDraftBudgetNs, 0);
+    p.port = rank.region.port(setup_.budget_ns, 0);
     p.exchange_index = launch * fused::kDraftExchanges;
     p.batch_size = setup_.batch;
     p.vocab_shard = setup_.vocab / setup_.ranks;

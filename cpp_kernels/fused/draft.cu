@@ -33,8 +33,8 @@
 //              late     every wait has the budget of the port and ends when the abort word is up;
 //                       the first thread of the rank reports. The block sends nothing more then;
 //                       its tokens from there on are 0 and its logits NaN.
-// Determinism  a bias has one order of summation, whatever block, slot or rank it is in; tokens are
-//              equal on all ranks, because all see the same packets and the rule is a total order.
+// Determinism  a bias has one order of summation on all ranks of a launch; tokens are equal on all,
+//              because all see the same packets and the rule is a total order. Bitwise run to run.
 // Meaning      reference/draft.cpp; stages/draft.hpp. Bound: docs/numerics.md, markov_draft
 #include "platform/nvidia.hpp"
 // The platform comes first.
@@ -59,25 +59,26 @@ constexpr int kPollGroups = kThreads / kPollers;
 constexpr int kMostTilesOfBlock = 0x10000 / kTileIds;  // a packet has 16 bits for an id
 static_assert(kWarps == 8 && kPollGroups == 2, "see the lanes that join what the warps heard");
 
-// kTiles: consecutive tiles that a warp keeps on chip, 2 or 4. Their ids are the lanes', one or two
-// each.
+// kTiles: consecutive tiles that a warp keeps on chip, 2 or 4.
 template <int kTiles>
 struct Shared {
   static constexpr int kIds = kTiles * kTileIds;
   static constexpr int kInRegisters = kTiles == 4 ? 3 : kTiles;
   static constexpr int kInShared = kTiles - kInRegisters;
-  // 8 mod 32 words for two requests: the lanes that store sums are in different banks.
-  static constexpr int kSumPitch = kIds + 4;
+  // 4 mod 32 words: lanes that store sums, or score ids of several requests, are in different
+  // banks, and rows stay aligned to 16 bytes.
+  static constexpr int kPitch = kIds + 4;
 
   // Of a warp, in the order in which its lanes read: operands of the first products, of the second.
   uint4 tiles[kWarps][kInShared > 0 ? 2 * kPieces : 1][plat::kWarpLanes];
-  float noise[kWarps][kMaxDraftBatch][kDraftSteps][kIds];
-  float base[kWarps][kMaxDraftBatch][kIds];  // of the step
-  float sums[kWarps][kMaxDraftBatch][kSumPitch];
+  float noise[kWarps][kMaxDraftBatch][kDraftSteps][kPitch];
+  float base[kWarps][kMaxDraftBatch][kPitch];   // of the step
+  float sums[kWarps][kMaxDraftBatch][kPitch];   // products, then z
   std::uint64_t best[kWarps][kMaxDraftBatch];   // of the warp's ids
   std::uint64_t heard[kWarps][kMaxDraftBatch];  // of the packets that the warp asked for
   float temperature[kMaxDraftBatch];
-  std::uint32_t stopped;  // a wait ended without its packet
+  std::uint32_t touched[kWarps][plat::kWarpLanes];  // nobody reads it
+  std::uint32_t stopped;                            // a wait ended without its packet
 };
 
 // Sixteen bytes of weights that are read once a launch.
@@ -92,34 +93,21 @@ LOWLAT_DEVICE void prefetch_row(const std::uint16_t* w1, std::uint32_t id, int l
   asm volatile("prefetch.global.L2 [%0];" ::"l"(
       __cvta_generic_to_global(w1 + std::uint64_t{id} * kMarkovRank + 64 * line)));
 }
-// The noise of ids first .. first + kCount - 1, which are of one Philox call.
-template <int kCount>
-LOWLAT_DEVICE void noise_of(float (&out)[kCount], std::uint64_t key, std::uint32_t first,
-                            int request, int step, std::uint32_t offset) {
-  const stages::PhiloxWords words = stages::philox4x32_10(
-      {first >> 2, static_cast<std::uint32_t>(request), static_cast<std::uint32_t>(step), offset},
-      static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32));
-  // No array: an index that only the lane knows would put it into memory.
-  const bool upper = (first & 2u) != 0u;
-  const std::uint32_t even = upper ? words.word[2] : words.word[0];
-  const std::uint32_t odd = upper ? words.word[3] : words.word[1];
-  if constexpr (kCount == 1) {
-    out[0] = stages::gumbel(stages::noise_uniform((first & 1u) == 0u ? even : odd));
-  } else {
-    out[0] = stages::gumbel(stages::noise_uniform(even));
-    out[1] = stages::gumbel(stages::noise_uniform(odd));
-  }
+// As copy_16, of one word, and through the first-level cache, where its line stays.
+LOWLAT_DEVICE void copy_word(void* dst_shared, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(sm90::shared_address(dst_shared)),
+               "l"(__cvta_generic_to_global(src))
+               : "memory");
 }
 
-// kCount neighbouring floats, 4 kCount bytes aligned.
-template <int kCount>
-LOWLAT_DEVICE void load_floats(float (&out)[kCount], const float* from) {
-  if constexpr (kCount == 1) {
-    out[0] = *from;
-  } else {
-    const float2 v = *reinterpret_cast<const float2*>(from);
-    out[0] = v.x, out[1] = v.y;
-  }
+// The noise of ids 4 quad .. + 3: one Philox call.
+LOWLAT_DEVICE float4 noise_of(std::uint64_t key, std::uint32_t quad, int request, int step,
+                              std::uint32_t offset) {
+  const stages::PhiloxWords words = stages::philox4x32_10(
+      {quad, static_cast<std::uint32_t>(request), static_cast<std::uint32_t>(step), offset},
+      static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32));
+  const auto noise = [&](int i) { return stages::gumbel(stages::noise_uniform(words.word[i])); };
+  return make_float4(noise(0), noise(1), noise(2), noise(3));
 }
 
 LOWLAT_DEVICE int first_tile_of(int block, int num_tiles) {
@@ -142,13 +130,22 @@ LOWLAT_DEVICE void add_products(float (&sums)[4], uint4 first, uint4 second, uin
   sm90::mma_bf16(sums, a1, b1);
 }
 
+// The order in which pieces are multiplied: the first half touches every line of a row, so that the
+// second finds its own near.
+LOWLAT_DEVICE constexpr int piece_of(int half, int i) { return 2 * i + half; }
+
+// As report_fault, out of the way of the code that runs each time.
+__device__ __noinline__ void report_late(const ExchangePort& port, stages::StageId stage, int peer,
+                                         std::uint64_t epoch, bool aborted) {
+  report_fault(port, stage, peer, epoch, aborted);
+}
+
 // kMore: a block has more tiles than stay on chip.
 template <int kRanks, int kTiles, bool kMore, bool kStamped>
 __global__ void __launch_bounds__(kThreads, 1)
     draft_proposals_bf16_sm90(const __grid_constant__ DraftProposalsParams params) {
   using Memory = Shared<kTiles>;
   constexpr int kInRegisters = Memory::kInRegisters, kIds = Memory::kIds;
-  constexpr int kOfLane = kIds / plat::kWarpLanes;
   extern __shared__ __align__(128) unsigned char memory[];
   Memory& shared = *reinterpret_cast<Memory*>(memory);
   const int warp = plat::thread_idx() / plat::kWarpLanes;
@@ -165,7 +162,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto stamp = [&](int step, int i) {
     if constexpr (kStamped) {
       if (plat::thread_idx() == 0) {
-        params.stamps[(blockIdx.x * kDraftSteps + step) * kDraftStamps + i] = plat::clock_ns();
+        params.stamps[(blockIdx.x * (kDraftSteps + 1) + step + 1) * kDraftStamps + i] =
+            plat::clock_ns();
       }
     }
   };
@@ -176,7 +174,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     return reinterpret_cast<const uint4*>(params.w2 + std::int64_t{id} * kMarkovRank) + t;
   };
 
-  // All weights at once: a block's share is in flight as a whole.
+  stamp(-1, 0);
+  // Half of the weights, or so, are on their way while the rest of this is done.
   if constexpr (Memory::kInShared > 0) {
 #pragma unroll
     for (int i = 0; i < 2 * kPieces; ++i) {
@@ -185,13 +184,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   uint4 held[kInRegisters][2 * kPieces];
+  const auto load_slots = [&](int begin, int end) {
 #pragma unroll
-  for (int slot = 0; slot < kInRegisters; ++slot) {
+    for (int slot = begin; slot < end; ++slot) {
 #pragma unroll
-    for (int i = 0; i < 2 * kPieces; ++i) {
-      held[slot][i] = load_weights(row_of(warp_tile + slot, i / kPieces) + 4 * (i % kPieces));
+      for (int i = 0; i < 2 * kPieces; ++i) {
+        held[slot][i] = load_weights(row_of(warp_tile + slot, i / kPieces) + 4 * (i % kPieces));
+      }
     }
-  }
+  };
+  // The others follow once the noise is made: a thread that asks for more than may be on its way
+  // waits, and could not make it meanwhile.
+  load_slots(0, 1);
   if (plat::thread_idx() == 0) shared.stopped = 0;
   if (plat::thread_idx() < kWarps * kMaxDraftBatch) {
     shared.heard[plat::thread_idx() / kMaxDraftBatch][plat::thread_idx() % kMaxDraftBatch] = 0;
@@ -219,35 +223,37 @@ __global__ void __launch_bounds__(kThreads, 1)
             : 0.0f;
   }
 
-  // The warp's base of a step: 16 bytes a lane, rows of several requests at a time.
-  const auto copy_base = [&](int step) {
-    constexpr int kPiecesOfRow = kIds / 4;
-    const int at = lane % kPiecesOfRow * 4, id = warp_tile * kTileIds + at;
+  // Lanes share what a step needs of the ids of `tile` on, the warp's, and not of the token before
+  // it. Four ids a lane, for several requests (or steps) at a time.
+  constexpr int kQuads = kIds / 4, kRowsAtOnce = plat::kWarpLanes / kQuads;
+  const int quad = lane % kQuads, first_row = lane / kQuads;
+  const auto copy_base = [&](int step, int tile) {
+    const int id = tile * kTileIds + 4 * quad;
     if (id >= params.vocab_shard) return;
 #pragma unroll 1
-    for (int request = lane / kPiecesOfRow; request < batch;
-         request += plat::kWarpLanes / kPiecesOfRow) {
-      copy_16(&shared.base[warp][request][at],
+    for (int request = first_row; request < batch; request += kRowsAtOnce) {
+      copy_16(&shared.base[warp][request][4 * quad],
               params.base + (request * kDraftSteps + step) * params.base_pitch + id);
     }
   };
-  copy_base(0);
-  plat::block_sync();
-  // All noise now, while the weights are on their way: it hangs on no token.
-  const int lane_id = warp_tile * kTileIds + lane * kOfLane;  // the first of the lane's ids
+  const auto make_noise = [&](int begin_step, int num_steps, int tile) {
+    const std::uint32_t ids = (first_id + static_cast<std::uint32_t>(tile * kTileIds)) / 4 + quad;
 #pragma unroll 1
-  for (int i = 0; i < batch * kDraftSteps; ++i) {
-    const int request = i / kDraftSteps, step = i % kDraftSteps;
-    if (shared.temperature[request] == 0.0f) continue;
-    float noise[kOfLane];
-    noise_of(noise, params.noise_key, first_id + static_cast<std::uint32_t>(lane_id), request, step,
-             offset);
-    for (int k = 0; k < kOfLane; ++k) {
-      shared.noise[warp][request][step][lane * kOfLane + k] = noise[k];
+    for (int row = first_row; row < batch * num_steps; row += kRowsAtOnce) {
+      const int request = row / num_steps, step = begin_step + row % num_steps;
+      if (shared.temperature[request] == 0.0f) continue;
+      *reinterpret_cast<float4*>(&shared.noise[warp][request][step][4 * quad]) =
+          noise_of(params.noise_key, ids, request, step, offset);
     }
-  }
+  };
+  copy_base(0, warp_tile);
+  plat::block_sync();
+  stamp(-1, 1);
+  if (params.temperatures != nullptr) make_noise(0, kDraftSteps, warp_tile);
+  stamp(-1, 2);
+  load_slots(1, kInRegisters);
 
-  // The sums of one of the warp's tiles, to where the lanes of their ids find them.
+  // The sums of one of the warp's tiles, to where the lanes that score their ids find them.
   const auto hand_over = [&](const float (&sums)[4], int slot) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -255,52 +261,60 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (request < batch) shared.sums[warp][request][slot * kTileIds + g + i / 2 * 8] = sums[i];
     }
   };
-  // The best of the warp's tiles from `tile` on (and of those before: kStreamed, which has neither
-  // base nor noise in shared memory).
-  const auto choose = [&]<bool kStreamed>(int step, int tile) {
-    const int id = tile * kTileIds + lane * kOfLane;
-    // Shards are multiples of four: a lane has all of its ids or none.
-    const bool has = tile + lane * kOfLane / kTileIds < end_tile && id < params.vocab_shard;
+  // The best of the warp's ids from `tile` on; `first`: and of none before. Lanes are shared out to
+  // the requests.
+  const int lanes_of_request = plat::kWarpLanes / (batch == 1   ? 1
+                                                   : batch == 2 ? 2
+                                                   : batch <= 4 ? 4
+                                                                : 8);
+  const int scored_request = lane / lanes_of_request, scored_from = lane % lanes_of_request;
+  const auto choose = [&](int step, int tile, bool first) {
+    wait_for_copies();  // of the base
     plat::warp_sync();
-#pragma unroll 1
-    for (int request = 0; request < batch; ++request) {
-      std::uint64_t best = 0;
-      if (has) {
-        const float temperature = shared.temperature[request];
-        const std::int64_t row = request * kDraftSteps + step;
-        float base[kOfLane], sums[kOfLane];
-        load_floats(base, kStreamed ? params.base + row * params.base_pitch + id
-                                    : &shared.base[warp][request][lane * kOfLane]);
-        load_floats(sums, &shared.sums[warp][request][lane * kOfLane]);
-        float score[kOfLane];
-        for (int k = 0; k < kOfLane; ++k) score[k] = base[k] + round_to_bf16(sums[k]);
-        if (temperature != 0.0f) {
-          float noise[kOfLane];
-          if constexpr (kStreamed) {
-            noise_of(noise, params.noise_key, first_id + static_cast<std::uint32_t>(id), request,
-                     step, offset);
-          } else {
-            load_floats(noise, &shared.noise[warp][request][step][lane * kOfLane]);
-          }
-          const float tau = stages::clamp_temperature(temperature);
-#pragma unroll
-          for (int k = 0; k < kOfLane; ++k) {
-            for (int rank = 0; rank < kRanks; ++rank) {
-              if (params.logits[rank] == nullptr) continue;
-              params.logits[rank][row * vocab + first_id + id + k] = score[k];
-            }
-            score[k] = score[k] / tau + noise[k];
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kOfLane; ++k) {
-          best = better(best, candidate(score_key(score[k]), static_cast<unsigned>(id + k)));
-        }
+    std::uint64_t best = 0;
+    if (scored_request < batch) {
+      const float temperature = shared.temperature[scored_request];
+      const float tau = stages::clamp_temperature(temperature);
+      const float* base = shared.base[warp][scored_request];
+      const float* noise = shared.noise[warp][scored_request][step];
+      float* sums = shared.sums[warp][scored_request];
+      const int first_of_tiles = tile * kTileIds;
+      const int num_ids = min(min(end_tile * kTileIds, params.vocab_shard) - first_of_tiles, kIds);
+#pragma unroll 2
+      for (int i = scored_from; i < num_ids; i += lanes_of_request) {
+        const float z = base[i] + round_to_bf16(sums[i]);
+        sums[i] = z;
+        const float score = temperature == 0.0f ? z : z / tau + noise[i];
+        best = better(best, candidate(score_key(score), static_cast<unsigned>(first_of_tiles + i)));
       }
+    }
+    if (batch == 1) {
       best = best_of_warp(best);
-      if (lane == 0) {
-        std::uint64_t& kept = shared.best[warp][request];
-        kept = kStreamed ? better(kept, best) : best;
+    } else {
+#pragma unroll 1
+      for (int mask = lanes_of_request / 2; mask > 0; mask /= 2) best = better_of_lanes(best, mask);
+    }
+    if (scored_from == 0 && scored_request < batch) {
+      std::uint64_t& kept = shared.best[warp][scored_request];
+      kept = first ? best : better(kept, best);
+    }
+  };
+  // z of the warp's ids from `tile` on, to all ranks that want it.
+  const auto store_logits = [&](int step, int tile) {
+    if (params.temperatures == nullptr) return;
+    const int id = tile * kTileIds + 4 * quad;
+    plat::warp_sync();
+    if (id >= min(end_tile * kTileIds, params.vocab_shard)) return;
+#pragma unroll 1
+    for (int request = first_row; request < batch; request += kRowsAtOnce) {
+      if (shared.temperature[request] == 0.0f) continue;
+      const float4 z = *reinterpret_cast<const float4*>(&shared.sums[warp][request][4 * quad]);
+      const std::int64_t at =
+          static_cast<std::int64_t>(request * kDraftSteps + step) * vocab + first_id + id;
+#pragma unroll
+      for (int rank = 0; rank < kRanks; ++rank) {
+        if (params.logits[rank] == nullptr) continue;
+        *reinterpret_cast<float4*>(params.logits[rank] + at) = z;
       }
     }
   };
@@ -312,15 +326,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       quads_of(params.port, (lane + params.port.tp_rank) % kRanks, 0, params.port.tp_rank,
                static_cast<int>(blockIdx.x), num_pairs) +
       warp;
-  // A thread asks for the packets of block `source`: for one pair of some ranks, or for some pairs
-  // of all ranks.
+  // A thread asks for the packets of block `source`: for one pair of some ranks, or for pairs
+  // `group` and group + 2 of all ranks. Bit kRanks * slot + rank.
+  constexpr int kPairSlots = kMaxDraftBatch / 2 / kPollGroups;
   const int group = plat::thread_idx() / kPollers, source = plat::thread_idx() % kPollers;
+  const int first_pair = num_pairs > 1 ? group : 0;
   const plat::TaggedWords* const inbox =
-      quads_of(params.port, params.port.tp_rank, 0, 0, source, num_pairs);
+      quads_of(params.port, params.port.tp_rank, 0, 0, source, num_pairs) + first_pair;
   std::uint32_t asked = 0;
-  for (int rank = 0; rank < kRanks; ++rank) {
+  for (int i = 0; i < kPairSlots * kRanks; ++i) {
+    const int pair = first_pair + i / kRanks * kPollGroups, rank = i % kRanks;
     const bool mine = num_pairs > 1 || rank % kPollGroups == group;
-    if (mine && source < static_cast<int>(gridDim.x)) asked |= 1u << rank;
+    if (mine && pair < num_pairs && source < static_cast<int>(gridDim.x)) asked |= 1u << i;
   }
   const std::uint32_t source_id =
       static_cast<std::uint32_t>(first_tile_of(source, num_tiles) * kTileIds);
@@ -345,57 +362,88 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
+  stamp(-1, 3);
+
+  bool stopped = false;
 #pragma unroll 1
   for (int step = 0; step < kDraftSteps; ++step) {
     const std::uint64_t now = epoch + static_cast<std::uint64_t>(step);
     const std::uint32_t tag = static_cast<std::uint32_t>(now) | 1u;
     const std::int64_t parity = (now & 1u) != 0u ? odd : 0;
-    wait_for_copies();
     {
-      // The lane's pieces of w1's row of request g's token. One that is no token has a row of NaN:
-      // nothing is read past the end, and it shows.
+      // The lane's pieces of w1's row of request g's token, four at a time. One that is no token
+      // has a row of NaN: nothing is read past the end, and it shows.
       const std::uint32_t fill = g < batch ? 0x7fff'7fffu : 0u;
       const bool valid = static_cast<std::uint64_t>(previous) < vocab;
       const auto* from =
           reinterpret_cast<const uint4*>(params.w1 + (valid ? previous : 0) * kMarkovRank) + t;
-      uint4 row[kPieces];
+      const auto load_row = [&](uint4(&row)[kPieces / 2], int half) {
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        row[piece] = valid ? __ldg(from + 4 * piece) : make_uint4(fill, fill, fill, fill);
-      }
-      stamp(step, 0);
-      float sums[kTiles][4] = {};
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-#pragma unroll
-        for (int slot = 0; slot < kInRegisters; ++slot) {
-          add_products(sums[slot], held[slot][piece], held[slot][kPieces + piece], row[piece]);
+        for (int i = 0; i < kPieces / 2; ++i) {
+          row[i] = valid ? __ldg(from + 4 * piece_of(half, i)) : make_uint4(fill, fill, fill, fill);
         }
-        if constexpr (Memory::kInShared > 0) {
-          add_products(sums[kInRegisters], shared.tiles[warp][piece][lane],
-                       shared.tiles[warp][kPieces + piece][lane], row[piece]);
+      };
+      // The registers are few: the last line's pieces follow the first products, but it is asked
+      // for with the others.
+      if (valid) copy_word(&shared.touched[warp][lane], from + 4 * (kPieces - 1));
+      // A chain of sums for each half where a warp has few tiles, so that products overlap.
+      constexpr int kChains = kTiles == 2 ? 2 : 1;
+      float sums[kTiles][kChains][4] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint4 row[kPieces / 2];
+        load_row(row, half);
+        if (half == 0) stamp(step, 0);
+#pragma unroll
+        for (int i = 0; i < kPieces / 2; ++i) {
+          const int piece = piece_of(half, i);
+#pragma unroll
+          for (int slot = 0; slot < kInRegisters; ++slot) {
+            add_products(sums[slot][half % kChains], held[slot][piece], held[slot][kPieces + piece],
+                         row[i]);
+          }
+          if constexpr (Memory::kInShared > 0) {
+            add_products(sums[kInRegisters][half % kChains], shared.tiles[warp][piece][lane],
+                         shared.tiles[warp][kPieces + piece][lane], row[i]);
+          }
         }
       }
 #pragma unroll
-      for (int slot = 0; slot < kTiles; ++slot) hand_over(sums[slot], slot);
-      choose.template operator()<false>(step, warp_tile);
+      for (int slot = 0; slot < kTiles; ++slot) {
+        if constexpr (kChains == 2) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[slot][0][i] += sums[slot][1][i];
+        }
+        hand_over(sums[slot][0], slot);
+      }
+      choose(step, warp_tile, true);
       if constexpr (kMore) {
+        store_logits(step, warp_tile);
 #pragma unroll 1
         for (int tile = warp_tile + kWarps * kTiles; tile < end_tile; tile += kWarps * kTiles) {
-          plat::warp_sync();  // the sums have been read
+          plat::warp_sync();  // what the tiles before left has been read
+          copy_base(step, tile);
+          if (params.temperatures != nullptr) make_noise(step, 1, tile);
 #pragma unroll 1
           for (int slot = 0; slot < kTiles; ++slot) {
             const uint4* low = row_of(tile + slot, 0);
             const uint4* high = row_of(tile + slot, 1);
             float more[4] = {};
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+              uint4 row[kPieces / 2];
+              load_row(row, half);
 #pragma unroll
-            for (int piece = 0; piece < kPieces; ++piece) {
-              const Operands operands(__ldg(low + 4 * piece), __ldg(high + 4 * piece));
-              add_products(more, operands.first, operands.second, row[piece]);
+              for (int i = 0; i < kPieces / 2; ++i) {
+                const int piece = piece_of(half, i);
+                const Operands operands(__ldg(low + 4 * piece), __ldg(high + 4 * piece));
+                add_products(more, operands.first, operands.second, row[i]);
+              }
             }
             hand_over(more, slot);
           }
-          choose.template operator()<true>(step, tile);
+          choose(step, tile, false);
+          store_logits(step, tile);
         }
       }
     }
@@ -403,7 +451,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     plat::block_sync();
     stamp(step, 2);
 
-    const bool stopped = shared.stopped != 0;
     if (warp < num_pairs && !stopped) {
       const bool two = 2 * warp + 1 < batch;
       const std::uint64_t a = best_of_warp(lane < kWarps ? shared.best[lane][2 * warp] : 0);
@@ -421,56 +468,65 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     stamp(step, 3);
+    if constexpr (!kMore) store_logits(step, warp_tile);
     if (step + 1 < kDraftSteps) {
-      copy_base(step + 1);
+      copy_base(step + 1, warp_tile);
     } else {
       sm90::launch_dependents();
     }
     stamp(step, 4);
 
-#pragma unroll 1
-    for (int pair = num_pairs > 1 ? group : 0; pair < num_pairs; pair += kPollGroups) {
-      // Abort word and clock are read once in so many polls: a look takes longer than a poll.
-      constexpr int kPollsPerLook = 32;
-      std::uint64_t heard[2] = {0, 0};
-      std::uint32_t missing = stopped ? 0u : asked;
-      std::uint64_t deadline_ns = 0;
-      const plat::TaggedWords* box = inbox + parity + pair;
-      for (int polls = 1; missing != 0; ++polls) {
-        uint4 packet[kRanks];
+    // Abort word and clock are read once in so many polls: a look takes longer than a poll.
+    constexpr int kPollsPerLook = 32;
+    std::uint64_t heard[kPairSlots][2] = {};
+    std::uint32_t missing = stopped ? 0u : asked;
+    std::uint64_t deadline_ns = 0;
+    const plat::TaggedWords* box = inbox + parity;
+    for (int polls = 1; missing != 0; ++polls) {
+      uint4 packet[kPairSlots * kRanks];
 #pragma unroll
-        for (int rank = 0; rank < kRanks; ++rank) {
-          if ((missing >> rank & 1u) == 0u) continue;
-          packet[rank] = load_packet(box + rank * params.port.box_packets);
-        }
-#pragma unroll
-        for (int rank = 0; rank < kRanks; ++rank) {
-          if ((missing >> rank & 1u) == 0u || packet[rank].w != tag) continue;
-          missing &= ~(1u << rank);
-          const std::uint32_t begin =
-              static_cast<std::uint32_t>(rank * params.vocab_shard) + source_id;
-          const std::uint32_t ids[2] = {packet[rank].z & 0xffffu, packet[rank].z >> 16};
-          const std::uint32_t keys[2] = {packet[rank].x, packet[rank].y};
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            if (keys[c] != 0) heard[c] = better(heard[c], candidate(keys[c], begin + ids[c]));
-          }
-        }
-        if (missing == 0u || polls % kPollsPerLook != 0) continue;
-        const std::uint64_t now_ns = plat::clock_ns();
-        if (deadline_ns == 0) deadline_ns = now_ns + params.port.budget_ns;
-        const bool aborted = plat::load_acquire<plat::Scope::system>(
-                                 params.port.abort_words[params.port.tp_rank]) != 0u;
-        if (!aborted && now_ns <= deadline_ns) continue;
-        report_fault(params.port, params.port.kernel, stages::StageId::draft_token_gather,
-                     __ffs(static_cast<int>(missing)) - 1, now, aborted);
-        shared.stopped = 1;
-        break;
+      for (int i = 0; i < kPairSlots * kRanks; ++i) {
+        if ((missing >> i & 1u) == 0u) continue;
+        packet[i] =
+            load_packet(box + i % kRanks * params.port.box_packets + i / kRanks * kPollGroups);
       }
-      plat::warp_sync();
-      heard[0] = best_of_warp(heard[0]);
-      heard[1] = best_of_warp(heard[1]);
-      if (lane < 2) shared.heard[warp][2 * pair + lane] = lane == 0 ? heard[0] : heard[1];
+#pragma unroll
+      for (int i = 0; i < kPairSlots * kRanks; ++i) {
+        if ((missing >> i & 1u) == 0u || packet[i].w != tag) continue;
+        missing &= ~(1u << i);
+        const std::uint32_t begin =
+            static_cast<std::uint32_t>(i % kRanks * params.vocab_shard) + source_id;
+        const std::uint32_t ids[2] = {packet[i].z & 0xffffu, packet[i].z >> 16};
+        const std::uint32_t keys[2] = {packet[i].x, packet[i].y};
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          std::uint64_t& best = heard[i / kRanks][c];
+          if (keys[c] != 0) best = better(best, candidate(keys[c], begin + ids[c]));
+        }
+      }
+      if (missing == 0u || polls % kPollsPerLook != 0) continue;
+      const std::uint64_t now_ns = plat::clock_ns();
+      if (deadline_ns == 0) deadline_ns = now_ns + params.port.budget_ns;
+      const bool aborted = plat::load_acquire<plat::Scope::system>(
+                               params.port.abort_words[params.port.tp_rank]) != 0u;
+      if (!aborted && now_ns <= deadline_ns) continue;
+      report_late(params.port, stages::StageId::draft_token_gather,
+                  (__ffs(static_cast<int>(missing)) - 1) % kRanks, now, aborted);
+      shared.stopped = 1;
+      break;
+    }
+    plat::warp_sync();
+#pragma unroll
+    for (int slot = 0; slot < kPairSlots; ++slot) {
+      const int request = 2 * (first_pair + slot * kPollGroups);
+      if (request < batch) {
+        const std::uint64_t best = best_of_warp(heard[slot][0]);
+        if (lane == 0) shared.heard[warp][request] = best;
+      }
+      if (request + 1 < batch) {
+        const std::uint64_t best = best_of_warp(heard[slot][1]);
+        if (lane == 0) shared.heard[warp][request + 1] = best;
+      }
     }
     plat::block_sync();
     stamp(step, 5);
@@ -478,7 +534,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Lanes 4 g .. 4 g + 3 join what two warps each heard of request g.
     std::uint64_t winner = better(shared.heard[2 * t][g], shared.heard[2 * t + 1][g]);
     winner = better_of_lanes(better_of_lanes(winner, 1), 2);
-    previous = shared.stopped != 0 || g >= batch ? -1 : static_cast<std::int64_t>(id_of(winner));
+    stopped = shared.stopped != 0;
+    previous = stopped || g >= batch ? -1 : static_cast<std::int64_t>(id_of(winner));
     if (blockIdx.x == 0 && warp == 0 && t == 0 && g < batch) {
       params.tokens[g * kDraftSteps + step] = previous < 0 ? 0 : previous;
     }
@@ -489,7 +546,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const std::uint32_t tag = static_cast<std::uint32_t>(now) | 1u;
     const int peer = plat::thread_idx();
     plat::block_sync();  // the whole block's stores come before the fence
-    if (peer < kRanks && peer != params.port.tp_rank && shared.stopped == 0) {
+    if (peer < kRanks && peer != params.port.tp_rank && !stopped) {
       __threadfence_system();
       const int block = static_cast<int>(blockIdx.x);
       store_packet(quads_of(params.port, peer, now, params.port.tp_rank, block, num_pairs),
@@ -501,8 +558,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool aborted = plat::load_acquire<plat::Scope::system>(
                                  params.port.abort_words[params.port.tp_rank]) != 0u;
         if (!aborted && plat::clock_ns() <= deadline_ns) continue;
-        report_fault(params.port, params.port.kernel, stages::StageId::draft_logits_gather, peer,
-                     now, aborted);
+        report_late(params.port, stages::StageId::draft_logits_gather, peer, now, aborted);
         break;
       }
       __threadfence_system();
@@ -577,6 +633,9 @@ cudaError_t launch_draft_proposals(const DraftProposalsParams& params, int block
                        reinterpret_cast<std::uintptr_t>(params.w2) % 16 == 0;
   if (!sizes || !aligned) return cudaErrorInvalidValue;
   for (int rank = 0; rank < params.port.tp_size; ++rank) {
+    if (reinterpret_cast<std::uintptr_t>(params.logits[rank]) % 16 != 0) {
+      return cudaErrorInvalidValue;
+    }
     const bool own = rank == params.port.tp_rank;
     if ((params.logits[rank] != nullptr) != params.share_logits && !own) {
       return cudaErrorInvalidValue;

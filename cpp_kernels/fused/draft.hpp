@@ -30,31 +30,35 @@ inline constexpr int kDraftExchanges = kDraftSteps + 1;
 // the same on all ranks where nothing names a rank. Shards are equal: rank r holds ids
 // r * vocab_shard .. + vocab_shard - 1, and the vocabulary is tp_size * vocab_shard.
 struct DraftProposalsParams {
-  ExchangePort port;            // box_packets >= draft_packets(blocks, batch_size)
-  int exchange_index;           // of this step: the first of kDraftExchanges
-  int batch_size;               // B, 1 .. kMaxDraftBatch
-  int vocab_shard;              // V / tp_size
-  const std::uint16_t* w1;      // bf16 [V, 256], whole on every rank
-  const std::uint16_t* w2;      // bf16 [V / tp_size, 256], 16-byte aligned
+  ExchangePort port;   // box_packets >= draft_packets(blocks, batch_size)
+  int exchange_index;  // of this step: the first of kDraftExchanges
+  int batch_size;      // B, 1 .. kMaxDraftBatch
+  int vocab_shard;     // V / tp_size, a multiple of 4
+  // bf16 [V, 256], whole on every rank, and [V / tp_size, 256]. Aligned to 16 bytes, as base is.
+  const std::uint16_t* w1;
+  const std::uint16_t* w2;
   const float* base;            // fp32 [B * 5, V / tp_size]: this rank's part of the logits
-  std::int64_t base_pitch;      // elements from a row of base to the next
+  std::int64_t base_pitch;      // elements from a row of base to the next, a multiple of 4
   const std::int64_t* anchors;  // [B]: the token before the first proposal
   std::int64_t anchor_pitch;    // elements from an anchor to the next
   const float* temperatures;    // fp32 [B], 0 is greedy; NULL: all greedy
   std::uint64_t noise_key;      // of Philox; not read where all are greedy
   std::int64_t* noise_offset;   // NULL: as 0 and left alone; else counted up by one at the end
   std::int64_t* tokens;         // out [B, 5]
-  // Rank r's fp32 [B, 5, V] as this device sees it, or NULL. This rank stores the z of its own ids
-  // in each that is given, for requests whose temperature is not 0 and for no other.
+  // Rank r's fp32 [B, 5, V] as this device sees it, aligned to 16 bytes, or NULL. This rank stores
+  // the z of its own ids in each that is given, for requests whose temperature is not 0 and for no
+  // other.
   float* logits[kMaxRanks];
   // All ranks have all arrays, or (false) each at most its own. True: when a rank's launch has
   // ended, its own array is whole; false: it holds the rank's own ids.
   bool share_logits;
-  std::uint64_t* stamps;  // NULL, or clocks [blocks, 5, kDraftStamps] for the bench
+  std::uint64_t* stamps;  // NULL, or clocks [blocks, 6, kDraftStamps] for the bench
 };
 
-// Stamps of a step in a block: thread 0's clock when the row is there, the products are done, the
-// block's best is known, the packets are sent, the next step is prepared, and all packets are here.
+// Stamps of a block, thread 0's clock. First: at its start, when its inputs are there, when its
+// noise is made, when its weights are in order (two unused). Then of each step: when the row is
+// asked for, the products are done, the block's best is known, the packets are sent, the logits
+// stored and the next base asked for, and all packets are here.
 inline constexpr int kDraftStamps = 6;
 
 // Packets of a box that a launch uses.

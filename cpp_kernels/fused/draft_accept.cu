@@ -6,16 +6,17 @@
 //              0 < q <= 1 and coin_i q < p; next: the smallest id whose running sum of
 //              max(p - q, 0) of the first refused row (of p after the last) exceeds coin_g total
 // Shapes       L [B,g+1,V] · z [B,g,V] · drafts [B,g] · 1 ≤ B ≤ 8 · g ≤ 7 · V ≤ 131072
-// Rounding     fp32 in the order of stages/accept.hpp: tiles of 1024 ids from 0, then carried
-// Bytes        B = 1, g = 5, V = 129280: 5.7 MB of logits, read once from memory
-// Floor        1.2 us at 4.65 TB/s; the order costs three chains of 1024 sums, 2.2 us each
-// Launch       a block of 256 threads a tile, all resident
+// Rounding     fp32; sums of 32 ids from 0, these carried over a tile of 1024, tiles carried
+// Bytes        B = 1, g = 5, V = 129280: 5.7 MB of logits, read once
+// Floor        1.2 us at 4.65 TB/s, and three hops between all blocks of 0.9 us
+// Launch       a block of 256 threads a tile, all resident; its tile of every row stays in shared
+//              memory, so as many requests a launch as fit there (four at g = 5)
 // Ordering     between blocks: what a tile gives (maximum, sum, mass) is written once, then the
 //              grid's barrier (a count and a generation, device scope), then read. The next launch
 //              writes it again after this one has ended.
-//              late: a second without an arrival ends the launch without results; blocks are
+//              late     a second without an arrival ends the launch without results; blocks are
 //              resident together, so only a fault of the device comes there.
-// Determinism  one order whatever the grid; bitwise the operation accept on this platform
+// Determinism  one order whatever runs beside; bitwise run to run and rank to rank
 // Meaning      reference/accept.cpp. Bound: docs/numerics.md, accept
 #include "platform/nvidia.hpp"
 // The platform comes first.
@@ -28,29 +29,29 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-static_assert(kAcceptTileIds == stages::kAcceptTile);
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / plat::kWarpLanes;
 constexpr int kMaxTiles = kMaxAcceptVocab / kAcceptTileIds;
-constexpr int kMaxRows = kMaxAcceptBatch * (2 * kMaxAcceptDrafts + 1);
+constexpr int kMaxRows = 48;  // of the requests of one launch
 constexpr int kOfLane = kAcceptTileIds / plat::kWarpLanes;
 constexpr int kTilesOfLane = kMaxTiles / plat::kWarpLanes;
-constexpr int kChunkRows = 48;  // rows whose tile is in shared memory at a time
-// One more than a power of two: threads that each add a row up are in different banks.
-constexpr int kPitch = kAcceptTileIds + 1, kTilePitch = kMaxTiles + 1;
+static_assert(kOfLane == plat::kWarpLanes && kMaxAcceptBatch <= kWarps);
+// Lanes that each add 32 neighbours up, and threads that each add a row of sums up, are in
+// different banks.
+constexpr int kTilePitch = kMaxTiles + 1, kPitch = kAcceptTileIds + plat::kWarpLanes + 1;
 
 struct Shared {
-  union {
-    float tile[kChunkRows][kPitch];
-    float tile_sum[kMaxRows][kTilePitch];
-  };
-  float mass[kMaxAcceptBatch][kPitch];
+  float tile[kMaxRows][kPitch];       // quotients, exponentials, then the mass in the place of p
+  float parts[kMaxRows][kTilePitch];  // sums of 32 ids, of a tile; then of tiles
   float most[kMaxRows], total[kMaxRows];
   bool keeps[kMaxAcceptBatch][kMaxAcceptDrafts];
   int accepted[kMaxAcceptBatch];
   bool stopped;
 };
 static_assert(sizeof(Shared) <= 227 * 1024);
+
+// Where an id of the tile lies in its row.
+LOWLAT_DEVICE int place_of(int id) { return id + id / plat::kWarpLanes; }
 
 // What blocks tell each other, [row][tile].
 struct Workspace {
@@ -106,12 +107,48 @@ LOWLAT_DEVICE float temperature_of(const DraftAcceptParams& params, int request)
   return params.temperatures == nullptr ? 0.0f : __ldg(params.temperatures + request);
 }
 
-// Of one thread: as stages::Acceptance adds a tile, and carries tiles.
+// Of one thread.
 LOWLAT_DEVICE float sum_in_order(const float* values, int n) {
   float sum = 0.0f;
 #pragma unroll 16
   for (int i = 0; i < n; ++i) sum += values[i];
   return sum;
+}
+
+// The warp's row of a tile: sums of each 32 ids to parts, theirs in order to every lane.
+LOWLAT_DEVICE float sum_of_tile(const float* row, float* parts, int tile_ids) {
+  const int lane = plat::thread_idx() % plat::kWarpLanes;
+  const int count = tile_ids - lane * kOfLane;
+  parts[lane] = sum_in_order(row + place_of(lane * kOfLane), count < 0         ? 0
+                                                             : count < kOfLane ? count
+                                                                               : kOfLane);
+  plat::warp_sync();
+  return sum_in_order(parts, plat::kWarpLanes);
+}
+
+// The first of values[0..n) up to which outer + (inner + their running sum) passes `threshold`, n
+// where none does; `before`: inner and the sum before it. Sums of sums are searched from the
+// outside in: a sum's last value passes where the sum did, because the additions are the same. Of
+// one thread.
+LOWLAT_DEVICE int first_past(const float* values, int n, float threshold, float outer, float inner,
+                             float& before) {
+  constexpr int kAtOnce = 8;
+  float running = 0.0f;
+  for (int begin = 0; begin < n; begin += kAtOnce) {
+    float v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) v[i] = begin + i < n ? values[begin + i] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float next = running + v[i];
+      if (begin + i < n && outer + (inner + next) > threshold) {
+        before = inner + running;
+        return begin + i;
+      }
+      running = next;
+    }
+  }
+  return n;
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -159,7 +196,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       const float tau = stages::clamp_temperature(temperature);
       float most = -HUGE_VALF;
 #pragma unroll
-      for (int i = 0; i < kOfLane; ++i) most = plat::max(v[i] / tau, most);
+      for (int i = 0; i < kOfLane; ++i) {
+        v[i] /= tau;
+        most = plat::max(v[i], most);
+        shared.tile[r][place_of(i * plat::kWarpLanes + lane)] = v[i];
+      }
       most = plat::warp_max(most);
       if (lane == 0) workspace.most[r][tile] = most;
     }
@@ -167,62 +208,56 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!grid_barrier(workspace, shared)) return;
 
   if (any_sampled) {
-    // The tile's sums of exponentials, a thread a row.
+    // The tile's sums of exponentials.
 #pragma unroll 1
-    for (int chunk = 0; chunk < num_rows; chunk += kChunkRows) {
-      const int end = min(chunk + kChunkRows, num_rows);
-#pragma unroll 1
-      for (int r = chunk + warp; r < end; r += kWarps) {
-        const Row row = row_of(params, r);
-        const float temperature = temperature_of(params, row.request);
-        if (temperature == 0.0f) continue;
-        const float tau = stages::clamp_temperature(temperature);
-        float most = -HUGE_VALF;
+    for (int r = warp; r < num_rows; r += kWarps) {
+      if (temperature_of(params, r / rows_of_request) == 0.0f) continue;
+      float most = -HUGE_VALF;
 #pragma unroll
-        for (int i = 0; i < kTilesOfLane; ++i) {
-          const int other = i * plat::kWarpLanes + lane;
-          if (other < num_tiles) most = plat::max(__ldcg(&workspace.most[r][other]), most);
-        }
-        most = plat::warp_max(most);
-        if (lane == 0) shared.most[r] = most;
-#pragma unroll 8
-        for (int id = lane; id < tile_ids; id += plat::kWarpLanes) {
-          shared.tile[r - chunk][id] = plat::exp(__ldg(row.logits + first_id + id) / tau - most);
-        }
+      for (int i = 0; i < kTilesOfLane; ++i) {
+        const int other = i * plat::kWarpLanes + lane;
+        if (other < num_tiles) most = plat::max(__ldcg(&workspace.most[r][other]), most);
       }
-      plat::block_sync();
-      // Rows are dealt to the warps in turn.
-      const int r = chunk + lane * kWarps + warp;
-      if (r < end && temperature_of(params, r / rows_of_request) != 0.0f) {
-        workspace.sum[r][tile] = sum_in_order(shared.tile[r - chunk], tile_ids);
+      most = plat::warp_max(most);
+      if (lane == 0) shared.most[r] = most;
+#pragma unroll 4
+      for (int id = lane; id < tile_ids; id += plat::kWarpLanes) {
+        float& value = shared.tile[r][place_of(id)];
+        value = plat::exp(value - most);
       }
-      plat::block_sync();
+      plat::warp_sync();
+      const float sum = sum_of_tile(shared.tile[r], shared.parts[r], tile_ids);
+      if (lane == 0) workspace.sum[r][tile] = sum;
     }
     if (!grid_barrier(workspace, shared)) return;
 
     // Every block decides for itself: totals, drafts kept, then its tile of what is drawn from.
-    for (int i = plat::thread_idx(); i < num_rows * num_tiles; i += kThreads) {
-      shared.tile_sum[i / num_tiles][i % num_tiles] =
-          __ldcg(&workspace.sum[i / num_tiles][i % num_tiles]);
+#pragma unroll 1
+    for (int r = warp; r < num_rows; r += kWarps) {
+#pragma unroll
+      for (int i = 0; i < kTilesOfLane; ++i) {
+        const int other = i * plat::kWarpLanes + lane;
+        if (other < num_tiles) shared.parts[r][other] = __ldcg(&workspace.sum[r][other]);
+      }
     }
     plat::block_sync();
     const int own_row = lane * kWarps + warp;
     if (own_row < num_rows) {
-      shared.total[own_row] = sum_in_order(shared.tile_sum[own_row], num_tiles);
+      shared.total[own_row] = sum_in_order(shared.parts[own_row], num_tiles);
     }
     plat::block_sync();
-    const auto probability = [&](int r, float tau, int id) {
-      return plat::exp(__ldg(row_of(params, r).logits + id) / tau - shared.most[r]) /
-             shared.total[r];
-    };
     if (plat::thread_idx() < params.batch_size * g) {
       const int b = plat::thread_idx() / g, i = plat::thread_idx() % g;
       const float temperature = temperature_of(params, b);
       if (temperature != 0.0f) {
         const float tau = stages::clamp_temperature(temperature);
         const int id = static_cast<int>(params.drafts[b * g + i]);
-        const float p = probability(b * rows_of_request + i, tau, id);
-        const float q = probability(b * rows_of_request + g + 1 + i, tau, id);
+        const auto probability = [&](int r) {
+          return plat::exp(__ldg(row_of(params, r).logits + id) / tau - shared.most[r]) /
+                 shared.total[r];
+        };
+        const float p = probability(b * rows_of_request + i);
+        const float q = probability(b * rows_of_request + g + 1 + i);
         shared.keeps[b][i] = 0.0f < q && q <= 1.0f && params.coins[b * (g + 1) + i] * q < p;
       }
     }
@@ -234,50 +269,57 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.accepted[plat::thread_idx()] = kept;
     }
     plat::block_sync();
-#pragma unroll 1
-    for (int b = warp; b < params.batch_size; b += kWarps) {
-      const float temperature = temperature_of(params, b);
-      if (temperature == 0.0f) continue;
-      const float tau = stages::clamp_temperature(temperature);
+    // The mass takes the place of p.
+    for (int b = 0; b < params.batch_size; ++b) {
+      if (temperature_of(params, b) == 0.0f) continue;
       const int kept = shared.accepted[b], r = b * rows_of_request + kept;
-#pragma unroll 4
-      for (int id = lane; id < tile_ids; id += plat::kWarpLanes) {
-        float mass = probability(r, tau, first_id + id);
+#pragma unroll
+      for (int i = 0; i < kAcceptTileIds / kThreads; ++i) {
+        const int at = place_of(i * kThreads + plat::thread_idx());
+        float mass = shared.tile[r][at] / shared.total[r];
         if (kept < g) {
-          const float q = probability(r + g + 1, tau, first_id + id);
+          const float q = shared.tile[r + g + 1][at] / shared.total[r + g + 1];
           mass = plat::max(mass - (q >= 0.0f && q <= 1.0f ? q : 0.0f), 0.0f);
         }
-        shared.mass[b][id] = mass;
+        shared.tile[r][at] = mass;
       }
-      plat::warp_sync();
-      if (lane == 0) workspace.mass[b][tile] = sum_in_order(shared.mass[b], tile_ids);
+    }
+    plat::block_sync();
+    float mass = 0.0f;  // of the warp's request
+    const int own_mass = warp * rows_of_request;
+    const bool draws = warp < params.batch_size && temperature_of(params, warp) != 0.0f;
+    if (draws) {
+      mass = sum_of_tile(shared.tile[own_mass + shared.accepted[warp]], shared.parts[own_mass],
+                         tile_ids);
+      if (lane == 0) workspace.mass[warp][tile] = mass;
     }
     if (!grid_barrier(workspace, shared)) return;
 
     // The block whose tile holds the drawn id writes it; where none does, the first block.
-    for (int i = plat::thread_idx(); i < params.batch_size * num_tiles; i += kThreads) {
-      shared.tile_sum[i / num_tiles][i % num_tiles] =
-          __ldcg(&workspace.mass[i / num_tiles][i % num_tiles]);
-    }
-    plat::block_sync();
-    if (lane == 0 && warp < params.batch_size && temperature_of(params, warp) != 0.0f) {
-      const int b = warp;
-      const float* sums = shared.tile_sum[b];
-      const float threshold = params.coins[b * (g + 1) + g] * sum_in_order(sums, num_tiles);
-      float carry = 0.0f;
-      int drawn = 0;
-      while (drawn < num_tiles && !(carry + sums[drawn] > threshold)) carry += sums[drawn++];
-      if (drawn == tile) {
-        float running = 0.0f;
-        int id = 0;
-        do {
-          running += shared.mass[b][id++];
-        } while (!(carry + running > threshold));
-        params.next[b] = first_id + id - 1;
-      } else if (drawn == num_tiles && tile == 0) {
-        params.next[b] = params.vocab - 1;
+    if (draws) {
+      float* sums = shared.parts[own_mass + 1];
+#pragma unroll
+      for (int i = 0; i < kTilesOfLane; ++i) {
+        const int other = i * plat::kWarpLanes + lane;
+        if (other < num_tiles) sums[other] = __ldcg(&workspace.mass[warp][other]);
       }
-      if (tile == 0) params.accepted[b] = shared.accepted[b];
+      plat::warp_sync();
+      if (lane == 0) {
+        const float threshold = params.coins[warp * (g + 1) + g] * sum_in_order(sums, num_tiles);
+        float tiles_before = 0.0f, parts_before = 0.0f, rest = 0.0f;
+        const int drawn = first_past(sums, num_tiles, threshold, 0.0f, 0.0f, tiles_before);
+        if (drawn == tile) {
+          const int part = first_past(shared.parts[own_mass], plat::kWarpLanes, threshold,
+                                      tiles_before, 0.0f, parts_before);
+          const float* row = shared.tile[own_mass + shared.accepted[warp]];
+          const int id = first_past(row + place_of(part * kOfLane), kOfLane, threshold,
+                                    tiles_before, parts_before, rest);
+          params.next[warp] = first_id + part * kOfLane + id;
+        } else if (drawn == num_tiles && tile == 0) {
+          params.next[warp] = params.vocab - 1;
+        }
+        if (tile == 0) params.accepted[warp] = shared.accepted[warp];
+      }
     }
   }
 
@@ -318,8 +360,26 @@ cudaError_t launch_draft_accept(const DraftAcceptParams& params, cudaStream_t st
   const int tiles = (params.vocab + kAcceptTileIds - 1) / kAcceptTileIds;
   // Blocks wait for each other and each takes a multiprocessor's memory.
   if (tiles > multiprocessors) return cudaErrorCooperativeLaunchTooLarge;
-  return launch_kernel(draft_accept_any, dim3(static_cast<unsigned>(tiles)), kThreads,
-                       sizeof(Shared), 1, false, stream, params);
+  // As many requests at a time as fit into shared memory.
+  const int group = kMaxRows / (2 * params.num_drafts + 1);
+  for (int first = 0; error == cudaSuccess && first < params.batch_size; first += group) {
+    DraftAcceptParams part = params;
+    part.batch_size = params.batch_size - first < group ? params.batch_size - first : group;
+    const auto skip = [first](auto*& pointer, std::int64_t width) {
+      if (pointer != nullptr) pointer += first * width;
+    };
+    const std::int64_t g = params.num_drafts;
+    skip(part.drafts, g);
+    skip(part.target_logits, (g + 1) * params.vocab);
+    skip(part.draft_logits, g * params.vocab);
+    skip(part.temperatures, 1);
+    skip(part.coins, g + 1);
+    skip(part.accepted, 1);
+    skip(part.next, 1);
+    error = launch_kernel(draft_accept_any, dim3(static_cast<unsigned>(tiles)), kThreads,
+                          sizeof(Shared), 1, false, stream, part);
+  }
+  return error;
 }
 
 }  // namespace lowlat::nvidia::fused

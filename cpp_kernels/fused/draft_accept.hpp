@@ -1,4 +1,4 @@
-// fused/draft_accept.hpp: the acceptance rule over the verify rows of all requests, as one launch.
+// fused/draft_accept.hpp: the acceptance rule over the verify rows of all requests.
 // Every C++ compiler reads it.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace lowlat::nvidia::fused {
 
 inline constexpr int kMaxAcceptBatch = 8;
 inline constexpr int kMaxAcceptDrafts = 7;
-inline constexpr int kAcceptTileIds = 1024;  // stages::kAcceptTile: the order of every sum
+inline constexpr int kAcceptTileIds = 1024;  // of a block
 inline constexpr int kMaxAcceptVocab = 128 * kAcceptTileIds;
 
 // Device memory. The same on every rank, so ranks agree without an exchange.
@@ -29,12 +29,12 @@ struct DraftAcceptParams {
   void* workspace;            // kAcceptWorkspaceBytes, zeroed once; for one launch at a time
 };
 
-// Two words of the barrier, then a tile's maximum, sum, best id and mass of every row.
+// The barrier's words, then a tile's best id, maximum and sum of each row, and each request's mass.
 inline constexpr std::size_t kAcceptWorkspaceBytes =
-    128 + std::size_t{kMaxAcceptBatch} * (2 * kMaxAcceptDrafts + 1) * 128 * 16 +
-    std::size_t{kMaxAcceptBatch} * 128 * 4;
+    128 + std::size_t{48} * 128 * 16 + std::size_t{kMaxAcceptBatch} * 128 * 4;
 
-// A block a tile of the vocabulary; all are resident together. No allocation, no synchronisation;
+// A launch for as many requests as fit (four at five drafts, three at seven), a block a tile of the
+// vocabulary; all blocks are resident together. No allocation, no synchronisation;
 // may be captured. cudaErrorInvalidValue for sizes out of range.
 cudaError_t launch_draft_accept(const DraftAcceptParams& params, cudaStream_t stream);
 

@@ -207,7 +207,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/layer.hpp": "tests/gpu/test_layer.cu",
     "cpp_kernels/fused/mix.hpp": "tests/gpu/test_attention.cu",
     "cpp_kernels/fused/oproj.hpp": "tests/gpu/test_attention.cu",
-    "cpp_kernels/fused/stamps.hpp": "cpp_kernels/bench/layer.cu",
+    "cpp_kernels/fused/stamps.hpp": "tests/cpp/bench/test_stamps_file.cpp",
     "cpp_kernels/reference/": "tests/python/test_ops_random.py",
     "cpp_kernels/shape/runtime_shape.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/shape/dsv41_flash.hpp": "tests/python/test_ops_constants.py",
