@@ -1,5 +1,6 @@
 """lowlat.cli.stamps: tables, pictures and traces of a stamps file."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -179,3 +180,48 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         stamps.read(tmp_path / "none.json")
     with pytest.raises(RefusedError, match="not a regular file"):
         stamps.read(tmp_path)
+
+
+RECORDED = Path(__file__).parent / "support" / "recorded.stamps.json"
+
+
+def test_recorded_stamps_of_a_layer_are_of_one_clock() -> None:
+    """Three kernels of a layer, recorded on an H200: what must hold in any such file, whatever the
+    times."""
+    profile = stamps.read(RECORDED)
+    blocks: dict[tuple[int, int], list[stamps.Stamp]] = {}
+    for stamp in profile.stamps:
+        blocks.setdefault((stamp.launch, stamp.block), []).append(stamp)
+    for passed in blocks.values():
+        # A block's stages follow each other.
+        assert all(a.end_ns <= b.begin_ns for a, b in itertools.pairwise(passed))
+    # The query's blocks cannot have their input before the last block of the kernel before wrote
+    # its own; clocks that are a microsecond apart would show here.
+    by_name = {name: idx for idx, name in enumerate(profile.launches)}
+    written = max(s.end_ns for s in profile.stamps if s.launch == by_name["front qkv"])
+    had = [
+        s.begin_ns
+        for s in profile.stamps
+        if s.launch == by_name["front q"] and profile.stages[s.stage].name == "read"
+    ]
+    assert len(had) == 128 and min(had) >= written - 100
+    # All of one launch that fits the device begin together.
+    begins = [s.begin_ns for s in profile.stamps if s.launch == by_name["front qkv"]]
+    assert min(begins) == 0
+
+
+def test_recorded_stamps_are_drawn() -> None:
+    profile = stamps.read(RECORDED)
+    lines = list(stamps.table(profile))
+    assert lines[1].startswith("stamps cost +1.4 %: ")
+    assert [line for line in lines if not line.startswith((" ", "stamps", "layer"))] == [
+        "front qkv",
+        "front q",
+        "statistics",
+    ]
+    svg = stamps.picture(profile)
+    ElementTree.fromstring(svg)
+    assert len(re.findall(r"M[\d.]+ [\d.]+h", svg)) == len(profile.stamps)
+    assert ">sum<" in svg and ">other<" not in svg
+    slices = [e for e in stamps.trace(profile)["traceEvents"] if e["ph"] == "X"]
+    assert len(slices) == len(profile.stamps)
