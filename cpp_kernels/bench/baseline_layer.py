@@ -486,21 +486,19 @@ class Step:
 
     def layer(self, layer: Layer, residual, out) -> None:
         """out = the residual after the layer; all of them [T, 4, H]."""
-        middle = self.middle[0]
+        self.half(layer, 0, residual, self.middle[0])
+        self.half(layer, 1, self.middle[0], out)
+
+    def half(self, layer: Layer, side: int, residual, out) -> None:
+        """One sublayer: 0 attention, 1 experts, from its residual to the next."""
         if self.shape.late_pre:
-            self.combine(layer, 0, residual)
-            self.statistics(layer, 0, residual)
+            self.combine(layer, side, residual)
+            self.statistics(layer, side, residual)
         else:
-            self.statistics(layer, 0, residual)
-            self.combine(layer, 0, residual)
-        self.post(0, residual, self.reduce(self.attention(layer)), middle)
-        if self.shape.late_pre:
-            self.combine(layer, 1, middle)
-            self.statistics(layer, 1, middle)
-        else:
-            self.statistics(layer, 1, middle)
-            self.combine(layer, 1, middle)
-        self.post(1, middle, self.reduce(self.experts(layer)), out)
+            self.statistics(layer, side, residual)
+            self.combine(layer, side, residual)
+        y = self.attention(layer) if side == 0 else self.experts(layer)
+        self.post(side, residual, self.reduce(y), out)
 
 
 # ------------------------------------------------------------------ the same in fp32, to compare
@@ -763,10 +761,9 @@ def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
             for i, layer in enumerate(layers):
                 step.layer(layer, residuals[i % 2], residuals[1 - i % 2])
 
-        def attention(step=step, residuals=residuals):
+        def half(side: int, step=step, residuals=residuals):
             for layer in layers:
-                step.combine(layer, 0, residuals[0])
-                step.attention(layer)
+                step.half(layer, side, residuals[0], residuals[1])
 
         def exchange(step=step, residuals=residuals):
             for layer in layers:
@@ -777,12 +774,10 @@ def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
         if options.what == "layer":
             parts = {
                 "layer": chain,
-                "moe": lambda step=step: [step.experts(layer) for layer in layers],
-                "attention": attention,
+                "attention": lambda half=half: half(0),
+                "moe": lambda half=half: half(1),
             }
         for name, body in parts.items():
-            if ranks > 1 and name in ("moe", "attention"):
-                continue
             times = time_of(body, options.repeats, len(layers))
             if rank == 0:
                 print_figure(name, rows, times, options, errors, str(step.blocks))
