@@ -344,7 +344,9 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  args.routing != MoeRouting::given,
                  args.w.shared_w1.codes != nullptr,
                  0};
-  r.with_more = r.shared ? L::kSharedTiles % r.num_blocks : 0;
+  if (r.shared) {
+    r.with_more = L::kSharedTiles - (L::kSharedTiles < r.num_blocks ? 0 : r.num_blocks);
+  }
   if (thread < L::kRing) {
     sm90::barrier_init(&barriers.full[thread], plat::kWarpLanes);
     sm90::barrier_init(&barriers.here[thread], 1);

@@ -96,9 +96,9 @@ struct Producer {
 
   LOWLAT_DEVICE bool run_routed() {
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    const int own_tiles = r.own_tiles();
-    for (int n = 0; n < own_tiles; ++n) {
-      const int number = r.routed_tile(n), expert = r.table.expert[number / L::kTiles];
+    const int num_tiles = r.num_tiles();
+    for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
+      const int expert = r.table.expert[number / L::kTiles];
       if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
     if (r.block_idx >= L::kBands) return true;

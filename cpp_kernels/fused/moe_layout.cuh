@@ -141,6 +141,7 @@ struct Layout {
     std::int32_t num_entries;
     std::uint32_t stop;                  // Watch
     std::uint32_t count[kExperts];       // pairs of an expert; then where they begin in `sorted`
+    std::uint32_t warp_sums[kConsumers];
     std::uint16_t expert[kMaxPairs];     // of an entry, ascending
     std::uint16_t first[kMaxPairs + 1];  // of an entry in `sorted`
     std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
@@ -246,7 +247,8 @@ struct Region {
 
   // Shared tiles go to blocks 0, 1, .. first, so routed ones begin with the blocks after them.
   LOWLAT_DEVICE int shared_tiles() const {
-    return shared ? (L::kSharedTiles - block_idx + num_blocks - 1) / num_blocks : 0;
+    return !shared ? 0
+                   : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
   }
   // The n-th routed tile of this block (its number among all, in order of entries).
   LOWLAT_DEVICE int routed_tile(int n) const {

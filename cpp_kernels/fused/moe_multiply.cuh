@@ -285,38 +285,36 @@ struct Consumer {
       rank = static_cast<int>(atomicAdd(&table.count[id], 1u));
     }
     consumers_sync<L>();
+    // A thread an expert: how many pairs (low half) and entries (high half) lie before it.
+    static_assert(L::kExperts <= L::kConsumers * plat::kWarpLanes);
+    std::uint32_t count = 0, sum = 0;
+    if (pair < L::kExperts) {
+      count = table.count[pair];
+      sum = count | (count + kColumns - 1) / kColumns << 16;
+    }
+    const std::uint32_t own = sum;
+#pragma unroll
+    for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+      const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, sum, offset);
+      if (r.lane >= offset) sum += theirs;
+    }
+    if (r.lane == plat::kWarpLanes - 1) table.warp_sums[warp] = sum;
+    consumers_sync<L>();
+    const std::uint32_t theirs = r.lane < L::kConsumers ? table.warp_sums[r.lane] : 0;
+    sum += __reduce_add_sync(plat::kAllLanes, r.lane < warp ? theirs : 0u) - own;
     if (warp == 0) {
-      // A lane counts neighbouring experts' pairs and entries.
-      constexpr int kOwnExperts = L::kExperts / plat::kWarpLanes;
-      std::uint32_t count[kOwnExperts], pairs = 0, entries = 0;
-#pragma unroll
-      for (int i = 0; i < kOwnExperts; ++i) {
-        count[i] = table.count[r.lane * kOwnExperts + i];
-        pairs += count[i];
-        entries += (count[i] + kColumns - 1) / kColumns;
-      }
-      std::uint32_t before = pairs | entries << 16;
-#pragma unroll
-      for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
-        const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, before, offset);
-        if (r.lane >= offset) before += theirs;
-      }
-      if (r.lane == plat::kWarpLanes - 1) {
-        table.num_entries = static_cast<std::int32_t>(before >> 16);
-        table.first[before >> 16] = static_cast<std::uint16_t>(num_pairs);
-      }
-      before -= pairs | entries << 16;
-      std::uint32_t place = before & 0xffffu, entry = before >> 16;
-#pragma unroll
-      for (int i = 0; i < kOwnExperts; ++i) {
-        if (count[i] == 0) continue;
-        const int expert = r.lane * kOwnExperts + i;
-        table.count[expert] = place;  // from here on: where its pairs begin
-        for (std::uint32_t k = 0; k < count[i]; k += kColumns, ++entry) {
-          table.expert[entry] = static_cast<std::uint16_t>(expert);
-          table.first[entry] = static_cast<std::uint16_t>(place + k);
-        }
-        place += count[i];
+      const std::uint32_t all = __reduce_add_sync(plat::kAllLanes, theirs);
+      table.num_entries = static_cast<std::int32_t>(all >> 16);
+      table.first[all >> 16] = static_cast<std::uint16_t>(num_pairs);
+    }
+    if (count > 0) {
+      std::uint32_t entry = sum >> 16;
+      const std::uint32_t place = sum & 0xffffu;
+      table.count[pair] = place;  // from here on: where its pairs begin
+#pragma unroll 1
+      for (std::uint32_t k = 0; k < count; k += kColumns, ++entry) {
+        table.expert[entry] = static_cast<std::uint16_t>(pair);
+        table.first[entry] = static_cast<std::uint16_t>(place + k);
       }
     }
     consumers_sync<L>();

@@ -260,10 +260,11 @@ LOWLAT_DEVICE float lanes_max(float v) {
   }
   return v;
 }
-// The scale's biased exponent: smallest power of two with amax / scale <= 448, amax at least 1e-10.
+// The scale's biased exponent: smallest power of two with amax / scale <= 448 = 1.75 * 2^8, amax at
+// least 1e-10.
 LOWLAT_DEVICE std::uint32_t activation_exponent(float amax) {
-  const std::uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-10f), 448.0f));
-  return (bits >> 23) + ((bits & 0x7f'ffffu) != 0 ? 1u : 0u);
+  const std::uint32_t bits = __float_as_uint(fmaxf(amax, 1e-10f));
+  return (bits >> 23) - 8u + ((bits & 0x7f'ffffu) > 0x60'0000u ? 1u : 0u);
 }
 template <int N>
 LOWLAT_DEVICE void quantize_pairs(std::uint32_t* pairs, std::uint32_t exponent) {
