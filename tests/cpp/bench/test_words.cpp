@@ -13,9 +13,9 @@ lowlat::bench::Words read(std::vector<const char*> words) {
 }  // namespace
 
 TEST_CASE(words_are_read_whole) {
-  const auto words = read({"--model", "v4", "--tp", "2", "--gpus", "2", "--rows", "1,6,48",
-                           "--schedule", "persistent", "--repeats", "20", "--stamps", "a.json",
-                           "--plain-us", "61.5"});
+  const auto words =
+      read({"--model", "v4", "--tp", "2", "--gpus", "2", "--rows", "1,6,48", "--schedule",
+            "persistent", "--repeats", "20", "--stamps", "a.json", "--plain-us", "61.5"});
   CHECK_EQ(words.wrong, "");
   CHECK_EQ(words.model, "v4");
   CHECK_EQ(words.schedule, "persistent");
