@@ -112,11 +112,11 @@ def test_a_case_reaches_both_arms(programs: Programs) -> None:
 
 
 def test_an_exchange_is_between_two_gpus(programs: Programs) -> None:
-    exchange = {**FIGURE, "name": "exchange", "tp": 2, "gpus": 2, "median": 2.5}
+    exchange = {**FIGURE, "name": "exchange", "tp": 2, "gpus": 2, "rows": 12, "median": 2.5}
     programs.answer("exchange", [MACHINE, exchange])
     programs.answer("baseline_layer.py", [{**BASELINE, "name": "exchange", "tp": 2, "gpus": 2}])
     assert main(["bench", "exchange"]) == 0
-    case = ["--model", "v41", "--tp", "2", "--gpus", "2", "--rows", "6"]
+    case = ["--model", "v41", "--tp", "2", "--gpus", "2", "--rows", "12"]
     assert programs.words("exchange")[: len(case)] == case
     assert programs.words("baseline_layer.py")[-4:] == ["--what", "exchange", "--repeats", "60"]
 

@@ -40,7 +40,7 @@ EPILOG = """\
 examples:
   lowlat bench layer --rows 1,6,12,24,48 --json layer.json
   lowlat bench layer --tp 2 --gpus 2 --python ~/sglang/bin/python
-  lowlat bench exchange --rows 1,6,12,48
+  lowlat bench exchange --rows 12,24,48
   lowlat bench layer --against layer.json
   lowlat bench layer --platform scalar --tp 2
 
@@ -94,9 +94,8 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         type=row_counts,
-        default=[6],
         metavar="T,T",
-        help="token rows of a step, a draft's too: six a request; default 6",
+        help="token rows of a step, a draft's too: six a request; default 6, of exchange 12",
     )
     parser.add_argument(
         "--tp", type=power_of_two, metavar="N", help="ranks; default 4, of exchange 2"
@@ -207,6 +206,7 @@ def check_case(arguments: argparse.Namespace, platform: str = "nvidia") -> None:
     ranks, gpus = (2, 2) if arguments.what == "exchange" else (4, 1)
     if platform == "scalar":
         ranks = 1
+    arguments.rows = arguments.rows or [12 if arguments.what == "exchange" else 6]
     arguments.tp = ranks if arguments.tp is None else arguments.tp
     arguments.gpus = gpus if arguments.gpus is None else arguments.gpus
     if arguments.gpus not in (1, arguments.tp):
