@@ -254,7 +254,9 @@ struct Producer {
 template <class L>
 struct Gatherer {
   const Region<L>& r;
-  int which;  // 0 .. kGatherers - 1: takes every kGatherers-th use
+  // 0 .. kGatherers - 1: takes every kGatherers-th slot. A slot stays with one gatherer, which so sees
+  // each of its phases.
+  int which;
 
   // Eight elements that one lane's codes of two rows meet: neighbours, or four pairs eight apart.
   LOWLAT_DEVICE static uint4 load_octet(const std::uint16_t* src, int i) {
@@ -374,6 +376,10 @@ struct Gatherer {
       return true;
     }
   };
+  LOWLAT_DEVICE int next_own(int use) const {
+    while (use % L::kRing % L::kGatherers != which) ++use;
+    return use;
+  }
   // Uses `begin` .. end - 1 that are this warp's; `place(column, entry, i, use)` points a column at
   // pair i of the use's entry, `entry_of(use)`. A use's first two columns are loaded while the use
   // before is on its way.
@@ -392,8 +398,9 @@ struct Gatherer {
         ahead[i].load(r.lane);
       }
     };
-    load(begin);
-    for (int use = begin; use < end; use += L::kGatherers) {
+    int use = next_own(begin);
+    load(use);
+    while (use < end) {
       const int slot = use % L::kRing, entry = entry_of(use), num = r.num_pairs(entry);
       if (!r.wait_free(use)) return false;
       unsigned char* dst = r.slot(slot);
@@ -408,7 +415,8 @@ struct Gatherer {
         if (!ahead[0].store(r, dst, i, event)) return false;
       }
       arrive(slot);
-      load(use + L::kGatherers);
+      use = next_own(use + 1);
+      load(use);
     }
     return true;
   }
@@ -425,7 +433,7 @@ struct Gatherer {
     const int first_uses = r.own_tiles() * L::kUses;
     using Rows = Column<L::kChunkGroups, 1>;
     const bool going = gather<Rows>(
-        which, first_uses, kRowsEvent,
+        0, first_uses, kRowsEvent,
         [&](int use) { return r.routed_tile(use / L::kUses) / L::kTiles; },
         [&](Rows& column, int entry, int i, int use) {
           const int row = r.table.sorted[r.table.first[entry] + i] / L::kSlots;
@@ -436,7 +444,7 @@ struct Gatherer {
     if (!going || r.block_idx >= L::kBands) return going;
     using Pairs = Column<L::kInnerGroups, L::kInnerGroups>;
     return gather<Pairs>(
-        first_uses + which, first_uses + r.table.num_entries, kHiddenEvent,
+        first_uses, first_uses + r.table.num_entries, kHiddenEvent,
         [&](int use) { return use - first_uses; },
         [&](Pairs& column, int entry, int i, int) {
           const int pair = r.table.sorted[r.table.first[entry] + i];
