@@ -286,9 +286,6 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
-  if (kHops && block_idx == 0 && thread_idx == 0) {
-    send_packet(static_cast<plat::TaggedWords*>(params.packets.read) + row_idx, hop.tag, 0, 0, 0);
-  }
   if (kHops && shared.any_late) {
     // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
 #pragma unroll 1
@@ -576,7 +573,7 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
   const int blocks = params.blocks_per_row == 0
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
-  if (blocks < 1 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
+  if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
   const auto kernel = params.num_rows <= kHopRows ? sparse_attention_bf16_sm90<true>
                                                   : sparse_attention_bf16_sm90<false>;
   return launch_kernel(kernel, dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,

@@ -38,7 +38,7 @@ struct AttentionParams {
   bool late_extra;
   // Of q and the stored keys (up to kHopRows rows: of the extra set alone, where it is late); of o.
   Gate before, done;
-  int blocks_per_row;  // that share a row's keys: 1, 2, 4, 8 or 16; 0: chosen by the rows
+  int blocks_per_row;  // that share a row's keys: 2, 4, 8 or 16; 0: chosen by the rows
 };
 
 // Blocks that share a row's keys, as many as fit the device at two a multiprocessor, where

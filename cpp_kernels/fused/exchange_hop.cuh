@@ -99,10 +99,9 @@ struct HopSigns {
   int stride;
 };
 
-// All threads of the block call: returns when the first packets are there, when the wait has ended
-// otherwise, or, with `at_turn`, when `turn` is there. One warp asks; now and then until `turn` is
-// there, all the time from then on.
-LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs, bool at_turn = false) {
+// All threads of the block call: returns when the first packets are there, or when the wait has
+// ended otherwise. One warp asks; now and then until `turn` is there, all the time from then on.
+LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
   constexpr unsigned kRarelyNs = 150;
   constexpr int kPollsPerLook = 64;
   if (plat::thread_idx() < plat::kWarpLanes) {
@@ -113,7 +112,7 @@ LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs, bool
     for (int polls = 1;; ++polls) {
       const bool came = has_tag(signs.first + lane_idx * signs.stride, hop.tag);
       if (!often) often = has_tag(signs.turn, signs.turn_tag);  // by all lanes: one access
-      if (__any_sync(plat::kAllLanes, came || (at_turn && often))) break;
+      if (__any_sync(plat::kAllLanes, came)) break;
       if (!__any_sync(plat::kAllLanes, often)) __nanosleep(kRarelyNs);
       if (polls % kPollsPerLook == 0 &&
           __any_sync(plat::kAllLanes, lane_idx == 0 && hop_ended(hop, deadline_ns))) {

@@ -39,14 +39,13 @@ struct HopBuffers {
       keys;  // [T, 72]: a stored key's 448 codes by eight, with their ue8m0 byte, then its 64 bf16
   void* o;   // [T, heads * 512 / 4]: four f16, the scale of their 32
   void* u;   // [T, groups * 1024 / 8]: eight e4m3 codes, the scale of their 32
-  void* read;  // [T]: attention has read a row's q
 };
 inline constexpr int kHopKeyPackets = 72;
 
 constexpr std::int64_t hop_bytes(int hidden, int q_lora, int num_heads, int num_groups) {
   return std::int64_t{kHopRows} * kHopPacketBytes *
          (hidden / 8 + q_lora / 4 + 512 / 4 + 2 * num_heads * (512 / 4) + kHopKeyPackets +
-          num_groups * (1024 / 8) + 1);
+          num_groups * (1024 / 8));
 }
 inline HopBuffers hop_buffers(void* base, int hidden, int q_lora, int num_heads, int num_groups) {
   auto* at = static_cast<unsigned char*>(base);
@@ -63,7 +62,6 @@ inline HopBuffers hop_buffers(void* base, int hidden, int q_lora, int num_heads,
   out.keys = next(kHopKeyPackets);
   out.o = next(num_heads * (512 / 4));
   out.u = next(num_groups * (1024 / 8));
-  out.read = next(1);
   return out;
 }
 

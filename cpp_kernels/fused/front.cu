@@ -504,7 +504,8 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
   return with_tiles(params.num_rows, [&]<int kTiles>() {
     const int products = params.num_heads * (kHeadDim / kRows);
     const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
-    // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of them.
+    // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of
+    // them.
     constexpr int kOneAMultiprocessor = 115 * 1024;
     constexpr int kBytes = sizeof(QShared<kTiles>);
     constexpr int kAsked =

@@ -28,6 +28,9 @@ enum GateKind {
 };
 static_assert(gate_done < kLayerGates);
 
+// Multiprocessors that the experts leave to the statistics, as measured by width.
+int idle_sms_of(int rows) { return rows == 6 || rows == 8 ? 2 : 4; }
+
 bool runs(MoeShape shape) { return shape == MoeShape::v41_tp4 || shape == MoeShape::v41_tp2; }
 
 Gate gate_of(const LayerStep& step, int layer_idx, GateKind kind, std::uint32_t blocks) {
@@ -215,7 +218,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     const bool mix_first = rows > kHopRows || first || !parts.late_mix;
     const auto launch_statistics = [&](bool programmatic) {
       run(HopKernel::mix, [&] {
-        const int blocks = rows > kHopRows ? kMaxMixBlocks : parts.mix_blocks;
+        const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : rows > kHopRows ? 64 : 16;
         return launch_mix(mix, blocks, false, programmatic, stream);
       });
     };
@@ -257,7 +260,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.u_codes = memory.u_codes;
     oproj.u_scale = memory.u_scale;
     oproj.published = true;
-    oproj.weights_wait = parts.weights_wait;
     oproj.port = step.port;
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
@@ -272,12 +274,12 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   }
   if (error != cudaSuccess || !parts.experts) return error;
   Gate ffn_mix_done = {};
+  const int idle = parts.idle_sms > 0 ? parts.idle_sms : idle_sms_of(rows);
   if (parts.second_statistics) {
     const MixParams mix = mixing(1, layer.ffn_hc, word_ffn_ticket, gate_ffn_mix);
     ffn_mix_done = mix.done;
-    run(HopKernel::mix, [&] {
-      return launch_mix(mix, parts.ffn_mix_blocks, true, !first || parts.attention, stream);
-    });
+    run(HopKernel::mix,
+        [&] { return launch_mix(mix, idle, true, !first || parts.attention, stream); });
   }
   lowlat::fused::MoeArgs experts = {};
   experts.rows = rows;
@@ -292,7 +294,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   experts.quads_index = 2 * layer_idx + 1;
   experts.before = x_ready;
   experts.workspace = memory.experts;
-  experts.idle_sms = parts.second_statistics ? parts.idle_sms : 0;
+  experts.idle_sms = parts.second_statistics ? idle : 0;
   run(HopKernel::experts, [&] {
     return static_cast<cudaError_t>(lowlat::fused::launch_moe_region(
         step.shape, experts, stream, !first || parts.attention || parts.second_statistics));

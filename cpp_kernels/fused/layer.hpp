@@ -119,10 +119,10 @@ cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 // else is for measurements and tests.
 struct LayerParts {
   bool attention = true, experts = true, second_statistics = true;
-  // Blocks of the statistics; multiprocessors that the experts leave to the second.
-  int mix_blocks = 16, ffn_mix_blocks = 2, idle_sms = 2;
-  bool weights_wait = true;  // see OprojParams
-  bool late_mix = true;      // the first statistics start after attention
+  // Blocks of the first statistics; multiprocessors that the experts leave to the second, which
+  // have as many blocks (a power of two). 0: what was measured best for the width.
+  int mix_blocks = 0, idle_sms = 0;
+  bool late_mix = true;  // the first statistics start after attention
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };

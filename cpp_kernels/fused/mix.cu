@@ -172,22 +172,32 @@ LOWLAT_DEVICE void add_piece(float (&sum)[plat::kWarpLanes], const Shared::Piece
 // A warp makes a row's parameters from the blocks' sums.
 LOWLAT_DEVICE void finish_row(Shared& shared, const MixParams& params, int row_idx, int warp_idx,
                               int lane_idx) {
+  const int group = lane_idx < 4 ? 0 : lane_idx < 8 ? 1 : 2;
+  const float scale = __ldg(params.scale + group);
+  const float base = __ldg(params.base + min(lane_idx, kOutputs - 1));
+  constexpr int kTogether = 16;  // are asked for before one is added
+  const int num_blocks = static_cast<int>(gridDim.x);
   float total = 0.0f;
-  for (int block = 0; block < static_cast<int>(gridDim.x); ++block) {
-    total +=
-        lane_idx <= kOutputs
-            ? __ldcg(params.partial +
-                     (static_cast<std::int64_t>(block) * params.num_rows + row_idx) * kMixStride +
-                     lane_idx)
-            : 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < num_blocks; first += kTogether) {
+    float part[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const std::int64_t place =
+          (static_cast<std::int64_t>(first + i) * params.num_rows + row_idx) * kMixStride;
+      part[i] = first + i < num_blocks && lane_idx <= kOutputs
+                    ? __ldcg(params.partial + place + lane_idx)
+                    : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) total += part[i];
   }
   const float squares = __shfl_sync(plat::kAllLanes, total, kOutputs);
   const float m =
       total * plat::rsqrt(squares / static_cast<float>(4 * params.hidden) + params.norm_eps);
   float* out = params.mix + row_idx * kMixStride;
   if (lane_idx < kOutputs) {
-    const int group = lane_idx < 4 ? 0 : lane_idx < 8 ? 1 : 2;
-    const float logit = m * params.scale[group] + params.base[lane_idx];
+    const float logit = m * scale + base;
     shared.logit[warp_idx][lane_idx] = logit;
     if (lane_idx < 8) {
       const float gate = stages::sigmoid(logit);

@@ -12,7 +12,7 @@
 namespace lowlat::nvidia::fused {
 
 inline constexpr int kMixStride = 32;  // floats a row
-inline constexpr int kMaxMixBlocks = 16;
+inline constexpr int kMaxMixBlocks = 64;
 
 struct MixParams {
   const std::uint16_t* residual;  // bf16 [T, 4 hidden]

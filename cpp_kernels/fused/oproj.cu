@@ -74,9 +74,8 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     Stamps stamps(params.hop.port->stamps, hop.kernel);
     const HopActivations<2> o{static_cast<const plat::TaggedWords*>(params.packets.o) + first_k / 4,
                               params.num_groups * (kGroupInput / 4), hop};
-    const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.read), hop.tag,
+    const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.q) + tile, hop.tag,
                             o.data, kKA / 4 / plat::kWarpLanes};
-    if (params.weights_wait) wait_for_signs(hop, signs, true);
     Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     stamps.mark(StampStage::ask);
     wait_for_signs(hop, signs);
@@ -159,12 +158,6 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
   Stamps stamps(kTiles == 1 ? params.hop.port->stamps : StampSink{}, hop.kernel);
   const HopActivations<1> few{
       static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
-  if (kTiles == 1 && params.weights_wait) {
-    wait_for_signs(hop,
-                   {static_cast<const plat::TaggedWords*>(params.packets.read), hop.tag, few.data,
-                    kKOfBlock / 8 / plat::kWarpLanes},
-                   true);
-  }
   Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
   stamps.mark(StampStage::ask);
   if constexpr (kTiles == 1) {

@@ -30,9 +30,6 @@ struct OprojParams {
   int exchange_index;
   float* partial;       // fp32 [T, H], where not published
   Gate before, u_done;  // of o; between the two kernels
-  // Up to kHopRows rows: the weights are asked for when attention has read its q, which would
-  // otherwise queue behind them.
-  bool weights_wait;
 };
 
 // Blocks that open u_done: those that own outputs.

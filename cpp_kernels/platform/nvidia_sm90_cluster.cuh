@@ -46,7 +46,7 @@ LOWLAT_DEVICE std::uint32_t peer_address(const void* shared, int rank) {
   return address;
 }
 // Stores v at `address`, and counts four bytes on the barrier at `barrier` once it is there; both
-// are addresses in the window, of one block. Who waits for that barrier by barrier_wait_cluster
+// are addresses in the window, of one block. Who waits for that barrier by barrier_try_wait_cluster
 // sees v: no fence is needed.
 LOWLAT_DEVICE void send_to_peer(std::uint32_t address, float v, std::uint32_t barrier) {
   asm volatile(
@@ -82,26 +82,19 @@ LOWLAT_DEVICE void load_peer(std::uint32_t address, float& a, float& b) {
                : "memory");
 }
 
-// As barrier_wait, for what other blocks of the cluster have sent.
-LOWLAT_DEVICE bool barrier_wait_cluster(std::uint64_t* barrier, std::uint32_t parity,
-                                        std::uint64_t budget_ns) {
-  std::uint64_t deadline_ns = 0;
-  for (;;) {
-    std::uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred over;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, over;\n"
-        "}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-    if (done != 0u) return true;
-    const std::uint64_t now_ns = plat::clock_ns();
-    if (deadline_ns == 0) deadline_ns = now_ns + budget_ns;
-    if (now_ns > deadline_ns) return false;
-  }
+// As barrier_try_wait, for what other blocks of the cluster have sent.
+LOWLAT_DEVICE bool barrier_try_wait_cluster(std::uint64_t* barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, over;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0u;
 }
 
 }  // namespace lowlat::nvidia::sm90
