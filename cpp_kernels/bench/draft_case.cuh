@@ -227,7 +227,7 @@ struct DraftRank {
   bool stamped = false;
 
   DraftRank(const DraftSetup& setup, const DraftWeights& weights, int tp_rank, int on)
-      : rank(tp_rank), device(on), region(tp_rank, setup.ranks, 8, 4096) {
+      : rank(tp_rank), device(on), region(tp_rank, setup.ranks, 16, 4096) {
     const int shard = setup.vocab / setup.ranks;
     const std::size_t row_begin = static_cast<std::size_t>(tp_rank) * shard * fused::kMarkovRank;
     const std::size_t row_count = static_cast<std::size_t>(shard) * fused::kMarkovRank;

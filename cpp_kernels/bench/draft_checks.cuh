@@ -34,6 +34,21 @@ inline DraftSetup setup_of(int vocab, int ranks, int devices, int batch,
   return setup;
 }
 
+// Every instance once, with few ids: what a tool that is a hundred times slower gets through.
+inline bool check_small() {
+  const DraftWeights weights(4096, 51, false);
+  bool good = true;
+  for (const int blocks : {2, 8, 16}) {
+    DraftSetup setup = setup_of(4096, 1, 1, 3, {0.7f, 0.0f, 1.0f}, true);
+    setup.blocks = blocks;
+    setup.budget_ns = 20'000'000'000;
+    DraftGroup group(setup, weights);
+    group.capture();
+    good &= check_draft(group, weights, "few ids");
+  }
+  return good;
+}
+
 // All z of a step equal on many ids: the lowest wins. A NaN wins over all, the lowest of several.
 inline bool check_ties_and_nan(int devices) {
   const DraftWeights flat(4 * 532, 3, true);

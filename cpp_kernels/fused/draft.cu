@@ -17,10 +17,11 @@
 //              Warp w of a block holds tile w of its ids (16 ids) in registers and tile 16 + w in
 //              shared memory, for all steps; more tiles (R = 1, or small grids) are read again from
 //              the second-level cache. Weights are on their way before the predecessor has ended.
-// Ordering     box[e & 1][p][block][pair]  packets of exchange e = step_epoch + exchange_index + s
-//                       from that block of rank p, in the reader's memory: {best score of request
-//                       2 pair, of 2 pair + 1, their ids in the block, tag}. Written by that block
-//                       (one access), read by every block of the owner.
+// Ordering     box[e & 1][p][copy][block][pair]  packets of exchange e = step_epoch +
+//                       exchange_index + s from that block of rank p, in the reader's memory: {best
+//                       score of request 2 pair, of 2 pair + 1, their ids in the block, tag}.
+//                       Written by that block (one access), read by every block of the owner: each
+//                       by the copy of its number, because a line that all ask for is a queue.
 //              edge     a packet with e's tag is e's payload; nothing else is published by it.
 //              reuse    box[e & 1] is written again at e + 2 by a block that has all packets of
 //                       e + 1; a block sends e + 1 after its last read of e. Between launches:
@@ -322,9 +323,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Where the packets of an even epoch go and come from; of an odd one, `odd` further.
   const std::int64_t odd = kRanks * params.port.box_packets;
   // Each rank begins with another reader, as publish_quad.
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   plat::TaggedWords* const outbox =
       quads_of(params.port, (lane + params.port.tp_rank) % kRanks, 0, params.port.tp_rank,
-               static_cast<int>(blockIdx.x), num_pairs) +
+               lane / kRanks % kDraftCopies * blocks + block, num_pairs) +
       warp;
   // A thread asks for the packets of block `source`: for one pair of some ranks, or for pairs
   // `group` and group + 2 of all ranks. Bit kRanks * slot + rank.
@@ -332,12 +334,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = plat::thread_idx() / kPollers, source = plat::thread_idx() % kPollers;
   const int first_pair = num_pairs > 1 ? group : 0;
   const plat::TaggedWords* const inbox =
-      quads_of(params.port, params.port.tp_rank, 0, 0, source, num_pairs) + first_pair;
+      quads_of(params.port, params.port.tp_rank, 0, 0, block % kDraftCopies * blocks + source,
+               num_pairs) +
+      first_pair;
   std::uint32_t asked = 0;
   for (int i = 0; i < kPairSlots * kRanks; ++i) {
     const int pair = first_pair + i / kRanks * kPollGroups, rank = i % kRanks;
     const bool mine = num_pairs > 1 || rank % kPollGroups == group;
-    if (mine && pair < num_pairs && source < static_cast<int>(gridDim.x)) asked |= 1u << i;
+    if (mine && pair < num_pairs && source < blocks) asked |= 1u << i;
   }
   const std::uint32_t source_id =
       static_cast<std::uint32_t>(first_tile_of(source, num_tiles) * kTileIds);
@@ -457,7 +461,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       std::uint64_t b = 0;
       if (two) b = best_of_warp(lane < kWarps ? shared.best[lane][2 * warp + 1] : 0);
       const std::uint32_t begin = static_cast<std::uint32_t>(first_tile * kTileIds);
-      if (lane < kRanks) {
+      if (lane < kRanks * kDraftCopies) {
         const std::uint32_t ids = (id_of(a) - begin & 0xffffu) | id_of(b) - begin << 16;
         store_packet(outbox + parity, make_uint4(key_of(a), key_of(b), ids, tag));
       }
@@ -548,7 +552,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     plat::block_sync();  // the whole block's stores come before the fence
     if (peer < kRanks && peer != params.port.tp_rank && !stopped) {
       __threadfence_system();
-      const int block = static_cast<int>(blockIdx.x);
       store_packet(quads_of(params.port, peer, now, params.port.tp_rank, block, num_pairs),
                    make_uint4(0, 0, 0, tag));
       const plat::TaggedWords* box =

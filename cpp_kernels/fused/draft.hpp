@@ -61,8 +61,11 @@ struct DraftProposalsParams {
 // stored and the next base asked for, and all packets are here.
 inline constexpr int kDraftStamps = 6;
 
-// Packets of a box that a launch uses.
-constexpr int draft_packets(int blocks, int batch_size) { return blocks * ((batch_size + 1) / 2); }
+// Packets of a box that a launch uses: each is there for several readers apart.
+inline constexpr int kDraftCopies = 4;
+constexpr int draft_packets(int blocks, int batch_size) {
+  return kDraftCopies * blocks * ((batch_size + 1) / 2);
+}
 
 // Launches on `blocks` blocks of the current device, the same number on every rank, 1 ..
 // kMaxDraftBlocks; all must be resident at once, one a multiprocessor. No allocation, no

@@ -9,7 +9,7 @@
 // Rounding     fp32; sums of 32 ids from 0, these carried over a tile of 1024, tiles carried
 // Bytes        B = 1, g = 5, V = 129280: 5.7 MB of logits, read once
 // Floor        1.2 us at 4.65 TB/s, and three hops between all blocks of 0.9 us
-// Launch       a block of 256 threads a tile, all resident; its tile of every row stays in shared
+// Launch       a block of 512 threads a tile, all resident; its tile of every row stays in shared
 //              memory, so as many requests a launch as fit there (four at g = 5)
 // Ordering     between blocks: what a tile gives (maximum, sum, mass) is written once, then the
 //              grid's barrier (a count and a generation, device scope), then read. The next launch
@@ -29,7 +29,7 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / plat::kWarpLanes;
 constexpr int kMaxTiles = kMaxAcceptVocab / kAcceptTileIds;
 constexpr int kMaxRows = 48;  // of the requests of one launch

@@ -42,6 +42,12 @@ void need_devices(int count) {
 
 }  // namespace
 
+// More tiles than stay on chip, four and two a warp.
+TEST_CASE(a_small_vocabulary) {
+  need_device();
+  CHECK(check_small());
+}
+
 TEST_CASE(one_rank_proposes_greedily_and_sampled) {
   need_device();
   CHECK(check(whole(), setup_of(kVocab, 1, 1, 1), "greedy"));
@@ -119,7 +125,7 @@ TEST_CASE(launches_that_cannot_be_are_refused) {
   CHECK(refused([](auto& p) { p.batch_size = 0; }, 64, invalid));
   CHECK(refused([](auto& p) { p.batch_size = 9; }, 64, invalid));
   CHECK(refused([](auto& p) { p.port.tp_size = 3; }, 64, invalid));
-  CHECK(refused([](auto& p) { p.port.box_packets = 63; }, 64, invalid));
+  CHECK(refused([](auto& p) { p.port.box_packets = 4 * 64 - 1; }, 64, invalid));
   CHECK(refused([](auto& p) { p.share_logits = true; }, 64, invalid));
   CHECK(refused([](auto& p) { p.vocab_shard = 0; }, 64, invalid));
   CHECK(refused([](auto& p) { p.vocab_shard -= 2; }, 64, invalid));

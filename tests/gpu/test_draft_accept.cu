@@ -11,6 +11,11 @@ TEST_CASE(requests_of_all_kinds_at_the_models_vocabulary) {
   for (const int batch : {1, 2, 8}) CHECK(check_accept(batch, 5, 129280, batch));
 }
 
+TEST_CASE(a_small_vocabulary) {
+  need_device();
+  CHECK(check_accept(2, 2, 2500, 1));
+}
+
 // A last tile that is not whole, one tile, more rows than are in shared memory at a time.
 TEST_CASE(vocabularies_that_are_no_multiple_of_a_tile) {
   need_device();
