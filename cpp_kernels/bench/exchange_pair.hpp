@@ -72,6 +72,8 @@ struct Rank {
   void begin() {
     act.residual[0].put(residual);
     act.x.poison();
+    // The graph's stream does not wait for the one that fills.
+    cuda_must(cudaDeviceSynchronize(), "inputs");
     graph->replay();
   }
   const std::uint32_t* status() const {

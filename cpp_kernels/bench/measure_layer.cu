@@ -104,6 +104,8 @@ class Group {
     for (std::size_t r = 0; r < size(); ++r) {
       on(r);
       ranks_[r]->reset();
+      // The graphs' streams do not wait for the one that fills.
+      cuda_must(cudaDeviceSynchronize(), "inputs");
     }
   }
   // One step by the graphs, or launched as it comes.
