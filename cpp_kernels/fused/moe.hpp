@@ -30,12 +30,12 @@ enum class MoeRouting : std::int32_t { gate, table, given };
 
 // Where the routed experts' codes and scales lie.
 //   checkpoint  codes [N, K / 2], the even column of a row in the low nibble; scales [N, K / 32].
-//   marlin      what the Marlin repack of SGLang's Hopper runner leaves: codes [K / 16, N / 64] tiles
-//               of 512 bytes. Word 4 (4 g + t) + w of a tile holds rows n = 16 w + g and n + 8 at
-//               k = 2t + {0, 8, 1, 9}: nibbles 0 1 (n; k, k + 8), 2 3 (n + 8), 4 5 (n; k + 1, k + 9),
-//               6 7 (n + 8). Scales [K / 32, N]: of each 64 columns, position 8 g + 4 (w / 2) + w % 2
-//               is row 16 w + g, two further is row 16 w + g + 8. w1 and w3 are one matrix of 2 I
-//               rows, w1's first.
+//   marlin      what the Marlin repack of SGLang's Hopper runner leaves. Codes: [K / 16, N / 64]
+//               tiles of 512 bytes. With k = 2t, word 4 (4 g + t) + w of a tile holds of rows n =
+//               16 w + g and n + 8, nibble after nibble: n at k, k + 8; n + 8 at k, k + 8; n at
+//               k + 1, k + 9; n + 8 at k + 1, k + 9. Scales: [K / 32, N]; of each 64 columns,
+//               position 8 g + 4 (w / 2) + w % 2 is row 16 w + g, two further is row 16 w + g + 8.
+//               w1 and w3 are one matrix of 2 I rows, w1's first.
 enum class MoeLayout : std::int32_t { checkpoint, marlin };
 
 // [N, K] codes with their scales.

@@ -1,5 +1,5 @@
-// fused/moe_layout.cuh: sizes and places of the mixture-of-experts region (moe.cuh): what lies where
-// in shared memory, the ring's slots, the workspace, and which tiles are whose.
+// fused/moe_layout.cuh: sizes and places of the mixture-of-experts region (moe.cuh): what lies
+// where in shared memory, the ring's slots, the workspace, and which tiles are whose.
 #pragma once
 
 #include <type_traits>
@@ -130,21 +130,22 @@ struct Layout {
   static constexpr int kSecondOffset = kScalesOffset + kBuffers * kTileScales;
   static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;
   // Or in the workspace, where fewer than four slots would be left.
-  static constexpr int kTableMost = 7424;
+  static constexpr int kTableMost = 9472;
   static constexpr bool kSecondShared =
       (kSmemLimit - kSecondOffset - kSecondBytes - kTableMost) / kSlotBytes >= 4;
   static constexpr int kTableOffset =
       round_up(kSecondOffset + (kSecondShared ? kSecondBytes : 0), 128);
   struct alignas(16) Table {
     std::int32_t ids[kMaxPairs];
+    float row_scales[kMaxRows][kChunks];  // of x as it is multiplied
     float weights[kMaxPairs];
     std::int32_t num_entries;
-    std::uint32_t stop;                  // Watch
-    std::uint32_t count[kExperts];       // pairs of an expert; then where they begin in `sorted`
+    std::uint32_t stop;             // Watch
+    std::uint32_t count[kExperts];  // pairs of an expert; then where they begin in `sorted`
     std::uint32_t warp_sums[kConsumers];
-    std::uint16_t expert[kMaxPairs];     // of an entry, ascending
-    std::uint16_t first[kMaxPairs + 1];  // of an entry in `sorted`
-    std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
+    std::uint16_t expert[kMaxPairs];                               // of an entry, ascending
+    std::uint16_t first[kMaxPairs + 1];                            // of an entry in `sorted`
+    std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
     alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
   };
@@ -152,10 +153,10 @@ struct Layout {
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
   static constexpr int kMaxSlots = 8;
   struct Barriers {
-    std::uint64_t full[kMaxSlots], here[kMaxSlots], empty[kMaxSlots];
+    std::uint64_t full[kMaxSlots], begun[kMaxSlots], here[kMaxSlots], empty[kMaxSlots];
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
-    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2], band_full, table;
+    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2], band_full, table, rows_here;
   };
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
@@ -247,8 +248,7 @@ struct Region {
 
   // Shared tiles go to blocks 0, 1, .. first, so routed ones begin with the blocks after them.
   LOWLAT_DEVICE int shared_tiles() const {
-    return !shared ? 0
-                   : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
+    return !shared ? 0 : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
   }
   // The n-th routed tile of this block (its number among all, in order of entries).
   LOWLAT_DEVICE int routed_tile(int n) const {
@@ -275,13 +275,13 @@ struct Region {
     const int num = slot <= L::kHeadSlots ? shared_tiles() : 0;
     return num == 0 || barrier_wait(&barriers.shared_done[num - 1], 0, watch);
   }
-  // Until use `use` is filled. The use before in its slot was another warp group's, perhaps.
+  // Until use `use` is filled with weights. The use before in its slot was another warp group's,
+  // perhaps.
   LOWLAT_DEVICE bool wait_filled(int use) const {
     const int slot = use % L::kRing;
     const std::uint32_t parity = use / L::kRing & 1;
     if (use >= L::kRing && !barrier_wait(&barriers.empty[slot], parity ^ 1u, watch)) return false;
-    return barrier_wait(&barriers.full[slot], parity, watch) &&
-           barrier_wait(&barriers.here[slot], parity, watch);
+    return barrier_wait(&barriers.full[slot], parity, watch);
   }
 };
 

@@ -1,5 +1,5 @@
-// fused/moe_multiply.cuh: the role of moe.cuh that multiplies: router, routing, shared expert, routed
-// experts.
+// fused/moe_multiply.cuh: the role of moe.cuh that multiplies: router, routing, shared expert,
+// routed experts.
 #pragma once
 
 #include "fused/moe_layout.cuh"
@@ -407,7 +407,7 @@ struct Consumer {
   // are a[0 .. 3]'s of the first, then of the second, before expansion.
   LOWLAT_DEVICE static void load_codes(std::uint32_t (&words)[4], std::uint32_t rows, int group) {
     if constexpr (L::kMarlin) {
-      // A tile's word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t, 2t + 1 (bytes 0 1, 2 3),
+      // A tile's word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t (bytes 0 1) and 2t + 1,
       // k + 8 in the upper nibbles; a group is two tiles.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -479,6 +479,13 @@ struct Consumer {
     return sm90::product_columns(slot + L::kColumnsOffset);
   }
 
+  // Of the row that is column `column` of this block's n-th tile, by chunk.
+  LOWLAT_DEVICE const float* column_scales(int n, int column) const {
+    const int entry = r.routed_tile(n) / L::kTiles, num = r.num_pairs(entry);
+    const int at = r.table.first[entry] + (column < num ? column : num - 1);
+    return r.table.row_scales[r.table.sorted[at] / L::kSlots];
+  }
+
   LOWLAT_DEVICE bool run_tiles() {
     const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
     // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
@@ -490,6 +497,8 @@ struct Consumer {
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
                                         buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
       float total[4] = {};
+      const float *first_scales = column_scales(n, 2 * t),
+                  *second_scales = column_scales(n, 2 * t + 1);
       if (!L::kMarlin &&
           !barrier_wait(&r.barriers.scales_full[buffer], n / L::kBuffers & 1, r.watch)) {
         return false;
@@ -498,6 +507,7 @@ struct Consumer {
       for (int i = group; i < L::kUses; i += L::kWarpGroups) {
         const int use = n * L::kUses + i, slot = use % L::kRing;
         if (!r.wait_filled(use)) return false;
+        sm90::fence_async_shared();  // the columns were copied on the ordinary path
         const std::uint32_t address = r.slot_address(slot);
         // Of the low and the high rows; from a group to the next, kStep bytes.
         constexpr int kStep = L::kMarlin ? L::kUseRows : 1;
@@ -515,8 +525,7 @@ struct Consumer {
               acc[2] = plat::fma(d[2], high, acc[2]);
               acc[3] = plat::fma(d[3], high, acc[3]);
             });
-        const uint2 columns = smem_load8(address + L::kColumnScales + 2 * t * 4);
-        const float first = __uint_as_float(columns.x), second = __uint_as_float(columns.y);
+        const float first = first_scales[i / L::kParts], second = second_scales[i / L::kParts];
         arrive(&r.barriers.empty[slot]);
         total[0] = plat::fma(acc[0], first, total[0]);
         total[1] = plat::fma(acc[1], second, total[1]);
@@ -540,7 +549,8 @@ struct Consumer {
   LOWLAT_DEVICE bool run_second() const {
     if (r.block_idx >= L::kBands) return true;
     const int group = warp / 4, first_uses = r.own_tiles() * L::kUses;
-    // Which warp takes which rows differs by group: where one of four rests, each scheduler has one.
+    // Which warp takes which rows differs by group: where one of four rests, each scheduler has
+    // one.
     constexpr bool kMayRest = L::kRowBlocks < 4;
     const int row_block = (warp + group) % 4;
     const bool rests = row_block >= L::kRowBlocks;
@@ -550,7 +560,10 @@ struct Consumer {
     const bool whole = high_row < L::kBandRows;
     for (int entry = group; entry < r.table.num_entries; entry += L::kWarpGroups) {
       const int use = first_uses + entry, slot = use % L::kRing;
-      if (!r.wait_filled(use)) return false;
+      if (!r.wait_filled(use) ||
+          !barrier_wait(&r.barriers.here[slot], entry / L::kRing & 1, r.watch)) {
+        return false;
+      }
       const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
       constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
       const std::uint32_t low_scale =

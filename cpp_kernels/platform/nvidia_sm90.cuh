@@ -256,9 +256,9 @@ LOWLAT_DEVICE void products_wait() {
   wgmma_wait<kPending>();
 #endif
 }
-// d[16, 8] = a[16, 32] b[8, 32]^T (kAdd: + d), fp32 sums, the warp's 16 of the group's 64 rows. With
-// lane = 4 g + t: a[0] = (row g, k 4t ..+3), a[1] = (row g + 8, the same), a[2], a[3] = those rows
-// at k + 16; d as mma_bf16's.
+// d[16, 8] = a[16, 32] b[8, 32]^T (kAdd: + d), fp32 sums, the warp's 16 of the group's 64 rows.
+// With lane = 4 g + t: a[0] = (row g, k 4t ..+3), a[1] = (row g + 8, the same), a[2], a[3] = those
+// rows at k + 16; d as mma_bf16's.
 template <bool kAdd>
 LOWLAT_DEVICE void product_e4m3(float (&d)[4], const std::uint32_t (&a)[4], std::uint64_t columns) {
 #ifdef LOWLAT_HAS_WGMMA
