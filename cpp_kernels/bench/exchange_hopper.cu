@@ -134,7 +134,7 @@ int run_process(int tp_rank, int socket) {
   const timeval budget{30, 0};
   setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &budget, sizeof budget);
   cuda_must(cudaSetDevice(tp_rank), "set device");
-  Rank rank(tp_rank, 6, 4);
+  Rank rank(tp_rank, 12, 4);
   const lowlat_peer_handle own = rank.region.handle();
   lowlat_peer_handle other;
   char word = 1;
