@@ -4,16 +4,16 @@
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
 #   make test-sglang what needs the real SGLang, installed into ~/.cache/lowlat once (6 GB); from
 #                    then on make test runs it too
-#   make test-deep   the same as test, longer, under sanitizers and the model checker
+#   make test-deep   the same as test, longer, and under sanitizers
 #   make tidy        format, lints, tests about the tree
 #   make gpu-test    on a machine with a GPU: what needs one
-#   make setup build golden header clean
+#   make setup build golden header abi clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
 # by lock file and compiler, for machines that build many clones (CI); SGLang's environment too.
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo test test-sglang test-deep tidy golden header gpu-test clean
+.PHONY: setup build demo test test-sglang test-deep tidy golden header abi gpu-test clean
 
 SHELL := bash
 PYTHON ?= python3
@@ -68,18 +68,19 @@ test-deep: test
 	  -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 	cmake --build build/asan
 	ctest --test-dir build/asan --output-on-failure --label-exclude rust
-	PROPTEST_CASES=5000 cargo test --workspace --locked --release
-	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom \
-	  cargo test --locked --release -p lowlat-core --test core_vote_loom
+	PROPTEST_CASES=5000 LOWLAT_SCHEDULES=100000 LOWLAT_ROUNDS=1000 \
+	  cargo test --workspace --locked --release
 
 tidy: setup
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	PYO3_PYTHON=$(BIN)/python PYO3_BUILD_EXTENSION_MODULE=1 \
 	  cargo clippy -p lowlat-py --features python --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc -q --no-deps --locked \
+	  -p lowlat-core -p lowlat-host -p lowlat-capi
 	ruff check .
 	ruff format --check .
-	find cpp_kernels tests rust_dispatch -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' \
+	find cpp_kernels tests rust_dispatch examples -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' \
 	  -o -name '*.cuh' | grep -v /target/ \
 	  | xargs clang-format --dry-run -Werror
 	$(BIN)/python -m pytest tests/tidy
@@ -89,6 +90,9 @@ golden: build
 
 header:
 	cargo run -q --locked -p lowlat-capi --example make_header
+
+abi: header
+	LOWLAT_WRITE_ABI=1 cargo test -q --locked -p lowlat-capi --test capi_snapshot
 
 gpu-test: build
 	@$(BIN)/python tests/gpu/run.py --build-dir $(BUILD)

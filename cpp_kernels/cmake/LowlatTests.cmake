@@ -8,8 +8,9 @@
 # A test of the platform emu that names LOWLAT_EMU_WARP_LANES is built a second time for warps of 64
 # lanes: <name>_64.
 #
-# Where cargo is found: tests/cpp/capi_*.c and .cpp are programs over the dispatcher's C face, and
-# the engine's Rust tests run with the kernel library that was built here (label "rust").
+# Where cargo is found: tests/cpp/capi_*.c and .cpp are programs over the dispatcher's C face, the
+# example engine is built and run (example/*), and the engine's Rust tests run with the kernel
+# library that was built here (label "rust").
 set(_tests_dir ${CMAKE_CURRENT_SOURCE_DIR}/tests/cpp)
 # No test may hang. The sanitizer makes programs about ten times slower.
 set(_budget_s 300)
@@ -159,6 +160,24 @@ if(LOWLAT_CARGO)
     add_test(NAME ${_name} COMMAND ${_name})
     set_tests_properties(${_name} PROPERTIES TIMEOUT ${_budget_s})
   endforeach()
+  # The example engine, and what it must print, alone and when a rank is killed.
+  lowlat_test_program(example_engine example/engine
+    ${CMAKE_CURRENT_SOURCE_DIR}/examples/engine_cpp/engine.cpp)
+  add_dependencies(example_engine lowlat_capi)
+  target_include_directories(example_engine PRIVATE
+    ${CMAKE_CURRENT_SOURCE_DIR}/rust_dispatch/capi/include)
+  target_link_libraries(example_engine PRIVATE ${_capi} ${CMAKE_DL_LIBS} m)
+  set(_steps "32 steps by graphs, 8 by its own forward")
+  set(_end "\n40 steps, every result right\n$")
+  add_test(NAME example/engine COMMAND example_engine)
+  set_tests_properties(example/engine PROPERTIES TIMEOUT ${_budget_s} PASS_REGULAR_EXPRESSION
+    "^rank 0: ${_steps}, 1 groups\nrank 1: ${_steps}, 1 groups${_end}")
+  add_test(NAME example/engine_killed COMMAND example_engine --ranks 3 --kill 17)
+  string(CONCAT _killed "^rank 2 was killed and is started again\n"
+    "rank 0 saw: .401. rank 2 did not answer the vote of epoch 18 by the deadline\n"
+    "rank 0: ${_steps}, 2 groups\nrank 1: ${_steps}, 2 groups\nrank 2: ${_steps}, 2 groups${_end}")
+  set_tests_properties(example/engine_killed PROPERTIES
+    TIMEOUT ${_budget_s} PASS_REGULAR_EXPRESSION "${_killed}")
   if(LOWLAT_HAVE_KERNELS)
     add_test(NAME rust/engine WORKING_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}
       COMMAND ${CMAKE_COMMAND} -E env LOWLAT_KERNELS=$<TARGET_FILE:lowlat_kernels>

@@ -12,7 +12,8 @@
 
 namespace {
 
-constexpr std::uint64_t kBudgetNs = 60'000'000'000;
+constexpr std::uint64_t kSecondNs = 1'000'000'000;
+constexpr std::uint64_t kBudgetNs = 60 * kSecondNs;
 
 // tests/cpp/capi_flow.cpp lies two folders below the root of the source tree.
 std::string tiny_config() {
@@ -24,21 +25,6 @@ std::string tiny_config() {
   return text.str();
 }
 
-std::string entry(int batch_size) {
-  const std::string batch = std::to_string(batch_size);
-  const std::string width = std::to_string(batch_size * 6);
-  return R"({"path": "persistent", "seals": [], "key": {"mode": "target_verify", "batch_size": )" +
-         batch + R"(, "tokens_per_request": 6, "width": )" + width +
-         R"(, "shape": "tiny-v41", "isa": "scalar", "numerics_digest": "0x0000000000000001",
-            "layout_digest": "0x0000000000000002"}})";
-}
-
-const std::string& record() {
-  static const std::string text =
-      R"({"version": 1, "entries": [)" + entry(1) + "," + entry(4) + "]}";
-  return text;
-}
-
 // What went wrong first on this rank; empty when nothing did.
 struct Failure {
   std::string words;
@@ -47,11 +33,58 @@ struct Failure {
   }
 };
 
-void decide(lowlat_coverage* coverage, Failure& failure) {
+// The graphs for 1 and 4 requests, each reading one table of this rank at `address`.
+lowlat_record* captured(std::uint64_t address, Failure& failure) {
+  lowlat_recorder* recorder = nullptr;
+  lowlat_record* record = nullptr;
+  failure.check(lowlat_recorder_create(&recorder) == LOWLAT_DISPATCH_STATUS_OK, "recorder");
+  for (const std::uint32_t batch_size : {4u, 1u}) {
+    const std::int64_t shape[] = {batch_size, 8};
+    const lowlat_seal seal{"page_table", "int32", address, shape, 2};
+    const lowlat_graph_key key{
+        LOWLAT_FACTS_MODE_TARGET_VERIFY, batch_size, 6, batch_size * 6, "tiny-v41", "scalar", 1, 2};
+    failure.check(lowlat_recorder_note(recorder, &key, LOWLAT_GRAPH_PATH_PERSISTENT, &seal, 1) ==
+                      LOWLAT_DISPATCH_STATUS_OK,
+                  "note");
+  }
+  failure.check(lowlat_recorder_finish(recorder, &record) == LOWLAT_DISPATCH_STATUS_OK, "finish");
+  lowlat_recorder_destroy(recorder);
+  return record;
+}
+
+void check_record(const lowlat_record* record, Failure& failure) {
+  std::uint32_t num_graphs = 0;
+  lowlat_record_num_graphs(record, &num_graphs);
+  failure.check(num_graphs == 2, "two graphs");
+  // Written and read, it is the same.
+  const char* text = nullptr;
+  lowlat_record* read = nullptr;
+  failure.check(lowlat_record_text(record, &text) == LOWLAT_DISPATCH_STATUS_OK, "text");
+  failure.check(lowlat_record_read(text, &read) == LOWLAT_DISPATCH_STATUS_OK, "read");
+  std::uint64_t digests[2] = {0, 1};
+  lowlat_record_digest(record, &digests[0]);
+  lowlat_record_digest(read, &digests[1]);
+  failure.check(digests[0] == digests[1], "digest");
+  failure.check(lowlat_record_compare(record, read) == LOWLAT_DISPATCH_STATUS_OK, "compare");
+  lowlat_record_destroy(read);
+  // A table that moved is a fault.
+  const std::int64_t shape[] = {1, 8};
+  lowlat_seal seal{"page_table", "int32", 0x1000, shape, 2};
+  failure.check(lowlat_record_check_seals(record, 0, &seal, 1) == LOWLAT_DISPATCH_STATUS_OK,
+                "sealed");
+  seal.address = 0x2000;
+  failure.check(lowlat_record_check_seals(record, 0, &seal, 1) == LOWLAT_DISPATCH_STATUS_FAULT &&
+                    std::strstr(lowlat_dispatch_last_error(),
+                                "now page_table int32 [1, 8] at "
+                                "0x2000") != nullptr,
+                "moved");
+}
+
+void decide(const lowlat_coverage* coverage, const lowlat_record* record, Failure& failure) {
   lowlat_dispatcher* dispatcher = nullptr;
-  failure.check(lowlat_dispatcher_create(coverage, record().c_str(), &dispatcher) ==
-                    LOWLAT_DISPATCH_STATUS_OK,
-                "create");
+  failure.check(
+      lowlat_dispatcher_create(coverage, record, &dispatcher) == LOWLAT_DISPATCH_STATUS_OK,
+      "create");
   if (dispatcher == nullptr) return;
   const auto decided = [&](std::uint32_t mode, std::uint32_t batch_size) {
     const lowlat_step_facts step{mode, batch_size, 6, batch_size * 6};
@@ -95,27 +128,35 @@ bool run(std::array<std::array<std::uint32_t, 2>, 2> widths, const std::string& 
     lowlat_servable* servable = nullptr;
     lowlat_coverage* coverage = nullptr;
     failure.check(lowlat_board_seat(board, rank, &seat) == LOWLAT_DISPATCH_STATUS_OK, "seat");
-    failure.check(lowlat_guard(tiny_config().c_str(), R"({"tp_size": 2})", &servable) ==
+    failure.check(lowlat_guard_model(tiny_config().c_str(), R"({"tp_size": 2})", &servable) ==
                       LOWLAT_DISPATCH_STATUS_OK,
                   "guard");
+    lowlat_record* record = captured(0x1000, failure);
+    check_record(record, failure);
     lowlat_ballot ballot{};
     ballot.widths = widths[rank].data();
     ballot.num_widths = 2;
-    ballot.ladder = {1, 2, 3, 4};
-    lowlat_record_keys_digest(record().c_str(), &ballot.keys_digest);
+    ballot.ladder = {kSecondNs, 2 * kSecondNs, 120 * kSecondNs, 300 * kSecondNs};
+    lowlat_record_keys_digest(record, &ballot.keys_digest);
     const auto status = lowlat_seat_vote(seat, servable, &ballot, kBudgetNs, &coverage);
     if (expected.empty()) {
       failure.check(status == LOWLAT_DISPATCH_STATUS_OK, "vote");
       std::uint32_t epoch = 0;
       lowlat_coverage_epoch(coverage, &epoch);
       failure.check(epoch == 1, "epoch");
-      if (coverage != nullptr) decide(coverage, failure);
+      if (coverage != nullptr) decide(coverage, record, failure);
+      failure.check(lowlat_seat_agree_step(seat, 7, kBudgetNs) == LOWLAT_DISPATCH_STATUS_OK,
+                    "step");
+      failure.check(
+          lowlat_seat_agree_step(seat, 7, 120 * kSecondNs) == LOWLAT_DISPATCH_STATUS_INVALID,
+          "a step's vote beyond the next rung");
     } else {
       failure.check(status == LOWLAT_DISPATCH_STATUS_DECLINE && coverage == nullptr &&
                         lowlat_dispatch_last_error() == expected,
                     "refusal");
     }
     lowlat_coverage_destroy(coverage);
+    lowlat_record_destroy(record);
     lowlat_servable_destroy(servable);
     lowlat_seat_destroy(seat);
   };
@@ -123,6 +164,7 @@ bool run(std::array<std::array<std::uint32_t, 2>, 2> widths, const std::string& 
   rank_main(0);
   peer.join();
   lowlat_board_destroy(board);
+  failures[0].check(lowlat_dispatch_num_handles() == 0, "every handle is destroyed");
   for (const Failure& failure : failures) {
     if (!failure.words.empty()) std::fprintf(stderr, "%s\n", failure.words.c_str());
   }

@@ -20,30 +20,54 @@ static void check(int holds, const char* words, int line) {
 #define CHECK(condition) check((condition) != 0, #condition, __LINE__)
 #define CHECK_ERROR(words) CHECK(strcmp(lowlat_dispatch_last_error(), words) == 0)
 
-static const char kRecord[] =
-    "{\"version\": 1, \"entries\": ["
-    "{\"key\": {\"mode\": \"target_verify\", \"batch_size\": 1, \"tokens_per_request\": 6,"
-    " \"width\": 6, \"shape\": \"tiny\", \"isa\": \"scalar\","
-    " \"numerics_digest\": \"0x0000000000000000\", \"layout_digest\": \"0x0000000000000000\"},"
-    " \"path\": \"persistent\", \"seals\": []},"
-    "{\"key\": {\"mode\": \"target_verify\", \"batch_size\": 4, \"tokens_per_request\": 6,"
-    " \"width\": 24, \"shape\": \"tiny\", \"isa\": \"scalar\","
-    " \"numerics_digest\": \"0x0000000000000000\", \"layout_digest\": \"0x0000000000000000\"},"
-    " \"path\": \"persistent\", \"seals\": []}]}";
-
 /* The fields of a published configuration that the guard reads are many; the smallest one that is
  * refused is enough here, and tests in Rust and Python serve whole ones. */
 static void guard_declines_in_words(void) {
   lowlat_servable* servable = NULL;
-  CHECK(lowlat_guard("{\"model_type\": \"llama\"}", "{}", &servable) ==
+  CHECK(lowlat_guard_model("{\"model_type\": \"llama\"}", "{}", &servable) ==
         LOWLAT_DISPATCH_STATUS_DECLINE);
   CHECK(strncmp(lowlat_dispatch_last_error(), "[114] ", 6) == 0);
-  CHECK(lowlat_guard("{}", "{\"tpp\": 4}", &servable) == LOWLAT_DISPATCH_STATUS_INVALID);
+  CHECK(lowlat_guard_model("{}", "{\"tpp\": 4}", &servable) == LOWLAT_DISPATCH_STATUS_INVALID);
   CHECK(strncmp(lowlat_dispatch_last_error(), "options: unknown field `tpp`", 28) == 0);
-  CHECK(lowlat_guard(NULL, "{}", &servable) == LOWLAT_DISPATCH_STATUS_INVALID);
+  CHECK(lowlat_guard_model(NULL, "{}", &servable) == LOWLAT_DISPATCH_STATUS_INVALID);
   CHECK_ERROR("config_json is NULL");
   CHECK(servable == NULL);
-  lowlat_servable_destroy(NULL);
+  CHECK(lowlat_servable_destroy(NULL) == LOWLAT_DISPATCH_STATUS_OK);
+}
+
+static void an_engine_brings_its_own_kernels(void) {
+  const char* requirements = "{\"name\": \"mine\", \"isas\": [\"sm_90\"], \"tp_sizes\": [2]}";
+  lowlat_servable* servable = NULL;
+  CHECK(lowlat_guard(requirements, "{\"isa\": \"sm_80\", \"tp_size\": 3}", &servable) ==
+        LOWLAT_DISPATCH_STATUS_DECLINE);
+  CHECK_ERROR(
+      "[101] isa is sm_80; these kernels need sm_90\n"
+      "[102] tp_size is 3; these kernels need 2 (change: --tp)");
+  CHECK(lowlat_dispatch_last_reason() == LOWLAT_REASON_ISA);
+  CHECK(lowlat_guard(requirements, "{\"isa\": \"sm_90\"}", &servable) ==
+        LOWLAT_DISPATCH_STATUS_INVALID);
+  CHECK(strncmp(lowlat_dispatch_last_error(), "facts: missing field `tp_size`", 30) == 0);
+  CHECK(lowlat_guard(requirements, "{\"isa\": \"sm_90\", \"tp_size\": 2}", &servable) ==
+        LOWLAT_DISPATCH_STATUS_OK);
+
+  /* Two ranks over an all-gather of the engine's own: here, one array. */
+  const uint32_t widths[] = {6, 12};
+  lowlat_ballot parts = {widths, 2, 1, 2, 3, {1, 2, 3, 4}};
+  uint64_t words[2 * LOWLAT_BALLOT_WORDS];
+  lowlat_coverage* coverage = NULL;
+  uint32_t epoch = 7;
+  for (uint32_t idx = 0; idx < 2; ++idx) {
+    CHECK(lowlat_ballot_words(servable, idx, &parts, words + idx * LOWLAT_BALLOT_WORDS) ==
+          LOWLAT_DISPATCH_STATUS_OK);
+  }
+  CHECK(lowlat_ballots_agree(1, words, 2, &coverage) == LOWLAT_DISPATCH_STATUS_OK);
+  CHECK(lowlat_coverage_epoch(coverage, &epoch) == LOWLAT_DISPATCH_STATUS_OK && epoch == 0);
+  CHECK(lowlat_coverage_destroy(coverage) == LOWLAT_DISPATCH_STATUS_OK);
+  CHECK(lowlat_ballot_words_declining(1, 2, LOWLAT_REASON_TENSOR_LAYOUT,
+                                      words + LOWLAT_BALLOT_WORDS) == LOWLAT_DISPATCH_STATUS_OK);
+  CHECK(lowlat_ballots_agree(0, words, 2, &coverage) == LOWLAT_DISPATCH_STATUS_DECLINE);
+  CHECK_ERROR("[307] rank 1 declines, so all do: a loaded tensor is laid out otherwise [113]");
+  CHECK(lowlat_servable_destroy(servable) == LOWLAT_DISPATCH_STATUS_OK);
 }
 
 static void a_ladder_is_checked(void) {
@@ -104,20 +128,6 @@ static void two_ranks_vote(void) {
   lowlat_seat_destroy(ranks[1].seat);
 }
 
-static void records_and_handles_are_checked(void) {
-  uint64_t digest = 0;
-  CHECK(lowlat_record_keys_digest(kRecord, &digest) == LOWLAT_DISPATCH_STATUS_OK);
-  CHECK(digest != 0);
-  CHECK(lowlat_record_keys_digest("{", &digest) == LOWLAT_DISPATCH_STATUS_INVALID);
-  lowlat_dispatcher* dispatcher = NULL;
-  CHECK(lowlat_dispatcher_create(NULL, kRecord, &dispatcher) == LOWLAT_DISPATCH_STATUS_INVALID);
-  CHECK_ERROR("coverage is NULL");
-  lowlat_decision decision;
-  const lowlat_step_facts step = {LOWLAT_FACTS_MODE_DECODE, 1, 1, 1};
-  CHECK(lowlat_dispatcher_decide(NULL, &step, &decision) == LOWLAT_DISPATCH_STATUS_INVALID);
-  lowlat_dispatcher_destroy(NULL);
-}
-
 static void a_watchdog_counts(void) {
   lowlat_watchdog* watchdog = NULL;
   lowlat_health health = LOWLAT_HEALTH_OVERDUE;
@@ -135,7 +145,9 @@ static void a_watchdog_counts(void) {
 }
 
 int main(void) {
-  CHECK(lowlat_dispatch_abi_version() == 1);
+  CHECK(lowlat_dispatch_abi_version() == LOWLAT_DISPATCH_ABI_VERSION);
+  CHECK(lowlat_dispatch_check_abi(LOWLAT_DISPATCH_ABI_VERSION) == LOWLAT_DISPATCH_STATUS_OK);
+  CHECK(lowlat_dispatch_check_abi(1) == LOWLAT_DISPATCH_STATUS_INVALID);
   CHECK(strcmp(lowlat_reason_name(LOWLAT_REASON_TP_SIZE), "tp_size") == 0);
   CHECK(strcmp(lowlat_reason_words(9999), "unknown reason") == 0);
   /* The two libraries' statuses are one numbering. */
@@ -144,10 +156,11 @@ int main(void) {
   CHECK((int)LOWLAT_DISPATCH_STATUS_FAULT == (int)LOWLAT_FAULT);
   CHECK((int)LOWLAT_DISPATCH_STATUS_BUG == (int)LOWLAT_BUG);
   guard_declines_in_words();
+  an_engine_brings_its_own_kernels();
   a_ladder_is_checked();
   two_ranks_vote();
-  records_and_handles_are_checked();
   a_watchdog_counts();
+  CHECK(lowlat_dispatch_num_handles() == 0);
   printf("%d passed, %d failed\n", num_passed, num_failed);
   return num_failed == 0 ? 0 : 1;
 }

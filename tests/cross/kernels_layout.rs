@@ -3,114 +3,19 @@
 //! `Draft` and by leaving the last one of `Accept` out: both were named.)
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use lowlat_engine::kernels::abi;
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+#[path = "../rust/support/c_header.rs"]
+mod c_header;
+
+fn include() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cpp_kernels/include")
 }
 
-fn header() -> String {
-    std::fs::read_to_string(root().join("cpp_kernels/include/lowlat/kernels.h")).unwrap()
-}
-
-/// Text without `/* */`; the header has no other comments.
-fn without_comments(text: &str) -> String {
-    let mut kept = String::new();
-    let mut rest = text;
-    while let Some(start) = rest.find("/*") {
-        kept.push_str(&rest[..start]);
-        let end = rest[start..].find("*/").expect("a comment ends") + start;
-        rest = &rest[end + 2..];
-    }
-    kept + rest
-}
-
-/// Structs of the header with their fields in order. Arrays lose their sizes, pointers their stars.
-fn header_structs() -> BTreeMap<String, Vec<String>> {
-    let text = without_comments(&header());
-    let mut structs = BTreeMap::new();
-    for part in text.split("typedef struct ").skip(1) {
-        let Some((name, rest)) = part.split_once(" {") else {
-            continue; // An opaque handle has no body.
-        };
-        if name.contains(';') {
-            continue;
-        }
-        let (body, _) = rest.split_once('}').expect("a struct's body ends");
-        let mut fields = Vec::new();
-        for declaration in body
-            .split(';')
-            .map(str::trim)
-            .filter(|text| !text.is_empty())
-        {
-            for (index, word) in declaration.split(',').enumerate() {
-                let word = if index == 0 {
-                    word.split_whitespace()
-                        .last()
-                        .expect("a declaration has a name")
-                } else {
-                    word.trim()
-                };
-                let name = word.trim_start_matches('*').split('[').next().unwrap();
-                fields.push(name.to_owned());
-            }
-        }
-        structs.insert(name.to_owned(), fields);
-    }
-    structs
-}
-
-/// Compiles `expressions` as C11 against the header and returns their values in order. None where
-/// there is no C compiler.
 fn values_in_c(expressions: &[String]) -> Option<Vec<u64>> {
-    static CALLS: AtomicU32 = AtomicU32::new(0);
-    let call = CALLS.fetch_add(1, Ordering::Relaxed); // Only a name hangs on it.
-    let folder = std::env::temp_dir().join(format!("lowlat-layout-{}-{call}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
-    let mut source = String::from(
-        "#include <lowlat/kernels.h>\n#include <stddef.h>\n#include <stdio.h>\nint main(void) {\n",
-    );
-    for expression in expressions {
-        writeln!(
-            source,
-            "  printf(\"%llu\\n\", (unsigned long long)({expression}));"
-        )
-        .unwrap();
-    }
-    source.push_str("  return 0;\n}\n");
-    let (file, program) = (folder.join("layout.c"), folder.join("layout"));
-    std::fs::write(&file, source).unwrap();
-    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-    let built = Command::new(&compiler)
-        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-I"])
-        .arg(root().join("cpp_kernels/include"))
-        .arg(&file)
-        .arg("-o")
-        .arg(&program)
-        .output();
-    let values = match built {
-        Err(error) => {
-            println!("skipped: no C compiler ({compiler}: {error})");
-            None
-        }
-        Ok(built) => {
-            assert!(
-                built.status.success(),
-                "{}",
-                String::from_utf8_lossy(&built.stderr)
-            );
-            let ran = Command::new(&program).output().unwrap();
-            let text = String::from_utf8(ran.stdout).unwrap();
-            Some(text.lines().map(|line| line.parse().unwrap()).collect())
-        }
-    };
-    std::fs::remove_dir_all(&folder).unwrap();
-    values
+    c_header::values_in_c(&include(), "kernels.h", expressions)
 }
 
 #[test]
@@ -126,7 +31,8 @@ fn every_struct_of_the_header_is_mirrored_field_for_field() {
             (layout.c_name.to_owned(), fields)
         })
         .collect();
-    let in_header = header_structs();
+    let text = std::fs::read_to_string(include().join("lowlat/kernels.h")).unwrap();
+    let in_header = c_header::structs(&text);
     assert!(
         in_header.len() >= 8,
         "the header was read: {:?}",

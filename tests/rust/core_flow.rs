@@ -2,7 +2,7 @@
 
 use lowlat_core::graph_key::keys_digest;
 use lowlat_core::graph_key::{GraphKey, GraphMode, KeyIdx, Path, RecordError, Recorder, SealView};
-use lowlat_core::vote::agree;
+use lowlat_core::vote::{Refusal, agree};
 use lowlat_core::{
     Ballot, BallotParts, Built, Captured, Coverage, DeadlineLadder, Decision, Facts, Reason,
     Requirements, StepFacts, StepMode, TpRank, guard,
@@ -22,23 +22,29 @@ fn key(mode: GraphMode, batch_size: u32, tokens_per_request: u32) -> GraphKey {
 }
 
 fn coverage(keys: &[GraphKey], widths: &[u32]) -> Coverage {
+    let digest = keys_digest(keys.iter().map(|key| (key, path_of(key))));
+    vote([digest; 2], widths).unwrap()
+}
+
+/// The vote of two ranks, each with the digest of its own keys.
+fn vote(keys_digests: [u64; 2], widths: &[u32]) -> Result<Coverage, Refusal> {
     let facts = Facts {
         isa: "scalar".into(),
         tp_size: 2,
         ..Facts::default()
     };
     let servable = guard(&facts, &Requirements::new("toy", &["scalar"])).unwrap();
-    let cast = |rank| {
+    let cast = |rank: u32| {
         let parts = BallotParts {
             widths,
-            keys_digest: keys_digest(keys),
+            keys_digest: keys_digests[rank as usize],
             geometry_digest: 0,
             catalogue_digest: 0,
             ladder: DeadlineLadder::new(1, 2, 3, 4).unwrap(),
         };
         Ballot::new(&servable, TpRank(rank), parts).unwrap()
     };
-    agree(TpRank(1), &[cast(0), cast(1)]).unwrap()
+    agree(TpRank(1), &[cast(0), cast(1)])
 }
 
 fn view(address: u64) -> SealView<'static> {
@@ -50,16 +56,19 @@ fn view(address: u64) -> SealView<'static> {
     }
 }
 
+fn path_of(key: &GraphKey) -> Path {
+    if key.batch_size == 3 {
+        Path::Plain
+    } else {
+        Path::Persistent
+    }
+}
+
 fn note_all(keys: &[GraphKey]) -> impl FnOnce(&mut u32, &mut Recorder) -> Result<(), RecordError> {
     move |payload, recorder| {
         for key in keys {
             *payload += 1;
-            let path = if key.batch_size == 3 {
-                Path::Plain
-            } else {
-                Path::Persistent
-            };
-            recorder.note(key.clone(), path, &[view(0x1000)])?;
+            recorder.note(key.clone(), path_of(key), &[view(0x1000)])?;
         }
         Ok(())
     }
@@ -190,7 +199,38 @@ fn a_capture_that_is_not_what_was_agreed_on_is_refused() {
         .unwrap_err()
         .to_string();
     assert!(error.ends_with("all ranks agreed on widths [6]"), "{error}");
+    let error = built(&[6, 12])
+        .capture(|_, recorder| {
+            recorder.note(agreed[0].clone(), Path::Persistent, &[])?;
+            recorder.note(agreed[1].clone(), Path::Plain, &[])
+        })
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("that all ranks agreed on"), "{error}");
     assert!(built(&[6, 12]).capture(note_all(&agreed)).is_ok());
+}
+
+/// One would replay where the other runs its own forward. Planted once: a digest of keys alone.
+#[test]
+fn ranks_that_run_one_key_by_another_path_do_not_agree() {
+    let record = |path| {
+        let mut recorder = Recorder::new();
+        recorder.note(key(VERIFY, 1, 6), path, &[]).unwrap();
+        recorder.finish()
+    };
+    let paths = [Path::Persistent, Path::Fused, Path::Plain];
+    for first in paths {
+        for second in paths {
+            let digests = [first, second].map(|path| record(path).keys_digest());
+            match vote(digests, &[6]) {
+                Ok(_) => assert_eq!(first, second),
+                Err(refusal) => {
+                    assert_ne!(first, second);
+                    assert_eq!(refusal.reason(), Reason::VoteKeys, "{refusal}");
+                }
+            }
+        }
+    }
 }
 
 #[test]

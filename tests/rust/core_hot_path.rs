@@ -86,7 +86,7 @@ fn dispatcher() -> Dispatcher {
     let servable = guard(&facts, &Requirements::new("toy", &["scalar"])).unwrap();
     let parts = BallotParts {
         widths: &[6, 12, 24, 48],
-        keys_digest: keys_digest(&keys),
+        keys_digest: keys_digest(keys.iter().map(|key| (key, Path::Persistent))),
         geometry_digest: 0,
         catalogue_digest: 0,
         ladder: DeadlineLadder::new(1, 2, 3, 4).unwrap(),

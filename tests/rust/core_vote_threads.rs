@@ -1,12 +1,13 @@
 //! The vote among threads: who differs or is missing is named alike on every rank, in time.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
-use lowlat_core::vote::{Decision, SeatError};
+use lowlat_core::vote::{Bell, Decision, Next, Round, SeatError, StepBallot};
 use lowlat_core::{
     Ballot, BallotParts, Board, Coverage, DeadlineLadder, Epoch, Facts, InstantNs, Reason,
-    ReasonKind, Requirements, TpRank, guard,
+    ReasonKind, Requirements, Seat, TpRank, guard,
 };
 
 const LONG_NS: u64 = 60_000_000_000;
@@ -15,6 +16,8 @@ const SHORT_NS: u64 = 50_000_000;
 #[derive(Clone)]
 struct Cast {
     widths: Vec<u32>,
+    keys_digest: u64,
+    geometry_digest: u64,
     catalogue_digest: u64,
     kernel_ns: u64,
     requirements: &'static str,
@@ -24,6 +27,8 @@ impl Default for Cast {
     fn default() -> Self {
         Self {
             widths: vec![6, 12, 18],
+            keys_digest: 2,
+            geometry_digest: 3,
             catalogue_digest: 1,
             kernel_ns: 1,
             requirements: "toy",
@@ -40,8 +45,8 @@ fn ballot(rank: u32, tp_size: u32, cast: &Cast) -> Ballot {
     let servable = guard(&facts, &Requirements::new(cast.requirements, &["scalar"])).unwrap();
     let parts = BallotParts {
         widths: &cast.widths,
-        keys_digest: 2,
-        geometry_digest: 3,
+        keys_digest: cast.keys_digest,
+        geometry_digest: cast.geometry_digest,
         catalogue_digest: cast.catalogue_digest,
         ladder: DeadlineLadder::new(cast.kernel_ns, 20, 30, 40).unwrap(),
     };
@@ -112,8 +117,28 @@ fn other_widths_are_told_by_value_before_what_follows_from_them() {
 }
 
 #[test]
-fn another_catalogue_ladder_or_requirement_is_named() {
+fn whatever_else_differs_is_named() {
     let base = Some(Cast::default());
+    let odd = Some(Cast {
+        keys_digest: 9,
+        ..Cast::default()
+    });
+    check_refusal(
+        &[base.clone(), odd],
+        LONG_NS,
+        "[302] rank 1 covers graph keys 0x0000000000000009; \
+         rank 0 covers graph keys 0x0000000000000002",
+    );
+    let odd = Some(Cast {
+        geometry_digest: 9,
+        ..Cast::default()
+    });
+    check_refusal(
+        &[base.clone(), odd],
+        LONG_NS,
+        "[303] rank 1 has launch geometry 0x0000000000000009; \
+         rank 0 has launch geometry 0x0000000000000003",
+    );
     let odd = Some(Cast {
         catalogue_digest: 9,
         ..Cast::default()
@@ -193,6 +218,42 @@ fn a_late_rank_ends_like_those_who_gave_up_and_nobody_votes_again() {
         );
         assert_eq!(refusal.unwrap_err().reason().kind(), ReasonKind::Fault);
     }
+}
+
+/// Planted once: a fault of the coverage vote that the seat does not keep.
+#[test]
+fn after_a_rank_was_missed_in_the_coverage_vote_nobody_votes_again() {
+    let pair = Pair::new();
+    let mut early = pair.board.seat(TpRank(0)).unwrap();
+    let mut late = pair.board.seat(TpRank(1)).unwrap();
+    let agree = |seat: &mut Seat, budget_ns| {
+        let own = ballot(seat.tp_rank().0, 2, &Cast::default());
+        seat.agree(&own, budget_ns, || pair.now()).unwrap_err()
+    };
+    let missing = Decision::Missing { rank: TpRank(1) };
+    let first = agree(&mut early, 1);
+    assert_eq!(first.decision, missing);
+    assert_eq!(agree(&mut late, LONG_NS), first);
+    for seat in [&mut early, &mut late] {
+        assert_eq!(seat.fault(), Some(missing));
+        assert_eq!(agree(seat, LONG_NS), first);
+        assert_eq!(seat.agree_step(7, LONG_NS, || pair.now()), missing);
+    }
+}
+
+/// A decision may already rest on the first. Planted once: the last one counts.
+#[test]
+fn the_first_ballot_of_a_rank_counts() {
+    let mut round = Round::new(TpRank(0), 2);
+    round.begin(Epoch(1), StepBallot(7), InstantNs(0), 100);
+    round.receive(TpRank(1), Epoch(1), StepBallot(8));
+    round.receive(TpRank(1), Epoch(1), StepBallot(7));
+    round.receive(TpRank(2), Epoch(1), StepBallot(7));
+    let differs = Decision::Differs {
+        rank: TpRank(1),
+        reason: Reason::VoteStep,
+    };
+    assert_eq!(round.poll(InstantNs(1)), Next::Propose(differs));
 }
 
 #[test]
@@ -305,4 +366,65 @@ fn ballots_that_cannot_be_cast_are_refused_in_words() {
     );
     let most: Vec<u32> = (1..=32).collect();
     assert_eq!(cast(1, &most).unwrap().widths(), most);
+}
+
+/// Counts in place of sleeping: who is to sleep comes back at once, which a bell may do.
+#[derive(Clone, Debug, Default)]
+struct Counting(Arc<[AtomicU32; 2]>);
+
+impl Counting {
+    fn counts(&self) -> [u32; 2] {
+        [0, 1].map(|idx| self.0[idx].load(Ordering::SeqCst))
+    }
+}
+
+impl Bell for Counting {
+    fn tries(&self) -> u32 {
+        3
+    }
+
+    fn sleep(&self, _word: &AtomicU32, _seen: u32, _budget_ns: u64) {
+        self.0[0].fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn wake(&self, _word: &AtomicU32) {
+        self.0[1].fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn a_vote_that_need_not_wait_touches_no_bell() {
+    let bell = Counting::default();
+    let board = Board::with_bell(4, Epoch(1), Some(Box::new(bell.clone()))).unwrap();
+    let mut seats: Vec<_> = (0..4)
+        .map(|rank| board.seat(TpRank(rank)).unwrap())
+        .collect();
+    let (last, others) = seats.split_last_mut().unwrap();
+    for step in 0..100 {
+        for seat in &mut *others {
+            seat.begin_step(step, LONG_NS, InstantNs(0));
+        }
+        let ended = last.agree_step(step, LONG_NS, || InstantNs(0));
+        assert_eq!(ended, Decision::Agreed);
+        for seat in &mut *others {
+            assert_eq!(seat.poll_step(InstantNs(0)), Some(Decision::Agreed));
+        }
+    }
+    assert_eq!(bell.counts(), [0, 0]);
+}
+
+#[test]
+fn who_must_wait_sleeps_after_its_tries_and_for_no_longer_than_its_budget() {
+    let bell = Counting::default();
+    let board = Board::with_bell(2, Epoch(1), Some(Box::new(bell.clone()))).unwrap();
+    let mut seat = board.seat(TpRank(0)).unwrap();
+    let mut looks = 0;
+    let ended = seat.agree_step(7, 10, || {
+        looks += 1;
+        InstantNs(looks)
+    });
+    assert_eq!(ended, Decision::Missing { rank: TpRank(1) });
+    // One look begins the vote, ten spend the budget, of which three are tries; the one after the
+    // claim ends it. Nobody sleeps, so nobody is woken.
+    assert_eq!(bell.counts(), [6, 0]);
 }

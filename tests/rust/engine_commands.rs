@@ -84,9 +84,12 @@ fn commands_are_told_apart_and_wrong_ones_are_one_line() {
     let cases: &[(&[&str], &str)] = &[
         (
             &[],
-            "no command; replay, trace, inspect, make-checkpoint, check-checkpoint or completion",
+            "no command; replay, trace, inspect, bench, make-checkpoint, check-checkpoint or \
+             completion",
         ),
-        (&["bench"], "\"bench\""),
+        (&["measure"], "\"measure\""),
+        (&["bench"], "lowlat bench: "),
+        (&["bench", "step"], "lowlat bench: error: "),
         (&["trace"], "lowlat trace: "),
         (&["trace", "info"], "lowlat trace: error: "),
         (&["trace", "synth"], "--out"),
@@ -575,6 +578,7 @@ fn two_records_are_compared_and_a_difference_is_exit_1() {
 fn what_is_no_record_is_refused_by_name() {
     let folder = folder("inspect_bad");
     let good = record(&[1], GraphPath::Persistent);
+    let damaged = good.replace("persistent", "fused");
     let cases: &[(&str, &[u8], &str)] = &[
         (
             "cut",
@@ -594,8 +598,13 @@ fn what_is_no_record_is_refused_by_name() {
         ),
         (
             "newer",
-            br#"{"version": 2, "entries": {}, "x": 1}"#,
-            "version is 2 (it is of a newer",
+            br#"{"version": 3, "entries": {}, "x": 1}"#,
+            "version is 3 (it is of a newer",
+        ),
+        (
+            "damaged",
+            damaged.as_bytes(),
+            "the file is damaged or was edited",
         ),
         (
             "twice",

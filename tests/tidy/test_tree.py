@@ -42,6 +42,7 @@ TEST_ROOMS = {
     "cross",
     "golden",
     "fakes",
+    "fuzz",
     "gpu",
     "tidy",
     "tools",
@@ -103,6 +104,22 @@ def test_links_of_pages_lead_somewhere() -> None:
                 headings = re.findall(r"^#+\s+(.*)$", page.read_text(), re.MULTILINE)
                 if fragment not in map(anchor, headings):
                     complaints.append(f"{name}: link to {target}; the page has no such heading")
+    tree.none(complaints)
+
+
+def test_the_votes_properties_name_tests_that_are_there() -> None:
+    names = tree.under("tests/rust", suffixes=(".rs",))
+    tests = "".join(tree.read(name) for name in names)
+    complaints = []
+    for name in ("rust_dispatch/core/src/vote/mod.rs", "rust_dispatch/host/src/lib.rs"):
+        page = "".join(re.findall(r"^//! ?(.*\n)", tree.read(name), re.MULTILINE))
+        properties = page.partition("# Properties")[2].partition("\n# ")[0]
+        named = set(re.findall(r"`([a-z]\w+_\w+_\w+)`", properties))
+        if len(named) < 5:
+            complaints.append(f"{name}: names {len(named)} tests beside its properties")
+        for test in sorted(named):
+            if f"fn {test}()" not in tests and f"tests/rust/{test}.rs" not in names:
+                complaints.append(f"{name}: no test {test}")
     tree.none(complaints)
 
 
@@ -240,11 +257,15 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "python/lowlat/surface.py": "tests/sglang/test_surface.py",
     "rust_dispatch/capi/header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/examples/make_header.rs": "tests/rust/capi_header.rs",
-    "rust_dispatch/capi/src/": "tests/cpp/capi_smoke.c",
+    "rust_dispatch/capi/src/": "tests/cpp/capi_bad_input.c",
     "rust_dispatch/core/src/sync.rs": "tests/rust/core_vote_threads.rs",
+    "rust_dispatch/engine/src/bench/mod.rs": "tests/rust/engine_bench.rs",
+    "rust_dispatch/engine/src/bench/votes.rs": "tests/rust/engine_bench.rs",
     "rust_dispatch/engine/src/bin/lowlat-engine.rs": "tests/rust/engine_commands.rs",
     "rust_dispatch/engine/src/checkpoint/make.rs": "tests/rust/engine_checkpoint.rs",
     "rust_dispatch/engine/src/kernels/": "tests/rust/engine_kernels.rs",
+    "rust_dispatch/host/src/futex.rs": "tests/rust/host_group.rs",
+    "rust_dispatch/host/src/memory.rs": "tests/rust/host_group.rs",
     "rust_dispatch/py/src/": "tests/python/test_dispatch.py",
 }
 

@@ -125,11 +125,25 @@ def run_cargo(build_dir: Path, word: str, env: dict[str, str]) -> Count:
     if library.is_file():
         env = env | {"LOWLAT_KERNELS": str(library.resolve())}
     command = ["cargo", "test", "--workspace", "--locked", "--no-fail-fast", "--quiet"]
-    status, output = run([*command, *([word] if word else [])], env)
+    return rust_results("cargo test", [*command, *([word] if word else [])], env)
+
+
+def rust_results(name: str, command: list[str], env: dict[str, str]) -> Count:
+    status, output = run(command, env)
     count = Count()
     for found in RUST_RESULT.findall(output):
         count += Count(*map(int, found))
-    return closing("cargo test", count, status)
+    return closing(name, count, status)
+
+
+def run_loom(_: Path, word: str, env: dict[str, str]) -> Count:
+    """The vote under the model checker: another build of lowlat-core, so another folder."""
+    target = Path(env.get("CARGO_TARGET_DIR", ROOT / "target")) / "loom"
+    flags = f"{env.get('RUSTFLAGS', '')} --cfg loom".strip()
+    env = env | {"RUSTFLAGS": flags, "CARGO_TARGET_DIR": str(target)}
+    command = ["cargo", "test", "--locked", "--release", "--quiet"]
+    command += ["-p", "lowlat-core", "--test", "core_vote_loom"]
+    return rust_results("loom", [*command, *([word] if word else [])], env)
 
 
 def run_pytest(build_dir: Path, word: str, env: dict[str, str]) -> Count:
@@ -174,7 +188,7 @@ def main() -> int:
     build_dir = (ROOT / arguments.build_dir).resolve()
     env = dict(os.environ)
     total = Count()
-    for runner in (run_ctest, run_cargo, run_pytest, run_sglang):
+    for runner in (run_ctest, run_cargo, run_loom, run_pytest, run_sglang):
         total += runner(build_dir, arguments.filter, env)
     print(total)
     if total.passed + total.failed + total.skipped == 0:

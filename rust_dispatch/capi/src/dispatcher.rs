@@ -2,10 +2,11 @@
 
 use std::ffi::{CString, c_char};
 
-use lowlat_core::graph_key::Record;
 use lowlat_core::{Decision, Dispatcher};
 
-use crate::border::{Failure, Status, border, c_text, give, invalid, null, take_back, text_of};
+use crate::border::{Failure, Out, Status, border, c_text, destroy, give, invalid, struct_of};
+use crate::handle::{exclusive, kind, shared};
+use crate::record::RecordHandle;
 use crate::vote::{CoverageHandle, reason_of};
 
 /// Decides which captured graph runs a step.
@@ -13,6 +14,7 @@ pub struct DispatcherHandle {
     dispatcher: Dispatcher,
     report: CString,
 }
+kind!(DispatcherHandle, 5);
 
 /// Which step the engine is about to run; the values of `mode` in lowlat_step_facts.
 #[repr(u32)]
@@ -89,50 +91,25 @@ pub struct StepDecision {
     pub padded_batch: u32,
 }
 
-fn record_of(text: &str) -> Result<Record, Failure> {
-    Record::from_json(text).map_err(|error| invalid(error.to_string()))
-}
-
-/// Digest of a graph record's keys, for the ballot.
+/// A dispatcher over what was captured. The record must hold the keys and widths that all ranks
+/// agreed on; anything else is a bug of this rank, and its peers go on.
+///
+/// Ownership: the record is copied; the dispatcher is the caller's, for lowlat_dispatcher_destroy.
+/// Threads: any, at any time. Errors: BUG for another record than the one agreed on.
 ///
 /// # Safety
-/// `record_json` is NULL or NUL-terminated; `out_digest` is NULL or valid for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn lowlat_record_keys_digest(
-    record_json: *const c_char,
-    out_digest: *mut u64,
-) -> Status {
-    border(|| {
-        // SAFETY: NULL or terminated, by the contract above.
-        let record = record_of(unsafe { text_of("record_json", record_json) }?)?;
-        if out_digest.is_null() {
-            return Err(null("out_digest"));
-        }
-        // SAFETY: not NULL, checked above; valid for a write by the contract above.
-        unsafe { out_digest.write(record.keys_digest()) };
-        Ok(())
-    })
-}
-
-/// A dispatcher over what was captured, a graph record as JSON. The record must hold the keys and
-/// widths that all ranks agreed on; anything else is LOWLAT_DISPATCH_STATUS_BUG: the peers go on.
-///
-/// # Safety
-/// `coverage` is NULL or alive; `record_json` is NULL or NUL-terminated; `out_dispatcher` is NULL
-/// or valid for a write.
+/// `out_dispatcher` is NULL or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lowlat_dispatcher_create(
     coverage: *const CoverageHandle,
-    record_json: *const c_char,
+    record: *const RecordHandle,
     out_dispatcher: *mut *mut DispatcherHandle,
 ) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or alive by the contract above.
-        let coverage = unsafe { coverage.as_ref() }.ok_or_else(|| null("coverage"))?;
-        // SAFETY: NULL or terminated, by the contract above.
-        let record = record_of(unsafe { text_of("record_json", record_json) }?)?;
+        let coverage = shared("coverage", coverage)?;
+        let record = shared("record", record)?;
         let make = || {
-            let dispatcher = Dispatcher::new(&coverage.0, record)
+            let dispatcher = Dispatcher::new(&coverage.0, record.record.clone())
                 .map_err(|error| (Status::Bug, format!("bug: {error}")))?;
             Ok(DispatcherHandle {
                 dispatcher,
@@ -144,22 +121,23 @@ pub unsafe extern "C" fn lowlat_dispatcher_create(
     })
 }
 
-/// Frees a dispatcher and its report.
+/// Frees a dispatcher and its report; NULL is allowed.
 ///
-/// # Safety
-/// `dispatcher` is NULL or came from lowlat_dispatcher_create and was not destroyed before.
+/// Ownership: ends the caller's. Threads: any, once no other call uses the handle. Errors: INVALID
+/// for what is no living dispatcher, or one in use.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn lowlat_dispatcher_destroy(dispatcher: *mut DispatcherHandle) {
-    // SAFETY: the caller's contract is that of `take_back`.
-    unsafe { take_back(dispatcher) };
+pub extern "C" fn lowlat_dispatcher_destroy(dispatcher: *mut DispatcherHandle) -> Status {
+    destroy("dispatcher", dispatcher)
 }
 
-/// Decides what runs a step, and counts it. Allocates nothing. A step that no graph runs is
-/// LOWLAT_DISPATCH_STATUS_OK with a reason: it is an answer.
+/// Decides what runs a step, and counts it. Allocates nothing and makes no system call. A step that
+/// no graph runs is OK with a reason: it is an answer.
+///
+/// Ownership: the step stays the caller's. Threads: one call on a dispatcher at a time. Errors:
+/// INVALID for a mode that is none.
 ///
 /// # Safety
-/// `dispatcher` is NULL or alive and used by no other thread; `step` is NULL or does not change
-/// during the call; `out_decision` is NULL or valid for a write.
+/// `step` is NULL or does not change during the call; `out_decision` is NULL or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lowlat_dispatcher_decide(
     dispatcher: *mut DispatcherHandle,
@@ -167,13 +145,11 @@ pub unsafe extern "C" fn lowlat_dispatcher_decide(
     out_decision: *mut StepDecision,
 ) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or alive and ours alone by the contract above.
-        let handle = unsafe { dispatcher.as_mut() }.ok_or_else(|| null("dispatcher"))?;
-        // SAFETY: NULL, which makes None, or valid for this call by the contract above.
-        let step = unsafe { step.as_ref() }.ok_or_else(|| null("step"))?;
-        if out_decision.is_null() {
-            return Err(null("out_decision"));
-        }
+        let mut handle = exclusive("dispatcher", dispatcher)?;
+        // SAFETY: NULL or valid for this call, by the contract above.
+        let step = unsafe { struct_of("step", step) }?;
+        // SAFETY: NULL or valid for a write, by the contract above.
+        let out_decision = unsafe { Out::new("out_decision", out_decision) }?;
         let decision = match handle.dispatcher.decide(&step.checked()?) {
             Decision::Replay { key, padded_batch } => StepDecision {
                 reason: 0,
@@ -186,24 +162,44 @@ pub unsafe extern "C" fn lowlat_dispatcher_decide(
                 padded_batch: 0,
             },
         };
-        // SAFETY: not NULL, checked above; valid for a write by the contract above.
-        unsafe { out_decision.write(decision) };
+        out_decision.put(decision);
+        Ok(())
+    })
+}
+
+/// Digest of a step, for lowlat_seat_agree_step.
+///
+/// Ownership: the step stays the caller's. Threads: any, at any time. Errors: INVALID for a mode
+/// that is none.
+///
+/// # Safety
+/// `step` is NULL or does not change during the call; `out_digest` is NULL or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn lowlat_step_digest(
+    step: *const StepFacts,
+    out_digest: *mut u64,
+) -> Status {
+    border(|| {
+        // SAFETY: NULL or valid for this call, by the contract above.
+        let step = unsafe { struct_of("step", step) }?;
+        // SAFETY: NULL or valid for a write, by the contract above.
+        let out_digest = unsafe { Out::new("out_digest", out_digest) }?;
+        out_digest.put(step.checked()?.digest());
         Ok(())
     })
 }
 
 /// Disarms for good after a fault, a lowlat_reason. The first fault is kept.
 ///
-/// # Safety
-/// `dispatcher` is NULL or alive and used by no other thread.
+/// Ownership: nothing is given. Threads: one call on a dispatcher at a time. Errors: INVALID for a
+/// number that is no reason.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn lowlat_dispatcher_disarm(
+pub extern "C" fn lowlat_dispatcher_disarm(
     dispatcher: *mut DispatcherHandle,
     fault: u32,
 ) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or alive and ours alone by the contract above.
-        let handle = unsafe { dispatcher.as_mut() }.ok_or_else(|| null("dispatcher"))?;
+        let mut handle = exclusive("dispatcher", dispatcher)?;
         handle.dispatcher.disarm(reason_of(fault)?);
         Ok(())
     })
@@ -211,43 +207,38 @@ pub unsafe extern "C" fn lowlat_dispatcher_disarm(
 
 /// Switches the plugin on (not 0) or off (0) between steps; all ranks do it together.
 ///
-/// # Safety
-/// `dispatcher` is NULL or alive and used by no other thread.
+/// Ownership: nothing is given. Threads: one call on a dispatcher at a time. Errors: INVALID for a
+/// handle that is none.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn lowlat_dispatcher_switch(
-    dispatcher: *mut DispatcherHandle,
-    on: u32,
-) -> Status {
+pub extern "C" fn lowlat_dispatcher_switch(dispatcher: *mut DispatcherHandle, on: u32) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or alive and ours alone by the contract above.
-        let handle = unsafe { dispatcher.as_mut() }.ok_or_else(|| null("dispatcher"))?;
+        let mut handle = exclusive("dispatcher", dispatcher)?;
         handle.dispatcher.switch(on != 0);
         Ok(())
     })
 }
 
 /// What was decided so far, as JSON: "covered", "uncovered", "covered_by_key",
-/// "uncovered_by_reason", "fault". Valid until the next call of this function or of
-/// lowlat_dispatcher_destroy.
+/// "uncovered_by_reason", "fault".
+///
+/// Ownership: the text stays the dispatcher's, valid until the next call of this function on it or
+/// of lowlat_dispatcher_destroy. Threads: one call on a dispatcher at a time. Errors: INVALID for a
+/// NULL output.
 ///
 /// # Safety
-/// `dispatcher` is NULL or alive and used by no other thread; `out_json` is NULL or valid for a
-/// write.
+/// `out_json` is NULL or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lowlat_dispatcher_report(
     dispatcher: *mut DispatcherHandle,
     out_json: *mut *const c_char,
 ) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or alive and ours alone by the contract above.
-        let handle = unsafe { dispatcher.as_mut() }.ok_or_else(|| null("dispatcher"))?;
-        if out_json.is_null() {
-            return Err(null("out_json"));
-        }
+        let mut handle = exclusive("dispatcher", dispatcher)?;
+        // SAFETY: NULL or valid for a write, by the contract above.
+        let out_json = unsafe { Out::new("out_json", out_json) }?;
         let report = serde_json::to_string(&handle.dispatcher.report());
         handle.report = c_text(&report.map_err(|error| (Status::Bug, error.to_string()))?);
-        // SAFETY: not NULL, checked above; valid for a write by the contract above.
-        unsafe { out_json.write(handle.report.as_ptr()) };
+        out_json.put(handle.report.as_ptr());
         Ok(())
     })
 }

@@ -2,7 +2,7 @@
 
 use lowlat_core::DeadlineLadder;
 
-use crate::border::{Failure, Status, border, invalid, null};
+use crate::border::{Failure, Status, border, invalid, struct_of};
 
 /// Four budgets in nanoseconds, each shorter than the next.
 #[repr(C)]
@@ -31,16 +31,18 @@ impl LadderBudgets {
     }
 }
 
-/// Whether the budgets are above 0 and in order; LOWLAT_DISPATCH_STATUS_INVALID names each that is
-/// not.
+/// Whether the budgets are above 0 and in order.
+///
+/// Ownership: the ladder stays the caller's. Threads: any, at any time. Errors: INVALID names each
+/// budget that is not.
 ///
 /// # Safety
 /// `ladder` is NULL or points to a ladder that does not change during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lowlat_ladder_check(ladder: *const LadderBudgets) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or valid for this call by the contract above.
-        let ladder = unsafe { ladder.as_ref() }.ok_or_else(|| null("ladder"))?;
+        // SAFETY: NULL or valid for this call, by the contract above.
+        let ladder = unsafe { struct_of("ladder", ladder) }?;
         ladder.checked().map(|_| ())
     })
 }

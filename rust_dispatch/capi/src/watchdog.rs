@@ -2,10 +2,12 @@
 
 use lowlat_core::{InstantNs, Watchdog};
 
-use crate::border::{Status, border, give, invalid, null, take_back};
+use crate::border::{Out, Status, border, destroy, give, invalid};
+use crate::handle::{exclusive, kind};
 
 /// Counts time against a budget. Owns no clock and no thread; the caller polls it.
 pub struct WatchdogHandle(Watchdog);
+kind!(WatchdogHandle, 6);
 
 /// What the watchdog says of the work that is running.
 #[repr(u32)]
@@ -21,6 +23,9 @@ pub enum Health {
 
 /// A watchdog for work of at most `budget_ns`, in which one gap between two polls counts at most
 /// `max_gap_ns`: while a machine sleeps, nothing can be late.
+///
+/// Ownership: the watchdog is the caller's, for lowlat_watchdog_destroy. Threads: any, at any time.
+/// Errors: INVALID for a budget or gap of 0.
 ///
 /// # Safety
 /// `out_watchdog` is NULL or valid for a write.
@@ -43,25 +48,23 @@ pub unsafe extern "C" fn lowlat_watchdog_create(
     })
 }
 
-/// Frees a watchdog.
+/// Frees a watchdog; NULL is allowed.
 ///
-/// # Safety
-/// `watchdog` is NULL or came from lowlat_watchdog_create and was not destroyed before.
+/// Ownership: ends the caller's. Threads: any, once no other call uses the handle. Errors: INVALID
+/// for what is no living watchdog, or one in use.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn lowlat_watchdog_destroy(watchdog: *mut WatchdogHandle) {
-    // SAFETY: the caller's contract is that of `take_back`.
-    unsafe { take_back(watchdog) };
+pub extern "C" fn lowlat_watchdog_destroy(watchdog: *mut WatchdogHandle) -> Status {
+    destroy("watchdog", watchdog)
 }
 
-/// Work begins; refused while work runs.
+/// Work begins, at `now_ns` of the caller's clock.
 ///
-/// # Safety
-/// `watchdog` is NULL or alive and used by no other thread.
+/// Ownership: nothing is given. Threads: one call on a watchdog at a time. Errors: INVALID while
+/// work runs.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn lowlat_watchdog_arm(watchdog: *mut WatchdogHandle, now_ns: u64) -> Status {
+pub extern "C" fn lowlat_watchdog_arm(watchdog: *mut WatchdogHandle, now_ns: u64) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or alive and ours alone by the contract above.
-        let handle = unsafe { watchdog.as_mut() }.ok_or_else(|| null("watchdog"))?;
+        let mut handle = exclusive("watchdog", watchdog)?;
         if handle.0.is_armed() {
             return Err(invalid(
                 "the watchdog is armed; disarm it when work has ended",
@@ -74,14 +77,12 @@ pub unsafe extern "C" fn lowlat_watchdog_arm(watchdog: *mut WatchdogHandle, now_
 
 /// Work has ended.
 ///
-/// # Safety
-/// `watchdog` is NULL or alive and used by no other thread.
+/// Ownership: nothing is given. Threads: one call on a watchdog at a time. Errors: INVALID for a
+/// handle that is none.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn lowlat_watchdog_disarm(watchdog: *mut WatchdogHandle) -> Status {
+pub extern "C" fn lowlat_watchdog_disarm(watchdog: *mut WatchdogHandle) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or alive and ours alone by the contract above.
-        let handle = unsafe { watchdog.as_mut() }.ok_or_else(|| null("watchdog"))?;
-        handle.0.disarm();
+        exclusive("watchdog", watchdog)?.0.disarm();
         Ok(())
     })
 }
@@ -89,9 +90,11 @@ pub unsafe extern "C" fn lowlat_watchdog_disarm(watchdog: *mut WatchdogHandle) -
 /// Counts the time since the last look. `out_late_ns` gets the time past the budget, else 0; it
 /// may be NULL.
 ///
+/// Ownership: nothing is given. Threads: one call on a watchdog at a time. Errors: INVALID for a
+/// NULL `out_health`.
+///
 /// # Safety
-/// `watchdog` is NULL or alive and used by no other thread; the outputs are NULL or valid for a
-/// write.
+/// The outputs are NULL or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn lowlat_watchdog_health(
     watchdog: *mut WatchdogHandle,
@@ -100,21 +103,23 @@ pub unsafe extern "C" fn lowlat_watchdog_health(
     out_late_ns: *mut u64,
 ) -> Status {
     border(|| {
-        // SAFETY: NULL, which makes None, or alive and ours alone by the contract above.
-        let handle = unsafe { watchdog.as_mut() }.ok_or_else(|| null("watchdog"))?;
-        if out_health.is_null() {
-            return Err(null("out_health"));
-        }
+        let mut handle = exclusive("watchdog", watchdog)?;
+        // SAFETY: NULL or valid for a write, by the contract above.
+        let out_health = unsafe { Out::new("out_health", out_health) }?;
+        let out_late_ns = if out_late_ns.is_null() {
+            None
+        } else {
+            // SAFETY: valid for a write, by the contract above.
+            Some(unsafe { Out::new("out_late_ns", out_late_ns) }?)
+        };
         let (health, late_ns) = match handle.0.health(InstantNs(now_ns)) {
             lowlat_core::Health::Idle => (Health::Idle, 0),
             lowlat_core::Health::OnTime => (Health::OnTime, 0),
             lowlat_core::Health::Overdue { late_ns } => (Health::Overdue, late_ns),
         };
-        // SAFETY: not NULL, checked above; valid for a write by the contract above.
-        unsafe { out_health.write(health) };
-        if !out_late_ns.is_null() {
-            // SAFETY: not NULL, checked in the line above; valid for a write by the contract.
-            unsafe { out_late_ns.write(late_ns) };
+        out_health.put(health);
+        if let Some(out_late_ns) = out_late_ns {
+            out_late_ns.put(late_ns);
         }
         Ok(())
     })

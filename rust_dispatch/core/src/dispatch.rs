@@ -113,8 +113,9 @@ struct Row {
 ///     shape: "tiny".into(), isa: "scalar".into(), numerics_digest: 0, layout_digest: 0,
 /// };
 /// let keys = [key(1), key(2), key(4)];
+/// # let planned = keys.iter().map(|key| (key, Path::Persistent));
 /// # let coverage = agree(TpRank(0), &[Ballot::new(&servable, TpRank(0), BallotParts {
-/// #     widths: &[6, 12, 24], keys_digest: keys_digest(&keys), geometry_digest: 0,
+/// #     widths: &[6, 12, 24], keys_digest: keys_digest(planned), geometry_digest: 0,
 /// #     catalogue_digest: 0, ladder: DeadlineLadder::new(1, 2, 3, 4).unwrap(),
 /// # }).unwrap()]).unwrap();
 /// let mut recorder = Recorder::new();
@@ -150,12 +151,13 @@ impl Dispatcher {
     /// A dispatcher over what was captured.
     ///
     /// # Errors
-    /// When the record is not what all ranks agreed to cover: other keys, or a width that was not
-    /// voted on. That is a bug on this rank, and its peers must not be left waiting for it.
+    /// When the record is not what all ranks agreed to cover: other keys or paths, or a width that
+    /// was not voted on. That is a bug on this rank, and its peers must not be left waiting for it.
     pub fn new(coverage: &Coverage, record: Record) -> Result<Self, RecordError> {
         if record.keys_digest() != coverage.keys_digest() {
             return Err(RecordError(format!(
-                "captured graph keys {:#018x} are not the {:#018x} that all ranks agreed on",
+                "captured graph keys and paths {:#018x} are not the {:#018x} that all ranks \
+                 agreed on",
                 record.keys_digest(),
                 coverage.keys_digest()
             )));

@@ -23,7 +23,7 @@ use crate::vote::Coverage;
 /// # let facts = Facts { isa: "scalar".into(), tp_size: 1, ..Facts::default() };
 /// # let servable = guard(&facts, &Requirements::new("toy", &["scalar"])).unwrap();
 /// # let coverage = agree(TpRank(0), &[Ballot::new(&servable, TpRank(0), BallotParts {
-/// #     widths: &[6], keys_digest: keys_digest(&[]), geometry_digest: 0, catalogue_digest: 0,
+/// #     widths: &[6], keys_digest: keys_digest([]), geometry_digest: 0, catalogue_digest: 0,
 /// #     ladder: DeadlineLadder::new(1, 2, 3, 4).unwrap(),
 /// # }).unwrap()]).unwrap();
 /// let built = Built::new(coverage, |coverage| {

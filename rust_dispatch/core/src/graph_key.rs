@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::digest::{Fnv1a, hex};
 use crate::reason::Reason;
+use crate::words::one_line;
 
 /// Which step a graph runs.
 ///
@@ -128,22 +129,30 @@ impl fmt::Display for GraphKey {
     }
 }
 
-/// Digest of a set of graph keys, whatever their order: the number of keys, then each key's fields
-/// in their order, ascending. It goes into the ballot.
+/// Digest of a set of graph keys and what runs each, whatever their order: the number of keys, then
+/// each key's fields in their order and its path's name, by ascending keys. It goes into the
+/// ballot: ranks with the same keys and another path would decide differently.
 ///
 /// ```
-/// use lowlat_core::graph_key::keys_digest;
-/// assert_eq!(keys_digest(&[]), 0xa8c7f832281a39c5); // FNV-1a of eight zero bytes
+/// use lowlat_core::graph_key::{GraphKey, GraphMode, Path, keys_digest};
+/// assert_eq!(keys_digest([]), 0xa8c7f832281a39c5); // FNV-1a of eight zero bytes
+/// let key = GraphKey {
+///     mode: GraphMode::Decode, batch_size: 1, tokens_per_request: 1, width: 1,
+///     shape: "mini".into(), isa: "cpu".into(), numerics_digest: 0, layout_digest: 0,
+/// };
+/// assert_ne!(keys_digest([(&key, Path::Fused)]), keys_digest([(&key, Path::Plain)]));
 /// ```
 #[must_use]
-pub fn keys_digest(keys: &[GraphKey]) -> u64 {
-    let mut sorted: Vec<&GraphKey> = keys.iter().collect();
-    sorted.sort_unstable();
+pub fn keys_digest<'a>(keys: impl IntoIterator<Item = (&'a GraphKey, Path)>) -> u64 {
+    let mut sorted: Vec<(&GraphKey, Path)> = keys.into_iter().collect();
+    sorted.sort_unstable_by_key(|(key, path)| (*key, path.name()));
     sorted.dedup();
     let digest = Fnv1a::new().u64(sorted.len() as u64);
     sorted
         .into_iter()
-        .fold(digest, |digest, key| key.feed(digest))
+        .fold(digest, |digest, (key, path)| {
+            key.feed(digest).text(path.name())
+        })
         .finish()
 }
 
@@ -231,8 +240,8 @@ impl fmt::Display for SealView<'_> {
 
 /// A seal that is broken: the graph would read something else than at capture.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("[{}] {key}: sealed {sealed}, now {seen}; capture again after a reallocation",
-        Reason::SealChanged.number())]
+#[error("[{}] {}: sealed {}, now {}; capture again after a reallocation",
+        Reason::SealChanged.number(), one_line(key), one_line(sealed), one_line(seen))]
 pub struct SealFault {
     /// The graph's key.
     pub key: String,
@@ -259,7 +268,7 @@ pub struct KeyIdx(pub u32);
 
 /// What a record cannot hold or a text does not hold, in words.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
+#[error("{}", one_line(.0))]
 pub struct RecordError(pub(crate) String);
 
 /// Notes each graph while it is captured.
@@ -320,14 +329,16 @@ impl Recorder {
     pub fn finish(mut self) -> Record {
         self.entries.sort_by(|a, b| a.key.cmp(&b.key));
         Record {
-            version: RECORD_VERSION,
             entries: self.entries,
         }
     }
 }
 
-/// Version of the record's JSON.
-const RECORD_VERSION: u32 = 1;
+/// Version of the record's JSON that is written: with a checksum over all that it holds.
+const RECORD_VERSION: u32 = 2;
+
+/// Version without a checksum, as an engine writes it that hands its record over in memory.
+const PLAIN_VERSION: u32 = 1;
 
 /// What a record of any version has.
 #[derive(Deserialize)]
@@ -337,15 +348,37 @@ struct Head {
     entries: serde::de::IgnoredAny,
 }
 
-/// What was captured, by ascending key.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
+/// A record as text.
+#[derive(Serialize, Deserialize)]
+struct RecordText {
     version: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    checksum: Option<Checksum>,
+    entries: Vec<Entry>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+struct Checksum(#[serde(with = "hex")] u64);
+
+/// What was captured, by ascending key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
     entries: Vec<Entry>,
 }
 
 impl Record {
-    /// Reads a record that [`Record::to_json`] wrote.
+    /// Reads a record that [`Record::to_json`] wrote, or one of version 1, which has no checksum.
+    ///
+    /// ```
+    /// use lowlat_core::graph_key::Record;
+    /// let read = |text| Record::from_json(text).map(|record| record.entries().len());
+    /// assert_eq!(read(r#"{"version": 1, "entries": []}"#).unwrap(), 0);
+    /// assert_eq!(
+    ///     read(r#"{"version": 3, "entries": []}"#).unwrap_err().to_string(),
+    ///     "version is 3 (it is of a newer lowlat); this reads graph records of version 1 and 2"
+    /// );
+    /// ```
     ///
     /// # Errors
     /// What is wrong with the text, in one line.
@@ -361,33 +394,54 @@ impl Record {
         // The version first: what else a newer record holds is not ours to judge.
         let head: Head = serde_json::from_str(text).map_err(broken)?;
         let seen = head.version;
-        if seen != RECORD_VERSION {
+        if !(PLAIN_VERSION..=RECORD_VERSION).contains(&seen) {
             let who = if seen > RECORD_VERSION {
                 " (it is of a newer lowlat)"
             } else {
                 ""
             };
             return Err(RecordError(format!(
-                "version is {seen}{who}; this reads graph records of version {RECORD_VERSION}"
+                "version is {seen}{who}; this reads graph records of version {PLAIN_VERSION} and \
+                 {RECORD_VERSION}"
             )));
         }
-        let record: Self = serde_json::from_str(text).map_err(broken)?;
+        let text: RecordText = serde_json::from_str(text).map_err(broken)?;
         // Noting the entries again holds a text to the same rules as a capture.
         let mut recorder = Recorder::new();
-        for Entry { key, path, seals } in record.entries {
+        for Entry { key, path, seals } in text.entries {
             let views: Vec<_> = seals.iter().map(Seal::view).collect();
             recorder.note(key, path, &views)?;
         }
-        Ok(recorder.finish())
+        let record = recorder.finish();
+        let own = record.checksum();
+        match text.checksum {
+            None if seen == PLAIN_VERSION => Ok(record),
+            None => Err(RecordError(format!(
+                "not a graph record: version {seen} needs a checksum, and there is none"
+            ))),
+            Some(_) if seen == PLAIN_VERSION => Err(RecordError(format!(
+                "not a graph record: version {seen} has no checksum, and there is one"
+            ))),
+            Some(Checksum(stated)) if stated != own => Err(RecordError(format!(
+                "checksum is {stated:#018x}, the entries give {own:#018x}; the file is damaged or \
+                 was edited"
+            ))),
+            Some(_) => Ok(record),
+        }
     }
 
-    /// The record as JSON, keys ascending, digests and addresses as "0x…".
+    /// The record as JSON, keys ascending, digests and addresses as "0x…", with a checksum.
     ///
     /// # Panics
     /// Never: a record holds nothing that JSON cannot.
     #[must_use]
     pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("a record is plain data")
+        let text = RecordText {
+            version: RECORD_VERSION,
+            checksum: Some(Checksum(self.checksum())),
+            entries: self.entries.clone(),
+        };
+        serde_json::to_string_pretty(&text).expect("a record is plain data")
     }
 
     /// The captured graphs, by ascending key.
@@ -395,14 +449,10 @@ impl Record {
         &self.entries
     }
 
-    /// Digest of the captured keys, equal to [`keys_digest`] of the same keys.
+    /// Digest of the captured keys and what runs each, equal to [`keys_digest`] of the same.
     #[must_use]
     pub fn keys_digest(&self) -> u64 {
-        let digest = Fnv1a::new().u64(self.entries.len() as u64);
-        self.entries
-            .iter()
-            .fold(digest, |digest, entry| entry.key.feed(digest))
-            .finish()
+        keys_digest(self.entries.iter().map(|entry| (&entry.key, entry.path)))
     }
 
     /// Digest of what ranks must have in common: the number of graphs, then for each its key, its
@@ -410,12 +460,20 @@ impl Record {
     /// dimensions. Addresses are each rank's own and stay out.
     #[must_use]
     pub fn digest(&self) -> u64 {
+        self.feed(|digest, _| digest)
+    }
+
+    /// The same with each seal's address after its name: everything that the record's text holds.
+    fn checksum(&self) -> u64 {
+        self.feed(|digest, seal| digest.u64(seal.address))
+    }
+
+    fn feed(&self, address: impl Fn(Fnv1a, &Seal) -> Fnv1a) -> u64 {
         let mut digest = Fnv1a::new().u64(self.entries.len() as u64);
         for Entry { key, path, seals } in &self.entries {
             digest = key.feed(digest).text(path.name()).u64(seals.len() as u64);
             for seal in seals {
-                digest = digest
-                    .text(&seal.name)
+                digest = address(digest.text(&seal.name), seal)
                     .text(&seal.dtype)
                     .u64(seal.shape.len() as u64);
                 digest = seal
@@ -541,8 +599,10 @@ mod tests {
     #[test]
     fn the_keys_digest_does_not_depend_on_order_and_depends_on_every_field() {
         let (a, b) = (key(GraphMode::Decode, 1), key(GraphMode::Draft, 2));
-        let base = keys_digest(&[a.clone(), b.clone()]);
-        assert_eq!(base, keys_digest(&[b.clone(), a.clone()]));
+        let path = Path::Fused;
+        let base = keys_digest([(&a, path), (&b, path)]);
+        assert_eq!(base, keys_digest([(&b, path), (&a, path)]));
+        assert_ne!(base, keys_digest([(&a, path), (&b, Path::Plain)]));
         let changes: [fn(&mut GraphKey); 8] = [
             |key| key.mode = GraphMode::TargetVerify,
             |key| key.batch_size += 1,
@@ -556,7 +616,7 @@ mod tests {
         for change in changes {
             let mut changed = a.clone();
             change(&mut changed);
-            assert_ne!(base, keys_digest(&[changed, b.clone()]));
+            assert_ne!(base, keys_digest([(&changed, path), (&b, path)]));
         }
     }
 
@@ -566,12 +626,9 @@ mod tests {
         let read = Record::from_json(&record.to_json()).unwrap();
         assert_eq!(read, record);
         assert_eq!(read.digest(), record.digest());
-        let keys: Vec<_> = record
-            .entries()
-            .iter()
-            .map(|entry| entry.key.clone())
-            .collect();
-        assert_eq!(record.keys_digest(), keys_digest(&keys));
+        let keys = read.entries().iter();
+        let digest = keys_digest(keys.map(|entry| (&entry.key, Path::Persistent)));
+        assert_eq!(record.keys_digest(), digest);
     }
 
     #[test]
@@ -584,10 +641,18 @@ mod tests {
             (r#"{"version": 1}"#, "missing field `entries`"),
             (&good[..good.len() / 2], "the file looks truncated"),
             (
-                &good.replace("\"version\": 1", "\"version\": 9"),
+                &good.replace("\"version\": 2", "\"version\": 9"),
                 "version is 9 (it is of a newer lowlat)",
             ),
-            (r#"{"version": 2, "entries": "x"}"#, "newer lowlat"),
+            (r#"{"version": 3, "entries": "x"}"#, "newer lowlat"),
+            (
+                &good.replace("\"version\": 2", "\"version\": 1"),
+                "version 1 has no checksum",
+            ),
+            (
+                r#"{"version": 2, "entries": []}"#,
+                "version 2 needs a checksum",
+            ),
             (
                 r#"{"version": 0, "entries": []}"#,
                 "version is 0; this reads",
@@ -602,6 +667,27 @@ mod tests {
             let error = Record::from_json(text).unwrap_err().to_string();
             assert!(error.contains(expected) && !error.contains('\n'), "{error}");
         }
+    }
+
+    #[test]
+    fn no_damaged_byte_gives_another_record() {
+        let good = record(&[1, 2], Path::Persistent, 0x1000);
+        let text = good.to_json();
+        let mut told_by_checksum = 0;
+        for idx in 0..text.len() {
+            for other in *b"07afx \"}" {
+                let mut damaged = text.clone().into_bytes();
+                damaged[idx] = other;
+                match Record::from_json(&String::from_utf8(damaged).unwrap()) {
+                    // White space, or the same byte again.
+                    Ok(record) => assert_eq!(record, good, "byte {idx} is {other}"),
+                    Err(error) => {
+                        told_by_checksum += u32::from(error.to_string().contains("is damaged"));
+                    }
+                }
+            }
+        }
+        assert!(100 < told_by_checksum, "{told_by_checksum}");
     }
 
     #[test]

@@ -60,6 +60,7 @@ impl fmt::Display for TpRank {
 /// assert!(last.next().is_after(last));
 /// assert!(!last.is_after(last.next()));
 /// assert!(!last.is_after(last));
+/// assert_eq!((Epoch(0).before(), last.parity()), (last, 1));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Epoch(pub u32);
@@ -68,6 +69,16 @@ impl Epoch {
     /// The epoch that follows, wrapping.
     pub fn next(self) -> Self {
         Self(self.0.wrapping_add(1))
+    }
+
+    /// The epoch before this one, wrapping.
+    pub fn before(self) -> Self {
+        Self(self.0.wrapping_sub(1))
+    }
+
+    /// Which of two places this epoch uses: 0 when even, 1 when odd.
+    pub fn parity(self) -> usize {
+        self.0 as usize & 1
     }
 
     /// Whether this epoch comes after `other`, with wrap in mind.

@@ -28,6 +28,19 @@ pub struct DeadlineLadder {
 /// What each rung is called, shortest first.
 pub const RUNGS: [&str; 4] = ["kernel", "plugin", "collective", "engine"];
 
+/// A rung by name, shortest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Rung {
+    /// A wait in a kernel.
+    Kernel,
+    /// The plugin waits: for a step, or for the vote on one.
+    Plugin,
+    /// The collective library waits, or a group forms.
+    Collective,
+    /// The engine's watchdog.
+    Engine,
+}
+
 /// Every rung that is out of order, in words.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LadderError {
@@ -100,6 +113,43 @@ impl DeadlineLadder {
     /// How long the engine's watchdog waits.
     pub fn engine_ns(&self) -> u64 {
         self.budgets_ns[3]
+    }
+
+    /// Whether a wait at `rung` may take `budget_ns`: more than 0, and less than the next rung, so
+    /// that who waits reports before whoever waits for it gives up.
+    ///
+    /// ```
+    /// use lowlat_core::{DeadlineLadder, ladder::Rung};
+    /// let ladder = DeadlineLadder::new(1_000, 2_000, 3_000, 4_000).unwrap();
+    /// assert!(ladder.check(Rung::Plugin, 2_999).is_ok());
+    /// assert_eq!(
+    ///     ladder.check(Rung::Plugin, 3_000).unwrap_err().to_string(),
+    ///     "budget is 3000 ns; a wait of the plugin must be shorter than the collective budget, \
+    ///      3000 ns"
+    /// );
+    /// assert_eq!(
+    ///     ladder.check(Rung::Engine, 0).unwrap_err().to_string(),
+    ///     "budget is 0 ns; it must be longer than 0"
+    /// );
+    /// ```
+    ///
+    /// # Errors
+    /// What is wrong with the budget, in one line.
+    pub fn check(&self, rung: Rung, budget_ns: u64) -> Result<(), LadderError> {
+        let next = rung as usize + 1;
+        let over = self.budgets_ns.get(next).filter(|ns| **ns <= budget_ns);
+        let words = match over {
+            _ if budget_ns == 0 => "budget is 0 ns; it must be longer than 0".to_owned(),
+            Some(next_ns) => format!(
+                "budget is {budget_ns} ns; a wait of the {} must be shorter than the {} budget, \
+                 {next_ns} ns",
+                RUNGS[rung as usize], RUNGS[next]
+            ),
+            None => return Ok(()),
+        };
+        Err(LadderError {
+            reasons: vec![words],
+        })
     }
 
     /// All four, kernel first.

@@ -21,13 +21,14 @@ mod flow;
 pub mod graph_key;
 pub mod guard;
 mod ids;
-mod ladder;
+pub mod ladder;
 pub mod plan;
 mod reason;
 pub mod spec;
 pub mod sync;
 pub mod vote;
 mod watchdog;
+pub mod words;
 
 pub use dispatch::{Decision, DispatchReport, Dispatcher, StepFacts, StepMode};
 pub use flow::{Built, Captured};

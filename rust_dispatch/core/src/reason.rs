@@ -77,6 +77,10 @@ pub enum Reason {
     EngineVersion = 115,
     /// The installed kernel library has no kernels for this device.
     KernelsMissing = 116,
+    /// A living group has this name.
+    GroupInUse = 117,
+    /// Shared memory is full, or not permitted.
+    SharedMemory = 118,
 
     /// The step runs prompt rows.
     StepIsExtend = 201,
@@ -117,6 +121,8 @@ pub enum Reason {
     VoteStep = 308,
     /// Ranks checked against other requirements or another model.
     VoteRequirements = 309,
+    /// Two processes have one rank's number.
+    RankTaken = 310,
 
     /// A rank did not answer by the deadline.
     RankMissing = 401,
@@ -141,7 +147,7 @@ pub enum Reason {
 
 impl Reason {
     /// Every reason, by ascending number.
-    pub const ALL: [Reason; 44] = [
+    pub const ALL: [Reason; 47] = [
         Self::Isa,
         Self::TpSize,
         Self::Dtype,
@@ -158,6 +164,8 @@ impl Reason {
         Self::ModelConfig,
         Self::EngineVersion,
         Self::KernelsMissing,
+        Self::GroupInUse,
+        Self::SharedMemory,
         Self::StepIsExtend,
         Self::StepIsMixed,
         Self::StepIsIdle,
@@ -177,6 +185,7 @@ impl Reason {
         Self::VoteRankDeclines,
         Self::VoteStep,
         Self::VoteRequirements,
+        Self::RankTaken,
         Self::RankMissing,
         Self::WaitExpired,
         Self::AbortedByPeer,
@@ -245,6 +254,8 @@ impl Reason {
             Self::ModelConfig => "model_config",
             Self::EngineVersion => "engine_version",
             Self::KernelsMissing => "kernels_missing",
+            Self::GroupInUse => "group_in_use",
+            Self::SharedMemory => "shared_memory",
             Self::StepIsExtend => "step_is_extend",
             Self::StepIsMixed => "step_is_mixed",
             Self::StepIsIdle => "step_is_idle",
@@ -264,6 +275,7 @@ impl Reason {
             Self::VoteRankDeclines => "vote_rank_declines",
             Self::VoteStep => "vote_step",
             Self::VoteRequirements => "vote_requirements",
+            Self::RankTaken => "rank_taken",
             Self::RankMissing => "rank_missing",
             Self::WaitExpired => "wait_expired",
             Self::AbortedByPeer => "aborted_by_peer",
@@ -295,6 +307,8 @@ impl Reason {
             Self::ModelConfig => "the model's configuration is not one that these kernels know",
             Self::EngineVersion => "the engine is of a release that this plugin was not made for",
             Self::KernelsMissing => "the installed library has no kernels for this device",
+            Self::GroupInUse => "a living group has this name",
+            Self::SharedMemory => "shared memory is full, or not permitted",
             Self::StepIsExtend => "the step runs prompt rows",
             Self::StepIsMixed => "the step mixes prompt rows and decode rows",
             Self::StepIsIdle => "the step runs no rows",
@@ -314,6 +328,7 @@ impl Reason {
             Self::VoteRankDeclines => "a rank declines, so all do",
             Self::VoteStep => "ranks are about to run other steps",
             Self::VoteRequirements => "ranks checked other requirements or another model",
+            Self::RankTaken => "two processes have one rank's number",
             Self::RankMissing => "a rank did not answer by the deadline",
             Self::WaitExpired => "a wait in a kernel passed its deadline",
             Self::AbortedByPeer => "a peer raised the abort word",

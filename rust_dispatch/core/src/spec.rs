@@ -8,6 +8,7 @@ use serde::Deserialize;
 use crate::config::{HEADS, ModelConfig, ModelFamily, NGRAM_SIZES};
 use crate::guard::{Decline, Divides, Facts, Feature, OneOf, Requirements, Servable, Value, guard};
 use crate::reason::Reason;
+use crate::words::one_line;
 
 /// Sizes that every kernel splits over the ranks, whatever the platform.
 fn divides(family: ModelFamily) -> Vec<Divides> {
@@ -282,7 +283,7 @@ impl Default for CheckOptions {
 
 /// Options that cannot be read, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("options: {0}")]
+#[error("options: {}", one_line(.0))]
 pub struct OptionsError(String);
 
 impl CheckOptions {

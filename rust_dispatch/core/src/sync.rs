@@ -10,6 +10,18 @@ pub use std::sync::atomic;
 /// the model checker gets it too.
 pub use std::sync::Arc;
 
+/// One short pause of the processor, for a word that another core is about to write.
+#[cfg(not(loom))]
+pub fn spin() {
+    std::hint::spin_loop();
+}
+
+/// Lets the model checker run another thread.
+#[cfg(loom)]
+pub fn spin() {
+    loom::thread::yield_now();
+}
+
 /// Waits a little, the longer the more tries were in vain: 64 processor pauses, then 64 times
 /// giving the core away, then sleeps of 50 µs. A peer that is there answers within the pauses, so
 /// no system call is made for it; a peer that is not must not cost a core that it needs itself.

@@ -229,6 +229,37 @@ mod tests {
         );
     }
 
+    /// Work that takes `work_ns` of polls 10 ns apart, between which the machine sleeps for hours
+    /// or the clock jumps back; how often the watchdog said that it was late.
+    fn fired(work_ns: u64, disturbances: u64) -> usize {
+        let mut watchdog = Watchdog::new(1_000, 50);
+        let mut now = InstantNs(1 << 60);
+        watchdog.arm(now);
+        let polls = work_ns / 10;
+        let every = polls / (disturbances + 1) + 1;
+        let late = (1..=polls).filter(|poll| {
+            now = now.after(10);
+            if poll % every == 0 {
+                now = match (poll / every) % 2 {
+                    0 => InstantNs(now.0 - 1_800_000_000_000),
+                    _ => now.after(3_600_000_000_000),
+                };
+            }
+            watchdog.health(now) != Health::OnTime
+        });
+        late.count()
+    }
+
+    #[test]
+    fn a_machine_that_sleeps_and_a_clock_that_jumps_fire_nothing_and_hide_nothing() {
+        assert_eq!(fired(1_000, 0), 0);
+        // Each counts for one gap at most, so ten of them for half of the budget.
+        for disturbances in 1..=10 {
+            assert_eq!(fired(400, disturbances), 0, "{disturbances}");
+            assert!(0 < fired(2_000, disturbances), "{disturbances}");
+        }
+    }
+
     #[test]
     fn a_watchdog_that_is_polled_rarely_still_ends() {
         let mut watchdog = Watchdog::new(100, 10);

@@ -11,6 +11,8 @@ use clap_complete::Shell;
 use serde::Deserialize;
 
 use crate::EngineError;
+#[cfg(target_os = "linux")]
+use crate::bench;
 use crate::checkpoint::{Checkpoint, make};
 use crate::cli::{self, Start, USAGE, finish, parse};
 use crate::report::OutputFile;
@@ -65,7 +67,7 @@ Examples:
 
 Exit codes:
   0  done; of two records: they agree
-  1  refused: a file is truncated, of another kind or of a newer version; or two records differ
+  1  refused: a file is truncated, damaged, of another kind or newer; or two records differ
   2  the command line is wrong";
 
 /// `lowlat trace`.
@@ -235,6 +237,7 @@ Commands:
   replay           replay agent traces
   trace            look into traces, or make some
   inspect          show a graph record
+  bench            measure the dispatcher
   make-checkpoint  write a built-in model as a checkpoint folder
   check-checkpoint check the headers of a checkpoint folder
   completion       print the completion of `lowlat` for a shell
@@ -260,6 +263,8 @@ pub fn run(
         Some("replay") => cli::run(words, start, out, err),
         Some("trace") => run_trace(words, out, err),
         Some("inspect") => run_inspect(words, out, err),
+        #[cfg(target_os = "linux")]
+        Some("bench") => bench::run(words, out, err),
         Some("make-checkpoint") => make::run(words, out, err),
         Some("check-checkpoint") => check_checkpoint(words, out, err),
         Some("completion") => run_completion(words, input, out, err),
@@ -275,8 +280,8 @@ pub fn run(
             let seen = other.map_or("no command".into(), |word| format!("{word:?}"));
             let _ = writeln!(
                 err,
-                "lowlat-engine: error: {seen}; replay, trace, inspect, make-checkpoint, \
-                 check-checkpoint or completion is needed (see --help)"
+                "lowlat-engine: error: {seen}; replay, trace, inspect, bench, \
+                 make-checkpoint, check-checkpoint or completion is needed (see --help)"
             );
             USAGE
         }

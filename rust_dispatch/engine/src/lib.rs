@@ -1,6 +1,8 @@
 //! A small serving engine that embeds lowlat-core and calls the kernels by their C ABI.
 #![deny(missing_docs)]
 
+#[cfg(target_os = "linux")]
+pub mod bench;
 pub mod cache;
 pub mod checkpoint;
 pub mod cli;

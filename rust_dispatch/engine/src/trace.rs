@@ -9,6 +9,8 @@ use std::fs;
 use std::io::Read as _;
 use std::path::Path;
 
+use lowlat_core::words::one_line;
+
 use crate::EngineError;
 use crate::json::{self, Node};
 
@@ -227,7 +229,7 @@ pub fn parse(file: &str, name: &str, bytes: &[u8]) -> Result<Trace, EngineError>
             trace.file = file.to_string();
             trace
         })
-        .map_err(|words| EngineError::Refused(format!("{file}: {words}")))
+        .map_err(|words| EngineError::Refused(format!("{file}: {}", one_line(&words))))
 }
 
 /// What reading gathers besides the trace. Errors are words without the file's name.

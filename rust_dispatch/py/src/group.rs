@@ -3,14 +3,20 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use lowlat_core::Decision as StepDecision;
 use lowlat_core::digest::Fnv1a;
-use lowlat_core::dispatch::Decision;
 use lowlat_core::graph_key::{GraphKey, GraphMode, Path, Recorder, SealView, keys_digest};
-use lowlat_core::vote::{BALLOT_WORDS, agree};
-use lowlat_core::{BallotParts, Servable, StepFacts, StepMode, TpRank};
+use lowlat_core::vote::{BALLOT_WORDS, Decision, agree};
+use lowlat_core::words::one_line;
+use lowlat_core::{
+    BallotParts, Coverage, Decline, Facts, Requirements, Servable, StepFacts, StepMode, TpRank,
+};
+use lowlat_host::{GroupSettings, HostSeat};
 use pyo3::prelude::*;
 
-use crate::module::{DeadlineLadder, GraphRecord, check_options, named_reason, value_error};
+use crate::module::{
+    DeadlineLadder, GraphRecord, check_options, json_text, named_reason, value_error,
+};
 
 /// What a captured graph reads: name, address, shape, dtype.
 pub type SealRow = (String, u64, Vec<i64>, String);
@@ -45,8 +51,39 @@ fn step_mode(name: &str) -> PyResult<StepMode> {
     })
 }
 
-/// A rank that the guard found able to serve. `options` is as for `check`; ValueError holds every
-/// reason against it, one a line.
+fn declined(declines: Vec<Decline>) -> PyErr {
+    let lines: Vec<String> = declines.iter().map(ToString::to_string).collect();
+    value_error(lines.join("\n"))
+}
+
+fn step_facts(
+    mode: &str,
+    batch_size: u32,
+    tokens_per_request: u32,
+    rows: u32,
+) -> PyResult<StepFacts> {
+    let mode = step_mode(mode)?;
+    Ok(StepFacts {
+        mode,
+        batch_size,
+        tokens_per_request,
+        rows,
+    })
+}
+
+/// Digest of a step, for `Seat.agree_step`.
+#[pyfunction]
+pub fn step_digest(
+    mode: &str,
+    batch_size: u32,
+    tokens_per_request: u32,
+    rows: u32,
+) -> PyResult<u64> {
+    Ok(step_facts(mode, batch_size, tokens_per_request, rows)?.digest())
+}
+
+/// A rank that the guard found able to serve with the built-in kernels. `options` is as for
+/// `check`; ValueError holds every reason against it, one a line.
 #[pyclass(frozen)]
 pub struct Rank {
     servable: Servable,
@@ -59,11 +96,25 @@ impl Rank {
     #[pyo3(signature = (model_config_json, options, *, tp_rank))]
     fn new(model_config_json: &str, options: &Bound<'_, PyAny>, tp_rank: u32) -> PyResult<Self> {
         let options = check_options(options)?;
-        let servable =
-            lowlat_core::spec::serve(model_config_json, &options).map_err(|declines| {
-                let lines: Vec<String> = declines.iter().map(ToString::to_string).collect();
-                value_error(lines.join("\n"))
-            })?;
+        let servable = lowlat_core::spec::serve(model_config_json, &options).map_err(declined)?;
+        let tp_rank = TpRank(tp_rank);
+        Ok(Self { servable, tp_rank })
+    }
+
+    /// A rank that the guard found able to serve with an engine's own kernels. `requirements` (any
+    /// of what `requirements()` lists; "name" and "isas" at least) and `facts` ("isa" and "tp_size"
+    /// at least) are dicts or JSON text; ValueError holds every reason against it, one a line.
+    #[staticmethod]
+    #[pyo3(signature = (requirements, facts, *, tp_rank))]
+    fn own(
+        requirements: &Bound<'_, PyAny>,
+        facts: &Bound<'_, PyAny>,
+        tp_rank: u32,
+    ) -> PyResult<Self> {
+        let requirements = Requirements::from_json(&json_text(requirements)?);
+        let facts = Facts::from_json(&json_text(facts)?).map_err(value_error)?;
+        let servable = lowlat_core::guard(&facts, &requirements.map_err(value_error)?);
+        let servable = servable.map_err(declined)?;
         let tp_rank = TpRank(tp_rank);
         Ok(Self { servable, tp_rank })
     }
@@ -112,7 +163,7 @@ impl Rank {
         let keys: Vec<GraphKey> = widths.iter().copied().map(key).collect();
         let parts = BallotParts {
             widths: &widths,
-            keys_digest: keys_digest(&keys),
+            keys_digest: keys_digest(keys.iter().map(|key| (key, Path::Fused))),
             // The kernels put their launch geometry into the catalogue's digest.
             geometry_digest: catalogue_digest,
             catalogue_digest,
@@ -154,17 +205,123 @@ impl Ballot {
             .map(read)
             .collect::<PyResult<Vec<_>>>()?;
         let coverage = agree(self.ballot.tp_rank(), &ballots).map_err(value_error)?;
+        self.dispatcher(&coverage)
+    }
+}
+
+impl Ballot {
+    /// The decisions that follow from an agreement on this ballot.
+    fn dispatcher(&self, coverage: &Coverage) -> PyResult<Dispatcher> {
         let mut recorder = Recorder::new();
         for key in &self.keys {
             recorder
                 .note(key.clone(), Path::Fused, &[])
                 .map_err(value_error)?;
         }
-        let dispatcher = lowlat_core::Dispatcher::new(&coverage, recorder.finish());
+        let dispatcher = lowlat_core::Dispatcher::new(coverage, recorder.finish());
         Ok(Dispatcher {
             dispatcher: Mutex::new(dispatcher.map_err(value_error)?),
             keys: self.keys.clone(),
         })
+    }
+}
+
+/// One rank's place in a group of processes of this host, which vote through shared memory. One
+/// thread at a time uses it; other threads of Python run while it waits.
+#[pyclass(frozen)]
+pub struct Seat(Mutex<Option<HostSeat>>);
+
+impl Seat {
+    /// Runs `body` on the seat, without Python's lock.
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        body: impl FnOnce(&mut HostSeat) -> PyResult<T> + Send,
+    ) -> PyResult<T> {
+        let mut seat = self
+            .0
+            .try_lock()
+            .map_err(|_| value_error("the seat is in use by another thread"))?;
+        let seat = seat
+            .as_mut()
+            .ok_or_else(|| value_error("the seat has left its group; join again"))?;
+        py.detach(|| body(seat))
+    }
+}
+
+#[pymethods]
+impl Seat {
+    /// Joins the group of that name and waits until all ranks have. `ladder` bounds every wait;
+    /// `budget_ns` must be shorter than its engine budget. ValueError in one line: [117] where a
+    /// living group has the name, [118] where there is no shared memory, [306] and [310] for
+    /// another size and a second rank of one number, [401] where not all join in time.
+    #[staticmethod]
+    #[pyo3(signature = (name, *, tp_rank, tp_size, ladder, budget_ns))]
+    fn join(
+        py: Python<'_>,
+        name: &str,
+        tp_rank: u32,
+        tp_size: u32,
+        ladder: &DeadlineLadder,
+        budget_ns: u64,
+    ) -> PyResult<Self> {
+        let settings = GroupSettings::new(name, TpRank(tp_rank), tp_size, ladder.0);
+        let seat = py.detach(|| lowlat_host::join(&settings, budget_ns));
+        let seat = seat.map_err(|error| value_error(one_line(&error.to_string())))?;
+        Ok(Self(Mutex::new(Some(seat))))
+    }
+
+    /// Votes on coverage; every rank of the group calls it. The decisions that follow, or
+    /// ValueError, the same on every rank. `budget_ns` must be shorter than the collective budget.
+    fn agree(&self, py: Python<'_>, ballot: &Ballot, budget_ns: u64) -> PyResult<Dispatcher> {
+        let own = ballot.ballot;
+        let coverage = self.with(py, |seat| {
+            if (own.tp_rank(), own.tp_size()) != (seat.tp_rank(), seat.tp_size()) {
+                return Err(value_error(format!(
+                    "the ballot is of {} of {}; the seat is of {} of {}",
+                    own.tp_rank(),
+                    own.tp_size(),
+                    seat.tp_rank(),
+                    seat.tp_size()
+                )));
+            }
+            let voted = seat.agree(&own, budget_ns).map_err(value_error)?;
+            voted.map_err(value_error)
+        })?;
+        ballot.dispatcher(&coverage)
+    }
+
+    /// Takes part in the vote as a rank that cannot serve, for the reason of that name, so that its
+    /// peers decline with it at once. What became of the vote, in words.
+    fn decline(&self, py: Python<'_>, reason: &str, budget_ns: u64) -> PyResult<String> {
+        let reason = named_reason(reason)?;
+        self.with(py, |seat| {
+            let ballot = lowlat_core::Ballot::declining(seat.tp_rank(), seat.tp_size(), reason);
+            let voted = seat.agree(&ballot.map_err(value_error)?, budget_ns);
+            let refused = voted.map_err(value_error)?.err();
+            refused
+                .map(|refusal| refusal.to_string())
+                .ok_or_else(|| value_error("bug: a vote with a decline agreed"))
+        })
+    }
+
+    /// The hot vote: returns when all ranks are about to run the step with this digest. ValueError,
+    /// the same on every rank: [308] where they are not, and then the group may go on; [401] where
+    /// one is missing, and from then on.
+    fn agree_step(&self, py: Python<'_>, digest: u64, budget_ns: u64) -> PyResult<()> {
+        self.with(py, |seat| {
+            match seat.agree_step(digest, budget_ns).map_err(value_error)? {
+                Decision::Agreed => Ok(()),
+                decision => Err(value_error(seat.step_refusal(decision))),
+            }
+        })
+    }
+
+    /// Leaves the group: peers that vote on find this rank missing, and the name is free.
+    fn leave(&self) -> PyResult<()> {
+        let seat = self.0.try_lock();
+        *seat.map_err(|_| value_error("the seat is in use by another thread"))? = None;
+        Ok(())
     }
 }
 
@@ -207,16 +364,10 @@ impl Dispatcher {
         tokens_per_request: u32,
         rows: u32,
     ) -> PyResult<(u32, Option<u32>)> {
-        let mode = step_mode(mode)?;
-        let step = StepFacts {
-            mode,
-            batch_size,
-            tokens_per_request,
-            rows,
-        };
+        let step = step_facts(mode, batch_size, tokens_per_request, rows)?;
         Ok(match self.with(|dispatcher| dispatcher.decide(&step)) {
-            Decision::Replay { padded_batch, .. } => (padded_batch, None),
-            Decision::Plain(reason) => (0, Some(reason.number())),
+            StepDecision::Replay { padded_batch, .. } => (padded_batch, None),
+            StepDecision::Plain(reason) => (0, Some(reason.number())),
         })
     }
 

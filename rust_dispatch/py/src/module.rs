@@ -20,16 +20,18 @@ pub fn named_reason(name: &str) -> PyResult<Reason> {
     found.ok_or_else(|| value_error(format!("{name} is no reason's name")))
 }
 
+/// The JSON text of what is a dict, or a text already.
+pub fn json_text(given: &Bound<'_, PyAny>) -> PyResult<String> {
+    if let Ok(text) = given.extract::<String>() {
+        return Ok(text);
+    }
+    let dumps = given.py().import("json")?.getattr("dumps")?;
+    dumps.call1((given,))?.extract()
+}
+
 /// Options as a dict or as JSON text.
 pub fn check_options(options: &Bound<'_, PyAny>) -> PyResult<spec::CheckOptions> {
-    let text = match options.extract::<String>() {
-        Ok(text) => text,
-        Err(_) => {
-            let dumps = options.py().import("json")?.getattr("dumps")?;
-            dumps.call1((options,))?.extract()?
-        }
-    };
-    spec::CheckOptions::from_json(&text).map_err(value_error)
+    spec::CheckOptions::from_json(&json_text(options)?).map_err(value_error)
 }
 
 fn settings(list: &[OneOf]) -> serde_json::Value {
@@ -66,6 +68,7 @@ type NeedRow = (String, String, Vec<i64>, String, Option<String>);
 /// The dispatcher's decisions: guard, deadlines, agreement, steps, graph records.
 #[pymodule]
 mod _dispatch {
+    use lowlat_core::InstantNs;
     use lowlat_core::config;
     use lowlat_core::graph_key::{KeyIdx, Record};
     use lowlat_core::guard::{TensorFact, TensorNeed};
@@ -74,7 +77,7 @@ mod _dispatch {
     use super::*;
 
     #[pymodule_export]
-    use crate::group::{Ballot, Dispatcher, Rank, declining_ballot};
+    use crate::group::{Ballot, Dispatcher, Rank, Seat, declining_ballot, step_digest};
 
     /// Version of the dispatcher.
     #[pyfunction]
@@ -137,9 +140,12 @@ mod _dispatch {
     #[pyfunction]
     #[pyo3(signature = (reason, words, change=None))]
     fn decline(reason: &str, words: &str, change: Option<&str>) -> PyResult<String> {
-        let mut decline = Decline::in_words(named_reason(reason)?, words);
-        decline.change = change.map(str::to_owned);
-        Ok(decline.to_string())
+        let decline = Decline::in_words(named_reason(reason)?, words);
+        Ok(match change {
+            Some(setting) => decline.change(setting),
+            None => decline,
+        }
+        .to_string())
     }
 
     /// Every reason that the loaded tensors give against serving, each with its number. A fact is
@@ -224,6 +230,52 @@ mod _dispatch {
                 "DeadlineLadder(kernel_ns={kernel}, plugin_ns={plugin}, \
                  collective_ns={collective}, engine_ns={engine})"
             )
+        }
+    }
+
+    /// Counts time against a budget; owns no clock and no thread, so somebody polls it. One gap
+    /// between two polls counts at most `max_gap_ns`: while a machine sleeps, nothing can be late.
+    /// ValueError for a budget or gap of 0.
+    #[pyclass]
+    pub struct Watchdog(lowlat_core::Watchdog);
+
+    #[pymethods]
+    impl Watchdog {
+        #[new]
+        #[pyo3(signature = (*, budget_ns, max_gap_ns))]
+        fn new(budget_ns: u64, max_gap_ns: u64) -> PyResult<Self> {
+            if budget_ns == 0 || max_gap_ns == 0 {
+                return Err(value_error(
+                    "a watchdog needs a budget and a gap above 0 ns",
+                ));
+            }
+            Ok(Self(lowlat_core::Watchdog::new(budget_ns, max_gap_ns)))
+        }
+
+        /// Work begins, at `now_ns` of the caller's clock; ValueError while work runs.
+        fn arm(&mut self, now_ns: u64) -> PyResult<()> {
+            if self.0.is_armed() {
+                return Err(value_error(
+                    "the watchdog is armed; disarm it when work has ended",
+                ));
+            }
+            self.0.arm(InstantNs(now_ns));
+            Ok(())
+        }
+
+        /// Work has ended.
+        fn disarm(&mut self) {
+            self.0.disarm();
+        }
+
+        /// Counts the time since the last look: how late the work is, 0 within its budget, or None
+        /// while nothing runs.
+        fn late_ns(&mut self, now_ns: u64) -> Option<u64> {
+            match self.0.health(InstantNs(now_ns)) {
+                lowlat_core::Health::Idle => None,
+                lowlat_core::Health::OnTime => Some(0),
+                lowlat_core::Health::Overdue { late_ns } => Some(late_ns),
+            }
         }
     }
 

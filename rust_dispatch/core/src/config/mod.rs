@@ -13,6 +13,8 @@ pub use engram::{EngramConfig, EngramTable, HEADS, NGRAM_SIZES, SHIFTS};
 
 use std::fmt;
 
+use crate::words::one_line;
+
 /// Configurations that come with the library, in the published form: name and text.
 pub const BUILT_IN: [(&str, &str); 4] = [
     ("tiny-v4", include_str!("tiny_v4.json")),
@@ -262,7 +264,10 @@ impl ModelConfig {
     /// Lists every field that is missing, there twice, of another type or out of range, and a
     /// model of a family that this version does not serve.
     pub fn from_json(text: &str) -> Result<Self, ConfigError> {
-        read::model_config(text).map_err(|problems| ConfigError { problems })
+        let lines = |problems: Vec<String>| problems.iter().map(|words| one_line(words)).collect();
+        read::model_config(text).map_err(|problems| ConfigError {
+            problems: lines(problems),
+        })
     }
 
     /// Layers that own a compressed cache, ascending.

@@ -7,6 +7,7 @@
 
 mod feature;
 mod loaded;
+mod read;
 mod value;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,10 +17,12 @@ use serde::Serialize;
 
 pub use feature::Feature;
 pub use loaded::{TensorFact, TensorNeed, check_loaded};
+pub use read::ReadError;
 pub use value::Value;
 
 use crate::digest::Fnv1a;
 use crate::reason::Reason;
+use crate::words::one_line;
 
 /// One reason why this server cannot be served.
 ///
@@ -60,7 +63,7 @@ impl Decline {
     pub fn in_words(reason: Reason, words: impl Into<String>) -> Self {
         Self {
             reason,
-            words: words.into(),
+            words: one_line(&words.into()),
             change: None,
         }
     }
@@ -68,7 +71,7 @@ impl Decline {
     /// The same decline, with the setting that changes it.
     #[must_use]
     pub fn change(mut self, setting: impl Into<String>) -> Self {
-        self.change = Some(setting.into());
+        self.change = Some(one_line(&setting.into()));
         self
     }
 }
@@ -402,15 +405,18 @@ fn check_setting(
         return None;
     }
     let seen = seen.map_or_else(|| "not set".to_owned(), Value::to_string);
-    let mut decline = Decline::new(reason, &setting.name, seen, one_of(&setting.accepted));
-    decline.change = setting.accepted.first().and_then(change);
-    Some(decline)
+    let decline = Decline::new(reason, &setting.name, seen, one_of(&setting.accepted));
+    Some(match setting.accepted.first().and_then(change) {
+        Some(words) => decline.change(words),
+        None => decline,
+    })
 }
 
 fn check_divides(facts: &Facts, divides: &Divides) -> Option<Decline> {
     // A size of 0 ranks is refused above; here it would only divide by 0.
     let tp_size = u64::from(facts.tp_size.max(1));
-    let multiple = divides.unit.saturating_mul(tp_size);
+    let unit = divides.unit.max(1);
+    let multiple = unit.saturating_mul(tp_size);
     let (seen, size) = match facts.model.get(&divides.field) {
         Some(Value::Int(size)) => (size.to_string(), u64::try_from(*size).ok()),
         Some(other) => (other.to_string(), None),
@@ -419,9 +425,9 @@ fn check_divides(facts: &Facts, divides: &Divides) -> Option<Decline> {
     if size.is_some_and(|size| 0 < size && size % multiple == 0) {
         return None;
     }
-    let needed = match divides.unit {
+    let needed = match unit {
         1 => format!("a multiple of tp_size ({tp_size})"),
-        unit => format!("a multiple of {unit} x tp_size ({unit} x {tp_size} = {multiple})"),
+        _ => format!("a multiple of {unit} x tp_size ({unit} x {tp_size} = {multiple})"),
     };
     Some(Decline::new(Reason::Divides, &divides.field, seen, needed).change("--tp"))
 }

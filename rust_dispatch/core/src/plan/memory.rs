@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::tensors::{WeightGroup, tensors};
 use crate::config::{ModelConfig, ModelFamily};
+use crate::words::one_line;
 
 /// Stored bytes of one latent or window row: 448 codes, 64 bf16 numbers, 7 scales and a pad.
 const KV_ROW_BYTES: u64 = 584;
@@ -29,7 +30,7 @@ pub fn verify_rows(config: &ModelConfig) -> u32 {
 /// Rows of a compressor's state ring, a power of two. V4.1, of a request: the even row of a pair
 /// that straddles two steps, and the rows of the step. V4, ratio 4, of a page: the two blocks that
 /// an entry is made of, and drafts that were rejected; the ring of ratio 128, of a request, has
-/// [`REQUEST_RINGS`] times as many.
+/// `REQUEST_RINGS` times as many.
 ///
 /// ```
 /// use lowlat_core::config::{ModelConfig, built_in};
@@ -94,7 +95,7 @@ impl Default for PlanOptions {
 
 /// Why there is no plan, in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
+#[error("{}", one_line(.0))]
 pub struct PlanError(String);
 
 impl PlanOptions {

@@ -20,7 +20,7 @@ pub const MAX_WIDTHS: usize = 32;
 pub struct BallotParts<'a> {
     /// Row counts that were built, ascending, 1 to [`MAX_WIDTHS`] of them.
     pub widths: &'a [u32],
-    /// Digest of the sorted graph keys ([`crate::graph_key::keys_digest`]).
+    /// Digest of the graph keys and what runs each ([`crate::graph_key::keys_digest`]).
     pub keys_digest: u64,
     /// Digest of the launch geometry: grids, blocks, scratch.
     pub geometry_digest: u64,

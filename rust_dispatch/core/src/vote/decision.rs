@@ -76,7 +76,7 @@ pub struct Register(pub u64);
 impl Register {
     /// A register that has settled nothing yet; `first` is the first epoch.
     pub fn before(first: Epoch) -> Self {
-        Self(u64::from(first.0.wrapping_sub(1)) << 32)
+        Self(u64::from(first.before().0) << 32)
     }
 
     fn epoch(self) -> Epoch {

@@ -99,7 +99,9 @@ pub enum Next {
 pub struct Round<B> {
     tp_rank: TpRank,
     epoch: Epoch,
-    deadline: InstantNs,
+    /// When time was last counted, and how much of the budget is left.
+    looked_at: InstantNs,
+    left_ns: u64,
     ballots: Vec<Option<B>>,
     num_seen: usize,
     adopted: Option<Decision>,
@@ -118,7 +120,8 @@ impl<B: Votable> Round<B> {
         Self {
             tp_rank,
             epoch: Epoch(0),
-            deadline: InstantNs(0),
+            looked_at: InstantNs(0),
+            left_ns: 0,
             ballots: vec![None; tp_size as usize],
             num_seen: 0,
             adopted: None,
@@ -128,7 +131,8 @@ impl<B: Votable> Round<B> {
     /// Begins the vote of `epoch`: this rank casts `own` now and gives up after `budget_ns`.
     pub fn begin(&mut self, epoch: Epoch, own: B, now: InstantNs, budget_ns: u64) {
         self.epoch = epoch;
-        self.deadline = now.after(budget_ns);
+        self.looked_at = now;
+        self.left_ns = budget_ns;
         self.ballots.fill(None);
         self.num_seen = 0;
         self.adopted = None;
@@ -162,18 +166,33 @@ impl<B: Votable> Round<B> {
         self.adopted.get_or_insert(decision);
     }
 
-    /// What to do now. From the deadline on it never says [`Next::Wait`].
-    pub fn poll(&self, now: InstantNs) -> Next {
+    /// The first rank whose ballot is not here.
+    pub fn missing(&self) -> Option<TpRank> {
+        (0..self.ballots.len() as u32)
+            .map(TpRank)
+            .find(|&rank| !self.has(rank))
+    }
+
+    /// What was left of the budget when it was last polled.
+    pub fn left_ns(&self) -> u64 {
+        self.left_ns
+    }
+
+    /// What to do now. Once the budget is spent it never says [`Next::Wait`]. A clock that runs
+    /// backwards spends nothing, and what follows counts from there.
+    pub fn poll(&mut self, now: InstantNs) -> Next {
         if let Some(decision) = self.adopted {
             return Next::Ended(decision);
         }
         if self.num_seen == self.ballots.len() {
             return Next::Propose(compare(self.ballots.iter().flatten()));
         }
-        if now < self.deadline {
+        self.left_ns = self.left_ns.saturating_sub(now.since(self.looked_at));
+        self.looked_at = now;
+        if 0 < self.left_ns {
             return Next::Wait;
         }
-        let missing = (0..).map(TpRank).find(|&rank| !self.has(rank));
+        let missing = self.missing();
         Next::Propose(Decision::Missing {
             rank: missing.expect("a ballot is not here"),
         })

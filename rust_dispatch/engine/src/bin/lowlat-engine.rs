@@ -7,6 +7,11 @@ use lowlat_engine::runtime::Runtime;
 use lowlat_engine::step::RuntimeSettings;
 use lowlat_engine::{EngineError, commands};
 
+/// So that `lowlat bench dispatch` can say how often a decision allocates.
+#[cfg(target_os = "linux")]
+#[global_allocator]
+static ALLOCATOR: lowlat_engine::bench::count::Counting = lowlat_engine::bench::count::Counting;
+
 fn main() -> ExitCode {
     // A broken rule of ours is one line and exit code 3 like any fault, never a trace of calls.
     panic::set_hook(Box::new(|info| {

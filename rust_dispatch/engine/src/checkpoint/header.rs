@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use std::fmt;
 use std::marker::PhantomData;
 
+use lowlat_core::words::one_line;
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 /// Bytes in front of the header.
@@ -76,8 +77,8 @@ pub fn entries(file: &[u8]) -> Result<Vec<Entry>, String> {
         ));
     };
     let text = std::str::from_utf8(text).map_err(|_| "has a header that is not UTF-8 text")?;
-    let header: UniqueMap<RawEntry> =
-        serde_json::from_str(text).map_err(|error| format!("has a bad header: {error}"))?;
+    let header: UniqueMap<RawEntry> = serde_json::from_str(text)
+        .map_err(|error| format!("has a bad header: {}", one_line(&error.to_string())))?;
     let last = header.0.iter().max_by_key(|(_, raw)| raw.data_offsets.1);
     if let Some((name, raw)) = last.filter(|(_, raw)| raw.data_offsets.1 > data.len() as u64) {
         return Err(format!(
@@ -147,8 +148,8 @@ pub fn index(text: &[u8]) -> Result<Vec<(String, String)>, String> {
         weight_map: UniqueMap<String>,
     }
     let text = std::str::from_utf8(text).map_err(|_| "is not UTF-8 text")?;
-    let index: Index =
-        serde_json::from_str(text).map_err(|error| format!("is no index: {error}"))?;
+    let index: Index = serde_json::from_str(text)
+        .map_err(|error| format!("is no index: {}", one_line(&error.to_string())))?;
     let map = index.weight_map.0;
     if map.is_empty() {
         return Err("weight_map is empty; needs every tensor's file".into());

@@ -27,6 +27,9 @@ use crate::weights::{SeededWeights, WEIGHT_SEED};
 
 use arena::{Arena, ArenaShape};
 
+/// What runs every graph of this engine.
+const PATH: Path = Path::Persistent;
+
 /// How long ranks wait for each other, and the clock that they all read.
 #[derive(Clone, Copy)]
 pub(crate) struct Deadlines {
@@ -254,7 +257,7 @@ impl Rank {
             tp_rank,
             BallotParts {
                 widths: &widths,
-                keys_digest: graph_key::keys_digest(&keys),
+                keys_digest: graph_key::keys_digest(keys.iter().map(|key| (key, PATH))),
                 geometry_digest: model::geometry_digest(&setup.geometry),
                 catalogue_digest,
                 ladder: setup.deadlines.ladder,
@@ -886,7 +889,7 @@ fn capture(
         let (batch, rows) = (key.batch_size as usize, key.tokens_per_request as usize);
         let mode = key.mode;
         let sealed = built.arena.sealed_now();
-        recorder.note(key, Path::Persistent, &sealed.views().collect::<Vec<_>>())?;
+        recorder.note(key, PATH, &sealed.views().collect::<Vec<_>>())?;
         let arena = &mut built.arena;
         arena.fill_requests(&idle, batch);
         let launch = match mode {
