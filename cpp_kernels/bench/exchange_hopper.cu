@@ -59,7 +59,11 @@ void check_pair(int rows) {
         faults += pair.ranks[r]->status()[0] != 0 ? 1 : 0;
       }
       if (i == 0) first = x[0];
-      different += x[0] != x[1] || x[0] != first ? 1 : 0;
+      if (x[0] != x[1] || x[0] != first) {
+        ++different;
+        std::printf("replay %d: ranks %s, rank 0 %s the first replay\n", i,
+                    x[0] == x[1] ? "equal" : "differ", x[0] == first ? "as" : "not as");
+      }
     }
     report(different == 0 && faults == 0,
            early ? "300 replays, ranks bitwise equal, early" : "300 replays, ranks bitwise equal");
@@ -178,6 +182,7 @@ int run_processes() {
 }
 
 int run(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "processes") return run_processes();  // forks before CUDA begins
   if (what == "check") {

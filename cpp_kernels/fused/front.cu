@@ -287,47 +287,23 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   *reinterpret_cast<uint4*>(to + 16) = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
-// Eight values of a latent's row, by one thread, to codes of the group that four lanes have.
-LOWLAT_DEVICE PowerScale quantize_eight(std::uint32_t (&codes)[2], const float (&v)[8]) {
-  std::uint32_t pairs[4];
-  float amax = 0.0f;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    pairs[j] = sm90::to_bf16_pair(v[2 * j], v[2 * j + 1]);
-    amax = plat::max(plat::abs(sm90::low_bf16(pairs[j])), amax);
-    amax = plat::max(plat::abs(sm90::high_bf16(pairs[j])), amax);
-  }
-  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
-  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
-  const PowerScale group = power_scale(amax);
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const std::uint32_t a = pairs[2 * j], b = pairs[2 * j + 1];
-    codes[j] =
-        sm90::to_e4m3_pair(sm90::low_bf16(a) * group.inverse, sm90::high_bf16(a) * group.inverse) |
-        sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse, sm90::high_bf16(b) * group.inverse)
-            << 16;
-  }
-  return group;
-}
-
 // Up to eight rows: a warp has a row's latent, so its norm is the warp's own.
 LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int tile, bool rotates) {
   using Linear = Product<kRows, kQLora, 1, 1, kRows, 0>;
   constexpr int kTokens = QShared<1>::kTokens, kPitch = QShared<1>::kPitch;
-  constexpr int kPiecesOfLane = kPieces / plat::kWarpLanes, kPackets = 2 * kPiecesOfLane;
-  static_assert(kPieces % plat::kWarpLanes == 0 && kTokens == kProductWarps);
+  constexpr int kPackets = kQLora / 4 / plat::kWarpLanes, kLanes = kGroup / 4;
+  static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
   const int num_rows = params.num_rows;
   const int token = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
   const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
   Stamps stamps(params.hop.port->stamps, hop.kernel);
   stamps.mark(StampStage::ask);
-  uint4 gain[kPiecesOfLane];
+  uint2 gain[kPackets];
 #pragma unroll
-  for (int i = 0; i < kPiecesOfLane; ++i) {
+  for (int i = 0; i < kPackets; ++i) {
     gain[i] =
-        __ldg(reinterpret_cast<const uint4*>(params.q_norm) + lane_idx + i * plat::kWarpLanes);
+        __ldg(reinterpret_cast<const uint2*>(params.q_norm) + lane_idx + i * plat::kWarpLanes);
   }
   const auto* from =
       static_cast<const plat::TaggedWords*>(params.packets.qa) + token * (kQLora / 4);
@@ -340,38 +316,43 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
   stamps.mark(StampStage::wait);
   if (token < num_rows) {
     HopWords words[kPackets];
+    // Packets as they lie, so that a warp reads whole lines; eight lanes have a group of 32.
     take_packets(words, hop, (1u << kPackets) - 1u,
-                 [&](int i) { return from + 2 * (lane_idx + i / 2 * plat::kWarpLanes) + i % 2; });
-    float v[kPiecesOfLane][8], squares = 0.0f;
+                 [&](int i) { return from + lane_idx + i * plat::kWarpLanes; });
+    float v[kPackets][4], squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float low = sm90::low_bf16(pairs[j]), high = sm90::high_bf16(pairs[j]);
-        v[i / 2][i % 2 * 4 + 2 * j] = low, v[i / 2][i % 2 * 4 + 2 * j + 1] = high;
-        squares = plat::fma(low, low, squares);
-        squares = plat::fma(high, high, squares);
+        v[i][2 * j] = sm90::low_bf16(pairs[j]), v[i][2 * j + 1] = sm90::high_bf16(pairs[j]);
+        squares = plat::fma(v[i][2 * j], v[i][2 * j], squares);
+        squares = plat::fma(v[i][2 * j + 1], v[i][2 * j + 1], squares);
       }
     }
     const float norm =
         quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + params.norm_eps);
 #pragma unroll
-    for (int i = 0; i < kPiecesOfLane; ++i) {
-      const std::uint32_t gains[4] = {gain[i].x, gain[i].y, gain[i].z, gain[i].w};
+    for (int i = 0; i < kPackets; ++i) {
+      const std::uint32_t gains[2] = {gain[i].x, gain[i].y};
+      float amax = 0.0f;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        v[i][2 * j] = v[i][2 * j] * norm * sm90::low_bf16(gains[j]);
-        v[i][2 * j + 1] = v[i][2 * j + 1] * norm * sm90::high_bf16(gains[j]);
+      for (int j = 0; j < 2; ++j) {
+        v[i][2 * j] = quick_bf16(v[i][2 * j] * norm * sm90::low_bf16(gains[j]));
+        v[i][2 * j + 1] = quick_bf16(v[i][2 * j + 1] * norm * sm90::high_bf16(gains[j]));
+        amax = plat::max(plat::abs(v[i][2 * j]), amax);
+        amax = plat::max(plat::abs(v[i][2 * j + 1]), amax);
       }
-      std::uint32_t codes[2];
-      const PowerScale group = quantize_eight(codes, v[i]);
-      const int piece = lane_idx + i * plat::kWarpLanes;
-      *reinterpret_cast<uint2*>(shared.codes + token * kPitch + piece * kPiece) =
-          make_uint2(codes[0], codes[1]);
-      if (piece % (kGroup / kPiece) == 0) {
-        shared.scale[piece / (kGroup / kPiece) * kTokens + token] = group.scale;
+#pragma unroll
+      for (int mask = 1; mask < kLanes; mask *= 2) {
+        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
       }
+      const PowerScale group = power_scale(amax);
+      const int packet = lane_idx + i * plat::kWarpLanes;
+      *reinterpret_cast<std::uint32_t*>(shared.codes + token * kPitch + 4 * packet) =
+          sm90::to_e4m3_pair(v[i][0] * group.inverse, v[i][1] * group.inverse) |
+          sm90::to_e4m3_pair(v[i][2] * group.inverse, v[i][3] * group.inverse) << 16;
+      if (packet % kLanes == 0) shared.scale[packet / kLanes * kTokens + token] = group.scale;
     }
   }
   plat::block_sync();

@@ -89,6 +89,7 @@ template <int kPacketsAPiece>
 struct HopActivations {
   using Raw = std::conditional_t<kPacketsAPiece == 1, uint2, uint4>;
   static_assert(kPacketsAPiece == 1 || kPacketsAPiece == 2);
+  static constexpr bool kSplit = kPacketsAPiece == 2;
   const plat::TaggedWords* data;
   int stride;
   HopTag hop;
@@ -100,11 +101,12 @@ struct HopActivations {
                           int num_rows) const {
     constexpr int kPackets = kSteps * kPacketsAPiece;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes, g = lane_idx / 4, t = lane_idx % 4;
-    const plat::TaggedWords* from = data + g * stride + (first_k / 8 + t) * kPacketsAPiece;
+    // Of two packets a piece the second lies four lanes on: a warp reads whole lines, and a lane
+    // has values 4 t and 16 + 4 t of a step instead of 8 t (kSplit).
+    const plat::TaggedWords* from = data + g * stride + first_k / 8 * kPacketsAPiece + t;
     HopWords words[kPackets];
-    take_packets(words, hop, g < num_rows ? (1u << kPackets) - 1u : 0u, [&](int i) {
-      return from + i / kPacketsAPiece * (4 * kPacketsAPiece) + i % kPacketsAPiece;
-    });
+    take_packets(words, hop, g < num_rows ? (1u << kPackets) - 1u : 0u,
+                 [&](int i) { return from + 4 * i; });
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const HopWords& first = words[step * kPacketsAPiece];
@@ -299,8 +301,8 @@ struct Product {
       float sum[4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint2 low = *reinterpret_cast<const uint2*>(row + step * kStep);
-        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch + step * kStep);
+        const uint2 low = codes_of<Activations>(row + step * kStep, t);
+        const uint2 high = codes_of<Activations>(row + 8 * kPitch + step * kStep, t);
         add_step(sum, low, high, b[step], weight_scale[step], scale[step]);
       }
       __syncwarp();  // all lanes have read the tile's codes
@@ -315,6 +317,18 @@ struct Product {
       return *reinterpret_cast<const float*>(shared.memory + row_idx * kPitch +
                                              warp * kSteps * kStep + 4 * token);
     });
+  }
+
+  // A lane's eight codes of a step, in the order of its activations; `piece` is where 8 t begins.
+  template <class Activations>
+  LOWLAT_DEVICE static uint2 codes_of(const unsigned char* piece, int t) {
+    if constexpr (requires { requires Activations::kSplit; }) {
+      const unsigned char* from = piece - 4 * t;
+      return make_uint2(*reinterpret_cast<const std::uint32_t*>(from),
+                        *reinterpret_cast<const std::uint32_t*>(from + 16));
+    } else {
+      return *reinterpret_cast<const uint2*>(piece);
+    }
   }
 
   // sum += codes of rows g and g + 8 times b, under both scales.

@@ -15,6 +15,9 @@
 //            for each other in a cluster (resident together) and in the experts (one block a
 //            multiprocessor; the launch refuses a device that cannot hold them). The experts leave
 //            idle_sms multiprocessors to the statistics, whose blocks wait for nobody.
+// Ranks      of one process capture their steps (or launch one alone) on every device before the
+//            first of them waits for another: a kernel's first use loads its code, which may wait
+//            for kernels that run.
 // Faults     every wait has the port's budget; see exchange_hop.cuh, exchange_gate.cuh and moe.cuh.
 //            After one, residual and x of the step are NaN on every rank that saw it; before the
 //            next step call layer_recover() (device idle) on all ranks.
@@ -120,7 +123,8 @@ cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 struct LayerParts {
   bool attention = true, experts = true, second_statistics = true;
   // Blocks of the first statistics; multiprocessors that the experts leave to the second, which
-  // have as many blocks (a power of two). 0: what was measured best for the width.
+  // have as many blocks (a power of two). 0: what was measured best. idle_sms stays what it is for
+  // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
   bool late_mix = true;  // the first statistics start after attention
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.

@@ -97,8 +97,10 @@ struct MoeArgs {
   // workspace before must have ended when the gate opens, as it has when an exchange of its sums
   // lies between.
   nvidia::fused::Gate before;
-  std::int32_t idle_sms;  // multiprocessors that are left to other kernels
-  void* workspace;        // moe_workspace_bytes, made ready once by moe_workspace_init
+  // Multiprocessors that are left to other kernels; the same in all launches that share a
+  // workspace, whose blocks count them.
+  std::int32_t idle_sms;
+  void* workspace;  // moe_workspace_bytes, made ready once by moe_workspace_init
 };
 
 // Bytes of the scratch that a launch and its successors on one stream share: 256-byte aligned, for

@@ -212,7 +212,9 @@ TEST_CASE(an_input_that_never_comes_ends_the_step_at_its_deadline) {
   CHECK(rank.healthy());
 }
 
-TEST_CASE(two_ranks_agree_and_wait_for_a_slow_one) {
+namespace {
+
+void check_two_ranks(const LayerParts& parts) {
   need_device();
   int devices = 0;
   REQUIRE(cudaGetDeviceCount(&devices) == cudaSuccess);
@@ -237,7 +239,8 @@ TEST_CASE(two_ranks_agree_and_wait_for_a_slow_one) {
     on(r);
     ranks[r] = std::make_unique<Layers<2>>(host, kLayers, 6, regions[r]->port(200'000'000, 0),
                                            regions[r]->step_epoch(), r);
-    graphs[r] = std::make_unique<Graph>([&](cudaStream_t stream) { ranks[r]->launch({}, stream); });
+    graphs[r] =
+        std::make_unique<Graph>([&](cudaStream_t stream) { ranks[r]->launch(parts, stream); });
   }
   Result first;
   for (int i = 0; i < 60; ++i) {
@@ -264,3 +267,13 @@ TEST_CASE(two_ranks_agree_and_wait_for_a_slow_one) {
   }
   CHECK(finite(first));
 }
+
+}  // namespace
+
+TEST_CASE(two_ranks_agree_on_attention_halves_and_wait_for_a_slow_one) {
+  LayerParts parts;
+  parts.experts = false;
+  check_two_ranks(parts);
+}
+
+TEST_CASE(two_ranks_agree_on_layers_and_wait_for_a_slow_one) { check_two_ranks({}); }
