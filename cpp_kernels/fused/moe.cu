@@ -88,10 +88,6 @@ using Checkpoint = Instances<S, MoeLayout::checkpoint>;
 template <class S>
 using Marlin = Instances<S, MoeLayout::marlin>;
 
-// Of two ranks' shards Marlin's band of 64 columns leaves too little shared memory.
-bool exists(MoeShape shape, MoeLayout layout) {
-  return layout == MoeLayout::checkpoint || shape == MoeShape::v41_tp4 || shape == MoeShape::v4_tp4;
-}
 // Calls `f` with the instances of a shape and a layout that exist.
 template <class F>
 auto with_shape(MoeShape shape, MoeLayout layout, F f) {
@@ -135,9 +131,9 @@ std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows) {
 }
 
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped) {
-  if (args.rows < 1 || args.rows > 64 || !exists(shape, args.w.layout)) {
-    return cudaErrorInvalidValue;
-  }
+  if (args.rows < 1 || args.rows > 64) return cudaErrorInvalidValue;
+  // Its kernels are complete and end as an illegal instruction on the device: not found yet why.
+  if (args.w.layout == MoeLayout::marlin) return cudaErrorNotSupported;
   const bool v4 = shape == MoeShape::v4_tp2 || shape == MoeShape::v4_tp4;
   // V4's router divides by 1 where a sum is 0; a hash layer's and V4.1's target add 1e-20.
   const bool target = !v4 || args.routing == MoeRouting::table;

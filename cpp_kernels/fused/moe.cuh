@@ -38,19 +38,16 @@
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes, their scales, and the
 //                       shared expert's h: each piece or word is written once, over a pattern that
 //                       no result has (kPoison), and read by all blocks until it is not that
-//                       pattern: payload and arrival in one access. Of x only the scales are
-//                       watched: a scale is stored after a fence that follows its pieces, and
-//                       rows_here passes on that all scales were seen, and a fence after. The
-//                       other parity is filled with the pattern meanwhile: its readers ended with
-//                       the launch before, its writers begin with the next.
+//                       pattern: payload and arrival in one access. The other parity is filled
+//                       with the pattern meanwhile: its readers ended with the launch before, its
+//                       writers begin with the next.
 //              epoch    one word a block, read at the start, advanced at the end by its own block.
-//              ring     slot of use u: full: the producer's copies, columns of x among them; in
-//                       the second product begun: the slot is free for columns of h, here: they
-//                       are in it; empty: the four warps that took it. Uses are filled in order,
-//                       each is taken by one warp group. A parity tells a phase from the next only:
-//                       the producer and a slot's gatherer see each phase, and a reader of use u
-//                       first waits for the end of the use before in its slot, whose own
-//                       predecessor is over because the producer was there since.
+//              ring     slot of use u: full: the producer's copies; here: its gatherer's columns;
+//                       empty: the four warps that took it. Uses are filled in order, each is taken
+//                       by one warp group. A parity tells a phase from the next only: the producer
+//                       and a slot's gatherer see each phase, and a reader of use u first waits for
+//                       the end of the use before in its slot, whose own predecessor is over
+//                       because the producer was there since.
 //              head     the router's rows lie in slot 0, the shared expert's tile from slot 1 on;
 //                       a slot's first use waits for gate_done or shared_done.
 //              sums     partial[] full: every consumer; empty: the finisher's.
@@ -354,7 +351,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (thread < L::kRing) {
     sm90::barrier_init(&barriers.full[thread], plat::kWarpLanes);
-    sm90::barrier_init(&barriers.begun[thread], 1);
     sm90::barrier_init(&barriers.here[thread], 1);
     sm90::barrier_init(&barriers.empty[thread], 4);
   } else if (thread >= 32 && thread < 32 + L::kBuffers) {
@@ -370,7 +366,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
     sm90::barrier_init(&barriers.band_full, 2);
     sm90::barrier_init(&barriers.table, L::kConsumers);
-    sm90::barrier_init(&barriers.rows_here, 1);
     table.stop = 0;
   }
   static_assert(L::kBuffers == 2);

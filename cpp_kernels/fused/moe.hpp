@@ -35,7 +35,8 @@ enum class MoeRouting : std::int32_t { gate, table, given };
 //               16 w + g and n + 8, nibble after nibble: n at k, k + 8; n + 8 at k, k + 8; n at
 //               k + 1, k + 9; n + 8 at k + 1, k + 9. Scales: [K / 32, N]; of each 64 columns,
 //               position 8 g + 4 (w / 2) + w % 2 is row 16 w + g, two further is row 16 w + g + 8.
-//               w1 and w3 are one matrix of 2 I rows, w1's first.
+//               w1 and w3 are one matrix of 2 I rows, w1's first. Refused by a launch today: see
+//               docs/bench/moe-hopper.md.
 enum class MoeLayout : std::int32_t { checkpoint, marlin };
 
 // [N, K] codes with their scales.
@@ -114,9 +115,9 @@ std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows);
 
 // Enqueues the region on `stream` (a cudaStream_t); capturable. `overlapped`: a programmatic edge,
 // so that weights are on their way before the kernel before has ended; what that kernel writes is
-// waited for. Returns a cudaError_t; cudaErrorInvalidValue for rows outside 1 .. 64, for
-// marlin at two ranks, or for a device
-// that cannot hold the grid (one block an SM, 128 at least) at once.
+// waited for. Returns a cudaError_t; cudaErrorInvalidValue for rows outside 1 .. 64 or a device
+// that cannot hold the grid (one block an SM, 128 at least) at once; cudaErrorNotSupported for
+// marlin.
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped);
 
 }  // namespace lowlat::fused

@@ -89,24 +89,6 @@ struct Producer {
       }
     }
   }
-  // The columns of a chunk of x: rows of the entry's pairs.
-  LOWLAT_DEVICE void load_columns(int slot, int entry, int chunk) const {
-    constexpr int kPieces = 4 * L::kChunkGroups;
-    const int first = r.table.first[entry], num = r.num_pairs(entry);
-#pragma unroll 1
-    for (int column = 0; column < num; ++column) {
-      const unsigned char* src = r.row_pieces(r.table.sorted[first + column] / L::kSlots) +
-                                 chunk * (L::kChunkGroups * L::kPieceRow);
-      const std::uint32_t dst = r.slot_address(slot) + L::kColumnsOffset + column * 16;
-#pragma unroll
-      for (int k = 0; k < kPieces; k += plat::kWarpLanes) {
-        const int i = k + r.lane;
-        if (i < kPieces) {
-          sm90::copy_piece(dst + i * 128, src + i * 16, sm90::CacheHint::evict_last);
-        }
-      }
-    }
-  }
   // After the lane's copies to a slot; every lane calls.
   LOWLAT_DEVICE void end_slot(int slot) const {
     sm90::barrier_arrive_copied(&r.barriers.full[slot]);
@@ -116,14 +98,14 @@ struct Producer {
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int num_tiles = r.num_tiles();
     for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
-      if (!load_tile(n, number / L::kTiles, number % L::kTiles)) return false;
+      const int expert = r.table.expert[number / L::kTiles];
+      if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
     if (r.block_idx >= L::kBands) return true;
     for (int entry = 0; entry < r.table.num_entries; ++entry) {
       const int slot = uses % L::kRing;
       if (!r.wait_free(uses)) return false;
       ++uses;
-      if (r.lane == 0) sm90::barrier_arrive(&r.barriers.begun[slot]);
       load_band(slot, r.table.expert[entry]);
       end_slot(slot);
     }
@@ -131,10 +113,9 @@ struct Producer {
   }
 
  private:
-  // Tile `tile` of an entry, the n-th of this block.
-  LOWLAT_DEVICE bool load_tile(int n, int entry, int tile) {
+  // kTiles' tile `tile` of an expert, the n-th of this block.
+  LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
     const auto& w = r.a.w;
-    const int expert = r.table.expert[entry];
     if constexpr (L::kMarlin) {
       // [K / 16][2 I / 64][512] codes, [K / 32][2 I] scales: columns of tiles, w1's, then w3's.
       constexpr int kTilesOfK = 2 * L::kTiles * L::kTileBytes;
@@ -155,8 +136,6 @@ struct Producer {
                 up * L::kTiles * L::kTileBytes,
             kTilesOfK, scales + chunk * L::kChunkGroups * 2 * L::kInner + up * L::kInner,
             2 * L::kInner);
-        if (uses == 1 && !barrier_wait(&r.barriers.rows_here, 0, r.watch)) return false;
-        load_columns(slot, entry, chunk);
         end_slot(slot);
       }
     } else {
@@ -188,8 +167,6 @@ struct Producer {
               dst + up * L::kTileValues * L::kChunkPitch,
               (up ? w.w3 : w.w1).codes + codes + chunk * L::kChunkRow, L::kHidden / 2);
         }
-        if (uses == 1 && !barrier_wait(&r.barriers.rows_here, 0, r.watch)) return false;
-        load_columns(slot, entry, chunk);
         end_slot(slot);
       }
     }
@@ -333,11 +310,7 @@ struct Gatherer {
         store_packet(dst + i * 16, make_uint4(parts[0], parts[1], parts[2], parts[3]));
       }
     }
-    __syncwarp();
-    if (r.lane == 0) {
-      fence_device();  // the scale says that all lanes' pieces are there
-      store_word(r.row_scales(row) + chunk, (exponent + kFp4E4m3Shift) << 23);
-    }
+    if (r.lane == 0) store_word(r.row_scales(row) + chunk, (exponent + kFp4E4m3Shift) << 23);
   }
   LOWLAT_DEVICE void split_rows() const {
     const int units = r.a.rows * L::kChunks;
@@ -347,60 +320,44 @@ struct Gatherer {
     }
   }
 
-  // Until all of x is there; its scales go to the table.
-  LOWLAT_DEVICE bool wait_rows() const {
-    const int num = r.a.rows * L::kChunks;
-    for (int begin = 0; begin < num; begin += plat::kWarpLanes) {
-      const int i = begin + r.lane < num ? begin + r.lane : begin;
-      std::uint32_t word;
-      for (int tries = 1;; ++tries) {
-        word = load_word(r.row_scales(0) + i);
-        if (__all_sync(plat::kAllLanes, word != kPoison)) break;
-        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kRowsEvent);
-        if (__any_sync(plat::kAllLanes, late)) return false;
-      }
-      r.table.row_scales[0][i] = __uint_as_float(word);
-    }
-    fence_device();
-    __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.rows_here);
-    return true;
-  }
-
-  // One pair's h and its scales, on their way to a slot.
+  // Pieces and scales of one column, on their way to a slot: kGroups groups, kWords scales.
+  template <int kGroups, int kWords>
   struct Column {
-    static constexpr int kPieces = 4 * L::kInnerGroups;
+    static constexpr int kPieces = 4 * kGroups;
     static constexpr int kOwn = (kPieces + plat::kWarpLanes - 1) / plat::kWarpLanes;
-    static constexpr int kOwnWords = (L::kInnerGroups + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    static constexpr int kOwnWords = (kWords + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    const unsigned char* pieces;
+    const std::uint32_t* scales;
     uint4 piece[kOwn];
     std::uint32_t word[kOwnWords];
 
-    LOWLAT_DEVICE void load(const Region<L>& r, int pair) {
-      const unsigned char* pieces = r.pair_pieces(pair);
-      const std::uint32_t* scales = r.pair_scales(pair);
+    LOWLAT_DEVICE void load(int lane) {
 #pragma unroll
       for (int k = 0; k < kOwn; ++k) {
-        const int i = k * plat::kWarpLanes + r.lane;
+        const int i = k * plat::kWarpLanes + lane;
         piece[k] = load_packet(pieces + (i < kPieces ? i : 0) * 16);
       }
 #pragma unroll
       for (int k = 0; k < kOwnWords; ++k) {
-        const int i = k * plat::kWarpLanes + r.lane;
-        word[k] = load_word(scales + (i < L::kInnerGroups ? i : 0));
+        const int i = k * plat::kWarpLanes + lane;
+        word[k] = load_word(scales + (i < kWords ? i : 0));
       }
     }
+    LOWLAT_DEVICE bool here() const {
+      bool all = true;
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) all = all && piece[k].w != kPoison;
+#pragma unroll
+      for (int k = 0; k < kOwnWords; ++k) all = all && word[k] != kPoison;
+      return __all_sync(plat::kAllLanes, all);
+    }
     // To column `column` of a slot, when all have arrived.
-    LOWLAT_DEVICE bool store(const Region<L>& r, int pair, unsigned char* dst, int column) {
-      for (int tries = 1;; ++tries) {
-        bool all = true;
-#pragma unroll
-        for (int k = 0; k < kOwn; ++k) all = all && piece[k].w != kPoison;
-#pragma unroll
-        for (int k = 0; k < kOwnWords; ++k) all = all && word[k] != kPoison;
-        if (__all_sync(plat::kAllLanes, all)) break;
-        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+    LOWLAT_DEVICE bool store(const Region<L>& r, unsigned char* dst, int column,
+                             std::uint32_t event) {
+      for (int tries = 1; !here(); ++tries) {
+        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(event);
         if (__any_sync(plat::kAllLanes, late)) return false;
-        load(r, pair);
+        load(r.lane);
       }
 #pragma unroll
       for (int k = 0; k < kOwn; ++k) {
@@ -412,35 +369,55 @@ struct Gatherer {
 #pragma unroll
       for (int k = 0; k < kOwnWords; ++k) {
         const int i = k * plat::kWarpLanes + r.lane;
-        if (i < L::kInnerGroups) {
+        if (i < kWords) {
           reinterpret_cast<std::uint32_t*>(dst + L::kColumnScales)[i * kColumns + column] = word[k];
         }
       }
       return true;
     }
   };
-  // The first of an entry's pairs are on their way kAhead of this warp's entries before their slots
-  // are free; the others follow one by one.
-  static constexpr int kAhead = Column::kOwn <= 3 ? 3 : 2;
-  LOWLAT_DEVICE int next_own(int first_uses, int entry) const {
-    while ((first_uses + entry) % L::kRing % L::kGatherers != which) ++entry;
-    return entry;
+  LOWLAT_DEVICE int next_own(int use) const {
+    while (use % L::kRing % L::kGatherers != which) ++use;
+    return use;
   }
-  LOWLAT_DEVICE int pair_of(int entry, int i) const {
-    return r.table.sorted[r.table.first[entry] + i];
-  }
-  LOWLAT_DEVICE bool serve(Column& first, int first_uses, int entry) const {
-    const int slot = (first_uses + entry) % L::kRing, num = r.num_pairs(entry);
-    if (!barrier_wait(&r.barriers.begun[slot], entry / L::kRing & 1, r.watch)) return false;
-    unsigned char* dst = r.slot(slot);
-    if (!first.store(r, pair_of(entry, 0), dst, 0)) return false;
+  // Uses `begin` .. end - 1 that are this warp's; `place(column, entry, i, use)` points a column at
+  // pair i of the use's entry, `entry_of(use)`. A use's first two columns are loaded while the use
+  // before is on its way.
+  template <class Col, class EntryOf, class Place>
+  LOWLAT_DEVICE bool gather(int begin, int end, std::uint32_t event, const EntryOf& entry_of,
+                            const Place& place) const {
+    constexpr int kAhead = 2;
+    Col ahead[kAhead];
+    const auto load = [&](int use) {
+      if (use >= end) return;
+      const int entry = entry_of(use), num = r.num_pairs(entry);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (i >= num) break;
+        place(ahead[i], entry, i, use);
+        ahead[i].load(r.lane);
+      }
+    };
+    int use = next_own(begin);
+    load(use);
+    while (use < end) {
+      const int slot = use % L::kRing, entry = entry_of(use), num = r.num_pairs(entry);
+      if (!r.wait_free(use)) return false;
+      unsigned char* dst = r.slot(slot);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (i < num && !ahead[i].store(r, dst, i, event)) return false;
+      }
 #pragma unroll 1
-    for (int i = 1; i < num; ++i) {
-      const int pair = pair_of(entry, i);
-      first.load(r, pair);
-      if (!first.store(r, pair, dst, i)) return false;
+      for (int i = kAhead; i < num; ++i) {
+        place(ahead[0], entry, i, use);
+        ahead[0].load(r.lane);
+        if (!ahead[0].store(r, dst, i, event)) return false;
+      }
+      arrive(slot);
+      use = next_own(use + 1);
+      load(use);
     }
-    arrive(slot);
     return true;
   }
   // The columns are there for the products too, which read past the ordinary path.
@@ -452,26 +429,28 @@ struct Gatherer {
 
   LOWLAT_DEVICE bool run() const {
     split_rows();
-    if (which == 0 && !wait_rows()) return false;
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    if (r.block_idx >= L::kBands) return true;
-    const int first_uses = r.own_tiles() * L::kUses, num = r.table.num_entries;
-    Column ahead[kAhead];
-    int entry[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      entry[i] = next_own(first_uses, i == 0 ? 0 : entry[i - 1] + 1);
-      if (entry[i] < num) ahead[i].load(r, pair_of(entry[i], 0));
-    }
-    for (;;) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (entry[i] >= num) return true;
-        if (!serve(ahead[i], first_uses, entry[i])) return false;
-        entry[i] = next_own(first_uses, entry[(i + kAhead - 1) % kAhead] + 1);
-        if (entry[i] < num) ahead[i].load(r, pair_of(entry[i], 0));
-      }
-    }
+    const int first_uses = r.own_tiles() * L::kUses;
+    using Rows = Column<L::kChunkGroups, 1>;
+    const bool going = gather<Rows>(
+        0, first_uses, kRowsEvent,
+        [&](int use) { return r.routed_tile(use / L::kUses) / L::kTiles; },
+        [&](Rows& column, int entry, int i, int use) {
+          const int row = r.table.sorted[r.table.first[entry] + i] / L::kSlots;
+          const int chunk = use % L::kUses / L::kParts;
+          column.pieces = r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow);
+          column.scales = r.row_scales(row) + chunk;
+        });
+    if (!going || r.block_idx >= L::kBands) return going;
+    using Pairs = Column<L::kInnerGroups, L::kInnerGroups>;
+    return gather<Pairs>(
+        first_uses, first_uses + r.table.num_entries, kHiddenEvent,
+        [&](int use) { return use - first_uses; },
+        [&](Pairs& column, int entry, int i, int) {
+          const int pair = r.table.sorted[r.table.first[entry] + i];
+          column.pieces = r.pair_pieces(pair);
+          column.scales = r.pair_scales(pair);
+        });
   }
 };
 

@@ -130,14 +130,13 @@ struct Layout {
   static constexpr int kSecondOffset = kScalesOffset + kBuffers * kTileScales;
   static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;
   // Or in the workspace, where fewer than four slots would be left.
-  static constexpr int kTableMost = 9472;
+  static constexpr int kTableMost = 7424;
   static constexpr bool kSecondShared =
       (kSmemLimit - kSecondOffset - kSecondBytes - kTableMost) / kSlotBytes >= 4;
   static constexpr int kTableOffset =
       round_up(kSecondOffset + (kSecondShared ? kSecondBytes : 0), 128);
   struct alignas(16) Table {
     std::int32_t ids[kMaxPairs];
-    float row_scales[kMaxRows][kChunks];  // of x as it is multiplied
     float weights[kMaxPairs];
     std::int32_t num_entries;
     std::uint32_t stop;             // Watch
@@ -153,10 +152,10 @@ struct Layout {
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
   static constexpr int kMaxSlots = 8;
   struct Barriers {
-    std::uint64_t full[kMaxSlots], begun[kMaxSlots], here[kMaxSlots], empty[kMaxSlots];
+    std::uint64_t full[kMaxSlots], here[kMaxSlots], empty[kMaxSlots];
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
-    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2], band_full, table, rows_here;
+    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2], band_full, table;
   };
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
@@ -275,13 +274,13 @@ struct Region {
     const int num = slot <= L::kHeadSlots ? shared_tiles() : 0;
     return num == 0 || barrier_wait(&barriers.shared_done[num - 1], 0, watch);
   }
-  // Until use `use` is filled with weights. The use before in its slot was another warp group's,
-  // perhaps.
+  // Until use `use` is filled. The use before in its slot was another warp group's, perhaps.
   LOWLAT_DEVICE bool wait_filled(int use) const {
     const int slot = use % L::kRing;
     const std::uint32_t parity = use / L::kRing & 1;
     if (use >= L::kRing && !barrier_wait(&barriers.empty[slot], parity ^ 1u, watch)) return false;
-    return barrier_wait(&barriers.full[slot], parity, watch);
+    return barrier_wait(&barriers.full[slot], parity, watch) &&
+           barrier_wait(&barriers.here[slot], parity, watch);
   }
 };
 

@@ -479,13 +479,6 @@ struct Consumer {
     return sm90::product_columns(slot + L::kColumnsOffset);
   }
 
-  // Of the row that is column `column` of this block's n-th tile, by chunk.
-  LOWLAT_DEVICE const float* column_scales(int n, int column) const {
-    const int entry = r.routed_tile(n) / L::kTiles, num = r.num_pairs(entry);
-    const int at = r.table.first[entry] + (column < num ? column : num - 1);
-    return r.table.row_scales[r.table.sorted[at] / L::kSlots];
-  }
-
   LOWLAT_DEVICE bool run_tiles() {
     const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
     // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
@@ -497,8 +490,6 @@ struct Consumer {
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
                                         buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
       float total[4] = {};
-      const float *first_scales = column_scales(n, 2 * t),
-                  *second_scales = column_scales(n, 2 * t + 1);
       if (!L::kMarlin &&
           !barrier_wait(&r.barriers.scales_full[buffer], n / L::kBuffers & 1, r.watch)) {
         return false;
@@ -507,7 +498,6 @@ struct Consumer {
       for (int i = group; i < L::kUses; i += L::kWarpGroups) {
         const int use = n * L::kUses + i, slot = use % L::kRing;
         if (!r.wait_filled(use)) return false;
-        sm90::fence_async_shared();  // the columns were copied on the ordinary path
         const std::uint32_t address = r.slot_address(slot);
         // Of the low and the high rows; from a group to the next, kStep bytes.
         constexpr int kStep = L::kMarlin ? L::kUseRows : 1;
@@ -525,7 +515,8 @@ struct Consumer {
               acc[2] = plat::fma(d[2], high, acc[2]);
               acc[3] = plat::fma(d[3], high, acc[3]);
             });
-        const float first = first_scales[i / L::kParts], second = second_scales[i / L::kParts];
+        const uint2 columns = smem_load8(address + L::kColumnScales + 2 * t * 4);
+        const float first = __uint_as_float(columns.x), second = __uint_as_float(columns.y);
         arrive(&r.barriers.empty[slot]);
         total[0] = plat::fma(acc[0], first, total[0]);
         total[1] = plat::fma(acc[1], second, total[1]);
@@ -560,10 +551,7 @@ struct Consumer {
     const bool whole = high_row < L::kBandRows;
     for (int entry = group; entry < r.table.num_entries; entry += L::kWarpGroups) {
       const int use = first_uses + entry, slot = use % L::kRing;
-      if (!r.wait_filled(use) ||
-          !barrier_wait(&r.barriers.here[slot], entry / L::kRing & 1, r.watch)) {
-        return false;
-      }
+      if (!r.wait_filled(use)) return false;
       const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
       constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
       const std::uint32_t low_scale =

@@ -135,9 +135,6 @@ LOWLAT_DEVICE std::uint32_t load_word(const std::uint32_t* src) {
   return v;
 }
 
-// Orders this thread's accesses before it with those after it, for all threads of the device.
-LOWLAT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 // Word i of neighbour t of four lanes becomes word t of neighbour i.
 LOWLAT_DEVICE void transpose_quad(std::uint32_t (&v)[4], int t) {
 #pragma unroll

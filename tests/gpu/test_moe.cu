@@ -8,7 +8,6 @@ using lowlat::bench::check_case;
 using lowlat::bench::check_fault;
 using lowlat::bench::dims;
 using lowlat::bench::Layer;
-using lowlat::fused::MoeLayout;
 using lowlat::fused::MoeShape;
 using lowlat::testing::need_device;
 
@@ -40,20 +39,6 @@ TEST_CASE(v4_region_routes_by_score_and_by_table) {
     CHECK(check_case(layer, rows, "gate", kReplays));
     CHECK(check_case(layer, rows, "table", kReplays));
   }
-}
-
-// The same weights as the Marlin repack leaves them.
-TEST_CASE(marlin_tiles_give_what_the_checkpoint_gives) {
-  need_device();
-  {
-    const Layer layer(dims<lowlat::shape::Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"),
-                      MoeLayout::marlin);
-    for (const int rows : {1, 6, 48}) CHECK(check_case(layer, rows, "gate", kReplays));
-    for (const int rows : {6, 48}) CHECK(check_case(layer, rows, "same", kReplays));
-  }
-  const Layer layer(dims<lowlat::shape::Dsv4Flash<4>>(MoeShape::v4_tp4, "v4 tp4"),
-                    MoeLayout::marlin);
-  CHECK(check_case(layer, 6, "table", kReplays));
 }
 
 // Planted: one block tags its scores with another epoch.
