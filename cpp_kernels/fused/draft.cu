@@ -58,6 +58,8 @@ constexpr int kPieces = kMarkovRank / 32;  // of 16 bytes, that a lane has of a 
 constexpr int kPollers = kMaxDraftBlocks;  // threads that ask for the packets of one rank
 constexpr int kPollGroups = kThreads / kPollers;
 constexpr int kMostTilesOfBlock = 0x10000 / kTileIds;  // a packet has 16 bits for an id
+// From where a block has its best to the first poll, see docs/bench/draft-hopper.md.
+constexpr int kCyclesToPacket = 850;
 static_assert(kWarps == 8 && kPollGroups == 2, "see the lanes that join what the warps heard");
 
 // kTiles: consecutive tiles that a warp keeps on chip, 2 or 4.
@@ -329,8 +331,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                lane / kRanks % kDraftCopies * blocks + block, num_pairs) +
       warp;
   // A thread asks for the packets of block `source`: for one pair of some ranks, or for pairs
-  // `group` and group + 2 of all ranks. Bit kRanks * slot + rank.
-  constexpr int kPairSlots = kMaxDraftBatch / 2 / kPollGroups;
+  // `group` and group + 2 of all ranks, together where registers are left. Bit kRanks * slot +
+  // rank.
+  constexpr int kPairSlots = kTiles == 2 ? kMaxDraftBatch / 2 / kPollGroups : 1;
   const int group = plat::thread_idx() / kPollers, source = plat::thread_idx() % kPollers;
   const int first_pair = num_pairs > 1 ? group : 0;
   const plat::TaggedWords* const inbox =
@@ -453,6 +456,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     stamp(step, 1);
     plat::block_sync();
+    const long long sent_at = clock64();
     stamp(step, 2);
 
     if (warp < num_pairs && !stopped) {
@@ -480,56 +484,63 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     stamp(step, 4);
 
-    // Abort word and clock are read once in so many polls: a look takes longer than a poll.
-    constexpr int kPollsPerLook = 32;
-    std::uint64_t heard[kPairSlots][2] = {};
-    std::uint32_t missing = stopped ? 0u : asked;
-    std::uint64_t deadline_ns = 0;
-    const plat::TaggedWords* box = inbox + parity;
-    for (int polls = 1; missing != 0; ++polls) {
-      uint4 packet[kPairSlots * kRanks];
-#pragma unroll
-      for (int i = 0; i < kPairSlots * kRanks; ++i) {
-        if ((missing >> i & 1u) == 0u) continue;
-        packet[i] =
-            load_packet(box + i % kRanks * params.port.box_packets + i / kRanks * kPollGroups);
-      }
-#pragma unroll
-      for (int i = 0; i < kPairSlots * kRanks; ++i) {
-        if ((missing >> i & 1u) == 0u || packet[i].w != tag) continue;
-        missing &= ~(1u << i);
-        const std::uint32_t begin =
-            static_cast<std::uint32_t>(i % kRanks * params.vocab_shard) + source_id;
-        const std::uint32_t ids[2] = {packet[i].z & 0xffffu, packet[i].z >> 16};
-        const std::uint32_t keys[2] = {packet[i].x, packet[i].y};
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          std::uint64_t& best = heard[i / kRanks][c];
-          if (keys[c] != 0) best = better(best, candidate(keys[c], begin + ids[c]));
-        }
-      }
-      if (missing == 0u || polls % kPollsPerLook != 0) continue;
-      const std::uint64_t now_ns = plat::clock_ns();
-      if (deadline_ns == 0) deadline_ns = now_ns + params.port.budget_ns;
-      const bool aborted = plat::load_acquire<plat::Scope::system>(
-                               params.port.abort_words[params.port.tp_rank]) != 0u;
-      if (!aborted && now_ns <= deadline_ns) continue;
-      report_late(params.port, stages::StageId::draft_token_gather,
-                  (__ffs(static_cast<int>(missing)) - 1) % kRanks, now, aborted);
-      shared.stopped = 1;
-      break;
+    // A poll is a long way while all blocks ask, and one that comes too early makes the next one
+    // wait for it. No packet is here sooner.
+    while (clock64() - sent_at < kCyclesToPacket) {
     }
-    plat::warp_sync();
+#pragma unroll 1
+    for (int pair = first_pair; pair < num_pairs; pair += kPairSlots * kPollGroups) {
+      // Abort word and clock are read once in so many polls: a look takes longer than a poll.
+      constexpr int kPollsPerLook = 32;
+      std::uint64_t heard[kPairSlots][2] = {};
+      std::uint32_t missing = stopped ? 0u : asked;
+      std::uint64_t deadline_ns = 0;
+      const plat::TaggedWords* box = inbox + parity + pair - first_pair;
+      for (int polls = 1; missing != 0; ++polls) {
+        uint4 packet[kPairSlots * kRanks];
 #pragma unroll
-    for (int slot = 0; slot < kPairSlots; ++slot) {
-      const int request = 2 * (first_pair + slot * kPollGroups);
-      if (request < batch) {
-        const std::uint64_t best = best_of_warp(heard[slot][0]);
-        if (lane == 0) shared.heard[warp][request] = best;
+        for (int i = 0; i < kPairSlots * kRanks; ++i) {
+          if ((missing >> i & 1u) == 0u) continue;
+          packet[i] =
+              load_packet(box + i % kRanks * params.port.box_packets + i / kRanks * kPollGroups);
+        }
+#pragma unroll
+        for (int i = 0; i < kPairSlots * kRanks; ++i) {
+          if ((missing >> i & 1u) == 0u || packet[i].w != tag) continue;
+          missing &= ~(1u << i);
+          const std::uint32_t begin =
+              static_cast<std::uint32_t>(i % kRanks * params.vocab_shard) + source_id;
+          const std::uint32_t ids[2] = {packet[i].z & 0xffffu, packet[i].z >> 16};
+          const std::uint32_t keys[2] = {packet[i].x, packet[i].y};
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            std::uint64_t& best = heard[i / kRanks][c];
+            if (keys[c] != 0) best = better(best, candidate(keys[c], begin + ids[c]));
+          }
+        }
+        if (missing == 0u || polls % kPollsPerLook != 0) continue;
+        const std::uint64_t now_ns = plat::clock_ns();
+        if (deadline_ns == 0) deadline_ns = now_ns + params.port.budget_ns;
+        const bool aborted = plat::load_acquire<plat::Scope::system>(
+                                 params.port.abort_words[params.port.tp_rank]) != 0u;
+        if (!aborted && now_ns <= deadline_ns) continue;
+        report_late(params.port, stages::StageId::draft_token_gather,
+                    (__ffs(static_cast<int>(missing)) - 1) % kRanks, now, aborted);
+        shared.stopped = 1;
+        break;
       }
-      if (request + 1 < batch) {
-        const std::uint64_t best = best_of_warp(heard[slot][1]);
-        if (lane == 0) shared.heard[warp][request + 1] = best;
+      plat::warp_sync();
+#pragma unroll
+      for (int slot = 0; slot < kPairSlots; ++slot) {
+        const int request = 2 * (pair + slot * kPollGroups);
+        if (request < batch) {
+          const std::uint64_t best = best_of_warp(heard[slot][0]);
+          if (lane == 0) shared.heard[warp][request] = best;
+        }
+        if (request + 1 < batch) {
+          const std::uint64_t best = best_of_warp(heard[slot][1]);
+          if (lane == 0) shared.heard[warp][request + 1] = best;
+        }
       }
     }
     plat::block_sync();

@@ -1,11 +1,16 @@
 // The C entry points of the model: each one line over host::Model, behind the border.
-#include <cstring>
+#include <memory>
+#include <utility>
 
 #include "host/error.hpp"
 #include "host/model.hpp"
+#include "platform/scalar.hpp"
+// The platform comes before every stage.
+#include "stages/wait.hpp"
 
 struct lowlat_model {
-  lowlat::host::Model model;
+  std::unique_ptr<lowlat::host::Model> owned;
+  lowlat::host::Model& model;
 };
 
 namespace {
@@ -18,12 +23,6 @@ template <class T>
 T& some(T* pointer, const char* name) {
   if (pointer == nullptr) throw Error(LOWLAT_INVALID, std::string(name) + " is NULL");
   return *pointer;
-}
-void require_no_stream(void* stream) {
-  if (stream != nullptr) {
-    throw Error(LOWLAT_INVALID,
-                "stream must be NULL on the scalar platform: a rank has one stream");
-  }
 }
 
 }  // namespace
@@ -38,11 +37,9 @@ lowlat_status lowlat_model_create(const char* platform, const lowlat_model_confi
     some(platform, "platform");
     some(config, "config");
     some(out_model, "out_model");
-    if (std::strcmp(platform, "scalar") != 0) {
-      throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + std::string(platform) +
-                                          "\"; this library was built with: scalar");
-    }
-    *out_model = new lowlat_model{lowlat::host::Model(*config)};
+    auto model = lowlat::host::make_model(platform, *config);
+    lowlat::host::Model& inner = *model;
+    *out_model = new lowlat_model{std::move(model), inner};
   });
 }
 
@@ -84,7 +81,32 @@ uint64_t lowlat_model_catalogue_digest(const lowlat_model* model) {
   return model == nullptr ? 0 : model->model.catalogue_digest();
 }
 const char* lowlat_model_catalogue(const lowlat_model* model) {
-  return model == nullptr ? "" : lowlat::host::catalogue();
+  return model == nullptr ? "" : model->model.catalogue();
+}
+
+lowlat_status lowlat_model_alloc(lowlat_model* model, lowlat_memory_kind kind, uint64_t bytes,
+                                 void** out_memory) {
+  return border([&] {
+    auto& inner = some(model, "model").model;
+    void*& out = some(out_memory, "out_memory");
+    if (kind != LOWLAT_MEMORY_DEVICE && kind != LOWLAT_MEMORY_SHARED) {
+      throw Error(LOWLAT_INVALID, "memory kind is " + std::to_string(static_cast<int>(kind)));
+    }
+    out = inner.allocate(kind, bytes);
+  });
+}
+lowlat_status lowlat_model_write(lowlat_model* model, void* dst, const void* src, uint64_t bytes) {
+  return border([&] {
+    auto& inner = some(model, "model").model;
+    if (bytes > 0) inner.write(&some(static_cast<char*>(dst), "dst"), src, bytes);
+  });
+}
+lowlat_status lowlat_model_read(const lowlat_model* model, void* dst, const void* src,
+                                uint64_t bytes) {
+  return border([&] {
+    const auto& inner = some(model, "model").model;
+    if (bytes > 0) inner.read(&some(static_cast<char*>(dst), "dst"), src, bytes);
+  });
 }
 
 lowlat_status lowlat_peer_export(lowlat_model* model, lowlat_peer_handle* out_handle) {
@@ -100,34 +122,26 @@ lowlat_status lowlat_model_ready(lowlat_model* model) {
 
 lowlat_status lowlat_step_launch(lowlat_model* model, const lowlat_step* step, void* stream) {
   return border([&] {
-    require_no_stream(stream);
-    some(model, "model").model.launch_step(some(step, "step"), Schedule::persistent);
+    some(model, "model").model.launch_step(some(step, "step"), Schedule::persistent, stream);
   });
 }
 lowlat_status lowlat_plain_step_launch(lowlat_model* model, const lowlat_step* step, void* stream) {
-  return border([&] {
-    require_no_stream(stream);
-    some(model, "model").model.launch_step(some(step, "step"), Schedule::plain);
-  });
+  return border(
+      [&] { some(model, "model").model.launch_step(some(step, "step"), Schedule::plain, stream); });
 }
 lowlat_status lowlat_draft_launch(lowlat_model* model, const lowlat_draft* draft, void* stream) {
   return border([&] {
-    require_no_stream(stream);
-    some(model, "model").model.launch_draft(some(draft, "draft"), Schedule::persistent);
+    some(model, "model").model.launch_draft(some(draft, "draft"), Schedule::persistent, stream);
   });
 }
 lowlat_status lowlat_plain_draft_launch(lowlat_model* model, const lowlat_draft* draft,
                                         void* stream) {
   return border([&] {
-    require_no_stream(stream);
-    some(model, "model").model.launch_draft(some(draft, "draft"), Schedule::plain);
+    some(model, "model").model.launch_draft(some(draft, "draft"), Schedule::plain, stream);
   });
 }
 lowlat_status lowlat_accept_launch(lowlat_model* model, const lowlat_accept* accept, void* stream) {
-  return border([&] {
-    require_no_stream(stream);
-    some(model, "model").model.launch_accept(some(accept, "accept"));
-  });
+  return border([&] { some(model, "model").model.launch_accept(some(accept, "accept"), stream); });
 }
 
 lowlat_status lowlat_synchronize(lowlat_model* model, uint64_t budget_ns) {
@@ -140,10 +154,10 @@ lowlat_status lowlat_status_read(const lowlat_model* model, lowlat_status_words*
 
 const char* lowlat_stage_name(uint32_t stage) {
   static const char* const kNames[] = {
-      "none",          "embed_sum",     "engram_gather",      "attention_sum",      "moe_sum",
-      "logits_gather", "argmax_gather", "draft_token_gather", "draft_logits_gather"};
+      "none",          "embed_sum",     "engram_gather",      "attention_sum",       "moe_sum",
+      "logits_gather", "argmax_gather", "draft_token_gather", "draft_logits_gather", "hand_off"};
   static_assert(sizeof kNames / sizeof *kNames ==
-                static_cast<std::size_t>(lowlat::host::stages::StageId::count));
+                static_cast<std::size_t>(lowlat::scalar::stages::StageId::count));
   return stage < sizeof kNames / sizeof *kNames ? kNames[stage] : "unknown";
 }
 

@@ -4,11 +4,15 @@
 #include <string>
 
 #include "host/model.hpp"
-#include "persistent/program.hpp"
+#include "host/peer.hpp"
 #include "stages/pool_state.hpp"
 
 namespace lowlat::host {
+
+namespace stages = lowlat::scalar::stages;
 namespace {
+
+constexpr int kMaxBatch = 64;
 
 class Reasons {
  public:
@@ -194,7 +198,7 @@ class Reasons {
   }
 
   void steps() {
-    range(c_.max_batch, 1, persistent::Program::kMaxDraftBatch, "max_batch");
+    range(c_.max_batch, 1, kMaxBatch, "max_batch");
     // Elements of one buffer are counted in 32 bits.
     std::int64_t widest = 5 * std::int64_t{c_.hidden};
     const auto widen = [&](std::int64_t elements) { widest = std::max(widest, elements); };

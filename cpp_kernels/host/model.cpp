@@ -1,12 +1,8 @@
 #include "host/model.hpp"
 
 #include <algorithm>
-#include <cstddef>
 #include <cstring>
-
-#include "host/error.hpp"
-#include "host/plain.hpp"
-#include "persistent/program.hpp"
+#include <initializer_list>
 
 namespace lowlat::host {
 namespace {
@@ -30,24 +26,17 @@ class Digest {
 
 // Everything that ranks must agree on: the library's kernels and the configuration but for the
 // rank.
-std::uint64_t model_digest(lowlat_model_config config) {
+std::uint64_t model_digest(lowlat_model_config config, const char* catalogue) {
   config.tp_rank = 0;
   Digest digest;
   digest.value(LOWLAT_KERNELS_ABI_VERSION);
-  digest.bytes(catalogue(), std::strlen(catalogue()));
+  digest.bytes(catalogue, std::strlen(catalogue));
   // In two pieces: the padding before the first double is nobody's, and differs from call to call.
   const auto* bytes = reinterpret_cast<const unsigned char*>(&config);
   const std::size_t first_double = offsetof(lowlat_model_config, rope_theta);
   digest.bytes(bytes, offsetof(lowlat_model_config, routed_scaling) + sizeof config.routed_scaling);
   digest.bytes(bytes + first_double, sizeof config - first_double);
   return digest.get();
-}
-
-constexpr std::int64_t kAlign = 64;  // a cache line, so that no two buffers share one
-
-template <class T>
-std::int64_t carved_bytes(std::int64_t count, T*) {
-  return (count * static_cast<std::int64_t>(sizeof(T)) + kAlign - 1) / kAlign * kAlign;
 }
 
 std::string dims_text(const std::int64_t* dims, std::uint32_t ndim) {
@@ -64,15 +53,6 @@ std::string word(const char* const (&names)[n], std::uint32_t value) {
   return value < n ? names[value] : "number " + std::to_string(value);
 }
 
-Error invalid(const std::string& message) { return {LOWLAT_INVALID, message}; }
-
-template <class T>
-void require_struct(const T& value, const char* name) {
-  if (value.struct_bytes == sizeof(T)) return;
-  throw invalid(std::string(name) + ".struct_bytes is " + std::to_string(value.struct_bytes) +
-                "; this library's " + name + " has " + std::to_string(sizeof(T)));
-}
-
 // values[0 .. n - 1] within low .. high, else one line that names the first that is not.
 void require_values(const std::int32_t* values, std::int64_t n, std::int64_t low, std::int64_t high,
                     const char* name) {
@@ -85,39 +65,27 @@ void require_values(const std::int32_t* values, std::int64_t n, std::int64_t low
   }
 }
 
-}  // namespace
-
-const char* catalogue() {
-  return "front scalar any persistent mHC, Engram, q and kv projections, KV writes\n"
-         "select scalar any persistent index scores and top-k, ties to the lowest position\n"
-         "back scalar any persistent attention, o-projection, experts, sums in rank order\n"
-         "head scalar any persistent norm, logits in bf16, argmax to the lowest id\n"
-         "draft scalar any persistent three stages, Markov proposals, Philox noise\n"
-         "plain scalar any plain the same units one by one, sums in rank order\n";
+// A pointer that a call needs, and its name.
+struct Named {
+  const void* pointer;
+  const char* name;
+};
+void require_pointers(std::initializer_list<Named> all) {
+  for (const Named& one : all) {
+    if (one.pointer == nullptr) throw invalid(std::string(one.name) + " is NULL");
+  }
 }
 
-Model::Model(const lowlat_model_config& config) : config_(config) {
+}  // namespace
+
+Model::Model(const lowlat_model_config& config, const char* platform, const char* catalogue,
+             bool reads_arrays)
+    : config_(config), platform_(platform), catalogue_(catalogue), reads_arrays_(reads_arrays) {
   require_struct(config, "lowlat_model_config");
   const std::string reasons = config_reasons(config);
   if (!reasons.empty()) throw invalid(reasons);
-  rank_.shape = runtime_shape(config_);
-  tensors_ = tensor_slots(config_, rank_.shape, weights_);
-
-  const int widest = config_.num_widths > 0 ? config_.widths[config_.num_widths - 1] : 1;
-  region_ = Region::create({config_.tp_size, persistent::Program::box_packets(rank_.shape, widest),
-                            PlainProgram::staging_words(rank_.shape), model_digest(config_)},
-                           config_.tp_rank);
-  peers_.resize(config_.tp_size);
-  peers_[config_.tp_rank] = region_;
-  rank_.buffers.lay_out(rank_.shape, [&](std::int64_t count, auto*& member) {
-    arena_bytes_ += carved_bytes(count, member);
-  });
-}
-
-Model::~Model() {
-  // A step that still runs must end before its memory goes; its peers end with it.
-  if (worker_ != nullptr && worker_->busy()) abort();
-  worker_.reset();
+  shape_ = runtime_shape(config_);
+  tensors_ = tensor_slots(config_, shape_, weights_);
 }
 
 void Model::bind(const char* name, const lowlat_tensor& tensor) {
@@ -161,6 +129,7 @@ void Model::bind(const char* name, const lowlat_tensor& tensor) {
     if (reinterpret_cast<std::uintptr_t>(tensor.data) % alignment != 0) {
       throw invalid(who + "data is not aligned to " + std::to_string(alignment) + " bytes");
     }
+    check_memory(slot, tensor.data);
     slot.set(tensor.data);
     slot.bound = true;
     return;
@@ -169,9 +138,8 @@ void Model::bind(const char* name, const lowlat_tensor& tensor) {
                 std::to_string(config_.tp_rank));
 }
 
-std::uint64_t Model::catalogue_digest() const { return model_digest(config_); }
-
-void Model::peer_export(lowlat_peer_handle& out) const { write_handle(*region_, out); }
+std::uint64_t Model::digest() const { return model_digest(config_, catalogue_); }
+std::uint64_t Model::catalogue_digest() const { return digest(); }
 
 void Model::peer_import(int peer_rank, const lowlat_peer_handle& handle) {
   if (ready_) throw invalid("peer_import after lowlat_model_ready: addresses are sealed");
@@ -179,17 +147,7 @@ void Model::peer_import(int peer_rank, const lowlat_peer_handle& handle) {
     throw invalid("peer_rank is " + std::to_string(peer_rank) + "; needed another rank of 0 .. " +
                   std::to_string(config_.tp_size - 1));
   }
-  auto region = open_handle(handle, peer_rank, region_->layout());
-  // The proof is a store that arrives: written through the peer's memory, read back from it.
-  std::uint32_t* probe = &region->probes[config_.tp_rank].value;
-  const std::uint32_t token =
-      (plat::load_acquire<plat::Scope::system>(probe) ^ 0x5a5a'0001u) + 2u * config_.tp_rank;
-  plat::store_release<plat::Scope::system>(probe, token);
-  if (plat::load_acquire<plat::Scope::system>(probe) != token) {
-    throw Error(LOWLAT_UNSUPPORTED,
-                "a store to rank " + std::to_string(peer_rank) + "'s memory did not arrive");
-  }
-  peers_[peer_rank] = std::move(region);
+  open_peer(peer_rank, handle);
 }
 
 void Model::ready() {
@@ -202,60 +160,36 @@ void Model::ready() {
     if (!slot.bound) add("tensor " + slot.name + " is not bound");
   }
   for (int rank = 0; rank < config_.tp_size; ++rank) {
-    if (peers_[rank] == nullptr) add("rank " + std::to_string(rank) + "'s memory is not imported");
+    if (!has_peer(rank)) add("rank " + std::to_string(rank) + "'s memory is not imported");
   }
   if (!missing.empty()) throw invalid(missing);
   check_tables();
-
-  for (const auto& peer : peers_) {
-    outboxes_.push_back(peer->boxes());
-    abort_words_.push_back(&peer->abort_word.value);
-  }
-  arena_.resize(arena_bytes_ + kAlign);
-  const auto base = reinterpret_cast<std::uintptr_t>(arena_.data());
-  std::byte* next = arena_.data() + (kAlign - base % kAlign) % kAlign;
-  rank_.buffers.lay_out(rank_.shape, [&](std::int64_t count, auto*& member) {
-    member = reinterpret_cast<std::remove_reference_t<decltype(member)>>(next);
-    next += carved_bytes(count, member);
-  });
-  rank_.rules = config_.kind == LOWLAT_V4 ? &persistent::kV4Rules : &persistent::kV41Rules;
-  rank_.config = &config_;
-  rank_.weights = &weights_;
-  rank_.port = {outboxes_.data(),
-                {abort_words_.data(), &region_->status, config_.tp_rank, config_.tp_size,
-                 config_.wait_budget_ns},
-                region_->layout().box_packets};
-  rank_.window_rope = stages::rope_table(static_cast<float>(config_.rope_theta), {});
-  rank_.compressed_rope = stages::rope_table(
-      static_cast<float>(config_.compress_rope_theta),
-      stages::yarn_ramp(config_.compress_rope_theta, config_.yarn_factor, config_.yarn_beta_fast,
-                        config_.yarn_beta_slow, config_.yarn_original_positions));
+  become_ready();
   ready_ = true;
-  worker_ = std::make_unique<Worker>([this](const Job& job) { run(job); });
 }
 
 // A hash layer's experts address weights, so a table is not believed.
 void Model::check_tables() const {
-  const auto& s = rank_.shape;
-  const std::int64_t count = std::int64_t{s.kVocab} * s.kExpertsPerToken;
-  for (int i = 0; i < s.kNumLayers; ++i) {
+  const std::int64_t count = std::int64_t{shape_.kVocab} * shape_.kExpertsPerToken;
+  for (int i = 0; i < shape_.kNumLayers; ++i) {
     if (config_.layers[i].hash_gate == 0) continue;
     const std::string name = "layers." + std::to_string(i) + ".ffn.gate.tid2eid";
-    require_values(weights_.layers[i].tid2eid, count, 0, s.kNumExperts - 1, name.c_str());
+    std::vector<std::int32_t> table(static_cast<std::size_t>(count));
+    read(table.data(), weights_.layers[i].tid2eid, table.size() * sizeof table[0]);
+    require_values(table.data(), count, 0, shape_.kNumExperts - 1, name.c_str());
   }
 }
 
 void Model::require_ready(const char* call) const {
   if (!ready_) throw invalid(std::string(call) + " before lowlat_model_ready");
-  if (plat::load_acquire<plat::Scope::system>(&region_->status.state) != 0u ||
-      plat::load_acquire<plat::Scope::system>(&region_->abort_word.value) != 0u) {
+  if (status().state != 0u || is_aborted()) {
     throw Error(LOWLAT_FAULT, "this model had a fault or was aborted; make a new one");
   }
 }
 
 void Model::check_step(const lowlat_step& step, Schedule schedule) const {
   require_struct(step, "lowlat_step");
-  const auto& s = rank_.shape;
+  const auto& s = shape_;
   if (step.mode > LOWLAT_EXTEND) throw invalid("mode is " + std::to_string(step.mode));
   if (step.num_rows < 1 || step.num_rows > s.kMaxRows) {
     throw invalid("num_rows is " + std::to_string(step.num_rows) + "; needed 1 .. " +
@@ -285,6 +219,25 @@ void Model::check_step(const lowlat_step& step, Schedule schedule) const {
     }
   }
   if (step.page_table_stride < 1) throw invalid("page_table_stride must be above 0");
+  if (step.num_logit_rows < 0 || step.num_logit_rows > step.num_rows) {
+    throw invalid("num_logit_rows is " + std::to_string(step.num_logit_rows) + "; needed 0 .. " +
+                  std::to_string(step.num_rows));
+  }
+  if (reads_arrays_) {
+    check_step_arrays(step);
+    return;
+  }
+  require_pointers({{step.token_ids, "token_ids"},
+                    {step.positions, "positions"},
+                    {step.request_idx, "request_idx"},
+                    {step.slots, "slots"},
+                    {step.page_table, "page_table"},
+                    {step.state_slots, "state_slots"}});
+  if (s.kNumEngrams > 0) require_pointers({{step.history, "history"}});
+}
+
+void Model::check_step_arrays(const lowlat_step& step) const {
+  const auto& s = shape_;
   const std::int64_t slots = std::int64_t{s.kNumPages} * s.kPageSize;
   // No request has more tokens than the cache, whatever its page table repeats.
   const std::int64_t positions =
@@ -330,10 +283,6 @@ void Model::check_step(const lowlat_step& step, Schedule schedule) const {
     }
     require_values(pages, last + 1, 0, s.kNumPages - 1, "page_table of a running request");
   }
-  if (step.num_logit_rows < 0 || step.num_logit_rows > step.num_rows) {
-    throw invalid("num_logit_rows is " + std::to_string(step.num_logit_rows) + "; needed 0 .. " +
-                  std::to_string(step.num_rows));
-  }
   if (step.logit_rows != nullptr) {
     require_values(step.logit_rows, step.num_logit_rows, 0, step.num_rows - 1, "logit_rows");
   }
@@ -341,17 +290,20 @@ void Model::check_step(const lowlat_step& step, Schedule schedule) const {
 
 void Model::check_draft(const lowlat_draft& draft, Schedule schedule) const {
   require_struct(draft, "lowlat_draft");
-  const auto& s = rank_.shape;
+  const auto& s = shape_;
   if (s.kNumDraftStages == 0) throw Error(LOWLAT_UNSUPPORTED, "this model has no draft");
   if (draft.num_inject_rows != 0 && draft.num_inject_rows != last_step_rows_) {
     throw invalid("num_inject_rows is " + std::to_string(draft.num_inject_rows) +
                   "; needed 0 or the last target step's " + std::to_string(last_step_rows_));
   }
-  const std::int64_t slots = std::int64_t{s.kNumPages} * s.kPageSize;
-  require_values(draft.inject_slots, draft.num_inject_rows, -1, slots - 1, "inject_slots");
-  require_values(draft.inject_positions, draft.num_inject_rows, 0, config_.max_positions - 1,
-                 "inject_positions");
-  if (draft.batch_size == 0) return;
+  if (draft.num_inject_rows > 0) {
+    require_pointers(
+        {{draft.inject_slots, "inject_slots"}, {draft.inject_positions, "inject_positions"}});
+  }
+  if (draft.batch_size == 0) {
+    if (reads_arrays_) check_inject_arrays(draft);
+    return;
+  }
   if (draft.batch_size < 0 || draft.batch_size > s.kMaxBatch) {
     throw invalid("batch_size is " + std::to_string(draft.batch_size) + "; needed 0 .. " +
                   std::to_string(s.kMaxBatch));
@@ -367,6 +319,28 @@ void Model::check_draft(const lowlat_draft& draft, Schedule schedule) const {
     }
   }
   if (draft.page_table_stride < 1) throw invalid("page_table_stride must be above 0");
+  require_pointers({{draft.anchors, "anchors"},
+                    {draft.prefixes, "prefixes"},
+                    {draft.slots, "slots"},
+                    {draft.page_table, "page_table"},
+                    {draft.noise_row, "noise_row"},
+                    {draft.noise_offset, "noise_offset"},
+                    {draft.temperature, "temperature"},
+                    {draft.draft_tokens, "draft_tokens"}});
+  if (reads_arrays_) check_draft_arrays(draft);
+}
+
+void Model::check_inject_arrays(const lowlat_draft& draft) const {
+  const std::int64_t slots = std::int64_t{shape_.kNumPages} * shape_.kPageSize;
+  require_values(draft.inject_slots, draft.num_inject_rows, -1, slots - 1, "inject_slots");
+  require_values(draft.inject_positions, draft.num_inject_rows, 0, config_.max_positions - 1,
+                 "inject_positions");
+}
+
+void Model::check_draft_arrays(const lowlat_draft& draft) const {
+  check_inject_arrays(draft);
+  const auto& s = shape_;
+  const std::int64_t slots = std::int64_t{s.kNumPages} * s.kPageSize;
   const std::int64_t table = std::int64_t{draft.batch_size} * draft.page_table_stride;
   require_values(draft.anchors, draft.batch_size, 0, s.kVocab - 1, "anchors");
   require_values(draft.prefixes, draft.batch_size, 0,
@@ -375,9 +349,6 @@ void Model::check_draft(const lowlat_draft& draft, Schedule schedule) const {
                  "slots");
   require_values(draft.page_table, table, -1, s.kNumPages - 1, "page_table");
   require_values(draft.noise_row, draft.batch_size, 0, 0x7fff'ffff, "noise_row");
-  if (draft.noise_offset == nullptr) throw invalid("noise_offset is NULL");
-  if (draft.temperature == nullptr) throw invalid("temperature is NULL");
-  if (draft.draft_tokens == nullptr) throw invalid("draft_tokens is NULL");
   for (int i = 0; i < draft.batch_size; ++i) {
     if (!(draft.temperature[i] >= 0.0f)) {
       throw invalid("temperature[" + std::to_string(i) + "] is " +
@@ -389,31 +360,23 @@ void Model::check_draft(const lowlat_draft& draft, Schedule schedule) const {
   }
 }
 
-void Model::launch_step(const lowlat_step& step, Schedule schedule) {
+void Model::launch_step(const lowlat_step& step, Schedule schedule, void* stream) {
   require_ready("a step");
   check_step(step, schedule);
-  Job job;
-  job.kind = Job::Kind::step;
-  job.schedule = schedule;
-  job.step = step;
-  if (!worker_->push(job)) throw invalid("16 launches are waiting; call lowlat_synchronize");
+  start_step(step, schedule, stream);
   last_step_rows_ = step.num_rows;
 }
 
-void Model::launch_draft(const lowlat_draft& draft, Schedule schedule) {
+void Model::launch_draft(const lowlat_draft& draft, Schedule schedule, void* stream) {
   require_ready("a draft");
   check_draft(draft, schedule);
-  Job job;
-  job.kind = Job::Kind::draft;
-  job.schedule = schedule;
-  job.draft = draft;
-  if (!worker_->push(job)) throw invalid("16 launches are waiting; call lowlat_synchronize");
+  start_draft(draft, schedule, stream);
 }
 
-void Model::launch_accept(const lowlat_accept& accept) {
+void Model::launch_accept(const lowlat_accept& accept, void* stream) {
   require_ready("an acceptance");
   require_struct(accept, "lowlat_accept");
-  const auto& s = rank_.shape;
+  const auto& s = shape_;
   if (accept.batch_size < 1 || accept.batch_size > s.kMaxBatch || accept.num_drafts < 0 ||
       accept.vocab != s.kVocab) {
     throw invalid("batch_size is " + std::to_string(accept.batch_size) + ", num_drafts " +
@@ -426,7 +389,7 @@ void Model::launch_accept(const lowlat_accept& accept) {
       (accept.num_drafts > 0 && accept.draft_tokens == nullptr)) {
     throw invalid("draft_tokens, target_logits, temperature, accepted and next_tokens are needed");
   }
-  for (int i = 0; i < accept.batch_size; ++i) {
+  for (int i = 0; reads_arrays_ && i < accept.batch_size; ++i) {
     const float temperature = accept.temperature[i];
     if (!(temperature >= 0.0f)) {
       throw invalid("temperature[" + std::to_string(i) + "] is " + std::to_string(temperature) +
@@ -437,50 +400,17 @@ void Model::launch_accept(const lowlat_accept& accept) {
       throw invalid("a sampled row needs coins and draft_logits");
     }
   }
-  Job job;
-  job.kind = Job::Kind::accept;
-  job.accept = accept;
-  if (!worker_->push(job)) throw invalid("16 launches are waiting; call lowlat_synchronize");
-}
-
-// On the resident thread. A rank that is over runs nothing more; what it would have written stays.
-void Model::run(const Job& job) {
-  if (plat::load_acquire<plat::Scope::system>(&region_->abort_word.value) != 0u) {
-    if (plat::load_acquire<plat::Scope::system>(&region_->status.state) == 0u) {
-      stages::note_abort(rank_.port.fault, 0, stages::StageId::none, rank_.epoch);
-    }
-    return;
-  }
-  switch (job.kind) {
-    case Job::Kind::none: return;
-    case Job::Kind::step:
-      if (job.schedule == Schedule::persistent) {
-        persistent::Program(rank_).target_step(job.step);
-      } else {
-        PlainProgram(rank_, peers_, plain_epoch_).target_step(job.step);
-      }
-      return;
-    case Job::Kind::draft:
-      if (job.schedule == Schedule::persistent) {
-        persistent::Program(rank_).draft(job.draft);
-      } else {
-        PlainProgram(rank_, peers_, plain_epoch_).draft(job.draft);
-      }
-      return;
-    case Job::Kind::accept: persistent::accept(job.accept, rank_.buffers.accept_scratch); return;
-  }
+  start_accept(accept, stream);
 }
 
 void Model::synchronize(std::uint64_t budget_ns) {
   if (!ready_) throw invalid("lowlat_synchronize before lowlat_model_ready");
-  if (!worker_->wait_idle(budget_ns)) {
+  if (!wait_idle(budget_ns)) {
     throw Error(LOWLAT_FAULT, "rank " + std::to_string(config_.tp_rank) +
                                   " is still running after " +
                                   std::to_string(budget_ns / 1'000'000) + " ms");
   }
-  lowlat_status_words words{};
-  words.struct_bytes = sizeof words;
-  read_status(words);
+  const lowlat_status_words words = status();
   if (words.state == 0) return;
   const std::string where =
       std::string(lowlat_stage_name(words.stage)) + ", epoch " + std::to_string(words.epoch);
@@ -498,28 +428,7 @@ void Model::synchronize(std::uint64_t budget_ns) {
 
 void Model::read_status(lowlat_status_words& out) const {
   require_struct(out, "lowlat_status_words");
-  const stages::StatusWords& status = region_->status;
-  const std::uint32_t state = plat::load_acquire<plat::Scope::system>(&status.state);
-  lowlat_status_words words{};
-  words.struct_bytes = sizeof words;
-  words.peer = -1;
-  if (state != 0u) {
-    words.state = state;
-    words.kernel = status.kernel;
-    words.stage = status.stage;
-    words.peer = status.peer;
-    words.epoch = status.epoch;
-  }
-  out = words;
-}
-
-void Model::abort() {
-  for (const auto& peer : peers_) {
-    if (peer == nullptr) continue;
-    // A reason that is there already is the first cause: it stays.
-    if (plat::load_acquire<plat::Scope::system>(&peer->abort_word.value) != 0u) continue;
-    plat::store_release<plat::Scope::system>(&peer->abort_word.value, stages::kAbortByHost);
-  }
+  out = status();
 }
 
 }  // namespace lowlat::host

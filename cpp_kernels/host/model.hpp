@@ -1,5 +1,6 @@
-// host/model.hpp: one rank's model behind the C ABI: configuration, tensors, peer memory, resident
-// thread.
+// host/model.hpp: one rank's model behind the C ABI: configuration, tensors, checks of calls. What
+// is a platform's own (memory, peers, launches) is a class of its own: host/scalar_model.hpp and
+// host/nvidia/model.hpp.
 #pragma once
 
 #include <cstddef>
@@ -9,17 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "host/peer.hpp"
+#include "host/error.hpp"
 #include "host/worker.hpp"
 #include "lowlat/kernels.h"
-#include "persistent/rank.hpp"
-#include "platform/scalar.hpp"
+#include "persistent/weights.hpp"
+#include "shape/runtime_shape.hpp"
 
 namespace lowlat::host {
-
-namespace plat = lowlat::scalar::plat;
-namespace stages = lowlat::scalar::stages;
-namespace persistent = lowlat::scalar::persistent;
 
 // Every reason against a configuration, one a line; "" when there is none.
 std::string config_reasons(const lowlat_model_config& config);
@@ -38,55 +35,118 @@ std::vector<TensorSlot> tensor_slots(const lowlat_model_config& config,
                                      const shape::RuntimeShape& shape,
                                      lowlat::persistent::ModelWeights& weights);
 
-// Kernels of this library for the platform, one a line in the order of persistent::KernelId.
-const char* catalogue();
+inline Error invalid(const std::string& message) { return {LOWLAT_INVALID, message}; }
+
+// A struct of the C ABI is of this library's version.
+template <class T>
+void require_struct(const T& value, const char* name) {
+  if (value.struct_bytes == sizeof(T)) return;
+  throw invalid(std::string(name) + ".struct_bytes is " + std::to_string(value.struct_bytes) +
+                "; this library's " + name + " has " + std::to_string(sizeof(T)));
+}
+
+// Places `count` elements after another, each at a cache line of its own: called once to count and
+// once, with the memory's beginning, to place.
+class Carver {
+ public:
+  explicit Carver(std::byte* next = nullptr) : next_(next) {}
+  template <class T>
+  void operator()(std::int64_t count, T*& member) {
+    const std::int64_t bytes =
+        (count * static_cast<std::int64_t>(sizeof(T)) + kAlign - 1) / kAlign * kAlign;
+    if (next_ != nullptr) {
+      member = reinterpret_cast<T*>(next_);
+      next_ += bytes;
+    }
+    bytes_ += bytes;
+  }
+  std::int64_t bytes() const { return bytes_; }
+  std::byte* next() const { return next_; }
+
+  static constexpr std::int64_t kAlign = 128;
+
+ private:
+  std::byte* next_;
+  std::int64_t bytes_ = 0;
+};
 
 class Model {
  public:
-  explicit Model(const lowlat_model_config& config);
-  ~Model();
+  virtual ~Model() = default;
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
 
   const lowlat_model_config& config() const { return config_; }
   const std::vector<TensorSlot>& tensors() const { return tensors_; }
   void bind(const char* name, const lowlat_tensor& tensor);
-  std::uint64_t own_bytes() const { return region_->bytes() + arena_bytes_; }
   std::uint64_t catalogue_digest() const;
+  // Kernels of this library for the platform, one a line in the order of persistent::KernelId.
+  const char* catalogue() const { return catalogue_; }
+  virtual std::uint64_t own_bytes() const = 0;
 
-  void peer_export(lowlat_peer_handle& out) const;
+  // Memory of the platform, zeroed, that goes with the model; and copies to and from it.
+  virtual void* allocate(lowlat_memory_kind kind, std::uint64_t bytes) = 0;
+  virtual void write(void* dst, const void* src, std::uint64_t bytes) = 0;
+  virtual void read(void* dst, const void* src, std::uint64_t bytes) const = 0;
+
+  virtual void peer_export(lowlat_peer_handle& out) const = 0;
   void peer_import(int peer_rank, const lowlat_peer_handle& handle);
   void ready();
 
-  void launch_step(const lowlat_step& step, Schedule schedule);
-  void launch_draft(const lowlat_draft& draft, Schedule schedule);
-  void launch_accept(const lowlat_accept& accept);
+  void launch_step(const lowlat_step& step, Schedule schedule, void* stream);
+  void launch_draft(const lowlat_draft& draft, Schedule schedule, void* stream);
+  void launch_accept(const lowlat_accept& accept, void* stream);
   void synchronize(std::uint64_t budget_ns);
 
   void read_status(lowlat_status_words& out) const;
-  void abort();
+  virtual void abort() = 0;
+
+ protected:
+  // `reads_arrays`: what a launch points to is host memory, and is looked at before it.
+  Model(const lowlat_model_config& config, const char* platform, const char* catalogue,
+        bool reads_arrays);
+
+  // Refuses memory that the platform cannot use for a tensor.
+  virtual void check_memory(const TensorSlot& slot, const void* data) const = 0;
+  virtual void open_peer(int peer_rank, const lowlat_peer_handle& handle) = 0;
+  virtual bool has_peer(int rank) const = 0;
+  virtual void become_ready() = 0;
+  virtual void start_step(const lowlat_step& step, Schedule schedule, void* stream) = 0;
+  virtual void start_draft(const lowlat_draft& draft, Schedule schedule, void* stream) = 0;
+  virtual void start_accept(const lowlat_accept& accept, void* stream) = 0;
+  // True when everything launched has run within the budget.
+  virtual bool wait_idle(std::uint64_t budget_ns) = 0;
+  virtual bool is_aborted() const = 0;
+  // Of the rank's status words: state 0 while it is healthy.
+  virtual lowlat_status_words status() const = 0;
+
+  bool is_ready() const { return ready_; }
+  std::uint64_t digest() const;
+  const shape::RuntimeShape& shape() const { return shape_; }
+  const lowlat::persistent::ModelWeights& weights() const { return weights_; }
 
  private:
   void check_tables() const;
   void require_ready(const char* call) const;
   void check_step(const lowlat_step& step, Schedule schedule) const;
+  void check_step_arrays(const lowlat_step& step) const;
   void check_draft(const lowlat_draft& draft, Schedule schedule) const;
-  void run(const Job& job);
+  void check_inject_arrays(const lowlat_draft& draft) const;
+  void check_draft_arrays(const lowlat_draft& draft) const;
 
   lowlat_model_config config_;
+  const char* platform_;
+  const char* catalogue_;
+  bool reads_arrays_;
+  shape::RuntimeShape shape_{};
   lowlat::persistent::ModelWeights weights_{};
   std::vector<TensorSlot> tensors_;
-  std::shared_ptr<Region> region_;
-  std::vector<std::shared_ptr<Region>> peers_;  // [tp_size], own region included
-  std::vector<plat::TaggedWords*> outboxes_;    // [tp_size]
-  std::vector<std::uint32_t*> abort_words_;     // [tp_size]
-  std::vector<std::byte> arena_;
-  std::uint64_t arena_bytes_ = 0;
-  persistent::Rank rank_{};
-  std::uint32_t plain_epoch_ = 0;
   int last_step_rows_ = 0;  // of the last target step that was launched
   bool ready_ = false;
-  std::unique_ptr<Worker> worker_;
 };
+
+// A model on the platform that the word names: "scalar", or, in a library with CUDA kernels,
+// "nvidia" or "nvidia:N" for device number N. Throws LOWLAT_UNSUPPORTED for any other.
+std::unique_ptr<Model> make_model(const char* platform, const lowlat_model_config& config);
 
 }  // namespace lowlat::host

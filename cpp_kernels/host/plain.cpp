@@ -67,7 +67,7 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
   const int num_rows = rows.num_rows;
 
   if (w.plan.engram >= 0) {
-    persistent::engram_lookup(rank_, rows, w);
+    for (int t = 0; t < num_rows; ++t) persistent::engram_lookup(rank_, rows, w, t);
     // This rank's columns of every row, packed; then every rank's back in their places.
     const std::int64_t row = std::int64_t{shape::kEngramColumns} * s_.kEngramDim;
     const std::int64_t own = std::int64_t{s_.kEngramColumnsLocal} * s_.kEngramDim;
@@ -83,60 +83,67 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
                     static_cast<std::size_t>(own) * sizeof *b_.engram_e);
       }
     }
-    persistent::engram_apply(rank_, rows, w);
+    for (int t = 0; t < num_rows; ++t) persistent::engram_quantize(rank_, t);
+    persistent::engram_project(rank_, share_, rows, w);
+    for (int t = 0; t < num_rows; ++t) persistent::engram_apply(rank_, rows, w, t);
   }
-  if (rows.block_rows == 0) persistent::take_features(rank_, rows, call.layer_idx);
-
-  for (int t = 0; t < num_rows; ++t) persistent::enter_attention(rank_, t, w);
-  persistent::prepare_x(rank_, rows, call);
-  persistent::project_q(rank_, rows, call);
-  persistent::write_window_kv(rank_, rows, call);
-  const bool compressed = w.plan.ratio > 0;
-  if (compressed && w.plan.kv_source == call.layer_idx) {
-    persistent::write_compressed(rank_, rows, call);
+  for (int t = 0; t < num_rows; ++t) {
+    if (rows.block_rows == 0) persistent::take_features(rank_, t, call.layer_idx);
   }
-  if (compressed && w.plan.index_source == call.layer_idx) {
-    persistent::project_index_query(rank_, rows, call);
-    persistent::select_entries(rank_, rows, call);
+  persistent::mix_sums(rank_, share_, w.hc_attn, stages::kHcOutputs, num_rows, nullptr, 0);
+  for (int t = 0; t < num_rows; ++t) persistent::enter_attention(rank_, share_, rows, t, call);
+  persistent::project_x(rank_, share_, rows, call);
+  for (int t = 0; t < num_rows; ++t) {
+    persistent::norm_q_lora(rank_, share_, w, t);
+    persistent::write_window_kv(rank_, rows, call, t);
   }
-  persistent::attend(rank_, rows, call);
-  persistent::project_groups(rank_, rows, call);
-  persistent::project_out(rank_, rows, call, [&](int t, int n, float y) {
+  if (call.owns_pool()) persistent::write_compressed(rank_, share_, rows, call);
+  persistent::project_q(rank_, share_, rows, call);
+  if (call.selects()) {
+    for (int t = 0; t < num_rows; ++t) persistent::finish_index_query(rank_, share_, t);
+    for (int first = 0; first < num_rows; first += persistent::kScoreRows) {
+      persistent::score_entries(rank_, share_, rows, call, first);
+      persistent::select_entries(rank_, share_, rows, call, first);
+    }
+  }
+  persistent::attend(rank_, share_, rows, call);
+  persistent::project_groups(rank_, share_, rows, call);
+  for (int t = 0; t < num_rows; ++t) persistent::quantize_groups(rank_, t);
+  persistent::project_out(rank_, share_, rows, call, [&](int t, int n, float y) {
     b_.partial[std::int64_t{t} * s_.kHidden + n] = y;
   });
   if (!sum_rows(num_rows, stages::StageId::attention_sum)) return false;
 
-  for (int t = 0; t < num_rows; ++t) persistent::enter_ffn(rank_, t, w);
-  persistent::prepare_x(rank_, rows, call);
-  persistent::route(rank_, rows, call);
-  persistent::run_experts(rank_, call);
-  persistent::run_shared_expert(rank_, rows, call);
-  for (int t = 0; t < num_rows; ++t) {
-    persistent::moe_row(rank_, call, t, b_.partial + std::int64_t{t} * s_.kHidden);
-  }
+  for (int t = 0; t < num_rows; ++t) persistent::leave_attention(rank_, t);
+  persistent::mix_sums(rank_, share_, w.hc_ffn, stages::kHcOutputs, num_rows, nullptr, 0);
+  for (int t = 0; t < num_rows; ++t) persistent::enter_ffn(rank_, share_, t, w);
+  persistent::project_ffn(rank_, share_, rows, call);
+  for (int t = 0; t < num_rows; ++t) persistent::route(rank_, share_, rows, call, t);
+  persistent::run_experts_up(rank_, share_, rows, call);
+  persistent::run_experts_down(rank_, share_, call);
+  for (int t = 0; t < num_rows; ++t) persistent::moe_row(rank_, call, t);
   if (!sum_rows(num_rows, stages::StageId::moe_sum)) return false;
   for (int t = 0; t < num_rows; ++t) persistent::leave_ffn(rank_, t);
   return true;
 }
 
 bool PlainProgram::target_step(const lowlat_step& step) {
-  const Rows rows{
-      step.num_rows,   step.token_ids,         step.positions, step.request_idx, step.slots,
-      step.page_table, step.page_table_stride, step.history,   step.state_slots, 0,
-      nullptr};
-  persistent::embed_partial(rank_, rows);
+  const Rows rows = persistent::target_rows(rank_, step);
+  for (int t = 0; t < rows.num_rows; ++t) {
+    persistent::take_target_row(rank_, rows, step, t);
+    persistent::embed_partial(rank_, rows, t);
+  }
   if (!sum_rows(rows.num_rows, stages::StageId::embed_sum)) return false;
   for (int t = 0; t < rows.num_rows; ++t) persistent::spread_streams(rank_, t);
   for (int i = 0; i < s_.kNumLayers; ++i) {
     if (!layer(rows, persistent::target_call(rank_, i))) return false;
   }
-  persistent::take_features(rank_, rows, s_.kNumLayers);
-  rank_.num_feature_rows = rows.num_rows;
+  for (int t = 0; t < rows.num_rows; ++t) persistent::take_features(rank_, t, s_.kNumLayers);
   const bool wanted = step.logits != nullptr || step.argmax != nullptr;
   if (step.num_logit_rows == 0 || !wanted) return true;
 
-  persistent::head_logits(rank_, rank_.weights->norm, rank_.weights->hc_head, step.logit_rows,
-                          step.num_logit_rows);
+  head(rank_.weights->norm, rank_.weights->hc_head, step.num_logit_rows, step.logit_rows,
+       rows.num_rows);
   if (step.logits != nullptr) {
     if (!gather_logits(step.logits, step.num_logit_rows, stages::StageId::logits_gather)) {
       return false;
@@ -159,25 +166,56 @@ bool PlainProgram::target_step(const lowlat_step& step) {
   return true;
 }
 
+// logits_local of the rows that row_ids lists, or of all num_rows.
+void PlainProgram::head(const std::uint16_t* norm, const lowlat::persistent::HcWeights& hc,
+                        int num_rows, const std::int32_t* row_ids, int num_all) {
+  if (rank_.rules->own_pre) {
+    persistent::mix_sums(rank_, share_, hc, shape::kNumStreams, num_rows, row_ids, num_all);
+  }
+  for (int i = 0; i < num_rows; ++i) {
+    persistent::enter_head(rank_, share_, norm, hc, row_ids != nullptr ? row_ids[i] : i, i);
+  }
+  persistent::head_logits(rank_, share_, num_rows);
+}
+
+// Context keys of the committed rows of the last target step.
+void PlainProgram::inject(const lowlat_draft& draft) {
+  const int num_rows = draft.num_inject_rows;
+  for (int t = 0; t < num_rows; ++t) persistent::inject_features(rank_, t);
+  persistent::inject_project(rank_, share_, num_rows);
+  for (int t = 0; t < num_rows; ++t) persistent::inject_x(rank_, draft.inject_positions[t], t);
+  persistent::inject_kv(rank_, share_, num_rows);
+  for (int t = 0; t < num_rows; ++t) {
+    if (draft.inject_slots[t] >= 0) persistent::inject_keys(rank_, draft.inject_slots[t], t);
+  }
+}
+
 bool PlainProgram::draft(const lowlat_draft& draft) {
-  persistent::inject_context(rank_, draft.inject_slots, draft.inject_positions,
-                             draft.num_inject_rows);
+  inject(draft);
   if (draft.batch_size == 0) return true;
   const Rows rows = persistent::draft_rows(rank_, draft);
-  persistent::embed_partial(rank_, rows);
+  for (int t = 0; t < rows.num_rows; ++t) {
+    persistent::take_draft_row(rank_, rows, draft, t);
+    persistent::embed_partial(rank_, rows, t);
+  }
   if (!sum_rows(rows.num_rows, stages::StageId::embed_sum)) return false;
   for (int t = 0; t < rows.num_rows; ++t) persistent::spread_streams(rank_, t);
   for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
     if (!layer(rows, persistent::draft_call(rank_, stage))) return false;
   }
-  persistent::head_logits(rank_, rank_.weights->draft_norm, rank_.weights->draft_hc_head, nullptr,
-                          rows.num_rows);
+  head(rank_.weights->draft_norm, rank_.weights->draft_hc_head, rows.num_rows, nullptr, 0);
   for (int place = 0; place < s_.kDraftBlock; ++place) {
+    for (int request = 0; request < draft.batch_size; ++request) {
+      persistent::markov_embed(rank_, request,
+                               place == 0 ? draft.anchors[request] : b_.previous[request]);
+    }
+    persistent::markov_logits(rank_, share_, draft.batch_size, place);
     std::vector<std::uint32_t> candidates(2 * static_cast<std::size_t>(draft.batch_size));
-    persistent::markov_step(rank_, draft, place, [&](int request, stages::Best best) {
+    for (int request = 0; request < draft.batch_size; ++request) {
+      const stages::Best best = persistent::markov_choice(rank_, draft, request, place);
       candidates[2 * request] = plat::float_bits(best.value);
       candidates[2 * request + 1] = static_cast<std::uint32_t>(best.id);
-    });
+    }
     if (!exchange(candidates.data(), static_cast<std::int64_t>(candidates.size()),
                   stages::StageId::draft_token_gather)) {
       return false;

@@ -33,9 +33,14 @@ class PlainProgram {
   using LayerCall = scalar::persistent::LayerCall;
 
   // regions[r] is rank r's memory; epoch counts this rank's plain exchanges.
-  PlainProgram(Rank& rank, const std::vector<std::shared_ptr<Region>>& regions,
+  PlainProgram(const Rank& rank, const std::vector<std::shared_ptr<Region>>& regions,
                std::uint32_t& epoch)
-      : rank_(rank), s_(rank.shape), b_(rank.buffers), regions_(regions), epoch_(epoch) {}
+      : rank_(rank),
+        s_(rank.shape),
+        b_(rank.buffers),
+        share_{0, 1, rank.blocks},
+        regions_(regions),
+        epoch_(epoch) {}
 
   // Words that the longest message of a rank takes.
   static std::int64_t staging_words(const shape::RuntimeShape& s);
@@ -48,11 +53,15 @@ class PlainProgram {
   bool sum_rows(int num_rows, scalar::stages::StageId stage);
   bool exchange(const std::uint32_t* words, std::int64_t num_words, scalar::stages::StageId stage);
   const std::uint32_t* staged(int tp_rank) const { return regions_[tp_rank]->staging(epoch_); }
+  void inject(const lowlat_draft& draft);
+  void head(const std::uint16_t* norm, const lowlat::persistent::HcWeights& hc, int num_rows,
+            const std::int32_t* row_ids, int num_all);
   bool gather_logits(float* out, int num_rows, scalar::stages::StageId stage);
 
-  Rank& rank_;
+  const Rank& rank_;
   const shape::RuntimeShape& s_;
-  scalar::persistent::Buffers& b_;
+  const scalar::persistent::Buffers& b_;
+  const scalar::persistent::Share share_;  // all of it
   const std::vector<std::shared_ptr<Region>>& regions_;
   std::uint32_t& epoch_;
 };

@@ -2,10 +2,14 @@
 #include <initializer_list>
 
 #include "host/model.hpp"
+#include "platform/scalar.hpp"
+// The platform comes before every stage.
 #include "stages/kv.hpp"
 #include "stages/pool_state.hpp"
 
 namespace lowlat::host {
+
+namespace stages = lowlat::scalar::stages;
 namespace {
 
 using lowlat::persistent::CompressorWeights;

@@ -1,283 +1,484 @@
-// persistent/program.hpp: the resident schedule of one rank: front, select, back a layer, head,
-// draft.
+// persistent/program.hpp: the resident schedule of one rank: rows in, layers, head, draft.
 //
-//   front   (K1)   previous sublayer's post, Engram, features, statistics, combine and norm, q and
-//                  kv projections, window and compressed KV writes
+//   front   (K1)   Engram, features, statistics, combine and norm, q and kv projections, window and
+//                  compressed KV writes
 //   select  (K2i)  index scores and top-k, index sources only; begins after every front wrote its
 //                  keys
 //   back    (K2)   attention, o-projection published as its tiles fill; each row summed, mixed and
-//                  normed as its packets arrive; experts, published row by row; their sum
+//                  normed as its packets arrive; experts, published row by row; their sum, and the
+//                  sublayer's post
 //
-// Ordering     Keys that a front writes are read by select and back of the same rank alone; the
-//              boundary between them (on scalar: program order, on a GPU: the launch) makes them
-//              visible. Everything that crosses ranks is an exchange (stages/exchange.hpp). Each
-//              rank runs the same sequence of exchanges, so `epoch` is the same number on every
-//              rank.
-// Ends         Every exchange may report that the step is over; then the program returns false at
-//              once, writes no further output, and the rank is not used again.
+// A step may be cut at its experts: what runs them, this program or another schedule's kernels, is
+// free, because x and the partial sums lie in the rank's buffers.
 //
-// Exchanges of a target step: embedding, two a layer, one an Engram layer, one for the logits or
-// the argmax. Of a draft: embedding, two a stage, one a proposal, one for the logits when they are
-// asked for.
+// Ordering     Inside a rank, hand-offs between its blocks (persistent/grid.hpp) and nothing else:
+//              what a unit wrote is read after one, or by the block that has the row. Everything
+//              that crosses ranks is an exchange (stages/exchange.hpp). Each rank runs the same
+//              sequence of exchanges, so `epoch` is the same number on every rank, and between the
+//              last read of an exchange and the first packet of the next there is a hand-off: the
+//              exchange's rule of reuse speaks of a rank, and a rank is all of its blocks.
+// Ends         Every exchange and every hand-off may report that the step is over; then the program
+//              returns false at once, writes no further output, and the rank is not used again.
+//
+// Exchanges of a target step: embedding, two a layer, one an Engram layer, one for the argmax, or
+// as many for the logits as they fill boxes. Of a draft: embedding, two a stage, one a proposal,
+// those of the logits when they are asked for.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before any schedule"
 #endif
 
 #include "persistent/units.hpp"
-#include "stages/accept.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::persistent {
 
 class Program {
  public:
-  explicit Program(Rank& rank) : rank_(rank), s_(rank.shape), b_(rank.buffers) {}
+  // One block's view of the launch; all blocks of the rank make one.
+  LOWLAT_DEVICE Program(const Rank& rank, const Grid& grid)
+      : rank_(rank),
+        s_(rank.shape),
+        b_(rank.buffers),
+        grid_(grid),
+        share_{grid.block_idx, grid.num_blocks, rank.blocks + grid.block_idx},
+        epoch_(rank.progress->epoch),
+        hand_offs_(rank.progress->hand_offs) {}
 
-  // Words of the longest message of one exchange, for sizing boxes.
-  static std::int64_t box_packets(const shape::RuntimeShape& s, int max_step_rows) {
+  // Packets of a box: what `rows` rows of one exchange take, and at least one row of the widest.
+  static std::int64_t box_packets(const shape::RuntimeShape& s, int rows) {
     const std::int64_t draft_rows = std::int64_t{s.kMaxBatch} * s.kDraftBlock;
-    const std::int64_t rows = max_step_rows > draft_rows ? max_step_rows : draft_rows;
-    std::int64_t row_packets = stages::packets_of(s.kHidden);
-    const auto widen = [&](std::int64_t words) {
-      const std::int64_t packets = stages::packets_of(words);
-      row_packets = packets > row_packets ? packets : row_packets;
-    };
-    widen(s.kVocabLocal);
-    widen(engram_words(s));
-    return rows * row_packets;
+    const std::int64_t row_packets =
+        most(stages::packets_of(s.kHidden), stages::packets_of(engram_words(s)));
+    return most(most(rows, draft_rows) * row_packets, stages::packets_of(s.kVocabLocal));
   }
 
-  bool target_step(const lowlat_step& step) {
-    const Rows rows{
-        step.num_rows,   step.token_ids,         step.positions, step.request_idx, step.slots,
-        step.page_table, step.page_table_stride, step.history,   step.state_slots, 0,
-        nullptr};
-    if (!embed(rows, KernelId::front)) return false;
-    for (int layer = 0; layer < s_.kNumLayers; ++layer) {
-      const LayerCall call = target_call(rank_, layer);
-      if (!front(rows, call, layer == 0)) return false;
-      if (call.weights.plan.index_source == layer) select_entries(rank_, rows, call);
-      if (!back(rows, call)) return false;
+  LOWLAT_DEVICE bool target_step(const lowlat_step& step) {
+    const Rows rows = target_rows(rank_, step);
+    if (!begin_target(step)) return false;
+    for (int layer_idx = 0; layer_idx < s_.kNumLayers; ++layer_idx) {
+      if (!layer(rows, target_call(rank_, layer_idx))) return false;
     }
-    finish_layers(rows);
-    take_features(rank_, rows, s_.kNumLayers);
-    rank_.num_feature_rows = rows.num_rows;
-    return head(step);
+    return head(step) && end();
   }
 
-  bool draft(const lowlat_draft& draft) {
-    inject_context(rank_, draft.inject_slots, draft.inject_positions, draft.num_inject_rows);
-    if (draft.batch_size == 0) return true;
+  // A target step whose experts are other kernels': between the cuts they find x and, in hash
+  // layers, expert_ids, and leave every row's partial. Cut 0 begins the step, cut i takes the
+  // partials of layer i - 1; each goes on to the experts of layer i, the last to the step's end.
+  LOWLAT_DEVICE bool target_cut(const lowlat_step& step, int cut) {
+    const Rows rows = target_rows(rank_, step);
+    if (!(cut == 0 ? begin_target(step) : sum_experts(rows.num_rows))) return false;
+    if (cut == s_.kNumLayers) return head(step) && end();
+    const LayerCall call = target_call(rank_, cut);
+    if (!front(rows, call) || (call.selects() && !select(rows, call)) || !attention(rows, call)) {
+      return false;
+    }
+    each_row(rows.num_rows, [&](int t) { note_row(rank_, rows, call, t); });
+    return end();
+  }
+
+ private:
+  LOWLAT_DEVICE bool begin_target(const lowlat_step& step) {
+    const Rows rows = target_rows(rank_, step);
+    return embed(rows, KernelId::front, [&](int t) { take_target_row(rank_, rows, step, t); });
+  }
+  LOWLAT_DEVICE bool head(const lowlat_step& step) {
+    const Rows rows = target_rows(rank_, step);
+    each_row(rows.num_rows, [&](int t) { take_features(rank_, t, s_.kNumLayers); });
+    const bool wanted = step.logits != nullptr || step.argmax != nullptr;
+    if (step.num_logit_rows == 0 || !wanted) return true;
+    if (!local_logits(KernelId::head, rank_.weights->norm, rank_.weights->hc_head,
+                      step.num_logit_rows, step.logit_rows, rows.num_rows)) {
+      return false;
+    }
+    if (step.logits == nullptr) {
+      return agree_best(
+          step.num_logit_rows, KernelId::head, stages::StageId::argmax_gather,
+          [&](int i) { return best_of_row(b_.logits_local, i, s_.kVocabLocal, first_id()); },
+          [&](int i, stages::Best best) { step.argmax[i] = best.id; });
+    }
+    if (!gather_logits(step.logits, step.num_logit_rows, KernelId::head,
+                       stages::StageId::logits_gather)) {
+      return false;
+    }
+    if (step.argmax == nullptr) return true;
+    if (!hand_off(KernelId::head)) return false;
+    each_row(step.num_logit_rows, [&](int i) {
+      const stages::Best best = best_of_row(step.logits, i, s_.kVocab, 0);
+      if (Threads::leads()) step.argmax[i] = best.id;
+    });
+    return true;
+  }
+
+ public:
+  LOWLAT_DEVICE bool draft(const lowlat_draft& draft) {
+    if (draft.num_inject_rows > 0 && !inject(draft)) return false;
+    if (draft.batch_size == 0) return end();
     const Rows rows = draft_rows(rank_, draft);
-    if (!embed(rows, KernelId::draft)) return false;
-    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
-      const LayerCall call = draft_call(rank_, stage);
-      if (!front(rows, call, stage == 0)) return false;
-      if (!back(rows, call)) return false;
+    if (!embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, draft, t); })) {
+      return false;
     }
-    finish_layers(rows);
-    head_logits(rank_, rank_.weights->draft_norm, rank_.weights->draft_hc_head, nullptr,
-                rows.num_rows);
-    return propose(draft);
+    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
+      if (!layer(rows, draft_call(rank_, stage))) return false;
+    }
+    return local_logits(KernelId::draft, rank_.weights->draft_norm, rank_.weights->draft_hc_head,
+                        rows.num_rows, nullptr, 0) &&
+           propose(draft) && end();
+  }
+
+  // The acceptance rule for every request; on every rank alike, no exchange.
+  LOWLAT_DEVICE bool accept(const lowlat_accept& a) {
+    using Acceptance = stages::Acceptance<Block>;
+    LOWLAT_SHARED(Acceptance::Scratch, scratch);
+    each_row(a.batch_size, [&](int request) {
+      const std::int64_t row = std::int64_t{request} * (a.num_drafts + 1) * a.vocab;
+      const std::int32_t* draft = a.draft_tokens + std::int64_t{request} * a.num_drafts;
+      const stages::Accepted result =
+          a.temperature[request] == 0.0f
+              ? Acceptance::greedy(draft, a.target_logits + row, a.num_drafts, a.vocab, scratch)
+              : Acceptance::sampled(draft, a.target_logits + row,
+                                    a.draft_logits + std::int64_t{request} * a.num_drafts * a.vocab,
+                                    a.num_drafts, a.vocab, a.temperature[request],
+                                    a.coins + std::int64_t{request} * (a.num_drafts + 1),
+                                    share_.memory->accept_scratch, scratch);
+      if (Threads::leads()) {
+        a.accepted[request] = result.num_drafts;
+        a.next_tokens[request] = result.next;
+      }
+    });
+    return true;
   }
 
  private:
   // Two bf16 values a word.
-  static std::int64_t engram_words(const shape::RuntimeShape& s) {
+  LOWLAT_DEVICE static constexpr std::int64_t engram_words(const shape::RuntimeShape& s) {
     return std::int64_t{s.kEngramColumnsLocal} * s.kEngramDim / 2;
   }
+  LOWLAT_DEVICE std::int32_t first_id() const { return s_.kTpRank * s_.kVocabLocal; }
 
-  bool receive_row_sum(int row_idx, KernelId kernel, stages::StageId stage) {
-    return stages::receive_sum(rank_.port, rank_.epoch, row_idx * stages::packets_of(s_.kHidden),
-                               b_.y + std::int64_t{row_idx} * s_.kHidden, s_.kHidden,
-                               static_cast<std::uint32_t>(kernel), stage);
+  // Of the block's rows of 0 .. n - 1.
+  template <class Body>
+  LOWLAT_DEVICE void each_row(int n, Body&& body) {
+    for_share(share_, n, body);
   }
-
-  void publish_row(int row_idx, const float* values) {
-    stages::publish(rank_.port, rank_.epoch, row_idx * stages::packets_of(s_.kHidden), values,
-                    s_.kHidden);
+  // The same, of bodies that may end the step.
+  template <class Body>
+  LOWLAT_DEVICE bool all_rows(int n, Body&& body) {
+    bool whole = true;
+    for_share(share_, n, [&](int t) { whole = whole && body(t); });
+    return whole;
   }
-
-  bool embed(const Rows& rows, KernelId kernel) {
-    embed_partial(rank_, rows);
-    ++rank_.epoch;
-    for (int t = 0; t < rows.num_rows; ++t) {
-      publish_row(t, b_.partial + std::int64_t{t} * s_.kHidden);
-    }
-    for (int t = 0; t < rows.num_rows; ++t) {
-      if (!receive_row_sum(t, kernel, stages::StageId::embed_sum)) return false;
-      spread_streams(rank_, t);
-    }
+  LOWLAT_UNIT bool hand_off(KernelId kernel) {
+    return persistent::hand_off(grid_, ++hand_offs_, rank_.port.fault,
+                                static_cast<std::uint32_t>(kernel), epoch_);
+  }
+  // The next launch goes on from here. Every block has read the old numbers before it passed the
+  // launch's first hand-off, which this block has passed too.
+  LOWLAT_DEVICE bool end() {
+    if (!hand_off(KernelId::front)) return false;
+    if (grid_.block_idx == 0 && Threads::leads()) *rank_.progress = {epoch_, hand_offs_};
     return true;
   }
 
-  bool engram(const Rows& rows, const LayerWeights& layer) {
-    engram_lookup(rank_, rows, layer);
-    ++rank_.epoch;
+  LOWLAT_UNIT bool receive_row_sum(int row_idx, KernelId kernel, stages::StageId stage) {
+    return stages::receive_sum<Block>(rank_.port, epoch_, row_idx * stages::packets_of(s_.kHidden),
+                                      b_.y + std::int64_t{row_idx} * s_.kHidden, s_.kHidden,
+                                      static_cast<std::uint32_t>(kernel), stage);
+  }
+  LOWLAT_UNIT void publish_partial(int row_idx) {
+    stages::publish<Block>(rank_.port, epoch_, row_idx * stages::packets_of(s_.kHidden),
+                           b_.partial + std::int64_t{row_idx} * s_.kHidden, s_.kHidden);
+  }
+
+  template <class Take>
+  LOWLAT_DEVICE bool embed(const Rows& rows, KernelId kernel, Take&& take) {
+    ++epoch_;
+    each_row(rows.num_rows, [&](int t) {
+      take(t);
+      embed_partial(rank_, rows, t);
+      publish_partial(t);
+    });
+    return all_rows(rows.num_rows,
+                    [&](int t) {
+                      if (!receive_row_sum(t, kernel, stages::StageId::embed_sum)) return false;
+                      spread_streams(rank_, t);
+                      return true;
+                    }) &&
+           hand_off(kernel);
+  }
+
+  // Look-up, gather and projection; what a row adds to its streams then lies in engram_kv.
+  LOWLAT_UNIT bool engram(const Rows& rows, const LayerWeights& layer) {
     const std::int64_t words = engram_words(s_), row_packets = stages::packets_of(words);
     const std::int64_t columns = std::int64_t{shape::kEngramColumns} * s_.kEngramDim;
-    for (int t = 0; t < rows.num_rows; ++t) {
+    if (!hand_off(KernelId::front)) return false;
+    ++epoch_;
+    each_row(rows.num_rows, [&](int t) {
+      engram_lookup(rank_, rows, layer, t);
       const std::uint16_t* own = b_.engram_e + t * columns + s_.kTpRank * 2 * words;
-      for (std::int64_t packet = 0; packet < row_packets; ++packet) {
-        std::uint32_t payload[plat::kTaggedPayload] = {};
-        for (int i = 0; i < plat::kTaggedPayload; ++i) {
-          const std::int64_t word = packet * plat::kTaggedPayload + i;
-          if (word < words) {
-            payload[i] = own[2 * word] | static_cast<std::uint32_t>(own[2 * word + 1]) << 16;
-          }
-        }
-        stages::publish_packet(rank_.port, rank_.epoch, t * row_packets + packet, payload);
-      }
+      stages::publish_words<Block>(rank_.port, epoch_, t * row_packets, words, [&](std::int64_t i) {
+        return own[2 * i] | static_cast<std::uint32_t>(own[2 * i + 1]) << 16;
+      });
+      plat::block_sync();
+    });
+    return all_rows(rows.num_rows,
+                    [&](int t) {
+                      const bool arrived = stages::receive_all<Block>(
+                          rank_.port, epoch_, t * row_packets, words,
+                          static_cast<std::uint32_t>(KernelId::front),
+                          stages::StageId::engram_gather,
+                          [&](int source, std::int64_t word, std::uint32_t bits) {
+                            std::uint16_t* out =
+                                b_.engram_e + t * columns + source * 2 * words + 2 * word;
+                            out[0] = static_cast<std::uint16_t>(bits & 0xffffu);
+                            out[1] = static_cast<std::uint16_t>(bits >> 16);
+                          });
+                      if (arrived) engram_quantize(rank_, t);
+                      return arrived;
+                    }) &&
+           hand_off(KernelId::front) && (engram_project(rank_, share_, rows, layer), true) &&
+           hand_off(KernelId::front);
+  }
+
+  LOWLAT_UNIT bool layer(const Rows& rows, const LayerCall& call) {
+    return front(rows, call) && (!call.selects() || select(rows, call)) && back(rows, call);
+  }
+
+  LOWLAT_UNIT bool front(const Rows& rows, const LayerCall& call) {
+    const LayerWeights& w = call.weights;
+    const bool has_engram = w.plan.engram >= 0;
+    if (has_engram && !engram(rows, w)) return false;
+    each_row(rows.num_rows, [&](int t) {
+      if (has_engram) engram_apply(rank_, rows, w, t);
+      if (rows.block_rows == 0) take_features(rank_, t, call.layer_idx);
+    });
+    if (!hand_off(KernelId::front)) return false;
+    mix_sums(rank_, share_, w.hc_attn, stages::kHcOutputs, rows.num_rows, nullptr, 0);
+    if (!hand_off(KernelId::front)) return false;
+    each_row(rows.num_rows, [&](int t) { enter_attention(rank_, share_, rows, t, call); });
+    if (!hand_off(KernelId::front)) return false;
+    project_x(rank_, share_, rows, call);
+    if (!hand_off(KernelId::front)) return false;
+    each_row(rows.num_rows, [&](int t) {
+      norm_q_lora(rank_, share_, w, t);
+      write_window_kv(rank_, rows, call, t);
+    });
+    if (call.owns_pool()) write_compressed(rank_, share_, rows, call);
+    if (!hand_off(KernelId::front)) return false;
+    project_q(rank_, share_, rows, call);
+    return hand_off(KernelId::front);
+  }
+
+  LOWLAT_UNIT bool select(const Rows& rows, const LayerCall& call) {
+    each_row(rows.num_rows, [&](int t) { finish_index_query(rank_, share_, t); });
+    for (int first = 0; first < rows.num_rows; first += kScoreRows) {
+      if (!hand_off(KernelId::select)) return false;
+      score_entries(rank_, share_, rows, call, first);
+      if (!hand_off(KernelId::select)) return false;
+      select_entries(rank_, share_, rows, call, first);
     }
-    for (int t = 0; t < rows.num_rows; ++t) {
-      const bool arrived = stages::receive_all(
-          rank_.port, rank_.epoch, t * row_packets, words,
-          static_cast<std::uint32_t>(KernelId::front), stages::StageId::engram_gather,
-          [&](int source, std::int64_t word, std::uint32_t bits) {
-            std::uint16_t* out = b_.engram_e + t * columns + source * 2 * words + 2 * word;
-            out[0] = static_cast<std::uint16_t>(bits & 0xffffu);
-            out[1] = static_cast<std::uint16_t>(bits >> 16);
+    return hand_off(KernelId::select);
+  }
+
+  LOWLAT_UNIT bool back(const Rows& rows, const LayerCall& call) {
+    return attention(rows, call) && experts(rows, call);
+  }
+
+  // Attention, o-projection and its sum; afterwards every row's x is the ffn's.
+  LOWLAT_UNIT bool attention(const Rows& rows, const LayerCall& call) {
+    const auto kernel = KernelId::back;
+    attend(rank_, share_, rows, call);
+    if (!hand_off(kernel)) return false;
+    project_groups(rank_, share_, rows, call);
+    if (!hand_off(kernel)) return false;
+    each_row(rows.num_rows, [&](int t) { quantize_groups(rank_, t); });
+    if (!hand_off(kernel)) return false;
+    ++epoch_;
+    project_out(rank_, share_, rows, call,
+                stages::PublishRows{rank_.port, epoch_, s_.kHidden, pending()});
+    if (!all_rows(rows.num_rows, [&](int t) {
+          if (!receive_row_sum(t, kernel, stages::StageId::attention_sum)) return false;
+          leave_attention(rank_, t);
+          return true;
+        })) {
+      return false;
+    }
+    if (!hand_off(kernel)) return false;
+    mix_sums(rank_, share_, call.weights.hc_ffn, stages::kHcOutputs, rows.num_rows, nullptr, 0);
+    if (!hand_off(kernel)) return false;
+    each_row(rows.num_rows, [&](int t) { enter_ffn(rank_, share_, t, call.weights); });
+    return hand_off(kernel);
+  }
+
+  LOWLAT_UNIT bool experts(const Rows& rows, const LayerCall& call) {
+    const auto kernel = KernelId::back;
+    project_ffn(rank_, share_, rows, call);
+    if (!hand_off(kernel)) return false;
+    each_row(rows.num_rows, [&](int t) { route(rank_, share_, rows, call, t); });
+    if (!hand_off(kernel)) return false;
+    run_experts_up(rank_, share_, rows, call);
+    if (!hand_off(kernel)) return false;
+    run_experts_down(rank_, share_, call);
+    if (!hand_off(kernel)) return false;
+    each_row(rows.num_rows, [&](int t) { moe_row(rank_, call, t); });
+    return sum_experts(rows.num_rows);
+  }
+
+  // The sum over ranks of every row's partial, which the row's block has made or an earlier launch,
+  // and the ffn's post.
+  LOWLAT_UNIT bool sum_experts(int num_rows) {
+    ++epoch_;
+    each_row(num_rows, [&](int t) { publish_partial(t); });
+    return all_rows(num_rows, [&](int t) {
+      if (!receive_row_sum(t, KernelId::back, stages::StageId::moe_sum)) return false;
+      leave_ffn(rank_, t);
+      return true;
+    });
+  }
+  // A packet a row for each of the block's teams, see PublishRows.
+  LOWLAT_DEVICE std::uint32_t (*pending()) [plat::kTaggedPayload] {
+    if constexpr (Threads::kAlone) {
+      return share_.memory->pending;
+    } else {
+      return share_.memory->pending + stages::DotTeam<Block>::idx() * s_.kMaxRows;
+    }
+  }
+
+  // logits_local of num_rows rows: of those that row_ids lists (checked against num_all), or all.
+  LOWLAT_DEVICE bool local_logits(KernelId kernel, const std::uint16_t* norm, const HcWeights& hc,
+                                  int num_rows, const std::int32_t* row_ids, int num_all) {
+    if (!hand_off(kernel)) return false;
+    if (rank_.rules->own_pre) {
+      mix_sums(rank_, share_, hc, shape::kNumStreams, num_rows, row_ids, num_all);
+      if (!hand_off(kernel)) return false;
+    }
+    each_row(num_rows, [&](int i) {
+      const int row_idx = row_ids == nullptr ? i : within(row_ids[i], num_all);
+      enter_head(rank_, share_, norm, hc, row_idx, i);
+    });
+    if (!hand_off(kernel)) return false;
+    head_logits(rank_, share_, num_rows);
+    return hand_off(kernel);
+  }
+
+  // The best of row i of `logits`, in every thread.
+  LOWLAT_UNIT stages::Best best_of_row(const float* logits, int i, int vocab,
+                                       std::int32_t first_id) {
+    using Best = stages::BlockBest<Block>;
+    LOWLAT_SHARED(Best::Scratch, scratch);
+    return stages::argmax<Block>(logits + std::int64_t{i} * vocab, vocab, first_id, scratch);
+  }
+
+  // Full logits of `num_rows` rows of logits_local on every rank, as many at once as a box holds. A
+  // row travels in pieces, so that all blocks have some.
+  LOWLAT_UNIT bool gather_logits(float* out, int num_rows, KernelId kernel, stages::StageId stage) {
+    const std::int64_t row_packets = stages::packets_of(s_.kVocabLocal);
+    const std::int64_t piece_packets = Threads::kAlone ? row_packets : Block::kNumThreads;
+    const auto num_pieces = static_cast<int>((row_packets + piece_packets - 1) / piece_packets);
+    const std::int64_t piece_words = piece_packets * plat::kTaggedPayload;
+    const auto at_once = static_cast<int>(rank_.port.box_packets / row_packets);
+    for (int first = 0; first < num_rows; first += at_once) {
+      if (first > 0 && !hand_off(kernel)) return false;
+      ++epoch_;
+      const int num = num_rows - first < at_once ? num_rows - first : at_once;
+      const auto each_piece = [&](auto&& body) {
+        return all_rows(num * num_pieces, [&](int item) {
+          const int i = item / num_pieces;
+          const std::int64_t word = item % num_pieces * piece_words;
+          const std::int64_t rest = s_.kVocabLocal - word;
+          return body(first + i, i * row_packets + item % num_pieces * piece_packets, word,
+                      rest < piece_words ? rest : piece_words);
+        });
+      };
+      each_piece([&](int row, std::int64_t packet, std::int64_t word, std::int64_t num_words) {
+        stages::publish<Block>(rank_.port, epoch_, packet,
+                               b_.logits_local + std::int64_t{row} * s_.kVocabLocal + word,
+                               num_words);
+        return true;
+      });
+      const bool arrived =
+          each_piece([&](int row, std::int64_t packet, std::int64_t word, std::int64_t num_words) {
+            float* out_row = out + std::int64_t{row} * s_.kVocab + word;
+            return stages::receive_all<Block>(
+                rank_.port, epoch_, packet, num_words, static_cast<std::uint32_t>(kernel), stage,
+                [&](int source, std::int64_t i, std::uint32_t bits) {
+                  out_row[std::int64_t{source} * s_.kVocabLocal + i] = plat::bits_float(bits);
+                });
           });
       if (!arrived) return false;
     }
-    engram_apply(rank_, rows, layer);
     return true;
   }
 
-  // But for the first layer, the output of the layer before still waits in y.
-  bool front(const Rows& rows, const LayerCall& call, bool first) {
-    const LayerWeights& w = call.weights;
-    if (!first) finish_layers(rows);
-    if (w.plan.engram >= 0 && !engram(rows, w)) return false;
-    if (rows.block_rows == 0) take_features(rank_, rows, call.layer_idx);
-    for (int t = 0; t < rows.num_rows; ++t) enter_attention(rank_, t, w);
-    prepare_x(rank_, rows, call);
-    write_window_kv(rank_, rows, call);
-    if (w.plan.ratio > 0 && w.plan.kv_source == call.layer_idx) {
-      write_compressed(rank_, rows, call);
-    }
-    project_q(rank_, rows, call);
-    if (w.plan.ratio > 0 && w.plan.index_source == call.layer_idx) {
-      project_index_query(rank_, rows, call);
-    }
-    return true;
-  }
-
-  bool back(const Rows& rows, const LayerCall& call) {
-    const auto kernel = KernelId::back;
-    attend(rank_, rows, call);
-    project_groups(rank_, rows, call);
-    ++rank_.epoch;
-    project_out(rank_, rows, call,
-                stages::PublishRows{rank_.port, rank_.epoch, s_.kHidden, b_.pending});
-    for (int t = 0; t < rows.num_rows; ++t) {
-      if (!receive_row_sum(t, kernel, stages::StageId::attention_sum)) return false;
-      enter_ffn(rank_, t, call.weights);
-    }
-    quantize_rows(b_.x_q, b_.x, rows.num_rows, s_.kHidden, s_.kScaleBlock);
-    stages::expand_bf16(b_.x_f32, b_.x, rows.num_rows * s_.kHidden);
-    route(rank_, rows, call);
-    run_shared_expert(rank_, rows, call);
-    run_experts(rank_, call);
-    ++rank_.epoch;
-    for (int t = 0; t < rows.num_rows; ++t) {
-      moe_row(rank_, call, t, b_.partial);
-      publish_row(t, b_.partial);
-    }
-    for (int t = 0; t < rows.num_rows; ++t) {
-      if (!receive_row_sum(t, kernel, stages::StageId::moe_sum)) return false;
-    }
-    return true;
-  }
-
-  void finish_layers(const Rows& rows) {
-    for (int t = 0; t < rows.num_rows; ++t) leave_ffn(rank_, t);
-  }
-
-  // Full logits of `num_rows` rows of logits_local on every rank.
-  bool gather_logits(float* out, int num_rows, KernelId kernel, stages::StageId stage) {
-    ++rank_.epoch;
-    const std::int64_t row_packets = stages::packets_of(s_.kVocabLocal);
-    for (int i = 0; i < num_rows; ++i) {
-      stages::publish(rank_.port, rank_.epoch, i * row_packets,
-                      b_.logits_local + std::int64_t{i} * s_.kVocabLocal, s_.kVocabLocal);
-    }
-    for (int i = 0; i < num_rows; ++i) {
-      const bool arrived =
-          stages::receive_all(rank_.port, rank_.epoch, i * row_packets, s_.kVocabLocal,
-                              static_cast<std::uint32_t>(kernel), stage,
-                              [&](int source, std::int64_t word, std::uint32_t bits) {
-                                out[std::int64_t{i} * s_.kVocab + source * s_.kVocabLocal + word] =
-                                    plat::bits_float(bits);
-                              });
-      if (!arrived) return false;
-    }
-    return true;
-  }
-
-  // The best of every rank's best, for `count` choices: own(i) is this rank's, put(i, best) takes
-  // the winner, which is the same on every rank because all compare the same candidates.
+  // The best of every rank's best, for `count` choices: own(i) is this rank's, put(i, best) is
+  // called by one thread with the winner, which is the same on every rank because all compare the
+  // same candidates. A choice is one block's.
   template <class Own, class Put>
-  bool agree_best(int count, KernelId kernel, stages::StageId stage, Own own, Put put) {
-    ++rank_.epoch;
-    for (int i = 0; i < count; ++i) {
+  LOWLAT_DEVICE bool agree_best(int count, KernelId kernel, stages::StageId stage, Own own,
+                                Put put) {
+    ++epoch_;
+    each_row(count, [&](int i) {
       const stages::Best best = own(i);
       const std::uint32_t words[2] = {plat::float_bits(best.value),
                                       static_cast<std::uint32_t>(best.id)};
-      stages::publish(rank_.port, rank_.epoch, i, words, 2);
-    }
-    for (int i = 0; i < count; ++i) {
-      stages::Best winner = stages::kNoBest, candidate = stages::kNoBest;
+      stages::publish<Block>(rank_.port, epoch_, i, words, 2);
+    });
+    using Candidates = stages::Best[kMaxRanks];
+    LOWLAT_SHARED(Candidates, candidates);
+    return all_rows(count, [&](int i) {
       const bool arrived =
-          stages::receive_all(rank_.port, rank_.epoch, i, 2, static_cast<std::uint32_t>(kernel),
-                              stage, [&](int, std::int64_t word, std::uint32_t bits) {
-                                if (word == 0) {
-                                  candidate.value = plat::bits_float(bits);
-                                } else {
-                                  candidate.id = static_cast<std::int32_t>(bits);
-                                  winner = stages::best_of(winner, candidate);
-                                }
-                              });
+          stages::receive_all<Block>(rank_.port, epoch_, i, 2, static_cast<std::uint32_t>(kernel),
+                                     stage, [&](int source, std::int64_t word, std::uint32_t bits) {
+                                       if (word == 0) {
+                                         candidates[source].value = plat::bits_float(bits);
+                                       } else {
+                                         candidates[source].id = static_cast<std::int32_t>(bits);
+                                       }
+                                     });
       if (!arrived) return false;
-      put(i, winner);
-    }
-    return true;
+      if (Threads::leads()) {
+        stages::Best winner = stages::kNoBest;
+        for (int source = 0; source < s_.kTpSize; ++source) {
+          winner = stages::best_of(winner, candidates[source]);
+        }
+        put(i, winner);
+      }
+      plat::block_sync();
+      return true;
+    });
   }
 
-  bool head(const lowlat_step& step) {
-    if (step.num_logit_rows == 0) return true;
-    head_logits(rank_, rank_.weights->norm, rank_.weights->hc_head, step.logit_rows,
-                step.num_logit_rows);
-    if (step.logits != nullptr) {
-      if (!gather_logits(step.logits, step.num_logit_rows, KernelId::head,
-                         stages::StageId::logits_gather)) {
-        return false;
-      }
-      if (step.argmax == nullptr) return true;
-      for (int i = 0; i < step.num_logit_rows; ++i) {
-        step.argmax[i] = stages::argmax(step.logits + std::int64_t{i} * s_.kVocab, s_.kVocab).id;
-      }
-      return true;
-    }
-    if (step.argmax == nullptr) return true;
-    return agree_best(
-        step.num_logit_rows, KernelId::head, stages::StageId::argmax_gather,
-        [&](int i) {
-          return stages::argmax(b_.logits_local + std::int64_t{i} * s_.kVocabLocal, s_.kVocabLocal,
-                                s_.kTpRank * s_.kVocabLocal);
-        },
-        [&](int i, stages::Best best) { step.argmax[i] = best.id; });
+  // The context's keys of committed rows of the last target step.
+  LOWLAT_UNIT bool inject(const lowlat_draft& draft) {
+    const auto kernel = KernelId::draft;
+    const int num_rows = draft.num_inject_rows;
+    each_row(num_rows, [&](int t) { inject_features(rank_, t); });
+    if (!hand_off(kernel)) return false;
+    inject_project(rank_, share_, num_rows);
+    if (!hand_off(kernel)) return false;
+    each_row(num_rows, [&](int t) { inject_x(rank_, draft.inject_positions[t], t); });
+    if (!hand_off(kernel)) return false;
+    inject_kv(rank_, share_, num_rows);
+    if (!hand_off(kernel)) return false;
+    each_row(num_rows, [&](int t) {
+      const std::int32_t slot = checked_slot(rank_, draft.inject_slots[t]);
+      if (slot >= 0) inject_keys(rank_, slot, t);
+    });
+    return hand_off(kernel);
   }
 
   // The proposals, one after another: each needs the token before it.
-  bool propose(const lowlat_draft& draft) {
+  LOWLAT_UNIT bool propose(const lowlat_draft& draft) {
+    const auto kernel = KernelId::draft;
     for (int place = 0; place < s_.kDraftBlock; ++place) {
-      stages::Best own[kMaxDraftBatch];
-      markov_step(rank_, draft, place,
-                  [&](int request, stages::Best best) { own[request] = best; });
+      each_row(draft.batch_size, [&](int request) {
+        markov_embed(rank_, request, place == 0 ? draft.anchors[request] : b_.previous[request]);
+      });
+      if (!hand_off(kernel)) return false;
+      markov_logits(rank_, share_, draft.batch_size, place);
+      if (!hand_off(kernel)) return false;
       const bool agreed = agree_best(
-          draft.batch_size, KernelId::draft, stages::StageId::draft_token_gather,
-          [&](int request) { return own[request]; },
+          draft.batch_size, kernel, stages::StageId::draft_token_gather,
+          [&](int request) { return markov_choice(rank_, draft, request, place); },
           [&](int request, stages::Best best) {
             b_.previous[request] = best.id;
             draft.draft_tokens[request * s_.kDraftBlock + place] = best.id;
@@ -285,35 +486,20 @@ class Program {
       if (!agreed) return false;
     }
     if (draft.draft_logits == nullptr) return true;
-    return gather_logits(draft.draft_logits, draft.batch_size * s_.kDraftBlock, KernelId::draft,
+    if (!hand_off(kernel)) return false;
+    return gather_logits(draft.draft_logits, draft.batch_size * s_.kDraftBlock, kernel,
                          stages::StageId::draft_logits_gather);
   }
 
- public:
-  static constexpr int kMaxDraftBatch = 64;
+  static constexpr int kMaxRanks = 64;
 
- private:
-  Rank& rank_;
+  const Rank& rank_;
   const shape::RuntimeShape& s_;
-  Buffers& b_;
+  const Buffers& b_;
+  const Grid grid_;
+  const Share share_;
+  std::uint64_t epoch_;
+  std::uint32_t hand_offs_;
 };
-
-// The acceptance rule for every request; on every rank alike, no exchange.
-inline void accept(const lowlat_accept& a, float* scratch) {
-  for (int request = 0; request < a.batch_size; ++request) {
-    const std::int64_t row = std::int64_t{request} * (a.num_drafts + 1) * a.vocab;
-    const std::int32_t* draft = a.draft_tokens + std::int64_t{request} * a.num_drafts;
-    const stages::Accepted result =
-        a.temperature[request] == 0.0f
-            ? stages::accept_greedy(draft, a.target_logits + row, a.num_drafts, a.vocab)
-            : stages::accept_sampled(
-                  draft, a.target_logits + row,
-                  a.draft_logits + std::int64_t{request} * a.num_drafts * a.vocab, a.num_drafts,
-                  a.vocab, a.temperature[request],
-                  a.coins + std::int64_t{request} * (a.num_drafts + 1), scratch);
-    a.accepted[request] = result.num_drafts;
-    a.next_tokens[request] = result.next;
-  }
-}
 
 }  // namespace lowlat::LOWLAT_PLATFORM::persistent

@@ -8,9 +8,11 @@
 #include <cstdint>
 
 #include "lowlat/kernels.h"
+#include "persistent/grid.hpp"
 #include "persistent/rules.hpp"
 #include "persistent/weights.hpp"
 #include "shape/runtime_shape.hpp"
+#include "stages/accept.hpp"
 #include "stages/attention.hpp"
 #include "stages/engram.hpp"
 #include "stages/exchange.hpp"
@@ -40,9 +42,10 @@ enum class KernelId : std::uint32_t {
   count
 };
 
-// The rows of one forward, of the target or of a draft block.
+// The rows of one forward, of the target or of a draft block. Values are within the model's sizes:
+// take_row() sees to it.
 struct Rows {
-  int num_rows;
+  int num_rows, batch_size;
   const std::int32_t* token_ids;    // [num_rows]
   const std::int32_t* positions;    // [num_rows]
   const std::int32_t* request_idx;  // [num_rows]
@@ -52,23 +55,79 @@ struct Rows {
   // Target only.
   const std::int32_t* history;      // [batch, 3]
   const std::int32_t* state_slots;  // [batch]
-  // Draft only (block_rows > 0): a request's rows attend to its context and to the whole block.
-  int block_rows;
-  const std::int32_t* prefixes;  // [batch]
+  int block_rows;  // draft only, else 0: a request's rows attend to its context and to all of these
+};
+
+constexpr std::int64_t most(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+
+inline constexpr int kMixPitch = stages::kHcOutputs + 1;
+
+// Rows whose scores of entries are kept at once: the selection goes through a step in groups.
+inline constexpr int kScoreRows = Threads::kAlone ? 1 : 8;
+
+// What one block needs for itself while a unit runs. M rows of a step.
+struct BlockMemory {
+  float* wide_f32;             // [4 H, at least 512 and q_lora] a residual row, other single rows
+  std::uint16_t* latent;       // bf16 [512]
+  std::uint8_t* index_codes;   // e4m3 [index_heads, 128] of one row, V4
+  float* index_scales;         // [index_heads] of one row, V4
+  std::int32_t* window_ids;    // [window + draft_block]
+  std::int32_t* entry_ids;     // [max entries]
+  float* attention_memory;     // SparseAttention's, of the heads that are taken together
+  float* gate_scratch;         // [2 E]
+  std::int32_t* pair_offsets;  // [E + 1]
+  std::int32_t* pairs;         // [M k]
+  float* accept_scratch;       // Acceptance's, of V
+  float* w_row;                // [2 * widest K] expanded weight rows, of one thread
+  std::uint32_t (*pending)[plat::kTaggedPayload];  // [teams, M] of PublishRows
+
+  // Assigns every member from carve(count, T*&): called once to count and once to place.
+  template <class Carve>
+  void lay_out(const shape::RuntimeShape& s, Carve&& carve) {
+    const std::int64_t rows = s.kMaxRows, hidden = s.kHidden;
+    carve(most(most(4 * hidden, shape::kHeadDim), s.kQLora), wide_f32);
+    carve(shape::kHeadDim, latent);
+    carve(std::int64_t{s.kIndexHeads} * shape::kIndexDim, index_codes);
+    carve(s.kIndexHeads, index_scales);
+    carve(s.kWindow + s.kDraftBlock, window_ids);
+    carve(s.kMaxEntries, entry_ids);
+    carve(stages::SparseAttention<Block>::memory_floats(Threads::kAlone ? s.kNumHeadsLocal : 1),
+          attention_memory);
+    carve(2 * s.max_experts(), gate_scratch);
+    carve(s.max_experts() + 1, pair_offsets);
+    carve(rows * s.max_experts_per_token(), pairs);
+    carve(stages::Acceptance<Block>::memory_floats(s.kVocab), accept_scratch);
+    std::int64_t widest = 0;
+    if (Threads::kAlone) {
+      for (const std::int64_t k :
+           {4 * hidden, std::int64_t{s.kQLora}, std::int64_t{s.kGroupInput},
+            s.kGroupsLocal * std::int64_t{s.kOLora}, std::int64_t{s.kIntermediateLocal},
+            std::int64_t{shape::kEngramColumns} * s.kEngramDim, s.kNumDraftStages * hidden,
+            std::int64_t{s.kMarkovRank}}) {
+        widest = most(widest, k);
+      }
+    }
+    carve(2 * widest, w_row);
+    carve(rows * (Threads::kAlone ? 1 : Threads::kNumThreads / stages::kDotLanes), pending);
+  }
 };
 
 // Memory of one rank that is not bound: every intermediate of a step of up to kMaxRows rows
 // (targets) or kMaxBatch * kDraftBlock rows (drafts, never more). M rows, fp32 holds bf16 values
 // where noted.
 struct Buffers {
+  std::int32_t* row_token;     // [M] the rows of the forward that runs, see Rows
+  std::int32_t* row_position;  // [M]
+  std::int32_t* row_request;   // [M]
+  std::int32_t* row_slot;      // [M]
+  std::uint8_t* image_rows;    // [M] 1 where the token is an image's; for other kernels' experts
   std::uint16_t* residual;     // bf16 [M, 4, H]
   std::uint16_t* x;            // bf16 [M, H] input of a sublayer
   float* x_f32;                // [M, H] x, bf16 values
   float* x_q;                  // [M, H] x as a block-fp8 linear sees it
-  float* wide_f32;             // [4 H, at least 512 and q_lora] a residual row, other single rows
   std::uint16_t* q_lora;       // bf16 [M, q_lora]
   float* q_lora_q;             // [M, q_lora]
-  float* kv;                   // [M, 512]
+  float* kv;                   // [M, 512], of every draft stage where context is injected
   std::uint16_t* q;            // bf16 [M, heads_local, 512]; the attention output afterwards
   float* o_f32;                // [M, heads_local * 512]
   std::uint16_t* u;            // bf16 [M, groups_local * o_lora]
@@ -77,28 +136,20 @@ struct Buffers {
   std::uint16_t* y;            // bf16 [M, H] a sublayer's summed output
   stages::HcParams* hc_attn;   // [M]
   stages::HcParams* hc_ffn;    // [M]
+  float* mix_sums;             // [M, kMixPitch] products of the streams, then their squares' sum
   float* pre;                  // [M, 4] what the next attention (V4.1) or the head combines with
   stages::RopeTurn* turn;      // [M] of the layer's frequencies at each row's position
   float* compress;             // [M, compress width] projections: values, then scores
   float* index_compress;       // [M, index compress width] the same of V4's index
-  std::uint16_t* latent;       // bf16 [512]
   float* index_q;              // [M, index_heads, 128]
-  std::uint8_t* index_codes;   // e4m3 [index_heads, 128] of one row, V4
-  float* index_scales;         // [index_heads] of one row, V4
   float* index_w;              // [M, index_heads]
   std::int32_t* selected;      // [M, topk] entries, ascending, -1 at the end
   std::int32_t* candidates;    // [M, candidate_blocks]
-  float* scores;               // [positions of the cache]
-  float* block_scores;         // [positions / candidate_block_size]
-  std::int32_t* window_ids;    // [window + draft_block]
-  std::int32_t* entry_ids;     // [max entries]
-  float* attention_memory;     // SparseAttention::memory_floats(heads_local)
+  float* scores;               // [kScoreRows, positions of the cache]
+  float* block_scores;         // [kScoreRows, positions / candidate_block_size + 1]
   float* gate_logits;          // [M, E]
-  float* gate_scratch;         // [2 E]
   std::int32_t* expert_ids;    // [M, k]
   float* expert_weights;       // [M, k]
-  std::int32_t* pair_offsets;  // [E + 1]
-  std::int32_t* pairs;         // [M k]
   float* expert_h;             // [M k, I_local] bf16 values
   std::uint16_t* expert_d;     // bf16 [M k, H]
   std::uint16_t* shared_gate;  // bf16 [M, I_local]; h afterwards
@@ -109,36 +160,30 @@ struct Buffers {
   float* engram_q;             // [M, 24 D]
   std::uint16_t* engram_kv;    // bf16 [M, 5 H]
   std::uint16_t* features;     // bf16 [M, stages * H] of the last target step
-  float* feature_q;            // [stages * H] one row
+  float* feature_q;            // [M, stages * H] as a block-fp8 linear sees them
   float* logits_local;         // [M, V_local]
-  std::int32_t* draft_ids;     // [max_batch * draft_block] and the four arrays of Rows below
-  std::int32_t* draft_positions;
-  std::int32_t* draft_requests;
-  float* markov_embedding;                         // [max_batch, R]
-  std::int32_t* previous;                          // [max_batch] last chosen token
-  float* accept_scratch;                           // [2 V]
-  float* w_row;                                    // [2 * widest K] expanded weight rows
-  std::uint32_t (*pending)[plat::kTaggedPayload];  // [M] of PublishRows
+  float* markov_embedding;     // [max_batch, R]
+  std::int32_t* previous;      // [max_batch] last chosen token
 
-  // Assigns every member from carve(count, T*&): called once to count and once to place.
+  // Assigns every member, as BlockMemory's.
   template <class Carve>
   void lay_out(const shape::RuntimeShape& s, Carve&& carve) {
     const std::int64_t rows = s.kMaxRows, hidden = s.kHidden, batch = s.kMaxBatch;
     const std::int64_t heads = std::int64_t{s.kNumHeadsLocal} * shape::kHeadDim;
     const std::int64_t slots = s.max_experts_per_token(), experts = s.max_experts();
     const std::int64_t columns = std::int64_t{shape::kEngramColumns} * s.kEngramDim;
-    const std::int64_t positions = std::int64_t{s.kNumPages} * s.kPageSize;
-    const std::int64_t draft_rows = batch * s.kDraftBlock;
+    carve(rows, row_token);
+    carve(rows, row_position);
+    carve(rows, row_request);
+    carve(rows, row_slot);
+    carve(rows, image_rows);
     carve(rows * 4 * hidden, residual);
     carve(rows * hidden, x);
     carve(rows * hidden, x_f32);
     carve(rows * hidden, x_q);
-    std::int64_t wide = 4 * hidden > shape::kHeadDim ? 4 * hidden : shape::kHeadDim;
-    wide = wide > s.kQLora ? wide : s.kQLora;
-    carve(wide, wide_f32);
     carve(rows * s.kQLora, q_lora);
     carve(rows * s.kQLora, q_lora_q);
-    carve(rows * shape::kHeadDim, kv);
+    carve(rows * most(1, s.kNumDraftStages) * shape::kHeadDim, kv);
     carve(rows * heads, q);
     carve(rows * heads, o_f32);
     carve(rows * s.kGroupsLocal * s.kOLora, u);
@@ -147,29 +192,20 @@ struct Buffers {
     carve(rows * hidden, y);
     carve(rows, hc_attn);
     carve(rows, hc_ffn);
+    carve(rows * kMixPitch, mix_sums);
     carve(rows * 4, pre);
     carve(rows, turn);
     carve(rows * s.kCompressWidth, compress);
     carve(rows * s.kIndexCompressWidth, index_compress);
-    carve(shape::kHeadDim, latent);
     carve(rows * s.kIndexHeads * shape::kIndexDim, index_q);
-    carve(std::int64_t{s.kIndexHeads} * shape::kIndexDim, index_codes);
-    carve(s.kIndexHeads, index_scales);
     carve(rows * s.kIndexHeads, index_w);
     carve(rows * s.kIndexTopk, selected);
     carve(rows * s.kCandidateBlocks, candidates);
-    carve(positions, scores);
-    carve(s.kCandidateBlockSize > 0 ? positions / s.kCandidateBlockSize + 1 : 1, block_scores);
-    carve(s.kWindow + s.kDraftBlock, window_ids);
-    carve(s.kMaxEntries, entry_ids);
-    carve(stages::SparseAttention<plat::Block<256>>::memory_floats(s.kNumHeadsLocal),
-          attention_memory);
+    carve(kScoreRows * score_pitch(s), scores);
+    carve(kScoreRows * block_score_pitch(s), block_scores);
     carve(rows * experts, gate_logits);
-    carve(2 * experts, gate_scratch);
     carve(rows * slots, expert_ids);
     carve(rows * slots, expert_weights);
-    carve(experts + 1, pair_offsets);
-    carve(rows * slots, pairs);
     carve(rows * slots * s.kIntermediateLocal, expert_h);
     carve(rows * slots * hidden, expert_d);
     carve(rows * s.kIntermediateLocal, shared_gate);
@@ -180,38 +216,38 @@ struct Buffers {
     carve(rows * columns, engram_q);
     carve(rows * 5 * hidden, engram_kv);
     carve(rows * s.kNumDraftStages * hidden, features);
-    carve(s.kNumDraftStages * hidden, feature_q);
+    carve(rows * s.kNumDraftStages * hidden, feature_q);
     carve(rows * s.kVocabLocal, logits_local);
-    carve(draft_rows, draft_ids);
-    carve(draft_rows, draft_positions);
-    carve(draft_rows, draft_requests);
     carve(batch * s.kMarkovRank, markov_embedding);
     carve(batch, previous);
-    carve(2 * std::int64_t{s.kVocab}, accept_scratch);
-    std::int64_t widest = 4 * hidden;
-    const auto widen = [&](std::int64_t k) { widest = k > widest ? k : widest; };
-    widen(s.kQLora);
-    widen(s.kGroupInput);
-    widen(s.kGroupsLocal * std::int64_t{s.kOLora});
-    widen(s.kIntermediateLocal);
-    widen(columns);
-    widen(s.kNumDraftStages * hidden);
-    widen(s.kMarkovRank);
-    carve(2 * widest, w_row);
-    carve(rows, pending);
+  }
+
+  // Distances of rows of scores.
+  LOWLAT_DEVICE static constexpr std::int64_t score_pitch(const shape::RuntimeShape& s) {
+    return std::int64_t{s.kNumPages} * s.kPageSize;
+  }
+  LOWLAT_DEVICE static constexpr std::int64_t block_score_pitch(const shape::RuntimeShape& s) {
+    return s.kCandidateBlockSize > 0 ? score_pitch(s) / s.kCandidateBlockSize + 1 : 1;
   }
 };
 
+// Where a rank's sequence of exchanges and hand-offs stands; kept between launches.
+struct Progress {
+  std::uint64_t epoch;      // of the last exchange; the next one takes epoch + 1
+  std::uint32_t hand_offs;  // the last hand-off's number
+};
+
+// Read only while a step runs. Pointers are in the platform's memory.
 struct Rank {
   shape::RuntimeShape shape;
   const ModelRules* rules;
   const lowlat_model_config* config;
   const ModelWeights* weights;
   Buffers buffers;
+  const BlockMemory* blocks;  // [blocks of the widest grid]
+  Progress* progress;         // read when a launch begins, written when it has ended well
   stages::ExchangePort port;
-  std::uint64_t epoch;  // of the last exchange; the next one takes epoch + 1
   stages::RopeTable window_rope, compressed_rope;
-  int num_feature_rows;  // rows of the last target step
 };
 
 }  // namespace lowlat::LOWLAT_PLATFORM::persistent

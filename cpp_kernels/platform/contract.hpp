@@ -2,6 +2,8 @@
 // fails to compile when a name is missing or has another type.
 //
 //   LOWLAT_DEVICE, LOWLAT_TABLE   before a device function; before a table of constants
+//   LOWLAT_UNIT                before a device function that a kernel holds once and calls: large
+//                              code that runs a few times costs its fetch, not its call
 //   LOWLAT_SHARED(type, name)  in a kernel: declares `name`, one object a block, uninitialised;
 //                              `type` is a name, of an array too
 //   kName, kWarpLanes          the platform's word; lanes of a warp: 1, 32 or 64
@@ -34,8 +36,9 @@
 #include <concepts>
 #include <cstdint>
 
-#if !defined(LOWLAT_DEVICE) || !defined(LOWLAT_TABLE) || !defined(LOWLAT_SHARED)
-#error "the platform lacks LOWLAT_DEVICE, LOWLAT_TABLE or LOWLAT_SHARED"
+#if !defined(LOWLAT_DEVICE) || !defined(LOWLAT_TABLE) || !defined(LOWLAT_UNIT) || \
+    !defined(LOWLAT_SHARED)
+#error "the platform lacks LOWLAT_DEVICE, LOWLAT_UNIT, LOWLAT_TABLE or LOWLAT_SHARED"
 #endif
 
 namespace lowlat::LOWLAT_PLATFORM::plat {

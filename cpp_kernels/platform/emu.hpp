@@ -32,6 +32,7 @@
 
 #define LOWLAT_PLATFORM emu
 #define LOWLAT_DEVICE inline
+#define LOWLAT_UNIT inline
 #define LOWLAT_SHARED(type, name) \
   static char name##_site;        \
   type& name = *static_cast<type*>(::lowlat::emu::fibers::shared(&name##_site, sizeof(type)))

@@ -16,6 +16,7 @@
 
 #define LOWLAT_PLATFORM nvidia
 #define LOWLAT_DEVICE __device__ inline
+#define LOWLAT_UNIT __device__ __noinline__ inline
 // A constant that device code indexes at run time: internal linkage, because an object file holds
 // its own copy of device memory.
 #define LOWLAT_TABLE static __device__ constexpr

@@ -9,6 +9,7 @@
 
 #define LOWLAT_PLATFORM scalar
 #define LOWLAT_DEVICE inline
+#define LOWLAT_UNIT inline
 #define LOWLAT_SHARED(type, name) type name
 
 #include "platform/cpu.hpp"

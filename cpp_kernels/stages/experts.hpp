@@ -107,7 +107,24 @@ LOWLAT_DEVICE void dot_pairs(const Fp4Weights* const (&weights)[kNumWeights], in
   for (int first = 0; first < num_pairs; first += kTile) {
     const int num = num_pairs - first < kTile ? num_pairs - first : kTile;
     float chain[kTile][kNumWeights] = {};
-    for (int i = Dots::lane(); i < n; i += kDotLanes) {
+    int i = Dots::lane();
+    for (; i + (kDotAhead - 1) * kDotLanes < n; i += kDotAhead * kDotLanes) {
+      float weight[kNumWeights][kDotAhead];
+      for (int w = 0; w < kNumWeights; ++w) {
+        for (int ahead = 0; ahead < kDotAhead; ++ahead) {
+          weight[w][ahead] = weights[w]->value(row_idx, i + ahead * kDotLanes);
+        }
+      }
+      for (int p = 0; p < kTile; ++p) {
+        if (p >= num) break;
+        const float* values = row(first + p) + i;
+        for (int ahead = 0; ahead < kDotAhead; ++ahead) {
+          const float v = values[ahead * kDotLanes];
+          for (int w = 0; w < kNumWeights; ++w) chain[p][w] += v * weight[w][ahead];
+        }
+      }
+    }
+    for (; i < n; i += kDotLanes) {
       for (int w = 0; w < kNumWeights; ++w) {
         const float weight = weights[w]->value(row_idx, i);
         for (int p = 0; p < kTile; ++p) {

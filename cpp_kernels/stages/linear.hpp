@@ -129,7 +129,21 @@ LOWLAT_DEVICE void linear(const float* x, std::int64_t x_stride, int num_rows, i
           const int rest = num_rows - first;
           const int num = rest < kLinearTile ? rest : kLinearTile;
           float chain[kLinearTile] = {};
-          for (int i = lane; i < k; i += kDotLanes) {
+          int i = lane;
+          for (; i + (kDotAhead - 1) * kDotLanes < k; i += kDotAhead * kDotLanes) {
+            float w[kDotAhead];
+            for (int ahead = 0; ahead < kDotAhead; ++ahead) {
+              w[ahead] = weights.value(row_idx, i + ahead * kDotLanes);
+            }
+            for (int t = 0; t < kLinearTile; ++t) {
+              if (t >= num) break;
+              const float* values = x + (first + t) * x_stride + i;
+              float v[kDotAhead];
+              for (int ahead = 0; ahead < kDotAhead; ++ahead) v[ahead] = values[ahead * kDotLanes];
+              for (int ahead = 0; ahead < kDotAhead; ++ahead) chain[t] += v[ahead] * w[ahead];
+            }
+          }
+          for (; i < k; i += kDotLanes) {
             const float w = weights.value(row_idx, i);
             const float* values = x + first * x_stride + i;
             for (int t = 0; t < kLinearTile; ++t) {

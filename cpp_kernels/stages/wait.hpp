@@ -33,6 +33,7 @@ enum class StageId : std::uint32_t {
   argmax_gather = 6,
   draft_token_gather = 7,
   draft_logits_gather = 8,
+  hand_off = 9,  // of the blocks of one rank
   count
 };
 
@@ -57,11 +58,15 @@ struct FaultPort {
   StatusWords* status;
   int tp_rank, tp_size;
   std::uint64_t budget_ns;  // of every wait
+  // Where the status words lie in memory that takes no atomics of the device: a word of the rank's
+  // own that stands for StatusWords::claimed.
+  std::uint32_t* claimed = nullptr;
 };
 
 // Whether the caller is the one that writes the status words.
 LOWLAT_DEVICE bool claim_status(const FaultPort& port) {
-  return plat::atomic_cas<plat::Scope::system>(&port.status->claimed, 0u, 1u) == 0u;
+  std::uint32_t* word = port.claimed != nullptr ? port.claimed : &port.status->claimed;
+  return plat::atomic_cas<plat::Scope::system>(word, 0u, 1u) == 0u;
 }
 
 // One thread of a warp calls; others may call at the same time. Stores what happened, then raises
@@ -94,6 +99,9 @@ LOWLAT_DEVICE void note_abort(const FaultPort& port, std::uint32_t kernel, Stage
   plat::store_release<plat::Scope::system>(&port.status->state, reason == kAbortByHost ? 3u : 2u);
 }
 
+// Polls between two looks at the abort word: some microseconds on a device.
+inline constexpr std::uint32_t kPollsALook = 16;
+
 // Polls `arrived` until it is true, the abort word rises or the budget is spent. One thread calls,
 // or all lanes of a warp (any Block of more than one thread); the result is the warp's, and
 // out_mine says whether the caller's own word arrived. `arrived` is not called again once it was
@@ -105,10 +113,12 @@ LOWLAT_DEVICE WaitResult wait_until(const FaultPort& port, Arrived arrived, bool
   out_mine = arrived();
   if (!one(!out_mine)) return WaitResult::arrived;
   const std::uint64_t deadline_ns = plat::clock_ns() + port.budget_ns;
-  for (;;) {
+  for (std::uint32_t poll = 0;; ++poll) {
     out_mine = out_mine || arrived();
     if (!one(!out_mine)) return WaitResult::arrived;
-    if (one(plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u)) {
+    // A look at the abort word takes as long as a poll and would double the time between two.
+    if (poll % kPollsALook == 0 &&
+        one(plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u)) {
       return WaitResult::aborted;
     }
     if (one(plat::clock_ns() > deadline_ns)) return WaitResult::expired;

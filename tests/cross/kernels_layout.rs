@@ -91,6 +91,8 @@ fn constants_are_the_headers() {
         ("LOWLAT_ROW_MAJOR", abi::ROW_MAJOR.into()),
         ("LOWLAT_WEIGHT", abi::ROLE_WEIGHT.into()),
         ("LOWLAT_POOL", abi::ROLE_POOL.into()),
+        ("LOWLAT_MEMORY_DEVICE", abi::MEMORY_DEVICE.into()),
+        ("LOWLAT_MEMORY_SHARED", abi::MEMORY_SHARED.into()),
         ("LOWLAT_OK", abi::STATUS_OK as u64),
         ("LOWLAT_U8", abi::Dtype::U8 as u64),
         ("LOWLAT_I32", abi::Dtype::I32 as u64),

@@ -125,7 +125,8 @@ TEST_CASE(launches_that_cannot_be_are_refused) {
   CHECK(refused([](auto& p) { p.batch_size = 0; }, 64, invalid));
   CHECK(refused([](auto& p) { p.batch_size = 9; }, 64, invalid));
   CHECK(refused([](auto& p) { p.port.tp_size = 3; }, 64, invalid));
-  CHECK(refused([](auto& p) { p.port.box_packets = 4 * 64 - 1; }, 64, invalid));
+  const int too_few = fused::draft_packets(64, 2) - 1;
+  CHECK(refused([=](auto& p) { p.port.box_packets = too_few; }, 64, invalid));
   CHECK(refused([](auto& p) { p.share_logits = true; }, 64, invalid));
   CHECK(refused([](auto& p) { p.vocab_shard = 0; }, 64, invalid));
   CHECK(refused([](auto& p) { p.vocab_shard -= 2; }, 64, invalid));

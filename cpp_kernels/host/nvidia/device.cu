@@ -53,20 +53,28 @@ std::string refusal_of_device(int device) {
   return "this library has no code for it; build with its architecture in LOWLAT_CUDA_ARCHS";
 }
 
-void open_first_device() {
+void require_device(int device, const std::string& asked) {
   std::string none;
-  if (count_devices(none) == 0) {
+  const int count = count_devices(none);
+  if (count == 0) {
     throw unsupported("platform nvidia has no device here: " + none + " (lowlat doctor)");
   }
-  check(cudaSetDevice(0), "cudaSetDevice");
-  const std::string why = refusal_of_device(0);
-  if (!why.empty()) {
-    cudaDeviceProp properties;
-    check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
-    throw unsupported(std::string("device 0 is ") + properties.name + " (sm_" +
-                      std::to_string(properties.major) + std::to_string(properties.minor) +
-                      "): " + why);
+  if (device < 0 || device >= count) {
+    throw unsupported("platform is \"" + asked + "\"; this machine has devices 0 .. " +
+                      std::to_string(count - 1));
   }
+  const std::string why = refusal_of_device(device);
+  if (why.empty()) return;
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  throw unsupported("device " + std::to_string(device) + " is " + properties.name + " (sm_" +
+                    std::to_string(properties.major) + std::to_string(properties.minor) +
+                    "): " + why);
+}
+
+void open_first_device() {
+  require_device(0, "nvidia");
+  check(cudaSetDevice(0), "cudaSetDevice");
 }
 
 Stream::Stream() {

@@ -30,9 +30,27 @@ int count_devices(std::string& out_why);
 // it, where there is no driver, no device or no kernel for it in this library.
 void open_first_device();
 
+// The same for any device, without making it current; `asked` is what was asked for.
+void require_device(int device, const std::string& asked);
+
 // Why this library's kernels do not run on a device; "" when they do. Leaves the current device as
 // it was.
 std::string refusal_of_device(int device);
+
+// The current device of the calling thread, given back at the end.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    check(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
 
 // A deadline for work that is not meant to wait for anything.
 inline constexpr std::uint64_t kWorkBudgetNs = 120'000'000'000;

@@ -17,6 +17,8 @@ namespace {
 constexpr std::uint64_t kMagic = 0x3144'5643'4c57'4c4cull;  // "LLWLCVD1", little-endian
 constexpr std::uint32_t kProbe = 0x6c6c'7770u;              // plus the prober's rank
 constexpr std::int64_t kLine = 128;                         // bytes: nobody shares another's line
+constexpr std::int64_t kStatusBytes = 2 * kLine;
+static_assert(sizeof(nvidia::stages::StatusWords) <= kLine);
 
 struct HandleBytes {
   std::uint64_t magic;
@@ -26,24 +28,21 @@ struct HandleBytes {
   std::int64_t pid;
   std::int64_t box_packets;
   std::uint64_t base;
+  std::uint64_t model_digest;
+  std::uint64_t device_id;  // the same in every process
   cudaIpcMemHandle_t memory;
 };
 static_assert(sizeof(HandleBytes) <= LOWLAT_PEER_HANDLE_BYTES);
 
-// The current device of the calling thread, given back at the end.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    check(cudaSetDevice(device), "cudaSetDevice");
-  }
-  ~OnDevice() { cudaSetDevice(before_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_ = 0;
-};
+// Of the device's UUID.
+std::uint64_t device_id(int device) {
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  std::uint64_t halves[2];
+  static_assert(sizeof halves == sizeof properties.uuid);
+  std::memcpy(halves, &properties.uuid, sizeof halves);
+  return halves[0] ^ halves[1];
+}
 
 __global__ void probe_any(std::uint32_t* word, std::uint32_t value) {
   nvidia::plat::store_release<nvidia::plat::Scope::system>(word, value);
@@ -61,10 +60,12 @@ struct ExchangeRegion::Layout {
   std::int64_t bytes() const { return probe_at(tp_size); }
 };
 
-ExchangeRegion::ExchangeRegion(int tp_rank, int tp_size, int max_rows, int hidden)
+ExchangeRegion::ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packets,
+                               std::uint64_t model_digest)
     : tp_rank_(tp_rank),
       tp_size_(tp_size),
-      box_packets_(std::int64_t{max_rows} * hidden / 4),
+      box_packets_(box_packets),
+      model_digest_(model_digest),
       peers_(static_cast<std::size_t>(tp_size)) {
   if (tp_size < 1 || tp_size > nvidia::fused::kMaxRanks || tp_rank < 0 || tp_rank >= tp_size) {
     throw Error(LOWLAT_INVALID,
@@ -79,11 +80,13 @@ ExchangeRegion::ExchangeRegion(int tp_rank, int tp_size, int max_rows, int hidde
   const std::uint64_t first[2] = {1, 0};
   check(cudaMalloc(&own_, sizeof first), "cudaMalloc");
   check(cudaMemcpy(own_, first, sizeof first, cudaMemcpyHostToDevice), "cudaMemcpy");
-  check(cudaHostAlloc(&status_, sizeof(nvidia::stages::StatusWords),
-                      cudaHostAllocPortable | cudaHostAllocMapped),
+  check(cudaHostAlloc(&status_, kStatusBytes, cudaHostAllocPortable | cudaHostAllocMapped),
         "cudaHostAlloc");
-  std::memset(status_, 0, sizeof(nvidia::stages::StatusWords));
+  std::memset(status_, 0, kStatusBytes);
+  *abort_source() = nvidia::stages::kAbortByHost;
+  abort_stream_ = std::make_unique<Stream>();
   peers_[tp_rank_].base = base_;
+  peers_[tp_rank_].shares_device = true;
 }
 
 ExchangeRegion::~ExchangeRegion() {
@@ -111,6 +114,8 @@ lowlat_peer_handle ExchangeRegion::handle() const {
   bytes.pid = getpid();
   bytes.box_packets = box_packets_;
   bytes.base = reinterpret_cast<std::uint64_t>(base_);
+  bytes.model_digest = model_digest_;
+  bytes.device_id = device_id(device_);
   check(cudaIpcGetMemHandle(&bytes.memory, base_), "cudaIpcGetMemHandle");
   lowlat_peer_handle out;
   std::memset(out.bytes, 0, sizeof out.bytes);
@@ -144,8 +149,13 @@ void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
                                      " packets a box; this rank's of " + std::to_string(tp_size_) +
                                      " and " + std::to_string(box_packets_));
   }
+  if (bytes.model_digest != model_digest_) {
+    throw refuse(LOWLAT_INVALID,
+                 "it was made for another model shape, another set of widths or other kernels");
+  }
   const OnDevice on(device_);
   Peer& peer = peers_[static_cast<std::size_t>(peer_rank)];
+  peer.shares_device = bytes.device_id == device_id(device_);
   if (bytes.pid != getpid()) {
     const cudaError_t error =
         cudaIpcOpenMemHandle(&peer.base, bytes.memory, cudaIpcMemLazyEnablePeerAccess);
@@ -187,6 +197,13 @@ void ExchangeRegion::probe(int peer_rank) {
       reinterpret_cast<std::uint32_t*>(base + layout.probe_at(tp_rank_)), kProbe + tp_rank_);
   check(cudaGetLastError(), "probe of peer memory");
   stream.wait();
+  std::uint32_t seen = 0;
+  check(cudaMemcpy(&seen, base + layout.probe_at(tp_rank_), sizeof seen, cudaMemcpyDeviceToHost),
+        "cudaMemcpy");
+  if (seen != kProbe + static_cast<std::uint32_t>(tp_rank_)) {
+    throw Error(LOWLAT_UNSUPPORTED, "a store to rank " + std::to_string(peer_rank) +
+                                        "'s memory did not arrive (see nvidia-smi topo -p2p w)");
+  }
 }
 
 void ExchangeRegion::probed_by(int peer_rank, std::uint64_t budget_ns) {
@@ -209,21 +226,44 @@ void ExchangeRegion::probed_by(int peer_rank, std::uint64_t budget_ns) {
   }
 }
 
+void* ExchangeRegion::boxes(int rank) const {
+  void* base = peers_[static_cast<std::size_t>(rank)].base;
+  if (base == nullptr) {
+    throw Error(LOWLAT_INVALID, "rank " + std::to_string(rank) + "'s region is not open");
+  }
+  return base;
+}
+
+std::uint32_t* ExchangeRegion::abort_word(int rank) const {
+  const Layout layout{box_packets_, tp_size_};
+  return reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(boxes(rank)) +
+                                          layout.abort_at());
+}
+
+std::uint32_t* ExchangeRegion::fault_claim() const {
+  return reinterpret_cast<std::uint32_t*>(step_epoch() + 1);
+}
+
+std::uint32_t* ExchangeRegion::abort_source() const {
+  return reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(status_) + kLine);
+}
+
+int ExchangeRegion::ranks_on_device() const {
+  int count = 0;
+  for (const Peer& peer : peers_) count += peer.base != nullptr && peer.shares_device ? 1 : 0;
+  return count;
+}
+
 nvidia::fused::ExchangePort ExchangeRegion::port(std::uint64_t budget_ns,
                                                  std::uint32_t kernel) const {
   nvidia::fused::ExchangePort out = {};
-  const Layout layout{box_packets_, tp_size_};
   for (int rank = 0; rank < tp_size_; ++rank) {
-    auto* base = static_cast<std::uint8_t*>(peers_[static_cast<std::size_t>(rank)].base);
-    if (base == nullptr) {
-      throw Error(LOWLAT_INVALID, "rank " + std::to_string(rank) + "'s region is not open");
-    }
-    out.boxes[rank] = base;
-    out.abort_words[rank] = reinterpret_cast<std::uint32_t*>(base + layout.abort_at());
+    out.boxes[rank] = boxes(rank);
+    out.abort_words[rank] = abort_word(rank);
   }
   out.status = status_;
   out.step_epoch = step_epoch();
-  out.fault_claim = reinterpret_cast<std::uint32_t*>(step_epoch() + 1);
+  out.fault_claim = fault_claim();
   out.budget_ns = budget_ns;
   out.box_packets = box_packets_;
   out.tp_rank = tp_rank_;
@@ -236,16 +276,13 @@ std::uint64_t* ExchangeRegion::step_epoch() const { return static_cast<std::uint
 
 void ExchangeRegion::abort() {
   const OnDevice on(device_);
-  const Layout layout{box_packets_, tp_size_};
-  const Stream stream;
-  for (const Peer& peer : peers_) {
-    if (peer.base == nullptr) continue;
-    probe_any<<<1, 1, 0, stream.get()>>>(
-        reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(peer.base) + layout.abort_at()),
-        nvidia::stages::kAbortByHost);
+  for (int rank = 0; rank < tp_size_; ++rank) {
+    if (!is_open(rank)) continue;
+    check(cudaMemcpyAsync(abort_word(rank), abort_source(), sizeof(std::uint32_t),
+                          cudaMemcpyHostToDevice, abort_stream_->get()),
+          "cudaMemcpyAsync");
   }
-  check(cudaGetLastError(), "abort");
-  stream.wait();
+  abort_stream_->wait();
 }
 
 std::uint64_t ExchangeRegion::bytes() const {

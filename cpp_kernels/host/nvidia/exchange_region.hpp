@@ -19,8 +19,13 @@ namespace lowlat::host::cuda {
 
 class ExchangeRegion {
  public:
-  // On the calling thread's current device, which stays the region's. max_rows: of the widest step.
-  ExchangeRegion(int tp_rank, int tp_size, int max_rows, int hidden);
+  // On the calling thread's current device, which stays the region's. model_digest: of everything
+  // that the ranks must agree on; another one's handle is refused.
+  ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packets,
+                 std::uint64_t model_digest = 0);
+  // Boxes of the fused exchange. max_rows: of the widest step.
+  ExchangeRegion(int tp_rank, int tp_size, int max_rows, int hidden)
+      : ExchangeRegion(tp_rank, tp_size, std::int64_t{max_rows} * hidden / 4) {}
   ~ExchangeRegion();
   ExchangeRegion(const ExchangeRegion&) = delete;
   ExchangeRegion& operator=(const ExchangeRegion&) = delete;
@@ -30,7 +35,10 @@ class ExchangeRegion {
   // this version, rank and shape; LOWLAT_UNSUPPORTED where the devices cannot reach each other.
   void open(int peer_rank, const lowlat_peer_handle& handle);
 
-  // Stores a word into the peer's region by a kernel. LOWLAT_FAULT when that kernel fails.
+  bool is_open(int rank) const { return peers_[static_cast<std::size_t>(rank)].base != nullptr; }
+
+  // Stores a word into the peer's region by a kernel, and reads it back from there. LOWLAT_FAULT
+  // when that kernel fails, LOWLAT_UNSUPPORTED when the word is not there.
   void probe(int peer_rank);
   // Waits until the peer's word is here. LOWLAT_UNSUPPORTED when it is not within budget_ns.
   void probed_by(int peer_rank, std::uint64_t budget_ns);
@@ -38,23 +46,38 @@ class ExchangeRegion {
   // What kernels take. Every peer is open. `kernel`: the catalogue's line for the status words.
   nvidia::fused::ExchangePort port(std::uint64_t budget_ns, std::uint32_t kernel) const;
 
+  // The same for the tagged packets of stages/exchange.hpp: every open rank's, as this device sees
+  // them.
+  void* boxes(int rank) const;
+  std::uint32_t* abort_word(int rank) const;
+  void* status() const { return status_; }  // stages::StatusWords, memory of host and device
+  std::uint32_t* fault_claim() const;       // device word
+  std::int64_t box_packets() const { return box_packets_; }
+  int device() const { return device_; }
+  int ranks_on_device() const;  // of the open ones, this one included
+
   std::uint64_t* step_epoch() const;  // device word, 1 at first: see launch_begin_step
-  // Raises the abort word on this rank and on every open peer: waits end as soon as they see it.
+  // Raises the abort word on this rank and on every open peer: waits end as soon as they see it. By
+  // the copy engines, so that it arrives while kernels fill the device. Any thread may call.
   void abort();
   std::uint64_t bytes() const;
 
  private:
+  std::uint32_t* abort_source() const;  // in the pinned memory
   struct Layout;
   struct Peer {
     void* base = nullptr;  // as this device sees it
     bool mapped = false;   // by an opened handle, to be closed
+    bool shares_device = false;
   };
 
-  int device_, tp_rank_, tp_size_;
+  int device_ = 0, tp_rank_, tp_size_;
   std::int64_t box_packets_;
+  std::uint64_t model_digest_;
   void* base_ = nullptr;    // this rank's region
   void* own_ = nullptr;     // device words that peers have no part in
-  void* status_ = nullptr;  // pinned host memory
+  void* status_ = nullptr;  // pinned host memory: the status words, then what abort() copies
+  std::unique_ptr<Stream> abort_stream_;
   std::vector<Peer> peers_;
 };
 

@@ -6,9 +6,10 @@
  *   (tp_size > 1)  ->  model_ready  ->  step_launch / accept_launch / draft_launch ...
  *   ->  destroy
  *
- * Launches are asynchronous: each rank has one stream of work that runs in launch order (on the
- * scalar platform a resident thread; `stream` must then be NULL). lowlat_synchronize waits for
- * it. All ranks launch the same sequence; a rank that does not is a fault on every rank within
+ * Launches are asynchronous: each rank has one stream of work that runs in launch order: on the
+ * scalar platform a resident thread, and `stream` must be NULL; on nvidia the cudaStream_t that is
+ * given (it may be captured into a graph), or the model's own for NULL. lowlat_synchronize waits
+ * for it. All ranks launch the same sequence; a rank that does not is a fault on every rank within
  * the wait budget, never a hang.
  *
  * Rules for every function: parameters are handle, inputs, outputs. A call that does not return
@@ -171,7 +172,8 @@ typedef struct lowlat_model_config {
 typedef struct lowlat_model lowlat_model;
 
 /* Checks the whole configuration and lists every reason against it, one a line, in
- * lowlat_last_error(). `platform` is "scalar". */
+ * lowlat_last_error(). `platform` is "scalar" or, in a library with CUDA kernels, "nvidia" (device
+ * tp_rank modulo the number of devices) or "nvidia:N" for device number N. */
 LOWLAT_API lowlat_status lowlat_model_create(const char* platform,
                                              const lowlat_model_config* config,
                                              lowlat_model** out_model);
@@ -185,6 +187,24 @@ LOWLAT_API lowlat_status lowlat_model_tensor(const lowlat_model* model, int32_t 
  * not, another dtype, shape or layout, or a stride that is not allowed is refused. */
 LOWLAT_API lowlat_status lowlat_model_bind(lowlat_model* model, const char* name,
                                            const lowlat_tensor* tensor);
+
+/* Memory for engines that have no allocator of the platform's own. */
+typedef enum lowlat_memory_kind {
+  LOWLAT_MEMORY_DEVICE = 0, /* the platform's: weights, pools */
+  LOWLAT_MEMORY_SHARED = 1  /* read and written by the host and by launches at one address: a
+                             * step's arrays and outputs. Slower for launches than the device's. */
+} lowlat_memory_kind;
+
+/* Memory of the model's device, zeroed; it goes with the model. On scalar both kinds are the
+ * process's memory. */
+LOWLAT_API lowlat_status lowlat_model_alloc(lowlat_model* model, lowlat_memory_kind kind,
+                                            uint64_t bytes, void** out_memory);
+/* Copies `bytes` between host memory and memory of the model's platform, whole at return. Nothing
+ * that is launched may use the platform's side meanwhile. */
+LOWLAT_API lowlat_status lowlat_model_write(lowlat_model* model, void* dst, const void* src,
+                                            uint64_t bytes);
+LOWLAT_API lowlat_status lowlat_model_read(const lowlat_model* model, void* dst, const void* src,
+                                           uint64_t bytes);
 
 /* What the build took: device bytes of our own, beyond what was bound. */
 LOWLAT_API uint64_t lowlat_model_own_bytes(const lowlat_model* model);
@@ -220,7 +240,9 @@ typedef enum lowlat_step_mode {
 
 /* Rows of a request are consecutive and their positions ascend by one. A row with slot -1 is
  * padding: it runs, writes no KV and its outputs mean nothing. All pointers are in the
- * platform's memory (scalar: host). */
+ * platform's memory: on scalar the host's, looked at before the launch and refused by name when
+ * wrong; on nvidia memory that the device reaches, not looked at by the host: a row whose values
+ * the model has not is then taken as padding. */
 typedef struct lowlat_step {
   uint32_t struct_bytes;
   uint32_t mode;                                    /* lowlat_step_mode */

@@ -244,9 +244,10 @@ impl Runtime {
             None => ModelSource::find(&settings.model)?,
         };
         let config = model.config;
-        if settings.platform != "scalar" {
+        let on_host = settings.platform == "scalar";
+        if !on_host && settings.platform.split(':').next() != Some("nvidia") {
             return Err(EngineError::Refused(format!(
-                "--platform is {}; this version runs on scalar",
+                "--platform is {}; needs scalar, nvidia or nvidia:N for device N",
                 settings.platform
             )));
         }
@@ -282,7 +283,7 @@ impl Runtime {
             plugin: settings.plugin,
             seed: settings.seed,
             compare_logits,
-            memory_bytes: memory_available(),
+            memory_bytes: if on_host { memory_available() } else { None },
             exchange: Arc::new(PeerExchange::default()),
         };
         let tp_size = settings.tp_size;

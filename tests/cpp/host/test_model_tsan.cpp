@@ -14,6 +14,9 @@
 #include "cpp_kernels/host/model.cpp"
 #include "cpp_kernels/host/peer.cpp"
 #include "cpp_kernels/host/plain.cpp"
+#include "cpp_kernels/host/platforms.cpp"
+#include "cpp_kernels/host/rope_frequencies.cpp"
+#include "cpp_kernels/host/scalar_model.cpp"
 #include "cpp_kernels/host/tensors.cpp"
 
 namespace {

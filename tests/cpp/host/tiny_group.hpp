@@ -156,7 +156,8 @@ inline lowlat_model_config tiny_config(std::uint32_t kind, int tp_size, int tp_r
 
 struct Rank {
   lowlat_model* model = nullptr;
-  std::vector<std::vector<std::uint8_t>> memory;  // one a tensor
+  std::vector<std::vector<std::uint8_t>> memory;  // one a tensor; off the host, what it began as
+  std::vector<void*> bound;                       // one a tensor
 
   ~Rank() { lowlat_model_destroy(model); }
 };
@@ -265,14 +266,18 @@ inline lowlat_tensor dense_tensor(const lowlat_tensor_spec& spec, void* data) {
 
 class TinyGroup {
  public:
-  template <class Edit>
-  TinyGroup(std::uint32_t kind, int tp_size, Edit edit) : tp_size_(tp_size), ranks_(tp_size) {
+  // platform_of(rank): the word that lowlat_model_create takes.
+  template <class Edit, class PlatformOf>
+  TinyGroup(std::uint32_t kind, int tp_size, Edit edit, PlatformOf platform_of)
+      : tp_size_(tp_size), ranks_(tp_size) {
     for (int r = 0; r < tp_size; ++r) {
       lowlat_model_config config = tiny_config(kind, tp_size, r);
       edit(config);
       config_ = config;
       ranks_[r] = std::make_unique<Rank>();
-      must(lowlat_model_create("scalar", &config, &ranks_[r]->model));
+      const std::string platform = platform_of(r);
+      on_host_ = platform == "scalar";
+      must(lowlat_model_create(platform.c_str(), &config, &ranks_[r]->model));
       bind_all(r, config);
     }
     for (int r = 0; r < tp_size; ++r) {
@@ -285,6 +290,9 @@ class TinyGroup {
       must(lowlat_model_ready(ranks_[r]->model));
     }
   }
+  template <class Edit>
+  TinyGroup(std::uint32_t kind, int tp_size, Edit edit)
+      : TinyGroup(kind, tp_size, edit, [](int) { return "scalar"; }) {}
   TinyGroup(std::uint32_t kind, int tp_size)
       : TinyGroup(kind, tp_size, [](lowlat_model_config&) {}) {}
 
@@ -302,6 +310,16 @@ class TinyGroup {
   std::vector<std::uint8_t>& memory(int rank, const std::string& name) {
     for (int i = 0; i < lowlat_model_num_tensors(model(rank)); ++i) {
       if (spec(rank, i).name == name) return ranks_[rank]->memory[i];
+    }
+    throw std::runtime_error("no tensor " + name);
+  }
+  // What a rank's tensor holds now, on any platform; nothing may run.
+  std::vector<std::uint8_t> fetch(int rank, const std::string& name) {
+    for (int i = 0; i < lowlat_model_num_tensors(model(rank)); ++i) {
+      if (spec(rank, i).name != name) continue;
+      std::vector<std::uint8_t> out(ranks_[rank]->memory[i].size());
+      must(lowlat_model_read(model(rank), out.data(), ranks_[rank]->bound[i], out.size()));
+      return out;
     }
     throw std::runtime_error("no tensor " + name);
   }
@@ -341,7 +359,14 @@ class TinyGroup {
       const auto [weights, is_new] = drawn.try_emplace(place);
       if (is_new) fill(spec, config.tp_size, r, config, weights->second);
       rank.memory[i] = weights->second;
-      const lowlat_tensor tensor = dense_tensor(spec, rank.memory[i].data());
+      void* data = rank.memory[i].data();
+      if (!on_host_) {
+        const std::size_t bytes = rank.memory[i].size();
+        must(lowlat_model_alloc(rank.model, LOWLAT_MEMORY_DEVICE, bytes, &data));
+        must(lowlat_model_write(rank.model, data, rank.memory[i].data(), bytes));
+      }
+      rank.bound.push_back(data);
+      const lowlat_tensor tensor = dense_tensor(spec, data);
       must(lowlat_model_bind(rank.model, spec.name, &tensor));
     }
   }
@@ -354,6 +379,7 @@ class TinyGroup {
   }
 
   int tp_size_;
+  bool on_host_ = true;
   lowlat_model_config config_{};
   std::vector<std::unique_ptr<Rank>> ranks_;
 };

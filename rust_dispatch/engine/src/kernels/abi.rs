@@ -37,6 +37,10 @@ pub const ROW_MAJOR: u32 = 0;
 pub const ROLE_WEIGHT: u32 = 0;
 /// `LOWLAT_POOL`.
 pub const ROLE_POOL: u32 = 1;
+/// `LOWLAT_MEMORY_DEVICE`.
+pub const MEMORY_DEVICE: u32 = 0;
+/// `LOWLAT_MEMORY_SHARED`.
+pub const MEMORY_SHARED: u32 = 1;
 
 /// `lowlat_status` of a call that went well.
 pub const STATUS_OK: i32 = 0;

@@ -53,6 +53,8 @@ api! {
     model_num_tensors = "lowlat_model_num_tensors": fn(Model) -> i32;
     model_tensor = "lowlat_model_tensor": fn(Model, i32, *mut abi::TensorSpec) -> i32;
     model_bind = "lowlat_model_bind": fn(Model, *const c_char, *const abi::Tensor) -> i32;
+    model_alloc = "lowlat_model_alloc": fn(Model, u32, u64, *mut *mut c_void) -> i32;
+    model_write = "lowlat_model_write": fn(Model, *mut c_void, *const c_void, u64) -> i32;
     model_own_bytes = "lowlat_model_own_bytes": fn(Model) -> u64;
     model_catalogue_digest = "lowlat_model_catalogue_digest": fn(Model) -> u64;
     model_catalogue = "lowlat_model_catalogue": fn(Model) -> *const c_char;

@@ -31,9 +31,18 @@ unsafe impl Element for f32 {}
 pub struct Buffer<T: Element> {
     first: NonNull<T>,
     len: usize,
+    owner: Owner,
 }
 
-// SAFETY: the memory is owned, and `Element`s may be used from any thread.
+/// Who frees a buffer's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    Buffer,
+    /// The model that it was taken from, when that is destroyed.
+    Model,
+}
+
+// SAFETY: nobody else refers to the memory, and `Element`s may be used from any thread.
 unsafe impl<T: Element> Send for Buffer<T> {}
 // SAFETY: `&Buffer` only reads.
 unsafe impl<T: Element> Sync for Buffer<T> {}
@@ -56,7 +65,24 @@ impl<T: Element> Buffer<T> {
         let Some(first) = NonNull::new(memory.cast::<T>()) else {
             handle_alloc_error(layout)
         };
-        Self { first, len }
+        Self {
+            first,
+            len,
+            owner: Owner::Buffer,
+        }
+    }
+
+    /// A view of `len` elements that belong to somebody else.
+    ///
+    /// # Safety
+    /// `first` is aligned, holds `len` elements that nobody else refers to, and outlives every use
+    /// of the buffer but its dropping.
+    pub(super) unsafe fn of_model(first: NonNull<T>, len: usize) -> Self {
+        Self {
+            first,
+            len,
+            owner: Owner::Model,
+        }
     }
 
     fn layout(len: usize) -> Layout {
@@ -102,6 +128,9 @@ impl<T: Element> Buffer<T> {
 
 impl<T: Element> Drop for Buffer<T> {
     fn drop(&mut self) {
+        if self.owner == Owner::Model {
+            return;
+        }
         // SAFETY: allocated by `zeroed` with the same layout, and freed once.
         unsafe { dealloc(self.first.as_ptr().cast(), Self::layout(self.len)) }
     }

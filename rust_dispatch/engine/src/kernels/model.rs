@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::abi::{self, Dtype};
 use super::api::{Api, text};
-use super::{Buffer, KernelError, Status};
+use super::{Buffer, Element, KernelError, Status};
 
 /// A tensor that the model must be given, with its shape on this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,6 +95,8 @@ impl ModelHandle {
 /// One rank's model: made, bound, joined to its peers, launched. On one thread at a time.
 pub struct KernelModel {
     inner: Arc<Inner>,
+    /// Whether the platform's memory is the process's own.
+    on_host: bool,
     _not_sync: PhantomData<std::cell::Cell<()>>,
 }
 
@@ -104,6 +106,7 @@ impl KernelModel {
         platform: &str,
         config: &abi::ModelConfig,
     ) -> Result<Self, KernelError> {
+        let on_host = platform == "scalar";
         let platform = c_string(platform)?;
         let mut handle = ptr::null_mut();
         // SAFETY: both inputs live through the call; the handle is written only on success.
@@ -123,8 +126,69 @@ impl KernelModel {
         });
         Ok(Self {
             inner,
+            on_host,
             _not_sync: PhantomData,
         })
+    }
+
+    /// `bytes` of the model's own, zeroed.
+    fn alloc(&mut self, kind: u32, bytes: usize) -> Result<NonNull<c_void>, KernelError> {
+        let mut memory = ptr::null_mut();
+        // SAFETY: our handle; `memory` lives through the call.
+        let status =
+            unsafe { (self.api().model_alloc)(self.handle(), kind, bytes as u64, &raw mut memory) };
+        self.api().check(status)?;
+        NonNull::new(memory).ok_or_else(|| KernelError {
+            status: Status::Bug,
+            message: "lowlat_model_alloc gave no memory and no error".into(),
+        })
+    }
+
+    /// Zeroed memory for a step's arrays and outputs, which the process and launches reach at one
+    /// address.
+    ///
+    /// # Errors
+    /// Whatever the library refuses with.
+    ///
+    /// # Safety
+    /// The buffer's elements are not touched any more once the model is gone. To drop it is
+    /// allowed at any time.
+    pub unsafe fn step_memory<T: Element>(&mut self, len: usize) -> Result<Buffer<T>, KernelError> {
+        if self.on_host {
+            return Ok(Buffer::zeroed(len));
+        }
+        let bytes = len.max(1) * size_of::<T>();
+        let first = self.alloc(abi::MEMORY_SHARED, bytes)?.cast();
+        // SAFETY: the library gave this memory, aligned for every element and zeroed, to nobody
+        // else; it stays until the model is destroyed, after which nobody reads it by this
+        // function's contract.
+        Ok(unsafe { Buffer::of_model(first, len) })
+    }
+
+    /// A tensor's bytes where the platform's launches find them.
+    fn place(
+        &mut self,
+        info: &TensorInfo,
+        memory: &Buffer<u8>,
+    ) -> Result<*mut c_void, KernelError> {
+        if self.on_host {
+            return Ok(memory.address().cast());
+        }
+        let placed = self.alloc(abi::MEMORY_DEVICE, memory.len())?;
+        if !info.is_pool {
+            // SAFETY: our handle; both sides hold as many bytes, and nothing was launched yet that
+            // could use them.
+            let status = unsafe {
+                (self.api().model_write)(
+                    self.handle(),
+                    placed.as_ptr(),
+                    memory.address().cast_const().cast(),
+                    memory.len() as u64,
+                )
+            };
+            self.api().check(status)?;
+        }
+        Ok(placed.as_ptr())
     }
 
     fn handle(&self) -> *mut c_void {
@@ -193,7 +257,8 @@ impl KernelModel {
         })
     }
 
-    /// Gives the model the memory of a tensor, contiguous; it stays until the model is gone.
+    /// Gives the model the memory of a tensor, contiguous; it stays until the model is gone. On a
+    /// platform with memory of its own the bytes are copied there, and the buffer is let go.
     ///
     /// # Errors
     /// A name, dtype, shape or layout that the model has not.
@@ -207,6 +272,7 @@ impl KernelModel {
             )));
         }
         let name = c_string(&info.name)?;
+        let data = self.place(info, &memory)?;
         let mut tensor = abi::Tensor {
             struct_bytes: size_of::<abi::Tensor>() as u32,
             dtype: info.dtype as u32,
@@ -214,7 +280,7 @@ impl KernelModel {
             ndim: info.shape.len() as u32,
             shape: [0; abi::MAX_DIMS],
             stride: [0; abi::MAX_DIMS],
-            data: memory.address().cast(),
+            data,
         };
         let mut stride = 1;
         for (dim_idx, dim) in info.shape.iter().enumerate().rev() {
@@ -227,11 +293,13 @@ impl KernelModel {
         let status =
             unsafe { (self.api().model_bind)(self.handle(), name.as_ptr(), &raw const tensor) };
         self.api().check(status)?;
-        self.inner
-            .bound
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(memory);
+        if self.on_host {
+            self.inner
+                .bound
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(memory);
+        }
         Ok(())
     }
 

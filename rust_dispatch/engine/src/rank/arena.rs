@@ -4,7 +4,7 @@
 //! structs that point into it are made once, at capture, and only their counts differ.
 
 use crate::EngineError;
-use crate::kernels::{Buffer, abi};
+use crate::kernels::{Buffer, KernelError, KernelModel, abi};
 use crate::step::{StepPlan, StepRequest};
 use crate::tokens::mix;
 
@@ -40,11 +40,20 @@ macro_rules! arena {
         const DTYPES: &[&str] = &[$(stringify!($type)),*];
 
         impl Arena {
-            pub fn new(shape: ArenaShape) -> Self {
-                Self {
+            /// # Safety
+            /// As for [`KernelModel::step_memory`].
+            pub unsafe fn new(
+                shape: ArenaShape,
+                model: &mut KernelModel,
+            ) -> Result<Self, KernelError> {
+                Ok(Self {
                     shape,
-                    $($name: Buffer::zeroed([$(dim::$dim(&shape)),*].iter().product()),)*
-                }
+                    $($name: {
+                        let len = [$(dim::$dim(&shape)),*].iter().product();
+                        // SAFETY: this function's contract.
+                        unsafe { model.step_memory(len) }?
+                    },)*
+                })
             }
 
             fn addresses(&self) -> [u64; NAMES.len()] {

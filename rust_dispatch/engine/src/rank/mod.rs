@@ -195,13 +195,13 @@ impl RankSetup {
 
     fn check_platform(&self) -> Result<lowlat_core::Servable, Vec<String>> {
         let facts = Facts {
-            isa: self.platform.clone(),
+            isa: RESIDENT_RULES.into(),
             tp_size: self.geometry.tp_size,
             dtype: Some("bfloat16".into()),
             model: model_facts(&self.config),
             ..Facts::default()
         };
-        let Some(requirements) = requirements(self.config.family, &self.platform) else {
+        let Some(requirements) = requirements(self.config.family, RESIDENT_RULES) else {
             let family = self.config.family.words();
             return Err(vec![format!(
                 "{family} has no kernels on {}",
@@ -212,6 +212,10 @@ impl RankSetup {
             .map_err(|declines| declines.iter().map(ToString::to_string).collect())
     }
 }
+
+/// The resident schedule is one program for every platform and takes the sizes that it takes on
+/// the scalar one; fused kernels have rules of their own.
+const RESIDENT_RULES: &str = "scalar";
 
 /// A reason to decline, with what is cast in the vote for it.
 struct Refused {
@@ -842,21 +846,26 @@ fn build(
         }
         Ok(())
     })?;
-    phase(&mut seat, &setup.deadlines, "readiness", || {
-        model.ready().map_err(kernel)
-    })?;
     let max_positions = setup
         .config
         .max_positions
         .div_ceil(u64::from(setup.geometry.page_size));
-    let arena = Arena::new(ArenaShape {
+    let shape = ArenaShape {
         max_rows: setup.geometry.max_rows as usize,
         max_batch: setup.geometry.max_batch as usize,
         stride: setup.geometry.num_pages.min(max_positions as u32) as usize,
         page_size: setup.geometry.page_size as usize,
         num_drafts: setup.num_drafts as usize,
         vocab: setup.config.vocab as usize,
-    });
+    };
+    // All memory is taken before any rank launches: on a device an allocation may wait for kernels
+    // that run, and those for this rank's.
+    let arena = phase(&mut seat, &setup.deadlines, "readiness", || {
+        model.ready().map_err(kernel)?;
+        // SAFETY: the arena is used by this rank's steps alone, which need the model; then the
+        // model keeps it.
+        unsafe { Arena::new(shape, &mut model) }.map_err(kernel)
+    })?;
     Ok(RankModel {
         model,
         arena: ManuallyDrop::new(arena),

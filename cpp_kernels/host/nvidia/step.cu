@@ -1,0 +1,254 @@
+#include "host/nvidia/step.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "platform/nvidia.hpp"
+// The platform comes first.
+#include "fused/moe.hpp"
+#include "host/model.hpp"
+#include "host/rope_frequencies.hpp"
+#include "persistent/program.hpp"
+
+namespace lowlat::host::cuda {
+namespace {
+
+namespace persistent = lowlat::nvidia::persistent;
+namespace plat = lowlat::nvidia::plat;
+namespace stages = lowlat::nvidia::stages;
+
+constexpr int kThreads = persistent::Block::kNumThreads;
+
+// A rank that was ended runs nothing more: true when the block may go on.
+LOWLAT_DEVICE bool may_run(const persistent::Rank& rank) {
+  const stages::FaultPort& fault = rank.port.fault;
+  if (plat::load_acquire<plat::Scope::system>(fault.abort_words[fault.tp_rank]) == 0u) return true;
+  if (plat::thread_idx() == 0) {
+    stages::note_abort(fault, 0, stages::StageId::none, rank.progress->epoch);
+  }
+  return false;
+}
+
+// A step's part between two layers' experts, see Program::target_cut.
+struct StepCut {
+  lowlat_step step;
+  int cut;
+};
+
+// Blocks that began before an abort was raised meet those that began after it in no hand-off: they
+// see the word there.
+template <class Call>
+__global__ void __launch_bounds__(kThreads, 1)
+    resident_kernel(const __grid_constant__ persistent::Rank rank, std::uint32_t* arrived,
+                    const __grid_constant__ Call call) {
+  if (plat::block_any(!may_run(rank))) return;
+  persistent::Program program(rank,
+                              {arrived, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+  if constexpr (std::is_same_v<Call, lowlat_step>) {
+    program.target_step(call);
+  } else if constexpr (std::is_same_v<Call, StepCut>) {
+    program.target_cut(call.step, call.cut);
+  } else if constexpr (std::is_same_v<Call, lowlat_draft>) {
+    program.draft(call);
+  } else {
+    program.accept(call);
+  }
+}
+
+// Blocks of a rank: all are resident at once, one an SM, the SMs shared among the ranks that have
+// this device.
+int resident_blocks(const ExchangeRegion& region) {
+  int num_sms = 0;
+  check(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, region.device()),
+        "cudaDeviceGetAttribute");
+  // Asking loads a kernel. The first launch would load it otherwise, and that may wait for the
+  // kernels that run on the device, as a peer's that waits for this rank.
+  for (const void* kernel : {reinterpret_cast<const void*>(resident_kernel<lowlat_step>),
+                             reinterpret_cast<const void*>(resident_kernel<StepCut>),
+                             reinterpret_cast<const void*>(resident_kernel<lowlat_draft>),
+                             reinterpret_cast<const void*>(resident_kernel<lowlat_accept>)}) {
+    int of_sm = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_sm, kernel, kThreads, 0),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    if (of_sm < 1) throw Error(LOWLAT_UNSUPPORTED, "a block of the schedule fits no SM here");
+  }
+  const int num_blocks = num_sms / region.ranks_on_device();
+  if (num_blocks < 1) {
+    throw Error(LOWLAT_UNSUPPORTED, std::to_string(region.ranks_on_device()) +
+                                        " ranks on one device of " + std::to_string(num_sms) +
+                                        " SMs; needed an SM a rank");
+  }
+  return num_blocks;
+}
+
+// The fused region that was built for a rank's experts.
+std::optional<fused::MoeShape> moe_shape(const shape::RuntimeShape& s, std::uint32_t kind) {
+  const auto is = [&](int hidden, int experts, int inner, int scale_block) {
+    return s.kHidden == hidden && s.kNumExperts == experts && s.kIntermediateLocal == inner &&
+           s.kExpertsPerToken == 6 && s.kScaleBlock == scale_block;
+  };
+  if (kind == LOWLAT_V41 && is(5120, 384, 576, 32)) return fused::MoeShape::v41_tp4;
+  if (kind == LOWLAT_V4 && is(4096, 256, 1024, 128)) return fused::MoeShape::v4_tp2;
+  if (kind == LOWLAT_V4 && is(4096, 256, 512, 128)) return fused::MoeShape::v4_tp4;
+  return std::nullopt;
+}
+constexpr int kMaxFusedRows = 48;
+
+fused::MoeMatrix matrix(const lowlat::persistent::Fp4Weight& w) { return {w.codes, w.scales}; }
+fused::MoeMatrix matrix(const lowlat::persistent::Fp8Weight& w) { return {w.codes, w.scales}; }
+
+template <class T>
+const T* copied(std::vector<Memory>& pieces, const T* values, std::size_t count) {
+  Memory& piece = pieces.emplace_back(count * sizeof(T));
+  check(cudaMemcpy(piece.data(), values, count * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  return static_cast<const T*>(piece.data());
+}
+
+}  // namespace
+
+std::int64_t step_box_packets(const shape::RuntimeShape& shape) {
+  return persistent::Program::box_packets(shape, shape.kMaxRows);
+}
+
+struct ResidentStep::State {
+  int num_blocks = 0;
+  persistent::Rank rank{};
+  std::uint32_t* arrived = nullptr;
+  std::vector<Memory> pieces;
+  std::optional<fused::MoeShape> moe;
+  void* moe_workspace = nullptr;
+  lowlat::persistent::ModelWeights weights;  // pointers of the device, for the host's launches
+
+  // The experts of a layer, from x to every row's partial.
+  void launch_experts(int layer_idx, int num_rows, cudaStream_t stream) const {
+    const auto& w = weights.layers[layer_idx];
+    const persistent::Buffers& b = rank.buffers;
+    const bool hashed = w.plan.hash_gate != 0;
+    fused::MoeArgs args{};
+    args.rows = num_rows;
+    args.routing = hashed ? fused::MoeRouting::table : fused::MoeRouting::gate;
+    args.x = b.x;
+    args.image_rows = w.gate_bias_vl != nullptr ? b.image_rows : nullptr;
+    args.ids = hashed ? b.expert_ids : nullptr;
+    args.w.gate = w.gate;
+    args.w.gate_bias = w.gate_bias;
+    args.w.gate_bias_vl = w.gate_bias_vl;
+    args.w.w1 = matrix(w.w1);
+    args.w.w3 = matrix(w.w3);
+    args.w.w2 = matrix(w.w2);
+    args.w.shared_w1 = matrix(w.shared_w1);
+    args.w.shared_w3 = matrix(w.shared_w3);
+    args.w.shared_w2 = matrix(w.shared_w2);
+    args.out = b.partial;
+    const stages::FaultPort& fault = rank.port.fault;
+    args.fault = {fault.abort_words, fault.status, fault.tp_rank, fault.tp_size, fault.budget_ns};
+    args.workspace = moe_workspace;
+    check(static_cast<cudaError_t>(fused::launch_moe_region(*moe, args, stream, false)),
+          "the experts' launch");
+  }
+
+  template <class Call>
+  void launch(const Call& call, cudaStream_t stream, int blocks) const {
+    resident_kernel<Call><<<blocks, kThreads, 0, stream>>>(rank, arrived, call);
+    check(cudaGetLastError(), "a step's launch");
+  }
+};
+
+ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
+                           const lowlat::persistent::ModelWeights& weights,
+                           const ExchangeRegion& region)
+    : state_(std::make_unique<State>()) {
+  const OnDevice on(region.device());
+  State& s = *state_;
+  s.num_blocks = resident_blocks(region);
+  const auto num_blocks = static_cast<std::size_t>(s.num_blocks);
+
+  persistent::Rank& rank = s.rank;
+  rank.shape = shape;
+  std::vector<persistent::BlockMemory> blocks(num_blocks);
+  Carver count;
+  rank.buffers.lay_out(shape, count);
+  for (persistent::BlockMemory& block : blocks) block.lay_out(shape, count);
+  // Behind the buffers: the blocks' words, and where the sequence stands.
+  const std::int64_t buffer_bytes = count.bytes();
+  persistent::Progress* progress = nullptr;
+  count(s.num_blocks, s.arrived);
+  count(1, progress);
+  Memory& arena = s.pieces.emplace_back(static_cast<std::size_t>(count.bytes()));
+  check(cudaMemset(arena.data(), 0, arena.bytes()), "cudaMemset");
+  Carver place(static_cast<std::byte*>(arena.data()));
+  rank.buffers.lay_out(shape, place);
+  for (persistent::BlockMemory& block : blocks) block.lay_out(shape, place);
+  if (place.bytes() != buffer_bytes) throw Error(LOWLAT_BUG, "buffers are laid out in two ways");
+  place(s.num_blocks, s.arrived);
+  place(1, progress);
+  rank.progress = progress;
+
+  s.weights = weights;
+  if (region.ranks_on_device() == 1) s.moe = moe_shape(shape, config.kind);
+  if (s.moe) {
+    s.moe_workspace = s.pieces.emplace_back(fused::moe_workspace_bytes(*s.moe)).data();
+    const Stream stream;
+    check(
+        static_cast<cudaError_t>(fused::moe_workspace_init(*s.moe, s.moe_workspace, stream.get())),
+        "the experts' workspace");
+    stream.wait();
+  }
+
+  rank.blocks = copied(s.pieces, blocks.data(), blocks.size());
+  rank.weights = copied(s.pieces, &weights, 1);
+  rank.config = copied(s.pieces, &config, 1);
+  const persistent::ModelRules rules =
+      config.kind == LOWLAT_V4 ? persistent::kV4Rules : persistent::kV41Rules;
+  rank.rules = copied(s.pieces, &rules, 1);
+  std::vector<plat::TaggedWords*> outboxes;
+  std::vector<std::uint32_t*> abort_words;
+  for (int r = 0; r < config.tp_size; ++r) {
+    outboxes.push_back(static_cast<plat::TaggedWords*>(region.boxes(r)));
+    abort_words.push_back(region.abort_word(r));
+  }
+  rank.port = {copied(s.pieces, outboxes.data(), outboxes.size()),
+               {copied(s.pieces, abort_words.data(), abort_words.size()),
+                static_cast<stages::StatusWords*>(region.status()), config.tp_rank, config.tp_size,
+                config.wait_budget_ns, region.fault_claim()},
+               region.box_packets()};
+  const RopeFrequencies rope = rope_frequencies(config);
+  std::ranges::copy(rope.window, rank.window_rope.values);
+  std::ranges::copy(rope.compressed, rank.compressed_rope.values);
+}
+
+ResidentStep::~ResidentStep() = default;
+
+bool ResidentStep::has_fused_experts(int num_rows) const {
+  return state_->moe.has_value() && num_rows <= kMaxFusedRows;
+}
+
+void ResidentStep::launch(const lowlat_step& step, bool fused_experts, cudaStream_t stream) const {
+  if (!fused_experts) {
+    state_->launch(step, stream, state_->num_blocks);
+    return;
+  }
+  const int num_layers = state_->rank.shape.kNumLayers;
+  for (int cut = 0; cut <= num_layers; ++cut) {
+    if (cut > 0) state_->launch_experts(cut - 1, step.num_rows, stream);
+    state_->launch(StepCut{step, cut}, stream, state_->num_blocks);
+  }
+}
+void ResidentStep::launch(const lowlat_draft& draft, cudaStream_t stream) const {
+  state_->launch(draft, stream, state_->num_blocks);
+}
+void ResidentStep::launch(const lowlat_accept& accept, cudaStream_t stream) const {
+  state_->launch(accept, stream, std::min(accept.batch_size, state_->num_blocks));
+}
+
+std::uint64_t ResidentStep::bytes() const {
+  std::uint64_t bytes = 0;
+  for (const Memory& piece : state_->pieces) bytes += piece.bytes();
+  return bytes;
+}
+int ResidentStep::num_blocks() const { return state_->num_blocks; }
+
+}  // namespace lowlat::host::cuda

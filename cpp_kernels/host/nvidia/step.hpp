@@ -1,0 +1,44 @@
+// host/nvidia/step.hpp: launches of the resident schedule: one kernel a step, a draft or an
+// acceptance, and the device memory that they work in. Where the experts of a model have a fused
+// region, a step may be cut at them.
+#pragma once
+
+#include <memory>
+
+#include "host/nvidia/exchange_region.hpp"
+#include "lowlat/kernels.h"
+#include "persistent/weights.hpp"
+#include "shape/runtime_shape.hpp"
+
+namespace lowlat::host::cuda {
+
+// Packets of a box that hold every exchange of a step or a prompt chunk.
+std::int64_t step_box_packets(const shape::RuntimeShape& shape);
+
+// What one rank's launches need; on the region's device. Everything is allocated at the making.
+class ResidentStep {
+ public:
+  // The region's peers are open. The weights' pointers are the device's.
+  ResidentStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
+               const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region);
+  ~ResidentStep();
+  ResidentStep(const ResidentStep&) = delete;
+  ResidentStep& operator=(const ResidentStep&) = delete;
+
+  // Each is one launch, which a stream may capture; a step with fused experts two a layer.
+  void launch(const lowlat_step& step, bool fused_experts, cudaStream_t stream) const;
+  void launch(const lowlat_draft& draft, cudaStream_t stream) const;
+  void launch(const lowlat_accept& accept, cudaStream_t stream) const;
+
+  std::uint64_t bytes() const;
+  int num_blocks() const;
+  // Whether there is a fused region for these experts and for as many rows. It takes every SM, so
+  // not where ranks share the device.
+  bool has_fused_experts(int num_rows) const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace lowlat::host::cuda
