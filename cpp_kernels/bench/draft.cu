@@ -7,10 +7,12 @@
 //   bench_draft profile [2]   where the time of a step goes, from clocks in each block
 //
 // Times are of a CUDA graph of six launches, weights and logits rotated past the second-level
-// cache; the floor is the bytes at the bandwidth of a plain read of 1 GiB in the same run.
+// cache; the floor is the bytes at the bandwidth of a plain read of 2 GiB in the same run.
 // Exit code 1: a failure.
 #include "bench/draft_accept_case.cuh"
 #include "bench/draft_checks.cuh"
+#include "bench/draft_times.cuh"
+#include "bench/machine.cuh"
 
 namespace lowlat::bench {
 namespace {
@@ -64,43 +66,10 @@ void check_all(int devices) {
 
 // ------------------------------------------------------------------------------------ times
 
-__global__ void __launch_bounds__(512)
-    read_all(const uint4* src, std::size_t n, std::uint32_t* out) {
-  std::uint32_t sum = 0;
-  const std::size_t step = std::size_t{gridDim.x} * blockDim.x;
-  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n; i += 4 * step) {
-    uint4 v[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      v[k] = i + k * step < n ? __ldcs(src + i + k * step) : make_uint4(0, 0, 0, 0);
-    }
-    for (int k = 0; k < 4; ++k) sum ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
-  }
-  if (sum == 0x1234'5678) *out = sum;
-}
-double bandwidth() {
-  cuda_must(cudaSetDevice(0), "set device");
-  const Buffer<std::uint32_t> data(std::size_t{1} << 28), out(1);
-  Graph graph([&](cudaStream_t stream) {
-    read_all<<<528, 512, 0, stream>>>(reinterpret_cast<const uint4*>(data.get()), data.size() / 4,
-                                      out.get());
-  });
-  return static_cast<double>(data.size()) * 4 / (time_of(graph, 20).median_us * 1e-6);
-}
-
-double floor_us(const DraftSetup& setup, double rate) {
-  const double shard = static_cast<double>(setup.vocab) / setup.ranks;
-  const double bytes = shard * 2 * fused::kMarkovRank +
-                       setup.batch * fused::kDraftSteps * (4.0 * shard + 2 * fused::kMarkovRank);
-  return bytes / rate * 1e6;
-}
-
-constexpr int kTimedLaunches = 6;
-
 void print_times(const char* name, const DraftSetup& setup, std::vector<double> times, double rate,
                  std::uint32_t state) {
   std::sort(times.begin(), times.end());
-  const double median = times[times.size() / 2], bytes_us = floor_us(setup, rate);
+  const double median = times[times.size() / 2], bytes_us = draft_bytes(setup) / rate * 1e6;
   std::printf(
       "%-24s TP%d B=%d%s: median %6.2f us  low %6.2f  high %6.2f  bytes %5.2f us (%.2f of "
       "it)  state %u\n",
@@ -114,90 +83,8 @@ void time_group(const DraftWeights& weights, DraftSetup setup, const char* name,
   setup.sets = 3;
   DraftGroup group(setup, weights);
   group.capture();
-  std::vector<double> times;
-  std::vector<cudaEvent_t> begin(setup.ranks), end(setup.ranks);
-  for (int r = 0; r < setup.ranks; ++r) {
-    group.on(r);
-    cuda_must(cudaEventCreate(&begin[r]), "event");
-    cuda_must(cudaEventCreate(&end[r]), "event");
-  }
-  for (int i = 0; i < 55; ++i) {
-    for (int r = 0; r < setup.ranks; ++r) {
-      // Several replays in a row, so that the ranks' starts do not count.
-      group.replay_one(r);
-      cuda_must(cudaEventRecord(begin[r], group.rank(r).graph->stream()), "record");
-      for (int j = 0; j < 4; ++j) group.replay_one(r);
-      cuda_must(cudaEventRecord(end[r], group.rank(r).graph->stream()), "record");
-    }
-    double longest = 0.0;
-    for (int r = 0; r < setup.ranks; ++r) {
-      group.on(r);
-      group.rank(r).graph->wait();
-      float ms = 0.0f;
-      cuda_must(cudaEventElapsedTime(&ms, begin[r], end[r]), "elapsed");
-      longest = std::max(longest, ms * 1e3 / 4 / kTimedLaunches);
-    }
-    if (i >= 5) times.push_back(longest);
-  }
-  print_times(name, setup, times, rate, group.rank(0).status()[0]);
-  for (int r = 0; r < setup.ranks; ++r) {
-    cudaEventDestroy(begin[r]);
-    cudaEventDestroy(end[r]);
-  }
+  print_times(name, setup, times_of(group, 50), rate, group.rank(0).status()[0]);
 }
-
-// One rank of four: what it sends to the others lands in its own memory, where it looks for what
-// they would send.
-struct Loopback {
-  static constexpr int kRanks = 4;
-  DraftSetup setup;
-  DraftRank rank;
-  Loopback(const DraftWeights& weights, const DraftSetup& whole)
-      : setup(alone(whole)), rank(setup, weights, 0, 0) {}
-
-  // The same shard, as the whole vocabulary of one rank.
-  static DraftSetup alone(DraftSetup setup) {
-    setup.vocab /= kRanks;
-    setup.ranks = 1;
-    return setup;
-  }
-  fused::DraftProposalsParams params(int launch) const {
-    fused::DraftProposalsParams p = {};
-    p.port = rank.region.port(kDraftBudgetNs, 0);
-    p.port.box_packets /= 2 * kRanks;
-    for (int r = 0; r < kRanks; ++r) {
-      p.port.boxes[r] = static_cast<char*>(p.port.boxes[0]) + r * p.port.box_packets * 16;
-      p.port.abort_words[r] = p.port.abort_words[0];
-    }
-    p.port.tp_size = kRanks;
-    p.exchange_index = launch * fused::kDraftExchanges;
-    p.batch_size = setup.batch;
-    p.vocab_shard = setup.vocab;
-    p.w1 = rank.w1;
-    p.w2 = rank.w2[launch % setup.sets].get();
-    p.base = rank.base[launch % setup.sets].get();
-    p.base_pitch = p.vocab_shard;
-    p.anchors = rank.anchors.get();
-    p.anchor_pitch = 1;
-    p.tokens = rank.tokens.get();
-    if (!setup.temperatures.empty()) {
-      p.temperatures = rank.temperatures.get();
-      p.noise_key = kNoiseKey;
-      p.noise_offset = rank.offset.get();
-    }
-    if (rank.stamped) p.stamps = rank.stamps.get();
-    return p;
-  }
-  void launch(int launches, cudaStream_t stream) const {
-    cuda_must(fused::launch_begin_step(rank.region.step_epoch(), launches * fused::kDraftExchanges,
-                                       nullptr, stream),
-              "begin step");
-    for (int i = 0; i < launches; ++i) {
-      cuda_must(fused::launch_draft_proposals(params(i), setup.blocks, setup.programmatic, stream),
-                "draft proposals");
-    }
-  }
-};
 
 void time_loopback(const DraftWeights& weights, DraftSetup setup, const char* name, double rate) {
   setup.sets = 6;
@@ -212,8 +99,9 @@ void time_loopback(const DraftWeights& weights, DraftSetup setup, const char* na
 
 void time_all(int devices) {
   const DraftWeights weights(kVocab, 11, false);
-  const double rate = bandwidth();
-  std::printf("read of 1 GiB: %.2f TB/s\n", rate * 1e-12);
+  cuda_must(cudaSetDevice(0), "set device");
+  const double rate = read_rate();
+  std::printf("read of 2 GiB: %.2f TB/s\n", rate * 1e-12);
   const auto temperatures = [](int batch) { return std::vector<float>(batch, 1.0f); };
   for (const int batch : {1, 2, 4, 8}) {
     for (const bool sampled : {false, true}) {

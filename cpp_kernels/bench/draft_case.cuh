@@ -320,9 +320,10 @@ class DraftGroup {
 
   void launch(int r, cudaStream_t stream) const {
     const DraftRank& rank = *ranks_[r];
-    cuda_must(fused::launch_begin_step(rank.region.step_epoch(),
-                                       setup_.launches * fused::kDraftExchanges, nullptr, stream),
-              "begin step");
+    cuda_must(
+        fused::launch_begin_step(rank.region.step_epoch(), setup_.launches * fused::kDraftExchanges,
+                                 nullptr, 0, stream),
+        "begin step");
     for (int i = 0; i < setup_.launches; ++i) {
       cuda_must(
           fused::launch_draft_proposals(params(r, i), setup_.blocks, setup_.programmatic, stream),

@@ -1,28 +1,23 @@
-// exchange_hopper: checks and times the exchange of partial sums between two GPUs, published from
+// exchange_hopper: checks the exchange of partial sums between two GPUs, published from
 // the output projection and received by the kernel that sums, mixes and norms. TP2's share of a
 // V4.1-Flash layer.
 //
 //   exchange_hopper check       one process, devices 0 and 1: results against float64, ranks
 //                               bitwise equal, a slow rank, a rank that never comes
 //   exchange_hopper processes   the same by two processes that exchange handles
-//   exchange_hopper time        chains of layers in a graph on both devices
+// measure_exchange.cu times it.
 //
 // Exit code 1: a failure.
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <memory>
-
-#include "bench/attn_layer.hpp"
-#include "host/nvidia/exchange_region.hpp"
+#include "bench/exchange_pair.hpp"
 #include "reference/hc.hpp"
 
 namespace lowlat::bench {
 namespace {
 
-constexpr int kRanks = 2, kHeads = 32, kGroups = 4, kLayers = 8;
-constexpr std::uint64_t kBudgetNs = 200'000'000;
 int failures = 0;
 
 void report(bool good, const char* what) {
@@ -30,93 +25,6 @@ void report(bool good, const char* what) {
   std::printf("%s %s\n", good ? "ok  " : "FAIL", what);
   std::fflush(stdout);
 }
-
-struct Rank {
-  int rank, rows;
-  std::vector<DeviceWeights> weights;
-  Activations act;
-  host::cuda::ExchangeRegion region;
-  std::vector<std::uint16_t> residual;
-  std::unique_ptr<Graph> graph;
-
-  // On the current device. Weights differ between ranks where they are sharded, inputs nowhere.
-  Rank(int tp_rank, int num_rows, int layers)
-      : rank(tp_rank),
-        rows(num_rows),
-        act(num_rows, kHeads, kGroups),
-        region(tp_rank, kRanks, num_rows, kHidden),
-        residual(act.count(4 * kHidden)) {
-    Random whole(3), shard(100 + static_cast<std::uint64_t>(tp_rank));
-    HostWeights host(kHeads, kGroups, whole);
-    host.wo_a = HostFp8(std::int64_t{kGroups} * 1024, 4096, 127 - 11, shard);
-    host.wo_b = HostFp8(kHidden, std::int64_t{kGroups} * 1024, 127 - 12, shard);
-    for (int i = 0; i < layers; ++i) weights.emplace_back(host);
-    Random input(7);
-    for (auto& v : residual) v = bf16(input.normal());
-    act.residual[0].put(residual);
-    act.residual[1].put(residual);
-    // Parameters as a layer's statistics give them; the same on every rank.
-    std::vector<float> mix(act.mix.size());
-    for (auto& v : mix) v = static_cast<float>(0.1 + 0.4 * input.uniform());
-    act.mix.put(mix);
-    // An attention output of about one, another on each rank.
-    std::vector<std::uint16_t> o(act.o.size());
-    for (auto& v : o) v = static_cast<std::uint16_t>(0x3800 + (shard.bits() & 0x83ff));
-    act.o.put(o);
-    act.o_scale.put(std::vector<float>(act.o_scale.size(), 1.0f));
-  }
-
-  void launch(bool published, bool exchange, bool early, cudaStream_t stream) {
-    const fused::ExchangePort port = region.port(kBudgetNs, 0);
-    const int layers = static_cast<int>(weights.size());
-    cuda_must(fused::launch_begin_step(region.step_epoch(), layers, nullptr, 0, stream),
-              "begin step");
-    for (int i = 0; i < layers; ++i) {
-      const fused::OprojParams oproj = act.oproj(weights[i], port, i, published);
-      cuda_must(fused::launch_oproj_a(oproj, true, stream), "wo_a");
-      cuda_must(fused::launch_oproj_b(oproj, true, stream), "wo_b");
-      if (!exchange) continue;
-      cuda_must(fused::launch_exchange_norm(act.exchange(weights[i], port, i, i % 2, early),
-                                            kHidden, true, stream),
-                "exchange");
-    }
-  }
-  void capture(bool published, bool exchange, bool early) {
-    graph = std::make_unique<Graph>(
-        [&](cudaStream_t stream) { launch(published, exchange, early, stream); });
-  }
-  void begin() {
-    act.residual[0].put(residual);
-    act.x.poison();
-    graph->replay();
-  }
-  const std::uint32_t* status() const {
-    return static_cast<const std::uint32_t*>(region.port(kBudgetNs, 0).status);
-  }
-};
-
-// One process: both ranks, each on its device.
-struct Pair {
-  std::unique_ptr<Rank> ranks[kRanks];
-  explicit Pair(int rows, int layers) {
-    for (int r = 0; r < kRanks; ++r) {
-      cuda_must(cudaSetDevice(r), "set device");
-      ranks[r] = std::make_unique<Rank>(r, rows, layers);
-    }
-    for (int r = 0; r < kRanks; ++r) {
-      cuda_must(cudaSetDevice(r), "set device");
-      ranks[r]->region.open(1 - r, ranks[1 - r]->region.handle());
-      ranks[r]->region.probe(1 - r);
-    }
-    for (int r = 0; r < kRanks; ++r) ranks[r]->region.probed_by(1 - r, kBudgetNs);
-  }
-  void capture(bool published, bool exchange, bool early) {
-    for (int r = 0; r < kRanks; ++r) {
-      cuda_must(cudaSetDevice(r), "set device");
-      ranks[r]->capture(published, exchange, early);
-    }
-  }
-};
 
 void check_pair(int rows) {
   Pair pair(rows, 1);
@@ -211,59 +119,6 @@ void check_missing_rank() {
   cudaEventDestroy(end);
 }
 
-void time_pair(int rows) {
-  Pair pair(rows, kLayers);
-  struct Case {
-    const char* name;
-    bool published, exchange, early;
-  };
-  double without = 0.0;
-  for (const Case& c :
-       {Case{"wo_a, wo_b", false, false, false}, Case{"wo_a, wo_b, exchange", true, true, true},
-        Case{"wo_a, wo_b, exchange after the end", true, true, false}}) {
-    pair.capture(c.published, c.exchange, c.early);
-    std::vector<double> times;
-    cudaEvent_t begin[kRanks], end[kRanks];
-    for (int r = 0; r < kRanks; ++r) {
-      cuda_must(cudaSetDevice(r), "set device");
-      cuda_must(cudaEventCreate(&begin[r]), "event");
-      cuda_must(cudaEventCreate(&end[r]), "event");
-    }
-    for (int i = 0; i < 105; ++i) {
-      for (int r = 0; r < kRanks; ++r) {
-        cuda_must(cudaSetDevice(r), "set device");
-        // Several replays in a row, so that the ranks' starts do not count.
-        pair.ranks[r]->graph->replay();
-        cuda_must(cudaEventRecord(begin[r], pair.ranks[r]->graph->stream()), "record");
-        for (int j = 0; j < 4; ++j) pair.ranks[r]->graph->replay();
-        cuda_must(cudaEventRecord(end[r], pair.ranks[r]->graph->stream()), "record");
-      }
-      double longest = 0.0;
-      for (int r = 0; r < kRanks; ++r) {
-        cuda_must(cudaSetDevice(r), "set device");
-        pair.ranks[r]->graph->wait();
-        float ms = 0.0f;
-        cuda_must(cudaEventElapsedTime(&ms, begin[r], end[r]), "elapsed");
-        longest = std::max(longest, ms * 1e3 / 4 / kLayers);
-      }
-      if (i >= 5) times.push_back(longest);
-    }
-    std::sort(times.begin(), times.end());
-    const double median = times[times.size() / 2];
-    if (!c.exchange) without = median;
-    std::printf(
-        "%-36s TP2 T=%-2d a layer: median %6.2f us  low %6.2f  high %6.2f  beyond the "
-        "products %5.2f  faulted %u %u\n",
-        c.name, rows, median, times[10], times[90], median - without, pair.ranks[0]->status()[0],
-        pair.ranks[1]->status()[0]);
-    std::fflush(stdout);
-    for (int r = 0; r < kRanks; ++r) {
-      cudaEventDestroy(begin[r]);
-      cudaEventDestroy(end[r]);
-    }
-  }
-}
-
 // Everything or nothing through a socket; the other side may be gone.
 bool send_all(int socket, const void* data, std::size_t bytes) {
   return write(socket, data, bytes) == static_cast<ssize_t>(bytes);
@@ -336,11 +191,7 @@ int run(int argc, char** argv) {
     std::printf("%d failures\n", failures);
     return failures == 0 ? 0 : 1;
   }
-  if (what == "time") {
-    for (const int rows : {12, 48}) time_pair(rows);
-    return 0;
-  }
-  std::fprintf(stderr, "usage: exchange_hopper check | processes | time\n");
+  std::fprintf(stderr, "usage: exchange_hopper check | processes\n");
   return 2;
 }
 

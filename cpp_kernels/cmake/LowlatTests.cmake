@@ -15,12 +15,6 @@ set(_tests_dir ${CMAKE_CURRENT_SOURCE_DIR}/tests/cpp)
 # No test may hang. The sanitizer makes programs about ten times slower.
 set(_budget_s 300)
 
-# The tests see the library's inner functions, which the shared library hides.
-if(LOWLAT_HAVE_KERNELS)
-  add_library(lowlat_kernels_inner STATIC $<TARGET_OBJECTS:lowlat_kernels_objects>)
-  target_link_libraries(lowlat_kernels_inner PUBLIC lowlat_flags)
-endif()
-
 # ThreadSanitizer needs its address ranges free; `setarch -R` turns the randomisation off that may
 # take them. Both may be missing in a container, so a program is built and run to see.
 find_program(LOWLAT_SETARCH setarch)
@@ -135,6 +129,9 @@ if(LOWLAT_HAVE_CUDA)
     ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/*.cu)
   foreach(_source IN LISTS _benches)
     string(REGEX REPLACE "\\.cu$" "" _name ${_source})
+    if(_name MATCHES "^measure_")
+      continue()  # LowlatBench.cmake builds these
+    endif()
     add_executable(bench_${_name} ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/${_source})
     target_link_libraries(bench_${_name} PRIVATE lowlat_kernels_inner)
   endforeach()

@@ -140,7 +140,7 @@ LOWLAT_DEVICE constexpr int piece_of(int half, int i) { return 2 * i + half; }
 // As report_fault, out of the way of the code that runs each time.
 __device__ __noinline__ void report_late(const ExchangePort& port, stages::StageId stage, int peer,
                                          std::uint64_t epoch, bool aborted) {
-  report_fault(port, stage, peer, epoch, aborted);
+  report_fault(port, port.kernel, stage, peer, epoch, aborted);
 }
 
 // kMore: a block has more tiles than stay on chip.

@@ -21,7 +21,18 @@ std::string devices_json(const PlatformDevices& nvidia) {
     out += ", ";
     append_field(out, name, *text);
   }
-  out += ", \"devices\": [";
+  out += ", \"fused\": [";
+  for (const FusedKernel& kernel : nvidia.fused) {
+    if (&kernel != nvidia.fused.data()) out += ", ";
+    out += "{";
+    append_field(out, "name", kernel.name);
+    out += ", ";
+    append_field(out, "shapes", kernel.shapes);
+    out += ", ";
+    append_field(out, "rows", kernel.rows);
+    out += "}";
+  }
+  out += "], \"devices\": [";
   for (const Device& device : nvidia.devices) {
     if (&device != nvidia.devices.data()) out += ", ";
     out += "{";

@@ -18,12 +18,18 @@ struct PeerStore {
   std::string refusal;  // why it did not arrive; "" when it did
 };
 
+// A fused kernel that the library has, see fused/instances.hpp.
+struct FusedKernel {
+  std::string name, shapes, rows;
+};
+
 // What was found for one platform.
 struct PlatformDevices {
   bool built = false;           // whether the library has kernels of the platform
   std::string architectures;    // that they were built for
   std::string toolkit, driver;  // versions; the driver's is "" without one
   std::string refusal;          // why there are no devices; "" when there are
+  std::vector<FusedKernel> fused;
   std::vector<Device> devices;
   std::vector<PeerStore> peers;  // every ordered pair
 };

@@ -227,6 +227,18 @@ def test_a_store_that_does_not_arrive_names_its_gpus(monkeypatch: pytest.MonkeyP
     assert check.happened == "1 of 2 arrived; 1 to 0: the store did not arrive"
 
 
+def test_fused_kernels_are_listed_with_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = [
+        {"name": "moe_sm90", "shapes": "v4 tp2, v41 tp4", "rows": "1..64"},
+        {"name": "mix_sm90", "shapes": "v4", "rows": "1..48"},
+    ]
+    installed(monkeypatch, Path("lib.so"))
+    monkeypatch.setattr(doctor, "ask", lambda *question: {"nvidia": NVIDIA | {"fused": fused}})
+    _, check, _ = doctor.nvidia_kernels_checks()
+    assert (check.name, check.status, check.needed) == ("fused kernels", OK, False)
+    assert check.happened == "moe_sm90 (v4 tp2, v41 tp4; 1..64); mix_sm90 (v4; 1..48)"
+
+
 def test_a_library_without_kernels_for_gpus_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

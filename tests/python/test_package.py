@@ -87,7 +87,13 @@ def test_the_version_is_the_workspaces() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", [("_lib", "liblowlat_kernels.so"), ("_bin", "lowlat-engine"), ("_dispatch.abi3.so",)]
+    "file",
+    [
+        ("_lib", "liblowlat_kernels.so"),
+        ("_bin", "lowlat-engine"),
+        ("_bench", "baseline_layer.py"),
+        ("_dispatch.abi3.so",),
+    ],
 )
 def test_the_wheel_holds_every_built_part(file: tuple[str, ...]) -> None:
     try:

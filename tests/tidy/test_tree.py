@@ -172,6 +172,17 @@ def test_the_changelog_has_an_unreleased_part() -> None:
     assert re.search(r"^## \[?Unreleased\]?$", tree.read("CHANGELOG.md"), re.MULTILINE)
 
 
+def test_listed_fused_kernels_are_in_the_sources() -> None:
+    listed = re.findall(
+        r'^    \{"(\w+)",', tree.read("cpp_kernels/fused/instances.hpp"), re.MULTILINE
+    )
+    sources = " ".join(
+        tree.read(name) for name in tree.under("cpp_kernels/fused", suffixes=(".cu", ".cuh"))
+    )
+    kernels = re.findall(r"__global__\s+void\s+(?:__\w+__\([^;{]*?\)\s+)?(\w+_sm90)\(", sources)
+    tree.none([f"{name} is listed and no kernel" for name in listed if name not in kernels])
+
+
 # ------------------------------------------------------------------ mirrors
 
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
@@ -179,6 +190,7 @@ def test_the_changelog_has_an_unreleased_part() -> None:
 TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/draft.hpp": "tests/gpu/test_draft.cu",
     "cpp_kernels/fused/draft_accept.hpp": "tests/gpu/test_draft_accept.cu",
+    "cpp_kernels/fused/instances.hpp": "tests/tidy/test_tree.py",
     "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
@@ -208,6 +220,9 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/attention.hpp": "tests/gpu/test_attention.cu",
     "cpp_kernels/fused/compress.hpp": "tests/gpu/test_index.cu",
     "cpp_kernels/fused/engram.hpp": "tests/gpu/test_index.cu",
+    "cpp_kernels/bench/measure_layer_scalar.cpp": "tests/python/test_cli_bench.py",
+    "cpp_kernels/bench/model_layers.hpp": "tests/python/test_cli_bench.py",
+    "cpp_kernels/bench/exchange_pair.hpp": "cpp_kernels/bench/exchange_hopper.cu",
     "cpp_kernels/fused/exchange.hpp": "cpp_kernels/bench/exchange_hopper.cu",
     "cpp_kernels/fused/exchange_gate.hpp": "tests/gpu/test_layer.cu",
     "cpp_kernels/fused/exchange_hop.hpp": "tests/gpu/test_layer.cu",
@@ -216,7 +231,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/layer.hpp": "tests/gpu/test_layer.cu",
     "cpp_kernels/fused/mix.hpp": "tests/gpu/test_attention.cu",
     "cpp_kernels/fused/oproj.hpp": "tests/gpu/test_attention.cu",
-    "cpp_kernels/fused/stamps.hpp": "cpp_kernels/bench/layer.cu",
+    "cpp_kernels/fused/stamps.hpp": "tests/cpp/bench/test_stamps_file.cpp",
     "cpp_kernels/reference/": "tests/python/test_ops_random.py",
     "cpp_kernels/shape/runtime_shape.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/shape/dsv41_flash.hpp": "tests/python/test_ops_constants.py",
@@ -233,6 +248,8 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "python/lowlat/__init__.py": "tests/python/test_package.py",
     "python/lowlat/__main__.py": "tests/python/test_package.py",
     "python/lowlat/cli/__init__.py": "tests/python/test_cli_main.py",
+    "python/lowlat/cli/files.py": "tests/python/test_cli_npz.py",
+    "python/lowlat/cli/measure.py": "tests/python/test_cli_bench.py",
     "python/lowlat/cli/outcome.py": "tests/python/test_cli_main.py",
     "python/lowlat/cli/parts.py": "tests/python/test_package.py",
     "python/lowlat/build.py": "tests/sglang/test_install.py",

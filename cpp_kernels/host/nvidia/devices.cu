@@ -3,6 +3,7 @@
 
 #include "platform/nvidia.hpp"
 
+#include "fused/instances.hpp"
 #include "host/nvidia/device.hpp"
 
 namespace lowlat::host {
@@ -80,6 +81,9 @@ PlatformDevices nvidia_devices() {
   PlatformDevices found;
   found.built = true;
   found.architectures = LOWLAT_CUDA_ARCHS;
+  for (const auto& kernel : nvidia::fused::kFusedInstances) {
+    found.fused.push_back({kernel.kernel, kernel.shapes, kernel.rows});
+  }
   int version = 0;
   cuda::check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
   found.toolkit = cuda::version_words(version);

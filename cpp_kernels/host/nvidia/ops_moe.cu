@@ -1,7 +1,14 @@
 // Launches of the router and of the experts.
+#include <algorithm>
+#include <bit>
+#include <optional>
+
+#include "fused/moe.hpp"
 #include "host/nvidia/linear.cuh"
 #include "host/nvidia/ops.cuh"
 #include "host/op/models.hpp"
+#include "shape/dsv41_flash.hpp"
+#include "shape/dsv4_flash.hpp"
 #include "stages/experts.hpp"
 #include "stages/gate.hpp"
 
@@ -124,6 +131,96 @@ std::uint16_t* launch_shared_expert(DeviceCall& call) {
   return product(quantized_rows(call, h, count, block), "shared_w2", hidden, inner);
 }
 
+// ------------------------------------------------------------------------------------- fused
+
+template <class S>
+bool has_sizes(const DeviceCall& call) {
+  return call.dim("H") == S::kHidden && call.dim("I") == S::kIntermediateLocal &&
+         call.dim("k") == S::kExpertsPerToken && call.dim("E") <= S::kNumExperts;
+}
+
+// The compiled shape of these sizes, or none. Which experts there are beside the chosen ones is
+// nothing to a launch whose routing is given.
+std::optional<fused::MoeShape> moe_shape(const DeviceCall& call) {
+  if (call.model() == "v41") {
+    if (has_sizes<shape::Dsv41Flash<2>>(call)) return fused::MoeShape::v41_tp2;
+    if (has_sizes<shape::Dsv41Flash<4>>(call)) return fused::MoeShape::v41_tp4;
+    return {};
+  }
+  if (has_sizes<shape::Dsv4Flash<2>>(call)) return fused::MoeShape::v4_tp2;
+  if (has_sizes<shape::Dsv4Flash<4>>(call)) return fused::MoeShape::v4_tp4;
+  return {};
+}
+
+// Whether the fused kernel declares its numerics for these values (fused/moe.hpp): scales in its
+// range, those of the shared expert powers of two, no expert twice in a row.
+bool fused_takes(const OpArgs& args) {
+  for (const char* name : {"w1_scale", "w3_scale", "w2_scale"}) {
+    const auto codes = args.in<std::uint8_t>(name);
+    if (!std::all_of(codes.begin(), codes.end(),
+                     [](std::uint8_t code) { return code >= 1 && code <= 254; })) {
+      return false;
+    }
+  }
+  for (const char* name : {"shared_w1_scale", "shared_w3_scale", "shared_w2_scale"}) {
+    const auto scales = args.in<float>(name);
+    if (!std::all_of(scales.begin(), scales.end(), [](float scale) {
+          const std::uint32_t bits = std::bit_cast<std::uint32_t>(scale);
+          return (bits & 0x807f'ffffu) == 0 && bits >> 23 >= 1 && bits >> 23 <= 134;
+        })) {
+      return false;
+    }
+  }
+  const auto ids = args.in<std::int32_t>("ids");
+  const auto slots = static_cast<std::size_t>(args.dim("k"));
+  for (std::size_t row = 0; row < ids.size(); row += slots) {
+    for (std::size_t i = row; i < row + slots; ++i) {
+      if (std::find(ids.begin() + row, ids.begin() + i, ids[i]) != ids.begin() + i) return false;
+    }
+  }
+  return true;
+}
+
+// ue8m0 codes of fp32 powers of two.
+__global__ void scale_codes_kernel(std::uint8_t* codes, const float* scales, std::int64_t count) {
+  const std::int64_t i = global_thread();
+  if (i < count) codes[i] = static_cast<std::uint8_t>(__float_as_uint(scales[i]) >> 23);
+}
+
+void launch_fused_experts(DeviceCall& call, fused::MoeShape shape) {
+  const auto routed = [&](const char* name) {
+    return fused::MoeMatrix{call.in<std::uint8_t>(name),
+                            call.in<std::uint8_t>((std::string(name) + "_scale").c_str())};
+  };
+  const auto shared = [&](const std::string& name) {
+    const std::int64_t count = (call.dim("H") / call.dim("b")) * (call.dim("I") / call.dim("b"));
+    auto* codes = call.scratch<std::uint8_t>(count);
+    launch(call, scale_codes_kernel, dim3(blocks_for(count)), codes,
+           call.in<float>((name + "_scale").c_str()), count);
+    return fused::MoeMatrix{call.in<std::uint8_t>(name.c_str()), codes};
+  };
+  fused::MoeArgs args = {};
+  args.rows = call.size("T");
+  args.routing = fused::MoeRouting::given;
+  args.x = call.in<std::uint16_t>("x");
+  args.ids = call.in<std::int32_t>("ids");
+  args.weights = call.in<float>("weight");
+  args.w.w1 = routed("w1");
+  args.w.w3 = routed("w3");
+  args.w.w2 = routed("w2");
+  args.w.shared_w1 = shared("shared_w1");
+  args.w.shared_w3 = shared("shared_w3");
+  args.w.shared_w2 = shared("shared_w2");
+  args.out = call.out<float>("y");
+  args.fault.budget_ns = kWorkBudgetNs / 2;
+  args.workspace =
+      call.scratch<unsigned char>(static_cast<std::int64_t>(fused::moe_workspace_bytes(shape)));
+  check(static_cast<cudaError_t>(fused::moe_workspace_init(shape, args.workspace, call.stream())),
+        "the experts' workspace");
+  check(static_cast<cudaError_t>(fused::launch_moe_region(shape, args, call.stream(), false)),
+        "the experts' launch");
+}
+
 }  // namespace
 
 void launch_gate(DeviceCall& call) {
@@ -150,6 +247,11 @@ void launch_hash_gate(DeviceCall& call) {
 void launch_experts(DeviceCall& call) {
   const int rows = call.size("T"), hidden = call.size("H"), inner = call.size("I");
   const int slots = call.size("k"), num_experts = call.size("E");
+  const std::optional<fused::MoeShape> shape = moe_shape(call);
+  if (shape.has_value() && fused_takes(call.args())) {
+    launch_fused_experts(call, *shape);
+    return;
+  }
   require_at_most(call, "E", kMaxGridY);
   const std::int64_t num_pairs = std::int64_t{rows} * slots;
   const float* x = expanded_rows(call, call.in<std::uint16_t>("x"), std::int64_t{rows} * hidden);

@@ -184,7 +184,10 @@ OpSpec experts() {
       "Marlin's "
       "roundings): gate and up, silu, their product and weight * down to bf16, the slots added in "
       "fp32 and rounded to bf16. Shared: block-fp8 linears with quantised input, bf16 outputs. "
-      "Both are added in fp32 and not rounded again";
+      "Both are added in fp32 and not rounded again. On nvidia the fused kernel runs it where k is "
+      "6, a shape of its is built (v41 H 5120, I 576 or 1152; v4 H 4096, I 512 or 1024), no fp4 "
+      "scale is 2^-127 or NaN, shared scales are powers of two up to 2^7, and no row names an "
+      "expert twice";
   op.in = {{"x", LOWLAT_BF16, "bf16", "T,H", false, "rows"},
            {"w1", LOWLAT_U8, "fp4", "E,I,H/2", false, "gate; even column in the low nibble"},
            {"w1_scale", LOWLAT_U8, "ue8m0", "E,I,H/32", false, "one a 32 columns"},

@@ -357,10 +357,11 @@ typedef struct lowlat_array {
 
 /* What this library can run on here, found by doing it: a kernel is looked up on every device, and
  * every device stores into every other's memory. Takes a second on a machine with devices. JSON:
- * {"nvidia": {"built", "architectures", "toolkit", "driver", "refusal", "devices": [{"name", "isa",
- * "refusal"}], "peers": [{"from", "to", "refusal"}]}}; a refusal is "" where all is well, "built"
- * is false in a library without kernels of the platform. Valid until the calling thread's next
- * call of this function. */
+ * {"nvidia": {"built", "architectures", "toolkit", "driver", "refusal", "fused": [{"name",
+ * "shapes", "rows"}], "devices": [{"name", "isa", "refusal"}], "peers": [{"from", "to",
+ * "refusal"}]}}; a refusal is "" where all is well, "built" is false in a library without kernels
+ * of the platform, "fused" says which fused kernels are built for which models, ranks and rows.
+ * Valid until the calling thread's next call of this function. */
 LOWLAT_API const char* lowlat_devices(void);
 
 /* The operations as JSON: [{"name", "models", "about", "in": [{"name","dtype","shape","optional",

@@ -360,8 +360,15 @@ def nvidia_kernels_checks() -> Iterator[Check]:
     change = "build lowlat for these GPUs (LOWLAT_CUDA_ARCHS)" if refused else ""
     runs = len(answer["devices"]) - len(refused)
     yield Check(name, status, False, tried, f"they run on {runs}; {words}", change)
+    if answer.get("fused"):
+        yield fused_check(answer["fused"])
     if answer["peers"]:
         yield peer_check(answer["peers"])
+
+
+def fused_check(kernels: Sequence[dict[str, Any]]) -> Check:
+    words = "; ".join(f"{k['name']} ({k['shapes']}; {k['rows']})" for k in kernels)
+    return Check("fused kernels", OK, False, "ask the library for its fused kernels", words)
 
 
 def peer_check(peers: Sequence[dict[str, Any]]) -> Check:

@@ -17,6 +17,13 @@ COMMANDS = {
     "inspect": "show the graph record of a replay, or what two differ in",
     "make-checkpoint": "write a built-in model as a checkpoint folder",
 }
+# The same of what a command of ours hands on whole.
+PARTS = (("bench", "dispatch"),)
+
+
+def is_engines(words: Sequence[str]) -> bool:
+    """Whether the engine's binary runs these words."""
+    return bool(words) and (words[0] in COMMANDS or tuple(words[:2]) in PARTS)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lowlat.cli import check, completion, doctor, engine, op
+from lowlat.cli import bench, check, completion, doctor, engine, op, profile
 from lowlat.cli.outcome import DONE, FAULT, CommandError, UsageError, one_line
 from lowlat.cli.parts import version
 
@@ -20,6 +20,8 @@ examples:
   lowlat trace info traces/*.json
   lowlat op --list
   lowlat op rms_norm --in case.npz --out out.npz --platform scalar
+  lowlat bench layer --rows 6,12 --json layer.json
+  lowlat profile layer --out profile/
   lowlat check --model v4-flash --tp 4
   lowlat make-checkpoint tiny-v4 ./tiny
   source <(lowlat completion bash)
@@ -81,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (engine, op, check, doctor, completion):
+    for module in (engine, op, bench, profile, check, doctor, completion):
         module.add_parser(commands)
     return parser
 
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; every failure is one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words and words[0] in engine.COMMANDS:
+        if engine.is_engines(words):
             # Their options are the engine's own, --help included, so argparse never sees them.
             return engine.run_words(words)
         arguments = build_parser().parse_args(words)

@@ -5,9 +5,6 @@ ever executed: pickled objects are refused.
 """
 
 import math
-import os
-import stat
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -16,6 +13,7 @@ from tokenize import TokenError
 
 import numpy as np
 
+from lowlat.cli import files
 from lowlat.cli.outcome import RefusedError, one_line
 
 SUFFIX = ".npy"
@@ -23,7 +21,7 @@ SUFFIX = ".npy"
 
 def read(path: Path) -> dict[str, np.ndarray]:
     """Every array of the file by name."""
-    if not is_regular(path):
+    if not files.is_regular(path):
         raise RefusedError(f"{path}: not a regular file; needed an .npz archive")
     arrays: dict[str, np.ndarray] = {}
     try:
@@ -42,16 +40,6 @@ def read(path: Path) -> dict[str, np.ndarray]:
     except OSError as error:
         raise RefusedError(f"{path}: {error.strerror or one_line(error)}") from error
     return arrays
-
-
-def is_regular(path: Path) -> bool:
-    """Whether the path leads to a file, and not to a folder, a pipe or a device."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except FileNotFoundError:
-        raise RefusedError(f"{path}: no such file") from None
-    except OSError as error:
-        raise RefusedError(f"{path}: {error.strerror or one_line(error)}") from error
 
 
 def read_member(
@@ -94,38 +82,6 @@ def read_member(
         raise RefusedError(f"{path}: array {name} cannot be read ({one_line(error)})") from error
 
 
-def check_output(path: Path, in_path: Path) -> None:
-    """Refuses an output path that is no place for a file, before anything is computed."""
-    try:
-        # The rename at the end would put a file in the place of a pipe or a device.
-        is_other = path.exists() and not path.is_file()
-        if is_other or not path.parent.is_dir():
-            raise RefusedError(f"{path}: needed the path of a file in a folder that exists")
-        if path.exists() and in_path.exists() and path.samefile(in_path):
-            raise RefusedError(f"{path}: is the input too; needed another file")
-    except OSError as error:
-        raise RefusedError(f"{path}: cannot be written: {error.strerror}") from error
-
-
 def write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the whole file or leaves what was there: a temporary file beside it, then a rename."""
-    try:
-        # Through a link, so that the link stays.
-        target = path.resolve()
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise RefusedError(f"{path}: cannot be written: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes the file private; an ordinary output has the user's usual rights.
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(target)
-    except OSError as error:
-        raise RefusedError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    """Writes the whole file or leaves what was there."""
+    files.write(path, lambda file: np.savez(file, **arrays))

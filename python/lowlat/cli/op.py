@@ -97,10 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_file(op: str, model: str, platform: str, in_path: Path, out_path: Path) -> None:
     """Runs `op` on the arrays of `in_path`; `out_path` is written whole or not at all."""
-    from lowlat.cli import npz
+    from lowlat.cli import files, npz
 
     spec = entry_of(find(operations(), op), model)
-    npz.check_output(out_path, in_path)
+    files.check_output(out_path, in_path)
     arrays = npz.read(in_path)
     check_dtypes(in_path, spec, arrays)
     try:

@@ -1,0 +1,111 @@
+// bench/measure_exchange.cu: an exchange of partial sums between two GPUs, checked and timed; the
+// program behind `lowlat bench exchange`.
+//
+// Chains of layers in a CUDA graph: TP2's output projections of V4.1-Flash whose last product
+// publishes, and the kernel that sums, mixes and norms. The exchange is what that takes beyond the
+// same chain with products that store their sums and no receiver. It has no floor in bytes: one hop
+// between the GPUs is 1.3 us.
+#include "bench/exchange_pair.hpp"
+#include "bench/machine.cuh"
+#include "bench/words.hpp"
+
+namespace lowlat::bench {
+namespace {
+
+constexpr int kLayers = 8, kReplays = 50;
+
+// Replays give the same bits on both ranks, each time.
+void check(Report& report, int rows) {
+  Pair pair(rows, 1);
+  pair.capture(true, true, true);
+  std::vector<std::uint16_t> first;
+  int different = 0;
+  for (int i = 0; i < kReplays && !pair.faulted(); ++i) {
+    for (int r = 0; r < kRanks; ++r) {
+      cuda_must(cudaSetDevice(r), "set device");
+      pair.ranks[r]->begin();
+    }
+    for (int r = 0; r < kRanks; ++r) {
+      cuda_must(cudaSetDevice(r), "set device");
+      pair.ranks[r]->graph->wait();
+      std::vector<std::uint16_t> got = pair.ranks[r]->act.residual[1].take();
+      const std::vector<std::uint16_t> x = pair.ranks[r]->act.x.take();
+      got.insert(got.end(), x.begin(), x.end());
+      if (first.empty()) first = got;
+      different += got != first ? 1 : 0;
+    }
+  }
+  const std::string at = " T=" + std::to_string(rows);
+  report.check("no wait expired" + at, !pair.faulted());
+  report.check(std::to_string(kReplays) + " replays, both ranks equal" + at, different == 0,
+               std::to_string(different) + " differ");
+}
+
+void measure(Report& report, const Words& words, int rows) {
+  Pair pair(rows, kLayers);
+  double bytes = 0.0;
+  for (const auto* w : {&pair.ranks[0]->weights[0].wo_a, &pair.ranks[0]->weights[0].wo_b}) {
+    bytes += static_cast<double>(w->codes.size() + w->scales.size());
+  }
+  pair.capture(false, false, false);
+  const Spread without = pair.time(words.repeats);
+  pair.capture(true, true, true);
+  const Spread with = pair.time(words.repeats);
+  report.check("no wait expired in the chain T=" + std::to_string(rows), !pair.faulted());
+  const auto figure = [&](const char* name, const Spread& us, double num_bytes, const char* about) {
+    report.figure(
+        {name, "v41", words.schedule, kRanks, kRanks, rows, us, words.repeats, num_bytes, about});
+  };
+  figure("products", without, bytes, "wo_a and wo_b, sums stored");
+  figure("products and exchange", with, bytes, "the same, published and received");
+  // The spread of a difference: as far apart as the two can be.
+  figure("exchange",
+         {with.median - without.median, with.low - without.high, with.high - without.low}, 0.0,
+         "the difference of the two");
+}
+
+int main_of(int argc, char** argv) {
+  const Words words = read_words(argc, argv);
+  if (!words.wrong.empty()) {
+    std::fprintf(stderr, "%s\n", words.wrong.c_str());
+    return 2;
+  }
+  Report report;
+  const auto refuse = [&](const std::string& why) {
+    report.refusal(why);
+    return 1;
+  };
+  if (words.model != "v41" || words.schedule != "fused") {
+    return refuse("the exchange is built for v41 and --schedule fused, not " + words.model +
+                  " and " + words.schedule);
+  }
+  if (words.tp != kRanks || words.gpus != kRanks) {
+    return refuse("the exchange is timed between two GPUs: --tp 2 --gpus 2");
+  }
+  for (const int rows : words.rows) {
+    if (rows <= fused::kHopRows) {
+      return refuse("the exchange alone is timed with --rows from 9 on, not " +
+                    std::to_string(rows) + "; fewer go by packets, inside whole layers");
+    }
+  }
+  if (!require_gpus(report, kRanks)) return 1;
+  report.machine(measure_machine(kRanks));
+  for (const int rows : words.rows) {
+    check(report, rows);
+    if (!report.all_good()) return 1;
+    measure(report, words, rows);
+  }
+  return report.all_good() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace lowlat::bench
+
+int main(int argc, char** argv) {
+  try {
+    return lowlat::bench::main_of(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 3;
+  }
+}

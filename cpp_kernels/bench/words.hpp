@@ -1,0 +1,72 @@
+// bench/words.hpp: the command line of a measuring program; `lowlat bench` writes it.
+//
+//   --model v41 --tp 4 --gpus 1 --rows 6,12 --schedule fused --repeats 60 [--stamps FILE
+//   --plain-us TIME]
+#pragma once
+
+#include <algorithm>
+#include <charconv>
+#include <cstddef>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lowlat::bench {
+
+struct Words {
+  std::string model = "v41", schedule = "fused", stamps;
+  int tp = 4, gpus = 1, repeats = 60;
+  double plain_us = 0.0;  // of a layer without stamps
+  std::vector<int> rows = {6};
+  std::string wrong;  // one line where the words are not as above
+};
+
+inline Words read_words(int argc, const char* const* argv) {
+  Words words;
+  const auto number = [&](std::string_view text, int least, int most) {
+    int value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
+      words.wrong = "no number from " + std::to_string(least) + " to " + std::to_string(most) +
+                    ": " + std::string(text);
+    }
+    return value;
+  };
+  for (int i = 1; i < argc && words.wrong.empty(); i += 2) {
+    const std::string_view name = argv[i];
+    if (i + 1 == argc) {
+      words.wrong = "needs a value: " + std::string(name);
+      break;
+    }
+    const std::string_view value = argv[i + 1];
+    if (name == "--model") {
+      words.model = value;
+    } else if (name == "--schedule") {
+      words.schedule = value;
+    } else if (name == "--stamps") {
+      words.stamps = value;
+    } else if (name == "--plain-us") {
+      words.plain_us = std::strtod(std::string(value).c_str(), nullptr);
+      if (!(words.plain_us > 0)) words.wrong = "no time: " + std::string(value);
+    } else if (name == "--tp") {
+      words.tp = number(value, 1, 8);
+    } else if (name == "--gpus") {
+      words.gpus = number(value, 1, 8);
+    } else if (name == "--repeats") {
+      words.repeats = number(value, 1, 1'000'000);
+    } else if (name == "--rows") {
+      words.rows.clear();
+      for (std::size_t begin = 0; begin <= value.size();) {
+        const std::size_t end = std::min(value.find(',', begin), value.size());
+        words.rows.push_back(number(value.substr(begin, end - begin), 1, 64));
+        begin = end + 1;
+      }
+    } else {
+      words.wrong = "unknown: " + std::string(name);
+    }
+  }
+  return words;
+}
+
+}  // namespace lowlat::bench

@@ -1,0 +1,29 @@
+// fused/instances.hpp: which fused kernels are built, for which shapes. Every C++ compiler reads
+// it; lowlat_devices() and `lowlat doctor` show it.
+#pragma once
+
+#include <iterator>
+
+namespace lowlat::nvidia::fused {
+
+// A line of the catalogue: one kernel, or one that shapes have several instances of.
+struct FusedInstance {
+  const char* kernel;
+  const char* shapes;  // models and ranks
+  const char* rows;    // token rows of a launch, or requests
+};
+
+inline constexpr FusedInstance kFusedInstances[] = {
+    {"front_qkv_fp8_sm90", "v41 tp2 tp4", "1..48"},
+    {"front_q_fp8_sm90", "v41 tp2 tp4", "1..48"},
+    {"sparse_attention_bf16_sm90", "v4 v41 tp1 tp2 tp4", "1..48"},
+    {"oproj_a_fp8_sm90", "v41 tp2 tp4", "1..48"},
+    {"oproj_b_fp8_sm90", "v41 tp2 tp4", "1..48"},
+    {"hc_exchange_norm_sm90", "v4 v41 tp1 tp2 tp4", "1..48"},
+    {"hc_mix_sm90", "v4 v41", "1..48"},
+    {"moe_region_mxfp4_sm90", "v4 v41 tp2 tp4", "1..64"},
+    {"draft_proposals_bf16_sm90", "v4 v41 tp1 tp2 tp4", "1..8 requests"},
+};
+inline constexpr int kNumFusedInstances = static_cast<int>(std::size(kFusedInstances));
+
+}  // namespace lowlat::nvidia::fused
