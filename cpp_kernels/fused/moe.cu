@@ -32,7 +32,7 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   cudaError_t status = current_device(&device);
   if (status != cudaSuccess) return status;
   device.num_sms -= args.idle_sms;
-  if (device.num_sms < moe::kScorers || device.num_sms > L::kMaxGrid ||
+  if (device.num_sms < moe::kBands || device.num_sms > L::kMaxGrid ||
       device.max_smem < L::kSmemBytes) {
     return cudaErrorInvalidValue;
   }
@@ -52,19 +52,53 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, args, rules);
 }
 
+// Warps that multiply. Eight and twenty are slower (docs/bench), but two ranks' bands of V4.1 leave
+// the ring too short for sixteen.
+template <class S>
+constexpr int kConsumers = S::kHidden > 4096 && S::kTpSize == 2 ? 8 : 16;
+// Up to so many rows, several launches of eight rows beat one that gathers rows: measured for V4.1
+// (5120 columns) at 12 and 24 rows; for V4 they do not.
+template <class S>
+constexpr int kSplitRows = S::kHidden > 4096 ? 24 : 8;
+
 // The two kernels of a shape: up to 8 rows, and up to 64. Their workspaces lie one after the other.
-template <class S, MoeLayout kLayout>
+template <class S>
 struct Instances {
-  using Few = moe::Layout<S, 8, kLayout>;
-  using Many = moe::Layout<S, 64, kLayout>;
+  using Few = moe::Layout<S, false, kConsumers<S>>;
+  using Many = moe::Layout<S, true, kConsumers<S>>;
   static constexpr std::size_t kManyOffset = (Few::kWorkspaceBytes + 255) / 256 * 256;
   static constexpr std::size_t kBytes = kManyOffset + Many::kWorkspaceBytes;
 
   static cudaError_t run(MoeArgs args, const moe::Rules& rules, cudaStream_t stream,
                          bool overlapped) {
-    if (args.rows <= Few::kMaxRows) return launch<Few>(args, rules, stream, overlapped);
+    if (args.rows <= kSplitRows<S>) return split(args, rules, stream, overlapped);
     args.workspace = static_cast<unsigned char*>(args.workspace) + kManyOffset;
     return launch<Many>(args, rules, stream, overlapped);
+  }
+  // Launches of at most eight rows, as equal as can be.
+  static cudaError_t split(const MoeArgs& args, moe::Rules rules, cudaStream_t stream,
+                           bool overlapped) {
+    const int parts = (args.rows + Few::kMaxRows - 1) / Few::kMaxRows;
+    const int part_rows = (args.rows + parts - 1) / parts;
+    for (int row = 0; row < args.rows; row += part_rows) {
+      MoeArgs part = args;
+      part.rows = args.rows - row < part_rows ? args.rows - row : part_rows;
+      const auto skip = [row](auto*& pointer, int width) {
+        if (pointer != nullptr) pointer += static_cast<std::size_t>(row) * width;
+      };
+      skip(part.x, Few::kHidden);
+      skip(part.image_rows, 1);
+      skip(part.ids, Few::kSlots);
+      skip(part.weights, Few::kSlots);
+      skip(part.out_ids, Few::kSlots);
+      skip(part.out_weights, Few::kSlots);
+      skip(part.out, Few::kHidden);
+      if (row > 0) part.before = {};  // the workspace is the launch's before
+      rules.first_row = row;
+      const cudaError_t status = launch<Few>(part, rules, stream, overlapped || row > 0);
+      if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
   }
   static cudaError_t init(void* workspace, cudaStream_t stream) {
     auto* bytes = static_cast<unsigned char*>(workspace);
@@ -79,67 +113,46 @@ struct Instances {
     return status;
   }
   static std::int64_t box_packets(int rows) {
-    return static_cast<std::int64_t>(rows) * Few::kBands * Few::kPacketsPerBand;
+    return static_cast<std::int64_t>(rows) * moe::kBands * Few::kPacketsPerBand;
   }
 };
 
-template <class S>
-using Checkpoint = Instances<S, MoeLayout::checkpoint>;
-template <class S>
-using Marlin = Instances<S, MoeLayout::marlin>;
-
-// Calls `f` with the instances of a shape and a layout that exist.
+// Calls `f` with the instances of a shape.
 template <class F>
-auto with_shape(MoeShape shape, MoeLayout layout, F f) {
-  using V41 = shape::Dsv41Flash<4>;
-  using V4 = shape::Dsv4Flash<4>;
-  const bool marlin = layout == MoeLayout::marlin;
+auto with_shape(MoeShape shape, F f) {
   switch (shape) {
-    case MoeShape::v41_tp2: return f(Checkpoint<shape::Dsv41Flash<2>>());
-    case MoeShape::v4_tp2: return f(Checkpoint<shape::Dsv4Flash<2>>());
-    case MoeShape::v4_tp4: return marlin ? f(Marlin<V4>()) : f(Checkpoint<V4>());
+    case MoeShape::v41_tp2: return f(Instances<shape::Dsv41Flash<2>>());
+    case MoeShape::v4_tp2: return f(Instances<shape::Dsv4Flash<2>>());
+    case MoeShape::v4_tp4: return f(Instances<shape::Dsv4Flash<4>>());
     case MoeShape::v41_tp4: break;
   }
-  return marlin ? f(Marlin<V41>()) : f(Checkpoint<V41>());
+  return f(Instances<shape::Dsv41Flash<4>>());
 }
-
-// One workspace serves both layouts: what is made ready lies at the same places.
-template <class S>
-constexpr bool kAlike = Checkpoint<S>::kManyOffset == Marlin<S>::kManyOffset;
-static_assert(kAlike<shape::Dsv41Flash<4>> && kAlike<shape::Dsv4Flash<4>>);
 
 }  // namespace
 
 std::size_t moe_workspace_bytes(MoeShape shape) {
-  std::size_t most = 0;
-  for (const MoeLayout layout : {MoeLayout::checkpoint, MoeLayout::marlin}) {
-    const std::size_t bytes =
-        with_shape(shape, layout, [](auto instances) { return decltype(instances)::kBytes; });
-    most = bytes > most ? bytes : most;
-  }
-  return most;
+  return with_shape(shape, [](auto instances) { return decltype(instances)::kBytes; });
 }
 
 int moe_workspace_init(MoeShape shape, void* workspace, void* stream) {
-  return with_shape(shape, MoeLayout::checkpoint, [&](auto instances) {
+  return with_shape(shape, [&](auto instances) {
     return static_cast<int>(instances.init(workspace, static_cast<cudaStream_t>(stream)));
   });
 }
 
-std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows) {
-  return with_shape(shape, layout, [&](auto instances) { return instances.box_packets(rows); });
+std::int64_t moe_box_packets(MoeShape shape, int rows) {
+  return with_shape(shape, [&](auto instances) { return instances.box_packets(rows); });
 }
 
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped) {
   if (args.rows < 1 || args.rows > 64) return cudaErrorInvalidValue;
-  // Its kernels are complete and end as an illegal instruction on the device: not found yet why.
-  if (args.w.layout == MoeLayout::marlin) return cudaErrorNotSupported;
   const bool v4 = shape == MoeShape::v4_tp2 || shape == MoeShape::v4_tp4;
   // V4's router divides by 1 where a sum is 0; a hash layer's and V4.1's target add 1e-20.
   const bool target = !v4 || args.routing == MoeRouting::table;
   const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
-                            target ? stages::GateSum::target : stages::GateSum::draft};
-  return with_shape(shape, args.w.layout, [&](auto instances) {
+                            target ? stages::GateSum::target : stages::GateSum::draft, 0};
+  return with_shape(shape, [&](auto instances) {
     return static_cast<int>(
         instances.run(args, rules, static_cast<cudaStream_t>(stream), overlapped));
   });

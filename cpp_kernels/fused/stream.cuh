@@ -91,11 +91,6 @@ LOWLAT_DEVICE uint2 smem_load8(std::uint32_t address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
-LOWLAT_DEVICE std::uint32_t smem_load4(std::uint32_t address) {
-  std::uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
 LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
   std::uint32_t v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
@@ -123,30 +118,6 @@ LOWLAT_DEVICE uint4 load_packet(const void* src) {
       : "l"(src)
       : "memory");
   return v;
-}
-
-// One word that another block waits for.
-LOWLAT_DEVICE void store_word(std::uint32_t* dst, std::uint32_t v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(dst), "r"(v) : "memory");
-}
-LOWLAT_DEVICE std::uint32_t load_word(const std::uint32_t* src) {
-  std::uint32_t v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(src) : "memory");
-  return v;
-}
-
-// Word i of neighbour t of four lanes becomes word t of neighbour i.
-LOWLAT_DEVICE void transpose_quad(std::uint32_t (&v)[4], int t) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = (t & step) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const std::uint32_t theirs = __shfl_xor_sync(0xffff'ffffu, upper ? v[i] : v[i + step], step);
-      (upper ? v[i] : v[i + step]) = theirs;
-    }
-  }
 }
 
 // ------------------------------------------------------------------------------------ numbers
@@ -186,34 +157,6 @@ LOWLAT_DEVICE void expand_fp4(std::uint32_t w, std::uint32_t factor, std::uint32
   out[1] = mul_bf16x2((w & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
   out[2] = mul_bf16x2((v & 0x000f'000fu) * 0x1040u & kKeep, factor);
   out[3] = mul_bf16x2((v & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
-}
-
-// Eight codes of one word as e4m3: each byte is its element times 2^-kFp4E4m3Shift, exactly: e2m1's
-// fields lie in e4m3's lowest. `odd`: elements 1 3 5 7, `even`: 0 2 4 6.
-inline constexpr int kFp4E4m3Shift = 6;
-LOWLAT_DEVICE void expand_fp4_e4m3(std::uint32_t w, std::uint32_t& odd, std::uint32_t& even) {
-  constexpr std::uint32_t kSign = 0x8080'8080u, kMagnitude = 0x1c1c'1c1cu;
-  odd = (w & kSign) | (w >> 2 & kMagnitude);
-  even = (w << 4 & kSign) | (w << 2 & kMagnitude);
-}
-
-// Four values up to 448 as sums of two e4m3 codes, a byte each: what is left of eight bits after
-// the high term's four fits the low one; 2^-10 is lost at most, where the low term is subnormal.
-LOWLAT_DEVICE void split_e4m3(const float (&v)[4], std::uint32_t& high, std::uint32_t& low) {
-  high = low = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    std::uint16_t codes, rest;
-    std::uint32_t halves;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(v[i + 1]), "f"(v[i]));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&halves));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-        : "=h"(rest)
-        : "f"(v[i + 1] - values.y), "f"(v[i] - values.x));
-    high |= static_cast<std::uint32_t>(codes) << 8 * i;
-    low |= static_cast<std::uint32_t>(rest) << 8 * i;
-  }
 }
 
 // Factor of e4m3 codes: 2^120 * 2^(byte - 127), twice; exact for scale bytes up to 134.
@@ -260,11 +203,10 @@ LOWLAT_DEVICE float lanes_max(float v) {
   }
   return v;
 }
-// The scale's biased exponent: smallest power of two with amax / scale <= 448 = 1.75 * 2^8, amax at
-// least 1e-10.
+// The scale's biased exponent: smallest power of two with amax / scale <= 448, amax at least 1e-10.
 LOWLAT_DEVICE std::uint32_t activation_exponent(float amax) {
-  const std::uint32_t bits = __float_as_uint(fmaxf(amax, 1e-10f));
-  return (bits >> 23) - 8u + ((bits & 0x7f'ffffu) > 0x60'0000u ? 1u : 0u);
+  const std::uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-10f), 448.0f));
+  return (bits >> 23) + ((bits & 0x7f'ffffu) != 0 ? 1u : 0u);
 }
 template <int N>
 LOWLAT_DEVICE void quantize_pairs(std::uint32_t* pairs, std::uint32_t exponent) {

@@ -42,18 +42,6 @@ LOWLAT_DEVICE void barrier_arrive_expect(std::uint64_t* barrier, std::uint32_t b
                "r"(bytes)
                : "memory");
 }
-// Adds `bytes` to what the phase waits for; the phase must not be over before.
-LOWLAT_DEVICE void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile(
-      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(bytes)
-      : "memory");
-}
-// Arrives when this thread's copy_piece's so far have landed.
-LOWLAT_DEVICE void barrier_arrive_copied(std::uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
 // True when the phase of this parity (0 the first, then 1, 0, ...) is over; what arrived before is
 // visible then. Suspends for a while that the hardware chooses, some microseconds at most.
 LOWLAT_DEVICE bool barrier_try_wait(std::uint64_t* barrier, std::uint32_t parity) {
@@ -110,12 +98,6 @@ LOWLAT_DEVICE void bulk_load(void* dst_shared, const void* src, std::uint32_t by
       "l"(__cvta_generic_to_global(src)), "r"(bytes), "r"(shared_address(barrier)),
       "l"(static_cast<std::uint64_t>(hint))
       : "memory");
-}
-// Copies 16 bytes from global to shared memory; see barrier_arrive_copied.
-LOWLAT_DEVICE void copy_piece(std::uint32_t dst_shared, const void* src, CacheHint hint) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst_shared),
-               "l"(__cvta_generic_to_global(src)), "l"(static_cast<std::uint64_t>(hint))
-               : "memory");
 }
 // Asks for `bytes` to be in the second-level cache; nothing waits for it.
 LOWLAT_DEVICE void bulk_prefetch(const void* src, std::uint32_t bytes) {
@@ -177,12 +159,6 @@ LOWLAT_DEVICE void load_matrices(std::uint32_t (&out)[4], const void* shared_row
                : "r"(shared_address(shared_row))
                : "memory");
 }
-LOWLAT_DEVICE void load_matrices(std::uint32_t (&out)[4], std::uint32_t shared_row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(shared_row)
-               : "memory");
-}
 LOWLAT_DEVICE void load_matrices(std::uint32_t (&out)[2], const void* shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(out[0]), "=r"(out[1])
@@ -231,58 +207,5 @@ LOWLAT_DEVICE void wgmma_bf16(float (&d)[4], std::uint64_t a_matrix, std::uint64
       : "l"(a_matrix), "l"(b_matrix));
 }
 #endif
-
-// Products of e4m3 by a warp group, weights in registers and columns in shared memory:
-// products_fence, products, products_commit, then products_wait before sums or weights are touched.
-// A columns' matrix is 8 columns of 32 along K, two cores of [8][16] bytes one after the other, in
-// 256 bytes; columns + n is 16 n bytes further. Parts without wgmma do the same warp by warp.
-LOWLAT_DEVICE std::uint64_t product_columns(std::uint32_t shared_address) {
-  constexpr std::uint64_t kAlongK = 128 >> 4, kAlongRows = 256 >> 4;
-  return (shared_address & 0x3ffffu) >> 4 | kAlongK << 16 | kAlongRows << 32;
-}
-LOWLAT_DEVICE void products_fence() {
-#ifdef LOWLAT_HAS_WGMMA
-  wgmma_fence();
-#endif
-}
-LOWLAT_DEVICE void products_commit() {
-#ifdef LOWLAT_HAS_WGMMA
-  wgmma_commit();
-#endif
-}
-template <int kPending>
-LOWLAT_DEVICE void products_wait() {
-#ifdef LOWLAT_HAS_WGMMA
-  wgmma_wait<kPending>();
-#endif
-}
-// d[16, 8] = a[16, 32] b[8, 32]^T (kAdd: + d), fp32 sums, the warp's 16 of the group's 64 rows.
-// With lane = 4 g + t: a[0] = (row g, k 4t ..+3), a[1] = (row g + 8, the same), a[2], a[3] = those
-// rows at k + 16; d as mma_bf16's.
-template <bool kAdd>
-LOWLAT_DEVICE void product_e4m3(float (&d)[4], const std::uint32_t (&a)[4], std::uint64_t columns) {
-#ifdef LOWLAT_HAS_WGMMA
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, "
-      "add, 1, 1;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(columns), "n"(kAdd ? 1 : 0));
-#else
-  std::uint32_t lane, b[2];
-  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
-  const auto address = static_cast<std::uint32_t>(columns & 0x3fffu) << 4;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(b[0]), "=r"(b[1])
-               : "r"(address + lane % 16 * 16)
-               : "memory");
-  if (!kAdd) d[0] = d[1] = d[2] = d[3] = 0.0f;
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-#endif
-}
 
 }  // namespace lowlat::nvidia::sm90
