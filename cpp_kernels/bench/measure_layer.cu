@@ -264,8 +264,9 @@ int main_of(int argc, char** argv) {
   if (words.schedule != "fused") {
     return refuse("a layer of this shape is built for --schedule fused, not " + words.schedule);
   }
-  if (words.tp != 2 && words.tp != 4) {
-    return refuse("the fused layer is built for --tp 2 and 4, not " + std::to_string(words.tp));
+  if (words.tp != 4) {
+    return refuse("the fused layer runs for --tp 4, not " + std::to_string(words.tp) +
+                  "; two ranks have its attention half only");
   }
   if (kStamps != !words.stamps.empty()) {
     return refuse(kStamps ? "the program with stamps needs --stamps FILE"

@@ -275,5 +275,3 @@ TEST_CASE(two_ranks_agree_on_attention_halves_and_wait_for_a_slow_one) {
   parts.experts = false;
   check_two_ranks(parts);
 }
-
-TEST_CASE(two_ranks_agree_on_layers_and_wait_for_a_slow_one) { check_two_ranks({}); }

@@ -143,7 +143,6 @@ bool has_sizes(const DeviceCall& call) {
 // nothing to a launch whose routing is given.
 std::optional<fused::MoeShape> moe_shape(const DeviceCall& call) {
   if (call.model() == "v41") {
-    if (has_sizes<shape::Dsv41Flash<2>>(call)) return fused::MoeShape::v41_tp2;
     if (has_sizes<shape::Dsv41Flash<4>>(call)) return fused::MoeShape::v41_tp4;
     return {};
   }
