@@ -70,18 +70,6 @@ LOWLAT_DEVICE void send_to_peer(std::uint32_t address, float a, float b, std::ui
       "r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"(barrier)
       : "memory");
 }
-LOWLAT_DEVICE float load_peer(std::uint32_t address) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
-}
-LOWLAT_DEVICE void load_peer(std::uint32_t address, float& a, float& b) {
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-               : "=f"(a), "=f"(b)
-               : "r"(address)
-               : "memory");
-}
-
 // As barrier_try_wait, for what other blocks of the cluster have sent.
 LOWLAT_DEVICE bool barrier_try_wait_cluster(std::uint64_t* barrier, std::uint32_t parity) {
   std::uint32_t done;
