@@ -88,7 +88,7 @@ def test_other_shells_can_read_theirs(
 def test_every_command_of_python_is_described() -> None:
     described = completion.describe(build_parser())
     by_name = {command["name"]: command for command in described}
-    assert set(by_name) == {"op", "check", "doctor", "completion"}
+    assert set(by_name) == {"op", "check", "doctor", "bench", "profile", "completion"}
     options = {option["name"]: option for option in by_name["op"]["options"]}
     assert options["in"]["kind"] == options["out"]["kind"] == "file"
     assert options["list"]["kind"] == "flag" and options["name"]["kind"] == "positional"
