@@ -10,7 +10,9 @@ PACKAGE = Path(lowlat.__file__).parent.resolve()
 # The contract itself, which needs no excuse.
 CONTRACT = "sglang.kernels.plugin_kernels.nvidia.spec"
 # The command line's look at an installed SGLang reads its metadata and imports nothing.
-PLUGIN_FILES = sorted(path for path in PACKAGE.rglob("*.py") if "cli" not in path.parts)
+# Commands and measuring programs run in processes of their own, never inside SGLang.
+OTHERS = {"cli", "_bench"}
+PLUGIN_FILES = sorted(path for path in PACKAGE.rglob("*.py") if not OTHERS & set(path.parts))
 
 
 def names(tree):
