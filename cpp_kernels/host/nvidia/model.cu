@@ -59,8 +59,8 @@ class Event {
 
 class NvidiaModel final : public Model {
  public:
-  NvidiaModel(const lowlat_model_config& config, int device)
-      : Model(config, "nvidia", kCatalogue, false), device_(device) {
+  NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device)
+      : Model(config, hosting, "nvidia", kCatalogue, false), device_(device) {
     const OnDevice on(device_);
     region_ = std::make_unique<ExchangeRegion>(config.tp_rank, config.tp_size,
                                                step_box_packets(shape()), digest());
@@ -147,7 +147,11 @@ class NvidiaModel final : public Model {
   bool has_peer(int rank) const override { return region_->is_open(rank); }
 
   void become_ready() override {
-    step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), *region_);
+    step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), pools(), *region_);
+  }
+  void move_pools() override {
+    const OnDevice on(device_);
+    step_->move_pools(weights(), pools());
   }
 
   // The plain path is the resident program too; fused kernels serve the widths alone.
@@ -161,6 +165,14 @@ class NvidiaModel final : public Model {
   }
   void start_accept(const lowlat_accept& accept, void* stream) override {
     launch(stream, [&](cudaStream_t chosen) { step_->launch(accept, chosen); });
+  }
+
+  void start_hosted(const lowlat_hosted_step& step, void* stream) override {
+    const bool fused_experts = step_->has_fused_experts(step.batch_size * step.tokens_per_request);
+    launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
+  }
+  void start_proposal(const lowlat_proposal& proposal, void* stream) override {
+    launch(stream, [&](cudaStream_t chosen) { step_->launch(proposal, chosen); });
   }
 
   bool wait_idle(std::uint64_t budget_ns) override {
@@ -225,10 +237,11 @@ class NvidiaModel final : public Model {
 
 }  // namespace
 
-std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config) {
+std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config,
+                                  const lowlat_hosting* hosting) {
   const int device = device_of(platform, config);
   require_device(device, platform);
-  return std::make_unique<NvidiaModel>(config, device);
+  return std::make_unique<NvidiaModel>(config, hosting, device);
 }
 
 }  // namespace lowlat::host::cuda

@@ -10,6 +10,7 @@ namespace lowlat::host::cuda {
 
 // `platform` is "nvidia" or "nvidia:N". Throws LOWLAT_UNSUPPORTED where there is no driver, no such
 // device or no kernel for it.
-std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config);
+std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config,
+                                  const lowlat_hosting* hosting);
 
 }  // namespace lowlat::host::cuda

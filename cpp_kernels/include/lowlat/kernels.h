@@ -407,7 +407,7 @@ typedef struct lowlat_hosted_step {
 LOWLAT_API lowlat_status lowlat_hosted_step_launch(lowlat_model* model,
                                                    const lowlat_hosted_step* step, void* stream);
 
-/* draft_block proposals a request, from what the draft's last layer left. */
+/* draft_block proposals a request, from what the draft's last layer left; before the norm. */
 typedef struct lowlat_proposal {
   uint32_t struct_bytes;
   int32_t batch_size;
@@ -420,7 +420,6 @@ typedef struct lowlat_proposal {
   /* Out, equal bit for bit on every rank. */
   int64_t* draft_tokens; /* [batch_size, draft_block] */
   float* draft_logits;   /* [batch_size, draft_block, vocab]; NULL: not wanted */
-  uint16_t* features;    /* bf16 [batch_size * draft_block, hidden] before the norm; NULL */
 } lowlat_proposal;
 
 /* LOWLAT_UNSUPPORTED when batch_size * draft_block rows were not built. */
