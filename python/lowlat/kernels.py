@@ -260,7 +260,6 @@ class HostedKernels:
         *,
         hidden: Any,
         anchors: Any,
-        head: Any,
         temperatures: Any,
         noise_key: int,
         noise_offset: Any,
@@ -268,7 +267,6 @@ class HostedKernels:
         out_logits: Any,
     ) -> Any:
         """Proposes a block; the arguments are those of ``replay.DraftMegakernel.draft_sampler``."""
-        self.attach(head)
         self.model.propose(
             batch_size=out_tokens.shape[0],
             hidden=needs(hidden, "bf16", "hidden_states").data_ptr(),

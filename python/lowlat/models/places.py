@@ -140,7 +140,8 @@ class Places:
             tensor = tensor[place.rows]
         relaid = False
         if place.relay is not None:
-            tensor, relaid = place.relay(tensor), True
+            whole = place.relay(tensor)
+            tensor, relaid = whole, whole is not tensor
         seen = DTYPES.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype))
         if spec["dtype"] == "ue8m0" and seen == "f32":
             tensor, seen, relaid = powers(tensor), "ue8m0", True
