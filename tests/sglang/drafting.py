@@ -14,8 +14,8 @@ from lowlat.kernels import SCALAR, HostedKernels
 from sglang.kernels.ops.speculative.dspark.markov_sample import _philox
 from sglang.srt.kernel_plugins.nvidia import binding
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.models.deepseek_v4_dspark import DSparkV4MarkovHead
 from sglang.srt.models.deepseek_v4 import hc_head_torch
+from sglang.srt.models.deepseek_v4_dspark import DSparkV4MarkovHead
 from sglang.srt.speculative.dspark_components import dspark_draft_sampler
 from sglang.srt.speculative.dspark_components.dspark_draft import DraftNoise, draft_noise_key
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync
@@ -95,9 +95,7 @@ class Draft(torch.nn.Module):
         super().__init__()
         torch.manual_seed(SEED)
         sizes = self.sizes = facts(name)
-        self.markov_head = DSparkV4MarkovHead(
-            vocab_size=sizes.vocab, markov_rank=sizes.markov_rank
-        )
+        self.markov_head = DSparkV4MarkovHead(vocab_size=sizes.vocab, markov_rank=sizes.markov_rank)
         for weight in (self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight):
             weight.data = torch.randn(weight.shape).to(torch.bfloat16)
         self.stages = torch.nn.ModuleList(torch.nn.Module() for _ in range(3))

@@ -50,7 +50,9 @@ def marlin(codes, scales):
     nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(experts, n, k).transpose(0, 2, 1)
     blocks = nibbles.reshape(experts, k // 16, 16, n // 16, 16).transpose(0, 1, 3, 2, 4)
     ordered = blocks.reshape(experts, -1, 1024)[:, :, nibble_order()].astype(np.uint32)
-    words = (ordered.reshape(experts, k // 16, -1, 8) << (4 * np.arange(8, dtype=np.uint32))).sum(-1)
+    words = (ordered.reshape(experts, k // 16, -1, 8) << (4 * np.arange(8, dtype=np.uint32))).sum(
+        -1
+    )
     order, _ = get_scale_perms()
     turned = scales.transpose(0, 2, 1).reshape(-1, 64)[:, order]
     turned = turned.reshape(-1, 4)[:, [0, 2, 1, 3]].reshape(experts, k // FP4_GROUP, n)
@@ -96,8 +98,12 @@ class Loaded:
             self.tensors[theirs + name] = tensor
 
         def fp8(name, *parts):
-            put(f"{name}.weight", torch.cat([e4m3(get(f"{p}.weight")).view(torch.uint8) for p in parts])
-                .view(torch.float8_e4m3fn))
+            put(
+                f"{name}.weight",
+                torch.cat([e4m3(get(f"{p}.weight")).view(torch.uint8) for p in parts]).view(
+                    torch.float8_e4m3fn
+                ),
+            )
             put(f"{name}.weight_scale_inv", torch.cat([powers(get(f"{p}.scale")) for p in parts]))
 
         for part in ("attn", "ffn"):

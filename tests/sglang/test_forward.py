@@ -189,12 +189,10 @@ def run(request):
             """What SGLang's own forward is here: the plain path over our own caches."""
             self.ran += 1
             group.launch(forward_batch.function, [forward_batch.struct])
-            return None
+            return
 
     model = Model(needs)
-    model.lm_head.weight = torch.nn.Parameter(
-        torch.from_numpy(floats(own["head.weight"])), False
-    )
+    model.lm_head.weight = torch.nn.Parameter(torch.from_numpy(floats(own["head.weight"])), False)
     model.model.engram_hasher = SimpleNamespace(history=torch.zeros(6, 3, dtype=torch.int32))
     tensors = Loaded(own, small.config).all()
 
