@@ -17,6 +17,7 @@ from lowlat.replay import StepOutput
 # Ring rows without drafts: of V4.1's pairs, and of V4's ratio 4.
 PLAIN_RINGS = {1: 2, 2: 8}
 INDEX_SLOTS = 64
+MOST_REQUESTS = 1 << 24  # where nothing is kept of a request
 SYNCHRONIZE_BUDGET_NS = 60_000_000_000
 
 
@@ -33,7 +34,8 @@ class Platform:
             return 0
         import torch
 
-        return torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream()
+        return stream.cuda_stream
 
 
 NVIDIA = Platform("nvidia", True)
@@ -209,7 +211,7 @@ class HostedKernels:
         self.model.bind_pools(
             num_pages=num_pages,
             num_window_pages=min(windows),
-            num_requests=min(requests, default=1),
+            num_requests=min(requests, default=MOST_REQUESTS),
             window_slots=needs(mapping, "i64", "window_slots").data_ptr(),
             history=0 if history is None else needs(history, "i32", "history").data_ptr(),
             pools=[
