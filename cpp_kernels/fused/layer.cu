@@ -294,6 +294,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   experts.rows = rows;
   experts.routing = lowlat::fused::MoeRouting::gate;
   experts.x = memory.x;
+  experts.image_rows = step.image_rows;
   experts.w = layer.experts;
   experts.out_ids = step.expert_ids;
   experts.fault = {memory.abort_words, step.port.status, step.port.tp_rank, tp_size,

@@ -250,5 +250,6 @@ std::uint64_t ResidentStep::bytes() const {
   return bytes;
 }
 int ResidentStep::num_blocks() const { return state_->num_blocks; }
+std::uint16_t* ResidentStep::features() const { return state_->rank.buffers.features; }
 
 }  // namespace lowlat::host::cuda

@@ -32,6 +32,8 @@ class ResidentStep {
 
   std::uint64_t bytes() const;
   int num_blocks() const;
+  // Of the last target step, bf16 [max_rows, num_draft_stages, hidden], for who runs one instead.
+  std::uint16_t* features() const;
   // Whether there is a fused region for these experts and for as many rows. It takes every SM, so
   // not where ranks share the device.
   bool has_fused_experts(int num_rows) const;

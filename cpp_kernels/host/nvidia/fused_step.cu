@@ -1,0 +1,651 @@
+#include "host/nvidia/fused_step.hpp"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "fused/compress.hpp"
+#include "fused/index.hpp"
+#include "fused/layer.hpp"
+#include "fused/step.hpp"
+#include "host/model.hpp"
+#include "host/rope_frequencies.hpp"
+#include "shape/dsv41_flash.hpp"
+
+namespace lowlat::host::cuda {
+namespace {
+
+namespace fused = lowlat::nvidia::fused;
+using Served = shape::Dsv41Flash<4>;
+
+constexpr int kRows = fused::kMaxFusedRows;
+constexpr auto kMoeShape = lowlat::fused::MoeShape::v41_tp4;
+constexpr int kIndexPageBytes = 64 * 68;
+constexpr int kNumSms = 132;  // of an H100 and an H200 with SXM; the experts have 128 bands
+
+// Numbers of a step's exchanges. The layers' are 2 k and 2 k + 1 of layer k, counted from 1, so
+// that the embedding's is the second of layer 0.
+constexpr int kGatherIndex = 0, kEmbedIndex = 1;
+
+// Gates of the kernels beside a layer.
+enum SideGate {
+  gate_product = fused::kLayerFreeGate,
+  gate_keys,
+  gate_query,
+  gate_scores,
+  gate_select
+};
+
+fused::Fp8Weights view(const lowlat::persistent::Fp8Weight& w) { return {w.codes, w.scales}; }
+lowlat::fused::MoeMatrix matrix(const lowlat::persistent::Fp8Weight& w) {
+  return {w.codes, w.scales};
+}
+lowlat::fused::MoeMatrix matrix(const lowlat::persistent::Fp4Weight& w) {
+  return {w.codes, w.scales};
+}
+fused::HyperWeights view(const lowlat::persistent::HcWeights& w) {
+  return {w.fn, w.base, w.scale};
+}
+
+// As attention and the compressor's pools have it.
+std::int64_t page_bytes(int slots) { return (slots * std::int64_t{584} + 575) / 576 * 576; }
+
+}  // namespace
+
+struct FusedStep::State {
+  lowlat_model_config config;
+  shape::RuntimeShape shape;
+  lowlat::persistent::ModelWeights weights;
+  std::uint16_t* features;
+
+  std::vector<Memory> pieces;
+  fused::LayerMemory memory;
+  fused::ExchangePort port;
+  std::uint64_t* step_epoch;
+  fused::RopeFrequencies window_rope, compressed_rope;
+
+  fused::StepArrays arrays;
+  std::uint16_t* zeros;  // bf16 [rows, 4, hidden], what the embedding's exchange has as residual
+  std::array<std::uint8_t*, fused::kMaxGathered> engram_codes;
+  std::array<float*, fused::kMaxGathered> engram_scale;
+  float* engram_sums;
+  // Of the index; the last selection and the last candidate blocks are what later layers read.
+  std::int64_t pitch;
+  std::uint16_t* query;
+  float *scores, *block_scores, *compress_sums;
+  uint2* found;
+  std::uint32_t* tickets;
+  std::int32_t *entry_slots, *blocks;
+  // Of the head.
+  float* head_sums;
+  uint4* head_best;
+  std::uint32_t* head_tickets;
+
+  Stream side;  // of the kernels beside the layers
+  Event forked, ended, joined;
+
+  template <class T>
+  T* take(std::int64_t count) {
+    Memory& piece = pieces.emplace_back(static_cast<std::size_t>(std::max<std::int64_t>(count, 1)) *
+                                        sizeof(T));
+    check(cudaMemset(piece.data(), 0, piece.bytes()), "cudaMemset");
+    return static_cast<T*>(piece.data());
+  }
+
+  const lowlat_layer& plan(int layer_idx) const { return config.layers[layer_idx]; }
+  bool selects(int layer_idx) const {
+    return layer_idx < config.num_layers && plan(layer_idx).ratio > 0 &&
+           plan(layer_idx).index_source == layer_idx;
+  }
+  bool has_engram(int layer_idx) const {
+    return layer_idx < config.num_layers && plan(layer_idx).engram >= 0;
+  }
+  int head_index() const { return 2 * config.num_layers + 2; }
+  // What is added to the epoch: as much for every step. Mailboxes take turns: the first exchange of
+  // a step follows the last one of the step before, in the other box.
+  std::uint64_t num_exchanges() const {
+    const int first = config.num_engrams > 0 ? kGatherIndex : kEmbedIndex;
+    return static_cast<std::uint64_t>(head_index() + 1 - first);
+  }
+
+  // Entries of a request that a selection may have to look at.
+  static std::int64_t max_entries(const shape::RuntimeShape& s, int stride, int ratio) {
+    return std::int64_t{std::min(stride, s.kNumPages)} * s.kPageSize / ratio;
+  }
+
+  // One step's launches.
+  struct Call {
+    const State& s;
+    const lowlat_step& step;
+    cudaStream_t stream;
+    fused::LayerStep layer_step;
+    int rows, tokens;
+
+    bool by_packets() const { return rows <= fused::kHopRows; }
+    fused::StepRows step_rows() const { return {rows, tokens, s.arrays.positions, s.arrays.slots}; }
+    // Layers of a chain are counted from 1; 0 is the embedding.
+    static int place(int layer_idx) { return layer_idx + 1; }
+    fused::Gate gate(int layer_idx, int number, std::uint32_t blocks) const {
+      return fused::layer_gate(s.memory, place(layer_idx), number, blocks);
+    }
+    fused::Hop hop(int layer_idx) const {
+      if (!by_packets()) return {};
+      return {s.memory.port, 2 * place(layer_idx),
+              static_cast<std::uint32_t>(16 * place(layer_idx))};
+    }
+    int x_index(int layer_idx) const { return 2 * place(layer_idx) - 1; }
+
+    void run() const;
+
+   private:
+    void begin() const;
+    void embed() const;
+    void layer(int layer_idx) const;
+    void take_features(int layer_idx) const;
+    void index(int layer_idx) const;
+    fused::EngramParams engram(int layer_idx) const;
+    void begin_engram(int layer_idx) const;
+    void end_engram(int layer_idx) const;
+    void head() const;
+    fused::PlainLayer plain_layer(int layer_idx) const;
+  };
+};
+
+// -------------------------------------------------------------------------------------- layers
+
+void FusedStep::State::Call::run() const {
+  begin();
+  embed();
+  for (int i = 0; i < s.config.num_layers; ++i) {
+    take_features(i);
+    layer(i);
+  }
+  head();
+  // What is still beside the chain ends with the step.
+  s.joined.record(s.side.get());
+  s.joined.hold(stream);
+}
+
+void FusedStep::State::Call::begin() const {
+  check(fused::launch_layer_begin(layer_step, s.step_epoch, s.num_exchanges(), stream), "a step");
+  // The other branch begins here, whether it has work or not.
+  s.forked.record(stream);
+  s.forked.hold(s.side.get());
+  fused::StepInput in = {};
+  in.num_rows = rows;
+  in.tokens = tokens;
+  in.batch_size = step.batch_size;
+  in.token_ids = step.token_ids;
+  in.positions = step.positions;
+  in.request_idx = step.request_idx;
+  in.slots = step.slots;
+  in.page_table = step.page_table;
+  in.page_table_stride = step.page_table_stride;
+  in.history = s.config.num_engrams > 0 ? step.history : nullptr;
+  in.state_slots = step.state_slots;
+  in.vocab = s.shape.kVocab;
+  in.num_pages = s.shape.kNumPages;
+  in.page_size = s.shape.kPageSize;
+  in.num_state_slots = s.shape.kMaxBatch;
+  in.image_token = s.shape.kImageToken;
+  check(fused::launch_step_rows(in, s.arrays, stream), "a step's rows");
+  if (s.config.num_engrams == 0) return;
+  fused::EngramGatherParams gather = {};
+  gather.port = s.port;
+  gather.index = kGatherIndex;
+  for (int i = 0; i < s.config.num_layers; ++i) {
+    if (s.has_engram(i)) gather.tables[gather.num_tables++] = engram(i);
+  }
+  if (gather.num_tables > 0) check(fused::launch_engram_gather(gather, stream), "n-gram rows");
+}
+
+// The embedding's rows become four equal streams and x of the first layer.
+void FusedStep::State::Call::embed() const {
+  fused::EmbedParams params = {};
+  params.port = s.port;
+  params.index = kEmbedIndex;
+  params.num_rows = rows;
+  params.hidden = s.shape.kHidden;
+  params.vocab_local = s.shape.kVocabLocal;
+  params.token_ids = s.arrays.token_ids;
+  params.embed = s.weights.embed;
+  check(fused::launch_embed(params, stream), "the embedding");
+  if (s.has_engram(0)) begin_engram(0);
+  fused::ExchangeNormParams exchange = {};
+  exchange.port = s.port;
+  exchange.exchange_index = kEmbedIndex;
+  exchange.stage = 1;  // StageId::embed_sum
+  exchange.num_rows = rows;
+  exchange.mix = s.memory.mix[1];
+  exchange.norm_eps = s.shape.kNormEps;
+  exchange.gain = s.weights.layers[0].attn_norm;
+  exchange.residual_in = s.zeros;
+  exchange.residual_out = s.memory.residual[0];
+  exchange.x = s.memory.x;
+  exchange.x_codes = s.memory.x_codes;
+  exchange.x_scale = s.memory.x_scale;
+  exchange.x_packets = s.memory.packets.x;
+  exchange.done = gate(-1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
+  if (s.has_engram(0)) {
+    exchange.done = gate(-1, fused::kLayerExchanged, fused::exchange_norm_blocks(rows));
+    exchange.x_packets = nullptr;
+  }
+  check(fused::launch_exchange_norm(exchange, s.shape.kHidden, false, stream),
+        "the embedding's sum");
+  if (s.has_engram(0)) end_engram(0);
+  if (s.selects(0)) s.forked.record(stream);
+}
+
+fused::PlainLayer FusedStep::State::Call::plain_layer(int layer_idx) const {
+  const auto& w = s.weights.layers[layer_idx];
+  const lowlat_layer& plan = s.plan(layer_idx);
+  const int page_size = s.shape.kPageSize;
+  fused::PlainLayer out = {};
+  out.wq_a = view(w.wq_a);
+  out.wkv = view(w.wkv);
+  out.wq_b = view(w.wq_b);
+  out.wo_a = view(w.wo_a);
+  out.wo_b = view(w.wo_b);
+  out.q_norm = w.q_norm;
+  out.kv_norm = w.kv_norm;
+  out.ffn_norm = w.ffn_norm;
+  out.next_norm = layer_idx + 1 < s.config.num_layers ? s.weights.layers[layer_idx + 1].attn_norm
+                                                      : s.weights.norm;
+  out.sink = w.attn_sink;
+  out.rope = plan.ratio == 0 ? s.window_rope : s.compressed_rope;
+  out.attn_hc = view(w.hc_attn);
+  out.ffn_hc = view(w.hc_ffn);
+  out.experts.gate = w.gate;
+  out.experts.gate_bias = w.gate_bias;
+  out.experts.gate_bias_vl = w.gate_bias_vl;
+  out.experts.w1 = matrix(w.w1);
+  out.experts.w3 = matrix(w.w3);
+  out.experts.w2 = matrix(w.w2);
+  out.experts.shared_w1 = matrix(w.shared_w1);
+  out.experts.shared_w3 = matrix(w.shared_w3);
+  out.experts.shared_w2 = matrix(w.shared_w2);
+  out.window = {w.kv_swa, page_bytes(page_size), page_size};
+  out.window_idx = s.arrays.window_idx;
+  out.num_window = fused::kStepWindow;
+  if (plan.ratio > 0) {
+    const int slots = page_size / plan.ratio;
+    out.extra = {s.weights.layers[plan.kv_source].kv_extra, page_bytes(slots), slots};
+    out.extra_idx = s.entry_slots;
+    out.num_extra = fused::kIndexTopk;
+  }
+  out.memory_follows = s.has_engram(layer_idx + 1);
+  return out;
+}
+
+void FusedStep::State::Call::layer(int layer_idx) const {
+  const fused::PlainLayer plain = plain_layer(layer_idx);
+  if (plain.memory_follows) begin_engram(layer_idx + 1);
+  const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
+    // The index's kernels wait for those of the front, and are launched after them, so that they
+    // never stand before them; attention is launched when the selection has ended.
+    if (kernel == fused::HopKernel::attention && s.selects(layer_idx)) index(layer_idx);
+    // The next layer's index begins with the end of these experts.
+    if (kernel == fused::HopKernel::second_exchange && s.selects(layer_idx + 1)) {
+      s.forked.record(stream);
+    }
+  };
+  fused::LayerParts parts;
+  parts.between = &between;
+  fused::LayerStep own = layer_step;
+  own.image_rows =
+      s.weights.layers[layer_idx].gate_bias_vl != nullptr ? s.arrays.image_rows : nullptr;
+  check(fused::launch_plain_layer(plain, own, place(layer_idx), parts, stream), "a layer");
+  if (plain.memory_follows) end_engram(layer_idx + 1);
+}
+
+// Of the streams as they enter the layer.
+void FusedStep::State::Call::take_features(int layer_idx) const {
+  for (int which = 0; which < s.config.num_draft_stages; ++which) {
+    if (s.config.draft_target_layers[which] != layer_idx) continue;
+    const std::int64_t hidden = s.shape.kHidden;
+    const fused::FeatureParams params = {rows, s.shape.kHidden, s.memory.residual[0],
+                                         s.features + which * hidden,
+                                         s.config.num_draft_stages * hidden};
+    check(fused::launch_features(params, stream), "features");
+  }
+}
+
+// Compressed keys, if the layer owns them, and the selection, on the branch beside the chain.
+void FusedStep::State::Call::index(int layer_idx) const {
+  const auto& w = s.weights.layers[layer_idx];
+  const lowlat_layer& plan = s.plan(layer_idx);
+  const auto& owner = s.weights.layers[plan.kv_source];
+  const bool owns = plan.kv_source == layer_idx;
+  const int ratio = plan.ratio, slots = s.shape.kPageSize / ratio;
+  const cudaStream_t side = s.side.get();
+
+  fused::CompressParams compress = {};
+  compress.rows = step_rows();
+  compress.ratio = ratio;
+  compress.x = s.memory.x;
+  int before_heads = 0;
+  if (owns) {
+    compress.matrices[0] = {w.compressor.wkv, shape::kHeadDim};
+    before_heads = shape::kHeadDim;
+    if (ratio == 2) {
+      compress.matrices[1] = {w.compressor.wgate, shape::kHeadDim};
+      before_heads += shape::kHeadDim;
+    }
+  }
+  compress.matrices[2] = {w.indexer.weights_proj, Served::kIndexHeads};
+  compress.partial = s.compress_sums;
+  compress.state = w.kv_state;
+  compress.state_slots = s.arrays.state_slots;
+  compress.ring = s.shape.kStateRing;
+  compress.norm = w.compressor.norm;
+  compress.wk = w.indexer.wk;
+  compress.k_norm = w.indexer.k_norm;
+  compress.norm_eps = s.shape.kNormEps;
+  compress.rope = s.compressed_rope;
+  compress.pool = {owner.kv_extra, page_bytes(slots), slots};
+  compress.keys = {owner.kv_index, kIndexPageBytes};
+  compress.x_done = gate(layer_idx - 1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
+  compress.product_done = gate(layer_idx, gate_product, fused::compress_product_blocks(compress));
+
+  fused::IndexParams index = {};
+  index.format = fused::IndexFormat::fp4;
+  index.rows = compress.rows;
+  index.ratio = ratio;
+  index.pages = {step.page_table, step.page_table_stride, slots};
+  index.max_entries = static_cast<int>(max_entries(s.shape, step.page_table_stride, ratio));
+  index.keys = compress.keys;
+  index.hop = hop(layer_idx);
+  index.packets = s.memory.packets;
+  index.x_index = x_index(layer_idx);
+  index.wq = view(w.indexer.wq_b);
+  index.q_norm = w.q_norm;
+  index.qa = s.memory.qa;
+  index.qa_squares = s.memory.qa_squares;
+  index.norm_eps = s.shape.kNormEps;
+  index.rope = s.compressed_rope;
+  index.query = s.query;
+  index.head_sums = s.compress_sums + before_heads;
+  index.head_stride = fused::compress_width(compress);
+  index.scores = s.scores;
+  index.pitch = s.pitch;
+  index.block_scores = layer_idx == s.config.candidate_layer ? s.block_scores : nullptr;
+  index.blocks = plan.candidate_source >= 0 ? s.blocks : nullptr;
+  index.new_keys = owns;
+  index.found = s.found;
+  index.tickets = s.tickets;
+  index.entry_slots = s.entry_slots;
+  index.out_blocks = s.blocks;
+  index.qkv_done = gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks());
+  index.heads_done = compress.product_done;
+  index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
+  index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
+  index.done = gate(layer_idx, gate_select, fused::index_select_blocks(index));
+
+  s.forked.hold(side);
+  check(fused::launch_compress_product(compress, s.shape.kHidden, false, side),
+        "a compressor's product");
+  if (owns) {
+    compress.done = gate(layer_idx, gate_keys, fused::compress_key_blocks(rows));
+    index.keys_done = compress.done;
+    check(fused::launch_compress_key(compress, true, side), "compressed keys");
+  }
+  check(fused::launch_index_query(index, true, side), "index queries");
+  check(fused::launch_index_scores(index, true, side), "index scores");
+  check(fused::launch_index_select(index, true, side), "a selection");
+  s.ended.record(side);
+  if (layer_idx == s.config.candidate_layer) {
+    check(fused::launch_index_blocks(index, true, side), "candidate blocks");
+  }
+  s.ended.hold(stream);
+}
+
+// ------------------------------------------------------------------------------- n-gram memory
+
+// What is added to the streams before a layer.
+fused::EngramParams FusedStep::State::Call::engram(int layer_idx) const {
+  const auto& w = s.weights.layers[layer_idx];
+  const int table = s.plan(layer_idx).engram;
+  fused::EngramParams out = {};
+  out.rows = step_rows();
+  out.token_ids = s.arrays.token_ids;
+  out.history = s.arrays.history;
+  out.token_map = s.weights.token_map;
+  std::copy_n(s.config.engram_multipliers[table], 4, out.multipliers);
+  std::copy_n(&s.config.engram_primes[table][0][0], 24, out.primes);
+  out.image_token = s.shape.kImageToken;
+  out.pad_token = s.shape.kEngramPadToken;
+  out.table.codes[0] = w.engram.embed.codes;
+  out.table.scales[0] = w.engram.embed.scales;
+  out.table.first_row[0] = w.engram.first_row;
+  out.table.num_shards = 1;
+  out.codes = s.engram_codes[static_cast<std::size_t>(table)];
+  out.scale = s.engram_scale[static_cast<std::size_t>(table)];
+  out.wkv = view(w.engram.wkv);
+  out.sums = s.engram_sums;
+  out.residual = s.memory.residual[0];
+  out.mix = s.memory.mix[1];
+  out.q_weight = w.engram.q_weight;
+  out.k_weight = w.engram.k_weight;
+  out.gain = w.attn_norm;
+  out.norm_eps = s.shape.kNormEps;
+  out.x = s.memory.x;
+  out.x_codes = s.memory.x_codes;
+  out.x_scale = s.memory.x_scale;
+  if (by_packets()) {
+    out.hop = hop(layer_idx);
+    out.hop.index = x_index(layer_idx);
+    out.x_packets = s.memory.packets.x;
+  }
+  out.before = gate(layer_idx - 1, fused::kLayerExchanged, fused::exchange_norm_blocks(rows));
+  out.done = gate(layer_idx - 1, fused::kLayerDone, fused::engram_apply_blocks(rows));
+  return out;
+}
+
+// The product streams beside the layer before.
+void FusedStep::State::Call::begin_engram(int layer_idx) const {
+  s.forked.record(stream);
+  s.forked.hold(s.side.get());
+  check(fused::launch_engram_product(engram(layer_idx), false, s.side.get()),
+        "n-gram memory's product");
+  s.ended.record(s.side.get());
+}
+
+void FusedStep::State::Call::end_engram(int layer_idx) const {
+  s.ended.hold(stream);
+  check(fused::launch_engram_apply(engram(layer_idx), false, stream), "n-gram memory");
+}
+
+// ---------------------------------------------------------------------------------------- head
+
+void FusedStep::State::Call::head() const {
+  const bool wanted = step.num_logit_rows > 0 && (step.logits != nullptr || step.argmax != nullptr);
+  if (wanted) {
+    fused::CompressParams product = {};
+    product.rows = step_rows();
+    product.x = s.memory.x;
+    product.matrices[0] = {s.weights.head, s.shape.kVocabLocal};
+    product.partial = s.head_sums;
+    product.x_done =
+        gate(s.config.num_layers - 1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
+    check(fused::launch_compress_product(product, s.shape.kHidden, true, stream), "the head");
+  }
+  fused::HeadParams params = {};
+  params.port = s.port;
+  params.index = s.head_index();
+  params.num_rows = rows;
+  params.num_logit_rows = wanted ? step.num_logit_rows : 0;
+  params.logit_rows = step.logit_rows;
+  params.vocab_local = s.shape.kVocabLocal;
+  params.partial = s.head_sums;
+  params.best = s.head_best;
+  params.tickets = s.head_tickets;
+  params.logits = step.logits;
+  params.argmax = step.argmax;
+  check(fused::launch_head(params, stream), "the logits");
+}
+
+// --------------------------------------------------------------------------------------- class
+
+std::string FusedStep::refusal(const lowlat_model_config& c, const shape::RuntimeShape& s,
+                               int device) {
+  std::string out;
+  const auto add = [&](const std::string& reason) { out += (out.empty() ? "" : "; ") + reason; };
+  if (c.kind != LOWLAT_V41) {
+    add("kind is " + std::to_string(c.kind) + ", needed LOWLAT_V41");
+    return out;
+  }
+  const auto need = [&](std::int64_t seen, std::int64_t needed, const char* name) {
+    if (seen == needed) return;
+    add(std::string(name) + " is " + std::to_string(seen) + ", needed " + std::to_string(needed));
+  };
+  need(c.tp_size, Served::kTpSize, "tp_size");
+  need(c.hidden, Served::kHidden, "hidden");
+  need(c.q_lora, Served::kQLora, "q_lora");
+  need(c.num_heads, Served::kNumHeads, "num_heads");
+  need(c.o_groups, Served::kNumGroups, "o_groups");
+  need(c.o_lora, Served::kOLora, "o_lora");
+  need(c.window, Served::kWindow, "window");
+  need(c.num_experts, Served::kNumExperts, "num_experts");
+  need(c.experts_per_token, Served::kExpertsPerToken, "experts_per_token");
+  need(c.moe_intermediate, Served::kIntermediate, "moe_intermediate");
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute");
+  if (sms < kNumSms) {
+    add("the device has " + std::to_string(sms) + " SMs, needed " + std::to_string(kNumSms));
+  }
+  if (c.routed_scaling != 1.5f) add("routed_scaling is not 1.5");
+  if (c.swiglu_limit != 10.0f) add("swiglu_limit is not 10");
+  if (s.kVocabLocal % 16 != 0) add("vocab is no multiple of 16 on a rank");
+  if (c.num_engrams > 0) need(c.engram_head_dim, Served::kEngramDim, "engram_head_dim");
+  const bool indexed = s.kIndexTopk > 0;
+  if (indexed) {
+    need(c.index_heads, Served::kIndexHeads, "index_heads");
+    need(c.index_topk, Served::kIndexTopk, "index_topk");
+    // An index page has 64 rows; places are found by shifts.
+    if (c.page_size < 128 || c.page_size > 256 || (c.page_size & (c.page_size - 1)) != 0) {
+      add("page_size is " + std::to_string(c.page_size) + ", needed 128 or 256");
+    }
+  }
+  if (c.candidate_layer >= 0) {
+    need(c.candidate_blocks, fused::kIndexMaxBlocks, "candidate_blocks");
+    need(c.candidate_block_size, fused::kIndexBlock, "candidate_block_size");
+  }
+  return out;
+}
+
+std::int64_t FusedStep::box_packets(const lowlat_model_config& c, const shape::RuntimeShape& s) {
+  return std::max({std::int64_t{kRows} * s.kHidden / 4, fused::head_packets(kRows, s.kVocabLocal),
+                   fused::engram_gather_packets(c.num_engrams, kRows, c.tp_size)});
+}
+
+FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
+                     const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region,
+                     std::uint16_t* features, std::uint32_t kernel)
+    : state_(std::make_unique<State>()) {
+  State& s = *state_;
+  s.config = config;
+  s.shape = shape;
+  s.weights = weights;
+  s.features = features;
+  s.port = region.port(config.wait_budget_ns, kernel);
+  s.step_epoch = region.step_epoch();
+  const RopeFrequencies rope = rope_frequencies(config);
+  std::ranges::copy(rope.window, s.window_rope.values);
+  std::ranges::copy(rope.compressed, s.compressed_rope.values);
+
+  constexpr std::int64_t kHidden = Served::kHidden;
+  const int chain = config.num_layers + 1;
+  const std::int64_t bytes =
+      fused::layer_memory(nullptr, kMoeShape, config.tp_size, kRows, chain).bytes;
+  s.memory = fused::layer_memory(s.take<std::uint8_t>(bytes), kMoeShape, config.tp_size, kRows,
+                                 chain);
+  check(fused::layer_init(s.memory, kMoeShape, s.port), "the layers' memory");
+
+  s.arrays.token_ids = s.take<std::int32_t>(kRows);
+  s.arrays.positions = s.take<std::int32_t>(kRows);
+  s.arrays.slots = s.take<std::int32_t>(kRows);
+  s.arrays.image_rows = s.take<std::uint8_t>(kRows);
+  s.arrays.window_idx = s.take<std::int32_t>(kRows * fused::kStepWindow);
+  s.arrays.history = s.take<std::int32_t>(3 * kRows);
+  s.arrays.state_slots = s.take<std::int32_t>(kRows);
+  s.arrays.mix = s.memory.mix[1];
+  s.zeros = s.take<std::uint16_t>(kRows * 4 * kHidden);
+  for (int table = 0; table < config.num_engrams; ++table) {
+    const auto at = static_cast<std::size_t>(table);
+    s.engram_codes[at] = s.take<std::uint8_t>(std::int64_t{kRows} * fused::kEngramWidth);
+    s.engram_scale[at] = s.take<float>(std::int64_t{kRows} * (fused::kEngramWidth / 32));
+  }
+  if (config.num_engrams > 0) s.engram_sums = s.take<float>(3 * kRows * 5 * kHidden);
+  if (shape.kIndexTopk > 0) {
+    const auto entries = static_cast<int>(std::min<std::int64_t>(
+        State::max_entries(shape, shape.kNumPages, 1), fused::kIndexMaxEntries));
+    s.pitch = std::max((entries + 63) / 64 * 64, fused::kIndexMaxBlocks * fused::kIndexBlock);
+    s.query = s.take<std::uint16_t>(kRows * Served::kIndexHeads * shape::kIndexDim);
+    s.scores = s.take<float>(kRows * s.pitch);
+    s.block_scores = s.take<float>(kRows * s.pitch / fused::kIndexBlock);
+    s.compress_sums = s.take<float>(2 * kRows * (2 * shape::kHeadDim + Served::kIndexHeads));
+    s.found = s.take<uint2>(std::int64_t{kRows} * fused::index_found_count(entries));
+    s.tickets = s.take<std::uint32_t>(2 * kRows);
+    s.entry_slots = s.take<std::int32_t>(kRows * fused::kIndexTopk);
+    s.blocks = s.take<std::int32_t>(kRows * fused::kIndexMaxBlocks);
+  }
+  s.head_sums = s.take<float>(std::int64_t{2} * kRows * shape.kVocabLocal);
+  s.head_best = s.take<uint4>(kRows * fused::head_chunks(shape.kVocabLocal));
+  s.head_tickets = s.take<std::uint32_t>(kRows);
+  check(cudaDeviceSynchronize(), "the step's memory");
+
+  // A kernel's first use loads its code, which may wait for kernels that run, such as one that
+  // waits for a peer whose code is still to be loaded. Capturing loads it, and runs nothing.
+  const Stream stream;
+  std::int32_t* const nothing = s.arrays.token_ids;
+  for (int i = 0; i < config.num_widths && config.widths[i] <= kRows; ++i) {
+    lowlat_step step{};
+    step.num_rows = step.batch_size = config.widths[i];
+    step.tokens_per_request = 1;
+    step.page_table_stride = 1;
+    step.token_ids = step.positions = step.request_idx = step.slots = nothing;
+    step.page_table = step.history = step.state_slots = nothing;
+    step.num_logit_rows = step.num_rows;
+    step.logits = s.head_sums;
+    step.argmax = s.entry_slots;
+    check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "a capture");
+    launch(step, stream.get());
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
+    cudaGraphDestroy(graph);
+  }
+}
+
+FusedStep::~FusedStep() = default;
+
+bool FusedStep::serves(const lowlat_step& step) const {
+  const State& s = *state_;
+  return step.mode != LOWLAT_EXTEND && step.num_rows <= kRows &&
+         (s.shape.kIndexTopk == 0 || State::max_entries(s.shape, step.page_table_stride, 1) <=
+                                         fused::kIndexMaxEntries);
+}
+
+void FusedStep::launch(const lowlat_step& step, cudaStream_t stream) const {
+  const State& s = *state_;
+  fused::LayerStep layer_step = {};
+  layer_step.memory = s.memory;
+  layer_step.port = s.port;
+  layer_step.shape = kMoeShape;
+  layer_step.num_rows = step.num_rows;
+  layer_step.positions = s.arrays.positions;
+  layer_step.kv_slots = s.arrays.slots;
+  layer_step.norm_eps = s.shape.kNormEps;
+  layer_step.hc_eps = s.shape.kHcEps;
+  layer_step.sinkhorn_iters = s.shape.kSinkhornIters;
+  State::Call{s, step, stream, layer_step, step.num_rows, step.tokens_per_request}.run();
+}
+
+std::uint64_t FusedStep::bytes() const {
+  std::uint64_t bytes = 0;
+  for (const Memory& piece : state_->pieces) bytes += piece.bytes();
+  return bytes;
+}
+
+}  // namespace lowlat::host::cuda

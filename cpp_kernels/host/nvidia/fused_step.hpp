@@ -1,0 +1,51 @@
+// host/nvidia/fused_step.hpp: a step of a whole target model by the fused kernels: a chain of
+// launches that overlap (fused/layer.hpp), and the kernels of layers that own or select compressed
+// keys, or have n-gram memory, beside it. Where a shape has no instances the resident schedule
+// (step.hpp) serves it.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "host/nvidia/exchange_region.hpp"
+#include "lowlat/kernels.h"
+#include "persistent/weights.hpp"
+#include "shape/runtime_shape.hpp"
+
+namespace lowlat::host::cuda {
+
+class FusedStep {
+ public:
+  // Every reason why the fused kernels do not serve a model on a device, in one line; "" where they
+  // do. The same on every rank, where their devices are alike.
+  static std::string refusal(const lowlat_model_config& config, const shape::RuntimeShape& shape,
+                             int device);
+  // Packets of a box of the region's fused set.
+  static std::int64_t box_packets(const lowlat_model_config& config,
+                                  const shape::RuntimeShape& shape);
+
+  // Of a model without a refusal, on the region's device, whose peers are open; pointers of the
+  // weights are the device's. features: where the rows' features for a draft go,
+  // [rows, num_draft_stages, hidden]. `kernel`: the catalogue's line. Allocates everything and
+  // loads every kernel.
+  FusedStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
+            const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region,
+            std::uint16_t* features, std::uint32_t kernel);
+  ~FusedStep();
+  FusedStep(const FusedStep&) = delete;
+  FusedStep& operator=(const FusedStep&) = delete;
+
+  // Whether there are kernels for a step of the model: up to 48 rows, and no more entries a request
+  // than the selection takes.
+  bool serves(const lowlat_step& step) const;
+  // A stream that is being captured takes the launches of both branches.
+  void launch(const lowlat_step& step, cudaStream_t stream) const;
+
+  std::uint64_t bytes() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace lowlat::host::cuda
