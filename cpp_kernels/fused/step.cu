@@ -1,5 +1,5 @@
-// step_rows_sm90, embed_sm90, engram_gather_sm90, features_sm90, head_send_sm90, head_take_sm90:
-// the ends of a step, see step.hpp.
+// step_rows_sm90, embed_sm90, engram_gather_sm90, features_sm90, head_send_sm90, head_take_sm90,
+// base_sm90, tokens_sm90: the ends of a step, see step.hpp.
 //
 // Math         windows: slots of positions p - 127 .. p · features: stages/draft.hpp
 //              logit = bf( the two sums of K ) ; best: stages/argmax.hpp over ids of all ranks
@@ -37,13 +37,16 @@ LOWLAT_DEVICE std::int32_t within(std::int32_t value, std::int32_t count) {
 __global__ void __launch_bounds__(kThreads)
     step_rows_sm90(const __grid_constant__ StepInput in, const __grid_constant__ StepArrays out) {
   const int row = static_cast<int>(blockIdx.x), thread_idx = plat::thread_idx();
-  const int request = row / in.tokens;
-  const std::int32_t position = in.positions[row];
+  const int request = row / in.tokens, place = row % in.tokens;
+  const bool draft = in.anchors != nullptr;
+  const std::int32_t position = draft ? in.prefixes[request] + place : in.positions[row];
   const std::int64_t positions =
       std::int64_t{min(in.page_table_stride, in.num_pages)} * in.page_size;
-  bool whole = 0 <= position && position < positions && in.request_idx[row] == request;
+  const std::int64_t slots = std::int64_t{in.num_pages} * in.page_size;
+  bool whole = 0 <= position && position < positions;
+  whole = whole && (draft || in.request_idx[row] == request);
   const std::int32_t slot = in.slots[row];
-  whole = whole && 0 <= slot && slot < std::int64_t{in.num_pages} * in.page_size;
+  whole = whole && 0 <= slot && slot < slots;
   const std::int32_t* pages =
       in.page_table + static_cast<std::int64_t>(request) * in.page_table_stride;
   if (whole) {
@@ -54,24 +57,37 @@ __global__ void __launch_bounds__(kThreads)
     whole = there;
   }
   whole = !plat::block_any(!whole);
-  const int first = max(position - (kStepWindow - 1), 0);
-  for (int i = thread_idx; i < kStepWindow; i += kThreads) {
-    const int at = first + i;
-    out.window_idx[row * kStepWindow + i] =
-        whole && at <= position ? pages[at / in.page_size] * in.page_size + at % in.page_size
-                                : kNoKey;
+  const int last = draft ? position - place - 1 : position;
+  const int first = max(last - (kStepWindow - 1), 0), context = last + 1 - first;
+  const int width = window_of(in);
+  for (int i = thread_idx; i < width; i += kThreads) {
+    std::int32_t key = kNoKey;
+    if (whole && i < context) {
+      const int at = first + i;
+      key = pages[at / in.page_size] * in.page_size + at % in.page_size;
+    } else if (whole && i < context + width - kStepWindow) {
+      const std::int32_t other = in.slots[row - place + i - context];
+      key = 0 <= other && other < slots ? other : kNoKey;
+    }
+    out.window_idx[row * width + i] = key;
   }
   for (int i = thread_idx; i < kMixStride; i += kThreads) {
     out.mix[row * kMixStride + i] = i == 0 || (4 <= i && i < 8) ? 1.0f : 0.0f;
   }
   if (thread_idx != 0) return;
-  const std::int32_t token = within(in.token_ids[row], in.vocab);
+  const std::int32_t given = !draft       ? in.token_ids[row]
+                             : place == 0 ? in.anchors[request]
+                                          : in.mask_token;
+  const std::int32_t token = within(given, in.vocab);
   out.token_ids[row] = token;
   out.positions[row] = whole ? position : 0;
   out.slots[row] = whole ? slot : -1;
   out.image_rows[row] = token == in.image_token ? 1 : 0;
-  if (row % in.tokens != 0) return;
-  out.state_slots[request] = within(in.state_slots[request], in.num_state_slots);
+  if (place != 0) return;
+  if (draft) out.anchors[request] = token;
+  if (in.state_slots != nullptr) {
+    out.state_slots[request] = within(in.state_slots[request], in.num_state_slots);
+  }
   for (int i = 0; i < 3; ++i) {
     out.history[3 * request + i] =
         in.history == nullptr ? 0 : within(in.history[3 * request + i], in.vocab);
@@ -341,12 +357,36 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// -------------------------------------------------------------------------------------- drafts
+
+__global__ void __launch_bounds__(kThreads) base_sm90(const __grid_constant__ BaseParams params) {
+  const std::int64_t quads = std::int64_t{params.num_rows} * params.vocab_local / 4;
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + plat::thread_idx();
+  if (i >= quads) return;
+  const float4 a = __ldcg(reinterpret_cast<const float4*>(params.partial) + i);
+  const float4 b = __ldcg(reinterpret_cast<const float4*>(params.partial) + quads + i);
+  const auto rounded = [](float v) { return stages::from_bf16(stages::to_bf16(v)); };
+  reinterpret_cast<float4*>(params.out)[i] =
+      make_float4(rounded(a.x + b.x), rounded(a.y + b.y), rounded(a.z + b.z), rounded(a.w + b.w));
+}
+
+struct Tokens {
+  const std::int64_t* in;
+  std::int32_t* out;
+  int count;
+};
+__global__ void __launch_bounds__(kThreads) tokens_sm90(const __grid_constant__ Tokens params) {
+  const int i = plat::thread_idx();
+  if (i < params.count) params.out[i] = static_cast<std::int32_t>(params.in[i]);
+}
+
 bool has_rows(int num_rows) { return 1 <= num_rows && num_rows <= kMaxFusedRows; }
 
 }  // namespace
 
 cudaError_t launch_step_rows(const StepInput& in, const StepArrays& out, cudaStream_t stream) {
-  if (!has_rows(in.num_rows) || in.tokens < 1 || in.num_rows != in.tokens * in.batch_size) {
+  if (!has_rows(in.num_rows) || in.tokens < 1 || in.num_rows != in.tokens * in.batch_size ||
+      (in.anchors != nullptr && in.tokens > kMaxBlockRows)) {
     return cudaErrorInvalidValue;
   }
   step_rows_sm90<<<in.num_rows, kThreads, 0, stream>>>(in, out);
@@ -392,6 +432,21 @@ cudaError_t launch_head(const HeadParams& params, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   head_take_sm90<<<dim3(params.logits == nullptr ? 1 : chunks, rows), kThreads, 0, stream>>>(
       params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_base(const BaseParams& params, cudaStream_t stream) {
+  if (!has_rows(params.num_rows) || params.vocab_local % 4 != 0) return cudaErrorInvalidValue;
+  const std::int64_t quads = std::int64_t{params.num_rows} * params.vocab_local / 4;
+  base_sm90<<<static_cast<unsigned>((quads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+      params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_tokens(const std::int64_t* in, std::int32_t* out, int count,
+                          cudaStream_t stream) {
+  if (count < 0 || count > kThreads) return cudaErrorInvalidValue;
+  tokens_sm90<<<1, kThreads, 0, stream>>>({in, out, count});
   return cudaGetLastError();
 }
 

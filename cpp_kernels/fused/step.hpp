@@ -13,21 +13,27 @@
 namespace lowlat::nvidia::fused {
 
 inline constexpr int kStepWindow = 128;  // positions of a row's window, its own among them
+inline constexpr int kMaxBlockRows = 8;  // of a request of a draft, all of which a row sees
 // A place of a row's window without a key. Not -1, which is the slot of a row of padding:
 // attention tells the keys that the step writes by their slots.
 inline constexpr std::int32_t kNoKey = -2;
 
 // The caller's arrays (kernels.h), and the model's limits: what is outside them becomes padding.
+// With `anchors` the rows are those of a draft: an anchor, then mask tokens, at the positions from
+// the request's prefix on; token_ids, positions and request_idx are not read then.
 struct StepInput {
   int num_rows, tokens, batch_size;  // rows are those of one request after another, `tokens` each
   const std::int32_t* token_ids;
   const std::int32_t* positions;
   const std::int32_t* request_idx;
+  const std::int32_t* anchors;   // [batch_size]
+  const std::int32_t* prefixes;  // [batch_size]
+  int mask_token;
   const std::int32_t* slots;
   const std::int32_t* page_table;
   int page_table_stride;
   const std::int32_t* history;      // [batch_size, 3]; NULL: no n-gram memory
-  const std::int32_t* state_slots;  // [batch_size]
+  const std::int32_t* state_slots;  // [batch_size]; NULL: none are needed
   int vocab, num_pages, page_size, num_state_slots, image_token;
 };
 
@@ -37,13 +43,20 @@ struct StepArrays {
   std::int32_t* positions;   // [T]
   std::int32_t* slots;       // [T]; -1: padding
   std::uint8_t* image_rows;  // [T]
-  std::int32_t* window_idx;  // [T, kStepWindow] slots of the window's keys, kNoKey at the end
-  std::int32_t* history;     // [T, 3], a request's at its number
+  // [T, window_of(in)] slots of the window's keys, kNoKey at the end. A draft's row sees the
+  // positions before its request's first row, then all rows of the request.
+  std::int32_t* window_idx;
+  std::int32_t* history;      // [T, 3], a request's at its number
   std::int32_t* state_slots;  // [T], the same
+  std::int64_t* anchors;      // [T], the same; of a draft
   // [T, kMixStride]: the weights with which the exchange of the embedding makes four equal streams
   // and takes the first of them.
   float* mix;
 };
+
+constexpr int window_of(const StepInput& in) {
+  return kStepWindow + (in.anchors != nullptr ? in.tokens : 0);
+}
 
 // A row is padding where its slot is -1, where its request is not the one that its place says, or
 // where the request's pages up to its position are not all there. Ends before the next kernel.
@@ -111,5 +124,17 @@ constexpr std::int64_t head_packets(int num_logit_rows, int vocab_local) {
   return num_logit_rows * (std::int64_t{head_chunks(vocab_local)} * (kHeadChunk / 6) + 1) + 1;
 }
 cudaError_t launch_head(const HeadParams& params, cudaStream_t stream);
+
+// Logits of this rank's ids alone, as fp32 of their bf16 values: what proposals begin with.
+struct BaseParams {
+  int num_rows, vocab_local;  // a multiple of 4
+  const float* partial;       // as HeadParams
+  float* out;                 // [num_rows, vocab_local]
+};
+cudaError_t launch_base(const BaseParams& params, cudaStream_t stream);
+
+// out[i] = in[i], `count` of them.
+cudaError_t launch_tokens(const std::int64_t* in, std::int32_t* out, int count,
+                          cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "fused/compress.hpp"
+#include "fused/draft.hpp"
 #include "fused/index.hpp"
+#include "fused/inject.hpp"
 #include "fused/layer.hpp"
 #include "fused/step.hpp"
 #include "host/model.hpp"
@@ -21,12 +23,14 @@ using Served = shape::Dsv41Flash<4>;
 
 constexpr int kRows = fused::kMaxFusedRows;
 constexpr auto kMoeShape = lowlat::fused::MoeShape::v41_tp4;
+constexpr auto kDraftShape = lowlat::fused::MoeShape::v41_draft_tp4;
 constexpr int kIndexPageBytes = 64 * 68;
 constexpr int kNumSms = 132;  // of an H100 and an H200 with SXM; the experts have 128 bands
 
 // Numbers of a step's exchanges. The layers' are 2 k and 2 k + 1 of layer k, counted from 1, so
-// that the embedding's is the second of layer 0.
+// that the embedding's is the second of layer 0. The first is of gathered n-gram rows.
 constexpr int kGatherIndex = 0, kEmbedIndex = 1;
+constexpr int first_index_behind(int num_layers) { return 2 * num_layers + 2; }
 
 // Gates of the kernels beside a layer.
 enum SideGate {
@@ -57,7 +61,8 @@ struct FusedStep::State {
   lowlat_model_config config;
   shape::RuntimeShape shape;
   lowlat::persistent::ModelWeights weights;
-  std::uint16_t* features;
+  const ResidentStep* resident;
+  bool has_draft;  // a draft that the fused kernels serve
 
   std::vector<Memory> pieces;
   fused::LayerMemory memory;
@@ -81,6 +86,10 @@ struct FusedStep::State {
   float* head_sums;
   uint4* head_best;
   std::uint32_t* head_tickets;
+  // Of a draft.
+  void* draft_experts;
+  fused::InjectParams inject;
+  std::int64_t* draft_tokens;
 
   Stream side;  // of the kernels beside the layers
   Event forked, ended, joined;
@@ -101,25 +110,23 @@ struct FusedStep::State {
   bool has_engram(int layer_idx) const {
     return layer_idx < config.num_layers && plan(layer_idx).engram >= 0;
   }
-  int head_index() const { return 2 * config.num_layers + 2; }
-  // What is added to the epoch: as much for every step. Mailboxes take turns: the first exchange of
-  // a step follows the last one of the step before, in the other box.
-  std::uint64_t num_exchanges() const {
-    const int first = config.num_engrams > 0 ? kGatherIndex : kEmbedIndex;
-    return static_cast<std::uint64_t>(head_index() + 1 - first);
+  bool gathers() const {
+    for (int i = 0; i < config.num_layers; ++i) {
+      if (has_engram(i)) return true;
+    }
+    return false;
   }
+  int first_index() const { return gathers() ? kGatherIndex : kEmbedIndex; }
 
   // Entries of a request that a selection may have to look at.
   static std::int64_t max_entries(const shape::RuntimeShape& s, int stride, int ratio) {
     return std::int64_t{std::min(stride, s.kNumPages)} * s.kPageSize / ratio;
   }
 
-  // One step's launches.
-  struct Call {
+  // What a target step and a draft have in common: rows, the embedding, chained layers, the head.
+  struct Chain {
     const State& s;
-    const lowlat_step& step;
     cudaStream_t stream;
-    fused::LayerStep layer_step;
     int rows, tokens;
 
     bool by_packets() const { return rows <= fused::kHopRows; }
@@ -129,6 +136,9 @@ struct FusedStep::State {
     fused::Gate gate(int layer_idx, int number, std::uint32_t blocks) const {
       return fused::layer_gate(s.memory, place(layer_idx), number, blocks);
     }
+    fused::Gate x_gate(int layer_idx) const {
+      return gate(layer_idx - 1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
+    }
     fused::Hop hop(int layer_idx) const {
       if (!by_packets()) return {};
       return {s.memory.port, 2 * place(layer_idx),
@@ -136,11 +146,27 @@ struct FusedStep::State {
     }
     int x_index(int layer_idx) const { return 2 * place(layer_idx) - 1; }
 
+    fused::LayerStep layer_step() const;
+    void begin() const;
+    fused::StepInput input() const;
+    void send_embedding() const;
+    void receive_embedding(const std::uint16_t* gain, bool memory_follows) const;
+    static void set_weights(fused::PlainLayer& out, const lowlat::persistent::LayerWeights& w,
+                            int page_size);
+    void head_product(int num_layers) const;
+    // last_index: of the step's exchanges. The next step's first one takes the other box, whichever
+    // kind it is.
+    void end(int last_index) const;
+  };
+
+  // A target step's launches.
+  struct Target : Chain {
+    const lowlat_step& step;
+
     void run() const;
 
    private:
-    void begin() const;
-    void embed() const;
+    void take_rows() const;
     void layer(int layer_idx) const;
     void take_features(int layer_idx) const;
     void index(int layer_idx) const;
@@ -150,58 +176,60 @@ struct FusedStep::State {
     void head() const;
     fused::PlainLayer plain_layer(int layer_idx) const;
   };
+
+  // A draft's.
+  struct Draft : Chain {
+    const lowlat_draft& draft;
+
+    void inject() const;
+    void run() const;
+
+   private:
+    void stage(int stage_idx) const;
+    int propose() const;  // the last exchange
+  };
 };
 
-// -------------------------------------------------------------------------------------- layers
+// --------------------------------------------------------------------------------------- chain
 
-void FusedStep::State::Call::run() const {
-  begin();
-  embed();
-  for (int i = 0; i < s.config.num_layers; ++i) {
-    take_features(i);
-    layer(i);
-  }
-  head();
-  // What is still beside the chain ends with the step.
-  s.joined.record(s.side.get());
-  s.joined.hold(stream);
+fused::LayerStep FusedStep::State::Chain::layer_step() const {
+  fused::LayerStep out = {};
+  out.memory = s.memory;
+  out.port = s.port;
+  out.shape = kMoeShape;
+  out.num_rows = rows;
+  out.positions = s.arrays.positions;
+  out.kv_slots = s.arrays.slots;
+  out.norm_eps = s.shape.kNormEps;
+  out.hc_eps = s.shape.kHcEps;
+  out.sinkhorn_iters = s.shape.kSinkhornIters;
+  return out;
 }
 
-void FusedStep::State::Call::begin() const {
-  check(fused::launch_layer_begin(layer_step, s.step_epoch, s.num_exchanges(), stream), "a step");
+void FusedStep::State::Chain::begin() const {
+  // The step before has added its exchanges, see end().
+  check(fused::launch_layer_begin(layer_step(), s.step_epoch, 0, stream), "a step");
   // The other branch begins here, whether it has work or not.
   s.forked.record(stream);
   s.forked.hold(s.side.get());
-  fused::StepInput in = {};
-  in.num_rows = rows;
-  in.tokens = tokens;
-  in.batch_size = step.batch_size;
-  in.token_ids = step.token_ids;
-  in.positions = step.positions;
-  in.request_idx = step.request_idx;
-  in.slots = step.slots;
-  in.page_table = step.page_table;
-  in.page_table_stride = step.page_table_stride;
-  in.history = s.config.num_engrams > 0 ? step.history : nullptr;
-  in.state_slots = step.state_slots;
-  in.vocab = s.shape.kVocab;
-  in.num_pages = s.shape.kNumPages;
-  in.page_size = s.shape.kPageSize;
-  in.num_state_slots = s.shape.kMaxBatch;
-  in.image_token = s.shape.kImageToken;
-  check(fused::launch_step_rows(in, s.arrays, stream), "a step's rows");
-  if (s.config.num_engrams == 0) return;
-  fused::EngramGatherParams gather = {};
-  gather.port = s.port;
-  gather.index = kGatherIndex;
-  for (int i = 0; i < s.config.num_layers; ++i) {
-    if (s.has_engram(i)) gather.tables[gather.num_tables++] = engram(i);
-  }
-  if (gather.num_tables > 0) check(fused::launch_engram_gather(gather, stream), "n-gram rows");
+}
+
+fused::StepInput FusedStep::State::Chain::input() const {
+  fused::StepInput out = {};
+  out.num_rows = rows;
+  out.tokens = tokens;
+  out.batch_size = rows / tokens;
+  out.vocab = s.shape.kVocab;
+  out.num_pages = s.shape.kNumPages;
+  out.page_size = s.shape.kPageSize;
+  out.num_state_slots = s.shape.kMaxBatch;
+  out.image_token = s.shape.kImageToken;
+  out.mask_token = s.shape.kDraftMaskToken;
+  return out;
 }
 
 // The embedding's rows become four equal streams and x of the first layer.
-void FusedStep::State::Call::embed() const {
+void FusedStep::State::Chain::send_embedding() const {
   fused::EmbedParams params = {};
   params.port = s.port;
   params.index = kEmbedIndex;
@@ -211,7 +239,10 @@ void FusedStep::State::Call::embed() const {
   params.token_ids = s.arrays.token_ids;
   params.embed = s.weights.embed;
   check(fused::launch_embed(params, stream), "the embedding");
-  if (s.has_engram(0)) begin_engram(0);
+}
+
+void FusedStep::State::Chain::receive_embedding(const std::uint16_t* gain,
+                                                bool memory_follows) const {
   fused::ExchangeNormParams exchange = {};
   exchange.port = s.port;
   exchange.exchange_index = kEmbedIndex;
@@ -219,29 +250,22 @@ void FusedStep::State::Call::embed() const {
   exchange.num_rows = rows;
   exchange.mix = s.memory.mix[1];
   exchange.norm_eps = s.shape.kNormEps;
-  exchange.gain = s.weights.layers[0].attn_norm;
+  exchange.gain = gain;
   exchange.residual_in = s.zeros;
   exchange.residual_out = s.memory.residual[0];
   exchange.x = s.memory.x;
   exchange.x_codes = s.memory.x_codes;
   exchange.x_scale = s.memory.x_scale;
-  exchange.x_packets = s.memory.packets.x;
-  exchange.done = gate(-1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
-  if (s.has_engram(0)) {
-    exchange.done = gate(-1, fused::kLayerExchanged, fused::exchange_norm_blocks(rows));
-    exchange.x_packets = nullptr;
-  }
+  exchange.x_packets = memory_follows ? nullptr : s.memory.packets.x;
+  exchange.done = gate(-1, memory_follows ? fused::kLayerExchanged : fused::kLayerDone,
+                       fused::exchange_norm_blocks(rows));
   check(fused::launch_exchange_norm(exchange, s.shape.kHidden, false, stream),
         "the embedding's sum");
-  if (s.has_engram(0)) end_engram(0);
-  if (s.selects(0)) s.forked.record(stream);
 }
 
-fused::PlainLayer FusedStep::State::Call::plain_layer(int layer_idx) const {
-  const auto& w = s.weights.layers[layer_idx];
-  const lowlat_layer& plan = s.plan(layer_idx);
-  const int page_size = s.shape.kPageSize;
-  fused::PlainLayer out = {};
+void FusedStep::State::Chain::set_weights(fused::PlainLayer& out,
+                                          const lowlat::persistent::LayerWeights& w,
+                                          int page_size) {
   out.wq_a = view(w.wq_a);
   out.wkv = view(w.wkv);
   out.wq_b = view(w.wq_b);
@@ -250,10 +274,7 @@ fused::PlainLayer FusedStep::State::Call::plain_layer(int layer_idx) const {
   out.q_norm = w.q_norm;
   out.kv_norm = w.kv_norm;
   out.ffn_norm = w.ffn_norm;
-  out.next_norm = layer_idx + 1 < s.config.num_layers ? s.weights.layers[layer_idx + 1].attn_norm
-                                                      : s.weights.norm;
   out.sink = w.attn_sink;
-  out.rope = plan.ratio == 0 ? s.window_rope : s.compressed_rope;
   out.attn_hc = view(w.hc_attn);
   out.ffn_hc = view(w.hc_ffn);
   out.experts.gate = w.gate;
@@ -266,10 +287,79 @@ fused::PlainLayer FusedStep::State::Call::plain_layer(int layer_idx) const {
   out.experts.shared_w3 = matrix(w.shared_w3);
   out.experts.shared_w2 = matrix(w.shared_w2);
   out.window = {w.kv_swa, page_bytes(page_size), page_size};
+}
+
+void FusedStep::State::Chain::head_product(int num_layers) const {
+  fused::CompressParams product = {};
+  product.rows = step_rows();
+  product.x = s.memory.x;
+  product.matrices[0] = {s.weights.head, s.shape.kVocabLocal};
+  product.partial = s.head_sums;
+  product.x_done = x_gate(num_layers);
+  check(fused::launch_compress_product(product, s.shape.kHidden, true, stream), "the head");
+}
+
+void FusedStep::State::Chain::end(int last_index) const {
+  check(fused::launch_begin_step(s.step_epoch,
+                                 static_cast<std::uint64_t>(last_index + 1 - s.first_index()),
+                                 nullptr, 0, stream),
+        "a step's end");
+  // What is still beside the chain ends with the step.
+  s.joined.record(s.side.get());
+  s.joined.hold(stream);
+}
+
+// -------------------------------------------------------------------------------------- layers
+
+void FusedStep::State::Target::run() const {
+  begin();
+  take_rows();
+  send_embedding();
+  const bool memory_first = s.has_engram(0);
+  if (memory_first) begin_engram(0);
+  receive_embedding(s.weights.layers[0].attn_norm, memory_first);
+  if (memory_first) end_engram(0);
+  if (s.selects(0)) s.forked.record(stream);
+  for (int i = 0; i < s.config.num_layers; ++i) {
+    take_features(i);
+    layer(i);
+  }
+  head();
+  end(first_index_behind(s.config.num_layers));
+}
+
+void FusedStep::State::Target::take_rows() const {
+  fused::StepInput in = input();
+  in.token_ids = step.token_ids;
+  in.positions = step.positions;
+  in.request_idx = step.request_idx;
+  in.slots = step.slots;
+  in.page_table = step.page_table;
+  in.page_table_stride = step.page_table_stride;
+  in.history = s.config.num_engrams > 0 ? step.history : nullptr;
+  in.state_slots = step.state_slots;
+  check(fused::launch_step_rows(in, s.arrays, stream), "a step's rows");
+  if (!s.gathers()) return;
+  fused::EngramGatherParams gather = {};
+  gather.port = s.port;
+  gather.index = kGatherIndex;
+  for (int i = 0; i < s.config.num_layers; ++i) {
+    if (s.has_engram(i)) gather.tables[gather.num_tables++] = engram(i);
+  }
+  check(fused::launch_engram_gather(gather, stream), "n-gram rows");
+}
+
+fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
+  const lowlat_layer& plan = s.plan(layer_idx);
+  fused::PlainLayer out = {};
+  set_weights(out, s.weights.layers[layer_idx], s.shape.kPageSize);
+  out.next_norm = layer_idx + 1 < s.config.num_layers ? s.weights.layers[layer_idx + 1].attn_norm
+                                                      : s.weights.norm;
+  out.rope = plan.ratio == 0 ? s.window_rope : s.compressed_rope;
   out.window_idx = s.arrays.window_idx;
   out.num_window = fused::kStepWindow;
   if (plan.ratio > 0) {
-    const int slots = page_size / plan.ratio;
+    const int slots = s.shape.kPageSize / plan.ratio;
     out.extra = {s.weights.layers[plan.kv_source].kv_extra, page_bytes(slots), slots};
     out.extra_idx = s.entry_slots;
     out.num_extra = fused::kIndexTopk;
@@ -278,7 +368,7 @@ fused::PlainLayer FusedStep::State::Call::plain_layer(int layer_idx) const {
   return out;
 }
 
-void FusedStep::State::Call::layer(int layer_idx) const {
+void FusedStep::State::Target::layer(int layer_idx) const {
   const fused::PlainLayer plain = plain_layer(layer_idx);
   if (plain.memory_follows) begin_engram(layer_idx + 1);
   const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
@@ -292,7 +382,7 @@ void FusedStep::State::Call::layer(int layer_idx) const {
   };
   fused::LayerParts parts;
   parts.between = &between;
-  fused::LayerStep own = layer_step;
+  fused::LayerStep own = layer_step();
   own.image_rows =
       s.weights.layers[layer_idx].gate_bias_vl != nullptr ? s.arrays.image_rows : nullptr;
   check(fused::launch_plain_layer(plain, own, place(layer_idx), parts, stream), "a layer");
@@ -300,19 +390,19 @@ void FusedStep::State::Call::layer(int layer_idx) const {
 }
 
 // Of the streams as they enter the layer.
-void FusedStep::State::Call::take_features(int layer_idx) const {
+void FusedStep::State::Target::take_features(int layer_idx) const {
   for (int which = 0; which < s.config.num_draft_stages; ++which) {
     if (s.config.draft_target_layers[which] != layer_idx) continue;
     const std::int64_t hidden = s.shape.kHidden;
     const fused::FeatureParams params = {rows, s.shape.kHidden, s.memory.residual[0],
-                                         s.features + which * hidden,
+                                         s.resident->features() + which * hidden,
                                          s.config.num_draft_stages * hidden};
     check(fused::launch_features(params, stream), "features");
   }
 }
 
 // Compressed keys, if the layer owns them, and the selection, on the branch beside the chain.
-void FusedStep::State::Call::index(int layer_idx) const {
+void FusedStep::State::Target::index(int layer_idx) const {
   const auto& w = s.weights.layers[layer_idx];
   const lowlat_layer& plan = s.plan(layer_idx);
   const auto& owner = s.weights.layers[plan.kv_source];
@@ -345,7 +435,7 @@ void FusedStep::State::Call::index(int layer_idx) const {
   compress.rope = s.compressed_rope;
   compress.pool = {owner.kv_extra, page_bytes(slots), slots};
   compress.keys = {owner.kv_index, kIndexPageBytes};
-  compress.x_done = gate(layer_idx - 1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
+  compress.x_done = x_gate(layer_idx);
   compress.product_done = gate(layer_idx, gate_product, fused::compress_product_blocks(compress));
 
   fused::IndexParams index = {};
@@ -403,7 +493,7 @@ void FusedStep::State::Call::index(int layer_idx) const {
 // ------------------------------------------------------------------------------- n-gram memory
 
 // What is added to the streams before a layer.
-fused::EngramParams FusedStep::State::Call::engram(int layer_idx) const {
+fused::EngramParams FusedStep::State::Target::engram(int layer_idx) const {
   const auto& w = s.weights.layers[layer_idx];
   const int table = s.plan(layer_idx).engram;
   fused::EngramParams out = {};
@@ -443,7 +533,7 @@ fused::EngramParams FusedStep::State::Call::engram(int layer_idx) const {
 }
 
 // The product streams beside the layer before.
-void FusedStep::State::Call::begin_engram(int layer_idx) const {
+void FusedStep::State::Target::begin_engram(int layer_idx) const {
   s.forked.record(stream);
   s.forked.hold(s.side.get());
   check(fused::launch_engram_product(engram(layer_idx), false, s.side.get()),
@@ -451,28 +541,19 @@ void FusedStep::State::Call::begin_engram(int layer_idx) const {
   s.ended.record(s.side.get());
 }
 
-void FusedStep::State::Call::end_engram(int layer_idx) const {
+void FusedStep::State::Target::end_engram(int layer_idx) const {
   s.ended.hold(stream);
   check(fused::launch_engram_apply(engram(layer_idx), false, stream), "n-gram memory");
 }
 
 // ---------------------------------------------------------------------------------------- head
 
-void FusedStep::State::Call::head() const {
+void FusedStep::State::Target::head() const {
   const bool wanted = step.num_logit_rows > 0 && (step.logits != nullptr || step.argmax != nullptr);
-  if (wanted) {
-    fused::CompressParams product = {};
-    product.rows = step_rows();
-    product.x = s.memory.x;
-    product.matrices[0] = {s.weights.head, s.shape.kVocabLocal};
-    product.partial = s.head_sums;
-    product.x_done =
-        gate(s.config.num_layers - 1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
-    check(fused::launch_compress_product(product, s.shape.kHidden, true, stream), "the head");
-  }
+  if (wanted) head_product(s.config.num_layers);
   fused::HeadParams params = {};
   params.port = s.port;
-  params.index = s.head_index();
+  params.index = first_index_behind(s.config.num_layers);
   params.num_rows = rows;
   params.num_logit_rows = wanted ? step.num_logit_rows : 0;
   params.logit_rows = step.logit_rows;
@@ -483,6 +564,86 @@ void FusedStep::State::Call::head() const {
   params.logits = step.logits;
   params.argmax = step.argmax;
   check(fused::launch_head(params, stream), "the logits");
+}
+
+// --------------------------------------------------------------------------------------- draft
+
+// The keys of committed rows of the last target step, `rows` of them.
+void FusedStep::State::Draft::inject() const {
+  fused::InjectParams params = s.inject;
+  params.num_rows = rows;
+  params.positions = draft.inject_positions;
+  params.slots = draft.inject_slots;
+  check(fused::launch_inject(params, stream), "a draft's context");
+}
+
+void FusedStep::State::Draft::run() const {
+  begin();
+  fused::StepInput in = input();
+  in.anchors = draft.anchors;
+  in.prefixes = draft.prefixes;
+  in.slots = draft.slots;
+  in.page_table = draft.page_table;
+  in.page_table_stride = draft.page_table_stride;
+  check(fused::launch_step_rows(in, s.arrays, stream), "a draft's rows");
+  if (s.first_index() == kGatherIndex) {
+    // Nothing is gathered, but steps of both kinds begin with the same number.
+    fused::HeadParams none = {};
+    none.port = s.port;
+    none.index = kGatherIndex;
+    none.num_rows = rows;
+    none.vocab_local = s.shape.kVocabLocal;
+    check(fused::launch_head(none, stream), "a draft's begin");
+  }
+  send_embedding();
+  receive_embedding(s.weights.stages[0].attn_norm, false);
+  for (int i = 0; i < s.config.num_draft_stages; ++i) stage(i);
+  head_product(s.config.num_draft_stages);
+  end(propose());
+}
+
+void FusedStep::State::Draft::stage(int stage_idx) const {
+  fused::PlainLayer plain = {};
+  set_weights(plain, s.weights.stages[stage_idx], s.shape.kPageSize);
+  plain.next_norm = stage_idx + 1 < s.config.num_draft_stages
+                        ? s.weights.stages[stage_idx + 1].attn_norm
+                        : s.weights.draft_norm;
+  plain.rope = s.window_rope;
+  plain.window_idx = s.arrays.window_idx;
+  plain.num_window = fused::kStepWindow + tokens;
+  fused::LayerStep own = layer_step();
+  own.shape = kDraftShape;
+  own.memory.experts = s.draft_experts;
+  check(fused::launch_plain_layer(plain, own, place(stage_idx), {}, stream), "a draft's stage");
+}
+
+int FusedStep::State::Draft::propose() const {
+  float* const base = s.resident->logits_local();
+  check(fused::launch_base({rows, s.shape.kVocabLocal, s.head_sums, base}, stream),
+        "a draft's logits");
+  const int first = first_index_behind(s.config.num_draft_stages);
+  if (draft.draft_logits != nullptr) {
+    // Sampled rows have noise of their own rows and offsets, and their logits go to every rank.
+    s.resident->launch_proposals(draft, stream);
+    return first - 1;
+  }
+  fused::DraftProposalsParams params = {};
+  params.port = s.port;
+  params.exchange_index = first;
+  params.batch_size = draft.batch_size;
+  params.vocab_shard = s.shape.kVocabLocal;
+  params.w1 = s.weights.markov_embed;
+  params.w2 = s.weights.markov_head;
+  params.base = base;
+  params.base_pitch = s.shape.kVocabLocal;
+  params.anchors = s.arrays.anchors;
+  params.anchor_pitch = 1;
+  params.tokens = s.draft_tokens;
+  check(fused::launch_draft_proposals(params, fused::kMaxDraftBlocks, false, stream), "proposals");
+  check(fused::launch_tokens(s.draft_tokens, draft.draft_tokens,
+                             draft.batch_size * fused::kDraftSteps, stream),
+        "a draft's tokens");
+  return first + fused::kDraftSteps - 1;
 }
 
 // --------------------------------------------------------------------------------------- class
@@ -537,18 +698,24 @@ std::string FusedStep::refusal(const lowlat_model_config& c, const shape::Runtim
 
 std::int64_t FusedStep::box_packets(const lowlat_model_config& c, const shape::RuntimeShape& s) {
   return std::max({std::int64_t{kRows} * s.kHidden / 4, fused::head_packets(kRows, s.kVocabLocal),
+                   std::int64_t{fused::draft_packets(fused::kMaxDraftBlocks, fused::kMaxDraftBatch)},
                    fused::engram_gather_packets(c.num_engrams, kRows, c.tp_size)});
 }
 
 FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
                      const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region,
-                     std::uint16_t* features, std::uint32_t kernel)
+                     const ResidentStep& resident, std::uint32_t kernel)
     : state_(std::make_unique<State>()) {
   State& s = *state_;
   s.config = config;
   s.shape = shape;
   s.weights = weights;
-  s.features = features;
+  s.resident = &resident;
+  s.has_draft = config.num_draft_stages == fused::kInjectStages &&
+                config.draft_block == fused::kDraftSteps &&
+                config.markov_rank == fused::kMarkovRank &&
+                config.draft_experts == Served::kDraftExperts &&
+                config.draft_experts_per_token == Served::kDraftExpertsPerToken;
   s.port = region.port(config.wait_budget_ns, kernel);
   s.step_epoch = region.step_epoch();
   const RopeFrequencies rope = rope_frequencies(config);
@@ -567,9 +734,11 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.arrays.positions = s.take<std::int32_t>(kRows);
   s.arrays.slots = s.take<std::int32_t>(kRows);
   s.arrays.image_rows = s.take<std::uint8_t>(kRows);
-  s.arrays.window_idx = s.take<std::int32_t>(kRows * fused::kStepWindow);
+  s.arrays.window_idx =
+      s.take<std::int32_t>(kRows * (fused::kStepWindow + fused::kMaxBlockRows));
   s.arrays.history = s.take<std::int32_t>(3 * kRows);
   s.arrays.state_slots = s.take<std::int32_t>(kRows);
+  s.arrays.anchors = s.take<std::int64_t>(kRows);
   s.arrays.mix = s.memory.mix[1];
   s.zeros = s.take<std::uint16_t>(kRows * 4 * kHidden);
   for (int table = 0; table < config.num_engrams; ++table) {
@@ -594,27 +763,71 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.head_sums = s.take<float>(std::int64_t{2} * kRows * shape.kVocabLocal);
   s.head_best = s.take<uint4>(kRows * fused::head_chunks(shape.kVocabLocal));
   s.head_tickets = s.take<std::uint32_t>(kRows);
+  if (s.has_draft) {
+    s.draft_experts = s.take<std::uint8_t>(
+        static_cast<std::int64_t>(lowlat::fused::moe_workspace_bytes(kDraftShape)));
+    check(static_cast<cudaError_t>(
+              lowlat::fused::moe_workspace_init(kDraftShape, s.draft_experts, nullptr)),
+          "the draft's experts");
+    s.draft_tokens = s.take<std::int64_t>(fused::kMaxDraftBatch * fused::kDraftSteps);
+    constexpr std::int64_t kWidth = fused::kInjectStages * kHidden;
+    fused::InjectParams& inject = s.inject;
+    inject.features = resident.features();
+    inject.num_slots = std::int64_t{shape.kNumPages} * shape.kPageSize;
+    inject.main_proj = view(weights.main_proj);
+    inject.main_norm = weights.main_norm;
+    inject.norm_eps = shape.kNormEps;
+    inject.rope = s.window_rope;
+    inject.feature_codes = s.take<std::uint8_t>(kRows * kWidth);
+    inject.feature_scale = s.take<float>(kRows * kWidth / 32);
+    inject.y = s.take<std::uint16_t>(kRows * kHidden);
+    inject.x_codes = s.take<std::uint8_t>(kRows * kHidden);
+    inject.x_scale = s.take<float>(kRows * kHidden / 32);
+    inject.kv = s.take<std::uint16_t>(kRows * fused::kInjectStages * shape::kHeadDim);
+    for (int i = 0; i < fused::kInjectStages; ++i) {
+      const auto& w = weights.stages[i];
+      inject.wkv[i] = view(w.wkv);
+      inject.kv_norm[i] = w.kv_norm;
+      inject.pages[i] = {w.kv_swa, page_bytes(shape.kPageSize), shape.kPageSize};
+    }
+  }
   check(cudaDeviceSynchronize(), "the step's memory");
+  load_kernels();
+}
 
-  // A kernel's first use loads its code, which may wait for kernels that run, such as one that
-  // waits for a peer whose code is still to be loaded. Capturing loads it, and runs nothing.
+// A kernel's first use loads its code, which may wait for kernels that run, such as one that waits
+// for a peer whose code is still to be loaded. Capturing loads it, and runs nothing.
+void FusedStep::load_kernels() const {
+  const State& s = *state_;
   const Stream stream;
   std::int32_t* const nothing = s.arrays.token_ids;
-  for (int i = 0; i < config.num_widths && config.widths[i] <= kRows; ++i) {
+  const auto capture = [&](const auto& call) {
+    check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "a capture");
+    launch(call, stream.get());
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
+    cudaGraphDestroy(graph);
+  };
+  for (int i = 0; i < s.config.num_widths && s.config.widths[i] <= kRows; ++i) {
+    const int rows = s.config.widths[i];
     lowlat_step step{};
-    step.num_rows = step.batch_size = config.widths[i];
+    step.num_rows = step.batch_size = rows;
     step.tokens_per_request = 1;
     step.page_table_stride = 1;
     step.token_ids = step.positions = step.request_idx = step.slots = nothing;
     step.page_table = step.history = step.state_slots = nothing;
-    step.num_logit_rows = step.num_rows;
+    step.num_logit_rows = rows;
     step.logits = s.head_sums;
-    step.argmax = s.entry_slots;
-    check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "a capture");
-    launch(step, stream.get());
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
-    cudaGraphDestroy(graph);
+    step.argmax = nothing;
+    capture(step);
+    lowlat_draft draft{};
+    draft.num_inject_rows = rows;
+    draft.inject_slots = draft.inject_positions = nothing;
+    draft.batch_size = rows / (fused::kDraftSteps + 1);
+    draft.page_table_stride = 1;
+    draft.anchors = draft.prefixes = draft.slots = draft.page_table = nothing;
+    draft.draft_tokens = nothing;
+    if (serves(draft)) capture(draft);
   }
 }
 
@@ -627,19 +840,26 @@ bool FusedStep::serves(const lowlat_step& step) const {
                                          fused::kIndexMaxEntries);
 }
 
+bool FusedStep::serves(const lowlat_draft& draft) const {
+  return state_->has_draft && draft.batch_size <= fused::kMaxDraftBatch;
+}
+
 void FusedStep::launch(const lowlat_step& step, cudaStream_t stream) const {
+  State::Target{{*state_, stream, step.num_rows, step.tokens_per_request}, step}.run();
+}
+
+void FusedStep::launch(const lowlat_draft& draft, cudaStream_t stream) const {
   const State& s = *state_;
-  fused::LayerStep layer_step = {};
-  layer_step.memory = s.memory;
-  layer_step.port = s.port;
-  layer_step.shape = kMoeShape;
-  layer_step.num_rows = step.num_rows;
-  layer_step.positions = s.arrays.positions;
-  layer_step.kv_slots = s.arrays.slots;
-  layer_step.norm_eps = s.shape.kNormEps;
-  layer_step.hc_eps = s.shape.kHcEps;
-  layer_step.sinkhorn_iters = s.shape.kSinkhornIters;
-  State::Call{s, step, stream, layer_step, step.num_rows, step.tokens_per_request}.run();
+  if (draft.num_inject_rows > kRows) {
+    // A prompt's rows, by the resident schedule.
+    lowlat_draft context = draft;
+    context.batch_size = 0;
+    s.resident->launch(context, stream);
+  } else if (draft.num_inject_rows > 0) {
+    State::Draft{{s, stream, draft.num_inject_rows, 1}, draft}.inject();
+  }
+  if (draft.batch_size == 0) return;
+  State::Draft{{s, stream, draft.batch_size * fused::kDraftSteps, fused::kDraftSteps}, draft}.run();
 }
 
 std::uint64_t FusedStep::bytes() const {

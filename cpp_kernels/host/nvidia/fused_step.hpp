@@ -1,4 +1,4 @@
-// host/nvidia/fused_step.hpp: a step of a whole target model by the fused kernels: a chain of
+// host/nvidia/fused_step.hpp: steps and drafts of a whole model by the fused kernels: a chain of
 // launches that overlap (fused/layer.hpp), and the kernels of layers that own or select compressed
 // keys, or have n-gram memory, beside it. Where a shape has no instances the resident schedule
 // (step.hpp) serves it.
@@ -8,6 +8,7 @@
 #include <string>
 
 #include "host/nvidia/exchange_region.hpp"
+#include "host/nvidia/step.hpp"
 #include "lowlat/kernels.h"
 #include "persistent/weights.hpp"
 #include "shape/runtime_shape.hpp"
@@ -25,12 +26,12 @@ class FusedStep {
                                   const shape::RuntimeShape& shape);
 
   // Of a model without a refusal, on the region's device, whose peers are open; pointers of the
-  // weights are the device's. features: where the rows' features for a draft go,
-  // [rows, num_draft_stages, hidden]. `kernel`: the catalogue's line. Allocates everything and
-  // loads every kernel.
+  // weights are the device's. `resident`: of the same model; a step's features go to its buffers,
+  // and what a draft has no fused kernels for is its launches. It outlives this. `kernel`: the
+  // catalogue's line. Allocates everything and loads every kernel.
   FusedStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
             const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region,
-            std::uint16_t* features, std::uint32_t kernel);
+            const ResidentStep& resident, std::uint32_t kernel);
   ~FusedStep();
   FusedStep(const FusedStep&) = delete;
   FusedStep& operator=(const FusedStep&) = delete;
@@ -38,12 +39,16 @@ class FusedStep {
   // Whether there are kernels for a step of the model: up to 48 rows, and no more entries a request
   // than the selection takes.
   bool serves(const lowlat_step& step) const;
+  bool serves(const lowlat_draft& draft) const;
   // A stream that is being captured takes the launches of both branches.
   void launch(const lowlat_step& step, cudaStream_t stream) const;
+  void launch(const lowlat_draft& draft, cudaStream_t stream) const;
 
   std::uint64_t bytes() const;
 
  private:
+  void load_kernels() const;
+
   struct State;
   std::unique_ptr<State> state_;
 };

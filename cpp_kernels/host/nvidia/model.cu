@@ -180,7 +180,7 @@ class NvidiaModel final : public Model {
     if (!fused_ || region_->has_shared_device()) return;
     const OnDevice on(device_);
     fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), *region_,
-                                              step_->features(), kFusedLine);
+                                              *step_, kFusedLine);
   }
 
   // The plain path is the resident program too; fused kernels serve the widths alone.
@@ -193,7 +193,11 @@ class NvidiaModel final : public Model {
         schedule == Schedule::persistent && step_->has_fused_experts(step.num_rows);
     launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
   }
-  void start_draft(const lowlat_draft& draft, Schedule, void* stream) override {
+  void start_draft(const lowlat_draft& draft, Schedule schedule, void* stream) override {
+    if (schedule == Schedule::persistent && fused_step_ != nullptr && fused_step_->serves(draft)) {
+      launch(stream, [&](cudaStream_t chosen) { fused_step_->launch(draft, chosen); });
+      return;
+    }
     launch(stream, [&](cudaStream_t chosen) { step_->launch(draft, chosen); });
   }
   void start_accept(const lowlat_accept& accept, void* stream) override {
