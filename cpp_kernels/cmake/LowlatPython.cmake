@@ -20,7 +20,9 @@ if(NOT pybind11_FOUND)
     OUTPUT_VARIABLE pybind11_DIR OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   find_package(pybind11 3 REQUIRED CONFIG)
 endif()
-pybind11_add_module(_kernels ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/py/kernels_module.cpp)
+pybind11_add_module(_kernels
+  ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/py/hosted.cpp
+  ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/py/kernels_module.cpp)
 target_link_libraries(_kernels PRIVATE lowlat_flags lowlat_kernels)
 target_include_directories(_kernels SYSTEM PRIVATE ${_headers})
 set_target_properties(_kernels PROPERTIES INSTALL_RPATH "$ORIGIN/_lib")

@@ -25,6 +25,13 @@ T& some(T* pointer, const char* name) {
   return *pointer;
 }
 
+lowlat_model* made(const char* platform, const lowlat_model_config& config,
+                   const lowlat_hosting* hosting) {
+  auto model = lowlat::host::make_model(platform, config, hosting);
+  lowlat::host::Model& inner = *model;
+  return new lowlat_model{std::move(model), inner};
+}
+
 }  // namespace
 
 extern "C" {
@@ -37,9 +44,16 @@ lowlat_status lowlat_model_create(const char* platform, const lowlat_model_confi
     some(platform, "platform");
     some(config, "config");
     some(out_model, "out_model");
-    auto model = lowlat::host::make_model(platform, *config);
-    lowlat::host::Model& inner = *model;
-    *out_model = new lowlat_model{std::move(model), inner};
+    *out_model = made(platform, *config, nullptr);
+  });
+}
+lowlat_status lowlat_hosted_create(const char* platform, const lowlat_model_config* config,
+                                   const lowlat_hosting* hosting, lowlat_model** out_model) {
+  return border([&] {
+    some(platform, "platform");
+    some(config, "config");
+    some(out_model, "out_model");
+    *out_model = made(platform, *config, &some(hosting, "hosting"));
   });
 }
 
@@ -142,6 +156,19 @@ lowlat_status lowlat_plain_draft_launch(lowlat_model* model, const lowlat_draft*
 }
 lowlat_status lowlat_accept_launch(lowlat_model* model, const lowlat_accept* accept, void* stream) {
   return border([&] { some(model, "model").model.launch_accept(some(accept, "accept"), stream); });
+}
+
+lowlat_status lowlat_pools_bind(lowlat_model* model, const lowlat_pools* pools) {
+  return border([&] { some(model, "model").model.bind_pools(some(pools, "pools")); });
+}
+lowlat_status lowlat_hosted_step_launch(lowlat_model* model, const lowlat_hosted_step* step,
+                                        void* stream) {
+  return border([&] { some(model, "model").model.launch_hosted(some(step, "step"), stream); });
+}
+lowlat_status lowlat_propose_launch(lowlat_model* model, const lowlat_proposal* proposal,
+                                    void* stream) {
+  return border(
+      [&] { some(model, "model").model.launch_proposal(some(proposal, "proposal"), stream); });
 }
 
 lowlat_status lowlat_synchronize(lowlat_model* model, uint64_t budget_ns) {

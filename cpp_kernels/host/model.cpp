@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <initializer_list>
+
+#include "host/checks.hpp"
 
 namespace lowlat::host {
 namespace {
@@ -26,7 +27,8 @@ class Digest {
 
 // Everything that ranks must agree on: the library's kernels and the configuration but for the
 // rank.
-std::uint64_t model_digest(lowlat_model_config config, const char* catalogue) {
+std::uint64_t model_digest(lowlat_model_config config, const lowlat_hosting& hosting,
+                           const char* catalogue) {
   config.tp_rank = 0;
   Digest digest;
   digest.value(LOWLAT_KERNELS_ABI_VERSION);
@@ -36,6 +38,7 @@ std::uint64_t model_digest(lowlat_model_config config, const char* catalogue) {
   const std::size_t first_double = offsetof(lowlat_model_config, rope_theta);
   digest.bytes(bytes, offsetof(lowlat_model_config, routed_scaling) + sizeof config.routed_scaling);
   digest.bytes(bytes + first_double, sizeof config - first_double);
+  if (hosting.struct_bytes > 0) digest.value(hosting);
   return digest.get();
 }
 
@@ -46,46 +49,73 @@ std::string dims_text(const std::int64_t* dims, std::uint32_t ndim) {
 }
 
 constexpr const char* kDtypeNames[] = {"u8", "i32", "i64", "f32", "bf16", "e4m3", "ue8m0", "fp4x2"};
-constexpr const char* kLayoutNames[] = {"row_major", "kv_paged", "index_paged"};
+constexpr const char* kLayoutNames[] = {"row_major", "kv_paged", "index_paged", "marlin"};
 
 template <std::size_t n>
 std::string word(const char* const (&names)[n], std::uint32_t value) {
   return value < n ? names[value] : "number " + std::to_string(value);
 }
 
-// values[0 .. n - 1] within low .. high, else one line that names the first that is not.
-void require_values(const std::int32_t* values, std::int64_t n, std::int64_t low, std::int64_t high,
-                    const char* name) {
-  if (n > 0 && values == nullptr) throw invalid(std::string(name) + " is NULL");
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (low <= values[i] && values[i] <= high) continue;
-    throw invalid(std::string(name) + "[" + std::to_string(i) + "] is " +
-                  std::to_string(values[i]) + "; needed " + std::to_string(low) + " .. " +
-                  std::to_string(high));
-  }
-}
-
-// A pointer that a call needs, and its name.
-struct Named {
-  const void* pointer;
-  const char* name;
-};
-void require_pointers(std::initializer_list<Named> all) {
-  for (const Named& one : all) {
-    if (one.pointer == nullptr) throw invalid(std::string(one.name) + " is NULL");
-  }
-}
-
 }  // namespace
 
-Model::Model(const lowlat_model_config& config, const char* platform, const char* catalogue,
-             bool reads_arrays)
+Model::Model(const lowlat_model_config& config, const lowlat_hosting* hosting, const char* platform,
+             const char* catalogue, bool reads_arrays)
     : config_(config), platform_(platform), catalogue_(catalogue), reads_arrays_(reads_arrays) {
   require_struct(config, "lowlat_model_config");
-  const std::string reasons = config_reasons(config);
+  std::string reasons = config_reasons(config);
   if (!reasons.empty()) throw invalid(reasons);
+  if (hosting != nullptr) {
+    require_struct(*hosting, "lowlat_hosting");
+    reasons = hosting_reasons(config, *hosting);
+    if (!reasons.empty()) throw invalid(reasons);
+    hosting_ = *hosting;
+  }
   shape_ = runtime_shape(config_);
-  tensors_ = tensor_slots(config_, shape_, weights_);
+  pools_.num_pages = pools_.num_window_pages = config_.num_pages;
+  pools_.num_requests = config_.max_batch;
+  tensors_ = tensor_slots(config_, hosting_, shape_, weights_);
+}
+
+// Dtype, layout, shape, strides and memory of what is bound as `slot`.
+void Model::check_tensor(const TensorSlot& slot, const lowlat_tensor& tensor) const {
+  const lowlat_tensor_spec& spec = slot.spec;
+  // The first dimension of a hosted pool is looked at by who knows how much of it is used.
+  const std::uint32_t open = is_hosted() && spec.role == LOWLAT_POOL ? 1 : 0;
+  const std::string who = "tensor " + slot.name + ": ";
+  if (tensor.dtype != spec.dtype) {
+    throw invalid(who + "dtype is " + word(kDtypeNames, tensor.dtype) + "; needed " +
+                  word(kDtypeNames, spec.dtype));
+  }
+  if (tensor.layout != spec.layout) {
+    throw invalid(who + "layout is " + word(kLayoutNames, tensor.layout) + "; needed " +
+                  word(kLayoutNames, spec.layout));
+  }
+  if (tensor.ndim != spec.ndim || std::memcmp(tensor.shape + open, spec.shape + open,
+                                              (spec.ndim - open) * sizeof *spec.shape) != 0) {
+    const std::uint32_t seen =
+        tensor.ndim < LOWLAT_MAX_DIMS ? tensor.ndim : std::uint32_t{LOWLAT_MAX_DIMS};
+    throw invalid(who + "shape is " + dims_text(tensor.shape, seen) + "; needed " +
+                  dims_text(spec.shape, spec.ndim) + " on rank " + std::to_string(config_.tp_rank) +
+                  " of " + std::to_string(config_.tp_size));
+  }
+  std::int64_t contiguous = 1;
+  for (int i = static_cast<int>(spec.ndim) - 1; i >= 0; --i) {
+    if (spec.shape[i] != 1 && tensor.stride[i] != contiguous) {
+      throw invalid(who + "stride[" + std::to_string(i) + "] is " +
+                    std::to_string(tensor.stride[i]) + "; the scalar platform needs " +
+                    std::to_string(contiguous) + " (contiguous rows)");
+    }
+    contiguous *= tensor.shape[i];
+  }
+  const std::size_t alignment = spec.dtype == LOWLAT_I64                               ? 8
+                                : spec.dtype == LOWLAT_F32 || spec.dtype == LOWLAT_I32 ? 4
+                                : spec.dtype == LOWLAT_BF16                            ? 2
+                                                                                       : 1;
+  if (tensor.data == nullptr) throw invalid(who + "data is NULL");
+  if (reinterpret_cast<std::uintptr_t>(tensor.data) % alignment != 0) {
+    throw invalid(who + "data is not aligned to " + std::to_string(alignment) + " bytes");
+  }
+  check_memory(slot, tensor.data);
 }
 
 void Model::bind(const char* name, const lowlat_tensor& tensor) {
@@ -94,42 +124,10 @@ void Model::bind(const char* name, const lowlat_tensor& tensor) {
   if (name == nullptr) throw invalid("tensor name is NULL");
   for (TensorSlot& slot : tensors_) {
     if (slot.name != name) continue;
-    const lowlat_tensor_spec& spec = slot.spec;
-    const std::string who = "tensor " + slot.name + ": ";
-    if (tensor.dtype != spec.dtype) {
-      throw invalid(who + "dtype is " + word(kDtypeNames, tensor.dtype) + "; needed " +
-                    word(kDtypeNames, spec.dtype));
+    if (is_hosted() && slot.spec.role == LOWLAT_POOL) {
+      throw invalid("tensor " + slot.name + " is a pool; it comes by lowlat_pools_bind");
     }
-    if (tensor.layout != spec.layout) {
-      throw invalid(who + "layout is " + word(kLayoutNames, tensor.layout) + "; needed " +
-                    word(kLayoutNames, spec.layout));
-    }
-    if (tensor.ndim != spec.ndim ||
-        std::memcmp(tensor.shape, spec.shape, spec.ndim * sizeof *spec.shape) != 0) {
-      const std::uint32_t seen =
-          tensor.ndim < LOWLAT_MAX_DIMS ? tensor.ndim : std::uint32_t{LOWLAT_MAX_DIMS};
-      throw invalid(who + "shape is " + dims_text(tensor.shape, seen) + "; needed " +
-                    dims_text(spec.shape, spec.ndim) + " on rank " +
-                    std::to_string(config_.tp_rank) + " of " + std::to_string(config_.tp_size));
-    }
-    std::int64_t contiguous = 1;
-    for (int i = static_cast<int>(spec.ndim) - 1; i >= 0; --i) {
-      if (spec.shape[i] != 1 && tensor.stride[i] != contiguous) {
-        throw invalid(who + "stride[" + std::to_string(i) + "] is " +
-                      std::to_string(tensor.stride[i]) + "; the scalar platform needs " +
-                      std::to_string(contiguous) + " (contiguous rows)");
-      }
-      contiguous *= spec.shape[i];
-    }
-    const std::size_t alignment = spec.dtype == LOWLAT_I64                               ? 8
-                                  : spec.dtype == LOWLAT_F32 || spec.dtype == LOWLAT_I32 ? 4
-                                  : spec.dtype == LOWLAT_BF16                            ? 2
-                                                                                         : 1;
-    if (tensor.data == nullptr) throw invalid(who + "data is NULL");
-    if (reinterpret_cast<std::uintptr_t>(tensor.data) % alignment != 0) {
-      throw invalid(who + "data is not aligned to " + std::to_string(alignment) + " bytes");
-    }
-    check_memory(slot, tensor.data);
+    check_tensor(slot, tensor);
     slot.set(tensor.data);
     slot.bound = true;
     return;
@@ -138,7 +136,7 @@ void Model::bind(const char* name, const lowlat_tensor& tensor) {
                 std::to_string(config_.tp_rank));
 }
 
-std::uint64_t Model::digest() const { return model_digest(config_, catalogue_); }
+std::uint64_t Model::digest() const { return model_digest(config_, hosting_, catalogue_); }
 std::uint64_t Model::catalogue_digest() const { return digest(); }
 
 void Model::peer_import(int peer_rank, const lowlat_peer_handle& handle) {
@@ -157,7 +155,8 @@ void Model::ready() {
     missing += (missing.empty() ? "" : "\n") + line;
   };
   for (const TensorSlot& slot : tensors_) {
-    if (!slot.bound) add("tensor " + slot.name + " is not bound");
+    if (slot.bound || (is_hosted() && slot.spec.role == LOWLAT_POOL)) continue;
+    add("tensor " + slot.name + " is not bound");
   }
   for (int rank = 0; rank < config_.tp_size; ++rank) {
     if (!has_peer(rank)) add("rank " + std::to_string(rank) + "'s memory is not imported");
@@ -170,6 +169,7 @@ void Model::ready() {
 
 // A hash layer's experts address weights, so a table is not believed.
 void Model::check_tables() const {
+  if (hosting_.proposals != 0) return;
   const std::int64_t count = std::int64_t{shape_.kVocab} * shape_.kExpertsPerToken;
   for (int i = 0; i < shape_.kNumLayers; ++i) {
     if (config_.layers[i].hash_gate == 0) continue;
@@ -361,20 +361,20 @@ void Model::check_draft_arrays(const lowlat_draft& draft) const {
 }
 
 void Model::launch_step(const lowlat_step& step, Schedule schedule, void* stream) {
-  require_ready("a step");
+  require_own("a step");
   check_step(step, schedule);
   start_step(step, schedule, stream);
   last_step_rows_ = step.num_rows;
 }
 
 void Model::launch_draft(const lowlat_draft& draft, Schedule schedule, void* stream) {
-  require_ready("a draft");
+  require_own("a draft");
   check_draft(draft, schedule);
   start_draft(draft, schedule, stream);
 }
 
 void Model::launch_accept(const lowlat_accept& accept, void* stream) {
-  require_ready("an acceptance");
+  require_own("an acceptance");
   require_struct(accept, "lowlat_accept");
   const auto& s = shape_;
   if (accept.batch_size < 1 || accept.batch_size > s.kMaxBatch || accept.num_drafts < 0 ||

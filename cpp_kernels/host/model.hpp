@@ -20,6 +20,8 @@ namespace lowlat::host {
 
 // Every reason against a configuration, one a line; "" when there is none.
 std::string config_reasons(const lowlat_model_config& config);
+// The same of what a hosted model adds to it.
+std::string hosting_reasons(const lowlat_model_config& config, const lowlat_hosting& hosting);
 // One rank's sizes of a configuration that has no reasons against it.
 shape::RuntimeShape runtime_shape(const lowlat_model_config& config);
 
@@ -30,10 +32,15 @@ struct TensorSlot {
   std::function<void(void*)> set;
   bool bound = false;
 };
-// Every tensor of the model; the setters write into `weights`, which must outlive them.
+// Every tensor of the model; the setters write into `weights`, which must outlive them. A `hosting`
+// of struct_bytes 0 is none.
 std::vector<TensorSlot> tensor_slots(const lowlat_model_config& config,
+                                     const lowlat_hosting& hosting,
                                      const shape::RuntimeShape& shape,
                                      lowlat::persistent::ModelWeights& weights);
+
+// Rows of a rank's expert as Marlin's tiles have them.
+constexpr int marlin_rows(int inner) { return (inner + 63) / 64 * 64; }
 
 inline Error invalid(const std::string& message) { return {LOWLAT_INVALID, message}; }
 
@@ -96,6 +103,10 @@ class Model {
   void launch_step(const lowlat_step& step, Schedule schedule, void* stream);
   void launch_draft(const lowlat_draft& draft, Schedule schedule, void* stream);
   void launch_accept(const lowlat_accept& accept, void* stream);
+  // Of a hosted model.
+  void bind_pools(const lowlat_pools& pools);
+  void launch_hosted(const lowlat_hosted_step& step, void* stream);
+  void launch_proposal(const lowlat_proposal& proposal, void* stream);
   void synchronize(std::uint64_t budget_ns);
 
   void read_status(lowlat_status_words& out) const;
@@ -103,8 +114,9 @@ class Model {
 
  protected:
   // `reads_arrays`: what a launch points to is host memory, and is looked at before it.
-  Model(const lowlat_model_config& config, const char* platform, const char* catalogue,
-        bool reads_arrays);
+  // `hosting`: NULL for a model that keeps its caches and head.
+  Model(const lowlat_model_config& config, const lowlat_hosting* hosting, const char* platform,
+        const char* catalogue, bool reads_arrays);
 
   // Refuses memory that the platform cannot use for a tensor.
   virtual void check_memory(const TensorSlot& slot, const void* data) const = 0;
@@ -114,6 +126,10 @@ class Model {
   virtual void start_step(const lowlat_step& step, Schedule schedule, void* stream) = 0;
   virtual void start_draft(const lowlat_draft& draft, Schedule schedule, void* stream) = 0;
   virtual void start_accept(const lowlat_accept& accept, void* stream) = 0;
+  virtual void start_hosted(const lowlat_hosted_step& step, void* stream) = 0;
+  virtual void start_proposal(const lowlat_proposal& proposal, void* stream) = 0;
+  // The pools' addresses are in weights(); nothing that was launched runs.
+  virtual void move_pools() = 0;
   // True when everything launched has run within the budget.
   virtual bool wait_idle(std::uint64_t budget_ns) = 0;
   virtual bool is_aborted() const = 0;
@@ -121,12 +137,20 @@ class Model {
   virtual lowlat_status_words status() const = 0;
 
   bool is_ready() const { return ready_; }
+  bool is_hosted() const { return hosting_.struct_bytes > 0; }
+  // Where the caches end: as configured, or as lowlat_pools_bind said last.
+  const lowlat_pools& pools() const { return pools_; }
   std::uint64_t digest() const;
   const shape::RuntimeShape& shape() const { return shape_; }
   const lowlat::persistent::ModelWeights& weights() const { return weights_; }
 
  private:
   void check_tables() const;
+  void check_tensor(const TensorSlot& slot, const lowlat_tensor& tensor) const;
+  void require_own(const char* call) const;
+  void check_hosted(const lowlat_hosted_step& step) const;
+  void check_hosted_arrays(const lowlat_hosted_step& step) const;
+  void check_proposal(const lowlat_proposal& proposal) const;
   void require_ready(const char* call) const;
   void check_step(const lowlat_step& step, Schedule schedule) const;
   void check_step_arrays(const lowlat_step& step) const;
@@ -135,6 +159,9 @@ class Model {
   void check_draft_arrays(const lowlat_draft& draft) const;
 
   lowlat_model_config config_;
+  lowlat_hosting hosting_{};
+  lowlat_pools pools_{};
+  bool has_pools_ = false;
   const char* platform_;
   const char* catalogue_;
   bool reads_arrays_;
@@ -147,6 +174,8 @@ class Model {
 
 // A model on the platform that the word names: "scalar", or, in a library with CUDA kernels,
 // "nvidia" or "nvidia:N" for device number N. Throws LOWLAT_UNSUPPORTED for any other.
-std::unique_ptr<Model> make_model(const char* platform, const lowlat_model_config& config);
+// hosting: NULL for a model that keeps its caches and head.
+std::unique_ptr<Model> make_model(const char* platform, const lowlat_model_config& config,
+                                  const lowlat_hosting* hosting);
 
 }  // namespace lowlat::host

@@ -128,9 +128,10 @@ bool PlainProgram::layer(const Rows& rows, const LayerCall& call) {
 }
 
 bool PlainProgram::target_step(const lowlat_step& step) {
-  const Rows rows = persistent::target_rows(rank_, step);
+  const persistent::TargetStep call{step, {}};
+  const Rows rows = persistent::target_rows(rank_, call);
   for (int t = 0; t < rows.num_rows; ++t) {
-    persistent::take_target_row(rank_, rows, step, t);
+    persistent::take_target_row(rank_, rows, call, t);
     persistent::embed_partial(rank_, rows, t);
   }
   if (!sum_rows(rows.num_rows, stages::StageId::embed_sum)) return false;

@@ -27,8 +27,8 @@ constexpr persistent::Grid kGrid{nullptr, 0, 1};
 
 }  // namespace
 
-ScalarModel::ScalarModel(const lowlat_model_config& config)
-    : Model(config, "scalar", kCatalogue, true) {
+ScalarModel::ScalarModel(const lowlat_model_config& config, const lowlat_hosting* hosting)
+    : Model(config, hosting, "scalar", kCatalogue, true) {
   const int widest = config.num_widths > 0 ? config.widths[config.num_widths - 1] : 1;
   region_ = Region::create({config.tp_size, persistent::Program::box_packets(shape(), widest),
                             PlainProgram::staging_words(shape()), digest()},
@@ -94,6 +94,7 @@ void ScalarModel::become_ready() {
   rank_.rules = config.kind == LOWLAT_V4 ? &persistent::kV4Rules : &persistent::kV41Rules;
   rank_.config = &config;
   rank_.weights = &weights();
+  move_pools();
   rank_.port = {outboxes_.data(),
                 {abort_words_.data(), &region_->status, config.tp_rank, config.tp_size,
                  config.wait_budget_ns},
@@ -134,19 +135,40 @@ void ScalarModel::start_accept(const lowlat_accept& accept, void* stream) {
   push(job, stream);
 }
 
+void ScalarModel::start_hosted(const lowlat_hosted_step& step, void* stream) {
+  Job job;
+  job.kind = Job::Kind::hosted;
+  job.hosted = step;
+  push(job, stream);
+}
+
+void ScalarModel::start_proposal(const lowlat_proposal& proposal, void* stream) {
+  Job job;
+  job.kind = Job::Kind::proposal;
+  job.proposal = proposal;
+  push(job, stream);
+}
+
+void ScalarModel::move_pools() {
+  const lowlat_pools& own = pools();
+  rank_.pools = {own.num_pages, own.num_window_pages, own.num_requests, own.window_slots,
+                 own.history};
+}
+
 // On the resident thread. A rank that is over runs nothing more; what it would have written stays.
 void ScalarModel::run(const Job& job) {
   if (is_aborted()) {
     if (status().state == 0u) {
       stages::note_abort(rank_.port.fault, 0, stages::StageId::none, progress_.epoch);
     }
+    if (job.kind == Job::Kind::hosted) persistent::Program(rank_, kGrid).spoil({{}, job.hosted});
     return;
   }
   switch (job.kind) {
     case Job::Kind::none: return;
     case Job::Kind::step:
       if (job.schedule == Schedule::persistent) {
-        persistent::Program(rank_, kGrid).target_step(job.step);
+        persistent::Program(rank_, kGrid).target_step({job.step, {}});
       } else {
         PlainProgram(rank_, peers_, plain_epoch_).target_step(job.step);
       }
@@ -159,6 +181,8 @@ void ScalarModel::run(const Job& job) {
       }
       return;
     case Job::Kind::accept: persistent::Program(rank_, kGrid).accept(job.accept); return;
+    case Job::Kind::hosted: persistent::Program(rank_, kGrid).target_step({{}, job.hosted}); return;
+    case Job::Kind::proposal: persistent::Program(rank_, kGrid).propose(job.proposal); return;
   }
 }
 

@@ -16,7 +16,7 @@ namespace lowlat::host {
 
 class ScalarModel final : public Model {
  public:
-  explicit ScalarModel(const lowlat_model_config& config);
+  ScalarModel(const lowlat_model_config& config, const lowlat_hosting* hosting);
   ~ScalarModel() override;
 
   std::uint64_t own_bytes() const override { return region_->bytes() + arena_bytes_; }
@@ -34,6 +34,9 @@ class ScalarModel final : public Model {
   void start_step(const lowlat_step& step, Schedule schedule, void* stream) override;
   void start_draft(const lowlat_draft& draft, Schedule schedule, void* stream) override;
   void start_accept(const lowlat_accept& accept, void* stream) override;
+  void start_hosted(const lowlat_hosted_step& step, void* stream) override;
+  void start_proposal(const lowlat_proposal& proposal, void* stream) override;
+  void move_pools() override;
   bool wait_idle(std::uint64_t budget_ns) override { return worker_->wait_idle(budget_ns); }
   bool is_aborted() const override;
   lowlat_status_words status() const override;

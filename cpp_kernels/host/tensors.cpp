@@ -23,12 +23,25 @@ constexpr int kWhole = -1;  // not split over the ranks
 
 class Builder {
  public:
-  Builder(const lowlat_model_config& config, const shape::RuntimeShape& shape)
-      : config_(config), s_(shape), v4_(config.kind == LOWLAT_V4) {}
+  Builder(const lowlat_model_config& config, const lowlat_hosting& hosting,
+          const shape::RuntimeShape& shape)
+      : config_(config),
+        hosted_(hosting.struct_bytes > 0),
+        marlin_(hosting.expert_layout == LOWLAT_MARLIN),
+        bf16_wo_a_(hosting.bf16_wo_a != 0),
+        proposals_(hosting.proposals != 0),
+        s_(shape),
+        v4_(config.kind == LOWLAT_V4) {}
 
   std::vector<TensorSlot> build(ModelWeights& w) {
+    if (proposals_) {
+      add_head(w);
+      proposals(w);
+      return std::move(slots_);
+    }
+    w.marlin_inner = marlin_ ? marlin_rows(s_.kIntermediateLocal) : 0;
     add("embed.weight", w.embed, LOWLAT_BF16, {s_.kVocabLocal, s_.kHidden}, 0);
-    add("head.weight", w.head, LOWLAT_BF16, {s_.kVocabLocal, s_.kHidden}, 0);
+    if (!hosted_) add_head(w);
     add("norm.weight", w.norm, LOWLAT_BF16, {s_.kHidden}, kWhole);
     if (v4_) head_mix("hc_head", w.hc_head);
     if (s_.kNumEngrams > 0) add("engram.token_map", w.token_map, LOWLAT_I64, {s_.kVocab}, kWhole);
@@ -47,15 +60,20 @@ class Builder {
       if (config_.layers[i].engram >= 0) engram(prefix, w.layers[i]);
       pools(i, w.layers[i]);
     }
-    if (s_.kNumDraftStages > 0) draft(w);
+    if (s_.kNumDraftStages > 0 && !hosted_) draft(w);
     return std::move(slots_);
   }
 
  private:
+  void add_head(ModelWeights& w) {
+    add("head.weight", w.head, LOWLAT_BF16, {s_.kVocabLocal, s_.kHidden}, 0);
+  }
+
   template <class T>
-  void add(const std::string& name, T*& target, lowlat_dtype dtype,
-           std::initializer_list<std::int64_t> dims, int shard_dim,
-           lowlat_tensor_role role = LOWLAT_WEIGHT, lowlat_layout layout = LOWLAT_ROW_MAJOR) {
+  TensorSlot& add(const std::string& name, T*& target, lowlat_dtype dtype,
+                  std::initializer_list<std::int64_t> dims, int shard_dim,
+                  lowlat_tensor_role role = LOWLAT_WEIGHT,
+                  lowlat_layout layout = LOWLAT_ROW_MAJOR) {
     TensorSlot slot;
     slot.name = name;
     slot.spec = {};
@@ -66,7 +84,7 @@ class Builder {
     slot.spec.shard_dim = shard_dim;
     for (const std::int64_t dim : dims) slot.spec.shape[slot.spec.ndim++] = dim;
     slot.set = [&target](void* data) { target = static_cast<T*>(data); };
-    slots_.push_back(std::move(slot));
+    return slots_.emplace_back(std::move(slot));
   }
 
   void fp8(const std::string& name, Fp8Weight& target, std::int64_t n, std::int64_t k,
@@ -80,6 +98,14 @@ class Builder {
     add(name + ".weight", target.codes, LOWLAT_FP4X2, {experts, n, k / 2}, shard_dim);
     add(name + ".scale", target.scales, LOWLAT_UE8M0, {experts, n, k / shape::kFp4Group},
         shard_dim);
+  }
+  // Shares of a rank, so the published tensor has no dimension of theirs.
+  void marlin(const std::string& name, Fp4Weight& target, std::int64_t experts, std::int64_t n,
+              std::int64_t k) {
+    add(name + ".weight", target.codes, LOWLAT_I32, {experts, k / 16, 2 * n}, kWhole, LOWLAT_WEIGHT,
+        LOWLAT_MARLIN);
+    add(name + ".scale", target.scales, LOWLAT_UE8M0, {experts, k / shape::kFp4Group, n}, kWhole,
+        LOWLAT_WEIGHT, LOWLAT_MARLIN);
   }
   void hyper(const std::string& name, HcWeights& target) {
     add(name + "_fn", target.fn, LOWLAT_F32, {24, 4 * std::int64_t{s_.kHidden}}, kWhole);
@@ -109,7 +135,11 @@ class Builder {
     fp8(prefix + "attn.wq_b", w.wq_b, std::int64_t{s_.kNumHeadsLocal} * shape::kHeadDim, s_.kQLora,
         0);
     add(prefix + "attn.attn_sink", w.attn_sink, LOWLAT_F32, {s_.kNumHeadsLocal}, 0);
-    fp8(prefix + "attn.wo_a", w.wo_a, groups_out, s_.kGroupInput, 0);
+    if (bf16_wo_a_) {
+      add(prefix + "attn.wo_a.weight", w.wo_a_bf16, LOWLAT_BF16, {groups_out, s_.kGroupInput}, 0);
+    } else {
+      fp8(prefix + "attn.wo_a", w.wo_a, groups_out, s_.kGroupInput, 0);
+    }
     fp8(prefix + "attn.wo_b", w.wo_b, hidden, groups_out, 1);
     add(prefix + "ffn.gate.weight", w.gate, LOWLAT_BF16, {num_experts, hidden}, kWhole);
     if (w.plan.hash_gate != 0) {
@@ -118,9 +148,15 @@ class Builder {
     } else {
       add(prefix + "ffn.gate.bias", w.gate_bias, LOWLAT_F32, {num_experts}, kWhole);
     }
-    fp4(prefix + "ffn.experts.w1", w.w1, num_experts, inner, hidden, 1);
-    fp4(prefix + "ffn.experts.w3", w.w3, num_experts, inner, hidden, 1);
-    fp4(prefix + "ffn.experts.w2", w.w2, num_experts, hidden, inner, 2);
+    if (marlin_) {
+      const std::int64_t tiled = marlin_rows(s_.kIntermediateLocal);
+      marlin(prefix + "ffn.experts.w13", w.w1, num_experts, 2 * tiled, hidden);
+      marlin(prefix + "ffn.experts.w2", w.w2, num_experts, hidden, tiled);
+    } else {
+      fp4(prefix + "ffn.experts.w1", w.w1, num_experts, inner, hidden, 1);
+      fp4(prefix + "ffn.experts.w3", w.w3, num_experts, inner, hidden, 1);
+      fp4(prefix + "ffn.experts.w2", w.w2, num_experts, hidden, inner, 2);
+    }
     fp8(prefix + "ffn.shared_experts.w1", w.shared_w1, inner, hidden, 0);
     fp8(prefix + "ffn.shared_experts.w3", w.shared_w3, inner, hidden, 0);
     fp8(prefix + "ffn.shared_experts.w2", w.shared_w2, hidden, inner, 1);
@@ -183,9 +219,23 @@ class Builder {
     add(prefix + "engram.embed.scale", w.engram.embed.scales, LOWLAT_UE8M0, {rows, dim / 32}, 0);
   }
 
+  // Of a hosted model the engine says how many pages and rings there are, and states are rows.
+  void state(const std::string& name, float*& target, std::int64_t rings, std::int64_t rows,
+             std::initializer_list<std::int64_t> row) {
+    TensorSlot& slot = add(name, target, LOWLAT_F32, {rings, rows}, kWhole, LOWLAT_POOL);
+    auto& spec = slot.spec;
+    if (hosted_) {
+      spec.shape[0] = 0;
+      spec.shape[1] = 1;
+      for (const std::int64_t dim : row) spec.shape[1] *= dim;
+    } else {
+      for (const std::int64_t dim : row) spec.shape[spec.ndim++] = dim;
+    }
+  }
+
   void pools(int layer, LayerWeights& w) {
     const std::string number = std::to_string(layer);
-    const std::int64_t pages = s_.kNumPages;
+    const std::int64_t pages = hosted_ ? 0 : s_.kNumPages;
     add("kv.swa." + number, w.kv_swa, LOWLAT_U8, {pages, stages::kv_page_bytes(s_.kPageSize)},
         kWhole, LOWLAT_POOL, LOWLAT_KV_PAGED);
     if (w.plan.kv_source != layer) return;
@@ -201,24 +251,20 @@ class Builder {
     }
     if (v4_) {
       const stages::PoolLayout keys{w.plan.ratio, shape::kHeadDim};
-      add("kv.state." + number, w.kv_state, LOWLAT_F32,
-          {keys.overlaps() ? pages : s_.kMaxBatch, stages::pool_ring_rows(keys, s_.kStateRing),
-           keys.width()},
-          kWhole, LOWLAT_POOL);
+      state("kv.state." + number, w.kv_state, keys.overlaps() ? pages : s_.kMaxBatch,
+            stages::pool_ring_rows(keys, s_.kStateRing), {keys.width()});
       const stages::PoolLayout index_keys{w.plan.ratio, shape::kIndexDim};
       if (w.plan.index_source >= 0) {
-        add("kv.index_state." + number, w.kv_index_state, LOWLAT_F32,
-            {pages, s_.kStateRing, index_keys.width()}, kWhole, LOWLAT_POOL);
+        state("kv.index_state." + number, w.kv_index_state, pages, s_.kStateRing,
+              {index_keys.width()});
       }
     } else if (w.plan.ratio == 2) {
-      add("kv.state." + number, w.kv_state, LOWLAT_F32,
-          {s_.kMaxBatch, s_.kStateRing, 2, shape::kHeadDim}, kWhole, LOWLAT_POOL);
+      state("kv.state." + number, w.kv_state, s_.kMaxBatch, s_.kStateRing, {2, shape::kHeadDim});
     }
   }
 
   void draft(ModelWeights& w) {
     const std::int64_t hidden = s_.kHidden;
-    const std::string last = "mtp." + std::to_string(s_.kNumDraftStages - 1) + ".";
     for (int i = 0; i < s_.kNumDraftStages; ++i) {
       const std::string prefix = "mtp." + std::to_string(i) + ".";
       w.stages[i].plan = {0, -1, -1, -1, -1, 0};
@@ -229,6 +275,13 @@ class Builder {
     }
     fp8("mtp.0.main_proj", w.main_proj, hidden, s_.kNumDraftStages * hidden, kWhole);
     add("mtp.0.main_norm.weight", w.main_norm, LOWLAT_BF16, {hidden}, kWhole);
+    proposals(w);
+  }
+
+  // What the proposals need beside the head.
+  void proposals(ModelWeights& w) {
+    const std::int64_t hidden = s_.kHidden;
+    const std::string last = "mtp." + std::to_string(s_.kNumDraftStages - 1) + ".";
     add(last + "norm.weight", w.draft_norm, LOWLAT_BF16, {hidden}, kWhole);
     if (v4_) head_mix(last + "hc_head", w.draft_hc_head);
     const std::string markov = last + "markov_head.";
@@ -239,6 +292,7 @@ class Builder {
   }
 
   const lowlat_model_config& config_;
+  const bool hosted_, marlin_, bf16_wo_a_, proposals_;
   const shape::RuntimeShape& s_;
   const bool v4_;
   std::vector<TensorSlot> slots_;
@@ -247,8 +301,9 @@ class Builder {
 }  // namespace
 
 std::vector<TensorSlot> tensor_slots(const lowlat_model_config& config,
+                                     const lowlat_hosting& hosting,
                                      const shape::RuntimeShape& shape, ModelWeights& weights) {
-  return Builder(config, shape).build(weights);
+  return Builder(config, hosting, shape).build(weights);
 }
 
 }  // namespace lowlat::host

@@ -52,7 +52,7 @@ class Program {
     return most(most(rows, draft_rows) * row_packets, stages::packets_of(s.kVocabLocal));
   }
 
-  LOWLAT_DEVICE bool target_step(const lowlat_step& step) {
+  LOWLAT_DEVICE bool target_step(const TargetStep& step) {
     const Rows rows = target_rows(rank_, step);
     if (!begin_target(step)) return false;
     for (int layer_idx = 0; layer_idx < s_.kNumLayers; ++layer_idx) {
@@ -64,7 +64,7 @@ class Program {
   // A target step whose experts are other kernels': between the cuts they find x and, in hash
   // layers, expert_ids, and leave every row's partial. Cut 0 begins the step, cut i takes the
   // partials of layer i - 1; each goes on to the experts of layer i, the last to the step's end.
-  LOWLAT_DEVICE bool target_cut(const lowlat_step& step, int cut) {
+  LOWLAT_DEVICE bool target_cut(const TargetStep& step, int cut) {
     const Rows rows = target_rows(rank_, step);
     if (!(cut == 0 ? begin_target(step) : sum_experts(rows.num_rows))) return false;
     if (cut == s_.kNumLayers) return head(step) && end();
@@ -77,13 +77,15 @@ class Program {
   }
 
  private:
-  LOWLAT_DEVICE bool begin_target(const lowlat_step& step) {
+  LOWLAT_DEVICE bool begin_target(const TargetStep& step) {
     const Rows rows = target_rows(rank_, step);
     return embed(rows, KernelId::front, [&](int t) { take_target_row(rank_, rows, step, t); });
   }
-  LOWLAT_DEVICE bool head(const lowlat_step& step) {
-    const Rows rows = target_rows(rank_, step);
+  LOWLAT_DEVICE bool head(const TargetStep& call) {
+    const Rows rows = target_rows(rank_, call);
     each_row(rows.num_rows, [&](int t) { take_features(rank_, t, s_.kNumLayers); });
+    if (call.is_hosted()) return leave(call.hosted, rows.num_rows);
+    const lowlat_step& step = call.step;
     const bool wanted = step.logits != nullptr || step.argmax != nullptr;
     if (step.num_logit_rows == 0 || !wanted) return true;
     if (!local_logits(KernelId::head, rank_.weights->norm, rank_.weights->hc_head,
@@ -108,8 +110,62 @@ class Program {
     });
     return true;
   }
+  // What an engine with a head of its own takes. All that a row gives is the row's block's.
+  LOWLAT_DEVICE bool leave(const lowlat_hosted_step& step, int num_rows) {
+    if (!normed(KernelId::head, rank_.weights->norm, rank_.weights->hc_head, num_rows, nullptr,
+                0)) {
+      return false;
+    }
+    const auto give = [&](std::uint16_t* out, const std::uint16_t* rows, std::int64_t width,
+                          int t) {
+      if (out == nullptr) return;
+      spread(width, [&](std::int64_t i) { out[t * width + i] = rows[t * width + i]; });
+    };
+    each_row(num_rows, [&](int t) {
+      give(step.hidden, b_.x, s_.kHidden, t);
+      give(step.features, b_.features, std::int64_t{s_.kNumDraftStages} * s_.kHidden, t);
+      give(step.streams, b_.residual, std::int64_t{shape::kNumStreams} * s_.kHidden, t);
+    });
+    return true;
+  }
 
  public:
+  // After an end that was decided before the step began.
+  LOWLAT_DEVICE void spoil(const TargetStep& call) {
+    if (!call.is_hosted()) return;
+    each_row(call.num_rows(), [&](int t) { spoil_row(rank_, call.hosted, t); });
+  }
+
+  // A draft's proposals without its layers. A request's words are the affair of one block.
+  LOWLAT_DEVICE bool propose(const lowlat_proposal& call) {
+    const int num_rows = call.batch_size * s_.kDraftBlock;
+    each_row(call.batch_size, [&](int request) {
+      if (!Threads::leads()) return;
+      b_.request_anchor[request] = narrowed(call.anchors[request]);
+      b_.request_temperature[request] =
+          call.temperature == nullptr ? 0.0f : call.temperature[request];
+      b_.request_noise_row[request] = request;
+      b_.request_noise[request] = call.noise_offset == nullptr ? 0 : *call.noise_offset;
+    });
+    if (!proposal_logits(call, num_rows)) return false;
+    lowlat_draft draft{};
+    draft.batch_size = call.batch_size;
+    draft.anchors = b_.request_anchor;
+    draft.temperature = b_.request_temperature;
+    draft.noise_row = b_.request_noise_row;
+    draft.noise_offset = b_.request_noise;
+    draft.noise_key = call.noise_key;
+    draft.draft_tokens = b_.request_tokens;
+    draft.draft_logits = call.draft_logits;
+    if (!propose(draft)) return false;
+    each_row(call.batch_size, [&](int request) {
+      const std::int64_t first = std::int64_t{request} * s_.kDraftBlock;
+      spread(s_.kDraftBlock,
+             [&](std::int64_t i) { call.draft_tokens[first + i] = b_.request_tokens[first + i]; });
+    });
+    return end();
+  }
+
   LOWLAT_DEVICE bool draft(const lowlat_draft& draft) {
     if (draft.num_inject_rows > 0 && !inject(draft)) return false;
     if (draft.batch_size == 0) return end();
@@ -346,9 +402,38 @@ class Program {
     }
   }
 
-  // logits_local of num_rows rows: of those that row_ids lists (checked against num_all), or all.
-  LOWLAT_DEVICE bool local_logits(KernelId kernel, const std::uint16_t* norm, const HcWeights& hc,
-                                  int num_rows, const std::int32_t* row_ids, int num_all) {
+  // logits_local of a proposal's rows: what the draft's last layer left is mixed, where the model
+  // has not done so, and normed.
+  LOWLAT_DEVICE bool proposal_logits(const lowlat_proposal& call, int num_rows) {
+    const ModelWeights& w = *rank_.weights;
+    const auto kernel = KernelId::draft;
+    const std::int64_t width = std::int64_t{s_.kHidden} * (rank_.rules->own_pre ? 4 : 1);
+    if (rank_.rules->own_pre) {
+      static_assert(shape::kNumStreams == 4);
+      each_row(num_rows, [&](int t) {
+        spread(width,
+               [&](std::int64_t i) { b_.residual[t * width + i] = call.hidden[t * width + i]; });
+      });
+      return local_logits(kernel, w.draft_norm, w.draft_hc_head, num_rows, nullptr, 0);
+    }
+    each_row(num_rows, [&](int t) {
+      float* wide = share_.memory->wide_f32;
+      std::uint16_t* x = b_.x + t * width;
+      expand(wide, call.hidden + t * width, s_.kHidden);
+      plat::block_sync();
+      norm_row(x, wide, w.draft_norm, s_.kHidden, s_.kNormEps);
+      expand(b_.x_f32 + t * width, x, s_.kHidden);
+      plat::block_sync();
+    });
+    if (!hand_off(kernel)) return false;
+    head_logits(rank_, share_, num_rows);
+    return hand_off(kernel);
+  }
+
+  // x, as a head takes it, of num_rows rows: of those that row_ids lists (checked against num_all),
+  // or all. A row is its block's afterwards.
+  LOWLAT_DEVICE bool normed(KernelId kernel, const std::uint16_t* norm, const HcWeights& hc,
+                            int num_rows, const std::int32_t* row_ids, int num_all) {
     if (!hand_off(kernel)) return false;
     if (rank_.rules->own_pre) {
       mix_sums(rank_, share_, hc, shape::kNumStreams, num_rows, row_ids, num_all);
@@ -358,7 +443,12 @@ class Program {
       const int row_idx = row_ids == nullptr ? i : within(row_ids[i], num_all);
       enter_head(rank_, share_, norm, hc, row_idx, i);
     });
-    if (!hand_off(kernel)) return false;
+    return true;
+  }
+  // logits_local of the same rows.
+  LOWLAT_DEVICE bool local_logits(KernelId kernel, const std::uint16_t* norm, const HcWeights& hc,
+                                  int num_rows, const std::int32_t* row_ids, int num_all) {
+    if (!normed(kernel, norm, hc, num_rows, row_ids, num_all) || !hand_off(kernel)) return false;
     head_logits(rank_, share_, num_rows);
     return hand_off(kernel);
   }

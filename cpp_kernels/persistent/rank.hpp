@@ -42,6 +42,24 @@ enum class KernelId : std::uint32_t {
   count
 };
 
+// A target step as either kind of engine gives it: one of them has struct_bytes above 0.
+struct TargetStep {
+  lowlat_step step;
+  lowlat_hosted_step hosted;  // of an engine that keeps caches and head
+
+  LOWLAT_DEVICE bool is_hosted() const { return hosted.struct_bytes > 0; }
+  LOWLAT_DEVICE int num_rows() const {
+    return is_hosted() ? hosted.batch_size * hosted.tokens_per_request : step.num_rows;
+  }
+};
+
+// Where the caches end, and what of them is an engine's own (lowlat_pools).
+struct Pools {
+  int num_pages, num_window_pages, num_requests;
+  const std::int64_t* window_slots;  // NULL: a window slot is the full slot
+  std::int32_t* history;             // of a hosted model
+};
+
 // The rows of one forward, of the target or of a draft block. Values are within the model's sizes:
 // take_row() sees to it.
 struct Rows {
@@ -52,6 +70,7 @@ struct Rows {
   const std::int32_t* slots;        // [num_rows], -1: padding
   const std::int32_t* page_table;   // [batch, page_table_stride]
   int page_table_stride;
+  int table_pages;  // entries of a request's table
   // Target only.
   const std::int32_t* history;      // [batch, 3]
   const std::int32_t* state_slots;  // [batch]
@@ -120,6 +139,14 @@ struct Buffers {
   std::int32_t* row_position;  // [M]
   std::int32_t* row_request;   // [M]
   std::int32_t* row_slot;      // [M]
+  // Of a hosted model's requests, for a step and for proposals.
+  std::int32_t* request_state;      // [max_batch] which ring of the states
+  std::int32_t* request_history;    // [max_batch, 3]
+  std::int32_t* request_anchor;     // [max_batch]
+  float* request_temperature;       // [max_batch]
+  std::int32_t* request_noise_row;  // [max_batch]
+  std::int64_t* request_noise;      // [max_batch]
+  std::int32_t* request_tokens;     // [max_batch, draft_block]
   std::uint8_t* image_rows;    // [M] 1 where the token is an image's; for other kernels' experts
   std::uint16_t* residual;     // bf16 [M, 4, H]
   std::uint16_t* x;            // bf16 [M, H] input of a sublayer
@@ -176,6 +203,13 @@ struct Buffers {
     carve(rows, row_position);
     carve(rows, row_request);
     carve(rows, row_slot);
+    carve(batch, request_state);
+    carve(batch * (stages::kEngramShifts - 1), request_history);
+    carve(batch, request_anchor);
+    carve(batch, request_temperature);
+    carve(batch, request_noise_row);
+    carve(batch, request_noise);
+    carve(batch * most(1, s.kDraftBlock), request_tokens);
     carve(rows, image_rows);
     carve(rows * 4 * hidden, residual);
     carve(rows * hidden, x);
@@ -243,6 +277,7 @@ struct Rank {
   const ModelRules* rules;
   const lowlat_model_config* config;
   const ModelWeights* weights;
+  Pools pools;
   Buffers buffers;
   const BlockMemory* blocks;  // [blocks of the widest grid]
   Progress* progress;         // read when a launch begins, written when it has ended well

@@ -81,6 +81,27 @@ LOWLAT_DEVICE stages::Fp4Weights fp4_rows(const Fp4Weight& w, int expert, int n,
   const std::int64_t first = static_cast<std::int64_t>(expert) * n;
   return {w.codes + first * (k / 2), k / 2, w.scales + first * (k / 32), k / 32};
 }
+// The same of a matrix [E, n, k] in Marlin's tiles, from row first_row of the expert on.
+LOWLAT_DEVICE stages::Fp4Weights marlin_rows(const Fp4Weight& w, int expert, int n, int k,
+                                             int first_row) {
+  const std::int64_t first = static_cast<std::int64_t>(expert) * n;
+  return {w.codes + first * (k / 2), 0, w.scales + first * (k / 32), 0, n, first_row};
+}
+// An expert's three matrices.
+struct Expert {
+  stages::Fp4Weights w1, w3, w2;
+};
+LOWLAT_DEVICE Expert expert_rows(const Rank& rank, const LayerWeights& w, int expert) {
+  const int hidden = rank.shape.kHidden, inner = rank.shape.kIntermediateLocal;
+  const int tiled = rank.weights->marlin_inner;
+  if (tiled > 0) {
+    return {marlin_rows(w.w1, expert, 2 * tiled, hidden, 0),
+            marlin_rows(w.w1, expert, 2 * tiled, hidden, tiled),
+            marlin_rows(w.w2, expert, hidden, tiled, 0)};
+  }
+  return {fp4_rows(w.w1, expert, inner, hidden), fp4_rows(w.w3, expert, inner, hidden),
+          fp4_rows(w.w2, expert, hidden, inner)};
+}
 
 // body(i) for the items of 0 .. n - 1 that are the share's.
 template <class Body>
@@ -174,7 +195,7 @@ LOWLAT_DEVICE std::int32_t page_of(const Rank& rank, const Rows& rows, int reque
                                    std::int64_t page_idx) {
   const std::int32_t page =
       rows.page_table[request * std::int64_t{rows.page_table_stride} + page_idx];
-  return page < rank.shape.kNumPages ? page : -1;
+  return page < rank.pools.num_pages ? page : -1;
 }
 // The full slot of a position of a request, -1 where the cache has no page for it.
 LOWLAT_DEVICE std::int32_t slot_of(const Rank& rank, const Rows& rows, int request,
@@ -184,7 +205,16 @@ LOWLAT_DEVICE std::int32_t slot_of(const Rank& rank, const Rows& rows, int reque
   return page < 0 ? -1 : static_cast<std::int32_t>(page * page_size + position % page_size);
 }
 LOWLAT_DEVICE std::int32_t checked_slot(const Rank& rank, std::int32_t slot) {
-  return slot < std::int64_t{rank.shape.kNumPages} * rank.shape.kPageSize ? slot : -1;
+  return slot < std::int64_t{rank.pools.num_pages} * rank.shape.kPageSize ? slot : -1;
+}
+// Where the window's key of a full slot lies, -1 where it has none.
+LOWLAT_DEVICE std::int32_t window_slot(const Rank& rank, std::int32_t slot) {
+  const Pools& pools = rank.pools;
+  if (slot < 0 || pools.window_slots == nullptr) return slot;
+  const std::int64_t at = pools.window_slots[slot];
+  return at < std::int64_t{pools.num_window_pages} * rank.shape.kPageSize
+             ? static_cast<std::int32_t>(at)
+             : -1;
 }
 
 // Stored index keys of one request by entry, through its page table.
@@ -218,19 +248,18 @@ LOWLAT_DEVICE void for_each_request(const Rows& rows, Visit&& visit) {
 // ------------------------------------------------------------------ rows of a forward
 
 // The arrays of a forward as the units read them: the rank's own, which take_row() fills.
-LOWLAT_DEVICE Rows target_rows(const Rank& rank, const lowlat_step& step) {
+LOWLAT_DEVICE Rows target_rows(const Rank& rank, const TargetStep& call) {
   const Buffers& b = rank.buffers;
-  return {step.num_rows,
-          step.batch_size,
-          b.row_token,
-          b.row_position,
-          b.row_request,
-          b.row_slot,
-          step.page_table,
-          step.page_table_stride,
-          step.history,
-          step.state_slots,
-          0};
+  if (call.is_hosted()) {
+    const lowlat_hosted_step& step = call.hosted;
+    return {call.num_rows(),      step.batch_size,   b.row_token,     b.row_position,
+            b.row_request,        b.row_slot,        step.page_table, step.page_table_stride,
+            step.num_table_pages, b.request_history, b.request_state, 0};
+  }
+  const lowlat_step& step = call.step;
+  return {step.num_rows,          step.batch_size, b.row_token,      b.row_position,
+          b.row_request,          b.row_slot,      step.page_table,  step.page_table_stride,
+          step.page_table_stride, step.history,    step.state_slots, 0};
 }
 LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_draft& draft) {
   const Buffers& b = rank.buffers;
@@ -241,6 +270,7 @@ LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_draft& draft) {
           b.row_request,
           b.row_slot,
           draft.page_table,
+          draft.page_table_stride,
           draft.page_table_stride,
           nullptr,
           nullptr,
@@ -256,7 +286,7 @@ LOWLAT_UNIT void take_row(const Rank& rank, const Rows& rows, int row_idx, std::
     const auto& s = rank.shape;
     const Buffers& b = rank.buffers;
     const std::int64_t positions =
-        (rows.page_table_stride < s.kNumPages ? rows.page_table_stride : s.kNumPages) *
+        (rows.table_pages < s.kNumPages ? rows.table_pages : s.kNumPages) *
         std::int64_t{s.kPageSize};
     const bool whole =
         0 <= position && position < positions && 0 <= request && request < rows.batch_size;
@@ -267,10 +297,55 @@ LOWLAT_UNIT void take_row(const Rank& rank, const Rows& rows, int row_idx, std::
   }
   plat::block_sync();
 }
-LOWLAT_UNIT void take_target_row(const Rank& rank, const Rows& rows, const lowlat_step& step,
+// A value of 64 bits as the rows keep it; -1 for one that no model has.
+LOWLAT_DEVICE std::int32_t narrowed(std::int64_t value) {
+  return 0 <= value && value <= 0x7fff'ffff ? static_cast<std::int32_t>(value) : -1;
+}
+// What a hosted step says of one request: its ring, and the tokens before its first row. Where the
+// step is one of decoding, the row's own token follows them.
+LOWLAT_DEVICE void take_request(const Rank& rank, const lowlat_hosted_step& step, int request,
+                                std::int32_t token, bool padded) {
+  const auto& s = rank.shape;
+  const std::int32_t place = within(narrowed(step.requests[request]), rank.pools.num_requests);
+  rank.buffers.request_state[request] = place;
+  if (s.kNumEngrams == 0) return;
+  constexpr int kBefore = stages::kEngramShifts - 1;
+  std::int32_t* kept = rank.pools.history + std::int64_t{place} * kBefore;
+  std::int32_t* out = rank.buffers.request_history + request * kBefore;
+  for (int i = 0; i < kBefore; ++i) {
+    const bool known = 0 <= kept[i] && kept[i] < s.kVocab;
+    out[i] = known ? kept[i] : within(s.kImageToken, s.kVocab);
+  }
+  if (step.mode != LOWLAT_DECODE || padded) return;
+  for (int i = 0; i + 1 < kBefore; ++i) kept[i] = out[i + 1];
+  kept[kBefore - 1] = token;
+}
+// What a step that does not end leaves: no number that could be taken for a result.
+LOWLAT_DEVICE void spoil_row(const Rank& rank, const lowlat_hosted_step& step, int row_idx) {
+  constexpr std::uint16_t kNan = 0x7fc0;
+  const int hidden = rank.shape.kHidden;
+  spread(hidden, [&](std::int64_t h) { step.hidden[std::int64_t{row_idx} * hidden + h] = kNan; });
+}
+LOWLAT_UNIT void take_target_row(const Rank& rank, const Rows& rows, const TargetStep& call,
                                  int row_idx) {
-  take_row(rank, rows, row_idx, step.token_ids[row_idx], step.positions[row_idx],
-           step.request_idx[row_idx], step.slots[row_idx]);
+  if (!call.is_hosted()) {
+    const lowlat_step& step = call.step;
+    take_row(rank, rows, row_idx, step.token_ids[row_idx], step.positions[row_idx],
+             step.request_idx[row_idx], step.slots[row_idx]);
+    return;
+  }
+  const lowlat_hosted_step& step = call.hosted;
+  spoil_row(rank, step, row_idx);
+  const int request = row_idx / step.tokens_per_request;
+  const std::int32_t slot = narrowed(step.slots[row_idx]);
+  const std::int32_t taken = slot < rank.shape.kPageSize ? -1 : slot;
+  take_row(rank, rows, row_idx, narrowed(step.token_ids[row_idx]),
+           narrowed(step.positions[row_idx]), request, taken);
+  if (row_idx % step.tokens_per_request == 0 && Threads::leads()) {
+    take_request(rank, step, request, rank.buffers.row_token[row_idx],
+                 rank.buffers.row_slot[row_idx] < 0);
+  }
+  plat::block_sync();
 }
 // Rows of the draft blocks: the anchor, then mask tokens, at the positions that follow the prefix.
 LOWLAT_UNIT void take_draft_row(const Rank& rank, const Rows& rows, const lowlat_draft& draft,
@@ -629,10 +704,10 @@ LOWLAT_DEVICE stages::KvPaged<std::uint8_t> window_pool(const Rank& rank, const 
 LOWLAT_UNIT void write_window_kv(const Rank& rank, const Rows& rows, const LayerCall& call,
                                  int row_idx) {
   const Buffers& b = rank.buffers;
-  if (rows.slots[row_idx] < 0) return;
+  const std::int32_t slot = window_slot(rank, rows.slots[row_idx]);
+  if (slot < 0) return;
   store_kv(b.kv + std::int64_t{row_idx} * shape::kHeadDim, call.weights.kv_norm,
-           rank.shape.kNormEps, b.turn[row_idx],
-           window_pool(rank, call.weights).row(rows.slots[row_idx]));
+           rank.shape.kNormEps, b.turn[row_idx], window_pool(rank, call.weights).row(slot));
 }
 
 // V4: entries of the blocks that end in this step, of one compressor and of the share's requests.
@@ -651,9 +726,10 @@ LOWLAT_DEVICE void pool_entries(const Rank& rank, const Share& share, const Rows
     const auto ring_row = [&](std::int64_t position) {
       const std::int64_t row =
           layout.overlaps()
-              ? stages::overlap_state_row(slot_of(rank, rows, request, position), s.kPageSize, ring)
-              : stages::block_state_row(within(rows.state_slots[request], s.kMaxBatch), position,
-                                        ring);
+              ? stages::overlap_state_row(window_slot(rank, slot_of(rank, rows, request, position)),
+                                          s.kPageSize, ring)
+              : stages::block_state_row(within(rows.state_slots[request], rank.pools.num_requests),
+                                        position, ring);
       return state + width * (row > 0 ? row : 0);
     };
     const stages::PoolRows<decltype(ring_row)> candidates{step + begin * width,
@@ -722,7 +798,8 @@ LOWLAT_UNIT void write_pooled(const Rank& rank, const Share& share, const Rows& 
 LOWLAT_DEVICE float* pair_state(const Rank& rank, const Rows& rows, const LayerWeights& w,
                                 int row_idx, std::int64_t position) {
   const auto& s = rank.shape;
-  const std::int64_t request = within(rows.state_slots[rows.request_idx[row_idx]], s.kMaxBatch);
+  const std::int64_t request =
+      within(rows.state_slots[rows.request_idx[row_idx]], rank.pools.num_requests);
   return w.kv_state + (request * s.kStateRing + position % s.kStateRing) * 2 * shape::kHeadDim;
 }
 
@@ -885,7 +962,7 @@ LOWLAT_DEVICE void score_entries_of(const Rank& rank, const Share& share, const 
          stages::kIndexSlotsPerPage * std::int64_t{kDataBytes + stages::kIndexScaleBytes}},
         rows.page_table + std::int64_t{rows.request_idx[t]} * rows.page_table_stride,
         s.kPageSize / plan.ratio,
-        s.kNumPages};
+        rank.pools.num_pages};
     const float* query = b.index_q + std::int64_t{t} * s.kIndexHeads * shape::kIndexDim;
     const float* weights = b.index_w + std::int64_t{t} * s.kIndexHeads;
     float* scores = b.scores + (t - first) * Buffers::score_pitch(s);
@@ -956,7 +1033,9 @@ LOWLAT_DEVICE AttentionKeys list_keys(const Rank& rank, const Share& share, cons
       rows.block_rows > 0 ? std::int64_t{rows.positions[block_row]} - 1 : rows.positions[row_idx];
   const std::int64_t first = last + 1 > s.kWindow ? last + 1 - s.kWindow : 0;
   const int context = static_cast<int>(last + 1 - first);
-  spread(context, [&](std::int64_t i) { window_ids[i] = slot_of(rank, rows, request, first + i); });
+  spread(context, [&](std::int64_t i) {
+    window_ids[i] = window_slot(rank, slot_of(rank, rows, request, first + i));
+  });
   spread(rows.block_rows,
          [&](std::int64_t i) { window_ids[context + i] = rows.slots[block_row + i]; });
   keys.num_window = context + rows.block_rows;
@@ -1041,9 +1120,15 @@ LOWLAT_UNIT void project_groups(const Rank& rank, const Share& share, const Rows
   const Buffers& b = rank.buffers;
   const int width = s.kNumHeadsLocal * shape::kHeadDim, out_width = s.kGroupsLocal * s.kOLora;
   for (int group = 0; group < s.kGroupsLocal; ++group) {
-    linear_fp8(share, b.o_f32 + group * s.kGroupInput, width, rows.num_rows, s.kGroupInput,
-               call.weights.wo_a, s.kScaleBlock, group * s.kOLora, (group + 1) * s.kOLora,
-               as_bf16(b.u, out_width));
+    const float* x = b.o_f32 + group * s.kGroupInput;
+    const int begin = group * s.kOLora, end = begin + s.kOLora;
+    if (call.weights.wo_a_bf16 != nullptr) {
+      linear_bf16(share, x, width, rows.num_rows, s.kGroupInput, call.weights.wo_a_bf16, begin, end,
+                  as_bf16(b.u, out_width));
+    } else {
+      linear_fp8(share, x, width, rows.num_rows, s.kGroupInput, call.weights.wo_a, s.kScaleBlock,
+                 begin, end, as_bf16(b.u, out_width));
+    }
   }
 }
 
@@ -1194,11 +1279,11 @@ LOWLAT_UNIT void run_experts_up(const Rank& rank, const Share& share, const Rows
   plat::block_sync();
   for_expert_tiles(share, call, inner,
                    [&](int expert, const std::int32_t* pairs, int num_pairs, int begin, int end) {
-                     stages::expert_gate_up<Block>(
-                         b.expert_h, b.x_f32, fp4_rows(w.w1, expert, inner, s.kHidden),
-                         fp4_rows(w.w3, expert, inner, s.kHidden), pairs, num_pairs,
-                         call.experts_per_token, s.kHidden, inner, begin, end, s.kSwigluLimit,
-                         share.memory->w_row);
+                     const Expert rows_of = expert_rows(rank, w, expert);
+                     stages::expert_gate_up<Block>(b.expert_h, b.x_f32, rows_of.w1, rows_of.w3,
+                                                   pairs, num_pairs, call.experts_per_token,
+                                                   s.kHidden, inner, begin, end, s.kSwigluLimit,
+                                                   share.memory->w_row);
                    });
   linear_fp8(share, b.shared_h_q, inner, rows.num_rows, inner, w.shared_w2, s.kScaleBlock, 0,
              s.kHidden, as_bf16(b.shared_y, s.kHidden));
@@ -1212,9 +1297,9 @@ LOWLAT_UNIT void run_experts_down(const Rank& rank, const Share& share, const La
   for_expert_tiles(share, call, s.kHidden,
                    [&](int expert, const std::int32_t* pairs, int num_pairs, int begin, int end) {
                      stages::expert_down<Block>(b.expert_d, b.expert_h,
-                                                fp4_rows(call.weights.w2, expert, s.kHidden, inner),
-                                                pairs, num_pairs, b.expert_weights, inner,
-                                                s.kHidden, begin, end, share.memory->w_row);
+                                                expert_rows(rank, call.weights, expert).w2, pairs,
+                                                num_pairs, b.expert_weights, inner, s.kHidden,
+                                                begin, end, share.memory->w_row);
                    });
 }
 

@@ -13,7 +13,8 @@ struct Fp8Weight {
   const std::uint8_t* codes;
   const std::uint8_t* scales;
 };
-// fp4 pairs [E, N, K / 2] with ue8m0 scales [E, N, K / 32].
+// fp4 pairs [E, N, K / 2] with ue8m0 scales [E, N, K / 32]; or, of ModelWeights::marlin_inner above
+// 0, LOWLAT_MARLIN's tiles.
 struct Fp4Weight {
   const std::uint8_t* codes;
   const std::uint8_t* scales;
@@ -62,6 +63,7 @@ struct LayerWeights {
   Fp8Weight wq_b;                  // [heads_local * 512, q_lora]
   const float* attn_sink;          // [heads_local]
   Fp8Weight wo_a;                  // [groups_local * o_lora, group_input]
+  const std::uint16_t* wo_a_bf16;  // the same in bf16, or NULL
   Fp8Weight wo_b;                  // [H, groups_local * o_lora]
   CompressorWeights compressor;
   IndexerWeights indexer;
@@ -70,7 +72,7 @@ struct LayerWeights {
   const float* gate_bias;       // [E], not in hash layers
   const float* gate_bias_vl;    // [E], V4.1's target layers: rows of image tokens
   const std::int32_t* tid2eid;  // [V, k], hash layers: the experts of each token
-  Fp4Weight w1, w3, w2;         // [E, I_local, H] twice, [E, H, I_local]
+  Fp4Weight w1, w3, w2;         // [E, I_local, H] twice, [E, H, I_local]; Marlin: both in w1
   Fp8Weight shared_w1, shared_w3, shared_w2;
   // Pools.
   std::uint8_t* kv_swa;    // KV_PAGED
@@ -84,6 +86,7 @@ struct LayerWeights {
 };
 
 struct ModelWeights {
+  int marlin_inner;  // this rank's expert width as Marlin's tiles have it, 0: checkpoint layout
   const std::uint16_t* embed;     // bf16 [V_local, H]
   const std::uint16_t* head;      // bf16 [V_local, H]
   const std::uint16_t* norm;      // bf16 [H]

@@ -1,5 +1,5 @@
-// lowlat._kernels: the kernels' C ABI for Python, single operations only. It moves arrays across
-// and computes nothing. Tensors of a served model cross by pointer, not through this module.
+// lowlat._kernels: the kernels' C ABI for Python: single operations, whose arrays it moves across,
+// and hosted models, whose tensors cross by address. It computes nothing.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -12,10 +12,14 @@
 #include <vector>
 
 #include "lowlat/kernels.h"
+#include "py/hosted.hpp"
+#include "py/status.hpp"
 
 namespace py = pybind11;
 
 namespace {
+
+using lowlat::py_face::require_ok;
 
 // What numpy calls a dtype of the ABI; nullptr for one that no single operation takes.
 const char* numpy_dtype(std::uint32_t dtype) {
@@ -51,14 +55,6 @@ void poison(py::array& array, std::uint32_t dtype) {
   } else if (count > 0) {
     std::memset(array.mutable_data(), 0xaa, static_cast<std::size_t>(array.nbytes()));
   }
-}
-
-// A refusal is a ValueError; a fault or a bug of ours is a RuntimeError.
-void require_ok(lowlat_status status) {
-  if (status == LOWLAT_OK) return;
-  const std::string reason = lowlat_last_error();
-  if (status == LOWLAT_INVALID || status == LOWLAT_UNSUPPORTED) throw py::value_error(reason);
-  throw std::runtime_error(reason);
 }
 
 py::dict run_op(const std::string& op, const std::string& model, const std::string& platform,
@@ -135,13 +131,15 @@ std::string model_refusal(const std::string& platform) {
 }  // namespace
 
 PYBIND11_MODULE(_kernels, module) {
-  module.doc() = "The kernels' C ABI: its version, the list of operations, one operation run.";
+  module.doc() =
+      "The kernels' C ABI: its version, single operations, and models hosted by another engine.";
   if (lowlat_kernels_abi_version() != LOWLAT_KERNELS_ABI_VERSION) {
     throw py::import_error("the kernel library has ABI version " +
                            std::to_string(lowlat_kernels_abi_version()) +
                            "; lowlat._kernels needs " + std::to_string(LOWLAT_KERNELS_ABI_VERSION) +
                            " (install lowlat again)");
   }
+  lowlat::py_face::define_hosted_model(module);
   module.def("abi_version", &lowlat_kernels_abi_version, "Version of the kernels' C ABI.");
   module.def(
       "op_list", [] { return std::string(lowlat_op_list()); },

@@ -25,24 +25,46 @@
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
 // MXFP4 weight rows for linear() and the functions below: K/2 code bytes a row (even k in the low
-// nibble) and K/32 ue8m0 bytes a row. Code times scale is exact.
+// nibble) and K/32 ue8m0 bytes a row; or the rows from first_row on of a matrix of marlin_rows rows
+// in the tiles of LOWLAT_MARLIN. Code times scale is exact.
 struct Fp4Weights {
   const std::uint8_t* codes;
   std::int64_t code_stride;  // bytes from row to row
   const std::uint8_t* scales;
   std::int64_t scale_stride;  // bytes from row to row
+  int marlin_rows = 0;        // 0: rows one after another
+  int first_row = 0;
 
   LOWLAT_DEVICE float value(int row_idx, int i) const {
+    if (marlin_rows > 0) return tile_value(first_row + row_idx, i);
     const std::uint8_t pair = codes[row_idx * code_stride + i / 2];
     return kFp4Pairs.value[pair][i % 2] * from_ue8m0(scales[row_idx * scale_stride + i / 32]);
   }
   // out[0..k) of one row; k is a multiple of 32.
   LOWLAT_DEVICE void expand(float* out, int row_idx, int k) const {
+    if (marlin_rows > 0) {
+      for (int i = 0; i < k; ++i) out[i] = tile_value(first_row + row_idx, i);
+      return;
+    }
     const std::uint8_t* code = codes + row_idx * code_stride;
     const std::uint8_t* scale_code = scales + row_idx * scale_stride;
     for (int group = 0; group < k / 32; ++group) {
       expand_fp4(out + 32 * group, code + 16 * group, from_ue8m0(scale_code[group]), 32);
     }
+  }
+
+ private:
+  LOWLAT_DEVICE float tile_value(int n, int k) const {
+    constexpr int kTileBytes = 512, kTileRows = 64, kTileDepth = 16;
+    const int w = n / 16 % 4, high = n / 8 % 2, g = n % 8, t = k % 8 / 2;
+    const int nibble = k / 8 % 2 + 2 * high + 4 * (k % 2);
+    const std::int64_t tile =
+        std::int64_t{k / kTileDepth} * (marlin_rows / kTileRows) + n / kTileRows;
+    const std::uint8_t pair = codes[tile * kTileBytes + 4 * (16 * g + 4 * t + w) + nibble / 2];
+    const int place = 8 * g + 4 * (w / 2) + w % 2 + 2 * high;
+    const std::uint8_t scale =
+        scales[std::int64_t{k / 32} * marlin_rows + n / kTileRows * kTileRows + place];
+    return kFp4Pairs.value[pair][nibble % 2] * from_ue8m0(scale);
   }
 };
 

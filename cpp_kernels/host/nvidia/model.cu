@@ -76,10 +76,13 @@ int device_of(const Words& words, const lowlat_model_config& config) {
 
 class NvidiaModel final : public Model {
  public:
-  NvidiaModel(const lowlat_model_config& config, int device, bool fused, bool loop)
-      : Model(config, "nvidia", fused ? catalogue_with_fused() : kCatalogue, false),
+  // fused: there are fused kernels for the model, and they are wanted; forced: nothing else is.
+  NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
+              bool fused, bool forced, bool loop)
+      : Model(config, hosting, "nvidia", fused ? catalogue_with_fused() : kCatalogue, false),
         device_(device),
-        fused_(fused) {
+        fused_(fused),
+        forced_(forced) {
     const OnDevice on(device_);
     region_ = std::make_unique<ExchangeRegion>(
         config.tp_rank, config.tp_size, step_box_packets(shape()),
@@ -175,12 +178,22 @@ class NvidiaModel final : public Model {
   bool has_peer(int rank) const override { return region_->is_open(rank); }
 
   void become_ready() override {
-    step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), *region_);
+    step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), pools(), *region_);
+    if (!fused_) return;
     // Fused kernels take whole multiprocessors, so two ranks' do not run side by side.
-    if (!fused_ || region_->has_shared_device()) return;
+    if (region_->has_shared_device()) {
+      if (!forced_) return;
+      throw Error(LOWLAT_UNSUPPORTED,
+                  "ranks share a device, where fused kernels cannot wait for each other; give each "
+                  "rank a device, or nvidia:persistent");
+    }
     const OnDevice on(device_);
-    fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), *region_,
-                                              *step_, kFusedLine);
+    fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), *region_, *step_,
+                                              kFusedLine);
+  }
+  void move_pools() override {
+    const OnDevice on(device_);
+    step_->move_pools(weights(), pools());
   }
 
   // The plain path is the resident program too; fused kernels serve the widths alone.
@@ -202,6 +215,14 @@ class NvidiaModel final : public Model {
   }
   void start_accept(const lowlat_accept& accept, void* stream) override {
     launch(stream, [&](cudaStream_t chosen) { step_->launch(accept, chosen); });
+  }
+
+  void start_hosted(const lowlat_hosted_step& step, void* stream) override {
+    const bool fused_experts = step_->has_fused_experts(step.batch_size * step.tokens_per_request);
+    launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
+  }
+  void start_proposal(const lowlat_proposal& proposal, void* stream) override {
+    launch(stream, [&](cudaStream_t chosen) { step_->launch(proposal, chosen); });
   }
 
   bool wait_idle(std::uint64_t budget_ns) override {
@@ -258,7 +279,7 @@ class NvidiaModel final : public Model {
   static constexpr std::uintptr_t kFusedAlignment = 16;
 
   int device_;
-  bool fused_;  // there are fused kernels for the model, and they are wanted
+  bool fused_, forced_;  // see the constructor
   std::unique_ptr<ExchangeRegion> region_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> last_;  // of what was launched last
@@ -271,21 +292,26 @@ class NvidiaModel final : public Model {
 
 }  // namespace
 
-std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config) {
+std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config,
+                                  const lowlat_hosting* hosting) {
   const Words words = read_words(platform);
   const int device = device_of(words, config);
   require_device(device, platform);
   // A configuration with reasons against it is refused by the model itself.
   const bool whole = config.struct_bytes == sizeof config && config_reasons(config).empty();
-  const std::string refusal =
-      whole ? FusedStep::refusal(config, runtime_shape(config), device) : std::string("none");
-  if (whole && words.schedules == Schedules::fused && !refusal.empty()) {
-    throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + platform +
-                                        "\", but the fused step is not built for this model: " +
-                                        refusal + " (nvidia:persistent serves it)");
+  std::string refusal = "none";
+  if (whole) {
+    refusal = hosting == nullptr ? FusedStep::refusal(config, runtime_shape(config), device)
+                                 : "another engine hosts it";
+    if (words.schedules == Schedules::fused && !refusal.empty()) {
+      throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + platform +
+                                          "\", but the fused step is not built for this model: " +
+                                          refusal + " (nvidia:persistent serves it)");
+    }
   }
   const bool fused = words.schedules != Schedules::persistent && refusal.empty();
-  return std::make_unique<NvidiaModel>(config, device, fused, words.loop);
+  return std::make_unique<NvidiaModel>(config, hosting, device, fused,
+                                       words.schedules == Schedules::fused, words.loop);
 }
 
 }  // namespace lowlat::host::cuda

@@ -13,6 +13,7 @@ namespace lowlat::host::cuda {
 // "loop", for measurements: a rank alone, whose peers are itself (ExchangeRegion::loop_back).
 // Throws LOWLAT_UNSUPPORTED where there is no driver, no such device, no kernel for it, or no fused
 // step where one is asked for.
-std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config);
+std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config,
+                                  const lowlat_hosting* hosting);
 
 }  // namespace lowlat::host::cuda

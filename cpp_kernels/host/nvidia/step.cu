@@ -34,7 +34,7 @@ LOWLAT_DEVICE bool may_run(const persistent::Rank& rank) {
 
 // A step's part between two layers' experts, see Program::target_cut.
 struct StepCut {
-  lowlat_step step;
+  persistent::TargetStep step;
   int cut;
 };
 
@@ -49,13 +49,20 @@ template <class Call>
 __global__ void __launch_bounds__(kThreads, 1)
     resident_kernel(const __grid_constant__ persistent::Rank rank, std::uint32_t* arrived,
                     const __grid_constant__ Call call) {
-  if (plat::block_any(!may_run(rank))) return;
+  const bool ended = plat::block_any(!may_run(rank));
   persistent::Program program(rank,
                               {arrived, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
-  if constexpr (std::is_same_v<Call, lowlat_step>) {
+  if (ended) {
+    if constexpr (std::is_same_v<Call, persistent::TargetStep>) program.spoil(call);
+    if constexpr (std::is_same_v<Call, StepCut>) program.spoil(call.step);
+    return;
+  }
+  if constexpr (std::is_same_v<Call, persistent::TargetStep>) {
     program.target_step(call);
   } else if constexpr (std::is_same_v<Call, StepCut>) {
     program.target_cut(call.step, call.cut);
+  } else if constexpr (std::is_same_v<Call, lowlat_proposal>) {
+    program.propose(call);
   } else if constexpr (std::is_same_v<Call, lowlat_draft>) {
     program.draft(call);
   } else if constexpr (std::is_same_v<Call, ProposalCut>) {
@@ -73,7 +80,8 @@ int resident_blocks(const ExchangeRegion& region) {
         "cudaDeviceGetAttribute");
   // Asking loads a kernel. The first launch would load it otherwise, and that may wait for the
   // kernels that run on the device, as a peer's that waits for this rank.
-  for (const void* kernel : {reinterpret_cast<const void*>(resident_kernel<lowlat_step>),
+  for (const void* kernel : {reinterpret_cast<const void*>(resident_kernel<persistent::TargetStep>),
+                             reinterpret_cast<const void*>(resident_kernel<lowlat_proposal>),
                              reinterpret_cast<const void*>(resident_kernel<StepCut>),
                              reinterpret_cast<const void*>(resident_kernel<lowlat_draft>),
         reinterpret_cast<const void*>(resident_kernel<ProposalCut>),
@@ -128,6 +136,7 @@ struct ResidentStep::State {
   std::vector<Memory> pieces;
   std::optional<fused::MoeShape> moe;
   void* moe_workspace = nullptr;
+  lowlat::persistent::ModelWeights* device_weights = nullptr;
   lowlat::persistent::ModelWeights weights;  // pointers of the device, for the host's launches
 
   // The experts of a layer, from x to every row's partial.
@@ -158,6 +167,19 @@ struct ResidentStep::State {
           "the experts' launch");
   }
 
+  void launch_target(const persistent::TargetStep& step, int num_rows, bool fused_experts,
+                     cudaStream_t stream) const {
+    if (!fused_experts) {
+      launch(step, stream, num_blocks);
+      return;
+    }
+    const int num_layers = rank.shape.kNumLayers;
+    for (int cut = 0; cut <= num_layers; ++cut) {
+      if (cut > 0) launch_experts(cut - 1, num_rows, stream);
+      launch(StepCut{step, cut}, stream, num_blocks);
+    }
+  }
+
   template <class Call>
   void launch(const Call& call, cudaStream_t stream, int blocks) const {
     resident_kernel<Call><<<blocks, kThreads, 0, stream>>>(rank, arrived, call);
@@ -167,7 +189,7 @@ struct ResidentStep::State {
 
 ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
                            const lowlat::persistent::ModelWeights& weights,
-                           const ExchangeRegion& region)
+                           const lowlat_pools& pools, const ExchangeRegion& region)
     : state_(std::make_unique<State>()) {
   const OnDevice on(region.device());
   State& s = *state_;
@@ -195,8 +217,8 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
   place(1, progress);
   rank.progress = progress;
 
-  s.weights = weights;
-  if (region.ranks_on_device() == 1) s.moe = moe_shape(shape, config.kind);
+  if (region.ranks_on_device() == 1 && weights.marlin_inner == 0)
+    s.moe = moe_shape(shape, config.kind);
   if (s.moe) {
     s.moe_workspace = s.pieces.emplace_back(fused::moe_workspace_bytes(*s.moe)).data();
     const Stream stream;
@@ -207,7 +229,10 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
   }
 
   rank.blocks = copied(s.pieces, blocks.data(), blocks.size());
-  rank.weights = copied(s.pieces, &weights, 1);
+  s.device_weights =
+      static_cast<lowlat::persistent::ModelWeights*>(s.pieces.emplace_back(sizeof weights).data());
+  rank.weights = s.device_weights;
+  move_pools(weights, pools);
   rank.config = copied(s.pieces, &config, 1);
   const persistent::ModelRules rules =
       config.kind == LOWLAT_V4 ? persistent::kV4Rules : persistent::kV41Rules;
@@ -235,15 +260,25 @@ bool ResidentStep::has_fused_experts(int num_rows) const {
 }
 
 void ResidentStep::launch(const lowlat_step& step, bool fused_experts, cudaStream_t stream) const {
-  if (!fused_experts) {
-    state_->launch(step, stream, state_->num_blocks);
-    return;
-  }
-  const int num_layers = state_->rank.shape.kNumLayers;
-  for (int cut = 0; cut <= num_layers; ++cut) {
-    if (cut > 0) state_->launch_experts(cut - 1, step.num_rows, stream);
-    state_->launch(StepCut{step, cut}, stream, state_->num_blocks);
-  }
+  state_->launch_target({step, {}}, step.num_rows, fused_experts, stream);
+}
+void ResidentStep::launch(const lowlat_hosted_step& step, bool fused_experts,
+                          cudaStream_t stream) const {
+  state_->launch_target({{}, step}, step.batch_size * step.tokens_per_request, fused_experts,
+                        stream);
+}
+void ResidentStep::launch(const lowlat_proposal& proposal, cudaStream_t stream) const {
+  state_->launch(proposal, stream, state_->num_blocks);
+}
+
+void ResidentStep::move_pools(const lowlat::persistent::ModelWeights& weights,
+                              const lowlat_pools& pools) {
+  State& s = *state_;
+  s.weights = weights;
+  s.rank.pools = {pools.num_pages, pools.num_window_pages, pools.num_requests, pools.window_slots,
+                  pools.history};
+  check(cudaMemcpy(s.device_weights, &weights, sizeof weights, cudaMemcpyHostToDevice),
+        "cudaMemcpy");
 }
 void ResidentStep::launch(const lowlat_draft& draft, cudaStream_t stream) const {
   state_->launch(draft, stream, state_->num_blocks);

@@ -20,17 +20,23 @@ class ResidentStep {
  public:
   // The region's peers are open. The weights' pointers are the device's.
   ResidentStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
-               const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region);
+               const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools,
+               const ExchangeRegion& region);
   ~ResidentStep();
   ResidentStep(const ResidentStep&) = delete;
   ResidentStep& operator=(const ResidentStep&) = delete;
 
   // Each is one launch, which a stream may capture; a step with fused experts two a layer.
   void launch(const lowlat_step& step, bool fused_experts, cudaStream_t stream) const;
+  void launch(const lowlat_hosted_step& step, bool fused_experts, cudaStream_t stream) const;
   void launch(const lowlat_draft& draft, cudaStream_t stream) const;
+  void launch(const lowlat_proposal& proposal, cudaStream_t stream) const;
   void launch(const lowlat_accept& accept, cudaStream_t stream) const;
   // The proposals of a draft whose logits are in logits_local().
   void launch_proposals(const lowlat_draft& draft, cudaStream_t stream) const;
+
+  // Other caches from the next launch on; nothing that was launched may run.
+  void move_pools(const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools);
 
   std::uint64_t bytes() const;
   int num_blocks() const;

@@ -70,7 +70,13 @@ typedef enum lowlat_layout {
   LOWLAT_KV_PAGED = 1,  /* u8 [pages, page_bytes]: P rows of 576 B, then P rows of 8 scale bytes */
   /* u8 [pages, page bytes]: 64 rows, then their scales. V4.1: 64 * 68, rows of 64 B (fp4) and of 4
    * scale bytes. V4: 64 * 132, rows of 128 B (e4m3) and one f32 scale a row. */
-  LOWLAT_INDEX_PAGED = 2
+  LOWLAT_INDEX_PAGED = 2,
+  /* Experts as the Marlin repack leaves fp4 [E, N, K]. Codes i32 [E, K / 16, 2 N]: tiles of 16 k by
+   * 64 n, 128 words each. With k = 2 t (+ 8) (+ 1) and n = 16 w + g (+ 8) inside the tile, word
+   * 16 g + 4 t + w holds a nibble each, low to high: n at k, k + 8; n + 8 at k, k + 8; n at k + 1,
+   * k + 9; n + 8 at k + 1, k + 9. Scales ue8m0 [E, K / 32, N]: of each 64 n, position
+   * 8 g + 4 (w / 2) + w % 2 is row 16 w + g, two further is row 16 w + g + 8. */
+  LOWLAT_MARLIN = 3
 } lowlat_layout;
 
 #define LOWLAT_MAX_DIMS 6
@@ -321,6 +327,104 @@ typedef struct lowlat_accept {
 
 LOWLAT_API lowlat_status lowlat_accept_launch(lowlat_model* model, const lowlat_accept* accept,
                                               void* stream);
+
+/* ------------------------------------------------------------------ inside another engine */
+
+/* A model inside an engine that keeps the caches, multiplies with the head and samples by itself.
+ * The order of calls: hosted_create -> bind every weight -> peers -> ready -> pools_bind, once the
+ * engine has made its caches -> hosted_step_launch or propose_launch. What differs from a model of
+ * lowlat_model_create:
+ *   tensors  Weights lie where the engine left them, experts and wo_a in the layout of
+ *            lowlat_hosting. Pools are listed with shape[0] 0 and come by lowlat_pools_bind. There
+ *            is no head, but of proposals.
+ *   config   num_pages is the most pages of one request. widths, max_batch and max_rows are as
+ *            always; state_ring is the engine's.
+ *   launches lowlat_hosted_step_launch, or lowlat_propose_launch where `proposals` is set; no
+ *            other. */
+typedef struct lowlat_hosting {
+  uint32_t struct_bytes;
+  uint32_t expert_layout; /* LOWLAT_ROW_MAJOR: the checkpoint's. LOWLAT_MARLIN: w1 and w3 are one
+                           * matrix, ffn.experts.w13 of 2 I' rows, w1's first; I' is this rank's
+                           * moe_intermediate rounded up to 64, rows and columns beyond it are 0 */
+  int32_t bf16_wo_a;      /* 1: attn.wo_a.weight is bf16 and has no scale (V4.1) */
+  int32_t proposals;      /* 1: of the draft nothing but its head, norm and Markov tables, for
+                           * lowlat_propose_launch */
+} lowlat_hosting;
+
+LOWLAT_API lowlat_status lowlat_hosted_create(const char* platform,
+                                              const lowlat_model_config* config,
+                                              const lowlat_hosting* hosting,
+                                              lowlat_model** out_model);
+
+/* The engine's caches. A full slot is page * page_size + place; it addresses kv.extra and kv.index
+ * (slot / ratio). The window's keys, and the states of V4's ratio 4, may lie elsewhere. */
+typedef struct lowlat_pools {
+  uint32_t struct_bytes;
+  int32_t num_pages;           /* that a page table may name; page 0 belongs to padding */
+  int32_t num_window_pages;    /* of kv.swa, page_size tokens each */
+  int32_t num_requests;        /* rings of a request's state, rows of history */
+  const int64_t* window_slots; /* [num_pages * page_size] slot of kv.swa of a full slot, below 0:
+                                * none; NULL: the same slot */
+  int32_t* history; /* Engram: [num_requests, 3] tokens before a request's next row, oldest first;
+                     * one that is no token of the vocabulary is an image. NULL where there is no
+                     * Engram. LOWLAT_DECODE moves the row's token in; verify steps leave it */
+  int32_t num_tensors;
+  int32_t reserved;
+  const char* const* names;     /* [num_tensors] every pool that lowlat_model_tensor() lists */
+  const lowlat_tensor* tensors; /* [num_tensors] shape[0] may be more than is used. States are
+                                 * [rows, width]: a ring a request of V4.1's ratio 2
+                                 * (state_ring rows) and of V4's ratio 128 (16 state_ring rows); of
+                                 * V4's ratio 4 a ring of state_ring rows a window page */
+} lowlat_pools;
+
+/* After lowlat_model_ready and before the first step; again when the engine has moved its caches.
+ * Nothing that is launched may run meanwhile, and graphs that were captured keep the old ones. */
+LOWLAT_API lowlat_status lowlat_pools_bind(lowlat_model* model, const lowlat_pools* pools);
+
+/* A step of batch_size * tokens_per_request rows, a request's one after another. A row whose slot
+ * is in page 0 is padding, and so is one whose values the model has not: it writes nothing, and its
+ * outputs are finite but mean nothing. Arrays are in the platform's memory, as lowlat_step's. */
+typedef struct lowlat_hosted_step {
+  uint32_t struct_bytes;
+  uint32_t mode;                          /* LOWLAT_DECODE or LOWLAT_TARGET_VERIFY */
+  int32_t batch_size, tokens_per_request; /* 1 in LOWLAT_DECODE */
+  int32_t page_table_stride;              /* entries from a request's table to the next one's */
+  int32_t num_table_pages;                /* entries of a request's table */
+  const int64_t* token_ids;               /* [rows] */
+  const int64_t* positions;               /* [rows] */
+  const int64_t* slots;                   /* [rows] full slots */
+  const int64_t* requests;                /* [batch_size] row of history and ring of the states */
+  const int32_t* page_table;              /* [batch_size, page_table_stride] */
+  /* Out, equal bit for bit on every rank; NaN until the step has run, and after one that did not
+   * end. */
+  uint16_t* hidden;   /* bf16 [rows, hidden] after the last norm: what the head multiplies */
+  uint16_t* features; /* bf16 [rows, num_draft_stages * hidden] what the draft's context is made
+                       * from, see draft_target_layers; NULL: not wanted */
+  uint16_t* streams;  /* bf16 [rows, 4 * hidden] after the last layer; NULL: not wanted */
+} lowlat_hosted_step;
+
+/* LOWLAT_UNSUPPORTED when that many rows were not built. */
+LOWLAT_API lowlat_status lowlat_hosted_step_launch(lowlat_model* model,
+                                                   const lowlat_hosted_step* step, void* stream);
+
+/* draft_block proposals a request, from what the draft's last layer left; before the norm. */
+typedef struct lowlat_proposal {
+  uint32_t struct_bytes;
+  int32_t batch_size;
+  const uint16_t* hidden;      /* bf16 [batch_size * draft_block, hidden], V4 [.., 4, hidden] */
+  const int64_t* anchors;      /* [batch_size] */
+  const float* temperature;    /* [batch_size] 0: greedy; NULL: all of them */
+  const int64_t* noise_offset; /* [1] read when the launch runs; the row of the noise is the
+                                * request's place in the batch, the rest as in lowlat_draft */
+  uint64_t noise_key;
+  /* Out, equal bit for bit on every rank. */
+  int64_t* draft_tokens; /* [batch_size, draft_block] */
+  float* draft_logits;   /* [batch_size, draft_block, vocab]; NULL: not wanted */
+} lowlat_proposal;
+
+/* LOWLAT_UNSUPPORTED when batch_size * draft_block rows were not built. */
+LOWLAT_API lowlat_status lowlat_propose_launch(lowlat_model* model, const lowlat_proposal* proposal,
+                                               void* stream);
 
 /* Waits until everything launched has run. LOWLAT_FAULT when a wait expired, the model was
  * aborted, or budget_ns passed (then nothing is known of the work still running: abort). */

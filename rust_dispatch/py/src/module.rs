@@ -1,6 +1,7 @@
 //! What Python sees. Errors are `ValueError` with one line; a panic becomes pyo3's
 //! `PanicException`, so nothing unwinds into the interpreter.
 
+use lowlat_core::config::{ModelConfig, ModelFamily};
 use lowlat_core::guard::{Decline, Feature, OneOf, Requirements};
 use lowlat_core::{Reason, spec};
 use pyo3::exceptions::PyValueError;
@@ -32,6 +33,142 @@ pub fn json_text(given: &Bound<'_, PyAny>) -> PyResult<String> {
 /// Options as a dict or as JSON text.
 pub fn check_options(options: &Bound<'_, PyAny>) -> PyResult<spec::CheckOptions> {
     spec::CheckOptions::from_json(&json_text(options)?).map_err(value_error)
+}
+
+/// A model's sizes and rules under the names of the kernels' `lowlat_model_config`; ranks, widths,
+/// pages and deadlines are for the caller to add.
+fn kernel_config_json(config: &ModelConfig) -> serde_json::Value {
+    let id = |id: Option<u32>| id.map_or(-1, i64::from);
+    let layers: Vec<_> = config
+        .layers
+        .iter()
+        .map(|layer| {
+            json!({
+                "ratio": layer.ratio,
+                "kv_source": id(layer.kv_source),
+                "index_source": id(layer.index_source),
+                "candidate_source": id(layer.candidate_source),
+                "engram": id(layer.engram),
+                "hash_gate": u32::from(layer.hash_gate),
+            })
+        })
+        .collect();
+    let engram = config.engram.as_ref();
+    let tables = engram.map_or(&[][..], |engram| &engram.tables);
+    let draft = config.draft.as_ref();
+    let candidates = config.candidates;
+    let fields = [
+        (
+            "kind",
+            json!(match config.family {
+                ModelFamily::V41 => 1,
+                ModelFamily::V4 => 2,
+            }),
+        ),
+        ("hidden", json!(config.hidden)),
+        ("num_layers", json!(config.layers.len())),
+        ("vocab", json!(config.vocab)),
+        ("num_heads", json!(config.num_heads)),
+        ("head_dim", json!(config.head_dim)),
+        ("rope_dim", json!(config.rope_dim)),
+        ("q_lora", json!(config.q_lora)),
+        ("o_groups", json!(config.o_groups)),
+        ("o_lora", json!(config.o_lora)),
+        ("window", json!(config.window)),
+        ("num_experts", json!(config.num_experts)),
+        ("experts_per_token", json!(config.experts_per_token)),
+        ("moe_intermediate", json!(config.moe_intermediate)),
+        ("index_heads", json!(config.index_heads)),
+        ("index_dim", json!(config.index_dim)),
+        ("index_topk", json!(config.index_topk)),
+        (
+            "candidate_layer",
+            json!(id(candidates.map(|candidates| candidates.layer))),
+        ),
+        (
+            "candidate_blocks",
+            json!(candidates.map_or(0, |candidates| candidates.num_blocks)),
+        ),
+        (
+            "candidate_block_size",
+            json!(candidates.map_or(0, |candidates| candidates.block_size)),
+        ),
+        ("scale_block", json!(config.scale_block)),
+        ("sinkhorn_iters", json!(config.sinkhorn_iters)),
+        ("norm_eps", json!(config.norm_eps)),
+        ("hc_eps", json!(config.hc_eps)),
+        ("swiglu_limit", json!(config.swiglu_limit)),
+        ("routed_scaling", json!(config.routed_scaling)),
+        ("rope_theta", json!(config.rope_theta)),
+        ("compress_rope_theta", json!(config.compress_rope_theta)),
+        ("yarn_factor", json!(config.yarn.factor)),
+        ("yarn_beta_fast", json!(config.yarn.beta_fast)),
+        ("yarn_beta_slow", json!(config.yarn.beta_slow)),
+        (
+            "yarn_original_positions",
+            json!(config.yarn.original_positions),
+        ),
+        ("max_positions", json!(config.max_positions)),
+        ("layers", json!(layers)),
+        ("num_engrams", json!(tables.len())),
+        (
+            "engram_head_dim",
+            json!(engram.map_or(0, |engram| engram.head_dim)),
+        ),
+        (
+            "engram_pad_token",
+            json!(engram.map_or(0, |engram| engram.pad_token)),
+        ),
+        ("image_token", json!(id(config.image_token))),
+        (
+            "engram_primes",
+            json!(
+                tables
+                    .iter()
+                    .map(|table| json!(table.primes))
+                    .collect::<Vec<_>>()
+            ),
+        ),
+        (
+            "engram_multipliers",
+            json!(
+                tables
+                    .iter()
+                    .map(|table| json!(table.multipliers))
+                    .collect::<Vec<_>>()
+            ),
+        ),
+        (
+            "num_draft_stages",
+            json!(draft.map_or(0, |draft| draft.num_stages)),
+        ),
+        ("draft_block", json!(draft.map_or(0, |draft| draft.block))),
+        (
+            "draft_mask_token",
+            json!(draft.map_or(0, |draft| draft.mask_token)),
+        ),
+        (
+            "markov_rank",
+            json!(draft.map_or(0, |draft| draft.markov_rank)),
+        ),
+        (
+            "draft_experts",
+            json!(draft.map_or(0, |draft| draft.num_experts)),
+        ),
+        (
+            "draft_experts_per_token",
+            json!(draft.map_or(0, |draft| draft.experts_per_token)),
+        ),
+        (
+            "draft_target_layers",
+            json!(draft.map_or(json!([]), |draft| json!(draft.target_layers))),
+        ),
+        ("state_ring", json!(lowlat_core::plan::state_ring(config))),
+    ];
+    let named = fields
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value));
+    serde_json::Value::Object(named.collect())
 }
 
 fn settings(list: &[OneOf]) -> serde_json::Value {
@@ -177,6 +314,15 @@ mod _dispatch {
         let options = PlanOptions::from_json(options).map_err(value_error)?;
         let plan = MemoryPlan::new(&config, &options).map_err(value_error)?;
         Ok((plan.to_json(), plan.to_text()))
+    }
+
+    /// What the kernels' lowlat_model_config takes of a model, as JSON under its names; what a
+    /// rank, its steps and its caches add is not there. ValueError where the configuration cannot
+    /// be read.
+    #[pyfunction]
+    fn kernel_config(model_config_json: &str) -> PyResult<String> {
+        let config = config::ModelConfig::from_json(model_config_json).map_err(value_error)?;
+        Ok(super::kernel_config_json(&config).to_string())
     }
 
     /// Four budgets in nanoseconds: kernel < plugin < collective < engine. ValueError names every

@@ -86,7 +86,7 @@ class EmuGroup {
     EmuRank& rank = *ranks_[r];
     rank.config = tiny_config(kind, tp_size, r);
     rank.rank.shape = host::runtime_shape(rank.config);
-    auto slots = host::tensor_slots(rank.config, rank.rank.shape, rank.weights);
+    auto slots = host::tensor_slots(rank.config, {}, rank.rank.shape, rank.weights);
     rank.tensors.resize(slots.size());
     for (std::size_t i = 0; i < slots.size(); ++i) {
       lowlat_tensor_spec spec = slots[i].spec;
@@ -115,6 +115,8 @@ class EmuGroup {
     rank.rank.rules = kind == LOWLAT_V4 ? &persistent::kV4Rules : &persistent::kV41Rules;
     rank.rank.config = &rank.config;
     rank.rank.weights = &rank.weights;
+    rank.rank.pools = {rank.config.num_pages, rank.config.num_pages, rank.config.max_batch, nullptr,
+                       nullptr};
     rank.boxes.resize(static_cast<std::size_t>(2 * tp_size * box_packets(rank)));
     const host::RopeFrequencies rope = host::rope_frequencies(rank.config);
     std::ranges::copy(rope.window, rank.rank.window_rope.values);
@@ -216,7 +218,7 @@ Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t 
         }
         std::atomic<int> failed{0};
         group.run([&](persistent::Program& program, int r) {
-          if (!program.target_step(steps[r])) ++failed;
+          if (!program.target_step({steps[r], {}})) ++failed;
         });
         CHECK_EQ(failed.load(), 0);
         all_equal(logits);
@@ -324,7 +326,7 @@ TEST_CASE(a_rank_that_does_not_come_ends_all_blocks_of_the_other) {
   const lowlat_step step = arrays.step(LOWLAT_TARGET_VERIFY);
   std::atomic<int> ended{0};
   group.run(1, [&](persistent::Program& program, int) {
-    if (!program.target_step(step)) ++ended;
+    if (!program.target_step({step, {}})) ++ended;
   });
   CHECK_EQ(ended.load(), 3 * 256);
   CHECK_EQ(group.rank(0).status.state, 1u);

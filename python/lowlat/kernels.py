@@ -1,0 +1,308 @@
+"""The kernels of one model on one rank, behind SGLang: weights bound where they lie, caches at
+SGLang's addresses, steps on its stream. The same for every platform but for where the pointers
+point.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowlat import _dispatch, _kernels
+from lowlat.models.deepseek_v4 import DTYPES
+from lowlat.models.places import HEAD, Places
+from lowlat.reasons import refusal
+from lowlat.replay import StepOutput
+
+# Ring rows without drafts: of V4.1's pairs, and of V4's ratio 4.
+PLAIN_RINGS = {1: 2, 2: 8}
+INDEX_SLOTS = 64
+SYNCHRONIZE_BUDGET_NS = 60_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Where kernels run: the library's word for it, and whether SGLang's stream is theirs. Where
+    it is not, a call returns when its work is done."""
+
+    word: str
+    on_stream: bool
+
+    def stream(self) -> int:
+        if not self.on_stream:
+            return 0
+        import torch
+
+        return torch.cuda.current_stream().cuda_stream
+
+
+NVIDIA = Platform("nvidia", True)
+SCALAR = Platform("scalar", False)
+
+
+def layout_words(model: Any) -> str:
+    """How tensors are handed over, the same on every rank."""
+    return "\n".join(
+        f"{spec['name']} {spec['dtype']} {spec['layout']}" for spec in model.tensors()
+    )
+
+
+class HostedKernels:
+    """What a build makes of ``build.Request``: ``build.Kernels`` over ``_kernels.HostedModel``."""
+
+    def __init__(self, request: Any, platform: Platform) -> None:
+        self.request = request
+        self.platform = platform
+        self.config = self.model_config()
+        self.is_draft = request.mode == "draft"
+        hosting = {
+            "expert_layout": request.expert_layout,
+            # SGLang expands V4.1's wo_a when it loads.
+            "bf16_wo_a": int(self.config["kind"] == 1 and not self.is_draft),
+            "proposals": int(self.is_draft),
+        }
+        word = platform.word
+        if platform.on_stream:
+            word = f"{word}:{request.device}"
+        self.model = _kernels.HostedModel(word, self.config, hosting)
+        # Copies of ours, which live as long as the kernels.
+        self.relaid: list[Any] = []
+        self.bound: dict[str, Any] = {}
+        self.seen: tuple[Any, ...] | None = None
+        self.pools: dict[str, Any] = {}
+        self.is_ready = False
+        self.shape = f"{request.mode} of {request.tokens_per_request} rows a request"
+        self.numerics = self.model.catalogue
+        self.layout = layout_words(self.model)
+        self.catalogue_digest = self.model.catalogue_digest
+        self.bind()
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes beside the weights: the kernels' own, and copies of what had to be re-laid."""
+        return self.model.own_bytes + sum(copy.numel() * copy.element_size() for copy in self.relaid)
+
+    def model_config(self) -> dict[str, Any]:
+        request = self.request
+        config = json.loads(_dispatch.kernel_config(request.config_json))
+        if request.mode == "draft":
+            config["draft_block"] = request.tokens_per_request
+        elif request.mode == "decode":
+            config["num_draft_stages"] = 0
+            config["draft_target_layers"] = []
+            config["state_ring"] = PLAIN_RINGS[config["kind"]]
+        else:
+            config["draft_block"] = request.tokens_per_request - 1
+        page_size = request.page_size
+        return config | {
+            "tp_rank": request.tp_rank,
+            "tp_size": request.tp_size,
+            "widths": list(request.widths),
+            "max_batch": request.widths[-1] // request.tokens_per_request,
+            "max_rows": request.widths[-1],
+            "page_size": page_size,
+            # Of the longest request; the pools' own pages come with them.
+            "num_pages": -(-config["max_positions"] // page_size),
+            "wait_budget_ns": request.wait_budget_ns,
+        }
+
+    def bind(self) -> None:
+        places = Places(self.request.tensors, self.config)
+        for spec in self.model.tensors():
+            if spec["pool"] or spec["name"] == HEAD:
+                continue
+            found = places.find(spec)
+            if found.relaid:
+                self.relaid.append(found.tensor)
+            self.bound[spec["name"]] = found.tensor
+            self.model.bind(spec["name"], given(found.tensor, found.dtype))
+
+    def export(self) -> bytes:
+        """This rank's handle for its peers."""
+        return self.model.peer_export()
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Opens every peer's memory, by handles in the order of the ranks."""
+        for rank, handle in enumerate(handles):
+            if rank != self.request.tp_rank:
+                self.model.peer_import(rank, handle)
+        if not self.is_draft:
+            self.model.ready()
+            self.is_ready = True
+
+    def attach(self, head: Any) -> None:
+        """The draft's head, once SGLang has attached the target's to it."""
+        if self.is_ready:
+            return
+        weight = head.weight
+        self.bound[HEAD] = weight
+        self.model.bind(HEAD, given(weight))
+        self.model.ready()
+        self.is_ready = True
+
+    # ------------------------------------------------------------------ steps
+
+    def reads(self, view: Any) -> dict[str, Any]:
+        """The caches that steps read and write, by name, as `view` gives them now."""
+        pool = view.kv_pool
+        raw = pool.pool
+        found = {}
+        for spec in self.model.tensors():
+            if not spec["pool"]:
+                continue
+            name = spec["name"]
+            kind, _, layer = name.rpartition(".")
+            match kind:
+                case "kv.swa":
+                    found[name] = pool.get_swa_key_buffer_radix(int(layer))
+                case "kv.extra":
+                    found[name] = pool.get_extra_key_buffer(int(layer))
+                case "kv.index":
+                    found[name] = raw.get_index_k_with_scale_buffer(int(layer))
+                case "kv.state":
+                    states = raw.get_attention_compress_states(int(layer))
+                    found[name] = states.kv_score_buffer.kv_score
+                case "kv.index_state":
+                    states = raw.get_indexer_compress_states(int(layer))
+                    found[name] = states.kv_score_buffer.kv_score
+        found["window_slots"] = raw.full_to_swa_index_mapping
+        if self.config["num_engrams"]:
+            found["history"] = self.request.model.model.engram_hasher.history
+        return found
+
+    def check_pools(self, view: Any) -> None:
+        """Caches that lie in another way than the kernels read them."""
+        pool, page_size = view.kv_pool, self.request.page_size
+        told = []
+        if pool.uniform_fp8 or pool.request_window is not None:
+            told.append("the cache is of another kind than pages of 576 data bytes a token")
+        if pool.get_swa_key_page_size() != page_size:
+            told.append(f"the window's pages have {pool.get_swa_key_page_size()} tokens")
+        for layer, plan in enumerate(self.config["layers"]):
+            if plan["ratio"] == 0 or plan["index_source"] < 0 or plan["kv_source"] != layer:
+                continue
+            slots = pool.pool.get_index_k_page_size(plan["ratio"])
+            if slots != INDEX_SLOTS:
+                told.append(f"the index's pages of ratio {plan['ratio']} have {slots} entries")
+        if told:
+            needed = f"pages of {page_size} tokens and {INDEX_SLOTS} index entries are needed"
+            raise refusal("tensor_layout", f"{'; '.join(dict.fromkeys(told))}; {needed}")
+
+    def take_pools(self, view: Any) -> None:
+        """Binds SGLang's caches, the first time and whenever they moved."""
+        pools = self.reads(view)
+        seen = tuple((name, t.data_ptr(), tuple(t.shape)) for name, t in pools.items())
+        if seen == self.seen:
+            return
+        self.check_pools(view)
+        page_size, ring = self.request.page_size, self.config["state_ring"]
+        mapping, history = pools["window_slots"], pools.get("history")
+        full = [t.shape[0] for name, t in pools.items() if name.startswith("kv.extra.")]
+        num_pages = min([*full, mapping.numel() // page_size])
+        windows = [t.shape[0] for name, t in pools.items() if name.startswith("kv.swa.")]
+        requests = [] if history is None else [history.shape[0]]
+        for layer, plan in enumerate(self.config["layers"]):
+            state = pools.get(f"kv.state.{layer}")
+            if state is not None and plan["ratio"] in (2, 128):
+                rows = ring if plan["ratio"] == 2 else 16 * ring
+                requests.append(state.shape[0] // rows)
+        self.model.bind_pools(
+            num_pages=num_pages,
+            num_window_pages=min(windows),
+            num_requests=min(requests, default=1),
+            window_slots=needs(mapping, "i64", "window_slots").data_ptr(),
+            history=0 if history is None else needs(history, "i32", "history").data_ptr(),
+            pools=[
+                (name, given(tensor, "u8" if tensor.element_size() == 1 else None))
+                for name, tensor in pools.items()
+                if name.startswith("kv.")
+            ],
+        )
+        self.seen, self.pools = seen, pools
+
+    def step(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> StepOutput:
+        """Runs a covered step: every row's hidden state, and what the draft reads."""
+        self.take_pools(step.view)
+        core = step.view.metadata.core_attn_metadata
+        rows, tokens = step.rows, self.request.tokens_per_request
+        batch_size = rows // tokens
+        config = self.config
+        gains = self.bound["norm.weight"]
+        hidden = gains.new_empty(rows, config["hidden"])
+        features = streams = None
+        if config["num_draft_stages"]:
+            features = gains.new_empty(rows, config["num_draft_stages"] * config["hidden"])
+        else:
+            streams = gains.new_empty(rows, 4 * config["hidden"])
+        # Tables are a row's; a request's rows have the same one.
+        table = needs(core.page_table, "i32", "page_table", strided=True)
+        self.model.step(
+            mode=step.mode,
+            batch_size=batch_size,
+            tokens_per_request=tokens,
+            page_table_stride=tokens * table.stride(0),
+            num_table_pages=table.shape[1],
+            token_ids=needs(input_ids, "i64", "input_ids").data_ptr(),
+            positions=needs(positions, "i64", "positions").data_ptr(),
+            slots=needs(core.raw_out_loc, "i64", "raw_out_loc").data_ptr(),
+            requests=needs(forward_batch.req_pool_indices, "i64", "req_pool_indices").data_ptr(),
+            page_table=table.data_ptr(),
+            hidden=hidden.data_ptr(),
+            features=0 if features is None else features.data_ptr(),
+            streams=0 if streams is None else streams.data_ptr(),
+            stream=self.platform.stream(),
+        )
+        self.finish()
+        return StepOutput(hidden, aux_hidden=features, before_norm=streams)
+
+    def draft(
+        self,
+        *,
+        hidden: Any,
+        anchors: Any,
+        head: Any,
+        temperatures: Any,
+        noise_key: int,
+        noise_offset: Any,
+        out_tokens: Any,
+        out_logits: Any,
+    ) -> Any:
+        """Proposes a block; the arguments are those of ``replay.DraftMegakernel.draft_sampler``."""
+        self.attach(head)
+        self.model.propose(
+            batch_size=out_tokens.shape[0],
+            hidden=needs(hidden, "bf16", "hidden_states").data_ptr(),
+            anchors=needs(anchors, "i64", "anchor_tokens").data_ptr(),
+            temperature=0 if temperatures is None else temperatures.data_ptr(),
+            noise_offset=needs(noise_offset, "i64", "noise.offset").data_ptr(),
+            noise_key=noise_key,
+            draft_tokens=needs(out_tokens, "i64", "draft_tokens").data_ptr(),
+            draft_logits=0 if out_logits is None else needs(out_logits, "f32", "logits").data_ptr(),
+            stream=self.platform.stream(),
+        )
+        self.finish()
+        return hidden
+
+    def finish(self) -> None:
+        if not self.platform.on_stream:
+            self.model.synchronize(SYNCHRONIZE_BUDGET_NS)
+
+
+def dtype_of(tensor: Any) -> str:
+    word = str(tensor.dtype).removeprefix("torch.")
+    return DTYPES.get(word, word)
+
+
+def given(tensor: Any, dtype: str | None = None) -> tuple[int, list[int], str]:
+    """A contiguous tensor as ``HostedModel`` takes it."""
+    return tensor.data_ptr(), list(tensor.shape), dtype or dtype_of(tensor)
+
+
+def needs(tensor: Any, dtype: str, name: str, strided: bool = False) -> Any:
+    """The tensor, when it is what the kernels read."""
+    seen = dtype_of(tensor)
+    whole = tensor.stride(-1) == 1 if strided else tensor.is_contiguous()
+    if seen == dtype and whole:
+        return tensor
+    words = f"{name} is {seen}, {'contiguous' if whole else 'strided'}; needed {dtype}, contiguous"
+    raise refusal("tensor_dtype", words)
