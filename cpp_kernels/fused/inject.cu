@@ -1,5 +1,5 @@
-// inject_codes_sm90, inject_product_fp8_sm90, inject_norm_sm90, inject_keys_fp8_sm90,
-// inject_store_sm90: a draft's context keys from features of the target's rows.
+// inject_codes_any, inject_product_fp8_sm90, inject_norm_any, inject_keys_fp8_sm90,
+// inject_store_any: a draft's context keys from features of the target's rows.
 //
 // Math         y = bf( quant(f) · W ) ; x = bf( y · rsqrt(Σy²/H + ε) · gain ) ; of each stage
 //              kv = bf( quant(x) · wkv ), normed and rotated unrounded, packed (stages/kv.hpp)
@@ -57,7 +57,7 @@ LOWLAT_DEVICE void store_codes(const float (&v)[4], int quad, int row, int width
 }
 
 __global__ void __launch_bounds__(kThreads)
-    inject_codes_sm90(const __grid_constant__ InjectParams params) {
+    inject_codes_any(const __grid_constant__ InjectParams params) {
   static_assert(kWidth / 4 % kThreads == 0);
   const int quad = static_cast<int>(blockIdx.x * kThreads) + plat::thread_idx();
   const int row = static_cast<int>(blockIdx.y);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kProductThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    inject_norm_sm90(const __grid_constant__ InjectParams params) {
+    inject_norm_any(const __grid_constant__ InjectParams params) {
   using Norm = stages::RmsNorm<Block>;
   __shared__ Norm::Scratch scratch;
   __shared__ float x[kHidden];
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kProductThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    inject_store_sm90(const __grid_constant__ InjectParams params) {
+    inject_store_any(const __grid_constant__ InjectParams params) {
   using Norm = stages::RmsNorm<Block>;
   __shared__ Norm::Scratch scratch;
   __shared__ float kv[kHeadDim];
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t launch_inject(const InjectParams& params, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(params.num_rows);
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
-  inject_codes_sm90<<<dim3(kWidth / 4 / kThreads, rows), kThreads, 0, stream>>>(params);
+  inject_codes_any<<<dim3(kWidth / 4 / kThreads, rows), kThreads, 0, stream>>>(params);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   error = with_tiles(params.num_rows, [&]<int kTiles>() {
@@ -184,7 +184,7 @@ cudaError_t launch_inject(const InjectParams& params, cudaStream_t stream) {
                          false, stream, params);
   });
   if (error != cudaSuccess) return error;
-  inject_norm_sm90<<<rows, kThreads, 0, stream>>>(params);
+  inject_norm_any<<<rows, kThreads, 0, stream>>>(params);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   error = with_tiles(params.num_rows, [&]<int kTiles>() {
@@ -194,7 +194,7 @@ cudaError_t launch_inject(const InjectParams& params, cudaStream_t stream) {
                          params);
   });
   if (error != cudaSuccess) return error;
-  inject_store_sm90<<<dim3(rows, kInjectStages), kThreads, 0, stream>>>(params);
+  inject_store_any<<<dim3(rows, kInjectStages), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

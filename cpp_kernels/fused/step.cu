@@ -1,5 +1,5 @@
-// step_rows_sm90, embed_sm90, engram_gather_sm90, features_sm90, head_send_sm90, head_take_sm90,
-// base_sm90, tokens_sm90: the ends of a step, see step.hpp.
+// step_rows_any, embed_any, engram_gather_any, features_any, head_send_any, head_take_any,
+// base_any, tokens_any: the ends of a step, see step.hpp.
 //
 // Math         windows: slots of positions p - 127 .. p · features: stages/draft.hpp
 //              logit = bf( the two sums of K ) ; best: stages/argmax.hpp over ids of all ranks
@@ -35,13 +35,12 @@ LOWLAT_DEVICE std::int32_t within(std::int32_t value, std::int32_t count) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    step_rows_sm90(const __grid_constant__ StepInput in, const __grid_constant__ StepArrays out) {
+    step_rows_any(const __grid_constant__ StepInput in, const __grid_constant__ StepArrays out) {
   const int row = static_cast<int>(blockIdx.x), thread_idx = plat::thread_idx();
   const int request = row / in.tokens, place = row % in.tokens;
   const bool draft = in.anchors != nullptr;
   const std::int32_t position = draft ? in.prefixes[request] + place : in.positions[row];
-  const std::int64_t positions =
-      std::int64_t{min(in.page_table_stride, in.num_pages)} * in.page_size;
+  const std::int64_t positions = std::int64_t{page_stride_of(in)} * in.page_size;
   const std::int64_t slots = std::int64_t{in.num_pages} * in.page_size;
   bool whole = 0 <= position && position < positions;
   whole = whole && (draft || in.request_idx[row] == request);
@@ -49,10 +48,14 @@ __global__ void __launch_bounds__(kThreads)
   whole = whole && 0 <= slot && slot < slots;
   const std::int32_t* pages =
       in.page_table + static_cast<std::int64_t>(request) * in.page_table_stride;
+  std::int32_t* own_pages =
+      out.page_table + static_cast<std::int64_t>(request) * page_stride_of(in);
   if (whole) {
     bool there = true;
     for (int i = thread_idx; i <= position / in.page_size; i += kThreads) {
-      there = there && 0 <= pages[i] && pages[i] < in.num_pages;
+      const std::int32_t page = pages[i];
+      there = there && 0 <= page && page < in.num_pages;
+      own_pages[i] = page;  // the request's other rows store the same
     }
     whole = there;
   }
@@ -64,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
     std::int32_t key = kNoKey;
     if (whole && i < context) {
       const int at = first + i;
-      key = pages[at / in.page_size] * in.page_size + at % in.page_size;
+      key = own_pages[at / in.page_size] * in.page_size + at % in.page_size;
     } else if (whole && i < context + width - kStepWindow) {
       const std::int32_t other = in.slots[row - place + i - context];
       key = 0 <= other && other < slots ? other : kNoKey;
@@ -96,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---------------------------------------------------------------------------------- embedding
 
-__global__ void __launch_bounds__(kThreads) embed_sm90(const __grid_constant__ EmbedParams params) {
+__global__ void __launch_bounds__(kThreads) embed_any(const __grid_constant__ EmbedParams params) {
   const int quad = static_cast<int>(blockIdx.x * kThreads) + plat::thread_idx();
   const int row = static_cast<int>(blockIdx.y), quads = params.hidden / 4;
   if (quad >= quads) return;
@@ -160,7 +163,7 @@ constexpr int kColumnPackets = (kCodeWords + kScaleWords) / 3;
 static_assert((kCodeWords + kScaleWords) % 3 == 0);
 
 __global__ void __launch_bounds__(kThreads)
-    engram_gather_sm90(const __grid_constant__ EngramGatherParams params) {
+    engram_gather_any(const __grid_constant__ EngramGatherParams params) {
   __shared__ std::int64_t ids[kColumns];
   const EngramParams& table = params.tables[blockIdx.y];
   const ExchangePort& port = params.port;
@@ -220,7 +223,7 @@ __global__ void __launch_bounds__(kThreads)
 // ------------------------------------------------------------------------------------ features
 
 __global__ void __launch_bounds__(kThreads)
-    features_sm90(const __grid_constant__ FeatureParams params) {
+    features_any(const __grid_constant__ FeatureParams params) {
   const std::int64_t row = blockIdx.x;
   stages::draft_feature<Block>(params.out + row * params.pitch,
                                params.residual + row * 4 * params.hidden, params.hidden);
@@ -260,7 +263,7 @@ LOWLAT_DEVICE void send_best(const HeadParams& params, std::uint64_t epoch, int 
 }
 
 __global__ void __launch_bounds__(kThreads)
-    head_send_sm90(const __grid_constant__ HeadParams params) {
+    head_send_any(const __grid_constant__ HeadParams params) {
   __shared__ Best::Scratch scratch;
   __shared__ bool last;
   const int chunk = static_cast<int>(blockIdx.x), i = static_cast<int>(blockIdx.y);
@@ -308,7 +311,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    head_take_sm90(const __grid_constant__ HeadParams params) {
+    head_take_any(const __grid_constant__ HeadParams params) {
   __shared__ stages::Best candidates[kMaxRanks];
   const ExchangePort& port = params.port;
   const int chunk = static_cast<int>(blockIdx.x), i = static_cast<int>(blockIdx.y);
@@ -359,7 +362,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // -------------------------------------------------------------------------------------- drafts
 
-__global__ void __launch_bounds__(kThreads) base_sm90(const __grid_constant__ BaseParams params) {
+__global__ void __launch_bounds__(kThreads) base_any(const __grid_constant__ BaseParams params) {
   const std::int64_t quads = std::int64_t{params.num_rows} * params.vocab_local / 4;
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + plat::thread_idx();
   if (i >= quads) return;
@@ -375,7 +378,7 @@ struct Tokens {
   std::int32_t* out;
   int count;
 };
-__global__ void __launch_bounds__(kThreads) tokens_sm90(const __grid_constant__ Tokens params) {
+__global__ void __launch_bounds__(kThreads) tokens_any(const __grid_constant__ Tokens params) {
   const int i = plat::thread_idx();
   if (i < params.count) params.out[i] = static_cast<std::int32_t>(params.in[i]);
 }
@@ -389,7 +392,7 @@ cudaError_t launch_step_rows(const StepInput& in, const StepArrays& out, cudaStr
       (in.anchors != nullptr && in.tokens > kMaxBlockRows)) {
     return cudaErrorInvalidValue;
   }
-  step_rows_sm90<<<in.num_rows, kThreads, 0, stream>>>(in, out);
+  step_rows_any<<<in.num_rows, kThreads, 0, stream>>>(in, out);
   return cudaGetLastError();
 }
 
@@ -397,7 +400,7 @@ cudaError_t launch_embed(const EmbedParams& params, cudaStream_t stream) {
   if (!has_rows(params.num_rows) || params.hidden % 4 != 0) return cudaErrorInvalidValue;
   const dim3 grid(static_cast<unsigned>((params.hidden / 4 + kThreads - 1) / kThreads),
                   static_cast<unsigned>(params.num_rows));
-  embed_sm90<<<grid, kThreads, 0, stream>>>(params);
+  embed_any<<<grid, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -409,13 +412,13 @@ cudaError_t launch_engram_gather(const EngramGatherParams& params, cudaStream_t 
     return cudaErrorInvalidValue;
   }
   const dim3 grid(static_cast<unsigned>(rows.num_rows), static_cast<unsigned>(params.num_tables));
-  engram_gather_sm90<<<grid, kThreads, 0, stream>>>(params);
+  engram_gather_any<<<grid, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
 cudaError_t launch_features(const FeatureParams& params, cudaStream_t stream) {
   if (!has_rows(params.num_rows)) return cudaErrorInvalidValue;
-  features_sm90<<<params.num_rows, kThreads, 0, stream>>>(params);
+  features_any<<<params.num_rows, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -427,10 +430,10 @@ cudaError_t launch_head(const HeadParams& params, cudaStream_t stream) {
   const bool none = params.num_logit_rows == 0;
   const auto chunks = static_cast<unsigned>(none ? 1 : head_chunks(params.vocab_local));
   const auto rows = static_cast<unsigned>(none ? 1 : params.num_logit_rows);
-  head_send_sm90<<<dim3(chunks, rows), kThreads, 0, stream>>>(params);
+  head_send_any<<<dim3(chunks, rows), kThreads, 0, stream>>>(params);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  head_take_sm90<<<dim3(params.logits == nullptr ? 1 : chunks, rows), kThreads, 0, stream>>>(
+  head_take_any<<<dim3(params.logits == nullptr ? 1 : chunks, rows), kThreads, 0, stream>>>(
       params);
   return cudaGetLastError();
 }
@@ -438,7 +441,7 @@ cudaError_t launch_head(const HeadParams& params, cudaStream_t stream) {
 cudaError_t launch_base(const BaseParams& params, cudaStream_t stream) {
   if (!has_rows(params.num_rows) || params.vocab_local % 4 != 0) return cudaErrorInvalidValue;
   const std::int64_t quads = std::int64_t{params.num_rows} * params.vocab_local / 4;
-  base_sm90<<<static_cast<unsigned>((quads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
+  base_any<<<static_cast<unsigned>((quads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
       params);
   return cudaGetLastError();
 }
@@ -446,7 +449,7 @@ cudaError_t launch_base(const BaseParams& params, cudaStream_t stream) {
 cudaError_t launch_tokens(const std::int64_t* in, std::int32_t* out, int count,
                           cudaStream_t stream) {
   if (count < 0 || count > kThreads) return cudaErrorInvalidValue;
-  tokens_sm90<<<1, kThreads, 0, stream>>>({in, out, count});
+  tokens_any<<<1, kThreads, 0, stream>>>({in, out, count});
   return cudaGetLastError();
 }
 

@@ -49,11 +49,16 @@ struct StepArrays {
   std::int32_t* history;      // [T, 3], a request's at its number
   std::int32_t* state_slots;  // [T], the same
   std::int64_t* anchors;      // [T], the same; of a draft
+  // [T, page_stride_of(in)], the same: pages up to a row's position, wherever the caller's lie.
+  std::int32_t* page_table;
   // [T, kMixStride]: the weights with which the exchange of the embedding makes four equal streams
   // and takes the first of them.
   float* mix;
 };
 
+constexpr int page_stride_of(const StepInput& in) {
+  return in.page_table_stride < in.num_pages ? in.page_table_stride : in.num_pages;
+}
 constexpr int window_of(const StepInput& in) {
   return kStepWindow + (in.anchors != nullptr ? in.tokens : 0);
 }

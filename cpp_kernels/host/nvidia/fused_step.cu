@@ -442,7 +442,7 @@ void FusedStep::State::Target::index(int layer_idx) const {
   index.format = fused::IndexFormat::fp4;
   index.rows = compress.rows;
   index.ratio = ratio;
-  index.pages = {step.page_table, step.page_table_stride, slots};
+  index.pages = {s.arrays.page_table, std::min(step.page_table_stride, s.shape.kNumPages), slots};
   index.max_entries = static_cast<int>(max_entries(s.shape, step.page_table_stride, ratio));
   index.keys = compress.keys;
   index.hop = hop(layer_idx);
@@ -739,6 +739,7 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.arrays.history = s.take<std::int32_t>(3 * kRows);
   s.arrays.state_slots = s.take<std::int32_t>(kRows);
   s.arrays.anchors = s.take<std::int64_t>(kRows);
+  s.arrays.page_table = s.take<std::int32_t>(std::int64_t{kRows} * shape.kNumPages);
   s.arrays.mix = s.memory.mix[1];
   s.zeros = s.take<std::uint16_t>(kRows * 4 * kHidden);
   for (int table = 0; table < config.num_engrams; ++table) {
