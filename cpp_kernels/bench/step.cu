@@ -101,10 +101,11 @@ void fault() {
     const auto logits = rank.logits(step);
     const auto plausible =
         std::count_if(logits.begin(), logits.end(), [](float v) { return std::isfinite(v); });
-    std::printf("%s: launch %d, synchronize %d after %.2f ms, state %u kernel %u stage %u, %lld "
-                "plausible logits\n",
-                late ? "expired" : "aborted", launched, ended, ms, words.state, words.kernel,
-                words.stage, static_cast<long long>(plausible));
+    std::printf(
+        "%s: launch %d, synchronize %d after %.2f ms, state %u kernel %u stage %u, %lld "
+        "plausible logits\n",
+        late ? "expired" : "aborted", launched, ended, ms, words.state, words.kernel, words.stage,
+        static_cast<long long>(plausible));
     expect(late ? ended == LOWLAT_FAULT && words.state == 1 && plausible == 0
                 : launched == LOWLAT_FAULT,
            "a fault");

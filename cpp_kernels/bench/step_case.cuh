@@ -41,8 +41,8 @@ static __device__ std::uint16_t bf16_of(float v) {
 enum class Kind { plain, gain, kv_pages, index_pages, ids };
 
 // Random values of a dtype, small enough that no layer overflows and large enough that none dies.
-static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows, std::int64_t count,
-                     std::uint64_t seed) {
+static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
+                            std::int64_t count, std::uint64_t seed) {
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
        i += std::int64_t{gridDim.x} * blockDim.x) {
     const std::uint64_t bits = mixed(seed + static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15ull);
@@ -292,10 +292,10 @@ class Rank {
         tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % config_.vocab);
         positions.push_back(position);
         requests.push_back(q);
-        slots.push_back(pages[static_cast<std::size_t>(q * kPagesOfRequest +
-                                                       position / kPageSize)] *
-                            kPageSize +
-                        position % kPageSize);
+        slots.push_back(
+            pages[static_cast<std::size_t>(q * kPagesOfRequest + position / kPageSize)] *
+                kPageSize +
+            position % kPageSize);
       }
     }
     lowlat_step step{};
@@ -319,8 +319,8 @@ class Rank {
     return step;
   }
   std::vector<float> logits(const lowlat_step& step) {
-    return take(step.logits, static_cast<std::size_t>(step.num_rows) *
-                                 static_cast<std::size_t>(config_.vocab));
+    return take(step.logits,
+                static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab));
   }
 
  private:
@@ -331,7 +331,7 @@ class Rank {
 
 // rel_l2 of each row, ascending.
 inline std::vector<double> errors_of(const std::vector<float>& got, const std::vector<float>& want,
-                              std::size_t width) {
+                                     std::size_t width) {
   std::vector<double> out;
   for (std::size_t first = 0; first < want.size(); first += width) {
     double error = 0.0, norm = 0.0;
@@ -428,20 +428,22 @@ inline void compare_step(Rank& got, Rank& want, const Case& of, int salt) {
   for (int row = 0; row < of.rows(); ++row) {
     differs += best[0][static_cast<std::size_t>(row)] != best[1][static_cast<std::size_t>(row)];
     const float* first = logits[0].data() + static_cast<std::size_t>(row) * vocab;
-    wrong += best[0][static_cast<std::size_t>(row)] !=
-             std::max_element(first, first + vocab) - first;
+    wrong +=
+        best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
   }
   const bool good = median(errors) < 0.03 && wrong == 0;
-  std::printf("%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
-              "differs %d, wrong %d\n",
-              good ? "ok  " : "FAIL", of.requests, of.tokens, of.position, median(errors),
-              errors.back(), differs, wrong);
+  std::printf(
+      "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
+      "differs %d, wrong %d\n",
+      good ? "ok  " : "FAIL", of.requests, of.tokens, of.position, median(errors), errors.back(),
+      differs, wrong);
   std::fflush(stdout);
   failures += good ? 0 : 1;
 }
 
-// A draft behind a step of `of`, whose rows are all committed; with_logits: as sampled rows need it.
-inline lowlat_draft draft_of(Rank& rank, const lowlat_step& step, const Case& of, bool with_logits) {
+// A draft behind a step of `of`, whose rows are all committed; with_logits: as sampled rows need.
+inline lowlat_draft draft_of(Rank& rank, const lowlat_step& step, const Case& of,
+                             bool with_logits) {
   lowlat_draft draft{};
   draft.struct_bytes = sizeof draft;
   draft.num_inject_rows = step.num_rows;
@@ -472,8 +474,8 @@ inline lowlat_draft draft_of(Rank& rank, const lowlat_step& step, const Case& of
   draft.temperature = rank.place(std::vector<float>(rows.size(), 0.0f));
   draft.draft_tokens = rank.place(std::vector<std::int32_t>(rows.size() * 5, -7));
   if (!with_logits) return draft;
-  draft.draft_logits = rank.place(std::vector<float>(
-      rows.size() * 5 * static_cast<std::size_t>(rank.config().vocab), NAN));
+  draft.draft_logits = rank.place(
+      std::vector<float>(rows.size() * 5 * static_cast<std::size_t>(rank.config().vocab), NAN));
   return draft;
 }
 
@@ -488,21 +490,20 @@ inline void compare_draft(Rank& got, Rank& want, const Case& of) {
     must(lowlat_synchronize(rank->model(), 10'000'000'000));
     tokens.push_back(rank->take(draft.draft_tokens, count));
     if (!with_logits) continue;
-    logits.push_back(rank->take(draft.draft_logits,
-                                count * static_cast<std::size_t>(rank->config().vocab)));
+    logits.push_back(
+        rank->take(draft.draft_logits, count * static_cast<std::size_t>(rank->config().vocab)));
   }
   int differs = 0, greedy = 0;
   for (std::size_t i = 0; i < count; ++i) {
     differs += tokens[0][i] != tokens[1][i];
     greedy += tokens[0][i] != tokens[2][i];
   }
-  const auto errors =
-      errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
+  const auto errors = errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
   const bool good = median(errors) < 0.05 && greedy == 0;
-  std::printf("%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu; "
-              "without logits %d\n",
-              good ? "ok  " : "FAIL", of.requests, median(errors), errors.back(), differs, count,
-              greedy);
+  std::printf(
+      "%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
+      "without logits %d\n",
+      good ? "ok  " : "FAIL", of.requests, median(errors), errors.back(), differs, count, greedy);
   std::fflush(stdout);
   failures += good ? 0 : 1;
 }
@@ -553,17 +554,19 @@ inline void replay(Rank& rank, const Case& of, int count) {
   words.struct_bytes = sizeof words;
   must(lowlat_status_read(rank.model(), &words));
   const bool good = different == 0 && words.state == 0;
-  std::printf("%s %d replays of %d rows: %d of those looked at differ, state %u kernel %u stage %u "
-              "epoch %llu\n",
-              good ? "ok  " : "FAIL", count, of.rows(), different, words.state, words.kernel,
-              words.stage, static_cast<unsigned long long>(words.epoch));
+  std::printf(
+      "%s %d replays of %d rows: %d of those looked at differ, state %u kernel %u stage %u "
+      "epoch %llu\n",
+      good ? "ok  " : "FAIL", count, of.rows(), different, words.state, words.kernel, words.stage,
+      static_cast<unsigned long long>(words.epoch));
   std::fflush(stdout);
   failures += good ? 0 : 1;
 }
 
 inline Case case_of(int rows, int position) {
-  return rows % 6 == 0 ? Case{rows / 6, 6, position} : rows <= 8 ? Case{1, rows, position}
-                                                                 : Case{rows, 1, position};
+  return rows % 6 == 0 ? Case{rows / 6, 6, position}
+         : rows <= 8   ? Case{1, rows, position}
+                       : Case{rows, 1, position};
 }
 
 }  // namespace lowlat::bench

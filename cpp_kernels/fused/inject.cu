@@ -136,10 +136,9 @@ __global__ void __launch_bounds__(kProductThreads)
   const int tile = static_cast<int>(blockIdx.x) / kKeyBlocks;
   constexpr int kStageTiles = kHeadDim / kRows;
   const int stage = tile / kStageTiles, first_row = tile % kStageTiles * kRows;
-  multiply<KeyProduct<kTiles>, kHidden>(params.wkv[stage], first_row, params.num_rows,
-                                        params.x_codes, params.x_scale,
-                                        params.kv + stage * kHeadDim + first_row,
-                                        kInjectStages * kHeadDim);
+  multiply<KeyProduct<kTiles>, kHidden>(
+      params.wkv[stage], first_row, params.num_rows, params.x_codes, params.x_scale,
+      params.kv + stage * kHeadDim + first_row, kInjectStages * kHeadDim);
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -19,9 +19,9 @@ struct InjectParams {
   const std::int32_t* positions;  // [T]
   const std::int32_t* slots;      // [T] of every stage's pages; -1 or beyond num_slots: none
   std::int64_t num_slots;
-  Fp8Weights main_proj;            // [H, K]
-  const std::uint16_t* main_norm;  // bf16 [H]
-  Fp8Weights wkv[kInjectStages];   // [512, H]
+  Fp8Weights main_proj;                         // [H, K]
+  const std::uint16_t* main_norm;               // bf16 [H]
+  Fp8Weights wkv[kInjectStages];                // [512, H]
   const std::uint16_t* kv_norm[kInjectStages];  // bf16 [512]
   float norm_eps;
   RopeFrequencies rope;

@@ -151,7 +151,8 @@ int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool ov
   const bool v4 = shape == MoeShape::v4_tp2 || shape == MoeShape::v4_tp4;
   // The routers of V4 and of drafts divide by 1 where a sum is 0; a hash layer's and V4.1's target
   // add 1e-20.
-  const bool target = (!v4 && shape != MoeShape::v41_draft_tp4) || args.routing == MoeRouting::table;
+  const bool target =
+      (!v4 && shape != MoeShape::v41_draft_tp4) || args.routing == MoeRouting::table;
   const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
                             target ? stages::GateSum::target : stages::GateSum::draft, 0};
   return with_shape(shape, [&](auto instances) {

@@ -174,8 +174,7 @@ __global__ void __launch_bounds__(kThreads)
     stages::engram_window(tokens, table.token_ids + row - request_row, request_row,
                           table.history + request * (stages::kEngramShifts - 1));
     stages::engram_hash<Block>(ids, tokens, table.rows.positions[row], table.token_map,
-                               table.multipliers, table.primes, table.image_token,
-                               table.pad_token);
+                               table.multipliers, table.primes, table.image_token, table.pad_token);
   }
   plat::block_sync();
   const std::uint64_t epoch = exchange_epoch(port, params.index);
@@ -251,8 +250,7 @@ LOWLAT_DEVICE void send_best(const HeadParams& params, std::uint64_t epoch, int 
   stages::Best best = stages::kNoBest;
   for (int chunk = lane_idx; chunk < chunks; chunk += plat::kWarpLanes) {
     const uint4 words = __ldcg(params.best + std::int64_t{i} * chunks + chunk);
-    best = stages::best_of(best,
-                           {plat::bits_float(words.x), static_cast<std::int32_t>(words.y)});
+    best = stages::best_of(best, {plat::bits_float(words.x), static_cast<std::int32_t>(words.y)});
   }
   using WarpBest = stages::BlockBest<plat::Block<plat::kWarpLanes>>;
   WarpBest::Scratch none;
@@ -273,8 +271,7 @@ __global__ void __launch_bounds__(kThreads)
     if (thread_idx == 0) publish(params.port, epoch, 0, {0u, 0u, 0u});
     return;
   }
-  const int row =
-      params.logit_rows == nullptr ? i : within(params.logit_rows[i], params.num_rows);
+  const int row = params.logit_rows == nullptr ? i : within(params.logit_rows[i], params.num_rows);
   const float* sums = params.partial + std::int64_t{row} * params.vocab_local;
   const float* others = sums + std::int64_t{params.num_rows} * params.vocab_local;
   const int first_id = params.port.tp_rank * params.vocab_local;
@@ -323,8 +320,8 @@ __global__ void __launch_bounds__(kThreads)
     if (thread_idx < plat::kWarpLanes) {
       const int source = min(thread_idx, port.tp_size - 1);
       std::uint32_t words[3] = {};
-      whole = receive(words, port, epoch, source, best_packet(params, i),
-                      thread_idx < port.tp_size, stages::StageId::argmax_gather);
+      whole = receive(words, port, epoch, source, best_packet(params, i), thread_idx < port.tp_size,
+                      stages::StageId::argmax_gather);
       if (thread_idx < port.tp_size) {
         candidates[thread_idx] = {plat::bits_float(words[0]), static_cast<std::int32_t>(words[1])};
       }
@@ -433,8 +430,7 @@ cudaError_t launch_head(const HeadParams& params, cudaStream_t stream) {
   head_send_any<<<dim3(chunks, rows), kThreads, 0, stream>>>(params);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  head_take_any<<<dim3(params.logits == nullptr ? 1 : chunks, rows), kThreads, 0, stream>>>(
-      params);
+  head_take_any<<<dim3(params.logits == nullptr ? 1 : chunks, rows), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

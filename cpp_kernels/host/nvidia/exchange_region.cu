@@ -154,8 +154,8 @@ void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
                                      std::to_string(tp_size_));
   }
   const auto region_text = [](int size, std::int64_t packets, std::int64_t fused) {
-    return "of tp_size " + std::to_string(size) + ", " + std::to_string(packets) + " packets a box and " +
-           std::to_string(fused) + " of the fused exchange";
+    return "of tp_size " + std::to_string(size) + ", " + std::to_string(packets) +
+           " packets a box and " + std::to_string(fused) + " of the fused exchange";
   };
   if (bytes.tp_size != tp_size_ || bytes.box_packets != box_packets_ ||
       bytes.fused_packets != fused_packets_) {

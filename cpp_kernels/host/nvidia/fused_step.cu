@@ -48,9 +48,7 @@ lowlat::fused::MoeMatrix matrix(const lowlat::persistent::Fp8Weight& w) {
 lowlat::fused::MoeMatrix matrix(const lowlat::persistent::Fp4Weight& w) {
   return {w.codes, w.scales};
 }
-fused::HyperWeights view(const lowlat::persistent::HcWeights& w) {
-  return {w.fn, w.base, w.scale};
-}
+fused::HyperWeights view(const lowlat::persistent::HcWeights& w) { return {w.fn, w.base, w.scale}; }
 
 // As attention and the compressor's pools have it.
 std::int64_t page_bytes(int slots) { return (slots * std::int64_t{584} + 575) / 576 * 576; }
@@ -96,8 +94,8 @@ struct FusedStep::State {
 
   template <class T>
   T* take(std::int64_t count) {
-    Memory& piece = pieces.emplace_back(static_cast<std::size_t>(std::max<std::int64_t>(count, 1)) *
-                                        sizeof(T));
+    Memory& piece =
+        pieces.emplace_back(static_cast<std::size_t>(std::max<std::int64_t>(count, 1)) * sizeof(T));
     check(cudaMemset(piece.data(), 0, piece.bytes()), "cudaMemset");
     return static_cast<T*>(piece.data());
   }
@@ -697,9 +695,10 @@ std::string FusedStep::refusal(const lowlat_model_config& c, const shape::Runtim
 }
 
 std::int64_t FusedStep::box_packets(const lowlat_model_config& c, const shape::RuntimeShape& s) {
-  return std::max({std::int64_t{kRows} * s.kHidden / 4, fused::head_packets(kRows, s.kVocabLocal),
-                   std::int64_t{fused::draft_packets(fused::kMaxDraftBlocks, fused::kMaxDraftBatch)},
-                   fused::engram_gather_packets(c.num_engrams, kRows, c.tp_size)});
+  return std::max(
+      {std::int64_t{kRows} * s.kHidden / 4, fused::head_packets(kRows, s.kVocabLocal),
+       std::int64_t{fused::draft_packets(fused::kMaxDraftBlocks, fused::kMaxDraftBatch)},
+       fused::engram_gather_packets(c.num_engrams, kRows, c.tp_size)});
 }
 
 FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
@@ -711,11 +710,10 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.shape = shape;
   s.weights = weights;
   s.resident = &resident;
-  s.has_draft = config.num_draft_stages == fused::kInjectStages &&
-                config.draft_block == fused::kDraftSteps &&
-                config.markov_rank == fused::kMarkovRank &&
-                config.draft_experts == Served::kDraftExperts &&
-                config.draft_experts_per_token == Served::kDraftExpertsPerToken;
+  s.has_draft =
+      config.num_draft_stages == fused::kInjectStages && config.draft_block == fused::kDraftSteps &&
+      config.markov_rank == fused::kMarkovRank && config.draft_experts == Served::kDraftExperts &&
+      config.draft_experts_per_token == Served::kDraftExpertsPerToken;
   s.port = region.port(config.wait_budget_ns, kernel);
   s.step_epoch = region.step_epoch();
   const RopeFrequencies rope = rope_frequencies(config);
@@ -726,16 +724,15 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   const int chain = config.num_layers + 1;
   const std::int64_t bytes =
       fused::layer_memory(nullptr, kMoeShape, config.tp_size, kRows, chain).bytes;
-  s.memory = fused::layer_memory(s.take<std::uint8_t>(bytes), kMoeShape, config.tp_size, kRows,
-                                 chain);
+  s.memory =
+      fused::layer_memory(s.take<std::uint8_t>(bytes), kMoeShape, config.tp_size, kRows, chain);
   check(fused::layer_init(s.memory, kMoeShape, s.port), "the layers' memory");
 
   s.arrays.token_ids = s.take<std::int32_t>(kRows);
   s.arrays.positions = s.take<std::int32_t>(kRows);
   s.arrays.slots = s.take<std::int32_t>(kRows);
   s.arrays.image_rows = s.take<std::uint8_t>(kRows);
-  s.arrays.window_idx =
-      s.take<std::int32_t>(kRows * (fused::kStepWindow + fused::kMaxBlockRows));
+  s.arrays.window_idx = s.take<std::int32_t>(kRows * (fused::kStepWindow + fused::kMaxBlockRows));
   s.arrays.history = s.take<std::int32_t>(3 * kRows);
   s.arrays.state_slots = s.take<std::int32_t>(kRows);
   s.arrays.anchors = s.take<std::int64_t>(kRows);
@@ -837,8 +834,8 @@ FusedStep::~FusedStep() = default;
 bool FusedStep::serves(const lowlat_step& step) const {
   const State& s = *state_;
   return step.mode != LOWLAT_EXTEND && step.num_rows <= kRows &&
-         (s.shape.kIndexTopk == 0 || State::max_entries(s.shape, step.page_table_stride, 1) <=
-                                         fused::kIndexMaxEntries);
+         (s.shape.kIndexTopk == 0 ||
+          State::max_entries(s.shape, step.page_table_stride, 1) <= fused::kIndexMaxEntries);
 }
 
 bool FusedStep::serves(const lowlat_draft& draft) const {

@@ -46,7 +46,8 @@ Words read_words(const std::string& platform) {
   Words out;
   for (std::size_t at = platform.find(':'); at != std::string::npos;) {
     const std::size_t next = platform.find(':', at + 1);
-    const std::string word = platform.substr(at + 1, next == std::string::npos ? next : next - at - 1);
+    const std::string word =
+        platform.substr(at + 1, next == std::string::npos ? next : next - at - 1);
     at = next;
     if (word == "fused" || word == "persistent") {
       out.schedules = word == "fused" ? Schedules::fused : Schedules::persistent;
@@ -188,8 +189,8 @@ class NvidiaModel final : public Model {
                   "rank a device, or nvidia:persistent");
     }
     const OnDevice on(device_);
-    fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), *region_, *step_,
-                                              kFusedLine);
+    fused_step_ =
+        std::make_unique<FusedStep>(config(), shape(), weights(), *region_, *step_, kFusedLine);
   }
   void move_pools() override {
     const OnDevice on(device_);

@@ -84,7 +84,7 @@ int resident_blocks(const ExchangeRegion& region) {
                              reinterpret_cast<const void*>(resident_kernel<lowlat_proposal>),
                              reinterpret_cast<const void*>(resident_kernel<StepCut>),
                              reinterpret_cast<const void*>(resident_kernel<lowlat_draft>),
-        reinterpret_cast<const void*>(resident_kernel<ProposalCut>),
+                             reinterpret_cast<const void*>(resident_kernel<ProposalCut>),
                              reinterpret_cast<const void*>(resident_kernel<lowlat_accept>)}) {
     int of_sm = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_sm, kernel, kThreads, 0),
