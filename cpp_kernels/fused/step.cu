@@ -28,10 +28,80 @@ constexpr int kThreads = 256;
 using Block = plat::Block<kThreads>;
 constexpr std::uint32_t kNan = 0x7fc0'0000u;
 
+// True when somebody ended the step; said in the status words, if nothing was said before.
+LOWLAT_DEVICE bool note_abort(const ExchangePort& port) {
+  if (load_relaxed(port.abort_words[port.tp_rank]) == 0u) return false;
+  report_fault(port, port.kernel, stages::StageId::none, port.tp_rank, *port.step_epoch, true);
+  return true;
+}
+
 // ---------------------------------------------------------------------------------------- rows
 
 LOWLAT_DEVICE std::int32_t within(std::int32_t value, std::int32_t count) {
   return 0 <= value && value < count ? value : 0;
+}
+
+// A value of 64 bits as the rows keep it; -1 for one that no model has.
+LOWLAT_DEVICE std::int32_t narrowed(std::int64_t value) {
+  return 0 <= value && value <= 0x7fff'ffff ? static_cast<std::int32_t>(value) : -1;
+}
+
+// A row as it was given.
+struct GivenRow {
+  std::int32_t token, position, slot;
+  bool in_place;  // its request is the one that its place says
+};
+LOWLAT_DEVICE GivenRow given_row(const StepInput& in, int row) {
+  const int request = row / in.tokens, place = row % in.tokens;
+  if (in.anchors != nullptr) {
+    return {place == 0 ? in.anchors[request] : in.mask_token, in.prefixes[request] + place,
+            in.slots[row], true};
+  }
+  const HostedInput& hosted = in.hosted;
+  if (hosted.requests != nullptr) {
+    const std::int32_t slot = narrowed(hosted.slots[row]);
+    return {narrowed(hosted.token_ids[row]), narrowed(hosted.positions[row]),
+            slot < in.page_size ? -1 : slot, true};
+  }
+  return {in.token_ids[row], in.positions[row], in.slots[row], in.request_idx[row] == request};
+}
+
+// Where the window's key of a full slot lies, `none` where it has none.
+LOWLAT_DEVICE std::int32_t window_slot(const StepInput& in, std::int32_t slot, std::int32_t none) {
+  const HostedInput& hosted = in.hosted;
+  if (hosted.requests == nullptr || hosted.window_slots == nullptr) return slot;
+  const std::int64_t at = hosted.window_slots[slot];
+  return 0 <= at && at < hosted.num_window_slots ? static_cast<std::int32_t>(at) : none;
+}
+
+// One thread: the request's ring and the tokens before its first row.
+LOWLAT_DEVICE void take_request(const StepInput& in, const StepArrays& out, int request,
+                                std::int32_t token, bool whole) {
+  constexpr int kBefore = stages::kEngramShifts - 1;
+  std::int32_t* history = out.history + kBefore * request;
+  if (in.anchors != nullptr) {
+    out.anchors[request] = token;
+    return;
+  }
+  const HostedInput& hosted = in.hosted;
+  if (hosted.requests == nullptr) {
+    out.state_slots[request] = within(in.state_slots[request], in.num_state_slots);
+    for (int i = 0; i < kBefore && in.history != nullptr; ++i) {
+      history[i] = within(in.history[kBefore * request + i], in.vocab);
+    }
+    return;
+  }
+  const std::int32_t known = within(narrowed(hosted.requests[request]), hosted.num_requests);
+  out.state_slots[request] = known;
+  if (hosted.history == nullptr) return;
+  std::int32_t* kept = hosted.history + std::int64_t{known} * kBefore;
+  for (int i = 0; i < kBefore; ++i) {
+    const bool is_token = 0 <= kept[i] && kept[i] < in.vocab;
+    history[i] = is_token ? kept[i] : within(in.image_token, in.vocab);
+  }
+  if (!hosted.decodes || !whole) return;
+  for (int i = 0; i + 1 < kBefore; ++i) kept[i] = history[i + 1];
+  kept[kBefore - 1] = token;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -39,13 +109,12 @@ __global__ void __launch_bounds__(kThreads)
   const int row = static_cast<int>(blockIdx.x), thread_idx = plat::thread_idx();
   const int request = row / in.tokens, place = row % in.tokens;
   const bool draft = in.anchors != nullptr;
-  const std::int32_t position = draft ? in.prefixes[request] + place : in.positions[row];
+  const GivenRow given = given_row(in, row);
+  const std::int32_t position = given.position;
   const std::int64_t positions = std::int64_t{page_stride_of(in)} * in.page_size;
   const std::int64_t slots = std::int64_t{in.num_pages} * in.page_size;
-  bool whole = 0 <= position && position < positions;
-  whole = whole && (draft || in.request_idx[row] == request);
-  const std::int32_t slot = in.slots[row];
-  whole = whole && 0 <= slot && slot < slots;
+  bool whole = given.in_place && 0 <= position && position < positions && 0 <= given.slot &&
+               given.slot < slots;
   const std::int32_t* pages =
       in.page_table + static_cast<std::int64_t>(request) * in.page_table_stride;
   std::int32_t* own_pages =
@@ -67,7 +136,8 @@ __global__ void __launch_bounds__(kThreads)
     std::int32_t key = kNoKey;
     if (whole && i < context) {
       const int at = first + i;
-      key = own_pages[at / in.page_size] * in.page_size + at % in.page_size;
+      key =
+          window_slot(in, own_pages[at / in.page_size] * in.page_size + at % in.page_size, kNoKey);
     } else if (whole && i < context + width - kStepWindow) {
       const std::int32_t other = in.slots[row - place + i - context];
       key = 0 <= other && other < slots ? other : kNoKey;
@@ -77,24 +147,19 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = thread_idx; i < kMixStride; i += kThreads) {
     out.mix[row * kMixStride + i] = i == 0 || (4 <= i && i < 8) ? 1.0f : 0.0f;
   }
+  if (in.hosted.requests != nullptr) {
+    std::uint16_t* hidden = in.hosted.hidden + static_cast<std::int64_t>(row) * in.hosted.width;
+    for (int i = thread_idx; i < in.hosted.width; i += kThreads) hidden[i] = kNan >> 16;
+  }
   if (thread_idx != 0) return;
-  const std::int32_t given = !draft       ? in.token_ids[row]
-                             : place == 0 ? in.anchors[request]
-                                          : in.mask_token;
-  const std::int32_t token = within(given, in.vocab);
+  if (row == 0) note_abort(in.port);
+  const std::int32_t token = within(given.token, in.vocab);
   out.token_ids[row] = token;
   out.positions[row] = whole ? position : 0;
-  out.slots[row] = whole ? slot : -1;
+  out.slots[row] = whole ? given.slot : -1;
+  out.kv_slots[row] = whole ? window_slot(in, given.slot, -1) : -1;
   out.image_rows[row] = token == in.image_token ? 1 : 0;
-  if (place != 0) return;
-  if (draft) out.anchors[request] = token;
-  if (in.state_slots != nullptr) {
-    out.state_slots[request] = within(in.state_slots[request], in.num_state_slots);
-  }
-  for (int i = 0; i < 3; ++i) {
-    out.history[3 * request + i] =
-        in.history == nullptr ? 0 : within(in.history[3 * request + i], in.vocab);
-  }
+  if (place == 0) take_request(in, out, request, token, whole);
 }
 
 // ---------------------------------------------------------------------------------- embedding
@@ -332,8 +397,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int source = 0; source < port.tp_size; ++source) {
         winner = stages::best_of(winner, candidates[source]);
       }
-      const bool good = whole && load_relaxed(abort_word) == 0u;
-      params.argmax[i] = good ? winner.id : -1;
+      params.argmax[i] = whole && !note_abort(port) ? winner.id : -1;
     }
   }
   if (params.num_logit_rows == 0 || params.logits == nullptr) return;
@@ -355,6 +419,23 @@ __global__ void __launch_bounds__(kThreads)
                 : make_float2(plat::bits_float(kNan), plat::bits_float(kNan));
     }
   }
+}
+
+__global__ void __launch_bounds__(kThreads) leave_any(const __grid_constant__ LeaveParams params) {
+  const std::int64_t row = blockIdx.x;
+  const int pieces = params.hidden / 8;  // of 16 bytes
+  const bool ended = note_abort(params.port);
+  const std::uint32_t pair = kNan | kNan >> 16;
+  const uint4 none = make_uint4(pair, pair, pair, pair);
+  const auto give = [&](std::uint16_t* out, const std::uint16_t* from, int count) {
+    if (out == nullptr) return;
+    for (int i = plat::thread_idx(); i < count; i += kThreads) {
+      reinterpret_cast<uint4*>(out)[row * count + i] =
+          ended ? none : __ldcg(reinterpret_cast<const uint4*>(from) + row * count + i);
+    }
+  };
+  give(params.out_hidden, params.x, pieces);
+  give(params.out_streams, params.residual, 4 * pieces);
 }
 
 // -------------------------------------------------------------------------------------- drafts
@@ -431,6 +512,12 @@ cudaError_t launch_head(const HeadParams& params, cudaStream_t stream) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   head_take_any<<<dim3(params.logits == nullptr ? 1 : chunks, rows), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_leave(const LeaveParams& params, cudaStream_t stream) {
+  if (!has_rows(params.num_rows) || params.hidden % 8 != 0) return cudaErrorInvalidValue;
+  leave_any<<<params.num_rows, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -19,22 +19,38 @@ inline constexpr int kMaxBlockRows = 8;  // of a request of a draft, all of whic
 inline constexpr std::int32_t kNoKey = -2;
 
 // The caller's arrays (kernels.h), and the model's limits: what is outside them becomes padding.
-// With `anchors` the rows are those of a draft: an anchor, then mask tokens, at the positions from
-// the request's prefix on; token_ids, positions and request_idx are not read then.
+// Rows are those of one request after another, `tokens` each. One of three kinds:
+//   a target step   token_ids, positions, request_idx, slots, history and state_slots
+//   a draft         anchors, prefixes and slots: an anchor, then mask tokens, at the positions from
+//                   the request's prefix on
+//   a hosted step   what `hosted` names
+struct HostedInput {
+  const std::int64_t* token_ids;  // [T]
+  const std::int64_t* positions;  // [T]
+  const std::int64_t* slots;      // [T]; of page 0: padding
+  const std::int64_t* requests;   // [batch_size]; NULL: not hosted
+  std::int32_t* history;          // [num_requests, 3]; NULL: no n-gram memory
+  bool decodes;                   // the row's token goes into the history
+  int num_requests, num_window_slots;
+  const std::int64_t* window_slots;  // of full slots; NULL: the same
+  std::uint16_t* hidden;             // bf16 [T, width], made NaN
+  int width;
+};
 struct StepInput {
-  int num_rows, tokens, batch_size;  // rows are those of one request after another, `tokens` each
-  const std::int32_t* token_ids;
-  const std::int32_t* positions;
-  const std::int32_t* request_idx;
-  const std::int32_t* anchors;   // [batch_size]
-  const std::int32_t* prefixes;  // [batch_size]
-  int mask_token;
-  const std::int32_t* slots;
-  const std::int32_t* page_table;
-  int page_table_stride;
+  ExchangePort port;  // an abort that came before the step is told in its status words
+  int num_rows, tokens, batch_size;
+  const std::int32_t* token_ids;    // [T]
+  const std::int32_t* positions;    // [T]
+  const std::int32_t* request_idx;  // [T]
+  const std::int32_t* slots;        // [T]
   const std::int32_t* history;      // [batch_size, 3]; NULL: no n-gram memory
-  const std::int32_t* state_slots;  // [batch_size]; NULL: none are needed
-  int vocab, num_pages, page_size, num_state_slots, image_token;
+  const std::int32_t* state_slots;  // [batch_size]
+  const std::int32_t* anchors;      // [batch_size]; NULL: no draft
+  const std::int32_t* prefixes;     // [batch_size]
+  HostedInput hosted;
+  const std::int32_t* page_table;
+  int page_table_stride, table_pages, most_pages;  // of a request's table; of one request
+  int vocab, num_pages, page_size, num_state_slots, image_token, mask_token;
 };
 
 // The same as kernels may use it, and what each row sees.
@@ -42,6 +58,7 @@ struct StepArrays {
   std::int32_t* token_ids;   // [T]
   std::int32_t* positions;   // [T]
   std::int32_t* slots;       // [T]; -1: padding
+  std::int32_t* kv_slots;    // [T] where the window's key of the row is stored; -1: nowhere
   std::uint8_t* image_rows;  // [T]
   // [T, window_of(in)] slots of the window's keys, kNoKey at the end. A draft's row sees the
   // positions before its request's first row, then all rows of the request.
@@ -57,7 +74,7 @@ struct StepArrays {
 };
 
 constexpr int page_stride_of(const StepInput& in) {
-  return in.page_table_stride < in.num_pages ? in.page_table_stride : in.num_pages;
+  return in.table_pages < in.most_pages ? in.table_pages : in.most_pages;
 }
 constexpr int window_of(const StepInput& in) {
   return kStepWindow + (in.anchors != nullptr ? in.tokens : 0);
@@ -129,6 +146,18 @@ constexpr std::int64_t head_packets(int num_logit_rows, int vocab_local) {
   return num_logit_rows * (std::int64_t{head_chunks(vocab_local)} * (kHeadChunk / 6) + 1) + 1;
 }
 cudaError_t launch_head(const HeadParams& params, cudaStream_t stream);
+
+// What an engine with a head of its own takes of a step: the last x, and the streams. After a fault
+// NaN.
+struct LeaveParams {
+  ExchangePort port;
+  int num_rows, hidden;           // hidden a multiple of 8
+  const std::uint16_t* x;         // bf16 [T, hidden]
+  const std::uint16_t* residual;  // bf16 [T, 4, hidden]
+  std::uint16_t* out_hidden;      // bf16 [T, hidden], 16-byte aligned as the next
+  std::uint16_t* out_streams;     // bf16 [T, 4, hidden]; NULL: not wanted
+};
+cudaError_t launch_leave(const LeaveParams& params, cudaStream_t stream);
 
 // Logits of this rank's ids alone, as fp32 of their bf16 values: what proposals begin with.
 struct BaseParams {

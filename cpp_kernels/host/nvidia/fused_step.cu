@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "fused/codes.hpp"
 #include "fused/compress.hpp"
 #include "fused/draft.hpp"
 #include "fused/index.hpp"
@@ -59,6 +60,7 @@ struct FusedStep::State {
   lowlat_model_config config;
   shape::RuntimeShape shape;
   lowlat::persistent::ModelWeights weights;
+  lowlat_pools pools;
   const ResidentStep* resident;
   bool has_draft;  // a draft that the fused kernels serve
 
@@ -90,7 +92,7 @@ struct FusedStep::State {
   std::int64_t* draft_tokens;
 
   Stream side;  // of the kernels beside the layers
-  Event forked, ended, joined;
+  Event forked, projected, ended, joined;
 
   template <class T>
   T* take(std::int64_t count) {
@@ -120,6 +122,11 @@ struct FusedStep::State {
   static std::int64_t max_entries(const shape::RuntimeShape& s, int stride, int ratio) {
     return std::int64_t{std::min(stride, s.kNumPages)} * s.kPageSize / ratio;
   }
+
+  // Pools are where the engine has them now; wo_a is where this step has laid it.
+  void take_weights(const lowlat::persistent::ModelWeights& from);
+  std::vector<lowlat::persistent::Fp8Weight> laid_wo_a;  // of each layer; empty: as bound
+  void lay_wo_a();
 
   // What a target step and a draft have in common: rows, the embedding, chained layers, the head.
   struct Chain {
@@ -157,17 +164,25 @@ struct FusedStep::State {
     void end(int last_index) const;
   };
 
-  // A target step's launches.
+  // A target step's launches: of the model's own, or of an engine that hosts it. The other is NULL.
   struct Target : Chain {
-    const lowlat_step& step;
+    const lowlat_step* step;
+    const lowlat_hosted_step* hosted;
 
+    int table_pages() const {
+      const int pages = step != nullptr ? step->page_table_stride : hosted->num_table_pages;
+      return std::min(pages, s.shape.kNumPages);
+    }
     void run() const;
 
    private:
     void take_rows() const;
+    void leave() const;
     void layer(int layer_idx) const;
     void take_features(int layer_idx) const;
-    void index(int layer_idx) const;
+    fused::CompressParams compressor(int layer_idx) const;
+    void begin_index(int layer_idx) const;
+    void end_index(int layer_idx) const;
     fused::EngramParams engram(int layer_idx) const;
     void begin_engram(int layer_idx) const;
     void end_engram(int layer_idx) const;
@@ -197,7 +212,7 @@ fused::LayerStep FusedStep::State::Chain::layer_step() const {
   out.shape = kMoeShape;
   out.num_rows = rows;
   out.positions = s.arrays.positions;
-  out.kv_slots = s.arrays.slots;
+  out.kv_slots = s.arrays.kv_slots;
   out.norm_eps = s.shape.kNormEps;
   out.hc_eps = s.shape.kHcEps;
   out.sinkhorn_iters = s.shape.kSinkhornIters;
@@ -214,13 +229,15 @@ void FusedStep::State::Chain::begin() const {
 
 fused::StepInput FusedStep::State::Chain::input() const {
   fused::StepInput out = {};
+  out.port = s.port;
   out.num_rows = rows;
   out.tokens = tokens;
   out.batch_size = rows / tokens;
   out.vocab = s.shape.kVocab;
-  out.num_pages = s.shape.kNumPages;
+  out.num_pages = s.pools.num_pages;
+  out.most_pages = s.shape.kNumPages;
   out.page_size = s.shape.kPageSize;
-  out.num_state_slots = s.shape.kMaxBatch;
+  out.num_state_slots = s.pools.num_requests;
   out.image_token = s.shape.kImageToken;
   out.mask_token = s.shape.kDraftMaskToken;
   return out;
@@ -317,25 +334,48 @@ void FusedStep::State::Target::run() const {
   if (memory_first) begin_engram(0);
   receive_embedding(s.weights.layers[0].attn_norm, memory_first);
   if (memory_first) end_engram(0);
-  if (s.selects(0)) s.forked.record(stream);
   for (int i = 0; i < s.config.num_layers; ++i) {
     take_features(i);
     layer(i);
   }
-  head();
-  end(first_index_behind(s.config.num_layers));
+  const int behind = first_index_behind(s.config.num_layers);
+  if (hosted != nullptr) {
+    leave();
+    end(behind - 1);
+  } else {
+    head();
+    end(behind);
+  }
 }
 
 void FusedStep::State::Target::take_rows() const {
   fused::StepInput in = input();
-  in.token_ids = step.token_ids;
-  in.positions = step.positions;
-  in.request_idx = step.request_idx;
-  in.slots = step.slots;
-  in.page_table = step.page_table;
-  in.page_table_stride = step.page_table_stride;
-  in.history = s.config.num_engrams > 0 ? step.history : nullptr;
-  in.state_slots = step.state_slots;
+  const bool remembers = s.config.num_engrams > 0;
+  if (step != nullptr) {
+    in.token_ids = step->token_ids;
+    in.positions = step->positions;
+    in.request_idx = step->request_idx;
+    in.slots = step->slots;
+    in.page_table = step->page_table;
+    in.page_table_stride = in.table_pages = step->page_table_stride;
+    in.history = remembers ? step->history : nullptr;
+    in.state_slots = step->state_slots;
+  } else {
+    in.hosted = {hosted->token_ids,
+                 hosted->positions,
+                 hosted->slots,
+                 hosted->requests,
+                 remembers ? s.pools.history : nullptr,
+                 hosted->mode == LOWLAT_DECODE,
+                 s.pools.num_requests,
+                 s.pools.num_window_pages * s.shape.kPageSize,
+                 s.pools.window_slots,
+                 hosted->hidden,
+                 s.shape.kHidden};
+    in.page_table = hosted->page_table;
+    in.page_table_stride = hosted->page_table_stride;
+    in.table_pages = hosted->num_table_pages;
+  }
   check(fused::launch_step_rows(in, s.arrays, stream), "a step's rows");
   if (!s.gathers()) return;
   fused::EngramGatherParams gather = {};
@@ -369,14 +409,12 @@ fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
 void FusedStep::State::Target::layer(int layer_idx) const {
   const fused::PlainLayer plain = plain_layer(layer_idx);
   if (plain.memory_follows) begin_engram(layer_idx + 1);
+  const bool selects = s.selects(layer_idx);
+  if (selects) begin_index(layer_idx);
   const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
-    // The index's kernels wait for those of the front, and are launched after them, so that they
-    // never stand before them; attention is launched when the selection has ended.
-    if (kernel == fused::HopKernel::attention && s.selects(layer_idx)) index(layer_idx);
-    // The next layer's index begins with the end of these experts.
-    if (kernel == fused::HopKernel::second_exchange && s.selects(layer_idx + 1)) {
-      s.forked.record(stream);
-    }
+    if (!selects) return;
+    if (kernel == fused::HopKernel::q) s.projected.record(stream);
+    if (kernel == fused::HopKernel::attention) end_index(layer_idx);
   };
   fused::LayerParts parts;
   parts.between = &between;
@@ -389,59 +427,74 @@ void FusedStep::State::Target::layer(int layer_idx) const {
 
 // Of the streams as they enter the layer.
 void FusedStep::State::Target::take_features(int layer_idx) const {
-  for (int which = 0; which < s.config.num_draft_stages; ++which) {
+  std::uint16_t* const out = hosted != nullptr ? hosted->features : s.resident->features();
+  for (int which = 0; which < s.config.num_draft_stages && out != nullptr; ++which) {
     if (s.config.draft_target_layers[which] != layer_idx) continue;
     const std::int64_t hidden = s.shape.kHidden;
     const fused::FeatureParams params = {rows, s.shape.kHidden, s.memory.residual[0],
-                                         s.resident->features() + which * hidden,
-                                         s.config.num_draft_stages * hidden};
+                                         out + which * hidden, s.config.num_draft_stages * hidden};
     check(fused::launch_features(params, stream), "features");
   }
 }
 
-// Compressed keys, if the layer owns them, and the selection, on the branch beside the chain.
-void FusedStep::State::Target::index(int layer_idx) const {
+// Compressed keys, if the layer owns them, and the selection, on the branch beside the chain. None
+// of its kernels waits for one of the chain that may still be without a place on the device, which
+// they could keep from it: what needs x starts when x is there, what needs [q_a, kv] when these are,
+// and attention is launched when the selection has ended.
+fused::CompressParams FusedStep::State::Target::compressor(int layer_idx) const {
   const auto& w = s.weights.layers[layer_idx];
   const lowlat_layer& plan = s.plan(layer_idx);
   const auto& owner = s.weights.layers[plan.kv_source];
-  const bool owns = plan.kv_source == layer_idx;
   const int ratio = plan.ratio, slots = s.shape.kPageSize / ratio;
-  const cudaStream_t side = s.side.get();
-
-  fused::CompressParams compress = {};
-  compress.rows = step_rows();
-  compress.ratio = ratio;
-  compress.x = s.memory.x;
-  int before_heads = 0;
-  if (owns) {
-    compress.matrices[0] = {w.compressor.wkv, shape::kHeadDim};
-    before_heads = shape::kHeadDim;
-    if (ratio == 2) {
-      compress.matrices[1] = {w.compressor.wgate, shape::kHeadDim};
-      before_heads += shape::kHeadDim;
-    }
+  fused::CompressParams out = {};
+  out.rows = step_rows();
+  out.ratio = ratio;
+  out.x = s.memory.x;
+  if (plan.kv_source == layer_idx) {
+    out.matrices[0] = {w.compressor.wkv, shape::kHeadDim};
+    if (ratio == 2) out.matrices[1] = {w.compressor.wgate, shape::kHeadDim};
   }
-  compress.matrices[2] = {w.indexer.weights_proj, Served::kIndexHeads};
-  compress.partial = s.compress_sums;
-  compress.state = w.kv_state;
-  compress.state_slots = s.arrays.state_slots;
-  compress.ring = s.shape.kStateRing;
-  compress.norm = w.compressor.norm;
-  compress.wk = w.indexer.wk;
-  compress.k_norm = w.indexer.k_norm;
-  compress.norm_eps = s.shape.kNormEps;
-  compress.rope = s.compressed_rope;
-  compress.pool = {owner.kv_extra, page_bytes(slots), slots};
-  compress.keys = {owner.kv_index, kIndexPageBytes};
-  compress.x_done = x_gate(layer_idx);
-  compress.product_done = gate(layer_idx, gate_product, fused::compress_product_blocks(compress));
+  out.matrices[2] = {w.indexer.weights_proj, Served::kIndexHeads};
+  out.partial = s.compress_sums;
+  out.state = w.kv_state;
+  out.state_slots = s.arrays.state_slots;
+  out.ring = s.shape.kStateRing;
+  out.norm = w.compressor.norm;
+  out.wk = w.indexer.wk;
+  out.k_norm = w.indexer.k_norm;
+  out.norm_eps = s.shape.kNormEps;
+  out.rope = s.compressed_rope;
+  out.pool = {owner.kv_extra, page_bytes(slots), slots};
+  out.keys = {owner.kv_index, kIndexPageBytes};
+  out.product_done = gate(layer_idx, gate_product, fused::compress_product_blocks(out));
+  out.done = gate(layer_idx, gate_keys, fused::compress_key_blocks(rows));
+  return out;
+}
 
+void FusedStep::State::Target::begin_index(int layer_idx) const {
+  const fused::CompressParams compress = compressor(layer_idx);
+  const cudaStream_t side = s.side.get();
+  s.forked.record(stream);
+  s.forked.hold(side);
+  check(fused::launch_compress_product(compress, s.shape.kHidden, false, side),
+        "a compressor's product");
+  if (s.plan(layer_idx).kv_source != layer_idx) return;
+  check(fused::launch_compress_key(compress, true, side), "compressed keys");
+}
+
+void FusedStep::State::Target::end_index(int layer_idx) const {
+  const auto& w = s.weights.layers[layer_idx];
+  const lowlat_layer& plan = s.plan(layer_idx);
+  const fused::CompressParams compress = compressor(layer_idx);
+  const bool owns = plan.kv_source == layer_idx;
+  const int ratio = plan.ratio;
+  const cudaStream_t side = s.side.get();
   fused::IndexParams index = {};
   index.format = fused::IndexFormat::fp4;
   index.rows = compress.rows;
   index.ratio = ratio;
-  index.pages = {s.arrays.page_table, std::min(step.page_table_stride, s.shape.kNumPages), slots};
-  index.max_entries = static_cast<int>(max_entries(s.shape, step.page_table_stride, ratio));
+  index.pages = {s.arrays.page_table, table_pages(), s.shape.kPageSize / ratio};
+  index.max_entries = static_cast<int>(max_entries(s.shape, table_pages(), ratio));
   index.keys = compress.keys;
   index.hop = hop(layer_idx);
   index.packets = s.memory.packets;
@@ -453,8 +506,8 @@ void FusedStep::State::Target::index(int layer_idx) const {
   index.norm_eps = s.shape.kNormEps;
   index.rope = s.compressed_rope;
   index.query = s.query;
-  index.head_sums = s.compress_sums + before_heads;
   index.head_stride = fused::compress_width(compress);
+  index.head_sums = s.compress_sums + index.head_stride - Served::kIndexHeads;
   index.scores = s.scores;
   index.pitch = s.pitch;
   index.block_scores = layer_idx == s.config.candidate_layer ? s.block_scores : nullptr;
@@ -470,15 +523,9 @@ void FusedStep::State::Target::index(int layer_idx) const {
   index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
   index.done = gate(layer_idx, gate_select, fused::index_select_blocks(index));
 
-  s.forked.hold(side);
-  check(fused::launch_compress_product(compress, s.shape.kHidden, false, side),
-        "a compressor's product");
-  if (owns) {
-    compress.done = gate(layer_idx, gate_keys, fused::compress_key_blocks(rows));
-    index.keys_done = compress.done;
-    check(fused::launch_compress_key(compress, true, side), "compressed keys");
-  }
-  check(fused::launch_index_query(index, true, side), "index queries");
+  if (owns) index.keys_done = compress.done;
+  s.projected.hold(side);
+  check(fused::launch_index_query(index, false, side), "index queries");
   check(fused::launch_index_scores(index, true, side), "index scores");
   check(fused::launch_index_select(index, true, side), "a selection");
   s.ended.record(side);
@@ -547,21 +594,29 @@ void FusedStep::State::Target::end_engram(int layer_idx) const {
 // ---------------------------------------------------------------------------------------- head
 
 void FusedStep::State::Target::head() const {
-  const bool wanted = step.num_logit_rows > 0 && (step.logits != nullptr || step.argmax != nullptr);
+  const bool wanted =
+      step->num_logit_rows > 0 && (step->logits != nullptr || step->argmax != nullptr);
   if (wanted) head_product(s.config.num_layers);
   fused::HeadParams params = {};
   params.port = s.port;
   params.index = first_index_behind(s.config.num_layers);
   params.num_rows = rows;
-  params.num_logit_rows = wanted ? step.num_logit_rows : 0;
-  params.logit_rows = step.logit_rows;
+  params.num_logit_rows = wanted ? step->num_logit_rows : 0;
+  params.logit_rows = step->logit_rows;
   params.vocab_local = s.shape.kVocabLocal;
   params.partial = s.head_sums;
   params.best = s.head_best;
   params.tickets = s.head_tickets;
-  params.logits = step.logits;
-  params.argmax = step.argmax;
+  params.logits = step->logits;
+  params.argmax = step->argmax;
   check(fused::launch_head(params, stream), "the logits");
+}
+
+void FusedStep::State::Target::leave() const {
+  const fused::LeaveParams params = {
+      s.port,         rows,           s.shape.kHidden, s.memory.x, s.memory.residual[0],
+      hosted->hidden, hosted->streams};
+  check(fused::launch_leave(params, stream), "a step's results");
 }
 
 // --------------------------------------------------------------------------------------- draft
@@ -582,7 +637,7 @@ void FusedStep::State::Draft::run() const {
   in.prefixes = draft.prefixes;
   in.slots = draft.slots;
   in.page_table = draft.page_table;
-  in.page_table_stride = draft.page_table_stride;
+  in.page_table_stride = in.table_pages = draft.page_table_stride;
   check(fused::launch_step_rows(in, s.arrays, stream), "a draft's rows");
   if (s.first_index() == kGatherIndex) {
     // Nothing is gathered, but steps of both kinds begin with the same number.
@@ -644,12 +699,50 @@ int FusedStep::State::Draft::propose() const {
   return first + fused::kDraftSteps - 1;
 }
 
+// ------------------------------------------------------------------------------------- weights
+
+void FusedStep::State::take_weights(const lowlat::persistent::ModelWeights& from) {
+  weights = from;
+  for (std::size_t i = 0; i < laid_wo_a.size(); ++i) weights.layers[i].wo_a = laid_wo_a[i];
+}
+
+// An engine may have expanded wo_a to bf16; its kernels read the codes it came from.
+void FusedStep::State::lay_wo_a() {
+  if (config.num_layers == 0 || weights.layers[0].wo_a_bf16 == nullptr) return;
+  const int rows = shape.kGroupsLocal * shape.kOLora, columns = shape.kGroupInput;
+  auto* const inexact = take<std::uint32_t>(1);
+  for (int i = 0; i < config.num_layers; ++i) {
+    auto* const codes = take<std::uint8_t>(std::int64_t{rows} * columns);
+    auto* const scales = take<std::uint8_t>(std::int64_t{rows / 32} * (columns / 32));
+    const fused::CodesParams params = {rows,  columns, weights.layers[i].wo_a_bf16,
+                                       codes, scales,  inexact};
+    check(fused::launch_codes(params, nullptr), "wo_a as codes");
+    laid_wo_a.push_back({codes, scales});
+  }
+  std::uint32_t count = 0;
+  check(cudaMemcpy(&count, inexact, sizeof count, cudaMemcpyDeviceToHost), "cudaMemcpy");
+  if (count > 0) {
+    throw Error(LOWLAT_UNSUPPORTED,
+                std::to_string(count) +
+                    " values of attn.wo_a.weight are no e4m3 values under a power of two for each "
+                    "32 x 32, as the fused schedule reads them (nvidia:persistent does without)");
+  }
+  take_weights(weights);
+}
+
 // --------------------------------------------------------------------------------------- class
 
-std::string FusedStep::refusal(const lowlat_model_config& c, const shape::RuntimeShape& s,
-                               int device) {
+std::string FusedStep::refusal(const lowlat_model_config& c, const lowlat_hosting* hosting,
+                               const shape::RuntimeShape& s, int device) {
   std::string out;
   const auto add = [&](const std::string& reason) { out += (out.empty() ? "" : "; ") + reason; };
+  if (hosting != nullptr && hosting->proposals != 0) {
+    add("it is there for proposals alone");
+    return out;
+  }
+  if (hosting != nullptr && hosting->expert_layout == LOWLAT_MARLIN) {
+    add("expert_layout is Marlin's, needed row-major");
+  }
   if (c.kind != LOWLAT_V41) {
     add("kind is " + std::to_string(c.kind) + ", needed LOWLAT_V41");
     return out;
@@ -702,13 +795,15 @@ std::int64_t FusedStep::box_packets(const lowlat_model_config& c, const shape::R
 }
 
 FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
-                     const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region,
-                     const ResidentStep& resident, std::uint32_t kernel)
+                     const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools,
+                     const ExchangeRegion& region, const ResidentStep& resident,
+                     std::uint32_t kernel)
     : state_(std::make_unique<State>()) {
   State& s = *state_;
   s.config = config;
   s.shape = shape;
   s.weights = weights;
+  s.pools = pools;
   s.resident = &resident;
   s.has_draft =
       config.num_draft_stages == fused::kInjectStages && config.draft_block == fused::kDraftSteps &&
@@ -731,6 +826,7 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.arrays.token_ids = s.take<std::int32_t>(kRows);
   s.arrays.positions = s.take<std::int32_t>(kRows);
   s.arrays.slots = s.take<std::int32_t>(kRows);
+  s.arrays.kv_slots = s.take<std::int32_t>(kRows);
   s.arrays.image_rows = s.take<std::uint8_t>(kRows);
   s.arrays.window_idx = s.take<std::int32_t>(kRows * (fused::kStepWindow + fused::kMaxBlockRows));
   s.arrays.history = s.take<std::int32_t>(3 * kRows);
@@ -789,6 +885,7 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
       inject.pages[i] = {w.kv_swa, page_bytes(shape.kPageSize), shape.kPageSize};
     }
   }
+  s.lay_wo_a();
   check(cudaDeviceSynchronize(), "the step's memory");
   load_kernels();
 }
@@ -808,6 +905,13 @@ void FusedStep::load_kernels() const {
   };
   for (int i = 0; i < s.config.num_widths && s.config.widths[i] <= kRows; ++i) {
     const int rows = s.config.widths[i];
+    if (s.weights.head == nullptr) {
+      lowlat_hosted_step step{};
+      step.batch_size = rows;
+      step.tokens_per_request = step.page_table_stride = step.num_table_pages = 1;
+      capture(step);
+      continue;
+    }
     lowlat_step step{};
     step.num_rows = step.batch_size = rows;
     step.tokens_per_request = 1;
@@ -842,8 +946,35 @@ bool FusedStep::serves(const lowlat_draft& draft) const {
   return state_->has_draft && draft.batch_size <= fused::kMaxDraftBatch;
 }
 
+bool FusedStep::serves(const lowlat_hosted_step& step) const {
+  const State& s = *state_;
+  return step.batch_size * step.tokens_per_request <= kRows &&
+         (s.shape.kIndexTopk == 0 ||
+          State::max_entries(s.shape, step.num_table_pages, 1) <= fused::kIndexMaxEntries);
+}
+
 void FusedStep::launch(const lowlat_step& step, cudaStream_t stream) const {
-  State::Target{{*state_, stream, step.num_rows, step.tokens_per_request}, step}.run();
+  State::Target{{*state_, stream, step.num_rows, step.tokens_per_request}, &step, nullptr}.run();
+}
+
+void FusedStep::launch(const lowlat_hosted_step& step, cudaStream_t stream) const {
+  const auto aligned = [](const void* pointer) {
+    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+  };
+  if (!aligned(step.hidden) || !aligned(step.streams)) {
+    throw invalid("hidden and streams of a hosted step must be aligned to 16 bytes");
+  }
+  State::Target{
+      {*state_, stream, step.batch_size * step.tokens_per_request, step.tokens_per_request},
+      nullptr,
+      &step}
+      .run();
+}
+
+void FusedStep::move_pools(const lowlat::persistent::ModelWeights& weights,
+                           const lowlat_pools& pools) {
+  state_->take_weights(weights);
+  state_->pools = pools;
 }
 
 void FusedStep::launch(const lowlat_draft& draft, cudaStream_t stream) const {

@@ -19,8 +19,9 @@ class FusedStep {
  public:
   // Every reason why the fused kernels do not serve a model on a device, in one line; "" where they
   // do. The same on every rank, where their devices are alike.
-  static std::string refusal(const lowlat_model_config& config, const shape::RuntimeShape& shape,
-                             int device);
+  // hosting: NULL for a model that keeps its caches and head.
+  static std::string refusal(const lowlat_model_config& config, const lowlat_hosting* hosting,
+                             const shape::RuntimeShape& shape, int device);
   // Packets of a box of the region's fused set.
   static std::int64_t box_packets(const lowlat_model_config& config,
                                   const shape::RuntimeShape& shape);
@@ -29,9 +30,10 @@ class FusedStep {
   // weights are the device's. `resident`: of the same model; a step's features go to its buffers,
   // and what a draft has no fused kernels for is its launches. It outlives this. `kernel`: the
   // catalogue's line. Allocates everything and loads every kernel.
+  // Throws LOWLAT_UNSUPPORTED for bf16 weights of wo_a that are no e4m3 values under powers of two.
   FusedStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
-            const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region,
-            const ResidentStep& resident, std::uint32_t kernel);
+            const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools,
+            const ExchangeRegion& region, const ResidentStep& resident, std::uint32_t kernel);
   ~FusedStep();
   FusedStep(const FusedStep&) = delete;
   FusedStep& operator=(const FusedStep&) = delete;
@@ -40,9 +42,14 @@ class FusedStep {
   // than the selection takes.
   bool serves(const lowlat_step& step) const;
   bool serves(const lowlat_draft& draft) const;
+  bool serves(const lowlat_hosted_step& step) const;
   // A stream that is being captured takes the launches of both branches.
   void launch(const lowlat_step& step, cudaStream_t stream) const;
   void launch(const lowlat_draft& draft, cudaStream_t stream) const;
+  void launch(const lowlat_hosted_step& step, cudaStream_t stream) const;
+
+  // Other caches from the next launch on; nothing that was launched may run.
+  void move_pools(const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools);
 
   std::uint64_t bytes() const;
 

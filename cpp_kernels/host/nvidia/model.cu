@@ -189,12 +189,13 @@ class NvidiaModel final : public Model {
                   "rank a device, or nvidia:persistent");
     }
     const OnDevice on(device_);
-    fused_step_ =
-        std::make_unique<FusedStep>(config(), shape(), weights(), *region_, *step_, kFusedLine);
+    fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), pools(), *region_,
+                                              *step_, kFusedLine);
   }
   void move_pools() override {
     const OnDevice on(device_);
     step_->move_pools(weights(), pools());
+    if (fused_step_ != nullptr) fused_step_->move_pools(weights(), pools());
   }
 
   // The plain path is the resident program too; fused kernels serve the widths alone.
@@ -219,6 +220,10 @@ class NvidiaModel final : public Model {
   }
 
   void start_hosted(const lowlat_hosted_step& step, void* stream) override {
+    if (fused_step_ != nullptr && fused_step_->serves(step)) {
+      launch(stream, [&](cudaStream_t chosen) { fused_step_->launch(step, chosen); });
+      return;
+    }
     const bool fused_experts = step_->has_fused_experts(step.batch_size * step.tokens_per_request);
     launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
   }
@@ -255,8 +260,11 @@ class NvidiaModel final : public Model {
     out.peer = -1;
     if (state == 0u) return out;
     out.state = state;
-    // Fused kernels say which layer's they are.
-    out.kernel = words->kernel < kFusedLine ? words->kernel : kFusedLine;
+    out.kernel = words->kernel;
+    if (words->kernel >= kFusedLine) {
+      out.kernel = kFusedLine;
+      out.place = words->kernel;
+    }
     out.stage = words->stage;
     out.peer = words->peer;
     out.epoch = words->epoch;
@@ -302,8 +310,7 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
   const bool whole = config.struct_bytes == sizeof config && config_reasons(config).empty();
   std::string refusal = "none";
   if (whole) {
-    refusal = hosting == nullptr ? FusedStep::refusal(config, runtime_shape(config), device)
-                                 : "another engine hosts it";
+    refusal = FusedStep::refusal(config, hosting, runtime_shape(config), device);
     if (words.schedules == Schedules::fused && !refusal.empty()) {
       throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + platform +
                                           "\", but the fused step is not built for this model: " +
