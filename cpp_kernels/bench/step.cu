@@ -3,6 +3,7 @@
 //
 //   bench_step check [rows..]   eight layers of every kind and a draft: logits, tokens, features
 //                               (by the draft's tokens) and all caches; replays, bit for bit
+//   bench_step hosted           the same of steps for an engine that keeps caches and head
 //   bench_step time [rows..]    the model's 40 layers, a CUDA graph of one step
 //   bench_step fault            an abort of steps in flight
 //   bench_step once [rows..]    a step and a draft without a comparison, for a sanitizer
@@ -37,6 +38,19 @@ void check(const std::vector<int>& widths) {
   compare_pools(fused, resident);
   replay(fused, case_of(6, 4500), 1000);
   replay(fused, case_of(24, 4500), 200);
+}
+
+void hosted() {
+  lowlat_model_config config = config_of(false, 3);
+  config.num_pages = kPagesOfRequest;
+  Weights weights;
+  Rank fused("nvidia:0:fused:loop", config, weights, true);
+  Rank resident("nvidia:0:persistent:loop", config, weights, true);
+  for (const int rows : {6, 1, 12, 48}) {
+    compare_hosted(fused, resident, case_of(rows, kPosition + 10 * rows), 1);
+  }
+  compare_hosted(fused, resident, {4, 1, kPosition}, 2);
+  compare_pools(fused, resident);
 }
 
 enum class Timed { step, tokens_only, draft };
@@ -132,12 +146,14 @@ int run(int argc, char** argv) {
     check(widths);
   } else if (what == "time") {
     time_steps(widths);
+  } else if (what == "hosted") {
+    hosted();
   } else if (what == "once") {
     once(widths);
   } else if (what == "fault") {
     fault();
   } else {
-    std::fprintf(stderr, "usage: bench_step check|time|once|fault [rows..]\n");
+    std::fprintf(stderr, "usage: bench_step check|hosted|time|once|fault [rows..]\n");
     return 2;
   }
   std::printf("%d failures\n", failures);

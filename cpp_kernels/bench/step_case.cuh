@@ -18,6 +18,7 @@
 
 #include "bench/attn_bench.hpp"
 #include "lowlat/kernels.h"
+#include "reference/format.hpp"
 #include "reference/fp4.hpp"
 #include "reference/kv.hpp"
 
@@ -38,7 +39,17 @@ static __device__ std::uint16_t bf16_of(float v) {
   return static_cast<std::uint16_t>(__float_as_uint(v) >> 16);
 }
 
-enum class Kind { plain, gain, embedding, kv_pages, index_pages };
+// Element i of a matrix of 4096 columns: an e4m3 code below 2 under its block's power of two.
+static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t seed) {
+  const auto block = static_cast<std::uint64_t>(i / 4096 / 32 * 128 + i % 4096 / 32);
+  const int exponent = static_cast<int>(bits >> 3 & 7u) - 7, fraction = bits & 7u;
+  const float size = exponent > -7 ? (1.0f + 0.125f * fraction) * exp2f(exponent)
+                                   : 0.125f * fraction * exp2f(-6.0f);
+  const float scale = exp2f(-8.0f + static_cast<float>(mixed(seed + block) % 3u));
+  return (bits & 0x80u ? -size : size) * scale;
+}
+
+enum class Kind { plain, gain, embedding, wo_a, kv_pages, index_pages };
 
 // Random values of a dtype. Sublayers add a twentieth to the streams that the embedding made: what
 // one of them does wrong shows, and what the schedules round otherwise does not choose other
@@ -55,7 +66,10 @@ static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_
     auto* bytes = static_cast<std::uint8_t*>(out);
     switch (dtype) {
       case LOWLAT_F32: static_cast<float*>(out)[i] = value; break;
-      case LOWLAT_BF16: static_cast<std::uint16_t*>(out)[i] = bf16_of(value); break;
+      case LOWLAT_BF16:
+        static_cast<std::uint16_t*>(out)[i] =
+            bf16_of(kind == Kind::wo_a ? coded(i, bits, seed) : value);
+        break;
       case LOWLAT_I64: static_cast<std::int64_t*>(out)[i] = bits % 99092; break;
       case LOWLAT_E4M3: bytes[i] = bits & 0xbfu; break;
       case LOWLAT_FP4X2: bytes[i] = bits & 0xffu; break;
@@ -199,6 +213,7 @@ class Weights {
     const int scale_code = out ? 125 : down ? 117 : 120;
     const Kind kind = name == "embed.weight"              ? Kind::embedding
                       : gain                              ? Kind::gain
+                      : name.find("wo_a") != std::string::npos ? Kind::wo_a
                       : spec.layout == LOWLAT_KV_PAGED    ? Kind::kv_pages
                       : spec.layout == LOWLAT_INDEX_PAGED ? Kind::index_pages
                                                           : Kind::plain;
@@ -229,15 +244,31 @@ struct Case {
   int rows() const { return requests * tokens; }
 };
 
+// Of a hosted model: page 0 belongs to padding, and the window's keys lie in pages of another order.
+inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
+inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
+
 class Rank {
  public:
-  Rank(const std::string& platform, const lowlat_model_config& config, Weights& weights)
+  // hosted: by an engine that keeps caches and head, with the checkpoint's experts and wo_a in bf16.
+  Rank(const std::string& platform, const lowlat_model_config& config, Weights& weights,
+       bool hosted = false)
       : config_(config) {
-    must(lowlat_model_create(platform.c_str(), &config_, &model_));
+    if (hosted) {
+      lowlat_hosting hosting{};
+      hosting.struct_bytes = sizeof hosting;
+      hosting.expert_layout = LOWLAT_ROW_MAJOR;
+      hosting.bf16_wo_a = 1;
+      must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
+    } else {
+      must(lowlat_model_create(platform.c_str(), &config_, &model_));
+    }
+    std::vector<lowlat_tensor> caches;
     for (int i = 0; i < lowlat_model_num_tensors(model_); ++i) {
       lowlat_tensor_spec spec{};
       spec.struct_bytes = sizeof spec;
       must(lowlat_model_tensor(model_, i, &spec));
+      if (hosted && spec.role == LOWLAT_POOL) spec.shape[0] = rows_of(spec);
       lowlat_tensor tensor{};
       tensor.struct_bytes = sizeof tensor;
       tensor.dtype = spec.dtype;
@@ -253,12 +284,15 @@ class Rank {
       if (spec.role == LOWLAT_POOL) {
         tensor.data = Weights::filled(spec, seed);
         pools_.push_back({spec, spec.name, tensor.data});
+        caches.push_back(tensor);
+        if (hosted) continue;
       } else {
         tensor.data = weights.of(spec, seed);
       }
       must(lowlat_model_bind(model_, spec.name, &tensor));
     }
     must(lowlat_model_ready(model_));
+    if (hosted) bind_caches(caches);
   }
   ~Rank() {
     lowlat_model_destroy(model_);
@@ -326,14 +360,95 @@ class Rank {
     step.argmax = place(std::vector<std::int32_t>(static_cast<std::size_t>(of.rows()), -7));
     return step;
   }
+  // The same for a hosted model; the last row is padding where there is more than one request.
+  lowlat_hosted_step hosted_of(const Case& of, int salt) {
+    std::vector<std::int64_t> tokens, positions, slots, requests;
+    std::vector<std::int32_t> pages;
+    for (int q = 0; q < of.requests; ++q) {
+      for (int p = 0; p < kPagesOfRequest; ++p) {
+        pages.push_back((p * kMaxBatch + q) * 7 % (kHostedPages - 1) + 1);
+      }
+      requests.push_back(kMaxBatch - 1 - q);
+      for (int i = 0; i < of.tokens; ++i) {
+        const int position = of.position + 11 * q + i;
+        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % config_.vocab);
+        positions.push_back(position);
+        slots.push_back(
+            pages[static_cast<std::size_t>(q * kPagesOfRequest + position / kPageSize)] *
+                kPageSize +
+            position % kPageSize);
+      }
+    }
+    if (of.requests > 1) slots.back() = 17;
+    const auto rows = static_cast<std::size_t>(of.rows()), hidden = std::size_t{5120};
+    lowlat_hosted_step step{};
+    step.struct_bytes = sizeof step;
+    step.mode = of.tokens == 1 ? LOWLAT_DECODE : LOWLAT_TARGET_VERIFY;
+    step.batch_size = of.requests;
+    step.tokens_per_request = of.tokens;
+    step.page_table_stride = step.num_table_pages = kPagesOfRequest;
+    step.token_ids = place(tokens);
+    step.positions = place(positions);
+    step.slots = place(slots);
+    step.requests = place(requests);
+    step.page_table = place(pages);
+    step.hidden = place(std::vector<std::uint16_t>(rows * hidden, 0x7fc0));
+    step.features = place(std::vector<std::uint16_t>(
+        rows * hidden * static_cast<std::size_t>(config_.num_draft_stages), 0x7fc0));
+    step.streams = place(std::vector<std::uint16_t>(rows * hidden * 4, 0x7fc0));
+    return step;
+  }
+  std::vector<float> floats(const std::uint16_t* from, std::size_t count) {
+    std::vector<float> out;
+    for (const std::uint16_t code : take(from, count)) {
+      out.push_back(static_cast<float>(reference::from_bf16(code)));
+    }
+    return out;
+  }
+  std::vector<std::int32_t> history() {
+    return take(history_, static_cast<std::size_t>(3 * kMaxBatch));
+  }
   std::vector<float> logits(const lowlat_step& step) {
     return take(step.logits,
                 static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab));
   }
 
  private:
+  static std::int64_t rows_of(const lowlat_tensor_spec& spec) {
+    const std::string name = spec.name;
+    if (name.find("kv.state") == 0) return kMaxBatch * 8;
+    if (name.find("kv.index") != 0) return kHostedPages;
+    // Pages of 64 entries: four of ratio 1 a page of tokens.
+    return kHostedPages * (kPageSize / 64);
+  }
+  void bind_caches(const std::vector<lowlat_tensor>& caches) {
+    std::vector<const char*> names;
+    for (const Pool& pool : pools_) names.push_back(pool.name.c_str());
+    std::vector<std::int64_t> window_slots;
+    for (int page = 0; page < kHostedPages; ++page) {
+      for (int i = 0; i < kPageSize; ++i) {
+        window_slots.push_back(hosted_window_page(page) * kPageSize + i);
+      }
+    }
+    std::vector<std::int32_t> history;
+    for (int i = 0; i < 3 * kMaxBatch; ++i) history.push_back(i * 4099 % 129280);
+    history[4] = -1;  // an image
+    history_ = place(history);
+    lowlat_pools pools{};
+    pools.struct_bytes = sizeof pools;
+    pools.num_pages = pools.num_window_pages = kHostedPages;
+    pools.num_requests = kMaxBatch;
+    pools.window_slots = place(window_slots);
+    pools.history = history_;
+    pools.num_tensors = static_cast<std::int32_t>(caches.size());
+    pools.names = names.data();
+    pools.tensors = caches.data();
+    must(lowlat_pools_bind(model_, &pools));
+  }
+
   lowlat_model_config config_;
   lowlat_model* model_ = nullptr;
+  std::int32_t* history_ = nullptr;
   std::vector<Pool> pools_;
 };
 
@@ -445,6 +560,31 @@ inline void compare_step(Rank& got, Rank& want, const Case& of, int salt) {
       "differs %d, wrong %d\n",
       good ? "ok  " : "FAIL", of.requests, of.tokens, of.position, median(errors), errors.back(),
       differs, wrong);
+  std::fflush(stdout);
+  failures += good ? 0 : 1;
+}
+
+// One hosted step on both: what it leaves, and the tokens that decoding keeps.
+inline void compare_hosted(Rank& got, Rank& want, const Case& of, int salt) {
+  const auto rows = static_cast<std::size_t>(of.rows() - (of.requests > 1 ? 1 : 0));
+  const std::size_t widths[] = {5120, 3 * 5120, 4 * 5120};
+  std::vector<std::vector<float>> results[3];
+  for (Rank* rank : {&got, &want}) {
+    const lowlat_hosted_step step = rank->hosted_of(of, salt);
+    must(lowlat_hosted_step_launch(rank->model(), &step, nullptr));
+    must(lowlat_synchronize(rank->model(), 10'000'000'000));
+    const std::uint16_t* outs[] = {step.hidden, step.features, step.streams};
+    for (int i = 0; i < 3; ++i) results[i].push_back(rank->floats(outs[i], rows * widths[i]));
+  }
+  double medians[3];
+  for (int i = 0; i < 3; ++i) {
+    medians[i] = median(errors_of(results[i][0], results[i][1], widths[i]));
+  }
+  const bool kept = got.history() == want.history();
+  const bool good = medians[0] < 0.03 && medians[1] < 0.03 && medians[2] < 0.03 && kept;
+  std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
+              good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
+              kept ? "" : ", other history");
   std::fflush(stdout);
   failures += good ? 0 : 1;
 }
