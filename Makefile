@@ -2,8 +2,8 @@
 # environment that test-sglang makes.
 #   make demo        build what is needed and replay a small agent trace
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
-#   make test-sglang what needs the real SGLang, installed into ~/.cache/lowlat once (6 GB); from
-#                    then on make test runs it too
+#   make test-sglang the part of it that needs the real SGLang, which is installed into
+#                    ~/.cache/lowlat once (6 GB); skipped with the reason where it cannot be had
 #   make test-deep   the same as test, longer, and under sanitizers
 #   make tidy        format, lints, tests about the tree
 #   make gpu-test    on a machine with a GPU: what needs one

@@ -25,7 +25,8 @@ class Request:
     """What the kernels of one rank are made from.
 
     `mode` is that of the steps, each with `tokens_per_request` rows a request, at `widths` rows.
-    `tensors` are the loaded weights by SGLang's names, where they lie.
+    `tensors` are the loaded weights by SGLang's names, where they lie, their experts in
+    `expert_layout`. `page_size` is in tokens, `device` the number of this rank's GPU.
     """
 
     model: Any
@@ -37,6 +38,9 @@ class Request:
     tp_rank: int
     tp_size: int
     wait_budget_ns: int
+    page_size: int
+    expert_layout: str
+    device: int
 
 
 class Kernels(Protocol):
@@ -48,6 +52,15 @@ class Kernels(Protocol):
     shape: str
     numerics: str
     layout: str
+
+    def export(self) -> bytes:
+        """A handle by which the peers open this rank's memory."""
+
+    def connect(self, handles: list[bytes]) -> None:
+        """Opens the peers' memory, by every rank's handle."""
+
+    def attach(self, head: Any) -> None:
+        """The draft's head, before its first proposal."""
 
     def reads(self, view: Any) -> dict[str, Any]:
         """The caches that steps read and write, by name, as `view` gives them now."""
@@ -73,15 +86,13 @@ class Place:
 
 
 def nvidia_kernels(request: Request) -> Kernels:
-    """The CUDA kernels. The library of this version makes no model on NVIDIA, and says so."""
+    """The CUDA kernels over SGLang's weights and caches."""
     reasons = guard.kernels_reasons()
     if reasons:
         raise RefusalError("kernels_missing", reasons)
-    raise refusal(
-        "kernels_missing",
-        f"this version of the plugin does not bind SGLang's tensors to {guard.PLATFORM} kernels",
-        "install a lowlat of the kernel library's version",
-    )
+    from lowlat.kernels import NVIDIA, HostedKernels
+
+    return HostedKernels(request, NVIDIA)
 
 
 def target(model: Any, hf_config: Any, context: Any) -> TargetMegakernel:
@@ -172,16 +183,13 @@ class Build:
     def run(self, open_kernels: Open) -> tuple[Kernels, Any]:
         """The kernels, and the dispatcher that follows from every rank's ballot."""
         start = time.perf_counter()
-        kernels = ballot = problem = None
-        try:
-            kernels = open_kernels(self.request())
-            ballot = self.ballot(kernels)
-        except RefusalError as error:
-            problem = error
-        except Exception as error:  # whatever it is, the peers wait for this rank's ballot
-            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            logger.exception("lowlat: the build failed")
-            problem = refusal("bug", words)
+        # Every rank comes to both gatherings, whatever became of it.
+        opened, problem = tried(lambda: self.open(open_kernels))
+        kernels, handle = opened or (None, None)
+        handles = self.where.gather(handle)
+        ballot = None
+        if problem is None and None not in handles:
+            ballot, problem = tried(lambda: self.meet(kernels, handles))
         dispatcher = agree(ballot, problem, self.where)
         logger.info(
             "lowlat: %s steps of %s rows built in %.2f s; %.1f MiB of our own beside the weights,"
@@ -193,7 +201,17 @@ class Build:
         )
         return kernels, dispatcher
 
+    def open(self, open_kernels: Open) -> tuple[Kernels, bytes]:
+        kernels = open_kernels(self.request())
+        return kernels, kernels.export()
+
+    def meet(self, kernels: Kernels, handles: list[bytes]) -> Any:
+        kernels.connect(handles)
+        return self.ballot(kernels)
+
     def request(self) -> Request:
+        import torch
+
         where = self.where
         deadlines = ladder(self.context.deadline_s)
         return Request(
@@ -202,33 +220,40 @@ class Build:
             mode=self.mode,
             tokens_per_request=self.tokens_per_request,
             widths=self.widths,
-            tensors=self.weights()(),
+            tensors=self.loaded(),
             tp_rank=where.tp_rank,
             tp_size=where.tp_size,
             wait_budget_ns=deadlines.kernel_ns,
+            page_size=deepseek_v4.PAGE_SIZE,
+            expert_layout=deepseek_v4.EXPERT_LAYOUT,
+            device=torch.cuda.current_device(),
         )
+
+    def loaded(self) -> dict[str, Any]:
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def weights(self) -> Callable[[], dict[str, Any]]:
         """Gives the tensors that the kernels are bound to, as the model has them when asked."""
-        names, model = [need.name for need in self.needs], self.model
+        names = [need.name for need in self.needs]
 
         def now() -> dict[str, Any]:
-            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            tensors = self.loaded()
             return {name: tensors[name] for name in names if name in tensors}
 
         return now
 
-    def ballot(self, kernels: Kernels) -> Any:
-        where = self.where
-        # What the server's settings had to be was checked before the weights were loaded.
-        isa = where.isa
+    def settings(self) -> dict[str, Any]:
+        """What the server's settings have to be, which was checked before the weights loaded."""
         spec = next(
             spec
-            for spec in config.requirements(isa).values()
+            for spec in config.requirements(self.where.isa).values()
             if spec["model_type"] == self.hf_config.model_type
         )
-        args = {row["name"]: row["accepted"][0] for row in spec["server_args"]}
-        options = {"isa": isa, "tp_size": where.tp_size, "server_args": args}
+        return {row["name"]: row["accepted"][0] for row in spec["server_args"]}
+
+    def ballot(self, kernels: Kernels) -> Any:
+        where = self.where
+        options = {"isa": where.isa, "tp_size": where.tp_size, "server_args": self.settings()}
         published = config.published(self.hf_config)
         rank = _dispatch.Rank(published, options, tp_rank=where.tp_rank)
         return rank.ballot(
@@ -243,15 +268,30 @@ class Build:
         )
 
 
+def tried(act: Callable[[], Any]) -> tuple[Any, RefusalError | None]:
+    """What `act` gives, or why it does not."""
+    try:
+        return act(), None
+    except RefusalError as error:
+        return None, error
+    except Exception as error:  # whatever it is, the peers wait for this rank
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        logger.exception("lowlat: the build failed")
+        return None, refusal("bug", words)
+
+
 def agree(ballot: Any, problem: RefusalError | None, where: Place) -> Any:
     """The dispatcher when every rank's ballot is the same; else ``RefusalError`` on all of them."""
-    if problem is None:
+    if ballot is not None:
         words, lines = ballot.words(), []
     else:
+        # Without a problem of its own a rank has a peer with one, which says it.
         words = _dispatch.declining_ballot(
-            tp_rank=where.tp_rank, tp_size=where.tp_size, reason=problem.reason
+            tp_rank=where.tp_rank,
+            tp_size=where.tp_size,
+            reason="vote_rank_declines" if problem is None else problem.reason,
         )
-        lines = problem.lines
+        lines = [] if problem is None else problem.lines
     gathered = where.gather((words, lines))
     told = [f"rank {rank}: {line}" for rank, (_, lines) in enumerate(gathered) for line in lines]
     if told:

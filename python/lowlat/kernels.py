@@ -42,9 +42,7 @@ SCALAR = Platform("scalar", False)
 
 def layout_words(model: Any) -> str:
     """How tensors are handed over, the same on every rank."""
-    return "\n".join(
-        f"{spec['name']} {spec['dtype']} {spec['layout']}" for spec in model.tensors()
-    )
+    return "\n".join(f"{spec['name']} {spec['dtype']} {spec['layout']}" for spec in model.tensors())
 
 
 class HostedKernels:
@@ -80,7 +78,9 @@ class HostedKernels:
     @property
     def own_bytes(self) -> int:
         """Bytes beside the weights: the kernels' own, and copies of what had to be re-laid."""
-        return self.model.own_bytes + sum(copy.numel() * copy.element_size() for copy in self.relaid)
+        return self.model.own_bytes + sum(
+            copy.numel() * copy.element_size() for copy in self.relaid
+        )
 
     def model_config(self) -> dict[str, Any]:
         request = self.request
@@ -260,7 +260,6 @@ class HostedKernels:
         *,
         hidden: Any,
         anchors: Any,
-        head: Any,
         temperatures: Any,
         noise_key: int,
         noise_offset: Any,
@@ -268,7 +267,6 @@ class HostedKernels:
         out_logits: Any,
     ) -> Any:
         """Proposes a block; the arguments are those of ``replay.DraftMegakernel.draft_sampler``."""
-        self.attach(head)
         self.model.propose(
             batch_size=out_tokens.shape[0],
             hidden=needs(hidden, "bf16", "hidden_states").data_ptr(),

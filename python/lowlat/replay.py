@@ -128,6 +128,7 @@ class DraftMegakernel:
     ) -> Callable[[int], Callable[..., Any] | None]:
         """The factory of the contract: gives, for a batch size, the step that samples a block, or
         None where SGLang samples it. Called when the target's head is attached."""
+        self.kernels.attach(self.model.lm_head)
 
         def steps(batch_size: int) -> Callable[..., Any] | None:
             covered, _ = self.dispatcher.decide("draft", batch_size, gamma, batch_size * gamma)
@@ -140,7 +141,6 @@ class DraftMegakernel:
                     hidden=hidden_states,
                     # Column 0 of the block's ids, a strided view.
                     anchors=anchor_tokens.contiguous(),
-                    head=self.model.lm_head,
                     temperatures=None if greedy_draft else step_temperatures[:batch_size],
                     noise_key=noise.key,
                     noise_offset=noise.offset,

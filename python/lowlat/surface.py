@@ -55,6 +55,39 @@ SURFACE = (
         "a call of SGLang's when a runner's graphs are all captured",
     ),
     Touch(
+        "torch.cuda.current_device",
+        "call",
+        "the GPU that this rank's kernels are made on",
+        "a device in BuildContext",
+    ),
+    Touch(
+        "torch.cuda.current_stream",
+        "call",
+        "the stream that SGLang runs, or captures, the forward on",
+        "a stream in the step",
+    ),
+    Touch(
+        "step.view.metadata.core_attn_metadata: page_table, raw_out_loc",
+        "read",
+        "a request's pages, and the full slot that each row writes",
+        "nothing: this is the contract's way",
+    ),
+    Touch(
+        "step.view.kv_pool.pool: get_index_k_with_scale_buffer, get_index_k_page_size,"
+        " get_attention_compress_states, get_indexer_compress_states, full_to_swa_index_mapping",
+        "read",
+        "the caches that the view has no names for, and where a token's window key lies; steps"
+        " write the caches, as SGLang's own do",
+        "names of the view's own for them",
+    ),
+    Touch(
+        "model.model.engram_hasher: token_map, history",
+        "write",
+        "the tokens before a request's next row; a decode step moves its token in, as SGLang's"
+        " own does (the binding's engram_history finds none on these models)",
+        "the binding's engram_history",
+    ),
+    Touch(
         "model.named_parameters, named_buffers, named_modules, quant_method",
         "read",
         "the loaded tensors, and how their quantisation method left them",

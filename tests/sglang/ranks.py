@@ -84,7 +84,7 @@ def run(rank, group, spec, change):
 
 def drafts(group):
     """Proposals of our sampler, at several temperatures."""
-    ours, _ = drafting.samplers(group)
+    ours, _ = drafting.samplers(group, kernels=drafting.Operations)
     return [drafting.propose(ours, 4, seed, [0.0, 0.5, 1.0, 2.0]).tolist() for seed in range(3)]
 
 

@@ -26,8 +26,9 @@ def samplers(gpu):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("seed", range(4))
-def test_sampled_proposals_are_sglangs_own(samplers, batch_size, seed) -> None:
-    ours, own = samplers()
+@pytest.mark.parametrize("name", ["tiny-v41", "tiny-v4"])
+def test_sampled_proposals_are_sglangs_own(samplers, batch_size, seed, name) -> None:
+    ours, own = samplers(name=name)
     temperatures = [(0.0, 0.7, 1.3, 0.2)[i % 4] for i in range(batch_size)]
     got, want = (propose(s, batch_size, seed, temperatures) for s in (ours, own))
     assert torch.equal(got, want)

@@ -156,11 +156,12 @@ def run_pytest(build_dir: Path, word: str, env: dict[str, str]) -> Count:
 
 
 def run_sglang(build_dir: Path, word: str, env: dict[str, str]) -> Count:
-    """The plugin against the real SGLang; one skip where `make test-sglang` has installed none."""
+    """The plugin against the real SGLang, which is installed once; one skip where it cannot be had.
+    A run of chosen tests installs nothing."""
     report = build_dir / "sglang.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "tests/tools/run_sglang.py", "--existing", f"--junit-xml={report}"]
-    status, _ = run([*command, *(["--filter", word] if word else [])], env)
+    command = [sys.executable, "tests/tools/run_sglang.py", f"--junit-xml={report}"]
+    status, _ = run([*command, *(["--existing", "--filter", word] if word else [])], env)
     count = count_of_suites(report)
     if status == 0 and not report.is_file():
         count = Count(skipped=1)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 V4, V41 = "deepseek_v4", "deepseek_v41"
 MARLIN = "--moe-runner-backend marlin"
+EXPERT_LAYOUT = "marlin"
+PAGE_SIZE = 256  # tokens; SGLang's for these models
 MARLIN_METHOD = "Mxfp4MarlinMoEMethod"
 STREAMS = 4  # of the residual
 MIXES = (2 + STREAMS) * STREAMS

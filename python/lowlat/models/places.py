@@ -53,7 +53,10 @@ ENGRAM = {
     "embed.weight": "embed.weight",
     "embed.scale": "embed.scale",
 }
-LAYER = {"attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight"}
+LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
 MODEL = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -140,7 +143,8 @@ class Places:
             tensor = tensor[place.rows]
         relaid = False
         if place.relay is not None:
-            tensor, relaid = place.relay(tensor), True
+            whole = place.relay(tensor)
+            tensor, relaid = whole, whole is not tensor
         seen = DTYPES.get(str(tensor.dtype).removeprefix("torch."), str(tensor.dtype))
         if spec["dtype"] == "ue8m0" and seen == "f32":
             tensor, seen, relaid = powers(tensor), "ue8m0", True
@@ -150,7 +154,9 @@ class Places:
             tensor, seen, relaid = halved(tensor), "bf16", True
         if not tensor.is_contiguous():
             tensor, relaid = tensor.contiguous(), True
-        return Bound(tensor.view(*spec["shape"]) if same_size(tensor, spec) else tensor, seen, relaid)
+        return Bound(
+            tensor.view(*spec["shape"]) if same_size(tensor, spec) else tensor, seen, relaid
+        )
 
     def place(self, name: str, shape: list[int]) -> Place:
         if name in MODEL:
