@@ -33,7 +33,10 @@ static_assert(kLayerExchanged < kLayerGates);
 // rows, and 25 % slower at 1, 12 and 24. One number for all widths, see MoeArgs::idle_sms.
 constexpr int kIdleSms = 4;
 
-bool runs(MoeShape shape) { return shape == MoeShape::v41_tp4 || shape == MoeShape::v41_tp2; }
+bool runs(MoeShape shape) {
+  return shape == MoeShape::v41_tp4 || shape == MoeShape::v41_tp2 ||
+         shape == MoeShape::v41_draft_tp4;
+}
 
 Gate gate_of(const LayerStep& step, int layer_idx, GateKind kind, std::uint32_t blocks) {
   return layer_gate(step.memory, layer_idx, kind, blocks);
@@ -294,6 +297,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   experts.rows = rows;
   experts.routing = lowlat::fused::MoeRouting::gate;
   experts.x = memory.x;
+  experts.image_rows = step.image_rows;
   experts.w = layer.experts;
   experts.out_ids = step.expert_ids;
   experts.fault = {memory.abort_words, step.port.status, step.port.tp_rank, tp_size,

@@ -121,6 +121,8 @@ struct LayerStep {
   float norm_eps, hc_eps;
   int sinkhorn_iters;
   std::int32_t* expert_ids;  // [T, 6] of the layer that runs, or NULL
+  // [T] not 0: a row of an image's token, whose router takes gate_bias_vl; NULL: none is.
+  const std::uint8_t* image_rows;
 };
 
 // The step's first kernel. num_exchanges: of the last step, two a layer.

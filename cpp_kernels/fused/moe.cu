@@ -124,6 +124,7 @@ auto with_shape(MoeShape shape, F f) {
     case MoeShape::v41_tp2: return f(Instances<shape::Dsv41Flash<2>>());
     case MoeShape::v4_tp2: return f(Instances<shape::Dsv4Flash<2>>());
     case MoeShape::v4_tp4: return f(Instances<shape::Dsv4Flash<4>>());
+    case MoeShape::v41_draft_tp4: return f(Instances<shape::Dsv41FlashDraft<4>>());
     case MoeShape::v41_tp4: break;
   }
   return f(Instances<shape::Dsv41Flash<4>>());
@@ -148,8 +149,10 @@ std::int64_t moe_box_packets(MoeShape shape, int rows) {
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped) {
   if (args.rows < 1 || args.rows > 64) return cudaErrorInvalidValue;
   const bool v4 = shape == MoeShape::v4_tp2 || shape == MoeShape::v4_tp4;
-  // V4's router divides by 1 where a sum is 0; a hash layer's and V4.1's target add 1e-20.
-  const bool target = !v4 || args.routing == MoeRouting::table;
+  // The routers of V4 and of drafts divide by 1 where a sum is 0; a hash layer's and V4.1's target
+  // add 1e-20.
+  const bool target =
+      (!v4 && shape != MoeShape::v41_draft_tp4) || args.routing == MoeRouting::table;
   const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
                             target ? stages::GateSum::target : stages::GateSum::draft, 0};
   return with_shape(shape, [&](auto instances) {

@@ -181,6 +181,9 @@ class Program {
            propose(draft) && end();
   }
 
+  // The proposals alone, from logits_local of the block's rows.
+  LOWLAT_DEVICE bool draft_proposals(const lowlat_draft& draft) { return propose(draft) && end(); }
+
   // The acceptance rule for every request; on every rank alike, no exchange.
   LOWLAT_DEVICE bool accept(const lowlat_accept& a) {
     using Acceptance = stages::Acceptance<Block>;

@@ -190,8 +190,10 @@ def test_listed_fused_kernels_are_in_the_sources() -> None:
 TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/draft.hpp": "tests/gpu/test_draft.cu",
     "cpp_kernels/fused/draft_accept.hpp": "tests/gpu/test_draft_accept.cu",
+    "cpp_kernels/fused/inject.hpp": "tests/gpu/test_step.cu",
     "cpp_kernels/fused/instances.hpp": "tests/tidy/test_tree.py",
     "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
+    "cpp_kernels/fused/step.hpp": "tests/gpu/test_step.cu",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/checks.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",

@@ -98,6 +98,20 @@ void Stream::wait(std::uint64_t budget_ns) const {
   }
 }
 
+Event::Event() {
+  check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate");
+}
+
+Event::~Event() { cudaEventDestroy(event_); }
+
+void Event::record(cudaStream_t stream) const {
+  check(cudaEventRecord(event_, stream), "cudaEventRecord");
+}
+
+void Event::hold(cudaStream_t stream) const {
+  check(cudaStreamWaitEvent(stream, event_), "cudaStreamWaitEvent");
+}
+
 Memory::Memory(std::size_t bytes) : bytes_(bytes) {
   check(cudaMalloc(&data_, bytes > 0 ? bytes : 1), "cudaMalloc");
 }

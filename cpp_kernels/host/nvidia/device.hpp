@@ -69,6 +69,22 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
+// Done when the work that was in a stream before it is.
+class Event {
+ public:
+  Event();
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  cudaEvent_t get() const { return event_; }
+  void record(cudaStream_t stream) const;
+  // What is launched into the stream from now on starts when the event is done.
+  void hold(cudaStream_t stream) const;
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 // Device memory of one owner; never null.
 class Memory {
  public:

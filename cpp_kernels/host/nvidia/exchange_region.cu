@@ -26,7 +26,7 @@ struct HandleBytes {
   std::int32_t tp_rank, tp_size;
   std::int32_t device;  // number in the exporting process
   std::int64_t pid;
-  std::int64_t box_packets;
+  std::uint32_t box_packets, fused_packets;
   std::uint64_t base;
   std::uint64_t model_digest;
   std::uint64_t device_id;  // the same in every process
@@ -50,21 +50,26 @@ __global__ void probe_any(std::uint32_t* word, std::uint32_t value) {
 
 }  // namespace
 
-// Of a region: boxes [2][tp_size][box_packets] of 16 bytes, the abort word, a probe word a rank.
+// Of a region: boxes [2][tp_size][box_packets] of 16 bytes, those of the fused exchange, the abort
+// word, a probe word a rank.
 struct ExchangeRegion::Layout {
-  std::int64_t box_packets;
+  std::int64_t box_packets, fused_packets;
   int tp_size;
-  std::int64_t box_bytes() const { return 2 * tp_size * box_packets * 16; }
-  std::int64_t abort_at() const { return (box_bytes() + kLine - 1) / kLine * kLine; }
+  std::int64_t fused_at() const { return 2 * tp_size * box_packets * 16; }
+  std::int64_t abort_at() const {
+    const std::int64_t bytes = fused_at() + 2 * tp_size * fused_packets * 16;
+    return (bytes + kLine - 1) / kLine * kLine;
+  }
   std::int64_t probe_at(int rank) const { return abort_at() + kLine * (1 + rank); }
   std::int64_t bytes() const { return probe_at(tp_size); }
 };
 
 ExchangeRegion::ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packets,
-                               std::uint64_t model_digest)
+                               std::int64_t fused_packets, std::uint64_t model_digest)
     : tp_rank_(tp_rank),
       tp_size_(tp_size),
       box_packets_(box_packets),
+      fused_packets_(fused_packets),
       model_digest_(model_digest),
       peers_(static_cast<std::size_t>(tp_size)) {
   if (tp_size < 1 || tp_size > nvidia::fused::kMaxRanks || tp_rank < 0 || tp_rank >= tp_size) {
@@ -72,8 +77,12 @@ ExchangeRegion::ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packet
                 "tp_rank " + std::to_string(tp_rank) + " of tp_size " + std::to_string(tp_size) +
                     "; needed 0 <= rank < size <= " + std::to_string(nvidia::fused::kMaxRanks));
   }
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  if (box_packets < 0 || fused_packets < 0 || box_packets > kMost || fused_packets > kMost) {
+    throw Error(LOWLAT_BUG, "more packets a box than a handle can say");
+  }
   check(cudaGetDevice(&device_), "cudaGetDevice");
-  const Layout layout{box_packets_, tp_size_};
+  const Layout layout{box_packets_, fused_packets_, tp_size_};
   check(cudaMalloc(&base_, layout.bytes()), "cudaMalloc");
   check(cudaMemset(base_, 0, layout.bytes()), "cudaMemset");
   // The step's epoch, then the word that the first thread with a fault takes.
@@ -86,7 +95,7 @@ ExchangeRegion::ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packet
   *abort_source() = nvidia::stages::kAbortByHost;
   abort_stream_ = std::make_unique<Stream>();
   peers_[tp_rank_].base = base_;
-  peers_[tp_rank_].shares_device = true;
+  peers_[tp_rank_].device_id = device_id(device_);
 }
 
 ExchangeRegion::~ExchangeRegion() {
@@ -112,7 +121,8 @@ lowlat_peer_handle ExchangeRegion::handle() const {
   bytes.tp_size = tp_size_;
   bytes.device = device_;
   bytes.pid = getpid();
-  bytes.box_packets = box_packets_;
+  bytes.box_packets = static_cast<std::uint32_t>(box_packets_);
+  bytes.fused_packets = static_cast<std::uint32_t>(fused_packets_);
   bytes.base = reinterpret_cast<std::uint64_t>(base_);
   bytes.model_digest = model_digest_;
   bytes.device_id = device_id(device_);
@@ -143,11 +153,16 @@ void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
                                      "'s; this is rank " + std::to_string(tp_rank_) + " of " +
                                      std::to_string(tp_size_));
   }
-  if (bytes.tp_size != tp_size_ || bytes.box_packets != box_packets_) {
-    throw refuse(LOWLAT_INVALID, "its region is of tp_size " + std::to_string(bytes.tp_size) +
-                                     " and " + std::to_string(bytes.box_packets) +
-                                     " packets a box; this rank's of " + std::to_string(tp_size_) +
-                                     " and " + std::to_string(box_packets_));
+  const auto region_text = [](int size, std::int64_t packets, std::int64_t fused) {
+    return "of tp_size " + std::to_string(size) + ", " + std::to_string(packets) +
+           " packets a box and " + std::to_string(fused) + " of the fused exchange";
+  };
+  if (bytes.tp_size != tp_size_ || bytes.box_packets != box_packets_ ||
+      bytes.fused_packets != fused_packets_) {
+    throw refuse(LOWLAT_INVALID,
+                 "its region is " +
+                     region_text(bytes.tp_size, bytes.box_packets, bytes.fused_packets) +
+                     "; this rank's " + region_text(tp_size_, box_packets_, fused_packets_));
   }
   if (bytes.model_digest != model_digest_) {
     throw refuse(LOWLAT_INVALID,
@@ -155,7 +170,7 @@ void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
   }
   const OnDevice on(device_);
   Peer& peer = peers_[static_cast<std::size_t>(peer_rank)];
-  peer.shares_device = bytes.device_id == device_id(device_);
+  peer.device_id = bytes.device_id;
   if (bytes.pid != getpid()) {
     const cudaError_t error =
         cudaIpcOpenMemHandle(&peer.base, bytes.memory, cudaIpcMemLazyEnablePeerAccess);
@@ -187,7 +202,7 @@ void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
 
 void ExchangeRegion::probe(int peer_rank) {
   const OnDevice on(device_);
-  const Layout layout{box_packets_, tp_size_};
+  const Layout layout{box_packets_, fused_packets_, tp_size_};
   auto* base = static_cast<std::uint8_t*>(peers_.at(static_cast<std::size_t>(peer_rank)).base);
   if (base == nullptr) {
     throw Error(LOWLAT_INVALID, "rank " + std::to_string(peer_rank) + "'s region is not open");
@@ -209,7 +224,7 @@ void ExchangeRegion::probe(int peer_rank) {
 void ExchangeRegion::probed_by(int peer_rank, std::uint64_t budget_ns) {
   using Clock = std::chrono::steady_clock;
   const OnDevice on(device_);
-  const Layout layout{box_packets_, tp_size_};
+  const Layout layout{box_packets_, fused_packets_, tp_size_};
   const auto* word = static_cast<const std::uint8_t*>(base_) + layout.probe_at(peer_rank);
   const auto deadline = Clock::now() + std::chrono::nanoseconds(budget_ns);
   for (;;) {
@@ -226,7 +241,10 @@ void ExchangeRegion::probed_by(int peer_rank, std::uint64_t budget_ns) {
   }
 }
 
-void* ExchangeRegion::boxes(int rank) const {
+void ExchangeRegion::loop_back() { looped_ = true; }
+
+void* ExchangeRegion::base_of(int rank) const {
+  if (looped_) return base_;
   void* base = peers_[static_cast<std::size_t>(rank)].base;
   if (base == nullptr) {
     throw Error(LOWLAT_INVALID, "rank " + std::to_string(rank) + "'s region is not open");
@@ -234,9 +252,17 @@ void* ExchangeRegion::boxes(int rank) const {
   return base;
 }
 
+void* ExchangeRegion::boxes_at(int rank, std::int64_t begin, std::int64_t packets) const {
+  // Looped back: this rank's box in a peer's memory is that peer's in its own.
+  const std::int64_t shift = looped_ ? (rank - tp_rank_) * packets * 16 : 0;
+  return static_cast<std::uint8_t*>(base_of(rank)) + begin + shift;
+}
+
+void* ExchangeRegion::boxes(int rank) const { return boxes_at(rank, 0, box_packets_); }
+
 std::uint32_t* ExchangeRegion::abort_word(int rank) const {
-  const Layout layout{box_packets_, tp_size_};
-  return reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(boxes(rank)) +
+  const Layout layout{box_packets_, fused_packets_, tp_size_};
+  return reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(base_of(rank)) +
                                           layout.abort_at());
 }
 
@@ -249,23 +275,35 @@ std::uint32_t* ExchangeRegion::abort_source() const {
 }
 
 int ExchangeRegion::ranks_on_device() const {
+  const std::uint64_t own = peers_[static_cast<std::size_t>(tp_rank_)].device_id;
   int count = 0;
-  for (const Peer& peer : peers_) count += peer.base != nullptr && peer.shares_device ? 1 : 0;
+  for (const Peer& peer : peers_) count += peer.base != nullptr && peer.device_id == own ? 1 : 0;
   return count;
+}
+
+bool ExchangeRegion::has_shared_device() const {
+  for (std::size_t i = 0; i < peers_.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      const bool open = peers_[i].base != nullptr && peers_[j].base != nullptr;
+      if (open && peers_[i].device_id == peers_[j].device_id) return true;
+    }
+  }
+  return false;
 }
 
 nvidia::fused::ExchangePort ExchangeRegion::port(std::uint64_t budget_ns,
                                                  std::uint32_t kernel) const {
+  const Layout layout{box_packets_, fused_packets_, tp_size_};
   nvidia::fused::ExchangePort out = {};
   for (int rank = 0; rank < tp_size_; ++rank) {
-    out.boxes[rank] = boxes(rank);
+    out.boxes[rank] = boxes_at(rank, layout.fused_at(), fused_packets_);
     out.abort_words[rank] = abort_word(rank);
   }
   out.status = status_;
   out.step_epoch = step_epoch();
   out.fault_claim = fault_claim();
   out.budget_ns = budget_ns;
-  out.box_packets = box_packets_;
+  out.box_packets = fused_packets_;
   out.tp_rank = tp_rank_;
   out.tp_size = tp_size_;
   out.kernel = kernel;
@@ -286,7 +324,7 @@ void ExchangeRegion::abort() {
 }
 
 std::uint64_t ExchangeRegion::bytes() const {
-  return static_cast<std::uint64_t>(Layout{box_packets_, tp_size_}.bytes()) + 16;
+  return static_cast<std::uint64_t>(Layout{box_packets_, fused_packets_, tp_size_}.bytes()) + 16;
 }
 
 }  // namespace lowlat::host::cuda

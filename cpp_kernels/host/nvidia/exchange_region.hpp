@@ -19,13 +19,15 @@ namespace lowlat::host::cuda {
 
 class ExchangeRegion {
  public:
-  // On the calling thread's current device, which stays the region's. model_digest: of everything
-  // that the ranks must agree on; another one's handle is refused.
-  ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packets,
-                 std::uint64_t model_digest = 0);
-  // Boxes of the fused exchange. max_rows: of the widest step.
+  // Two sets of boxes, one a schedule, each with a sequence of exchanges of its own: box_packets of
+  // boxes(), for stages/exchange.hpp, and fused_packets of port(). Either may be 0. On the calling
+  // thread's current device, which stays the region's. model_digest: of everything that the ranks
+  // must agree on; another one's handle is refused.
+  ExchangeRegion(int tp_rank, int tp_size, std::int64_t box_packets, std::int64_t fused_packets,
+                 std::uint64_t model_digest);
+  // Boxes of the fused exchange alone. max_rows: of the widest step.
   ExchangeRegion(int tp_rank, int tp_size, int max_rows, int hidden)
-      : ExchangeRegion(tp_rank, tp_size, std::int64_t{max_rows} * hidden / 4) {}
+      : ExchangeRegion(tp_rank, tp_size, 0, std::int64_t{max_rows} * hidden / 4, 0) {}
   ~ExchangeRegion();
   ExchangeRegion(const ExchangeRegion&) = delete;
   ExchangeRegion& operator=(const ExchangeRegion&) = delete;
@@ -35,7 +37,14 @@ class ExchangeRegion {
   // this version, rank and shape; LOWLAT_UNSUPPORTED where the devices cannot reach each other.
   void open(int peer_rank, const lowlat_peer_handle& handle);
 
-  bool is_open(int rank) const { return peers_[static_cast<std::size_t>(rank)].base != nullptr; }
+  // Instead of opening peers: what this rank sends to each of them comes back to itself as that
+  // peer's. One rank's work on one device, for measurements; its sums are those of tp_size ranks
+  // that all hold the same.
+  void loop_back();
+
+  bool is_open(int rank) const {
+    return looped_ || peers_[static_cast<std::size_t>(rank)].base != nullptr;
+  }
 
   // Stores a word into the peer's region by a kernel, and reads it back from there. LOWLAT_FAULT
   // when that kernel fails, LOWLAT_UNSUPPORTED when the word is not there.
@@ -55,6 +64,8 @@ class ExchangeRegion {
   std::int64_t box_packets() const { return box_packets_; }
   int device() const { return device_; }
   int ranks_on_device() const;  // of the open ones, this one included
+  // Whether any two of the open ranks have one device: every rank gives the same answer.
+  bool has_shared_device() const;
 
   std::uint64_t* step_epoch() const;  // device word, 1 at first: see launch_begin_step
   // Raises the abort word on this rank and on every open peer: waits end as soon as they see it. By
@@ -68,11 +79,15 @@ class ExchangeRegion {
   struct Peer {
     void* base = nullptr;  // as this device sees it
     bool mapped = false;   // by an opened handle, to be closed
-    bool shares_device = false;
+    std::uint64_t device_id = 0;
   };
+  void* base_of(int rank) const;
+  // The first packet of a set of boxes in rank's memory, as this rank counts in it.
+  void* boxes_at(int rank, std::int64_t begin, std::int64_t packets) const;
 
   int device_ = 0, tp_rank_, tp_size_;
-  std::int64_t box_packets_;
+  std::int64_t box_packets_, fused_packets_;
+  bool looped_ = false;
   std::uint64_t model_digest_;
   void* base_ = nullptr;    // this rank's region
   void* own_ = nullptr;     // device words that peers have no part in

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "host/nvidia/exchange_region.hpp"
+#include "host/nvidia/fused_step.hpp"
 #include "host/nvidia/step.hpp"
 #include "platform/nvidia.hpp"
 // The platform comes before every stage.
@@ -25,45 +26,69 @@ constexpr const char* kCatalogue =
     "head nvidia sm_90a persistent norm, logits in bf16, argmax to the lowest id\n"
     "draft nvidia sm_90a persistent three stages, Markov proposals, Philox noise\n"
     "plain nvidia sm_90a persistent the same units, any number of rows\n";
-
-// "nvidia:2" names its device; "nvidia" takes the rank's.
-int device_of(const std::string& platform, const lowlat_model_config& config) {
-  const std::size_t colon = platform.find(':');
-  if (colon == std::string::npos) {
-    std::string none;
-    const int count = count_devices(none);
-    return count > 0 ? config.tp_rank % count : 0;
-  }
-  int device = -1;
-  const char* end = platform.data() + platform.size();
-  const auto read = std::from_chars(platform.data() + colon + 1, end, device);
-  if (read.ec != std::errc{} || read.ptr != end || device < 0) {
-    throw invalid("platform is \"" + platform +
-                  "\"; needed nvidia or nvidia:N, N a device's number");
-  }
-  return device;
+constexpr std::uint32_t kFusedLine = 6;  // behind those of persistent::KernelId
+const char* catalogue_with_fused() {
+  static const std::string all =
+      std::string(kCatalogue) +
+      "step nvidia sm_90a fused whole target steps: layers, n-gram memory, index, head\n";
+  return all.c_str();
 }
 
-// An event that is done when the work before it is.
-class Event {
- public:
-  Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate"); }
-  ~Event() { cudaEventDestroy(event_); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  cudaEvent_t get() const { return event_; }
+enum class Schedules { best, fused, persistent };
 
- private:
-  cudaEvent_t event_ = nullptr;
+// What follows "nvidia".
+struct Words {
+  int device = -1;  // -1: the rank's
+  Schedules schedules = Schedules::best;
+  bool loop = false;
 };
+Words read_words(const std::string& platform) {
+  Words out;
+  for (std::size_t at = platform.find(':'); at != std::string::npos;) {
+    const std::size_t next = platform.find(':', at + 1);
+    const std::string word =
+        platform.substr(at + 1, next == std::string::npos ? next : next - at - 1);
+    at = next;
+    if (word == "fused" || word == "persistent") {
+      out.schedules = word == "fused" ? Schedules::fused : Schedules::persistent;
+      continue;
+    }
+    if (word == "loop") {
+      out.loop = true;
+      continue;
+    }
+    const char* end = word.data() + word.size();
+    const auto read = std::from_chars(word.data(), end, out.device);
+    if (word.empty() || read.ec != std::errc{} || read.ptr != end || out.device < 0) {
+      throw invalid("platform is \"" + platform +
+                    "\"; needed nvidia or nvidia:N, N a device's number, and after further colons "
+                    "fused, persistent or loop");
+    }
+  }
+  return out;
+}
+
+int device_of(const Words& words, const lowlat_model_config& config) {
+  if (words.device >= 0) return words.device;
+  std::string none;
+  const int count = count_devices(none);
+  return count > 0 ? config.tp_rank % count : 0;
+}
 
 class NvidiaModel final : public Model {
  public:
-  NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device)
-      : Model(config, hosting, "nvidia", kCatalogue, false), device_(device) {
+  // fused: there are fused kernels for the model, and they are wanted; forced: nothing else is.
+  NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
+              bool fused, bool forced, bool loop)
+      : Model(config, hosting, "nvidia", fused ? catalogue_with_fused() : kCatalogue, false),
+        device_(device),
+        fused_(fused),
+        forced_(forced) {
     const OnDevice on(device_);
-    region_ = std::make_unique<ExchangeRegion>(config.tp_rank, config.tp_size,
-                                               step_box_packets(shape()), digest());
+    region_ = std::make_unique<ExchangeRegion>(
+        config.tp_rank, config.tp_size, step_box_packets(shape()),
+        fused ? FusedStep::box_packets(config, shape()) : 0, digest());
+    if (loop) region_->loop_back();
     stream_ = std::make_unique<Stream>();
     last_ = std::make_unique<Event>();
   }
@@ -83,6 +108,7 @@ class NvidiaModel final : public Model {
     cudaSetDevice(device_);
     for (void* memory : shared_) cudaFreeHost(memory);
     allocated_.clear();
+    fused_step_.reset();
     step_.reset();
     last_.reset();
     stream_.reset();
@@ -91,7 +117,8 @@ class NvidiaModel final : public Model {
   }
 
   std::uint64_t own_bytes() const override {
-    return region_->bytes() + (step_ == nullptr ? 0 : step_->bytes());
+    return region_->bytes() + (step_ == nullptr ? 0 : step_->bytes()) +
+           (fused_step_ == nullptr ? 0 : fused_step_->bytes());
   }
 
   void* allocate(lowlat_memory_kind kind, std::uint64_t bytes) override {
@@ -131,7 +158,12 @@ class NvidiaModel final : public Model {
     cudaPointerAttributes attributes;
     check(cudaPointerGetAttributes(&attributes, data), "cudaPointerGetAttributes");
     const bool on_device = attributes.type == cudaMemoryTypeDevice && attributes.device == device_;
-    if (on_device || attributes.type == cudaMemoryTypeManaged) return;
+    if (on_device || attributes.type == cudaMemoryTypeManaged) {
+      if (!fused_ || reinterpret_cast<std::uintptr_t>(data) % kFusedAlignment == 0) return;
+      throw invalid("tensor " + slot.name + ": data is not aligned to " +
+                    std::to_string(kFusedAlignment) +
+                    " bytes, as the fused schedule reads it (nvidia:persistent does without)");
+    }
     const std::string seen = attributes.type == cudaMemoryTypeDevice
                                  ? "memory of device " + std::to_string(attributes.device)
                                  : "host memory";
@@ -148,19 +180,39 @@ class NvidiaModel final : public Model {
 
   void become_ready() override {
     step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), pools(), *region_);
+    if (!fused_) return;
+    // Fused kernels take whole multiprocessors, so two ranks' do not run side by side.
+    if (region_->has_shared_device()) {
+      if (!forced_) return;
+      throw Error(LOWLAT_UNSUPPORTED,
+                  "ranks share a device, where fused kernels cannot wait for each other; give each "
+                  "rank a device, or nvidia:persistent");
+    }
+    const OnDevice on(device_);
+    fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), pools(), *region_,
+                                              *step_, kFusedLine);
   }
   void move_pools() override {
     const OnDevice on(device_);
     step_->move_pools(weights(), pools());
+    if (fused_step_ != nullptr) fused_step_->move_pools(weights(), pools());
   }
 
   // The plain path is the resident program too; fused kernels serve the widths alone.
   void start_step(const lowlat_step& step, Schedule schedule, void* stream) override {
+    if (schedule == Schedule::persistent && fused_step_ != nullptr && fused_step_->serves(step)) {
+      launch(stream, [&](cudaStream_t chosen) { fused_step_->launch(step, chosen); });
+      return;
+    }
     const bool fused_experts =
         schedule == Schedule::persistent && step_->has_fused_experts(step.num_rows);
     launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
   }
-  void start_draft(const lowlat_draft& draft, Schedule, void* stream) override {
+  void start_draft(const lowlat_draft& draft, Schedule schedule, void* stream) override {
+    if (schedule == Schedule::persistent && fused_step_ != nullptr && fused_step_->serves(draft)) {
+      launch(stream, [&](cudaStream_t chosen) { fused_step_->launch(draft, chosen); });
+      return;
+    }
     launch(stream, [&](cudaStream_t chosen) { step_->launch(draft, chosen); });
   }
   void start_accept(const lowlat_accept& accept, void* stream) override {
@@ -168,6 +220,10 @@ class NvidiaModel final : public Model {
   }
 
   void start_hosted(const lowlat_hosted_step& step, void* stream) override {
+    if (fused_step_ != nullptr && fused_step_->serves(step)) {
+      launch(stream, [&](cudaStream_t chosen) { fused_step_->launch(step, chosen); });
+      return;
+    }
     const bool fused_experts = step_->has_fused_experts(step.batch_size * step.tokens_per_request);
     launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
   }
@@ -205,6 +261,10 @@ class NvidiaModel final : public Model {
     if (state == 0u) return out;
     out.state = state;
     out.kernel = words->kernel;
+    if (words->kernel >= kFusedLine) {
+      out.kernel = kFusedLine;
+      out.place = words->kernel;
+    }
     out.stage = words->stage;
     out.peer = words->peer;
     out.epoch = words->epoch;
@@ -225,11 +285,15 @@ class NvidiaModel final : public Model {
     }
   }
 
+  static constexpr std::uintptr_t kFusedAlignment = 16;
+
   int device_;
+  bool fused_, forced_;  // see the constructor
   std::unique_ptr<ExchangeRegion> region_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> last_;  // of what was launched last
   std::unique_ptr<ResidentStep> step_;
+  std::unique_ptr<FusedStep> fused_step_;
   std::vector<Memory> allocated_;
   std::vector<void*> shared_;
   std::atomic<bool> aborted_{false};
@@ -239,9 +303,23 @@ class NvidiaModel final : public Model {
 
 std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config,
                                   const lowlat_hosting* hosting) {
-  const int device = device_of(platform, config);
+  const Words words = read_words(platform);
+  const int device = device_of(words, config);
   require_device(device, platform);
-  return std::make_unique<NvidiaModel>(config, hosting, device);
+  // A configuration with reasons against it is refused by the model itself.
+  const bool whole = config.struct_bytes == sizeof config && config_reasons(config).empty();
+  std::string refusal = "none";
+  if (whole) {
+    refusal = FusedStep::refusal(config, hosting, runtime_shape(config), device);
+    if (words.schedules == Schedules::fused && !refusal.empty()) {
+      throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + platform +
+                                          "\", but the fused step is not built for this model: " +
+                                          refusal + " (nvidia:persistent serves it)");
+    }
+  }
+  const bool fused = words.schedules != Schedules::persistent && refusal.empty();
+  return std::make_unique<NvidiaModel>(config, hosting, device, fused,
+                                       words.schedules == Schedules::fused, words.loop);
 }
 
 }  // namespace lowlat::host::cuda

@@ -38,6 +38,11 @@ struct StepCut {
   int cut;
 };
 
+// A draft's last part, see Program::draft_proposals.
+struct ProposalCut {
+  lowlat_draft draft;
+};
+
 // Blocks that began before an abort was raised meet those that began after it in no hand-off: they
 // see the word there.
 template <class Call>
@@ -60,6 +65,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     program.propose(call);
   } else if constexpr (std::is_same_v<Call, lowlat_draft>) {
     program.draft(call);
+  } else if constexpr (std::is_same_v<Call, ProposalCut>) {
+    program.draft_proposals(call.draft);
   } else {
     program.accept(call);
   }
@@ -77,6 +84,7 @@ int resident_blocks(const ExchangeRegion& region) {
                              reinterpret_cast<const void*>(resident_kernel<lowlat_proposal>),
                              reinterpret_cast<const void*>(resident_kernel<StepCut>),
                              reinterpret_cast<const void*>(resident_kernel<lowlat_draft>),
+                             reinterpret_cast<const void*>(resident_kernel<ProposalCut>),
                              reinterpret_cast<const void*>(resident_kernel<lowlat_accept>)}) {
     int of_sm = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_sm, kernel, kThreads, 0),
@@ -275,6 +283,9 @@ void ResidentStep::move_pools(const lowlat::persistent::ModelWeights& weights,
 void ResidentStep::launch(const lowlat_draft& draft, cudaStream_t stream) const {
   state_->launch(draft, stream, state_->num_blocks);
 }
+void ResidentStep::launch_proposals(const lowlat_draft& draft, cudaStream_t stream) const {
+  state_->launch(ProposalCut{draft}, stream, state_->num_blocks);
+}
 void ResidentStep::launch(const lowlat_accept& accept, cudaStream_t stream) const {
   state_->launch(accept, stream, std::min(accept.batch_size, state_->num_blocks));
 }
@@ -285,5 +296,7 @@ std::uint64_t ResidentStep::bytes() const {
   return bytes;
 }
 int ResidentStep::num_blocks() const { return state_->num_blocks; }
+std::uint16_t* ResidentStep::features() const { return state_->rank.buffers.features; }
+float* ResidentStep::logits_local() const { return state_->rank.buffers.logits_local; }
 
 }  // namespace lowlat::host::cuda

@@ -32,12 +32,18 @@ class ResidentStep {
   void launch(const lowlat_draft& draft, cudaStream_t stream) const;
   void launch(const lowlat_proposal& proposal, cudaStream_t stream) const;
   void launch(const lowlat_accept& accept, cudaStream_t stream) const;
+  // The proposals of a draft whose logits are in logits_local().
+  void launch_proposals(const lowlat_draft& draft, cudaStream_t stream) const;
 
   // Other caches from the next launch on; nothing that was launched may run.
   void move_pools(const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools);
 
   std::uint64_t bytes() const;
   int num_blocks() const;
+  // Of the last target step, bf16 [max_rows, num_draft_stages, hidden], for who runs one instead.
+  std::uint16_t* features() const;
+  // Of the rows that are proposed for, fp32 [max_rows, vocab_local], likewise.
+  float* logits_local() const;
   // Whether there is a fused region for these experts and for as many rows. It takes every SM, so
   // not where ranks share the device.
   bool has_fused_experts(int num_rows) const;

@@ -179,7 +179,10 @@ typedef struct lowlat_model lowlat_model;
 
 /* Checks the whole configuration and lists every reason against it, one a line, in
  * lowlat_last_error(). `platform` is "scalar" or, in a library with CUDA kernels, "nvidia" (device
- * tp_rank modulo the number of devices) or "nvidia:N" for device number N. */
+ * tp_rank modulo the number of devices) or "nvidia:N" for device number N. ":fused" or
+ * ":persistent" behind it names the schedule of steps and drafts; without a word it is the fused one
+ * where that is built for the model, on devices of their own. ":loop" is for measurements: one rank
+ * alone, whose peers are itself. */
 LOWLAT_API lowlat_status lowlat_model_create(const char* platform,
                                              const lowlat_model_config* config,
                                              lowlat_model** out_model);
@@ -271,8 +274,11 @@ typedef struct lowlat_step {
   int32_t* argmax; /* [num_logit_rows] lowest id on ties */
 } lowlat_step;
 
-/* Runs a step by the persistent schedule. LOWLAT_UNSUPPORTED when num_rows is no built width or
- * mode is LOWLAT_EXTEND. The struct is copied; what it points to is read when the step runs. */
+/* Runs a step by the fused or the persistent schedule, as the model was created. LOWLAT_UNSUPPORTED
+ * when num_rows is no built width or mode is LOWLAT_EXTEND. The struct is copied; what it points to
+ * is read when the step runs. By the fused schedule row t is of request t / tokens_per_request, and
+ * is padding where request_idx says otherwise; a step is some hundred launches on two streams, which
+ * a graph makes one. */
 LOWLAT_API lowlat_status lowlat_step_launch(lowlat_model* model, const lowlat_step* step,
                                             void* stream);
 /* The same step as one stage after another over all rows, every intermediate in memory: the
@@ -304,7 +310,7 @@ typedef struct lowlat_draft {
   float* draft_logits;   /* [batch_size, draft_block, vocab] or NULL when all rows are greedy */
 } lowlat_draft;
 
-/* Persistent schedule; LOWLAT_UNSUPPORTED when batch_size * draft_block rows were not built
+/* As lowlat_step_launch; LOWLAT_UNSUPPORTED when batch_size * draft_block rows were not built
  * (built: the batch sizes of the widths that are multiples of draft_block + 1). */
 LOWLAT_API lowlat_status lowlat_draft_launch(lowlat_model* model, const lowlat_draft* draft,
                                              void* stream);
@@ -438,7 +444,8 @@ typedef struct lowlat_status_words {
   uint32_t kernel; /* index into the catalogue's lines */
   uint32_t stage;  /* lowlat_stage_name() gives the word */
   int32_t peer;    /* rank that was waited for or that raised the abort; -1: none */
-  uint32_t reserved;
+  uint32_t place;  /* of the fused schedule: 16 times the layer, counted from 1, and which of its
+                    * kernels, or with 0x1000 which of its gates; else 0 */
   uint64_t epoch; /* of the exchange */
 } lowlat_status_words;
 

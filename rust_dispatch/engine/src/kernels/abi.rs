@@ -529,8 +529,8 @@ c_structs! {
         stage: u32,
         /// Rank that was waited for or that raised the abort; -1: none.
         peer: i32,
-        /// 0.
-        reserved: u32,
+        /// Of the fused schedule: 16 times the layer and which of its kernels; else 0.
+        place: u32,
         /// Of the exchange.
         epoch: u64,
     }

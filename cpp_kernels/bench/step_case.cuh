@@ -1,0 +1,720 @@
+// bench/step_case.cuh: whole steps and drafts of V4.1-Flash through the C ABI by the fused kernels,
+// with random weights, and the same by the resident schedule to compare with. Shared by the bench
+// and the GPU test. One rank of TP4, whose peers are itself (nvidia:0:loop), at true sizes but for
+// the n-gram tables, which have a few thousand rows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bench/attn_bench.hpp"
+#include "lowlat/kernels.h"
+#include "reference/format.hpp"
+#include "reference/fp4.hpp"
+#include "reference/kv.hpp"
+
+namespace lowlat::bench {
+
+inline constexpr int kPosition = 4000, kPageSize = 256, kMaxBatch = 8, kPagesOfRequest = 20;
+
+inline void must(lowlat_status status) {
+  if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
+}
+
+static __device__ std::uint64_t mixed(std::uint64_t z) {
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+  return z ^ z >> 31;
+}
+static __device__ std::uint16_t bf16_of(float v) {
+  return static_cast<std::uint16_t>(__float_as_uint(v) >> 16);
+}
+
+// Element i of a matrix of 4096 columns: an e4m3 code below 2 under its block's power of two.
+static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t seed) {
+  const auto block = static_cast<std::uint64_t>(i / 4096 / 32 * 128 + i % 4096 / 32);
+  const int exponent = static_cast<int>(bits >> 3 & 7u) - 7, fraction = bits & 7u;
+  const float size = exponent > -7 ? (1.0f + 0.125f * fraction) * exp2f(exponent)
+                                   : 0.125f * fraction * exp2f(-6.0f);
+  const float scale = exp2f(-8.0f + static_cast<float>(mixed(seed + block) % 3u));
+  return (bits & 0x80u ? -size : size) * scale;
+}
+
+enum class Kind { plain, gain, embedding, wo_a, kv_pages, index_pages };
+
+// Random values of a dtype. Sublayers add a twentieth to the streams that the embedding made: what
+// one of them does wrong shows, and what the schedules round otherwise does not choose other
+// experts in most rows, as it would where sums of quantised values are all there is.
+static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
+                            std::int64_t count, int scale_code, std::uint64_t seed) {
+  for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += std::int64_t{gridDim.x} * blockDim.x) {
+    const std::uint64_t bits = mixed(seed + static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15ull);
+    const float unit = static_cast<float>(bits >> 40) * 0x1p-24f - 0.5f;
+    const float value = kind == Kind::gain        ? 1.0f + 0.4f * unit
+                        : kind == Kind::embedding ? 3.4f * unit
+                                                  : 0.05f * unit;
+    auto* bytes = static_cast<std::uint8_t*>(out);
+    switch (dtype) {
+      case LOWLAT_F32: static_cast<float*>(out)[i] = value; break;
+      case LOWLAT_BF16:
+        static_cast<std::uint16_t*>(out)[i] =
+            bf16_of(kind == Kind::wo_a ? coded(i, bits, seed) : value);
+        break;
+      case LOWLAT_I64: static_cast<std::int64_t*>(out)[i] = bits % 99092; break;
+      case LOWLAT_E4M3: bytes[i] = bits & 0xbfu; break;
+      case LOWLAT_FP4X2: bytes[i] = bits & 0xffu; break;
+      case LOWLAT_UE8M0: bytes[i] = scale_code - 1 + bits % 3u; break;
+      default: {
+        if (kind == Kind::index_pages) {
+          const std::int64_t place = i % (64 * 68);
+          bytes[i] = place < 64 * 64 ? bits & 0xffu : 124u + bits % 3u;
+          break;
+        }
+        const std::int64_t page = (page_rows * std::int64_t{584} + 575) / 576 * 576;
+        const std::int64_t place = i % page, of_row = place % 576;
+        if (place >= page_rows * std::int64_t{576}) {
+          bytes[i] = 125u + bits % 3u;
+        } else if (of_row < 448) {
+          bytes[i] = bits & 0xbfu;
+        } else {
+          bytes[i] = of_row % 2 == 0 ? bits & 0xffu : (bits & 0x80u) | 0x3fu;
+        }
+      }
+    }
+  }
+}
+
+inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
+  lowlat_model_config c{};
+  c.struct_bytes = sizeof c;
+  c.kind = LOWLAT_V41;
+  c.hidden = 5120;
+  c.num_layers = whole ? 40 : 8;
+  c.vocab = 129280;
+  c.num_heads = 64;
+  c.head_dim = 512;
+  c.rope_dim = 64;
+  c.q_lora = 1280;
+  c.o_groups = 8;
+  c.o_lora = 1024;
+  c.window = 128;
+  c.num_experts = 384;
+  c.experts_per_token = 6;
+  c.moe_intermediate = 2304;
+  c.index_heads = 32;
+  c.index_dim = 128;
+  c.index_topk = 512;
+  c.candidate_blocks = 2048;
+  c.candidate_block_size = 8;
+  c.scale_block = 32;
+  c.sinkhorn_iters = 20;
+  c.norm_eps = 1e-20f;
+  c.hc_eps = 1e-6f;
+  c.swiglu_limit = 10.0f;
+  c.routed_scaling = 1.5f;
+  c.rope_theta = 10000.0;
+  c.compress_rope_theta = 160000.0;
+  c.yarn_factor = 16.0;
+  c.yarn_beta_fast = 32.0;
+  c.yarn_beta_slow = 1.0;
+  c.yarn_original_positions = 65536.0;
+  c.max_positions = 1048576;
+  const auto layer = [&](int i, int ratio, int kv, int index, int candidates, int engram) {
+    c.layers[i] = {ratio, kv, index, candidates, engram, 0};
+  };
+  if (whole) {
+    c.candidate_layer = 20;
+    for (int i = 0; i < 40; ++i) {
+      const int engram = i == 1 ? 0 : i == 14 ? 1 : -1;
+      if (i < 2) {
+        layer(i, 0, -1, -1, -1, engram);
+      } else if (i < 20) {
+        const int source = i < 8 ? 2 : i < 14 ? 8 : 14;
+        layer(i, 2, source, source, -1, engram);
+      } else {
+        const int index = i / 4 * 4;
+        layer(i, 1, 20, index, i == index && i > 20 ? 20 : -1, engram);
+      }
+    }
+  } else {
+    // Every kind: window only, n-gram memory, a ratio-2 source and its user, a ratio-1 source that
+    // publishes blocks, its user, a selection by blocks, and n-gram memory before its user.
+    c.candidate_layer = 4;
+    layer(0, 0, -1, -1, -1, -1);
+    layer(1, 0, -1, -1, -1, 0);
+    layer(2, 2, 2, 2, -1, -1);
+    layer(3, 2, 2, 2, -1, -1);
+    layer(4, 1, 4, 4, -1, -1);
+    layer(5, 1, 4, 4, -1, -1);
+    layer(6, 1, 4, 6, 4, -1);
+    layer(7, 1, 4, 6, -1, 1);
+  }
+  c.num_engrams = 2;
+  c.engram_head_dim = 256;
+  c.engram_pad_token = 2;
+  c.image_token = 129264;
+  for (int table = 0; table < 2; ++table) {
+    for (int i = 0; i < 24; ++i) c.engram_primes[table][i / 8][i % 8] = 997 + 2 * i + table;
+    for (int i = 0; i < 4; ++i) c.engram_multipliers[table][i] = 1'000'003 + 77 * i + table;
+  }
+  c.num_draft_stages = num_draft_stages;
+  c.draft_block = 5;
+  c.draft_mask_token = 128799;
+  c.markov_rank = 256;
+  c.draft_experts = 128;
+  c.draft_experts_per_token = 3;
+  for (int i = 0; i < num_draft_stages; ++i) c.draft_target_layers[i] = c.num_layers - 3 + i;
+  c.tp_size = 4;
+  for (const int width : {1, 2, 3, 4, 5, 6, 7, 8, 12, 18, 24, 48}) c.widths[c.num_widths++] = width;
+  c.max_batch = kMaxBatch;
+  c.max_rows = 48;
+  c.page_size = kPageSize;
+  c.num_pages = kMaxBatch * kPagesOfRequest;
+  c.state_ring = 8;
+  c.wait_budget_ns = 1'000'000'000;
+  return c;
+}
+
+// Device memory of weights, by name, for all models of a configuration.
+class Weights {
+ public:
+  static std::int64_t count_of(const lowlat_tensor_spec& spec) {
+    std::int64_t count = 1;
+    for (std::uint32_t d = 0; d < spec.ndim; ++d) count *= spec.shape[d];
+    return count;
+  }
+  static std::int64_t bytes_of(const lowlat_tensor_spec& spec) {
+    static constexpr int kBytes[] = {1, 4, 8, 4, 2, 1, 1, 1};
+    return count_of(spec) * kBytes[spec.dtype];
+  }
+  void* of(const lowlat_tensor_spec& spec, std::uint64_t seed) {
+    void*& data = memory_[spec.name];
+    if (data == nullptr) data = filled(spec, seed);
+    return data;
+  }
+  static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed) {
+    void* data = nullptr;
+    const std::int64_t bytes = bytes_of(spec);
+    cuda_must(cudaMalloc(&data, static_cast<std::size_t>(bytes)), "memory");
+    const std::string name = spec.name;
+    const bool gain = name.find("norm.weight") != std::string::npos;
+    const bool out = name.find("wo_b") != std::string::npos;
+    const bool down = name.find("w2") != std::string::npos;
+    const int scale_code = out ? 125 : down ? 117 : 120;
+    const Kind kind = name == "embed.weight"              ? Kind::embedding
+                      : gain                              ? Kind::gain
+                      : name.find("wo_a") != std::string::npos ? Kind::wo_a
+                      : spec.layout == LOWLAT_KV_PAGED    ? Kind::kv_pages
+                      : spec.layout == LOWLAT_INDEX_PAGED ? Kind::index_pages
+                                                          : Kind::plain;
+    // Rows of a page by its bytes.
+    const int rows = kind == Kind::kv_pages ? static_cast<int>(spec.shape[1] / 584) : 1;
+    fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code, seed << 40);
+    cuda_must(cudaGetLastError(), "fill");
+    cuda_must(cudaDeviceSynchronize(), "fill");
+    return data;
+  }
+  ~Weights() {
+    for (auto& [name, data] : memory_) cudaFree(data);
+  }
+
+ private:
+  std::map<std::string, void*> memory_;
+};
+
+struct Pool {
+  lowlat_tensor_spec spec;
+  std::string name;
+  void* data;
+};
+
+// What a step was given, and what came out.
+struct Case {
+  int requests, tokens, position;
+  int rows() const { return requests * tokens; }
+};
+
+// Of a hosted model: page 0 belongs to padding, and the window's keys lie in pages of another order.
+inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
+inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
+
+class Rank {
+ public:
+  // hosted: by an engine that keeps caches and head, with the checkpoint's experts and wo_a in bf16.
+  Rank(const std::string& platform, const lowlat_model_config& config, Weights& weights,
+       bool hosted = false)
+      : config_(config) {
+    if (hosted) {
+      lowlat_hosting hosting{};
+      hosting.struct_bytes = sizeof hosting;
+      hosting.expert_layout = LOWLAT_ROW_MAJOR;
+      hosting.bf16_wo_a = 1;
+      must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
+    } else {
+      must(lowlat_model_create(platform.c_str(), &config_, &model_));
+    }
+    std::vector<lowlat_tensor> caches;
+    for (int i = 0; i < lowlat_model_num_tensors(model_); ++i) {
+      lowlat_tensor_spec spec{};
+      spec.struct_bytes = sizeof spec;
+      must(lowlat_model_tensor(model_, i, &spec));
+      if (hosted && spec.role == LOWLAT_POOL) spec.shape[0] = rows_of(spec);
+      lowlat_tensor tensor{};
+      tensor.struct_bytes = sizeof tensor;
+      tensor.dtype = spec.dtype;
+      tensor.layout = spec.layout;
+      tensor.ndim = spec.ndim;
+      std::int64_t stride = 1;
+      for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
+        tensor.shape[d] = spec.shape[d];
+        tensor.stride[d] = stride;
+        stride *= spec.shape[d];
+      }
+      const auto seed = static_cast<std::uint64_t>(i) + 1;
+      if (spec.role == LOWLAT_POOL) {
+        tensor.data = Weights::filled(spec, seed);
+        pools_.push_back({spec, spec.name, tensor.data});
+        caches.push_back(tensor);
+        if (hosted) continue;
+      } else {
+        tensor.data = weights.of(spec, seed);
+      }
+      must(lowlat_model_bind(model_, spec.name, &tensor));
+    }
+    must(lowlat_model_ready(model_));
+    if (hosted) bind_caches(caches);
+  }
+  ~Rank() {
+    lowlat_model_destroy(model_);
+    for (Pool& pool : pools_) cudaFree(pool.data);
+  }
+  Rank(const Rank&) = delete;
+  Rank& operator=(const Rank&) = delete;
+
+  lowlat_model* model() const { return model_; }
+  const lowlat_model_config& config() const { return config_; }
+  const std::vector<Pool>& pools() const { return pools_; }
+
+  template <class T>
+  T* place(const std::vector<T>& values) {
+    void* memory = nullptr;
+    const std::uint64_t bytes = values.size() * sizeof(T);
+    must(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE, bytes, &memory));
+    must(lowlat_model_write(model_, memory, values.data(), bytes));
+    return static_cast<T*>(memory);
+  }
+  template <class T>
+  std::vector<T> take(const T* from, std::size_t count) {
+    std::vector<T> out(count);
+    must(lowlat_model_read(model_, out.data(), from, count * sizeof(T)));
+    return out;
+  }
+
+  // A verify step, or with one token a request a decode step; pages of requests are shuffled.
+  lowlat_step step_of(const Case& of, int salt) {
+    std::vector<std::int32_t> tokens, positions, requests, slots, pages, state, history;
+    for (int q = 0; q < of.requests; ++q) {
+      for (int p = 0; p < kPagesOfRequest; ++p) {
+        pages.push_back((p * kMaxBatch + q) * 7 % (kMaxBatch * kPagesOfRequest));
+      }
+      state.push_back(kMaxBatch - 1 - q);
+      for (int i = 0; i < 3; ++i) history.push_back((q * 31 + i * 7 + salt) % config_.vocab);
+      for (int i = 0; i < of.tokens; ++i) {
+        const int position = of.position + 11 * q + i;
+        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % config_.vocab);
+        positions.push_back(position);
+        requests.push_back(q);
+        slots.push_back(
+            pages[static_cast<std::size_t>(q * kPagesOfRequest + position / kPageSize)] *
+                kPageSize +
+            position % kPageSize);
+      }
+    }
+    lowlat_step step{};
+    step.struct_bytes = sizeof step;
+    step.mode = of.tokens == 1 ? LOWLAT_DECODE : LOWLAT_TARGET_VERIFY;
+    step.num_rows = of.rows();
+    step.batch_size = of.requests;
+    step.tokens_per_request = of.tokens;
+    step.page_table_stride = kPagesOfRequest;
+    step.token_ids = place(tokens);
+    step.positions = place(positions);
+    step.request_idx = place(requests);
+    step.slots = place(slots);
+    step.page_table = place(pages);
+    step.history = place(history);
+    step.state_slots = place(state);
+    step.num_logit_rows = of.rows();
+    step.logits = place(std::vector<float>(
+        static_cast<std::size_t>(of.rows()) * static_cast<std::size_t>(config_.vocab), NAN));
+    step.argmax = place(std::vector<std::int32_t>(static_cast<std::size_t>(of.rows()), -7));
+    return step;
+  }
+  // The same for a hosted model; the last row is padding where there is more than one request.
+  lowlat_hosted_step hosted_of(const Case& of, int salt) {
+    std::vector<std::int64_t> tokens, positions, slots, requests;
+    std::vector<std::int32_t> pages;
+    for (int q = 0; q < of.requests; ++q) {
+      for (int p = 0; p < kPagesOfRequest; ++p) {
+        pages.push_back((p * kMaxBatch + q) * 7 % (kHostedPages - 1) + 1);
+      }
+      requests.push_back(kMaxBatch - 1 - q);
+      for (int i = 0; i < of.tokens; ++i) {
+        const int position = of.position + 11 * q + i;
+        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % config_.vocab);
+        positions.push_back(position);
+        slots.push_back(
+            pages[static_cast<std::size_t>(q * kPagesOfRequest + position / kPageSize)] *
+                kPageSize +
+            position % kPageSize);
+      }
+    }
+    if (of.requests > 1) slots.back() = 17;
+    const auto rows = static_cast<std::size_t>(of.rows()), hidden = std::size_t{5120};
+    lowlat_hosted_step step{};
+    step.struct_bytes = sizeof step;
+    step.mode = of.tokens == 1 ? LOWLAT_DECODE : LOWLAT_TARGET_VERIFY;
+    step.batch_size = of.requests;
+    step.tokens_per_request = of.tokens;
+    step.page_table_stride = step.num_table_pages = kPagesOfRequest;
+    step.token_ids = place(tokens);
+    step.positions = place(positions);
+    step.slots = place(slots);
+    step.requests = place(requests);
+    step.page_table = place(pages);
+    step.hidden = place(std::vector<std::uint16_t>(rows * hidden, 0x7fc0));
+    step.features = place(std::vector<std::uint16_t>(
+        rows * hidden * static_cast<std::size_t>(config_.num_draft_stages), 0x7fc0));
+    step.streams = place(std::vector<std::uint16_t>(rows * hidden * 4, 0x7fc0));
+    return step;
+  }
+  std::vector<float> floats(const std::uint16_t* from, std::size_t count) {
+    std::vector<float> out;
+    for (const std::uint16_t code : take(from, count)) {
+      out.push_back(static_cast<float>(reference::from_bf16(code)));
+    }
+    return out;
+  }
+  std::vector<std::int32_t> history() {
+    return take(history_, static_cast<std::size_t>(3 * kMaxBatch));
+  }
+  std::vector<float> logits(const lowlat_step& step) {
+    return take(step.logits,
+                static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab));
+  }
+
+ private:
+  static std::int64_t rows_of(const lowlat_tensor_spec& spec) {
+    const std::string name = spec.name;
+    if (name.find("kv.state") == 0) return kMaxBatch * 8;
+    if (name.find("kv.index") != 0) return kHostedPages;
+    // Pages of 64 entries: four of ratio 1 a page of tokens.
+    return kHostedPages * (kPageSize / 64);
+  }
+  void bind_caches(const std::vector<lowlat_tensor>& caches) {
+    std::vector<const char*> names;
+    for (const Pool& pool : pools_) names.push_back(pool.name.c_str());
+    std::vector<std::int64_t> window_slots;
+    for (int page = 0; page < kHostedPages; ++page) {
+      for (int i = 0; i < kPageSize; ++i) {
+        window_slots.push_back(hosted_window_page(page) * kPageSize + i);
+      }
+    }
+    std::vector<std::int32_t> history;
+    for (int i = 0; i < 3 * kMaxBatch; ++i) history.push_back(i * 4099 % 129280);
+    history[4] = -1;  // an image
+    history_ = place(history);
+    lowlat_pools pools{};
+    pools.struct_bytes = sizeof pools;
+    pools.num_pages = pools.num_window_pages = kHostedPages;
+    pools.num_requests = kMaxBatch;
+    pools.window_slots = place(window_slots);
+    pools.history = history_;
+    pools.num_tensors = static_cast<std::int32_t>(caches.size());
+    pools.names = names.data();
+    pools.tensors = caches.data();
+    must(lowlat_pools_bind(model_, &pools));
+  }
+
+  lowlat_model_config config_;
+  lowlat_model* model_ = nullptr;
+  std::int32_t* history_ = nullptr;
+  std::vector<Pool> pools_;
+};
+
+// rel_l2 of each row, ascending.
+inline std::vector<double> errors_of(const std::vector<float>& got, const std::vector<float>& want,
+                                     std::size_t width) {
+  std::vector<double> out;
+  for (std::size_t first = 0; first < want.size(); first += width) {
+    double error = 0.0, norm = 0.0;
+    for (std::size_t i = first; i < first + width; ++i) {
+      error += (static_cast<double>(got[i]) - want[i]) * (static_cast<double>(got[i]) - want[i]);
+      norm += static_cast<double>(want[i]) * want[i];
+    }
+    out.push_back(std::sqrt(error / std::max(norm, 1e-30)));
+  }
+  std::sort(out.begin(), out.end(), [](double a, double b) { return !(b <= a); });
+  return out;
+}
+inline double median(const std::vector<double>& sorted) {
+  return sorted.empty() ? 0.0 : sorted[sorted.size() / 2];
+}
+
+inline int failures = 0;
+inline void expect(bool good, const char* what) {
+  failures += good ? 0 : 1;
+  if (!good) std::printf("FAIL %s\n", what);
+}
+
+inline std::vector<float> row_of(const Pool& pool, const std::uint8_t* bytes, std::int64_t row) {
+  if (pool.spec.layout == LOWLAT_INDEX_PAGED) {
+    std::uint8_t key[68];
+    const std::uint8_t* page = bytes + row / 64 * 64 * 68;
+    std::memcpy(key, page + row % 64 * 64, 64);
+    std::memcpy(key + 64, page + 64 * 64 + row % 64 * 4, 4);
+    double values[128];
+    reference::fp4_unpack_index(values, key);
+    return {values, values + 128};
+  }
+  const std::int64_t page_bytes = pool.spec.shape[1], rows = page_bytes / 584;
+  const std::uint8_t* page = bytes + row / rows * page_bytes;
+  std::uint8_t stored[584];
+  std::memcpy(stored, page + row % rows * 576, 576);
+  std::memcpy(stored + 576, page + rows * 576 + row % rows * 8, 8);
+  std::vector<float> out(512);
+  reference::kv_unpack(out.data(), stored, 1);
+  return out;
+}
+
+// Stored rows of the two ranks: which differ, and by how much.
+inline void compare_pools(Rank& got, Rank& want) {
+  for (std::size_t i = 0; i < got.pools().size(); ++i) {
+    const Pool& pool = got.pools()[i];
+    const auto bytes = static_cast<std::size_t>(Weights::bytes_of(pool.spec));
+    const auto a = got.take(static_cast<const std::uint8_t*>(pool.data), bytes);
+    const auto b = want.take(static_cast<const std::uint8_t*>(want.pools()[i].data), bytes);
+    const bool state = pool.spec.dtype == LOWLAT_F32;
+    const std::int64_t width = state ? 1024 : pool.spec.layout == LOWLAT_INDEX_PAGED ? 128 : 512;
+    const std::int64_t rows = state ? Weights::count_of(pool.spec) / 1024
+                              : pool.spec.layout == LOWLAT_INDEX_PAGED
+                                  ? static_cast<std::int64_t>(bytes) / (64 * 68) * 64
+                                  : pool.spec.shape[0] * (pool.spec.shape[1] / 584);
+    std::vector<float> x, y;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      std::vector<float> p, q;
+      if (state) {
+        const auto* from = reinterpret_cast<const float*>(a.data()) + row * 1024;
+        const auto* other = reinterpret_cast<const float*>(b.data()) + row * 1024;
+        p.assign(from, from + 1024);
+        q.assign(other, other + 1024);
+      } else {
+        p = row_of(pool, a.data(), row);
+        q = row_of(pool, b.data(), row);
+      }
+      if (p == q) continue;
+      x.insert(x.end(), p.begin(), p.end());
+      y.insert(y.end(), q.begin(), q.end());
+    }
+    const auto errors = errors_of(x, y, static_cast<std::size_t>(width));
+    std::printf("  %-14s %4zu of %lld rows differ, rel_l2 median %.1e worst %.1e\n",
+                pool.name.c_str(), errors.size(), static_cast<long long>(rows), median(errors),
+                errors.empty() ? 0.0 : errors.back());
+    expect(median(errors) < 0.1 && errors.size() < 200, pool.name.c_str());
+  }
+}
+
+// One step on both, by launches.
+inline void compare_step(Rank& got, Rank& want, const Case& of, int salt) {
+  std::vector<std::vector<float>> logits;
+  std::vector<std::vector<std::int32_t>> best;
+  for (Rank* rank : {&got, &want}) {
+    const lowlat_step step = rank->step_of(of, salt);
+    must(lowlat_step_launch(rank->model(), &step, nullptr));
+    must(lowlat_synchronize(rank->model(), 10'000'000'000));
+    logits.push_back(rank->logits(step));
+    best.push_back(rank->take(step.argmax, static_cast<std::size_t>(of.rows())));
+  }
+  const auto vocab = static_cast<std::size_t>(got.config().vocab);
+  const auto errors = errors_of(logits[0], logits[1], vocab);
+  int differs = 0, wrong = 0;
+  for (int row = 0; row < of.rows(); ++row) {
+    differs += best[0][static_cast<std::size_t>(row)] != best[1][static_cast<std::size_t>(row)];
+    const float* first = logits[0].data() + static_cast<std::size_t>(row) * vocab;
+    wrong +=
+        best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
+  }
+  const bool good = median(errors) < 0.03 && wrong == 0;
+  std::printf(
+      "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
+      "differs %d, wrong %d\n",
+      good ? "ok  " : "FAIL", of.requests, of.tokens, of.position, median(errors), errors.back(),
+      differs, wrong);
+  std::fflush(stdout);
+  failures += good ? 0 : 1;
+}
+
+// One hosted step on both: what it leaves, and the tokens that decoding keeps.
+inline void compare_hosted(Rank& got, Rank& want, const Case& of, int salt) {
+  const auto rows = static_cast<std::size_t>(of.rows() - (of.requests > 1 ? 1 : 0));
+  const std::size_t widths[] = {5120, 3 * 5120, 4 * 5120};
+  std::vector<std::vector<float>> results[3];
+  for (Rank* rank : {&got, &want}) {
+    const lowlat_hosted_step step = rank->hosted_of(of, salt);
+    must(lowlat_hosted_step_launch(rank->model(), &step, nullptr));
+    must(lowlat_synchronize(rank->model(), 10'000'000'000));
+    const std::uint16_t* outs[] = {step.hidden, step.features, step.streams};
+    for (int i = 0; i < 3; ++i) results[i].push_back(rank->floats(outs[i], rows * widths[i]));
+  }
+  double medians[3];
+  for (int i = 0; i < 3; ++i) {
+    medians[i] = median(errors_of(results[i][0], results[i][1], widths[i]));
+  }
+  const bool kept = got.history() == want.history();
+  const bool good = medians[0] < 0.03 && medians[1] < 0.03 && medians[2] < 0.03 && kept;
+  std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
+              good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
+              kept ? "" : ", other history");
+  std::fflush(stdout);
+  failures += good ? 0 : 1;
+}
+
+// A draft behind a step of `of`, whose rows are all committed; with_logits: as sampled rows need.
+inline lowlat_draft draft_of(Rank& rank, const lowlat_step& step, const Case& of,
+                             bool with_logits) {
+  lowlat_draft draft{};
+  draft.struct_bytes = sizeof draft;
+  draft.num_inject_rows = step.num_rows;
+  draft.inject_slots = step.slots;
+  draft.inject_positions = step.positions;
+  draft.batch_size = of.requests;
+  draft.page_table_stride = step.page_table_stride;
+  draft.page_table = step.page_table;
+  const auto pages =
+      rank.take(step.page_table, static_cast<std::size_t>(of.requests * kPagesOfRequest));
+  std::vector<std::int32_t> anchors, prefixes, slots, rows;
+  for (int q = 0; q < of.requests; ++q) {
+    anchors.push_back(100 + q);
+    const int prefix = of.position + 11 * q + of.tokens;
+    prefixes.push_back(prefix);
+    rows.push_back(q);
+    for (int at = prefix; at < prefix + 5; ++at) {
+      slots.push_back(pages[static_cast<std::size_t>(q * kPagesOfRequest + at / kPageSize)] *
+                          kPageSize +
+                      at % kPageSize);
+    }
+  }
+  draft.anchors = rank.place(anchors);
+  draft.prefixes = rank.place(prefixes);
+  draft.slots = rank.place(slots);
+  draft.noise_row = rank.place(rows);
+  draft.noise_offset = rank.place(std::vector<std::int64_t>(rows.size(), 3));
+  draft.temperature = rank.place(std::vector<float>(rows.size(), 0.0f));
+  draft.draft_tokens = rank.place(std::vector<std::int32_t>(rows.size() * 5, -7));
+  if (!with_logits) return draft;
+  draft.draft_logits = rank.place(
+      std::vector<float>(rows.size() * 5 * static_cast<std::size_t>(rank.config().vocab), NAN));
+  return draft;
+}
+
+inline void compare_draft(Rank& got, Rank& want, const Case& of) {
+  std::vector<std::vector<float>> logits;
+  std::vector<std::vector<std::int32_t>> tokens;
+  const auto count = static_cast<std::size_t>(of.requests) * 5;
+  for (const auto& [rank, with_logits] : {std::pair{&got, true}, {&want, true}, {&got, false}}) {
+    const lowlat_step step = rank->step_of(of, 0);
+    const lowlat_draft draft = draft_of(*rank, step, of, with_logits);
+    must(lowlat_draft_launch(rank->model(), &draft, nullptr));
+    must(lowlat_synchronize(rank->model(), 10'000'000'000));
+    tokens.push_back(rank->take(draft.draft_tokens, count));
+    if (!with_logits) continue;
+    logits.push_back(
+        rank->take(draft.draft_logits, count * static_cast<std::size_t>(rank->config().vocab)));
+  }
+  int differs = 0, greedy = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    differs += tokens[0][i] != tokens[1][i];
+    greedy += tokens[0][i] != tokens[2][i];
+  }
+  const auto errors = errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
+  const bool good = median(errors) < 0.05 && greedy == 0;
+  std::printf(
+      "%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
+      "without logits %d\n",
+      good ? "ok  " : "FAIL", of.requests, median(errors), errors.back(), differs, count, greedy);
+  std::fflush(stdout);
+  failures += good ? 0 : 1;
+}
+
+inline std::uint64_t digest(const std::vector<float>& values) {
+  std::uint64_t state = 0xcbf2'9ce4'8422'2325ull;
+  for (const float v : values) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &v, 4);
+    state = (state ^ bits) * 0x100'0000'01b3ull;
+  }
+  return state;
+}
+
+// Captured steps with three inputs in turn give what they gave first.
+inline void replay(Rank& rank, const Case& of, int count) {
+  std::vector<lowlat_step> steps;
+  std::vector<std::unique_ptr<Graph>> graphs;
+  std::vector<std::uint64_t> first;
+  for (int i = 0; i < 3; ++i) {
+    steps.push_back(rank.step_of(of, 5 + i));
+    graphs.push_back(std::make_unique<Graph>([&](cudaStream_t stream) {
+      must(lowlat_step_launch(rank.model(), &steps.back(), stream));
+    }));
+  }
+  // A layer's compressed keys and pending halves are there from the second time on.
+  int different = 0;
+  for (int turn = 0; turn < 2; ++turn) {
+    for (auto& graph : graphs) graph->replay();
+  }
+  for (int i = 0; i < 3; ++i) {
+    graphs[static_cast<std::size_t>(i)]->replay();
+    graphs[static_cast<std::size_t>(i)]->wait();
+    first.push_back(digest(rank.logits(steps[static_cast<std::size_t>(i)])));
+  }
+  for (int i = 0; i < count; ++i) {
+    const auto at = static_cast<std::size_t>(i % 3);
+    graphs[at]->replay();
+    // Every one is ordered behind the one before; a look now and then keeps the host's part small.
+    if (i % 50 >= 3 && i + 3 < count) {
+      graphs[at]->wait();
+      continue;
+    }
+    graphs[at]->wait();
+    different += digest(rank.logits(steps[at])) != first[at] ? 1 : 0;
+  }
+  lowlat_status_words words{};
+  words.struct_bytes = sizeof words;
+  must(lowlat_status_read(rank.model(), &words));
+  const bool good = different == 0 && words.state == 0;
+  std::printf(
+      "%s %d replays of %d rows: %d of those looked at differ, state %u kernel %u stage %u "
+      "epoch %llu\n",
+      good ? "ok  " : "FAIL", count, of.rows(), different, words.state, words.place, words.stage,
+      static_cast<unsigned long long>(words.epoch));
+  std::fflush(stdout);
+  failures += good ? 0 : 1;
+}
+
+inline Case case_of(int rows, int position) {
+  return rows % 6 == 0 ? Case{rows / 6, 6, position}
+         : rows <= 8   ? Case{1, rows, position}
+                       : Case{rows, 1, position};
+}
+
+}  // namespace lowlat::bench
