@@ -24,6 +24,9 @@
 //                              a > b ? a : b and a < b ? a : b: with a NaN they give b.
 //   float_bits, bits_float     reinterpretation
 //   Scope, load_acquire, store_release   memory order, with the scope in full
+//   load_poll, fence_polled    a wait's look at a word, and the fence after the last of them: the
+//                              two are an acquire of what was seen, and a platform where an acquire
+//                              costs more than a look has it in the fence
 //   atomic_add, atomic_cas     relaxed; give the value before
 //   TaggedWords, kTaggedPayload, store_tagged, load_tagged   payload and epoch as one access
 //   spin_pause, clock_ns       every spin calls the first; a monotonic clock
@@ -75,6 +78,10 @@ static_assert(std::same_as<decltype(bits_float(0u)), float>);
 static_assert(
     std::same_as<decltype(load_acquire<Scope::system>(static_cast<const std::uint32_t*>(nullptr))),
                  std::uint32_t>);
+static_assert(
+    std::same_as<decltype(load_poll<Scope::device>(static_cast<const std::uint32_t*>(nullptr))),
+                 std::uint32_t>);
+static_assert(std::same_as<decltype(fence_polled<Scope::device>()), void>);
 static_assert(
     std::same_as<decltype(store_release<Scope::device>(static_cast<std::uint32_t*>(nullptr), 0u)),
                  void>);

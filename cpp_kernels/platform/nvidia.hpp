@@ -96,6 +96,13 @@ LOWLAT_DEVICE std::uint32_t load_acquire(const std::uint32_t* word) {
   }
   return value;
 }
+// An acquire is no dearer than a look here.
+template <Scope kScope>
+LOWLAT_DEVICE std::uint32_t load_poll(const std::uint32_t* word) {
+  return load_acquire<kScope>(word);
+}
+template <Scope>
+LOWLAT_DEVICE void fence_polled() {}
 template <Scope kScope>
 LOWLAT_DEVICE void store_release(std::uint32_t* word, std::uint32_t value) {
   if constexpr (kScope == Scope::block) {
