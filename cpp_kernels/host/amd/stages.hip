@@ -8,6 +8,7 @@
 #include "platform/contract.hpp"
 // The platform comes first.
 #include "persistent/grid.hpp"
+#include "platform/amd_mfma.hpp"
 #include "stages/accept.hpp"
 #include "stages/attention.hpp"
 #include "stages/compress.hpp"
@@ -159,6 +160,41 @@ LOWLAT_KERNEL(kThreads)
 lowlat_stage_linear_fp4(float* y, const float* x, const Byte* w, const Byte* scales, int num_rows,
                         int k, int num_outputs) {
   linear_rows(y, x, num_rows, k, stages::Fp4Weights{w, k / 2, scales, k / 32}, num_outputs);
+}
+
+// The matrix unit's: wave w of block b makes y[0 .. 15, 16 (4 b + w) ..] of 16 rows of x; y fp32
+// [16, num_outputs], num_outputs a multiple of 64, k of 128.
+namespace {
+
+template <class Multiply>
+LOWLAT_DEVICE void tile_rows(float* y, int num_outputs, Multiply&& multiply) {
+  const int first = 16 * (4 * plat::block_idx() + plat::thread_idx() / plat::kWarpLanes);
+  lowlat::amd::mfma::Tile tile;
+  multiply(tile, first);
+  for (int i = 0; i < 4; ++i) y[tile.row(i) * num_outputs + first + tile.col()] = tile.sums[i];
+}
+
+}  // namespace
+
+LOWLAT_KERNEL(kThreads)
+lowlat_stage_tile_bf16(float* y, const Bf16* x, const Bf16* w, int k, int num_outputs) {
+  tile_rows(y, num_outputs, [&](auto& tile, std::int64_t first) {
+    lowlat::amd::mfma::multiply_bf16(tile, x, k, w + first * k, k, k);
+  });
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_stage_tile_fp8(float* y, const Byte* x, const Byte* w, int k, int num_outputs) {
+  tile_rows(y, num_outputs, [&](auto& tile, std::int64_t first) {
+    lowlat::amd::mfma::multiply_fp8(tile, x, k, w + first * k, k, k);
+  });
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_stage_tile_fp4(float* y, const Byte* x, const Byte* x_scales, const Byte* w,
+                      const Byte* w_scales, int k, int num_outputs) {
+  tile_rows(y, num_outputs, [&](auto& tile, std::int64_t first) {
+    lowlat::amd::mfma::multiply_fp4(tile, x, k / 2, x_scales, k / 32, w + first * (k / 2), k / 2,
+                                    w_scales + first * (k / 32), k / 32, k);
+  });
 }
 
 // ------------------------------------------------------------------ norms and hyper-connections
