@@ -85,6 +85,7 @@ LOWLAT_DEVICE float warp_max(float v) {
   }
   return v;
 }
+LOWLAT_DEVICE int warp_uniform(int v) { return __builtin_amdgcn_readfirstlane(v); }
 LOWLAT_DEVICE int popcount(std::uint64_t bits) { return __builtin_popcountll(bits); }
 
 LOWLAT_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -18,6 +18,8 @@
 //   warp_shuffle               v of the lane that is asked for, which may differ by lane
 //   warp_shuffle_xor           v of the lane at (own lane ^ mask)
 //   warp_ballot                bit i: what lane i said; bits past the warp are 0
+//   warp_uniform               v, which is the same in all lanes that call; tells a compiler that
+//                              cannot see it, and branches on it leave the warp together
 //   popcount                   of 64 bits
 //   fma .. copysign            fp32; fma is one rounding, the others are rounded once, and a
 //                              product and a sum in the source stay two roundings. max and min are
@@ -59,6 +61,7 @@ static_assert(std::same_as<decltype(warp_shuffle(0u, 0)), std::uint32_t>);
 static_assert(std::same_as<decltype(warp_shuffle_xor(0.0f, 1)), float>);
 static_assert(std::same_as<decltype(warp_shuffle_xor(0u, 1)), std::uint32_t>);
 static_assert(std::same_as<decltype(warp_ballot(false)), std::uint64_t>);
+static_assert(std::same_as<decltype(warp_uniform(0)), int>);
 static_assert(std::same_as<decltype(plat::popcount(std::uint64_t{0})), int>);
 static_assert(std::same_as<decltype(fma(0.0f, 0.0f, 0.0f)), float>);
 static_assert(std::same_as<decltype(rsqrt(0.0f)), float>);

@@ -43,6 +43,7 @@ LOWLAT_DEVICE float bits_float(std::uint32_t bits) {
   std::memcpy(&v, &bits, sizeof v);
   return v;
 }
+LOWLAT_DEVICE int warp_uniform(int v) { return v; }
 LOWLAT_DEVICE int popcount(std::uint64_t bits) { return std::popcount(bits); }
 
 // Memory order. The scope is always said in full; on one host every scope is the host's.
