@@ -133,8 +133,10 @@ def compile_one(compiler: Compiler, source: Path, arch: str, out: Path) -> Path:
     if compiler.headers:
         includes += ["-idirafter", compiler.headers]
     run(
-        [*compiler.clang, *FLAGS, *includes, f"--offload-arch={arch}", "-S"]
-        + [str(source), "-o", str(assembly)],
+        [
+            *(*compiler.clang, *FLAGS, *includes, f"--offload-arch={arch}"),
+            *("-S", str(source), "-o", str(assembly)),
+        ],
         COMPILE_BUDGET_S,
     )
     target = ["--target=amdgcn-amd-amdhsa", f"-mcpu={arch}"]
