@@ -226,3 +226,8 @@ def test_every_plan_is_of_a_kernel_that_the_host_launches() -> None:
     host = (ROOT / "cpp_kernels/host/amd/step.cpp").read_text(encoding="utf-8")
     host += (ROOT / "cpp_kernels/host/amd/exchange_region.cpp").read_text(encoding="utf-8")
     assert set(re.findall(r'"(lowlat_\w+)"', host)) == set(PLANS)
+
+
+def test_the_wheel_s_compiler_is_the_tests() -> None:
+    """LOWLAT_PIP_HIP fetches what these tests were run with."""
+    assert amd_tools.amd_compile.PACKAGE in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
