@@ -61,7 +61,7 @@ constexpr bool plans_fit() {
 static_assert(plans_fit(), "a kernel's plan takes more than a part has");
 
 // Bytes of what the host lays out and kernels read: both compilers check them.
-inline constexpr int kRankBytes = 920;
+inline constexpr int kRankBytes = 1008;
 inline constexpr int kBlockMemoryBytes = 104;
 
 }  // namespace lowlat::amd
