@@ -228,6 +228,15 @@ def test_every_plan_is_of_a_kernel_that_the_host_launches() -> None:
     assert set(re.findall(r'"(lowlat_\w+)"', host)) == set(PLANS)
 
 
+@PARTS
+def test_rocm_6_loads_it(arch: str) -> None:
+    """Code objects of version 5, for this part alone."""
+    kernels("step", arch)
+    text = amd_tools.code_object("step", arch).with_suffix(".s").read_text(encoding="utf-8")
+    assert f'.amdgcn_target "amdgcn-amd-amdhsa--{arch}"' in text
+    assert ".amdhsa_code_object_version 5" in text
+
+
 def test_the_wheel_s_compiler_is_the_tests() -> None:
     """LOWLAT_PIP_HIP fetches what these tests were run with."""
     assert amd_tools.amd_compile.PACKAGE in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

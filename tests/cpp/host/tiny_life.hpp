@@ -1,8 +1,8 @@
-// The life of one or two requests on a small model, on two sides that get the same tokens: prompt in
-// chunks, then verify, decode and drafts. For a platform's models against those of scalar.
+// The life of one or two requests on a small model, on two sides that get the same tokens: prompt
+// in chunks, then verify, decode and drafts. For a platform's models against those of scalar.
 //
-// Norms and attention add in another order on a device than one thread does, and what four bits round
-// to may flip by it, so logits are near and not equal.
+// Norms and attention add in another order on a device than one thread does, and what four bits
+// round to may flip by it, so logits are near and not equal.
 #pragma once
 
 #include <algorithm>

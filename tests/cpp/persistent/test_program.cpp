@@ -1,6 +1,6 @@
 // The resident schedule with several blocks a rank, of many threads each, on emu: the same bits
-// whatever the number of blocks, the order of the fibers and the cut into launches, ranks equal, and
-// near the scalar platform's model; a rank that does not come ends all blocks of all ranks.
+// whatever the number of blocks, the order of the fibers and the cut into launches, ranks equal,
+// and near the scalar platform's model; a rank that does not come ends all blocks of all ranks.
 //
 // Planted and seen to fail: the hand-off after project_x left out (blocks differ), the wait of a
 // hand-off left out (blocks differ or lanes read what is not there).
