@@ -52,7 +52,7 @@ ENDINGS = {  # a file's ending says who can read it
     "cpp_kernels/stages": {".hpp"},
     "cpp_kernels/shape": {".hpp"},
     "cpp_kernels/platform": {".hpp", ".cuh"},
-    "cpp_kernels/host": {".hpp", ".cpp", ".cuh", ".cu"},
+    "cpp_kernels/host": {".hpp", ".cpp", ".cuh", ".cu", ".hip"},
     "cpp_kernels/reference": {".hpp", ".cpp"},
 }
 
