@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 PADDING = 0xBF800000  # s_nop 0, which fills up to the end of the text
@@ -23,8 +24,7 @@ class DecodeError(ValueError):
 
 @functools.cache
 def decoder():
-    from tinygrad.renderer.amd import decode_inst
-    from tinygrad.renderer.amd import dsl
+    from tinygrad.renderer.amd import decode_inst, dsl
 
     return decode_inst, dsl
 
@@ -72,16 +72,21 @@ def one(data: bytes) -> tuple[int, str, int, dict[str, int], str]:
     return inst.size(), name, encoding_of(kind), fields, f"{inst!r}"
 
 
-def text(data: bytes, start: int = 0):
-    """Every instruction of a text. What follows the last s_endpgm's padding is left out."""
+def at(data: bytes, offset: int) -> Decoded:
+    """The instruction at an offset of a text."""
+    try:
+        return Decoded(offset, *one(data[offset : offset + 16]))
+    except ValueError as error:
+        raise DecodeError(f"at {offset:#x}: {error}") from error
+
+
+def text(data: bytes) -> Iterator[Decoded]:
+    """Every instruction of a text, without the padding that follows the last."""
     end = len(data)
     while end >= 4 and int.from_bytes(data[end - 4 : end], "little") == PADDING:
         end -= 4
-    at = 0
-    while at < end:
-        try:
-            size, name, encoding, fields, shown = one(data[at : at + 16])
-        except ValueError as error:
-            raise DecodeError(f"at {start + at:#x}: {error}") from error
-        yield Decoded(at, size, name, encoding, fields, shown)
-        at += size
+    offset = 0
+    while offset < end:
+        inst = at(data, offset)
+        yield inst
+        offset += inst.size

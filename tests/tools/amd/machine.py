@@ -26,6 +26,7 @@ FLAGS = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-s
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 INSTRUCTION_LIMIT = 2_000_000_000
 PATIENCE = 20_000_000
+LINE_BYTES = 64
 RESIDENT_BLOCKS = 304  # of a part: its compute units
 
 
@@ -62,6 +63,10 @@ class FaultPlace(ctypes.Structure):
         ("exec", ctypes.c_uint64),
         ("kernel", ctypes.c_char * 256),
     )
+
+
+# Called for an instruction that is met for the first time: the code's number and the offset.
+DECODER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_uint32)
 
 
 def build_folder() -> Path:
@@ -113,11 +118,10 @@ class Engine:
             "amd_allocate": (u64, (pointer, u64, text, ctypes.c_int)),
             "amd_write": (ctypes.c_int, (pointer, u64, pointer, u64)),
             "amd_read": (ctypes.c_int, (pointer, u64, pointer, u64)),
-            "amd_add_code": (ctypes.c_int, (pointer, u64, u64)),
+            "amd_add_code": (ctypes.c_int, (pointer, u64, u64, DECODER)),
             "amd_add_instruction": (
                 None,
-                (pointer, ctypes.c_int, text, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_int)
-                + (pointer,),
+                (pointer, ctypes.c_int, text, *[ctypes.c_uint32] * 2, ctypes.c_int, pointer),
             ),
             "amd_launch": (ctypes.c_int, (pointer, ctypes.POINTER(LaunchText))),
             "amd_run": (ctypes.c_int, (pointer, u64, u64, ctypes.POINTER(FaultPlace))),
@@ -146,7 +150,7 @@ class LoadedCode:
     base: int
     index: int
     object: code_object.CodeObject
-    lines: dict[int, str]  # by offset in the text
+    text: bytes
 
 
 class Buffer:
@@ -171,7 +175,7 @@ class Buffer:
 def undecodable(code: code_object.CodeObject) -> list[str]:
     """Instructions of the whole text that the engine does not know, each once, with a place."""
     engine, seen = Engine.get(), {}
-    for inst in decode.text(text_bytes(code), code.text[0]):
+    for inst in decode.text(text_bytes(code)):
         if not engine.knows(inst.name):
             seen.setdefault(inst.name, f"{inst.name} at {inst.offset:#x}: {inst.text}")
     return list(seen.values())
@@ -202,6 +206,7 @@ class Machine:
         self.handle = self.lib.amd_create(int(isa == "gfx950"), ranks, seed)
         self.lib.amd_set(self.handle, approximate, ns_per_instruction, int(lds_races))
         self.codes: list[LoadedCode] = []
+        self.decoder = DECODER(self.add_instruction)
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -251,27 +256,23 @@ class Machine:
             struct.pack_into("<Q", image, where, base + target)
         self.write(base, np.frombuffer(image, np.uint8))
         address, size = code.text
-        index = self.lib.amd_add_code(self.handle, base + address, size)
-        count = len(self.engine.field_at)
-        lines = {}
-        for inst in decode.text(text_bytes(code), address):
-            fields = (ctypes.c_int32 * count)(*[-1] * count)
-            for name, value in inst.fields.items():
-                if (at := self.engine.field_at.get(name)) is not None:
-                    fields[at] = value if value < 1 << 31 else value - (1 << 32)
-            self.lib.amd_add_instruction(
-                self.handle,
-                index,
-                inst.name.encode(),
-                inst.offset,
-                inst.size,
-                inst.encoding,
-                fields,
-            )
-            lines[inst.offset] = inst.text
-        loaded = LoadedCode(rank, base, index, code, lines)
+        index = self.lib.amd_add_code(self.handle, base + address, size, self.decoder)
+        loaded = LoadedCode(rank, base, index, code, text_bytes(code))
         self.codes.append(loaded)
         return loaded
+
+    def add_instruction(self, index: int, offset: int) -> None:
+        try:
+            inst = decode.at(self.codes[index].text, offset)
+        except decode.DecodeError:
+            return  # the engine says where
+        fields = (ctypes.c_int32 * len(self.engine.field_at))(*[-1] * len(self.engine.field_at))
+        for name, value in inst.fields.items():
+            if (at := self.engine.field_at.get(name)) is not None:
+                fields[at] = value if value < 1 << 31 else value - (1 << 32)
+        name = inst.name.encode()
+        numbers = (index, name, offset, inst.size, inst.encoding)
+        self.lib.amd_add_instruction(self.handle, *numbers, fields)
 
     # Launches. Those of a rank run one after another, those of several ranks together.
 
@@ -328,7 +329,10 @@ class Machine:
             if place.code < 0:
                 raise MachineError(what)
             code = self.codes[place.code]
-            line = code.lines.get(place.offset, "(no instruction)")
+            try:
+                line = decode.at(code.text, place.offset).text
+            except decode.DecodeError:
+                line = "(no instruction)"
             raise MachineError(
                 what,
                 f"\n  rank {place.rank} kernel {place.kernel.decode()} workgroup "
@@ -346,7 +350,8 @@ def three(value) -> tuple[int, int, int]:
 
 def pack(kernel: code_object.Kernel, grid, block, arguments, dynamic_lds: int) -> bytes:
     """The kernarg segment: the caller's arguments, and the hidden ones that we can say."""
-    out = bytearray(kernel.kernarg_bytes)
+    # Whole lines: a compiler loads several arguments at once, and may load past the last.
+    out = bytearray((kernel.kernarg_bytes + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES)
     plain = [one for one in kernel.arguments if not one.kind.startswith("hidden_")]
     if len(plain) != len(arguments):
         raise ValueError(f"{kernel.name}: {len(arguments)} arguments, it takes {len(plain)}")

@@ -125,7 +125,8 @@ int amd_read(Machine* m, u64 address, void* out, u64 bytes) {
   return guarded([&] { std::memcpy(out, m->memory.at(address, bytes, false), bytes); });
 }
 
-int amd_add_code(Machine* m, u64 base, u64 bytes) {
+int amd_add_code(Machine* m, u64 base, u64 bytes, Decoder decoder) {
+  m->decoder = decoder;
   auto code = std::make_unique<Code>();
   code->base = base;
   code->at.assign(bytes / 4, -1);
@@ -161,6 +162,7 @@ int amd_launch(Machine* m, const LaunchText* text) {
     launch->rank = text->rank;
     Kernel& kernel = launch->kernel;
     kernel.name = text->kernel;
+    kernel.code_index = text->code;
     kernel.code = m->codes[static_cast<std::size_t>(text->code)].get();
     kernel.entry = text->entry;
     kernel.lds_bytes = text->lds_bytes;
@@ -200,16 +202,16 @@ int amd_run(Machine* m, u64 limit, u64 patience, FaultPlace* out) {
     } catch (const Fault&) {
       if (const Wave* w = m->faulted) {
         const Launch& launch = *w->group->launch;
-        for (std::size_t k = 0; k < m->codes.size(); ++k)
-          if (m->codes[k].get() == launch.kernel.code) out->code = static_cast<int>(k);
         out->offset = static_cast<u32>(w->pc - launch.kernel.code->base);
         out->rank = launch.rank;
         std::copy(w->group->id, w->group->id + 3, out->workgroup);
         out->wave = w->index;
         out->exec = w->exec;
+        out->code = launch.kernel.code_index;
         std::strncpy(out->kernel, launch.kernel.name.c_str(), sizeof out->kernel - 1);
         out->kernel[sizeof out->kernel - 1] = 0;
       }
+      m->give_up();
       throw;
     }
   });

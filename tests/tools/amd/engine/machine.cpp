@@ -120,18 +120,26 @@ void Machine::start_groups() {
   }
 }
 
+const Inst& Machine::instruction(Wave& wave) {
+  const Kernel& kernel = wave.group->launch->kernel;
+  const Code& code = *kernel.code;
+  const u64 offset = wave.pc - code.base;
+  if (wave.pc < code.base || offset / 4 >= code.at.size() || offset % 4 != 0)
+    wave.fault("runs to a place outside of the code");
+  if (code.at[offset / 4] < 0) decoder(kernel.code_index, static_cast<u32>(offset));
+  if (code.at[offset / 4] < 0) wave.fault("runs to a place that holds no instruction");
+  const Inst& inst = code.list[static_cast<std::size_t>(code.at[offset / 4])];
+  if (inst.run == nullptr) wave.fault("an instruction that is not modelled");
+  return inst;
+}
+
 void Machine::turn(Wave& wave) {
-  const Code& code = *wave.group->launch->kernel.code;
   const u32 length = 1 + static_cast<u32>(random() % kLongestTurn);
   wave.gives_way = false;
   for (u32 step = 0; step < length && !wave.gives_way; ++step) {
-    const u64 word = (wave.next_pc - code.base) / 4;
     wave.pc = wave.next_pc;
     faulted = &wave;
-    if (wave.pc < code.base || word >= code.at.size() || code.at[word] < 0)
-      wave.fault("runs to a place that holds no instruction");
-    const Inst& inst = code.list[static_cast<std::size_t>(code.at[word])];
-    if (inst.run == nullptr) wave.fault("an instruction that is not modelled");
+    const Inst& inst = instruction(wave);
     wave.next_pc = wave.pc + inst.size;
     inst.run(wave, inst);
     faulted = nullptr;
@@ -148,7 +156,6 @@ void Machine::open_barrier(Workgroup& group) {
   }
   group.num_waiting = 0;
   ++group.turn;
-  ++progress;
 }
 
 void Machine::after_turn(Wave& wave) {
@@ -214,6 +221,15 @@ void Machine::stuck(const std::string& what) const {
   throw Fault(text);
 }
 
+void Machine::give_up() {
+  runnable_.clear();
+  for (auto& queue : queues) queue.clear();
+  for (auto& caches : devices) {
+    for (auto& part : caches->part) part.clear();
+    caches->device.clear();
+  }
+}
+
 void Machine::run(u64 limit, u64 patience) {
   const u64 begin = instructions;
   u64 seen = progress, since = instructions;
@@ -248,7 +264,7 @@ void Machine::run(u64 limit, u64 patience) {
     }
     if (instructions - since > patience) {
       stuck("no progress in " + std::to_string(patience) +
-            " instructions: no byte changed, no barrier opened, no wave ended");
+            " instructions: no byte changed, no wave ended");
     }
     if (instructions - begin > limit)
       stuck("not done after " + std::to_string(limit) + " instructions");

@@ -9,16 +9,19 @@
 
 namespace amd {
 
-// Instructions of one code object, by their place in its memory.
+// Instructions of one code object, by their place in its memory, decoded when they are first run.
 struct Code {
-  u64 base = 0;            // where the object's text lies
-  std::vector<Inst> list;  // every instruction, ascending
-  std::vector<i32> at;     // of a 4-byte word of the text: index into list, or -1
+  u64 base = 0;           // where the object's text lies
+  std::deque<Inst> list;  // in the order in which they were met
+  std::vector<i32> at;    // of a 4-byte word of the text: index into list, or -1
 };
+// Adds the instruction at an offset of a code's text, or leaves it alone when there is none.
+using Decoder = void (*)(int code, u32 offset);
 
 // What a kernel's descriptor and metadata say.
 struct Kernel {
   std::string name;
+  int code_index = 0;
   const Code* code = nullptr;
   u64 entry = 0;
   u32 lds_bytes = 0, scratch_bytes = 0;
@@ -51,6 +54,7 @@ struct Machine {
   Memory memory;
   std::vector<std::unique_ptr<DeviceCaches>> devices;  // of the ranks
   std::vector<std::unique_ptr<Code>> codes;
+  Decoder decoder = nullptr;
   std::vector<std::deque<std::unique_ptr<Launch>>> queues;  // of the ranks, in order
   std::mt19937_64 random{0};
   u64 instructions = 0, progress = 0;
@@ -61,13 +65,16 @@ struct Machine {
     return static_cast<u64>(static_cast<double>(instructions) * ns_per_instruction);
   }
   // Runs until all launches are done. Throws Fault after `limit` instructions, or after `patience`
-  // of them without any progress: no byte of memory changed, no barrier opened, no wave ended.
+  // of them without any progress: no byte of memory or LDS changed, no wave ended.
   void run(u64 limit, u64 patience);
+  // Forgets all launches, after a fault.
+  void give_up();
 
  private:
   void start_groups();
   void make_group(Launch& launch, u64 index);
   void turn(Wave& wave);
+  const Inst& instruction(Wave& wave);
   void after_turn(Wave& wave);
   void open_barrier(Workgroup& group);
   void retire();

@@ -98,7 +98,8 @@ Addresses addresses(Wave& w, const Inst& i, Path path, u32 bytes) {
   if (path == Path::lds) {
     w.touch_vector(reg, 1, false);
     const u32 offset = static_cast<u32>(i.at(kF_offset0) | i.at(kF_offset1) << 8);
-    for (int lane = 0; lane < kLanes; ++lane) out.of[lane] = u64{w.v[reg][lane]} + offset;
+    // 32 bits: an address and its offset may go around.
+    for (int lane = 0; lane < kLanes; ++lane) out.of[lane] = u64{w.v[reg][lane] + offset};
     return out;
   }
   if (path == Path::flat) {
@@ -491,7 +492,7 @@ void lds_pair(Wave& w, const Inst& i) {
     const int lane = std::countr_zero(left);
     for (int half = 0; half < 2; ++half) {
       const u64 address =
-          u64{base[lane]} + static_cast<u64>(i.at(half == 0 ? kF_offset0 : kF_offset1)) * step;
+          u64{base[lane] + static_cast<u32>(i.at(half == 0 ? kF_offset0 : kF_offset1)) * step};
       u8* place = lds_at(w, address, bytes, kStores, false, Counter::lgkm, operation.id);
       for (int word = 0; word < words; ++word) {
         if constexpr (kStores) {

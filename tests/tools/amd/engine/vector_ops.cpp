@@ -63,8 +63,9 @@ LaneMap dpp_lanes(const Wave& w, const Inst& i) {
 
 namespace {
 
-// The hardware's functions of one argument are right to one unit in the last place; which way they
-// err is a choice of the run, so that no result hangs on it.
+// The hardware's functions of one argument are less than one unit in the last place off: they give
+// one of the two floats around the exact value. Which one is a choice of the run, so that no result
+// hangs on it.
 float nearly(const Wave& w, double exact, u32 input) {
   const float value = static_cast<float>(exact);
   const u64 seed = w.group->launch->machine->approximation_seed;
@@ -72,8 +73,10 @@ float nearly(const Wave& w, double exact, u32 input) {
   if (static_cast<double>(value) == exact) return value;
   u64 mixed = (seed ^ input) * 0x9e37'79b9'7f4a'7c15ull;
   mixed ^= mixed >> 29;
-  const int by = static_cast<int>((mixed * 0xbf58'476d'1ce4'e5b9ull >> 40) % 3) - 1;
-  return bits_float(float_bits(value) + static_cast<u32>(by));
+  const bool up = ((mixed * 0xbf58'476d'1ce4'e5b9ull) >> 40 & 1) != 0;
+  if (up == (static_cast<double>(value) > exact)) return value;
+  return std::nextafter(
+      value, up ? std::numeric_limits<float>::infinity() : -std::numeric_limits<float>::infinity());
 }
 template <class F>
 void approximate(Wave& w, const Inst& i, F f) {
@@ -707,13 +710,14 @@ void multiply_add_wide(Wave& w, const Inst& i) {
   write(w, i, d);
   w.set_scalar64(mask_destination(i), carry & w.exec);
 }
+template <class T>
 void bit_operation(Wave& w, const Inst& i) {
   const u32 table = static_cast<u32>(i.omod) << 6 | static_cast<u32>(i.at(kF_abs)) << 3 |
                     static_cast<u32>(i.at(kF_neg));
   Inst plain = i;
   plain.omod = 0;
   for (auto& s : plain.src) s.neg = s.abs = false;
-  ternary<u32, u32, u32, u32>(w, plain, [&](u32 a, u32 b, u32 c) {
+  ternary<T, T, T, T>(w, plain, [&](u32 a, u32 b, u32 c) {
     u32 out = 0;
     for (u32 row = 0; row < 8; ++row) {
       if (((table >> row) & 1) == 0) continue;
@@ -783,7 +787,8 @@ void add_moves() {
   });
   add("v_permlane16_swap_b32", [](Wave& w, const Inst& i) { swap_lanes(w, i, 16); });
   add("v_permlane32_swap_b32", [](Wave& w, const Inst& i) { swap_lanes(w, i, 32); });
-  add("v_cndmask_b32", select<u32>);
+  // Read as floats: the encodings allow abs and neg.
+  add("v_cndmask_b32", select<float>);
   add("v_mbcnt_lo_u32_b32", [](Wave& w, const Inst& i) { count_bits_below(w, i, false); });
   add("v_mbcnt_hi_u32_b32", [](Wave& w, const Inst& i) { count_bits_below(w, i, true); });
   add("v_pk_mov_b32", [](Wave& w, const Inst& i) {
@@ -908,7 +913,8 @@ void add_integers() {
   TER("v_lshl_add_u64", u64, u64, u32, u64, (a << (b & 7)) + c);
   add("v_mad_u64_u32", multiply_add_wide<u32, u64>);
   add("v_mad_i64_i32", multiply_add_wide<i32, i64>);
-  add("v_bitop3_b32", bit_operation);
+  add("v_bitop3_b32", bit_operation<u32>);
+  add("v_bitop3_b16", bit_operation<u16>);
   UN("v_prng_b32", u32, u32, (a << 1) ^ ((a >> 31) != 0 ? 197u : 0u));
 }
 
