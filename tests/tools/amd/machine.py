@@ -23,6 +23,7 @@ from . import code_object, decode
 HERE = Path(__file__).parent
 BUILD_BUDGET_S = 300
 FLAGS = ["-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared"]
+FLAGS += ["-Wl,-soname,libamdhip64.so.7"]  # see engine/hip.cpp
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 INSTRUCTION_LIMIT = 2_000_000_000
 PATIENCE = 20_000_000
@@ -67,6 +68,29 @@ class FaultPlace(ctypes.Structure):
 
 # Called for an instruction that is met for the first time: the code's number and the offset.
 DECODER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_uint32)
+
+
+_INT, _POINTER = ctypes.c_int, ctypes.c_void_p
+
+
+class HipFace(ctypes.Structure):
+    """Face of engine/hip.cpp."""
+
+    _fields_ = (
+        ("machine", _POINTER),
+        ("num_units", _INT),
+        ("load", ctypes.CFUNCTYPE(_INT, _POINTER, _INT)),
+        ("function", ctypes.CFUNCTYPE(_INT, _INT, ctypes.c_char_p)),
+        (
+            "launch",
+            ctypes.CFUNCTYPE(
+                *(_INT, _INT, _INT, ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint32),
+                *(_POINTER, ctypes.c_uint64),
+            ),
+        ),
+        ("run", ctypes.CFUNCTYPE(_INT, _INT)),
+        ("error", ctypes.CFUNCTYPE(_POINTER)),
+    )
 
 
 def build_folder() -> Path:
@@ -115,7 +139,8 @@ class Engine:
             "amd_create": (pointer, (ctypes.c_int, ctypes.c_int, u64)),
             "amd_destroy": (None, (pointer,)),
             "amd_set": (None, (pointer, u64, ctypes.c_double, ctypes.c_int)),
-            "amd_allocate": (u64, (pointer, u64, text, ctypes.c_int)),
+            "amd_allocate": (u64, (pointer, u64, text, ctypes.c_int, ctypes.c_int)),
+            "amd_free": (ctypes.c_int, (pointer, u64)),
             "amd_write": (ctypes.c_int, (pointer, u64, pointer, u64)),
             "amd_read": (ctypes.c_int, (pointer, u64, pointer, u64)),
             "amd_add_code": (ctypes.c_int, (pointer, u64, u64, DECODER)),
@@ -125,6 +150,11 @@ class Engine:
             ),
             "amd_launch": (ctypes.c_int, (pointer, ctypes.POINTER(LaunchText))),
             "amd_run": (ctypes.c_int, (pointer, u64, u64, ctypes.POINTER(FaultPlace))),
+            "amd_run_some": (
+                ctypes.c_int,
+                (pointer, ctypes.c_int, u64, u64, ctypes.POINTER(FaultPlace)),
+            ),
+            "amd_hip_attach": (None, (ctypes.POINTER(HipFace),)),
             "amd_instructions": (u64, (pointer,)),
         }
         for name, (result, arguments) in faces.items():
@@ -219,8 +249,11 @@ class Machine:
 
     # Memory. All ranks reach all of it.
 
-    def allocate(self, nbytes: int, name: str, read_only: bool = False) -> int:
-        return self.lib.amd_allocate(self.handle, nbytes, name.encode(), int(read_only))
+    def allocate(self, nbytes: int, name: str, read_only: bool = False, owner: int = 0) -> int:
+        """Poisoned bytes of a rank, or with owner -1 of the host."""
+        address = self.lib.amd_allocate(self.handle, nbytes, name.encode(), int(read_only), owner)
+        self.checked(int(address == 0))
+        return address
 
     def array(self, values: np.ndarray, name: str, read_only: bool = False) -> Buffer:
         """A copy of an array. A kernel that stores to a read-only one is stopped."""
@@ -287,7 +320,7 @@ class Machine:
         resident: int = RESIDENT_BLOCKS,
     ) -> None:
         """`grid`: workgroups, `block`: threads; a number or three. Arguments are buffers, numbers
-        or bytes in the kernel's order."""
+        or bytes in the kernel's order; or all of them as they lie in memory."""
         described = code.object.kernels.get(kernel)
         if described is None:
             known = ", ".join(sorted(code.object.kernels))
@@ -297,7 +330,10 @@ class Machine:
         most = described.metadata.get(".max_flat_workgroup_size", 1024)
         if threads > most:
             raise ValueError(f"{kernel}: {threads} threads a workgroup, built for at most {most}")
-        packed = pack(described, grid, block, arguments, dynamic_lds)
+        if isinstance(arguments, bytes):
+            packed = fill(described, grid, block, arguments, dynamic_lds)
+        else:
+            packed = pack(described, grid, block, arguments, dynamic_lds)
         kernarg = self.allocate(max(len(packed), 8), f"arguments of {kernel}", read_only=True)
         if packed:
             self.write(kernarg, np.frombuffer(packed, np.uint8))
@@ -321,25 +357,39 @@ class Machine:
         self.checked(self.lib.amd_launch(self.handle, ctypes.byref(text)))
 
     def run(self, limit: int = INSTRUCTION_LIMIT, patience: int = PATIENCE) -> int:
-        """Runs all launches. Gives the instructions that it took; raises MachineError."""
-        before = self.lib.amd_instructions(self.handle)
+        """Runs all launches. Gives the instructions that it took; raises MachineError, and then
+        all launches are forgotten."""
+        before = self.instructions
         place = FaultPlace()
-        if self.lib.amd_run(self.handle, limit, patience, ctypes.byref(place)) != 0:
-            what = self.lib.amd_last_error().decode()
-            if place.code < 0:
-                raise MachineError(what)
-            code = self.codes[place.code]
-            try:
-                line = decode.at(code.text, place.offset).text
-            except decode.DecodeError:
-                line = "(no instruction)"
-            raise MachineError(
-                what,
-                f"\n  rank {place.rank} kernel {place.kernel.decode()} workgroup "
-                f"{tuple(place.workgroup)} wave {place.wave} exec {place.exec:#x} at "
-                f"{place.offset:#x}: {line}",
-            )
-        return self.lib.amd_instructions(self.handle) - before
+        status = self.lib.amd_run(self.handle, limit, patience, ctypes.byref(place))
+        if status != 0:
+            raise self.error(place)
+        return self.instructions - before
+
+    def run_some(self, rank: int, limit: int, patience: int = PATIENCE) -> None:
+        """Runs until a rank's launches are done, and at most `limit` instructions."""
+        place = FaultPlace()
+        if self.lib.amd_run_some(self.handle, rank, limit, patience, ctypes.byref(place)) != 0:
+            raise self.error(place)
+
+    @property
+    def instructions(self) -> int:
+        return self.lib.amd_instructions(self.handle)
+
+    def error(self, place: FaultPlace) -> MachineError:
+        what = self.lib.amd_last_error().decode()
+        if place.code < 0:
+            return MachineError(what)
+        try:
+            line = decode.at(self.codes[place.code].text, place.offset).text
+        except decode.DecodeError:
+            line = "(no instruction)"
+        return MachineError(
+            what,
+            f"\n  rank {place.rank} kernel {place.kernel.decode()} workgroup "
+            f"{tuple(place.workgroup)} wave {place.wave} exec {place.exec:#x} at "
+            f"{place.offset:#x}: {line}",
+        )
 
 
 def three(value) -> tuple[int, int, int]:
@@ -349,9 +399,8 @@ def three(value) -> tuple[int, int, int]:
 
 
 def pack(kernel: code_object.Kernel, grid, block, arguments, dynamic_lds: int) -> bytes:
-    """The kernarg segment: the caller's arguments, and the hidden ones that we can say."""
-    # Whole lines: a compiler loads several arguments at once, and may load past the last.
-    out = bytearray((kernel.kernarg_bytes + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES)
+    """The kernarg segment of arguments one by one."""
+    out = bytearray()
     plain = [one for one in kernel.arguments if not one.kind.startswith("hidden_")]
     if len(plain) != len(arguments):
         raise ValueError(f"{kernel.name}: {len(arguments)} arguments, it takes {len(plain)}")
@@ -371,7 +420,16 @@ def pack(kernel: code_object.Kernel, grid, block, arguments, dynamic_lds: int) -
                 f"{kernel.name}: an argument of {len(data)} bytes at offset {described.offset}, "
                 f"it takes {described.size}"
             )
-        out[described.offset : described.offset + len(data)] = data
+        out[len(out) :] = bytes(described.offset - len(out)) + data
+    return fill(kernel, grid, block, bytes(out), dynamic_lds)
+
+
+def fill(kernel: code_object.Kernel, grid, block, given: bytes, dynamic_lds: int) -> bytes:
+    """The kernarg segment: what the caller gives, and the hidden arguments that we can say."""
+    # Whole lines: a compiler loads several arguments at once, and may load past the last.
+    size = max(kernel.kernarg_bytes, len(given))
+    out = bytearray((size + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES)
+    out[: len(given)] = given
     hidden = {
         "hidden_grid_dims": 1 + (grid[1] > 1 or grid[2] > 1) + (grid[2] > 1),
         "hidden_dynamic_lds_size": dynamic_lds,

@@ -111,15 +111,18 @@ void amd_set(Machine* m, u64 approximation_seed, double ns_per_instruction, int 
   m->lds_races = lds_races != 0;
 }
 
-u64 amd_allocate(Machine* m, u64 bytes, const char* name, int read_only) {
-  return m->memory.allocate(bytes, name, read_only != 0);
+// `owner`: a rank, or -1 for the host. 0 with last_error set when there is no room.
+u64 amd_allocate(Machine* m, u64 bytes, const char* name, int read_only, int owner) {
+  u64 address = 0;
+  guarded([&] { address = m->memory.allocate(bytes, name, read_only != 0, owner); });
+  return address;
 }
-// The host's copies see memory itself, past every cache; `force` writes to read-only memory too.
+int amd_free(Machine* m, u64 address) {
+  return guarded([&] { m->memory.free(address); });
+}
+// The host's copies see memory itself, past every cache, and write to read-only memory too.
 int amd_write(Machine* m, u64 address, const void* data, u64 bytes) {
-  return guarded([&] {
-    Region& region = m->memory.region(address, bytes, false);
-    std::memcpy(region.data.data() + (address - region.base), data, bytes);
-  });
+  return guarded([&] { std::memcpy(m->memory.at(address, bytes, false), data, bytes); });
 }
 int amd_read(Machine* m, u64 address, void* out, u64 bytes) {
   return guarded([&] { std::memcpy(out, m->memory.at(address, bytes, false), bytes); });
@@ -182,6 +185,7 @@ int amd_launch(Machine* m, const LaunchText* text) {
                   " bytes of LDS; the part has " + std::to_string(m->lds_limit));
     }
     m->queues[static_cast<std::size_t>(text->rank)].push_back(std::move(launch));
+    ++m->launched[static_cast<std::size_t>(text->rank)];
   });
 }
 
@@ -193,21 +197,27 @@ struct FaultPlace {
   u64 exec;
   char kernel[256];
 };
-int amd_run(Machine* m, u64 limit, u64 patience, FaultPlace* out) {
+}  // extern "C"
+
+namespace {
+
+// Runs a body; a fault forgets all launches and leaves its place in *out.
+template <class Body>
+int watched(Machine* m, FaultPlace* out, Body&& body) {
   out->code = -1;
   m->faulted = nullptr;
   return guarded([&] {
     try {
-      m->run(limit, patience);
+      body();
     } catch (const Fault&) {
       if (const Wave* w = m->faulted) {
         const Launch& launch = *w->group->launch;
+        out->code = launch.kernel.code_index;
         out->offset = static_cast<u32>(w->pc - launch.kernel.code->base);
         out->rank = launch.rank;
         std::copy(w->group->id, w->group->id + 3, out->workgroup);
         out->wave = w->index;
         out->exec = w->exec;
-        out->code = launch.kernel.code_index;
         std::strncpy(out->kernel, launch.kernel.name.c_str(), sizeof out->kernel - 1);
         out->kernel[sizeof out->kernel - 1] = 0;
       }
@@ -215,6 +225,26 @@ int amd_run(Machine* m, u64 limit, u64 patience, FaultPlace* out) {
       throw;
     }
   });
+}
+
+}  // namespace
+
+extern "C" {
+
+int amd_run(Machine* m, u64 limit, u64 patience, FaultPlace* out) {
+  return watched(m, out, [&] { m->run(limit, patience); });
+}
+int amd_run_some(Machine* m, int rank, u64 limit, u64 patience, FaultPlace* out) {
+  return watched(m, out, [&] { m->run_some(rank, limit, patience); });
+}
+u64 amd_launched(const Machine* m, int rank) { return m->launched[static_cast<std::size_t>(rank)]; }
+u64 amd_finished(const Machine* m, int rank) { return m->finished[static_cast<std::size_t>(rank)]; }
+// Of the allocation at an address: 1 and its rank (-1: the host's), or 0.
+int amd_owner(const Machine* m, u64 address, int* out_owner) {
+  const Region* region = m->memory.find(address);
+  if (region == nullptr) return 0;
+  *out_owner = region->owner;
+  return 1;
 }
 u64 amd_instructions(const Machine* m) { return m->instructions; }
 }

@@ -42,6 +42,8 @@ Machine::Machine(bool gfx950, int ranks, u64 seed) : is_gfx950(gfx950), random(s
   lds_limit = gfx950 ? 163840 : 65536;
   for (int rank = 0; rank < ranks; ++rank) devices.push_back(std::make_unique<DeviceCaches>());
   queues.resize(static_cast<std::size_t>(ranks));
+  launched.resize(queues.size());
+  finished.resize(queues.size());
 }
 
 void Machine::make_group(Launch& launch, u64 index) {
@@ -198,6 +200,7 @@ void Machine::retire() {
     for (auto& part : caches.part) part.clear();
     caches.device.clear();
     queue.pop_front();
+    ++finished[rank];
     ++progress;
   }
 }
@@ -223,52 +226,72 @@ void Machine::stuck(const std::string& what) const {
 
 void Machine::give_up() {
   runnable_.clear();
-  for (auto& queue : queues) queue.clear();
+  for (std::size_t rank = 0; rank < queues.size(); ++rank) {
+    queues[rank].clear();
+    finished[rank] = launched[rank];
+  }
   for (auto& caches : devices) {
     for (auto& part : caches->part) part.clear();
     caches->device.clear();
   }
 }
 
+// One turn of one wave. False: all launches are done.
+bool Machine::step() {
+  if (runnable_.empty()) {
+    retire();
+    start_groups();
+    bool any = false;
+    for (const auto& queue : queues) any = any || !queue.empty();
+    if (!any) return false;
+    if (runnable_.empty()) {
+      for (const auto& queue : queues) {
+        if (!queue.empty() && !queue.front()->groups.empty())
+          stuck("no progress: every wave waits at a barrier that cannot open");
+      }
+      return true;
+    }
+  }
+  Wave& wave = *runnable_[random() % runnable_.size()];
+  turn(wave);
+  const bool ended = wave.ended;
+  Workgroup& group = *wave.group;
+  after_turn(wave);
+  if (ended && group.num_live == 0) {
+    retire();
+    start_groups();
+  }
+  return true;
+}
+
+void Machine::watch(u64 patience) {
+  if (progress != seen_) {
+    seen_ = progress;
+    since_ = instructions;
+  }
+  if (instructions - since_ > patience) {
+    stuck("no progress in " + std::to_string(patience) +
+          " instructions: no byte changed, no wave ended");
+  }
+}
+
 void Machine::run(u64 limit, u64 patience) {
   const u64 begin = instructions;
-  u64 seen = progress, since = instructions;
+  since_ = begin;
   start_groups();
-  while (true) {
-    if (runnable_.empty()) {
-      retire();
-      start_groups();
-      bool any = false;
-      for (const auto& queue : queues) any = any || !queue.empty();
-      if (!any) return;
-      if (runnable_.empty()) {
-        bool waiting = false;
-        for (const auto& queue : queues)
-          waiting = waiting || (!queue.empty() && !queue.front()->groups.empty());
-        if (waiting) stuck("no progress: every wave waits at a barrier that cannot open");
-        continue;
-      }
+  while (step()) {
+    watch(patience);
+    if (instructions - begin > limit) {
+      stuck("no end after " + std::to_string(limit) + " instructions");
     }
-    Wave& wave = *runnable_[random() % runnable_.size()];
-    turn(wave);
-    const bool ended = wave.ended;
-    Workgroup& group = *wave.group;
-    after_turn(wave);
-    if (ended && group.num_live == 0) {
-      retire();
-      start_groups();
-    }
-    if (progress != seen) {
-      seen = progress;
-      since = instructions;
-    }
-    if (instructions - since > patience) {
-      stuck("no progress in " + std::to_string(patience) +
-            " instructions: no byte changed, no wave ended");
-    }
-    if (instructions - begin > limit)
-      stuck("not done after " + std::to_string(limit) + " instructions");
   }
+}
+
+void Machine::run_some(int rank, u64 limit, u64 patience) {
+  const u64 begin = instructions;
+  const auto& queue = queues[static_cast<std::size_t>(rank)];
+  start_groups();
+  while (!queue.empty() && instructions - begin < limit && step()) watch(patience);
 }
 
 }  // namespace amd

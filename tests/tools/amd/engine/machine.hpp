@@ -58,7 +58,8 @@ struct Machine {
   std::vector<std::deque<std::unique_ptr<Launch>>> queues;  // of the ranks, in order
   std::mt19937_64 random{0};
   u64 instructions = 0, progress = 0;
-  const Wave* faulted = nullptr;  // the wave whose instruction threw
+  std::vector<u64> launched, finished;  // launches of each rank
+  const Wave* faulted = nullptr;        // the wave whose instruction threw
 
   explicit Machine(bool gfx950, int ranks, u64 seed);
   u64 now_ns() const {
@@ -67,6 +68,9 @@ struct Machine {
   // Runs until all launches are done. Throws Fault after `limit` instructions, or after `patience`
   // of them without any progress: no byte of memory or LDS changed, no wave ended.
   void run(u64 limit, u64 patience);
+  // Runs at most `limit` instructions, and no longer than until a rank's launches are done. Throws
+  // Fault as run() does for want of progress.
+  void run_some(int rank, u64 limit, u64 patience);
   // Forgets all launches, after a fault.
   void give_up();
 
@@ -80,7 +84,11 @@ struct Machine {
   void retire();
   [[noreturn]] void stuck(const std::string& what) const;
 
+  bool step();
+  void watch(u64 patience);
+
   std::vector<Wave*> runnable_;
+  u64 seen_ = 0, since_ = 0;  // of progress
 };
 
 void add_vector_operations();

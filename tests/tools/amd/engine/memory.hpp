@@ -11,7 +11,10 @@
 // shows at every run, not at one in a million.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -117,27 +120,66 @@ class Cache {
   u32 generation_ = 0;
 };
 
+// Memory of the machine lies at its own addresses in this process: what the host's code reads and
+// writes is what kernels do.
 struct Region {
   u64 base = 0, bytes = 0;
   std::string name;
   bool read_only = false;
-  std::vector<u8> data;  // whole lines
+  int owner = 0;  // a rank, or kHost
+  u64 mapped = 0;
 };
+inline constexpr int kHost = -1;
 
 class Memory {
  public:
-  u64 allocate(u64 bytes, const std::string& name, bool read_only) {
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() {
+    for (const auto& [base, region] : regions_)
+      munmap(reinterpret_cast<void*>(base), region.mapped);
+  }
+
+  // Every byte is kPoison. Throws Fault.
+  u64 allocate(u64 bytes, const std::string& name, bool read_only, int owner) {
     Region region;
-    region.base = next_;
     region.bytes = bytes;
     region.name = name;
     region.read_only = read_only;
-    region.data.assign((bytes + kLineBytes - 1) / kLineBytes * kLineBytes, kPoison);
-    // A page that belongs to nobody lies between any two regions.
-    next_ += (bytes + kAlignment - 1) / kAlignment * kAlignment + kAlignment;
-    const u64 base = region.base;
-    regions_.emplace(base, std::move(region));
-    return base;
+    region.owner = owner;
+    region.mapped = (bytes + kAlignment) / kAlignment * kAlignment;
+    // Always the same places, so that a run is repeated exactly; another machine of this process
+    // has the next ones. A page that belongs to nobody lies between any two regions.
+    for (int attempt = 0; attempt < kAttempts; ++attempt) {
+      void* wanted = reinterpret_cast<void*>(next_);
+      void* got = mmap(wanted, region.mapped, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+      if (got == wanted) {
+        region.base = next_;
+        std::memset(got, kPoison, region.mapped);
+        next_ += region.mapped + kAlignment;
+        regions_.emplace(region.base, region);
+        return region.base;
+      }
+      if (got != MAP_FAILED) munmap(got, region.mapped);
+      next_ += kNextMachine;
+    }
+    throw Fault("no room for " + std::to_string(bytes) + " bytes of " + name);
+  }
+  void free(u64 base) {
+    const auto found = regions_.find(base);
+    if (found == regions_.end())
+      throw Fault("freed " + where(base) + ", which begins no allocation");
+    munmap(reinterpret_cast<void*>(base), found->second.mapped);
+    if (last_ == &found->second) last_ = nullptr;
+    regions_.erase(found);
+  }
+  const Region* find(u64 address) const {
+    auto found = regions_.upper_bound(address);
+    if (found == regions_.begin()) return nullptr;
+    --found;
+    return address - found->first < found->second.bytes ? &found->second : nullptr;
   }
   // The region that holds all of these bytes. Throws Fault.
   Region& region(u64 address, u64 bytes, bool writes) {
@@ -155,14 +197,11 @@ class Memory {
     return *last_;
   }
   u8* at(u64 address, u64 bytes, bool writes) {
-    Region& found = region(address, bytes, writes);
-    return found.data.data() + (address - found.base);
+    region(address, bytes, writes);
+    return reinterpret_cast<u8*>(address);
   }
   // The whole line around an address that region() has accepted.
-  u8* line(u64 address) {
-    Region& found = region(address, 1, false);
-    return found.data.data() + (address - found.base);
-  }
+  u8* line(u64 address) { return reinterpret_cast<u8*>(address); }
   std::string where(u64 address) {
     auto found = regions_.upper_bound(address);
     if (found == regions_.begin()) return hex(address);
@@ -184,7 +223,9 @@ class Memory {
 
   std::map<u64, Region> regions_;
   Region* last_ = nullptr;
-  u64 next_ = 0x7f00'0000'0000ull;
+  u64 next_ = kFirst;
+  static constexpr u64 kFirst = 0x3000'0000'0000ull, kNextMachine = 0x10'0000'0000ull;
+  static constexpr int kAttempts = 256;
 };
 
 // The caches of one device. Workgroups are spread over its parts.
