@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tests/tools"))
 from amd import code_object, machine  # noqa: E402 - its folder is named above
 
 ISAS = ("gfx942", "gfx950")
+ASSEMBLE_BUDGET_S = 60
 HEADERS = ("platform", "stages", "persistent", "shape", "include", "host/amd")
 
 
@@ -84,9 +85,57 @@ def compiled(source: Path, isa: str, folder: Path | None = None) -> code_object.
     return code_object.read(made)
 
 
+def assembled(text: str, isa: str, folder: Path, name: str = "kernels") -> code_object.CodeObject:
+    """The code object of assembly. Raises NoToolsError, or RuntimeError with the assembler's words."""
+    clang, run = compiler(), compile_module().run
+    source, thing = folder / f"{name}.{isa}.s", folder / f"{name}.{isa}.o"
+    source.write_text(text)
+    made = thing.with_suffix(".hsaco")
+    target = ["--target=amdgcn-amd-amdhsa", f"-mcpu={isa}"]
+    run([*clang.clang, *target, "-c", str(source), "-o", str(thing)], ASSEMBLE_BUDGET_S)
+    run([*clang.lld, "-shared", str(thing), "-o", str(made)], ASSEMBLE_BUDGET_S)
+    return code_object.read(made)
+
+
+def kernel_text(name: str, body: str, lds_bytes: int = 0, argument_bytes: int = 32) -> str:
+    """Assembly of a kernel: s[0:1] points at its arguments, s2 is the workgroup, v0 the thread."""
+    return f"""
+.text
+.globl {name}
+.p2align 8
+.type {name},@function
+{name}:
+{body}
+  s_endpgm
+.size {name}, .-{name}
+.rodata
+.p2align 6
+.amdhsa_kernel {name}
+  .amdhsa_group_segment_fixed_size {lds_bytes}
+  .amdhsa_kernarg_size {argument_bytes}
+  .amdhsa_user_sgpr_kernarg_segment_ptr 1
+  .amdhsa_system_sgpr_workgroup_id_x 1
+  .amdhsa_next_free_vgpr 512
+  .amdhsa_next_free_sgpr 96
+  .amdhsa_accum_offset 256
+  .amdhsa_float_denorm_mode_32 3
+.end_amdhsa_kernel
+"""
+
+
 def stages(isa: str) -> code_object.CodeObject:
     """Every stage as a kernel."""
     return compiled(ROOT / "cpp_kernels/host/amd/stages.hip", isa)
 
 
-__all__ = ["ISAS", "NoToolsError", "code_object", "compiled", "compiler", "machine", "stages"]
+__all__ = [
+    "ISAS",
+    "NoToolsError",
+    "assembled",
+    "code_object",
+    "compiled",
+    "compiler",
+    "kernel_text",
+    "machine",
+    "stages",
+]
