@@ -1,12 +1,15 @@
 # Code objects of the platform amd, for gfx942 and gfx950, by a clang without ROCm (amd_compile.py
 # says which). LOWLAT_HIP: AUTO builds them where such a compiler is there, ON fails without one,
-# OFF looks for none. Sets LOWLAT_HAVE_HIP. LOWLAT_HIP_FETCHED names a folder that may hold a
-# fetched compiler. Nothing links a HIP runtime: the host opens it when a model asks for it.
+# OFF looks for none. LOWLAT_HIP_FETCHED names a folder that may hold a fetched compiler. Sets
+# LOWLAT_HAVE_HIP and LOWLAT_HIP_SOURCES, an assembly file that holds the code objects of the
+# resident schedule for the kernels' library. Nothing links a HIP runtime: the host opens it when a
+# model asks for it.
 set(LOWLAT_HIP AUTO CACHE STRING "build the AMD code objects: AUTO, ON or OFF")
 set_property(CACHE LOWLAT_HIP PROPERTY STRINGS AUTO ON OFF)
-set(LOWLAT_HIP_ARCHS gfx942 gfx950 CACHE STRING "parts of the AMD code objects")
 set(LOWLAT_HIP_FETCHED "" CACHE PATH "folder of a fetched compiler for AMD code objects")
 set(LOWLAT_HAVE_HIP OFF)
+set(LOWLAT_HIP_SOURCES "")
+set(_hip_archs gfx942 gfx950)
 if(NOT LOWLAT_HIP MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "LOWLAT_HIP is ${LOWLAT_HIP}; needed AUTO, ON or OFF")
 endif()
@@ -27,7 +30,7 @@ if(NOT LOWLAT_HIP STREQUAL "OFF")
     message(STATUS "without AMD code objects: ${_why}")
   else()
     set(LOWLAT_HAVE_HIP ON)
-    message(STATUS "AMD code objects: ${_hip_clang}, ${LOWLAT_HIP_ARCHS}")
+    message(STATUS "AMD code objects: ${_hip_clang}, ${_hip_archs}")
   endif()
 endif()
 
@@ -42,7 +45,7 @@ if(LOWLAT_HAVE_HIP)
   set(_hip_objects "")
   foreach(_source IN LISTS _hip_sources)
     cmake_path(GET _source STEM _name)
-    foreach(_arch IN LISTS LOWLAT_HIP_ARCHS)
+    foreach(_arch IN LISTS _hip_archs)
       add_custom_command(OUTPUT ${_hip_out}/${_name}.${_arch}.hsaco
         BYPRODUCTS ${_hip_out}/${_name}.${_arch}.s
         COMMAND ${_compile} --arch ${_arch} --out ${_hip_out} ${_source}
@@ -52,5 +55,17 @@ if(LOWLAT_HAVE_HIP)
     endforeach()
   endforeach()
   add_custom_target(lowlat_amd DEPENDS ${_hip_objects})
-  install(FILES ${_hip_objects} DESTINATION lowlat/_lib OPTIONAL)
+  enable_language(ASM)
+  set(LOWLAT_HIP_SOURCES ${_hip_out}/code_objects.S)
+  set(_text "/* The code objects of step.hip, as host/amd/hip.cpp finds them. */\n")
+  string(APPEND _text ".section .rodata\n")
+  foreach(_arch IN LISTS _hip_archs)
+    set(_symbol lowlat_amd_step_${_arch})
+    string(APPEND _text ".global ${_symbol}\n.hidden ${_symbol}\n.balign 4096\n${_symbol}:\n"
+      ".incbin \"${_hip_out}/step.${_arch}.hsaco\"\n")
+  endforeach()
+  string(APPEND _text ".section .note.GNU-stack,\"\",%progbits\n")
+  file(CONFIGURE OUTPUT ${LOWLAT_HIP_SOURCES} CONTENT "${_text}" @ONLY)
+  set_source_files_properties(${LOWLAT_HIP_SOURCES} PROPERTIES
+    OBJECT_DEPENDS "${_hip_out}/step.gfx942.hsaco;${_hip_out}/step.gfx950.hsaco")
 endif()

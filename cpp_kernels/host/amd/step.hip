@@ -8,6 +8,7 @@
 #include "platform/amd.hpp"
 #include "platform/contract.hpp"
 // The platform comes first.
+#include "host/amd/geometry.hpp"
 #include "persistent/program.hpp"
 
 namespace persistent = lowlat::amd::persistent;
@@ -17,6 +18,9 @@ namespace stages = lowlat::amd::stages;
 namespace {
 
 constexpr int kThreads = persistent::Block::kNumThreads;
+static_assert(kThreads == lowlat::amd::kBlockThreads);
+static_assert(sizeof(persistent::Rank) == lowlat::amd::kRankBytes);
+static_assert(sizeof(persistent::BlockMemory) == lowlat::amd::kBlockMemoryBytes);
 
 // A rank that was ended runs nothing more: true when the block may go on. Blocks that began before
 // an abort was raised meet those that began after it in no hand-off: they see the word there.
@@ -81,4 +85,8 @@ LOWLAT_KERNEL(kThreads)
 lowlat_accept_tokens(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
                      lowlat_accept accept) {
   if (may_run(*rank)) program_of(*rank, arrived, num_blocks).accept(accept);
+}
+// The proof that a peer's memory is reached: one thread of one block stores a word into it.
+LOWLAT_KERNEL(kThreads) lowlat_probe(std::uint32_t* word, std::uint32_t value) {
+  if (plat::thread_idx() == 0) plat::store_release<plat::Scope::system>(word, value);
 }

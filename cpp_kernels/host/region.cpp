@@ -1,0 +1,45 @@
+#include "host/region.hpp"
+
+#include "host/error.hpp"
+
+namespace lowlat::host {
+
+void refuse_handle(lowlat_status status, int peer_rank, const std::string& why) {
+  throw Error(status, "peer handle of rank " + std::to_string(peer_rank) + ": " + why);
+}
+
+void check_handle(const RegionHandle& seen, const RegionHandle& own, int peer_rank,
+                  const char* kind) {
+  const auto refuse = [&](const std::string& why) {
+    refuse_handle(LOWLAT_INVALID, peer_rank, why);
+  };
+  if (seen.magic != own.magic) {
+    refuse(std::string("these bytes are no handle of a ") + kind + " exchange region of lowlat");
+  }
+  if (seen.abi_version != own.abi_version) {
+    refuse("it is of ABI version " + std::to_string(seen.abi_version) + "; this library has " +
+           std::to_string(own.abi_version));
+  }
+  if (peer_rank < 0 || peer_rank >= own.tp_size || peer_rank == own.tp_rank ||
+      seen.tp_rank != peer_rank) {
+    refuse("it is rank " + std::to_string(seen.tp_rank) + "'s; this is rank " +
+           std::to_string(own.tp_rank) + " of " + std::to_string(own.tp_size));
+  }
+  if (seen.tp_size != own.tp_size || seen.box_packets != own.box_packets) {
+    refuse("its region is of tp_size " + std::to_string(seen.tp_size) + " and " +
+           std::to_string(seen.box_packets) + " packets a box; this rank's of " +
+           std::to_string(own.tp_size) + " and " + std::to_string(own.box_packets));
+  }
+  if (seen.model_digest != own.model_digest) {
+    refuse("it was made for another model shape, another set of widths or other kernels");
+  }
+}
+
+void check_ranks(int tp_rank, int tp_size) {
+  if (tp_size >= 1 && tp_size <= kMaxRegionRanks && tp_rank >= 0 && tp_rank < tp_size) return;
+  throw Error(LOWLAT_INVALID,
+              "tp_rank " + std::to_string(tp_rank) + " of tp_size " + std::to_string(tp_size) +
+                  "; needed 0 <= rank < size <= " + std::to_string(kMaxRegionRanks));
+}
+
+}  // namespace lowlat::host
