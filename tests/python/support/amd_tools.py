@@ -16,7 +16,7 @@ COMPILE = ROOT / "cpp_kernels/cmake/amd_compile.py"
 OUT = ROOT / "build/amd-test"
 sys.path.insert(0, str(ROOT / "tests/tools"))
 
-from amd import code_object, machine  # noqa: E402 - its folder is named above
+from amd import code_object, hip, machine  # noqa: E402 - its folder is named above
 
 ISAS = ("gfx942", "gfx950")
 ASSEMBLE_BUDGET_S = 60
@@ -135,6 +135,7 @@ __all__ = [
     "code_object",
     "compiled",
     "compiler",
+    "hip",
     "kernel_text",
     "machine",
     "stages",

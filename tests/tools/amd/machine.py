@@ -46,6 +46,7 @@ class LaunchText(ctypes.Structure):
         ("code", ctypes.c_int),
         ("entry", ctypes.c_uint64),
         ("kernarg", ctypes.c_uint64),
+        ("dispatch", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in ("lds_bytes", "scratch_bytes")),
         *((name, ctypes.c_uint32) for name in ("rsrc1", "rsrc2", "rsrc3", "properties")),
         *((name, ctypes.c_uint32) for name in ("dynamic_lds", "resident")),
@@ -337,12 +338,19 @@ class Machine:
         kernarg = self.allocate(max(len(packed), 8), f"arguments of {kernel}", read_only=True)
         if packed:
             self.write(kernarg, np.frombuffer(packed, np.uint8))
+        # The packet of a launch, as far as kernels read it: sizes of workgroups and of the grid.
+        packet = struct.pack(
+            "<HHHHHHIIIIIQQQQ", 0, 3, *block, 0, *map(int.__mul__, grid, block), *[0] * 6
+        )
+        dispatch = self.allocate(len(packet), f"launch packet of {kernel}", read_only=True)
+        self.write(dispatch, np.frombuffer(packet, np.uint8))
         text = LaunchText(
             kernel=kernel.encode(),
             rank=code.rank,
             code=code.index,
             entry=code.base + described.entry,
             kernarg=kernarg,
+            dispatch=dispatch,
             lds_bytes=described.lds_bytes,
             scratch_bytes=described.scratch_bytes,
             rsrc1=described.rsrc1,

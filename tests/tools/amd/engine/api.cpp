@@ -154,7 +154,7 @@ void amd_add_instruction(Machine* m, int code_index, const char* name, u32 offse
 struct LaunchText {
   const char* kernel;
   int rank, code;
-  u64 entry, kernarg;
+  u64 entry, kernarg, dispatch;
   u32 lds_bytes, scratch_bytes, rsrc1, rsrc2, rsrc3, properties, dynamic_lds, resident;
   u32 grid[3], block[3];
 };
@@ -175,6 +175,7 @@ int amd_launch(Machine* m, const LaunchText* text) {
     kernel.rsrc3 = text->rsrc3;
     kernel.properties = text->properties;
     launch->kernarg = text->kernarg;
+    launch->dispatch = text->dispatch;
     launch->dynamic_lds = text->dynamic_lds;
     launch->resident = text->resident;
     std::copy(text->grid, text->grid + 3, launch->grid);

@@ -17,7 +17,7 @@ std::unordered_map<std::string, Entry>& table() {
 
 // Bits of a kernel descriptor.
 constexpr u32 kPropertySizes[] = {4, 2, 2, 2, 2, 2, 1};  // user registers, in order
-constexpr int kKernargPointer = 3;
+constexpr int kDispatchPointer = 1, kKernargPointer = 3;
 constexpr u32 kPoisonWord = 0xa5a5a5a5;
 constexpr u32 kLongestTurn = 64;
 
@@ -37,6 +37,8 @@ Handler find(const std::string& name, u8* out_note) {
   *out_note = found->second.note;
   return found->second.handler;
 }
+
+u64 Wave::code_offset() const { return pc - group->launch->kernel.code->base; }
 
 Machine::Machine(bool gfx950, int ranks, u64 seed) : is_gfx950(gfx950), random(seed) {
   lds_limit = gfx950 ? 163840 : 65536;
@@ -89,9 +91,10 @@ void Machine::make_group(Launch& launch, u64 index) {
     u32 at = 0;
     for (int property = 0; property < 7; ++property) {
       if (((kernel.properties >> property) & 1) == 0) continue;
-      if (property == kKernargPointer) {
-        wave->s[at] = static_cast<u32>(launch.kernarg);
-        wave->s[at + 1] = static_cast<u32>(launch.kernarg >> 32);
+      if (property == kKernargPointer || property == kDispatchPointer) {
+        const u64 address = property == kKernargPointer ? launch.kernarg : launch.dispatch;
+        wave->s[at] = static_cast<u32>(address);
+        wave->s[at + 1] = static_cast<u32>(address >> 32);
       } else {
         throw Fault("kernel " + kernel.name + " asks for user registers (property " +
                     std::to_string(property) + ") that are not modelled");

@@ -34,7 +34,7 @@ struct Launch {
   Machine* machine = nullptr;
   int rank = 0;
   Kernel kernel;
-  u64 kernarg = 0;
+  u64 kernarg = 0, dispatch = 0;  // the arguments, and the packet that says how it was launched
   u32 grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   u32 dynamic_lds = 0;
   u32 resident = 0;  // most workgroups at a time

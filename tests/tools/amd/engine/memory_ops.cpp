@@ -222,15 +222,30 @@ void spread(Wave& w, const Shape& shape, int reg, int lane, const u8* bytes) {
   }
 }
 
-void count_load(Wave& w, Path path, int reg, u32 words) {
+// Both counters count a flat load, and its data is there when that of the memory which its lanes
+// went to says so: a compiler that knows where a pointer leads waits for the one.
+void count_load(Wave& w, Path path, int reg, u32 words, const Addresses* from = nullptr) {
   Outstanding operation;
   operation.first = static_cast<u16>(reg);
   operation.count = static_cast<u16>(words);
   if (path == Path::flat) {
-    operation.flat = true;
-    operation.id = w.count(Counter::vm, operation);
-    w.count(Counter::lgkm, operation);
+    bool shared = false, other = false;
+    for (u64 left = from->lanes; left != 0; left &= left - 1) {
+      const bool here = in_aperture(from->of[std::countr_zero(left)], kSharedAperture);
+      shared = shared || here;
+      other = other || !here;
+    }
+    // What went to memory alone is back in its order, as any other load of it.
+    operation.flat = shared;
+    operation.in_order = !shared;
+    Outstanding none = operation;
+    none.count = 0;
+    none.flat = true;
+    none.id = operation.id = w.next_id++;
+    w.count(Counter::vm, other ? operation : none);
+    w.count(Counter::lgkm, shared ? operation : none);
   } else {
+    operation.in_order = path != Path::lds;
     w.count(path == Path::lds ? Counter::lgkm : Counter::vm, operation);
   }
 }
@@ -240,8 +255,11 @@ void load(Wave& w, const Inst& i) {
   const Shape& shape = kShapes[i.note];
   const Addresses from = addresses(w, i, path, shape.bytes);
   const int reg = data_register(i, path == Path::buffer ? kF_vdata : kF_vdst);
-  if (!shape.low_half && !shape.high_half)
+  if (path == Path::global || path == Path::buffer || path == Path::scratch) {
+    w.touch_loaded(reg, static_cast<int>(shape.words()));
+  } else if (!shape.low_half && !shape.high_half) {
     w.touch_vector(reg, static_cast<int>(shape.words()), true);
+  }
   u8 bytes[16];
   for (u64 left = from.lanes; left != 0; left &= left - 1) {
     const int lane = std::countr_zero(left);
@@ -252,7 +270,7 @@ void load(Wave& w, const Inst& i) {
     }
     spread(w, shape, reg, lane, bytes);
   }
-  count_load(w, path, reg, shape.words());
+  count_load(w, path, reg, shape.words(), &from);
 }
 
 // Straight into LDS: M0 says where, then lane after lane.
@@ -292,7 +310,6 @@ void store(Wave& w, const Inst& i) {
   Outstanding operation;
   operation.store = path != Path::lds && path != Path::scratch;
   operation.lds_write = path == Path::lds || path == Path::flat;
-  operation.flat = path == Path::flat;
   operation.id = w.next_id++;
   PendingStore pending;
   pending.wave = w.index;
@@ -331,6 +348,7 @@ void store(Wave& w, const Inst& i) {
     w.count(Counter::vm, operation);
     if (path == Path::flat) {
       operation.store = false;
+      operation.flat = true;
       w.count(Counter::lgkm, operation);
     }
   }
@@ -456,9 +474,9 @@ void atomic_of(Wave& w, const Inst& i) {
     }
   }
   if (returns) {
-    count_load(w, path, to, kRegisters);
+    count_load(w, path, to, kRegisters, &at);
   } else {
-    count_load(w, path, 0, 0);
+    count_load(w, path, 0, 0, &at);
   }
 }
 template <Path path>

@@ -41,6 +41,7 @@ struct Outstanding {
   u16 first = 0, count = 0;  // registers that come back
   bool scalar = false;       // they are scalar; also: comes back in no order
   bool flat = false;         // counted by both, in no order
+  bool in_order = false;     // a load of vector memory that is no flat one
   bool lds_write = false;
   bool store = false;
 };
@@ -66,6 +67,9 @@ struct Wave {
 
   u8 busy_vector[kVectorRegisters + 16] = {};
   u8 busy_scalar[128] = {};
+  u8 busy_in_order[kVectorRegisters + 16] = {};  // of busy_vector: loads that come back in order
+  u64 loaded_by_vector[kVectorRegisters + 16] = {};  // where in the code, of those that are busy
+  u64 loaded_by_scalar[128] = {};
   int num_busy = 0;
   std::deque<Outstanding> counted[2];
   u64 next_id = 1;
@@ -80,14 +84,16 @@ struct Wave {
   }
   [[noreturn]] void fault(const std::string& what) const { throw Fault(what); }
   std::mt19937_64& random() const;
+  u64 code_offset() const;  // of the instruction that runs
 
   // Scalar registers by number, with their checks.
   void touch_scalar(int index, int count, bool writes) const {
     if (num_busy == 0) return;
     for (int i = index; i < index + count && i < 128; ++i) {
       if (busy_scalar[i] != 0) {
-        fault("s" + std::to_string(i) + (writes ? " written" : " read") +
-              " before its load came back: an s_waitcnt lgkmcnt(0) is missing");
+        fault("s" + std::to_string(i) + (writes ? " written" : " read") + " before what " +
+              Memory::hex(loaded_by_scalar[i]) +
+              " loads came back: an s_waitcnt lgkmcnt(0) is missing");
       }
     }
   }
@@ -96,9 +102,15 @@ struct Wave {
     for (int i = index; i < index + count && i < kVectorRegisters; ++i) {
       if (busy_vector[i] != 0) {
         fault((i < 256 ? "v" : "a") + std::to_string(i % 256) + (writes ? " written" : " read") +
-              " before its load came back: an s_waitcnt is missing");
+              " before what " + Memory::hex(loaded_by_vector[i]) +
+              " loads came back: an s_waitcnt is missing");
       }
     }
+  }
+  // Before a load of vector memory, which comes back after such loads that are still on their way.
+  void touch_loaded(int index, int count) const {
+    for (int i = index; i < index + count && num_busy != 0; ++i)
+      if (busy_vector[i] != busy_in_order[i]) touch_vector(i, 1, true);
   }
   u32 scalar(int index) const {
     if (index >= kExec) return static_cast<u32>(index == kExec ? exec : exec >> 32);
@@ -148,7 +160,9 @@ struct Wave {
     for (int i = operation.first; i < operation.first + operation.count; ++i) {
       u8& place = operation.scalar ? busy_scalar[i] : busy_vector[i];
       place = static_cast<u8>(place + by);
+      if (by > 0) (operation.scalar ? loaded_by_scalar : loaded_by_vector)[i] = code_offset();
       num_busy += by;
+      if (operation.in_order) busy_in_order[i] = static_cast<u8>(busy_in_order[i] + by);
     }
   }
   void finish(Counter counter, const Outstanding& operation);
