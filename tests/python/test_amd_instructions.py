@@ -88,7 +88,7 @@ class Case:
     want: object  # of columns and the part: a list of output columns, from v16 on
     kind: str = "bits"  # of the inputs: bits, floats, halves, bf16, small
     isas: tuple = amd.ISAS
-    nan_equal: str = ""  # "f32", "f16", "f64": NaNs of any payload are equal
+    nan_equal: str = ""  # "f32", "f16", "f64": NaNs of any payload are equal; "zero": zeros too
     tolerance: float = 0.0  # relative, of f32 outputs
     fields: dict = field(default_factory=dict)
 
@@ -105,9 +105,9 @@ def i(x):
     return x.view(I32)
 
 
-def float_case(op, want):
+def float_case(op, want, equal="f32"):
     return case(op, lambda c, _: [bits(want(*map(f, c[:3])).astype(F32))], kind="floats",
-                nan_equal="f32")
+                nan_equal=equal)
 
 
 def f64_case(op, want):
@@ -451,8 +451,8 @@ CASES = [
     float_case("v_add_f32 v16, v8, v9 clamp",
                lambda a, b, c: np.nan_to_num(np.clip(a + b, 0, 1), nan=0.0)),
     float_case("v_mul_f32 v16, v8, v9 mul:2", lambda a, b, c: (a * b) * F32(2)),
-    float_case("v_max_f32 v16, v8, v9", lambda a, b, c: np.fmax(a, b)),
-    float_case("v_min3_f32 v16, v8, v9, v10", lambda a, b, c: np.fmin(np.fmin(a, b), c)),
+    float_case("v_max_f32 v16, v8, v9", lambda a, b, c: np.fmax(a, b), "f32 zero"),
+    float_case("v_min3_f32 v16, v8, v9, v10", lambda a, b, c: np.fmin(np.fmin(a, b), c), "f32 zero"),
     float_case("v_floor_f32 v16, v8", lambda a, b, c: np.floor(a)),
     float_case("v_rndne_f32 v16, v8", lambda a, b, c: np.rint(a)),
     float_case("v_trunc_f32 v16, v8", lambda a, b, c: np.trunc(a)),
@@ -696,6 +696,8 @@ def equal(got, want, nan_equal):
     same = got == want
     if "f32" in nan_equal:
         same |= np.isnan(got.view(F32)) & np.isnan(want.view(F32))
+    if "zero" in nan_equal:
+        same |= (got << U32(1) == 0) & (want << U32(1) == 0)
     if "f16" in nan_equal:
         parts = zip(halves(got, np.float16), halves(want, np.float16), strict=True)
         each = [(x == y) | (np.isnan(x) & np.isnan(y)) for x, y in parts]

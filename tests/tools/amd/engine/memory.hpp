@@ -1,7 +1,7 @@
 // memory.hpp: the memory of all ranks, and the caches between it and the lanes.
 //
-// A load or store names a scope: 0 a wave, 1 a workgroup, 2 the device, 3 the system (sc1 sc0). Four
-// places hold bytes, and each scope reaches one of them:
+// A load or store names a scope: 0 a wave, 1 a workgroup, 2 the device, 3 the system (sc1 sc0).
+// Four places hold bytes, and each scope reaches one of them:
 //   L1       of a workgroup; keeps what it read until buffer_inv; stores go through it
 //   L2       of a part (XCD) of a device; takes stores of scopes 0 and 1 until buffer_wbl2
 //   device   where the parts of a device meet: scope 2

@@ -356,7 +356,14 @@ void add_control() {
   add("s_sethalt", [](Wave& w, const Inst&) { w.fault("s_sethalt: the program gave up"); });
   add("s_waitcnt", [](Wave& w, const Inst& i) {
     const u32 bits = static_cast<u32>(i.at(kF_simm16));
-    w.wait(Counter::vm, (bits & 15) | ((bits >> 14) & 3) << 4);
+    const std::size_t left = (bits & 15) | ((bits >> 14) & 3) << 4;
+    if (w.waits_for_stores(left)) {
+      w.group->perform_some();
+      w.next_pc = w.pc;
+      w.gives_way = true;
+      return;
+    }
+    w.wait(Counter::vm, left);
     w.wait(Counter::lgkm, (bits >> 8) & 15);
   });
   add("s_getreg_b32", [](Wave& w, const Inst& i) {

@@ -1,9 +1,9 @@
 // wave.hpp: the state of a wave and of its workgroup, and how operands are read and written.
 //
 // What a load brings is in its registers at once, but nobody may touch them before the s_waitcnt
-// that says so: `busy` marks them, and a read or write is a fault. Stores leave the workgroup later:
-// they wait in its queue, piece by piece and in random order, until a counter's wait or chance lets
-// them go.
+// that says so: `busy` marks them, and a read or write is a fault. Stores leave the workgroup
+// later: they wait in its queue, and chance lets them go, piece by piece and in no order; an
+// s_waitcnt for them stays until they have gone.
 #pragma once
 
 #include <bit>
@@ -33,6 +33,19 @@ struct PendingStore {
   u64 low = ~0ull, high = 0;  // addresses that it touches
   std::array<u64, kLanes> address;
   std::vector<u8> data;  // [lane][bytes]
+
+  // Whether the two touch a byte in common, which keeps them in order.
+  bool meets(const PendingStore& other) const {
+    if (low >= other.high || other.low >= high) return false;
+    for (u64 mine = lanes; mine != 0; mine &= mine - 1) {
+      const u64 at = address[static_cast<std::size_t>(std::countr_zero(mine))];
+      for (u64 theirs = other.lanes; theirs != 0; theirs &= theirs - 1) {
+        const u64 from = other.address[static_cast<std::size_t>(std::countr_zero(theirs))];
+        if (from < at + bytes && at < from + other.bytes) return true;
+      }
+    }
+    return false;
+  }
 };
 
 // One operation that a counter counts.
@@ -152,6 +165,8 @@ struct Wave {
     if (queue.size() > limit) wait(counter, limit);
     return operation.id;
   }
+  // Whether such a wait is for stores that have not left yet.
+  bool waits_for_stores(std::size_t left) const;
   // What a wait until at most `left` are outstanding promises.
   void wait(Counter counter, std::size_t left);
 
@@ -227,7 +242,7 @@ struct Workgroup {
     std::size_t pick = (*random)() % stores.size();
     if (stores[pick].write_back) pick = 0;
     for (std::size_t earlier = 0; earlier < pick; ++earlier) {
-      if (stores[earlier].low < stores[pick].high && stores[pick].low < stores[earlier].high) {
+      if (stores[pick].meets(stores[earlier])) {
         pick = earlier;
         break;
       }
@@ -286,8 +301,7 @@ struct Workgroup {
   void perform_in_order(PendingStore& store) {
     for (auto& earlier : stores) {
       if (&earlier == &store) break;
-      if (earlier.lanes != 0 && earlier.low < store.high && store.low < earlier.high)
-        perform(earlier, ~0ull);
+      if (store.meets(earlier)) perform(earlier, ~0ull);
     }
     perform(store, ~0ull);
   }
@@ -305,6 +319,15 @@ inline void Wave::finish(Counter counter, const Outstanding& operation) {
     u64& landed = lds_landed[static_cast<int>(counter)];
     landed = std::max(landed, operation.id);
   }
+}
+
+inline bool Wave::waits_for_stores(std::size_t left) const {
+  const auto& queue = counted[static_cast<int>(Counter::vm)];
+  if (queue.size() <= left) return false;
+  const u64 last = queue[queue.size() - left - 1].id;
+  for (const auto& store : group->stores)
+    if (store.wave == index && store.id <= last) return true;
+  return false;
 }
 
 inline void Wave::wait(Counter counter, std::size_t left) {
