@@ -106,8 +106,9 @@ def i(x):
 
 
 def float_case(op, want, equal="f32"):
-    return case(op, lambda c, _: [bits(want(*map(f, c[:3])).astype(F32))], kind="floats",
-                nan_equal=equal)
+    return case(
+        op, lambda c, _: [bits(want(*map(f, c[:3])).astype(F32))], kind="floats", nan_equal=equal
+    )
 
 
 def f64_case(op, want):
@@ -137,7 +138,7 @@ def packed_case(op, want):
 
 
 def exec_lanes(c):
-    return (np.arange(LANES) % 3 == 0)
+    return np.arange(LANES) % 3 == 0
 
 
 def fma32(a, b, c):
@@ -214,9 +215,7 @@ CASES = [
     ),
     case(
         "v_mad_i64_i32 v[16:17], s[20:21], v8, v9, v[10:11]",
-        lambda c, _: pair(
-            i(c[0]).astype(I64) * i(c[1]).astype(I64) + wide(c[2], c[3]).view(I64)
-        ),
+        lambda c, _: pair(i(c[0]).astype(I64) * i(c[1]).astype(I64) + wide(c[2], c[3]).view(I64)),
     ),
     case("v_mul_lo_u32 v16, v8, v9", lambda c, _: [c[0] * c[1]]),
     case(
@@ -444,48 +443,84 @@ CASES = [
     float_case("v_fma_f32 v16, v8, v9, v10", fma32),
     float_case("v_fma_f32 v16, -v8, |v9|, v10", lambda a, b, c: fma32(-a, np.abs(b), c)),
     float_case("v_mov_b32 v16, v10; v_fmac_f32 v16, v8, v9", fma32),
-    float_case("v_fmaak_f32 v16, v8, v9, 0x40490fdb",
-               lambda a, b, c: fma32(a, b, np.full(LANES, np.float32(np.pi)))),
-    float_case("v_fmamk_f32 v16, v8, 0x40490fdb, v9",
-               lambda a, b, c: fma32(a, np.full(LANES, np.float32(np.pi)), b)),
-    float_case("v_add_f32 v16, v8, v9 clamp",
-               lambda a, b, c: np.nan_to_num(np.clip(a + b, 0, 1), nan=0.0)),
+    float_case(
+        "v_fmaak_f32 v16, v8, v9, 0x40490fdb",
+        lambda a, b, c: fma32(a, b, np.full(LANES, np.float32(np.pi))),
+    ),
+    float_case(
+        "v_fmamk_f32 v16, v8, 0x40490fdb, v9",
+        lambda a, b, c: fma32(a, np.full(LANES, np.float32(np.pi)), b),
+    ),
+    float_case(
+        "v_add_f32 v16, v8, v9 clamp", lambda a, b, c: np.nan_to_num(np.clip(a + b, 0, 1), nan=0.0)
+    ),
     float_case("v_mul_f32 v16, v8, v9 mul:2", lambda a, b, c: (a * b) * F32(2)),
     float_case("v_max_f32 v16, v8, v9", lambda a, b, c: np.fmax(a, b), "f32 zero"),
-    float_case("v_min3_f32 v16, v8, v9, v10", lambda a, b, c: np.fmin(np.fmin(a, b), c), "f32 zero"),
+    float_case(
+        "v_min3_f32 v16, v8, v9, v10", lambda a, b, c: np.fmin(np.fmin(a, b), c), "f32 zero"
+    ),
     float_case("v_floor_f32 v16, v8", lambda a, b, c: np.floor(a)),
     float_case("v_rndne_f32 v16, v8", lambda a, b, c: np.rint(a)),
     float_case("v_trunc_f32 v16, v8", lambda a, b, c: np.trunc(a)),
-    case("v_pk_fma_f32 v[16:17], v[8:9], v[10:11], v[12:13]",
-         lambda c, _: [bits(fma32(f(c[0]), f(c[2]), f(c[4]))),
-                       bits(fma32(f(c[1]), f(c[3]), f(c[5])))],
-         kind="floats", nan_equal="f32"),
-    case("v_pk_mul_f32 v[16:17], v[8:9], v[10:11] op_sel:[1,0] op_sel_hi:[0,1] neg_lo:[1,0]",
-         lambda c, _: [bits(-f(c[1]) * f(c[2])), bits(f(c[0]) * f(c[3]))],
-         kind="floats", nan_equal="f32"),
-    case("v_pk_add_f32 v[16:17], v[8:9], 1.0", lambda c, _: [
-        bits(f(c[0]) + F32(1)), bits(f(c[1]) + F32(1))], kind="floats", nan_equal="f32"),
-    case("v_pk_mov_b32 v[16:17], v[8:9], v[10:11] op_sel:[1,0]",
-         lambda c, _: [c[1], c[2]]),
+    case(
+        "v_pk_fma_f32 v[16:17], v[8:9], v[10:11], v[12:13]",
+        lambda c, _: [
+            bits(fma32(f(c[0]), f(c[2]), f(c[4]))),
+            bits(fma32(f(c[1]), f(c[3]), f(c[5]))),
+        ],
+        kind="floats",
+        nan_equal="f32",
+    ),
+    case(
+        "v_pk_mul_f32 v[16:17], v[8:9], v[10:11] op_sel:[1,0] op_sel_hi:[0,1] neg_lo:[1,0]",
+        lambda c, _: [bits(-f(c[1]) * f(c[2])), bits(f(c[0]) * f(c[3]))],
+        kind="floats",
+        nan_equal="f32",
+    ),
+    case(
+        "v_pk_add_f32 v[16:17], v[8:9], 1.0",
+        lambda c, _: [bits(f(c[0]) + F32(1)), bits(f(c[1]) + F32(1))],
+        kind="floats",
+        nan_equal="f32",
+    ),
+    case("v_pk_mov_b32 v[16:17], v[8:9], v[10:11] op_sel:[1,0]", lambda c, _: [c[1], c[2]]),
     # Functions within one unit of the last place.
-    case("v_rcp_f32 v16, v8; v_sqrt_f32 v17, v9; v_rsq_f32 v18, v9; v_exp_f32 v19, v10; "
-         "v_log_f32 v20, v9",
-         lambda c, _: [bits(one.astype(F32)) for one in (
-             1 / f(c[0]).astype(np.float64), np.sqrt(f(c[1]).astype(np.float64)),
-             1 / np.sqrt(f(c[1]).astype(np.float64)), np.exp2(f(c[2]).astype(np.float64)),
-             np.log2(f(c[1]).astype(np.float64)))],
-         kind="small", tolerance=1.2e-7),
+    case(
+        "v_rcp_f32 v16, v8; v_sqrt_f32 v17, v9; v_rsq_f32 v18, v9; v_exp_f32 v19, v10; "
+        "v_log_f32 v20, v9",
+        lambda c, _: [
+            bits(one.astype(F32))
+            for one in (
+                1 / f(c[0]).astype(np.float64),
+                np.sqrt(f(c[1]).astype(np.float64)),
+                1 / np.sqrt(f(c[1]).astype(np.float64)),
+                np.exp2(f(c[2]).astype(np.float64)),
+                np.log2(f(c[1]).astype(np.float64)),
+            )
+        ],
+        kind="small",
+        tolerance=1.2e-7,
+    ),
     # The division that compilers write out, on numbers that need every step of it.
-    case("v_div_scale_f32 v2, s[20:21], v9, v9, v8; v_div_scale_f32 v3, vcc, v8, v9, v8; "
-         "v_rcp_f32 v4, v2; v_fma_f32 v5, -v2, v4, 1.0; v_fma_f32 v4, v5, v4, v4; "
-         "v_mul_f32 v5, v3, v4; v_fma_f32 v6, -v2, v5, v3; v_fma_f32 v5, v6, v4, v5; "
-         "v_fma_f32 v2, -v2, v5, v3; v_div_fmas_f32 v2, v2, v4, v5; "
-         "v_div_fixup_f32 v16, v2, v9, v8",
-         lambda c, _: [bits(f(c[0]) / f(c[1]))], kind="floats", nan_equal="f32"),
-    f64_case("v_fma_f64 v[16:17], v[8:9], v[10:11], v[12:13]",
-             lambda a, b, c: np.array([np.float64(x) * y + z if not np.isfinite([x, y, z]).all()
-                                       else exact_fma64(x, y, z)
-                                       for x, y, z in zip(a, b, c, strict=True)])),
+    case(
+        "v_div_scale_f32 v2, s[20:21], v9, v9, v8; v_div_scale_f32 v3, vcc, v8, v9, v8; "
+        "v_rcp_f32 v4, v2; v_fma_f32 v5, -v2, v4, 1.0; v_fma_f32 v4, v5, v4, v4; "
+        "v_mul_f32 v5, v3, v4; v_fma_f32 v6, -v2, v5, v3; v_fma_f32 v5, v6, v4, v5; "
+        "v_fma_f32 v2, -v2, v5, v3; v_div_fmas_f32 v2, v2, v4, v5; "
+        "v_div_fixup_f32 v16, v2, v9, v8",
+        lambda c, _: [bits(f(c[0]) / f(c[1]))],
+        kind="floats",
+        nan_equal="f32",
+    ),
+    f64_case(
+        "v_fma_f64 v[16:17], v[8:9], v[10:11], v[12:13]",
+        lambda a, b, c: np.array(
+            [
+                np.float64(x) * y + z if not np.isfinite([x, y, z]).all() else exact_fma64(x, y, z)
+                for x, y, z in zip(a, b, c, strict=True)
+            ]
+        ),
+    ),
     f64_case("v_add_f64 v[16:17], v[8:9], v[10:11]", lambda a, b, c: a + b),
     f64_case("v_mul_f64 v[16:17], v[8:9], -v[10:11]", lambda a, b, c: a * -b),
     # Halves.
@@ -495,74 +530,158 @@ CASES = [
     packed_case("v_pk_add_f16 v16, v8, v9", lambda a, b, c: a + b),
     packed_case("v_pk_mul_f16 v16, v8, v9", lambda a, b, c: a * b),
     packed_case("v_pk_fma_f16 v16, v8, v9, v10", lambda a, b, c: a * b + c),
-    case("v_cvt_f16_f32 v16, v8; v_cvt_f32_f16 v17, v9; v_cvt_f32_f16_sdwa v18, v9 "
-         "dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1",
-         lambda c, _: [packed(f(c[0]).astype(np.float16), np.zeros(LANES, np.uint16)),
-                       bits(halves(c[1], np.float16)[0].astype(F32)),
-                       bits(halves(c[1], np.float16)[1].astype(F32))],
-         kind="floats then halves", nan_equal="f16 or f32"),
+    case(
+        "v_cvt_f16_f32 v16, v8; v_cvt_f32_f16 v17, v9; v_cvt_f32_f16_sdwa v18, v9 "
+        "dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1",
+        lambda c, _: [
+            packed(f(c[0]).astype(np.float16), np.zeros(LANES, np.uint16)),
+            bits(halves(c[1], np.float16)[0].astype(F32)),
+            bits(halves(c[1], np.float16)[1].astype(F32)),
+        ],
+        kind="floats then halves",
+        nan_equal="f16 or f32",
+    ),
     # Conversions.
-    case("v_cvt_f32_u32 v16, v8; v_cvt_f32_i32 v17, v8; v_cvt_f32_ubyte2 v18, v8",
-         lambda c, _: [bits(c[0].astype(F32)), bits(i(c[0]).astype(F32)),
-                       bits(byte(c[0], 2).astype(F32))]),
-    case("v_cvt_u32_f32 v16, v8; v_cvt_i32_f32 v17, v8",
-         lambda c, _: [clip_to(f(c[0]), 0, 2**32 - 1).astype(U32),
-                       bits(clip_to(f(c[0]), -(2**31), 2**31 - 1).astype(I32))],
-         kind="floats"),
-    case("v_cvt_pk_bf16_f32 v16, v8, v9",
-         lambda c, _: [packed(f(c[0]).astype(ml_dtypes.bfloat16), f(c[1]).astype(
-             ml_dtypes.bfloat16))], kind="finite", isas=("gfx950",)),
-    case("v_cvt_f32_fp8 v16, v8; v_cvt_f32_fp8_sdwa v17, v8 src0_sel:BYTE_3; "
-         "v_cvt_f32_bf8 v18, v8; v_cvt_pk_f32_fp8 v[20:21], v8",
-         lambda c, isa: [bits(byte(c[0], 0).view(fp8(isa)).astype(F32)),
-                         bits(byte(c[0], 3).view(fp8(isa)).astype(F32)),
-                         bits(byte(c[0], 0).view(bf8(isa)).astype(F32)), np.zeros(LANES, U32),
-                         bits(byte(c[0], 0).view(fp8(isa)).astype(F32)),
-                         bits(byte(c[0], 1).view(fp8(isa)).astype(F32))],
-         nan_equal="f32"),
-    case("v_mov_b32 v16, v10; v_cvt_pk_fp8_f32 v16, v8, v9; v_mov_b32 v17, v10; "
-         "v_cvt_pk_fp8_f32 v17, v8, v9 op_sel:[0,0,1]",
-         lambda c, isa: [fp8_pair(c, isa) | (c[2] & U32(0xFFFF0000)),
-                         fp8_pair(c, isa) << U32(16) | (c[2] & U32(0xFFFF))],
-         kind="within fp8"),
-    case("v_cvt_scalef32_pk_f32_fp4 v[16:17], v8, v9 op_sel:[1,0,0]; "
-         "v_cvt_scalef32_pk_bf16_fp4 v18, v8, v9",
-         lambda c, _: [bits(fp4_of(c[0], 2) * scale_of(c[1])),
-                       bits(fp4_of(c[0], 3) * scale_of(c[1])),
-                       packed((fp4_of(c[0], 0) * scale_of(c[1])).astype(ml_dtypes.bfloat16),
-                              (fp4_of(c[0], 1) * scale_of(c[1])).astype(ml_dtypes.bfloat16))],
-         kind="bits then scales", isas=("gfx950",)),
-    case("v_mov_b32 v16, v11; v_cvt_scalef32_pk_fp4_f32 v16, v8, v9, v10 op_sel:[0,0,1,0]",
-         lambda c, _: [(c[3] & U32(0xFFFF00FF)) | (fp4_code(f(c[0]), c[2])
-                       | fp4_code(f(c[1]), c[2]) << U32(4)) << U32(8)],
-         kind="small then scales", isas=("gfx950",)),
-    case("v_dot2_f32_bf16 v16, v8, v9, v10",
-         lambda c, _: [bits(sum(x.astype(np.float64) * y.astype(np.float64) for x, y in zip(
-             halves(c[0], ml_dtypes.bfloat16), halves(c[1], ml_dtypes.bfloat16), strict=True))
-             .astype(np.float64).__add__(f(c[2]).astype(np.float64)).astype(F32))],
-         kind="bf16", tolerance=1e-5, isas=("gfx950",)),
-    case("v_dot4_i32_i8 v16, v8, v9, v10",
-         lambda c, _: [bits((sum(byte(c[0], k).view(np.int8).astype(I64) * byte(c[1], k)
-                                 .view(np.int8) for k in range(4)) + i(c[2])).astype(I32))]),
+    case(
+        "v_cvt_f32_u32 v16, v8; v_cvt_f32_i32 v17, v8; v_cvt_f32_ubyte2 v18, v8",
+        lambda c, _: [
+            bits(c[0].astype(F32)),
+            bits(i(c[0]).astype(F32)),
+            bits(byte(c[0], 2).astype(F32)),
+        ],
+    ),
+    case(
+        "v_cvt_u32_f32 v16, v8; v_cvt_i32_f32 v17, v8",
+        lambda c, _: [
+            clip_to(f(c[0]), 0, 2**32 - 1).astype(U32),
+            bits(clip_to(f(c[0]), -(2**31), 2**31 - 1).astype(I32)),
+        ],
+        kind="floats",
+    ),
+    case(
+        "v_cvt_pk_bf16_f32 v16, v8, v9",
+        lambda c, _: [
+            packed(f(c[0]).astype(ml_dtypes.bfloat16), f(c[1]).astype(ml_dtypes.bfloat16))
+        ],
+        kind="finite",
+        isas=("gfx950",),
+    ),
+    case(
+        "v_cvt_f32_fp8 v16, v8; v_cvt_f32_fp8_sdwa v17, v8 src0_sel:BYTE_3; "
+        "v_cvt_f32_bf8 v18, v8; v_cvt_pk_f32_fp8 v[20:21], v8",
+        lambda c, isa: [
+            bits(byte(c[0], 0).view(fp8(isa)).astype(F32)),
+            bits(byte(c[0], 3).view(fp8(isa)).astype(F32)),
+            bits(byte(c[0], 0).view(bf8(isa)).astype(F32)),
+            np.zeros(LANES, U32),
+            bits(byte(c[0], 0).view(fp8(isa)).astype(F32)),
+            bits(byte(c[0], 1).view(fp8(isa)).astype(F32)),
+        ],
+        nan_equal="f32",
+    ),
+    case(
+        "v_mov_b32 v16, v10; v_cvt_pk_fp8_f32 v16, v8, v9; v_mov_b32 v17, v10; "
+        "v_cvt_pk_fp8_f32 v17, v8, v9 op_sel:[0,0,1]",
+        lambda c, isa: [
+            fp8_pair(c, isa) | (c[2] & U32(0xFFFF0000)),
+            fp8_pair(c, isa) << U32(16) | (c[2] & U32(0xFFFF)),
+        ],
+        kind="within fp8",
+    ),
+    case(
+        "v_cvt_scalef32_pk_f32_fp4 v[16:17], v8, v9 op_sel:[1,0,0]; "
+        "v_cvt_scalef32_pk_bf16_fp4 v18, v8, v9",
+        lambda c, _: [
+            bits(fp4_of(c[0], 2) * scale_of(c[1])),
+            bits(fp4_of(c[0], 3) * scale_of(c[1])),
+            packed(
+                (fp4_of(c[0], 0) * scale_of(c[1])).astype(ml_dtypes.bfloat16),
+                (fp4_of(c[0], 1) * scale_of(c[1])).astype(ml_dtypes.bfloat16),
+            ),
+        ],
+        kind="bits then scales",
+        isas=("gfx950",),
+    ),
+    case(
+        "v_mov_b32 v16, v11; v_cvt_scalef32_pk_fp4_f32 v16, v8, v9, v10 op_sel:[0,0,1,0]",
+        lambda c, _: [
+            (c[3] & U32(0xFFFF00FF))
+            | (fp4_code(f(c[0]), c[2]) | fp4_code(f(c[1]), c[2]) << U32(4)) << U32(8)
+        ],
+        kind="small then scales",
+        isas=("gfx950",),
+    ),
+    case(
+        "v_dot2_f32_bf16 v16, v8, v9, v10",
+        lambda c, _: [
+            bits(
+                sum(
+                    x.astype(np.float64) * y.astype(np.float64)
+                    for x, y in zip(
+                        halves(c[0], ml_dtypes.bfloat16),
+                        halves(c[1], ml_dtypes.bfloat16),
+                        strict=True,
+                    )
+                )
+                .astype(np.float64)
+                .__add__(f(c[2]).astype(np.float64))
+                .astype(F32)
+            )
+        ],
+        kind="bf16",
+        tolerance=1e-5,
+        isas=("gfx950",),
+    ),
+    case(
+        "v_dot4_i32_i8 v16, v8, v9, v10",
+        lambda c, _: [
+            bits(
+                (
+                    sum(
+                        byte(c[0], k).view(np.int8).astype(I64) * byte(c[1], k).view(np.int8)
+                        for k in range(4)
+                    )
+                    + i(c[2])
+                ).astype(I32)
+            )
+        ],
+    ),
     # Scalars, seen through a vector register.
-    case("s_mov_b32 s20, 0x80000001; s_mov_b32 s21, 0x7fffffff; s_add_u32 s22, s20, s20; "
-         "s_addc_u32 s23, s21, 0; s_mul_hi_u32 s24, s20, s21; s_ashr_i32 s25, s20, 4; "
-         "s_bfe_u32 s26, s21, 0x00080004; s_bcnt1_i32_b32 s27, s21; s_cselect_b32 s28, 7, 9; "
-         "v_mov_b32 v16, s22; v_mov_b32 v17, s23; v_mov_b32 v18, s24; v_mov_b32 v19, s25; "
-         "v_mov_b32 v20, s26; v_mov_b32 v21, s27; v_mov_b32 v22, s28",
-         lambda c, _: [np.full(LANES, x & 0xFFFFFFFF, U32) for x in (
-             2, 0x80000000, (0x80000001 * 0x7FFFFFFF) >> 32, -(0x7FFFFFFF >> 4) - 1, 0xFF, 31,
-             7)]),
-    case("s_mov_b64 s[20:21], 0x12345678; s_lshl_b64 s[22:23], s[20:21], 36; "
-         "s_ff1_i32_b32 s24, s20; s_flbit_i32_b32 s25, s20; s_cmp_lt_i32 s24, s25; "
-         "s_cselect_b64 s[26:27], s[20:21], s[22:23]; s_movk_i32 s28, 0x8000; "
-         "v_mov_b32 v16, s22; v_mov_b32 v17, s23; v_mov_b32 v18, s24; v_mov_b32 v19, s25; "
-         "v_mov_b32 v20, s26; v_mov_b32 v21, s28",
-         lambda c, _: [np.full(LANES, x & 0xFFFFFFFF, U32) for x in (
-             0, (0x12345678 << 4) & 0xFFFFFFFF, 3, 3, 0, -32768)]),
-    case("s_mov_b32 s20, 0; s_mov_b32 s21, 0\nagain:\n s_add_i32 s20, s20, 3; "
-         "s_addk_i32 s21, 0x1; s_cmp_lt_u32 s21, 10; s_cbranch_scc1 again; v_mov_b32 v16, s20",
-         lambda c, _: [np.full(LANES, 30, U32)]),
+    case(
+        "s_mov_b32 s20, 0x80000001; s_mov_b32 s21, 0x7fffffff; s_add_u32 s22, s20, s20; "
+        "s_addc_u32 s23, s21, 0; s_mul_hi_u32 s24, s20, s21; s_ashr_i32 s25, s20, 4; "
+        "s_bfe_u32 s26, s21, 0x00080004; s_bcnt1_i32_b32 s27, s21; s_cselect_b32 s28, 7, 9; "
+        "v_mov_b32 v16, s22; v_mov_b32 v17, s23; v_mov_b32 v18, s24; v_mov_b32 v19, s25; "
+        "v_mov_b32 v20, s26; v_mov_b32 v21, s27; v_mov_b32 v22, s28",
+        lambda c, _: [
+            np.full(LANES, x & 0xFFFFFFFF, U32)
+            for x in (
+                2,
+                0x80000000,
+                (0x80000001 * 0x7FFFFFFF) >> 32,
+                -(0x7FFFFFFF >> 4) - 1,
+                0xFF,
+                31,
+                7,
+            )
+        ],
+    ),
+    case(
+        "s_mov_b64 s[20:21], 0x12345678; s_lshl_b64 s[22:23], s[20:21], 36; "
+        "s_ff1_i32_b32 s24, s20; s_flbit_i32_b32 s25, s20; s_cmp_lt_i32 s24, s25; "
+        "s_cselect_b64 s[26:27], s[20:21], s[22:23]; s_movk_i32 s28, 0x8000; "
+        "v_mov_b32 v16, s22; v_mov_b32 v17, s23; v_mov_b32 v18, s24; v_mov_b32 v19, s25; "
+        "v_mov_b32 v20, s26; v_mov_b32 v21, s28",
+        lambda c, _: [
+            np.full(LANES, x & 0xFFFFFFFF, U32)
+            for x in (0, (0x12345678 << 4) & 0xFFFFFFFF, 3, 3, 0, -32768)
+        ],
+    ),
+    case(
+        "s_mov_b32 s20, 0; s_mov_b32 s21, 0\nagain:\n s_add_i32 s20, s20, 3; "
+        "s_addk_i32 s21, 0x1; s_cmp_lt_u32 s21, 10; s_cbranch_scc1 again; v_mov_b32 v16, s20",
+        lambda c, _: [np.full(LANES, 30, U32)],
+    ),
 ]
 
 
@@ -619,8 +738,9 @@ def inputs(kind: str) -> np.ndarray:
     rng = np.random.default_rng([7, *kind.encode()])
     words = rng.integers(0, 1 << 32, (LANES, COLUMNS), U32)
     words[:4, :] = [[0], [1], [0xFFFFFFFF], [0x80000000]]
-    floats = (rng.standard_normal((LANES, COLUMNS)) * 2.0 ** rng.integers(
-        -20, 20, (LANES, COLUMNS))).astype(F32)
+    floats = (
+        rng.standard_normal((LANES, COLUMNS)) * 2.0 ** rng.integers(-20, 20, (LANES, COLUMNS))
+    ).astype(F32)
     special = floats.copy()
     special[:48] = rng.choice(FLOATS, (48, COLUMNS))
     half = rng.standard_normal((LANES, COLUMNS, 2)).astype(np.float16)
@@ -634,7 +754,8 @@ def inputs(kind: str) -> np.ndarray:
         return floats.view(U32)
     if kind == "doubles":
         doubles = rng.standard_normal((LANES, COLUMNS // 2)) * 2.0 ** rng.integers(
-            -50, 50, (LANES, COLUMNS // 2))
+            -50, 50, (LANES, COLUMNS // 2)
+        )
         return doubles.view(U32)
     if kind == "halves":
         return half.view(U32)[..., 0]

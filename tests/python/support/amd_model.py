@@ -118,7 +118,11 @@ class Steps:
 
     def draft(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Injects the last step's rows and proposes: every rank's tokens and logits."""
-        block, vocab, size = self.config["draft_block"], self.config["vocab"], self.config["page_size"]
+        block, vocab, size = (
+            self.config["draft_block"],
+            self.config["vocab"],
+            self.config["page_size"],
+        )
         slots = []
         for idx in range(2):
             at = self.done[idx] + np.arange(block)
@@ -154,3 +158,18 @@ class Steps:
             )
         self.group.launch(self.group.lib.lowlat_draft_launch, structs)
         return [tuple(one.copy() for one in out) for out in outs]
+
+
+class StatusWords(abi.Struct):
+    _fields_ = [
+        *abi.same_type("struct_bytes state kernel stage", abi.u32),
+        ("peer", abi.i32),
+        ("reserved", abi.u32),
+        ("epoch", abi.u64),
+    ]
+
+
+def status(group: abi.Group, rank: int) -> StatusWords:
+    words = StatusWords()
+    group.must(group.lib.lowlat_status_read(group.models[rank], ct.byref(words)))
+    return words
