@@ -81,7 +81,7 @@ tidy: setup
 	ruff check .
 	ruff format --check .
 	find cpp_kernels tests rust_dispatch examples -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' \
-	  -o -name '*.cuh' | grep -v /target/ \
+	  -o -name '*.cuh' -o -name '*.hip' | grep -v /target/ \
 	  | xargs clang-format --dry-run -Werror
 	$(BIN)/python -m pytest tests/tidy
 

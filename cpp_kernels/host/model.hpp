@@ -146,7 +146,8 @@ class Model {
 };
 
 // A model on the platform that the word names: "scalar", or, in a library with CUDA kernels,
-// "nvidia" or "nvidia:N" for device number N. Throws LOWLAT_UNSUPPORTED for any other.
+// "nvidia" or "nvidia:N" for device number N, in one with AMD code objects "amd" or "amd:N". Throws
+// LOWLAT_UNSUPPORTED for any other.
 std::unique_ptr<Model> make_model(const char* platform, const lowlat_model_config& config);
 
 }  // namespace lowlat::host

@@ -35,11 +35,11 @@ void check_handle(const RegionHandle& seen, const RegionHandle& own, int peer_ra
   }
 }
 
-void check_ranks(int tp_rank, int tp_size) {
-  if (tp_size >= 1 && tp_size <= kMaxRegionRanks && tp_rank >= 0 && tp_rank < tp_size) return;
-  throw Error(LOWLAT_INVALID,
-              "tp_rank " + std::to_string(tp_rank) + " of tp_size " + std::to_string(tp_size) +
-                  "; needed 0 <= rank < size <= " + std::to_string(kMaxRegionRanks));
+void check_ranks(int tp_rank, int tp_size, int most) {
+  if (tp_size >= 1 && tp_size <= most && tp_rank >= 0 && tp_rank < tp_size) return;
+  throw Error(LOWLAT_INVALID, "tp_rank " + std::to_string(tp_rank) + " of tp_size " +
+                                  std::to_string(tp_size) +
+                                  "; needed 0 <= rank < size <= " + std::to_string(most));
 }
 
 }  // namespace lowlat::host

@@ -9,7 +9,6 @@
 
 namespace lowlat::host {
 
-inline constexpr int kMaxRegionRanks = 64;
 // The word that rank r leaves at a peer as the proof that its stores arrive is kProbeWord + r.
 inline constexpr std::uint32_t kProbeWord = 0x6c6c'7770u;
 
@@ -46,7 +45,7 @@ struct RegionHandle {
 // whose regions they are.
 void check_handle(const RegionHandle& seen, const RegionHandle& own, int peer_rank,
                   const char* kind);
-// Refuses a rank that is none of a group of tp_size, or a group that is too large.
-void check_ranks(int tp_rank, int tp_size);
+// Refuses a rank that is none of a group of tp_size, or a group of more than `most`.
+void check_ranks(int tp_rank, int tp_size, int most);
 
 }  // namespace lowlat::host

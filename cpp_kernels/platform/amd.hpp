@@ -149,17 +149,22 @@ LOWLAT_DEVICE std::uint32_t atomic_cas(std::uint32_t* word, std::uint32_t expect
 // these parts are seen to do and no manual promises; the owner's script of docs/amd.md looks for a
 // packet in two pieces. Relaxed is enough: nothing else is published by the tag.
 using Packet = std::uint32_t __attribute__((ext_vector_type(4)));
-using GlobalPacket = volatile Packet __attribute__((address_space(1)));
 LOWLAT_DEVICE void store_tagged(TaggedWords* dst, const std::uint32_t (&payload)[kTaggedPayload],
                                 std::uint32_t tag) {
-  *reinterpret_cast<GlobalPacket*>(reinterpret_cast<std::uintptr_t>(dst)) =
-      Packet{payload[0], payload[1], payload[2], tag};
+  const Packet packet = {payload[0], payload[1], payload[2], tag};
+  asm volatile("global_store_dwordx4 %0, %1, off sc0 sc1" ::"v"(dst), "v"(packet) : "memory");
 }
 // True and the payload when `src` carries `tag`; false (out untouched) when it does not yet.
 LOWLAT_DEVICE bool load_tagged(const TaggedWords* src, std::uint32_t tag,
                                std::uint32_t (&out_payload)[kTaggedPayload]) {
-  const Packet packet =
-      *reinterpret_cast<const GlobalPacket*>(reinterpret_cast<std::uintptr_t>(src));
+  Packet packet;
+  // The compiler counts no access of an asm, so the wait for it is here.
+  asm volatile(
+      "global_load_dwordx4 %0, %1, off sc0 sc1\n"
+      "s_waitcnt vmcnt(0)"
+      : "=v"(packet)
+      : "v"(src)
+      : "memory");
   if (packet.w != tag) return false;
   out_payload[0] = packet.x;
   out_payload[1] = packet.y;

@@ -3,7 +3,7 @@
 // own order, so what uses them is declared with a bound.
 //
 // A and B are row-major and anywhere in memory that has 16-byte rows. Lane l takes row l % 16 of
-// both and, of every stretch of the unit's depth, the part l / 16; which value of the stretch stands
+// both and, of every stretch of the unit's depth, the part l / 16; which value of the stretch is
 // in which lane does not matter as long as A and B agree, but a scale belongs to the 32 values of
 // its own lane. Which lane holds which element of C is the unit's layout, see row() and col().
 //
@@ -69,7 +69,8 @@ LOWLAT_DEVICE std::int64_t fp8_operand(const std::uint8_t* codes) {
 #endif
 }
 
-// Codes e4m3fn without scales; k is a multiple of 32. No code is NaN (gfx942 would take it for 480).
+// Codes e4m3fn without scales; k is a multiple of 32. No code is NaN, which
+// gfx942 would take for 480.
 LOWLAT_DEVICE void multiply_fp8(Tile& tile, const std::uint8_t* a, std::int64_t a_stride,
                                 const std::uint8_t* b, std::int64_t b_stride, int k) {
   const std::uint8_t* a_row = a + lane() % 16 * a_stride;

@@ -5,12 +5,13 @@ Every case is a body that reads columns a .. h (v8 .. v15) of 64 lanes and write
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support import amd_tools as amd
+from support import amd_machine as amd
 
 LANES = 64
 FIRST_IN, FIRST_OUT, COLUMNS = 8, 16, 8
@@ -35,8 +36,10 @@ FRAME = """
 """
 U32, I32, F32, U64, I64 = np.uint32, np.int32, np.float32, np.uint64, np.int64
 FLOATS = np.array(
-    [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -7.25, 1e-30, 1e30, 1e-40, -1e-42, 65504.0, 65536.0]
-    + [448.0, 464.0, 480.0, 57344.0, 240.0, np.inf, -np.inf, np.nan, 1.17549435e-38],
+    [
+        *(0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -7.25, 1e-30, 1e30, 1e-40, -1e-42, 65504.0, 65536.0),
+        *(448.0, 464.0, 480.0, 57344.0, 240.0, np.inf, -np.inf, np.nan, 1.17549435e-38),
+    ],
     F32,
 )
 
@@ -90,7 +93,6 @@ class Case:
     isas: tuple = amd.ISAS
     nan_equal: str = ""  # "f32", "f16", "f64": NaNs of any payload are equal; "zero": zeros too
     tolerance: float = 0.0  # relative, of f32 outputs
-    fields: dict = field(default_factory=dict)
 
 
 def case(body, want, **options):
@@ -147,8 +149,6 @@ def fma32(a, b, c):
 
 
 def float_of_fraction(a, b, c):
-    from fractions import Fraction
-
     if not np.isfinite([a, b, c]).all():
         with np.errstate(all="ignore"):
             return np.float64(a) * np.float64(b) + np.float64(c)
@@ -166,8 +166,6 @@ def nearest_float(exact):
         exponent += 1
     while exact < 2**exponent:
         exponent -= 1
-    from fractions import Fraction
-
     unit = Fraction(2) ** (max(exponent, -126) - 23)
     units = exact / unit
     floor = units.numerator // units.denominator
@@ -728,8 +726,6 @@ def scale_of(word):
 
 
 def exact_fma64(a, b, c):
-    from fractions import Fraction
-
     return float(Fraction(a) * Fraction(b) + Fraction(c))
 
 

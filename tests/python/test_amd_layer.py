@@ -1,7 +1,7 @@
-"""One tiny layer of V4.1 and of V4 on two ranks of the platform amd: the library's own host side, the
-launches K1, K2i, K2, head and draft as it makes them, and their machine code for gfx942 and gfx950,
-run by our interpreter behind the HIP runtime's C ABI (tests/tools/amd/hip.py). It never ran on an
-AMD GPU.
+"""One tiny layer of V4.1 and of V4 on two ranks of the platform amd: the library's own host side,
+the launches K1, K2i, K2, head and draft as it makes them, and their machine code for gfx942 and
+gfx950, run by our interpreter behind the HIP runtime's C ABI (tests/tools/amd/hip.py). It never ran
+on an AMD GPU.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import ctypes
 import numpy as np
 import pytest
 from support import amd_model, small_model
-from support import amd_tools as amd
+from support import amd_machine as amd
 from support import kernels_abi as abi
 
 MODELS = {"v41": amd_model.TINY_V41, "v4": amd_model.TINY_V4}

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from support import amd_tools as amd
+from support import amd_machine as amd
 
 U32 = np.uint32
 SEEDS = range(24)

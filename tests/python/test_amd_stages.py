@@ -1,11 +1,14 @@
-"""The code objects of every stage, run: each operation within what the scalar platform declares, bit
-for bit where no function of a library is in it; the matrix unit, collectives, hand-offs between
-blocks and the exchange between ranks; and the exchange with one line of its machine code changed.
+"""The code objects of every stage, run: each operation within what the scalar platform declares,
+bit for bit where no function of a library is in it; the matrix unit, collectives, hand-offs between
+blocks and the exchange between ranks; and the exchange with a line of its machine code changed.
 
 It is the machine code for gfx942 and gfx950 that runs, on our interpreter: no AMD GPU was there.
 """
 
+import os
+import re
 import struct
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +17,7 @@ from oracle import OPS
 from oracle.cases import SHAPES, make
 from oracle.compare import check_declared, check_exact
 from oracle.run import bounds, run
-from support import amd_tools as amd
+from support import amd_machine as amd
 from support.amd_ops import Stages
 
 # exp, log, sin and their like are the platform's own: bits may differ from the host's library.
@@ -30,8 +33,6 @@ RAN: set[str] = set()
 
 def shapes(model, op):
     """Without candidate blocks: the kernel of a selection takes all positions."""
-    import os
-
     fitting = [shape for shape in SHAPES[model][op][1] if "M" not in shape]
     return fitting if os.environ.get("LOWLAT_AMD_DEEP") else fitting[:NUM_SHAPES]
 
@@ -271,9 +272,6 @@ def test_ranks_exchange_their_sums(code, num_ranks, seed):
 
 def changed(code, folder, kernel, pattern, replacement):
     """The code object with lines of one kernel changed in its assembly."""
-    import re
-    from pathlib import Path
-
     text = Path(code.path).with_suffix(".s").read_text()
     begin = text.index(f"\n{kernel}:")
     end = text.index(f".size\t{kernel}," if f".size\t{kernel}," in text else ".Lfunc_end", begin)

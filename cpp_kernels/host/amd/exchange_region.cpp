@@ -14,6 +14,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x3144'4d41'4c57'4c4cull;  // "LLWLAMD1", little-endian
 constexpr const char* kKind = "HIP";
+constexpr int kMaxRanks = 64;  // as of the resident schedule
 constexpr const char* kAdvice = " (see rocm-smi --showtopoaccess)";
 static_assert(sizeof(amd::stages::StatusWords) <= kRegionLine);
 
@@ -30,7 +31,7 @@ int current_device() {
 }
 
 DeviceRegionLayout checked(int tp_rank, int tp_size, std::int64_t box_packets) {
-  check_ranks(tp_rank, tp_size);
+  check_ranks(tp_rank, tp_size, kMaxRanks);
   return {box_packets, tp_size};
 }
 

@@ -114,7 +114,7 @@ Memory::Memory(MemoryKind kind, std::size_t bytes) : kind_(kind), bytes_(bytes >
   try {
     check(hip.hipMemset(data_, 0, bytes_), "hipMemset");
     // It may still run when the call returns, and a peer or another stream may write before it.
-    if (!poll(hip.hipStreamQuery, nullptr, "hipMemset", kWorkBudgetNs)) {
+    if (!poll(hip.hipStreamQuery, nullptr, "hipStreamQuery after hipMemset", kWorkBudgetNs)) {
       throw Error(LOWLAT_FAULT, "hipMemset did not finish within 120 s");
     }
   } catch (const Error&) {

@@ -465,7 +465,7 @@ lowlat_stage_candidate_blocks(std::int32_t* out, float* memory, const float* sco
 
 // ------------------------------------------------------------------ router and experts
 
-// logits fp32 [rows, num_experts]; memory: 2 num_experts floats a row. Rules as their enums' values.
+// logits fp32 [rows, num_experts]; memory: 2 num_experts floats a row. Rules: their enums' values.
 LOWLAT_KERNEL(kThreads)
 lowlat_stage_gate(std::int32_t* ids, float* weights, float* memory, const float* logits,
                   const float* bias, int num_experts, int k, int sum_rule, int rule,

@@ -7,7 +7,7 @@ import numpy as np
 
 from support import kernels_abi as abi
 from support import small_model
-from support.amd_tools import hip, machine
+from support.amd_machine import hip, machine
 
 # A layer with all that one can have: an n-gram table, compressed keys, a selection and candidates.
 TINY_V41 = small_model.small_model(
@@ -161,12 +161,12 @@ class Steps:
 
 
 class StatusWords(abi.Struct):
-    _fields_ = [
+    _fields_ = (
         *abi.same_type("struct_bytes state kernel stage", abi.u32),
         ("peer", abi.i32),
         ("reserved", abi.u32),
         ("epoch", abi.u64),
-    ]
+    )
 
 
 def status(group: abi.Group, rank: int) -> StatusWords:

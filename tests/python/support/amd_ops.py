@@ -3,9 +3,10 @@ tests/tools/amd: the same steps as host/nvidia's launches, stage by stage.
 """
 
 import numpy as np
+from oracle.formats import e4m3_value
 from oracle.rope_kv import inverse_frequencies
 
-from support.amd_tools import code_object, machine
+from support.amd_machine import code_object, machine
 
 THREADS = 256
 ROWS_OF_BLOCK = 16  # weight rows that a block of a linear takes
@@ -209,8 +210,6 @@ class Stages:
         T, h, _ = a["iq"].shape
         k, out = int(a["k"]), np.empty((T, int(a["k"])), np.int32)
         if model == "v4":
-            from oracle.formats import e4m3_value
-
             queries = self.give(e4m3_value(a["iq"]).astype(np.float32))
         else:
             queries = self.expanded(a["iq"])

@@ -1,142 +1,143 @@
-"""Code objects of the platform amd for tests, compiled once for these sources, and the machine.
+"""A clang for AMD code objects, and what it made of the kernels, for tests without a GPU.
 
-The compiler is cpp_kernels/cmake/amd_compile.py's; where LOWLAT_CACHE names a folder, one is fetched
-into it. tests/tools/amd runs what it makes.
+The compiler is looked for as the build does it (cpp_kernels/cmake/amd_compile.py); where there is
+none and LOWLAT_CACHE names a folder, pip fetches one below it, once. What was compiled stays below
+LOWLAT_CACHE too, in a folder named after everything that went into it.
 """
 
 import functools
 import hashlib
 import importlib.util
 import os
+import re
 import sys
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-COMPILE = ROOT / "cpp_kernels/cmake/amd_compile.py"
-OUT = ROOT / "build/amd-test"
-sys.path.insert(0, str(ROOT / "tests/tools"))
+_SPEC = importlib.util.spec_from_file_location(
+    "amd_compile", ROOT / "cpp_kernels/cmake/amd_compile.py"
+)
+assert _SPEC is not None and _SPEC.loader is not None
+amd_compile = importlib.util.module_from_spec(_SPEC)
+sys.modules["amd_compile"] = amd_compile  # dataclasses look their module up
+_SPEC.loader.exec_module(amd_compile)
 
-from amd import code_object, hip, machine  # noqa: E402 - its folder is named above
-
-ISAS = ("gfx942", "gfx950")
-ASSEMBLE_BUDGET_S = 60
-HEADERS = ("platform", "stages", "persistent", "shape", "include", "host/amd")
-
-
-class NoToolsError(Exception):
-    """The words say what is missing and what would bring it."""
+ARCHITECTURES = amd_compile.ARCHITECTURES
+NoToolsError = amd_compile.NoCompilerError
+ARGUMENT = re.compile(r"- (?:\.address_space:.*\n\s+)?\.offset:[\s\S]*?value_kind:.*")
 
 
-@functools.cache
-def compile_module():
-    spec = importlib.util.spec_from_file_location("amd_compile", COMPILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up
-    spec.loader.exec_module(module)
-    return module
+def cache() -> Path | None:
+    folder = os.environ.get("LOWLAT_CACHE")
+    return Path(folder) if folder else None
 
 
 @functools.cache
-def compiler():
+def compiler() -> "amd_compile.Compiler":
     """Raises NoToolsError."""
-    if importlib.util.find_spec("tinygrad") is None:
-        raise NoToolsError(
-            "no tinygrad, which decodes: pip install -r tests/tools/requirements.txt"
-        )
-    made = compile_module()
-    cache = os.environ.get("LOWLAT_CACHE")
-    fetched = Path(cache) / made.PACKAGE.replace("==", "-") if cache else None
+    folder = cache() / amd_compile.PACKAGE.replace("==", "-") if cache() else None
     try:
-        try:
-            return made.find(fetched)
-        except made.NoCompilerError:
-            if fetched is None:
-                raise
-            made.fetch(fetched)
-            return made.find(fetched)
-    except made.NoCompilerError as error:
-        raise NoToolsError(str(error)) from error
+        return amd_compile.find(folder)
+    except NoToolsError as error:
+        if folder is None:
+            raise NoToolsError(f"{error}; or LOWLAT_CACHE=DIR to fetch it into") from None
+        amd_compile.fetch(folder)
+        return amd_compile.find(folder)
+
+
+def _digest() -> str:
+    """Of the compiler and of everything that a kernel may include."""
+    digest = hashlib.sha256(compiler().version().encode())
+    kernels = ROOT / "cpp_kernels"
+    rooms = ("platform", "stages", "persistent", "shape", "include", "host/amd", "cmake")
+    names = sorted(path for room in rooms for path in (kernels / room).rglob("*.*"))
+    for path in names:
+        if path.suffix in (".hpp", ".h", ".hip") or path.name == "amd_compile.py":
+            digest.update(str(path.relative_to(kernels)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @functools.cache
-def sources_mark() -> str:
-    """Changes with everything that a kernel may include."""
-    mark = hashlib.sha256(COMPILE.read_bytes())
-    for room in HEADERS:
-        for path in sorted((ROOT / "cpp_kernels" / room).rglob("*.h*")):
-            mark.update(path.read_bytes())
-    return mark.hexdigest()
+def _folder() -> Path:
+    if cache():
+        return cache() / f"amd-code-{_digest()}"
+    return Path(tempfile.mkdtemp(prefix="lowlat-amd-code-"))
 
 
-def compiled(source: Path, isa: str, folder: Path | None = None) -> code_object.CodeObject:
-    """The code object of a HIP file, kept below build/ until a source changes, or put into
-    `folder`. Raises NoToolsError."""
-    clang = compiler()
-    mark = hashlib.sha256(f"{sources_mark()}{source}".encode() + source.read_bytes())
-    out = folder or OUT / mark.hexdigest()[:16]
-    made = out / f"{source.stem}.{isa}.hsaco"
-    if not made.is_file():
-        out.mkdir(parents=True, exist_ok=True)
-        part = out / f"{os.getpid()}"
-        part.mkdir(exist_ok=True)
-        compile_module().compile_one(clang, source, isa, part).replace(made)
-        (part / f"{source.stem}.{isa}.s").replace(out / f"{source.stem}.{isa}.s")
-        part.rmdir()
-    return code_object.read(made)
+@functools.cache
+def code_object(name: str, arch: str) -> Path:
+    """The code object of cpp_kernels/host/amd/NAME.hip, with its assembly beside it (.s)."""
+    return compiled(ROOT / f"cpp_kernels/host/amd/{name}.hip", arch, _folder())
 
 
-def assembled(text: str, isa: str, folder: Path, name: str = "kernels") -> code_object.CodeObject:
-    """The code object of assembly. Raises NoToolsError, or RuntimeError with the assembler's words."""
-    clang, run = compiler(), compile_module().run
-    source, thing = folder / f"{name}.{isa}.s", folder / f"{name}.{isa}.o"
-    source.write_text(text)
-    made = thing.with_suffix(".hsaco")
-    target = ["--target=amdgcn-amd-amdhsa", f"-mcpu={isa}"]
-    run([*clang.clang, *target, "-c", str(source), "-o", str(thing)], ASSEMBLE_BUDGET_S)
-    run([*clang.lld, "-shared", str(thing), "-o", str(made)], ASSEMBLE_BUDGET_S)
-    return code_object.read(made)
+def compiled(source: Path, arch: str, folder: Path) -> Path:
+    done = folder / f"{source.stem}.{arch}.hsaco"
+    if not done.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as part:
+            amd_compile.compile_one(compiler(), source, arch, Path(part))
+            for made in sorted(Path(part).iterdir(), key=lambda path: path.suffix == ".hsaco"):
+                made.rename(folder / made.name)
+    return done
 
 
-def kernel_text(name: str, body: str, lds_bytes: int = 0, argument_bytes: int = 32) -> str:
-    """Assembly of a kernel: s[0:1] points at its arguments, s2 is the workgroup, v0 the thread."""
-    return f"""
-.text
-.globl {name}
-.p2align 8
-.type {name},@function
-{name}:
-{body}
-  s_endpgm
-.size {name}, .-{name}
-.rodata
-.p2align 6
-.amdhsa_kernel {name}
-  .amdhsa_group_segment_fixed_size {lds_bytes}
-  .amdhsa_kernarg_size {argument_bytes}
-  .amdhsa_user_sgpr_kernarg_segment_ptr 1
-  .amdhsa_system_sgpr_workgroup_id_x 1
-  .amdhsa_next_free_vgpr 512
-  .amdhsa_next_free_sgpr 96
-  .amdhsa_accum_offset 256
-  .amdhsa_float_denorm_mode_32 3
-.end_amdhsa_kernel
-"""
+@dataclass
+class Kernel:
+    """What the assembly says of one kernel."""
+
+    name: str
+    facts: dict[str, int] = field(default_factory=dict)  # of its metadata: vgpr_count ...
+    arguments: list[tuple[int, int]] = field(default_factory=list)  # offset and bytes, no hidden
+    code: list[str] = field(default_factory=list)  # lines, with labels and comments
 
 
-def stages(isa: str) -> code_object.CodeObject:
-    """Every stage as a kernel."""
-    return compiled(ROOT / "cpp_kernels/host/amd/stages.hip", isa)
+def kernels_of(assembly: str) -> dict[str, Kernel]:
+    """The kernels of a file that the compiler wrote with -S."""
+    found = {}
+    metadata = assembly[assembly.index("amdhsa.kernels:") :]
+    for text in re.split(r"^  - (?=\.)", metadata, flags=re.MULTILINE)[1:]:
+        if not (name := re.search(r"^    \.name:\s+(\w+)", text, re.MULTILINE)):
+            continue
+        kernel = found[name[1]] = Kernel(name[1])
+        for key, value in re.findall(r"^\s{0,4}\.(\w+):\s+(\d+)$", text, re.MULTILINE):
+            kernel.facts[key] = int(value)
+        for one in re.findall(
+            r"- (?:\.address_space:.*\n\s+)?\.offset:[\s\S]*?value_kind:.*", text
+        ):
+            if "hidden_" not in one:
+                offset = re.search(r"\.offset:\s+(\d+)", one)
+                size = re.search(r"\.size:\s+(\d+)", one)
+                kernel.arguments.append((int(offset[1]), int(size[1])))
+    for name, kernel in found.items():
+        body = re.search(rf"^{name}:.*?^\.Lfunc_end\d+:", assembly, re.MULTILINE | re.DOTALL)
+        kernel.code = body[0].splitlines()
+    return found
 
 
-__all__ = [
-    "ISAS",
-    "NoToolsError",
-    "assembled",
-    "code_object",
-    "compiled",
-    "compiler",
-    "hip",
-    "kernel_text",
-    "machine",
-    "stages",
-]
+@dataclass
+class Part:
+    """One basic block: its label, the innermost loop that it is in, its instructions."""
+
+    label: str
+    loop: str | None
+    code: list[str]
+
+
+def parts_of(kernel: Kernel) -> list[Part]:
+    """The basic blocks, each with the label of its loop's header, by the compiler's comments."""
+    parts: list[Part] = []
+    for line in kernel.code:
+        if start := re.match(r"^(?:\.L|; %)(\w+[.\w]*):(.*)", line):
+            parts.append(Part(start[1].replace("bb.", ""), None, []))
+            line = start[2]
+        if not parts:
+            parts.append(Part("entry", None, []))
+        if inside := re.search(r"; +in Loop: Header=(\w+)", line):
+            parts[-1].loop = inside[1]
+        elif re.search(r"; =>.*Loop Header", line):
+            parts[-1].loop = parts[-1].label
+        if instruction := re.match(r"^\t([a-z]\w+.*)", line):
+            parts[-1].code.append(instruction[1])
+    return parts
