@@ -14,6 +14,7 @@ import pytest
 from support import amd_machine as amd
 
 LANES = 64
+LDS_BYTES, PRIVATE_BYTES = 16384, 64
 FIRST_IN, FIRST_OUT, COLUMNS = 8, 16, 8
 FRAME = """
   s_load_dwordx4 s[4:7], s[0:1], 0x0
@@ -644,6 +645,82 @@ CASES = [
             )
         ],
     ),
+    # Paths to memory. v1 is 32 times the lane, s[4:5] the inputs.
+    case(
+        "v_lshlrev_b32 v2, 3, v0; ds_write_b64 v2, v[8:9]; v_add_u32 v3, 1024, v2; "
+        "ds_write2_b32 v3, v10, v11 offset0:0 offset1:1; s_waitcnt lgkmcnt(0); "
+        "v_xor_b32 v4, 8, v2; ds_read_b64 v[16:17], v4; ds_read2_b32 v[18:19], v4 offset0:1 "
+        "offset1:0; ds_read2st64_b32 v[20:21], v4 offset0:0 offset1:4; ds_read_i8 v22, v4 "
+        "offset:3; ds_read_u16 v23, v4 offset:6; s_waitcnt lgkmcnt(0)",
+        lambda c, _: [
+            *(c[k][LANE ^ 1] for k in (0, 1, 1, 0, 0, 2)),
+            byte(c[0][LANE ^ 1], 3).view(np.int8).astype(I32).view(U32),
+            c[1][LANE ^ 1] >> U32(16),
+        ],
+    ),
+    case(
+        "v_lshlrev_b32 v2, 4, v0; ds_write_b128 v2, v[8:11]; v_mov_b32 v20, v12; "
+        "s_waitcnt lgkmcnt(0); ds_read_b128 v[16:19], v2; ds_read_u16_d16_hi v20, v2; "
+        "s_waitcnt lgkmcnt(0)",
+        lambda c, _: [*c[:4], (c[4] & U32(0xFFFF)) | c[0] << U32(16)],
+    ),
+    case(
+        "v_mov_b32 v2, 0; v_mov_b32 v3, 0; ds_write_b32 v2, v3; s_waitcnt lgkmcnt(0); "
+        "v_mov_b32 v4, 2; ds_add_rtn_u32 v16, v2, v4; s_waitcnt lgkmcnt(0); "
+        "ds_read_b32 v17, v2; v_lshlrev_b32 v5, 2, v0; ds_write_b32 v5, v8 offset:256; "
+        "s_waitcnt lgkmcnt(0); ds_cmpst_rtn_b32 v18, v5, v8, v9 offset:256; "
+        "s_waitcnt lgkmcnt(0); ds_read_b32 v19, v5 offset:256; s_waitcnt lgkmcnt(0)",
+        lambda c, _: [2 * LANE, np.full(LANES, 128), c[0], c[1]],
+    ),
+    case(
+        "s_mov_b64 s[20:21], src_shared_base; v_lshlrev_b32 v2, 2, v0; v_mov_b32 v3, s21; "
+        "ds_write_b32 v2, v8; s_waitcnt lgkmcnt(0); flat_load_dword v16, v[2:3]; "
+        "s_waitcnt vmcnt(0) lgkmcnt(0); v_mov_b32 v5, s5; v_add_co_u32 v4, vcc, s4, v1; "
+        "v_addc_co_u32 v5, vcc, 0, v5, vcc; flat_load_dword v17, v[4:5] offset:8; "
+        "s_waitcnt vmcnt(0) lgkmcnt(0)",
+        lambda c, _: [c[0], c[2]],
+    ),
+    case(
+        "global_load_ubyte v16, v1, s[4:5] offset:5; global_load_sbyte v17, v1, s[4:5] offset:3; "
+        "global_load_sshort v18, v1, s[4:5] offset:10; v_mov_b32 v19, v8; "
+        "global_load_short_d16_hi v19, v1, s[4:5] offset:4; "
+        "global_load_dwordx3 v[20:22], v1, s[4:5] offset:12; s_waitcnt vmcnt(0)",
+        lambda c, _: [
+            byte(c[1], 1),
+            byte(c[0], 3).view(np.int8).astype(I32).view(U32),
+            (c[2] >> U32(16)).astype(np.uint16).view(np.int16).astype(I32).view(U32),
+            (c[0] & U32(0xFFFF)) | c[1] << U32(16),
+            c[3],
+            c[4],
+            c[5],
+        ],
+    ),
+    case(
+        "s_mov_b32 s8, s4; s_and_b32 s9, s5, 0xffff; s_movk_i32 s10, 1024; "
+        "s_mov_b32 s11, 0x00027000; buffer_load_dword v16, v1, s[8:11], 0 offen offset:4; "
+        "s_mov_b32 s20, 8; buffer_load_dwordx2 v[18:19], v1, s[8:11], s20 offen; "
+        "s_buffer_load_dword s21, s[8:11], 0x24; s_waitcnt vmcnt(0) lgkmcnt(0); "
+        "v_mov_b32 v20, s21",
+        lambda c, _: [
+            np.where(LANE < 32, c[1], 0),
+            np.zeros(LANES),
+            np.where(LANE < 32, c[2], 0),
+            np.where(LANE < 32, c[3], 0),
+            np.full(LANES, c[1][1]),
+        ],
+    ),
+    case(
+        "scratch_store_dwordx2 off, v[8:9], off offset:16; v_mov_b32 v2, 12; "
+        "scratch_load_dword v16, v2, off offset:8; scratch_load_dword v17, off, off offset:16; "
+        "s_waitcnt vmcnt(0)",
+        lambda c, _: [c[1], c[0]],
+    ),
+    case(
+        "s_movk_i32 m0, 512; s_nop 0; global_load_lds_dword v1, s[4:5] offset:4; "
+        "s_waitcnt vmcnt(0); v_lshlrev_b32 v2, 2, v0; ds_read_b32 v16, v2 offset:516; "
+        "s_waitcnt lgkmcnt(0)",
+        lambda c, _: [c[1]],
+    ),
     # Scalars, seen through a vector register.
     case(
         "s_mov_b32 s20, 0x80000001; s_mov_b32 s21, 0x7fffffff; s_add_u32 s22, s20, s20; "
@@ -681,6 +758,189 @@ CASES = [
         lambda c, _: [np.full(LANES, 30, U32)],
     ),
 ]
+
+
+# ------------------------------------------------------------------ matrices
+
+
+@dataclass(frozen=True)
+class Product:
+    """C [M, M] = A [M, K] B [M, K]^T + C by one instruction."""
+
+    name: str
+    size: int
+    depth: int
+    dtype: object  # of the elements, by the part
+    integers: bool = False
+    isas: tuple = amd.ISAS
+
+
+PRODUCTS = [
+    Product("v_mfma_f32_32x32x8_bf16", 32, 8, lambda _: ml_dtypes.bfloat16),
+    Product("v_mfma_f32_16x16x16_f16", 16, 16, lambda _: np.float16),
+    Product("v_mfma_f32_16x16x4_f32", 16, 4, lambda _: F32),
+    Product("v_mfma_f32_32x32x2_f32", 32, 2, lambda _: F32),
+    Product("v_mfma_f32_32x32x16_fp8_fp8", 32, 16, fp8),
+    Product("v_mfma_f32_16x16x32_bf8_bf8", 16, 32, bf8),
+    Product("v_mfma_i32_16x16x32_i8", 16, 32, lambda _: np.int8, integers=True),
+    Product("v_mfma_f32_32x32x16_bf16", 32, 16, lambda _: ml_dtypes.bfloat16, isas=("gfx950",)),
+    Product("v_mfma_f32_16x16x32_f16", 16, 32, lambda _: np.float16, isas=("gfx950",)),
+    Product("v_mfma_i32_16x16x64_i8", 16, 64, lambda _: np.int8, integers=True, isas=("gfx950",)),
+]
+# Accumulators are in the second half of the registers, by way of v_accvgpr_write and read.
+PRODUCT = """
+  s_load_dwordx8 s[4:11], s[0:1], 0x0
+  v_lshlrev_b32 v1, 4, v0
+  v_lshlrev_b32 v2, 6, v0
+  s_waitcnt lgkmcnt(0)
+  global_load_dwordx4 v[4:7], v1, s[4:5]
+  global_load_dwordx4 v[8:11], v1, s[6:7]
+{load}
+  s_waitcnt vmcnt(0)
+{enter}
+  s_nop 7
+  {instruction}
+  s_nop 15
+  s_nop 15
+{leave}
+{store}
+"""
+
+
+def product_text(product: Product) -> str:
+    count = product.size * product.size // LANES
+    lines = {"load": [], "enter": [], "leave": [], "store": []}
+    for at in range(0, count, 4):
+        span = f"v[{32 + at}:{35 + at}]"
+        lines["load"].append(f"  global_load_dwordx4 {span}, v2, s[8:9] offset:{4 * at}")
+        lines["store"].append(f"  global_store_dwordx4 v2, {span}, s[10:11] offset:{4 * at}")
+    for at in range(count):
+        lines["enter"].append(f"  v_accvgpr_write_b32 a{at}, v{32 + at}")
+        lines["leave"].append(f"  v_accvgpr_read_b32 v{32 + at}, a{at}")
+    bits_a_lane = 8 * np.dtype(product.dtype("gfx950")).itemsize * product.size * product.depth
+    words = max(bits_a_lane // LANES // 32, 1)
+    span = [f"v[{at}:{at + words - 1}]" if words > 1 else f"v{at}" for at in (4, 8)]
+    sums = f"a[0:{count - 1}]"
+    instruction = f"{product.name} {sums}, {span[0]}, {span[1]}, {sums}"
+    return PRODUCT.format(instruction=instruction, **{k: "\n".join(v) for k, v in lines.items()})
+
+
+def lane_rows(matrix: np.ndarray) -> np.ndarray:
+    """[64, 16] bytes: lane l has row l % M, and of its elements the run that l // M numbers."""
+    size, depth = matrix.shape
+    run = depth * size // LANES
+    out = np.zeros((LANES, 16), np.uint8)
+    for lane in range(LANES):
+        first = lane // size * run
+        raw = np.ascontiguousarray(matrix[lane % size, first : first + run]).view(np.uint8)
+        out[lane, : len(raw)] = raw
+    return out
+
+
+def lane_sums(matrix: np.ndarray) -> np.ndarray:
+    """[64, 16] words: lane l has column l % M; registers go down the rows in fours."""
+    size = len(matrix)
+    out = np.zeros((LANES, 16), matrix.dtype)
+    for lane in range(LANES):
+        for reg in range(size * size // LANES):
+            row = reg // 4 * (LANES // size) * 4 + lane // size * 4 + reg % 4
+            out[lane, reg] = matrix[row, lane % size]
+    return out
+
+
+@pytest.mark.parametrize("isa", amd.ISAS)
+def test_products_of_small_matrices(isa, tmp_path):
+    try:
+        amd.compiler()
+    except amd.NoToolsError as error:
+        pytest.skip(str(error))
+    products = [one for one in PRODUCTS if isa in one.isas]
+    text = f'.amdgcn_target "amdgcn-amd-amdhsa--{isa}"\n.amdhsa_code_object_version 6\n'
+    for number, product in enumerate(products):
+        text += amd.kernel_text(f"product_{number}", product_text(product))
+    machine = amd.machine.Machine(isa)
+    code = machine.load(amd.assembled(text, isa, tmp_path))
+    rng = np.random.default_rng(11)
+    for number, product in enumerate(products):
+        kind, shape = product.dtype(isa), (product.size, product.depth)
+        if product.integers:
+            a, b = (rng.integers(-128, 128, shape).astype(np.int8) for _ in range(2))
+            c = rng.integers(-1000, 1000, (product.size, product.size)).astype(I32)
+            want = a.astype(I64) @ b.astype(I64).T + c
+        else:
+            a, b = (rng.standard_normal(shape).astype(kind) for _ in range(2))
+            c = rng.standard_normal((product.size, product.size)).astype(F32)
+            want = a.astype(np.float64) @ b.astype(np.float64).T + c
+        out = machine.poisoned((LANES, 16), c.dtype, "sums")
+        given = [machine.array(x, "matrix") for x in (lane_rows(a), lane_rows(b), lane_sums(c))]
+        arguments = b"".join(one.address.to_bytes(8, "little") for one in (*given, out))
+        machine.launch(code, f"product_{number}", 1, LANES, arguments)
+        machine.run()
+        used = product.size * product.size // LANES
+        seen, expected = out.read()[:, :used], lane_sums(want)[:, :used]
+        np.testing.assert_allclose(seen, expected, rtol=1e-5, atol=1e-5, err_msg=product.name)
+
+
+SCALED = """
+  s_load_dwordx8 s[4:11], s[0:1], 0x0
+  v_lshlrev_b32 v1, 5, v0
+  v_lshlrev_b32 v2, 4, v0
+  v_lshlrev_b32 v3, 3, v0
+  s_waitcnt lgkmcnt(0)
+  global_load_dwordx4 v[4:7], v1, s[4:5]
+  global_load_dwordx4 v[8:11], v1, s[4:5] offset:16
+  global_load_dwordx4 v[12:15], v1, s[6:7]
+  global_load_dwordx4 v[16:19], v1, s[6:7] offset:16
+  global_load_dwordx2 v[20:21], v3, s[8:9]
+  s_waitcnt vmcnt(0)
+  v_mfma_scale_f32_16x16x128_f8f6f4 v[24:27], v[4:11], {b}, 0, v20, v21 op_sel_hi:[0,0,0] {formats}
+  s_nop 15
+  global_store_dwordx4 v2, v[24:27], s[10:11]
+"""
+
+
+@pytest.mark.parametrize("b_is_fp4", [False, True])
+def test_a_scaled_product_of_eight_and_four_bits(tmp_path, b_is_fp4):
+    """Scales belong to runs of 32; 8-bit operands lie in two runs of 16 a lane, half apart."""
+    try:
+        amd.compiler()
+    except amd.NoToolsError as error:
+        pytest.skip(str(error))
+    body = SCALED.format(
+        b="v[12:15]" if b_is_fp4 else "v[12:19]", formats="blgp:4" if b_is_fp4 else ""
+    )
+    text = '.amdgcn_target "amdgcn-amd-amdhsa--gfx950"\n.amdhsa_code_object_version 6\n'
+    machine = amd.machine.Machine("gfx950")
+    code = machine.load(amd.assembled(text + amd.kernel_text("scaled", body), "gfx950", tmp_path))
+    rng = np.random.default_rng(12)
+    a = rng.standard_normal((16, 128)).astype(ml_dtypes.float8_e4m3fn)
+    b = rng.standard_normal((16, 128)).astype(
+        ml_dtypes.float4_e2m1fn if b_is_fp4 else ml_dtypes.float8_e4m3fn
+    )
+    scales = rng.integers(120, 135, (2, 16, 4))
+    lanes = np.zeros((2, LANES, 32), np.uint8)
+    words = np.zeros((LANES, 2), U32)
+    for lane in range(LANES):
+        row, group = lane % 16, lane // 16
+        split = [*range(16 * group, 16 * group + 16), *range(64 + 16 * group, 80 + 16 * group)]
+        lanes[0, lane] = a[row, split].view(np.uint8)
+        if b_is_fp4:
+            run = b[row, 32 * group : 32 * group + 32].view(np.uint8)
+            lanes[1, lane, :16] = run[0::2] | run[1::2] << 4
+        else:
+            lanes[1, lane] = b[row, split].view(np.uint8)
+        words[lane] = scales[:, row, group]
+    out = machine.poisoned((LANES, 4), F32, "sums")
+    given = [machine.array(x, "operand") for x in (lanes[0], lanes[1], words)]
+    arguments = b"".join(one.address.to_bytes(8, "little") for one in (*given, out))
+    machine.launch(code, "scaled", 1, LANES, arguments)
+    machine.run()
+    whole = [np.repeat(np.exp2(one - 127.0), 32, axis=1) for one in scales]
+    want = (a.astype(np.float64) * whole[0]) @ (b.astype(np.float64) * whole[1]).T
+    seen = np.zeros((16, 16))
+    for lane in range(LANES):
+        seen[4 * (lane // 16) : 4 * (lane // 16) + 4, lane % 16] = out.read()[lane]
+    np.testing.assert_allclose(seen, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
 def u16s(word):
@@ -790,7 +1050,9 @@ def machine(request, tmp_path_factory):
     for number, one in enumerate(CASES):
         if isa in one.isas:
             body = one.body.replace("again", f"again_{number}")
-            text += amd.kernel_text(f"case_{number}", FRAME.format(body=body))
+            text += amd.kernel_text(
+                f"case_{number}", FRAME.format(body=body), LDS_BYTES, PRIVATE_BYTES
+            )
     made = amd.machine.Machine(isa)
     code = amd.assembled(text, isa, tmp_path_factory.mktemp("instructions"))
     kernels = {

@@ -8,8 +8,8 @@ import ctypes
 
 import numpy as np
 import pytest
-from support import amd_model, small_model
 from support import amd_machine as amd
+from support import amd_model, small_model
 from support import kernels_abi as abi
 
 MODELS = {"v41": amd_model.TINY_V41, "v4": amd_model.TINY_V4}

@@ -49,7 +49,7 @@ def assembled(text: str, isa: str, folder: Path, name: str = "kernels") -> code_
     return code_object.read(made)
 
 
-def kernel_text(name: str, body: str, lds_bytes: int = 0, argument_bytes: int = 32) -> str:
+def kernel_text(name: str, body: str, lds_bytes: int = 0, private_bytes: int = 0) -> str:
     """Assembly of a kernel: s[0:1] points at its arguments, s2 is the workgroup, v0 the thread."""
     return f"""
 .text
@@ -64,7 +64,9 @@ def kernel_text(name: str, body: str, lds_bytes: int = 0, argument_bytes: int = 
 .p2align 6
 .amdhsa_kernel {name}
   .amdhsa_group_segment_fixed_size {lds_bytes}
-  .amdhsa_kernarg_size {argument_bytes}
+  .amdhsa_private_segment_fixed_size {private_bytes}
+  .amdhsa_enable_private_segment {int(private_bytes > 0)}
+  .amdhsa_kernarg_size 32
   .amdhsa_user_sgpr_kernarg_segment_ptr 1
   .amdhsa_system_sgpr_workgroup_id_x 1
   .amdhsa_next_free_vgpr 512
