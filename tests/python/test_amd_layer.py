@@ -31,11 +31,16 @@ def library():
     return path
 
 
-@pytest.mark.parametrize("isa, model", [("gfx950", "v41"), ("gfx942", "v4")])
-def test_a_tiny_layer_of_two_ranks_equals_scalar(library, isa, model):
+RUNS = [("gfx950", "v41", 1), ("gfx942", "v4", 1)]
+if amd.DEEP:
+    RUNS = [(isa, model, seed) for isa in amd.ISAS for model in MODELS for seed in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("isa, model, seed", RUNS)
+def test_a_tiny_layer_of_two_ranks_equals_scalar(library, isa, model, seed):
     small = MODELS[model]
     weights = small_model.Weights(small, SEED, 2)
-    machine = amd.machine.Machine(isa, ranks=2, seed=1, approximate=3)
+    machine = amd.machine.Machine(isa, ranks=2, seed=seed, approximate=3)
     scalar = abi.Group(library, small.config, 2, weights.shard)
     with amd.hip.Runtime(machine, num_units=2) as runtime:
         group = amd_model.AmdGroup(runtime, library, weights)

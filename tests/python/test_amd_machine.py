@@ -10,7 +10,7 @@ import pytest
 from support import amd_machine as amd
 
 U32 = np.uint32
-SEEDS = range(24)
+SEEDS = range(200 if amd.DEEP else 24)
 LIMIT, PATIENCE = 400_000, 50_000
 
 # A sender stays until the reader is done: a kernel's end would publish all that it wrote.

@@ -1,6 +1,7 @@
 """The machine of tests/tools/amd, and code objects for it: of HIP sources and of assembly."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from amd import code_object, hip, machine  # noqa: E402 - its folder is named ab
 
 ISAS = amd_tools.ARCHITECTURES
 ASSEMBLE_BUDGET_S = 60
+# More shapes and schedules: make test-deep.
+DEEP = bool(os.environ.get("LOWLAT_AMD_DEEP"))
 
 
 def compiler() -> "amd_tools.amd_compile.Compiler":
@@ -78,6 +81,7 @@ def kernel_text(name: str, body: str, lds_bytes: int = 0, private_bytes: int = 0
 
 
 __all__ = [
+    "DEEP",
     "ISAS",
     "NoToolsError",
     "assembled",
