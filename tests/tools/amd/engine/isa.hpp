@@ -26,20 +26,74 @@ struct Fault : std::runtime_error {
 
 // Fields of all encodings, by the decoder's names. Registers are numbers of the one source space:
 // 0 .. 127 scalar, 128 .. 255 constants, 256 .. 511 vector. The decoder asks for this list.
-#define AMD_FIELDS(X)                                                                             \
-  X(sdst)                                                                                         \
-  X(ssrc0)                                                                                        \
-  X(ssrc1)                                                                                        \
-  X(simm16)                                                                                       \
-  X(literal)                                                                                      \
-  X(sdata)                                                                                        \
-  X(sbase) X(soffset) X(soffset_en) X(imm) X(glc) X(offset) X(vdst) X(src0) X(src1) X(src2)       \
-      X(vsrc0) X(vsrc1) X(neg) X(neg_hi) X(abs) X(clmp) X(omod) X(opsel) X(opsel_hi) X(opsel_hi2) \
-          X(dpp) X(bc) X(row_mask) X(bank_mask) X(src0_neg) X(src0_abs) X(src1_neg) X(src1_abs)   \
-              X(dst_sel) X(dst_unused) X(src0_sel) X(src1_sel) X(src0_sext) X(src1_sext) X(s0)    \
-                  X(s1) X(sd) X(addr) X(data) X(saddr) X(sve) X(acc) X(sc0) X(sc1) X(nt) X(data0) \
-                      X(data1) X(offset0) X(offset1) X(vdata) X(vaddr) X(srsrc) X(offen) X(idxen) \
-                          X(lds) X(cbsz) X(abid) X(acc_cd) X(blgp) X(scale_src0) X(scale_src1)
+#define AMD_FIELDS(X) \
+  X(sdst)             \
+  X(ssrc0)            \
+  X(ssrc1)            \
+  X(simm16)           \
+  X(literal)          \
+  X(sdata)            \
+  X(sbase)            \
+  X(soffset)          \
+  X(soffset_en)       \
+  X(imm)              \
+  X(glc)              \
+  X(offset)           \
+  X(vdst)             \
+  X(src0)             \
+  X(src1)             \
+  X(src2)             \
+  X(vsrc0)            \
+  X(vsrc1)            \
+  X(neg)              \
+  X(neg_hi)           \
+  X(abs)              \
+  X(clmp)             \
+  X(omod)             \
+  X(opsel)            \
+  X(opsel_hi)         \
+  X(opsel_hi2)        \
+  X(dpp)              \
+  X(bc)               \
+  X(row_mask)         \
+  X(bank_mask)        \
+  X(src0_neg)         \
+  X(src0_abs)         \
+  X(src1_neg)         \
+  X(src1_abs)         \
+  X(dst_sel)          \
+  X(dst_unused)       \
+  X(src0_sel)         \
+  X(src1_sel)         \
+  X(src0_sext)        \
+  X(src1_sext)        \
+  X(s0)               \
+  X(s1)               \
+  X(sd)               \
+  X(addr)             \
+  X(data)             \
+  X(saddr)            \
+  X(sve)              \
+  X(acc)              \
+  X(sc0)              \
+  X(sc1)              \
+  X(nt)               \
+  X(data0)            \
+  X(data1)            \
+  X(offset0)          \
+  X(offset1)          \
+  X(vdata)            \
+  X(vaddr)            \
+  X(srsrc)            \
+  X(offen)            \
+  X(idxen)            \
+  X(lds)              \
+  X(cbsz)             \
+  X(abid)             \
+  X(acc_cd)           \
+  X(blgp)             \
+  X(scale_src0)       \
+  X(scale_src1)
 enum Field : int {
 #define AMD_FIELD(name) kF_##name,
   AMD_FIELDS(AMD_FIELD)
