@@ -13,6 +13,7 @@ from lowlat.models.deepseek_v4 import DTYPES
 from lowlat.models.places import HEAD, Places
 from lowlat.reasons import refusal
 from lowlat.replay import StepOutput
+from lowlat.watch import Watch
 
 # Ring rows without drafts: of V4.1's pairs, and of V4's ratio 4.
 PLAIN_RINGS = {1: 2, 2: 8}
@@ -71,6 +72,7 @@ class HostedKernels:
         self.seen: tuple[Any, ...] | None = None
         self.pools: dict[str, Any] = {}
         self.is_ready = False
+        self.watch: Watch | None = None
         self.shape = f"{request.mode} of {request.tokens_per_request} rows a request"
         self.numerics = self.model.catalogue
         self.layout = layout_words(self.model)
@@ -129,8 +131,7 @@ class HostedKernels:
             if rank != self.request.tp_rank:
                 self.model.peer_import(rank, handle)
         if not self.is_draft:
-            self.model.ready()
-            self.is_ready = True
+            self.become_ready()
 
     def attach(self, head: Any) -> None:
         """The draft's head, once SGLang has attached the target's to it."""
@@ -139,8 +140,14 @@ class HostedKernels:
         weight = head.weight
         self.bound[HEAD] = weight
         self.model.bind(HEAD, given(weight))
+        self.become_ready()
+
+    def become_ready(self) -> None:
         self.model.ready()
         self.is_ready = True
+        # A call that returns with its work done tells of a fault by itself.
+        if self.platform.on_stream:
+            self.watch = Watch(self.model, self.request.tp_rank)
 
     # ------------------------------------------------------------------ steps
 
