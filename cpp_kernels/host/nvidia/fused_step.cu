@@ -123,6 +123,8 @@ struct FusedStep::State {
     return std::int64_t{std::min(stride, s.kNumPages)} * s.kPageSize / ratio;
   }
 
+  bool serves(int rows, int tokens, int table_pages) const;
+
   // Pools are where the engine has them now; wo_a is where this step has laid it.
   void take_weights(const lowlat::persistent::ModelWeights& from);
   std::vector<lowlat::persistent::Fp8Weight> laid_wo_a;  // of each layer; empty: as bound
@@ -736,10 +738,6 @@ std::string FusedStep::refusal(const lowlat_model_config& c, const lowlat_hostin
                                const shape::RuntimeShape& s, int device) {
   std::string out;
   const auto add = [&](const std::string& reason) { out += (out.empty() ? "" : "; ") + reason; };
-  if (hosting != nullptr && hosting->proposals != 0) {
-    add("it is there for proposals alone");
-    return out;
-  }
   if (hosting != nullptr && hosting->expert_layout == LOWLAT_MARLIN) {
     add("expert_layout is Marlin's, needed row-major");
   }
@@ -935,11 +933,16 @@ void FusedStep::load_kernels() const {
 
 FusedStep::~FusedStep() = default;
 
+bool FusedStep::State::serves(int rows, int tokens, int table_pages) const {
+  // A compressor's ring has the halves of all of a request's rows and of the one before.
+  return rows <= kRows &&
+         (shape.kIndexTopk == 0 || (tokens < shape.kStateRing &&
+                                    max_entries(shape, table_pages, 1) <= fused::kIndexMaxEntries));
+}
+
 bool FusedStep::serves(const lowlat_step& step) const {
-  const State& s = *state_;
-  return step.mode != LOWLAT_EXTEND && step.num_rows <= kRows &&
-         (s.shape.kIndexTopk == 0 ||
-          State::max_entries(s.shape, step.page_table_stride, 1) <= fused::kIndexMaxEntries);
+  return step.mode != LOWLAT_EXTEND &&
+         state_->serves(step.num_rows, step.tokens_per_request, step.page_table_stride);
 }
 
 bool FusedStep::serves(const lowlat_draft& draft) const {
@@ -947,10 +950,8 @@ bool FusedStep::serves(const lowlat_draft& draft) const {
 }
 
 bool FusedStep::serves(const lowlat_hosted_step& step) const {
-  const State& s = *state_;
-  return step.batch_size * step.tokens_per_request <= kRows &&
-         (s.shape.kIndexTopk == 0 ||
-          State::max_entries(s.shape, step.num_table_pages, 1) <= fused::kIndexMaxEntries);
+  return state_->serves(step.batch_size * step.tokens_per_request, step.tokens_per_request,
+                        step.num_table_pages);
 }
 
 void FusedStep::launch(const lowlat_step& step, cudaStream_t stream) const {
