@@ -223,7 +223,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     // Few rows: the statistics take their place when attention has its own, whose clusters need
     // sixteen multiprocessors at once. The first layer's first kernel starts when what came before
     // has ended.
-    const bool mix_first = rows > kHopRows || first || !parts.late_mix;
+    const bool mix_first = first || parts.mix_place == MixPlace::first ||
+                           (parts.mix_place == MixPlace::measured && rows > kHopRows);
     const auto launch_statistics = [&](bool programmatic) {
       run(HopKernel::mix, [&] {
         const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : rows > kHopRows ? 64 : 32;

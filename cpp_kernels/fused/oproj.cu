@@ -108,12 +108,15 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     stamps.mark(StampStage::store);
     return;
   }
-  Stamps stamps({}, 0);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_a));
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+  stamps.mark(StampStage::ask);
   const HalfActivations<kGroup, false> o{params.o + first_k,
                                          params.o_scale + first_k / kGroup * padded,
                                          2 * params.num_groups * kGroupInput, padded};
   wait_at(params.before);
+  stamps.mark(StampStage::wait);
   Linear::run(shared, o, params.num_rows, stamps);
   if (!Linear::owns()) return;
   // A warp a token: its lanes are the 32 outputs that share a scale.
@@ -128,6 +131,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
         static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
     if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
   }
+  stamps.mark(StampStage::store);
   open_gate(params.u_done);
 }
 
@@ -155,7 +159,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
   HopTag hop = {};
   if constexpr (kTiles == 1) hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_b);
-  Stamps stamps(kTiles == 1 ? params.hop.port->stamps : StampSink{}, hop.kernel);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_b));
   const HopActivations<1> few{
       static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
   Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
@@ -167,6 +172,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     Linear::run(shared, few, params.num_rows, stamps);
   } else {
     wait_at(params.u_done);
+    stamps.mark(StampStage::wait);
     if (!early) sm90::launch_dependents();
     const CodeActivations<kGroup, false> u{params.u_codes + rank * kKOfBlock,
                                            params.u_scale + rank * kKOfBlock / kGroup * padded, k,

@@ -197,6 +197,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
       "begin step");
   act.put_u(u_codes, u_scale, static_cast<std::uint32_t>(mail.step_epoch.take()[0]) + act.index);
   must_run(fused::launch_mix(mixing(0), 8, false, false, nullptr), "mix");
+  const std::vector<float> first_mix = act.mix.take();
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
   must_run(
@@ -213,6 +214,19 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                         &residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
                         weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
   });
+  const auto expect_mix = [&](const char* what, const std::vector<float>& mix) {
+    std::vector<double> got, want;
+    for (int row = 0; row < rows; ++row) {
+      for (int i = 0; i < 24; ++i) {
+        got.push_back(mix[static_cast<std::size_t>(row * fused::kMixStride + i)]);
+        want.push_back(i < 4   ? pre[row * 4 + i]
+                       : i < 8 ? post[row * 4 + i - 4]
+                               : comb[row * 16 + i - 8]);
+      }
+    }
+    expect(what, rows, got, want, 2e-5);
+  };
+  expect_mix("statistics", first_mix);
   std::vector<std::uint16_t> y(act.count(kHidden)), want_residual(residual.size()),
       want_x(y.size());
   for (std::size_t i = 0; i < y.size(); ++i) y[i] = bf16(4.0 * partial[i]);
@@ -231,6 +245,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   // The front.
   fused::FrontParams front = act.front(device, device_keys);
   must_run(fused::launch_mix(mixing(1), 2, true, false, nullptr), "mix");
+  const std::vector<float> second_mix = act.mix.take();
   must_run(fused::launch_front_qkv(front, false, nullptr), "qkv");
   const std::vector<std::uint16_t> qa = act.take_halves(act.qa, act.packets.qa, kQLora),
                                    kv = act.take_halves(act.kv, act.packets.kv, kDim);
@@ -245,6 +260,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                           &got_residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
                           weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
     });
+    expect_mix("statistics by two blocks", second_mix);
     must_run(fused::launch_oproj_b(act.oproj(device, port, 2, true), false, nullptr), "wo_b, sent");
     must_run(fused::launch_exchange_norm(act.exchange(device, port, 2, 1, true), kHidden, false,
                                          nullptr),
