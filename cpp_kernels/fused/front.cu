@@ -1,15 +1,17 @@
 // front_qkv_fp8_sm90 and front_q_fp8_sm90: the products at the front of attention, for few rows.
 //
-// Math         [qa | kv] = bf( x·[wq_a ; wkv]ᵀ )        x quantised in groups of 32
+// Math         [qa | kv] = bf( x·[wq_a ; wkv]ᵀ )        x quantised in groups of 32 (V4: 128)
 //              ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  q = bf( quant(ql)·wq_bᵀ )
 //              q's last 64 of each head: bf( RoPE(q, position) )
 //              k = kv·rsqrt(mean kv² + ε)·kv_norm (fp32), its last 64 rotated, stored as 584 bytes
+//              V4: each head of q before that: bf( q·rsqrt(mean_512 q² + ε) )
 // Shapes       V4.1-Flash: x [T,5120] · wq_a [1280,5120] · wkv [512,5120] · wq_b [heads·512,1280]
-// Rounding     bf16 where bf( ) stands, codes nearest-even; V4.1 has no norm of heads
+//              V4-Flash: x [T,4096] · wq_a [1024,4096] · wkv [512,4096] · wq_b [heads·512,1024]
+// Rounding     bf16 where bf( ) stands, codes nearest-even
 // Bytes        TP4: 9.18 MB, then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
-// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four. Weights
-//              are on their way before the input is waited for
+// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four; V4's
+//              second: a cluster a head. Weights are on their way before the input is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp, norm.cpp, rope.cpp, kv.cpp. Bound: rel_l2 ≤ 4e-3 each
@@ -21,36 +23,41 @@
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
-#include "shape/dsv41_flash.hpp"
+#include "fused/model.hpp"
 #include "stages/kv.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
 
-// Of the model, whatever the rank's share.
-using Model = shape::Dsv41Flash<1>;
-constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kGroup = Model::kScaleBlock;
 constexpr int kHeadDim = shape::kHeadDim, kRopePairs = shape::kRopeDim / 2;
 constexpr int kNope = kHeadDim - shape::kRopeDim;
 constexpr int kRows = 64;
+constexpr int kTilesPerHead = kHeadDim / kRows;
 constexpr int kSquared = 16;  // values of qa whose squares one block of the first product adds
 constexpr int kQkvBlocks = 4;
-constexpr int kQkvK = kHidden / kQkvBlocks;
-constexpr int kQaTiles = kQLora / kRows;
-constexpr int kQkvTiles = (kQLora + kHeadDim) / kRows;
 
-template <int kTiles>
-using QkvProduct = Product<kRows, kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks, 1>;
+// Of a model, whatever the rank's share: M is its shape.
+template <class M>
+struct Sizes {
+  static constexpr int kQkvK = M::kHidden / kQkvBlocks;
+  static constexpr int kQaTiles = M::kQLora / kRows;
+  static constexpr int kQkvTiles = (M::kQLora + kHeadDim) / kRows;
+};
+
+template <class M, int kTiles>
+using QkvProduct = Product<kRows, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks, 1>;
 
 template <int kTiles>
 constexpr int min_blocks() {
   return kTiles == 1 ? 3 : kTiles == 2 ? 2 : 1;
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     front_qkv_fp8_sm90(const __grid_constant__ FrontParams params) {
-  using Linear = QkvProduct<kTiles>;
+  using Linear = QkvProduct<M, kTiles>;
+  constexpr int kHidden = M::kHidden, kQLora = M::kQLora, kGroup = M::kScaleBlock;
+  constexpr int kQkvK = Sizes<M>::kQkvK, kQaTiles = Sizes<M>::kQaTiles;
   extern __shared__ __align__(128) unsigned char memory[];
   sm90::launch_dependents();
   const int block_idx = static_cast<int>(blockIdx.x);
@@ -121,15 +128,30 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   open_gate(params.qkv_done);
 }
 
-template <int kTiles>
+template <class M, int kTiles>
+using QProduct = Product<kRows, M::kQLora, kTiles, 1, kRows, 0>;
+
+// What the blocks of a head tell each other, where heads are normed.
+template <class M, int kTokens>
+struct HeadSquares {
+  float of_tile[kTilesPerHead][kTokens];
+  std::uint64_t barrier;
+};
+template <class M, int kTokens>
+  requires(!M::kNormsHeads)
+struct HeadSquares<M, kTokens> {};
+
+template <class M, int kTiles>
 struct QShared {
   static constexpr int kTokens = kTiles * kTileTokens;
+  static constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   static constexpr int kPitch = kQLora + 32;  // as of the weights
-  typename Product<kRows, kQLora, kTiles, 1, kRows, 0>::Shared product;
+  typename QProduct<M, kTiles>::Shared product;
   alignas(16) std::uint8_t codes[kTokens * kPitch];
   float scale[kQLora / kGroup * kTokens];
   float norm[kTokens];
   float2 turn[kTokens][kRopePairs];  // cosine and sine
+  HeadSquares<M, kTokens> head;
 };
 
 LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position) {
@@ -137,21 +159,47 @@ LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position
   return make_float2(plat::cos(angle), plat::sin(angle));
 }
 
-// One piece of a row of qa on its way to codes: 8 of its values, by one thread; four threads that
-// lie together have a group.
-constexpr int kPiece = 8, kPieces = kQLora / kPiece;
+// The head's blocks start; the calling thread 0 makes the barrier before. All threads call after.
+template <class Head>
+LOWLAT_DEVICE void expect_squares(Head& head, int num_rows) {
+  sm90::barrier_init(&head.barrier, 1);
+  sm90::barrier_arrive_expect(&head.barrier, kTilesPerHead * num_rows * 4);
+}
+// A lane of a token's tells the block `peer` of the head the sum of squares of this block's tile.
+template <class Head>
+LOWLAT_DEVICE void send_squares(Head& head, int token, int peer, float squares) {
+  sm90::send_to_peer(sm90::peer_address(&head.of_tile[sm90::cluster_rank()][token], peer), squares,
+                     sm90::peer_address(&head.barrier, peer));
+}
+// What a head's values are multiplied with, after the wait for all tiles.
+template <class Head>
+LOWLAT_DEVICE float head_norm(const Head& head, int token, float norm_eps) {
+  float squares = head.of_tile[0][token];
+#pragma unroll
+  for (int i = 1; i < kTilesPerHead; ++i) squares += head.of_tile[i][token];
+  return quick_rsqrt(squares / static_cast<float>(kHeadDim) + norm_eps);
+}
+
+// One piece of a row of qa on its way to codes: 8 of its values, by one thread; the threads of a
+// group lie together.
+constexpr int kPiece = 8;
+template <class M>
+constexpr int kPieces = M::kQLora / kPiece;
 
 struct LatentPiece {
   uint4 values, gain;
 };
+template <class M>
 LOWLAT_DEVICE LatentPiece load_latent(const FrontParams& params, int piece) {
   return {__ldcg(reinterpret_cast<const uint4*>(params.qa + piece * kPiece)),
-          __ldg(reinterpret_cast<const uint4*>(params.q_norm + piece % kPieces * kPiece))};
+          __ldg(reinterpret_cast<const uint4*>(params.q_norm + piece % kPieces<M> * kPiece))};
 }
+template <class M>
 LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale, int padded,
                                    const float* norms, const LatentPiece& from, int piece) {
-  static_assert(kGroup == 4 * kPiece);
-  const int token = piece / kPieces, k = piece % kPieces * kPiece;
+  constexpr int kGroup = M::kScaleBlock;
+  static_assert(kGroup % kPiece == 0 && kGroup / kPiece <= plat::kWarpLanes);
+  const int token = piece / kPieces<M>, k = piece % kPieces<M> * kPiece;
   const float norm = norms[token];
   const std::uint32_t words[4] = {from.values.x, from.values.y, from.values.z, from.values.w};
   const std::uint32_t gains[4] = {from.gain.x, from.gain.y, from.gain.z, from.gain.w};
@@ -164,8 +212,10 @@ LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale,
     amax = plat::max(plat::abs(sm90::low_bf16(pairs[j])), amax);
     amax = plat::max(plat::abs(sm90::high_bf16(pairs[j])), amax);
   }
-  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
-  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
+#pragma unroll
+  for (int mask = 1; mask < kGroup / kPiece; mask *= 2) {
+    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+  }
   const PowerScale group = power_scale(amax);
   std::uint32_t packed[2];
 #pragma unroll
@@ -288,9 +338,12 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
 }
 
 // Up to eight rows: a warp has a row's latent, so its norm is the warp's own.
-LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int tile, bool rotates) {
-  using Linear = Product<kRows, kQLora, 1, 1, kRows, 0>;
-  constexpr int kTokens = QShared<1>::kTokens, kPitch = QShared<1>::kPitch;
+template <class M>
+LOWLAT_DEVICE void q_of_few(QShared<M, 1>& shared, const FrontParams& params, int tile,
+                            bool rotates) {
+  using Linear = QProduct<M, 1>;
+  constexpr int kTokens = QShared<M, 1>::kTokens, kPitch = QShared<M, 1>::kPitch;
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   constexpr int kPackets = kQLora / 4 / plat::kWarpLanes, kLanes = kGroup / 4;
   static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
   const int num_rows = params.num_rows;
@@ -361,10 +414,33 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
   Linear::run(shared.product, latent, num_rows, stamps);
   const int width = params.num_heads * (kHeadDim / 4);
   const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
-  if (row >= num_rows) return;
   float v[4];
+  if constexpr (M::kNormsHeads) {
+    constexpr int kLanesOfRow = kRows / 4;
+    static_assert(kTilesPerHead <= kLanesOfRow);
+    const int known_row = min(row, num_rows - 1);  // whole warps stay
+    float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
+    for (int i = 0; i < 4; ++i) {
+      v[i] = quick_bf16(Linear::sum(shared.product, known_row, 4 * quad + i));
+      squares = plat::fma(v[i], v[i], squares);
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanesOfRow; mask *= 2) {
+      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+    }
+    sm90::cluster_wait();  // the head's other blocks run
+    if (row < num_rows && quad < kTilesPerHead) send_squares(shared.head, row, quad, squares);
+    wait_for_cluster(&shared.head.barrier, 0);
+    if (row >= num_rows) return;
+    const float norm = head_norm(shared.head, row, params.norm_eps);
+#pragma unroll
+    for (float& value : v) value = quick_bf16(value * norm);
+  } else {
+    if (row >= num_rows) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
+  }
   if (rotates) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -379,18 +455,20 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
   stamps.mark(StampStage::store);
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     front_q_fp8_sm90(const __grid_constant__ FrontParams params) {
-  using Linear = Product<kRows, kQLora, kTiles, 1, kRows, 0>;
-  constexpr int kTilesPerHead = kHeadDim / kRows;
+  using Linear = QProduct<M, kTiles>;
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<QShared<kTiles>*>(memory);
+  auto& shared = *reinterpret_cast<QShared<M, kTiles>*>(memory);
   sm90::launch_dependents();
   const int tile = static_cast<int>(blockIdx.x), num_rows = params.num_rows;
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   if (tile >= params.num_heads * kTilesPerHead) {
-    const int row_idx = (tile - params.num_heads * kTilesPerHead) * kProductWarps + warp_idx;
+    const int first_row = (tile - params.num_heads * kTilesPerHead) * kProductWarps;
+    if (first_row >= num_rows) return;  // fills a cluster
+    const int row_idx = first_row + warp_idx;
     store_key<kTiles == 1>(params, row_idx);
     if constexpr (kTiles > 1) open_gate(params.done);
     return;
@@ -399,7 +477,11 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   const ProductWeights weights{params.wq_b.codes + static_cast<std::int64_t>(tile) * kRows * kQLora,
                                params.wq_b.scales + tile * kRows / kGroup * kScaleStride, kQLora,
                                kScaleStride};
+  if constexpr (M::kNormsHeads) {
+    if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
+  }
   Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
+  if constexpr (M::kNormsHeads) sm90::cluster_arrive_relaxed();
   // The head's last tile is the one that rotates.
   const bool rotates = tile % kTilesPerHead == kTilesPerHead - 1;
   static_assert(kRows == shape::kRopeDim);
@@ -409,22 +491,23 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
-  constexpr int kTokens = QShared<kTiles>::kTokens, kPitch = QShared<kTiles>::kPitch;
+  constexpr int kTokens = QShared<M, kTiles>::kTokens;
+  constexpr int kPitch = QShared<M, kTiles>::kPitch;
   if constexpr (kTiles == 1) {
-    q_of_few(shared, params, tile, rotates);
+    q_of_few<M>(shared, params, tile, rotates);
     return;
   }
   Stamps stamps({}, 0);
   constexpr int kTogether = 4;
-  const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
-  static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
+  const int pieces = num_rows * kPieces<M>, padded = padded_rows(num_rows);
+  static_assert(kPieces<M> % plat::kWarpLanes == 0, "whole warps have pieces");
   wait_at(params.qkv_done);
   LatentPiece ahead[kTogether] = {};
   const auto load = [&](int first) {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       const int piece = first + i * kProductThreads;
-      if (piece < pieces) ahead[i] = load_latent(params, piece);
+      if (piece < pieces) ahead[i] = load_latent<M>(params, piece);
     }
   };
   load(plat::thread_idx());
@@ -445,7 +528,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     for (int i = 0; i < kTogether; ++i) {
       const int piece = first + i * kProductThreads;
       if (piece >= pieces) break;
-      quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
+      quantize_latent<M>(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
     }
     load(first + kTogether * kProductThreads);
   }
@@ -453,11 +536,29 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
   Linear::run(shared.product, latent, num_rows, stamps);
   const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
+  static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
+  if constexpr (M::kNormsHeads) {
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    sm90::cluster_wait();  // the head's other blocks run
+#pragma unroll 1
+    for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+      const float a = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
+      const float b = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
+      const float squares = plat::warp_sum(plat::fma(a, a, b * b));
+      if (lane_idx < kTilesPerHead) send_squares(shared.head, token, lane_idx, squares);
+    }
+    wait_for_cluster(&shared.head.barrier, 0);
+  }
 #pragma unroll 1
   for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
     const int token = i / (kRows / 2), pair = i % (kRows / 2);
     float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
     float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+    if constexpr (M::kNormsHeads) {
+      const float norm = head_norm(shared.head, token, params.norm_eps);
+      a = quick_bf16(a * norm);
+      b = quick_bf16(b * norm);
+    }
     if (rotates) {
       const float2 turn = shared.turn[token][pair];
       const float turned = a * turn.x - b * turn.y;
@@ -473,26 +574,32 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
 }  // namespace
 
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
-  return with_tiles(params.num_rows, [&]<int kTiles>() {
-    return launch_kernel(front_qkv_fp8_sm90<kTiles>, dim3(kQkvTiles * kQkvBlocks), kProductThreads,
-                         sizeof(typename QkvProduct<kTiles>::Shared), kQkvBlocks, programmatic,
-                         stream, params);
+  return with_model(params.model, [&]<class M>() {
+    return with_tiles(params.num_rows, [&]<int kTiles>() {
+      return launch_kernel(front_qkv_fp8_sm90<M, kTiles>, dim3(Sizes<M>::kQkvTiles * kQkvBlocks),
+                           kProductThreads, sizeof(typename QkvProduct<M, kTiles>::Shared),
+                           kQkvBlocks, programmatic, stream, params);
+    });
   });
 }
 
 cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   if (params.num_heads < 1 || params.num_heads > 64) return cudaErrorInvalidValue;
-  return with_tiles(params.num_rows, [&]<int kTiles>() {
-    const int products = params.num_heads * (kHeadDim / kRows);
-    const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
-    // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of
-    // them.
-    constexpr int kOneAMultiprocessor = 115 * 1024;
-    constexpr int kBytes = sizeof(QShared<kTiles>);
-    constexpr int kAsked =
-        kTiles == 1 && kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
-    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads, kAsked,
-                         1, programmatic, stream, params);
+  return with_model(params.model, [&]<class M>() {
+    return with_tiles(params.num_rows, [&]<int kTiles>() {
+      constexpr int kCluster = M::kNormsHeads ? kTilesPerHead : 1;
+      const int products = params.num_heads * kTilesPerHead;
+      const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
+      const int key_blocks = (keys + kCluster - 1) / kCluster * kCluster;
+      // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of
+      // them.
+      constexpr int kOneAMultiprocessor = 115 * 1024;
+      constexpr int kBytes = sizeof(QShared<M, kTiles>);
+      constexpr int kAsked =
+          kTiles == 1 && kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
+      return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products + key_blocks),
+                           kProductThreads, kAsked, kCluster, programmatic, stream, params);
+    });
   });
 }
 

@@ -216,7 +216,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.q = memory.q;
     front.kv_pages = layer.window;
     front.before = before;
-    front.qkv_done = gate(gate_qkv, front_qkv_blocks());
+    front.qkv_done = gate(gate_qkv, front_qkv_blocks(FusedModel::v41));
     front.done = gate(gate_q, front_q_blocks(rows, heads));
     const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
     mix_done = mix.done;
@@ -272,7 +272,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.port = step.port;
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
-    oproj.u_done = gate(gate_u, oproj_a_blocks(groups));
+    oproj.u_done = gate(gate_u, oproj_a_blocks(FusedModel::v41, groups));
     run(HopKernel::oproj_a, [&] { return launch_oproj_a(oproj, true, stream); });
     run(HopKernel::oproj_b, [&] { return launch_oproj_b(oproj, true, stream); });
     ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);
