@@ -30,18 +30,13 @@
 
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
+#include "fused/exchange_mix.hpp"
 #include "fused/front.hpp"
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
 
 namespace lowlat::nvidia::fused {
-
-struct HyperWeights {
-  const float* fn;     // [24, 4 H]
-  const float* base;   // [24]
-  const float* scale;  // [3]
-};
 
 // One layer on one rank. Pointers are device memory; formats as the structs of each kernel say.
 struct PlainLayer {
