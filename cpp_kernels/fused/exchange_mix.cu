@@ -85,8 +85,12 @@ LOWLAT_DEVICE uint2 gather_codes(std::uint32_t code) {
   return make_uint2(code, __shfl_down_sync(plat::kAllLanes, code, 4));
 }
 
+// A block of the product that publishes leaves so many registers of a multiprocessor to one of
+// these, which has to be there before that one ends.
+constexpr int kMaxRegisters = 168;
+
 template <int kRanks>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __maxnreg__(kMaxRegisters)
     hc_exchange_mix_sm90(const __grid_constant__ ExchangeMixParams params) {
   __shared__ Shared shared;
   sm90::launch_dependents();

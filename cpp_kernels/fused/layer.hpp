@@ -49,6 +49,11 @@ struct PlainLayer {
   const float* sink;
   RopeFrequencies rope;
   HyperWeights attn_hc, ffn_hc;
+  // V4, whose layers combine by statistics that the exchange before makes: attn_hc of the layer
+  // after this one (of the last: any). attn_hc is not read then.
+  HyperWeights next_hc;
+  // V4's hash layers: i32 [T, 6], the experts of each row's token. NULL: routed by scores.
+  const std::int32_t* hash_ids;
   lowlat::fused::MoeWeights experts;
   // Stored keys, and which of them each row sees.
   KvPages window, extra;
@@ -124,6 +129,9 @@ cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
 
 // The step's first x, bf16 [T, H] normed and in memory.x: to what the first layer reads.
 cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
+// V4: from memory.residual[0], by the first layer's statistics and norm.
+cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_hc,
+                               const std::uint16_t* attn_norm, cudaStream_t stream);
 
 // Which kernels a layer holds and how they share the device. The default is the layer; anything
 // else is for measurements and tests.
