@@ -103,6 +103,12 @@ Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint3
   return out;
 }
 
+Gate layer_x_gate(const LayerStep& step, int layer_idx) {
+  const std::uint32_t blocks = exchange_mix_blocks(step.num_rows);
+  return layer_idx == 0 ? gate_of(step, 0, gate_input, blocks)
+                        : gate_of(step, layer_idx - 1, gate_done, blocks);
+}
+
 LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, int num_layers) {
   auto* const first = static_cast<unsigned char*>(base);
   std::int64_t used = 0;
@@ -199,9 +205,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   };
   Hop hop = {memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
   // x of the layer before; the first layer's is there when its kernels start.
-  const Gate before = !first  ? gate_of(step, layer_idx - 1, gate_done, exchange_blocks)
-                      : is_v4 ? gate_of(step, 0, gate_input, exchange_blocks)
-                              : Gate{};
+  const Gate before = is_v4   ? layer_x_gate(step, layer_idx)
+                      : first ? Gate{}
+                              : gate_of(step, layer_idx - 1, gate_done, exchange_blocks);
   cudaError_t error = cudaSuccess;
   const auto run = [&](HopKernel kernel, auto&& launch) {
     if (error != cudaSuccess) return;

@@ -123,6 +123,9 @@ struct LayerStep {
   std::int32_t* expert_ids;  // [T, 6] of the layer that runs, or NULL
 };
 
+// V4: the gate of the x that a layer begins with.
+Gate layer_x_gate(const LayerStep& step, int layer_idx);
+
 // The step's first kernel. num_exchanges: of the last step, two a layer.
 cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
                                std::uint64_t num_exchanges, cudaStream_t stream);
