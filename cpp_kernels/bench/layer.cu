@@ -26,13 +26,19 @@ struct Case {
   fused::LayerParts parts;
   bool whole() const { return parts.attention && parts.experts && parts.second_statistics; }
 };
+constexpr fused::MixPlace kLater = fused::MixPlace::after_attention;
 const Case kCases[] = {
     {"step's first kernels alone", {false, false, false}},
     {"attention half", {true, false, true}},
-    {"attention half, statistics first", {true, false, true, 0, 0, false}},
-    {"attention half, 16 blocks of statistics", {true, false, true, 16}},
+    {"attention half, statistics first", {true, false, true, 0, 0, fused::MixPlace::first}},
+    {"attention half, statistics later", {true, false, true, 0, 0, kLater}},
+    {"attention half, 16 of statistics", {true, false, true, 16}},
+    {"attention half, 16 of them later", {true, false, true, 16, 0, kLater}},
+    {"attention half, 64 of statistics", {true, false, true, 64}},
     {"layer", {true, true, true}},
+    {"layer, 1 idle", {true, true, true, 0, 1}},
     {"layer, 2 idle", {true, true, true, 0, 2}},
+    {"layer, 4 idle", {true, true, true, 0, 4}},
     {"layer without second statistics", {true, true, false}},
     {"experts, exchange, statistics", {false, true, true}},
 };
@@ -168,7 +174,7 @@ void run_tp4(const HostWeights& host, int rows, bool checks) {
     const Times times = time_of(graph, 60);
     print(c, 4, rows, times, distinct_experts(layers), mail.faulted());
     if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
-        c.parts.late_mix) {
+        c.parts.mix_place == fused::MixPlace::measured) {
       layers.stamps.zero();
       graph.replay();
       graph.wait();

@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   HopTag hop = {};
   if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
-  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
   const int num_keys = params.num_window + params.num_extra;
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
@@ -245,6 +246,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   stamps.mark(StampStage::ask);
 
   if (!kHops || params.before.word != nullptr) wait_at(params.before);
+  if constexpr (!kHops) stamps.mark(StampStage::wait);
   if constexpr (kHops) {
     wait_for_signs(hop,
                    {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
@@ -335,6 +337,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
 
+  if constexpr (!kHops) stamps.mark(StampStage::read);
   float sum[8][4] = {};  // of a warp's 64 dimensions
   int side = 0;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {

@@ -104,10 +104,12 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
                                          padded};
   constexpr int kPairs = kOwned / 2;
   static_assert(kProductThreads % kPairs == 0);
-  Stamps stamps({}, 0);
+  Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::qkv));
+  stamps.mark(StampStage::ask);
   std::uint16_t* out = is_q ? params.qa : params.kv;
   const int width = is_q ? kQLora : kHeadDim;
   wait_at(params.before);
+  stamps.mark(StampStage::wait);
   Linear::run(shared, x, params.num_rows, stamps);
   // Whole warps stay together: padded rows, of which those that are not there are not stored.
 #pragma unroll 1
@@ -125,6 +127,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) = pair;
     if (is_q && row == 0) params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
   }
+  stamps.mark(StampStage::store);
   open_gate(params.qkv_done);
 }
 
@@ -497,11 +500,13 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     q_of_few<M>(shared, params, tile, rotates);
     return;
   }
-  Stamps stamps({}, 0);
+  Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::q));
+  stamps.mark(StampStage::ask);
   constexpr int kTogether = 4;
   const int pieces = num_rows * kPieces<M>, padded = padded_rows(num_rows);
   static_assert(kPieces<M> % plat::kWarpLanes == 0, "whole warps have pieces");
   wait_at(params.qkv_done);
+  stamps.mark(StampStage::wait);
   LatentPiece ahead[kTogether] = {};
   const auto load = [&](int first) {
 #pragma unroll
@@ -533,6 +538,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     load(first + kTogether * kProductThreads);
   }
   plat::block_sync();
+  stamps.mark(StampStage::read);
   const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
   Linear::run(shared.product, latent, num_rows, stamps);
   const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
@@ -568,6 +574,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
         sm90::to_bf16_pair(a, b);
   }
+  stamps.mark(StampStage::store);
   open_gate(params.done);
 }
 

@@ -301,7 +301,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     // Few rows: the statistics take their place when attention has its own, whose clusters need
     // sixteen multiprocessors at once. The first layer's first kernel starts when what came before
     // has ended.
-    const bool mix_first = !is_v4 && (rows > kHopRows || first || !parts.late_mix);
+    const bool mix_first = !is_v4 && (first || parts.mix_place == MixPlace::first ||
+                                      (parts.mix_place == MixPlace::measured && rows > kHopRows));
     const auto launch_statistics = [&](bool programmatic) {
       if (is_v4) return;
       run(HopKernel::mix, [&] {

@@ -136,6 +136,9 @@ cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_hc,
                                const std::uint16_t* attn_norm, cudaStream_t stream);
 
+// When the first statistics take their place on the device: before [q_a, kv] or after attention.
+enum class MixPlace { measured, first, after_attention };
+
 // Which kernels a layer holds and how they share the device. The default is the layer; anything
 // else is for measurements and tests.
 struct LayerParts {
@@ -144,7 +147,7 @@ struct LayerParts {
   // have as many blocks (a power of two). 0: what was measured best. idle_sms stays what it is for
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
-  bool late_mix = true;  // the first statistics start after attention
+  MixPlace mix_place = MixPlace::measured;
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };

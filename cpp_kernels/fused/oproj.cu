@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     stamps.mark(StampStage::store);
     return;
   }
-  Stamps stamps({}, 0);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_a));
   if constexpr (Shape::kShares) {
     if (plat::thread_idx() == 0) {
       sm90::barrier_init(&whole.amax_barrier, 1);
@@ -138,10 +139,12 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     }
   }
   Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+  stamps.mark(StampStage::ask);
   const HalfActivations<kGroup, false> o{params.o + first_k,
                                          params.o_scale + first_k / kGroup * padded,
                                          2 * params.num_groups * kGroupInput, padded};
   wait_at(params.before);
+  stamps.mark(StampStage::wait);
   Linear::run(shared, o, params.num_rows, stamps);
   if (!Linear::owns()) return;
   // A lane a value of a token's: 32 share a scale, or sixteen of a group have their largest told.
@@ -188,6 +191,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       params.u_scale[first_row / kGroup * padded + token] = group.scale;
     }
   }
+  stamps.mark(StampStage::store);
   open_gate(params.u_done);
 }
 
@@ -216,7 +220,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
   HopTag hop = {};
   if constexpr (kTiles == 1) hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_b);
-  Stamps stamps(kTiles == 1 ? params.hop.port->stamps : StampSink{}, hop.kernel);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_b));
   const HopActivations<1> few{
       static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
   Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
@@ -228,6 +233,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     Linear::run(shared, few, params.num_rows, stamps);
   } else {
     wait_at(params.u_done);
+    stamps.mark(StampStage::wait);
     if (!early) sm90::launch_dependents();
     const CodeActivations<kGroup, false> u{params.u_codes + rank * kKOfBlock,
                                            params.u_scale + rank * kKOfBlock / kGroup * padded, k,

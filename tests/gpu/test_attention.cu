@@ -127,30 +127,6 @@ std::vector<std::uint8_t> flat(const std::vector<std::uint8_t>& pool) {
   return out;
 }
 
-// Parameters of the residual's hyper-connection against float64; the pre of the latter, [rows, 4].
-std::vector<float> expect_mix(int rows, const std::vector<float>& got,
-                              const std::vector<std::uint16_t>& residual,
-                              const HostWeights& weights) {
-  std::vector<float> pre(static_cast<std::size_t>(rows) * 4), post(pre.size()),
-      comb(4 * pre.size());
-  parallel(rows, [&](std::int64_t row) {
-    reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16],
-                        &residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
-                        weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
-  });
-  std::vector<double> got_all, want_all;
-  for (int row = 0; row < rows; ++row) {
-    const float* from = &got[static_cast<std::size_t>(row) * fused::kMixStride];
-    got_all.insert(got_all.end(), from, from + 24);
-    for (const auto& [values, count] : {std::pair{&pre, 4}, {&post, 4}, {&comb, 16}}) {
-      want_all.insert(want_all.end(), values->begin() + row * count,
-                      values->begin() + (row + 1) * count);
-    }
-  }
-  expect("hyper-connection", rows, got_all, want_all, 2e-5);
-  return pre;
-}
-
 // V4: q [rows, heads, 512] normed by heads.
 void norm_heads(std::vector<double>& q) {
   for (std::size_t head = 0; head < q.size(); head += kDim) {
@@ -246,9 +222,9 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                                               nullptr)
                  : fused::launch_mix(mixing(0), 8, false, false, nullptr),
            "mix");
+  const std::vector<float> first_mix = (kIsV4 ? act.mixes[0] : act.mix).take();
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
-  if (kIsV4) expect_mix(rows, act.mixes[0].take(), residual, weights);
   must_run(exchange(1, 0, false), "exchange");
   const std::vector<double> u = values(u_codes, u_scale, rows, kGroups * 1024);
   const std::vector<float> partial = act.partial.take();
@@ -256,11 +232,27 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
          product(u, weights.wo_b, rows, kHidden, kGroups * 1024, kGroups * 1024, 0), 1e-5);
 
   std::vector<float> pre(act.count(4)), post(act.count(4)), comb(act.count(16));
-  parallel(rows, [&](std::int64_t row) {
-    reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16],
-                        &residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
-                        weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
-  });
+  const auto mix_of = [&](const std::vector<std::uint16_t>& from) {
+    parallel(rows, [&](std::int64_t row) {
+      reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16], &from[row * 4 * kHidden],
+                          weights.fn.data(), weights.base.data(), weights.scale.data(), 1, kHidden,
+                          kNormEps, kHcEps, kSinkhornIters);
+    });
+  };
+  mix_of(residual);
+  const auto expect_mix = [&](const char* what, const std::vector<float>& mix) {
+    std::vector<double> got, want;
+    for (int row = 0; row < rows; ++row) {
+      for (int i = 0; i < 24; ++i) {
+        got.push_back(mix[static_cast<std::size_t>(row * fused::kMixStride + i)]);
+        want.push_back(i < 4   ? pre[row * 4 + i]
+                       : i < 8 ? post[row * 4 + i - 4]
+                               : comb[row * 16 + i - 8]);
+      }
+    }
+    expect(what, rows, got, want, 2e-5);
+  };
+  expect_mix("statistics", first_mix);
   std::vector<std::uint16_t> y(act.count(kHidden)), want_residual(residual.size()),
       want_x(y.size());
   for (std::size_t i = 0; i < y.size(); ++i) y[i] = bf16(4.0 * partial[i]);
@@ -268,7 +260,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                      rows, kHidden);
   const std::vector<std::uint16_t> got_residual = act.residual[1].take(), x = act.x.take();
   expect("residual", rows, values(got_residual), values(want_residual), 4e-3);
-  if (kIsV4) pre = expect_mix(rows, act.mixes[1].take(), got_residual, weights);
+  if (kIsV4) mix_of(got_residual);
   reference::hc_combine_norm(want_x.data(), got_residual.data(), pre.data(), weights.gain.data(),
                              rows, kHidden, kNormEps, kIsV4);
   expect("x", rows, values(x), values(want_x), 4e-3);
@@ -280,6 +272,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   // The front.
   fused::FrontParams front = act.front(device, device_keys);
   if (!kIsV4) must_run(fused::launch_mix(mixing(1), 2, true, false, nullptr), "mix");
+  const std::vector<float> second_mix = (kIsV4 ? act.mixes[1] : act.mix).take();
   must_run(fused::launch_front_qkv(front, false, nullptr), "qkv");
   const std::vector<std::uint16_t> qa = act.take_halves(act.qa, act.packets.qa, kQLora),
                                    kv = act.take_halves(act.kv, act.packets.kv, kDim);
@@ -289,11 +282,8 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
          rounded(product(x_quantized, weights.wkv, rows, kDim, kHidden, kHidden, 0)), 4e-3);
   {
     // Other statistics, by way of the parameters: another exchange from residual 1.
-    parallel(rows, [&](std::int64_t row) {
-      reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16],
-                          &got_residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
-                          weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
-    });
+    mix_of(got_residual);
+    expect_mix("statistics by two blocks", second_mix);
     must_run(fused::launch_oproj_b(act.oproj(device, port, 2, true), false, nullptr), "wo_b, sent");
     must_run(exchange(2, 1, true), "exchange, early");
     reference::hc_post(want_residual.data(), got_residual.data(), y.data(), post.data(),
