@@ -4,10 +4,10 @@
 //              (Σ e^(s_j - M) + e^(sink - M)); o to bf16, its last 64 rotated back at the row's
 //              position, to bf16; a row without keys gives 0; index -1 and nothing else is left out
 // Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
-//              o [T,heads·512] f16 under a power of two a 32 · 1 ≤ T ≤ 48
+//              o [T,heads·512] f16 under a power of two a 32 (V4: 128) · 1 ≤ T ≤ 48
 // Rounding     keys to bf16 exactly; probabilities to bf16 (the denominator adds the rounded ones);
 //              sums fp32, a block's part of them to bf16; o as above; to f16 without loss but for
-//              values 2^-24 of their group's largest and below
+//              values 2^-24 of their group's largest and below (V4: to the values of e4m3 codes)
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
@@ -48,7 +48,6 @@ constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimension
 constexpr int kProbPitch = kTile + 8;
 // Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
 constexpr int kSumPitch = kDim + 8;
-constexpr int kGroup = 32;
 
 struct Shared {
   union {
@@ -175,8 +174,17 @@ LOWLAT_DEVICE void store_pieces(Shared& shared, const Pieces& pieces) {
   }
 }
 
+// A group of 32 values as f16 under a power of two. The group's largest goes to 2^13 .. 2^14;
+// exponents are kept where both factors are normal; what is smaller than that is 0 in any fp32 sum.
+LOWLAT_DEVICE PowerScale half_scale(float amax) {
+  int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
+  exponent = max(min(exponent, 127), -100);
+  return {plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23),
+          plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23)};
+}
+
 // kHops: q, the step's own keys and o are packets.
-template <bool kHops>
+template <class M, bool kHops>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -487,11 +495,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   wait_for_cluster(&shared.parts, 0);
   stamps.mark(StampStage::sum);
 
-  // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
-  // of a head comes from 16 threads a head.
+  // Each block finishes its heads. The weight of each block's part of a head comes from 16 threads
+  // a head.
   constexpr float kLog2e = 1.4426950408889634f;
-  const int dim = 2 * thread_idx;
-  const int padded = padded_rows(params.num_rows);
+  [[maybe_unused]] const int padded = padded_rows(params.num_rows);
   const int part = thread_idx % kHeads, local = thread_idx / kHeads;
   if (local < heads_per_block) {
     const bool there = part < num_blocks;
@@ -517,50 +524,76 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
   }
   plat::block_sync();
+  // A thread has so many dimensions that a group lies in one warp: all threads have a head (V4:
+  // half of them each).
+  constexpr int kGroup = M::kScaleBlock, kDims = kGroup > 64 ? 4 : 2;
+  constexpr int kAtOnce = kThreads * kDims / kDim, kLanes = kGroup / kDims;
+  static_assert(kAtOnce >= 1 && kLanes <= plat::kWarpLanes);
+  const int dim = thread_idx * kDims % kDim;
 #pragma unroll 1
-  for (int i = 0; i < heads_per_block; ++i) {
+  for (int i = thread_idx * kDims / kDim; i < heads_per_block; i += kAtOnce) {
     const int head = block_idx * heads_per_block + i;
-    float first = 0.0f, second = 0.0f;
+    float v[kDims] = {};
 #pragma unroll 4
     for (int block = 0; block < num_blocks; ++block) {
-      const std::uint32_t pair =
-          *reinterpret_cast<const std::uint32_t*>(&shared.part[block * heads_per_block + i][dim]);
-      first = plat::fma(sm90::low_bf16(pair), shared.factor[i][block], first);
-      second = plat::fma(sm90::high_bf16(pair), shared.factor[i][block], second);
-    }
-    first = quick_bf16(first);
-    second = quick_bf16(second);
-    if (dim >= kNope) {
-      const float2 turn = shared.turn[(dim - kNope) / 2];
-      const float turned = first * turn.x + second * turn.y;
-      second = quick_bf16(second * turn.x - first * turn.y);
-      first = quick_bf16(turned);
-    }
-    float amax = plat::max(plat::abs(first), plat::abs(second));
+      const std::uint16_t* part = &shared.part[block * heads_per_block + i][dim];
+      const float factor = shared.factor[i][block];
 #pragma unroll
-    for (int mask = 1; mask < kGroup / 2; mask *= 2) {
+      for (int j = 0; j < kDims; j += 2) {
+        const std::uint32_t pair = *reinterpret_cast<const std::uint32_t*>(part + j);
+        v[j] = plat::fma(sm90::low_bf16(pair), factor, v[j]);
+        v[j + 1] = plat::fma(sm90::high_bf16(pair), factor, v[j + 1]);
+      }
+    }
+    float amax = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kDims; j += 2) {
+      v[j] = quick_bf16(v[j]);
+      v[j + 1] = quick_bf16(v[j + 1]);
+      if (dim >= kNope) {
+        const float2 turn = shared.turn[(dim + j - kNope) / 2];
+        const float turned = v[j] * turn.x + v[j + 1] * turn.y;
+        v[j + 1] = quick_bf16(v[j + 1] * turn.x - v[j] * turn.y);
+        v[j] = quick_bf16(turned);
+      }
+      amax = plat::max(plat::max(plat::abs(v[j]), plat::abs(v[j + 1])), amax);
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) {
       amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
     }
-    // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
-    // normal; what is smaller than that is 0 in any fp32 sum.
-    int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
-    exponent = max(min(exponent, 127), -100);
-    const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
+    const PowerScale group = M::kQuantizedO ? power_scale(amax) : half_scale(amax);
+    std::uint32_t pairs[kDims / 2];
+#pragma unroll
+    for (int j = 0; j < kDims; j += 2) {
+      float a = v[j] * group.inverse, b = v[j + 1] * group.inverse;
+      if constexpr (M::kQuantizedO) {
+        std::uint32_t values[2];
+        sm90::e4m3_to_f16(values, sm90::to_e4m3_pair(a, b));
+        pairs[j / 2] = values[0];
+      } else {
+        pairs[j / 2] = sm90::to_f16_pair(a, b);
+      }
+    }
     const std::int64_t place =
         (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
-    const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
-    const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
     if constexpr (kHops) {
-      const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
-      if (thread_idx % 2 != 0) continue;
-      send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
-                  next, plat::float_bits(down));
-      continue;
-    }
-    *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
-    if (thread_idx % (kGroup / 2) == 0) {
-      params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
-          down;
+      std::uint32_t next = pairs[kDims / 2 - 1];
+      if constexpr (kDims == 2) {
+        next = __shfl_down_sync(plat::kAllLanes, pairs[0], 1);
+        if (thread_idx % 2 != 0) continue;
+      }
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pairs[0],
+                  next, plat::float_bits(group.scale));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kDims; j += 2) {
+        *reinterpret_cast<std::uint32_t*>(params.o + place + j) = pairs[j / 2];
+      }
+      if (dim % kGroup == 0) {
+        params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
+            group.scale;
+      }
     }
   }
   stamps.mark(StampStage::store);
@@ -578,10 +611,12 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
-  const auto kernel = params.num_rows <= kHopRows ? sparse_attention_bf16_sm90<true>
-                                                  : sparse_attention_bf16_sm90<false>;
-  return launch_kernel(kernel, dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
-                       sizeof(Shared), blocks, programmatic, stream, params);
+  return with_model(params.model, [&]<class M>() {
+    const auto kernel = params.num_rows <= kHopRows ? sparse_attention_bf16_sm90<M, true>
+                                                    : sparse_attention_bf16_sm90<M, false>;
+    return launch_kernel(kernel, dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
+                         sizeof(Shared), blocks, programmatic, stream, params);
+  });
 }
 
 }  // namespace lowlat::nvidia::fused

@@ -1,15 +1,17 @@
 // front_qkv_fp8_sm90 and front_q_fp8_sm90: the products at the front of attention, for few rows.
 //
-// Math         [qa | kv] = bf( x·[wq_a ; wkv]ᵀ )        x quantised in groups of 32
+// Math         [qa | kv] = bf( x·[wq_a ; wkv]ᵀ )        x quantised in groups of 32 (V4: 128)
 //              ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  q = bf( quant(ql)·wq_bᵀ )
 //              q's last 64 of each head: bf( RoPE(q, position) )
 //              k = kv·rsqrt(mean kv² + ε)·kv_norm (fp32), its last 64 rotated, stored as 584 bytes
+//              V4: each head of q before that: bf( q·rsqrt(mean_512 q² + ε) )
 // Shapes       V4.1-Flash: x [T,5120] · wq_a [1280,5120] · wkv [512,5120] · wq_b [heads·512,1280]
-// Rounding     bf16 where bf( ) stands, codes nearest-even; V4.1 has no norm of heads
+//              V4-Flash: x [T,4096] · wq_a [1024,4096] · wkv [512,4096] · wq_b [heads·512,1024]
+// Rounding     bf16 where bf( ) stands, codes nearest-even
 // Bytes        TP4: 9.18 MB, then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
-// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four. Weights
-//              are on their way before the input is waited for
+// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four; V4's
+//              second: a cluster a head. Weights are on their way before the input is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp, norm.cpp, rope.cpp, kv.cpp. Bound: rel_l2 ≤ 4e-3 each
@@ -22,41 +24,50 @@
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
 #include "fused/front_wide.cuh"
-#include "shape/dsv41_flash.hpp"
+#include "fused/model.hpp"
 #include "stages/kv.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
 
-// Of the model, whatever the rank's share.
-using Model = shape::Dsv41Flash<1>;
-constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kGroup = Model::kScaleBlock;
 constexpr int kHeadDim = shape::kHeadDim, kRopePairs = shape::kRopeDim / 2;
 constexpr int kNope = kHeadDim - shape::kRopeDim;
 constexpr int kRows = 64;
+constexpr int kTilesPerHead = kHeadDim / kRows;
 constexpr int kSquared = 16;  // values of qa whose squares one block of the first product adds
 constexpr int kQkvBlocks = 4;
-constexpr int kQkvK = kHidden / kQkvBlocks;
-constexpr int kQaTiles = kQLora / kRows;
-constexpr int kQkvTiles = (kQLora + kHeadDim) / kRows;
+constexpr int kLatentThreads = 192;
 
-template <int kTiles>
-using QkvProduct = std::conditional_t<
-    kTiles == 1, Product<kRows, kQkvK, 1, kQkvBlocks, kRows / kQkvBlocks, 0>,
-    WideProduct<kQkvK, kTiles == 1 ? 2 : kTiles, kQkvBlocks, kRows / kQkvBlocks>>;
-template <int kTiles>
-using QProduct = std::conditional_t<kTiles == 1, Product<kRows, kQLora, 1, 1, kRows, 0>,
-                                    WideProduct<kQLora, kTiles == 1 ? 2 : kTiles, 1, kRows>>;
+// Of a model, whatever the rank's share: M is its shape.
+template <class M>
+struct Sizes {
+  static constexpr int kQkvK = M::kHidden / kQkvBlocks;
+  static constexpr int kQaTiles = M::kQLora / kRows;
+  static constexpr int kQkvTiles = (M::kQLora + kHeadDim) / kRows;
+};
+
+template <class M, int kTiles>
+struct QkvOf {
+  using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
+};
+template <class M>
+struct QkvOf<M, 1> {
+  using Type = Product<kRows, Sizes<M>::kQkvK, 1, kQkvBlocks, kRows / kQkvBlocks, 0>;
+};
+template <class M, int kTiles>
+using QkvProduct = QkvOf<M, kTiles>::Type;
 
 template <int kTiles>
 constexpr int min_blocks() {
   return kTiles == 1 ? 3 : kTiles == 2 ? 2 : 1;
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     front_qkv_fp8_sm90(const __grid_constant__ FrontParams params) {
-  using Linear = QkvProduct<kTiles>;
+  using Linear = QkvProduct<M, kTiles>;
+  constexpr int kHidden = M::kHidden, kQLora = M::kQLora, kGroup = M::kScaleBlock;
+  constexpr int kQkvK = Sizes<M>::kQkvK, kQaTiles = Sizes<M>::kQaTiles;
   extern __shared__ __align__(128) unsigned char memory[];
   sm90::launch_dependents();
   const int block_idx = static_cast<int>(blockIdx.x);
@@ -133,20 +144,43 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   }
 }
 
-template <int kTiles>
+template <class M, int kTiles>
+struct QOf {
+  using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
+};
+template <class M>
+struct QOf<M, 1> {
+  using Type = Product<kRows, M::kQLora, 1, 1, kRows, 0>;
+};
+template <class M, int kTiles>
+using QProduct = QOf<M, kTiles>::Type;
+
+// What the blocks of a head tell each other, where heads are normed.
+template <class M, int kTokens>
+struct HeadSquares {
+  float of_tile[kTilesPerHead][kTokens];
+  std::uint64_t barrier;
+};
+template <class M, int kTokens>
+  requires(!M::kNormsHeads)
+struct HeadSquares<M, kTokens> {};
+
+template <class M, int kTiles>
 struct QShared {
   static constexpr int kTokens = kTiles * kTileTokens;
-  typename QProduct<kTiles>::Shared product;
-  float norm[kTokens];
+  typename QProduct<M, kTiles>::Shared product;
   float2 turn[kTokens][kRopePairs];  // cosine and sine
-  struct Few {
-    static constexpr int kPitch = kQLora + 32;  // as of the weights
-    alignas(16) std::uint8_t codes[kTokens * kPitch];
-    float scale[kQLora / kGroup * kTokens];
-    alignas(16) std::uint16_t latent[kTokens][kQLora], gain[kQLora];  // bf16
-  };
-  struct None {};
-  [[no_unique_address]] std::conditional_t<kTiles == 1, Few, None> few;
+  HeadSquares<M, kTokens> head;
+};
+// Up to eight rows: the block makes the latent's codes itself.
+template <class M>
+struct FewShared : QShared<M, 1> {
+  static constexpr int kTokens = kTileTokens, kQLora = M::kQLora;
+  static constexpr int kPitch = kQLora + 32;  // as of the weights
+  alignas(16) std::uint8_t codes[kTokens * kPitch];
+  float scale[kQLora / M::kScaleBlock * kTokens];
+  float norm[kTokens];
+  alignas(16) std::uint16_t latent[kTokens][kQLora], gain[kQLora];  // bf16
 };
 
 LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position) {
@@ -154,24 +188,42 @@ LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position
   return make_float2(plat::cos(angle), plat::sin(angle));
 }
 
-// One piece of a row of qa on its way to codes: 8 of its values, by one thread; four threads that
-// lie together have a group.
-constexpr int kPiece = 8, kPieces = kQLora / kPiece;
+// The head's blocks start; the calling thread 0 makes the barrier before. All threads call after.
+template <class Head>
+LOWLAT_DEVICE void expect_squares(Head& head, int num_rows) {
+  sm90::barrier_init(&head.barrier, 1);
+  sm90::barrier_arrive_expect(&head.barrier, kTilesPerHead * num_rows * 4);
+}
+// A lane of a token's tells the block `peer` of the head the sum of squares of this block's tile.
+template <class Head>
+LOWLAT_DEVICE void send_squares(Head& head, int token, int peer, float squares) {
+  sm90::send_to_peer(sm90::peer_address(&head.of_tile[sm90::cluster_rank()][token], peer), squares,
+                     sm90::peer_address(&head.barrier, peer));
+}
+// What a head's values are multiplied with, after the wait for all tiles.
+template <class Head>
+LOWLAT_DEVICE float head_norm(const Head& head, int token, float norm_eps) {
+  float squares = head.of_tile[0][token];
+#pragma unroll
+  for (int i = 1; i < kTilesPerHead; ++i) squares += head.of_tile[i][token];
+  return quick_rsqrt(squares / static_cast<float>(kHeadDim) + norm_eps);
+}
+
+// One piece of a row of qa on its way to codes: 8 of its values, by one thread; the threads of a
+// group lie together.
+constexpr int kPiece = 8;
+template <class M>
+constexpr int kPieces = M::kQLora / kPiece;
 
 struct LatentPiece {
   uint4 values, gain;
 };
-LOWLAT_DEVICE LatentPiece load_latent(const FrontParams& params, int piece) {
-  return {__ldcg(reinterpret_cast<const uint4*>(params.qa + piece * kPiece)),
-          __ldg(reinterpret_cast<const uint4*>(params.q_norm + piece % kPieces * kPiece))};
-}
-// Codes go to place(token, k), scales to scale[k / kGroup * padded + token].
-template <class Place>
-LOWLAT_DEVICE void quantize_latent(Place place, float* scale, int padded, const float* norms,
-                                   const LatentPiece& from, int piece) {
-  static_assert(kGroup == 4 * kPiece);
-  const int token = piece / kPieces, k = piece % kPieces * kPiece;
-  const float norm = norms[token];
+// Codes of values k and on go to `codes`, their scale, where a group begins, to `scale`.
+template <class M>
+LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, float* scale, float norm,
+                                   const LatentPiece& from, int k) {
+  constexpr int kGroup = M::kScaleBlock;
+  static_assert(kGroup % kPiece == 0 && kGroup / kPiece <= plat::kWarpLanes);
   const std::uint32_t words[4] = {from.values.x, from.values.y, from.values.z, from.values.w};
   const std::uint32_t gains[4] = {from.gain.x, from.gain.y, from.gain.z, from.gain.w};
   std::uint32_t pairs[4];
@@ -183,8 +235,10 @@ LOWLAT_DEVICE void quantize_latent(Place place, float* scale, int padded, const 
     amax = plat::max(plat::abs(sm90::low_bf16(pairs[j])), amax);
     amax = plat::max(plat::abs(sm90::high_bf16(pairs[j])), amax);
   }
-  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
-  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
+#pragma unroll
+  for (int mask = 1; mask < kGroup / kPiece; mask *= 2) {
+    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+  }
   const PowerScale group = power_scale(amax);
   std::uint32_t packed[2];
 #pragma unroll
@@ -195,8 +249,8 @@ LOWLAT_DEVICE void quantize_latent(Place place, float* scale, int padded, const 
         sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse, sm90::high_bf16(b) * group.inverse)
             << 16;
   }
-  *reinterpret_cast<uint2*>(place(token, k)) = make_uint2(packed[0], packed[1]);
-  if (k % kGroup == 0) scale[k / kGroup * padded + token] = group.scale;
+  *reinterpret_cast<uint2*>(codes) = make_uint2(packed[0], packed[1]);
+  if (k % kGroup == 0) *scale = group.scale;
 }
 
 // Norm, rotation and packing of one key, by one warp: lane has 16 values. Waits for the kernels
@@ -308,20 +362,23 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
 
 // Up to eight rows: a warp reads a row's latent and has its norm; then all threads quantise all
 // rows, by a short loop: unrolled over what a warp has read, its code took 2 us to come.
-LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int tile, bool rotates) {
-  using Linear = Product<kRows, kQLora, 1, 1, kRows, 0>;
-  constexpr int kTokens = QShared<1>::kTokens, kPitch = QShared<1>::Few::kPitch;
+template <class M>
+LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int tile,
+                            bool rotates) {
+  using Linear = QProduct<M, 1>;
+  constexpr int kTokens = FewShared<M>::kTokens, kPitch = FewShared<M>::kPitch;
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   constexpr int kPackets = kQLora / 4 / plat::kWarpLanes;
   static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
-  static_assert(kPieces <= kProductThreads && kPieces % plat::kWarpLanes == 0);
+  static_assert(kPieces<M> <= kProductThreads && kPieces<M> % plat::kWarpLanes == 0);
   const int num_rows = params.num_rows;
   const int token = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
   const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
   Stamps stamps(params.hop.port->stamps, hop.kernel);
   stamps.mark(StampStage::ask);
-  if (plat::thread_idx() < kPieces) {
-    *reinterpret_cast<uint4*>(shared.few.gain + plat::thread_idx() * kPiece) =
+  if (plat::thread_idx() < kPieces<M>) {
+    *reinterpret_cast<uint4*>(shared.gain + plat::thread_idx() * kPiece) =
         __ldg(reinterpret_cast<const uint4*>(params.q_norm) + plat::thread_idx());
   }
   const auto* from =
@@ -342,7 +399,7 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
-      *reinterpret_cast<uint2*>(shared.few.latent[token] + 4 * (lane_idx + i * plat::kWarpLanes)) =
+      *reinterpret_cast<uint2*>(shared.latent[token] + 4 * (lane_idx + i * plat::kWarpLanes)) =
           make_uint2(pairs[0], pairs[1]);
 #pragma unroll
       for (const std::uint32_t pair : pairs) {
@@ -358,23 +415,46 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
   }
   plat::block_sync();
 #pragma unroll 1
-  for (int piece = plat::thread_idx(); piece < num_rows * kPieces; piece += kProductThreads) {
-    const LatentPiece values = {
-        *reinterpret_cast<const uint4*>(&shared.few.latent[0][0] + piece * kPiece),
-        *reinterpret_cast<const uint4*>(shared.few.gain + piece % kPieces * kPiece)};
-    quantize_latent([&](int row, int k) { return shared.few.codes + row * kPitch + k; },
-                    shared.few.scale, kTokens, shared.norm, values, piece);
+  for (int i = plat::thread_idx(); i < num_rows * kPieces<M>; i += kProductThreads) {
+    const int row = i / kPieces<M>, k = i % kPieces<M> * kPiece;
+    const LatentPiece piece = {*reinterpret_cast<const uint4*>(shared.latent[row] + k),
+                               *reinterpret_cast<const uint4*>(shared.gain + k)};
+    quantize_latent<M>(shared.codes + row * kPitch + k, &shared.scale[k / kGroup * kTokens + row],
+                       shared.norm[row], piece, k);
   }
   plat::block_sync();
   stamps.mark(StampStage::read);
-  const CodeActivations<kGroup, true> latent{shared.few.codes, shared.few.scale, kPitch, kTokens};
+  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
   Linear::run(shared.product, latent, num_rows, stamps);
   const int width = params.num_heads * (kHeadDim / 4);
   const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
-  if (row >= num_rows) return;
   float v[4];
+  if constexpr (M::kNormsHeads) {
+    constexpr int kLanesOfRow = kRows / 4;
+    static_assert(kTilesPerHead <= kLanesOfRow);
+    const int known_row = min(row, num_rows - 1);  // whole warps stay
+    float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
+    for (int i = 0; i < 4; ++i) {
+      v[i] = quick_bf16(Linear::sum(shared.product, known_row, 4 * quad + i));
+      squares = plat::fma(v[i], v[i], squares);
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanesOfRow; mask *= 2) {
+      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+    }
+    sm90::cluster_wait();  // the head's other blocks run
+    if (row < num_rows && quad < kTilesPerHead) send_squares(shared.head, row, quad, squares);
+    wait_for_cluster(&shared.head.barrier, 0);
+    if (row >= num_rows) return;
+    const float norm = head_norm(shared.head, row, params.norm_eps);
+#pragma unroll
+    for (float& value : v) value = quick_bf16(value * norm);
+  } else {
+    if (row >= num_rows) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
+  }
   if (rotates) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -389,31 +469,36 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
   stamps.mark(StampStage::store);
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     front_q_fp8_sm90(const __grid_constant__ FrontParams params) {
-  using Linear = QProduct<kTiles>;
-  constexpr int kTilesPerHead = kHeadDim / kRows;
+  using Linear = QProduct<M, kTiles>;
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<QShared<kTiles>*>(memory);
+  auto& shared = *reinterpret_cast<QShared<M, kTiles>*>(memory);
   sm90::launch_dependents();
   const int tile = static_cast<int>(blockIdx.x), num_rows = params.num_rows;
-  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  if (tile >= params.num_heads * kTilesPerHead) {
-    const int row_idx = (tile - params.num_heads * kTilesPerHead) * kProductWarps + warp_idx;
-    store_key<kTiles == 1>(params, row_idx);
-    if constexpr (kTiles > 1) open_gate(params.done);
-    return;
+  if constexpr (kTiles == 1) {
+    if (tile >= params.num_heads * kTilesPerHead) {
+      // One block has all rows' keys; others fill a cluster.
+      if (tile > params.num_heads * kTilesPerHead) return;
+      store_key<true>(params, plat::thread_idx() / plat::kWarpLanes);
+      return;
+    }
   }
   constexpr int kScaleStride = kQLora / kGroup;
   const ProductWeights weights{params.wq_b.codes + static_cast<std::int64_t>(tile) * kRows * kQLora,
                                params.wq_b.scales + tile * kRows / kGroup * kScaleStride, kQLora,
                                kScaleStride};
+  if constexpr (M::kNormsHeads) {
+    if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
+  }
   if constexpr (kTiles == 1) {
     Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
   } else {
     Linear::load(shared.product, weights, num_rows);
   }
+  if constexpr (M::kNormsHeads) sm90::cluster_arrive_relaxed();
   // The head's last tile is the one that rotates.
   const bool rotates = tile % kTilesPerHead == kTilesPerHead - 1;
   static_assert(kRows == shape::kRopeDim);
@@ -423,58 +508,41 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
-  constexpr int kTokens = QShared<kTiles>::kTokens;
   if constexpr (kTiles == 1) {
-    q_of_few(shared, params, tile, rotates);
+    q_of_few<M>(static_cast<FewShared<M>&>(shared), params, tile, rotates);
   } else {
     Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::q));
     stamps.mark(StampStage::ask);
-    constexpr int kTogether = 4;
-    const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
-    static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
-    wait_at(params.qkv_done);
+    wait_at(params.latent_done);
     stamps.mark(StampStage::wait);
-    LatentPiece ahead[kTogether] = {};
-    const auto load = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = first + i * kProductThreads;
-        if (piece < pieces) ahead[i] = load_latent(params, piece);
-      }
-    };
-    load(plat::thread_idx());
-    for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
-           i += plat::kWarpLanes) {
-        squares += __ldcg(params.qa_squares + i * padded + token);
-      }
-      squares = plat::warp_sum(squares);
-      shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
-    }
-    plat::block_sync();
-#pragma unroll 1
-    for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = first + i * kProductThreads;
-        if (piece >= pieces) break;
-        quantize_latent(
-            [&](int token, int k) {
-              return Linear::token_codes(shared.product, token, k / 16 * 16) + k % 16;
-            },
-            &shared.product.token_scale[0][0], kTokens, shared.norm, ahead[i], piece);
-      }
-      load(first + kTogether * kProductThreads);
-    }
+    Linear::load_tokens(shared.product, params.latent_codes, kQLora, params.latent_scale,
+                        padded_rows(num_rows), num_rows);
     Linear::run(shared.product, num_rows, stamps);
     const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
+    static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
+    if constexpr (M::kNormsHeads) {
+      const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+      const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+      sm90::cluster_wait();  // the head's other blocks run
+#pragma unroll 1
+      for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+        const float a = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
+        const float b = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
+        const float squares = plat::warp_sum(plat::fma(a, a, b * b));
+        if (lane_idx < kTilesPerHead) send_squares(shared.head, token, lane_idx, squares);
+      }
+      wait_for_cluster(&shared.head.barrier, 0);
+    }
 #pragma unroll 1
     for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
       const int token = i / (kRows / 2), pair = i % (kRows / 2);
       float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
       float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+      if constexpr (M::kNormsHeads) {
+        const float norm = head_norm(shared.head, token, params.norm_eps);
+        a = quick_bf16(a * norm);
+        b = quick_bf16(b * norm);
+      }
       if (rotates) {
         const float2 turn = shared.turn[token][pair];
         const float turned = a * turn.x - b * turn.y;
@@ -489,29 +557,86 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   }
 }
 
+// More than eight rows: a block a row makes the latent's codes for all blocks of the product, and
+// the row's stored key.
+template <class M>
+__global__ void __launch_bounds__(kLatentThreads)
+    front_latent_any(const __grid_constant__ FrontParams params) {
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
+  constexpr int kKeyWarp = kLatentThreads / plat::kWarpLanes - 1;
+  static_assert(kPieces<M> <= kKeyWarp * plat::kWarpLanes && kPieces<M> % plat::kWarpLanes == 0);
+  sm90::launch_dependents();
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::latent));
+  const int token = static_cast<int>(blockIdx.x), k = plat::thread_idx() * kPiece;
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  if (warp_idx == kKeyWarp) {
+    store_key<false>(params, token);
+  } else if (k >= kQLora) {
+    wait_at(params.qkv_done);
+  } else {
+    LatentPiece piece = {};
+    piece.gain = __ldg(reinterpret_cast<const uint4*>(params.q_norm + k));
+    stamps.mark(StampStage::ask);
+    wait_at(params.qkv_done);
+    stamps.mark(StampStage::wait);
+    piece.values = __ldcg(reinterpret_cast<const uint4*>(params.qa + token * kQLora + k));
+    const int padded = padded_rows(params.num_rows);
+    constexpr int kSums = kQLora / kSquared, kTurns = (kSums + 31) / plat::kWarpLanes;
+    float parts[kTurns];
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const int part = lane_idx + i * plat::kWarpLanes;
+      parts[i] = part < kSums ? __ldcg(params.qa_squares + part * padded + token) : 0.0f;
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (const float part : parts) squares += part;
+    squares = plat::warp_sum(squares);
+    const float norm = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+    stamps.mark(StampStage::read);
+    quantize_latent<M>(params.latent_codes + token * kQLora + k,
+                       params.latent_scale + k / kGroup * padded + token, norm, piece, k);
+    stamps.mark(StampStage::store);
+  }
+  open_gate(params.latent_done);
+}
+
 }  // namespace
 
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
-  return with_tiles(params.num_rows, [&]<int kTiles>() {
-    return launch_kernel(front_qkv_fp8_sm90<kTiles>, dim3(kQkvTiles * kQkvBlocks), kProductThreads,
-                         sizeof(typename QkvProduct<kTiles>::Shared), kQkvBlocks, programmatic,
-                         stream, params);
+  return with_model(params.model, [&]<class M>() {
+    return with_tiles(params.num_rows, [&]<int kTiles>() {
+      return launch_kernel(front_qkv_fp8_sm90<M, kTiles>, dim3(Sizes<M>::kQkvTiles * kQkvBlocks),
+                           kProductThreads, sizeof(typename QkvProduct<M, kTiles>::Shared),
+                           kQkvBlocks, programmatic, stream, params);
+    });
   });
 }
 
 cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   if (params.num_heads < 1 || params.num_heads > 64) return cudaErrorInvalidValue;
-  return with_tiles(params.num_rows, [&]<int kTiles>() {
-    const int products = params.num_heads * (kHeadDim / kRows);
-    const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
-    // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of
-    // them.
-    constexpr int kOneAMultiprocessor = 115 * 1024;
-    constexpr int kBytes = sizeof(QShared<kTiles>);
-    constexpr int kAsked =
-        kTiles == 1 && kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
-    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads, kAsked,
-                         1, programmatic, stream, params);
+  return with_model(params.model, [&]<class M>() {
+    return with_tiles(params.num_rows, [&]<int kTiles>() {
+      constexpr int kCluster = M::kNormsHeads ? kTilesPerHead : 1;
+      const int products = params.num_heads * kTilesPerHead;
+      if constexpr (kTiles == 1) {
+        // The row's keys by one block more. No two blocks on a multiprocessor, so that attention
+        // has room on all of them.
+        constexpr int kOneAMultiprocessor = 115 * 1024;
+        constexpr int kBytes = sizeof(FewShared<M>);
+        constexpr int kAsked = kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
+        return launch_kernel(front_q_fp8_sm90<M, 1>, dim3(products + kCluster), kProductThreads,
+                             kAsked, kCluster, programmatic, stream, params);
+      } else {
+        const cudaError_t error = launch_kernel(front_latent_any<M>, dim3(params.num_rows),
+                                                kLatentThreads, 0, 1, programmatic, stream, params);
+        if (error != cudaSuccess) return error;
+        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads,
+                             sizeof(QShared<M, kTiles>), kCluster, programmatic, stream, params);
+      }
+    });
   });
 }
 

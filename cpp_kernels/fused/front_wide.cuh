@@ -2,13 +2,13 @@
 // on both sides.
 //
 // A block has 64 weight rows and kK of their K and asks for all of them before its input is there.
-// kGroups_ warp groups split K; each makes 64 rows of all tokens by wgmma, which reads codes as they
+// The warp groups split K; each makes 64 rows of all tokens by wgmma, which reads codes as they
 // lie: registers hold sums alone, and the loop is short. kBlocks blocks of a cluster split the whole
-// K and meet in the block that owns the row. A step of 32 is summed by itself and then multiplied
-// by the scales of its weight block and of its tokens, so a weight's code is never expanded.
+// K and meet in the block that owns the row. A group of K that shares its scales is summed by
+// itself and then multiplied by them, so a weight's code is never expanded.
 //
-// Rounding       wgmma keeps about 14 bits of a step's sum; steps are added in fp32
-// Determinism    all sums have a fixed order: step, warp group, block
+// Rounding       wgmma keeps about 14 bits of a group's sum; groups are added in fp32
+// Determinism    all sums have a fixed order: group, warp group, block
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
@@ -22,17 +22,20 @@
 
 namespace lowlat::nvidia::fused {
 
-template <int kK_, int kTiles_, int kBlocks_, int kOwned_>
+template <int kGroup_, int kK_, int kTiles_, int kBlocks_, int kOwned_>
 struct WideProduct {
+  // Of K and of weight rows, that share a scale.
+  static constexpr int kGroup = kGroup_;
   static constexpr int kRows = 64, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr int kOwned = kOwned_, kTokens = kTiles * kTileTokens;
-  static constexpr int kWarpsAGroup = 4, kGroups = kProductWarps / kWarpsAGroup;
-  static constexpr int kScaleBlock = 32, kSteps = kK / kScaleBlock / kGroups;
+  static constexpr int kWarpsAPart = 4, kParts = kProductWarps / kWarpsAPart;  // warp groups
+  static constexpr int kScales = kK / kGroup, kSteps = kScales / kParts;
+  static constexpr int kScaleRows = kRows < kGroup ? 1 : kRows / kGroup;
   static constexpr int kPitch = 8 * kK;  // bytes of eight rows
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kTokenBytes = kTokens * kK;
-  static constexpr int kSumBytes = kGroups * kTokens * kSumPitch * 4;
-  static_assert(kScaleBlock == kStep && kK % (2 * kScaleBlock * kGroups) == 0);
+  static constexpr int kSumBytes = kParts * kTokens * kSumPitch * 4;
+  static_assert(kGroup % kStep == 0 && kK % (2 * kGroup * kParts) == 0);
   static_assert(kOwned % 4 == 0 && kOwned * kBlocks == kRows);
 
   struct Shared {
@@ -40,8 +43,8 @@ struct WideProduct {
     // Codes, then, when they are used up, the warp groups' sums [group][token][row].
     alignas(128) unsigned char tokens[kTokenBytes > kSumBytes ? kTokenBytes : kSumBytes];
     alignas(16) float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
-    alignas(16) float token_scale[kK / kScaleBlock][kTokens];
-    float scale[kRows / kScaleBlock][kK / kScaleBlock];
+    alignas(16) float token_scale[kScales][kTokens];
+    float scale[kScaleRows][kScales];
     std::uint64_t owned_barrier;  // of what the cluster sends
   };
 
@@ -72,14 +75,14 @@ struct WideProduct {
     unsigned char* to = shared.weights + warp_idx * kPitch + lane_idx / 8 * 128 + lane_idx % 8 * 16;
 #pragma unroll 4
     for (int k = 0; k < kK; k += 64) copy_16(to + 8 * k, from + k);
-    for (int i = thread_idx; i < kRows / kScaleBlock * (kK / kScaleBlock); i += kProductThreads) {
-      const int row = i / (kK / kScaleBlock), step = i % (kK / kScaleBlock);
+    for (int i = thread_idx; i < kScaleRows * kScales; i += kProductThreads) {
+      const int row = i / kScales, step = i % kScales;
       shared.scale[row][step] =
           stages::from_ue8m0(__ldg(weights.scales + row * weights.scale_stride + step));
     }
   }
 
-  // Copies codes [token, stride] and scales [kK / 32, padded] from their block's first K on. All
+  // Copies codes [token, stride] and scales [kK / kGroup, padded] from their block's first K on. All
   // threads call; run() waits for them.
   LOWLAT_DEVICE static void load_tokens(Shared& shared, const std::uint8_t* codes, int stride,
                                         const float* scale, int padded, int num_rows) {
@@ -95,7 +98,7 @@ struct WideProduct {
       }
     }
     constexpr int kScalePieces = kTokens / 4;
-    for (int i = plat::thread_idx(); i < kK / kScaleBlock * kScalePieces; i += kProductThreads) {
+    for (int i = plat::thread_idx(); i < kScales * kScalePieces; i += kProductThreads) {
       const int group = i / kScalePieces, token = i % kScalePieces * 4;
       if (token < padded) {
         copy_16(&shared.token_scale[group][token], scale + group * padded + token);
@@ -112,13 +115,13 @@ struct WideProduct {
     stamps.mark(StampStage::read);
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    const int group = warp_idx / kWarpsAGroup, warp = warp_idx % kWarpsAGroup;
+    const int group = warp_idx / kWarpsAPart, warp = warp_idx % kWarpsAPart;
     const int g = lane_idx / 4, t = lane_idx % 4;
     float sum[4 * kTiles] = {};
     const int first = group * kSteps;
-    const sm90::CodeRows a = sm90::code_rows(shared.weights, kPitch) + first * kStep;
-    const sm90::CodeRows b = sm90::code_rows(shared.tokens, kPitch) + first * kStep;
-    const float* weight_scale = shared.scale[warp / 2] + first;
+    const sm90::CodeRows a = sm90::code_rows(shared.weights, kPitch) + first * kGroup;
+    const sm90::CodeRows b = sm90::code_rows(shared.tokens, kPitch) + first * kGroup;
+    const float* weight_scale = shared.scale[warp * kScaleRows / kWarpsAPart] + first;
     const auto add = [&](const float (&part)[4 * kTiles], int step) {
       const float own = weight_scale[step];
       const float* scales = shared.token_scale[first + step] + 2 * t;
@@ -135,10 +138,10 @@ struct WideProduct {
     // Two products at a time; the other warp group's sums are added meanwhile.
 #pragma unroll 1
     for (int step = 0; step < kSteps; step += 2) {
-      float even[4 * kTiles], odd[4 * kTiles];
+      float even[4 * kTiles] = {}, odd[4 * kTiles] = {};
       sm90::codes_fence();
-      sm90::multiply_codes<kTiles>(even, a + step * kStep, b + step * kStep);
-      sm90::multiply_codes<kTiles>(odd, a + (step + 1) * kStep, b + (step + 1) * kStep);
+      multiply_group(even, a + step * kGroup, b + step * kGroup);
+      multiply_group(odd, a + (step + 1) * kGroup, b + (step + 1) * kGroup);
       sm90::codes_commit();
       sm90::codes_wait();
       add(even, step);
@@ -156,9 +159,18 @@ struct WideProduct {
     }
     plat::block_sync();
     stamps.mark(StampStage::compute);
-    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kGroups, kSumPitch>(
+    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
         partial, shared.owned, &shared.owned_barrier, num_rows);
     stamps.mark(StampStage::sum);
+  }
+
+  LOWLAT_DEVICE static void multiply_group(float (&sum)[4 * kTiles], sm90::CodeRows a,
+                                           sm90::CodeRows b) {
+    sm90::multiply_codes<kTiles, false>(sum, a, b);
+#pragma unroll
+    for (int k = kStep; k < kGroup; k += kStep) {
+      sm90::multiply_codes<kTiles, true>(sum, a + k, b + k);
+    }
   }
 
   // The sum of an owned row, after run().

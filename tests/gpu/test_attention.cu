@@ -1,5 +1,6 @@
 // The kernels of a layer's attention half at true shapes, each against float64 on the inputs that
-// the device had: TP4's share of V4.1-Flash, its mailboxes looped back to the one device.
+// the device had: TP4's share of V4.1-Flash (or of V4-Flash, where LOWLAT_BENCH_V4 is defined), its
+// mailboxes looped back to the one device.
 #include "bench/attn_layer.hpp"
 #include "gpu.cuh"
 #include "reference/attention.hpp"
@@ -37,7 +38,7 @@ std::vector<double> values(const std::vector<std::uint16_t>& codes) {
   for (std::size_t i = 0; i < codes.size(); ++i) out[i] = reference::from_bf16(codes[i]);
   return out;
 }
-// e4m3 codes [rows, width] under scales [width / 32, padded].
+// e4m3 codes [rows, width] under scales [width / group, padded].
 std::vector<double> values(const std::vector<std::uint8_t>& codes, const std::vector<float>& scale,
                            int rows, int width) {
   std::vector<double> out(codes.size());
@@ -45,8 +46,8 @@ std::vector<double> values(const std::vector<std::uint8_t>& codes, const std::ve
   for (int row = 0; row < rows; ++row) {
     for (int i = 0; i < width; ++i) {
       const std::size_t at = static_cast<std::size_t>(row) * width + i;
-      out[at] =
-          reference::from_e4m3(codes[at]) * scale[static_cast<std::size_t>(i / 32 * padded + row)];
+      out[at] = reference::from_e4m3(codes[at]) *
+                scale[static_cast<std::size_t>(i / kScaleGroup * padded + row)];
     }
   }
   return out;
@@ -65,7 +66,8 @@ std::vector<double> half_values(const std::vector<std::uint16_t>& codes,
   for (int row = 0; row < rows; ++row) {
     for (int i = 0; i < width; ++i) {
       const std::size_t at = static_cast<std::size_t>(row) * width + i;
-      out[at] = from_f16(codes[at]) * scale[static_cast<std::size_t>(i / 32 * padded + row)];
+      out[at] =
+          from_f16(codes[at]) * scale[static_cast<std::size_t>(i / kScaleGroup * padded + row)];
     }
   }
   return out;
@@ -84,7 +86,8 @@ std::vector<double> product(const std::vector<double>& x, const HostFp8& w, int 
     for (std::int64_t out = 32 * tile; out < 32 * tile + 32; ++out) {
       for (int i = 0; i < k; ++i) {
         weight[i] = table[w.codes[out * k + i]] *
-                    reference::from_ue8m0(w.scales[out / 32 * (k / 32) + i / 32]);
+                    reference::from_ue8m0(
+                        w.scales[out / kScaleGroup * (k / kScaleGroup) + i / kScaleGroup]);
       }
       for (int row = 0; row < rows; ++row) {
         double sum = 0.0;
@@ -102,7 +105,8 @@ std::vector<double> rounded(std::vector<double> v) {
 }
 std::vector<double> quantized(const std::vector<std::uint16_t>& x) {
   std::vector<double> out(x.size());
-  reference::quantize_activation(out.data(), x.data(), static_cast<std::int64_t>(x.size()), 32);
+  reference::quantize_activation(out.data(), x.data(), static_cast<std::int64_t>(x.size()),
+                                 kScaleGroup);
   return out;
 }
 std::vector<std::uint16_t> codes_of(const std::vector<double>& v) {
@@ -121,6 +125,17 @@ std::vector<std::uint8_t> flat(const std::vector<std::uint8_t>& pool) {
                 page + kSlotsPerPage * 576 + slot % kSlotsPerPage * 8, 8);
   }
   return out;
+}
+
+// V4: q [rows, heads, 512] normed by heads.
+void norm_heads(std::vector<double>& q) {
+  for (std::size_t head = 0; head < q.size(); head += kDim) {
+    double squares = 0.0;
+    for (int i = 0; i < kDim; ++i) squares += q[head + i] * q[head + i];
+    for (int i = 0; i < kDim; ++i) {
+      q[head + i] = reference::round_bf16(q[head + i] / std::sqrt(squares / kDim + kNormEps));
+    }
+  }
 }
 
 // The attention of the given q and keys, rotated back, as bf16 values.
@@ -196,24 +211,35 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
       fused::launch_begin_step(mail.step_epoch.get(), 3, gates.words(), gates.num_words(), nullptr),
       "begin step");
   act.put_u(u_codes, u_scale, static_cast<std::uint32_t>(mail.step_epoch.take()[0]) + act.index);
-  must_run(fused::launch_mix(mixing(0), 8, false, false, nullptr), "mix");
-  const std::vector<float> first_mix = act.mix.take();
+  // V4's exchanges make the statistics, the step's first one without anything to receive.
+  const auto exchange = [&](int index, int side, bool early) {
+    return kIsV4 ? fused::launch_exchange_mix(act.exchange_mix(device, port, index, side, true),
+                                              false, nullptr)
+                 : fused::launch_exchange_norm(act.exchange(device, port, index, side, early),
+                                               kHidden, false, nullptr);
+  };
+  must_run(kIsV4 ? fused::launch_exchange_mix(act.exchange_mix(device, port, 0, 0, false), false,
+                                              nullptr)
+                 : fused::launch_mix(mixing(0), 8, false, false, nullptr),
+           "mix");
+  const std::vector<float> first_mix = (kIsV4 ? act.mixes[0] : act.mix).take();
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
   must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
-  must_run(
-      fused::launch_exchange_norm(act.exchange(device, port, 1, 0, false), kHidden, false, nullptr),
-      "exchange");
+  must_run(exchange(1, 0, false), "exchange");
   const std::vector<double> u = values(u_codes, u_scale, rows, kGroups * 1024);
   const std::vector<float> partial = act.partial.take();
   expect("wo_b partial", rows, std::vector<double>(partial.begin(), partial.end()),
          product(u, weights.wo_b, rows, kHidden, kGroups * 1024, kGroups * 1024, 0), 1e-5);
 
   std::vector<float> pre(act.count(4)), post(act.count(4)), comb(act.count(16));
-  parallel(rows, [&](std::int64_t row) {
-    reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16],
-                        &residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
-                        weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
-  });
+  const auto mix_of = [&](const std::vector<std::uint16_t>& from) {
+    parallel(rows, [&](std::int64_t row) {
+      reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16], &from[row * 4 * kHidden],
+                          weights.fn.data(), weights.base.data(), weights.scale.data(), 1, kHidden,
+                          kNormEps, kHcEps, kSinkhornIters);
+    });
+  };
+  mix_of(residual);
   const auto expect_mix = [&](const char* what, const std::vector<float>& mix) {
     std::vector<double> got, want;
     for (int row = 0; row < rows; ++row) {
@@ -234,8 +260,9 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                      rows, kHidden);
   const std::vector<std::uint16_t> got_residual = act.residual[1].take(), x = act.x.take();
   expect("residual", rows, values(got_residual), values(want_residual), 4e-3);
+  if (kIsV4) mix_of(got_residual);
   reference::hc_combine_norm(want_x.data(), got_residual.data(), pre.data(), weights.gain.data(),
-                             rows, kHidden, kNormEps, false);
+                             rows, kHidden, kNormEps, kIsV4);
   expect("x", rows, values(x), values(want_x), 4e-3);
   const std::vector<double> x_quantized =
       values(act.take_codes(act.x_codes, act.packets.x, kHidden),
@@ -244,8 +271,8 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
 
   // The front.
   fused::FrontParams front = act.front(device, device_keys);
-  must_run(fused::launch_mix(mixing(1), 2, true, false, nullptr), "mix");
-  const std::vector<float> second_mix = act.mix.take();
+  if (!kIsV4) must_run(fused::launch_mix(mixing(1), 2, true, false, nullptr), "mix");
+  const std::vector<float> second_mix = (kIsV4 ? act.mixes[1] : act.mix).take();
   must_run(fused::launch_front_qkv(front, false, nullptr), "qkv");
   const std::vector<std::uint16_t> qa = act.take_halves(act.qa, act.packets.qa, kQLora),
                                    kv = act.take_halves(act.kv, act.packets.kv, kDim);
@@ -255,16 +282,10 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
          rounded(product(x_quantized, weights.wkv, rows, kDim, kHidden, kHidden, 0)), 4e-3);
   {
     // Other statistics, by way of the parameters: another exchange from residual 1.
-    parallel(rows, [&](std::int64_t row) {
-      reference::hc_stats(&pre[row * 4], &post[row * 4], &comb[row * 16],
-                          &got_residual[row * 4 * kHidden], weights.fn.data(), weights.base.data(),
-                          weights.scale.data(), 1, kHidden, kNormEps, kHcEps, kSinkhornIters);
-    });
+    mix_of(got_residual);
     expect_mix("statistics by two blocks", second_mix);
     must_run(fused::launch_oproj_b(act.oproj(device, port, 2, true), false, nullptr), "wo_b, sent");
-    must_run(fused::launch_exchange_norm(act.exchange(device, port, 2, 1, true), kHidden, false,
-                                         nullptr),
-             "exchange, early");
+    must_run(exchange(2, 1, true), "exchange, early");
     reference::hc_post(want_residual.data(), got_residual.data(), y.data(), post.data(),
                        comb.data(), rows, kHidden);
     expect("residual, statistics by two blocks", rows, values(act.residual[0].take()),
@@ -275,6 +296,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   reference::rms_norm(latent.data(), qa.data(), weights.q_norm.data(), rows, kQLora, kNormEps);
   std::vector<double> want_q =
       rounded(product(quantized(latent), weights.wq_b, rows, kHeads * kDim, kQLora, kQLora, 0));
+  if (kIsV4) norm_heads(want_q);
   const std::vector<std::int64_t> positions(keys.positions.begin(), keys.positions.end());
   reference::rope(want_q.data(), positions.data(), rows, kHeads, kDim, true, false);
   const std::vector<std::uint16_t> q = act.take_halves(act.q, act.packets.q, kHeads * kDim);
@@ -316,7 +338,8 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   CHECK(want_pool == got_pool);  // no other stored row changed
 
   // Attention, by every number of blocks a row.
-  const std::vector<double> want_o = attention(q, keys, sink, rows);
+  const std::vector<double> plain_o = attention(q, keys, sink, rows);
+  const std::vector<double> want_o = kIsV4 ? quantized(codes_of(plain_o)) : plain_o;
   std::vector<double> o;
   for (const int blocks : {16, 8, 4, 2, 0}) {
     fused::AttentionParams params = act.attention(device, device_keys);
@@ -327,7 +350,8 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
     o = half_values(act.take_halves(act.o, act.packets.o, kHeads * kDim),
                     act.take_scales(act.o_scale, act.packets.o, kHeads * kDim, 4), rows,
                     kHeads * kDim);
-    expect("attention", rows, o, want_o, 5e-3);
+    // V4: a code of o moves where attention's own error passes a tie.
+    expect("attention", rows, o, want_o, kIsV4 ? 3e-2 : 5e-3);
   }
   if (awkward) {
     bool zero = true;
@@ -342,8 +366,9 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
     HostFp8 part;
     part.codes.assign(weights.wo_a.codes.begin() + group * 1024 * 4096,
                       weights.wo_a.codes.begin() + (group + 1) * 1024 * 4096);
-    part.scales.assign(weights.wo_a.scales.begin() + group * 32 * 128,
-                       weights.wo_a.scales.begin() + (group + 1) * 32 * 128);
+    constexpr int kScales = 1024 / kScaleGroup * (4096 / kScaleGroup);
+    part.scales.assign(weights.wo_a.scales.begin() + group * kScales,
+                       weights.wo_a.scales.begin() + (group + 1) * kScales);
     const std::vector<double> y_part =
         product(o, part, rows, 1024, 4096, kHeads * kDim, group * 4096);
     for (int row = 0; row < rows; ++row) {
@@ -366,7 +391,9 @@ void check_deadline(const DeviceWeights& device) {
   fused::ExchangePort port = mail.looped(kRanks);
   port.budget_ns = 20'000'000;
   must_run(
-      fused::launch_exchange_norm(act.exchange(device, port, 1, 0, false), kHidden, false, nullptr),
+      kIsV4 ? fused::launch_exchange_mix(act.exchange_mix(device, port, 1, 0, true), false, nullptr)
+            : fused::launch_exchange_norm(act.exchange(device, port, 1, 0, false), kHidden, false,
+                                          nullptr),
       "exchange without a sender");
   const auto x = act.x.take();
   bool nan = true;
