@@ -16,6 +16,7 @@
 #endif
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fused/front_product.cuh"
 #include "platform/nvidia_sm90_codes.cuh"
@@ -38,11 +39,18 @@ struct WideProduct {
   static_assert(kGroup % kStep == 0 && kK % (2 * kGroup * kParts) == 0);
   static_assert(kOwned % 4 == 0 && kOwned * kBlocks == kRows);
 
+  // Written by each block of the cluster. A block that owns all its rows has it over the weights.
+  struct Owned {
+    float sums[kBlocks][kTokens][kOwned];
+  };
+  struct Nothing {};
+  static_assert(kBlocks > 1 || sizeof(Owned) <= kRows * kK);
+
   struct Shared {
     alignas(128) unsigned char weights[kRows * kK];
     // Codes, then, when they are used up, the warp groups' sums [group][token][row].
     alignas(128) unsigned char tokens[kTokenBytes > kSumBytes ? kTokenBytes : kSumBytes];
-    alignas(16) float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
+    alignas(16) std::conditional_t<(kBlocks > 1), Owned, Nothing> owned;
     alignas(16) float token_scale[kScales][kTokens];
     float scale[kScaleRows][kScales];
     std::uint64_t owned_barrier;  // of what the cluster sends
@@ -160,7 +168,7 @@ struct WideProduct {
     plat::block_sync();
     stamps.mark(StampStage::compute);
     hand_over_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
-        partial, shared.owned, &shared.owned_barrier, num_rows);
+        partial, owned_of(shared).sums, &shared.owned_barrier, num_rows);
     stamps.mark(StampStage::sum);
   }
 
@@ -174,11 +182,21 @@ struct WideProduct {
   }
 
   // The sum of an owned row, after run().
-  LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
-    float total = shared.owned[0][token][owned_row];
+  LOWLAT_DEVICE static float sum(Shared& shared, int token, int owned_row) {
+    const Owned& owned = owned_of(shared);
+    float total = owned.sums[0][token][owned_row];
 #pragma unroll
-    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
+    for (int i = 1; i < kBlocks; ++i) total += owned.sums[i][token][owned_row];
     return total;
+  }
+
+ private:
+  LOWLAT_DEVICE static Owned& owned_of(Shared& shared) {
+    if constexpr (kBlocks > 1) {
+      return shared.owned;
+    } else {
+      return *reinterpret_cast<Owned*>(shared.weights);
+    }
   }
 };
 
