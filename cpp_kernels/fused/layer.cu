@@ -312,7 +312,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     const auto launch_statistics = [&](bool programmatic) {
       if (is_v4) return;
       run(HopKernel::mix, [&] {
-        const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : rows > kHopRows ? 64 : 32;
+        const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : 32;
         return launch_mix(mix, blocks, false, programmatic, stream);
       });
     };
