@@ -56,10 +56,7 @@ struct ShapeB {
 
 template <class M, int kTiles>
 struct SharedA {
-  using Shape = ShapeA<M, kTiles>;
-  typename Shape::Linear::Shared product;
-  // Largest of each block's outputs of a group, by block and token.
-  float amax[Shape::kShares ? Shape::kBlocks : 1][Shape::kShares ? kTiles * kTileTokens : 1];
+  typename ShapeA<M, kTiles>::Linear::Shared product;
   std::uint64_t amax_barrier;
 };
 
@@ -160,13 +157,16 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     }
     return amax;
   };
+  // By block and token, where the activations' scales were: who sends has all sums of this block,
+  // whose products are over then.
+  auto& amax_of_block = shared.token_scale;
   if constexpr (Shape::kShares) {
-    static_assert(kBlocks <= kOwned);
+    static_assert(kBlocks <= kOwned && kBlocks <= kK / kStep);
     for (int first = 0; first < params.num_rows; first += kTokensATurn) {
       const int token = first + first_token;
       const float amax = amax_of(min(token, params.num_rows - 1));
       if (token < params.num_rows && row < kBlocks) {
-        sm90::send_to_peer(sm90::peer_address(&whole.amax[rank][token], row), amax,
+        sm90::send_to_peer(sm90::peer_address(&amax_of_block[rank][token], row), amax,
                            sm90::peer_address(&whole.amax_barrier, row));
       }
     }
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     float amax = 0.0f;
     if constexpr (Shape::kShares) {
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) amax = plat::max(whole.amax[i][known], amax);
+      for (int i = 0; i < kBlocks; ++i) amax = plat::max(amax_of_block[i][known], amax);
     } else {
       amax = amax_of(known);
     }
