@@ -5,6 +5,12 @@
 //
 // Exit code 1: a failure.
 #include "bench/layer_v4_case.cuh"
+// The model comes first.
+#include "bench/layer_stamps.hpp"
+
+#ifndef LOWLAT_STAMPS
+#define LOWLAT_STAMPS 0
+#endif
 
 namespace lowlat::bench {
 namespace {
@@ -70,6 +76,12 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
         good ? "ok  " : "FAIL", ratio, length, rows, c.name, times.median_us / kLayers,
         times.low_us / kLayers, times.high_us / kLayers, distinct / kLayers,
         chain.mail.faulted() ? "  FAULTED" : "");
+    if (LOWLAT_STAMPS != 0) {
+      chain.layers.stamps.zero();
+      graph.replay();
+      graph.wait();
+      print_stamps(chain.layers.stamps.take(), 2);
+    }
   }
 }
 

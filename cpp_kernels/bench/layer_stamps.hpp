@@ -1,0 +1,67 @@
+// bench/layer_stamps.hpp: clock stamps of a layer's kernels, as lines of text.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
+#include "fused/stamps.hpp"
+
+namespace lowlat::bench {
+
+namespace fused = nvidia::fused;
+
+// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds
+// from the first block's begin.
+inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
+  const auto stages = static_cast<std::size_t>(fused::StampStage::count);
+  std::vector<double> offset(1024, -1e300);
+  std::uint64_t first_ns = ~std::uint64_t{0};
+  for (std::size_t i = 0; i < all.size(); i += stages) {
+    if (all[i].begin != 0) first_ns = std::min(first_ns, all[i].begin);
+  }
+  constexpr double kTicksAUs = 1980.0;
+  for (std::size_t i = 0; i < all.size(); i += stages) {
+    const fused::Stamp& align = all[i];
+    if (align.begin == 0) continue;
+    double& to = offset[align.multiprocessor];
+    to = std::max(to, static_cast<double>(align.begin - first_ns) * 1e-3 -
+                          static_cast<double>(align.end) / kTicksAUs);
+  }
+  const char* const kNames[] = {"qkv",      "q",   "attention", "wo_a",      "wo_b",
+                                "exchange", "mix", "experts",   "exchange 2"};
+  const char* const kStages[] = {"begin", "ask", "wait", "read", "compute", "sum", "store"};
+  double start = 1e300;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int kernel = 0; kernel < 9; ++kernel) {
+      for (std::size_t stage = 0; stage < 7; ++stage) {
+        std::vector<double> ends, lengths;
+        for (std::size_t block = 0; block < fused::kStampBlocks; ++block) {
+          const fused::Stamp& stamp =
+              all[((16 * layer_idx + kernel) * std::size_t{fused::kStampBlocks} + block) * stages +
+                  stage];
+          if (stamp.begin == 0) continue;
+          const double end =
+              static_cast<double>(stamp.end) / kTicksAUs + offset[stamp.multiprocessor];
+          ends.push_back(end);
+          if (stage > 0)
+            lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / kTicksAUs);
+          start = std::min(start, end);
+        }
+        if (ends.empty() || pass == 0) continue;
+        std::sort(ends.begin(), ends.end());
+        std::sort(lengths.begin(), lengths.end());
+        std::printf("stamp %-10s %-7s blocks %3zu end: first %7.2f median %7.2f last %7.2f",
+                    kNames[kernel], kStages[stage], ends.size(), ends.front() - start,
+                    ends[ends.size() / 2] - start, ends.back() - start);
+        if (!lengths.empty()) {
+          std::printf("  length: median %6.2f longest %6.2f", lengths[lengths.size() / 2],
+                      lengths.back());
+        }
+        std::printf("\n");
+      }
+    }
+  }
+}
+
+}  // namespace lowlat::bench
