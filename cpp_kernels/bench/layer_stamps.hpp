@@ -36,6 +36,7 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
     for (int kernel = 0; kernel < 9; ++kernel) {
       for (std::size_t stage = 0; stage < 7; ++stage) {
         std::vector<double> ends, lengths;
+        std::vector<int> blocks_of(1024, 0);  // of a multiprocessor
         for (std::size_t block = 0; block < fused::kStampBlocks; ++block) {
           const fused::Stamp& stamp =
               all[((16 * layer_idx + kernel) * std::size_t{fused::kStampBlocks} + block) * stages +
@@ -44,6 +45,7 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
           const double end =
               static_cast<double>(stamp.end) / kTicksAUs + offset[stamp.multiprocessor];
           ends.push_back(end);
+          ++blocks_of[stamp.multiprocessor];
           if (stage > 0)
             lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / kTicksAUs);
           start = std::min(start, end);
@@ -57,6 +59,10 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
         if (!lengths.empty()) {
           std::printf("  length: median %6.2f longest %6.2f", lengths[lengths.size() / 2],
                       lengths.back());
+        }
+        if (stage == 0) {
+          std::printf("  at most %d on a multiprocessor",
+                      *std::max_element(blocks_of.begin(), blocks_of.end()));
         }
         std::printf("\n");
       }

@@ -10,7 +10,7 @@
 // Rounding     bf16 where bf( ) stands, codes nearest-even
 // Bytes        TP4: 9.18 MB, then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
-// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four; V4's
+// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four, V4's
 //              second: a cluster a head. Weights are on their way before the input is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
@@ -23,6 +23,7 @@
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
+#include "fused/front_wide.cuh"
 #include "fused/model.hpp"
 #include "stages/kv.hpp"
 
@@ -44,8 +45,15 @@ struct Sizes {
   static constexpr int kQkvTiles = (M::kQLora + kHeadDim) / kRows;
 };
 
+// Products of 64 rows: of few tokens, or of more.
+template <class M, int kTiles, int kK, int kBlocks>
+using FrontProduct = std::conditional_t<
+    kTiles == 1, Product<kRows, kK, 1, kBlocks, kRows / kBlocks, 0>,
+    WideProduct<kK, kTiles == 1 ? 2 : kTiles, kBlocks, kRows / kBlocks, M::kScaleBlock>>;
 template <class M, int kTiles>
-using QkvProduct = Product<kRows, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks, 1>;
+using QkvProduct = FrontProduct<M, kTiles, Sizes<M>::kQkvK, kQkvBlocks>;
+template <class M, int kTiles>
+using QProduct = FrontProduct<M, kTiles, M::kQLora, 1>;
 
 template <int kTiles>
 constexpr int min_blocks() {
@@ -71,11 +79,11 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       from.codes + static_cast<std::int64_t>(first_row) * kHidden + rank * kQkvK,
       from.scales + first_row / kGroup * kScaleStride + rank * kQkvK / kGroup, kHidden,
       kScaleStride};
-  Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
   const int padded = padded_rows(params.num_rows);
   constexpr int kOwned = Linear::kOwned;
   static_assert(kOwned == kSquared);
   if constexpr (kTiles == 1) {
+    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::qkv);
     const HopTag x_hop = hop_tag(params.hop, params.x_index, HopKernel::qkv);
     const auto* from = static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8;
@@ -97,64 +105,66 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     send_packet(out + token * width + (first_row + rank * kOwned) / 4 + quad, hop.tag,
                 sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
     stamps.mark(StampStage::store);
-    return;
-  }
-  const CodeActivations<kGroup, false> x{params.x_codes + rank * kQkvK,
-                                         params.x_scale + rank * kQkvK / kGroup * padded, kHidden,
-                                         padded};
-  constexpr int kPairs = kOwned / 2;
-  static_assert(kProductThreads % kPairs == 0);
-  Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::qkv));
-  stamps.mark(StampStage::ask);
-  std::uint16_t* out = is_q ? params.qa : params.kv;
-  const int width = is_q ? kQLora : kHeadDim;
-  wait_at(params.before);
-  stamps.mark(StampStage::wait);
-  Linear::run(shared, x, params.num_rows, stamps);
-  // Whole warps stay together: padded rows, of which those that are not there are not stored.
+  } else {
+    Linear::load(shared, weights, params.num_rows);
+    constexpr int kPairs = kOwned / 2;
+    static_assert(kProductThreads % kPairs == 0);
+    Stamps stamps(stamp_sink(params.hop),
+                  params.hop.id + static_cast<std::uint32_t>(HopKernel::qkv));
+    stamps.mark(StampStage::ask);
+    std::uint16_t* out = is_q ? params.qa : params.kv;
+    const int width = is_q ? kQLora : kHeadDim;
+    wait_at(params.before);
+    stamps.mark(StampStage::wait);
+    Linear::load_tokens(shared, params.x_codes + rank * kQkvK, kHidden,
+                        params.x_scale + rank * kQkvK / kGroup * padded, padded, params.num_rows);
+    Linear::run(shared, params.num_rows, stamps);
+    // Whole warps stay together: padded rows, of which those that are not there are not stored.
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
-    const int token = i / kPairs, row = i % kPairs * 2;
-    const std::uint32_t pair =
-        sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
-    const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
-    float squares = plat::fma(low, low, high * high);
+    for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
+      const int token = i / kPairs, row = i % kPairs * 2;
+      const std::uint32_t pair =
+          sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
+      const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
+      float squares = plat::fma(low, low, high * high);
 #pragma unroll
-    for (int mask = 1; mask < kPairs; mask *= 2) {
-      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+      for (int mask = 1; mask < kPairs; mask *= 2) {
+        squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+      }
+      if (token >= params.num_rows) continue;
+      *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) =
+          pair;
+      if (is_q && row == 0)
+        params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
     }
-    if (token >= params.num_rows) continue;
-    *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) = pair;
-    if (is_q && row == 0) params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
+    stamps.mark(StampStage::store);
+    open_gate(params.qkv_done);
   }
-  stamps.mark(StampStage::store);
-  open_gate(params.qkv_done);
 }
 
-template <class M, int kTiles>
-using QProduct = Product<kRows, M::kQLora, kTiles, 1, kRows, 0>;
-
 // What the blocks of a head tell each other, where heads are normed.
-template <class M, int kTokens>
+template <int kTokens>
 struct HeadSquares {
   float of_tile[kTilesPerHead][kTokens];
   std::uint64_t barrier;
 };
-template <class M, int kTokens>
-  requires(!M::kNormsHeads)
-struct HeadSquares<M, kTokens> {};
+struct None {};
 
 template <class M, int kTiles>
 struct QShared {
   static constexpr int kTokens = kTiles * kTileTokens;
-  static constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
-  static constexpr int kPitch = kQLora + 32;  // as of the weights
   typename QProduct<M, kTiles>::Shared product;
-  alignas(16) std::uint8_t codes[kTokens * kPitch];
-  float scale[kQLora / kGroup * kTokens];
   float norm[kTokens];
   float2 turn[kTokens][kRopePairs];  // cosine and sine
-  HeadSquares<M, kTokens> head;
+  struct Few {
+    static constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
+    static constexpr int kPitch = kQLora + 32;  // as of the weights
+    alignas(16) std::uint8_t codes[kTokens * kPitch];
+    float scale[kQLora / kGroup * kTokens];
+    alignas(16) std::uint16_t latent[kTokens][kQLora], gain[kQLora];  // bf16
+  };
+  [[no_unique_address]] std::conditional_t<kTiles == 1, Few, None> few;
+  [[no_unique_address]] std::conditional_t<M::kNormsHeads, HeadSquares<kTokens>, None> head;
 };
 
 LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position) {
@@ -162,13 +172,13 @@ LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position
   return make_float2(plat::cos(angle), plat::sin(angle));
 }
 
-// The head's blocks start; the calling thread 0 makes the barrier before. All threads call after.
+// The head's blocks will tell their squares; one thread calls, before all of them start.
 template <class Head>
 LOWLAT_DEVICE void expect_squares(Head& head, int num_rows) {
   sm90::barrier_init(&head.barrier, 1);
   sm90::barrier_arrive_expect(&head.barrier, kTilesPerHead * num_rows * 4);
 }
-// A lane of a token's tells the block `peer` of the head the sum of squares of this block's tile.
+// Tells the block `peer` of the head the sum of squares of this block's tile.
 template <class Head>
 LOWLAT_DEVICE void send_squares(Head& head, int token, int peer, float squares) {
   sm90::send_to_peer(sm90::peer_address(&head.of_tile[sm90::cluster_rank()][token], peer), squares,
@@ -197,9 +207,10 @@ LOWLAT_DEVICE LatentPiece load_latent(const FrontParams& params, int piece) {
   return {__ldcg(reinterpret_cast<const uint4*>(params.qa + piece * kPiece)),
           __ldg(reinterpret_cast<const uint4*>(params.q_norm + piece % kPieces<M> * kPiece))};
 }
-template <class M>
-LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale, int padded,
-                                   const float* norms, const LatentPiece& from, int piece) {
+// Codes go to place(token, k), scales to scale[k / group * padded + token].
+template <class M, class Place>
+LOWLAT_DEVICE void quantize_latent(Place place, float* scale, int padded, const float* norms,
+                                   const LatentPiece& from, int piece) {
   constexpr int kGroup = M::kScaleBlock;
   static_assert(kGroup % kPiece == 0 && kGroup / kPiece <= plat::kWarpLanes);
   const int token = piece / kPieces<M>, k = piece % kPieces<M> * kPiece;
@@ -229,7 +240,7 @@ LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale,
         sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse, sm90::high_bf16(b) * group.inverse)
             << 16;
   }
-  *reinterpret_cast<uint2*>(codes + token * pitch + k) = make_uint2(packed[0], packed[1]);
+  *reinterpret_cast<uint2*>(place(token, k)) = make_uint2(packed[0], packed[1]);
   if (k % kGroup == 0) scale[k / kGroup * padded + token] = group.scale;
 }
 
@@ -340,26 +351,26 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   *reinterpret_cast<uint4*>(to + 16) = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
-// Up to eight rows: a warp has a row's latent, so its norm is the warp's own.
+// Up to eight rows: a warp reads a row's latent and has its norm; then all threads quantise all
+// rows, by a short loop: unrolled over what a warp has read, its code took 2 us to come.
 template <class M>
 LOWLAT_DEVICE void q_of_few(QShared<M, 1>& shared, const FrontParams& params, int tile,
                             bool rotates) {
   using Linear = QProduct<M, 1>;
-  constexpr int kTokens = QShared<M, 1>::kTokens, kPitch = QShared<M, 1>::kPitch;
+  constexpr int kTokens = QShared<M, 1>::kTokens, kPitch = QShared<M, 1>::Few::kPitch;
   constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
-  constexpr int kPackets = kQLora / 4 / plat::kWarpLanes, kLanes = kGroup / 4;
+  constexpr int kPackets = kQLora / 4 / plat::kWarpLanes;
   static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
+  static_assert(kPieces<M> <= kProductThreads && kPieces<M> % plat::kWarpLanes == 0);
   const int num_rows = params.num_rows;
   const int token = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
   const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
   Stamps stamps(params.hop.port->stamps, hop.kernel);
   stamps.mark(StampStage::ask);
-  uint2 gain[kPackets];
-#pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    gain[i] =
-        __ldg(reinterpret_cast<const uint2*>(params.q_norm) + lane_idx + i * plat::kWarpLanes);
+  if (plat::thread_idx() < kPieces<M>) {
+    *reinterpret_cast<uint4*>(shared.few.gain + plat::thread_idx() * kPiece) =
+        __ldg(reinterpret_cast<const uint4*>(params.q_norm) + plat::thread_idx());
   }
   const auto* from =
       static_cast<const plat::TaggedWords*>(params.packets.qa) + token * (kQLora / 4);
@@ -372,48 +383,39 @@ LOWLAT_DEVICE void q_of_few(QShared<M, 1>& shared, const FrontParams& params, in
   stamps.mark(StampStage::wait);
   if (token < num_rows) {
     HopWords words[kPackets];
-    // Packets as they lie, so that a warp reads whole lines; eight lanes have a group of 32.
+    // Packets as they lie, so that a warp reads whole lines.
     take_packets(words, hop, (1u << kPackets) - 1u,
                  [&](int i) { return from + lane_idx + i * plat::kWarpLanes; });
-    float v[kPackets][4], squares = 0.0f;
+    float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
+      *reinterpret_cast<uint2*>(shared.few.latent[token] + 4 * (lane_idx + i * plat::kWarpLanes)) =
+          make_uint2(pairs[0], pairs[1]);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        v[i][2 * j] = sm90::low_bf16(pairs[j]), v[i][2 * j + 1] = sm90::high_bf16(pairs[j]);
-        squares = plat::fma(v[i][2 * j], v[i][2 * j], squares);
-        squares = plat::fma(v[i][2 * j + 1], v[i][2 * j + 1], squares);
+      for (const std::uint32_t pair : pairs) {
+        const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
+        squares = plat::fma(low, low, squares);
+        squares = plat::fma(high, high, squares);
       }
     }
-    const float norm =
-        quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + params.norm_eps);
-#pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      const std::uint32_t gains[2] = {gain[i].x, gain[i].y};
-      float amax = 0.0f;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        v[i][2 * j] = quick_bf16(v[i][2 * j] * norm * sm90::low_bf16(gains[j]));
-        v[i][2 * j + 1] = quick_bf16(v[i][2 * j + 1] * norm * sm90::high_bf16(gains[j]));
-        amax = plat::max(plat::abs(v[i][2 * j]), amax);
-        amax = plat::max(plat::abs(v[i][2 * j + 1]), amax);
-      }
-#pragma unroll
-      for (int mask = 1; mask < kLanes; mask *= 2) {
-        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-      }
-      const PowerScale group = power_scale(amax);
-      const int packet = lane_idx + i * plat::kWarpLanes;
-      *reinterpret_cast<std::uint32_t*>(shared.codes + token * kPitch + 4 * packet) =
-          sm90::to_e4m3_pair(v[i][0] * group.inverse, v[i][1] * group.inverse) |
-          sm90::to_e4m3_pair(v[i][2] * group.inverse, v[i][3] * group.inverse) << 16;
-      if (packet % kLanes == 0) shared.scale[packet / kLanes * kTokens + token] = group.scale;
+    squares = plat::warp_sum(squares);
+    if (lane_idx == 0) {
+      shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
     }
   }
   plat::block_sync();
+#pragma unroll 1
+  for (int piece = plat::thread_idx(); piece < num_rows * kPieces<M>; piece += kProductThreads) {
+    const LatentPiece values = {
+        *reinterpret_cast<const uint4*>(&shared.few.latent[0][0] + piece * kPiece),
+        *reinterpret_cast<const uint4*>(shared.few.gain + piece % kPieces<M> * kPiece)};
+    quantize_latent<M>([&](int row, int k) { return shared.few.codes + row * kPitch + k; },
+                       shared.few.scale, kTokens, shared.norm, values, piece);
+  }
+  plat::block_sync();
   stamps.mark(StampStage::read);
-  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
+  const CodeActivations<kGroup, true> latent{shared.few.codes, shared.few.scale, kPitch, kTokens};
   Linear::run(shared.product, latent, num_rows, stamps);
   const int width = params.num_heads * (kHeadDim / 4);
   const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
@@ -483,7 +485,12 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   if constexpr (M::kNormsHeads) {
     if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
   }
-  Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
+  if constexpr (kTiles == 1) {
+    Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
+  } else {
+    Linear::load(shared.product, weights, num_rows);
+  }
+  // Thread 0 has made barriers known (load) before its own arrival.
   if constexpr (M::kNormsHeads) sm90::cluster_arrive_relaxed();
   // The head's last tile is the one that rotates.
   const bool rotates = tile % kTilesPerHead == kTilesPerHead - 1;
@@ -495,87 +502,87 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     }
   }
   constexpr int kTokens = QShared<M, kTiles>::kTokens;
-  constexpr int kPitch = QShared<M, kTiles>::kPitch;
   if constexpr (kTiles == 1) {
     q_of_few<M>(shared, params, tile, rotates);
-    return;
-  }
-  Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::q));
-  stamps.mark(StampStage::ask);
-  constexpr int kTogether = 4;
-  const int pieces = num_rows * kPieces<M>, padded = padded_rows(num_rows);
-  static_assert(kPieces<M> % plat::kWarpLanes == 0, "whole warps have pieces");
-  wait_at(params.qkv_done);
-  stamps.mark(StampStage::wait);
-  LatentPiece ahead[kTogether] = {};
-  const auto load = [&](int first) {
+  } else {
+    Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::q));
+    stamps.mark(StampStage::ask);
+    constexpr int kTogether = 4;
+    const int pieces = num_rows * kPieces<M>, padded = padded_rows(num_rows);
+    static_assert(kPieces<M> % plat::kWarpLanes == 0, "whole warps have pieces");
+    wait_at(params.qkv_done);
+    stamps.mark(StampStage::wait);
+    LatentPiece ahead[kTogether] = {};
+    const auto load = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int piece = first + i * kProductThreads;
-      if (piece < pieces) ahead[i] = load_latent<M>(params, piece);
-    }
-  };
-  load(plat::thread_idx());
-  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-    float squares = 0.0f;
-#pragma unroll
-    for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
-         i += plat::kWarpLanes) {
-      squares += __ldcg(params.qa_squares + i * padded + token);
-    }
-    squares = plat::warp_sum(squares);
-    shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
-  }
-  plat::block_sync();
-#pragma unroll 1
-  for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int piece = first + i * kProductThreads;
-      if (piece >= pieces) break;
-      quantize_latent<M>(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
-    }
-    load(first + kTogether * kProductThreads);
-  }
-  plat::block_sync();
-  stamps.mark(StampStage::read);
-  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-  Linear::run(shared.product, latent, num_rows, stamps);
-  const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
-  static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
-  if constexpr (M::kNormsHeads) {
-    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    sm90::cluster_wait();  // the head's other blocks run
-#pragma unroll 1
+      for (int i = 0; i < kTogether; ++i) {
+        const int piece = first + i * kProductThreads;
+        if (piece < pieces) ahead[i] = load_latent<M>(params, piece);
+      }
+    };
+    load(plat::thread_idx());
     for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-      const float a = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
-      const float b = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
-      const float squares = plat::warp_sum(plat::fma(a, a, b * b));
-      if (lane_idx < kTilesPerHead) send_squares(shared.head, token, lane_idx, squares);
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
+           i += plat::kWarpLanes) {
+        squares += __ldcg(params.qa_squares + i * padded + token);
+      }
+      squares = plat::warp_sum(squares);
+      shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
     }
-    wait_for_cluster(&shared.head.barrier, 0);
-  }
+    plat::block_sync();
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
-    const int token = i / (kRows / 2), pair = i % (kRows / 2);
-    float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
-    float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+    for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int piece = first + i * kProductThreads;
+        if (piece >= pieces) break;
+        quantize_latent<M>(
+            [&](int token, int k) {
+              return Linear::token_codes(shared.product, token, k / 16 * 16) + k % 16;
+            },
+            &shared.product.token_scale[0][0], kTokens, shared.norm, ahead[i], piece);
+      }
+      load(first + kTogether * kProductThreads);
+    }
+    Linear::run(shared.product, num_rows, stamps);
+    const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
+    static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
     if constexpr (M::kNormsHeads) {
-      const float norm = head_norm(shared.head, token, params.norm_eps);
-      a = quick_bf16(a * norm);
-      b = quick_bf16(b * norm);
+      const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+      sm90::cluster_wait();  // the head's other blocks run
+#pragma unroll 1
+      for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+        const float a = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
+        const float b = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
+        const float squares = plat::warp_sum(plat::fma(a, a, b * b));
+        if (lane_idx < kTilesPerHead) send_squares(shared.head, token, lane_idx, squares);
+      }
+      wait_for_cluster(&shared.head.barrier, 0);
     }
-    if (rotates) {
-      const float2 turn = shared.turn[token][pair];
-      const float turned = a * turn.x - b * turn.y;
-      b = a * turn.y + b * turn.x;
-      a = turned;
+#pragma unroll 1
+    for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
+      const int token = i / (kRows / 2), pair = i % (kRows / 2);
+      float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
+      float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+      if constexpr (M::kNormsHeads) {
+        const float norm = head_norm(shared.head, token, params.norm_eps);
+        a = quick_bf16(a * norm);
+        b = quick_bf16(b * norm);
+      }
+      if (rotates) {
+        const float2 turn = shared.turn[token][pair];
+        const float turned = a * turn.x - b * turn.y;
+        b = a * turn.y + b * turn.x;
+        a = turned;
+      }
+      *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
+          sm90::to_bf16_pair(a, b);
     }
-    *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
-        sm90::to_bf16_pair(a, b);
+    stamps.mark(StampStage::store);
+    open_gate(params.done);
   }
-  stamps.mark(StampStage::store);
-  open_gate(params.done);
 }
 
 }  // namespace

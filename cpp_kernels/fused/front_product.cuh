@@ -150,6 +150,44 @@ struct ProductWeights {
   int scale_stride;
 };
 
+// Adds sums [part][token][kSumPitch rows] of a block's kParts warps or groups of warps, in their
+// order, and gives them to the blocks that own the rows, four rows of a token at once. All threads
+// of the cluster call; on return the owned sums [block][token][kOwned] are there, if this block owns
+// any. Until then the barrier has counted them.
+template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch>
+LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTokens][kOwned],
+                                  std::uint64_t* barrier, int num_rows) {
+  static_assert(kOwned % 4 == 0 && kSumPitch % 4 == 0);
+  const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
+  if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run: all arrived when they began
+  constexpr int kQuads = kRows / 4;
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < kQuads * num_rows; i += kProductThreads) {
+    const int token = i / kQuads, row = i % kQuads * 4;
+    const float* from = sums + token * kSumPitch + row;
+    float4 total = *reinterpret_cast<const float4*>(from);
+#pragma unroll
+    for (int part = 1; part < kParts; ++part) {
+      const float4 more = *reinterpret_cast<const float4*>(from + part * kTokens * kSumPitch);
+      total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+    }
+    float* to = &owned[block_idx][token][row % kOwned];
+    if constexpr (kBlocks > 1) {
+      sm90::send_to_peer(sm90::peer_address(to, row / kOwned),
+                         make_uint4(plat::float_bits(total.x), plat::float_bits(total.y),
+                                    plat::float_bits(total.z), plat::float_bits(total.w)),
+                         sm90::peer_address(barrier, row / kOwned));
+    } else {
+      *reinterpret_cast<float4*>(to) = total;
+    }
+  }
+  if constexpr (kBlocks > 1) {
+    if (block_idx * kOwned < kRows) wait_for_cluster(barrier, 0);
+  } else {
+    plat::block_sync();
+  }
+}
+
 // kOwned rows of the kRows belong to one block of the cluster: block i has rows i * kOwned and on
 // (blocks after the last row have none).
 // kStaged bytes an activation (1, 2; 0: none): more than one group of tokens is brought to shared
@@ -437,41 +475,8 @@ struct Product {
     }
     plat::block_sync();
     stamps.mark(StampStage::compute);
-    hand_over_quads(shared, num_rows);
-  }
-
-  // As hand_over, of the sums of multiply_many: four rows of a token at once.
-  LOWLAT_DEVICE static void hand_over_quads(Shared& shared, int num_rows) {
-    static_assert(kOwned % 4 == 0 && kSumPitch % 4 == 0);
-    if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run, see load()
-    const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
-    constexpr int kQuads = kRows / 4;
-#pragma unroll 1
-    for (int i = plat::thread_idx(); i < kQuads * num_rows; i += kProductThreads) {
-      const int token = i / kQuads, row = i % kQuads * 4;
-      const float* partial =
-          reinterpret_cast<const float*>(shared.memory) + token * kSumPitch + row;
-      float4 total = *reinterpret_cast<const float4*>(partial);
-#pragma unroll
-      for (int warp = 1; warp < kProductWarps; ++warp) {
-        const float4 part = *reinterpret_cast<const float4*>(partial + warp * kTokens * kSumPitch);
-        total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-      }
-      float* to = &shared.owned[block_idx][token][row % kOwned];
-      if constexpr (kBlocks > 1) {
-        sm90::send_to_peer(sm90::peer_address(to, row / kOwned),
-                           make_uint4(plat::float_bits(total.x), plat::float_bits(total.y),
-                                      plat::float_bits(total.z), plat::float_bits(total.w)),
-                           sm90::peer_address(&shared.owned_barrier, row / kOwned));
-      } else {
-        *reinterpret_cast<float4*>(to) = total;
-      }
-    }
-    if constexpr (kBlocks > 1) {
-      if (owns()) wait_for_cluster(&shared.owned_barrier, 0);
-    } else {
-      plat::block_sync();
-    }
+    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kProductWarps, kSumPitch>(
+        partial, shared.owned, &shared.owned_barrier, num_rows);
   }
 };
 

@@ -1,0 +1,177 @@
+// fused/front_wide.cuh: products of nine to 48 rows whose weights wait in shared memory, e4m3 codes
+// on both sides.
+//
+// A block has 64 weight rows and kK of their K and asks for all of them before its input is there.
+// kGroups_ warp groups split K; each makes 64 rows of all tokens by wgmma, which reads codes as they
+// lie: registers hold sums alone, and the loop is short. kBlocks blocks of a cluster split the whole
+// K and meet in the block that owns the row. A step of 32 is summed by itself and then multiplied
+// by the scales of its weight block and of its tokens, so a weight's code is never expanded.
+//
+// Rounding       wgmma keeps about 14 bits of a step's sum; steps are added in fp32
+// Determinism    all sums have a fixed order: step, warp group, block
+#pragma once
+
+#ifndef LOWLAT_PLATFORM
+#error "include platform/nvidia.hpp before this file"
+#endif
+
+#include <cstdint>
+
+#include "fused/front_product.cuh"
+#include "platform/nvidia_sm90_codes.cuh"
+
+namespace lowlat::nvidia::fused {
+
+// kGroup_: of the scales, along K and rows.
+template <int kK_, int kTiles_, int kBlocks_, int kOwned_, int kGroup_>
+struct WideProduct {
+  static constexpr int kRows = 64, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
+  static constexpr int kOwned = kOwned_, kTokens = kTiles * kTileTokens;
+  static constexpr int kWarpsAGroup = 4, kGroups = kProductWarps / kWarpsAGroup;
+  static constexpr int kGroup = kGroup_, kSteps = kK / kStep / kGroups;
+  static constexpr int kScales = kK / kGroup;
+  static constexpr int kPitch = 8 * kK;  // bytes of eight rows
+  static constexpr int kSumPitch = kRows + 4;
+  static constexpr int kTokenBytes = kTokens * kK;
+  static constexpr int kSumBytes = kGroups * kTokens * kSumPitch * 4;
+  static_assert(kGroup % kStep == 0 && kK % kGroup == 0 && kK % (2 * kStep * kGroups) == 0);
+  static_assert(kOwned % 4 == 0 && kOwned * kBlocks == kRows);
+
+  struct Shared {
+    alignas(128) unsigned char weights[kRows * kK];
+    // Codes, then, when they are used up, the warp groups' sums [group][token][row].
+    alignas(128) unsigned char tokens[kTokenBytes > kSumBytes ? kTokenBytes : kSumBytes];
+    alignas(16) float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
+    alignas(16) float token_scale[kScales][kTokens];
+    float scale[kGroup < kRows ? kRows / kGroup : 1][kScales];
+    std::uint64_t owned_barrier;  // of what the cluster sends
+  };
+
+  // Where a token's 16 codes from k on lie.
+  LOWLAT_DEVICE static unsigned char* token_codes(Shared& shared, int token, int k) {
+    return shared.tokens + token / 8 * kPitch + k * 8 + token % 8 * 16;
+  }
+
+  // Asks for the weights and tells the cluster that this block runs. All threads call.
+  LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int num_rows) {
+    const int thread_idx = plat::thread_idx();
+    if (thread_idx == 0) {
+      sm90::barrier_init(&shared.owned_barrier, 1);
+      sm90::fence_barrier_init();
+      if (kBlocks > 1) {
+        sm90::barrier_arrive_expect(&shared.owned_barrier, kBlocks * kOwned * num_rows * 4);
+      }
+    }
+    if constexpr (kBlocks > 1) {
+      plat::block_sync();
+      sm90::cluster_arrive_relaxed();
+    }
+    // A warp has eight rows: its lanes take four pieces of 16 codes of each.
+    static_assert(kRows == 8 * kProductWarps);
+    const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+    const std::uint8_t* from =
+        weights.codes + (warp_idx * 8 + lane_idx % 8) * weights.stride + lane_idx / 8 * 16;
+    unsigned char* to = shared.weights + warp_idx * kPitch + lane_idx / 8 * 128 + lane_idx % 8 * 16;
+#pragma unroll 4
+    for (int k = 0; k < kK; k += 64) copy_16(to + 8 * k, from + k);
+    constexpr int kNumScales = sizeof shared.scale / sizeof shared.scale[0][0];
+    for (int i = thread_idx; i < kNumScales; i += kProductThreads) {
+      const int row = i / kScales, at = i % kScales;
+      shared.scale[row][at] =
+          stages::from_ue8m0(__ldg(weights.scales + row * weights.scale_stride + at));
+    }
+  }
+
+  // Copies codes [token, stride] and scales [kK / kGroup, padded] from their block's first K on. All
+  // threads call; run() waits for them.
+  LOWLAT_DEVICE static void load_tokens(Shared& shared, const std::uint8_t* codes, int stride,
+                                        const float* scale, int padded, int num_rows) {
+    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    constexpr int kQuads = kK / 64;
+#pragma unroll 4
+    for (int i = warp_idx; i < kTiles * kQuads; i += kProductWarps) {
+      const int token = i % kTiles * 8 + lane_idx % 8, k = i / kTiles * 64 + lane_idx / 8 * 16;
+      if (token < num_rows) {
+        copy_16(token_codes(shared, token, k),
+                codes + static_cast<std::int64_t>(token) * stride + k);
+      }
+    }
+    constexpr int kScalePieces = kTokens / 4;
+    for (int i = plat::thread_idx(); i < kScales * kScalePieces; i += kProductThreads) {
+      const int group = i / kScalePieces, token = i % kScalePieces * 4;
+      if (token < padded) {
+        copy_16(&shared.token_scale[group][token], scale + group * padded + token);
+      }
+    }
+  }
+
+  // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
+  // after load() and the tokens; on return the owned sums are there.
+  LOWLAT_DEVICE static void run(Shared& shared, int num_rows, Stamps& stamps) {
+    wait_for_copies();
+    sm90::fence_async_shared();
+    plat::block_sync();
+    stamps.mark(StampStage::read);
+    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    const int group = warp_idx / kWarpsAGroup, warp = warp_idx % kWarpsAGroup;
+    const int g = lane_idx / 4, t = lane_idx % 4;
+    float sum[4 * kTiles] = {};
+    const int first = group * kSteps;
+    const sm90::CodeRows a = sm90::code_rows(shared.weights, kPitch) + first * kStep;
+    const sm90::CodeRows b = sm90::code_rows(shared.tokens, kPitch) + first * kStep;
+    const float* weight_scale = shared.scale[warp * 16 / kGroup];
+    const auto add = [&](const float (&part)[4 * kTiles], int step) {
+      const int at = (first + step) * kStep / kGroup;
+      const float own = weight_scale[at];
+      const float* scales = shared.token_scale[at] + 2 * t;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const float2 two = *reinterpret_cast<const float2*>(scales + n * kTileTokens);
+        const float low = own * two.x, high = own * two.y;
+        sum[4 * n] = plat::fma(part[4 * n], low, sum[4 * n]);
+        sum[4 * n + 1] = plat::fma(part[4 * n + 1], high, sum[4 * n + 1]);
+        sum[4 * n + 2] = plat::fma(part[4 * n + 2], low, sum[4 * n + 2]);
+        sum[4 * n + 3] = plat::fma(part[4 * n + 3], high, sum[4 * n + 3]);
+      }
+    };
+    // Two products at a time; the other warp group's sums are added meanwhile.
+#pragma unroll 1
+    for (int step = 0; step < kSteps; step += 2) {
+      float even[4 * kTiles], odd[4 * kTiles];
+      sm90::codes_fence();
+      sm90::multiply_codes<kTiles>(even, a + step * kStep, b + step * kStep);
+      sm90::multiply_codes<kTiles>(odd, a + (step + 1) * kStep, b + (step + 1) * kStep);
+      sm90::codes_commit();
+      sm90::codes_wait();
+      add(even, step);
+      add(odd, step + 1);
+    }
+    plat::block_sync();  // the tokens' codes are used up
+    float* partial = reinterpret_cast<float*>(shared.tokens);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float* to = partial + (group * kTokens + n * kTileTokens + 2 * t) * kSumPitch + warp * 16 + g;
+      to[0] = sum[4 * n];
+      to[kSumPitch] = sum[4 * n + 1];
+      to[8] = sum[4 * n + 2];
+      to[kSumPitch + 8] = sum[4 * n + 3];
+    }
+    plat::block_sync();
+    stamps.mark(StampStage::compute);
+    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kGroups, kSumPitch>(
+        partial, shared.owned, &shared.owned_barrier, num_rows);
+    stamps.mark(StampStage::sum);
+  }
+
+  // The sum of an owned row, after run().
+  LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
+    float total = shared.owned[0][token][owned_row];
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
+    return total;
+  }
+};
+
+}  // namespace lowlat::nvidia::fused
