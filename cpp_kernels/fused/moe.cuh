@@ -106,6 +106,10 @@ struct Layout {
   static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
+  // Few rows: a block's first tiles are given, the others it draws, so that blocks whose copies are
+  // slow take fewer.
+  static constexpr int kGiven = 2;
+  static constexpr int kWindow = 16;  // tiles that are remembered, more than ring and sums hold
   // Second product.
   static constexpr int kBandRows = kHidden / kBands;
   static constexpr int kMTiles = (kBandRows + 15) / 16;
@@ -151,6 +155,7 @@ struct Layout {
     std::uint16_t first[kMaxPairs + 1];                            // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint16_t place[kMaxPairs];                                // of a pair in `sorted`
+    std::int32_t tile[kWindow];                                    // few rows: of a use of the ring
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
@@ -176,7 +181,8 @@ struct Layout {
   static constexpr int kMaxGrid = 1024;
   static constexpr std::size_t kHiddenRow = kInner * 2;
   static constexpr std::size_t kHiddenBytes = kSecondRows * kHiddenRow;  // of one parity
-  static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;             // after the epochs
+  static constexpr std::size_t kTicketOffset = 4 * kMaxGrid;             // after the epochs
+  static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
   static constexpr std::size_t kSecondOffset = kScoresOffset + kScoresBytes;
@@ -308,17 +314,44 @@ struct Producer {
     return true;
   }
 
+  // The n-th tile; at least num_tiles: none is left. Few rows: every block that has had its given
+  // tiles draws until it draws none, so the counter is 0 again when the last has.
+  LOWLAT_DEVICE int next_tile(int n, int num_tiles, std::uint32_t& ticket) const {
+    if constexpr (L::kMany) {
+      return r.routed_tile(n);
+    } else {
+      const int before = (L::kGiven - 1) * r.num_blocks;
+      int number = n * r.num_blocks + r.block_idx;
+      if (n >= L::kGiven) {
+        number = before + r.num_blocks + static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
+      }
+      // The next ticket is on its way while this tile is waited for.
+      if (n >= L::kGiven - 1 && number < num_tiles && r.lane == 0) {
+        ticket = atomicInc(
+            reinterpret_cast<std::uint32_t*>(r.workspace + L::kTicketOffset),
+            static_cast<std::uint32_t>(num_tiles - before - 1));
+      }
+      return number;
+    }
+  }
+
   LOWLAT_DEVICE bool run_routed() {
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const auto& w = r.a.w;
     const int num_experts = r.table.num_experts, num_tiles = num_experts * L::kTiles;
+    std::uint32_t ticket = 0;
     for (int n = 0;; ++n) {
-      const int number = r.routed_tile(n);
+      const int number = next_tile(n, num_tiles, ticket);
+      if constexpr (!L::kMany) {
+        // A use without bytes says that there are no more.
+        if (r.lane == 0) r.table.tile[n % L::kWindow] = number;
+        if (!begin_slot(number < num_tiles ? L::kTileBytes : 0)) return false;
+      }
       if (number >= num_tiles) break;
       const int expert = r.table.expert[number / L::kTiles];
       const std::size_t row =
           static_cast<std::size_t>(expert) * L::kInner + number % L::kTiles * kTileRows;
-      if (!begin_slot(L::kTileBytes)) return false;
+      if (L::kMany && !begin_slot(L::kTileBytes)) return false;
       const int i = r.lane % kTileRows, up = r.lane / kTileRows;
       if (up < 2) {
         load(r.lane * L::kRowPitch, (up ? w.w3 : w.w1).codes + (row + i) * (L::kHidden / 2),
@@ -390,11 +423,14 @@ struct Steps {
   const Region<L>& r;
   int n, number, expert, group, num_groups;
 
-  LOWLAT_DEVICE explicit Steps(const Region<L>& region) : r(region), n(-1) { next_tile(); }
+  LOWLAT_DEVICE explicit Steps(const Region<L>& region) : r(region), n(-1) {
+    if constexpr (L::kMany) next();
+  }
   LOWLAT_DEVICE bool done() const { return number >= r.table.num_experts * L::kTiles; }
   LOWLAT_DEVICE bool is_last_of_tile() const { return group + 1 == num_groups; }
+  // Few rows: the producer has said which tile the next use holds; its slot, or its sums, are here.
   LOWLAT_DEVICE void next() {
-    if (++group >= num_groups) next_tile();
+    if (!L::kMany || n < 0 || ++group >= num_groups) next_tile();
   }
   LOWLAT_DEVICE int first_pair() const { return r.table.first[expert] + group * kColumns; }
   LOWLAT_DEVICE int num_pairs() const {
@@ -404,7 +440,8 @@ struct Steps {
 
  private:
   LOWLAT_DEVICE void next_tile() {
-    number = r.routed_tile(++n);
+    ++n;
+    number = L::kMany ? r.routed_tile(n) : r.table.tile[n % L::kWindow];
     group = 0;
     num_groups = 1;
     if (done()) return;
@@ -786,10 +823,18 @@ struct Consumer {
         for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
       }
     }
-    while (!step.done()) {
-      const int expert = step.expert, pairs = step.num_pairs();
-      const bool last_of_tile = step.is_last_of_tile();
+    while (!L::kMany || !step.done()) {
       if (!wait_slot(0)) return false;
+      if constexpr (!L::kMany) {
+        step.next();
+        if (step.done()) {  // the finisher hears it as sums of no column
+          free_slot();
+          const float none[4] = {};
+          return hand_over(none, 0);
+        }
+      }
+      const int expert = step.expert, pairs = L::kMany ? step.num_pairs() : 0;
+      const bool last_of_tile = step.is_last_of_tile();
       const std::uint32_t slot = r.slot_address(uses % L::kRing);
       const std::uint32_t codes = slot + g * L::kRowPitch + (warp * L::kSlice + t * L::kRun) / 2;
       const std::uint32_t scales = slot + 2 * kTileRows * L::kRowPitch + g * L::kScaleRow +
@@ -808,9 +853,9 @@ struct Consumer {
 
       if (last_of_tile) free_slot();
       const int first_pair = L::kMany ? step.first_pair() : 0;
-      step.next();
       const unsigned char* next_x = nullptr;  // where other rows follow
       if constexpr (L::kMany) {
+        step.next();
         if (!step.done() && step.first_pair() != first_pair) next_x = step_x(step);
       }
       float acc[2][4] = {};
@@ -1176,14 +1221,23 @@ struct Finisher {
       }
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    for (Steps<L> step(r); !step.done(); step.next()) {
+    Steps<L> step(r);
+    while (!L::kMany || !step.done()) {
       if (!wait_sums()) return false;
+      if constexpr (!L::kMany) {
+        step.next();
+        if (step.done()) {
+          free_sums();
+          break;
+        }
+      }
       for (int i = 0; i < step.num_pairs(); ++i) {
         const int pair = r.table.sorted[step.first_pair() + i];
         finish<false>(L::kMany ? i : pair / L::kSlots, r.hidden(parity, pair),
                       step.number % L::kTiles);
       }
       free_sums();
+      if constexpr (L::kMany) step.next();
     }
     return true;
   }
