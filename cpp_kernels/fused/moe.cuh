@@ -986,11 +986,10 @@ struct Consumer {
     out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
   }
 
-  // acc += sixteen columns (eight when not kWhole) times an expert's rows of h; `next`: from where
-  // h is loaded anew, block by block, or nullptr.
+  // acc += sixteen columns (eight when not kWhole) times an expert's rows of h.
   template <bool kWhole>
-  LOWLAT_DEVICE void multiply_second(float (&acc)[4], Hidden& h, std::uint32_t codes,
-                                     std::uint32_t scales, int m, const unsigned char* next) const {
+  LOWLAT_DEVICE void multiply_second(float (&acc)[4], const Hidden& h, std::uint32_t codes,
+                                     std::uint32_t scales, int m) const {
     const std::uint32_t code = codes + 16 * m * L::kInnerRow;
     const std::uint32_t scale = scales + 16 * m * L::kInnerScaleRow;
 #pragma unroll
@@ -1006,7 +1005,6 @@ struct Consumer {
         high_factor = fp4_factor(smem_load1(scale + 8 * L::kInnerScaleRow + block * 2));
       }
       multiply_fp4(acc, low, high, low_factor, high_factor, b);
-      if (next != nullptr) load_hidden(h, block, next);
     }
   }
 
@@ -1070,18 +1068,24 @@ struct Consumer {
           next = hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
                                 (item + L::kConsumers) % L::kParts);
         }
-        // Sixteen columns at a time, by one piece of code; the last fetch the next columns' h.
+        Hidden ahead = {};
+        if (next != nullptr) {
+#pragma unroll
+          for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(ahead, block, next);
+        }
+        // Sixteen columns at a time.
         constexpr int kLast = L::kMTiles - 1;
         constexpr bool kWhole = L::kBandRows % 16 == 0;
-#pragma unroll 1
+#pragma unroll
         for (int m = 0; m < kLast; ++m) {
           float acc[4] = {};
-          multiply_second<true>(acc, h, codes, scales, m, nullptr);
+          multiply_second<true>(acc, h, codes, scales, m);
           store_second(acc, m, part, first, count, kFactor);
         }
         float acc[4] = {};
-        multiply_second<kWhole>(acc, h, codes, scales, kLast, next);
+        multiply_second<kWhole>(acc, h, codes, scales, kLast);
         store_second(acc, kLast, part, first, count, kFactor);
+        h = ahead;
 
         address = next;
         if (next_first >= end) break;
