@@ -1243,6 +1243,8 @@ struct Finisher {
       free_sums();
       if constexpr (L::kMany) step.next();
     }
+    // What follows finds room as soon as blocks end; it waits for their sums.
+    sm90::launch_dependents();
     return true;
   }
 };
@@ -1421,7 +1423,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
   if (table.stop == 0) {
-    sm90::launch_dependents();
     if (r.block_idx < kBands) finish_band(r, rules.first_row);
     if (thread == 0) *epoch_word = r.epoch;
     return;
