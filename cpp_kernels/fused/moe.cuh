@@ -96,13 +96,12 @@ struct Layout {
 
   // First product.
   static constexpr int kSlice = kHidden / kConsumers;       // of K, a warp
-  static constexpr int kRun = kSlice % 128 == 0 ? 32 : 16;  // consecutive elements of a thread
-  static constexpr int kBlockK = 4 * kRun, kSliceBlocks = kSlice / kBlockK;
-  static constexpr int kRowPitch = kHidden / 2 + 2 * kRun;  // fp4 row in shared memory
+  static constexpr int kBlockK = 32, kSliceBlocks = kSlice / kBlockK;  // groups of one scale
+  static constexpr int kRowPitch = kHidden / 2 + 16;                   // fp4 row in shared memory
   static constexpr int kScaleRow = kHidden / 32;
   static constexpr int kTileBytes = 2 * kTileRows * (kHidden / 2 + kScaleRow);
   static constexpr int kSlotBytes = 2 * kTileRows * (kRowPitch + kScaleRow);
-  static constexpr int kSharedPitch = kHidden + (kRun == 32 ? 16 : 64);  // e4m3 row
+  static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row
   static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
@@ -124,7 +123,7 @@ struct Layout {
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
-  static_assert(kSlice % kBlockK == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
+  static_assert(kSlice % (2 * kBlockK) == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
                 kExperts % kBands == 0);
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
                 kPieces >= 1);
@@ -469,7 +468,7 @@ struct Consumer {
   int uses = 0;      // of the ring
   int sums = 0;      // of the partial buffers
   // x of this warp's slice: T <= 8: in the order of pairs, for the whole launch; else as loaded.
-  static constexpr int kPairs = L::kRun / 2;  // of a run
+  static constexpr int kPairs = 4;  // of a thread's eight elements of a group
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
   LOWLAT_DEVICE bool wait_slot(int offset) const {
@@ -484,28 +483,18 @@ struct Consumer {
 
   LOWLAT_DEVICE const unsigned char* x_address(int row) const {
     return reinterpret_cast<const unsigned char*>(r.a.x) +
-           (static_cast<std::size_t>(row) * L::kHidden + warp * L::kSlice + t * L::kRun) * 2;
+           (static_cast<std::size_t>(row) * L::kHidden + warp * L::kSlice + t * 8) * 2;
   }
   LOWLAT_DEVICE void load_x(int block, const unsigned char* address) {
-    const uint4* src = reinterpret_cast<const uint4*>(address + block * L::kBlockK * 2);
-#pragma unroll
-    for (int i = 0; i < L::kRun / 8; ++i) {
-      const uint4 eight = __ldg(src + i);
-      if constexpr (L::kMany) {
-        x[block][4 * i] = eight.x, x[block][4 * i + 1] = eight.y;
-        x[block][4 * i + 2] = eight.z, x[block][4 * i + 3] = eight.w;
-      } else {
-        pair(eight, &x[block][4 * i]);
-      }
+    const uint4 eight =
+        __ldg(reinterpret_cast<const uint4*>(address + block * L::kBlockK * 2));
+    if constexpr (L::kMany) {
+      x[block][0] = eight.x, x[block][1] = eight.y;
+      x[block][2] = eight.z, x[block][3] = eight.w;
+    } else {
+      pair_bf16(eight, x[block]);
     }
   }
-  LOWLAT_DEVICE static void pair(uint4 eight, std::uint32_t* out) {
-    std::uint32_t pairs[4];
-    pair_bf16(eight, pairs);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = pairs[i];
-  }
-
   LOWLAT_DEVICE void load_group(int group) {
     const int row = group * kColumns + g;
     const unsigned char* address = x_address(row < r.a.rows ? row : r.a.rows - 1);
@@ -514,15 +503,12 @@ struct Consumer {
   }
   // The fragment of one block of K in the order of pairs.
   LOWLAT_DEVICE void fragment(int block, std::uint32_t (&out)[kPairs]) const {
+    const std::uint32_t(&own)[kPairs] = x[block];
+    if constexpr (L::kMany) {
+      pair_bf16(make_uint4(own[0], own[1], own[2], own[3]), out);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kPairs; i += 4) {
-      const std::uint32_t* eight = &x[block][i];
-      if constexpr (L::kMany) {
-        pair(make_uint4(eight[0], eight[1], eight[2], eight[3]), out + i);
-      } else {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) out[i + k] = eight[k];
-      }
+      for (int i = 0; i < kPairs; ++i) out[i] = own[i];
     }
   }
 
@@ -558,7 +544,7 @@ struct Consumer {
     if (!wait_slot(0)) return false;
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
     const std::uint32_t address = r.slot_address(uses % L::kRing) + row * L::kGatePitch +
-                                  (warp * L::kSlice + t * L::kRun) * 2;
+                                  (warp * L::kSlice + t * 8) * 2;
     for (int group = 0; group < r.num_groups(); ++group) {
       if (L::kMany) load_group(group);
       float acc[2][4] = {};
@@ -566,13 +552,11 @@ struct Consumer {
       for (int block = 0; block < L::kSliceBlocks; ++block) {
         std::uint32_t b[kPairs];
         fragment(block, b);
-#pragma unroll
-        for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t src = address + block * L::kBlockK * 2 + half * 32;
-          const uint4 low[2] = {smem_load16(src), smem_load16(src + 16)};
-          const uint4 high[2] = {};
-          multiply_bf16(acc[(block + half) & 1], low, high, b + 8 * half);
-        }
+        const std::uint32_t none[kPairs] = {};
+        std::uint32_t low[kPairs];
+        pair_bf16(smem_load16(address + block * L::kBlockK * 2), low);
+        multiply_pairs(acc[0], low, none, b);
+        multiply_pairs(acc[1], low + 2, none, b + 2);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0], group_mask(group))) return false;
@@ -583,24 +567,23 @@ struct Consumer {
 
   // Scale bytes of a shared tile's slice, gate and up.
   struct TileScales {
-    std::uint8_t gate[L::kSliceBlocks], up[L::kSliceBlocks];
+    std::uint8_t gate[L::kSlice / L::kBlock], up[L::kSlice / L::kBlock];
   };
   LOWLAT_DEVICE void load_scales(TileScales& out, int tile) const {
     const std::size_t scale_row =
         static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
-      const std::size_t at =
-          scale_row + (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
-      out.gate[block] = __ldg(r.a.w.shared_w1.scales + at);
-      out.up[block] = __ldg(r.a.w.shared_w3.scales + at);
+    for (int i = 0; i < L::kSlice / L::kBlock; ++i) {
+      const std::size_t at = scale_row + warp * (L::kSlice / L::kBlock) + i;
+      out.gate[i] = __ldg(r.a.w.shared_w1.scales + at);
+      out.up[i] = __ldg(r.a.w.shared_w3.scales + at);
     }
   }
 
   // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
   LOWLAT_DEVICE bool run_shared_tile(const TileScales& scales) {
     if (!wait_slot(0) || !wait_slot(1)) return false;
-    const std::uint32_t offset = g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
+    const std::uint32_t offset = g * L::kSharedPitch + warp * L::kSlice + t * 8;
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
     for (int group = 0; group < r.num_groups(); ++group) {
@@ -611,28 +594,26 @@ struct Consumer {
       for (int block = 0; block < L::kSliceBlocks; ++block) {
         std::uint32_t b[kPairs];
         fragment(block, b);
-        // A scale group is a run of `kShare` lanes, or two blocks of K where it is longer.
-        constexpr int kShare = L::kBlock < 4 * L::kRun ? L::kBlock / L::kRun : 4;
-        constexpr int kSpan = L::kBlock / (kShare * L::kRun);
+        constexpr int kSpan = L::kBlock / L::kBlockK;  // blocks of K of one scale
         if (block % kSpan == 0) {
           float amax = pairs_amax<kPairs>(b);
-          if constexpr (kSpan == 2) {
+#pragma unroll
+          for (int i = 1; i < kSpan; ++i) {
             std::uint32_t other[kPairs];
-            fragment(block + 1, other);
+            fragment(block + i, other);
             amax = fmaxf(amax, pairs_amax<kPairs>(other));
           }
-          exponent = activation_exponent(lanes_max<kShare>(amax));
+          exponent = activation_exponent(lanes_max<4>(amax));
         }
         quantize_pairs<kPairs>(b, exponent);
-#pragma unroll
-        for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t at = block * L::kBlockK + half * 16;
-          multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
-                        smem_load16(high_address + at), e4m3_factor(scales.gate[block]),
-                        e4m3_factor(scales.up[block]), b + 8 * half);
-        }
+        const uint2 gate = smem_load8(low_address + block * L::kBlockK);
+        const uint2 up = smem_load8(high_address + block * L::kBlockK);
+        std::uint32_t low[kPairs], high[kPairs];
+        expand_e4m3(gate.x, gate.y, e4m3_factor(scales.gate[block / kSpan]), low);
+        expand_e4m3(up.x, up.y, e4m3_factor(scales.up[block / kSpan]), high);
+        multiply_pairs(acc[0], low, high, b);
+        multiply_pairs(acc[1], low + 2, high + 2, b + 2);
       }
-
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0], group_mask(group))) return false;
     }
@@ -798,16 +779,6 @@ struct Consumer {
 
   // ---- routed experts, first product
 
-  // A run of fp4 codes.
-  using Codes = std::conditional_t<L::kRun == 32, uint4, uint2>;
-  LOWLAT_DEVICE static Codes load_codes(std::uint32_t address) {
-    if constexpr (L::kRun == 32) {
-      return smem_load16(address);
-    } else {
-      return smem_load8(address);
-    }
-  }
-
   LOWLAT_DEVICE const unsigned char* step_x(const Steps<L>& step) const {
     const int pairs = step.num_pairs();
     const int pair = r.table.sorted[step.first_pair() + (g < pairs ? g : pairs - 1)];
@@ -836,52 +807,51 @@ struct Consumer {
       const int expert = step.expert, pairs = L::kMany ? step.num_pairs() : 0;
       const bool last_of_tile = step.is_last_of_tile();
       const std::uint32_t slot = r.slot_address(uses % L::kRing);
-      const std::uint32_t codes = slot + g * L::kRowPitch + (warp * L::kSlice + t * L::kRun) / 2;
+      // All reads of codes first. A matrix is a group of eight weight rows, gate or up.
+      const std::uint32_t codes = slot + r.lane % (2 * kTileRows) * L::kRowPitch +
+                                  warp * (L::kSlice / 2) + r.lane / (2 * kTileRows) * 16;
       const std::uint32_t scales = slot + 2 * kTileRows * L::kRowPitch + g * L::kScaleRow +
-                                   (warp * L::kSlice + t * L::kRun) / 32;
-      // All reads first: the slot is free again before the products are done.
-      Codes low[L::kSliceBlocks], high[L::kSliceBlocks];
-      std::uint32_t low_scale[L::kSliceBlocks], high_scale[L::kSliceBlocks];
+                                   warp * L::kSliceBlocks;
+      std::uint32_t words[L::kSliceBlocks / 2][4];  // gate and up of a block, of the next
 #pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        low[block] = load_codes(codes + block * (L::kBlockK / 2));
-        high[block] = load_codes(codes + kTileRows * L::kRowPitch + block * (L::kBlockK / 2));
-        low_scale[block] = smem_load1(scales + block * (L::kBlockK / 32));
-        high_scale[block] =
-            smem_load1(scales + kTileRows * L::kScaleRow + block * (L::kBlockK / 32));
+      for (int i = 0; i < L::kSliceBlocks / 2; ++i) {
+        smem_matrices(words[i], codes + i * 32);
       }
-
-      if (last_of_tile) free_slot();
       const int first_pair = L::kMany ? step.first_pair() : 0;
       const unsigned char* next_x = nullptr;  // where other rows follow
       if constexpr (L::kMany) {
         step.next();
         if (!step.done() && step.first_pair() != first_pair) next_x = step_x(step);
       }
-      float acc[2][4] = {};
+      float sums_of[4] = {};
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
         std::uint32_t b[kPairs];
         fragment(block, b);
-        const std::uint32_t low_factor = fp4_factor(low_scale[block]);
-        const std::uint32_t high_factor = fp4_factor(high_scale[block]);
-        if constexpr (L::kRun == 16) {
-          multiply_fp4(acc[block & 1], low[block], high[block], low_factor, high_factor, b);
-        } else {
-          const uint4 l = low[block], h = high[block];
-          multiply_fp4(acc[0], make_uint2(l.x, l.y), make_uint2(h.x, h.y), low_factor, high_factor,
-                       b);
-          multiply_fp4(acc[1], make_uint2(l.z, l.w), make_uint2(h.z, h.w), low_factor, high_factor,
-                       b + 8);
+        if constexpr (L::kMany) {
+#pragma unroll
+          for (std::uint32_t& pair : b) pair = mul_bf16x2(pair, kLiftPair);
         }
-
+        const float low_scale = scale_of(smem_load1(scales + block));
+        const float high_scale =
+            scale_of(smem_load1(scales + kTileRows * L::kScaleRow + block));
+        std::uint32_t low[kPairs], high[kPairs];
+        place_fp4(words[block / 2][block % 2 * 2], low);
+        place_fp4(words[block / 2][block % 2 * 2 + 1], high);
+        float group[4] = {};
+        multiply_pairs(group, low, high, b);
+        multiply_pairs(group, low + 2, high + 2, b + 2);
+        sums_of[0] = __fmaf_rn(group[0], low_scale, sums_of[0]);
+        sums_of[1] = __fmaf_rn(group[1], low_scale, sums_of[1]);
+        sums_of[2] = __fmaf_rn(group[2], high_scale, sums_of[2]);
+        sums_of[3] = __fmaf_rn(group[3], high_scale, sums_of[3]);
         if constexpr (L::kMany) {
           if (next_x != nullptr) load_x(block, next_x);
         }
       }
-      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
+      if (last_of_tile) free_slot();
       const std::uint32_t mask = L::kMany ? first_columns(pairs) : r.table.rows_of[expert];
-      if (!hand_over(acc[0], mask)) return false;
+      if (!hand_over(sums_of, mask)) return false;
     }
     return true;
   }
@@ -1114,6 +1084,13 @@ struct Consumer {
       if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
       going = run_shared_tile(scales);
     }
+    if constexpr (!L::kMany) {
+#pragma unroll
+      for (auto& block : x) {
+#pragma unroll
+        for (std::uint32_t& pair : block) pair = mul_bf16x2(pair, kLiftPair);
+      }
+    }
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };
@@ -1196,7 +1173,7 @@ struct Finisher {
     const int weight_row = r.lane % (2 * kTileRows), half = r.lane / (2 * kTileRows);
     float sum = slices<L::kConsumers / 2>(weight_row, column, half * (L::kConsumers / 2));
     sum += __shfl_xor_sync(plat::kAllLanes, sum, 2 * kTileRows);
-    if constexpr (!kShared) sum *= static_cast<float>(1 << kFp4Shift);
+    if constexpr (!kShared) sum *= static_cast<float>(1 << kLiftShift);
     const float value = round_to_bf16(sum);
     const float up = __shfl_down_sync(plat::kAllLanes, value, kTileRows);
     const float h = stages::swiglu(value, up, kSwigluLimit, !kShared);
