@@ -114,7 +114,7 @@ struct Layout {
   static constexpr int kMTiles = (kBandRows + 15) / 16;
   static constexpr int kInnerBlocks = kInner / 64;
   static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : 4;
-  static constexpr int kPartBlocks = kInnerBlocks / kParts;
+  static constexpr int kPartGroups = 2 * kInnerBlocks / kParts;  // of 32, of one scale each
   static constexpr int kInnerRow = kInner / 2, kInnerScaleRow = kInner / 32;
   static constexpr int kBandBytes = kBandRows * (kInnerRow + kInnerScaleRow);
   static constexpr int kPieceBytes = round_up(kBandBytes, 128);
@@ -858,30 +858,30 @@ struct Consumer {
 
   // ---- second product
 
-  // A part of a row of h: kPartBlocks blocks of 16 elements a thread, in the order of pairs.
+  // A part of a row of h: eight elements a thread of each group, in the order of pairs.
   struct Hidden {
-    uint4 chunk[L::kPartBlocks][2];
+    uint4 chunk[L::kPartGroups];
   };
   LOWLAT_DEVICE const unsigned char* hidden_address(int row, int part) const {
-    return r.hidden(r.epoch & 1u, row) + part * L::kPartBlocks * 128 + t * 32;
+    return r.hidden(r.epoch & 1u, row) + part * L::kPartGroups * 64 + t * 16;
   }
-  LOWLAT_DEVICE static void load_hidden(Hidden& h, int block, const unsigned char* address) {
-    h.chunk[block][0] = load_packet(address + block * 128);
-    h.chunk[block][1] = load_packet(address + block * 128 + 16);
+  LOWLAT_DEVICE static void load_hidden(Hidden& h, const unsigned char* address) {
+#pragma unroll
+    for (int group = 0; group < L::kPartGroups; ++group) {
+      h.chunk[group] = load_packet(address + group * 64);
+    }
   }
   // Until every chunk has arrived; all lanes together.
   LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
+    for (int tries = 1;; ++tries) {
+      bool here = true;
 #pragma unroll
-    for (int block = 0; block < L::kPartBlocks; ++block) {
-      for (int tries = 1; __any_sync(
-               plat::kAllLanes, h.chunk[block][0].w == kPoison || h.chunk[block][1].w == kPoison);
-           ++tries) {
-        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-        if (__any_sync(plat::kAllLanes, late)) return false;
-        load_hidden(h, block, address);
-      }
+      for (const uint4& chunk : h.chunk) here = here && chunk.w != kPoison;
+      if (__all_sync(plat::kAllLanes, here)) return true;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+      load_hidden(h, address);
     }
-    return true;
   }
 
   // Sums of sixteen columns of the band to their place.
@@ -907,79 +907,96 @@ struct Consumer {
   LOWLAT_DEVICE bool run_shared_item(int part, int m) {
     if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
     const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
-                                (16 * m + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
+                                (16 * m + g) * L::kInner + part * L::kPartGroups * 32 + t * 8;
     const bool whole = 16 * m + 8 < L::kBandRows;
     const int band = r.block_idx * L::kBandRows;
     const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
     const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      const int row = group * kColumns + g;
+    for (int columns = 0; columns < r.num_groups(); ++columns) {
+      const int row = columns * kColumns + g;
       const unsigned char* address =
           hidden_address(L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1), part);
       Hidden h;
-#pragma unroll
-      for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(h, block, address);
+      load_hidden(h, address);
       if (!complete(h, address)) return false;
       float acc[4] = {};
       std::uint32_t exponent = 0;
 #pragma unroll
-      for (int block = 0; block < L::kPartBlocks; ++block) {
-        std::uint32_t b[8];
-        unpack(h, block, b);
-        if constexpr (L::kBlock == 32) {
-          exponent = activation_exponent(lanes_max<2>(pairs_amax<8>(b)));
-        } else {
-          static_assert(L::kBlock == 32 || L::kPartBlocks % 2 == 0);
-          if (block % 2 == 0) {
-            std::uint32_t other[8];
-            unpack(h, block + 1, other);
-            exponent =
-                activation_exponent(lanes_max<4>(fmaxf(pairs_amax<8>(b), pairs_amax<8>(other))));
+      for (int group = 0; group < L::kPartGroups; ++group) {
+        std::uint32_t b[4];
+        unpack(h, group, b);
+        constexpr int kSpan = L::kBlock / 32;  // groups of one scale
+        static_assert(L::kPartGroups % kSpan == 0);
+        if (group % kSpan == 0) {
+          float amax = pairs_amax<4>(b);
+#pragma unroll
+          for (int i = 1; i < kSpan; ++i) {
+            std::uint32_t other[4];
+            unpack(h, group + i, other);
+            amax = fmaxf(amax, pairs_amax<4>(other));
           }
+          exponent = activation_exponent(lanes_max<4>(amax));
         }
-        quantize_pairs<8>(b, exponent);
-        const int column = ((part * L::kPartBlocks + block) * 64 + t * 16) / L::kBlock;
-        const std::uint8_t* scales = r.table.band_scales + column;
-        const uint4 low = smem_load16(codes + block * 64);
-        const uint4 high = whole ? smem_load16(codes + 8 * L::kInner + block * 64) : uint4{};
-        multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
-                      e4m3_factor(scales[high_row * L::kBandScaleColumns]), b);
+        quantize_pairs<4>(b, exponent);
+        const std::uint8_t* scales =
+            r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
+        const uint2 low = smem_load8(codes + group * 32);
+        const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
+        std::uint32_t l[4], h_pairs[4];
+        expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
+        expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
+        multiply_pairs(acc, l, h_pairs, b);
+        multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
       }
-      store_second(acc, m, part, L::kMaxPairs + group * kColumns, r.a.rows - group * kColumns,
-                   1.0f);
+      store_second(acc, m, part, L::kMaxPairs + columns * kColumns,
+                   r.a.rows - columns * kColumns, 1.0f);
     }
     return true;
   }
-  LOWLAT_DEVICE static void unpack(const Hidden& h, int block, std::uint32_t (&out)[8]) {
-    const uint4 a = h.chunk[block][0], b = h.chunk[block][1];
-    out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
-    out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+  LOWLAT_DEVICE static void unpack(const Hidden& h, int group, std::uint32_t (&out)[4]) {
+    const uint4 chunk = h.chunk[group];
+    out[0] = chunk.x, out[1] = chunk.y, out[2] = chunk.z, out[3] = chunk.w;
   }
 
-  // acc += sixteen columns (eight when not kWhole) times an expert's rows of h.
+  // acc = sixteen columns (eight when not kWhole) times an expert's rows of h, a part of I. `codes`
+  // and `scales`: of the part in the band's first row.
   template <bool kWhole>
   LOWLAT_DEVICE void multiply_second(float (&acc)[4], const Hidden& h, std::uint32_t codes,
                                      std::uint32_t scales, int m) const {
-    const std::uint32_t code = codes + 16 * m * L::kInnerRow;
-    const std::uint32_t scale = scales + 16 * m * L::kInnerScaleRow;
+    // A load fetches two groups of sixteen rows, or four of eight. What lies beyond the last group
+    // is read and not used.
+    constexpr int kRows = kWhole ? 16 : 8, kGroups = kWhole ? 2 : 4;
+    const std::uint32_t code =
+        codes + (16 * m + r.lane % kRows) * L::kInnerRow + r.lane / kRows * 16;
+    const std::uint32_t scale = scales + (16 * m + g) * L::kInnerScaleRow;
+    std::uint32_t words[(L::kPartGroups + kGroups - 1) / kGroups][4];
 #pragma unroll
-    for (int block = 0; block < L::kPartBlocks; ++block) {
-      std::uint32_t b[8];
-      unpack(h, block, b);
-      const uint2 low = smem_load8(code + block * 32);
-      const std::uint32_t low_factor = fp4_factor(smem_load1(scale + block * 2));
-      uint2 high = {};
-      std::uint32_t high_factor = 0;
+    for (int i = 0; i * kGroups < L::kPartGroups; ++i) {
+      smem_matrices(words[i], code + i * kGroups * 16);
+    }
+#pragma unroll
+    for (int group = 0; group < L::kPartGroups; ++group) {
+      std::uint32_t b[4], low[4], high[4] = {};
+      unpack(h, group, b);
+      const std::uint32_t(&four)[4] = words[group / kGroups];
+      place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
+      if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
+      float sums_of[4] = {};
+      multiply_pairs(sums_of, low, high, b);
+      multiply_pairs(sums_of, low + 2, high + 2, b + 2);
+      const float low_scale = scale_of(smem_load1(scale + group));
+      acc[0] = __fmaf_rn(sums_of[0], low_scale, acc[0]);
+      acc[1] = __fmaf_rn(sums_of[1], low_scale, acc[1]);
       if constexpr (kWhole) {
-        high = smem_load8(code + 8 * L::kInnerRow + block * 32);
-        high_factor = fp4_factor(smem_load1(scale + 8 * L::kInnerScaleRow + block * 2));
+        const float high_scale = scale_of(smem_load1(scale + 8 * L::kInnerScaleRow + group));
+        acc[2] = __fmaf_rn(sums_of[2], high_scale, acc[2]);
+        acc[3] = __fmaf_rn(sums_of[3], high_scale, acc[3]);
       }
-      multiply_fp4(acc, low, high, low_factor, high_factor, b);
     }
   }
 
   LOWLAT_DEVICE bool run_second() {
-    constexpr float kFactor = 1 << kFp4Shift;
+    constexpr float kFactor = 1 << kLiftShift;
     // `second` may lie over the partial sums: wait as if for every buffer.
     for (int i = 0; i < L::kBuffers; ++i, ++sums) {
       if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
@@ -1003,17 +1020,15 @@ struct Consumer {
       const int first = r.table.first[item / L::kParts];
       const int count = r.table.first[item / L::kParts + 1] - first;
       address = hidden_address(hidden_row(first, count), item % L::kParts);
-#pragma unroll
-      for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(h, block, address);
+      load_hidden(h, address);
     }
     while (item < num_items) {
       const int expert = item / L::kParts, part = item % L::kParts;
       const int piece = expert % L::kRingPieces;
       const int slot = (uses + piece / L::kPieces) % L::kRing;
       const std::uint32_t base = r.slot_address(slot) + piece % L::kPieces * L::kPieceBytes;
-      const std::uint32_t codes = base + g * L::kInnerRow + part * L::kPartBlocks * 32 + t * 8;
-      const std::uint32_t scales = base + L::kBandRows * L::kInnerRow + g * L::kInnerScaleRow +
-                                   part * L::kPartBlocks * 2 + t / 2;
+      const std::uint32_t codes = base + part * L::kPartGroups * 16;
+      const std::uint32_t scales = base + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
       const int end = r.table.first[expert + 1];
       int first = r.table.first[expert];
       // A parity tells a phase from the next only: the piece's use before must be over. Nobody is
@@ -1039,10 +1054,7 @@ struct Consumer {
                                 (item + L::kConsumers) % L::kParts);
         }
         Hidden ahead = {};
-        if (next != nullptr) {
-#pragma unroll
-          for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(ahead, block, next);
-        }
+        if (next != nullptr) load_hidden(ahead, next);
         // Sixteen columns at a time.
         constexpr int kLast = L::kMTiles - 1;
         constexpr bool kWhole = L::kBandRows % 16 == 0;
@@ -1177,8 +1189,10 @@ struct Finisher {
     const float value = round_to_bf16(sum);
     const float up = __shfl_down_sync(plat::kAllLanes, value, kTileRows);
     const float h = stages::swiglu(value, up, kSwigluLimit, !kShared);
-    const float later = __shfl_down_sync(plat::kAllLanes, h, 4);
-    const std::uint32_t pair = pack_bf16(h, later);  // lanes 0 .. 3: values i and i + 4
+    // The second product's codes are placed like the first's, so routed h is lifted like x.
+    const float lifted = kShared ? h : h * kLift;
+    const float later = __shfl_down_sync(plat::kAllLanes, lifted, 4);
+    const std::uint32_t pair = pack_bf16(lifted, later);  // lanes 0 .. 3: values i and i + 4
     uint4 chunk;
     chunk.x = __shfl_sync(plat::kAllLanes, pair, 0);
     chunk.y = __shfl_sync(plat::kAllLanes, pair, 1);

@@ -171,6 +171,7 @@ LOWLAT_DEVICE void expand_fp4(std::uint32_t w, std::uint32_t factor, std::uint32
 // are 2^110 times their value (kLiftPair) keep the products in range: 2^-kLiftShift is left in the
 // sums, whose group of 32 then takes its scale.
 inline constexpr std::uint32_t kLiftPair = 0x7680'7680u;
+inline constexpr float kLift = 0x1p110f;
 inline constexpr int kLiftShift = 16;
 LOWLAT_DEVICE void place_fp4(std::uint32_t w, std::uint32_t (&out)[4]) {
   constexpr std::uint32_t kKeep = 0x81c0'81c0u;
