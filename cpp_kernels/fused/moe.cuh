@@ -81,7 +81,11 @@ template <class S, bool kMany_, int kConsumers_>
 struct Layout {
   static constexpr int kConsumers = kConsumers_;  // warps
   static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
-  // Two warps more than have a role: registers are given by groups of four warps.
+  // Warps that route. Few rows: two of their own, so that the shared expert's tiles are multiplied
+  // meanwhile, and the shared expert's second product while the routed first one is under way.
+  static constexpr int kFirstRouter = kMany_ ? 0 : kFinisher + 1;
+  static constexpr int kRouters = kMany_ ? kConsumers : 2;
+  // Registers are given by groups of four warps.
   static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
   static constexpr int kConsumerRegisters =
@@ -136,10 +140,16 @@ struct Layout {
   static constexpr int kPartialBytes = kConsumers * kColumns * 2 * kTileRows * 4;
   static constexpr int kBuffers = kConsumers < 16 ? 4 : 2;  // of partial sums
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
+  static constexpr int kPairFloats = kParts * kMaxPairs * kBandRows;
   static constexpr int kSecondFloats = kParts * kSecondRows * kBandRows;
-  static constexpr int kSumsBytes = kMany || kBuffers * kPartialBytes > kSecondFloats * 4
-                                        ? kBuffers * kPartialBytes
-                                        : kSecondFloats * 4;
+  // Few rows: the pairs' sums of the second product lie over the partial sums, the shared expert's
+  // behind both.
+  static constexpr int kPartialFloats = kBuffers * kPartialBytes / 4;
+  static constexpr int kSharedSums = kMany ? kPairFloats
+                                           : (kPartialFloats > kPairFloats ? kPartialFloats
+                                                                           : kPairFloats);
+  static constexpr int kSumsBytes = kMany ? kBuffers * kPartialBytes
+                                          : 4 * (kSharedSums + kParts * kMaxRows * kBandRows);
   static constexpr int kBandOffset = 0;
   static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
   static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
@@ -209,7 +219,7 @@ struct Region {
   LOWLAT_DEVICE float* partial(int buffer) const {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
   }
-  // [kParts][kSecondRows][kBandRows]
+  // [kParts][kMaxPairs][kBandRows], and at kSharedSums [kParts][kMaxRows][kBandRows].
   LOWLAT_DEVICE float* second() const {
     if constexpr (L::kMany) {
       return reinterpret_cast<float*>(workspace + L::kSecondOffset) +
@@ -217,6 +227,13 @@ struct Region {
     } else {
       return reinterpret_cast<float*>(smem + L::kSumsOffset);
     }
+  }
+  // A part's sums of the band for a row of h: a pair in the table's order, or row t of the shared.
+  template <bool kShared>
+  LOWLAT_DEVICE float* second_sums(int part, int row) const {
+    constexpr int kRows = kShared ? L::kMaxRows : L::kMaxPairs;
+    return second() + (kShared ? L::kSharedSums : 0) +
+           (static_cast<std::size_t>(part) * kRows + row) * L::kBandRows;
   }
   // Row `row` of h: a pair, or kMaxPairs + t of the shared expert.
   LOWLAT_DEVICE unsigned char* hidden(std::uint32_t parity, int row) const {
@@ -452,13 +469,292 @@ struct Steps {
   }
 };
 
-// ------------------------------------------------------------------------------------ consumers
+// ------------------------------------------------------------------------------------ routers
 
-// A barrier of the consumers; every one of them comes, also after a fault.
+// A barrier of the routers; every one of them comes, also after a fault.
 template <class L>
-LOWLAT_DEVICE void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(L::kConsumers * plat::kWarpLanes) : "memory");
+LOWLAT_DEVICE void routers_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(L::kRouters * plat::kWarpLanes) : "memory");
 }
+
+template <class L>
+struct Router {
+  const Region<L>& r;
+  int warp;  // among the routers
+
+  static constexpr int kPackets = kBands / plat::kWarpLanes;  // a lane, of a row
+  static constexpr int kOwn = kPackets * L::kGateRows;        // experts of a lane
+  LOWLAT_DEVICE int own_expert(int i) const {
+    return (r.lane + i / L::kGateRows * plat::kWarpLanes) * L::kGateRows + i % L::kGateRows;
+  }
+
+  // Scores of the row's experts, as their blocks sent them; false (all lanes) when they are late.
+  LOWLAT_DEVICE bool receive_scores(int row, float (&score)[kOwn]) const {
+    for (int tries = 1;; ++tries) {
+      bool here = true;
+#pragma unroll
+      for (int i = 0; i < kPackets; ++i) {
+        const uint4 packet = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
+        const std::uint32_t words[3] = {packet.x, packet.y, packet.z};
+#pragma unroll
+        for (int j = 0; j < L::kGateRows; ++j) {
+          score[i * L::kGateRows + j] = __uint_as_float(words[j]);
+        }
+        here = here && packet.w == r.epoch;
+      }
+      if (__all_sync(plat::kAllLanes, here)) return true;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+  }
+
+  // The k best of a row, into the table. Ranks are compared as integers of the same order.
+  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], float nan_rank) {
+    const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
+    const float* bias = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
+    std::uint32_t rank[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float sum = score[i] + __ldg(bias + own_expert(i));
+      const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
+      rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
+    }
+#pragma unroll 1
+    for (int slot = 0; slot < L::kSlots; ++slot) {
+      std::uint32_t best = 0, id = kPoison;
+      float best_score = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
+        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
+      }
+      const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
+      const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
+      if (id == chosen) {
+        r.table.ids[row * L::kSlots + slot] = static_cast<std::int32_t>(chosen);
+        r.table.weights[row * L::kSlots + slot] = best_score;
+      }
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (own_expert(i) == static_cast<int>(chosen)) rank[i] = 0;
+      }
+    }
+  }
+
+  // Ids and weights of all rows, in every block the same.
+  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
+    for (int row = warp; row < r.a.rows; row += L::kRouters) {
+      const int at = row * L::kSlots;
+      if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
+        r.table.ids[at + r.lane] = __ldg(r.a.ids + at + r.lane);
+        r.table.weights[at + r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
+      }
+      if (!r.scores) continue;
+      float score[kOwn];
+      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
+        if (r.lane < L::kSlots) r.table.ids[at + r.lane] = r.lane;
+        continue;
+      }
+      __syncwarp();
+      if (r.a.routing == MoeRouting::gate) {
+        select(row, score, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+      } else {
+        for (int slot = 0; slot < L::kSlots; ++slot) {
+          const int id = r.table.ids[at + slot];
+#pragma unroll
+          for (int i = 0; i < kOwn; ++i) {
+            if (own_expert(i) == id) r.table.weights[at + slot] = score[i];
+          }
+        }
+      }
+      __syncwarp();
+      const float total = stages::gate_total(&r.table.weights[at], L::kSlots, sum_rule);
+      float weight = 0.0f;
+      if (r.lane < L::kSlots) weight = r.table.weights[at + r.lane] / total * kRoutedScaling;
+      __syncwarp();
+      if (r.lane < L::kSlots) r.table.weights[at + r.lane] = weight;
+      __syncwarp();
+      if (r.block_idx == 0 && r.lane < L::kSlots) {
+        if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
+        if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
+      }
+    }
+    routers_sync<L>();
+  }
+
+  // Pairs by expert: each pair counts those before it, so nobody takes tickets.
+  LOWLAT_DEVICE void make_table() {
+    auto& table = r.table;
+    const int num_pairs = r.a.rows * L::kSlots;
+    constexpr int kStride = L::kRouters * plat::kWarpLanes;
+    constexpr int kOwnPairs = (L::kMaxPairs + kStride - 1) / kStride;
+    int id[kOwnPairs], lower[kOwnPairs], earlier[kOwnPairs];
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
+      id[k] = lower[k] = earlier[k] = 0;
+      if (pair >= num_pairs) continue;
+      id[k] = table.ids[pair];
+#pragma unroll 1
+      for (int begin = 0; begin < num_pairs; begin += 4) {  // the rest of the array is kNobody
+        const int4 four = *reinterpret_cast<const int4*>(&table.ids[begin]);
+        const int theirs[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          lower[k] += theirs[i] < id[k] ? 1 : 0;
+          earlier[k] += theirs[i] == id[k] && begin + i < pair ? 1 : 0;
+        }
+      }
+      table.sorted[lower[k] + earlier[k]] = static_cast<std::uint16_t>(pair);
+      table.place[pair] = static_cast<std::uint16_t>(lower[k] + earlier[k]);
+      if (earlier[k] == 0) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
+    }
+    routers_sync<L>();
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
+      if (pair >= num_pairs) continue;
+      int before = 0, total = 0;
+#pragma unroll 2
+      for (int word = 0; word < L::kExperts / 32; ++word) {
+        const std::uint32_t bits = table.chosen[word];
+        const std::uint32_t below = (1u << id[k] % 32) - 1u;
+        total += __popc(bits);
+        before += word < id[k] / 32 ? __popc(bits) : word == id[k] / 32 ? __popc(bits & below) : 0;
+      }
+      if (earlier[k] == 0) {
+        table.expert[before] = static_cast<std::uint16_t>(id[k]);
+        table.first[before] = static_cast<std::uint16_t>(lower[k]);
+      }
+      if constexpr (!L::kMany) atomicOr(&table.rows_of[before], 1u << pair / L::kSlots);
+      if (pair == 0) {
+        table.first[total] = static_cast<std::uint16_t>(num_pairs);
+        table.num_experts = total;
+      }
+    }
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
+  }
+  LOWLAT_DEVICE void run(stages::GateRule rule, stages::GateSum sum_rule) {
+    route(rule, sum_rule);  // every router comes to its barriers
+    make_table();
+  }
+};
+
+// ------------------------------------------------------------------------------------ rows of h
+
+// What a warp needs for the second product.
+template <class L>
+struct SecondWarp {
+  const Region<L>& r;
+  int g, t;  // place in the fragments
+
+  LOWLAT_DEVICE explicit SecondWarp(const Region<L>& region)
+      : r(region), g(region.lane / 4), t(region.lane % 4) {}
+
+  // A part of a row of h: eight elements a thread of each group, in the order of pairs.
+  struct Hidden {
+    uint4 chunk[L::kPartGroups];
+  };
+  LOWLAT_DEVICE const unsigned char* hidden_address(int row, int part) const {
+    return r.hidden(r.epoch & 1u, row) + part * L::kPartGroups * 64 + t * 16;
+  }
+  LOWLAT_DEVICE static void load_hidden(Hidden& h, const unsigned char* address) {
+#pragma unroll
+    for (int group = 0; group < L::kPartGroups; ++group) {
+      h.chunk[group] = load_packet(address + group * 64);
+    }
+  }
+  // Until every chunk has arrived; all lanes together.
+  LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
+    for (int tries = 1;; ++tries) {
+      bool here = true;
+#pragma unroll
+      for (const uint4& chunk : h.chunk) here = here && chunk.w != kPoison;
+      if (__all_sync(plat::kAllLanes, here)) return true;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+      load_hidden(h, address);
+    }
+  }
+
+  // Sums of sixteen columns of the band to their place.
+  LOWLAT_DEVICE void store_second(float* dst, const float (&acc)[4], int m, int count,
+                                  float factor) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = 2 * t + (i & 1), n = 16 * m + (i >> 1) * 8;
+      if (n < L::kBandRows && column < count) {
+        dst[column * L::kBandRows + n + g] = acc[i] * factor;
+      }
+    }
+  }
+
+  LOWLAT_DEVICE static void unpack(const Hidden& h, int group, std::uint32_t (&out)[4]) {
+    const uint4 chunk = h.chunk[group];
+    out[0] = chunk.x, out[1] = chunk.y, out[2] = chunk.z, out[3] = chunk.w;
+  }
+
+  // Sixteen columns of the band (eight where it ends) of the shared expert, a part of I.
+  LOWLAT_DEVICE bool run_shared_item(int part, int m) const {
+    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
+    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
+                                (16 * m + g) * L::kInner + part * L::kPartGroups * 32 + t * 8;
+    const bool whole = 16 * m + 8 < L::kBandRows;
+    const int band = r.block_idx * L::kBandRows;
+    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
+    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
+    for (int columns = 0; columns < r.num_groups(); ++columns) {
+      const int row = columns * kColumns + g;
+      const unsigned char* address =
+          hidden_address(L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1), part);
+      Hidden h;
+      load_hidden(h, address);
+      if (!complete(h, address)) return false;
+      float acc[4] = {};
+      std::uint32_t exponent = 0;
+#pragma unroll
+      for (int group = 0; group < L::kPartGroups; ++group) {
+        std::uint32_t b[4];
+        unpack(h, group, b);
+        constexpr int kSpan = L::kBlock / 32;  // groups of one scale
+        static_assert(L::kPartGroups % kSpan == 0);
+        if (group % kSpan == 0) {
+          float amax = pairs_amax<4>(b);
+#pragma unroll
+          for (int i = 1; i < kSpan; ++i) {
+            std::uint32_t other[4];
+            unpack(h, group + i, other);
+            amax = fmaxf(amax, pairs_amax<4>(other));
+          }
+          exponent = activation_exponent(lanes_max<4>(amax));
+        }
+        quantize_pairs<4>(b, exponent);
+        const std::uint8_t* scales =
+            r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
+        const uint2 low = smem_load8(codes + group * 32);
+        const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
+        std::uint32_t l[4], h_pairs[4];
+        expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
+        expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
+        multiply_pairs(acc, l, h_pairs, b);
+        multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
+      }
+      store_second(r.template second_sums<true>(part, columns * kColumns), acc, m,
+                   r.a.rows - columns * kColumns, 1.0f);
+    }
+    return true;
+  }
+
+  // The shared expert's part of the band, by `warps` warps of which this is number `warp`.
+  LOWLAT_DEVICE bool run_shared(int warp, int warps) const {
+    for (int item = warp; item < L::kParts * L::kMTiles; item += warps) {
+      if (!run_shared_item(item / L::kMTiles, item % L::kMTiles)) return false;
+    }
+    return true;
+  }
+};
+
+// ------------------------------------------------------------------------------------ consumers
 
 template <class L>
 struct Consumer {
@@ -622,161 +918,6 @@ struct Consumer {
     return true;
   }
 
-  // ---- routing
-
-  static constexpr int kPackets = kBands / plat::kWarpLanes;  // a lane, of a row
-  static constexpr int kOwn = kPackets * L::kGateRows;        // experts of a lane
-  LOWLAT_DEVICE int own_expert(int i) const {
-    return (r.lane + i / L::kGateRows * plat::kWarpLanes) * L::kGateRows + i % L::kGateRows;
-  }
-
-  // Scores of the row's experts, as their blocks sent them; false (all lanes) when they are late.
-  LOWLAT_DEVICE bool receive_scores(int row, float (&score)[kOwn]) const {
-    for (int tries = 1;; ++tries) {
-      bool here = true;
-#pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const uint4 packet = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
-        const std::uint32_t words[3] = {packet.x, packet.y, packet.z};
-#pragma unroll
-        for (int j = 0; j < L::kGateRows; ++j) {
-          score[i * L::kGateRows + j] = __uint_as_float(words[j]);
-        }
-        here = here && packet.w == r.epoch;
-      }
-      if (__all_sync(plat::kAllLanes, here)) return true;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-  }
-
-  // The k best of a row, into the table. Ranks are compared as integers of the same order.
-  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], float nan_rank) {
-    const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
-    const float* bias = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
-    std::uint32_t rank[kOwn];
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const float sum = score[i] + __ldg(bias + own_expert(i));
-      const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
-      rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
-    }
-#pragma unroll 1
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      std::uint32_t best = 0, id = kPoison;
-      float best_score = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
-        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
-      }
-      const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
-      const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
-      if (id == chosen) {
-        r.table.ids[row * L::kSlots + slot] = static_cast<std::int32_t>(chosen);
-        r.table.weights[row * L::kSlots + slot] = best_score;
-      }
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        if (own_expert(i) == static_cast<int>(chosen)) rank[i] = 0;
-      }
-    }
-  }
-
-  // Ids and weights of all rows, in every block the same.
-  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
-    for (int row = warp; row < r.a.rows; row += L::kConsumers) {
-      const int at = row * L::kSlots;
-      if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
-        r.table.ids[at + r.lane] = __ldg(r.a.ids + at + r.lane);
-        r.table.weights[at + r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
-      }
-      if (!r.scores) continue;
-      float score[kOwn];
-      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
-        if (r.lane < L::kSlots) r.table.ids[at + r.lane] = r.lane;
-        continue;
-      }
-      __syncwarp();
-      if (r.a.routing == MoeRouting::gate) {
-        select(row, score, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-      } else {
-        for (int slot = 0; slot < L::kSlots; ++slot) {
-          const int id = r.table.ids[at + slot];
-#pragma unroll
-          for (int i = 0; i < kOwn; ++i) {
-            if (own_expert(i) == id) r.table.weights[at + slot] = score[i];
-          }
-        }
-      }
-      __syncwarp();
-      const float total = stages::gate_total(&r.table.weights[at], L::kSlots, sum_rule);
-      float weight = 0.0f;
-      if (r.lane < L::kSlots) weight = r.table.weights[at + r.lane] / total * kRoutedScaling;
-      __syncwarp();
-      if (r.lane < L::kSlots) r.table.weights[at + r.lane] = weight;
-      __syncwarp();
-      if (r.block_idx == 0 && r.lane < L::kSlots) {
-        if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
-        if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
-      }
-    }
-    consumers_sync<L>();
-  }
-
-  // Pairs by expert: each pair counts those before it, so nobody takes tickets.
-  LOWLAT_DEVICE void make_table() {
-    auto& table = r.table;
-    const int num_pairs = r.a.rows * L::kSlots;
-    constexpr int kStride = L::kConsumers * plat::kWarpLanes;
-    constexpr int kOwnPairs = (L::kMaxPairs + kStride - 1) / kStride;
-    int id[kOwnPairs], lower[kOwnPairs], earlier[kOwnPairs];
-#pragma unroll
-    for (int k = 0; k < kOwnPairs; ++k) {
-      const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
-      id[k] = lower[k] = earlier[k] = 0;
-      if (pair >= num_pairs) continue;
-      id[k] = table.ids[pair];
-#pragma unroll 1
-      for (int begin = 0; begin < num_pairs; begin += 4) {  // the rest of the array is kNobody
-        const int4 four = *reinterpret_cast<const int4*>(&table.ids[begin]);
-        const int theirs[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          lower[k] += theirs[i] < id[k] ? 1 : 0;
-          earlier[k] += theirs[i] == id[k] && begin + i < pair ? 1 : 0;
-        }
-      }
-      table.sorted[lower[k] + earlier[k]] = static_cast<std::uint16_t>(pair);
-      table.place[pair] = static_cast<std::uint16_t>(lower[k] + earlier[k]);
-      if (earlier[k] == 0) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
-    }
-    consumers_sync<L>();
-#pragma unroll
-    for (int k = 0; k < kOwnPairs; ++k) {
-      const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
-      if (pair >= num_pairs) continue;
-      int before = 0, total = 0;
-#pragma unroll 2
-      for (int word = 0; word < L::kExperts / 32; ++word) {
-        const std::uint32_t bits = table.chosen[word];
-        const std::uint32_t below = (1u << id[k] % 32) - 1u;
-        total += __popc(bits);
-        before += word < id[k] / 32 ? __popc(bits) : word == id[k] / 32 ? __popc(bits & below) : 0;
-      }
-      if (earlier[k] == 0) {
-        table.expert[before] = static_cast<std::uint16_t>(id[k]);
-        table.first[before] = static_cast<std::uint16_t>(lower[k]);
-      }
-      if constexpr (!L::kMany) atomicOr(&table.rows_of[before], 1u << pair / L::kSlots);
-      if (pair == 0) {
-        table.first[total] = static_cast<std::uint16_t>(num_pairs);
-        table.num_experts = total;
-      }
-    }
-    __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
-  }
-
   // ---- routed experts, first product
 
   LOWLAT_DEVICE const unsigned char* step_x(const Steps<L>& step) const {
@@ -858,110 +999,16 @@ struct Consumer {
 
   // ---- second product
 
-  // A part of a row of h: eight elements a thread of each group, in the order of pairs.
-  struct Hidden {
-    uint4 chunk[L::kPartGroups];
-  };
-  LOWLAT_DEVICE const unsigned char* hidden_address(int row, int part) const {
-    return r.hidden(r.epoch & 1u, row) + part * L::kPartGroups * 64 + t * 16;
-  }
-  LOWLAT_DEVICE static void load_hidden(Hidden& h, const unsigned char* address) {
-#pragma unroll
-    for (int group = 0; group < L::kPartGroups; ++group) {
-      h.chunk[group] = load_packet(address + group * 64);
-    }
-  }
-  // Until every chunk has arrived; all lanes together.
-  LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
-    for (int tries = 1;; ++tries) {
-      bool here = true;
-#pragma unroll
-      for (const uint4& chunk : h.chunk) here = here && chunk.w != kPoison;
-      if (__all_sync(plat::kAllLanes, here)) return true;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-      load_hidden(h, address);
-    }
-  }
-
-  // Sums of sixteen columns of the band to their place.
-  LOWLAT_DEVICE void store_second(const float (&acc)[4], int m, int part, int row, int count,
-                                  float factor) const {
-    float* dst =
-        r.second() + (static_cast<std::size_t>(part) * L::kSecondRows + row) * L::kBandRows;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = 2 * t + (i & 1), n = 16 * m + (i >> 1) * 8;
-      if (n < L::kBandRows && column < count) {
-        dst[column * L::kBandRows + n + g] = acc[i] * factor;
-      }
-    }
-  }
-
   // Row of h of column g of a group of an expert's pairs (or of rows, for the shared expert).
   LOWLAT_DEVICE int hidden_row(int first, int count) const {
     return r.table.sorted[first + (g < count ? g : count - 1)];
   }
 
-  // Sixteen columns of the band (eight where it ends) of the shared expert, a part of I.
-  LOWLAT_DEVICE bool run_shared_item(int part, int m) {
-    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
-    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
-                                (16 * m + g) * L::kInner + part * L::kPartGroups * 32 + t * 8;
-    const bool whole = 16 * m + 8 < L::kBandRows;
-    const int band = r.block_idx * L::kBandRows;
-    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
-    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
-    for (int columns = 0; columns < r.num_groups(); ++columns) {
-      const int row = columns * kColumns + g;
-      const unsigned char* address =
-          hidden_address(L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1), part);
-      Hidden h;
-      load_hidden(h, address);
-      if (!complete(h, address)) return false;
-      float acc[4] = {};
-      std::uint32_t exponent = 0;
-#pragma unroll
-      for (int group = 0; group < L::kPartGroups; ++group) {
-        std::uint32_t b[4];
-        unpack(h, group, b);
-        constexpr int kSpan = L::kBlock / 32;  // groups of one scale
-        static_assert(L::kPartGroups % kSpan == 0);
-        if (group % kSpan == 0) {
-          float amax = pairs_amax<4>(b);
-#pragma unroll
-          for (int i = 1; i < kSpan; ++i) {
-            std::uint32_t other[4];
-            unpack(h, group + i, other);
-            amax = fmaxf(amax, pairs_amax<4>(other));
-          }
-          exponent = activation_exponent(lanes_max<4>(amax));
-        }
-        quantize_pairs<4>(b, exponent);
-        const std::uint8_t* scales =
-            r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
-        const uint2 low = smem_load8(codes + group * 32);
-        const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
-        std::uint32_t l[4], h_pairs[4];
-        expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
-        expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
-        multiply_pairs(acc, l, h_pairs, b);
-        multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
-      }
-      store_second(acc, m, part, L::kMaxPairs + columns * kColumns,
-                   r.a.rows - columns * kColumns, 1.0f);
-    }
-    return true;
-  }
-  LOWLAT_DEVICE static void unpack(const Hidden& h, int group, std::uint32_t (&out)[4]) {
-    const uint4 chunk = h.chunk[group];
-    out[0] = chunk.x, out[1] = chunk.y, out[2] = chunk.z, out[3] = chunk.w;
-  }
-
   // acc = sixteen columns (eight when not kWhole) times an expert's rows of h, a part of I. `codes`
   // and `scales`: of the part in the band's first row.
   template <bool kWhole>
-  LOWLAT_DEVICE void multiply_second(float (&acc)[4], const Hidden& h, std::uint32_t codes,
+  LOWLAT_DEVICE void multiply_second(float (&acc)[4],
+                                     const typename SecondWarp<L>::Hidden& h, std::uint32_t codes,
                                      std::uint32_t scales, int m) const {
     // A load fetches two groups of sixteen rows, or four of eight. What lies beyond the last group
     // is read and not used.
@@ -977,7 +1024,7 @@ struct Consumer {
 #pragma unroll
     for (int group = 0; group < L::kPartGroups; ++group) {
       std::uint32_t b[4], low[4], high[4] = {};
-      unpack(h, group, b);
+      SecondWarp<L>::unpack(h, group, b);
       const std::uint32_t(&four)[4] = words[group / kGroups];
       place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
       if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
@@ -1007,20 +1054,22 @@ struct Consumer {
     if (r.block_idx >= kBands) return true;
     const int num_items = r.table.num_experts * L::kParts;
     int item = warp;
-    if (r.shared) {
-      constexpr int kItems = L::kParts * L::kMTiles;
-      for (; item < kItems; item += L::kConsumers) {
-        if (!run_shared_item(item / L::kMTiles, item % L::kMTiles)) return false;
+    const SecondWarp<L> second(r);
+    if constexpr (L::kMany) {
+      if (r.shared) {
+        if (!second.run_shared(warp, L::kConsumers)) return false;
+        // Who had one less goes first.
+        constexpr int kItems = L::kParts * L::kMTiles;
+        item = (warp - kItems % L::kConsumers + L::kConsumers) % L::kConsumers;
       }
-      item -= kItems;
     }
-    Hidden h;
+    typename SecondWarp<L>::Hidden h;
     const unsigned char* address = nullptr;
     if (item < num_items) {
       const int first = r.table.first[item / L::kParts];
       const int count = r.table.first[item / L::kParts + 1] - first;
-      address = hidden_address(hidden_row(first, count), item % L::kParts);
-      load_hidden(h, address);
+      address = second.hidden_address(hidden_row(first, count), item % L::kParts);
+      second.load_hidden(h, address);
     }
     while (item < num_items) {
       const int expert = item / L::kParts, part = item % L::kParts;
@@ -1041,20 +1090,20 @@ struct Consumer {
         return false;
       }
       for (;;) {
-        if (!complete(h, address)) return false;
+        if (!second.complete(h, address)) return false;
         // The next columns: more of this expert's, or the warp's next item.
         const int count = end - first, next_first = first + kColumns;
         const unsigned char* next = nullptr;
         if (next_first < end) {
-          next = hidden_address(hidden_row(next_first, end - next_first), part);
+          next = second.hidden_address(hidden_row(next_first, end - next_first), part);
         } else if (item + L::kConsumers < num_items) {
           const int next_expert = (item + L::kConsumers) / L::kParts;
           const int begin = r.table.first[next_expert];
-          next = hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
+          next = second.hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
                                 (item + L::kConsumers) % L::kParts);
         }
-        Hidden ahead = {};
-        if (next != nullptr) load_hidden(ahead, next);
+        typename SecondWarp<L>::Hidden ahead = {};
+        if (next != nullptr) second.load_hidden(ahead, next);
         // Sixteen columns at a time.
         constexpr int kLast = L::kMTiles - 1;
         constexpr bool kWhole = L::kBandRows % 16 == 0;
@@ -1062,11 +1111,11 @@ struct Consumer {
         for (int m = 0; m < kLast; ++m) {
           float acc[4] = {};
           multiply_second<true>(acc, h, codes, scales, m);
-          store_second(acc, m, part, first, count, kFactor);
+          second.store_second(r.template second_sums<false>(part, first), acc, m, count, kFactor);
         }
         float acc[4] = {};
         multiply_second<kWhole>(acc, h, codes, scales, kLast);
-        store_second(acc, kLast, part, first, count, kFactor);
+        second.store_second(r.template second_sums<false>(part, first), acc, kLast, count, kFactor);
         h = ahead;
 
         address = next;
@@ -1089,9 +1138,7 @@ struct Consumer {
   LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule, TileScales& scales) {
     if constexpr (!L::kMany) load_group(0);
     bool going = !r.gates() || run_gate();
-    route(rule, sum_rule);  // every consumer comes to its barriers
-    make_table();
-    // The producer fetches the first experts meanwhile.
+    if constexpr (L::kMany) Router<L>{r, warp}.run(rule, sum_rule);  // every one comes to its barriers
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
       going = run_shared_tile(scales);
@@ -1246,21 +1293,24 @@ struct Finisher {
 template <class L>
 LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
   const MoeArgs& a = r.a;
-  const float* second = r.second();
   const stages::FaultPort fault = {a.fault.abort_words,
                                    static_cast<stages::StatusWords*>(a.fault.status),
                                    a.fault.tp_rank, a.fault.tp_size, a.fault.budget_ns};
   const stages::ExchangePort port = {reinterpret_cast<plat::TaggedWords* const*>(a.boxes.outboxes),
                                      fault, a.boxes.box_packets};
   const std::uint64_t epoch = a.boxes.outboxes != nullptr ? *a.boxes.epoch : 0;
-  const auto parts = [&](int row, int n) {
+  const auto parts = [&]<bool kShared>(std::bool_constant<kShared>, int row, int n) {
     float sum = 0.0f;
 #pragma unroll
     for (int part = 0; part < L::kParts; ++part) {
-      sum += second[(static_cast<std::size_t>(part) * L::kSecondRows + row) * L::kBandRows + n];
+      sum += r.template second_sums<kShared>(part, row)[n];
     }
     return sum;
   };
+  const auto of_pair = [&](int pair, int n) {
+    return r.table.weights[pair] * parts(std::false_type(), r.table.place[pair], n);
+  };
+  const auto of_shared = [&](int row, int n) { return parts(std::true_type(), row, n); };
   if (a.quads.tp_size > 0) {
     constexpr int kQuads = L::kBandRows / 4;
     const std::uint64_t quads_epoch = exchange_epoch(a.quads, a.quads_index);
@@ -1275,10 +1325,10 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
 #pragma unroll
         for (int slot = 0; slot < L::kSlots; ++slot) {
           const int pair = row * L::kSlots + slot;
-          sum += round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
+          sum += round_to_bf16(of_pair(pair, n));
         }
         v[j] = round_to_bf16(sum);
-        if (r.shared) v[j] += round_to_bf16(parts(L::kMaxPairs + row, n));
+        if (r.shared) v[j] += round_to_bf16(of_shared(row, n));
       }
       publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
                    L::kHidden / 4, v);
@@ -1300,13 +1350,13 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
 #pragma unroll
       for (int slot = 0; slot < L::kSlots; ++slot) {
         const int pair = row * L::kSlots + slot;
-        d[slot] = round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
+        d[slot] = round_to_bf16(of_pair(pair, n));
       }
       float sum = 0.0f;
 #pragma unroll
       for (int slot = 0; slot < L::kSlots; ++slot) sum += d[slot];
       y = round_to_bf16(sum);
-      if (r.shared) y += round_to_bf16(parts(L::kMaxPairs + row, n));
+      if (r.shared) y += round_to_bf16(of_shared(row, n));
       if (a.out != nullptr) {
         a.out[static_cast<std::size_t>(row) * L::kHidden + r.block_idx * L::kBandRows + n] = y;
       }
@@ -1368,7 +1418,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                        thread % 2 ? 1 : L::kConsumers);
   } else if (thread == L::kThreads - 1) {
     sm90::barrier_init(&barriers.band_full, 1);
-    sm90::barrier_init(&barriers.table, L::kConsumers);
+    sm90::barrier_init(&barriers.table, L::kRouters);
     table.stop = 0;
   }
   sm90::fence_barrier_init();
@@ -1410,6 +1460,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
       finisher.run(rules.rule);
+    } else if (!L::kMany && warp < L::kFirstRouter + L::kRouters) {
+      const int number = warp - L::kFirstRouter;
+      Router<L>{r, number}.run(rules.rule, rules.sum_rule);
+      if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
     }
   }
   plat::block_sync();
