@@ -42,6 +42,7 @@
 //                       stored or published after a fault.
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
 #include "fused/stream.cuh"
@@ -164,7 +165,9 @@ struct Layout {
     std::uint16_t first[kMaxPairs + 1];                            // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint16_t place[kMaxPairs];                                // of a pair in `sorted`
-    std::int32_t tile[kWindow];                                    // few rows: of a use of the ring
+    // Few rows, of a use of the ring: its tile, and whether it is one.
+    std::int32_t tile[kWindow];
+    std::uint8_t is_tile[kWindow];
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
@@ -175,6 +178,12 @@ struct Layout {
     std::uint64_t piece_full[kMaxSlots * kPieces], piece_empty[kMaxSlots * kPieces];
     std::uint64_t band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
   };
+  // Places in them, for loops that address shared memory themselves.
+  static constexpr int kStopOffset = offsetof(Table, stop), kIsTileOffset = offsetof(Table, is_tile);
+  static constexpr int kFullBarriers = offsetof(Barriers, full);
+  static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
+  static constexpr int kSumsFullBarriers = offsetof(Barriers, sums_full);
+  static constexpr int kSumsEmptyBarriers = offsetof(Barriers, sums_empty);
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
   static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
@@ -360,7 +369,10 @@ struct Producer {
       const int number = next_tile(n, num_tiles, ticket);
       if constexpr (!L::kMany) {
         // A use without bytes says that there are no more.
-        if (r.lane == 0) r.table.tile[n % L::kWindow] = number;
+        if (r.lane == 0) {
+          r.table.tile[n % L::kWindow] = number;
+          r.table.is_tile[n % L::kWindow] = number < num_tiles ? 1 : 0;
+        }
         if (!begin_slot(number < num_tiles ? L::kTileBytes : 0)) return false;
       }
       if (number >= num_tiles) break;
@@ -808,34 +820,26 @@ struct Consumer {
     }
   }
 
-  // Gives the slice's sums of the columns in `mask` to the finisher.
-  LOWLAT_DEVICE bool hand_over(const float (&acc)[4], std::uint32_t mask) {
+  // Gives the slice's sums to the finisher, [warp][row][column].
+  LOWLAT_DEVICE bool hand_over(const float (&acc)[4]) {
     const int buffer = sums % L::kBuffers;
     if (sums >= L::kBuffers &&
         !barrier_wait(&r.barriers.sums_empty[buffer], (sums / L::kBuffers - 1) & 1, r.watch)) {
       return false;
     }
-    float* dst = r.partial(buffer) + (warp * kColumns + 2 * t) * 2 * kTileRows + g;
-    if (mask >> 2 * t & 1u) {
-      dst[0] = acc[0];
-      dst[kTileRows] = acc[2];
-    }
-    if (mask >> 2 * t & 2u) {
-      dst[2 * kTileRows] = acc[1];
-      dst[3 * kTileRows] = acc[3];
-    }
+    store_sums(sm90::shared_address(r.partial(buffer)) + own_sums(), acc);
     __syncwarp();
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_full[buffer]);
     ++sums;
     return true;
   }
-  LOWLAT_DEVICE static std::uint32_t first_columns(int count) {
-    return count >= kColumns ? 0xffu : (1u << count) - 1u;
+  LOWLAT_DEVICE std::uint32_t own_sums() const {
+    return ((warp * 2 * kTileRows + g) * kColumns + 2 * t) * 4;
   }
-  LOWLAT_DEVICE std::uint32_t group_mask(int group) const {
-    return first_columns(r.a.rows - group * kColumns);
+  LOWLAT_DEVICE static void store_sums(std::uint32_t address, const float (&acc)[4]) {
+    smem_store8(address, acc[0], acc[1]);
+    smem_store8(address + kTileRows * kColumns * 4, acc[2], acc[3]);
   }
-
   LOWLAT_DEVICE bool run_gate() {
     if (!wait_slot(0)) return false;
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
@@ -855,7 +859,7 @@ struct Consumer {
         multiply_pairs(acc[1], low + 2, none, b + 2);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0], group_mask(group))) return false;
+      if (!hand_over(acc[0])) return false;
     }
     free_slot();
     return true;
@@ -911,7 +915,7 @@ struct Consumer {
         multiply_pairs(acc[1], low + 2, high + 2, b + 2);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0], group_mask(group))) return false;
+      if (!hand_over(acc[0])) return false;
     }
     free_slot();
     free_slot();
@@ -926,73 +930,114 @@ struct Consumer {
     return x_address(pair / L::kSlots);
   }
 
-  LOWLAT_DEVICE bool run_tiles() {
-    Steps<L> step(r);
-    if constexpr (L::kMany) {
-      if (!step.done()) {
-        const unsigned char* address = step_x(step);
+  // acc = one tile's slice: `codes` and `scales` are a lane's addresses in its slot. `after(block)`
+  // follows each block.
+  template <class F>
+  LOWLAT_DEVICE void multiply_tile(float (&acc)[4], std::uint32_t codes, std::uint32_t scales,
+                                   F after) const {
+    std::uint32_t words[L::kSliceBlocks / 2][4];  // gate and up of a block, of the next
 #pragma unroll
-        for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
+    for (int i = 0; i < L::kSliceBlocks / 2; ++i) smem_matrices(words[i], codes + i * 32);
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) {
+      std::uint32_t b[kPairs];
+      fragment(block, b);
+      if constexpr (L::kMany) {
+#pragma unroll
+        for (std::uint32_t& pair : b) pair = mul_bf16x2(pair, kLiftPair);
+      }
+      const float low_scale = scale_of(smem_load1(scales + block));
+      const float high_scale = scale_of(smem_load1(scales + kTileRows * L::kScaleRow + block));
+      std::uint32_t low[kPairs], high[kPairs];
+      place_fp4(words[block / 2][block % 2 * 2], low);
+      place_fp4(words[block / 2][block % 2 * 2 + 1], high);
+      float group[4] = {};
+      multiply_pairs(group, low, high, b);
+      multiply_pairs(group, low + 2, high + 2, b + 2);
+      acc[0] = __fmaf_rn(group[0], low_scale, acc[0]);
+      acc[1] = __fmaf_rn(group[1], low_scale, acc[1]);
+      acc[2] = __fmaf_rn(group[2], high_scale, acc[2]);
+      acc[3] = __fmaf_rn(group[3], high_scale, acc[3]);
+      after(block);
+    }
+  }
+  // A lane's places in a slot. A matrix is a group of eight weight rows, gate or up.
+  LOWLAT_DEVICE std::uint32_t codes_in_slot() const {
+    return r.lane % (2 * kTileRows) * L::kRowPitch + warp * (L::kSlice / 2) +
+           r.lane / (2 * kTileRows) * 16;
+  }
+  LOWLAT_DEVICE std::uint32_t scales_in_slot() const {
+    return 2 * kTileRows * L::kRowPitch + g * L::kScaleRow + warp * L::kSliceBlocks;
+  }
+
+  LOWLAT_DEVICE bool run_tiles() {
+    if constexpr (L::kMany) {
+      return run_many_tiles();
+    } else {
+      return run_few_tiles();
+    }
+  }
+  // Counters and addresses are kept, not made anew: what a tile takes besides its products is a
+  // quarter of its instructions otherwise.
+  LOWLAT_DEVICE bool run_few_tiles() {
+    std::uint32_t base;
+    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
+    const std::uint32_t codes = base + L::kRingOffset + codes_in_slot();
+    const std::uint32_t scales = base + L::kRingOffset + scales_in_slot();
+    const std::uint32_t sums_at = base + L::kSumsOffset + own_sums();
+    const std::uint32_t barriers = base + L::kBarrierOffset;
+    const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
+    const std::uint32_t is_tile = base + L::kTableOffset + L::kIsTileOffset;
+    std::uint32_t slot = static_cast<std::uint32_t>(uses) % L::kRing;
+    std::uint32_t phase = static_cast<std::uint32_t>(uses) / L::kRing & 1u;
+    auto sum = static_cast<std::uint32_t>(sums);
+    for (std::uint32_t n = 0;; ++n) {
+      if (!barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase, stop)) return false;
+      const bool done = smem_load1(is_tile + n % L::kWindow) == 0;
+      const std::uint32_t at = slot * L::kSlotBytes;
+      float acc[4] = {};
+      if (!done) multiply_tile(acc, codes + at, scales + at, [](int) {});
+      __syncwarp();
+      if (r.lane == 0) barrier_arrive_at(barriers + L::kEmptyBarriers + slot * 8);
+      const std::uint32_t buffer = sum % L::kBuffers;
+      if (sum >= L::kBuffers && !barrier_wait_at(barriers + L::kSumsEmptyBarriers + buffer * 8,
+                                                 (sum / L::kBuffers - 1) & 1u, stop)) {
+        return false;
+      }
+      // After the last tile the finisher finds sums of no tile.
+      store_sums(sums_at + buffer * L::kPartialBytes, acc);
+      __syncwarp();
+      if (r.lane == 0) barrier_arrive_at(barriers + L::kSumsFullBarriers + buffer * 8);
+      ++sum;
+      if (++slot == L::kRing) slot = 0, phase ^= 1u;
+      if (done) {
+        uses += static_cast<int>(n) + 1;
+        sums = static_cast<int>(sum);
+        return true;
       }
     }
-    while (!L::kMany || !step.done()) {
+  }
+  LOWLAT_DEVICE bool run_many_tiles() {
+    Steps<L> step(r);
+    if (!step.done()) {
+      const unsigned char* address = step_x(step);
+#pragma unroll
+      for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
+    }
+    while (!step.done()) {
       if (!wait_slot(0)) return false;
-      if constexpr (!L::kMany) {
-        step.next();
-        if (step.done()) {  // the finisher hears it as sums of no column
-          free_slot();
-          const float none[4] = {};
-          return hand_over(none, 0);
-        }
-      }
-      const int expert = step.expert, pairs = L::kMany ? step.num_pairs() : 0;
       const bool last_of_tile = step.is_last_of_tile();
       const std::uint32_t slot = r.slot_address(uses % L::kRing);
-      // All reads of codes first. A matrix is a group of eight weight rows, gate or up.
-      const std::uint32_t codes = slot + r.lane % (2 * kTileRows) * L::kRowPitch +
-                                  warp * (L::kSlice / 2) + r.lane / (2 * kTileRows) * 16;
-      const std::uint32_t scales = slot + 2 * kTileRows * L::kRowPitch + g * L::kScaleRow +
-                                   warp * L::kSliceBlocks;
-      std::uint32_t words[L::kSliceBlocks / 2][4];  // gate and up of a block, of the next
-#pragma unroll
-      for (int i = 0; i < L::kSliceBlocks / 2; ++i) {
-        smem_matrices(words[i], codes + i * 32);
-      }
-      const int first_pair = L::kMany ? step.first_pair() : 0;
+      const int first_pair = step.first_pair();
       const unsigned char* next_x = nullptr;  // where other rows follow
-      if constexpr (L::kMany) {
-        step.next();
-        if (!step.done() && step.first_pair() != first_pair) next_x = step_x(step);
-      }
-      float sums_of[4] = {};
-#pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        std::uint32_t b[kPairs];
-        fragment(block, b);
-        if constexpr (L::kMany) {
-#pragma unroll
-          for (std::uint32_t& pair : b) pair = mul_bf16x2(pair, kLiftPair);
-        }
-        const float low_scale = scale_of(smem_load1(scales + block));
-        const float high_scale =
-            scale_of(smem_load1(scales + kTileRows * L::kScaleRow + block));
-        std::uint32_t low[kPairs], high[kPairs];
-        place_fp4(words[block / 2][block % 2 * 2], low);
-        place_fp4(words[block / 2][block % 2 * 2 + 1], high);
-        float group[4] = {};
-        multiply_pairs(group, low, high, b);
-        multiply_pairs(group, low + 2, high + 2, b + 2);
-        sums_of[0] = __fmaf_rn(group[0], low_scale, sums_of[0]);
-        sums_of[1] = __fmaf_rn(group[1], low_scale, sums_of[1]);
-        sums_of[2] = __fmaf_rn(group[2], high_scale, sums_of[2]);
-        sums_of[3] = __fmaf_rn(group[3], high_scale, sums_of[3]);
-        if constexpr (L::kMany) {
-          if (next_x != nullptr) load_x(block, next_x);
-        }
-      }
+      step.next();
+      if (!step.done() && step.first_pair() != first_pair) next_x = step_x(step);
+      float acc[4] = {};
+      multiply_tile(acc, slot + codes_in_slot(), slot + scales_in_slot(), [&](int block) {
+        if (next_x != nullptr) load_x(block, next_x);
+      });
       if (last_of_tile) free_slot();
-      const std::uint32_t mask = L::kMany ? first_columns(pairs) : r.table.rows_of[expert];
-      if (!hand_over(sums_of, mask)) return false;
+      if (!hand_over(acc)) return false;
     }
     return true;
   }
@@ -1184,7 +1229,7 @@ struct Finisher {
   template <int kCount>
   LOWLAT_DEVICE float slices(int row, int column, int first) const {
     const float* src =
-        r.partial(sums % L::kBuffers) + (first * kColumns + column) * 2 * kTileRows + row;
+        r.partial(sums % L::kBuffers) + (first * 2 * kTileRows + row) * kColumns + column;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum += src[i * kColumns * 2 * kTileRows];

@@ -76,6 +76,28 @@ LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, co
   return true;
 }
 
+// The same for loops whose every instruction counts: barrier and stop word by their addresses in
+// shared memory.
+LOWLAT_DEVICE bool barrier_wait_at(std::uint32_t barrier, std::uint32_t parity,
+                                   std::uint32_t stop) {
+  for (;;) {
+    std::uint32_t over, stopped;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (over != 0u) return true;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(stopped) : "r"(stop) : "memory");
+    if (stopped != 0u) return false;
+  }
+}
+LOWLAT_DEVICE void barrier_arrive_at(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // ------------------------------------------------------------------------------------ shared reads
 
 LOWLAT_DEVICE uint4 smem_load16(std::uint32_t address) {
@@ -97,6 +119,9 @@ LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
   return v;
 }
 
+LOWLAT_DEVICE void smem_store8(std::uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
 // Four 8 x 8 matrices of 16-bit values, as sm90::load_matrices.
 LOWLAT_DEVICE void smem_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
