@@ -76,6 +76,28 @@ LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, co
   return true;
 }
 
+// The same for loops whose every instruction counts: barrier and stop word by their addresses in
+// shared memory.
+LOWLAT_DEVICE bool barrier_wait_at(std::uint32_t barrier, std::uint32_t parity,
+                                   std::uint32_t stop) {
+  for (;;) {
+    std::uint32_t over, stopped;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (over != 0u) return true;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(stopped) : "r"(stop) : "memory");
+    if (stopped != 0u) return false;
+  }
+}
+LOWLAT_DEVICE void barrier_arrive_at(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // ------------------------------------------------------------------------------------ shared reads
 
 LOWLAT_DEVICE uint4 smem_load16(std::uint32_t address) {
@@ -95,6 +117,17 @@ LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
   std::uint32_t v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+
+LOWLAT_DEVICE void smem_store8(std::uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+// Four 8 x 8 matrices of 16-bit values, as sm90::load_matrices.
+LOWLAT_DEVICE void smem_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
 }
 
 // ------------------------------------------------------------------------------------ packets
@@ -158,6 +191,23 @@ LOWLAT_DEVICE void expand_fp4(std::uint32_t w, std::uint32_t factor, std::uint32
   out[2] = mul_bf16x2((v & 0x000f'000fu) * 0x1040u & kKeep, factor);
   out[3] = mul_bf16x2((v & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
 }
+
+// The same codes without a factor: out[i] is the value times 2^-126, a subnormal bf16. Columns that
+// are 2^110 times their value (kLiftPair) keep the products in range: 2^-kLiftShift is left in the
+// sums, whose group of 32 then takes its scale.
+inline constexpr std::uint32_t kLiftPair = 0x7680'7680u;
+inline constexpr float kLift = 0x1p110f;
+inline constexpr int kLiftShift = 16;
+LOWLAT_DEVICE void place_fp4(std::uint32_t w, std::uint32_t (&out)[4]) {
+  constexpr std::uint32_t kKeep = 0x81c0'81c0u;
+  const std::uint32_t v = w >> 8;
+  out[0] = (w & 0x000f'000fu) * 0x1040u & kKeep;
+  out[1] = (w & 0x00f0'00f0u) * 0x0104u & kKeep;
+  out[2] = (v & 0x000f'000fu) * 0x1040u & kKeep;
+  out[3] = (v & 0x00f0'00f0u) * 0x0104u & kKeep;
+}
+// 2^(byte - 127), bytes from 1 to 254.
+LOWLAT_DEVICE float scale_of(std::uint32_t byte) { return __uint_as_float(byte << 23); }
 
 // Factor of e4m3 codes: 2^120 * 2^(byte - 127), twice; exact for scale bytes up to 134.
 LOWLAT_DEVICE std::uint32_t e4m3_factor(std::uint32_t byte) {
