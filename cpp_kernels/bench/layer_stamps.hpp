@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "fused/exchange_hop.hpp"
 #include "fused/stamps.hpp"
 
 namespace lowlat::bench {
@@ -28,12 +29,12 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
     to = std::max(to, static_cast<double>(align.begin - first_ns) * 1e-3 -
                           static_cast<double>(align.end) / kTicksAUs);
   }
-  const char* const kNames[] = {"qkv",      "q",   "attention", "wo_a",      "wo_b",
-                                "exchange", "mix", "experts",   "exchange 2"};
+  const char* const kNames[] = {"qkv", "q",       "attention",  "wo_a",  "wo_b",  "exchange",
+                                "mix", "experts", "exchange 2", "begin", "mix 2", "latent"};
   const char* const kStages[] = {"begin", "ask", "wait", "read", "compute", "sum", "store"};
   double start = 1e300;
   for (int pass = 0; pass < 2; ++pass) {
-    for (int kernel = 0; kernel < 9; ++kernel) {
+    for (int kernel = 0; kernel < static_cast<int>(fused::HopKernel::count); ++kernel) {
       for (std::size_t stage = 0; stage < 7; ++stage) {
         std::vector<double> ends, lengths;
         std::vector<int> blocks_of(1024, 0);  // of a multiprocessor

@@ -37,24 +37,27 @@ constexpr int kThreads = 256;
 constexpr int kHeads = 16;  // of a cluster: one tile of mma
 constexpr int kDim = shape::kHeadDim;
 constexpr int kNope = kDim - shape::kRopeDim;
-constexpr int kTile = 48;  // keys that are in shared memory together: 3 steps of the second product
 // Pieces of 16 bytes of a stored row: 28 of codes, 8 of bf16.
 constexpr int kPieces = stages::kKvDataBytes / 16;
 constexpr int kCodePieces = kNope / 16;
-constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;
+constexpr int kListed = kThreads;  // keys that are looked up together
 // A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
 constexpr int kKeyPitch = kDim + 8;
 constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
-constexpr int kProbPitch = kTile + 8;
 // Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
 constexpr int kSumPitch = kDim + 8;
 
+// kTile keys are in shared memory together: a step of the second product for each sixteen.
+template <int kTile_, bool kHops>
 struct Shared {
+  static constexpr int kTile = kTile_, kProbPitch = kTile + 8;
+  static constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
+  static_assert(kTile % 16 == 0 && kHeads <= kTile && kListed >= kTile);
   union {
     std::uint16_t key[kTile * kKeyPitch];
     std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
-  alignas(16) std::uint16_t query[kHeads * kKeyPitch];  // bf16
+  alignas(16) std::uint16_t query[kHops ? kHeads * kKeyPitch : 8];  // bf16
   float score[kScoreGroups][kHeads][kTile];
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
@@ -65,6 +68,8 @@ struct Shared {
   std::uint64_t parts;           // barrier
   float factor[kHeads][kHeads];  // of a block's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
+  std::int32_t slot[kListed];  // of the block's keys, so many at a time; -1: a pad, or none
+  std::int32_t written[kMaxFusedRows];  // kv_slots
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
   // first tile, rows that may not be read yet.
   const std::uint8_t* data[2][kTile];
@@ -74,56 +79,52 @@ struct Shared {
   std::int8_t late_row[kTile];
   bool any_late;
 };
-static_assert(kHeads <= kTile);
 
-// Finds one key: `place` counts through the window's and then the extra set's indices.
-// `row`: of the step's rows the one that writes it, or -1.
-LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
-                                                   int place, bool& late, int& row) {
-  const bool in_window = place < params.num_window;
-  constexpr int kAtOnce = kHopRows;
-  int written[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    written[i] = __ldg(params.kv_slots + min(i, params.num_rows - 1));
+// Slots of the keys from `first` on: places count through the window's and then the extra set's
+// indices. A thread a key.
+template <class Shared>
+LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int row_idx, int first,
+                             int end) {
+  const int place = first + plat::thread_idx();
+  std::int32_t slot = -1;
+  if (place < end) {
+    slot = place < params.num_window
+               ? __ldg(params.window_idx + row_idx * params.num_window + place)
+               : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
+                       place - params.num_window);
   }
-  const int slot =
-      in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
-                : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
-                        place - params.num_window);
-  late = params.late_extra;
-  row = -1;
-  if (in_window) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (written[i] == slot) row = min(i, params.num_rows - 1);
-    }
-    for (int i = kAtOnce; i < params.num_rows; ++i) {
-      if (__ldg(params.kv_slots + i) == slot) row = i;
-    }
-    late = row >= 0;
-  }
+  shared.slot[plat::thread_idx()] = slot;
+}
+
+// Where the key of a place is.
+LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, int place,
+                                                 std::int32_t slot) {
   if (slot < 0) return {nullptr, nullptr};
-  const KvPages& pages = in_window ? params.window : params.extra;
+  const KvPages& pages = place < params.num_window ? params.window : params.extra;
   return stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(
       slot);
 }
 
 // A thread's share of a tile on its way to shared memory.
+template <int kPerThread>
 struct Pieces {
   uint4 data[kPerThread];
   std::uint32_t scale[kPerThread];  // ue8m0 codes
 };
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
-LOWLAT_DEVICE int key_of(int i) { return min(piece_of(i) / kPieces, kTile - 1); }
+template <int kTile>
+LOWLAT_DEVICE int key_of(int i) {
+  return min(piece_of(i) / kPieces, kTile - 1);
+}
 
 // Asks for the pieces of the keys in data[]; those of none are zeros.
-LOWLAT_DEVICE void load_pieces(Pieces& pieces, const std::uint8_t* const* data,
+template <int kTile, int kPerThread>
+LOWLAT_DEVICE void load_pieces(Pieces<kPerThread>& pieces, const std::uint8_t* const* data,
                                const std::uint8_t* const* scales) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const int key = key_of(i), piece = piece_of(i) % kPieces;
+    const int key = key_of<kTile>(i), piece = piece_of(i) % kPieces;
     const std::uint8_t* row = data[key];
     const bool there = row != nullptr;
     pieces.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
@@ -140,10 +141,10 @@ LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
   return sm90::multiply_bf16_pairs(bits, kPower120);
 }
 
-LOWLAT_DEVICE void store_piece(Shared& shared, const uint4& data, std::uint32_t scale_code,
+LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint32_t scale_code,
                                int number) {
   const int key = number / kPieces, piece = number % kPieces;
-  std::uint16_t* to = shared.key + key * kKeyPitch;
+  std::uint16_t* to = keys + key * kKeyPitch;
   if (piece >= kCodePieces) {
     *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = data;
     return;
@@ -165,11 +166,12 @@ LOWLAT_DEVICE void store_piece(Shared& shared, const uint4& data, std::uint32_t 
   place[1] = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
-LOWLAT_DEVICE void store_pieces(Shared& shared, const Pieces& pieces) {
+template <int kTile, int kPerThread>
+LOWLAT_DEVICE void store_pieces(std::uint16_t* keys, const Pieces<kPerThread>& pieces) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     if (piece_of(i) < kTile * kPieces) {
-      store_piece(shared, pieces.data[i], pieces.scale[i], piece_of(i));
+      store_piece(keys, pieces.data[i], pieces.scale[i], piece_of(i));
     }
   }
 }
@@ -184,11 +186,13 @@ LOWLAT_DEVICE PowerScale half_scale(float amax) {
 }
 
 // kHops: q, the step's own keys and o are packets.
-template <class M, bool kHops>
+template <class M, bool kHops, int kTile>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
+  using Memory = Shared<kTile, kHops>;
+  constexpr int kPerThread = Memory::kPerThread, kProbPitch = Memory::kProbPitch;
   extern __shared__ __align__(128) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Memory& shared = *reinterpret_cast<Memory*>(memory);
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
@@ -214,34 +218,45 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncwarp();
   sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
-  if (thread_idx < kTile) {
-    stages::KvRow<std::uint8_t> row{nullptr, nullptr};
-    bool late = false;
-    int late_row = -1;
-    if (first_key + thread_idx < end_key) {
-      row = find_key(params, row_idx, first_key + thread_idx, late, late_row);
-    }
-    shared.late_row[thread_idx] = static_cast<std::int8_t>(row.data != nullptr ? late_row : -1);
-    shared.data[0][thread_idx] = late ? nullptr : row.data;
-    shared.late[thread_idx] = late ? row.data : nullptr;
-    shared.scales[0][thread_idx] = row.scales;
-    if (thread_idx == 0) shared.any_late = false;
-  }
+  list_keys(shared, params, row_idx, first_key, end_key);
+  if (thread_idx < params.num_rows)
+    shared.written[thread_idx] = __ldg(params.kv_slots + thread_idx);
   if (thread_idx < kHeads) {
     shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
     shared.top[thread_idx] = -INFINITY;
     shared.weight[thread_idx] = 0.0f;
   }
+  if (thread_idx == 0) shared.any_late = false;
   plat::block_sync();
-  if (thread_idx < kTile && shared.late[thread_idx] != nullptr) shared.any_late = true;
-  Pieces pieces;
-  load_pieces(pieces, shared.data[0], shared.scales[0]);
+  if (thread_idx < kTile) {
+    const int place = first_key + thread_idx;
+    const std::int32_t slot = shared.slot[thread_idx];
+    const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
+    bool late = params.late_extra;
+    int late_row = -1;
+    if (place < params.num_window) {
+#pragma unroll 4
+      for (int i = 0; i < params.num_rows; ++i) {
+        if (shared.written[i] == slot) late_row = i;
+      }
+      late = late_row >= 0;
+    }
+    const bool there = row.data != nullptr;
+    shared.late_row[thread_idx] = static_cast<std::int8_t>(there ? late_row : -1);
+    shared.data[0][thread_idx] = late ? nullptr : row.data;
+    shared.late[thread_idx] = late ? row.data : nullptr;
+    shared.scales[0][thread_idx] = row.scales;
+    if (late && there) shared.any_late = true;
+  }
+  plat::block_sync();
+  Pieces<kPerThread> pieces;
+  load_pieces<kTile>(pieces, shared.data[0], shared.scales[0]);
   if (thread_idx < shape::kRopeDim / 2) {
     const float angle =
         static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
     shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
   }
-  store_pieces(shared, pieces);
+  store_pieces<kTile>(shared.key, pieces);
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
@@ -301,14 +316,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
 #pragma unroll 1
     for (int i = 0; i < kPerThread; ++i) {
-      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
+      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of<kTile>(i)] : -1;
       if (__all_sync(plat::kAllLanes, row < 0)) continue;
       const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
                          max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
       HopWords words[2];
       take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
       if (row < 0) continue;
-      store_piece(shared,
+      store_piece(shared.key,
                   make_uint4(low_word(words[0].pair), high_word(words[0].pair),
                              low_word(words[1].pair), high_word(words[1].pair)),
                   words[0].third, piece_of(i));
@@ -316,10 +331,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   if (shared.any_late && (!kHops || params.late_extra)) {
     const auto late_of = [&](int i) {
-      const int key = key_of(i);
+      const int key = key_of<kTile>(i);
       return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
     };
-    Pieces late;
+    Pieces<kPerThread> late;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
       const std::uint8_t* row = late_of(i);
@@ -327,73 +342,80 @@ __global__ void __launch_bounds__(kThreads, 2)
       const bool there = row != nullptr;
       late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
                            : make_uint4(0u, 0u, 0u, 0u);
-      late.scale[i] =
-          there && piece < kCodePieces ? __ldcg(shared.scales[0][key_of(i)] + piece / 4) : 127u;
+      late.scale[i] = there && piece < kCodePieces
+                          ? __ldcg(shared.scales[0][key_of<kTile>(i)] + piece / 4)
+                          : 127u;
     }
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
-      store_piece(shared, late.data[i], late.scale[i], piece_of(i));
+      store_piece(shared.key, late.data[i], late.scale[i], piece_of(i));
     }
   }
 
   if constexpr (!kHops) stamps.mark(StampStage::read);
   float sum[8][4] = {};  // of a warp's 64 dimensions
-  int side = 0;
+  int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
       // Few rows have one tile a block; more have registers for the next tile's rows.
-      if constexpr (kHops) load_pieces(pieces, shared.data[side], shared.scales[side]);
-      store_pieces(shared, pieces);
+      if constexpr (kHops) load_pieces<kTile>(pieces, shared.data[side], shared.scales[side]);
+      store_pieces<kTile>(shared.key, pieces);
     }
-    if (thread_idx < kTile && first + kTile < end_key) {
-      stages::KvRow<std::uint8_t> row{nullptr, nullptr};
-      bool late;  // no longer: the kernels before have ended
-      int late_row;
-      if (first + kTile + thread_idx < end_key) {
-        row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
-      }
+    const int next = first + kTile;
+    if (next < end_key && next + kTile > listed + kListed) {
+      // The list ends before the next tile does: the next list begins with that tile's keys.
+      plat::block_sync();
+      list_keys(shared, params, row_idx, next, end_key);
+      listed = next;
+      plat::block_sync();
+    }
+    if (thread_idx < kTile && next < end_key) {
+      // None is late any more: the kernels before have ended.
+      const stages::KvRow<std::uint8_t> row =
+          key_at(params, next + thread_idx, shared.slot[next + thread_idx - listed]);
       shared.data[side ^ 1][thread_idx] = row.data;
       shared.scales[side ^ 1][thread_idx] = row.scales;
     }
     plat::block_sync();
-    if (!kHops &&
-        first + kTile < end_key) {  // the next tile's rows are on their way over the products
-      load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
+    if (!kHops && next < end_key) {  // the next tile's rows are on their way over the products
+      load_pieces<kTile>(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
-    float score[3][4] = {};
+    constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
+    float score[kScoreTiles][4] = {};
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       const uint4 &low = query[step][0], &high = query[step][1];
       const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
                                      {low.z, high.z, low.w, high.w}};
 #pragma unroll
-      for (int n = 0; n < 3; ++n) {
-        const uint4 b =
-            *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
-                                            score_group * 128 + step * 32 + 8 * t);
+      for (int n = 0; n < kScoreTiles; ++n) {
+        const uint4 b = *reinterpret_cast<const uint4*>(
+            shared.key + (key_half * (kTile / 2) + n * 8 + g) * kKeyPitch + score_group * 128 +
+            step * 32 + 8 * t);
         const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
         sm90::mma_bf16(score[n], a[0], b_low);
         sm90::mma_bf16(score[n], a[1], b_high);
       }
     }
 #pragma unroll
-    for (int n = 0; n < 3; ++n) {
-      float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
+    for (int n = 0; n < kScoreTiles; ++n) {
+      float* to = &shared.score[score_group][g][key_half * (kTile / 2) + n * 8 + 2 * t];
       *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
       *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
     }
     plat::block_sync();
 
-    // Softmax of the tile: 16 threads a head, three keys each.
+    // Softmax of the tile: 16 threads a head.
     {
       constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
       constexpr float kLog2e = 1.4426950408889634f;
       const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
-      float s[3], top = -INFINITY;
+      constexpr int kKeys = kTile / 16;  // of a thread
+      float s[kKeys], top = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < kKeys; ++i) {
         const int key = first_of_thread + 16 * i;
         float total = shared.score[0][head][key];
 #pragma unroll
@@ -415,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float base = top == -INFINITY ? 0.0f : top;
       float weight = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < kKeys; ++i) {
         const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
         shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
             static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
@@ -612,10 +634,15 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
   return with_model(params.model, [&]<class M>() {
-    const auto kernel = params.num_rows <= kHopRows ? sparse_attention_bf16_sm90<M, true>
-                                                    : sparse_attention_bf16_sm90<M, false>;
-    return launch_kernel(kernel, dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
-                         sizeof(Shared), blocks, programmatic, stream, params);
+    const auto launch = [&]<bool kHops, int kTile>() {
+      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile>,
+                           dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
+                           sizeof(Shared<kTile, kHops>), blocks, programmatic, stream, params);
+    };
+    if (params.num_rows <= kHopRows) return launch.template operator()<true, 48>();
+    // So that a block has room beside one of the kernel before.
+    if (params.num_rows <= 24) return launch.template operator()<false, 48>();
+    return launch.template operator()<false, 32>();
   });
 }
 

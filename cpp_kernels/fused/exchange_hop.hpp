@@ -26,6 +26,8 @@ enum class HopKernel : std::uint32_t {
   experts = 7,
   second_exchange = 8,
   begin = 9,
+  second_mix = 10,
+  latent = 11,
   count
 };
 

@@ -10,7 +10,7 @@
 // Rounding     bf16 where bf( ) stands, codes nearest-even
 // Bytes        TP4: 9.18 MB, then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
-// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four, V4's
+// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four; V4's
 //              second: a cluster a head. Weights are on their way before the input is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
@@ -36,6 +36,7 @@ constexpr int kRows = 64;
 constexpr int kTilesPerHead = kHeadDim / kRows;
 constexpr int kSquared = 16;  // values of qa whose squares one block of the first product adds
 constexpr int kQkvBlocks = 4;
+constexpr int kLatentThreads = 192;
 
 // Of a model, whatever the rank's share: M is its shape.
 template <class M>
@@ -45,15 +46,16 @@ struct Sizes {
   static constexpr int kQkvTiles = (M::kQLora + kHeadDim) / kRows;
 };
 
-// Products of 64 rows: of few tokens, or of more.
-template <class M, int kTiles, int kK, int kBlocks>
-using FrontProduct = std::conditional_t<
-    kTiles == 1, Product<kRows, kK, 1, kBlocks, kRows / kBlocks, 0>,
-    WideProduct<kK, kTiles == 1 ? 2 : kTiles, kBlocks, kRows / kBlocks, M::kScaleBlock>>;
 template <class M, int kTiles>
-using QkvProduct = FrontProduct<M, kTiles, Sizes<M>::kQkvK, kQkvBlocks>;
+struct QkvOf {
+  using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
+};
+template <class M>
+struct QkvOf<M, 1> {
+  using Type = Product<kRows, Sizes<M>::kQkvK, 1, kQkvBlocks, kRows / kQkvBlocks, 0>;
+};
 template <class M, int kTiles>
-using QProduct = FrontProduct<M, kTiles, M::kQLora, 1>;
+using QkvProduct = QkvOf<M, kTiles>::Type;
 
 template <int kTiles>
 constexpr int min_blocks() {
@@ -142,29 +144,43 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   }
 }
 
+template <class M, int kTiles>
+struct QOf {
+  using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
+};
+template <class M>
+struct QOf<M, 1> {
+  using Type = Product<kRows, M::kQLora, 1, 1, kRows, 0>;
+};
+template <class M, int kTiles>
+using QProduct = QOf<M, kTiles>::Type;
+
 // What the blocks of a head tell each other, where heads are normed.
-template <int kTokens>
+template <class M, int kTokens>
 struct HeadSquares {
   float of_tile[kTilesPerHead][kTokens];
   std::uint64_t barrier;
 };
-struct None {};
+template <class M, int kTokens>
+  requires(!M::kNormsHeads)
+struct HeadSquares<M, kTokens> {};
 
 template <class M, int kTiles>
 struct QShared {
   static constexpr int kTokens = kTiles * kTileTokens;
   typename QProduct<M, kTiles>::Shared product;
-  float norm[kTokens];
   float2 turn[kTokens][kRopePairs];  // cosine and sine
-  struct Few {
-    static constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
-    static constexpr int kPitch = kQLora + 32;  // as of the weights
-    alignas(16) std::uint8_t codes[kTokens * kPitch];
-    float scale[kQLora / kGroup * kTokens];
-    alignas(16) std::uint16_t latent[kTokens][kQLora], gain[kQLora];  // bf16
-  };
-  [[no_unique_address]] std::conditional_t<kTiles == 1, Few, None> few;
-  [[no_unique_address]] std::conditional_t<M::kNormsHeads, HeadSquares<kTokens>, None> head;
+  HeadSquares<M, kTokens> head;
+};
+// Up to eight rows: the block makes the latent's codes itself.
+template <class M>
+struct FewShared : QShared<M, 1> {
+  static constexpr int kTokens = kTileTokens, kQLora = M::kQLora;
+  static constexpr int kPitch = kQLora + 32;  // as of the weights
+  alignas(16) std::uint8_t codes[kTokens * kPitch];
+  float scale[kQLora / M::kScaleBlock * kTokens];
+  float norm[kTokens];
+  alignas(16) std::uint16_t latent[kTokens][kQLora], gain[kQLora];  // bf16
 };
 
 LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position) {
@@ -172,13 +188,13 @@ LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position
   return make_float2(plat::cos(angle), plat::sin(angle));
 }
 
-// The head's blocks will tell their squares; one thread calls, before all of them start.
+// The head's blocks start; the calling thread 0 makes the barrier before. All threads call after.
 template <class Head>
 LOWLAT_DEVICE void expect_squares(Head& head, int num_rows) {
   sm90::barrier_init(&head.barrier, 1);
   sm90::barrier_arrive_expect(&head.barrier, kTilesPerHead * num_rows * 4);
 }
-// Tells the block `peer` of the head the sum of squares of this block's tile.
+// A lane of a token's tells the block `peer` of the head the sum of squares of this block's tile.
 template <class Head>
 LOWLAT_DEVICE void send_squares(Head& head, int token, int peer, float squares) {
   sm90::send_to_peer(sm90::peer_address(&head.of_tile[sm90::cluster_rank()][token], peer), squares,
@@ -202,19 +218,12 @@ constexpr int kPieces = M::kQLora / kPiece;
 struct LatentPiece {
   uint4 values, gain;
 };
+// Codes of values k and on go to `codes`, their scale, where a group begins, to `scale`.
 template <class M>
-LOWLAT_DEVICE LatentPiece load_latent(const FrontParams& params, int piece) {
-  return {__ldcg(reinterpret_cast<const uint4*>(params.qa + piece * kPiece)),
-          __ldg(reinterpret_cast<const uint4*>(params.q_norm + piece % kPieces<M> * kPiece))};
-}
-// Codes go to place(token, k), scales to scale[k / group * padded + token].
-template <class M, class Place>
-LOWLAT_DEVICE void quantize_latent(Place place, float* scale, int padded, const float* norms,
-                                   const LatentPiece& from, int piece) {
+LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, float* scale, float norm,
+                                   const LatentPiece& from, int k) {
   constexpr int kGroup = M::kScaleBlock;
   static_assert(kGroup % kPiece == 0 && kGroup / kPiece <= plat::kWarpLanes);
-  const int token = piece / kPieces<M>, k = piece % kPieces<M> * kPiece;
-  const float norm = norms[token];
   const std::uint32_t words[4] = {from.values.x, from.values.y, from.values.z, from.values.w};
   const std::uint32_t gains[4] = {from.gain.x, from.gain.y, from.gain.z, from.gain.w};
   std::uint32_t pairs[4];
@@ -240,8 +249,8 @@ LOWLAT_DEVICE void quantize_latent(Place place, float* scale, int padded, const 
         sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse, sm90::high_bf16(b) * group.inverse)
             << 16;
   }
-  *reinterpret_cast<uint2*>(place(token, k)) = make_uint2(packed[0], packed[1]);
-  if (k % kGroup == 0) scale[k / kGroup * padded + token] = group.scale;
+  *reinterpret_cast<uint2*>(codes) = make_uint2(packed[0], packed[1]);
+  if (k % kGroup == 0) *scale = group.scale;
 }
 
 // Norm, rotation and packing of one key, by one warp: lane has 16 values. Waits for the kernels
@@ -354,10 +363,10 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
 // Up to eight rows: a warp reads a row's latent and has its norm; then all threads quantise all
 // rows, by a short loop: unrolled over what a warp has read, its code took 2 us to come.
 template <class M>
-LOWLAT_DEVICE void q_of_few(QShared<M, 1>& shared, const FrontParams& params, int tile,
+LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int tile,
                             bool rotates) {
   using Linear = QProduct<M, 1>;
-  constexpr int kTokens = QShared<M, 1>::kTokens, kPitch = QShared<M, 1>::Few::kPitch;
+  constexpr int kTokens = FewShared<M>::kTokens, kPitch = FewShared<M>::kPitch;
   constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   constexpr int kPackets = kQLora / 4 / plat::kWarpLanes;
   static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
@@ -369,7 +378,7 @@ LOWLAT_DEVICE void q_of_few(QShared<M, 1>& shared, const FrontParams& params, in
   Stamps stamps(params.hop.port->stamps, hop.kernel);
   stamps.mark(StampStage::ask);
   if (plat::thread_idx() < kPieces<M>) {
-    *reinterpret_cast<uint4*>(shared.few.gain + plat::thread_idx() * kPiece) =
+    *reinterpret_cast<uint4*>(shared.gain + plat::thread_idx() * kPiece) =
         __ldg(reinterpret_cast<const uint4*>(params.q_norm) + plat::thread_idx());
   }
   const auto* from =
@@ -390,7 +399,7 @@ LOWLAT_DEVICE void q_of_few(QShared<M, 1>& shared, const FrontParams& params, in
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
-      *reinterpret_cast<uint2*>(shared.few.latent[token] + 4 * (lane_idx + i * plat::kWarpLanes)) =
+      *reinterpret_cast<uint2*>(shared.latent[token] + 4 * (lane_idx + i * plat::kWarpLanes)) =
           make_uint2(pairs[0], pairs[1]);
 #pragma unroll
       for (const std::uint32_t pair : pairs) {
@@ -406,16 +415,16 @@ LOWLAT_DEVICE void q_of_few(QShared<M, 1>& shared, const FrontParams& params, in
   }
   plat::block_sync();
 #pragma unroll 1
-  for (int piece = plat::thread_idx(); piece < num_rows * kPieces<M>; piece += kProductThreads) {
-    const LatentPiece values = {
-        *reinterpret_cast<const uint4*>(&shared.few.latent[0][0] + piece * kPiece),
-        *reinterpret_cast<const uint4*>(shared.few.gain + piece % kPieces<M> * kPiece)};
-    quantize_latent<M>([&](int row, int k) { return shared.few.codes + row * kPitch + k; },
-                       shared.few.scale, kTokens, shared.norm, values, piece);
+  for (int i = plat::thread_idx(); i < num_rows * kPieces<M>; i += kProductThreads) {
+    const int row = i / kPieces<M>, k = i % kPieces<M> * kPiece;
+    const LatentPiece piece = {*reinterpret_cast<const uint4*>(shared.latent[row] + k),
+                               *reinterpret_cast<const uint4*>(shared.gain + k)};
+    quantize_latent<M>(shared.codes + row * kPitch + k, &shared.scale[k / kGroup * kTokens + row],
+                       shared.norm[row], piece, k);
   }
   plat::block_sync();
   stamps.mark(StampStage::read);
-  const CodeActivations<kGroup, true> latent{shared.few.codes, shared.few.scale, kPitch, kTokens};
+  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
   Linear::run(shared.product, latent, num_rows, stamps);
   const int width = params.num_heads * (kHeadDim / 4);
   const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
@@ -469,14 +478,13 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   auto& shared = *reinterpret_cast<QShared<M, kTiles>*>(memory);
   sm90::launch_dependents();
   const int tile = static_cast<int>(blockIdx.x), num_rows = params.num_rows;
-  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  if (tile >= params.num_heads * kTilesPerHead) {
-    const int first_row = (tile - params.num_heads * kTilesPerHead) * kProductWarps;
-    if (first_row >= num_rows) return;  // fills a cluster
-    const int row_idx = first_row + warp_idx;
-    store_key<kTiles == 1>(params, row_idx);
-    if constexpr (kTiles > 1) open_gate(params.done);
-    return;
+  if constexpr (kTiles == 1) {
+    if (tile >= params.num_heads * kTilesPerHead) {
+      // One block has all rows' keys; others fill a cluster.
+      if (tile > params.num_heads * kTilesPerHead) return;
+      store_key<true>(params, plat::thread_idx() / plat::kWarpLanes);
+      return;
+    }
   }
   constexpr int kScaleStride = kQLora / kGroup;
   const ProductWeights weights{params.wq_b.codes + static_cast<std::int64_t>(tile) * kRows * kQLora,
@@ -490,7 +498,6 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   } else {
     Linear::load(shared.product, weights, num_rows);
   }
-  // Thread 0 has made barriers known (load) before its own arrival.
   if constexpr (M::kNormsHeads) sm90::cluster_arrive_relaxed();
   // The head's last tile is the one that rotates.
   const bool rotates = tile % kTilesPerHead == kTilesPerHead - 1;
@@ -501,55 +508,20 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
-  constexpr int kTokens = QShared<M, kTiles>::kTokens;
   if constexpr (kTiles == 1) {
-    q_of_few<M>(shared, params, tile, rotates);
+    q_of_few<M>(static_cast<FewShared<M>&>(shared), params, tile, rotates);
   } else {
     Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::q));
     stamps.mark(StampStage::ask);
-    constexpr int kTogether = 4;
-    const int pieces = num_rows * kPieces<M>, padded = padded_rows(num_rows);
-    static_assert(kPieces<M> % plat::kWarpLanes == 0, "whole warps have pieces");
-    wait_at(params.qkv_done);
+    wait_at(params.latent_done);
     stamps.mark(StampStage::wait);
-    LatentPiece ahead[kTogether] = {};
-    const auto load = [&](int first) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = first + i * kProductThreads;
-        if (piece < pieces) ahead[i] = load_latent<M>(params, piece);
-      }
-    };
-    load(plat::thread_idx());
-    for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
-           i += plat::kWarpLanes) {
-        squares += __ldcg(params.qa_squares + i * padded + token);
-      }
-      squares = plat::warp_sum(squares);
-      shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
-    }
-    plat::block_sync();
-#pragma unroll 1
-    for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int piece = first + i * kProductThreads;
-        if (piece >= pieces) break;
-        quantize_latent<M>(
-            [&](int token, int k) {
-              return Linear::token_codes(shared.product, token, k / 16 * 16) + k % 16;
-            },
-            &shared.product.token_scale[0][0], kTokens, shared.norm, ahead[i], piece);
-      }
-      load(first + kTogether * kProductThreads);
-    }
+    Linear::load_tokens(shared.product, params.latent_codes, kQLora, params.latent_scale,
+                        padded_rows(num_rows), num_rows);
     Linear::run(shared.product, num_rows, stamps);
     const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
     static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
     if constexpr (M::kNormsHeads) {
+      const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
       const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
       sm90::cluster_wait();  // the head's other blocks run
 #pragma unroll 1
@@ -585,6 +557,52 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   }
 }
 
+// More than eight rows: a block a row makes the latent's codes for all blocks of the product, and
+// the row's stored key.
+template <class M>
+__global__ void __launch_bounds__(kLatentThreads)
+    front_latent_any(const __grid_constant__ FrontParams params) {
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
+  constexpr int kKeyWarp = kLatentThreads / plat::kWarpLanes - 1;
+  static_assert(kPieces<M> <= kKeyWarp * plat::kWarpLanes && kPieces<M> % plat::kWarpLanes == 0);
+  sm90::launch_dependents();
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::latent));
+  const int token = static_cast<int>(blockIdx.x), k = plat::thread_idx() * kPiece;
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  if (warp_idx == kKeyWarp) {
+    store_key<false>(params, token);
+  } else if (k >= kQLora) {
+    wait_at(params.qkv_done);
+  } else {
+    LatentPiece piece = {};
+    piece.gain = __ldg(reinterpret_cast<const uint4*>(params.q_norm + k));
+    stamps.mark(StampStage::ask);
+    wait_at(params.qkv_done);
+    stamps.mark(StampStage::wait);
+    piece.values = __ldcg(reinterpret_cast<const uint4*>(params.qa + token * kQLora + k));
+    const int padded = padded_rows(params.num_rows);
+    constexpr int kSums = kQLora / kSquared, kTurns = (kSums + 31) / plat::kWarpLanes;
+    float parts[kTurns];
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const int part = lane_idx + i * plat::kWarpLanes;
+      parts[i] = part < kSums ? __ldcg(params.qa_squares + part * padded + token) : 0.0f;
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (const float part : parts) squares += part;
+    squares = plat::warp_sum(squares);
+    const float norm = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+    stamps.mark(StampStage::read);
+    quantize_latent<M>(params.latent_codes + token * kQLora + k,
+                       params.latent_scale + k / kGroup * padded + token, norm, piece, k);
+    stamps.mark(StampStage::store);
+  }
+  open_gate(params.latent_done);
+}
+
 }  // namespace
 
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
@@ -603,16 +621,21 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       constexpr int kCluster = M::kNormsHeads ? kTilesPerHead : 1;
       const int products = params.num_heads * kTilesPerHead;
-      const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
-      const int key_blocks = (keys + kCluster - 1) / kCluster * kCluster;
-      // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of
-      // them.
-      constexpr int kOneAMultiprocessor = 115 * 1024;
-      constexpr int kBytes = sizeof(QShared<M, kTiles>);
-      constexpr int kAsked =
-          kTiles == 1 && kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
-      return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products + key_blocks),
-                           kProductThreads, kAsked, kCluster, programmatic, stream, params);
+      if constexpr (kTiles == 1) {
+        // The row's keys by one block more. No two blocks on a multiprocessor, so that attention
+        // has room on all of them.
+        constexpr int kOneAMultiprocessor = 115 * 1024;
+        constexpr int kBytes = sizeof(FewShared<M>);
+        constexpr int kAsked = kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
+        return launch_kernel(front_q_fp8_sm90<M, 1>, dim3(products + kCluster), kProductThreads,
+                             kAsked, kCluster, programmatic, stream, params);
+      } else {
+        const cudaError_t error = launch_kernel(front_latent_any<M>, dim3(params.num_rows),
+                                                kLatentThreads, 0, 1, programmatic, stream, params);
+        if (error != cudaSuccess) return error;
+        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads,
+                             sizeof(QShared<M, kTiles>), kCluster, programmatic, stream, params);
+      }
     });
   });
 }

@@ -54,11 +54,16 @@ struct FrontParams {
   std::uint16_t* qa;  // bf16 [T, q_lora]
   float* qa_squares;  // [q_lora / 16, padded_rows(T)]: sums of 16 squares each
   std::uint16_t* kv;  // bf16 [T, 512]
+  // More than kHopRows rows: the normed latent, e4m3 [T, q_lora] and [q_lora / group,
+  // padded_rows(T)].
+  std::uint8_t* latent_codes;
+  float* latent_scale;
   // Out.
   std::uint16_t* q;  // bf16 [T, num_heads, 512], the last 64 rotated; V4: each head normed before
   KvPages kv_pages;  // rows kv_slots are written; their padding byte is left
-  // Of x; between the two kernels; of q and the stored keys. Blocks of the last two: below.
-  Gate before, qkv_done, done;
+  // Of x; between the two kernels; of the latent and the stored keys, which is a kernel of its own
+  // where rows are many (a block a row); of q. Blocks of the others: below.
+  Gate before, qkv_done, latent_done, done;
 };
 
 constexpr std::uint32_t front_qkv_blocks(FusedModel model) {
@@ -66,8 +71,9 @@ constexpr std::uint32_t front_qkv_blocks(FusedModel model) {
           shape::kHeadDim) /
          16;
 }
-constexpr std::uint32_t front_q_blocks(int num_rows, int num_heads) {
-  return static_cast<std::uint32_t>(8 * num_heads + (num_rows + 7) / 8);
+// More than kHopRows rows; fewer go by packets.
+constexpr std::uint32_t front_q_blocks(int num_heads) {
+  return static_cast<std::uint32_t>(8 * num_heads);
 }
 
 // [q_a | kv]. V4.1-Flash's sizes (H 5120, q_lora 1280) or V4-Flash's (4096, 1024);

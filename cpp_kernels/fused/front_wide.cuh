@@ -2,13 +2,13 @@
 // on both sides.
 //
 // A block has 64 weight rows and kK of their K and asks for all of them before its input is there.
-// kGroups_ warp groups split K; each makes 64 rows of all tokens by wgmma, which reads codes as they
+// The warp groups split K; each makes 64 rows of all tokens by wgmma, which reads codes as they
 // lie: registers hold sums alone, and the loop is short. kBlocks blocks of a cluster split the whole
-// K and meet in the block that owns the row. A step of 32 is summed by itself and then multiplied
-// by the scales of its weight block and of its tokens, so a weight's code is never expanded.
+// K and meet in the block that owns the row. A group of K that shares its scales is summed by
+// itself and then multiplied by them, so a weight's code is never expanded.
 //
-// Rounding       wgmma keeps about 14 bits of a step's sum; steps are added in fp32
-// Determinism    all sums have a fixed order: step, warp group, block
+// Rounding       wgmma keeps about 14 bits of a group's sum; groups are added in fp32
+// Determinism    all sums have a fixed order: group, warp group, block
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
@@ -16,34 +16,43 @@
 #endif
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fused/front_product.cuh"
 #include "platform/nvidia_sm90_codes.cuh"
 
 namespace lowlat::nvidia::fused {
 
-// kGroup_: of the scales, along K and rows.
-template <int kK_, int kTiles_, int kBlocks_, int kOwned_, int kGroup_>
+template <int kGroup_, int kK_, int kTiles_, int kBlocks_, int kOwned_>
 struct WideProduct {
+  // Of K and of weight rows, that share a scale.
+  static constexpr int kGroup = kGroup_;
   static constexpr int kRows = 64, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr int kOwned = kOwned_, kTokens = kTiles * kTileTokens;
-  static constexpr int kWarpsAGroup = 4, kGroups = kProductWarps / kWarpsAGroup;
-  static constexpr int kGroup = kGroup_, kSteps = kK / kStep / kGroups;
-  static constexpr int kScales = kK / kGroup;
+  static constexpr int kWarpsAPart = 4, kParts = kProductWarps / kWarpsAPart;  // warp groups
+  static constexpr int kScales = kK / kGroup, kSteps = kScales / kParts;
+  static constexpr int kScaleRows = kRows < kGroup ? 1 : kRows / kGroup;
   static constexpr int kPitch = 8 * kK;  // bytes of eight rows
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kTokenBytes = kTokens * kK;
-  static constexpr int kSumBytes = kGroups * kTokens * kSumPitch * 4;
-  static_assert(kGroup % kStep == 0 && kK % kGroup == 0 && kK % (2 * kStep * kGroups) == 0);
+  static constexpr int kSumBytes = kParts * kTokens * kSumPitch * 4;
+  static_assert(kGroup % kStep == 0 && kK % (2 * kGroup * kParts) == 0);
   static_assert(kOwned % 4 == 0 && kOwned * kBlocks == kRows);
+
+  // Written by each block of the cluster. A block that owns all its rows has it over the weights.
+  struct Owned {
+    float sums[kBlocks][kTokens][kOwned];
+  };
+  struct Nothing {};
+  static_assert(kBlocks > 1 || sizeof(Owned) <= kRows * kK);
 
   struct Shared {
     alignas(128) unsigned char weights[kRows * kK];
     // Codes, then, when they are used up, the warp groups' sums [group][token][row].
     alignas(128) unsigned char tokens[kTokenBytes > kSumBytes ? kTokenBytes : kSumBytes];
-    alignas(16) float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
+    alignas(16) std::conditional_t<(kBlocks > 1), Owned, Nothing> owned;
     alignas(16) float token_scale[kScales][kTokens];
-    float scale[kGroup < kRows ? kRows / kGroup : 1][kScales];
+    float scale[kScaleRows][kScales];
     std::uint64_t owned_barrier;  // of what the cluster sends
   };
 
@@ -74,11 +83,10 @@ struct WideProduct {
     unsigned char* to = shared.weights + warp_idx * kPitch + lane_idx / 8 * 128 + lane_idx % 8 * 16;
 #pragma unroll 4
     for (int k = 0; k < kK; k += 64) copy_16(to + 8 * k, from + k);
-    constexpr int kNumScales = sizeof shared.scale / sizeof shared.scale[0][0];
-    for (int i = thread_idx; i < kNumScales; i += kProductThreads) {
-      const int row = i / kScales, at = i % kScales;
-      shared.scale[row][at] =
-          stages::from_ue8m0(__ldg(weights.scales + row * weights.scale_stride + at));
+    for (int i = thread_idx; i < kScaleRows * kScales; i += kProductThreads) {
+      const int row = i / kScales, step = i % kScales;
+      shared.scale[row][step] =
+          stages::from_ue8m0(__ldg(weights.scales + row * weights.scale_stride + step));
     }
   }
 
@@ -115,17 +123,16 @@ struct WideProduct {
     stamps.mark(StampStage::read);
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    const int group = warp_idx / kWarpsAGroup, warp = warp_idx % kWarpsAGroup;
+    const int group = warp_idx / kWarpsAPart, warp = warp_idx % kWarpsAPart;
     const int g = lane_idx / 4, t = lane_idx % 4;
     float sum[4 * kTiles] = {};
     const int first = group * kSteps;
-    const sm90::CodeRows a = sm90::code_rows(shared.weights, kPitch) + first * kStep;
-    const sm90::CodeRows b = sm90::code_rows(shared.tokens, kPitch) + first * kStep;
-    const float* weight_scale = shared.scale[warp * 16 / kGroup];
+    const sm90::CodeRows a = sm90::code_rows(shared.weights, kPitch) + first * kGroup;
+    const sm90::CodeRows b = sm90::code_rows(shared.tokens, kPitch) + first * kGroup;
+    const float* weight_scale = shared.scale[warp * kScaleRows / kWarpsAPart] + first;
     const auto add = [&](const float (&part)[4 * kTiles], int step) {
-      const int at = (first + step) * kStep / kGroup;
-      const float own = weight_scale[at];
-      const float* scales = shared.token_scale[at] + 2 * t;
+      const float own = weight_scale[step];
+      const float* scales = shared.token_scale[first + step] + 2 * t;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const float2 two = *reinterpret_cast<const float2*>(scales + n * kTileTokens);
@@ -139,10 +146,10 @@ struct WideProduct {
     // Two products at a time; the other warp group's sums are added meanwhile.
 #pragma unroll 1
     for (int step = 0; step < kSteps; step += 2) {
-      float even[4 * kTiles], odd[4 * kTiles];
+      float even[4 * kTiles] = {}, odd[4 * kTiles] = {};
       sm90::codes_fence();
-      sm90::multiply_codes<kTiles>(even, a + step * kStep, b + step * kStep);
-      sm90::multiply_codes<kTiles>(odd, a + (step + 1) * kStep, b + (step + 1) * kStep);
+      multiply_group(even, a + step * kGroup, b + step * kGroup);
+      multiply_group(odd, a + (step + 1) * kGroup, b + (step + 1) * kGroup);
       sm90::codes_commit();
       sm90::codes_wait();
       add(even, step);
@@ -160,17 +167,36 @@ struct WideProduct {
     }
     plat::block_sync();
     stamps.mark(StampStage::compute);
-    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kGroups, kSumPitch>(
-        partial, shared.owned, &shared.owned_barrier, num_rows);
+    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
+        partial, owned_of(shared).sums, &shared.owned_barrier, num_rows);
     stamps.mark(StampStage::sum);
   }
 
-  // The sum of an owned row, after run().
-  LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
-    float total = shared.owned[0][token][owned_row];
+  LOWLAT_DEVICE static void multiply_group(float (&sum)[4 * kTiles], sm90::CodeRows a,
+                                           sm90::CodeRows b) {
+    sm90::multiply_codes<kTiles, false>(sum, a, b);
 #pragma unroll
-    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
+    for (int k = kStep; k < kGroup; k += kStep) {
+      sm90::multiply_codes<kTiles, true>(sum, a + k, b + k);
+    }
+  }
+
+  // The sum of an owned row, after run().
+  LOWLAT_DEVICE static float sum(Shared& shared, int token, int owned_row) {
+    const Owned& owned = owned_of(shared);
+    float total = owned.sums[0][token][owned_row];
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) total += owned.sums[i][token][owned_row];
     return total;
+  }
+
+ private:
+  LOWLAT_DEVICE static Owned& owned_of(Shared& shared) {
+    if constexpr (kBlocks > 1) {
+      return shared.owned;
+    } else {
+      return *reinterpret_cast<Owned*>(shared.weights);
+    }
   }
 };
 

@@ -24,12 +24,13 @@ enum GateKind {
   word_ffn_ticket,
   gate_ffn_mix,
   gate_done,
+  gate_latent = kLayerExchanged + 1,
   // V4, whose exchanges make the statistics: of the step's input, in its first layer.
   gate_input = word_ticket,
   gate_input_mix = word_ffn_ticket
 };
 static_assert(gate_qkv == kLayerQkv && gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
-static_assert(kLayerExchanged < kLayerGates);
+static_assert(gate_latent < kLayerGates);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
 // rows, and 25 % slower at 1, 12 and 24. One number for all widths, see MoeArgs::idle_sms.
@@ -99,7 +100,7 @@ Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint3
   out.word = memory.gates + (layer_idx * kLayerGates + number) * kGateWords;
   out.blocks = blocks;
   out.port = memory.port;
-  out.id = static_cast<std::uint32_t>(16 * layer_idx + number) | 0x1000u;
+  out.id = static_cast<std::uint32_t>(kLayerGates * layer_idx + number) | 0x1000u;
   return out;
 }
 
@@ -139,6 +140,8 @@ LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, 
   take(out.q, rows * heads * kHeadDim);
   take(out.o, rows * heads * kHeadDim);
   take(out.x_codes, rows * hidden);
+  take(out.latent_codes, rows * q_lora);
+  take(out.latent_scale, padded * (q_lora / group));
   take(out.u_codes, rows * groups * 1024);
   take(out.x_scale, padded * (hidden / group));
   take(out.qa_squares, padded * (q_lora / 16));
@@ -291,11 +294,14 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.qa = memory.qa;
     front.qa_squares = memory.qa_squares;
     front.kv = memory.kv;
+    front.latent_codes = memory.latent_codes;
+    front.latent_scale = memory.latent_scale;
     front.q = memory.q;
     front.kv_pages = layer.window;
     front.before = before;
     front.qkv_done = gate(gate_qkv, front_qkv_blocks(model));
-    front.done = gate(gate_q, front_q_blocks(rows, heads));
+    front.latent_done = gate(gate_latent, static_cast<std::uint32_t>(rows));
+    front.done = gate(gate_q, front_q_blocks(heads));
     const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
     mix_done = gate(gate_mix, mix_blocks);
     // Few rows: the statistics take their place when attention has its own, whose clusters need

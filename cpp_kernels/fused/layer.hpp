@@ -82,14 +82,14 @@ struct LayerMemory {
   void* experts;  // workspace
   // Of more than kHopRows rows.
   std::uint16_t *qa, *kv, *q, *o;
-  std::uint8_t *x_codes, *u_codes;
-  float *x_scale, *qa_squares, *o_scale, *u_scale;
+  std::uint8_t *x_codes, *latent_codes, *u_codes;
+  float *x_scale, *latent_scale, *qa_squares, *o_scale, *u_scale;
   // Statistics: of each sublayer.
   float* mix_partial[2];
   float* mix[2];
   std::int64_t bytes;  // of it all
 };
-inline constexpr int kLayerGates = 16;
+inline constexpr int kLayerGates = 32;
 // Of these, those of [q_a, kv] and of a layer's result; the first that no kernel of a plain layer
 // uses, for kernels beside it; and that of the last exchange where memory_follows.
 inline constexpr int kLayerQkv = 1, kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;

@@ -48,37 +48,37 @@ LOWLAT_DEVICE void codes_wait() {
 #endif
 }
 
-// d[64, 8 kTiles] = a[64, 32] b[8 kTiles, 32]^T. Of it warp w of the group has rows 16 w and on:
+// d[64, 8 kTiles] = a[64, 32] b[8 kTiles, 32]^T (kAdd: + d). Of it warp w of the group has rows 16 w and on:
 // d[4 n ..] is as mma_bf16's d, of columns 8 n ..
-template <int kTiles>
+template <int kTiles, bool kAdd>
 LOWLAT_DEVICE void multiply_codes(float (&d)[4 * kTiles], CodeRows a, CodeRows b) {
 #ifdef LOWLAT_HAS_WGMMA
 #define LOWLAT_SUMS8(I)                                                                       \
-  "=f"(d[I]), "=f"(d[I + 1]), "=f"(d[I + 2]), "=f"(d[I + 3]), "=f"(d[I + 4]), "=f"(d[I + 5]), \
-      "=f"(d[I + 6]), "=f"(d[I + 7])
+  "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3]), "+f"(d[I + 4]), "+f"(d[I + 5]), \
+      "+f"(d[I + 6]), "+f"(d[I + 7])
   if constexpr (kTiles == 2) {
     asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
         "%8, %9, add, 1, 1;\n}"
         : LOWLAT_SUMS8(0)
-        : "l"(a.matrix()), "l"(b.matrix()));
+        : "l"(a.matrix()), "l"(b.matrix()), "n"(kAdd ? 1 : 0));
   } else if constexpr (kTiles == 3) {
     asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %14, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n24k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, "
         "%8, %9, %10, %11}, %12, %13, add, 1, 1;\n}"
-        : LOWLAT_SUMS8(0), "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11])
-        : "l"(a.matrix()), "l"(b.matrix()));
+        : LOWLAT_SUMS8(0), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+        : "l"(a.matrix()), "l"(b.matrix()), "n"(kAdd ? 1 : 0));
   } else {
     static_assert(kTiles == 6);
     asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %26, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n48k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, "
         "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, "
         "add, 1, 1;\n}"
         : LOWLAT_SUMS8(0), LOWLAT_SUMS8(8), LOWLAT_SUMS8(16)
-        : "l"(a.matrix()), "l"(b.matrix()));
+        : "l"(a.matrix()), "l"(b.matrix()), "n"(kAdd ? 1 : 0));
   }
 #undef LOWLAT_SUMS8
 #else
@@ -97,7 +97,9 @@ LOWLAT_DEVICE void multiply_codes(float (&d)[4 * kTiles], CodeRows a, CodeRows b
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     const std::uint32_t from = b.address + n * b.pitch + 4 * lane;
-    float part[4] = {};
+    float part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[i] = kAdd ? d[4 * n + i] : 0.0f;
     asm volatile(
         "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
