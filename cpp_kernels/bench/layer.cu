@@ -44,19 +44,6 @@ const Case kCases[] = {
     {"experts, exchange, statistics", {false, true, true}},
 };
 
-template <int kTp>
-double distinct_experts(const Layers<kTp>& layers) {
-  const std::vector<std::int32_t> ids = layers.ids.take();
-  const int rows = layers.rows;
-  double distinct = 0.0;
-  for (int i = 0; i < kLayers; ++i) {
-    std::vector<std::int32_t> seen(ids.begin() + i * rows * 6, ids.begin() + (i + 1) * rows * 6);
-    std::sort(seen.begin(), seen.end());
-    distinct += static_cast<double>(std::unique(seen.begin(), seen.end()) - seen.begin());
-  }
-  return distinct / kLayers;
-}
-
 void print(const Case& c, int tp, int rows, const Times& times, double experts, bool faulted) {
   std::printf("%-34s TP%d T=%-2d a layer: median %7.2f us  low %7.2f  high %7.2f  experts %.1f%s\n",
               c.name, tp, rows, times.median_us / kLayers, times.low_us / kLayers,
@@ -118,7 +105,8 @@ void run_tp4(const HostWeights& host, int rows, bool checks) {
     layers.reset();
     Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
     const Times times = time_of(graph, 60);
-    print(c, 4, rows, times, distinct_experts(layers), mail.faulted());
+    print(c, 4, rows, times, distinct_experts(layers.ids.take(), kLayers, layers.rows),
+          mail.faulted());
     if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
         c.parts.mix_place == fused::MixPlace::measured) {
       layers.stamps.zero();
@@ -215,7 +203,8 @@ void run_tp2(const HostWeights& host, int rows) {
     }
     std::sort(times.begin(), times.end());
     on(0);
-    print(c, 2, rows, {times[20], times[4], times[36]}, distinct_experts(*ranks[0]), faulted());
+    print(c, 2, rows, {times[20], times[4], times[36]},
+          distinct_experts(ranks[0]->ids.take(), kLayers, ranks[0]->rows), faulted());
     for (int r = 0; r < 2; ++r) {
       cudaEventDestroy(begin[r]);
       cudaEventDestroy(end[r]);
