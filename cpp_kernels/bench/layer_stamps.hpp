@@ -21,13 +21,31 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
   for (std::size_t i = 0; i < all.size(); i += stages) {
     if (all[i].begin != 0) first_ns = std::min(first_ns, all[i].begin);
   }
-  constexpr double kTicksAUs = 1980.0;
+  // Ticks of a microsecond, from the first and the last block of each multiprocessor.
+  std::vector<const fused::Stamp*> earliest(1024, nullptr), latest(1024, nullptr);
+  for (std::size_t i = 0; i < all.size(); i += stages) {
+    if (all[i].begin == 0) continue;
+    const fused::Stamp*& first = earliest[all[i].multiprocessor];
+    const fused::Stamp*& last = latest[all[i].multiprocessor];
+    if (first == nullptr || all[i].end < first->end) first = &all[i];
+    if (last == nullptr || all[i].end > last->end) last = &all[i];
+  }
+  std::vector<double> rates;
+  for (std::size_t i = 0; i < earliest.size(); ++i) {
+    if (earliest[i] == nullptr || latest[i]->begin < earliest[i]->begin + 50'000) continue;
+    rates.push_back(static_cast<double>(latest[i]->end - earliest[i]->end) * 1e3 /
+                    static_cast<double>(latest[i]->begin - earliest[i]->begin));
+  }
+  if (rates.empty()) return;
+  std::nth_element(rates.begin(), rates.begin() + rates.size() / 2, rates.end());
+  const double ticks_a_us = rates[rates.size() / 2];
+  std::printf("stamp clock %.0f ticks a us\n", ticks_a_us);
   for (std::size_t i = 0; i < all.size(); i += stages) {
     const fused::Stamp& align = all[i];
     if (align.begin == 0) continue;
     double& to = offset[align.multiprocessor];
     to = std::max(to, static_cast<double>(align.begin - first_ns) * 1e-3 -
-                          static_cast<double>(align.end) / kTicksAUs);
+                          static_cast<double>(align.end) / ticks_a_us);
   }
   const char* const kNames[] = {"qkv", "q",       "attention",  "wo_a",  "wo_b",  "exchange",
                                 "mix", "experts", "exchange 2", "begin", "mix 2", "latent"};
@@ -44,11 +62,11 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
                   stage];
           if (stamp.begin == 0) continue;
           const double end =
-              static_cast<double>(stamp.end) / kTicksAUs + offset[stamp.multiprocessor];
+              static_cast<double>(stamp.end) / ticks_a_us + offset[stamp.multiprocessor];
           ends.push_back(end);
           ++blocks_of[stamp.multiprocessor];
           if (stage > 0)
-            lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / kTicksAUs);
+            lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / ticks_a_us);
           start = std::min(start, end);
         }
         if (ends.empty() || pass == 0) continue;

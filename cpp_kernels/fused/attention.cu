@@ -262,6 +262,24 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   if (!kHops || params.before.word != nullptr) wait_at(params.before);
   if constexpr (!kHops) stamps.mark(StampStage::wait);
+  if (kHops && shared.any_late) {
+    // Keys of the step's rows, which are there before q is. Few threads have such pieces, and few
+    // of them more than one.
+#pragma unroll 1
+    for (int i = 0; i < kPerThread; ++i) {
+      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of<kTile>(i)] : -1;
+      if (__all_sync(plat::kAllLanes, row < 0)) continue;
+      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
+                         max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
+      HopWords words[2];
+      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
+      if (row < 0) continue;
+      store_piece(shared.key,
+                  make_uint4(low_word(words[0].pair), high_word(words[0].pair),
+                             low_word(words[1].pair), high_word(words[1].pair)),
+                  words[0].third, piece_of(i));
+    }
+  }
   if constexpr (kHops) {
     wait_for_signs(hop,
                    {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
@@ -310,23 +328,6 @@ __global__ void __launch_bounds__(kThreads, 2)
         query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
             params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
       }
-    }
-  }
-  if (kHops && shared.any_late) {
-    // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
-#pragma unroll 1
-    for (int i = 0; i < kPerThread; ++i) {
-      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of<kTile>(i)] : -1;
-      if (__all_sync(plat::kAllLanes, row < 0)) continue;
-      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
-                         max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
-      HopWords words[2];
-      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
-      if (row < 0) continue;
-      store_piece(shared.key,
-                  make_uint4(low_word(words[0].pair), high_word(words[0].pair),
-                             low_word(words[1].pair), high_word(words[1].pair)),
-                  words[0].third, piece_of(i));
     }
   }
   if (shared.any_late && (!kHops || params.late_extra)) {

@@ -47,19 +47,37 @@ struct Sizes {
 };
 
 template <class M, int kTiles>
-struct QkvOf {
-  using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
-};
-template <class M>
-struct QkvOf<M, 1> {
-  using Type = Product<kRows, Sizes<M>::kQkvK, 1, kQkvBlocks, kRows / kQkvBlocks, 0>;
-};
-template <class M, int kTiles>
-using QkvProduct = QkvOf<M, kTiles>::Type;
+using QkvProduct =
+    WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
 
 template <int kTiles>
 constexpr int min_blocks() {
   return kTiles == 1 ? 3 : kTiles == 2 ? 2 : 1;
+}
+
+// Up to eight rows: the block's codes of x from packets of eight and their group's scale, `stride`
+// packets a row.
+template <class M, class Linear>
+LOWLAT_DEVICE void take_codes(typename Linear::Shared& shared, const HopTag& hop,
+                              const plat::TaggedWords* from, int stride, int num_rows) {
+  constexpr int kPackets = Linear::kK / 8;  // of a row; a warp has a row
+  constexpr int kOfLane = (kPackets + plat::kWarpLanes - 1) / plat::kWarpLanes;
+  static_assert(Linear::kTokens == kProductWarps && kPackets % plat::kWarpLanes == 0);
+  const int token = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  if (token >= num_rows) return;
+  HopWords words[kOfLane];
+  take_packets(words, hop, (1u << kOfLane) - 1u,
+               [&](int i) { return from + token * stride + lane_idx + i * plat::kWarpLanes; });
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const int k = 8 * (lane_idx + i * plat::kWarpLanes);
+    *reinterpret_cast<std::uint64_t*>(Linear::token_codes(shared, token, k / 16 * 16) + k % 16) =
+        words[i].pair;
+    if (k % M::kScaleBlock == 0) {
+      shared.token_scale[k / M::kScaleBlock][token] = plat::bits_float(words[i].third);
+    }
+  }
 }
 
 template <class M, int kTiles>
@@ -84,12 +102,11 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   const int padded = padded_rows(params.num_rows);
   constexpr int kOwned = Linear::kOwned;
   static_assert(kOwned == kSquared);
+  Linear::load(shared, weights, params.num_rows);
   if constexpr (kTiles == 1) {
-    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::qkv);
     const HopTag x_hop = hop_tag(params.hop, params.x_index, HopKernel::qkv);
     const auto* from = static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8;
-    const HopActivations<1> x{from, kHidden / 8, x_hop};
     const HopSigns signs = {nullptr, 0, from, kQkvK / 8 / plat::kWarpLanes};
     Stamps stamps(params.hop.port->stamps, hop.kernel);
     stamps.mark(StampStage::ask);
@@ -98,7 +115,8 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     const int width = (is_q ? kQLora : kHeadDim) / 4;
     wait_for_signs(x_hop, signs);
     stamps.mark(StampStage::wait);
-    Linear::run(shared, x, params.num_rows, stamps);
+    take_codes<M, Linear>(shared, x_hop, from, kHidden / 8, params.num_rows);
+    Linear::run(shared, params.num_rows, stamps);
     const int token = plat::thread_idx() / kQuads, quad = plat::thread_idx() % kQuads;
     if (token >= params.num_rows) return;
     float v[4];
@@ -108,7 +126,6 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
                 sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
     stamps.mark(StampStage::store);
   } else {
-    Linear::load(shared, weights, params.num_rows);
     constexpr int kPairs = kOwned / 2;
     static_assert(kProductThreads % kPairs == 0);
     Stamps stamps(stamp_sink(params.hop),
@@ -145,15 +162,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
 }
 
 template <class M, int kTiles>
-struct QOf {
-  using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
-};
-template <class M>
-struct QOf<M, 1> {
-  using Type = Product<kRows, M::kQLora, 1, 1, kRows, 0>;
-};
-template <class M, int kTiles>
-using QProduct = QOf<M, kTiles>::Type;
+using QProduct = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
 
 // What the blocks of a head tell each other, where heads are normed.
 template <class M, int kTokens>
@@ -176,9 +185,6 @@ struct QShared {
 template <class M>
 struct FewShared : QShared<M, 1> {
   static constexpr int kTokens = kTileTokens, kQLora = M::kQLora;
-  static constexpr int kPitch = kQLora + 32;  // as of the weights
-  alignas(16) std::uint8_t codes[kTokens * kPitch];
-  float scale[kQLora / M::kScaleBlock * kTokens];
   float norm[kTokens];
   alignas(16) std::uint16_t latent[kTokens][kQLora], gain[kQLora];  // bf16
 };
@@ -366,7 +372,7 @@ template <class M>
 LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int tile,
                             bool rotates) {
   using Linear = QProduct<M, 1>;
-  constexpr int kTokens = FewShared<M>::kTokens, kPitch = FewShared<M>::kPitch;
+  constexpr int kTokens = FewShared<M>::kTokens;
   constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   constexpr int kPackets = kQLora / 4 / plat::kWarpLanes;
   static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
@@ -419,13 +425,10 @@ LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int
     const int row = i / kPieces<M>, k = i % kPieces<M> * kPiece;
     const LatentPiece piece = {*reinterpret_cast<const uint4*>(shared.latent[row] + k),
                                *reinterpret_cast<const uint4*>(shared.gain + k)};
-    quantize_latent<M>(shared.codes + row * kPitch + k, &shared.scale[k / kGroup * kTokens + row],
-                       shared.norm[row], piece, k);
+    quantize_latent<M>(Linear::token_codes(shared.product, row, k / 16 * 16) + k % 16,
+                       &shared.product.token_scale[k / kGroup][row], shared.norm[row], piece, k);
   }
-  plat::block_sync();
-  stamps.mark(StampStage::read);
-  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-  Linear::run(shared.product, latent, num_rows, stamps);
+  Linear::run(shared.product, num_rows, stamps);
   const int width = params.num_heads * (kHeadDim / 4);
   const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
   float v[4];
@@ -493,11 +496,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   if constexpr (M::kNormsHeads) {
     if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
   }
-  if constexpr (kTiles == 1) {
-    Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
-  } else {
-    Linear::load(shared.product, weights, num_rows);
-  }
+  Linear::load(shared.product, weights, num_rows);
   if constexpr (M::kNormsHeads) sm90::cluster_arrive_relaxed();
   // The head's last tile is the one that rotates.
   const bool rotates = tile % kTilesPerHead == kTilesPerHead - 1;

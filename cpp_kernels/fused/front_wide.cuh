@@ -1,5 +1,5 @@
-// fused/front_wide.cuh: products of nine to 48 rows whose weights wait in shared memory, e4m3 codes
-// on both sides.
+// fused/front_wide.cuh: products of few rows whose weights wait in shared memory, e4m3 codes on both
+// sides.
 //
 // A block has 64 weight rows and kK of their K and asks for all of them before its input is there.
 // The warp groups split K; each makes 64 rows of all tokens by wgmma, which reads codes as they
@@ -36,7 +36,13 @@ struct WideProduct {
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kTokenBytes = kTokens * kK;
   static constexpr int kSumBytes = kParts * kTokens * kSumPitch * 4;
-  static_assert(kGroup % kStep == 0 && kK % (2 * kGroup * kParts) == 0);
+  static constexpr int ahead() {
+    int count = kSteps;
+    while (kSteps % count != 0 || 4 * kTiles * count > 48) --count;
+    return count;
+  }
+  static constexpr int kAhead = ahead();
+  static_assert(kGroup % kStep == 0 && kK % (kGroup * kParts) == 0);
   static_assert(kOwned % 4 == 0 && kOwned * kBlocks == kRows);
 
   // Written by each block of the cluster. A block that owns all its rows has it over the weights.
@@ -143,17 +149,19 @@ struct WideProduct {
         sum[4 * n + 3] = plat::fma(part[4 * n + 3], high, sum[4 * n + 3]);
       }
     };
-    // Two products at a time; the other warp group's sums are added meanwhile.
+    // As many products under way as there are registers for.
 #pragma unroll 1
-    for (int step = 0; step < kSteps; step += 2) {
-      float even[4 * kTiles] = {}, odd[4 * kTiles] = {};
+    for (int step = 0; step < kSteps; step += kAhead) {
+      float part[kAhead][4 * kTiles] = {};
       sm90::codes_fence();
-      multiply_group(even, a + step * kGroup, b + step * kGroup);
-      multiply_group(odd, a + (step + 1) * kGroup, b + (step + 1) * kGroup);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        multiply_group(part[i], a + (step + i) * kGroup, b + (step + i) * kGroup);
+      }
       sm90::codes_commit();
       sm90::codes_wait();
-      add(even, step);
-      add(odd, step + 1);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) add(part[i], step + i);
     }
     plat::block_sync();  // the tokens' codes are used up
     float* partial = reinterpret_cast<float*>(shared.tokens);

@@ -56,7 +56,14 @@ LOWLAT_DEVICE void multiply_codes(float (&d)[4 * kTiles], CodeRows a, CodeRows b
 #define LOWLAT_SUMS8(I)                                                                       \
   "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3]), "+f"(d[I + 4]), "+f"(d[I + 5]), \
       "+f"(d[I + 6]), "+f"(d[I + 7])
-  if constexpr (kTiles == 2) {
+  if constexpr (kTiles == 1) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, add, 1, "
+        "1;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a.matrix()), "l"(b.matrix()), "n"(kAdd ? 1 : 0));
+  } else if constexpr (kTiles == 2) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
