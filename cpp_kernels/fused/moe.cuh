@@ -252,6 +252,12 @@ struct Region {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
            block;
   }
+  // What only exchanges with other blocks need: their reads are not waited for before x is asked for.
+  LOWLAT_DEVICE void read_epoch() {
+    epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
+    watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
+    if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
+  }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
   // Shared tiles go to blocks 0, 1, .. first; each is worth two routed ones, so blocks that have
@@ -770,7 +776,7 @@ struct SecondWarp {
 
 template <class L>
 struct Consumer {
-  const Region<L>& r;
+  Region<L>& r;
   int warp;
   int g = 0, t = 0;  // place in the fragments
   int uses = 0;      // of the ring
@@ -1189,6 +1195,7 @@ struct Consumer {
       going = run_shared_tile(scales);
     }
     if constexpr (!L::kMany) {
+      r.read_epoch();
 #pragma unroll
       for (auto& block : x) {
 #pragma unroll
@@ -1489,12 +1496,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     consumer.run_early(scales);
   }
   wait_at(args.before);
-  std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
-  r.epoch = *epoch_word + 1;
-  r.watch.deadline_ns = plat::clock_ns() + args.fault.budget_ns;
-  if (args.fault.abort_words != nullptr) {
-    r.watch.abort_word = args.fault.abort_words[args.fault.tp_rank];
-  }
+  if (L::kMany || warp >= L::kConsumers) r.read_epoch();
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
     consumer.run(rules.rule, rules.sum_rule, scales);
@@ -1514,7 +1516,9 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   plat::block_sync();
   if (table.stop == 0) {
     if (r.block_idx < kBands) finish_band(r, rules.first_row);
-    if (thread == 0) *epoch_word = r.epoch;
+    if (thread == 0) {
+      reinterpret_cast<std::uint32_t*>(args.workspace)[r.block_idx] = r.epoch;
+    }
     return;
   }
   if (warp == L::kProducer) producer.drain();
