@@ -42,6 +42,8 @@
 //                       stored or published after a fault.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstddef>
 #include <type_traits>
 
@@ -102,10 +104,17 @@ struct Layout {
   // First product.
   static constexpr int kSlice = kHidden / kConsumers;       // of K, a warp
   static constexpr int kBlockK = 32, kSliceBlocks = kSlice / kBlockK;  // groups of one scale
-  static constexpr int kRowPitch = kHidden / 2 + 16;                   // fp4 row in shared memory
+  // A warp's slice is every kConsumers-th scale block of the activations, so that its places in a
+  // tile differ by constants: group `block_group(i)` from the warp's first is its block i.
+  static constexpr int kSpan = kBlock / kBlockK;  // groups of a scale block
+  static constexpr int block_group(int i) { return (i / kSpan * kConsumers) * kSpan + i % kSpan; }
+  // A tile's codes lie as the tensor copy leaves them: gate, then up, each [kHidden / 256] chunks
+  // of 8 rows of 128 bytes, whose 16-byte units are exchanged: unit u of row i is at u ^ i.
+  static constexpr int kChunkUnits = 8, kChunkBytes = kTileRows * 16 * kChunkUnits;
+  static constexpr int kHalfTile = kTileRows * kHidden / 2;
   static constexpr int kScaleRow = kHidden / 32;
   static constexpr int kTileBytes = 2 * kTileRows * (kHidden / 2 + kScaleRow);
-  static constexpr int kSlotBytes = 2 * kTileRows * (kRowPitch + kScaleRow);
+  static constexpr int kSlotBytes = round_up(kTileBytes, 1024);
   static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row
   static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
@@ -128,6 +137,7 @@ struct Layout {
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
+  static_assert(kConsumers % 8 == 0 && kHidden % 256 == 0 && (kSpan == 1 || kSpan == 4));
   static_assert(kSlice % (2 * kBlockK) == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
                 kExperts % kBands == 0);
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
@@ -185,7 +195,7 @@ struct Layout {
   static constexpr int kSumsFullBarriers = offsetof(Barriers, sums_full);
   static constexpr int kSumsEmptyBarriers = offsetof(Barriers, sums_empty);
   static constexpr int kRingOffset =
-      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
+      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
   static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
   static_assert(kRing >= 2, "the shared expert's tile takes two slots");
@@ -206,6 +216,11 @@ struct Layout {
   static constexpr std::size_t kSecondOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kWorkspaceBytes =
       kSecondOffset + (kMany ? std::size_t{4} * kBands * kSecondFloats : 0);
+};
+
+// The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
+struct TileMaps {
+  CUtensorMap gate, up;
 };
 
 // What every role of a block knows.
@@ -252,6 +267,12 @@ struct Region {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
            block;
   }
+  // What only exchanges with other blocks need: their reads are not waited for before x is asked for.
+  LOWLAT_DEVICE void read_epoch() {
+    epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
+    watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
+    if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
+  }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
   // Shared tiles go to blocks 0, 1, .. first; each is worth two routed ones, so blocks that have
@@ -281,6 +302,7 @@ struct Region {
 template <class L>
 struct Producer {
   const Region<L>& r;
+  const TileMaps& maps;
   int uses = 0;    // of the first product's ring
   int pieces = 0;  // of the second's
 
@@ -380,13 +402,16 @@ struct Producer {
       const std::size_t row =
           static_cast<std::size_t>(expert) * L::kInner + number % L::kTiles * kTileRows;
       if (L::kMany && !begin_slot(L::kTileBytes)) return false;
-      const int i = r.lane % kTileRows, up = r.lane / kTileRows;
-      if (up < 2) {
-        load(r.lane * L::kRowPitch, (up ? w.w3 : w.w1).codes + (row + i) * (L::kHidden / 2),
-             L::kHidden / 2);
-      } else if (i < 2 && up == 2) {
-        load(2 * kTileRows * L::kRowPitch + i * kTileRows * L::kScaleRow,
-             (i ? w.w3 : w.w1).scales + row * L::kScaleRow, kTileRows * L::kScaleRow);
+      if (r.lane < 2) {
+        const int slot = (uses - 1) % L::kRing;
+        unsigned char* dst = r.smem + L::kRingOffset + slot * L::kSlotBytes;
+        sm90::tensor_load(dst + r.lane * L::kHalfTile, r.lane ? &maps.up : &maps.gate, 0,
+                          static_cast<int>(row), 0, &r.barriers.full[slot],
+                          sm90::CacheHint::evict_first);
+      } else if (r.lane < 4) {
+        const int up = r.lane - 2;
+        load(2 * L::kHalfTile + up * kTileRows * L::kScaleRow,
+             (up ? w.w3 : w.w1).scales + row * L::kScaleRow, kTileRows * L::kScaleRow);
       }
       __syncwarp();
     }
@@ -770,7 +795,7 @@ struct SecondWarp {
 
 template <class L>
 struct Consumer {
-  const Region<L>& r;
+  Region<L>& r;
   int warp;
   int g = 0, t = 0;  // place in the fragments
   int uses = 0;      // of the ring
@@ -789,13 +814,15 @@ struct Consumer {
     ++uses;
   }
 
+  // Of this lane, along K.
+  LOWLAT_DEVICE int first_element() const { return warp * L::kSpan * L::kBlockK + t * 8; }
   LOWLAT_DEVICE const unsigned char* x_address(int row) const {
     return reinterpret_cast<const unsigned char*>(r.a.x) +
-           (static_cast<std::size_t>(row) * L::kHidden + warp * L::kSlice + t * 8) * 2;
+           (static_cast<std::size_t>(row) * L::kHidden + first_element()) * 2;
   }
   LOWLAT_DEVICE void load_x(int block, const unsigned char* address) {
     const uint4 eight =
-        __ldg(reinterpret_cast<const uint4*>(address + block * L::kBlockK * 2));
+        __ldg(reinterpret_cast<const uint4*>(address + L::block_group(block) * L::kBlockK * 2));
     if constexpr (L::kMany) {
       x[block][0] = eight.x, x[block][1] = eight.y;
       x[block][2] = eight.z, x[block][3] = eight.w;
@@ -844,7 +871,7 @@ struct Consumer {
     if (!wait_slot(0)) return false;
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
     const std::uint32_t address = r.slot_address(uses % L::kRing) + row * L::kGatePitch +
-                                  (warp * L::kSlice + t * 8) * 2;
+                                  first_element() * 2;
     for (int group = 0; group < r.num_groups(); ++group) {
       if (L::kMany) load_group(group);
       float acc[2][4] = {};
@@ -854,7 +881,7 @@ struct Consumer {
         fragment(block, b);
         const std::uint32_t none[kPairs] = {};
         std::uint32_t low[kPairs];
-        pair_bf16(smem_load16(address + block * L::kBlockK * 2), low);
+        pair_bf16(smem_load16(address + L::block_group(block) * L::kBlockK * 2), low);
         multiply_pairs(acc[0], low, none, b);
         multiply_pairs(acc[1], low + 2, none, b + 2);
       }
@@ -874,7 +901,7 @@ struct Consumer {
         static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
 #pragma unroll
     for (int i = 0; i < L::kSlice / L::kBlock; ++i) {
-      const std::size_t at = scale_row + warp * (L::kSlice / L::kBlock) + i;
+      const std::size_t at = scale_row + i * L::kConsumers + warp;
       out.gate[i] = __ldg(r.a.w.shared_w1.scales + at);
       out.up[i] = __ldg(r.a.w.shared_w3.scales + at);
     }
@@ -883,7 +910,7 @@ struct Consumer {
   // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
   LOWLAT_DEVICE bool run_shared_tile(const TileScales& scales) {
     if (!wait_slot(0) || !wait_slot(1)) return false;
-    const std::uint32_t offset = g * L::kSharedPitch + warp * L::kSlice + t * 8;
+    const std::uint32_t offset = g * L::kSharedPitch + first_element();
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
     for (int group = 0; group < r.num_groups(); ++group) {
@@ -894,11 +921,10 @@ struct Consumer {
       for (int block = 0; block < L::kSliceBlocks; ++block) {
         std::uint32_t b[kPairs];
         fragment(block, b);
-        constexpr int kSpan = L::kBlock / L::kBlockK;  // blocks of K of one scale
-        if (block % kSpan == 0) {
+        if (block % L::kSpan == 0) {
           float amax = pairs_amax<kPairs>(b);
 #pragma unroll
-          for (int i = 1; i < kSpan; ++i) {
+          for (int i = 1; i < L::kSpan; ++i) {
             std::uint32_t other[kPairs];
             fragment(block + i, other);
             amax = fmaxf(amax, pairs_amax<kPairs>(other));
@@ -906,11 +932,11 @@ struct Consumer {
           exponent = activation_exponent(lanes_max<4>(amax));
         }
         quantize_pairs<kPairs>(b, exponent);
-        const uint2 gate = smem_load8(low_address + block * L::kBlockK);
-        const uint2 up = smem_load8(high_address + block * L::kBlockK);
+        const uint2 gate = smem_load8(low_address + L::block_group(block) * L::kBlockK);
+        const uint2 up = smem_load8(high_address + L::block_group(block) * L::kBlockK);
         std::uint32_t low[kPairs], high[kPairs];
-        expand_e4m3(gate.x, gate.y, e4m3_factor(scales.gate[block / kSpan]), low);
-        expand_e4m3(up.x, up.y, e4m3_factor(scales.up[block / kSpan]), high);
+        expand_e4m3(gate.x, gate.y, e4m3_factor(scales.gate[block / L::kSpan]), low);
+        expand_e4m3(up.x, up.y, e4m3_factor(scales.up[block / L::kSpan]), high);
         multiply_pairs(acc[0], low, high, b);
         multiply_pairs(acc[1], low + 2, high + 2, b + 2);
       }
@@ -936,8 +962,16 @@ struct Consumer {
   LOWLAT_DEVICE void multiply_tile(float (&acc)[4], std::uint32_t codes, std::uint32_t scales,
                                    F after) const {
     std::uint32_t words[L::kSliceBlocks / 2][4];  // gate and up of a block, of the next
+    constexpr int kStride = L::kConsumers * L::kSpan / L::kChunkUnits * L::kChunkBytes;
+    [[maybe_unused]] const std::uint32_t other_half = codes ^ 32u;
 #pragma unroll
-    for (int i = 0; i < L::kSliceBlocks / 2; ++i) smem_matrices(words[i], codes + i * 32);
+    for (int i = 0; i < L::kSliceBlocks / 2; ++i) {
+      if constexpr (L::kSpan == 1) {
+        smem_matrices(words[i], codes + i * 2 * kStride);
+      } else {  // the scale block's other half lies two units further, exchanged
+        smem_matrices(words[i], (i % 2 ? other_half : codes) + i / 2 * kStride);
+      }
+    }
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
       std::uint32_t b[kPairs];
@@ -946,8 +980,9 @@ struct Consumer {
 #pragma unroll
         for (std::uint32_t& pair : b) pair = mul_bf16x2(pair, kLiftPair);
       }
-      const float low_scale = scale_of(smem_load1(scales + block));
-      const float high_scale = scale_of(smem_load1(scales + kTileRows * L::kScaleRow + block));
+      const std::uint32_t scale = scales + L::block_group(block);
+      const float low_scale = scale_of(smem_load1(scale));
+      const float high_scale = scale_of(smem_load1(scale + kTileRows * L::kScaleRow));
       std::uint32_t low[kPairs], high[kPairs];
       place_fp4(words[block / 2][block % 2 * 2], low);
       place_fp4(words[block / 2][block % 2 * 2 + 1], high);
@@ -961,13 +996,16 @@ struct Consumer {
       after(block);
     }
   }
-  // A lane's places in a slot. A matrix is a group of eight weight rows, gate or up.
+  // A lane's places in a slot. A load is four matrices of eight rows: gate and up of a block, then
+  // of the next.
   LOWLAT_DEVICE std::uint32_t codes_in_slot() const {
-    return r.lane % (2 * kTileRows) * L::kRowPitch + warp * (L::kSlice / 2) +
-           r.lane / (2 * kTileRows) * 16;
+    const int row = r.lane % kTileRows, up = r.lane / kTileRows % 2, next = r.lane / (2 * kTileRows);
+    const int group = warp * L::kSpan + L::block_group(1) * next;
+    return up * L::kHalfTile + group / L::kChunkUnits * L::kChunkBytes + row * 128 +
+           ((group % L::kChunkUnits) ^ row) * 16;
   }
   LOWLAT_DEVICE std::uint32_t scales_in_slot() const {
-    return 2 * kTileRows * L::kRowPitch + g * L::kScaleRow + warp * L::kSliceBlocks;
+    return 2 * L::kHalfTile + g * L::kScaleRow + warp * L::kSpan;
   }
 
   LOWLAT_DEVICE bool run_tiles() {
@@ -1189,6 +1227,7 @@ struct Consumer {
       going = run_shared_tile(scales);
     }
     if constexpr (!L::kMany) {
+      r.read_epoch();
 #pragma unroll
       for (auto& block : x) {
 #pragma unroll
@@ -1427,8 +1466,9 @@ struct Rules {
 
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
-    moe_region_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules) {
-  extern __shared__ __align__(128) unsigned char smem[];
+    moe_region_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
+                          const __grid_constant__ TileMaps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
   const int thread = plat::thread_idx();
@@ -1476,7 +1516,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
 
-  Producer<L> producer = {r};
+  Producer<L> producer = {r, maps};
   Consumer<L> consumer = {r, warp};
   typename Consumer<L>::TileScales scales = {};
   bool going = true;
@@ -1489,12 +1529,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     consumer.run_early(scales);
   }
   wait_at(args.before);
-  std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
-  r.epoch = *epoch_word + 1;
-  r.watch.deadline_ns = plat::clock_ns() + args.fault.budget_ns;
-  if (args.fault.abort_words != nullptr) {
-    r.watch.abort_word = args.fault.abort_words[args.fault.tp_rank];
-  }
+  if (L::kMany || warp >= L::kConsumers) r.read_epoch();
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
     consumer.run(rules.rule, rules.sum_rule, scales);
@@ -1514,7 +1549,9 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   plat::block_sync();
   if (table.stop == 0) {
     if (r.block_idx < kBands) finish_band(r, rules.first_row);
-    if (thread == 0) *epoch_word = r.epoch;
+    if (thread == 0) {
+      reinterpret_cast<std::uint32_t*>(args.workspace)[r.block_idx] = r.epoch;
+    }
     return;
   }
   if (warp == L::kProducer) producer.drain();
