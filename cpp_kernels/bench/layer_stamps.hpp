@@ -47,8 +47,9 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
     to = std::max(to, static_cast<double>(align.begin - first_ns) * 1e-3 -
                           static_cast<double>(align.end) / ticks_a_us);
   }
-  const char* const kNames[] = {"qkv", "q",       "attention",  "wo_a",  "wo_b",  "exchange",
-                                "mix", "experts", "exchange 2", "begin", "mix 2", "latent"};
+  const char* const kNames[] = {"qkv",     "q",       "attention",  "wo_a",  "wo_b",  "exchange",
+                                "mix",     "experts", "exchange 2", "begin", "mix 2", "latent",
+                                "product", "query",   "scores",     "select"};
   const char* const kStages[] = {"begin", "ask", "wait", "read", "compute", "sum", "store"};
   double start = 1e300;
   for (int pass = 0; pass < 2; ++pass) {
