@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (thread_idx < shape::kRopeDim / 2) {
     const float angle =
         static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
-    shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
+    shared.turn[thread_idx] = turn_by(angle);
   }
   store_pieces<kTile>(shared.key, pieces);
   plat::block_sync();

@@ -196,8 +196,7 @@ struct FewShared : QShared<M, 1> {
 };
 
 LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position) {
-  const float angle = static_cast<float>(position) * rope.values[pair];
-  return make_float2(plat::cos(angle), plat::sin(angle));
+  return turn_by(static_cast<float>(position) * rope.values[pair]);
 }
 
 // The head's blocks start; the calling thread 0 makes the barrier before. All threads call after.

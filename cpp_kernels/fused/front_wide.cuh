@@ -23,7 +23,9 @@
 
 namespace lowlat::nvidia::fused {
 
-template <int kGroup_, int kK_, int kTiles_, int kBlocks_, int kOwned_>
+// kHalves: the tokens are f16 values instead of codes, and a weight's code is expanded to f16 when
+// it is used.
+template <int kGroup_, int kK_, int kTiles_, int kBlocks_, int kOwned_, bool kHalves = false>
 struct WideProduct {
   // Of K and of weight rows, that share a scale.
   static constexpr int kGroup = kGroup_;
@@ -32,13 +34,18 @@ struct WideProduct {
   static constexpr int kWarpsAPart = 4, kParts = kProductWarps / kWarpsAPart;  // warp groups
   static constexpr int kScales = kK / kGroup, kSteps = kScales / kParts;
   static constexpr int kScaleRows = kRows < kGroup ? 1 : kRows / kGroup;
-  static constexpr int kPitch = 8 * kK;  // bytes of eight rows
+  static constexpr int kBytes = kHalves ? 2 : 1;  // of a token's value
+  static constexpr int kPitch = 8 * kK * kBytes;  // of eight tokens
+  // A row's pitch of 16 more than a multiple of 128 bytes: the words of eight rows that a warp reads
+  // lie in different banks.
+  static constexpr int kWeightPitch = kK + 16;
   static constexpr int kSumPitch = kRows + 4;
-  static constexpr int kTokenBytes = kTokens * kK;
+  static constexpr int kTokenBytes = kTokens * kK * (kHalves ? 2 : 1);
   static constexpr int kSumBytes = kParts * kTokens * kSumPitch * 4;
+  static constexpr int kStepsAGroup = kGroup / kStep;
   static constexpr int ahead() {
     int count = kSteps;
-    while (kSteps % count != 0 || 4 * kTiles * count > 48) --count;
+    while (kSteps % count != 0 || 4 * (kTiles + kStepsAGroup * kBytes) * count > 64) --count;
     return count;
   }
   static constexpr int kAhead = ahead();
@@ -50,45 +57,48 @@ struct WideProduct {
     float sums[kBlocks][kTokens][kOwned];
   };
   struct Nothing {};
-  static_assert(kBlocks > 1 || sizeof(Owned) <= kRows * kK);
+  static_assert(kBlocks > 1 || sizeof(Owned) <= kRows * kWeightPitch);
 
   struct Shared {
-    alignas(128) unsigned char weights[kRows * kK];
+    alignas(128) unsigned char weights[kRows * kWeightPitch];
     // Codes, then, when they are used up, the warp groups' sums [group][token][row].
     alignas(128) unsigned char tokens[kTokenBytes > kSumBytes ? kTokenBytes : kSumBytes];
     alignas(16) std::conditional_t<(kBlocks > 1), Owned, Nothing> owned;
     alignas(16) float token_scale[kScales][kTokens];
     float scale[kScaleRows][kScales];
+    std::uint64_t barrier;        // of the weights
     std::uint64_t owned_barrier;  // of what the cluster sends
   };
 
-  // Where a token's 16 codes from k on lie.
+  // Where a token's 16 bytes from k on lie.
   LOWLAT_DEVICE static unsigned char* token_codes(Shared& shared, int token, int k) {
-    return shared.tokens + token / 8 * kPitch + k * 8 + token % 8 * 16;
+    return shared.tokens + token / 8 * kPitch + k * (8 * kBytes) + token % 8 * 16;
   }
 
   // Asks for the weights and tells the cluster that this block runs. All threads call.
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int num_rows) {
     const int thread_idx = plat::thread_idx();
+    const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
     if (thread_idx == 0) {
+      sm90::barrier_init(&shared.barrier, 1);
       sm90::barrier_init(&shared.owned_barrier, 1);
       sm90::fence_barrier_init();
+      sm90::barrier_arrive_expect(&shared.barrier, kRows * kK);
       if (kBlocks > 1) {
         sm90::barrier_arrive_expect(&shared.owned_barrier, kBlocks * kOwned * num_rows * 4);
       }
     }
-    if constexpr (kBlocks > 1) {
-      plat::block_sync();
-      sm90::cluster_arrive_relaxed();
+    plat::block_sync();
+    if constexpr (kBlocks > 1) sm90::cluster_arrive_relaxed();
+    // A copy takes its addresses from registers of the whole warp, so lanes would take turns.
+    if (lane_idx == 0) {
+#pragma unroll 1
+      for (int row = warp_idx; row < kRows; row += kProductWarps) {
+        sm90::bulk_load(shared.weights + row * kWeightPitch, weights.codes + row * weights.stride,
+                        kK, &shared.barrier, sm90::CacheHint::evict_first);
+      }
     }
-    // A warp has eight rows: its lanes take four pieces of 16 codes of each.
-    static_assert(kRows == 8 * kProductWarps);
-    const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
-    const std::uint8_t* from =
-        weights.codes + (warp_idx * 8 + lane_idx % 8) * weights.stride + lane_idx / 8 * 16;
-    unsigned char* to = shared.weights + warp_idx * kPitch + lane_idx / 8 * 128 + lane_idx % 8 * 16;
-#pragma unroll 4
-    for (int k = 0; k < kK; k += 64) copy_16(to + 8 * k, from + k);
+    __syncwarp();
     for (int i = thread_idx; i < kScaleRows * kScales; i += kProductThreads) {
       const int row = i / kScales, step = i % kScales;
       shared.scale[row][step] =
@@ -96,19 +106,22 @@ struct WideProduct {
     }
   }
 
-  // Copies codes [token, stride] and scales [kK / kGroup, padded] from their block's first K on. All
+  // Copies values [token, stride] (in bytes) and scales [kK / kGroup, padded] from their block's first K on. All
   // threads call; run() waits for them.
-  LOWLAT_DEVICE static void load_tokens(Shared& shared, const std::uint8_t* codes, int stride,
+  LOWLAT_DEVICE static void load_tokens(Shared& shared, const std::uint8_t* values, int stride,
                                         const float* scale, int padded, int num_rows) {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    constexpr int kQuads = kK / 64;
+    // A warp takes a line of four tokens at a time.
+    constexpr int kLines = kK * kBytes / 128;
+    static_assert(kK * kBytes % 128 == 0);
 #pragma unroll 4
-    for (int i = warp_idx; i < kTiles * kQuads; i += kProductWarps) {
-      const int token = i % kTiles * 8 + lane_idx % 8, k = i / kTiles * 64 + lane_idx / 8 * 16;
+    for (int i = warp_idx; i < 2 * kTiles * kLines; i += kProductWarps) {
+      const int token = i % (2 * kTiles) * 4 + lane_idx / 8;
+      const int byte = i / (2 * kTiles) * 128 + lane_idx % 8 * 16;
       if (token < num_rows) {
-        copy_16(token_codes(shared, token, k),
-                codes + static_cast<std::int64_t>(token) * stride + k);
+        copy_16(token_codes(shared, token, byte / kBytes),
+                values + static_cast<std::int64_t>(token) * stride + byte);
       }
     }
     constexpr int kScalePieces = kTokens / 4;
@@ -133,8 +146,10 @@ struct WideProduct {
     const int g = lane_idx / 4, t = lane_idx % 4;
     float sum[4 * kTiles] = {};
     const int first = group * kSteps;
-    const sm90::CodeRows a = sm90::code_rows(shared.weights, kPitch) + first * kGroup;
-    const sm90::CodeRows b = sm90::code_rows(shared.tokens, kPitch) + first * kGroup;
+    const unsigned char* row =
+        shared.weights + (warp * 16 + g) * kWeightPitch + first * kGroup + (kHalves ? 2 : 4) * t;
+    const sm90::CodeColumns b = sm90::code_columns(shared.tokens, kPitch) + first * kGroup * kBytes;
+    wait_for_weights(&shared.barrier, 0);
     const float* weight_scale = shared.scale[warp * kScaleRows / kWarpsAPart] + first;
     const auto add = [&](const float (&part)[4 * kTiles], int step) {
       const float own = weight_scale[step];
@@ -153,10 +168,30 @@ struct WideProduct {
 #pragma unroll 1
     for (int step = 0; step < kSteps; step += kAhead) {
       float part[kAhead][4 * kTiles] = {};
+      constexpr int kFragments = kStepsAGroup * kBytes;  // of a group
+      constexpr int kDepth = kStep / kBytes;             // of a fragment
+      std::uint32_t a[kAhead * kFragments][4];
+#pragma unroll
+      for (int i = 0; i < kAhead * kFragments; ++i) {
+        const unsigned char* from = row + step * kGroup + i * kDepth;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          a[i][j] = fragment(from + j % 2 * 8 * kWeightPitch + j / 2 * (kDepth / 2));
+        }
+      }
       sm90::codes_fence();
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        multiply_group(part[i], a + (step + i) * kGroup, b + (step + i) * kGroup);
+        const sm90::CodeColumns columns = b + (step + i) * kGroup * kBytes;
+#pragma unroll
+        for (int k = 0; k < kFragments; ++k) {
+          const auto& rows = a[i * kFragments + k];
+          if (k == 0) {
+            multiply<false>(part[i], rows, columns);
+          } else {
+            multiply<true>(part[i], rows, columns + k * kStep);
+          }
+        }
       }
       sm90::codes_commit();
       sm90::codes_wait();
@@ -180,15 +215,6 @@ struct WideProduct {
     stamps.mark(StampStage::sum);
   }
 
-  LOWLAT_DEVICE static void multiply_group(float (&sum)[4 * kTiles], sm90::CodeRows a,
-                                           sm90::CodeRows b) {
-    sm90::multiply_codes<kTiles, false>(sum, a, b);
-#pragma unroll
-    for (int k = kStep; k < kGroup; k += kStep) {
-      sm90::multiply_codes<kTiles, true>(sum, a + k, b + k);
-    }
-  }
-
   // The sum of an owned row, after run().
   LOWLAT_DEVICE static float sum(Shared& shared, int token, int owned_row) {
     const Owned& owned = owned_of(shared);
@@ -199,6 +225,23 @@ struct WideProduct {
   }
 
  private:
+  // A lane's part of a weight row: four codes, or two as f16.
+  LOWLAT_DEVICE static std::uint32_t fragment(const unsigned char* from) {
+    if constexpr (kHalves) {
+      return sm90::e4m3_pair_to_f16(*reinterpret_cast<const std::uint16_t*>(from));
+    } else {
+      return *reinterpret_cast<const std::uint32_t*>(from);
+    }
+  }
+  template <bool kAdd>
+  LOWLAT_DEVICE static void multiply(float (&sum)[4 * kTiles], const std::uint32_t (&rows)[4],
+                                     sm90::CodeColumns columns) {
+    if constexpr (kHalves) {
+      sm90::multiply_halves<kTiles, kAdd>(sum, rows, columns);
+    } else {
+      sm90::multiply_codes<kTiles, kAdd>(sum, rows, columns);
+    }
+  }
   LOWLAT_DEVICE static Owned& owned_of(Shared& shared) {
     if constexpr (kBlocks > 1) {
       return shared.owned;

@@ -312,7 +312,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     const auto launch_statistics = [&](bool programmatic) {
       if (is_v4) return;
       run(HopKernel::mix, [&] {
-        const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : rows > kHopRows ? 64 : 32;
+        const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : 32;
         return launch_mix(mix, blocks, false, programmatic, stream);
       });
     };
@@ -362,7 +362,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.port = step.port;
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
-    oproj.u_done = gate(gate_u, oproj_a_blocks(model, groups));
+    oproj.u_done = gate(gate_u, oproj_a_blocks(model, rows, groups));
     run(HopKernel::oproj_a, [&] { return launch_oproj_a(oproj, true, stream); });
     run(HopKernel::oproj_b, [&] { return launch_oproj_b(oproj, true, stream); });
     const Gate done = gate(parts.experts ? gate_x : gate_done, exchange_blocks);

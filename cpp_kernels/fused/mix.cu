@@ -6,9 +6,9 @@
 // Rounding     fn as the sum of three bf16, which leaves 2^-25 of a value; products exact, sums fp32
 // Bytes        H = 5120: read 1.97 MB of fn and T·41 kB
 // Floor        0.42 us at 4.65 TB/s; it runs beside others, on a few multiprocessors
-// Launch       blocks of 256 threads take every so manieth piece of 256 values, for all rows; two to
-//              seven pieces are on their way at a time, the first before the residual is waited
-//              for. Rows are the M side of the products, 24 outputs the N side, and a warp has 32 of
+// Launch       blocks of 256 threads take every so manieth piece of 128 values, for all rows; two to
+//              twelve pieces are on their way at a time, the first before the residual is waited
+//              for. Rows are the M side of the products, 24 outputs the N side, and a warp has 16 of
 //              a piece's K
 // Ordering     residual: gate (exchange_gate.cuh). full[stage]: an arrival a warp with the bytes of
 //              its part of fn, and one a thread when its copies of rows have come. partial: each
@@ -34,17 +34,18 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kOutputs = stages::kHcOutputs;
-constexpr int kLength = 256;         // of a piece
+constexpr int kLength = 128;         // of a piece
 constexpr int kSums = kOutputs + 1;  // of a row: dot products, then the sum of squares
 constexpr int kColumns = 8;          // outputs of one product
 constexpr int kOutputTiles = kOutputs / kColumns;
 constexpr int kPerWarp = kOutputs / kWarps;  // rows of fn that a warp asks for
 constexpr int kStep = 16;                    // K of a product
 constexpr int kSteps = kLength / kWarps / kStep;
-static_assert(kOutputs == 24 && kMixStride >= kSums && kSteps == 2);
+static_assert(kOutputs == 24 && kMixStride >= kSums && kSteps >= 1);
 
-constexpr int kMinStages = 2, kMaxStages = 7;
-constexpr int kMaxBytes = 208 * 1024;  // that a block takes for its stages
+constexpr int kMinStages = 2, kMaxStages = 12;
+// That a block takes for its stages, alone on a multiprocessor and beside one of [q_a, kv].
+constexpr int kMaxBytes = 208 * 1024, kBesideBytes = 60 * 1024;
 
 // A stage holds fn and then the rows of a piece. Pitches of 64 and 32 more than a multiple of 128
 // bytes: what a quarter (half) of a warp reads lies in different banks.
@@ -61,7 +62,8 @@ struct Shared {
   // Then the stages, and when they are used up the warps' sums [warp][row][kSums].
 };
 constexpr int kHeadBytes = (sizeof(Shared) + 127) / 128 * 128;
-static_assert(kFnBytes % 128 == 0 && kWarps * kSums * 4 <= kMinStages * kRowPitch * 2);
+static_assert(kFnBytes % 128 == 0 &&
+              kWarps * kMaxFusedRows * kSums * 4 <= kMinStages * piece_bytes(kMaxFusedRows));
 
 // One block's view of its memory.
 struct Stages {
@@ -334,7 +336,7 @@ cudaError_t launch_mix(const MixParams& params, int blocks, bool alone, bool pro
   }
   const int piece = piece_bytes(params.num_rows);
   MixParams own = params;
-  own.stages = alone ? min(kMaxStages, kMaxBytes / piece) : kMinStages;
+  own.stages = min(kMaxStages, max(kMinStages, (alone ? kMaxBytes : kBesideBytes) / piece));
   const int bytes = kHeadBytes + own.stages * piece;
   const auto launch = [&](auto kernel) {
     return launch_kernel(kernel, dim3(blocks), kThreads, bytes, 1, programmatic, stream, own);

@@ -25,6 +25,7 @@
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
+#include "fused/front_wide.cuh"
 #include "fused/oproj.hpp"
 
 namespace lowlat::nvidia::fused {
@@ -33,9 +34,10 @@ namespace {
 constexpr int kLora = 1024, kGroupInput = 4096;
 
 // Of a model M. A group of outputs that share a scale is made in one cluster: by one block where
-// rows are few; V4's group of 128 otherwise by all eight, who tell each other their largest values.
+// rows are few; otherwise by several, who tell each other their largest values.
 template <class M, int kTiles>
 struct ShapeA {
+  static constexpr bool kWide = false;
   static_assert(M::kOLora == kLora && M::kGroupInput == kGroupInput);
   static constexpr int kGroup = M::kScaleBlock;
   static constexpr int kRows = kGroup > 64 ? kGroup : 64, kBlocks = kRows / 16;
@@ -43,6 +45,16 @@ struct ShapeA {
   static constexpr bool kShares = kGroup > 32 && kTiles > 1;
   static constexpr int kOwned = kShares ? kRows / kBlocks : kGroup;
   using Linear = Product<kRows, kK, kTiles, kBlocks, kOwned, 2>;
+};
+// More than sixteen rows of V4.1: half the K a block, so that two have room on a multiprocessor and
+// no cluster has to wait for one of the first wave to end.
+template <class M, int kTiles>
+  requires(M::kScaleBlock == 32 && kTiles > 2)
+struct ShapeA<M, kTiles> {
+  static constexpr bool kWide = true, kShares = true;
+  static constexpr int kGroup = M::kScaleBlock, kRows = 64, kBlocks = 8;
+  static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
+  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true>;
 };
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
 template <class M, int kTiles, int kGroups>
@@ -56,8 +68,23 @@ struct ShapeB {
 
 template <class M, int kTiles>
 struct SharedA {
-  typename ShapeA<M, kTiles>::Linear::Shared product;
+  using Shape = ShapeA<M, kTiles>;
+  typename Shape::Linear::Shared product;
+  // Blocks that share a group. Largest of each one's outputs, by block and token; where blocks have
+  // no room for it (V4), it takes the place of the activations' scales: who sends has all sums of
+  // this block, whose products are over then.
+  static constexpr int kSharing = Shape::kShares ? Shape::kGroup / Shape::kOwned : 1;
+  float own_amax[Shape::kWide ? kSharing : 1][Shape::kWide ? kTiles * kTileTokens : 1];
   std::uint64_t amax_barrier;
+
+  LOWLAT_DEVICE auto& amax() {
+    if constexpr (Shape::kWide || !Shape::kShares) {
+      return own_amax;
+    } else {
+      static_assert(kSharing <= Shape::kK / kStep);
+      return product.token_scale;
+    }
+  }
 };
 
 template <int kTiles>
@@ -72,6 +99,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   using Linear = Shape::Linear;
   constexpr int kGroup = Shape::kGroup, kRows = Shape::kRows, kBlocks = Shape::kBlocks;
   constexpr int kK = Shape::kK, kOwned = Shape::kOwned;
+  [[maybe_unused]] constexpr int kSharing = SharedA<M, kTiles>::kSharing;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& whole = *reinterpret_cast<SharedA<M, kTiles>*>(memory);
   auto& shared = whole.product;
@@ -132,19 +160,29 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   if constexpr (Shape::kShares) {
     if (plat::thread_idx() == 0) {
       sm90::barrier_init(&whole.amax_barrier, 1);
-      sm90::barrier_arrive_expect(&whole.amax_barrier, kBlocks * params.num_rows * 4);
+      sm90::barrier_arrive_expect(&whole.amax_barrier, kSharing * params.num_rows * 4);
     }
   }
-  Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
-  stamps.mark(StampStage::ask);
-  const HalfActivations<kGroup, false> o{params.o + first_k,
-                                         params.o_scale + first_k / kGroup * padded,
-                                         2 * params.num_groups * kGroupInput, padded};
-  wait_at(params.before);
-  stamps.mark(StampStage::wait);
-  Linear::run(shared, o, params.num_rows, stamps);
-  if (!Linear::owns()) return;
-  // A lane a value of a token's: 32 share a scale, or sixteen of a group have their largest told.
+  const float* o_scale = params.o_scale + first_k / kGroup * padded;
+  const int o_stride = 2 * params.num_groups * kGroupInput;  // bytes
+  if constexpr (Shape::kWide) {
+    Linear::load(shared, weights, params.num_rows);
+    stamps.mark(StampStage::ask);
+    wait_at(params.before);
+    stamps.mark(StampStage::wait);
+    Linear::load_tokens(shared, reinterpret_cast<const std::uint8_t*>(params.o + first_k), o_stride,
+                        o_scale, padded, params.num_rows);
+    Linear::run(shared, params.num_rows, stamps);
+  } else {
+    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+    stamps.mark(StampStage::ask);
+    const HalfActivations<kGroup, false> o{params.o + first_k, o_scale, o_stride, padded};
+    wait_at(params.before);
+    stamps.mark(StampStage::wait);
+    Linear::run(shared, o, params.num_rows, stamps);
+    if (!Linear::owns()) return;
+  }
+  // A lane a value of a token's: 32 share a scale, or those of a group have their largest told.
   static_assert(kTiles == 1 || plat::kWarpLanes % kOwned == 0);
   constexpr int kTokensATurn = kProductThreads / kOwned;
   const int row = plat::thread_idx() % kOwned, first_row = tile * kRows + rank * kOwned;
@@ -157,17 +195,15 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     }
     return amax;
   };
-  // By block and token, where the activations' scales were: who sends has all sums of this block,
-  // whose products are over then.
-  auto& amax_of_block = shared.token_scale;
   if constexpr (Shape::kShares) {
-    static_assert(kBlocks <= kOwned && kBlocks <= kK / kStep);
+    static_assert(kSharing <= kOwned);
     for (int first = 0; first < params.num_rows; first += kTokensATurn) {
       const int token = first + first_token;
       const float amax = amax_of(min(token, params.num_rows - 1));
-      if (token < params.num_rows && row < kBlocks) {
-        sm90::send_to_peer(sm90::peer_address(&amax_of_block[rank][token], row), amax,
-                           sm90::peer_address(&whole.amax_barrier, row));
+      if (token < params.num_rows && row < kSharing) {
+        const int peer = rank / kSharing * kSharing + row;
+        sm90::send_to_peer(sm90::peer_address(&whole.amax()[rank % kSharing][token], peer), amax,
+                           sm90::peer_address(&whole.amax_barrier, peer));
       }
     }
     wait_for_cluster(&whole.amax_barrier, 0);
@@ -178,7 +214,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     float amax = 0.0f;
     if constexpr (Shape::kShares) {
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) amax = plat::max(amax_of_block[i][known], amax);
+      for (int i = 0; i < kSharing; ++i) amax = plat::max(whole.amax()[i][known], amax);
     } else {
       amax = amax_of(known);
     }
@@ -265,6 +301,7 @@ cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStr
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       using Shape = ShapeA<M, kTiles>;
+      static_assert(sizeof(SharedA<M, kTiles>) <= 227 * 1024);
       return launch_kernel(oproj_a_fp8_sm90<M, kTiles>,
                            dim3(params.num_groups * kLora / Shape::kRows * Shape::kBlocks),
                            kProductThreads, sizeof(SharedA<M, kTiles>), Shape::kBlocks,

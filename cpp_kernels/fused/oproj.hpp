@@ -35,8 +35,9 @@ struct OprojParams {
 };
 
 // Blocks that open u_done: those that own outputs.
-constexpr std::uint32_t oproj_a_blocks(FusedModel model, int num_groups) {
-  return static_cast<std::uint32_t>((model == FusedModel::v4 ? 64 : 32) * num_groups);
+constexpr std::uint32_t oproj_a_blocks(FusedModel model, int num_rows, int num_groups) {
+  const int of_group = model == FusedModel::v4 ? 64 : num_rows > 16 ? 128 : 32;
+  return static_cast<std::uint32_t>(of_group * num_groups);
 }
 
 // V4.1-Flash's sizes (H 5120) or V4-Flash's (4096); num_groups 2 (TP4) or 4 (TP2).

@@ -1,8 +1,8 @@
-// platform/nvidia_sm90_codes.cuh: products of a warp group whose rows and columns are e4m3 codes in
-// shared memory, with fp32 sums. Include platform/nvidia_sm90.cuh first.
+// platform/nvidia_sm90_codes.cuh: products of a warp group of e4m3 codes, rows in registers and
+// columns in shared memory, with fp32 sums. Include platform/nvidia_sm90.cuh first.
 //
-// wgmma_fence, products, wgmma_commit, then wgmma_wait before sums are touched. Parts without wgmma
-// do the same warp by warp. Codes that were written by ordinary stores or copies need
+// codes_fence, products, codes_commit, then codes_wait before sums or rows are touched. Parts
+// without wgmma do the same warp by warp. Codes that were written by ordinary stores or copies need
 // fence_async_shared and the block's barrier before.
 #pragma once
 
@@ -14,13 +14,13 @@
 
 namespace lowlat::nvidia::sm90 {
 
-// Rows of codes: cores of [8 rows][16 codes], 128 bytes each in one piece, those of eight rows one
-// after the other along K; the next eight rows are `pitch` bytes further. `+ codes` are the same
-// rows so much further along K (a multiple of 16).
-struct CodeRows {
+// Columns of codes: cores of [8 columns][16 codes], 128 bytes each in one piece, those of eight
+// columns one after the other along K; the next eight columns are `pitch` bytes further. `+ codes`
+// are the same columns so much further along K (a multiple of 16).
+struct CodeColumns {
   std::uint32_t address;
   std::uint32_t pitch;
-  LOWLAT_DEVICE CodeRows operator+(int codes) const {
+  LOWLAT_DEVICE CodeColumns operator+(int codes) const {
     return {address + 8 * static_cast<std::uint32_t>(codes), pitch};
   }
   LOWLAT_DEVICE std::uint64_t matrix() const {
@@ -28,7 +28,7 @@ struct CodeRows {
            std::uint64_t{pitch >> 4} << 32;
   }
 };
-LOWLAT_DEVICE CodeRows code_rows(const void* shared, std::uint32_t pitch) {
+LOWLAT_DEVICE CodeColumns code_columns(const void* shared, std::uint32_t pitch) {
   return {shared_address(shared), pitch};
 }
 
@@ -48,75 +48,89 @@ LOWLAT_DEVICE void codes_wait() {
 #endif
 }
 
-// d[64, 8 kTiles] = a[64, 32] b[8 kTiles, 32]^T (kAdd: + d). Of it warp w of the group has rows 16 w and on:
-// d[4 n ..] is as mma_bf16's d, of columns 8 n ..
-template <int kTiles, bool kAdd>
-LOWLAT_DEVICE void multiply_codes(float (&d)[4 * kTiles], CodeRows a, CodeRows b) {
 #ifdef LOWLAT_HAS_WGMMA
-#define LOWLAT_SUMS8(I)                                                                       \
-  "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3]), "+f"(d[I + 4]), "+f"(d[I + 5]), \
-      "+f"(d[I + 6]), "+f"(d[I + 7])
-  if constexpr (kTiles == 1) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, add, 1, "
-        "1;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "l"(a.matrix()), "l"(b.matrix()), "n"(kAdd ? 1 : 0));
-  } else if constexpr (kTiles == 2) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
-        "%8, %9, add, 1, 1;\n}"
-        : LOWLAT_SUMS8(0)
-        : "l"(a.matrix()), "l"(b.matrix()), "n"(kAdd ? 1 : 0));
-  } else if constexpr (kTiles == 3) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %14, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n24k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11}, %12, %13, add, 1, 1;\n}"
-        : LOWLAT_SUMS8(0), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-        : "l"(a.matrix()), "l"(b.matrix()), "n"(kAdd ? 1 : 0));
-  } else {
-    static_assert(kTiles == 6);
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %26, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n48k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, "
-        "add, 1, 1;\n}"
-        : LOWLAT_SUMS8(0), LOWLAT_SUMS8(8), LOWLAT_SUMS8(16)
-        : "l"(a.matrix()), "l"(b.matrix()), "n"(kAdd ? 1 : 0));
+#define LOWLAT_SUMS4(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3])
+#define LOWLAT_OPERANDS \
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.matrix()), "n"(kAdd ? 1 : 0)
+// One product of 8 kTiles columns; TYPES and TURN as the instruction takes them.
+#define LOWLAT_MULTIPLY(DEPTH, TYPES, TURN)                                                       \
+  if constexpr (kTiles == 1) {                                                                    \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n8" DEPTH ".f32." TYPES " {%0, %1, %2, %3}, "   \
+                 "{%4, %5, %6, %7}, %8, add, 1, 1" TURN ";\n}"                                    \
+                 : LOWLAT_SUMS4(0)                                                                \
+                 : LOWLAT_OPERANDS);                                                              \
+  } else if constexpr (kTiles == 2) {                                                             \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %13, 0;\n"                                \
+                 "wgmma.mma_async.sync.aligned.m64n16" DEPTH ".f32." TYPES                        \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1" TURN     \
+                 ";\n}"                                                                           \
+                 : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4)                                               \
+                 : LOWLAT_OPERANDS);                                                              \
+  } else if constexpr (kTiles == 3) {                                                             \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %17, 0;\n"                                \
+                 "wgmma.mma_async.sync.aligned.m64n24" DEPTH ".f32." TYPES                        \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, "    \
+                 "%16, add, 1, 1" TURN ";\n}"                                                     \
+                 : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4), LOWLAT_SUMS4(8)                              \
+                 : LOWLAT_OPERANDS);                                                              \
+  } else {                                                                                        \
+    static_assert(kTiles == 6);                                                                   \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %29, 0;\n"                                \
+                 "wgmma.mma_async.sync.aligned.m64n48" DEPTH ".f32." TYPES                        \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "  \
+                 "%17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, add, 1, 1" TURN  \
+                 ";\n}"                                                                           \
+                 : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4), LOWLAT_SUMS4(8), LOWLAT_SUMS4(12),           \
+                   LOWLAT_SUMS4(16), LOWLAT_SUMS4(20)                                             \
+                 : LOWLAT_OPERANDS);                                                              \
   }
-#undef LOWLAT_SUMS8
 #else
-  std::uint32_t lane, warp;
-  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
-  asm("mov.u32 %0, %%tid.x;" : "=r"(warp));
-  warp = warp / 32 % 4;
-  const auto core = [](std::uint32_t address) {
-    std::uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
-  };
-  const std::uint32_t at = a.address + 2 * warp * a.pitch + 4 * lane;
-  const std::uint32_t rows[4] = {core(at), core(at + a.pitch), core(at + 128),
-                                 core(at + a.pitch + 128)};
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    const std::uint32_t from = b.address + n * b.pitch + 4 * lane;
-    float part[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) part[i] = kAdd ? d[4 * n + i] : 0.0f;
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(part[0]), "+f"(part[1]), "+f"(part[2]), "+f"(part[3])
-        : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(core(from)),
-          "r"(core(from + 128)));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) d[4 * n + i] = part[i];
+// Parts without wgmma: the warp's own product with each eight columns.
+#define LOWLAT_MULTIPLY(DEPTH, TYPES)                                                            \
+  std::uint32_t lane;                                                                            \
+  asm("mov.u32 %0, %%laneid;" : "=r"(lane));                                                     \
+  _Pragma("unroll") for (int n = 0; n < kTiles; ++n) {                                           \
+    const std::uint32_t from = b.address + n * b.pitch + 4 * lane;                               \
+    std::uint32_t word[2];                                                                       \
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[0]) : "r"(from) : "memory");              \
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[1]) : "r"(from + 128) : "memory");        \
+    float part[4];                                                                               \
+    _Pragma("unroll") for (int i = 0; i < 4; ++i) part[i] = kAdd ? d[4 * n + i] : 0.0f;          \
+    asm volatile("mma.sync.aligned.m16n8" DEPTH ".row.col.f32." TYPES ".f32 {%0, %1, %2, %3}, "  \
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                 \
+                 : "+f"(part[0]), "+f"(part[1]), "+f"(part[2]), "+f"(part[3])                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(word[0]), "r"(word[1]));      \
+    _Pragma("unroll") for (int i = 0; i < 4; ++i) d[4 * n + i] = part[i];                        \
   }
 #endif
+
+// d[16, 8 kTiles] = a[16, 32] b[8 kTiles, 32]^T (kAdd: + d): the warp's 16 of the group's 64 rows.
+// Lane 4 g + t has a[0] = (row g, k 4 t .. + 3), a[1] = (row g + 8, the same), a[2], a[3] = those
+// rows at k + 16; d[4 n ..] is as mma_bf16's d, of columns 8 n ..
+template <int kTiles, bool kAdd>
+LOWLAT_DEVICE void multiply_codes(float (&d)[4 * kTiles], const std::uint32_t (&a)[4],
+                                  CodeColumns b) {
+#ifdef LOWLAT_HAS_WGMMA
+  LOWLAT_MULTIPLY("k32", "e4m3.e4m3", "")
+#else
+  LOWLAT_MULTIPLY("k32", "e4m3.e4m3")
+#endif
 }
+
+// The same with f16 values, sixteen along K: a core is [8 columns][8 values], and CodeColumns counts
+// bytes. Lane 4 g + t has a[0] = (row g, k 2 t and the next), a[2] = (row g, k + 8) ..
+template <int kTiles, bool kAdd>
+LOWLAT_DEVICE void multiply_halves(float (&d)[4 * kTiles], const std::uint32_t (&a)[4],
+                                   CodeColumns b) {
+#ifdef LOWLAT_HAS_WGMMA
+  LOWLAT_MULTIPLY("k16", "f16.f16", ", 0")
+#else
+  LOWLAT_MULTIPLY("k16", "f16.f16")
+#endif
+}
+#undef LOWLAT_MULTIPLY
+#undef LOWLAT_SUMS4
+#undef LOWLAT_OPERANDS
 
 }  // namespace lowlat::nvidia::sm90
