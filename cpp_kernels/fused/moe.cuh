@@ -192,6 +192,8 @@ struct Layout {
   static constexpr int kStopOffset = offsetof(Table, stop), kIsTileOffset = offsetof(Table, is_tile);
   static constexpr int kFullBarriers = offsetof(Barriers, full);
   static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
+  static constexpr int kPieceFullBarriers = offsetof(Barriers, piece_full);
+  static constexpr int kPieceEmptyBarriers = offsetof(Barriers, piece_empty);
   static constexpr int kSumsFullBarriers = offsetof(Barriers, sums_full);
   static constexpr int kSumsEmptyBarriers = offsetof(Barriers, sums_empty);
   static constexpr int kRingOffset =
@@ -1135,7 +1137,6 @@ struct Consumer {
       }
     }
     if (r.block_idx >= kBands) return true;
-    const int num_items = r.table.num_experts * L::kParts;
     int item = warp;
     const SecondWarp<L> second(r);
     if constexpr (L::kMany) {
@@ -1148,66 +1149,78 @@ struct Consumer {
     }
     typename SecondWarp<L>::Hidden h;
     const unsigned char* address = nullptr;
-    if (item < num_items) {
-      const int first = r.table.first[item / L::kParts];
-      const int count = r.table.first[item / L::kParts + 1] - first;
-      address = second.hidden_address(hidden_row(first, count), item % L::kParts);
+    int expert = item / L::kParts, part = item % L::kParts;
+    const int num_experts = r.table.num_experts;
+    int first = 0, end = 0;
+    if (expert < num_experts) {
+      first = r.table.first[expert];
+      end = r.table.first[expert + 1];
+      address = second.hidden_address(hidden_row(first, end - first), part);
       second.load_hidden(h, address);
     }
-    while (item < num_items) {
-      const int expert = item / L::kParts, part = item % L::kParts;
-      const int piece = expert % L::kRingPieces;
+    std::uint32_t base;
+    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
+    const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
+    const std::uint32_t barriers = base + L::kBarrierOffset;
+    int piece = expert;  // the first are in the ring's first turn
+    std::uint32_t turn = 0;
+    while (expert < num_experts) {
       const int slot = (uses + piece / L::kPieces) % L::kRing;
-      const std::uint32_t base = r.slot_address(slot) + piece % L::kPieces * L::kPieceBytes;
-      const std::uint32_t codes = base + part * L::kPartGroups * 16;
-      const std::uint32_t scales = base + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
-      const int end = r.table.first[expert + 1];
-      int first = r.table.first[expert];
+      const std::uint32_t at = base + L::kRingOffset + slot * L::kSlotBytes +
+                               piece % L::kPieces * L::kPieceBytes;
+      const std::uint32_t codes = at + part * L::kPartGroups * 16;
+      const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
+      const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
       // A parity tells a phase from the next only: the piece's use before must be over. Nobody is
       // further ahead, because the producer fills in order (kReach).
-      if (expert >= L::kRingPieces && !barrier_wait(&r.barriers.piece_empty[piece],
-                                                    (expert / L::kRingPieces - 1) & 1, r.watch)) {
+      if (turn > 0 && !barrier_wait_at(empty, (turn - 1) & 1u, stop)) return false;
+      if (!barrier_wait_at(barriers + L::kPieceFullBarriers + piece * 8, turn & 1u, stop)) {
         return false;
       }
-      if (!barrier_wait(&r.barriers.piece_full[piece], expert / L::kRingPieces & 1, r.watch)) {
-        return false;
-      }
+      // The warp's next item.
+      int next_expert = expert + L::kConsumers / L::kParts;
+      int next_part = part + L::kConsumers % L::kParts;
+      if (next_part >= L::kParts) next_part -= L::kParts, ++next_expert;
+      const bool more = next_expert < num_experts;
+      const int next_begin = more ? r.table.first[next_expert] : 0;
+      const int next_end = more ? r.table.first[next_expert + 1] : 0;
       for (;;) {
         if (!second.complete(h, address)) return false;
-        // The next columns: more of this expert's, or the warp's next item.
-        const int count = end - first, next_first = first + kColumns;
+        // The next columns: more of this expert's, or the next item's.
+        const int count = end - first;
         const unsigned char* next = nullptr;
-        if (next_first < end) {
-          next = second.hidden_address(hidden_row(next_first, end - next_first), part);
-        } else if (item + L::kConsumers < num_items) {
-          const int next_expert = (item + L::kConsumers) / L::kParts;
-          const int begin = r.table.first[next_expert];
-          next = second.hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
-                                (item + L::kConsumers) % L::kParts);
+        if (count > kColumns) {
+          const int rest = first + kColumns;
+          next = second.hidden_address(hidden_row(rest, end - rest), part);
+        } else if (more) {
+          next = second.hidden_address(hidden_row(next_begin, next_end - next_begin), next_part);
         }
         typename SecondWarp<L>::Hidden ahead = {};
         if (next != nullptr) second.load_hidden(ahead, next);
         // Sixteen columns at a time.
         constexpr int kLast = L::kMTiles - 1;
         constexpr bool kWhole = L::kBandRows % 16 == 0;
+        float* sums_at = r.template second_sums<false>(part, first);
 #pragma unroll
         for (int m = 0; m < kLast; ++m) {
           float acc[4] = {};
           multiply_second<true>(acc, h, codes, scales, m);
-          second.store_second(r.template second_sums<false>(part, first), acc, m, count, kFactor);
+          second.store_second(sums_at, acc, m, count, kFactor);
         }
         float acc[4] = {};
         multiply_second<kWhole>(acc, h, codes, scales, kLast);
-        second.store_second(r.template second_sums<false>(part, first), acc, kLast, count, kFactor);
+        second.store_second(sums_at, acc, kLast, count, kFactor);
         h = ahead;
-
         address = next;
-        if (next_first >= end) break;
-        first = next_first;
+        if (count <= kColumns) break;
+        first += kColumns;
       }
       __syncwarp();
-      if (r.lane == 0) sm90::barrier_arrive(&r.barriers.piece_empty[piece]);
-      item += L::kConsumers;
+      if (r.lane == 0) barrier_arrive_at(empty);
+      piece += next_expert - expert;
+      if (piece >= L::kRingPieces) piece -= L::kRingPieces, ++turn;
+      expert = next_expert, part = next_part;
+      first = next_begin, end = next_end;
     }
     return true;
   }
