@@ -72,6 +72,7 @@ inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // two bf16 NaN that no 
 inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
 inline constexpr float kSwigluLimit = 10.0f;
 inline constexpr float kRoutedScaling = 1.5f;
+inline constexpr int kHiddenShift = 8;  // of routed h
 inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
 
 // What a wait waited for: the event of a fault report.
@@ -980,7 +981,7 @@ struct Consumer {
       fragment(block, b);
       if constexpr (L::kMany) {
 #pragma unroll
-        for (std::uint32_t& pair : b) pair = mul_bf16x2(pair, kLiftPair);
+        for (std::uint32_t& pair : b) pair = bf16_to_half(pair);
       }
       const std::uint32_t scale = scales + L::block_group(block);
       const float low_scale = scale_of(smem_load1(scale));
@@ -989,8 +990,8 @@ struct Consumer {
       place_fp4(words[block / 2][block % 2 * 2], low);
       place_fp4(words[block / 2][block % 2 * 2 + 1], high);
       float group[4] = {};
-      multiply_pairs(group, low, high, b);
-      multiply_pairs(group, low + 2, high + 2, b + 2);
+      multiply_half_pairs(group, low, high, b);
+      multiply_half_pairs(group, low + 2, high + 2, b + 2);
       acc[0] = __fmaf_rn(group[0], low_scale, acc[0]);
       acc[1] = __fmaf_rn(group[1], low_scale, acc[1]);
       acc[2] = __fmaf_rn(group[2], high_scale, acc[2]);
@@ -1114,8 +1115,8 @@ struct Consumer {
       place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
       if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
       float sums_of[4] = {};
-      multiply_pairs(sums_of, low, high, b);
-      multiply_pairs(sums_of, low + 2, high + 2, b + 2);
+      multiply_half_pairs(sums_of, low, high, b);
+      multiply_half_pairs(sums_of, low + 2, high + 2, b + 2);
       const float low_scale = scale_of(smem_load1(scale + group));
       acc[0] = __fmaf_rn(sums_of[0], low_scale, acc[0]);
       acc[1] = __fmaf_rn(sums_of[1], low_scale, acc[1]);
@@ -1128,7 +1129,7 @@ struct Consumer {
   }
 
   LOWLAT_DEVICE bool run_second() {
-    constexpr float kFactor = 1 << kLiftShift;
+    constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
     // `second` may lie over the partial sums: wait as if for every buffer.
     for (int i = 0; i < L::kBuffers; ++i, ++sums) {
       if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
@@ -1244,7 +1245,7 @@ struct Consumer {
 #pragma unroll
       for (auto& block : x) {
 #pragma unroll
-        for (std::uint32_t& pair : block) pair = mul_bf16x2(pair, kLiftPair);
+        for (std::uint32_t& pair : block) pair = bf16_to_half(pair);
       }
     }
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
@@ -1329,14 +1330,15 @@ struct Finisher {
     const int weight_row = r.lane % (2 * kTileRows), half = r.lane / (2 * kTileRows);
     float sum = slices<L::kConsumers / 2>(weight_row, column, half * (L::kConsumers / 2));
     sum += __shfl_xor_sync(plat::kAllLanes, sum, 2 * kTileRows);
-    if constexpr (!kShared) sum *= static_cast<float>(1 << kLiftShift);
+    if constexpr (!kShared) sum *= static_cast<float>(1 << kPlaceShift);
     const float value = round_to_bf16(sum);
     const float up = __shfl_down_sync(plat::kAllLanes, value, kTileRows);
     const float h = stages::swiglu(value, up, kSwigluLimit, !kShared);
-    // The second product's codes are placed like the first's, so routed h is lifted like x.
-    const float lifted = kShared ? h : h * kLift;
-    const float later = __shfl_down_sync(plat::kAllLanes, lifted, 4);
-    const std::uint32_t pair = pack_bf16(lifted, later);  // lanes 0 .. 3: values i and i + 4
+    // Routed h meets fp4 codes in fp16: bf16 values up to SwiGLU's 100, times 2^kHiddenShift.
+    const float kept = kShared ? h : round_to_bf16(h) * static_cast<float>(1 << kHiddenShift);
+    const float later = __shfl_down_sync(plat::kAllLanes, kept, 4);
+    // Lanes 0 .. 3: values i and i + 4.
+    const std::uint32_t pair = kShared ? pack_bf16(kept, later) : pack_half(kept, later);
     uint4 chunk;
     chunk.x = __shfl_sync(plat::kAllLanes, pair, 0);
     chunk.y = __shfl_sync(plat::kAllLanes, pair, 1);
