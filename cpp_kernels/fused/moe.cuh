@@ -89,6 +89,7 @@ struct Layout {
   // meanwhile, and the shared expert's second product while the routed first one is under way.
   static constexpr int kFirstRouter = kMany_ ? 0 : kFinisher + 1;
   static constexpr int kRouters = kMany_ ? kConsumers : 2;
+  static constexpr int kTableArrivals = kMany_ ? kConsumers : 1;
   // Registers are given by groups of four warps.
   static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
@@ -171,7 +172,10 @@ struct Layout {
     std::int32_t num_experts;
     std::uint32_t stop;  // Watch
     std::uint32_t chosen[kExperts / 32];
-    std::uint32_t rows_of[kMany ? 1 : kMaxPairs];                  // mask of an expert's rows
+    // Few rows: masks of an expert's pairs, and a row that this block routes for all.
+    std::uint32_t pairs_of[2][kMany ? 1 : kMaxPairs];
+    std::int32_t own_ids[kSlots];
+    float own_weights[kSlots];
     std::uint16_t expert[kMaxPairs];                               // ascending, one entry each
     std::uint16_t first[kMaxPairs + 1];                            // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
@@ -216,7 +220,10 @@ struct Layout {
   static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
-  static constexpr std::size_t kSecondOffset = kScoresOffset + kScoresBytes;
+  static constexpr int kRoutePackets = (kSlots + 1) / 2;  // of a row: two ids and their weights
+  static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kRoutesBytes = round_up(16 * kMaxRows * kRoutePackets, 256);
+  static constexpr std::size_t kSecondOffset = kRoutesOffset + kRoutesBytes;
   static constexpr std::size_t kWorkspaceBytes =
       kSecondOffset + (kMany ? std::size_t{4} * kBands * kSecondFloats : 0);
 };
@@ -275,6 +282,9 @@ struct Region {
     epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
     watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
     if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
+  }
+  LOWLAT_DEVICE plat::TaggedWords* route_packet(int i) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + i;
   }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
@@ -548,30 +558,39 @@ struct Router {
     }
   }
 
-  // The k best of a row, into the table. Ranks are compared as integers of the same order.
-  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], float nan_rank) {
+  // What ranks a row's experts beside their scores.
+  LOWLAT_DEVICE void load_bias(int row, float (&bias)[kOwn]) const {
     const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
-    const float* bias = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
-    std::uint32_t rank[kOwn];
+    const float* src = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) bias[i] = __ldg(src + own_expert(i));
+  }
+  // The k best of a row. Ranks are compared as integers of the same order.
+  LOWLAT_DEVICE void select(std::int32_t* ids, float* weights, const float (&score)[kOwn],
+                            const float (&bias)[kOwn], float nan_rank) const {
+    std::uint32_t rank[kOwn], best = 0, id = kPoison;
+    float best_score = 0.0f;
+    const auto find = [&] {
+      best = 0, id = kPoison;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
+        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
+      }
+    };
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const float sum = score[i] + __ldg(bias + own_expert(i));
+      const float sum = score[i] + bias[i];
       const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
       rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
     }
 #pragma unroll 1
     for (int slot = 0; slot < L::kSlots; ++slot) {
-      std::uint32_t best = 0, id = kPoison;
-      float best_score = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
-        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
-      }
+      find();
       const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
       const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
       if (id == chosen) {
-        r.table.ids[row * L::kSlots + slot] = static_cast<std::int32_t>(chosen);
-        r.table.weights[row * L::kSlots + slot] = best_score;
+        ids[slot] = static_cast<std::int32_t>(chosen);
+        weights[slot] = best_score;
       }
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
@@ -580,45 +599,165 @@ struct Router {
     }
   }
 
-  // Ids and weights of all rows, in every block the same.
-  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
-    for (int row = warp; row < r.a.rows; row += L::kRouters) {
-      const int at = row * L::kSlots;
-      if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
-        r.table.ids[at + r.lane] = __ldg(r.a.ids + at + r.lane);
-        r.table.weights[at + r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
-      }
-      if (!r.scores) continue;
-      float score[kOwn];
-      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
-        if (r.lane < L::kSlots) r.table.ids[at + r.lane] = r.lane;
-        continue;
-      }
-      __syncwarp();
-      if (r.a.routing == MoeRouting::gate) {
-        select(row, score, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-      } else {
-        for (int slot = 0; slot < L::kSlots; ++slot) {
-          const int id = r.table.ids[at + slot];
+  // Ids and weights of one row; a warp.
+  LOWLAT_DEVICE void route_row(int row, std::int32_t* ids, float* weights, stages::GateRule rule,
+                               stages::GateSum sum_rule) const {
+    const int at = row * L::kSlots;
+    if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
+      ids[r.lane] = __ldg(r.a.ids + at + r.lane);
+      weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
+    }
+    if (!r.scores) return;
+    float score[kOwn], bias[kOwn] = {};
+    if (r.a.routing == MoeRouting::gate) load_bias(row, bias);
+    if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
+      if (r.lane < L::kSlots) ids[r.lane] = r.lane;
+      return;
+    }
+    __syncwarp();
+    if (r.a.routing == MoeRouting::gate) {
+      select(ids, weights, score, bias,
+             rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+    } else {
+      for (int slot = 0; slot < L::kSlots; ++slot) {
+        const int id = ids[slot];
 #pragma unroll
-          for (int i = 0; i < kOwn; ++i) {
-            if (own_expert(i) == id) r.table.weights[at + slot] = score[i];
-          }
+        for (int i = 0; i < kOwn; ++i) {
+          if (own_expert(i) == id) weights[slot] = score[i];
         }
       }
-      __syncwarp();
-      const float total = stages::gate_total(&r.table.weights[at], L::kSlots, sum_rule);
-      float weight = 0.0f;
-      if (r.lane < L::kSlots) weight = r.table.weights[at + r.lane] / total * kRoutedScaling;
-      __syncwarp();
-      if (r.lane < L::kSlots) r.table.weights[at + r.lane] = weight;
-      __syncwarp();
-      if (r.block_idx == 0 && r.lane < L::kSlots) {
-        if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
-        if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
-      }
+    }
+    __syncwarp();
+    const float total = stages::gate_total(weights, L::kSlots, sum_rule);
+    float weight = 0.0f;
+    if (r.lane < L::kSlots) weight = weights[r.lane] / total * kRoutedScaling;
+    __syncwarp();
+    if (r.lane < L::kSlots) weights[r.lane] = weight;
+    __syncwarp();
+  }
+  // Block 0 tells the caller.
+  LOWLAT_DEVICE void report_row(int row) const {
+    const int at = row * L::kSlots + r.lane;
+    if (r.block_idx != 0 || !r.scores || r.lane >= L::kSlots) return;
+    if (r.a.out_ids != nullptr) r.a.out_ids[at] = r.table.ids[at];
+    if (r.a.out_weights != nullptr) r.a.out_weights[at] = r.table.weights[at];
+  }
+
+  // Ids and weights of all rows, in every block the same.
+  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) const {
+    for (int row = warp; row < r.a.rows; row += L::kRouters) {
+      const int at = row * L::kSlots;
+      route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule);
+      report_row(row);
     }
     routers_sync<L>();
+  }
+
+  // Few rows: block t routes row t for all, by its second router, and tells them. A hop more, but
+  // one row's selection instead of several, one after the other.
+  LOWLAT_DEVICE void send_route(stages::GateRule rule, stages::GateSum sum_rule) const {
+    static_assert(L::kMany || L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
+    if (!r.scores || r.block_idx >= r.a.rows) return;
+    route_row(r.block_idx, r.table.own_ids, r.table.own_weights, rule, sum_rule);
+    if (r.watch.stopped() || r.lane >= L::kRoutePackets) return;
+    const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
+    const std::uint32_t words[3] = {static_cast<std::uint32_t>(r.table.own_ids[slot]) |
+                                        static_cast<std::uint32_t>(r.table.own_ids[other]) << 16,
+                                    __float_as_uint(r.table.own_weights[slot]),
+                                    __float_as_uint(r.table.own_weights[other])};
+    plat::store_tagged(r.route_packet(r.block_idx * L::kRoutePackets + r.lane), words, r.epoch);
+  }
+  LOWLAT_DEVICE void receive_routes() const {
+    const int row = r.lane / L::kRoutePackets, slot = 2 * (r.lane % L::kRoutePackets);
+    const bool mine = row < r.a.rows && row < L::kMaxRows;
+    uint4 packet = {};
+    bool lost = false;
+    for (int tries = 1;; ++tries) {
+      if (mine) packet = load_packet(r.route_packet(r.lane));
+      if (__all_sync(plat::kAllLanes, !mine || packet.w == r.epoch)) break;
+      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      lost = __any_sync(plat::kAllLanes, lost);
+      if (lost) break;
+    }
+    if (mine) {
+      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16}, weights[2] = {packet.y,
+                                                                                     packet.z};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (slot + i >= L::kSlots) continue;
+        const int at = row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
+        r.table.ids[at] = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
+        r.table.weights[at] = __uint_as_float(weights[i]);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Pairs by expert, by one warp: masks of pairs instead of counts.
+  LOWLAT_DEVICE void make_few_table() const {
+    auto& table = r.table;
+    constexpr int kOwnPairs = 2, kWords = L::kExperts / 32;
+    static_assert(L::kMany || L::kMaxPairs <= kOwnPairs * plat::kWarpLanes);
+    const int num_pairs = r.a.rows * L::kSlots;
+    int id[kOwnPairs], rank[kOwnPairs] = {};
+    bool valid[kOwnPairs];
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int pair = k * plat::kWarpLanes + r.lane;
+      valid[k] = pair < num_pairs;
+      id[k] = valid[k] ? table.ids[pair] : 0;
+      if (valid[k]) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
+    }
+    __syncwarp();
+    int total = 0;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      const std::uint32_t bits = table.chosen[word];
+      total += __popc(bits);
+#pragma unroll
+      for (int k = 0; k < kOwnPairs; ++k) {
+        const std::uint32_t below = (1u << id[k] % 32) - 1u;
+        const std::uint32_t counted = word < id[k] / 32 ? ~0u : word == id[k] / 32 ? below : 0u;
+        rank[k] += __popc(bits & counted);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      if (valid[k]) atomicOr(&table.pairs_of[k][rank[k]], 1u << r.lane);
+    }
+    __syncwarp();
+    // An expert's first pair: the pairs of those before it.
+    int before = 0;
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int expert = k * plat::kWarpLanes + r.lane;
+      const int count = expert < total ? __popc(table.pairs_of[0][expert]) +
+                                             __popc(table.pairs_of[1][expert])
+                                       : 0;
+      int sum = count;
+#pragma unroll
+      for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+        const int lower = __shfl_up_sync(plat::kAllLanes, sum, offset);
+        if (r.lane >= offset) sum += lower;
+      }
+      if (expert <= total) table.first[expert] = static_cast<std::uint16_t>(before + sum - count);
+      before += __shfl_sync(plat::kAllLanes, sum, plat::kWarpLanes - 1);
+    }
+    if (r.lane == 0) table.num_experts = total;
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      if (!valid[k]) continue;
+      const std::uint32_t below = (1u << r.lane) - 1u;
+      const int earlier = __popc(table.pairs_of[0][rank[k]] & (k == 0 ? below : ~0u)) +
+                          (k == 0 ? 0 : __popc(table.pairs_of[1][rank[k]] & below));
+      const int pair = k * plat::kWarpLanes + r.lane, place = table.first[rank[k]] + earlier;
+      table.sorted[place] = static_cast<std::uint16_t>(pair);
+      table.place[pair] = static_cast<std::uint16_t>(place);
+      if (earlier == 0) table.expert[rank[k]] = static_cast<std::uint16_t>(id[k]);
+    }
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
 
   // Pairs by expert: each pair counts those before it, so nobody takes tickets.
@@ -665,7 +804,6 @@ struct Router {
         table.expert[before] = static_cast<std::uint16_t>(id[k]);
         table.first[before] = static_cast<std::uint16_t>(lower[k]);
       }
-      if constexpr (!L::kMany) atomicOr(&table.rows_of[before], 1u << pair / L::kSlots);
       if (pair == 0) {
         table.first[total] = static_cast<std::uint16_t>(num_pairs);
         table.num_experts = total;
@@ -675,8 +813,26 @@ struct Router {
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
   LOWLAT_DEVICE void run(stages::GateRule rule, stages::GateSum sum_rule) {
-    route(rule, sum_rule);  // every router comes to its barriers
-    make_table();
+    if constexpr (L::kMany) {
+      route(rule, sum_rule);  // every router comes to its barriers
+      make_table();
+      return;
+    }
+    if (warp != 0) {
+      send_route(rule, sum_rule);
+      return;
+    }
+    if (r.scores) {
+      receive_routes();
+    } else {
+      for (int row = 0; row < r.a.rows; ++row) {
+        const int at = row * L::kSlots;
+        route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule);
+      }
+      __syncwarp();
+    }
+    for (int row = 0; row < r.a.rows; ++row) report_row(row);
+    make_few_table();
   }
 };
 
@@ -1518,7 +1674,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                        thread % 2 ? 1 : L::kConsumers);
   } else if (thread == L::kThreads - 1) {
     sm90::barrier_init(&barriers.band_full, 1);
-    sm90::barrier_init(&barriers.table, L::kRouters);
+    sm90::barrier_init(&barriers.table, L::kTableArrivals);
     table.stop = 0;
   }
   sm90::fence_barrier_init();
@@ -1527,7 +1683,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   for (int i = thread; i < L::kExperts / 32; i += L::kThreads) table.chosen[i] = 0;
   for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.ids[i] = kNobody;
   if constexpr (!L::kMany) {
-    for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.rows_of[i] = 0;
+    for (int i = thread; i < 2 * L::kMaxPairs; i += L::kThreads) (&table.pairs_of[0][0])[i] = 0;
   }
   plat::block_sync();
 
