@@ -72,6 +72,7 @@ inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // two bf16 NaN that no 
 inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
 inline constexpr float kSwigluLimit = 10.0f;
 inline constexpr float kRoutedScaling = 1.5f;
+inline constexpr int kHiddenShift = 8;  // of routed h
 inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
 
 // What a wait waited for: the event of a fault report.
@@ -88,6 +89,7 @@ struct Layout {
   // meanwhile, and the shared expert's second product while the routed first one is under way.
   static constexpr int kFirstRouter = kMany_ ? 0 : kFinisher + 1;
   static constexpr int kRouters = kMany_ ? kConsumers : 2;
+  static constexpr int kTableArrivals = kMany_ ? kConsumers : 1;
   // Registers are given by groups of four warps.
   static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
@@ -170,7 +172,10 @@ struct Layout {
     std::int32_t num_experts;
     std::uint32_t stop;  // Watch
     std::uint32_t chosen[kExperts / 32];
-    std::uint32_t rows_of[kMany ? 1 : kMaxPairs];                  // mask of an expert's rows
+    // Few rows: masks of an expert's pairs, and a row that this block routes for all.
+    std::uint32_t pairs_of[2][kMany ? 1 : kMaxPairs];
+    std::int32_t own_ids[kSlots];
+    float own_weights[kSlots];
     std::uint16_t expert[kMaxPairs];                               // ascending, one entry each
     std::uint16_t first[kMaxPairs + 1];                            // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
@@ -192,6 +197,8 @@ struct Layout {
   static constexpr int kStopOffset = offsetof(Table, stop), kIsTileOffset = offsetof(Table, is_tile);
   static constexpr int kFullBarriers = offsetof(Barriers, full);
   static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
+  static constexpr int kPieceFullBarriers = offsetof(Barriers, piece_full);
+  static constexpr int kPieceEmptyBarriers = offsetof(Barriers, piece_empty);
   static constexpr int kSumsFullBarriers = offsetof(Barriers, sums_full);
   static constexpr int kSumsEmptyBarriers = offsetof(Barriers, sums_empty);
   static constexpr int kRingOffset =
@@ -213,7 +220,10 @@ struct Layout {
   static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
-  static constexpr std::size_t kSecondOffset = kScoresOffset + kScoresBytes;
+  static constexpr int kRoutePackets = (kSlots + 1) / 2;  // of a row: two ids and their weights
+  static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kRoutesBytes = round_up(16 * kMaxRows * kRoutePackets, 256);
+  static constexpr std::size_t kSecondOffset = kRoutesOffset + kRoutesBytes;
   static constexpr std::size_t kWorkspaceBytes =
       kSecondOffset + (kMany ? std::size_t{4} * kBands * kSecondFloats : 0);
 };
@@ -272,6 +282,9 @@ struct Region {
     epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
     watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
     if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
+  }
+  LOWLAT_DEVICE plat::TaggedWords* route_packet(int i) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + i;
   }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
@@ -545,30 +558,39 @@ struct Router {
     }
   }
 
-  // The k best of a row, into the table. Ranks are compared as integers of the same order.
-  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], float nan_rank) {
+  // What ranks a row's experts beside their scores.
+  LOWLAT_DEVICE void load_bias(int row, float (&bias)[kOwn]) const {
     const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
-    const float* bias = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
-    std::uint32_t rank[kOwn];
+    const float* src = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) bias[i] = __ldg(src + own_expert(i));
+  }
+  // The k best of a row. Ranks are compared as integers of the same order.
+  LOWLAT_DEVICE void select(std::int32_t* ids, float* weights, const float (&score)[kOwn],
+                            const float (&bias)[kOwn], float nan_rank) const {
+    std::uint32_t rank[kOwn], best = 0, id = kPoison;
+    float best_score = 0.0f;
+    const auto find = [&] {
+      best = 0, id = kPoison;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
+        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
+      }
+    };
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const float sum = score[i] + __ldg(bias + own_expert(i));
+      const float sum = score[i] + bias[i];
       const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
       rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
     }
 #pragma unroll 1
     for (int slot = 0; slot < L::kSlots; ++slot) {
-      std::uint32_t best = 0, id = kPoison;
-      float best_score = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
-        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
-      }
+      find();
       const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
       const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
       if (id == chosen) {
-        r.table.ids[row * L::kSlots + slot] = static_cast<std::int32_t>(chosen);
-        r.table.weights[row * L::kSlots + slot] = best_score;
+        ids[slot] = static_cast<std::int32_t>(chosen);
+        weights[slot] = best_score;
       }
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
@@ -577,45 +599,165 @@ struct Router {
     }
   }
 
-  // Ids and weights of all rows, in every block the same.
-  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
-    for (int row = warp; row < r.a.rows; row += L::kRouters) {
-      const int at = row * L::kSlots;
-      if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
-        r.table.ids[at + r.lane] = __ldg(r.a.ids + at + r.lane);
-        r.table.weights[at + r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
-      }
-      if (!r.scores) continue;
-      float score[kOwn];
-      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
-        if (r.lane < L::kSlots) r.table.ids[at + r.lane] = r.lane;
-        continue;
-      }
-      __syncwarp();
-      if (r.a.routing == MoeRouting::gate) {
-        select(row, score, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-      } else {
-        for (int slot = 0; slot < L::kSlots; ++slot) {
-          const int id = r.table.ids[at + slot];
+  // Ids and weights of one row; a warp.
+  LOWLAT_DEVICE void route_row(int row, std::int32_t* ids, float* weights, stages::GateRule rule,
+                               stages::GateSum sum_rule) const {
+    const int at = row * L::kSlots;
+    if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
+      ids[r.lane] = __ldg(r.a.ids + at + r.lane);
+      weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
+    }
+    if (!r.scores) return;
+    float score[kOwn], bias[kOwn] = {};
+    if (r.a.routing == MoeRouting::gate) load_bias(row, bias);
+    if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
+      if (r.lane < L::kSlots) ids[r.lane] = r.lane;
+      return;
+    }
+    __syncwarp();
+    if (r.a.routing == MoeRouting::gate) {
+      select(ids, weights, score, bias,
+             rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+    } else {
+      for (int slot = 0; slot < L::kSlots; ++slot) {
+        const int id = ids[slot];
 #pragma unroll
-          for (int i = 0; i < kOwn; ++i) {
-            if (own_expert(i) == id) r.table.weights[at + slot] = score[i];
-          }
+        for (int i = 0; i < kOwn; ++i) {
+          if (own_expert(i) == id) weights[slot] = score[i];
         }
       }
-      __syncwarp();
-      const float total = stages::gate_total(&r.table.weights[at], L::kSlots, sum_rule);
-      float weight = 0.0f;
-      if (r.lane < L::kSlots) weight = r.table.weights[at + r.lane] / total * kRoutedScaling;
-      __syncwarp();
-      if (r.lane < L::kSlots) r.table.weights[at + r.lane] = weight;
-      __syncwarp();
-      if (r.block_idx == 0 && r.lane < L::kSlots) {
-        if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
-        if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
-      }
+    }
+    __syncwarp();
+    const float total = stages::gate_total(weights, L::kSlots, sum_rule);
+    float weight = 0.0f;
+    if (r.lane < L::kSlots) weight = weights[r.lane] / total * kRoutedScaling;
+    __syncwarp();
+    if (r.lane < L::kSlots) weights[r.lane] = weight;
+    __syncwarp();
+  }
+  // Block 0 tells the caller.
+  LOWLAT_DEVICE void report_row(int row) const {
+    const int at = row * L::kSlots + r.lane;
+    if (r.block_idx != 0 || !r.scores || r.lane >= L::kSlots) return;
+    if (r.a.out_ids != nullptr) r.a.out_ids[at] = r.table.ids[at];
+    if (r.a.out_weights != nullptr) r.a.out_weights[at] = r.table.weights[at];
+  }
+
+  // Ids and weights of all rows, in every block the same.
+  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) const {
+    for (int row = warp; row < r.a.rows; row += L::kRouters) {
+      const int at = row * L::kSlots;
+      route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule);
+      report_row(row);
     }
     routers_sync<L>();
+  }
+
+  // Few rows: block t routes row t for all, by its second router, and tells them. A hop more, but
+  // one row's selection instead of several, one after the other.
+  LOWLAT_DEVICE void send_route(stages::GateRule rule, stages::GateSum sum_rule) const {
+    static_assert(L::kMany || L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
+    if (!r.scores || r.block_idx >= r.a.rows) return;
+    route_row(r.block_idx, r.table.own_ids, r.table.own_weights, rule, sum_rule);
+    if (r.watch.stopped() || r.lane >= L::kRoutePackets) return;
+    const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
+    const std::uint32_t words[3] = {static_cast<std::uint32_t>(r.table.own_ids[slot]) |
+                                        static_cast<std::uint32_t>(r.table.own_ids[other]) << 16,
+                                    __float_as_uint(r.table.own_weights[slot]),
+                                    __float_as_uint(r.table.own_weights[other])};
+    plat::store_tagged(r.route_packet(r.block_idx * L::kRoutePackets + r.lane), words, r.epoch);
+  }
+  LOWLAT_DEVICE void receive_routes() const {
+    const int row = r.lane / L::kRoutePackets, slot = 2 * (r.lane % L::kRoutePackets);
+    const bool mine = row < r.a.rows && row < L::kMaxRows;
+    uint4 packet = {};
+    bool lost = false;
+    for (int tries = 1;; ++tries) {
+      if (mine) packet = load_packet(r.route_packet(r.lane));
+      if (__all_sync(plat::kAllLanes, !mine || packet.w == r.epoch)) break;
+      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      lost = __any_sync(plat::kAllLanes, lost);
+      if (lost) break;
+    }
+    if (mine) {
+      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16}, weights[2] = {packet.y,
+                                                                                     packet.z};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (slot + i >= L::kSlots) continue;
+        const int at = row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
+        r.table.ids[at] = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
+        r.table.weights[at] = __uint_as_float(weights[i]);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Pairs by expert, by one warp: masks of pairs instead of counts.
+  LOWLAT_DEVICE void make_few_table() const {
+    auto& table = r.table;
+    constexpr int kOwnPairs = 2, kWords = L::kExperts / 32;
+    static_assert(L::kMany || L::kMaxPairs <= kOwnPairs * plat::kWarpLanes);
+    const int num_pairs = r.a.rows * L::kSlots;
+    int id[kOwnPairs], rank[kOwnPairs] = {};
+    bool valid[kOwnPairs];
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int pair = k * plat::kWarpLanes + r.lane;
+      valid[k] = pair < num_pairs;
+      id[k] = valid[k] ? table.ids[pair] : 0;
+      if (valid[k]) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
+    }
+    __syncwarp();
+    int total = 0;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      const std::uint32_t bits = table.chosen[word];
+      total += __popc(bits);
+#pragma unroll
+      for (int k = 0; k < kOwnPairs; ++k) {
+        const std::uint32_t below = (1u << id[k] % 32) - 1u;
+        const std::uint32_t counted = word < id[k] / 32 ? ~0u : word == id[k] / 32 ? below : 0u;
+        rank[k] += __popc(bits & counted);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      if (valid[k]) atomicOr(&table.pairs_of[k][rank[k]], 1u << r.lane);
+    }
+    __syncwarp();
+    // An expert's first pair: the pairs of those before it.
+    int before = 0;
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int expert = k * plat::kWarpLanes + r.lane;
+      const int count = expert < total ? __popc(table.pairs_of[0][expert]) +
+                                             __popc(table.pairs_of[1][expert])
+                                       : 0;
+      int sum = count;
+#pragma unroll
+      for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+        const int lower = __shfl_up_sync(plat::kAllLanes, sum, offset);
+        if (r.lane >= offset) sum += lower;
+      }
+      if (expert <= total) table.first[expert] = static_cast<std::uint16_t>(before + sum - count);
+      before += __shfl_sync(plat::kAllLanes, sum, plat::kWarpLanes - 1);
+    }
+    if (r.lane == 0) table.num_experts = total;
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      if (!valid[k]) continue;
+      const std::uint32_t below = (1u << r.lane) - 1u;
+      const int earlier = __popc(table.pairs_of[0][rank[k]] & (k == 0 ? below : ~0u)) +
+                          (k == 0 ? 0 : __popc(table.pairs_of[1][rank[k]] & below));
+      const int pair = k * plat::kWarpLanes + r.lane, place = table.first[rank[k]] + earlier;
+      table.sorted[place] = static_cast<std::uint16_t>(pair);
+      table.place[pair] = static_cast<std::uint16_t>(place);
+      if (earlier == 0) table.expert[rank[k]] = static_cast<std::uint16_t>(id[k]);
+    }
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
 
   // Pairs by expert: each pair counts those before it, so nobody takes tickets.
@@ -662,7 +804,6 @@ struct Router {
         table.expert[before] = static_cast<std::uint16_t>(id[k]);
         table.first[before] = static_cast<std::uint16_t>(lower[k]);
       }
-      if constexpr (!L::kMany) atomicOr(&table.rows_of[before], 1u << pair / L::kSlots);
       if (pair == 0) {
         table.first[total] = static_cast<std::uint16_t>(num_pairs);
         table.num_experts = total;
@@ -672,8 +813,26 @@ struct Router {
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
   LOWLAT_DEVICE void run(stages::GateRule rule, stages::GateSum sum_rule) {
-    route(rule, sum_rule);  // every router comes to its barriers
-    make_table();
+    if constexpr (L::kMany) {
+      route(rule, sum_rule);  // every router comes to its barriers
+      make_table();
+      return;
+    }
+    if (warp != 0) {
+      send_route(rule, sum_rule);
+      return;
+    }
+    if (r.scores) {
+      receive_routes();
+    } else {
+      for (int row = 0; row < r.a.rows; ++row) {
+        const int at = row * L::kSlots;
+        route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule);
+      }
+      __syncwarp();
+    }
+    for (int row = 0; row < r.a.rows; ++row) report_row(row);
+    make_few_table();
   }
 };
 
@@ -978,7 +1137,7 @@ struct Consumer {
       fragment(block, b);
       if constexpr (L::kMany) {
 #pragma unroll
-        for (std::uint32_t& pair : b) pair = mul_bf16x2(pair, kLiftPair);
+        for (std::uint32_t& pair : b) pair = bf16_to_half(pair);
       }
       const std::uint32_t scale = scales + L::block_group(block);
       const float low_scale = scale_of(smem_load1(scale));
@@ -987,8 +1146,8 @@ struct Consumer {
       place_fp4(words[block / 2][block % 2 * 2], low);
       place_fp4(words[block / 2][block % 2 * 2 + 1], high);
       float group[4] = {};
-      multiply_pairs(group, low, high, b);
-      multiply_pairs(group, low + 2, high + 2, b + 2);
+      multiply_half_pairs(group, low, high, b);
+      multiply_half_pairs(group, low + 2, high + 2, b + 2);
       acc[0] = __fmaf_rn(group[0], low_scale, acc[0]);
       acc[1] = __fmaf_rn(group[1], low_scale, acc[1]);
       acc[2] = __fmaf_rn(group[2], high_scale, acc[2]);
@@ -1112,8 +1271,8 @@ struct Consumer {
       place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
       if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
       float sums_of[4] = {};
-      multiply_pairs(sums_of, low, high, b);
-      multiply_pairs(sums_of, low + 2, high + 2, b + 2);
+      multiply_half_pairs(sums_of, low, high, b);
+      multiply_half_pairs(sums_of, low + 2, high + 2, b + 2);
       const float low_scale = scale_of(smem_load1(scale + group));
       acc[0] = __fmaf_rn(sums_of[0], low_scale, acc[0]);
       acc[1] = __fmaf_rn(sums_of[1], low_scale, acc[1]);
@@ -1126,7 +1285,7 @@ struct Consumer {
   }
 
   LOWLAT_DEVICE bool run_second() {
-    constexpr float kFactor = 1 << kLiftShift;
+    constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
     // `second` may lie over the partial sums: wait as if for every buffer.
     for (int i = 0; i < L::kBuffers; ++i, ++sums) {
       if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
@@ -1135,7 +1294,6 @@ struct Consumer {
       }
     }
     if (r.block_idx >= kBands) return true;
-    const int num_items = r.table.num_experts * L::kParts;
     int item = warp;
     const SecondWarp<L> second(r);
     if constexpr (L::kMany) {
@@ -1148,66 +1306,78 @@ struct Consumer {
     }
     typename SecondWarp<L>::Hidden h;
     const unsigned char* address = nullptr;
-    if (item < num_items) {
-      const int first = r.table.first[item / L::kParts];
-      const int count = r.table.first[item / L::kParts + 1] - first;
-      address = second.hidden_address(hidden_row(first, count), item % L::kParts);
+    int expert = item / L::kParts, part = item % L::kParts;
+    const int num_experts = r.table.num_experts;
+    int first = 0, end = 0;
+    if (expert < num_experts) {
+      first = r.table.first[expert];
+      end = r.table.first[expert + 1];
+      address = second.hidden_address(hidden_row(first, end - first), part);
       second.load_hidden(h, address);
     }
-    while (item < num_items) {
-      const int expert = item / L::kParts, part = item % L::kParts;
-      const int piece = expert % L::kRingPieces;
+    std::uint32_t base;
+    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
+    const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
+    const std::uint32_t barriers = base + L::kBarrierOffset;
+    int piece = expert;  // the first are in the ring's first turn
+    std::uint32_t turn = 0;
+    while (expert < num_experts) {
       const int slot = (uses + piece / L::kPieces) % L::kRing;
-      const std::uint32_t base = r.slot_address(slot) + piece % L::kPieces * L::kPieceBytes;
-      const std::uint32_t codes = base + part * L::kPartGroups * 16;
-      const std::uint32_t scales = base + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
-      const int end = r.table.first[expert + 1];
-      int first = r.table.first[expert];
+      const std::uint32_t at = base + L::kRingOffset + slot * L::kSlotBytes +
+                               piece % L::kPieces * L::kPieceBytes;
+      const std::uint32_t codes = at + part * L::kPartGroups * 16;
+      const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
+      const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
       // A parity tells a phase from the next only: the piece's use before must be over. Nobody is
       // further ahead, because the producer fills in order (kReach).
-      if (expert >= L::kRingPieces && !barrier_wait(&r.barriers.piece_empty[piece],
-                                                    (expert / L::kRingPieces - 1) & 1, r.watch)) {
+      if (turn > 0 && !barrier_wait_at(empty, (turn - 1) & 1u, stop)) return false;
+      if (!barrier_wait_at(barriers + L::kPieceFullBarriers + piece * 8, turn & 1u, stop)) {
         return false;
       }
-      if (!barrier_wait(&r.barriers.piece_full[piece], expert / L::kRingPieces & 1, r.watch)) {
-        return false;
-      }
+      // The warp's next item.
+      int next_expert = expert + L::kConsumers / L::kParts;
+      int next_part = part + L::kConsumers % L::kParts;
+      if (next_part >= L::kParts) next_part -= L::kParts, ++next_expert;
+      const bool more = next_expert < num_experts;
+      const int next_begin = more ? r.table.first[next_expert] : 0;
+      const int next_end = more ? r.table.first[next_expert + 1] : 0;
       for (;;) {
         if (!second.complete(h, address)) return false;
-        // The next columns: more of this expert's, or the warp's next item.
-        const int count = end - first, next_first = first + kColumns;
+        // The next columns: more of this expert's, or the next item's.
+        const int count = end - first;
         const unsigned char* next = nullptr;
-        if (next_first < end) {
-          next = second.hidden_address(hidden_row(next_first, end - next_first), part);
-        } else if (item + L::kConsumers < num_items) {
-          const int next_expert = (item + L::kConsumers) / L::kParts;
-          const int begin = r.table.first[next_expert];
-          next = second.hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
-                                (item + L::kConsumers) % L::kParts);
+        if (count > kColumns) {
+          const int rest = first + kColumns;
+          next = second.hidden_address(hidden_row(rest, end - rest), part);
+        } else if (more) {
+          next = second.hidden_address(hidden_row(next_begin, next_end - next_begin), next_part);
         }
         typename SecondWarp<L>::Hidden ahead = {};
         if (next != nullptr) second.load_hidden(ahead, next);
         // Sixteen columns at a time.
         constexpr int kLast = L::kMTiles - 1;
         constexpr bool kWhole = L::kBandRows % 16 == 0;
+        float* sums_at = r.template second_sums<false>(part, first);
 #pragma unroll
         for (int m = 0; m < kLast; ++m) {
           float acc[4] = {};
           multiply_second<true>(acc, h, codes, scales, m);
-          second.store_second(r.template second_sums<false>(part, first), acc, m, count, kFactor);
+          second.store_second(sums_at, acc, m, count, kFactor);
         }
         float acc[4] = {};
         multiply_second<kWhole>(acc, h, codes, scales, kLast);
-        second.store_second(r.template second_sums<false>(part, first), acc, kLast, count, kFactor);
+        second.store_second(sums_at, acc, kLast, count, kFactor);
         h = ahead;
-
         address = next;
-        if (next_first >= end) break;
-        first = next_first;
+        if (count <= kColumns) break;
+        first += kColumns;
       }
       __syncwarp();
-      if (r.lane == 0) sm90::barrier_arrive(&r.barriers.piece_empty[piece]);
-      item += L::kConsumers;
+      if (r.lane == 0) barrier_arrive_at(empty);
+      piece += next_expert - expert;
+      if (piece >= L::kRingPieces) piece -= L::kRingPieces, ++turn;
+      expert = next_expert, part = next_part;
+      first = next_begin, end = next_end;
     }
     return true;
   }
@@ -1231,7 +1401,7 @@ struct Consumer {
 #pragma unroll
       for (auto& block : x) {
 #pragma unroll
-        for (std::uint32_t& pair : block) pair = mul_bf16x2(pair, kLiftPair);
+        for (std::uint32_t& pair : block) pair = bf16_to_half(pair);
       }
     }
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
@@ -1316,14 +1486,15 @@ struct Finisher {
     const int weight_row = r.lane % (2 * kTileRows), half = r.lane / (2 * kTileRows);
     float sum = slices<L::kConsumers / 2>(weight_row, column, half * (L::kConsumers / 2));
     sum += __shfl_xor_sync(plat::kAllLanes, sum, 2 * kTileRows);
-    if constexpr (!kShared) sum *= static_cast<float>(1 << kLiftShift);
+    if constexpr (!kShared) sum *= static_cast<float>(1 << kPlaceShift);
     const float value = round_to_bf16(sum);
     const float up = __shfl_down_sync(plat::kAllLanes, value, kTileRows);
     const float h = stages::swiglu(value, up, kSwigluLimit, !kShared);
-    // The second product's codes are placed like the first's, so routed h is lifted like x.
-    const float lifted = kShared ? h : h * kLift;
-    const float later = __shfl_down_sync(plat::kAllLanes, lifted, 4);
-    const std::uint32_t pair = pack_bf16(lifted, later);  // lanes 0 .. 3: values i and i + 4
+    // Routed h meets fp4 codes in fp16: bf16 values up to SwiGLU's 100, times 2^kHiddenShift.
+    const float kept = kShared ? h : round_to_bf16(h) * static_cast<float>(1 << kHiddenShift);
+    const float later = __shfl_down_sync(plat::kAllLanes, kept, 4);
+    // Lanes 0 .. 3: values i and i + 4.
+    const std::uint32_t pair = kShared ? pack_bf16(kept, later) : pack_half(kept, later);
     uint4 chunk;
     chunk.x = __shfl_sync(plat::kAllLanes, pair, 0);
     chunk.y = __shfl_sync(plat::kAllLanes, pair, 1);
@@ -1503,7 +1674,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                        thread % 2 ? 1 : L::kConsumers);
   } else if (thread == L::kThreads - 1) {
     sm90::barrier_init(&barriers.band_full, 1);
-    sm90::barrier_init(&barriers.table, L::kRouters);
+    sm90::barrier_init(&barriers.table, L::kTableArrivals);
     table.stop = 0;
   }
   sm90::fence_barrier_init();
@@ -1512,7 +1683,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   for (int i = thread; i < L::kExperts / 32; i += L::kThreads) table.chosen[i] = 0;
   for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.ids[i] = kNobody;
   if constexpr (!L::kMany) {
-    for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.rows_of[i] = 0;
+    for (int i = thread; i < 2 * L::kMaxPairs; i += L::kThreads) (&table.pairs_of[0][0])[i] = 0;
   }
   plat::block_sync();
 

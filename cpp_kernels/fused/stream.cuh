@@ -192,19 +192,37 @@ LOWLAT_DEVICE void expand_fp4(std::uint32_t w, std::uint32_t factor, std::uint32
   out[3] = mul_bf16x2((v & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
 }
 
-// The same codes without a factor: out[i] is the value times 2^-126, a subnormal bf16. Columns that
-// are 2^110 times their value (kLiftPair) keep the products in range: 2^-kLiftShift is left in the
-// sums, whose group of 32 then takes its scale.
-inline constexpr std::uint32_t kLiftPair = 0x7680'7680u;
-inline constexpr float kLift = 0x1p110f;
-inline constexpr int kLiftShift = 16;
+// The same codes placed in fp16 fields: out[i] is the value times 2^-kPlaceShift, subnormal or not.
+// The scale of a group of 32 is applied to its sums. Shifts to the left are written as products:
+// those go to the other integer pipe.
+inline constexpr int kPlaceShift = 14;
 LOWLAT_DEVICE void place_fp4(std::uint32_t w, std::uint32_t (&out)[4]) {
-  constexpr std::uint32_t kKeep = 0x81c0'81c0u;
-  const std::uint32_t v = w >> 8;
-  out[0] = (w & 0x000f'000fu) * 0x1040u & kKeep;
-  out[1] = (w & 0x00f0'00f0u) * 0x0104u & kKeep;
-  out[2] = (v & 0x000f'000fu) * 0x1040u & kKeep;
-  out[3] = (v & 0x00f0'00f0u) * 0x0104u & kKeep;
+  // A byte with one nibble left has its sign and its magnitude in the fields where two shifts by
+  // different distances put them; what else the two copies hold is dropped. The compiler would
+  // mask each copy.
+  std::uint32_t even, odd;
+  asm("and.b32 %0, %1, 0x0f0f0f0f;" : "=r"(even) : "r"(w));
+  asm("and.b32 %0, %1, 0xf0f0f0f0;" : "=r"(odd) : "r"(w));
+  const auto join = [](std::uint32_t a, std::uint32_t b) {
+    std::uint32_t both;
+    asm("lop3.b32 %0, %1, %2, 0x8e008e00, 0xa8;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+  };
+  out[0] = join(even * 0x1000u, even * 0x0200u);
+  out[1] = join(odd * 0x0100u, odd * 0x0020u);
+  out[2] = join(even * 0x0010u, even * 0x0002u);
+  out[3] = join(odd, odd >> 3);
+}
+// Two bf16 as fp16; exact from 2^-14 to 65504.
+LOWLAT_DEVICE std::uint32_t bf16_to_half(std::uint32_t pair) {
+  std::uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high_bf16(pair)), "f"(low_bf16(pair)));
+  return d;
+}
+LOWLAT_DEVICE std::uint32_t pack_half(float low, float high) {
+  std::uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
 }
 // 2^(byte - 127), bytes from 1 to 254.
 LOWLAT_DEVICE float scale_of(std::uint32_t byte) { return __uint_as_float(byte << 23); }
@@ -284,6 +302,14 @@ LOWLAT_DEVICE void multiply_pairs(float (&acc)[4], const std::uint32_t* low,
   const std::uint32_t a_words[4] = {low[0], high[0], low[1], high[1]};
   const std::uint32_t b_words[2] = {b[0], b[1]};
   sm90::mma_bf16(acc, a_words, b_words);
+}
+
+// The same with fp16.
+LOWLAT_DEVICE void multiply_half_pairs(float (&acc)[4], const std::uint32_t* low,
+                                       const std::uint32_t* high, const std::uint32_t* b) {
+  const std::uint32_t a_words[4] = {low[0], high[0], low[1], high[1]};
+  const std::uint32_t b_words[2] = {b[0], b[1]};
+  sm90::mma_f16(acc, a_words, b_words);
 }
 
 // acc += the products of one 64-wide block: `low` and `high` hold a thread's 16 fp4 codes of weight

@@ -162,6 +162,15 @@ LOWLAT_DEVICE void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same with fp16 in.
+LOWLAT_DEVICE void mma_f16(float (&d)[4], const std::uint32_t (&a)[4],
+                           const std::uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Four 8 x 8 matrices of 16-bit values: lane i gives the address of row i % 8 of matrix i / 8, and
 // gets in out[m] the two values of row lane / 4, columns 2 (lane % 4) and the next, of matrix m.
 LOWLAT_DEVICE void load_matrices(std::uint32_t (&out)[4], const void* shared_row) {
