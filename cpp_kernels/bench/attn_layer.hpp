@@ -423,6 +423,7 @@ struct Activations {
     p.model = kModel;
     p.num_rows = rows;
     p.num_heads = heads;
+    p.norm_eps = kNormEps;
     p.q = q.get();
     p.sink = w.sink.get();
     p.positions = keys.positions.get();

@@ -184,6 +184,7 @@ struct IndexChain {
       fused::PlainLayer layer = layers.layer(i);
       if (i > 0 && has_index) {
         if (!early) fork();
+        layer.extra_ends = join == Join::ended;
         if (join == Join::started) {
           layer.extra_done = fused::layer_gate(layers.memory, i, gate_select, select_blocks(kind));
         }

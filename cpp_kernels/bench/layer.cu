@@ -6,6 +6,7 @@
 //
 // Exit code 1: a failure.
 #include "bench/layer_case.cuh"
+#include "bench/layer_stamps.hpp"
 #include "host/nvidia/exchange_region.hpp"
 
 #ifndef LOWLAT_STAMPS
@@ -43,19 +44,6 @@ const Case kCases[] = {
     {"experts, exchange, statistics", {false, true, true}},
 };
 
-template <int kTp>
-double distinct_experts(const Layers<kTp>& layers) {
-  const std::vector<std::int32_t> ids = layers.ids.take();
-  const int rows = layers.rows;
-  double distinct = 0.0;
-  for (int i = 0; i < kLayers; ++i) {
-    std::vector<std::int32_t> seen(ids.begin() + i * rows * 6, ids.begin() + (i + 1) * rows * 6);
-    std::sort(seen.begin(), seen.end());
-    distinct += static_cast<double>(std::unique(seen.begin(), seen.end()) - seen.begin());
-  }
-  return distinct / kLayers;
-}
-
 void print(const Case& c, int tp, int rows, const Times& times, double experts, bool faulted) {
   std::printf("%-34s TP%d T=%-2d a layer: median %7.2f us  low %7.2f  high %7.2f  experts %.1f%s\n",
               c.name, tp, rows, times.median_us / kLayers, times.low_us / kLayers,
@@ -73,85 +61,6 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
   bool finite = true;
   for (const std::uint16_t code : codes) finite &= (code & 0x7f80) != 0x7f80;
   return finite;
-}
-
-// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds
-// from the first block's begin.
-template <int kTp>
-void print_stamps(Layers<kTp>& layers, int layer_idx) {
-  const std::vector<fused::Stamp> all = layers.stamps.take();
-  const auto stages = static_cast<std::size_t>(fused::StampStage::count);
-  std::vector<double> offset(1024, -1e300);
-  std::uint64_t first_ns = ~std::uint64_t{0};
-  for (std::size_t i = 0; i < all.size(); i += stages) {
-    if (all[i].begin != 0) first_ns = std::min(first_ns, all[i].begin);
-  }
-  // Ticks of a microsecond, from the first and the last block of each multiprocessor.
-  std::vector<const fused::Stamp*> earliest(1024, nullptr), latest(1024, nullptr);
-  for (std::size_t i = 0; i < all.size(); i += stages) {
-    if (all[i].begin == 0) continue;
-    const fused::Stamp*& first = earliest[all[i].multiprocessor];
-    const fused::Stamp*& last = latest[all[i].multiprocessor];
-    if (first == nullptr || all[i].end < first->end) first = &all[i];
-    if (last == nullptr || all[i].end > last->end) last = &all[i];
-  }
-  std::vector<double> rates;
-  for (std::size_t i = 0; i < earliest.size(); ++i) {
-    if (earliest[i] == nullptr || latest[i]->begin < earliest[i]->begin + 50'000) continue;
-    rates.push_back(static_cast<double>(latest[i]->end - earliest[i]->end) * 1e3 /
-                    static_cast<double>(latest[i]->begin - earliest[i]->begin));
-  }
-  if (rates.empty()) return;
-  std::nth_element(rates.begin(), rates.begin() + rates.size() / 2, rates.end());
-  const double ticks_a_us = rates[rates.size() / 2];
-  std::printf("stamp clock %.0f ticks a us\n", ticks_a_us);
-  for (std::size_t i = 0; i < all.size(); i += stages) {
-    const fused::Stamp& align = all[i];
-    if (align.begin == 0) continue;
-    double& to = offset[align.multiprocessor];
-    to = std::max(to, static_cast<double>(align.begin - first_ns) * 1e-3 -
-                          static_cast<double>(align.end) / ticks_a_us);
-  }
-  const char* const kNames[] = {"qkv", "q",       "attention",  "wo_a",  "wo_b",  "exchange",
-                                "mix", "experts", "exchange 2", "begin", "mix 2", "latent"};
-  const char* const kStages[] = {"begin", "ask", "wait", "read", "compute", "sum", "store"};
-  double start = 1e300;
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int kernel = 0; kernel < static_cast<int>(fused::HopKernel::count); ++kernel) {
-      for (std::size_t stage = 0; stage < 7; ++stage) {
-        std::vector<double> ends, lengths;
-        std::vector<int> blocks_of(1024, 0);  // of a multiprocessor
-        for (std::size_t block = 0; block < fused::kStampBlocks; ++block) {
-          const fused::Stamp& stamp =
-              all[((16 * layer_idx + kernel) * std::size_t{fused::kStampBlocks} + block) * stages +
-                  stage];
-          if (stamp.begin == 0) continue;
-          const double end =
-              static_cast<double>(stamp.end) / ticks_a_us + offset[stamp.multiprocessor];
-          ends.push_back(end);
-          ++blocks_of[stamp.multiprocessor];
-          if (stage > 0)
-            lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / ticks_a_us);
-          start = std::min(start, end);
-        }
-        if (ends.empty() || pass == 0) continue;
-        std::sort(ends.begin(), ends.end());
-        std::sort(lengths.begin(), lengths.end());
-        std::printf("stamp %-10s %-7s blocks %3zu end: first %7.2f median %7.2f last %7.2f",
-                    kNames[kernel], kStages[stage], ends.size(), ends.front() - start,
-                    ends[ends.size() / 2] - start, ends.back() - start);
-        if (!lengths.empty()) {
-          std::printf("  length: median %6.2f longest %6.2f", lengths[lengths.size() / 2],
-                      lengths.back());
-        }
-        if (stage == 0) {
-          std::printf("  at most %d on a multiprocessor",
-                      *std::max_element(blocks_of.begin(), blocks_of.end()));
-        }
-        std::printf("\n");
-      }
-    }
-  }
 }
 
 void run_tp4(const HostWeights& host, int rows, bool checks) {
@@ -196,13 +105,14 @@ void run_tp4(const HostWeights& host, int rows, bool checks) {
     layers.reset();
     Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
     const Times times = time_of(graph, 60);
-    print(c, 4, rows, times, distinct_experts(layers), mail.faulted());
+    print(c, 4, rows, times, distinct_experts(layers.ids.take(), kLayers, layers.rows),
+          mail.faulted());
     if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
         c.parts.mix_place == fused::MixPlace::measured) {
       layers.stamps.zero();
       graph.replay();
       graph.wait();
-      print_stamps(layers, 2);
+      print_stamps(layers.stamps.take(), 2);
     }
   }
 }
@@ -293,7 +203,8 @@ void run_tp2(const HostWeights& host, int rows) {
     }
     std::sort(times.begin(), times.end());
     on(0);
-    print(c, 2, rows, {times[20], times[4], times[36]}, distinct_experts(*ranks[0]), faulted());
+    print(c, 2, rows, {times[20], times[4], times[36]},
+          distinct_experts(ranks[0]->ids.take(), kLayers, ranks[0]->rows), faulted());
     for (int r = 0; r < 2; ++r) {
       cudaEventDestroy(begin[r]);
       cudaEventDestroy(end[r]);

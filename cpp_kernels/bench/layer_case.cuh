@@ -74,6 +74,17 @@ struct MoeLayer {
   }
 };
 
+// Experts that a layer's rows chose, on average. ids: [layers][rows, 6].
+inline double distinct_experts(const std::vector<std::int32_t>& ids, int layers, int rows) {
+  double distinct = 0.0;
+  for (int i = 0; i < layers; ++i) {
+    std::vector<std::int32_t> seen(ids.begin() + i * rows * 6, ids.begin() + (i + 1) * rows * 6);
+    std::sort(seen.begin(), seen.end());
+    distinct += static_cast<double>(std::unique(seen.begin(), seen.end()) - seen.begin());
+  }
+  return distinct / layers;
+}
+
 // A chain of layers of one rank, on the device that is current.
 template <int kTp>
 struct Layers {

@@ -5,6 +5,12 @@
 //
 // Exit code 1: a failure.
 #include "bench/layer_v4_case.cuh"
+// The model comes first.
+#include "bench/layer_stamps.hpp"
+
+#ifndef LOWLAT_STAMPS
+#define LOWLAT_STAMPS 0
+#endif
 
 namespace lowlat::bench {
 namespace {
@@ -57,19 +63,19 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
       continue;
     }
     const Times times = time_of(graph, 60);
-    const std::vector<std::int32_t> ids = chain.layers.ids.take();
-    double distinct = 0.0;
-    for (int i = 0; i < kLayers; ++i) {
-      std::vector<std::int32_t> seen(ids.begin() + i * rows * 6, ids.begin() + (i + 1) * rows * 6);
-      std::sort(seen.begin(), seen.end());
-      distinct += static_cast<double>(std::unique(seen.begin(), seen.end()) - seen.begin());
-    }
+    const double distinct = distinct_experts(chain.layers.ids.take(), kLayers, rows);
     std::printf(
         "%s V4 ratio %-3d length %d T=%-2d %-16s a layer: median %7.2f us  10th %7.2f  90th %7.2f"
         "  experts %.1f%s\n",
         good ? "ok  " : "FAIL", ratio, length, rows, c.name, times.median_us / kLayers,
-        times.low_us / kLayers, times.high_us / kLayers, distinct / kLayers,
+        times.low_us / kLayers, times.high_us / kLayers, distinct,
         chain.mail.faulted() ? "  FAULTED" : "");
+    if (LOWLAT_STAMPS != 0) {
+      chain.layers.stamps.zero();
+      graph.replay();
+      graph.wait();
+      print_stamps(chain.layers.stamps.take(), 2);
+    }
   }
 }
 

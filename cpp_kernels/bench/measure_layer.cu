@@ -34,16 +34,8 @@ double layer_bytes(const Layers<kTp>& layers, const fused::LayerParts& parts) {
   double sum = 0.0;
   if (parts.attention) sum += layers.weights[0].bytes() + rows * shape::row_kv_bytes<Shape>();
   if (parts.experts) {
-    const std::vector<std::int32_t> chosen = layers.ids.take();
-    double distinct = 0.0;
-    for (int i = 0; i < kLayers; ++i) {
-      std::vector<std::int32_t> own(chosen.begin() + i * rows * 6,
-                                    chosen.begin() + (i + 1) * rows * 6);
-      std::sort(own.begin(), own.end());
-      distinct += static_cast<double>(std::unique(own.begin(), own.end()) - own.begin());
-    }
-    sum += distinct / kLayers * shape::expert_weight_bytes<Shape>() +
-           shape::moe_weight_bytes<Shape>(0);
+    const double distinct = distinct_experts(layers.ids.take(), kLayers, rows);
+    sum += distinct * shape::expert_weight_bytes<Shape>() + shape::moe_weight_bytes<Shape>(0);
   }
   if (parts.second_statistics) sum += shape::mix_weight_bytes<Shape>() / 2;
   return sum;
@@ -288,7 +280,7 @@ int main_of(int argc, char** argv) {
     report.refusal(why);
     return 1;
   };
-  if (words.model != "v41") return refuse("the fused layer is built for v41, not " + words.model);
+  if (words.model != "v41") return refuse("this program's layers are v41's, not " + words.model);
   const bool is_fused = words.schedule == "fused";
   if (!is_fused && words.schedule != "persistent") {
     return refuse("needed --schedule fused or persistent, not " + words.schedule);

@@ -1,6 +1,7 @@
 // sparse_attention_bf16_sm90: attention of few rows over gathered keys of 584 bytes.
 //
-// Math         s_j = 512^-0.5·(q·k_j) over the window and the extra set, o = Σ e^(s_j - M) k_j /
+// Math         V4: few rows' heads of q normed and rotated first, as front.cu says
+//              s_j = 512^-0.5·(q·k_j) over the window and the extra set, o = Σ e^(s_j - M) k_j /
 //              (Σ e^(s_j - M) + e^(sink - M)); o to bf16, its last 64 rotated back at the row's
 //              position, to bf16; a row without keys gives 0; index -1 and nothing else is left out
 // Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
@@ -206,6 +207,49 @@ LOWLAT_DEVICE PowerScale half_scale(float amax) {
           plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23)};
 }
 
+// V4: packets of q as they are sent become those of normed and rotated heads. All threads call; a
+// thread has packet thread_idx % 128 of every second head. shared.factor is free until the end.
+template <int kPackets, class Memory>
+LOWLAT_DEVICE void norm_heads(HopWords (&words)[kPackets], Memory& shared, float norm_eps) {
+  constexpr int kPacketsAHead = kDim / 4, kPacketsATile = 16, kAtOnce = kThreads / kPacketsAHead;
+  static_assert(kPackets * kAtOnce == kHeads && 2 * kPacketsATile == plat::kWarpLanes);
+  constexpr int kWarpsAHead = kPacketsAHead / plat::kWarpLanes;
+  const int packet = plat::thread_idx() % kPacketsAHead, half = plat::thread_idx() / kPacketsAHead;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) {
+    const float own = plat::bits_float(words[i].third);
+    const float other = plat::warp_shuffle_xor(own, kPacketsATile);
+    if (lane_idx == 0) {
+      shared.factor[i * kAtOnce + half][packet / plat::kWarpLanes] = own + other;
+    }
+  }
+  plat::block_sync();
+  const int turned = 4 * packet - kNope;  // among the head's rotating dimensions
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) {
+    const float* parts = shared.factor[i * kAtOnce + half];
+    float squares = parts[0];
+#pragma unroll
+    for (int j = 1; j < kWarpsAHead; ++j) squares += parts[j];
+    const float norm = quick_rsqrt(squares / static_cast<float>(kDim) + norm_eps);
+    std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float a = quick_bf16(sm90::low_bf16(pairs[j]) * norm);
+      float b = quick_bf16(sm90::high_bf16(pairs[j]) * norm);
+      if (turned >= 0) {
+        const float2 turn = shared.turn[turned / 2 + j];
+        const float first = a * turn.x - b * turn.y;
+        b = a * turn.y + b * turn.x;
+        a = first;
+      }
+      pairs[j] = sm90::to_bf16_pair(a, b);
+    }
+    words[i].pair = static_cast<std::uint64_t>(pairs[1]) << 32 | pairs[0];
+  }
+}
+
 // kHops: q, the step's own keys and o are packets.
 template <class M, bool kHops, int kTile>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -324,6 +368,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
                        (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
     take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
+    if constexpr (M::kNormsHeads) norm_heads(words, shared, params.norm_eps);
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const int packet = thread_idx + i * kThreads;

@@ -15,6 +15,7 @@ struct AttentionParams {
   FusedModel model;
   int num_rows;            // T, 1 .. 48
   int num_heads;           // of this rank, a multiple of 16
+  float norm_eps;          // V4
   const std::uint16_t* q;  // bf16 [T, num_heads, 512], rotated
   // Up to kHopRows rows: packets instead of q, o and o_scale, and the keys of kv_slots come by
   // packets too. A row with a slot has that slot among its window_idx.

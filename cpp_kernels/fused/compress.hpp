@@ -43,6 +43,7 @@ struct CompressParams {
   IndexKeyPages keys;
   // Of x; of the sums; of entries and keys.
   Gate x_done, product_done, done;
+  Hop hop;  // of its stamps
 };
 
 // V4: pooling over the tokens of a block, from the same product with other matrices: wkv and wgate

@@ -4,7 +4,8 @@
 //              ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  q = bf( quant(ql)·wq_bᵀ )
 //              q's last 64 of each head: bf( RoPE(q, position) )
 //              k = kv·rsqrt(mean kv² + ε)·kv_norm (fp32), its last 64 rotated, stored as 584 bytes
-//              V4: each head of q before that: bf( q·rsqrt(mean_512 q² + ε) )
+//              V4: each head of q before that: bf( q·rsqrt(mean_512 q² + ε) ); of few rows by
+//              attention, so that q's packets have neither, and their tile's sum of squares
 // Shapes       V4.1-Flash: x [T,5120] · wq_a [1280,5120] · wkv [512,5120] · wq_b [heads·512,1280]
 //              V4-Flash: x [T,4096] · wq_a [1024,4096] · wkv [512,4096] · wq_b [heads·512,1024]
 // Rounding     bf16 where bf( ) stands, codes nearest-even
@@ -156,22 +157,27 @@ struct QOf<M, 1> {
 template <class M, int kTiles>
 using QProduct = QOf<M, kTiles>::Type;
 
-// What the blocks of a head tell each other, where heads are normed.
-template <class M, int kTokens>
+// Heads are normed by the blocks of a head, which are a cluster; of few rows by attention, which
+// has all of a head's packets and need not wait for eight multiprocessors of one part of the chip.
+template <class M, int kTiles>
+constexpr bool kNormsInCluster = M::kNormsHeads && kTiles > 1;
+
+// What the blocks of a head tell each other.
+template <class M, int kTiles>
 struct HeadSquares {
-  float of_tile[kTilesPerHead][kTokens];
+  float of_tile[kTilesPerHead][kTiles * kTileTokens];
   std::uint64_t barrier;
 };
-template <class M, int kTokens>
-  requires(!M::kNormsHeads)
-struct HeadSquares<M, kTokens> {};
+template <class M, int kTiles>
+  requires(!kNormsInCluster<M, kTiles>)
+struct HeadSquares<M, kTiles> {};
 
 template <class M, int kTiles>
 struct QShared {
   static constexpr int kTokens = kTiles * kTileTokens;
   typename QProduct<M, kTiles>::Shared product;
   float2 turn[kTokens][kRopePairs];  // cosine and sine
-  HeadSquares<M, kTokens> head;
+  HeadSquares<M, kTiles> head;
 };
 // Up to eight rows: the block makes the latent's codes itself.
 template <class M>
@@ -438,7 +444,6 @@ LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int
   float v[4];
   if constexpr (M::kNormsHeads) {
     constexpr int kLanesOfRow = kRows / 4;
-    static_assert(kTilesPerHead <= kLanesOfRow);
     const int known_row = min(row, num_rows - 1);  // whole warps stay
     float squares = 0.0f;
 #pragma unroll
@@ -450,29 +455,27 @@ LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int
     for (int mask = 1; mask < kLanesOfRow; mask *= 2) {
       squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
     }
-    sm90::cluster_wait();  // the head's other blocks run
-    if (row < num_rows && quad < kTilesPerHead) send_squares(shared.head, row, quad, squares);
-    wait_for_cluster(&shared.head.barrier, 0);
+    // The head's norm, and the rotation that follows it, are for who has all of its tiles.
     if (row >= num_rows) return;
-    const float norm = head_norm(shared.head, row, params.norm_eps);
-#pragma unroll
-    for (float& value : v) value = quick_bf16(value * norm);
+    send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag,
+                sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]),
+                plat::float_bits(squares));
   } else {
     if (row >= num_rows) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
-  }
-  if (rotates) {
+    if (rotates) {
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const float2 turn = shared.turn[row][2 * quad + i / 2];
-      const float turned = v[i] * turn.x - v[i + 1] * turn.y;
-      v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
-      v[i] = turned;
+      for (int i = 0; i < 4; i += 2) {
+        const float2 turn = shared.turn[row][2 * quad + i / 2];
+        const float turned = v[i] * turn.x - v[i + 1] * turn.y;
+        v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
+        v[i] = turned;
+      }
     }
+    send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag,
+                sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
   }
-  send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag, sm90::to_bf16_pair(v[0], v[1]),
-              sm90::to_bf16_pair(v[2], v[3]), 0);
   stamps.mark(StampStage::store);
 }
 
@@ -497,7 +500,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   const ProductWeights weights{params.wq_b.codes + static_cast<std::int64_t>(tile) * kRows * kQLora,
                                params.wq_b.scales + tile * kRows / kGroup * kScaleStride, kQLora,
                                kScaleStride};
-  if constexpr (M::kNormsHeads) {
+  if constexpr (kNormsInCluster<M, kTiles>) {
     if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
   }
   if constexpr (kTiles == 1) {
@@ -505,9 +508,10 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   } else {
     Linear::load(shared.product, weights, num_rows);
   }
-  if constexpr (M::kNormsHeads) sm90::cluster_arrive_relaxed();
-  // The head's last tile is the one that rotates.
-  const bool rotates = tile % kTilesPerHead == kTilesPerHead - 1;
+  if constexpr (kNormsInCluster<M, kTiles>) sm90::cluster_arrive_relaxed();
+  // The head's last tile is the one that rotates, here or, where it is normed before, in attention.
+  const bool rotates =
+      tile % kTilesPerHead == kTilesPerHead - 1 && M::kNormsHeads == kNormsInCluster<M, kTiles>;
   static_assert(kRows == shape::kRopeDim);
   if (rotates) {
     for (int i = plat::thread_idx(); i < num_rows * kRopePairs; i += kProductThreads) {
@@ -527,7 +531,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     Linear::run(shared.product, num_rows, stamps);
     const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
     static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
-    if constexpr (M::kNormsHeads) {
+    if constexpr (kNormsInCluster<M, kTiles>) {
       const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
       const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
       sm90::cluster_wait();  // the head's other blocks run
@@ -545,7 +549,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
       const int token = i / (kRows / 2), pair = i % (kRows / 2);
       float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
       float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
-      if constexpr (M::kNormsHeads) {
+      if constexpr (kNormsInCluster<M, kTiles>) {
         const float norm = head_norm(shared.head, token, params.norm_eps);
         a = quick_bf16(a * norm);
         b = quick_bf16(b * norm);
@@ -634,7 +638,7 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
   if (params.num_heads < 1 || params.num_heads > 64) return cudaErrorInvalidValue;
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
-      constexpr int kCluster = M::kNormsHeads ? kTilesPerHead : 1;
+      constexpr int kCluster = kNormsInCluster<M, kTiles> ? kTilesPerHead : 1;
       const int products = params.num_heads * kTilesPerHead;
       if constexpr (kTiles == 1) {
         // The rows' keys by one block more.

@@ -168,11 +168,14 @@ __global__ void __launch_bounds__(kProductThreads, 1)
           index_turn(params.rope, i % kPairs, __ldg(params.rows.positions + i / kPairs));
     }
   }
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::query));
+  stamps.mark(StampStage::ask);
   wait_for_latent<kTiles == 1>(shared.latent, params, static_cast<int>(blockIdx.x));
   using Codes = CodeActivations<kGroupV4, true>;
   const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
                      QuerySharedV4<kTiles>::kTokens};
-  Stamps stamps({}, 0);
+  stamps.mark(StampStage::wait);
   Linear::run(shared.product, latent, num_rows, stamps);
   sm90::cluster_wait();  // the other block runs
   // A warp a token, a lane channels 2 lane and the next: six passes of the Hadamard matrix.
@@ -227,6 +230,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
                                       index_query_place(head, channel, true)) = pair[0];
     if (half == 0 && lane_idx == 0) params.query_scale[token * kFp8IndexHeads + head] = scale;
   }
+  stamps.mark(StampStage::store);
   open_gate(params.query_done);
 }
 

@@ -317,11 +317,11 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       });
     };
     if (mix_first) launch_statistics(!first);
-    run(HopKernel::qkv,
-        [&] { return launch_front_qkv(front, mix_first || !first || is_v4, stream); });
+    run(HopKernel::qkv, [&] { return launch_front_qkv(front, mix_first || !first, stream); });
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
     attention.model = model;
+    attention.norm_eps = step.norm_eps;
     attention.num_rows = rows;
     attention.num_heads = heads;
     attention.q = memory.q;
@@ -343,7 +343,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
     attention.selected = layer.late_extra ? Gate{} : layer.extra_done;
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
-    run(HopKernel::attention, [&] { return launch_sparse_attention(attention, true, stream); });
+    run(HopKernel::attention,
+        [&] { return launch_sparse_attention(attention, !layer.extra_ends, stream); });
     if (!mix_first) launch_statistics(true);
     OprojParams oproj = {};
     oproj.model = model;

@@ -65,6 +65,10 @@ struct PlainLayer {
   // is launched: LayerParts::between may wait for that.
   bool late_extra;
   Gate extra_done;
+  // True: attention is launched when q's kernel and what the caller joins before attention have
+  // ended. A join alone does not make it wait: capture takes all edges into a kernel of a
+  // programmatic launch for programmatic ones.
+  bool extra_ends;
   // True: n-gram memory is applied to this layer's result (launch_engram_apply). It waits at the
   // gate kLayerExchanged, sends x and opens the gate kLayerDone instead of the last exchange.
   bool memory_follows;

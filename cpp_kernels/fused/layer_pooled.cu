@@ -27,6 +27,8 @@ class Branch {
     compress_.rows = rows;
     compress_.ratio = ratio_;
     compress_.x = step.memory.x;
+    const Hop hop = {step.memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
+    compress_.hop = hop;
     compress_.x_done = layer_x_gate(step, layer_idx);
     compress_.product_done = gate(gate_product, compress_product_blocks(compress_));
     pool_ = layer.pool;
@@ -45,9 +47,7 @@ class Branch {
     index_.head_stride = pool_.width;
     index_.new_keys = true;
     index_.packets = step.memory.packets;
-    if (step.num_rows <= kHopRows) {
-      index_.hop = {step.memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
-    }
+    if (step.num_rows <= kHopRows) index_.hop = hop;
     index_.x_index = 2 * layer_idx - 1;
     index_.qa = step.memory.qa;
     index_.qa_squares = step.memory.qa_squares;
@@ -116,15 +116,21 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   std::optional<Branch> beside;
   if (has_pool) {
     beside.emplace(layer, step, layer_idx, branch);
-    if (branch.join == BranchJoin::started) plain.extra_done = beside->done();
+    if (branch.join == BranchJoin::started) {
+      plain.extra_done = beside->done();
+    } else {
+      plain.extra_ends = true;
+    }
     if (layer.ratio == shape::kOverlapRatio) plain.extra_idx = layer.index.entry_slots;
   }
+  // The branch of the layer after this one waits for what the layer's last kernel makes.
+  const HopKernel last = parts.experts ? HopKernel::second_exchange : HopKernel::exchange;
   const std::function<void(HopKernel)> between = [&](HopKernel kernel) {
     if (parts.between != nullptr) (*parts.between)(kernel);
     if (error != cudaSuccess) return;
     // After the kernels that the branch waits for, so that these never stand behind it.
     if (beside && kernel == HopKernel::attention) error = beside->launch(stream);
-    if (kernel == HopKernel::second_exchange) error = cudaEventRecord(branch.fork, stream);
+    if (kernel == last) error = cudaEventRecord(branch.fork, stream);
   };
   own_parts.between = &between;
   const cudaError_t result = launch_plain_layer(plain, step, layer_idx, own_parts, stream);

@@ -70,10 +70,21 @@ template <class M, int kTiles>
 struct SharedA {
   using Shape = ShapeA<M, kTiles>;
   typename Shape::Linear::Shared product;
-  // Blocks that share a group. Largest of each one's outputs, by block and token.
+  // Blocks that share a group. Largest of each one's outputs, by block and token; where blocks have
+  // no room for it (V4), it takes the place of the activations' scales: who sends has all sums of
+  // this block, whose products are over then.
   static constexpr int kSharing = Shape::kShares ? Shape::kGroup / Shape::kOwned : 1;
-  float amax[kSharing][Shape::kShares ? kTiles * kTileTokens : 1];
+  float own_amax[Shape::kWide ? kSharing : 1][Shape::kWide ? kTiles * kTileTokens : 1];
   std::uint64_t amax_barrier;
+
+  LOWLAT_DEVICE auto& amax() {
+    if constexpr (Shape::kWide || !Shape::kShares) {
+      return own_amax;
+    } else {
+      static_assert(kSharing <= Shape::kK / kStep);
+      return product.token_scale;
+    }
+  }
 };
 
 template <int kTiles>
@@ -191,7 +202,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       const float amax = amax_of(min(token, params.num_rows - 1));
       if (token < params.num_rows && row < kSharing) {
         const int peer = rank / kSharing * kSharing + row;
-        sm90::send_to_peer(sm90::peer_address(&whole.amax[rank % kSharing][token], peer), amax,
+        sm90::send_to_peer(sm90::peer_address(&whole.amax()[rank % kSharing][token], peer), amax,
                            sm90::peer_address(&whole.amax_barrier, peer));
       }
     }
@@ -203,7 +214,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     float amax = 0.0f;
     if constexpr (Shape::kShares) {
 #pragma unroll
-      for (int i = 0; i < kSharing; ++i) amax = plat::max(whole.amax[i][known], amax);
+      for (int i = 0; i < kSharing; ++i) amax = plat::max(whole.amax()[i][known], amax);
     } else {
       amax = amax_of(known);
     }
@@ -290,6 +301,7 @@ cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStr
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       using Shape = ShapeA<M, kTiles>;
+      static_assert(sizeof(SharedA<M, kTiles>) <= 227 * 1024);
       return launch_kernel(oproj_a_fp8_sm90<M, kTiles>,
                            dim3(params.num_groups * kLora / Shape::kRows * Shape::kBlocks),
                            kProductThreads, sizeof(SharedA<M, kTiles>), Shape::kBlocks,

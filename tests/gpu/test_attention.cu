@@ -1,9 +1,9 @@
 // The kernels of a layer's attention half at true shapes, each against float64 on the inputs that
 // the device had: TP4's share of V4.1-Flash (or of V4-Flash, where LOWLAT_BENCH_V4 is defined), its
 // mailboxes looped back to the one device.
+#include "attention_values.hpp"
 #include "bench/attn_layer.hpp"
 #include "gpu.cuh"
-#include "reference/attention.hpp"
 #include "reference/hc.hpp"
 #include "reference/kv.hpp"
 #include "reference/linear.hpp"
@@ -13,151 +13,7 @@
 namespace lowlat::bench {
 namespace {
 
-constexpr int kRanks = 4, kHeads = 16, kGroups = 2;
-
-// Of two arrays of values: || a - b || / || b ||; not finite where only one of two is.
-double rel_l2(const std::vector<double>& a, const std::vector<double>& b) {
-  double difference = 0.0, size = 0.0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (!std::isfinite(a[i]) || !std::isfinite(b[i])) return 1e30;
-    difference += (a[i] - b[i]) * (a[i] - b[i]);
-    size += b[i] * b[i];
-  }
-  return std::sqrt(difference / std::max(size, 1e-300));
-}
-
-void expect(const char* what, int rows, const std::vector<double>& got,
-            const std::vector<double>& want, double bound) {
-  const double error = got.size() == want.size() ? rel_l2(got, want) : 1e30;
-  std::printf("T=%d %s rel_l2 %.2e (bound %.0e)\n", rows, what, error, bound);
-  CHECK(error <= bound);
-}
-
-std::vector<double> values(const std::vector<std::uint16_t>& codes) {
-  std::vector<double> out(codes.size());
-  for (std::size_t i = 0; i < codes.size(); ++i) out[i] = reference::from_bf16(codes[i]);
-  return out;
-}
-// e4m3 codes [rows, width] under scales [width / group, padded].
-std::vector<double> values(const std::vector<std::uint8_t>& codes, const std::vector<float>& scale,
-                           int rows, int width) {
-  std::vector<double> out(codes.size());
-  const int padded = fused::padded_rows(rows);
-  for (int row = 0; row < rows; ++row) {
-    for (int i = 0; i < width; ++i) {
-      const std::size_t at = static_cast<std::size_t>(row) * width + i;
-      out[at] = reference::from_e4m3(codes[at]) *
-                scale[static_cast<std::size_t>(i / kScaleGroup * padded + row)];
-    }
-  }
-  return out;
-}
-double from_f16(std::uint16_t code) {
-  const int exponent = code >> 10 & 31, fraction = code & 1023;
-  const double magnitude = exponent == 0   ? std::ldexp(fraction, -24)
-                           : exponent < 31 ? std::ldexp(1024 + fraction, exponent - 25)
-                                           : std::numeric_limits<double>::quiet_NaN();
-  return (code & 0x8000) != 0 ? -magnitude : magnitude;
-}
-std::vector<double> half_values(const std::vector<std::uint16_t>& codes,
-                                const std::vector<float>& scale, int rows, int width) {
-  std::vector<double> out(codes.size());
-  const int padded = fused::padded_rows(rows);
-  for (int row = 0; row < rows; ++row) {
-    for (int i = 0; i < width; ++i) {
-      const std::size_t at = static_cast<std::size_t>(row) * width + i;
-      out[at] =
-          from_f16(codes[at]) * scale[static_cast<std::size_t>(i / kScaleGroup * padded + row)];
-    }
-  }
-  return out;
-}
-
-// x [rows, k] times w [n, k] transposed, unrounded, [rows, n]: 32 weight rows a task.
-std::vector<double> product(const std::vector<double>& x, const HostFp8& w, int rows, int n, int k,
-                            int x_stride, int x_first) {
-  std::vector<double> y(static_cast<std::size_t>(rows) * n);
-  parallel(n / 32, [&](std::int64_t tile) {
-    std::vector<double> weight(static_cast<std::size_t>(k));
-    double table[256];
-    for (int code = 0; code < 256; ++code) {
-      table[code] = reference::from_e4m3(static_cast<std::uint8_t>(code));
-    }
-    for (std::int64_t out = 32 * tile; out < 32 * tile + 32; ++out) {
-      for (int i = 0; i < k; ++i) {
-        weight[i] = table[w.codes[out * k + i]] *
-                    reference::from_ue8m0(
-                        w.scales[out / kScaleGroup * (k / kScaleGroup) + i / kScaleGroup]);
-      }
-      for (int row = 0; row < rows; ++row) {
-        double sum = 0.0;
-        const double* from = x.data() + static_cast<std::int64_t>(row) * x_stride + x_first;
-        for (int i = 0; i < k; ++i) sum += from[i] * weight[i];
-        y[static_cast<std::size_t>(row) * n + out] = sum;
-      }
-    }
-  });
-  return y;
-}
-std::vector<double> rounded(std::vector<double> v) {
-  for (double& x : v) x = reference::round_bf16(x);
-  return v;
-}
-std::vector<double> quantized(const std::vector<std::uint16_t>& x) {
-  std::vector<double> out(x.size());
-  reference::quantize_activation(out.data(), x.data(), static_cast<std::int64_t>(x.size()),
-                                 kScaleGroup);
-  return out;
-}
-std::vector<std::uint16_t> codes_of(const std::vector<double>& v) {
-  std::vector<std::uint16_t> out(v.size());
-  for (std::size_t i = 0; i < v.size(); ++i) out[i] = reference::to_bf16(v[i]);
-  return out;
-}
-
-// Rows of a pool, one after another.
-std::vector<std::uint8_t> flat(const std::vector<std::uint8_t>& pool) {
-  std::vector<std::uint8_t> out(static_cast<std::size_t>(kSlots) * 584);
-  for (int slot = 0; slot < kSlots; ++slot) {
-    const std::uint8_t* page = pool.data() + slot / kSlotsPerPage * kPageBytes;
-    std::memcpy(&out[static_cast<std::size_t>(slot) * 584], page + slot % kSlotsPerPage * 576, 576);
-    std::memcpy(&out[static_cast<std::size_t>(slot) * 584 + 576],
-                page + kSlotsPerPage * 576 + slot % kSlotsPerPage * 8, 8);
-  }
-  return out;
-}
-
-// V4: q [rows, heads, 512] normed by heads.
-void norm_heads(std::vector<double>& q) {
-  for (std::size_t head = 0; head < q.size(); head += kDim) {
-    double squares = 0.0;
-    for (int i = 0; i < kDim; ++i) squares += q[head + i] * q[head + i];
-    for (int i = 0; i < kDim; ++i) {
-      q[head + i] = reference::round_bf16(q[head + i] / std::sqrt(squares / kDim + kNormEps));
-    }
-  }
-}
-
-// The attention of the given q and keys, rotated back, as bf16 values.
-std::vector<double> attention(const std::vector<std::uint16_t>& q, const HostKeys& keys,
-                              const std::vector<float>& sink, int rows) {
-  const std::vector<std::uint8_t> window = flat(keys.window), extra = flat(keys.extra);
-  std::vector<std::uint16_t> o(q.size());
-  std::vector<double> out(q.size());
-  constexpr std::int64_t kRow = kHeads * kDim;
-  parallel(rows, [&](std::int64_t row) {
-    reference::sparse_attention(&o[row * kRow], &q[row * kRow], 1, kHeads,
-                                {window.data(), keys.window_idx.data() + row * kWindow, kWindow},
-                                {extra.data(), keys.extra_idx.data() + row * kExtra, kExtra},
-                                sink.data());
-    std::vector<double> v(kRow);
-    for (std::int64_t i = 0; i < kRow; ++i) v[i] = reference::from_bf16(o[row * kRow + i]);
-    const std::int64_t position = keys.positions[row];
-    reference::rope(v.data(), &position, 1, kHeads, kDim, true, true);
-    for (std::int64_t i = 0; i < kRow; ++i) out[row * kRow + i] = reference::round_bf16(v[i]);
-  });
-  return out;
-}
+constexpr int kRanks = 4;
 
 void must_run(cudaError_t error, const char* what) {
   cuda_must(error, what);
@@ -296,32 +152,28 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   reference::rms_norm(latent.data(), qa.data(), weights.q_norm.data(), rows, kQLora, kNormEps);
   std::vector<double> want_q =
       rounded(product(quantized(latent), weights.wq_b, rows, kHeads * kDim, kQLora, kQLora, 0));
-  if (kIsV4) norm_heads(want_q);
   const std::vector<std::int64_t> positions(keys.positions.begin(), keys.positions.end());
-  reference::rope(want_q.data(), positions.data(), rows, kHeads, kDim, true, false);
-  const std::vector<std::uint16_t> q = act.take_halves(act.q, act.packets.q, kHeads * kDim);
+  // V4's heads of few rows are normed and turned by attention.
+  const bool finished = !(kIsV4 && act.hops());
+  const auto finish_q = [&](std::vector<double>& values) {
+    if (kIsV4) norm_heads(values);
+    reference::rope(values.data(), positions.data(), rows, kHeads, kDim, true, false);
+  };
+  if (finished) finish_q(want_q);
+  std::vector<std::uint16_t> q = act.take_halves(act.q, act.packets.q, kHeads * kDim);
   expect("q", rows, values(q), rounded(want_q), 6e-3);
+  if (!finished) {
+    std::vector<double> of_attention = values(q);
+    finish_q(of_attention);
+    q = codes_of(of_attention);
+  }
 
   // Stored keys: rows that were written equal in value, all others untouched.
-  std::vector<double> key(act.count(kDim));
-  for (int row = 0; row < rows; ++row) {
-    double squares = 0.0;
-    for (int i = 0; i < kDim; ++i) {
-      key[row * kDim + i] = reference::from_bf16(kv[row * kDim + i]);
-      squares += key[row * kDim + i] * key[row * kDim + i];
-    }
-    for (int i = 0; i < kDim; ++i) {
-      key[row * kDim + i] *=
-          reference::from_bf16(weights.kv_norm[i]) / std::sqrt(squares / kDim + double{kNormEps});
-    }
-  }
-  reference::rope(key.data(), positions.data(), rows, 1, kDim, true, false);
-  const std::vector<float> key_fp32(key.begin(), key.end());
-  std::vector<std::uint8_t> packed(static_cast<std::size_t>(rows) * 584);
-  reference::kv_pack(packed.data(), key_fp32.data(), rows);
-  std::vector<std::uint8_t> want_pool = flat(keys.window), got_pool;
+  const std::vector<std::uint8_t> packed = stored_keys(kv, weights.kv_norm, keys.positions, rows);
+  std::vector<std::uint8_t> want_pool = flat(keys.window, kNumPages, kSlotsPerPage, kPageBytes),
+                            got_pool;
   keys.window = device_keys.window.take();
-  got_pool = flat(keys.window);
+  got_pool = flat(keys.window, kNumPages, kSlotsPerPage, kPageBytes);
   std::vector<double> got_key, want_key;
   for (int row = 0; row < rows; ++row) {
     const int slot = keys.kv_slots[row];
@@ -338,7 +190,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   CHECK(want_pool == got_pool);  // no other stored row changed
 
   // Attention, by every number of blocks a row.
-  const std::vector<double> plain_o = attention(q, keys, sink, rows);
+  const std::vector<double> plain_o = attention(q, seen_by(keys), keys.positions, sink, rows);
   const std::vector<double> want_o = kIsV4 ? quantized(codes_of(plain_o)) : plain_o;
   std::vector<double> o;
   for (const int blocks : {16, 8, 4, 2, 0}) {
