@@ -403,6 +403,8 @@ fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
     out.extra = {s.weights.layers[plan.kv_source].kv_extra, page_bytes(slots), slots};
     out.extra_idx = s.entry_slots;
     out.num_extra = fused::kIndexTopk;
+    // What is joined before a programmatic launch is waited for only by its end.
+    out.extra_ends = s.selects(layer_idx);
   }
   out.memory_follows = s.has_engram(layer_idx + 1);
   return out;
@@ -519,7 +521,7 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   index.tickets = s.tickets;
   index.entry_slots = s.entry_slots;
   index.out_blocks = s.blocks;
-  index.qkv_done = gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks());
+  index.qkv_done = gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
