@@ -1,6 +1,6 @@
-// bench/attn_layer.hpp: the attention half of V4.1-Flash layers with random contents: weights,
-// buffers, and its kernels' launches. A chain of layers rotates weights past the second-level
-// cache.
+// bench/attn_layer.hpp: the attention half of layers with random contents: weights, buffers, and
+// its kernels' launches. A chain of layers rotates weights past the second-level cache. The model
+// is V4.1-Flash, or V4-Flash where LOWLAT_BENCH_V4 is defined.
 #pragma once
 
 #include <array>
@@ -10,23 +10,36 @@
 #include "bench/attn_bench.hpp"
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
+#include "fused/exchange_mix.hpp"
 #include "fused/front.hpp"
 #include "fused/mix.hpp"
 #include "fused/oproj.hpp"
 #include "reference/format.hpp"
 #include "reference/rope.hpp"
-#include "shape/dsv41_flash.hpp"
 
 namespace lowlat::bench {
 
 namespace fused = nvidia::fused;
 
-using Model = shape::Dsv41Flash<1>;
+#ifdef LOWLAT_BENCH_V4
+template <int kTp>
+using ModelOf = shape::Dsv4Flash<kTp>;
+inline constexpr auto kModel = fused::FusedModel::v4;
+inline constexpr float kNormEps = 1e-6f;
+#else
+template <int kTp>
+using ModelOf = shape::Dsv41Flash<kTp>;
+inline constexpr auto kModel = fused::FusedModel::v41;
+inline constexpr float kNormEps = 1e-20f;
+#endif
+inline constexpr bool kIsV4 = kModel == fused::FusedModel::v4;
+using Model = ModelOf<1>;
+inline constexpr int kScaleGroup = Model::kScaleBlock;
 inline constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kDim = shape::kHeadDim;
 inline constexpr int kWindow = Model::kWindow, kExtra = Model::kIndexTopk;
 inline constexpr int kSlotsPerPage = 256, kNumPages = 8, kSlots = kSlotsPerPage * kNumPages;
 inline constexpr std::int64_t kPageBytes = 149760;
-inline constexpr float kNormEps = 1e-20f, kHcEps = 1e-6f;
+inline constexpr float kHcEps = 1e-6f;
 inline constexpr int kSinkhornIters = Model::kSinkhornIters;
 
 inline std::uint16_t bf16(double v) { return reference::to_bf16(v); }
@@ -36,7 +49,7 @@ struct HostFp8 {
   HostFp8() = default;
   HostFp8(std::int64_t n, std::int64_t k, int scale_code, Random& random)
       : codes(static_cast<std::size_t>(n * k)),
-        scales(static_cast<std::size_t>(n / 32 * (k / 32))) {
+        scales(static_cast<std::size_t>(n / kScaleGroup * (k / kScaleGroup))) {
     for (auto& code : codes) {
       code = static_cast<std::uint8_t>(random.bits());
       if ((code & 0x7f) == 0x7f) code ^= 1;  // no NaN
@@ -250,8 +263,9 @@ inline fused::RopeFrequencies rope_frequencies() {
 struct Activations {
   int rows, heads, groups, padded;
   Buffer<std::uint16_t> residual[2], x, qa, kv, q, o;
-  Buffer<std::uint8_t> x_codes, u_codes;
-  Buffer<float> x_scale, o_scale, u_scale, partial, qa_squares, mix_partial, mix;
+  Buffer<std::uint8_t> x_codes, latent_codes, u_codes;
+  Buffer<float> x_scale, latent_scale, o_scale, u_scale, partial, qa_squares, mix_partial, mix,
+      mixes[2];
   // Up to kHopRows rows: instead of x_codes, qa, kv, q, o and u_codes and their scales.
   Buffer<std::uint8_t> packet_bytes;
   fused::HopBuffers packets;
@@ -269,10 +283,12 @@ struct Activations {
         q(count(heads * kDim)),
         o(count(heads * kDim)),
         x_codes(count(kHidden)),
+        latent_codes(count(kQLora)),
         u_codes(count(groups * 1024)),
-        x_scale(static_cast<std::size_t>(kHidden / 32 * padded)),
-        o_scale(static_cast<std::size_t>(heads * 16 * padded)),
-        u_scale(static_cast<std::size_t>(groups * 32 * padded)),
+        x_scale(static_cast<std::size_t>(kHidden / kScaleGroup * padded)),
+        latent_scale(static_cast<std::size_t>(kQLora / kScaleGroup * padded)),
+        o_scale(static_cast<std::size_t>(heads * kDim / kScaleGroup * padded)),
+        u_scale(static_cast<std::size_t>(groups * 1024 / kScaleGroup * padded)),
         partial(count(kHidden)),
         qa_squares(static_cast<std::size_t>(kQLora / 16 * padded)),
         mix_partial(static_cast<std::size_t>(fused::kMaxMixBlocks * rows * fused::kMixStride)),
@@ -282,6 +298,7 @@ struct Activations {
         packets(fused::hop_buffers(packet_bytes.get(), kHidden, kQLora, num_heads, num_groups)) {
     packet_bytes.zero();
     for (auto& r : residual) r = Buffer<std::uint16_t>(count(4 * kHidden));
+    for (auto& m : mixes) m = Buffer<float>(count(fused::kMixStride));
   }
   std::size_t count(int width) const { return static_cast<std::size_t>(rows) * width; }
   // Before any launch.
@@ -319,20 +336,20 @@ struct Activations {
     }
     return out;
   }
-  // Scales of groups of 32, `values` a packet; NaN where a group's packets do not agree.
+  // Scales of groups, `values` a packet; NaN where a group's packets do not agree.
   std::vector<float> take_scales(const Buffer<float>& plain, const void* from, int width,
                                  int values) const {
     if (!hops()) return plain.take();
     const std::vector<std::uint32_t> words = words_of(from, width / values);
-    std::vector<float> out(static_cast<std::size_t>(width / 32 * padded));
+    std::vector<float> out(static_cast<std::size_t>(width / kScaleGroup * padded));
     for (int row = 0; row < rows; ++row) {
       for (int i = 0; i < width; i += values) {
         const std::uint32_t bits =
             words[(static_cast<std::size_t>(row) * width + i) / values * 4 + 2];
         float scale;
         std::memcpy(&scale, &bits, 4);
-        float& to = out[static_cast<std::size_t>(i / 32 * padded + row)];
-        to = i % 32 == 0 || to == scale ? scale : std::numeric_limits<float>::quiet_NaN();
+        float& to = out[static_cast<std::size_t>(i / kScaleGroup * padded + row)];
+        to = i % kScaleGroup == 0 || to == scale ? scale : std::numeric_limits<float>::quiet_NaN();
       }
     }
     return out;
@@ -347,7 +364,7 @@ struct Activations {
     const int width = groups * 1024;
     for (std::size_t i = 0; i < codes.size(); ++i) {
       words[i / 8 * 4 + i % 8 / 4] |= std::uint32_t{codes[i]} << 8 * (i % 4);
-      const std::size_t group = i % width / 32 * padded + i / width;
+      const std::size_t group = i % width / kScaleGroup * padded + i / width;
       std::memcpy(&words[i / 8 * 4 + 2], &scale[group], 4);
       words[i / 8 * 4 + 3] = tag;
     }
@@ -375,6 +392,7 @@ struct Activations {
   }
   fused::FrontParams front(const DeviceWeights& w, const DeviceKeys& keys) const {
     fused::FrontParams p = {};
+    p.model = kModel;
     p.num_rows = rows;
     p.num_heads = heads;
     p.norm_eps = kNormEps;
@@ -393,6 +411,8 @@ struct Activations {
     p.q = q.get();
     p.kv_pages = {keys.window.get(), kPageBytes, kSlotsPerPage};
     p.qa_squares = qa_squares.get();
+    p.latent_codes = latent_codes.get();
+    p.latent_scale = latent_scale.get();
     p.hop = hop();
     p.packets = packets;
     p.x_index = index;
@@ -400,8 +420,10 @@ struct Activations {
   }
   fused::AttentionParams attention(const DeviceWeights& w, const DeviceKeys& keys) const {
     fused::AttentionParams p = {};
+    p.model = kModel;
     p.num_rows = rows;
     p.num_heads = heads;
+    p.norm_eps = kNormEps;
     p.q = q.get();
     p.sink = w.sink.get();
     p.positions = keys.positions.get();
@@ -422,6 +444,7 @@ struct Activations {
   fused::OprojParams oproj(const DeviceWeights& w, const fused::ExchangePort& port,
                            int exchange_index, bool published) const {
     fused::OprojParams p = {};
+    p.model = kModel;
     p.num_rows = rows;
     p.num_groups = groups;
     p.o = o.get();
@@ -455,6 +478,31 @@ struct Activations {
     p.x_scale = x_scale.get();
     p.x_packets = packets.x;
     p.early = early;
+    return p;
+  }
+  // V4: from residual[side] to the other; parameters from mixes[side] to the other. receives false:
+  // residual[side] alone, its parameters to mixes[side].
+  fused::ExchangeMixParams exchange_mix(const DeviceWeights& w, const fused::ExchangePort& port,
+                                        int exchange_index, int side, bool receives) const {
+    fused::ExchangeMixParams p = {};
+    p.port = port;
+    p.exchange_index = exchange_index;
+    p.stage = 3;  // attention_sum
+    p.num_rows = rows;
+    p.receives = receives;
+    p.mix_in = mixes[side].get();
+    p.residual_in = residual[side].get();
+    p.next = {w.fn.get(), w.base.get(), w.scale.get()};
+    p.gain = w.gain.get();
+    p.norm_eps = kNormEps;
+    p.hc_eps = kHcEps;
+    p.sinkhorn_iters = kSinkhornIters;
+    p.residual_out = residual[1 - side].get();
+    p.mix_out = mixes[receives ? 1 - side : side].get();
+    p.x = x.get();
+    p.x_codes = x_codes.get();
+    p.x_scale = x_scale.get();
+    p.x_packets = packets.x;
     return p;
   }
 };

@@ -114,7 +114,7 @@ struct IndexChain {
     index.x_index = 2 * i - 1;
     index.qa = memory.qa;
     index.qa_squares = memory.qa_squares;
-    index.qkv_done = gate(fused::kLayerQkv, fused::front_qkv_blocks());
+    index.qkv_done = gate(fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
     index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
     index.scores_done = gate(gate_scores, fused::kIndexScoreBlocks);
     index.done = gate(gate_select, select_blocks(kind));
@@ -184,6 +184,7 @@ struct IndexChain {
       fused::PlainLayer layer = layers.layer(i);
       if (i > 0 && has_index) {
         if (!early) fork();
+        layer.extra_ends = join == Join::ended;
         if (join == Join::started) {
           layer.extra_done = fused::layer_gate(layers.memory, i, gate_select, select_blocks(kind));
         }

@@ -253,6 +253,64 @@ class CheckV4 {
     check_index(step, host);
   }
 
+  // A ring's row of a position, in floats from its begin.
+  static std::int64_t ring_at(const StepV4& step, int request, int position, int width) {
+    if (step.sizes.ratio != 4) {
+      return (std::int64_t{step.state_slots[request]} * step.ring + position % step.ring) * width;
+    }
+    const std::int64_t page = step.page_table[static_cast<std::size_t>(
+        request * step.sizes.pages_of_request() + position / kPositionsOfPage)];
+    return (page * step.ring + position % kPositionsOfPage % step.ring) * width;
+  }
+
+  // Normed and turned, nothing rounded.
+  static std::vector<double> pooled(const StepV4& step, const HostV4& host,
+                                    const std::vector<float>& sums, int row, bool index) {
+    const IndexSizes& sizes = step.sizes;
+    const int ratio = sizes.ratio, dim = index ? kIndexDim : kDim;
+    const int half = ratio == 4 ? 2 * dim : dim, column = index ? 4 * kDim : 0;
+    const int request = row / sizes.tokens, position = step.positions[row];
+    int first_row = request * sizes.tokens;
+    while (step.slots[first_row] < 0) ++first_row;
+    const int entry = position / ratio, num = ratio == 4 ? 8 : ratio;
+    const std::vector<float>& ape = index ? host.index_ape : host.ape;
+    const std::vector<float>& state = index ? step.index_state : step.state;
+    std::vector<double> c(dim);
+    double squares = 0.0;
+    for (int d = 0; d < dim; ++d) {
+      std::vector<double> values, scores;
+      for (int i = 0; i < num; ++i) {
+        const int at = entry * ratio - (ratio == 4 ? 4 : 0) + i;
+        if (at < 0) continue;
+        const int offset = (ratio == 4 && i >= 4 ? dim : 0) + d;
+        const float* from =
+            at >= step.positions[first_row]
+                ? &sums[static_cast<std::size_t>(first_row + at - step.positions[first_row]) *
+                            width_v4(ratio) +
+                        column]
+                : &state[static_cast<std::size_t>(ring_at(step, request, at, 2 * half))];
+        values.push_back(from[offset]);
+        scores.push_back(double{from[half + offset]} +
+                         ape[static_cast<std::size_t>(i % ratio * half + offset)]);
+      }
+      const double most = *std::max_element(scores.begin(), scores.end());
+      double sum = 0.0, weighted = 0.0;
+      for (std::size_t i = 0; i < scores.size(); ++i) {
+        sum += std::exp(scores[i] - most);
+        weighted += std::exp(scores[i] - most) * values[i];
+      }
+      c[d] = weighted / sum;
+      squares += c[d] * c[d];
+    }
+    const std::vector<std::uint16_t>& norm = index ? host.index_norm : host.norm;
+    for (int d = 0; d < dim; ++d) {
+      c[d] *= reference::from_bf16(norm[d]) / std::sqrt(squares / dim + kNormEpsV4);
+    }
+    const std::int64_t first = std::int64_t{entry} * ratio;
+    reference::rope(c.data(), &first, 1, 1, dim, true, false);
+    return c;
+  }
+
  private:
   static void must(cudaError_t error, const char* what) {
     cuda_must(error, what);
@@ -271,16 +329,6 @@ class CheckV4 {
     std::printf("%s V4 T=%d ratio %d length %d: %s, %lld of %lld wrong\n",
                 wrong == 0 ? "ok  " : "FAIL", sizes.rows(), sizes.ratio, sizes.length, what,
                 static_cast<long long>(wrong), static_cast<long long>(of));
-  }
-
-  // A ring's row of a position, in floats from its begin.
-  static std::int64_t ring_at(const StepV4& step, int request, int position, int width) {
-    if (step.sizes.ratio != 4) {
-      return (std::int64_t{step.state_slots[request]} * step.ring + position % step.ring) * width;
-    }
-    const std::int64_t page = step.page_table[static_cast<std::size_t>(
-        request * step.sizes.pages_of_request() + position / kPositionsOfPage)];
-    return (page * step.ring + position % kPositionsOfPage % step.ring) * width;
   }
 
   // One entry before its codes, and what the rings take. dim 512 at column 0, or the index's.
@@ -378,54 +426,6 @@ class CheckV4 {
     }
     expect("rings", sizes,
            (state != step.d_state.take()) + (index_state != step.d_index_state.take()), 2);
-  }
-
-  // Normed and turned, nothing rounded.
-  static std::vector<double> pooled(const StepV4& step, const HostV4& host,
-                                    const std::vector<float>& sums, int row, bool index) {
-    const IndexSizes& sizes = step.sizes;
-    const int ratio = sizes.ratio, dim = index ? kIndexDim : kDim;
-    const int half = ratio == 4 ? 2 * dim : dim, column = index ? 4 * kDim : 0;
-    const int request = row / sizes.tokens, position = step.positions[row];
-    int first_row = request * sizes.tokens;
-    while (step.slots[first_row] < 0) ++first_row;
-    const int entry = position / ratio, num = ratio == 4 ? 8 : ratio;
-    const std::vector<float>& ape = index ? host.index_ape : host.ape;
-    const std::vector<float>& state = index ? step.index_state : step.state;
-    std::vector<double> c(dim);
-    double squares = 0.0;
-    for (int d = 0; d < dim; ++d) {
-      std::vector<double> values, scores;
-      for (int i = 0; i < num; ++i) {
-        const int at = entry * ratio - (ratio == 4 ? 4 : 0) + i;
-        if (at < 0) continue;
-        const int offset = (ratio == 4 && i >= 4 ? dim : 0) + d;
-        const float* from =
-            at >= step.positions[first_row]
-                ? &sums[static_cast<std::size_t>(first_row + at - step.positions[first_row]) *
-                            width_v4(ratio) +
-                        column]
-                : &state[static_cast<std::size_t>(ring_at(step, request, at, 2 * half))];
-        values.push_back(from[offset]);
-        scores.push_back(double{from[half + offset]} +
-                         ape[static_cast<std::size_t>(i % ratio * half + offset)]);
-      }
-      const double most = *std::max_element(scores.begin(), scores.end());
-      double sum = 0.0, weighted = 0.0;
-      for (std::size_t i = 0; i < scores.size(); ++i) {
-        sum += std::exp(scores[i] - most);
-        weighted += std::exp(scores[i] - most) * values[i];
-      }
-      c[d] = weighted / sum;
-      squares += c[d] * c[d];
-    }
-    const std::vector<std::uint16_t>& norm = index ? host.index_norm : host.norm;
-    for (int d = 0; d < dim; ++d) {
-      c[d] *= reference::from_bf16(norm[d]) / std::sqrt(squares / dim + kNormEpsV4);
-    }
-    const std::int64_t first = std::int64_t{entry} * ratio;
-    reference::rope(c.data(), &first, 1, 1, dim, true, false);
-    return c;
   }
 
   void check_index(const StepV4& step, const HostV4& host) {

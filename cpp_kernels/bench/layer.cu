@@ -6,6 +6,7 @@
 //
 // Exit code 1: a failure.
 #include "bench/layer_case.cuh"
+#include "bench/layer_stamps.hpp"
 #include "host/nvidia/exchange_region.hpp"
 
 #ifndef LOWLAT_STAMPS
@@ -26,29 +27,22 @@ struct Case {
   fused::LayerParts parts;
   bool whole() const { return parts.attention && parts.experts && parts.second_statistics; }
 };
+constexpr fused::MixPlace kLater = fused::MixPlace::after_attention;
 const Case kCases[] = {
     {"step's first kernels alone", {false, false, false}},
     {"attention half", {true, false, true}},
-    {"attention half, statistics first", {true, false, true, 0, 0, false}},
-    {"attention half, 16 blocks of statistics", {true, false, true, 16}},
+    {"attention half, statistics first", {true, false, true, 0, 0, fused::MixPlace::first}},
+    {"attention half, statistics later", {true, false, true, 0, 0, kLater}},
+    {"attention half, 16 of statistics", {true, false, true, 16}},
+    {"attention half, 16 of them later", {true, false, true, 16, 0, kLater}},
+    {"attention half, 64 of statistics", {true, false, true, 64}},
     {"layer", {true, true, true}},
+    {"layer, 1 idle", {true, true, true, 0, 1}},
     {"layer, 2 idle", {true, true, true, 0, 2}},
+    {"layer, 4 idle", {true, true, true, 0, 4}},
     {"layer without second statistics", {true, true, false}},
     {"experts, exchange, statistics", {false, true, true}},
 };
-
-template <int kTp>
-double distinct_experts(const Layers<kTp>& layers) {
-  const std::vector<std::int32_t> ids = layers.ids.take();
-  const int rows = layers.rows;
-  double distinct = 0.0;
-  for (int i = 0; i < kLayers; ++i) {
-    std::vector<std::int32_t> seen(ids.begin() + i * rows * 6, ids.begin() + (i + 1) * rows * 6);
-    std::sort(seen.begin(), seen.end());
-    distinct += static_cast<double>(std::unique(seen.begin(), seen.end()) - seen.begin());
-  }
-  return distinct / kLayers;
-}
 
 void print(const Case& c, int tp, int rows, const Times& times, double experts, bool faulted) {
   std::printf("%-34s TP%d T=%-2d a layer: median %7.2f us  low %7.2f  high %7.2f  experts %.1f%s\n",
@@ -67,61 +61,6 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
   bool finite = true;
   for (const std::uint16_t code : codes) finite &= (code & 0x7f80) != 0x7f80;
   return finite;
-}
-
-// Where the blocks of one layer's kernels were: medians and latest over blocks, in microseconds
-// from the first block's begin.
-template <int kTp>
-void print_stamps(Layers<kTp>& layers, int layer_idx) {
-  const std::vector<fused::Stamp> all = layers.stamps.take();
-  const auto stages = static_cast<std::size_t>(fused::StampStage::count);
-  std::vector<double> offset(1024, -1e300);
-  std::uint64_t first_ns = ~std::uint64_t{0};
-  for (std::size_t i = 0; i < all.size(); i += stages) {
-    if (all[i].begin != 0) first_ns = std::min(first_ns, all[i].begin);
-  }
-  constexpr double kTicksAUs = 1980.0;
-  for (std::size_t i = 0; i < all.size(); i += stages) {
-    const fused::Stamp& align = all[i];
-    if (align.begin == 0) continue;
-    double& to = offset[align.multiprocessor];
-    to = std::max(to, static_cast<double>(align.begin - first_ns) * 1e-3 -
-                          static_cast<double>(align.end) / kTicksAUs);
-  }
-  const char* const kNames[] = {"qkv",      "q",   "attention", "wo_a",      "wo_b",
-                                "exchange", "mix", "experts",   "exchange 2"};
-  const char* const kStages[] = {"begin", "ask", "wait", "read", "compute", "sum", "store"};
-  double start = 1e300;
-  for (int pass = 0; pass < 2; ++pass) {
-    for (int kernel = 0; kernel < 9; ++kernel) {
-      for (std::size_t stage = 0; stage < 7; ++stage) {
-        std::vector<double> ends, lengths;
-        for (std::size_t block = 0; block < fused::kStampBlocks; ++block) {
-          const fused::Stamp& stamp =
-              all[((16 * layer_idx + kernel) * std::size_t{fused::kStampBlocks} + block) * stages +
-                  stage];
-          if (stamp.begin == 0) continue;
-          const double end =
-              static_cast<double>(stamp.end) / kTicksAUs + offset[stamp.multiprocessor];
-          ends.push_back(end);
-          if (stage > 0)
-            lengths.push_back(static_cast<double>(stamp.end - stamp.begin) / kTicksAUs);
-          start = std::min(start, end);
-        }
-        if (ends.empty() || pass == 0) continue;
-        std::sort(ends.begin(), ends.end());
-        std::sort(lengths.begin(), lengths.end());
-        std::printf("stamp %-10s %-7s blocks %3zu end: first %7.2f median %7.2f last %7.2f",
-                    kNames[kernel], kStages[stage], ends.size(), ends.front() - start,
-                    ends[ends.size() / 2] - start, ends.back() - start);
-        if (!lengths.empty()) {
-          std::printf("  length: median %6.2f longest %6.2f", lengths[lengths.size() / 2],
-                      lengths.back());
-        }
-        std::printf("\n");
-      }
-    }
-  }
 }
 
 void run_tp4(const HostWeights& host, int rows, bool checks) {
@@ -166,13 +105,14 @@ void run_tp4(const HostWeights& host, int rows, bool checks) {
     layers.reset();
     Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
     const Times times = time_of(graph, 60);
-    print(c, 4, rows, times, distinct_experts(layers), mail.faulted());
+    print(c, 4, rows, times, distinct_experts(layers.ids.take(), kLayers, layers.rows),
+          mail.faulted());
     if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
-        c.parts.late_mix) {
+        c.parts.mix_place == fused::MixPlace::measured) {
       layers.stamps.zero();
       graph.replay();
       graph.wait();
-      print_stamps(layers, 2);
+      print_stamps(layers.stamps.take(), 2);
     }
   }
 }
@@ -263,7 +203,8 @@ void run_tp2(const HostWeights& host, int rows) {
     }
     std::sort(times.begin(), times.end());
     on(0);
-    print(c, 2, rows, {times[20], times[4], times[36]}, distinct_experts(*ranks[0]), faulted());
+    print(c, 2, rows, {times[20], times[4], times[36]},
+          distinct_experts(ranks[0]->ids.take(), kLayers, ranks[0]->rows), faulted());
     for (int r = 0; r < 2; ++r) {
       cudaEventDestroy(begin[r]);
       cudaEventDestroy(end[r]);

@@ -1,5 +1,5 @@
-// bench/layer_case.cuh: whole plain V4.1-Flash layers of one rank with random contents, for the
-// program that times them and the test that checks them.
+// bench/layer_case.cuh: whole plain layers of one rank with random contents, for the program that
+// times them and the test that checks them. The model is that of attn_layer.hpp.
 #pragma once
 
 #include <memory>
@@ -13,7 +13,8 @@ namespace moe_api = lowlat::fused;
 
 template <int kTp>
 constexpr moe_api::MoeShape kShape =
-    kTp == 4 ? moe_api::MoeShape::v41_tp4 : moe_api::MoeShape::v41_tp2;
+    kIsV4 ? (kTp == 4 ? moe_api::MoeShape::v4_tp4 : moe_api::MoeShape::v4_tp2)
+          : (kTp == 4 ? moe_api::MoeShape::v41_tp4 : moe_api::MoeShape::v41_tp2);
 
 // Bytes at random: `low` .. `low + range - 1`; range 0: any; e4m3: any but NaN.
 static __global__ void fill(std::uint8_t* data, std::size_t count, std::uint64_t seed, int low,
@@ -53,9 +54,9 @@ struct Matrix {
 
 template <int kTp>
 struct MoeLayer {
-  using Shape = shape::Dsv41Flash<kTp>;
+  using Shape = ModelOf<kTp>;
   static constexpr std::size_t kE = Shape::kNumExperts, kI = Shape::kIntermediateLocal;
-  static constexpr std::size_t kH = kHidden;
+  static constexpr std::size_t kH = kHidden, kBlock = kScaleGroup;
   Matrix w1, w3, w2, shared_w1, shared_w3, shared_w2;
   Buffer<std::uint16_t> gate;
   Buffer<float> bias;
@@ -63,15 +64,26 @@ struct MoeLayer {
       : w1(kE * kI * kH / 2, kE * kI * kH / 32, 127 - 8, false, whole + shard),
         w3(kE * kI * kH / 2, kE * kI * kH / 32, 127 - 8, false, whole + shard + 11),
         w2(kE * kH * kI / 2, kE * kH * kI / 32, 127 - 7, false, whole + shard + 22),
-        shared_w1(kI * kH, kI / 32 * (kH / 32), 127 - 13, true, whole + shard + 33),
-        shared_w3(kI * kH, kI / 32 * (kH / 32), 127 - 13, true, whole + shard + 44),
-        shared_w2(kH * kI, kH / 32 * (kI / 32), 127 - 12, true, whole + shard + 55),
+        shared_w1(kI * kH, kI / kBlock * (kH / kBlock), 127 - 13, true, whole + shard + 33),
+        shared_w3(kI * kH, kI / kBlock * (kH / kBlock), 127 - 13, true, whole + shard + 44),
+        shared_w2(kH * kI, kH / kBlock * (kI / kBlock), 127 - 12, true, whole + shard + 55),
         gate(kE * kH),
         bias(kE) {
     fill_bf16<<<1024, 256>>>(gate.get(), kE * kH, whole + 66);
     bias.zero();
   }
 };
+
+// Experts that a layer's rows chose, on average. ids: [layers][rows, 6].
+inline double distinct_experts(const std::vector<std::int32_t>& ids, int layers, int rows) {
+  double distinct = 0.0;
+  for (int i = 0; i < layers; ++i) {
+    std::vector<std::int32_t> seen(ids.begin() + i * rows * 6, ids.begin() + (i + 1) * rows * 6);
+    std::sort(seen.begin(), seen.end());
+    distinct += static_cast<double>(std::unique(seen.begin(), seen.end()) - seen.begin());
+  }
+  return distinct / layers;
+}
 
 // A chain of layers of one rank, on the device that is current.
 template <int kTp>
@@ -172,7 +184,7 @@ struct Layers {
     out.ffn_norm = out.next_norm = w.gain.get();
     out.sink = w.sink.get();
     out.rope = rope_frequencies();
-    out.attn_hc = out.ffn_hc = {w.fn.get(), w.base.get(), w.scale.get()};
+    out.attn_hc = out.ffn_hc = out.next_hc = {w.fn.get(), w.base.get(), w.scale.get()};
     out.experts.gate = e.gate.get();
     out.experts.gate_bias = e.bias.get();
     out.experts.w1 = e.w1.view();
@@ -202,11 +214,17 @@ struct Layers {
     step.sinkhorn_iters = kSinkhornIters;
     return step;
   }
+  void launch_input(const fused::LayerStep& step, cudaStream_t stream) const {
+    const fused::PlainLayer first = layer(0);
+    cuda_must(kIsV4 ? fused::launch_layer_input(step, first.attn_hc, first.next_norm, stream)
+                    : fused::launch_layer_input(step, stream),
+              "input");
+  }
   // A step. `input`: its x is sent; false: nobody sends it.
   void launch(const fused::LayerParts& parts, cudaStream_t stream, bool input = true) {
     fused::LayerStep step = this->step();
     cuda_must(fused::launch_layer_begin(step, step_epoch, 2 * num_layers, stream), "begin");
-    if (input) cuda_must(fused::launch_layer_input(step, stream), "input");
+    if (input) launch_input(step, stream);
     for (int i = 0; i < num_layers; ++i) {
       step.expert_ids = ids.get() + static_cast<std::size_t>(i) * rows * 6;
       cuda_must(fused::launch_plain_layer(layer(i), step, i, parts, stream), "layer");

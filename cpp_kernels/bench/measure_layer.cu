@@ -9,6 +9,7 @@
 
 #include "bench/layer_case.cuh"
 #include "bench/machine.cuh"
+#include "bench/resident_case.cuh"
 #include "bench/stamps_file.hpp"
 #include "bench/words.hpp"
 #include "host/nvidia/exchange_region.hpp"
@@ -33,16 +34,8 @@ double layer_bytes(const Layers<kTp>& layers, const fused::LayerParts& parts) {
   double sum = 0.0;
   if (parts.attention) sum += layers.weights[0].bytes() + rows * shape::row_kv_bytes<Shape>();
   if (parts.experts) {
-    const std::vector<std::int32_t> chosen = layers.ids.take();
-    double distinct = 0.0;
-    for (int i = 0; i < kLayers; ++i) {
-      std::vector<std::int32_t> own(chosen.begin() + i * rows * 6,
-                                    chosen.begin() + (i + 1) * rows * 6);
-      std::sort(own.begin(), own.end());
-      distinct += static_cast<double>(std::unique(own.begin(), own.end()) - own.begin());
-    }
-    sum += distinct / kLayers * shape::expert_weight_bytes<Shape>() +
-           shape::moe_weight_bytes<Shape>(0);
+    const double distinct = distinct_experts(layers.ids.take(), kLayers, rows);
+    sum += distinct * shape::expert_weight_bytes<Shape>() + shape::moe_weight_bytes<Shape>(0);
   }
   if (parts.second_statistics) sum += shape::mix_weight_bytes<Shape>() / 2;
   return sum;
@@ -249,6 +242,33 @@ int run(const Words& words, Report& report, double clock_mhz, const std::string&
   return report.all_good() ? 0 : 1;
 }
 
+// The same layer by the resident schedule: a share of the difference between two models.
+int run_persistent(const Words& words, Report& report) {
+  constexpr int kFew = 4, kExtra = 4;
+  ResidentShard few(kFew), many(kFew + kExtra);
+  for (const int rows : words.rows) {
+    const std::vector<double> errors = logit_errors(many, rows);
+    report.check("logits with and without the fused experts T=" + std::to_string(rows),
+                 errors[errors.size() / 2] < kLogitBound,
+                 "rel_l2 of the median row " + std::to_string(errors[errors.size() / 2]));
+    const auto a = few.times(rows, lowlat_plain_step_launch, words.repeats);
+    const auto b = many.times(rows, lowlat_plain_step_launch, words.repeats);
+    const auto at = [&](double share) { return layer_us(a, b, kExtra, share); };
+    report.figure({"layer",
+                   "v41",
+                   words.schedule,
+                   words.tp,
+                   words.gpus,
+                   rows,
+                   {at(0.5), at(0.1), at(0.9)},
+                   words.repeats,
+                   shape::plain_layer_bytes<shape::Dsv41Flash<4>>(rows) +
+                       rows * shape::row_kv_bytes<shape::Dsv41Flash<4>>(),
+                   "a share of steps of 8 and of 4 layers; bytes of evenly spread experts"});
+  }
+  return report.all_good() ? 0 : 1;
+}
+
 int main_of(int argc, char** argv) {
   const Words words = read_words(argc, argv);
   if (!words.wrong.empty()) {
@@ -260,12 +280,16 @@ int main_of(int argc, char** argv) {
     report.refusal(why);
     return 1;
   };
-  if (words.model != "v41") return refuse("the fused layer is built for v41, not " + words.model);
-  if (words.schedule != "fused") {
-    return refuse("a layer of this shape is built for --schedule fused, not " + words.schedule);
+  if (words.model != "v41") return refuse("this program's layers are v41's, not " + words.model);
+  const bool is_fused = words.schedule == "fused";
+  if (!is_fused && words.schedule != "persistent") {
+    return refuse("needed --schedule fused or persistent, not " + words.schedule);
+  }
+  if (!is_fused && (kStamps || words.gpus > 1)) {
+    return refuse("the persistent layer is timed without stamps, on one GPU: --gpus 1");
   }
   if (words.tp != 4) {
-    return refuse("the fused layer runs for --tp 4, not " + std::to_string(words.tp) +
+    return refuse("the layer runs for --tp 4, not " + std::to_string(words.tp) +
                   "; two ranks have its attention half only");
   }
   if (kStamps != !words.stamps.empty()) {
@@ -276,6 +300,7 @@ int main_of(int argc, char** argv) {
   if (!require_gpus(report, words.gpus)) return 1;
   const Machine machine = measure_machine(words.gpus);
   report.machine(machine);
+  if (!is_fused) return run_persistent(words, report);
   return words.tp == 4 ? run<4>(words, report, machine.clock_mhz, machine.gpu)
                        : run<2>(words, report, machine.clock_mhz, machine.gpu);
 }

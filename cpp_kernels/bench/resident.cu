@@ -7,257 +7,19 @@
 // Two models that differ by four plain layers, each captured into a graph; a layer is a quarter of
 // the difference. Contexts are 4000 tokens long, so every row attends to its window and to 512
 // selected entries. Weights are random, a layer's 1.8 GB of them no cache holds.
-#include <cuda_runtime.h>
+#include "bench/resident_case.cuh"
 
-#include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "host/nvidia/device.hpp"
-#include "lowlat/kernels.h"
 
 namespace lowlat::bench {
 namespace {
 
-using host::cuda::check;
+constexpr int kExtraLayers = 4, kRepeats = 40;
 
-constexpr int kExtraLayers = 4, kPosition = 4000, kRepeats = 40;
-
-using Launch = lowlat_status (*)(lowlat_model*, const lowlat_step*, void*);
-
-void must(lowlat_status status) {
-  if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
-}
-
-__device__ std::uint64_t mixed(std::uint64_t z) {
-  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
-  z = (z ^ z >> 27) * 0x94d049bb133111ebull;
-  return z ^ z >> 31;
-}
-
-// Random values of a dtype, small enough that no layer overflows.
-__global__ void fill(void* out, std::uint32_t dtype, std::int64_t count, std::uint64_t seed) {
-  for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
-       i += std::int64_t{gridDim.x} * blockDim.x) {
-    const std::uint64_t bits = mixed(seed + static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15ull);
-    const float value = (static_cast<float>(bits >> 40) * 0x1p-24f - 0.5f) * 0.05f;
-    switch (dtype) {
-      case LOWLAT_F32: static_cast<float*>(out)[i] = value; break;
-      case LOWLAT_BF16:
-        static_cast<std::uint16_t*>(out)[i] =
-            static_cast<std::uint16_t>(__float_as_uint(value) >> 16);
-        break;
-      case LOWLAT_E4M3: static_cast<std::uint8_t*>(out)[i] = bits & 0xbfu; break;
-      case LOWLAT_FP4X2: static_cast<std::uint8_t*>(out)[i] = bits & 0xffu; break;
-      case LOWLAT_UE8M0: static_cast<std::uint8_t*>(out)[i] = 118u + bits % 3u; break;
-      default: break;
-    }
-  }
-}
-
-lowlat_model_config config_of(int num_layers) {
-  lowlat_model_config c{};
-  c.struct_bytes = sizeof c;
-  c.kind = LOWLAT_V41;
-  c.hidden = 5120;
-  c.num_layers = num_layers;
-  c.vocab = 129280 / 4;
-  c.num_heads = 64 / 4;
-  c.head_dim = 512;
-  c.rope_dim = 64;
-  c.q_lora = 1280;
-  c.o_groups = 8 / 4;
-  c.o_lora = 1024;
-  c.window = 128;
-  c.num_experts = 384;
-  c.experts_per_token = 6;
-  c.moe_intermediate = 2304 / 4;
-  c.index_heads = 32;
-  c.index_dim = 128;
-  c.index_topk = 512;
-  c.candidate_layer = -1;
-  c.scale_block = 32;
-  c.sinkhorn_iters = 20;
-  c.norm_eps = 1e-20f;
-  c.hc_eps = 1e-6f;
-  c.swiglu_limit = 10.0f;
-  c.routed_scaling = 1.5f;
-  c.rope_theta = 10000.0;
-  c.compress_rope_theta = 160000.0;
-  c.yarn_factor = 16.0;
-  c.yarn_beta_fast = 32.0;
-  c.yarn_beta_slow = 1.0;
-  c.yarn_original_positions = 65536.0;
-  c.max_positions = 1048576;
-  for (int i = 0; i < num_layers; ++i) {
-    c.layers[i] = i < 2 ? lowlat_layer{0, -1, -1, -1, -1, 0} : lowlat_layer{2, 2, 2, -1, -1, 0};
-  }
-  c.image_token = -1;
-  c.tp_size = 1;
-  for (const int width : {1, 2, 4, 6, 8, 12, 24, 48}) c.widths[c.num_widths++] = width;
-  c.max_batch = 8;
-  c.max_rows = 48;
-  c.page_size = 256;
-  c.num_pages = 8 * (kPosition / 256 + 1);
-  c.state_ring = 8;
-  c.wait_budget_ns = 1'000'000'000;
-  return c;
-}
-
-class Shard {
- public:
-  explicit Shard(int num_layers) : config_(config_of(num_layers)) {
-    must(lowlat_model_create("nvidia:0", &config_, &model_));
-    for (int i = 0; i < lowlat_model_num_tensors(model_); ++i) bind(i);
-    must(lowlat_model_ready(model_));
-  }
-  ~Shard() { lowlat_model_destroy(model_); }
-  Shard(const Shard&) = delete;
-  Shard& operator=(const Shard&) = delete;
-
-  // A verify step of requests of six rows, else a decode step.
-  lowlat_step step_of(int rows) {
-    const int per_request = rows % 6 == 0 ? 6 : 1, batch = rows / per_request;
-    const int stride = config_.num_pages / config_.max_batch;
-    std::vector<std::int32_t> tokens, positions, requests, slots, pages, state;
-    for (int q = 0; q < batch; ++q) {
-      for (int p = 0; p < stride; ++p) pages.push_back(q * stride + p);
-      state.push_back(q);
-      for (int i = 0; i < per_request; ++i) {
-        const int position = kPosition + i;
-        tokens.push_back((q * 977 + i * 131 + 7) % config_.vocab);
-        positions.push_back(position);
-        requests.push_back(q);
-        slots.push_back((q * stride + position / config_.page_size) * config_.page_size +
-                        position % config_.page_size);
-      }
-    }
-    lowlat_step step{};
-    step.struct_bytes = sizeof step;
-    step.mode = per_request == 1 ? LOWLAT_DECODE : LOWLAT_TARGET_VERIFY;
-    step.num_rows = rows;
-    step.batch_size = batch;
-    step.tokens_per_request = per_request;
-    step.page_table_stride = stride;
-    step.token_ids = placed(tokens);
-    step.positions = placed(positions);
-    step.request_idx = placed(requests);
-    step.slots = placed(slots);
-    step.page_table = placed(pages);
-    step.state_slots = placed(state);
-    return step;
-  }
-
-  std::vector<float> logits(int rows, Launch launch) {
-    lowlat_step step = step_of(rows);
-    step.num_logit_rows = rows;
-    std::vector<float> out(static_cast<std::size_t>(rows) * config_.vocab);
-    void* memory = nullptr;
-    must(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE, out.size() * sizeof out[0], &memory));
-    step.logits = static_cast<float*>(memory);
-    must(launch(model_, &step, nullptr));
-    must(lowlat_synchronize(model_, 10'000'000'000));
-    must(lowlat_model_read(model_, out.data(), memory, out.size() * sizeof out[0]));
-    return out;
-  }
-  int vocab() const { return config_.vocab; }
-
-  // Microseconds of each of kRepeats replays, ascending.
-  std::vector<double> times(int rows, Launch launch) {
-    const lowlat_step step = step_of(rows);
-    const host::cuda::Stream stream;
-    check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "capture");
-    must(launch(model_, &step, stream.get()));
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    check(cudaStreamEndCapture(stream.get(), &graph), "capture");
-    check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-    cudaEvent_t begin, end;
-    check(cudaEventCreate(&begin), "event");
-    check(cudaEventCreate(&end), "event");
-    std::vector<double> out;
-    for (int i = 0; i < kRepeats + 3; ++i) {
-      check(cudaEventRecord(begin, stream.get()), "record");
-      check(cudaGraphLaunch(exec, stream.get()), "launch");
-      check(cudaEventRecord(end, stream.get()), "record");
-      stream.wait();
-      float ms = 0.0f;
-      check(cudaEventElapsedTime(&ms, begin, end), "elapsed");
-      if (i >= 3) out.push_back(ms * 1e3);  // the first ones fetch code and tables
-    }
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
-    lowlat_status_words words{};
-    words.struct_bytes = sizeof words;
-    must(lowlat_status_read(model_, &words));
-    if (words.state != 0) throw std::runtime_error("a wait expired");
-    std::sort(out.begin(), out.end());
-    return out;
-  }
-
- private:
-  void bind(int tensor_idx) {
-    static constexpr int kBytes[] = {1, 4, 8, 4, 2, 1, 1, 1};
-    lowlat_tensor_spec spec{};
-    spec.struct_bytes = sizeof spec;
-    must(lowlat_model_tensor(model_, tensor_idx, &spec));
-    lowlat_tensor tensor{};
-    tensor.struct_bytes = sizeof tensor;
-    tensor.dtype = spec.dtype;
-    tensor.layout = spec.layout;
-    tensor.ndim = spec.ndim;
-    std::int64_t count = 1;
-    for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-      tensor.shape[d] = spec.shape[d];
-      tensor.stride[d] = count;
-      count *= spec.shape[d];
-    }
-    must(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE,
-                            static_cast<std::uint64_t>(count) * kBytes[spec.dtype], &tensor.data));
-    if (spec.role == LOWLAT_WEIGHT) {
-      fill<<<1024, 256>>>(tensor.data, spec.dtype, count,
-                          static_cast<std::uint64_t>(tensor_idx) << 40);
-      check(cudaGetLastError(), "fill");
-      check(cudaDeviceSynchronize(), "fill");
-    }
-    must(lowlat_model_bind(model_, spec.name, &tensor));
-  }
-  const std::int32_t* placed(const std::vector<std::int32_t>& values) {
-    void* memory = nullptr;
-    must(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE, values.size() * sizeof values[0],
-                            &memory));
-    must(lowlat_model_write(model_, memory, values.data(), values.size() * sizeof values[0]));
-    return static_cast<const std::int32_t*>(memory);
-  }
-
-  lowlat_model_config config_;
-  lowlat_model* model_ = nullptr;
-};
-
-// Whether a step gives nearly the same logits with the fused experts. They round in their own way,
-// and eight layers carry it on.
-bool compare(Shard& shard, int rows) {
-  const auto want = shard.logits(rows, lowlat_plain_step_launch);
-  const auto got = shard.logits(rows, lowlat_step_launch);
-  std::vector<double> errors;
-  for (std::size_t first = 0; first < want.size();
-       first += static_cast<std::size_t>(shard.vocab())) {
-    double error = 0.0, norm = 0.0;
-    for (std::size_t i = first; i < first + static_cast<std::size_t>(shard.vocab()); ++i) {
-      error += (got[i] - want[i]) * (got[i] - want[i]);
-      norm += want[i] * want[i];
-    }
-    errors.push_back(std::sqrt(error / norm));
-  }
-  std::sort(errors.begin(), errors.end());
-  const bool good = errors[errors.size() / 2] < 0.05;
+bool compare(ResidentShard& shard, int rows) {
+  const std::vector<double> errors = logit_errors(shard, rows);
+  const bool good = errors[errors.size() / 2] < kLogitBound;
   std::printf("%s logits with fused experts, T=%-2d: rel_l2 median %.2e worst %.2e\n",
               good ? "ok  " : "FAIL", rows, errors[errors.size() / 2], errors.back());
   return good;
@@ -267,18 +29,15 @@ int run(int argc, char** argv) {
   std::vector<int> widths;
   for (int i = 1; i < argc; ++i) widths.push_back(std::atoi(argv[i]));
   if (widths.empty()) widths = {6};
-  Shard few(4), many(4 + kExtraLayers);
+  ResidentShard few(4), many(4 + kExtraLayers);
   int failures = 0;
   for (const int rows : widths) {
     failures += compare(many, rows) ? 0 : 1;
     for (const auto& [name, launch] :
-         {std::pair<const char*, Launch>{"resident", lowlat_plain_step_launch},
-          std::pair<const char*, Launch>{"fused experts", lowlat_step_launch}}) {
-      const auto a = few.times(rows, launch), b = many.times(rows, launch);
-      const auto layer = [&](double share) {
-        const auto at = static_cast<std::size_t>(share * static_cast<double>(a.size() - 1));
-        return (b[at] - a[at]) / kExtraLayers;
-      };
+         {std::pair<const char*, ResidentShard::Launch>{"resident", lowlat_plain_step_launch},
+          std::pair<const char*, ResidentShard::Launch>{"fused experts", lowlat_step_launch}}) {
+      const auto a = few.times(rows, launch, kRepeats), b = many.times(rows, launch, kRepeats);
+      const auto layer = [&](double share) { return layer_us(a, b, kExtraLayers, share); };
       std::printf(
           "%-14s plain V4.1 layer, TP4 shard, T=%-2d  median %8.1f us  low %8.1f  high %8.1f"
           "  (steps of 4 and 8 layers: %.1f and %.1f us)\n",

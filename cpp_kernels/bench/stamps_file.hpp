@@ -102,8 +102,10 @@ inline std::string stamps_json(const std::vector<nvidia::fused::Stamp>& stamps,
   using nvidia::fused::HopKernel;
   using nvidia::fused::StampStage;
   static constexpr std::array<const char*, static_cast<std::size_t>(HopKernel::count)> kKernels = {
-      "front qkv",     "front q",    "attention", "wo_a",         "wo_b",
-      "attention sum", "statistics", "experts",   "experts' sum", "begin"};
+      "front qkv",    "front q",       "attention",         "wo_a",
+      "wo_b",         "attention sum", "statistics",        "experts",
+      "experts' sum", "begin",         "second statistics", "latent",
+      "compressor",   "index query",   "index scores",      "index selection"};
   struct StageName {
     const char* name;
     bool waits;

@@ -44,13 +44,22 @@ void hosted() {
   lowlat_model_config config = config_of(false, 3);
   config.num_pages = kPagesOfRequest;
   Weights weights;
-  Rank fused("nvidia:0:fused:loop", config, weights, true);
-  Rank resident("nvidia:0:persistent:loop", config, weights, true);
+  Rank fused("nvidia:0:fused:loop", config, weights, Host::steps);
+  Rank resident("nvidia:0:persistent:loop", config, weights, Host::steps);
   for (const int rows : {6, 1, 12, 48}) {
     compare_hosted(fused, resident, case_of(rows, kPosition + 10 * rows), 1);
   }
   compare_hosted(fused, resident, {4, 1, kPosition}, 2);
   compare_pools(fused, resident);
+  config.num_widths = 0;
+  for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
+  Weights draft_weights;
+  Rank fused_draft("nvidia:0:fused:loop", config, draft_weights, Host::proposals);
+  Rank resident_draft("nvidia:0:persistent:loop", config, draft_weights, Host::proposals);
+  for (const int batch : {1, 4, 8}) {
+    compare_proposals(fused_draft, resident_draft, batch, false);
+    compare_proposals(fused_draft, resident_draft, batch, true);
+  }
 }
 
 enum class Timed { step, tokens_only, draft };
@@ -67,6 +76,7 @@ void time_steps(const std::vector<int>& widths) {
       if (timed == Timed::tokens_only) step.logits = nullptr;
       const lowlat_draft draft = draft_of(fused, step, of, false);
       must(lowlat_step_launch(fused.model(), &step, nullptr));
+      must(lowlat_synchronize(fused.model(), 10'000'000'000));
       Graph graph([&](cudaStream_t stream) {
         if (timed == Timed::draft) {
           must(lowlat_draft_launch(fused.model(), &draft, stream));

@@ -24,6 +24,8 @@
 
 namespace lowlat::bench {
 
+// Of rank 0, whose embeddings the loop makes every rank's; others would be zeros.
+inline constexpr int kOwnTokens = 129280 / 4;
 inline constexpr int kPosition = 4000, kPageSize = 256, kMaxBatch = 8, kPagesOfRequest = 20;
 
 inline void must(lowlat_status status) {
@@ -49,11 +51,11 @@ static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t 
   return (bits & 0x80u ? -size : size) * scale;
 }
 
-enum class Kind { plain, gain, embedding, wo_a, kv_pages, index_pages };
+enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages };
 
-// Random values of a dtype. Sublayers add a twentieth to the streams that the embedding made: what
-// one of them does wrong shows, and what the schedules round otherwise does not choose other
-// experts in most rows, as it would where sums of quantised values are all there is.
+// Random values of a dtype. A sublayer adds an eighth to the streams that the embedding made: what
+// one of them does wrong shows. Biases choose the experts: scores that lie as close as random ones
+// would give a row others by the last bit of what came before, and that row would tell nothing.
 static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
                             std::int64_t count, int scale_code, std::uint64_t seed) {
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
@@ -62,6 +64,7 @@ static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_
     const float unit = static_cast<float>(bits >> 40) * 0x1p-24f - 0.5f;
     const float value = kind == Kind::gain        ? 1.0f + 0.4f * unit
                         : kind == Kind::embedding ? 3.4f * unit
+                        : kind == Kind::bias      ? 40.0f * unit
                                                   : 0.05f * unit;
     auto* bytes = static_cast<std::uint8_t*>(out);
     switch (dtype) {
@@ -211,12 +214,13 @@ class Weights {
     const bool out = name.find("wo_b") != std::string::npos;
     const bool down = name.find("w2") != std::string::npos;
     const int scale_code = out ? 125 : down ? 117 : 120;
-    const Kind kind = name == "embed.weight"              ? Kind::embedding
-                      : gain                              ? Kind::gain
-                      : name.find("wo_a") != std::string::npos ? Kind::wo_a
-                      : spec.layout == LOWLAT_KV_PAGED    ? Kind::kv_pages
-                      : spec.layout == LOWLAT_INDEX_PAGED ? Kind::index_pages
-                                                          : Kind::plain;
+    const Kind kind = name == "embed.weight"                        ? Kind::embedding
+                      : gain                                        ? Kind::gain
+                      : name.find("gate.bias") != std::string::npos ? Kind::bias
+                      : name.find("wo_a") != std::string::npos      ? Kind::wo_a
+                      : spec.layout == LOWLAT_KV_PAGED              ? Kind::kv_pages
+                      : spec.layout == LOWLAT_INDEX_PAGED           ? Kind::index_pages
+                                                                    : Kind::plain;
     // Rows of a page by its bytes.
     const int rows = kind == Kind::kv_pages ? static_cast<int>(spec.shape[1] / 584) : 1;
     fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code, seed << 40);
@@ -248,17 +252,22 @@ struct Case {
 inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
+// Who keeps caches and head: the model, or an engine with the checkpoint's experts and wo_a in bf16,
+// for steps or for proposals.
+enum class Host { none, steps, proposals };
+
 class Rank {
  public:
-  // hosted: by an engine that keeps caches and head, with the checkpoint's experts and wo_a in bf16.
   Rank(const std::string& platform, const lowlat_model_config& config, Weights& weights,
-       bool hosted = false)
+       Host host = Host::none)
       : config_(config) {
+    const bool hosted = host != Host::none;
     if (hosted) {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
       hosting.expert_layout = LOWLAT_ROW_MAJOR;
       hosting.bf16_wo_a = 1;
+      hosting.proposals = host == Host::proposals ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
     } else {
       must(lowlat_model_create(platform.c_str(), &config_, &model_));
@@ -292,7 +301,7 @@ class Rank {
       must(lowlat_model_bind(model_, spec.name, &tensor));
     }
     must(lowlat_model_ready(model_));
-    if (hosted) bind_caches(caches);
+    if (host == Host::steps) bind_caches(caches);
   }
   ~Rank() {
     lowlat_model_destroy(model_);
@@ -331,7 +340,7 @@ class Rank {
       for (int i = 0; i < 3; ++i) history.push_back((q * 31 + i * 7 + salt) % config_.vocab);
       for (int i = 0; i < of.tokens; ++i) {
         const int position = of.position + 11 * q + i;
-        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % config_.vocab);
+        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % kOwnTokens);
         positions.push_back(position);
         requests.push_back(q);
         slots.push_back(
@@ -371,7 +380,7 @@ class Rank {
       requests.push_back(kMaxBatch - 1 - q);
       for (int i = 0; i < of.tokens; ++i) {
         const int position = of.position + 11 * q + i;
-        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % config_.vocab);
+        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % kOwnTokens);
         positions.push_back(position);
         slots.push_back(
             pages[static_cast<std::size_t>(q * kPagesOfRequest + position / kPageSize)] *
@@ -554,7 +563,7 @@ inline void compare_step(Rank& got, Rank& want, const Case& of, int salt) {
     wrong +=
         best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
   }
-  const bool good = median(errors) < 0.03 && wrong == 0;
+  const bool good = median(errors) < 0.05 && wrong == 0;
   std::printf(
       "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
       "differs %d, wrong %d\n",
@@ -581,10 +590,65 @@ inline void compare_hosted(Rank& got, Rank& want, const Case& of, int salt) {
     medians[i] = median(errors_of(results[i][0], results[i][1], widths[i]));
   }
   const bool kept = got.history() == want.history();
-  const bool good = medians[0] < 0.03 && medians[1] < 0.03 && medians[2] < 0.03 && kept;
+  const bool good = medians[0] < 0.05 && medians[1] < 0.05 && medians[2] < 0.05 && kept;
   std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
               good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
               kept ? "" : ", other history");
+  std::fflush(stdout);
+  failures += good ? 0 : 1;
+}
+
+// Proposals of both for one batch: tokens, and logits of the requests that are sampled.
+inline void compare_proposals(Rank& got, Rank& want, int batch, bool samples) {
+  const auto rows = static_cast<std::size_t>(batch) * 5;
+  const auto vocab = static_cast<std::size_t>(got.config().vocab);
+  std::vector<std::vector<float>> logits;
+  std::vector<std::vector<std::int64_t>> tokens;
+  for (Rank* rank : {&got, &want}) {
+    std::vector<std::uint16_t> hidden;
+    std::vector<std::int64_t> anchors;
+    std::vector<float> temperatures;
+    std::uint64_t state = 1234;
+    for (std::size_t i = 0; i < rows * 5120; ++i) {
+      state = state * 6364136223846793005ull + 1442695040888963407ull;
+      hidden.push_back(static_cast<std::uint16_t>(0x3f00u | (state >> 33 & 0x80ffu)));
+    }
+    for (int q = 0; q < batch; ++q) {
+      anchors.push_back(1000 * q + 17);
+      temperatures.push_back(q % 2 == 0 ? 0.8f : 0.0f);
+    }
+    lowlat_proposal proposal{};
+    proposal.struct_bytes = sizeof proposal;
+    proposal.batch_size = batch;
+    proposal.hidden = rank->place(hidden);
+    proposal.anchors = rank->place(anchors);
+    proposal.draft_tokens = rank->place(std::vector<std::int64_t>(rows, -7));
+    if (samples) {
+      proposal.temperature = rank->place(temperatures);
+      proposal.noise_offset = rank->place(std::vector<std::int64_t>{41});
+      proposal.noise_key = 99;
+      proposal.draft_logits = rank->place(std::vector<float>(rows * vocab, 0.0f));
+    }
+    must(lowlat_propose_launch(rank->model(), &proposal, nullptr));
+    must(lowlat_synchronize(rank->model(), 10'000'000'000));
+    tokens.push_back(rank->take(proposal.draft_tokens, rows));
+    if (!samples) continue;
+    std::vector<float> own;
+    const auto all = rank->take(proposal.draft_logits, rows * vocab);
+    for (int q = 0; q < batch; q += 2) {
+      const auto first = all.begin() + static_cast<std::ptrdiff_t>(q * 5 * vocab);
+      own.insert(own.end(), first, first + static_cast<std::ptrdiff_t>(5 * vocab));
+    }
+    logits.push_back(own);
+  }
+  int differs = 0;
+  for (std::size_t i = 0; i < rows; ++i) differs += tokens[0][i] != tokens[1][i];
+  const auto errors = samples ? errors_of(logits[0], logits[1], vocab) : std::vector<double>{};
+  const bool good = 5 * differs <= static_cast<int>(rows) && median(errors) < 0.01;
+  std::printf(
+      "%s proposals of %d%s: tokens differ %d of %zu, logits rel_l2 median %.2e worst %.2e\n",
+      good ? "ok  " : "FAIL", batch, samples ? ", sampled" : "", differs, rows, median(errors),
+      errors.empty() ? 0.0 : errors.back());
   std::fflush(stdout);
   failures += good ? 0 : 1;
 }
@@ -680,7 +744,11 @@ inline void replay(Rank& rank, const Case& of, int count) {
   // A layer's compressed keys and pending halves are there from the second time on.
   int different = 0;
   for (int turn = 0; turn < 2; ++turn) {
-    for (auto& graph : graphs) graph->replay();
+    // Each has a stream of its own, and a model's steps follow each other.
+    for (auto& graph : graphs) {
+      graph->replay();
+      graph->wait();
+    }
   }
   for (int i = 0; i < 3; ++i) {
     graphs[static_cast<std::size_t>(i)]->replay();
@@ -712,9 +780,7 @@ inline void replay(Rank& rank, const Case& of, int count) {
 }
 
 inline Case case_of(int rows, int position) {
-  return rows % 6 == 0 ? Case{rows / 6, 6, position}
-         : rows <= 8   ? Case{1, rows, position}
-                       : Case{rows, 1, position};
+  return rows % 6 == 0 ? Case{rows / 6, 6, position} : Case{rows, 1, position};
 }
 
 }  // namespace lowlat::bench

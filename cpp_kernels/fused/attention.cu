@@ -1,13 +1,14 @@
 // sparse_attention_bf16_sm90: attention of few rows over gathered keys of 584 bytes.
 //
-// Math         s_j = 512^-0.5·(q·k_j) over the window and the extra set, o = Σ e^(s_j - M) k_j /
+// Math         V4: few rows' heads of q normed and rotated first, as front.cu says
+//              s_j = 512^-0.5·(q·k_j) over the window and the extra set, o = Σ e^(s_j - M) k_j /
 //              (Σ e^(s_j - M) + e^(sink - M)); o to bf16, its last 64 rotated back at the row's
 //              position, to bf16; a row without keys gives 0; index -1 and nothing else is left out
 // Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
-//              o [T,heads·512] f16 under a power of two a 32 · 1 ≤ T ≤ 48
+//              o [T,heads·512] f16 under a power of two a 32 (V4: 128) · 1 ≤ T ≤ 48
 // Rounding     keys to bf16 exactly; probabilities to bf16 (the denominator adds the rounded ones);
 //              sums fp32, a block's part of them to bf16; o as above; to f16 without loss but for
-//              values 2^-24 of their group's largest and below
+//              values 2^-24 of their group's largest and below (V4: to the values of e4m3 codes)
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
@@ -37,26 +38,35 @@ constexpr int kThreads = 256;
 constexpr int kHeads = 16;  // of a cluster: one tile of mma
 constexpr int kDim = shape::kHeadDim;
 constexpr int kNope = kDim - shape::kRopeDim;
-constexpr int kTile = 48;  // keys that are in shared memory together: 3 steps of the second product
 // Pieces of 16 bytes of a stored row: 28 of codes, 8 of bf16.
 constexpr int kPieces = stages::kKvDataBytes / 16;
 constexpr int kCodePieces = kNope / 16;
-constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;
+constexpr int kListed = kThreads;  // keys that are looked up together
 // A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
 constexpr int kKeyPitch = kDim + 8;
 constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
-constexpr int kProbPitch = kTile + 8;
 // Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
 constexpr int kSumPitch = kDim + 8;
-constexpr int kGroup = 32;
 
+// kTile keys are in shared memory together: a step of the second product for each sixteen.
+template <int kTile_, bool kHops>
 struct Shared {
+  static constexpr int kTile = kTile_, kProbPitch = kTile + 8;
+  static constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
+  // q where it comes by packets, then scores [kScoreGroups][kHeads][kTile]. A tile's stored rows and
+  // their scale bytes lie over both where nothing of the next tile comes meanwhile, else behind.
+  static constexpr int kQueryBytes = kHops ? kHeads * kKeyPitch * 2 : 0;
+  static constexpr int kScoreBytes = kScoreGroups * kHeads * kTile * 4;
+  static constexpr int kRawAt = kHops ? 0 : kScoreBytes;
+  static constexpr int kRawScales = kRawAt + kTile * stages::kKvDataBytes;
+  static constexpr int kRawEnd = kRawScales + kTile * 8;
+  static_assert(kTile % 16 == 0 && kHeads <= kTile && kListed >= kTile);
   union {
     std::uint16_t key[kTile * kKeyPitch];
     std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
-  alignas(16) std::uint16_t query[kHeads * kKeyPitch];  // bf16
-  float score[kScoreGroups][kHeads][kTile];
+  alignas(16) unsigned char work[kRawEnd > kQueryBytes + kScoreBytes ? kRawEnd
+                                                                     : kQueryBytes + kScoreBytes];
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
   // What the cluster sends: by block and then by head of this one, its part of the sums under the
@@ -66,6 +76,8 @@ struct Shared {
   std::uint64_t parts;           // barrier
   float factor[kHeads][kHeads];  // of a block's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
+  std::int32_t slot[kListed];  // of the block's keys, so many at a time; -1: a pad, or none
+  std::int32_t written[kMaxFusedRows];  // kv_slots
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
   // first tile, rows that may not be read yet.
   const std::uint8_t* data[2][kTile];
@@ -75,61 +87,66 @@ struct Shared {
   std::int8_t late_row[kTile];
   bool any_late;
 };
-static_assert(kHeads <= kTile);
 
-// Finds one key: `place` counts through the window's and then the extra set's indices.
-// `row`: of the step's rows the one that writes it, or -1.
-LOWLAT_DEVICE stages::KvRow<std::uint8_t> find_key(const AttentionParams& params, int row_idx,
-                                                   int place, bool& late, int& row) {
-  const bool in_window = place < params.num_window;
-  constexpr int kAtOnce = kHopRows;
-  int written[kAtOnce];
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    written[i] = __ldg(params.kv_slots + min(i, params.num_rows - 1));
+// Slots of the keys from `first` on: places count through the window's and then the extra set's
+// indices. A thread a key.
+template <class Shared>
+LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int row_idx, int first,
+                             int end) {
+  const int place = first + plat::thread_idx();
+  std::int32_t slot = -1;
+  if (place < end) {
+    slot = place < params.num_window
+               ? __ldg(params.window_idx + row_idx * params.num_window + place)
+               : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
+                       place - params.num_window);
   }
-  const int slot =
-      in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
-                : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
-                        place - params.num_window);
-  late = params.late_extra;
-  row = -1;
-  if (in_window) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (written[i] == slot) row = min(i, params.num_rows - 1);
-    }
-    for (int i = kAtOnce; i < params.num_rows; ++i) {
-      if (__ldg(params.kv_slots + i) == slot) row = i;
-    }
-    late = row >= 0;
-  }
+  shared.slot[plat::thread_idx()] = slot;
+}
+
+// Where the key of a place is.
+LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, int place,
+                                                 std::int32_t slot) {
   if (slot < 0) return {nullptr, nullptr};
-  const KvPages& pages = in_window ? params.window : params.extra;
+  const KvPages& pages = place < params.num_window ? params.window : params.extra;
   return stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(
       slot);
 }
 
-// A thread's share of a tile on its way to shared memory.
-struct Pieces {
-  uint4 data[kPerThread];
-  std::uint32_t scale[kPerThread];  // ue8m0 codes
-};
-
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
-LOWLAT_DEVICE int key_of(int i) { return min(piece_of(i) / kPieces, kTile - 1); }
+template <int kTile>
+LOWLAT_DEVICE int key_of(int i) {
+  return min(piece_of(i) / kPieces, kTile - 1);
+}
 
-// Asks for the pieces of the keys in data[]; those of none are zeros.
-LOWLAT_DEVICE void load_pieces(Pieces& pieces, const std::uint8_t* const* data,
-                               const std::uint8_t* const* scales) {
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int key = key_of(i), piece = piece_of(i) % kPieces;
-    const std::uint8_t* row = data[key];
-    const bool there = row != nullptr;
-    pieces.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
-                           : make_uint4(0u, 0u, 0u, 0u);
-    pieces.scale[i] = there && piece < kCodePieces ? __ldcg(scales[key] + piece / 4) : 127u;
+LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(sm90::shared_address(dst_shared)),
+               "l"(__cvta_generic_to_global(src))
+               : "memory");
+}
+
+// Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads call.
+template <bool kFill, class Shared>
+LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
+                                const std::uint8_t* const* scales) {
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+    const std::uint8_t* row = data[i / kPieces];
+    unsigned char* to = shared.work + Shared::kRawAt + 16 * i;
+    if (row != nullptr) {
+      copy_16(to, row + 16 * (i % kPieces));
+    } else if constexpr (kFill) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(0u, 0u, 0u, 0u);
+    }
+  }
+  const int key = plat::thread_idx();
+  if (key < Shared::kTile) {
+    unsigned char* to = shared.work + Shared::kRawScales + 8 * key;
+    if (data[key] != nullptr) {
+      copy_8(to, scales[key]);
+    } else if constexpr (kFill) {
+      *reinterpret_cast<std::uint64_t*>(to) = 0x7f7f'7f7f'7f7f'7f7full;
+    }
   }
 }
 
@@ -141,10 +158,10 @@ LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
   return sm90::multiply_bf16_pairs(bits, kPower120);
 }
 
-LOWLAT_DEVICE void store_piece(Shared& shared, const uint4& data, std::uint32_t scale_code,
+LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint32_t scale_code,
                                int number) {
   const int key = number / kPieces, piece = number % kPieces;
-  std::uint16_t* to = shared.key + key * kKeyPitch;
+  std::uint16_t* to = keys + key * kKeyPitch;
   if (piece >= kCodePieces) {
     *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = data;
     return;
@@ -166,21 +183,84 @@ LOWLAT_DEVICE void store_piece(Shared& shared, const uint4& data, std::uint32_t 
   place[1] = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
-LOWLAT_DEVICE void store_pieces(Shared& shared, const Pieces& pieces) {
+// Keys of what was asked for: of all rows, or of those in only[]. All threads call. Short code: it
+// is the longest of the kernel.
+template <class Shared>
+LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) {
+  wait_for_copies();
+  plat::block_sync();
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+    const int key = i / kPieces, piece = i % kPieces;
+    if (only != nullptr && only[key] == nullptr) continue;
+    store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + Shared::kRawAt + 16 * i),
+                shared.work[Shared::kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
+  }
+}
+
+// A group of 32 values as f16 under a power of two. The group's largest goes to 2^13 .. 2^14;
+// exponents are kept where both factors are normal; what is smaller than that is 0 in any fp32 sum.
+LOWLAT_DEVICE PowerScale half_scale(float amax) {
+  int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
+  exponent = max(min(exponent, 127), -100);
+  return {plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23),
+          plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23)};
+}
+
+// V4: packets of q as they are sent become those of normed and rotated heads. All threads call; a
+// thread has packet thread_idx % 128 of every second head. shared.factor is free until the end.
+template <int kPackets, class Memory>
+LOWLAT_DEVICE void norm_heads(HopWords (&words)[kPackets], Memory& shared, float norm_eps) {
+  constexpr int kPacketsAHead = kDim / 4, kPacketsATile = 16, kAtOnce = kThreads / kPacketsAHead;
+  static_assert(kPackets * kAtOnce == kHeads && 2 * kPacketsATile == plat::kWarpLanes);
+  constexpr int kWarpsAHead = kPacketsAHead / plat::kWarpLanes;
+  const int packet = plat::thread_idx() % kPacketsAHead, half = plat::thread_idx() / kPacketsAHead;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    if (piece_of(i) < kTile * kPieces) {
-      store_piece(shared, pieces.data[i], pieces.scale[i], piece_of(i));
+  for (int i = 0; i < kPackets; ++i) {
+    const float own = plat::bits_float(words[i].third);
+    const float other = plat::warp_shuffle_xor(own, kPacketsATile);
+    if (lane_idx == 0) {
+      shared.factor[i * kAtOnce + half][packet / plat::kWarpLanes] = own + other;
     }
+  }
+  plat::block_sync();
+  const int turned = 4 * packet - kNope;  // among the head's rotating dimensions
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) {
+    const float* parts = shared.factor[i * kAtOnce + half];
+    float squares = parts[0];
+#pragma unroll
+    for (int j = 1; j < kWarpsAHead; ++j) squares += parts[j];
+    const float norm = quick_rsqrt(squares / static_cast<float>(kDim) + norm_eps);
+    std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float a = quick_bf16(sm90::low_bf16(pairs[j]) * norm);
+      float b = quick_bf16(sm90::high_bf16(pairs[j]) * norm);
+      if (turned >= 0) {
+        const float2 turn = shared.turn[turned / 2 + j];
+        const float first = a * turn.x - b * turn.y;
+        b = a * turn.y + b * turn.x;
+        a = first;
+      }
+      pairs[j] = sm90::to_bf16_pair(a, b);
+    }
+    words[i].pair = static_cast<std::uint64_t>(pairs[1]) << 32 | pairs[0];
   }
 }
 
 // kHops: q, the step's own keys and o are packets.
-template <bool kHops>
+template <class M, bool kHops, int kTile>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
+  using Memory = Shared<kTile, kHops>;
+  constexpr int kPerThread = Memory::kPerThread, kProbPitch = Memory::kProbPitch;
   extern __shared__ __align__(128) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  Memory& shared = *reinterpret_cast<Memory*>(memory);
+  [[maybe_unused]] auto* const query_of_heads = reinterpret_cast<std::uint16_t*>(shared.work);
+  auto* const scores =
+      reinterpret_cast<float (*)[kHeads][kTile]>(shared.work + Memory::kQueryBytes);
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
@@ -191,7 +271,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   HopTag hop = {};
   if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
-  Stamps stamps(kHops ? params.hop.port->stamps : StampSink{}, hop.kernel);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
   const int num_keys = params.num_window + params.num_extra;
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
@@ -205,38 +286,67 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncwarp();
   sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
-  if (thread_idx < kTile) {
-    stages::KvRow<std::uint8_t> row{nullptr, nullptr};
-    bool late = false;
-    int late_row = -1;
-    if (first_key + thread_idx < end_key) {
-      row = find_key(params, row_idx, first_key + thread_idx, late, late_row);
-    }
-    shared.late_row[thread_idx] = static_cast<std::int8_t>(row.data != nullptr ? late_row : -1);
-    shared.data[0][thread_idx] = late ? nullptr : row.data;
-    shared.late[thread_idx] = late ? row.data : nullptr;
-    shared.scales[0][thread_idx] = row.scales;
-    if (thread_idx == 0) shared.any_late = false;
-  }
+  list_keys(shared, params, row_idx, first_key, end_key);
+  if (thread_idx < params.num_rows)
+    shared.written[thread_idx] = __ldg(params.kv_slots + thread_idx);
   if (thread_idx < kHeads) {
     shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
     shared.top[thread_idx] = -INFINITY;
     shared.weight[thread_idx] = 0.0f;
   }
+  if (thread_idx == 0) shared.any_late = false;
   plat::block_sync();
-  if (thread_idx < kTile && shared.late[thread_idx] != nullptr) shared.any_late = true;
-  Pieces pieces;
-  load_pieces(pieces, shared.data[0], shared.scales[0]);
+  if (thread_idx < kTile) {
+    const int place = first_key + thread_idx;
+    const std::int32_t slot = shared.slot[thread_idx];
+    const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
+    bool late = params.late_extra;
+    int late_row = -1;
+    if (place < params.num_window) {
+#pragma unroll 4
+      for (int i = 0; i < params.num_rows; ++i) {
+        if (shared.written[i] == slot) late_row = i;
+      }
+      late = late_row >= 0;
+    }
+    const bool there = row.data != nullptr;
+    shared.late_row[thread_idx] = static_cast<std::int8_t>(there ? late_row : -1);
+    shared.data[0][thread_idx] = late ? nullptr : row.data;
+    shared.late[thread_idx] = late ? row.data : nullptr;
+    shared.scales[0][thread_idx] = row.scales;
+    if (late && there) shared.any_late = true;
+  }
+  plat::block_sync();
+  ask_for_tile<true>(shared, shared.data[0], shared.scales[0]);
   if (thread_idx < shape::kRopeDim / 2) {
     const float angle =
         static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
-    shared.turn[thread_idx] = make_float2(plat::cos(angle), plat::sin(angle));
+    shared.turn[thread_idx] = turn_by(angle);
   }
-  store_pieces(shared, pieces);
+  expand_tile(shared, nullptr);
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
   if (!kHops || params.before.word != nullptr) wait_at(params.before);
+  if constexpr (!kHops) stamps.mark(StampStage::wait);
+  if (kHops && shared.any_late) {
+    // Keys of the step's rows, which are there before q is. Few threads have such pieces, and few
+    // of them more than one.
+#pragma unroll 1
+    for (int i = 0; i < kPerThread; ++i) {
+      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of<kTile>(i)] : -1;
+      if (__all_sync(plat::kAllLanes, row < 0)) continue;
+      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
+                         max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
+      HopWords words[2];
+      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
+      if (row < 0) continue;
+      store_piece(shared.key,
+                  make_uint4(low_word(words[0].pair), high_word(words[0].pair),
+                             low_word(words[1].pair), high_word(words[1].pair)),
+                  words[0].third, piece_of(i));
+    }
+  }
   if constexpr (kHops) {
     wait_for_signs(hop,
                    {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
@@ -258,10 +368,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
                        (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
     take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
+    if constexpr (M::kNormsHeads) norm_heads(words, shared, params.norm_eps);
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const int packet = thread_idx + i * kThreads;
-      *reinterpret_cast<uint2*>(shared.query + packet / (kDim / 4) * kKeyPitch +
+      *reinterpret_cast<uint2*>(query_of_heads + packet / (kDim / 4) * kKeyPitch +
                                 packet % (kDim / 4) * 4) =
           make_uint2(low_word(words[i].pair), high_word(words[i].pair));
     }
@@ -272,7 +383,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         query[step][half] = *reinterpret_cast<const uint4*>(
-            shared.query + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
+            query_of_heads + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
       }
     }
   } else {
@@ -287,107 +398,85 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
-  if (kHops && shared.any_late) {
-    // Keys of the step's rows. Few threads have such pieces, and few of them more than one.
-#pragma unroll 1
-    for (int i = 0; i < kPerThread; ++i) {
-      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
-      if (__all_sync(plat::kAllLanes, row < 0)) continue;
-      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
-                         max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
-      HopWords words[2];
-      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
-      if (row < 0) continue;
-      store_piece(shared,
-                  make_uint4(low_word(words[0].pair), high_word(words[0].pair),
-                             low_word(words[1].pair), high_word(words[1].pair)),
-                  words[0].third, piece_of(i));
-    }
-  }
   if (shared.any_late && (!kHops || params.late_extra)) {
-    const auto late_of = [&](int i) {
-      const int key = key_of(i);
-      return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
-    };
-    Pieces late;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
-      const std::uint8_t* row = late_of(i);
-      const int piece = piece_of(i) % kPieces;
-      const bool there = row != nullptr;
-      late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
-                           : make_uint4(0u, 0u, 0u, 0u);
-      late.scale[i] =
-          there && piece < kCodePieces ? __ldcg(shared.scales[0][key_of(i)] + piece / 4) : 127u;
+    if (thread_idx < kTile) {
+      shared.data[1][thread_idx] =
+          kHops && shared.late_row[thread_idx] >= 0 ? nullptr : shared.late[thread_idx];
     }
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
-      store_piece(shared, late.data[i], late.scale[i], piece_of(i));
-    }
+    plat::block_sync();
+    ask_for_tile<false>(shared, shared.data[1], shared.scales[0]);
+    expand_tile(shared, shared.data[1]);
+    plat::block_sync();
   }
 
+  if constexpr (!kHops) stamps.mark(StampStage::read);
   float sum[8][4] = {};  // of a warp's 64 dimensions
-  int side = 0;
+  int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
-      // Few rows have one tile a block; more have registers for the next tile's rows.
-      if constexpr (kHops) load_pieces(pieces, shared.data[side], shared.scales[side]);
-      store_pieces(shared, pieces);
+      // Few rows have one tile a block; more have memory for the next tile's rows.
+      if constexpr (kHops) ask_for_tile<true>(shared, shared.data[side], shared.scales[side]);
+      expand_tile(shared, nullptr);
     }
-    if (thread_idx < kTile && first + kTile < end_key) {
-      stages::KvRow<std::uint8_t> row{nullptr, nullptr};
-      bool late;  // no longer: the kernels before have ended
-      int late_row;
-      if (first + kTile + thread_idx < end_key) {
-        row = find_key(params, row_idx, first + kTile + thread_idx, late, late_row);
-      }
+    const int next = first + kTile;
+    if (next < end_key && next + kTile > listed + kListed) {
+      // The list ends before the next tile does: the next list begins with that tile's keys.
+      plat::block_sync();
+      list_keys(shared, params, row_idx, next, end_key);
+      listed = next;
+      plat::block_sync();
+    }
+    if (thread_idx < kTile && next < end_key) {
+      // None is late any more: the kernels before have ended.
+      const stages::KvRow<std::uint8_t> row =
+          key_at(params, next + thread_idx, shared.slot[next + thread_idx - listed]);
       shared.data[side ^ 1][thread_idx] = row.data;
       shared.scales[side ^ 1][thread_idx] = row.scales;
     }
     plat::block_sync();
-    if (!kHops &&
-        first + kTile < end_key) {  // the next tile's rows are on their way over the products
-      load_pieces(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
+    if (!kHops && next < end_key) {  // the next tile's rows are on their way over the products
+      ask_for_tile<true>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
-    float score[3][4] = {};
+    constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
+    float score[kScoreTiles][4] = {};
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       const uint4 &low = query[step][0], &high = query[step][1];
       const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
                                      {low.z, high.z, low.w, high.w}};
 #pragma unroll
-      for (int n = 0; n < 3; ++n) {
-        const uint4 b =
-            *reinterpret_cast<const uint4*>(shared.key + (key_half * 24 + n * 8 + g) * kKeyPitch +
-                                            score_group * 128 + step * 32 + 8 * t);
+      for (int n = 0; n < kScoreTiles; ++n) {
+        const uint4 b = *reinterpret_cast<const uint4*>(
+            shared.key + (key_half * (kTile / 2) + n * 8 + g) * kKeyPitch + score_group * 128 +
+            step * 32 + 8 * t);
         const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
         sm90::mma_bf16(score[n], a[0], b_low);
         sm90::mma_bf16(score[n], a[1], b_high);
       }
     }
 #pragma unroll
-    for (int n = 0; n < 3; ++n) {
-      float* to = &shared.score[score_group][g][key_half * 24 + n * 8 + 2 * t];
+    for (int n = 0; n < kScoreTiles; ++n) {
+      float* to = &scores[score_group][g][key_half * (kTile / 2) + n * 8 + 2 * t];
       *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
       *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
     }
     plat::block_sync();
 
-    // Softmax of the tile: 16 threads a head, three keys each.
+    // Softmax of the tile: 16 threads a head.
     {
       constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
       constexpr float kLog2e = 1.4426950408889634f;
       const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
-      float s[3], top = -INFINITY;
+      constexpr int kKeys = kTile / 16;  // of a thread
+      float s[kKeys], top = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < kKeys; ++i) {
         const int key = first_of_thread + 16 * i;
-        float total = shared.score[0][head][key];
+        float total = scores[0][head][key];
 #pragma unroll
         for (int group = 1; group < kScoreGroups; ++group) {
-          total += shared.score[group][head][key];
+          total += scores[group][head][key];
         }
         const bool used = shared.data[side][key] != nullptr ||
                           (first == first_key && shared.late[key] != nullptr);
@@ -404,7 +493,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float base = top == -INFINITY ? 0.0f : top;
       float weight = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 3; ++i) {
+      for (int i = 0; i < kKeys; ++i) {
         const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
         shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
             static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
@@ -484,11 +573,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   wait_for_cluster(&shared.parts, 0);
   stamps.mark(StampStage::sum);
 
-  // Each block finishes its heads: a thread has two dimensions. The weight of each block's part
-  // of a head comes from 16 threads a head.
+  // Each block finishes its heads. The weight of each block's part of a head comes from 16 threads
+  // a head.
   constexpr float kLog2e = 1.4426950408889634f;
-  const int dim = 2 * thread_idx;
-  const int padded = padded_rows(params.num_rows);
+  [[maybe_unused]] const int padded = padded_rows(params.num_rows);
   const int part = thread_idx % kHeads, local = thread_idx / kHeads;
   if (local < heads_per_block) {
     const bool there = part < num_blocks;
@@ -514,50 +602,76 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
   }
   plat::block_sync();
+  // A thread has so many dimensions that a group lies in one warp: all threads have a head (V4:
+  // half of them each).
+  constexpr int kGroup = M::kScaleBlock, kDims = kGroup > 64 ? 4 : 2;
+  constexpr int kAtOnce = kThreads * kDims / kDim, kLanes = kGroup / kDims;
+  static_assert(kAtOnce >= 1 && kLanes <= plat::kWarpLanes);
+  const int dim = thread_idx * kDims % kDim;
 #pragma unroll 1
-  for (int i = 0; i < heads_per_block; ++i) {
+  for (int i = thread_idx * kDims / kDim; i < heads_per_block; i += kAtOnce) {
     const int head = block_idx * heads_per_block + i;
-    float first = 0.0f, second = 0.0f;
+    float v[kDims] = {};
 #pragma unroll 4
     for (int block = 0; block < num_blocks; ++block) {
-      const std::uint32_t pair =
-          *reinterpret_cast<const std::uint32_t*>(&shared.part[block * heads_per_block + i][dim]);
-      first = plat::fma(sm90::low_bf16(pair), shared.factor[i][block], first);
-      second = plat::fma(sm90::high_bf16(pair), shared.factor[i][block], second);
-    }
-    first = quick_bf16(first);
-    second = quick_bf16(second);
-    if (dim >= kNope) {
-      const float2 turn = shared.turn[(dim - kNope) / 2];
-      const float turned = first * turn.x + second * turn.y;
-      second = quick_bf16(second * turn.x - first * turn.y);
-      first = quick_bf16(turned);
-    }
-    float amax = plat::max(plat::abs(first), plat::abs(second));
+      const std::uint16_t* part = &shared.part[block * heads_per_block + i][dim];
+      const float factor = shared.factor[i][block];
 #pragma unroll
-    for (int mask = 1; mask < kGroup / 2; mask *= 2) {
+      for (int j = 0; j < kDims; j += 2) {
+        const std::uint32_t pair = *reinterpret_cast<const std::uint32_t*>(part + j);
+        v[j] = plat::fma(sm90::low_bf16(pair), factor, v[j]);
+        v[j + 1] = plat::fma(sm90::high_bf16(pair), factor, v[j + 1]);
+      }
+    }
+    float amax = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kDims; j += 2) {
+      v[j] = quick_bf16(v[j]);
+      v[j + 1] = quick_bf16(v[j + 1]);
+      if (dim >= kNope) {
+        const float2 turn = shared.turn[(dim + j - kNope) / 2];
+        const float turned = v[j] * turn.x + v[j + 1] * turn.y;
+        v[j + 1] = quick_bf16(v[j + 1] * turn.x - v[j] * turn.y);
+        v[j] = quick_bf16(turned);
+      }
+      amax = plat::max(plat::max(plat::abs(v[j]), plat::abs(v[j + 1])), amax);
+    }
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) {
       amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
     }
-    // The group's largest value goes to 2^13 .. 2^14. Exponents are kept where both factors are
-    // normal; what is smaller than that is 0 in any fp32 sum.
-    int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
-    exponent = max(min(exponent, 127), -100);
-    const float up = plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23);
+    const PowerScale group = M::kQuantizedO ? power_scale(amax) : half_scale(amax);
+    std::uint32_t pairs[kDims / 2];
+#pragma unroll
+    for (int j = 0; j < kDims; j += 2) {
+      float a = v[j] * group.inverse, b = v[j + 1] * group.inverse;
+      if constexpr (M::kQuantizedO) {
+        std::uint32_t values[2];
+        sm90::e4m3_to_f16(values, sm90::to_e4m3_pair(a, b));
+        pairs[j / 2] = values[0];
+      } else {
+        pairs[j / 2] = sm90::to_f16_pair(a, b);
+      }
+    }
     const std::int64_t place =
         (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
-    const float down = plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23);
-    const std::uint32_t pair = sm90::to_f16_pair(first * up, second * up);
     if constexpr (kHops) {
-      const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, pair, 1);
-      if (thread_idx % 2 != 0) continue;
-      send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pair,
-                  next, plat::float_bits(down));
-      continue;
-    }
-    *reinterpret_cast<std::uint32_t*>(params.o + place) = pair;
-    if (thread_idx % (kGroup / 2) == 0) {
-      params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
-          down;
+      std::uint32_t next = pairs[kDims / 2 - 1];
+      if constexpr (kDims == 2) {
+        next = __shfl_down_sync(plat::kAllLanes, pairs[0], 1);
+        if (thread_idx % 2 != 0) continue;
+      }
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pairs[0],
+                  next, plat::float_bits(group.scale));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kDims; j += 2) {
+        *reinterpret_cast<std::uint32_t*>(params.o + place + j) = pairs[j / 2];
+      }
+      if (dim % kGroup == 0) {
+        params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
+            group.scale;
+      }
     }
   }
   stamps.mark(StampStage::store);
@@ -575,10 +689,17 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
-  const auto kernel = params.num_rows <= kHopRows ? sparse_attention_bf16_sm90<true>
-                                                  : sparse_attention_bf16_sm90<false>;
-  return launch_kernel(kernel, dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
-                       sizeof(Shared), blocks, programmatic, stream, params);
+  return with_model(params.model, [&]<class M>() {
+    const auto launch = [&]<bool kHops, int kTile>() {
+      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile>,
+                           dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
+                           sizeof(Shared<kTile, kHops>), blocks, programmatic, stream, params);
+    };
+    if (params.num_rows <= kHopRows) return launch.template operator()<true, 48>();
+    // So that a block has room beside one of the kernel before.
+    if (params.num_rows <= 24) return launch.template operator()<false, 48>();
+    return launch.template operator()<false, 32>();
+  });
 }
 
 }  // namespace lowlat::nvidia::fused

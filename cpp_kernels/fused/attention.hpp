@@ -11,8 +11,11 @@
 namespace lowlat::nvidia::fused {
 
 struct AttentionParams {
+  // V4: o is quantised for wo_a, so what is written are its e4m3 codes' values.
+  FusedModel model;
   int num_rows;            // T, 1 .. 48
   int num_heads;           // of this rank, a multiple of 16
+  float norm_eps;          // V4
   const std::uint16_t* q;  // bf16 [T, num_heads, 512], rotated
   // Up to kHopRows rows: packets instead of q, o and o_scale, and the keys of kv_slots come by
   // packets too. A row with a slot has that slot among its window_idx.
@@ -32,7 +35,7 @@ struct AttentionParams {
   const std::int32_t* kv_slots;  // [T]
   // Out: the attention output, rotated back, as f16 under powers of two.
   std::uint16_t* o;  // f16 [T, num_heads * 512]
-  float* o_scale;    // [num_heads * 16, padded_rows(T)]: one a 32 values
+  float* o_scale;    // [num_heads * 512 / group, padded_rows(T)]: one a 32 (V4: 128) values
   // True: the rows of the extra set are read only after the kernels before have ended (a layer
   // that writes its own compressed keys).
   bool late_extra;

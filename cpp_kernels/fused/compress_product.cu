@@ -55,6 +55,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   sm90::launch_dependents();
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::product));
   const int thread_idx = plat::thread_idx(), num_rows = params.rows.num_rows;
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   const int g = lane_idx / 4, t = lane_idx % 4;
@@ -75,7 +77,9 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     }
   }
   __syncwarp();
+  stamps.mark(StampStage::ask);
   wait_at(params.x_done);
+  stamps.mark(StampStage::wait);
   const int first_k = warp_idx * kSteps * kStep + 8 * t;
   const unsigned char* row = shared.weights + g * Shared::kPitch + 2 * first_k;
 #pragma unroll 1
@@ -109,6 +113,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     to[kSumPitch + 8] = sum[3];
   }
   plat::block_sync();
+  stamps.mark(StampStage::compute);
   const int width = compress_width(params);
   float* out = params.partial + static_cast<std::int64_t>(split) * num_rows * width + tile * kRows;
   for (int i = thread_idx; i < num_rows * kRows; i += kProductThreads) {
@@ -118,6 +123,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     for (int warp = 0; warp < kProductWarps; ++warp) total += shared.sum[warp][token][place];
     out[static_cast<std::int64_t>(token) * width + place] = total;
   }
+  stamps.mark(StampStage::store);
   open_gate(params.product_done);
 }
 

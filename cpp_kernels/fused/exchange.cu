@@ -278,8 +278,6 @@ cudaError_t launch_send_x(const std::uint16_t* x, int num_rows, int hidden, void
   const dim3 grid(kBlocksPerRow, num_rows);
   if (hidden == 5120) {
     send_x_any<5120><<<grid, 5120 / kBlocksPerRow / 4, 0, stream>>>(params);
-  } else if (hidden == 4096) {
-    send_x_any<4096><<<grid, 4096 / kBlocksPerRow / 4, 0, stream>>>(params);
   } else {
     return cudaErrorInvalidValue;
   }
@@ -290,7 +288,6 @@ cudaError_t launch_exchange_norm(const ExchangeNormParams& params, int hidden, b
                                  cudaStream_t stream) {
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (hidden == 5120) return launch_for<5120>(params, programmatic, stream);
-  if (hidden == 4096) return launch_for<4096>(params, programmatic, stream);
   return cudaErrorInvalidValue;
 }
 

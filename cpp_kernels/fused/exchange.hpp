@@ -66,7 +66,7 @@ struct ExchangeNormParams {
 };
 
 // Makes the packets of a step's first x, where no exchange of this step does: x bf16 [T, H]
-// quantised in groups of 32, for FrontParams::x_index = index. Hidden 5120 or 4096.
+// quantised in groups of 32, for FrontParams::x_index = index. Hidden 5120.
 // More rows go to codes and scale as ExchangeNormParams has them. T 1 .. 48.
 cudaError_t launch_send_x(const std::uint16_t* x, int num_rows, int hidden, void* packets,
                           std::uint8_t* codes, float* scale, const std::uint64_t* step_epoch,
@@ -79,7 +79,7 @@ constexpr int padded_rows(int num_rows) { return (num_rows + 7) / 8 * 8; }
 // Blocks that open `done`.
 constexpr std::uint32_t exchange_norm_blocks(int num_rows) { return 8 * num_rows; }
 
-// hidden 5120 (V4.1) or 4096; tp_size 1, 2 or 4. cudaErrorInvalidValue for what was not built.
+// hidden 5120 (V4.1; V4's is exchange_mix.hpp); tp_size 1, 2 or 4. cudaErrorInvalidValue for what was not built.
 cudaError_t launch_exchange_norm(const ExchangeNormParams& params, int hidden, bool programmatic,
                                  cudaStream_t stream);
 

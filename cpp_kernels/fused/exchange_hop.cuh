@@ -33,6 +33,11 @@ LOWLAT_DEVICE HopTag hop_tag(const Hop& hop, int index, HopKernel kernel) {
           hop.id + static_cast<std::uint32_t>(kernel)};
 }
 
+// Where a kernel's stamps go.
+LOWLAT_DEVICE StampSink stamp_sink(const Hop& hop) {
+  return hop.port != nullptr ? hop.port->stamps : StampSink{};
+}
+
 LOWLAT_DEVICE void send_packet(plat::TaggedWords* dst, std::uint32_t tag, std::uint32_t a,
                                std::uint32_t b, std::uint32_t c) {
   asm volatile(

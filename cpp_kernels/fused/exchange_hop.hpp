@@ -26,6 +26,13 @@ enum class HopKernel : std::uint32_t {
   experts = 7,
   second_exchange = 8,
   begin = 9,
+  second_mix = 10,
+  latent = 11,
+  // Beside the front: a compressor's product, and an index's kernels.
+  product = 12,
+  query = 13,
+  scores = 14,
+  select = 15,
   count
 };
 
@@ -34,7 +41,7 @@ struct HopBuffers {
   void* x;   // [T, H / 8]: eight e4m3 codes, the scale of their 32
   void* qa;  // [T, q_lora / 4]: four bf16
   void* kv;  // [T, 512 / 4]: four bf16
-  void* q;   // [T, heads * 512 / 4]: four bf16
+  void* q;   // [T, heads * 512 / 4]: four bf16; V4: not normed, and the squares of their 64, summed
   void*
       keys;  // [T, 72]: a stored key's 448 codes by eight, with their ue8m0 byte, then its 64 bf16
   void* o;   // [T, heads * 512 / 4]: four f16, the scale of their 32

@@ -1,15 +1,18 @@
 // front_qkv_fp8_sm90 and front_q_fp8_sm90: the products at the front of attention, for few rows.
 //
-// Math         [qa | kv] = bf( x·[wq_a ; wkv]ᵀ )        x quantised in groups of 32
+// Math         [qa | kv] = bf( x·[wq_a ; wkv]ᵀ )        x quantised in groups of 32 (V4: 128)
 //              ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  q = bf( quant(ql)·wq_bᵀ )
 //              q's last 64 of each head: bf( RoPE(q, position) )
 //              k = kv·rsqrt(mean kv² + ε)·kv_norm (fp32), its last 64 rotated, stored as 584 bytes
+//              V4: each head of q before that: bf( q·rsqrt(mean_512 q² + ε) ); of few rows by
+//              attention, so that q's packets have neither, and their tile's sum of squares
 // Shapes       V4.1-Flash: x [T,5120] · wq_a [1280,5120] · wkv [512,5120] · wq_b [heads·512,1280]
-// Rounding     bf16 where bf( ) stands, codes nearest-even; V4.1 has no norm of heads
+//              V4-Flash: x [T,4096] · wq_a [1024,4096] · wkv [512,4096] · wq_b [heads·512,1024]
+// Rounding     bf16 where bf( ) stands, codes nearest-even
 // Bytes        TP4: 9.18 MB, then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
-// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four. Weights
-//              are on their way before the input is waited for
+// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four; V4's
+//              second: a cluster a head. Weights are on their way before the input is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp, norm.cpp, rope.cpp, kv.cpp. Bound: rel_l2 ≤ 4e-3 each
@@ -21,36 +24,52 @@
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
-#include "shape/dsv41_flash.hpp"
+#include "fused/front_wide.cuh"
+#include "fused/model.hpp"
 #include "stages/kv.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
 
-// Of the model, whatever the rank's share.
-using Model = shape::Dsv41Flash<1>;
-constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kGroup = Model::kScaleBlock;
 constexpr int kHeadDim = shape::kHeadDim, kRopePairs = shape::kRopeDim / 2;
 constexpr int kNope = kHeadDim - shape::kRopeDim;
 constexpr int kRows = 64;
+constexpr int kTilesPerHead = kHeadDim / kRows;
 constexpr int kSquared = 16;  // values of qa whose squares one block of the first product adds
 constexpr int kQkvBlocks = 4;
-constexpr int kQkvK = kHidden / kQkvBlocks;
-constexpr int kQaTiles = kQLora / kRows;
-constexpr int kQkvTiles = (kQLora + kHeadDim) / kRows;
+constexpr int kLatentThreads = 192;
 
-template <int kTiles>
-using QkvProduct = Product<kRows, kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks, 1>;
+// Of a model, whatever the rank's share: M is its shape.
+template <class M>
+struct Sizes {
+  static constexpr int kQkvK = M::kHidden / kQkvBlocks;
+  static constexpr int kQaTiles = M::kQLora / kRows;
+  static constexpr int kQkvTiles = (M::kQLora + kHeadDim) / kRows;
+};
+
+// Few rows and more, each by its product.
+template <class M, int kTiles>
+struct QkvOf {
+  using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
+};
+template <class M>
+struct QkvOf<M, 1> {
+  using Type = Product<kRows, Sizes<M>::kQkvK, 1, kQkvBlocks, kRows / kQkvBlocks, 0>;
+};
+template <class M, int kTiles>
+using QkvProduct = QkvOf<M, kTiles>::Type;
 
 template <int kTiles>
 constexpr int min_blocks() {
   return kTiles == 1 ? 3 : kTiles == 2 ? 2 : 1;
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     front_qkv_fp8_sm90(const __grid_constant__ FrontParams params) {
-  using Linear = QkvProduct<kTiles>;
+  using Linear = QkvProduct<M, kTiles>;
+  constexpr int kHidden = M::kHidden, kQLora = M::kQLora, kGroup = M::kScaleBlock;
+  constexpr int kQkvK = Sizes<M>::kQkvK, kQaTiles = Sizes<M>::kQaTiles;
   extern __shared__ __align__(128) unsigned char memory[];
   sm90::launch_dependents();
   const int block_idx = static_cast<int>(blockIdx.x);
@@ -64,11 +83,11 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       from.codes + static_cast<std::int64_t>(first_row) * kHidden + rank * kQkvK,
       from.scales + first_row / kGroup * kScaleStride + rank * kQkvK / kGroup, kHidden,
       kScaleStride};
-  Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
   const int padded = padded_rows(params.num_rows);
   constexpr int kOwned = Linear::kOwned;
   static_assert(kOwned == kSquared);
   if constexpr (kTiles == 1) {
+    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::qkv);
     const HopTag x_hop = hop_tag(params.hop, params.x_index, HopKernel::qkv);
     const auto* from = static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8;
@@ -90,69 +109,125 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     send_packet(out + token * width + (first_row + rank * kOwned) / 4 + quad, hop.tag,
                 sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
     stamps.mark(StampStage::store);
-    return;
-  }
-  const CodeActivations<kGroup, false> x{params.x_codes + rank * kQkvK,
-                                         params.x_scale + rank * kQkvK / kGroup * padded, kHidden,
-                                         padded};
-  constexpr int kPairs = kOwned / 2;
-  static_assert(kProductThreads % kPairs == 0);
-  Stamps stamps({}, 0);
-  std::uint16_t* out = is_q ? params.qa : params.kv;
-  const int width = is_q ? kQLora : kHeadDim;
-  wait_at(params.before);
-  Linear::run(shared, x, params.num_rows, stamps);
-  // Whole warps stay together: padded rows, of which those that are not there are not stored.
+  } else {
+    Linear::load(shared, weights, params.num_rows);
+    constexpr int kPairs = kOwned / 2;
+    static_assert(kProductThreads % kPairs == 0);
+    Stamps stamps(stamp_sink(params.hop),
+                  params.hop.id + static_cast<std::uint32_t>(HopKernel::qkv));
+    stamps.mark(StampStage::ask);
+    std::uint16_t* out = is_q ? params.qa : params.kv;
+    const int width = is_q ? kQLora : kHeadDim;
+    wait_at(params.before);
+    stamps.mark(StampStage::wait);
+    Linear::load_tokens(shared, params.x_codes + rank * kQkvK, kHidden,
+                        params.x_scale + rank * kQkvK / kGroup * padded, padded, params.num_rows);
+    Linear::run(shared, params.num_rows, stamps);
+    // Whole warps stay together: padded rows, of which those that are not there are not stored.
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
-    const int token = i / kPairs, row = i % kPairs * 2;
-    const std::uint32_t pair =
-        sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
-    const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
-    float squares = plat::fma(low, low, high * high);
+    for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
+      const int token = i / kPairs, row = i % kPairs * 2;
+      const std::uint32_t pair =
+          sm90::to_bf16_pair(Linear::sum(shared, token, row), Linear::sum(shared, token, row + 1));
+      const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
+      float squares = plat::fma(low, low, high * high);
 #pragma unroll
-    for (int mask = 1; mask < kPairs; mask *= 2) {
-      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+      for (int mask = 1; mask < kPairs; mask *= 2) {
+        squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+      }
+      if (token >= params.num_rows) continue;
+      *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) =
+          pair;
+      if (is_q && row == 0)
+        params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
     }
-    if (token >= params.num_rows) continue;
-    *reinterpret_cast<std::uint32_t*>(out + token * width + first_row + rank * kOwned + row) = pair;
-    if (is_q && row == 0) params.qa_squares[(tile * kQkvBlocks + rank) * padded + token] = squares;
+    stamps.mark(StampStage::store);
+    open_gate(params.qkv_done);
   }
-  open_gate(params.qkv_done);
 }
 
-template <int kTiles>
+template <class M, int kTiles>
+struct QOf {
+  using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
+};
+template <class M>
+struct QOf<M, 1> {
+  using Type = Product<kRows, M::kQLora, 1, 1, kRows, 0>;
+};
+template <class M, int kTiles>
+using QProduct = QOf<M, kTiles>::Type;
+
+// Heads are normed by the blocks of a head, which are a cluster; of few rows by attention, which
+// has all of a head's packets and need not wait for eight multiprocessors of one part of the chip.
+template <class M, int kTiles>
+constexpr bool kNormsInCluster = M::kNormsHeads && kTiles > 1;
+
+// What the blocks of a head tell each other.
+template <class M, int kTiles>
+struct HeadSquares {
+  float of_tile[kTilesPerHead][kTiles * kTileTokens];
+  std::uint64_t barrier;
+};
+template <class M, int kTiles>
+  requires(!kNormsInCluster<M, kTiles>)
+struct HeadSquares<M, kTiles> {};
+
+template <class M, int kTiles>
 struct QShared {
   static constexpr int kTokens = kTiles * kTileTokens;
-  static constexpr int kPitch = kQLora + 32;  // as of the weights
-  typename Product<kRows, kQLora, kTiles, 1, kRows, 0>::Shared product;
-  alignas(16) std::uint8_t codes[kTokens * kPitch];
-  float scale[kQLora / kGroup * kTokens];
-  float norm[kTokens];
+  typename QProduct<M, kTiles>::Shared product;
   float2 turn[kTokens][kRopePairs];  // cosine and sine
+  HeadSquares<M, kTiles> head;
+};
+// Up to eight rows: the block makes the latent's codes itself.
+template <class M>
+struct FewShared : QShared<M, 1> {
+  static constexpr int kTokens = kTileTokens, kQLora = M::kQLora;
+  static constexpr int kPitch = kQLora + 32;  // as of the weights
+  alignas(16) std::uint8_t codes[kTokens * kPitch];
+  float scale[kQLora / M::kScaleBlock * kTokens];
 };
 
 LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position) {
-  const float angle = static_cast<float>(position) * rope.values[pair];
-  return make_float2(plat::cos(angle), plat::sin(angle));
+  return turn_by(static_cast<float>(position) * rope.values[pair]);
 }
 
-// One piece of a row of qa on its way to codes: 8 of its values, by one thread; four threads that
-// lie together have a group.
-constexpr int kPiece = 8, kPieces = kQLora / kPiece;
+// The head's blocks start; the calling thread 0 makes the barrier before. All threads call after.
+template <class Head>
+LOWLAT_DEVICE void expect_squares(Head& head, int num_rows) {
+  sm90::barrier_init(&head.barrier, 1);
+  sm90::barrier_arrive_expect(&head.barrier, kTilesPerHead * num_rows * 4);
+}
+// A lane of a token's tells the block `peer` of the head the sum of squares of this block's tile.
+template <class Head>
+LOWLAT_DEVICE void send_squares(Head& head, int token, int peer, float squares) {
+  sm90::send_to_peer(sm90::peer_address(&head.of_tile[sm90::cluster_rank()][token], peer), squares,
+                     sm90::peer_address(&head.barrier, peer));
+}
+// What a head's values are multiplied with, after the wait for all tiles.
+template <class Head>
+LOWLAT_DEVICE float head_norm(const Head& head, int token, float norm_eps) {
+  float squares = head.of_tile[0][token];
+#pragma unroll
+  for (int i = 1; i < kTilesPerHead; ++i) squares += head.of_tile[i][token];
+  return quick_rsqrt(squares / static_cast<float>(kHeadDim) + norm_eps);
+}
+
+// One piece of a row of qa on its way to codes: 8 of its values, by one thread; the threads of a
+// group lie together.
+constexpr int kPiece = 8;
+template <class M>
+constexpr int kPieces = M::kQLora / kPiece;
 
 struct LatentPiece {
   uint4 values, gain;
 };
-LOWLAT_DEVICE LatentPiece load_latent(const FrontParams& params, int piece) {
-  return {__ldcg(reinterpret_cast<const uint4*>(params.qa + piece * kPiece)),
-          __ldg(reinterpret_cast<const uint4*>(params.q_norm + piece % kPieces * kPiece))};
-}
-LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale, int padded,
-                                   const float* norms, const LatentPiece& from, int piece) {
-  static_assert(kGroup == 4 * kPiece);
-  const int token = piece / kPieces, k = piece % kPieces * kPiece;
-  const float norm = norms[token];
+// Codes of values k and on go to `codes`, their scale, where a group begins, to `scale`.
+template <class M>
+LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, float* scale, float norm,
+                                   const LatentPiece& from, int k) {
+  constexpr int kGroup = M::kScaleBlock;
+  static_assert(kGroup % kPiece == 0 && kGroup / kPiece <= plat::kWarpLanes);
   const std::uint32_t words[4] = {from.values.x, from.values.y, from.values.z, from.values.w};
   const std::uint32_t gains[4] = {from.gain.x, from.gain.y, from.gain.z, from.gain.w};
   std::uint32_t pairs[4];
@@ -164,8 +239,10 @@ LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale,
     amax = plat::max(plat::abs(sm90::low_bf16(pairs[j])), amax);
     amax = plat::max(plat::abs(sm90::high_bf16(pairs[j])), amax);
   }
-  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 1), amax);
-  amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, 2), amax);
+#pragma unroll
+  for (int mask = 1; mask < kGroup / kPiece; mask *= 2) {
+    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+  }
   const PowerScale group = power_scale(amax);
   std::uint32_t packed[2];
 #pragma unroll
@@ -176,8 +253,8 @@ LOWLAT_DEVICE void quantize_latent(std::uint8_t* codes, int pitch, float* scale,
         sm90::to_e4m3_pair(sm90::low_bf16(b) * group.inverse, sm90::high_bf16(b) * group.inverse)
             << 16;
   }
-  *reinterpret_cast<uint2*>(codes + token * pitch + k) = make_uint2(packed[0], packed[1]);
-  if (k % kGroup == 0) scale[k / kGroup * padded + token] = group.scale;
+  *reinterpret_cast<uint2*>(codes) = make_uint2(packed[0], packed[1]);
+  if (k % kGroup == 0) *scale = group.scale;
 }
 
 // Norm, rotation and packing of one key, by one warp: lane has 16 values. Waits for the kernels
@@ -288,9 +365,12 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
 }
 
 // Up to eight rows: a warp has a row's latent, so its norm is the warp's own.
-LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int tile, bool rotates) {
-  using Linear = Product<kRows, kQLora, 1, 1, kRows, 0>;
-  constexpr int kTokens = QShared<1>::kTokens, kPitch = QShared<1>::kPitch;
+template <class M>
+LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int tile,
+                            bool rotates) {
+  using Linear = QProduct<M, 1>;
+  constexpr int kTokens = FewShared<M>::kTokens, kPitch = FewShared<M>::kPitch;
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   constexpr int kPackets = kQLora / 4 / plat::kWarpLanes, kLanes = kGroup / 4;
   static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
   const int num_rows = params.num_rows;
@@ -361,47 +441,77 @@ LOWLAT_DEVICE void q_of_few(QShared<1>& shared, const FrontParams& params, int t
   Linear::run(shared.product, latent, num_rows, stamps);
   const int width = params.num_heads * (kHeadDim / 4);
   const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
-  if (row >= num_rows) return;
   float v[4];
+  if constexpr (M::kNormsHeads) {
+    constexpr int kLanesOfRow = kRows / 4;
+    const int known_row = min(row, num_rows - 1);  // whole warps stay
+    float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
-  if (rotates) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const float2 turn = shared.turn[row][2 * quad + i / 2];
-      const float turned = v[i] * turn.x - v[i + 1] * turn.y;
-      v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
-      v[i] = turned;
+    for (int i = 0; i < 4; ++i) {
+      v[i] = quick_bf16(Linear::sum(shared.product, known_row, 4 * quad + i));
+      squares = plat::fma(v[i], v[i], squares);
     }
+#pragma unroll
+    for (int mask = 1; mask < kLanesOfRow; mask *= 2) {
+      squares += __shfl_xor_sync(plat::kAllLanes, squares, mask);
+    }
+    // The head's norm, and the rotation that follows it, are for who has all of its tiles.
+    if (row >= num_rows) return;
+    send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag,
+                sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]),
+                plat::float_bits(squares));
+  } else {
+    if (row >= num_rows) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = quick_bf16(Linear::sum(shared.product, row, 4 * quad + i));
+    if (rotates) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const float2 turn = shared.turn[row][2 * quad + i / 2];
+        const float turned = v[i] * turn.x - v[i + 1] * turn.y;
+        v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
+        v[i] = turned;
+      }
+    }
+    send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag,
+                sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
   }
-  send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag, sm90::to_bf16_pair(v[0], v[1]),
-              sm90::to_bf16_pair(v[2], v[3]), 0);
   stamps.mark(StampStage::store);
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     front_q_fp8_sm90(const __grid_constant__ FrontParams params) {
-  using Linear = Product<kRows, kQLora, kTiles, 1, kRows, 0>;
-  constexpr int kTilesPerHead = kHeadDim / kRows;
+  using Linear = QProduct<M, kTiles>;
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<QShared<kTiles>*>(memory);
+  auto& shared = *reinterpret_cast<QShared<M, kTiles>*>(memory);
   sm90::launch_dependents();
   const int tile = static_cast<int>(blockIdx.x), num_rows = params.num_rows;
-  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  if (tile >= params.num_heads * kTilesPerHead) {
-    const int row_idx = (tile - params.num_heads * kTilesPerHead) * kProductWarps + warp_idx;
-    store_key<kTiles == 1>(params, row_idx);
-    if constexpr (kTiles > 1) open_gate(params.done);
-    return;
+  if constexpr (kTiles == 1) {
+    if (tile >= params.num_heads * kTilesPerHead) {
+      // One block has all rows' keys; others fill a cluster.
+      if (tile > params.num_heads * kTilesPerHead) return;
+      store_key<true>(params, plat::thread_idx() / plat::kWarpLanes);
+      return;
+    }
   }
   constexpr int kScaleStride = kQLora / kGroup;
   const ProductWeights weights{params.wq_b.codes + static_cast<std::int64_t>(tile) * kRows * kQLora,
                                params.wq_b.scales + tile * kRows / kGroup * kScaleStride, kQLora,
                                kScaleStride};
-  Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
-  // The head's last tile is the one that rotates.
-  const bool rotates = tile % kTilesPerHead == kTilesPerHead - 1;
+  if constexpr (kNormsInCluster<M, kTiles>) {
+    if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
+  }
+  if constexpr (kTiles == 1) {
+    Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
+  } else {
+    Linear::load(shared.product, weights, num_rows);
+  }
+  if constexpr (kNormsInCluster<M, kTiles>) sm90::cluster_arrive_relaxed();
+  // The head's last tile is the one that rotates, here or, where it is normed before, in attention.
+  const bool rotates =
+      tile % kTilesPerHead == kTilesPerHead - 1 && M::kNormsHeads == kNormsInCluster<M, kTiles>;
   static_assert(kRows == shape::kRopeDim);
   if (rotates) {
     for (int i = plat::thread_idx(); i < num_rows * kRopePairs; i += kProductThreads) {
@@ -409,90 +519,140 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
       shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
     }
   }
-  constexpr int kTokens = QShared<kTiles>::kTokens, kPitch = QShared<kTiles>::kPitch;
   if constexpr (kTiles == 1) {
-    q_of_few(shared, params, tile, rotates);
-    return;
-  }
-  Stamps stamps({}, 0);
-  constexpr int kTogether = 4;
-  const int pieces = num_rows * kPieces, padded = padded_rows(num_rows);
-  static_assert(kPieces % plat::kWarpLanes == 0, "whole warps have pieces");
-  wait_at(params.qkv_done);
-  LatentPiece ahead[kTogether] = {};
-  const auto load = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int piece = first + i * kProductThreads;
-      if (piece < pieces) ahead[i] = load_latent(params, piece);
+    q_of_few<M>(static_cast<FewShared<M>&>(shared), params, tile, rotates);
+  } else {
+    Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::q));
+    stamps.mark(StampStage::ask);
+    wait_at(params.latent_done);
+    stamps.mark(StampStage::wait);
+    Linear::load_tokens(shared.product, params.latent_codes, kQLora, params.latent_scale,
+                        padded_rows(num_rows), num_rows);
+    Linear::run(shared.product, num_rows, stamps);
+    const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
+    static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
+    if constexpr (kNormsInCluster<M, kTiles>) {
+      const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+      const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+      sm90::cluster_wait();  // the head's other blocks run
+#pragma unroll 1
+      for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+        const float a = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
+        const float b = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
+        const float squares = plat::warp_sum(plat::fma(a, a, b * b));
+        if (lane_idx < kTilesPerHead) send_squares(shared.head, token, lane_idx, squares);
+      }
+      wait_for_cluster(&shared.head.barrier, 0);
     }
-  };
-  load(plat::thread_idx());
-  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
+#pragma unroll 1
+    for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
+      const int token = i / (kRows / 2), pair = i % (kRows / 2);
+      float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
+      float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+      if constexpr (kNormsInCluster<M, kTiles>) {
+        const float norm = head_norm(shared.head, token, params.norm_eps);
+        a = quick_bf16(a * norm);
+        b = quick_bf16(b * norm);
+      }
+      if (rotates) {
+        const float2 turn = shared.turn[token][pair];
+        const float turned = a * turn.x - b * turn.y;
+        b = a * turn.y + b * turn.x;
+        a = turned;
+      }
+      *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
+          sm90::to_bf16_pair(a, b);
+    }
+    stamps.mark(StampStage::store);
+    open_gate(params.done);
+  }
+}
+
+// More than eight rows: a block a row makes the latent's codes for all blocks of the product, and
+// the row's stored key.
+template <class M>
+__global__ void __launch_bounds__(kLatentThreads)
+    front_latent_any(const __grid_constant__ FrontParams params) {
+  constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
+  constexpr int kKeyWarp = kLatentThreads / plat::kWarpLanes - 1;
+  static_assert(kPieces<M> <= kKeyWarp * plat::kWarpLanes && kPieces<M> % plat::kWarpLanes == 0);
+  sm90::launch_dependents();
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::latent));
+  const int token = static_cast<int>(blockIdx.x), k = plat::thread_idx() * kPiece;
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  if (warp_idx == kKeyWarp) {
+    store_key<false>(params, token);
+  } else if (k >= kQLora) {
+    wait_at(params.qkv_done);
+  } else {
+    LatentPiece piece = {};
+    piece.gain = __ldg(reinterpret_cast<const uint4*>(params.q_norm + k));
+    stamps.mark(StampStage::ask);
+    wait_at(params.qkv_done);
+    stamps.mark(StampStage::wait);
+    piece.values = __ldcg(reinterpret_cast<const uint4*>(params.qa + token * kQLora + k));
+    const int padded = padded_rows(params.num_rows);
+    constexpr int kSums = kQLora / kSquared, kTurns = (kSums + 31) / plat::kWarpLanes;
+    float parts[kTurns];
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const int part = lane_idx + i * plat::kWarpLanes;
+      parts[i] = part < kSums ? __ldcg(params.qa_squares + part * padded + token) : 0.0f;
+    }
     float squares = 0.0f;
 #pragma unroll
-    for (int i = plat::thread_idx() % plat::kWarpLanes; i < kQLora / kSquared;
-         i += plat::kWarpLanes) {
-      squares += __ldcg(params.qa_squares + i * padded + token);
-    }
+    for (const float part : parts) squares += part;
     squares = plat::warp_sum(squares);
-    shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+    const float norm = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+    stamps.mark(StampStage::read);
+    quantize_latent<M>(params.latent_codes + token * kQLora + k,
+                       params.latent_scale + k / kGroup * padded + token, norm, piece, k);
+    stamps.mark(StampStage::store);
   }
-  plat::block_sync();
-#pragma unroll 1
-  for (int first = plat::thread_idx(); first < pieces; first += kTogether * kProductThreads) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int piece = first + i * kProductThreads;
-      if (piece >= pieces) break;
-      quantize_latent(shared.codes, kPitch, shared.scale, kTokens, shared.norm, ahead[i], piece);
-    }
-    load(first + kTogether * kProductThreads);
-  }
-  plat::block_sync();
-  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
-  Linear::run(shared.product, latent, num_rows, stamps);
-  const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
-#pragma unroll 1
-  for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
-    const int token = i / (kRows / 2), pair = i % (kRows / 2);
-    float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
-    float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
-    if (rotates) {
-      const float2 turn = shared.turn[token][pair];
-      const float turned = a * turn.x - b * turn.y;
-      b = a * turn.y + b * turn.x;
-      a = turned;
-    }
-    *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
-        sm90::to_bf16_pair(a, b);
-  }
-  open_gate(params.done);
+  open_gate(params.latent_done);
 }
 
 }  // namespace
 
+// What few rows' kernels ask for, so that every multiprocessor has room for a block of each but not
+// for two of [q_a, kv]: a block of q that has to wait for two of those to end is late by 3 us.
+constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;
+constexpr int kQkvAsked = kMultiprocessorBytes / 2 - kReservedBytes + 256;
+constexpr int kQAsked = kMultiprocessorBytes - kQkvAsked - 2 * kReservedBytes;
+
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
-  return with_tiles(params.num_rows, [&]<int kTiles>() {
-    return launch_kernel(front_qkv_fp8_sm90<kTiles>, dim3(kQkvTiles * kQkvBlocks), kProductThreads,
-                         sizeof(typename QkvProduct<kTiles>::Shared), kQkvBlocks, programmatic,
-                         stream, params);
+  return with_model(params.model, [&]<class M>() {
+    return with_tiles(params.num_rows, [&]<int kTiles>() {
+      constexpr int kBytes = sizeof(typename QkvProduct<M, kTiles>::Shared);
+      constexpr int kAsked = kTiles == 1 ? kQkvAsked : kBytes;
+      static_assert(kBytes <= kAsked);
+      return launch_kernel(front_qkv_fp8_sm90<M, kTiles>, dim3(Sizes<M>::kQkvTiles * kQkvBlocks),
+                           kProductThreads, kAsked, kQkvBlocks, programmatic, stream, params);
+    });
   });
 }
 
 cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   if (params.num_heads < 1 || params.num_heads > 64) return cudaErrorInvalidValue;
-  return with_tiles(params.num_rows, [&]<int kTiles>() {
-    const int products = params.num_heads * (kHeadDim / kRows);
-    const int keys = (params.num_rows + kProductWarps - 1) / kProductWarps;
-    // Few rows: no two of its blocks on a multiprocessor, so that attention has room on all of
-    // them.
-    constexpr int kOneAMultiprocessor = 115 * 1024;
-    constexpr int kBytes = sizeof(QShared<kTiles>);
-    constexpr int kAsked =
-        kTiles == 1 && kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
-    return launch_kernel(front_q_fp8_sm90<kTiles>, dim3(products + keys), kProductThreads, kAsked,
-                         1, programmatic, stream, params);
+  return with_model(params.model, [&]<class M>() {
+    return with_tiles(params.num_rows, [&]<int kTiles>() {
+      constexpr int kCluster = kNormsInCluster<M, kTiles> ? kTilesPerHead : 1;
+      const int products = params.num_heads * kTilesPerHead;
+      if constexpr (kTiles == 1) {
+        // The rows' keys by one block more.
+        static_assert(sizeof(FewShared<M>) <= kQAsked);
+        return launch_kernel(front_q_fp8_sm90<M, 1>, dim3(products + kCluster), kProductThreads,
+                             kQAsked, kCluster, programmatic, stream, params);
+      } else {
+        const cudaError_t error = launch_kernel(front_latent_any<M>, dim3(params.num_rows),
+                                                kLatentThreads, 0, 1, programmatic, stream, params);
+        if (error != cudaSuccess) return error;
+        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads,
+                             sizeof(QShared<M, kTiles>), kCluster, programmatic, stream, params);
+      }
+    });
   });
 }
 

@@ -7,11 +7,12 @@
 #include <cstdint>
 
 #include "fused/exchange.hpp"
+#include "fused/model.hpp"
 
 namespace lowlat::nvidia::fused {
 
 // e4m3 weights [N, K], row-major, with ue8m0 scales [N / block, K / block], as a checkpoint has
-// them. 16-byte aligned.
+// them: blocks of 32 (V4: 128). 16-byte aligned.
 struct Fp8Weights {
   const std::uint8_t* codes;
   const std::uint8_t* scales;
@@ -31,6 +32,7 @@ struct KvPages {
 };
 
 struct FrontParams {
+  FusedModel model;
   int num_rows;   // T, 1 .. 48
   int num_heads;  // of this rank
   float norm_eps;
@@ -40,7 +42,7 @@ struct FrontParams {
   HopBuffers packets;
   int x_index;
   // In.
-  const std::uint8_t* x_codes;  // e4m3 [T, H] and its scales [H / 32, padded_rows(T)]
+  const std::uint8_t* x_codes;  // e4m3 [T, H] and its scales [H / group, padded_rows(T)]
   const float* x_scale;
   Fp8Weights wq_a, wkv, wq_b;     // [q_lora, H], [512, H], [num_heads * 512, q_lora]
   const std::uint16_t* q_norm;    // bf16 [q_lora]
@@ -52,20 +54,30 @@ struct FrontParams {
   std::uint16_t* qa;  // bf16 [T, q_lora]
   float* qa_squares;  // [q_lora / 16, padded_rows(T)]: sums of 16 squares each
   std::uint16_t* kv;  // bf16 [T, 512]
+  // More than kHopRows rows: the normed latent, e4m3 [T, q_lora] and [q_lora / group,
+  // padded_rows(T)].
+  std::uint8_t* latent_codes;
+  float* latent_scale;
   // Out.
-  std::uint16_t* q;  // bf16 [T, num_heads, 512], the last 64 rotated
+  std::uint16_t* q;  // bf16 [T, num_heads, 512], the last 64 rotated; V4: each head normed before
   KvPages kv_pages;  // rows kv_slots are written; their padding byte is left
-  // Of x; between the two kernels; of q and the stored keys. Blocks of the last two: below.
-  Gate before, qkv_done, done;
+  // Of x; between the two kernels; of the latent and the stored keys, which is a kernel of its own
+  // where rows are many (a block a row); of q. Blocks of the others: below.
+  Gate before, qkv_done, latent_done, done;
 };
 
-constexpr std::uint32_t front_qkv_blocks() { return (1280 + 512) / 16; }
-constexpr std::uint32_t front_q_blocks(int num_rows, int num_heads) {
-  return static_cast<std::uint32_t>(8 * num_heads + (num_rows + 7) / 8);
+constexpr std::uint32_t front_qkv_blocks(FusedModel model) {
+  return ((model == FusedModel::v4 ? shape::Dsv4Flash<1>::kQLora : shape::Dsv41Flash<1>::kQLora) +
+          shape::kHeadDim) /
+         16;
+}
+// More than kHopRows rows; fewer go by packets.
+constexpr std::uint32_t front_q_blocks(int num_heads) {
+  return static_cast<std::uint32_t>(8 * num_heads);
 }
 
-// [q_a | kv]. V4.1-Flash's sizes (H 5120, q_lora 1280); cudaErrorInvalidValue
-// for num_rows or num_heads out of range.
+// [q_a | kv]. V4.1-Flash's sizes (H 5120, q_lora 1280) or V4-Flash's (4096, 1024);
+// cudaErrorInvalidValue for num_rows or num_heads out of range.
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream);
 // q_b with its norm before and RoPE after, and the stored keys.
 cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStream_t stream);

@@ -150,6 +150,44 @@ struct ProductWeights {
   int scale_stride;
 };
 
+// Adds sums [part][token][kSumPitch rows] of a block's kParts warps or groups of warps, in their
+// order, and gives them to the blocks that own the rows, four rows of a token at once. All threads
+// of the cluster call; on return the owned sums [block][token][kOwned] are there, if this block owns
+// any. Until then the barrier has counted them.
+template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch>
+LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTokens][kOwned],
+                                  std::uint64_t* barrier, int num_rows) {
+  static_assert(kOwned % 4 == 0 && kSumPitch % 4 == 0);
+  const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
+  if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run: all arrived when they began
+  constexpr int kQuads = kRows / 4;
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < kQuads * num_rows; i += kProductThreads) {
+    const int token = i / kQuads, row = i % kQuads * 4;
+    const float* from = sums + token * kSumPitch + row;
+    float4 total = *reinterpret_cast<const float4*>(from);
+#pragma unroll
+    for (int part = 1; part < kParts; ++part) {
+      const float4 more = *reinterpret_cast<const float4*>(from + part * kTokens * kSumPitch);
+      total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
+    }
+    float* to = &owned[block_idx][token][row % kOwned];
+    if constexpr (kBlocks > 1) {
+      sm90::send_to_peer(sm90::peer_address(to, row / kOwned),
+                         make_uint4(plat::float_bits(total.x), plat::float_bits(total.y),
+                                    plat::float_bits(total.z), plat::float_bits(total.w)),
+                         sm90::peer_address(barrier, row / kOwned));
+    } else {
+      *reinterpret_cast<float4*>(to) = total;
+    }
+  }
+  if constexpr (kBlocks > 1) {
+    if (block_idx * kOwned < kRows) wait_for_cluster(barrier, 0);
+  } else {
+    plat::block_sync();
+  }
+}
+
 // kOwned rows of the kRows belong to one block of the cluster: block i has rows i * kOwned and on
 // (blocks after the last row have none).
 // kStaged bytes an activation (1, 2; 0: none): more than one group of tokens is brought to shared
@@ -179,7 +217,7 @@ struct Product {
   struct Shared {
     // Operands, then, when they are used up, the partial sums of the warps.
     alignas(128) unsigned char memory[kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes];
-    float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
+    alignas(16) float owned[kBlocks][kTokens][kOwned];  // written by each block of the cluster
     float scale[kRowTiles][kK / kStep];
     alignas(16) float token_scale[kStaged > 0 ? kK / kStep : 1][kTokens];
     std::uint64_t barrier;        // of the weights
@@ -230,7 +268,7 @@ struct Product {
     if constexpr (kTiles == 1) {
       multiply_few(shared, activations, num_rows, stamps);
     } else if constexpr (kStaged == 0) {
-      multiply_many(shared, activations, num_rows);
+      multiply_many(shared, activations, num_rows, stamps);
     } else {
       static_assert(kStaged == Activations::kBytes && !Activations::kShared);
       constexpr int kPieces = kStaged * kK / 16, kScalePieces = kTokens / 4;
@@ -250,10 +288,12 @@ struct Product {
       }
       wait_for_copies();
       plat::block_sync();
+      stamps.mark(StampStage::read);
       const typename Activations::InShared staged{shared.memory + kCodeBytes,
                                                   &shared.token_scale[0][0], kTokenPitch, kTokens};
-      multiply_many(shared, staged, num_rows);
+      multiply_many(shared, staged, num_rows, stamps);
     }
+    stamps.mark(StampStage::sum);
   }
 
   // The sum of an owned row, after run(). The block owns some: owns().
@@ -387,7 +427,7 @@ struct Product {
   // Several groups of tokens, from shared memory: every weight fragment is expanded once.
   template <class Activations>
   LOWLAT_DEVICE static void multiply_many(Shared& shared, const Activations& activations,
-                                          int num_rows) {
+                                          int num_rows, Stamps& stamps) {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
     const int g = lane_idx / 4, t = lane_idx % 4;
@@ -434,9 +474,9 @@ struct Product {
       }
     }
     plat::block_sync();
-    hand_over(shared, num_rows, [&](int warp, int token, int row) {
-      return partial[(warp * kTokens + token) * kSumPitch + row];
-    });
+    stamps.mark(StampStage::compute);
+    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kProductWarps, kSumPitch>(
+        partial, shared.owned, &shared.owned_barrier, num_rows);
   }
 };
 

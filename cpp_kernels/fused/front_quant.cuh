@@ -34,6 +34,11 @@ LOWLAT_DEVICE float quick_rsqrt(float v) {
   return y * plat::fma(-0.5f * v * y, y, 1.5f);
 }
 
+// Cosine and sine of a position's angle. Not inlined: large angles take much code.
+LOWLAT_DEVICE __noinline__ float2 turn_by(float angle) {
+  return make_float2(plat::cos(angle), plat::sin(angle));
+}
+
 // A value rounded to bf16.
 LOWLAT_DEVICE float quick_bf16(float v) { return sm90::low_bf16(sm90::to_bf16_pair(v, 0.0f)); }
 

@@ -49,7 +49,7 @@ struct IndexParams {
   EntryPages pages;  // of the entries, in the keys' pool and in the selection's
   int max_entries;   // no row sees more; sizes the grid and the buffers below
   IndexKeyPages keys;
-  // Queries, from what front_qkv leaves. V4.1, up to kHopRows rows: packets instead of qa and
+  // Queries, from what front_qkv leaves. Up to kHopRows rows: packets instead of qa and
   // qa_squares, where hop.port is not NULL; x_index as FrontParams.
   Hop hop;
   HopBuffers packets;

@@ -39,6 +39,27 @@ constexpr int kGroupsOfHead = kIndexDim / kRows;
 constexpr int kRopeGroups = shape::kRopeDim / kRows;
 constexpr int kPairsOfGroup = kRows / 2;
 
+// The latent's codes, from packets where the step's are, or from what lies behind a gate. All
+// threads call.
+template <bool kFew, int kQLoraOf, int kGroupOf, int kTokens>
+LOWLAT_DEVICE void wait_for_latent(IndexLatent<kQLoraOf, kGroupOf, kTokens>& latent,
+                                   const IndexParams& params, int block_idx) {
+  const int num_rows = params.rows.num_rows;
+  if constexpr (kFew) {
+    if (params.hop.port != nullptr) {
+      const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.x) + block_idx,
+                              hop_tag(params.hop, params.x_index, HopKernel::q).tag,
+                              static_cast<const plat::TaggedWords*>(params.packets.qa),
+                              kQLoraOf / 4 / plat::kWarpLanes};
+      latent.take(hop_tag(params.hop, params.hop.index, HopKernel::q), signs, params.packets.qa,
+                  params.q_norm, params.norm_eps, num_rows);
+      return;
+    }
+  }
+  wait_at(params.qkv_done);
+  latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
+}
+
 template <int kTiles>
 struct QueryShared {
   static constexpr int kTokens = kTiles * kTileTokens;
@@ -73,22 +94,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     }
   }
   Stamps stamps({}, 0);
-  bool by_packets = false;
-  if constexpr (kTiles == 1) {
-    by_packets = params.hop.port != nullptr;
-    if (by_packets) {
-      const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.x) + block_idx,
-                              hop_tag(params.hop, params.x_index, HopKernel::q).tag,
-                              static_cast<const plat::TaggedWords*>(params.packets.qa),
-                              kQLora / 4 / plat::kWarpLanes};
-      shared.latent.take(hop_tag(params.hop, params.hop.index, HopKernel::q), signs,
-                         params.packets.qa, params.q_norm, params.norm_eps, num_rows);
-    }
-  }
-  if (!by_packets) {
-    wait_at(params.qkv_done);
-    shared.latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
-  }
+  wait_for_latent<kTiles == 1>(shared.latent, params, block_idx);
   using Codes = CodeActivations<kGroup, true>;
   const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
                      QueryShared<kTiles>::kTokens};
@@ -162,12 +168,14 @@ __global__ void __launch_bounds__(kProductThreads, 1)
           index_turn(params.rope, i % kPairs, __ldg(params.rows.positions + i / kPairs));
     }
   }
-  wait_at(params.qkv_done);
-  shared.latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::query));
+  stamps.mark(StampStage::ask);
+  wait_for_latent<kTiles == 1>(shared.latent, params, static_cast<int>(blockIdx.x));
   using Codes = CodeActivations<kGroupV4, true>;
   const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
                      QuerySharedV4<kTiles>::kTokens};
-  Stamps stamps({}, 0);
+  stamps.mark(StampStage::wait);
   Linear::run(shared.product, latent, num_rows, stamps);
   sm90::cluster_wait();  // the other block runs
   // A warp a token, a lane channels 2 lane and the next: six passes of the Hadamard matrix.
@@ -222,6 +230,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
                                       index_query_place(head, channel, true)) = pair[0];
     if (half == 0 && lane_idx == 0) params.query_scale[token * kFp8IndexHeads + head] = scale;
   }
+  stamps.mark(StampStage::store);
   open_gate(params.query_done);
 }
 

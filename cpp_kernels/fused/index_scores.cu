@@ -21,6 +21,7 @@
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_weights.cuh"
 #include "fused/index.hpp"
@@ -238,6 +239,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<ScoreShared<Keys>*>(memory);
   sm90::launch_dependents();
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::scores));
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   const bool by_row = params.blocks != nullptr;
@@ -279,7 +282,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   typename Keys::Raw raw;
   if (first_tile < num_tiles)
     Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
+  stamps.mark(StampStage::ask);
   wait_at(params.query_done);
+  stamps.mark(StampStage::wait);
   if (params.heads_done.word != nullptr) wait_at(params.heads_done);
   if (params.new_keys) {
     if (params.keys_done.word != nullptr) wait_at(params.keys_done);
@@ -287,6 +292,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
     }
   }
+  stamps.mark(StampStage::read);
   for (int base = begin_row; base < end_row; base += Keys::kRowsTogether) {
     const int num = min(end_row - base, Keys::kRowsTogether);
     constexpr int kPieces = kHeads * kIndexDim / 8;
@@ -345,6 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     plat::block_sync();  // the queries' memory is free
   }
+  stamps.mark(StampStage::store);
   open_gate(params.scores_done);
 }
 

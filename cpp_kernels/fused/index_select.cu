@@ -15,6 +15,7 @@
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_weights.cuh"
 #include "fused/index.hpp"
@@ -326,6 +327,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(16) unsigned char memory[];
   SelectShared& shared = *reinterpret_cast<SelectShared*>(memory);
   sm90::launch_dependents();
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::select));
   const int row = static_cast<int>(blockIdx.y), thread_idx = plat::thread_idx();
   int count = min(index_count(params.rows, params.ratio, row), params.max_entries);
   const std::int32_t* blocks = nullptr;
@@ -348,6 +351,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         (__ldg(page_row + (entry >> shift)) << shift) + (entry & (params.pages.per_page - 1));
   };
   wait_at(params.scores_done);
+  stamps.mark(StampStage::wait);
   if (blockIdx.x == 0) {
     const int all = count <= kIndexTopk ? count : 0;
     for (int i = thread_idx; i < kIndexTopk; i += kThreads) {
@@ -362,6 +366,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   select_row(params.scores + row * params.pitch, count, kIndexTopk,
              params.found + static_cast<std::int64_t>(row) * index_found_count(params.max_entries),
              params.tickets + row, shared, store);
+  stamps.mark(StampStage::store);
   open_gate(params.done);
 }
 

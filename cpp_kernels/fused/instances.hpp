@@ -14,13 +14,14 @@ struct FusedInstance {
 };
 
 inline constexpr FusedInstance kFusedInstances[] = {
-    {"front_qkv_fp8_sm90", "v41 tp2 tp4", "1..48"},
-    {"front_q_fp8_sm90", "v41 tp2 tp4", "1..48"},
+    {"front_qkv_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
+    {"front_q_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
     {"sparse_attention_bf16_sm90", "v4 v41 tp1 tp2 tp4", "1..48"},
-    {"oproj_a_fp8_sm90", "v41 tp2 tp4", "1..48"},
-    {"oproj_b_fp8_sm90", "v41 tp2 tp4", "1..48"},
-    {"hc_exchange_norm_sm90", "v4 v41 tp1 tp2 tp4", "1..48"},
-    {"hc_mix_sm90", "v4 v41", "1..48"},
+    {"oproj_a_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
+    {"oproj_b_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
+    {"hc_exchange_norm_sm90", "v41 tp1 tp2 tp4", "1..48"},
+    {"hc_exchange_mix_sm90", "v4 tp1 tp2 tp4", "1..48"},
+    {"hc_mix_sm90", "v41", "1..48"},
     {"moe_region_mxfp4_sm90", "v4 tp2 tp4, v41 tp4 and its draft", "1..64"},
     {"compress_product_bf16_sm90", "v4 v41", "1..48"},
     {"compress_key_fp4_sm90", "v41", "1..48"},

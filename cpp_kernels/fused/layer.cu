@@ -3,14 +3,13 @@
 
 #include <cuda_runtime.h>
 
-#include "shape/dsv41_flash.hpp"
+#include "fused/model.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
 
-using Model = shape::Dsv41Flash<1>;
 using lowlat::fused::MoeShape;
-constexpr int kHidden = Model::kHidden, kQLora = Model::kQLora, kHeadDim = shape::kHeadDim;
+constexpr int kHeadDim = shape::kHeadDim;
 constexpr int kGateWords = 32;  // nobody shares a line
 
 enum GateKind {
@@ -24,18 +23,30 @@ enum GateKind {
   word_ticket,
   word_ffn_ticket,
   gate_ffn_mix,
-  gate_done
+  gate_done,
+  gate_latent = kLayerExchanged + 1,
+  // V4, whose exchanges make the statistics: of the step's input, in its first layer.
+  gate_input = word_ticket,
+  gate_input_mix = word_ffn_ticket
 };
 static_assert(gate_qkv == kLayerQkv && gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
-static_assert(kLayerExchanged < kLayerGates);
+static_assert(gate_latent < kLayerGates);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
 // rows, and 25 % slower at 1, 12 and 24. One number for all widths, see MoeArgs::idle_sms.
 constexpr int kIdleSms = 4;
 
-bool runs(MoeShape shape) {
-  return shape == MoeShape::v41_tp4 || shape == MoeShape::v41_tp2 ||
-         shape == MoeShape::v41_draft_tp4;
+// What of a shape ranks do not divide.
+struct Sizes {
+  FusedModel model;
+  int hidden, q_lora, heads, groups;
+};
+Sizes sizes_of(MoeShape shape) {
+  const auto model =
+      shape == MoeShape::v4_tp2 || shape == MoeShape::v4_tp4 ? FusedModel::v4 : FusedModel::v41;
+  return with_model(model, [&]<class M>() {
+    return Sizes{model, M::kHidden, M::kQLora, M::kNumHeads, M::kNumGroups};
+  });
 }
 
 Gate gate_of(const LayerStep& step, int layer_idx, GateKind kind, std::uint32_t blocks) {
@@ -62,6 +73,26 @@ cudaError_t fill(const LayerMemory& memory, MoeShape shape, const ExchangePort& 
   return error == cudaSuccess ? cudaDeviceSynchronize() : error;
 }
 
+// What all exchanges of V4 have in common, for the statistics and the norm of what begins.
+ExchangeMixParams mixing_exchange(const LayerStep& step, int index, const HyperWeights& next,
+                                  const std::uint16_t* norm) {
+  const LayerMemory& memory = step.memory;
+  ExchangeMixParams out = {};
+  out.port = step.port;
+  out.exchange_index = index;
+  out.num_rows = step.num_rows;
+  out.next = next;
+  out.gain = norm;
+  out.norm_eps = step.norm_eps;
+  out.hc_eps = step.hc_eps;
+  out.sinkhorn_iters = step.sinkhorn_iters;
+  out.x = memory.x;
+  out.x_codes = memory.x_codes;
+  out.x_scale = memory.x_scale;
+  out.x_packets = memory.packets.x;
+  return out;
+}
+
 }  // namespace
 
 Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint32_t blocks) {
@@ -69,8 +100,14 @@ Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint3
   out.word = memory.gates + (layer_idx * kLayerGates + number) * kGateWords;
   out.blocks = blocks;
   out.port = memory.port;
-  out.id = static_cast<std::uint32_t>(16 * layer_idx + number) | 0x1000u;
+  out.id = static_cast<std::uint32_t>(kLayerGates * layer_idx + number) | 0x1000u;
   return out;
+}
+
+Gate layer_x_gate(const LayerStep& step, int layer_idx) {
+  const std::uint32_t blocks = exchange_mix_blocks(step.num_rows);
+  return layer_idx == 0 ? gate_of(step, 0, gate_input, blocks)
+                        : gate_of(step, layer_idx - 1, gate_done, blocks);
 }
 
 LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, int num_layers) {
@@ -80,14 +117,17 @@ LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, 
     out = reinterpret_cast<T*>(first + used);
     used += (count * static_cast<std::int64_t>(sizeof(T)) + 255) / 256 * 256;
   };
-  const int heads = Model::kNumHeads / tp_size, groups = Model::kNumGroups / tp_size;
+  const Sizes sizes = sizes_of(shape);
+  const int hidden = sizes.hidden, q_lora = sizes.q_lora;
+  const int heads = sizes.heads / tp_size, groups = sizes.groups / tp_size;
+  const int group = activation_group(sizes.model);
   const std::int64_t rows = max_rows, padded = padded_rows(max_rows);
   LayerMemory out = {};
-  for (auto& residual : out.residual) take(residual, rows * 4 * kHidden);
-  take(out.x, rows * kHidden);
+  for (auto& residual : out.residual) take(residual, rows * 4 * hidden);
+  take(out.x, rows * hidden);
   unsigned char* packets = nullptr;
-  take(packets, hop_bytes(kHidden, kQLora, heads, groups));
-  out.packets = hop_buffers(packets, kHidden, kQLora, heads, groups);
+  take(packets, hop_bytes(hidden, q_lora, heads, groups));
+  out.packets = hop_buffers(packets, hidden, q_lora, heads, groups);
   take(out.port, 1);
   take(out.abort_words, kMaxRanks);
   out.num_gate_words = num_layers * kLayerGates * kGateWords;
@@ -95,16 +135,18 @@ LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, 
   unsigned char* experts = nullptr;
   take(experts, static_cast<std::int64_t>(lowlat::fused::moe_workspace_bytes(shape)));
   out.experts = experts;
-  take(out.qa, rows * kQLora);
+  take(out.qa, rows * q_lora);
   take(out.kv, rows * kHeadDim);
   take(out.q, rows * heads * kHeadDim);
   take(out.o, rows * heads * kHeadDim);
-  take(out.x_codes, rows * kHidden);
+  take(out.x_codes, rows * hidden);
+  take(out.latent_codes, rows * q_lora);
+  take(out.latent_scale, padded * (q_lora / group));
   take(out.u_codes, rows * groups * 1024);
-  take(out.x_scale, padded * (kHidden / 32));
-  take(out.qa_squares, padded * (kQLora / 16));
-  take(out.o_scale, padded * heads * (kHeadDim / 32));
-  take(out.u_scale, padded * groups * 32);
+  take(out.x_scale, padded * (hidden / group));
+  take(out.qa_squares, padded * (q_lora / 16));
+  take(out.o_scale, padded * heads * (kHeadDim / group));
+  take(out.u_scale, padded * groups * (1024 / group));
   for (auto& partial : out.mix_partial) take(partial, rows * kMaxMixBlocks * kMixStride);
   for (auto& mix : out.mix) take(mix, rows * kMixStride);
   out.bytes = used;
@@ -126,28 +168,49 @@ cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
 }
 
 cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream) {
-  return launch_send_x(step.memory.x, step.num_rows, kHidden, step.memory.packets.x,
+  const Sizes sizes = sizes_of(step.shape);
+  if (sizes.model == FusedModel::v4) return cudaErrorInvalidValue;
+  return launch_send_x(step.memory.x, step.num_rows, sizes.hidden, step.memory.packets.x,
                        step.memory.x_codes, step.memory.x_scale, step.port.step_epoch, -1, stream);
+}
+
+cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_hc,
+                               const std::uint16_t* attn_norm, cudaStream_t stream) {
+  if (sizes_of(step.shape).model != FusedModel::v4) return cudaErrorInvalidValue;
+  ExchangeMixParams params = mixing_exchange(step, -1, attn_hc, attn_norm);
+  params.residual_in = step.memory.residual[0];
+  params.mix_out = step.memory.mix[0];
+  params.done = gate_of(step, 0, gate_input, exchange_mix_blocks(step.num_rows));
+  params.mix_done = gate_of(step, 0, gate_input_mix, exchange_mix_clusters(step.num_rows));
+  return launch_exchange_mix(params, false, stream);
 }
 
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream) {
   // See docs/bench/layer-hopper.md: halves of two ranks run, their experts have not ended yet.
   if (step.shape == MoeShape::v41_tp2 && parts.experts) return cudaErrorNotSupported;
-  if (!runs(step.shape) || step.num_rows < 1 || step.num_rows > kMaxFusedRows || layer_idx < 0) {
+  const Sizes sizes = sizes_of(step.shape);
+  const FusedModel model = sizes.model;
+  const bool is_v4 = model == FusedModel::v4;
+  if (step.num_rows < 1 || step.num_rows > kMaxFusedRows || layer_idx < 0) {
     return cudaErrorInvalidValue;
   }
+  if (is_v4 && (!parts.attention || layer.memory_follows)) return cudaErrorInvalidValue;
   const LayerMemory& memory = step.memory;
-  const int rows = step.num_rows, tp_size = step.port.tp_size;
-  const int heads = Model::kNumHeads / tp_size, groups = Model::kNumGroups / tp_size;
+  const int rows = step.num_rows, tp_size = step.port.tp_size, hidden = sizes.hidden;
+  const int heads = sizes.heads / tp_size, groups = sizes.groups / tp_size;
   const bool first = layer_idx == 0;
+  const std::uint32_t exchange_blocks =
+      is_v4 ? exchange_mix_blocks(rows) : exchange_norm_blocks(rows);
+  const std::uint32_t mix_blocks = is_v4 ? exchange_mix_clusters(rows) : 1;
   const auto gate = [&](GateKind kind, std::uint32_t blocks) {
     return gate_of(step, layer_idx, kind, blocks);
   };
   Hop hop = {memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
   // x of the layer before; the first layer's is there when its kernels start.
-  const Gate before =
-      first ? Gate{} : gate_of(step, layer_idx - 1, gate_done, exchange_norm_blocks(rows));
+  const Gate before = is_v4   ? layer_x_gate(step, layer_idx)
+                      : first ? Gate{}
+                              : gate_of(step, layer_idx - 1, gate_done, exchange_blocks);
   cudaError_t error = cudaSuccess;
   const auto run = [&](HopKernel kernel, auto&& launch) {
     if (error != cudaSuccess) return;
@@ -164,7 +227,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     out.norm_eps = step.norm_eps;
     out.hc_eps = step.hc_eps;
     out.sinkhorn_iters = step.sinkhorn_iters;
-    out.hidden = kHidden;
+    out.hidden = hidden;
     out.num_rows = rows;
     out.partial = memory.mix_partial[side];
     out.mix = memory.mix[side];
@@ -195,8 +258,23 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     out.early = true;
     return out;
   };
+  // V4: the end of sublayer `side`; `next` begins.
+  const auto mixing_of = [&](int side, const HyperWeights& next, const std::uint16_t* norm) {
+    ExchangeMixParams out = mixing_exchange(step, 2 * layer_idx + side, next, norm);
+    out.stage = side == 0 ? 3 : 4;  // StageId::attention_sum, moe_sum
+    out.receives = true;
+    out.residual_in = memory.residual[side];
+    out.residual_out = memory.residual[1 - side];
+    out.mix_in = memory.mix[side];
+    out.mix_out = memory.mix[1 - side];
+    if (side == 0 && parts.experts) out.x_packets = nullptr, out.x_codes = nullptr;
+    out.kernel = hop.id + static_cast<std::uint32_t>(side == 0 ? HopKernel::exchange
+                                                               : HopKernel::second_exchange);
+    return out;
+  };
   if (parts.attention) {
     FrontParams front = {};
+    front.model = model;
     front.num_rows = rows;
     front.num_heads = heads;
     front.norm_eps = step.norm_eps;
@@ -216,20 +294,25 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.qa = memory.qa;
     front.qa_squares = memory.qa_squares;
     front.kv = memory.kv;
+    front.latent_codes = memory.latent_codes;
+    front.latent_scale = memory.latent_scale;
     front.q = memory.q;
     front.kv_pages = layer.window;
     front.before = before;
-    front.qkv_done = gate(gate_qkv, front_qkv_blocks());
-    front.done = gate(gate_q, front_q_blocks(rows, heads));
+    front.qkv_done = gate(gate_qkv, front_qkv_blocks(model));
+    front.latent_done = gate(gate_latent, static_cast<std::uint32_t>(rows));
+    front.done = gate(gate_q, front_q_blocks(heads));
     const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
-    mix_done = mix.done;
+    mix_done = gate(gate_mix, mix_blocks);
     // Few rows: the statistics take their place when attention has its own, whose clusters need
     // sixteen multiprocessors at once. The first layer's first kernel starts when what came before
     // has ended.
-    const bool mix_first = rows > kHopRows || first || !parts.late_mix;
+    const bool mix_first = !is_v4 && (first || parts.mix_place == MixPlace::first ||
+                                      (parts.mix_place == MixPlace::measured && rows > kHopRows));
     const auto launch_statistics = [&](bool programmatic) {
+      if (is_v4) return;
       run(HopKernel::mix, [&] {
-        const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : rows > kHopRows ? 64 : 32;
+        const int blocks = parts.mix_blocks > 0 ? parts.mix_blocks : 32;
         return launch_mix(mix, blocks, false, programmatic, stream);
       });
     };
@@ -237,6 +320,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     run(HopKernel::qkv, [&] { return launch_front_qkv(front, mix_first || !first, stream); });
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
+    attention.model = model;
+    attention.norm_eps = step.norm_eps;
     attention.num_rows = rows;
     attention.num_heads = heads;
     attention.q = memory.q;
@@ -258,9 +343,11 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
     attention.selected = layer.late_extra ? Gate{} : layer.extra_done;
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
-    run(HopKernel::attention, [&] { return launch_sparse_attention(attention, true, stream); });
+    run(HopKernel::attention,
+        [&] { return launch_sparse_attention(attention, !layer.extra_ends, stream); });
     if (!mix_first) launch_statistics(true);
     OprojParams oproj = {};
+    oproj.model = model;
     oproj.num_rows = rows;
     oproj.num_groups = groups;
     oproj.hop = hop;
@@ -275,19 +362,32 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.port = step.port;
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
-    oproj.u_done = gate(gate_u, oproj_a_blocks(groups));
+    oproj.u_done = gate(gate_u, oproj_a_blocks(model, rows, groups));
     run(HopKernel::oproj_a, [&] { return launch_oproj_a(oproj, true, stream); });
     run(HopKernel::oproj_b, [&] { return launch_oproj_b(oproj, true, stream); });
-    ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);
-    exchange.mix_done = mix_done;
-    exchange.done = gate(parts.experts ? gate_x : gate_done, exchange_norm_blocks(rows));
-    x_ready = exchange.done;
-    run(HopKernel::exchange, [&] { return launch_exchange_norm(exchange, kHidden, true, stream); });
+    const Gate done = gate(parts.experts ? gate_x : gate_done, exchange_blocks);
+    x_ready = done;
+    run(HopKernel::exchange, [&] {
+      if (is_v4) {
+        ExchangeMixParams exchange = mixing_of(0, layer.ffn_hc, layer.ffn_norm);
+        exchange.before = before;
+        exchange.mix_before = first ? gate_of(step, 0, gate_input_mix, mix_blocks)
+                                    : gate_of(step, layer_idx - 1, gate_ffn_mix, mix_blocks);
+        exchange.done = done;
+        exchange.mix_done = parts.experts ? mix_done : gate(gate_ffn_mix, mix_blocks);
+        return launch_exchange_mix(exchange, true, stream);
+      }
+      ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);
+      exchange.mix_done = mix_done;
+      exchange.done = done;
+      return launch_exchange_norm(exchange, hidden, true, stream);
+    });
   }
   if (error != cudaSuccess || !parts.experts) return error;
   Gate ffn_mix_done = {};
   const int idle = parts.idle_sms > 0 ? parts.idle_sms : kIdleSms;
-  if (parts.second_statistics) {
+  const bool second_statistics = parts.second_statistics && !is_v4;
+  if (second_statistics) {
     const MixParams mix = mixing(1, layer.ffn_hc, word_ffn_ticket, gate_ffn_mix);
     ffn_mix_done = mix.done;
     run(HopKernel::mix,
@@ -295,7 +395,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   }
   lowlat::fused::MoeArgs experts = {};
   experts.rows = rows;
-  experts.routing = lowlat::fused::MoeRouting::gate;
+  experts.routing = layer.hash_ids != nullptr ? lowlat::fused::MoeRouting::table
+                                              : lowlat::fused::MoeRouting::gate;
+  experts.ids = layer.hash_ids;
   experts.x = memory.x;
   experts.image_rows = step.image_rows;
   experts.w = layer.experts;
@@ -307,20 +409,29 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   experts.quads_index = 2 * layer_idx + 1;
   experts.before = x_ready;
   experts.workspace = memory.experts;
-  experts.idle_sms = parts.second_statistics ? idle : 0;
+  experts.idle_sms = second_statistics ? idle : 0;
   run(HopKernel::experts, [&] {
     return static_cast<cudaError_t>(lowlat::fused::launch_moe_region(
-        step.shape, experts, stream, !first || parts.attention || parts.second_statistics));
+        step.shape, experts, stream, !first || parts.attention || second_statistics));
   });
-  ExchangeNormParams exchange = exchanging(1, layer.next_norm);
-  exchange.mix_done = ffn_mix_done;
-  exchange.done = gate(gate_done, exchange_norm_blocks(rows));
-  if (layer.memory_follows) {
-    exchange.done = layer_gate(memory, layer_idx, kLayerExchanged, exchange_norm_blocks(rows));
-    exchange.x_packets = nullptr;
-  }
-  run(HopKernel::second_exchange,
-      [&] { return launch_exchange_norm(exchange, kHidden, true, stream); });
+  run(HopKernel::second_exchange, [&] {
+    if (is_v4) {
+      ExchangeMixParams exchange = mixing_of(1, layer.next_hc, layer.next_norm);
+      exchange.before = x_ready;
+      exchange.mix_before = mix_done;
+      exchange.done = gate(gate_done, exchange_blocks);
+      exchange.mix_done = gate(gate_ffn_mix, mix_blocks);
+      return launch_exchange_mix(exchange, true, stream);
+    }
+    ExchangeNormParams exchange = exchanging(1, layer.next_norm);
+    exchange.mix_done = ffn_mix_done;
+    exchange.done = gate(gate_done, exchange_blocks);
+    if (layer.memory_follows) {
+      exchange.done = layer_gate(memory, layer_idx, kLayerExchanged, exchange_blocks);
+      exchange.x_packets = nullptr;
+    }
+    return launch_exchange_norm(exchange, hidden, true, stream);
+  });
   return error;
 }
 

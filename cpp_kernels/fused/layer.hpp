@@ -30,18 +30,13 @@
 
 #include "fused/attention.hpp"
 #include "fused/exchange.hpp"
+#include "fused/exchange_mix.hpp"
 #include "fused/front.hpp"
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
 
 namespace lowlat::nvidia::fused {
-
-struct HyperWeights {
-  const float* fn;     // [24, 4 H]
-  const float* base;   // [24]
-  const float* scale;  // [3]
-};
 
 // One layer on one rank. Pointers are device memory; formats as the structs of each kernel say.
 struct PlainLayer {
@@ -54,6 +49,11 @@ struct PlainLayer {
   const float* sink;
   RopeFrequencies rope;
   HyperWeights attn_hc, ffn_hc;
+  // V4, whose layers combine by statistics that the exchange before makes: attn_hc of the layer
+  // after this one (of the last: any). attn_hc is not read then.
+  HyperWeights next_hc;
+  // V4's hash layers: i32 [T, 6], the experts of each row's token. NULL: routed by scores.
+  const std::int32_t* hash_ids;
   lowlat::fused::MoeWeights experts;
   // Stored keys, and which of them each row sees.
   KvPages window, extra;
@@ -65,6 +65,10 @@ struct PlainLayer {
   // is launched: LayerParts::between may wait for that.
   bool late_extra;
   Gate extra_done;
+  // True: attention is launched when q's kernel and what the caller joins before attention have
+  // ended. A join alone does not make it wait: capture takes all edges into a kernel of a
+  // programmatic launch for programmatic ones.
+  bool extra_ends;
   // True: n-gram memory is applied to this layer's result (launch_engram_apply). It waits at the
   // gate kLayerExchanged, sends x and opens the gate kLayerDone instead of the last exchange.
   bool memory_follows;
@@ -82,14 +86,14 @@ struct LayerMemory {
   void* experts;  // workspace
   // Of more than kHopRows rows.
   std::uint16_t *qa, *kv, *q, *o;
-  std::uint8_t *x_codes, *u_codes;
-  float *x_scale, *qa_squares, *o_scale, *u_scale;
+  std::uint8_t *x_codes, *latent_codes, *u_codes;
+  float *x_scale, *latent_scale, *qa_squares, *o_scale, *u_scale;
   // Statistics: of each sublayer.
   float* mix_partial[2];
   float* mix[2];
   std::int64_t bytes;  // of it all
 };
-inline constexpr int kLayerGates = 16;
+inline constexpr int kLayerGates = 32;
 // Of these, those of [q_a, kv] and of a layer's result; the first that no kernel of a plain layer
 // uses, for kernels beside it; and that of the last exchange where memory_follows.
 inline constexpr int kLayerQkv = 1, kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
@@ -125,12 +129,21 @@ struct LayerStep {
   const std::uint8_t* image_rows;
 };
 
+// V4: the gate of the x that a layer begins with.
+Gate layer_x_gate(const LayerStep& step, int layer_idx);
+
 // The step's first kernel. num_exchanges: of the last step, two a layer.
 cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
                                std::uint64_t num_exchanges, cudaStream_t stream);
 
 // The step's first x, bf16 [T, H] normed and in memory.x: to what the first layer reads.
 cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
+// V4: from memory.residual[0], by the first layer's statistics and norm.
+cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_hc,
+                               const std::uint16_t* attn_norm, cudaStream_t stream);
+
+// When the first statistics take their place on the device: before [q_a, kv] or after attention.
+enum class MixPlace { measured, first, after_attention };
 
 // Which kernels a layer holds and how they share the device. The default is the layer; anything
 // else is for measurements and tests.
@@ -140,7 +153,7 @@ struct LayerParts {
   // have as many blocks (a power of two). 0: what was measured best. idle_sms stays what it is for
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
-  bool late_mix = true;  // the first statistics start after attention
+  MixPlace mix_place = MixPlace::measured;
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };

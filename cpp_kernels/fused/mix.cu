@@ -3,22 +3,28 @@
 // Math         m = fn·x / sqrt(mean x² + ε) of a row's 4H values x; pre, post and comb from m
 //              (Sinkhorn with reciprocals good to a unit in the last place)
 // Shapes       R [T,4,H] bf16 · fn [24,4H] fp32 · mix [T,32] fp32 · 1 ≤ T ≤ 48
-// Rounding     none but fp32 sums
-// Bytes        H = 5120: read 1.97 MB of fn (once for eight rows) and T·41 kB
+// Rounding     fn as the sum of three bf16, which leaves 2^-25 of a value; products exact, sums fp32
+// Bytes        H = 5120: read 1.97 MB of fn and T·41 kB
 // Floor        0.42 us at 4.65 TB/s; it runs beside others, on a few multiprocessors
-// Launch       blocks of 256 threads take every so manieth piece of 256 values; two or seven pieces
-//              are on their way at a time, the first before the residual is waited for
-// Ordering     residual: gate (exchange_gate.cuh). partial: each block's stores, then its ticket
-//              (acq_rel.device, after the block's barrier); who has the last ticket sees all
+// Launch       blocks of 256 threads take every so manieth piece of 128 values, for all rows; two to
+//              twelve pieces are on their way at a time, the first before the residual is waited
+//              for. Rows are the M side of the products, 24 outputs the N side, and a warp has 16 of
+//              a piece's K
+// Ordering     residual: gate (exchange_gate.cuh). full[stage]: an arrival a warp with the bytes of
+//              its part of fn, and one a thread when its copies of rows have come. partial: each
+//              block's stores, then its ticket (acq_rel.device, after the block's barrier); who has
+//              the last ticket sees all
 // Determinism  fixed summation tree for a number of blocks
 // Meaning      reference/hc.cpp. Bound: pre, post, comb rel_l2 ≤ 2e-5
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_weights.cuh"
 #include "fused/mix.hpp"
+#include "fused/mix_sinkhorn.cuh"
 #include "fused/stamps.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
 #include "stages/hc.hpp"
@@ -28,261 +34,279 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kOutputs = stages::kHcOutputs;
-constexpr int kLength = 256;  // of a piece
-constexpr int kBatch = 8;     // rows together, so that a warp's 32 sums are one exchange of lanes
-constexpr int kPerWarp = kOutputs / kWarps;
-static_assert(kOutputs == 24 && kMixStride > kOutputs);
-static_assert(kBatch * (kPerWarp + 1) == plat::kWarpLanes);
+constexpr int kLength = 128;         // of a piece
+constexpr int kSums = kOutputs + 1;  // of a row: dot products, then the sum of squares
+constexpr int kColumns = 8;          // outputs of one product
+constexpr int kOutputTiles = kOutputs / kColumns;
+constexpr int kPerWarp = kOutputs / kWarps;  // rows of fn that a warp asks for
+constexpr int kStep = 16;                    // K of a product
+constexpr int kSteps = kLength / kWarps / kStep;
+static_assert(kOutputs == 24 && kMixStride >= kSums && kSteps >= 1);
 
-constexpr int kMaxStages = 7;
+constexpr int kMinStages = 2, kMaxStages = 12;
+// That a block takes for its stages, alone on a multiprocessor and beside one of [q_a, kv].
+constexpr int kMaxBytes = 208 * 1024, kBesideBytes = 60 * 1024;
+
+// A stage holds fn and then the rows of a piece. Pitches of 64 and 32 more than a multiple of 128
+// bytes: what a quarter (half) of a warp reads lies in different banks.
+constexpr int kFnPitch = kLength + 16, kRowPitch = kLength + 16;  // values
+constexpr int kFnBytes = kOutputs * kFnPitch * 4;
+constexpr int piece_bytes(int num_rows) {
+  return (kFnBytes + num_rows * kRowPitch * 2 + 127) / 128 * 128;
+}
 
 struct Shared {
-  struct alignas(128) Piece {
-    float fn[kOutputs][kLength];
-    std::uint16_t row[kBatch][kLength];
-  };
-  std::uint64_t barrier[kMaxStages];  // of fn
-  float logit[kWarps][kOutputs];
+  std::uint64_t full[kMaxStages];
   bool last;
-  alignas(128) Piece piece[1];  // as many as were launched with
+  float logit[kMaxFusedRows][kSums];
+  // Then the stages, and when they are used up the warps' sums [warp][row][kSums].
+};
+constexpr int kHeadBytes = (sizeof(Shared) + 127) / 128 * 128;
+static_assert(kFnBytes % 128 == 0 &&
+              kWarps * kMaxFusedRows * kSums * 4 <= kMinStages * piece_bytes(kMaxFusedRows));
+
+// One block's view of its memory.
+struct Stages {
+  unsigned char* first;
+  int bytes;  // of one
+  LOWLAT_DEVICE float* fn(int stage) const {
+    return reinterpret_cast<float*>(first + stage * bytes);
+  }
+  LOWLAT_DEVICE std::uint16_t* rows(int stage) const {
+    return reinterpret_cast<std::uint16_t*>(first + stage * bytes + kFnBytes);
+  }
 };
 
-// v[i] summed over the lanes, in v[0] of lane i: each exchange halves the values that a lane holds.
-template <int kHalf = plat::kWarpLanes / 2>
-LOWLAT_DEVICE void sum_over_lanes(float (&v)[plat::kWarpLanes], int lane_idx) {
-  const bool upper = (lane_idx & kHalf) != 0;
-#pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    const float send = upper ? v[i] : v[i + kHalf];
-    const float keep = upper ? v[i + kHalf] : v[i];
-    v[i] = keep + __shfl_xor_sync(plat::kAllLanes, send, kHalf);
-  }
-  if constexpr (kHalf > 1) sum_over_lanes<kHalf / 2>(v, lane_idx);
-}
-
-LOWLAT_DEVICE float approximate_reciprocal(float v) {
-  float out;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
-  return out;
-}
-
-// stages::hc_sinkhorn with reciprocals good to one unit in the last place, all 16 numbers in
-// registers: forty dependent passes are latency and nothing else. One thread calls.
-LOWLAT_DEVICE void sinkhorn(float (&comb)[4][4], float eps, int num_iters) {
-#pragma unroll
-  for (auto& row : comb) {
-    float top = row[0];
-#pragma unroll
-    for (int k = 1; k < 4; ++k) top = plat::max(top, row[k]);
-#pragma unroll
-    for (float& v : row) v = plat::exp(v - top);
-    const float inverse = approximate_reciprocal((row[0] + row[1]) + (row[2] + row[3]));
-#pragma unroll
-    for (float& v : row) v = plat::fma(v, inverse, eps);
-  }
-#pragma unroll 1
-  for (int iter = 0; iter < num_iters; ++iter) {
-    if (iter > 0) {
-#pragma unroll
-      for (auto& row : comb) {
-        const float inverse = approximate_reciprocal((row[0] + row[1]) + (row[2] + row[3]) + eps);
-#pragma unroll
-        for (float& v : row) v *= inverse;
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float inverse =
-          approximate_reciprocal((comb[0][k] + comb[1][k]) + (comb[2][k] + comb[3][k]) + eps);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) comb[j][k] *= inverse;
-    }
-  }
-}
-
-// Asks for fn of a piece; the barrier's phase takes all of it. All threads call: a thread's copies
-// take turns, so each warp has its own.
-LOWLAT_DEVICE void ask_for_weights(Shared& shared, const MixParams& params, int stage, int piece) {
+// Asks for fn of a piece. All threads call: a thread's copies take turns, so each warp has its own.
+LOWLAT_DEVICE void ask_for_weights(Shared& shared, const Stages& stages, const MixParams& params,
+                                   int stage, int piece) {
   if (plat::thread_idx() % plat::kWarpLanes != 0) return;
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  sm90::barrier_arrive_expect(&shared.barrier[stage], kPerWarp * sizeof shared.piece[stage].fn[0]);
+  constexpr int kBytes = kLength * 4;
+  sm90::barrier_arrive_expect(&shared.full[stage], kPerWarp * kBytes);
 #pragma unroll 1
   for (int i = warp_idx * kPerWarp; i < (warp_idx + 1) * kPerWarp; ++i) {
-    sm90::bulk_load(shared.piece[stage].fn[i],
-                    params.fn + std::int64_t{i} * 4 * params.hidden + piece * kLength,
-                    sizeof shared.piece[stage].fn[i], &shared.barrier[stage]);
+    sm90::bulk_load(stages.fn(stage) + i * kFnPitch,
+                    params.fn + std::int64_t{i} * 4 * params.hidden + piece * kLength, kBytes,
+                    &shared.full[stage]);
   }
 }
-LOWLAT_DEVICE void ask_for_rows(Shared& shared, const MixParams& params, int stage, int piece,
-                                int first_row) {
+LOWLAT_DEVICE void ask_for_rows(Shared& shared, const Stages& stages, const MixParams& params,
+                                int stage, int piece) {
   constexpr int kParts = kLength / 8;
-  for (int i = plat::thread_idx(); i < kBatch * kParts; i += kThreads) {
-    // Rows after the last are the last again; their sums are not stored.
+  for (int i = plat::thread_idx(); i < params.num_rows * kParts; i += kThreads) {
     const int row = i / kParts, part = i % kParts;
-    copy_16(&shared.piece[stage].row[row][part * 8],
-            params.residual +
-                static_cast<std::int64_t>(min(first_row + row, params.num_rows - 1)) * 4 *
-                    params.hidden +
-                piece * kLength + part * 8);
+    copy_16(stages.rows(stage) + row * kRowPitch + part * 8,
+            params.residual + static_cast<std::int64_t>(row) * 4 * params.hidden + piece * kLength +
+                part * 8);
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(
+                   sm90::shared_address(&shared.full[stage]))
+               : "memory");
+}
+
+// v = sum of parts[0 .. 2], largest first, two values each.
+LOWLAT_DEVICE void split(std::uint32_t (&parts)[3], float first, float second) {
+#pragma unroll
+  for (std::uint32_t& part : parts) {
+    part = sm90::to_bf16_pair(first, second);
+    first -= sm90::low_bf16(part);
+    second -= sm90::high_bf16(part);
   }
 }
 
-// Copies of ask_for_rows belong to the group that this ends; groups come in order.
-LOWLAT_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most stages - 2 groups are on their way.
-LOWLAT_DEVICE void wait_for_copies_of_turn(int stages) {
-  if (stages == 2) {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kMaxStages - 2) : "memory");
-  }
-}
-
-// sum: [row][dot product or squares] += this piece's.
-LOWLAT_DEVICE void add_piece(float (&sum)[plat::kWarpLanes], const Shared::Piece& piece,
-                             int warp_idx, int lane_idx) {
+// sum[tile][outputs' tile] of a product's fragment, squares[tile] of rows g and g + 8, += a piece's.
+template <int kRowTiles>
+LOWLAT_DEVICE void add_piece(float (&sum)[kRowTiles][kOutputTiles][4],
+                             float (&squares)[kRowTiles][2], const float* fn,
+                             const std::uint16_t* rows, int num_rows) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  const int g = lane_idx / 4, t = lane_idx % 4;
+  // Sums of a piece, so that few are added by the products themselves, which round towards zero.
+  float own[kRowTiles][kOutputTiles][4] = {};
 #pragma unroll 1
-  for (int j = 0; j < kLength / (4 * plat::kWarpLanes); ++j) {
-    const int k = 4 * (lane_idx + j * plat::kWarpLanes);
-    float4 fn[kPerWarp];
+  for (int step = 0; step < kSteps; ++step) {
+    // A lane has four neighbours of a step on both sides, whatever their places in the product.
+    const int k = (warp_idx * kSteps + step) * kStep + 4 * t;
+    std::uint32_t b[kOutputTiles][2][3];
 #pragma unroll
-    for (int i = 0; i < kPerWarp; ++i) {
-      fn[i] = *reinterpret_cast<const float4*>(&piece.fn[warp_idx * kPerWarp + i][k]);
+    for (int n = 0; n < kOutputTiles; ++n) {
+      const float4 v = *reinterpret_cast<const float4*>(fn + (n * kColumns + g) * kFnPitch + k);
+      split(b[n][0], v.x, v.y);
+      split(b[n][1], v.z, v.w);
     }
 #pragma unroll
-    for (int row = 0; row < kBatch; ++row) {
-      const uint2 pairs = *reinterpret_cast<const uint2*>(&piece.row[row][k]);
-      const float x[4] = {sm90::low_bf16(pairs.x), sm90::high_bf16(pairs.x),
-                          sm90::low_bf16(pairs.y), sm90::high_bf16(pairs.y)};
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      // Rows after the last are the last again; their sums are not stored.
+      uint2 pairs[2];
 #pragma unroll
-      for (int i = 0; i < kPerWarp; ++i) {
-        float& to = sum[row * (kPerWarp + 1) + i];
-        to = plat::fma(fn[i].x, x[0], to);
-        to = plat::fma(fn[i].y, x[1], to);
-        to = plat::fma(fn[i].z, x[2], to);
-        to = plat::fma(fn[i].w, x[3], to);
+      for (int half = 0; half < 2; ++half) {
+        const int row = min(tile * 16 + half * 8 + g, num_rows - 1);
+        pairs[half] = *reinterpret_cast<const uint2*>(rows + row * kRowPitch + k);
+        const float x[4] = {sm90::low_bf16(pairs[half].x), sm90::high_bf16(pairs[half].x),
+                            sm90::low_bf16(pairs[half].y), sm90::high_bf16(pairs[half].y)};
+#pragma unroll
+        for (const float v : x) squares[tile][half] = plat::fma(v, v, squares[tile][half]);
       }
-      float& squares = sum[row * (kPerWarp + 1) + kPerWarp];
+      const std::uint32_t a[4] = {pairs[0].x, pairs[1].x, pairs[0].y, pairs[1].y};
 #pragma unroll
-      for (const float v : x) squares = plat::fma(v, v, squares);
+      for (int part = 2; part >= 0; --part) {
+#pragma unroll
+        for (int n = 0; n < kOutputTiles; ++n) {
+          const std::uint32_t b_part[2] = {b[n][0][part], b[n][1][part]};
+          sm90::mma_bf16(own[tile][n], a, b_part);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+    for (int n = 0; n < kOutputTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[tile][n][i] += own[tile][n][i];
     }
   }
 }
 
-// A warp makes a row's parameters from the blocks' sums.
-LOWLAT_DEVICE void finish_row(Shared& shared, const MixParams& params, int row_idx, int warp_idx,
-                              int lane_idx) {
-  const int group = lane_idx < 4 ? 0 : lane_idx < 8 ? 1 : 2;
-  const float scale = __ldg(params.scale + group);
-  const float base = __ldg(params.base + min(lane_idx, kOutputs - 1));
+// The block's sums of its pieces to `partial`. All threads call; the stages are used up.
+template <int kRowTiles>
+LOWLAT_DEVICE void store_sums(float* warp_sums, const MixParams& params,
+                              const float (&sum)[kRowTiles][kOutputTiles][4],
+                              float (&squares)[kRowTiles][2]) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  const int g = lane_idx / 4, t = lane_idx % 4;
+#pragma unroll
+  for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& own = squares[tile][half];
+      own += __shfl_xor_sync(plat::kAllLanes, own, 1);
+      own += __shfl_xor_sync(plat::kAllLanes, own, 2);
+      const int row = tile * 16 + half * 8 + g;
+      if (row >= params.num_rows) continue;
+      float* to = warp_sums + (warp_idx * params.num_rows + row) * kSums;
+#pragma unroll
+      for (int n = 0; n < kOutputTiles; ++n) {
+        to[n * kColumns + 2 * t] = sum[tile][n][2 * half];
+        to[n * kColumns + 2 * t + 1] = sum[tile][n][2 * half + 1];
+      }
+      if (t == 0) to[kOutputs] = own;
+    }
+  }
+  plat::block_sync();
+  float* out =
+      params.partial + static_cast<std::int64_t>(blockIdx.x) * params.num_rows * kMixStride;
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < params.num_rows * kSums; i += kThreads) {
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      total += warp_sums[warp * params.num_rows * kSums + i];
+    }
+    out[i / kSums * kMixStride + i % kSums] = total;
+  }
+}
+
+// All rows' parameters from the blocks' sums. All threads of the block call.
+LOWLAT_DEVICE void finish_rows(Shared& shared, const MixParams& params) {
   constexpr int kTogether = 16;  // are asked for before one is added
   const int num_blocks = static_cast<int>(gridDim.x);
-  float total = 0.0f;
 #pragma unroll 1
-  for (int first = 0; first < num_blocks; first += kTogether) {
-    float part[kTogether];
+  for (int i = plat::thread_idx(); i < params.num_rows * kSums; i += kThreads) {
+    const float* from = params.partial + i / kSums * kMixStride + i % kSums;
+    float total = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < num_blocks; first += kTogether) {
+      float part[kTogether];
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const std::int64_t place =
-          (static_cast<std::int64_t>(first + i) * params.num_rows + row_idx) * kMixStride;
-      part[i] = first + i < num_blocks && lane_idx <= kOutputs
-                    ? __ldcg(params.partial + place + lane_idx)
-                    : 0.0f;
+      for (int j = 0; j < kTogether; ++j) {
+        part[j] =
+            first + j < num_blocks
+                ? __ldcg(from + static_cast<std::int64_t>(first + j) * params.num_rows * kMixStride)
+                : 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) total += part[j];
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) total += part[i];
+    shared.logit[i / kSums][i % kSums] = total;
   }
-  const float squares = __shfl_sync(plat::kAllLanes, total, kOutputs);
-  const float m =
-      total * plat::rsqrt(squares / static_cast<float>(4 * params.hidden) + params.norm_eps);
-  float* out = params.mix + row_idx * kMixStride;
-  if (lane_idx < kOutputs) {
-    const float logit = m * scale + base;
-    shared.logit[warp_idx][lane_idx] = logit;
-    if (lane_idx < 8) {
+  plat::block_sync();
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < params.num_rows * kOutputs; i += kThreads) {
+    const int row_idx = i / kOutputs, which = i % kOutputs;
+    const float squares = shared.logit[row_idx][kOutputs];
+    const float m = shared.logit[row_idx][which] *
+                    plat::rsqrt(squares / static_cast<float>(4 * params.hidden) + params.norm_eps);
+    const float logit = m * __ldg(params.scale + min(which / 4, 2)) + __ldg(params.base + which);
+    shared.logit[row_idx][which] = logit;  // nobody else reads this one
+    if (which < 8) {
       const float gate = stages::sigmoid(logit);
-      out[lane_idx] = lane_idx < 4 ? gate + params.hc_eps : 2.0f * gate;
+      params.mix[row_idx * kMixStride + which] = which < 4 ? gate + params.hc_eps : 2.0f * gate;
     }
   }
-  __syncwarp();
-  if (lane_idx == 0) {
-    float comb[4][4];
+  plat::block_sync();
+  // A thread a row: its passes depend on each other, other rows' do not.
+  const int row_idx = plat::thread_idx();
+  if (row_idx >= params.num_rows) return;
+  float comb[4][4];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) comb[i / 4][i % 4] = shared.logit[warp_idx][8 + i];
-    sinkhorn(comb, params.hc_eps, params.sinkhorn_iters);
+  for (int i = 0; i < 16; ++i) comb[i / 4][i % 4] = shared.logit[row_idx][8 + i];
+  sinkhorn(comb, params.hc_eps, params.sinkhorn_iters);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) out[8 + i] = comb[i / 4][i % 4];
+  for (int i = 0; i < 4; ++i) {
+    *reinterpret_cast<float4*>(params.mix + row_idx * kMixStride + 8 + 4 * i) =
+        make_float4(comb[i][0], comb[i][1], comb[i][2], comb[i][3]);
   }
-  __syncwarp();
 }
 
+template <int kRowTiles>
 __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ MixParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   sm90::launch_dependents();
-  Stamps stamps(params.hop.port != nullptr ? params.hop.port->stamps : StampSink{},
-                params.hop.id + static_cast<std::uint32_t>(HopKernel::mix));
-  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::mix));
   const int num_blocks = static_cast<int>(gridDim.x), block_idx = static_cast<int>(blockIdx.x);
   const int num_pieces = 4 * params.hidden / kLength;
   const int own_pieces = (num_pieces - block_idx + num_blocks - 1) / num_blocks;
-  const int num_batches = (params.num_rows + kBatch - 1) / kBatch;
-  const int turns = own_pieces * num_batches;
-  const auto piece_of = [&](int turn) { return block_idx + turn % own_pieces * num_blocks; };
-  const int stages = params.stages;
+  const auto piece_of = [&](int turn) { return block_idx + turn * num_blocks; };
+  const int num_stages = params.stages;
+  const Stages stages = {memory + kHeadBytes, piece_bytes(params.num_rows)};
   if (plat::thread_idx() == 0) {
-    for (int i = 0; i < stages; ++i) sm90::barrier_init(&shared.barrier[i], kWarps);
+    for (int i = 0; i < num_stages; ++i) sm90::barrier_init(&shared.full[i], kWarps + kThreads);
     sm90::fence_barrier_init();
   }
   plat::block_sync();
-  for (int turn = 0; turn < min(stages - 1, turns); ++turn) {
-    ask_for_weights(shared, params, turn, piece_of(turn));
+  for (int turn = 0; turn < min(num_stages - 1, own_pieces); ++turn) {
+    ask_for_weights(shared, stages, params, turn, piece_of(turn));
   }
   __syncwarp();
   stamps.mark(StampStage::ask);
   wait_at(params.before);
   stamps.mark(StampStage::wait);
-  for (int turn = 0; turn < stages - 1; ++turn) {
-    if (turn < turns) {
-      ask_for_rows(shared, params, turn, piece_of(turn), turn / own_pieces * kBatch);
-    }
-    commit_copies();
+  for (int turn = 0; turn < min(num_stages - 1, own_pieces); ++turn) {
+    ask_for_rows(shared, stages, params, turn, piece_of(turn));
   }
-  float sum[plat::kWarpLanes] = {};
+  float sum[kRowTiles][kOutputTiles][4] = {}, squares[kRowTiles][2] = {};
   int stage = 0;
   std::uint32_t parity = 0;
-  for (int turn = 0; turn < turns; ++turn) {
-    const int batch = turn / own_pieces;
-    // A group of copies a turn: all but the latest stages - 2 have come.
-    wait_for_copies_of_turn(stages);
-    plat::block_sync();  // this piece's rows are there, and the memory of the one before is free
-    const int next = turn + stages - 1, next_stage = stage == 0 ? stages - 1 : stage - 1;
-    if (next < turns) {
-      ask_for_weights(shared, params, next_stage, piece_of(next));
+#pragma unroll 1
+  for (int turn = 0; turn < own_pieces; ++turn) {
+    plat::block_sync();  // the memory of the piece before is free
+    const int next = turn + num_stages - 1, next_stage = stage == 0 ? num_stages - 1 : stage - 1;
+    if (next < own_pieces) {
+      ask_for_weights(shared, stages, params, next_stage, piece_of(next));
       __syncwarp();
-      ask_for_rows(shared, params, next_stage, piece_of(next), next / own_pieces * kBatch);
+      ask_for_rows(shared, stages, params, next_stage, piece_of(next));
     }
-    commit_copies();
-    wait_for_weights(&shared.barrier[stage], parity);
-    add_piece(sum, shared.piece[stage], warp_idx, lane_idx);
-    if (++stage == stages) stage = 0, parity ^= 1u;
-    if ((turn + 1) % own_pieces != 0) continue;
-    sum_over_lanes(sum, lane_idx);
-    const int row_idx = batch * kBatch + lane_idx / (kPerWarp + 1);
-    const int which = lane_idx % (kPerWarp + 1);
-    if (row_idx < params.num_rows) {
-      float* out = params.partial +
-                   (static_cast<std::int64_t>(block_idx) * params.num_rows + row_idx) * kMixStride;
-      if (which < kPerWarp) {
-        out[warp_idx * kPerWarp + which] = sum[0];
-      } else if (warp_idx == 0) {
-        out[kOutputs] = sum[0];
-      }
-    }
-#pragma unroll
-    for (float& v : sum) v = 0.0f;
+    wait_for_weights(&shared.full[stage], parity);
+    add_piece(sum, squares, stages.fn(stage), stages.rows(stage), params.num_rows);
+    if (++stage == num_stages) stage = 0, parity ^= 1u;
   }
+  plat::block_sync();
+  store_sums(reinterpret_cast<float*>(stages.first), params, sum, squares);
   stamps.mark(StampStage::compute);
   plat::block_sync();
   if (plat::thread_idx() == 0) {
@@ -296,10 +320,7 @@ __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ 
   plat::block_sync();
   if (!shared.last) return;
   stamps.mark(StampStage::sum);
-#pragma unroll 1
-  for (int row_idx = warp_idx; row_idx < params.num_rows; row_idx += kWarps) {
-    finish_row(shared, params, row_idx, warp_idx, lane_idx);
-  }
+  finish_rows(shared, params);
   stamps.mark(StampStage::store);
   open_gate(params.done);
 }
@@ -313,10 +334,16 @@ cudaError_t launch_mix(const MixParams& params, int blocks, bool alone, bool pro
       blocks > 4 * params.hidden / kLength) {
     return cudaErrorInvalidValue;
   }
+  const int piece = piece_bytes(params.num_rows);
   MixParams own = params;
-  own.stages = alone ? kMaxStages : 2;
-  const int bytes = static_cast<int>(sizeof(Shared) + (own.stages - 1) * sizeof(Shared::Piece));
-  return launch_kernel(hc_mix_sm90, dim3(blocks), kThreads, bytes, 1, programmatic, stream, own);
+  own.stages = min(kMaxStages, max(kMinStages, (alone ? kMaxBytes : kBesideBytes) / piece));
+  const int bytes = kHeadBytes + own.stages * piece;
+  const auto launch = [&](auto kernel) {
+    return launch_kernel(kernel, dim3(blocks), kThreads, bytes, 1, programmatic, stream, own);
+  };
+  if (params.num_rows <= 16) return launch(hc_mix_sm90<1>);
+  if (params.num_rows <= 32) return launch(hc_mix_sm90<2>);
+  return launch(hc_mix_sm90<3>);
 }
 
 }  // namespace lowlat::nvidia::fused

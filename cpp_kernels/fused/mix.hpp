@@ -32,7 +32,7 @@ struct MixParams {
 };
 
 // `blocks`: a power of two up to kMaxMixBlocks. `alone`: a block takes all of a multiprocessor's
-// memory (200 KB) and two blocks are enough; otherwise 58 KB. No block waits for another.
+// memory (208 KB) and two blocks are enough; otherwise 60 KB. No block waits for another.
 cudaError_t launch_mix(const MixParams& params, int blocks, bool alone, bool programmatic,
                        cudaStream_t stream);
 

@@ -25,6 +25,28 @@ cudaError_t current_device(Device* out) {
   return cudaDeviceGetAttribute(&out->max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
+// [chunks][rows][128 bytes] of a row-major matrix, copied by boxes of a tile's rows and all chunks
+// to places that eight rows' reads of 16 bytes find in different banks.
+cudaError_t tile_map(const std::uint8_t* codes, int rows, int row_bytes, CUtensorMap* out) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(
+      "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  if (status != cudaSuccess) return status;
+  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  const auto chunks = static_cast<cuuint64_t>(row_bytes / 128);
+  const cuuint64_t sizes[3] = {128, static_cast<cuuint64_t>(rows), chunks};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_bytes), 128};
+  const cuuint32_t box[3] = {128, moe::kTileRows, static_cast<cuuint32_t>(chunks)};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult made =
+      encode(out, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<std::uint8_t*>(codes), sizes,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 template <class L>
 cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t stream,
                    bool overlapped) {
@@ -39,6 +61,11 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   const auto kernel = moe::moe_region_mxfp4_sm90<L>;
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSmemBytes);
   if (status != cudaSuccess) return status;
+  moe::TileMaps maps;
+  constexpr int kRows = L::kExperts * L::kInner;
+  status = tile_map(args.w.w1.codes, kRows, L::kHidden / 2, &maps.gate);
+  if (status == cudaSuccess) status = tile_map(args.w.w3.codes, kRows, L::kHidden / 2, &maps.up);
+  if (status != cudaSuccess) return status;
   cudaLaunchAttribute edge = {};
   edge.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   edge.val.programmaticStreamSerializationAllowed = 1;
@@ -49,7 +76,7 @@ cudaError_t launch(const MoeArgs& args, const moe::Rules& rules, cudaStream_t st
   config.stream = stream;
   config.attrs = &edge;
   config.numAttrs = overlapped ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args, rules);
+  return cudaLaunchKernelEx(&config, kernel, args, rules, maps);
 }
 
 // Warps that multiply. Eight and twenty are slower (docs/bench), but two ranks' bands of V4.1 leave

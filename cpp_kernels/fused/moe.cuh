@@ -42,6 +42,9 @@
 //                       stored or published after a fault.
 #pragma once
 
+#include <cuda.h>
+
+#include <cstddef>
 #include <type_traits>
 
 #include "fused/stream.cuh"
@@ -69,6 +72,7 @@ inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // two bf16 NaN that no 
 inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
 inline constexpr float kSwigluLimit = 10.0f;
 inline constexpr float kRoutedScaling = 1.5f;
+inline constexpr int kHiddenShift = 8;  // of routed h
 inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
 
 // What a wait waited for: the event of a fault report.
@@ -81,7 +85,12 @@ template <class S, bool kMany_, int kConsumers_>
 struct Layout {
   static constexpr int kConsumers = kConsumers_;  // warps
   static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
-  // Two warps more than have a role: registers are given by groups of four warps.
+  // Warps that route. Few rows: two of their own, so that the shared expert's tiles are multiplied
+  // meanwhile, and the shared expert's second product while the routed first one is under way.
+  static constexpr int kFirstRouter = kMany_ ? 0 : kFinisher + 1;
+  static constexpr int kRouters = kMany_ ? kConsumers : 2;
+  static constexpr int kTableArrivals = kMany_ ? kConsumers : 1;
+  // Registers are given by groups of four warps.
   static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
   static constexpr int kConsumerRegisters =
@@ -96,22 +105,32 @@ struct Layout {
 
   // First product.
   static constexpr int kSlice = kHidden / kConsumers;       // of K, a warp
-  static constexpr int kRun = kSlice % 128 == 0 ? 32 : 16;  // consecutive elements of a thread
-  static constexpr int kBlockK = 4 * kRun, kSliceBlocks = kSlice / kBlockK;
-  static constexpr int kRowPitch = kHidden / 2 + 2 * kRun;  // fp4 row in shared memory
+  static constexpr int kBlockK = 32, kSliceBlocks = kSlice / kBlockK;  // groups of one scale
+  // A warp's slice is every kConsumers-th scale block of the activations, so that its places in a
+  // tile differ by constants: group `block_group(i)` from the warp's first is its block i.
+  static constexpr int kSpan = kBlock / kBlockK;  // groups of a scale block
+  static constexpr int block_group(int i) { return (i / kSpan * kConsumers) * kSpan + i % kSpan; }
+  // A tile's codes lie as the tensor copy leaves them: gate, then up, each [kHidden / 256] chunks
+  // of 8 rows of 128 bytes, whose 16-byte units are exchanged: unit u of row i is at u ^ i.
+  static constexpr int kChunkUnits = 8, kChunkBytes = kTileRows * 16 * kChunkUnits;
+  static constexpr int kHalfTile = kTileRows * kHidden / 2;
   static constexpr int kScaleRow = kHidden / 32;
   static constexpr int kTileBytes = 2 * kTileRows * (kHidden / 2 + kScaleRow);
-  static constexpr int kSlotBytes = 2 * kTileRows * (kRowPitch + kScaleRow);
-  static constexpr int kSharedPitch = kHidden + (kRun == 32 ? 16 : 64);  // e4m3 row
+  static constexpr int kSlotBytes = round_up(kTileBytes, 1024);
+  static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row
   static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
+  // Few rows: a block's first tiles are given, the others it draws, so that blocks whose copies are
+  // slow take fewer.
+  static constexpr int kGiven = 2;
+  static constexpr int kWindow = 16;  // tiles that are remembered, more than ring and sums hold
   // Second product.
   static constexpr int kBandRows = kHidden / kBands;
   static constexpr int kMTiles = (kBandRows + 15) / 16;
   static constexpr int kInnerBlocks = kInner / 64;
   static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : 4;
-  static constexpr int kPartBlocks = kInnerBlocks / kParts;
+  static constexpr int kPartGroups = 2 * kInnerBlocks / kParts;  // of 32, of one scale each
   static constexpr int kInnerRow = kInner / 2, kInnerScaleRow = kInner / 32;
   static constexpr int kBandBytes = kBandRows * (kInnerRow + kInnerScaleRow);
   static constexpr int kPieceBytes = round_up(kBandBytes, 128);
@@ -120,7 +139,8 @@ struct Layout {
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
-  static_assert(kSlice % kBlockK == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
+  static_assert(kConsumers % 8 == 0 && kHidden % 256 == 0 && (kSpan == 1 || kSpan == 4));
+  static_assert(kSlice % (2 * kBlockK) == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
                 kExperts % kBands == 0);
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
                 kPieces >= 1);
@@ -133,10 +153,16 @@ struct Layout {
   static constexpr int kPartialBytes = kConsumers * kColumns * 2 * kTileRows * 4;
   static constexpr int kBuffers = kConsumers < 16 ? 4 : 2;  // of partial sums
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
+  static constexpr int kPairFloats = kParts * kMaxPairs * kBandRows;
   static constexpr int kSecondFloats = kParts * kSecondRows * kBandRows;
-  static constexpr int kSumsBytes = kMany || kBuffers * kPartialBytes > kSecondFloats * 4
-                                        ? kBuffers * kPartialBytes
-                                        : kSecondFloats * 4;
+  // Few rows: the pairs' sums of the second product lie over the partial sums, the shared expert's
+  // behind both.
+  static constexpr int kPartialFloats = kBuffers * kPartialBytes / 4;
+  static constexpr int kSharedSums = kMany ? kPairFloats
+                                           : (kPartialFloats > kPairFloats ? kPartialFloats
+                                                                           : kPairFloats);
+  static constexpr int kSumsBytes = kMany ? kBuffers * kPartialBytes
+                                          : 4 * (kSharedSums + kParts * kMaxRows * kBandRows);
   static constexpr int kBandOffset = 0;
   static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
   static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
@@ -146,11 +172,17 @@ struct Layout {
     std::int32_t num_experts;
     std::uint32_t stop;  // Watch
     std::uint32_t chosen[kExperts / 32];
-    std::uint32_t rows_of[kMany ? 1 : kMaxPairs];                  // mask of an expert's rows
+    // Few rows: masks of an expert's pairs, and a row that this block routes for all.
+    std::uint32_t pairs_of[2][kMany ? 1 : kMaxPairs];
+    std::int32_t own_ids[kSlots];
+    float own_weights[kSlots];
     std::uint16_t expert[kMaxPairs];                               // ascending, one entry each
     std::uint16_t first[kMaxPairs + 1];                            // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint16_t place[kMaxPairs];                                // of a pair in `sorted`
+    // Few rows, of a use of the ring: its tile, and whether it is one.
+    std::int32_t tile[kWindow];
+    std::uint8_t is_tile[kWindow];
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
@@ -161,8 +193,16 @@ struct Layout {
     std::uint64_t piece_full[kMaxSlots * kPieces], piece_empty[kMaxSlots * kPieces];
     std::uint64_t band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
   };
+  // Places in them, for loops that address shared memory themselves.
+  static constexpr int kStopOffset = offsetof(Table, stop), kIsTileOffset = offsetof(Table, is_tile);
+  static constexpr int kFullBarriers = offsetof(Barriers, full);
+  static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
+  static constexpr int kPieceFullBarriers = offsetof(Barriers, piece_full);
+  static constexpr int kPieceEmptyBarriers = offsetof(Barriers, piece_empty);
+  static constexpr int kSumsFullBarriers = offsetof(Barriers, sums_full);
+  static constexpr int kSumsEmptyBarriers = offsetof(Barriers, sums_empty);
   static constexpr int kRingOffset =
-      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
+      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
   static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
   static_assert(kRing >= 2, "the shared expert's tile takes two slots");
@@ -176,12 +216,21 @@ struct Layout {
   static constexpr int kMaxGrid = 1024;
   static constexpr std::size_t kHiddenRow = kInner * 2;
   static constexpr std::size_t kHiddenBytes = kSecondRows * kHiddenRow;  // of one parity
-  static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;             // after the epochs
+  static constexpr std::size_t kTicketOffset = 4 * kMaxGrid;             // after the epochs
+  static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
-  static constexpr std::size_t kSecondOffset = kScoresOffset + kScoresBytes;
+  static constexpr int kRoutePackets = (kSlots + 1) / 2;  // of a row: two ids and their weights
+  static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kRoutesBytes = round_up(16 * kMaxRows * kRoutePackets, 256);
+  static constexpr std::size_t kSecondOffset = kRoutesOffset + kRoutesBytes;
   static constexpr std::size_t kWorkspaceBytes =
       kSecondOffset + (kMany ? std::size_t{4} * kBands * kSecondFloats : 0);
+};
+
+// The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
+struct TileMaps {
+  CUtensorMap gate, up;
 };
 
 // What every role of a block knows.
@@ -204,7 +253,7 @@ struct Region {
   LOWLAT_DEVICE float* partial(int buffer) const {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
   }
-  // [kParts][kSecondRows][kBandRows]
+  // [kParts][kMaxPairs][kBandRows], and at kSharedSums [kParts][kMaxRows][kBandRows].
   LOWLAT_DEVICE float* second() const {
     if constexpr (L::kMany) {
       return reinterpret_cast<float*>(workspace + L::kSecondOffset) +
@@ -213,6 +262,13 @@ struct Region {
       return reinterpret_cast<float*>(smem + L::kSumsOffset);
     }
   }
+  // A part's sums of the band for a row of h: a pair in the table's order, or row t of the shared.
+  template <bool kShared>
+  LOWLAT_DEVICE float* second_sums(int part, int row) const {
+    constexpr int kRows = kShared ? L::kMaxRows : L::kMaxPairs;
+    return second() + (kShared ? L::kSharedSums : 0) +
+           (static_cast<std::size_t>(part) * kRows + row) * L::kBandRows;
+  }
   // Row `row` of h: a pair, or kMaxPairs + t of the shared expert.
   LOWLAT_DEVICE unsigned char* hidden(std::uint32_t parity, int row) const {
     return workspace + L::kHiddenOffset + parity * L::kHiddenBytes + row * L::kHiddenRow;
@@ -220,6 +276,15 @@ struct Region {
   LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int block) const {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
            block;
+  }
+  // What only exchanges with other blocks need: their reads are not waited for before x is asked for.
+  LOWLAT_DEVICE void read_epoch() {
+    epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
+    watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
+    if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
+  }
+  LOWLAT_DEVICE plat::TaggedWords* route_packet(int i) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + i;
   }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
@@ -250,6 +315,7 @@ struct Region {
 template <class L>
 struct Producer {
   const Region<L>& r;
+  const TileMaps& maps;
   int uses = 0;    // of the first product's ring
   int pieces = 0;  // of the second's
 
@@ -308,24 +374,57 @@ struct Producer {
     return true;
   }
 
+  // The n-th tile; at least num_tiles: none is left. Few rows: every block that has had its given
+  // tiles draws until it draws none, so the counter is 0 again when the last has.
+  LOWLAT_DEVICE int next_tile(int n, int num_tiles, std::uint32_t& ticket) const {
+    if constexpr (L::kMany) {
+      return r.routed_tile(n);
+    } else {
+      const int before = (L::kGiven - 1) * r.num_blocks;
+      int number = n * r.num_blocks + r.block_idx;
+      if (n >= L::kGiven) {
+        number = before + r.num_blocks + static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
+      }
+      // The next ticket is on its way while this tile is waited for.
+      if (n >= L::kGiven - 1 && number < num_tiles && r.lane == 0) {
+        ticket = atomicInc(
+            reinterpret_cast<std::uint32_t*>(r.workspace + L::kTicketOffset),
+            static_cast<std::uint32_t>(num_tiles - before - 1));
+      }
+      return number;
+    }
+  }
+
   LOWLAT_DEVICE bool run_routed() {
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const auto& w = r.a.w;
     const int num_experts = r.table.num_experts, num_tiles = num_experts * L::kTiles;
+    std::uint32_t ticket = 0;
     for (int n = 0;; ++n) {
-      const int number = r.routed_tile(n);
+      const int number = next_tile(n, num_tiles, ticket);
+      if constexpr (!L::kMany) {
+        // A use without bytes says that there are no more.
+        if (r.lane == 0) {
+          r.table.tile[n % L::kWindow] = number;
+          r.table.is_tile[n % L::kWindow] = number < num_tiles ? 1 : 0;
+        }
+        if (!begin_slot(number < num_tiles ? L::kTileBytes : 0)) return false;
+      }
       if (number >= num_tiles) break;
       const int expert = r.table.expert[number / L::kTiles];
       const std::size_t row =
           static_cast<std::size_t>(expert) * L::kInner + number % L::kTiles * kTileRows;
-      if (!begin_slot(L::kTileBytes)) return false;
-      const int i = r.lane % kTileRows, up = r.lane / kTileRows;
-      if (up < 2) {
-        load(r.lane * L::kRowPitch, (up ? w.w3 : w.w1).codes + (row + i) * (L::kHidden / 2),
-             L::kHidden / 2);
-      } else if (i < 2 && up == 2) {
-        load(2 * kTileRows * L::kRowPitch + i * kTileRows * L::kScaleRow,
-             (i ? w.w3 : w.w1).scales + row * L::kScaleRow, kTileRows * L::kScaleRow);
+      if (L::kMany && !begin_slot(L::kTileBytes)) return false;
+      if (r.lane < 2) {
+        const int slot = (uses - 1) % L::kRing;
+        unsigned char* dst = r.smem + L::kRingOffset + slot * L::kSlotBytes;
+        sm90::tensor_load(dst + r.lane * L::kHalfTile, r.lane ? &maps.up : &maps.gate, 0,
+                          static_cast<int>(row), 0, &r.barriers.full[slot],
+                          sm90::CacheHint::evict_first);
+      } else if (r.lane < 4) {
+        const int up = r.lane - 2;
+        load(2 * L::kHalfTile + up * kTileRows * L::kScaleRow,
+             (up ? w.w3 : w.w1).scales + row * L::kScaleRow, kTileRows * L::kScaleRow);
       }
       __syncwarp();
     }
@@ -390,11 +489,14 @@ struct Steps {
   const Region<L>& r;
   int n, number, expert, group, num_groups;
 
-  LOWLAT_DEVICE explicit Steps(const Region<L>& region) : r(region), n(-1) { next_tile(); }
+  LOWLAT_DEVICE explicit Steps(const Region<L>& region) : r(region), n(-1) {
+    if constexpr (L::kMany) next();
+  }
   LOWLAT_DEVICE bool done() const { return number >= r.table.num_experts * L::kTiles; }
   LOWLAT_DEVICE bool is_last_of_tile() const { return group + 1 == num_groups; }
+  // Few rows: the producer has said which tile the next use holds; its slot, or its sums, are here.
   LOWLAT_DEVICE void next() {
-    if (++group >= num_groups) next_tile();
+    if (!L::kMany || n < 0 || ++group >= num_groups) next_tile();
   }
   LOWLAT_DEVICE int first_pair() const { return r.table.first[expert] + group * kColumns; }
   LOWLAT_DEVICE int num_pairs() const {
@@ -404,7 +506,8 @@ struct Steps {
 
  private:
   LOWLAT_DEVICE void next_tile() {
-    number = r.routed_tile(++n);
+    ++n;
+    number = L::kMany ? r.routed_tile(n) : r.table.tile[n % L::kWindow];
     group = 0;
     num_groups = 1;
     if (done()) return;
@@ -416,195 +519,18 @@ struct Steps {
   }
 };
 
-// ------------------------------------------------------------------------------------ consumers
+// ------------------------------------------------------------------------------------ routers
 
-// A barrier of the consumers; every one of them comes, also after a fault.
+// A barrier of the routers; every one of them comes, also after a fault.
 template <class L>
-LOWLAT_DEVICE void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(L::kConsumers * plat::kWarpLanes) : "memory");
+LOWLAT_DEVICE void routers_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(L::kRouters * plat::kWarpLanes) : "memory");
 }
 
 template <class L>
-struct Consumer {
+struct Router {
   const Region<L>& r;
-  int warp;
-  int g = 0, t = 0;  // place in the fragments
-  int uses = 0;      // of the ring
-  int sums = 0;      // of the partial buffers
-  // x of this warp's slice: T <= 8: in the order of pairs, for the whole launch; else as loaded.
-  static constexpr int kPairs = L::kRun / 2;  // of a run
-  std::uint32_t x[L::kSliceBlocks][kPairs];
-
-  LOWLAT_DEVICE bool wait_slot(int offset) const {
-    const int use = uses + offset;
-    return barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1, r.watch);
-  }
-  LOWLAT_DEVICE void free_slot() {
-    __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.empty[uses % L::kRing]);
-    ++uses;
-  }
-
-  LOWLAT_DEVICE const unsigned char* x_address(int row) const {
-    return reinterpret_cast<const unsigned char*>(r.a.x) +
-           (static_cast<std::size_t>(row) * L::kHidden + warp * L::kSlice + t * L::kRun) * 2;
-  }
-  LOWLAT_DEVICE void load_x(int block, const unsigned char* address) {
-    const uint4* src = reinterpret_cast<const uint4*>(address + block * L::kBlockK * 2);
-#pragma unroll
-    for (int i = 0; i < L::kRun / 8; ++i) {
-      const uint4 eight = __ldg(src + i);
-      if constexpr (L::kMany) {
-        x[block][4 * i] = eight.x, x[block][4 * i + 1] = eight.y;
-        x[block][4 * i + 2] = eight.z, x[block][4 * i + 3] = eight.w;
-      } else {
-        pair(eight, &x[block][4 * i]);
-      }
-    }
-  }
-  LOWLAT_DEVICE static void pair(uint4 eight, std::uint32_t* out) {
-    std::uint32_t pairs[4];
-    pair_bf16(eight, pairs);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = pairs[i];
-  }
-
-  LOWLAT_DEVICE void load_group(int group) {
-    const int row = group * kColumns + g;
-    const unsigned char* address = x_address(row < r.a.rows ? row : r.a.rows - 1);
-#pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
-  }
-  // The fragment of one block of K in the order of pairs.
-  LOWLAT_DEVICE void fragment(int block, std::uint32_t (&out)[kPairs]) const {
-#pragma unroll
-    for (int i = 0; i < kPairs; i += 4) {
-      const std::uint32_t* eight = &x[block][i];
-      if constexpr (L::kMany) {
-        pair(make_uint4(eight[0], eight[1], eight[2], eight[3]), out + i);
-      } else {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) out[i + k] = eight[k];
-      }
-    }
-  }
-
-  // Gives the slice's sums of the columns in `mask` to the finisher.
-  LOWLAT_DEVICE bool hand_over(const float (&acc)[4], std::uint32_t mask) {
-    const int buffer = sums % L::kBuffers;
-    if (sums >= L::kBuffers &&
-        !barrier_wait(&r.barriers.sums_empty[buffer], (sums / L::kBuffers - 1) & 1, r.watch)) {
-      return false;
-    }
-    float* dst = r.partial(buffer) + (warp * kColumns + 2 * t) * 2 * kTileRows + g;
-    if (mask >> 2 * t & 1u) {
-      dst[0] = acc[0];
-      dst[kTileRows] = acc[2];
-    }
-    if (mask >> 2 * t & 2u) {
-      dst[2 * kTileRows] = acc[1];
-      dst[3 * kTileRows] = acc[3];
-    }
-    __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_full[buffer]);
-    ++sums;
-    return true;
-  }
-  LOWLAT_DEVICE static std::uint32_t first_columns(int count) {
-    return count >= kColumns ? 0xffu : (1u << count) - 1u;
-  }
-  LOWLAT_DEVICE std::uint32_t group_mask(int group) const {
-    return first_columns(r.a.rows - group * kColumns);
-  }
-
-  LOWLAT_DEVICE bool run_gate() {
-    if (!wait_slot(0)) return false;
-    const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
-    const std::uint32_t address = r.slot_address(uses % L::kRing) + row * L::kGatePitch +
-                                  (warp * L::kSlice + t * L::kRun) * 2;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      if (L::kMany) load_group(group);
-      float acc[2][4] = {};
-#pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        std::uint32_t b[kPairs];
-        fragment(block, b);
-#pragma unroll
-        for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t src = address + block * L::kBlockK * 2 + half * 32;
-          const uint4 low[2] = {smem_load16(src), smem_load16(src + 16)};
-          const uint4 high[2] = {};
-          multiply_bf16(acc[(block + half) & 1], low, high, b + 8 * half);
-        }
-      }
-      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0], group_mask(group))) return false;
-    }
-    free_slot();
-    return true;
-  }
-
-  // Scale bytes of a shared tile's slice, gate and up.
-  struct TileScales {
-    std::uint8_t gate[L::kSliceBlocks], up[L::kSliceBlocks];
-  };
-  LOWLAT_DEVICE void load_scales(TileScales& out, int tile) const {
-    const std::size_t scale_row =
-        static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
-#pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
-      const std::size_t at =
-          scale_row + (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
-      out.gate[block] = __ldg(r.a.w.shared_w1.scales + at);
-      out.up[block] = __ldg(r.a.w.shared_w3.scales + at);
-    }
-  }
-
-  // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE bool run_shared_tile(const TileScales& scales) {
-    if (!wait_slot(0) || !wait_slot(1)) return false;
-    const std::uint32_t offset = g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
-    const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
-    const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      if (L::kMany) load_group(group);
-      float acc[2][4] = {};
-      std::uint32_t exponent = 0;
-#pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        std::uint32_t b[kPairs];
-        fragment(block, b);
-        // A scale group is a run of `kShare` lanes, or two blocks of K where it is longer.
-        constexpr int kShare = L::kBlock < 4 * L::kRun ? L::kBlock / L::kRun : 4;
-        constexpr int kSpan = L::kBlock / (kShare * L::kRun);
-        if (block % kSpan == 0) {
-          float amax = pairs_amax<kPairs>(b);
-          if constexpr (kSpan == 2) {
-            std::uint32_t other[kPairs];
-            fragment(block + 1, other);
-            amax = fmaxf(amax, pairs_amax<kPairs>(other));
-          }
-          exponent = activation_exponent(lanes_max<kShare>(amax));
-        }
-        quantize_pairs<kPairs>(b, exponent);
-#pragma unroll
-        for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t at = block * L::kBlockK + half * 16;
-          multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
-                        smem_load16(high_address + at), e4m3_factor(scales.gate[block]),
-                        e4m3_factor(scales.up[block]), b + 8 * half);
-        }
-      }
-
-      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0], group_mask(group))) return false;
-    }
-    free_slot();
-    free_slot();
-    return true;
-  }
-
-  // ---- routing
+  int warp;  // among the routers
 
   static constexpr int kPackets = kBands / plat::kWarpLanes;  // a lane, of a row
   static constexpr int kOwn = kPackets * L::kGateRows;        // experts of a lane
@@ -632,30 +558,39 @@ struct Consumer {
     }
   }
 
-  // The k best of a row, into the table. Ranks are compared as integers of the same order.
-  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], float nan_rank) {
+  // What ranks a row's experts beside their scores.
+  LOWLAT_DEVICE void load_bias(int row, float (&bias)[kOwn]) const {
     const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
-    const float* bias = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
-    std::uint32_t rank[kOwn];
+    const float* src = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) bias[i] = __ldg(src + own_expert(i));
+  }
+  // The k best of a row. Ranks are compared as integers of the same order.
+  LOWLAT_DEVICE void select(std::int32_t* ids, float* weights, const float (&score)[kOwn],
+                            const float (&bias)[kOwn], float nan_rank) const {
+    std::uint32_t rank[kOwn], best = 0, id = kPoison;
+    float best_score = 0.0f;
+    const auto find = [&] {
+      best = 0, id = kPoison;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
+        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
+      }
+    };
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const float sum = score[i] + __ldg(bias + own_expert(i));
+      const float sum = score[i] + bias[i];
       const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
       rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
     }
 #pragma unroll 1
     for (int slot = 0; slot < L::kSlots; ++slot) {
-      std::uint32_t best = 0, id = kPoison;
-      float best_score = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
-        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
-      }
+      find();
       const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
       const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
       if (id == chosen) {
-        r.table.ids[row * L::kSlots + slot] = static_cast<std::int32_t>(chosen);
-        r.table.weights[row * L::kSlots + slot] = best_score;
+        ids[slot] = static_cast<std::int32_t>(chosen);
+        weights[slot] = best_score;
       }
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
@@ -664,52 +599,172 @@ struct Consumer {
     }
   }
 
-  // Ids and weights of all rows, in every block the same.
-  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
-    for (int row = warp; row < r.a.rows; row += L::kConsumers) {
-      const int at = row * L::kSlots;
-      if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
-        r.table.ids[at + r.lane] = __ldg(r.a.ids + at + r.lane);
-        r.table.weights[at + r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
-      }
-      if (!r.scores) continue;
-      float score[kOwn];
-      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
-        if (r.lane < L::kSlots) r.table.ids[at + r.lane] = r.lane;
-        continue;
-      }
-      __syncwarp();
-      if (r.a.routing == MoeRouting::gate) {
-        select(row, score, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-      } else {
-        for (int slot = 0; slot < L::kSlots; ++slot) {
-          const int id = r.table.ids[at + slot];
+  // Ids and weights of one row; a warp.
+  LOWLAT_DEVICE void route_row(int row, std::int32_t* ids, float* weights, stages::GateRule rule,
+                               stages::GateSum sum_rule) const {
+    const int at = row * L::kSlots;
+    if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
+      ids[r.lane] = __ldg(r.a.ids + at + r.lane);
+      weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
+    }
+    if (!r.scores) return;
+    float score[kOwn], bias[kOwn] = {};
+    if (r.a.routing == MoeRouting::gate) load_bias(row, bias);
+    if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
+      if (r.lane < L::kSlots) ids[r.lane] = r.lane;
+      return;
+    }
+    __syncwarp();
+    if (r.a.routing == MoeRouting::gate) {
+      select(ids, weights, score, bias,
+             rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+    } else {
+      for (int slot = 0; slot < L::kSlots; ++slot) {
+        const int id = ids[slot];
 #pragma unroll
-          for (int i = 0; i < kOwn; ++i) {
-            if (own_expert(i) == id) r.table.weights[at + slot] = score[i];
-          }
+        for (int i = 0; i < kOwn; ++i) {
+          if (own_expert(i) == id) weights[slot] = score[i];
         }
       }
-      __syncwarp();
-      const float total = stages::gate_total(&r.table.weights[at], L::kSlots, sum_rule);
-      float weight = 0.0f;
-      if (r.lane < L::kSlots) weight = r.table.weights[at + r.lane] / total * kRoutedScaling;
-      __syncwarp();
-      if (r.lane < L::kSlots) r.table.weights[at + r.lane] = weight;
-      __syncwarp();
-      if (r.block_idx == 0 && r.lane < L::kSlots) {
-        if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
-        if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
+    }
+    __syncwarp();
+    const float total = stages::gate_total(weights, L::kSlots, sum_rule);
+    float weight = 0.0f;
+    if (r.lane < L::kSlots) weight = weights[r.lane] / total * kRoutedScaling;
+    __syncwarp();
+    if (r.lane < L::kSlots) weights[r.lane] = weight;
+    __syncwarp();
+  }
+  // Block 0 tells the caller.
+  LOWLAT_DEVICE void report_row(int row) const {
+    const int at = row * L::kSlots + r.lane;
+    if (r.block_idx != 0 || !r.scores || r.lane >= L::kSlots) return;
+    if (r.a.out_ids != nullptr) r.a.out_ids[at] = r.table.ids[at];
+    if (r.a.out_weights != nullptr) r.a.out_weights[at] = r.table.weights[at];
+  }
+
+  // Ids and weights of all rows, in every block the same.
+  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) const {
+    for (int row = warp; row < r.a.rows; row += L::kRouters) {
+      const int at = row * L::kSlots;
+      route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule);
+      report_row(row);
+    }
+    routers_sync<L>();
+  }
+
+  // Few rows: block t routes row t for all, by its second router, and tells them. A hop more, but
+  // one row's selection instead of several, one after the other.
+  LOWLAT_DEVICE void send_route(stages::GateRule rule, stages::GateSum sum_rule) const {
+    static_assert(L::kMany || L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
+    if (!r.scores || r.block_idx >= r.a.rows) return;
+    route_row(r.block_idx, r.table.own_ids, r.table.own_weights, rule, sum_rule);
+    if (r.watch.stopped() || r.lane >= L::kRoutePackets) return;
+    const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
+    const std::uint32_t words[3] = {static_cast<std::uint32_t>(r.table.own_ids[slot]) |
+                                        static_cast<std::uint32_t>(r.table.own_ids[other]) << 16,
+                                    __float_as_uint(r.table.own_weights[slot]),
+                                    __float_as_uint(r.table.own_weights[other])};
+    plat::store_tagged(r.route_packet(r.block_idx * L::kRoutePackets + r.lane), words, r.epoch);
+  }
+  LOWLAT_DEVICE void receive_routes() const {
+    const int row = r.lane / L::kRoutePackets, slot = 2 * (r.lane % L::kRoutePackets);
+    const bool mine = row < r.a.rows && row < L::kMaxRows;
+    uint4 packet = {};
+    bool lost = false;
+    for (int tries = 1;; ++tries) {
+      if (mine) packet = load_packet(r.route_packet(r.lane));
+      if (__all_sync(plat::kAllLanes, !mine || packet.w == r.epoch)) break;
+      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      lost = __any_sync(plat::kAllLanes, lost);
+      if (lost) break;
+    }
+    if (mine) {
+      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16}, weights[2] = {packet.y,
+                                                                                     packet.z};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (slot + i >= L::kSlots) continue;
+        const int at = row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
+        r.table.ids[at] = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
+        r.table.weights[at] = __uint_as_float(weights[i]);
       }
     }
-    consumers_sync<L>();
+    __syncwarp();
+  }
+
+  // Pairs by expert, by one warp: masks of pairs instead of counts.
+  LOWLAT_DEVICE void make_few_table() const {
+    auto& table = r.table;
+    constexpr int kOwnPairs = 2, kWords = L::kExperts / 32;
+    static_assert(L::kMany || L::kMaxPairs <= kOwnPairs * plat::kWarpLanes);
+    const int num_pairs = r.a.rows * L::kSlots;
+    int id[kOwnPairs], rank[kOwnPairs] = {};
+    bool valid[kOwnPairs];
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int pair = k * plat::kWarpLanes + r.lane;
+      valid[k] = pair < num_pairs;
+      id[k] = valid[k] ? table.ids[pair] : 0;
+      if (valid[k]) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
+    }
+    __syncwarp();
+    int total = 0;
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      const std::uint32_t bits = table.chosen[word];
+      total += __popc(bits);
+#pragma unroll
+      for (int k = 0; k < kOwnPairs; ++k) {
+        const std::uint32_t below = (1u << id[k] % 32) - 1u;
+        const std::uint32_t counted = word < id[k] / 32 ? ~0u : word == id[k] / 32 ? below : 0u;
+        rank[k] += __popc(bits & counted);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      if (valid[k]) atomicOr(&table.pairs_of[k][rank[k]], 1u << r.lane);
+    }
+    __syncwarp();
+    // An expert's first pair: the pairs of those before it.
+    int before = 0;
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      const int expert = k * plat::kWarpLanes + r.lane;
+      const int count = expert < total ? __popc(table.pairs_of[0][expert]) +
+                                             __popc(table.pairs_of[1][expert])
+                                       : 0;
+      int sum = count;
+#pragma unroll
+      for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+        const int lower = __shfl_up_sync(plat::kAllLanes, sum, offset);
+        if (r.lane >= offset) sum += lower;
+      }
+      if (expert <= total) table.first[expert] = static_cast<std::uint16_t>(before + sum - count);
+      before += __shfl_sync(plat::kAllLanes, sum, plat::kWarpLanes - 1);
+    }
+    if (r.lane == 0) table.num_experts = total;
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < kOwnPairs; ++k) {
+      if (!valid[k]) continue;
+      const std::uint32_t below = (1u << r.lane) - 1u;
+      const int earlier = __popc(table.pairs_of[0][rank[k]] & (k == 0 ? below : ~0u)) +
+                          (k == 0 ? 0 : __popc(table.pairs_of[1][rank[k]] & below));
+      const int pair = k * plat::kWarpLanes + r.lane, place = table.first[rank[k]] + earlier;
+      table.sorted[place] = static_cast<std::uint16_t>(pair);
+      table.place[pair] = static_cast<std::uint16_t>(place);
+      if (earlier == 0) table.expert[rank[k]] = static_cast<std::uint16_t>(id[k]);
+    }
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
 
   // Pairs by expert: each pair counts those before it, so nobody takes tickets.
   LOWLAT_DEVICE void make_table() {
     auto& table = r.table;
     const int num_pairs = r.a.rows * L::kSlots;
-    constexpr int kStride = L::kConsumers * plat::kWarpLanes;
+    constexpr int kStride = L::kRouters * plat::kWarpLanes;
     constexpr int kOwnPairs = (L::kMaxPairs + kStride - 1) / kStride;
     int id[kOwnPairs], lower[kOwnPairs], earlier[kOwnPairs];
 #pragma unroll
@@ -732,7 +787,7 @@ struct Consumer {
       table.place[pair] = static_cast<std::uint16_t>(lower[k] + earlier[k]);
       if (earlier[k] == 0) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
     }
-    consumers_sync<L>();
+    routers_sync<L>();
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
       const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
@@ -749,7 +804,6 @@ struct Consumer {
         table.expert[before] = static_cast<std::uint16_t>(id[k]);
         table.first[before] = static_cast<std::uint16_t>(lower[k]);
       }
-      if constexpr (!L::kMany) atomicOr(&table.rows_of[before], 1u << pair / L::kSlots);
       if (pair == 0) {
         table.first[total] = static_cast<std::uint16_t>(num_pairs);
         table.num_experts = total;
@@ -758,122 +812,70 @@ struct Consumer {
     __syncwarp();
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
-
-  // ---- routed experts, first product
-
-  // A run of fp4 codes.
-  using Codes = std::conditional_t<L::kRun == 32, uint4, uint2>;
-  LOWLAT_DEVICE static Codes load_codes(std::uint32_t address) {
-    if constexpr (L::kRun == 32) {
-      return smem_load16(address);
-    } else {
-      return smem_load8(address);
-    }
-  }
-
-  LOWLAT_DEVICE const unsigned char* step_x(const Steps<L>& step) const {
-    const int pairs = step.num_pairs();
-    const int pair = r.table.sorted[step.first_pair() + (g < pairs ? g : pairs - 1)];
-    return x_address(pair / L::kSlots);
-  }
-
-  LOWLAT_DEVICE bool run_tiles() {
-    Steps<L> step(r);
+  LOWLAT_DEVICE void run(stages::GateRule rule, stages::GateSum sum_rule) {
     if constexpr (L::kMany) {
-      if (!step.done()) {
-        const unsigned char* address = step_x(step);
-#pragma unroll
-        for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
-      }
+      route(rule, sum_rule);  // every router comes to its barriers
+      make_table();
+      return;
     }
-    while (!step.done()) {
-      const int expert = step.expert, pairs = step.num_pairs();
-      const bool last_of_tile = step.is_last_of_tile();
-      if (!wait_slot(0)) return false;
-      const std::uint32_t slot = r.slot_address(uses % L::kRing);
-      const std::uint32_t codes = slot + g * L::kRowPitch + (warp * L::kSlice + t * L::kRun) / 2;
-      const std::uint32_t scales = slot + 2 * kTileRows * L::kRowPitch + g * L::kScaleRow +
-                                   (warp * L::kSlice + t * L::kRun) / 32;
-      // All reads first: the slot is free again before the products are done.
-      Codes low[L::kSliceBlocks], high[L::kSliceBlocks];
-      std::uint32_t low_scale[L::kSliceBlocks], high_scale[L::kSliceBlocks];
-#pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        low[block] = load_codes(codes + block * (L::kBlockK / 2));
-        high[block] = load_codes(codes + kTileRows * L::kRowPitch + block * (L::kBlockK / 2));
-        low_scale[block] = smem_load1(scales + block * (L::kBlockK / 32));
-        high_scale[block] =
-            smem_load1(scales + kTileRows * L::kScaleRow + block * (L::kBlockK / 32));
-      }
-
-      if (last_of_tile) free_slot();
-      const int first_pair = L::kMany ? step.first_pair() : 0;
-      step.next();
-      const unsigned char* next_x = nullptr;  // where other rows follow
-      if constexpr (L::kMany) {
-        if (!step.done() && step.first_pair() != first_pair) next_x = step_x(step);
-      }
-      float acc[2][4] = {};
-#pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        std::uint32_t b[kPairs];
-        fragment(block, b);
-        const std::uint32_t low_factor = fp4_factor(low_scale[block]);
-        const std::uint32_t high_factor = fp4_factor(high_scale[block]);
-        if constexpr (L::kRun == 16) {
-          multiply_fp4(acc[block & 1], low[block], high[block], low_factor, high_factor, b);
-        } else {
-          const uint4 l = low[block], h = high[block];
-          multiply_fp4(acc[0], make_uint2(l.x, l.y), make_uint2(h.x, h.y), low_factor, high_factor,
-                       b);
-          multiply_fp4(acc[1], make_uint2(l.z, l.w), make_uint2(h.z, h.w), low_factor, high_factor,
-                       b + 8);
-        }
-
-        if constexpr (L::kMany) {
-          if (next_x != nullptr) load_x(block, next_x);
-        }
-      }
-      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      const std::uint32_t mask = L::kMany ? first_columns(pairs) : r.table.rows_of[expert];
-      if (!hand_over(acc[0], mask)) return false;
+    if (warp != 0) {
+      send_route(rule, sum_rule);
+      return;
     }
-    return true;
+    if (r.scores) {
+      receive_routes();
+    } else {
+      for (int row = 0; row < r.a.rows; ++row) {
+        const int at = row * L::kSlots;
+        route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule);
+      }
+      __syncwarp();
+    }
+    for (int row = 0; row < r.a.rows; ++row) report_row(row);
+    make_few_table();
   }
+};
 
-  // ---- second product
+// ------------------------------------------------------------------------------------ rows of h
 
-  // A part of a row of h: kPartBlocks blocks of 16 elements a thread, in the order of pairs.
+// What a warp needs for the second product.
+template <class L>
+struct SecondWarp {
+  const Region<L>& r;
+  int g, t;  // place in the fragments
+
+  LOWLAT_DEVICE explicit SecondWarp(const Region<L>& region)
+      : r(region), g(region.lane / 4), t(region.lane % 4) {}
+
+  // A part of a row of h: eight elements a thread of each group, in the order of pairs.
   struct Hidden {
-    uint4 chunk[L::kPartBlocks][2];
+    uint4 chunk[L::kPartGroups];
   };
   LOWLAT_DEVICE const unsigned char* hidden_address(int row, int part) const {
-    return r.hidden(r.epoch & 1u, row) + part * L::kPartBlocks * 128 + t * 32;
+    return r.hidden(r.epoch & 1u, row) + part * L::kPartGroups * 64 + t * 16;
   }
-  LOWLAT_DEVICE static void load_hidden(Hidden& h, int block, const unsigned char* address) {
-    h.chunk[block][0] = load_packet(address + block * 128);
-    h.chunk[block][1] = load_packet(address + block * 128 + 16);
+  LOWLAT_DEVICE static void load_hidden(Hidden& h, const unsigned char* address) {
+#pragma unroll
+    for (int group = 0; group < L::kPartGroups; ++group) {
+      h.chunk[group] = load_packet(address + group * 64);
+    }
   }
   // Until every chunk has arrived; all lanes together.
   LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
+    for (int tries = 1;; ++tries) {
+      bool here = true;
 #pragma unroll
-    for (int block = 0; block < L::kPartBlocks; ++block) {
-      for (int tries = 1; __any_sync(
-               plat::kAllLanes, h.chunk[block][0].w == kPoison || h.chunk[block][1].w == kPoison);
-           ++tries) {
-        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-        if (__any_sync(plat::kAllLanes, late)) return false;
-        load_hidden(h, block, address);
-      }
+      for (const uint4& chunk : h.chunk) here = here && chunk.w != kPoison;
+      if (__all_sync(plat::kAllLanes, here)) return true;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+      load_hidden(h, address);
     }
-    return true;
   }
 
   // Sums of sixteen columns of the band to their place.
-  LOWLAT_DEVICE void store_second(const float (&acc)[4], int m, int part, int row, int count,
+  LOWLAT_DEVICE void store_second(float* dst, const float (&acc)[4], int m, int count,
                                   float factor) const {
-    float* dst =
-        r.second() + (static_cast<std::size_t>(part) * L::kSecondRows + row) * L::kBandRows;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int column = 2 * t + (i & 1), n = 16 * m + (i >> 1) * 8;
@@ -883,90 +885,407 @@ struct Consumer {
     }
   }
 
+  LOWLAT_DEVICE static void unpack(const Hidden& h, int group, std::uint32_t (&out)[4]) {
+    const uint4 chunk = h.chunk[group];
+    out[0] = chunk.x, out[1] = chunk.y, out[2] = chunk.z, out[3] = chunk.w;
+  }
+
+  // Sixteen columns of the band (eight where it ends) of the shared expert, a part of I.
+  LOWLAT_DEVICE bool run_shared_item(int part, int m) const {
+    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
+    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
+                                (16 * m + g) * L::kInner + part * L::kPartGroups * 32 + t * 8;
+    const bool whole = 16 * m + 8 < L::kBandRows;
+    const int band = r.block_idx * L::kBandRows;
+    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
+    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
+    for (int columns = 0; columns < r.num_groups(); ++columns) {
+      const int row = columns * kColumns + g;
+      const unsigned char* address =
+          hidden_address(L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1), part);
+      Hidden h;
+      load_hidden(h, address);
+      if (!complete(h, address)) return false;
+      float acc[4] = {};
+      std::uint32_t exponent = 0;
+#pragma unroll
+      for (int group = 0; group < L::kPartGroups; ++group) {
+        std::uint32_t b[4];
+        unpack(h, group, b);
+        constexpr int kSpan = L::kBlock / 32;  // groups of one scale
+        static_assert(L::kPartGroups % kSpan == 0);
+        if (group % kSpan == 0) {
+          float amax = pairs_amax<4>(b);
+#pragma unroll
+          for (int i = 1; i < kSpan; ++i) {
+            std::uint32_t other[4];
+            unpack(h, group + i, other);
+            amax = fmaxf(amax, pairs_amax<4>(other));
+          }
+          exponent = activation_exponent(lanes_max<4>(amax));
+        }
+        quantize_pairs<4>(b, exponent);
+        const std::uint8_t* scales =
+            r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
+        const uint2 low = smem_load8(codes + group * 32);
+        const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
+        std::uint32_t l[4], h_pairs[4];
+        expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
+        expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
+        multiply_pairs(acc, l, h_pairs, b);
+        multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
+      }
+      store_second(r.template second_sums<true>(part, columns * kColumns), acc, m,
+                   r.a.rows - columns * kColumns, 1.0f);
+    }
+    return true;
+  }
+
+  // The shared expert's part of the band, by `warps` warps of which this is number `warp`.
+  LOWLAT_DEVICE bool run_shared(int warp, int warps) const {
+    for (int item = warp; item < L::kParts * L::kMTiles; item += warps) {
+      if (!run_shared_item(item / L::kMTiles, item % L::kMTiles)) return false;
+    }
+    return true;
+  }
+};
+
+// ------------------------------------------------------------------------------------ consumers
+
+template <class L>
+struct Consumer {
+  Region<L>& r;
+  int warp;
+  int g = 0, t = 0;  // place in the fragments
+  int uses = 0;      // of the ring
+  int sums = 0;      // of the partial buffers
+  // x of this warp's slice: T <= 8: in the order of pairs, for the whole launch; else as loaded.
+  static constexpr int kPairs = 4;  // of a thread's eight elements of a group
+  std::uint32_t x[L::kSliceBlocks][kPairs];
+
+  LOWLAT_DEVICE bool wait_slot(int offset) const {
+    const int use = uses + offset;
+    return barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1, r.watch);
+  }
+  LOWLAT_DEVICE void free_slot() {
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.empty[uses % L::kRing]);
+    ++uses;
+  }
+
+  // Of this lane, along K.
+  LOWLAT_DEVICE int first_element() const { return warp * L::kSpan * L::kBlockK + t * 8; }
+  LOWLAT_DEVICE const unsigned char* x_address(int row) const {
+    return reinterpret_cast<const unsigned char*>(r.a.x) +
+           (static_cast<std::size_t>(row) * L::kHidden + first_element()) * 2;
+  }
+  LOWLAT_DEVICE void load_x(int block, const unsigned char* address) {
+    const uint4 eight =
+        __ldg(reinterpret_cast<const uint4*>(address + L::block_group(block) * L::kBlockK * 2));
+    if constexpr (L::kMany) {
+      x[block][0] = eight.x, x[block][1] = eight.y;
+      x[block][2] = eight.z, x[block][3] = eight.w;
+    } else {
+      pair_bf16(eight, x[block]);
+    }
+  }
+  LOWLAT_DEVICE void load_group(int group) {
+    const int row = group * kColumns + g;
+    const unsigned char* address = x_address(row < r.a.rows ? row : r.a.rows - 1);
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
+  }
+  // The fragment of one block of K in the order of pairs.
+  LOWLAT_DEVICE void fragment(int block, std::uint32_t (&out)[kPairs]) const {
+    const std::uint32_t(&own)[kPairs] = x[block];
+    if constexpr (L::kMany) {
+      pair_bf16(make_uint4(own[0], own[1], own[2], own[3]), out);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) out[i] = own[i];
+    }
+  }
+
+  // Gives the slice's sums to the finisher, [warp][row][column].
+  LOWLAT_DEVICE bool hand_over(const float (&acc)[4]) {
+    const int buffer = sums % L::kBuffers;
+    if (sums >= L::kBuffers &&
+        !barrier_wait(&r.barriers.sums_empty[buffer], (sums / L::kBuffers - 1) & 1, r.watch)) {
+      return false;
+    }
+    store_sums(sm90::shared_address(r.partial(buffer)) + own_sums(), acc);
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_full[buffer]);
+    ++sums;
+    return true;
+  }
+  LOWLAT_DEVICE std::uint32_t own_sums() const {
+    return ((warp * 2 * kTileRows + g) * kColumns + 2 * t) * 4;
+  }
+  LOWLAT_DEVICE static void store_sums(std::uint32_t address, const float (&acc)[4]) {
+    smem_store8(address, acc[0], acc[1]);
+    smem_store8(address + kTileRows * kColumns * 4, acc[2], acc[3]);
+  }
+  LOWLAT_DEVICE bool run_gate() {
+    if (!wait_slot(0)) return false;
+    const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
+    const std::uint32_t address = r.slot_address(uses % L::kRing) + row * L::kGatePitch +
+                                  first_element() * 2;
+    for (int group = 0; group < r.num_groups(); ++group) {
+      if (L::kMany) load_group(group);
+      float acc[2][4] = {};
+#pragma unroll
+      for (int block = 0; block < L::kSliceBlocks; ++block) {
+        std::uint32_t b[kPairs];
+        fragment(block, b);
+        const std::uint32_t none[kPairs] = {};
+        std::uint32_t low[kPairs];
+        pair_bf16(smem_load16(address + L::block_group(block) * L::kBlockK * 2), low);
+        multiply_pairs(acc[0], low, none, b);
+        multiply_pairs(acc[1], low + 2, none, b + 2);
+      }
+      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
+      if (!hand_over(acc[0])) return false;
+    }
+    free_slot();
+    return true;
+  }
+
+  // Scale bytes of a shared tile's slice, gate and up.
+  struct TileScales {
+    std::uint8_t gate[L::kSlice / L::kBlock], up[L::kSlice / L::kBlock];
+  };
+  LOWLAT_DEVICE void load_scales(TileScales& out, int tile) const {
+    const std::size_t scale_row =
+        static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
+#pragma unroll
+    for (int i = 0; i < L::kSlice / L::kBlock; ++i) {
+      const std::size_t at = scale_row + i * L::kConsumers + warp;
+      out.gate[i] = __ldg(r.a.w.shared_w1.scales + at);
+      out.up[i] = __ldg(r.a.w.shared_w3.scales + at);
+    }
+  }
+
+  // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
+  LOWLAT_DEVICE bool run_shared_tile(const TileScales& scales) {
+    if (!wait_slot(0) || !wait_slot(1)) return false;
+    const std::uint32_t offset = g * L::kSharedPitch + first_element();
+    const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
+    const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
+    for (int group = 0; group < r.num_groups(); ++group) {
+      if (L::kMany) load_group(group);
+      float acc[2][4] = {};
+      std::uint32_t exponent = 0;
+#pragma unroll
+      for (int block = 0; block < L::kSliceBlocks; ++block) {
+        std::uint32_t b[kPairs];
+        fragment(block, b);
+        if (block % L::kSpan == 0) {
+          float amax = pairs_amax<kPairs>(b);
+#pragma unroll
+          for (int i = 1; i < L::kSpan; ++i) {
+            std::uint32_t other[kPairs];
+            fragment(block + i, other);
+            amax = fmaxf(amax, pairs_amax<kPairs>(other));
+          }
+          exponent = activation_exponent(lanes_max<4>(amax));
+        }
+        quantize_pairs<kPairs>(b, exponent);
+        const uint2 gate = smem_load8(low_address + L::block_group(block) * L::kBlockK);
+        const uint2 up = smem_load8(high_address + L::block_group(block) * L::kBlockK);
+        std::uint32_t low[kPairs], high[kPairs];
+        expand_e4m3(gate.x, gate.y, e4m3_factor(scales.gate[block / L::kSpan]), low);
+        expand_e4m3(up.x, up.y, e4m3_factor(scales.up[block / L::kSpan]), high);
+        multiply_pairs(acc[0], low, high, b);
+        multiply_pairs(acc[1], low + 2, high + 2, b + 2);
+      }
+      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
+      if (!hand_over(acc[0])) return false;
+    }
+    free_slot();
+    free_slot();
+    return true;
+  }
+
+  // ---- routed experts, first product
+
+  LOWLAT_DEVICE const unsigned char* step_x(const Steps<L>& step) const {
+    const int pairs = step.num_pairs();
+    const int pair = r.table.sorted[step.first_pair() + (g < pairs ? g : pairs - 1)];
+    return x_address(pair / L::kSlots);
+  }
+
+  // acc = one tile's slice: `codes` and `scales` are a lane's addresses in its slot. `after(block)`
+  // follows each block.
+  template <class F>
+  LOWLAT_DEVICE void multiply_tile(float (&acc)[4], std::uint32_t codes, std::uint32_t scales,
+                                   F after) const {
+    std::uint32_t words[L::kSliceBlocks / 2][4];  // gate and up of a block, of the next
+    constexpr int kStride = L::kConsumers * L::kSpan / L::kChunkUnits * L::kChunkBytes;
+    [[maybe_unused]] const std::uint32_t other_half = codes ^ 32u;
+#pragma unroll
+    for (int i = 0; i < L::kSliceBlocks / 2; ++i) {
+      if constexpr (L::kSpan == 1) {
+        smem_matrices(words[i], codes + i * 2 * kStride);
+      } else {  // the scale block's other half lies two units further, exchanged
+        smem_matrices(words[i], (i % 2 ? other_half : codes) + i / 2 * kStride);
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) {
+      std::uint32_t b[kPairs];
+      fragment(block, b);
+      if constexpr (L::kMany) {
+#pragma unroll
+        for (std::uint32_t& pair : b) pair = bf16_to_half(pair);
+      }
+      const std::uint32_t scale = scales + L::block_group(block);
+      const float low_scale = scale_of(smem_load1(scale));
+      const float high_scale = scale_of(smem_load1(scale + kTileRows * L::kScaleRow));
+      std::uint32_t low[kPairs], high[kPairs];
+      place_fp4(words[block / 2][block % 2 * 2], low);
+      place_fp4(words[block / 2][block % 2 * 2 + 1], high);
+      float group[4] = {};
+      multiply_half_pairs(group, low, high, b);
+      multiply_half_pairs(group, low + 2, high + 2, b + 2);
+      acc[0] = __fmaf_rn(group[0], low_scale, acc[0]);
+      acc[1] = __fmaf_rn(group[1], low_scale, acc[1]);
+      acc[2] = __fmaf_rn(group[2], high_scale, acc[2]);
+      acc[3] = __fmaf_rn(group[3], high_scale, acc[3]);
+      after(block);
+    }
+  }
+  // A lane's places in a slot. A load is four matrices of eight rows: gate and up of a block, then
+  // of the next.
+  LOWLAT_DEVICE std::uint32_t codes_in_slot() const {
+    const int row = r.lane % kTileRows, up = r.lane / kTileRows % 2, next = r.lane / (2 * kTileRows);
+    const int group = warp * L::kSpan + L::block_group(1) * next;
+    return up * L::kHalfTile + group / L::kChunkUnits * L::kChunkBytes + row * 128 +
+           ((group % L::kChunkUnits) ^ row) * 16;
+  }
+  LOWLAT_DEVICE std::uint32_t scales_in_slot() const {
+    return 2 * L::kHalfTile + g * L::kScaleRow + warp * L::kSpan;
+  }
+
+  LOWLAT_DEVICE bool run_tiles() {
+    if constexpr (L::kMany) {
+      return run_many_tiles();
+    } else {
+      return run_few_tiles();
+    }
+  }
+  // Counters and addresses are kept, not made anew: what a tile takes besides its products is a
+  // quarter of its instructions otherwise.
+  LOWLAT_DEVICE bool run_few_tiles() {
+    std::uint32_t base;
+    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
+    const std::uint32_t codes = base + L::kRingOffset + codes_in_slot();
+    const std::uint32_t scales = base + L::kRingOffset + scales_in_slot();
+    const std::uint32_t sums_at = base + L::kSumsOffset + own_sums();
+    const std::uint32_t barriers = base + L::kBarrierOffset;
+    const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
+    const std::uint32_t is_tile = base + L::kTableOffset + L::kIsTileOffset;
+    std::uint32_t slot = static_cast<std::uint32_t>(uses) % L::kRing;
+    std::uint32_t phase = static_cast<std::uint32_t>(uses) / L::kRing & 1u;
+    auto sum = static_cast<std::uint32_t>(sums);
+    for (std::uint32_t n = 0;; ++n) {
+      if (!barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase, stop)) return false;
+      const bool done = smem_load1(is_tile + n % L::kWindow) == 0;
+      const std::uint32_t at = slot * L::kSlotBytes;
+      float acc[4] = {};
+      if (!done) multiply_tile(acc, codes + at, scales + at, [](int) {});
+      __syncwarp();
+      if (r.lane == 0) barrier_arrive_at(barriers + L::kEmptyBarriers + slot * 8);
+      const std::uint32_t buffer = sum % L::kBuffers;
+      if (sum >= L::kBuffers && !barrier_wait_at(barriers + L::kSumsEmptyBarriers + buffer * 8,
+                                                 (sum / L::kBuffers - 1) & 1u, stop)) {
+        return false;
+      }
+      // After the last tile the finisher finds sums of no tile.
+      store_sums(sums_at + buffer * L::kPartialBytes, acc);
+      __syncwarp();
+      if (r.lane == 0) barrier_arrive_at(barriers + L::kSumsFullBarriers + buffer * 8);
+      ++sum;
+      if (++slot == L::kRing) slot = 0, phase ^= 1u;
+      if (done) {
+        uses += static_cast<int>(n) + 1;
+        sums = static_cast<int>(sum);
+        return true;
+      }
+    }
+  }
+  LOWLAT_DEVICE bool run_many_tiles() {
+    Steps<L> step(r);
+    if (!step.done()) {
+      const unsigned char* address = step_x(step);
+#pragma unroll
+      for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
+    }
+    while (!step.done()) {
+      if (!wait_slot(0)) return false;
+      const bool last_of_tile = step.is_last_of_tile();
+      const std::uint32_t slot = r.slot_address(uses % L::kRing);
+      const int first_pair = step.first_pair();
+      const unsigned char* next_x = nullptr;  // where other rows follow
+      step.next();
+      if (!step.done() && step.first_pair() != first_pair) next_x = step_x(step);
+      float acc[4] = {};
+      multiply_tile(acc, slot + codes_in_slot(), slot + scales_in_slot(), [&](int block) {
+        if (next_x != nullptr) load_x(block, next_x);
+      });
+      if (last_of_tile) free_slot();
+      if (!hand_over(acc)) return false;
+    }
+    return true;
+  }
+
+  // ---- second product
+
   // Row of h of column g of a group of an expert's pairs (or of rows, for the shared expert).
   LOWLAT_DEVICE int hidden_row(int first, int count) const {
     return r.table.sorted[first + (g < count ? g : count - 1)];
   }
 
-  // Sixteen columns of the band (eight where it ends) of the shared expert, a part of I.
-  LOWLAT_DEVICE bool run_shared_item(int part, int m) {
-    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
-    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
-                                (16 * m + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
-    const bool whole = 16 * m + 8 < L::kBandRows;
-    const int band = r.block_idx * L::kBandRows;
-    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
-    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      const int row = group * kColumns + g;
-      const unsigned char* address =
-          hidden_address(L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1), part);
-      Hidden h;
-#pragma unroll
-      for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(h, block, address);
-      if (!complete(h, address)) return false;
-      float acc[4] = {};
-      std::uint32_t exponent = 0;
-#pragma unroll
-      for (int block = 0; block < L::kPartBlocks; ++block) {
-        std::uint32_t b[8];
-        unpack(h, block, b);
-        if constexpr (L::kBlock == 32) {
-          exponent = activation_exponent(lanes_max<2>(pairs_amax<8>(b)));
-        } else {
-          static_assert(L::kBlock == 32 || L::kPartBlocks % 2 == 0);
-          if (block % 2 == 0) {
-            std::uint32_t other[8];
-            unpack(h, block + 1, other);
-            exponent =
-                activation_exponent(lanes_max<4>(fmaxf(pairs_amax<8>(b), pairs_amax<8>(other))));
-          }
-        }
-        quantize_pairs<8>(b, exponent);
-        const int column = ((part * L::kPartBlocks + block) * 64 + t * 16) / L::kBlock;
-        const std::uint8_t* scales = r.table.band_scales + column;
-        const uint4 low = smem_load16(codes + block * 64);
-        const uint4 high = whole ? smem_load16(codes + 8 * L::kInner + block * 64) : uint4{};
-        multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
-                      e4m3_factor(scales[high_row * L::kBandScaleColumns]), b);
-      }
-      store_second(acc, m, part, L::kMaxPairs + group * kColumns, r.a.rows - group * kColumns,
-                   1.0f);
-    }
-    return true;
-  }
-  LOWLAT_DEVICE static void unpack(const Hidden& h, int block, std::uint32_t (&out)[8]) {
-    const uint4 a = h.chunk[block][0], b = h.chunk[block][1];
-    out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
-    out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
-  }
-
-  // acc += sixteen columns (eight when not kWhole) times an expert's rows of h; `next`: from where
-  // h is loaded anew, block by block, or nullptr.
+  // acc = sixteen columns (eight when not kWhole) times an expert's rows of h, a part of I. `codes`
+  // and `scales`: of the part in the band's first row.
   template <bool kWhole>
-  LOWLAT_DEVICE void multiply_second(float (&acc)[4], Hidden& h, std::uint32_t codes,
-                                     std::uint32_t scales, int m, const unsigned char* next) const {
-    const std::uint32_t code = codes + 16 * m * L::kInnerRow;
-    const std::uint32_t scale = scales + 16 * m * L::kInnerScaleRow;
+  LOWLAT_DEVICE void multiply_second(float (&acc)[4],
+                                     const typename SecondWarp<L>::Hidden& h, std::uint32_t codes,
+                                     std::uint32_t scales, int m) const {
+    // A load fetches two groups of sixteen rows, or four of eight. What lies beyond the last group
+    // is read and not used.
+    constexpr int kRows = kWhole ? 16 : 8, kGroups = kWhole ? 2 : 4;
+    const std::uint32_t code =
+        codes + (16 * m + r.lane % kRows) * L::kInnerRow + r.lane / kRows * 16;
+    const std::uint32_t scale = scales + (16 * m + g) * L::kInnerScaleRow;
+    std::uint32_t words[(L::kPartGroups + kGroups - 1) / kGroups][4];
 #pragma unroll
-    for (int block = 0; block < L::kPartBlocks; ++block) {
-      std::uint32_t b[8];
-      unpack(h, block, b);
-      const uint2 low = smem_load8(code + block * 32);
-      const std::uint32_t low_factor = fp4_factor(smem_load1(scale + block * 2));
-      uint2 high = {};
-      std::uint32_t high_factor = 0;
+    for (int i = 0; i * kGroups < L::kPartGroups; ++i) {
+      smem_matrices(words[i], code + i * kGroups * 16);
+    }
+#pragma unroll
+    for (int group = 0; group < L::kPartGroups; ++group) {
+      std::uint32_t b[4], low[4], high[4] = {};
+      SecondWarp<L>::unpack(h, group, b);
+      const std::uint32_t(&four)[4] = words[group / kGroups];
+      place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
+      if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
+      float sums_of[4] = {};
+      multiply_half_pairs(sums_of, low, high, b);
+      multiply_half_pairs(sums_of, low + 2, high + 2, b + 2);
+      const float low_scale = scale_of(smem_load1(scale + group));
+      acc[0] = __fmaf_rn(sums_of[0], low_scale, acc[0]);
+      acc[1] = __fmaf_rn(sums_of[1], low_scale, acc[1]);
       if constexpr (kWhole) {
-        high = smem_load8(code + 8 * L::kInnerRow + block * 32);
-        high_factor = fp4_factor(smem_load1(scale + 8 * L::kInnerScaleRow + block * 2));
+        const float high_scale = scale_of(smem_load1(scale + 8 * L::kInnerScaleRow + group));
+        acc[2] = __fmaf_rn(sums_of[2], high_scale, acc[2]);
+        acc[3] = __fmaf_rn(sums_of[3], high_scale, acc[3]);
       }
-      multiply_fp4(acc, low, high, low_factor, high_factor, b);
-      if (next != nullptr) load_hidden(h, block, next);
     }
   }
 
   LOWLAT_DEVICE bool run_second() {
-    constexpr float kFactor = 1 << kFp4Shift;
+    constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
     // `second` may lie over the partial sums: wait as if for every buffer.
     for (int i = 0; i < L::kBuffers; ++i, ++sums) {
       if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
@@ -975,76 +1294,90 @@ struct Consumer {
       }
     }
     if (r.block_idx >= kBands) return true;
-    const int num_items = r.table.num_experts * L::kParts;
     int item = warp;
-    if (r.shared) {
-      constexpr int kItems = L::kParts * L::kMTiles;
-      for (; item < kItems; item += L::kConsumers) {
-        if (!run_shared_item(item / L::kMTiles, item % L::kMTiles)) return false;
+    const SecondWarp<L> second(r);
+    if constexpr (L::kMany) {
+      if (r.shared) {
+        if (!second.run_shared(warp, L::kConsumers)) return false;
+        // Who had one less goes first.
+        constexpr int kItems = L::kParts * L::kMTiles;
+        item = (warp - kItems % L::kConsumers + L::kConsumers) % L::kConsumers;
       }
-      item -= kItems;
     }
-    Hidden h;
+    typename SecondWarp<L>::Hidden h;
     const unsigned char* address = nullptr;
-    if (item < num_items) {
-      const int first = r.table.first[item / L::kParts];
-      const int count = r.table.first[item / L::kParts + 1] - first;
-      address = hidden_address(hidden_row(first, count), item % L::kParts);
-#pragma unroll
-      for (int block = 0; block < L::kPartBlocks; ++block) load_hidden(h, block, address);
+    int expert = item / L::kParts, part = item % L::kParts;
+    const int num_experts = r.table.num_experts;
+    int first = 0, end = 0;
+    if (expert < num_experts) {
+      first = r.table.first[expert];
+      end = r.table.first[expert + 1];
+      address = second.hidden_address(hidden_row(first, end - first), part);
+      second.load_hidden(h, address);
     }
-    while (item < num_items) {
-      const int expert = item / L::kParts, part = item % L::kParts;
-      const int piece = expert % L::kRingPieces;
+    std::uint32_t base;
+    asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
+    const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
+    const std::uint32_t barriers = base + L::kBarrierOffset;
+    int piece = expert;  // the first are in the ring's first turn
+    std::uint32_t turn = 0;
+    while (expert < num_experts) {
       const int slot = (uses + piece / L::kPieces) % L::kRing;
-      const std::uint32_t base = r.slot_address(slot) + piece % L::kPieces * L::kPieceBytes;
-      const std::uint32_t codes = base + g * L::kInnerRow + part * L::kPartBlocks * 32 + t * 8;
-      const std::uint32_t scales = base + L::kBandRows * L::kInnerRow + g * L::kInnerScaleRow +
-                                   part * L::kPartBlocks * 2 + t / 2;
-      const int end = r.table.first[expert + 1];
-      int first = r.table.first[expert];
+      const std::uint32_t at = base + L::kRingOffset + slot * L::kSlotBytes +
+                               piece % L::kPieces * L::kPieceBytes;
+      const std::uint32_t codes = at + part * L::kPartGroups * 16;
+      const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
+      const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
       // A parity tells a phase from the next only: the piece's use before must be over. Nobody is
       // further ahead, because the producer fills in order (kReach).
-      if (expert >= L::kRingPieces && !barrier_wait(&r.barriers.piece_empty[piece],
-                                                    (expert / L::kRingPieces - 1) & 1, r.watch)) {
+      if (turn > 0 && !barrier_wait_at(empty, (turn - 1) & 1u, stop)) return false;
+      if (!barrier_wait_at(barriers + L::kPieceFullBarriers + piece * 8, turn & 1u, stop)) {
         return false;
       }
-      if (!barrier_wait(&r.barriers.piece_full[piece], expert / L::kRingPieces & 1, r.watch)) {
-        return false;
-      }
+      // The warp's next item.
+      int next_expert = expert + L::kConsumers / L::kParts;
+      int next_part = part + L::kConsumers % L::kParts;
+      if (next_part >= L::kParts) next_part -= L::kParts, ++next_expert;
+      const bool more = next_expert < num_experts;
+      const int next_begin = more ? r.table.first[next_expert] : 0;
+      const int next_end = more ? r.table.first[next_expert + 1] : 0;
       for (;;) {
-        if (!complete(h, address)) return false;
-        // The next columns: more of this expert's, or the warp's next item.
-        const int count = end - first, next_first = first + kColumns;
+        if (!second.complete(h, address)) return false;
+        // The next columns: more of this expert's, or the next item's.
+        const int count = end - first;
         const unsigned char* next = nullptr;
-        if (next_first < end) {
-          next = hidden_address(hidden_row(next_first, end - next_first), part);
-        } else if (item + L::kConsumers < num_items) {
-          const int next_expert = (item + L::kConsumers) / L::kParts;
-          const int begin = r.table.first[next_expert];
-          next = hidden_address(hidden_row(begin, r.table.first[next_expert + 1] - begin),
-                                (item + L::kConsumers) % L::kParts);
+        if (count > kColumns) {
+          const int rest = first + kColumns;
+          next = second.hidden_address(hidden_row(rest, end - rest), part);
+        } else if (more) {
+          next = second.hidden_address(hidden_row(next_begin, next_end - next_begin), next_part);
         }
-        // Sixteen columns at a time, by one piece of code; the last fetch the next columns' h.
+        typename SecondWarp<L>::Hidden ahead = {};
+        if (next != nullptr) second.load_hidden(ahead, next);
+        // Sixteen columns at a time.
         constexpr int kLast = L::kMTiles - 1;
         constexpr bool kWhole = L::kBandRows % 16 == 0;
-#pragma unroll 1
+        float* sums_at = r.template second_sums<false>(part, first);
+#pragma unroll
         for (int m = 0; m < kLast; ++m) {
           float acc[4] = {};
-          multiply_second<true>(acc, h, codes, scales, m, nullptr);
-          store_second(acc, m, part, first, count, kFactor);
+          multiply_second<true>(acc, h, codes, scales, m);
+          second.store_second(sums_at, acc, m, count, kFactor);
         }
         float acc[4] = {};
-        multiply_second<kWhole>(acc, h, codes, scales, kLast, next);
-        store_second(acc, kLast, part, first, count, kFactor);
-
+        multiply_second<kWhole>(acc, h, codes, scales, kLast);
+        second.store_second(sums_at, acc, kLast, count, kFactor);
+        h = ahead;
         address = next;
-        if (next_first >= end) break;
-        first = next_first;
+        if (count <= kColumns) break;
+        first += kColumns;
       }
       __syncwarp();
-      if (r.lane == 0) sm90::barrier_arrive(&r.barriers.piece_empty[piece]);
-      item += L::kConsumers;
+      if (r.lane == 0) barrier_arrive_at(empty);
+      piece += next_expert - expert;
+      if (piece >= L::kRingPieces) piece -= L::kRingPieces, ++turn;
+      expert = next_expert, part = next_part;
+      first = next_begin, end = next_end;
     }
     return true;
   }
@@ -1058,12 +1391,18 @@ struct Consumer {
   LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule, TileScales& scales) {
     if constexpr (!L::kMany) load_group(0);
     bool going = !r.gates() || run_gate();
-    route(rule, sum_rule);  // every consumer comes to its barriers
-    make_table();
-    // The producer fetches the first experts meanwhile.
+    if constexpr (L::kMany) Router<L>{r, warp}.run(rule, sum_rule);  // every one comes to its barriers
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
       going = run_shared_tile(scales);
+    }
+    if constexpr (!L::kMany) {
+      r.read_epoch();
+#pragma unroll
+      for (auto& block : x) {
+#pragma unroll
+        for (std::uint32_t& pair : block) pair = bf16_to_half(pair);
+      }
     }
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
@@ -1099,7 +1438,7 @@ struct Finisher {
   template <int kCount>
   LOWLAT_DEVICE float slices(int row, int column, int first) const {
     const float* src =
-        r.partial(sums % L::kBuffers) + (first * kColumns + column) * 2 * kTileRows + row;
+        r.partial(sums % L::kBuffers) + (first * 2 * kTileRows + row) * kColumns + column;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum += src[i * kColumns * 2 * kTileRows];
@@ -1147,12 +1486,15 @@ struct Finisher {
     const int weight_row = r.lane % (2 * kTileRows), half = r.lane / (2 * kTileRows);
     float sum = slices<L::kConsumers / 2>(weight_row, column, half * (L::kConsumers / 2));
     sum += __shfl_xor_sync(plat::kAllLanes, sum, 2 * kTileRows);
-    if constexpr (!kShared) sum *= static_cast<float>(1 << kFp4Shift);
+    if constexpr (!kShared) sum *= static_cast<float>(1 << kPlaceShift);
     const float value = round_to_bf16(sum);
     const float up = __shfl_down_sync(plat::kAllLanes, value, kTileRows);
     const float h = stages::swiglu(value, up, kSwigluLimit, !kShared);
-    const float later = __shfl_down_sync(plat::kAllLanes, h, 4);
-    const std::uint32_t pair = pack_bf16(h, later);  // lanes 0 .. 3: values i and i + 4
+    // Routed h meets fp4 codes in fp16: bf16 values up to SwiGLU's 100, times 2^kHiddenShift.
+    const float kept = kShared ? h : round_to_bf16(h) * static_cast<float>(1 << kHiddenShift);
+    const float later = __shfl_down_sync(plat::kAllLanes, kept, 4);
+    // Lanes 0 .. 3: values i and i + 4.
+    const std::uint32_t pair = kShared ? pack_bf16(kept, later) : pack_half(kept, later);
     uint4 chunk;
     chunk.x = __shfl_sync(plat::kAllLanes, pair, 0);
     chunk.y = __shfl_sync(plat::kAllLanes, pair, 1);
@@ -1176,15 +1518,26 @@ struct Finisher {
       }
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    for (Steps<L> step(r); !step.done(); step.next()) {
+    Steps<L> step(r);
+    while (!L::kMany || !step.done()) {
       if (!wait_sums()) return false;
+      if constexpr (!L::kMany) {
+        step.next();
+        if (step.done()) {
+          free_sums();
+          break;
+        }
+      }
       for (int i = 0; i < step.num_pairs(); ++i) {
         const int pair = r.table.sorted[step.first_pair() + i];
         finish<false>(L::kMany ? i : pair / L::kSlots, r.hidden(parity, pair),
                       step.number % L::kTiles);
       }
       free_sums();
+      if constexpr (L::kMany) step.next();
     }
+    // What follows finds room as soon as blocks end; it waits for their sums.
+    sm90::launch_dependents();
     return true;
   }
 };
@@ -1195,21 +1548,24 @@ struct Finisher {
 template <class L>
 LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
   const MoeArgs& a = r.a;
-  const float* second = r.second();
   const stages::FaultPort fault = {a.fault.abort_words,
                                    static_cast<stages::StatusWords*>(a.fault.status),
                                    a.fault.tp_rank, a.fault.tp_size, a.fault.budget_ns};
   const stages::ExchangePort port = {reinterpret_cast<plat::TaggedWords* const*>(a.boxes.outboxes),
                                      fault, a.boxes.box_packets};
   const std::uint64_t epoch = a.boxes.outboxes != nullptr ? *a.boxes.epoch : 0;
-  const auto parts = [&](int row, int n) {
+  const auto parts = [&]<bool kShared>(std::bool_constant<kShared>, int row, int n) {
     float sum = 0.0f;
 #pragma unroll
     for (int part = 0; part < L::kParts; ++part) {
-      sum += second[(static_cast<std::size_t>(part) * L::kSecondRows + row) * L::kBandRows + n];
+      sum += r.template second_sums<kShared>(part, row)[n];
     }
     return sum;
   };
+  const auto of_pair = [&](int pair, int n) {
+    return r.table.weights[pair] * parts(std::false_type(), r.table.place[pair], n);
+  };
+  const auto of_shared = [&](int row, int n) { return parts(std::true_type(), row, n); };
   if (a.quads.tp_size > 0) {
     constexpr int kQuads = L::kBandRows / 4;
     const std::uint64_t quads_epoch = exchange_epoch(a.quads, a.quads_index);
@@ -1224,10 +1580,10 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
 #pragma unroll
         for (int slot = 0; slot < L::kSlots; ++slot) {
           const int pair = row * L::kSlots + slot;
-          sum += round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
+          sum += round_to_bf16(of_pair(pair, n));
         }
         v[j] = round_to_bf16(sum);
-        if (r.shared) v[j] += round_to_bf16(parts(L::kMaxPairs + row, n));
+        if (r.shared) v[j] += round_to_bf16(of_shared(row, n));
       }
       publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
                    L::kHidden / 4, v);
@@ -1249,13 +1605,13 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
 #pragma unroll
       for (int slot = 0; slot < L::kSlots; ++slot) {
         const int pair = row * L::kSlots + slot;
-        d[slot] = round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
+        d[slot] = round_to_bf16(of_pair(pair, n));
       }
       float sum = 0.0f;
 #pragma unroll
       for (int slot = 0; slot < L::kSlots; ++slot) sum += d[slot];
       y = round_to_bf16(sum);
-      if (r.shared) y += round_to_bf16(parts(L::kMaxPairs + row, n));
+      if (r.shared) y += round_to_bf16(of_shared(row, n));
       if (a.out != nullptr) {
         a.out[static_cast<std::size_t>(row) * L::kHidden + r.block_idx * L::kBandRows + n] = y;
       }
@@ -1281,8 +1637,9 @@ struct Rules {
 
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
-    moe_region_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules) {
-  extern __shared__ __align__(128) unsigned char smem[];
+    moe_region_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
+                          const __grid_constant__ TileMaps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
   const int thread = plat::thread_idx();
@@ -1317,7 +1674,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                        thread % 2 ? 1 : L::kConsumers);
   } else if (thread == L::kThreads - 1) {
     sm90::barrier_init(&barriers.band_full, 1);
-    sm90::barrier_init(&barriers.table, L::kConsumers);
+    sm90::barrier_init(&barriers.table, L::kTableArrivals);
     table.stop = 0;
   }
   sm90::fence_barrier_init();
@@ -1326,11 +1683,11 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   for (int i = thread; i < L::kExperts / 32; i += L::kThreads) table.chosen[i] = 0;
   for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.ids[i] = kNobody;
   if constexpr (!L::kMany) {
-    for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.rows_of[i] = 0;
+    for (int i = thread; i < 2 * L::kMaxPairs; i += L::kThreads) (&table.pairs_of[0][0])[i] = 0;
   }
   plat::block_sync();
 
-  Producer<L> producer = {r};
+  Producer<L> producer = {r, maps};
   Consumer<L> consumer = {r, warp};
   typename Consumer<L>::TileScales scales = {};
   bool going = true;
@@ -1343,12 +1700,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     consumer.run_early(scales);
   }
   wait_at(args.before);
-  std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
-  r.epoch = *epoch_word + 1;
-  r.watch.deadline_ns = plat::clock_ns() + args.fault.budget_ns;
-  if (args.fault.abort_words != nullptr) {
-    r.watch.abort_word = args.fault.abort_words[args.fault.tp_rank];
-  }
+  if (L::kMany || warp >= L::kConsumers) r.read_epoch();
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
     consumer.run(rules.rule, rules.sum_rule, scales);
@@ -1359,13 +1711,18 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
       finisher.run(rules.rule);
+    } else if (!L::kMany && warp < L::kFirstRouter + L::kRouters) {
+      const int number = warp - L::kFirstRouter;
+      Router<L>{r, number}.run(rules.rule, rules.sum_rule);
+      if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
     }
   }
   plat::block_sync();
   if (table.stop == 0) {
-    sm90::launch_dependents();
     if (r.block_idx < kBands) finish_band(r, rules.first_row);
-    if (thread == 0) *epoch_word = r.epoch;
+    if (thread == 0) {
+      reinterpret_cast<std::uint32_t*>(args.workspace)[r.block_idx] = r.epoch;
+    }
     return;
   }
   if (warp == L::kProducer) producer.drain();

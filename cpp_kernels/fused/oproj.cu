@@ -1,13 +1,16 @@
 // oproj_a_fp8_sm90 and oproj_b_fp8_sm90: the output projection of attention, for few rows.
 //
 // Math         u[g] = bf( o[g]·wo_a[g]ᵀ )     o not quantised: bf16 values, weights e4m3 exactly
+//                                             (V4: o quantised by attention)
 //              partial = quant(u)·wo_bᵀ       fp32, of this rank's columns; sent to every rank
 // Shapes       V4.1-Flash: o [T,groups·4096] · wo_a [groups·1024,4096] · wo_b [5120,groups·1024]
+//              V4-Flash: wo_b [4096,groups·1024], groups of 128 instead of 32
 // Rounding     u to bf16, codes nearest-even; partial sums as exchange.cuh sends them
 // Bytes        TP4: 8.40 MB, then 10.5 MB. T = 6: activations 0.1 MB, packets 0.49 MB
 // Floor        1.8 us and 2.3 us at 4.65 TB/s
-// Launch       wo_a: 64 rows a block, K in a cluster of four; wo_b: 80 rows, K in a cluster of two
-//              a group pair. Weights are on their way before the input is waited for. Without
+// Launch       wo_a: 64 rows a block, K in a cluster of four (V4: 128, so that a group of u is in
+//              one cluster, of eight); wo_b: 80 (V4: 64) rows, K in a cluster of two a group pair;
+//              32 rows and twice the K where rows are few. Weights are on their way before the input is waited for. Without
 //              gates wo_b lets the receiving kernel start after its own wait, so that one may poll
 //              at once
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh;
@@ -22,29 +25,66 @@
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
+#include "fused/front_wide.cuh"
 #include "fused/oproj.hpp"
-#include "shape/dsv41_flash.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
 
-using Model = shape::Dsv41Flash<1>;
-constexpr int kHidden = Model::kHidden, kLora = Model::kOLora, kGroup = Model::kScaleBlock;
-constexpr int kGroupInput = Model::kGroupInput;
-static_assert(kLora == 1024 && kGroupInput == 4096);
+constexpr int kLora = 1024, kGroupInput = 4096;
 
-constexpr int kRowsA = 64, kBlocksA = 4, kOwnedA = kGroup;
-constexpr int kKA = kGroupInput / kBlocksA;
-constexpr int kRowsB = 80, kKB = kLora;
-
-template <int kTiles>
-using ProductA = Product<kRowsA, kKA, kTiles, kBlocksA, kOwnedA, 2>;
+// Of a model M. A group of outputs that share a scale is made in one cluster: by one block where
+// rows are few; otherwise by several, who tell each other their largest values.
+template <class M, int kTiles>
+struct ShapeA {
+  static constexpr bool kWide = false;
+  static_assert(M::kOLora == kLora && M::kGroupInput == kGroupInput);
+  static constexpr int kGroup = M::kScaleBlock;
+  static constexpr int kRows = kGroup > 64 ? kGroup : 64, kBlocks = kRows / 16;
+  static constexpr int kK = kGroupInput / kBlocks;
+  static constexpr bool kShares = kGroup > 32 && kTiles > 1;
+  static constexpr int kOwned = kShares ? kRows / kBlocks : kGroup;
+  using Linear = Product<kRows, kK, kTiles, kBlocks, kOwned, 2>;
+};
+// More than sixteen rows of V4.1: half the K a block, so that two have room on a multiprocessor and
+// no cluster has to wait for one of the first wave to end.
+template <class M, int kTiles>
+  requires(M::kScaleBlock == 32 && kTiles > 2)
+struct ShapeA<M, kTiles> {
+  static constexpr bool kWide = true, kShares = true;
+  static constexpr int kGroup = M::kScaleBlock, kRows = 64, kBlocks = 8;
+  static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
+  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true>;
+};
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
-template <int kTiles, int kGroups>
+template <class M, int kTiles, int kGroups>
 struct ShapeB {
-  static constexpr int kRows = kTiles == 1 ? 32 : kRowsB, kK = kTiles == 1 ? 2 * kKB : kKB;
+  static constexpr int kRows = kTiles == 1 ? 32 : M::kHidden == 5120 ? 80 : 64;
+  static constexpr int kK = kTiles == 1 ? 2 * kLora : kLora;
   static constexpr int kBlocks = kGroups * kLora / kK;
+  static_assert(M::kHidden % kRows == 0);
   using Linear = Product<kRows, kK, kTiles, kBlocks, kRows / kBlocks, 1>;
+};
+
+template <class M, int kTiles>
+struct SharedA {
+  using Shape = ShapeA<M, kTiles>;
+  typename Shape::Linear::Shared product;
+  // Blocks that share a group. Largest of each one's outputs, by block and token; where blocks have
+  // no room for it (V4), it takes the place of the activations' scales: who sends has all sums of
+  // this block, whose products are over then.
+  static constexpr int kSharing = Shape::kShares ? Shape::kGroup / Shape::kOwned : 1;
+  float own_amax[Shape::kWide ? kSharing : 1][Shape::kWide ? kTiles * kTileTokens : 1];
+  std::uint64_t amax_barrier;
+
+  LOWLAT_DEVICE auto& amax() {
+    if constexpr (Shape::kWide || !Shape::kShares) {
+      return own_amax;
+    } else {
+      static_assert(kSharing <= Shape::kK / kStep);
+      return product.token_scale;
+    }
+  }
 };
 
 template <int kTiles>
@@ -52,39 +92,46 @@ constexpr int min_blocks() {
   return kTiles == 1 ? 3 : kTiles == 2 ? 2 : 1;
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     oproj_a_fp8_sm90(const __grid_constant__ OprojParams params) {
-  using Linear = ProductA<kTiles>;
+  using Shape = ShapeA<M, kTiles>;
+  using Linear = Shape::Linear;
+  constexpr int kGroup = Shape::kGroup, kRows = Shape::kRows, kBlocks = Shape::kBlocks;
+  constexpr int kK = Shape::kK, kOwned = Shape::kOwned;
+  [[maybe_unused]] constexpr int kSharing = SharedA<M, kTiles>::kSharing;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
+  auto& whole = *reinterpret_cast<SharedA<M, kTiles>*>(memory);
+  auto& shared = whole.product;
   sm90::launch_dependents();
-  const int tile = static_cast<int>(blockIdx.x) / kBlocksA;
-  const int rank = static_cast<int>(blockIdx.x) % kBlocksA;
+  const int tile = static_cast<int>(blockIdx.x) / kBlocks;
+  const int rank = static_cast<int>(blockIdx.x) % kBlocks;
   constexpr int kScaleStride = kGroupInput / kGroup;
   const ProductWeights weights{
-      params.wo_a.codes + static_cast<std::int64_t>(tile) * kRowsA * kGroupInput + rank * kKA,
-      params.wo_a.scales + tile * (kRowsA / kGroup) * kScaleStride + rank * kKA / kGroup,
-      kGroupInput, kScaleStride};
+      params.wo_a.codes + static_cast<std::int64_t>(tile) * kRows * kGroupInput + rank * kK,
+      params.wo_a.scales + tile * (kRows / kGroup) * kScaleStride + rank * kK / kGroup, kGroupInput,
+      kScaleStride};
   const int padded = padded_rows(params.num_rows);
-  const int first_k = tile * kRowsA / kLora * kGroupInput + rank * kKA;  // in the row of o
-  static_assert(kOwnedA == kGroup);
+  const int first_k = tile * kRows / kLora * kGroupInput + rank * kK;  // in the row of o
   if constexpr (kTiles == 1) {
+    static_assert(kOwned == kGroup);
     const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_a);
     Stamps stamps(params.hop.port->stamps, hop.kernel);
     const HopActivations<2> o{static_cast<const plat::TaggedWords*>(params.packets.o) + first_k / 4,
                               params.num_groups * (kGroupInput / 4), hop};
     const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.q) + tile, hop.tag,
-                            o.data, kKA / 4 / plat::kWarpLanes};
+                            o.data, kK / 4 / plat::kWarpLanes};
     Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     stamps.mark(StampStage::ask);
     wait_for_signs(hop, signs);
     stamps.mark(StampStage::wait);
     Linear::run(shared, o, params.num_rows, stamps);
     if (!Linear::owns()) return;
-    // Eight lanes a token, four of the 32 outputs that share a scale each; two lanes a packet.
-    const int token = plat::thread_idx() / 8, quad = plat::thread_idx() % 8;
-    if (token / 4 * 4 >= params.num_rows) return;  // whole warps stay
+    // A lane has four outputs of a token's group; two lanes a packet.
+    constexpr int kLanes = kGroup / 4, kTokensAWarp = plat::kWarpLanes / kLanes;
+    static_assert(kLanes <= plat::kWarpLanes);
+    const int token = plat::thread_idx() / kLanes, quad = plat::thread_idx() % kLanes;
+    if (token / kTokensAWarp * kTokensAWarp >= params.num_rows) return;  // whole warps stay
     float v[4], amax = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -92,7 +139,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
       amax = plat::max(plat::abs(v[i]), amax);
     }
 #pragma unroll
-    for (int mask = 1; mask < 8; mask *= 2) {
+    for (int mask = 1; mask < kLanes; mask *= 2) {
       amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
     }
     const PowerScale group = power_scale(amax);
@@ -103,39 +150,93 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     if (quad % 2 != 0 || token >= params.num_rows) return;
     send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
                     token * params.num_groups * (kLora / 8) +
-                    (tile * kRowsA + rank * kOwnedA + 4 * quad) / 8,
+                    (tile * kRows + rank * kOwned + 4 * quad) / 8,
                 hop.tag, codes, next, plat::float_bits(group.scale));
     stamps.mark(StampStage::store);
     return;
   }
-  Stamps stamps({}, 0);
-  Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
-  const HalfActivations<kGroup, false> o{params.o + first_k,
-                                         params.o_scale + first_k / kGroup * padded,
-                                         2 * params.num_groups * kGroupInput, padded};
-  wait_at(params.before);
-  Linear::run(shared, o, params.num_rows, stamps);
-  if (!Linear::owns()) return;
-  // A warp a token: its lanes are the 32 outputs that share a scale.
-  static_assert(kOwnedA == plat::kWarpLanes);
-  const int row = plat::thread_idx() % plat::kWarpLanes;
-  const int first_row = tile * kRowsA + rank * kOwnedA;
-  for (int token = plat::thread_idx() / plat::kWarpLanes; token < params.num_rows;
-       token += kProductWarps) {
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_a));
+  if constexpr (Shape::kShares) {
+    if (plat::thread_idx() == 0) {
+      sm90::barrier_init(&whole.amax_barrier, 1);
+      sm90::barrier_arrive_expect(&whole.amax_barrier, kSharing * params.num_rows * 4);
+    }
+  }
+  const float* o_scale = params.o_scale + first_k / kGroup * padded;
+  const int o_stride = 2 * params.num_groups * kGroupInput;  // bytes
+  if constexpr (Shape::kWide) {
+    Linear::load(shared, weights, params.num_rows);
+    stamps.mark(StampStage::ask);
+    wait_at(params.before);
+    stamps.mark(StampStage::wait);
+    Linear::load_tokens(shared, reinterpret_cast<const std::uint8_t*>(params.o + first_k), o_stride,
+                        o_scale, padded, params.num_rows);
+    Linear::run(shared, params.num_rows, stamps);
+  } else {
+    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+    stamps.mark(StampStage::ask);
+    const HalfActivations<kGroup, false> o{params.o + first_k, o_scale, o_stride, padded};
+    wait_at(params.before);
+    stamps.mark(StampStage::wait);
+    Linear::run(shared, o, params.num_rows, stamps);
+    if (!Linear::owns()) return;
+  }
+  // A lane a value of a token's: 32 share a scale, or those of a group have their largest told.
+  static_assert(kTiles == 1 || plat::kWarpLanes % kOwned == 0);
+  constexpr int kTokensATurn = kProductThreads / kOwned;
+  const int row = plat::thread_idx() % kOwned, first_row = tile * kRows + rank * kOwned;
+  const int first_token = plat::thread_idx() / kOwned;
+  const auto amax_of = [&](int token) {
+    float amax = plat::abs(quick_bf16(Linear::sum(shared, token, row)));
+#pragma unroll
+    for (int mask = 1; mask < kOwned && mask < plat::kWarpLanes; mask *= 2) {
+      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+    }
+    return amax;
+  };
+  if constexpr (Shape::kShares) {
+    static_assert(kSharing <= kOwned);
+    for (int first = 0; first < params.num_rows; first += kTokensATurn) {
+      const int token = first + first_token;
+      const float amax = amax_of(min(token, params.num_rows - 1));
+      if (token < params.num_rows && row < kSharing) {
+        const int peer = rank / kSharing * kSharing + row;
+        sm90::send_to_peer(sm90::peer_address(&whole.amax()[rank % kSharing][token], peer), amax,
+                           sm90::peer_address(&whole.amax_barrier, peer));
+      }
+    }
+    wait_for_cluster(&whole.amax_barrier, 0);
+  }
+  for (int first = 0; first < params.num_rows; first += kTokensATurn) {
+    const int token = first + first_token;
+    const int known = min(token, params.num_rows - 1);
+    float amax = 0.0f;
+    if constexpr (Shape::kShares) {
+#pragma unroll
+      for (int i = 0; i < kSharing; ++i) amax = plat::max(whole.amax()[i][known], amax);
+    } else {
+      amax = amax_of(known);
+    }
+    if (token >= params.num_rows) continue;
     const float u = quick_bf16(Linear::sum(shared, token, row));
-    const PowerScale group = power_scale(plat::warp_max(plat::abs(u)));
+    const PowerScale group = power_scale(amax);
     params.u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
         static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
-    if (row == 0) params.u_scale[first_row / kGroup * padded + token] = group.scale;
+    if ((first_row + row) % kGroup == 0) {
+      params.u_scale[first_row / kGroup * padded + token] = group.scale;
+    }
   }
+  stamps.mark(StampStage::store);
   open_gate(params.u_done);
 }
 
-template <int kTiles, int kGroups>
+template <class M, int kTiles, int kGroups>
 __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     oproj_b_fp8_sm90(const __grid_constant__ OprojParams params) {
-  using Shape = ShapeB<kTiles, kGroups>;
+  using Shape = ShapeB<M, kTiles, kGroups>;
   using Linear = Shape::Linear;
+  constexpr int kHidden = M::kHidden, kGroup = M::kScaleBlock;
   constexpr int kBlocks = Shape::kBlocks, kRows = Shape::kRows, kKOfBlock = Shape::kK;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
@@ -155,7 +256,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
       params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
   HopTag hop = {};
   if constexpr (kTiles == 1) hop = hop_tag(params.hop, params.hop.index, HopKernel::oproj_b);
-  Stamps stamps(kTiles == 1 ? params.hop.port->stamps : StampSink{}, hop.kernel);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_b));
   const HopActivations<1> few{
       static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
   Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
@@ -167,6 +269,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     Linear::run(shared, few, params.num_rows, stamps);
   } else {
     wait_at(params.u_done);
+    stamps.mark(StampStage::wait);
     if (!early) sm90::launch_dependents();
     const CodeActivations<kGroup, false> u{params.u_codes + rank * kKOfBlock,
                                            params.u_scale + rank * kKOfBlock / kGroup * padded, k,
@@ -195,28 +298,34 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
 
 cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStream_t stream) {
   if (params.num_groups < 1 || params.num_groups > 8) return cudaErrorInvalidValue;
-  return with_tiles(params.num_rows, [&]<int kTiles>() {
-    return launch_kernel(oproj_a_fp8_sm90<kTiles>,
-                         dim3(params.num_groups * kLora / kRowsA * kBlocksA), kProductThreads,
-                         sizeof(typename ProductA<kTiles>::Shared), kBlocksA, programmatic, stream,
-                         params);
+  return with_model(params.model, [&]<class M>() {
+    return with_tiles(params.num_rows, [&]<int kTiles>() {
+      using Shape = ShapeA<M, kTiles>;
+      static_assert(sizeof(SharedA<M, kTiles>) <= 227 * 1024);
+      return launch_kernel(oproj_a_fp8_sm90<M, kTiles>,
+                           dim3(params.num_groups * kLora / Shape::kRows * Shape::kBlocks),
+                           kProductThreads, sizeof(SharedA<M, kTiles>), Shape::kBlocks,
+                           programmatic, stream, params);
+    });
   });
 }
 
 cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStream_t stream) {
-  const auto launch = [&]<int kTiles, int kGroups>() {
-    using Shape = ShapeB<kTiles, kGroups>;
-    return launch_kernel(oproj_b_fp8_sm90<kTiles, kGroups>,
-                         dim3(kHidden / Shape::kRows * Shape::kBlocks), kProductThreads,
+  const auto launch = [&]<class M, int kTiles, int kGroups>() {
+    using Shape = ShapeB<M, kTiles, kGroups>;
+    return launch_kernel(oproj_b_fp8_sm90<M, kTiles, kGroups>,
+                         dim3(M::kHidden / Shape::kRows * Shape::kBlocks), kProductThreads,
                          sizeof(typename Shape::Linear::Shared), Shape::kBlocks, programmatic,
                          stream, params);
   };
-  return with_tiles(params.num_rows, [&]<int kTiles>() {
-    switch (params.num_groups) {
-      case 2: return launch.template operator()<kTiles, 2>();
-      case 4: return launch.template operator()<kTiles, 4>();
-      default: return cudaErrorInvalidValue;
-    }
+  return with_model(params.model, [&]<class M>() {
+    return with_tiles(params.num_rows, [&]<int kTiles>() {
+      switch (params.num_groups) {
+        case 2: return launch.template operator()<M, kTiles, 2>();
+        case 4: return launch.template operator()<M, kTiles, 4>();
+        default: return cudaErrorInvalidValue;
+      }
+    });
   });
 }
 

@@ -12,16 +12,18 @@
 namespace lowlat::nvidia::fused {
 
 struct OprojParams {
+  FusedModel model;
   int num_rows;    // T, 1 .. 48
   int num_groups;  // of this rank: 8 / tp_size
   // Up to kHopRows rows: packets instead of o, o_scale, u_codes and u_scale.
   Hop hop;
   HopBuffers packets;
   const std::uint16_t* o;  // f16 [T, num_groups * 4096] under o_scale, see attention.hpp
-  const float* o_scale;    // [num_groups * 128, padded_rows(T)]
+  const float* o_scale;    // [num_groups * 4096 / group, padded_rows(T)]
   Fp8Weights wo_a;         // [num_groups * 1024, 4096]
   Fp8Weights wo_b;         // [H, num_groups * 1024], this rank's columns
-  // Between the two kernels: e4m3 [T, num_groups * 1024] and [num_groups * 32, padded_rows(T)].
+  // Between the two kernels: e4m3 [T, num_groups * 1024] and [num_groups * 1024 / group,
+  // padded_rows(T)].
   std::uint8_t* u_codes;
   float* u_scale;
   // Out: partial sums [T, H] of this rank. `published`: to every rank's mailbox.
@@ -33,11 +35,13 @@ struct OprojParams {
 };
 
 // Blocks that open u_done: those that own outputs.
-constexpr std::uint32_t oproj_a_blocks(int num_groups) {
-  return static_cast<std::uint32_t>(32 * num_groups);
+constexpr std::uint32_t oproj_a_blocks(FusedModel model, int num_rows, int num_groups) {
+  const int of_group = model == FusedModel::v4 ? 64 : num_rows > 16 ? 128 : 32;
+  return static_cast<std::uint32_t>(of_group * num_groups);
 }
 
-// V4.1-Flash's sizes (H 5120); num_groups 2 (TP4) or 4 (TP2). cudaErrorInvalidValue for others.
+// V4.1-Flash's sizes (H 5120) or V4-Flash's (4096); num_groups 2 (TP4) or 4 (TP2).
+// cudaErrorInvalidValue for others.
 cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStream_t stream);
 cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStream_t stream);
 

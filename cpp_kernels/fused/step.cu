@@ -1,5 +1,5 @@
 // step_rows_any, embed_any, engram_gather_any, features_any, head_send_any, head_take_any,
-// base_any, tokens_any: the ends of a step, see step.hpp.
+// leave_any, base_any, norm_any, gather_any, tokens_any: the ends of a step, see step.hpp.
 //
 // Math         windows: slots of positions p - 127 .. p · features: stages/draft.hpp
 //              logit = bf( the two sums of K ) ; best: stages/argmax.hpp over ids of all ranks
@@ -17,9 +17,11 @@
 #include "fused/mix.hpp"
 #include "fused/step.hpp"
 #include "platform/nvidia_sm90_fp8.cuh"
+#include "shape/dsv41_flash.hpp"
 #include "stages/argmax.hpp"
 #include "stages/draft.hpp"
 #include "stages/engram.hpp"
+#include "stages/norm.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
@@ -451,6 +453,56 @@ __global__ void __launch_bounds__(kThreads) base_any(const __grid_constant__ Bas
       make_float4(rounded(a.x + b.x), rounded(a.y + b.y), rounded(a.z + b.z), rounded(a.w + b.w));
 }
 
+__global__ void __launch_bounds__(kThreads) norm_any(const __grid_constant__ NormParams params) {
+  constexpr int kHidden = shape::Dsv41Flash<1>::kHidden;
+  using Norm = stages::RmsNorm<Block>;
+  __shared__ Norm::Scratch scratch;
+  __shared__ float x[kHidden];
+  const std::int64_t first = std::int64_t{blockIdx.x} * kHidden;
+  for (int i = plat::thread_idx(); i < kHidden; i += kThreads) {
+    x[i] = stages::from_bf16(params.in[first + i]);
+  }
+  plat::block_sync();
+  Norm::run(params.out + first, x, params.gain, kHidden, params.eps, scratch);
+  if (blockIdx.x != 0) return;
+  if (plat::thread_idx() < params.num_anchors) {
+    const std::int64_t anchor = params.anchors[plat::thread_idx()];
+    params.own_anchors[plat::thread_idx()] = 0 <= anchor && anchor < params.vocab ? anchor : 0;
+  }
+  if (plat::thread_idx() != 0) return;
+  note_abort(params.port);
+  *params.own_offset = params.offset == nullptr ? 0 : *params.offset;
+}
+
+constexpr int kPacketValues = 3;
+
+__global__ void __launch_bounds__(kThreads)
+    gather_any(const __grid_constant__ GatherParams params) {
+  const ExchangePort& port = params.port;
+  const int row = static_cast<int>(blockIdx.y);
+  if (params.temperatures[row / params.tokens] == 0.0f) return;
+  const std::uint64_t epoch = exchange_epoch(port, params.index);
+  const std::int64_t packet = std::int64_t{blockIdx.x} * kThreads + plat::thread_idx();
+  const std::int64_t place = row * (std::int64_t{gridDim.x} * kThreads) + packet;
+  const std::int64_t begin = packet * kPacketValues;
+  float* out = params.rows + std::int64_t{row} * port.tp_size * params.vocab_local;
+  std::uint32_t words[kPacketValues] = {};
+  for (int j = 0; j < kPacketValues && begin + j < params.vocab_local; ++j) {
+    words[j] =
+        plat::float_bits(__ldcg(out + std::int64_t{port.tp_rank} * params.vocab_local + begin + j));
+  }
+  publish(port, epoch, place, words);
+  for (int source = 0; source < port.tp_size; ++source) {
+    if (source == port.tp_rank) continue;
+    const bool whole =
+        receive(words, port, epoch, source, place, true, stages::StageId::draft_logits_gather);
+    for (int j = 0; j < kPacketValues && begin + j < params.vocab_local; ++j) {
+      out[std::int64_t{source} * params.vocab_local + begin + j] =
+          plat::bits_float(whole ? words[j] : kNan);
+    }
+  }
+}
+
 struct Tokens {
   const std::int64_t* in;
   std::int32_t* out;
@@ -526,6 +578,21 @@ cudaError_t launch_base(const BaseParams& params, cudaStream_t stream) {
   const std::int64_t quads = std::int64_t{params.num_rows} * params.vocab_local / 4;
   base_any<<<static_cast<unsigned>((quads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(
       params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_norm(const NormParams& params, cudaStream_t stream) {
+  if (!has_rows(params.num_rows) || params.num_anchors > kThreads) return cudaErrorInvalidValue;
+  norm_any<<<params.num_rows, kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_gather(const GatherParams& params, cudaStream_t stream) {
+  if (!has_rows(params.num_rows) || params.tokens < 1 || params.num_rows % params.tokens != 0) {
+    return cudaErrorInvalidValue;
+  }
+  const auto chunks = static_cast<unsigned>(gather_packets(1, params.vocab_local) / kThreads);
+  gather_any<<<dim3(chunks, static_cast<unsigned>(params.num_rows)), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

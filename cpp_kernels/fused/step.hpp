@@ -167,6 +167,37 @@ struct BaseParams {
 };
 cudaError_t launch_base(const BaseParams& params, cudaStream_t stream);
 
+// What proposals for an engine begin with: the norm of its draft's last rows, and copies of the
+// noise's offset as it is now and of the anchors, 0 for what is no token.
+struct NormParams {
+  ExchangePort port;
+  int num_rows;               // hidden 5120
+  const std::uint16_t* in;    // bf16 [T, hidden]
+  const std::uint16_t* gain;  // bf16 [hidden]
+  float eps;
+  std::uint16_t* out;          // bf16 [T, hidden]
+  const std::int64_t* offset;  // one word; NULL: 0
+  std::int64_t* own_offset;
+  int num_anchors, vocab;       // at most 256
+  const std::int64_t* anchors;  // [num_anchors]
+  std::int64_t* own_anchors;    // [num_anchors]
+};
+cudaError_t launch_norm(const NormParams& params, cudaStream_t stream);
+
+// Every rank's columns of fp32 rows to every rank: rank r has those from r * vocab_local on.
+struct GatherParams {
+  ExchangePort port;
+  int index;
+  int num_rows, tokens, vocab_local;  // a request's rows one after another, `tokens` each
+  const float* temperatures;          // [num_rows / tokens]; rows of a 0 are left alone
+  float* rows;                        // [num_rows, tp_size * vocab_local]
+};
+// Packets of a box, three values each.
+constexpr std::int64_t gather_packets(int num_rows, int vocab_local) {
+  return num_rows * ((std::int64_t{vocab_local} + 767) / 768 * 256);
+}
+cudaError_t launch_gather(const GatherParams& params, cudaStream_t stream);
+
 // out[i] = in[i], `count` of them.
 cudaError_t launch_tokens(const std::int64_t* in, std::int32_t* out, int count,
                           cudaStream_t stream);

@@ -76,6 +76,28 @@ LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, co
   return true;
 }
 
+// The same for loops whose every instruction counts: barrier and stop word by their addresses in
+// shared memory.
+LOWLAT_DEVICE bool barrier_wait_at(std::uint32_t barrier, std::uint32_t parity,
+                                   std::uint32_t stop) {
+  for (;;) {
+    std::uint32_t over, stopped;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (over != 0u) return true;
+    asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(stopped) : "r"(stop) : "memory");
+    if (stopped != 0u) return false;
+  }
+}
+LOWLAT_DEVICE void barrier_arrive_at(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // ------------------------------------------------------------------------------------ shared reads
 
 LOWLAT_DEVICE uint4 smem_load16(std::uint32_t address) {
@@ -95,6 +117,17 @@ LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
   std::uint32_t v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+
+LOWLAT_DEVICE void smem_store8(std::uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+// Four 8 x 8 matrices of 16-bit values, as sm90::load_matrices.
+LOWLAT_DEVICE void smem_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(address)
+               : "memory");
 }
 
 // ------------------------------------------------------------------------------------ packets
@@ -158,6 +191,41 @@ LOWLAT_DEVICE void expand_fp4(std::uint32_t w, std::uint32_t factor, std::uint32
   out[2] = mul_bf16x2((v & 0x000f'000fu) * 0x1040u & kKeep, factor);
   out[3] = mul_bf16x2((v & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
 }
+
+// The same codes placed in fp16 fields: out[i] is the value times 2^-kPlaceShift, subnormal or not.
+// The scale of a group of 32 is applied to its sums. Shifts to the left are written as products:
+// those go to the other integer pipe.
+inline constexpr int kPlaceShift = 14;
+LOWLAT_DEVICE void place_fp4(std::uint32_t w, std::uint32_t (&out)[4]) {
+  // A byte with one nibble left has its sign and its magnitude in the fields where two shifts by
+  // different distances put them; what else the two copies hold is dropped. The compiler would
+  // mask each copy.
+  std::uint32_t even, odd;
+  asm("and.b32 %0, %1, 0x0f0f0f0f;" : "=r"(even) : "r"(w));
+  asm("and.b32 %0, %1, 0xf0f0f0f0;" : "=r"(odd) : "r"(w));
+  const auto join = [](std::uint32_t a, std::uint32_t b) {
+    std::uint32_t both;
+    asm("lop3.b32 %0, %1, %2, 0x8e008e00, 0xa8;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+  };
+  out[0] = join(even * 0x1000u, even * 0x0200u);
+  out[1] = join(odd * 0x0100u, odd * 0x0020u);
+  out[2] = join(even * 0x0010u, even * 0x0002u);
+  out[3] = join(odd, odd >> 3);
+}
+// Two bf16 as fp16; exact from 2^-14 to 65504.
+LOWLAT_DEVICE std::uint32_t bf16_to_half(std::uint32_t pair) {
+  std::uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high_bf16(pair)), "f"(low_bf16(pair)));
+  return d;
+}
+LOWLAT_DEVICE std::uint32_t pack_half(float low, float high) {
+  std::uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+// 2^(byte - 127), bytes from 1 to 254.
+LOWLAT_DEVICE float scale_of(std::uint32_t byte) { return __uint_as_float(byte << 23); }
 
 // Factor of e4m3 codes: 2^120 * 2^(byte - 127), twice; exact for scale bytes up to 134.
 LOWLAT_DEVICE std::uint32_t e4m3_factor(std::uint32_t byte) {
@@ -234,6 +302,14 @@ LOWLAT_DEVICE void multiply_pairs(float (&acc)[4], const std::uint32_t* low,
   const std::uint32_t a_words[4] = {low[0], high[0], low[1], high[1]};
   const std::uint32_t b_words[2] = {b[0], b[1]};
   sm90::mma_bf16(acc, a_words, b_words);
+}
+
+// The same with fp16.
+LOWLAT_DEVICE void multiply_half_pairs(float (&acc)[4], const std::uint32_t* low,
+                                       const std::uint32_t* high, const std::uint32_t* b) {
+  const std::uint32_t a_words[4] = {low[0], high[0], low[1], high[1]};
+  const std::uint32_t b_words[2] = {b[0], b[1]};
+  sm90::mma_f16(acc, a_words, b_words);
 }
 
 // acc += the products of one 64-wide block: `low` and `high` hold a thread's 16 fp4 codes of weight

@@ -138,6 +138,7 @@ class Model {
 
   bool is_ready() const { return ready_; }
   bool is_hosted() const { return hosting_.struct_bytes > 0; }
+  bool proposes_only() const { return hosting_.proposals != 0; }
   // Where the caches end: as configured, or as lowlat_pools_bind said last.
   const lowlat_pools& pools() const { return pools_; }
   std::uint64_t digest() const;

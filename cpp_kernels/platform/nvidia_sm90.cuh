@@ -99,6 +99,17 @@ LOWLAT_DEVICE void bulk_load(void* dst_shared, const void* src, std::uint32_t by
       "l"(static_cast<std::uint64_t>(hint))
       : "memory");
 }
+// Copies a box of a tensor (a CUtensorMap in constant memory, of three dimensions) from these
+// coordinates on, the fastest first; the whole box's bytes count on the barrier. One thread calls.
+LOWLAT_DEVICE void tensor_load(void* dst_shared, const void* map, int x, int y, int z,
+                               std::uint64_t* barrier, CacheHint hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(dst_shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)),
+      "l"(static_cast<std::uint64_t>(hint))
+      : "memory");
+}
 // Asks for `bytes` to be in the second-level cache; nothing waits for it.
 LOWLAT_DEVICE void bulk_prefetch(const void* src, std::uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(src)),
@@ -146,6 +157,15 @@ LOWLAT_DEVICE void fewer_registers() {
 LOWLAT_DEVICE void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4],
                             const std::uint32_t (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same with fp16 in.
+LOWLAT_DEVICE void mma_f16(float (&d)[4], const std::uint32_t (&a)[4],
+                           const std::uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

@@ -25,6 +25,13 @@ LOWLAT_DEVICE void e4m3_to_f16(std::uint32_t (&out)[2], std::uint32_t codes) {
       : "r"(codes));
 }
 
+// Two codes as a word of two f16.
+LOWLAT_DEVICE std::uint32_t e4m3_pair_to_f16(std::uint16_t codes) {
+  std::uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  return halves;
+}
+
 // Codes of two values, the first in the low byte: to nearest-even, saturating at +-448.
 LOWLAT_DEVICE std::uint32_t to_e4m3_pair(float first, float second) {
   std::uint16_t codes;

@@ -35,6 +35,7 @@ struct Dsv41Flash {
   static constexpr int kDraftExperts = 128;
   static constexpr int kDraftExpertsPerToken = 3;
   static constexpr bool kQuantizedO = false;  // wo_a is kept as bf16
+  static constexpr bool kNormsHeads = false;  // of q
   // This rank's share.
   static constexpr int kTpSize = kRanks;
   static constexpr int kVocabLocal = kVocab / kRanks;

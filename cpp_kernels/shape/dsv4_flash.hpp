@@ -37,6 +37,7 @@ struct Dsv4Flash {
   static constexpr int kDraftExperts = 256;
   static constexpr int kDraftExpertsPerToken = 6;
   static constexpr bool kQuantizedO = true;  // the target's wo_a stays fp8
+  static constexpr bool kNormsHeads = true;  // of q
   // This rank's share.
   static constexpr int kTpSize = kRanks;
   static constexpr int kVocabLocal = kVocab / kRanks;

@@ -104,10 +104,11 @@ def test_prints_floor_share_and_the_baseline_of_the_same_run(
 
 
 def test_a_case_reaches_both_arms(programs: Programs) -> None:
+    programs.answer("layer_v4", [MACHINE, {**FIGURE, "name": "layer of ratio 4", "model": "v4"}])
     words = ["--model", "v4", "--rows", "1,12", "--tp", "2", "--gpus", "2", "--repeats", "20"]
     assert main(["bench", "layer", *words, "--schedule", "persistent"]) == 0
     case = ["--model", "v4", "--tp", "2", "--gpus", "2", "--rows", "1,12"]
-    assert programs.words("layer") == [*case, "--schedule", "persistent", "--repeats", "20"]
+    assert programs.words("layer_v4") == [*case, "--schedule", "persistent", "--repeats", "20"]
     assert programs.words("baseline_layer.py")[: len(case)] == case
 
 

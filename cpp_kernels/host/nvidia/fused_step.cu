@@ -123,6 +123,8 @@ struct FusedStep::State {
     return std::int64_t{std::min(stride, s.kNumPages)} * s.kPageSize / ratio;
   }
 
+  bool serves(int rows, int tokens, int table_pages) const;
+
   // Pools are where the engine has them now; wo_a is where this step has laid it.
   void take_weights(const lowlat::persistent::ModelWeights& from);
   std::vector<lowlat::persistent::Fp8Weight> laid_wo_a;  // of each layer; empty: as bound
@@ -401,6 +403,8 @@ fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
     out.extra = {s.weights.layers[plan.kv_source].kv_extra, page_bytes(slots), slots};
     out.extra_idx = s.entry_slots;
     out.num_extra = fused::kIndexTopk;
+    // What is joined before a programmatic launch is waited for only by its end.
+    out.extra_ends = s.selects(layer_idx);
   }
   out.memory_follows = s.has_engram(layer_idx + 1);
   return out;
@@ -517,7 +521,7 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   index.tickets = s.tickets;
   index.entry_slots = s.entry_slots;
   index.out_blocks = s.blocks;
-  index.qkv_done = gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks());
+  index.qkv_done = gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
@@ -736,10 +740,6 @@ std::string FusedStep::refusal(const lowlat_model_config& c, const lowlat_hostin
                                const shape::RuntimeShape& s, int device) {
   std::string out;
   const auto add = [&](const std::string& reason) { out += (out.empty() ? "" : "; ") + reason; };
-  if (hosting != nullptr && hosting->proposals != 0) {
-    add("it is there for proposals alone");
-    return out;
-  }
   if (hosting != nullptr && hosting->expert_layout == LOWLAT_MARLIN) {
     add("expert_layout is Marlin's, needed row-major");
   }
@@ -935,11 +935,16 @@ void FusedStep::load_kernels() const {
 
 FusedStep::~FusedStep() = default;
 
+bool FusedStep::State::serves(int rows, int tokens, int table_pages) const {
+  // A compressor's ring has the halves of all of a request's rows and of the one before.
+  return rows <= kRows &&
+         (shape.kIndexTopk == 0 || (tokens < shape.kStateRing &&
+                                    max_entries(shape, table_pages, 1) <= fused::kIndexMaxEntries));
+}
+
 bool FusedStep::serves(const lowlat_step& step) const {
-  const State& s = *state_;
-  return step.mode != LOWLAT_EXTEND && step.num_rows <= kRows &&
-         (s.shape.kIndexTopk == 0 ||
-          State::max_entries(s.shape, step.page_table_stride, 1) <= fused::kIndexMaxEntries);
+  return step.mode != LOWLAT_EXTEND &&
+         state_->serves(step.num_rows, step.tokens_per_request, step.page_table_stride);
 }
 
 bool FusedStep::serves(const lowlat_draft& draft) const {
@@ -947,10 +952,8 @@ bool FusedStep::serves(const lowlat_draft& draft) const {
 }
 
 bool FusedStep::serves(const lowlat_hosted_step& step) const {
-  const State& s = *state_;
-  return step.batch_size * step.tokens_per_request <= kRows &&
-         (s.shape.kIndexTopk == 0 ||
-          State::max_entries(s.shape, step.num_table_pages, 1) <= fused::kIndexMaxEntries);
+  return state_->serves(step.batch_size * step.tokens_per_request, step.tokens_per_request,
+                        step.num_table_pages);
 }
 
 void FusedStep::launch(const lowlat_step& step, cudaStream_t stream) const {

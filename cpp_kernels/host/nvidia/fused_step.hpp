@@ -19,7 +19,7 @@ class FusedStep {
  public:
   // Every reason why the fused kernels do not serve a model on a device, in one line; "" where they
   // do. The same on every rank, where their devices are alike.
-  // hosting: NULL for a model that keeps its caches and head.
+  // hosting: NULL for a model that keeps its caches and head; not of one for proposals.
   static std::string refusal(const lowlat_model_config& config, const lowlat_hosting* hosting,
                              const shape::RuntimeShape& shape, int device);
   // Packets of a box of the region's fused set.
@@ -38,8 +38,8 @@ class FusedStep {
   FusedStep(const FusedStep&) = delete;
   FusedStep& operator=(const FusedStep&) = delete;
 
-  // Whether there are kernels for a step of the model: up to 48 rows, and no more entries a request
-  // than the selection takes.
+  // Whether there are kernels for a step of the model: up to 48 rows, fewer rows a request than the
+  // compressors' rings have, and no more entries a request than the selection takes.
   bool serves(const lowlat_step& step) const;
   bool serves(const lowlat_draft& draft) const;
   bool serves(const lowlat_hosted_step& step) const;

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "host/nvidia/exchange_region.hpp"
+#include "host/nvidia/fused_proposals.hpp"
 #include "host/nvidia/fused_step.hpp"
 #include "host/nvidia/step.hpp"
 #include "platform/nvidia.hpp"
@@ -87,7 +88,10 @@ class NvidiaModel final : public Model {
     const OnDevice on(device_);
     region_ = std::make_unique<ExchangeRegion>(
         config.tp_rank, config.tp_size, step_box_packets(shape()),
-        fused ? FusedStep::box_packets(config, shape()) : 0, digest());
+        !fused            ? 0
+        : proposes_only() ? FusedProposals::box_packets(config, shape())
+                          : FusedStep::box_packets(config, shape()),
+        digest());
     if (loop) region_->loop_back();
     stream_ = std::make_unique<Stream>();
     last_ = std::make_unique<Event>();
@@ -109,6 +113,7 @@ class NvidiaModel final : public Model {
     for (void* memory : shared_) cudaFreeHost(memory);
     allocated_.clear();
     fused_step_.reset();
+    fused_proposals_.reset();
     step_.reset();
     last_.reset();
     stream_.reset();
@@ -118,7 +123,8 @@ class NvidiaModel final : public Model {
 
   std::uint64_t own_bytes() const override {
     return region_->bytes() + (step_ == nullptr ? 0 : step_->bytes()) +
-           (fused_step_ == nullptr ? 0 : fused_step_->bytes());
+           (fused_step_ == nullptr ? 0 : fused_step_->bytes()) +
+           (fused_proposals_ == nullptr ? 0 : fused_proposals_->bytes());
   }
 
   void* allocate(lowlat_memory_kind kind, std::uint64_t bytes) override {
@@ -189,6 +195,11 @@ class NvidiaModel final : public Model {
                   "rank a device, or nvidia:persistent");
     }
     const OnDevice on(device_);
+    if (proposes_only()) {
+      fused_proposals_ =
+          std::make_unique<FusedProposals>(config(), shape(), weights(), *region_, kFusedLine);
+      return;
+    }
     fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), pools(), *region_,
                                               *step_, kFusedLine);
   }
@@ -228,6 +239,10 @@ class NvidiaModel final : public Model {
     launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
   }
   void start_proposal(const lowlat_proposal& proposal, void* stream) override {
+    if (fused_proposals_ != nullptr && fused_proposals_->serves(proposal)) {
+      launch(stream, [&](cudaStream_t chosen) { fused_proposals_->launch(proposal, chosen); });
+      return;
+    }
     launch(stream, [&](cudaStream_t chosen) { step_->launch(proposal, chosen); });
   }
 
@@ -294,6 +309,7 @@ class NvidiaModel final : public Model {
   std::unique_ptr<Event> last_;  // of what was launched last
   std::unique_ptr<ResidentStep> step_;
   std::unique_ptr<FusedStep> fused_step_;
+  std::unique_ptr<FusedProposals> fused_proposals_;
   std::vector<Memory> allocated_;
   std::vector<void*> shared_;
   std::atomic<bool> aborted_{false};
@@ -310,7 +326,9 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
   const bool whole = config.struct_bytes == sizeof config && config_reasons(config).empty();
   std::string refusal = "none";
   if (whole) {
-    refusal = FusedStep::refusal(config, hosting, runtime_shape(config), device);
+    refusal = hosting != nullptr && hosting->proposals != 0
+                  ? FusedProposals::refusal(config, runtime_shape(config), device)
+                  : FusedStep::refusal(config, hosting, runtime_shape(config), device);
     if (words.schedules == Schedules::fused && !refusal.empty()) {
       throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + platform +
                                           "\", but the fused step is not built for this model: " +

@@ -446,7 +446,7 @@ typedef struct lowlat_status_words {
   uint32_t stage;  /* lowlat_stage_name() gives the word */
   int32_t peer;    /* rank that was waited for or that raised the abort; -1: none */
   uint32_t place;  /* of the fused schedule: 16 times the layer, counted from 1, and which of its
-                    * kernels, or with 0x1000 which of its gates; else 0 */
+                    * kernels; or 0x1000, 32 times the layer and which of its gates; else 0 */
   uint64_t epoch; /* of the exchange */
 } lowlat_status_words;
 

@@ -30,7 +30,8 @@ replays), the bytes that the work must move, the floor: those bytes over the rea
 measured in this run, and the share of it. Beside it, in the same run, the same work as one kernel
 an operation by torch, cuBLAS, Triton and NCCL, where a Python with torch is named or at hand.
 
-  layer      one plain decoder layer of a rank: attention half and mixture of experts
+  layer      one plain decoder layer of a rank: attention half and mixture of experts; of v4 one
+             layer of each kind, 8K positions of context
   exchange   a product's partial sums, published, summed over ranks, mixed and normed
   draft      the five proposals of the draft
   dispatch   the dispatcher's decision and vote, on the CPU (lowlat bench dispatch --help)
@@ -42,6 +43,7 @@ examples:
   lowlat bench layer --tp 2 --gpus 2 --python ~/sglang/bin/python
   lowlat bench exchange --rows 12,24,48
   lowlat bench layer --against layer.json
+  lowlat bench layer --model v4
   lowlat bench layer --platform scalar --tp 2
 
 exit status:
@@ -156,8 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
         earlier = read_earlier(arguments.against, what)
     if arguments.json is not None:
         files.check_output(arguments.json, arguments.against)
-    suffix = "_scalar" if arguments.platform == "scalar" else ""
-    answer = measure.measured(f"{what}{suffix}", program_words(arguments))
+    answer = measure.measured(program_of(arguments), program_words(arguments))
     print(machine_words(answer.machine))
     for check in answer.checks:
         state = "ok  " if check["good"] else "WRONG"
@@ -211,6 +212,13 @@ def check_case(arguments: argparse.Namespace, platform: str = "nvidia") -> None:
     arguments.gpus = gpus if arguments.gpus is None else arguments.gpus
     if arguments.gpus not in (1, arguments.tp):
         raise UsageError(f"--gpus is {arguments.gpus}; needed 1 or as many as --tp {arguments.tp}")
+
+
+def program_of(arguments: argparse.Namespace) -> str:
+    """V4's layers are of several kinds and have a program of their own."""
+    if arguments.platform == "scalar":
+        return f"{arguments.what}_scalar"
+    return "layer_v4" if (arguments.what, arguments.model) == ("layer", "v4") else arguments.what
 
 
 def program_words(arguments: argparse.Namespace) -> list[str]:

@@ -1,0 +1,112 @@
+// bench_layer_v4: times whole V4-Flash layers, TP4's share on one GPU, its four mailboxes looped
+// back: chains of four layers of one ratio in one CUDA graph.
+//
+//   bench_layer_v4 LENGTH [rows..]
+//
+// Exit code 1: a failure.
+#include "bench/layer_v4_case.cuh"
+// The model comes first.
+#include "bench/layer_stamps.hpp"
+
+#ifndef LOWLAT_STAMPS
+#define LOWLAT_STAMPS 0
+#endif
+
+namespace lowlat::bench {
+namespace {
+
+constexpr int kLayers = 4;
+int failures = 0;
+
+struct Case {
+  const char* name;
+  fused::LayerParts parts;
+  fused::BranchJoin join;
+};
+
+void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
+  const int tokens = rows % 6 == 0 ? 6 : 1;
+  PooledChain chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
+  const fused::LayerParts whole, half = {true, false, true};
+  const std::vector<Case> cases = {
+      {"attention half", half, fused::BranchJoin::ended},
+      {"layer", whole, fused::BranchJoin::ended},
+      {"layer, gate", whole, fused::BranchJoin::started},
+  };
+  for (const Case& c : cases) {
+    if (ratio == 0 && c.join == fused::BranchJoin::started) continue;
+    SideStream side(c.join);
+    chain.layers.recover();
+    chain.layers.reset();
+    Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, side, stream); });
+    bool finite = true;
+    std::vector<std::uint16_t> first;
+    int different = 0;
+    for (int i = 0; i < 4; ++i) {
+      chain.layers.reset();
+      graph.replay();
+      graph.wait();
+      const std::vector<std::uint16_t> result = chain.layers.take();
+      if (i == 0) first = result;
+      different += result != first ? 1 : 0;
+      for (const std::uint16_t code : result) finite &= (code & 0x7f80) != 0x7f80;
+      if (chain.mail.faulted()) {
+        chain.mail.print_status();
+        break;
+      }
+    }
+    const bool good = finite && different == 0 && !chain.mail.faulted();
+    failures += good ? 0 : 1;
+    if (chain.mail.faulted()) {
+      std::printf("FAIL ratio %d T=%d %s: faulted\n", ratio, rows, c.name);
+      chain.mail.recover();
+      continue;
+    }
+    const Times times = time_of(graph, 60);
+    const double distinct = distinct_experts(chain.layers.ids.take(), kLayers, rows);
+    std::printf(
+        "%s V4 ratio %-3d length %d T=%-2d %-16s a layer: median %7.2f us  10th %7.2f  90th %7.2f"
+        "  experts %.1f%s\n",
+        good ? "ok  " : "FAIL", ratio, length, rows, c.name, times.median_us / kLayers,
+        times.low_us / kLayers, times.high_us / kLayers, distinct,
+        chain.mail.faulted() ? "  FAULTED" : "");
+    if (LOWLAT_STAMPS != 0) {
+      chain.layers.stamps.zero();
+      graph.replay();
+      graph.wait();
+      print_stamps(chain.layers.stamps.take(), 2);
+    }
+  }
+}
+
+int run(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
+  if (argc < 2) {
+    std::fprintf(stderr, "usage: bench_layer_v4 LENGTH [rows..]\n");
+    return 2;
+  }
+  const int length = std::atoi(argv[1]);
+  std::vector<int> rows;
+  for (int i = 2; i < argc; ++i) rows.push_back(std::atoi(argv[i]));
+  if (rows.empty()) rows = {6};
+  Random random(1);
+  const HostWeights host(16, 2, random);
+  const HostV4 v4(random);
+  for (const int r : rows) {
+    for (const int ratio : {0, 128, 4}) run(host, v4, ratio, r, length);
+  }
+  std::printf("%d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace lowlat::bench
+
+int main(int argc, char** argv) {
+  try {
+    return lowlat::bench::run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 3;
+  }
+}

@@ -1,0 +1,135 @@
+// bench/measure_layer_v4.cu: V4-Flash's layers of every kind, checked and timed; the program behind
+// `lowlat bench layer --model v4`.
+//
+// TP4's share on one GPU, its mailboxes looped back: a chain of layers of one ratio in one CUDA
+// graph, each with weights, pools and rings of its own, 8K positions of context; a figure is the
+// graph's time over the number of layers.
+#include "bench/layer_v4_case.cuh"
+// The model comes first.
+#include "bench/machine.cuh"
+#include "bench/words.hpp"
+#include "shape/bytes.hpp"
+
+namespace lowlat::bench {
+namespace {
+
+constexpr int kLayers = 4, kReplays = 20, kLength = 8180;
+using Shape = ModelOf<PooledChain::kTp>;
+
+// What a layer must read: each weight once, of the chosen experts, and stored keys.
+double layer_bytes(const PooledChain& chain) {
+  const int rows = chain.sizes.rows();
+  const double distinct = distinct_experts(chain.layers.ids.take(), kLayers, rows);
+  double sum = shape::plain_layer_bytes<Shape>(0) + distinct * shape::expert_weight_bytes<Shape>() +
+               rows * Shape::kWindow * shape::kKvRowBytes;
+  const double requests = chain.sizes.requests;
+  if (chain.ratio == 4) {
+    sum += shape::overlap_layer_bytes<Shape>(0) - shape::plain_layer_bytes<Shape>(0) +
+           requests * shape::index_kv_bytes(kLength) +
+           rows * Shape::kIndexTopk * shape::kKvRowBytes;
+  } else if (chain.ratio == 128) {
+    sum += shape::block_layer_bytes<Shape>(0) - shape::plain_layer_bytes<Shape>(0) +
+           requests * shape::block_kv_bytes(kLength);
+  }
+  return sum;
+}
+
+// Eager and replayed steps give the same bits, and nothing faulted.
+bool check(Report& report, PooledChain& chain, const SideStream& side, Graph& graph,
+           const std::string& at) {
+  const auto run = [&](bool eager) {
+    chain.layers.reset();
+    // The graph's stream does not wait for the one that fills.
+    cuda_must(cudaDeviceSynchronize(), "inputs");
+    if (eager) {
+      chain.launch({}, side, graph.stream());
+    } else {
+      graph.replay();
+    }
+    cuda_must(cudaDeviceSynchronize(), "step");
+    return chain.layers.take();
+  };
+  const std::vector<std::uint16_t> first = run(true);
+  int different = 0;
+  for (int i = 0; i < kReplays && !chain.mail.faulted(); ++i) different += run(false) != first;
+  const bool finite = std::all_of(first.begin(), first.end(),
+                                  [](std::uint16_t v) { return (v & 0x7f80) != 0x7f80; });
+  report.check("no wait expired" + at, !chain.mail.faulted());
+  report.check("residual and x finite" + at, finite);
+  report.check(std::to_string(kReplays) + " replays equal eager" + at, different == 0,
+               std::to_string(different) + " differ");
+  return !chain.mail.faulted();
+}
+
+int run(const Words& words, Report& report) {
+  Random random(1);
+  const HostWeights host(64 / PooledChain::kTp, 8 / PooledChain::kTp, random);
+  const HostV4 beside(random);
+  for (const int rows : words.rows) {
+    for (const int ratio : {0, 4, 128}) {
+      const std::string name = "layer of ratio " + std::to_string(ratio);
+      const int tokens = rows % 6 == 0 ? 6 : 1;
+      PooledChain chain(host, beside, kLayers, ratio, rows / tokens, tokens, kLength);
+      const SideStream side(fused::BranchJoin::ended);
+      Graph graph([&](cudaStream_t stream) { chain.launch({}, side, stream); });
+      if (!check(report, chain, side, graph, " T=" + std::to_string(rows) + ", " + name)) return 1;
+      std::vector<double> times;
+      cudaEvent_t from, to;
+      cuda_must(cudaEventCreate(&from), "event");
+      cuda_must(cudaEventCreate(&to), "event");
+      for (int i = 0; i < words.repeats + 5; ++i) {
+        cuda_must(cudaEventRecord(from, graph.stream()), "record");
+        graph.replay();
+        cuda_must(cudaEventRecord(to, graph.stream()), "record");
+        graph.wait();
+        float ms = 0.0f;
+        cuda_must(cudaEventElapsedTime(&ms, from, to), "elapsed");
+        if (i >= 5) times.push_back(ms * 1e3 / kLayers);
+      }
+      cudaEventDestroy(from);
+      cudaEventDestroy(to);
+      report.figure({name, "v4", words.schedule, PooledChain::kTp, 1, rows, spread_of(times),
+                     words.repeats, layer_bytes(chain), "chain of 4 layers, 8K positions"});
+    }
+  }
+  return report.all_good() ? 0 : 1;
+}
+
+int main_of(int argc, char** argv) {
+  const Words words = read_words(argc, argv);
+  if (!words.wrong.empty()) {
+    std::fprintf(stderr, "%s\n", words.wrong.c_str());
+    return 2;
+  }
+  Report report;
+  const auto refuse = [&](const std::string& why) {
+    report.refusal(why);
+    return 1;
+  };
+  if (words.model != "v4")
+    return refuse("this program's layers are v4's, not " + words.model + "'s");
+  if (words.schedule != "fused") {
+    return refuse("a layer of this shape is built for --schedule fused, not " + words.schedule);
+  }
+  if (words.tp != PooledChain::kTp || words.gpus != 1) {
+    return refuse("V4's fused layers run for --tp 4 --gpus 1, not --tp " +
+                  std::to_string(words.tp) + " --gpus " + std::to_string(words.gpus));
+  }
+  if (!words.stamps.empty())
+    return refuse("no stamps are taken of V4's layers: leave --stamps out");
+  if (!require_gpus(report, words.gpus)) return 1;
+  report.machine(measure_machine(words.gpus));
+  return run(words, report);
+}
+
+}  // namespace
+}  // namespace lowlat::bench
+
+int main(int argc, char** argv) {
+  try {
+    return lowlat::bench::main_of(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 3;
+  }
+}

@@ -1,0 +1,147 @@
+// fused/layer_pooled.cu: launches of V4's layers, see layer_pooled.hpp.
+#include "fused/layer_pooled.hpp"
+
+#include <cuda_runtime.h>
+
+#include <optional>
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+enum BranchGate {
+  gate_product = kLayerFreeGate,
+  gate_pool,
+  gate_query,
+  gate_scores,
+  gate_select,
+};
+static_assert(gate_select < kLayerExchanged);
+
+// The kernels of a layer's branch, which ends with `done`.
+class Branch {
+ public:
+  Branch(const PooledLayer& layer, const LayerStep& step, int layer_idx, const LayerBranch& branch)
+      : step_(step), layer_idx_(layer_idx), branch_(branch), ratio_(layer.ratio) {
+    const StepRows rows = {step.num_rows, layer.tokens, step.positions, step.kv_slots};
+    compress_ = layer.compress;
+    compress_.rows = rows;
+    compress_.ratio = ratio_;
+    compress_.x = step.memory.x;
+    const Hop hop = {step.memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
+    compress_.hop = hop;
+    compress_.x_done = layer_x_gate(step, layer_idx);
+    compress_.product_done = gate(gate_product, compress_product_blocks(compress_));
+    pool_ = layer.pool;
+    pool_.rows = rows;
+    pool_.ratio = ratio_;
+    pool_.partial = compress_.partial;
+    pool_.width = compress_width(compress_);
+    pool_.product_done = compress_.product_done;
+    pool_.done = gate(gate_pool, compress_pool_blocks(step.num_rows, ratio_));
+    if (ratio_ != shape::kOverlapRatio) return;
+    index_ = layer.index;
+    index_.format = IndexFormat::fp8;
+    index_.rows = rows;
+    index_.ratio = ratio_;
+    index_.head_sums = compress_.partial + pool_.width - shape::Dsv4Flash<1>::kIndexHeads;
+    index_.head_stride = pool_.width;
+    index_.new_keys = true;
+    index_.packets = step.memory.packets;
+    if (step.num_rows <= kHopRows) index_.hop = hop;
+    index_.x_index = 2 * layer_idx - 1;
+    index_.qa = step.memory.qa;
+    index_.qa_squares = step.memory.qa_squares;
+    index_.qkv_done = gate(kLayerQkv, front_qkv_blocks(FusedModel::v4));
+    index_.heads_done = compress_.product_done;
+    index_.keys_done = pool_.done;
+    index_.query_done = gate(gate_query, kIndexQueryBlocks);
+    index_.scores_done = gate(gate_scores, kIndexScoreBlocks);
+    index_.done = gate(gate_select, index_select_blocks(index_));
+  }
+
+  Gate done() const { return ratio_ == shape::kOverlapRatio ? index_.done : pool_.done; }
+
+  cudaError_t launch(cudaStream_t stream) const {
+    const cudaEvent_t started = branch_.join == BranchJoin::started ? branch_.started : nullptr;
+    const bool selects = ratio_ == shape::kOverlapRatio;
+    const auto side = branch_.side;
+    cudaError_t error = cudaStreamWaitEvent(side, branch_.fork);
+    const auto run = [&](auto&& call) {
+      if (error == cudaSuccess) error = call();
+    };
+    run([&] {
+      return launch_compress_product(compress_, shape::Dsv4Flash<1>::kHidden, false, side);
+    });
+    run([&] { return launch_compress_pool(pool_, true, side, selects ? nullptr : started); });
+    if (selects) {
+      run([&] { return launch_index_query(index_, true, side); });
+      run([&] { return launch_index_scores(index_, true, side); });
+      run([&] { return launch_index_select(index_, true, side, started); });
+    }
+    if (started == nullptr) run([&] { return cudaEventRecord(branch_.ended, side); });
+    run([&] {
+      return cudaStreamWaitEvent(stream, started == nullptr ? branch_.ended : branch_.started);
+    });
+    return error;
+  }
+
+ private:
+  Gate gate(int number, std::uint32_t blocks) const {
+    return layer_gate(step_.memory, layer_idx_, number, blocks);
+  }
+
+  const LayerStep& step_;
+  int layer_idx_;
+  const LayerBranch& branch_;
+  int ratio_;
+  CompressParams compress_ = {};
+  PoolParams pool_ = {};
+  IndexParams index_ = {};
+};
+
+}  // namespace
+
+cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step, int layer_idx,
+                                const LayerParts& parts, const LayerBranch& branch,
+                                cudaStream_t stream) {
+  const bool has_pool = layer.ratio != 0;
+  if (has_pool && layer.ratio != shape::kOverlapRatio && layer.ratio != shape::kBlockRatio) {
+    return cudaErrorInvalidValue;
+  }
+  cudaError_t error = cudaSuccess;
+  if (layer_idx == 0) error = cudaEventRecord(branch.fork, stream);
+  if (error != cudaSuccess) return error;
+  PlainLayer plain = layer.plain;
+  LayerParts own_parts = parts;
+  std::optional<Branch> beside;
+  if (has_pool) {
+    beside.emplace(layer, step, layer_idx, branch);
+    if (branch.join == BranchJoin::started) {
+      plain.extra_done = beside->done();
+    } else {
+      plain.extra_ends = true;
+    }
+    if (layer.ratio == shape::kOverlapRatio) plain.extra_idx = layer.index.entry_slots;
+  }
+  // The branch of the layer after this one waits for what the layer's last kernel makes.
+  const HopKernel last = parts.experts ? HopKernel::second_exchange : HopKernel::exchange;
+  const std::function<void(HopKernel)> between = [&](HopKernel kernel) {
+    if (parts.between != nullptr) (*parts.between)(kernel);
+    if (error != cudaSuccess) return;
+    // After the kernels that the branch waits for, so that these never stand behind it.
+    if (beside && kernel == HopKernel::attention) error = beside->launch(stream);
+    if (kernel == last) error = cudaEventRecord(branch.fork, stream);
+  };
+  own_parts.between = &between;
+  const cudaError_t result = launch_plain_layer(plain, step, layer_idx, own_parts, stream);
+  return error == cudaSuccess ? result : error;
+}
+
+cudaError_t join_layer_branch(const LayerBranch& branch, cudaStream_t stream) {
+  // Also where no layer had a branch, so that a capture has one stream again.
+  cudaError_t error = cudaStreamWaitEvent(branch.side, branch.fork);
+  if (error == cudaSuccess) error = cudaEventRecord(branch.ended, branch.side);
+  return error == cudaSuccess ? cudaStreamWaitEvent(stream, branch.ended) : error;
+}
+
+}  // namespace lowlat::nvidia::fused
