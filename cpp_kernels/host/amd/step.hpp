@@ -20,8 +20,8 @@ class ResidentStep {
   // The region's peers are open. The weights' pointers are the device's. module and region outlive
   // it.
   ResidentStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
-               const lowlat::persistent::ModelWeights& weights, const Module& module,
-               const ExchangeRegion& region);
+               const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools,
+               const Module& module, const ExchangeRegion& region);
   ~ResidentStep();
   ResidentStep(const ResidentStep&) = delete;
   ResidentStep& operator=(const ResidentStep&) = delete;

@@ -521,7 +521,8 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   index.tickets = s.tickets;
   index.entry_slots = s.entry_slots;
   index.out_blocks = s.blocks;
-  index.qkv_done = gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
+  index.qkv_done =
+      gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);

@@ -1,7 +1,6 @@
 #include "host/nvidia/model.hpp"
 
 #include <atomic>
-#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -11,13 +10,11 @@
 #include "host/nvidia/fused_step.hpp"
 #include "host/nvidia/step.hpp"
 #include "platform/nvidia.hpp"
-// The platform comes before every stage.
-#include "stages/wait.hpp"
+// The platform comes first.
+#include "host/device_model.hpp"
 
 namespace lowlat::host::cuda {
 namespace {
-
-namespace stages = lowlat::nvidia::stages;
 
 constexpr const char* kCatalogue =
     "front nvidia sm_90a persistent mHC, Engram, q and kv projections, KV writes\n"
@@ -266,23 +263,12 @@ class NvidiaModel final : public Model {
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
   lowlat_status_words status() const override {
-    // Written by the device, so no load may be kept from an earlier look: the state first, the rest
-    // after it.
-    const auto* words = static_cast<const stages::StatusWords*>(region_->status());
-    const std::uint32_t state = __atomic_load_n(&words->state, __ATOMIC_ACQUIRE);
-    lowlat_status_words out{};
-    out.struct_bytes = sizeof out;
-    out.peer = -1;
-    if (state == 0u) return out;
-    out.state = state;
-    out.kernel = words->kernel;
-    if (words->kernel >= kFusedLine) {
+    lowlat_status_words out = lowlat::nvidia::devices::status_of(
+        static_cast<const lowlat::nvidia::stages::StatusWords*>(region_->status()));
+    if (out.state != 0u && out.kernel >= kFusedLine) {
+      out.place = out.kernel;
       out.kernel = kFusedLine;
-      out.place = words->kernel;
     }
-    out.stage = words->stage;
-    out.peer = words->peer;
-    out.epoch = words->epoch;
     return out;
   }
 

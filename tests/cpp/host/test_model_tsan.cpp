@@ -11,6 +11,7 @@
 #include "cpp_kernels/host/api.cpp"
 #include "cpp_kernels/host/config.cpp"
 #include "cpp_kernels/host/error.cpp"
+#include "cpp_kernels/host/hosted.cpp"
 #include "cpp_kernels/host/model.cpp"
 #include "cpp_kernels/host/peer.cpp"
 #include "cpp_kernels/host/plain.cpp"
@@ -18,6 +19,15 @@
 #include "cpp_kernels/host/rope_frequencies.cpp"
 #include "cpp_kernels/host/scalar_model.cpp"
 #include "cpp_kernels/host/tensors.cpp"
+
+// One platform a program: this one has no code objects for any other.
+std::vector<lowlat::host::hip::CodeObject> lowlat::host::hip::built_code_objects() { return {}; }
+std::unique_ptr<lowlat::host::Model> lowlat::host::hip::make_model(const std::string&,
+                                                                   const lowlat_model_config&,
+                                                                   const lowlat_hosting*,
+                                                                   const std::vector<CodeObject>&) {
+  throw Error(LOWLAT_UNSUPPORTED, "no AMD code objects");
+}
 
 namespace {
 

@@ -212,7 +212,8 @@ std::vector<Launch> launches_of(const lowlat_model_config& config,
     const lowlat_layer& plan = config.layers[i];
     out.push_back([&, i](auto& program, int r) { return program.target_front({steps[r], {}}, i); });
     if (plan.ratio > 0 && plan.index_source == i) {
-      out.push_back([&, i](auto& program, int r) { return program.target_select({steps[r], {}}, i); });
+      out.push_back(
+          [&, i](auto& program, int r) { return program.target_select({steps[r], {}}, i); });
     }
     out.push_back([&, i](auto& program, int r) { return program.target_back({steps[r], {}}, i); });
   }
@@ -260,7 +261,9 @@ Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t 
           steps[r].logits = logits[r].data();
           steps[r].argmax = argmax[r].data();
         }
-        const Launch whole = [&](auto& program, int r) { return program.target_step({steps[r], {}}); };
+        const Launch whole = [&](auto& program, int r) {
+          return program.target_step({steps[r], {}});
+        };
         run_all(cut == Cut::whole ? std::vector{whole} : launches_of(group.rank(0).config, steps));
         all_equal(logits);
         all_equal(argmax);
