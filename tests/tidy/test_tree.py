@@ -195,6 +195,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/host/amd/": "tests/cpp/host/test_amd_model.cpp",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/config.cpp": "tests/cpp/host/test_model.cpp",
+    "cpp_kernels/host/device_model.hpp": "tests/cpp/host/test_amd_model.cpp",
     "cpp_kernels/host/nvidia/": "tests/gpu/test_ops.cu",
     "cpp_kernels/host/op/rope_tables.hpp": "tests/cpp/host/op/test_models.cpp",
     "cpp_kernels/host/op/pooling.hpp": "tests/cpp/host/op/test_ops_attention.cpp",

@@ -1,19 +1,16 @@
 #include "host/amd/model.hpp"
 
 #include <atomic>
-#include <charconv>
 #include <cstring>
 
 #include "host/amd/exchange_region.hpp"
 #include "host/amd/step.hpp"
 #include "platform/amd_host.hpp"
-// The platform comes before every stage.
-#include "stages/wait.hpp"
+// The platform comes first.
+#include "host/device_model.hpp"
 
 namespace lowlat::host::hip {
 namespace {
-
-namespace stages = lowlat::amd::stages;
 
 constexpr const char* kCatalogue =
     "front amd gfx942|gfx950 persistent K1: mHC, Engram, q and kv projections, KV writes\n"
@@ -22,22 +19,6 @@ constexpr const char* kCatalogue =
     "head amd gfx942|gfx950 persistent norm, logits in bf16, argmax to the lowest id\n"
     "draft amd gfx942|gfx950 persistent three stages, Markov proposals, Philox noise\n"
     "plain amd gfx942|gfx950 persistent the same units, any number of rows\n";
-
-// "amd:2" names its device; "amd" takes the rank's.
-int device_of(const std::string& platform, const lowlat_model_config& config) {
-  const std::size_t colon = platform.find(':');
-  if (colon == std::string::npos) {
-    const int count = count_devices();
-    return count > 0 ? config.tp_rank % count : 0;
-  }
-  int device = -1;
-  const char* end = platform.data() + platform.size();
-  const auto read = std::from_chars(platform.data() + colon + 1, end, device);
-  if (read.ec != std::errc{} || read.ptr != end || device < 0) {
-    throw invalid("platform is \"" + platform + "\"; needed amd or amd:N, N a device's number");
-  }
-  return device;
-}
 
 class AmdModel final : public Model {
  public:
@@ -137,20 +118,8 @@ class AmdModel final : public Model {
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
   lowlat_status_words status() const override {
-    // Written by the device, so no load may be kept from an earlier look: the state first, the rest
-    // after it.
-    const auto* words = static_cast<const stages::StatusWords*>(region_->status());
-    const std::uint32_t state = __atomic_load_n(&words->state, __ATOMIC_ACQUIRE);
-    lowlat_status_words out{};
-    out.struct_bytes = sizeof out;
-    out.peer = -1;
-    if (state == 0u) return out;
-    out.state = state;
-    out.kernel = words->kernel;
-    out.stage = words->stage;
-    out.peer = words->peer;
-    out.epoch = words->epoch;
-    return out;
+    return lowlat::amd::devices::status_of(
+        static_cast<const lowlat::amd::stages::StatusWords*>(region_->status()));
   }
 
  private:
@@ -185,7 +154,7 @@ class AmdModel final : public Model {
 std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config,
                                   const std::vector<CodeObject>& objects) {
   runtime();  // says what is missing before anything else is asked
-  const int device = device_of(platform, config);
+  const int device = lowlat::amd::devices::device_number(platform, config.tp_rank, count_devices);
   require_device(device, platform);
   return std::make_unique<AmdModel>(config, device, objects);
 }

@@ -8,16 +8,12 @@
 #include "platform/contract.hpp"
 // The platform comes first.
 #include "host/amd/geometry.hpp"
-#include "host/model.hpp"
-#include "host/rope_frequencies.hpp"
-#include "persistent/program.hpp"
+#include "host/device_model.hpp"
 
 namespace lowlat::host::hip {
 namespace {
 
 namespace persistent = lowlat::amd::persistent;
-namespace plat = lowlat::amd::plat;
-namespace stages = lowlat::amd::stages;
 
 static_assert(sizeof(persistent::Rank) == amd::kRankBytes);
 static_assert(sizeof(persistent::BlockMemory) == amd::kBlockMemoryBytes);
@@ -113,43 +109,14 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
     s.selects.push_back(plan.ratio > 0 && plan.index_source == i);
   }
 
-  persistent::Rank rank{};
-  rank.shape = shape;
-  std::vector<persistent::BlockMemory> blocks(static_cast<std::size_t>(s.num_blocks));
-  // The buffers, the blocks' own, the blocks' words, and where the sequence stands.
-  const auto lay_out = [&](Carver& carve) {
-    rank.buffers.lay_out(shape, carve);
-    for (persistent::BlockMemory& block : blocks) block.lay_out(shape, carve);
-    carve(s.num_blocks, s.arrived);
-    carve(1, rank.progress);
+  const auto zeroed = [&](std::size_t bytes) {
+    return s.pieces.emplace_back(MemoryKind::device, bytes).data();
   };
-  Carver count;
-  lay_out(count);
-  Memory& arena =
-      s.pieces.emplace_back(MemoryKind::device, static_cast<std::size_t>(count.bytes()));
-  Carver place(static_cast<std::byte*>(arena.data()));
-  lay_out(place);
-
-  rank.blocks = copied(s.pieces, blocks.data(), blocks.size());
-  rank.weights = copied(s.pieces, &weights, 1);
-  rank.config = copied(s.pieces, &config, 1);
-  const persistent::ModelRules rules =
-      config.kind == LOWLAT_V4 ? persistent::kV4Rules : persistent::kV41Rules;
-  rank.rules = copied(s.pieces, &rules, 1);
-  std::vector<plat::TaggedWords*> outboxes;
-  std::vector<std::uint32_t*> abort_words;
-  for (int r = 0; r < config.tp_size; ++r) {
-    outboxes.push_back(static_cast<plat::TaggedWords*>(region.boxes(r)));
-    abort_words.push_back(region.abort_word(r));
-  }
-  rank.port = {copied(s.pieces, outboxes.data(), outboxes.size()),
-               {copied(s.pieces, abort_words.data(), abort_words.size()),
-                static_cast<stages::StatusWords*>(region.status()), config.tp_rank, config.tp_size,
-                config.wait_budget_ns, region.fault_claim()},
-               region.box_packets()};
-  const RopeFrequencies rope = rope_frequencies(config);
-  std::ranges::copy(rope.window, rank.window_rope.values);
-  std::ranges::copy(rope.compressed, rank.compressed_rope.values);
+  const auto copy = [&](const auto* values, std::size_t count) {
+    return copied(s.pieces, values, count);
+  };
+  const persistent::Rank rank = lowlat::amd::devices::resident_rank(
+      config, shape, weights, region, s.num_blocks, zeroed, copy, s.arrived);
   s.rank = copied(s.pieces, &rank, 1);
 }
 

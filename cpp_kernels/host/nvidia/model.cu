@@ -1,7 +1,6 @@
 #include "host/nvidia/model.hpp"
 
 #include <atomic>
-#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -9,13 +8,11 @@
 #include "host/nvidia/exchange_region.hpp"
 #include "host/nvidia/step.hpp"
 #include "platform/nvidia.hpp"
-// The platform comes before every stage.
-#include "stages/wait.hpp"
+// The platform comes first.
+#include "host/device_model.hpp"
 
 namespace lowlat::host::cuda {
 namespace {
-
-namespace stages = lowlat::nvidia::stages;
 
 constexpr const char* kCatalogue =
     "front nvidia sm_90a persistent mHC, Engram, q and kv projections, KV writes\n"
@@ -25,24 +22,6 @@ constexpr const char* kCatalogue =
     "head nvidia sm_90a persistent norm, logits in bf16, argmax to the lowest id\n"
     "draft nvidia sm_90a persistent three stages, Markov proposals, Philox noise\n"
     "plain nvidia sm_90a persistent the same units, any number of rows\n";
-
-// "nvidia:2" names its device; "nvidia" takes the rank's.
-int device_of(const std::string& platform, const lowlat_model_config& config) {
-  const std::size_t colon = platform.find(':');
-  if (colon == std::string::npos) {
-    std::string none;
-    const int count = count_devices(none);
-    return count > 0 ? config.tp_rank % count : 0;
-  }
-  int device = -1;
-  const char* end = platform.data() + platform.size();
-  const auto read = std::from_chars(platform.data() + colon + 1, end, device);
-  if (read.ec != std::errc{} || read.ptr != end || device < 0) {
-    throw invalid("platform is \"" + platform +
-                  "\"; needed nvidia or nvidia:N, N a device's number");
-  }
-  return device;
-}
 
 // An event that is done when the work before it is.
 class Event {
@@ -183,20 +162,8 @@ class NvidiaModel final : public Model {
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
   lowlat_status_words status() const override {
-    // Written by the device, so no load may be kept from an earlier look: the state first, the rest
-    // after it.
-    const auto* words = static_cast<const stages::StatusWords*>(region_->status());
-    const std::uint32_t state = __atomic_load_n(&words->state, __ATOMIC_ACQUIRE);
-    lowlat_status_words out{};
-    out.struct_bytes = sizeof out;
-    out.peer = -1;
-    if (state == 0u) return out;
-    out.state = state;
-    out.kernel = words->kernel;
-    out.stage = words->stage;
-    out.peer = words->peer;
-    out.epoch = words->epoch;
-    return out;
+    return lowlat::nvidia::devices::status_of(
+        static_cast<const lowlat::nvidia::stages::StatusWords*>(region_->status()));
   }
 
  private:
@@ -226,7 +193,10 @@ class NvidiaModel final : public Model {
 }  // namespace
 
 std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config) {
-  const int device = device_of(platform, config);
+  const int device = lowlat::nvidia::devices::device_number(platform, config.tp_rank, [] {
+    std::string none;
+    return count_devices(none);
+  });
   require_device(device, platform);
   return std::make_unique<NvidiaModel>(config, device);
 }

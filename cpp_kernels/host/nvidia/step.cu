@@ -9,9 +9,7 @@
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/moe.hpp"
-#include "host/model.hpp"
-#include "host/rope_frequencies.hpp"
-#include "persistent/program.hpp"
+#include "host/device_model.hpp"
 
 namespace lowlat::host::cuda {
 namespace {
@@ -164,28 +162,16 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
   const OnDevice on(region.device());
   State& s = *state_;
   s.num_blocks = resident_blocks(region);
-  const auto num_blocks = static_cast<std::size_t>(s.num_blocks);
-
-  persistent::Rank& rank = s.rank;
-  rank.shape = shape;
-  std::vector<persistent::BlockMemory> blocks(num_blocks);
-  Carver count;
-  rank.buffers.lay_out(shape, count);
-  for (persistent::BlockMemory& block : blocks) block.lay_out(shape, count);
-  // Behind the buffers: the blocks' words, and where the sequence stands.
-  const std::int64_t buffer_bytes = count.bytes();
-  persistent::Progress* progress = nullptr;
-  count(s.num_blocks, s.arrived);
-  count(1, progress);
-  Memory& arena = s.pieces.emplace_back(static_cast<std::size_t>(count.bytes()));
-  check(cudaMemset(arena.data(), 0, arena.bytes()), "cudaMemset");
-  Carver place(static_cast<std::byte*>(arena.data()));
-  rank.buffers.lay_out(shape, place);
-  for (persistent::BlockMemory& block : blocks) block.lay_out(shape, place);
-  if (place.bytes() != buffer_bytes) throw Error(LOWLAT_BUG, "buffers are laid out in two ways");
-  place(s.num_blocks, s.arrived);
-  place(1, progress);
-  rank.progress = progress;
+  const auto zeroed = [&](std::size_t bytes) {
+    Memory& piece = s.pieces.emplace_back(bytes);
+    check(cudaMemset(piece.data(), 0, piece.bytes()), "cudaMemset");
+    return piece.data();
+  };
+  const auto copy = [&](const auto* values, std::size_t count) {
+    return copied(s.pieces, values, count);
+  };
+  s.rank = lowlat::nvidia::devices::resident_rank(config, shape, weights, region, s.num_blocks,
+                                                  zeroed, copy, s.arrived);
 
   s.weights = weights;
   if (region.ranks_on_device() == 1) s.moe = moe_shape(shape, config.kind);
@@ -197,27 +183,6 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
         "the experts' workspace");
     stream.wait();
   }
-
-  rank.blocks = copied(s.pieces, blocks.data(), blocks.size());
-  rank.weights = copied(s.pieces, &weights, 1);
-  rank.config = copied(s.pieces, &config, 1);
-  const persistent::ModelRules rules =
-      config.kind == LOWLAT_V4 ? persistent::kV4Rules : persistent::kV41Rules;
-  rank.rules = copied(s.pieces, &rules, 1);
-  std::vector<plat::TaggedWords*> outboxes;
-  std::vector<std::uint32_t*> abort_words;
-  for (int r = 0; r < config.tp_size; ++r) {
-    outboxes.push_back(static_cast<plat::TaggedWords*>(region.boxes(r)));
-    abort_words.push_back(region.abort_word(r));
-  }
-  rank.port = {copied(s.pieces, outboxes.data(), outboxes.size()),
-               {copied(s.pieces, abort_words.data(), abort_words.size()),
-                static_cast<stages::StatusWords*>(region.status()), config.tp_rank, config.tp_size,
-                config.wait_budget_ns, region.fault_claim()},
-               region.box_packets()};
-  const RopeFrequencies rope = rope_frequencies(config);
-  std::ranges::copy(rope.window, rank.window_rope.values);
-  std::ranges::copy(rope.compressed, rank.compressed_rope.values);
 }
 
 ResidentStep::~ResidentStep() = default;
