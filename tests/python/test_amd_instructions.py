@@ -15,6 +15,7 @@ from support import amd_machine as amd
 
 LANES = 64
 LDS_BYTES, PRIVATE_BYTES = 16384, 64
+LIMIT = 100_000  # instructions of a case, with room
 FIRST_IN, FIRST_OUT, COLUMNS = 8, 16, 8
 FRAME = """
   s_load_dwordx4 s[4:7], s[0:1], 0x0
@@ -875,7 +876,7 @@ def test_products_of_small_matrices(isa, tmp_path):
         given = [machine.array(x, "matrix") for x in (lane_rows(a), lane_rows(b), lane_sums(c))]
         arguments = b"".join(one.address.to_bytes(8, "little") for one in (*given, out))
         machine.launch(code, f"product_{number}", 1, LANES, arguments)
-        machine.run()
+        machine.run(LIMIT, LIMIT)
         used = product.size * product.size // LANES
         seen, expected = out.read()[:, :used], lane_sums(want)[:, :used]
         np.testing.assert_allclose(seen, expected, rtol=1e-5, atol=1e-5, err_msg=product.name)
@@ -934,7 +935,7 @@ def test_a_scaled_product_of_eight_and_four_bits(tmp_path, b_is_fp4):
     given = [machine.array(x, "operand") for x in (lanes[0], lanes[1], words)]
     arguments = b"".join(one.address.to_bytes(8, "little") for one in (*given, out))
     machine.launch(code, "scaled", 1, LANES, arguments)
-    machine.run()
+    machine.run(LIMIT, LIMIT)
     whole = [np.repeat(np.exp2(one - 127.0), 32, axis=1) for one in scales]
     want = (a.astype(np.float64) * whole[0]) @ (b.astype(np.float64) * whole[1]).T
     seen = np.zeros((16, 16))
@@ -1093,7 +1094,7 @@ def test_instruction(machine, number):
     given = inputs(one.kind)
     out = engine.poisoned((LANES, COLUMNS), U32, "out")
     engine.launch(code, f"case_{number}", 1, LANES, [engine.array(given, "in"), out])
-    engine.run()
+    engine.run(LIMIT, LIMIT)
     columns = [given[:, k].copy() for k in range(COLUMNS)]
     with np.errstate(all="ignore"):
         want = [np.asarray(x).astype(U32) for x in one.want(columns, engine.isa)]
