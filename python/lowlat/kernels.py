@@ -54,8 +54,8 @@ class HostedKernels:
     def __init__(self, request: Any, platform: Platform) -> None:
         self.request = request
         self.platform = platform
-        self.config = self.model_config()
         self.is_draft = request.mode == "draft"
+        self.config = self.model_config()
         hosting = {
             "expert_layout": request.expert_layout,
             # SGLang expands V4.1's wo_a when it loads.
@@ -105,8 +105,8 @@ class HostedKernels:
             "max_batch": request.widths[-1] // request.tokens_per_request,
             "max_rows": request.widths[-1],
             "page_size": page_size,
-            # Of the longest request; the pools' own pages come with them.
-            "num_pages": -(-config["max_positions"] // page_size),
+            # Of the longest request; the pools' own pages come with them. Proposals read none.
+            "num_pages": 1 if self.is_draft else -(-config["max_positions"] // page_size),
             "wait_budget_ns": request.wait_budget_ns,
         }
 

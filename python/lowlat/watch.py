@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 # Far below the time in which a fault has to become the server's end, and one read of a few words.
 INTERVAL_S = 0.02
 HEALTHY = 0
+BETWEEN = "none"  # the stage of a launch that was ended before it began
 STATES = {1: "waited in vain for rank {peer}", 2: "was ended by rank {peer}", 3: "was aborted"}
 
 
@@ -22,9 +23,12 @@ def words(status: Mapping[str, Any], catalogue: str, rank: int) -> str:
     kernels = catalogue.splitlines()
     kernel = kernels[status["kernel"]] if status["kernel"] < len(kernels) else "unknown"
     what = STATES.get(status["state"], "is in state {state}").format(**status)
+    place = f"in {status['stage']} of {kernel.split(' ')[0]}"
+    if status["stage"] == BETWEEN:
+        place = "between two launches"
     return (
-        f"lowlat: rank {rank} {what} in {status['stage']} of {kernel.split(' ')[0]}, exchange"
-        f" {status['epoch']}; its rows are NaN and the server stops"
+        f"lowlat: rank {rank} {what} {place}, exchange {status['epoch']}; its rows are NaN and the"
+        " server stops"
     )
 
 

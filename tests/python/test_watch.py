@@ -108,4 +108,5 @@ def test_every_state_has_its_words() -> None:
     catalogue = "front scalar\nback scalar\n"
     line = watch.words(status, catalogue, 1)
     assert "rank 1 was ended by rank 3 in moe_sum of back, exchange 17" in line
-    assert "was aborted" in watch.words(status | {"state": 3, "kernel": 9}, catalogue, 1)
+    aborted = status | {"state": 3, "kernel": 9, "stage": "none"}
+    assert "was aborted between two launches, exchange 17" in watch.words(aborted, catalogue, 1)

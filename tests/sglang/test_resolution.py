@@ -311,9 +311,9 @@ def test_every_setting_that_a_refusal_names_is_one_of_sglangs() -> None:
     ServerArgs.add_cli_args(parser)
     known = {option for action in parser._actions for option in action.option_strings}
     page = Path(__file__).parents[2] / "docs" / "sglang.md"
-    # Commands of other programs: lowlat's own, and SGLang's client.
+    # Commands of other programs: lowlat's own, its test on a GPU, and SGLang's client.
     theirs = {"--model", "--tp", "--isa", "--backend", "--dataset-name", "--random-input-len"}
-    theirs |= {"--random-output-len", "--num-prompts", "--max-concurrency"}
+    theirs |= {"--random-output-len", "--num-prompts", "--max-concurrency", "--out"}
     named = flags_of(page.read_text()) - theirs
     for _, off in _dispatch.features():
         named |= flags_of(off)
