@@ -616,8 +616,9 @@ __global__ void __launch_bounds__(kLatentThreads)
 
 }  // namespace
 
-// What kernels of up to sixteen rows ask for, so that every multiprocessor has room for a block of each but not
-// for two of [q_a, kv]: a block of q that has to wait for two of those to end is late by 3 us.
+// What kernels of up to sixteen rows ask for, so that every multiprocessor has room for a block of
+// each but not for two of [q_a, kv]: a block of q that has to wait for two of those to end is late
+// by 3 us.
 constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;
 constexpr int kQkvAsked = kMultiprocessorBytes / 2 - kReservedBytes + 256;
 constexpr int kQAsked = kMultiprocessorBytes - kQkvAsked - 2 * kReservedBytes;

@@ -118,8 +118,8 @@ LOWLAT_DEVICE void multiply_codes(float (&d)[4 * kTiles], const std::uint32_t (&
 #endif
 }
 
-// The same with f16 values, sixteen along K: a core is [8 columns][8 values], and CodeColumns counts
-// bytes. Lane 4 g + t has a[0] = (row g, k 2 t and the next), a[2] = (row g, k + 8) ..
+// The same with f16 values, sixteen along K: a core is [8 columns][8 values], and CodeColumns
+// counts bytes. Lane 4 g + t has a[0] = (row g, k 2 t and the next), a[2] = (row g, k + 8) ..
 template <int kTiles, bool kAdd>
 LOWLAT_DEVICE void multiply_halves(float (&d)[4 * kTiles], const std::uint32_t (&a)[4],
                                    CodeColumns b) {
