@@ -234,11 +234,16 @@ class Build:
 
     def weights(self) -> Callable[[], dict[str, Any]]:
         """Gives the tensors that the kernels are bound to, as the model has them when asked."""
-        names = [need.name for need in self.needs]
+        names = {need.name for need in self.needs}
 
         def now() -> dict[str, Any]:
             tensors = self.loaded()
-            return {name: tensors[name] for name in names if name in tensors}
+            optional = deepseek_v4.OPTIONAL
+            return {
+                name: tensor
+                for name, tensor in tensors.items()
+                if name in names or name.endswith(optional)
+            }
 
         return now
 

@@ -13,10 +13,12 @@ from lowlat.models.deepseek_v4 import DTYPES
 from lowlat.models.places import HEAD, Places
 from lowlat.reasons import refusal
 from lowlat.replay import StepOutput
+from lowlat.watch import Watch
 
 # Ring rows without drafts: of V4.1's pairs, and of V4's ratio 4.
 PLAIN_RINGS = {1: 2, 2: 8}
 INDEX_SLOTS = 64
+MOST_REQUESTS = 1 << 24  # where nothing is kept of a request
 SYNCHRONIZE_BUDGET_NS = 60_000_000_000
 
 
@@ -33,7 +35,8 @@ class Platform:
             return 0
         import torch
 
-        return torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream()
+        return stream.cuda_stream
 
 
 NVIDIA = Platform("nvidia", True)
@@ -51,8 +54,8 @@ class HostedKernels:
     def __init__(self, request: Any, platform: Platform) -> None:
         self.request = request
         self.platform = platform
-        self.config = self.model_config()
         self.is_draft = request.mode == "draft"
+        self.config = self.model_config()
         hosting = {
             "expert_layout": request.expert_layout,
             # SGLang expands V4.1's wo_a when it loads.
@@ -69,6 +72,7 @@ class HostedKernels:
         self.seen: tuple[Any, ...] | None = None
         self.pools: dict[str, Any] = {}
         self.is_ready = False
+        self.watch: Watch | None = None
         self.shape = f"{request.mode} of {request.tokens_per_request} rows a request"
         self.numerics = self.model.catalogue
         self.layout = layout_words(self.model)
@@ -101,8 +105,8 @@ class HostedKernels:
             "max_batch": request.widths[-1] // request.tokens_per_request,
             "max_rows": request.widths[-1],
             "page_size": page_size,
-            # Of the longest request; the pools' own pages come with them.
-            "num_pages": -(-config["max_positions"] // page_size),
+            # Of the longest request; the pools' own pages come with them. Proposals read none.
+            "num_pages": 1 if self.is_draft else -(-config["max_positions"] // page_size),
             "wait_budget_ns": request.wait_budget_ns,
         }
 
@@ -127,8 +131,7 @@ class HostedKernels:
             if rank != self.request.tp_rank:
                 self.model.peer_import(rank, handle)
         if not self.is_draft:
-            self.model.ready()
-            self.is_ready = True
+            self.become_ready()
 
     def attach(self, head: Any) -> None:
         """The draft's head, once SGLang has attached the target's to it."""
@@ -137,8 +140,14 @@ class HostedKernels:
         weight = head.weight
         self.bound[HEAD] = weight
         self.model.bind(HEAD, given(weight))
+        self.become_ready()
+
+    def become_ready(self) -> None:
         self.model.ready()
         self.is_ready = True
+        # A call that returns with its work done tells of a fault by itself.
+        if self.platform.on_stream:
+            self.watch = Watch(self.model, self.request.tp_rank)
 
     # ------------------------------------------------------------------ steps
 
@@ -209,7 +218,7 @@ class HostedKernels:
         self.model.bind_pools(
             num_pages=num_pages,
             num_window_pages=min(windows),
-            num_requests=min(requests, default=1),
+            num_requests=min(requests, default=MOST_REQUESTS),
             window_slots=needs(mapping, "i64", "window_slots").data_ptr(),
             history=0 if history is None else needs(history, "i32", "history").data_ptr(),
             pools=[

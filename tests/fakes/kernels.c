@@ -91,3 +91,32 @@ lowlat_status lowlat_op_run(const char* op, const char* model, const char* platf
   }
   return LOWLAT_OK;
 }
+
+/* No model is made, so nothing that takes one is ever asked. */
+#define NEVER(name, ...)                    \
+  lowlat_status name(__VA_ARGS__) {         \
+    last_error = "the fake hosts no model"; \
+    return LOWLAT_UNSUPPORTED;              \
+  }
+#if defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#endif
+NEVER(lowlat_hosted_create, const char* platform, const lowlat_model_config* config,
+      const lowlat_hosting* hosting, lowlat_model** out_model)
+NEVER(lowlat_model_tensor, const lowlat_model* model, int32_t tensor_idx,
+      lowlat_tensor_spec* out_spec)
+NEVER(lowlat_model_bind, lowlat_model* model, const char* name, const lowlat_tensor* tensor)
+NEVER(lowlat_peer_export, lowlat_model* model, lowlat_peer_handle* out_handle)
+NEVER(lowlat_peer_import, lowlat_model* model, int32_t peer_rank, const lowlat_peer_handle* handle)
+NEVER(lowlat_model_ready, lowlat_model* model)
+NEVER(lowlat_pools_bind, lowlat_model* model, const lowlat_pools* pools)
+NEVER(lowlat_hosted_step_launch, lowlat_model* model, const lowlat_hosted_step* step, void* stream)
+NEVER(lowlat_propose_launch, lowlat_model* model, const lowlat_proposal* proposal, void* stream)
+NEVER(lowlat_synchronize, lowlat_model* model, uint64_t budget_ns)
+NEVER(lowlat_status_read, const lowlat_model* model, lowlat_status_words* out_words)
+int32_t lowlat_model_num_tensors(const lowlat_model* model) { return 0; }
+uint64_t lowlat_model_own_bytes(const lowlat_model* model) { return 0; }
+uint64_t lowlat_model_catalogue_digest(const lowlat_model* model) { return 0; }
+const char* lowlat_model_catalogue(const lowlat_model* model) { return ""; }
+const char* lowlat_stage_name(uint32_t stage) { return ""; }
+void lowlat_abort(lowlat_model* model) {}

@@ -168,8 +168,91 @@ def test_the_list_has_the_form_that_the_command_reads() -> None:
 
 def test_nothing_else_is_exported() -> None:
     assert {name for name in dir(kernels) if not name.startswith("_")} == {
+        "HostedModel",
         "abi_version",
         "model_refusal",
         "op_list",
         "run_op",
     }
+
+
+# ------------------------------------------------------------------ hosted models
+
+HOSTING = {"expert_layout": "row_major", "bf16_wo_a": 0, "proposals": 0}
+ADDED = {
+    "tp_rank": 0,
+    "tp_size": 1,
+    "widths": [6, 12],
+    "max_batch": 2,
+    "max_rows": 12,
+    "page_size": 64,
+    "num_pages": 8,
+    "wait_budget_ns": 1_000_000_000,
+}
+
+
+def hosted_config(**changes: object) -> dict:
+    dispatch = pytest.importorskip("lowlat._dispatch", reason="lowlat is not built (make build)")
+    facts = json.loads(dispatch.kernel_config(dispatch.built_in("tiny-v41")))
+    return facts | ADDED | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "hosting", "words"),
+    [
+        ({"hidden": "wide"}, {}, "config.hidden is 'wide', of another type"),
+        ({"more": 1}, {}, "fields; needed"),
+        ({"widths": list(range(1, 40))}, {}, "config.widths has 39 values; needed at most 32"),
+        ({"layers": [{"ratio": 0}]}, {}, "config.layers[..] has no kv_source"),
+        ({"tp_size": 3}, {}, "tp_size"),
+        ({}, {"expert_layout": "columns"}, 'expert_layout is "columns"'),
+        ({}, {"bf16_wo_a": 2}, "bf16_wo_a is 2; needed 0 or 1"),
+    ],
+)
+def test_a_hosted_model_is_refused_by_the_field(changes, hosting, words) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as told:
+        kernels.HostedModel("scalar", hosted_config(**changes), HOSTING | hosting)
+    assert all(line.strip() for line in str(told.value).splitlines())
+
+
+def test_a_hosted_model_says_what_it_is_missing() -> None:
+    config = hosted_config()
+    del config["kind"]
+    with pytest.raises(ValueError, match="config has no kind"):
+        kernels.HostedModel("scalar", config, HOSTING)
+    model = kernels.HostedModel("scalar", hosted_config(), HOSTING)
+    names = {spec["name"]: spec for spec in model.tensors()}
+    assert "head.weight" not in names and names["kv.swa.0"]["shape"][0] == 0
+    assert names["kv.state.2"] == {
+        "name": "kv.state.2",
+        "dtype": "f32",
+        "layout": "row_major",
+        "pool": True,
+        "shape": [0, 1024],
+    }
+    with pytest.raises(ValueError, match="is a pool; it comes by lowlat_pools_bind"):
+        model.bind("kv.swa.0", (64, [1, 1], "u8"))
+    with pytest.raises(ValueError, match=r"tensor embed\.weight is not bound"):
+        model.ready()
+    with pytest.raises(ValueError, match="a peer's handle has 3 bytes; needed 128"):
+        model.peer_import(1, b"abc")
+
+
+def test_a_model_for_proposals_has_the_drafts_head_alone() -> None:
+    model = kernels.HostedModel("scalar", hosted_config(), HOSTING | {"proposals": 1})
+    assert [spec["name"] for spec in model.tensors()] == [
+        "head.weight",
+        "mtp.2.norm.weight",
+        "mtp.2.markov_head.embed.weight",
+        "mtp.2.markov_head.head.weight",
+    ]
+
+
+def test_a_library_without_hosted_models_is_a_refusal(fake: Path) -> None:
+    config = hosted_config()
+    told = answer(
+        fake,
+        f"try:\n    k.HostedModel('scalar', {config!r}, {HOSTING!r})\n"
+        "except Exception as error:\n    print(json.dumps([type(error).__name__, str(error)]))",
+    )
+    assert told == ["ValueError", "the fake hosts no model"]

@@ -86,6 +86,7 @@ class Engine:
         self.lib, self.models, self.pools = group.lib, group.models, group.pools
         self.must = group.must
         self.differences, self.unequal, self.features = [], 0, None
+        self.covered_rows = []
 
     def launch(self, function, structs):
         (struct,) = structs
@@ -96,9 +97,15 @@ class Engine:
         given.struct, given.function, given.features = struct, function, None
         self.caches.take(self.pools[0])
         rows = struct.num_rows
-        ids = torch.from_numpy(array(struct.token_ids, rows).astype(np.int64))
-        positions = torch.from_numpy(array(struct.positions, rows).astype(np.int64))
-        self.prepare(struct, given, positions)
+        # A step of one request runs at the width of two, as in a graph that has no smaller size.
+        alone = struct.mode == abi.VERIFY and struct.batch_size == 1
+        padding = np.zeros(struct.tokens_per_request if alone else 0, np.int64)
+        ids, positions = (
+            torch.from_numpy(np.concatenate([array(given_array, rows), padding]))
+            for given_array in (struct.token_ids, struct.positions)
+        )
+        given.batch_size += int(alone)
+        self.prepare(struct, given, positions, padding)
         before = self.model.ran
         logits = self.model.forward(ids, positions, given)
         self.features = None
@@ -106,11 +113,13 @@ class Engine:
             return
         # The same step by the model that has caches of its own.
         self.group.launch(function, structs)
+        self.covered_rows.append((rows, len(padding)))
         self.differences += self.caches.differences(self.pools[0])
         seen = self.model.logits_processor.given
-        self.features = seen.aux.float().numpy()
+        assert seen.hidden.isfinite().all() and len(seen.hidden) == rows + len(padding)
+        self.features = seen.aux.float().numpy()[:rows]
         own = array(struct.logits, rows * self.vocab, np.float32).reshape(rows, -1)
-        theirs = floats(bf16_bits(logits.numpy()))
+        theirs = floats(bf16_bits(logits.numpy()))[:rows]
         # One rounding of bf16: SGLang's head adds in another order.
         self.unequal += int((np.abs(own - theirs) > 2**-7 * np.abs(own) + 1e-3).sum())
 
@@ -118,22 +127,27 @@ class Engine:
     def vocab(self):
         return self.model.lm_head.weight.shape[0]
 
-    def prepare(self, struct, given, positions):
-        """The forward's metadata, as SGLang's backend makes it from its request table."""
+    def prepare(self, struct, given, positions, padding):
+        """The forward's metadata, as SGLang's backend makes it from its request table; rows of
+        `padding` are of request 0 and write slot 0, as SGLang fills a batch."""
         size, page = struct.batch_size, self.caches.page_size
         stride, rows = struct.page_table_stride, struct.num_rows
         table = self.caches.pages(array(struct.page_table, size * stride).reshape(size, stride))
         requests = torch.from_numpy(array(struct.state_slots, size).astype(np.int64)) + 1
-        slots = array(struct.slots, rows).astype(np.int64) + page
+        slots = np.concatenate([array(struct.slots, rows).astype(np.int64) + page, padding])
+        of_row = np.concatenate([array(struct.request_idx, rows), padding + size])
         req_to_token = torch.zeros(8, stride * page, dtype=torch.int32)
         places = torch.from_numpy(table[:, :, None] * page + np.arange(page)).reshape(size, -1)
         req_to_token[requests] = places.to(torch.int32)
+        if struct.history:
+            history = torch.from_numpy(array(struct.history, 3 * size).reshape(size, 3))
+            self.model.model.engram_hasher.history[requests] = history
+        if len(padding):
+            requests = torch.cat([requests, torch.zeros(1, dtype=torch.int64)])
         given.req_pool_indices = requests
         made = BuildPageTablePositions.execute(
             req_to_token=req_to_token,
-            req_pool_indices_repeated=requests[
-                torch.from_numpy(array(struct.request_idx, rows)).long()
-            ],
+            req_pool_indices_repeated=requests[torch.from_numpy(of_row).long()],
             seq_lens_casual=positions + 1,
             max_seq_len=stride * page,
             page_size=page,
@@ -141,9 +155,6 @@ class Engine:
         )
         core = SimpleNamespace(page_table=made.page_table, raw_out_loc=torch.from_numpy(slots))
         self.backend.forward_metadata = SimpleNamespace(core_attn_metadata=core)
-        if struct.history:
-            history = torch.from_numpy(array(struct.history, 3 * size).reshape(size, 3))
-            self.model.model.engram_hasher.history[requests] = history
 
 
 class Replay(replay.Replay):
@@ -255,6 +266,7 @@ def test_features_for_the_draft_are_the_oracles(run) -> None:
 
 
 def test_covered_and_uncovered_steps_came_in_turn(run) -> None:
+    assert run.engine.covered_rows == [(12, 0), (12, 0), (6, 6)]
     report = run.built.report()
     assert report["covered"] == 3
     assert report["uncovered_by_reason"] == {"step_is_extend": 3, "mode_not_captured": 2}

@@ -5,9 +5,13 @@ What happens to weights after loading needs a GPU: the experts' Marlin layout an
 scale are put in place here as SGLang's code for sm_90 leaves them.
 """
 
+import json
+
 import pytest
 import served
+from lowlat import _dispatch
 from real_models import checkpoint
+from sglang.srt.layers.engram import EngramLayout, compute_hash_multipliers
 
 MODELS_BUDGET_S = 400
 
@@ -40,3 +44,17 @@ def test_experts_before_the_marlin_preparation_are_refused(told) -> None:
     experts = "model.layers.0.mlp.experts"
     for start in (f"[110] {experts}.w13_weight_scale is not", f"[112] shape of {experts}.w13_wei"):
         assert any(line.startswith(start) for line in told["unprepared"]), start
+
+
+@pytest.mark.parametrize("name", ["tiny-v41", "v41-flash"])
+def test_the_engram_hash_is_sglangs(name) -> None:
+    """Primes and multipliers address the table's rows, so they are SGLang's to the last digit."""
+    config = served.hf_config(_dispatch.built_in(name))
+    ours = json.loads(_dispatch.kernel_config(_dispatch.built_in(name)))
+    layout = EngramLayout.from_config(config)
+    assert ours["engram_primes"] == [[list(sizes) for sizes in layer] for layer in layout.primes]
+    factors = compute_hash_multipliers(
+        layout.layer_ids, layout.max_ngram_size, config.engram_compressed_vocab_size
+    )
+    assert ours["engram_multipliers"] == factors.tolist()
+    assert ours["engram_pad_token"] == config.engram_pad_token_id

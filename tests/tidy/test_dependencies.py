@@ -16,7 +16,7 @@ CPP_ROOMS = {
     "persistent": {"persistent", "stages", "platform", "shape", "include"},
     "reference": {"reference", "shape"},
     "host": {"host", "fused", "persistent", "stages", "platform", "shape", "reference", "include"},
-    "py": {"include"},
+    "py": {"include", "py"},
     "bench": {
         *("bench", "host", "persistent", "fused", "stages", "platform", "shape", "reference"),
         "include",

@@ -9,6 +9,8 @@ V4, V41 = "deepseek_v4", "deepseek_v41"
 MARLIN = "--moe-runner-backend marlin"
 EXPERT_LAYOUT = "marlin"
 PAGE_SIZE = 256  # tokens; SGLang's for these models
+# Read where a model has it: the routing of image tokens.
+OPTIONAL = ".gate.e_score_correction_bias_vl"
 MARLIN_METHOD = "Mxfp4MarlinMoEMethod"
 STREAMS = 4  # of the residual
 MIXES = (2 + STREAMS) * STREAMS

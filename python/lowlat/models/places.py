@@ -1,5 +1,5 @@
-"""Where the tensors of the kernels' C ABI lie among SGLang's, for DeepSeek-V4 and V4.1: most of them
-as they are or as rows of a fused one; the rest is re-laid, and counted.
+"""Where the tensors of the kernels' C ABI lie among SGLang's, for DeepSeek-V4 and V4.1: most of
+them as they are or as rows of a fused one; the rest is re-laid, and counted.
 """
 
 from collections.abc import Callable, Mapping

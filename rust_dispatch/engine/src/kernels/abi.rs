@@ -427,6 +427,96 @@ c_structs! {
         next_tokens: *mut i32,
     }
 
+    /// How a model lies inside another engine; meaning as in the header.
+    Hosting = "lowlat_hosting" {
+        /// `sizeof`.
+        struct_bytes: u32,
+        /// Row-major, or Marlin's tiles.
+        expert_layout: u32,
+        /// 1: V4.1's `wo_a` in bf16.
+        bf16_wo_a: i32,
+        /// 1: for proposals alone.
+        proposals: i32,
+    }
+
+    /// The caches of an engine that hosts a model; shapes and meaning as in the header.
+    Pools = "lowlat_pools" {
+        /// `sizeof`.
+        struct_bytes: u32,
+        /// That a page table may name.
+        num_pages: i32,
+        /// Of the window's pools.
+        num_window_pages: i32,
+        /// Rings of a request's state, rows of `history`.
+        num_requests: i32,
+        /// `[num_pages * page_size]`; null: the same slot.
+        window_slots: *const i64,
+        /// `[num_requests, 3]`, or null.
+        history: *mut i32,
+        /// Entries of `names` and `tensors`.
+        num_tensors: i32,
+        /// 0.
+        reserved: i32,
+        /// `[num_tensors]`.
+        names: *const *const c_char,
+        /// `[num_tensors]`.
+        tensors: *const Tensor,
+    }
+
+    /// A step of a hosted model; shapes and meaning as in the header.
+    HostedStep = "lowlat_hosted_step" {
+        /// `sizeof`.
+        struct_bytes: u32,
+        /// [`StepMode`], never extending.
+        mode: u32,
+        /// Requests.
+        batch_size: i32,
+        /// Rows a request.
+        tokens_per_request: i32,
+        /// Entries from a table to the next.
+        page_table_stride: i32,
+        /// Entries of a table.
+        num_table_pages: i32,
+        /// `[rows]`.
+        token_ids: *const i64,
+        /// `[rows]`.
+        positions: *const i64,
+        /// `[rows]`, of page 0: padding.
+        slots: *const i64,
+        /// `[batch_size]`.
+        requests: *const i64,
+        /// `[batch_size, page_table_stride]`.
+        page_table: *const i32,
+        /// `[rows, hidden]`.
+        hidden: *mut u16,
+        /// `[rows, num_draft_stages * hidden]`, or null.
+        features: *mut u16,
+        /// `[rows, 4 * hidden]`, or null.
+        streams: *mut u16,
+    }
+
+    /// A block of proposals of a hosted draft; shapes and meaning as in the header.
+    Proposal = "lowlat_proposal" {
+        /// `sizeof`.
+        struct_bytes: u32,
+        /// Requests.
+        batch_size: i32,
+        /// `[batch_size * draft_block, hidden]`, V4's with four streams.
+        hidden: *const u16,
+        /// `[batch_size]`.
+        anchors: *const i64,
+        /// `[batch_size]`; null: all greedy.
+        temperature: *const f32,
+        /// `[1]`.
+        noise_offset: *const i64,
+        /// Of all rows.
+        noise_key: u64,
+        /// `[batch_size, draft_block]`.
+        draft_tokens: *mut i64,
+        /// `[batch_size, draft_block, vocab]`, or null.
+        draft_logits: *mut f32,
+    }
+
     /// What a rank's kernels say of themselves.
     StatusWords = "lowlat_status_words" {
         /// `sizeof`.
