@@ -254,12 +254,12 @@ struct Case {
   int rows() const { return requests * tokens; }
 };
 
-// Of a hosted model: page 0 belongs to padding, and the window's keys lie in pages of another order.
+// Of a hosted model: page 0 is padding's, and the window's keys lie in pages of another order.
 inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
-// Who keeps caches and head: the model, or an engine with the checkpoint's experts and wo_a in bf16,
-// for steps or for proposals.
+// Who keeps caches and head: the model, or an engine with the checkpoint's experts and wo_a in
+// bf16, for steps or for proposals.
 enum class Host { none, steps, proposals };
 
 class Rank {

@@ -443,8 +443,8 @@ void FusedStep::State::Target::take_features(int layer_idx) const {
 
 // Compressed keys, if the layer owns them, and the selection, on the branch beside the chain. None
 // of its kernels waits for one of the chain that may still be without a place on the device, which
-// they could keep from it: what needs x starts when x is there, what needs [q_a, kv] when these are,
-// and attention is launched when the selection has ended.
+// they could keep from it: what needs x starts when x is there, what needs [q_a, kv] when these
+// are, and attention is launched when the selection has ended.
 fused::CompressParams FusedStep::State::Target::compressor(int layer_idx) const {
   const auto& w = s.weights.layers[layer_idx];
   const lowlat_layer& plan = s.plan(layer_idx);
@@ -521,7 +521,8 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   index.tickets = s.tickets;
   index.entry_slots = s.entry_slots;
   index.out_blocks = s.blocks;
-  index.qkv_done = gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
+  index.qkv_done =
+      gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);

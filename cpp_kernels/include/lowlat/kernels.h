@@ -180,9 +180,9 @@ typedef struct lowlat_model lowlat_model;
 /* Checks the whole configuration and lists every reason against it, one a line, in
  * lowlat_last_error(). `platform` is "scalar" or, in a library with CUDA kernels, "nvidia" (device
  * tp_rank modulo the number of devices) or "nvidia:N" for device number N. ":fused" or
- * ":persistent" behind it names the schedule of steps and drafts; without a word it is the fused one
- * where that is built for the model, on devices of their own. ":loop" is for measurements: one rank
- * alone, whose peers are itself. */
+ * ":persistent" behind it names the schedule of steps and drafts; without a word it is the fused
+ * one where that is built for the model, on devices of their own. ":loop" is for measurements: one
+ * rank alone, whose peers are itself. */
 LOWLAT_API lowlat_status lowlat_model_create(const char* platform,
                                              const lowlat_model_config* config,
                                              lowlat_model** out_model);
@@ -277,8 +277,8 @@ typedef struct lowlat_step {
 /* Runs a step by the fused or the persistent schedule, as the model was created. LOWLAT_UNSUPPORTED
  * when num_rows is no built width or mode is LOWLAT_EXTEND. The struct is copied; what it points to
  * is read when the step runs. By the fused schedule row t is of request t / tokens_per_request, and
- * is padding where request_idx says otherwise; a step is some hundred launches on two streams, which
- * a graph makes one. */
+ * is padding where request_idx says otherwise; a step is some hundred launches on two streams,
+ * which a graph makes one. */
 LOWLAT_API lowlat_status lowlat_step_launch(lowlat_model* model, const lowlat_step* step,
                                             void* stream);
 /* The same step as one stage after another over all rows, every intermediate in memory: the
