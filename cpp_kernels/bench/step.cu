@@ -77,6 +77,14 @@ void time_steps(const std::vector<int>& widths) {
       const lowlat_draft draft = draft_of(fused, step, of, false);
       must(lowlat_step_launch(fused.model(), &step, nullptr));
       must(lowlat_synchronize(fused.model(), 10'000'000'000));
+      if (timed == Timed::step) {
+        const auto begin = std::chrono::steady_clock::now();
+        must(lowlat_step_launch(fused.model(), &step, nullptr));
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+        must(lowlat_synchronize(fused.model(), 10'000'000'000));
+        std::printf("40 layers, T=%-2d, launched without a graph: %.3f ms of the host\n", rows,
+                    took.count() * 1e3);
+      }
       Graph graph([&](cudaStream_t stream) {
         if (timed == Timed::draft) {
           must(lowlat_draft_launch(fused.model(), &draft, stream));
