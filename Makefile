@@ -30,6 +30,13 @@ endif
 CARGO_TARGET_DIR ?= $(CURDIR)/target
 export CARGO_TARGET_DIR
 
+# The compiler of the AMD code objects is fetched where results may be kept; without one the build
+# leaves them out, and their tests are skipped.
+ifneq ($(LOWLAT_CACHE),)
+  HIP_CLANG := $(LOWLAT_CACHE)/$(shell \
+    sed -n 's/^PACKAGE = "\(.*\)==\(.*\)".*/\1-\2/p' cpp_kernels/cmake/amd_compile.py)
+endif
+
 BUILD := build/py
 SOURCES := CMakeLists.txt pyproject.toml Cargo.toml Cargo.lock LICENSE README.md \
   $(shell find cpp_kernels python rust_dispatch -type f -not -name '*.pyc' -not -path '*/target/*')
@@ -47,9 +54,12 @@ setup: .venv/setup.done
 build: .venv/build.done
 
 .venv/build.done: .venv/setup.done $(SOURCES)
+	@[ -z "$(HIP_CLANG)" ] || $(BIN)/python cpp_kernels/cmake/amd_compile.py \
+	  --find --fetched "$(HIP_CLANG)" --fetch >/dev/null || true
 	$(BIN)/pip install --no-build-isolation --no-deps \
 	  --config-settings=build-dir=$(BUILD) \
 	  --config-settings=cmake.define.LOWLAT_TESTS=ON \
+	  --config-settings=cmake.define.LOWLAT_HIP_FETCHED=$(HIP_CLANG) \
 	  --config-settings=cmake.define.LOWLAT_PYTHON_HEADERS=$(CURDIR)/.venv/python-dev \
 	  --config-settings=cmake.define.LOWLAT_CARGO_TARGET_DIR=$(CARGO_TARGET_DIR) .
 	@touch $@
@@ -68,6 +78,7 @@ test-deep: test
 	  -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 	cmake --build build/asan
 	ctest --test-dir build/asan --output-on-failure --label-exclude rust
+	LOWLAT_AMD_DEEP=1 $(BIN)/python -m pytest -rs tests/python -k amd
 	PROPTEST_CASES=5000 LOWLAT_SCHEDULES=100000 LOWLAT_ROUNDS=1000 \
 	  cargo test --workspace --locked --release
 
@@ -81,7 +92,7 @@ tidy: setup
 	ruff check .
 	ruff format --check .
 	find cpp_kernels tests rust_dispatch examples -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' \
-	  -o -name '*.cuh' | grep -v /target/ \
+	  -o -name '*.cuh' -o -name '*.hip' | grep -v /target/ \
 	  | xargs clang-format --dry-run -Werror
 	$(BIN)/python -m pytest tests/tidy
 

@@ -110,6 +110,18 @@ foreach(_source IN LISTS _test_sources)
   endif()
 endforeach()
 
+# The platform amd's host side, over a HIP runtime of our own.
+if(TARGET test_host_amd_model)
+  add_library(fake_hip SHARED ${CMAKE_CURRENT_SOURCE_DIR}/tests/fakes/hip_runtime.cpp)
+  target_link_libraries(fake_hip PRIVATE lowlat_flags)
+  set_target_properties(fake_hip PROPERTIES OUTPUT_NAME amdhip64 SOVERSION 7
+    LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/fakes
+    CXX_VISIBILITY_PRESET default)
+  add_dependencies(test_host_amd_model fake_hip)
+  set_tests_properties(host/amd_model PROPERTIES
+    ENVIRONMENT "LD_LIBRARY_PATH=${CMAKE_CURRENT_BINARY_DIR}/fakes")
+endif()
+
 # ---------------------------------------------------------------------------------- with a GPU
 # Where nvcc is found: every tests/gpu/test_*.cu becomes a program and a ctest (label "gpu") that
 # is skipped without a device, and every cpp_kernels/bench/*.cu a program bench_*.

@@ -174,8 +174,8 @@ class Model {
 };
 
 // A model on the platform that the word names: "scalar", or, in a library with CUDA kernels,
-// "nvidia" or "nvidia:N" for device number N. Throws LOWLAT_UNSUPPORTED for any other.
-// hosting: NULL for a model that keeps its caches and head.
+// "nvidia" or "nvidia:N" for device number N, in one with AMD code objects "amd" or "amd:N". Throws
+// LOWLAT_UNSUPPORTED for any other. hosting: NULL for a model that keeps its caches and head.
 std::unique_ptr<Model> make_model(const char* platform, const lowlat_model_config& config,
                                   const lowlat_hosting* hosting);
 

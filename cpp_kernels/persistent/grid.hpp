@@ -2,7 +2,8 @@
 // the hand-off between them.
 //
 // Ordering     arrived[b]   the last hand-off that block b reached; written by b (release.device,
-//                           after its barrier), read by every block of the rank (acquire.device).
+//                           after its barrier), read by every block of the rank (polls, then
+//                           fence_polled.device).
 //              edge         block b: what it wrote before hand-off n, then arrived[b] = n; another
 //                           block: arrived[b] reaches n, then it reads
 //              wrap         (arrived[b] - n) as u32 < 2^31 means arrived: blocks are apart by 1
@@ -47,11 +48,12 @@ LOWLAT_DEVICE bool hand_off(const Grid& grid, std::uint32_t number, const stages
   const bool arrived = stages::wait_or_report<stages::Warp>(
       patient, kernel, stages::StageId::hand_off, fault.tp_rank, epoch, [&] {
         for (; next < grid.num_blocks; next += Block::kNumThreads) {
-          const std::uint32_t seen = plat::load_acquire<plat::Scope::device>(grid.arrived + next);
+          const std::uint32_t seen = plat::load_poll<plat::Scope::device>(grid.arrived + next);
           if (seen - number > 0x7fff'ffffu) return false;
         }
         return true;
       });
+  plat::fence_polled<plat::Scope::device>();
   return !Threads::any(!arrived);
 }
 

@@ -9,7 +9,9 @@
 //                  sublayer's post
 //
 // A step may be cut at its experts: what runs them, this program or another schedule's kernels, is
-// free, because x and the partial sums lie in the rank's buffers.
+// free, because x and the partial sums lie in the rank's buffers. And it may be cut between these
+// kernels, each a launch of its own (target_front and so on): the boundary of two launches stands
+// where the whole step has a hand-off, and makes what the first wrote visible to the second.
 //
 // Ordering     Inside a rank, hand-offs between its blocks (persistent/grid.hpp) and nothing else:
 //              what a unit wrote is read after one, or by the block that has the row. Everything
@@ -69,17 +71,37 @@ class Program {
     if (!(cut == 0 ? begin_target(step) : sum_experts(rows.num_rows))) return false;
     if (cut == s_.kNumLayers) return head(step) && end();
     const LayerCall call = target_call(rank_, cut);
-    if (!front(rows, call) || (call.selects() && !select(rows, call)) || !attention(rows, call)) {
-      return false;
-    }
+    if (!to_back(rows, call) || !attention(rows, call)) return false;
     each_row(rows.num_rows, [&](int t) { note_row(rank_, rows, call, t); });
     return end();
   }
+
+  // A target step as launches: of each layer front, on index sources select, and back; then head.
+  // The first front begins the step.
+  LOWLAT_DEVICE bool target_front(const TargetStep& step, int layer_idx) {
+    if (layer_idx == 0 && !begin_target(step)) return false;
+    return front(target_rows(rank_, step), target_call(rank_, layer_idx)) && close();
+  }
+  LOWLAT_DEVICE bool target_select(const TargetStep& step, int layer_idx) {
+    return select(target_rows(rank_, step), target_call(rank_, layer_idx)) && close();
+  }
+  LOWLAT_DEVICE bool target_back(const TargetStep& step, int layer_idx) {
+    return back(target_rows(rank_, step), target_call(rank_, layer_idx)) && close();
+  }
+  LOWLAT_DEVICE bool target_head(const TargetStep& step) { return head(step) && end(); }
 
  private:
   LOWLAT_DEVICE bool begin_target(const TargetStep& step) {
     const Rows rows = target_rows(rank_, step);
     return embed(rows, KernelId::front, [&](int t) { take_target_row(rank_, rows, step, t); });
+  }
+  LOWLAT_DEVICE bool begin_draft(const lowlat_draft& draft) {
+    const Rows rows = draft_rows(rank_, draft);
+    return embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, draft, t); });
+  }
+  LOWLAT_DEVICE bool draft_head(const lowlat_draft& draft) {
+    return local_logits(KernelId::draft, rank_.weights->draft_norm, rank_.weights->draft_hc_head,
+                        draft_rows(rank_, draft).num_rows, nullptr, 0);
   }
   LOWLAT_DEVICE bool head(const TargetStep& call) {
     const Rows rows = target_rows(rank_, call);
@@ -167,18 +189,27 @@ class Program {
   }
 
   LOWLAT_DEVICE bool draft(const lowlat_draft& draft) {
-    if (draft.num_inject_rows > 0 && !inject(draft)) return false;
+    if (draft.num_inject_rows > 0 && !(inject(draft) && hand_off(KernelId::draft))) return false;
     if (draft.batch_size == 0) return end();
+    if (!begin_draft(draft)) return false;
     const Rows rows = draft_rows(rank_, draft);
-    if (!embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, draft, t); })) {
-      return false;
-    }
     for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
       if (!layer(rows, draft_call(rank_, stage))) return false;
     }
-    return local_logits(KernelId::draft, rank_.weights->draft_norm, rank_.weights->draft_hc_head,
-                        rows.num_rows, nullptr, 0) &&
-           propose(draft) && end();
+    return draft_head(draft) && propose(draft) && end();
+  }
+
+  // A draft as launches: inject where it has rows for it; of each stage front and back; propose.
+  LOWLAT_DEVICE bool draft_inject(const lowlat_draft& draft) { return inject(draft) && close(); }
+  LOWLAT_DEVICE bool draft_front(const lowlat_draft& draft, int stage) {
+    return (stage > 0 || begin_draft(draft)) &&
+           front(draft_rows(rank_, draft), draft_call(rank_, stage)) && close();
+  }
+  LOWLAT_DEVICE bool draft_back(const lowlat_draft& draft, int stage) {
+    return back(draft_rows(rank_, draft), draft_call(rank_, stage)) && close();
+  }
+  LOWLAT_DEVICE bool draft_propose(const lowlat_draft& draft) {
+    return draft_head(draft) && propose(draft) && close();
   }
 
   // The proposals alone, from logits_local of the block's rows.
@@ -232,8 +263,9 @@ class Program {
   }
   // The next launch goes on from here. Every block has read the old numbers before it passed the
   // launch's first hand-off, which this block has passed too.
-  LOWLAT_DEVICE bool end() {
-    if (!hand_off(KernelId::front)) return false;
+  LOWLAT_DEVICE bool end() { return hand_off(KernelId::front) && close(); }
+  // The same where the launch has had a hand-off: what a boundary orders needs no second one.
+  LOWLAT_DEVICE bool close() {
     if (grid_.block_idx == 0 && Threads::leads()) *rank_.progress = {epoch_, hand_offs_};
     return true;
   }
@@ -298,8 +330,13 @@ class Program {
            hand_off(KernelId::front);
   }
 
+  // What a kernel wrote is there for the next after a hand-off, or after a launch's end.
   LOWLAT_UNIT bool layer(const Rows& rows, const LayerCall& call) {
-    return front(rows, call) && (!call.selects() || select(rows, call)) && back(rows, call);
+    return to_back(rows, call) && back(rows, call);
+  }
+  LOWLAT_DEVICE bool to_back(const Rows& rows, const LayerCall& call) {
+    return front(rows, call) && hand_off(KernelId::front) &&
+           (!call.selects() || (select(rows, call) && hand_off(KernelId::select)));
   }
 
   LOWLAT_UNIT bool front(const Rows& rows, const LayerCall& call) {
@@ -324,7 +361,7 @@ class Program {
     if (call.owns_pool()) write_compressed(rank_, share_, rows, call);
     if (!hand_off(KernelId::front)) return false;
     project_q(rank_, share_, rows, call);
-    return hand_off(KernelId::front);
+    return true;
   }
 
   LOWLAT_UNIT bool select(const Rows& rows, const LayerCall& call) {
@@ -335,7 +372,7 @@ class Program {
       if (!hand_off(KernelId::select)) return false;
       select_entries(rank_, share_, rows, call, first);
     }
-    return hand_off(KernelId::select);
+    return true;
   }
 
   LOWLAT_UNIT bool back(const Rows& rows, const LayerCall& call) {
@@ -556,7 +593,7 @@ class Program {
       const std::int32_t slot = checked_slot(rank_, draft.inject_slots[t]);
       if (slot >= 0) inject_keys(rank_, slot, t);
     });
-    return hand_off(kernel);
+    return true;
   }
 
   // The proposals, one after another: each needs the token before it.

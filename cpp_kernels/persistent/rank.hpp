@@ -6,6 +6,7 @@
 #endif
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "lowlat/kernels.h"
 #include "persistent/grid.hpp"

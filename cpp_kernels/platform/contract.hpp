@@ -18,12 +18,17 @@
 //   warp_shuffle               v of the lane that is asked for, which may differ by lane
 //   warp_shuffle_xor           v of the lane at (own lane ^ mask)
 //   warp_ballot                bit i: what lane i said; bits past the warp are 0
+//   warp_uniform               v, which is the same in all lanes that call; tells a compiler that
+//                              cannot see it, and branches on it leave the warp together
 //   popcount                   of 64 bits
 //   fma .. copysign            fp32; fma is one rounding, the others are rounded once, and a
 //                              product and a sum in the source stay two roundings. max and min are
 //                              a > b ? a : b and a < b ? a : b: with a NaN they give b.
 //   float_bits, bits_float     reinterpretation
 //   Scope, load_acquire, store_release   memory order, with the scope in full
+//   load_poll, fence_polled    a wait's look at a word, and the fence after the last of them: the
+//                              two are an acquire of what was seen, and a platform where an acquire
+//                              costs more than a look has it in the fence
 //   atomic_add, atomic_cas     relaxed; give the value before
 //   TaggedWords, kTaggedPayload, store_tagged, load_tagged   payload and epoch as one access
 //   spin_pause, clock_ns       every spin calls the first; a monotonic clock
@@ -56,6 +61,7 @@ static_assert(std::same_as<decltype(warp_shuffle(0u, 0)), std::uint32_t>);
 static_assert(std::same_as<decltype(warp_shuffle_xor(0.0f, 1)), float>);
 static_assert(std::same_as<decltype(warp_shuffle_xor(0u, 1)), std::uint32_t>);
 static_assert(std::same_as<decltype(warp_ballot(false)), std::uint64_t>);
+static_assert(std::same_as<decltype(warp_uniform(0)), int>);
 static_assert(std::same_as<decltype(plat::popcount(std::uint64_t{0})), int>);
 static_assert(std::same_as<decltype(fma(0.0f, 0.0f, 0.0f)), float>);
 static_assert(std::same_as<decltype(rsqrt(0.0f)), float>);
@@ -75,6 +81,10 @@ static_assert(std::same_as<decltype(bits_float(0u)), float>);
 static_assert(
     std::same_as<decltype(load_acquire<Scope::system>(static_cast<const std::uint32_t*>(nullptr))),
                  std::uint32_t>);
+static_assert(
+    std::same_as<decltype(load_poll<Scope::device>(static_cast<const std::uint32_t*>(nullptr))),
+                 std::uint32_t>);
+static_assert(std::same_as<decltype(fence_polled<Scope::device>()), void>);
 static_assert(
     std::same_as<decltype(store_release<Scope::device>(static_cast<std::uint32_t*>(nullptr), 0u)),
                  void>);

@@ -63,6 +63,8 @@ LOWLAT_DEVICE float warp_max(float v) {
   return v;
 }
 LOWLAT_DEVICE std::uint64_t warp_ballot(bool mine) { return __ballot_sync(kAllLanes, mine); }
+// As it is: the compiler's own branches bring a warp's threads together again.
+LOWLAT_DEVICE int warp_uniform(int v) { return v; }
 LOWLAT_DEVICE int popcount(std::uint64_t bits) { return __popcll(bits); }
 
 LOWLAT_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
@@ -96,6 +98,13 @@ LOWLAT_DEVICE std::uint32_t load_acquire(const std::uint32_t* word) {
   }
   return value;
 }
+// An acquire is no dearer than a look here.
+template <Scope kScope>
+LOWLAT_DEVICE std::uint32_t load_poll(const std::uint32_t* word) {
+  return load_acquire<kScope>(word);
+}
+template <Scope>
+LOWLAT_DEVICE void fence_polled() {}
 template <Scope kScope>
 LOWLAT_DEVICE void store_release(std::uint32_t* word, std::uint32_t value) {
   if constexpr (kScope == Scope::block) {

@@ -59,6 +59,23 @@ constexpr double plain_layer_bytes(int rows) {
   return attention_weight_bytes<S>() + output_weight_bytes<S>() + moe_weight_bytes<S>(rows) +
          mix_weight_bytes<S>();
 }
+inline constexpr double kKvRowBytes = 584.0;
+// Stored keys that one row gathers: its window and its selection.
+template <class S>
+constexpr double row_kv_bytes() {
+  return (S::kWindow + S::kIndexTopk) * kKvRowBytes;
+}
+// The same layer as two kernels with a boundary between them: up to q and the stored keys, and from
+// the gathered keys on.
+template <class S>
+constexpr double front_kernel_bytes() {
+  return attention_weight_bytes<S>() + mix_weight_bytes<S>() / 2;
+}
+template <class S>
+constexpr double back_kernel_bytes(int rows) {
+  return output_weight_bytes<S>() + moe_weight_bytes<S>(rows) + mix_weight_bytes<S>() / 2 +
+         rows * row_kv_bytes<S>();
+}
 // One of V4's compressors, of keys `dim` wide: two projections in bf16, ape and the norm's gain.
 template <class S>
 constexpr double compressor_weight_bytes(int ratio, int dim) {
@@ -92,12 +109,6 @@ constexpr double pooled_model_bytes(int rows) {
          S::kNumBlockLayers * block_layer_bytes<S>(rows) + head_weight_bytes<S>();
 }
 
-inline constexpr double kKvRowBytes = 584.0;
-// Stored keys that one row gathers: its window and its selection.
-template <class S>
-constexpr double row_kv_bytes() {
-  return (S::kWindow + S::kIndexTopk) * kKvRowBytes;
-}
 // What a request of `length` tokens has read in a layer of V4, whatever its rows: the index keys of
 // ratio 4, all entries of ratio 128.
 constexpr double index_kv_bytes(int length) {

@@ -28,10 +28,10 @@ struct YarnRamp {
   int high = 1;
 };
 
-// The ramp of a configuration, once at build time. beta_fast and beta_slow are turns over
+// The ramp of a configuration, made by the host, once. beta_fast and beta_slow are turns over
 // `original_positions`; for base 160000, 32, 1 and 65536 it is 15 .. 25.
-LOWLAT_DEVICE YarnRamp yarn_ramp(double base, double factor, double beta_fast, double beta_slow,
-                                 double original_positions) {
+inline YarnRamp yarn_ramp(double base, double factor, double beta_fast, double beta_slow,
+                          double original_positions) {
   constexpr double kTwoPi = 6.283185307179586;
   const auto pair_with_turns = [&](double turns) {
     return kRopePairs * std::log(original_positions / (turns * kTwoPi)) / std::log(base);

@@ -54,7 +54,7 @@ struct Team {
     }
   }
   LOWLAT_DEVICE static int lane() { return thread_idx() % kLanes; }
-  LOWLAT_DEVICE static int warp_idx() { return thread_idx() / kLanes; }
+  LOWLAT_DEVICE static int warp_idx() { return plat::warp_uniform(thread_idx() / kLanes); }
   LOWLAT_DEVICE static bool leads() { return thread_idx() == 0; }
 
   LOWLAT_DEVICE static void sync() {

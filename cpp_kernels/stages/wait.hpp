@@ -2,7 +2,7 @@
 // aborted.
 //
 // Ordering     abort     written by any rank or the host (release.system), read by every wait
-//              (acquire.system). It only goes from 0 to a non-zero reason and nothing is published
+//              (a poll, system). It only goes from 0 to a non-zero reason and nothing is published
 //              by it, so a late reader loses time, never data.
 //              status    written by the one thread that claimed it (a cas of `claimed`, 0 to 1,
 //              which orders nothing), before its release of `state`; the host reads the rest after
@@ -118,7 +118,7 @@ LOWLAT_DEVICE WaitResult wait_until(const FaultPort& port, Arrived arrived, bool
     if (!one(!out_mine)) return WaitResult::arrived;
     // A look at the abort word takes as long as a poll and would double the time between two.
     if (poll % kPollsALook == 0 &&
-        one(plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u)) {
+        one(plat::load_poll<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u)) {
       return WaitResult::aborted;
     }
     if (one(plat::clock_ns() > deadline_ns)) return WaitResult::expired;

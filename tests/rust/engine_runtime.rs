@@ -154,10 +154,10 @@ fn settings_are_refused_in_one_line() {
         ),
         (
             RuntimeSettings {
-                platform: "amd".into(),
+                platform: "tpu".into(),
                 ..base.clone()
             },
-            "--platform is amd; needs scalar, nvidia or nvidia:N for device N",
+            "--platform is tpu; needs scalar, or nvidia or amd, with :N for device N",
         ),
         (
             RuntimeSettings {

@@ -13,6 +13,7 @@
 
 #include "fused/exchange.hpp"
 #include "host/nvidia/device.hpp"
+#include "host/region.hpp"
 #include "lowlat/kernels.h"
 
 namespace lowlat::host::cuda {
@@ -75,7 +76,8 @@ class ExchangeRegion {
 
  private:
   std::uint32_t* abort_source() const;  // in the pinned memory
-  struct Layout;
+  RegionHandle description() const;
+
   struct Peer {
     void* base = nullptr;  // as this device sees it
     bool mapped = false;   // by an opened handle, to be closed

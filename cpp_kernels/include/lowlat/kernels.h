@@ -179,10 +179,11 @@ typedef struct lowlat_model lowlat_model;
 
 /* Checks the whole configuration and lists every reason against it, one a line, in
  * lowlat_last_error(). `platform` is "scalar" or, in a library with CUDA kernels, "nvidia" (device
- * tp_rank modulo the number of devices) or "nvidia:N" for device number N. ":fused" or
- * ":persistent" behind it names the schedule of steps and drafts; without a word it is the fused
- * one where that is built for the model, on devices of their own. ":loop" is for measurements: one
- * rank alone, whose peers are itself. */
+ * tp_rank modulo the number of devices) or "nvidia:N" for device number N; in one with AMD code
+ * objects "amd" and "amd:N" likewise, which never ran on an AMD GPU. Behind nvidia's, ":fused" or
+ * ":persistent" names the schedule of steps and drafts; without a word it is the fused one where
+ * that is built for the model, on devices of their own. ":loop" is for measurements: one rank
+ * alone, whose peers are itself. */
 LOWLAT_API lowlat_status lowlat_model_create(const char* platform,
                                              const lowlat_model_config* config,
                                              lowlat_model** out_model);

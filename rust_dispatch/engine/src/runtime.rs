@@ -245,9 +245,10 @@ impl Runtime {
         };
         let config = model.config;
         let on_host = settings.platform == "scalar";
-        if !on_host && settings.platform.split(':').next() != Some("nvidia") {
+        let vendor = settings.platform.split(':').next();
+        if !on_host && !matches!(vendor, Some("nvidia" | "amd")) {
             return Err(EngineError::Refused(format!(
-                "--platform is {}; needs scalar, nvidia or nvidia:N for device N",
+                "--platform is {}; needs scalar, or nvidia or amd, with :N for device N",
                 settings.platform
             )));
         }

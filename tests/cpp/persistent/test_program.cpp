@@ -1,11 +1,12 @@
 // The resident schedule with several blocks a rank, of many threads each, on emu: the same bits
-// whatever the number of blocks and the order of the fibers, ranks equal, and near the scalar
-// platform's model; a rank that does not come ends all blocks of all ranks.
+// whatever the number of blocks, the order of the fibers and the cut into launches, ranks equal,
+// and near the scalar platform's model; a rank that does not come ends all blocks of all ranks.
 //
 // Planted and seen to fail: the hand-off after project_x left out (blocks differ), the wait of a
 // hand-off left out (blocks differ or lanes read what is not there).
 #include <algorithm>
 #include <atomic>
+#include <functional>
 
 #include "emu_block.hpp"
 #include "host/model.hpp"
@@ -197,10 +198,53 @@ struct DraftArrays {
   std::vector<std::int32_t> slots;
 };
 
-Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t order) {
+// A step as one launch, or as the launches of its kernels (K1, K2i, K2 a layer).
+enum class Cut { whole, kernels };
+
+// Launches in a row: body(program, rank) of each says whether it went well.
+using Launch = std::function<bool(persistent::Program&, int rank)>;
+
+// What target_step or draft are made of, for the rows that `steps` or `drafts` hold, one a rank.
+std::vector<Launch> launches_of(const lowlat_model_config& config,
+                                const std::vector<lowlat_step>& steps) {
+  std::vector<Launch> out;
+  for (int i = 0; i < config.num_layers; ++i) {
+    const lowlat_layer& plan = config.layers[i];
+    out.push_back([&, i](auto& program, int r) { return program.target_front({steps[r], {}}, i); });
+    if (plan.ratio > 0 && plan.index_source == i) {
+      out.push_back([&, i](auto& program, int r) { return program.target_select({steps[r], {}}, i); });
+    }
+    out.push_back([&, i](auto& program, int r) { return program.target_back({steps[r], {}}, i); });
+  }
+  out.push_back([&](auto& program, int r) { return program.target_head({steps[r], {}}); });
+  return out;
+}
+std::vector<Launch> launches_of(const lowlat_model_config& config,
+                                const std::vector<lowlat_draft>& drafts) {
+  std::vector<Launch> out;
+  out.push_back([&](auto& program, int r) { return program.draft_inject(drafts[r]); });
+  for (int i = 0; i < config.num_draft_stages; ++i) {
+    out.push_back([&, i](auto& program, int r) { return program.draft_front(drafts[r], i); });
+    out.push_back([&, i](auto& program, int r) { return program.draft_back(drafts[r], i); });
+  }
+  out.push_back([&](auto& program, int r) { return program.draft_propose(drafts[r]); });
+  return out;
+}
+
+Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t order,
+                 Cut cut = Cut::whole) {
   EmuGroup group(kind, tp_size, num_blocks, order);
   Life out;
   const int vocab = group.rank(0).config.vocab;
+  const auto run_all = [&](const std::vector<Launch>& launches) {
+    std::atomic<int> failed{0};
+    for (const Launch& launch : launches) {
+      group.run([&](persistent::Program& program, int r) {
+        if (!launch(program, r)) ++failed;
+      });
+    }
+    CHECK_EQ(failed.load(), 0);
+  };
   const auto all_equal = [&](const auto& of_ranks) {
     for (const auto& one : of_ranks) CHECK(same_bits(one, of_ranks[0]));
   };
@@ -216,11 +260,8 @@ Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t 
           steps[r].logits = logits[r].data();
           steps[r].argmax = argmax[r].data();
         }
-        std::atomic<int> failed{0};
-        group.run([&](persistent::Program& program, int r) {
-          if (!program.target_step({steps[r], {}})) ++failed;
-        });
-        CHECK_EQ(failed.load(), 0);
+        const Launch whole = [&](auto& program, int r) { return program.target_step({steps[r], {}}); };
+        run_all(cut == Cut::whole ? std::vector{whole} : launches_of(group.rank(0).config, steps));
         all_equal(logits);
         all_equal(argmax);
         out.logits.insert(out.logits.end(), logits[0].begin(), logits[0].end());
@@ -231,11 +272,8 @@ Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t 
         std::vector<std::vector<std::int32_t>> tokens(tp_size, std::vector<std::int32_t>(5, -7));
         std::vector<lowlat_draft> drafts(tp_size, own.draft(arrays));
         for (int r = 0; r < tp_size; ++r) drafts[r].draft_tokens = tokens[r].data();
-        std::atomic<int> failed{0};
-        group.run([&](persistent::Program& program, int r) {
-          if (!program.draft(drafts[r])) ++failed;
-        });
-        CHECK_EQ(failed.load(), 0);
+        const Launch whole = [&](auto& program, int r) { return program.draft(drafts[r]); };
+        run_all(cut == Cut::whole ? std::vector{whole} : launches_of(group.rank(0).config, drafts));
         all_equal(tokens);
         out.drafts.insert(out.drafts.end(), tokens[0].begin(), tokens[0].end());
       });
@@ -311,6 +349,9 @@ void check_life(std::uint32_t kind) {
   const int tp_size = kind == LOWLAT_V4 ? 1 : 2;  // V4's prompt is long
   const Life one_block = life_on_emu(kind, tp_size, 1, emu::kAscending);
   check_same(life_on_emu(kind, tp_size, 3, emu::kDescending), one_block);
+  if (kind == LOWLAT_V41) {  // the cut is the same program for both
+    check_same(life_on_emu(kind, tp_size, 2, emu::kAscending, Cut::kernels), one_block);
+  }
   check_near(one_block, life_on_scalar(kind, tp_size), 128);
 }
 
@@ -334,4 +375,34 @@ TEST_CASE(a_rank_that_does_not_come_ends_all_blocks_of_the_other) {
   CHECK_EQ(group.rank(0).status.stage, static_cast<std::uint32_t>(stages::StageId::embed_sum));
   CHECK_EQ(group.rank(1).abort_word, 1u);
   CHECK_EQ(group.rank(0).progress.epoch, 0u);  // a step that was ended moves nothing on
+}
+
+// Hand-offs and exchanges of each kernel: what the time model of docs/amd.md counts.
+TEST_CASE(kernels_have_the_hops_that_are_planned) {
+  EmuGroup group(LOWLAT_V41, 1, 2, emu::kAscending);
+  const lowlat_model_config& config = group.rank(0).config;
+  StepArrays arrays(config);
+  arrays.add(0, text(8), 0, 6);
+  const std::vector<lowlat_step> steps{arrays.step(LOWLAT_TARGET_VERIFY)};
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> hops;
+  for (const Launch& launch : launches_of(config, steps)) {
+    const persistent::Progress before = group.rank(0).progress;
+    group.run([&](persistent::Program& program, int r) { CHECK(launch(program, r)); });
+    const persistent::Progress after = group.rank(0).progress;
+    hops.emplace_back(after.hand_offs - before.hand_offs, after.epoch - before.epoch);
+  }
+  using Hops = std::pair<std::uint32_t, std::uint64_t>;
+  const Hops front{5, 0}, first{6, 1}, with_engram{8, 1}, select{2, 0}, back{10, 2};
+  std::size_t at = 0;
+  for (int i = 0; i < config.num_layers; ++i) {
+    const bool engram = config.layers[i].engram >= 0;
+    CHECK(hops.at(at++) == (i == 0 ? first : engram ? with_engram : front));
+    if (config.layers[i].ratio > 0 && config.layers[i].index_source == i) {
+      CHECK(hops.at(at++) == select);
+    }
+    CHECK(hops.at(at++) == back);
+  }
+  // Norm and head have no output wanted: the launch's end alone.
+  CHECK(hops.at(at++) == (Hops{1, 0}));
+  CHECK_EQ(at, hops.size());
 }

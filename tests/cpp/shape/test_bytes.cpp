@@ -42,6 +42,18 @@ TEST_CASE(whole_layers_follow_the_table) {
   CHECK_NEAR(plain_layer_bytes<Tp4>(48) / kMb, 1021.0, 0.05);
 }
 
+// What docs/amd.md has of its two kernels; together they are the layer and the keys it gathers.
+TEST_CASE(two_kernels_share_the_layer) {
+  CHECK_NEAR(front_kernel_bytes<Tp4>() / kMb, 21.7, 0.05);
+  CHECK_NEAR(back_kernel_bytes<Tp4>(1) / kMb, 70.6, 0.05);
+  CHECK_NEAR(back_kernel_bytes<Tp4>(6) / kMb, 207.0, 0.05);
+  CHECK_NEAR(row_kv_bytes<Tp4>() / kMb, 0.37, 0.005);
+  for (const int rows : {1, 6, 48}) {
+    CHECK_NEAR(front_kernel_bytes<Tp4>() + back_kernel_bytes<Tp4>(rows),
+               plain_layer_bytes<Tp4>(rows) + rows * row_kv_bytes<Tp4>(), 1.0);
+  }
+}
+
 // The table counts four bytes a scale, the checkpoint has one: 0.02% of a weight.
 TEST_CASE(pieces_of_v4_follow_the_table) {
   CHECK_NEAR(attention_weight_bytes<V4Tp1>() / kMb, 6.30 + 33.56, 0.02);

@@ -168,6 +168,12 @@ def config_struct(config, tp_rank, tp_size):
 class Group:
     """The ranks of one model. `shard(spec, tp_rank)` gives the array to bind for a weight."""
 
+    platform = b"scalar"
+
+    def place(self, array, rank):
+        """The array where the rank's kernels reach it."""
+        return array
+
     def __init__(self, path, config, tp_size, shard):
         self.lib = ct.CDLL(str(path))
         self.lib.lowlat_last_error.restype = ct.c_char_p
@@ -183,7 +189,9 @@ class Group:
         for rank in range(tp_size):
             model = ct.c_void_p()
             struct = config_struct(config, rank, tp_size)
-            self.must(self.lib.lowlat_model_create(b"scalar", ct.byref(struct), ct.byref(model)))
+            self.must(
+                self.lib.lowlat_model_create(self.platform, ct.byref(struct), ct.byref(model))
+            )
             self.models.append(model)
             self.pools.append({})
             for spec in self.specs(model):
@@ -208,10 +216,10 @@ class Group:
     def bind(self, model, rank, spec, shard):
         shape, name = tuple(spec.shape[: spec.ndim]), spec.name.decode()
         if spec.role == POOL:
-            array = np.zeros(shape, DTYPES[spec.dtype])
+            array = self.place(np.zeros(shape, DTYPES[spec.dtype]), rank)
             self.pools[rank][name] = array
         else:
-            array = np.ascontiguousarray(shard(spec, rank))
+            array = self.place(np.ascontiguousarray(shard(spec, rank)), rank)
             assert array.shape == shape and array.dtype == DTYPES[spec.dtype], name
         self.bound.append(array)
         tensor = Tensor(dtype=spec.dtype, layout=spec.layout, ndim=spec.ndim, data=array)

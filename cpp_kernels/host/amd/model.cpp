@@ -1,0 +1,205 @@
+#include "host/amd/model.hpp"
+
+#include <atomic>
+#include <charconv>
+#include <cstring>
+
+#include "host/amd/exchange_region.hpp"
+#include "host/amd/step.hpp"
+#include "platform/amd_host.hpp"
+// The platform comes before every stage.
+#include "stages/wait.hpp"
+
+namespace lowlat::host::hip {
+namespace {
+
+namespace stages = lowlat::amd::stages;
+
+constexpr const char* kCatalogue =
+    "front amd gfx942|gfx950 persistent K1: mHC, Engram, q and kv projections, KV writes\n"
+    "select amd gfx942|gfx950 persistent K2i: index scores and top-k, ties to the lowest position\n"
+    "back amd gfx942|gfx950 persistent K2: attention, o-projection, experts, sums in rank order\n"
+    "head amd gfx942|gfx950 persistent norm, logits in bf16, argmax to the lowest id\n"
+    "draft amd gfx942|gfx950 persistent three stages, Markov proposals, Philox noise\n"
+    "plain amd gfx942|gfx950 persistent the same units, any number of rows\n";
+
+// "amd:2" names its device; "amd" takes the rank's.
+int device_of(const std::string& platform, const lowlat_model_config& config) {
+  const std::size_t colon = platform.find(':');
+  if (colon == std::string::npos) {
+    const int count = count_devices();
+    return count > 0 ? config.tp_rank % count : 0;
+  }
+  int device = -1;
+  const char* end = platform.data() + platform.size();
+  const auto read = std::from_chars(platform.data() + colon + 1, end, device);
+  if (read.ec != std::errc{} || read.ptr != end || device < 0) {
+    throw invalid("platform is \"" + platform + "\"; needed amd or amd:N, N a device's number");
+  }
+  return device;
+}
+
+[[noreturn]] void refuse_hosting() {
+  throw Error(LOWLAT_UNSUPPORTED,
+              "platform amd runs models with caches and head of their own; a model that another "
+              "engine hosts runs on nvidia or scalar");
+}
+
+class AmdModel final : public Model {
+ public:
+  AmdModel(const lowlat_model_config& config, int device, const std::vector<CodeObject>& objects)
+      : Model(config, nullptr, "amd", kCatalogue, false), device_(device) {
+    const OnDevice on(device_);
+    module_ = std::make_unique<Module>(objects);
+    region_ = std::make_unique<ExchangeRegion>(*module_, config.tp_rank, config.tp_size,
+                                               step_box_packets(shape()), digest());
+    stream_ = std::make_unique<Stream>();
+    last_ = std::make_unique<Event>();
+  }
+
+  // Work that still runs must end before its memory goes; its peers end with it.
+  ~AmdModel() override {
+    try {
+      if (!wait_idle(0)) {
+        abort();
+        wait_idle(2 * config().wait_budget_ns + 1'000'000'000);
+      }
+    } catch (const Error&) {
+      // The device is lost; what follows frees what it can.
+    }
+    int before = 0;
+    runtime().hipGetDevice(&before);
+    runtime().hipSetDevice(device_);
+    allocated_.clear();
+    step_.reset();
+    last_.reset();
+    stream_.reset();
+    region_.reset();
+    module_.reset();
+    runtime().hipSetDevice(before);
+  }
+
+  std::uint64_t own_bytes() const override {
+    return region_->bytes() + (step_ == nullptr ? 0 : step_->bytes());
+  }
+
+  void* allocate(lowlat_memory_kind kind, std::uint64_t bytes) override {
+    const OnDevice on(device_);
+    const MemoryKind own = kind == LOWLAT_MEMORY_DEVICE ? MemoryKind::device : MemoryKind::shared;
+    return allocated_.emplace_back(own, bytes).data();
+  }
+  void write(void* dst, const void* src, std::uint64_t bytes) override { copy(dst, src, bytes); }
+  void read(void* dst, const void* src, std::uint64_t bytes) const override {
+    copy(dst, src, bytes);
+  }
+
+  void peer_export(lowlat_peer_handle& out) const override { out = region_->handle(); }
+
+  void abort() override {
+    aborted_.store(true, std::memory_order_relaxed);  // orders nothing: only ever read as a word
+    region_->abort();
+  }
+
+ protected:
+  void check_memory(const TensorSlot& slot, const void* data) const override {
+    const OnDevice on(device_);
+    PointerAttributes attributes{};
+    // Memory that HIP does not know is an error to it, and host memory to us.
+    const bool known = runtime().hipPointerGetAttributes(&attributes, data) == kSuccess;
+    const bool of_device = known && attributes.type == kMemoryDevice;
+    if (of_device && attributes.device == device_) return;
+    if (known && attributes.type == kMemoryManaged) return;
+    const std::string seen =
+        of_device ? "memory of device " + std::to_string(attributes.device) : "host memory";
+    throw invalid("tensor " + slot.name + ": data is " + seen +
+                  "; this rank needs memory of device " + std::to_string(device_) +
+                  " (lowlat_model_alloc)");
+  }
+
+  void open_peer(int peer_rank, const lowlat_peer_handle& handle) override {
+    region_->open(peer_rank, handle);
+    region_->probe(peer_rank);
+  }
+  bool has_peer(int rank) const override { return region_->is_open(rank); }
+
+  void become_ready() override {
+    step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), *module_, *region_);
+  }
+
+  // The plain path is the resident program too.
+  void start_step(const lowlat_step& step, Schedule, void* stream) override {
+    launch(step, stream);
+  }
+  void start_draft(const lowlat_draft& draft, Schedule, void* stream) override {
+    launch(draft, stream);
+  }
+  void start_accept(const lowlat_accept& accept, void* stream) override { launch(accept, stream); }
+  // make_model makes no hosted one.
+  void start_hosted(const lowlat_hosted_step&, void*) override { refuse_hosting(); }
+  void start_proposal(const lowlat_proposal&, void*) override { refuse_hosting(); }
+  void move_pools() override { refuse_hosting(); }
+
+  bool wait_idle(std::uint64_t budget_ns) override {
+    const OnDevice on(device_);
+    return poll(runtime().hipEventQuery, last_->get(), "hipEventQuery", budget_ns);
+  }
+
+  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
+
+  lowlat_status_words status() const override {
+    // Written by the device, so no load may be kept from an earlier look: the state first, the rest
+    // after it.
+    const auto* words = static_cast<const stages::StatusWords*>(region_->status());
+    const std::uint32_t state = __atomic_load_n(&words->state, __ATOMIC_ACQUIRE);
+    lowlat_status_words out{};
+    out.struct_bytes = sizeof out;
+    out.peer = -1;
+    if (state == 0u) return out;
+    out.state = state;
+    out.kernel = words->kernel;
+    out.stage = words->stage;
+    out.peer = words->peer;
+    out.epoch = words->epoch;
+    return out;
+  }
+
+ private:
+  void copy(void* dst, const void* src, std::uint64_t bytes) const {
+    const OnDevice on(device_);
+    check(runtime().hipMemcpy(dst, src, bytes, kCopyDefault), "hipMemcpy");
+  }
+
+  template <class Call>
+  void launch(const Call& call, void* stream) {
+    const OnDevice on(device_);
+    void* chosen = stream == nullptr ? stream_->get() : stream;
+    step_->launch(call, chosen);
+    int capturing = 0;
+    check(runtime().hipStreamIsCapturing(chosen, &capturing), "hipStreamIsCapturing");
+    // A graph's end is the business of who replays it.
+    if (capturing == 0) check(runtime().hipEventRecord(last_->get(), chosen), "hipEventRecord");
+  }
+
+  int device_;
+  std::unique_ptr<Module> module_;
+  std::unique_ptr<ExchangeRegion> region_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Event> last_;  // of what was launched last
+  std::unique_ptr<ResidentStep> step_;
+  std::vector<Memory> allocated_;
+  std::atomic<bool> aborted_{false};
+};
+
+}  // namespace
+
+std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config,
+                                  const lowlat_hosting* hosting,
+                                  const std::vector<CodeObject>& objects) {
+  if (hosting != nullptr) refuse_hosting();
+  runtime();  // says what is missing before anything else is asked
+  const int device = device_of(platform, config);
+  require_device(device, platform);
+  return std::make_unique<AmdModel>(config, device, objects);
+}
+
+}  // namespace lowlat::host::hip

@@ -1,0 +1,92 @@
+// The resident schedule on the platform amd, cut into launches: K1 (front), K2i (select, on index
+// sources) and K2 (back) a layer, then head or propose, and the acceptance rule as one.
+//
+// Every kernel takes the rank (device memory), the blocks' words of the hand-offs, the number of
+// blocks, the call by value and the layer or stage. All blocks are resident at once, which the host
+// sees to (host/amd/geometry.hpp). A boundary of two launches of one stream is the hand-off between
+// them. It never ran on an AMD GPU: see docs/amd.md.
+#include "platform/amd.hpp"
+#include "platform/contract.hpp"
+// The platform comes first.
+#include "host/amd/geometry.hpp"
+#include "persistent/program.hpp"
+
+namespace persistent = lowlat::amd::persistent;
+namespace plat = lowlat::amd::plat;
+namespace stages = lowlat::amd::stages;
+
+namespace {
+
+constexpr int kThreads = persistent::Block::kNumThreads;
+static_assert(kThreads == lowlat::amd::kBlockThreads);
+static_assert(sizeof(persistent::Rank) == lowlat::amd::kRankBytes);
+static_assert(sizeof(persistent::BlockMemory) == lowlat::amd::kBlockMemoryBytes);
+
+// A rank that was ended runs nothing more: true when the block may go on. Blocks that began before
+// an abort was raised meet those that began after it in no hand-off: they see the word there.
+LOWLAT_DEVICE bool may_run(const persistent::Rank& rank) {
+  const stages::FaultPort& fault = rank.port.fault;
+  const bool ended =
+      plat::load_acquire<plat::Scope::system>(fault.abort_words[fault.tp_rank]) != 0u;
+  if (ended && plat::thread_idx() == 0) {
+    stages::note_abort(fault, 0, stages::StageId::none, rank.progress->epoch);
+  }
+  return !plat::block_any(ended);
+}
+
+LOWLAT_DEVICE persistent::Program program_of(const persistent::Rank& rank, std::uint32_t* arrived,
+                                             int num_blocks) {
+  return {rank, {arrived, plat::block_idx(), num_blocks}};
+}
+
+}  // namespace
+
+LOWLAT_KERNEL(kThreads)
+lowlat_target_front(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                    lowlat_step step, int layer_idx) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_front({step, {}}, layer_idx);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_target_select(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                     lowlat_step step, int layer_idx) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_select({step, {}}, layer_idx);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_target_back(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                   lowlat_step step, int layer_idx) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_back({step, {}}, layer_idx);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_target_head(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                   lowlat_step step) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_head({step, {}});
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_draft_inject(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                    lowlat_draft draft) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).draft_inject(draft);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_draft_front(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                   lowlat_draft draft, int stage) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).draft_front(draft, stage);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_draft_back(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                  lowlat_draft draft, int stage) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).draft_back(draft, stage);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_draft_propose(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                     lowlat_draft draft) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).draft_propose(draft);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_accept_tokens(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                     lowlat_accept accept) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).accept(accept);
+}
+// The proof that a peer's memory is reached: one thread of one block stores a word into it.
+LOWLAT_KERNEL(kThreads) lowlat_probe(std::uint32_t* word, std::uint32_t value) {
+  if (plat::thread_idx() == 0) plat::store_release<plat::Scope::system>(word, value);
+}

@@ -1,0 +1,87 @@
+"""One tiny layer of V4.1 and of V4 on two ranks of the platform amd: the library's own host side,
+the launches K1, K2i, K2, head and draft as it makes them, and their machine code for gfx942 and
+gfx950, run by our interpreter behind the HIP runtime's C ABI (tests/tools/amd/hip.py). It never ran
+on an AMD GPU.
+"""
+
+import ctypes
+
+import numpy as np
+import pytest
+from support import amd_machine as amd
+from support import amd_model, small_model
+from support import kernels_abi as abi
+
+MODELS = {"v41": amd_model.TINY_V41, "v4": amd_model.TINY_V4}
+SEED, STEP_SEED = 5, 3
+
+
+@pytest.fixture(scope="module")
+def library():
+    """The kernel library, with code objects. The interpreter is loaded before it asks for HIP."""
+    path = abi.find_library()
+    if path is None:
+        pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
+    try:
+        amd.compiler()
+    except amd.NoToolsError as error:
+        pytest.skip(str(error))
+    if b"amdgcn-amd-amdhsa--gfx950" not in path.read_bytes():
+        pytest.skip("the kernel library was built without a compiler for AMD code objects")
+    return path
+
+
+RUNS = [("gfx950", "v41", 1), ("gfx942", "v4", 1)]
+if amd.DEEP:
+    RUNS = [(isa, model, seed) for isa in amd.ISAS for model in MODELS for seed in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("isa, model, seed", RUNS)
+def test_a_tiny_layer_of_two_ranks_equals_scalar(library, isa, model, seed):
+    small = MODELS[model]
+    weights = small_model.Weights(small, SEED, 2)
+    machine = amd.machine.Machine(isa, ranks=2, seed=seed, approximate=3)
+    scalar = abi.Group(library, small.config, 2, weights.shard)
+    with amd.hip.Runtime(machine, num_units=2) as runtime:
+        group = amd_model.AmdGroup(runtime, library, weights)
+        runs = [amd_model.Steps(one, small.config, STEP_SEED) for one in (group, scalar)]
+        for mode, counts in ((abi.EXTEND, (5, 4)), (abi.DECODE, (1, 1))):
+            logits, want = (one.step(mode, counts) for one in runs)
+            assert np.isfinite(want[0]).all()
+            for rank in range(2):
+                assert np.array_equal(logits[rank].view(np.uint32), want[rank].view(np.uint32))
+        drafts, want = (one.draft() for one in runs)
+        for (tokens, logits), (wanted, wanted_logits) in zip(drafts, want, strict=True):
+            assert np.array_equal(tokens, wanted)
+            assert np.array_equal(logits.view(np.uint32), wanted_logits.view(np.uint32))
+        for rank in range(2):
+            for name, pool in scalar.pools[rank].items():
+                assert np.array_equal(group.pools[rank][name], pool), name
+                assert pool.any(), name
+        group.close()
+    scalar.close()
+
+
+def test_a_rank_that_does_not_come_is_a_fault_that_names_it(library):
+    """The other rank's step is never launched: the wait ends at its deadline and says for whom."""
+    small = amd_model.TINY_V41
+    budget = {"wait_budget_ns": 2_000_000}
+    config = small.config | budget
+    weights = small_model.Weights(
+        small_model.SmallModel(config, small.lengths, small.larger, small.entry_size), SEED, 2
+    )
+    machine = amd.machine.Machine("gfx950", ranks=2, seed=1)
+    with amd.hip.Runtime(machine, num_units=2) as runtime:
+        group = amd_model.AmdGroup(runtime, library, weights)
+        steps = amd_model.Steps(group, config, STEP_SEED)
+
+        def only_the_first(function, structs):
+            group.must(function(group.models[0], ctypes.byref(structs[0]), None))
+            wait = ctypes.c_uint64(amd_model.WAIT_BUDGET_S * 1_000_000_000)
+            return group.lib.lowlat_synchronize(group.models[0], wait)
+
+        group.launch = only_the_first
+        steps.step(abi.EXTEND, (2, 2))
+        words = amd_model.status(group, 0)
+        assert words.state == 1 and words.peer == 1
+        group.close()
