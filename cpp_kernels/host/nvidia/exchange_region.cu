@@ -83,13 +83,17 @@ ExchangeRegion::~ExchangeRegion() {
 }
 
 RegionHandle ExchangeRegion::description() const {
-  return {kMagic,        LOWLAT_KERNELS_ABI_VERSION,
-          tp_rank_,      tp_size_,
-          device_,       getpid(),
+  return {kMagic,
+          LOWLAT_KERNELS_ABI_VERSION,
+          tp_rank_,
+          tp_size_,
+          device_,
+          getpid(),
           static_cast<std::uint32_t>(box_packets_),
           static_cast<std::uint32_t>(fused_packets_),
           reinterpret_cast<std::uint64_t>(base_),
-          model_digest_, device_id(device_)};
+          model_digest_,
+          device_id(device_)};
 }
 
 lowlat_peer_handle ExchangeRegion::handle() const {
@@ -265,7 +269,9 @@ void ExchangeRegion::abort() {
 }
 
 std::uint64_t ExchangeRegion::bytes() const {
-  return static_cast<std::uint64_t>(DeviceRegionLayout{box_packets_, tp_size_, fused_packets_}.bytes()) + 16;
+  return static_cast<std::uint64_t>(
+             DeviceRegionLayout{box_packets_, tp_size_, fused_packets_}.bytes()) +
+         16;
 }
 
 }  // namespace lowlat::host::cuda

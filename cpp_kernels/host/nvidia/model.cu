@@ -313,7 +313,7 @@ class NvidiaModel final : public Model {
   std::unique_ptr<ExchangeRegion> region_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Stream> copies_;  // of memory that nothing that was launched uses
-  std::unique_ptr<Event> last_;  // of what was launched last
+  std::unique_ptr<Event> last_;     // of what was launched last
   std::unique_ptr<ResidentStep> step_;
   std::unique_ptr<FusedStep> fused_step_;
   std::unique_ptr<FusedProposals> fused_proposals_;
