@@ -26,7 +26,10 @@ namespace lowlat::bench {
 
 // Of rank 0, whose embeddings the loop makes every rank's; others would be zeros.
 inline constexpr int kOwnTokens = 129280 / 4;
-inline constexpr int kPosition = 4000, kPageSize = 256, kMaxBatch = 8, kPagesOfRequest = 20;
+// Short contexts, all of whose entries are selected, and long ones, where what is selected hangs on
+// the last bits of scores that random keys bring close together.
+inline constexpr int kShort = 200, kPosition = 4000, kPageSize = 256, kMaxBatch = 8,
+                     kPagesOfRequest = 20;
 
 inline void must(lowlat_status status) {
   if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
@@ -54,8 +57,9 @@ static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t 
 enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages };
 
 // Random values of a dtype. A sublayer adds an eighth to the streams that the embedding made: what
-// one of them does wrong shows. Biases choose the experts: scores that lie as close as random ones
-// would give a row others by the last bit of what came before, and that row would tell nothing.
+// one of them does wrong shows. To compare, biases choose the experts: scores that lie as close as
+// random ones would give a row others by the last bit of what came before, and that row would tell
+// nothing. To time, scores do.
 static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
                             std::int64_t count, int scale_code, std::uint64_t seed) {
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
@@ -172,7 +176,7 @@ inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
   }
   c.num_draft_stages = num_draft_stages;
   c.draft_block = 5;
-  c.draft_mask_token = 128799;
+  c.draft_mask_token = 28799;
   c.markov_rank = 256;
   c.draft_experts = 128;
   c.draft_experts_per_token = 3;
@@ -191,6 +195,7 @@ inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
 // Device memory of weights, by name, for all models of a configuration.
 class Weights {
  public:
+  explicit Weights(bool by_score = false) : by_score_(by_score) {}
   static std::int64_t count_of(const lowlat_tensor_spec& spec) {
     std::int64_t count = 1;
     for (std::uint32_t d = 0; d < spec.ndim; ++d) count *= spec.shape[d];
@@ -202,10 +207,10 @@ class Weights {
   }
   void* of(const lowlat_tensor_spec& spec, std::uint64_t seed) {
     void*& data = memory_[spec.name];
-    if (data == nullptr) data = filled(spec, seed);
+    if (data == nullptr) data = filled(spec, seed, by_score_);
     return data;
   }
-  static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed) {
+  static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed, bool by_score = false) {
     void* data = nullptr;
     const std::int64_t bytes = bytes_of(spec);
     cuda_must(cudaMalloc(&data, static_cast<std::size_t>(bytes)), "memory");
@@ -214,13 +219,13 @@ class Weights {
     const bool out = name.find("wo_b") != std::string::npos;
     const bool down = name.find("w2") != std::string::npos;
     const int scale_code = out ? 125 : down ? 117 : 120;
-    const Kind kind = name == "embed.weight"                        ? Kind::embedding
-                      : gain                                        ? Kind::gain
-                      : name.find("gate.bias") != std::string::npos ? Kind::bias
-                      : name.find("wo_a") != std::string::npos      ? Kind::wo_a
-                      : spec.layout == LOWLAT_KV_PAGED              ? Kind::kv_pages
-                      : spec.layout == LOWLAT_INDEX_PAGED           ? Kind::index_pages
-                                                                    : Kind::plain;
+    const Kind kind = name == "embed.weight"                                     ? Kind::embedding
+                      : gain                                                     ? Kind::gain
+                      : !by_score && name.find("gate.bias") != std::string::npos ? Kind::bias
+                      : name.find("wo_a") != std::string::npos                   ? Kind::wo_a
+                      : spec.layout == LOWLAT_KV_PAGED                           ? Kind::kv_pages
+                      : spec.layout == LOWLAT_INDEX_PAGED                        ? Kind::index_pages
+                                                                                 : Kind::plain;
     // Rows of a page by its bytes.
     const int rows = kind == Kind::kv_pages ? static_cast<int>(spec.shape[1] / 584) : 1;
     fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code, seed << 40);
@@ -233,6 +238,7 @@ class Weights {
   }
 
  private:
+  bool by_score_;
   std::map<std::string, void*> memory_;
 };
 
@@ -248,12 +254,12 @@ struct Case {
   int rows() const { return requests * tokens; }
 };
 
-// Of a hosted model: page 0 belongs to padding, and the window's keys lie in pages of another order.
+// Of a hosted model: page 0 is padding's, and the window's keys lie in pages of another order.
 inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
-// Who keeps caches and head: the model, or an engine with the checkpoint's experts and wo_a in bf16,
-// for steps or for proposals.
+// Who keeps caches and head: the model, or an engine with the checkpoint's experts and wo_a in
+// bf16, for steps or for proposals.
 enum class Host { none, steps, proposals };
 
 class Rank {
@@ -507,7 +513,7 @@ inline std::vector<float> row_of(const Pool& pool, const std::uint8_t* bytes, st
 }
 
 // Stored rows of the two ranks: which differ, and by how much.
-inline void compare_pools(Rank& got, Rank& want) {
+inline void compare_pools(Rank& got, Rank& want, double bound) {
   for (std::size_t i = 0; i < got.pools().size(); ++i) {
     const Pool& pool = got.pools()[i];
     const auto bytes = static_cast<std::size_t>(Weights::bytes_of(pool.spec));
@@ -539,9 +545,11 @@ inline void compare_pools(Rank& got, Rank& want) {
     std::printf("  %-14s %4zu of %lld rows differ, rel_l2 median %.1e worst %.1e\n",
                 pool.name.c_str(), errors.size(), static_cast<long long>(rows), median(errors),
                 errors.empty() ? 0.0 : errors.back());
-    expect(median(errors) < 0.1 && errors.size() < 200, pool.name.c_str());
+    expect(median(errors) < bound && errors.size() < 500, pool.name.c_str());
   }
 }
+
+inline double bound_of(const Case& of) { return of.position < 512 ? 0.04 : 0.2; }
 
 // One step on both, by launches.
 inline void compare_step(Rank& got, Rank& want, const Case& of, int salt) {
@@ -563,7 +571,7 @@ inline void compare_step(Rank& got, Rank& want, const Case& of, int salt) {
     wrong +=
         best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
   }
-  const bool good = median(errors) < 0.05 && wrong == 0;
+  const bool good = median(errors) < bound_of(of) && wrong == 0;
   std::printf(
       "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
       "differs %d, wrong %d\n",
@@ -590,7 +598,8 @@ inline void compare_hosted(Rank& got, Rank& want, const Case& of, int salt) {
     medians[i] = median(errors_of(results[i][0], results[i][1], widths[i]));
   }
   const bool kept = got.history() == want.history();
-  const bool good = medians[0] < 0.05 && medians[1] < 0.05 && medians[2] < 0.05 && kept;
+  const bool good =
+      medians[0] < bound_of(of) && medians[1] < bound_of(of) && medians[2] < bound_of(of) && kept;
   std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
               good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
               kept ? "" : ", other history");
@@ -711,7 +720,7 @@ inline void compare_draft(Rank& got, Rank& want, const Case& of) {
     greedy += tokens[0][i] != tokens[2][i];
   }
   const auto errors = errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
-  const bool good = median(errors) < 0.05 && greedy == 0;
+  const bool good = median(errors) < bound_of(of) && greedy == 0;
   std::printf(
       "%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
       "without logits %d\n",

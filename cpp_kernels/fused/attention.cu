@@ -53,11 +53,13 @@ template <int kTile_, bool kHops>
 struct Shared {
   static constexpr int kTile = kTile_, kProbPitch = kTile + 8;
   static constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
-  // q where it comes by packets, then scores [kScoreGroups][kHeads][kTile]. A tile's stored rows and
-  // their scale bytes lie over both where nothing of the next tile comes meanwhile, else behind.
+  // q where it comes by packets, then scores [kScoreGroups][kHeads][kTile]. A tile's stored rows
+  // and their scale bytes lie over both where nothing of the next tile comes meanwhile, else
+  // behind.
   static constexpr int kQueryBytes = kHops ? kHeads * kKeyPitch * 2 : 0;
   static constexpr int kScoreBytes = kScoreGroups * kHeads * kTile * 4;
-  static constexpr int kRawAt = kHops ? 0 : kScoreBytes;
+  static constexpr bool kAhead = !kHops && kTile == 32;  // a block has several tiles
+  static constexpr int kRawAt = kAhead ? kScoreBytes : 0;
   static constexpr int kRawScales = kRawAt + kTile * stages::kKvDataBytes;
   static constexpr int kRawEnd = kRawScales + kTile * 8;
   static_assert(kTile % 16 == 0 && kHeads <= kTile && kListed >= kTile);
@@ -113,6 +115,10 @@ LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, 
       slot);
 }
 
+static_assert(2 * (sizeof(Shared<48, true>) + 1024) <= 228 * 1024 &&
+              2 * (sizeof(Shared<48, false>) + 1024) <= 228 * 1024 &&
+              2 * (sizeof(Shared<32, false>) + 1024) <= 228 * 1024);
+
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
 template <int kTile>
 LOWLAT_DEVICE int key_of(int i) {
@@ -125,7 +131,8 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
                : "memory");
 }
 
-// Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads call.
+// Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads
+// call.
 template <bool kFill, class Shared>
 LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {
@@ -414,8 +421,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
-      // Few rows have one tile a block; more have memory for the next tile's rows.
-      if constexpr (kHops) ask_for_tile<true>(shared, shared.data[side], shared.scales[side]);
+      if constexpr (!Memory::kAhead)
+        ask_for_tile<true>(shared, shared.data[side], shared.scales[side]);
       expand_tile(shared, nullptr);
     }
     const int next = first + kTile;
@@ -434,7 +441,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       shared.scales[side ^ 1][thread_idx] = row.scales;
     }
     plat::block_sync();
-    if (!kHops && next < end_key) {  // the next tile's rows are on their way over the products
+    if (Memory::kAhead &&
+        next < end_key) {  // the next tile's rows are on their way over the products
       ask_for_tile<true>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
@@ -696,8 +704,8 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                            sizeof(Shared<kTile, kHops>), blocks, programmatic, stream, params);
     };
     if (params.num_rows <= kHopRows) return launch.template operator()<true, 48>();
-    // So that a block has room beside one of the kernel before.
-    if (params.num_rows <= 24) return launch.template operator()<false, 48>();
+    // Two blocks have room on a multiprocessor. Up to sixteen rows a block has one tile.
+    if (params.num_rows <= 16) return launch.template operator()<false, 48>();
     return launch.template operator()<false, 32>();
   });
 }

@@ -616,8 +616,9 @@ __global__ void __launch_bounds__(kLatentThreads)
 
 }  // namespace
 
-// What few rows' kernels ask for, so that every multiprocessor has room for a block of each but not
-// for two of [q_a, kv]: a block of q that has to wait for two of those to end is late by 3 us.
+// What kernels of up to sixteen rows ask for, so that every multiprocessor has room for a block of
+// each but not for two of [q_a, kv]: a block of q that has to wait for two of those to end is late
+// by 3 us.
 constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;
 constexpr int kQkvAsked = kMultiprocessorBytes / 2 - kReservedBytes + 256;
 constexpr int kQAsked = kMultiprocessorBytes - kQkvAsked - 2 * kReservedBytes;
@@ -626,7 +627,7 @@ cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaS
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       constexpr int kBytes = sizeof(typename QkvProduct<M, kTiles>::Shared);
-      constexpr int kAsked = kTiles == 1 ? kQkvAsked : kBytes;
+      constexpr int kAsked = kTiles <= 2 ? kQkvAsked : kBytes;
       static_assert(kBytes <= kAsked);
       return launch_kernel(front_qkv_fp8_sm90<M, kTiles>, dim3(Sizes<M>::kQkvTiles * kQkvBlocks),
                            kProductThreads, kAsked, kQkvBlocks, programmatic, stream, params);
@@ -649,8 +650,11 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
         const cudaError_t error = launch_kernel(front_latent_any<M>, dim3(params.num_rows),
                                                 kLatentThreads, 0, 1, programmatic, stream, params);
         if (error != cudaSuccess) return error;
-        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads,
-                             sizeof(QShared<M, kTiles>), kCluster, programmatic, stream, params);
+        constexpr int kBytes = sizeof(QShared<M, kTiles>);
+        constexpr int kAsked = kTiles <= 2 ? kQAsked : kBytes;
+        static_assert(kBytes <= kAsked);
+        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads, kAsked,
+                             kCluster, programmatic, stream, params);
       }
     });
   });

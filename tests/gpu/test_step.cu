@@ -31,16 +31,43 @@ TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) {
   bench::Weights weights;
   bench::Rank fused(kFused, config, weights);
   bench::Rank resident("nvidia:0:persistent:loop", config, weights);
-  int position = bench::kPosition;
-  for (const int rows : {6, 1, 8, 12, 24, 48}) {
-    for (int i = 0; i < 2; ++i) {
+  for (const int start : {bench::kShort, bench::kPosition}) {
+    int position = start;
+    for (const int rows : {6, 1, 8, 12, 24, 48}) {
       const bench::Case of = bench::case_of(rows, position);
-      bench::compare_step(fused, resident, of, i);
+      bench::compare_step(fused, resident, of, rows);
       if (of.tokens == 6) bench::compare_draft(fused, resident, of);
-      position += of.tokens + 11 * of.requests;
+      position += of.tokens;
     }
+    bench::compare_pools(fused, resident, start == bench::kShort ? 0.08 : 0.2);
   }
-  bench::compare_pools(fused, resident);
+  CHECK_EQ(bench::failures, 0);
+}
+
+TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
+  need_memory();
+  bench::failures = 0;
+  lowlat_model_config config = bench::config_of(false, 3);
+  config.num_pages = bench::kPagesOfRequest;
+  {
+    bench::Weights weights;
+    bench::Rank fused(kFused, config, weights, bench::Host::steps);
+    bench::Rank resident("nvidia:0:persistent:loop", config, weights, bench::Host::steps);
+    for (const int rows : {6, 1, 12, 48}) {
+      bench::compare_hosted(fused, resident, bench::case_of(rows, bench::kShort + rows), 1);
+    }
+    bench::compare_hosted(fused, resident, {4, 1, bench::kShort}, 2);
+    bench::compare_pools(fused, resident, 0.08);
+  }
+  config.num_widths = 0;
+  for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
+  bench::Weights weights;
+  bench::Rank fused(kFused, config, weights, bench::Host::proposals);
+  bench::Rank resident("nvidia:0:persistent:loop", config, weights, bench::Host::proposals);
+  for (const int batch : {1, 4, 8}) {
+    bench::compare_proposals(fused, resident, batch, false);
+    bench::compare_proposals(fused, resident, batch, true);
+  }
   CHECK_EQ(bench::failures, 0);
 }
 

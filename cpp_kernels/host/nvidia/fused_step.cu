@@ -443,8 +443,8 @@ void FusedStep::State::Target::take_features(int layer_idx) const {
 
 // Compressed keys, if the layer owns them, and the selection, on the branch beside the chain. None
 // of its kernels waits for one of the chain that may still be without a place on the device, which
-// they could keep from it: what needs x starts when x is there, what needs [q_a, kv] when these are,
-// and attention is launched when the selection has ended.
+// they could keep from it: what needs x starts when x is there, what needs [q_a, kv] when these
+// are, and attention is launched when the selection has ended.
 fused::CompressParams FusedStep::State::Target::compressor(int layer_idx) const {
   const auto& w = s.weights.layers[layer_idx];
   const lowlat_layer& plan = s.plan(layer_idx);

@@ -91,6 +91,7 @@ class NvidiaModel final : public Model {
         digest());
     if (loop) region_->loop_back();
     stream_ = std::make_unique<Stream>();
+    copies_ = std::make_unique<Stream>();
     last_ = std::make_unique<Event>();
   }
 
@@ -114,6 +115,7 @@ class NvidiaModel final : public Model {
     step_.reset();
     last_.reset();
     stream_.reset();
+    copies_.reset();
     region_.reset();
     cudaSetDevice(before);
   }
@@ -128,7 +130,8 @@ class NvidiaModel final : public Model {
     const OnDevice on(device_);
     if (kind == LOWLAT_MEMORY_DEVICE) {
       Memory& memory = allocated_.emplace_back(bytes);
-      check(cudaMemset(memory.data(), 0, bytes), "cudaMemset");
+      check(cudaMemsetAsync(memory.data(), 0, bytes, copies_->get()), "cudaMemsetAsync");
+      copies_->wait();
       return memory.data();
     }
     void* memory = nullptr;
@@ -139,9 +142,12 @@ class NvidiaModel final : public Model {
     std::memset(memory, 0, bytes);
     return memory;
   }
+  // Whole at return: cudaMemcpy may leave its last piece on the way, behind which a launch on
+  // another stream would not wait.
   void write(void* dst, const void* src, std::uint64_t bytes) override {
     const OnDevice on(device_);
-    check(cudaMemcpy(dst, src, bytes, cudaMemcpyDefault), "cudaMemcpy");
+    check(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, copies_->get()), "cudaMemcpyAsync");
+    copies_->wait();
   }
   void read(void* dst, const void* src, std::uint64_t bytes) const override {
     const OnDevice on(device_);
@@ -292,7 +298,8 @@ class NvidiaModel final : public Model {
   bool fused_, forced_;  // see the constructor
   std::unique_ptr<ExchangeRegion> region_;
   std::unique_ptr<Stream> stream_;
-  std::unique_ptr<Event> last_;  // of what was launched last
+  std::unique_ptr<Stream> copies_;  // of memory that nothing that was launched uses
+  std::unique_ptr<Event> last_;     // of what was launched last
   std::unique_ptr<ResidentStep> step_;
   std::unique_ptr<FusedStep> fused_step_;
   std::unique_ptr<FusedProposals> fused_proposals_;
