@@ -1312,50 +1312,40 @@ struct Consumer {
     return r.table.sorted[first + (g < count ? g : count - 1)];
   }
 
-  // acc = the band times an expert's rows of h, a part of I. `codes` and `scales`: of the part in the
-  // band's first row. Groups outside, the band's tiles of sixteen columns inside: what they share is
-  // little, so that much can be under way at a time.
-  static constexpr int kLast = L::kMTiles - 1;
-  static constexpr bool kWhole = L::kBandRows % 16 == 0;  // else the last tile has eight
-  LOWLAT_DEVICE void multiply_second(float (&acc)[L::kMTiles][4],
+  // acc = sixteen columns (eight when not kWhole) times an expert's rows of h, a part of I. `codes`
+  // and `scales`: of the part in the band's first row.
+  template <bool kWhole>
+  LOWLAT_DEVICE void multiply_second(float (&acc)[4],
                                      const typename SecondWarp<L>::Hidden& h, std::uint32_t codes,
-                                     std::uint32_t scales) const {
-    // A load fetches two groups of sixteen rows; of eight rows the second half is not looked at.
-    const std::uint32_t code = codes + r.lane % 16 * L::kInnerRow + r.lane / 16 * 16;
-    const std::uint32_t last = kWhole ? code : codes + r.lane % 8 * L::kInnerRow + r.lane / 8 % 2 * 16;
-    const std::uint32_t scale = scales + g * L::kInnerScaleRow;
-    static_assert(L::kPartGroups % 2 == 0);
+                                     std::uint32_t scales, int m) const {
+    // A load fetches two groups of sixteen rows, or four of eight. What lies beyond the last group
+    // is read and not used.
+    constexpr int kRows = kWhole ? 16 : 8, kGroups = kWhole ? 2 : 4;
+    const std::uint32_t code =
+        codes + (16 * m + r.lane % kRows) * L::kInnerRow + r.lane / kRows * 16;
+    const std::uint32_t scale = scales + (16 * m + g) * L::kInnerScaleRow;
+    std::uint32_t words[(L::kPartGroups + kGroups - 1) / kGroups][4];
 #pragma unroll
-    for (int both = 0; both < L::kPartGroups; both += 2) {
-      std::uint32_t words[L::kMTiles][4];
+    for (int i = 0; i * kGroups < L::kPartGroups; ++i) {
+      smem_matrices(words[i], code + i * kGroups * 16);
+    }
 #pragma unroll
-      for (int m = 0; m < L::kMTiles; ++m) {
-        smem_matrices(words[m], (m == kLast ? last : code) + 16 * m * L::kInnerRow + both * 16);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int group = both + i;
-        std::uint32_t b[4];
-        SecondWarp<L>::unpack(h, group, b);
-#pragma unroll
-        for (int m = 0; m < L::kMTiles; ++m) {
-          const bool whole = kWhole || m < kLast;
-          std::uint32_t low[4], high[4] = {};
-          place_fp4(words[m][whole ? 2 * i : i], low);
-          if (whole) place_fp4(words[m][2 * i + 1], high);
-          float sums_of[4] = {};
-          multiply_half_pairs(sums_of, low, high, b);
-          multiply_half_pairs(sums_of, low + 2, high + 2, b + 2);
-          const std::uint32_t at = scale + 16 * m * L::kInnerScaleRow + group;
-          const float low_scale = scale_of(smem_load1(at));
-          acc[m][0] = __fmaf_rn(sums_of[0], low_scale, acc[m][0]);
-          acc[m][1] = __fmaf_rn(sums_of[1], low_scale, acc[m][1]);
-          if (whole) {
-            const float high_scale = scale_of(smem_load1(at + 8 * L::kInnerScaleRow));
-            acc[m][2] = __fmaf_rn(sums_of[2], high_scale, acc[m][2]);
-            acc[m][3] = __fmaf_rn(sums_of[3], high_scale, acc[m][3]);
-          }
-        }
+    for (int group = 0; group < L::kPartGroups; ++group) {
+      std::uint32_t b[4], low[4], high[4] = {};
+      SecondWarp<L>::unpack(h, group, b);
+      const std::uint32_t(&four)[4] = words[group / kGroups];
+      place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
+      if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
+      float sums_of[4] = {};
+      multiply_half_pairs(sums_of, low, high, b);
+      multiply_half_pairs(sums_of, low + 2, high + 2, b + 2);
+      const float low_scale = scale_of(smem_load1(scale + group));
+      acc[0] = __fmaf_rn(sums_of[0], low_scale, acc[0]);
+      acc[1] = __fmaf_rn(sums_of[1], low_scale, acc[1]);
+      if constexpr (kWhole) {
+        const float high_scale = scale_of(smem_load1(scale + 8 * L::kInnerScaleRow + group));
+        acc[2] = __fmaf_rn(sums_of[2], high_scale, acc[2]);
+        acc[3] = __fmaf_rn(sums_of[3], high_scale, acc[3]);
       }
     }
   }
@@ -1430,14 +1420,19 @@ struct Consumer {
         }
         typename SecondWarp<L>::Hidden ahead = {};
         if (next != nullptr) second.load_hidden(ahead, next);
-        __syncwarp();  // or the compiler puts the loads off to the item's end
-        float acc[L::kMTiles][4] = {};
-        multiply_second(acc, h, codes, scales);
+        // Sixteen columns at a time.
+        constexpr int kLast = L::kMTiles - 1;
+        constexpr bool kWhole = L::kBandRows % 16 == 0;
         float* sums_at = r.template second_sums<false>(part, first);
 #pragma unroll
-        for (int m = 0; m < L::kMTiles; ++m) {
-          second.store_second(sums_at, acc[m], m, count, kFactor);
+        for (int m = 0; m < kLast; ++m) {
+          float acc[4] = {};
+          multiply_second<true>(acc, h, codes, scales, m);
+          second.store_second(sums_at, acc, m, count, kFactor);
         }
+        float acc[4] = {};
+        multiply_second<kWhole>(acc, h, codes, scales, kLast);
+        second.store_second(sums_at, acc, kLast, count, kFactor);
         h = ahead;
         address = next;
         if (count <= kColumns) break;
