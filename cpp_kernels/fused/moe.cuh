@@ -44,37 +44,15 @@
 
 #include <type_traits>
 
-#include "fused/stream.cuh"
-// The platform comes first.
-#include "fused/exchange.cuh"
-#include "fused/exchange_gate.cuh"
-#include "platform/contract.hpp"
-#include "stages/exchange.hpp"
-#include "stages/experts.hpp"
-#include "stages/gate.hpp"
-
-#include "fused/moe.hpp"
+#include "fused/moe_parts.cuh"
 
 namespace lowlat::nvidia::fused {
 
 namespace moe {
 
-using lowlat::fused::MoeArgs;
-using lowlat::fused::MoeRouting;
-
-inline constexpr int kBands = 128;  // blocks that own columns, and that score experts
+inline constexpr int kBands = kScorers;  // blocks that own columns, and that score experts
 inline constexpr int kTileRows = 8;
-inline constexpr int kColumns = 8;                      // of an mma
-inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // two bf16 NaN that no rounding makes
-inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
-inline constexpr float kSwigluLimit = 10.0f;
-inline constexpr float kRoutedScaling = 1.5f;
-inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
-
-// What a wait waited for: the event of a fault report.
-enum Event : std::uint32_t { kScoresEvent = 1, kHiddenEvent };
-
-constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+inline constexpr std::int32_t kNobody = 0x7fff'ffff;  // after every expert
 
 // Sizes of one compiled shape. kMany: more than 8 rows.
 template <class S, bool kMany_, int kConsumers_>
@@ -88,6 +66,7 @@ struct Layout {
       (kLaunchRegisters + (kLaunchRegisters - kOtherRegisters) * 4 / kConsumers) / 8 * 8;
   static_assert(kConsumers % 4 == 0);
   static constexpr bool kMany = kMany_;
+  static constexpr int kBands = moe::kBands;
   static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
   static constexpr int kExperts = S::kNumExperts, kSlots = S::kExpertsPerToken;
   static constexpr int kBlock = S::kScaleBlock;
@@ -606,101 +585,11 @@ struct Consumer {
 
   // ---- routing
 
-  static constexpr int kPackets = kBands / plat::kWarpLanes;  // a lane, of a row
-  static constexpr int kOwn = kPackets * L::kGateRows;        // experts of a lane
-  LOWLAT_DEVICE int own_expert(int i) const {
-    return (r.lane + i / L::kGateRows * plat::kWarpLanes) * L::kGateRows + i % L::kGateRows;
-  }
-
-  // Scores of the row's experts, as their blocks sent them; false (all lanes) when they are late.
-  LOWLAT_DEVICE bool receive_scores(int row, float (&score)[kOwn]) const {
-    for (int tries = 1;; ++tries) {
-      bool here = true;
-#pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const uint4 packet = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
-        const std::uint32_t words[3] = {packet.x, packet.y, packet.z};
-#pragma unroll
-        for (int j = 0; j < L::kGateRows; ++j) {
-          score[i * L::kGateRows + j] = __uint_as_float(words[j]);
-        }
-        here = here && packet.w == r.epoch;
-      }
-      if (__all_sync(plat::kAllLanes, here)) return true;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-  }
-
-  // The k best of a row, into the table. Ranks are compared as integers of the same order.
-  LOWLAT_DEVICE void select(int row, const float (&score)[kOwn], float nan_rank) {
-    const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
-    const float* bias = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
-    std::uint32_t rank[kOwn];
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const float sum = score[i] + __ldg(bias + own_expert(i));
-      const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
-      rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
-    }
-#pragma unroll 1
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      std::uint32_t best = 0, id = kPoison;
-      float best_score = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
-        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
-      }
-      const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
-      const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
-      if (id == chosen) {
-        r.table.ids[row * L::kSlots + slot] = static_cast<std::int32_t>(chosen);
-        r.table.weights[row * L::kSlots + slot] = best_score;
-      }
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        if (own_expert(i) == static_cast<int>(chosen)) rank[i] = 0;
-      }
-    }
-  }
-
   // Ids and weights of all rows, in every block the same.
   LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) {
     for (int row = warp; row < r.a.rows; row += L::kConsumers) {
-      const int at = row * L::kSlots;
-      if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
-        r.table.ids[at + r.lane] = __ldg(r.a.ids + at + r.lane);
-        r.table.weights[at + r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
-      }
-      if (!r.scores) continue;
-      float score[kOwn];
-      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
-        if (r.lane < L::kSlots) r.table.ids[at + r.lane] = r.lane;
-        continue;
-      }
-      __syncwarp();
-      if (r.a.routing == MoeRouting::gate) {
-        select(row, score, rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-      } else {
-        for (int slot = 0; slot < L::kSlots; ++slot) {
-          const int id = r.table.ids[at + slot];
-#pragma unroll
-          for (int i = 0; i < kOwn; ++i) {
-            if (own_expert(i) == id) r.table.weights[at + slot] = score[i];
-          }
-        }
-      }
-      __syncwarp();
-      const float total = stages::gate_total(&r.table.weights[at], L::kSlots, sum_rule);
-      float weight = 0.0f;
-      if (r.lane < L::kSlots) weight = r.table.weights[at + r.lane] / total * kRoutedScaling;
-      __syncwarp();
-      if (r.lane < L::kSlots) r.table.weights[at + r.lane] = weight;
-      __syncwarp();
-      if (r.block_idx == 0 && r.lane < L::kSlots) {
-        if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
-        if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = r.table.weights[at + r.lane];
-      }
+      route_row<L>(r, row, rule);
+      weigh_row<L>(r, row, sum_rule);
     }
     consumers_sync<L>();
   }
@@ -1194,14 +1083,7 @@ struct Finisher {
 // All threads, after the block's sync: y of the band, stored and published.
 template <class L>
 LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
-  const MoeArgs& a = r.a;
   const float* second = r.second();
-  const stages::FaultPort fault = {a.fault.abort_words,
-                                   static_cast<stages::StatusWords*>(a.fault.status),
-                                   a.fault.tp_rank, a.fault.tp_size, a.fault.budget_ns};
-  const stages::ExchangePort port = {reinterpret_cast<plat::TaggedWords* const*>(a.boxes.outboxes),
-                                     fault, a.boxes.box_packets};
-  const std::uint64_t epoch = a.boxes.outboxes != nullptr ? *a.boxes.epoch : 0;
   const auto parts = [&](int row, int n) {
     float sum = 0.0f;
 #pragma unroll
@@ -1210,74 +1092,20 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
     }
     return sum;
   };
-  if (a.quads.tp_size > 0) {
-    constexpr int kQuads = L::kBandRows / 4;
-    const std::uint64_t quads_epoch = exchange_epoch(a.quads, a.quads_index);
-#pragma unroll 1
-    for (int i = plat::thread_idx(); i < a.rows * kQuads; i += L::kThreads) {
-      const int row = i / kQuads, quad = i % kQuads;
-      float v[4];
+  store_band<L>(r, first_row, [&](int row, int n) {
+    float d[L::kSlots];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int n = 4 * quad + j;
-        float sum = 0.0f;
-#pragma unroll
-        for (int slot = 0; slot < L::kSlots; ++slot) {
-          const int pair = row * L::kSlots + slot;
-          sum += round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
-        }
-        v[j] = round_to_bf16(sum);
-        if (r.shared) v[j] += round_to_bf16(parts(L::kMaxPairs + row, n));
-      }
-      publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
-                   L::kHidden / 4, v);
+    for (int slot = 0; slot < L::kSlots; ++slot) {
+      const int pair = row * L::kSlots + slot;
+      d[slot] = round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
     }
-  }
-  if (a.out == nullptr && a.boxes.outboxes == nullptr) return;
-  // A thread a value. Packets of three do not cross a warp: its last two lanes have nothing.
-  constexpr int kWarpValues = plat::kWarpLanes / 3 * 3;
-  constexpr int kRowValues = 3 * L::kPacketsPerBand;
-  const int lane = r.lane, warp = plat::thread_idx() / plat::kWarpLanes;
-  const int num_values = a.rows * kRowValues;
-  for (int begin = warp * kWarpValues; begin < num_values;
-       begin += L::kThreads / plat::kWarpLanes * kWarpValues) {
-    const int i = begin + lane, row = i / kRowValues, n = i % kRowValues;
-    const bool mine = lane < kWarpValues && i < num_values;
-    float y = 0.0f;
-    if (mine && n < L::kBandRows) {
-      float d[L::kSlots];
+    float sum = 0.0f;
 #pragma unroll
-      for (int slot = 0; slot < L::kSlots; ++slot) {
-        const int pair = row * L::kSlots + slot;
-        d[slot] = round_to_bf16(r.table.weights[pair] * parts(r.table.place[pair], n));
-      }
-      float sum = 0.0f;
-#pragma unroll
-      for (int slot = 0; slot < L::kSlots; ++slot) sum += d[slot];
-      y = round_to_bf16(sum);
-      if (r.shared) y += round_to_bf16(parts(L::kMaxPairs + row, n));
-      if (a.out != nullptr) {
-        a.out[static_cast<std::size_t>(row) * L::kHidden + r.block_idx * L::kBandRows + n] = y;
-      }
-    }
-    const std::uint32_t words[3] = {__float_as_uint(y),
-                                    __float_as_uint(__shfl_down_sync(plat::kAllLanes, y, 1)),
-                                    __float_as_uint(__shfl_down_sync(plat::kAllLanes, y, 2))};
-    if (a.boxes.outboxes != nullptr && mine && lane % 3 == 0) {
-      const std::int64_t packet =
-          (static_cast<std::int64_t>(first_row + row) * kBands + r.block_idx) * L::kPacketsPerBand +
-          n / 3;
-      stages::publish_packet(port, epoch, packet, words);
-    }
-  }
+    for (int slot = 0; slot < L::kSlots; ++slot) sum += d[slot];
+    const float y = round_to_bf16(sum);
+    return r.shared ? y + round_to_bf16(parts(L::kMaxPairs + row, n)) : y;
+  });
 }
-
-// What the host adds to a launch's arguments.
-struct Rules {
-  stages::GateRule rule;
-  stages::GateSum sum_rule;
-  std::int32_t first_row;  // of the published packets: rows may be split over launches
-};
 
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
@@ -1369,22 +1197,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     return;
   }
   if (warp == L::kProducer) producer.drain();
-  if (thread == 0 && args.fault.abort_words != nullptr) {
-    const stages::FaultPort port = {args.fault.abort_words,
-                                    static_cast<stages::StatusWords*>(args.fault.status),
-                                    args.fault.tp_rank, args.fault.tp_size, args.fault.budget_ns};
-    const std::uint32_t event = table.stop & 0xffffu;
-    if (table.stop >> 28 == static_cast<std::uint32_t>(Stop::aborted)) {
-      // Another block of this rank has already said why.
-      const std::uint32_t reason =
-          plat::load_acquire<plat::Scope::system>(args.fault.abort_words[args.fault.tp_rank]);
-      if (reason != 1u + static_cast<std::uint32_t>(args.fault.tp_rank)) {
-        stages::note_abort(port, event, stages::StageId::moe_sum, r.epoch);
-      }
-    } else {
-      stages::raise_fault(port, event, stages::StageId::moe_sum, args.fault.tp_rank, r.epoch);
-    }
-  }
+  if (thread == 0) report_fault(r);
 }
 
 }  // namespace moe
