@@ -1,0 +1,463 @@
+// fused/moe_wide_fetch.cuh: the two roles of moe_wide.cuh that fill the ring: the producer's weights, the
+// gatherers' columns.
+#pragma once
+
+#include "fused/moe_wide_layout.cuh"
+
+namespace lowlat::nvidia::fused {
+
+namespace moe::wide {
+
+// ------------------------------------------------------------------------------------ producer
+
+template <class L>
+struct Producer {
+  const Region<L>& r;
+  int uses = 0;   // of the ring
+  int tiles = 0;  // whose scales were fetched
+
+  LOWLAT_DEVICE static void load(void* dst, const void* src, std::uint32_t bytes,
+                                 std::uint64_t* full) {
+    sm90::bulk_load(dst, src, bytes, full, sm90::CacheHint::evict_first);
+  }
+
+  // What does not depend on the routing, or on anything before this kernel.
+  LOWLAT_DEVICE bool run_early() {
+    const auto& w = r.a.w;
+    auto& barriers = r.barriers;
+    if (r.gates()) {
+      if (r.lane == 0) {
+        sm90::barrier_arrive_expect(&barriers.gate_full, L::kGateRows * 2 * L::kHidden);
+      }
+      __syncwarp();
+      if (r.lane < L::kGateRows) {
+        load(r.slot(0) + r.lane * L::kGatePitch,
+             w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
+             2 * L::kHidden, &barriers.gate_full);
+      }
+      // The router's rows and x decide when routing ends: nothing competes with them.
+      if (!barrier_wait(&barriers.gate_full, 0, r.watch)) return false;
+    }
+    for (int n = 0; n < r.shared_tiles(); ++n) {
+      if (n > 0 && !barrier_wait(&barriers.shared_done[n - 1], 0, r.watch)) return false;
+      if (r.lane == 0) {
+        sm90::barrier_arrive_expect(
+            &barriers.shared_full[n],
+            2 * (L::kSharedRows * L::kHidden + static_cast<int>(sizeof(r.table.shared_scales[0]))));
+      }
+      __syncwarp();
+      const int first = (n * r.num_blocks + r.block_idx) * L::kSharedRows;
+      if (r.lane < 2 * L::kSharedRows) {
+        load(r.slot(0) + L::kSharedAt + r.lane * L::kSharedPitch,
+             (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
+                 static_cast<std::size_t>(first + r.lane % L::kSharedRows) * L::kHidden,
+             L::kHidden, &barriers.shared_full[n]);
+      } else if (r.lane < 2 * L::kSharedRows + 2) {
+        const int up = r.lane % 2;
+        constexpr int kRow = L::kHidden / L::kBlock;
+        load(r.table.shared_scales[up],
+             (up ? w.shared_w3 : w.shared_w1).scales +
+                 static_cast<std::size_t>(first / L::kBlock) * kRow,
+             kRow, &barriers.shared_full[n]);
+      }
+    }
+    if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
+      constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
+      sm90::barrier_arrive_expect(&barriers.band_full, kBytes);
+      load(r.smem + L::kBandOffset,
+           w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
+           &barriers.band_full);
+    }
+    __syncwarp();
+    return true;
+  }
+
+  // kRows rows of kRow bytes to shared memory, 16 bytes a lane: a bulk copy costs 31 ns whatever
+  // its length, so short rows are not worth one. Eight rows of 64 bytes a step.
+  template <int kRows, int kRow, int kPitch>
+  LOWLAT_DEVICE void load_rows(std::uint32_t dst, const unsigned char* src,
+                               std::int64_t src_pitch) const {
+    constexpr int kLanes = kRow % 64 == 0 ? 4 : 2, kStep = plat::kWarpLanes / kLanes;
+    static_assert(kRow % (16 * kLanes) == 0);
+    dst += r.lane / kLanes * kPitch + r.lane % kLanes * 16;
+    src += r.lane / kLanes * src_pitch + r.lane % kLanes * 16;
+#pragma unroll
+    for (int row = 0; row < kRows; row += kStep) {
+      if (kRows % kStep != 0 && row + r.lane / kLanes >= kRows) break;
+#pragma unroll
+      for (int i = 0; i < kRow; i += 16 * kLanes) {
+        sm90::copy_piece(dst + row * kPitch + i, src + row * src_pitch + i,
+                         sm90::CacheHint::evict_first);
+      }
+    }
+  }
+  // After the lane's copies to a slot; every lane calls.
+  LOWLAT_DEVICE void end_slot(int slot) const {
+    sm90::barrier_arrive_copied(&r.barriers.full[slot]);
+  }
+
+  LOWLAT_DEVICE bool run_routed() {
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    const int num_tiles = r.num_tiles();
+    for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
+      const int expert = r.table.expert[number / L::kTiles];
+      if (!load_tile(n, expert, number % L::kTiles)) return false;
+    }
+    if (r.block_idx >= L::kBands) return true;
+    for (int entry = 0; entry < r.table.num_entries; ++entry) {
+      const int slot = uses % L::kRing;
+      if (!r.wait_free(uses)) return false;
+      ++uses;
+      load_band(slot, r.table.expert[entry]);
+      end_slot(slot);
+    }
+    return true;
+  }
+
+ private:
+  // kTiles' tile `tile` of an expert, the n-th of this block.
+  LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
+    const auto& w = r.a.w;
+    if constexpr (L::kMarlin) {
+      // [K / 16][2 I / 64][512] codes, [K / 32][2 I] scales: columns of tiles, w1's, then w3's.
+      constexpr int kTilesOfK = 2 * L::kTiles * L::kTileBytes;
+      const unsigned char* codes = w.w1.codes +
+                                   static_cast<std::size_t>(expert) * L::kInner * L::kHidden +
+                                   tile * L::kTileBytes;
+      const unsigned char* scales =
+          w.w1.scales + static_cast<std::size_t>(expert) * 2 * L::kInner * L::kScaleRow +
+          tile * L::kTileValues;
+#pragma unroll 1
+      for (int use = 0; use < L::kUses; ++use) {
+        const int slot = uses % L::kRing, up = use % L::kParts, chunk = use / L::kParts;
+        if (!r.wait_free(uses)) return false;
+        ++uses;
+        load_tiles<L::kChunkGroups>(
+            r.slot_address(slot), L::kChunkCodes,
+            codes + static_cast<std::int64_t>(chunk) * 2 * L::kChunkGroups * kTilesOfK +
+                up * L::kTiles * L::kTileBytes,
+            kTilesOfK, scales + chunk * L::kChunkGroups * 2 * L::kInner + up * L::kInner,
+            2 * L::kInner);
+        end_slot(slot);
+      }
+    } else {
+      auto& barriers = r.barriers;
+      const std::size_t row = static_cast<std::size_t>(expert) * L::kInner + tile * L::kTileValues;
+      const int buffer = n % L::kBuffers;
+      if (n >= L::kBuffers &&
+          !barrier_wait(&barriers.scales_empty[buffer], (n / L::kBuffers - 1) & 1, r.watch)) {
+        return false;
+      }
+      if (r.lane == 0) sm90::barrier_arrive_expect(&barriers.scales_full[buffer], L::kTileScales);
+      __syncwarp();
+      tiles = n + 1;
+      if (r.lane < 2) {
+        load(r.smem + L::kScalesOffset + buffer * L::kTileScales + r.lane * (L::kTileScales / 2),
+             (r.lane ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2,
+             &barriers.scales_full[buffer]);
+      }
+      const std::size_t codes = row * (L::kHidden / 2);
+#pragma unroll 1
+      for (int chunk = 0; chunk < L::kChunks; ++chunk) {
+        const int slot = uses % L::kRing;
+        if (!r.wait_free(uses)) return false;
+        ++uses;
+        const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+          load_rows<L::kTileValues, L::kChunkRow, L::kChunkPitch>(
+              dst + up * L::kTileValues * L::kChunkPitch,
+              (up ? w.w3 : w.w1).codes + codes + chunk * L::kChunkRow, L::kHidden / 2);
+        }
+        end_slot(slot);
+      }
+    }
+    return true;
+  }
+  // This block's columns of an expert's w2.
+  LOWLAT_DEVICE void load_band(int slot, int expert) const {
+    const auto& w = r.a.w;
+    if constexpr (L::kMarlin) {
+      constexpr int kTilesOfK = L::kBands * L::kTileBytes;
+      load_tiles<L::kInnerGroups>(
+          r.slot_address(slot), L::kBandCodes,
+          w.w2.codes + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerRow +
+              r.block_idx * L::kTileBytes,
+          kTilesOfK,
+          w.w2.scales + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerGroups +
+              r.block_idx * L::kBandRows,
+          L::kHidden);
+    } else {
+      const std::size_t row =
+          static_cast<std::size_t>(expert) * L::kHidden + r.block_idx * L::kBandRows;
+      const unsigned char* codes = w.w2.codes + row * L::kInnerRow;
+      constexpr bool kWhole = L::kInnerPitch == L::kInnerRow;
+      std::uint64_t* full = &r.barriers.full[slot];
+      if (r.lane == 0) {
+        sm90::barrier_expect(full, L::kBandScales + (kWhole ? L::kBandCodes : 0));
+        if (kWhole) load(r.slot(slot), codes, L::kBandCodes, full);
+        load(r.slot(slot) + L::kBandCodes, w.w2.scales + row * L::kInnerGroups, L::kBandScales,
+             full);
+      }
+      if constexpr (!kWhole) {
+        load_rows<L::kBandRows, L::kInnerRow, L::kInnerPitch>(r.slot_address(slot), codes,
+                                                              L::kInnerRow);
+      }
+    }
+  }
+  // Two tiles of 16 x 64 and 64 scales a group, one group after the other.
+  template <int kGroups>
+  LOWLAT_DEVICE void load_tiles(std::uint32_t dst, int scales_at, const unsigned char* codes,
+                                std::int64_t code_pitch, const unsigned char* scales,
+                                std::int64_t scale_pitch) const {
+    codes += r.lane * 16;
+#pragma unroll
+    for (int i = 0; i < 2 * kGroups; ++i) {
+      sm90::copy_piece(dst + i * L::kTileBytes + r.lane * 16, codes + i * code_pitch,
+                       sm90::CacheHint::evict_first);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; i += plat::kWarpLanes) {
+      const int piece = i + r.lane;
+      if (piece < 4 * kGroups) {
+        sm90::copy_piece(dst + scales_at + piece * 16,
+                         scales + piece / 4 * scale_pitch + piece % 4 * 16,
+                         sm90::CacheHint::evict_first);
+      }
+    }
+  }
+
+ public:
+  // After a fault: copies under way must land before the block's memory is another's.
+  LOWLAT_DEVICE void drain() const {
+    constexpr int kTries = 1 << 12;  // some milliseconds; a copy takes microseconds
+    const auto landed = [](std::uint64_t* barrier, int count) {
+      for (int i = 0; count > 0 && i < kTries; ++i) {
+        if (sm90::barrier_try_wait(barrier, (count - 1) & 1)) return;
+      }
+    };
+#pragma unroll 1
+    for (int slot = 0; slot < L::kRing; ++slot) {
+      landed(&r.barriers.full[slot], (uses - slot + L::kRing - 1) / L::kRing);
+    }
+#pragma unroll 1
+    for (int i = 0; i < L::kBuffers; ++i) {
+      landed(&r.barriers.scales_full[i], (tiles - i + L::kBuffers - 1) / L::kBuffers);
+    }
+    landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
+    for (int n = 0; n < r.shared_tiles(); ++n) landed(&r.barriers.shared_full[n], 1);
+    landed(&r.barriers.band_full, r.shared && r.block_idx < L::kBands ? 1 : 0);
+  }
+};
+
+// ------------------------------------------------------------------------------------ gatherers
+
+// Makes x ready for the routed products, and brings the columns of each use of the ring.
+template <class L>
+struct Gatherer {
+  const Region<L>& r;
+  // 0 .. kGatherers - 1: takes every kGatherers-th slot. A slot stays with one gatherer, which so
+  // sees each of its phases.
+  int which;
+
+  // Eight elements that one lane's codes of two rows meet: neighbours, or four pairs eight apart.
+  LOWLAT_DEVICE static uint4 load_octet(const std::uint16_t* src, int i) {
+    if constexpr (L::kMarlin) {
+      const auto* pair = reinterpret_cast<const std::uint32_t*>(src) + i / 4 * 16 + i % 4;
+      return make_uint4(__ldcg(pair), __ldcg(pair + 4), __ldcg(pair + 8), __ldcg(pair + 12));
+    } else {
+      return __ldcg(reinterpret_cast<const uint4*>(src) + i);
+    }
+  }
+  // The two terms of a chunk of a row of x, for all blocks.
+  LOWLAT_DEVICE void split_row(int row, int chunk) const {
+    constexpr int kOctets = L::kChunkK / 8,
+                  kOwn = (kOctets + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    const std::uint16_t* src =
+        r.a.x + static_cast<std::size_t>(row) * L::kHidden + chunk * L::kChunkK;
+    uint4 eight[kOwn];
+    float amax = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const int i = k * plat::kWarpLanes + r.lane;
+      eight[k] = i < kOctets ? load_octet(src, i) : uint4{};
+      const std::uint32_t words[4] = {eight[k].x, eight[k].y, eight[k].z, eight[k].w};
+      amax = fmaxf(amax, pairs_amax<4>(words));
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      amax = fmaxf(amax, __shfl_xor_sync(plat::kAllLanes, amax, offset));
+    }
+    const std::uint32_t exponent = activation_exponent(amax);
+    const float inverse = __uint_as_float((254u - exponent) << 23);
+    unsigned char* dst = r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow);
+    // Which elements of a group meet which codes of a word: see codes().
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const int i = k * plat::kWarpLanes + r.lane;
+      const std::uint32_t words[4] = {eight[k].x, eight[k].y, eight[k].z, eight[k].w};
+      float odd[4], even[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const std::uint32_t from_odd = words[L::kMarlin ? j / 2 * 2 + 1 : j];
+        const std::uint32_t from_even = words[L::kMarlin ? j / 2 * 2 : j];
+        odd[j] = (L::kMarlin && j % 2 == 0 ? low_bf16(from_odd) : high_bf16(from_odd)) * inverse;
+        even[j] = (L::kMarlin && j % 2 != 0 ? high_bf16(from_even) : low_bf16(from_even)) * inverse;
+      }
+      std::uint32_t parts[4];
+      split_e4m3(odd, parts[0], parts[2]);
+      split_e4m3(even, parts[1], parts[3]);
+      transpose_quad(parts, r.lane % 4);
+      if (i < kOctets) {
+        store_packet(dst + i * 16, make_uint4(parts[0], parts[1], parts[2], parts[3]));
+      }
+    }
+    if (r.lane == 0) store_word(r.row_scales(row) + chunk, (exponent + kFp4E4m3Shift) << 23);
+  }
+  LOWLAT_DEVICE void split_rows() const {
+    const int units = r.a.rows * L::kChunks;
+    for (int unit = which * r.num_blocks + r.block_idx; unit < units;
+         unit += L::kGatherers * r.num_blocks) {
+      split_row(unit / L::kChunks, unit % L::kChunks);
+    }
+  }
+
+  // Pieces and scales of one column, on their way to a slot: kGroups groups, kWords scales.
+  template <int kGroups, int kWords>
+  struct Column {
+    static constexpr int kPieces = 4 * kGroups;
+    static constexpr int kOwn = (kPieces + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    static constexpr int kOwnWords = (kWords + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    const unsigned char* pieces;
+    const std::uint32_t* scales;
+    uint4 piece[kOwn];
+    std::uint32_t word[kOwnWords];
+
+    LOWLAT_DEVICE void load(int lane) {
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int i = k * plat::kWarpLanes + lane;
+        piece[k] = load_packet(pieces + (i < kPieces ? i : 0) * 16);
+      }
+#pragma unroll
+      for (int k = 0; k < kOwnWords; ++k) {
+        const int i = k * plat::kWarpLanes + lane;
+        word[k] = load_word(scales + (i < kWords ? i : 0));
+      }
+    }
+    LOWLAT_DEVICE bool here() const {
+      bool all = true;
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) all = all && piece[k].w != kPoison;
+#pragma unroll
+      for (int k = 0; k < kOwnWords; ++k) all = all && word[k] != kPoison;
+      return __all_sync(plat::kAllLanes, all);
+    }
+    // To column `column` of a slot, when all have arrived.
+    LOWLAT_DEVICE bool store(const Region<L>& r, unsigned char* dst, int column,
+                             std::uint32_t event) {
+      for (int tries = 1; !here(); ++tries) {
+        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(event);
+        if (__any_sync(plat::kAllLanes, late)) return false;
+        load(r.lane);
+      }
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int i = k * plat::kWarpLanes + r.lane;
+        if (i < kPieces) {
+          // Of a group, high and low terms at odd and at even elements.
+          const int part = i % 4, at = i / 4 * L::kGroupBytes + part % 2 * 128 + part / 2 * 16;
+          *reinterpret_cast<uint4*>(dst + L::kColumnsOffset + at + column * 32) = piece[k];
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kOwnWords; ++k) {
+        const int i = k * plat::kWarpLanes + r.lane;
+        if (i < kWords) {
+          reinterpret_cast<std::uint32_t*>(dst + L::kColumnScales)[i * L::kEntryPairs + column] =
+              word[k];
+        }
+      }
+      return true;
+    }
+  };
+  LOWLAT_DEVICE int next_own(int use) const {
+    while (use % L::kRing % L::kGatherers != which) ++use;
+    return use;
+  }
+  // Uses `begin` .. end - 1 that are this warp's; `place(column, entry, i, use)` points a column at
+  // pair i of the use's entry, `entry_of(use)`. A use's first two columns are loaded while the use
+  // before is on its way.
+  template <class Col, class EntryOf, class Place>
+  LOWLAT_DEVICE bool gather(int begin, int end, std::uint32_t event, const EntryOf& entry_of,
+                            const Place& place) const {
+    constexpr int kAhead = 2;
+    Col ahead[kAhead];
+    const auto load = [&](int use) {
+      if (use >= end) return;
+      const int entry = entry_of(use), num = r.num_pairs(entry);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (i >= num) break;
+        place(ahead[i], entry, i, use);
+        ahead[i].load(r.lane);
+      }
+    };
+    int use = next_own(begin);
+    load(use);
+    while (use < end) {
+      const int slot = use % L::kRing, entry = entry_of(use), num = r.num_pairs(entry);
+      if (!r.wait_free(use)) return false;
+      unsigned char* dst = r.slot(slot);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (i < num && !ahead[i].store(r, dst, i, event)) return false;
+      }
+#pragma unroll 1
+      for (int i = kAhead; i < num; ++i) {
+        place(ahead[0], entry, i, use);
+        ahead[0].load(r.lane);
+        if (!ahead[0].store(r, dst, i, event)) return false;
+      }
+      arrive(slot);
+      use = next_own(use + 1);
+      load(use);
+    }
+    return true;
+  }
+  // The columns are there for the products too, which read past the ordinary path.
+  LOWLAT_DEVICE void arrive(int slot) const {
+    sm90::fence_async_shared();
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.here[slot]);
+  }
+
+  LOWLAT_DEVICE bool run() const {
+    split_rows();
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    const int first_uses = r.own_tiles() * L::kUses;
+    using Rows = Column<L::kChunkGroups, 1>;
+    const bool going = gather<Rows>(
+        0, first_uses, kRowsEvent,
+        [&](int use) { return r.routed_tile(use / L::kUses) / L::kTiles; },
+        [&](Rows& column, int entry, int i, int use) {
+          const int row = r.table.sorted[r.table.first[entry] + i] / L::kSlots;
+          const int chunk = use % L::kUses / L::kParts;
+          column.pieces = r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow);
+          column.scales = r.row_scales(row) + chunk;
+        });
+    if (!going || r.block_idx >= L::kBands) return going;
+    using Pairs = Column<L::kInnerGroups, L::kInnerGroups>;
+    return gather<Pairs>(
+        first_uses, first_uses + r.table.num_entries, kHiddenEvent,
+        [&](int use) { return use - first_uses; },
+        [&](Pairs& column, int entry, int i, int) {
+          const int pair = r.table.sorted[r.table.first[entry] + i];
+          column.pieces = r.pair_pieces(pair);
+          column.scales = r.pair_scales(pair);
+        });
+  }
+};
+
+}  // namespace moe::wide
+}  // namespace lowlat::nvidia::fused
