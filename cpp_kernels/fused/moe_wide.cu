@@ -31,19 +31,11 @@ struct Instance {
   }
 };
 
-// Marlin's bands of 64 columns leave two ranks of V4.1 no room for the ring.
-constexpr bool exists(MoeShape shape, MoeLayout layout) {
-  return layout == MoeLayout::checkpoint || shape != MoeShape::v41_tp2;
-}
-// Calls `f` with the instance of a shape and a layout, or with the next to it where none exists.
+// Calls `f` with the instance of a shape and a layout.
 template <MoeLayout kLayout, class F>
 auto with_shape(MoeShape shape, F f) {
   switch (shape) {
-    case MoeShape::v41_tp2:
-      if constexpr (exists(MoeShape::v41_tp2, kLayout)) {
-        return f(Instance<shape::Dsv41Flash<2>, kLayout>());
-      }
-      break;
+    case MoeShape::v41_tp2: return f(Instance<shape::Dsv41Flash<2>, kLayout>());
     case MoeShape::v4_tp2: return f(Instance<shape::Dsv4Flash<2>, kLayout>());
     case MoeShape::v4_tp4: return f(Instance<shape::Dsv4Flash<4>, kLayout>());
     case MoeShape::v41_tp4: break;
@@ -78,7 +70,6 @@ std::int64_t box_packets(MoeShape shape, MoeLayout layout, int rows) {
 }
 cudaError_t launch(MoeShape shape, const MoeArgs& args, const Rules& rules, cudaStream_t stream,
                    bool overlapped) {
-  if (!exists(shape, args.w.layout)) return cudaErrorNotSupported;
   return with_instance(shape, args.w.layout, [&](auto instance) {
     return instance.run(args, rules, stream, overlapped);
   });

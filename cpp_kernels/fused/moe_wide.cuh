@@ -250,6 +250,7 @@ struct Finisher {
         finish_pair(column, r.table.sorted[first + column], number % L::kTiles, i % L::kTileGroups);
       }
       free_sums();
+      r.add_done(r.entry_done(entry));
     }
     return true;
   }
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (thread < L::kRing) {
     sm90::barrier_init(&barriers.full[thread], plat::kWarpLanes);
-    sm90::barrier_init(&barriers.here[thread], 1);
+    sm90::barrier_init(&barriers.here[thread], plat::kWarpLanes);
     sm90::barrier_init(&barriers.empty[thread], 4);
   } else if (thread >= 32 && thread < 32 + L::kBuffers) {
     const int i = thread - 32;
@@ -311,6 +312,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
     sm90::barrier_init(&barriers.band_full, 2);
+    sm90::barrier_init(&barriers.band_done, L::kConsumers);
     sm90::barrier_init(&barriers.table, L::kConsumers);
     table.stop = 0;
   }

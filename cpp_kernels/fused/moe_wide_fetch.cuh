@@ -64,7 +64,7 @@ struct Producer {
     if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
       constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
       sm90::barrier_arrive_expect(&barriers.band_full, kBytes);
-      load(r.smem + L::kBandOffset,
+      load(r.slot(0) + L::kBandAt,
            w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
            &barriers.band_full);
     }
@@ -211,17 +211,20 @@ struct Producer {
                                 std::int64_t code_pitch, const unsigned char* scales,
                                 std::int64_t scale_pitch) const {
     codes += r.lane * 16;
-#pragma unroll
+    const std::uint32_t scales_to = dst + scales_at;
+    dst += r.lane * 16;
+    // In short steps: an offset beyond 1 MB in a copy's instruction ends as an illegal one.
+#pragma unroll 4
     for (int i = 0; i < 2 * kGroups; ++i) {
-      sm90::copy_piece(dst + i * L::kTileBytes + r.lane * 16, codes + i * code_pitch,
-                       sm90::CacheHint::evict_first);
+      sm90::copy_piece(dst, codes, sm90::CacheHint::evict_first);
+      dst += L::kTileBytes;
+      codes += code_pitch;
     }
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; i += plat::kWarpLanes) {
       const int piece = i + r.lane;
       if (piece < 4 * kGroups) {
-        sm90::copy_piece(dst + scales_at + piece * 16,
-                         scales + piece / 4 * scale_pitch + piece % 4 * 16,
+        sm90::copy_piece(scales_to + piece * 16, scales + piece / 4 * scale_pitch + piece % 4 * 16,
                          sm90::CacheHint::evict_first);
       }
     }
@@ -313,6 +316,7 @@ struct Gatherer {
       }
     }
     if (r.lane == 0) store_word(r.row_scales(row) + chunk, (exponent + kFp4E4m3Shift) << 23);
+    r.add_done(r.rows_done());
   }
   LOWLAT_DEVICE void split_rows() const {
     const int units = r.a.rows * L::kChunks;
@@ -322,140 +326,92 @@ struct Gatherer {
     }
   }
 
-  // Pieces and scales of one column, on their way to a slot: kGroups groups, kWords scales.
-  template <int kGroups, int kWords>
-  struct Column {
-    static constexpr int kPieces = 4 * kGroups;
-    static constexpr int kOwn = (kPieces + plat::kWarpLanes - 1) / plat::kWarpLanes;
-    static constexpr int kOwnWords = (kWords + plat::kWarpLanes - 1) / plat::kWarpLanes;
-    const unsigned char* pieces;
-    const std::uint32_t* scales;
-    uint4 piece[kOwn];
-    std::uint32_t word[kOwnWords];
-
-    LOWLAT_DEVICE void load(int lane) {
+  // Pieces of one column, kGroups groups from `src` on, to column pair `column` of a slot.
+  template <int kGroups>
+  LOWLAT_DEVICE void copy_column(std::uint32_t slot, const unsigned char* src, int column) const {
+    const std::uint32_t dst = slot + L::kColumnsOffset + column * 32;
 #pragma unroll
-      for (int k = 0; k < kOwn; ++k) {
-        const int i = k * plat::kWarpLanes + lane;
-        piece[k] = load_packet(pieces + (i < kPieces ? i : 0) * 16);
-      }
-#pragma unroll
-      for (int k = 0; k < kOwnWords; ++k) {
-        const int i = k * plat::kWarpLanes + lane;
-        word[k] = load_word(scales + (i < kWords ? i : 0));
-      }
+    for (int k = 0; k < 4 * kGroups; k += plat::kWarpLanes) {
+      const int i = k + r.lane;
+      // Of a group, high and low terms at odd and at even elements.
+      const int part = i % 4, at = i / 4 * L::kGroupBytes + part % 2 * 128 + part / 2 * 16;
+      if (i < 4 * kGroups) sm90::copy_piece(dst + at, src + i * 16, sm90::CacheHint::evict_last);
     }
-    LOWLAT_DEVICE bool here() const {
-      bool all = true;
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k) all = all && piece[k].w != kPoison;
-#pragma unroll
-      for (int k = 0; k < kOwnWords; ++k) all = all && word[k] != kPoison;
-      return __all_sync(plat::kAllLanes, all);
-    }
-    // To column `column` of a slot, when all have arrived.
-    LOWLAT_DEVICE bool store(const Region<L>& r, unsigned char* dst, int column,
-                             std::uint32_t event) {
-      for (int tries = 1; !here(); ++tries) {
-        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(event);
-        if (__any_sync(plat::kAllLanes, late)) return false;
-        load(r.lane);
-      }
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k) {
-        const int i = k * plat::kWarpLanes + r.lane;
-        if (i < kPieces) {
-          // Of a group, high and low terms at odd and at even elements.
-          const int part = i % 4, at = i / 4 * L::kGroupBytes + part % 2 * 128 + part / 2 * 16;
-          *reinterpret_cast<uint4*>(dst + L::kColumnsOffset + at + column * 32) = piece[k];
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kOwnWords; ++k) {
-        const int i = k * plat::kWarpLanes + r.lane;
-        if (i < kWords) {
-          reinterpret_cast<std::uint32_t*>(dst + L::kColumnScales)[i * L::kEntryPairs + column] =
-              word[k];
-        }
-      }
-      return true;
-    }
-  };
-  LOWLAT_DEVICE int next_own(int use) const {
-    while (use % L::kRing % L::kGatherers != which) ++use;
-    return use;
   }
-  // Uses `begin` .. end - 1 that are this warp's; `place(column, entry, i, use)` points a column at
-  // pair i of the use's entry, `entry_of(use)`. A use's first two columns are loaded while the use
-  // before is on its way.
-  template <class Col, class EntryOf, class Place>
-  LOWLAT_DEVICE bool gather(int begin, int end, std::uint32_t event, const EntryOf& entry_of,
-                            const Place& place) const {
-    constexpr int kAhead = 2;
-    Col ahead[kAhead];
-    const auto load = [&](int use) {
-      if (use >= end) return;
-      const int entry = entry_of(use), num = r.num_pairs(entry);
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (i >= num) break;
-        place(ahead[i], entry, i, use);
-        ahead[i].load(r.lane);
-      }
-    };
-    int use = next_own(begin);
-    load(use);
-    while (use < end) {
-      const int slot = use % L::kRing, entry = entry_of(use), num = r.num_pairs(entry);
+  LOWLAT_DEVICE bool wait_rows() const {
+    const std::uint32_t want = counted(r.a.rows * L::kChunks);
+    for (int tries = 1; load_word(r.rows_done()) != want; ++tries) {
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kRowsEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+    fence_device();
+    return true;
+  }
+  LOWLAT_DEVICE bool gather_rows(int num_uses) const {
+    if (!wait_rows()) return false;
+    for (int use = 0; use < num_uses; ++use) {
+      const int slot = use % L::kRing;
+      if (slot % L::kGatherers != which) continue;
+      const int entry = r.routed_tile(use / L::kUses) / L::kTiles;
+      const int chunk = use % L::kUses / L::kParts;
+      const int first = r.table.first[entry], num = r.num_pairs(entry);
       if (!r.wait_free(use)) return false;
-      unsigned char* dst = r.slot(slot);
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (i < num && !ahead[i].store(r, dst, i, event)) return false;
-      }
+      const std::uint32_t dst = r.slot_address(slot);
 #pragma unroll 1
-      for (int i = kAhead; i < num; ++i) {
-        place(ahead[0], entry, i, use);
-        ahead[0].load(r.lane);
-        if (!ahead[0].store(r, dst, i, event)) return false;
+      for (int i = 0; i < num; ++i) {
+        const int row = r.table.sorted[first + i] / L::kSlots;
+        copy_column<L::kChunkGroups>(
+            dst, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow), i);
+        if (r.lane == i) copy_word(dst + L::kColumnScales + i * 4, r.row_scales(row) + chunk);
       }
-      arrive(slot);
-      use = next_own(use + 1);
-      load(use);
+      sm90::barrier_arrive_copied(&r.barriers.here[slot]);
     }
     return true;
   }
-  // The columns are there for the products too, which read past the ordinary path.
-  LOWLAT_DEVICE void arrive(int slot) const {
-    sm90::fence_async_shared();
-    __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.here[slot]);
+  // Entries from 0 on whose h is complete, at least `least`; -1 when it is late.
+  LOWLAT_DEVICE int wait_entries(int least) const {
+    const int entry = least - 1 + r.lane;
+    const bool exists = entry < r.table.num_entries;
+    for (int tries = 1;; ++tries) {
+      const std::uint32_t done = exists ? load_word(r.entry_done(entry)) : 0;
+      const bool all = exists && done == counted(L::kTiles);
+      const std::uint32_t not_all = __ballot_sync(plat::kAllLanes, !all);
+      if ((not_all & 1u) == 0) {
+        fence_device();
+        return least - 1 + (not_all == 0 ? plat::kWarpLanes : __ffs(static_cast<int>(not_all)) - 1);
+      }
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return -1;
+    }
+  }
+  LOWLAT_DEVICE bool gather_pairs(int first_use) const {
+    int ready = 0;
+    for (int entry = 0; entry < r.table.num_entries; ++entry) {
+      const int use = first_use + entry, slot = use % L::kRing;
+      if (slot % L::kGatherers != which) continue;
+      if (entry >= ready) ready = wait_entries(entry + 1);
+      if (ready < 0 || !r.wait_free(use)) return false;
+      const int first = r.table.first[entry], num = r.num_pairs(entry);
+      const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll 1
+      for (int i = 0; i < num; ++i) {
+        const int pair = r.table.sorted[first + i];
+        copy_column<L::kInnerGroups>(dst, r.pair_pieces(pair), i);
+        for (int k = r.lane; k < L::kInnerGroups; k += plat::kWarpLanes) {
+          copy_word(dst + L::kColumnScales + (k * L::kEntryPairs + i) * 4, r.pair_scales(pair) + k);
+        }
+      }
+      sm90::barrier_arrive_copied(&r.barriers.here[slot]);
+    }
+    return true;
   }
 
   LOWLAT_DEVICE bool run() const {
     split_rows();
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int first_uses = r.own_tiles() * L::kUses;
-    using Rows = Column<L::kChunkGroups, 1>;
-    const bool going = gather<Rows>(
-        0, first_uses, kRowsEvent,
-        [&](int use) { return r.routed_tile(use / L::kUses) / L::kTiles; },
-        [&](Rows& column, int entry, int i, int use) {
-          const int row = r.table.sorted[r.table.first[entry] + i] / L::kSlots;
-          const int chunk = use % L::kUses / L::kParts;
-          column.pieces = r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow);
-          column.scales = r.row_scales(row) + chunk;
-        });
-    if (!going || r.block_idx >= L::kBands) return going;
-    using Pairs = Column<L::kInnerGroups, L::kInnerGroups>;
-    return gather<Pairs>(
-        first_uses, first_uses + r.table.num_entries, kHiddenEvent,
-        [&](int use) { return use - first_uses; },
-        [&](Pairs& column, int entry, int i, int) {
-          const int pair = r.table.sorted[r.table.first[entry] + i];
-          column.pieces = r.pair_pieces(pair);
-          column.scales = r.pair_scales(pair);
-        });
+    const bool going = gather_rows(first_uses);
+    return going && (r.block_idx >= L::kBands || gather_pairs(first_uses));
   }
 };
 

@@ -112,8 +112,7 @@ struct Layout {
   static constexpr int kPartialBytes = 4 * most(kRoutedSums, most(kHeadSums, kBandSums));
   static constexpr int kBuffers = 2;                        // of partial sums, of scales
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
-  static constexpr int kBandOffset = 0;
-  static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
+  static constexpr int kSumsOffset = 0;
   static constexpr int kScalesOffset = kSumsOffset + kBuffers * kPartialBytes;
   static constexpr int kSecondOffset = kScalesOffset + kBuffers * kTileScales;
   static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;
@@ -144,13 +143,16 @@ struct Layout {
     std::uint64_t full[kMaxSlots], here[kMaxSlots], empty[kMaxSlots];
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
-    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2], band_full, table;
+    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
+    std::uint64_t band_full, band_done, table;
   };
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
   static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
-  static_assert(kRing * kSlotBytes >= kHeadBytes);
+  // The shared w2's band lies at the ring's end.
+  static constexpr int kBandAt = (kRing * kSlotBytes - kBandRows * kInner) / 128 * 128;
+  static_assert(kBandAt >= kHeadBytes);
   static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
 
   // Workspace, in bytes from its start. The kernel of 8 rows and that of 64 have one each.
@@ -163,8 +165,10 @@ struct Layout {
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
       kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 4;
-  static constexpr std::size_t kHiddenBytes =  // of one parity
+  static constexpr std::size_t kDoneOffset =  // rows' counter, then a counter an entry
       kPairScalesOffset + std::size_t{kMaxPairs} * kInnerGroups * 4;
+  static constexpr std::size_t kHiddenBytes =  // of one parity
+      kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs, 4);
   static_assert(kHiddenBytes % 16 == 0);
   static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
@@ -224,6 +228,19 @@ struct Region {
   LOWLAT_DEVICE std::uint32_t* pair_scales(int pair) const {  // [kInnerGroups]
     return reinterpret_cast<std::uint32_t*>(here(L::kPairScalesOffset)) + pair * L::kInnerGroups;
   }
+  // Counters of what is there: from kPoison on, so that clearing is the same for all.
+  LOWLAT_DEVICE std::uint32_t* rows_done() const {  // chunks of rows
+    return reinterpret_cast<std::uint32_t*>(here(L::kDoneOffset));
+  }
+  LOWLAT_DEVICE std::uint32_t* entry_done(int entry) const {  // tiles of an entry's h
+    return rows_done() + 1 + entry;
+  }
+  // A warp has stored what is counted.
+  LOWLAT_DEVICE void add_done(std::uint32_t* counter) const {
+    fence_device();
+    __syncwarp();
+    if (lane == 0) add_word(counter, 1);
+  }
   // The shared expert's h of a row: bf16 in the order of pairs.
   LOWLAT_DEVICE unsigned char* shared_hidden(int row) const {
     return here(L::kSharedOffset) + row * (L::kInner * 2);
@@ -261,6 +278,10 @@ struct Region {
     }
     const int begin = slot * L::kSlotBytes;
     if (begin < L::kSharedAt && gates() && !barrier_wait(&barriers.gate_done, 0, watch)) {
+      return false;
+    }
+    if (begin + L::kSlotBytes > L::kBandAt && shared && block_idx < L::kBands &&
+        !barrier_wait(&barriers.band_done, 0, watch)) {
       return false;
     }
     const bool over_shared = begin + L::kSlotBytes > L::kSharedAt && begin < L::kHeadBytes;

@@ -227,7 +227,7 @@ struct Consumer {
   // Sixteen columns of the band (eight where it ends), a part of I, eight rows: while the first
   // experts' weights are on their way. Its h is there by then, or nearly.
   LOWLAT_DEVICE bool multiply_shared(int m, int part, int group, float* dst) const {
-    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
+    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kRingOffset + L::kBandAt +
                                 (16 * m + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
     const bool whole = 16 * m + 8 < L::kBandRows;
     const int band = r.block_idx * L::kBandRows;
@@ -295,6 +295,7 @@ struct Consumer {
       }
       end_sums();
     }
+    arrive(&r.barriers.band_done);
     return true;
   }
 
@@ -320,7 +321,7 @@ struct Consumer {
   // Where load_codes begins for rows `row` .. + 15 of a slot's 64 (of the band; checkpoint: rows
   // `row` .. + 7 and `high` .. + 7, not beyond `last`).
   LOWLAT_DEVICE std::uint32_t codes_at(int row, int high, int last, int pitch) const {
-    if constexpr (L::kMarlin) return r.lane * 16 + row / 16 * 4;
+    if constexpr (L::kMarlin) return ((row / 16 * 2 + g % 2) * 4 + t) * 16 + g / 2 * 4;
     const int mine = (r.lane / 8 % 2 != 0 ? high : row) + r.lane % 8;
     return (mine < last ? mine : last) * pitch + r.lane / 16 * 16;
   }
@@ -372,8 +373,13 @@ struct Consumer {
     finish(kBatches - 1);
   }
   LOWLAT_DEVICE static float power(std::uint32_t byte) { return __uint_as_float(byte << 23); }
-  // Scales of a Marlin group of 64 rows: of rows 16 w + g and + 8, two bytes apart.
-  LOWLAT_DEVICE std::uint32_t scales_at(int w) const { return 8 * g + w / 2 * 4 + w % 2; }
+  // Which of a Marlin tile's 64 rows are this lane's in quarter q: this one and eight further. A
+  // warp so reads 128 bytes in one piece.
+  LOWLAT_DEVICE int tile_row(int q) const { return g / 2 * 16 + 2 * q + g % 2; }
+  // Where their scales lie in a group's 64: the second's is two further.
+  LOWLAT_DEVICE std::uint32_t scales_at(int q) const {
+    return 8 * (2 * q + g % 2) + g / 4 * 4 + g / 2 % 2;
+  }
   LOWLAT_DEVICE static std::uint64_t columns_matrix(std::uint32_t slot) {
     return product_columns(slot + L::kColumnsOffset);
   }
@@ -397,6 +403,7 @@ struct Consumer {
       for (int i = group; i < L::kUses; i += L::kWarpGroups) {
         const int use = n * L::kUses + i, slot = use % L::kRing;
         if (!r.wait_filled(use)) return false;
+        sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot);
         // Of the low and the high rows; from a group to the next, kStep bytes.
         constexpr int kStep = L::kMarlin ? L::kUseRows : 1;
@@ -405,7 +412,7 @@ struct Consumer {
         const std::uint32_t high_scale =
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
-        multiply<L::kChunkGroups, 2, false>(
+        multiply<L::kChunkGroups, L::kChunkGroups % 4 == 0 ? 4 : 2, false>(
             address + rows, columns_matrix(address), false, [&](int k, const float (&d)[4]) {
               const float low = power(smem_load1(low_scale + k * kStep));
               const float high = power(smem_load1(high_scale + k * kStep));
@@ -421,7 +428,8 @@ struct Consumer {
       float* dst = begin_sums();
       if (dst == nullptr) return false;
       constexpr int kHigh = L::kMarlin ? 8 : L::kTileValues;  // rows from low to high
-      dst += (group * L::kEntryPairs + t) * L::kSumsPitch + (L::kMarlin ? 16 : 8) * quarter + g;
+      dst += (group * L::kEntryPairs + t) * L::kSumsPitch +
+             (L::kMarlin ? tile_row(quarter) : 8 * quarter + g);
       dst[0] = total[0];
       dst[kHigh] = total[1];
       end_sums();
@@ -439,11 +447,13 @@ struct Consumer {
     const bool rests = row_block >= L::kRowBlocks;
     const std::uint32_t rows =
         codes_at(16 * row_block, 16 * row_block + 8, L::kBandRows - 1, L::kInnerPitch);
-    const int low_row = 16 * row_block + g, high_row = low_row + 8;
+    const int low_row = L::kMarlin ? tile_row(row_block) : 16 * row_block + g;
+    const int high_row = low_row + 8;
     const bool whole = high_row < L::kBandRows;
     for (int entry = group; entry < r.table.num_entries; entry += L::kWarpGroups) {
       const int use = first_uses + entry, slot = use % L::kRing;
       if (!r.wait_filled(use)) return false;
+      sm90::fence_async_shared();  // the products read the columns past the ordinary path
       const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
       constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
       const std::uint32_t low_scale =
@@ -478,13 +488,13 @@ struct Consumer {
     t = r.lane % 4;
     load_x();
     bool going = !r.gates() || run_gate();
-    // While the scores are on their way.
-    for (int n = 0; going && n < r.shared_tiles(); ++n) {
-      going = run_shared_tile(n);
-    }
     route(rule);  // every consumer comes to its barriers
     make_table();
     weigh(sum_rule);
+    // The first experts are on their way.
+    for (int n = 0; going && n < r.shared_tiles(); ++n) {
+      going = run_shared_tile(n);
+    }
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_shared_second() &&
            run_tiles() && run_second();
   }
