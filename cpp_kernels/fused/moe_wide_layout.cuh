@@ -55,6 +55,7 @@ struct Layout {
   static constexpr int kTileValues = kMarlin ? 64 : 32, kTileGroups = kTileValues / 32;
   static constexpr int kParts = 2 * kTileValues / kUseRows;  // uses of a chunk
   static constexpr int kTiles = kInner / kTileValues;        // of an entry
+  static constexpr int kSpareTiles = kMarlin ? 4 : 3;        // see Region
   static constexpr int kChunks = kChunks_, kChunkK = kHidden / kChunks;
   static constexpr int kChunkGroups = kChunkK / 32, kChunkRow = kChunkK / 2;
   static constexpr int kChunkPitch = kMarlin ? kChunkRow : spread_pitch(kChunkRow);
@@ -251,19 +252,35 @@ struct Region {
   }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kScorers; }
 
-  // Shared tiles go to blocks 0, 1, .. first, so routed ones begin with the blocks after them.
   LOWLAT_DEVICE int shared_tiles() const {
     return !shared ? 0 : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
   }
+  // Tiles go around in order of entries. Blocks without a band have no second product, which is
+  // worth half of a block's first (a whole one where bands are wide): of two rounds each of them
+  // has kSpareTiles.
+  LOWLAT_DEVICE int spare_blocks() const { return num_blocks - L::kBands; }
+  LOWLAT_DEVICE int own_of_period() const { return block_idx < L::kBands ? 2 : L::kSpareTiles; }
+  LOWLAT_DEVICE int period() const {
+    return 2 * num_blocks + (L::kSpareTiles - 2) * spare_blocks();
+  }
+  // The k-th tile of this block in a period. Shared tiles go to blocks 0, 1, .. first, so routed
+  // ones begin with the blocks after them.
+  LOWLAT_DEVICE int tile_of_period(int k) const {
+    const int turn = block_idx - with_more;
+    return k < 2 ? k * num_blocks + (turn < 0 ? turn + num_blocks : turn)
+                 : 2 * num_blocks + (k - 2) * spare_blocks() + block_idx - L::kBands;
+  }
   // The n-th routed tile of this block (its number among all, in order of entries).
   LOWLAT_DEVICE int routed_tile(int n) const {
-    const int turn = block_idx - with_more;
-    return n * num_blocks + (turn < 0 ? turn + num_blocks : turn);
+    const int own = own_of_period();
+    return n / own * period() + tile_of_period(n % own);
   }
   LOWLAT_DEVICE int num_tiles() const { return table.num_entries * L::kTiles; }
   LOWLAT_DEVICE int own_tiles() const {
-    const int first = routed_tile(0), all = num_tiles();
-    return first < all ? (all - first + num_blocks - 1) / num_blocks : 0;
+    const int own = own_of_period(), all = num_tiles(), rest = all % period();
+    int count = all / period() * own;
+    for (int k = 0; k < own; ++k) count += tile_of_period(k) < rest ? 1 : 0;
+    return count;
   }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
   LOWLAT_DEVICE int num_pairs(int entry) const {

@@ -326,34 +326,42 @@ struct Consumer {
     return (mine < last ? mine : last) * pitch + r.lane / 16 * 16;
   }
 
-  // Products of kGroups groups of this warp's sixteen weight rows with the columns; `add(group, d)`
-  // takes each group's sums in order. A warp that rests goes through it with the other three.
-  template <int kGroups, int kBatch, bool kMayRest, class Add>
+  // Products of kGroups groups of this warp's sixteen weight rows with the columns. `load(group)`
+  // reads what belongs to a group's sums, early; `add(group, that, d)` takes the sums in order. A
+  // warp that rests goes through it with the other three.
+  template <int kGroups, int kBatch, bool kMayRest, class Load, class Add>
   LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, bool rests,
-                                     const Add& add) {
+                                     const Load& load, const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
     constexpr int kBatches = kGroups / kBatch;
     static_assert(kGroups % kBatch == 0 && kBatch % 2 == 0);
+    using Factors = decltype(load(0));
     float d[2][kBatch][4];
-    std::uint32_t a[2][kBatch][4] = {};
+    std::uint32_t a[2][kBatch][4] = {}, codes[kBatch / 2][4] = {};
+    Factors factors[2][kBatch];
+    const bool works = !kMayRest || !rests;
+    const auto load_batch = [&](int batch) {
+      if (!works) return;
+#pragma unroll
+      for (int i = 0; i < kBatch; i += 2) load_codes(codes[i / 2], rows, batch * kBatch + i);
+    };
     const auto finish = [&](int batch) {
-      if (kMayRest && rests) return;
+      if (!works) return;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        add(batch * kBatch + i, d[batch & 1][i]);
+        add(batch * kBatch + i, factors[batch & 1][i], d[batch & 1][i]);
       }
     };
+    load_batch(0);
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
-      if (!kMayRest || !rests) {
+      if (works) {
 #pragma unroll
         for (int i = 0; i < kBatch; i += 2) {
-          std::uint32_t codes[4];
-          load_codes(codes, rows, batch * kBatch + i);
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             std::uint32_t (&to)[4] = a[batch & 1][i + j / 2];
-            expand_fp4_e4m3(codes[j], to[j % 2], to[j % 2 + 2]);
+            expand_fp4_e4m3(codes[i / 2][j], to[j % 2], to[j % 2 + 2]);
           }
         }
       }
@@ -364,6 +372,12 @@ struct Consumer {
                      columns + (batch * kBatch + i) * (L::kGroupBytes / 16));
       }
       products_commit();
+      // While they run.
+      if (batch + 1 < kBatches) load_batch(batch + 1);
+      if (works) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) factors[batch & 1][i] = load(batch * kBatch + i);
+      }
       if (batch > 0) {
         products_wait<1>();
         finish(batch - 1);
@@ -413,11 +427,14 @@ struct Consumer {
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
         multiply<L::kChunkGroups, L::kChunkGroups % 4 == 0 ? 4 : 2, false>(
-            address + rows, columns_matrix(address), false, [&](int k, const float (&d)[4]) {
-              const float low = power(smem_load1(low_scale + k * kStep));
-              const float high = power(smem_load1(high_scale + k * kStep));
-              acc[0] = plat::fma(d[0] + d[1], low, acc[0]);
-              acc[1] = plat::fma(d[2] + d[3], high, acc[1]);
+            address + rows, columns_matrix(address), false,
+            [&](int k) {
+              return make_uint2(smem_load1(low_scale + k * kStep),
+                                smem_load1(high_scale + k * kStep));
+            },
+            [&](int, uint2 scales, const float (&d)[4]) {
+              acc[0] = plat::fma(d[0] + d[1], power(scales.x), acc[0]);
+              acc[1] = plat::fma(d[2] + d[3], power(scales.y), acc[1]);
             });
         const float column = __uint_as_float(smem_load4(address + L::kColumnScales + t * 4));
         arrive(&r.barriers.empty[slot]);
@@ -463,13 +480,15 @@ struct Consumer {
       const std::uint32_t column_scales = address + L::kColumnScales + t * 4;
       float acc[2] = {};
       multiply<L::kInnerGroups, 2, kMayRest>(
-          address + rows, columns_matrix(address), rests, [&](int i, const float (&d)[4]) {
-            const float column =
-                __uint_as_float(smem_load4(column_scales + i * (L::kEntryPairs * 4)));
-            const float low = power(smem_load1(low_scale + i * kStep));
-            const float high = power(smem_load1(high_scale + i * kStep));
-            acc[0] = plat::fma(d[0] + d[1], low * column, acc[0]);
-            acc[1] = plat::fma(d[2] + d[3], high * column, acc[1]);
+          address + rows, columns_matrix(address), rests,
+          [&](int i) {
+            return make_uint3(smem_load1(low_scale + i * kStep), smem_load1(high_scale + i * kStep),
+                              smem_load4(column_scales + i * (L::kEntryPairs * 4)));
+          },
+          [&](int, uint3 scales, const float (&d)[4]) {
+            const float column = __uint_as_float(scales.z);
+            acc[0] = plat::fma(d[0] + d[1], power(scales.x) * column, acc[0]);
+            acc[1] = plat::fma(d[2] + d[3], power(scales.y) * column, acc[1]);
           });
       arrive(&r.barriers.empty[slot]);
       const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
