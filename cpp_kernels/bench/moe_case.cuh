@@ -451,7 +451,7 @@ inline bool check_case(const Layer& layer, int rows, const std::string& scenario
   // What was published: every mailbox holds y in packets by band, tagged with the epoch.
   int wrong_packets = 0;
   if (publish) {
-    const int band = layer.layout == MoeLayout::marlin ? 64 : d.hidden / 128;
+    const int band = lowlat::fused::moe_box_band(d.shape, layer.layout, rows);
     const int bands = d.hidden / band, per_band = (band + 2) / 3;
     for (int peer = 0; peer < kPeers; ++peer) {
       const std::size_t box =

@@ -13,6 +13,9 @@ namespace stages = lowlat::nvidia::stages;
 
 // Up to so many rows this kernel is the faster one (docs/bench), from there on moe_wide.cuh.
 constexpr int kFewRows = 8;
+bool is_wide(MoeLayout layout, int rows) {
+  return rows > kFewRows || layout != MoeLayout::checkpoint;
+}
 
 // Warps that multiply. Eight and twenty are slower (docs/bench), but two ranks' bands of V4.1 leave
 // the ring too short for sixteen.
@@ -68,8 +71,16 @@ int moe_workspace_init(MoeShape shape, void* workspace, void* stream) {
       moe::wide::init(shape, static_cast<unsigned char*>(workspace) + wide_offset(shape), on));
 }
 
+int moe_box_band(MoeShape shape, MoeLayout layout, int rows) {
+  return is_wide(layout, rows)
+             ? moe::wide::kBandColumns
+             : with_shape(shape, [](auto instance) { return decltype(instance)::L::kBandRows; });
+}
 std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows) {
-  return moe::wide::box_packets(shape, layout, rows);
+  const int band = moe_box_band(shape, layout, rows);
+  const int hidden =
+      with_shape(shape, [](auto instance) { return decltype(instance)::L::kHidden; });
+  return std::int64_t{rows} * (hidden / band) * ((band + 2) / 3);
 }
 
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped) {
@@ -80,7 +91,7 @@ int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool ov
   const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
                             target ? stages::GateSum::target : stages::GateSum::draft, 0};
   const auto on = static_cast<cudaStream_t>(stream);
-  if (args.rows <= kFewRows && args.w.layout == MoeLayout::checkpoint) {
+  if (!is_wide(args.w.layout, args.rows)) {
     return static_cast<int>(with_shape(
         shape, [&](auto instance) { return instance.run(args, rules, on, overlapped); }));
   }

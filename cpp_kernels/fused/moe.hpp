@@ -57,8 +57,8 @@ struct MoeWeights {
 };
 
 // Where a published sum goes: the mailboxes of stages/exchange.hpp, in packets of three values and
-// the tag. A block owns a band of columns (H / 128; marlin: 64), so packets are numbered by band:
-// with per_band = (band + 2) / 3, (t, n) is word n % band % 3 of packet
+// the tag. A block owns a band of columns (moe_box_band), so packets are numbered by band: with
+// per_band = (band + 2) / 3, (t, n) is word n % band % 3 of packet
 // (t * (H / band) + n / band) * per_band + n % band / 3.
 struct MoeBoxes {
   void* const* outboxes;       // device array [tp_size] of mailboxes, own rank's included; nullptr:
@@ -109,7 +109,8 @@ std::size_t moe_workspace_bytes(MoeShape shape);
 // On `stream`, once, and again after a launch that ended in a fault. Returns a cudaError_t.
 int moe_workspace_init(MoeShape shape, void* workspace, void* stream);
 
-// Packets of one mailbox for `rows` rows.
+// Columns of a band, and packets of one mailbox, of a launch of `rows` rows.
+int moe_box_band(MoeShape shape, MoeLayout layout, int rows);
 std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows);
 
 // Enqueues the region on `stream` (a cudaStream_t); capturable. `overlapped`: a programmatic edge,

@@ -47,10 +47,11 @@ cudaError_t launch(void (*kernel)(MoeArgs, Rules), const MoeArgs& args, const Ru
 
 namespace wide {
 
+inline constexpr int kBandColumns = 64;  // of y, a block's
+
 // Of moe_wide_mxfp4_sm90: as the functions of fused/moe.hpp.
 std::size_t workspace_bytes(MoeShape shape);
 cudaError_t init(MoeShape shape, void* workspace, cudaStream_t stream);
-std::int64_t box_packets(MoeShape shape, MoeLayout layout, int rows);
 cudaError_t launch(MoeShape shape, const MoeArgs& args, const Rules& rules, cudaStream_t stream,
                    bool overlapped);
 

@@ -15,6 +15,7 @@ namespace {
 template <class S, MoeLayout kLayout>
 struct Instance {
   using L = Layout<S, 64, CHUNKS, kLayout>;
+  static_assert(L::kBandRows == kBandColumns);
 
   static cudaError_t run(const MoeArgs& args, const Rules& rules, cudaStream_t stream,
                          bool overlapped) {
@@ -25,9 +26,6 @@ struct Instance {
     const cudaError_t status = cudaMemsetAsync(workspace, 0, L::kWorkspaceBytes, stream);
     if (status != cudaSuccess) return status;
     return cudaMemsetAsync(bytes + L::kHiddenOffset, 0xff, 2 * L::kHiddenBytes, stream);
-  }
-  static std::int64_t box_packets(int rows) {
-    return std::int64_t{rows} * L::kBands * L::kPacketsPerBand;
   }
 };
 
@@ -64,9 +62,6 @@ cudaError_t init(MoeShape shape, void* workspace, cudaStream_t stream) {
     // One workspace serves both layouts: what is made ready lies at the same places.
     return instance.init(workspace, stream);
   });
-}
-std::int64_t box_packets(MoeShape shape, MoeLayout layout, int rows) {
-  return with_instance(shape, layout, [&](auto instance) { return instance.box_packets(rows); });
 }
 cudaError_t launch(MoeShape shape, const MoeArgs& args, const Rules& rules, cudaStream_t stream,
                    bool overlapped) {

@@ -61,15 +61,18 @@ struct Producer {
              kRow, &barriers.shared_full[n]);
       }
     }
+    if (!L::kBandLate) load_shared_band();
+    return true;
+  }
+  LOWLAT_DEVICE void load_shared_band() const {
     if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
       constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
-      sm90::barrier_arrive_expect(&barriers.band_full, kBytes);
+      sm90::barrier_arrive_expect(&r.barriers.band_full, kBytes);
       load(r.slot(0) + L::kBandAt,
-           w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
-           &barriers.band_full);
+           r.a.w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
+           &r.barriers.band_full);
     }
     __syncwarp();
-    return true;
   }
 
   // kRows rows of kRow bytes to shared memory, 16 bytes a lane: a bulk copy costs 31 ns whatever
@@ -98,17 +101,21 @@ struct Producer {
 
   LOWLAT_DEVICE bool run_routed() {
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    if (L::kBandLate) {
+      if (!r.wait_head()) return false;
+      load_shared_band();
+    }
     const int num_tiles = r.num_tiles();
     for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
       const int expert = r.table.expert[number / L::kTiles];
       if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
     if (r.block_idx >= L::kBands) return true;
-    for (int entry = 0; entry < r.table.num_entries; ++entry) {
+    for (int i = 0; i < r.table.num_entries * L::kBandParts; ++i) {
       const int slot = uses % L::kRing;
       if (!r.wait_free(uses)) return false;
       ++uses;
-      load_band(slot, r.table.expert[entry]);
+      load_band(slot, r.table.expert[i / L::kBandParts], i % L::kBandParts);
       end_slot(slot);
     }
     return true;
@@ -174,24 +181,24 @@ struct Producer {
     }
     return true;
   }
-  // This block's columns of an expert's w2.
-  LOWLAT_DEVICE void load_band(int slot, int expert) const {
+  // This block's columns of an expert's w2, a part of K.
+  LOWLAT_DEVICE void load_band(int slot, int expert, int part) const {
     const auto& w = r.a.w;
     if constexpr (L::kMarlin) {
       constexpr int kTilesOfK = L::kBands * L::kTileBytes;
-      load_tiles<L::kInnerGroups>(
+      load_tiles<L::kPartGroups>(
           r.slot_address(slot), L::kBandCodes,
           w.w2.codes + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerRow +
-              r.block_idx * L::kTileBytes,
+              part * L::kPartGroups * 2 * kTilesOfK + r.block_idx * L::kTileBytes,
           kTilesOfK,
           w.w2.scales + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerGroups +
-              r.block_idx * L::kBandRows,
+              part * L::kPartGroups * L::kHidden + r.block_idx * L::kBandRows,
           L::kHidden);
     } else {
       const std::size_t row =
           static_cast<std::size_t>(expert) * L::kHidden + r.block_idx * L::kBandRows;
-      const unsigned char* codes = w.w2.codes + row * L::kInnerRow;
-      constexpr bool kWhole = L::kInnerPitch == L::kInnerRow;
+      const unsigned char* codes = w.w2.codes + row * L::kInnerRow + part * L::kPartRow;
+      constexpr bool kWhole = L::kPartPitch == L::kInnerRow;
       std::uint64_t* full = &r.barriers.full[slot];
       if (r.lane == 0) {
         sm90::barrier_expect(full, L::kBandScales + (kWhole ? L::kBandCodes : 0));
@@ -200,8 +207,8 @@ struct Producer {
              full);
       }
       if constexpr (!kWhole) {
-        load_rows<L::kBandRows, L::kInnerRow, L::kInnerPitch>(r.slot_address(slot), codes,
-                                                              L::kInnerRow);
+        load_rows<L::kBandRows, L::kPartRow, L::kPartPitch>(r.slot_address(slot), codes,
+                                                            L::kInnerRow);
       }
     }
   }
@@ -386,8 +393,9 @@ struct Gatherer {
   }
   LOWLAT_DEVICE bool gather_pairs(int first_use) const {
     int ready = 0;
-    for (int entry = 0; entry < r.table.num_entries; ++entry) {
-      const int use = first_use + entry, slot = use % L::kRing;
+    for (int k = 0; k < r.table.num_entries * L::kBandParts; ++k) {
+      const int use = first_use + k, slot = use % L::kRing;
+      const int entry = k / L::kBandParts, part = k % L::kBandParts;
       if (slot % L::kGatherers != which) continue;
       if (entry >= ready) ready = wait_entries(entry + 1);
       if (ready < 0 || !r.wait_free(use)) return false;
@@ -396,9 +404,11 @@ struct Gatherer {
 #pragma unroll 1
       for (int i = 0; i < num; ++i) {
         const int pair = r.table.sorted[first + i];
-        copy_column<L::kInnerGroups>(dst, r.pair_pieces(pair), i);
-        for (int k = r.lane; k < L::kInnerGroups; k += plat::kWarpLanes) {
-          copy_word(dst + L::kColumnScales + (k * L::kEntryPairs + i) * 4, r.pair_scales(pair) + k);
+        copy_column<L::kPartGroups>(
+            dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
+        if (r.lane < L::kPartGroups) {
+          copy_word(dst + L::kColumnScales + (r.lane * L::kEntryPairs + i) * 4,
+                    r.pair_scales(pair) + part * L::kPartGroups + r.lane);
         }
       }
       sm90::barrier_arrive_copied(&r.barriers.here[slot]);

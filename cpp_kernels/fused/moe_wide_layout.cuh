@@ -55,7 +55,9 @@ struct Layout {
   static constexpr int kTileValues = kMarlin ? 64 : 32, kTileGroups = kTileValues / 32;
   static constexpr int kParts = 2 * kTileValues / kUseRows;  // uses of a chunk
   static constexpr int kTiles = kInner / kTileValues;        // of an entry
-  static constexpr int kSpareTiles = kMarlin ? 4 : 3;        // see Region
+  // Of a period's tiles each block with a band and each without has so many: a band is worth the
+  // difference.
+  static constexpr int kBandTiles = kHidden > 4096 ? 4 : 2, kSpareTiles = kHidden > 4096 ? 9 : 6;
   static constexpr int kChunks = kChunks_, kChunkK = kHidden / kChunks;
   static constexpr int kChunkGroups = kChunkK / 32, kChunkRow = kChunkK / 2;
   static constexpr int kChunkPitch = kMarlin ? kChunkRow : spread_pitch(kChunkRow);
@@ -64,14 +66,19 @@ struct Layout {
   static constexpr int kScaleRow = kHidden / 32;
   static constexpr int kTileScales = kMarlin ? 0 : kUseRows * kScaleRow;  // on their own
   // Second product.
-  static constexpr int kBandRows = kMarlin ? 64 : kHidden / 128;
-  static constexpr int kBands = kHidden / kBandRows;        // blocks that own columns
-  static constexpr int kRowBlocks = (kBandRows + 15) / 16;  // of 16 rows, a warp's
+  static constexpr int kBandRows = 64;
+  static constexpr int kBands = kHidden / kBandRows;  // blocks that own columns
+  static constexpr int kRowBlocks = kBandRows / 16;   // of 16 rows, a warp's
   static constexpr int kInnerGroups = kInner / 32;
-  static constexpr int kInnerRow = kInner / 2,
-                       kInnerPitch = kMarlin ? kInnerRow : spread_pitch(kInnerRow);
-  static constexpr int kBandCodes = kBandRows * kInnerPitch;
-  static constexpr int kBandScales = kBandRows * kInnerGroups;
+  static constexpr int kInnerRow = kInner / 2;
+  // An entry's band comes in parts along K, one where that fits a slot.
+  static constexpr int kBandParts = kInnerGroups > 18 ? 2 : 1,
+                       kPartGroups = kInnerGroups / kBandParts;
+  static constexpr int kPartRow = kInnerRow / kBandParts;
+  static constexpr int kPartPitch = kMarlin ? kPartRow : spread_pitch(kPartRow);
+  static constexpr int kBandCodes = kBandRows * kPartPitch;
+  // Marlin: the part's scales; checkpoint: those of all parts.
+  static constexpr int kBandScales = kBandRows * (kMarlin ? kPartGroups : kInnerGroups);
   // Of the shared expert.
   static constexpr int kInnerBlocks = kInner / 64;
   static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;
@@ -83,9 +90,9 @@ struct Layout {
 
   static_assert(kSlice % kBlockK == 0 && kHidden % (kChunks * 64) == 0 && kInner % 64 == 0 &&
                 kExperts % kScorers == 0 && kChunks % kWarpGroups == 0 && kBands <= kScorers);
-  static_assert(kBandRows % 8 == 0 && kRowBlocks <= 4);
+  static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4);
   static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
-  static_assert(kBandRows * kInnerRow % 16 == 0 && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
+  static_assert(kPartGroups <= plat::kWarpLanes && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
                 kInner % kTileValues == 0);
   static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
   static_assert(kBlock % kSharedRows == 0 && kHidden / kBlock % 16 == 0);
@@ -93,14 +100,14 @@ struct Layout {
 
   // A slot of the ring: weights (a chunk, or an entry's band), columns, the columns' scales.
   static constexpr int kGroupBytes = 256;  // of columns: two cores
-  static constexpr int kMostGroups = kChunkGroups > kInnerGroups ? kChunkGroups : kInnerGroups;
+  static constexpr int kMostGroups = most(kChunkGroups, kPartGroups);
   static constexpr int kChunkCodes = kUseRows * kChunkPitch;
   static constexpr int kChunkBytes = kChunkCodes + (kMarlin ? kUseRows * kChunkGroups : 0);
   static constexpr int kBandBytes = kBandCodes + kBandScales;
   static constexpr int kColumnsOffset =
       round_up(kChunkBytes > kBandBytes ? kChunkBytes : kBandBytes, 128);
   static constexpr int kColumnScales = kColumnsOffset + kMostGroups * kGroupBytes;
-  static constexpr int kSlotBytes = round_up(kColumnScales + kInnerGroups * kEntryPairs * 4, 128);
+  static constexpr int kSlotBytes = round_up(kColumnScales + kPartGroups * kEntryPairs * 4, 128);
   // The head's weights lie in the ring, from its start: the router's rows, the shared tile.
   static constexpr int kSharedAt = round_up(kGateRows * kGatePitch, 128);
   static constexpr int kHeadBytes = kSharedAt + kSharedBytes;
@@ -153,7 +160,9 @@ struct Layout {
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
   // The shared w2's band lies at the ring's end.
   static constexpr int kBandAt = (kRing * kSlotBytes - kBandRows * kInner) / 128 * 128;
-  static_assert(kBandAt >= kHeadBytes);
+  // Or comes when the head is over.
+  static constexpr bool kBandLate = kBandAt < kHeadBytes;
+  static_assert(kBandAt >= 0 && kHeadBytes <= kRing * kSlotBytes);
   static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
 
   // Workspace, in bytes from its start. The kernel of 8 rows and that of 64 have one each.
@@ -255,20 +264,33 @@ struct Region {
   LOWLAT_DEVICE int shared_tiles() const {
     return !shared ? 0 : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
   }
-  // Tiles go around in order of entries. Blocks without a band have no second product, which is
-  // worth half of a block's first (a whole one where bands are wide): of two rounds each of them
-  // has kSpareTiles.
+  // Tiles go around in order of entries: a round of all blocks, some more of those without a band,
+  // until a period is over.
   LOWLAT_DEVICE int spare_blocks() const { return num_blocks - L::kBands; }
-  LOWLAT_DEVICE int own_of_period() const { return block_idx < L::kBands ? 2 : L::kSpareTiles; }
-  LOWLAT_DEVICE int period() const {
-    return 2 * num_blocks + (L::kSpareTiles - 2) * spare_blocks();
+  LOWLAT_DEVICE int own_of_period() const {
+    return block_idx < L::kBands ? L::kBandTiles : L::kSpareTiles;
   }
-  // The k-th tile of this block in a period. Shared tiles go to blocks 0, 1, .. first, so routed
-  // ones begin with the blocks after them.
+  LOWLAT_DEVICE int period() const {
+    return L::kBandTiles * num_blocks + (L::kSpareTiles - L::kBandTiles) * spare_blocks();
+  }
+  // The k-th tile of this block in a period. Shared tiles go to blocks 0, 1, .. first, so rounds
+  // begin with the blocks after them.
   LOWLAT_DEVICE int tile_of_period(int k) const {
+    // Extra tiles of a spare block before round i.
+    const auto extra = [](int i) { return i * (L::kSpareTiles - L::kBandTiles) / L::kBandTiles; };
+    int round = k, more = 0;
+    if (block_idx >= L::kBands) {
+      round = 0;
+#pragma unroll
+      for (int i = 1; i < L::kBandTiles; ++i) round += i + extra(i) <= k ? 1 : 0;
+      more = k - round - extra(round);
+    }
+    const int before = round * num_blocks + extra(round) * spare_blocks();
+    if (more > 0) {
+      return before + num_blocks + (more - 1) * spare_blocks() + block_idx - L::kBands;
+    }
     const int turn = block_idx - with_more;
-    return k < 2 ? k * num_blocks + (turn < 0 ? turn + num_blocks : turn)
-                 : 2 * num_blocks + (k - 2) * spare_blocks() + block_idx - L::kBands;
+    return before + (turn < 0 ? turn + num_blocks : turn);
   }
   // The n-th routed tile of this block (its number among all, in order of entries).
   LOWLAT_DEVICE int routed_tile(int n) const {
@@ -279,6 +301,7 @@ struct Region {
   LOWLAT_DEVICE int own_tiles() const {
     const int own = own_of_period(), all = num_tiles(), rest = all % period();
     int count = all / period() * own;
+#pragma unroll 1
     for (int k = 0; k < own; ++k) count += tile_of_period(k) < rest ? 1 : 0;
     return count;
   }
@@ -287,6 +310,12 @@ struct Region {
     return table.first[entry + 1] - table.first[entry];
   }
 
+  // Until router and shared tiles are done with the ring.
+  LOWLAT_DEVICE bool wait_head() const {
+    const int num = shared_tiles();
+    return (!gates() || barrier_wait(&barriers.gate_done, 0, watch)) &&
+           (num == 0 || barrier_wait(&barriers.shared_done[num - 1], 0, watch));
+  }
   // Until use `use` of the ring may be filled.
   LOWLAT_DEVICE bool wait_free(int use) const {
     const int slot = use % L::kRing;

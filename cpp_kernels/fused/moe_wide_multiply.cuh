@@ -224,15 +224,14 @@ struct Consumer {
 
   // ---- the shared expert's second product
 
-  // Sixteen columns of the band (eight where it ends), a part of I, eight rows: while the first
+  // Sixteen columns of the band, a part of I, eight rows: while the first
   // experts' weights are on their way. Its h is there by then, or nearly.
   LOWLAT_DEVICE bool multiply_shared(int m, int part, int group, float* dst) const {
     const std::uint32_t codes = sm90::shared_address(r.smem) + L::kRingOffset + L::kBandAt +
                                 (16 * m + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
-    const bool whole = 16 * m + 8 < L::kBandRows;
     const int band = r.block_idx * L::kBandRows;
     const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
-    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
+    const int high_row = (band + 16 * m + 8) / L::kBlock - band / L::kBlock;
     const int row = group * kColumns + g;
     const unsigned char* hidden =
         r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) + part * L::kPartBlocks * 128 + t * 32;
@@ -268,17 +267,15 @@ struct Consumer {
       const int column = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
       const std::uint8_t* scales = r.table.band_scales + column;
       const uint4 low = smem_load16(codes + i * 64);
-      const uint4 high = whole ? smem_load16(codes + 8 * L::kInner + i * 64) : uint4{};
+      const uint4 high = smem_load16(codes + 8 * L::kInner + i * 64);
       multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
                     e4m3_factor(scales[high_row * L::kBandScaleColumns]), quantized);
     }
     dst += (part * kColumns + 2 * t) * L::kBandRows + 16 * m + g;
     dst[0] = acc[0];
     dst[L::kBandRows] = acc[1];
-    if (whole) {
-      dst[8] = acc[2];
-      dst[L::kBandRows + 8] = acc[3];
-    }
+    dst[8] = acc[2];
+    dst[L::kBandRows + 8] = acc[3];
     return true;
   }
   LOWLAT_DEVICE bool run_shared_second() {
@@ -318,52 +315,42 @@ struct Consumer {
       sm90::load_matrices(words, rows + group * 16);
     }
   }
-  // Where load_codes begins for rows `row` .. + 15 of a slot's 64 (of the band; checkpoint: rows
-  // `row` .. + 7 and `high` .. + 7, not beyond `last`).
-  LOWLAT_DEVICE std::uint32_t codes_at(int row, int high, int last, int pitch) const {
-    if constexpr (L::kMarlin) return ((row / 16 * 2 + g % 2) * 4 + t) * 16 + g / 2 * 4;
-    const int mine = (r.lane / 8 % 2 != 0 ? high : row) + r.lane % 8;
-    return (mine < last ? mine : last) * pitch + r.lane / 16 * 16;
+  // Where load_codes begins for quarter q of a slot's 64 rows: checkpoint: rows `low` .. + 7 and
+  // `high` .. + 7.
+  LOWLAT_DEVICE std::uint32_t codes_at(int q, int low, int high, int pitch) const {
+    if constexpr (L::kMarlin) return ((2 * q + g % 2) * 4 + t) * 16 + g / 2 * 4;
+    return ((r.lane / 8 % 2 != 0 ? high : low) + r.lane % 8) * pitch + r.lane / 16 * 16;
   }
 
   // Products of kGroups groups of this warp's sixteen weight rows with the columns. `load(group)`
-  // reads what belongs to a group's sums, early; `add(group, that, d)` takes the sums in order. A
-  // warp that rests goes through it with the other three.
-  template <int kGroups, int kBatch, bool kMayRest, class Load, class Add>
-  LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, bool rests,
-                                     const Load& load, const Add& add) {
+  // reads what belongs to a group's sums, early; `add(that, d)` takes the sums in order.
+  template <int kGroups, class Load, class Add>
+  LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, const Load& load,
+                                     const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
-    constexpr int kBatches = kGroups / kBatch;
-    static_assert(kGroups % kBatch == 0 && kBatch % 2 == 0);
+    constexpr int kBatch = kGroups % 4 == 0 ? 4 : 2, kBatches = kGroups / kBatch;
+    static_assert(kGroups % kBatch == 0);
     using Factors = decltype(load(0));
     float d[2][kBatch][4];
     std::uint32_t a[2][kBatch][4] = {}, codes[kBatch / 2][4] = {};
     Factors factors[2][kBatch];
-    const bool works = !kMayRest || !rests;
     const auto load_batch = [&](int batch) {
-      if (!works) return;
 #pragma unroll
       for (int i = 0; i < kBatch; i += 2) load_codes(codes[i / 2], rows, batch * kBatch + i);
     };
     const auto finish = [&](int batch) {
-      if (!works) return;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        add(batch * kBatch + i, factors[batch & 1][i], d[batch & 1][i]);
+        add(factors[batch & 1][i], d[batch & 1][i]);
       }
     };
     load_batch(0);
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
-      if (works) {
 #pragma unroll
-        for (int i = 0; i < kBatch; i += 2) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            std::uint32_t (&to)[4] = a[batch & 1][i + j / 2];
-            expand_fp4_e4m3(codes[i / 2][j], to[j % 2], to[j % 2 + 2]);
-          }
-        }
+      for (int i = 0; i < 2 * kBatch; ++i) {
+        std::uint32_t (&to)[4] = a[batch & 1][i / 2];
+        expand_fp4_e4m3(codes[i / 4][i % 4], to[i % 2], to[i % 2 + 2]);
       }
       products_fence();
 #pragma unroll
@@ -374,10 +361,8 @@ struct Consumer {
       products_commit();
       // While they run.
       if (batch + 1 < kBatches) load_batch(batch + 1);
-      if (works) {
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) factors[batch & 1][i] = load(batch * kBatch + i);
-      }
+      for (int i = 0; i < kBatch; ++i) factors[batch & 1][i] = load(batch * kBatch + i);
       if (batch > 0) {
         products_wait<1>();
         finish(batch - 1);
@@ -401,9 +386,8 @@ struct Consumer {
   LOWLAT_DEVICE bool run_tiles() {
     const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
     // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
-    const std::uint32_t rows = L::kMarlin ? codes_at(16 * quarter, 0, 0, 0)
-                                          : codes_at(8 * quarter, L::kTileValues + 8 * quarter,
-                                                     L::kUseRows, L::kChunkPitch);
+    const std::uint32_t rows =
+        codes_at(quarter, 8 * quarter, L::kTileValues + 8 * quarter, L::kChunkPitch);
     for (int n = 0; n < own_tiles; ++n) {
       const int buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
@@ -426,15 +410,15 @@ struct Consumer {
         const std::uint32_t high_scale =
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
-        multiply<L::kChunkGroups, L::kChunkGroups % 4 == 0 ? 4 : 2, false>(
-            address + rows, columns_matrix(address), false,
+        multiply<L::kChunkGroups>(
+            address + rows, columns_matrix(address),
             [&](int k) {
               return make_uint2(smem_load1(low_scale + k * kStep),
                                 smem_load1(high_scale + k * kStep));
             },
-            [&](int, uint2 scales, const float (&d)[4]) {
-              acc[0] = plat::fma(d[0] + d[1], power(scales.x), acc[0]);
-              acc[1] = plat::fma(d[2] + d[3], power(scales.y), acc[1]);
+            [&](uint2 that, const float (&d)[4]) {
+              acc[0] = plat::fma(d[0] + d[1], power(that.x), acc[0]);
+              acc[1] = plat::fma(d[2] + d[3], power(that.y), acc[1]);
             });
         const float column = __uint_as_float(smem_load4(address + L::kColumnScales + t * 4));
         arrive(&r.barriers.empty[slot]);
@@ -457,47 +441,44 @@ struct Consumer {
   LOWLAT_DEVICE bool run_second() const {
     if (r.block_idx >= L::kBands) return true;
     const int group = warp / 4, first_uses = r.own_tiles() * L::kUses;
-    // Which warp takes which rows differs by group: where one of four rests, each scheduler has
-    // one.
-    constexpr bool kMayRest = L::kRowBlocks < 4;
-    const int row_block = (warp + group) % 4;
-    const bool rests = row_block >= L::kRowBlocks;
-    const std::uint32_t rows =
-        codes_at(16 * row_block, 16 * row_block + 8, L::kBandRows - 1, L::kInnerPitch);
-    const int low_row = L::kMarlin ? tile_row(row_block) : 16 * row_block + g;
-    const int high_row = low_row + 8;
-    const bool whole = high_row < L::kBandRows;
+    const int quarter = warp % 4;
+    const std::uint32_t rows = codes_at(quarter, 16 * quarter, 16 * quarter + 8, L::kPartPitch);
+    const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
     for (int entry = group; entry < r.table.num_entries; entry += L::kWarpGroups) {
-      const int use = first_uses + entry, slot = use % L::kRing;
-      if (!r.wait_filled(use)) return false;
-      sm90::fence_async_shared();  // the products read the columns past the ordinary path
-      const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
-      constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
-      const std::uint32_t low_scale =
-          scales + (L::kMarlin ? scales_at(row_block) : low_row * L::kInnerGroups);
-      const std::uint32_t high_scale =
-          L::kMarlin ? low_scale + 2 : (whole ? low_scale + 8 * L::kInnerGroups : low_scale);
-      const std::uint32_t column_scales = address + L::kColumnScales + t * 4;
       float acc[2] = {};
-      multiply<L::kInnerGroups, 2, kMayRest>(
-          address + rows, columns_matrix(address), rests,
-          [&](int i) {
-            return make_uint3(smem_load1(low_scale + i * kStep), smem_load1(high_scale + i * kStep),
-                              smem_load4(column_scales + i * (L::kEntryPairs * 4)));
-          },
-          [&](int, uint3 scales, const float (&d)[4]) {
-            const float column = __uint_as_float(scales.z);
-            acc[0] = plat::fma(d[0] + d[1], power(scales.x) * column, acc[0]);
-            acc[1] = plat::fma(d[2] + d[3], power(scales.y) * column, acc[1]);
-          });
-      arrive(&r.barriers.empty[slot]);
+#pragma unroll 1
+      for (int part = 0; part < L::kBandParts; ++part) {
+        const int use = first_uses + entry * L::kBandParts + part, slot = use % L::kRing;
+        if (!r.wait_filled(use)) return false;
+        sm90::fence_async_shared();  // the products read the columns past the ordinary path
+        const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
+        constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
+        const std::uint32_t low_scale =
+            scales +
+            (L::kMarlin ? scales_at(quarter) : low_row * L::kInnerGroups + part * L::kPartGroups);
+        const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
+        const std::uint32_t column_scales = address + L::kColumnScales + t * 4;
+        multiply<L::kPartGroups>(
+            address + rows, columns_matrix(address),
+            [&](int i) {
+              return make_uint3(smem_load1(low_scale + i * kStep),
+                                smem_load1(high_scale + i * kStep),
+                                smem_load4(column_scales + i * (L::kEntryPairs * 4)));
+            },
+            [&](uint3 that, const float (&d)[4]) {
+              const float column = __uint_as_float(that.z);
+              acc[0] = plat::fma(d[0] + d[1], power(that.x) * column, acc[0]);
+              acc[1] = plat::fma(d[2] + d[3], power(that.y) * column, acc[1]);
+            });
+        arrive(&r.barriers.empty[slot]);
+      }
       const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
-      if (rests || t >= num) continue;
+      if (t >= num) continue;
       const int pair = r.table.sorted[begin + t];
       const float weight = r.table.weights[pair];
       __nv_bfloat16* dst = r.second(pair);
       dst[low_row] = __float2bfloat16_rn(weight * acc[0]);
-      if (whole) dst[high_row] = __float2bfloat16_rn(weight * acc[1]);
+      dst[low_row + 8] = __float2bfloat16_rn(weight * acc[1]);
     }
     return true;
   }
