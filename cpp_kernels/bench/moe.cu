@@ -1,9 +1,10 @@
 // bench/moe.cu: the mixture-of-experts region at true shapes: checked, then timed.
 //
-//   bench_moe [check] [time] [v41] [v4] [tp2] [marlin] [gate|same|apart|last|table|fault ..]
+//   bench_moe [check] [time] [v41] [v4] [draft] [tp2] [marlin] [gate|same|apart|last|table|fault ..]
 //             [ROWS..]
 //   both parts, both models, all routings of the check, all row counts where none is named;
-//   marlin: weights in that layout instead of the checkpoint's; tp2: two ranks' share, not four's
+//   draft: of V4.1's draft stages; marlin: weights in that layout instead of the checkpoint's;
+//   tp2: two ranks' share, not four's
 //
 // Times are of a CUDA graph of eight launches with different rows (and so different experts; one
 // layer's experts are thirty times the L2), the floor is what the chosen experts' bytes take at the
@@ -135,7 +136,8 @@ double read_rate() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool check = false, time = false, v41 = false, v4 = false, marlin = false, tp2 = false;
+  bool check = false, time = false, v41 = false, v4 = false, draft = false, marlin = false,
+       tp2 = false;
   std::vector<int> rows;
   const std::set<std::string> all_routings = {"gate", "same", "apart", "last", "table", "fault"};
   std::set<std::string> routings;
@@ -152,6 +154,8 @@ int main(int argc, char** argv) {
       v41 = true;
     } else if (word == "v4") {
       v4 = true;
+    } else if (word == "draft") {
+      draft = true;
     } else if (word == "tp2") {
       tp2 = true;
     } else if (word == "marlin") {
@@ -159,18 +163,19 @@ int main(int argc, char** argv) {
     } else if (all_routings.count(word) != 0) {
       routings.insert(word);
     } else {
-      std::fprintf(
-          stderr,
-          "bench_moe: %s; known: check, time, v41, v4, tp2, marlin, gate, same, apart, last, "
-          "table, fault, rows from 1 to 64\n",
-          argv[i]);
+      std::fprintf(stderr,
+                   "bench_moe: %s; known: check, time, v41, v4, draft, tp2, marlin, gate, same, "
+                   "apart, last, "
+                   "table, fault, rows from 1 to 64\n",
+                   argv[i]);
       return 2;
     }
   }
   if (!check && !time) check = time = true;
-  if (!v41 && !v4) v41 = v4 = true;
+  if (!v41 && !v4 && !draft) v41 = v4 = true;
   if (routings.empty()) routings = all_routings;
   using lowlat::shape::Dsv41Flash;
+  using lowlat::shape::Dsv41FlashDraft;
   using lowlat::shape::Dsv4Flash;
   int failed = 0, cases = 0;
   const double rate = time ? read_rate() : 1.0;
@@ -204,6 +209,8 @@ int main(int argc, char** argv) {
   };
   if (v41 && tp2) run(dims<Dsv41Flash<2>>(MoeShape::v41_tp2, "v41 tp2"));
   if (v41 && !tp2) run(dims<Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
+  if (draft && tp2) run(dims<Dsv41FlashDraft<2>>(MoeShape::v41_draft_tp2, "draft tp2"));
+  if (draft && !tp2) run(dims<Dsv41FlashDraft<4>>(MoeShape::v41_draft_tp4, "draft tp4"));
   if (v4 && tp2) run(dims<Dsv4Flash<2>>(MoeShape::v4_tp2, "v4 tp2 "));
   if (v4 && !tp2) run(dims<Dsv4Flash<4>>(MoeShape::v4_tp4, "v4 tp4 "));
   if (check) std::printf("%d of %d cases failed\n", failed, cases);

@@ -396,7 +396,7 @@ inline bool check_case(const Layer& layer, int rows, const std::string& scenario
   if (gated) {
     lowlat::reference::gate(want_ids.data(), want_weights.data(), x, layer.host_gate.data(),
                             layer.host_bias.data(), rows, d.hidden, d.experts, d.slots,
-                            d.shape == MoeShape::v4_tp4 || d.shape == MoeShape::v4_tp2);
+                            d.shape != MoeShape::v41_tp4 && d.shape != MoeShape::v41_tp2);
   } else {
     for (std::size_t i = 0; i < pairs; ++i) {
       const int slot = static_cast<int>(i % d.slots);
@@ -514,11 +514,18 @@ inline bool check_fault(const Layer& layer, int rows) {
     CUDA(cudaDeviceSynchronize());
     return read<std::uint32_t>(layer.out, begin, n);
   };
+  CUDA(static_cast<cudaError_t>(
+      lowlat::fused::moe_workspace_init(d.shape, layer.workspace.data, nullptr)));
   const std::vector<std::uint32_t> want = run(healthy);
   layer.require_healthy("before the fault");
+  // The blocks' epochs, a word each: after one launch of this kernel the only run of ones.
+  const auto scratch = read<std::uint32_t>(layer.workspace, 0, layer.workspace.bytes / 4);
+  const std::vector<std::uint32_t> ones(128, 1);
+  const auto epochs = std::search(scratch.begin(), scratch.end(), ones.begin(), ones.end());
+  if (epochs == scratch.end()) return false;
   const std::uint32_t other = 1000;
-  // The scratch begins with the blocks' epochs (of the kernel of few rows).
-  CUDA(cudaMemcpy(layer.workspace.as<std::uint32_t>() + 5, &other, 4, cudaMemcpyHostToDevice));
+  CUDA(cudaMemcpy(layer.workspace.as<std::uint32_t>() + (epochs - scratch.begin()) + 5, &other, 4,
+                  cudaMemcpyHostToDevice));
   MoeArgs late = healthy;
   late.fault.budget_ns = 20'000'000;
   const std::vector<std::uint32_t> left = run(late);

@@ -21,8 +21,9 @@
 
 namespace lowlat::fused {
 
-// Which compiled shape: a model's target layers at a number of ranks (V4's draft is shaped alike).
-enum class MoeShape { v41_tp2, v41_tp4, v4_tp2, v4_tp4 };
+// Which compiled shape: a model's target layers at a number of ranks, or V4.1's draft stages (V4's
+// are shaped as its target's).
+enum class MoeShape { v41_tp2, v41_tp4, v4_tp2, v4_tp4, v41_draft_tp2, v41_draft_tp4 };
 
 // gate: scores of x and the router, the k best. table: `ids` are given (a hash layer's table has
 // been read), their weights come from the router's scores. given: `ids` and `weights` are inputs.

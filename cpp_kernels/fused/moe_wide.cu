@@ -36,6 +36,8 @@ auto with_shape(MoeShape shape, F f) {
     case MoeShape::v41_tp2: return f(Instance<shape::Dsv41Flash<2>, kLayout>());
     case MoeShape::v4_tp2: return f(Instance<shape::Dsv4Flash<2>, kLayout>());
     case MoeShape::v4_tp4: return f(Instance<shape::Dsv4Flash<4>, kLayout>());
+    case MoeShape::v41_draft_tp2: return f(Instance<shape::Dsv41FlashDraft<2>, kLayout>());
+    case MoeShape::v41_draft_tp4: return f(Instance<shape::Dsv41FlashDraft<4>, kLayout>());
     case MoeShape::v41_tp4: break;
   }
   return f(Instance<shape::Dsv41Flash<4>, kLayout>());
