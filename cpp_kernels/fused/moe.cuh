@@ -1162,6 +1162,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   Consumer<L> consumer = {r, warp};
   typename Consumer<L>::TileScales scales = {};
   bool going = true;
+  // Before any wait for the consumers, who wait for these registers.
+  if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
     going = producer.run_early();
@@ -1181,7 +1183,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::more_registers<L::kConsumerRegisters>();
     consumer.run(rules.rule, rules.sum_rule, scales);
   } else {
-    sm90::fewer_registers<L::kOtherRegisters>();
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
     } else if (warp == L::kFinisher) {

@@ -325,6 +325,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   Producer<L> producer = {r};
   Consumer<L> consumer = {r, warp};
   bool going = true;
+  // Before any wait for the consumers, who wait for these registers.
+  if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
     going = producer.run_early();
@@ -340,7 +342,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::more_registers<L::kConsumerRegisters>();
     consumer.run(rules.rule, rules.sum_rule);
   } else {
-    sm90::fewer_registers<L::kOtherRegisters>();
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
     } else if (warp == L::kFinisher) {
