@@ -332,6 +332,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     going = producer.run_early();
   }
   wait_at(args.before);
+  // The next kernel's blocks may take the multiprocessors that are through.
+  sm90::launch_dependents();
   std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
   r.epoch = *epoch_word + 1;
   r.watch.deadline_ns = plat::clock_ns() + args.fault.budget_ns;
@@ -354,7 +356,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
   if (table.stop == 0) {
-    sm90::launch_dependents();
     if (r.block_idx < L::kBands) finish_band(r, rules.first_row);
     if (thread == 0) *epoch_word = r.epoch;
     return;
