@@ -196,7 +196,7 @@ int main(int argc, char** argv) {
       }
       if (routings.count("fault") != 0) {
         ++cases;
-        failed += check_fault(layer, 6) ? 0 : 1;
+        failed += check_fault(layer, rows.empty() ? 6 : rows.front()) ? 0 : 1;
       }
     }
     if (time) {
