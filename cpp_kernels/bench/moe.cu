@@ -1,7 +1,7 @@
 // bench/moe.cu: the mixture-of-experts region at true shapes: checked, then timed.
 //
-//   bench_moe [check] [time] [v41] [v4] [draft] [tp2] [marlin] [gate|same|apart|last|table|fault ..]
-//             [ROWS..]
+//   bench_moe [check] [time] [v41] [v4] [draft] [tp2] [marlin]
+//             [gate|same|apart|last|table|fault ..] [ROWS..]
 //   both parts, both models, all routings of the check, all row counts where none is named;
 //   draft: of V4.1's draft stages; marlin: weights in that layout instead of the checkpoint's;
 //   tp2: two ranks' share, not four's

@@ -3,12 +3,13 @@
 // Math         z = x gate^T; ids and weights as stages/gate.hpp. For pair p (a row, a slot) of
 //              expert e: h_p = swiglu(bf(w1_e x), bf(w3_e x)), d_p = bf(weight_p * (w2_e h_p));
 //              shared: the same with x and h quantised. y = bf(sum of a row's d_p) + bf(shared)
-// Shapes       fused/moe.hpp; T 1 .. kMaxRows of the compiled layout (8 or 64)
+// Shapes       fused/moe.hpp, both layouts of the weights; T 1 .. 64
 // Rounding     as stages/experts.hpp (Marlin's): gate, up, silu, h, d and the sum of slots to
 //              bf16; all other sums fp32. x and h enter the routed products as two e4m3 terms under
 //              a power of two: below 2^-17 of the largest of a row's eighth (of 32 of h) is lost
-// Bytes        each weight of a chosen expert once: shape::moe_weight_bytes
-// Floor        V4.1, TP4, T = 6: 175 MB, 37.7 us at 4.65 TB/s. The bench prints the share reached.
+// Bytes        each weight of a chosen expert once for every four of its pairs: with uniform
+//              routing of up to 48 rows that is once (shape::moe_weight_bytes)
+// Floor        V4.1, TP4, T = 24: 568 MB, 122 us at 4.65 TB/s. The bench prints the share reached.
 // Launch       one block an SM (128 at least): four warp groups that multiply, and one of a
 //              producer, a finisher and two gatherers. Weights are on their way before the kernels
 //              before have ended.
@@ -20,27 +21,29 @@
 // How the work lies. The products are wgmma's of e4m3: 64 weight rows, whose fp4 codes are moved
 // into e4m3's fields in registers (seven instructions for eight codes), times 8 columns in shared
 // memory. A group of 32 along K is one product, so its scale multiplies the sums and not the
-// weights. bf16 columns keep their eight bits as two e4m3 terms, high and low, added by the same
-// sums. An entry is an expert with up to eight of its pairs: its columns.
+// weights. bf16 values keep their eight bits as two e4m3 terms, high and low, two neighbouring
+// columns whose sums are added. An entry is an expert with up to four of its pairs.
 //
-// First product: a tile is 32 values of h, 32 rows of w1 and of w3, so that gate and up of a value
-// meet in one block. Tiles go around the blocks in the order of entries, in kChunks pieces along K
-// that the warp groups take in turn. The finisher adds their sums, applies SwiGLU and sends h to
-// all blocks. Second product: block b owns a band of output columns for all experts, so a row's
-// slots never leave the block; warp groups take entries. The first entries' h was finished while
-// later tiles were multiplied, so the second product starts without a wait. Router and shared
-// expert, which do not depend on the routing, stream while it is being decided; their first product
-// is mma.m16n8k16's on rows of x in registers, K split over all warps.
+// First product: a tile is 32 values of h, 32 rows of w1 and of w3 (Marlin's tiles: 64 values, in
+// two uses), so that gate and up of a value meet in one block. Tiles go around the blocks in the
+// order of entries, in kChunks pieces along K that the warp groups take in turn. The finisher adds
+// their sums, applies SwiGLU and sends h to all blocks. Second product: a block owns a band of 64
+// output columns for all experts, so a row's slots never leave the block; warp groups take entries.
+// Blocks without a band take more tiles. The first entries' h was finished while later tiles were
+// multiplied, so the second product starts without a wait. Router and shared expert, which do not
+// depend on the routing, are fetched while it is being decided; their products are mma.m16n8k16's
+// on rows of x in registers, K split over all warps.
 //
 // Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
 //                       read by one warp of every block. Written again by the next launch, which
 //                       begins after this one has ended (wait_at(before)).
-//              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes, their scales, and the
-//                       shared expert's h: each piece or word is written once, over a pattern that
-//                       no result has (kPoison), and read by all blocks until it is not that
-//                       pattern: payload and arrival in one access. The other parity is filled
-//                       with the pattern meanwhile: its readers ended with the launch before, its
-//                       writers begin with the next.
+//              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
+//                       written once by one warp, which then counts (a release); gatherers wait for
+//                       the count (an acquire) and copy. Counters and the shared expert's h begin
+//                       as a pattern that no result has (kPoison); the latter is read until it is
+//                       not that pattern: payload and arrival in one access. The other parity is
+//                       filled with the pattern meanwhile: its readers ended with the launch
+//                       before, its writers begin with the next.
 //              epoch    one word a block, read at the start, advanced at the end by its own block.
 //              ring     slot of use u: full: the producer's copies; here: its gatherer's columns;
 //                       empty: the four warps that took it. Uses are filled in order, each is taken
@@ -48,9 +51,11 @@
 //                       and a slot's gatherer see each phase, and a reader of use u first waits for
 //                       the end of the use before in its slot, whose own predecessor is over
 //                       because the producer was there since.
-//              head     the router's rows lie in slot 0, the shared expert's tile from slot 1 on;
-//                       a slot's first use waits for gate_done or shared_done.
+//              head     the router's rows and the shared expert's tile lie at the ring's start, its
+//                       w2's band at the end: a slot's first use waits for gate_done, shared_done,
+//                       band_done.
 //              sums     partial[] full: every consumer; empty: the finisher's.
+//              registers  are given back before any wait: consumers wait for them to start.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.
 #pragma once

@@ -1,5 +1,5 @@
-// fused/moe_wide_fetch.cuh: the two roles of moe_wide.cuh that fill the ring: the producer's weights, the
-// gatherers' columns.
+// fused/moe_wide_fetch.cuh: the two roles of moe_wide.cuh that fill the ring: the producer's
+// weights, the gatherers' columns.
 #pragma once
 
 #include "fused/moe_wide_layout.cuh"
@@ -354,24 +354,25 @@ struct Gatherer {
     fence_device();
     return true;
   }
-  LOWLAT_DEVICE bool gather_rows(int num_uses) const {
+  LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
     if (!wait_rows()) return false;
-    for (int use = 0; use < num_uses; ++use) {
-      const int slot = use % L::kRing;
-      if (slot % L::kGatherers != which) continue;
-      const int entry = r.routed_tile(use / L::kUses) / L::kTiles;
-      const int chunk = use % L::kUses / L::kParts;
+    for (int n = 0; n < own_tiles; ++n) {
+      const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
-      if (!r.wait_free(use)) return false;
-      const std::uint32_t dst = r.slot_address(slot);
+      for (int i = 0; i < L::kUses; ++i) {
+        const int use = n * L::kUses + i, slot = use % L::kRing, chunk = i / L::kParts;
+        if (slot % L::kGatherers != which) continue;
+        if (!r.wait_free(use)) return false;
+        const std::uint32_t dst = r.slot_address(slot);
 #pragma unroll 1
-      for (int i = 0; i < num; ++i) {
-        const int row = r.table.sorted[first + i] / L::kSlots;
-        copy_column<L::kChunkGroups>(
-            dst, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow), i);
-        if (r.lane == i) copy_word(dst + L::kColumnScales + i * 4, r.row_scales(row) + chunk);
+        for (int k = 0; k < num; ++k) {
+          const int row = r.table.sorted[first + k] / L::kSlots;
+          copy_column<L::kChunkGroups>(
+              dst, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow), k);
+          if (r.lane == k) copy_word(dst + L::kColumnScales + k * 4, r.row_scales(row) + chunk);
+        }
+        sm90::barrier_arrive_copied(&r.barriers.here[slot]);
       }
-      sm90::barrier_arrive_copied(&r.barriers.here[slot]);
     }
     return true;
   }
@@ -419,9 +420,9 @@ struct Gatherer {
   LOWLAT_DEVICE bool run() const {
     split_rows();
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    const int first_uses = r.own_tiles() * L::kUses;
-    const bool going = gather_rows(first_uses);
-    return going && (r.block_idx >= L::kBands || gather_pairs(first_uses));
+    const int own_tiles = r.own_tiles();
+    return gather_rows(own_tiles) &&
+           (r.block_idx >= L::kBands || gather_pairs(own_tiles * L::kUses));
   }
 };
 

@@ -1,5 +1,5 @@
-// fused/moe_wide_layout.cuh: sizes and places of moe_wide.cuh: what lies where in shared memory, the
-// ring's slots, the workspace, and which tiles are whose.
+// fused/moe_wide_layout.cuh: sizes and places of moe_wide.cuh: what lies where in shared memory,
+// the ring's slots, the workspace, and which tiles are whose.
 #pragma once
 
 #include <type_traits>

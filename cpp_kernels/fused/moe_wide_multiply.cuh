@@ -1,5 +1,5 @@
-// fused/moe_wide_multiply.cuh: the role of moe_wide.cuh that multiplies: router, routing, shared expert,
-// routed experts.
+// fused/moe_wide_multiply.cuh: the role of moe_wide.cuh that multiplies: router, routing, shared
+// expert, routed experts.
 #pragma once
 
 #include "fused/moe_wide_layout.cuh"
