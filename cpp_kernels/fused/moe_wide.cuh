@@ -45,12 +45,12 @@
 //                       filled with the pattern meanwhile: its readers ended with the launch
 //                       before, its writers begin with the next.
 //              epoch    one word a block, read at the start, advanced at the end by its own block.
-//              ring     slot of use u: full: the producer's copies; here: its gatherer's columns;
-//                       empty: the four warps that took it. Uses are filled in order, each is taken
-//                       by one warp group. A parity tells a phase from the next only: the producer
-//                       and a slot's gatherer see each phase, and a reader of use u first waits for
-//                       the end of the use before in its slot, whose own predecessor is over
-//                       because the producer was there since.
+//              ring     slot of use u: full: the producer's copies and its gatherer's; empty: the
+//                       four warps that took it. Uses are filled in order, each is taken by one
+//                       warp group. A parity tells a phase from the next only: the producer and a
+//                       slot's gatherer see each phase, and a reader of use u first waits for the
+//                       end of the use before in its slot, whose own predecessor is over because
+//                       the producer was there since.
 //              head     the router's rows and the shared expert's tile lie at the ring's start, its
 //                       w2's band at the end: a slot's first use waits for gate_done, shared_done,
 //                       band_done.
@@ -302,8 +302,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     r.with_more = L::kSharedTiles - (L::kSharedTiles < r.num_blocks ? 0 : r.num_blocks);
   }
   if (thread < L::kRing) {
-    sm90::barrier_init(&barriers.full[thread], plat::kWarpLanes);
-    sm90::barrier_init(&barriers.here[thread], plat::kWarpLanes);
+    sm90::barrier_init(&barriers.full[thread], 2 * plat::kWarpLanes);
     sm90::barrier_init(&barriers.empty[thread], 4);
   } else if (thread >= 32 && thread < 32 + L::kBuffers) {
     const int i = thread - 32;

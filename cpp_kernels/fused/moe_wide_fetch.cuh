@@ -371,7 +371,7 @@ struct Gatherer {
               dst, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow), k);
           if (r.lane == k) copy_word(dst + L::kColumnScales + k * 4, r.row_scales(row) + chunk);
         }
-        sm90::barrier_arrive_copied(&r.barriers.here[slot]);
+        sm90::barrier_arrive_copied(&r.barriers.full[slot]);
       }
     }
     return true;
@@ -412,7 +412,7 @@ struct Gatherer {
                     r.pair_scales(pair) + part * L::kPartGroups + r.lane);
         }
       }
-      sm90::barrier_arrive_copied(&r.barriers.here[slot]);
+      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
     }
     return true;
   }

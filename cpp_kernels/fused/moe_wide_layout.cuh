@@ -148,7 +148,7 @@ struct Layout {
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
 
   struct Barriers {
-    std::uint64_t full[kMaxSlots], here[kMaxSlots], empty[kMaxSlots];
+    std::uint64_t full[kMaxSlots], empty[kMaxSlots];
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
     std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
@@ -339,8 +339,7 @@ struct Region {
     const int slot = use % L::kRing;
     const std::uint32_t parity = use / L::kRing & 1;
     if (use >= L::kRing && !barrier_wait(&barriers.empty[slot], parity ^ 1u, watch)) return false;
-    return barrier_wait(&barriers.full[slot], parity, watch) &&
-           barrier_wait(&barriers.here[slot], parity, watch);
+    return barrier_wait(&barriers.full[slot], parity, watch);
   }
 };
 
