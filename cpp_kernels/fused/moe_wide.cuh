@@ -203,7 +203,10 @@ struct Finisher {
     piece.w = __shfl_sync(plat::kAllLanes, word, r.lane % 4 * 4 + 3);
     const int group = tile * L::kTileGroups + half;
     if (r.lane < 4) store_packet(r.pair_pieces(pair) + group * L::kPieceRow + r.lane * 16, piece);
-    if (r.lane == 4) store_word(r.pair_scales(pair) + group, (exponent + kFp4E4m3Shift) << 23);
+    if (r.lane == 4) {
+      store_word(r.pair_scales(pair, group / L::kPartGroups) + group % L::kPartGroups,
+                 (exponent + kFp4E4m3Shift) << 23);
+    }
   }
 
   // The parts of the shared expert's second product, of eight rows.

@@ -322,7 +322,10 @@ struct Gatherer {
         store_packet(dst + i * 16, make_uint4(parts[0], parts[1], parts[2], parts[3]));
       }
     }
-    if (r.lane == 0) store_word(r.row_scales(row) + chunk, (exponent + kFp4E4m3Shift) << 23);
+    if (r.lane == 0) {
+      const std::uint32_t scale = (exponent + kFp4E4m3Shift) << 23;
+      store_packet(r.row_scale(row, chunk), make_uint4(scale, scale, scale, scale));
+    }
     r.add_done(r.rows_done());
   }
   LOWLAT_DEVICE void split_rows() const {
@@ -369,7 +372,10 @@ struct Gatherer {
           const int row = r.table.sorted[first + k] / L::kSlots;
           copy_column<L::kChunkGroups>(
               dst, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow), k);
-          if (r.lane == k) copy_word(dst + L::kColumnScales + k * 4, r.row_scales(row) + chunk);
+          if (r.lane == k) {
+            sm90::copy_piece(dst + L::kColumnScales + k * 16, r.row_scale(row, chunk),
+                             sm90::CacheHint::evict_last);
+          }
         }
         sm90::barrier_arrive_copied(&r.barriers.full[slot]);
       }
@@ -407,9 +413,9 @@ struct Gatherer {
         const int pair = r.table.sorted[first + i];
         copy_column<L::kPartGroups>(
             dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
-        if (r.lane < L::kPartGroups) {
-          copy_word(dst + L::kColumnScales + (r.lane * L::kEntryPairs + i) * 4,
-                    r.pair_scales(pair) + part * L::kPartGroups + r.lane);
+        if (r.lane < L::kScaleWords / 4) {
+          sm90::copy_piece(dst + L::kColumnScales + i * (L::kScaleWords * 4) + r.lane * 16,
+                           r.pair_scales(pair, part) + r.lane * 4, sm90::CacheHint::evict_last);
         }
       }
       sm90::barrier_arrive_copied(&r.barriers.full[slot]);

@@ -98,6 +98,9 @@ struct Layout {
   static_assert(kBlock % kSharedRows == 0 && kHidden / kBlock % 16 == 0);
   static_assert(kMostSharedTiles <= 2);
 
+  // Scales of a column: words of a part, or one. Copied 16 bytes at a time: what is shorter would
+  // pass by the first-level cache, where a neighbour's may lie from before they were there.
+  static constexpr int kScaleWords = round_up(kPartGroups, 4);
   // A slot of the ring: weights (a chunk, or an entry's band), columns, the columns' scales.
   static constexpr int kGroupBytes = 256;  // of columns: two cores
   static constexpr int kMostGroups = most(kChunkGroups, kPartGroups);
@@ -107,7 +110,7 @@ struct Layout {
   static constexpr int kColumnsOffset =
       round_up(kChunkBytes > kBandBytes ? kChunkBytes : kBandBytes, 128);
   static constexpr int kColumnScales = kColumnsOffset + kMostGroups * kGroupBytes;
-  static constexpr int kSlotBytes = round_up(kColumnScales + kPartGroups * kEntryPairs * 4, 128);
+  static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 128);
   // The head's weights lie in the ring, from its start: the router's rows, the shared tile.
   static constexpr int kSharedAt = round_up(kGateRows * kGatePitch, 128);
   static constexpr int kHeadBytes = kSharedAt + kSharedBytes;
@@ -174,9 +177,9 @@ struct Layout {
   static constexpr std::size_t kRowScalesOffset =
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
-      kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 4;
+      kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
   static constexpr std::size_t kDoneOffset =  // rows' counter, then a counter an entry
-      kPairScalesOffset + std::size_t{kMaxPairs} * kInnerGroups * 4;
+      kPairScalesOffset + std::size_t{kMaxPairs} * kBandParts * kScaleWords * 4;
   static constexpr std::size_t kHiddenBytes =  // of one parity
       kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs, 4);
   static_assert(kHiddenBytes % 16 == 0);
@@ -232,11 +235,12 @@ struct Region {
   LOWLAT_DEVICE unsigned char* pair_pieces(int pair) const {
     return here(L::kPairsOffset) + pair * (L::kInnerGroups * L::kPieceRow);
   }
-  LOWLAT_DEVICE std::uint32_t* row_scales(int row) const {  // [kChunks]
-    return reinterpret_cast<std::uint32_t*>(here(L::kRowScalesOffset)) + row * L::kChunks;
+  LOWLAT_DEVICE unsigned char* row_scale(int row, int chunk) const {  // a word, four times
+    return here(L::kRowScalesOffset) + (row * L::kChunks + chunk) * 16;
   }
-  LOWLAT_DEVICE std::uint32_t* pair_scales(int pair) const {  // [kInnerGroups]
-    return reinterpret_cast<std::uint32_t*>(here(L::kPairScalesOffset)) + pair * L::kInnerGroups;
+  LOWLAT_DEVICE std::uint32_t* pair_scales(int pair, int part) const {  // [kScaleWords]
+    return reinterpret_cast<std::uint32_t*>(here(L::kPairScalesOffset)) +
+           (pair * L::kBandParts + part) * L::kScaleWords;
   }
   // Counters of what is there: from kPoison on, so that clearing is the same for all.
   LOWLAT_DEVICE std::uint32_t* rows_done() const {  // chunks of rows

@@ -328,7 +328,7 @@ struct Consumer {
   LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, const Load& load,
                                      const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
-    constexpr int kBatch = kGroups % 4 == 0 ? 4 : 2, kBatches = kGroups / kBatch;
+    constexpr int kBatch = 2, kBatches = kGroups / kBatch;
     static_assert(kGroups % kBatch == 0);
     using Factors = decltype(load(0));
     float d[2][kBatch][4];
@@ -420,7 +420,7 @@ struct Consumer {
               acc[0] = plat::fma(d[0] + d[1], power(that.x), acc[0]);
               acc[1] = plat::fma(d[2] + d[3], power(that.y), acc[1]);
             });
-        const float column = __uint_as_float(smem_load4(address + L::kColumnScales + t * 4));
+        const float column = __uint_as_float(smem_load4(address + L::kColumnScales + t * 16));
         arrive(&r.barriers.empty[slot]);
         total[0] = plat::fma(acc[0], column, total[0]);
         total[1] = plat::fma(acc[1], column, total[1]);
@@ -457,13 +457,13 @@ struct Consumer {
             scales +
             (L::kMarlin ? scales_at(quarter) : low_row * L::kInnerGroups + part * L::kPartGroups);
         const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
-        const std::uint32_t column_scales = address + L::kColumnScales + t * 4;
+        const std::uint32_t column_scales = address + L::kColumnScales + t * (L::kScaleWords * 4);
         multiply<L::kPartGroups>(
             address + rows, columns_matrix(address),
             [&](int i) {
               return make_uint3(smem_load1(low_scale + i * kStep),
                                 smem_load1(high_scale + i * kStep),
-                                smem_load4(column_scales + i * (L::kEntryPairs * 4)));
+                                smem_load4(column_scales + i * 4));
             },
             [&](uint3 that, const float (&d)[4]) {
               const float column = __uint_as_float(that.z);

@@ -36,13 +36,6 @@ LOWLAT_DEVICE void add_word(std::uint32_t* dst, std::uint32_t v) {
 constexpr std::uint32_t counted(int n) { return static_cast<std::uint32_t>(n) - 1u; }
 // Orders what came before it (and what others had counted) before what follows, on the device.
 LOWLAT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// As sm90::copy_piece, four bytes.
-LOWLAT_DEVICE void copy_word(std::uint32_t dst_shared, const std::uint32_t* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst_shared),
-               "l"(__cvta_generic_to_global(src))
-               : "memory");
-}
-
 // Word i of neighbour t of four lanes becomes word t of neighbour i.
 LOWLAT_DEVICE void transpose_quad(std::uint32_t (&v)[4], int t) {
 #pragma unroll
