@@ -115,7 +115,8 @@ struct Producer {
       const int slot = uses % L::kRing;
       if (!r.wait_free(uses)) return false;
       ++uses;
-      load_band(slot, r.table.expert[i / L::kBandParts], i % L::kBandParts);
+      const auto band = r.band_use(i);
+      load_band(slot, r.table.expert[band.entry], band.part);
       end_slot(slot);
     }
     return true;
@@ -402,7 +403,7 @@ struct Gatherer {
     int ready = 0;
     for (int k = 0; k < r.table.num_entries * L::kBandParts; ++k) {
       const int use = first_use + k, slot = use % L::kRing;
-      const int entry = k / L::kBandParts, part = k % L::kBandParts;
+      const auto [entry, part] = r.band_use(k);
       if (slot % L::kGatherers != which) continue;
       if (entry >= ready) ready = wait_entries(entry + 1);
       if (ready < 0 || !r.wait_free(use)) return false;

@@ -166,6 +166,7 @@ struct Layout {
   // Or comes when the head is over.
   static constexpr bool kBandLate = kBandAt < kHeadBytes;
   static_assert(kBandAt >= 0 && kHeadBytes <= kRing * kSlotBytes);
+  static_assert(kRing >= kWarpGroups, "a reader is never a whole turn of the ring behind");
   static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
 
   // Workspace, in bytes from its start. The kernel of 8 rows and that of 64 have one each.
@@ -308,6 +309,26 @@ struct Region {
 #pragma unroll 1
     for (int k = 0; k < own; ++k) count += tile_of_period(k) < rest ? 1 : 0;
     return count;
+  }
+  // The k-th use of the second product. Entries go four at a time, one a warp group, part after
+  // part, so that from one use of a warp group to its next there are no more than in the first
+  // product: fewer than the ring has slots (see wait_filled).
+  struct BandUse {
+    int entry, part;
+  };
+  LOWLAT_DEVICE BandUse band_use(int k) const {
+    if constexpr (L::kBandParts == 1) return {k, 0};
+    constexpr int kTurn = L::kWarpGroups * L::kBandParts;
+    const int first = k / kTurn * L::kWarpGroups, num = turn_entries(first), in = k % kTurn;
+    return {first + in % num, in / num};
+  }
+  LOWLAT_DEVICE int band_use_of(int entry, int part) const {
+    const int in = entry % L::kWarpGroups, first = entry - in;
+    return first * L::kBandParts + part * turn_entries(first) + in;
+  }
+  LOWLAT_DEVICE int turn_entries(int first) const {
+    const int left = table.num_entries - first;
+    return left < L::kWarpGroups ? left : L::kWarpGroups;
   }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
   LOWLAT_DEVICE int num_pairs(int entry) const {

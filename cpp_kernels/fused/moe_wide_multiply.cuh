@@ -448,7 +448,7 @@ struct Consumer {
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
-        const int use = first_uses + entry * L::kBandParts + part, slot = use % L::kRing;
+        const int use = first_uses + r.band_use_of(entry, part), slot = use % L::kRing;
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
