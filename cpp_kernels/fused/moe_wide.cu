@@ -8,13 +8,9 @@
 namespace lowlat::nvidia::fused::moe::wide {
 namespace {
 
-#ifndef CHUNKS
-#define CHUNKS 16
-#endif
-
 template <class S, MoeLayout kLayout>
 struct Instance {
-  using L = Layout<S, 64, CHUNKS, kLayout>;
+  using L = Layout<S, kLayout>;
   static_assert(L::kBandRows == kBandColumns);
 
   static cudaError_t run(const MoeArgs& args, const Rules& rules, cudaStream_t stream,

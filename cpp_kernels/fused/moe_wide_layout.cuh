@@ -21,7 +21,7 @@ constexpr int spread_pitch(int row_bytes) {
 }
 
 // Sizes of one compiled shape.
-template <class S, int kMaxRows_, int kChunks_, MoeLayout kLayout>
+template <class S, MoeLayout kLayout>
 struct Layout {
   static constexpr bool kMarlin = kLayout == MoeLayout::marlin;
   static constexpr int kWarpGroups = 4, kConsumers = 4 * kWarpGroups;  // warps
@@ -34,7 +34,7 @@ struct Layout {
   static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
   static constexpr int kExperts = S::kNumExperts, kSlots = S::kExpertsPerToken;
   static constexpr int kBlock = S::kScaleBlock;
-  static constexpr int kMaxRows = kMaxRows_;
+  static constexpr int kMaxRows = 64;
   static constexpr int kMaxPairs = kMaxRows * kSlots;
   // An entry is an expert with up to so many of its pairs: two columns of a product each.
   static constexpr int kEntryPairs = 4;
@@ -58,7 +58,7 @@ struct Layout {
   // Of a period's tiles each block with a band and each without has so many: a band is worth the
   // difference.
   static constexpr int kBandTiles = kHidden > 4096 ? 4 : 2, kSpareTiles = kHidden > 4096 ? 9 : 6;
-  static constexpr int kChunks = kChunks_, kChunkK = kHidden / kChunks;
+  static constexpr int kChunks = 8, kChunkK = kHidden / kChunks;
   static constexpr int kChunkGroups = kChunkK / 32, kChunkRow = kChunkK / 2;
   static constexpr int kChunkPitch = kMarlin ? kChunkRow : spread_pitch(kChunkRow);
   static constexpr int kUses = kChunks * kParts;  // of a tile
