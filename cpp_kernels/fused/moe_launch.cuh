@@ -12,11 +12,11 @@ namespace moe {
 using lowlat::fused::MoeLayout;
 using lowlat::fused::MoeShape;
 
-// A block an SM that is not to stay idle, of `kernel` with layout L. cudaErrorInvalidValue where
-// the device cannot hold them at once.
-template <class L>
-cudaError_t launch(void (*kernel)(MoeArgs, Rules), const MoeArgs& args, const Rules& rules,
-                   cudaStream_t stream, bool overlapped) {
+// A block an SM that is not to stay idle, of `kernel` with layout L and what else it takes.
+// cudaErrorInvalidValue where the device cannot hold them at once.
+template <class L, class... More>
+cudaError_t launch(void (*kernel)(MoeArgs, Rules, More...), const MoeArgs& args, const Rules& rules,
+                   cudaStream_t stream, bool overlapped, const More&... more) {
   int device = 0, num_sms = 0, max_smem = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) {
@@ -42,7 +42,7 @@ cudaError_t launch(void (*kernel)(MoeArgs, Rules), const MoeArgs& args, const Ru
   config.stream = stream;
   config.attrs = &edge;
   config.numAttrs = overlapped ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args, rules);
+  return cudaLaunchKernelEx(&config, kernel, args, rules, more...);
 }
 
 namespace wide {
