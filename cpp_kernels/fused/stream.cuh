@@ -122,14 +122,6 @@ LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
 LOWLAT_DEVICE void smem_store8(std::uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
-// Four 8 x 8 matrices of 16-bit values, as sm90::load_matrices.
-LOWLAT_DEVICE void smem_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(address)
-               : "memory");
-}
-
 // ------------------------------------------------------------------------------------ packets
 
 // Sixteen bytes that the memory model calls one access: {payload, payload, payload, tag}, or any
