@@ -30,8 +30,8 @@ constexpr int kConsumers = S::kHidden > 4096 && S::kTpSize == 2 ? 8 : 16;
 cudaError_t tile_map(const std::uint8_t* codes, int rows, int row_bytes, CUtensorMap* out) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                              12000, cudaEnableDefault, &found);
   if (status != cudaSuccess) return status;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);

@@ -8,27 +8,34 @@
 //              bf16; all other sums fp32
 // Bytes        each weight of a chosen expert once: shape::moe_weight_bytes
 // Floor        V4.1, TP4, T = 6: 175 MB, 37.7 us at 4.65 TB/s. The bench prints the share reached.
-// Launch       one block an SM (128 at least): kConsumers warps, a producer, a finisher. Weights
-//              are on their way before the kernels before have ended.
+// Launch       one block an SM (128 at least): kConsumers warps, a producer, a finisher, two
+//              routers. Weights are on their way before the kernels before have ended.
 // Ordering     below
 // Determinism  fixed trees: K of the first product is split over the consumers, of the second over
 //              kParts, both added in their order; slots in slot order. Bitwise run to run.
 // Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
 //
 // How the work lies. First product: a tile is 8 values of h, rows i .. i + 7 of w1 and of w3 as the
-// 16 weight rows of an mma, so that gate and up of one value meet in one warp. Tiles go around the
-// blocks in the order of experts; all consumers work on one tile, warp w on the w-th slice of K.
-// With T <= 8 an mma's columns are the rows, whoever chose the expert, and a warp holds x's slice
-// in registers for the whole launch. The finisher adds the slices, applies SwiGLU and sends h to
-// all blocks. Second product: block b owns a band of output columns for all experts, so a row's
-// slots never leave the block; warps take (expert, part of I). The first experts' h was finished
-// while later tiles were multiplied, so the second product starts without a wait. Weights that do
-// not depend on the routing (router, shared expert) stream while it is being decided.
+// 16 weight rows of an mma, so that gate and up of one value meet in one warp. Blocks draw tiles in
+// the order of experts, so that slow ones take fewer; all consumers work on one tile, warp w on the
+// w-th slice of K. An mma's columns are the rows, whoever chose the expert, and a warp holds x's
+// slice in registers for the whole launch. Codes are placed in fp16 fields by shifts alone; a group
+// of 32 is summed by itself and its scale applied to the sums. The finisher adds the slices,
+// applies SwiGLU and sends h to all blocks. Second product: block b owns a band of output columns
+// for all experts, so a row's slots never leave the block; warps take (expert, part of I). The
+// first experts' h was finished while later tiles were multiplied, so the second product starts
+// without a wait. Weights that do not depend on the routing (router, shared expert) stream while it
+// is being decided.
 //
 // Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
-//                       read by one warp of every block. Written again by the next launch, which
-//                       begins after this one has ended (wait_for_predecessors).
-//              hidden   [epoch & 1][pair] 16-byte chunks of 8 bf16: written once by the tile's
+//                       read by block t for row t. Written again by the next launch, which begins
+//                       after this one has ended (wait_for_predecessors).
+//              routes   [row] packets {two ids, their weights, epoch}: written by block t's second
+//                       router, read by every block's first; again as the scores.
+//              ticket   a counter that every block draws from until it draws no tile: 0 between
+//                       launches. The tile of a use of the ring is in the table before the use's
+//                       `full`; a consumer sees it after that, the finisher after their sums.
+//              hidden   [epoch & 1][pair] 16-byte chunks of 8 values: written once by the tile's
 //                       finisher over a pattern that no result has (kPoison), read by all blocks
 //                       until it is not that pattern: payload and arrival in one access. The other
 //                       parity is filled with the pattern meanwhile: its readers ended with the
@@ -79,7 +86,7 @@ struct Layout {
   static constexpr int kMaxPairs = kMaxRows * kSlots;
 
   // First product.
-  static constexpr int kSlice = kHidden / kConsumers;       // of K, a warp
+  static constexpr int kSlice = kHidden / kConsumers;                  // of K, a warp
   static constexpr int kBlockK = 32, kSliceBlocks = kSlice / kBlockK;  // groups of one scale
   // A warp's slice is every kConsumers-th scale block of the activations, so that its places in a
   // tile differ by constants: group `block_group(i)` from the warp's first is its block i.
@@ -147,10 +154,10 @@ struct Layout {
     std::uint32_t pairs_of[2][kMaxPairs];
     std::int32_t own_ids[kSlots];
     float own_weights[kSlots];
-    std::uint16_t expert[kMaxPairs];                               // ascending, one entry each
-    std::uint16_t first[kMaxPairs + 1];                            // of an expert in `sorted`
-    std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
-    std::uint16_t place[kMaxPairs];                                // of a pair in `sorted`
+    std::uint16_t expert[kMaxPairs];     // ascending, one entry each
+    std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
+    std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
+    std::uint16_t place[kMaxPairs];      // of a pair in `sorted`
     // Of a use of the ring: its tile, and whether it is one.
     std::int32_t tile[kWindow];
     std::uint8_t is_tile[kWindow];
@@ -165,7 +172,8 @@ struct Layout {
     std::uint64_t band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
   };
   // Places in them, for loops that address shared memory themselves.
-  static constexpr int kStopOffset = offsetof(Table, stop), kIsTileOffset = offsetof(Table, is_tile);
+  static constexpr int kStopOffset = offsetof(Table, stop),
+                       kIsTileOffset = offsetof(Table, is_tile);
   static constexpr int kFullBarriers = offsetof(Barriers, full);
   static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
   static constexpr int kPieceFullBarriers = offsetof(Barriers, piece_full);
@@ -223,9 +231,7 @@ struct Region {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
   }
   // [kParts][kMaxPairs][kBandRows], and at kSharedSums [kParts][kMaxRows][kBandRows].
-  LOWLAT_DEVICE float* second() const {
-    return reinterpret_cast<float*>(smem + L::kSumsOffset);
-  }
+  LOWLAT_DEVICE float* second() const { return reinterpret_cast<float*>(smem + L::kSumsOffset); }
   // A part's sums of the band for a row of h: a pair in the table's order, or row t of the shared.
   template <bool kShared>
   LOWLAT_DEVICE float* second_sums(int part, int row) const {
@@ -241,7 +247,7 @@ struct Region {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
            block;
   }
-  // What only exchanges with other blocks need: their reads are not waited for before x is asked for.
+  // What only exchanges with other blocks need: not waited for before x is asked for.
   LOWLAT_DEVICE void read_epoch() {
     epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
     watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
@@ -476,9 +482,9 @@ struct Router {
     };
     if (r.lane >= L::kRoutePackets) return;
     const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
-    const std::uint32_t words[3] = {static_cast<std::uint32_t>(ids[slot]) |
-                                        static_cast<std::uint32_t>(ids[other]) << 16,
-                                    weight(slot), weight(other)};
+    const std::uint32_t words[3] = {
+        static_cast<std::uint32_t>(ids[slot]) | static_cast<std::uint32_t>(ids[other]) << 16,
+        weight(slot), weight(other)};
     if (pass == 1) {
       plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
     }
@@ -496,12 +502,13 @@ struct Router {
       if (lost) break;
     }
     if (mine) {
-      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16}, weights[2] = {packet.y,
-                                                                                     packet.z};
+      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16},
+                          weights[2] = {packet.y, packet.z};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (slot + i >= L::kSlots) continue;
-        const int at = row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
+        const int at =
+            row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
         r.table.ids[at] = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
         r.table.weights[at] = __uint_as_float(weights[i]);
       }
@@ -547,9 +554,9 @@ struct Router {
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
       const int expert = k * plat::kWarpLanes + r.lane;
-      const int count = expert < total ? __popc(table.pairs_of[0][expert]) +
-                                             __popc(table.pairs_of[1][expert])
-                                       : 0;
+      const int count = expert < total
+                            ? __popc(table.pairs_of[0][expert]) + __popc(table.pairs_of[1][expert])
+                            : 0;
       int sum = count;
 #pragma unroll
       for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
@@ -675,43 +682,40 @@ struct SecondWarp {
     const int band = r.block_idx * L::kBandRows;
     const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
     const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
-    {
-      const unsigned char* address =
-          hidden_address(L::kMaxPairs + (g < r.a.rows ? g : r.a.rows - 1), part);
-      Hidden h;
-      load_hidden(h, address);
-      if (!complete(h, address)) return false;
-      float acc[4] = {};
-      std::uint32_t exponent = 0;
+    const unsigned char* address =
+        hidden_address(L::kMaxPairs + (g < r.a.rows ? g : r.a.rows - 1), part);
+    Hidden h;
+    load_hidden(h, address);
+    if (!complete(h, address)) return false;
+    float acc[4] = {};
+    std::uint32_t exponent = 0;
 #pragma unroll
-      for (int group = 0; group < L::kPartGroups; ++group) {
-        std::uint32_t b[4];
-        unpack(h, group, b);
-        constexpr int kSpan = L::kBlock / 32;  // groups of one scale
-        static_assert(L::kPartGroups % kSpan == 0);
-        if (group % kSpan == 0) {
-          float amax = pairs_amax<4>(b);
+    for (int group = 0; group < L::kPartGroups; ++group) {
+      std::uint32_t b[4];
+      unpack(h, group, b);
+      constexpr int kSpan = L::kBlock / 32;  // groups of one scale
+      static_assert(L::kPartGroups % kSpan == 0);
+      if (group % kSpan == 0) {
+        float amax = pairs_amax<4>(b);
 #pragma unroll
-          for (int i = 1; i < kSpan; ++i) {
-            std::uint32_t other[4];
-            unpack(h, group + i, other);
-            amax = fmaxf(amax, pairs_amax<4>(other));
-          }
-          exponent = activation_exponent(lanes_max<4>(amax));
+        for (int i = 1; i < kSpan; ++i) {
+          std::uint32_t other[4];
+          unpack(h, group + i, other);
+          amax = fmaxf(amax, pairs_amax<4>(other));
         }
-        quantize_pairs<4>(b, exponent);
-        const std::uint8_t* scales =
-            r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
-        const uint2 low = smem_load8(codes + group * 32);
-        const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
-        std::uint32_t l[4], h_pairs[4];
-        expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
-        expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
-        multiply_pairs(acc, l, h_pairs, b);
-        multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
+        exponent = activation_exponent(lanes_max<4>(amax));
       }
-      store_second(r.template second_sums<true>(part, 0), acc, m, r.a.rows, 1.0f);
+      quantize_pairs<4>(b, exponent);
+      const std::uint8_t* scales = r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
+      const uint2 low = smem_load8(codes + group * 32);
+      const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
+      std::uint32_t l[4], h_pairs[4];
+      expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
+      expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
+      multiply_pairs(acc, l, h_pairs, b);
+      multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
     }
+    store_second(r.template second_sums<true>(part, 0), acc, m, r.a.rows, 1.0f);
     return true;
   }
 
@@ -749,20 +753,17 @@ struct Consumer {
 
   // Of this lane, along K.
   LOWLAT_DEVICE int first_element() const { return warp * L::kSpan * L::kBlockK + t * 8; }
-  LOWLAT_DEVICE const unsigned char* x_address(int row) const {
-    return reinterpret_cast<const unsigned char*>(r.a.x) +
-           (static_cast<std::size_t>(row) * L::kHidden + first_element()) * 2;
-  }
-  LOWLAT_DEVICE void load_x(int block, const unsigned char* address) {
-    const uint4 eight =
-        __ldg(reinterpret_cast<const uint4*>(address + L::block_group(block) * L::kBlockK * 2));
-    pair_bf16(eight, x[block]);
+  // This lane's part of row `row` of [rows][H].
+  LOWLAT_DEVICE void load_rows(const std::uint16_t* rows, int row) {
+    const std::uint16_t* src = rows + static_cast<std::size_t>(row) * L::kHidden + first_element();
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) {
+      const uint4 eight =
+          __ldg(reinterpret_cast<const uint4*>(src + L::block_group(block) * L::kBlockK));
+      pair_bf16(eight, x[block]);
+    }
   }
 
-  LOWLAT_DEVICE void load_rows(const unsigned char* address) {
-#pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
-  }
   // Gives the slice's sums to the finisher, [warp][row][column].
   LOWLAT_DEVICE bool hand_over(const float (&acc)[4]) {
     const int buffer = sums % L::kBuffers;
@@ -785,8 +786,8 @@ struct Consumer {
   }
   LOWLAT_DEVICE void multiply_gate(float (&acc)[4]) const {
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
-    const std::uint32_t address = r.slot_address(uses % L::kRing) + row * L::kGatePitch +
-                                  first_element() * 2;
+    const std::uint32_t address =
+        r.slot_address(uses % L::kRing) + row * L::kGatePitch + first_element() * 2;
     float odd[4] = {};
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
@@ -803,15 +804,9 @@ struct Consumer {
   LOWLAT_DEVICE bool run_gate() {
 #pragma unroll 1
     for (int pass = first_pass(r);; ++pass) {
-      const int row = g < r.a.rows ? g : r.a.rows - 1;
-      const unsigned char* address = x_address(row);
-      if (pass == 0) {  // rows of the router, and whatever lies in the slot
-        address += reinterpret_cast<const unsigned char*>(r.a.w.gate) -
-                   reinterpret_cast<const unsigned char*>(r.a.x);
-      } else {
-        wait_for_x(r);
-      }
-      load_rows(address);
+      if (pass == 1) wait_for_x(r);
+      // The first pass: rows of the router, and whatever lies in the slot.
+      load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
       float acc[4] = {};
       if (r.gates()) {
         if (pass == 1 && !wait_slot(0)) return false;
@@ -914,7 +909,8 @@ struct Consumer {
   // A lane's places in a slot. A load is four matrices of eight rows: gate and up of a block, then
   // of the next.
   LOWLAT_DEVICE std::uint32_t codes_in_slot() const {
-    const int row = r.lane % kTileRows, up = r.lane / kTileRows % 2, next = r.lane / (2 * kTileRows);
+    const int row = r.lane % kTileRows, up = r.lane / kTileRows % 2,
+              next = r.lane / (2 * kTileRows);
     const int group = warp * L::kSpan + L::block_group(1) * next;
     return up * L::kHalfTile + group / L::kChunkUnits * L::kChunkBytes + row * 128 +
            ((group % L::kChunkUnits) ^ row) * 16;
@@ -973,9 +969,8 @@ struct Consumer {
   // acc = sixteen columns (eight when not kWhole) times an expert's rows of h, a part of I. `codes`
   // and `scales`: of the part in the band's first row.
   template <bool kWhole>
-  LOWLAT_DEVICE void multiply_second(float (&acc)[4],
-                                     const typename SecondWarp<L>::Hidden& h, std::uint32_t codes,
-                                     std::uint32_t scales, int m) const {
+  LOWLAT_DEVICE void multiply_second(float (&acc)[4], const typename SecondWarp<L>::Hidden& h,
+                                     std::uint32_t codes, std::uint32_t scales, int m) const {
     // A load fetches two groups of sixteen rows, or four of eight. What lies beyond the last group
     // is read and not used.
     constexpr int kRows = kWhole ? 16 : 8, kGroups = kWhole ? 2 : 4;
@@ -991,7 +986,7 @@ struct Consumer {
     for (int group = 0; group < L::kPartGroups; ++group) {
       std::uint32_t b[4], low[4], high[4] = {};
       SecondWarp<L>::unpack(h, group, b);
-      const std::uint32_t(&four)[4] = words[group / kGroups];
+      const std::uint32_t (&four)[4] = words[group / kGroups];
       place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
       if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
       float sums_of[4] = {};
@@ -1038,8 +1033,8 @@ struct Consumer {
     std::uint32_t turn = 0;
     while (expert < num_experts) {
       const int slot = (uses + piece / L::kPieces) % L::kRing;
-      const std::uint32_t at = base + L::kRingOffset + slot * L::kSlotBytes +
-                               piece % L::kPieces * L::kPieceBytes;
+      const std::uint32_t at =
+          base + L::kRingOffset + slot * L::kSlotBytes + piece % L::kPieces * L::kPieceBytes;
       const std::uint32_t codes = at + part * L::kPartGroups * 16;
       const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
       const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
