@@ -312,6 +312,10 @@ struct Producer {
   // What does not depend on the routing, or on anything before this kernel.
   LOWLAT_DEVICE bool run_early() {
     const auto& w = r.a.w;
+    if (r.lane == 0) {
+      sm90::tensor_prefetch(&maps.gate);
+      sm90::tensor_prefetch(&maps.up);
+    }
     if (r.gates()) {
       if (!begin_slot(L::kGateRows * 2 * L::kHidden)) return false;
       if (r.lane < L::kGateRows) {
