@@ -139,7 +139,8 @@ int main(int argc, char** argv) {
   bool check = false, time = false, v41 = false, v4 = false, draft = false, marlin = false,
        tp2 = false;
   std::vector<int> rows;
-  const std::set<std::string> all_routings = {"gate", "same", "apart", "last", "table", "fault"};
+  const std::set<std::string> all_routings = {"gate",  "same",  "apart", "last",
+                                              "twice", "table", "fault"};
   std::set<std::string> routings;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -165,8 +166,7 @@ int main(int argc, char** argv) {
     } else {
       std::fprintf(stderr,
                    "bench_moe: %s; known: check, time, v41, v4, draft, tp2, marlin, gate, same, "
-                   "apart, last, "
-                   "table, fault, rows from 1 to 64\n",
+                   "apart, last, twice, table, fault, rows from 1 to 64\n",
                    argv[i]);
       return 2;
     }
@@ -186,7 +186,7 @@ int main(int argc, char** argv) {
     if (check) {
       for (const int num : rows.empty() ? std::vector<int>{1, 2, 6, 8, 12, 24, 48} : rows) {
         std::vector<std::string> scenarios = {"gate", "same", "apart"};
-        if (num == 6) scenarios.push_back("last");
+        if (num == 6) scenarios.insert(scenarios.end(), {"last", "twice"});
         if (d.experts == Dsv4Flash<4>::kNumExperts) scenarios = {"gate", "table"};
         for (const std::string& scenario : scenarios) {
           if (routings.count(scenario) == 0) continue;

@@ -400,9 +400,10 @@ inline bool check_case(const Layer& layer, int rows, const std::string& scenario
   } else {
     for (std::size_t i = 0; i < pairs; ++i) {
       const int slot = static_cast<int>(i % d.slots);
-      want_ids[i] = scenario == "same"   ? (slot * 61 + 7) % d.experts
-                    : scenario == "last" ? d.experts - 1 - slot
-                                         : static_cast<int>(i * 7 + 3) % d.experts;
+      want_ids[i] = scenario == "same"    ? (slot * 61 + 7) % d.experts
+                    : scenario == "last"  ? d.experts - 1 - slot
+                    : scenario == "twice" ? static_cast<int>(i / 2 * 7 + 3) % d.experts
+                                          : static_cast<int>(i * 7 + 3) % d.experts;
       want_weights[i] = 0.1f + 0.01f * static_cast<float>(draw(30, i) % 64);
     }
     if (by_table) {
