@@ -169,8 +169,8 @@ struct Consumer {
     consumers_sync<L>();
   }
 
-  // Pairs by expert, in entries. Which column a pair gets is a matter of who comes first; no result
-  // depends on it.
+  // Pairs by expert, in entries. Which column of its entry a pair gets is a matter of who comes
+  // first; no result depends on it.
   LOWLAT_DEVICE void make_table() {
     auto& table = r.table;
     const int num_pairs = r.a.rows * L::kSlots;
@@ -182,6 +182,13 @@ struct Consumer {
       rank = static_cast<int>(atomicAdd(&table.count[id], 1u));
     }
     consumers_sync<L>();
+    // Which pairs an entry has must be the same in every block: where an expert has several, its
+    // pairs keep their order.
+    if (pair < num_pairs && table.count[id] > L::kEntryPairs) {
+      rank = 0;
+#pragma unroll 4
+      for (int other = 0; other < pair; ++other) rank += table.ids[other] == id ? 1 : 0;
+    }
     // A thread an expert: how many pairs (low half) and entries (high half) lie before it.
     static_assert(L::kExperts <= L::kConsumers * plat::kWarpLanes);
     std::uint32_t count = 0, sum = 0;
