@@ -50,7 +50,7 @@ struct Dsv41Flash {
                 "scale blocks are whole on every rank");
 };
 
-// A stage of the draft: the same layer with fewer experts.
+// What the experts of its draft stages know of it.
 template <int kRanks>
 struct Dsv41FlashDraft : Dsv41Flash<kRanks> {
   static constexpr int kNumExperts = Dsv41Flash<kRanks>::kDraftExperts;
