@@ -636,21 +636,12 @@ __global__ void __launch_bounds__(kLatentThreads)
 
 }  // namespace
 
-// What kernels of up to sixteen rows ask for, so that every multiprocessor has room for a block of
-// each but not for two of [q_a, kv]: a block of q that has to wait for two of those to end is late
-// by 3 us.
-constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;
-constexpr int kQkvAsked = kMultiprocessorBytes / 2 - kReservedBytes + 256;
-constexpr int kQAsked = kMultiprocessorBytes - kQkvAsked - 2 * kReservedBytes;
-
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
-      constexpr int kBytes = sizeof(typename QkvProduct<M, kTiles>::Shared);
-      constexpr int kAsked = kTiles <= 2 ? kQkvAsked : kBytes;
-      static_assert(kBytes <= kAsked);
       return launch_kernel(front_qkv_fp8_sm90<M, kTiles>, dim3(Sizes<M>::kQkvTiles * kQkvBlocks),
-                           kProductThreads, kAsked, kQkvBlocks, programmatic, stream, params);
+                           kProductThreads, sizeof(typename QkvProduct<M, kTiles>::Shared),
+                           kQkvBlocks, programmatic, stream, params);
     });
   });
 }
@@ -663,18 +654,17 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
       const int products = params.num_heads * kTilesPerHead;
       if constexpr (kTiles == 1) {
         // The rows' keys by one block more.
-        static_assert(sizeof(FewShared<M>) <= kQAsked);
+        // No two blocks on a multiprocessor, so that attention has room on all of them.
+        constexpr int kOneAMultiprocessor = 115 * 1024;
+        static_assert(sizeof(FewShared<M>) <= kOneAMultiprocessor);
         return launch_kernel(front_q_fp8_sm90<M, 1>, dim3(products + kCluster), kProductThreads,
-                             kQAsked, kCluster, programmatic, stream, params);
+                             kOneAMultiprocessor, kCluster, programmatic, stream, params);
       } else {
         const cudaError_t error = launch_kernel(front_latent_any<M>, dim3(params.num_rows),
                                                 kLatentThreads, 0, 1, programmatic, stream, params);
         if (error != cudaSuccess) return error;
-        constexpr int kBytes = sizeof(QShared<M, kTiles>);
-        constexpr int kAsked = kTiles <= 2 ? kQAsked : kBytes;
-        static_assert(kBytes <= kAsked);
-        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads, kAsked,
-                             kCluster, programmatic, stream, params);
+        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads,
+                             sizeof(QShared<M, kTiles>), kCluster, programmatic, stream, params);
       }
     });
   });
