@@ -79,7 +79,8 @@ constexpr int padded_rows(int num_rows) { return (num_rows + 7) / 8 * 8; }
 // Blocks that open `done`.
 constexpr std::uint32_t exchange_norm_blocks(int num_rows) { return 8 * num_rows; }
 
-// hidden 5120 (V4.1; V4's is exchange_mix.hpp); tp_size 1, 2 or 4. cudaErrorInvalidValue for what was not built.
+// hidden 5120 (V4.1; V4's is exchange_mix.hpp); tp_size 1, 2 or 4. cudaErrorInvalidValue for what
+// was not built.
 cudaError_t launch_exchange_norm(const ExchangeNormParams& params, int hidden, bool programmatic,
                                  cudaStream_t stream);
 
