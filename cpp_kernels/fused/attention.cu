@@ -53,13 +53,21 @@ template <int kTile_, bool kHops>
 struct Shared {
   static constexpr int kTile = kTile_, kProbPitch = kTile + 8;
   static constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
+  // q where it comes by packets, then scores [kScoreGroups][kHeads][kTile]. A tile's stored rows and
+  // their scale bytes lie over both where nothing of the next tile comes meanwhile, else behind.
+  static constexpr int kQueryBytes = kHops ? kHeads * kKeyPitch * 2 : 0;
+  static constexpr int kScoreBytes = kScoreGroups * kHeads * kTile * 4;
+  static constexpr bool kAhead = !kHops && kTile == 32;  // a block has several tiles
+  static constexpr int kRawAt = kAhead ? kScoreBytes : 0;
+  static constexpr int kRawScales = kRawAt + kTile * stages::kKvDataBytes;
+  static constexpr int kRawEnd = kRawScales + kTile * 8;
   static_assert(kTile % 16 == 0 && kHeads <= kTile && kListed >= kTile);
   union {
     std::uint16_t key[kTile * kKeyPitch];
     std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
-  alignas(16) std::uint16_t query[kHops ? kHeads * kKeyPitch : 8];  // bf16
-  float score[kScoreGroups][kHeads][kTile];
+  alignas(16) unsigned char work[kRawEnd > kQueryBytes + kScoreBytes ? kRawEnd
+                                                                     : kQueryBytes + kScoreBytes];
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
   // What the cluster sends: by block and then by head of this one, its part of the sums under the
@@ -106,12 +114,9 @@ LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, 
       slot);
 }
 
-// A thread's share of a tile on its way to shared memory.
-template <int kPerThread>
-struct Pieces {
-  uint4 data[kPerThread];
-  std::uint32_t scale[kPerThread];  // ue8m0 codes
-};
+static_assert(2 * (sizeof(Shared<48, true>) + 1024) <= 228 * 1024 &&
+              2 * (sizeof(Shared<48, false>) + 1024) <= 228 * 1024 &&
+              2 * (sizeof(Shared<32, false>) + 1024) <= 228 * 1024);
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
 template <int kTile>
@@ -119,18 +124,34 @@ LOWLAT_DEVICE int key_of(int i) {
   return min(piece_of(i) / kPieces, kTile - 1);
 }
 
-// Asks for the pieces of the keys in data[]; those of none are zeros.
-template <int kTile, int kPerThread>
-LOWLAT_DEVICE void load_pieces(Pieces<kPerThread>& pieces, const std::uint8_t* const* data,
-                               const std::uint8_t* const* scales) {
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int key = key_of<kTile>(i), piece = piece_of(i) % kPieces;
-    const std::uint8_t* row = data[key];
-    const bool there = row != nullptr;
-    pieces.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
-                           : make_uint4(0u, 0u, 0u, 0u);
-    pieces.scale[i] = there && piece < kCodePieces ? __ldcg(scales[key] + piece / 4) : 127u;
+LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(sm90::shared_address(dst_shared)),
+               "l"(__cvta_generic_to_global(src))
+               : "memory");
+}
+
+// Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads call.
+template <bool kFill, class Shared>
+LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
+                                const std::uint8_t* const* scales) {
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+    const std::uint8_t* row = data[i / kPieces];
+    unsigned char* to = shared.work + Shared::kRawAt + 16 * i;
+    if (row != nullptr) {
+      copy_16(to, row + 16 * (i % kPieces));
+    } else if constexpr (kFill) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(0u, 0u, 0u, 0u);
+    }
+  }
+  const int key = plat::thread_idx();
+  if (key < Shared::kTile) {
+    unsigned char* to = shared.work + Shared::kRawScales + 8 * key;
+    if (data[key] != nullptr) {
+      copy_8(to, scales[key]);
+    } else if constexpr (kFill) {
+      *reinterpret_cast<std::uint64_t*>(to) = 0x7f7f'7f7f'7f7f'7f7full;
+    }
   }
 }
 
@@ -167,13 +188,18 @@ LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint
   place[1] = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
-template <int kTile, int kPerThread>
-LOWLAT_DEVICE void store_pieces(std::uint16_t* keys, const Pieces<kPerThread>& pieces) {
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    if (piece_of(i) < kTile * kPieces) {
-      store_piece(keys, pieces.data[i], pieces.scale[i], piece_of(i));
-    }
+// Keys of what was asked for: of all rows, or of those in only[]. All threads call. Short code: it
+// is the longest of the kernel.
+template <class Shared>
+LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) {
+  wait_for_copies();
+  plat::block_sync();
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+    const int key = i / kPieces, piece = i % kPieces;
+    if (only != nullptr && only[key] == nullptr) continue;
+    store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + Shared::kRawAt + 16 * i),
+                shared.work[Shared::kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
   }
 }
 
@@ -237,6 +263,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr int kPerThread = Memory::kPerThread, kProbPitch = Memory::kProbPitch;
   extern __shared__ __align__(128) unsigned char memory[];
   Memory& shared = *reinterpret_cast<Memory*>(memory);
+  [[maybe_unused]] auto* const query_of_heads = reinterpret_cast<std::uint16_t*>(shared.work);
+  auto* const scores =
+      reinterpret_cast<float (*)[kHeads][kTile]>(shared.work + Memory::kQueryBytes);
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
@@ -293,14 +322,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (late && there) shared.any_late = true;
   }
   plat::block_sync();
-  Pieces<kPerThread> pieces;
-  load_pieces<kTile>(pieces, shared.data[0], shared.scales[0]);
+  ask_for_tile<true>(shared, shared.data[0], shared.scales[0]);
   if (thread_idx < shape::kRopeDim / 2) {
     const float angle =
         static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
     shared.turn[thread_idx] = turn_by(angle);
   }
-  store_pieces<kTile>(shared.key, pieces);
+  expand_tile(shared, nullptr);
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
@@ -349,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const int packet = thread_idx + i * kThreads;
-      *reinterpret_cast<uint2*>(shared.query + packet / (kDim / 4) * kKeyPitch +
+      *reinterpret_cast<uint2*>(query_of_heads + packet / (kDim / 4) * kKeyPitch +
                                 packet % (kDim / 4) * 4) =
           make_uint2(low_word(words[i].pair), high_word(words[i].pair));
     }
@@ -360,7 +388,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         query[step][half] = *reinterpret_cast<const uint4*>(
-            shared.query + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
+            query_of_heads + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
       }
     }
   } else {
@@ -376,27 +404,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   if (shared.any_late && (!kHops || params.late_extra)) {
-    const auto late_of = [&](int i) {
-      const int key = key_of<kTile>(i);
-      return kHops && shared.late_row[key] >= 0 ? nullptr : shared.late[key];
-    };
-    Pieces<kPerThread> late;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {  // all are asked for before one is waited for
-      const std::uint8_t* row = late_of(i);
-      const int piece = piece_of(i) % kPieces;
-      const bool there = row != nullptr;
-      late.data[i] = there ? __ldcg(reinterpret_cast<const uint4*>(row + 16 * piece))
-                           : make_uint4(0u, 0u, 0u, 0u);
-      late.scale[i] = there && piece < kCodePieces
-                          ? __ldcg(shared.scales[0][key_of<kTile>(i)] + piece / 4)
-                          : 127u;
+    if (thread_idx < kTile) {
+      shared.data[1][thread_idx] =
+          kHops && shared.late_row[thread_idx] >= 0 ? nullptr : shared.late[thread_idx];
     }
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (late_of(i) == nullptr || piece_of(i) >= kTile * kPieces) continue;
-      store_piece(shared.key, late.data[i], late.scale[i], piece_of(i));
-    }
+    plat::block_sync();
+    ask_for_tile<false>(shared, shared.data[1], shared.scales[0]);
+    expand_tile(shared, shared.data[1]);
+    plat::block_sync();
   }
 
   if constexpr (!kHops) stamps.mark(StampStage::read);
@@ -404,9 +419,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
-      // Few rows have one tile a block; more have registers for the next tile's rows.
-      if constexpr (kHops) load_pieces<kTile>(pieces, shared.data[side], shared.scales[side]);
-      store_pieces<kTile>(shared.key, pieces);
+      if constexpr (!Memory::kAhead)
+        ask_for_tile<true>(shared, shared.data[side], shared.scales[side]);
+      expand_tile(shared, nullptr);
     }
     const int next = first + kTile;
     if (next < end_key && next + kTile > listed + kListed) {
@@ -424,8 +439,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       shared.scales[side ^ 1][thread_idx] = row.scales;
     }
     plat::block_sync();
-    if (!kHops && next < end_key) {  // the next tile's rows are on their way over the products
-      load_pieces<kTile>(pieces, shared.data[side ^ 1], shared.scales[side ^ 1]);
+    if (Memory::kAhead &&
+        next < end_key) {  // the next tile's rows are on their way over the products
+      ask_for_tile<true>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
     constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
@@ -447,7 +463,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
-      float* to = &shared.score[score_group][g][key_half * (kTile / 2) + n * 8 + 2 * t];
+      float* to = &scores[score_group][g][key_half * (kTile / 2) + n * 8 + 2 * t];
       *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
       *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
     }
@@ -463,10 +479,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
         const int key = first_of_thread + 16 * i;
-        float total = shared.score[0][head][key];
+        float total = scores[0][head][key];
 #pragma unroll
         for (int group = 1; group < kScoreGroups; ++group) {
-          total += shared.score[group][head][key];
+          total += scores[group][head][key];
         }
         const bool used = shared.data[side][key] != nullptr ||
                           (first == first_key && shared.late[key] != nullptr);
@@ -686,8 +702,8 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                            sizeof(Shared<kTile, kHops>), blocks, programmatic, stream, params);
     };
     if (params.num_rows <= kHopRows) return launch.template operator()<true, 48>();
-    // So that a block has room beside one of the kernel before.
-    if (params.num_rows <= 24) return launch.template operator()<false, 48>();
+    // Two blocks have room on a multiprocessor. Up to sixteen rows a block has one tile.
+    if (params.num_rows <= 16) return launch.template operator()<false, 48>();
     return launch.template operator()<false, 32>();
   });
 }

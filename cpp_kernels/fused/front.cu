@@ -47,38 +47,21 @@ struct Sizes {
   static constexpr int kQkvTiles = (M::kQLora + kHeadDim) / kRows;
 };
 
+// Few rows and more, each by its product.
 template <class M, int kTiles>
-using QkvProduct =
-    WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
+struct QkvOf {
+  using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
+};
+template <class M>
+struct QkvOf<M, 1> {
+  using Type = Product<kRows, Sizes<M>::kQkvK, 1, kQkvBlocks, kRows / kQkvBlocks, 0>;
+};
+template <class M, int kTiles>
+using QkvProduct = QkvOf<M, kTiles>::Type;
 
 template <int kTiles>
 constexpr int min_blocks() {
   return kTiles == 1 ? 3 : kTiles == 2 ? 2 : 1;
-}
-
-// Up to eight rows: the block's codes of x from packets of eight and their group's scale, `stride`
-// packets a row.
-template <class M, class Linear>
-LOWLAT_DEVICE void take_codes(typename Linear::Shared& shared, const HopTag& hop,
-                              const plat::TaggedWords* from, int stride, int num_rows) {
-  constexpr int kPackets = Linear::kK / 8;  // of a row; a warp has a row
-  constexpr int kOfLane = (kPackets + plat::kWarpLanes - 1) / plat::kWarpLanes;
-  static_assert(Linear::kTokens == kProductWarps && kPackets % plat::kWarpLanes == 0);
-  const int token = plat::thread_idx() / plat::kWarpLanes;
-  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  if (token >= num_rows) return;
-  HopWords words[kOfLane];
-  take_packets(words, hop, (1u << kOfLane) - 1u,
-               [&](int i) { return from + token * stride + lane_idx + i * plat::kWarpLanes; });
-#pragma unroll
-  for (int i = 0; i < kOfLane; ++i) {
-    const int k = 8 * (lane_idx + i * plat::kWarpLanes);
-    *reinterpret_cast<std::uint64_t*>(Linear::token_codes(shared, token, k / 16 * 16) + k % 16) =
-        words[i].pair;
-    if (k % M::kScaleBlock == 0) {
-      shared.token_scale[k / M::kScaleBlock][token] = plat::bits_float(words[i].third);
-    }
-  }
 }
 
 template <class M, int kTiles>
@@ -103,11 +86,12 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   const int padded = padded_rows(params.num_rows);
   constexpr int kOwned = Linear::kOwned;
   static_assert(kOwned == kSquared);
-  Linear::load(shared, weights, params.num_rows);
   if constexpr (kTiles == 1) {
+    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::qkv);
     const HopTag x_hop = hop_tag(params.hop, params.x_index, HopKernel::qkv);
     const auto* from = static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8;
+    const HopActivations<1> x{from, kHidden / 8, x_hop};
     const HopSigns signs = {nullptr, 0, from, kQkvK / 8 / plat::kWarpLanes};
     Stamps stamps(params.hop.port->stamps, hop.kernel);
     stamps.mark(StampStage::ask);
@@ -116,8 +100,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     const int width = (is_q ? kQLora : kHeadDim) / 4;
     wait_for_signs(x_hop, signs);
     stamps.mark(StampStage::wait);
-    take_codes<M, Linear>(shared, x_hop, from, kHidden / 8, params.num_rows);
-    Linear::run(shared, params.num_rows, stamps);
+    Linear::run(shared, x, params.num_rows, stamps);
     const int token = plat::thread_idx() / kQuads, quad = plat::thread_idx() % kQuads;
     if (token >= params.num_rows) return;
     float v[4];
@@ -127,6 +110,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
                 sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
     stamps.mark(StampStage::store);
   } else {
+    Linear::load(shared, weights, params.num_rows);
     constexpr int kPairs = kOwned / 2;
     static_assert(kProductThreads % kPairs == 0);
     Stamps stamps(stamp_sink(params.hop),
@@ -163,7 +147,15 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
 }
 
 template <class M, int kTiles>
-using QProduct = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
+struct QOf {
+  using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
+};
+template <class M>
+struct QOf<M, 1> {
+  using Type = Product<kRows, M::kQLora, 1, 1, kRows, 0>;
+};
+template <class M, int kTiles>
+using QProduct = QOf<M, kTiles>::Type;
 
 // Heads are normed by the blocks of a head, which are a cluster; of few rows by attention, which
 // has all of a head's packets and need not wait for eight multiprocessors of one part of the chip.
@@ -191,8 +183,9 @@ struct QShared {
 template <class M>
 struct FewShared : QShared<M, 1> {
   static constexpr int kTokens = kTileTokens, kQLora = M::kQLora;
-  float norm[kTokens];
-  alignas(16) std::uint16_t latent[kTokens][kQLora], gain[kQLora];  // bf16
+  static constexpr int kPitch = kQLora + 32;  // as of the weights
+  alignas(16) std::uint8_t codes[kTokens * kPitch];
+  float scale[kQLora / M::kScaleBlock * kTokens];
 };
 
 LOWLAT_DEVICE float2 turn_of(const RopeFrequencies& rope, int pair, int position) {
@@ -371,26 +364,26 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   *reinterpret_cast<uint4*>(to + 16) = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
-// Up to eight rows: a warp reads a row's latent and has its norm; then all threads quantise all
-// rows, by a short loop: unrolled over what a warp has read, its code took 2 us to come.
+// Up to eight rows: a warp has a row's latent, so its norm is the warp's own.
 template <class M>
 LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int tile,
                             bool rotates) {
   using Linear = QProduct<M, 1>;
-  constexpr int kTokens = FewShared<M>::kTokens;
+  constexpr int kTokens = FewShared<M>::kTokens, kPitch = FewShared<M>::kPitch;
   constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
-  constexpr int kPackets = kQLora / 4 / plat::kWarpLanes;
+  constexpr int kPackets = kQLora / 4 / plat::kWarpLanes, kLanes = kGroup / 4;
   static_assert(kQLora / 4 % plat::kWarpLanes == 0 && kTokens == kProductWarps);
-  static_assert(kPieces<M> <= kProductThreads && kPieces<M> % plat::kWarpLanes == 0);
   const int num_rows = params.num_rows;
   const int token = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
   const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
   Stamps stamps(params.hop.port->stamps, hop.kernel);
   stamps.mark(StampStage::ask);
-  if (plat::thread_idx() < kPieces<M>) {
-    *reinterpret_cast<uint4*>(shared.gain + plat::thread_idx() * kPiece) =
-        __ldg(reinterpret_cast<const uint4*>(params.q_norm) + plat::thread_idx());
+  uint2 gain[kPackets];
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) {
+    gain[i] =
+        __ldg(reinterpret_cast<const uint2*>(params.q_norm) + lane_idx + i * plat::kWarpLanes);
   }
   const auto* from =
       static_cast<const plat::TaggedWords*>(params.packets.qa) + token * (kQLora / 4);
@@ -403,37 +396,49 @@ LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int
   stamps.mark(StampStage::wait);
   if (token < num_rows) {
     HopWords words[kPackets];
-    // Packets as they lie, so that a warp reads whole lines.
+    // Packets as they lie, so that a warp reads whole lines; eight lanes have a group of 32.
     take_packets(words, hop, (1u << kPackets) - 1u,
                  [&](int i) { return from + lane_idx + i * plat::kWarpLanes; });
-    float squares = 0.0f;
+    float v[kPackets][4], squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
-      *reinterpret_cast<uint2*>(shared.latent[token] + 4 * (lane_idx + i * plat::kWarpLanes)) =
-          make_uint2(pairs[0], pairs[1]);
 #pragma unroll
-      for (const std::uint32_t pair : pairs) {
-        const float low = sm90::low_bf16(pair), high = sm90::high_bf16(pair);
-        squares = plat::fma(low, low, squares);
-        squares = plat::fma(high, high, squares);
+      for (int j = 0; j < 2; ++j) {
+        v[i][2 * j] = sm90::low_bf16(pairs[j]), v[i][2 * j + 1] = sm90::high_bf16(pairs[j]);
+        squares = plat::fma(v[i][2 * j], v[i][2 * j], squares);
+        squares = plat::fma(v[i][2 * j + 1], v[i][2 * j + 1], squares);
       }
     }
-    squares = plat::warp_sum(squares);
-    if (lane_idx == 0) {
-      shared.norm[token] = quick_rsqrt(squares / static_cast<float>(kQLora) + params.norm_eps);
+    const float norm =
+        quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kQLora) + params.norm_eps);
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const std::uint32_t gains[2] = {gain[i].x, gain[i].y};
+      float amax = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        v[i][2 * j] = quick_bf16(v[i][2 * j] * norm * sm90::low_bf16(gains[j]));
+        v[i][2 * j + 1] = quick_bf16(v[i][2 * j + 1] * norm * sm90::high_bf16(gains[j]));
+        amax = plat::max(plat::abs(v[i][2 * j]), amax);
+        amax = plat::max(plat::abs(v[i][2 * j + 1]), amax);
+      }
+#pragma unroll
+      for (int mask = 1; mask < kLanes; mask *= 2) {
+        amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+      }
+      const PowerScale group = power_scale(amax);
+      const int packet = lane_idx + i * plat::kWarpLanes;
+      *reinterpret_cast<std::uint32_t*>(shared.codes + token * kPitch + 4 * packet) =
+          sm90::to_e4m3_pair(v[i][0] * group.inverse, v[i][1] * group.inverse) |
+          sm90::to_e4m3_pair(v[i][2] * group.inverse, v[i][3] * group.inverse) << 16;
+      if (packet % kLanes == 0) shared.scale[packet / kLanes * kTokens + token] = group.scale;
     }
   }
   plat::block_sync();
-#pragma unroll 1
-  for (int i = plat::thread_idx(); i < num_rows * kPieces<M>; i += kProductThreads) {
-    const int row = i / kPieces<M>, k = i % kPieces<M> * kPiece;
-    const LatentPiece piece = {*reinterpret_cast<const uint4*>(shared.latent[row] + k),
-                               *reinterpret_cast<const uint4*>(shared.gain + k)};
-    quantize_latent<M>(Linear::token_codes(shared.product, row, k / 16 * 16) + k % 16,
-                       &shared.product.token_scale[k / kGroup][row], shared.norm[row], piece, k);
-  }
-  Linear::run(shared.product, num_rows, stamps);
+  stamps.mark(StampStage::read);
+  const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
+  Linear::run(shared.product, latent, num_rows, stamps);
   const int width = params.num_heads * (kHeadDim / 4);
   const int row = plat::thread_idx() / (kRows / 4), quad = plat::thread_idx() % (kRows / 4);
   float v[4];
@@ -498,7 +503,11 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   if constexpr (kNormsInCluster<M, kTiles>) {
     if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
   }
-  Linear::load(shared.product, weights, num_rows);
+  if constexpr (kTiles == 1) {
+    Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
+  } else {
+    Linear::load(shared.product, weights, num_rows);
+  }
   if constexpr (kNormsInCluster<M, kTiles>) sm90::cluster_arrive_relaxed();
   // The head's last tile is the one that rotates, here or, where it is normed before, in attention.
   const bool rotates =
@@ -607,12 +616,20 @@ __global__ void __launch_bounds__(kLatentThreads)
 
 }  // namespace
 
+// What kernels of up to sixteen rows ask for, so that every multiprocessor has room for a block of each but not
+// for two of [q_a, kv]: a block of q that has to wait for two of those to end is late by 3 us.
+constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;
+constexpr int kQkvAsked = kMultiprocessorBytes / 2 - kReservedBytes + 256;
+constexpr int kQAsked = kMultiprocessorBytes - kQkvAsked - 2 * kReservedBytes;
+
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
+      constexpr int kBytes = sizeof(typename QkvProduct<M, kTiles>::Shared);
+      constexpr int kAsked = kTiles <= 2 ? kQkvAsked : kBytes;
+      static_assert(kBytes <= kAsked);
       return launch_kernel(front_qkv_fp8_sm90<M, kTiles>, dim3(Sizes<M>::kQkvTiles * kQkvBlocks),
-                           kProductThreads, sizeof(typename QkvProduct<M, kTiles>::Shared),
-                           kQkvBlocks, programmatic, stream, params);
+                           kProductThreads, kAsked, kQkvBlocks, programmatic, stream, params);
     });
   });
 }
@@ -624,19 +641,19 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
       constexpr int kCluster = kNormsInCluster<M, kTiles> ? kTilesPerHead : 1;
       const int products = params.num_heads * kTilesPerHead;
       if constexpr (kTiles == 1) {
-        // The row's keys by one block more. No two blocks on a multiprocessor, so that attention
-        // has room on all of them.
-        constexpr int kOneAMultiprocessor = 115 * 1024;
-        constexpr int kBytes = sizeof(FewShared<M>);
-        constexpr int kAsked = kBytes < kOneAMultiprocessor ? kOneAMultiprocessor : kBytes;
+        // The rows' keys by one block more.
+        static_assert(sizeof(FewShared<M>) <= kQAsked);
         return launch_kernel(front_q_fp8_sm90<M, 1>, dim3(products + kCluster), kProductThreads,
-                             kAsked, kCluster, programmatic, stream, params);
+                             kQAsked, kCluster, programmatic, stream, params);
       } else {
         const cudaError_t error = launch_kernel(front_latent_any<M>, dim3(params.num_rows),
                                                 kLatentThreads, 0, 1, programmatic, stream, params);
         if (error != cudaSuccess) return error;
-        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads,
-                             sizeof(QShared<M, kTiles>), kCluster, programmatic, stream, params);
+        constexpr int kBytes = sizeof(QShared<M, kTiles>);
+        constexpr int kAsked = kTiles <= 2 ? kQAsked : kBytes;
+        static_assert(kBytes <= kAsked);
+        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads, kAsked,
+                             kCluster, programmatic, stream, params);
       }
     });
   });

@@ -304,11 +304,10 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.done = gate(gate_q, front_q_blocks(heads));
     const MixParams mix = mixing(0, layer.attn_hc, word_ticket, gate_mix);
     mix_done = gate(gate_mix, mix_blocks);
-    // Few rows: the statistics take their place when attention has its own, whose clusters need
+    // The statistics take their place when attention has its own, whose clusters of few rows need
     // sixteen multiprocessors at once. The first layer's first kernel starts when what came before
     // has ended.
-    const bool mix_first = !is_v4 && (first || parts.mix_place == MixPlace::first ||
-                                      (parts.mix_place == MixPlace::measured && rows > kHopRows));
+    const bool mix_first = !is_v4 && (first || parts.mix_place == MixPlace::first);
     const auto launch_statistics = [&](bool programmatic) {
       if (is_v4) return;
       run(HopKernel::mix, [&] {

@@ -6,10 +6,10 @@
 // Rounding     fn as the sum of three bf16, which leaves 2^-25 of a value; products exact, sums fp32
 // Bytes        H = 5120: read 1.97 MB of fn and T·41 kB
 // Floor        0.42 us at 4.65 TB/s; it runs beside others, on a few multiprocessors
-// Launch       blocks of 256 threads take every so manieth piece of 128 values, for all rows; two to
-//              twelve pieces are on their way at a time, the first before the residual is waited
-//              for. Rows are the M side of the products, 24 outputs the N side, and a warp has 16 of
-//              a piece's K
+// Launch       blocks of 256 threads take every so manieth piece of 128 or 256 values, for all rows;
+//              two to twelve are on their way at a time, the first before the residual is waited
+//              for. Rows are the M side of the products, 24 outputs the N side, and a warp has an
+//              eighth of a piece's K
 // Ordering     residual: gate (exchange_gate.cuh). full[stage]: an arrival a warp with the bytes of
 //              its part of fn, and one a thread when its copies of rows have come. partial: each
 //              block's stores, then its ticket (acq_rel.device, after the block's barrier); who has
@@ -34,26 +34,34 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kOutputs = stages::kHcOutputs;
-constexpr int kLength = 128;         // of a piece
 constexpr int kSums = kOutputs + 1;  // of a row: dot products, then the sum of squares
 constexpr int kColumns = 8;          // outputs of one product
 constexpr int kOutputTiles = kOutputs / kColumns;
 constexpr int kPerWarp = kOutputs / kWarps;  // rows of fn that a warp asks for
 constexpr int kStep = 16;                    // K of a product
-constexpr int kSteps = kLength / kWarps / kStep;
-static_assert(kOutputs == 24 && kMixStride >= kSums && kSteps >= 1);
+static_assert(kOutputs == 24 && kMixStride >= kSums);
 
 constexpr int kMinStages = 2, kMaxStages = 12;
 // That a block takes for its stages, alone on a multiprocessor and beside one of [q_a, kv].
 constexpr int kMaxBytes = 208 * 1024, kBesideBytes = 60 * 1024;
 
-// A stage holds fn and then the rows of a piece. Pitches of 64 and 32 more than a multiple of 128
-// bytes: what a quarter (half) of a warp reads lies in different banks.
-constexpr int kFnPitch = kLength + 16, kRowPitch = kLength + 16;  // values
-constexpr int kFnBytes = kOutputs * kFnPitch * 4;
-constexpr int piece_bytes(int num_rows) {
-  return (kFnBytes + num_rows * kRowPitch * 2 + 127) / 128 * 128;
-}
+// A stage holds fn and then the rows of a piece, kLength values of K. Pitches of 64 and 32 more than
+// a multiple of 128 bytes: what a quarter (half) of a warp reads lies in different banks.
+template <int kLength_>
+struct Piece {
+  static constexpr int kLength = kLength_, kSteps = kLength / kWarps / kStep;
+  static constexpr int kFnPitch = kLength + 16, kRowPitch = kLength + 16;  // values
+  static constexpr int kFnBytes = kOutputs * kFnPitch * 4;
+  static_assert(kSteps >= 1 && kFnBytes % 128 == 0);
+  static constexpr int bytes(int num_rows) {
+    return (kFnBytes + num_rows * kRowPitch * 2 + 127) / 128 * 128;
+  }
+  static_assert(kWarps * kMaxFusedRows * kSums * 4 <= kMinStages * bytes(kMaxFusedRows),
+                "the warps' sums lie over the stages");
+};
+// Alone on a multiprocessor, where bytes on their way are what counts, and beside others.
+using Long = Piece<256>;
+using Short = Piece<128>;
 
 struct Shared {
   std::uint64_t full[kMaxStages];
@@ -62,10 +70,9 @@ struct Shared {
   // Then the stages, and when they are used up the warps' sums [warp][row][kSums].
 };
 constexpr int kHeadBytes = (sizeof(Shared) + 127) / 128 * 128;
-static_assert(kFnBytes % 128 == 0 &&
-              kWarps * kMaxFusedRows * kSums * 4 <= kMinStages * piece_bytes(kMaxFusedRows));
 
 // One block's view of its memory.
+template <class P>
 struct Stages {
   unsigned char* first;
   int bytes;  // of one
@@ -73,32 +80,34 @@ struct Stages {
     return reinterpret_cast<float*>(first + stage * bytes);
   }
   LOWLAT_DEVICE std::uint16_t* rows(int stage) const {
-    return reinterpret_cast<std::uint16_t*>(first + stage * bytes + kFnBytes);
+    return reinterpret_cast<std::uint16_t*>(first + stage * bytes + P::kFnBytes);
   }
 };
 
 // Asks for fn of a piece. All threads call: a thread's copies take turns, so each warp has its own.
-LOWLAT_DEVICE void ask_for_weights(Shared& shared, const Stages& stages, const MixParams& params,
+template <class P>
+LOWLAT_DEVICE void ask_for_weights(Shared& shared, const Stages<P>& stages, const MixParams& params,
                                    int stage, int piece) {
   if (plat::thread_idx() % plat::kWarpLanes != 0) return;
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  constexpr int kBytes = kLength * 4;
+  constexpr int kBytes = P::kLength * 4;
   sm90::barrier_arrive_expect(&shared.full[stage], kPerWarp * kBytes);
 #pragma unroll 1
   for (int i = warp_idx * kPerWarp; i < (warp_idx + 1) * kPerWarp; ++i) {
-    sm90::bulk_load(stages.fn(stage) + i * kFnPitch,
-                    params.fn + std::int64_t{i} * 4 * params.hidden + piece * kLength, kBytes,
+    sm90::bulk_load(stages.fn(stage) + i * P::kFnPitch,
+                    params.fn + std::int64_t{i} * 4 * params.hidden + piece * P::kLength, kBytes,
                     &shared.full[stage]);
   }
 }
-LOWLAT_DEVICE void ask_for_rows(Shared& shared, const Stages& stages, const MixParams& params,
+template <class P>
+LOWLAT_DEVICE void ask_for_rows(Shared& shared, const Stages<P>& stages, const MixParams& params,
                                 int stage, int piece) {
-  constexpr int kParts = kLength / 8;
+  constexpr int kParts = P::kLength / 8;
   for (int i = plat::thread_idx(); i < params.num_rows * kParts; i += kThreads) {
     const int row = i / kParts, part = i % kParts;
-    copy_16(stages.rows(stage) + row * kRowPitch + part * 8,
-            params.residual + static_cast<std::int64_t>(row) * 4 * params.hidden + piece * kLength +
-                part * 8);
+    copy_16(stages.rows(stage) + row * P::kRowPitch + part * 8,
+            params.residual + static_cast<std::int64_t>(row) * 4 * params.hidden +
+                piece * P::kLength + part * 8);
   }
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(
                    sm90::shared_address(&shared.full[stage]))
@@ -116,7 +125,7 @@ LOWLAT_DEVICE void split(std::uint32_t (&parts)[3], float first, float second) {
 }
 
 // sum[tile][outputs' tile] of a product's fragment, squares[tile] of rows g and g + 8, += a piece's.
-template <int kRowTiles>
+template <class P, int kRowTiles>
 LOWLAT_DEVICE void add_piece(float (&sum)[kRowTiles][kOutputTiles][4],
                              float (&squares)[kRowTiles][2], const float* fn,
                              const std::uint16_t* rows, int num_rows) {
@@ -126,13 +135,13 @@ LOWLAT_DEVICE void add_piece(float (&sum)[kRowTiles][kOutputTiles][4],
   // Sums of a piece, so that few are added by the products themselves, which round towards zero.
   float own[kRowTiles][kOutputTiles][4] = {};
 #pragma unroll 1
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < P::kSteps; ++step) {
     // A lane has four neighbours of a step on both sides, whatever their places in the product.
-    const int k = (warp_idx * kSteps + step) * kStep + 4 * t;
+    const int k = (warp_idx * P::kSteps + step) * kStep + 4 * t;
     std::uint32_t b[kOutputTiles][2][3];
 #pragma unroll
     for (int n = 0; n < kOutputTiles; ++n) {
-      const float4 v = *reinterpret_cast<const float4*>(fn + (n * kColumns + g) * kFnPitch + k);
+      const float4 v = *reinterpret_cast<const float4*>(fn + (n * kColumns + g) * P::kFnPitch + k);
       split(b[n][0], v.x, v.y);
       split(b[n][1], v.z, v.w);
     }
@@ -143,7 +152,7 @@ LOWLAT_DEVICE void add_piece(float (&sum)[kRowTiles][kOutputTiles][4],
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = min(tile * 16 + half * 8 + g, num_rows - 1);
-        pairs[half] = *reinterpret_cast<const uint2*>(rows + row * kRowPitch + k);
+        pairs[half] = *reinterpret_cast<const uint2*>(rows + row * P::kRowPitch + k);
         const float x[4] = {sm90::low_bf16(pairs[half].x), sm90::high_bf16(pairs[half].x),
                             sm90::low_bf16(pairs[half].y), sm90::high_bf16(pairs[half].y)};
 #pragma unroll
@@ -262,18 +271,18 @@ LOWLAT_DEVICE void finish_rows(Shared& shared, const MixParams& params) {
   }
 }
 
-template <int kRowTiles>
+template <class P, int kRowTiles>
 __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ MixParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   sm90::launch_dependents();
   Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::mix));
   const int num_blocks = static_cast<int>(gridDim.x), block_idx = static_cast<int>(blockIdx.x);
-  const int num_pieces = 4 * params.hidden / kLength;
+  const int num_pieces = 4 * params.hidden / P::kLength;
   const int own_pieces = (num_pieces - block_idx + num_blocks - 1) / num_blocks;
   const auto piece_of = [&](int turn) { return block_idx + turn * num_blocks; };
   const int num_stages = params.stages;
-  const Stages stages = {memory + kHeadBytes, piece_bytes(params.num_rows)};
+  const Stages<P> stages = {memory + kHeadBytes, P::bytes(params.num_rows)};
   if (plat::thread_idx() == 0) {
     for (int i = 0; i < num_stages; ++i) sm90::barrier_init(&shared.full[i], kWarps + kThreads);
     sm90::fence_barrier_init();
@@ -302,7 +311,7 @@ __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ 
       ask_for_rows(shared, stages, params, next_stage, piece_of(next));
     }
     wait_for_weights(&shared.full[stage], parity);
-    add_piece(sum, squares, stages.fn(stage), stages.rows(stage), params.num_rows);
+    add_piece<P>(sum, squares, stages.fn(stage), stages.rows(stage), params.num_rows);
     if (++stage == num_stages) stage = 0, parity ^= 1u;
   }
   plat::block_sync();
@@ -329,21 +338,25 @@ __global__ void __launch_bounds__(kThreads) hc_mix_sm90(const __grid_constant__ 
 
 cudaError_t launch_mix(const MixParams& params, int blocks, bool alone, bool programmatic,
                        cudaStream_t stream) {
-  if (params.num_rows < 1 || params.num_rows > kMaxFusedRows || params.hidden % 128 != 0 ||
+  if (params.num_rows < 1 || params.num_rows > kMaxFusedRows || params.hidden % 64 != 0 ||
       blocks < 1 || blocks > kMaxMixBlocks || (blocks & (blocks - 1)) != 0 ||
-      blocks > 4 * params.hidden / kLength) {
+      blocks > 4 * params.hidden / Long::kLength) {
     return cudaErrorInvalidValue;
   }
-  const int piece = piece_bytes(params.num_rows);
-  MixParams own = params;
-  own.stages = min(kMaxStages, max(kMinStages, (alone ? kMaxBytes : kBesideBytes) / piece));
-  const int bytes = kHeadBytes + own.stages * piece;
-  const auto launch = [&](auto kernel) {
-    return launch_kernel(kernel, dim3(blocks), kThreads, bytes, 1, programmatic, stream, own);
+  const auto launch = [&]<class P, int kRowTiles>() {
+    const int piece = P::bytes(params.num_rows);
+    MixParams own = params;
+    own.stages = min(kMaxStages, max(kMinStages, (alone ? kMaxBytes : kBesideBytes) / piece));
+    return launch_kernel(hc_mix_sm90<P, kRowTiles>, dim3(blocks), kThreads,
+                         kHeadBytes + own.stages * piece, 1, programmatic, stream, own);
   };
-  if (params.num_rows <= 16) return launch(hc_mix_sm90<1>);
-  if (params.num_rows <= 32) return launch(hc_mix_sm90<2>);
-  return launch(hc_mix_sm90<3>);
+  const auto by_rows = [&]<class P>() {
+    if (params.num_rows <= 16) return launch.template operator()<P, 1>();
+    if (params.num_rows <= 32) return launch.template operator()<P, 2>();
+    return launch.template operator()<P, 3>();
+  };
+  return alone || params.num_rows <= 8 ? by_rows.template operator()<Long>()
+                                       : by_rows.template operator()<Short>();
 }
 
 }  // namespace lowlat::nvidia::fused
