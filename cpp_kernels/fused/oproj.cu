@@ -11,8 +11,8 @@
 // Launch       wo_a: 64 rows a block, K in a cluster of four (V4: 128, so that a group of u is in
 //              one cluster, of eight); wo_b: 80 (V4: 64) rows, K in a cluster of two a group pair;
 //              32 rows and twice the K where rows are few. Weights are on their way before the
-//              input is waited for. Without gates wo_b lets the receiving kernel start after its own
-//              wait, so that one may poll at once
+//              input is waited for. Without gates wo_b lets the receiving kernel start after its
+//              own wait, so that one may poll at once
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh;
 //              packets exchange.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
