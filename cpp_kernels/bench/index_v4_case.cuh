@@ -517,16 +517,10 @@ class CheckV4 {
       const float* of_row = &scores[static_cast<std::size_t>(row * sizes.pitch())];
       const std::vector<std::int32_t> best =
           reference::select_top(std::vector<double>(of_row, of_row + count), fused::kIndexTopk);
-      // By entry: a selection by ranks begins with the best.
-      const std::size_t first = static_cast<std::size_t>(row) * fused::kIndexTopk;
-      std::vector<std::pair<std::int32_t, std::int32_t>> got;
-      for (std::size_t i = 0; i < fused::kIndexTopk; ++i) {
-        got.emplace_back(entries[first + i], entry_slots[first + i]);
-      }
-      std::sort(got.begin(), got.begin() + static_cast<std::ptrdiff_t>(best.size()));
       for (std::size_t i = 0; i < fused::kIndexTopk; ++i) {
         const int want = i < best.size() ? best[i] : -1;
-        wrong[row] += got[i].first != want || got[i].second != (want < 0 ? -1 : slot_of(want));
+        const std::size_t at = static_cast<std::size_t>(row) * fused::kIndexTopk + i;
+        wrong[row] += entries[at] != want || entry_slots[at] != (want < 0 ? -1 : slot_of(want));
       }
     });
     const double error = *std::max_element(worst.begin(), worst.end());

@@ -77,8 +77,7 @@ struct IndexParams {
   // word a row, zeroed once.
   uint2* found;
   std::uint32_t* tickets;
-  // Out: [T, 512] selected entries, ascending (index_ranks: best first where there are more than
-  // 512), -1 at the end; and where they lie in the pool.
+  // Out: [T, 512] selected entries, ascending, -1 at the end; and where they lie in the pool.
   std::int32_t* entries;      // NULL: not wanted
   std::int32_t* entry_slots;  // as AttentionParams::extra_idx
   std::int32_t* out_blocks;   // [T, 2048] of launch_index_blocks, ascending, -1 at the end
@@ -99,21 +98,10 @@ inline constexpr int kIndexMaxEntries = 16 * kIndexChunk;  // 262,144
 static_assert(kIndexMaxEntries / kIndexChunk * kIndexTopk <= kIndexChunk);
 static_assert(kIndexMaxEntries / kIndexBlock <= 2 * kIndexChunk);
 
-// Few scores of few rows, of V4: selected by counting, on many multiprocessors.
-inline constexpr int kIndexRanked = 4096, kRankEntries = 64;  // of a row; of a block
-constexpr bool index_ranks(const IndexParams& params) {
-  return params.format == IndexFormat::fp8 && params.max_entries <= kIndexRanked &&
-         params.rows.num_rows <= 12;
-}
-
 // Blocks that open query_done, scores_done and done.
 inline constexpr std::uint32_t kIndexQueryBlocks = 128;
 inline constexpr std::uint32_t kIndexScoreBlocks = 132;
 constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
-  if (index_ranks(params)) {
-    const int blocks = (params.max_entries + kRankEntries - 1) / kRankEntries;
-    return static_cast<std::uint32_t>((blocks > 0 ? blocks : 1) * params.rows.num_rows);
-  }
   const int most = params.blocks != nullptr && params.max_entries > kIndexMaxBlocks * kIndexBlock
                        ? kIndexMaxBlocks * kIndexBlock
                        : params.max_entries;
@@ -131,9 +119,6 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cu
 // rest.
 cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
                                 cudaEvent_t started = nullptr);
-// The same where index_ranks; launch_index_select calls it.
-cudaError_t launch_index_rank(const IndexParams& params, bool programmatic, cudaStream_t stream,
-                              cudaEvent_t started);
 // out_blocks from block_scores; waits for scores_done and opens nothing.
 cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic, cudaStream_t stream);
 

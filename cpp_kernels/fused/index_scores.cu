@@ -33,10 +33,8 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kGroupWarps = 4;
-// Groups of warps of a block, with a tile each: half as many where there are few tiles, so that a
-// block has room on a multiprocessor beside the front's.
-constexpr int kMaxGroups = 4, kFewGroups = 2;
+constexpr int kThreads = 512, kGroupWarps = 4;
+constexpr int kGroups = kThreads / plat::kWarpLanes / kGroupWarps;  // of warps, with a tile each
 constexpr int kTileKeys = 64, kOctets = kTileKeys / kIndexBlock;
 constexpr int kWarpOctets = kOctets / kGroupWarps;
 constexpr int kHeadsTogether = 32, kSteps = 8;
@@ -227,17 +225,16 @@ LOWLAT_DEVICE float score_of(const KeyRows& keys, sm90::Columns query, const flo
 // Into how many parts the rows of a request are split: none, or a row each where there are so few
 // keys that expanding them for each row again is quicker. Costs are in rows; expanding takes about
 // one.
-LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int groups_a_block, int num_blocks) {
-  const int groups = num_blocks * groups_a_block;
+LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks) {
+  const int groups = num_blocks * kGroups;
   const int together = (num_tiles + groups - 1) / groups * (1 + tokens);
   const int apart = (num_tiles * tokens + groups - 1) / groups * 2;
   return apart < together && tokens <= num_blocks ? tokens : 1;
 }
 
-template <class Keys, int kGroups>
-__global__ void __launch_bounds__(kGroups * kGroupWarps * plat::kWarpLanes, kMaxGroups / kGroups)
+template <class Keys>
+__global__ void __launch_bounds__(kThreads, 1)
     index_scores_sm90(const __grid_constant__ IndexParams params) {
-  constexpr int kThreads = kGroups * kGroupWarps * plat::kWarpLanes;
   constexpr int kHeads = Keys::kHeads;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<ScoreShared<Keys>*>(memory);
@@ -273,8 +270,7 @@ __global__ void __launch_bounds__(kGroups * kGroupWarps * plat::kWarpLanes, kMax
                        ? __ldg(params.rows.positions + request * params.rows.tokens) / params.ratio
                        : unit.count;
   const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
-  const int num_parts = row_parts(tokens, num_tiles, kGroups, per_unit),
-            per_part = per_unit / num_parts;
+  const int num_parts = row_parts(tokens, num_tiles, per_unit), per_part = per_unit / num_parts;
   const int part = block_of_unit / per_part, block_of_part = block_of_unit % per_part;
   const int rows_of_part = (tokens + num_parts - 1) / num_parts;
   const int begin_row = min(part * rows_of_part, tokens);
@@ -377,16 +373,8 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cu
   if (params.pages.per_page < 64 || (params.pages.per_page & (params.pages.per_page - 1)) != 0)
     return cudaErrorInvalidValue;
   const auto launch = [&]<class Keys>() {
-    const auto start = [&]<int kGroups>() {
-      return launch_kernel(index_scores_sm90<Keys, kGroups>, dim3(kIndexScoreBlocks),
-                           kGroups * kGroupWarps * plat::kWarpLanes, sizeof(ScoreShared<Keys>), 1,
-                           programmatic, stream, params);
-    };
-    const int tiles = (params.max_entries + kTileKeys - 1) / kTileKeys;
-    if (tiles * rows.num_rows <= static_cast<int>(kIndexScoreBlocks) * kFewGroups) {
-      return start.template operator()<kFewGroups>();
-    }
-    return start.template operator()<kMaxGroups>();
+    return launch_kernel(index_scores_sm90<Keys>, dim3(kIndexScoreBlocks), kThreads,
+                         sizeof(ScoreShared<Keys>), 1, programmatic, stream, params);
   };
   if (params.format == IndexFormat::fp4) return launch.template operator()<Fp4Keys>();
   if (params.blocks != nullptr || params.block_scores != nullptr) return cudaErrorInvalidValue;

@@ -410,7 +410,6 @@ bool valid(const IndexParams& params) {
 cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
                                 cudaEvent_t started) {
   if (!valid(params)) return cudaErrorInvalidValue;
-  if (index_ranks(params)) return launch_index_rank(params, programmatic, stream, started);
   const auto blocks = index_select_blocks(params);
   const auto rows = static_cast<unsigned>(params.rows.num_rows);
   return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads, sizeof(SelectShared),

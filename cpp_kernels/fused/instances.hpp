@@ -30,7 +30,6 @@ inline constexpr FusedInstance kFusedInstances[] = {
     {"index_query_fp8_sm90", "v4", "1..48"},
     {"index_scores_sm90", "v4 v41", "1..48"},
     {"index_select_sm90", "v4 v41", "1..48"},
-    {"index_rank_sm90", "v4", "1..12"},
     {"index_blocks_sm90", "v41", "1..48"},
     {"engram_lookup_sm90", "v41", "1..48"},
     {"engram_product_fp8_sm90", "v41", "1..48"},
