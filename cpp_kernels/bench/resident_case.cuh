@@ -99,8 +99,8 @@ inline lowlat_model_config resident_config(int num_layers) {
   return c;
 }
 
-// A model of so many layers by the resident schedule: TP4's share of V4.1-Flash with random weights,
-// its sums going round through its own mailbox.
+// A model of so many layers by the resident schedule: TP4's share of V4.1-Flash with random
+// weights, its sums going round through its own mailbox.
 class ResidentShard {
  public:
   using Launch = lowlat_status (*)(lowlat_model*, const lowlat_step*, void*);

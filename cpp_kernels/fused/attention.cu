@@ -53,8 +53,9 @@ template <int kTile_, bool kHops>
 struct Shared {
   static constexpr int kTile = kTile_, kProbPitch = kTile + 8;
   static constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
-  // q where it comes by packets, then scores [kScoreGroups][kHeads][kTile]. A tile's stored rows and
-  // their scale bytes lie over both where nothing of the next tile comes meanwhile, else behind.
+  // q where it comes by packets, then scores [kScoreGroups][kHeads][kTile]. A tile's stored rows
+  // and their scale bytes lie over both where nothing of the next tile comes meanwhile, else
+  // behind.
   static constexpr int kQueryBytes = kHops ? kHeads * kKeyPitch * 2 : 0;
   static constexpr int kScoreBytes = kScoreGroups * kHeads * kTile * 4;
   static constexpr bool kAhead = !kHops && kTile == 32;  // a block has several tiles
@@ -130,7 +131,8 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
                : "memory");
 }
 
-// Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads call.
+// Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads
+// call.
 template <bool kFill, class Shared>
 LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {

@@ -152,8 +152,8 @@ struct ProductWeights {
 
 // Adds sums [part][token][kSumPitch rows] of a block's kParts warps or groups of warps, in their
 // order, and gives them to the blocks that own the rows, four rows of a token at once. All threads
-// of the cluster call; on return the owned sums [block][token][kOwned] are there, if this block owns
-// any. Until then the barrier has counted them.
+// of the cluster call; on return the owned sums [block][token][kOwned] are there, if this block
+// owns any; the barrier counts them.
 template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch>
 LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTokens][kOwned],
                                   std::uint64_t* barrier, int num_rows) {

@@ -1,13 +1,17 @@
-// fused/front_wide.cuh: products of few rows whose weights wait in shared memory, e4m3 codes on both
-// sides.
+// fused/front_wide.cuh: products of more than eight rows, whose weights wait in shared memory, by
+// wgmma: e4m3 codes on both sides, or f16 values with them.
 //
 // A block has 64 weight rows and kK of their K and asks for all of them before its input is there.
-// The warp groups split K; each makes 64 rows of all tokens by wgmma, which reads codes as they
-// lie: registers hold sums alone, and the loop is short. kBlocks blocks of a cluster split the whole
-// K and meet in the block that owns the row. A group of K that shares its scales is summed by
-// itself and then multiplied by them, so a weight's code is never expanded.
+// The warp groups split K; each makes 64 rows of all tokens, so that few registers hold sums, two
+// warp groups' sums and not eight warps' are added, and the loop is short. kBlocks blocks of a
+// cluster split the whole K and meet in the block that owns the row. A group of K that shares its
+// scales is summed by itself and then multiplied by them.
 //
-// Rounding       wgmma keeps about 14 bits of a group's sum; groups are added in fp32
+// Weights come by bulk copies and go to wgmma from registers. Copied by cp.async into the form that
+// wgmma reads from shared memory, they took the multiprocessor's loads from the kernels that still
+// ran there: 8 us a layer.
+//
+// Rounding       of codes wgmma keeps about 14 bits of a group's sum; groups are added in fp32
 // Determinism    all sums have a fixed order: group, warp group, block
 #pragma once
 
@@ -36,8 +40,8 @@ struct WideProduct {
   static constexpr int kScaleRows = kRows < kGroup ? 1 : kRows / kGroup;
   static constexpr int kBytes = kHalves ? 2 : 1;  // of a token's value
   static constexpr int kPitch = 8 * kK * kBytes;  // of eight tokens
-  // A row's pitch of 16 more than a multiple of 128 bytes: the words of eight rows that a warp reads
-  // lie in different banks.
+  // A row's pitch of 16 more than a multiple of 128 bytes: the words of eight rows that a warp
+  // reads lie in different banks.
   static constexpr int kWeightPitch = kK + 16;
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kTokenBytes = kTokens * kK * (kHalves ? 2 : 1);
@@ -106,8 +110,8 @@ struct WideProduct {
     }
   }
 
-  // Copies values [token, stride] (in bytes) and scales [kK / kGroup, padded] from their block's first K on. All
-  // threads call; run() waits for them.
+  // Copies values [token, stride] (in bytes) and scales [kK / kGroup, padded] from their block's
+  // first K on. All threads call; run() waits for them.
   LOWLAT_DEVICE static void load_tokens(Shared& shared, const std::uint8_t* values, int stride,
                                         const float* scale, int padded, int num_rows) {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;

@@ -3,13 +3,14 @@
 // Math         m = fn·x / sqrt(mean x² + ε) of a row's 4H values x; pre, post and comb from m
 //              (Sinkhorn with reciprocals good to a unit in the last place)
 // Shapes       R [T,4,H] bf16 · fn [24,4H] fp32 · mix [T,32] fp32 · 1 ≤ T ≤ 48
-// Rounding     fn as the sum of three bf16, which leaves 2^-25 of a value; products exact, sums fp32
+// Rounding     fn as the sum of three bf16, which leaves 2^-25 of a value; products exact, sums in
+//              fp32
 // Bytes        H = 5120: read 1.97 MB of fn and T·41 kB
 // Floor        0.42 us at 4.65 TB/s; it runs beside others, on a few multiprocessors
-// Launch       blocks of 256 threads take every so manieth piece of 128 or 256 values, for all rows;
-//              two to twelve are on their way at a time, the first before the residual is waited
-//              for. Rows are the M side of the products, 24 outputs the N side, and a warp has an
-//              eighth of a piece's K
+// Launch       blocks of 256 threads take every so manieth piece of 128 or 256 values, for all
+//              rows; two to twelve are on their way at a time, the first before the residual is
+//              waited for. Rows are the M side of the products, 24 outputs the N side, and a warp
+//              has an eighth of a piece's K
 // Ordering     residual: gate (exchange_gate.cuh). full[stage]: an arrival a warp with the bytes of
 //              its part of fn, and one a thread when its copies of rows have come. partial: each
 //              block's stores, then its ticket (acq_rel.device, after the block's barrier); who has
@@ -45,8 +46,8 @@ constexpr int kMinStages = 2, kMaxStages = 12;
 // That a block takes for its stages, alone on a multiprocessor and beside one of [q_a, kv].
 constexpr int kMaxBytes = 208 * 1024, kBesideBytes = 60 * 1024;
 
-// A stage holds fn and then the rows of a piece, kLength values of K. Pitches of 64 and 32 more than
-// a multiple of 128 bytes: what a quarter (half) of a warp reads lies in different banks.
+// A stage holds fn and then the rows of a piece, kLength values of K. Pitches of 64 and 32 more
+// than a multiple of 128 bytes: what a quarter (half) of a warp reads lies in different banks.
 template <int kLength_>
 struct Piece {
   static constexpr int kLength = kLength_, kSteps = kLength / kWarps / kStep;
@@ -124,7 +125,8 @@ LOWLAT_DEVICE void split(std::uint32_t (&parts)[3], float first, float second) {
   }
 }
 
-// sum[tile][outputs' tile] of a product's fragment, squares[tile] of rows g and g + 8, += a piece's.
+// sum[tile][outputs' tile] of a product's fragment, squares[tile] of rows g and g + 8, += those of
+// a piece.
 template <class P, int kRowTiles>
 LOWLAT_DEVICE void add_piece(float (&sum)[kRowTiles][kOutputTiles][4],
                              float (&squares)[kRowTiles][2], const float* fn,

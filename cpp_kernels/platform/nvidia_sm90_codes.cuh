@@ -53,55 +53,59 @@ LOWLAT_DEVICE void codes_wait() {
 #define LOWLAT_OPERANDS \
   "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.matrix()), "n"(kAdd ? 1 : 0)
 // One product of 8 kTiles columns; TYPES and TURN as the instruction takes them.
-#define LOWLAT_MULTIPLY(DEPTH, TYPES, TURN)                                                       \
-  if constexpr (kTiles == 1) {                                                                    \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"                                 \
-                 "wgmma.mma_async.sync.aligned.m64n8" DEPTH ".f32." TYPES " {%0, %1, %2, %3}, "   \
-                 "{%4, %5, %6, %7}, %8, add, 1, 1" TURN ";\n}"                                    \
-                 : LOWLAT_SUMS4(0)                                                                \
-                 : LOWLAT_OPERANDS);                                                              \
-  } else if constexpr (kTiles == 2) {                                                             \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %13, 0;\n"                                \
-                 "wgmma.mma_async.sync.aligned.m64n16" DEPTH ".f32." TYPES                        \
-                 " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1" TURN     \
-                 ";\n}"                                                                           \
-                 : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4)                                               \
-                 : LOWLAT_OPERANDS);                                                              \
-  } else if constexpr (kTiles == 3) {                                                             \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %17, 0;\n"                                \
-                 "wgmma.mma_async.sync.aligned.m64n24" DEPTH ".f32." TYPES                        \
-                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, "    \
-                 "%16, add, 1, 1" TURN ";\n}"                                                     \
-                 : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4), LOWLAT_SUMS4(8)                              \
-                 : LOWLAT_OPERANDS);                                                              \
-  } else {                                                                                        \
-    static_assert(kTiles == 6);                                                                   \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %29, 0;\n"                                \
-                 "wgmma.mma_async.sync.aligned.m64n48" DEPTH ".f32." TYPES                        \
-                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "  \
-                 "%17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, add, 1, 1" TURN  \
-                 ";\n}"                                                                           \
-                 : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4), LOWLAT_SUMS4(8), LOWLAT_SUMS4(12),           \
-                   LOWLAT_SUMS4(16), LOWLAT_SUMS4(20)                                             \
-                 : LOWLAT_OPERANDS);                                                              \
+#define LOWLAT_MULTIPLY(DEPTH, TYPES, TURN)                                                      \
+  if constexpr (kTiles == 1) {                                                                   \
+    asm volatile(                                                                                \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %9, 0;\n"                                          \
+        "wgmma.mma_async.sync.aligned.m64n8" DEPTH ".f32." TYPES                                 \
+        " {%0, %1, %2, %3}, "                                                                    \
+        "{%4, %5, %6, %7}, %8, add, 1, 1" TURN ";\n}"                                            \
+        : LOWLAT_SUMS4(0)                                                                        \
+        : LOWLAT_OPERANDS);                                                                      \
+  } else if constexpr (kTiles == 2) {                                                            \
+    asm volatile(                                                                                \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %13, 0;\n"                                         \
+        "wgmma.mma_async.sync.aligned.m64n16" DEPTH ".f32." TYPES                                \
+        " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, 1, 1" TURN ";\n}"      \
+        : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4)                                                       \
+        : LOWLAT_OPERANDS);                                                                      \
+  } else if constexpr (kTiles == 3) {                                                            \
+    asm volatile(                                                                                \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %17, 0;\n"                                         \
+        "wgmma.mma_async.sync.aligned.m64n24" DEPTH ".f32." TYPES                                \
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, "            \
+        "%16, add, 1, 1" TURN ";\n}"                                                             \
+        : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4), LOWLAT_SUMS4(8)                                      \
+        : LOWLAT_OPERANDS);                                                                      \
+  } else {                                                                                       \
+    static_assert(kTiles == 6);                                                                  \
+    asm volatile(                                                                                \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %29, 0;\n"                                         \
+        "wgmma.mma_async.sync.aligned.m64n48" DEPTH ".f32." TYPES                                \
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "          \
+        "%17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, add, 1, 1" TURN ";\n}"   \
+        : LOWLAT_SUMS4(0), LOWLAT_SUMS4(4), LOWLAT_SUMS4(8), LOWLAT_SUMS4(12), LOWLAT_SUMS4(16), \
+          LOWLAT_SUMS4(20)                                                                       \
+        : LOWLAT_OPERANDS);                                                                      \
   }
 #else
 // Parts without wgmma: the warp's own product with each eight columns.
-#define LOWLAT_MULTIPLY(DEPTH, TYPES)                                                            \
-  std::uint32_t lane;                                                                            \
-  asm("mov.u32 %0, %%laneid;" : "=r"(lane));                                                     \
-  _Pragma("unroll") for (int n = 0; n < kTiles; ++n) {                                           \
-    const std::uint32_t from = b.address + n * b.pitch + 4 * lane;                               \
-    std::uint32_t word[2];                                                                       \
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[0]) : "r"(from) : "memory");              \
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[1]) : "r"(from + 128) : "memory");        \
-    float part[4];                                                                               \
-    _Pragma("unroll") for (int i = 0; i < 4; ++i) part[i] = kAdd ? d[4 * n + i] : 0.0f;          \
-    asm volatile("mma.sync.aligned.m16n8" DEPTH ".row.col.f32." TYPES ".f32 {%0, %1, %2, %3}, "  \
-                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                 \
-                 : "+f"(part[0]), "+f"(part[1]), "+f"(part[2]), "+f"(part[3])                    \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(word[0]), "r"(word[1]));      \
-    _Pragma("unroll") for (int i = 0; i < 4; ++i) d[4 * n + i] = part[i];                        \
+#define LOWLAT_MULTIPLY(DEPTH, TYPES)                                                       \
+  std::uint32_t lane;                                                                       \
+  asm("mov.u32 %0, %%laneid;" : "=r"(lane));                                                \
+  _Pragma("unroll") for (int n = 0; n < kTiles; ++n) {                                      \
+    const std::uint32_t from = b.address + n * b.pitch + 4 * lane;                          \
+    std::uint32_t word[2];                                                                  \
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[0]) : "r"(from) : "memory");         \
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word[1]) : "r"(from + 128) : "memory");   \
+    float part[4];                                                                          \
+    _Pragma("unroll") for (int i = 0; i < 4; ++i) part[i] = kAdd ? d[4 * n + i] : 0.0f;     \
+    asm volatile("mma.sync.aligned.m16n8" DEPTH ".row.col.f32." TYPES                       \
+                 ".f32 {%0, %1, %2, %3}, "                                                  \
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
+                 : "+f"(part[0]), "+f"(part[1]), "+f"(part[2]), "+f"(part[3])               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(word[0]), "r"(word[1])); \
+    _Pragma("unroll") for (int i = 0; i < 4; ++i) d[4 * n + i] = part[i];                   \
   }
 #endif
 
@@ -118,8 +122,8 @@ LOWLAT_DEVICE void multiply_codes(float (&d)[4 * kTiles], const std::uint32_t (&
 #endif
 }
 
-// The same with f16 values, sixteen along K: a core is [8 columns][8 values], and CodeColumns counts
-// bytes. Lane 4 g + t has a[0] = (row g, k 2 t and the next), a[2] = (row g, k + 8) ..
+// The same with f16 values, sixteen along K: a core is [8 columns][8 values], and CodeColumns
+// counts bytes. Lane 4 g + t has a[0] = (row g, k 2 t and the next), a[2] = (row g, k + 8) ..
 template <int kTiles, bool kAdd>
 LOWLAT_DEVICE void multiply_halves(float (&d)[4 * kTiles], const std::uint32_t (&a)[4],
                                    CodeColumns b) {
