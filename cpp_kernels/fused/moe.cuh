@@ -187,7 +187,7 @@ struct Layout {
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
-  static constexpr int kMaxSlots = 8;
+  static constexpr int kMaxSlots = 3;  // more in flight is slower, see docs/bench
   struct Barriers {
     std::uint64_t full[kMaxSlots], empty[kMaxSlots];
     std::uint64_t piece_full[kMaxSlots * kPieces], piece_empty[kMaxSlots * kPieces];
@@ -245,6 +245,7 @@ struct Region {
   Watch watch;
   int block_idx, num_blocks, lane;
   bool scores, shared;  // this launch has a router, a shared expert
+  bool early;           // this block has begun before x is there
   int with_more;        // blocks that have one tile of the shared expert more than the others
 
   LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
@@ -309,6 +310,25 @@ struct Region {
   }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
 };
+
+// Until x is there; all but the producer, who reads none of it.
+template <class L>
+LOWLAT_DEVICE void wait_for_x(const Region<L>& r) {
+  const Gate& gate = r.a.before;
+  if (gate.word == nullptr) {
+    sm90::wait_for_predecessors();
+    return;
+  }
+  if (plat::thread_idx() == 0) poll_gate(gate);
+  asm volatile("bar.sync 2, %0;" ::"n"(L::kThreads - plat::kWarpLanes) : "memory");
+}
+// Code that runs for the first time is slow, and a block that is early has time: it runs what
+// follows on x once before, on other numbers. The first of two passes, or the only one.
+template <class L>
+LOWLAT_DEVICE int first_pass(const Region<L>& r) {
+  return !L::kMany && r.early && r.scores ? 0 : 1;
+}
+LOWLAT_DEVICE void keep(float value) { asm volatile("" ::"f"(value)); }
 
 // ------------------------------------------------------------------------------------ producer
 
@@ -529,7 +549,7 @@ LOWLAT_DEVICE void routers_sync() {
 
 template <class L>
 struct Router {
-  const Region<L>& r;
+  Region<L>& r;
   int warp;  // among the routers
 
   static constexpr int kPackets = kBands / plat::kWarpLanes;  // a lane, of a row
@@ -601,18 +621,20 @@ struct Router {
 
   // Ids and weights of one row; a warp.
   LOWLAT_DEVICE void route_row(int row, std::int32_t* ids, float* weights, stages::GateRule rule,
-                               stages::GateSum sum_rule) const {
+                               stages::GateSum sum_rule, int pass) const {
     const int at = row * L::kSlots;
     if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
       ids[r.lane] = __ldg(r.a.ids + at + r.lane);
       weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
     }
     if (!r.scores) return;
-    float score[kOwn], bias[kOwn] = {};
-    if (r.a.routing == MoeRouting::gate) load_bias(row, bias);
-    if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
-      if (r.lane < L::kSlots) ids[r.lane] = r.lane;
-      return;
+    float score[kOwn] = {}, bias[kOwn] = {};
+    if (pass == 1) {
+      if (r.a.routing == MoeRouting::gate) load_bias(row, bias);
+      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
+        if (r.lane < L::kSlots) ids[r.lane] = r.lane;
+        return;
+      }
     }
     __syncwarp();
     if (r.a.routing == MoeRouting::gate) {
@@ -647,7 +669,7 @@ struct Router {
   LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) const {
     for (int row = warp; row < r.a.rows; row += L::kRouters) {
       const int at = row * L::kSlots;
-      route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule);
+      route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule, 1);
       report_row(row);
     }
     routers_sync<L>();
@@ -655,11 +677,12 @@ struct Router {
 
   // Few rows: block t routes row t for all, by its second router, and tells them. A hop more, but
   // one row's selection instead of several, one after the other.
-  LOWLAT_DEVICE void send_route(stages::GateRule rule, stages::GateSum sum_rule) const {
+  LOWLAT_DEVICE void send_route(stages::GateRule rule, stages::GateSum sum_rule,
+                                int pass) const {
     static_assert(L::kMany || L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
     if (!r.scores || r.block_idx >= r.a.rows) return;
-    route_row(r.block_idx, r.table.own_ids, r.table.own_weights, rule, sum_rule);
-    if (r.watch.stopped() || r.lane >= L::kRoutePackets) return;
+    route_row(r.block_idx, r.table.own_ids, r.table.own_weights, rule, sum_rule, pass);
+    if (pass == 0 || r.watch.stopped() || r.lane >= L::kRoutePackets) return;
     const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
     const std::uint32_t words[3] = {static_cast<std::uint32_t>(r.table.own_ids[slot]) |
                                         static_cast<std::uint32_t>(r.table.own_ids[other]) << 16,
@@ -694,11 +717,11 @@ struct Router {
   }
 
   // Pairs by expert, by one warp: masks of pairs instead of counts.
-  LOWLAT_DEVICE void make_few_table() const {
+  LOWLAT_DEVICE void make_few_table(int num_rows) const {
     auto& table = r.table;
     constexpr int kOwnPairs = 2, kWords = L::kExperts / 32;
     static_assert(L::kMany || L::kMaxPairs <= kOwnPairs * plat::kWarpLanes);
-    const int num_pairs = r.a.rows * L::kSlots;
+    const int num_pairs = num_rows * L::kSlots;
     int id[kOwnPairs], rank[kOwnPairs] = {};
     bool valid[kOwnPairs];
 #pragma unroll
@@ -757,7 +780,6 @@ struct Router {
       if (earlier == 0) table.expert[rank[k]] = static_cast<std::uint16_t>(id[k]);
     }
     __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
   }
 
   // Pairs by expert: each pair counts those before it, so nobody takes tickets.
@@ -816,23 +838,34 @@ struct Router {
     if constexpr (L::kMany) {
       route(rule, sum_rule);  // every router comes to its barriers
       make_table();
-      return;
+    } else {
+#pragma unroll 1
+      for (int pass = first_pass(r); pass < 2; ++pass) {
+        if (pass == 1) {
+          wait_for_x(r);
+          r.read_epoch();
+        }
+        if (warp != 0) {
+          send_route(rule, sum_rule, pass);
+          continue;
+        }
+        if (pass == 1) take_routes(rule, sum_rule);
+        make_few_table(pass == 1 ? r.a.rows : 0);
+        if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
+      }
     }
-    if (warp != 0) {
-      send_route(rule, sum_rule);
-      return;
-    }
+  }
+  LOWLAT_DEVICE void take_routes(stages::GateRule rule, stages::GateSum sum_rule) const {
     if (r.scores) {
       receive_routes();
     } else {
       for (int row = 0; row < r.a.rows; ++row) {
         const int at = row * L::kSlots;
-        route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule);
+        route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule, 1);
       }
       __syncwarp();
     }
     for (int row = 0; row < r.a.rows; ++row) report_row(row);
-    make_few_table();
   }
 };
 
@@ -991,7 +1024,9 @@ struct Consumer {
   }
   LOWLAT_DEVICE void load_group(int group) {
     const int row = group * kColumns + g;
-    const unsigned char* address = x_address(row < r.a.rows ? row : r.a.rows - 1);
+    load_rows(x_address(row < r.a.rows ? row : r.a.rows - 1));
+  }
+  LOWLAT_DEVICE void load_rows(const unsigned char* address) {
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
   }
@@ -1026,29 +1061,60 @@ struct Consumer {
     smem_store8(address, acc[0], acc[1]);
     smem_store8(address + kTileRows * kColumns * 4, acc[2], acc[3]);
   }
-  LOWLAT_DEVICE bool run_gate() {
-    if (!wait_slot(0)) return false;
+  LOWLAT_DEVICE void multiply_gate(float (&acc)[4]) const {
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
     const std::uint32_t address = r.slot_address(uses % L::kRing) + row * L::kGatePitch +
                                   first_element() * 2;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      if (L::kMany) load_group(group);
-      float acc[2][4] = {};
+    float odd[4] = {};
 #pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        std::uint32_t b[kPairs];
-        fragment(block, b);
-        const std::uint32_t none[kPairs] = {};
-        std::uint32_t low[kPairs];
-        pair_bf16(smem_load16(address + L::block_group(block) * L::kBlockK * 2), low);
-        multiply_pairs(acc[0], low, none, b);
-        multiply_pairs(acc[1], low + 2, none, b + 2);
-      }
-      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0])) return false;
+    for (int block = 0; block < L::kSliceBlocks; ++block) {
+      std::uint32_t b[kPairs];
+      fragment(block, b);
+      const std::uint32_t none[kPairs] = {};
+      std::uint32_t low[kPairs];
+      pair_bf16(smem_load16(address + L::block_group(block) * L::kBlockK * 2), low);
+      multiply_pairs(acc, low, none, b);
+      multiply_pairs(odd, low + 2, none, b + 2);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i] += odd[i];
+  }
+  LOWLAT_DEVICE bool run_many_gate() {
+    if (!wait_slot(0)) return false;
+    for (int group = 0; group < r.num_groups(); ++group) {
+      load_group(group);
+      float acc[4] = {};
+      multiply_gate(acc);
+      if (!hand_over(acc)) return false;
     }
     free_slot();
     return true;
+  }
+  // Waits for x and keeps it.
+  LOWLAT_DEVICE bool run_few_gate() {
+#pragma unroll 1
+    for (int pass = first_pass(r);; ++pass) {
+      const int row = g < r.a.rows ? g : r.a.rows - 1;
+      const unsigned char* address = x_address(row);
+      if (pass == 0) {  // rows of the router, and whatever lies in the slot
+        address += reinterpret_cast<const unsigned char*>(r.a.w.gate) -
+                   reinterpret_cast<const unsigned char*>(r.a.x);
+      } else {
+        wait_for_x(r);
+      }
+      load_rows(address);
+      float acc[4] = {};
+      if (r.gates()) {
+        if (pass == 1 && !wait_slot(0)) return false;
+        multiply_gate(acc);
+        for (const float sum : acc) keep(sum);
+      }
+      if (pass == 0) continue;
+      if (!r.gates()) return true;
+      if (!hand_over(acc)) return false;
+      free_slot();
+      return true;
+    }
   }
 
   // Scale bytes of a shared tile's slice, gate and up.
@@ -1389,9 +1455,15 @@ struct Consumer {
     if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
   }
   LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule, TileScales& scales) {
-    if constexpr (!L::kMany) load_group(0);
-    bool going = !r.gates() || run_gate();
-    if constexpr (L::kMany) Router<L>{r, warp}.run(rule, sum_rule);  // every one comes to its barriers
+    bool going = true;
+    if constexpr (L::kMany) {
+      wait_for_x(r);
+      r.read_epoch();
+      going = !r.gates() || run_many_gate();
+      Router<L>{r, warp}.run(rule, sum_rule);  // every one comes to its barriers
+    } else {
+      going = run_few_gate();
+    }
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
       going = run_shared_tile(scales);
@@ -1423,7 +1495,7 @@ LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
 
 template <class L>
 struct Finisher {
-  const Region<L>& r;
+  Region<L>& r;
   int sums = 0;
 
   LOWLAT_DEVICE bool wait_sums() const {
@@ -1456,22 +1528,24 @@ struct Finisher {
     }
   }
 
-  LOWLAT_DEVICE bool run_gate(stages::GateRule rule) {
+  LOWLAT_DEVICE bool run_gate(stages::GateRule rule, int pass) {
     for (int group = 0; group < r.num_groups(); ++group) {
-      if (!wait_sums()) return false;
+      if (pass == 1 && !wait_sums()) return false;
       const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
       float score = 0.0f;
       if (column < kColumns) {
         score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
       }
-      free_sums();
       std::uint32_t words[3];
 #pragma unroll
       for (int j = 0; j < 3; ++j) {
         const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
         words[j] = __float_as_uint(
             __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
+        keep(__uint_as_float(words[j]));
       }
+      if (pass == 0) return true;
+      free_sums();
       const int x_row = group * kColumns + r.lane;
       if (r.lane < kColumns && x_row < r.a.rows) {
         plat::store_tagged(r.score_packet(x_row, r.block_idx), words, r.epoch);
@@ -1504,8 +1578,15 @@ struct Finisher {
   }
 
   LOWLAT_DEVICE bool run(stages::GateRule rule) {
-    clear_hidden();
-    if (r.gates() && !run_gate(rule)) return false;
+#pragma unroll 1
+    for (int pass = first_pass(r); pass < 2; ++pass) {
+      if (pass == 1) {
+        wait_for_x(r);
+        r.read_epoch();
+        clear_hidden();
+      }
+      if (r.gates() && !run_gate(rule, pass)) return false;
+    }
     const std::uint32_t parity = r.epoch & 1u;
     for (int n = 0; n < r.shared_tiles(); ++n) {
       for (int group = 0; group < r.num_groups(); ++group) {
@@ -1656,6 +1737,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  thread % plat::kWarpLanes,
                  args.routing != MoeRouting::given,
                  args.w.shared_w1.codes != nullptr,
+                 args.before.word != nullptr && !is_open(args.before.word, args.before.blocks),
                  0};
   r.with_more = r.shared ? L::kTiles % r.num_blocks : 0;
   // A thread a barrier.
@@ -1699,8 +1781,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (warp < L::kConsumers) {
     consumer.run_early(scales);
   }
-  wait_at(args.before);
-  if (L::kMany || warp >= L::kConsumers) r.read_epoch();
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
     consumer.run(rules.rule, rules.sum_rule, scales);
@@ -1711,7 +1791,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
       finisher.run(rules.rule);
-    } else if (!L::kMany && warp < L::kFirstRouter + L::kRouters) {
+    } else if constexpr (L::kMany) {
+      wait_for_x(r);
+    } else {
+      static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
       const int number = warp - L::kFirstRouter;
       Router<L>{r, number}.run(rules.rule, rules.sum_rule);
       if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
