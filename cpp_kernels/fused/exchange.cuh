@@ -91,10 +91,11 @@ LOWLAT_DEVICE void publish_quad(const ExchangePort& port, std::uint64_t epoch, i
 }
 
 // Reports what ended a wait, once a rank: the first thread writes the status words and raises the
-// abort word everywhere; the others leave.
-LOWLAT_DEVICE void report_fault(const ExchangePort& port, std::uint32_t kernel,
-                                stages::StageId stage, int peer, std::uint64_t epoch,
-                                bool aborted) {
+// abort word everywhere; the others leave. Not inlined: a kernel runs once through its code and
+// pays for each line that is fetched.
+LOWLAT_DEVICE __noinline__ void report_fault(const ExchangePort& port, std::uint32_t kernel,
+                                             stages::StageId stage, int peer, std::uint64_t epoch,
+                                             bool aborted) {
   if (atomicExch(port.fault_claim, 1u) != 0u) return;
   const stages::FaultPort fault{port.abort_words, static_cast<stages::StatusWords*>(port.status),
                                 port.tp_rank, port.tp_size, port.budget_ns};

@@ -49,7 +49,7 @@ struct Sizes {
 
 // Few rows and more, each by its product.
 template <int kTiles>
-constexpr bool kWide = kTiles > 1;
+constexpr bool kWide = kTiles > 2;
 template <class M, int kTiles>
 struct QkvOf {
   using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;

@@ -34,8 +34,8 @@ LOWLAT_DEVICE float quick_rsqrt(float v) {
   return y * plat::fma(-0.5f * v * y, y, 1.5f);
 }
 
-// Cosine and sine of a position's angle.
-LOWLAT_DEVICE float2 turn_by(float angle) {
+// Cosine and sine of a position's angle. Not inlined: large angles take much code.
+LOWLAT_DEVICE __noinline__ float2 turn_by(float angle) {
   return make_float2(plat::cos(angle), plat::sin(angle));
 }
 
