@@ -108,8 +108,10 @@ struct PooledChain {
         mail(sizes.rows(), kTp),
         layers(host, num_layers, sizes.rows(), mail.looped(kTp), mail.step_epoch.get(), 0),
         hash_ids(static_cast<std::size_t>(sizes.rows()) * 6) {
-    Random random(17);
+    Random random(0);
     for (int i = 0; i < num_layers; ++i) {
+      // The same for each layer: a step has one page table and one set of slots.
+      random = Random(17);
       beside.emplace_back(v4);
       states.emplace_back(sizes, Draw::random, random);
       contexts.emplace_back(HostContext(states.back(), random));

@@ -91,8 +91,8 @@ LOWLAT_DEVICE void publish_quad(const ExchangePort& port, std::uint64_t epoch, i
 }
 
 // Reports what ended a wait, once a rank: the first thread writes the status words and raises the
-// abort word everywhere; the others leave. Not inlined: a kernel runs once through its code, which
-// has several waits, and pays for every line that is fetched.
+// abort word everywhere; the others leave. Not inlined: a kernel runs once through its code and
+// pays for each line that is fetched.
 LOWLAT_DEVICE __noinline__ void report_fault(const ExchangePort& port, std::uint32_t kernel,
                                              stages::StageId stage, int peer, std::uint64_t epoch,
                                              bool aborted) {

@@ -41,8 +41,8 @@ struct ExchangeMixParams {
   float* x_scale;
   void* x_packets;
   std::uint32_t kernel;  // of its stamps: Hop::id and HopKernel
-  // Of residual_in, and of mix_in (word NULL, as without any gates: the ends of the kernels before);
-  // of residual_out and x (exchange_mix_blocks); of mix_out (exchange_mix_clusters).
+  // Of residual_in, and of mix_in (word NULL: the ends of the kernels before); of residual_out and
+  // x (exchange_mix_blocks); of mix_out (exchange_mix_clusters).
   Gate before, mix_before, done, mix_done;
 };
 

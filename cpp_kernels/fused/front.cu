@@ -48,13 +48,16 @@ struct Sizes {
 };
 
 // Few rows and more, each by its product.
+template <int kTiles>
+constexpr bool kWide = kTiles > 2;
 template <class M, int kTiles>
 struct QkvOf {
   using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
 };
-template <class M>
-struct QkvOf<M, 1> {
-  using Type = Product<kRows, Sizes<M>::kQkvK, 1, kQkvBlocks, kRows / kQkvBlocks, 0>;
+template <class M, int kTiles>
+  requires(!kWide<kTiles>)
+struct QkvOf<M, kTiles> {
+  using Type = Product<kRows, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks, 1>;
 };
 template <class M, int kTiles>
 using QkvProduct = QkvOf<M, kTiles>::Type;
@@ -86,8 +89,12 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   const int padded = padded_rows(params.num_rows);
   constexpr int kOwned = Linear::kOwned;
   static_assert(kOwned == kSquared);
-  if constexpr (kTiles == 1) {
+  if constexpr (kWide<kTiles>) {
+    Linear::load(shared, weights, params.num_rows);
+  } else {
     Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+  }
+  if constexpr (kTiles == 1) {
     const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::qkv);
     const HopTag x_hop = hop_tag(params.hop, params.x_index, HopKernel::qkv);
     const auto* from = static_cast<const plat::TaggedWords*>(params.packets.x) + rank * kQkvK / 8;
@@ -110,7 +117,6 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
                 sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
     stamps.mark(StampStage::store);
   } else {
-    Linear::load(shared, weights, params.num_rows);
     constexpr int kPairs = kOwned / 2;
     static_assert(kProductThreads % kPairs == 0);
     Stamps stamps(stamp_sink(params.hop),
@@ -120,9 +126,15 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     const int width = is_q ? kQLora : kHeadDim;
     wait_at(params.before);
     stamps.mark(StampStage::wait);
-    Linear::load_tokens(shared, params.x_codes + rank * kQkvK, kHidden,
-                        params.x_scale + rank * kQkvK / kGroup * padded, padded, params.num_rows);
-    Linear::run(shared, params.num_rows, stamps);
+    const std::uint8_t* codes = params.x_codes + rank * kQkvK;
+    const float* scale = params.x_scale + rank * kQkvK / kGroup * padded;
+    if constexpr (kWide<kTiles>) {
+      Linear::load_tokens(shared, codes, kHidden, scale, padded, params.num_rows);
+      Linear::run(shared, params.num_rows, stamps);
+    } else {
+      const CodeActivations<kGroup, false> x{codes, scale, kHidden, padded};
+      Linear::run(shared, x, params.num_rows, stamps);
+    }
     // Whole warps stay together: padded rows, of which those that are not there are not stored.
 #pragma unroll 1
     for (int i = plat::thread_idx(); i < kPairs * padded; i += kProductThreads) {
@@ -150,9 +162,10 @@ template <class M, int kTiles>
 struct QOf {
   using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
 };
-template <class M>
-struct QOf<M, 1> {
-  using Type = Product<kRows, M::kQLora, 1, 1, kRows, 0>;
+template <class M, int kTiles>
+  requires(!kWide<kTiles>)
+struct QOf<M, kTiles> {
+  using Type = Product<kRows, M::kQLora, kTiles, 1, kRows, 1>;
 };
 template <class M, int kTiles>
 using QProduct = QOf<M, kTiles>::Type;
@@ -503,10 +516,10 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   if constexpr (kNormsInCluster<M, kTiles>) {
     if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
   }
-  if constexpr (kTiles == 1) {
-    Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
-  } else {
+  if constexpr (kWide<kTiles>) {
     Linear::load(shared.product, weights, num_rows);
+  } else {
+    Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
   }
   if constexpr (kNormsInCluster<M, kTiles>) sm90::cluster_arrive_relaxed();
   // The head's last tile is the one that rotates, here or, where it is normed before, in attention.
@@ -526,9 +539,16 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     stamps.mark(StampStage::ask);
     wait_at(params.latent_done);
     stamps.mark(StampStage::wait);
-    Linear::load_tokens(shared.product, params.latent_codes, kQLora, params.latent_scale,
-                        padded_rows(num_rows), num_rows);
-    Linear::run(shared.product, num_rows, stamps);
+    const int padded = padded_rows(num_rows);
+    if constexpr (kWide<kTiles>) {
+      Linear::load_tokens(shared.product, params.latent_codes, kQLora, params.latent_scale, padded,
+                          num_rows);
+      Linear::run(shared.product, num_rows, stamps);
+    } else {
+      const CodeActivations<kGroup, false> latent{params.latent_codes, params.latent_scale, kQLora,
+                                                  padded};
+      Linear::run(shared.product, latent, num_rows, stamps);
+    }
     const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
     static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
     if constexpr (kNormsInCluster<M, kTiles>) {
@@ -616,21 +636,12 @@ __global__ void __launch_bounds__(kLatentThreads)
 
 }  // namespace
 
-// What kernels of up to sixteen rows ask for, so that every multiprocessor has room for a block of
-// each but not for two of [q_a, kv]: a block of q that has to wait for two of those to end is late
-// by 3 us.
-constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;
-constexpr int kQkvAsked = kMultiprocessorBytes / 2 - kReservedBytes + 256;
-constexpr int kQAsked = kMultiprocessorBytes - kQkvAsked - 2 * kReservedBytes;
-
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
-      constexpr int kBytes = sizeof(typename QkvProduct<M, kTiles>::Shared);
-      constexpr int kAsked = kTiles <= 2 ? kQkvAsked : kBytes;
-      static_assert(kBytes <= kAsked);
       return launch_kernel(front_qkv_fp8_sm90<M, kTiles>, dim3(Sizes<M>::kQkvTiles * kQkvBlocks),
-                           kProductThreads, kAsked, kQkvBlocks, programmatic, stream, params);
+                           kProductThreads, sizeof(typename QkvProduct<M, kTiles>::Shared),
+                           kQkvBlocks, programmatic, stream, params);
     });
   });
 }
@@ -643,18 +654,17 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
       const int products = params.num_heads * kTilesPerHead;
       if constexpr (kTiles == 1) {
         // The rows' keys by one block more.
-        static_assert(sizeof(FewShared<M>) <= kQAsked);
+        // No two blocks on a multiprocessor, so that attention has room on all of them.
+        constexpr int kOneAMultiprocessor = 115 * 1024;
+        static_assert(sizeof(FewShared<M>) <= kOneAMultiprocessor);
         return launch_kernel(front_q_fp8_sm90<M, 1>, dim3(products + kCluster), kProductThreads,
-                             kQAsked, kCluster, programmatic, stream, params);
+                             kOneAMultiprocessor, kCluster, programmatic, stream, params);
       } else {
         const cudaError_t error = launch_kernel(front_latent_any<M>, dim3(params.num_rows),
                                                 kLatentThreads, 0, 1, programmatic, stream, params);
         if (error != cudaSuccess) return error;
-        constexpr int kBytes = sizeof(QShared<M, kTiles>);
-        constexpr int kAsked = kTiles <= 2 ? kQAsked : kBytes;
-        static_assert(kBytes <= kAsked);
-        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads, kAsked,
-                             kCluster, programmatic, stream, params);
+        return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads,
+                             sizeof(QShared<M, kTiles>), kCluster, programmatic, stream, params);
       }
     });
   });

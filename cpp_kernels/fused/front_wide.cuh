@@ -1,4 +1,4 @@
-// fused/front_wide.cuh: products of more than eight rows, whose weights wait in shared memory, by
+// fused/front_wide.cuh: products of more than sixteen rows, whose weights wait in shared memory, by
 // wgmma: e4m3 codes on both sides, or f16 values with them.
 //
 // A block has 64 weight rows and kK of their K and asks for all of them before its input is there.

@@ -286,7 +286,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   wait_at(params.query_done);
   stamps.mark(StampStage::wait);
   if (params.heads_done.word != nullptr) wait_at(params.heads_done);
-  if (params.new_keys) {
+  // Who scores the step's own keys waits for them; whoever waits for all scores waits with these.
+  bool has_new = false;
+  const int first_new_tile = params.new_keys ? unit.first_new / kTileKeys : num_tiles;
+  for (int tile = first_new_tile; tile < num_tiles; ++tile) {
+    has_new = has_new || tile % per_part == block_of_part;
+  }
+  if (has_new) {
     if (params.keys_done.word != nullptr) wait_at(params.keys_done);
     if (first_tile < num_tiles && (first_tile + 1) * kTileKeys > unit.first_new) {
       Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);

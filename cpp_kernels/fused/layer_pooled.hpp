@@ -4,10 +4,10 @@
 //
 // Order      launch_layer_begin, launch_layer_input with the first layer's statistics, then layers
 //            0, 1 and on with one branch, then join_layer_branch; capturable, nothing is allocated.
-// Branch     what is beside the front runs on a second stream, each kernel launched when all blocks
-//            of the one before have begun. It begins when the experts of the layer before have ended
-//            and waits at a gate for x; whatever it waits for was launched before it, so that
-//            neither can stand in the other's place (layer.hpp, "Residency").
+// Branch     what is beside the front runs on a second stream, each kernel launched when all
+//            blocks of the one before have begun. It begins when the experts of the layer before
+//            have ended and waits at a gate for x; whatever it waits for was launched before it, so
+//            that neither can stand in the other's place (layer.hpp, "Residency").
 #pragma once
 
 #include <cuda_runtime_api.h>

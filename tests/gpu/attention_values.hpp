@@ -1,5 +1,6 @@
 // gpu/attention_values: what the kernels of a layer's attention half have to give, in float64, and
-// the values that their results stand for. The sizes are those of bench/attn_layer.hpp, TP4's share.
+// the values that their results stand for. The sizes are those of bench/attn_layer.hpp, TP4's
+// share.
 #pragma once
 
 #include "bench/attn_layer.hpp"
