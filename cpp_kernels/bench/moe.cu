@@ -1,7 +1,10 @@
 // bench/moe.cu: the mixture-of-experts region at true shapes: checked, then timed.
 //
-//   bench_moe [check] [time] [v41] [v4] [ROWS..]     both parts, both models, all row counts
-//   where none is named
+//   bench_moe [check] [time] [v41] [v4] [draft] [tp2] [marlin]
+//             [gate|same|apart|last|table|fault ..] [ROWS..]
+//   both parts, both models, all routings of the check, all row counts where none is named;
+//   draft: of V4.1's draft stages; marlin: weights in that layout instead of the checkpoint's;
+//   tp2: two ranks' share, not four's
 //
 // Times are of a CUDA graph of eight launches with different rows (and so different experts; one
 // layer's experts are thirty times the L2), the floor is what the chosen experts' bytes take at the
@@ -133,8 +136,12 @@ double read_rate() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool check = false, time = false, v41 = false, v4 = false;
+  bool check = false, time = false, v41 = false, v4 = false, draft = false, marlin = false,
+       tp2 = false;
   std::vector<int> rows;
+  const std::set<std::string> all_routings = {"gate",  "same",  "apart", "last",
+                                              "twice", "table", "fault"};
+  std::set<std::string> routings;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     const int number = std::atoi(argv[i]);
@@ -148,34 +155,49 @@ int main(int argc, char** argv) {
       v41 = true;
     } else if (word == "v4") {
       v4 = true;
+    } else if (word == "draft") {
+      draft = true;
+    } else if (word == "tp2") {
+      tp2 = true;
+    } else if (word == "marlin") {
+      marlin = true;
+    } else if (all_routings.count(word) != 0) {
+      routings.insert(word);
     } else {
-      std::fprintf(stderr, "bench_moe: %s; known: check, time, v41, v4, rows from 1 to 64\n",
+      std::fprintf(stderr,
+                   "bench_moe: %s; known: check, time, v41, v4, draft, tp2, marlin, gate, same, "
+                   "apart, last, twice, table, fault, rows from 1 to 64\n",
                    argv[i]);
       return 2;
     }
   }
   if (!check && !time) check = time = true;
-  if (!v41 && !v4) v41 = v4 = true;
+  if (!v41 && !v4 && !draft) v41 = v4 = true;
+  if (routings.empty()) routings = all_routings;
   using lowlat::shape::Dsv41Flash;
+  using lowlat::shape::Dsv41FlashDraft;
   using lowlat::shape::Dsv4Flash;
   int failed = 0, cases = 0;
   const double rate = time ? read_rate() : 1.0;
   if (time) std::printf("plain read of 1 GiB: %.2f TB/s\n", rate * 1e-12);
   const auto run = [&](const Dims& d) {
-    const Layer layer(d);
+    const Layer layer(d, marlin ? MoeLayout::marlin : MoeLayout::checkpoint);
     CUDA(cudaDeviceSynchronize());
     if (check) {
       for (const int num : rows.empty() ? std::vector<int>{1, 2, 6, 8, 12, 24, 48} : rows) {
         std::vector<std::string> scenarios = {"gate", "same", "apart"};
-        if (num == 6) scenarios.push_back("last");
-        if (d.shape == MoeShape::v4_tp4) scenarios = {"gate", "table"};
+        if (num == 6) scenarios.insert(scenarios.end(), {"last", "twice"});
+        if (d.experts == Dsv4Flash<4>::kNumExperts) scenarios = {"gate", "table"};
         for (const std::string& scenario : scenarios) {
+          if (routings.count(scenario) == 0) continue;
           ++cases;
           failed += check_case(layer, num, scenario, 200) ? 0 : 1;
         }
       }
-      ++cases;
-      failed += check_fault(layer, 6) ? 0 : 1;
+      if (routings.count("fault") != 0) {
+        ++cases;
+        failed += check_fault(layer, rows.empty() ? 6 : rows.front()) ? 0 : 1;
+      }
     }
     if (time) {
       for (const bool region : {true, false}) {
@@ -185,8 +207,12 @@ int main(int argc, char** argv) {
       }
     }
   };
-  if (v41) run(dims<Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
-  if (v4) run(dims<Dsv4Flash<4>>(MoeShape::v4_tp4, "v4 tp4 "));
+  if (v41 && tp2) run(dims<Dsv41Flash<2>>(MoeShape::v41_tp2, "v41 tp2"));
+  if (v41 && !tp2) run(dims<Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
+  if (draft && tp2) run(dims<Dsv41FlashDraft<2>>(MoeShape::v41_draft_tp2, "draft tp2"));
+  if (draft && !tp2) run(dims<Dsv41FlashDraft<4>>(MoeShape::v41_draft_tp4, "draft tp4"));
+  if (v4 && tp2) run(dims<Dsv4Flash<2>>(MoeShape::v4_tp2, "v4 tp2 "));
+  if (v4 && !tp2) run(dims<Dsv4Flash<4>>(MoeShape::v4_tp4, "v4 tp4 "));
   if (check) std::printf("%d of %d cases failed\n", failed, cases);
   return failed == 0 ? 0 : 1;
 }

@@ -29,6 +29,8 @@
 namespace lowlat::bench {
 
 using lowlat::fused::MoeArgs;
+using lowlat::fused::MoeLayout;
+using lowlat::fused::MoeMatrix;
 using lowlat::fused::MoeRouting;
 using lowlat::fused::MoeShape;
 
@@ -62,6 +64,44 @@ static __global__ void fill(std::uint8_t* dst, std::size_t n, Draw kind, std::ui
     dst[i] = draw_byte(kind, seed, i, low);
   }
 }
+// Checkpoint rows of E x [N, K] (`first`, then as many of `second` where that is not nullptr) to
+// the Marlin layout of fused/moe.hpp.
+struct Rows {
+  const std::uint8_t *first, *second;
+  std::size_t num, bytes;  // of each, of a row
+  __host__ __device__ std::size_t all() const { return second != nullptr ? 2 * num : num; }
+  __host__ __device__ const std::uint8_t* row(std::size_t expert, std::size_t n) const {
+    return n < num ? first + (expert * num + n) * bytes : second + (expert * num + n - num) * bytes;
+  }
+};
+static __global__ void marlin_codes(std::uint32_t* dst, std::size_t n, Rows rows) {
+  const std::size_t step = std::size_t{gridDim.x} * blockDim.x;
+  const std::size_t tiles_of_n = rows.all() / 64, tiles_of_k = rows.bytes / 8;
+  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n; i += step) {
+    const std::size_t word = i % 128, tile = i / 128, tile_n = tile % tiles_of_n;
+    const std::size_t tile_k = tile / tiles_of_n % tiles_of_k;
+    const std::size_t expert = tile / tiles_of_n / tiles_of_k;
+    const std::size_t w = word % 4, t = word / 4 % 4, g = word / 16;
+    std::uint32_t out = 0;
+    for (std::size_t nibble = 0; nibble < 8; ++nibble) {
+      const std::size_t row = 64 * tile_n + 16 * w + g + nibble / 2 % 2 * 8;
+      const std::size_t k = 16 * tile_k + 2 * t + nibble % 2 * 8 + nibble / 4;
+      const std::uint32_t byte = rows.row(expert, row)[k / 2];
+      out |= (byte >> k % 2 * 4 & 15u) << 4 * nibble;
+    }
+    dst[i] = out;
+  }
+}
+static __global__ void marlin_scales(std::uint8_t* dst, std::size_t n, Rows rows) {
+  const std::size_t step = std::size_t{gridDim.x} * blockDim.x;
+  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < n; i += step) {
+    const std::size_t at = i % rows.all(), group = i / rows.all() % rows.bytes;
+    const std::size_t expert = i / rows.all() / rows.bytes;
+    const std::size_t in = at % 64, g = in / 8, w = in / 4 % 2 * 2 + in % 2, high = in / 2 % 2;
+    dst[i] = rows.row(expert, at / 64 * 64 + 16 * w + 8 * high + g)[group];
+  }
+}
+
 // Roughly normal: the sum of twelve uniforms.
 inline float draw_normal(std::uint32_t seed, std::uint64_t i) {
   float sum = -6.0f;
@@ -75,6 +115,7 @@ struct Buffer {  // device memory
   std::size_t bytes = 0;
   explicit Buffer(std::size_t n) : bytes(n) { CUDA(cudaMalloc(&data, n)); }
   Buffer(const Buffer&) = delete;
+  Buffer(Buffer&& other) : data(other.data), bytes(other.bytes) { other.data = nullptr; }
   ~Buffer() { cudaFree(data); }
   template <class T>
   T* as() const {
@@ -115,6 +156,8 @@ inline constexpr int kMaxRows = 64, kSets = 8, kPeers = 4;
 
 struct Layer {
   Dims d;
+  MoeLayout layout;
+  std::vector<Buffer> relaid;  // marlin: w1 and w3, w2, each codes and scales
   std::size_t matrix, scales;  // bytes of one expert's matrix and its scales
   Drawn w1, w1_scale, w3, w3_scale, w2, w2_scale, s1, s1_scale, s3, s3_scale, s2, s2_scale;
   Buffer gate, bias, x, ids, weights, out, out_ids, out_weights, workspace, boxes, outboxes, epoch,
@@ -122,8 +165,9 @@ struct Layer {
   std::vector<std::uint16_t> host_gate, host_x;
   std::vector<float> host_bias;
 
-  explicit Layer(const Dims& dims)
+  explicit Layer(const Dims& dims, MoeLayout weights = MoeLayout::checkpoint)
       : d(dims),
+        layout(weights),
         matrix(std::size_t(d.hidden) * d.inner / 2),
         scales(std::size_t(d.hidden) * d.inner / 32),
         w1(Draw::bytes, 1, matrix * d.experts),
@@ -156,6 +200,13 @@ struct Layer {
         host_gate(std::size_t(d.experts) * d.hidden),
         host_x(std::size_t(kSets) * kMaxRows * d.hidden),
         host_bias(d.experts) {
+    if (layout == MoeLayout::marlin) {
+      const std::size_t hidden = d.hidden, inner = d.inner;
+      relay({w1.buffer.data, w3.buffer.data, inner, hidden / 2}, false);
+      relay({w1_scale.buffer.data, w3_scale.buffer.data, inner, hidden / 32}, true);
+      relay({w2.buffer.data, nullptr, hidden, inner / 2}, false);
+      relay({w2_scale.buffer.data, nullptr, hidden, inner / 32}, true);
+    }
     const float gain = 1.5f / std::sqrt(static_cast<float>(d.hidden));
     for (std::size_t i = 0; i < host_gate.size(); ++i) {
       host_gate[i] = bf16(draw_normal(20, i) * gain);
@@ -178,7 +229,19 @@ struct Layer {
     CUDA(cudaMemcpy(abort_words.data, &abort_word.data, 8, cudaMemcpyHostToDevice));
     set_epoch(1);
   }
-  std::int64_t box_packets() const { return lowlat::fused::moe_box_packets(d.shape, kMaxRows); }
+  void relay(const Rows& rows, bool scale) {
+    const std::size_t bytes = d.experts * rows.all() * rows.bytes;
+    relaid.emplace_back(bytes);
+    if (scale) {
+      marlin_scales<<<1056, 256>>>(relaid.back().data, bytes, rows);
+    } else {
+      marlin_codes<<<1056, 256>>>(relaid.back().as<std::uint32_t>(), bytes / 4, rows);
+    }
+    CUDA(cudaGetLastError());
+  }
+  std::int64_t box_packets() const {
+    return lowlat::fused::moe_box_packets(d.shape, layout, kMaxRows);
+  }
   void set_epoch(std::uint64_t e) const {
     CUDA(cudaMemcpy(epoch.data, &e, 8, cudaMemcpyHostToDevice));
   }
@@ -196,6 +259,12 @@ struct Layer {
     a.w.w1 = {w1.buffer.data, w1_scale.buffer.data};
     a.w.w3 = {w3.buffer.data, w3_scale.buffer.data};
     a.w.w2 = {w2.buffer.data, w2_scale.buffer.data};
+    a.w.layout = layout;
+    if (layout == MoeLayout::marlin) {
+      a.w.w1 = {relaid[0].data, relaid[1].data};
+      a.w.w3 = {};
+      a.w.w2 = {relaid[2].data, relaid[3].data};
+    }
     if (shared) {
       a.w.shared_w1 = {s1.buffer.data, s1_scale.buffer.data};
       a.w.shared_w3 = {s3.buffer.data, s3_scale.buffer.data};
@@ -327,13 +396,14 @@ inline bool check_case(const Layer& layer, int rows, const std::string& scenario
   if (gated) {
     lowlat::reference::gate(want_ids.data(), want_weights.data(), x, layer.host_gate.data(),
                             layer.host_bias.data(), rows, d.hidden, d.experts, d.slots,
-                            d.shape == MoeShape::v4_tp4 || d.shape == MoeShape::v4_tp2);
+                            d.shape != MoeShape::v41_tp4 && d.shape != MoeShape::v41_tp2);
   } else {
     for (std::size_t i = 0; i < pairs; ++i) {
       const int slot = static_cast<int>(i % d.slots);
-      want_ids[i] = scenario == "same"   ? (slot * 61 + 7) % d.experts
-                    : scenario == "last" ? d.experts - 1 - slot
-                                         : static_cast<int>(i * 7 + 3) % d.experts;
+      want_ids[i] = scenario == "same"    ? (slot * 61 + 7) % d.experts
+                    : scenario == "last"  ? d.experts - 1 - slot
+                    : scenario == "twice" ? static_cast<int>(i / 2 * 7 + 3) % d.experts
+                                          : static_cast<int>(i * 7 + 3) % d.experts;
       want_weights[i] = 0.1f + 0.01f * static_cast<float>(draw(30, i) % 64);
     }
     if (by_table) {
@@ -382,15 +452,16 @@ inline bool check_case(const Layer& layer, int rows, const std::string& scenario
   // What was published: every mailbox holds y in packets by band, tagged with the epoch.
   int wrong_packets = 0;
   if (publish) {
-    const int band = d.hidden / 128, per_band = (band + 2) / 3;
+    const int band = lowlat::fused::moe_box_band(d.shape, layer.layout, rows);
+    const int bands = d.hidden / band, per_band = (band + 2) / 3;
     for (int peer = 0; peer < kPeers; ++peer) {
       const std::size_t box =
           (std::size_t(peer) * 2 * kPeers + std::size_t(7 & 1) * kPeers) * layer.box_packets();
       const auto words =
-          read<std::uint32_t>(layer.boxes, box * 4, std::size_t(4) * 128 * per_band * rows);
+          read<std::uint32_t>(layer.boxes, box * 4, std::size_t(4) * bands * per_band * rows);
       for (int t = 0; t < rows; ++t) {
         for (int h = 0; h < d.hidden; ++h) {
-          const std::size_t packet = (std::size_t(t) * 128 + h / band) * per_band + h % band / 3;
+          const std::size_t packet = (std::size_t(t) * bands + h / band) * per_band + h % band / 3;
           std::uint32_t bits;
           std::memcpy(&bits, &got[std::size_t(t) * d.hidden + h], 4);
           if (words[4 * packet + h % band % 3] != bits || words[4 * packet + 3] != 7) {
@@ -444,11 +515,18 @@ inline bool check_fault(const Layer& layer, int rows) {
     CUDA(cudaDeviceSynchronize());
     return read<std::uint32_t>(layer.out, begin, n);
   };
+  CUDA(static_cast<cudaError_t>(
+      lowlat::fused::moe_workspace_init(d.shape, layer.workspace.data, nullptr)));
   const std::vector<std::uint32_t> want = run(healthy);
   layer.require_healthy("before the fault");
+  // The blocks' epochs, a word each: after one launch of this kernel the only run of ones.
+  const auto scratch = read<std::uint32_t>(layer.workspace, 0, layer.workspace.bytes / 4);
+  const std::vector<std::uint32_t> ones(128, 1);
+  const auto epochs = std::search(scratch.begin(), scratch.end(), ones.begin(), ones.end());
+  if (epochs == scratch.end()) return false;
   const std::uint32_t other = 1000;
-  // The scratch begins with the blocks' epochs (of the kernel of few rows).
-  CUDA(cudaMemcpy(layer.workspace.as<std::uint32_t>() + 5, &other, 4, cudaMemcpyHostToDevice));
+  CUDA(cudaMemcpy(layer.workspace.as<std::uint32_t>() + (epochs - scratch.begin()) + 5, &other, 4,
+                  cudaMemcpyHostToDevice));
   MoeArgs late = healthy;
   late.fault.budget_ns = 20'000'000;
   const std::vector<std::uint32_t> left = run(late);

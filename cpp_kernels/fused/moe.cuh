@@ -3,32 +3,39 @@
 // Math         z = x gate^T; ids and weights as stages/gate.hpp. For pair p (a row, a slot) of
 //              expert e: h_p = swiglu(bf(w1_e x), bf(w3_e x)), d_p = bf(weight_p * (w2_e h_p));
 //              shared: the same with x and h quantised. y = bf(sum of a row's d_p) + bf(shared)
-// Shapes       fused/moe.hpp; T 1 .. 8 (kMany false) or 1 .. 64
+// Shapes       fused/moe.hpp; T 1 .. 8
 // Rounding     as stages/experts.hpp (Marlin's): gate, up, silu, h, d and the sum of slots to
 //              bf16; all other sums fp32
 // Bytes        each weight of a chosen expert once: shape::moe_weight_bytes
 // Floor        V4.1, TP4, T = 6: 175 MB, 37.7 us at 4.65 TB/s. The bench prints the share reached.
-// Launch       one block an SM (128 at least): kConsumers warps, a producer, a finisher. Weights
-//              are on their way before the kernels before have ended.
+// Launch       one block an SM (128 at least): kConsumers warps, a producer, a finisher, two
+//              routers. Weights are on their way before the kernels before have ended.
 // Ordering     below
 // Determinism  fixed trees: K of the first product is split over the consumers, of the second over
 //              kParts, both added in their order; slots in slot order. Bitwise run to run.
 // Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
 //
 // How the work lies. First product: a tile is 8 values of h, rows i .. i + 7 of w1 and of w3 as the
-// 16 weight rows of an mma, so that gate and up of one value meet in one warp. Tiles go around the
-// blocks in the order of experts; all consumers work on one tile, warp w on the w-th slice of K.
-// With T <= 8 an mma's columns are the rows, whoever chose the expert, and a warp holds x's slice
-// in registers for the whole launch. The finisher adds the slices, applies SwiGLU and sends h to
-// all blocks. Second product: block b owns a band of output columns for all experts, so a row's
-// slots never leave the block; warps take (expert, part of I). The first experts' h was finished
-// while later tiles were multiplied, so the second product starts without a wait. Weights that do
-// not depend on the routing (router, shared expert) stream while it is being decided.
+// 16 weight rows of an mma, so that gate and up of one value meet in one warp. Blocks draw tiles in
+// the order of experts, so that slow ones take fewer; all consumers work on one tile, warp w on the
+// w-th slice of K. An mma's columns are the rows, whoever chose the expert, and a warp holds x's
+// slice in registers for the whole launch. Codes are placed in fp16 fields by shifts alone; a group
+// of 32 is summed by itself and its scale applied to the sums. The finisher adds the slices,
+// applies SwiGLU and sends h to all blocks. Second product: block b owns a band of output columns
+// for all experts, so a row's slots never leave the block; warps take (expert, part of I). The
+// first experts' h was finished while later tiles were multiplied, so the second product starts
+// without a wait. Weights that do not depend on the routing (router, shared expert) stream while it
+// is being decided.
 //
 // Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
-//                       read by one warp of every block. Written again by the next launch, which
-//                       begins after this one has ended (wait_for_predecessors).
-//              hidden   [epoch & 1][pair] 16-byte chunks of 8 bf16: written once by the tile's
+//                       read by block t for row t. Written again by the next launch, which begins
+//                       after this one has ended (wait_for_predecessors).
+//              routes   [row] packets {two ids, their weights, epoch}: written by block t's second
+//                       router, read by every block's first; again as the scores.
+//              ticket   a counter that every block draws from until it draws no tile: 0 between
+//                       launches. The tile of a use of the ring is in the table before the use's
+//                       `full`; a consumer sees it after that, the finisher after their sums.
+//              hidden   [epoch & 1][pair] 16-byte chunks of 8 values: written once by the tile's
 //                       finisher over a pattern that no result has (kPoison), read by all blocks
 //                       until it is not that pattern: payload and arrival in one access. The other
 //                       parity is filled with the pattern meanwhile: its readers ended with the
@@ -47,64 +54,39 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "fused/stream.cuh"
-// The platform comes first.
-#include "fused/exchange.cuh"
-#include "fused/exchange_gate.cuh"
-#include "platform/contract.hpp"
-#include "stages/exchange.hpp"
-#include "stages/experts.hpp"
-#include "stages/gate.hpp"
-
-#include "fused/moe.hpp"
+#include "fused/moe_parts.cuh"
 
 namespace lowlat::nvidia::fused {
 
 namespace moe {
 
-using lowlat::fused::MoeArgs;
-using lowlat::fused::MoeRouting;
-
-inline constexpr int kBands = 128;  // blocks that own columns, and that score experts
+inline constexpr int kBands = kScorers;  // blocks that own columns, and that score experts
 inline constexpr int kTileRows = 8;
-inline constexpr int kColumns = 8;                      // of an mma
-inline constexpr std::uint32_t kPoison = 0xffff'ffffu;  // two bf16 NaN that no rounding makes
-inline constexpr std::int32_t kNobody = 0x7fff'ffff;    // after every expert
-inline constexpr float kSwigluLimit = 10.0f;
-inline constexpr float kRoutedScaling = 1.5f;
 inline constexpr int kHiddenShift = 8;  // of routed h
-inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of sm_90 can have
 
-// What a wait waited for: the event of a fault report.
-enum Event : std::uint32_t { kScoresEvent = 1, kHiddenEvent };
-
-constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
-
-// Sizes of one compiled shape. kMany: more than 8 rows.
-template <class S, bool kMany_, int kConsumers_>
+// Sizes of one compiled shape.
+template <class S, int kConsumers_>
 struct Layout {
   static constexpr int kConsumers = kConsumers_;  // warps
   static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
-  // Warps that route. Few rows: two of their own, so that the shared expert's tiles are multiplied
-  // meanwhile, and the shared expert's second product while the routed first one is under way.
-  static constexpr int kFirstRouter = kMany_ ? 0 : kFinisher + 1;
-  static constexpr int kRouters = kMany_ ? kConsumers : 2;
-  static constexpr int kTableArrivals = kMany_ ? kConsumers : 1;
+  // Two warps route, so that the shared expert's tiles are multiplied meanwhile, and its second
+  // product while the routed first one is under way.
+  static constexpr int kFirstRouter = kFinisher + 1, kRouters = 2;
   // Registers are given by groups of four warps.
   static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters + (kLaunchRegisters - kOtherRegisters) * 4 / kConsumers) / 8 * 8;
   static_assert(kConsumers % 4 == 0);
-  static constexpr bool kMany = kMany_;
+  static constexpr int kBands = moe::kBands;
   static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
   static constexpr int kExperts = S::kNumExperts, kSlots = S::kExpertsPerToken;
   static constexpr int kBlock = S::kScaleBlock;
-  static constexpr int kMaxRows = kMany ? 64 : 8;
+  static constexpr int kMaxRows = 8;
   static constexpr int kMaxPairs = kMaxRows * kSlots;
 
   // First product.
-  static constexpr int kSlice = kHidden / kConsumers;       // of K, a warp
+  static constexpr int kSlice = kHidden / kConsumers;                  // of K, a warp
   static constexpr int kBlockK = 32, kSliceBlocks = kSlice / kBlockK;  // groups of one scale
   // A warp's slice is every kConsumers-th scale block of the activations, so that its places in a
   // tile differ by constants: group `block_group(i)` from the warp's first is its block i.
@@ -121,8 +103,8 @@ struct Layout {
   static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
-  // Few rows: a block's first tiles are given, the others it draws, so that blocks whose copies are
-  // slow take fewer.
+  // A block's first tiles are given, the others it draws, so that blocks whose copies are slow take
+  // fewer.
   static constexpr int kGiven = 2;
   static constexpr int kWindow = 16;  // tiles that are remembered, more than ring and sums hold
   // Second product.
@@ -154,33 +136,29 @@ struct Layout {
   static constexpr int kBuffers = kConsumers < 16 ? 4 : 2;  // of partial sums
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
   static constexpr int kPairFloats = kParts * kMaxPairs * kBandRows;
-  static constexpr int kSecondFloats = kParts * kSecondRows * kBandRows;
-  // Few rows: the pairs' sums of the second product lie over the partial sums, the shared expert's
-  // behind both.
+  // The pairs' sums of the second product lie over the partial sums, the shared expert's behind
+  // both.
   static constexpr int kPartialFloats = kBuffers * kPartialBytes / 4;
-  static constexpr int kSharedSums = kMany ? kPairFloats
-                                           : (kPartialFloats > kPairFloats ? kPartialFloats
-                                                                           : kPairFloats);
-  static constexpr int kSumsBytes = kMany ? kBuffers * kPartialBytes
-                                          : 4 * (kSharedSums + kParts * kMaxRows * kBandRows);
+  static constexpr int kSharedSums = kPartialFloats > kPairFloats ? kPartialFloats : kPairFloats;
+  static constexpr int kSumsBytes = 4 * (kSharedSums + kParts * kMaxRows * kBandRows);
   static constexpr int kBandOffset = 0;
   static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
   static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
   struct alignas(16) Table {
-    std::int32_t ids[kMaxPairs];  // kNobody beyond the launch's pairs
+    std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
     std::int32_t num_experts;
     std::uint32_t stop;  // Watch
     std::uint32_t chosen[kExperts / 32];
-    // Few rows: masks of an expert's pairs, and a row that this block routes for all.
-    std::uint32_t pairs_of[2][kMany ? 1 : kMaxPairs];
+    // Masks of an expert's pairs, and a row that this block routes for all.
+    std::uint32_t pairs_of[2][kMaxPairs];
     std::int32_t own_ids[kSlots];
     float own_weights[kSlots];
-    std::uint16_t expert[kMaxPairs];                               // ascending, one entry each
-    std::uint16_t first[kMaxPairs + 1];                            // of an expert in `sorted`
-    std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
-    std::uint16_t place[kMaxPairs];                                // of a pair in `sorted`
-    // Few rows, of a use of the ring: its tile, and whether it is one.
+    std::uint16_t expert[kMaxPairs];     // ascending, one entry each
+    std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
+    std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
+    std::uint16_t place[kMaxPairs];      // of a pair in `sorted`
+    // Of a use of the ring: its tile, and whether it is one.
     std::int32_t tile[kWindow];
     std::uint8_t is_tile[kWindow];
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
@@ -194,7 +172,8 @@ struct Layout {
     std::uint64_t band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
   };
   // Places in them, for loops that address shared memory themselves.
-  static constexpr int kStopOffset = offsetof(Table, stop), kIsTileOffset = offsetof(Table, is_tile);
+  static constexpr int kStopOffset = offsetof(Table, stop),
+                       kIsTileOffset = offsetof(Table, is_tile);
   static constexpr int kFullBarriers = offsetof(Barriers, full);
   static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
   static constexpr int kPieceFullBarriers = offsetof(Barriers, piece_full);
@@ -212,7 +191,7 @@ struct Layout {
   static_assert(kReach <= kRingPieces, "a warp is at most one turn of the ring ahead");
   static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
 
-  // Workspace, in bytes from its start. The kernel of 8 rows and that of 64 have one each.
+  // Workspace, in bytes from its start.
   static constexpr int kMaxGrid = 1024;
   static constexpr std::size_t kHiddenRow = kInner * 2;
   static constexpr std::size_t kHiddenBytes = kSecondRows * kHiddenRow;  // of one parity
@@ -223,9 +202,7 @@ struct Layout {
   static constexpr int kRoutePackets = (kSlots + 1) / 2;  // of a row: two ids and their weights
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kRoutesBytes = round_up(16 * kMaxRows * kRoutePackets, 256);
-  static constexpr std::size_t kSecondOffset = kRoutesOffset + kRoutesBytes;
-  static constexpr std::size_t kWorkspaceBytes =
-      kSecondOffset + (kMany ? std::size_t{4} * kBands * kSecondFloats : 0);
+  static constexpr std::size_t kWorkspaceBytes = kRoutesOffset + kRoutesBytes;
 };
 
 // The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
@@ -246,7 +223,6 @@ struct Region {
   int block_idx, num_blocks, lane;
   bool scores, shared;  // this launch has a router, a shared expert
   bool early;           // this block has begun before x is there
-  int with_more;        // blocks that have one tile of the shared expert more than the others
 
   LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
     return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
@@ -255,14 +231,7 @@ struct Region {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
   }
   // [kParts][kMaxPairs][kBandRows], and at kSharedSums [kParts][kMaxRows][kBandRows].
-  LOWLAT_DEVICE float* second() const {
-    if constexpr (L::kMany) {
-      return reinterpret_cast<float*>(workspace + L::kSecondOffset) +
-             static_cast<std::size_t>(block_idx) * L::kSecondFloats;
-    } else {
-      return reinterpret_cast<float*>(smem + L::kSumsOffset);
-    }
-  }
+  LOWLAT_DEVICE float* second() const { return reinterpret_cast<float*>(smem + L::kSumsOffset); }
   // A part's sums of the band for a row of h: a pair in the table's order, or row t of the shared.
   template <bool kShared>
   LOWLAT_DEVICE float* second_sums(int part, int row) const {
@@ -278,7 +247,7 @@ struct Region {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
            block;
   }
-  // What only exchanges with other blocks need: their reads are not waited for before x is asked for.
+  // What only exchanges with other blocks need: not waited for before x is asked for.
   LOWLAT_DEVICE void read_epoch() {
     epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
     watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
@@ -289,26 +258,9 @@ struct Region {
   }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
-  // Shared tiles go to blocks 0, 1, .. first; each is worth two routed ones, so blocks that have
-  // one less take two routed tiles more.
   LOWLAT_DEVICE int shared_tiles() const {
     return shared ? (L::kTiles - block_idx + num_blocks - 1) / num_blocks : 0;
   }
-  // The n-th routed tile of this block (its number among all, in order of experts). Few rows: one
-  // tile goes around at a time; otherwise two of one expert, so that its rows of x serve both.
-  LOWLAT_DEVICE int routed_tile(int n) const {
-    constexpr int kTurn = L::kMany ? 2 : 1, kExtra = 2 / kTurn;  // tiles; turns of a shared tile
-    const int without = num_blocks - with_more;
-    int turn = n / kTurn;
-    if (block_idx >= with_more) {
-      if (turn < kExtra) {
-        return (turn * without + block_idx - with_more) * kTurn + n % kTurn;
-      }
-      turn -= kExtra;
-    }
-    return (kExtra * without + turn * num_blocks + block_idx) * kTurn + n % kTurn;
-  }
-  LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
 };
 
 // Until x is there; all but the producer, who reads none of it.
@@ -326,7 +278,7 @@ LOWLAT_DEVICE void wait_for_x(const Region<L>& r) {
 // follows on x once before, on other numbers. The first of two passes, or the only one.
 template <class L>
 LOWLAT_DEVICE int first_pass(const Region<L>& r) {
-  return !L::kMany && r.early && r.scores ? 0 : 1;
+  return r.early && r.scores ? 0 : 1;
 }
 LOWLAT_DEVICE void keep(float value) { asm volatile("" ::"f"(value)); }
 
@@ -360,6 +312,10 @@ struct Producer {
   // What does not depend on the routing, or on anything before this kernel.
   LOWLAT_DEVICE bool run_early() {
     const auto& w = r.a.w;
+    if (r.lane == 0) {
+      sm90::tensor_prefetch(&maps.gate);
+      sm90::tensor_prefetch(&maps.up);
+    }
     if (r.gates()) {
       if (!begin_slot(L::kGateRows * 2 * L::kHidden)) return false;
       if (r.lane < L::kGateRows) {
@@ -394,25 +350,20 @@ struct Producer {
     return true;
   }
 
-  // The n-th tile; at least num_tiles: none is left. Few rows: every block that has had its given
-  // tiles draws until it draws none, so the counter is 0 again when the last has.
+  // The n-th tile; at least num_tiles: none is left. Every block that has had its given tiles draws
+  // until it draws none, so the counter is 0 again when the last has.
   LOWLAT_DEVICE int next_tile(int n, int num_tiles, std::uint32_t& ticket) const {
-    if constexpr (L::kMany) {
-      return r.routed_tile(n);
-    } else {
-      const int before = (L::kGiven - 1) * r.num_blocks;
-      int number = n * r.num_blocks + r.block_idx;
-      if (n >= L::kGiven) {
-        number = before + r.num_blocks + static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
-      }
-      // The next ticket is on its way while this tile is waited for.
-      if (n >= L::kGiven - 1 && number < num_tiles && r.lane == 0) {
-        ticket = atomicInc(
-            reinterpret_cast<std::uint32_t*>(r.workspace + L::kTicketOffset),
-            static_cast<std::uint32_t>(num_tiles - before - 1));
-      }
-      return number;
+    const int before = (L::kGiven - 1) * r.num_blocks;
+    int number = n * r.num_blocks + r.block_idx;
+    if (n >= L::kGiven) {
+      number = before + r.num_blocks + static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
     }
+    // The next ticket is on its way while this tile is waited for.
+    if (n >= L::kGiven - 1 && number < num_tiles && r.lane == 0) {
+      ticket = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kTicketOffset),
+                         static_cast<std::uint32_t>(num_tiles - before - 1));
+    }
+    return number;
   }
 
   LOWLAT_DEVICE bool run_routed() {
@@ -422,19 +373,16 @@ struct Producer {
     std::uint32_t ticket = 0;
     for (int n = 0;; ++n) {
       const int number = next_tile(n, num_tiles, ticket);
-      if constexpr (!L::kMany) {
-        // A use without bytes says that there are no more.
-        if (r.lane == 0) {
-          r.table.tile[n % L::kWindow] = number;
-          r.table.is_tile[n % L::kWindow] = number < num_tiles ? 1 : 0;
-        }
-        if (!begin_slot(number < num_tiles ? L::kTileBytes : 0)) return false;
+      // A use without bytes says that there are no more.
+      if (r.lane == 0) {
+        r.table.tile[n % L::kWindow] = number;
+        r.table.is_tile[n % L::kWindow] = number < num_tiles ? 1 : 0;
       }
+      if (!begin_slot(number < num_tiles ? L::kTileBytes : 0)) return false;
       if (number >= num_tiles) break;
       const int expert = r.table.expert[number / L::kTiles];
       const std::size_t row =
           static_cast<std::size_t>(expert) * L::kInner + number % L::kTiles * kTileRows;
-      if (L::kMany && !begin_slot(L::kTileBytes)) return false;
       if (r.lane < 2) {
         const int slot = (uses - 1) % L::kRing;
         unsigned char* dst = r.smem + L::kRingOffset + slot * L::kSlotBytes;
@@ -499,196 +447,51 @@ struct Producer {
   }
 };
 
-// ------------------------------------------------------------------------------------ steps
-
-// One use of a tile: its routed number and which columns its rows meet. Consumers and the finisher
-// walk the same steps. T <= 8: columns are rows and every tile is one step. Otherwise columns are
-// the expert's pairs, eight at a time.
-template <class L>
-struct Steps {
-  const Region<L>& r;
-  int n, number, expert, group, num_groups;
-
-  LOWLAT_DEVICE explicit Steps(const Region<L>& region) : r(region), n(-1) {
-    if constexpr (L::kMany) next();
-  }
-  LOWLAT_DEVICE bool done() const { return number >= r.table.num_experts * L::kTiles; }
-  LOWLAT_DEVICE bool is_last_of_tile() const { return group + 1 == num_groups; }
-  // Few rows: the producer has said which tile the next use holds; its slot, or its sums, are here.
-  LOWLAT_DEVICE void next() {
-    if (!L::kMany || n < 0 || ++group >= num_groups) next_tile();
-  }
-  LOWLAT_DEVICE int first_pair() const { return r.table.first[expert] + group * kColumns; }
-  LOWLAT_DEVICE int num_pairs() const {
-    const int left = r.table.first[expert + 1] - first_pair();
-    return L::kMany && left > kColumns ? kColumns : left;
-  }
-
- private:
-  LOWLAT_DEVICE void next_tile() {
-    ++n;
-    number = L::kMany ? r.routed_tile(n) : r.table.tile[n % L::kWindow];
-    group = 0;
-    num_groups = 1;
-    if (done()) return;
-    expert = number / L::kTiles;
-    if constexpr (L::kMany) {
-      const int pairs = r.table.first[expert + 1] - r.table.first[expert];
-      num_groups = (pairs + kColumns - 1) / kColumns;
-    }
-  }
-};
-
 // ------------------------------------------------------------------------------------ routers
-
-// A barrier of the routers; every one of them comes, also after a fault.
-template <class L>
-LOWLAT_DEVICE void routers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(L::kRouters * plat::kWarpLanes) : "memory");
-}
 
 template <class L>
 struct Router {
   Region<L>& r;
   int warp;  // among the routers
 
-  static constexpr int kPackets = kBands / plat::kWarpLanes;  // a lane, of a row
-  static constexpr int kOwn = kPackets * L::kGateRows;        // experts of a lane
-  LOWLAT_DEVICE int own_expert(int i) const {
-    return (r.lane + i / L::kGateRows * plat::kWarpLanes) * L::kGateRows + i % L::kGateRows;
-  }
-
-  // Scores of the row's experts, as their blocks sent them; false (all lanes) when they are late.
-  LOWLAT_DEVICE bool receive_scores(int row, float (&score)[kOwn]) const {
-    for (int tries = 1;; ++tries) {
-      bool here = true;
-#pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const uint4 packet = load_packet(r.score_packet(row, r.lane + i * plat::kWarpLanes));
-        const std::uint32_t words[3] = {packet.x, packet.y, packet.z};
-#pragma unroll
-        for (int j = 0; j < L::kGateRows; ++j) {
-          score[i * L::kGateRows + j] = __uint_as_float(words[j]);
-        }
-        here = here && packet.w == r.epoch;
-      }
-      if (__all_sync(plat::kAllLanes, here)) return true;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-  }
-
-  // What ranks a row's experts beside their scores.
-  LOWLAT_DEVICE void load_bias(int row, float (&bias)[kOwn]) const {
-    const bool image = r.a.image_rows != nullptr && r.a.image_rows[row] != 0;
-    const float* src = image ? r.a.w.gate_bias_vl : r.a.w.gate_bias;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) bias[i] = __ldg(src + own_expert(i));
-  }
-  // The k best of a row. Ranks are compared as integers of the same order.
-  LOWLAT_DEVICE void select(std::int32_t* ids, float* weights, const float (&score)[kOwn],
-                            const float (&bias)[kOwn], float nan_rank) const {
-    std::uint32_t rank[kOwn], best = 0, id = kPoison;
-    float best_score = 0.0f;
-    const auto find = [&] {
-      best = 0, id = kPoison;
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
-        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
-      }
-    };
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const float sum = score[i] + bias[i];
-      const std::uint32_t bits = __float_as_uint((sum != sum ? nan_rank : sum) + 0.0f);
-      rank[i] = (bits >> 31) != 0u ? ~bits : bits | 0x8000'0000u;  // never 0: that is "taken"
-    }
-#pragma unroll 1
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      find();
-      const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
-      const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
-      if (id == chosen) {
-        ids[slot] = static_cast<std::int32_t>(chosen);
-        weights[slot] = best_score;
-      }
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        if (own_expert(i) == static_cast<int>(chosen)) rank[i] = 0;
-      }
-    }
-  }
-
-  // Ids and weights of one row; a warp.
-  LOWLAT_DEVICE void route_row(int row, std::int32_t* ids, float* weights, stages::GateRule rule,
-                               stages::GateSum sum_rule, int pass) const {
-    const int at = row * L::kSlots;
-    if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
-      ids[r.lane] = __ldg(r.a.ids + at + r.lane);
-      weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
-    }
-    if (!r.scores) return;
-    float score[kOwn] = {}, bias[kOwn] = {};
+  // Block t routes row t for all, by its second router, and tells them: a hop more, but one row's
+  // selection instead of several, one after the other.
+  LOWLAT_DEVICE void send_route(const Rules& rules, int pass) const {
+    static_assert(L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
+    const int row = r.block_idx;
+    if (!r.scores || row >= r.a.rows) return;
+    std::int32_t* ids = r.table.own_ids;
+    float* weights = r.table.own_weights;
+    Scores<L> scores = {r.lane, {}, {}};
+    const bool by_score = r.a.routing == MoeRouting::gate;
     if (pass == 1) {
-      if (r.a.routing == MoeRouting::gate) load_bias(row, bias);
-      if (!receive_scores(row, score)) {  // the step is lost; stay inside the arrays
-        if (r.lane < L::kSlots) ids[r.lane] = r.lane;
-        return;
+      if (by_score) {
+        scores.load_bias(r.a, row);
+      } else if (r.lane < L::kSlots) {
+        ids[r.lane] = __ldg(r.a.ids + row * L::kSlots + r.lane);
       }
+      if (!scores.receive(r, row)) return;
     }
     __syncwarp();
-    if (r.a.routing == MoeRouting::gate) {
-      select(ids, weights, score, bias,
-             rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+    if (by_score) {
+      scores.select(ids, weights,
+                    rules.rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
     } else {
-      for (int slot = 0; slot < L::kSlots; ++slot) {
-        const int id = ids[slot];
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-          if (own_expert(i) == id) weights[slot] = score[i];
-        }
-      }
+      scores.find(ids, weights);
     }
     __syncwarp();
-    const float total = stages::gate_total(weights, L::kSlots, sum_rule);
-    float weight = 0.0f;
-    if (r.lane < L::kSlots) weight = weights[r.lane] / total * kRoutedScaling;
-    __syncwarp();
-    if (r.lane < L::kSlots) weights[r.lane] = weight;
-    __syncwarp();
-  }
-  // Block 0 tells the caller.
-  LOWLAT_DEVICE void report_row(int row) const {
-    const int at = row * L::kSlots + r.lane;
-    if (r.block_idx != 0 || !r.scores || r.lane >= L::kSlots) return;
-    if (r.a.out_ids != nullptr) r.a.out_ids[at] = r.table.ids[at];
-    if (r.a.out_weights != nullptr) r.a.out_weights[at] = r.table.weights[at];
-  }
-
-  // Ids and weights of all rows, in every block the same.
-  LOWLAT_DEVICE void route(stages::GateRule rule, stages::GateSum sum_rule) const {
-    for (int row = warp; row < r.a.rows; row += L::kRouters) {
-      const int at = row * L::kSlots;
-      route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule, 1);
-      report_row(row);
-    }
-    routers_sync<L>();
-  }
-
-  // Few rows: block t routes row t for all, by its second router, and tells them. A hop more, but
-  // one row's selection instead of several, one after the other.
-  LOWLAT_DEVICE void send_route(stages::GateRule rule, stages::GateSum sum_rule,
-                                int pass) const {
-    static_assert(L::kMany || L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
-    if (!r.scores || r.block_idx >= r.a.rows) return;
-    route_row(r.block_idx, r.table.own_ids, r.table.own_weights, rule, sum_rule, pass);
-    if (pass == 0 || r.watch.stopped() || r.lane >= L::kRoutePackets) return;
+    const float total = stages::gate_total(weights, L::kSlots, rules.sum_rule);
+    const auto weight = [&](int slot) {
+      return __float_as_uint(weights[slot] / total * kRoutedScaling);
+    };
+    if (r.lane >= L::kRoutePackets) return;
     const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
-    const std::uint32_t words[3] = {static_cast<std::uint32_t>(r.table.own_ids[slot]) |
-                                        static_cast<std::uint32_t>(r.table.own_ids[other]) << 16,
-                                    __float_as_uint(r.table.own_weights[slot]),
-                                    __float_as_uint(r.table.own_weights[other])};
-    plat::store_tagged(r.route_packet(r.block_idx * L::kRoutePackets + r.lane), words, r.epoch);
+    const std::uint32_t words[3] = {
+        static_cast<std::uint32_t>(ids[slot]) | static_cast<std::uint32_t>(ids[other]) << 16,
+        weight(slot), weight(other)};
+    if (pass == 1) {
+      plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
+    }
   }
   LOWLAT_DEVICE void receive_routes() const {
     const int row = r.lane / L::kRoutePackets, slot = 2 * (r.lane % L::kRoutePackets);
@@ -703,12 +506,13 @@ struct Router {
       if (lost) break;
     }
     if (mine) {
-      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16}, weights[2] = {packet.y,
-                                                                                     packet.z};
+      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16},
+                          weights[2] = {packet.y, packet.z};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (slot + i >= L::kSlots) continue;
-        const int at = row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
+        const int at =
+            row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
         r.table.ids[at] = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
         r.table.weights[at] = __uint_as_float(weights[i]);
       }
@@ -717,10 +521,10 @@ struct Router {
   }
 
   // Pairs by expert, by one warp: masks of pairs instead of counts.
-  LOWLAT_DEVICE void make_few_table(int num_rows) const {
+  LOWLAT_DEVICE void make_table(int num_rows) const {
     auto& table = r.table;
     constexpr int kOwnPairs = 2, kWords = L::kExperts / 32;
-    static_assert(L::kMany || L::kMaxPairs <= kOwnPairs * plat::kWarpLanes);
+    static_assert(L::kMaxPairs <= kOwnPairs * plat::kWarpLanes);
     const int num_pairs = num_rows * L::kSlots;
     int id[kOwnPairs], rank[kOwnPairs] = {};
     bool valid[kOwnPairs];
@@ -754,9 +558,9 @@ struct Router {
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
       const int expert = k * plat::kWarpLanes + r.lane;
-      const int count = expert < total ? __popc(table.pairs_of[0][expert]) +
-                                             __popc(table.pairs_of[1][expert])
-                                       : 0;
+      const int count = expert < total
+                            ? __popc(table.pairs_of[0][expert]) + __popc(table.pairs_of[1][expert])
+                            : 0;
       int sum = count;
 #pragma unroll
       for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
@@ -782,90 +586,40 @@ struct Router {
     __syncwarp();
   }
 
-  // Pairs by expert: each pair counts those before it, so nobody takes tickets.
-  LOWLAT_DEVICE void make_table() {
-    auto& table = r.table;
+  // Ids and weights of all rows, in every block the same.
+  LOWLAT_DEVICE void take_routes() const {
     const int num_pairs = r.a.rows * L::kSlots;
-    constexpr int kStride = L::kRouters * plat::kWarpLanes;
-    constexpr int kOwnPairs = (L::kMaxPairs + kStride - 1) / kStride;
-    int id[kOwnPairs], lower[kOwnPairs], earlier[kOwnPairs];
-#pragma unroll
-    for (int k = 0; k < kOwnPairs; ++k) {
-      const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
-      id[k] = lower[k] = earlier[k] = 0;
-      if (pair >= num_pairs) continue;
-      id[k] = table.ids[pair];
-#pragma unroll 1
-      for (int begin = 0; begin < num_pairs; begin += 4) {  // the rest of the array is kNobody
-        const int4 four = *reinterpret_cast<const int4*>(&table.ids[begin]);
-        const int theirs[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          lower[k] += theirs[i] < id[k] ? 1 : 0;
-          earlier[k] += theirs[i] == id[k] && begin + i < pair ? 1 : 0;
-        }
-      }
-      table.sorted[lower[k] + earlier[k]] = static_cast<std::uint16_t>(pair);
-      table.place[pair] = static_cast<std::uint16_t>(lower[k] + earlier[k]);
-      if (earlier[k] == 0) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
-    }
-    routers_sync<L>();
-#pragma unroll
-    for (int k = 0; k < kOwnPairs; ++k) {
-      const int pair = k * kStride + warp * plat::kWarpLanes + r.lane;
-      if (pair >= num_pairs) continue;
-      int before = 0, total = 0;
-#pragma unroll 2
-      for (int word = 0; word < L::kExperts / 32; ++word) {
-        const std::uint32_t bits = table.chosen[word];
-        const std::uint32_t below = (1u << id[k] % 32) - 1u;
-        total += __popc(bits);
-        before += word < id[k] / 32 ? __popc(bits) : word == id[k] / 32 ? __popc(bits & below) : 0;
-      }
-      if (earlier[k] == 0) {
-        table.expert[before] = static_cast<std::uint16_t>(id[k]);
-        table.first[before] = static_cast<std::uint16_t>(lower[k]);
-      }
-      if (pair == 0) {
-        table.first[total] = static_cast<std::uint16_t>(num_pairs);
-        table.num_experts = total;
-      }
-    }
-    __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
-  }
-  LOWLAT_DEVICE void run(stages::GateRule rule, stages::GateSum sum_rule) {
-    if constexpr (L::kMany) {
-      route(rule, sum_rule);  // every router comes to its barriers
-      make_table();
-    } else {
-#pragma unroll 1
-      for (int pass = first_pass(r); pass < 2; ++pass) {
-        if (pass == 1) {
-          wait_for_x(r);
-          r.read_epoch();
-        }
-        if (warp != 0) {
-          send_route(rule, sum_rule, pass);
-          continue;
-        }
-        if (pass == 1) take_routes(rule, sum_rule);
-        make_few_table(pass == 1 ? r.a.rows : 0);
-        if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
-      }
-    }
-  }
-  LOWLAT_DEVICE void take_routes(stages::GateRule rule, stages::GateSum sum_rule) const {
     if (r.scores) {
       receive_routes();
     } else {
-      for (int row = 0; row < r.a.rows; ++row) {
-        const int at = row * L::kSlots;
-        route_row(row, &r.table.ids[at], &r.table.weights[at], rule, sum_rule, 1);
+      for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
+        r.table.ids[i] = __ldg(r.a.ids + i);
+        r.table.weights[i] = __ldg(r.a.weights + i);
       }
       __syncwarp();
     }
-    for (int row = 0; row < r.a.rows; ++row) report_row(row);
+    if (r.block_idx != 0 || !r.scores) return;
+    for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
+      if (r.a.out_ids != nullptr) r.a.out_ids[i] = r.table.ids[i];
+      if (r.a.out_weights != nullptr) r.a.out_weights[i] = r.table.weights[i];
+    }
+  }
+
+  LOWLAT_DEVICE void run(const Rules& rules) {
+#pragma unroll 1
+    for (int pass = first_pass(r); pass < 2; ++pass) {
+      if (pass == 1) {
+        wait_for_x(r);
+        r.read_epoch();
+      }
+      if (warp != 0) {
+        send_route(rules, pass);
+        continue;
+      }
+      if (pass == 1) take_routes();
+      make_table(pass == 1 ? r.a.rows : 0);
+      if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
+    }
   }
 };
 
@@ -932,45 +686,40 @@ struct SecondWarp {
     const int band = r.block_idx * L::kBandRows;
     const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
     const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
-    for (int columns = 0; columns < r.num_groups(); ++columns) {
-      const int row = columns * kColumns + g;
-      const unsigned char* address =
-          hidden_address(L::kMaxPairs + (row < r.a.rows ? row : r.a.rows - 1), part);
-      Hidden h;
-      load_hidden(h, address);
-      if (!complete(h, address)) return false;
-      float acc[4] = {};
-      std::uint32_t exponent = 0;
+    const unsigned char* address =
+        hidden_address(L::kMaxPairs + (g < r.a.rows ? g : r.a.rows - 1), part);
+    Hidden h;
+    load_hidden(h, address);
+    if (!complete(h, address)) return false;
+    float acc[4] = {};
+    std::uint32_t exponent = 0;
 #pragma unroll
-      for (int group = 0; group < L::kPartGroups; ++group) {
-        std::uint32_t b[4];
-        unpack(h, group, b);
-        constexpr int kSpan = L::kBlock / 32;  // groups of one scale
-        static_assert(L::kPartGroups % kSpan == 0);
-        if (group % kSpan == 0) {
-          float amax = pairs_amax<4>(b);
+    for (int group = 0; group < L::kPartGroups; ++group) {
+      std::uint32_t b[4];
+      unpack(h, group, b);
+      constexpr int kSpan = L::kBlock / 32;  // groups of one scale
+      static_assert(L::kPartGroups % kSpan == 0);
+      if (group % kSpan == 0) {
+        float amax = pairs_amax<4>(b);
 #pragma unroll
-          for (int i = 1; i < kSpan; ++i) {
-            std::uint32_t other[4];
-            unpack(h, group + i, other);
-            amax = fmaxf(amax, pairs_amax<4>(other));
-          }
-          exponent = activation_exponent(lanes_max<4>(amax));
+        for (int i = 1; i < kSpan; ++i) {
+          std::uint32_t other[4];
+          unpack(h, group + i, other);
+          amax = fmaxf(amax, pairs_amax<4>(other));
         }
-        quantize_pairs<4>(b, exponent);
-        const std::uint8_t* scales =
-            r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
-        const uint2 low = smem_load8(codes + group * 32);
-        const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
-        std::uint32_t l[4], h_pairs[4];
-        expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
-        expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
-        multiply_pairs(acc, l, h_pairs, b);
-        multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
+        exponent = activation_exponent(lanes_max<4>(amax));
       }
-      store_second(r.template second_sums<true>(part, columns * kColumns), acc, m,
-                   r.a.rows - columns * kColumns, 1.0f);
+      quantize_pairs<4>(b, exponent);
+      const std::uint8_t* scales = r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
+      const uint2 low = smem_load8(codes + group * 32);
+      const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
+      std::uint32_t l[4], h_pairs[4];
+      expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
+      expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
+      multiply_pairs(acc, l, h_pairs, b);
+      multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
     }
+    store_second(r.template second_sums<true>(part, 0), acc, m, r.a.rows, 1.0f);
     return true;
   }
 
@@ -992,7 +741,7 @@ struct Consumer {
   int g = 0, t = 0;  // place in the fragments
   int uses = 0;      // of the ring
   int sums = 0;      // of the partial buffers
-  // x of this warp's slice: T <= 8: in the order of pairs, for the whole launch; else as loaded.
+  // x of this warp's slice, in the order of pairs, for the whole launch; fp16 where it meets tiles.
   static constexpr int kPairs = 4;  // of a thread's eight elements of a group
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
@@ -1008,36 +757,14 @@ struct Consumer {
 
   // Of this lane, along K.
   LOWLAT_DEVICE int first_element() const { return warp * L::kSpan * L::kBlockK + t * 8; }
-  LOWLAT_DEVICE const unsigned char* x_address(int row) const {
-    return reinterpret_cast<const unsigned char*>(r.a.x) +
-           (static_cast<std::size_t>(row) * L::kHidden + first_element()) * 2;
-  }
-  LOWLAT_DEVICE void load_x(int block, const unsigned char* address) {
-    const uint4 eight =
-        __ldg(reinterpret_cast<const uint4*>(address + L::block_group(block) * L::kBlockK * 2));
-    if constexpr (L::kMany) {
-      x[block][0] = eight.x, x[block][1] = eight.y;
-      x[block][2] = eight.z, x[block][3] = eight.w;
-    } else {
+  // This lane's part of row `row` of [rows][H].
+  LOWLAT_DEVICE void load_rows(const std::uint16_t* rows, int row) {
+    const std::uint16_t* src = rows + static_cast<std::size_t>(row) * L::kHidden + first_element();
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) {
+      const uint4 eight =
+          __ldg(reinterpret_cast<const uint4*>(src + L::block_group(block) * L::kBlockK));
       pair_bf16(eight, x[block]);
-    }
-  }
-  LOWLAT_DEVICE void load_group(int group) {
-    const int row = group * kColumns + g;
-    load_rows(x_address(row < r.a.rows ? row : r.a.rows - 1));
-  }
-  LOWLAT_DEVICE void load_rows(const unsigned char* address) {
-#pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
-  }
-  // The fragment of one block of K in the order of pairs.
-  LOWLAT_DEVICE void fragment(int block, std::uint32_t (&out)[kPairs]) const {
-    const std::uint32_t(&own)[kPairs] = x[block];
-    if constexpr (L::kMany) {
-      pair_bf16(make_uint4(own[0], own[1], own[2], own[3]), out);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) out[i] = own[i];
     }
   }
 
@@ -1063,46 +790,27 @@ struct Consumer {
   }
   LOWLAT_DEVICE void multiply_gate(float (&acc)[4]) const {
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
-    const std::uint32_t address = r.slot_address(uses % L::kRing) + row * L::kGatePitch +
-                                  first_element() * 2;
+    const std::uint32_t address =
+        r.slot_address(uses % L::kRing) + row * L::kGatePitch + first_element() * 2;
     float odd[4] = {};
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
-      std::uint32_t b[kPairs];
-      fragment(block, b);
       const std::uint32_t none[kPairs] = {};
       std::uint32_t low[kPairs];
       pair_bf16(smem_load16(address + L::block_group(block) * L::kBlockK * 2), low);
-      multiply_pairs(acc, low, none, b);
-      multiply_pairs(odd, low + 2, none, b + 2);
+      multiply_pairs(acc, low, none, x[block]);
+      multiply_pairs(odd, low + 2, none, x[block] + 2);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[i] += odd[i];
   }
-  LOWLAT_DEVICE bool run_many_gate() {
-    if (!wait_slot(0)) return false;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      load_group(group);
-      float acc[4] = {};
-      multiply_gate(acc);
-      if (!hand_over(acc)) return false;
-    }
-    free_slot();
-    return true;
-  }
   // Waits for x and keeps it.
-  LOWLAT_DEVICE bool run_few_gate() {
+  LOWLAT_DEVICE bool run_gate() {
 #pragma unroll 1
     for (int pass = first_pass(r);; ++pass) {
-      const int row = g < r.a.rows ? g : r.a.rows - 1;
-      const unsigned char* address = x_address(row);
-      if (pass == 0) {  // rows of the router, and whatever lies in the slot
-        address += reinterpret_cast<const unsigned char*>(r.a.w.gate) -
-                   reinterpret_cast<const unsigned char*>(r.a.x);
-      } else {
-        wait_for_x(r);
-      }
-      load_rows(address);
+      if (pass == 1) wait_for_x(r);
+      // The first pass: rows of the router, and whatever lies in the slot.
+      load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
       float acc[4] = {};
       if (r.gates()) {
         if (pass == 1 && !wait_slot(0)) return false;
@@ -1138,36 +846,32 @@ struct Consumer {
     const std::uint32_t offset = g * L::kSharedPitch + first_element();
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      if (L::kMany) load_group(group);
-      float acc[2][4] = {};
-      std::uint32_t exponent = 0;
+    float acc[2][4] = {};
+    std::uint32_t exponent = 0;
 #pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        std::uint32_t b[kPairs];
-        fragment(block, b);
-        if (block % L::kSpan == 0) {
-          float amax = pairs_amax<kPairs>(b);
+    for (int block = 0; block < L::kSliceBlocks; ++block) {
+      std::uint32_t b[kPairs];
 #pragma unroll
-          for (int i = 1; i < L::kSpan; ++i) {
-            std::uint32_t other[kPairs];
-            fragment(block + i, other);
-            amax = fmaxf(amax, pairs_amax<kPairs>(other));
-          }
-          exponent = activation_exponent(lanes_max<4>(amax));
+      for (int i = 0; i < kPairs; ++i) b[i] = x[block][i];
+      if (block % L::kSpan == 0) {
+        float amax = pairs_amax<kPairs>(b);
+#pragma unroll
+        for (int i = 1; i < L::kSpan; ++i) {
+          amax = fmaxf(amax, pairs_amax<kPairs>(x[block + i]));
         }
-        quantize_pairs<kPairs>(b, exponent);
-        const uint2 gate = smem_load8(low_address + L::block_group(block) * L::kBlockK);
-        const uint2 up = smem_load8(high_address + L::block_group(block) * L::kBlockK);
-        std::uint32_t low[kPairs], high[kPairs];
-        expand_e4m3(gate.x, gate.y, e4m3_factor(scales.gate[block / L::kSpan]), low);
-        expand_e4m3(up.x, up.y, e4m3_factor(scales.up[block / L::kSpan]), high);
-        multiply_pairs(acc[0], low, high, b);
-        multiply_pairs(acc[1], low + 2, high + 2, b + 2);
+        exponent = activation_exponent(lanes_max<4>(amax));
       }
-      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0])) return false;
+      quantize_pairs<kPairs>(b, exponent);
+      const uint2 gate = smem_load8(low_address + L::block_group(block) * L::kBlockK);
+      const uint2 up = smem_load8(high_address + L::block_group(block) * L::kBlockK);
+      std::uint32_t low[kPairs], high[kPairs];
+      expand_e4m3(gate.x, gate.y, e4m3_factor(scales.gate[block / L::kSpan]), low);
+      expand_e4m3(up.x, up.y, e4m3_factor(scales.up[block / L::kSpan]), high);
+      multiply_pairs(acc[0], low, high, b);
+      multiply_pairs(acc[1], low + 2, high + 2, b + 2);
     }
+    for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
+    if (!hand_over(acc[0])) return false;
     free_slot();
     free_slot();
     return true;
@@ -1175,36 +879,22 @@ struct Consumer {
 
   // ---- routed experts, first product
 
-  LOWLAT_DEVICE const unsigned char* step_x(const Steps<L>& step) const {
-    const int pairs = step.num_pairs();
-    const int pair = r.table.sorted[step.first_pair() + (g < pairs ? g : pairs - 1)];
-    return x_address(pair / L::kSlots);
-  }
-
-  // acc = one tile's slice: `codes` and `scales` are a lane's addresses in its slot. `after(block)`
-  // follows each block.
-  template <class F>
-  LOWLAT_DEVICE void multiply_tile(float (&acc)[4], std::uint32_t codes, std::uint32_t scales,
-                                   F after) const {
+  // acc = one tile's slice: `codes` and `scales` are a lane's addresses in its slot.
+  LOWLAT_DEVICE void multiply_tile(float (&acc)[4], std::uint32_t codes,
+                                   std::uint32_t scales) const {
     std::uint32_t words[L::kSliceBlocks / 2][4];  // gate and up of a block, of the next
     constexpr int kStride = L::kConsumers * L::kSpan / L::kChunkUnits * L::kChunkBytes;
     [[maybe_unused]] const std::uint32_t other_half = codes ^ 32u;
 #pragma unroll
     for (int i = 0; i < L::kSliceBlocks / 2; ++i) {
       if constexpr (L::kSpan == 1) {
-        smem_matrices(words[i], codes + i * 2 * kStride);
+        sm90::load_matrices(words[i], codes + i * 2 * kStride);
       } else {  // the scale block's other half lies two units further, exchanged
-        smem_matrices(words[i], (i % 2 ? other_half : codes) + i / 2 * kStride);
+        sm90::load_matrices(words[i], (i % 2 ? other_half : codes) + i / 2 * kStride);
       }
     }
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
-      std::uint32_t b[kPairs];
-      fragment(block, b);
-      if constexpr (L::kMany) {
-#pragma unroll
-        for (std::uint32_t& pair : b) pair = bf16_to_half(pair);
-      }
       const std::uint32_t scale = scales + L::block_group(block);
       const float low_scale = scale_of(smem_load1(scale));
       const float high_scale = scale_of(smem_load1(scale + kTileRows * L::kScaleRow));
@@ -1212,19 +902,19 @@ struct Consumer {
       place_fp4(words[block / 2][block % 2 * 2], low);
       place_fp4(words[block / 2][block % 2 * 2 + 1], high);
       float group[4] = {};
-      multiply_half_pairs(group, low, high, b);
-      multiply_half_pairs(group, low + 2, high + 2, b + 2);
+      multiply_half_pairs(group, low, high, x[block]);
+      multiply_half_pairs(group, low + 2, high + 2, x[block] + 2);
       acc[0] = __fmaf_rn(group[0], low_scale, acc[0]);
       acc[1] = __fmaf_rn(group[1], low_scale, acc[1]);
       acc[2] = __fmaf_rn(group[2], high_scale, acc[2]);
       acc[3] = __fmaf_rn(group[3], high_scale, acc[3]);
-      after(block);
     }
   }
   // A lane's places in a slot. A load is four matrices of eight rows: gate and up of a block, then
   // of the next.
   LOWLAT_DEVICE std::uint32_t codes_in_slot() const {
-    const int row = r.lane % kTileRows, up = r.lane / kTileRows % 2, next = r.lane / (2 * kTileRows);
+    const int row = r.lane % kTileRows, up = r.lane / kTileRows % 2,
+              next = r.lane / (2 * kTileRows);
     const int group = warp * L::kSpan + L::block_group(1) * next;
     return up * L::kHalfTile + group / L::kChunkUnits * L::kChunkBytes + row * 128 +
            ((group % L::kChunkUnits) ^ row) * 16;
@@ -1233,16 +923,9 @@ struct Consumer {
     return 2 * L::kHalfTile + g * L::kScaleRow + warp * L::kSpan;
   }
 
-  LOWLAT_DEVICE bool run_tiles() {
-    if constexpr (L::kMany) {
-      return run_many_tiles();
-    } else {
-      return run_few_tiles();
-    }
-  }
   // Counters and addresses are kept, not made anew: what a tile takes besides its products is a
   // quarter of its instructions otherwise.
-  LOWLAT_DEVICE bool run_few_tiles() {
+  LOWLAT_DEVICE bool run_tiles() {
     std::uint32_t base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t codes = base + L::kRingOffset + codes_in_slot();
@@ -1259,7 +942,7 @@ struct Consumer {
       const bool done = smem_load1(is_tile + n % L::kWindow) == 0;
       const std::uint32_t at = slot * L::kSlotBytes;
       float acc[4] = {};
-      if (!done) multiply_tile(acc, codes + at, scales + at, [](int) {});
+      if (!done) multiply_tile(acc, codes + at, scales + at);
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(barriers + L::kEmptyBarriers + slot * 8);
       const std::uint32_t buffer = sum % L::kBuffers;
@@ -1280,31 +963,6 @@ struct Consumer {
       }
     }
   }
-  LOWLAT_DEVICE bool run_many_tiles() {
-    Steps<L> step(r);
-    if (!step.done()) {
-      const unsigned char* address = step_x(step);
-#pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) load_x(block, address);
-    }
-    while (!step.done()) {
-      if (!wait_slot(0)) return false;
-      const bool last_of_tile = step.is_last_of_tile();
-      const std::uint32_t slot = r.slot_address(uses % L::kRing);
-      const int first_pair = step.first_pair();
-      const unsigned char* next_x = nullptr;  // where other rows follow
-      step.next();
-      if (!step.done() && step.first_pair() != first_pair) next_x = step_x(step);
-      float acc[4] = {};
-      multiply_tile(acc, slot + codes_in_slot(), slot + scales_in_slot(), [&](int block) {
-        if (next_x != nullptr) load_x(block, next_x);
-      });
-      if (last_of_tile) free_slot();
-      if (!hand_over(acc)) return false;
-    }
-    return true;
-  }
-
   // ---- second product
 
   // Row of h of column g of a group of an expert's pairs (or of rows, for the shared expert).
@@ -1315,9 +973,8 @@ struct Consumer {
   // acc = sixteen columns (eight when not kWhole) times an expert's rows of h, a part of I. `codes`
   // and `scales`: of the part in the band's first row.
   template <bool kWhole>
-  LOWLAT_DEVICE void multiply_second(float (&acc)[4],
-                                     const typename SecondWarp<L>::Hidden& h, std::uint32_t codes,
-                                     std::uint32_t scales, int m) const {
+  LOWLAT_DEVICE void multiply_second(float (&acc)[4], const typename SecondWarp<L>::Hidden& h,
+                                     std::uint32_t codes, std::uint32_t scales, int m) const {
     // A load fetches two groups of sixteen rows, or four of eight. What lies beyond the last group
     // is read and not used.
     constexpr int kRows = kWhole ? 16 : 8, kGroups = kWhole ? 2 : 4;
@@ -1327,13 +984,13 @@ struct Consumer {
     std::uint32_t words[(L::kPartGroups + kGroups - 1) / kGroups][4];
 #pragma unroll
     for (int i = 0; i * kGroups < L::kPartGroups; ++i) {
-      smem_matrices(words[i], code + i * kGroups * 16);
+      sm90::load_matrices(words[i], code + i * kGroups * 16);
     }
 #pragma unroll
     for (int group = 0; group < L::kPartGroups; ++group) {
       std::uint32_t b[4], low[4], high[4] = {};
       SecondWarp<L>::unpack(h, group, b);
-      const std::uint32_t(&four)[4] = words[group / kGroups];
+      const std::uint32_t (&four)[4] = words[group / kGroups];
       place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
       if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
       float sums_of[4] = {};
@@ -1360,19 +1017,10 @@ struct Consumer {
       }
     }
     if (r.block_idx >= kBands) return true;
-    int item = warp;
     const SecondWarp<L> second(r);
-    if constexpr (L::kMany) {
-      if (r.shared) {
-        if (!second.run_shared(warp, L::kConsumers)) return false;
-        // Who had one less goes first.
-        constexpr int kItems = L::kParts * L::kMTiles;
-        item = (warp - kItems % L::kConsumers + L::kConsumers) % L::kConsumers;
-      }
-    }
     typename SecondWarp<L>::Hidden h;
     const unsigned char* address = nullptr;
-    int expert = item / L::kParts, part = item % L::kParts;
+    int expert = warp / L::kParts, part = warp % L::kParts;
     const int num_experts = r.table.num_experts;
     int first = 0, end = 0;
     if (expert < num_experts) {
@@ -1389,8 +1037,8 @@ struct Consumer {
     std::uint32_t turn = 0;
     while (expert < num_experts) {
       const int slot = (uses + piece / L::kPieces) % L::kRing;
-      const std::uint32_t at = base + L::kRingOffset + slot * L::kSlotBytes +
-                               piece % L::kPieces * L::kPieceBytes;
+      const std::uint32_t at =
+          base + L::kRingOffset + slot * L::kSlotBytes + piece % L::kPieces * L::kPieceBytes;
       const std::uint32_t codes = at + part * L::kPartGroups * 16;
       const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
       const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
@@ -1454,27 +1102,17 @@ struct Consumer {
     t = r.lane % 4;
     if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
   }
-  LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule, TileScales& scales) {
-    bool going = true;
-    if constexpr (L::kMany) {
-      wait_for_x(r);
-      r.read_epoch();
-      going = !r.gates() || run_many_gate();
-      Router<L>{r, warp}.run(rule, sum_rule);  // every one comes to its barriers
-    } else {
-      going = run_few_gate();
-    }
+  LOWLAT_DEVICE bool run(TileScales& scales) {
+    bool going = run_gate();
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
       going = run_shared_tile(scales);
     }
-    if constexpr (!L::kMany) {
-      r.read_epoch();
+    r.read_epoch();
 #pragma unroll
-      for (auto& block : x) {
+    for (auto& block : x) {
 #pragma unroll
-        for (std::uint32_t& pair : block) pair = bf16_to_half(pair);
-      }
+      for (std::uint32_t& pair : block) pair = bf16_to_half(pair);
     }
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
@@ -1529,27 +1167,24 @@ struct Finisher {
   }
 
   LOWLAT_DEVICE bool run_gate(stages::GateRule rule, int pass) {
-    for (int group = 0; group < r.num_groups(); ++group) {
-      if (pass == 1 && !wait_sums()) return false;
-      const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
-      float score = 0.0f;
-      if (column < kColumns) {
-        score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
-      }
-      std::uint32_t words[3];
+    if (pass == 1 && !wait_sums()) return false;
+    const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
+    float score = 0.0f;
+    if (column < kColumns) {
+      score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
+    }
+    std::uint32_t words[3];
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
-        words[j] = __float_as_uint(
-            __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
-        keep(__uint_as_float(words[j]));
-      }
-      if (pass == 0) return true;
-      free_sums();
-      const int x_row = group * kColumns + r.lane;
-      if (r.lane < kColumns && x_row < r.a.rows) {
-        plat::store_tagged(r.score_packet(x_row, r.block_idx), words, r.epoch);
-      }
+    for (int j = 0; j < 3; ++j) {
+      const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
+      words[j] = __float_as_uint(
+          __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
+      keep(__uint_as_float(words[j]));
+    }
+    if (pass == 0) return true;
+    free_sums();
+    if (r.lane < r.a.rows) {
+      plat::store_tagged(r.score_packet(r.lane, r.block_idx), words, r.epoch);
     }
     return true;
   }
@@ -1589,34 +1224,25 @@ struct Finisher {
     }
     const std::uint32_t parity = r.epoch & 1u;
     for (int n = 0; n < r.shared_tiles(); ++n) {
-      for (int group = 0; group < r.num_groups(); ++group) {
-        if (!wait_sums()) return false;
-        for (int column = 0; column < kColumns && group * kColumns + column < r.a.rows; ++column) {
-          finish<true>(column, r.hidden(parity, L::kMaxPairs + group * kColumns + column),
-                       n * r.num_blocks + r.block_idx);
-        }
-        free_sums();
-      }
-    }
-    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    Steps<L> step(r);
-    while (!L::kMany || !step.done()) {
       if (!wait_sums()) return false;
-      if constexpr (!L::kMany) {
-        step.next();
-        if (step.done()) {
-          free_sums();
-          break;
-        }
-      }
-      for (int i = 0; i < step.num_pairs(); ++i) {
-        const int pair = r.table.sorted[step.first_pair() + i];
-        finish<false>(L::kMany ? i : pair / L::kSlots, r.hidden(parity, pair),
-                      step.number % L::kTiles);
+      for (int column = 0; column < r.a.rows; ++column) {
+        finish<true>(column, r.hidden(parity, L::kMaxPairs + column),
+                     n * r.num_blocks + r.block_idx);
       }
       free_sums();
-      if constexpr (L::kMany) step.next();
     }
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    for (int n = 0;; ++n) {
+      if (!wait_sums()) return false;
+      const int tile = r.table.tile[n % L::kWindow], expert = tile / L::kTiles;
+      if (expert >= r.table.num_experts) break;
+      for (int i = r.table.first[expert]; i < r.table.first[expert + 1]; ++i) {
+        const int pair = r.table.sorted[i];
+        finish<false>(pair / L::kSlots, r.hidden(parity, pair), tile % L::kTiles);
+      }
+      free_sums();
+    }
+    free_sums();
     // What follows finds room as soon as blocks end; it waits for their sums.
     sm90::launch_dependents();
     return true;
@@ -1628,13 +1254,6 @@ struct Finisher {
 // All threads, after the block's sync: y of the band, stored and published.
 template <class L>
 LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
-  const MoeArgs& a = r.a;
-  const stages::FaultPort fault = {a.fault.abort_words,
-                                   static_cast<stages::StatusWords*>(a.fault.status),
-                                   a.fault.tp_rank, a.fault.tp_size, a.fault.budget_ns};
-  const stages::ExchangePort port = {reinterpret_cast<plat::TaggedWords* const*>(a.boxes.outboxes),
-                                     fault, a.boxes.box_packets};
-  const std::uint64_t epoch = a.boxes.outboxes != nullptr ? *a.boxes.epoch : 0;
   const auto parts = [&]<bool kShared>(std::bool_constant<kShared>, int row, int n) {
     float sum = 0.0f;
 #pragma unroll
@@ -1646,75 +1265,16 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
   const auto of_pair = [&](int pair, int n) {
     return r.table.weights[pair] * parts(std::false_type(), r.table.place[pair], n);
   };
-  const auto of_shared = [&](int row, int n) { return parts(std::true_type(), row, n); };
-  if (a.quads.tp_size > 0) {
-    constexpr int kQuads = L::kBandRows / 4;
-    const std::uint64_t quads_epoch = exchange_epoch(a.quads, a.quads_index);
-#pragma unroll 1
-    for (int i = plat::thread_idx(); i < a.rows * kQuads; i += L::kThreads) {
-      const int row = i / kQuads, quad = i % kQuads;
-      float v[4];
+  store_band<L>(r, first_row, [&](int row, int n) {
+    float sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int n = 4 * quad + j;
-        float sum = 0.0f;
-#pragma unroll
-        for (int slot = 0; slot < L::kSlots; ++slot) {
-          const int pair = row * L::kSlots + slot;
-          sum += round_to_bf16(of_pair(pair, n));
-        }
-        v[j] = round_to_bf16(sum);
-        if (r.shared) v[j] += round_to_bf16(of_shared(row, n));
-      }
-      publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
-                   L::kHidden / 4, v);
+    for (int slot = 0; slot < L::kSlots; ++slot) {
+      sum += round_to_bf16(of_pair(row * L::kSlots + slot, n));
     }
-  }
-  if (a.out == nullptr && a.boxes.outboxes == nullptr) return;
-  // A thread a value. Packets of three do not cross a warp: its last two lanes have nothing.
-  constexpr int kWarpValues = plat::kWarpLanes / 3 * 3;
-  constexpr int kRowValues = 3 * L::kPacketsPerBand;
-  const int lane = r.lane, warp = plat::thread_idx() / plat::kWarpLanes;
-  const int num_values = a.rows * kRowValues;
-  for (int begin = warp * kWarpValues; begin < num_values;
-       begin += L::kThreads / plat::kWarpLanes * kWarpValues) {
-    const int i = begin + lane, row = i / kRowValues, n = i % kRowValues;
-    const bool mine = lane < kWarpValues && i < num_values;
-    float y = 0.0f;
-    if (mine && n < L::kBandRows) {
-      float d[L::kSlots];
-#pragma unroll
-      for (int slot = 0; slot < L::kSlots; ++slot) {
-        const int pair = row * L::kSlots + slot;
-        d[slot] = round_to_bf16(of_pair(pair, n));
-      }
-      float sum = 0.0f;
-#pragma unroll
-      for (int slot = 0; slot < L::kSlots; ++slot) sum += d[slot];
-      y = round_to_bf16(sum);
-      if (r.shared) y += round_to_bf16(of_shared(row, n));
-      if (a.out != nullptr) {
-        a.out[static_cast<std::size_t>(row) * L::kHidden + r.block_idx * L::kBandRows + n] = y;
-      }
-    }
-    const std::uint32_t words[3] = {__float_as_uint(y),
-                                    __float_as_uint(__shfl_down_sync(plat::kAllLanes, y, 1)),
-                                    __float_as_uint(__shfl_down_sync(plat::kAllLanes, y, 2))};
-    if (a.boxes.outboxes != nullptr && mine && lane % 3 == 0) {
-      const std::int64_t packet =
-          (static_cast<std::int64_t>(first_row + row) * kBands + r.block_idx) * L::kPacketsPerBand +
-          n / 3;
-      stages::publish_packet(port, epoch, packet, words);
-    }
-  }
+    const float y = round_to_bf16(sum);
+    return r.shared ? y + round_to_bf16(parts(std::true_type(), row, n)) : y;
+  });
 }
-
-// What the host adds to a launch's arguments.
-struct Rules {
-  stages::GateRule rule;
-  stages::GateSum sum_rule;
-  std::int32_t first_row;  // of the published packets: rows may be split over launches
-};
 
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
@@ -1737,9 +1297,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  thread % plat::kWarpLanes,
                  args.routing != MoeRouting::given,
                  args.w.shared_w1.codes != nullptr,
-                 args.before.word != nullptr && !is_open(args.before.word, args.before.blocks),
-                 0};
-  r.with_more = r.shared ? L::kTiles % r.num_blocks : 0;
+                 args.before.word != nullptr && !is_open(args.before.word, args.before.blocks)};
   // A thread a barrier.
   constexpr int kSlotBarriers = 2 * L::kRing, kPieceBarriers = 2 * L::kRingPieces;
   if (thread < kSlotBarriers) {
@@ -1756,23 +1314,22 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                        thread % 2 ? 1 : L::kConsumers);
   } else if (thread == L::kThreads - 1) {
     sm90::barrier_init(&barriers.band_full, 1);
-    sm90::barrier_init(&barriers.table, L::kTableArrivals);
+    sm90::barrier_init(&barriers.table, 1);
     table.stop = 0;
   }
   sm90::fence_barrier_init();
   static_assert(kSlotBarriers + kPieceBarriers + 2 * L::kBuffers < L::kThreads);
 
   for (int i = thread; i < L::kExperts / 32; i += L::kThreads) table.chosen[i] = 0;
-  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.ids[i] = kNobody;
-  if constexpr (!L::kMany) {
-    for (int i = thread; i < 2 * L::kMaxPairs; i += L::kThreads) (&table.pairs_of[0][0])[i] = 0;
-  }
+  for (int i = thread; i < 2 * L::kMaxPairs; i += L::kThreads) (&table.pairs_of[0][0])[i] = 0;
   plat::block_sync();
 
   Producer<L> producer = {r, maps};
   Consumer<L> consumer = {r, warp};
   typename Consumer<L>::TileScales scales = {};
   bool going = true;
+  // Before any wait for the consumers, who wait for these registers.
+  if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
     going = producer.run_early();
@@ -1783,20 +1340,17 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(rules.rule, rules.sum_rule, scales);
+    consumer.run(scales);
   } else {
-    sm90::fewer_registers<L::kOtherRegisters>();
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
       finisher.run(rules.rule);
-    } else if constexpr (L::kMany) {
-      wait_for_x(r);
     } else {
       static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
       const int number = warp - L::kFirstRouter;
-      Router<L>{r, number}.run(rules.rule, rules.sum_rule);
+      Router<L>{r, number}.run(rules);
       if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
     }
   }
@@ -1809,22 +1363,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     return;
   }
   if (warp == L::kProducer) producer.drain();
-  if (thread == 0 && args.fault.abort_words != nullptr) {
-    const stages::FaultPort port = {args.fault.abort_words,
-                                    static_cast<stages::StatusWords*>(args.fault.status),
-                                    args.fault.tp_rank, args.fault.tp_size, args.fault.budget_ns};
-    const std::uint32_t event = table.stop & 0xffffu;
-    if (table.stop >> 28 == static_cast<std::uint32_t>(Stop::aborted)) {
-      // Another block of this rank has already said why.
-      const std::uint32_t reason =
-          plat::load_acquire<plat::Scope::system>(args.fault.abort_words[args.fault.tp_rank]);
-      if (reason != 1u + static_cast<std::uint32_t>(args.fault.tp_rank)) {
-        stages::note_abort(port, event, stages::StageId::moe_sum, r.epoch);
-      }
-    } else {
-      stages::raise_fault(port, event, stages::StageId::moe_sum, args.fault.tp_rank, r.epoch);
-    }
-  }
+  if (thread == 0) report_fault(r);
 }
 
 }  // namespace moe

@@ -9,9 +9,10 @@
 //   y[t, n] = bf16(sum of slots) + bf16(shared), fp32: this rank's partial of the layer's output
 // y goes to `out`, to the mailboxes of `boxes`, or to both. Bitwise equal run to run.
 //
-// All pointers are device memory unless said otherwise. Weights are the checkpoint's: fp4 codes two
-// a byte (even column in the low nibble), ue8m0 scale bytes. Scale bytes of fp4 weights from 10 to
-// 136 and of e4m3 weights up to 134 are exact; others are outside what this kernel declares.
+// All pointers are device memory unless said otherwise. Weights are fp4 codes two a byte with ue8m0
+// scale bytes, in one of two layouts. Scale bytes of fp4 weights from 10 to 136 and of e4m3 weights
+// up to 134 are exact; others are outside what this kernel declares. Up to eight rows meet fp4
+// weights in fp16: |x| is at most 65504, and of values below 2^-14 the part below 2^-25 is lost.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +22,23 @@
 
 namespace lowlat::fused {
 
-// Which compiled shape: a model's target layers at a number of ranks (V4's draft is shaped alike).
-enum class MoeShape { v41_tp2, v41_tp4, v4_tp2, v4_tp4 };
+// Which compiled shape: a model's target layers at a number of ranks, or V4.1's draft stages (V4's
+// are shaped as its target's).
+enum class MoeShape { v41_tp2, v41_tp4, v4_tp2, v4_tp4, v41_draft_tp2, v41_draft_tp4 };
 
 // gate: scores of x and the router, the k best. table: `ids` are given (a hash layer's table has
 // been read), their weights come from the router's scores. given: `ids` and `weights` are inputs.
 enum class MoeRouting : std::int32_t { gate, table, given };
+
+// Where the routed experts' codes and scales lie.
+//   checkpoint  codes [N, K / 2], the even column of a row in the low nibble; scales [N, K / 32].
+//   marlin      what the Marlin repack of SGLang's Hopper runner leaves. Codes: [K / 16, N / 64]
+//               tiles of 512 bytes. With k = 2t, word 4 (4 g + t) + w of a tile holds of rows n =
+//               16 w + g and n + 8, nibble after nibble: n at k, k + 8; n + 8 at k, k + 8; n at
+//               k + 1, k + 9; n + 8 at k + 1, k + 9. Scales: [K / 32, N]; of each 64 columns,
+//               position 8 g + 4 (w / 2) + w % 2 is row 16 w + g, two further is row 16 w + g + 8.
+//               w1 and w3 are one matrix of 2 I rows, w1's first.
+enum class MoeLayout : std::int32_t { checkpoint, marlin };
 
 // [N, K] codes with their scales.
 struct MoeMatrix {
@@ -38,21 +50,22 @@ struct MoeWeights {
   const std::uint16_t* gate;  // bf16 [E, H]; unused when the routing is given
   const float* gate_bias;     // [E]; used by MoeRouting::gate only
   const float* gate_bias_vl;  // [E], bias of image rows, or nullptr where the model has none
-  MoeMatrix w1, w3;           // fp4 [E, I, H / 2], ue8m0 [E, I, H / 32]
-  MoeMatrix w2;               // fp4 [E, H, I / 2], ue8m0 [E, H, I / 32]
+  MoeLayout layout;           // of w1, w3 and w2
+  MoeMatrix w1, w3;           // fp4 of E x [I, H]; marlin: w1 is E x [2 I, H], w3 unused
+  MoeMatrix w2;               // fp4 of E x [H, I]
   MoeMatrix shared_w1;        // e4m3 [I, H], ue8m0 [I / b, H / b]; nullptr: no shared expert
   MoeMatrix shared_w3;        // the same
   MoeMatrix shared_w2;        // e4m3 [H, I], ue8m0 [H / b, I / b]
 };
 
 // Where a published sum goes: the mailboxes of stages/exchange.hpp, in packets of three values and
-// the tag. A block owns a band of H / 128 columns, so packets are numbered by band: with band = H /
-// 128 and per_band = (band + 2) / 3, (t, n) is word n % band % 3 of packet
-// (t * 128 + n / band) * per_band + n % band / 3.
+// the tag. A block owns a band of columns (moe_box_band), so packets are numbered by band: with
+// per_band = (band + 2) / 3, (t, n) is word n % band % 3 of packet
+// (t * (H / band) + n / band) * per_band + n % band / 3.
 struct MoeBoxes {
   void* const* outboxes;       // device array [tp_size] of mailboxes, own rank's included; nullptr:
                                // nothing is published
-  std::int64_t box_packets;    // at least moe_box_packets(shape, rows)
+  std::int64_t box_packets;    // at least moe_box_packets(shape, layout, rows)
   const std::uint64_t* epoch;  // one word: the exchange's epoch, its low half is the tag
 };
 
@@ -98,8 +111,9 @@ std::size_t moe_workspace_bytes(MoeShape shape);
 // On `stream`, once, and again after a launch that ended in a fault. Returns a cudaError_t.
 int moe_workspace_init(MoeShape shape, void* workspace, void* stream);
 
-// Packets of one mailbox for `rows` rows.
-std::int64_t moe_box_packets(MoeShape shape, int rows);
+// Columns of a band, and packets of one mailbox, of a launch of `rows` rows.
+int moe_box_band(MoeShape shape, MoeLayout layout, int rows);
+std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows);
 
 // Enqueues the region on `stream` (a cudaStream_t); capturable. `overlapped`: a programmatic edge,
 // so that weights are on their way before the kernel before has ended; what that kernel writes is

@@ -1,20 +1,14 @@
 // fused/stream.cuh: the core of every product with few rows on Hopper: weights stream through
 // shared memory once, are expanded to bf16 in registers and meet the rows in mma.m16n8k16.
 //
-// Weights are the M side (16 weight rows a tile), up to 8 activation rows the N side. All weights
-// of these models and their quantised activations are exact in bf16, so one core serves MXFP4,
-// block e4m3 and bf16.
+// Weights are the M side (16 weight rows a tile), up to 8 activation rows the N side. e4m3 weights,
+// bf16 weights and quantised activations are exact in bf16, fp4 codes in fp16.
 //
 // Order along K   The order is free as long as both sides use the same one. A thread (lane
 //                 4 g + t of a warp) owns a *run* of consecutive K elements of weight rows g and
-//                 g + 8 and of activation row g: 16 elements of a 64-wide block (elements 16 t ..
-//                 16 t + 15). Inside a run each 8 elements are paired (0,4) (1,5) (2,6) (3,7):
-//                 what the expansion of a 32-bit word of codes gives. So a thread's codes are 8
-//                 (fp4), 16 (e4m3) or 32 (bf16) consecutive bytes of a row, and one scale serves a
-//                 run: groups of 32 hold two runs.
-//   shared memory reads   of fp4 runs (8 bytes a lane, 4 rows a half warp) are free of bank
-//                 conflicts when the row pitch is 32 or 96 mod 128 bytes; e4m3 runs (16 bytes a
-//                 lane, 2 rows a quarter warp) when it is 64 mod 128.
+//                 g + 8 and of activation row g: 8 or 16 elements, four threads' runs side by side.
+//                 Inside a run each 8 elements are paired (0,4) (1,5) (2,6) (3,7): what a 32-bit
+//                 word of fp4 codes gives.
 // Ordering        full[s]   one arrival (the producer's, with the bytes) and the copies' bytes; the
 //                 consumers' wait acquires them. empty[s]  one arrival a consuming warp, after its
 //                 last read; the producer's wait before it copies into slot s again. Parity of the
@@ -122,14 +116,6 @@ LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
 LOWLAT_DEVICE void smem_store8(std::uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
-// Four 8 x 8 matrices of 16-bit values, as sm90::load_matrices.
-LOWLAT_DEVICE void smem_matrices(std::uint32_t (&out)[4], std::uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(address)
-               : "memory");
-}
-
 // ------------------------------------------------------------------------------------ packets
 
 // Sixteen bytes that the memory model calls one access: {payload, payload, payload, tag}, or any
@@ -172,29 +158,10 @@ LOWLAT_DEVICE float round_to_bf16(float v) { return __bfloat162float(__float2bfl
 
 // Expansion works on the stored bits: moved into a bf16's fields they are the value times a small
 // power of two (subnormal codes too), and one exact multiply brings the scale and that power back.
-// For MXFP4 2^-kFp4Shift is left in the product and multiplied back into the fp32 sums, so that
-// scale bytes up to 136 (and down to 10) keep every value exact.
-inline constexpr int kFp4Shift = 8;
-
-// Factor of a run of fp4 codes: 2^(126 - kFp4Shift) * 2^(byte - 127), twice.
-LOWLAT_DEVICE std::uint32_t fp4_factor(std::uint32_t byte) {
-  return byte * 0x0080'0080u + (126u - kFp4Shift) * 0x0080'0080u;
-}
-// Eight codes of one word, element 0 in the low bits: out[i] = {element i, element i + 4}.
-LOWLAT_DEVICE void expand_fp4(std::uint32_t w, std::uint32_t factor, std::uint32_t (&out)[4]) {
-  // A lone nibble times 2^12 + 2^6 (or 2^8 + 2^2) has its sign at bit 15 and its magnitude at bits
-  // 8 .. 6 of its half; the mask drops what the two copies hold besides.
-  constexpr std::uint32_t kKeep = 0x81c0'81c0u;
-  const std::uint32_t v = w >> 8;
-  out[0] = mul_bf16x2((w & 0x000f'000fu) * 0x1040u & kKeep, factor);
-  out[1] = mul_bf16x2((w & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
-  out[2] = mul_bf16x2((v & 0x000f'000fu) * 0x1040u & kKeep, factor);
-  out[3] = mul_bf16x2((v & 0x00f0'00f0u) * 0x0104u & kKeep, factor);
-}
-
-// The same codes placed in fp16 fields: out[i] is the value times 2^-kPlaceShift, subnormal or not.
-// The scale of a group of 32 is applied to its sums. Shifts to the left are written as products:
-// those go to the other integer pipe.
+// Codes of fp4 are placed in fp16 fields instead, without a multiply: out[i] = {element i, element
+// i + 4} times 2^-kPlaceShift, subnormal or not; element 0 is in the word's low bits. The scale of
+// a group of 32 is applied to its sums. Shifts to the left are written as products: those go to the
+// other integer pipe.
 inline constexpr int kPlaceShift = 14;
 LOWLAT_DEVICE void place_fp4(std::uint32_t w, std::uint32_t (&out)[4]) {
   // A byte with one nibble left has its sign and its magnitude in the fields where two shifts by
@@ -219,6 +186,7 @@ LOWLAT_DEVICE std::uint32_t bf16_to_half(std::uint32_t pair) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high_bf16(pair)), "f"(low_bf16(pair)));
   return d;
 }
+// {low, high} rounded to nearest-even.
 LOWLAT_DEVICE std::uint32_t pack_half(float low, float high) {
   std::uint32_t d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
@@ -312,21 +280,8 @@ LOWLAT_DEVICE void multiply_half_pairs(float (&acc)[4], const std::uint32_t* low
   sm90::mma_f16(acc, a_words, b_words);
 }
 
-// acc += the products of one 64-wide block: `low` and `high` hold a thread's 16 fp4 codes of weight
-// rows g and g + 8, `b` its 16 elements of activation row g in the order of pairs.
-LOWLAT_DEVICE void multiply_fp4(float (&acc)[4], uint2 low, uint2 high, std::uint32_t low_factor,
-                                std::uint32_t high_factor, const std::uint32_t* b) {
-  std::uint32_t l[4], h[4];
-  expand_fp4(low.x, low_factor, l);
-  expand_fp4(high.x, high_factor, h);
-  multiply_pairs(acc, l, h, b);
-  multiply_pairs(acc, l + 2, h + 2, b + 2);
-  expand_fp4(low.y, low_factor, l);
-  expand_fp4(high.y, high_factor, h);
-  multiply_pairs(acc, l, h, b + 4);
-  multiply_pairs(acc, l + 2, h + 2, b + 6);
-}
-// The same with 16 e4m3 codes a row.
+// acc += the products of one 64-wide block: `low` and `high` hold a thread's 16 e4m3 codes of
+// weight rows g and g + 8, `b` its 16 elements of activation row g in the order of pairs.
 LOWLAT_DEVICE void multiply_e4m3(float (&acc)[4], uint4 low, uint4 high, std::uint32_t low_factor,
                                  std::uint32_t high_factor, const std::uint32_t* b) {
   std::uint32_t l[4], h[4];

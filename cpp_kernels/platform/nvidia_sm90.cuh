@@ -42,6 +42,18 @@ LOWLAT_DEVICE void barrier_arrive_expect(std::uint64_t* barrier, std::uint32_t b
                "r"(bytes)
                : "memory");
 }
+// Adds `bytes` to what the phase waits for; the phase must not be over before.
+LOWLAT_DEVICE void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// Arrives when this thread's copy_piece's so far have landed.
+LOWLAT_DEVICE void barrier_arrive_copied(std::uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
 // True when the phase of this parity (0 the first, then 1, 0, ...) is over; what arrived before is
 // visible then. Suspends for a while that the hardware chooses, some microseconds at most.
 LOWLAT_DEVICE bool barrier_try_wait(std::uint64_t* barrier, std::uint32_t parity) {
@@ -110,6 +122,16 @@ LOWLAT_DEVICE void tensor_load(void* dst_shared, const void* map, int x, int y, 
       "l"(static_cast<std::uint64_t>(hint))
       : "memory");
 }
+// Asks for the map itself, which the first copy waits for otherwise.
+LOWLAT_DEVICE void tensor_prefetch(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// Copies 16 bytes from global to shared memory; see barrier_arrive_copied.
+LOWLAT_DEVICE void copy_piece(std::uint32_t dst_shared, const void* src, CacheHint hint) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst_shared),
+               "l"(__cvta_generic_to_global(src)), "l"(static_cast<std::uint64_t>(hint))
+               : "memory");
+}
 // Asks for `bytes` to be in the second-level cache; nothing waits for it.
 LOWLAT_DEVICE void bulk_prefetch(const void* src, std::uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(src)),
@@ -177,6 +199,12 @@ LOWLAT_DEVICE void load_matrices(std::uint32_t (&out)[4], const void* shared_row
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(shared_address(shared_row))
+               : "memory");
+}
+LOWLAT_DEVICE void load_matrices(std::uint32_t (&out)[4], std::uint32_t shared_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_row)
                : "memory");
 }
 LOWLAT_DEVICE void load_matrices(std::uint32_t (&out)[2], const void* shared_row) {

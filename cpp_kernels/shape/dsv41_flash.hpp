@@ -50,4 +50,11 @@ struct Dsv41Flash {
                 "scale blocks are whole on every rank");
 };
 
+// What the experts of its draft stages know of it.
+template <int kRanks>
+struct Dsv41FlashDraft : Dsv41Flash<kRanks> {
+  static constexpr int kNumExperts = Dsv41Flash<kRanks>::kDraftExperts;
+  static constexpr int kExpertsPerToken = Dsv41Flash<kRanks>::kDraftExpertsPerToken;
+};
+
 }  // namespace lowlat::shape

@@ -17,10 +17,10 @@ constexpr int kReplays = 20;
 
 }  // namespace
 
-TEST_CASE(v41_region_equals_reference_for_few_split_and_many_rows) {
+TEST_CASE(v41_region_equals_reference_for_few_and_many_rows) {
   need_device();
   const Layer layer(dims<lowlat::shape::Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
-  for (const int rows : {1, 6, 12, 48}) CHECK(check_case(layer, rows, "gate", kReplays));
+  for (const int rows : {1, 6, 8, 12, 48}) CHECK(check_case(layer, rows, "gate", kReplays));
 }
 
 TEST_CASE(v41_rows_may_share_their_experts_or_have_each_their_own) {
@@ -39,6 +39,12 @@ TEST_CASE(v4_region_routes_by_score_and_by_table) {
     CHECK(check_case(layer, rows, "gate", kReplays));
     CHECK(check_case(layer, rows, "table", kReplays));
   }
+}
+
+TEST_CASE(an_expert_that_a_row_names_twice_counts_twice) {
+  need_device();
+  const Layer layer(dims<lowlat::shape::Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
+  for (const int rows : {1, 6, 8}) CHECK(check_case(layer, rows, "twice", kReplays));
 }
 
 // Planted: one block tags its scores with another epoch.

@@ -1,0 +1,375 @@
+// moe_wide_mxfp4_sm90: router, routed MXFP4 experts and shared expert for many rows, one launch.
+//
+// Math         z = x gate^T; ids and weights as stages/gate.hpp. For pair p (a row, a slot) of
+//              expert e: h_p = swiglu(bf(w1_e x), bf(w3_e x)), d_p = bf(weight_p * (w2_e h_p));
+//              shared: the same with x and h quantised. y = bf(sum of a row's d_p) + bf(shared)
+// Shapes       fused/moe.hpp, both layouts of the weights; T 1 .. 64
+// Rounding     as stages/experts.hpp (Marlin's): gate, up, silu, h, d and the sum of slots to
+//              bf16; all other sums fp32. x and h enter the routed products as two e4m3 terms under
+//              a power of two: below 2^-17 of the largest of a row's eighth (of 32 of h) is lost
+// Bytes        each weight of a chosen expert once for every four of its pairs: with uniform
+//              routing of up to 48 rows that is once (shape::moe_weight_bytes)
+// Floor        V4.1, TP4, T = 24: 568 MB, 122 us at 4.65 TB/s. The bench prints the share reached.
+// Launch       one block an SM (128 at least): four warp groups that multiply, and one of a
+//              producer, a finisher and two gatherers. Weights are on their way before the kernels
+//              before have ended.
+// Ordering     below
+// Determinism  fixed trees: K of the first product is split over the warp groups and added in their
+//              order, K of the second lies in one warp; slots in slot order. Bitwise run to run.
+// Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
+//
+// How the work lies. The products are wgmma's of e4m3: 64 weight rows, whose fp4 codes are moved
+// into e4m3's fields in registers (seven instructions for eight codes), times 8 columns in shared
+// memory. A group of 32 along K is one product, so its scale multiplies the sums and not the
+// weights. bf16 values keep their eight bits as two e4m3 terms, high and low, two neighbouring
+// columns whose sums are added. An entry is an expert with up to four of its pairs.
+//
+// First product: a tile is 32 values of h, 32 rows of w1 and of w3 (Marlin's tiles: 64 values, in
+// two uses), so that gate and up of a value meet in one block. Tiles go around the blocks in the
+// order of entries, in kChunks pieces along K that the warp groups take in turn. The finisher adds
+// their sums, applies SwiGLU and sends h to all blocks. Second product: a block owns a band of 64
+// output columns for all experts, so a row's slots never leave the block; warp groups take entries.
+// Blocks without a band take more tiles. The first entries' h was finished while later tiles were
+// multiplied, so the second product starts without a wait. Router and shared expert, which do not
+// depend on the routing, are fetched while it is being decided; their products are mma.m16n8k16's
+// on rows of x in registers, K split over all warps.
+//
+// Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
+//                       read by one warp of every block. Written again by the next launch, which
+//                       begins after this one has ended (wait_at(before)).
+//              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
+//                       written once by one warp, which then counts (a release); gatherers wait for
+//                       the count (an acquire) and copy. Counters and the shared expert's h begin
+//                       as a pattern that no result has (kPoison); the latter is read until it is
+//                       not that pattern: payload and arrival in one access. The other parity is
+//                       filled with the pattern meanwhile: its readers ended with the launch
+//                       before, its writers begin with the next.
+//              epoch    one word a block, read at the start, advanced at the end by its own block.
+//              ring     slot of use u: full: the producer's copies and its gatherer's; empty: the
+//                       four warps that took it. Uses are filled in order, each is taken by one
+//                       warp group. A parity tells a phase from the next only: the producer and a
+//                       slot's gatherer see each phase, and a reader of use u first waits for the
+//                       end of the use before in its slot, whose own predecessor is over because
+//                       the producer was there since.
+//              head     the router's rows and the shared expert's tile lie at the ring's start, its
+//                       w2's band at the end: a slot's first use waits for gate_done, shared_done,
+//                       band_done.
+//              sums     partial[] full: every consumer; empty: the finisher's.
+//              registers  are given back before any wait: consumers wait for them to start.
+//              late     waits for other blocks watch one deadline and the abort word; nothing is
+//                       stored or published after a fault.
+#pragma once
+
+#include "fused/moe_wide_fetch.cuh"
+#include "fused/moe_wide_layout.cuh"
+#include "fused/moe_wide_multiply.cuh"
+
+namespace lowlat::nvidia::fused {
+
+namespace moe::wide {
+
+// ------------------------------------------------------------------------------------ finisher
+
+// By one warp: rows of scales that the shared w2's band touches, from that of its first row. Its
+// arrival is one of two that end the wait for the band.
+template <class L>
+LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
+  if (!r.shared || r.block_idx >= L::kBands) return;
+  const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns;
+  constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
+  for (int i = r.lane; i < L::kBandScaleRows * L::kBandScaleColumns; i += plat::kWarpLanes) {
+    if (first + i < kAll) r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
+  }
+  __syncwarp();
+  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.band_full);
+}
+
+template <class L>
+struct Finisher {
+  const Region<L>& r;
+  int sums = 0;
+
+  LOWLAT_DEVICE bool wait_sums() const {
+    return barrier_wait(&r.barriers.sums_full[sums % L::kBuffers], sums / L::kBuffers & 1, r.watch);
+  }
+  LOWLAT_DEVICE void free_sums() {
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_empty[sums % L::kBuffers]);
+    ++sums;
+  }
+  // Sum over the slices of K of weight row `row` and a column, by warps `first` and on.
+  template <int kCount>
+  LOWLAT_DEVICE float slices(int row, int column, int first) const {
+    constexpr int kRows = 2 * L::kSharedRows;
+    const float* src = r.partial(sums % L::kBuffers) + (first * kColumns + column) * kRows + row;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sum += src[i * kColumns * kRows];
+    return sum;
+  }
+
+  // Fills the other parity's columns with the pattern that says "not yet".
+  LOWLAT_DEVICE void clear_columns() const {
+    constexpr int kPieces = static_cast<int>(L::kHiddenBytes / 16);
+    unsigned char* dst = r.columns((r.epoch & 1u) ^ 1u);
+    for (int i = r.block_idx * plat::kWarpLanes + r.lane; i < kPieces;
+         i += r.num_blocks * plat::kWarpLanes) {
+      store_packet(dst + static_cast<std::size_t>(i) * 16,
+                   make_uint4(kPoison, kPoison, kPoison, kPoison));
+    }
+  }
+
+  LOWLAT_DEVICE bool run_gate(stages::GateRule rule) {
+    for (int group = 0; group < r.num_groups(); ++group) {
+      if (!wait_sums()) return false;
+      const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
+      float score = 0.0f;
+      if (column < kColumns) {
+        score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
+      }
+      free_sums();
+      std::uint32_t words[3];
+#pragma unroll
+      for (int j = 0; j < 3; ++j) {
+        const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
+        words[j] = __float_as_uint(
+            __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
+      }
+      const int x_row = group * kColumns + r.lane;
+      if (r.lane < kColumns && x_row < r.a.rows) {
+        plat::store_tagged(r.score_packet(x_row, r.block_idx), words, r.epoch);
+      }
+    }
+    return true;
+  }
+
+  // Eight values of the shared expert's h of four columns, a lane each: bf16 in the order of pairs,
+  // a chunk a column.
+  LOWLAT_DEVICE void finish_shared(int first_row, int first_column, int tile) const {
+    const int value = r.lane % L::kSharedRows, column = first_column + r.lane / L::kSharedRows;
+    const float gate = round_to_bf16(slices<L::kConsumers>(value, column, 0));
+    const float up = round_to_bf16(slices<L::kConsumers>(L::kSharedRows + value, column, 0));
+    const float h = stages::swiglu(gate, up, kSwigluLimit, false);
+    const std::uint32_t pair = pack_bf16(h, __shfl_down_sync(plat::kAllLanes, h, 4));
+    // Of a column's lanes 0 .. 3: values i and i + 4.
+    const int first = r.lane / L::kSharedRows * L::kSharedRows;
+    uint4 chunk;
+    chunk.x = __shfl_sync(plat::kAllLanes, pair, first);
+    chunk.y = __shfl_sync(plat::kAllLanes, pair, first + 1);
+    chunk.z = __shfl_sync(plat::kAllLanes, pair, first + 2);
+    chunk.w = __shfl_sync(plat::kAllLanes, pair, first + 3);
+    if (value == 0 && first_row + column < r.a.rows) {
+      store_packet(r.shared_hidden(first_row + column) + tile * 16, chunk);
+    }
+  }
+
+  // A group of 32 of a tile's values of h of one pair, a lane each, as two e4m3 terms.
+  LOWLAT_DEVICE void finish_pair(int column, int pair, int tile, int half) const {
+    constexpr int kGroupSums = L::kEntryPairs * L::kSumsPitch;  // of a warp group
+    const float* src = r.partial(sums % L::kBuffers) + column * L::kSumsPitch + half * 32 + r.lane;
+    float gate = 0.0f, up = 0.0f;
+#pragma unroll
+    for (int i = 0; i < L::kWarpGroups; i += L::kParts) {
+      gate += src[i * kGroupSums];
+      up += src[L::kMarlin ? (i + 1) * kGroupSums : i * kGroupSums + L::kTileValues];
+    }
+    const float h =
+        round_to_bf16(stages::swiglu(round_to_bf16(gate), round_to_bf16(up), kSwigluLimit, true));
+    float amax = fabsf(h);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      amax = fmaxf(amax, __shfl_xor_sync(plat::kAllLanes, amax, offset));
+    }
+    const std::uint32_t exponent = activation_exponent(amax);
+    const float scaled[4] = {h * __uint_as_float((254u - exponent) << 23), 0.0f, 0.0f, 0.0f};
+    std::uint32_t high, low;
+    split_e4m3(scaled, high, low);
+    const std::uint32_t codes = (high & 0xffu) | low << 8;
+    // Lane 4 p + i makes word i of part p, of the elements that lane i of four has codes of: in the
+    // upper nibbles (even parts) or the lower.
+    const int part = r.lane / 4 % 4, upper = part % 2 == 0 ? 1 : 0;
+    const int first = L::kMarlin ? r.lane % 4 * 2 + 8 * upper : r.lane % 4 * 8 + upper;
+    std::uint32_t word = 0;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const std::uint32_t theirs =
+          __shfl_sync(plat::kAllLanes, codes, first + (L::kMarlin ? b / 2 * 16 + b % 2 : 2 * b));
+      word |= (part < 2 ? theirs & 0xffu : theirs >> 8 & 0xffu) << 8 * b;
+    }
+    uint4 piece;
+    piece.x = __shfl_sync(plat::kAllLanes, word, r.lane % 4 * 4);
+    piece.y = __shfl_sync(plat::kAllLanes, word, r.lane % 4 * 4 + 1);
+    piece.z = __shfl_sync(plat::kAllLanes, word, r.lane % 4 * 4 + 2);
+    piece.w = __shfl_sync(plat::kAllLanes, word, r.lane % 4 * 4 + 3);
+    const int group = tile * L::kTileGroups + half;
+    if (r.lane < 4) store_packet(r.pair_pieces(pair) + group * L::kPieceRow + r.lane * 16, piece);
+    if (r.lane == 4) {
+      store_word(r.pair_scales(pair, group / L::kPartGroups) + group % L::kPartGroups,
+                 (exponent + kFp4E4m3Shift) << 23);
+    }
+  }
+
+  // The parts of the shared expert's second product, of eight rows.
+  LOWLAT_DEVICE void finish_shared_second(int group) const {
+    const float* src = r.partial(sums % L::kBuffers);
+    const int num = r.a.rows - group * kColumns;
+    for (int i = r.lane; i < (num < kColumns ? num : kColumns) * L::kBandRows;
+         i += plat::kWarpLanes) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int part = 0; part < L::kSharedParts; ++part) {
+        sum += src[part * kColumns * L::kBandRows + i];
+      }
+      r.second(L::kMaxPairs + group * kColumns)[i] = __float2bfloat16_rn(sum);
+    }
+  }
+
+  LOWLAT_DEVICE bool run(stages::GateRule rule) {
+    if (r.gates() && !run_gate(rule)) return false;
+    load_band_scales(r);
+    clear_columns();
+    for (int n = 0; n < r.shared_tiles(); ++n) {
+      for (int group = 0; group < r.num_groups(); ++group) {
+        if (!wait_sums()) return false;
+        const int first_row = group * kColumns;
+#pragma unroll 1
+        for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
+          finish_shared(first_row, column, n * r.num_blocks + r.block_idx);
+        }
+        free_sums();
+      }
+    }
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    if (r.shared && r.block_idx < L::kBands) {
+      for (int group = 0; group < r.num_groups(); ++group) {
+        if (!wait_sums()) return false;
+        finish_shared_second(group);
+        free_sums();
+      }
+    }
+    const int own_tiles = r.own_tiles();
+    for (int n = 0; n < own_tiles; ++n) {
+      const int number = r.routed_tile(n), entry = number / L::kTiles;
+      if (!wait_sums()) return false;
+      const int first = r.table.first[entry], num = r.table.first[entry + 1] - first;
+#pragma unroll 1
+      for (int i = 0; i < num * L::kTileGroups; ++i) {
+        const int column = i / L::kTileGroups;
+        finish_pair(column, r.table.sorted[first + column], number % L::kTiles, i % L::kTileGroups);
+      }
+      free_sums();
+      r.add_done(r.entry_done(entry));
+    }
+    return true;
+  }
+};
+
+// ------------------------------------------------------------------------------------ epilogue
+
+// All threads, after the block's sync: y of the band, stored and published.
+template <class L>
+LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
+  store_band<L>(r, first_row, [&](int row, int n) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < L::kSlots; ++slot) {
+      sum += __bfloat162float(r.second(row * L::kSlots + slot)[n]);
+    }
+    const float y = round_to_bf16(sum);
+    return r.shared ? y + __bfloat162float(r.second(L::kMaxPairs + row)[n]) : y;
+  });
+}
+
+template <class L>
+__global__ void __launch_bounds__(L::kThreads, 1)
+    moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
+  auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
+  const int thread = plat::thread_idx();
+  const int warp = __shfl_sync(plat::kAllLanes, thread / plat::kWarpLanes, 0);
+  Region<L> r = {args,
+                 smem,
+                 table,
+                 barriers,
+                 static_cast<unsigned char*>(args.workspace),
+                 0,
+                 {~std::uint64_t{0}, &table.stop, nullptr},
+                 static_cast<int>(blockIdx.x),
+                 static_cast<int>(gridDim.x),
+                 thread % plat::kWarpLanes,
+                 args.routing != MoeRouting::given,
+                 args.w.shared_w1.codes != nullptr,
+                 0};
+  if (r.shared) {
+    r.with_more = L::kSharedTiles - (L::kSharedTiles < r.num_blocks ? 0 : r.num_blocks);
+  }
+  if (thread < L::kRing) {
+    sm90::barrier_init(&barriers.full[thread], 2 * plat::kWarpLanes);
+    sm90::barrier_init(&barriers.empty[thread], 4);
+  } else if (thread >= 32 && thread < 32 + L::kBuffers) {
+    const int i = thread - 32;
+    sm90::barrier_init(&barriers.scales_full[i], 1);
+    sm90::barrier_init(&barriers.scales_empty[i], L::kConsumers);
+    sm90::barrier_init(&barriers.sums_full[i], L::kConsumers);
+    sm90::barrier_init(&barriers.sums_empty[i], 1);
+    sm90::barrier_init(&barriers.shared_full[i], 1);
+    sm90::barrier_init(&barriers.shared_done[i], L::kConsumers);
+  } else if (thread == 64) {
+    sm90::barrier_init(&barriers.gate_full, 1);
+    sm90::barrier_init(&barriers.gate_done, L::kConsumers);
+    sm90::barrier_init(&barriers.band_full, 2);
+    sm90::barrier_init(&barriers.band_done, L::kConsumers);
+    sm90::barrier_init(&barriers.table, L::kConsumers);
+    table.stop = 0;
+  }
+  static_assert(L::kBuffers == 2);
+  sm90::fence_barrier_init();
+
+  for (int i = thread; i < L::kExperts; i += L::kThreads) table.count[i] = 0;
+  plat::block_sync();
+
+  Producer<L> producer = {r};
+  Consumer<L> consumer = {r, warp};
+  bool going = true;
+  // Before any wait for the consumers, who wait for these registers.
+  if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
+  // Weights first; everything else has to wait for what came before.
+  if (warp == L::kProducer) {
+    going = producer.run_early();
+  }
+  wait_at(args.before);
+  // The next kernel's blocks may take the multiprocessors that are through.
+  sm90::launch_dependents();
+  std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
+  r.epoch = *epoch_word + 1;
+  r.watch.deadline_ns = plat::clock_ns() + args.fault.budget_ns;
+  if (args.fault.abort_words != nullptr) {
+    r.watch.abort_word = args.fault.abort_words[args.fault.tp_rank];
+  }
+  if (warp < L::kConsumers) {
+    sm90::more_registers<L::kConsumerRegisters>();
+    consumer.run(rules.rule, rules.sum_rule);
+  } else {
+    if (warp == L::kProducer) {
+      if (going) producer.run_routed();
+    } else if (warp == L::kFinisher) {
+      Finisher<L> finisher = {r};
+      finisher.run(rules.rule);
+    } else {
+      const Gatherer<L> gatherer = {r, warp - L::kGatherer};
+      gatherer.run();
+    }
+  }
+  plat::block_sync();
+  if (table.stop == 0) {
+    if (r.block_idx < L::kBands) finish_band(r, rules.first_row);
+    if (thread == 0) *epoch_word = r.epoch;
+    return;
+  }
+  if (warp == L::kProducer) producer.drain();
+  if (thread == 0) report_fault(r);
+}
+
+}  // namespace moe::wide
+}  // namespace lowlat::nvidia::fused

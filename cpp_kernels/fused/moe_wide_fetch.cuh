@@ -1,0 +1,437 @@
+// fused/moe_wide_fetch.cuh: the two roles of moe_wide.cuh that fill the ring: the producer's
+// weights, the gatherers' columns.
+#pragma once
+
+#include "fused/moe_wide_layout.cuh"
+
+namespace lowlat::nvidia::fused {
+
+namespace moe::wide {
+
+// ------------------------------------------------------------------------------------ producer
+
+template <class L>
+struct Producer {
+  const Region<L>& r;
+  int uses = 0;   // of the ring
+  int tiles = 0;  // whose scales were fetched
+
+  LOWLAT_DEVICE static void load(void* dst, const void* src, std::uint32_t bytes,
+                                 std::uint64_t* full) {
+    sm90::bulk_load(dst, src, bytes, full, sm90::CacheHint::evict_first);
+  }
+
+  // What does not depend on the routing, or on anything before this kernel.
+  LOWLAT_DEVICE bool run_early() {
+    const auto& w = r.a.w;
+    auto& barriers = r.barriers;
+    if (r.gates()) {
+      if (r.lane == 0) {
+        sm90::barrier_arrive_expect(&barriers.gate_full, L::kGateRows * 2 * L::kHidden);
+      }
+      __syncwarp();
+      if (r.lane < L::kGateRows) {
+        load(r.slot(0) + r.lane * L::kGatePitch,
+             w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
+             2 * L::kHidden, &barriers.gate_full);
+      }
+      // The router's rows and x decide when routing ends: nothing competes with them.
+      if (!barrier_wait(&barriers.gate_full, 0, r.watch)) return false;
+    }
+    for (int n = 0; n < r.shared_tiles(); ++n) {
+      if (n > 0 && !barrier_wait(&barriers.shared_done[n - 1], 0, r.watch)) return false;
+      if (r.lane == 0) {
+        sm90::barrier_arrive_expect(
+            &barriers.shared_full[n],
+            2 * (L::kSharedRows * L::kHidden + static_cast<int>(sizeof(r.table.shared_scales[0]))));
+      }
+      __syncwarp();
+      const int first = (n * r.num_blocks + r.block_idx) * L::kSharedRows;
+      if (r.lane < 2 * L::kSharedRows) {
+        load(r.slot(0) + L::kSharedAt + r.lane * L::kSharedPitch,
+             (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
+                 static_cast<std::size_t>(first + r.lane % L::kSharedRows) * L::kHidden,
+             L::kHidden, &barriers.shared_full[n]);
+      } else if (r.lane < 2 * L::kSharedRows + 2) {
+        const int up = r.lane % 2;
+        constexpr int kRow = L::kHidden / L::kBlock;
+        load(r.table.shared_scales[up],
+             (up ? w.shared_w3 : w.shared_w1).scales +
+                 static_cast<std::size_t>(first / L::kBlock) * kRow,
+             kRow, &barriers.shared_full[n]);
+      }
+    }
+    if (!L::kBandLate) load_shared_band();
+    return true;
+  }
+  LOWLAT_DEVICE void load_shared_band() const {
+    if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
+      constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
+      sm90::barrier_arrive_expect(&r.barriers.band_full, kBytes);
+      load(r.slot(0) + L::kBandAt,
+           r.a.w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
+           &r.barriers.band_full);
+    }
+    __syncwarp();
+  }
+
+  // kRows rows of kRow bytes to shared memory, 16 bytes a lane: a bulk copy costs 31 ns whatever
+  // its length, so short rows are not worth one. Eight rows of 64 bytes a step.
+  template <int kRows, int kRow, int kPitch>
+  LOWLAT_DEVICE void load_rows(std::uint32_t dst, const unsigned char* src,
+                               std::int64_t src_pitch) const {
+    constexpr int kLanes = kRow % 64 == 0 ? 4 : 2, kStep = plat::kWarpLanes / kLanes;
+    static_assert(kRow % (16 * kLanes) == 0);
+    dst += r.lane / kLanes * kPitch + r.lane % kLanes * 16;
+    src += r.lane / kLanes * src_pitch + r.lane % kLanes * 16;
+#pragma unroll
+    for (int row = 0; row < kRows; row += kStep) {
+      if (kRows % kStep != 0 && row + r.lane / kLanes >= kRows) break;
+#pragma unroll
+      for (int i = 0; i < kRow; i += 16 * kLanes) {
+        sm90::copy_piece(dst + row * kPitch + i, src + row * src_pitch + i,
+                         sm90::CacheHint::evict_first);
+      }
+    }
+  }
+  // After the lane's copies to a slot; every lane calls.
+  LOWLAT_DEVICE void end_slot(int slot) const {
+    sm90::barrier_arrive_copied(&r.barriers.full[slot]);
+  }
+
+  LOWLAT_DEVICE bool run_routed() {
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    if (L::kBandLate) {
+      if (!r.wait_head()) return false;
+      load_shared_band();
+    }
+    const int num_tiles = r.num_tiles();
+    for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
+      const int expert = r.table.expert[number / L::kTiles];
+      if (!load_tile(n, expert, number % L::kTiles)) return false;
+    }
+    if (r.block_idx >= L::kBands) return true;
+    for (int i = 0; i < r.table.num_entries * L::kBandParts; ++i) {
+      const int slot = uses % L::kRing;
+      if (!r.wait_free(uses)) return false;
+      ++uses;
+      const auto band = r.band_use(i);
+      load_band(slot, r.table.expert[band.entry], band.part);
+      end_slot(slot);
+    }
+    return true;
+  }
+
+ private:
+  // kTiles' tile `tile` of an expert, the n-th of this block.
+  LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
+    const auto& w = r.a.w;
+    if constexpr (L::kMarlin) {
+      // [K / 16][2 I / 64][512] codes, [K / 32][2 I] scales: columns of tiles, w1's, then w3's.
+      constexpr int kTilesOfK = 2 * L::kTiles * L::kTileBytes;
+      const unsigned char* codes = w.w1.codes +
+                                   static_cast<std::size_t>(expert) * L::kInner * L::kHidden +
+                                   tile * L::kTileBytes;
+      const unsigned char* scales =
+          w.w1.scales + static_cast<std::size_t>(expert) * 2 * L::kInner * L::kScaleRow +
+          tile * L::kTileValues;
+#pragma unroll 1
+      for (int use = 0; use < L::kUses; ++use) {
+        const int slot = uses % L::kRing, up = use % L::kParts, chunk = use / L::kParts;
+        if (!r.wait_free(uses)) return false;
+        ++uses;
+        load_tiles<L::kChunkGroups>(
+            r.slot_address(slot), L::kChunkCodes,
+            codes + static_cast<std::int64_t>(chunk) * 2 * L::kChunkGroups * kTilesOfK +
+                up * L::kTiles * L::kTileBytes,
+            kTilesOfK, scales + chunk * L::kChunkGroups * 2 * L::kInner + up * L::kInner,
+            2 * L::kInner);
+        end_slot(slot);
+      }
+    } else {
+      auto& barriers = r.barriers;
+      const std::size_t row = static_cast<std::size_t>(expert) * L::kInner + tile * L::kTileValues;
+      const int buffer = n % L::kBuffers;
+      if (n >= L::kBuffers &&
+          !barrier_wait(&barriers.scales_empty[buffer], (n / L::kBuffers - 1) & 1, r.watch)) {
+        return false;
+      }
+      if (r.lane == 0) sm90::barrier_arrive_expect(&barriers.scales_full[buffer], L::kTileScales);
+      __syncwarp();
+      tiles = n + 1;
+      if (r.lane < 2) {
+        load(r.smem + L::kScalesOffset + buffer * L::kTileScales + r.lane * (L::kTileScales / 2),
+             (r.lane ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2,
+             &barriers.scales_full[buffer]);
+      }
+      const std::size_t codes = row * (L::kHidden / 2);
+#pragma unroll 1
+      for (int chunk = 0; chunk < L::kChunks; ++chunk) {
+        const int slot = uses % L::kRing;
+        if (!r.wait_free(uses)) return false;
+        ++uses;
+        const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+          load_rows<L::kTileValues, L::kChunkRow, L::kChunkPitch>(
+              dst + up * L::kTileValues * L::kChunkPitch,
+              (up ? w.w3 : w.w1).codes + codes + chunk * L::kChunkRow, L::kHidden / 2);
+        }
+        end_slot(slot);
+      }
+    }
+    return true;
+  }
+  // This block's columns of an expert's w2, a part of K.
+  LOWLAT_DEVICE void load_band(int slot, int expert, int part) const {
+    const auto& w = r.a.w;
+    if constexpr (L::kMarlin) {
+      constexpr int kTilesOfK = L::kBands * L::kTileBytes;
+      load_tiles<L::kPartGroups>(
+          r.slot_address(slot), L::kBandCodes,
+          w.w2.codes + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerRow +
+              part * L::kPartGroups * 2 * kTilesOfK + r.block_idx * L::kTileBytes,
+          kTilesOfK,
+          w.w2.scales + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerGroups +
+              part * L::kPartGroups * L::kHidden + r.block_idx * L::kBandRows,
+          L::kHidden);
+    } else {
+      const std::size_t row =
+          static_cast<std::size_t>(expert) * L::kHidden + r.block_idx * L::kBandRows;
+      const unsigned char* codes = w.w2.codes + row * L::kInnerRow + part * L::kPartRow;
+      constexpr bool kWhole = L::kPartPitch == L::kInnerRow;
+      std::uint64_t* full = &r.barriers.full[slot];
+      if (r.lane == 0) {
+        sm90::barrier_expect(full, L::kBandScales + (kWhole ? L::kBandCodes : 0));
+        if (kWhole) load(r.slot(slot), codes, L::kBandCodes, full);
+        load(r.slot(slot) + L::kBandCodes, w.w2.scales + row * L::kInnerGroups, L::kBandScales,
+             full);
+      }
+      if constexpr (!kWhole) {
+        load_rows<L::kBandRows, L::kPartRow, L::kPartPitch>(r.slot_address(slot), codes,
+                                                            L::kInnerRow);
+      }
+    }
+  }
+  // Two tiles of 16 x 64 and 64 scales a group, one group after the other.
+  template <int kGroups>
+  LOWLAT_DEVICE void load_tiles(std::uint32_t dst, int scales_at, const unsigned char* codes,
+                                std::int64_t code_pitch, const unsigned char* scales,
+                                std::int64_t scale_pitch) const {
+    codes += r.lane * 16;
+    const std::uint32_t scales_to = dst + scales_at;
+    dst += r.lane * 16;
+    // In short steps: an offset beyond 1 MB in a copy's instruction ends as an illegal one.
+#pragma unroll 4
+    for (int i = 0; i < 2 * kGroups; ++i) {
+      sm90::copy_piece(dst, codes, sm90::CacheHint::evict_first);
+      dst += L::kTileBytes;
+      codes += code_pitch;
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; i += plat::kWarpLanes) {
+      const int piece = i + r.lane;
+      if (piece < 4 * kGroups) {
+        sm90::copy_piece(scales_to + piece * 16, scales + piece / 4 * scale_pitch + piece % 4 * 16,
+                         sm90::CacheHint::evict_first);
+      }
+    }
+  }
+
+ public:
+  // After a fault: copies under way must land before the block's memory is another's.
+  LOWLAT_DEVICE void drain() const {
+    constexpr int kTries = 1 << 12;  // some milliseconds; a copy takes microseconds
+    const auto landed = [](std::uint64_t* barrier, int count) {
+      for (int i = 0; count > 0 && i < kTries; ++i) {
+        if (sm90::barrier_try_wait(barrier, (count - 1) & 1)) return;
+      }
+    };
+#pragma unroll 1
+    for (int slot = 0; slot < L::kRing; ++slot) {
+      landed(&r.barriers.full[slot], (uses - slot + L::kRing - 1) / L::kRing);
+    }
+#pragma unroll 1
+    for (int i = 0; i < L::kBuffers; ++i) {
+      landed(&r.barriers.scales_full[i], (tiles - i + L::kBuffers - 1) / L::kBuffers);
+    }
+    landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
+    for (int n = 0; n < r.shared_tiles(); ++n) landed(&r.barriers.shared_full[n], 1);
+    landed(&r.barriers.band_full, r.shared && r.block_idx < L::kBands ? 1 : 0);
+  }
+};
+
+// ------------------------------------------------------------------------------------ gatherers
+
+// Makes x ready for the routed products, and brings the columns of each use of the ring.
+template <class L>
+struct Gatherer {
+  const Region<L>& r;
+  // 0 .. kGatherers - 1: takes every kGatherers-th slot. A slot stays with one gatherer, which so
+  // sees each of its phases.
+  int which;
+
+  // Eight elements that one lane's codes of two rows meet: neighbours, or four pairs eight apart.
+  LOWLAT_DEVICE static uint4 load_octet(const std::uint16_t* src, int i) {
+    if constexpr (L::kMarlin) {
+      const auto* pair = reinterpret_cast<const std::uint32_t*>(src) + i / 4 * 16 + i % 4;
+      return make_uint4(__ldcg(pair), __ldcg(pair + 4), __ldcg(pair + 8), __ldcg(pair + 12));
+    } else {
+      return __ldcg(reinterpret_cast<const uint4*>(src) + i);
+    }
+  }
+  // The two terms of a chunk of a row of x, for all blocks.
+  LOWLAT_DEVICE void split_row(int row, int chunk) const {
+    constexpr int kOctets = L::kChunkK / 8,
+                  kOwn = (kOctets + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    const std::uint16_t* src =
+        r.a.x + static_cast<std::size_t>(row) * L::kHidden + chunk * L::kChunkK;
+    uint4 eight[kOwn];
+    float amax = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const int i = k * plat::kWarpLanes + r.lane;
+      eight[k] = i < kOctets ? load_octet(src, i) : uint4{};
+      const std::uint32_t words[4] = {eight[k].x, eight[k].y, eight[k].z, eight[k].w};
+      amax = fmaxf(amax, pairs_amax<4>(words));
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      amax = fmaxf(amax, __shfl_xor_sync(plat::kAllLanes, amax, offset));
+    }
+    const std::uint32_t exponent = activation_exponent(amax);
+    const float inverse = __uint_as_float((254u - exponent) << 23);
+    unsigned char* dst = r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow);
+    // Which elements of a group meet which codes of a word: see codes().
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const int i = k * plat::kWarpLanes + r.lane;
+      const std::uint32_t words[4] = {eight[k].x, eight[k].y, eight[k].z, eight[k].w};
+      float odd[4], even[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const std::uint32_t from_odd = words[L::kMarlin ? j / 2 * 2 + 1 : j];
+        const std::uint32_t from_even = words[L::kMarlin ? j / 2 * 2 : j];
+        odd[j] = (L::kMarlin && j % 2 == 0 ? low_bf16(from_odd) : high_bf16(from_odd)) * inverse;
+        even[j] = (L::kMarlin && j % 2 != 0 ? high_bf16(from_even) : low_bf16(from_even)) * inverse;
+      }
+      std::uint32_t parts[4];
+      split_e4m3(odd, parts[0], parts[2]);
+      split_e4m3(even, parts[1], parts[3]);
+      transpose_quad(parts, r.lane % 4);
+      if (i < kOctets) {
+        store_packet(dst + i * 16, make_uint4(parts[0], parts[1], parts[2], parts[3]));
+      }
+    }
+    if (r.lane == 0) {
+      const std::uint32_t scale = (exponent + kFp4E4m3Shift) << 23;
+      store_packet(r.row_scale(row, chunk), make_uint4(scale, scale, scale, scale));
+    }
+    r.add_done(r.rows_done());
+  }
+  LOWLAT_DEVICE void split_rows() const {
+    const int units = r.a.rows * L::kChunks;
+    for (int unit = which * r.num_blocks + r.block_idx; unit < units;
+         unit += L::kGatherers * r.num_blocks) {
+      split_row(unit / L::kChunks, unit % L::kChunks);
+    }
+  }
+
+  // Pieces of one column, kGroups groups from `src` on, to column pair `column` of a slot.
+  template <int kGroups>
+  LOWLAT_DEVICE void copy_column(std::uint32_t slot, const unsigned char* src, int column) const {
+    const std::uint32_t dst = slot + L::kColumnsOffset + column * 32;
+#pragma unroll
+    for (int k = 0; k < 4 * kGroups; k += plat::kWarpLanes) {
+      const int i = k + r.lane;
+      // Of a group, high and low terms at odd and at even elements.
+      const int part = i % 4, at = i / 4 * L::kGroupBytes + part % 2 * 128 + part / 2 * 16;
+      if (i < 4 * kGroups) sm90::copy_piece(dst + at, src + i * 16, sm90::CacheHint::evict_last);
+    }
+  }
+  LOWLAT_DEVICE bool wait_rows() const {
+    const std::uint32_t want = counted(r.a.rows * L::kChunks);
+    for (int tries = 1; load_word(r.rows_done()) != want; ++tries) {
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kRowsEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+    fence_device();
+    return true;
+  }
+  LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
+    if (!wait_rows()) return false;
+    for (int n = 0; n < own_tiles; ++n) {
+      const int entry = r.routed_tile(n) / L::kTiles;
+      const int first = r.table.first[entry], num = r.num_pairs(entry);
+      for (int i = 0; i < L::kUses; ++i) {
+        const int use = n * L::kUses + i, slot = use % L::kRing, chunk = i / L::kParts;
+        if (slot % L::kGatherers != which) continue;
+        if (!r.wait_free(use)) return false;
+        const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll 1
+        for (int k = 0; k < num; ++k) {
+          const int row = r.table.sorted[first + k] / L::kSlots;
+          copy_column<L::kChunkGroups>(
+              dst, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow), k);
+          if (r.lane == k) {
+            sm90::copy_piece(dst + L::kColumnScales + k * 16, r.row_scale(row, chunk),
+                             sm90::CacheHint::evict_last);
+          }
+        }
+        sm90::barrier_arrive_copied(&r.barriers.full[slot]);
+      }
+    }
+    return true;
+  }
+  // Entries from 0 on whose h is complete, at least `least`; -1 when it is late.
+  LOWLAT_DEVICE int wait_entries(int least) const {
+    const int entry = least - 1 + r.lane;
+    const bool exists = entry < r.table.num_entries;
+    for (int tries = 1;; ++tries) {
+      const std::uint32_t done = exists ? load_word(r.entry_done(entry)) : 0;
+      const bool all = exists && done == counted(L::kTiles);
+      const std::uint32_t not_all = __ballot_sync(plat::kAllLanes, !all);
+      if ((not_all & 1u) == 0) {
+        fence_device();
+        return least - 1 + (not_all == 0 ? plat::kWarpLanes : __ffs(static_cast<int>(not_all)) - 1);
+      }
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return -1;
+    }
+  }
+  LOWLAT_DEVICE bool gather_pairs(int first_use) const {
+    int ready = 0;
+    for (int k = 0; k < r.table.num_entries * L::kBandParts; ++k) {
+      const int use = first_use + k, slot = use % L::kRing;
+      const auto [entry, part] = r.band_use(k);
+      if (slot % L::kGatherers != which) continue;
+      if (entry >= ready) ready = wait_entries(entry + 1);
+      if (ready < 0 || !r.wait_free(use)) return false;
+      const int first = r.table.first[entry], num = r.num_pairs(entry);
+      const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll 1
+      for (int i = 0; i < num; ++i) {
+        const int pair = r.table.sorted[first + i];
+        copy_column<L::kPartGroups>(
+            dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
+        if (r.lane < L::kScaleWords / 4) {
+          sm90::copy_piece(dst + L::kColumnScales + i * (L::kScaleWords * 4) + r.lane * 16,
+                           r.pair_scales(pair, part) + r.lane * 4, sm90::CacheHint::evict_last);
+        }
+      }
+      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
+    }
+    return true;
+  }
+
+  LOWLAT_DEVICE bool run() const {
+    split_rows();
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    const int own_tiles = r.own_tiles();
+    return gather_rows(own_tiles) &&
+           (r.block_idx >= L::kBands || gather_pairs(own_tiles * L::kUses));
+  }
+};
+
+}  // namespace moe::wide
+}  // namespace lowlat::nvidia::fused

@@ -1,0 +1,372 @@
+// fused/moe_wide_layout.cuh: sizes and places of moe_wide.cuh: what lies where in shared memory,
+// the ring's slots, the workspace, and which tiles are whose.
+#pragma once
+
+#include <type_traits>
+
+#include "fused/moe_parts.cuh"
+// The parts come first.
+#include "fused/moe_wide_numbers.cuh"
+
+namespace lowlat::nvidia::fused {
+
+namespace moe::wide {
+
+using lowlat::fused::MoeLayout;
+
+constexpr int most(int a, int b) { return a > b ? a : b; }
+// Rows of shared memory that eight lanes read at once, 16 bytes each, with two at a bank at most.
+constexpr int spread_pitch(int row_bytes) {
+  return row_bytes % 128 == 32 || row_bytes / 16 % 2 == 1 ? row_bytes : row_bytes + 16;
+}
+
+// Sizes of one compiled shape.
+template <class S, MoeLayout kLayout>
+struct Layout {
+  static constexpr bool kMarlin = kLayout == MoeLayout::marlin;
+  static constexpr int kWarpGroups = 4, kConsumers = 4 * kWarpGroups;  // warps
+  static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
+  static constexpr int kGatherer = kConsumers + 2, kGatherers = 2;
+  static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
+  static constexpr int kConsumerRegisters =
+      (kLaunchRegisters + (kLaunchRegisters - kOtherRegisters) * 4 / kConsumers) / 8 * 8;
+  static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
+  static constexpr int kExperts = S::kNumExperts, kSlots = S::kExpertsPerToken;
+  static constexpr int kBlock = S::kScaleBlock;
+  static constexpr int kMaxRows = 64;
+  static constexpr int kMaxPairs = kMaxRows * kSlots;
+  // An entry is an expert with up to so many of its pairs: two columns of a product each.
+  static constexpr int kEntryPairs = 4;
+
+  // Head: router and the shared expert's first product.
+  static constexpr int kSlice = kHidden / kConsumers;       // of K, a warp
+  static constexpr int kRun = kSlice % 128 == 0 ? 32 : 16;  // consecutive elements of a thread
+  static constexpr int kBlockK = 4 * kRun, kSliceBlocks = kSlice / kBlockK;
+  static constexpr int kSharedRows = 8;  // values of h of a tile
+  static constexpr int kSharedTiles = kInner / kSharedRows;
+  static constexpr int kMostSharedTiles = (kSharedTiles + kScorers - 1) / kScorers;  // of a block
+  static constexpr int kSharedPitch = kHidden + (kRun == 32 ? 16 : 64);              // e4m3 row
+  static constexpr int kSharedBytes = 2 * kSharedRows * kSharedPitch;
+  static constexpr int kGateRows = kExperts / kScorers;
+  static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
+  // First product. A use of the ring has 64 weight rows: those of w1 and of w3, or one's.
+  static constexpr int kUseRows = 64;
+  static constexpr int kTileValues = kMarlin ? 64 : 32, kTileGroups = kTileValues / 32;
+  static constexpr int kParts = 2 * kTileValues / kUseRows;  // uses of a chunk
+  static constexpr int kTiles = kInner / kTileValues;        // of an entry
+  // Of a period's tiles each block with a band and each without has so many: a band is worth the
+  // difference.
+  static constexpr int kBandTiles = kHidden > 4096 ? 4 : 2, kSpareTiles = kHidden > 4096 ? 9 : 6;
+  static constexpr int kChunks = 8, kChunkK = kHidden / kChunks;
+  static constexpr int kChunkGroups = kChunkK / 32, kChunkRow = kChunkK / 2;
+  static constexpr int kChunkPitch = kMarlin ? kChunkRow : spread_pitch(kChunkRow);
+  static constexpr int kUses = kChunks * kParts;  // of a tile
+  static constexpr int kTileBytes = 512;          // of a Marlin tile's codes
+  static constexpr int kScaleRow = kHidden / 32;
+  static constexpr int kTileScales = kMarlin ? 0 : kUseRows * kScaleRow;  // on their own
+  // Second product.
+  static constexpr int kBandRows = 64;
+  static constexpr int kBands = kHidden / kBandRows;  // blocks that own columns
+  static constexpr int kRowBlocks = kBandRows / 16;   // of 16 rows, a warp's
+  static constexpr int kInnerGroups = kInner / 32;
+  static constexpr int kInnerRow = kInner / 2;
+  // An entry's band comes in parts along K, one where that fits a slot.
+  static constexpr int kBandParts = kInnerGroups > 18 ? 2 : 1,
+                       kPartGroups = kInnerGroups / kBandParts;
+  static constexpr int kPartRow = kInnerRow / kBandParts;
+  static constexpr int kPartPitch = kMarlin ? kPartRow : spread_pitch(kPartRow);
+  static constexpr int kBandCodes = kBandRows * kPartPitch;
+  // Marlin: the part's scales; checkpoint: those of all parts.
+  static constexpr int kBandScales = kBandRows * (kMarlin ? kPartGroups : kInnerGroups);
+  // Of the shared expert.
+  static constexpr int kInnerBlocks = kInner / 64;
+  static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;
+  static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, a warp
+  static_assert(kBlock == 32 || kPartBlocks % 2 == 0);
+  static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
+  static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
+  static constexpr int kBandScaleColumns = kInner / kBlock;
+
+  static_assert(kSlice % kBlockK == 0 && kHidden % (kChunks * 64) == 0 && kInner % 64 == 0 &&
+                kExperts % kScorers == 0 && kChunks % kWarpGroups == 0 && kBands <= kScorers);
+  static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4);
+  static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
+  static_assert(kPartGroups <= plat::kWarpLanes && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
+                kInner % kTileValues == 0);
+  static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
+  static_assert(kBlock % kSharedRows == 0 && kHidden / kBlock % 16 == 0);
+  static_assert(kMostSharedTiles <= 2);
+
+  // Scales of a column: words of a part, or one. Copied 16 bytes at a time: what is shorter would
+  // pass by the first-level cache, where a neighbour's may lie from before they were there.
+  static constexpr int kScaleWords = round_up(kPartGroups, 4);
+  // A slot of the ring: weights (a chunk, or an entry's band), columns, the columns' scales.
+  static constexpr int kGroupBytes = 256;  // of columns: two cores
+  static constexpr int kMostGroups = most(kChunkGroups, kPartGroups);
+  static constexpr int kChunkCodes = kUseRows * kChunkPitch;
+  static constexpr int kChunkBytes = kChunkCodes + (kMarlin ? kUseRows * kChunkGroups : 0);
+  static constexpr int kBandBytes = kBandCodes + kBandScales;
+  static constexpr int kColumnsOffset =
+      round_up(kChunkBytes > kBandBytes ? kChunkBytes : kBandBytes, 128);
+  static constexpr int kColumnScales = kColumnsOffset + kMostGroups * kGroupBytes;
+  static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 128);
+  // The head's weights lie in the ring, from its start: the router's rows, the shared tile.
+  static constexpr int kSharedAt = round_up(kGateRows * kGatePitch, 128);
+  static constexpr int kHeadBytes = kSharedAt + kSharedBytes;
+
+  // Shared memory, in bytes from its start.
+  static constexpr int kSumsPitch = kUseRows + 4;  // floats of a column: lanes on all banks
+  static constexpr int kRoutedSums = kWarpGroups * kEntryPairs * kSumsPitch;
+  static constexpr int kHeadSums = kConsumers * kColumns * 2 * kSharedRows;
+  static constexpr int kBandSums = kSharedParts * kColumns * kBandRows;
+  static constexpr int kPartialBytes = 4 * most(kRoutedSums, most(kHeadSums, kBandSums));
+  static constexpr int kBuffers = 2;                        // of partial sums, of scales
+  static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
+  static constexpr int kSumsOffset = 0;
+  static constexpr int kScalesOffset = kSumsOffset + kBuffers * kPartialBytes;
+  static constexpr int kSecondOffset = kScalesOffset + kBuffers * kTileScales;
+  static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;
+  // Or in the workspace, where fewer than four slots would be left.
+  static constexpr int kMaxSlots = 12;
+  static constexpr int kTableMost = 7424;
+  static constexpr bool kSecondShared =
+      (kSmemLimit - kSecondOffset - kSecondBytes - kTableMost) / kSlotBytes >= kMaxSlots;
+  static constexpr int kTableOffset =
+      round_up(kSecondOffset + (kSecondShared ? kSecondBytes : 0), 128);
+  struct alignas(16) Table {
+    std::int32_t ids[kMaxPairs];
+    float weights[kMaxPairs];
+    std::int32_t num_entries;
+    std::uint32_t stop;             // Watch
+    std::uint32_t count[kExperts];  // pairs of an expert; then where they begin in `sorted`
+    std::uint32_t warp_sums[kConsumers];
+    std::uint16_t expert[kMaxPairs];                               // of an entry, ascending
+    std::uint16_t first[kMaxPairs + 1];                            // of an entry in `sorted`
+    std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
+    std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
+    alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
+  };
+  static constexpr int kBarrierOffset =
+      round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
+
+  struct Barriers {
+    std::uint64_t full[kMaxSlots], empty[kMaxSlots];
+    std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
+    std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
+    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
+    std::uint64_t band_full, band_done, table;
+  };
+  static constexpr int kRingOffset =
+      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
+  static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
+  static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
+  // The shared w2's band lies at the ring's end.
+  static constexpr int kBandAt = (kRing * kSlotBytes - kBandRows * kInner) / 128 * 128;
+  // Or comes when the head is over.
+  static constexpr bool kBandLate = kBandAt < kHeadBytes;
+  static_assert(kBandAt >= 0 && kHeadBytes <= kRing * kSlotBytes);
+  static_assert(kRing >= kWarpGroups, "a reader is never a whole turn of the ring behind");
+  static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
+
+  // Workspace, in bytes from its start. The kernel of 8 rows and that of 64 have one each.
+  static constexpr int kMaxGrid = 1024;
+  static constexpr int kPieceRow = 64;  // of a group: high odd, high even, low odd, low even
+  static constexpr std::size_t kPairsOffset = std::size_t{kMaxRows} * kHidden / 32 * kPieceRow;
+  static constexpr std::size_t kSharedOffset =
+      kPairsOffset + std::size_t{kMaxPairs} * kInnerGroups * kPieceRow;
+  static constexpr std::size_t kRowScalesOffset =
+      kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
+  static constexpr std::size_t kPairScalesOffset =
+      kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
+  static constexpr std::size_t kDoneOffset =  // rows' counter, then a counter an entry
+      kPairScalesOffset + std::size_t{kMaxPairs} * kBandParts * kScaleWords * 4;
+  static constexpr std::size_t kHiddenBytes =  // of one parity
+      kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs, 4);
+  static_assert(kHiddenBytes % 16 == 0);
+  static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
+  static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
+  static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kMaxRows;
+  static constexpr std::size_t kBlockSecondOffset = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kWorkspaceBytes =
+      kBlockSecondOffset + (kSecondShared ? 0 : std::size_t{kBands} * kSecondBytes);
+};
+
+// What every role of a block knows.
+template <class L>
+struct Region {
+  const MoeArgs& a;
+  unsigned char* smem;
+  typename L::Table& table;
+  typename L::Barriers& barriers;
+  unsigned char* workspace;
+  std::uint32_t epoch;
+  Watch watch;
+  int block_idx, num_blocks, lane;
+  bool scores, shared;  // this launch has a router, a shared expert
+  int with_more;        // blocks that have one tile of the shared expert more than the others
+
+  LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
+    return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
+  }
+  LOWLAT_DEVICE unsigned char* slot(int slot) const {
+    return smem + L::kRingOffset + slot * L::kSlotBytes;
+  }
+  LOWLAT_DEVICE float* partial(int buffer) const {
+    return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
+  }
+  // [kSecondRows][kBandRows] bf16: d of a pair, then the shared expert's sums of a row.
+  LOWLAT_DEVICE __nv_bfloat16* second(int row) const {
+    unsigned char* first = L::kSecondShared
+                               ? smem + L::kSecondOffset
+                               : workspace + L::kBlockSecondOffset +
+                                     static_cast<std::size_t>(block_idx) * L::kSecondBytes;
+    return reinterpret_cast<__nv_bfloat16*>(first) + row * L::kBandRows;
+  }
+  LOWLAT_DEVICE unsigned char* columns(std::uint32_t parity) const {
+    return workspace + L::kHiddenOffset + parity * L::kHiddenBytes;
+  }
+  LOWLAT_DEVICE unsigned char* here(std::size_t offset) const {
+    return columns(epoch & 1u) + offset;
+  }
+  // [group of 32][64]: pieces of a row of x, of a pair's h.
+  LOWLAT_DEVICE unsigned char* row_pieces(int row) const {
+    return here(static_cast<std::size_t>(row) * (L::kHidden / 32 * L::kPieceRow));
+  }
+  LOWLAT_DEVICE unsigned char* pair_pieces(int pair) const {
+    return here(L::kPairsOffset) + pair * (L::kInnerGroups * L::kPieceRow);
+  }
+  LOWLAT_DEVICE unsigned char* row_scale(int row, int chunk) const {  // a word, four times
+    return here(L::kRowScalesOffset) + (row * L::kChunks + chunk) * 16;
+  }
+  LOWLAT_DEVICE std::uint32_t* pair_scales(int pair, int part) const {  // [kScaleWords]
+    return reinterpret_cast<std::uint32_t*>(here(L::kPairScalesOffset)) +
+           (pair * L::kBandParts + part) * L::kScaleWords;
+  }
+  // Counters of what is there: from kPoison on, so that clearing is the same for all.
+  LOWLAT_DEVICE std::uint32_t* rows_done() const {  // chunks of rows
+    return reinterpret_cast<std::uint32_t*>(here(L::kDoneOffset));
+  }
+  LOWLAT_DEVICE std::uint32_t* entry_done(int entry) const {  // tiles of an entry's h
+    return rows_done() + 1 + entry;
+  }
+  // A warp has stored what is counted.
+  LOWLAT_DEVICE void add_done(std::uint32_t* counter) const {
+    fence_device();
+    __syncwarp();
+    if (lane == 0) add_word(counter, 1);
+  }
+  // The shared expert's h of a row: bf16 in the order of pairs.
+  LOWLAT_DEVICE unsigned char* shared_hidden(int row) const {
+    return here(L::kSharedOffset) + row * (L::kInner * 2);
+  }
+  LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int block) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kScorers +
+           block;
+  }
+  LOWLAT_DEVICE bool gates() const { return scores && block_idx < kScorers; }
+
+  LOWLAT_DEVICE int shared_tiles() const {
+    return !shared ? 0 : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
+  }
+  // Tiles go around in order of entries: a round of all blocks, some more of those without a band,
+  // until a period is over.
+  LOWLAT_DEVICE int spare_blocks() const { return num_blocks - L::kBands; }
+  LOWLAT_DEVICE int own_of_period() const {
+    return block_idx < L::kBands ? L::kBandTiles : L::kSpareTiles;
+  }
+  LOWLAT_DEVICE int period() const {
+    return L::kBandTiles * num_blocks + (L::kSpareTiles - L::kBandTiles) * spare_blocks();
+  }
+  // The k-th tile of this block in a period. Shared tiles go to blocks 0, 1, .. first, so rounds
+  // begin with the blocks after them.
+  LOWLAT_DEVICE int tile_of_period(int k) const {
+    // Extra tiles of a spare block before round i.
+    const auto extra = [](int i) { return i * (L::kSpareTiles - L::kBandTiles) / L::kBandTiles; };
+    int round = k, more = 0;
+    if (block_idx >= L::kBands) {
+      round = 0;
+#pragma unroll
+      for (int i = 1; i < L::kBandTiles; ++i) round += i + extra(i) <= k ? 1 : 0;
+      more = k - round - extra(round);
+    }
+    const int before = round * num_blocks + extra(round) * spare_blocks();
+    if (more > 0) {
+      return before + num_blocks + (more - 1) * spare_blocks() + block_idx - L::kBands;
+    }
+    const int turn = block_idx - with_more;
+    return before + (turn < 0 ? turn + num_blocks : turn);
+  }
+  // The n-th routed tile of this block (its number among all, in order of entries).
+  LOWLAT_DEVICE int routed_tile(int n) const {
+    const int own = own_of_period();
+    return n / own * period() + tile_of_period(n % own);
+  }
+  LOWLAT_DEVICE int num_tiles() const { return table.num_entries * L::kTiles; }
+  LOWLAT_DEVICE int own_tiles() const {
+    const int own = own_of_period(), all = num_tiles(), rest = all % period();
+    int count = all / period() * own;
+#pragma unroll 1
+    for (int k = 0; k < own; ++k) count += tile_of_period(k) < rest ? 1 : 0;
+    return count;
+  }
+  // The k-th use of the second product. Entries go four at a time, one a warp group, part after
+  // part, so that from one use of a warp group to its next there are no more than in the first
+  // product: fewer than the ring has slots (see wait_filled).
+  struct BandUse {
+    int entry, part;
+  };
+  LOWLAT_DEVICE BandUse band_use(int k) const {
+    if constexpr (L::kBandParts == 1) return {k, 0};
+    constexpr int kTurn = L::kWarpGroups * L::kBandParts;
+    const int first = k / kTurn * L::kWarpGroups, num = turn_entries(first), in = k % kTurn;
+    return {first + in % num, in / num};
+  }
+  LOWLAT_DEVICE int band_use_of(int entry, int part) const {
+    const int in = entry % L::kWarpGroups, first = entry - in;
+    return first * L::kBandParts + part * turn_entries(first) + in;
+  }
+  LOWLAT_DEVICE int turn_entries(int first) const {
+    const int left = table.num_entries - first;
+    return left < L::kWarpGroups ? left : L::kWarpGroups;
+  }
+  LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
+  LOWLAT_DEVICE int num_pairs(int entry) const {
+    return table.first[entry + 1] - table.first[entry];
+  }
+
+  // Until router and shared tiles are done with the ring.
+  LOWLAT_DEVICE bool wait_head() const {
+    const int num = shared_tiles();
+    return (!gates() || barrier_wait(&barriers.gate_done, 0, watch)) &&
+           (num == 0 || barrier_wait(&barriers.shared_done[num - 1], 0, watch));
+  }
+  // Until use `use` of the ring may be filled.
+  LOWLAT_DEVICE bool wait_free(int use) const {
+    const int slot = use % L::kRing;
+    if (use >= L::kRing) {
+      return barrier_wait(&barriers.empty[slot], (use / L::kRing - 1) & 1, watch);
+    }
+    const int begin = slot * L::kSlotBytes;
+    if (begin < L::kSharedAt && gates() && !barrier_wait(&barriers.gate_done, 0, watch)) {
+      return false;
+    }
+    if (begin + L::kSlotBytes > L::kBandAt && shared && block_idx < L::kBands &&
+        !barrier_wait(&barriers.band_done, 0, watch)) {
+      return false;
+    }
+    const bool over_shared = begin + L::kSlotBytes > L::kSharedAt && begin < L::kHeadBytes;
+    const int num = over_shared ? shared_tiles() : 0;
+    return num == 0 || barrier_wait(&barriers.shared_done[num - 1], 0, watch);
+  }
+  // Until use `use` is filled. The use before in its slot was another warp group's, perhaps.
+  LOWLAT_DEVICE bool wait_filled(int use) const {
+    const int slot = use % L::kRing;
+    const std::uint32_t parity = use / L::kRing & 1;
+    if (use >= L::kRing && !barrier_wait(&barriers.empty[slot], parity ^ 1u, watch)) return false;
+    return barrier_wait(&barriers.full[slot], parity, watch);
+  }
+};
+
+}  // namespace moe::wide
+}  // namespace lowlat::nvidia::fused
