@@ -1,6 +1,6 @@
 // V4-Flash's layers at true shapes, TP4's share on one device with its mailboxes looped back: whole
 // layers of ratio 0, 4 and 128 against float64, half by half; and replays bit for bit what the same
-// kernels give one after another, however late a kernel is.
+// kernels give one after another.
 #include <functional>
 
 #include "bench/layer_v4_case.cuh"
@@ -28,14 +28,6 @@ struct Weights {
 const Weights& weights() {
   static const Weights all;
   return all;
-}
-
-__global__ void spend(std::uint64_t ns) {
-  std::uint64_t begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
-  do {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  } while (now - begin < ns);
 }
 
 struct Stats {
@@ -380,40 +372,6 @@ TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
       }
       CHECK_EQ(different, 0);
       CHECK(!rank.chain.mail.faulted());
-    }
-  }
-}
-
-TEST_CASE(a_kernel_may_start_a_millisecond_late) {
-  need_device();
-  for (const int rows : {6, 12}) {
-    for (const int ratio : {4, 128}) {
-      Rank rank(ratio, rows, BranchJoin::started);
-      const Result want = rank.one_by_one(0);
-      for (int late = 0; late <= static_cast<int>(HopKernel::second_exchange); ++late) {
-        Graph graph([&](cudaStream_t stream) {
-          const std::function<void(HopKernel)> delay = [&](HopKernel kernel) {
-            if (static_cast<int>(kernel) == late) {
-              lowlat::bench::spend<<<1, 1, 0, stream>>>(1'000'000);
-            }
-          };
-          lowlat::nvidia::fused::LayerParts parts;
-          parts.between = &delay;
-          rank.chain.launch(parts, rank.side, stream);
-        });
-        rank.begin(0);
-        finish();  // the copies are the default stream's
-        graph.replay();
-        graph.wait();
-        CHECK(rank.chain.layers.take() == want);
-        CHECK(!rank.chain.mail.faulted());
-        if (rank.chain.mail.faulted()) {
-          std::printf("T=%d ratio %d, late %d:", rows, ratio, late);
-          rank.chain.mail.print_status();
-          rank.chain.mail.recover();
-          rank.chain.layers.recover();
-        }
-      }
     }
   }
 }
