@@ -160,8 +160,8 @@ struct LayerParts {
 
 // One layer: layer_idx counts from 0 within the step (exchanges 2 layer_idx and the next). Returns
 // cudaErrorInvalidValue for sizes that were not built and for a device that cannot hold the
-// experts' grid at once; cudaErrorNotSupported for the experts of v41_tp2, which have not ended on
-// two devices yet.
+// experts' grid at once; cudaErrorNotSupported for the experts of v41_tp2, which have not run in a
+// layer on two devices yet.
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream);
 
