@@ -3,7 +3,8 @@
 // compressor, indexer and Engram of its own; what those make (the extra set of keys) is an input
 // here. Every C++ compiler reads it.
 //
-// Rows       1 .. 48 (kMaxFusedRows). Ranks 2 or 4, or those of one device looped back to it.
+// Rows       1 .. 48 (kMaxFusedRows). Ranks 4, or those of one device looped back to it; of 2
+//            ranks the attention sublayer alone, see launch_plain_layer.
 // Order      launch_layer_begin, launch_layer_input (or a kernel of the caller that sends x), then
 //            layers 0, 1 and on, on one stream; the next step begins when this one's kernels have
 //            ended. Capturable; nothing is allocated.
