@@ -447,7 +447,7 @@ typedef struct lowlat_status_words {
   int32_t peer;    /* rank that was waited for or that raised the abort; -1: none */
   uint32_t place;  /* of the fused schedule: 16 times the layer, counted from 1, and which of its
                     * kernels; or 0x1000, 32 times the layer and which of its gates; else 0 */
-  uint64_t epoch; /* of the exchange */
+  uint64_t epoch;  /* of the exchange */
 } lowlat_status_words;
 
 LOWLAT_API lowlat_status lowlat_status_read(const lowlat_model* model,

@@ -81,7 +81,7 @@ impl ModelHandle {
             kernel: 0,
             stage: 0,
             peer: -1,
-            reserved: 0,
+            place: 0,
             epoch: 0,
         };
         // SAFETY: the handle lives as long as `inner`, `words` through the call.
