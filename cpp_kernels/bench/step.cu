@@ -3,7 +3,8 @@
 //
 //   bench_step check [rows..]   eight layers of every kind and a draft: logits, tokens, features
 //                               (by the draft's tokens) and all caches; replays, bit for bit
-//   bench_step hosted           the same of steps for an engine that keeps caches and head
+//   bench_step hosted           the same of steps for an engine that keeps caches and head, with
+//                               experts in both layouts
 //   bench_step time [rows..]    the model's 40 layers, a CUDA graph of one step
 //   bench_step fault            an abort of steps in flight
 //   bench_step once [rows..]    a step and a draft without a comparison, for a sanitizer
@@ -43,14 +44,7 @@ void check(const std::vector<int>& widths) {
 void hosted() {
   lowlat_model_config config = config_of(false, 3);
   config.num_pages = kPagesOfRequest;
-  Weights weights;
-  Rank fused("nvidia:0:fused:loop", config, weights, Host::steps);
-  Rank resident("nvidia:0:persistent:loop", config, weights, Host::steps);
-  for (const int rows : {6, 1, 12, 48}) {
-    compare_hosted(fused, resident, case_of(rows, kShort + rows), 1);
-  }
-  compare_hosted(fused, resident, {4, 1, kShort}, 2);
-  compare_pools(fused, resident, 0.08);
+  compare_hosting(config);
   config.num_widths = 0;
   for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
   Weights draft_weights;

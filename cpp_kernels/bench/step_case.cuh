@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "bench/attn_bench.hpp"
+#include "bench/marlin_layout.cuh"
 #include "lowlat/kernels.h"
 #include "reference/format.hpp"
 #include "reference/fp4.hpp"
@@ -29,7 +30,7 @@ inline constexpr int kOwnTokens = 129280 / 4;
 // Short contexts, all of whose entries are selected, and long ones, where what is selected hangs on
 // the last bits of scores that random keys bring close together.
 inline constexpr int kShort = 200, kPosition = 4000, kPageSize = 256, kMaxBatch = 8,
-                     kPagesOfRequest = 20;
+                     kPagesOfRequest = 20, kPoolSeed = 4096;
 
 inline void must(lowlat_status status) {
   if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
@@ -206,8 +207,9 @@ class Weights {
     return count_of(spec) * kBytes[spec.dtype];
   }
   void* of(const lowlat_tensor_spec& spec, std::uint64_t seed) {
-    void*& data = memory_[spec.name];
-    if (data == nullptr) data = filled(spec, seed, by_score_);
+    const bool marlin = spec.layout == LOWLAT_MARLIN;
+    void*& data = memory_[marlin ? std::string(spec.name) + ", Marlin" : spec.name];
+    if (data == nullptr) data = marlin ? relaid(spec) : filled(spec, seed, by_score_);
     return data;
   }
   static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed, bool by_score = false) {
@@ -238,6 +240,34 @@ class Weights {
   }
 
  private:
+  // From the checkpoint's layout, in which a model has had them.
+  void* relaid(const lowlat_tensor_spec& spec) {
+    const std::string name = spec.name;
+    const std::size_t at = name.find("w13");
+    const auto source = [&](const char* matrix) {
+      const std::string from =
+          at == std::string::npos ? name : name.substr(0, at) + matrix + name.substr(at + 3);
+      return static_cast<const std::uint8_t*>(memory_.at(from));
+    };
+    // Codes [E, K / 16, 2 N] words, scales [E, K / 32, N].
+    const bool codes = spec.dtype == LOWLAT_I32;
+    const auto all = static_cast<std::size_t>(spec.shape[2]) / (codes ? 2 : 1);
+    const bool both = at != std::string::npos;
+    const Rows rows = {source("w1"), both ? source("w3") : nullptr, both ? all / 2 : all,
+                       static_cast<std::size_t>(spec.shape[1]) * (codes ? 8 : 1)};
+    const auto bytes = static_cast<std::size_t>(bytes_of(spec));
+    void* data = nullptr;
+    cuda_must(cudaMalloc(&data, bytes), "memory");
+    if (codes) {
+      marlin_codes<<<1024, 256>>>(static_cast<std::uint32_t*>(data), bytes / 4, rows);
+    } else {
+      marlin_scales<<<1024, 256>>>(static_cast<std::uint8_t*>(data), bytes, rows);
+    }
+    cuda_must(cudaGetLastError(), "Marlin's layout");
+    cuda_must(cudaDeviceSynchronize(), "Marlin's layout");
+    return data;
+  }
+
   bool by_score_;
   std::map<std::string, void*> memory_;
 };
@@ -253,14 +283,17 @@ struct Case {
   int requests, tokens, position;
   int rows() const { return requests * tokens; }
 };
+inline Case case_of(int rows, int position) {
+  return rows % 6 == 0 ? Case{rows / 6, 6, position} : Case{rows, 1, position};
+}
 
 // Of a hosted model: page 0 is padding's, and the window's keys lie in pages of another order.
 inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
-// Who keeps caches and head: the model, or an engine with the checkpoint's experts and wo_a in
-// bf16, for steps or for proposals.
-enum class Host { none, steps, proposals };
+// Who keeps caches and head: the model, or an engine with wo_a in bf16, for steps with experts in
+// the checkpoint's layout or in Marlin's, which is made of the other, or for proposals.
+enum class Host { none, steps, marlin_steps, proposals };
 
 class Rank {
  public:
@@ -271,7 +304,7 @@ class Rank {
     if (hosted) {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
-      hosting.expert_layout = LOWLAT_ROW_MAJOR;
+      hosting.expert_layout = host == Host::marlin_steps ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
       hosting.bf16_wo_a = 1;
       hosting.proposals = host == Host::proposals ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
@@ -295,19 +328,19 @@ class Rank {
         tensor.stride[d] = stride;
         stride *= spec.shape[d];
       }
-      const auto seed = static_cast<std::uint64_t>(i) + 1;
       if (spec.role == LOWLAT_POOL) {
-        tensor.data = Weights::filled(spec, seed);
+        // The same whatever the layout of the weights between them.
+        tensor.data = Weights::filled(spec, kPoolSeed + pools_.size());
         pools_.push_back({spec, spec.name, tensor.data});
         caches.push_back(tensor);
         if (hosted) continue;
       } else {
-        tensor.data = weights.of(spec, seed);
+        tensor.data = weights.of(spec, static_cast<std::uint64_t>(i) + 1);
       }
       must(lowlat_model_bind(model_, spec.name, &tensor));
     }
     must(lowlat_model_ready(model_));
-    if (host == Host::steps) bind_caches(caches);
+    if (host == Host::steps || host == Host::marlin_steps) bind_caches(caches);
   }
   ~Rank() {
     lowlat_model_destroy(model_);
@@ -607,6 +640,31 @@ inline void compare_hosted(Rank& got, Rank& want, const Case& of, int salt) {
   failures += good ? 0 : 1;
 }
 
+// The layouts and schedules against the resident schedule with the checkpoint's experts.
+inline void compare_hosting(const lowlat_model_config& config) {
+  struct Hosting {
+    const char* name;
+    const char* platform;
+    Host host;
+  };
+  constexpr const char* kFused = "nvidia:0:fused:loop";
+  constexpr const char* kResident = "nvidia:0:persistent:loop";
+  Weights weights;
+  for (const Hosting& of : {Hosting{"fused", kFused, Host::steps},
+                            Hosting{"fused, Marlin's experts", kFused, Host::marlin_steps},
+                            Hosting{"resident, Marlin's experts", kResident, Host::marlin_steps}}) {
+    std::printf("%s\n", of.name);
+    // First, since Marlin's layout is made of what this one is bound to.
+    Rank want(kResident, config, weights, Host::steps);
+    Rank got(of.platform, config, weights, of.host);
+    for (const int rows : {6, 1, 12, 48}) {
+      compare_hosted(got, want, case_of(rows, kShort + rows), 1);
+    }
+    compare_hosted(got, want, {4, 1, kShort}, 2);
+    compare_pools(got, want, 0.08);
+  }
+}
+
 // Proposals of both for one batch: tokens, and logits of the requests that are sampled.
 inline void compare_proposals(Rank& got, Rank& want, int batch, bool samples) {
   const auto rows = static_cast<std::size_t>(batch) * 5;
@@ -786,10 +844,6 @@ inline void replay(Rank& rank, const Case& of, int count) {
       static_cast<unsigned long long>(words.epoch));
   std::fflush(stdout);
   failures += good ? 0 : 1;
-}
-
-inline Case case_of(int rows, int position) {
-  return rows % 6 == 0 ? Case{rows / 6, 6, position} : Case{rows, 1, position};
 }
 
 }  // namespace lowlat::bench

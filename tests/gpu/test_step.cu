@@ -14,12 +14,14 @@ namespace bench = lowlat::bench;
 
 constexpr const char* kFused = "nvidia:0:fused:loop";
 
-// Bytes that eight layers, a draft and two sets of caches need.
-void need_memory() {
+// Bytes that eight layers, a draft and two sets of caches need; with experts in a second layout.
+void need_memory(std::size_t gigabytes = 32) {
   need_device();
   std::size_t free_bytes = 0, all = 0;
   lowlat::host::cuda::check(cudaMemGetInfo(&free_bytes, &all), "cudaMemGetInfo");
-  if (free_bytes < std::size_t{32} << 30) SKIP("needs 32 GB of free device memory");
+  if (free_bytes < gigabytes << 30) {
+    SKIP("needs " + std::to_string(gigabytes) + " GB of free device memory");
+  }
 }
 
 }  // namespace
@@ -45,20 +47,11 @@ TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) {
 }
 
 TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
-  need_memory();
+  need_memory(48);
   bench::failures = 0;
   lowlat_model_config config = bench::config_of(false, 3);
   config.num_pages = bench::kPagesOfRequest;
-  {
-    bench::Weights weights;
-    bench::Rank fused(kFused, config, weights, bench::Host::steps);
-    bench::Rank resident("nvidia:0:persistent:loop", config, weights, bench::Host::steps);
-    for (const int rows : {6, 1, 12, 48}) {
-      bench::compare_hosted(fused, resident, bench::case_of(rows, bench::kShort + rows), 1);
-    }
-    bench::compare_hosted(fused, resident, {4, 1, bench::kShort}, 2);
-    bench::compare_pools(fused, resident, 0.08);
-  }
+  bench::compare_hosting(config);
   config.num_widths = 0;
   for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
   bench::Weights weights;

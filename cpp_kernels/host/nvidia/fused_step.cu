@@ -25,6 +25,8 @@ using Served = shape::Dsv41Flash<4>;
 constexpr int kRows = fused::kMaxFusedRows;
 constexpr auto kMoeShape = lowlat::fused::MoeShape::v41_tp4;
 constexpr auto kDraftShape = lowlat::fused::MoeShape::v41_draft_tp4;
+// See moe_weights.
+static_assert(marlin_rows(Served::kIntermediateLocal) == Served::kIntermediateLocal);
 constexpr int kIndexPageBytes = 64 * 68;
 constexpr int kNumSms = 132;  // of an H100 and an H200 with SXM; the experts have 128 bands
 
@@ -43,12 +45,6 @@ enum SideGate {
 };
 
 fused::Fp8Weights view(const lowlat::persistent::Fp8Weight& w) { return {w.codes, w.scales}; }
-lowlat::fused::MoeMatrix matrix(const lowlat::persistent::Fp8Weight& w) {
-  return {w.codes, w.scales};
-}
-lowlat::fused::MoeMatrix matrix(const lowlat::persistent::Fp4Weight& w) {
-  return {w.codes, w.scales};
-}
 fused::HyperWeights view(const lowlat::persistent::HcWeights& w) { return {w.fn, w.base, w.scale}; }
 
 // As attention and the compressor's pools have it.
@@ -158,8 +154,7 @@ struct FusedStep::State {
     fused::StepInput input() const;
     void send_embedding() const;
     void receive_embedding(const std::uint16_t* gain, bool memory_follows) const;
-    static void set_weights(fused::PlainLayer& out, const lowlat::persistent::LayerWeights& w,
-                            int page_size);
+    void set_weights(fused::PlainLayer& out, const lowlat::persistent::LayerWeights& w) const;
     void head_product(int num_layers) const;
     // last_index: of the step's exchanges. The next step's first one takes the other box, whichever
     // kind it is.
@@ -281,8 +276,7 @@ void FusedStep::State::Chain::receive_embedding(const std::uint16_t* gain,
 }
 
 void FusedStep::State::Chain::set_weights(fused::PlainLayer& out,
-                                          const lowlat::persistent::LayerWeights& w,
-                                          int page_size) {
+                                          const lowlat::persistent::LayerWeights& w) const {
   out.wq_a = view(w.wq_a);
   out.wkv = view(w.wkv);
   out.wq_b = view(w.wq_b);
@@ -294,16 +288,8 @@ void FusedStep::State::Chain::set_weights(fused::PlainLayer& out,
   out.sink = w.attn_sink;
   out.attn_hc = view(w.hc_attn);
   out.ffn_hc = view(w.hc_ffn);
-  out.experts.gate = w.gate;
-  out.experts.gate_bias = w.gate_bias;
-  out.experts.gate_bias_vl = w.gate_bias_vl;
-  out.experts.w1 = matrix(w.w1);
-  out.experts.w3 = matrix(w.w3);
-  out.experts.w2 = matrix(w.w2);
-  out.experts.shared_w1 = matrix(w.shared_w1);
-  out.experts.shared_w3 = matrix(w.shared_w3);
-  out.experts.shared_w2 = matrix(w.shared_w2);
-  out.window = {w.kv_swa, page_bytes(page_size), page_size};
+  out.experts = moe_weights(w, s.weights.marlin_inner);
+  out.window = {w.kv_swa, page_bytes(s.shape.kPageSize), s.shape.kPageSize};
 }
 
 void FusedStep::State::Chain::head_product(int num_layers) const {
@@ -392,7 +378,7 @@ void FusedStep::State::Target::take_rows() const {
 fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
   const lowlat_layer& plan = s.plan(layer_idx);
   fused::PlainLayer out = {};
-  set_weights(out, s.weights.layers[layer_idx], s.shape.kPageSize);
+  set_weights(out, s.weights.layers[layer_idx]);
   out.next_norm = layer_idx + 1 < s.config.num_layers ? s.weights.layers[layer_idx + 1].attn_norm
                                                       : s.weights.norm;
   out.rope = plan.ratio == 0 ? s.window_rope : s.compressed_rope;
@@ -662,7 +648,7 @@ void FusedStep::State::Draft::run() const {
 
 void FusedStep::State::Draft::stage(int stage_idx) const {
   fused::PlainLayer plain = {};
-  set_weights(plain, s.weights.stages[stage_idx], s.shape.kPageSize);
+  set_weights(plain, s.weights.stages[stage_idx]);
   plain.next_norm = stage_idx + 1 < s.config.num_draft_stages
                         ? s.weights.stages[stage_idx + 1].attn_norm
                         : s.weights.draft_norm;
@@ -737,13 +723,10 @@ void FusedStep::State::lay_wo_a() {
 
 // --------------------------------------------------------------------------------------- class
 
-std::string FusedStep::refusal(const lowlat_model_config& c, const lowlat_hosting* hosting,
-                               const shape::RuntimeShape& s, int device) {
+std::string FusedStep::refusal(const lowlat_model_config& c, const shape::RuntimeShape& s,
+                               int device) {
   std::string out;
   const auto add = [&](const std::string& reason) { out += (out.empty() ? "" : "; ") + reason; };
-  if (hosting != nullptr && hosting->expert_layout == LOWLAT_MARLIN) {
-    add("expert_layout is Marlin's, needed row-major");
-  }
   if (c.kind != LOWLAT_V41) {
     add("kind is " + std::to_string(c.kind) + ", needed LOWLAT_V41");
     return out;

@@ -18,10 +18,9 @@ namespace lowlat::host::cuda {
 class FusedStep {
  public:
   // Every reason why the fused kernels do not serve a model on a device, in one line; "" where they
-  // do. The same on every rank, where their devices are alike.
-  // hosting: NULL for a model that keeps its caches and head; not of one for proposals.
-  static std::string refusal(const lowlat_model_config& config, const lowlat_hosting* hosting,
-                             const shape::RuntimeShape& shape, int device);
+  // do. The same on every rank, where their devices are alike. Not of a model for proposals.
+  static std::string refusal(const lowlat_model_config& config, const shape::RuntimeShape& shape,
+                             int device);
   // Packets of a box of the region's fused set.
   static std::int64_t box_packets(const lowlat_model_config& config,
                                   const shape::RuntimeShape& shape);

@@ -321,7 +321,7 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
   if (whole) {
     refusal = hosting != nullptr && hosting->proposals != 0
                   ? FusedProposals::refusal(config, runtime_shape(config), device)
-                  : FusedStep::refusal(config, hosting, runtime_shape(config), device);
+                  : FusedStep::refusal(config, runtime_shape(config), device);
     if (words.schedules == Schedules::fused && !refusal.empty()) {
       throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + platform +
                                           "\", but the fused step is not built for this model: " +

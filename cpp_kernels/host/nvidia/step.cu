@@ -8,7 +8,6 @@
 
 #include "platform/nvidia.hpp"
 // The platform comes first.
-#include "fused/moe.hpp"
 #include "host/device_model.hpp"
 
 namespace lowlat::host::cuda {
@@ -98,7 +97,8 @@ int resident_blocks(const ExchangeRegion& region) {
   return num_blocks;
 }
 
-// The fused region that was built for a rank's experts.
+// The fused region that was built for a rank's experts, in either layout: none of these widths is
+// padded in Marlin's tiles.
 std::optional<fused::MoeShape> moe_shape(const shape::RuntimeShape& s, std::uint32_t kind) {
   const auto is = [&](int hidden, int experts, int inner, int scale_block) {
     return s.kHidden == hidden && s.kNumExperts == experts && s.kIntermediateLocal == inner &&
@@ -127,6 +127,21 @@ std::int64_t step_box_packets(const shape::RuntimeShape& shape) {
   return persistent::Program::box_packets(shape, shape.kMaxRows);
 }
 
+fused::MoeWeights moe_weights(const lowlat::persistent::LayerWeights& w, int marlin_inner) {
+  fused::MoeWeights out = {};
+  out.gate = w.gate;
+  out.gate_bias = w.gate_bias;
+  out.gate_bias_vl = w.gate_bias_vl;
+  out.layout = marlin_inner > 0 ? fused::MoeLayout::marlin : fused::MoeLayout::checkpoint;
+  out.w1 = matrix(w.w1);
+  out.w3 = matrix(w.w3);  // nothing of Marlin's, whose w1 has the rows of both
+  out.w2 = matrix(w.w2);
+  out.shared_w1 = matrix(w.shared_w1);
+  out.shared_w3 = matrix(w.shared_w3);
+  out.shared_w2 = matrix(w.shared_w2);
+  return out;
+}
+
 struct ResidentStep::State {
   int num_blocks = 0;
   persistent::Rank rank{};
@@ -148,15 +163,7 @@ struct ResidentStep::State {
     args.x = b.x;
     args.image_rows = w.gate_bias_vl != nullptr ? b.image_rows : nullptr;
     args.ids = hashed ? b.expert_ids : nullptr;
-    args.w.gate = w.gate;
-    args.w.gate_bias = w.gate_bias;
-    args.w.gate_bias_vl = w.gate_bias_vl;
-    args.w.w1 = matrix(w.w1);
-    args.w.w3 = matrix(w.w3);
-    args.w.w2 = matrix(w.w2);
-    args.w.shared_w1 = matrix(w.shared_w1);
-    args.w.shared_w3 = matrix(w.shared_w3);
-    args.w.shared_w2 = matrix(w.shared_w2);
+    args.w = moe_weights(w, weights.marlin_inner);
     args.out = b.partial;
     const stages::FaultPort& fault = rank.port.fault;
     args.fault = {fault.abort_words, fault.status, fault.tp_rank, fault.tp_size, fault.budget_ns};
@@ -203,8 +210,7 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
   s.rank = lowlat::nvidia::devices::resident_rank(config, shape, weights, pools, region,
                                                   s.num_blocks, zeroed, copy, s.arrived);
 
-  if (region.ranks_on_device() == 1 && weights.marlin_inner == 0)
-    s.moe = moe_shape(shape, config.kind);
+  if (region.ranks_on_device() == 1) s.moe = moe_shape(shape, config.kind);
   if (s.moe) {
     s.moe_workspace = s.pieces.emplace_back(fused::moe_workspace_bytes(*s.moe)).data();
     const Stream stream;

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "fused/moe.hpp"
 #include "host/nvidia/exchange_region.hpp"
 #include "lowlat/kernels.h"
 #include "persistent/weights.hpp"
@@ -14,6 +15,10 @@ namespace lowlat::host::cuda {
 
 // Packets of a box that hold every exchange of a step or a prompt chunk.
 std::int64_t step_box_packets(const shape::RuntimeShape& shape);
+
+// A layer's experts for the fused regions; marlin_inner as of its ModelWeights. Marlin's tiles must
+// need no padding: a rank's expert width is a multiple of 64.
+lowlat::fused::MoeWeights moe_weights(const lowlat::persistent::LayerWeights& w, int marlin_inner);
 
 // What one rank's launches need; on the region's device. Everything is allocated at the making.
 class ResidentStep {
