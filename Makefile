@@ -10,7 +10,8 @@
 #   make setup build golden header abi clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
-# by lock file and compiler, for machines that build many clones (CI); SGLang's environment too.
+# by lock file and compiler, for machines that build many clones (CI); SGLang's environment and the
+# compiler of the AMD code objects too, which is fetched nowhere else.
 
 .DELETE_ON_ERROR:
 .PHONY: setup build demo test test-sglang test-deep tidy golden header abi gpu-test clean

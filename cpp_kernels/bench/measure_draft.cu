@@ -66,8 +66,9 @@ int main_of(int argc, char** argv) {
     report.refusal(why);
     return 1;
   };
-  if (words.schedule != "fused") {
-    return refuse("the draft is built for --schedule fused, not " + words.schedule);
+  if (words.model != "v41" || words.schedule != "fused") {
+    return refuse("the draft is built for v41 and --schedule fused, not " + words.model + " and " +
+                  words.schedule);
   }
   if (!(words.gpus == 1 && words.tp == Loopback::kRanks) && !(words.gpus == 2 && words.tp == 2)) {
     return refuse("the draft is timed with --tp 4 on one GPU or --tp 2 on two");

@@ -280,7 +280,9 @@ int main_of(int argc, char** argv) {
     report.refusal(why);
     return 1;
   };
-  if (words.model != "v41") return refuse("this program's layers are v41's, not " + words.model);
+  if (words.model != "v41") {
+    return refuse("this program's layers are v41's, not " + words.model + "'s");
+  }
   const bool is_fused = words.schedule == "fused";
   if (!is_fused && words.schedule != "persistent") {
     return refuse("needed --schedule fused or persistent, not " + words.schedule);
@@ -289,8 +291,7 @@ int main_of(int argc, char** argv) {
     return refuse("the persistent layer is timed without stamps, on one GPU: --gpus 1");
   }
   if (words.tp != 4) {
-    return refuse("the layer runs for --tp 4, not " + std::to_string(words.tp) +
-                  "; two ranks have its attention half only");
+    return refuse("the layer runs for --tp 4, not " + std::to_string(words.tp));
   }
   if (kStamps != !words.stamps.empty()) {
     return refuse(kStamps ? "the program with stamps needs --stamps FILE"
@@ -301,8 +302,7 @@ int main_of(int argc, char** argv) {
   const Machine machine = measure_machine(words.gpus);
   report.machine(machine);
   if (!is_fused) return run_persistent(words, report);
-  return words.tp == 4 ? run<4>(words, report, machine.clock_mhz, machine.gpu)
-                       : run<2>(words, report, machine.clock_mhz, machine.gpu);
+  return run<4>(words, report, machine.clock_mhz, machine.gpu);
 }
 
 }  // namespace

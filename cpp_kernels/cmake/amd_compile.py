@@ -122,7 +122,7 @@ def fetch(folder: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
         if of_zig(folder / "ziglang"):
             return  # another process was faster
-        words = re.sub(r"\s+", " ", str(error)).strip()[:300]
+        words = (str(error).strip().splitlines() or ["no word"])[-1][:300]
         raise NoCompilerError(f"{PACKAGE} could not be fetched: {words}") from None
 
 

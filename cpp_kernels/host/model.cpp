@@ -102,8 +102,8 @@ void Model::check_tensor(const TensorSlot& slot, const lowlat_tensor& tensor) co
   for (int i = static_cast<int>(spec.ndim) - 1; i >= 0; --i) {
     if (spec.shape[i] != 1 && tensor.stride[i] != contiguous) {
       throw invalid(who + "stride[" + std::to_string(i) + "] is " +
-                    std::to_string(tensor.stride[i]) + "; the scalar platform needs " +
-                    std::to_string(contiguous) + " (contiguous rows)");
+                    std::to_string(tensor.stride[i]) + "; needed " + std::to_string(contiguous) +
+                    " (contiguous rows)");
     }
     contiguous *= tensor.shape[i];
   }

@@ -28,8 +28,13 @@ std::unique_ptr<Model> make_model(const char* platform, const lowlat_model_confi
     }
     built += ", amd";
   }
+  const std::string vendor = word.substr(0, word.find(':'));
+  const std::string change =
+      vendor == "nvidia" ? "; build it where nvcc is found (LOWLAT_CUDA=ON)"
+      : vendor == "amd"  ? "; build it where a clang for AMD code objects is found (LOWLAT_HIP=ON)"
+                         : "";
   throw Error(LOWLAT_UNSUPPORTED,
-              "platform is \"" + word + "\"; this library was built with: " + built);
+              "platform is \"" + word + "\"; this library was built with: " + built + change);
 }
 
 }  // namespace lowlat::host

@@ -94,7 +94,7 @@ struct Expert {
 LOWLAT_DEVICE Expert expert_rows(const Rank& rank, const LayerWeights& w, int expert) {
   const int hidden = rank.shape.kHidden, inner = rank.shape.kIntermediateLocal;
   const int tiled = rank.weights->marlin_inner;
-  if (tiled > 0) {
+  if (plat::kHostedModels && tiled > 0) {
     return {marlin_rows(w.w1, expert, 2 * tiled, hidden, 0),
             marlin_rows(w.w1, expert, 2 * tiled, hidden, tiled),
             marlin_rows(w.w2, expert, hidden, tiled, 0)};

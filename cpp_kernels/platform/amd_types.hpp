@@ -13,6 +13,7 @@ namespace lowlat::amd::plat {
 
 inline constexpr const char* kName = "amd";
 inline constexpr int kWarpLanes = 64;
+inline constexpr bool kHostedModels = false;  // host/amd/model.cpp refuses them
 template <int kThreads>
 struct Block {
   static_assert(kThreads % kWarpLanes == 0 && kThreads <= 1024);

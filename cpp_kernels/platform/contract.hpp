@@ -7,6 +7,8 @@
 //   LOWLAT_SHARED(type, name)  in a kernel: declares `name`, one object a block, uninitialised;
 //                              `type` is a name, of an array too
 //   kName, kWarpLanes          the platform's word; lanes of a warp: 1, 32 or 64
+//   kHostedModels              whether models inside another engine run here, whose experts may lie
+//                              in Marlin's tiles: where they do not, no kernel holds code for them
 //   Block<N>::kNumThreads      threads of a block that was launched with N, a multiple of the warp
 //   thread_idx                 place in the block; thread_idx() / kWarpLanes is the warp
 //   block_sync, block_any      barrier and memory order inside the block; the same, and true in
@@ -49,6 +51,7 @@
 namespace lowlat::LOWLAT_PLATFORM::plat {
 
 static_assert(kWarpLanes == 1 || kWarpLanes == 32 || kWarpLanes == 64);
+static_assert(std::same_as<decltype(kHostedModels), const bool>);
 static_assert(Block<256>::kNumThreads % kWarpLanes == 0 && kTaggedPayload >= 1);
 static_assert(std::same_as<decltype(thread_idx()), int>);
 static_assert(std::same_as<decltype(block_sync()), void>);

@@ -43,6 +43,7 @@ LOWLAT_DEVICE float bits_float(std::uint32_t bits) {
   std::memcpy(&v, &bits, sizeof v);
   return v;
 }
+inline constexpr bool kHostedModels = true;
 LOWLAT_DEVICE int warp_uniform(int v) { return v; }
 LOWLAT_DEVICE int popcount(std::uint64_t bits) { return std::popcount(bits); }
 

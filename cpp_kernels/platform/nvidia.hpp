@@ -26,6 +26,7 @@ namespace lowlat::nvidia::plat {
 
 inline constexpr const char* kName = "nvidia";
 inline constexpr int kWarpLanes = 32;
+inline constexpr bool kHostedModels = true;
 template <int kThreads>
 struct Block {
   static_assert(kThreads % kWarpLanes == 0 && kThreads <= 1024);

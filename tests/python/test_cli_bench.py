@@ -103,13 +103,15 @@ def test_prints_floor_share_and_the_baseline_of_the_same_run(
     assert programs.words("baseline_layer.py") == [*case, "--what", "layer", "--repeats", "60"]
 
 
-def test_a_case_reaches_both_arms(programs: Programs) -> None:
+def test_a_case_reaches_both_arms(programs: Programs, capsys: pytest.CaptureFixture) -> None:
     programs.answer("layer_v4", [MACHINE, {**FIGURE, "name": "layer of ratio 4", "model": "v4"}])
     words = ["--model", "v4", "--rows", "1,12", "--tp", "2", "--gpus", "2", "--repeats", "20"]
     assert main(["bench", "layer", *words, "--schedule", "persistent"]) == 0
     case = ["--model", "v4", "--tp", "2", "--gpus", "2", "--rows", "1,12"]
     assert programs.words("layer_v4") == [*case, "--schedule", "persistent", "--repeats", "20"]
     assert programs.words("baseline_layer.py")[: len(case)] == case
+    said = capsys.readouterr().out
+    assert "the baseline arm has no figure of the same work" in said and "x ours" not in said
 
 
 def test_an_exchange_is_between_two_gpus(programs: Programs) -> None:
@@ -218,6 +220,16 @@ def test_a_build_without_cuda_is_refused_in_one_line(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert "needs kernels for NVIDIA GPUs" in captured.err and "LOWLAT_PIP_CUDA=1" in captured.err
+
+
+def test_refusals_name_what_was_asked_for_and_not_the_program(
+    programs: Programs, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["bench", "layer", "--model", "v4"]) == 1
+    assert capsys.readouterr().err.startswith("lowlat: bench layer needs kernels")
+    programs.answer("layer_v4", [{"kind": "refusal", "words": "only --tp 4"}], 1)
+    assert main(["bench", "layer", "--model", "v4"]) == 1
+    assert capsys.readouterr().err == "lowlat: bench layer: only --tp 4\n"
 
 
 def test_the_programs_refusal_is_ours(

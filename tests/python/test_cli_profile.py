@@ -116,6 +116,8 @@ def test_the_source_is_never_written_over(tmp_path: Path, capsys: pytest.Capture
         (["profile", "exchange", "--out", "x"], 2),
         (["profile", "layer", "--rows", "1,6", "--out", "x"], 2),
         (["profile", "layer", "--gpus", "2", "--out", "x"], 2),
+        (["profile", "layer", "--model", "v4", "--out", "x"], 2),
+        (["profile", "layer", "--schedule", "persistent", "--out", "x"], 2),
         (["profile", "layer", "--from", "none.json", "--out", "x"], 1),
     ],
 )

@@ -98,8 +98,10 @@ def ran(command: list[str], end: float) -> None:
         try:
             output, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
             raise CannotError(f"no environment within {INSTALL_BUDGET_S} s") from None
+        finally:  # of an interrupted run too, whose pip would go on in a session of its own
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
         words = (output.strip().splitlines() or ["no word"])[-1]
         raise CannotError(f"{' '.join(command[1:4])} failed: {words}")

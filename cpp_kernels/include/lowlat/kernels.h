@@ -278,8 +278,8 @@ typedef struct lowlat_step {
 /* Runs a step by the fused or the persistent schedule, as the model was created. LOWLAT_UNSUPPORTED
  * when num_rows is no built width or mode is LOWLAT_EXTEND. The struct is copied; what it points to
  * is read when the step runs. By the fused schedule row t is of request t / tokens_per_request, and
- * is padding where request_idx says otherwise; a step is some hundred launches on two streams,
- * which a graph makes one. */
+ * is padding where request_idx says otherwise; a step is hundreds of launches on two streams, which
+ * a graph makes one. */
 LOWLAT_API lowlat_status lowlat_step_launch(lowlat_model* model, const lowlat_step* step,
                                             void* stream);
 /* The same step as one stage after another over all rows, every intermediate in memory: the

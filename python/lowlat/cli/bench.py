@@ -40,7 +40,7 @@ an operation by torch, cuBLAS, Triton and NCCL, where a Python with torch is nam
 EPILOG = """\
 examples:
   lowlat bench layer --rows 1,6,12,24,48 --json layer.json
-  lowlat bench layer --tp 2 --gpus 2 --python ~/sglang/bin/python
+  lowlat bench draft --tp 2 --gpus 2 --python ~/sglang/bin/python
   lowlat bench exchange --rows 12,24,48
   lowlat bench layer --against layer.json
   lowlat bench layer --model v4
@@ -91,7 +91,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def add_case_options(parser: argparse.ArgumentParser) -> None:
     """What is timed; `lowlat profile` takes the same."""
     parser.add_argument(
-        "--model", choices=("v41", "v4"), default="v41", help="whose shape; default %(default)s"
+        "--model",
+        choices=("v41", "v4"),
+        default="v41",
+        help="whose shape, v4 of layer alone; default %(default)s",
     )
     parser.add_argument(
         "--rows",
@@ -100,7 +103,11 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         help="token rows of a step, a draft's too: six a request; default 6, of exchange 12",
     )
     parser.add_argument(
-        "--tp", type=power_of_two, metavar="N", help="ranks; default 4, of exchange 2"
+        "--tp",
+        type=power_of_two,
+        metavar="N",
+        help="ranks: of layer 4, of exchange 2, of draft 4 on one GPU or 2 on two, which are the"
+        " defaults; of a layer on scalar 1, 2 or 4, default 1",
     )
     parser.add_argument(
         "--gpus",
@@ -112,7 +119,8 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule",
         choices=("fused", "persistent"),
-        help="which kernels; default fused, on scalar persistent",
+        help="fused: kernels that overlap; persistent: one kernel a step, of v41's layer; default"
+        " fused, on scalar persistent",
     )
     parser.add_argument(
         "--repeats", type=repeats, default=60, metavar="N", help="replays; default %(default)s"
@@ -186,6 +194,8 @@ def run(arguments: argparse.Namespace) -> int:
                 slower.append(figure)
     if not baseline:
         print(f"no baseline arm: {why}")
+    elif not any("ratio" in figure for figure in answer.figures):
+        print("the baseline arm has no figure of the same work")
     if earlier is not None and not any(figure["against"] for figure in answer.figures):
         raise RefusedError(f"{arguments.against}: has none of these figures")
     if arguments.json is not None:

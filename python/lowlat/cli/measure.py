@@ -84,15 +84,20 @@ def parse(text: str, source: str) -> Answer:
     return answer
 
 
+def what_of(program: str) -> str:
+    """What a program measures, as the command names it: the layer, of layer_v4."""
+    return program.partition("_")[0]
+
+
 def program(name: str) -> Path:
     """The measuring program of that name; refused in builds without CUDA."""
     try:
         return installed_file(ROOM, name)
     except FaultError:
         raise RefusedError(
-            f"bench {name} needs kernels for NVIDIA GPUs, and this lowlat was built without; build"
-            " it where nvcc is (LOWLAT_PIP_CUDA=1 pip install . fetches one) for a machine with a"
-            " GPU of sm_90"
+            f"bench {what_of(name)} needs kernels for NVIDIA GPUs, and this lowlat was built"
+            " without; build it where nvcc is (LOWLAT_PIP_CUDA=1 pip install . fetches one) for a"
+            " machine with a GPU of sm_90"
         ) from None
 
 
@@ -119,7 +124,7 @@ def run(words: Sequence[str], source: str, budget_s: float = BUDGET_S) -> tuple[
 
 def measured(name: str, words: Sequence[str]) -> Answer:
     """What the program `name` measured; refused where it says that it cannot."""
-    source = f"bench {name}"
+    source = f"bench {what_of(name)}"
     status, answer = run([str(program(name)), *words], source)
     if answer.refusal:
         raise RefusedError(f"{source}: {answer.refusal}")

@@ -54,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     bench.check_case(arguments)
     if len(arguments.rows) != 1:
         raise UsageError("profile takes one row count")
+    if (arguments.model, arguments.schedule) != ("v41", "fused"):
+        raise UsageError("stamps are taken of v41's layer: leave --model and --schedule out")
     if arguments.source is not None:
         profile = stamps.read(arguments.source)
         text = None

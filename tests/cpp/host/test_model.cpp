@@ -452,6 +452,22 @@ TEST_BOTH(an_abort_ends_a_step_that_waits_and_destroying_a_busy_rank_ends_its_pe
   }  // must not take the budget
 }
 
+TEST_CASE(a_platform_that_is_not_in_the_library_is_refused_with_what_builds_it) {
+  const lowlat_model_config config = tiny_config(LOWLAT_V41, 1, 0);
+  const auto words_of = [&](const char* platform) -> std::string {
+    lowlat_model* model = nullptr;
+    CHECK_EQ(lowlat_model_create(platform, &config, &model), LOWLAT_UNSUPPORTED);
+    return lowlat_last_error();
+  };
+  const std::string built = "\"; this library was built with: scalar";
+  CHECK(words_of("abacus").starts_with("platform is \"abacus" + built));
+#ifndef LOWLAT_HAVE_CUDA
+  const std::string seen = words_of("nvidia:0:fused");
+  CHECK(seen.starts_with("platform is \"nvidia:0:fused" + built));
+  CHECK(seen.ends_with("; build it where nvcc is found (LOWLAT_CUDA=ON)"));
+#endif
+}
+
 TEST_CASE(a_configuration_is_refused_with_every_reason_at_once) {
   lowlat_model_config config = tiny_config(LOWLAT_V41, 3, 0);
   config.page_size = 15;

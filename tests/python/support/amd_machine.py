@@ -23,7 +23,8 @@ def compiler() -> "amd_tools.amd_compile.Compiler":
     """Raises NoToolsError, also where the decoder is missing."""
     if importlib.util.find_spec("tinygrad") is None:
         raise NoToolsError(
-            "no tinygrad, which decodes: pip install -r tests/tools/requirements.txt"
+            "no tinygrad, which decodes: pip install -r tests/tools/requirements.txt with Python"
+            " 3.11 or newer"
         )
     return amd_tools.compiler()
 

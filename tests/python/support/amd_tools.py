@@ -34,17 +34,28 @@ def cache() -> Path | None:
     return Path(folder) if folder else None
 
 
-@functools.cache
 def compiler() -> "amd_compile.Compiler":
     """Raises NoToolsError."""
+    found = _compiler_or_why()
+    if isinstance(found, str):
+        raise NoToolsError(found)
+    return found
+
+
+@functools.cache
+def _compiler_or_why() -> "amd_compile.Compiler | str":
+    """Looked for once: a fetch that fails takes its time, and every test asks."""
     folder = cache() / amd_compile.PACKAGE.replace("==", "-") if cache() else None
     try:
-        return amd_compile.find(folder)
+        try:
+            return amd_compile.find(folder)
+        except NoToolsError as error:
+            if folder is None:
+                return f"{error}; or LOWLAT_CACHE=DIR to fetch it into"
+            amd_compile.fetch(folder)
+            return amd_compile.find(folder)
     except NoToolsError as error:
-        if folder is None:
-            raise NoToolsError(f"{error}; or LOWLAT_CACHE=DIR to fetch it into") from None
-        amd_compile.fetch(folder)
-        return amd_compile.find(folder)
+        return str(error)
 
 
 def _digest() -> str:
@@ -103,9 +114,7 @@ def kernels_of(assembly: str) -> dict[str, Kernel]:
         kernel = found[name[1]] = Kernel(name[1])
         for key, value in re.findall(r"^\s{0,4}\.(\w+):\s+(\d+)$", text, re.MULTILINE):
             kernel.facts[key] = int(value)
-        for one in re.findall(
-            r"- (?:\.address_space:.*\n\s+)?\.offset:[\s\S]*?value_kind:.*", text
-        ):
+        for one in ARGUMENT.findall(text):
             if "hidden_" not in one:
                 offset = re.search(r"\.offset:\s+(\d+)", one)
                 size = re.search(r"\.size:\s+(\d+)", one)
