@@ -1,8 +1,8 @@
 """A clang for AMD code objects, and what it made of the kernels, for tests without a GPU.
 
 The compiler is looked for as the build does it (cpp_kernels/cmake/amd_compile.py); where there is
-none and LOWLAT_CACHE names a folder, pip fetches one below it, once. What was compiled stays below
-LOWLAT_CACHE too, in a folder named after everything that went into it.
+none, pip fetches one below LOWLAT_CACHE or ~/.cache/lowlat, once (100 MB). What was compiled stays
+there too, in a folder named after everything that went into it.
 """
 
 import functools
@@ -29,9 +29,8 @@ NoToolsError = amd_compile.NoCompilerError
 ARGUMENT = re.compile(r"- (?:\.address_space:.*\n\s+)?\.offset:[\s\S]*?value_kind:.*")
 
 
-def cache() -> Path | None:
-    folder = os.environ.get("LOWLAT_CACHE")
-    return Path(folder) if folder else None
+def cache() -> Path:
+    return Path(os.environ.get("LOWLAT_CACHE") or "~/.cache/lowlat").expanduser()
 
 
 def compiler() -> "amd_compile.Compiler":
@@ -45,13 +44,11 @@ def compiler() -> "amd_compile.Compiler":
 @functools.cache
 def _compiler_or_why() -> "amd_compile.Compiler | str":
     """Looked for once: a fetch that fails takes its time, and every test asks."""
-    folder = cache() / amd_compile.PACKAGE.replace("==", "-") if cache() else None
+    folder = cache() / amd_compile.PACKAGE.replace("==", "-")
     try:
         try:
             return amd_compile.find(folder)
-        except NoToolsError as error:
-            if folder is None:
-                return f"{error}; or LOWLAT_CACHE=DIR to fetch it into"
+        except NoToolsError:
             amd_compile.fetch(folder)
             return amd_compile.find(folder)
     except NoToolsError as error:
@@ -72,9 +69,12 @@ def _digest() -> str:
 
 @functools.cache
 def _folder() -> Path:
-    if cache():
-        return cache() / f"amd-code-{_digest()}"
-    return Path(tempfile.mkdtemp(prefix="lowlat-amd-code-"))
+    folder = cache() / f"amd-code-{_digest()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="lowlat-amd-code-"))
+    return folder
 
 
 @functools.cache
