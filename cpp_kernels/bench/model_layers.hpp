@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/model_config.hpp"
 #include "lowlat/kernels.h"
 
 namespace lowlat::bench {
@@ -24,41 +25,20 @@ inline void must(lowlat_status status) {
 
 // Sizes of tiny layers, every rule of the real ones in them.
 inline lowlat_model_config tiny_layers(int tp_size, int tp_rank, int num_layers, int rows) {
-  lowlat_model_config c{};
-  c.struct_bytes = sizeof c;
-  c.kind = LOWLAT_V41;
+  lowlat_model_config c = v41_rules();
   c.hidden = 128;
   c.num_layers = num_layers;
   c.vocab = 128;
   c.num_heads = 8;
-  c.head_dim = 512;
-  c.rope_dim = 64;
   c.q_lora = 64;
   c.o_groups = 4;
   c.o_lora = 64;
   c.window = 16;
   c.num_experts = 16;
-  c.experts_per_token = 6;
   c.moe_intermediate = 128;
   c.index_heads = 2;
-  c.index_dim = 128;
   c.index_topk = 32;
-  c.candidate_layer = -1;
-  c.scale_block = 32;
-  c.sinkhorn_iters = 20;
-  c.norm_eps = 1e-20f;
-  c.hc_eps = 1e-6f;
-  c.swiglu_limit = 10.0f;
-  c.routed_scaling = 1.5f;
-  c.rope_theta = 10000.0;
-  c.compress_rope_theta = 160000.0;
-  c.yarn_factor = 16.0;
-  c.yarn_beta_fast = 32.0;
-  c.yarn_beta_slow = 1.0;
-  c.yarn_original_positions = 65536.0;
-  c.max_positions = 1048576;
   for (int i = 0; i < num_layers; ++i) c.layers[i] = {1, 0, 0, -1, -1, 0};
-  c.image_token = -1;
   c.tp_rank = tp_rank;
   c.tp_size = tp_size;
   c.widths[c.num_widths++] = rows;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bench/model_config.hpp"
 #include "host/nvidia/device.hpp"
 #include "lowlat/kernels.h"
 
@@ -51,43 +52,11 @@ static __global__ void fill_dtype(void* out, std::uint32_t dtype, std::int64_t c
 }
 
 inline lowlat_model_config resident_config(int num_layers) {
-  lowlat_model_config c{};
-  c.struct_bytes = sizeof c;
-  c.kind = LOWLAT_V41;
-  c.hidden = 5120;
+  lowlat_model_config c = v41_sizes<4>();
   c.num_layers = num_layers;
-  c.vocab = 129280 / 4;
-  c.num_heads = 64 / 4;
-  c.head_dim = 512;
-  c.rope_dim = 64;
-  c.q_lora = 1280;
-  c.o_groups = 8 / 4;
-  c.o_lora = 1024;
-  c.window = 128;
-  c.num_experts = 384;
-  c.experts_per_token = 6;
-  c.moe_intermediate = 2304 / 4;
-  c.index_heads = 32;
-  c.index_dim = 128;
-  c.index_topk = 512;
-  c.candidate_layer = -1;
-  c.scale_block = 32;
-  c.sinkhorn_iters = 20;
-  c.norm_eps = 1e-20f;
-  c.hc_eps = 1e-6f;
-  c.swiglu_limit = 10.0f;
-  c.routed_scaling = 1.5f;
-  c.rope_theta = 10000.0;
-  c.compress_rope_theta = 160000.0;
-  c.yarn_factor = 16.0;
-  c.yarn_beta_fast = 32.0;
-  c.yarn_beta_slow = 1.0;
-  c.yarn_original_positions = 65536.0;
-  c.max_positions = 1048576;
   for (int i = 0; i < num_layers; ++i) {
     c.layers[i] = i < 2 ? lowlat_layer{0, -1, -1, -1, -1, 0} : lowlat_layer{2, 2, 2, -1, -1, 0};
   }
-  c.image_token = -1;
   c.tp_size = 1;
   for (const int width : {1, 2, 4, 6, 8, 12, 24, 48}) c.widths[c.num_widths++] = width;
   c.max_batch = 8;

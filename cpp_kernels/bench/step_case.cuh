@@ -18,6 +18,7 @@
 
 #include "bench/attn_bench.hpp"
 #include "bench/marlin_layout.cuh"
+#include "bench/model_config.hpp"
 #include "lowlat/kernels.h"
 #include "reference/format.hpp"
 #include "reference/fp4.hpp"
@@ -103,40 +104,10 @@ static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_
 }
 
 inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
-  lowlat_model_config c{};
-  c.struct_bytes = sizeof c;
-  c.kind = LOWLAT_V41;
-  c.hidden = 5120;
+  lowlat_model_config c = v41_sizes<1>();
   c.num_layers = whole ? 40 : 8;
-  c.vocab = 129280;
-  c.num_heads = 64;
-  c.head_dim = 512;
-  c.rope_dim = 64;
-  c.q_lora = 1280;
-  c.o_groups = 8;
-  c.o_lora = 1024;
-  c.window = 128;
-  c.num_experts = 384;
-  c.experts_per_token = 6;
-  c.moe_intermediate = 2304;
-  c.index_heads = 32;
-  c.index_dim = 128;
-  c.index_topk = 512;
   c.candidate_blocks = 2048;
   c.candidate_block_size = 8;
-  c.scale_block = 32;
-  c.sinkhorn_iters = 20;
-  c.norm_eps = 1e-20f;
-  c.hc_eps = 1e-6f;
-  c.swiglu_limit = 10.0f;
-  c.routed_scaling = 1.5f;
-  c.rope_theta = 10000.0;
-  c.compress_rope_theta = 160000.0;
-  c.yarn_factor = 16.0;
-  c.yarn_beta_fast = 32.0;
-  c.yarn_beta_slow = 1.0;
-  c.yarn_original_positions = 65536.0;
-  c.max_positions = 1048576;
   const auto layer = [&](int i, int ratio, int kv, int index, int candidates, int engram) {
     c.layers[i] = {ratio, kv, index, candidates, engram, 0};
   };

@@ -188,6 +188,7 @@ def test_listed_fused_kernels_are_in_the_sources() -> None:
 # A source (or a folder of sources) whose test is not of its own name, and where that test is. What
 # a stage gives as an operation of the C ABI is tested by the operation.
 TESTED_ELSEWHERE: dict[str, str] = {
+    "cpp_kernels/bench/model_config.hpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/fused/codes.hpp": "tests/gpu/test_step.cu",
     "cpp_kernels/fused/draft.hpp": "tests/gpu/test_draft.cu",
     "cpp_kernels/fused/draft_accept.hpp": "tests/gpu/test_draft_accept.cu",

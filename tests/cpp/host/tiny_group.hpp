@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "bench/model_config.hpp"
 #include "check.hpp"
 #include "lowlat/kernels.h"
 
@@ -44,29 +45,14 @@ inline std::uint64_t name_seed(const std::string& name) {
 
 // What the two small models share.
 inline lowlat_model_config tiny_base(int tp_size, int tp_rank) {
-  lowlat_model_config c{};
-  c.struct_bytes = sizeof c;
+  lowlat_model_config c = bench::published_rules();
   c.vocab = 128;
   c.num_heads = 4;
-  c.head_dim = 512;
-  c.rope_dim = 64;
   c.o_groups = 4;
   c.window = 16;
   c.num_experts = 8;
   c.index_heads = 2;
-  c.index_dim = 128;
   c.index_topk = 8;
-  c.sinkhorn_iters = 20;
-  c.hc_eps = 1e-6f;
-  c.swiglu_limit = 10.0f;
-  c.routed_scaling = 1.5f;
-  c.rope_theta = 10000.0;
-  c.compress_rope_theta = 160000.0;
-  c.yarn_factor = 16.0;
-  c.yarn_beta_fast = 32.0;
-  c.yarn_beta_slow = 1.0;
-  c.yarn_original_positions = 65536.0;
-  c.max_positions = 1048576;
   c.num_draft_stages = 3;
   c.draft_block = 5;
   c.draft_mask_token = 126;
