@@ -29,23 +29,22 @@ LOWLAT_DEVICE double nearest(double v) {
   return (v + kShift) - kShift;
 }
 
+// Horner's rule, from the highest power's coefficient to the constant.
+template <class... Lower>
+LOWLAT_DEVICE double polynomial(double x, double highest, Lower... lower) {
+  double sum = highest;
+  ((sum = __builtin_fma(sum, x, lower)), ...);
+  return sum;
+}
+
 // e^v for |v| <= 700: 2^n e^r with |r| <= ln 2 / 2, a polynomial of degree 11 (error below 2^-51).
 LOWLAT_DEVICE double exp_double(double v) {
   constexpr double kLn2High = 0x1.62e42fee00000p-1, kLn2Low = 0x1.a39ef35793c76p-33;
   const double n = nearest(v * 0x1.71547652b82fep0);
   const double r = __builtin_fma(-n, kLn2Low, __builtin_fma(-n, kLn2High, v));
-  double sum = 1.0 / 39916800.0;
-  sum = __builtin_fma(sum, r, 1.0 / 3628800.0);
-  sum = __builtin_fma(sum, r, 1.0 / 362880.0);
-  sum = __builtin_fma(sum, r, 1.0 / 40320.0);
-  sum = __builtin_fma(sum, r, 1.0 / 5040.0);
-  sum = __builtin_fma(sum, r, 1.0 / 720.0);
-  sum = __builtin_fma(sum, r, 1.0 / 120.0);
-  sum = __builtin_fma(sum, r, 1.0 / 24.0);
-  sum = __builtin_fma(sum, r, 1.0 / 6.0);
-  sum = __builtin_fma(sum, r, 0.5);
-  sum = __builtin_fma(sum, r, 1.0);
-  sum = __builtin_fma(sum, r, 1.0);
+  const double sum =
+      polynomial(r, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0,
+                 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0);
   return sum * power_of_two(static_cast<int>(n));
 }
 
@@ -59,15 +58,8 @@ LOWLAT_DEVICE double log_double(double v) {
   const double m = bits_double(bits - (static_cast<std::uint64_t>(n) << 52));
   const double s = (m - 1.0) / (m + 1.0);
   const double s2 = s * s;
-  double sum = 1.0 / 19.0;
-  sum = __builtin_fma(sum, s2, 1.0 / 17.0);
-  sum = __builtin_fma(sum, s2, 1.0 / 15.0);
-  sum = __builtin_fma(sum, s2, 1.0 / 13.0);
-  sum = __builtin_fma(sum, s2, 1.0 / 11.0);
-  sum = __builtin_fma(sum, s2, 1.0 / 9.0);
-  sum = __builtin_fma(sum, s2, 1.0 / 7.0);
-  sum = __builtin_fma(sum, s2, 1.0 / 5.0);
-  sum = __builtin_fma(sum, s2, 1.0 / 3.0);
+  const double sum = polynomial(s2, 1.0 / 19.0, 1.0 / 17.0, 1.0 / 15.0, 1.0 / 13.0, 1.0 / 11.0,
+                                1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0);
   const double tail = s * s2 * sum;
   return __builtin_fma(static_cast<double>(n), 0x1.62e42fefa39efp-1, 2.0 * (s + tail));
 }
@@ -114,24 +106,14 @@ LOWLAT_DEVICE float pow(float base, float exponent) {
 // sin and cos of |r| <= pi / 4.
 LOWLAT_DEVICE double sin_small(double r) {
   const double r2 = r * r;
-  double sum = -1.0 / 1307674368000.0;
-  sum = __builtin_fma(sum, r2, 1.0 / 6227020800.0);
-  sum = __builtin_fma(sum, r2, -1.0 / 39916800.0);
-  sum = __builtin_fma(sum, r2, 1.0 / 362880.0);
-  sum = __builtin_fma(sum, r2, -1.0 / 5040.0);
-  sum = __builtin_fma(sum, r2, 1.0 / 120.0);
-  sum = __builtin_fma(sum, r2, -1.0 / 6.0);
+  const double sum = polynomial(r2, -1.0 / 1307674368000.0, 1.0 / 6227020800.0, -1.0 / 39916800.0,
+                                1.0 / 362880.0, -1.0 / 5040.0, 1.0 / 120.0, -1.0 / 6.0);
   return __builtin_fma(r * r2, sum, r);
 }
 LOWLAT_DEVICE double cos_small(double r) {
   const double r2 = r * r;
-  double sum = -1.0 / 87178291200.0;
-  sum = __builtin_fma(sum, r2, 1.0 / 479001600.0);
-  sum = __builtin_fma(sum, r2, -1.0 / 3628800.0);
-  sum = __builtin_fma(sum, r2, 1.0 / 40320.0);
-  sum = __builtin_fma(sum, r2, -1.0 / 720.0);
-  sum = __builtin_fma(sum, r2, 1.0 / 24.0);
-  sum = __builtin_fma(sum, r2, -0.5);
+  const double sum = polynomial(r2, -1.0 / 87178291200.0, 1.0 / 479001600.0, -1.0 / 3628800.0,
+                                1.0 / 40320.0, -1.0 / 720.0, 1.0 / 24.0, -0.5);
   return __builtin_fma(r2, sum, 1.0);
 }
 
