@@ -32,7 +32,7 @@ CARGO_TARGET_DIR ?= $(CURDIR)/target
 export CARGO_TARGET_DIR
 
 # The compiler of the AMD code objects is fetched where results may be kept; without one the build
-# leaves them out, and what needs a library with them is skipped. LOWLAT_HIP_CACHE=DIR is this alone.
+# leaves them out, and what needs a library with them is skipped. LOWLAT_HIP_CACHE=DIR: this alone.
 LOWLAT_HIP_CACHE ?= $(LOWLAT_CACHE)
 ifneq ($(LOWLAT_HIP_CACHE),)
   HIP_CLANG := $(LOWLAT_HIP_CACHE)/$(shell \
