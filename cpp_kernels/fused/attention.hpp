@@ -11,8 +11,10 @@
 namespace lowlat::nvidia::fused {
 
 struct AttentionParams {
-  // V4: o is quantised for wo_a, so what is written are its e4m3 codes' values.
+  // V4: o is quantised for wo_a, so what is written are its e4m3 codes' values; but not where
+  // plain_o, as in a draft.
   FusedModel model;
+  bool plain_o;
   int num_rows;            // T, 1 .. 48
   int num_heads;           // of this rank, a multiple of 16
   float norm_eps;          // V4

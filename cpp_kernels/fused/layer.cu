@@ -185,6 +185,22 @@ cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_h
   return launch_exchange_mix(params, false, stream);
 }
 
+cudaError_t launch_layer_embedding(const LayerStep& step, const std::uint16_t* zeros,
+                                   const HyperWeights& attn_hc, const std::uint16_t* attn_norm,
+                                   cudaStream_t stream) {
+  if (sizes_of(step.shape).model != FusedModel::v4) return cudaErrorInvalidValue;
+  ExchangeMixParams params = mixing_exchange(step, kLayerEmbedIndex, attn_hc, attn_norm);
+  params.stage = 1;  // StageId::embed_sum
+  params.receives = true;
+  params.mix_in = step.memory.mix[1];
+  params.residual_in = zeros;
+  params.residual_out = step.memory.residual[0];
+  params.mix_out = step.memory.mix[0];
+  params.done = gate_of(step, 0, gate_done, exchange_mix_blocks(step.num_rows));
+  params.mix_done = gate_of(step, 0, gate_ffn_mix, exchange_mix_clusters(step.num_rows));
+  return launch_exchange_mix(params, false, stream);
+}
+
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream) {
   // Halves of two ranks ran; whole layers hung, and have not run since that was mended
@@ -321,6 +337,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
     attention.model = model;
+    attention.plain_o = layer.plain_o;
     attention.norm_eps = step.norm_eps;
     attention.num_rows = rows;
     attention.num_heads = heads;
