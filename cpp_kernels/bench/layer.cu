@@ -100,29 +100,13 @@ void run_group(int gpus, int rows, bool checks) {
   }
 }
 
-std::uint64_t digest(const std::vector<std::uint16_t>& values) {
-  std::uint64_t state = 0xcbf2'9ce4'8422'2325ull;
-  for (const std::uint16_t v : values) state = (state ^ v) * 0x100'0000'01b3ull;
-  return state;
-}
-
 // One rank of the form with a process a rank: what it computes is what the others do.
 template <int kTp>
 int run_process(const Processes& processes, int rank, const std::vector<int>& widths) {
   use_device(rank);
   for (const int rows : widths) {
     host::cuda::ExchangeRegion region(rank, kTp, rows, kHidden);
-    const auto handles = processes.gather(rank, region.handle());
-    if (handles.empty()) return 1;
-    for (int peer = 0; peer < kTp; ++peer) {
-      if (peer == rank) continue;
-      region.open(peer, handles[static_cast<std::size_t>(peer)]);
-      region.probe(peer);
-    }
-    if (processes.gather(rank, true).empty()) return 1;
-    for (int peer = 0; peer < kTp; ++peer) {
-      if (peer != rank) region.probed_by(peer, Peers::kProbeBudgetNs);
-    }
+    if (!open_peers(processes, rank, region)) return 1;
     Layers<kTp> layers(sharded_weights<kTp>(rank), kLayers, rows,
                        region.port(Group<kTp>::kBudgetNs, 0), region.step_epoch(), rank);
     Graph graph([&](cudaStream_t stream) { layers.launch({}, stream); });

@@ -1,34 +1,14 @@
-// bench/layer_group.cuh: chains of plain layers of all ranks of a group, each rank on its device, or
-// one whose mailboxes are looped back to it. For the programs that time layers and the test that
+// bench/layer_group.cuh: chains of plain layers of all ranks of a group, each rank on its device,
+// or one whose mailboxes are looped back to it. For the programs that time layers and the test that
 // checks them.
 #pragma once
 
-#include <chrono>
 #include <memory>
 
 #include "bench/layer_case.cuh"
 #include "bench/peers.hpp"
-#include "bench/report.hpp"
 
 namespace lowlat::bench {
-
-// Waits for a stream's work, which the kernels' own deadlines end. A program whose kernels do not
-// end says where every rank stands and is over.
-template <class SayState>
-void wait_or_leave(cudaStream_t stream, SayState say_state) {
-  using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + std::chrono::seconds(10);
-  for (;;) {
-    const cudaError_t state = cudaStreamQuery(stream);
-    if (state == cudaSuccess) return;
-    if (state != cudaErrorNotReady) cuda_must(state, "a step");
-    if (Clock::now() > deadline) {
-      say_state();
-      std::fprintf(stderr, "a step has not ended after 10 s\n");
-      std::_Exit(4);
-    }
-  }
-}
 
 template <int kTp>
 class Group {
@@ -151,37 +131,11 @@ class Group {
 
   // Microseconds a layer, of the longest rank.
   Spread time(int repeats) {
-    // Several replays in a row where there are peers, so that the ranks' starts do not count.
-    const int in_a_row = size() > 1 ? 4 : 1;
-    std::vector<cudaEvent_t> from(ranks_.size()), to(ranks_.size());
-    each([&](int r) {
-      cuda_must(cudaEventCreate(&from[static_cast<std::size_t>(r)]), "event");
-      cuda_must(cudaEventCreate(&to[static_cast<std::size_t>(r)]), "event");
-    });
-    std::vector<double> times;
-    for (int i = 0; i < repeats + 5 && fault().empty(); ++i) {
-      each([&](int r) {
-        if (size() > 1) graph(r).replay();
-        cuda_must(cudaEventRecord(from[static_cast<std::size_t>(r)], graph(r).stream()), "record");
-        for (int j = 0; j < in_a_row; ++j) graph(r).replay();
-        cuda_must(cudaEventRecord(to[static_cast<std::size_t>(r)], graph(r).stream()), "record");
-      });
-      double longest = 0.0;
-      each([&](int r) {
-        wait(r);
-        float ms = 0.0f;
-        cuda_must(cudaEventElapsedTime(&ms, from[static_cast<std::size_t>(r)],
-                                       to[static_cast<std::size_t>(r)]),
-                  "elapsed");
-        longest = std::max(longest, ms * 1e3 / in_a_row / rank(r).num_layers);
-      });
-      if (i >= 5) times.push_back(longest);
-    }
-    each([&](int r) {
-      cudaEventDestroy(from[static_cast<std::size_t>(r)]);
-      cudaEventDestroy(to[static_cast<std::size_t>(r)]);
-    });
-    return times.empty() ? Spread{} : spread_of(times);
+    const Spread us = time_of_ranks(
+        size(), repeats, [&](int r) { on(r); }, [&](int r) -> Graph& { return graph(r); },
+        [&](int r) { wait(r); });
+    const int layers = first().num_layers;
+    return {us.median / layers, us.low / layers, us.high / layers};
   }
 
  private:

@@ -1,15 +1,20 @@
-// bench/peers.hpp: exchange regions of all ranks of one process, each on the device of its number,
-// opened and probed. Shared by the programs and tests that run ranks on several devices.
+// bench/peers.hpp: what programs and tests share that run all ranks of a group in one process, each
+// on the device of its number: exchange regions that are opened and probed, waiting, and times.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <chrono>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bench/attn_bench.hpp"
+#include "bench/report.hpp"
 #include "host/nvidia/exchange_region.hpp"
 
 namespace lowlat::bench {
@@ -18,6 +23,69 @@ inline void use_device(int device) {
   if (cudaSetDevice(device) != cudaSuccess) {
     throw std::runtime_error("no device " + std::to_string(device));
   }
+}
+
+// Waits for a stream's work, which the kernels' own deadlines end. A program whose kernels do not
+// end says where every rank stands and is over.
+template <class SayState>
+void wait_or_leave(cudaStream_t stream, SayState say_state) {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::seconds(10);
+  for (;;) {
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state == cudaSuccess) return;
+    if (state != cudaErrorNotReady) cuda_must(state, "a step");
+    if (Clock::now() > deadline) {
+      say_state();
+      std::fprintf(stderr, "a step has not ended after 10 s\n");
+      std::_Exit(4);
+    }
+  }
+}
+
+// Microseconds of a replay, of the longest rank: on(r) makes its device current, graph(r) is its
+// graph, wait(r) waits for it. Where there are peers several replays follow each other, so that the
+// ranks' starts do not count.
+template <class On, class GraphOf, class Wait>
+Spread time_of_ranks(int num_ranks, int repeats, On on, GraphOf graph, Wait wait) {
+  const int in_a_row = num_ranks > 1 ? 4 : 1;
+  struct Events {
+    cudaEvent_t from, to;
+  };
+  std::vector<Events> events(static_cast<std::size_t>(num_ranks));
+  const auto each = [&](auto act) {
+    for (int r = 0; r < num_ranks; ++r) {
+      on(r);
+      act(r, events[static_cast<std::size_t>(r)]);
+    }
+  };
+  each([](int, Events& e) {
+    cuda_must(cudaEventCreate(&e.from), "event");
+    cuda_must(cudaEventCreate(&e.to), "event");
+  });
+  std::vector<double> times;
+  for (int i = 0; i < repeats + 5; ++i) {
+    each([&](int r, Events& e) {
+      Graph& own = graph(r);
+      if (num_ranks > 1) own.replay();
+      cuda_must(cudaEventRecord(e.from, own.stream()), "record");
+      for (int j = 0; j < in_a_row; ++j) own.replay();
+      cuda_must(cudaEventRecord(e.to, own.stream()), "record");
+    });
+    double longest = 0.0;
+    each([&](int r, Events& e) {
+      wait(r);
+      float ms = 0.0f;
+      cuda_must(cudaEventElapsedTime(&ms, e.from, e.to), "elapsed");
+      longest = std::max(longest, ms * 1e3 / in_a_row);
+    });
+    if (i >= 5) times.push_back(longest);
+  }
+  each([](int, Events& e) {
+    cudaEventDestroy(e.from);
+    cudaEventDestroy(e.to);
+  });
+  return spread_of(times);
 }
 
 class Peers {

@@ -9,12 +9,15 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <new>
 #include <thread>
 #include <vector>
+
+#include "host/nvidia/exchange_region.hpp"
 
 namespace lowlat::bench {
 
@@ -103,5 +106,29 @@ class Processes {
   int num_ranks_;
   Board* board_ = nullptr;  // until the process ends
 };
+
+// Exchanges handles, opens every peer's region and has each proved by a store. False: a rank has
+// not come. On the region's device.
+inline bool open_peers(const Processes& processes, int rank, host::cuda::ExchangeRegion& region) {
+  const auto handles = processes.gather(rank, region.handle());
+  if (handles.empty()) return false;
+  for (int peer = 0; peer < processes.size(); ++peer) {
+    if (peer == rank) continue;
+    region.open(peer, handles[static_cast<std::size_t>(peer)]);
+    region.probe(peer);
+  }
+  if (processes.gather(rank, true).empty()) return false;
+  for (int peer = 0; peer < processes.size(); ++peer) {
+    if (peer != rank) region.probed_by(peer, 1'000'000'000);
+  }
+  return true;
+}
+
+// One word for what a rank has, to compare with the others'.
+inline std::uint64_t digest(const std::vector<std::uint16_t>& values) {
+  std::uint64_t state = 0xcbf2'9ce4'8422'2325ull;
+  for (const std::uint16_t v : values) state = (state ^ v) * 0x100'0000'01b3ull;
+  return state;
+}
 
 }  // namespace lowlat::bench
