@@ -85,6 +85,22 @@ inline double distinct_experts(const std::vector<std::int32_t>& ids, int layers,
   return distinct / layers;
 }
 
+// Attention's weights of a rank: those that ranks share are the same on all of them.
+template <int kTp>
+HostWeights sharded_weights(int rank) {
+  constexpr int kHeads = 64 / kTp, kGroups = 8 / kTp;
+  Random random(1);
+  HostWeights out(kHeads, kGroups, random);
+  if (rank == 0) return out;
+  Random own(100 + static_cast<std::uint64_t>(rank));
+  HostWeights other(kHeads, kGroups, own);
+  out.wq_b = std::move(other.wq_b);
+  out.wo_a = std::move(other.wo_a);
+  out.wo_b = std::move(other.wo_b);
+  out.sink = std::move(other.sink);
+  return out;
+}
+
 // A chain of layers of one rank, on the device that is current.
 template <int kTp>
 struct Layers {
@@ -136,6 +152,12 @@ struct Layers {
     put(memory.x, x);
     cuda_must(cudaMemset(memory.mix[1], 0, static_cast<std::size_t>(rows) * fused::kMixStride * 4),
               "memset");
+  }
+  // Another input from the next reset() on: the same for the same number.
+  void use_input(int input) {
+    Random random(static_cast<std::uint64_t>(100 + input));
+    for (auto& v : residual) v = bf16(random.normal());
+    for (auto& v : x) v = bf16(random.normal());
   }
   // Steps of fewer rows in the same memory, up to what it was made for.
   void use_rows(int num_rows) {

@@ -6,26 +6,30 @@
 //   bench_step hosted           the same of steps for an engine that keeps caches and head, with
 //                               experts in both layouts
 //   bench_step time [rows..]    the model's 40 layers, a CUDA graph of one step
-//   bench_step fault            an abort of steps in flight
+//   bench_step fault            an abort of steps in flight; of several ranks also one that never
+//                               comes
 //   bench_step once [rows..]    a step and a draft without a comparison, for a sanitizer
+//
+// Before the rows "loop N", one rank of N whose peers are itself (N 4 where nothing is said), or
+// "ranks N", N ranks with a device each. N is 2 or 4.
 #include <chrono>
 #include <cstdlib>
 
-#include "bench/step_case.cuh"
+#include "bench/step_team.cuh"
 
 namespace lowlat::bench {
 namespace {
 
-void check(const std::vector<int>& widths) {
+void check(const Places& places, const std::vector<int>& widths) {
   const lowlat_model_config config = config_of(false, 3);
-  Weights weights;
+  AllWeights weights(places);
   const auto begin = std::chrono::steady_clock::now();
-  Rank fused("nvidia:0:fused:loop", config, weights);
-  Rank resident("nvidia:0:persistent:loop", config, weights);
-  std::printf("made in %.1f s; own bytes %.1f and %.1f MB\n",
+  Team fused("fused", places, config, weights);
+  Team resident("persistent", places, config, weights);
+  std::printf("made in %.1f s; own bytes %.1f and %.1f MB a rank\n",
               std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(),
-              static_cast<double>(lowlat_model_own_bytes(fused.model())) * 1e-6,
-              static_cast<double>(lowlat_model_own_bytes(resident.model())) * 1e-6);
+              static_cast<double>(lowlat_model_own_bytes(fused.first().model())) * 1e-6,
+              static_cast<double>(lowlat_model_own_bytes(resident.first().model())) * 1e-6);
   std::fflush(stdout);
   for (const int start : {kShort, kPosition}) {
     int position = start;
@@ -41,65 +45,79 @@ void check(const std::vector<int>& widths) {
   replay(fused, case_of(24, 4500), 200);
 }
 
-void hosted() {
+void hosted(const Places& places) {
   lowlat_model_config config = config_of(false, 3);
   config.num_pages = kPagesOfRequest;
-  compare_hosting(config);
+  compare_hosting(places, config);
   config.num_widths = 0;
   for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
-  Weights draft_weights;
-  Rank fused_draft("nvidia:0:fused:loop", config, draft_weights, Host::proposals);
-  Rank resident_draft("nvidia:0:persistent:loop", config, draft_weights, Host::proposals);
+  AllWeights draft_weights(places);
+  Team fused_draft("fused", places, config, draft_weights, Host::proposals);
+  Team resident_draft("persistent", places, config, draft_weights, Host::proposals);
   for (const int batch : {1, 4, 8}) {
     compare_proposals(fused_draft, resident_draft, batch, false);
     compare_proposals(fused_draft, resident_draft, batch, true);
   }
 }
 
-enum class Timed { step, tokens_only, draft };
+enum class Timed { step, tokens_only, draft, both };
+const char* words_of(Timed timed) {
+  switch (timed) {
+    case Timed::step: return "";
+    case Timed::tokens_only: return ", tokens only";
+    case Timed::draft: return ", the draft behind it";
+    case Timed::both: break;
+  }
+  return ", step and draft together";
+}
 
-void time_steps(const std::vector<int>& widths) {
+void time_steps(const Places& places, const std::vector<int>& widths) {
   const lowlat_model_config config = config_of(true, 3);
-  Weights weights(true);
-  Rank fused("nvidia:0:fused:loop", config, weights);
+  // A layer's experts are 3.6 GB at two ranks, so 40 of them do not fit.
+  AllWeights weights(places, {true, places.tp_size == 2 ? 12 : 0});
+  Team fused("fused", places, config, weights);
   for (const int rows : widths) {
-    for (const Timed timed : {Timed::step, Timed::tokens_only, Timed::draft}) {
+    for (const Timed timed : {Timed::step, Timed::tokens_only, Timed::draft, Timed::both}) {
       const Case of = case_of(rows, kPosition);
-      if (timed == Timed::draft && of.tokens != 6) continue;
-      lowlat_step step = fused.step_of(of, 1);
-      if (timed == Timed::tokens_only) step.logits = nullptr;
-      const lowlat_draft draft = draft_of(fused, step, of, false);
-      must(lowlat_step_launch(fused.model(), &step, nullptr));
-      must(lowlat_synchronize(fused.model(), 10'000'000'000));
+      const bool with_draft = timed == Timed::draft || timed == Timed::both;
+      const bool with_step = timed != Timed::draft;
+      if (with_draft && of.tokens != 6) continue;
+      const auto steps = fused.all([&](Rank& rank) {
+        lowlat_step step = rank.step_of(of, 1);
+        if (timed == Timed::tokens_only) step.logits = nullptr;
+        return step;
+      });
+      std::vector<lowlat_draft> drafts;
+      fused.each([&](Rank& rank, int r) {
+        drafts.push_back(draft_of(rank, steps[static_cast<std::size_t>(r)], of, false));
+      });
+      fused.run(lowlat_step_launch, steps);
       if (timed == Timed::step) {
         const auto begin = std::chrono::steady_clock::now();
-        must(lowlat_step_launch(fused.model(), &step, nullptr));
+        must(lowlat_step_launch(fused.first().model(), &steps[0], nullptr));
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-        must(lowlat_synchronize(fused.model(), 10'000'000'000));
-        std::printf("40 layers, T=%-2d, launched without a graph: %.3f ms of the host\n", rows,
-                    took.count() * 1e3);
+        fused.each([&](Rank& rank, int r) {
+          if (r > 0) {
+            must(lowlat_step_launch(rank.model(), &steps[static_cast<std::size_t>(r)], nullptr));
+          }
+        });
+        fused.each(
+            [](Rank& rank, int) { must(lowlat_synchronize(rank.model(), Team::kBudgetNs)); });
+        std::printf("40 layers, T=%-2d, launched without a graph: %.3f ms of the host a rank\n",
+                    rows, took.count() * 1e3);
       }
-      Graph graph([&](cudaStream_t stream) {
-        if (timed == Timed::draft) {
-          must(lowlat_draft_launch(fused.model(), &draft, stream));
-        } else {
-          must(lowlat_step_launch(fused.model(), &step, stream));
-        }
+      TeamGraph graph(fused, [&](Rank& rank, int r, cudaStream_t stream) {
+        const auto at = static_cast<std::size_t>(r);
+        if (with_step) must(lowlat_step_launch(rank.model(), &steps[at], stream));
+        if (with_draft) must(lowlat_draft_launch(rank.model(), &drafts[at], stream));
       });
-      const Times times = time_of(graph, 30);
-      lowlat_status_words words{};
-      words.struct_bytes = sizeof words;
-      must(lowlat_status_read(fused.model(), &words));
-      std::printf("40 layers, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n", rows,
-                  timed == Timed::tokens_only ? ", tokens only"
-                  : timed == Timed::draft     ? ", the draft behind it"
-                                              : "",
-                  times.median_us * 1e-3, times.low_us * 1e-3, times.high_us * 1e-3,
-                  words.state == 0 ? "" : "  FAULTED");
+      const Spread us = graph.time(30);
+      const std::string fault = fused.fault();
+      std::printf("40 layers, TP%d on %d GPU, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n",
+                  places.tp_size, places.size(), rows, words_of(timed), us.median * 1e-3,
+                  us.low * 1e-3, us.high * 1e-3, fault.c_str());
       std::fflush(stdout);
-      if (words.state != 0) {
-        std::printf("state %u kernel %u stage %u epoch %llu\n", words.state, words.place,
-                    words.stage, static_cast<unsigned long long>(words.epoch));
+      if (!fault.empty()) {
         ++failures;
         return;
       }
@@ -107,65 +125,64 @@ void time_steps(const std::vector<int>& widths) {
   }
 }
 
-// Steps in flight when the model is aborted.
-void fault() {
-  const lowlat_model_config config = config_of(false, 0);
-  Weights weights;
-  Rank rank("nvidia:0:fused:loop", config, weights);
-  const lowlat_step step = rank.step_of(case_of(6, kPosition), 1);
-  for (int i = 0; i < 50; ++i) must(lowlat_step_launch(rank.model(), &step, nullptr));
-  lowlat_abort(rank.model());
-  const auto begin = std::chrono::steady_clock::now();
-  const lowlat_status ended = lowlat_synchronize(rank.model(), 5'000'000'000);
-  const double ms =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() * 1e3;
-  lowlat_status_words words{};
-  words.struct_bytes = sizeof words;
-  must(lowlat_status_read(rank.model(), &words));
-  const auto logits = rank.logits(step);
-  const auto plausible =
-      std::count_if(logits.begin(), logits.end(), [](float v) { return std::isfinite(v); });
-  std::printf(
-      "aborted: synchronize %d after %.2f ms, state %u kernel %u place %u, %lld plausible "
-      "logits\n",
-      ended, ms, words.state, words.kernel, words.place, static_cast<long long>(plausible));
-  expect(ended == LOWLAT_FAULT && words.state == 3 && plausible == 0, "an abort");
+// Steps in flight when the first rank's host aborts, and a rank that never launches its step.
+void fault(const Places& places) {
+  lowlat_model_config config = config_of(false, 0);
+  AllWeights weights(places);
+  {
+    Team team("fused", places, config, weights);
+    expect(abort_ends_steps(team), "an abort");
+  }
+  if (places.looped) return;
+  config.wait_budget_ns = 200'000'000;
+  Team team("fused", places, config, weights);
+  expect(dead_rank_is_named(team), "a rank that never comes");
 }
 
-void once(const std::vector<int>& widths) {
+void once(const Places& places, const std::vector<int>& widths) {
   lowlat_model_config config = config_of(false, 3);
   config.wait_budget_ns = 60'000'000'000;  // a sanitizer is slow
-  Weights weights;
-  Rank rank("nvidia:0:fused:loop", config, weights);
+  AllWeights weights(places);
+  Team team("fused", places, config, weights);
   for (const int rows : widths) {
     const Case of = case_of(rows, kPosition);
-    const lowlat_step step = rank.step_of(of, 1);
-    must(lowlat_step_launch(rank.model(), &step, nullptr));
-    must(lowlat_synchronize(rank.model(), 120'000'000'000));
+    const auto steps = team.all([&](Rank& rank) { return rank.step_of(of, 1); });
+    team.run(lowlat_step_launch, steps);
     if (of.tokens != 6) continue;
-    const lowlat_draft draft = draft_of(rank, step, of, false);
-    must(lowlat_draft_launch(rank.model(), &draft, nullptr));
-    must(lowlat_synchronize(rank.model(), 120'000'000'000));
+    std::vector<lowlat_draft> drafts;
+    team.each([&](Rank& rank, int r) {
+      drafts.push_back(draft_of(rank, steps[static_cast<std::size_t>(r)], of, false));
+    });
+    team.run(lowlat_draft_launch, drafts);
   }
 }
 
 int run(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
+  Places places = {4, true};
+  int next = 2;
+  const std::string where = argc > 3 ? argv[2] : "";
+  if (where == "loop" || where == "ranks") {
+    places = {std::atoi(argv[3]), where == "loop"};
+    next = 4;
+  }
   std::vector<int> widths;
-  for (int i = 2; i < argc; ++i) widths.push_back(std::atoi(argv[i]));
+  for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
   if (widths.empty()) widths = {6, 1, 12, 48};
   if (what == "check") {
-    check(widths);
+    check(places, widths);
   } else if (what == "time") {
-    time_steps(widths);
+    time_steps(places, widths);
   } else if (what == "hosted") {
-    hosted();
+    hosted(places);
   } else if (what == "once") {
-    once(widths);
+    once(places, widths);
   } else if (what == "fault") {
-    fault();
+    fault(places);
   } else {
-    std::fprintf(stderr, "usage: bench_step check|hosted|time|once|fault [rows..]\n");
+    std::fprintf(stderr,
+                 "usage: bench_step check|hosted|time|once|fault [loop N|ranks N] [rows..]\n");
     return 2;
   }
   std::printf("%d failures\n", failures);

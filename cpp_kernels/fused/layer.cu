@@ -203,9 +203,6 @@ cudaError_t launch_layer_embedding(const LayerStep& step, const std::uint16_t* z
 
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream) {
-  // Halves of two ranks ran; whole layers hung, and have not run since that was mended
-  // (docs/bench/layer-hopper.md).
-  if (step.shape == MoeShape::v41_tp2 && parts.experts) return cudaErrorNotSupported;
   const Sizes sizes = sizes_of(step.shape);
   const FusedModel model = sizes.model;
   const bool is_v4 = model == FusedModel::v4;

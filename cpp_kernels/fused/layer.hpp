@@ -3,8 +3,8 @@
 // compressor, indexer and Engram of its own; what those make (the extra set of keys) is an input
 // here. Every C++ compiler reads it.
 //
-// Rows       1 .. 48 (kMaxFusedRows). Ranks 4, or those of one device looped back to it; of 2
-//            ranks the attention sublayer alone, see launch_plain_layer.
+// Rows       1 .. 48 (kMaxFusedRows). Ranks 2 or 4, as MoeShape says, each on a device of its own,
+//            or one whose mailboxes are looped back to it.
 // Order      launch_layer_begin, launch_layer_input (or a kernel of the caller that sends x), then
 //            layers 0, 1 and on, on one stream; the next step begins when this one's kernels have
 //            ended. Capturable; nothing is allocated.
@@ -170,8 +170,7 @@ struct LayerParts {
 
 // One layer: layer_idx counts from 0 within the step (exchanges 2 layer_idx and the next). Returns
 // cudaErrorInvalidValue for sizes that were not built and for a device that cannot hold the
-// experts' grid at once; cudaErrorNotSupported for the experts of v41_tp2, which have not run in a
-// layer on two devices yet.
+// experts' grid at once.
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream);
 

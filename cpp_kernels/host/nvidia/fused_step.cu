@@ -13,6 +13,7 @@
 #include "fused/layer.hpp"
 #include "fused/step.hpp"
 #include "host/model.hpp"
+#include "host/nvidia/fused_base.hpp"
 #include "host/rope_frequencies.hpp"
 #include "shape/dsv41_flash.hpp"
 
@@ -20,13 +21,21 @@ namespace lowlat::host::cuda {
 namespace {
 
 namespace fused = lowlat::nvidia::fused;
-using Served = shape::Dsv41Flash<4>;
+using Served = shape::Dsv41Flash<1>;  // sizes that ranks do not divide
 
 constexpr int kRows = fused::kMaxFusedRows;
-constexpr auto kMoeShape = lowlat::fused::MoeShape::v41_tp4;
-constexpr auto kDraftShape = lowlat::fused::MoeShape::v41_draft_tp4;
+// What was built of the experts for so many ranks: target layers' and a draft's stages'.
+struct ExpertShapes {
+  lowlat::fused::MoeShape target, draft;
+};
+ExpertShapes expert_shapes(int tp_size) {
+  using enum lowlat::fused::MoeShape;
+  return tp_size == 2 ? ExpertShapes{v41_tp2, v41_draft_tp2} : ExpertShapes{v41_tp4, v41_draft_tp4};
+}
 // See moe_weights.
-static_assert(marlin_rows(Served::kIntermediateLocal) == Served::kIntermediateLocal);
+template <int kTp>
+constexpr int kInner = shape::Dsv41Flash<kTp>::kIntermediateLocal;
+static_assert(marlin_rows(kInner<2>) == kInner<2> && marlin_rows(kInner<4>) == kInner<4>);
 constexpr int kIndexPageBytes = 64 * 68;
 constexpr int kNumSms = 132;  // of an H100 and an H200 with SXM; the experts have 128 bands
 
@@ -52,51 +61,41 @@ std::int64_t page_bytes(int slots) { return (slots * std::int64_t{584} + 575) / 
 
 }  // namespace
 
-struct FusedStep::State {
-  lowlat_model_config config;
-  shape::RuntimeShape shape;
-  lowlat::persistent::ModelWeights weights;
-  lowlat_pools pools;
-  const ResidentStep* resident;
-  bool has_draft;  // a draft that the fused kernels serve
+struct FusedStep::State : FusedBase {
+  using FusedBase::FusedBase;
 
-  std::vector<Memory> pieces;
-  fused::LayerMemory memory;
-  fused::ExchangePort port;
-  std::uint64_t* step_epoch;
-  fused::RopeFrequencies window_rope, compressed_rope;
+  lowlat_pools pools = {};
+  const ResidentStep* resident = nullptr;
+  ExpertShapes experts = {};
+  bool has_draft = false;  // a draft that the fused kernels serve
 
-  fused::StepArrays arrays;
-  std::uint16_t* zeros;  // bf16 [rows, 4, hidden], what the embedding's exchange has as residual
-  std::array<std::uint8_t*, fused::kMaxGathered> engram_codes;
-  std::array<float*, fused::kMaxGathered> engram_scale;
-  float* engram_sums;
+  fused::LayerMemory memory = {};
+  fused::RopeFrequencies window_rope = {}, compressed_rope = {};
+
+  fused::StepArrays arrays = {};
+  // bf16 [rows, 4, hidden], what the embedding's exchange has as residual.
+  std::uint16_t* zeros = nullptr;
+  std::array<std::uint8_t*, fused::kMaxGathered> engram_codes = {};
+  std::array<float*, fused::kMaxGathered> engram_scale = {};
+  float* engram_sums = nullptr;
   // Of the index; the last selection and the last candidate blocks are what later layers read.
-  std::int64_t pitch;
-  std::uint16_t* query;
-  float *scores, *block_scores, *compress_sums;
-  uint2* found;
-  std::uint32_t* tickets;
-  std::int32_t *entry_slots, *blocks;
+  std::int64_t pitch = 0;
+  std::uint16_t* query = nullptr;
+  float *scores = nullptr, *block_scores = nullptr, *compress_sums = nullptr;
+  uint2* found = nullptr;
+  std::uint32_t* tickets = nullptr;
+  std::int32_t *entry_slots = nullptr, *blocks = nullptr;
   // Of the head.
-  float* head_sums;
-  uint4* head_best;
-  std::uint32_t* head_tickets;
+  float* head_sums = nullptr;
+  uint4* head_best = nullptr;
+  std::uint32_t* head_tickets = nullptr;
   // Of a draft.
-  void* draft_experts;
-  fused::InjectParams inject;
-  std::int64_t* draft_tokens;
+  void* draft_experts = nullptr;
+  fused::InjectParams inject = {};
+  std::int64_t* draft_tokens = nullptr;
 
   Stream side;  // of the kernels beside the layers
   Event forked, projected, ended, joined;
-
-  template <class T>
-  T* take(std::int64_t count) {
-    Memory& piece =
-        pieces.emplace_back(static_cast<std::size_t>(std::max<std::int64_t>(count, 1)) * sizeof(T));
-    check(cudaMemset(piece.data(), 0, piece.bytes()), "cudaMemset");
-    return static_cast<T*>(piece.data());
-  }
 
   const lowlat_layer& plan(int layer_idx) const { return config.layers[layer_idx]; }
   bool selects(int layer_idx) const {
@@ -206,7 +205,7 @@ fused::LayerStep FusedStep::State::Chain::layer_step() const {
   fused::LayerStep out = {};
   out.memory = s.memory;
   out.port = s.port;
-  out.shape = kMoeShape;
+  out.shape = s.experts.target;
   out.num_rows = rows;
   out.positions = s.arrays.positions;
   out.kv_slots = s.arrays.kv_slots;
@@ -293,13 +292,7 @@ void FusedStep::State::Chain::set_weights(fused::PlainLayer& out,
 }
 
 void FusedStep::State::Chain::head_product(int num_layers) const {
-  fused::CompressParams product = {};
-  product.rows = step_rows();
-  product.x = s.memory.x;
-  product.matrices[0] = {s.weights.head, s.shape.kVocabLocal};
-  product.partial = s.head_sums;
-  product.x_done = x_gate(num_layers);
-  check(fused::launch_compress_product(product, s.shape.kHidden, true, stream), "the head");
+  s.launch_head_product(step_rows(), s.memory.x, s.head_sums, x_gate(num_layers), stream);
 }
 
 void FusedStep::State::Chain::end(int last_index) const {
@@ -656,7 +649,7 @@ void FusedStep::State::Draft::stage(int stage_idx) const {
   plain.window_idx = s.arrays.window_idx;
   plain.num_window = fused::kStepWindow + tokens;
   fused::LayerStep own = layer_step();
-  own.shape = kDraftShape;
+  own.shape = s.experts.draft;
   own.memory.experts = s.draft_experts;
   check(fused::launch_plain_layer(plain, own, place(stage_idx), {}, stream), "a draft's stage");
 }
@@ -671,18 +664,9 @@ int FusedStep::State::Draft::propose() const {
     s.resident->launch_proposals(draft, stream);
     return first - 1;
   }
-  fused::DraftProposalsParams params = {};
-  params.port = s.port;
+  fused::DraftProposalsParams params =
+      s.proposals(draft.batch_size, base, s.arrays.anchors, s.draft_tokens);
   params.exchange_index = first;
-  params.batch_size = draft.batch_size;
-  params.vocab_shard = s.shape.kVocabLocal;
-  params.w1 = s.weights.markov_embed;
-  params.w2 = s.weights.markov_head;
-  params.base = base;
-  params.base_pitch = s.shape.kVocabLocal;
-  params.anchors = s.arrays.anchors;
-  params.anchor_pitch = 1;
-  params.tokens = s.draft_tokens;
   check(fused::launch_draft_proposals(params, fused::kMaxDraftBlocks, false, stream), "proposals");
   check(fused::launch_tokens(s.draft_tokens, draft.draft_tokens,
                              draft.batch_size * fused::kDraftSteps, stream),
@@ -725,50 +709,40 @@ void FusedStep::State::lay_wo_a() {
 
 std::string FusedStep::refusal(const lowlat_model_config& c, const shape::RuntimeShape& s,
                                int device) {
-  std::string out;
-  const auto add = [&](const std::string& reason) { out += (out.empty() ? "" : "; ") + reason; };
+  Reasons reasons;
   if (c.kind != LOWLAT_V41) {
-    add("kind is " + std::to_string(c.kind) + ", needed LOWLAT_V41");
-    return out;
+    reasons.add("kind is " + std::to_string(c.kind) + ", needed LOWLAT_V41");
+    return reasons.text();
   }
-  const auto need = [&](std::int64_t seen, std::int64_t needed, const char* name) {
-    if (seen == needed) return;
-    add(std::string(name) + " is " + std::to_string(seen) + ", needed " + std::to_string(needed));
-  };
-  need(c.tp_size, Served::kTpSize, "tp_size");
-  need(c.hidden, Served::kHidden, "hidden");
-  need(c.q_lora, Served::kQLora, "q_lora");
-  need(c.num_heads, Served::kNumHeads, "num_heads");
-  need(c.o_groups, Served::kNumGroups, "o_groups");
-  need(c.o_lora, Served::kOLora, "o_lora");
-  need(c.window, Served::kWindow, "window");
-  need(c.num_experts, Served::kNumExperts, "num_experts");
-  need(c.experts_per_token, Served::kExpertsPerToken, "experts_per_token");
-  need(c.moe_intermediate, Served::kIntermediate, "moe_intermediate");
-  int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
-  if (sms < kNumSms) {
-    add("the device has " + std::to_string(sms) + " SMs, needed " + std::to_string(kNumSms));
-  }
-  if (c.routed_scaling != 1.5f) add("routed_scaling is not 1.5");
-  if (c.swiglu_limit != 10.0f) add("swiglu_limit is not 10");
-  if (s.kVocabLocal % 16 != 0) add("vocab is no multiple of 16 on a rank");
-  if (c.num_engrams > 0) need(c.engram_head_dim, Served::kEngramDim, "engram_head_dim");
+  reasons.need_ranks(c.tp_size, {2, 4});
+  reasons.need(c.hidden, Served::kHidden, "hidden");
+  reasons.need(c.q_lora, Served::kQLora, "q_lora");
+  reasons.need(c.num_heads, Served::kNumHeads, "num_heads");
+  reasons.need(c.o_groups, Served::kNumGroups, "o_groups");
+  reasons.need(c.o_lora, Served::kOLora, "o_lora");
+  reasons.need(c.window, Served::kWindow, "window");
+  reasons.need(c.num_experts, Served::kNumExperts, "num_experts");
+  reasons.need(c.experts_per_token, Served::kExpertsPerToken, "experts_per_token");
+  reasons.need(c.moe_intermediate, Served::kIntermediate, "moe_intermediate");
+  reasons.need_sms(device, kNumSms);
+  if (c.routed_scaling != 1.5f) reasons.add("routed_scaling is not 1.5");
+  if (c.swiglu_limit != 10.0f) reasons.add("swiglu_limit is not 10");
+  reasons.need_vocab(s);
+  if (c.num_engrams > 0) reasons.need(c.engram_head_dim, Served::kEngramDim, "engram_head_dim");
   const bool indexed = s.kIndexTopk > 0;
   if (indexed) {
-    need(c.index_heads, Served::kIndexHeads, "index_heads");
-    need(c.index_topk, Served::kIndexTopk, "index_topk");
+    reasons.need(c.index_heads, Served::kIndexHeads, "index_heads");
+    reasons.need(c.index_topk, Served::kIndexTopk, "index_topk");
     // An index page has 64 rows; places are found by shifts.
     if (c.page_size < 128 || c.page_size > 256 || (c.page_size & (c.page_size - 1)) != 0) {
-      add("page_size is " + std::to_string(c.page_size) + ", needed 128 or 256");
+      reasons.add("page_size is " + std::to_string(c.page_size) + ", needed 128 or 256");
     }
   }
   if (c.candidate_layer >= 0) {
-    need(c.candidate_blocks, fused::kIndexMaxBlocks, "candidate_blocks");
-    need(c.candidate_block_size, fused::kIndexBlock, "candidate_block_size");
+    reasons.need(c.candidate_blocks, fused::kIndexMaxBlocks, "candidate_blocks");
+    reasons.need(c.candidate_block_size, fused::kIndexBlock, "candidate_block_size");
   }
-  return out;
+  return reasons.text();
 }
 
 std::int64_t FusedStep::box_packets(const lowlat_model_config& c, const shape::RuntimeShape& s) {
@@ -782,30 +756,26 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
                      const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools,
                      const ExchangeRegion& region, const ResidentStep& resident,
                      std::uint32_t kernel)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_unique<State>(config, shape, weights, region, kernel)) {
   State& s = *state_;
-  s.config = config;
-  s.shape = shape;
-  s.weights = weights;
   s.pools = pools;
   s.resident = &resident;
+  s.experts = expert_shapes(config.tp_size);
   s.has_draft =
       config.num_draft_stages == fused::kInjectStages && config.draft_block == fused::kDraftSteps &&
       config.markov_rank == fused::kMarkovRank && config.draft_experts == Served::kDraftExperts &&
       config.draft_experts_per_token == Served::kDraftExpertsPerToken;
-  s.port = region.port(config.wait_budget_ns, kernel);
-  s.step_epoch = region.step_epoch();
   const RopeFrequencies rope = rope_frequencies(config);
   std::ranges::copy(rope.window, s.window_rope.values);
   std::ranges::copy(rope.compressed, s.compressed_rope.values);
 
   constexpr std::int64_t kHidden = Served::kHidden;
   const int chain = config.num_layers + 1;
-  const std::int64_t bytes =
-      fused::layer_memory(nullptr, kMoeShape, config.tp_size, kRows, chain).bytes;
-  s.memory =
-      fused::layer_memory(s.take<std::uint8_t>(bytes), kMoeShape, config.tp_size, kRows, chain);
-  check(fused::layer_init(s.memory, kMoeShape, s.port), "the layers' memory");
+  const auto memory_at = [&](void* base) {
+    return fused::layer_memory(base, s.experts.target, config.tp_size, kRows, chain);
+  };
+  s.memory = memory_at(s.take<std::uint8_t>(memory_at(nullptr).bytes));
+  check(fused::layer_init(s.memory, s.experts.target, s.port), "the layers' memory");
 
   s.arrays.token_ids = s.take<std::int32_t>(kRows);
   s.arrays.positions = s.take<std::int32_t>(kRows);
@@ -843,9 +813,9 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.head_tickets = s.take<std::uint32_t>(kRows);
   if (s.has_draft) {
     s.draft_experts = s.take<std::uint8_t>(
-        static_cast<std::int64_t>(lowlat::fused::moe_workspace_bytes(kDraftShape)));
+        static_cast<std::int64_t>(lowlat::fused::moe_workspace_bytes(s.experts.draft)));
     check(static_cast<cudaError_t>(
-              lowlat::fused::moe_workspace_init(kDraftShape, s.draft_experts, nullptr)),
+              lowlat::fused::moe_workspace_init(s.experts.draft, s.draft_experts, nullptr)),
           "the draft's experts");
     s.draft_tokens = s.take<std::int64_t>(fused::kMaxDraftBatch * fused::kDraftSteps);
     constexpr std::int64_t kWidth = fused::kInjectStages * kHidden;
@@ -874,18 +844,11 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   load_kernels();
 }
 
-// A kernel's first use loads its code, which may wait for kernels that run, such as one that waits
-// for a peer whose code is still to be loaded. Capturing loads it, and runs nothing.
 void FusedStep::load_kernels() const {
   const State& s = *state_;
-  const Stream stream;
   std::int32_t* const nothing = s.arrays.token_ids;
-  const auto capture = [&](const auto& call) {
-    check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "a capture");
-    launch(call, stream.get());
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
-    cudaGraphDestroy(graph);
+  const auto load = [&](const auto& call) {
+    load_kernels_of([&](cudaStream_t stream) { launch(call, stream); });
   };
   for (int i = 0; i < s.config.num_widths && s.config.widths[i] <= kRows; ++i) {
     const int rows = s.config.widths[i];
@@ -893,7 +856,7 @@ void FusedStep::load_kernels() const {
       lowlat_hosted_step step{};
       step.batch_size = rows;
       step.tokens_per_request = step.page_table_stride = step.num_table_pages = 1;
-      capture(step);
+      load(step);
       continue;
     }
     lowlat_step step{};
@@ -905,7 +868,7 @@ void FusedStep::load_kernels() const {
     step.num_logit_rows = rows;
     step.logits = s.head_sums;
     step.argmax = nothing;
-    capture(step);
+    load(step);
     lowlat_draft draft{};
     draft.num_inject_rows = rows;
     draft.inject_slots = draft.inject_positions = nothing;
@@ -913,7 +876,7 @@ void FusedStep::load_kernels() const {
     draft.page_table_stride = 1;
     draft.anchors = draft.prefixes = draft.slots = draft.page_table = nothing;
     draft.draft_tokens = nothing;
-    if (serves(draft)) capture(draft);
+    if (serves(draft)) load(draft);
   }
 }
 
@@ -978,10 +941,6 @@ void FusedStep::launch(const lowlat_draft& draft, cudaStream_t stream) const {
   State::Draft{{s, stream, draft.batch_size * fused::kDraftSteps, fused::kDraftSteps}, draft}.run();
 }
 
-std::uint64_t FusedStep::bytes() const {
-  std::uint64_t bytes = 0;
-  for (const Memory& piece : state_->pieces) bytes += piece.bytes();
-  return bytes;
-}
+std::uint64_t FusedStep::bytes() const { return state_->bytes(); }
 
 }  // namespace lowlat::host::cuda
