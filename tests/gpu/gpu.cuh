@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdint>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -54,15 +53,6 @@ class OnDevice {
 inline void finish() {
   host::cuda::check(cudaGetLastError(), "a kernel's launch");
   host::cuda::check(cudaDeviceSynchronize(), "a kernel");
-}
-
-// Lets time pass on a stream: one thread.
-inline __global__ void spend(std::uint64_t ns) {
-  std::uint64_t begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
-  do {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  } while (now - begin < ns);
 }
 
 template <class T>

@@ -7,6 +7,7 @@
 // The model comes first.
 #include "attention_values.hpp"
 #include "gpu.cuh"
+#include "late.cuh"
 #include "reference/experts.hpp"
 #include "reference/gate.hpp"
 #include "reference/hc.hpp"
