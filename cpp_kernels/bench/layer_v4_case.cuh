@@ -135,9 +135,11 @@ struct PooledChain {
     out.plain.extra = {context.pool.get(), StepV4::pool_page_bytes(sizes), sizes.per_page()};
     out.plain.extra_idx = context.entry_idx.get();
     out.plain.num_extra = ratio == 0 ? 0 : context.num_entries;
+    out.plain.extra_ratio = ratio == 128 ? ratio : 0;
     if (hashes) out.plain.hash_ids = hash_ids.get();
     out.ratio = ratio;
     out.tokens = sizes.tokens;
+    out.first = i == 0;
     out.slots = state.d_slots.get();
     out.compress = state.product(beside[i]);
     out.pool = state.pooling(beside[i]);

@@ -1,6 +1,6 @@
-// bench/step_team.cuh: whole steps and drafts of both models by the fused kernels, on one rank whose
-// peers are itself or on ranks with a device each, and the same by the resident schedule to compare
-// with. Shared by the bench and the GPU test.
+// bench/step_team.cuh: whole steps and drafts of both models by the fused kernels, on one rank
+// whose peers are itself or on ranks with a device each, and the same by the resident schedule to
+// compare with. Shared by the bench and the GPU test.
 #pragma once
 
 #include <chrono>
@@ -236,8 +236,16 @@ inline void compare_pools(Team& got, Team& want, double bound) {
       rows = pool.spec.shape[0] * (pool.spec.ndim > 2 ? pool.spec.shape[1] : 1);
       width = Weights::count_of(pool.spec) / rows;
     }
+    // Most pages are as they were.
+    const std::int64_t rows_of_page = rows / pool.spec.shape[0];
+    const std::size_t page_bytes = bytes / static_cast<std::size_t>(pool.spec.shape[0]);
     std::vector<float> x, y;
     for (std::int64_t row = 0; row < rows; ++row) {
+      const std::size_t at = static_cast<std::size_t>(row / rows_of_page) * page_bytes;
+      if (row % rows_of_page == 0 && std::memcmp(&a[at], &b[at], page_bytes) == 0) {
+        row += rows_of_page - 1;
+        continue;
+      }
       std::vector<float> p, q;
       if (state) {
         const auto* from = reinterpret_cast<const float*>(a.data()) + row * width;
@@ -260,7 +268,11 @@ inline void compare_pools(Team& got, Team& want, double bound) {
   }
 }
 
-inline double bound_of(const Case& of) { return of.position < 512 ? 0.04 : 0.2; }
+// V4's scales of 128 values and the codes of its attention's output pass a last bit on more
+// strongly: the resident schedule with Marlin's experts is up to 6e-2 from the one without.
+inline double bound_of(Team& team, const Case& of) {
+  return of.position >= 512 ? 0.2 : team.config().kind == LOWLAT_V4 ? 0.08 : 0.04;
+}
 
 // One step on both, by launches.
 inline void compare_step(Team& got, Team& want, const Case& of, int salt) {
@@ -286,7 +298,7 @@ inline void compare_step(Team& got, Team& want, const Case& of, int salt) {
     wrong +=
         best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
   }
-  const bool good = median(errors) < bound_of(of) && wrong == 0;
+  const bool good = median(errors) < bound_of(got, of) && wrong == 0;
   std::printf(
       "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
       "differs %d, wrong %d\n",
@@ -324,8 +336,8 @@ inline void compare_hosted(Team& got, Team& want, const Case& of, int salt) {
     medians[i] = median(errors_of(results[i][0], results[i][1], widths[i]));
   }
   const bool kept = history[0] == history[1];
-  const bool good =
-      medians[0] < bound_of(of) && medians[1] < bound_of(of) && medians[2] < bound_of(of) && kept;
+  const bool good = medians[0] < bound_of(got, of) && medians[1] < bound_of(got, of) &&
+                    medians[2] < bound_of(got, of) && kept;
   std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
               good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
               kept ? "" : ", other history");
@@ -447,7 +459,7 @@ inline void compare_draft(Team& got, Team& want, const Case& of) {
     greedy += tokens[0][i] != tokens[2][i];
   }
   const auto errors = errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
-  const bool good = median(errors) < bound_of(of) && greedy == 0;
+  const bool good = median(errors) < bound_of(got, of) && greedy == 0;
   std::printf(
       "%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
       "without logits %d\n",

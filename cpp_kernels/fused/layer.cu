@@ -330,7 +330,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       });
     };
     if (mix_first) launch_statistics(!first);
-    run(HopKernel::qkv, [&] { return launch_front_qkv(front, mix_first || !first, stream); });
+    run(HopKernel::qkv, [&] {
+      return launch_front_qkv(front, mix_first || !first, stream, parts.qkv_started);
+    });
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
     attention.model = model;
@@ -350,6 +352,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.extra_idx = layer.extra_idx;
     attention.num_window = layer.num_window;
     attention.num_extra = layer.num_extra;
+    attention.extra_ratio = layer.extra_ratio;
     attention.kv_slots = step.kv_slots;
     attention.o = memory.o;
     attention.o_scale = memory.o_scale;
@@ -389,7 +392,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
                                     : gate_of(step, layer_idx - 1, gate_ffn_mix, mix_blocks);
         exchange.done = done;
         exchange.mix_done = parts.experts ? mix_done : gate(gate_ffn_mix, mix_blocks);
-        return launch_exchange_mix(exchange, true, stream);
+        return launch_exchange_mix(exchange, true, stream,
+                                   parts.experts ? nullptr : parts.last_started);
       }
       ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);
       exchange.mix_done = mix_done;
@@ -435,7 +439,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       exchange.mix_before = mix_done;
       exchange.done = gate(gate_done, exchange_blocks);
       exchange.mix_done = gate(gate_ffn_mix, mix_blocks);
-      return launch_exchange_mix(exchange, true, stream);
+      return launch_exchange_mix(exchange, true, stream, parts.last_started);
     }
     ExchangeNormParams exchange = exchanging(1, layer.next_norm);
     exchange.mix_done = ffn_mix_done;

@@ -63,6 +63,7 @@ struct PlainLayer {
   const std::int32_t* window_idx;  // [T, num_window]
   const std::int32_t* extra_idx;   // [T, num_extra]
   int num_window, num_extra;
+  int extra_ratio;  // see attention.hpp
   // The gate of who writes the extra set (late_extra, see attention.hpp), or of who makes extra_idx
   // too; word NULL: all is there. Its kernels must have their places on the device before attention
   // is launched: LayerParts::between may wait for that.
@@ -164,6 +165,9 @@ struct LayerParts {
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
   MixPlace mix_place = MixPlace::measured;
+  // Recorded when all blocks of a kernel have begun, for a branch that waits at its gate: of
+  // [q_a, kv], and of V4's last exchange. NULL: not wanted.
+  cudaEvent_t qkv_started = nullptr, last_started = nullptr;
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };

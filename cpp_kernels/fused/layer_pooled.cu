@@ -21,7 +21,7 @@ static_assert(gate_select < kLayerExchanged);
 class Branch {
  public:
   Branch(const PooledLayer& layer, const LayerStep& step, int layer_idx, const LayerBranch& branch)
-      : step_(step), layer_idx_(layer_idx), branch_(branch), ratio_(layer.ratio) {
+      : step_(step), layer_idx_(layer_idx), branch_(branch), ratio_(layer.ratio), first_(layer.first) {
     const StepRows rows = {step.num_rows, layer.tokens, step.positions, layer.slots};
     compress_ = layer.compress;
     compress_.rows = rows;
@@ -65,7 +65,10 @@ class Branch {
   cudaError_t begin(cudaStream_t stream) const {
     const auto side = branch_.side;
     return run_all(
-        [&] { return cudaEventRecord(branch_.fork, stream); },
+        [&] {
+          return first_ || !(branch_.early & 1) ? cudaEventRecord(branch_.fork, stream)
+                                                : cudaSuccess;
+        },
         [&] { return cudaStreamWaitEvent(side, branch_.fork); },
         [&] {
           return launch_compress_product(compress_, shape::Dsv4Flash<1>::kHidden, false, side);
@@ -75,7 +78,8 @@ class Branch {
 
   // Before q's kernel is launched.
   cudaError_t note_projected(cudaStream_t stream) const {
-    return selects() ? cudaEventRecord(branch_.projected, stream) : cudaSuccess;
+    return selects() && !(branch_.early & 2) ? cudaEventRecord(branch_.projected, stream)
+                                              : cudaSuccess;
   }
 
   // Before attention is launched, which waits for what this leaves.
@@ -84,7 +88,7 @@ class Branch {
     cudaError_t error = cudaSuccess;
     if (selects()) {
       error = run_all([&] { return cudaStreamWaitEvent(side, branch_.projected); },
-                      [&] { return launch_index_query(index_, false, side); },
+                      [&] { return launch_index_query(index_, branch_.early & 4, side); },
                       [&] { return launch_index_scores(index_, true, side); },
                       [&] { return launch_index_select(index_, true, side, started()); });
     }
@@ -113,6 +117,7 @@ class Branch {
   int layer_idx_;
   const LayerBranch& branch_;
   int ratio_;
+  bool first_;
   CompressParams compress_ = {};
   PoolParams pool_ = {};
   IndexParams index_ = {};
@@ -149,6 +154,8 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
     if (parts.between != nullptr) (*parts.between)(kernel);
   };
   own_parts.between = &between;
+  if (branch.early & 1) own_parts.last_started = branch.fork;
+  if (branch.early & 2) own_parts.qkv_started = branch.projected;
   const cudaError_t result = launch_plain_layer(plain, step, layer_idx, own_parts, stream);
   return error == cudaSuccess ? result : error;
 }

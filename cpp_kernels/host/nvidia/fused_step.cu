@@ -442,6 +442,7 @@ fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
     out.rope = s.compressed_rope;
     out.extra_idx = all ? s.arrays.entry_slots : s.entry_slots;
     out.num_extra = all ? num_blocks() : fused::kIndexTopk;
+    out.extra_ratio = all ? plan.ratio : 0;
     // What is joined before a programmatic launch is waited for only by its end.
     out.extra_ends = s.selects(layer_idx);
   }
@@ -455,6 +456,7 @@ void FusedStep::State::Target::pooled_layer(int layer_idx) const {
   out.plain = plain_layer(layer_idx);
   out.ratio = s.plan(layer_idx).ratio;
   out.tokens = tokens;
+  out.first = layer_idx == 0;
   out.slots = s.arrays.slots;
   if (out.ratio > 0) {
     out.compress = product(layer_idx);
@@ -462,7 +464,7 @@ void FusedStep::State::Target::pooled_layer(int layer_idx) const {
     if (s.selects(layer_idx)) out.index = selection(layer_idx);
   }
   const fused::LayerBranch branch = {s.side.get(),    s.forked.get(), s.projected.get(),
-                                     s.started.get(), s.ended.get(),  fused::BranchJoin::ended};
+                                     s.started.get(), s.ended.get(), 0, fused::BranchJoin::ended};
   check(fused::launch_pooled_layer(out, layer_step(), place(layer_idx), {}, branch, stream),
         "a layer");
 }
