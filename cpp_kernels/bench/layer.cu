@@ -155,7 +155,7 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
         good ? "ok  " : "FAIL", rank, kTp, rows, different, us.median, us.low, us.high);
     if (!good) say();
     // Nobody unmaps what another still uses.
-    if (processes.gather(rank, good).empty() || !good) return 1;
+    if (processes.gather(rank, good ? 1 : 0).empty() || !good) return 1;
   }
   return 0;
 }
