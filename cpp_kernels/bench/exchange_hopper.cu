@@ -124,6 +124,7 @@ int run_process(const Processes& processes, int tp_rank) {
   if (!open_peers(processes, tp_rank, region)) return 1;
   ExchangeRank rank(region, tp_rank, processes.size(), kRows, 4);
   rank.capture(true, true, true);
+  if (processes.gather(tp_rank, 1).empty()) return 1;
   int different = 0;
   for (int i = 0; i < 200; ++i) {
     rank.begin();

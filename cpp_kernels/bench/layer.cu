@@ -115,6 +115,7 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
       std::printf("rank %d: state %u kernel %u stage %u peer %d\n", rank, words[0], words[1],
                   words[2], static_cast<int>(words[3]));
     };
+    if (processes.gather(rank, 1).empty()) return 1;
     int different = 0;
     bool finite = true;
     for (int i = 0; i < 200; ++i) {
