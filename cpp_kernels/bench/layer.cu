@@ -115,6 +115,7 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
       std::printf("rank %d: state %u kernel %u stage %u peer %d\n", rank, words[0], words[1],
                   words[2], static_cast<int>(words[3]));
     };
+    if (processes.gather(rank, 1).empty()) return 1;
     int different = 0;
     bool finite = true;
     for (int i = 0; i < 200; ++i) {
@@ -155,7 +156,7 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
         good ? "ok  " : "FAIL", rank, kTp, rows, different, us.median, us.low, us.high);
     if (!good) say();
     // Nobody unmaps what another still uses.
-    if (processes.gather(rank, good).empty() || !good) return 1;
+    if (processes.gather(rank, good ? 1 : 0).empty() || !good) return 1;
   }
   return 0;
 }

@@ -35,6 +35,7 @@ void wait_or_leave(cudaStream_t stream, SayState say_state) {
     const cudaError_t state = cudaStreamQuery(stream);
     if (state == cudaSuccess) return;
     if (state != cudaErrorNotReady) cuda_must(state, "a step");
+    cudaGetLastError();  // that it is not ready is no error of a later call
     if (Clock::now() > deadline) {
       say_state();
       std::fprintf(stderr, "a step has not ended after 10 s\n");

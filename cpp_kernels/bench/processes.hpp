@@ -15,6 +15,7 @@
 #include <functional>
 #include <new>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "host/nvidia/exchange_region.hpp"
@@ -65,7 +66,7 @@ class Processes {
   // has not come within the budget. All ranks call it equally often.
   template <class T>
   std::vector<T> gather(int rank, const T& own) const {
-    static_assert(sizeof(T) <= kSlotBytes);
+    static_assert(sizeof(T) <= kSlotBytes && !std::is_same_v<T, bool>);
     std::memcpy(board_->slots[rank], &own, sizeof own);
     std::vector<T> out;
     if (!meet()) return out;
@@ -117,7 +118,7 @@ inline bool open_peers(const Processes& processes, int rank, host::cuda::Exchang
     region.open(peer, handles[static_cast<std::size_t>(peer)]);
     region.probe(peer);
   }
-  if (processes.gather(rank, true).empty()) return false;
+  if (processes.gather(rank, 1).empty()) return false;
   for (int peer = 0; peer < processes.size(); ++peer) {
     if (peer != rank) region.probed_by(peer, 1'000'000'000);
   }

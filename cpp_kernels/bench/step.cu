@@ -1,21 +1,25 @@
 // bench_step: whole steps by the fused kernels, against the resident schedule on the same weights,
 // and their time. See step_case.cuh.
 //
-//   bench_step check [rows..]   eight layers of every kind and a draft: logits, tokens, features
-//                               (by the draft's tokens) and all caches; replays, bit for bit
-//   bench_step hosted           the same of steps for an engine that keeps caches and head, with
-//                               experts in both layouts
-//   bench_step time [rows..]    all of the model's layers, a CUDA graph of one step
-//   bench_step fault            an abort of steps in flight; of several ranks also one that never
-//                               comes
-//   bench_step once [rows..]    a step and a draft without a comparison, for a sanitizer
+//   bench_step check [rows..]        eight layers of every kind and a draft: logits, tokens,
+//                                    features (by the draft's tokens) and all caches; replays, bit
+//                                    for bit
+//   bench_step hosted                the same of steps for an engine that keeps caches and head,
+//                                    with experts in both layouts
+//   bench_step time [rows..]         all of the model's layers, a CUDA graph of one step
+//   bench_step fault                 an abort of steps in flight; of several ranks also one that
+//                                    never comes
+//   bench_step once [rows..]         a step and a draft without a comparison, for a sanitizer
+//   bench_step processes N [rows..]  eight layers and a draft by a process a rank, which exchange
+//                                    handles: replays, every rank's results equal
 //
-// Of V4.1-Flash, or with "v4" in front of all that follows of V4-Flash. Before the rows "loop N",
-// one rank of N whose peers are itself (N 4 where nothing is said), or "ranks N", N ranks with a
-// device each. N is 2 or 4.
+// Of V4.1-Flash, or with "v4" in front of all that follows of V4-Flash. Elsewhere before the rows
+// "loop N", one rank of N whose peers are itself (N 4 where nothing is said), or "ranks N", N ranks
+// with a device each. N is 2 or 4.
 #include <chrono>
 #include <cstdlib>
 
+#include "bench/processes.hpp"
 #include "bench/step_team.cuh"
 
 namespace lowlat::bench {
@@ -158,6 +162,77 @@ void once(std::uint32_t kind, const Places& places, const std::vector<int>& widt
   }
 }
 
+// One rank of the form with a process a rank: what it computes is what the others do.
+int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
+                const std::vector<int>& widths) {
+  use_device(tp_rank);
+  lowlat_model_config config = config_of(kind, false, 3);
+  config.tp_size = processes.size();
+  config.tp_rank = tp_rank;
+  Weights weights({}, tp_rank);
+  Rank rank("nvidia:" + std::to_string(tp_rank) + ":fused", config, weights, Host::none, kVocab);
+  lowlat_peer_handle own;
+  must(lowlat_peer_export(rank.model(), &own));
+  const auto handles = processes.gather(tp_rank, own);
+  if (handles.empty()) return 1;
+  for (int peer = 0; peer < processes.size(); ++peer) {
+    if (peer == tp_rank) continue;
+    must(lowlat_peer_import(rank.model(), peer, &handles[static_cast<std::size_t>(peer)]));
+  }
+  if (processes.gather(tp_rank, 1).empty()) return 1;
+  rank.ready();
+  bool good = true;
+  for (const int rows : widths) {
+    const Case of = case_of(rows, kPosition);
+    const lowlat_step step = rank.step_of(of, 1);
+    const lowlat_draft draft = draft_of(rank, step, of, false);
+    Graph graph([&](cudaStream_t stream) {
+      must(lowlat_step_launch(rank.model(), &step, stream));
+      if (of.tokens == 6) must(lowlat_draft_launch(rank.model(), &draft, stream));
+    });
+    lowlat_status_words words{};
+    words.struct_bytes = sizeof words;
+    const auto state = [&] {
+      must(lowlat_status_read(rank.model(), &words));
+      return words.state;
+    };
+    std::vector<double> times;
+    int different = 0;
+    std::uint64_t first = 0;
+    for (int i = 0; i < 100; ++i) {
+      if (processes.gather(tp_rank, i).empty()) return 1;
+      const auto begin = std::chrono::steady_clock::now();
+      graph.replay();
+      wait_or_leave(graph.stream(), [&] { std::printf("rank %d: state %u\n", tp_rank, state()); });
+      const std::chrono::duration<double, std::milli> took =
+          std::chrono::steady_clock::now() - begin;
+      times.push_back(took.count());
+      // Compressed keys and pending halves are there from the second time on.
+      if (i < 2 || i % 10 != 9) continue;
+      std::vector<float> result = rank.logits(step);
+      if (of.tokens == 6) {
+        const auto tokens =
+            rank.take(draft.draft_tokens, static_cast<std::size_t>(of.requests) * 5);
+        result.insert(result.end(), tokens.begin(), tokens.end());
+      }
+      const auto all = processes.gather(tp_rank, digest(result));
+      if (all.empty()) return 1;
+      if (first == 0) first = all[0];
+      for (const std::uint64_t other : all) different += other != first ? 1 : 0;
+    }
+    const bool healthy = different == 0 && state() == 0;
+    good = good && healthy;
+    std::printf(
+        "%s rank %d of %d processes T=%d: of 10 of 100 replays %d differ, state %u; median "
+        "%.2f ms with the host's part\n",
+        healthy ? "ok  " : "FAIL", tp_rank, processes.size(), rows, different, words.state,
+        spread_of(times).median);
+    std::fflush(stdout);
+  }
+  // Nobody's region goes while another's kernels may still store into it.
+  return !processes.gather(tp_rank, 1).empty() && good ? 0 : 1;
+}
+
 int run(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
@@ -172,6 +247,9 @@ int run(int argc, char** argv) {
   if (where == "loop" || where == "ranks") {
     places = {std::atoi(argv[next + 1]), where == "loop"};
     next += 2;
+  } else if (what == "processes" && next < argc) {
+    places = {std::atoi(argv[next]), false};
+    ++next;
   }
   std::vector<int> widths;
   for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
@@ -186,9 +264,14 @@ int run(int argc, char** argv) {
     once(kind, places, widths);
   } else if (what == "fault") {
     fault(kind, places);
+  } else if (what == "processes") {  // forks before CUDA begins
+    failures += Processes::run(places.tp_size, [&](const Processes& processes, int rank) {
+      return run_process(kind, processes, rank, widths);
+    });
   } else {
     std::fprintf(stderr,
-                 "usage: bench_step check|hosted|time|once|fault [v4] [loop N|ranks N] [rows..]\n");
+                 "usage: bench_step check|hosted|time|once|fault [v4] [loop N|ranks N] [rows..]\n"
+                 "       bench_step processes [v4] N [rows..]\n");
     return 2;
   }
   std::printf("%d failures\n", failures);

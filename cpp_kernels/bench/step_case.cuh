@@ -65,13 +65,14 @@ constexpr int index_page(bool v4) { return index_codes(v4) + 64 * 4; }
 // random ones would give a row others by the last bit of what came before, and that row would tell
 // nothing. To time, scores do.
 static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
-                            std::int64_t count, int scale_code, std::uint64_t seed) {
+                            std::int64_t count, int scale_code, float embedding,
+                            std::uint64_t seed) {
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
        i += std::int64_t{gridDim.x} * blockDim.x) {
     const std::uint64_t bits = mixed(seed + static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15ull);
     const float unit = static_cast<float>(bits >> 40) * 0x1p-24f - 0.5f;
     const float value = kind == Kind::gain        ? 1.0f + 0.4f * unit
-                        : kind == Kind::embedding ? 3.4f * unit
+                        : kind == Kind::embedding ? embedding * unit
                         : kind == Kind::bias      ? 40.0f * unit
                                                   : 0.05f * unit;
     auto* bytes = static_cast<std::uint8_t*>(out);
@@ -203,7 +204,7 @@ struct WeightRules {
 class Weights {
  public:
   // rank -1: of one that is looped back. What ranks share is the same on all of them. Where the sum
-  // is not one of equal parts, each part is twice as large.
+  // is not one of four equal parts, each part is twice as large, and the embedding four times.
   explicit Weights(const WeightRules& rules = {}, int rank = -1)
       : rules_(rules), rank_(std::max(rank, 0)), scale_shift_(rank < 0 ? 0 : 1) {}
   static std::int64_t count_of(const lowlat_tensor_spec& spec) {
@@ -251,7 +252,8 @@ class Weights {
     }
     // Rows of a page by its bytes.
     const int rows = kind == Kind::kv_pages ? static_cast<int>(spec.shape[1] / 584) : 1;
-    fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code, seed << 40);
+    fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code,
+                        scale_shift > 0 ? 13.6f : 3.4f, seed << 40);
     cuda_must(cudaGetLastError(), "fill");
     cuda_must(cudaDeviceSynchronize(), "fill");
     return data;

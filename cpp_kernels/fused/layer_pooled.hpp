@@ -19,9 +19,9 @@
 namespace lowlat::nvidia::fused {
 
 // One layer. What the launch fills in itself: rows, x, gates, hops and packets of the three structs
-// of kernels, qa of the index, and, where there is a pool, extra_done of the plain layer. What only
-// these kernels hand to each other may be the same memory in all layers: sums, queries, scores, what
-// was found, and the entries, since a layer's attention has ended before the next one's begin.
+// of kernels, qa of the index, and, where there is a pool, extra_done of the plain layer. What these
+// kernels hand to each other and to attention may be the same memory in all layers: a layer's
+// attention has ended before the next one's begin.
 struct PooledLayer {
   PlainLayer plain;  // extra: the pool; extra_idx: ratio 128 the entries, ratio 4 index.entry_slots
   int ratio;         // 0 (no pool), 4 or 128

@@ -38,31 +38,33 @@ struct Producer {
       // The router's rows and x decide when routing ends: nothing competes with them.
       if (!barrier_wait(&barriers.gate_full, 0, r.watch)) return false;
     }
-    for (int n = 0; n < r.shared_tiles(); ++n) {
-      if (n > 0 && !barrier_wait(&barriers.shared_done[n - 1], 0, r.watch)) return false;
-      if (r.lane == 0) {
-        sm90::barrier_arrive_expect(
-            &barriers.shared_full[n],
-            2 * (L::kSharedRows * L::kHidden + static_cast<int>(sizeof(r.table.shared_scales[0]))));
-      }
-      __syncwarp();
-      const int first = (n * r.num_blocks + r.block_idx) * L::kSharedRows;
-      if (r.lane < 2 * L::kSharedRows) {
-        load(r.slot(0) + L::kSharedAt + r.lane * L::kSharedPitch,
-             (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
-                 static_cast<std::size_t>(first + r.lane % L::kSharedRows) * L::kHidden,
-             L::kHidden, &barriers.shared_full[n]);
-      } else if (r.lane < 2 * L::kSharedRows + 2) {
-        const int up = r.lane % 2;
-        constexpr int kRow = L::kHidden / L::kBlock;
-        load(r.table.shared_scales[up],
-             (up ? w.shared_w3 : w.shared_w1).scales +
-                 static_cast<std::size_t>(first / L::kBlock) * kRow,
-             kRow, &barriers.shared_full[n]);
-      }
-    }
+    if (r.shared_tiles() > 0) load_shared_tile(0);
     if (!L::kBandLate) load_shared_band();
     return true;
+  }
+  // The n-th of this block, when the one before is over.
+  LOWLAT_DEVICE void load_shared_tile(int n) const {
+    const auto& w = r.a.w;
+    std::uint64_t* full = &r.barriers.shared_full[n];
+    if (r.lane == 0) {
+      sm90::barrier_arrive_expect(full, 2 * (L::kSharedRows * L::kHidden +
+                                             static_cast<int>(sizeof(r.table.shared_scales[0]))));
+    }
+    __syncwarp();
+    const int first = (n * r.num_blocks + r.block_idx) * L::kSharedRows;
+    if (r.lane < 2 * L::kSharedRows) {
+      load(r.slot(0) + L::kSharedAt + r.lane * L::kSharedPitch,
+           (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
+               static_cast<std::size_t>(first + r.lane % L::kSharedRows) * L::kHidden,
+           L::kHidden, full);
+    } else if (r.lane < 2 * L::kSharedRows + 2) {
+      const int up = r.lane % 2;
+      constexpr int kRow = L::kHidden / L::kBlock;
+      load(r.table.shared_scales[up],
+           (up ? w.shared_w3 : w.shared_w1).scales +
+               static_cast<std::size_t>(first / L::kBlock) * kRow,
+           kRow, full);
+    }
   }
   LOWLAT_DEVICE void load_shared_band() const {
     if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
@@ -100,6 +102,11 @@ struct Producer {
   }
 
   LOWLAT_DEVICE bool run_routed() {
+    // Not early: it waits for consumers, who wait at the kernel's gate with the whole block.
+    for (int n = 1; n < r.shared_tiles(); ++n) {
+      if (!barrier_wait(&r.barriers.shared_done[n - 1], 0, r.watch)) return false;
+      load_shared_tile(n);
+    }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     if (L::kBandLate) {
       if (!r.wait_head()) return false;
