@@ -116,7 +116,7 @@ struct IndexChain {
     index.qa_squares = memory.qa_squares;
     index.qkv_done = gate(fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
     index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
-    index.scores_done = gate(gate_scores, fused::kIndexScoreBlocks);
+    index.scores_done = gate(gate_scores, fused::index_score_blocks(index.format));
     index.done = gate(gate_select, select_blocks(kind));
     fused::CompressParams compress =
         buffers[i].compress(index_weights[i], states[i], act, !compresses);

@@ -59,7 +59,7 @@ class Branch {
     index_.heads_done = compress_.product_done;
     index_.keys_done = pool_.done;
     index_.query_done = gate(gate_query, kIndexQueryBlocks);
-    index_.scores_done = gate(gate_scores, kIndexScoreBlocks);
+    index_.scores_done = gate(gate_scores, index_score_blocks(IndexFormat::fp8));
     index_.done = gate(gate_select, index_select_blocks(index_));
   }
 

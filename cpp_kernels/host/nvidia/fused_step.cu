@@ -635,7 +635,7 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
       gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
-  index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
+  index.scores_done = gate(layer_idx, gate_scores, fused::index_score_blocks(index.format));
   index.done = gate(layer_idx, gate_select, fused::index_select_blocks(index));
 
   if (owns) index.keys_done = compress.done;
