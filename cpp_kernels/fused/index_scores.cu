@@ -11,9 +11,9 @@
 // Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
 // Launch       132 blocks of 512 threads (V4: 264 of 256) share the requests (rows, with candidate
-//              blocks), and each request's rows where it has few keys; four warps take 64 keys, expand them once and
-//              keep them in registers for all their rows. The first keys are read before the
-//              queries are there
+//              blocks), and each request's rows where it has few keys; four warps take 64 keys,
+//              expand them once and keep them in registers for all their rows. The first keys are
+//              read before the queries are there
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; keys that the step writes are read after
 //              keys_done
 // Determinism  an entry's score depends on its row and key; bitwise run to run and rank to rank

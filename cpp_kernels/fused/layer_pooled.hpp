@@ -19,7 +19,7 @@
 namespace lowlat::nvidia::fused {
 
 // One layer. What the launch fills in itself: rows, x, gates, hops and packets of the three structs
-// of kernels, qa of the index, and, where there is a pool, extra_done of the plain layer. What these
+// of kernels, qa of the index, and, where there is a pool, extra_done of the plain layer. What the
 // kernels hand to each other and to attention may be the same memory in all layers: a layer's
 // attention has ended before the next one's begin.
 struct PooledLayer {
