@@ -6,6 +6,8 @@
 // The two schedules add in other orders, and what four bits round to may flip by it, so logits are
 // near and not equal; a row whose experts flip is further off. Replays are equal bit for bit.
 #include "bench/step_team.cuh"
+#include "fused/mix.hpp"
+#include "fused/step.hpp"
 #include "gpu.cuh"
 
 namespace {
@@ -170,6 +172,94 @@ TEST_CASE(four_ranks_an_abort_ends_the_steps_of_all) { of_both(check_abort, kFou
 TEST_CASE(four_ranks_one_that_is_gone_is_named_at_the_deadline) { of_both(check_dead_rank, kFour); }
 
 TEST_CASE(padding_leaves_the_other_rows_alone) { of_both(check_padding, kLooped); }
+
+TEST_CASE(rows_list_the_entries_of_ratio_128_and_the_experts_of_tokens) {
+  need_device();
+  namespace fused = lowlat::nvidia::fused;
+  constexpr int kRows = 6, kTokens = 3, kPages = 7, kPageSize = 256, kRatio = 128, kVocab = 50;
+  constexpr int kEntries = kPages * kPageSize / kRatio;
+  std::vector<std::int32_t> pages, table[2];
+  for (int i = 0; i < 2 * kPages; ++i) pages.push_back((5 * i + 3) % (2 * kPages));
+  for (int i = 0; i < kVocab * fused::kTableExperts; ++i) {
+    table[0].push_back(7 * i % 256);
+    table[1].push_back(11 * i % 256);
+  }
+  // The first request completes its first entry with its second row; the last row is padding.
+  const std::vector<std::int32_t> positions = {126, 127, 128, 1022, 1023, 1024};
+  const std::vector<std::int32_t> tokens = {0, 49, 7, 7, 21, 3}, requests = {0, 0, 0, 1, 1, 1};
+  std::vector<std::int32_t> slots;
+  for (int row = 0; row < kRows; ++row) {
+    const auto at = static_cast<std::size_t>(row);
+    slots.push_back(
+        pages[static_cast<std::size_t>(requests[at] * kPages + positions[at] / kPageSize)] *
+            kPageSize +
+        positions[at] % kPageSize);
+  }
+  slots.back() = -1;
+
+  const OnDevice<std::int32_t> in_pages(pages), in_positions(positions), in_tokens(tokens),
+      in_requests(requests), in_slots(slots), states(std::vector<std::int32_t>(2, 0)),
+      tables[2] = {OnDevice<std::int32_t>(table[0]), OnDevice<std::int32_t>(table[1])};
+  const OnDevice<std::uint32_t> abort_word(std::vector<std::uint32_t>(1, 0u));
+  const OnDevice<std::int32_t> row_words(8 * kRows), entries(kRows * kEntries),
+      window(kRows * fused::kStepWindow), own_pages(kRows * kPages),
+      ids[2] = {OnDevice<std::int32_t>(kRows * fused::kTableExperts),
+                OnDevice<std::int32_t>(kRows * fused::kTableExperts)};
+  const OnDevice<float> mix(kRows * fused::kMixStride);
+  const OnDevice<std::uint8_t> images(kRows);
+  fused::StepInput in = {};
+  in.port.abort_words[0] = abort_word.data();
+  in.num_rows = kRows;
+  in.tokens = kTokens;
+  in.batch_size = kRows / kTokens;
+  in.token_ids = in_tokens.data();
+  in.positions = in_positions.data();
+  in.request_idx = in_requests.data();
+  in.slots = in_slots.data();
+  in.state_slots = states.data();
+  in.page_table = in_pages.data();
+  in.page_table_stride = in.table_pages = in.most_pages = kPages;
+  in.vocab = kVocab;
+  in.num_pages = 2 * kPages;
+  in.page_size = kPageSize;
+  in.num_state_slots = 2;
+  in.image_token = -1;
+  for (int i = 0; i < 2; ++i) in.expert_tables[i] = tables[i].data();
+  in.entry_ratio = kRatio;
+  in.num_entries = kEntries;
+  fused::StepArrays out = {};
+  out.token_ids = row_words.data();
+  out.positions = row_words.data() + kRows;
+  out.slots = row_words.data() + 2 * kRows;
+  out.kv_slots = row_words.data() + 3 * kRows;
+  out.state_slots = row_words.data() + 4 * kRows;
+  out.image_rows = images.data();
+  out.window_idx = window.data();
+  out.page_table = own_pages.data();
+  out.mix = mix.data();
+  for (int i = 0; i < 2; ++i) out.expert_ids[i] = ids[i].data();
+  out.entry_slots = entries.data();
+  lowlat::host::cuda::check(fused::launch_step_rows(in, out, nullptr), "rows");
+  finish();
+
+  std::vector<std::int32_t> want_entries, want_ids[2];
+  for (int row = 0; row < kRows; ++row) {
+    const auto at = static_cast<std::size_t>(row);
+    for (int i = 0; i < kEntries; ++i) {
+      // Positions 128 i .. 128 i + 127, which lie in one page.
+      const std::int32_t page =
+          pages[static_cast<std::size_t>(requests[at] * kPages + kRatio * i / kPageSize)];
+      const bool seen = slots[at] >= 0 && kRatio * i + kRatio - 1 <= positions[at];
+      want_entries.push_back(seen ? (page * kPageSize + kRatio * i % kPageSize) / kRatio : -1);
+    }
+    for (int i = 0; i < 2; ++i) {
+      const auto first = table[i].begin() + tokens[at] * fused::kTableExperts;
+      want_ids[i].insert(want_ids[i].end(), first, first + fused::kTableExperts);
+    }
+  }
+  CHECK(entries.get() == want_entries);
+  for (int i = 0; i < 2; ++i) CHECK(ids[i].get() == want_ids[i]);
+}
 
 TEST_CASE(a_shape_without_kernels_is_refused_by_its_fields) {
   need_device();
