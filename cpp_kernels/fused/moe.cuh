@@ -55,6 +55,8 @@
 #include <type_traits>
 
 #include "fused/moe_parts.cuh"
+// The parts come first.
+#include "fused/moe_wide_numbers.cuh"
 
 namespace lowlat::nvidia::fused {
 
@@ -97,9 +99,12 @@ struct Layout {
   static constexpr int kChunkUnits = 8, kChunkBytes = kTileRows * 16 * kChunkUnits;
   static constexpr int kHalfTile = kTileRows * kHidden / 2;
   static constexpr int kScaleRow = kHidden / 32;
-  static constexpr int kTileBytes = 2 * kTileRows * (kHidden / 2 + kScaleRow);
-  static constexpr int kSlotBytes = round_up(kTileBytes, 1024);
+  static constexpr int kTileScales = 2 * kTileRows * kScaleRow;
+  static constexpr int kTileBytes = 2 * kHalfTile + kTileScales;
   static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row
+  // A slot of the ring: a tile's codes, or one of the shared tile's halves.
+  static constexpr int kSlotBytes = round_up(
+      2 * kHalfTile > kTileRows * kSharedPitch ? 2 * kHalfTile : kTileRows * kSharedPitch, 1024);
   static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
@@ -127,7 +132,6 @@ struct Layout {
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
                 kPieces >= 1);
   static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
-  static_assert(kTileRows * kSharedPitch <= kSlotBytes && kGateRows * kGatePitch <= kSlotBytes);
   static_assert(kBandRows * kInnerRow % 16 == 0 && kBandRows * kInnerScaleRow % 16 == 0);
   static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
 
@@ -141,8 +145,26 @@ struct Layout {
   static constexpr int kPartialFloats = kBuffers * kPartialBytes / 4;
   static constexpr int kSharedSums = kPartialFloats > kPairFloats ? kPartialFloats : kPairFloats;
   static constexpr int kSumsBytes = 4 * (kSharedSums + kParts * kMaxRows * kBandRows);
-  static constexpr int kBandOffset = 0;
-  static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
+  // Columns of e4m3: of each group of four warps, each of their groups of 32, each row: the two
+  // terms of the four warps' 32 elements, as two cores of 8 columns. A row's pitch spreads the
+  // banks that a warp's stores go to.
+  static constexpr int kColumnBytes = 256, kColumnPitch = kColumnBytes + 16;
+  static constexpr int kColumnsBytes = kConsumers / 4 * kSliceBlocks * kMaxRows * kColumnPitch;
+  // What is as large for any ring: a tile's scales have one place more than its codes, because a
+  // slot is free again when its codes are in registers.
+  static constexpr int kTableMost = 3072;  // table, barriers, rounding
+  static constexpr int kFixed = kSumsBytes + kTableMost + kTileScales + kColumnsBytes;
+  static constexpr int kSharedBand = round_up(kBandRows * kInner, 128);  // of the shared w2
+  static constexpr int kMaxSlots = 3;  // more in flight is slower, see docs/bench
+  static constexpr int slots_beside(int bytes) {
+    const int fit = (kSmemLimit - kFixed - bytes) / (kSlotBytes + kTileScales);
+    return fit < kMaxSlots ? fit : kMaxSlots;
+  }
+  // The shared w2's band has a place of its own, or takes the columns' when they are done with.
+  static constexpr bool kBandLate = slots_beside(kSharedBand) < 2;
+  static constexpr int kRing = slots_beside(kBandLate ? 0 : kSharedBand);
+  static_assert(kRing >= 2, "the shared expert's tile takes two slots");
+  static constexpr int kSumsOffset = kBandLate ? 0 : kSharedBand;
   static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
   struct alignas(16) Table {
     std::int32_t ids[kMaxPairs];
@@ -158,38 +180,46 @@ struct Layout {
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
     std::uint16_t place[kMaxPairs];      // of a pair in `sorted`
-    // Of a use of the ring: its tile, and whether it is one.
+    // Rows that chose an expert, a bit each. Of a use of the ring: its tile, and those rows (none:
+    // it is no tile).
+    std::uint32_t rows_of[kMaxPairs];
     std::int32_t tile[kWindow];
-    std::uint8_t is_tile[kWindow];
+    std::uint8_t rows_here[kWindow];
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
-  static constexpr int kMaxSlots = 3;  // more in flight is slower, see docs/bench
+  // Pieces of the second product lie in the slots, and then in the columns' place.
+  static constexpr int kSlotPieces = kRing * kPieces;
+  static constexpr int kRingPieces =
+      kSlotPieces + (kColumnsBytes - (kBandLate ? kSharedBand : 0)) / kPieceBytes;
   struct Barriers {
-    std::uint64_t full[kMaxSlots], empty[kMaxSlots];
-    std::uint64_t piece_full[kMaxSlots * kPieces], piece_empty[kMaxSlots * kPieces];
-    std::uint64_t band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
+    std::uint64_t full[kRing], empty[kRing];
+    std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
+    std::uint64_t gate_full, band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
   };
   // Places in them, for loops that address shared memory themselves.
   static constexpr int kStopOffset = offsetof(Table, stop),
-                       kIsTileOffset = offsetof(Table, is_tile);
+                       kRowsHereOffset = offsetof(Table, rows_here);
   static constexpr int kFullBarriers = offsetof(Barriers, full);
   static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
   static constexpr int kPieceFullBarriers = offsetof(Barriers, piece_full);
   static constexpr int kPieceEmptyBarriers = offsetof(Barriers, piece_empty);
   static constexpr int kSumsFullBarriers = offsetof(Barriers, sums_full);
   static constexpr int kSumsEmptyBarriers = offsetof(Barriers, sums_empty);
-  static constexpr int kRingOffset =
-      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
-  static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
-  static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
-  static_assert(kRing >= 2, "the shared expert's tile takes two slots");
-  static constexpr int kRingPieces = kRing * kPieces;
+  static constexpr int kScalesOffset =
+      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
+  static constexpr int kRingOffset = round_up(kScalesOffset + (kRing + 1) * kTileScales, 1024);
+  static constexpr int kColumnsOffset = kRingOffset + kRing * kSlotBytes;
+  static constexpr int kGateOffset = kColumnsOffset;  // the router's rows, before there are columns
+  static_assert(kGateRows * kGatePitch <= kColumnsBytes);
+  static constexpr int kBandOffset = kBandLate ? kColumnsOffset : 0;
+  static constexpr int kMorePieces = kColumnsOffset + (kBandLate ? kSharedBand : 0);
   // Experts from one item of a warp to its next, at most.
   static constexpr int kReach = (kConsumers + kParts - 1) / kParts;
   static_assert(kReach <= kRingPieces, "a warp is at most one turn of the ring ahead");
-  static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
+  static constexpr int kSmemBytes = kColumnsOffset + kColumnsBytes;
+  static_assert(kSmemBytes <= kSmemLimit);
 
   // Workspace, in bytes from its start.
   static constexpr int kMaxGrid = 1024;
@@ -227,6 +257,14 @@ struct Region {
   LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
     return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
   }
+  // Of a piece of the second product, after so many uses of the ring.
+  LOWLAT_DEVICE int piece_offset(int piece, int uses) const {
+    if (piece >= L::kSlotPieces) {
+      return L::kMorePieces + (piece - L::kSlotPieces) * L::kPieceBytes;
+    }
+    return L::kRingOffset + (uses + piece / L::kPieces) % L::kRing * L::kSlotBytes +
+           piece % L::kPieces * L::kPieceBytes;
+  }
   LOWLAT_DEVICE float* partial(int buffer) const {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
   }
@@ -263,6 +301,11 @@ struct Region {
   }
 };
 
+// `kNum` threads of the block; number 0 is the whole block's.
+template <int kNumber, int kNum>
+LOWLAT_DEVICE void named_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kNum) : "memory");
+}
 // Until x is there; all but the producer, who reads none of it.
 template <class L>
 LOWLAT_DEVICE void wait_for_x(const Region<L>& r) {
@@ -272,7 +315,7 @@ LOWLAT_DEVICE void wait_for_x(const Region<L>& r) {
     return;
   }
   if (plat::thread_idx() == 0) poll_gate(gate);
-  asm volatile("bar.sync 2, %0;" ::"n"(L::kThreads - plat::kWarpLanes) : "memory");
+  named_sync<2, L::kThreads - plat::kWarpLanes>();
 }
 // Code that runs for the first time is slow, and a block that is early has time: it runs what
 // follows on x once before, on other numbers. The first of two passes, or the only one.
@@ -291,13 +334,15 @@ struct Producer {
   int uses = 0;    // of the first product's ring
   int pieces = 0;  // of the second's
 
+  // Until use number `use` of the ring, if there was such a one, is over.
+  LOWLAT_DEVICE bool wait_empty(int use) const {
+    return use < 0 ||
+           barrier_wait(&r.barriers.empty[use % L::kRing], use / L::kRing & 1, r.watch);
+  }
   // Waits until the next slot is free and says what it will hold.
   LOWLAT_DEVICE bool begin_slot(std::uint32_t bytes) {
     const int slot = uses % L::kRing;
-    if (uses >= L::kRing &&
-        !barrier_wait(&r.barriers.empty[slot], (uses / L::kRing - 1) & 1, r.watch)) {
-      return false;
-    }
+    if (!wait_empty(uses - L::kRing)) return false;
     if (r.lane == 0) sm90::barrier_arrive_expect(&r.barriers.full[slot], bytes);
     __syncwarp();
     ++uses;
@@ -317,15 +362,18 @@ struct Producer {
       sm90::tensor_prefetch(&maps.up);
     }
     if (r.gates()) {
-      if (!begin_slot(L::kGateRows * 2 * L::kHidden)) return false;
+      std::uint64_t* full = &r.barriers.gate_full;
+      if (r.lane == 0) sm90::barrier_arrive_expect(full, L::kGateRows * 2 * L::kHidden);
+      __syncwarp();
       if (r.lane < L::kGateRows) {
-        load(r.lane * L::kGatePitch,
-             w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
-             2 * L::kHidden);
+        sm90::bulk_load(
+            r.smem + L::kGateOffset + r.lane * L::kGatePitch,
+            w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
+            2 * L::kHidden, full, sm90::CacheHint::evict_first);
       }
+      // The router's rows and x decide when routing ends: nothing competes with them.
+      if (!barrier_wait(full, 0, r.watch)) return false;
     }
-    // The router's rows and x decide when routing ends: nothing competes with them.
-    if (r.gates() && !barrier_wait(&r.barriers.full[0], 0, r.watch)) return false;
     for (int n = 0; n < r.shared_tiles(); ++n) {
       const int tile = n * r.num_blocks + r.block_idx;
 #pragma unroll 1
@@ -339,15 +387,18 @@ struct Producer {
         }
       }
     }
+    if (!L::kBandLate) load_shared_band();
+    return true;
+  }
+  LOWLAT_DEVICE void load_shared_band() const {
     if (r.shared && r.block_idx < kBands && r.lane == 0) {
       constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
       sm90::barrier_arrive_expect(&r.barriers.band_full, kBytes);
       sm90::bulk_load(r.smem + L::kBandOffset,
-                      w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
-                      &r.barriers.band_full, sm90::CacheHint::evict_first);
+                      r.a.w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes,
+                      kBytes, &r.barriers.band_full, sm90::CacheHint::evict_first);
     }
     __syncwarp();
-    return true;
   }
 
   // The n-th tile; at least num_tiles: none is left. Every block that has had its given tiles draws
@@ -376,7 +427,8 @@ struct Producer {
       // A use without bytes says that there are no more.
       if (r.lane == 0) {
         r.table.tile[n % L::kWindow] = number;
-        r.table.is_tile[n % L::kWindow] = number < num_tiles ? 1 : 0;
+        r.table.rows_here[n % L::kWindow] = static_cast<std::uint8_t>(
+            number < num_tiles ? r.table.rows_of[number / L::kTiles] : 0u);
       }
       if (!begin_slot(number < num_tiles ? L::kTileBytes : 0)) return false;
       if (number >= num_tiles) break;
@@ -391,30 +443,39 @@ struct Producer {
                           sm90::CacheHint::evict_first);
       } else if (r.lane < 4) {
         const int up = r.lane - 2;
-        load(2 * L::kHalfTile + up * kTileRows * L::kScaleRow,
-             (up ? w.w3 : w.w1).scales + row * L::kScaleRow, kTileRows * L::kScaleRow);
+        sm90::bulk_load(
+            r.smem + L::kScalesOffset + n % (L::kRing + 1) * L::kTileScales +
+                up * (L::kTileScales / 2),
+            (up ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2,
+            &r.barriers.full[(uses - 1) % L::kRing], sm90::CacheHint::evict_first);
       }
       __syncwarp();
     }
     if (r.block_idx >= kBands) return true;
+    if (L::kBandLate) {
+      if (!wait_empty(uses - 1)) return false;
+      load_shared_band();
+    }
     for (; pieces < num_experts; ++pieces) {
-      const int piece = pieces % L::kRingPieces, slot = (uses + piece / L::kPieces) % L::kRing;
+      const int piece = pieces % L::kRingPieces;
       if (pieces >= L::kRingPieces) {
         if (!barrier_wait(&r.barriers.piece_empty[piece], (pieces / L::kRingPieces - 1) & 1,
                           r.watch)) {
           return false;
         }
-      } else if (uses > slot) {
-        const int last = (uses - 1 - slot) / L::kRing;
-        if (!barrier_wait(&r.barriers.empty[slot], last & 1, r.watch)) return false;
+      } else {
+        // A slot's piece: that slot's last use is over. Another: the last use of all.
+        const int slot = (uses + piece / L::kPieces) % L::kRing;
+        const int last = piece < L::kSlotPieces ? (uses - 1 - slot) / L::kRing * L::kRing + slot
+                                                : uses - 1;
+        if (!wait_empty(last)) return false;
       }
       if (r.lane == 0) {
         constexpr std::uint32_t kCodes = L::kBandRows * L::kInnerRow;
         constexpr std::uint32_t kScales = L::kBandRows * L::kInnerScaleRow;
         const std::size_t row = static_cast<std::size_t>(r.table.expert[pieces]) * L::kHidden +
                                 r.block_idx * L::kBandRows;
-        unsigned char* dst =
-            r.smem + L::kRingOffset + slot * L::kSlotBytes + piece % L::kPieces * L::kPieceBytes;
+        unsigned char* dst = r.smem + r.piece_offset(piece, uses);
         std::uint64_t* full = &r.barriers.piece_full[piece];
         sm90::barrier_arrive_expect(full, L::kBandBytes);
         sm90::bulk_load(dst, w.w2.codes + row * L::kInnerRow, kCodes, full,
@@ -443,6 +504,7 @@ struct Producer {
     for (int piece = 0; piece < L::kRingPieces; ++piece) {
       landed(&r.barriers.piece_full[piece], (pieces - piece + L::kRingPieces - 1) / L::kRingPieces);
     }
+    landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
     landed(&r.barriers.band_full, r.shared && r.block_idx < kBands ? 1 : 0);
   }
 };
@@ -550,7 +612,9 @@ struct Router {
     }
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
-      if (valid[k]) atomicOr(&table.pairs_of[k][rank[k]], 1u << r.lane);
+      if (!valid[k]) continue;
+      atomicOr(&table.pairs_of[k][rank[k]], 1u << r.lane);
+      atomicOr(&table.rows_of[rank[k]], 1u << (k * plat::kWarpLanes + r.lane) / L::kSlots);
     }
     __syncwarp();
     // An expert's first pair: the pairs of those before it.
@@ -741,9 +805,10 @@ struct Consumer {
   int g = 0, t = 0;  // place in the fragments
   int uses = 0;      // of the ring
   int sums = 0;      // of the partial buffers
-  // x of this warp's slice, in the order of pairs, for the whole launch; fp16 where it meets tiles.
+  // x of this warp's slice, in the order of pairs, until it lies in shared memory as columns.
   static constexpr int kPairs = 4;  // of a thread's eight elements of a group
   std::uint32_t x[L::kSliceBlocks][kPairs];
+  float column_factor = 0.0f;  // of row g's columns
 
   LOWLAT_DEVICE bool wait_slot(int offset) const {
     const int use = uses + offset;
@@ -791,7 +856,7 @@ struct Consumer {
   LOWLAT_DEVICE void multiply_gate(float (&acc)[4]) const {
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
     const std::uint32_t address =
-        r.slot_address(uses % L::kRing) + row * L::kGatePitch + first_element() * 2;
+        sm90::shared_address(r.smem) + L::kGateOffset + row * L::kGatePitch + first_element() * 2;
     float odd[4] = {};
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
@@ -813,15 +878,12 @@ struct Consumer {
       load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
       float acc[4] = {};
       if (r.gates()) {
-        if (pass == 1 && !wait_slot(0)) return false;
+        if (pass == 1 && !barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
         multiply_gate(acc);
         for (const float sum : acc) keep(sum);
       }
       if (pass == 0) continue;
-      if (!r.gates()) return true;
-      if (!hand_over(acc)) return false;
-      free_slot();
-      return true;
+      return !r.gates() || hand_over(acc);
     }
   }
 
@@ -879,36 +941,99 @@ struct Consumer {
 
   // ---- routed experts, first product
 
-  // acc = one tile's slice: `codes` and `scales` are a lane's addresses in its slot.
-  LOWLAT_DEVICE void multiply_tile(float (&acc)[4], std::uint32_t codes,
-                                   std::uint32_t scales) const {
-    std::uint32_t words[L::kSliceBlocks / 2][4];  // gate and up of a block, of the next
+  // x of the slice as two e4m3 terms under a power of two a row.
+  LOWLAT_DEVICE void make_columns() {
+    float amax = 0.0f;
+#pragma unroll
+    for (const auto& block : x) amax = fmaxf(amax, pairs_amax<kPairs>(block));
+    const std::uint32_t exponent = activation_exponent(lanes_max<4>(amax));
+    const float inverse = __uint_as_float((254u - exponent) << 23);
+    column_factor = __uint_as_float((exponent + wide::kFp4E4m3Shift) << 23);
+    std::uint32_t at = columns_of(g) + warp % 4 * 32 + t * 4;
+#pragma unroll
+    for (const auto& block : x) {
+      // The elements that meet the upper nibbles (1 3 5 7), and the lower ones.
+#pragma unroll
+      for (int even = 0; even < 2; ++even) {
+        const std::uint32_t first = block[1 - even], second = block[3 - even];
+        const float values[4] = {low_bf16(first) * inverse, low_bf16(second) * inverse,
+                                 high_bf16(first) * inverse, high_bf16(second) * inverse};
+        std::uint32_t high, low;
+        wide::split_e4m3(values, high, low);
+        smem_store4(at + even * 128, high);
+        smem_store4(at + even * 128 + 16, low);
+      }
+      at += L::kMaxRows * L::kColumnPitch;
+    }
+  }
+  // A row's columns of this warp's group, at its first group of 32.
+  LOWLAT_DEVICE std::uint32_t columns_of(int row) const {
+    return sm90::shared_address(r.smem) + L::kColumnsOffset +
+           (warp / 4 * L::kSliceBlocks * L::kMaxRows + row) * L::kColumnPitch;
+  }
+
+  // A tile's codes of this warp's slice: gate and up of a group of 32, of the next.
+  struct TileCodes {
+    std::uint32_t words[L::kSliceBlocks / 2][4];
+  };
+  LOWLAT_DEVICE static void load_codes(TileCodes& out, std::uint32_t codes) {
     constexpr int kStride = L::kConsumers * L::kSpan / L::kChunkUnits * L::kChunkBytes;
     [[maybe_unused]] const std::uint32_t other_half = codes ^ 32u;
 #pragma unroll
     for (int i = 0; i < L::kSliceBlocks / 2; ++i) {
       if constexpr (L::kSpan == 1) {
-        sm90::load_matrices(words[i], codes + i * 2 * kStride);
+        sm90::load_matrices(out.words[i], codes + i * 2 * kStride);
       } else {  // the scale block's other half lies two units further, exchanged
-        sm90::load_matrices(words[i], (i % 2 ? other_half : codes) + i / 2 * kStride);
+        sm90::load_matrices(out.words[i], (i % 2 ? other_half : codes) + i / 2 * kStride);
       }
     }
+  }
+  // sums = the tile's slice times one row: of rows g of gate and of up, in the lanes of this warp's
+  // two columns. Two groups are in the tensor cores while the next two are expanded.
+  LOWLAT_DEVICE void multiply_row(float (&sums_of)[2], const TileCodes& codes,
+                                  std::uint32_t scales, std::uint32_t columns) const {
+    __syncwarp();  // the waits before may have parted the lanes
+    constexpr int kBatch = 2, kBatches = L::kSliceBlocks / kBatch;
+    constexpr int kStep = L::kMaxRows * L::kColumnPitch / 16;
+    const std::uint64_t kMatrix = wide::product_columns(0) >> 32;  // of any columns
+    float d[2][kBatch][4], factors[2][kBatch][2];
+    std::uint32_t a[2][kBatch][4] = {};
+    const auto add = [&](int batch) {
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
-      const std::uint32_t scale = scales + L::block_group(block);
-      const float low_scale = scale_of(smem_load1(scale));
-      const float high_scale = scale_of(smem_load1(scale + kTileRows * L::kScaleRow));
-      std::uint32_t low[kPairs], high[kPairs];
-      place_fp4(words[block / 2][block % 2 * 2], low);
-      place_fp4(words[block / 2][block % 2 * 2 + 1], high);
-      float group[4] = {};
-      multiply_half_pairs(group, low, high, x[block]);
-      multiply_half_pairs(group, low + 2, high + 2, x[block] + 2);
-      acc[0] = __fmaf_rn(group[0], low_scale, acc[0]);
-      acc[1] = __fmaf_rn(group[1], low_scale, acc[1]);
-      acc[2] = __fmaf_rn(group[2], high_scale, acc[2]);
-      acc[3] = __fmaf_rn(group[3], high_scale, acc[3]);
+      for (int i = 0; i < kBatch; ++i) {
+        const float (&sums_here)[4] = d[batch & 1][i];
+        const float (&factor)[2] = factors[batch & 1][i];
+        sums_of[0] = __fmaf_rn(sums_here[0] + sums_here[1], factor[0], sums_of[0]);
+        sums_of[1] = __fmaf_rn(sums_here[2] + sums_here[3], factor[1], sums_of[1]);
+      }
+    };
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBatch; ++i) {
+        std::uint32_t (&to)[4] = a[batch & 1][i / 2];
+        wide::expand_fp4_e4m3(codes.words[batch][i], to[i % 2], to[i % 2 + 2]);
+      }
+      wide::products_fence();
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const std::uint32_t at = columns + (batch * kBatch + i) * kStep;
+        wide::product_e4m3(d[batch & 1][i], a[batch & 1][i], kMatrix << 32 | at);
+      }
+      wide::products_commit();
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {  // while they run
+        const std::uint32_t scale = scales + L::block_group(batch * kBatch + i);
+        factors[batch & 1][i][0] = scale_of(smem_load1(scale));
+        factors[batch & 1][i][1] = scale_of(smem_load1(scale + kTileRows * L::kScaleRow));
+      }
+      if (batch > 0) {
+        wide::products_wait<1>();
+        add(batch - 1);
+      }
     }
+    wide::products_wait<0>();
+    add(kBatches - 1);
   }
   // A lane's places in a slot. A load is four matrices of eight rows: gate and up of a block, then
   // of the next.
@@ -919,9 +1044,8 @@ struct Consumer {
     return up * L::kHalfTile + group / L::kChunkUnits * L::kChunkBytes + row * 128 +
            ((group % L::kChunkUnits) ^ row) * 16;
   }
-  LOWLAT_DEVICE std::uint32_t scales_in_slot() const {
-    return 2 * L::kHalfTile + g * L::kScaleRow + warp * L::kSpan;
-  }
+  // And among a tile's scales.
+  LOWLAT_DEVICE std::uint32_t own_scales() const { return g * L::kScaleRow + warp * L::kSpan; }
 
   // Counters and addresses are kept, not made anew: what a tile takes besides its products is a
   // quarter of its instructions otherwise.
@@ -929,20 +1053,22 @@ struct Consumer {
     std::uint32_t base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t codes = base + L::kRingOffset + codes_in_slot();
-    const std::uint32_t scales = base + L::kRingOffset + scales_in_slot();
-    const std::uint32_t sums_at = base + L::kSumsOffset + own_sums();
+    const std::uint32_t scales = base + L::kScalesOffset + own_scales();
+    const std::uint32_t sums_at =
+        base + L::kSumsOffset + (warp * 2 * kTileRows + g) * kColumns * 4;
     const std::uint32_t barriers = base + L::kBarrierOffset;
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
-    const std::uint32_t is_tile = base + L::kTableOffset + L::kIsTileOffset;
-    std::uint32_t slot = static_cast<std::uint32_t>(uses) % L::kRing;
+    const std::uint32_t rows_here = base + L::kTableOffset + L::kRowsHereOffset;
+    const auto columns = static_cast<std::uint32_t>(wide::product_columns(columns_of(0)));
+    std::uint32_t slot = static_cast<std::uint32_t>(uses) % L::kRing, scales_slot = 0;
     std::uint32_t phase = static_cast<std::uint32_t>(uses) / L::kRing & 1u;
     auto sum = static_cast<std::uint32_t>(sums);
     for (std::uint32_t n = 0;; ++n) {
       if (!barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase, stop)) return false;
-      const bool done = smem_load1(is_tile + n % L::kWindow) == 0;
-      const std::uint32_t at = slot * L::kSlotBytes;
-      float acc[4] = {};
-      if (!done) multiply_tile(acc, codes + at, scales + at);
+      std::uint32_t rows = smem_load1(rows_here + n % L::kWindow);
+      const bool done = rows == 0;
+      TileCodes tile = {};
+      if (!done) load_codes(tile, codes + slot * L::kSlotBytes);
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(barriers + L::kEmptyBarriers + slot * 8);
       const std::uint32_t buffer = sum % L::kBuffers;
@@ -951,11 +1077,25 @@ struct Consumer {
         return false;
       }
       // After the last tile the finisher finds sums of no tile.
-      store_sums(sums_at + buffer * L::kPartialBytes, acc);
+#pragma unroll 1
+      while (rows != 0) {
+        const int row = __ffs(static_cast<int>(rows)) - 1;
+        rows &= rows - 1;
+        float acc[2] = {};
+        multiply_row(acc, tile, scales + scales_slot * L::kTileScales,
+                     columns + row * (L::kColumnPitch / 16));
+        const float factor = __shfl_sync(plat::kAllLanes, column_factor, 4 * row);
+        if (t == warp % 4) {
+          const std::uint32_t at = sums_at + buffer * L::kPartialBytes + row * 4;
+          smem_store4(at, __float_as_uint(acc[0] * factor));
+          smem_store4(at + kTileRows * kColumns * 4, __float_as_uint(acc[1] * factor));
+        }
+      }
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(barriers + L::kSumsFullBarriers + buffer * 8);
       ++sum;
       if (++slot == L::kRing) slot = 0, phase ^= 1u;
+      if (++scales_slot == L::kRing + 1) scales_slot = 0;
       if (done) {
         uses += static_cast<int>(n) + 1;
         sums = static_cast<int>(sum);
@@ -1036,9 +1176,7 @@ struct Consumer {
     int piece = expert;  // the first are in the ring's first turn
     std::uint32_t turn = 0;
     while (expert < num_experts) {
-      const int slot = (uses + piece / L::kPieces) % L::kRing;
-      const std::uint32_t at =
-          base + L::kRingOffset + slot * L::kSlotBytes + piece % L::kPieces * L::kPieceBytes;
+      const std::uint32_t at = base + r.piece_offset(piece, uses);
       const std::uint32_t codes = at + part * L::kPartGroups * 16;
       const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
       const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
@@ -1109,11 +1247,12 @@ struct Consumer {
       going = run_shared_tile(scales);
     }
     r.read_epoch();
-#pragma unroll
-    for (auto& block : x) {
-#pragma unroll
-      for (std::uint32_t& pair : block) pair = bf16_to_half(pair);
-    }
+    // All have read the router's rows, where the columns come. Products read these past the
+    // ordinary path.
+    named_sync<3, L::kConsumers * plat::kWarpLanes>();
+    make_columns();
+    sm90::fence_async_shared();
+    named_sync<3, L::kConsumers * plat::kWarpLanes>();
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };
@@ -1195,7 +1334,6 @@ struct Finisher {
     const int weight_row = r.lane % (2 * kTileRows), half = r.lane / (2 * kTileRows);
     float sum = slices<L::kConsumers / 2>(weight_row, column, half * (L::kConsumers / 2));
     sum += __shfl_xor_sync(plat::kAllLanes, sum, 2 * kTileRows);
-    if constexpr (!kShared) sum *= static_cast<float>(1 << kPlaceShift);
     const float value = round_to_bf16(sum);
     const float up = __shfl_down_sync(plat::kAllLanes, value, kTileRows);
     const float h = stages::swiglu(value, up, kSwigluLimit, !kShared);
@@ -1313,6 +1451,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(thread % 2 ? &barriers.sums_empty[i] : &barriers.sums_full[i],
                        thread % 2 ? 1 : L::kConsumers);
   } else if (thread == L::kThreads - 1) {
+    sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.band_full, 1);
     sm90::barrier_init(&barriers.table, 1);
     table.stop = 0;
@@ -1321,7 +1460,9 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   static_assert(kSlotBarriers + kPieceBarriers + 2 * L::kBuffers < L::kThreads);
 
   for (int i = thread; i < L::kExperts / 32; i += L::kThreads) table.chosen[i] = 0;
-  for (int i = thread; i < 2 * L::kMaxPairs; i += L::kThreads) (&table.pairs_of[0][0])[i] = 0;
+  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) {
+    table.pairs_of[0][i] = table.pairs_of[1][i] = table.rows_of[i] = 0;
+  }
   plat::block_sync();
 
   Producer<L> producer = {r, maps};

@@ -113,6 +113,9 @@ LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
   return v;
 }
 
+LOWLAT_DEVICE void smem_store4(std::uint32_t address, std::uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 LOWLAT_DEVICE void smem_store8(std::uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
