@@ -118,6 +118,9 @@ struct Layout {
   static constexpr int kInnerBlocks = kInner / 64;
   static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : 4;
   static constexpr int kPartGroups = 2 * kInnerBlocks / kParts;  // of 32, of one scale each
+  // A group of a pair's h is a column of its own: so many at once.
+  static constexpr int kPasses = (kPartGroups + 7) / 8, kPassGroups = kPartGroups / kPasses;
+  static_assert(kPassGroups * kPasses == kPartGroups && kPassGroups % 2 == 0);
   static constexpr int kInnerRow = kInner / 2, kInnerScaleRow = kInner / 32;
   static constexpr int kBandBytes = kBandRows * (kInnerRow + kInnerScaleRow);
   static constexpr int kPieceBytes = round_up(kBandBytes, 128);
@@ -698,21 +701,24 @@ struct SecondWarp {
   LOWLAT_DEVICE explicit SecondWarp(const Region<L>& region)
       : r(region), g(region.lane / 4), t(region.lane % 4) {}
 
-  // A part of a row of h: eight elements a thread of each group, in the order of pairs.
+  // A part of a row of h: eight elements a thread of each of kChunks groups, in the order of pairs.
+  template <int kChunks>
   struct Hidden {
-    uint4 chunk[L::kPartGroups];
+    uint4 chunk[kChunks];
   };
+  using Part = Hidden<L::kPartGroups>;
   LOWLAT_DEVICE const unsigned char* hidden_address(int row, int part) const {
     return r.hidden(r.epoch & 1u, row) + part * L::kPartGroups * 64 + t * 16;
   }
-  LOWLAT_DEVICE static void load_hidden(Hidden& h, const unsigned char* address) {
+  template <int kChunks>
+  LOWLAT_DEVICE static void load_hidden(Hidden<kChunks>& h, const unsigned char* address) {
+    constexpr int kStep = L::kPartGroups / kChunks * 64;
 #pragma unroll
-    for (int group = 0; group < L::kPartGroups; ++group) {
-      h.chunk[group] = load_packet(address + group * 64);
-    }
+    for (int i = 0; i < kChunks; ++i) h.chunk[i] = load_packet(address + i * kStep);
   }
   // Until every chunk has arrived; all lanes together.
-  LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
+  template <int kChunks>
+  LOWLAT_DEVICE bool complete(Hidden<kChunks>& h, const unsigned char* address) const {
     for (int tries = 1;; ++tries) {
       bool here = true;
 #pragma unroll
@@ -725,19 +731,17 @@ struct SecondWarp {
   }
 
   // Sums of sixteen columns of the band to their place.
-  LOWLAT_DEVICE void store_second(float* dst, const float (&acc)[4], int m, int count,
-                                  float factor) const {
+  LOWLAT_DEVICE void store_second(float* dst, const float (&acc)[4], int m, int count) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int column = 2 * t + (i & 1), n = 16 * m + (i >> 1) * 8;
       if (n < L::kBandRows && column < count) {
-        dst[column * L::kBandRows + n + g] = acc[i] * factor;
+        dst[column * L::kBandRows + n + g] = acc[i];
       }
     }
   }
 
-  LOWLAT_DEVICE static void unpack(const Hidden& h, int group, std::uint32_t (&out)[4]) {
-    const uint4 chunk = h.chunk[group];
+  LOWLAT_DEVICE static void unpack(const uint4& chunk, std::uint32_t (&out)[4]) {
     out[0] = chunk.x, out[1] = chunk.y, out[2] = chunk.z, out[3] = chunk.w;
   }
 
@@ -752,7 +756,7 @@ struct SecondWarp {
     const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
     const unsigned char* address =
         hidden_address(L::kMaxPairs + (g < r.a.rows ? g : r.a.rows - 1), part);
-    Hidden h;
+    Part h;
     load_hidden(h, address);
     if (!complete(h, address)) return false;
     float acc[4] = {};
@@ -760,7 +764,7 @@ struct SecondWarp {
 #pragma unroll
     for (int group = 0; group < L::kPartGroups; ++group) {
       std::uint32_t b[4];
-      unpack(h, group, b);
+      unpack(h.chunk[group], b);
       constexpr int kSpan = L::kBlock / 32;  // groups of one scale
       static_assert(L::kPartGroups % kSpan == 0);
       if (group % kSpan == 0) {
@@ -768,7 +772,7 @@ struct SecondWarp {
 #pragma unroll
         for (int i = 1; i < kSpan; ++i) {
           std::uint32_t other[4];
-          unpack(h, group + i, other);
+          unpack(h.chunk[group + i], other);
           amax = fmaxf(amax, pairs_amax<4>(other));
         }
         exponent = activation_exponent(lanes_max<4>(amax));
@@ -783,7 +787,7 @@ struct SecondWarp {
       multiply_pairs(acc, l, h_pairs, b);
       multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
     }
-    store_second(r.template second_sums<true>(part, 0), acc, m, r.a.rows, 1.0f);
+    store_second(r.template second_sums<true>(part, 0), acc, m, r.a.rows);
     return true;
   }
 
@@ -1067,8 +1071,8 @@ struct Consumer {
       if (!barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase, stop)) return false;
       std::uint32_t rows = smem_load1(rows_here + n % L::kWindow);
       const bool done = rows == 0;
-      TileCodes tile = {};
-      if (!done) load_codes(tile, codes + slot * L::kSlotBytes);
+      TileCodes tile;
+      load_codes(tile, codes + slot * L::kSlotBytes);
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(barriers + L::kEmptyBarriers + slot * 8);
       const std::uint32_t buffer = sum % L::kBuffers;
@@ -1082,8 +1086,9 @@ struct Consumer {
         const int row = __ffs(static_cast<int>(rows)) - 1;
         rows &= rows - 1;
         float acc[2] = {};
+        // The reduction tells the compiler that all lanes have the same.
         multiply_row(acc, tile, scales + scales_slot * L::kTileScales,
-                     columns + row * (L::kColumnPitch / 16));
+                     __reduce_or_sync(plat::kAllLanes, columns + row * (L::kColumnPitch / 16)));
         const float factor = __shfl_sync(plat::kAllLanes, column_factor, 4 * row);
         if (t == warp % 4) {
           const std::uint32_t at = sums_at + buffer * L::kPartialBytes + row * 4;
@@ -1105,45 +1110,74 @@ struct Consumer {
   }
   // ---- second product
 
-  // Row of h of column g of a group of an expert's pairs (or of rows, for the shared expert).
-  LOWLAT_DEVICE int hidden_row(int first, int count) const {
-    return r.table.sorted[first + (g < count ? g : count - 1)];
+  // What a lane has of a pair's h: column g of a pass is the pass's g-th group, so that each group
+  // of 32 is summed by itself without an accumulator of its own.
+  using Columns = typename SecondWarp<L>::template Hidden<L::kPasses>;
+  LOWLAT_DEVICE const unsigned char* columns_address(const SecondWarp<L>& second, int place,
+                                                     int part) const {
+    return second.hidden_address(r.table.sorted[place], part) +
+           (g < L::kPassGroups ? g : L::kPassGroups - 1) * 64;
   }
 
-  // acc = sixteen columns (eight when not kWhole) times an expert's rows of h, a part of I. `codes`
-  // and `scales`: of the part in the band's first row.
+  // sums += the band times one pair's part of h, for column 16 m + g (and 8 further) of the band in
+  // sums[m][0 .. 1], spread over the lanes t. `codes` and `scales`: of the part in the band's first
+  // row.
+  LOWLAT_DEVICE void multiply_second(float (&sums_of)[L::kMTiles][2], const Columns& h,
+                                     std::uint32_t codes, std::uint32_t scales) const {
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      std::uint32_t b[L::kPassGroups][4];
+#pragma unroll
+      for (int group = 0; group < L::kPassGroups; ++group) {
+        SecondWarp<L>::unpack(h.chunk[pass], b[group]);
+#pragma unroll
+        for (std::uint32_t& pair : b[group]) pair = g == group ? pair : 0u;
+      }
+#pragma unroll
+      for (int m = 0; m < L::kMTiles; ++m) {
+        const std::uint32_t code = codes + pass * L::kPassGroups * 16;
+        // Of columns 2t and 2t + 1. Columns that are none hold zeros: any scale does.
+        const int first = 2 * t + 1 < L::kPassGroups ? 2 * t : 0;
+        const std::uint32_t scale =
+            scales + (16 * m + g) * L::kInnerScaleRow + pass * L::kPassGroups + first;
+        if (16 * m + 8 < L::kBandRows) {
+          multiply_columns<true>(sums_of[m], b, code, scale, m);
+        } else {
+          multiply_columns<false>(sums_of[m], b, code, scale, m);
+        }
+      }
+    }
+  }
   template <bool kWhole>
-  LOWLAT_DEVICE void multiply_second(float (&acc)[4], const typename SecondWarp<L>::Hidden& h,
-                                     std::uint32_t codes, std::uint32_t scales, int m) const {
+  LOWLAT_DEVICE void multiply_columns(float (&sums_of)[2],
+                                      const std::uint32_t (&b)[L::kPassGroups][4],
+                                      std::uint32_t codes, std::uint32_t scale, int m) const {
     // A load fetches two groups of sixteen rows, or four of eight. What lies beyond the last group
     // is read and not used.
     constexpr int kRows = kWhole ? 16 : 8, kGroups = kWhole ? 2 : 4;
     const std::uint32_t code =
         codes + (16 * m + r.lane % kRows) * L::kInnerRow + r.lane / kRows * 16;
-    const std::uint32_t scale = scales + (16 * m + g) * L::kInnerScaleRow;
-    std::uint32_t words[(L::kPartGroups + kGroups - 1) / kGroups][4];
+    std::uint32_t words[(L::kPassGroups + kGroups - 1) / kGroups][4];
 #pragma unroll
-    for (int i = 0; i * kGroups < L::kPartGroups; ++i) {
+    for (int i = 0; i * kGroups < L::kPassGroups; ++i) {
       sm90::load_matrices(words[i], code + i * kGroups * 16);
     }
+    float acc[2][4] = {};
 #pragma unroll
-    for (int group = 0; group < L::kPartGroups; ++group) {
-      std::uint32_t b[4], low[4], high[4] = {};
-      SecondWarp<L>::unpack(h, group, b);
+    for (int group = 0; group < L::kPassGroups; ++group) {
+      std::uint32_t low[4], high[4] = {};
       const std::uint32_t (&four)[4] = words[group / kGroups];
       place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
       if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
-      float sums_of[4] = {};
-      multiply_half_pairs(sums_of, low, high, b);
-      multiply_half_pairs(sums_of, low + 2, high + 2, b + 2);
-      const float low_scale = scale_of(smem_load1(scale + group));
-      acc[0] = __fmaf_rn(sums_of[0], low_scale, acc[0]);
-      acc[1] = __fmaf_rn(sums_of[1], low_scale, acc[1]);
-      if constexpr (kWhole) {
-        const float high_scale = scale_of(smem_load1(scale + 8 * L::kInnerScaleRow + group));
-        acc[2] = __fmaf_rn(sums_of[2], high_scale, acc[2]);
-        acc[3] = __fmaf_rn(sums_of[3], high_scale, acc[3]);
-      }
+      multiply_half_pairs(acc[0], low, high, b[group]);
+      multiply_half_pairs(acc[1], low + 2, high + 2, b[group] + 2);
+    }
+#pragma unroll
+    for (int i = 0; i < (kWhole ? 2 : 1); ++i) {
+      const std::uint32_t at = scale + i * 8 * L::kInnerScaleRow;
+      sums_of[i] = __fmaf_rn(acc[0][2 * i] + acc[1][2 * i], scale_of(smem_load1(at)), sums_of[i]);
+      sums_of[i] = __fmaf_rn(acc[0][2 * i + 1] + acc[1][2 * i + 1], scale_of(smem_load1(at + 1)),
+                             sums_of[i]);
     }
   }
 
@@ -1158,24 +1192,20 @@ struct Consumer {
     }
     if (r.block_idx >= kBands) return true;
     const SecondWarp<L> second(r);
-    typename SecondWarp<L>::Hidden h;
-    const unsigned char* address = nullptr;
     int expert = warp / L::kParts, part = warp % L::kParts;
     const int num_experts = r.table.num_experts;
-    int first = 0, end = 0;
-    if (expert < num_experts) {
-      first = r.table.first[expert];
-      end = r.table.first[expert + 1];
-      address = second.hidden_address(hidden_row(first, end - first), part);
-      second.load_hidden(h, address);
-    }
+    if (expert >= num_experts) return true;
+    int place = r.table.first[expert], end = r.table.first[expert + 1];
+    const unsigned char* address = columns_address(second, place, part);
+    Columns h;
+    second.load_hidden(h, address);
     std::uint32_t base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t barriers = base + L::kBarrierOffset;
     int piece = expert;  // the first are in the ring's first turn
     std::uint32_t turn = 0;
-    while (expert < num_experts) {
+    for (;;) {
       const std::uint32_t at = base + r.piece_offset(piece, uses);
       const std::uint32_t codes = at + part * L::kPartGroups * 16;
       const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
@@ -1191,47 +1221,41 @@ struct Consumer {
       int next_part = part + L::kConsumers % L::kParts;
       if (next_part >= L::kParts) next_part -= L::kParts, ++next_expert;
       const bool more = next_expert < num_experts;
-      const int next_begin = more ? r.table.first[next_expert] : 0;
-      const int next_end = more ? r.table.first[next_expert + 1] : 0;
-      for (;;) {
+#pragma unroll 1
+      for (;; ++place) {
+        const bool last = place + 1 == end;
+        const int next = !last ? place + 1 : more ? r.table.first[next_expert] : place;
+        const unsigned char* const next_address =
+            columns_address(second, next, last && more ? next_part : part);
         if (!second.complete(h, address)) return false;
-        // The next columns: more of this expert's, or the next item's.
-        const int count = end - first;
-        const unsigned char* next = nullptr;
-        if (count > kColumns) {
-          const int rest = first + kColumns;
-          next = second.hidden_address(hidden_row(rest, end - rest), part);
-        } else if (more) {
-          next = second.hidden_address(hidden_row(next_begin, next_end - next_begin), next_part);
-        }
-        typename SecondWarp<L>::Hidden ahead = {};
-        if (next != nullptr) second.load_hidden(ahead, next);
-        // Sixteen columns at a time.
-        constexpr int kLast = L::kMTiles - 1;
-        constexpr bool kWhole = L::kBandRows % 16 == 0;
-        float* sums_at = r.template second_sums<false>(part, first);
+        Columns ahead;
+        second.load_hidden(ahead, next_address);
+        __syncwarp();  // or the loads would sink to where they are needed
+        float sums_of[L::kMTiles][2] = {};
+        multiply_second(sums_of, h, codes, scales);
+        float* dst = r.template second_sums<false>(part, place) + g;
 #pragma unroll
-        for (int m = 0; m < kLast; ++m) {
-          float acc[4] = {};
-          multiply_second<true>(acc, h, codes, scales, m);
-          second.store_second(sums_at, acc, m, count, kFactor);
+        for (int i = 0; i < L::kBandRows / 8; ++i) {
+          float sum = sums_of[i / 2][i % 2];
+          sum += __shfl_xor_sync(plat::kAllLanes, sum, 1);
+          sum += __shfl_xor_sync(plat::kAllLanes, sum, 2);
+          if (t == 0) dst[8 * i] = sum * kFactor;
         }
-        float acc[4] = {};
-        multiply_second<kWhole>(acc, h, codes, scales, kLast);
-        second.store_second(sums_at, acc, kLast, count, kFactor);
         h = ahead;
-        address = next;
-        if (count <= kColumns) break;
-        first += kColumns;
+        address = next_address;
+        if (last) {
+          place = next;
+          break;
+        }
       }
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(empty);
+      if (!more) return true;
       piece += next_expert - expert;
       if (piece >= L::kRingPieces) piece -= L::kRingPieces, ++turn;
       expert = next_expert, part = next_part;
-      first = next_begin, end = next_end;
+      end = r.table.first[expert + 1];
     }
-    return true;
   }
 
   // Before the kernels before this one have ended.
