@@ -28,10 +28,8 @@
 // is being decided.
 //
 // Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
-//                       read by block t for row t. Written again by the next launch, which begins
-//                       after this one has ended (wait_for_predecessors).
-//              routes   [row] packets {two ids, their weights, epoch}: written by block t's second
-//                       router, read by every block's first; again as the scores.
+//                       read by one warp of every block. Written again by the next launch, which
+//                       begins after this one has ended (wait_for_predecessors).
 //              ticket   a counter that every block draws from until it draws no tile: 0 between
 //                       launches. The tile of a use of the ring is in the table before the use's
 //                       `full`; a consumer sees it after that, the finisher after their sums.
@@ -129,7 +127,7 @@ struct Layout {
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
-  static_assert(kConsumers % 8 == 0 && kHidden % 256 == 0 && (kSpan == 1 || kSpan == 4));
+  static_assert(kConsumers >= kMaxRows && kConsumers % 8 == 0 && kHidden % 256 == 0 && (kSpan == 1 || kSpan == 4));
   static_assert(kSlice % (2 * kBlockK) == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
                 kExperts % kBands == 0);
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
@@ -175,10 +173,7 @@ struct Layout {
     std::int32_t num_experts;
     std::uint32_t stop;  // Watch
     std::uint32_t chosen[kExperts / 32];
-    // Masks of an expert's pairs, and a row that this block routes for all.
-    std::uint32_t pairs_of[2][kMaxPairs];
-    std::int32_t own_ids[kSlots];
-    float own_weights[kSlots];
+    std::uint32_t pairs_of[2][kMaxPairs];  // masks of an expert's pairs
     std::uint16_t expert[kMaxPairs];     // ascending, one entry each
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
@@ -199,7 +194,7 @@ struct Layout {
   struct Barriers {
     std::uint64_t full[kRing], empty[kRing];
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
-    std::uint64_t gate_full, band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
+    std::uint64_t gate_full, band_full, routed, table, sums_full[kBuffers], sums_empty[kBuffers];
   };
   // Places in them, for loops that address shared memory themselves.
   static constexpr int kStopOffset = offsetof(Table, stop),
@@ -232,10 +227,7 @@ struct Layout {
   static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
-  static constexpr int kRoutePackets = (kSlots + 1) / 2;  // of a row: two ids and their weights
-  static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
-  static constexpr std::size_t kRoutesBytes = round_up(16 * kMaxRows * kRoutePackets, 256);
-  static constexpr std::size_t kWorkspaceBytes = kRoutesOffset + kRoutesBytes;
+  static constexpr std::size_t kWorkspaceBytes = kScoresOffset + kScoresBytes;
 };
 
 // The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
@@ -293,9 +285,6 @@ struct Region {
     epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
     watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
     if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
-  }
-  LOWLAT_DEVICE plat::TaggedWords* route_packet(int i) const {
-    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + i;
   }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
@@ -519,72 +508,6 @@ struct Router {
   Region<L>& r;
   int warp;  // among the routers
 
-  // Block t routes row t for all, by its second router, and tells them: a hop more, but one row's
-  // selection instead of several, one after the other.
-  LOWLAT_DEVICE void send_route(const Rules& rules, int pass) const {
-    static_assert(L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
-    const int row = r.block_idx;
-    if (!r.scores || row >= r.a.rows) return;
-    std::int32_t* ids = r.table.own_ids;
-    float* weights = r.table.own_weights;
-    Scores<L> scores = {r.lane, {}, {}};
-    const bool by_score = r.a.routing == MoeRouting::gate;
-    if (pass == 1) {
-      if (by_score) {
-        scores.load_bias(r.a, row);
-      } else if (r.lane < L::kSlots) {
-        ids[r.lane] = __ldg(r.a.ids + row * L::kSlots + r.lane);
-      }
-      if (!scores.receive(r, row)) return;
-    }
-    __syncwarp();
-    if (by_score) {
-      scores.select(ids, weights,
-                    rules.rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-    } else {
-      scores.find(ids, weights);
-    }
-    __syncwarp();
-    const float total = stages::gate_total(weights, L::kSlots, rules.sum_rule);
-    const auto weight = [&](int slot) {
-      return __float_as_uint(weights[slot] / total * kRoutedScaling);
-    };
-    if (r.lane >= L::kRoutePackets) return;
-    const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
-    const std::uint32_t words[3] = {
-        static_cast<std::uint32_t>(ids[slot]) | static_cast<std::uint32_t>(ids[other]) << 16,
-        weight(slot), weight(other)};
-    if (pass == 1) {
-      plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
-    }
-  }
-  LOWLAT_DEVICE void receive_routes() const {
-    const int row = r.lane / L::kRoutePackets, slot = 2 * (r.lane % L::kRoutePackets);
-    const bool mine = row < r.a.rows && row < L::kMaxRows;
-    uint4 packet = {};
-    bool lost = false;
-    for (int tries = 1;; ++tries) {
-      if (mine) packet = load_packet(r.route_packet(r.lane));
-      if (__all_sync(plat::kAllLanes, !mine || packet.w == r.epoch)) break;
-      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-      lost = __any_sync(plat::kAllLanes, lost);
-      if (lost) break;
-    }
-    if (mine) {
-      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16},
-                          weights[2] = {packet.y, packet.z};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (slot + i >= L::kSlots) continue;
-        const int at =
-            row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
-        r.table.ids[at] = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
-        r.table.weights[at] = __uint_as_float(weights[i]);
-      }
-    }
-    __syncwarp();
-  }
-
   // Pairs by expert, by one warp: masks of pairs instead of counts.
   LOWLAT_DEVICE void make_table(int num_rows) const {
     auto& table = r.table;
@@ -653,39 +576,21 @@ struct Router {
     __syncwarp();
   }
 
-  // Ids and weights of all rows, in every block the same.
-  LOWLAT_DEVICE void take_routes() const {
-    const int num_pairs = r.a.rows * L::kSlots;
-    if (r.scores) {
-      receive_routes();
-    } else {
-      for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
-        r.table.ids[i] = __ldg(r.a.ids + i);
-        r.table.weights[i] = __ldg(r.a.weights + i);
-      }
-      __syncwarp();
-    }
-    if (r.block_idx != 0 || !r.scores) return;
-    for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
-      if (r.a.out_ids != nullptr) r.a.out_ids[i] = r.table.ids[i];
-      if (r.a.out_weights != nullptr) r.a.out_weights[i] = r.table.weights[i];
-    }
-  }
-
-  LOWLAT_DEVICE void run(const Rules& rules) {
+  LOWLAT_DEVICE void run() {
+    if (warp == 0) {
 #pragma unroll 1
-    for (int pass = first_pass(r); pass < 2; ++pass) {
-      if (pass == 1) {
-        wait_for_x(r);
-        r.read_epoch();
+      for (int pass = first_pass(r); pass < 2; ++pass) {
+        if (pass == 1) {
+          wait_for_x(r);
+          r.read_epoch();
+          barrier_wait(&r.barriers.routed, 0, r.watch);
+        }
+        make_table(pass == 1 ? r.a.rows : 0);
+        if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
       }
-      if (warp != 0) {
-        send_route(rules, pass);
-        continue;
-      }
-      if (pass == 1) take_routes();
-      make_table(pass == 1 ? r.a.rows : 0);
-      if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
+    } else {
+      wait_for_x(r);
+      r.read_epoch();
     }
   }
 };
@@ -873,22 +778,22 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[i] += odd[i];
   }
-  // Waits for x and keeps it.
-  LOWLAT_DEVICE bool run_gate() {
-#pragma unroll 1
-    for (int pass = first_pass(r);; ++pass) {
-      if (pass == 1) wait_for_x(r);
-      // The first pass: rows of the router, and whatever lies in the slot.
-      load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
-      float acc[4] = {};
-      if (r.gates()) {
-        if (pass == 1 && !barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
-        multiply_gate(acc);
-        for (const float sum : acc) keep(sum);
-      }
-      if (pass == 0) continue;
-      return !r.gates() || hand_over(acc);
+  // This block's experts' scores of all rows, to the finisher.
+  LOWLAT_DEVICE bool run_gate(int pass) {
+    float acc[4] = {};
+    if (pass == 1 && !barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
+    multiply_gate(acc);
+    for (const float sum : acc) keep(sum);
+    return pass == 0 || hand_over(acc);
+  }
+  // A row a warp, in every block the same.
+  LOWLAT_DEVICE void route(const Rules& rules, int pass) const {
+    if (warp >= L::kMaxRows) return;
+    if (warp < r.a.rows) {
+      route_row<L>(r, warp, rules.rule, pass == 0);
+      weigh_row<L>(r, warp, rules.sum_rule, pass == 0);
     }
+    if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.routed);
   }
 
   // Scale bytes of a shared tile's slice, gate and up.
@@ -1264,17 +1169,28 @@ struct Consumer {
     t = r.lane % 4;
     if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
   }
-  LOWLAT_DEVICE bool run(TileScales& scales) {
-    bool going = run_gate();
-    for (int n = 0; going && n < r.shared_tiles(); ++n) {
-      if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
-      going = run_shared_tile(scales);
+  LOWLAT_DEVICE bool run(TileScales& scales, const Rules& rules) {
+    bool going = true;
+#pragma unroll 1
+    for (int pass = first_pass(r); pass < 2; ++pass) {
+      if (pass == 1) wait_for_x(r);
+      // The first pass: rows of the router, and whatever lies in their place.
+      load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
+      if (r.gates()) going = run_gate(pass);
+      // While the scores are on their way.
+      for (int n = 0; pass == 1 && going && n < r.shared_tiles(); ++n) {
+        if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
+        going = run_shared_tile(scales);
+      }
+      if (pass == 1) {
+        r.read_epoch();
+        // All have read the router's rows, where the columns come.
+        named_sync<3, L::kConsumers * plat::kWarpLanes>();
+      }
+      route(rules, pass);
     }
-    r.read_epoch();
-    // All have read the router's rows, where the columns come. Products read these past the
-    // ordinary path.
-    named_sync<3, L::kConsumers * plat::kWarpLanes>();
     make_columns();
+    // Products read the columns past the ordinary path.
     sm90::fence_async_shared();
     named_sync<3, L::kConsumers * plat::kWarpLanes>();
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
@@ -1477,6 +1393,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (thread == L::kThreads - 1) {
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.band_full, 1);
+    sm90::barrier_init(&barriers.routed, L::kMaxRows);
     sm90::barrier_init(&barriers.table, 1);
     table.stop = 0;
   }
@@ -1505,7 +1422,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(scales);
+    consumer.run(scales, rules);
   } else {
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
@@ -1515,7 +1432,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     } else {
       static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
       const int number = warp - L::kFirstRouter;
-      Router<L>{r, number}.run(rules);
+      Router<L>{r, number}.run();
       if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
     }
   }

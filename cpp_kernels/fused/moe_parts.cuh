@@ -126,20 +126,21 @@ struct Scores {
 };
 
 // By a warp: ids of a row and the scores that their weights are made of (or their weights, where
-// those are given) into the block's table.
+// those are given) into the block's table. A rehearsal does it with no scores, waiting for nothing.
 template <class L, class Region>
-LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule) {
+LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule,
+                             bool rehearsal = false) {
   const int at = row * L::kSlots;
   std::int32_t* ids = &r.table.ids[at];
   float* weights = &r.table.weights[at];
-  if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
+  if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots && !rehearsal) {
     ids[r.lane] = __ldg(r.a.ids + at + r.lane);
     weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
   }
   if (!r.scores) return;
   Scores<L> scores = {r.lane, {}, {}};
-  if (r.a.routing == MoeRouting::gate) scores.load_bias(r.a, row);
-  if (!scores.receive(r, row)) {  // the step is lost; stay inside the arrays
+  if (r.a.routing == MoeRouting::gate && !rehearsal) scores.load_bias(r.a, row);
+  if (!rehearsal && !scores.receive(r, row)) {  // the step is lost; stay inside the arrays
     if (r.lane < L::kSlots) ids[r.lane] = r.lane;
     return;
   }
@@ -155,7 +156,8 @@ LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule) {
 
 // By the same warp: the scores of a row become weights.
 template <class L, class Region>
-LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule) {
+LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule,
+                             bool rehearsal = false) {
   if (!r.scores) return;
   const int at = row * L::kSlots;
   float* weights = &r.table.weights[at];
@@ -165,7 +167,7 @@ LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule)
   __syncwarp();
   if (r.lane < L::kSlots) {
     weights[r.lane] = weight;
-    if (r.block_idx == 0) {
+    if (r.block_idx == 0 && !rehearsal) {
       if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
       if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = weight;
     }
