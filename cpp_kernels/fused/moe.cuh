@@ -595,6 +595,38 @@ struct Router {
   }
 };
 
+// ------------------------------------------------------------------------------------ shared expert
+
+// Runs of a row as the codes of a block-fp8 linear, in fp16; their scale. kSpan groups of 32, a
+// group's eight elements in each of four lanes.
+template <int kSpan>
+LOWLAT_DEVICE float quantize_span(std::uint32_t (&pairs)[kSpan][4]) {
+  const std::uint32_t exponent =
+      activation_exponent(lanes_max<4>(pairs_amax<4 * kSpan>(&pairs[0][0])));
+  quantize_codes<4 * kSpan>(&pairs[0][0], exponent);
+  return __uint_as_float(exponent << 23);
+}
+// acc += eight e4m3 codes of weight rows g (`low`) and g + 8 times those of activation row g.
+LOWLAT_DEVICE void multiply_codes(float (&acc)[4], uint2 low, uint2 high,
+                                  const std::uint32_t (&b)[4]) {
+  std::uint32_t l[4], h[4];
+  unpack_e4m3(low.x, low.y, l);
+  unpack_e4m3(high.x, high.y, h);
+  multiply_half_pairs(acc, l, h, b);
+  multiply_half_pairs(acc, l + 2, h + 2, b + 2);
+}
+// acc += sums of codes under a lane's row's scale and two weight rows'.
+LOWLAT_DEVICE void add_scaled(float (&acc)[4], const float (&sums)[4], float row_scale, float low,
+                              float high) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+  const float scales[2] = {__shfl_sync(plat::kAllLanes, row_scale, 8 * t),
+                           __shfl_sync(plat::kAllLanes, row_scale, 8 * t + 4)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    acc[i] = __fmaf_rn(sums[i], scales[i % 2] * (i < 2 ? low : high), acc[i]);
+  }
+}
+
 // ------------------------------------------------------------------------------------ rows of h
 
 // What a warp needs for the second product.
@@ -665,32 +697,26 @@ struct SecondWarp {
     load_hidden(h, address);
     if (!complete(h, address)) return false;
     float acc[4] = {};
-    std::uint32_t exponent = 0;
+    constexpr int kSpan = L::kBlock / 32;  // groups of one scale
+    static_assert(L::kPartGroups % kSpan == 0);
 #pragma unroll
-    for (int group = 0; group < L::kPartGroups; ++group) {
-      std::uint32_t b[4];
-      unpack(h.chunk[group], b);
-      constexpr int kSpan = L::kBlock / 32;  // groups of one scale
-      static_assert(L::kPartGroups % kSpan == 0);
-      if (group % kSpan == 0) {
-        float amax = pairs_amax<4>(b);
+    for (int first = 0; first < L::kPartGroups; first += kSpan) {
+      std::uint32_t b[kSpan][4];
 #pragma unroll
-        for (int i = 1; i < kSpan; ++i) {
-          std::uint32_t other[4];
-          unpack(h.chunk[group + i], other);
-          amax = fmaxf(amax, pairs_amax<4>(other));
-        }
-        exponent = activation_exponent(lanes_max<4>(amax));
+      for (int i = 0; i < kSpan; ++i) unpack(h.chunk[first + i], b[i]);
+      const float scale = quantize_span(b);
+      float sums_of[4] = {};
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+        const int group = first + i;
+        const uint2 low = smem_load8(codes + group * 32);
+        const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
+        multiply_codes(sums_of, low, high, b[i]);
       }
-      quantize_pairs<4>(b, exponent);
-      const std::uint8_t* scales = r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
-      const uint2 low = smem_load8(codes + group * 32);
-      const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
-      std::uint32_t l[4], h_pairs[4];
-      expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
-      expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
-      multiply_pairs(acc, l, h_pairs, b);
-      multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
+      const std::uint8_t* scales = r.table.band_scales + part * (L::kPartGroups / kSpan) +
+                                   first / kSpan;
+      add_scaled(acc, sums_of, scale, scale_of(scales[low_row * L::kBandScaleColumns]),
+                 scale_of(scales[high_row * L::kBandScaleColumns]));
     }
     store_second(r.template second_sums<true>(part, 0), acc, m, r.a.rows);
     return true;
@@ -817,32 +843,23 @@ struct Consumer {
     const std::uint32_t offset = g * L::kSharedPitch + first_element();
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
-    float acc[2][4] = {};
-    std::uint32_t exponent = 0;
+    float acc[4] = {};
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
-      std::uint32_t b[kPairs];
+    for (int first = 0; first < L::kSliceBlocks; first += L::kSpan) {
+      std::uint32_t b[L::kSpan][kPairs];
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) b[i] = x[block][i];
-      if (block % L::kSpan == 0) {
-        float amax = pairs_amax<kPairs>(b);
+      for (int i = 0; i < L::kSpan * kPairs; ++i) b[i / kPairs][i % kPairs] = x[first + i / kPairs][i % kPairs];
+      const float scale = quantize_span(b);
+      float sums_of[4] = {};
 #pragma unroll
-        for (int i = 1; i < L::kSpan; ++i) {
-          amax = fmaxf(amax, pairs_amax<kPairs>(x[block + i]));
-        }
-        exponent = activation_exponent(lanes_max<4>(amax));
+      for (int i = 0; i < L::kSpan; ++i) {
+        const int at = L::block_group(first + i) * L::kBlockK;
+        multiply_codes(sums_of, smem_load8(low_address + at), smem_load8(high_address + at), b[i]);
       }
-      quantize_pairs<kPairs>(b, exponent);
-      const uint2 gate = smem_load8(low_address + L::block_group(block) * L::kBlockK);
-      const uint2 up = smem_load8(high_address + L::block_group(block) * L::kBlockK);
-      std::uint32_t low[kPairs], high[kPairs];
-      expand_e4m3(gate.x, gate.y, e4m3_factor(scales.gate[block / L::kSpan]), low);
-      expand_e4m3(up.x, up.y, e4m3_factor(scales.up[block / L::kSpan]), high);
-      multiply_pairs(acc[0], low, high, b);
-      multiply_pairs(acc[1], low + 2, high + 2, b + 2);
+      add_scaled(acc, sums_of, scale, scale_of(scales.gate[first / L::kSpan]),
+                 scale_of(scales.up[first / L::kSpan]));
     }
-    for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-    if (!hand_over(acc[0])) return false;
+    if (!hand_over(acc)) return false;
     free_slot();
     free_slot();
     return true;
