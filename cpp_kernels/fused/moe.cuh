@@ -171,10 +171,9 @@ struct Layout {
     std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
     std::int32_t num_experts;
-    std::uint32_t stop;  // Watch
-    std::uint32_t chosen[kExperts / 32];
-    std::uint32_t pairs_of[2][kMaxPairs];  // masks of an expert's pairs
-    std::uint16_t expert[kMaxPairs];     // ascending, one entry each
+    std::uint32_t stop;         // Watch
+    std::uint64_t quads_epoch;  // exchange_epoch of the sum's packets
+    std::uint16_t expert[kMaxPairs];     // in the order of their first pairs, one entry each
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
     std::uint16_t place[kMaxPairs];      // of a pair in `sorted`
@@ -194,7 +193,8 @@ struct Layout {
   struct Barriers {
     std::uint64_t full[kRing], empty[kRing];
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
-    std::uint64_t gate_full, band_full, routed, table, sums_full[kBuffers], sums_empty[kBuffers];
+    std::uint64_t gate_full, band_full, first_routed, routed, table,
+        sums_full[kBuffers], sums_empty[kBuffers];
   };
   // Places in them, for loops that address shared memory themselves.
   static constexpr int kStopOffset = offsetof(Table, stop),
@@ -317,6 +317,19 @@ LOWLAT_DEVICE int first_pass(const Region<L>& r) {
 }
 LOWLAT_DEVICE void keep(float value) { asm volatile("" ::"f"(value)); }
 
+// The n-th use of the ring by tiles: number `tile` in the order of experts, or none.
+template <class L>
+LOWLAT_DEVICE void describe_use(const Region<L>& r, int n, int tile) {
+  const bool is_tile = tile < r.table.num_experts * L::kTiles;
+  r.table.tile[n % L::kWindow] = tile;
+  r.table.rows_here[n % L::kWindow] =
+      static_cast<std::uint8_t>(is_tile ? r.table.rows_of[tile / L::kTiles] : 0u);
+}
+template <class L>
+LOWLAT_DEVICE int given_tile(const Region<L>& r, int n) {
+  return n * r.num_blocks + r.block_idx;
+}
+
 // ------------------------------------------------------------------------------------ producer
 
 template <class L>
@@ -393,55 +406,70 @@ struct Producer {
     __syncwarp();
   }
 
-  // The n-th tile; at least num_tiles: none is left. Every block that has had its given tiles draws
-  // until it draws none, so the counter is 0 again when the last has.
-  LOWLAT_DEVICE int next_tile(int n, int num_tiles, std::uint32_t& ticket) const {
-    const int before = (L::kGiven - 1) * r.num_blocks;
-    int number = n * r.num_blocks + r.block_idx;
-    if (n >= L::kGiven) {
-      number = before + r.num_blocks + static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
+  // Draws the n-th tile, to be known at the next draw; at least num_tiles: none is left. Every block
+  // draws until it draws none, so the counter is 0 again when the last has.
+  LOWLAT_DEVICE void draw_tile(std::uint32_t& ticket, int num_tiles) const {
+    if (r.lane != 0) return;
+    const int drawn = num_tiles - (L::kGiven - 1) * r.num_blocks;
+    ticket = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kTicketOffset),
+                       static_cast<std::uint32_t>(drawn - 1));
+  }
+  // A tile of `expert`, for the n-th use of the ring by tiles.
+  LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
+    const auto& w = r.a.w;
+    if (!begin_slot(L::kTileBytes)) return false;
+    const std::size_t row = static_cast<std::size_t>(expert) * L::kInner + tile * kTileRows;
+    std::uint64_t* full = &r.barriers.full[(uses - 1) % L::kRing];
+    if (r.lane < 2) {
+      unsigned char* dst = r.smem + L::kRingOffset + (uses - 1) % L::kRing * L::kSlotBytes;
+      sm90::tensor_load(dst + r.lane * L::kHalfTile, r.lane ? &maps.up : &maps.gate, 0,
+                        static_cast<int>(row), 0, full, sm90::CacheHint::evict_first);
+    } else if (r.lane < 4) {
+      const int up = r.lane - 2;
+      sm90::bulk_load(r.smem + L::kScalesOffset + n % (L::kRing + 1) * L::kTileScales +
+                          up * (L::kTileScales / 2),
+                      (up ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2, full,
+                      sm90::CacheHint::evict_first);
     }
-    // The next ticket is on its way while this tile is waited for.
-    if (n >= L::kGiven - 1 && number < num_tiles && r.lane == 0) {
-      ticket = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kTicketOffset),
-                         static_cast<std::uint32_t>(num_tiles - before - 1));
-    }
-    return number;
+    __syncwarp();
+    return true;
   }
 
   LOWLAT_DEVICE bool run_routed() {
+    // The first row's experts come first, so the first tiles are known before the other rows' are.
+    if (!barrier_wait(&r.barriers.first_routed, 0, r.watch)) return false;
+    const int id = r.table.ids[r.lane < L::kSlots ? r.lane : 0];
+    const std::uint32_t same = __match_any_sync(plat::kAllLanes, id);
+    const bool is_first = r.lane < L::kSlots && __ffs(static_cast<int>(same)) == r.lane + 1;
+    const std::uint32_t firsts = __ballot_sync(plat::kAllLanes, is_first);
+    const int own_rank = is_first ? __popc(firsts & ((1u << r.lane) - 1u)) : -1;
+    int early = 0;
+    for (; early < L::kGiven; ++early) {
+      const int number = given_tile(r, early);
+      const std::uint32_t lane = __ballot_sync(plat::kAllLanes, own_rank == number / L::kTiles);
+      if (lane == 0) break;
+      const int expert = __shfl_sync(plat::kAllLanes, id, __ffs(static_cast<int>(lane)) - 1);
+      if (!load_tile(early, expert, number % L::kTiles)) return false;
+    }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const auto& w = r.a.w;
     const int num_experts = r.table.num_experts, num_tiles = num_experts * L::kTiles;
     std::uint32_t ticket = 0;
     for (int n = 0;; ++n) {
-      const int number = next_tile(n, num_tiles, ticket);
-      // A use without bytes says that there are no more.
-      if (r.lane == 0) {
-        r.table.tile[n % L::kWindow] = number;
-        r.table.rows_here[n % L::kWindow] = static_cast<std::uint8_t>(
-            number < num_tiles ? r.table.rows_of[number / L::kTiles] : 0u);
+      int number = given_tile(r, n);
+      if (n >= L::kGiven) {
+        number = L::kGiven * r.num_blocks +
+                 static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
       }
-      if (!begin_slot(number < num_tiles ? L::kTileBytes : 0)) return false;
-      if (number >= num_tiles) break;
-      const int expert = r.table.expert[number / L::kTiles];
-      const std::size_t row =
-          static_cast<std::size_t>(expert) * L::kInner + number % L::kTiles * kTileRows;
-      if (r.lane < 2) {
-        const int slot = (uses - 1) % L::kRing;
-        unsigned char* dst = r.smem + L::kRingOffset + slot * L::kSlotBytes;
-        sm90::tensor_load(dst + r.lane * L::kHalfTile, r.lane ? &maps.up : &maps.gate, 0,
-                          static_cast<int>(row), 0, &r.barriers.full[slot],
-                          sm90::CacheHint::evict_first);
-      } else if (r.lane < 4) {
-        const int up = r.lane - 2;
-        sm90::bulk_load(
-            r.smem + L::kScalesOffset + n % (L::kRing + 1) * L::kTileScales +
-                up * (L::kTileScales / 2),
-            (up ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2,
-            &r.barriers.full[(uses - 1) % L::kRing], sm90::CacheHint::evict_first);
+      // The next ticket is on its way while this tile is waited for.
+      if (n >= L::kGiven - 1 && number < num_tiles) draw_tile(ticket, num_tiles);
+      if (n < early) continue;
+      if (n >= L::kGiven && r.lane == 0) describe_use(r, n, number);
+      if (number >= num_tiles) {  // a use without bytes says that there are no more
+        if (!begin_slot(0)) return false;
+        break;
       }
-      __syncwarp();
+      if (!load_tile(n, r.table.expert[number / L::kTiles], number % L::kTiles)) return false;
     }
     if (r.block_idx >= kBands) return true;
     if (L::kBandLate) {
@@ -508,71 +536,81 @@ struct Router {
   Region<L>& r;
   int warp;  // among the routers
 
-  // Pairs by expert, by one warp: masks of pairs instead of counts.
+  // Pairs by expert, by one warp, which holds all of them: two masks of pairs for each.
   LOWLAT_DEVICE void make_table(int num_rows) const {
     auto& table = r.table;
-    constexpr int kOwnPairs = 2, kWords = L::kExperts / 32;
-    static_assert(L::kMaxPairs <= kOwnPairs * plat::kWarpLanes);
+    constexpr int kOwnPairs = 2, kLanes = plat::kWarpLanes;
+    static_assert(L::kMaxPairs <= kOwnPairs * kLanes);
     const int num_pairs = num_rows * L::kSlots;
-    int id[kOwnPairs], rank[kOwnPairs] = {};
+    int id[kOwnPairs];
     bool valid[kOwnPairs];
+    std::uint32_t same[kOwnPairs][kOwnPairs] = {};  // pairs of an own pair's expert
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
-      const int pair = k * plat::kWarpLanes + r.lane;
-      valid[k] = pair < num_pairs;
-      id[k] = valid[k] ? table.ids[pair] : 0;
-      if (valid[k]) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
+      valid[k] = k * kLanes + r.lane < num_pairs;
+      id[k] = valid[k] ? table.ids[k * kLanes + r.lane] : -1;
     }
-    __syncwarp();
-    int total = 0;
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      const std::uint32_t bits = table.chosen[word];
-      total += __popc(bits);
-#pragma unroll
-      for (int k = 0; k < kOwnPairs; ++k) {
-        const std::uint32_t below = (1u << id[k] % 32) - 1u;
-        const std::uint32_t counted = word < id[k] / 32 ? ~0u : word == id[k] / 32 ? below : 0u;
-        rank[k] += __popc(bits & counted);
-      }
+    same[0][0] = __match_any_sync(plat::kAllLanes, id[0]);
+#pragma unroll 1
+    for (int i = 0; i < num_pairs - kLanes; ++i) {
+      const int other = __shfl_sync(plat::kAllLanes, id[1], i);
+      const std::uint32_t first = __ballot_sync(plat::kAllLanes, id[0] == other);
+      const std::uint32_t second = __ballot_sync(plat::kAllLanes, id[1] == other);
+      if (id[0] == other) same[0][1] = second;
+      if (r.lane == i) same[1][0] = first, same[1][1] = second;
     }
+    // The first pair of each expert stands for it; experts' pairs follow each other.
+    std::uint32_t leaders[kOwnPairs];
+    int before[kOwnPairs], total = 0;
+    const auto is_first = [&](int k) {
+      const std::uint32_t mask = same[k][k];
+      return valid[k] && (k == 0 || same[k][0] == 0) && __ffs(static_cast<int>(mask)) == r.lane + 1;
+    };
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
-      if (!valid[k]) continue;
-      atomicOr(&table.pairs_of[k][rank[k]], 1u << r.lane);
-      atomicOr(&table.rows_of[rank[k]], 1u << (k * plat::kWarpLanes + r.lane) / L::kSlots);
-    }
-    __syncwarp();
-    // An expert's first pair: the pairs of those before it.
-    int before = 0;
-#pragma unroll
-    for (int k = 0; k < kOwnPairs; ++k) {
-      const int expert = k * plat::kWarpLanes + r.lane;
-      const int count = expert < total
-                            ? __popc(table.pairs_of[0][expert]) + __popc(table.pairs_of[1][expert])
-                            : 0;
+      leaders[k] = __ballot_sync(plat::kAllLanes, is_first(k));
+      const int count = is_first(k) ? __popc(same[k][0]) + __popc(same[k][1]) : 0;
       int sum = count;
 #pragma unroll
-      for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+      for (int offset = 1; offset < kLanes; offset *= 2) {
         const int lower = __shfl_up_sync(plat::kAllLanes, sum, offset);
         if (r.lane >= offset) sum += lower;
       }
-      if (expert <= total) table.first[expert] = static_cast<std::uint16_t>(before + sum - count);
-      before += __shfl_sync(plat::kAllLanes, sum, plat::kWarpLanes - 1);
+      before[k] = total + sum - count;
+      total += __shfl_sync(plat::kAllLanes, sum, kLanes - 1);
     }
-    if (r.lane == 0) table.num_experts = total;
-    __syncwarp();
+    const int num_experts = __popc(leaders[0]) + __popc(leaders[1]);
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
+      // Of the expert's first pair: where it is, and how many other firsts lie before.
+      const bool in_first = k == 0 || same[k][0] != 0;
+      const int leader = __ffs(static_cast<int>(in_first ? same[k][0] : same[k][1])) - 1;
+      const int low = __shfl_sync(plat::kAllLanes, before[0], leader);
+      const int high = __shfl_sync(plat::kAllLanes, before[1], leader);
       if (!valid[k]) continue;
-      const std::uint32_t below = (1u << r.lane) - 1u;
-      const int earlier = __popc(table.pairs_of[0][rank[k]] & (k == 0 ? below : ~0u)) +
-                          (k == 0 ? 0 : __popc(table.pairs_of[1][rank[k]] & below));
-      const int pair = k * plat::kWarpLanes + r.lane, place = table.first[rank[k]] + earlier;
+      const std::uint32_t below = (1u << leader) - 1u;
+      const int rank = in_first ? __popc(leaders[0] & below)
+                                : __popc(leaders[0]) + __popc(leaders[1] & below);
+      const std::uint32_t earlier = (1u << r.lane) - 1u;
+      const int first = in_first ? low : high;
+      const int place = first + __popc(same[k][0] & (k == 0 ? earlier : ~0u)) +
+                        (k == 0 ? 0 : __popc(same[k][1] & earlier));
+      const int pair = k * kLanes + r.lane;
       table.sorted[place] = static_cast<std::uint16_t>(pair);
       table.place[pair] = static_cast<std::uint16_t>(place);
-      if (earlier == 0) table.expert[rank[k]] = static_cast<std::uint16_t>(id[k]);
+      atomicOr(&table.rows_of[rank], 1u << pair / L::kSlots);
+      if (place == first) {
+        table.expert[rank] = static_cast<std::uint16_t>(id[k]);
+        table.first[rank] = static_cast<std::uint16_t>(first);
+      }
     }
+    if (r.lane == 0) {
+      table.num_experts = num_experts;
+      table.first[num_experts] = static_cast<std::uint16_t>(num_pairs);
+    }
+    __syncwarp();
+    // The producer may have taken these before.
+    if (r.lane < L::kGiven) describe_use(r, r.lane, given_tile(r, r.lane));
     __syncwarp();
   }
 
@@ -819,7 +857,10 @@ struct Consumer {
       route_row<L>(r, warp, rules.rule, pass == 0);
       weigh_row<L>(r, warp, rules.sum_rule, pass == 0);
     }
-    if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.routed);
+    __syncwarp();
+    if (pass == 0 || r.lane != 0) return;
+    if (warp == 0) sm90::barrier_arrive(&r.barriers.first_routed);
+    sm90::barrier_arrive(&r.barriers.routed);
   }
 
   // Scale bytes of a shared tile's slice, gate and up.
@@ -1338,6 +1379,9 @@ struct Finisher {
       free_sums();
     }
     free_sums();
+    if (r.a.quads.tp_size > 0 && r.lane == 0) {
+      r.table.quads_epoch = exchange_epoch(r.a.quads, r.a.quads_index);
+    }
     // What follows finds room as soon as blocks end; it waits for their sums.
     sm90::launch_dependents();
     return true;
@@ -1368,7 +1412,7 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
     }
     const float y = round_to_bf16(sum);
     return r.shared ? y + round_to_bf16(parts(std::true_type(), row, n)) : y;
-  });
+  }, r.table.quads_epoch);
 }
 
 template <class L>
@@ -1410,6 +1454,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (thread == L::kThreads - 1) {
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.band_full, 1);
+    sm90::barrier_init(&barriers.first_routed, 1);
     sm90::barrier_init(&barriers.routed, L::kMaxRows);
     sm90::barrier_init(&barriers.table, 1);
     table.stop = 0;
@@ -1417,10 +1462,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   sm90::fence_barrier_init();
   static_assert(kSlotBarriers + kPieceBarriers + 2 * L::kBuffers < L::kThreads);
 
-  for (int i = thread; i < L::kExperts / 32; i += L::kThreads) table.chosen[i] = 0;
-  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) {
-    table.pairs_of[0][i] = table.pairs_of[1][i] = table.rows_of[i] = 0;
-  }
+  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.rows_of[i] = 0;
   plat::block_sync();
 
   Producer<L> producer = {r, maps};
