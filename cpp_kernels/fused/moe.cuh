@@ -5,7 +5,9 @@
 //              shared: the same with x and h quantised. y = bf(sum of a row's d_p) + bf(shared)
 // Shapes       fused/moe.hpp; T 1 .. 8
 // Rounding     as stages/experts.hpp (Marlin's): gate, up, silu, h, d and the sum of slots to
-//              bf16; all other sums fp32
+//              bf16; all other sums fp32. x enters the routed products as two e4m3 terms under a
+//              power of two: below 2^-17 of the largest of a row's share of a warp (a sixteenth of
+//              it) is lost. h enters as fp16
 // Bytes        each weight of a chosen expert once: shape::moe_weight_bytes
 // Floor        V4.1, TP4, T = 6: 175 MB, 37.7 us at 4.65 TB/s. The bench prints the share reached.
 // Launch       one block an SM (128 at least): kConsumers warps, a producer, a finisher, two
@@ -15,17 +17,22 @@
 //              kParts, both added in their order; slots in slot order. Bitwise run to run.
 // Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
 //
-// How the work lies. First product: a tile is 8 values of h, rows i .. i + 7 of w1 and of w3 as the
-// 16 weight rows of an mma, so that gate and up of one value meet in one warp. Blocks draw tiles in
-// the order of experts, so that slow ones take fewer; all consumers work on one tile, warp w on the
-// w-th slice of K. An mma's columns are the rows, whoever chose the expert, and a warp holds x's
-// slice in registers for the whole launch. Codes are placed in fp16 fields by shifts alone; a group
-// of 32 is summed by itself and its scale applied to the sums. The finisher adds the slices,
-// applies SwiGLU and sends h to all blocks. Second product: block b owns a band of output columns
-// for all experts, so a row's slots never leave the block; warps take (expert, part of I). The
-// first experts' h was finished while later tiles were multiplied, so the second product starts
-// without a wait. Weights that do not depend on the routing (router, shared expert) stream while it
-// is being decided.
+// How the work lies. First product: a tile is 8 values of h, rows i .. i + 7 of w1 and of w3, so
+// that gate and up of one value meet in one warp. Blocks draw tiles in the order of experts, so
+// that slow ones take fewer; all consumers work on one tile, warp w on the w-th slice of K. The
+// products are wgmma's of e4m3: a warp's 16 weight rows, whose fp4 codes are moved into e4m3's
+// fields in registers, times 8 columns in shared memory, two of which are the row's two terms along
+// this warp's slice, the other six those of the three warps beside it. So a product is one row
+// (an expert's rows are taken one after the other), and any row's columns lie in one place, written
+// once. A group of 32 along K is one product and its scale multiplies the sums. The slot is free as
+// soon as the codes are in registers. The finisher adds the slices, applies SwiGLU and sends h to
+// all blocks. Second product: block b owns a band of output columns for all experts, so a row's
+// slots never leave the block; warps take (expert, part of I), a pair at a time. Codes are placed
+// in fp16 fields by shifts alone; group j of a pair's h is column j of the products, so that the
+// scales are applied once at the end. The first experts' h was finished while later tiles were
+// multiplied, so the second product starts without a wait. Weights that do not depend on the
+// routing (router, shared expert) stream while it is being decided. Experts are in the order of
+// their first pairs: when row 0 is routed, every block asks for its first tiles.
 //
 // Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
 //                       read by one warp of every block. Written again by the next launch, which
@@ -127,7 +134,8 @@ struct Layout {
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
-  static_assert(kConsumers >= kMaxRows && kConsumers % 8 == 0 && kHidden % 256 == 0 && (kSpan == 1 || kSpan == 4));
+  static_assert(kConsumers >= kMaxRows && kConsumers % 8 == 0 && kHidden % 256 == 0 &&
+                (kSpan == 1 || kSpan == 4));
   static_assert(kSlice % (2 * kBlockK) == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
                 kExperts % kBands == 0);
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
@@ -171,8 +179,8 @@ struct Layout {
     std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
     std::int32_t num_experts;
-    std::uint32_t stop;         // Watch
-    std::uint64_t quads_epoch;  // exchange_epoch of the sum's packets
+    std::uint32_t stop;                  // Watch
+    std::uint64_t quads_epoch;           // exchange_epoch of the sum's packets
     std::uint16_t expert[kMaxPairs];     // in the order of their first pairs, one entry each
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
@@ -193,8 +201,8 @@ struct Layout {
   struct Barriers {
     std::uint64_t full[kRing], empty[kRing];
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
-    std::uint64_t gate_full, band_full, first_routed, routed, table,
-        sums_full[kBuffers], sums_empty[kBuffers];
+    std::uint64_t gate_full, band_full, first_routed, routed, table, sums_full[kBuffers],
+        sums_empty[kBuffers];
   };
   // Places in them, for loops that address shared memory themselves.
   static constexpr int kStopOffset = offsetof(Table, stop),
@@ -341,8 +349,7 @@ struct Producer {
 
   // Until use number `use` of the ring, if there was such a one, is over.
   LOWLAT_DEVICE bool wait_empty(int use) const {
-    return use < 0 ||
-           barrier_wait(&r.barriers.empty[use % L::kRing], use / L::kRing & 1, r.watch);
+    return use < 0 || barrier_wait(&r.barriers.empty[use % L::kRing], use / L::kRing & 1, r.watch);
   }
   // Waits until the next slot is free and says what it will hold.
   LOWLAT_DEVICE bool begin_slot(std::uint32_t bytes) {
@@ -458,8 +465,8 @@ struct Producer {
     for (int n = 0;; ++n) {
       int number = given_tile(r, n);
       if (n >= L::kGiven) {
-        number = L::kGiven * r.num_blocks +
-                 static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
+        number =
+            L::kGiven * r.num_blocks + static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
       }
       // The next ticket is on its way while this tile is waited for.
       if (n >= L::kGiven - 1 && number < num_tiles) draw_tile(ticket, num_tiles);
@@ -486,8 +493,8 @@ struct Producer {
       } else {
         // A slot's piece: that slot's last use is over. Another: the last use of all.
         const int slot = (uses + piece / L::kPieces) % L::kRing;
-        const int last = piece < L::kSlotPieces ? (uses - 1 - slot) / L::kRing * L::kRing + slot
-                                                : uses - 1;
+        const int last =
+            piece < L::kSlotPieces ? (uses - 1 - slot) / L::kRing * L::kRing + slot : uses - 1;
         if (!wait_empty(last)) return false;
       }
       if (r.lane == 0) {
@@ -589,8 +596,8 @@ struct Router {
       const int high = __shfl_sync(plat::kAllLanes, before[1], leader);
       if (!valid[k]) continue;
       const std::uint32_t below = (1u << leader) - 1u;
-      const int rank = in_first ? __popc(leaders[0] & below)
-                                : __popc(leaders[0]) + __popc(leaders[1] & below);
+      const int rank =
+          in_first ? __popc(leaders[0] & below) : __popc(leaders[0]) + __popc(leaders[1] & below);
       const std::uint32_t earlier = (1u << r.lane) - 1u;
       const int first = in_first ? low : high;
       const int place = first + __popc(same[k][0] & (k == 0 ? earlier : ~0u)) +
@@ -751,8 +758,8 @@ struct SecondWarp {
         const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
         multiply_codes(sums_of, low, high, b[i]);
       }
-      const std::uint8_t* scales = r.table.band_scales + part * (L::kPartGroups / kSpan) +
-                                   first / kSpan;
+      const std::uint8_t* scales =
+          r.table.band_scales + part * (L::kPartGroups / kSpan) + first / kSpan;
       add_scaled(acc, sums_of, scale, scale_of(scales[low_row * L::kBandScaleColumns]),
                  scale_of(scales[high_row * L::kBandScaleColumns]));
     }
@@ -889,7 +896,8 @@ struct Consumer {
     for (int first = 0; first < L::kSliceBlocks; first += L::kSpan) {
       std::uint32_t b[L::kSpan][kPairs];
 #pragma unroll
-      for (int i = 0; i < L::kSpan * kPairs; ++i) b[i / kPairs][i % kPairs] = x[first + i / kPairs][i % kPairs];
+      for (int i = 0; i < L::kSpan * kPairs; ++i)
+        b[i / kPairs][i % kPairs] = x[first + i / kPairs][i % kPairs];
       const float scale = quantize_span(b);
       float sums_of[4] = {};
 #pragma unroll
@@ -957,8 +965,8 @@ struct Consumer {
   }
   // sums = the tile's slice times one row: of rows g of gate and of up, in the lanes of this warp's
   // two columns. Two groups are in the tensor cores while the next two are expanded.
-  LOWLAT_DEVICE void multiply_row(float (&sums_of)[2], const TileCodes& codes,
-                                  std::uint32_t scales, std::uint32_t columns) const {
+  LOWLAT_DEVICE void multiply_row(float (&sums_of)[2], const TileCodes& codes, std::uint32_t scales,
+                                  std::uint32_t columns) const {
     __syncwarp();  // the waits before may have parted the lanes
     constexpr int kBatch = 2, kBatches = L::kSliceBlocks / kBatch;
     constexpr int kStep = L::kMaxRows * L::kColumnPitch / 16;
@@ -1021,8 +1029,7 @@ struct Consumer {
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t codes = base + L::kRingOffset + codes_in_slot();
     const std::uint32_t scales = base + L::kScalesOffset + own_scales();
-    const std::uint32_t sums_at =
-        base + L::kSumsOffset + (warp * 2 * kTileRows + g) * kColumns * 4;
+    const std::uint32_t sums_at = base + L::kSumsOffset + (warp * 2 * kTileRows + g) * kColumns * 4;
     const std::uint32_t barriers = base + L::kBarrierOffset;
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t rows_here = base + L::kTableOffset + L::kRowsHereOffset;
@@ -1144,15 +1151,17 @@ struct Consumer {
     }
   }
 
-  LOWLAT_DEVICE bool run_second() {
-    constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
-    // `second` may lie over the partial sums: wait as if for every buffer.
+  LOWLAT_DEVICE bool wait_sums_free() {
     for (int i = 0; i < L::kBuffers; ++i, ++sums) {
       if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
                                                (sums / L::kBuffers - 1) & 1, r.watch)) {
         return false;
       }
     }
+    return true;
+  }
+  LOWLAT_DEVICE bool run_second() {
+    constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
     if (r.block_idx >= kBands) return true;
     const SecondWarp<L> second(r);
     int expert = warp / L::kParts, part = warp % L::kParts;
@@ -1166,6 +1175,7 @@ struct Consumer {
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t barriers = base + L::kBarrierOffset;
+    bool sums_free = false;
     int piece = expert;  // the first are in the ring's first turn
     std::uint32_t turn = 0;
     for (;;) {
@@ -1196,6 +1206,9 @@ struct Consumer {
         __syncwarp();  // or the loads would sink to where they are needed
         float sums_of[L::kMTiles][2] = {};
         multiply_second(sums_of, h, codes, scales);
+        // `second` may lie over the partial sums: before the first store, as if for every buffer.
+        if (!sums_free && !wait_sums_free()) return false;
+        sums_free = true;
         float* dst = r.template second_sums<false>(part, place) + g;
 #pragma unroll
         for (int i = 0; i < L::kBandRows / 8; ++i) {
@@ -1404,15 +1417,18 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
   const auto of_pair = [&](int pair, int n) {
     return r.table.weights[pair] * parts(std::false_type(), r.table.place[pair], n);
   };
-  store_band<L>(r, first_row, [&](int row, int n) {
-    float sum = 0.0f;
+  store_band<L>(
+      r, first_row,
+      [&](int row, int n) {
+        float sum = 0.0f;
 #pragma unroll
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      sum += round_to_bf16(of_pair(row * L::kSlots + slot, n));
-    }
-    const float y = round_to_bf16(sum);
-    return r.shared ? y + round_to_bf16(parts(std::true_type(), row, n)) : y;
-  }, r.table.quads_epoch);
+        for (int slot = 0; slot < L::kSlots; ++slot) {
+          sum += round_to_bf16(of_pair(row * L::kSlots + slot, n));
+        }
+        const float y = round_to_bf16(sum);
+        return r.shared ? y + round_to_bf16(parts(std::true_type(), row, n)) : y;
+      },
+      r.table.quads_epoch);
 }
 
 template <class L>

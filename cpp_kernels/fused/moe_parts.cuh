@@ -197,8 +197,8 @@ LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value
     static_assert(L::kBandRows % 4 == 0);
     if (quads_epoch == 0) quads_epoch = exchange_epoch(a.quads, a.quads_index);
 #pragma unroll 1
-    for (int i = plat::thread_idx(); i / plat::kWarpLanes * plat::kWarpLanes < a.rows * L::kBandRows;
-         i += L::kThreads) {
+    for (int i = plat::thread_idx();
+         i / plat::kWarpLanes * plat::kWarpLanes < a.rows * L::kBandRows; i += L::kThreads) {
       const int row = i / L::kBandRows, n = i % L::kBandRows;
       const bool mine = row < a.rows;
       const float y = mine ? value(row, n) : 0.0f;
