@@ -180,6 +180,7 @@ struct Layout {
     float weights[kMaxPairs];
     std::int32_t num_experts;
     std::uint32_t stop;                  // Watch
+    std::uint32_t lost;                  // scores have not come: no tiles
     std::uint64_t quads_epoch;           // exchange_epoch of the sum's packets
     std::uint16_t expert[kMaxPairs];     // in the order of their first pairs, one entry each
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
@@ -348,17 +349,15 @@ struct Producer {
   int pieces = 0;  // of the second's
 
   // Until use number `use` of the ring, if there was such a one, is over.
-  LOWLAT_DEVICE bool wait_empty(int use) const {
-    return use < 0 || barrier_wait(&r.barriers.empty[use % L::kRing], use / L::kRing & 1, r.watch);
+  LOWLAT_DEVICE void wait_empty(int use) const {
+    if (use >= 0) barrier_wait(&r.barriers.empty[use % L::kRing], use / L::kRing & 1);
   }
   // Waits until the next slot is free and says what it will hold.
-  LOWLAT_DEVICE bool begin_slot(std::uint32_t bytes) {
-    const int slot = uses % L::kRing;
-    if (!wait_empty(uses - L::kRing)) return false;
-    if (r.lane == 0) sm90::barrier_arrive_expect(&r.barriers.full[slot], bytes);
+  LOWLAT_DEVICE void begin_slot(std::uint32_t bytes) {
+    wait_empty(uses - L::kRing);
+    if (r.lane == 0) sm90::barrier_arrive_expect(&r.barriers.full[uses % L::kRing], bytes);
     __syncwarp();
     ++uses;
-    return true;
   }
   LOWLAT_DEVICE void load(std::uint32_t offset, const void* src, std::uint32_t bytes) const {
     const int slot = (uses - 1) % L::kRing;
@@ -367,7 +366,7 @@ struct Producer {
   }
 
   // What does not depend on the routing, or on anything before this kernel.
-  LOWLAT_DEVICE bool run_early() {
+  LOWLAT_DEVICE void run_early() {
     const auto& w = r.a.w;
     if (r.lane == 0) {
       sm90::tensor_prefetch(&maps.gate);
@@ -384,13 +383,13 @@ struct Producer {
             2 * L::kHidden, full, sm90::CacheHint::evict_first);
       }
       // The router's rows and x decide when routing ends: nothing competes with them.
-      if (!barrier_wait(full, 0, r.watch)) return false;
+      barrier_wait(full, 0);
     }
     for (int n = 0; n < r.shared_tiles(); ++n) {
       const int tile = n * r.num_blocks + r.block_idx;
 #pragma unroll 1
       for (int up = 0; up < 2; ++up) {
-        if (!begin_slot(kTileRows * L::kHidden)) return false;
+        begin_slot(kTileRows * L::kHidden);
         if (r.lane < kTileRows) {
           load(r.lane * L::kSharedPitch,
                (up ? w.shared_w3 : w.shared_w1).codes +
@@ -400,7 +399,6 @@ struct Producer {
       }
     }
     if (!L::kBandLate) load_shared_band();
-    return true;
   }
   LOWLAT_DEVICE void load_shared_band() const {
     if (r.shared && r.block_idx < kBands && r.lane == 0) {
@@ -422,9 +420,9 @@ struct Producer {
                        static_cast<std::uint32_t>(drawn - 1));
   }
   // A tile of `expert`, for the n-th use of the ring by tiles.
-  LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
+  LOWLAT_DEVICE void load_tile(int n, int expert, int tile) {
     const auto& w = r.a.w;
-    if (!begin_slot(L::kTileBytes)) return false;
+    begin_slot(L::kTileBytes);
     const std::size_t row = static_cast<std::size_t>(expert) * L::kInner + tile * kTileRows;
     std::uint64_t* full = &r.barriers.full[(uses - 1) % L::kRing];
     if (r.lane < 2) {
@@ -439,12 +437,11 @@ struct Producer {
                       sm90::CacheHint::evict_first);
     }
     __syncwarp();
-    return true;
   }
 
-  LOWLAT_DEVICE bool run_routed() {
+  LOWLAT_DEVICE void run_routed() {
     // The first row's experts come first, so the first tiles are known before the other rows' are.
-    if (!barrier_wait(&r.barriers.first_routed, 0, r.watch)) return false;
+    barrier_wait(&r.barriers.first_routed, 0);
     const int id = r.table.ids[r.lane < L::kSlots ? r.lane : 0];
     const std::uint32_t same = __match_any_sync(plat::kAllLanes, id);
     const bool is_first = r.lane < L::kSlots && __ffs(static_cast<int>(same)) == r.lane + 1;
@@ -456,9 +453,10 @@ struct Producer {
       const std::uint32_t lane = __ballot_sync(plat::kAllLanes, own_rank == number / L::kTiles);
       if (lane == 0) break;
       const int expert = __shfl_sync(plat::kAllLanes, id, __ffs(static_cast<int>(lane)) - 1);
-      if (!load_tile(early, expert, number % L::kTiles)) return false;
+      load_tile(early, expert, number % L::kTiles);
     }
-    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    barrier_wait(&r.barriers.table, 0);
+    if (r.table.lost != 0) return;
     const auto& w = r.a.w;
     const int num_experts = r.table.num_experts, num_tiles = num_experts * L::kTiles;
     std::uint32_t ticket = 0;
@@ -473,14 +471,14 @@ struct Producer {
       if (n < early) continue;
       if (n >= L::kGiven && r.lane == 0) describe_use(r, n, number);
       if (number >= num_tiles) {  // a use without bytes says that there are no more
-        if (!begin_slot(0)) return false;
+        begin_slot(0);
         break;
       }
-      if (!load_tile(n, r.table.expert[number / L::kTiles], number % L::kTiles)) return false;
+      load_tile(n, r.table.expert[number / L::kTiles], number % L::kTiles);
     }
-    if (r.block_idx >= kBands) return true;
+    if (r.block_idx >= kBands) return;
     if (L::kBandLate) {
-      if (!wait_empty(uses - 1)) return false;
+      wait_empty(uses - 1);
       load_shared_band();
     }
     for (; pieces < num_experts; ++pieces) {
@@ -488,14 +486,14 @@ struct Producer {
       if (pieces >= L::kRingPieces) {
         if (!barrier_wait(&r.barriers.piece_empty[piece], (pieces / L::kRingPieces - 1) & 1,
                           r.watch)) {
-          return false;
+          return;
         }
       } else {
         // A slot's piece: that slot's last use is over. Another: the last use of all.
         const int slot = (uses + piece / L::kPieces) % L::kRing;
         const int last =
             piece < L::kSlotPieces ? (uses - 1 - slot) / L::kRing * L::kRing + slot : uses - 1;
-        if (!wait_empty(last)) return false;
+        wait_empty(last);
       }
       if (r.lane == 0) {
         constexpr std::uint32_t kCodes = L::kBandRows * L::kInnerRow;
@@ -512,7 +510,6 @@ struct Producer {
       }
       __syncwarp();
     }
-    return true;
   }
 
   // After a fault: copies under way must land before the block's memory is another's.
@@ -628,7 +625,9 @@ struct Router {
         if (pass == 1) {
           wait_for_x(r);
           r.read_epoch();
-          barrier_wait(&r.barriers.routed, 0, r.watch);
+          barrier_wait(&r.barriers.routed, 0);
+          // All roles go on, or none.
+          if (r.lane == 0) r.table.lost = r.watch.stopped() ? 1 : 0;
         }
         make_table(pass == 1 ? r.a.rows : 0);
         if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
@@ -790,9 +789,9 @@ struct Consumer {
   std::uint32_t x[L::kSliceBlocks][kPairs];
   float column_factor = 0.0f;  // of row g's columns
 
-  LOWLAT_DEVICE bool wait_slot(int offset) const {
+  LOWLAT_DEVICE void wait_slot(int offset) const {
     const int use = uses + offset;
-    return barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1, r.watch);
+    barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1);
   }
   LOWLAT_DEVICE void free_slot() {
     __syncwarp();
@@ -813,18 +812,19 @@ struct Consumer {
     }
   }
 
+  // Until the buffer of the `sum`-th sums is free.
+  LOWLAT_DEVICE void wait_sums_free(int sum) const {
+    if (sum < L::kBuffers) return;
+    barrier_wait(&r.barriers.sums_empty[sum % L::kBuffers], (sum / L::kBuffers - 1) & 1);
+  }
   // Gives the slice's sums to the finisher, [warp][row][column].
-  LOWLAT_DEVICE bool hand_over(const float (&acc)[4]) {
+  LOWLAT_DEVICE void hand_over(const float (&acc)[4]) {
     const int buffer = sums % L::kBuffers;
-    if (sums >= L::kBuffers &&
-        !barrier_wait(&r.barriers.sums_empty[buffer], (sums / L::kBuffers - 1) & 1, r.watch)) {
-      return false;
-    }
+    wait_sums_free(sums);
     store_sums(sm90::shared_address(r.partial(buffer)) + own_sums(), acc);
     __syncwarp();
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_full[buffer]);
     ++sums;
-    return true;
   }
   LOWLAT_DEVICE std::uint32_t own_sums() const {
     return ((warp * 2 * kTileRows + g) * kColumns + 2 * t) * 4;
@@ -850,12 +850,12 @@ struct Consumer {
     for (int i = 0; i < 4; ++i) acc[i] += odd[i];
   }
   // This block's experts' scores of all rows, to the finisher.
-  LOWLAT_DEVICE bool run_gate(int pass) {
+  LOWLAT_DEVICE void run_gate(int pass) {
     float acc[4] = {};
-    if (pass == 1 && !barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
+    if (pass == 1) barrier_wait(&r.barriers.gate_full, 0);
     multiply_gate(acc);
     for (const float sum : acc) keep(sum);
-    return pass == 0 || hand_over(acc);
+    if (pass == 1) hand_over(acc);
   }
   // A row a warp, in every block the same.
   LOWLAT_DEVICE void route(const Rules& rules, int pass) const {
@@ -886,8 +886,9 @@ struct Consumer {
   }
 
   // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE bool run_shared_tile(const TileScales& scales) {
-    if (!wait_slot(0) || !wait_slot(1)) return false;
+  LOWLAT_DEVICE void run_shared_tile(const TileScales& scales) {
+    wait_slot(0);
+    wait_slot(1);
     const std::uint32_t offset = g * L::kSharedPitch + first_element();
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
@@ -908,10 +909,9 @@ struct Consumer {
       add_scaled(acc, sums_of, scale, scale_of(scales.gate[first / L::kSpan]),
                  scale_of(scales.up[first / L::kSpan]));
     }
-    if (!hand_over(acc)) return false;
+    hand_over(acc);
     free_slot();
     free_slot();
-    return true;
   }
 
   // ---- routed experts, first product
@@ -973,6 +973,7 @@ struct Consumer {
     const std::uint64_t kMatrix = wide::product_columns(0) >> 32;  // of any columns
     float d[2][kBatch][4], factors[2][kBatch][2];
     std::uint32_t a[2][kBatch][4] = {};
+    [[maybe_unused]] std::uint32_t four[2] = {};
     const auto add = [&](int batch) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -998,9 +999,18 @@ struct Consumer {
       wide::products_commit();
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {  // while they run
-        const std::uint32_t scale = scales + L::block_group(batch * kBatch + i);
-        factors[batch & 1][i][0] = scale_of(smem_load1(scale));
-        factors[batch & 1][i][1] = scale_of(smem_load1(scale + kTileRows * L::kScaleRow));
+        const int group = batch * kBatch + i;
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+          const std::uint32_t scale =
+              scales + L::block_group(group) + up * (kTileRows * L::kScaleRow);
+          if constexpr (L::kSpan == 1) {
+            factors[batch & 1][i][up] = scale_of(smem_load1(scale));
+          } else {  // four groups' bytes lie together
+            if (group % 4 == 0) four[up] = wide::smem_load4(scale);
+            factors[batch & 1][i][up] = scale_of(four[up] >> group % 4 * 8 & 0xffu);
+          }
+        }
       }
       if (batch > 0) {
         wide::products_wait<1>();
@@ -1024,21 +1034,20 @@ struct Consumer {
 
   // Counters and addresses are kept, not made anew: what a tile takes besides its products is a
   // quarter of its instructions otherwise.
-  LOWLAT_DEVICE bool run_tiles() {
+  LOWLAT_DEVICE void run_tiles() {
     std::uint32_t base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t codes = base + L::kRingOffset + codes_in_slot();
     const std::uint32_t scales = base + L::kScalesOffset + own_scales();
     const std::uint32_t sums_at = base + L::kSumsOffset + (warp * 2 * kTileRows + g) * kColumns * 4;
     const std::uint32_t barriers = base + L::kBarrierOffset;
-    const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t rows_here = base + L::kTableOffset + L::kRowsHereOffset;
     const auto columns = static_cast<std::uint32_t>(wide::product_columns(columns_of(0)));
     std::uint32_t slot = static_cast<std::uint32_t>(uses) % L::kRing, scales_slot = 0;
     std::uint32_t phase = static_cast<std::uint32_t>(uses) / L::kRing & 1u;
     auto sum = static_cast<std::uint32_t>(sums);
     for (std::uint32_t n = 0;; ++n) {
-      if (!barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase, stop)) return false;
+      barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase);
       std::uint32_t rows = smem_load1(rows_here + n % L::kWindow);
       const bool done = rows == 0;
       TileCodes tile;
@@ -1046,9 +1055,9 @@ struct Consumer {
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(barriers + L::kEmptyBarriers + slot * 8);
       const std::uint32_t buffer = sum % L::kBuffers;
-      if (sum >= L::kBuffers && !barrier_wait_at(barriers + L::kSumsEmptyBarriers + buffer * 8,
-                                                 (sum / L::kBuffers - 1) & 1u, stop)) {
-        return false;
+      if (sum >= L::kBuffers) {
+        barrier_wait_at(barriers + L::kSumsEmptyBarriers + buffer * 8,
+                        (sum / L::kBuffers - 1) & 1u);
       }
       // After the last tile the finisher finds sums of no tile.
 #pragma unroll 1
@@ -1074,7 +1083,7 @@ struct Consumer {
       if (done) {
         uses += static_cast<int>(n) + 1;
         sums = static_cast<int>(sum);
-        return true;
+        return;
       }
     }
   }
@@ -1151,15 +1160,6 @@ struct Consumer {
     }
   }
 
-  LOWLAT_DEVICE bool wait_sums_free() {
-    for (int i = 0; i < L::kBuffers; ++i, ++sums) {
-      if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
-                                               (sums / L::kBuffers - 1) & 1, r.watch)) {
-        return false;
-      }
-    }
-    return true;
-  }
   LOWLAT_DEVICE bool run_second() {
     constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
     if (r.block_idx >= kBands) return true;
@@ -1175,7 +1175,7 @@ struct Consumer {
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t barriers = base + L::kBarrierOffset;
-    bool sums_free = false;
+    int sums_left = L::kBuffers;
     int piece = expert;  // the first are in the ring's first turn
     std::uint32_t turn = 0;
     for (;;) {
@@ -1207,8 +1207,7 @@ struct Consumer {
         float sums_of[L::kMTiles][2] = {};
         multiply_second(sums_of, h, codes, scales);
         // `second` may lie over the partial sums: before the first store, as if for every buffer.
-        if (!sums_free && !wait_sums_free()) return false;
-        sums_free = true;
+        for (; sums_left > 0; --sums_left) wait_sums_free(sums++);
         float* dst = r.template second_sums<false>(part, place) + g;
 #pragma unroll
         for (int i = 0; i < L::kBandRows / 8; ++i) {
@@ -1240,18 +1239,17 @@ struct Consumer {
     t = r.lane % 4;
     if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
   }
-  LOWLAT_DEVICE bool run(TileScales& scales, const Rules& rules) {
-    bool going = true;
+  LOWLAT_DEVICE void run(TileScales& scales, const Rules& rules) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
       if (pass == 1) wait_for_x(r);
       // The first pass: rows of the router, and whatever lies in their place.
       load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
-      if (r.gates()) going = run_gate(pass);
+      if (r.gates()) run_gate(pass);
       // While the scores are on their way.
-      for (int n = 0; pass == 1 && going && n < r.shared_tiles(); ++n) {
+      for (int n = 0; pass == 1 && n < r.shared_tiles(); ++n) {
         if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
-        going = run_shared_tile(scales);
+        run_shared_tile(scales);
       }
       if (pass == 1) {
         r.read_epoch();
@@ -1264,7 +1262,10 @@ struct Consumer {
     // Products read the columns past the ordinary path.
     sm90::fence_async_shared();
     named_sync<3, L::kConsumers * plat::kWarpLanes>();
-    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
+    barrier_wait(&r.barriers.table, 0);
+    if (r.table.lost != 0) return;
+    run_tiles();
+    run_second();
   }
 };
 
@@ -1286,8 +1287,8 @@ struct Finisher {
   Region<L>& r;
   int sums = 0;
 
-  LOWLAT_DEVICE bool wait_sums() const {
-    return barrier_wait(&r.barriers.sums_full[sums % L::kBuffers], sums / L::kBuffers & 1, r.watch);
+  LOWLAT_DEVICE void wait_sums() const {
+    barrier_wait(&r.barriers.sums_full[sums % L::kBuffers], sums / L::kBuffers & 1);
   }
   LOWLAT_DEVICE void free_sums() {
     __syncwarp();
@@ -1316,8 +1317,8 @@ struct Finisher {
     }
   }
 
-  LOWLAT_DEVICE bool run_gate(stages::GateRule rule, int pass) {
-    if (pass == 1 && !wait_sums()) return false;
+  LOWLAT_DEVICE void run_gate(stages::GateRule rule, int pass) {
+    if (pass == 1) wait_sums();
     const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
     float score = 0.0f;
     if (column < kColumns) {
@@ -1331,12 +1332,11 @@ struct Finisher {
           __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
       keep(__uint_as_float(words[j]));
     }
-    if (pass == 0) return true;
+    if (pass == 0) return;
     free_sums();
     if (r.lane < r.a.rows) {
       plat::store_tagged(r.score_packet(r.lane, r.block_idx), words, r.epoch);
     }
-    return true;
   }
 
   // Eight values of h of one column: bf16 in the order of pairs, one chunk.
@@ -1361,7 +1361,7 @@ struct Finisher {
     if (r.lane == 0) store_packet(row + tile * 16, chunk);
   }
 
-  LOWLAT_DEVICE bool run(stages::GateRule rule) {
+  LOWLAT_DEVICE void run(stages::GateRule rule) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
       if (pass == 1) {
@@ -1369,20 +1369,21 @@ struct Finisher {
         r.read_epoch();
         clear_hidden();
       }
-      if (r.gates() && !run_gate(rule, pass)) return false;
+      if (r.gates()) run_gate(rule, pass);
     }
     const std::uint32_t parity = r.epoch & 1u;
     for (int n = 0; n < r.shared_tiles(); ++n) {
-      if (!wait_sums()) return false;
+      wait_sums();
       for (int column = 0; column < r.a.rows; ++column) {
         finish<true>(column, r.hidden(parity, L::kMaxPairs + column),
                      n * r.num_blocks + r.block_idx);
       }
       free_sums();
     }
-    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    barrier_wait(&r.barriers.table, 0);
+    if (r.table.lost != 0) return;
     for (int n = 0;; ++n) {
-      if (!wait_sums()) return false;
+      wait_sums();
       const int tile = r.table.tile[n % L::kWindow], expert = tile / L::kTiles;
       if (expert >= r.table.num_experts) break;
       for (int i = r.table.first[expert]; i < r.table.first[expert + 1]; ++i) {
@@ -1397,7 +1398,6 @@ struct Finisher {
     }
     // What follows finds room as soon as blocks end; it waits for their sums.
     sm90::launch_dependents();
-    return true;
   }
 };
 
@@ -1484,12 +1484,11 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   Producer<L> producer = {r, maps};
   Consumer<L> consumer = {r, warp};
   typename Consumer<L>::TileScales scales = {};
-  bool going = true;
   // Before any wait for the consumers, who wait for these registers.
   if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
-    going = producer.run_early();
+    producer.run_early();
   } else if (warp == L::kFinisher) {
     load_band_scales(r);
   } else if (warp < L::kConsumers) {
@@ -1500,7 +1499,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     consumer.run(scales, rules);
   } else {
     if (warp == L::kProducer) {
-      if (going) producer.run_routed();
+      producer.run_routed();
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
       finisher.run(rules.rule);

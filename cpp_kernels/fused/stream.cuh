@@ -70,23 +70,38 @@ LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, co
   return true;
 }
 
+// The same where only this block's copies and warps are waited for, which never stop halfway: a warp
+// group has to stay together for its products.
+LOWLAT_DEVICE void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
+  while (!sm90::barrier_try_wait(barrier, parity)) {
+  }
+}
+
 // The same for loops whose every instruction counts: barrier and stop word by their addresses in
 // shared memory.
+LOWLAT_DEVICE bool barrier_try_wait_at(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t over;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0u;
+}
+LOWLAT_DEVICE void barrier_wait_at(std::uint32_t barrier, std::uint32_t parity) {
+  while (!barrier_try_wait_at(barrier, parity)) {
+  }
+}
 LOWLAT_DEVICE bool barrier_wait_at(std::uint32_t barrier, std::uint32_t parity,
                                    std::uint32_t stop) {
-  for (;;) {
-    std::uint32_t over, stopped;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}"
-        : "=r"(over)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    if (over != 0u) return true;
+  while (!barrier_try_wait_at(barrier, parity)) {
+    std::uint32_t stopped;
     asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(stopped) : "r"(stop) : "memory");
     if (stopped != 0u) return false;
   }
+  return true;
 }
 LOWLAT_DEVICE void barrier_arrive_at(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
