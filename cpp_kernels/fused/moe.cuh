@@ -121,7 +121,7 @@ struct Layout {
   static constexpr int kBandRows = kHidden / kBands;
   static constexpr int kMTiles = (kBandRows + 15) / 16;
   static constexpr int kInnerBlocks = kInner / 64;
-  static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : 4;
+  static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : kInnerBlocks / 4;
   static constexpr int kPartGroups = 2 * kInnerBlocks / kParts;  // of 32, of one scale each
   // A group of a pair's h is a column of its own: so many at once.
   static constexpr int kPasses = (kPartGroups + 7) / 8, kPassGroups = kPartGroups / kPasses;
@@ -886,9 +886,11 @@ struct Consumer {
   }
 
   // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE void run_shared_tile(const TileScales& scales) {
-    wait_slot(0);
-    wait_slot(1);
+  LOWLAT_DEVICE void run_shared_tile(const TileScales& scales, int pass) {
+    if (pass == 1) {
+      wait_slot(0);
+      wait_slot(1);
+    }
     const std::uint32_t offset = g * L::kSharedPitch + first_element();
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
@@ -909,6 +911,8 @@ struct Consumer {
       add_scaled(acc, sums_of, scale, scale_of(scales.gate[first / L::kSpan]),
                  scale_of(scales.up[first / L::kSpan]));
     }
+    for (const float sum : acc) keep(sum);
+    if (pass == 0) return;
     hand_over(acc);
     free_slot();
     free_slot();
@@ -917,7 +921,7 @@ struct Consumer {
   // ---- routed experts, first product
 
   // x of the slice as two e4m3 terms under a power of two a row.
-  LOWLAT_DEVICE void make_columns() {
+  LOWLAT_DEVICE void make_columns(int pass) {
     float amax = 0.0f;
 #pragma unroll
     for (const auto& block : x) amax = fmaxf(amax, pairs_amax<kPairs>(block));
@@ -935,6 +939,9 @@ struct Consumer {
                                  high_bf16(first) * inverse, high_bf16(second) * inverse};
         std::uint32_t high, low;
         wide::split_e4m3(values, high, low);
+        keep(__uint_as_float(high));
+        keep(__uint_as_float(low));
+        if (pass == 0) continue;
         smem_store4(at + even * 128, high);
         smem_store4(at + even * 128 + 16, low);
       }
@@ -1247,9 +1254,10 @@ struct Consumer {
       load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
       if (r.gates()) run_gate(pass);
       // While the scores are on their way.
-      for (int n = 0; pass == 1 && n < r.shared_tiles(); ++n) {
+#pragma unroll 1
+      for (int n = 0; n < (pass == 1 ? r.shared_tiles() : 1); ++n) {
         if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
-        run_shared_tile(scales);
+        run_shared_tile(scales, pass);
       }
       if (pass == 1) {
         r.read_epoch();
@@ -1257,8 +1265,8 @@ struct Consumer {
         named_sync<3, L::kConsumers * plat::kWarpLanes>();
       }
       route(rules, pass);
+      make_columns(pass);
     }
-    make_columns();
     // Products read the columns past the ordinary path.
     sm90::fence_async_shared();
     named_sync<3, L::kConsumers * plat::kWarpLanes>();
