@@ -432,8 +432,8 @@ struct Producer {
     __syncwarp();
   }
 
-  // Draws the n-th tile, to be known at the next draw; at least num_tiles: none is left. Every block
-  // draws until it draws none, so the counter is 0 again when the last has.
+  // Draws a tile; at least num_tiles: none is left. Every block draws until it draws none, so the
+  // counter is 0 again when the last has.
   LOWLAT_DEVICE void draw_tile(std::uint32_t& ticket, int num_tiles) const {
     if (r.lane != 0) return;
     const int drawn = num_tiles - (L::kGiven - 1) * r.num_blocks;
@@ -660,7 +660,7 @@ struct Router {
   }
 };
 
-// ------------------------------------------------------------------------------------ shared expert
+// ------------------------------------------------------------------------------------ the shared
 
 // Runs of a row as the codes of a block-fp8 linear, in fp16; their scale. kSpan groups of 32, a
 // group's eight elements in each of four lanes.

@@ -70,8 +70,8 @@ LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, co
   return true;
 }
 
-// The same where only this block's copies and warps are waited for, which never stop halfway: a warp
-// group has to stay together for its products.
+// The same where only this block's copies and warps are waited for, which never stop halfway: a
+// warp group has to stay together for its products.
 LOWLAT_DEVICE void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
   while (!sm90::barrier_try_wait(barrier, parity)) {
   }
