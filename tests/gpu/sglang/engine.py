@@ -220,8 +220,9 @@ def compare(off: list, on: list) -> None:
             for one, other in zip(left["tokens"], right["tokens"], strict=True)
         ]
         print(
-            f"{left['requests']} requests of {left['prompt']} tokens: {equal} of {len(pairs)} tokens"
-            f" equal, first differences at {first}; {left['ms_a_token']:.3f} ms a token without the plugin,"
+            f"{left['requests']} requests of {left['prompt']} tokens: {equal} of {len(pairs)}"
+            f" tokens equal, first differences at {first};"
+            f" {left['ms_a_token']:.3f} ms a token without the plugin,"
             f" {right['ms_a_token']:.3f} with it"
         )
 
