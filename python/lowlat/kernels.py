@@ -143,7 +143,11 @@ class HostedKernels:
         self.become_ready()
 
     def become_ready(self) -> None:
-        self.model.ready()
+        try:
+            self.model.ready()
+        except ValueError as error:  # of what the loaded tensors hold
+            words = " ".join(str(error).split())
+            raise refusal("tensor_layout", words, "the published checkpoint") from error
         self.is_ready = True
         # A call that returns with its work done tells of a fault by itself.
         if self.platform.on_stream:

@@ -17,7 +17,7 @@ kernels = pytest.importorskip("lowlat._kernels", reason="lowlat is not built (ma
 pytest.importorskip("lowlat._dispatch", reason="lowlat is not built (make build)")
 
 from lowlat import watch  # noqa: E402 (after it is known that lowlat is built)
-from support import fault_server  # noqa: E402
+from support import fault_server, small_model  # noqa: E402
 
 BUDGET_S = fault_server.BUDGET_S
 LINE = "lowlat: rank 0 waited in vain for rank 1 in draft_token_gather of draft, exchange "
@@ -58,6 +58,94 @@ def test_a_peer_that_does_not_come_is_logged_with_a_post_mortem(folder, capfd) -
     with pytest.raises(RuntimeError, match="for rank 1"):
         models[0].synchronize(int(BUDGET_S * 1e9))
     assert held and kept
+
+
+def targets():
+    """Two ranks of a small target in an engine that keeps caches and head: weights and caches of
+    zeros, two requests of 6 rows."""
+    small, models, kept = small_model.MODELS["short"].config, [], []
+
+    def zeros(shape, dtype):
+        kept.append(np.zeros(shape, DTYPES.get(dtype, np.uint8)))
+        return kept[-1].ctypes.data, list(shape), dtype
+
+    for rank in range(2):
+        config = {name: value for name, value in small.items() if name != "num_widths"} | {
+            "tp_rank": rank,
+            "tp_size": 2,
+            "widths": [12],
+            "max_batch": 2,
+            "max_rows": 12,
+            "wait_budget_ns": fault_server.WAIT_NS,
+        }
+        hosting = {"expert_layout": "row_major", "bf16_wo_a": 0, "proposals": 0}
+        model = kernels.HostedModel("scalar", config, hosting)
+        for spec in model.tensors():
+            if not spec["pool"]:
+                model.bind(spec["name"], zeros(spec["shape"], spec["dtype"]))
+        models.append(model)
+    for rank, model in enumerate(models):
+        model.peer_import(1 - rank, models[1 - rank].peer_export())
+    for model in models:
+        model.ready()
+        pools = [spec for spec in model.tensors() if spec["pool"]]
+        model.bind_pools(
+            num_pages=PAGES,
+            num_window_pages=PAGES,
+            num_requests=PAGES,
+            window_slots=zeros([PAGES * small["page_size"]], "i64")[0],
+            history=zeros([PAGES, 3], "i32")[0],
+            pools=[
+                (
+                    spec["name"],
+                    zeros([PAGES * small["state_ring"], *spec["shape"][1:]], spec["dtype"]),
+                )
+                for spec in pools
+            ],
+        )
+    return models, kept, zeros
+
+
+DTYPES = {"bf16": np.uint16, "f32": np.float32, "i32": np.int32, "i64": np.int64}
+PAGES = 4
+
+
+def test_rows_of_a_step_that_ends_by_a_fault_are_nan(folder, capfd) -> None:
+    """So that no plausible token leaves: the head makes logits of NaN of them."""
+    models, kept, zeros = targets()
+    sizes = small_model.MODELS["short"].config
+    one = watch.Watch(models[0], models[0], rank=0, facts={"mode": "target_verify"}, stop_pid=0)
+    hidden = np.ones((12, sizes["hidden"]), np.uint16)
+    stages = sizes["num_draft_stages"]
+    features = zeros([12, stages * sizes["hidden"]], "bf16")[0] if stages else 0
+    models[0].step(
+        mode="target_verify",
+        batch_size=2,
+        tokens_per_request=6,
+        page_table_stride=PAGES,
+        num_table_pages=PAGES,
+        token_ids=zeros([12], "i64")[0],
+        positions=zeros([12], "i64")[0],
+        slots=zeros([12], "i64")[0],
+        requests=zeros([2], "i64")[0],
+        page_table=zeros([2, PAGES], "i32")[0],
+        hidden=hidden.ctypes.data,
+        features=features,
+        streams=0 if stages else zeros([12, 4 * sizes["hidden"]], "bf16")[0],
+        stream=0,
+    )
+    end = time.monotonic() + BUDGET_S
+    while not one.native.has_seen_fault:
+        assert time.monotonic() < end, "the fault was not seen"
+        time.sleep(0.002)
+    with pytest.raises(RuntimeError, match="for rank 1"):
+        models[0].synchronize(int(BUDGET_S * 1e9))
+    one.stop()
+    values = (hidden.astype(np.uint32) << 16).view(np.float32)
+    assert np.isnan(values).all() and np.isnan(values @ np.ones(sizes["hidden"], np.float32)).all()
+    assert "lowlat: rank 0 waited in vain for rank 1 in " in capfd.readouterr().err
+    assert json.loads(one.path.read_text())["status"]["peer"] == 1
+    assert kept
 
 
 def test_the_scheduler_stops_its_server_though_its_interpreter_is_busy(tmp_path) -> None:

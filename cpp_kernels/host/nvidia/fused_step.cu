@@ -716,7 +716,7 @@ void FusedStep::State::lay_wo_a() {
     throw Error(LOWLAT_UNSUPPORTED,
                 std::to_string(count) +
                     " values of attn.wo_a.weight are no e4m3 values under a power of two for each "
-                    "32 x 32, as the fused schedule reads them (nvidia:persistent does without)");
+                    "32 x 32, as the published checkpoint has them and the fused schedule reads them");
   }
   take_weights(weights);
 }
