@@ -4,9 +4,9 @@
 
 The environment lies outside the checkout, in $LOWLAT_CACHE or ~/.cache/lowlat, in a folder named
 after its lock file (tests/sglang/requirements.txt) and Python, and is made once: about 6 GB and
-five minutes. One that no run used for two weeks goes when another is made. Where it cannot be made (no network, no room, too slow), the tests are skipped with
-the reason and the exit status is 0; --existing makes none. Run it with the Python that lowlat is
-installed in.
+five minutes. One that no run used for two weeks goes when another is made. Where it cannot be made
+(no network, no room, too slow), the tests are skipped with the reason and the exit status is 0;
+--existing makes none. Run it with the Python that lowlat is installed in.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Runs SGLang's engine on one GPU with the plugin off and on, and compares.
+"""Runs SGLang's engine on a GPU or some with the plugin off and on, and compares.
 
-    python engine.py --model DIR --out DIR [--arms beside,on,off,fault] [--share 4]
+    python engine.py --model DIR --out DIR [--arms beside,on,off,fault] [--tp 2] [--share 4]
         [--batches 1,2,4] [--prompt 300,3000] [--tokens 64]
 
 DIR holds a config.json of DeepSeek-V4.1 or V4 in true sizes, of as many layers as fit, or with
@@ -41,14 +41,14 @@ ABORT_AFTER_S = 45
 
 
 def offer(out: Path) -> Path:
-    """A folder whose metadata offers the one-GPU specs as SGLang's loader looks for them."""
+    """A folder whose metadata offers those specs as SGLang's loader looks for them."""
     site = out / "site"
-    info = site / "lowlat_one_gpu-0.0.0.dist-info"
+    info = site / "lowlat_few_gpus-0.0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat-one-gpu\nVersion: 0.0.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat-few-gpus\nVersion: 0.0.0\n")
     (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nnvidia_megakernel = lowlat_one_gpu:register_nvidia\n"
-        "lowlat_dummy_weights = lowlat_one_gpu:dummy_weights\n"
+        "[sglang.srt.plugins]\nnvidia_megakernel = lowlat_few_gpus:register_nvidia\n"
+        "lowlat_dummy_weights = lowlat_few_gpus:dummy_weights\n"
     )
     return site
 
@@ -93,7 +93,7 @@ def arm(args) -> int:
         model_path=str(args.model),
         load_format=args.load_format,
         skip_tokenizer_init=True,
-        tp_size=1,
+        tp_size=args.tp,
         moe_runner_backend="marlin",
         attention_backend="dsv4",
         disable_radix_cache=True,
@@ -232,6 +232,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--arms", default="beside,on,off", help="in this order")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--share", type=int, default=1, help="the model is one rank's of so many")
     parser.add_argument("--bias", type=float, default=4.0, help="spread of the experts' biases")
     parser.add_argument("--batches", default="1,2,4")

@@ -1,5 +1,5 @@
-"""The plugin's specs for tests on one GPU, where a model has any number of layers and no peers.
-Everything else, the kernels above all, is the plugin's own. Variables of the environment say more:
+"""The plugin's specs for tests on few GPUs, where a model has any number of layers. Everything else,
+the kernels above all, is the plugin's own. Variables of the environment say more:
 
     LOWLAT_TEST_RANKS=4     the model is one rank's share of so many, and looped kernels run it: a
                             rank that is its own peers, so by the kernels of many ranks
@@ -22,7 +22,7 @@ from sglang.kernels.plugin_kernels.nvidia.spec import register
 
 logger = logging.getLogger(__name__)
 
-# What a shorter model on one GPU is refused for: tp_size, and fields of the model.
+# What a shorter model on fewer GPUs is refused for: tp_size, and fields of the model.
 REFUSED = ("[102]", "[104]")
 # The scalar kernels' requirements ask for no sizes.
 PLACE = "scalar"
@@ -139,15 +139,15 @@ def draft(model: Any, hf_config: Any, context: Any) -> Any:
     return build.build_draft(model, hf_config, context, build.nvidia_kernels, where)
 
 
-REQUIRES = replace(nvidia.requirements(), tp_sizes=frozenset({1}), hf_config={})
+REQUIRES = replace(nvidia.requirements(), tp_sizes=frozenset({1, 2, 4, 8}), hf_config={})
 TARGET = replace(nvidia.TARGET, requires=REQUIRES, build=target, config_disable_reasons=few_layers)
 DRAFT = replace(nvidia.DRAFT, requires=REQUIRES, build=draft)
 
 
 def register_nvidia() -> None:
     """The entry point ``nvidia_megakernel``, in the place of the plugin's."""
-    register(architecture="DeepseekV4ForCausalLM", path="lowlat_one_gpu:TARGET")
-    register(architecture="DeepseekV4ForCausalLMDSpark", path="lowlat_one_gpu:DRAFT")
+    register(architecture="DeepseekV4ForCausalLM", path="lowlat_few_gpus:TARGET")
+    register(architecture="DeepseekV4ForCausalLMDSpark", path="lowlat_few_gpus:DRAFT")
 
 
 # ------------------------------------------------------------------ weights
