@@ -1,5 +1,5 @@
-"""The plugin's specs for tests on few GPUs, where a model has any number of layers. Everything else,
-the kernels above all, is the plugin's own. Variables of the environment say more:
+"""The plugin's specs for tests on few GPUs, where a model has any number of layers. All else, the
+kernels above all, is the plugin's own. Variables of the environment say more:
 
     LOWLAT_TEST_RANKS=4     the model is one rank's share of so many, and looped kernels run it: a
                             rank that is its own peers, so by the kernels of many ranks
