@@ -142,6 +142,22 @@ def test_every_reason_is_told_in_numbers_and_words(case, name, checkpoint, kerne
         )
 
 
+@pytest.mark.parametrize(("asked", "tokens"), [(262_001, 262_001), (None, 1_048_576)])
+def test_a_context_beyond_the_fast_kernels_is_refused(
+    checkpoint, kernels_there, asked, tokens
+) -> None:
+    (line,) = refusal(checkpoint("v41-flash"), context_length=asked)
+    assert line == (
+        f"[106] context_length is {tokens}; these kernels need 262000 or less"
+        " (change: --context-length 262000)"
+    )
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("v41-flash", 262_000), ("v4-flash", None)])
+def test_a_context_that_the_kernels_reach_is_accepted(checkpoint, kernels_there, name, tokens):
+    resolve(checkpoint(name), context_length=tokens)
+
+
 def test_every_reason_is_told_at_once(checkpoint, kernels_there) -> None:
     lines = refusal(checkpoint("v4-flash"), **ALL_OF_IT)
     numbers = {line[1:4] for line in lines if line.startswith("[")}
