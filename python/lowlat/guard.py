@@ -60,6 +60,10 @@ def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
             " more, or none"
         )
         reasons.append(_dispatch.decline("server_argument", words, "--watchdog-timeout 300"))
+    if cfg.enable_encoder_swa_bounded_replay:
+        words = "windows of keys are the requests' own; these kernels need them in pages"
+        change = "leave out --enable-encoder-swa-bounded-replay"
+        reasons.append(_dispatch.decline("server_argument", words, change))
     return [*kernels_reasons(), *reasons, *context_reasons(cfg, hf_config)]
 
 

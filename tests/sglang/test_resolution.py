@@ -153,6 +153,22 @@ def test_a_context_beyond_the_fast_kernels_is_refused(
     )
 
 
+def test_windows_that_are_requests_own_are_refused(checkpoint, kernels_there) -> None:
+    """SGLang resolves the setting on a GPU alone, so the question is put to the guard itself."""
+    args = resolve(checkpoint("v41-flash"))
+
+    class Asked:
+        enable_encoder_swa_bounded_replay = True
+
+        def __getattr__(self, name):
+            return getattr(args, name)
+
+    told = guard.config_disable_reasons(Asked(), model_config_of(args).hf_config)
+    (line,) = [line for line in told if "windows" in line]
+    assert line.startswith("[106] windows of keys are the requests' own; ")
+    assert line.endswith("(change: leave out --enable-encoder-swa-bounded-replay)")
+
+
 @pytest.mark.parametrize(("name", "tokens"), [("v41-flash", 262_000), ("v4-flash", None)])
 def test_a_context_that_the_kernels_reach_is_accepted(checkpoint, kernels_there, name, tokens):
     resolve(checkpoint(name), context_length=tokens)
