@@ -8,6 +8,7 @@ kernels above all, is the plugin's own. Variables of the environment say more:
     LOWLAT_TEST_BIAS=4      spread of the biases that choose experts; 0 leaves it to the scores
 """
 
+import dataclasses
 import logging
 import os
 import threading
@@ -37,6 +38,14 @@ UE8M0_OF_ONE = 127
 
 class Looped(HostedKernels):
     """The kernels of rank 0, whose peers are itself, over a model that is its share."""
+
+    def __init__(self, request: Any, platform: Platform) -> None:
+        # A table of the whole vocabulary, of which no other rank's tokens come.
+        tensors = {
+            name: tensor.repeat(RANKS, 1) if name.endswith("tid2eid") else tensor
+            for name, tensor in request.tensors.items()
+        }
+        super().__init__(dataclasses.replace(request, tensors=tensors), platform)
 
     def model_config(self) -> dict[str, Any]:
         config = super().model_config()
