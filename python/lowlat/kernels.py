@@ -263,6 +263,11 @@ class HostedKernels:
             features = gains.new_empty(rows, config["num_draft_stages"] * config["hidden"])
         else:
             streams = gains.new_empty(rows, 4 * config["hidden"])
+        # In graphs of verify steps SGLang keeps slots as i32.
+        slots = core.raw_out_loc
+        if dtype_of(slots) == "i32":
+            slots = slots.long()
+        needs(slots, "i64", "raw_out_loc")
         # Tables are a row's; a request's rows have the same one.
         table = needs(core.page_table, "i32", "page_table", strided=True)
         self.model.step(
@@ -273,7 +278,7 @@ class HostedKernels:
             num_table_pages=table.shape[1],
             token_ids=needs(input_ids, "i64", "input_ids").data_ptr(),
             positions=needs(positions, "i64", "positions").data_ptr(),
-            slots=needs(core.raw_out_loc, "i64", "raw_out_loc").data_ptr(),
+            slots=slots.data_ptr(),
             requests=needs(forward_batch.req_pool_indices, "i64", "req_pool_indices").data_ptr(),
             page_table=table.data_ptr(),
             hidden=hidden.data_ptr(),

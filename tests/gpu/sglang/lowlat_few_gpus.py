@@ -34,6 +34,7 @@ SHARED = ("num_heads", "o_groups", "moe_intermediate", "vocab")
 # are a power of two.
 SUMMED_SCALES = ("attn.wo_b.scale", "ffn.experts.w2.scale", "ffn.shared_experts.w2.scale")
 UE8M0_OF_ONE = 127
+PADDED_HEADS = 64
 
 
 class Looped(HostedKernels):
@@ -172,11 +173,29 @@ def dummy_weights() -> None:
 
 def initialize(model: Any) -> None:
     """Random weights whose products have the size of their inputs, the same in every process."""
+    if RANKS > 1:
+        for kind in {type(part) for part in model.modules()}:
+            if hasattr(kind, "_local_attn_sink"):
+                pad_heads(kind)
     # Buffers hold what follows from the configuration, but for a hash layer's table.
     tables = [(name, table) for name, table in model.named_buffers() if name.endswith("tid2eid")]
     for idx, (name, tensor) in enumerate(sorted([*model.named_parameters(), *tables])):
         if tensor.numel():
             fill(name, tensor.detach(), torch.Generator(tensor.device).manual_seed(idx))
+
+
+def pad_heads(attention: type) -> None:
+    """SGLang's attention kernels have 64 heads or more. Where ranks share them, SGLang pads a
+    rank's and its sink; here the rank is alone."""
+
+    def sink(self: Any, kernel_num_heads: int | None = None) -> Any:
+        if self._attn_sink_local is None:
+            self._attn_sink_local = self.attn_sink.new_zeros(PADDED_HEADS)
+            self._attn_sink_local[: self.n_local_heads] = self.attn_sink
+        return self._attn_sink_local[:kernel_num_heads]
+
+    attention._kernel_num_heads = lambda self, num_tokens: PADDED_HEADS
+    attention._local_attn_sink = sink
 
 
 def fill(name: str, tensor: Any, generator: Any) -> None:
