@@ -1,5 +1,6 @@
-// py/watch.hpp: a thread that watches a hosted model's status words, since nothing of ours runs when
-// a graph replays. It needs no Python: an interpreter that is busy or stuck delays it by nothing.
+// py/watch.hpp: a thread that watches a hosted model's status words, since nothing of ours runs
+// when a graph replays. It needs no Python: an interpreter that is busy or stuck delays it by
+// nothing.
 #pragma once
 
 #include <sys/types.h>

@@ -5,23 +5,18 @@ watchdog stops it, by SIGQUIT to the process that started this scheduler.
 
 import json
 import os
-import tempfile
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lowlat import _dispatch, _kernels
+from lowlat import _dispatch, _kernels, env
 from lowlat.surface import SGLANG_VERSION
-
-# The folder of post-mortems; else the one for temporary files.
-FOLDER = "LOWLAT_FAULT_DIR"
 
 
 def path_of(rank: int, mode: str) -> Path:
     """Where this process's post-mortem of one model goes."""
-    folder = Path(os.environ.get(FOLDER) or tempfile.gettempdir())
-    return folder / f"lowlat-fault-{os.getpid()}-rank{rank}-{mode}.json"
+    return env.fault_folder() / f"lowlat-fault-{os.getpid()}-rank{rank}-{mode}.json"
 
 
 class Watch:
