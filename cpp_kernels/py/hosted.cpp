@@ -6,12 +6,14 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lowlat/kernels.h"
 #include "py/status.hpp"
+#include "py/watch.hpp"
 
 namespace lowlat::py_face {
 namespace {
@@ -218,6 +220,8 @@ class HostedModel {
   HostedModel(const HostedModel&) = delete;
   HostedModel& operator=(const HostedModel&) = delete;
 
+  const lowlat_model* get() const { return model_; }
+
   py::list tensors() const {
     py::list out;
     for (int i = 0; i < lowlat_model_num_tensors(model_); ++i) {
@@ -334,6 +338,7 @@ class HostedModel {
     out["kernel"] = words.kernel;
     out["stage"] = lowlat_stage_name(words.stage);
     out["peer"] = words.peer;
+    out["place"] = words.place;
     out["epoch"] = words.epoch;
     return out;
   }
@@ -393,6 +398,31 @@ void define_hosted_model(py::module_& module) {
       .def_property_readonly("own_bytes", &HostedModel::own_bytes)
       .def_property_readonly("catalogue_digest", &HostedModel::catalogue_digest)
       .def_property_readonly("catalogue", &HostedModel::catalogue);
+  py::class_<Watch>(
+      module, "Watch",
+      "A thread that reads a hosted model's status words until it is stopped or sees a fault. Then "
+      "it writes a post-mortem, a JSON object with `about` in it, to `path`, a line to standard "
+      "error, and sends SIGQUIT to `stop_pid` (0: to nobody).")
+      .def(py::init([](const HostedModel& model, int rank, std::string about, std::string path,
+                       int stop_pid) {
+             return std::make_unique<Watch>(model.get(), rank, std::move(about), std::move(path),
+                                            stop_pid);
+           }),
+           py::keep_alive<1, 2>(), "model"_a, py::kw_only(), "rank"_a, "about"_a, "path"_a,
+           "stop_pid"_a)
+      .def("set_about", &Watch::set_about, "about"_a)
+      .def_static(
+          "words",
+          [](std::uint32_t state, std::uint32_t kernel, std::uint32_t stage, std::int32_t peer,
+             std::uint32_t place, std::uint64_t epoch, const std::string& catalogue, int rank) {
+            return words_of_fault(
+                {sizeof(lowlat_status_words), state, kernel, stage, peer, place, epoch}, catalogue,
+                rank);
+          },
+          py::kw_only(), "state"_a, "kernel"_a, "stage"_a, "peer"_a, "place"_a, "epoch"_a,
+          "catalogue"_a, "rank"_a, "The line of a fault with these status words.")
+      .def("stop", &Watch::stop, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("has_seen_fault", &Watch::has_seen_fault);
 }
 
 }  // namespace lowlat::py_face

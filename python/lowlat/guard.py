@@ -13,6 +13,10 @@ PLATFORM = "nvidia"
 ISA = "sm_90"
 # SGLang gives every wait half the watchdog's time, and less than 5 s is too short for a step.
 SHORTEST_WATCHDOG_S = 10
+# Page tables of captured steps are as wide as the context, and some rows of a step wider; the fused
+# index reads 262,144 entries, which of V4.1 are as many tokens. Beyond, steps would be right and
+# slower than SGLang's own.
+LONGEST_CONTEXT = 262_000
 
 
 def version_reasons() -> list[str]:
@@ -56,7 +60,20 @@ def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
             " more, or none"
         )
         reasons.append(_dispatch.decline("server_argument", words, "--watchdog-timeout 300"))
-    return [*kernels_reasons(), *reasons]
+    if cfg.enable_encoder_swa_bounded_replay:
+        words = "windows of keys are the requests' own; these kernels need them in pages"
+        change = "leave out --enable-encoder-swa-bounded-replay"
+        reasons.append(_dispatch.decline("server_argument", words, change))
+    return [*kernels_reasons(), *reasons, *context_reasons(cfg, hf_config)]
+
+
+def context_reasons(cfg: Any, hf_config: Any) -> list[str]:
+    """Against contexts that the fast kernels do not reach."""
+    tokens = cfg.context_length or hf_config.max_position_embeddings
+    if hf_config.model_type != deepseek_v4.V41 or tokens <= LONGEST_CONTEXT:
+        return []
+    words = f"context_length is {tokens}; these kernels need {LONGEST_CONTEXT} or less"
+    return [_dispatch.decline("server_argument", words, f"--context-length {LONGEST_CONTEXT}")]
 
 
 def target_reasons(model: Any, hf_config: Any) -> list[str]:

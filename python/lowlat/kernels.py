@@ -12,7 +12,7 @@ from lowlat import _dispatch, _kernels
 from lowlat.models.deepseek_v4 import DTYPES
 from lowlat.models.places import HEAD, Places
 from lowlat.reasons import refusal
-from lowlat.replay import StepOutput
+from lowlat.replay import StepOutput, is_capturing
 from lowlat.watch import Watch
 
 # Ring rows without drafts: of V4.1's pairs, and of V4's ratio 4.
@@ -143,11 +143,30 @@ class HostedKernels:
         self.become_ready()
 
     def become_ready(self) -> None:
-        self.model.ready()
+        try:
+            self.model.ready()
+        except ValueError as error:  # of what the loaded tensors hold
+            words = " ".join(str(error).split())
+            raise refusal("tensor_layout", words, "the published checkpoint") from error
         self.is_ready = True
         # A call that returns with its work done tells of a fault by itself.
         if self.platform.on_stream:
-            self.watch = Watch(self.model, self.request.tp_rank)
+            self.watch = Watch(self, self.model, rank=self.request.tp_rank, facts=self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What a post-mortem says of this rank's kernels."""
+        request = self.request
+        return {
+            "platform": self.platform.word,
+            "device": request.device,
+            "mode": request.mode,
+            "tokens_per_request": request.tokens_per_request,
+            "widths": list(request.widths),
+            "tp_rank": request.tp_rank,
+            "tp_size": request.tp_size,
+            "wait_budget_ns": request.wait_budget_ns,
+            "catalogue": self.model.catalogue.splitlines(),
+        }
 
     # ------------------------------------------------------------------ steps
 
@@ -235,6 +254,7 @@ class HostedKernels:
         core = step.view.metadata.core_attn_metadata
         rows, tokens = step.rows, self.request.tokens_per_request
         batch_size = rows // tokens
+        self.note(step.mode, batch_size, rows)
         config = self.config
         gains = self.bound["norm.weight"]
         hidden = gains.new_empty(rows, config["hidden"])
@@ -243,6 +263,11 @@ class HostedKernels:
             features = gains.new_empty(rows, config["num_draft_stages"] * config["hidden"])
         else:
             streams = gains.new_empty(rows, 4 * config["hidden"])
+        # In graphs of verify steps SGLang keeps slots as i32.
+        slots = core.raw_out_loc
+        if dtype_of(slots) == "i32":
+            slots = slots.long()
+        needs(slots, "i64", "raw_out_loc")
         # Tables are a row's; a request's rows have the same one.
         table = needs(core.page_table, "i32", "page_table", strided=True)
         self.model.step(
@@ -253,7 +278,7 @@ class HostedKernels:
             num_table_pages=table.shape[1],
             token_ids=needs(input_ids, "i64", "input_ids").data_ptr(),
             positions=needs(positions, "i64", "positions").data_ptr(),
-            slots=needs(core.raw_out_loc, "i64", "raw_out_loc").data_ptr(),
+            slots=slots.data_ptr(),
             requests=needs(forward_batch.req_pool_indices, "i64", "req_pool_indices").data_ptr(),
             page_table=table.data_ptr(),
             hidden=hidden.data_ptr(),
@@ -276,11 +301,16 @@ class HostedKernels:
         out_logits: Any,
     ) -> Any:
         """Proposes a block; the arguments are those of ``replay.DraftMegakernel.draft_sampler``."""
+        batch_size, gamma = out_tokens.shape
+        self.note("draft", batch_size, batch_size * gamma)
+        temperature = 0
+        if temperatures is not None:
+            temperature = needs(temperatures, "f32", "step_temperatures").data_ptr()
         self.model.propose(
-            batch_size=out_tokens.shape[0],
+            batch_size=batch_size,
             hidden=needs(hidden, "bf16", "hidden_states").data_ptr(),
             anchors=needs(anchors, "i64", "anchor_tokens").data_ptr(),
-            temperature=0 if temperatures is None else temperatures.data_ptr(),
+            temperature=temperature,
             noise_offset=needs(noise_offset, "i64", "noise.offset").data_ptr(),
             noise_key=noise_key,
             draft_tokens=needs(out_tokens, "i64", "draft_tokens").data_ptr(),
@@ -289,6 +319,11 @@ class HostedKernels:
         )
         self.finish()
         return hidden
+
+    def note(self, mode: str, batch_size: int, rows: int) -> None:
+        """A graph that is being captured, for a post-mortem."""
+        if self.watch is not None and is_capturing():
+            self.watch.captured({"mode": mode, "batch_size": batch_size, "rows": rows})
 
     def finish(self) -> None:
         if not self.platform.on_stream:

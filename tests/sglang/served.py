@@ -44,6 +44,7 @@ def server_args(model, **more):
         tp_size=4,
         load_format="dummy",
         skip_tokenizer_init=True,
+        context_length=131072,
         moe_runner_backend="marlin",
         speculative_algorithm="DSPARK",
         speculative_dspark_block_size=5,

@@ -153,7 +153,9 @@ class Engine:
             page_size=page,
             swa_window=128,
         )
-        core = SimpleNamespace(page_table=made.page_table, raw_out_loc=torch.from_numpy(slots))
+        # A verify step's graph has them as i32, in which its padding is; other steps as i64.
+        out = torch.from_numpy(slots.astype(np.int32) if len(padding) else slots)
+        core = SimpleNamespace(page_table=made.page_table, raw_out_loc=out)
         self.backend.forward_metadata = SimpleNamespace(core_attn_metadata=core)
 
 
