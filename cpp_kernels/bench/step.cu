@@ -1,20 +1,21 @@
-// bench_step: whole steps of V4.1-Flash by the fused kernels, against the resident schedule on the
-// same weights, and their time. See step_case.cuh.
+// bench_step: whole steps by the fused kernels, against the resident schedule on the same weights,
+// and their time. See step_case.cuh.
 //
 //   bench_step check [rows..]        eight layers of every kind and a draft: logits, tokens,
 //                                    features (by the draft's tokens) and all caches; replays, bit
 //                                    for bit
 //   bench_step hosted                the same of steps for an engine that keeps caches and head,
 //                                    with experts in both layouts
-//   bench_step time [rows..]         the model's 40 layers, a CUDA graph of one step
+//   bench_step time [rows..]         all of the model's layers, a CUDA graph of one step
 //   bench_step fault                 an abort of steps in flight; of several ranks also one that
 //                                    never comes
 //   bench_step once [rows..]         a step and a draft without a comparison, for a sanitizer
 //   bench_step processes N [rows..]  eight layers and a draft by a process a rank, which exchange
 //                                    handles: replays, every rank's results equal
 //
-// Elsewhere before the rows "loop N", one rank of N whose peers are itself (N 4 where nothing is
-// said), or "ranks N", N ranks with a device each. N is 2 or 4.
+// Of V4.1-Flash, or with "v4" in front of all that follows of V4-Flash. Elsewhere before the rows
+// "loop N", one rank of N whose peers are itself (N 4 where nothing is said), or "ranks N", N ranks
+// with a device each. N is 2 or 4.
 #include <chrono>
 #include <cstdlib>
 
@@ -24,8 +25,8 @@
 namespace lowlat::bench {
 namespace {
 
-void check(const Places& places, const std::vector<int>& widths) {
-  const lowlat_model_config config = config_of(false, 3);
+void check(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
+  const lowlat_model_config config = config_of(kind, false, 3);
   AllWeights weights(places);
   const auto begin = std::chrono::steady_clock::now();
   Team fused("fused", places, config, weights);
@@ -49,8 +50,8 @@ void check(const Places& places, const std::vector<int>& widths) {
   replay(fused, case_of(24, 4500), 200);
 }
 
-void hosted(const Places& places) {
-  lowlat_model_config config = config_of(false, 3);
+void hosted(std::uint32_t kind, const Places& places) {
+  lowlat_model_config config = config_of(kind, false, 3);
   config.num_pages = kPagesOfRequest;
   compare_hosting(places, config);
   config.num_widths = 0;
@@ -75,8 +76,8 @@ const char* words_of(Timed timed) {
   return ", step and draft together";
 }
 
-void time_steps(const Places& places, const std::vector<int>& widths) {
-  const lowlat_model_config config = config_of(true, 3);
+void time_steps(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
+  const lowlat_model_config config = config_of(kind, true, 3);
   // A layer's experts are 3.6 GB at two ranks, so 40 of them do not fit.
   AllWeights weights(places, {true, places.tp_size == 2 ? 12 : 0});
   Team fused("fused", places, config, weights);
@@ -107,8 +108,8 @@ void time_steps(const Places& places, const std::vector<int>& widths) {
         });
         fused.each(
             [](Rank& rank, int) { must(lowlat_synchronize(rank.model(), Team::kBudgetNs)); });
-        std::printf("40 layers, T=%-2d, launched without a graph: %.3f ms of the host a rank\n",
-                    rows, took.count() * 1e3);
+        std::printf("%d layers, T=%-2d, launched without a graph: %.3f ms of the host a rank\n",
+                    config.num_layers, rows, took.count() * 1e3);
       }
       TeamGraph graph(fused, [&](Rank& rank, int r, cudaStream_t stream) {
         const auto at = static_cast<std::size_t>(r);
@@ -117,9 +118,9 @@ void time_steps(const Places& places, const std::vector<int>& widths) {
       });
       const Spread us = graph.time(30);
       const std::string fault = fused.fault();
-      std::printf("40 layers, TP%d on %d GPU, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n",
-                  places.tp_size, places.size(), rows, words_of(timed), us.median * 1e-3,
-                  us.low * 1e-3, us.high * 1e-3, fault.c_str());
+      std::printf("%d layers, TP%d on %d GPU, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n",
+                  config.num_layers, places.tp_size, places.size(), rows, words_of(timed),
+                  us.median * 1e-3, us.low * 1e-3, us.high * 1e-3, fault.c_str());
       std::fflush(stdout);
       if (!fault.empty()) {
         ++failures;
@@ -130,8 +131,8 @@ void time_steps(const Places& places, const std::vector<int>& widths) {
 }
 
 // Steps in flight when the first rank's host aborts, and a rank that never launches its step.
-void fault(const Places& places) {
-  lowlat_model_config config = config_of(false, 0);
+void fault(std::uint32_t kind, const Places& places) {
+  lowlat_model_config config = config_of(kind, false, 0);
   AllWeights weights(places);
   {
     Team team("fused", places, config, weights);
@@ -143,8 +144,8 @@ void fault(const Places& places) {
   expect(dead_rank_is_named(team), "a rank that never comes");
 }
 
-void once(const Places& places, const std::vector<int>& widths) {
-  lowlat_model_config config = config_of(false, 3);
+void once(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
+  lowlat_model_config config = config_of(kind, false, 3);
   config.wait_budget_ns = 60'000'000'000;  // a sanitizer is slow
   AllWeights weights(places);
   Team team("fused", places, config, weights);
@@ -162,9 +163,10 @@ void once(const Places& places, const std::vector<int>& widths) {
 }
 
 // One rank of the form with a process a rank: what it computes is what the others do.
-int run_process(const Processes& processes, int tp_rank, const std::vector<int>& widths) {
+int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
+                const std::vector<int>& widths) {
   use_device(tp_rank);
-  lowlat_model_config config = config_of(false, 3);
+  lowlat_model_config config = config_of(kind, false, 3);
   config.tp_size = processes.size();
   config.tp_rank = tp_rank;
   Weights weights({}, tp_rank);
@@ -234,37 +236,42 @@ int run_process(const Processes& processes, int tp_rank, const std::vector<int>&
 int run(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
+  std::uint32_t kind = LOWLAT_V41;
   Places places = {4, true};
   int next = 2;
-  const std::string where = argc > 3 ? argv[2] : "";
+  if (next < argc && std::string(argv[next]) == "v4") {
+    kind = LOWLAT_V4;
+    ++next;
+  }
+  const std::string where = next + 1 < argc ? argv[next] : "";
   if (where == "loop" || where == "ranks") {
-    places = {std::atoi(argv[3]), where == "loop"};
-    next = 4;
-  } else if (what == "processes" && argc > 2) {
-    places = {std::atoi(argv[2]), false};
-    next = 3;
+    places = {std::atoi(argv[next + 1]), where == "loop"};
+    next += 2;
+  } else if (what == "processes" && next < argc) {
+    places = {std::atoi(argv[next]), false};
+    ++next;
   }
   std::vector<int> widths;
   for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
   if (widths.empty()) widths = {6, 1, 12, 48};
   if (what == "check") {
-    check(places, widths);
+    check(kind, places, widths);
   } else if (what == "time") {
-    time_steps(places, widths);
+    time_steps(kind, places, widths);
   } else if (what == "hosted") {
-    hosted(places);
+    hosted(kind, places);
   } else if (what == "once") {
-    once(places, widths);
+    once(kind, places, widths);
   } else if (what == "fault") {
-    fault(places);
+    fault(kind, places);
   } else if (what == "processes") {  // forks before CUDA begins
     failures += Processes::run(places.tp_size, [&](const Processes& processes, int rank) {
-      return run_process(processes, rank, widths);
+      return run_process(kind, processes, rank, widths);
     });
   } else {
     std::fprintf(stderr,
-                 "usage: bench_step check|hosted|time|once|fault [loop N|ranks N] [rows..]\n"
-                 "       bench_step processes N [rows..]\n");
+                 "usage: bench_step check|hosted|time|once|fault [v4] [loop N|ranks N] [rows..]\n"
+                 "       bench_step processes [v4] N [rows..]\n");
     return 2;
   }
   std::printf("%d failures\n", failures);

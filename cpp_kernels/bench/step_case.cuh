@@ -1,4 +1,4 @@
-// bench/step_case.cuh: one rank's model of V4.1-Flash through the C ABI, with random weights and
+// bench/step_case.cuh: one rank's model of either kind through the C ABI, with random weights and
 // caches, and its steps, for what step_team.cuh compares and times. At true sizes but for the
 // n-gram tables, which have a few thousand rows.
 #pragma once
@@ -54,7 +54,11 @@ static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t 
   return (bits & 0x80u ? -size : size) * scale;
 }
 
-enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages };
+enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages, index_pages_v4 };
+
+// Bytes of an index page's codes and of the whole page, by model.
+constexpr int index_codes(bool v4) { return 64 * (v4 ? 128 : 64); }
+constexpr int index_page(bool v4) { return index_codes(v4) + 64 * 4; }
 
 // Random values of a dtype. A sublayer adds an eighth to the streams that the embedding made: what
 // one of them does wrong shows. To compare, biases choose the experts: scores that lie as close as
@@ -78,14 +82,25 @@ static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_
         static_cast<std::uint16_t*>(out)[i] =
             bf16_of(kind == Kind::wo_a ? coded(i, bits, seed) : value);
         break;
+      // Six of each token, no two the same.
+      case LOWLAT_I32: static_cast<std::int32_t*>(out)[i] = i % 6 * 42 + bits % 42u; break;
       case LOWLAT_I64: static_cast<std::int64_t*>(out)[i] = bits % 99092; break;
       case LOWLAT_E4M3: bytes[i] = bits & 0xbfu; break;
       case LOWLAT_FP4X2: bytes[i] = bits & 0xffu; break;
       case LOWLAT_UE8M0: bytes[i] = scale_code - 1 + bits % 3u; break;
       default: {
         if (kind == Kind::index_pages) {
-          const std::int64_t place = i % (64 * 68);
-          bytes[i] = place < 64 * 64 ? bits & 0xffu : 124u + bits % 3u;
+          const bool code = i % index_page(false) < index_codes(false);
+          bytes[i] = code ? bits & 0xffu : 124u + bits % 3u;
+          break;
+        }
+        if (kind == Kind::index_pages_v4) {
+          // Scales are floats between 2^-7 and 2^-6.
+          const bool code = i % index_page(true) < index_codes(true);
+          bytes[i] = code         ? bits & 0xbfu
+                     : i % 4 == 3 ? 0x3cu
+                     : i % 4 == 2 ? bits & 0x7fu
+                                  : bits & 0xffu;
           break;
         }
         const std::int64_t page = (page_rows * std::int64_t{584} + 575) / 576 * 576;
@@ -102,8 +117,8 @@ static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_
   }
 }
 
-inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
-  lowlat_model_config c = v41_sizes<1>();
+// The layers that are published, or eight of every kind.
+inline void add_layers_v41(lowlat_model_config& c, bool whole) {
   c.num_layers = whole ? 40 : 8;
   c.candidate_blocks = 2048;
   c.candidate_block_size = 8;
@@ -125,8 +140,8 @@ inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
       }
     }
   } else {
-    // Every kind: window only, n-gram memory, a ratio-2 source and its user, a ratio-1 source that
-    // publishes blocks, its user, a selection by blocks, and n-gram memory before its user.
+    // Window only, n-gram memory, a ratio-2 source and its user, a ratio-1 source that publishes
+    // blocks, its user, a selection by blocks, and n-gram memory before its user.
     c.candidate_layer = 4;
     layer(0, 0, -1, -1, -1, -1);
     layer(1, 0, -1, -1, -1, 0);
@@ -145,12 +160,26 @@ inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
     for (int i = 0; i < 24; ++i) c.engram_primes[table][i / 8][i % 8] = 997 + 2 * i + table;
     for (int i = 0; i < 4; ++i) c.engram_multipliers[table][i] = 1'000'003 + 77 * i + table;
   }
+}
+// V4's first two have a window only, the first three their experts by the token.
+inline void add_layers_v4(lowlat_model_config& c, bool whole) {
+  c.num_layers = whole ? shape::Dsv4Flash<1>::kNumLayers : 8;
+  for (int i = 0; i < c.num_layers; ++i) {
+    const int ratio = i < 2 ? 0 : i % 2 == 0 ? 4 : 128;
+    c.layers[i] = {ratio, ratio == 0 ? -1 : i, ratio == 4 ? i : -1, -1, -1, i < 3 ? 1 : 0};
+  }
+}
+
+inline lowlat_model_config config_of(std::uint32_t kind, bool whole, int num_draft_stages) {
+  const bool v4 = kind == LOWLAT_V4;
+  lowlat_model_config c = v4 ? v4_sizes<1>() : v41_sizes<1>();
+  v4 ? add_layers_v4(c, whole) : add_layers_v41(c, whole);
   c.num_draft_stages = num_draft_stages;
   c.draft_block = 5;
   c.draft_mask_token = 28799;
   c.markov_rank = 256;
-  c.draft_experts = 128;
-  c.draft_experts_per_token = 3;
+  c.draft_experts = v4 ? 256 : 128;
+  c.draft_experts_per_token = v4 ? 6 : 3;
   for (int i = 0; i < num_draft_stages; ++i) c.draft_target_layers[i] = c.num_layers - 3 + i;
   c.tp_size = 4;
   for (const int width : {1, 2, 3, 4, 5, 6, 7, 8, 12, 18, 24, 48}) c.widths[c.num_widths++] = width;
@@ -158,7 +187,7 @@ inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
   c.max_rows = 48;
   c.page_size = kPageSize;
   c.num_pages = kMaxBatch * kPagesOfRequest;
-  c.state_ring = 8;
+  c.state_ring = v4 ? 16 : 8;
   c.wait_budget_ns = 1'000'000'000;
   return c;
 }
@@ -207,13 +236,20 @@ class Weights {
     const bool out = name.find("wo_b") != std::string::npos;
     const bool down = name.find("w2") != std::string::npos;
     const int scale_code = out ? 125 + scale_shift : down ? 117 + scale_shift : 120;
-    const Kind kind = name == "embed.weight"                                     ? Kind::embedding
-                      : gain                                                     ? Kind::gain
-                      : !by_score && name.find("gate.bias") != std::string::npos ? Kind::bias
-                      : name.find("wo_a") != std::string::npos                   ? Kind::wo_a
-                      : spec.layout == LOWLAT_KV_PAGED                           ? Kind::kv_pages
-                      : spec.layout == LOWLAT_INDEX_PAGED                        ? Kind::index_pages
-                                                                                 : Kind::plain;
+    Kind kind = Kind::plain;
+    if (name == "embed.weight") {
+      kind = Kind::embedding;
+    } else if (gain) {
+      kind = Kind::gain;
+    } else if (!by_score && name.find("gate.bias") != std::string::npos) {
+      kind = Kind::bias;
+    } else if (name.find("wo_a") != std::string::npos) {
+      kind = Kind::wo_a;
+    } else if (spec.layout == LOWLAT_KV_PAGED) {
+      kind = Kind::kv_pages;
+    } else if (spec.layout == LOWLAT_INDEX_PAGED) {
+      kind = spec.shape[1] == index_page(true) ? Kind::index_pages_v4 : Kind::index_pages;
+    }
     // Rows of a page by its bytes.
     const int rows = kind == Kind::kv_pages ? static_cast<int>(spec.shape[1] / 584) : 1;
     fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code,
@@ -288,8 +324,8 @@ inline Case case_of(int rows, int position) {
 inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
-// Who keeps caches and head: the model, or an engine with wo_a in bf16, for steps with experts in
-// the checkpoint's layout or in Marlin's, which is made of the other, or for proposals.
+// Who keeps caches and head: the model, or an engine, of V4.1 with wo_a in bf16, for steps with
+// experts in the checkpoint's layout or in Marlin's, which is made of the other, or for proposals.
 enum class Host { none, steps, marlin_steps, proposals };
 
 // One rank's model, bound to weights and caches; ready with ready().
@@ -304,7 +340,7 @@ class Rank {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
       hosting.expert_layout = host == Host::marlin_steps ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
-      hosting.bf16_wo_a = 1;
+      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 ? 1 : 0;
       hosting.proposals = host == Host::proposals ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
     } else {
@@ -429,7 +465,8 @@ class Rank {
       }
     }
     if (of.requests > 1) slots.back() = 17;
-    const auto rows = static_cast<std::size_t>(of.rows()), hidden = std::size_t{5120};
+    const auto rows = static_cast<std::size_t>(of.rows());
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
     lowlat_hosted_step step{};
     step.struct_bytes = sizeof step;
     step.mode = of.tokens == 1 ? LOWLAT_DECODE : LOWLAT_TARGET_VERIFY;
@@ -463,12 +500,19 @@ class Rank {
   }
 
  private:
-  static std::int64_t rows_of(const lowlat_tensor_spec& spec) {
+  // Of a hosted model's pool.
+  std::int64_t rows_of(const lowlat_tensor_spec& spec) const {
     const std::string name = spec.name;
-    if (name.find("kv.state") == 0) return kMaxBatch * 8;
-    if (name.find("kv.index") != 0) return kHostedPages;
-    // Pages of 64 entries: four of ratio 1 a page of tokens.
-    return kHostedPages * (kPageSize / 64);
+    const int ratio = config_.layers[std::stoi(name.substr(name.rfind('.') + 1))].ratio;
+    if (spec.dtype == LOWLAT_F32) {
+      // Rings of ratio 4 are of the window's pages.
+      return ratio == 4     ? kHostedPages * std::int64_t{config_.state_ring}
+             : ratio == 128 ? kMaxBatch * std::int64_t{config_.state_ring} * 16
+                            : kMaxBatch * std::int64_t{config_.state_ring};
+    }
+    // Pages of 64 entries.
+    if (spec.layout == LOWLAT_INDEX_PAGED) return kHostedPages * (kPageSize / ratio / 64);
+    return kHostedPages;
   }
   void bind_caches() {
     std::vector<const char*> names;

@@ -1,6 +1,6 @@
-// bench/step_team.cuh: whole steps and drafts of V4.1-Flash by the fused kernels, on one rank whose
-// peers are itself or on ranks with a device each, and the same by the resident schedule to compare
-// with. Shared by the bench and the GPU test.
+// bench/step_team.cuh: whole steps and drafts of both models by the fused kernels, on one rank
+// whose peers are itself or on ranks with a device each, and the same by the resident schedule to
+// compare with. Shared by the bench and the GPU test.
 #pragma once
 
 #include <chrono>
@@ -186,9 +186,19 @@ inline double median(const std::vector<double>& sorted) {
 }
 
 inline std::vector<float> row_of(const Pool& pool, const std::uint8_t* bytes, std::int64_t row) {
+  if (pool.spec.layout == LOWLAT_INDEX_PAGED && pool.spec.shape[1] == index_page(true)) {
+    const std::uint8_t* page = bytes + row / 64 * index_page(true);
+    float scale;
+    std::memcpy(&scale, page + index_codes(true) + row % 64 * 4, 4);
+    std::vector<float> out;
+    for (int i = 0; i < 128; ++i) {
+      out.push_back(scale * static_cast<float>(reference::from_e4m3(page[row % 64 * 128 + i])));
+    }
+    return out;
+  }
   if (pool.spec.layout == LOWLAT_INDEX_PAGED) {
     std::uint8_t key[68];
-    const std::uint8_t* page = bytes + row / 64 * 64 * 68;
+    const std::uint8_t* page = bytes + row / 64 * index_page(false);
     std::memcpy(key, page + row % 64 * 64, 64);
     std::memcpy(key + 64, page + 64 * 64 + row % 64 * 4, 4);
     double values[128];
@@ -218,19 +228,30 @@ inline void compare_pools(Team& got, Team& want, double bound) {
     };
     const auto a = stored_of(got), b = stored_of(want);
     const bool state = pool.spec.dtype == LOWLAT_F32;
-    const std::int64_t width = state ? 1024 : pool.spec.layout == LOWLAT_INDEX_PAGED ? 128 : 512;
-    const std::int64_t rows = state ? Weights::count_of(pool.spec) / 1024
-                              : pool.spec.layout == LOWLAT_INDEX_PAGED
-                                  ? static_cast<std::int64_t>(bytes) / (64 * 68) * 64
-                                  : pool.spec.shape[0] * (pool.spec.shape[1] / 584);
+    // A state's row: all behind rings and rows, or of a hosted model behind the rows.
+    std::int64_t width = pool.spec.layout == LOWLAT_INDEX_PAGED ? 128 : 512;
+    std::int64_t rows = pool.spec.shape[0] *
+                        (pool.spec.layout == LOWLAT_INDEX_PAGED ? 64 : pool.spec.shape[1] / 584);
+    if (state) {
+      rows = pool.spec.shape[0] * (pool.spec.ndim > 2 ? pool.spec.shape[1] : 1);
+      width = Weights::count_of(pool.spec) / rows;
+    }
+    // Most pages are as they were.
+    const std::int64_t rows_of_page = rows / pool.spec.shape[0];
+    const std::size_t page_bytes = bytes / static_cast<std::size_t>(pool.spec.shape[0]);
     std::vector<float> x, y;
     for (std::int64_t row = 0; row < rows; ++row) {
+      const std::size_t at = static_cast<std::size_t>(row / rows_of_page) * page_bytes;
+      if (row % rows_of_page == 0 && std::memcmp(&a[at], &b[at], page_bytes) == 0) {
+        row += rows_of_page - 1;
+        continue;
+      }
       std::vector<float> p, q;
       if (state) {
-        const auto* from = reinterpret_cast<const float*>(a.data()) + row * 1024;
-        const auto* other = reinterpret_cast<const float*>(b.data()) + row * 1024;
-        p.assign(from, from + 1024);
-        q.assign(other, other + 1024);
+        const auto* from = reinterpret_cast<const float*>(a.data()) + row * width;
+        const auto* other = reinterpret_cast<const float*>(b.data()) + row * width;
+        p.assign(from, from + width);
+        q.assign(other, other + width);
       } else {
         p = row_of(pool, a.data(), row);
         q = row_of(pool, b.data(), row);
@@ -247,7 +268,11 @@ inline void compare_pools(Team& got, Team& want, double bound) {
   }
 }
 
-inline double bound_of(const Case& of) { return of.position < 512 ? 0.04 : 0.2; }
+// V4's scales of 128 values and the codes of its attention's output pass a last bit on more
+// strongly: the resident schedule with Marlin's experts is up to 6e-2 from the one without.
+inline double bound_of(Team& team, const Case& of) {
+  return of.position >= 512 ? 0.2 : team.config().kind == LOWLAT_V4 ? 0.08 : 0.04;
+}
 
 // One step on both, by launches.
 inline void compare_step(Team& got, Team& want, const Case& of, int salt) {
@@ -273,7 +298,7 @@ inline void compare_step(Team& got, Team& want, const Case& of, int salt) {
     wrong +=
         best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
   }
-  const bool good = median(errors) < bound_of(of) && wrong == 0;
+  const bool good = median(errors) < bound_of(got, of) && wrong == 0;
   std::printf(
       "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
       "differs %d, wrong %d\n",
@@ -286,7 +311,8 @@ inline void compare_step(Team& got, Team& want, const Case& of, int salt) {
 // One hosted step on both: what it leaves, and the tokens that decoding keeps.
 inline void compare_hosted(Team& got, Team& want, const Case& of, int salt) {
   const auto rows = static_cast<std::size_t>(of.rows() - (of.requests > 1 ? 1 : 0));
-  const std::size_t widths[] = {5120, 3 * 5120, 4 * 5120};
+  const auto hidden = static_cast<std::size_t>(got.config().hidden);
+  const std::size_t widths[] = {hidden, 3 * hidden, 4 * hidden};
   std::vector<std::vector<float>> results[3];
   std::vector<std::vector<std::int32_t>> history;
   for (Team* team : {&got, &want}) {
@@ -310,8 +336,8 @@ inline void compare_hosted(Team& got, Team& want, const Case& of, int salt) {
     medians[i] = median(errors_of(results[i][0], results[i][1], widths[i]));
   }
   const bool kept = history[0] == history[1];
-  const bool good =
-      medians[0] < bound_of(of) && medians[1] < bound_of(of) && medians[2] < bound_of(of) && kept;
+  const bool good = medians[0] < bound_of(got, of) && medians[1] < bound_of(got, of) &&
+                    medians[2] < bound_of(got, of) && kept;
   std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
               good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
               kept ? "" : ", other history");
@@ -353,7 +379,10 @@ inline void compare_proposals(Team& got, Team& want, int batch, bool samples) {
   std::vector<std::int64_t> anchors;
   std::vector<float> temperatures;
   std::uint64_t state = 1234;
-  for (std::size_t i = 0; i < rows * 5120; ++i) {
+  // V4's are four streams.
+  const std::size_t width =
+      static_cast<std::size_t>(got.config().hidden) * (got.config().kind == LOWLAT_V4 ? 4 : 1);
+  for (std::size_t i = 0; i < rows * width; ++i) {
     state = state * 6364136223846793005ull + 1442695040888963407ull;
     hidden.push_back(static_cast<std::uint16_t>(0x3f00u | (state >> 33 & 0x80ffu)));
   }
@@ -430,7 +459,7 @@ inline void compare_draft(Team& got, Team& want, const Case& of) {
     greedy += tokens[0][i] != tokens[2][i];
   }
   const auto errors = errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
-  const bool good = median(errors) < bound_of(of) && greedy == 0;
+  const bool good = median(errors) < bound_of(got, of) && greedy == 0;
   std::printf(
       "%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
       "without logits %d\n",

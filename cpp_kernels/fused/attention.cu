@@ -8,7 +8,7 @@
 //              o [T,heads·512] f16 under a power of two a 32 (V4: 128) · 1 ≤ T ≤ 48
 // Rounding     keys to bf16 exactly; probabilities to bf16 (the denominator adds the rounded ones);
 //              sums fp32, a block's part of them to bf16; o as above; to f16 without loss but for
-//              values 2^-24 of their group's largest and below (V4: to the values of e4m3 codes)
+//              values 2^-24 of their group's largest and below (V4's target: to e4m3 codes' values)
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
@@ -280,7 +280,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
   Stamps stamps(stamp_sink(params.hop),
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
-  const int num_keys = params.num_window + params.num_extra;
+  int num_keys = params.num_window + params.num_extra;
+  if (params.extra_ratio > 0) {
+    const int seen = (__ldg(params.positions + row_idx) + 1) / params.extra_ratio;
+    num_keys = params.num_window + min(seen, params.num_extra);
+  }
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
@@ -648,12 +652,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int mask = 1; mask < kLanes; mask *= 2) {
       amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
     }
-    const PowerScale group = M::kQuantizedO ? power_scale(amax) : half_scale(amax);
+    const bool quantizes = M::kQuantizedO && !params.plain_o;
+    const PowerScale group = quantizes ? power_scale(amax) : half_scale(amax);
     std::uint32_t pairs[kDims / 2];
 #pragma unroll
     for (int j = 0; j < kDims; j += 2) {
       float a = v[j] * group.inverse, b = v[j + 1] * group.inverse;
-      if constexpr (M::kQuantizedO) {
+      if (quantizes) {
         std::uint32_t values[2];
         sm90::e4m3_to_f16(values, sm90::to_e4m3_pair(a, b));
         pairs[j / 2] = values[0];

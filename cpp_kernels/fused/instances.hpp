@@ -35,8 +35,8 @@ inline constexpr FusedInstance kFusedInstances[] = {
     {"engram_lookup_sm90", "v41", "1..48"},
     {"engram_product_fp8_sm90", "v41", "1..48"},
     {"engram_apply_sm90", "v41", "1..48"},
-    {"inject_product_fp8_sm90", "v41", "1..48"},
-    {"inject_keys_fp8_sm90", "v41", "1..48"},
+    {"inject_product_fp8_sm90", "v4 v41", "1..48"},
+    {"inject_keys_fp8_sm90", "v4 v41", "1..48"},
     {"draft_proposals_bf16_sm90", "v4 v41 tp1 tp2 tp4", "1..8 requests"},
 };
 inline constexpr int kNumFusedInstances = static_cast<int>(std::size(kFusedInstances));

@@ -53,6 +53,8 @@ struct PlainLayer {
   // V4, whose layers combine by statistics that the exchange before makes: attn_hc of the layer
   // after this one (of the last: any). attn_hc is not read then.
   HyperWeights next_hc;
+  // V4: wo_a takes attention's output as it is, as in a draft's layers; else quantised.
+  bool plain_o;
   // V4's hash layers: i32 [T, 6], the experts of each row's token. NULL: routed by scores.
   const std::int32_t* hash_ids;
   lowlat::fused::MoeWeights experts;
@@ -61,6 +63,7 @@ struct PlainLayer {
   const std::int32_t* window_idx;  // [T, num_window]
   const std::int32_t* extra_idx;   // [T, num_extra]
   int num_window, num_extra;
+  int extra_ratio;  // see attention.hpp
   // The gate of who writes the extra set (late_extra, see attention.hpp), or of who makes extra_idx
   // too; word NULL: all is there. Its kernels must have their places on the device before attention
   // is launched: LayerParts::between may wait for that.
@@ -98,6 +101,8 @@ inline constexpr int kLayerGates = 32;
 // Of these, those of [q_a, kv] and of a layer's result; the first that no kernel of a plain layer
 // uses, for kernels beside it; and that of the last exchange where memory_follows.
 inline constexpr int kLayerQkv = 1, kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
+// The exchange before layer 1 where a caller counts its layers from 1, as of an embedding.
+inline constexpr int kLayerEmbedIndex = 1;
 
 // A gate of a layer, 0 when the step begins. number: one of the above.
 Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint32_t blocks);
@@ -142,6 +147,11 @@ cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 // V4: from memory.residual[0], by the first layer's statistics and norm.
 cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_hc,
                                const std::uint16_t* attn_norm, cudaStream_t stream);
+// V4, layers counted from 1: from exchange kLayerEmbedIndex, whose sum and `zeros` (bf16
+// [T, 4, H]) become the streams by memory.mix[1].
+cudaError_t launch_layer_embedding(const LayerStep& step, const std::uint16_t* zeros,
+                                   const HyperWeights& attn_hc, const std::uint16_t* attn_norm,
+                                   cudaStream_t stream);
 
 // When the first statistics take their place on the device: before [q_a, kv] or after attention.
 enum class MixPlace { measured, first, after_attention };
@@ -155,6 +165,9 @@ struct LayerParts {
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
   MixPlace mix_place = MixPlace::measured;
+  // Recorded when all blocks of a kernel have begun, for a branch that waits at its gate: of
+  // [q_a, kv], and of V4's last exchange. NULL: not wanted.
+  cudaEvent_t qkv_started = nullptr, last_started = nullptr;
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };

@@ -9,6 +9,7 @@
 
 #include "bench/layer_group.cuh"
 #include "gpu.cuh"
+#include "late.cuh"
 
 using lowlat::bench::Graph;
 using lowlat::bench::Group;
@@ -18,19 +19,12 @@ using lowlat::nvidia::fused::HopKernel;
 using lowlat::nvidia::fused::LayerParts;
 using lowlat::testing::finish;
 using lowlat::testing::need_device;
+using lowlat::testing::spend;
 
 namespace {
 
 constexpr int kLayers = 2, kRanks = 4;
 using Result = std::vector<std::uint16_t>;
-
-__global__ void spend(std::uint64_t ns) {
-  std::uint64_t begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
-  do {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  } while (now - begin < ns);
-}
 
 // One rank of four on this device.
 struct Rank {

@@ -1,4 +1,4 @@
-// Whole steps and drafts of V4.1-Flash by the fused kernels, at true sizes: against the resident
+// Whole steps and drafts of both models by the fused kernels, at true sizes: against the resident
 // schedule on the same weights (logits, tokens, features by what a draft makes of them, caches), in
 // captured replays, and when they are aborted. One rank of TP4 whose peers are itself, and two or
 // four ranks with a device each, whose results are equal bit for bit.
@@ -15,6 +15,7 @@ namespace bench = lowlat::bench;
 using bench::Places;
 
 constexpr Places kLooped = {4, true};
+constexpr std::uint32_t kKinds[] = {LOWLAT_V41, LOWLAT_V4};
 
 // A device for each rank, with the bytes that eight layers, a draft and two sets of caches need; at
 // two ranks, or with experts in a second layout, more.
@@ -39,10 +40,10 @@ void need_memory(const Places& places = kLooped, std::size_t gigabytes = 32) {
   bench::use_device(0);
 }
 
-void check_steps_and_drafts(const Places& places) {
+void check_steps_and_drafts(std::uint32_t kind, const Places& places) {
   need_memory(places);
   bench::failures = 0;
-  const lowlat_model_config config = bench::config_of(false, 3);
+  const lowlat_model_config config = bench::config_of(kind, false, 3);
   bench::AllWeights weights(places);
   bench::Team fused("fused", places, config, weights);
   bench::Team resident("persistent", places, config, weights);
@@ -59,10 +60,10 @@ void check_steps_and_drafts(const Places& places) {
   CHECK_EQ(bench::failures, 0);
 }
 
-void check_hosted(const Places& places) {
+void check_hosted(std::uint32_t kind, const Places& places) {
   need_memory(places, 48);
   bench::failures = 0;
-  lowlat_model_config config = bench::config_of(false, 3);
+  lowlat_model_config config = bench::config_of(kind, false, 3);
   config.num_pages = bench::kPagesOfRequest;
   bench::compare_hosting(places, config);
   config.num_widths = 0;
@@ -77,65 +78,36 @@ void check_hosted(const Places& places) {
   CHECK_EQ(bench::failures, 0);
 }
 
-void check_replays(const Places& places) {
+void check_replays(std::uint32_t kind, const Places& places) {
   need_memory(places);
   bench::failures = 0;
   bench::AllWeights weights(places);
-  bench::Team fused("fused", places, bench::config_of(false, 0), weights);
+  bench::Team fused("fused", places, bench::config_of(kind, false, 0), weights);
   bench::replay(fused, bench::case_of(6, 4500), 1000);
   bench::replay(fused, bench::case_of(24, 4500), 200);
   CHECK_EQ(bench::failures, 0);
 }
 
-void check_abort(const Places& places) {
+void check_abort(std::uint32_t kind, const Places& places) {
   need_memory(places);
   bench::AllWeights weights(places);
-  bench::Team fused("fused", places, bench::config_of(false, 0), weights);
+  bench::Team fused("fused", places, bench::config_of(kind, false, 0), weights);
   CHECK(bench::abort_ends_steps(fused));
 }
 
-void check_dead_rank(const Places& places) {
+void check_dead_rank(std::uint32_t kind, const Places& places) {
   need_memory(places);
   bench::AllWeights weights(places);
-  lowlat_model_config config = bench::config_of(false, 0);
+  lowlat_model_config config = bench::config_of(kind, false, 0);
   config.wait_budget_ns = 200'000'000;
   bench::Team fused("fused", places, config, weights);
   CHECK(bench::dead_rank_is_named(fused));
 }
 
-constexpr Places kTwo = {2, false}, kFour = {4, false};
-
-}  // namespace
-
-TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) { check_steps_and_drafts(kLooped); }
-TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) { check_hosted(kLooped); }
-TEST_CASE(replays_are_equal) { check_replays(kLooped); }
-TEST_CASE(an_abort_ends_the_steps_in_flight) { check_abort(kLooped); }
-
-TEST_CASE(two_ranks_steps_and_drafts_are_those_of_the_resident_schedule) {
-  check_steps_and_drafts(kTwo);
-}
-TEST_CASE(two_ranks_hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
-  check_hosted(kTwo);
-}
-TEST_CASE(two_ranks_replays_are_equal) { check_replays(kTwo); }
-TEST_CASE(two_ranks_an_abort_ends_the_steps_of_both) { check_abort(kTwo); }
-TEST_CASE(two_ranks_one_that_is_gone_is_named_at_the_deadline) { check_dead_rank(kTwo); }
-
-TEST_CASE(four_ranks_steps_and_drafts_are_those_of_the_resident_schedule) {
-  check_steps_and_drafts(kFour);
-}
-TEST_CASE(four_ranks_hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
-  check_hosted(kFour);
-}
-TEST_CASE(four_ranks_replays_are_equal) { check_replays(kFour); }
-TEST_CASE(four_ranks_an_abort_ends_the_steps_of_all) { check_abort(kFour); }
-TEST_CASE(four_ranks_one_that_is_gone_is_named_at_the_deadline) { check_dead_rank(kFour); }
-
-TEST_CASE(padding_leaves_the_other_rows_alone) {
-  need_memory();
-  bench::AllWeights weights(kLooped);
-  bench::Team team("fused", kLooped, bench::config_of(false, 0), weights);
+void check_padding(std::uint32_t kind, const Places& places) {
+  need_memory(places);
+  bench::AllWeights weights(places);
+  bench::Team team("fused", places, bench::config_of(kind, false, 0), weights);
   bench::Rank& fused = team.first();
   const bench::Case of = bench::case_of(12, 4500);
   const lowlat_step whole = fused.step_of(of, 1);
@@ -160,9 +132,48 @@ TEST_CASE(padding_leaves_the_other_rows_alone) {
   CHECK(equal_bytes(logits[0], logits[1]));
 }
 
+constexpr Places kTwo = {2, false}, kFour = {4, false};
+
+void of_both(void (*check)(std::uint32_t, const Places&), const Places& places) {
+  for (const std::uint32_t kind : kKinds) check(kind, places);
+}
+
+}  // namespace
+
+TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) {
+  of_both(check_steps_and_drafts, kLooped);
+}
+TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
+  of_both(check_hosted, kLooped);
+}
+TEST_CASE(replays_are_equal) { of_both(check_replays, kLooped); }
+TEST_CASE(an_abort_ends_the_steps_in_flight) { of_both(check_abort, kLooped); }
+
+TEST_CASE(two_ranks_steps_and_drafts_are_those_of_the_resident_schedule) {
+  of_both(check_steps_and_drafts, kTwo);
+}
+TEST_CASE(two_ranks_hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
+  of_both(check_hosted, kTwo);
+}
+TEST_CASE(two_ranks_replays_are_equal) { of_both(check_replays, kTwo); }
+TEST_CASE(two_ranks_an_abort_ends_the_steps_of_both) { of_both(check_abort, kTwo); }
+TEST_CASE(two_ranks_one_that_is_gone_is_named_at_the_deadline) { of_both(check_dead_rank, kTwo); }
+
+TEST_CASE(four_ranks_steps_and_drafts_are_those_of_the_resident_schedule) {
+  of_both(check_steps_and_drafts, kFour);
+}
+TEST_CASE(four_ranks_hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
+  of_both(check_hosted, kFour);
+}
+TEST_CASE(four_ranks_replays_are_equal) { of_both(check_replays, kFour); }
+TEST_CASE(four_ranks_an_abort_ends_the_steps_of_all) { of_both(check_abort, kFour); }
+TEST_CASE(four_ranks_one_that_is_gone_is_named_at_the_deadline) { of_both(check_dead_rank, kFour); }
+
+TEST_CASE(padding_leaves_the_other_rows_alone) { of_both(check_padding, kLooped); }
+
 TEST_CASE(a_shape_without_kernels_is_refused_by_its_fields) {
   need_device();
-  lowlat_model_config config = bench::config_of(false, 0);
+  lowlat_model_config config = bench::config_of(LOWLAT_V41, false, 0);
   config.tp_size = 1;
   config.page_size = 64;
   lowlat_model* model = nullptr;

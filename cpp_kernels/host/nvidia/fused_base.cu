@@ -49,6 +49,20 @@ std::uint64_t FusedBase::bytes() const {
   return bytes;
 }
 
+fused::HyperWeights FusedBase::laid_head(const lowlat::persistent::HcWeights& head) {
+  constexpr int kOutputs = 24, kStreams = shape::kNumStreams, kScales = 3;
+  const std::int64_t width = std::int64_t{kStreams} * shape.kHidden;
+  const auto laid = [&](const float* from, std::int64_t count, std::int64_t all) {
+    auto* const out = take<float>(all);
+    check(cudaMemcpy(out, from, static_cast<std::size_t>(count) * sizeof(float),
+                     cudaMemcpyDeviceToDevice),
+          "cudaMemcpy");
+    return out;
+  };
+  return {laid(head.fn, kStreams * width, kOutputs * width), laid(head.base, kStreams, kOutputs),
+          laid(head.scale, 1, kScales)};
+}
+
 void FusedBase::launch_head_product(const fused::StepRows& rows, const std::uint16_t* x,
                                     float* partial, fused::Gate x_done, cudaStream_t stream) const {
   fused::CompressParams product = {};

@@ -9,6 +9,7 @@
 
 #include "fused/draft.hpp"
 #include "fused/exchange.hpp"
+#include "fused/exchange_mix.hpp"
 #include "fused/index.hpp"
 #include "host/nvidia/exchange_region.hpp"
 #include "lowlat/kernels.h"
@@ -57,6 +58,10 @@ struct FusedBase {
     return static_cast<T*>(piece.data());
   }
   std::uint64_t bytes() const;
+
+  // V4's weights of a head, which has four outputs, as those of a sublayer, whose other twenty are
+  // zeros here.
+  nvidia::fused::HyperWeights laid_head(const lowlat::persistent::HcWeights& head);
 
   // The head's product of x bf16 [rows, hidden]: two sums a logit, to partial [2, rows,
   // vocab_local]. x_done.word NULL: at the end of the kernels before.

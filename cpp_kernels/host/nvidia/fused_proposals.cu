@@ -3,16 +3,17 @@
 #include <algorithm>
 
 #include "fused/draft.hpp"
+#include "fused/exchange_mix.hpp"
 #include "fused/step.hpp"
 #include "host/model.hpp"
 #include "host/nvidia/fused_base.hpp"
 #include "shape/dsv41_flash.hpp"
+#include "shape/dsv4_flash.hpp"
 
 namespace lowlat::host::cuda {
 namespace {
 
 namespace fused = lowlat::nvidia::fused;
-using Served = shape::Dsv41Flash<1>;
 constexpr int kRows = fused::kMaxDraftBatch * fused::kDraftSteps;
 
 }  // namespace
@@ -23,16 +24,44 @@ struct FusedProposals::State : FusedBase {
   std::uint16_t* x = nullptr;
   float *sums = nullptr, *base = nullptr;
   std::int64_t *offset = nullptr, *anchors = nullptr;
+  // V4's alone.
+  fused::HyperWeights head_hc = {};
+  float* mix = nullptr;
+
+  bool is_v4() const { return config.kind == LOWLAT_V4; }
+  void launch_x(const lowlat_proposal& proposal, int rows, cudaStream_t stream) const;
 };
+
+// x of the head, and copies of the offset and the anchors. What V4's last stage leaves are streams.
+void FusedProposals::State::launch_x(const lowlat_proposal& proposal, int rows,
+                                     cudaStream_t stream) const {
+  if (is_v4()) {
+    fused::ExchangeMixParams params = {};
+    params.port = port;
+    params.num_rows = rows;
+    params.residual_in = proposal.hidden;
+    params.next = head_hc;
+    params.gain = weights.draft_norm;
+    params.norm_eps = shape.kNormEps;
+    params.hc_eps = shape.kHcEps;
+    params.sinkhorn_iters = shape.kSinkhornIters;
+    params.mix_out = mix;
+    params.x = x;
+    check(fused::launch_exchange_mix(params, false, stream), "the draft's streams");
+  }
+  check(fused::launch_norm({port, rows, is_v4() ? nullptr : proposal.hidden, weights.draft_norm,
+                            shape.kNormEps, x, proposal.noise_offset, offset, proposal.batch_size,
+                            shape.kVocab, proposal.anchors, anchors},
+                           stream),
+        "the draft's norm");
+}
 
 std::string FusedProposals::refusal(const lowlat_model_config& c, const shape::RuntimeShape& s,
                                     int device) {
   Reasons reasons;
-  if (c.kind != LOWLAT_V41) {
-    reasons.add("kind is " + std::to_string(c.kind) + ", needed LOWLAT_V41");
-    return reasons.text();
-  }
-  reasons.need(c.hidden, Served::kHidden, "hidden");
+  const bool is_v4 = c.kind == LOWLAT_V4;
+  reasons.need(c.hidden, is_v4 ? shape::Dsv4Flash<1>::kHidden : shape::Dsv41Flash<1>::kHidden,
+               "hidden");
   reasons.need(c.draft_block, fused::kDraftSteps, "draft_block");
   reasons.need(c.markov_rank, fused::kMarkovRank, "markov_rank");
   reasons.need_ranks(c.tp_size, {1, 2, 4});
@@ -54,7 +83,11 @@ FusedProposals::FusedProposals(const lowlat_model_config& config, const shape::R
                                const ExchangeRegion& region, std::uint32_t kernel)
     : state_(std::make_unique<State>(config, shape, weights, region, kernel)) {
   State& s = *state_;
-  s.x = s.take<std::uint16_t>(std::int64_t{kRows} * Served::kHidden);
+  s.x = s.take<std::uint16_t>(std::int64_t{kRows} * shape.kHidden);
+  if (s.is_v4()) {
+    s.head_hc = s.laid_head(weights.draft_hc_head);
+    s.mix = s.take<float>(kRows * fused::kMixStride);
+  }
   s.sums = s.take<float>(std::int64_t{2} * kRows * shape.kVocabLocal);
   s.base = s.take<float>(std::int64_t{kRows} * shape.kVocabLocal);
   s.offset = s.take<std::int64_t>(1);
@@ -80,11 +113,7 @@ void FusedProposals::launch(const lowlat_proposal& proposal, cudaStream_t stream
   const int rows = proposal.batch_size * fused::kDraftSteps;
   const bool samples = proposal.temperature != nullptr;
   check(fused::launch_begin_step(s.step_epoch, 0, nullptr, 0, stream), "proposals");
-  check(fused::launch_norm({s.port, rows, proposal.hidden, s.weights.draft_norm, s.shape.kNormEps,
-                            s.x, proposal.noise_offset, s.offset, proposal.batch_size,
-                            s.shape.kVocab, proposal.anchors, s.anchors},
-                           stream),
-        "the draft's norm");
+  s.launch_x(proposal, rows, stream);
   const fused::StepRows step_rows = {rows, fused::kDraftSteps, nullptr, nullptr};
   s.launch_head_product(step_rows, s.x, s.sums, {}, stream);
   check(fused::launch_base({rows, s.shape.kVocabLocal, s.sums, s.base}, stream),
