@@ -1,8 +1,9 @@
 // bench_layer: checks and times whole plain V4.1-Flash layers: attention half, exchange, mixture of
 // experts, exchange, chained in one CUDA graph.
 //
-//   bench_layer tp4 [rows..]   TP4's share on one GPU, its four mailboxes looped back
-//   bench_layer tp2 [rows..]   attention halves of TP2 on devices 0 and 1
+//   bench_layer tp4 [table] [rows..]   TP4's share on one GPU, its four mailboxes looped back;
+//                                      table: routed by given ids, the same in all cases
+//   bench_layer tp2 [rows..]           attention halves of TP2 on devices 0 and 1
 //
 // Exit code 1: a failure.
 #include "bench/layer_case.cuh"
@@ -63,9 +64,10 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
   return finite;
 }
 
-void run_tp4(const HostWeights& host, int rows, bool checks) {
+void run_tp4(const HostWeights& host, int rows, bool by_table, bool checks) {
   Mailboxes mail(rows, 4);
   Layers<4> layers(host, kLayers, rows, mail.looped(4), mail.step_epoch.get(), 0);
+  layers.by_table = by_table;
   if (checks) {
     for (const Case& c : kCases) {
       Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
@@ -216,17 +218,18 @@ int run(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
   if (what != "tp4" && what != "tp2") {
-    std::fprintf(stderr, "usage: bench_layer tp4|tp2 [rows..]\n");
+    std::fprintf(stderr, "usage: bench_layer tp4|tp2 [table] [rows..]\n");
     return 2;
   }
   std::vector<int> rows;
-  for (int i = 2; i < argc; ++i) rows.push_back(std::atoi(argv[i]));
+  const bool by_table = argc > 2 && std::string(argv[2]) == "table";
+  for (int i = by_table ? 3 : 2; i < argc; ++i) rows.push_back(std::atoi(argv[i]));
   if (rows.empty()) rows = {6};
   Random random(1);
   const HostWeights host(what == "tp4" ? 16 : 32, what == "tp4" ? 2 : 4, random);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     if (what == "tp4") {
-      run_tp4(host, rows[i], i == 0);
+      run_tp4(host, rows[i], by_table, i == 0);
     } else {
       run_tp2(host, rows[i]);
     }

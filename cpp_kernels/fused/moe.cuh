@@ -205,11 +205,6 @@ struct Layout {
   static constexpr std::size_t kWorkspaceBytes = kRoutesOffset + kRoutesBytes;
 };
 
-// The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
-struct TileMaps {
-  CUtensorMap gate, up;
-};
-
 // What every role of a block knows.
 template <class L>
 struct Region {

@@ -12,6 +12,42 @@ namespace moe {
 using lowlat::fused::MoeLayout;
 using lowlat::fused::MoeShape;
 
+inline constexpr int kLineBytes = 128;
+
+// [lines of a row][rows][128 bytes] of a row-major matrix, copied by boxes of so many rows and
+// lines to places that eight rows' reads of 16 bytes find in different banks.
+inline cudaError_t tile_map(const std::uint8_t* codes, int rows, int row_bytes, int box_rows,
+                            int box_lines, CUtensorMap* out) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                              12000, cudaEnableDefault, &found);
+  if (status != cudaSuccess) return status;
+  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  const cuuint64_t sizes[3] = {kLineBytes, static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(row_bytes / kLineBytes)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_bytes), kLineBytes};
+  const cuuint32_t box[3] = {kLineBytes, static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(box_lines)};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult made =
+      encode(out, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<std::uint8_t*>(codes), sizes,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The maps of a launch whose boxes have so many rows and lines.
+template <class L>
+cudaError_t tile_maps(const MoeArgs& args, int box_rows, int box_lines, TileMaps* out) {
+  constexpr int kRows = L::kExperts * L::kInner, kRowBytes = L::kHidden / 2;
+  const cudaError_t status =
+      tile_map(args.w.w1.codes, kRows, kRowBytes, box_rows, box_lines, &out->gate);
+  if (status != cudaSuccess) return status;
+  return tile_map(args.w.w3.codes, kRows, kRowBytes, box_rows, box_lines, &out->up);
+}
+
 // A block an SM that is not to stay idle, of `kernel` with layout L and what else it takes.
 // cudaErrorInvalidValue where the device cannot hold them at once.
 template <class L, class... More>

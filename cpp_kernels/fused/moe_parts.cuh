@@ -3,6 +3,8 @@
 // the report of a fault. `L` is a kernel's layout, `Region<L>` what each of its roles knows.
 #pragma once
 
+#include <cuda.h>
+
 #include "fused/stream.cuh"
 // The platform comes first.
 #include "fused/exchange.cuh"
@@ -32,6 +34,11 @@ inline constexpr int kSmemLimit = 232448;  // 227 KB, the most that a block of s
 enum Event : std::uint32_t { kScoresEvent = 1, kHiddenEvent, kRowsEvent };
 
 constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+// The copies of the first product's tiles: codes of w1 and w3 as [H / 256][E I][128 bytes].
+struct TileMaps {
+  CUtensorMap gate, up;
+};
 
 // What the host adds to a launch's arguments.
 struct Rules {

@@ -15,7 +15,12 @@ struct Instance {
 
   static cudaError_t run(const MoeArgs& args, const Rules& rules, cudaStream_t stream,
                          bool overlapped) {
-    return moe::launch<L>(moe_wide_mxfp4_sm90<L>, args, rules, stream, overlapped);
+    typename L::Maps maps = {};
+    if constexpr (!L::kMarlin) {
+      const cudaError_t status = moe::tile_maps<L>(args, L::kTileValues, L::kLines, &maps);
+      if (status != cudaSuccess) return status;
+    }
+    return moe::launch<L>(moe_wide_mxfp4_sm90<L>, args, rules, stream, overlapped, maps);
   }
   static cudaError_t init(void* workspace, cudaStream_t stream) {
     auto* bytes = static_cast<unsigned char*>(workspace);

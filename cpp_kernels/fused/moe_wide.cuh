@@ -282,13 +282,15 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
 
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
-    moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules) {
-  extern __shared__ __align__(128) unsigned char smem[];
+    moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
+                        const __grid_constant__ typename L::Maps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
   const int thread = plat::thread_idx();
   const int warp = __shfl_sync(plat::kAllLanes, thread / plat::kWarpLanes, 0);
   Region<L> r = {args,
+                 maps,
                  smem,
                  table,
                  barriers,

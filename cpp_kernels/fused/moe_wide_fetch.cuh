@@ -25,6 +25,12 @@ struct Producer {
   LOWLAT_DEVICE bool run_early() {
     const auto& w = r.a.w;
     auto& barriers = r.barriers;
+    if constexpr (!L::kMarlin) {
+      if (r.lane == 0) {
+        sm90::tensor_prefetch(&r.maps.gate);
+        sm90::tensor_prefetch(&r.maps.up);
+      }
+    }
     if (r.gates()) {
       if (r.lane == 0) {
         sm90::barrier_arrive_expect(&barriers.gate_full, L::kGateRows * 2 * L::kHidden);
@@ -164,19 +170,21 @@ struct Producer {
              (r.lane ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2,
              &barriers.scales_full[buffer]);
       }
-      const std::size_t codes = row * (L::kHidden / 2);
 #pragma unroll 1
       for (int chunk = 0; chunk < L::kChunks; ++chunk) {
         const int slot = uses % L::kRing;
         if (!r.wait_free(uses)) return false;
         ++uses;
-        const std::uint32_t dst = r.slot_address(slot);
-#pragma unroll
-        for (int up = 0; up < 2; ++up) {
-          load_rows<L::kTileValues, L::kChunkRow, L::kChunkPitch>(
-              dst + up * L::kTileValues * L::kChunkPitch,
-              (up ? w.w3 : w.w1).codes + codes + chunk * L::kChunkRow, L::kHidden / 2);
+        std::uint64_t* full = &barriers.full[slot];
+        if (r.lane == 0) {
+          sm90::barrier_expect(full, L::kChunkCodes);
+          sm90::tensor_load(r.slot(slot), &r.maps.gate, 0, static_cast<int>(row),
+                            chunk * L::kLines, full, sm90::CacheHint::evict_first);
+          sm90::tensor_load(r.slot(slot) + L::kChunkCodes / 2, &r.maps.up, 0,
+                            static_cast<int>(row), chunk * L::kLines, full,
+                            sm90::CacheHint::evict_first);
         }
+        __syncwarp();
         end_slot(slot);
       }
     }

@@ -14,6 +14,8 @@ namespace moe::wide {
 
 using lowlat::fused::MoeLayout;
 
+struct NoMaps {};
+
 constexpr int most(int a, int b) { return a > b ? a : b; }
 // Rows of shared memory that eight lanes read at once, 16 bytes each, with two at a bank at most.
 constexpr int spread_pitch(int row_bytes) {
@@ -58,9 +60,14 @@ struct Layout {
   // Of a period's tiles each block with a band and each without has so many: a band is worth the
   // difference.
   static constexpr int kBandTiles = kHidden > 4096 ? 4 : 2, kSpareTiles = kHidden > 4096 ? 9 : 6;
-  static constexpr int kChunks = 8, kChunkK = kHidden / kChunks;
+  // Checkpoint: a chunk's codes lie as tensor copies leave them: of w1, then of w3, so many lines
+  // of 128 bytes of each row: [line][row][128], whose 16-byte units are exchanged: unit u of row i
+  // is at u ^ i % 8.
+  static constexpr int kLines = 2, kLineBytes = 128, kLineGroups = kLineBytes / 16;
+  static constexpr int kChunks = kMarlin ? 8 : kHidden / 2 / (kLines * kLineBytes);
+  static constexpr int kChunkK = kHidden / kChunks;
   static constexpr int kChunkGroups = kChunkK / 32, kChunkRow = kChunkK / 2;
-  static constexpr int kChunkPitch = kMarlin ? kChunkRow : spread_pitch(kChunkRow);
+  using Maps = std::conditional_t<kMarlin, NoMaps, TileMaps>;
   static constexpr int kUses = kChunks * kParts;  // of a tile
   static constexpr int kTileBytes = 512;          // of a Marlin tile's codes
   static constexpr int kScaleRow = kHidden / 32;
@@ -89,7 +96,9 @@ struct Layout {
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
   static_assert(kSlice % kBlockK == 0 && kHidden % (kChunks * 64) == 0 && kInner % 64 == 0 &&
-                kExperts % kScorers == 0 && kChunks % kWarpGroups == 0 && kBands <= kScorers);
+                kExperts % kScorers == 0 && kBands <= kScorers);
+  static_assert(kMarlin ? kChunks % kWarpGroups == 0 : kChunkRow == kLines * kLineBytes,
+                "Marlin: a warp group has one of w1 and w3");
   static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4);
   static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
   static_assert(kPartGroups <= plat::kWarpLanes && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
@@ -104,13 +113,14 @@ struct Layout {
   // A slot of the ring: weights (a chunk, or an entry's band), columns, the columns' scales.
   static constexpr int kGroupBytes = 256;  // of columns: two cores
   static constexpr int kMostGroups = most(kChunkGroups, kPartGroups);
-  static constexpr int kChunkCodes = kUseRows * kChunkPitch;
+  static constexpr int kChunkCodes = kUseRows * kChunkRow;
   static constexpr int kChunkBytes = kChunkCodes + (kMarlin ? kUseRows * kChunkGroups : 0);
   static constexpr int kBandBytes = kBandCodes + kBandScales;
   static constexpr int kColumnsOffset =
       round_up(kChunkBytes > kBandBytes ? kChunkBytes : kBandBytes, 128);
   static constexpr int kColumnScales = kColumnsOffset + kMostGroups * kGroupBytes;
-  static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 128);
+  // A tensor copy exchanges by places in 1024 bytes.
+  static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 1024);
   // The head's weights lie in the ring, from its start: the router's rows, the shared tile.
   static constexpr int kSharedAt = round_up(kGateRows * kGatePitch, 128);
   static constexpr int kHeadBytes = kSharedAt + kSharedBytes;
@@ -158,7 +168,7 @@ struct Layout {
     std::uint64_t band_full, band_done, table;
   };
   static constexpr int kRingOffset =
-      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
+      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
   static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
   // The shared w2's band lies at the ring's end.
@@ -196,6 +206,7 @@ struct Layout {
 template <class L>
 struct Region {
   const MoeArgs& a;
+  const typename L::Maps& maps;
   unsigned char* smem;
   typename L::Table& table;
   typename L::Barriers& barriers;

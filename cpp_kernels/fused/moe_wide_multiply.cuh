@@ -307,6 +307,8 @@ struct Consumer {
 
   // The codes of a warp's sixteen rows of two groups of 32 along K, as they lie in a slot: `words`
   // are a[0 .. 3]'s of the first, then of the second, before expansion.
+  // `rows`: where codes_at or lines_at of the slot begin.
+  template <bool kInLines>
   LOWLAT_DEVICE static void load_codes(std::uint32_t (&words)[4], std::uint32_t rows, int group) {
     if constexpr (L::kMarlin) {
       // A tile's word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t (bytes 0 1) and 2t + 1,
@@ -318,6 +320,10 @@ struct Consumer {
         words[2 * i] = __byte_perm(first, second, 0x6420);
         words[2 * i + 1] = __byte_perm(first, second, 0x7531);
       }
+    } else if constexpr (kInLines) {
+      constexpr int kLine = L::kTileValues * L::kLineBytes;
+      sm90::load_matrices(
+          words, (rows ^ group % L::kLineGroups * 16) + group / L::kLineGroups * kLine);
     } else {
       sm90::load_matrices(words, rows + group * 16);
     }
@@ -329,9 +335,17 @@ struct Consumer {
     return ((r.lane / 8 % 2 != 0 ? high : low) + r.lane % 8) * pitch + r.lane / 16 * 16;
   }
 
+  // The same of a tile: eight rows of w1 and of w3 in lines.
+  LOWLAT_DEVICE std::uint32_t lines_at(int q) const {
+    if constexpr (L::kMarlin) return codes_at(q, 0, 0, 0);
+    const int row = r.lane % 8;
+    return (r.lane / 8 % 2 != 0 ? L::kChunkCodes / 2 : 0) + (8 * q + row) * L::kLineBytes +
+           ((r.lane / 16) ^ row) * 16;
+  }
+
   // Products of kGroups groups of this warp's sixteen weight rows with the columns. `load(group)`
   // reads what belongs to a group's sums, early; `add(that, d)` takes the sums in order.
-  template <int kGroups, class Load, class Add>
+  template <int kGroups, bool kInLines, class Load, class Add>
   LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, const Load& load,
                                      const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
@@ -343,7 +357,7 @@ struct Consumer {
     Factors factors[2][kBatch];
     const auto load_batch = [&](int batch) {
 #pragma unroll
-      for (int i = 0; i < kBatch; i += 2) load_codes(codes[i / 2], rows, batch * kBatch + i);
+      for (int i = 0; i < kBatch; i += 2) load_codes<kInLines>(codes[i / 2], rows, batch * kBatch + i);
     };
     const auto finish = [&](int batch) {
 #pragma unroll
@@ -390,11 +404,14 @@ struct Consumer {
     return product_columns(slot + L::kColumnsOffset);
   }
 
+  // The warp groups take turns, use after use: the first of `first` and on that is this one's.
+  LOWLAT_DEVICE static int turn(int group, int first) {
+    return (group + L::kWarpGroups - first % L::kWarpGroups) % L::kWarpGroups;
+  }
   LOWLAT_DEVICE bool run_tiles() {
     const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
     // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
-    const std::uint32_t rows =
-        codes_at(quarter, 8 * quarter, L::kTileValues + 8 * quarter, L::kChunkPitch);
+    const std::uint32_t rows = lines_at(quarter);
     for (int n = 0; n < own_tiles; ++n) {
       const int buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
@@ -405,7 +422,7 @@ struct Consumer {
         return false;
       }
 #pragma unroll 1
-      for (int i = group; i < L::kUses; i += L::kWarpGroups) {
+      for (int i = turn(group, n * L::kUses); i < L::kUses; i += L::kWarpGroups) {
         const int use = n * L::kUses + i, slot = use % L::kRing;
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
@@ -417,7 +434,7 @@ struct Consumer {
         const std::uint32_t high_scale =
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
-        multiply<L::kChunkGroups>(
+        multiply<L::kChunkGroups, true>(
             address + rows, columns_matrix(address),
             [&](int k) {
               return make_uint2(smem_load1(low_scale + k * kStep),
@@ -451,7 +468,8 @@ struct Consumer {
     const int quarter = warp % 4;
     const std::uint32_t rows = codes_at(quarter, 16 * quarter, 16 * quarter + 8, L::kPartPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
-    for (int entry = group; entry < r.table.num_entries; entry += L::kWarpGroups) {
+    for (int entry = turn(group, first_uses); entry < r.table.num_entries;
+         entry += L::kWarpGroups) {
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
@@ -465,7 +483,7 @@ struct Consumer {
             (L::kMarlin ? scales_at(quarter) : low_row * L::kInnerGroups + part * L::kPartGroups);
         const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
         const std::uint32_t column_scales = address + L::kColumnScales + t * (L::kScaleWords * 4);
-        multiply<L::kPartGroups>(
+        multiply<L::kPartGroups, false>(
             address + rows, columns_matrix(address),
             [&](int i) {
               return make_uint3(smem_load1(low_scale + i * kStep),
