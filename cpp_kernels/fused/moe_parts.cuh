@@ -49,11 +49,14 @@ struct Rules {
 
 // ------------------------------------------------------------------------------------ routing
 
-// The scores of a row's experts, in a warp: lane's packets are those of blocks lane, lane + 32, ..
+// The scores of a row's experts, in a warp. The scoring blocks have kGateRows experts each, of them
+// L::kScoreParts in a row parts of K of the same ones; their packets of up to three scores are
+// numbered so that a lane's are those with its number modulo 32, part after part.
 template <class L>
 struct Scores {
-  static constexpr int kPackets = kScorers / plat::kWarpLanes;  // a lane, of a row
-  static constexpr int kOwn = kPackets * L::kGateRows;          // experts of a lane
+  static constexpr int kOwn = L::kExperts / plat::kWarpLanes;  // experts of a lane
+  static constexpr int kWords = L::kGateRows < 3 ? L::kGateRows : 3;
+  static constexpr int kPackets = (kOwn + kWords - 1) / kWords;  // a lane, of a row's part
   int lane;
   float score[kOwn], bias[kOwn];
 
@@ -69,25 +72,33 @@ struct Scores {
     for (int i = 0; i < kOwn; ++i) bias[i] = __ldg(from + own_expert(i));
   }
 
-  // As their blocks sent them; false (all lanes) when they are late.
+  // As their blocks sent them, the parts' sum; false (all lanes) when they are late.
   template <class Region>
   LOWLAT_DEVICE bool receive(const Region& r, int row) {
-    for (int tries = 1;; ++tries) {
-      bool here = true;
+#pragma unroll 1
+    for (int part = 0; part < L::kScoreParts; ++part) {
+      uint4 packets[kPackets];
+      for (int tries = 1;; ++tries) {
+        bool here = true;
 #pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const uint4 packet = load_packet(r.score_packet(row, lane + i * plat::kWarpLanes));
-        const std::uint32_t words[3] = {packet.x, packet.y, packet.z};
-#pragma unroll
-        for (int j = 0; j < L::kGateRows; ++j) {
-          score[i * L::kGateRows + j] = __uint_as_float(words[j]);
+        for (int i = 0; i < kPackets; ++i) {
+          packets[i] = load_packet(
+              r.score_packet(row, lane + (part * kPackets + i) * plat::kWarpLanes));
+          here = here && packets[i].w == r.epoch;
         }
-        here = here && packet.w == r.epoch;
+        if (__all_sync(plat::kAllLanes, here)) break;
+        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+        if (__any_sync(plat::kAllLanes, late)) return false;
       }
-      if (__all_sync(plat::kAllLanes, here)) return true;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint4& packet = packets[i / kWords];
+        const std::uint32_t words[3] = {packet.x, packet.y, packet.z};
+        const float sum = __uint_as_float(words[i % kWords]);
+        score[i] = part == 0 ? sum : score[i] + sum;
+      }
     }
+    return true;
   }
 
   // The k best, with their scores. Ranks are compared as integers of the same order.
@@ -132,49 +143,64 @@ struct Scores {
   }
 };
 
-// By a warp: ids of a row and the scores that their weights are made of (or their weights, where
-// those are given) into the block's table.
+// By a warp: the choice of a row by what its scores are, for all blocks: packets {two ids, their
+// weights, epoch}. `store` false: all but the stores.
 template <class L, class Region>
-LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule) {
-  const int at = row * L::kSlots;
-  std::int32_t* ids = &r.table.ids[at];
-  float* weights = &r.table.weights[at];
-  if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
-    ids[r.lane] = __ldg(r.a.ids + at + r.lane);
-    weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
-  }
-  if (!r.scores) return;
-  Scores<L> scores = {r.lane, {}, {}};
-  if (r.a.routing == MoeRouting::gate) scores.load_bias(r.a, row);
-  if (!scores.receive(r, row)) {  // the step is lost; stay inside the arrays
-    if (r.lane < L::kSlots) ids[r.lane] = r.lane;
+LOWLAT_DEVICE void tell_route(const Region& r, int row, const std::int32_t* ids,
+                              const float* scores, stages::GateSum sum_rule, bool store) {
+  const float total = stages::gate_total(scores, L::kSlots, sum_rule);
+  const auto weight = [&](int slot) {
+    return __float_as_uint(scores[slot] / total * kRoutedScaling);
+  };
+  if (r.lane >= L::kRoutePackets) return;
+  const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
+  const std::uint32_t words[3] = {
+      static_cast<std::uint32_t>(ids[slot]) | static_cast<std::uint32_t>(ids[other]) << 16,
+      weight(slot), weight(other)};
+  if (store) plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
+}
+// By a warp: ids and weights of all rows into the block's table, in every block the same: as they
+// were told, or as they were given; block 0 stores them.
+template <class L, class Region>
+LOWLAT_DEVICE void take_routes(const Region& r) {
+  const int num_pairs = r.a.rows * L::kSlots;
+  if (!r.scores) {
+    for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
+      r.table.ids[i] = __ldg(r.a.ids + i);
+      r.table.weights[i] = __ldg(r.a.weights + i);
+    }
+    __syncwarp();
     return;
   }
-  __syncwarp();
-  if (r.a.routing == MoeRouting::gate) {
-    scores.select(ids, weights,
-                  rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-  } else {
-    scores.find(ids, weights);
-  }
-  __syncwarp();
-}
-
-// By the same warp: the scores of a row become weights.
-template <class L, class Region>
-LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule) {
-  if (!r.scores) return;
-  const int at = row * L::kSlots;
-  float* weights = &r.table.weights[at];
-  const float total = stages::gate_total(weights, L::kSlots, sum_rule);
-  float weight = 0.0f;
-  if (r.lane < L::kSlots) weight = weights[r.lane] / total * kRoutedScaling;
-  __syncwarp();
-  if (r.lane < L::kSlots) {
-    weights[r.lane] = weight;
-    if (r.block_idx == 0) {
-      if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
-      if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = weight;
+#pragma unroll 1
+  for (int first = 0; first < r.a.rows * L::kRoutePackets; first += plat::kWarpLanes) {
+    const int number = first + r.lane;
+    const int row = number / L::kRoutePackets, slot = 2 * (number % L::kRoutePackets);
+    const bool mine = row < r.a.rows;
+    uint4 packet = {};
+    bool lost = false;
+    for (int tries = 1;; ++tries) {
+      if (mine) packet = load_packet(r.route_packet(number));
+      if (__all_sync(plat::kAllLanes, !mine || packet.w == r.epoch)) break;
+      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      lost = __any_sync(plat::kAllLanes, lost);
+      if (lost) break;
+    }
+    if (!mine) continue;
+    const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16},
+                        weights[2] = {packet.y, packet.z};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (slot + i >= L::kSlots) continue;
+      const int at = row * L::kSlots + slot + i;
+      // Where the step is lost, stay inside the arrays.
+      const auto id = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
+      const float weight = __uint_as_float(weights[i]);
+      r.table.ids[at] = id;
+      r.table.weights[at] = weight;
+      if (r.block_idx != 0) continue;
+      if (r.a.out_ids != nullptr) r.a.out_ids[at] = id;
+      if (r.a.out_weights != nullptr) r.a.out_weights[at] = weight;
     }
   }
   __syncwarp();
