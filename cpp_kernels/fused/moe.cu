@@ -33,9 +33,13 @@ struct Instance {
 
   static cudaError_t run(const MoeArgs& args, const moe::Rules& rules, cudaStream_t stream,
                          bool overlapped) {
+    constexpr std::int64_t kRows = std::int64_t{L::kExperts} * L::kInner;
+    constexpr int kRow = L::kHidden / 2;
     moe::TileMaps maps;
-    const cudaError_t status =
-        moe::tile_maps<L>(args, moe::kTileRows, L::kHidden / 2 / moe::kLineBytes, &maps);
+    const moe::BoxedMatrix matrices[] = {
+        {args.w.w1.codes, kRows, kRow, moe::kTileRows, kRow, true},
+        {args.w.w3.codes, kRows, kRow, moe::kTileRows, kRow, true}};
+    const cudaError_t status = moe::tile_maps(matrices, maps.codes);
     if (status != cudaSuccess) return status;
     return moe::launch<L>(moe::moe_region_mxfp4_sm90<L>, args, rules, stream, overlapped, maps);
   }

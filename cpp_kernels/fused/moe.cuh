@@ -205,6 +205,11 @@ struct Layout {
   static constexpr std::size_t kWorkspaceBytes = kRoutesOffset + kRoutesBytes;
 };
 
+// The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
+struct TileMaps {
+  CUtensorMap codes[2];
+};
+
 // What every role of a block knows.
 template <class L>
 struct Region {
@@ -308,8 +313,8 @@ struct Producer {
   LOWLAT_DEVICE bool run_early() {
     const auto& w = r.a.w;
     if (r.lane == 0) {
-      sm90::tensor_prefetch(&maps.gate);
-      sm90::tensor_prefetch(&maps.up);
+      sm90::tensor_prefetch(&maps.codes[0]);
+      sm90::tensor_prefetch(&maps.codes[1]);
     }
     if (r.gates()) {
       if (!begin_slot(L::kGateRows * 2 * L::kHidden)) return false;
@@ -381,7 +386,7 @@ struct Producer {
       if (r.lane < 2) {
         const int slot = (uses - 1) % L::kRing;
         unsigned char* dst = r.smem + L::kRingOffset + slot * L::kSlotBytes;
-        sm90::tensor_load(dst + r.lane * L::kHalfTile, r.lane ? &maps.up : &maps.gate, 0,
+        sm90::tensor_load(dst + r.lane * L::kHalfTile, &maps.codes[r.lane], 0,
                           static_cast<int>(row), 0, &r.barriers.full[slot],
                           sm90::CacheHint::evict_first);
       } else if (r.lane < 4) {

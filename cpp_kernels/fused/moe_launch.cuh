@@ -14,10 +14,17 @@ using lowlat::fused::MoeShape;
 
 inline constexpr int kLineBytes = 128;
 
-// [lines of a row][rows][128 bytes] of a row-major matrix, copied by boxes of so many rows and
-// lines to places that eight rows' reads of 16 bytes find in different banks.
-inline cudaError_t tile_map(const std::uint8_t* codes, int rows, int row_bytes, int box_rows,
-                            int box_lines, CUtensorMap* out) {
+// A row-major matrix of bytes for tensor copies of boxes of so many rows and bytes.
+struct BoxedMatrix {
+  const std::uint8_t* data;
+  std::int64_t rows;
+  int row_bytes, box_rows, box_bytes;  // a row's and a box's are multiples of 16
+  // A box lies as [lines of 128 bytes][rows][128], its 16-byte units exchanged so that eight rows'
+  // reads of 16 bytes find different banks, and coordinates are {0, row, line}. Otherwise it lies as
+  // [rows][bytes], and coordinates are {word of 4 bytes, row, 0}.
+  bool in_lines;
+};
+inline cudaError_t tile_map(const BoxedMatrix& m, CUtensorMap* out) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
@@ -25,27 +32,31 @@ inline cudaError_t tile_map(const std::uint8_t* codes, int rows, int row_bytes, 
   if (status != cudaSuccess) return status;
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  const cuuint64_t sizes[3] = {kLineBytes, static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(row_bytes / kLineBytes)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_bytes), kLineBytes};
-  const cuuint32_t box[3] = {kLineBytes, static_cast<cuuint32_t>(box_rows),
-                             static_cast<cuuint32_t>(box_lines)};
+  const auto rows = static_cast<cuuint64_t>(m.rows),
+             row_bytes = static_cast<cuuint64_t>(m.row_bytes);
+  const auto box_rows = static_cast<cuuint32_t>(m.box_rows),
+             box_bytes = static_cast<cuuint32_t>(m.box_bytes);
+  const cuuint64_t sizes[3] = {m.in_lines ? kLineBytes : row_bytes / 4, rows,
+                               m.in_lines ? row_bytes / kLineBytes : 1};
+  const cuuint64_t strides[2] = {row_bytes, m.in_lines ? kLineBytes : rows * row_bytes};
+  const cuuint32_t box[3] = {m.in_lines ? kLineBytes : box_bytes / 4, box_rows,
+                             m.in_lines ? box_bytes / kLineBytes : 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult made =
-      encode(out, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<std::uint8_t*>(codes), sizes,
-             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult made = encode(
+      out, m.in_lines ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 3,
+      const_cast<std::uint8_t*>(m.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      m.in_lines ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-
-// The maps of a launch whose boxes have so many rows and lines.
-template <class L>
-cudaError_t tile_maps(const MoeArgs& args, int box_rows, int box_lines, TileMaps* out) {
-  constexpr int kRows = L::kExperts * L::kInner, kRowBytes = L::kHidden / 2;
-  const cudaError_t status =
-      tile_map(args.w.w1.codes, kRows, kRowBytes, box_rows, box_lines, &out->gate);
-  if (status != cudaSuccess) return status;
-  return tile_map(args.w.w3.codes, kRows, kRowBytes, box_rows, box_lines, &out->up);
+// All of them, to as many maps.
+template <std::size_t N>
+cudaError_t tile_maps(const BoxedMatrix (&matrices)[N], CUtensorMap* out) {
+  cudaError_t status = cudaSuccess;
+  for (std::size_t i = 0; i < N && status == cudaSuccess; ++i) {
+    status = tile_map(matrices[i], out + i);
+  }
+  return status;
 }
 
 // A block an SM that is not to stay idle, of `kernel` with layout L and what else it takes.

@@ -35,11 +35,6 @@ enum Event : std::uint32_t { kScoresEvent = 1, kHiddenEvent, kRowsEvent };
 
 constexpr int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-// The copies of the first product's tiles: codes of w1 and w3 as [H / 256][E I][128 bytes].
-struct TileMaps {
-  CUtensorMap gate, up;
-};
-
 // What the host adds to a launch's arguments.
 struct Rules {
   stages::GateRule rule;
@@ -82,8 +77,8 @@ struct Scores {
         bool here = true;
 #pragma unroll
         for (int i = 0; i < kPackets; ++i) {
-          packets[i] = load_packet(
-              r.score_packet(row, lane + (part * kPackets + i) * plat::kWarpLanes));
+          packets[i] =
+              load_packet(r.score_packet(row, lane + (part * kPackets + i) * plat::kWarpLanes));
           here = here && packets[i].w == r.epoch;
         }
         if (__all_sync(plat::kAllLanes, here)) break;
@@ -209,7 +204,7 @@ LOWLAT_DEVICE void take_routes(const Region& r) {
 // ------------------------------------------------------------------------------------ the sum
 
 // All threads of a block that owns columns: `value(row, n)`, y of the n-th of its band, stored and
-// published.
+// published. A value that has a member quad gives four neighbours at once.
 template <class L, class Region, class Value>
 LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value) {
   const MoeArgs& a = r.a;
@@ -226,8 +221,12 @@ LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value
     for (int i = plat::thread_idx(); i < a.rows * kQuads; i += L::kThreads) {
       const int row = i / kQuads, quad = i % kQuads;
       float v[4];
+      if constexpr (requires { value.quad(row, 4 * quad, v); }) {
+        value.quad(row, 4 * quad, v);
+      } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = value(row, 4 * quad + j);
+        for (int j = 0; j < 4; ++j) v[j] = value(row, 4 * quad + j);
+      }
       publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
                    L::kHidden / 4, v);
     }

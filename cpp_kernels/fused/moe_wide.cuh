@@ -78,7 +78,8 @@ LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
   const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns;
   constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
   for (int i = r.lane; i < L::kBandScaleRows * L::kBandScaleColumns; i += plat::kWarpLanes) {
-    if (band && first + i < kAll) r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
+    if (band && first + i < kAll)
+      r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
   }
   __syncwarp();
   if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
@@ -252,24 +253,40 @@ struct Finisher {
 
 // ------------------------------------------------------------------------------------ epilogue
 
-// All threads, after the block's sync: y of the band, stored and published.
+// y of the band, after the block's sync.
 template <class L>
-LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
-  store_band<L>(r, first_row, [&](int row, int n) {
-    float sum = 0.0f;
+struct BandValue {
+  const Region<L>& r;
+
+  LOWLAT_DEVICE void quad(int row, int n, float (&y)[4]) const {
+    const auto load = [&](int second_row, float (&v)[4]) {
+      const uint2 pairs = *reinterpret_cast<const uint2*>(r.second(second_row) + n);
+      v[0] = low_bf16(pairs.x), v[1] = high_bf16(pairs.x);
+      v[2] = low_bf16(pairs.y), v[3] = high_bf16(pairs.y);
+    };
+    float parts[L::kSlots + 1][4] = {};
 #pragma unroll
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      sum += __bfloat162float(r.second(row * L::kSlots + slot)[n]);
+    for (int slot = 0; slot < L::kSlots; ++slot) load(row * L::kSlots + slot, parts[slot]);
+    if (r.shared) load(L::kMaxPairs + row, parts[L::kSlots]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int slot = 0; slot < L::kSlots; ++slot) sum += parts[slot][i];
+      y[i] = round_to_bf16(sum) + parts[L::kSlots][i];
     }
-    const float y = round_to_bf16(sum);
-    return r.shared ? y + __bfloat162float(r.second(L::kMaxPairs + row)[n]) : y;
-  });
-}
+  }
+  LOWLAT_DEVICE float operator()(int row, int n) const {
+    float y[4];
+    quad(row, n / 4 * 4, y);
+    return n % 4 < 2 ? (n % 4 == 0 ? y[0] : y[1]) : (n % 4 == 2 ? y[2] : y[3]);
+  }
+};
 
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
     moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
-                        const __grid_constant__ typename L::Maps maps) {
+                        const __grid_constant__ TileMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
@@ -293,7 +310,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     r.with_more = L::kSharedTiles - (L::kSharedTiles < r.num_blocks ? 0 : r.num_blocks);
   }
   if (thread < L::kRing) {
-    sm90::barrier_init(&barriers.full[thread], 2 * plat::kWarpLanes);
+    sm90::barrier_init(&barriers.full[thread], 1 + plat::kWarpLanes);
     sm90::barrier_init(&barriers.empty[thread], 4);
   } else if (thread >= 32 && thread < 32 + L::kBuffers) {
     const int i = thread - 32;
@@ -349,7 +366,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
   if (table.stop == 0) {
-    if (r.block_idx < L::kBands) finish_band(r, rules.first_row);
+    if (r.block_idx < L::kBands) store_band<L>(r, rules.first_row, BandValue<L>{r});
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }

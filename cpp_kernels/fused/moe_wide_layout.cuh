@@ -2,8 +2,6 @@
 // the ring's slots, the workspace, and which tiles are whose.
 #pragma once
 
-#include <type_traits>
-
 #include "fused/moe_parts.cuh"
 // The parts come first.
 #include "fused/moe_wide_numbers.cuh"
@@ -14,13 +12,14 @@ namespace moe::wide {
 
 using lowlat::fused::MoeLayout;
 
-struct NoMaps {};
+inline constexpr int kLineBytes = 128;
 
 constexpr int most(int a, int b) { return a > b ? a : b; }
-// Rows of shared memory that eight lanes read at once, 16 bytes each, with two at a bank at most.
-constexpr int spread_pitch(int row_bytes) {
-  return row_bytes % 128 == 32 || row_bytes / 16 % 2 == 1 ? row_bytes : row_bytes + 16;
-}
+// The copies of weights. Checkpoint: codes of w1, w3 and w2; Marlin: codes and scales of w1 and w3,
+// of w2.
+struct TileMaps {
+  CUtensorMap maps[4];
+};
 
 // Sizes of one compiled shape.
 template <class S, MoeLayout kLayout>
@@ -55,7 +54,7 @@ struct Layout {
   static constexpr int kScoreParts = 4, kScoreSlices = kConsumers / kScoreParts;
   static constexpr int kScoreGroups = kScorers / kScoreParts;  // of experts
   static constexpr int kGateRows = kExperts / kScoreGroups, kGateK = kHidden / kScoreParts;
-  static constexpr int kGatePitch = 2 * kGateK + 16;  // bf16 row
+  static constexpr int kGatePitch = 2 * kGateK + 16;         // bf16 row
   static constexpr int kScorePackets = (kGateRows + 2) / 3;  // of a block's scores of a row
   static constexpr int kRoutePackets = (kSlots + 1) / 2;     // of a row: two ids, their weights
   // First product. A use of the ring has 64 weight rows: those of w1 and of w3, or one's.
@@ -69,11 +68,10 @@ struct Layout {
   // Checkpoint: a chunk's codes lie as tensor copies leave them: of w1, then of w3, so many lines
   // of 128 bytes of each row: [line][row][128], whose 16-byte units are exchanged: unit u of row i
   // is at u ^ i % 8.
-  static constexpr int kLines = 2, kLineBytes = 128, kLineGroups = kLineBytes / 16;
+  static constexpr int kLines = 2, kLineGroups = kLineBytes / 16;
   static constexpr int kChunks = kMarlin ? 8 : kHidden / 2 / (kLines * kLineBytes);
   static constexpr int kChunkK = kHidden / kChunks;
   static constexpr int kChunkGroups = kChunkK / 32, kChunkRow = kChunkK / 2;
-  using Maps = std::conditional_t<kMarlin, NoMaps, TileMaps>;
   static constexpr int kUses = kChunks * kParts;  // of a tile
   static constexpr int kTileBytes = 512;          // of a Marlin tile's codes
   static constexpr int kScaleRow = kHidden / 32;
@@ -88,8 +86,12 @@ struct Layout {
   static constexpr int kBandParts = kInnerGroups > 18 ? 2 : 1,
                        kPartGroups = kInnerGroups / kBandParts;
   static constexpr int kPartRow = kInnerRow / kBandParts;
-  static constexpr int kPartPitch = kMarlin ? kPartRow : spread_pitch(kPartRow);
-  static constexpr int kBandCodes = kBandRows * kPartPitch;
+  static constexpr int kBandCodes = kBandRows * kPartRow;
+  // Checkpoint: as a chunk's lines; or rows, of which eight have two at a bank at most. An expert's
+  // whole band is one piece of memory.
+  static constexpr bool kBandInLines = kPartRow % kLineBytes == 0;
+  static constexpr bool kBandWhole = !kMarlin && !kBandInLines && kBandParts == 1;
+  static_assert(kMarlin || kBandInLines || kPartRow % 128 == 32);
   // Marlin: the part's scales; checkpoint: those of all parts.
   static constexpr int kBandScales = kBandRows * (kMarlin ? kPartGroups : kInnerGroups);
   // Of the shared expert: its band comes in uses of so many rows.
@@ -203,8 +205,7 @@ struct Layout {
   static_assert(kHiddenBytes % 16 == 0);
   static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
-  static constexpr std::size_t kScoresBytes =
-      std::size_t{16} * kScorers * kScorePackets * kMaxRows;
+  static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kScorePackets * kMaxRows;
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kRoutesBytes = std::size_t{16} * kMaxRows * kRoutePackets;
   static constexpr std::size_t kBlockSecondOffset = kRoutesOffset + kRoutesBytes;
@@ -216,7 +217,7 @@ struct Layout {
 template <class L>
 struct Region {
   const MoeArgs& a;
-  const typename L::Maps& maps;
+  const TileMaps& maps;
   unsigned char* smem;
   typename L::Table& table;
   typename L::Barriers& barriers;

@@ -120,8 +120,7 @@ struct Consumer {
     const int num_groups = r.num_groups();
     for (int group = 0; group < num_groups; ++group) {
       // Blocks of the next group's x follow as this one's are done.
-      const uint4* next =
-          group + 1 < num_groups ? group_x(group + 1, warp * L::kSlice) : nullptr;
+      const uint4* next = group + 1 < num_groups ? group_x(group + 1, warp * L::kSlice) : nullptr;
       float acc[2][4] = {};
       std::uint32_t exponent = 0;
 #pragma unroll
@@ -238,8 +237,9 @@ struct Consumer {
 
   // The codes of a warp's sixteen rows of two groups of 32 along K, as they lie in a slot: `words`
   // are a[0 .. 3]'s of the first, then of the second, before expansion.
-  // `rows`: where codes_at or lines_at of the slot begin.
-  template <bool kInLines>
+  // `rows`: where codes_at of the slot begins; kLine: bytes from a line of 128 to the next, or 0: the
+  // rows are not in lines.
+  template <int kLine>
   LOWLAT_DEVICE static void load_codes(std::uint32_t (&words)[4], std::uint32_t rows, int group) {
     if constexpr (L::kMarlin) {
       // A tile's word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t (bytes 0 1) and 2t + 1,
@@ -251,32 +251,25 @@ struct Consumer {
         words[2 * i] = __byte_perm(first, second, 0x6420);
         words[2 * i + 1] = __byte_perm(first, second, 0x7531);
       }
-    } else if constexpr (kInLines) {
-      constexpr int kLine = L::kTileValues * L::kLineBytes;
-      sm90::load_matrices(
-          words, (rows ^ group % L::kLineGroups * 16) + group / L::kLineGroups * kLine);
+    } else if constexpr (kLine > 0) {
+      sm90::load_matrices(words,
+                          (rows ^ group % L::kLineGroups * 16) + group / L::kLineGroups * kLine);
     } else {
       sm90::load_matrices(words, rows + group * 16);
     }
   }
-  // Where load_codes begins for quarter q of a slot's 64 rows: checkpoint: rows `low` .. + 7 and
-  // `high` .. + 7.
+  // Where load_codes begins for quarter q of a slot's 64 rows: checkpoint: eight rows from `low` and
+  // eight from `high` on, in bytes, `pitch` bytes apart.
+  template <bool kInLines>
   LOWLAT_DEVICE std::uint32_t codes_at(int q, int low, int high, int pitch) const {
     if constexpr (L::kMarlin) return ((2 * q + g % 2) * 4 + t) * 16 + g / 2 * 4;
-    return ((r.lane / 8 % 2 != 0 ? high : low) + r.lane % 8) * pitch + r.lane / 16 * 16;
-  }
-
-  // The same of a tile: eight rows of w1 and of w3 in lines.
-  LOWLAT_DEVICE std::uint32_t lines_at(int q) const {
-    if constexpr (L::kMarlin) return codes_at(q, 0, 0, 0);
-    const int row = r.lane % 8;
-    return (r.lane / 8 % 2 != 0 ? L::kChunkCodes / 2 : 0) + (8 * q + row) * L::kLineBytes +
-           ((r.lane / 16) ^ row) * 16;
+    const int row = r.lane % 8, unit = kInLines ? (r.lane / 16) ^ row : r.lane / 16;
+    return (r.lane / 8 % 2 != 0 ? high : low) + row * pitch + unit * 16;
   }
 
   // Products of kGroups groups of this warp's sixteen weight rows with the columns. `load(group)`
   // reads what belongs to a group's sums, early; `add(that, d)` takes the sums in order.
-  template <int kGroups, bool kInLines, class Load, class Add>
+  template <int kGroups, int kLine, class Load, class Add>
   LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, const Load& load,
                                      const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
@@ -288,7 +281,7 @@ struct Consumer {
     Factors factors[2][kBatch];
     const auto load_batch = [&](int batch) {
 #pragma unroll
-      for (int i = 0; i < kBatch; i += 2) load_codes<kInLines>(codes[i / 2], rows, batch * kBatch + i);
+      for (int i = 0; i < kBatch; i += 2) load_codes<kLine>(codes[i / 2], rows, batch * kBatch + i);
     };
     const auto finish = [&](int batch) {
 #pragma unroll
@@ -342,7 +335,8 @@ struct Consumer {
   LOWLAT_DEVICE bool run_tiles() {
     const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
     // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
-    const std::uint32_t rows = lines_at(quarter);
+    const int low = 8 * quarter * kLineBytes;
+    const std::uint32_t rows = codes_at<true>(quarter, low, L::kChunkCodes / 2 + low, kLineBytes);
     for (int n = 0; n < own_tiles; ++n) {
       const int buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
@@ -365,7 +359,7 @@ struct Consumer {
         const std::uint32_t high_scale =
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
-        multiply<L::kChunkGroups, true>(
+        multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
             address + rows, columns_matrix(address),
             [&](int k) {
               return make_uint2(smem_load1(low_scale + k * kStep),
@@ -401,7 +395,9 @@ struct Consumer {
       if (!run_shared_use(i, tile_uses + i)) return false;
     }
     const int first_uses = tile_uses + r.shared_uses();
-    const std::uint32_t rows = codes_at(quarter, 16 * quarter, 16 * quarter + 8, L::kPartPitch);
+    constexpr int kPitch = L::kBandInLines ? kLineBytes : L::kPartRow;
+    const std::uint32_t rows = codes_at<L::kBandInLines>(quarter, 16 * quarter * kPitch,
+                                                         (16 * quarter + 8) * kPitch, kPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
     for (int entry = turn(group, first_uses); entry < r.table.num_entries;
          entry += L::kWarpGroups) {
@@ -418,7 +414,7 @@ struct Consumer {
             (L::kMarlin ? scales_at(quarter) : low_row * L::kInnerGroups + part * L::kPartGroups);
         const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
         const std::uint32_t column_scales = address + L::kColumnScales + t * (L::kScaleWords * 4);
-        multiply<L::kPartGroups, false>(
+        multiply<L::kPartGroups, L::kBandInLines ? L::kBandRows * kLineBytes : 0>(
             address + rows, columns_matrix(address),
             [&](int i) {
               return make_uint3(smem_load1(low_scale + i * kStep),
