@@ -46,7 +46,7 @@ inline cudaError_t tile_map(const BoxedMatrix& m, CUtensorMap* out) {
       out, m.in_lines ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 3,
       const_cast<std::uint8_t*>(m.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       m.in_lines ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 // All of them, to as many maps.

@@ -167,30 +167,40 @@ LOWLAT_DEVICE void take_routes(const Region& r) {
     __syncwarp();
     return;
   }
-#pragma unroll 1
-  for (int first = 0; first < r.a.rows * L::kRoutePackets; first += plat::kWarpLanes) {
-    const int number = first + r.lane;
-    const int row = number / L::kRoutePackets, slot = 2 * (number % L::kRoutePackets);
-    const bool mine = row < r.a.rows;
-    uint4 packet = {};
-    bool lost = false;
-    for (int tries = 1;; ++tries) {
-      if (mine) packet = load_packet(r.route_packet(number));
-      if (__all_sync(plat::kAllLanes, !mine || packet.w == r.epoch)) break;
-      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-      lost = __any_sync(plat::kAllLanes, lost);
-      if (lost) break;
-    }
-    if (!mine) continue;
-    const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16},
-                        weights[2] = {packet.y, packet.z};
+  // All packets of a lane are asked for at once.
+  constexpr int kAll = L::kMaxRows * L::kRoutePackets,
+                kOwn = (kAll + plat::kWarpLanes - 1) / plat::kWarpLanes;
+  const int num = r.a.rows * L::kRoutePackets;
+  uint4 packets[kOwn] = {};
+  bool lost = false;
+  for (int tries = 1;; ++tries) {
+    bool here = true;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (slot + i >= L::kSlots) continue;
-      const int at = row * L::kSlots + slot + i;
+    for (int i = 0; i < kOwn; ++i) {
+      const int number = i * plat::kWarpLanes + r.lane;
+      if (number >= num) continue;
+      packets[i] = load_packet(r.route_packet(number));
+      here = here && packets[i].w == r.epoch;
+    }
+    if (__all_sync(plat::kAllLanes, here)) break;
+    lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+    lost = __any_sync(plat::kAllLanes, lost);
+    if (lost) break;
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int number = i * plat::kWarpLanes + r.lane;
+    if (number >= num) continue;
+    const int row = number / L::kRoutePackets, slot = 2 * (number % L::kRoutePackets);
+    const std::uint32_t ids[2] = {packets[i].x & 0xffffu, packets[i].x >> 16},
+                        weights[2] = {packets[i].y, packets[i].z};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (slot + j >= L::kSlots) continue;
+      const int at = row * L::kSlots + slot + j;
       // Where the step is lost, stay inside the arrays.
-      const auto id = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
-      const float weight = __uint_as_float(weights[i]);
+      const auto id = lost ? slot + j : static_cast<std::int32_t>(ids[j]);
+      const float weight = __uint_as_float(weights[j]);
       r.table.ids[at] = id;
       r.table.weights[at] = weight;
       if (r.block_idx != 0) continue;
