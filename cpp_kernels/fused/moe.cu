@@ -39,7 +39,8 @@ struct Instance {
     const moe::BoxedMatrix matrices[] = {
         {args.w.w1.codes, kRows, kRow, moe::kTileRows, kRow, true},
         {args.w.w3.codes, kRows, kRow, moe::kTileRows, kRow, true}};
-    const cudaError_t status = moe::tile_maps(matrices, maps.codes);
+    cudaError_t status = moe::tile_map(matrices[0], &maps.gate);
+    if (status == cudaSuccess) status = moe::tile_map(matrices[1], &maps.up);
     if (status != cudaSuccess) return status;
     return moe::launch<L>(moe::moe_region_mxfp4_sm90<L>, args, rules, stream, overlapped, maps);
   }

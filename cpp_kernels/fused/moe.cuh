@@ -100,7 +100,7 @@ struct Layout {
   static constexpr int kTileBytes = 2 * kTileRows * (kHidden / 2 + kScaleRow);
   static constexpr int kSlotBytes = round_up(kTileBytes, 1024);
   static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row
-  static constexpr int kGateRows = kExperts / kBands, kScoreParts = 1;
+  static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
   // A block's first tiles are given, the others it draws, so that blocks whose copies are slow take
@@ -207,7 +207,7 @@ struct Layout {
 
 // The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
 struct TileMaps {
-  CUtensorMap codes[2];
+  CUtensorMap gate, up;
 };
 
 // What every role of a block knows.
@@ -313,8 +313,8 @@ struct Producer {
   LOWLAT_DEVICE bool run_early() {
     const auto& w = r.a.w;
     if (r.lane == 0) {
-      sm90::tensor_prefetch(&maps.codes[0]);
-      sm90::tensor_prefetch(&maps.codes[1]);
+      sm90::tensor_prefetch(&maps.gate);
+      sm90::tensor_prefetch(&maps.up);
     }
     if (r.gates()) {
       if (!begin_slot(L::kGateRows * 2 * L::kHidden)) return false;
@@ -386,7 +386,7 @@ struct Producer {
       if (r.lane < 2) {
         const int slot = (uses - 1) % L::kRing;
         unsigned char* dst = r.smem + L::kRingOffset + slot * L::kSlotBytes;
-        sm90::tensor_load(dst + r.lane * L::kHalfTile, &maps.codes[r.lane], 0,
+        sm90::tensor_load(dst + r.lane * L::kHalfTile, r.lane ? &maps.up : &maps.gate, 0,
                           static_cast<int>(row), 0, &r.barriers.full[slot],
                           sm90::CacheHint::evict_first);
       } else if (r.lane < 4) {
@@ -457,6 +457,7 @@ struct Router {
   // Block t routes row t for all, by its second router, and tells them: a hop more, but one row's
   // selection instead of several, one after the other.
   LOWLAT_DEVICE void send_route(const Rules& rules, int pass) const {
+    static_assert(L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
     const int row = r.block_idx;
     if (!r.scores || row >= r.a.rows) return;
     std::int32_t* ids = r.table.own_ids;
@@ -479,7 +480,44 @@ struct Router {
       scores.find(ids, weights);
     }
     __syncwarp();
-    tell_route<L>(r, row, ids, weights, rules.sum_rule, pass == 1);
+    const float total = stages::gate_total(weights, L::kSlots, rules.sum_rule);
+    const auto weight = [&](int slot) {
+      return __float_as_uint(weights[slot] / total * kRoutedScaling);
+    };
+    if (r.lane >= L::kRoutePackets) return;
+    const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
+    const std::uint32_t words[3] = {
+        static_cast<std::uint32_t>(ids[slot]) | static_cast<std::uint32_t>(ids[other]) << 16,
+        weight(slot), weight(other)};
+    if (pass == 1) {
+      plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
+    }
+  }
+  LOWLAT_DEVICE void receive_routes() const {
+    const int row = r.lane / L::kRoutePackets, slot = 2 * (r.lane % L::kRoutePackets);
+    const bool mine = row < r.a.rows && row < L::kMaxRows;
+    uint4 packet = {};
+    bool lost = false;
+    for (int tries = 1;; ++tries) {
+      if (mine) packet = load_packet(r.route_packet(r.lane));
+      if (__all_sync(plat::kAllLanes, !mine || packet.w == r.epoch)) break;
+      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      lost = __any_sync(plat::kAllLanes, lost);
+      if (lost) break;
+    }
+    if (mine) {
+      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16},
+                          weights[2] = {packet.y, packet.z};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (slot + i >= L::kSlots) continue;
+        const int at =
+            row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
+        r.table.ids[at] = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
+        r.table.weights[at] = __uint_as_float(weights[i]);
+      }
+    }
+    __syncwarp();
   }
 
   // Pairs by expert, by one warp: masks of pairs instead of counts.
@@ -548,6 +586,25 @@ struct Router {
     __syncwarp();
   }
 
+  // Ids and weights of all rows, in every block the same.
+  LOWLAT_DEVICE void take_routes() const {
+    const int num_pairs = r.a.rows * L::kSlots;
+    if (r.scores) {
+      receive_routes();
+    } else {
+      for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
+        r.table.ids[i] = __ldg(r.a.ids + i);
+        r.table.weights[i] = __ldg(r.a.weights + i);
+      }
+      __syncwarp();
+    }
+    if (r.block_idx != 0 || !r.scores) return;
+    for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
+      if (r.a.out_ids != nullptr) r.a.out_ids[i] = r.table.ids[i];
+      if (r.a.out_weights != nullptr) r.a.out_weights[i] = r.table.weights[i];
+    }
+  }
+
   LOWLAT_DEVICE void run(const Rules& rules) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
@@ -559,7 +616,7 @@ struct Router {
         send_route(rules, pass);
         continue;
       }
-      if (pass == 1) take_routes<L>(r);
+      if (pass == 1) take_routes();
       make_table(pass == 1 ? r.a.rows : 0);
       if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
     }

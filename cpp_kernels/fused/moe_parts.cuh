@@ -44,9 +44,16 @@ struct Rules {
 
 // ------------------------------------------------------------------------------------ routing
 
-// The scores of a row's experts, in a warp. The scoring blocks have kGateRows experts each, of them
-// L::kScoreParts in a row parts of K of the same ones; their packets of up to three scores are
-// numbered so that a lane's are those with its number modulo 32, part after part.
+// Parts of K that blocks score on their own; a layout without the name has one.
+template <class L>
+constexpr int score_parts() {
+  if constexpr (requires { L::kScoreParts; }) return L::kScoreParts;
+  return 1;
+}
+
+// The scores of a row's experts, in a warp. A scoring block has kGateRows experts in one of the
+// parts of K; its packets of up to three scores are numbered so that a lane's are those with its
+// number modulo 32, part after part.
 template <class L>
 struct Scores {
   static constexpr int kOwn = L::kExperts / plat::kWarpLanes;  // experts of a lane
@@ -71,7 +78,7 @@ struct Scores {
   template <class Region>
   LOWLAT_DEVICE bool receive(const Region& r, int row) {
 #pragma unroll 1
-    for (int part = 0; part < L::kScoreParts; ++part) {
+    for (int part = 0; part < score_parts<L>(); ++part) {
       uint4 packets[kPackets];
       for (int tries = 1;; ++tries) {
         bool here = true;
@@ -138,74 +145,49 @@ struct Scores {
   }
 };
 
-// By a warp: the choice of a row by what its scores are, for all blocks: packets {two ids, their
-// weights, epoch}. `store` false: all but the stores.
+// By a warp: ids of a row and the scores that their weights are made of (or their weights, where
+// those are given) into the block's table.
 template <class L, class Region>
-LOWLAT_DEVICE void tell_route(const Region& r, int row, const std::int32_t* ids,
-                              const float* scores, stages::GateSum sum_rule, bool store) {
-  const float total = stages::gate_total(scores, L::kSlots, sum_rule);
-  const auto weight = [&](int slot) {
-    return __float_as_uint(scores[slot] / total * kRoutedScaling);
-  };
-  if (r.lane >= L::kRoutePackets) return;
-  const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
-  const std::uint32_t words[3] = {
-      static_cast<std::uint32_t>(ids[slot]) | static_cast<std::uint32_t>(ids[other]) << 16,
-      weight(slot), weight(other)};
-  if (store) plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
-}
-// By a warp: ids and weights of all rows into the block's table, in every block the same: as they
-// were told, or as they were given; block 0 stores them.
-template <class L, class Region>
-LOWLAT_DEVICE void take_routes(const Region& r) {
-  const int num_pairs = r.a.rows * L::kSlots;
-  if (!r.scores) {
-    for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
-      r.table.ids[i] = __ldg(r.a.ids + i);
-      r.table.weights[i] = __ldg(r.a.weights + i);
-    }
-    __syncwarp();
+LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule) {
+  const int at = row * L::kSlots;
+  std::int32_t* ids = &r.table.ids[at];
+  float* weights = &r.table.weights[at];
+  if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
+    ids[r.lane] = __ldg(r.a.ids + at + r.lane);
+    weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
+  }
+  if (!r.scores) return;
+  Scores<L> scores = {r.lane, {}, {}};
+  if (r.a.routing == MoeRouting::gate) scores.load_bias(r.a, row);
+  if (!scores.receive(r, row)) {  // the step is lost; stay inside the arrays
+    if (r.lane < L::kSlots) ids[r.lane] = r.lane;
     return;
   }
-  // All packets of a lane are asked for at once.
-  constexpr int kAll = L::kMaxRows * L::kRoutePackets,
-                kOwn = (kAll + plat::kWarpLanes - 1) / plat::kWarpLanes;
-  const int num = r.a.rows * L::kRoutePackets;
-  uint4 packets[kOwn] = {};
-  bool lost = false;
-  for (int tries = 1;; ++tries) {
-    bool here = true;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int number = i * plat::kWarpLanes + r.lane;
-      if (number >= num) continue;
-      packets[i] = load_packet(r.route_packet(number));
-      here = here && packets[i].w == r.epoch;
-    }
-    if (__all_sync(plat::kAllLanes, here)) break;
-    lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-    lost = __any_sync(plat::kAllLanes, lost);
-    if (lost) break;
+  __syncwarp();
+  if (r.a.routing == MoeRouting::gate) {
+    scores.select(ids, weights,
+                  rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+  } else {
+    scores.find(ids, weights);
   }
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int number = i * plat::kWarpLanes + r.lane;
-    if (number >= num) continue;
-    const int row = number / L::kRoutePackets, slot = 2 * (number % L::kRoutePackets);
-    const std::uint32_t ids[2] = {packets[i].x & 0xffffu, packets[i].x >> 16},
-                        weights[2] = {packets[i].y, packets[i].z};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (slot + j >= L::kSlots) continue;
-      const int at = row * L::kSlots + slot + j;
-      // Where the step is lost, stay inside the arrays.
-      const auto id = lost ? slot + j : static_cast<std::int32_t>(ids[j]);
-      const float weight = __uint_as_float(weights[j]);
-      r.table.ids[at] = id;
-      r.table.weights[at] = weight;
-      if (r.block_idx != 0) continue;
-      if (r.a.out_ids != nullptr) r.a.out_ids[at] = id;
-      if (r.a.out_weights != nullptr) r.a.out_weights[at] = weight;
+  __syncwarp();
+}
+
+// By the same warp: the scores of a row become weights.
+template <class L, class Region>
+LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule) {
+  if (!r.scores) return;
+  const int at = row * L::kSlots;
+  float* weights = &r.table.weights[at];
+  const float total = stages::gate_total(weights, L::kSlots, sum_rule);
+  float weight = 0.0f;
+  if (r.lane < L::kSlots) weight = weights[r.lane] / total * kRoutedScaling;
+  __syncwarp();
+  if (r.lane < L::kSlots) {
+    weights[r.lane] = weight;
+    if (r.block_idx == 0) {
+      if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
+      if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = weight;
     }
   }
   __syncwarp();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fused/moe_wide_layout.cuh"
+#include "fused/moe_wide_route.cuh"
 
 namespace lowlat::nvidia::fused {
 
@@ -373,103 +374,14 @@ struct Gatherer {
     return true;
   }
 
-  // The last blocks route a row each for all: a hop more, but one row's selection instead of
-  // several, one after the other, and 128 blocks' scores go to one block.
-  LOWLAT_DEVICE void send_route(const Rules& rules) const {
-    const int row = r.num_blocks - 1 - r.block_idx;
-    if (!r.scores || row >= r.a.rows) return;
-    std::int32_t* ids = r.table.own_ids;
-    Scores<L> scores = {r.lane, {}, {}};
-    const bool by_score = r.a.routing == MoeRouting::gate;
-    if (by_score) {
-      scores.load_bias(r.a, row);
-    } else if (r.lane < L::kSlots) {
-      ids[r.lane] = __ldg(r.a.ids + row * L::kSlots + r.lane);
-    }
-    if (!scores.receive(r, row)) return;
-#pragma unroll
-    for (float& score : scores.score) score = stages::gate_score(score, rules.rule);
-    __syncwarp();
-    if (by_score) {
-      scores.select(ids, r.table.own_scores,
-                    rules.rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-    } else {
-      scores.find(ids, r.table.own_scores);
-    }
-    __syncwarp();
-    tell_route<L>(r, row, ids, r.table.own_scores, rules.sum_rule, true);
-  }
-
-  // Pairs by expert, in entries; an expert's pairs keep their order.
-  LOWLAT_DEVICE void make_table() const {
-    auto& table = r.table;
-    constexpr int kOwnPairs = L::kMaxPairs / plat::kWarpLanes,
-                  kOwnExperts = L::kExperts / plat::kWarpLanes;
-    static_assert(L::kMaxPairs % plat::kWarpLanes == 0 && L::kExperts % plat::kWarpLanes == 0);
-    const int num_pairs = r.a.rows * L::kSlots;
-    const std::uint32_t before = (1u << r.lane) - 1;
-    std::uint32_t place[kOwnPairs];  // expert | rank << 16
-#pragma unroll
-    for (int i = 0; i < kOwnPairs; ++i) {
-      const int pair = i * plat::kWarpLanes + r.lane;
-      if (i * plat::kWarpLanes >= num_pairs) break;
-      // Lanes without a pair have an expert that nobody has.
-      const int id = pair < num_pairs ? table.ids[pair] : L::kExperts + r.lane;
-      const std::uint32_t same = __match_any_sync(plat::kAllLanes, id);
-      const std::uint32_t count = pair < num_pairs ? table.count[id] : 0;
-      __syncwarp();
-      if (pair < num_pairs && (same & before) == 0) table.count[id] = count + __popc(same);
-      place[i] = static_cast<std::uint32_t>(id) | (count + __popc(same & before)) << 16;
-      __syncwarp();
-    }
-    // How many pairs (low half) and entries (high half) lie before a lane's experts.
-    std::uint32_t own = 0;
-#pragma unroll
-    for (int i = 0; i < kOwnExperts; ++i) {
-      const std::uint32_t count = table.count[r.lane * kOwnExperts + i];
-      own += count | (count + L::kEntryPairs - 1) / L::kEntryPairs << 16;
-    }
-    std::uint32_t sum = own;
-#pragma unroll
-    for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
-      const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, sum, offset);
-      if (r.lane >= offset) sum += theirs;
-    }
-    if (r.lane == plat::kWarpLanes - 1) {
-      table.num_entries = static_cast<std::int32_t>(sum >> 16);
-      table.first[sum >> 16] = static_cast<std::uint16_t>(num_pairs);
-    }
-    std::uint32_t first = (sum - own) & 0xffffu, entry = (sum - own) >> 16;
-#pragma unroll 1
-    for (int i = 0; i < kOwnExperts; ++i) {
-      const int expert = r.lane * kOwnExperts + i;
-      const std::uint32_t count = table.count[expert];
-      table.count[expert] = first;  // from here on: where its pairs begin
-      for (std::uint32_t k = 0; k < count; k += L::kEntryPairs, ++entry) {
-        table.expert[entry] = static_cast<std::uint16_t>(expert);
-        table.first[entry] = static_cast<std::uint16_t>(first + k);
-      }
-      first += count;
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kOwnPairs; ++i) {
-      const int pair = i * plat::kWarpLanes + r.lane;
-      if (pair >= num_pairs) break;
-      table.sorted[table.count[place[i] & 0xffffu] + (place[i] >> 16)] =
-          static_cast<std::uint16_t>(pair);
-    }
-    __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
-  }
-
   LOWLAT_DEVICE bool run(const Rules& rules) const {
     split_rows();
+    const Router<L> router = {r};
     if (which != 0) {
-      send_route(rules);
+      router.send_route(rules);
     } else {
-      take_routes<L>(r);
-      make_table();
+      router.take_routes();
+      router.make_table();
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
