@@ -20,8 +20,8 @@ struct BoxedMatrix {
   std::int64_t rows;
   int row_bytes, box_rows, box_bytes;  // a row's and a box's are multiples of 16
   // A box lies as [lines of 128 bytes][rows][128], its 16-byte units exchanged so that eight rows'
-  // reads of 16 bytes find different banks, and coordinates are {0, row, line}. Otherwise it lies as
-  // [rows][bytes], and coordinates are {word of 4 bytes, row, 0}.
+  // reads of 16 bytes find different banks, and coordinates are {0, row, line}. Otherwise it lies
+  // as [rows][bytes], and coordinates are {word of 4 bytes, row, 0}.
   bool in_lines;
 };
 inline cudaError_t tile_map(const BoxedMatrix& m, CUtensorMap* out) {

@@ -237,8 +237,8 @@ struct Consumer {
 
   // The codes of a warp's sixteen rows of two groups of 32 along K, as they lie in a slot: `words`
   // are a[0 .. 3]'s of the first, then of the second, before expansion.
-  // `rows`: where codes_at of the slot begins; kLine: bytes from a line of 128 to the next, or 0: the
-  // rows are not in lines.
+  // `rows`: where codes_at of the slot begins; kLine: bytes from a line of 128 to the next, or 0:
+  // the rows are not in lines.
   template <int kLine>
   LOWLAT_DEVICE static void load_codes(std::uint32_t (&words)[4], std::uint32_t rows, int group) {
     if constexpr (L::kMarlin) {
@@ -258,8 +258,8 @@ struct Consumer {
       sm90::load_matrices(words, rows + group * 16);
     }
   }
-  // Where load_codes begins for quarter q of a slot's 64 rows: checkpoint: eight rows from `low` and
-  // eight from `high` on, in bytes, `pitch` bytes apart.
+  // Where load_codes begins for quarter q of a slot's 64 rows: checkpoint: eight rows from `low`
+  // and eight from `high` on, in bytes, `pitch` bytes apart.
   template <bool kInLines>
   LOWLAT_DEVICE std::uint32_t codes_at(int q, int low, int high, int pitch) const {
     if constexpr (L::kMarlin) return ((2 * q + g % 2) * 4 + t) * 16 + g / 2 * 4;

@@ -1,5 +1,5 @@
-// fused/moe_wide_route.cuh: the role of moe_wide.cuh that routes: a row's experts from its scores, the
-// choice of all rows, and the table of experts that every block works by. By warps, each alone.
+// fused/moe_wide_route.cuh: the role of moe_wide.cuh that routes: a row's experts from its scores,
+// the choice of all rows, and the table of experts that every block works by. A warp calls.
 #pragma once
 
 #include "fused/moe_wide_layout.cuh"
@@ -50,7 +50,7 @@ struct Router {
     plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
   }
 
-  // By a warp: ids and weights of all rows into the block's table, in every block the same: as they
+  // Ids and weights of all rows into the block's table, in every block the same: as they
   // were told, or as they were given; block 0 stores them.
   LOWLAT_DEVICE void take_routes() const {
     const int num_pairs = r.a.rows * L::kSlots;
