@@ -491,8 +491,6 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   index.x_index = x_index(layer_idx);
   index.wq = view(w.indexer.wq_b);
   index.q_norm = w.q_norm;
-  index.qa = s.memory.qa;
-  index.qa_squares = s.memory.qa_squares;
   index.norm_eps = s.shape.kNormEps;
   index.rope = s.compressed_rope;
   index.query = s.query;
@@ -507,8 +505,7 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   index.tickets = s.tickets;
   index.entry_slots = s.entry_slots;
   index.out_blocks = s.blocks;
-  index.qkv_done =
-      gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
+  fused::set_index_latent(s.memory, fused::FusedModel::v41, index.rows.num_rows, layer_idx, &index);
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
