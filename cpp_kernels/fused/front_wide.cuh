@@ -120,11 +120,14 @@ struct WideProduct {
                                         int pass = 0) {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    // A warp takes a line of four tokens at a time.
-    constexpr int kLines = kK * kBytes / 128;
+    // A warp takes a line of four tokens at a time. Blocks that want the same begin at different
+    // ones, so that they do not all ask the same part of the cache.
+    constexpr int kLines = kK * kBytes / 128, kAll = 2 * kTiles * kLines;
     static_assert(kK * kBytes % 128 == 0);
-#pragma unroll 4
-    for (int i = warp_idx; i < 2 * kTiles * kLines; i += kProductWarps) {
+    const int shift = static_cast<int>(blockIdx.x) / kBlocks * kProductWarps % kAll;
+#pragma unroll 1
+    for (int turn = warp_idx; turn < kAll; turn += kProductWarps) {
+      const int i = turn + shift < kAll ? turn + shift : turn + shift - kAll;
       const int token = i % (2 * kTiles) * 4 + lane_idx / 8;
       const int byte = i / (2 * kTiles) * 128 + lane_idx % 8 * 16;
       const int row = pass * kTokens + token;

@@ -225,7 +225,7 @@ struct Finisher {
     for (int n = 0; n < r.shared_tiles(); ++n) {
       for (int group = 0; group < r.num_groups(); ++group) {
         if (!wait_sums()) return false;
-        const int first_row = group * kColumns;
+        const int first_row = r.shared_group(group) * kColumns;
 #pragma unroll 1
         for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
           finish_shared(first_row, column, n * r.num_blocks + r.block_idx);

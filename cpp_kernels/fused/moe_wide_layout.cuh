@@ -361,6 +361,9 @@ struct Region {
     return left < L::kWarpGroups ? left : L::kWarpGroups;
   }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
+  // The n-th group of the shared expert's first product: blocks begin at different rows, so that
+  // they do not all ask the same part of the cache.
+  LOWLAT_DEVICE int shared_group(int n) const { return (n + block_idx) % num_groups(); }
   LOWLAT_DEVICE int num_pairs(int entry) const {
     return table.first[entry + 1] - table.first[entry];
   }

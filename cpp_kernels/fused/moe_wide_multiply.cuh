@@ -111,7 +111,7 @@ struct Consumer {
 
   // Gate rows, then up rows; x as the block-fp8 linear sees it.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
-    load_x(group_x(0, warp * L::kSlice));
+    load_x(group_x(r.shared_group(0), warp * L::kSlice));
     if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
     const std::uint32_t low_address =
         r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
@@ -120,7 +120,8 @@ struct Consumer {
     const int num_groups = r.num_groups();
     for (int group = 0; group < num_groups; ++group) {
       // Blocks of the next group's x follow as this one's are done.
-      const uint4* next = group + 1 < num_groups ? group_x(group + 1, warp * L::kSlice) : nullptr;
+      const uint4* next =
+          group + 1 < num_groups ? group_x(r.shared_group(group + 1), warp * L::kSlice) : nullptr;
       float acc[2][4] = {};
       std::uint32_t exponent = 0;
 #pragma unroll
