@@ -130,4 +130,9 @@ TEST_CASE(a_shape_without_kernels_is_refused_by_its_fields) {
   CHECK(why.find("nvidia:persistent serves it") != std::string::npos);
   CHECK_EQ(lowlat_model_create("nvidia:0:quick", &config, &model), LOWLAT_INVALID);
   CHECK(std::string(lowlat_last_error()).find("fused, persistent or loop") != std::string::npos);
+  for (const char* twice :
+       {"nvidia:fused:persistent", "nvidia:persistent:fused", "nvidia:fused:fused", "nvidia:0:1"}) {
+    CHECK_EQ(lowlat_model_create(twice, &config, &model), LOWLAT_INVALID);
+    CHECK(std::string(lowlat_last_error()).find("needed one of them") != std::string::npos);
+  }
 }
