@@ -16,7 +16,7 @@ from pathlib import Path
 
 from run import BUILD_BUDGET_S, PROGRAMS
 
-PACKAGES = ("lowlat", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
+PACKAGES = ("lowlat", "ml_dtypes", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
 
 
 def copy_package(name: str, site: Path) -> None:

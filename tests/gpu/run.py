@@ -48,13 +48,22 @@ LIMITS_S = {
 PROGRAMS = sorted(
     f"gpu_{path.stem.removeprefix('test_')}" for path in (ROOT / "tests/gpu").glob("test_*.cu")
 )
-# Programs, and the word of the cases that a tool which is a hundred times slower gets through.
+# Programs, and the word of the cases that a tool which is a thousand times slower gets through.
 SANITIZED = (
+    ("gpu_attention", "brief"),
+    ("gpu_attention_v4", "brief"),
     ("gpu_devices", ""),
     ("gpu_draft", "small"),
     ("gpu_draft_accept", "small"),
-    ("gpu_platform", ""),
+    ("gpu_index", "brief"),
+    ("gpu_layer", "brief"),
+    ("gpu_layer_v4", "brief"),
+    ("gpu_model", "v4_one_rank_eager"),
+    ("gpu_moe", "brief"),
+    ("gpu_moe_wide", "brief"),
     ("gpu_ops", "small"),
+    ("gpu_platform", ""),
+    ("gpu_step", "brief"),
 )
 TOOLS = ("memcheck", "racecheck")
 OPERATIONS = (
@@ -165,7 +174,7 @@ class Tests:
 
     def operations(self) -> None:
         name = "operations"
-        for module in ("numpy", "pytest", "lowlat._kernels"):
+        for module in ("numpy", "ml_dtypes", "pytest", "lowlat._kernels"):
             tried = subprocess.run(
                 [sys.executable, "-c", f"import {module}"],
                 env=self.env,

@@ -74,6 +74,17 @@ TEST_CASE(replays_are_equal) {
   CHECK_EQ(bench::failures, 0);
 }
 
+TEST_CASE(brief_one_row_and_six) {
+  need_memory();
+  bench::failures = 0;
+  bench::Weights weights;
+  lowlat_model_config config = bench::config_of(false, 0);
+  config.wait_budget_ns = kBriefBudgetNs;
+  bench::Rank fused(kFused, config, weights);
+  for (const int rows : {1, 6}) bench::replay(fused, bench::case_of(rows, 4500), 1);
+  CHECK_EQ(bench::failures, 0);
+}
+
 TEST_CASE(padding_leaves_the_other_rows_alone) {
   need_memory();
   bench::Weights weights;
