@@ -6,7 +6,11 @@
 #                    ~/.cache/lowlat once (6 GB); skipped with the reason where it cannot be had
 #   make test-deep   the same as test, longer, and under sanitizers
 #   make tidy        format, lints, tests about the tree
-#   make gpu-test    on a machine with a GPU: what needs one
+#   make gpu-test    on a machine with a GPU: what needs one. Where nothing can be built or fetched:
+#                    make gpu-test PROGRAMS=DIR, a folder that make gpu-pack made elsewhere
+#   make gpu-pack    what such a machine needs, into out/gpu-pack
+#   make gpu-four    on a host with four GPUs: checks, figures and a profile of four ranks;
+#                    RANKS=2: of two. Ten minutes at most; PROGRAMS as above
 #   make setup build golden header abi clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
@@ -14,7 +18,8 @@
 # compiler of the AMD code objects too, which is fetched nowhere else.
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo test test-sglang test-deep tidy golden header abi gpu-test clean
+.PHONY: setup build demo test test-sglang test-deep tidy golden header abi \
+  gpu-test gpu-pack gpu-four clean
 
 SHELL := bash
 PYTHON ?= python3
@@ -107,8 +112,24 @@ header:
 abi: header
 	LOWLAT_WRITE_ABI=1 cargo test -q --locked -p lowlat-capi --test capi_snapshot
 
-gpu-test: build
-	@$(BIN)/python tests/gpu/run.py --build-dir $(BUILD)
+RANKS ?= 4
+ifeq ($(PROGRAMS),)
+gpu-test gpu-four: build
+GPU_PYTHON := $(BIN)/python
+GPU_PLACE := --build-dir $(BUILD)
+else
+GPU_PYTHON := $(PYTHON)
+GPU_PLACE := --programs $(PROGRAMS)
+endif
+
+gpu-test:
+	@$(GPU_PYTHON) tests/gpu/run.py $(GPU_PLACE)
+
+gpu-four:
+	@$(GPU_PYTHON) tests/gpu/ranks.py $(GPU_PLACE) --ranks $(RANKS)
+
+gpu-pack: build
+	@$(BIN)/python tests/gpu/pack.py --build-dir $(BUILD) --to out/gpu-pack
 
 clean:
 	rm -rf build target out .venv

@@ -1,4 +1,4 @@
-"""Gathers what `tests/gpu/run.py --programs DIR` needs on a machine that builds nothing.
+"""Gathers what `make gpu-test` and `make gpu-four` need on a machine that builds nothing.
 
     python tests/gpu/pack.py --build-dir build/py --to out/gpu-pack
 
@@ -14,6 +14,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from ranks import BENCHES
 from run import BUILD_BUDGET_S, PROGRAMS
 
 PACKAGES = ("lowlat", "ml_dtypes", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
@@ -39,12 +40,13 @@ def main() -> int:
     parser.add_argument("--build-dir", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
-    build = ["cmake", "--build", str(arguments.build_dir), "--target", *PROGRAMS]
+    programs = [*PROGRAMS, *BENCHES]
+    build = ["cmake", "--build", str(arguments.build_dir), "--target", *programs]
     subprocess.run(build, check=True, timeout=BUILD_BUDGET_S)
     shutil.rmtree(arguments.to, ignore_errors=True)
     site = arguments.to / "site"
     site.mkdir(parents=True)
-    for name in PROGRAMS:
+    for name in programs:
         shutil.copy2(arguments.build_dir / name, arguments.to / name)
         strip(arguments.to / name)
     for name in PACKAGES:
@@ -55,7 +57,7 @@ def main() -> int:
         if program.suffix != ".py":
             strip(program)
     megabytes = sum(file.stat().st_size for file in arguments.to.rglob("*")) >> 20
-    print(f"{arguments.to}: {len(PROGRAMS)} programs and {len(PACKAGES)} packages, {megabytes} MB")
+    print(f"{arguments.to}: {len(programs)} programs and {len(PACKAGES)} packages, {megabytes} MB")
     return 0
 
 

@@ -17,7 +17,6 @@ status 1 when anything failed or nothing could run.
 """
 
 import argparse
-import ctypes
 import importlib.util
 import os
 import re
@@ -29,7 +28,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from runner import CASES, ROOT, Count, count_of_suites, counted, run
+from runner import (
+    CASES,
+    ROOT,
+    Count,
+    NoGpuError,
+    count_of_suites,
+    counted,
+    run,
+    visible_gpus,
+)
 
 BUILD_BUDGET_S = 3600
 OPERATIONS_BUDGET_S = 600
@@ -102,25 +110,6 @@ class Wanted:
         if not self.words:
             return [""]
         return [case for word, case in self.words if word == name]
-
-
-def no_device() -> str | None:
-    """Why there is no GPU to test on; None where there is one. Asks the driver itself, which counts
-    what CUDA_VISIBLE_DEVICES leaves."""
-    needed = "needed an NVIDIA GPU and its driver"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return f"no libcuda.so.1 here; {needed}"
-    count = ctypes.c_int()
-    for call in (lambda: driver.cuInit(0), lambda: driver.cuDeviceGetCount(ctypes.byref(count))):
-        if (status := call()) != 0:
-            return f"the driver answers {status}; {needed} (CUDA_VISIBLE_DEVICES hides GPUs)"
-    if count.value == 0:
-        return f"the driver sees no GPU; {needed} (CUDA_VISIBLE_DEVICES hides GPUs)"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    print(f"{count.value} GPU(s)" + (f", CUDA_VISIBLE_DEVICES={hidden}" if hidden else ""))
-    return None
 
 
 class Tests:
@@ -247,9 +236,10 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=ROOT / "build/gpu-test")
     arguments = parser.parse_args()
 
-    why = no_device()
-    if why is not None:
-        print(f"GPU tests cannot run here: {why}")
+    try:
+        print(f"{visible_gpus()} GPU(s)")
+    except NoGpuError as error:
+        print(f"GPU tests cannot run here: {error}")
         return 1
     programs = (arguments.programs or arguments.build_dir).resolve()
     tests = Tests(programs, arguments.logs.resolve(), Wanted.parse(arguments.only))

@@ -1,5 +1,6 @@
 """What the scripts that run tests share: a command that must end, and counts of what it ran."""
 
+import ctypes
 import os
 import re
 import signal
@@ -62,6 +63,27 @@ def run(
         finally:
             watch.cancel()
     return status, "".join(lines)
+
+
+class NoGpuError(Exception):
+    """Why there is no GPU to run on."""
+
+
+def visible_gpus() -> int:
+    """How many GPUs the driver shows, after CUDA_VISIBLE_DEVICES; NoGpuError where there is none.
+    Loads the driver and no more: neither CUDA's toolkit nor lowlat need be installed."""
+    needed = "needed an NVIDIA GPU and its driver"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise NoGpuError(f"no libcuda.so.1 here; {needed}") from None
+    count = ctypes.c_int()
+    for call in (lambda: driver.cuInit(0), lambda: driver.cuDeviceGetCount(ctypes.byref(count))):
+        if (status := call()) != 0:
+            raise NoGpuError(f"the driver answers {status}; {needed}")
+    if count.value == 0:
+        raise NoGpuError(f"the driver shows no GPU; {needed} (CUDA_VISIBLE_DEVICES hides GPUs)")
+    return count.value
 
 
 def counted(count: Count, status: int) -> Count:
