@@ -45,7 +45,7 @@ class PeerAccess {
   bool was_enabled_ = false;
 };
 
-// A word of the host that copies reach without a buffer of the driver's, which would make them wait.
+// A word of the host that copies reach without a buffer of the driver, for which they would wait.
 std::unique_ptr<std::uint32_t, cudaError_t (*)(void*)> pinned_word() {
   void* word = nullptr;
   cuda::check(cudaMallocHost(&word, sizeof(std::uint32_t)), "cudaMallocHost");
