@@ -10,7 +10,7 @@
 
 namespace lowlat::bench {
 
-// Logits of a draft and of a target that agrees with it in part; the drafts are its likeliest. Where
+// Logits of a draft and of a target that agrees with it in part; drafts are its likeliest. Where
 // it does not agree, p is a share of q between none and all, so that coins decide.
 struct AcceptCase {
   int batch, num_drafts, vocab;
