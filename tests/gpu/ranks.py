@@ -20,6 +20,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -33,19 +34,20 @@ from runner import CASES, ROOT, NoGpuError, run, visible_gpus
 
 BUDGET_S = 590.0
 WIDTHS = ("1", "6", "8", "12", "24", "48")
-BENCHES = ("bench_layer",)
+BENCHES = ("bench_layer", "bench_step")
 NUMBERS = {2: "two", 4: "four", 8: "eight"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command. What it needs: so many GPUs, and files of `lowlat bench` it leaves."""
+    """A command, the GPUs that it needs, and where its figures are."""
 
     name: str
     words: list[str]
     limit_s: float
     gpus: int
     figures: Path | None = None
+    times: str = ""  # which of its lines are times to keep, of a program that prints no JSON
 
     def shown(self) -> str:
         """The command as a reader would type it, without this machine's paths."""
@@ -66,6 +68,7 @@ class Outcome:
     verdict: str  # passed, FAILED, not run
     words: str
     seconds: float
+    times: list[str]
 
 
 def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list[Step]:
@@ -96,11 +99,30 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
     return [
         Step("devices", program("gpu_devices"), 30, ranks),
         Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 150, ranks),
-        Step("every width", program("bench_layer", "ranks", count, *WIDTHS), 90, ranks),
-        Step("a process a rank", program("bench_layer", "processes", count, *WIDTHS), 90, ranks),
+        Step(
+            "every width",
+            program("bench_layer", "ranks", count, *WIDTHS),
+            90,
+            ranks,
+            times="^layer  ",
+        ),
+        Step(
+            "a process a rank",
+            program("bench_layer", "processes", count, *WIDTHS),
+            90,
+            ranks,
+            times=" rank 0 of ",
+        ),
         Step("whole steps", program("gpu_step", f"{n}_ranks"), 90, ranks),
         Step("draft", program("gpu_draft", f"{n}_gpus"), 60, ranks),
         Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 90, ranks),
+        Step(
+            "whole steps, timed",
+            program("bench_step", "time", "ranks", count, "6", "12", "24", "48"),
+            60,
+            ranks,
+            times=r"ms \(10th",
+        ),
         bench("layer", "--rows", "6,12,24,48"),
         bench("exchange", "--rows", "6,12,24,48"),
         bench("draft", "--rows", "6,48"),
@@ -116,18 +138,26 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
 
 def outcome_of(step: Step, gpus: int, left_s: float, env: dict[str, str], logs: Path) -> Outcome:
     command = step.shown()
-    if step.gpus > gpus:
-        return Outcome(step.name, command, "not run", f"{step.gpus} GPUs needed, {gpus} here", 0.0)
-    if not Path(step.words[0]).is_file():
-        return Outcome(step.name, command, "not run", f"{step.words[0]} is not there", 0.0)
     limit_s = min(step.limit_s, left_s)
-    if limit_s < 10.0:
-        return Outcome(step.name, command, "not run", f"no time left of {BUDGET_S:g} s", 0.0)
+    why = (
+        f"{step.gpus} GPUs needed, {gpus} here"
+        if step.gpus > gpus
+        else f"{Path(step.words[0]).name} is not there"
+        if not Path(step.words[0]).is_file()
+        else f"no time left of {BUDGET_S:g} s"
+        if limit_s < 10.0
+        else ""
+    )
+    if why:
+        return Outcome(step.name, command, "not run", why, 0.0, [])
     begin = time.monotonic()
     status, output = run(step.words, env, limit_s, show=False)
     seconds = time.monotonic() - begin
     (logs / f"{step.name.replace(' ', '-')}.log").write_text(output)
-    return Outcome(step.name, command, *verdict_of(status, output, seconds >= limit_s), seconds)
+    verdict, words = verdict_of(status, output, seconds >= limit_s)
+    lines = output.splitlines() if step.times else []
+    times = [line.strip() for line in lines if re.search(step.times, line)]
+    return Outcome(step.name, command, verdict, words, seconds, times)
 
 
 def verdict_of(status: int, output: str, late: bool) -> tuple[str, str]:
@@ -184,6 +214,9 @@ def table(report: dict[str, Any]) -> str:
             f" {figure['median']:.2f} | {figure['low']:.2f}, {figure['high']:.2f} | {floor} |"
             f" {other} |"
         )
+    times = [line for one in done for line in one["times"]]
+    if times:
+        lines += ["", "```", *times, "```"]
     rest = [one for one in report["steps"] if one["verdict"] == "not run"]
     if rest:
         lines += ["", "Not run:", ""]
