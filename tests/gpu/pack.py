@@ -2,15 +2,18 @@
 
     python tests/gpu/pack.py --build-dir build/py --to out/gpu-pack
 
-The programs of tests/gpu, stripped, and in DIR/site this Python's lowlat and pytest. The package
-holds a module for this Python's version; a machine with another leaves the operations out and says
-so. numpy is taken from there.
+The programs of tests/gpu, stripped, and in DIR/site this Python's lowlat and pytest; and DIR.tar.xz,
+the same to carry, far smaller because the programs hold the same kernels. The package holds a
+module for this Python's version; a machine with another leaves the operations out and says so.
+numpy is taken from there.
 """
 
 import argparse
+import lzma
 import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import metadata
 from pathlib import Path
 
@@ -35,6 +38,16 @@ def strip(path: Path) -> None:
     subprocess.run(["strip", str(path)], check=True, timeout=60)
 
 
+def archive(folder: Path) -> Path:
+    """Programs of megabytes repeat each other, so the dictionary holds several."""
+    path = folder.with_name(f"{folder.name}.tar.xz")
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
+    with lzma.open(path, "wb", filters=filters) as out:
+        with tarfile.open(fileobj=out, mode="w|") as tar:
+            tar.add(folder, folder.name)
+    return path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--build-dir", type=Path, required=True)
@@ -56,8 +69,10 @@ def main() -> int:
     for program in (site / "lowlat" / "_bench").glob("[!.]*"):
         if program.suffix != ".py":
             strip(program)
-    megabytes = sum(file.stat().st_size for file in arguments.to.rglob("*")) >> 20
-    print(f"{arguments.to}: {len(programs)} programs and {len(PACKAGES)} packages, {megabytes} MB")
+    whole = sum(file.stat().st_size for file in arguments.to.rglob("*")) / 1e6
+    print(f"{arguments.to}: {len(programs)} programs, {len(PACKAGES)} packages, {whole:.0f} MB")
+    packed = archive(arguments.to)
+    print(f"{packed}: {packed.stat().st_size / 1e6:.0f} MB")
     return 0
 
 
