@@ -30,8 +30,8 @@ using Result = std::vector<std::uint16_t>;
 struct Rank {
   Mailboxes mail;
   Layers<kRanks> layers;
-  explicit Rank(int rows)
-      : mail(rows, kRanks),
+  explicit Rank(int rows, std::uint64_t budget_ns = 20'000'000)
+      : mail(rows, kRanks, budget_ns),
         layers(Group<kRanks>::weights(0), kLayers, rows, mail.looped(kRanks), mail.step_epoch.get(),
                0) {}
 
@@ -93,6 +93,21 @@ TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
       different += rank.layers.take() != want[static_cast<std::size_t>(i % kInputs)] ? 1 : 0;
     }
     CHECK_EQ(different, 0);
+    CHECK(rank.healthy());
+  }
+}
+
+TEST_CASE(brief_one_row_and_six) {
+  need_device();
+  for (const int rows : {1, 6}) {
+    Rank rank(rows, lowlat::testing::kBriefBudgetNs);
+    const Result want = rank.one_by_one(0);
+    Graph graph([&](cudaStream_t stream) { rank.layers.launch({}, stream); });
+    rank.begin(0);
+    finish();
+    graph.replay();
+    graph.wait();
+    CHECK(rank.layers.take() == want);
     CHECK(rank.healthy());
   }
 }

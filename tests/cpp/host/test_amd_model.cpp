@@ -1,5 +1,10 @@
 // The platform amd's host side over a HIP runtime of our own (tests/fakes/hip_runtime.cpp): what it
 // launches and with which parameters, every call that may fail, every refusal. No kernel runs here.
+//
+// Planted and seen to fail: the selection behind the layer's end, a kernel's parameters in another
+// order, compute units that ranks of one device do not share, an abort of the own rank alone, work
+// whose end nobody notes, memory of another process that stays mapped, and a store to a peer that
+// is not looked for.
 #include <dlfcn.h>
 
 #include <cstddef>
@@ -354,6 +359,12 @@ std::string create_words(const char* platform) {
   return std::to_string(status) + " " + (status == LOWLAT_OK ? "" : lowlat_last_error());
 }
 
+#ifdef LOWLAT_HAVE_CUDA
+const std::string kBuiltBefore = "nvidia, ";
+#else
+const std::string kBuiltBefore;
+#endif
+
 TEST_CASE(refusals_are_one_line_that_says_what_is_needed) {
   NEEDS_FAKE;
   fake().reset(0, kGfx950);
@@ -369,13 +380,18 @@ TEST_CASE(refusals_are_one_line_that_says_what_is_needed) {
   CHECK_EQ(create_words("amd"),
            "2 device 0 is AMD Instinct of the fake, whose wall clock runs 25000 kHz; needed "
            "100000 (gfx942 or gfx950)");
-  CHECK_EQ(create_words("amdahl"),
-           "2 platform is \"amdahl\"; this library was built with: scalar, amd");
+  CHECK_EQ(
+      create_words("amdahl"),
+      "2 platform is \"amdahl\"; this library was built with: scalar, " + kBuiltBefore + "amd");
   fake().set("clock_khz", 100'000);
   fake().set("reach", 0);
   CHECK_EQ(words_of([] { AmdGroup none(LOWLAT_V4, 2); }),
            "status 2: peer handle of rank 1: device 0 cannot reach device 1 (see rocm-smi "
            "--showtopoaccess)");
+  fake().set("reach", 1);
+  fake().set("arrive", 0);
+  CHECK_EQ(words_of([] { AmdGroup none(LOWLAT_V4, 2); }),
+           "status 2: a store to rank 1's memory did not arrive (see rocm-smi --showtopoaccess)");
   CHECK_EQ(fake().alive(), 0);
 }
 
