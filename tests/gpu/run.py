@@ -52,7 +52,7 @@ def missing_parts() -> list[str]:
     """What the tests cannot do without, in words that say what brings it."""
     if importlib.util.find_spec("lowlat") is None:
         return ["lowlat is not installed in this Python: make build"]
-    from lowlat.cli.doctor import OK, NVIDIA, gpu_kernels_checks
+    from lowlat.cli.doctor import NVIDIA, OK, gpu_kernels_checks
 
     return [
         f"{check.name}: {check.happened}; {check.change}"

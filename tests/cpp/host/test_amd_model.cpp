@@ -277,6 +277,10 @@ struct HostedAmd {
 
   HostedAmd(std::uint32_t kind, bool proposals, const char* platform = "amd")
       : config(tiny_config(kind, 1, 0)), words(512), rows(1 << 16), table(64, 1) {
+    // A block's proposals, and a request's verify rows.
+    config.num_widths = 2;
+    config.widths[0] = config.draft_block;
+    config.widths[1] = config.draft_block + 1;
     lowlat_hosting hosting{};
     hosting.struct_bytes = sizeof hosting;
     hosting.expert_layout = LOWLAT_ROW_MAJOR;
@@ -326,7 +330,10 @@ struct HostedAmd {
     std::vector<std::string> names;
     std::vector<lowlat_tensor> tensors;
     const auto give = [&](const std::string& name, lowlat_tensor_spec spec) {
-      spec.shape[0] = pages * 256;
+      // Pages of 64 entries, or rings of requests and pages; never many.
+      const bool paged = name.starts_with("kv.swa") || name.starts_with("kv.extra");
+      spec.shape[0] =
+          paged ? pages : pages * std::max(config.page_size / 64, config.state_ring) + 64;
       names.push_back(name);
       tensors.push_back(dense_tensor(spec, memory(spec)));
     };
