@@ -8,6 +8,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from lowlat import _kernels
 from support import amd_machine as amd
 from support import amd_model, small_model
 from support import kernels_abi as abi
@@ -64,7 +65,11 @@ def test_a_tiny_layer_of_two_ranks_equals_scalar(library, isa, model, seed):
 
 @pytest.mark.parametrize("isa, model, seed", RUNS)
 def test_a_tiny_layer_inside_an_engine_equals_scalar(library, isa, model, seed):
-    """A hosted model: the engine's caches, page 0 for padding, V4.1's index keys in split pages."""
+    """A hosted model: the engine's caches, page 0 for padding, V4.1's index keys in split pages.
+    Caches are equal to the bit; of the outputs one in a thousand may be the next bf16, because sums
+    over a row go in the order of a block."""
+    if "amd" not in _kernels.model_refusal("none"):
+        pytest.skip("lowlat._kernels is of a library without code objects, LOWLAT_KERNELS is not")
     small = MODELS[model]
     machine = amd.machine.Machine(isa, ranks=1, seed=seed, approximate=3)
     scalar = amd_model.Hosted("scalar", small, SEED, np.copy)
@@ -75,7 +80,8 @@ def test_a_tiny_layer_inside_an_engine_equals_scalar(library, isa, model, seed):
             outs, wanted = (one.step(first, STEP_SEED + first) for one in (hosted, scalar))
             assert runtime.failure is None, runtime.failure
             for name, want in wanted.items():
-                assert np.array_equal(outs[name], want), name
+                apart = np.abs(outs[name].astype(np.int32) - want)
+                assert apart.max() <= 1 and (apart > 0).mean() < 1e-3, name
                 assert not (want == 0x7FC0).any() and want.any(), name
         for name, pool in scalar.pools.items():
             assert np.array_equal(hosted.pools[name].view(np.uint8), pool.view(np.uint8)), name
