@@ -1,12 +1,13 @@
-// bench_resident_stages: where the time of a plain V4.1-Flash layer goes in the resident schedule: of
-// each stage between two hand-offs how long blocks compute and how long they wait for the others.
-// Built with LOWLAT_STAMPS=1, which adds two reads of a clock to a hand-off.
+// bench_resident_stages: where the time of a plain V4.1-Flash layer goes in the resident schedule:
+// of each stage between two hand-offs how long blocks compute and how long they wait for the
+// others. Built with LOWLAT_STAMPS=1, which adds two reads of a clock to a hand-off.
 //
 //   bench_resident_stages [rows..]    rows of a step, 6 unless given
 //
 // A rank's share of TP4 on one GPU, as bench_resident. The last layer of a step of six, median of
-// kSteps steps. `period` is from the hand-off before to this one, of which the median block computes
-// `computes`, the longest `longest`; the rest is waiting, for the longest block and for the hand-off.
+// kSteps steps. `period` is from the hand-off before to this one, of which the median block
+// computes `computes`, the longest `longest`; the rest is waiting, for the longest block and for
+// the hand-off.
 #include <cstdio>
 #include <cstdlib>
 

@@ -125,7 +125,8 @@ endif()
 # What an owner of an AMD GPU runs, up to the line that says that there is none.
 if(TARGET test_host_amd_gpu)
   add_test(NAME host/amd_report
-    COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/tests/tools/amd_report.sh --built ${CMAKE_CURRENT_BINARY_DIR}
+    COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/tests/tools/amd_report.sh
+      --built ${CMAKE_CURRENT_BINARY_DIR}
     WORKING_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR})
   set_tests_properties(host/amd_report PROPERTIES TIMEOUT 1900
     PASS_REGULAR_EXPRESSION "nothing ran on an AMD GPU|run 3 of 3")

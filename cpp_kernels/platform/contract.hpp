@@ -7,8 +7,8 @@
 //   LOWLAT_SHARED(type, name)  in a kernel: declares `name`, one object a block, uninitialised;
 //                              `type` is a name, of an array too
 //   kName, kWarpLanes          the platform's word; lanes of a warp: 1, 32 or 64
-//   kMarlinExperts             whether experts may lie in Marlin's tiles here, as another engine may
-//                              have them: where they may not, no kernel holds code for them
+//   kMarlinExperts             whether experts may lie in Marlin's tiles, as another engine has
+//                              them: where they may not, no kernel holds code for them
 //   Block<N>::kNumThreads      threads of a block that was launched with N, a multiple of the warp
 //   thread_idx                 place in the block; thread_idx() / kWarpLanes is the warp
 //   block_sync, block_any      barrier and memory order inside the block; the same, and true in

@@ -98,8 +98,8 @@ template <class Byte, int kDataBytes = kIndexDataBytes>
 struct IndexPaged {
   Byte* base;
   std::int64_t page_bytes;  // distance of pages: kIndex(Fp8)PageBytes when they are packed
-  // Of fp4 codes whose scales have pages of their own, see lowlat_pools.split_index; page_bytes then
-  // does not count.
+  // Of fp4 codes whose scales have pages of their own, see lowlat_pools.split_index; page_bytes
+  // then does not count.
   Byte* split_scales = nullptr;
   LOWLAT_DEVICE IndexRow<Byte, kDataBytes> row(std::int64_t slot) const {
     const std::int64_t page_idx = slot / kIndexSlotsPerPage;

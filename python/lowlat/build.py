@@ -247,8 +247,8 @@ class Build:
             ballot, problem = tried(lambda: self.meet(kernels, handles))
         dispatcher = agree(ballot, problem, self.where)
         logger.info(
-            "lowlat: %s steps of %s rows built in %.2f s; %.1f MiB of our own beside SGLang's"
-            " weights, which stay where they are",
+            "lowlat: %s steps of %s rows built in %.2f s; %.1f MiB of our own beside the weights,"
+            " which stay where they are",
             self.mode,
             ", ".join(map(str, self.widths)),
             time.perf_counter() - start,

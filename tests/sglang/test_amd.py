@@ -26,6 +26,7 @@ MODELS = ("v4-flash", "v41-flash")
 NAMES = ("tiny-v4", "tiny-v41")
 ARCHITECTURE = "LowlatTestForCausalLM"
 FLAG = served.AMD_FLAG
+WRITER_BUDGET_S = 300
 
 
 def resolve(model, **more):
@@ -305,6 +306,11 @@ def test_a_split_that_does_not_divide_names_the_tensor(model) -> None:
         pytest.raises(RefusalError, match=r"^\[112\] layers.0.attn.wq_b.weight has 6 in dim"),
     ):
         copying.keep({}, model, "layers.0.attn.wq_b.weight", torch.zeros(6, 4))
+
+
+def test_sglangs_own_writer_leaves_index_keys_where_the_kernels_read_them(tmp_path) -> None:
+    (told,) = served.ranks("split_index.py", tmp_path, 1, WRITER_BUDGET_S)
+    assert told == {"codes": True, "scales": True, "written": 160}
 
 
 # ------------------------------------------------------------------ install

@@ -25,7 +25,8 @@ fi
 machine() {
   echo "lowlat $(git -C "$root" rev-parse HEAD 2>/dev/null || echo 'of no commit')"
   echo "ROCm $(cat /opt/rocm/.info/version 2>/dev/null || echo 'not in /opt/rocm')"
-  { rocminfo 2>/dev/null || echo 'no rocminfo'; } | grep -E 'Name: +gfx|Marketing|no rocminfo' || true
+  { rocminfo 2>/dev/null || echo 'no rocminfo'; } |
+    grep -E 'Name: +gfx|Marketing|no rocminfo' || true
 }
 
 runs() {

@@ -2,9 +2,10 @@
 // sources) and K2 (back) a layer, then head or propose, and the acceptance rule as one.
 //
 // Every kernel takes the rank (device memory), the blocks' words of the hand-offs, the number of
-// blocks, the call by value and the layer or stage. All blocks are resident at once, which the host
-// sees to (host/amd/geometry.hpp). A boundary of two launches of one stream is the hand-off between
-// them. Steps of a model that keeps its caches and of a hosted one are the same kernels. It never ran on an AMD GPU: see docs/amd.md.
+// blocks, the call by value and the layer or stage. Steps of a model that keeps its caches and of a
+// hosted one are the same kernels. All blocks are resident at once, which the host sees to
+// (host/amd/geometry.hpp). A boundary of two launches of one stream is the hand-off between them.
+// It never ran on an AMD GPU: see docs/amd.md.
 #include "platform/amd.hpp"
 #include "platform/contract.hpp"
 // The platform comes first.

@@ -196,14 +196,15 @@ pub fn v41_nvidia() -> Requirements {
     nvidia(ModelFamily::V41, "lowlat_v41_nvidia")
 }
 
-/// A family on one of the CDNA parts that there are code objects for: the published sizes on 1, 2, 4
-/// or 8 ranks. They never ran on one.
+/// A family on each CDNA part that there are code objects for: the published sizes on 1, 2, 4 or 8
+/// ranks. They never ran on one.
 ///
 /// ```
 /// use lowlat_core::config::ModelFamily;
 /// use lowlat_core::spec::amd_parts;
-/// let blocks = amd_parts(ModelFamily::V4).map(|part| (part.isas[0].clone(), part.resident_blocks));
-/// assert_eq!(blocks, [("gfx950".to_owned(), 256), ("gfx942".to_owned(), 304)]);
+/// let [first, second] = amd_parts(ModelFamily::V4);
+/// assert_eq!((first.isas[0].as_str(), first.resident_blocks), ("gfx950", 256));
+/// assert_eq!((second.isas[0].as_str(), second.resident_blocks), ("gfx942", 304));
 /// ```
 #[must_use]
 pub fn amd_parts(family: ModelFamily) -> [Requirements; 2] {
