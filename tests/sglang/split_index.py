@@ -1,4 +1,4 @@
-"""SGLang's own writer of V4.1's index keys on AMD parts, run by Triton's interpreter: prints as JSON
+"""SGLang's own writer of V4.1's index keys on AMD parts, by Triton's interpreter: prints as JSON
 whether every byte is where ``lowlat_pools.split_index`` says.
 
     python split_index.py
@@ -9,11 +9,11 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-from sglang.kernels.ops.kvcache.dsv4_fp4_index_k_cache_hip import (  # noqa: E402
+import torch
+from sglang.kernels.ops.kvcache.dsv4_fp4_index_k_cache_hip import (
     store_fp4_index_k_cache_split,
 )
-from sglang.kernels.ops.quantization.fp4_indexer_quant import (  # noqa: E402
+from sglang.kernels.ops.quantization.fp4_indexer_quant import (
     quantize_fp4_indexer_tensor,
 )
 
