@@ -232,6 +232,7 @@ class HostedModel {
       one["layout"] = kLayouts.at(spec.layout);
       one["pool"] = spec.role == LOWLAT_POOL;
       one["shape"] = std::vector<std::int64_t>(spec.shape, spec.shape + spec.ndim);
+      one["shard_dim"] = spec.shard_dim;  // of the published tensor, -1: none
       out.append(one);
     }
     return out;
@@ -243,13 +244,16 @@ class HostedModel {
   }
 
   void bind_pools(int num_pages, int num_window_pages, int num_requests,
-                  std::uintptr_t window_slots, std::uintptr_t history,
+                  std::uintptr_t window_slots, std::uintptr_t history, bool split_index,
                   const std::vector<std::pair<std::string, Given>>& pools) {
     std::vector<const char*> names;
     std::vector<lowlat_tensor> tensors;
     for (const auto& [name, given] : pools) {
       names.push_back(name.c_str());
-      tensors.push_back(tensor_of(name, given, layout_of(name)));
+      const std::uint32_t layout = layout_of(name);
+      const bool is_split = split_index && layout == LOWLAT_INDEX_PAGED;
+      tensors.push_back(
+          tensor_of(name, given, is_split ? std::uint32_t{LOWLAT_ROW_MAJOR} : layout));
     }
     lowlat_pools all{};
     all.struct_bytes = sizeof all;
@@ -259,6 +263,7 @@ class HostedModel {
     all.window_slots = at<const std::int64_t>(window_slots);
     all.history = at<std::int32_t>(history);
     all.num_tensors = static_cast<std::int32_t>(names.size());
+    all.split_index = split_index ? 1 : 0;
     all.names = names.data();
     all.tensors = tensors.data();
     require_ok(lowlat_pools_bind(model_, &all));
@@ -378,10 +383,11 @@ void define_hosted_model(py::module_& module) {
       .def(py::init<const std::string&, const py::dict&, const py::dict&>(), "platform"_a,
            "config"_a, "hosting"_a)
       .def("tensors", &HostedModel::tensors,
-           "What must be bound: dicts of name, dtype, layout, pool, shape.")
+           "What must be bound: dicts of name, dtype, layout, pool, shape, shard_dim.")
       .def("bind", &HostedModel::bind, "name"_a, "tensor"_a)
       .def("bind_pools", &HostedModel::bind_pools, py::kw_only(), "num_pages"_a,
-           "num_window_pages"_a, "num_requests"_a, "window_slots"_a, "history"_a, "pools"_a)
+           "num_window_pages"_a, "num_requests"_a, "window_slots"_a, "history"_a, "split_index"_a,
+           "pools"_a)
       .def("peer_export", &HostedModel::peer_export)
       .def("peer_import", &HostedModel::peer_import, "peer_rank"_a, "handle"_a)
       .def("ready", &HostedModel::ready)

@@ -160,7 +160,7 @@ def test_today_the_nvidia_build_is_refused_in_one_line(install, model) -> None:
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(RefusalError, match=r"rank 0: \[116\] none here \(change: install one\)"),
     ):
-        patch.setattr(guard, "kernels_reasons", lambda: [guard_says])
+        patch.setattr(guard, "kernels_reasons", lambda *_: [guard_says])
         spec = served.spec(build.nvidia_kernels, reasons=None)
         install(model, spec)
 
