@@ -163,8 +163,8 @@ LOWLAT_DEVICE bool try_receive_quad(float (&sum)[4], const ExchangePort& port, s
   return true;
 }
 
-// The same, but waits until all packets are there. After a fault (reported) or an abort the sums are
-// NaN: what follows from them shows on this rank, and no plausible token leaves.
+// The same, but waits until all packets are there. After a fault (reported) or an abort the sums
+// are NaN: what follows from them shows on this rank, and no plausible token leaves.
 template <int kRanks>
 LOWLAT_DEVICE void receive_quad(float (&sum)[4], const ExchangePort& port, std::uint64_t epoch,
                                 int row_idx, int quad_idx, int quads_per_row,
