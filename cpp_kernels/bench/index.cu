@@ -114,7 +114,7 @@ struct IndexChain {
     index.x_index = 2 * i - 1;
     fused::set_index_latent(memory, fused::FusedModel::v41, rows, i, &index);
     index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
-    index.scores_done = gate(gate_scores, fused::kIndexScoreBlocks);
+    index.scores_done = gate(gate_scores, fused::index_score_blocks(index.format));
     index.done = gate(gate_select, select_blocks(kind));
     fused::CompressParams compress =
         buffers[i].compress(index_weights[i], states[i], act, !compresses);

@@ -75,7 +75,7 @@ int run(const Words& words, Report& report) {
       const std::string name = "layer of ratio " + std::to_string(ratio);
       const int tokens = rows % 6 == 0 ? 6 : 1;
       PooledChain chain(host, beside, kLayers, ratio, rows / tokens, tokens, kLength);
-      const SideStream side(fused::BranchJoin::ended);
+      const SideStream side(fused::BranchJoin::measured);
       Graph graph([&](cudaStream_t stream) { chain.launch({}, side, stream); });
       if (!check(report, chain, side, graph, " T=" + std::to_string(rows) + ", " + name)) return 1;
       const Times times = time_of(graph, words.repeats);

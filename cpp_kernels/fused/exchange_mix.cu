@@ -293,6 +293,14 @@ __global__ void __maxnreg__(kMaxRegisters)
     if (row_idx + num_clusters >= params.num_rows) open_gate(params.done);
     plat::block_sync();  // mix, y and amax are free
   }
+  if (params.later_fn != nullptr) {
+    constexpr int kLine = 128 / sizeof(float), kLines = kOutputs * kStreams * kHidden / kLine;
+    const int first = (cluster_idx * kMixCluster + block_idx) * kThreads + thread_idx;
+    for (int line = first; line < kLines; line += num_clusters * kMixCluster * kThreads) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(
+          __cvta_generic_to_global(params.later_fn + line * kLine)));
+    }
+  }
   if (block_idx != 0) return;
   // What the sublayer's end needs, by a warp a row.
   if (warp_idx < turn) {

@@ -29,7 +29,10 @@ struct ExchangeMixParams {
   const float* mix_in;  // [T, kMixStride] of mix.hpp: post and comb of the sublayer that ends
   const std::uint16_t* residual_in;  // bf16 [T, 4, H]
   HyperWeights next;                 // of the sublayer that begins
-  const std::uint16_t* gain;         // bf16 [H] of its norm
+  // fn of the exchange after this one, which is asked for on its way to the second-level cache;
+  // NULL: none. That one's blocks have a place late, and begin with it.
+  const float* later_fn;
+  const std::uint16_t* gain;  // bf16 [H] of its norm
   float norm_eps, hc_eps;
   int sinkhorn_iters;
   // Out.

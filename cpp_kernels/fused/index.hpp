@@ -104,7 +104,9 @@ static_assert(kIndexMaxEntries / kIndexBlock <= 2 * kIndexChunk);
 
 // Blocks that open query_done, scores_done and done.
 inline constexpr std::uint32_t kIndexQueryBlocks = 128;
-inline constexpr std::uint32_t kIndexScoreBlocks = 132;
+constexpr std::uint32_t index_score_blocks(IndexFormat format) {
+  return format == IndexFormat::fp8 ? 264 : 132;
+}
 constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
   const int most = params.blocks != nullptr && params.max_entries > kIndexMaxBlocks * kIndexBlock
                        ? kIndexMaxBlocks * kIndexBlock

@@ -10,10 +10,10 @@
 // Rounding     keys and queries are exact in bf16 (f16); sums fp32
 // Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
-// Launch       132 blocks of 512 threads share the requests (rows, with candidate blocks), and each
-//              request's rows where it has few keys; four warps take 64 keys, expand them once and
-//              keep them in registers for all their rows. The first keys are read before the
-//              queries are there
+// Launch       132 blocks of 512 threads (V4: 264 of 256) share the requests (rows, with candidate
+//              blocks), and each request's rows where it has few keys; four warps take 64 keys,
+//              expand them once and keep them in registers for all their rows. The first keys are
+//              read before the queries are there
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; keys that the step writes are read after
 //              keys_done
 // Determinism  an entry's score depends on its row and key; bitwise run to run and rank to rank
@@ -33,8 +33,10 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 512, kGroupWarps = 4;
-constexpr int kGroups = kThreads / plat::kWarpLanes / kGroupWarps;  // of warps, with a tile each
+constexpr int kGroupWarps = 4;
+// Groups of warps of a block, with a tile each.
+template <class Keys>
+constexpr int kGroups = Keys::kThreads / plat::kWarpLanes / kGroupWarps;
 constexpr int kTileKeys = 64, kOctets = kTileKeys / kIndexBlock;
 constexpr int kWarpOctets = kOctets / kGroupWarps;
 constexpr int kHeadsTogether = 32, kSteps = 8;
@@ -74,6 +76,7 @@ struct KeyRows {
 
 // V4.1: e2m1 codes under a power of two for each 32 channels; a lane has one such group of a key.
 struct Fp4Keys {
+  static constexpr int kThreads = 512, kBlocks = 1;  // of a multiprocessor
   static constexpr int kHeads = kFp4IndexHeads, kRowsTogether = 8;
   static constexpr sm90::Half kHalf = sm90::Half::bf16;
   struct Raw {
@@ -135,6 +138,8 @@ struct Fp4Keys {
 
 // V4: e4m3 codes, exact as f16, under one fp32 scale a key.
 struct Fp8Keys {
+  // Half a multiprocessor's registers, so that a block may begin beside one of the front.
+  static constexpr int kThreads = 256, kBlocks = 2;
   static constexpr int kHeads = kFp8IndexHeads, kRowsTogether = 4;
   static constexpr sm90::Half kHalf = sm90::Half::f16;
   struct Raw {
@@ -225,17 +230,17 @@ LOWLAT_DEVICE float score_of(const KeyRows& keys, sm90::Columns query, const flo
 // Into how many parts the rows of a request are split: none, or a row each where there are so few
 // keys that expanding them for each row again is quicker. Costs are in rows; expanding takes about
 // one.
-LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks) {
-  const int groups = num_blocks * kGroups;
+LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks, int groups_of_block) {
+  const int groups = num_blocks * groups_of_block;
   const int together = (num_tiles + groups - 1) / groups * (1 + tokens);
   const int apart = (num_tiles * tokens + groups - 1) / groups * 2;
   return apart < together && tokens <= num_blocks ? tokens : 1;
 }
 
 template <class Keys>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
     index_scores_sm90(const __grid_constant__ IndexParams params) {
-  constexpr int kHeads = Keys::kHeads;
+  constexpr int kHeads = Keys::kHeads, kThreads = Keys::kThreads;
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<ScoreShared<Keys>*>(memory);
   sm90::launch_dependents();
@@ -270,13 +275,14 @@ __global__ void __launch_bounds__(kThreads, 1)
                        ? __ldg(params.rows.positions + request * params.rows.tokens) / params.ratio
                        : unit.count;
   const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
-  const int num_parts = row_parts(tokens, num_tiles, per_unit), per_part = per_unit / num_parts;
+  const int num_parts = row_parts(tokens, num_tiles, per_unit, kGroups<Keys>),
+            per_part = per_unit / num_parts;
   const int part = block_of_unit / per_part, block_of_part = block_of_unit % per_part;
   const int rows_of_part = (tokens + num_parts - 1) / num_parts;
   const int begin_row = min(part * rows_of_part, tokens);
   const int end_row = min(begin_row + rows_of_part, tokens);
   const int first_tile = warp_idx / kGroupWarps * per_part + block_of_part;
-  const int tile_step = kGroups * per_part;
+  const int tile_step = kGroups<Keys> * per_part;
   const int own_octet = warp_idx % kGroupWarps * kWarpOctets;
 
   typename Keys::Raw raw;
@@ -373,8 +379,9 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cu
   if (params.pages.per_page < 64 || (params.pages.per_page & (params.pages.per_page - 1)) != 0)
     return cudaErrorInvalidValue;
   const auto launch = [&]<class Keys>() {
-    return launch_kernel(index_scores_sm90<Keys>, dim3(kIndexScoreBlocks), kThreads,
-                         sizeof(ScoreShared<Keys>), 1, programmatic, stream, params);
+    return launch_kernel(index_scores_sm90<Keys>, dim3(index_score_blocks(params.format)),
+                         Keys::kThreads, sizeof(ScoreShared<Keys>), 1, programmatic, stream,
+                         params);
   };
   if (params.format == IndexFormat::fp4) return launch.template operator()<Fp4Keys>();
   if (params.blocks != nullptr || params.block_scores != nullptr) return cudaErrorInvalidValue;

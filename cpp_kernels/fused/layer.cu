@@ -342,9 +342,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       });
     };
     if (mix_first) launch_statistics(!first);
-    run(HopKernel::qkv, [&] {
-      return launch_front_qkv(front, mix_first || !first, stream, parts.qkv_started);
-    });
+    run(HopKernel::qkv,
+        [&] { return launch_front_qkv(front, mix_first || !first, stream, parts.qkv_started); });
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
     attention.model = model;
@@ -399,6 +398,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     run(HopKernel::exchange, [&] {
       if (is_v4) {
         ExchangeMixParams exchange = mixing_of(0, layer.ffn_hc, layer.ffn_norm);
+        if (parts.experts) exchange.later_fn = layer.next_hc.fn;
         exchange.before = before;
         exchange.mix_before = first ? gate_of(step, 0, gate_input_mix, mix_blocks)
                                     : gate_of(step, layer_idx - 1, gate_ffn_mix, mix_blocks);

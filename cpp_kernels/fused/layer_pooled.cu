@@ -21,7 +21,11 @@ static_assert(gate_select < kLayerExchanged);
 class Branch {
  public:
   Branch(const PooledLayer& layer, const LayerStep& step, int layer_idx, const LayerBranch& branch)
-      : step_(step), layer_idx_(layer_idx), branch_(branch), ratio_(layer.ratio), first_(layer.first) {
+      : step_(step),
+        layer_idx_(layer_idx),
+        branch_(branch),
+        ratio_(layer.ratio),
+        first_(layer.first) {
     const StepRows rows = {step.num_rows, layer.tokens, step.positions, layer.slots};
     compress_ = layer.compress;
     compress_.rows = rows;
@@ -53,31 +57,24 @@ class Branch {
     index_.heads_done = compress_.product_done;
     index_.keys_done = pool_.done;
     index_.query_done = gate(gate_query, kIndexQueryBlocks);
-    index_.scores_done = gate(gate_scores, kIndexScoreBlocks);
+    index_.scores_done = gate(gate_scores, index_score_blocks(IndexFormat::fp8));
     index_.done = gate(gate_select, index_select_blocks(index_));
   }
 
   Gate done() const { return selects() ? index_.done : pool_.done; }
 
-  // When x is there: before [q_a, kv] is launched.
+  // Before [q_a, kv] is launched. Ratio 128's product of many rows takes too much from the end of
+  // the exchange, as measured, and begins when that is over.
   cudaError_t begin(cudaStream_t stream) const {
     const auto side = branch_.side;
+    const bool early = !first_ && (selects() || step_.num_rows <= kHopRows);
     return run_all(
-        [&] {
-          return first_ || !(branch_.early & 1) ? cudaEventRecord(branch_.fork, stream)
-                                                : cudaSuccess;
-        },
+        [&] { return early ? cudaSuccess : cudaEventRecord(branch_.fork, stream); },
         [&] { return cudaStreamWaitEvent(side, branch_.fork); },
         [&] {
           return launch_compress_product(compress_, shape::Dsv4Flash<1>::kHidden, false, side);
         },
         [&] { return launch_compress_pool(pool_, true, side, selects() ? nullptr : started()); });
-  }
-
-  // Before q's kernel is launched.
-  cudaError_t note_projected(cudaStream_t stream) const {
-    return selects() && !(branch_.early & 2) ? cudaEventRecord(branch_.projected, stream)
-                                              : cudaSuccess;
   }
 
   // Before attention is launched, which waits for what this leaves.
@@ -86,13 +83,20 @@ class Branch {
     cudaError_t error = cudaSuccess;
     if (selects()) {
       error = run_all([&] { return cudaStreamWaitEvent(side, branch_.projected); },
-                      [&] { return launch_index_query(index_, branch_.early & 4, side); },
+                      [&] { return launch_index_query(index_, true, side); },
                       [&] { return launch_index_scores(index_, true, side); },
                       [&] { return launch_index_select(index_, true, side, started()); });
     }
     if (error == cudaSuccess && started() == nullptr) error = cudaEventRecord(branch_.ended, side);
     if (error != cudaSuccess) return error;
     return cudaStreamWaitEvent(stream, started() == nullptr ? branch_.ended : branch_.started);
+  }
+
+  // Recorded when the last kernel of the branch has begun; NULL: attention waits for its end.
+  cudaEvent_t started() const {
+    const bool waits =
+        branch_.join == BranchJoin::started || (branch_.join == BranchJoin::measured && !selects());
+    return waits ? branch_.started : nullptr;
   }
 
  private:
@@ -104,9 +108,6 @@ class Branch {
     return error;
   }
   bool selects() const { return ratio_ == shape::kOverlapRatio; }
-  cudaEvent_t started() const {
-    return branch_.join == BranchJoin::started ? branch_.started : nullptr;
-  }
   Gate gate(int number, std::uint32_t blocks) const {
     return layer_gate(step_.memory, layer_idx_, number, blocks);
   }
@@ -136,7 +137,7 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   std::optional<Branch> beside;
   if (has_pool) {
     beside.emplace(layer, step, layer_idx, branch);
-    if (branch.join == BranchJoin::started) {
+    if (beside->started() != nullptr) {
       plain.extra_done = beside->done();
     } else {
       plain.extra_ends = true;
@@ -146,14 +147,13 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   const std::function<void(HopKernel)> between = [&](HopKernel kernel) {
     if (error == cudaSuccess && beside) {
       if (kernel == HopKernel::qkv) error = beside->begin(stream);
-      if (kernel == HopKernel::q) error = beside->note_projected(stream);
       if (kernel == HopKernel::attention) error = beside->end(stream);
     }
     if (parts.between != nullptr) (*parts.between)(kernel);
   };
   own_parts.between = &between;
-  if (branch.early & 1) own_parts.last_started = branch.fork;
-  if (branch.early & 2) own_parts.qkv_started = branch.projected;
+  if (layer.ratio == shape::kOverlapRatio) own_parts.qkv_started = branch.projected;
+  own_parts.last_started = branch.fork;
   const cudaError_t result = launch_plain_layer(plain, step, layer_idx, own_parts, stream);
   return error == cudaSuccess ? result : error;
 }

@@ -4,11 +4,10 @@
 //
 // Order      launch_layer_begin, launch_layer_input with the first layer's statistics, then layers
 //            0, 1 and on with one branch, then join_layer_branch; capturable, nothing is allocated.
-// Branch     what is beside the front runs on a second stream. The compressor begins when x is
-//            there, the index when [q_a, kv] and the compressor are: a kernel of the branch that
-//            waited for one of the chain could take the registers of every multiprocessor before
-//            that one has its places, and both would wait for each other until their deadline
-//            (layer.hpp, "Residency").
+// Branch     what is beside the front runs on a second stream. A kernel there that waits at a gate
+//            for one of the chain is launched when all blocks of that one have begun: it could
+//            otherwise take the registers of every multiprocessor before the other has its places,
+//            and both would wait for each other until their deadline (layer.hpp, "Residency").
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +19,9 @@
 namespace lowlat::nvidia::fused {
 
 // One layer. What the launch fills in itself: rows, x, gates, hops and packets of the three structs
-// of kernels, qa of the index, and, where there is a pool, extra_done of the plain layer.
+// of kernels, qa of the index, and, where there is a pool, extra_done of the plain layer. What the
+// kernels hand to each other and to attention may be the same memory in all layers: a layer's
+// attention has ended before the next one's begin.
 struct PooledLayer {
   PlainLayer plain;  // extra: the pool; extra_idx: ratio 128 the entries, ratio 4 index.entry_slots
   int ratio;         // 0 (no pool), 4 or 128
@@ -33,15 +34,16 @@ struct PooledLayer {
 };
 
 // How attention makes sure of the branch: it is launched when the branch has ended; or when the
-// branch's last kernel has its place on the device, and waits at a gate.
-enum class BranchJoin { ended, started };
+// branch's last kernel has its place on the device, and waits at a gate. measured: as was fastest,
+// behind a selection the first, behind a pool alone the second.
+enum class BranchJoin { measured, ended, started };
 
 // The second stream and its events (created without timing), of one capture or one order of
-// launches at a time.
+// launches at a time. `fork`: the exchange before the layer has begun, or has ended; `projected`:
+// [q_a, kv] has begun.
 struct LayerBranch {
   cudaStream_t side;
   cudaEvent_t fork, projected, started, ended;
-  int early;
   BranchJoin join;
 };
 

@@ -464,7 +464,7 @@ void FusedStep::State::Target::pooled_layer(int layer_idx) const {
     if (s.selects(layer_idx)) out.index = selection(layer_idx);
   }
   const fused::LayerBranch branch = {s.side.get(),    s.forked.get(), s.projected.get(),
-                                     s.started.get(), s.ended.get(), 0, fused::BranchJoin::ended};
+                                     s.started.get(), s.ended.get(),  {}};
   check(fused::launch_pooled_layer(out, layer_step(), place(layer_idx), {}, branch, stream),
         "a layer");
 }
@@ -632,7 +632,7 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   fused::set_index_latent(s.memory, fused::FusedModel::v41, index.rows.num_rows, layer_idx, &index);
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
-  index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
+  index.scores_done = gate(layer_idx, gate_scores, fused::index_score_blocks(index.format));
   index.done = gate(layer_idx, gate_select, fused::index_select_blocks(index));
 
   if (owns) index.keys_done = compress.done;
