@@ -1,10 +1,10 @@
 // draft: the five proposals of a draft, and their acceptance, at true shapes: checked, then timed.
 //
-//   bench_draft check [2]     R = 1, 2, 4 ranks on one GPU (2: ranks on two GPUs); results, faults
+//   bench_draft check [N]     1, 2, 4 ranks on one GPU (N 2, 4: on so many); results, faults
 //   bench_draft time          one GPU: TP4's share with its mailboxes looped back, and TP1
-//   bench_draft time 2        TP2 on two GPUs
+//   bench_draft time N        TP2 or TP4 on as many GPUs
 //   bench_draft small         a few ids, for compute-sanitizer
-//   bench_draft profile [2]   where the time of a step goes, from clocks in each block
+//   bench_draft profile [N]   where the time of a step goes, from clocks in each block
 //
 // Times are of a CUDA graph of six launches, weights and logits rotated past the second-level
 // cache; the floor is the bytes at the bandwidth of a plain read of 2 GiB in the same run.
@@ -50,31 +50,31 @@ void check_all(int devices) {
       check_case(few, setup_of(32768, ranks, 1, 8, eight, true), "sampled and greedy");
     }
   } else {
-    for (const int batch : {1, 2, 8}) check_case(weights, setup_of(kVocab, 2, 2, batch), "greedy");
-    check_case(weights, setup_of(kVocab, 2, 2, 2, two, true), "sampled and greedy", 2);
-    check_case(weights, setup_of(kVocab, 2, 2, 8, eight, true), "sampled and greedy");
-    check_case(weights, setup_of(kVocab, 4, 2, 2, two, true), "sampled and greedy");
+    const int n = devices;
+    for (const int batch : {1, 2, 8}) check_case(weights, setup_of(kVocab, n, n, batch), "greedy");
+    check_case(weights, setup_of(kVocab, n, n, 2, two, true), "sampled and greedy", 2);
+    check_case(weights, setup_of(kVocab, n, n, 8, eight, true), "sampled and greedy");
+    if (n == 2) check_case(weights, setup_of(kVocab, 4, 2, 2, two, true), "sampled and greedy");
   }
   check_case(fits, setup_of(65536, 2, devices, 2, two), "a rank 1 ms late", 2, 1);
   const bool faults[] = {check_ties_and_nan(devices), check_tags(fits, devices),
                          check_replays(fits, devices, 1000), check_missing_rank(fits, devices)};
   for (const bool good : faults) failures += good ? 0 : 1;
-  if (devices == 2) return;
+  if (devices > 1) return;
   for (const int batch : {1, 2, 8}) failures += check_accept(batch, 5, kVocab, batch) ? 0 : 1;
   failures += check_accept(8, 7, 2500, 41) && check_accept(3, 1, 1000, 42) ? 0 : 1;
 }
 
 // ------------------------------------------------------------------------------------ times
 
-void print_times(const char* name, const DraftSetup& setup, std::vector<double> times, double rate,
+void print_times(const char* name, const DraftSetup& setup, const Spread& us, double rate,
                  std::uint32_t state) {
-  std::sort(times.begin(), times.end());
-  const double median = times[times.size() / 2], bytes_us = draft_bytes(setup) / rate * 1e6;
+  const double bytes_us = draft_bytes(setup) / rate * 1e6;
   std::printf(
       "%-24s TP%d B=%d%s: median %6.2f us  low %6.2f  high %6.2f  bytes %5.2f us (%.2f of "
       "it)  state %u\n",
-      name, setup.ranks, setup.batch, setup.share_logits ? " shared logits" : "", median,
-      times[times.size() / 10], times[times.size() * 9 / 10], bytes_us, bytes_us / median, state);
+      name, setup.ranks, setup.batch, setup.share_logits ? " shared logits" : "", us.median, us.low,
+      us.high, bytes_us, bytes_us / us.median, state);
   std::fflush(stdout);
 }
 
@@ -91,10 +91,9 @@ void time_loopback(const DraftWeights& weights, DraftSetup setup, const char* na
   const Loopback loop(weights, setup);
   Graph graph([&](cudaStream_t stream) { loop.launch(kTimedLaunches, stream); });
   const Times times = time_of(graph, 50);
-  std::vector<double> each(10, times.median_us / kTimedLaunches);
-  each.front() = each[1] = times.low_us / kTimedLaunches;
-  each.back() = times.high_us / kTimedLaunches;
-  print_times(name, setup, each, rate, loop.rank.status()[0]);
+  const Spread us = {times.median_us / kTimedLaunches, times.low_us / kTimedLaunches,
+                     times.high_us / kTimedLaunches};
+  print_times(name, setup, us, rate, loop.rank.status()[0]);
 }
 
 void time_all(int devices) {
@@ -107,11 +106,11 @@ void time_all(int devices) {
     for (const bool sampled : {false, true}) {
       for (const bool share : {false, true}) {
         if (share && !sampled) continue;
-        DraftSetup setup = setup_of(kVocab, devices == 2 ? 2 : 4, devices, batch,
+        DraftSetup setup = setup_of(kVocab, devices > 1 ? devices : 4, devices, batch,
                                     sampled ? temperatures(batch) : std::vector<float>{}, share);
         setup.blocks = fused::kMaxDraftBlocks;
         const char* name = sampled ? "sampled" : "greedy";
-        if (devices == 2) {
+        if (devices > 1) {
           time_group(weights, setup, name, rate);
         } else if (!share) {
           time_loopback(weights, setup, sampled ? "sampled, looped back" : "greedy, looped back",
@@ -120,7 +119,7 @@ void time_all(int devices) {
       }
     }
   }
-  if (devices == 2) return;
+  if (devices > 1) return;
   time_group(weights, setup_of(kVocab, 1, 1, 1), "greedy", rate);
   for (const int batch : {1, 2, 8}) {
     time_accept(batch, true);
@@ -163,7 +162,7 @@ void profile_all(int devices) {
   const DraftWeights weights(kVocab, 11, false);
   for (const bool sampled : {false, true}) {
     for (const int batch : {1, 8}) {
-      DraftSetup setup = setup_of(kVocab, devices == 2 ? 2 : 4, devices, batch,
+      DraftSetup setup = setup_of(kVocab, devices > 1 ? devices : 4, devices, batch,
                                   sampled ? std::vector<float>(batch, 1.0f) : std::vector<float>{});
       setup.blocks = fused::kMaxDraftBlocks;
       setup.launches = 3;
@@ -171,9 +170,9 @@ void profile_all(int devices) {
       char name[64];
       std::snprintf(name, sizeof name, "TP%d B=%d %s", setup.ranks, batch,
                     sampled ? "sampled" : "greedy");
-      if (devices == 2) {
+      if (devices > 1) {
         DraftGroup group(setup, weights);
-        for (int r = 0; r < 2; ++r) group.rank(r).stamped = true;
+        for (int r = 0; r < setup.ranks; ++r) group.rank(r).stamped = true;
         group.capture();
         for (int i = 0; i < 4; ++i) group.replay();
         group.wait();
@@ -193,7 +192,8 @@ void profile_all(int devices) {
 
 int run(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
-  const int devices = argc > 2 && std::string(argv[2]) == "2" ? 2 : 1;
+  const int given = argc > 2 ? std::atoi(argv[2]) : 1;
+  const int devices = given == 2 || given == 4 ? given : 1;
   if (what == "check") {
     check_all(devices);
     std::printf("%d failures\n", failures);
@@ -213,7 +213,7 @@ int run(int argc, char** argv) {
     profile_all(devices);
     return 0;
   }
-  std::fprintf(stderr, "usage: bench_draft check [2] | small | time [2] | profile [2]\n");
+  std::fprintf(stderr, "usage: bench_draft check [2|4] | small | time [2|4] | profile [2|4]\n");
   return 2;
 }
 

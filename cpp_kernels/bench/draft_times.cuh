@@ -3,6 +3,7 @@
 #pragma once
 
 #include "bench/draft_case.cuh"
+#include "bench/peers.hpp"
 
 namespace lowlat::bench {
 
@@ -68,40 +69,13 @@ struct Loopback {
   }
 };
 
-// Microseconds a launch, of the longest rank, sorted. Several replays in a row, so that the ranks'
-// starts do not count.
-inline std::vector<double> times_of(DraftGroup& group, int repeats) {
-  const DraftSetup& setup = group.setup();
-  std::vector<double> times;
-  std::vector<cudaEvent_t> begin(setup.ranks), end(setup.ranks);
-  for (int r = 0; r < setup.ranks; ++r) {
-    group.on(r);
-    cuda_must(cudaEventCreate(&begin[r]), "event");
-    cuda_must(cudaEventCreate(&end[r]), "event");
-  }
-  for (int i = 0; i < repeats + 5; ++i) {
-    for (int r = 0; r < setup.ranks; ++r) {
-      group.replay_one(r);
-      cuda_must(cudaEventRecord(begin[r], group.rank(r).graph->stream()), "record");
-      for (int j = 0; j < 4; ++j) group.replay_one(r);
-      cuda_must(cudaEventRecord(end[r], group.rank(r).graph->stream()), "record");
-    }
-    double longest = 0.0;
-    for (int r = 0; r < setup.ranks; ++r) {
-      group.on(r);
-      group.rank(r).graph->wait();
-      float ms = 0.0f;
-      cuda_must(cudaEventElapsedTime(&ms, begin[r], end[r]), "elapsed");
-      longest = std::max(longest, ms * 1e3 / 4 / kTimedLaunches);
-    }
-    if (i >= 5) times.push_back(longest);
-  }
-  for (int r = 0; r < setup.ranks; ++r) {
-    cudaEventDestroy(begin[r]);
-    cudaEventDestroy(end[r]);
-  }
-  std::sort(times.begin(), times.end());
-  return times;
+// Microseconds a launch, of the longest rank.
+inline Spread times_of(DraftGroup& group, int repeats) {
+  const Spread us = time_of_ranks(
+      group.setup().ranks, repeats, [&](int r) { group.on(r); },
+      [&](int r) -> Graph& { return *group.rank(r).graph; },
+      [&](int r) { group.rank(r).graph->wait(); });
+  return {us.median / kTimedLaunches, us.low / kTimedLaunches, us.high / kTimedLaunches};
 }
 
 }  // namespace lowlat::bench

@@ -1,18 +1,15 @@
-// exchange_hopper: checks the exchange of partial sums between two GPUs, published from
-// the output projection and received by the kernel that sums, mixes and norms. TP2's share of a
-// V4.1-Flash layer.
+// exchange_hopper: checks the exchange of partial sums between GPUs, published from the output
+// projection and received by the kernel that sums, mixes and norms. One rank's share of a
+// V4.1-Flash layer on each.
 //
-//   exchange_hopper check       one process, devices 0 and 1: results against float64, ranks
-//                               bitwise equal, a slow rank, a rank that never comes
-//   exchange_hopper processes   the same by two processes that exchange handles
+//   exchange_hopper check [N]       one process, devices 0 .. N - 1 (2): results against float64,
+//                                   ranks bitwise equal, a slow rank, a rank that never comes
+//   exchange_hopper processes [N]   the same by a process a rank, which exchange handles
 // measure_exchange.cu times it.
 //
 // Exit code 1: a failure.
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include "bench/exchange_pair.hpp"
+#include "bench/exchange_ranks.hpp"
+#include "bench/processes.hpp"
 #include "reference/hc.hpp"
 
 namespace lowlat::bench {
@@ -26,51 +23,44 @@ void report(bool good, const char* what) {
   std::fflush(stdout);
 }
 
-void check_pair(int rows) {
-  Pair pair(rows, 1);
+void check_ranks(int tp_size, int rows) {
+  ExchangeRanks ranks(tp_size, rows, 1);
   // The partial sums alone, for float64.
   std::vector<double> sum;
-  for (int r = 0; r < kRanks; ++r) {
-    cuda_must(cudaSetDevice(r), "set device");
-    pair.ranks[r]->launch(false, false, false, nullptr);
+  ranks.each([&](ExchangeRank& rank) {
+    rank.launch(false, false, false, nullptr);
     cuda_must(cudaDeviceSynchronize(), "synchronize");
-    const std::vector<float> partial = pair.ranks[r]->act.partial.take();
+    const std::vector<float> partial = rank.act.partial.take();
     sum.resize(partial.size());
     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += partial[i];
-  }
+  });
   for (const bool early : {false, true}) {
-    pair.capture(true, true, early);
-    int different = 0, faults = 0;
+    ranks.capture(true, true, early);
+    int different = 0;
     std::vector<std::uint16_t> first;
     for (int i = 0; i < 300; ++i) {
-      for (int r = 0; r < kRanks; ++r) {
+      ranks.each([&](ExchangeRank& rank) {
         // Now and then a rank is late by a millisecond.
-        if (i % 50 == 10 && r == i / 50 % 2) usleep(1000);
-        cuda_must(cudaSetDevice(r), "set device");
-        pair.ranks[r]->begin();
-      }
-      std::vector<std::uint16_t> x[kRanks];
-      for (int r = 0; r < kRanks; ++r) {
-        cuda_must(cudaSetDevice(r), "set device");
-        pair.ranks[r]->graph->wait();
-        x[r] = pair.ranks[r]->act.residual[1].take();
-        const auto more = pair.ranks[r]->act.x.take();
-        x[r].insert(x[r].end(), more.begin(), more.end());
-        faults += pair.ranks[r]->status()[0] != 0 ? 1 : 0;
-      }
-      if (i == 0) first = x[0];
-      if (x[0] != x[1] || x[0] != first) {
+        if (i % 50 == 10 && rank.rank == i / 50 % tp_size) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        rank.begin();
+      });
+      ranks.each([&](ExchangeRank& rank) {
+        rank.wait();
+        const std::vector<std::uint16_t> result = rank.result();
+        if (first.empty()) first = result;
+        if (result == first) return;
         ++different;
-        std::printf("replay %d: ranks %s, rank 0 %s the first replay\n", i,
-                    x[0] == x[1] ? "equal" : "differ", x[0] == first ? "as" : "not as");
-      }
+        std::printf("replay %d: rank %d is not as the first\n", i, rank.rank);
+      });
     }
-    report(different == 0 && faults == 0,
+    report(different == 0 && !ranks.faulted(),
            early ? "300 replays, ranks bitwise equal, early" : "300 replays, ranks bitwise equal");
   }
   // Against float64.
-  cuda_must(cudaSetDevice(0), "set device");
-  const Rank& rank = *pair.ranks[0];
+  use_device(0);
+  const ExchangeRank& rank = ranks.rank(0);
   const std::vector<float> mix = rank.act.mix.take();
   const std::vector<std::uint16_t> got = rank.act.residual[1].take();
   double difference = 0.0, size = 0.0;
@@ -92,106 +82,78 @@ void check_pair(int rows) {
   report(error <= 4e-3, "residual against float64");
 }
 
-// A rank that never comes: the other says whom it waited for; the late one leaves at once.
-void check_missing_rank() {
-  Pair pair(12, 2);
-  pair.capture(true, true, true);
-  cuda_must(cudaSetDevice(0), "set device");
-  pair.ranks[0]->begin();
-  pair.ranks[0]->graph->wait();
-  const std::uint32_t* words = pair.ranks[0]->status();
-  report(words[0] == 1u && words[2] == 3u && words[3] == 1u, "a missing rank is named");
-  cuda_must(cudaSetDevice(1), "set device");
+// The last rank never comes: the first says whom it waited for; the late one leaves at once.
+void check_missing_rank(int tp_size) {
+  ExchangeRanks ranks(tp_size, 12, 2);
+  ranks.capture(true, true, true);
+  ExchangeRank& late = ranks.rank(tp_size - 1);
+  ranks.each([&](ExchangeRank& rank) {
+    if (&rank != &late) rank.begin();
+  });
+  bool named = false, ended = true;
+  ranks.each([&](ExchangeRank& rank) {
+    if (&rank == &late) return;
+    rank.wait();
+    const std::uint32_t* words = rank.status();
+    named = named || (words[0] == 1u && words[2] == 3u && words[3] == late.rank * 1u);
+    ended = ended && words[0] != 0u;
+  });
+  report(named && ended, "a missing rank is named");
+  use_device(late.rank);
   cudaEvent_t begin, end;
   cuda_must(cudaEventCreate(&begin), "event");
   cuda_must(cudaEventCreate(&end), "event");
-  // Its peer has sent the first exchange and gone: the second ends by the abort word.
-  cuda_must(cudaEventRecord(begin, pair.ranks[1]->graph->stream()), "record");
-  pair.ranks[1]->begin();
-  cuda_must(cudaEventRecord(end, pair.ranks[1]->graph->stream()), "record");
-  pair.ranks[1]->graph->wait();
+  // Its peers have sent the first exchange and gone: the second ends by the abort word.
+  cuda_must(cudaEventRecord(begin, late.graph->stream()), "record");
+  late.begin();
+  cuda_must(cudaEventRecord(end, late.graph->stream()), "record");
+  late.wait();
   float ms = 0.0f;
   cuda_must(cudaEventElapsedTime(&ms, begin, end), "elapsed");
-  const auto x = pair.ranks[1]->act.x.take();
-  std::printf("late rank: state %u after %.3f ms\n", pair.ranks[1]->status()[0], ms);
+  std::printf("late rank: state %u after %.3f ms\n", late.status()[0], ms);
   report(ms < 100.0f, "the late rank ends before its own budget");
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
 }
 
-// Everything or nothing through a socket; the other side may be gone.
-bool send_all(int socket, const void* data, std::size_t bytes) {
-  return write(socket, data, bytes) == static_cast<ssize_t>(bytes);
-}
-bool receive_all(int socket, void* data, std::size_t bytes) {
-  std::size_t have = 0;
-  while (have < bytes) {
-    const ssize_t got = read(socket, static_cast<char*>(data) + have, bytes - have);
-    if (got <= 0) return false;
-    have += static_cast<std::size_t>(got);
-  }
-  return true;
-}
-
-// One rank of the two-process form. The socket's receive budget is its deadline.
-int run_process(int tp_rank, int socket) {
-  const timeval budget{30, 0};
-  setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &budget, sizeof budget);
-  cuda_must(cudaSetDevice(tp_rank), "set device");
-  Rank rank(tp_rank, 12, 4);
-  const lowlat_peer_handle own = rank.region.handle();
-  lowlat_peer_handle other;
-  char word = 1;
-  bool good = send_all(socket, &own, sizeof own) && receive_all(socket, &other, sizeof other);
-  if (!good) return 1;
-  rank.region.open(1 - tp_rank, other);
-  rank.region.probe(1 - tp_rank);
-  good = send_all(socket, &word, 1) && receive_all(socket, &word, 1);
-  rank.region.probed_by(1 - tp_rank, kBudgetNs);
+// One rank of the form with a process a rank.
+int run_process(const Processes& processes, int tp_rank) {
+  constexpr int kRows = 12;
+  use_device(tp_rank);
+  host::cuda::ExchangeRegion region(tp_rank, processes.size(), kRows, kHidden);
+  if (!open_peers(processes, tp_rank, region)) return 1;
+  ExchangeRank rank(region, tp_rank, processes.size(), kRows, 4);
   rank.capture(true, true, true);
-  std::vector<std::uint16_t> peer_x(rank.act.x.size());
+  if (processes.gather(tp_rank, 1).empty()) return 1;
   int different = 0;
-  for (int i = 0; i < 200 && good; ++i) {
+  for (int i = 0; i < 200; ++i) {
     rank.begin();
-    rank.graph->wait();
-    const auto x = rank.act.x.take();
-    good = send_all(socket, x.data(), 2 * x.size()) &&
-           receive_all(socket, peer_x.data(), 2 * x.size());
-    different += x != peer_x ? 1 : 0;
+    rank.wait();
+    const auto all = processes.gather(tp_rank, digest(rank.act.x.take()));
+    if (all.empty()) return 1;
+    for (const std::uint64_t other : all) different += other != all[0] ? 1 : 0;
   }
-  std::printf("%s rank %d of two processes: 200 replays, %d differ, state %u\n",
-              good && different == 0 && rank.status()[0] == 0 ? "ok  " : "FAIL", tp_rank, different,
-              rank.status()[0]);
+  const bool good = different == 0 && rank.status()[0] == 0;
+  std::printf("%s rank %d of %d processes: 200 replays, %d differ, state %u\n",
+              good ? "ok  " : "FAIL", tp_rank, processes.size(), different, rank.status()[0]);
   std::fflush(stdout);
-  // Nobody unmaps what the other still uses.
-  good = good && send_all(socket, &word, 1) && receive_all(socket, &word, 1);
-  return good && different == 0 && rank.status()[0] == 0 ? 0 : 1;
-}
-
-int run_processes() {
-  int sockets[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) != 0) return 3;
-  const pid_t child = fork();
-  if (child < 0) return 3;
-  close(sockets[child == 0 ? 0 : 1]);
-  const int code = run_process(child == 0 ? 1 : 0, sockets[child == 0 ? 1 : 0]);
-  if (child == 0) _exit(code);
-  int status = 0;
-  waitpid(child, &status, 0);
-  return code != 0 || !WIFEXITED(status) || WEXITSTATUS(status) != 0 ? 1 : 0;
+  // Nobody unmaps what another still uses.
+  return !processes.gather(tp_rank, good ? 1 : 0).empty() && good ? 0 : 1;
 }
 
 int run(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
-  if (what == "processes") return run_processes();  // forks before CUDA begins
-  if (what == "check") {
-    for (const int rows : {12, 48}) check_pair(rows);
-    check_missing_rank();
+  const int tp_size = argc > 2 ? std::atoi(argv[2]) : 2;
+  const bool known = tp_size == 2 || tp_size == 4;
+  if (known && what == "processes") return Processes::run(tp_size, run_process);
+  if (known && what == "check") {
+    for (const int rows : {12, 48}) check_ranks(tp_size, rows);
+    check_missing_rank(tp_size);
     std::printf("%d failures\n", failures);
     return failures == 0 ? 0 : 1;
   }
-  std::fprintf(stderr, "usage: exchange_hopper check | processes\n");
+  std::fprintf(stderr, "usage: exchange_hopper check|processes [2|4]\n");
   return 2;
 }
 

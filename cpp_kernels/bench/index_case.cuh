@@ -250,6 +250,35 @@ struct Errors {
   double rel_l2() const { return std::sqrt(difference / std::max(size, 1e-300)); }
 };
 
+// The query latent's codes as the front leaves them, by reference/.
+struct QueryLatent {
+  Buffer<std::uint8_t> codes;
+  Buffer<float> scale;
+  QueryLatent(const IndexSizes& sizes, const Activations& act, const HostIndexWeights& host) {
+    constexpr int kGroup = 32;
+    const std::vector<std::uint16_t> qa = act.qa.take();
+    std::vector<std::uint16_t> latent(qa.size());
+    reference::rms_norm(latent.data(), qa.data(), host.q_norm.data(), sizes.rows(), kQLora,
+                        kNormEps);
+    std::vector<std::uint8_t> code(latent.size());
+    std::vector<float> power(static_cast<std::size_t>(act.padded) * (kQLora / kGroup), NAN);
+    for (std::size_t first = 0; first < latent.size(); first += kGroup) {
+      double amax = 1e-10;
+      for (std::size_t i = first; i < first + kGroup; ++i) {
+        amax = std::max(amax, std::fabs(reference::from_bf16(latent[i])));
+      }
+      const double by = std::exp2(std::ceil(std::log2(amax / 448.0)));
+      for (std::size_t i = first; i < first + kGroup; ++i) {
+        code[i] = reference::to_e4m3(reference::from_bf16(latent[i]) / by);
+      }
+      const std::size_t row = first / kQLora, group = first % kQLora / kGroup;
+      power[group * static_cast<std::size_t>(act.padded) + row] = static_cast<float>(by);
+    }
+    codes = Buffer<std::uint8_t>(code);
+    scale = Buffer<float>(power);
+  }
+};
+
 class IndexCheck {
  public:
   int failures = 0;
@@ -290,6 +319,17 @@ class IndexCheck {
     fused::IndexParams index = buffers.index(device, device_state, act, false, true);
     must(fused::launch_index_query(index, false, nullptr), "index_query");
     check_query(sizes, state, act, buffers, host);
+    if (sizes.rows() > fused::kHopRows) {
+      const QueryLatent latent(sizes, act, host);
+      fused::IndexParams given = index;
+      given.qa = nullptr;
+      given.qa_squares = nullptr;
+      given.latent_codes = latent.codes.get();
+      given.latent_scale = latent.scale.get();
+      buffers.query.poison();
+      must(fused::launch_index_query(given, false, nullptr), "index_query of codes");
+      check_query(sizes, state, act, buffers, host);
+    }
     must(fused::launch_index_scores(index, false, nullptr), "index_scores");
     check_scores(sizes, state, buffers, {});
     must(fused::launch_index_select(index, false, nullptr), "index_select");

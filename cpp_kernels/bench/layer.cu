@@ -1,19 +1,22 @@
 // bench_layer: checks and times whole plain V4.1-Flash layers: attention half, exchange, mixture of
 // experts, exchange, chained in one CUDA graph.
 //
-//   bench_layer tp4 [rows..]   TP4's share on one GPU, its four mailboxes looped back
-//   bench_layer tp2 [rows..]   attention halves of TP2 on devices 0 and 1
+//   bench_layer tp4 [rows..]          TP4's share on one GPU, its four mailboxes looped back
+//   bench_layer tp2 [rows..]          the same of TP2
+//   bench_layer ranks N [rows..]      N ranks, 2 or 4, each on a device of its own
+//   bench_layer processes N [rows..]  the same by a process a rank, which exchange handles
+//
+// Before the rows of all but the last "table": routed by given ids, the same in all cases.
 //
 // Exit code 1: a failure.
-#include "bench/layer_case.cuh"
+#include "bench/layer_group.cuh"
 #include "bench/layer_stamps.hpp"
-#include "host/nvidia/exchange_region.hpp"
+#include "bench/processes.hpp"
 
 #ifndef LOWLAT_STAMPS
 #define LOWLAT_STAMPS 0
 #endif
 
-#include <chrono>
 #include <memory>
 
 namespace lowlat::bench {
@@ -44,10 +47,10 @@ const Case kCases[] = {
     {"experts, exchange, statistics", {false, true, true}},
 };
 
-void print(const Case& c, int tp, int rows, const Times& times, double experts, bool faulted) {
-  std::printf("%-34s TP%d T=%-2d a layer: median %7.2f us  low %7.2f  high %7.2f  experts %.1f%s\n",
-              c.name, tp, rows, times.median_us / kLayers, times.low_us / kLayers,
-              times.high_us / kLayers, experts, faulted ? "  FAULTED" : "");
+void print(const Case& c, int tp, int gpus, int rows, const Spread& us, double experts) {
+  std::printf(
+      "%-34s TP%d %d GPU T=%-2d a layer: median %7.2f us  low %7.2f  high %7.2f  experts %.1f\n",
+      c.name, tp, gpus, rows, us.median, us.low, us.high, experts);
   std::fflush(stdout);
 }
 
@@ -63,173 +66,140 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
   return finite;
 }
 
-void run_tp4(const HostWeights& host, int rows, bool checks) {
-  Mailboxes mail(rows, 4);
-  Layers<4> layers(host, kLayers, rows, mail.looped(4), mail.step_epoch.get(), 0);
-  if (checks) {
-    for (const Case& c : kCases) {
-      Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
-      for (int i = 0; i < 3; ++i) {
-        if (i == 0) layers.recover();  // gates count the steps of one chain
-        layers.reset();
-        const auto begin = std::chrono::steady_clock::now();
-        graph.replay();
-        graph.wait();
-        const std::chrono::duration<double, std::milli> took =
-            std::chrono::steady_clock::now() - begin;
-        std::printf("%-34s one replay %.2f ms", c.name, took.count());
-        mail.print_status();
-      }
-      if (mail.faulted()) {
-        mail.recover();
-        layers.recover();
-        ++failures;
-        continue;
-      }
-      if (!c.whole()) continue;
-      std::vector<std::uint16_t> first;
-      int different = 0;
-      for (int i = 0; i < 100; ++i) {
-        layers.reset();
-        graph.replay();
-        graph.wait();
-        const auto result = layers.take();
-        if (i == 0) first = result;
+// Checks and times every case. One that faults says where, and the next begins anew.
+template <int kTp>
+void run_group(int gpus, int rows, bool by_table, bool checks) {
+  Group<kTp> group(gpus, kLayers, rows);
+  group.each([&](int r) { group.rank(r).by_table = by_table; });
+  for (const Case& c : kCases) {
+    group.capture(c.parts);
+    std::vector<std::uint16_t> first;
+    int different = 0;
+    for (int i = 0; i < (checks && c.whole() ? 100 : 3) && group.fault().empty(); ++i) {
+      group.begin();
+      group.replay();
+      for (int r = 0; r < group.size(); ++r) {
+        const std::vector<std::uint16_t> result = group.result(r);
+        if (first.empty()) first = result;
         different += result != first ? 1 : 0;
       }
-      report(different == 0 && all_finite(first) && !mail.faulted(), c.name, rows);
     }
-  }
-  for (const Case& c : kCases) {
-    layers.recover();
-    layers.reset();
-    Graph graph([&](cudaStream_t stream) { layers.launch(c.parts, stream); });
-    const Times times = time_of(graph, 60);
-    print(c, 4, rows, times, distinct_experts(layers.ids.take(), kLayers, layers.rows),
-          mail.faulted());
+    if (checks) report(different == 0 && all_finite(first) && group.fault().empty(), c.name, rows);
+    const Spread us = group.time(60);
+    if (!group.fault().empty()) {
+      report(false, c.name, rows);
+      std::printf("%s\n", group.fault().c_str());
+      continue;
+    }
+    group.on(0);
+    print(c, kTp, gpus, rows, us, distinct_experts(group.first().ids.take(), kLayers, rows));
     if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
         c.parts.mix_place == fused::MixPlace::measured) {
-      layers.stamps.zero();
-      graph.replay();
-      graph.wait();
-      print_stamps(layers.stamps.take(), 2);
+      group.first().stamps.zero();
+      group.replay();
+      group.on(0);
+      print_stamps(group.first().stamps.take(), 2);
     }
   }
 }
 
-void run_tp2(const HostWeights& host, int rows) {
-  std::unique_ptr<host::cuda::ExchangeRegion> regions[2];
-  std::unique_ptr<Layers<2>> ranks[2];
-  const auto on = [](int device) { cuda_must(cudaSetDevice(device), "set device"); };
-  for (int r = 0; r < 2; ++r) {
-    on(r);
-    regions[r] = std::make_unique<host::cuda::ExchangeRegion>(r, 2, rows, kHidden);
-  }
-  for (int r = 0; r < 2; ++r) {
-    on(r);
-    regions[r]->open(1 - r, regions[1 - r]->handle());
-    regions[r]->probe(1 - r);
-  }
-  for (int r = 0; r < 2; ++r) regions[r]->probed_by(1 - r, 1'000'000'000);
-  for (int r = 0; r < 2; ++r) {
-    on(r);
-    ranks[r] = std::make_unique<Layers<2>>(host, kLayers, rows, regions[r]->port(200'000'000, 0),
-                                           regions[r]->step_epoch(), r);
-  }
-  const auto faulted = [&] {
-    return *static_cast<std::uint32_t*>(ranks[0]->port.status) != 0u ||
-           *static_cast<std::uint32_t*>(ranks[1]->port.status) != 0u;
-  };
-  for (const Case& c : kCases) {
-    if (c.parts.experts) continue;  // refused by launch_plain_layer
-    std::unique_ptr<Graph> graphs[2];
-    cudaEvent_t begin[2], end[2];
-    for (int r = 0; r < 2; ++r) {
-      on(r);
-      graphs[r] =
-          std::make_unique<Graph>([&](cudaStream_t stream) { ranks[r]->launch(c.parts, stream); });
-      cuda_must(cudaEventCreate(&begin[r]), "event");
-      cuda_must(cudaEventCreate(&end[r]), "event");
-    }
-    for (int r = 0; r < 2; ++r) {
-      on(r);
-      ranks[r]->recover();
-    }
+// One rank of the form with a process a rank: what it computes is what the others do.
+template <int kTp>
+int run_process(const Processes& processes, int rank, const std::vector<int>& widths) {
+  use_device(rank);
+  for (const int rows : widths) {
+    host::cuda::ExchangeRegion region(rank, kTp, rows, kHidden);
+    if (!open_peers(processes, rank, region)) return 1;
+    Layers<kTp> layers(sharded_weights<kTp>(rank), kLayers, rows,
+                       region.port(Group<kTp>::kBudgetNs, 0), region.step_epoch(), rank);
+    Graph graph([&](cudaStream_t stream) { layers.launch({}, stream); });
+    const auto* words = static_cast<const std::uint32_t*>(layers.port.status);
+    const auto say = [&] {
+      std::printf("rank %d: state %u kernel %u stage %u peer %d\n", rank, words[0], words[1],
+                  words[2], static_cast<int>(words[3]));
+    };
+    if (processes.gather(rank, 1).empty()) return 1;
     int different = 0;
-    std::vector<std::uint16_t> first;
-    for (int i = 0; i < 20; ++i) {
-      for (int r = 0; r < 2; ++r) {
-        on(r);
-        ranks[r]->reset();
-        graphs[r]->replay();
-      }
-      std::vector<std::uint16_t> result[2];
-      for (int r = 0; r < 2; ++r) {
-        on(r);
-        graphs[r]->wait();
-        result[r] = ranks[r]->take();
-      }
-      if (i == 0) first = result[0];
-      if (faulted()) break;
-      different += result[0] != result[1] || result[0] != first ? 1 : 0;
+    bool finite = true;
+    for (int i = 0; i < 200; ++i) {
+      layers.use_input(i % 5);
+      layers.reset();
+      cuda_must(cudaDeviceSynchronize(), "inputs");
+      graph.replay();
+      wait_or_leave(graph.stream(), say);
+      const std::vector<std::uint16_t> result = layers.take();
+      finite = finite && all_finite(result);
+      const auto all = processes.gather(rank, digest(result));
+      if (all.empty()) return 1;
+      for (const std::uint64_t other : all) different += other != all[0] ? 1 : 0;
     }
-    report(different == 0 && all_finite(first) && !faulted(), c.name, rows);
-    if (faulted()) {
-      for (int r = 0; r < 2; ++r) {
-        const auto* words = static_cast<const std::uint32_t*>(ranks[r]->port.status);
-        std::printf("rank %d: state %u kernel %u stage %u peer %d\n", r, words[0], words[1],
-                    words[2], static_cast<int>(words[3]));
-      }
-      return;
-    }
+    cudaEvent_t from, to;
+    cuda_must(cudaEventCreate(&from), "event");
+    cuda_must(cudaEventCreate(&to), "event");
     std::vector<double> times;
-    for (int i = 0; i < 45; ++i) {
-      for (int r = 0; r < 2; ++r) {
-        on(r);
-        graphs[r]->replay();
-        cuda_must(cudaEventRecord(begin[r], graphs[r]->stream()), "record");
-        for (int j = 0; j < 2; ++j) graphs[r]->replay();
-        cuda_must(cudaEventRecord(end[r], graphs[r]->stream()), "record");
-      }
-      double longest = 0.0;
-      for (int r = 0; r < 2; ++r) {
-        on(r);
-        graphs[r]->wait();
-        float ms;
-        cuda_must(cudaEventElapsedTime(&ms, begin[r], end[r]), "elapsed");
-        longest = std::max(longest, ms * 1e3 / 2);
-      }
-      if (i >= 5) times.push_back(longest);
+    constexpr int kInARow = 4;
+    for (int i = 0; i < 65; ++i) {
+      if (processes.gather(rank, i).empty()) return 1;
+      graph.replay();
+      cuda_must(cudaEventRecord(from, graph.stream()), "record");
+      for (int j = 0; j < kInARow; ++j) graph.replay();
+      cuda_must(cudaEventRecord(to, graph.stream()), "record");
+      wait_or_leave(graph.stream(), say);
+      float ms = 0.0f;
+      cuda_must(cudaEventElapsedTime(&ms, from, to), "elapsed");
+      if (i >= 5) times.push_back(ms * 1e3 / kInARow / kLayers);
     }
-    std::sort(times.begin(), times.end());
-    on(0);
-    print(c, 2, rows, {times[20], times[4], times[36]},
-          distinct_experts(ranks[0]->ids.take(), kLayers, ranks[0]->rows), faulted());
-    for (int r = 0; r < 2; ++r) {
-      cudaEventDestroy(begin[r]);
-      cudaEventDestroy(end[r]);
-    }
+    cudaEventDestroy(from);
+    cudaEventDestroy(to);
+    const Spread us = spread_of(times);
+    const bool good = different == 0 && finite && words[0] == 0;
+    std::printf(
+        "%s rank %d of %d processes T=%d: 200 replays, %d differ; a layer %.2f us (%.2f to "
+        "%.2f)\n",
+        good ? "ok  " : "FAIL", rank, kTp, rows, different, us.median, us.low, us.high);
+    if (!good) say();
+    // Nobody unmaps what another still uses.
+    if (processes.gather(rank, good ? 1 : 0).empty() || !good) return 1;
   }
+  return 0;
+}
+
+// Calls f.operator()<kTp>(); false: not built for so many ranks.
+template <class F>
+bool with_ranks(int ranks, F f) {
+  if (ranks == 2) f.template operator()<2>();
+  if (ranks == 4) f.template operator()<4>();
+  return ranks == 2 || ranks == 4;
 }
 
 int run(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
-  if (what != "tp4" && what != "tp2") {
-    std::fprintf(stderr, "usage: bench_layer tp4|tp2 [rows..]\n");
+  const bool looped = what == "tp4" || what == "tp2";
+  const bool processes = what == "processes";
+  const int ranks = looped ? what[2] - '0' : argc > 2 ? std::atoi(argv[2]) : 0;
+  int next = looped ? 2 : 3;
+  const bool by_table = argc > next && std::string(argv[next]) == "table" && !processes;
+  next += by_table ? 1 : 0;
+  std::vector<int> widths;
+  for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
+  if (widths.empty()) widths = {6};
+  const bool known = (looped || processes || what == "ranks") && with_ranks(ranks, [&]<int kTp>() {
+                       if (processes) {
+                         failures += Processes::run(kTp, [&](const Processes& all, int rank) {
+                           return run_process<kTp>(all, rank, widths);
+                         });
+                         return;
+                       }
+                       for (std::size_t i = 0; i < widths.size(); ++i) {
+                         run_group<kTp>(looped ? 1 : kTp, widths[i], by_table, !looped || i == 0);
+                       }
+                     });
+  if (!known) {
+    std::fprintf(stderr,
+                 "usage: bench_layer tp4|tp2|ranks N [table] [rows..]\n"
+                 "       bench_layer processes N [rows..]\n");
     return 2;
-  }
-  std::vector<int> rows;
-  for (int i = 2; i < argc; ++i) rows.push_back(std::atoi(argv[i]));
-  if (rows.empty()) rows = {6};
-  Random random(1);
-  const HostWeights host(what == "tp4" ? 16 : 32, what == "tp4" ? 2 : 4, random);
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (what == "tp4") {
-      run_tp4(host, rows[i], i == 0);
-    } else {
-      run_tp2(host, rows[i]);
-    }
   }
   std::printf("%d failures\n", failures);
   return failures == 0 ? 0 : 1;

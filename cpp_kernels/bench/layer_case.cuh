@@ -85,6 +85,22 @@ inline double distinct_experts(const std::vector<std::int32_t>& ids, int layers,
   return distinct / layers;
 }
 
+// Attention's weights of a rank: those that ranks share are the same on all of them.
+template <int kTp>
+HostWeights sharded_weights(int rank) {
+  constexpr int kHeads = 64 / kTp, kGroups = 8 / kTp;
+  Random random(1);
+  HostWeights out(kHeads, kGroups, random);
+  if (rank == 0) return out;
+  Random own(100 + static_cast<std::uint64_t>(rank));
+  HostWeights other(kHeads, kGroups, own);
+  out.wq_b = std::move(other.wq_b);
+  out.wo_a = std::move(other.wo_a);
+  out.wo_b = std::move(other.wo_b);
+  out.sink = std::move(other.sink);
+  return out;
+}
+
 // A chain of layers of one rank, on the device that is current.
 template <int kTp>
 struct Layers {
@@ -97,6 +113,10 @@ struct Layers {
   Buffer<std::uint8_t> memory_bytes;
   fused::LayerMemory memory;
   Buffer<std::int32_t> ids;
+  // [layers][rows, 6], different experts of a row: where `by_table`, the layers' routing, so that
+  // chains of different parts read the same experts whatever their residuals become.
+  Buffer<std::int32_t> table;
+  bool by_table = false;
   Buffer<fused::Stamp> stamps;
   std::vector<std::uint16_t> residual, x;
 
@@ -111,6 +131,7 @@ struct Layers {
             fused::layer_memory(nullptr, kShape<kTp>, kTp, num_rows, num_layers).bytes)),
         memory(fused::layer_memory(memory_bytes.get(), kShape<kTp>, kTp, num_rows, num_layers)),
         ids(static_cast<std::size_t>(num_layers) * num_rows * 6),
+        table(ids.size()),
         stamps(static_cast<std::size_t>(16 * num_layers) * fused::kStampBlocks *
                static_cast<std::size_t>(fused::StampStage::count)) {
     stamps.zero();
@@ -125,6 +146,14 @@ struct Layers {
     for (auto& v : residual) v = bf16(random.normal());
     x.resize(static_cast<std::size_t>(rows) * kHidden);
     for (auto& v : x) v = bf16(random.normal());
+    std::vector<std::int32_t> drawn(table.size());
+    for (std::size_t first = 0; first < drawn.size(); first += 6) {
+      for (std::size_t i = first; i < first + 6;) {
+        drawn[i] = random.below(static_cast<int>(MoeLayer<kTp>::kE));
+        if (std::find(&drawn[first], &drawn[i], drawn[i]) == &drawn[i]) ++i;
+      }
+    }
+    table.put(drawn);
     cuda_must(fused::layer_init(memory, kShape<kTp>, port), "layer memory");
     reset();
   }
@@ -136,6 +165,12 @@ struct Layers {
     put(memory.x, x);
     cuda_must(cudaMemset(memory.mix[1], 0, static_cast<std::size_t>(rows) * fused::kMixStride * 4),
               "memset");
+  }
+  // Another input from the next reset() on: the same for the same number.
+  void use_input(int input) {
+    Random random(static_cast<std::uint64_t>(100 + input));
+    for (auto& v : residual) v = bf16(random.normal());
+    for (auto& v : x) v = bf16(random.normal());
   }
   // Steps of fewer rows in the same memory, up to what it was made for.
   void use_rows(int num_rows) {
@@ -199,6 +234,7 @@ struct Layers {
     out.extra_idx = k.extra_idx.get();
     out.num_window = kWindow;
     out.num_extra = kExtra;
+    if (by_table) out.hash_ids = table.get() + static_cast<std::size_t>(i) * rows * 6;
     return out;
   }
   fused::LayerStep step() const {

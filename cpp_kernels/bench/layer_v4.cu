@@ -22,6 +22,7 @@ struct Case {
   const char* name;
   fused::LayerParts parts;
   fused::BranchJoin join;
+  int early = 0;
 };
 
 void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
@@ -32,10 +33,20 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
       {"attention half", half, fused::BranchJoin::ended},
       {"layer", whole, fused::BranchJoin::ended},
       {"layer, gate", whole, fused::BranchJoin::started},
+      {"layer, early 1", whole, fused::BranchJoin::ended, 1},
+      {"layer, early 2", whole, fused::BranchJoin::ended, 2},
+      {"layer, early 3", whole, fused::BranchJoin::ended, 3},
+      {"layer, early 7", whole, fused::BranchJoin::ended, 7},
+      {"layer, gate 1", whole, fused::BranchJoin::started, 1},
+      {"layer, gate 3", whole, fused::BranchJoin::started, 3},
+      {"layer, gate 7", whole, fused::BranchJoin::started, 7},
+      {"half, early 3", half, fused::BranchJoin::ended, 3},
+      {"half, early 7", half, fused::BranchJoin::ended, 7},
   };
   for (const Case& c : cases) {
-    if (ratio == 0 && c.join == fused::BranchJoin::started) continue;
+    if (ratio == 0 && (c.join == fused::BranchJoin::started || c.early)) continue;
     SideStream side(c.join);
+    side.branch.early = c.early;
     chain.layers.recover();
     chain.layers.reset();
     Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, side, stream); });

@@ -74,14 +74,16 @@ struct SideStream {
   explicit SideStream(fused::BranchJoin join) {
     branch.join = join;
     cuda_must(cudaStreamCreateWithFlags(&branch.side, cudaStreamNonBlocking), "stream");
-    for (cudaEvent_t* event : {&branch.fork, &branch.started, &branch.ended}) {
+    for (cudaEvent_t* event : {&branch.fork, &branch.projected, &branch.started, &branch.ended}) {
       cuda_must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "event");
     }
   }
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;
   ~SideStream() {
-    for (cudaEvent_t event : {branch.fork, branch.started, branch.ended}) cudaEventDestroy(event);
+    for (cudaEvent_t event : {branch.fork, branch.projected, branch.started, branch.ended}) {
+      cudaEventDestroy(event);
+    }
     cudaStreamDestroy(branch.side);
   }
 };
@@ -133,9 +135,12 @@ struct PooledChain {
     out.plain.extra = {context.pool.get(), StepV4::pool_page_bytes(sizes), sizes.per_page()};
     out.plain.extra_idx = context.entry_idx.get();
     out.plain.num_extra = ratio == 0 ? 0 : context.num_entries;
+    out.plain.extra_ratio = ratio == 128 ? ratio : 0;
     if (hashes) out.plain.hash_ids = hash_ids.get();
     out.ratio = ratio;
     out.tokens = sizes.tokens;
+    out.first = i == 0;
+    out.slots = state.d_slots.get();
     out.compress = state.product(beside[i]);
     out.pool = state.pooling(beside[i]);
     out.pool.pool = out.plain.extra;

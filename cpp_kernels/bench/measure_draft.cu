@@ -3,7 +3,8 @@
 //
 // Six launches in a CUDA graph, weights and logits rotated past the caches; a figure is the graph's
 // time over six. One GPU: one rank of four, what it sends to the others lands in its own memory; it
-// is checked as two ranks on the one GPU. Rows are those of the verify step, six a request.
+// is checked as two ranks on the one GPU. Else a GPU a rank. Rows are those of the verify step, six
+// a request.
 #include "bench/draft_checks.cuh"
 #include "bench/draft_times.cuh"
 #include "bench/machine.cuh"
@@ -20,7 +21,9 @@ void measure(Report& report, const Words& words, const DraftWeights& weights,
   const int rows = batch * kRowsOfRequest;
   const std::string what = sampled ? "draft sampled" : "draft";
   {
-    DraftGroup group(setup_of(checked.vocab, 2, words.gpus, batch, temperatures, sampled), checked);
+    DraftGroup group(
+        setup_of(checked.vocab, std::max(words.gpus, 2), words.gpus, batch, temperatures, sampled),
+        checked);
     group.capture();
     report.check(what + " against float64 T=" + std::to_string(rows),
                  check_draft(group, checked, what.c_str()));
@@ -47,7 +50,7 @@ void measure(Report& report, const Words& words, const DraftWeights& weights,
     setup.sets = 3;
     DraftGroup group(setup, weights);
     group.capture();
-    us = spread_of(times_of(group, words.repeats));
+    us = times_of(group, words.repeats);
     for (int r = 0; r < words.tp; ++r) look(group.rank(r).status());
   }
   report.check("no wait expired T=" + std::to_string(rows), fault.empty(), fault);
@@ -70,8 +73,10 @@ int main_of(int argc, char** argv) {
     return refuse("the draft is built for v41 and --schedule fused, not " + words.model + " and " +
                   words.schedule);
   }
-  if (!(words.gpus == 1 && words.tp == Loopback::kRanks) && !(words.gpus == 2 && words.tp == 2)) {
-    return refuse("the draft is timed with --tp 4 on one GPU or --tp 2 on two");
+  const bool spread = words.gpus == words.tp && (words.tp == 2 || words.tp == 4);
+  if (!spread && (words.gpus != 1 || words.tp != Loopback::kRanks)) {
+    return refuse(
+        "the draft is timed with --tp 4 --gpus 1, or with a GPU for each of 2 or 4 ranks");
   }
   for (const int rows : words.rows) {
     if (rows % kRowsOfRequest != 0 || rows / kRowsOfRequest > fused::kMaxDraftBatch) {

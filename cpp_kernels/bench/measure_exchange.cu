@@ -1,11 +1,11 @@
-// bench/measure_exchange.cu: an exchange of partial sums between two GPUs, checked and timed; the
+// bench/measure_exchange.cu: an exchange of partial sums between GPUs, checked and timed; the
 // program behind `lowlat bench exchange`.
 //
-// Chains of layers in a CUDA graph: TP2's output projections of V4.1-Flash whose last product
-// publishes, and the kernel that sums, mixes and norms. The exchange is what that takes beyond the
-// same chain with products that store their sums and no receiver. It has no floor in bytes: one hop
-// between the GPUs is 1.3 us.
-#include "bench/exchange_pair.hpp"
+// Chains of layers in a CUDA graph: output projections of V4.1-Flash whose last product publishes,
+// and the kernel that sums, mixes and norms. The exchange is what that takes beyond the same chain
+// with products that store their sums and no receiver. It has no floor in bytes: one hop between
+// the GPUs is 1.3 us.
+#include "bench/exchange_ranks.hpp"
 #include "bench/machine.cuh"
 #include "bench/words.hpp"
 
@@ -14,47 +14,41 @@ namespace {
 
 constexpr int kLayers = 8, kReplays = 50;
 
-// Replays give the same bits on both ranks, each time.
-void check(Report& report, int rows) {
-  Pair pair(rows, 1);
-  pair.capture(true, true, true);
+// Replays give the same bits on all ranks, each time.
+void check(Report& report, int tp_size, int rows) {
+  ExchangeRanks ranks(tp_size, rows, 1);
+  ranks.capture(true, true, true);
   std::vector<std::uint16_t> first;
   int different = 0;
-  for (int i = 0; i < kReplays && !pair.faulted(); ++i) {
-    for (int r = 0; r < kRanks; ++r) {
-      cuda_must(cudaSetDevice(r), "set device");
-      pair.ranks[r]->begin();
-    }
-    for (int r = 0; r < kRanks; ++r) {
-      cuda_must(cudaSetDevice(r), "set device");
-      pair.ranks[r]->graph->wait();
-      std::vector<std::uint16_t> got = pair.ranks[r]->act.residual[1].take();
-      const std::vector<std::uint16_t> x = pair.ranks[r]->act.x.take();
-      got.insert(got.end(), x.begin(), x.end());
+  for (int i = 0; i < kReplays && !ranks.faulted(); ++i) {
+    ranks.each([](ExchangeRank& rank) { rank.begin(); });
+    ranks.each([&](ExchangeRank& rank) {
+      rank.wait();
+      const std::vector<std::uint16_t> got = rank.result();
       if (first.empty()) first = got;
       different += got != first ? 1 : 0;
-    }
+    });
   }
   const std::string at = " T=" + std::to_string(rows);
-  report.check("no wait expired" + at, !pair.faulted());
-  report.check(std::to_string(kReplays) + " replays, both ranks equal" + at, different == 0,
+  report.check("no wait expired" + at, !ranks.faulted());
+  report.check(std::to_string(kReplays) + " replays, all ranks equal" + at, different == 0,
                std::to_string(different) + " differ");
 }
 
 void measure(Report& report, const Words& words, int rows) {
-  Pair pair(rows, kLayers);
+  ExchangeRanks ranks(words.tp, rows, kLayers);
   double bytes = 0.0;
-  for (const auto* w : {&pair.ranks[0]->weights[0].wo_a, &pair.ranks[0]->weights[0].wo_b}) {
+  for (const auto* w : {&ranks.rank(0).weights[0].wo_a, &ranks.rank(0).weights[0].wo_b}) {
     bytes += static_cast<double>(w->codes.size() + w->scales.size());
   }
-  pair.capture(false, false, false);
-  const Spread without = pair.time(words.repeats);
-  pair.capture(true, true, true);
-  const Spread with = pair.time(words.repeats);
-  report.check("no wait expired in the chain T=" + std::to_string(rows), !pair.faulted());
+  ranks.capture(false, false, false);
+  const Spread without = ranks.time(words.repeats);
+  ranks.capture(true, true, true);
+  const Spread with = ranks.time(words.repeats);
+  report.check("no wait expired in the chain T=" + std::to_string(rows), !ranks.faulted());
   const auto figure = [&](const char* name, const Spread& us, double num_bytes, const char* about) {
-    report.figure(
-        {name, "v41", words.schedule, kRanks, kRanks, rows, us, words.repeats, num_bytes, about});
+    report.figure({name, "v41", words.schedule, words.tp, words.gpus, rows, us, words.repeats,
+                   num_bytes, about});
   };
   figure("products", without, bytes, "wo_a and wo_b, sums stored");
   figure("products and exchange", with, bytes, "the same, published and received");
@@ -79,8 +73,8 @@ int main_of(int argc, char** argv) {
     return refuse("the exchange is built for v41 and --schedule fused, not " + words.model +
                   " and " + words.schedule);
   }
-  if (words.tp != kRanks || words.gpus != kRanks) {
-    return refuse("the exchange is timed between two GPUs: --tp 2 --gpus 2");
+  if (words.tp != words.gpus || (words.tp != 2 && words.tp != 4)) {
+    return refuse("the exchange is timed between GPUs, one a rank: --tp 2 --gpus 2, or 4 and 4");
   }
   for (const int rows : words.rows) {
     if (rows <= fused::kHopRows) {
@@ -88,10 +82,10 @@ int main_of(int argc, char** argv) {
                     std::to_string(rows) + "; fewer go by packets, inside whole layers");
     }
   }
-  if (!require_gpus(report, kRanks)) return 1;
-  report.machine(measure_machine(kRanks));
+  if (!require_gpus(report, words.gpus)) return 1;
+  report.machine(measure_machine(words.gpus));
   for (const int rows : words.rows) {
-    check(report, rows);
+    check(report, words.tp, rows);
     if (!report.all_good()) return 1;
     measure(report, words, rows);
   }

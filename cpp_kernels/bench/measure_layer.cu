@@ -7,19 +7,17 @@
 #include <fstream>
 #include <memory>
 
-#include "bench/layer_case.cuh"
+#include "bench/layer_group.cuh"
 #include "bench/machine.cuh"
 #include "bench/resident_case.cuh"
 #include "bench/stamps_file.hpp"
 #include "bench/words.hpp"
-#include "host/nvidia/exchange_region.hpp"
 #include "shape/bytes.hpp"
 
 namespace lowlat::bench {
 namespace {
 
 constexpr int kLayers = 4, kReplays = 20, kStampedLayer = 2;
-constexpr std::uint64_t kBudgetNs = 200'000'000, kProbeBudgetNs = 1'000'000'000;
 #ifdef LOWLAT_STAMPS
 constexpr bool kStamps = LOWLAT_STAMPS != 0;
 #else
@@ -46,153 +44,20 @@ bool finite(const std::vector<std::uint16_t>& values) {
                      [](std::uint16_t v) { return (v & 0x7f80) != 0x7f80; });
 }
 
-// All ranks of a group, each on its device or all looped back on one.
-template <int kTp>
-class Group {
- public:
-  Group(const HostWeights& host, int gpus, int rows) {
-    if (gpus == 1) {
-      mail_ = std::make_unique<Mailboxes>(rows, kTp);
-      fused::ExchangePort port = mail_->looped(kTp);
-      port.budget_ns = kBudgetNs;
-      ranks_.push_back(
-          std::make_unique<Layers<kTp>>(host, kLayers, rows, port, mail_->step_epoch.get(), 0));
-    }
-    for (int r = 0; gpus > 1 && r < gpus; ++r) {
-      on(r);
-      regions_.push_back(std::make_unique<host::cuda::ExchangeRegion>(r, kTp, rows, kHidden));
-    }
-    for (std::size_t r = 0; r < regions_.size(); ++r) {
-      on(r);
-      for (std::size_t peer = 0; peer < regions_.size(); ++peer) {
-        if (peer == r) continue;
-        regions_[r]->open(static_cast<int>(peer), regions_[peer]->handle());
-        regions_[r]->probe(static_cast<int>(peer));
-      }
-    }
-    for (std::size_t r = 0; r < regions_.size(); ++r) {
-      on(r);
-      for (std::size_t peer = 0; peer < regions_.size(); ++peer) {
-        if (peer != r) regions_[r]->probed_by(static_cast<int>(peer), kProbeBudgetNs);
-      }
-      ranks_.push_back(std::make_unique<Layers<kTp>>(
-          host, kLayers, rows, regions_[r]->port(kBudgetNs, 0), regions_[r]->step_epoch(), r));
-    }
-    graphs_.resize(ranks_.size());
-  }
-  Layers<kTp>& first() { return *ranks_[0]; }
-  std::size_t size() const { return ranks_.size(); }
-
-  void capture(const fused::LayerParts& parts) {
-    for (std::size_t r = 0; r < size(); ++r) {
-      on(r);
-      graphs_[r] =
-          std::make_unique<Graph>([&](cudaStream_t stream) { ranks_[r]->launch(parts, stream); });
-      // Gates count the steps of one chain.
-      ranks_[r]->recover();
-    }
-  }
-  // The inputs of a step. The devices are idle.
-  void begin() {
-    for (std::size_t r = 0; r < size(); ++r) {
-      on(r);
-      ranks_[r]->reset();
-      // The graphs' streams do not wait for the one that fills.
-      cuda_must(cudaDeviceSynchronize(), "inputs");
-    }
-  }
-  // One step by the graphs, or launched as it comes.
-  void run(bool eager) {
-    for (std::size_t r = 0; r < size(); ++r) {
-      on(r);
-      if (eager) {
-        ranks_[r]->launch({}, graphs_[r]->stream());
-      } else {
-        graphs_[r]->replay();
-      }
-    }
-    for (std::size_t r = 0; r < size(); ++r) {
-      on(r);
-      graphs_[r]->wait();
-    }
-  }
-  std::vector<std::uint16_t> result(std::size_t r) {
-    on(r);
-    return ranks_[r]->take();
-  }
-  // "" or the status words of the first rank that has any.
-  std::string fault() const {
-    for (std::size_t r = 0; r < size(); ++r) {
-      const auto* words = static_cast<const std::uint32_t*>(ranks_[r]->port.status);
-      if (words[0] == 0) continue;
-      return "rank " + std::to_string(r) + ": kernel " + std::to_string(words[1]) + ", stage " +
-             std::to_string(words[2]) + ", peer " + std::to_string(words[3]);
-    }
-    return "";
-  }
-  // Microseconds a layer, of the longest rank.
-  Spread time(int repeats) {
-    // Several replays in a row where there are peers, so that the ranks' starts do not count.
-    const int in_a_row = size() > 1 ? 4 : 1;
-    std::vector<cudaEvent_t> from(size()), to(size());
-    for (std::size_t r = 0; r < size(); ++r) {
-      on(r);
-      cuda_must(cudaEventCreate(&from[r]), "event");
-      cuda_must(cudaEventCreate(&to[r]), "event");
-    }
-    std::vector<double> times;
-    for (int i = 0; i < repeats + 5; ++i) {
-      for (std::size_t r = 0; r < size(); ++r) {
-        on(r);
-        Graph& graph = *graphs_[r];
-        if (size() > 1) graph.replay();
-        cuda_must(cudaEventRecord(from[r], graph.stream()), "record");
-        for (int j = 0; j < in_a_row; ++j) graph.replay();
-        cuda_must(cudaEventRecord(to[r], graph.stream()), "record");
-      }
-      double longest = 0.0;
-      for (std::size_t r = 0; r < size(); ++r) {
-        on(r);
-        graphs_[r]->wait();
-        float ms = 0.0f;
-        cuda_must(cudaEventElapsedTime(&ms, from[r], to[r]), "elapsed");
-        longest = std::max(longest, ms * 1e3 / in_a_row / kLayers);
-      }
-      if (i >= 5) times.push_back(longest);
-    }
-    for (std::size_t r = 0; r < size(); ++r) {
-      on(r);
-      cudaEventDestroy(from[r]);
-      cudaEventDestroy(to[r]);
-    }
-    return spread_of(times);
-  }
-
- private:
-  void on(std::size_t rank) const {
-    cuda_must(cudaSetDevice(mail_ ? 0 : static_cast<int>(rank)), "device");
-  }
-
-  std::unique_ptr<Mailboxes> mail_;
-  std::vector<std::unique_ptr<host::cuda::ExchangeRegion>> regions_;
-  std::vector<std::unique_ptr<Layers<kTp>>> ranks_;
-  std::vector<std::unique_ptr<Graph>> graphs_;
-};
-
 // Eager and replayed steps give the same bits on every rank, and nothing faulted.
 template <int kTp>
 bool check(Report& report, Group<kTp>& group, int rows) {
   const std::string at = " T=" + std::to_string(rows);
   group.capture({});
   group.begin();
-  group.run(true);
+  group.launch({});
   const std::vector<std::uint16_t> first = group.result(0);
   int different = 0;
-  for (std::size_t r = 1; r < group.size(); ++r) different += group.result(r) != first ? 1 : 0;
+  for (int r = 1; r < group.size(); ++r) different += group.result(r) != first ? 1 : 0;
   for (int i = 0; i < kReplays && group.fault().empty(); ++i) {
     group.begin();
-    group.run(false);
-    for (std::size_t r = 0; r < group.size(); ++r) different += group.result(r) != first ? 1 : 0;
+    group.replay();
+    for (int r = 0; r < group.size(); ++r) different += group.result(r) != first ? 1 : 0;
   }
   const std::string fault = group.fault();
   report.check("no wait expired" + at, fault.empty(), fault);
@@ -204,10 +69,8 @@ bool check(Report& report, Group<kTp>& group, int rows) {
 
 template <int kTp>
 int run(const Words& words, Report& report, double clock_mhz, const std::string& gpu) {
-  Random random(1);
-  const HostWeights host(64 / kTp, 8 / kTp, random);
   for (const int rows : words.rows) {
-    Group<kTp> group(host, words.gpus, rows);
+    Group<kTp> group(words.gpus, kLayers, rows);
     if (!check(report, group, rows)) return 1;
     struct Part {
       const char* name;
@@ -229,7 +92,7 @@ int run(const Words& words, Report& report, double clock_mhz, const std::string&
       if (!kStamps || &part != parts) continue;
       group.first().stamps.zero();
       group.begin();
-      group.run(false);
+      group.replay();
       const StampsAbout about = {"layer", "v41", words.schedule, gpu,       kTp,
                                  1,       rows,  words.plain_us, us.median, kStampedLayer};
       std::ofstream file(words.stamps);
@@ -290,8 +153,13 @@ int main_of(int argc, char** argv) {
   if (!is_fused && (kStamps || words.gpus > 1)) {
     return refuse("the persistent layer is timed without stamps, on one GPU: --gpus 1");
   }
-  if (words.tp != 4) {
-    return refuse("the layer runs for --tp 4, not " + std::to_string(words.tp));
+  const int tp = words.tp;
+  if (tp != 4 && (tp != 2 || !is_fused)) {
+    return refuse("the layer runs for --tp 4, fused also for 2, not " + std::to_string(tp));
+  }
+  if (words.gpus != 1 && words.gpus != tp) {
+    return refuse("needed --gpus 1 or one a rank, --gpus " + std::to_string(tp) + ", not " +
+                  std::to_string(words.gpus));
   }
   if (kStamps != !words.stamps.empty()) {
     return refuse(kStamps ? "the program with stamps needs --stamps FILE"
@@ -302,7 +170,8 @@ int main_of(int argc, char** argv) {
   const Machine machine = measure_machine(words.gpus);
   report.machine(machine);
   if (!is_fused) return run_persistent(words, report);
-  return run<4>(words, report, machine.clock_mhz, machine.gpu);
+  return tp == 2 ? run<2>(words, report, machine.clock_mhz, machine.gpu)
+                 : run<4>(words, report, machine.clock_mhz, machine.gpu);
 }
 
 }  // namespace

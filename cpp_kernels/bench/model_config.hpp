@@ -4,6 +4,7 @@
 
 #include "lowlat/kernels.h"
 #include "shape/dsv41_flash.hpp"
+#include "shape/dsv4_flash.hpp"
 
 namespace lowlat::bench {
 
@@ -38,12 +39,19 @@ inline lowlat_model_config v41_rules() {
   c.norm_eps = 1e-20f;
   return c;
 }
+inline lowlat_model_config v4_rules() {
+  lowlat_model_config c = published_rules();
+  c.kind = LOWLAT_V4;
+  c.experts_per_token = shape::Dsv4Flash<1>::kExpertsPerToken;
+  c.scale_block = shape::Dsv4Flash<1>::kScaleBlock;
+  c.norm_eps = 1e-6f;
+  return c;
+}
 
-// V4.1-Flash's layers; of kShare ranks, one rank's part as a model of its own.
-template <int kShare>
-lowlat_model_config v41_sizes() {
-  using Shape = shape::Dsv41Flash<kShare>;
-  lowlat_model_config c = v41_rules();
+// What follows `rules` in sizes, of a shape's rank as a model of its own.
+template <class Shape>
+lowlat_model_config sizes_of(lowlat_model_config rules) {
+  lowlat_model_config c = rules;
   c.hidden = Shape::kHidden;
   c.vocab = Shape::kVocabLocal;
   c.num_heads = Shape::kNumHeadsLocal;
@@ -56,6 +64,15 @@ lowlat_model_config v41_sizes() {
   c.index_heads = Shape::kIndexHeads;
   c.index_topk = Shape::kIndexTopk;
   return c;
+}
+// Layers of the published models; of kShare ranks, one rank's part.
+template <int kShare>
+lowlat_model_config v41_sizes() {
+  return sizes_of<shape::Dsv41Flash<kShare>>(v41_rules());
+}
+template <int kShare>
+lowlat_model_config v4_sizes() {
+  return sizes_of<shape::Dsv4Flash<kShare>>(v4_rules());
 }
 
 }  // namespace lowlat::bench

@@ -1,31 +1,40 @@
-// bench_step: whole steps of V4.1-Flash by the fused kernels, against the resident schedule on the
-// same weights, and their time. See step_case.cuh.
+// bench_step: whole steps by the fused kernels, against the resident schedule on the same weights,
+// and their time. See step_case.cuh.
 //
-//   bench_step check [rows..]   eight layers of every kind and a draft: logits, tokens, features
-//                               (by the draft's tokens) and all caches; replays, bit for bit
-//   bench_step hosted           the same of steps for an engine that keeps caches and head, with
-//                               experts in both layouts
-//   bench_step time [rows..]    the model's 40 layers, a CUDA graph of one step
-//   bench_step fault            an abort of steps in flight
-//   bench_step once [rows..]    a step and a draft without a comparison, for a sanitizer
+//   bench_step check [rows..]        eight layers of every kind and a draft: logits, tokens,
+//                                    features (by the draft's tokens) and all caches; replays, bit
+//                                    for bit
+//   bench_step hosted                the same of steps for an engine that keeps caches and head,
+//                                    with experts in both layouts
+//   bench_step time [rows..]         all of the model's layers, a CUDA graph of one step
+//   bench_step fault                 an abort of steps in flight; of several ranks also one that
+//                                    never comes
+//   bench_step once [rows..]         a step and a draft without a comparison, for a sanitizer
+//   bench_step processes N [rows..]  eight layers and a draft by a process a rank, which exchange
+//                                    handles: replays, every rank's results equal
+//
+// Of V4.1-Flash, or with "v4" in front of all that follows of V4-Flash. Elsewhere before the rows
+// "loop N", one rank of N whose peers are itself (N 4 where nothing is said), or "ranks N", N ranks
+// with a device each. N is 2 or 4.
 #include <chrono>
 #include <cstdlib>
 
-#include "bench/step_case.cuh"
+#include "bench/processes.hpp"
+#include "bench/step_team.cuh"
 
 namespace lowlat::bench {
 namespace {
 
-void check(const std::vector<int>& widths) {
-  const lowlat_model_config config = config_of(false, 3);
-  Weights weights;
+void check(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
+  const lowlat_model_config config = config_of(kind, false, 3);
+  AllWeights weights(places);
   const auto begin = std::chrono::steady_clock::now();
-  Rank fused("nvidia:0:fused:loop", config, weights);
-  Rank resident("nvidia:0:persistent:loop", config, weights);
-  std::printf("made in %.1f s; own bytes %.1f and %.1f MB\n",
+  Team fused("fused", places, config, weights);
+  Team resident("persistent", places, config, weights);
+  std::printf("made in %.1f s; own bytes %.1f and %.1f MB a rank\n",
               std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(),
-              static_cast<double>(lowlat_model_own_bytes(fused.model())) * 1e-6,
-              static_cast<double>(lowlat_model_own_bytes(resident.model())) * 1e-6);
+              static_cast<double>(lowlat_model_own_bytes(fused.first().model())) * 1e-6,
+              static_cast<double>(lowlat_model_own_bytes(resident.first().model())) * 1e-6);
   std::fflush(stdout);
   for (const int start : {kShort, kPosition}) {
     int position = start;
@@ -41,65 +50,79 @@ void check(const std::vector<int>& widths) {
   replay(fused, case_of(24, 4500), 200);
 }
 
-void hosted() {
-  lowlat_model_config config = config_of(false, 3);
+void hosted(std::uint32_t kind, const Places& places) {
+  lowlat_model_config config = config_of(kind, false, 3);
   config.num_pages = kPagesOfRequest;
-  compare_hosting(config);
+  compare_hosting(places, config);
   config.num_widths = 0;
   for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
-  Weights draft_weights;
-  Rank fused_draft("nvidia:0:fused:loop", config, draft_weights, Host::proposals);
-  Rank resident_draft("nvidia:0:persistent:loop", config, draft_weights, Host::proposals);
+  AllWeights draft_weights(places);
+  Team fused_draft("fused", places, config, draft_weights, Host::proposals);
+  Team resident_draft("persistent", places, config, draft_weights, Host::proposals);
   for (const int batch : {1, 4, 8}) {
     compare_proposals(fused_draft, resident_draft, batch, false);
     compare_proposals(fused_draft, resident_draft, batch, true);
   }
 }
 
-enum class Timed { step, tokens_only, draft };
+enum class Timed { step, tokens_only, draft, both };
+const char* words_of(Timed timed) {
+  switch (timed) {
+    case Timed::step: return "";
+    case Timed::tokens_only: return ", tokens only";
+    case Timed::draft: return ", the draft behind it";
+    case Timed::both: break;
+  }
+  return ", step and draft together";
+}
 
-void time_steps(const std::vector<int>& widths) {
-  const lowlat_model_config config = config_of(true, 3);
-  Weights weights(true);
-  Rank fused("nvidia:0:fused:loop", config, weights);
+void time_steps(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
+  const lowlat_model_config config = config_of(kind, true, 3);
+  // A layer's experts are 3.6 GB at two ranks, so 40 of them do not fit.
+  AllWeights weights(places, {true, places.tp_size == 2 ? 12 : 0});
+  Team fused("fused", places, config, weights);
   for (const int rows : widths) {
-    for (const Timed timed : {Timed::step, Timed::tokens_only, Timed::draft}) {
+    for (const Timed timed : {Timed::step, Timed::tokens_only, Timed::draft, Timed::both}) {
       const Case of = case_of(rows, kPosition);
-      if (timed == Timed::draft && of.tokens != 6) continue;
-      lowlat_step step = fused.step_of(of, 1);
-      if (timed == Timed::tokens_only) step.logits = nullptr;
-      const lowlat_draft draft = draft_of(fused, step, of, false);
-      must(lowlat_step_launch(fused.model(), &step, nullptr));
-      must(lowlat_synchronize(fused.model(), 10'000'000'000));
+      const bool with_draft = timed == Timed::draft || timed == Timed::both;
+      const bool with_step = timed != Timed::draft;
+      if (with_draft && of.tokens != 6) continue;
+      const auto steps = fused.all([&](Rank& rank) {
+        lowlat_step step = rank.step_of(of, 1);
+        if (timed == Timed::tokens_only) step.logits = nullptr;
+        return step;
+      });
+      std::vector<lowlat_draft> drafts;
+      fused.each([&](Rank& rank, int r) {
+        drafts.push_back(draft_of(rank, steps[static_cast<std::size_t>(r)], of, false));
+      });
+      fused.run(lowlat_step_launch, steps);
       if (timed == Timed::step) {
         const auto begin = std::chrono::steady_clock::now();
-        must(lowlat_step_launch(fused.model(), &step, nullptr));
+        must(lowlat_step_launch(fused.first().model(), &steps[0], nullptr));
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-        must(lowlat_synchronize(fused.model(), 10'000'000'000));
-        std::printf("40 layers, T=%-2d, launched without a graph: %.3f ms of the host\n", rows,
-                    took.count() * 1e3);
+        fused.each([&](Rank& rank, int r) {
+          if (r > 0) {
+            must(lowlat_step_launch(rank.model(), &steps[static_cast<std::size_t>(r)], nullptr));
+          }
+        });
+        fused.each(
+            [](Rank& rank, int) { must(lowlat_synchronize(rank.model(), Team::kBudgetNs)); });
+        std::printf("%d layers, T=%-2d, launched without a graph: %.3f ms of the host a rank\n",
+                    config.num_layers, rows, took.count() * 1e3);
       }
-      Graph graph([&](cudaStream_t stream) {
-        if (timed == Timed::draft) {
-          must(lowlat_draft_launch(fused.model(), &draft, stream));
-        } else {
-          must(lowlat_step_launch(fused.model(), &step, stream));
-        }
+      TeamGraph graph(fused, [&](Rank& rank, int r, cudaStream_t stream) {
+        const auto at = static_cast<std::size_t>(r);
+        if (with_step) must(lowlat_step_launch(rank.model(), &steps[at], stream));
+        if (with_draft) must(lowlat_draft_launch(rank.model(), &drafts[at], stream));
       });
-      const Times times = time_of(graph, 30);
-      lowlat_status_words words{};
-      words.struct_bytes = sizeof words;
-      must(lowlat_status_read(fused.model(), &words));
-      std::printf("40 layers, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n", rows,
-                  timed == Timed::tokens_only ? ", tokens only"
-                  : timed == Timed::draft     ? ", the draft behind it"
-                                              : "",
-                  times.median_us * 1e-3, times.low_us * 1e-3, times.high_us * 1e-3,
-                  words.state == 0 ? "" : "  FAULTED");
+      const Spread us = graph.time(30);
+      const std::string fault = fused.fault();
+      std::printf("%d layers, TP%d on %d GPU, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n",
+                  config.num_layers, places.tp_size, places.size(), rows, words_of(timed),
+                  us.median * 1e-3, us.low * 1e-3, us.high * 1e-3, fault.c_str());
       std::fflush(stdout);
-      if (words.state != 0) {
-        std::printf("state %u kernel %u stage %u epoch %llu\n", words.state, words.place,
-                    words.stage, static_cast<unsigned long long>(words.epoch));
+      if (!fault.empty()) {
         ++failures;
         return;
       }
@@ -107,65 +130,148 @@ void time_steps(const std::vector<int>& widths) {
   }
 }
 
-// Steps in flight when the model is aborted.
-void fault() {
-  const lowlat_model_config config = config_of(false, 0);
-  Weights weights;
-  Rank rank("nvidia:0:fused:loop", config, weights);
-  const lowlat_step step = rank.step_of(case_of(6, kPosition), 1);
-  for (int i = 0; i < 50; ++i) must(lowlat_step_launch(rank.model(), &step, nullptr));
-  lowlat_abort(rank.model());
-  const auto begin = std::chrono::steady_clock::now();
-  const lowlat_status ended = lowlat_synchronize(rank.model(), 5'000'000'000);
-  const double ms =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() * 1e3;
-  lowlat_status_words words{};
-  words.struct_bytes = sizeof words;
-  must(lowlat_status_read(rank.model(), &words));
-  const auto logits = rank.logits(step);
-  const auto plausible =
-      std::count_if(logits.begin(), logits.end(), [](float v) { return std::isfinite(v); });
-  std::printf(
-      "aborted: synchronize %d after %.2f ms, state %u kernel %u place %u, %lld plausible "
-      "logits\n",
-      ended, ms, words.state, words.kernel, words.place, static_cast<long long>(plausible));
-  expect(ended == LOWLAT_FAULT && words.state == 3 && plausible == 0, "an abort");
+// Steps in flight when the first rank's host aborts, and a rank that never launches its step.
+void fault(std::uint32_t kind, const Places& places) {
+  lowlat_model_config config = config_of(kind, false, 0);
+  AllWeights weights(places);
+  {
+    Team team("fused", places, config, weights);
+    expect(abort_ends_steps(team), "an abort");
+  }
+  if (places.looped) return;
+  config.wait_budget_ns = 200'000'000;
+  Team team("fused", places, config, weights);
+  expect(dead_rank_is_named(team), "a rank that never comes");
 }
 
-void once(const std::vector<int>& widths) {
-  lowlat_model_config config = config_of(false, 3);
+void once(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
+  lowlat_model_config config = config_of(kind, false, 3);
   config.wait_budget_ns = 60'000'000'000;  // a sanitizer is slow
-  Weights weights;
-  Rank rank("nvidia:0:fused:loop", config, weights);
+  AllWeights weights(places);
+  Team team("fused", places, config, weights);
   for (const int rows : widths) {
     const Case of = case_of(rows, kPosition);
-    const lowlat_step step = rank.step_of(of, 1);
-    must(lowlat_step_launch(rank.model(), &step, nullptr));
-    must(lowlat_synchronize(rank.model(), 120'000'000'000));
+    const auto steps = team.all([&](Rank& rank) { return rank.step_of(of, 1); });
+    team.run(lowlat_step_launch, steps);
     if (of.tokens != 6) continue;
-    const lowlat_draft draft = draft_of(rank, step, of, false);
-    must(lowlat_draft_launch(rank.model(), &draft, nullptr));
-    must(lowlat_synchronize(rank.model(), 120'000'000'000));
+    std::vector<lowlat_draft> drafts;
+    team.each([&](Rank& rank, int r) {
+      drafts.push_back(draft_of(rank, steps[static_cast<std::size_t>(r)], of, false));
+    });
+    team.run(lowlat_draft_launch, drafts);
   }
 }
 
+// One rank of the form with a process a rank: what it computes is what the others do.
+int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
+                const std::vector<int>& widths) {
+  use_device(tp_rank);
+  lowlat_model_config config = config_of(kind, false, 3);
+  config.tp_size = processes.size();
+  config.tp_rank = tp_rank;
+  Weights weights({}, tp_rank);
+  Rank rank("nvidia:" + std::to_string(tp_rank) + ":fused", config, weights, Host::none, kVocab);
+  lowlat_peer_handle own;
+  must(lowlat_peer_export(rank.model(), &own));
+  const auto handles = processes.gather(tp_rank, own);
+  if (handles.empty()) return 1;
+  for (int peer = 0; peer < processes.size(); ++peer) {
+    if (peer == tp_rank) continue;
+    must(lowlat_peer_import(rank.model(), peer, &handles[static_cast<std::size_t>(peer)]));
+  }
+  if (processes.gather(tp_rank, 1).empty()) return 1;
+  rank.ready();
+  bool good = true;
+  for (const int rows : widths) {
+    const Case of = case_of(rows, kPosition);
+    const lowlat_step step = rank.step_of(of, 1);
+    const lowlat_draft draft = draft_of(rank, step, of, false);
+    Graph graph([&](cudaStream_t stream) {
+      must(lowlat_step_launch(rank.model(), &step, stream));
+      if (of.tokens == 6) must(lowlat_draft_launch(rank.model(), &draft, stream));
+    });
+    lowlat_status_words words{};
+    words.struct_bytes = sizeof words;
+    const auto state = [&] {
+      must(lowlat_status_read(rank.model(), &words));
+      return words.state;
+    };
+    std::vector<double> times;
+    int different = 0;
+    std::uint64_t first = 0;
+    for (int i = 0; i < 100; ++i) {
+      if (processes.gather(tp_rank, i).empty()) return 1;
+      const auto begin = std::chrono::steady_clock::now();
+      graph.replay();
+      wait_or_leave(graph.stream(), [&] { std::printf("rank %d: state %u\n", tp_rank, state()); });
+      const std::chrono::duration<double, std::milli> took =
+          std::chrono::steady_clock::now() - begin;
+      times.push_back(took.count());
+      // Compressed keys and pending halves are there from the second time on.
+      if (i < 2 || i % 10 != 9) continue;
+      std::vector<float> result = rank.logits(step);
+      if (of.tokens == 6) {
+        const auto tokens =
+            rank.take(draft.draft_tokens, static_cast<std::size_t>(of.requests) * 5);
+        result.insert(result.end(), tokens.begin(), tokens.end());
+      }
+      const auto all = processes.gather(tp_rank, digest(result));
+      if (all.empty()) return 1;
+      if (first == 0) first = all[0];
+      for (const std::uint64_t other : all) different += other != first ? 1 : 0;
+    }
+    const bool healthy = different == 0 && state() == 0;
+    good = good && healthy;
+    std::printf(
+        "%s rank %d of %d processes T=%d: of 10 of 100 replays %d differ, state %u; median "
+        "%.2f ms with the host's part\n",
+        healthy ? "ok  " : "FAIL", tp_rank, processes.size(), rows, different, words.state,
+        spread_of(times).median);
+    std::fflush(stdout);
+  }
+  // Nobody's region goes while another's kernels may still store into it.
+  return !processes.gather(tp_rank, 1).empty() && good ? 0 : 1;
+}
+
 int run(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
   const std::string what = argc > 1 ? argv[1] : "";
+  std::uint32_t kind = LOWLAT_V41;
+  Places places = {4, true};
+  int next = 2;
+  if (next < argc && std::string(argv[next]) == "v4") {
+    kind = LOWLAT_V4;
+    ++next;
+  }
+  const std::string where = next + 1 < argc ? argv[next] : "";
+  if (where == "loop" || where == "ranks") {
+    places = {std::atoi(argv[next + 1]), where == "loop"};
+    next += 2;
+  } else if (what == "processes" && next < argc) {
+    places = {std::atoi(argv[next]), false};
+    ++next;
+  }
   std::vector<int> widths;
-  for (int i = 2; i < argc; ++i) widths.push_back(std::atoi(argv[i]));
+  for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
   if (widths.empty()) widths = {6, 1, 12, 48};
   if (what == "check") {
-    check(widths);
+    check(kind, places, widths);
   } else if (what == "time") {
-    time_steps(widths);
+    time_steps(kind, places, widths);
   } else if (what == "hosted") {
-    hosted();
+    hosted(kind, places);
   } else if (what == "once") {
-    once(widths);
+    once(kind, places, widths);
   } else if (what == "fault") {
-    fault();
+    fault(kind, places);
+  } else if (what == "processes") {  // forks before CUDA begins
+    failures += Processes::run(places.tp_size, [&](const Processes& processes, int rank) {
+      return run_process(kind, processes, rank, widths);
+    });
   } else {
-    std::fprintf(stderr, "usage: bench_step check|hosted|time|once|fault [rows..]\n");
+    std::fprintf(stderr,
+                 "usage: bench_step check|hosted|time|once|fault [v4] [loop N|ranks N] [rows..]\n"
+                 "       bench_step processes [v4] N [rows..]\n");
     return 2;
   }
   std::printf("%d failures\n", failures);

@@ -1,7 +1,6 @@
-// bench/step_case.cuh: whole steps and drafts of V4.1-Flash through the C ABI by the fused kernels,
-// with random weights, and the same by the resident schedule to compare with. Shared by the bench
-// and the GPU test. One rank of TP4, whose peers are itself (nvidia:0:loop), at true sizes but for
-// the n-gram tables, which have a few thousand rows.
+// bench/step_case.cuh: one rank's model of either kind through the C ABI, with random weights and
+// caches, and its steps, for what step_team.cuh compares and times. At true sizes but for the
+// n-gram tables, which have a few thousand rows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,8 +25,7 @@
 
 namespace lowlat::bench {
 
-// Of rank 0, whose embeddings the loop makes every rank's; others would be zeros.
-inline constexpr int kOwnTokens = 129280 / 4;
+inline constexpr int kVocab = 129280;
 // Short contexts, all of whose entries are selected, and long ones, where what is selected hangs on
 // the last bits of scores that random keys bring close together.
 inline constexpr int kShort = 200, kPosition = 4000, kPageSize = 256, kMaxBatch = 8,
@@ -56,20 +54,25 @@ static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t 
   return (bits & 0x80u ? -size : size) * scale;
 }
 
-enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages };
+enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages, index_pages_v4 };
+
+// Bytes of an index page's codes and of the whole page, by model.
+constexpr int index_codes(bool v4) { return 64 * (v4 ? 128 : 64); }
+constexpr int index_page(bool v4) { return index_codes(v4) + 64 * 4; }
 
 // Random values of a dtype. A sublayer adds an eighth to the streams that the embedding made: what
 // one of them does wrong shows. To compare, biases choose the experts: scores that lie as close as
 // random ones would give a row others by the last bit of what came before, and that row would tell
 // nothing. To time, scores do.
 static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
-                            std::int64_t count, int scale_code, std::uint64_t seed) {
+                            std::int64_t count, int scale_code, float embedding,
+                            std::uint64_t seed) {
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
        i += std::int64_t{gridDim.x} * blockDim.x) {
     const std::uint64_t bits = mixed(seed + static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15ull);
     const float unit = static_cast<float>(bits >> 40) * 0x1p-24f - 0.5f;
     const float value = kind == Kind::gain        ? 1.0f + 0.4f * unit
-                        : kind == Kind::embedding ? 3.4f * unit
+                        : kind == Kind::embedding ? embedding * unit
                         : kind == Kind::bias      ? 40.0f * unit
                                                   : 0.05f * unit;
     auto* bytes = static_cast<std::uint8_t*>(out);
@@ -79,14 +82,25 @@ static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_
         static_cast<std::uint16_t*>(out)[i] =
             bf16_of(kind == Kind::wo_a ? coded(i, bits, seed) : value);
         break;
+      // Six of each token, no two the same.
+      case LOWLAT_I32: static_cast<std::int32_t*>(out)[i] = i % 6 * 42 + bits % 42u; break;
       case LOWLAT_I64: static_cast<std::int64_t*>(out)[i] = bits % 99092; break;
       case LOWLAT_E4M3: bytes[i] = bits & 0xbfu; break;
       case LOWLAT_FP4X2: bytes[i] = bits & 0xffu; break;
       case LOWLAT_UE8M0: bytes[i] = scale_code - 1 + bits % 3u; break;
       default: {
         if (kind == Kind::index_pages) {
-          const std::int64_t place = i % (64 * 68);
-          bytes[i] = place < 64 * 64 ? bits & 0xffu : 124u + bits % 3u;
+          const bool code = i % index_page(false) < index_codes(false);
+          bytes[i] = code ? bits & 0xffu : 124u + bits % 3u;
+          break;
+        }
+        if (kind == Kind::index_pages_v4) {
+          // Scales are floats between 2^-7 and 2^-6.
+          const bool code = i % index_page(true) < index_codes(true);
+          bytes[i] = code         ? bits & 0xbfu
+                     : i % 4 == 3 ? 0x3cu
+                     : i % 4 == 2 ? bits & 0x7fu
+                                  : bits & 0xffu;
           break;
         }
         const std::int64_t page = (page_rows * std::int64_t{584} + 575) / 576 * 576;
@@ -103,8 +117,8 @@ static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_
   }
 }
 
-inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
-  lowlat_model_config c = v41_sizes<1>();
+// The layers that are published, or eight of every kind.
+inline void add_layers_v41(lowlat_model_config& c, bool whole) {
   c.num_layers = whole ? 40 : 8;
   c.candidate_blocks = 2048;
   c.candidate_block_size = 8;
@@ -126,8 +140,8 @@ inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
       }
     }
   } else {
-    // Every kind: window only, n-gram memory, a ratio-2 source and its user, a ratio-1 source that
-    // publishes blocks, its user, a selection by blocks, and n-gram memory before its user.
+    // Window only, n-gram memory, a ratio-2 source and its user, a ratio-1 source that publishes
+    // blocks, its user, a selection by blocks, and n-gram memory before its user.
     c.candidate_layer = 4;
     layer(0, 0, -1, -1, -1, -1);
     layer(1, 0, -1, -1, -1, 0);
@@ -146,12 +160,26 @@ inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
     for (int i = 0; i < 24; ++i) c.engram_primes[table][i / 8][i % 8] = 997 + 2 * i + table;
     for (int i = 0; i < 4; ++i) c.engram_multipliers[table][i] = 1'000'003 + 77 * i + table;
   }
+}
+// V4's first two have a window only, the first three their experts by the token.
+inline void add_layers_v4(lowlat_model_config& c, bool whole) {
+  c.num_layers = whole ? shape::Dsv4Flash<1>::kNumLayers : 8;
+  for (int i = 0; i < c.num_layers; ++i) {
+    const int ratio = i < 2 ? 0 : i % 2 == 0 ? 4 : 128;
+    c.layers[i] = {ratio, ratio == 0 ? -1 : i, ratio == 4 ? i : -1, -1, -1, i < 3 ? 1 : 0};
+  }
+}
+
+inline lowlat_model_config config_of(std::uint32_t kind, bool whole, int num_draft_stages) {
+  const bool v4 = kind == LOWLAT_V4;
+  lowlat_model_config c = v4 ? v4_sizes<1>() : v41_sizes<1>();
+  v4 ? add_layers_v4(c, whole) : add_layers_v41(c, whole);
   c.num_draft_stages = num_draft_stages;
   c.draft_block = 5;
   c.draft_mask_token = 28799;
   c.markov_rank = 256;
-  c.draft_experts = 128;
-  c.draft_experts_per_token = 3;
+  c.draft_experts = v4 ? 256 : 128;
+  c.draft_experts_per_token = v4 ? 6 : 3;
   for (int i = 0; i < num_draft_stages; ++i) c.draft_target_layers[i] = c.num_layers - 3 + i;
   c.tp_size = 4;
   for (const int width : {1, 2, 3, 4, 5, 6, 7, 8, 12, 18, 24, 48}) c.widths[c.num_widths++] = width;
@@ -159,15 +187,26 @@ inline lowlat_model_config config_of(bool whole, int num_draft_stages) {
   c.max_rows = 48;
   c.page_size = kPageSize;
   c.num_pages = kMaxBatch * kPagesOfRequest;
-  c.state_ring = 8;
+  c.state_ring = v4 ? 16 : 8;
   c.wait_budget_ns = 1'000'000'000;
   return c;
 }
 
-// Device memory of weights, by name, for all models of a configuration.
+// What weights hold.
+struct WeightRules {
+  bool by_score = false;  // see fill()
+  // Layers further on have the experts of this many before, where not 0: what a device has no room
+  // for. A layer reads as many bytes.
+  int expert_layers = 0;
+};
+
+// Device memory of a rank's weights, by name, for all models of a configuration.
 class Weights {
  public:
-  explicit Weights(bool by_score = false) : by_score_(by_score) {}
+  // rank -1: of one that is looped back. What ranks share is the same on all of them. Where the sum
+  // is not one of four equal parts, each part is twice as large, and the embedding four times.
+  explicit Weights(const WeightRules& rules = {}, int rank = -1)
+      : rules_(rules), rank_(std::max(rank, 0)), scale_shift_(rank < 0 ? 0 : 1) {}
   static std::int64_t count_of(const lowlat_tensor_spec& spec) {
     std::int64_t count = 1;
     for (std::uint32_t d = 0; d < spec.ndim; ++d) count *= spec.shape[d];
@@ -179,11 +218,16 @@ class Weights {
   }
   void* of(const lowlat_tensor_spec& spec, std::uint64_t seed) {
     const bool marlin = spec.layout == LOWLAT_MARLIN;
-    void*& data = memory_[marlin ? std::string(spec.name) + ", Marlin" : spec.name];
-    if (data == nullptr) data = marlin ? relaid(spec) : filled(spec, seed, by_score_);
+    const std::string name = key_of(spec.name);
+    void*& data = memory_[marlin ? name + ", Marlin" : name];
+    if (spec.shard_dim >= 0) seed += 10'000 * static_cast<std::uint64_t>(rank_);
+    if (data == nullptr) {
+      data = marlin ? relaid(spec) : filled(spec, seed, rules_.by_score, scale_shift_);
+    }
     return data;
   }
-  static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed, bool by_score = false) {
+  static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed, bool by_score = false,
+                      int scale_shift = 0) {
     void* data = nullptr;
     const std::int64_t bytes = bytes_of(spec);
     cuda_must(cudaMalloc(&data, static_cast<std::size_t>(bytes)), "memory");
@@ -191,17 +235,25 @@ class Weights {
     const bool gain = name.find("norm.weight") != std::string::npos;
     const bool out = name.find("wo_b") != std::string::npos;
     const bool down = name.find("w2") != std::string::npos;
-    const int scale_code = out ? 125 : down ? 117 : 120;
-    const Kind kind = name == "embed.weight"                                     ? Kind::embedding
-                      : gain                                                     ? Kind::gain
-                      : !by_score && name.find("gate.bias") != std::string::npos ? Kind::bias
-                      : name.find("wo_a") != std::string::npos                   ? Kind::wo_a
-                      : spec.layout == LOWLAT_KV_PAGED                           ? Kind::kv_pages
-                      : spec.layout == LOWLAT_INDEX_PAGED                        ? Kind::index_pages
-                                                                                 : Kind::plain;
+    const int scale_code = out ? 125 + scale_shift : down ? 117 + scale_shift : 120;
+    Kind kind = Kind::plain;
+    if (name == "embed.weight") {
+      kind = Kind::embedding;
+    } else if (gain) {
+      kind = Kind::gain;
+    } else if (!by_score && name.find("gate.bias") != std::string::npos) {
+      kind = Kind::bias;
+    } else if (name.find("wo_a") != std::string::npos) {
+      kind = Kind::wo_a;
+    } else if (spec.layout == LOWLAT_KV_PAGED) {
+      kind = Kind::kv_pages;
+    } else if (spec.layout == LOWLAT_INDEX_PAGED) {
+      kind = spec.shape[1] == index_page(true) ? Kind::index_pages_v4 : Kind::index_pages;
+    }
     // Rows of a page by its bytes.
     const int rows = kind == Kind::kv_pages ? static_cast<int>(spec.shape[1] / 584) : 1;
-    fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code, seed << 40);
+    fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code,
+                        scale_shift > 0 ? 13.6f : 3.4f, seed << 40);
     cuda_must(cudaGetLastError(), "fill");
     cuda_must(cudaDeviceSynchronize(), "fill");
     return data;
@@ -211,9 +263,18 @@ class Weights {
   }
 
  private:
+  std::string key_of(const std::string& name) const {
+    const std::size_t end = name.find(".ffn.experts.");
+    if (rules_.expert_layers == 0 || name.find("layers.") != 0 || end == std::string::npos) {
+      return name;
+    }
+    const int layer_idx = std::atoi(name.c_str() + std::strlen("layers."));
+    return "layers." + std::to_string(layer_idx % rules_.expert_layers) + name.substr(end);
+  }
+
   // From the checkpoint's layout, in which a model has had them.
   void* relaid(const lowlat_tensor_spec& spec) {
-    const std::string name = spec.name;
+    const std::string name = key_of(spec.name);
     const std::size_t at = name.find("w13");
     const auto source = [&](const char* matrix) {
       const std::string from =
@@ -239,7 +300,8 @@ class Weights {
     return data;
   }
 
-  bool by_score_;
+  WeightRules rules_;
+  int rank_, scale_shift_;
   std::map<std::string, void*> memory_;
 };
 
@@ -262,27 +324,28 @@ inline Case case_of(int rows, int position) {
 inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
-// Who keeps caches and head: the model, or an engine with wo_a in bf16, for steps with experts in
-// the checkpoint's layout or in Marlin's, which is made of the other, or for proposals.
+// Who keeps caches and head: the model, or an engine, of V4.1 with wo_a in bf16, for steps with
+// experts in the checkpoint's layout or in Marlin's, which is made of the other, or for proposals.
 enum class Host { none, steps, marlin_steps, proposals };
 
+// One rank's model, bound to weights and caches; ready with ready().
 class Rank {
  public:
-  Rank(const std::string& platform, const lowlat_model_config& config, Weights& weights,
-       Host host = Host::none)
-      : config_(config) {
+  // tokens: ids that steps may have.
+  Rank(const std::string& platform, const lowlat_model_config& config, Weights& weights, Host host,
+       int tokens)
+      : config_(config), host_(host), num_tokens_(tokens) {
     const bool hosted = host != Host::none;
     if (hosted) {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
       hosting.expert_layout = host == Host::marlin_steps ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
-      hosting.bf16_wo_a = 1;
+      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 ? 1 : 0;
       hosting.proposals = host == Host::proposals ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
     } else {
       must(lowlat_model_create(platform.c_str(), &config_, &model_));
     }
-    std::vector<lowlat_tensor> caches;
     for (int i = 0; i < lowlat_model_num_tensors(model_); ++i) {
       lowlat_tensor_spec spec{};
       spec.struct_bytes = sizeof spec;
@@ -303,15 +366,18 @@ class Rank {
         // The same whatever the layout of the weights between them.
         tensor.data = Weights::filled(spec, kPoolSeed + pools_.size());
         pools_.push_back({spec, spec.name, tensor.data});
-        caches.push_back(tensor);
+        caches_.push_back(tensor);
         if (hosted) continue;
       } else {
         tensor.data = weights.of(spec, static_cast<std::uint64_t>(i) + 1);
       }
       must(lowlat_model_bind(model_, spec.name, &tensor));
     }
+  }
+  // The peers are there.
+  void ready() {
     must(lowlat_model_ready(model_));
-    if (host == Host::steps || host == Host::marlin_steps) bind_caches(caches);
+    if (host_ == Host::steps || host_ == Host::marlin_steps) bind_caches();
   }
   ~Rank() {
     lowlat_model_destroy(model_);
@@ -350,7 +416,7 @@ class Rank {
       for (int i = 0; i < 3; ++i) history.push_back((q * 31 + i * 7 + salt) % config_.vocab);
       for (int i = 0; i < of.tokens; ++i) {
         const int position = of.position + 11 * q + i;
-        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % kOwnTokens);
+        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % num_tokens_);
         positions.push_back(position);
         requests.push_back(q);
         slots.push_back(
@@ -390,7 +456,7 @@ class Rank {
       requests.push_back(kMaxBatch - 1 - q);
       for (int i = 0; i < of.tokens; ++i) {
         const int position = of.position + 11 * q + i;
-        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % kOwnTokens);
+        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % num_tokens_);
         positions.push_back(position);
         slots.push_back(
             pages[static_cast<std::size_t>(q * kPagesOfRequest + position / kPageSize)] *
@@ -399,7 +465,8 @@ class Rank {
       }
     }
     if (of.requests > 1) slots.back() = 17;
-    const auto rows = static_cast<std::size_t>(of.rows()), hidden = std::size_t{5120};
+    const auto rows = static_cast<std::size_t>(of.rows());
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
     lowlat_hosted_step step{};
     step.struct_bytes = sizeof step;
     step.mode = of.tokens == 1 ? LOWLAT_DECODE : LOWLAT_TARGET_VERIFY;
@@ -433,14 +500,21 @@ class Rank {
   }
 
  private:
-  static std::int64_t rows_of(const lowlat_tensor_spec& spec) {
+  // Of a hosted model's pool.
+  std::int64_t rows_of(const lowlat_tensor_spec& spec) const {
     const std::string name = spec.name;
-    if (name.find("kv.state") == 0) return kMaxBatch * 8;
-    if (name.find("kv.index") != 0) return kHostedPages;
-    // Pages of 64 entries: four of ratio 1 a page of tokens.
-    return kHostedPages * (kPageSize / 64);
+    const int ratio = config_.layers[std::stoi(name.substr(name.rfind('.') + 1))].ratio;
+    if (spec.dtype == LOWLAT_F32) {
+      // Rings of ratio 4 are of the window's pages.
+      return ratio == 4     ? kHostedPages * std::int64_t{config_.state_ring}
+             : ratio == 128 ? kMaxBatch * std::int64_t{config_.state_ring} * 16
+                            : kMaxBatch * std::int64_t{config_.state_ring};
+    }
+    // Pages of 64 entries.
+    if (spec.layout == LOWLAT_INDEX_PAGED) return kHostedPages * (kPageSize / ratio / 64);
+    return kHostedPages;
   }
-  void bind_caches(const std::vector<lowlat_tensor>& caches) {
+  void bind_caches() {
     std::vector<const char*> names;
     for (const Pool& pool : pools_) names.push_back(pool.name.c_str());
     std::vector<std::int64_t> window_slots;
@@ -450,7 +524,7 @@ class Rank {
       }
     }
     std::vector<std::int32_t> history;
-    for (int i = 0; i < 3 * kMaxBatch; ++i) history.push_back(i * 4099 % 129280);
+    for (int i = 0; i < 3 * kMaxBatch; ++i) history.push_back(i * 4099 % kVocab);
     history[4] = -1;  // an image
     history_ = place(history);
     lowlat_pools pools{};
@@ -459,237 +533,20 @@ class Rank {
     pools.num_requests = kMaxBatch;
     pools.window_slots = place(window_slots);
     pools.history = history_;
-    pools.num_tensors = static_cast<std::int32_t>(caches.size());
+    pools.num_tensors = static_cast<std::int32_t>(caches_.size());
     pools.names = names.data();
-    pools.tensors = caches.data();
+    pools.tensors = caches_.data();
     must(lowlat_pools_bind(model_, &pools));
   }
 
   lowlat_model_config config_;
+  Host host_;
+  int num_tokens_;
   lowlat_model* model_ = nullptr;
   std::int32_t* history_ = nullptr;
   std::vector<Pool> pools_;
+  std::vector<lowlat_tensor> caches_;  // the same
 };
-
-// rel_l2 of each row, ascending.
-inline std::vector<double> errors_of(const std::vector<float>& got, const std::vector<float>& want,
-                                     std::size_t width) {
-  std::vector<double> out;
-  for (std::size_t first = 0; first < want.size(); first += width) {
-    double error = 0.0, norm = 0.0;
-    for (std::size_t i = first; i < first + width; ++i) {
-      error += (static_cast<double>(got[i]) - want[i]) * (static_cast<double>(got[i]) - want[i]);
-      norm += static_cast<double>(want[i]) * want[i];
-    }
-    out.push_back(std::sqrt(error / std::max(norm, 1e-30)));
-  }
-  std::sort(out.begin(), out.end(), [](double a, double b) { return !(b <= a); });
-  return out;
-}
-inline double median(const std::vector<double>& sorted) {
-  return sorted.empty() ? 0.0 : sorted[sorted.size() / 2];
-}
-
-inline int failures = 0;
-inline void expect(bool good, const char* what) {
-  failures += good ? 0 : 1;
-  if (!good) std::printf("FAIL %s\n", what);
-}
-
-inline std::vector<float> row_of(const Pool& pool, const std::uint8_t* bytes, std::int64_t row) {
-  if (pool.spec.layout == LOWLAT_INDEX_PAGED) {
-    std::uint8_t key[68];
-    const std::uint8_t* page = bytes + row / 64 * 64 * 68;
-    std::memcpy(key, page + row % 64 * 64, 64);
-    std::memcpy(key + 64, page + 64 * 64 + row % 64 * 4, 4);
-    double values[128];
-    reference::fp4_unpack_index(values, key);
-    return {values, values + 128};
-  }
-  const std::int64_t page_bytes = pool.spec.shape[1], rows = page_bytes / 584;
-  const std::uint8_t* page = bytes + row / rows * page_bytes;
-  std::uint8_t stored[584];
-  std::memcpy(stored, page + row % rows * 576, 576);
-  std::memcpy(stored + 576, page + rows * 576 + row % rows * 8, 8);
-  std::vector<float> out(512);
-  reference::kv_unpack(out.data(), stored, 1);
-  return out;
-}
-
-// Stored rows of the two ranks: which differ, and by how much.
-inline void compare_pools(Rank& got, Rank& want, double bound) {
-  for (std::size_t i = 0; i < got.pools().size(); ++i) {
-    const Pool& pool = got.pools()[i];
-    const auto bytes = static_cast<std::size_t>(Weights::bytes_of(pool.spec));
-    const auto a = got.take(static_cast<const std::uint8_t*>(pool.data), bytes);
-    const auto b = want.take(static_cast<const std::uint8_t*>(want.pools()[i].data), bytes);
-    const bool state = pool.spec.dtype == LOWLAT_F32;
-    const std::int64_t width = state ? 1024 : pool.spec.layout == LOWLAT_INDEX_PAGED ? 128 : 512;
-    const std::int64_t rows = state ? Weights::count_of(pool.spec) / 1024
-                              : pool.spec.layout == LOWLAT_INDEX_PAGED
-                                  ? static_cast<std::int64_t>(bytes) / (64 * 68) * 64
-                                  : pool.spec.shape[0] * (pool.spec.shape[1] / 584);
-    std::vector<float> x, y;
-    for (std::int64_t row = 0; row < rows; ++row) {
-      std::vector<float> p, q;
-      if (state) {
-        const auto* from = reinterpret_cast<const float*>(a.data()) + row * 1024;
-        const auto* other = reinterpret_cast<const float*>(b.data()) + row * 1024;
-        p.assign(from, from + 1024);
-        q.assign(other, other + 1024);
-      } else {
-        p = row_of(pool, a.data(), row);
-        q = row_of(pool, b.data(), row);
-      }
-      if (p == q) continue;
-      x.insert(x.end(), p.begin(), p.end());
-      y.insert(y.end(), q.begin(), q.end());
-    }
-    const auto errors = errors_of(x, y, static_cast<std::size_t>(width));
-    std::printf("  %-14s %4zu of %lld rows differ, rel_l2 median %.1e worst %.1e\n",
-                pool.name.c_str(), errors.size(), static_cast<long long>(rows), median(errors),
-                errors.empty() ? 0.0 : errors.back());
-    expect(median(errors) < bound && errors.size() < 500, pool.name.c_str());
-  }
-}
-
-inline double bound_of(const Case& of) { return of.position < 512 ? 0.04 : 0.2; }
-
-// One step on both, by launches.
-inline void compare_step(Rank& got, Rank& want, const Case& of, int salt) {
-  std::vector<std::vector<float>> logits;
-  std::vector<std::vector<std::int32_t>> best;
-  for (Rank* rank : {&got, &want}) {
-    const lowlat_step step = rank->step_of(of, salt);
-    must(lowlat_step_launch(rank->model(), &step, nullptr));
-    must(lowlat_synchronize(rank->model(), 10'000'000'000));
-    logits.push_back(rank->logits(step));
-    best.push_back(rank->take(step.argmax, static_cast<std::size_t>(of.rows())));
-  }
-  const auto vocab = static_cast<std::size_t>(got.config().vocab);
-  const auto errors = errors_of(logits[0], logits[1], vocab);
-  int differs = 0, wrong = 0;
-  for (int row = 0; row < of.rows(); ++row) {
-    differs += best[0][static_cast<std::size_t>(row)] != best[1][static_cast<std::size_t>(row)];
-    const float* first = logits[0].data() + static_cast<std::size_t>(row) * vocab;
-    wrong +=
-        best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
-  }
-  const bool good = median(errors) < bound_of(of) && wrong == 0;
-  std::printf(
-      "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
-      "differs %d, wrong %d\n",
-      good ? "ok  " : "FAIL", of.requests, of.tokens, of.position, median(errors), errors.back(),
-      differs, wrong);
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
-}
-
-// One hosted step on both: what it leaves, and the tokens that decoding keeps.
-inline void compare_hosted(Rank& got, Rank& want, const Case& of, int salt) {
-  const auto rows = static_cast<std::size_t>(of.rows() - (of.requests > 1 ? 1 : 0));
-  const std::size_t widths[] = {5120, 3 * 5120, 4 * 5120};
-  std::vector<std::vector<float>> results[3];
-  for (Rank* rank : {&got, &want}) {
-    const lowlat_hosted_step step = rank->hosted_of(of, salt);
-    must(lowlat_hosted_step_launch(rank->model(), &step, nullptr));
-    must(lowlat_synchronize(rank->model(), 10'000'000'000));
-    const std::uint16_t* outs[] = {step.hidden, step.features, step.streams};
-    for (int i = 0; i < 3; ++i) results[i].push_back(rank->floats(outs[i], rows * widths[i]));
-  }
-  double medians[3];
-  for (int i = 0; i < 3; ++i) {
-    medians[i] = median(errors_of(results[i][0], results[i][1], widths[i]));
-  }
-  const bool kept = got.history() == want.history();
-  const bool good =
-      medians[0] < bound_of(of) && medians[1] < bound_of(of) && medians[2] < bound_of(of) && kept;
-  std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
-              good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
-              kept ? "" : ", other history");
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
-}
-
-// The layouts and schedules against the resident schedule with the checkpoint's experts.
-inline void compare_hosting(const lowlat_model_config& config) {
-  struct Hosting {
-    const char* name;
-    const char* platform;
-    Host host;
-  };
-  constexpr const char* kFused = "nvidia:0:fused:loop";
-  constexpr const char* kResident = "nvidia:0:persistent:loop";
-  Weights weights;
-  for (const Hosting& of : {Hosting{"fused", kFused, Host::steps},
-                            Hosting{"fused, Marlin's experts", kFused, Host::marlin_steps},
-                            Hosting{"resident, Marlin's experts", kResident, Host::marlin_steps}}) {
-    std::printf("%s\n", of.name);
-    // First, since Marlin's layout is made of what this one is bound to.
-    Rank want(kResident, config, weights, Host::steps);
-    Rank got(of.platform, config, weights, of.host);
-    for (const int rows : {6, 1, 12, 48}) {
-      compare_hosted(got, want, case_of(rows, kShort + rows), 1);
-    }
-    compare_hosted(got, want, {4, 1, kShort}, 2);
-    compare_pools(got, want, 0.08);
-  }
-}
-
-// Proposals of both for one batch: tokens, and logits of the requests that are sampled.
-inline void compare_proposals(Rank& got, Rank& want, int batch, bool samples) {
-  const auto rows = static_cast<std::size_t>(batch) * 5;
-  const auto vocab = static_cast<std::size_t>(got.config().vocab);
-  std::vector<std::vector<float>> logits;
-  std::vector<std::vector<std::int64_t>> tokens;
-  for (Rank* rank : {&got, &want}) {
-    std::vector<std::uint16_t> hidden;
-    std::vector<std::int64_t> anchors;
-    std::vector<float> temperatures;
-    std::uint64_t state = 1234;
-    for (std::size_t i = 0; i < rows * 5120; ++i) {
-      state = state * 6364136223846793005ull + 1442695040888963407ull;
-      hidden.push_back(static_cast<std::uint16_t>(0x3f00u | (state >> 33 & 0x80ffu)));
-    }
-    for (int q = 0; q < batch; ++q) {
-      anchors.push_back(1000 * q + 17);
-      temperatures.push_back(q % 2 == 0 ? 0.8f : 0.0f);
-    }
-    lowlat_proposal proposal{};
-    proposal.struct_bytes = sizeof proposal;
-    proposal.batch_size = batch;
-    proposal.hidden = rank->place(hidden);
-    proposal.anchors = rank->place(anchors);
-    proposal.draft_tokens = rank->place(std::vector<std::int64_t>(rows, -7));
-    if (samples) {
-      proposal.temperature = rank->place(temperatures);
-      proposal.noise_offset = rank->place(std::vector<std::int64_t>{41});
-      proposal.noise_key = 99;
-      proposal.draft_logits = rank->place(std::vector<float>(rows * vocab, 0.0f));
-    }
-    must(lowlat_propose_launch(rank->model(), &proposal, nullptr));
-    must(lowlat_synchronize(rank->model(), 10'000'000'000));
-    tokens.push_back(rank->take(proposal.draft_tokens, rows));
-    if (!samples) continue;
-    std::vector<float> own;
-    const auto all = rank->take(proposal.draft_logits, rows * vocab);
-    for (int q = 0; q < batch; q += 2) {
-      const auto first = all.begin() + static_cast<std::ptrdiff_t>(q * 5 * vocab);
-      own.insert(own.end(), first, first + static_cast<std::ptrdiff_t>(5 * vocab));
-    }
-    logits.push_back(own);
-  }
-  int differs = 0;
-  for (std::size_t i = 0; i < rows; ++i) differs += tokens[0][i] != tokens[1][i];
-  const auto errors = samples ? errors_of(logits[0], logits[1], vocab) : std::vector<double>{};
-  const bool good = 5 * differs <= static_cast<int>(rows) && median(errors) < 0.01;
-  std::printf(
-      "%s proposals of %d%s: tokens differ %d of %zu, logits rel_l2 median %.2e worst %.2e\n",
-      good ? "ok  " : "FAIL", batch, samples ? ", sampled" : "", differs, rows, median(errors),
-      errors.empty() ? 0.0 : errors.back());
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
-}
 
 // A draft behind a step of `of`, whose rows are all committed; with_logits: as sampled rows need.
 inline lowlat_draft draft_of(Rank& rank, const lowlat_step& step, const Case& of,
@@ -727,94 +584,6 @@ inline lowlat_draft draft_of(Rank& rank, const lowlat_step& step, const Case& of
   draft.draft_logits = rank.place(
       std::vector<float>(rows.size() * 5 * static_cast<std::size_t>(rank.config().vocab), NAN));
   return draft;
-}
-
-inline void compare_draft(Rank& got, Rank& want, const Case& of) {
-  std::vector<std::vector<float>> logits;
-  std::vector<std::vector<std::int32_t>> tokens;
-  const auto count = static_cast<std::size_t>(of.requests) * 5;
-  for (const auto& [rank, with_logits] : {std::pair{&got, true}, {&want, true}, {&got, false}}) {
-    const lowlat_step step = rank->step_of(of, 0);
-    const lowlat_draft draft = draft_of(*rank, step, of, with_logits);
-    must(lowlat_draft_launch(rank->model(), &draft, nullptr));
-    must(lowlat_synchronize(rank->model(), 10'000'000'000));
-    tokens.push_back(rank->take(draft.draft_tokens, count));
-    if (!with_logits) continue;
-    logits.push_back(
-        rank->take(draft.draft_logits, count * static_cast<std::size_t>(rank->config().vocab)));
-  }
-  int differs = 0, greedy = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    differs += tokens[0][i] != tokens[1][i];
-    greedy += tokens[0][i] != tokens[2][i];
-  }
-  const auto errors = errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
-  const bool good = median(errors) < bound_of(of) && greedy == 0;
-  std::printf(
-      "%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
-      "without logits %d\n",
-      good ? "ok  " : "FAIL", of.requests, median(errors), errors.back(), differs, count, greedy);
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
-}
-
-inline std::uint64_t digest(const std::vector<float>& values) {
-  std::uint64_t state = 0xcbf2'9ce4'8422'2325ull;
-  for (const float v : values) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &v, 4);
-    state = (state ^ bits) * 0x100'0000'01b3ull;
-  }
-  return state;
-}
-
-// Captured steps with three inputs in turn give what they gave first.
-inline void replay(Rank& rank, const Case& of, int count) {
-  std::vector<lowlat_step> steps;
-  std::vector<std::unique_ptr<Graph>> graphs;
-  std::vector<std::uint64_t> first;
-  for (int i = 0; i < 3; ++i) {
-    steps.push_back(rank.step_of(of, 5 + i));
-    graphs.push_back(std::make_unique<Graph>([&](cudaStream_t stream) {
-      must(lowlat_step_launch(rank.model(), &steps.back(), stream));
-    }));
-  }
-  // A layer's compressed keys and pending halves are there from the second time on.
-  int different = 0;
-  for (int turn = 0; turn < 2; ++turn) {
-    // Each has a stream of its own, and a model's steps follow each other.
-    for (auto& graph : graphs) {
-      graph->replay();
-      graph->wait();
-    }
-  }
-  for (int i = 0; i < 3; ++i) {
-    graphs[static_cast<std::size_t>(i)]->replay();
-    graphs[static_cast<std::size_t>(i)]->wait();
-    first.push_back(digest(rank.logits(steps[static_cast<std::size_t>(i)])));
-  }
-  for (int i = 0; i < count; ++i) {
-    const auto at = static_cast<std::size_t>(i % 3);
-    graphs[at]->replay();
-    // Every one is ordered behind the one before; a look now and then keeps the host's part small.
-    if (i % 50 >= 3 && i + 3 < count) {
-      graphs[at]->wait();
-      continue;
-    }
-    graphs[at]->wait();
-    different += digest(rank.logits(steps[at])) != first[at] ? 1 : 0;
-  }
-  lowlat_status_words words{};
-  words.struct_bytes = sizeof words;
-  must(lowlat_status_read(rank.model(), &words));
-  const bool good = different == 0 && words.state == 0;
-  std::printf(
-      "%s %d replays of %d rows: %d of those looked at differ, state %u kernel %u stage %u "
-      "epoch %llu\n",
-      good ? "ok  " : "FAIL", count, of.rows(), different, words.state, words.place, words.stage,
-      static_cast<unsigned long long>(words.epoch));
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
 }
 
 }  // namespace lowlat::bench

@@ -11,8 +11,10 @@
 namespace lowlat::nvidia::fused {
 
 struct AttentionParams {
-  // V4: o is quantised for wo_a, so what is written are its e4m3 codes' values.
+  // V4: o is quantised for wo_a, so what is written are its e4m3 codes' values; but not where
+  // plain_o, as in a draft.
   FusedModel model;
+  bool plain_o;
   int num_rows;            // T, 1 .. 48
   int num_heads;           // of this rank, a multiple of 16
   float norm_eps;          // V4
@@ -29,6 +31,9 @@ struct AttentionParams {
   const std::int32_t* window_idx;  // [T, num_window] slots of `window`
   const std::int32_t* extra_idx;   // [T, num_extra]
   int num_window, num_extra;
+  // Where extra_idx lists every entry of so many positions that a row sees, as far as its own, and
+  // -1 behind them: what is behind is not looked at. 0: all of extra_idx is.
+  int extra_ratio;
   // Slots of `window` that the two kernels before this one write: their rows are read only after
   // those have ended. Every other row that an index names must have been written before the kernel
   // that starts this sublayer (launch_exchange_norm).

@@ -66,6 +66,10 @@ struct PoolParams {
   float* index_state;
   const std::int32_t* state_slots;  // [requests], ratio 128
   int ring;
+  // Ratio 4: the window cache's slots of full slots, of which there are num_window_slots; NULL: the
+  // same. Of what has none there, row 0 of the rings is used, which no request's token has.
+  const std::int64_t* window_slots;
+  std::int64_t num_window_slots;
   float norm_eps;
   RopeFrequencies rope;
   // Out: rows slots[t] / ratio, where row t completes an entry.

@@ -67,9 +67,13 @@ struct Candidates {
       const std::int32_t page =
           __ldg(params.pages.page_table + static_cast<std::int64_t>(request) * params.pages.stride +
                 position / params.pages.per_page);
-      row = stages::overlap_state_row(static_cast<std::int64_t>(page) * params.pages.per_page +
-                                          position % params.pages.per_page,
-                                      params.pages.per_page, params.ring);
+      std::int64_t slot = static_cast<std::int64_t>(page) * params.pages.per_page +
+                          position % params.pages.per_page;
+      if (params.window_slots != nullptr) {
+        slot = __ldg(params.window_slots + slot);
+        if (slot < 0 || slot >= params.num_window_slots) slot = 0;
+      }
+      row = stages::overlap_state_row(slot, params.pages.per_page, params.ring);
     } else {
       row = stages::block_state_row(__ldg(params.state_slots + request), position, params.ring);
     }

@@ -317,11 +317,12 @@ __global__ void __maxnreg__(kMaxRegisters)
 }  // namespace
 
 cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmatic,
-                                cudaStream_t stream) {
+                                cudaStream_t stream, cudaEvent_t started) {
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   const dim3 grid(kMixCluster, exchange_mix_clusters(params.num_rows));
   const auto launch = [&](auto kernel) {
-    return launch_kernel(kernel, grid, kThreads, 0, kMixCluster, programmatic, stream, params);
+    return launch_kernel(kernel, grid, kThreads, 0, kMixCluster, programmatic, stream, params,
+                         started);
   };
   if (!params.receives) return launch(hc_exchange_mix_sm90<0>);
   switch (params.port.tp_size) {

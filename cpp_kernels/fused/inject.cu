@@ -3,11 +3,13 @@
 //
 // Math         y = bf( quant(f) · W ) ; x = bf( y · rsqrt(Σy²/H + ε) · gain ) ; of each stage
 //              kv = bf( quant(x) · wkv ), normed and rotated unrounded, packed (stages/kv.hpp)
-// Shapes       f bf16 [T,3H] · W e4m3 [H,3H] · wkv e4m3 [512,H] thrice · 1 ≤ T ≤ 48, H 5120
-// Rounding     where bf( ) stands, nearest-even; quant: e4m3 in groups of 32 under powers of two
-// Bytes        78.6 MB of W, 7.9 MB of wkv
-// Floor        18.6 us at 4.65 TB/s
-// Launch       16 weight rows and 2560 of K a block, a cluster of six (two) for the whole of K
+// Shapes       f bf16 [T,3H] · W e4m3 [H,3H] · wkv e4m3 [512,H] thrice · 1 ≤ T ≤ 48, H 5120 (V4:
+//              4096)
+// Rounding     where bf( ) stands, nearest-even; quant: e4m3 in groups of 32 (V4: 128) under powers
+//              of two
+// Bytes        78.6 MB of W (V4: 50.3), 7.9 MB (6.3) of wkv
+// Floor        18.6 us (V4: 12.2) at 4.65 TB/s
+// Launch       16 weight rows and half of H of K a block, a cluster of six (two) for all of K
 // Ordering     kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed order of all sums
 // Meaning      reference/linear.cpp, reference/norm.cpp, reference/kv.cpp. Bound: rel_l2 ≤ 4e-3
@@ -17,7 +19,6 @@
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
 #include "fused/inject.hpp"
-#include "shape/dsv41_flash.hpp"
 #include "stages/kv.hpp"
 #include "stages/norm.hpp"
 #include "stages/rope.hpp"
@@ -25,22 +26,24 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-using Model = shape::Dsv41Flash<1>;
-constexpr int kHidden = Model::kHidden, kGroup = 32, kHeadDim = shape::kHeadDim;
-constexpr int kWidth = kInjectStages * kHidden;
-constexpr int kThreads = 256;
+constexpr int kHeadDim = shape::kHeadDim, kThreads = 256;
 using Block = plat::Block<kThreads>;
 
-// Rows of a block's product and its part of K; blocks of a cluster, and rows that one owns.
-constexpr int kRows = 16, kPartK = 2560;
-constexpr int kWideBlocks = kWidth / kPartK, kWideOwned = 4;
-constexpr int kKeyBlocks = kHidden / kPartK, kKeyOwned = 8;
-template <int kTiles>
-using WideProduct = Product<kRows, kPartK, kTiles, kWideBlocks, kWideOwned, 1>;
-template <int kTiles>
-using KeyProduct = Product<kRows, kPartK, kTiles, kKeyBlocks, kKeyOwned, 1>;
+// Rows of a block's product; blocks of a cluster, each with half of H of K, and rows that one owns.
+constexpr int kRows = 16;
+constexpr int kWideBlocks = 2 * kInjectStages, kWideOwned = 4;
+constexpr int kKeyBlocks = 2, kKeyOwned = 8;
+template <class M>
+constexpr int kPartK = M::kHidden / kKeyBlocks;
+template <class M>
+constexpr int kWidth = kInjectStages * M::kHidden;
+template <class M, int kTiles>
+using WideProduct = Product<kRows, kPartK<M>, kTiles, kWideBlocks, kWideOwned, 1>;
+template <class M, int kTiles>
+using KeyProduct = Product<kRows, kPartK<M>, kTiles, kKeyBlocks, kKeyOwned, 1>;
 
-// Four values of a row to their codes; eight lanes that lie together have a group.
+// Four values of a row to their codes; kGroup / 4 lanes that lie together have a group.
+template <int kGroup>
 LOWLAT_DEVICE void store_codes(const float (&v)[4], int quad, int row, int width, int padded,
                                std::uint8_t* codes, float* scale) {
   float amax = 0.0f;
@@ -56,36 +59,37 @@ LOWLAT_DEVICE void store_codes(const float (&v)[4], int quad, int row, int width
   if (quad % (kGroup / 4) == 0) scale[quad / (kGroup / 4) * padded + row] = group.scale;
 }
 
+template <class M>
 __global__ void __launch_bounds__(kThreads)
     inject_codes_any(const __grid_constant__ InjectParams params) {
-  static_assert(kWidth / 4 % kThreads == 0);
+  static_assert(kWidth<M> / 4 % kThreads == 0 && M::kScaleBlock / 4 <= plat::kWarpLanes);
   const int quad = static_cast<int>(blockIdx.x * kThreads) + plat::thread_idx();
   const int row = static_cast<int>(blockIdx.y);
   const uint2 words = __ldcg(reinterpret_cast<const uint2*>(params.features) +
-                             static_cast<std::int64_t>(row) * (kWidth / 4) + quad);
+                             static_cast<std::int64_t>(row) * (kWidth<M> / 4) + quad);
   const float v[4] = {sm90::low_bf16(words.x), sm90::high_bf16(words.x), sm90::low_bf16(words.y),
                       sm90::high_bf16(words.y)};
-  store_codes(v, quad, row, kWidth, padded_rows(params.num_rows), params.feature_codes,
-              params.feature_scale);
+  store_codes<M::kScaleBlock>(v, quad, row, kWidth<M>, padded_rows(params.num_rows),
+                              params.feature_codes, params.feature_scale);
 }
 
 // Rows first_row .. of a matrix [.., kColumns] times activations, by a cluster; the owned ones as
 // bf16 to out[token * pitch].
-template <class Linear, int kColumns>
+template <class M, class Linear, int kColumns>
 LOWLAT_DEVICE void multiply(const Fp8Weights& from, int first_row, int num_rows,
                             const std::uint8_t* codes, const float* scale, std::uint16_t* out,
                             int pitch) {
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Linear::Shared*>(memory);
   const int rank = sm90::cluster_rank(), padded = padded_rows(num_rows);
-  constexpr int kScaleStride = kColumns / kGroup;
+  constexpr int kGroup = M::kScaleBlock, kScaleStride = kColumns / kGroup;
+  const int first_k = rank * kPartK<M>;
   const ProductWeights weights{
-      from.codes + static_cast<std::int64_t>(first_row) * kColumns + rank * kPartK,
-      from.scales + first_row / kGroup * kScaleStride + rank * kPartK / kGroup, kColumns,
-      kScaleStride};
+      from.codes + static_cast<std::int64_t>(first_row) * kColumns + first_k,
+      from.scales + first_row / kGroup * kScaleStride + first_k / kGroup, kColumns, kScaleStride};
   Linear::template load<kGroup>(shared, weights, 0, num_rows);
-  const CodeActivations<kGroup, false> x{codes + rank * kPartK,
-                                         scale + rank * kPartK / kGroup * padded, kColumns, padded};
+  const CodeActivations<kGroup, false> x{codes + first_k, scale + first_k / kGroup * padded,
+                                         kColumns, padded};
   Stamps stamps({}, 0);
   Linear::run(shared, x, num_rows, stamps);
   if (!Linear::owns()) return;
@@ -98,17 +102,19 @@ LOWLAT_DEVICE void multiply(const Fp8Weights& from, int first_row, int num_rows,
   }
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads)
     inject_product_fp8_sm90(const __grid_constant__ InjectParams params) {
   const int first_row = static_cast<int>(blockIdx.x) / kWideBlocks * kRows;
-  multiply<WideProduct<kTiles>, kWidth>(params.main_proj, first_row, params.num_rows,
-                                        params.feature_codes, params.feature_scale,
-                                        params.y + first_row, kHidden);
+  multiply<M, WideProduct<M, kTiles>, kWidth<M>>(params.main_proj, first_row, params.num_rows,
+                                                 params.feature_codes, params.feature_scale,
+                                                 params.y + first_row, M::kHidden);
 }
 
+template <class M>
 __global__ void __launch_bounds__(kThreads)
     inject_norm_any(const __grid_constant__ InjectParams params) {
+  constexpr int kHidden = M::kHidden;
   using Norm = stages::RmsNorm<Block>;
   __shared__ Norm::Scratch scratch;
   __shared__ float x[kHidden];
@@ -125,18 +131,18 @@ __global__ void __launch_bounds__(kThreads)
   for (int quad = plat::thread_idx(); quad < kHidden / 4; quad += kThreads) {
     float v[4];
     for (int j = 0; j < 4; ++j) v[j] = stages::from_bf16(normed[4 * quad + j]);
-    store_codes(v, quad, row, kHidden, padded_rows(params.num_rows), params.x_codes,
-                params.x_scale);
+    store_codes<M::kScaleBlock>(v, quad, row, kHidden, padded_rows(params.num_rows), params.x_codes,
+                                params.x_scale);
   }
 }
 
-template <int kTiles>
+template <class M, int kTiles>
 __global__ void __launch_bounds__(kProductThreads)
     inject_keys_fp8_sm90(const __grid_constant__ InjectParams params) {
   const int tile = static_cast<int>(blockIdx.x) / kKeyBlocks;
   constexpr int kStageTiles = kHeadDim / kRows;
   const int stage = tile / kStageTiles, first_row = tile % kStageTiles * kRows;
-  multiply<KeyProduct<kTiles>, kHidden>(
+  multiply<M, KeyProduct<M, kTiles>, M::kHidden>(
       params.wkv[stage], first_row, params.num_rows, params.x_codes, params.x_scale,
       params.kv + stage * kHeadDim + first_row, kInjectStages * kHeadDim);
 }
@@ -174,27 +180,30 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t launch_inject(const InjectParams& params, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(params.num_rows);
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
-  inject_codes_any<<<dim3(kWidth / 4 / kThreads, rows), kThreads, 0, stream>>>(params);
-  cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  error = with_tiles(params.num_rows, [&]<int kTiles>() {
-    return launch_kernel(inject_product_fp8_sm90<kTiles>, dim3(kHidden / kRows * kWideBlocks),
-                         kProductThreads, sizeof(typename WideProduct<kTiles>::Shared), kWideBlocks,
-                         false, stream, params);
+  return with_model(params.model, [&]<class M>() {
+    inject_codes_any<M><<<dim3(kWidth<M> / 4 / kThreads, rows), kThreads, 0, stream>>>(params);
+    cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    error = with_tiles(params.num_rows, [&]<int kTiles>() {
+      return launch_kernel(inject_product_fp8_sm90<M, kTiles>,
+                           dim3(M::kHidden / kRows * kWideBlocks), kProductThreads,
+                           sizeof(typename WideProduct<M, kTiles>::Shared), kWideBlocks, false,
+                           stream, params);
+    });
+    if (error != cudaSuccess) return error;
+    inject_norm_any<M><<<rows, kThreads, 0, stream>>>(params);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    error = with_tiles(params.num_rows, [&]<int kTiles>() {
+      return launch_kernel(inject_keys_fp8_sm90<M, kTiles>,
+                           dim3(kInjectStages * kHeadDim / kRows * kKeyBlocks), kProductThreads,
+                           sizeof(typename KeyProduct<M, kTiles>::Shared), kKeyBlocks, false,
+                           stream, params);
+    });
+    if (error != cudaSuccess) return error;
+    inject_store_any<<<dim3(rows, kInjectStages), kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
   });
-  if (error != cudaSuccess) return error;
-  inject_norm_any<<<rows, kThreads, 0, stream>>>(params);
-  error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  error = with_tiles(params.num_rows, [&]<int kTiles>() {
-    return launch_kernel(inject_keys_fp8_sm90<kTiles>,
-                         dim3(kInjectStages * kHeadDim / kRows * kKeyBlocks), kProductThreads,
-                         sizeof(typename KeyProduct<kTiles>::Shared), kKeyBlocks, false, stream,
-                         params);
-  });
-  if (error != cudaSuccess) return error;
-  inject_store_any<<<dim3(rows, kInjectStages), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
 }
 
 }  // namespace lowlat::nvidia::fused

@@ -12,8 +12,10 @@ namespace lowlat::nvidia::fused {
 
 inline constexpr int kInjectStages = 3;
 
-// One struct serves all five kernels. H is 5120, K is kInjectStages * H.
+// One struct serves all five kernels. H is the model's, K is kInjectStages * H; a group of
+// activations that share a scale is activation_group(model).
 struct InjectParams {
+  FusedModel model;
   int num_rows;                   // T, 1 .. 48
   const std::uint16_t* features;  // bf16 [T, K]
   const std::int32_t* positions;  // [T]
@@ -27,10 +29,10 @@ struct InjectParams {
   RopeFrequencies rope;
   // Between the kernels.
   std::uint8_t* feature_codes;  // e4m3 [T, K]
-  float* feature_scale;         // [K / 32, padded_rows(T)]
+  float* feature_scale;         // [K / group, padded_rows(T)]
   std::uint16_t* y;             // bf16 [T, H]
   std::uint8_t* x_codes;        // e4m3 [T, H]
-  float* x_scale;               // [H / 32, padded_rows(T)]
+  float* x_scale;               // [H / group, padded_rows(T)]
   std::uint16_t* kv;            // bf16 [T, kInjectStages, 512]
   // Out: rows slots[t].
   KvPages pages[kInjectStages];

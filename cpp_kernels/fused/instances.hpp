@@ -22,7 +22,7 @@ inline constexpr FusedInstance kFusedInstances[] = {
     {"hc_exchange_norm_sm90", "v41 tp1 tp2 tp4", "1..48"},
     {"hc_exchange_mix_sm90", "v4 tp1 tp2 tp4", "1..48"},
     {"hc_mix_sm90", "v41", "1..48"},
-    {"moe_region_mxfp4_sm90", "v4 tp2 tp4, v41 tp4", "1..8"},
+    {"moe_region_mxfp4_sm90", "v4 v41 tp2 tp4", "1..8"},
     {"moe_wide_mxfp4_sm90", "v4 v41 v41-draft tp2 tp4", "1..64"},
     {"compress_product_bf16_sm90", "v4 v41", "1..48"},
     {"compress_key_fp4_sm90", "v41", "1..48"},
@@ -35,8 +35,8 @@ inline constexpr FusedInstance kFusedInstances[] = {
     {"engram_lookup_sm90", "v41", "1..48"},
     {"engram_product_fp8_sm90", "v41", "1..48"},
     {"engram_apply_sm90", "v41", "1..48"},
-    {"inject_product_fp8_sm90", "v41", "1..48"},
-    {"inject_keys_fp8_sm90", "v41", "1..48"},
+    {"inject_product_fp8_sm90", "v4 v41", "1..48"},
+    {"inject_keys_fp8_sm90", "v4 v41", "1..48"},
     {"draft_proposals_bf16_sm90", "v4 v41 tp1 tp2 tp4", "1..8 requests"},
 };
 inline constexpr int kNumFusedInstances = static_cast<int>(std::size(kFusedInstances));

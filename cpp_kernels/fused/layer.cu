@@ -29,7 +29,7 @@ enum GateKind {
   gate_input = word_ticket,
   gate_input_mix = word_ffn_ticket
 };
-static_assert(gate_qkv == kLayerQkv && gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
+static_assert(gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
 static_assert(gate_latent < kLayerGates);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
@@ -102,6 +102,18 @@ Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint3
   out.port = memory.port;
   out.id = static_cast<std::uint32_t>(kLayerGates * layer_idx + number) | 0x1000u;
   return out;
+}
+
+void set_index_latent(const LayerMemory& memory, FusedModel model, int num_rows, int layer_idx,
+                      IndexParams* index) {
+  index->qa = memory.qa;
+  index->qa_squares = memory.qa_squares;
+  index->qkv_done = layer_gate(memory, layer_idx, gate_qkv, front_qkv_blocks(model));
+  if (num_rows <= kHopRows) return;
+  index->latent_codes = memory.latent_codes;
+  index->latent_scale = memory.latent_scale;
+  index->qkv_done =
+      layer_gate(memory, layer_idx, gate_latent, static_cast<std::uint32_t>(num_rows));
 }
 
 Gate layer_x_gate(const LayerStep& step, int layer_idx) {
@@ -185,11 +197,24 @@ cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_h
   return launch_exchange_mix(params, false, stream);
 }
 
+cudaError_t launch_layer_embedding(const LayerStep& step, const std::uint16_t* zeros,
+                                   const HyperWeights& attn_hc, const std::uint16_t* attn_norm,
+                                   cudaStream_t stream) {
+  if (sizes_of(step.shape).model != FusedModel::v4) return cudaErrorInvalidValue;
+  ExchangeMixParams params = mixing_exchange(step, kLayerEmbedIndex, attn_hc, attn_norm);
+  params.stage = 1;  // StageId::embed_sum
+  params.receives = true;
+  params.mix_in = step.memory.mix[1];
+  params.residual_in = zeros;
+  params.residual_out = step.memory.residual[0];
+  params.mix_out = step.memory.mix[0];
+  params.done = gate_of(step, 0, gate_done, exchange_mix_blocks(step.num_rows));
+  params.mix_done = gate_of(step, 0, gate_ffn_mix, exchange_mix_clusters(step.num_rows));
+  return launch_exchange_mix(params, false, stream);
+}
+
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream) {
-  // Halves of two ranks ran; whole layers hung, and have not run since that was mended
-  // (docs/bench/layer-hopper.md).
-  if (step.shape == MoeShape::v41_tp2 && parts.experts) return cudaErrorNotSupported;
   const Sizes sizes = sizes_of(step.shape);
   const FusedModel model = sizes.model;
   const bool is_v4 = model == FusedModel::v4;
@@ -317,10 +342,13 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       });
     };
     if (mix_first) launch_statistics(!first);
-    run(HopKernel::qkv, [&] { return launch_front_qkv(front, mix_first || !first, stream); });
+    run(HopKernel::qkv, [&] {
+      return launch_front_qkv(front, mix_first || !first, stream, parts.qkv_started);
+    });
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
     attention.model = model;
+    attention.plain_o = layer.plain_o;
     attention.norm_eps = step.norm_eps;
     attention.num_rows = rows;
     attention.num_heads = heads;
@@ -336,6 +364,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.extra_idx = layer.extra_idx;
     attention.num_window = layer.num_window;
     attention.num_extra = layer.num_extra;
+    attention.extra_ratio = layer.extra_ratio;
     attention.kv_slots = step.kv_slots;
     attention.o = memory.o;
     attention.o_scale = memory.o_scale;
@@ -375,7 +404,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
                                     : gate_of(step, layer_idx - 1, gate_ffn_mix, mix_blocks);
         exchange.done = done;
         exchange.mix_done = parts.experts ? mix_done : gate(gate_ffn_mix, mix_blocks);
-        return launch_exchange_mix(exchange, true, stream);
+        return launch_exchange_mix(exchange, true, stream,
+                                   parts.experts ? nullptr : parts.last_started);
       }
       ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);
       exchange.mix_done = mix_done;
@@ -421,7 +451,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       exchange.mix_before = mix_done;
       exchange.done = gate(gate_done, exchange_blocks);
       exchange.mix_done = gate(gate_ffn_mix, mix_blocks);
-      return launch_exchange_mix(exchange, true, stream);
+      return launch_exchange_mix(exchange, true, stream, parts.last_started);
     }
     ExchangeNormParams exchange = exchanging(1, layer.next_norm);
     exchange.mix_done = ffn_mix_done;

@@ -3,8 +3,8 @@
 // compressor, indexer and Engram of its own; what those make (the extra set of keys) is an input
 // here. Every C++ compiler reads it.
 //
-// Rows       1 .. 48 (kMaxFusedRows). Ranks 4, or those of one device looped back to it; of 2
-//            ranks the attention sublayer alone, see launch_plain_layer.
+// Rows       1 .. 48 (kMaxFusedRows). Ranks 2 or 4, as MoeShape says, each on a device of its own,
+//            or one whose mailboxes are looped back to it.
 // Order      launch_layer_begin, launch_layer_input (or a kernel of the caller that sends x), then
 //            layers 0, 1 and on, on one stream; the next step begins when this one's kernels have
 //            ended. Capturable; nothing is allocated.
@@ -33,6 +33,7 @@
 #include "fused/exchange.hpp"
 #include "fused/exchange_mix.hpp"
 #include "fused/front.hpp"
+#include "fused/index.hpp"
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
@@ -53,6 +54,8 @@ struct PlainLayer {
   // V4, whose layers combine by statistics that the exchange before makes: attn_hc of the layer
   // after this one (of the last: any). attn_hc is not read then.
   HyperWeights next_hc;
+  // V4: wo_a takes attention's output as it is, as in a draft's layers; else quantised.
+  bool plain_o;
   // V4's hash layers: i32 [T, 6], the experts of each row's token. NULL: routed by scores.
   const std::int32_t* hash_ids;
   lowlat::fused::MoeWeights experts;
@@ -61,6 +64,7 @@ struct PlainLayer {
   const std::int32_t* window_idx;  // [T, num_window]
   const std::int32_t* extra_idx;   // [T, num_extra]
   int num_window, num_extra;
+  int extra_ratio;  // see attention.hpp
   // The gate of who writes the extra set (late_extra, see attention.hpp), or of who makes extra_idx
   // too; word NULL: all is there. Its kernels must have their places on the device before attention
   // is launched: LayerParts::between may wait for that.
@@ -95,12 +99,18 @@ struct LayerMemory {
   std::int64_t bytes;  // of it all
 };
 inline constexpr int kLayerGates = 32;
-// Of these, those of [q_a, kv] and of a layer's result; the first that no kernel of a plain layer
-// uses, for kernels beside it; and that of the last exchange where memory_follows.
-inline constexpr int kLayerQkv = 1, kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
+// Of these, that of a layer's result; the first that no kernel of a plain layer uses, for kernels
+// beside it; and that of the last exchange where memory_follows.
+inline constexpr int kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
+// The exchange before layer 1 where a caller counts its layers from 1, as of an embedding.
+inline constexpr int kLayerEmbedIndex = 1;
 
 // A gate of a layer, 0 when the step begins. number: one of the above.
 Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint32_t blocks);
+
+// Where an index beside the layer finds the query latent of a step of `num_rows` rows, and its gate.
+void set_index_latent(const LayerMemory& memory, FusedModel model, int num_rows, int layer_idx,
+                      IndexParams* index);
 
 // `base` NULL: for the bytes alone. max_rows: of the widest step. Aligned to 256 bytes.
 LayerMemory layer_memory(void* base, lowlat::fused::MoeShape shape, int tp_size, int max_rows,
@@ -142,6 +152,11 @@ cudaError_t launch_layer_input(const LayerStep& step, cudaStream_t stream);
 // V4: from memory.residual[0], by the first layer's statistics and norm.
 cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_hc,
                                const std::uint16_t* attn_norm, cudaStream_t stream);
+// V4, layers counted from 1: from exchange kLayerEmbedIndex, whose sum and `zeros` (bf16
+// [T, 4, H]) become the streams by memory.mix[1].
+cudaError_t launch_layer_embedding(const LayerStep& step, const std::uint16_t* zeros,
+                                   const HyperWeights& attn_hc, const std::uint16_t* attn_norm,
+                                   cudaStream_t stream);
 
 // When the first statistics take their place on the device: before [q_a, kv] or after attention.
 enum class MixPlace { measured, first, after_attention };
@@ -155,14 +170,16 @@ struct LayerParts {
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
   MixPlace mix_place = MixPlace::measured;
+  // Recorded when all blocks of a kernel have begun, for a branch that waits at its gate: of
+  // [q_a, kv], and of V4's last exchange. NULL: not wanted.
+  cudaEvent_t qkv_started = nullptr, last_started = nullptr;
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };
 
 // One layer: layer_idx counts from 0 within the step (exchanges 2 layer_idx and the next). Returns
 // cudaErrorInvalidValue for sizes that were not built and for a device that cannot hold the
-// experts' grid at once; cudaErrorNotSupported for the experts of v41_tp2, which have not run in a
-// layer on two devices yet.
+// experts' grid at once.
 cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, int layer_idx,
                                const LayerParts& parts, cudaStream_t stream);
 

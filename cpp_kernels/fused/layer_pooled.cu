@@ -21,8 +21,8 @@ static_assert(gate_select < kLayerExchanged);
 class Branch {
  public:
   Branch(const PooledLayer& layer, const LayerStep& step, int layer_idx, const LayerBranch& branch)
-      : step_(step), layer_idx_(layer_idx), branch_(branch), ratio_(layer.ratio) {
-    const StepRows rows = {step.num_rows, layer.tokens, step.positions, step.kv_slots};
+      : step_(step), layer_idx_(layer_idx), branch_(branch), ratio_(layer.ratio), first_(layer.first) {
+    const StepRows rows = {step.num_rows, layer.tokens, step.positions, layer.slots};
     compress_ = layer.compress;
     compress_.rows = rows;
     compress_.ratio = ratio_;
@@ -38,7 +38,7 @@ class Branch {
     pool_.width = compress_width(compress_);
     pool_.product_done = compress_.product_done;
     pool_.done = gate(gate_pool, compress_pool_blocks(step.num_rows, ratio_));
-    if (ratio_ != shape::kOverlapRatio) return;
+    if (!selects()) return;
     index_ = layer.index;
     index_.format = IndexFormat::fp8;
     index_.rows = rows;
@@ -49,9 +49,7 @@ class Branch {
     index_.packets = step.memory.packets;
     if (step.num_rows <= kHopRows) index_.hop = hop;
     index_.x_index = 2 * layer_idx - 1;
-    index_.qa = step.memory.qa;
-    index_.qa_squares = step.memory.qa_squares;
-    index_.qkv_done = gate(kLayerQkv, front_qkv_blocks(FusedModel::v4));
+    set_index_latent(step.memory, FusedModel::v4, step.num_rows, layer_idx, &index_);
     index_.heads_done = compress_.product_done;
     index_.keys_done = pool_.done;
     index_.query_done = gate(gate_query, kIndexQueryBlocks);
@@ -59,33 +57,56 @@ class Branch {
     index_.done = gate(gate_select, index_select_blocks(index_));
   }
 
-  Gate done() const { return ratio_ == shape::kOverlapRatio ? index_.done : pool_.done; }
+  Gate done() const { return selects() ? index_.done : pool_.done; }
 
-  cudaError_t launch(cudaStream_t stream) const {
-    const cudaEvent_t started = branch_.join == BranchJoin::started ? branch_.started : nullptr;
-    const bool selects = ratio_ == shape::kOverlapRatio;
+  // When x is there: before [q_a, kv] is launched.
+  cudaError_t begin(cudaStream_t stream) const {
     const auto side = branch_.side;
-    cudaError_t error = cudaStreamWaitEvent(side, branch_.fork);
-    const auto run = [&](auto&& call) {
-      if (error == cudaSuccess) error = call();
-    };
-    run([&] {
-      return launch_compress_product(compress_, shape::Dsv4Flash<1>::kHidden, false, side);
-    });
-    run([&] { return launch_compress_pool(pool_, true, side, selects ? nullptr : started); });
-    if (selects) {
-      run([&] { return launch_index_query(index_, true, side); });
-      run([&] { return launch_index_scores(index_, true, side); });
-      run([&] { return launch_index_select(index_, true, side, started); });
+    return run_all(
+        [&] {
+          return first_ || !(branch_.early & 1) ? cudaEventRecord(branch_.fork, stream)
+                                                : cudaSuccess;
+        },
+        [&] { return cudaStreamWaitEvent(side, branch_.fork); },
+        [&] {
+          return launch_compress_product(compress_, shape::Dsv4Flash<1>::kHidden, false, side);
+        },
+        [&] { return launch_compress_pool(pool_, true, side, selects() ? nullptr : started()); });
+  }
+
+  // Before q's kernel is launched.
+  cudaError_t note_projected(cudaStream_t stream) const {
+    return selects() && !(branch_.early & 2) ? cudaEventRecord(branch_.projected, stream)
+                                              : cudaSuccess;
+  }
+
+  // Before attention is launched, which waits for what this leaves.
+  cudaError_t end(cudaStream_t stream) const {
+    const auto side = branch_.side;
+    cudaError_t error = cudaSuccess;
+    if (selects()) {
+      error = run_all([&] { return cudaStreamWaitEvent(side, branch_.projected); },
+                      [&] { return launch_index_query(index_, branch_.early & 4, side); },
+                      [&] { return launch_index_scores(index_, true, side); },
+                      [&] { return launch_index_select(index_, true, side, started()); });
     }
-    if (started == nullptr) run([&] { return cudaEventRecord(branch_.ended, side); });
-    run([&] {
-      return cudaStreamWaitEvent(stream, started == nullptr ? branch_.ended : branch_.started);
-    });
-    return error;
+    if (error == cudaSuccess && started() == nullptr) error = cudaEventRecord(branch_.ended, side);
+    if (error != cudaSuccess) return error;
+    return cudaStreamWaitEvent(stream, started() == nullptr ? branch_.ended : branch_.started);
   }
 
  private:
+  // One after another, as long as they succeed.
+  template <class... Calls>
+  static cudaError_t run_all(const Calls&... calls) {
+    cudaError_t error = cudaSuccess;
+    static_cast<void>((((error = calls()) == cudaSuccess) && ...));
+    return error;
+  }
+  bool selects() const { return ratio_ == shape::kOverlapRatio; }
+  cudaEvent_t started() const {
+    return branch_.join == BranchJoin::started ? branch_.started : nullptr;
+  }
   Gate gate(int number, std::uint32_t blocks) const {
     return layer_gate(step_.memory, layer_idx_, number, blocks);
   }
@@ -94,6 +115,7 @@ class Branch {
   int layer_idx_;
   const LayerBranch& branch_;
   int ratio_;
+  bool first_;
   CompressParams compress_ = {};
   PoolParams pool_ = {};
   IndexParams index_ = {};
@@ -109,8 +131,6 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
     return cudaErrorInvalidValue;
   }
   cudaError_t error = cudaSuccess;
-  if (layer_idx == 0) error = cudaEventRecord(branch.fork, stream);
-  if (error != cudaSuccess) return error;
   PlainLayer plain = layer.plain;
   LayerParts own_parts = parts;
   std::optional<Branch> beside;
@@ -123,23 +143,25 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
     }
     if (layer.ratio == shape::kOverlapRatio) plain.extra_idx = layer.index.entry_slots;
   }
-  // The branch of the layer after this one waits for what the layer's last kernel makes.
-  const HopKernel last = parts.experts ? HopKernel::second_exchange : HopKernel::exchange;
   const std::function<void(HopKernel)> between = [&](HopKernel kernel) {
+    if (error == cudaSuccess && beside) {
+      if (kernel == HopKernel::qkv) error = beside->begin(stream);
+      if (kernel == HopKernel::q) error = beside->note_projected(stream);
+      if (kernel == HopKernel::attention) error = beside->end(stream);
+    }
     if (parts.between != nullptr) (*parts.between)(kernel);
-    if (error != cudaSuccess) return;
-    // After the kernels that the branch waits for, so that these never stand behind it.
-    if (beside && kernel == HopKernel::attention) error = beside->launch(stream);
-    if (kernel == last) error = cudaEventRecord(branch.fork, stream);
   };
   own_parts.between = &between;
+  if (branch.early & 1) own_parts.last_started = branch.fork;
+  if (branch.early & 2) own_parts.qkv_started = branch.projected;
   const cudaError_t result = launch_plain_layer(plain, step, layer_idx, own_parts, stream);
   return error == cudaSuccess ? result : error;
 }
 
 cudaError_t join_layer_branch(const LayerBranch& branch, cudaStream_t stream) {
-  // Also where no layer had a branch, so that a capture has one stream again.
-  cudaError_t error = cudaStreamWaitEvent(branch.side, branch.fork);
+  // From here, so that also where no layer had a branch a capture has one stream again.
+  cudaError_t error = cudaEventRecord(branch.fork, stream);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(branch.side, branch.fork);
   if (error == cudaSuccess) error = cudaEventRecord(branch.ended, branch.side);
   return error == cudaSuccess ? cudaStreamWaitEvent(stream, branch.ended) : error;
 }

@@ -4,10 +4,11 @@
 //
 // Order      launch_layer_begin, launch_layer_input with the first layer's statistics, then layers
 //            0, 1 and on with one branch, then join_layer_branch; capturable, nothing is allocated.
-// Branch     what is beside the front runs on a second stream, each kernel launched when all
-//            blocks of the one before have begun. It begins when the experts of the layer before
-//            have ended and waits at a gate for x; whatever it waits for was launched before it, so
-//            that neither can stand in the other's place (layer.hpp, "Residency").
+// Branch     what is beside the front runs on a second stream. The compressor begins when x is
+//            there, the index when [q_a, kv] and the compressor are: a kernel of the branch that
+//            waited for one of the chain could take the registers of every multiprocessor before
+//            that one has its places, and both would wait for each other until their deadline
+//            (layer.hpp, "Residency").
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,6 +25,8 @@ struct PooledLayer {
   PlainLayer plain;  // extra: the pool; extra_idx: ratio 128 the entries, ratio 4 index.entry_slots
   int ratio;         // 0 (no pool), 4 or 128
   int tokens;        // rows of a request
+  bool first;        // of the step's layers
+  const std::int32_t* slots;  // [T] full slots, -1: padding; the window's are the step's kv_slots
   CompressParams compress;
   PoolParams pool;
   IndexParams index;  // ratio 4
@@ -37,7 +40,8 @@ enum class BranchJoin { ended, started };
 // launches at a time.
 struct LayerBranch {
   cudaStream_t side;
-  cudaEvent_t fork, started, ended;
+  cudaEvent_t fork, projected, started, ended;
+  int early;
   BranchJoin join;
 };
 

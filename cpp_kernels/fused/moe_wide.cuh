@@ -71,17 +71,18 @@ namespace moe::wide {
 // ------------------------------------------------------------------------------------ finisher
 
 // By one warp: rows of scales that the shared w2's band touches, from that of its first row. Its
-// arrival is one of two that end the wait for the band.
+// arrival is one of two that end the wait for the table.
 template <class L>
 LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
-  if (!r.shared || r.block_idx >= L::kBands) return;
+  const bool band = r.shared && r.block_idx < L::kBands;
   const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns;
   constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
   for (int i = r.lane; i < L::kBandScaleRows * L::kBandScaleColumns; i += plat::kWarpLanes) {
-    if (first + i < kAll) r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
+    if (band && first + i < kAll)
+      r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
   }
   __syncwarp();
-  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.band_full);
+  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
 }
 
 template <class L>
@@ -119,25 +120,33 @@ struct Finisher {
     }
   }
 
-  LOWLAT_DEVICE bool run_gate(stages::GateRule rule) {
-    for (int group = 0; group < r.num_groups(); ++group) {
+  // A block's part of the scores of 32 rows at a time, a lane a row.
+  LOWLAT_DEVICE bool run_gate() {
+    constexpr int kSums = kColumns * 2 * L::kSharedRows;  // of a warp
+    const int group = r.lane / kColumns, column = r.lane % kColumns;
+    for (int first_row = 0; first_row < r.a.rows; first_row += plat::kWarpLanes) {
       if (!wait_sums()) return false;
-      const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
-      float score = 0.0f;
-      if (column < kColumns) {
-        score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
+      const float* src = r.partial(sums % L::kBuffers) + group * L::kScoreSlices * kSums +
+                         column * 2 * L::kSharedRows;
+      float score[round_up(L::kGateRows, 3)] = {};
+#pragma unroll
+      for (int slice = 0; slice < L::kScoreSlices; ++slice) {
+#pragma unroll
+        for (int i = 0; i < L::kGateRows; i += 4) {
+          const float4 v = *reinterpret_cast<const float4*>(src + slice * kSums + i);
+          score[i] += v.x, score[i + 1] += v.y, score[i + 2] += v.z, score[i + 3] += v.w;
+        }
       }
       free_sums();
-      std::uint32_t words[3];
+      const int row = first_row + r.lane;
+      if (row >= r.a.rows) continue;
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
-        words[j] = __float_as_uint(
-            __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
-      }
-      const int x_row = group * kColumns + r.lane;
-      if (r.lane < kColumns && x_row < r.a.rows) {
-        plat::store_tagged(r.score_packet(x_row, r.block_idx), words, r.epoch);
+      for (int i = 0; i < L::kScorePackets; ++i) {
+        const std::uint32_t words[3] = {__float_as_uint(score[3 * i]),
+                                        __float_as_uint(score[3 * i + 1]),
+                                        __float_as_uint(score[3 * i + 2])};
+        const int number = (r.score_part() * L::kScorePackets + i) * L::kScoreGroups;
+        plat::store_tagged(r.score_packet(row, number + r.score_group()), words, r.epoch);
       }
     }
     return true;
@@ -209,29 +218,14 @@ struct Finisher {
     }
   }
 
-  // The parts of the shared expert's second product, of eight rows.
-  LOWLAT_DEVICE void finish_shared_second(int group) const {
-    const float* src = r.partial(sums % L::kBuffers);
-    const int num = r.a.rows - group * kColumns;
-    for (int i = r.lane; i < (num < kColumns ? num : kColumns) * L::kBandRows;
-         i += plat::kWarpLanes) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int part = 0; part < L::kSharedParts; ++part) {
-        sum += src[part * kColumns * L::kBandRows + i];
-      }
-      r.second(L::kMaxPairs + group * kColumns)[i] = __float2bfloat16_rn(sum);
-    }
-  }
-
-  LOWLAT_DEVICE bool run(stages::GateRule rule) {
-    if (r.gates() && !run_gate(rule)) return false;
+  LOWLAT_DEVICE bool run() {
+    if (r.gates() && !run_gate()) return false;
     load_band_scales(r);
     clear_columns();
     for (int n = 0; n < r.shared_tiles(); ++n) {
       for (int group = 0; group < r.num_groups(); ++group) {
         if (!wait_sums()) return false;
-        const int first_row = group * kColumns;
+        const int first_row = r.shared_group(group) * kColumns;
 #pragma unroll 1
         for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
           finish_shared(first_row, column, n * r.num_blocks + r.block_idx);
@@ -240,13 +234,6 @@ struct Finisher {
       }
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    if (r.shared && r.block_idx < L::kBands) {
-      for (int group = 0; group < r.num_groups(); ++group) {
-        if (!wait_sums()) return false;
-        finish_shared_second(group);
-        free_sums();
-      }
-    }
     const int own_tiles = r.own_tiles();
     for (int n = 0; n < own_tiles; ++n) {
       const int number = r.routed_tile(n), entry = number / L::kTiles;
@@ -266,29 +253,47 @@ struct Finisher {
 
 // ------------------------------------------------------------------------------------ epilogue
 
-// All threads, after the block's sync: y of the band, stored and published.
+// y of the band, after the block's sync.
 template <class L>
-LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
-  store_band<L>(r, first_row, [&](int row, int n) {
-    float sum = 0.0f;
+struct BandValue {
+  const Region<L>& r;
+
+  LOWLAT_DEVICE void quad(int row, int n, float (&y)[4]) const {
+    const auto load = [&](int second_row, float (&v)[4]) {
+      const uint2 pairs = *reinterpret_cast<const uint2*>(r.second(second_row) + n);
+      v[0] = low_bf16(pairs.x), v[1] = high_bf16(pairs.x);
+      v[2] = low_bf16(pairs.y), v[3] = high_bf16(pairs.y);
+    };
+    float parts[L::kSlots + 1][4] = {};
 #pragma unroll
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      sum += __bfloat162float(r.second(row * L::kSlots + slot)[n]);
+    for (int slot = 0; slot < L::kSlots; ++slot) load(row * L::kSlots + slot, parts[slot]);
+    if (r.shared) load(L::kMaxPairs + row, parts[L::kSlots]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int slot = 0; slot < L::kSlots; ++slot) sum += parts[slot][i];
+      y[i] = round_to_bf16(sum) + parts[L::kSlots][i];
     }
-    const float y = round_to_bf16(sum);
-    return r.shared ? y + __bfloat162float(r.second(L::kMaxPairs + row)[n]) : y;
-  });
-}
+  }
+  LOWLAT_DEVICE float operator()(int row, int n) const {
+    float y[4];
+    quad(row, n / 4 * 4, y);
+    return n % 4 < 2 ? (n % 4 == 0 ? y[0] : y[1]) : (n % 4 == 2 ? y[2] : y[3]);
+  }
+};
 
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
-    moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules) {
-  extern __shared__ __align__(128) unsigned char smem[];
+    moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
+                        const __grid_constant__ TileMaps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
   const int thread = plat::thread_idx();
   const int warp = __shfl_sync(plat::kAllLanes, thread / plat::kWarpLanes, 0);
   Region<L> r = {args,
+                 maps,
                  smem,
                  table,
                  barriers,
@@ -305,7 +310,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     r.with_more = L::kSharedTiles - (L::kSharedTiles < r.num_blocks ? 0 : r.num_blocks);
   }
   if (thread < L::kRing) {
-    sm90::barrier_init(&barriers.full[thread], 2 * plat::kWarpLanes);
+    sm90::barrier_init(&barriers.full[thread], 1 + plat::kWarpLanes);
     sm90::barrier_init(&barriers.empty[thread], 4);
   } else if (thread >= 32 && thread < 32 + L::kBuffers) {
     const int i = thread - 32;
@@ -318,9 +323,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (thread == 64) {
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
-    sm90::barrier_init(&barriers.band_full, 2);
-    sm90::barrier_init(&barriers.band_done, L::kConsumers);
-    sm90::barrier_init(&barriers.table, L::kConsumers);
+    sm90::barrier_init(&barriers.table, 2);
     table.stop = 0;
   }
   static_assert(L::kBuffers == 2);
@@ -349,21 +352,21 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(rules.rule, rules.sum_rule);
+    consumer.run();
   } else {
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
-      finisher.run(rules.rule);
+      finisher.run();
     } else {
       const Gatherer<L> gatherer = {r, warp - L::kGatherer};
-      gatherer.run();
+      gatherer.run(rules);
     }
   }
   plat::block_sync();
   if (table.stop == 0) {
-    if (r.block_idx < L::kBands) finish_band(r, rules.first_row);
+    if (r.block_idx < L::kBands) store_band<L>(r, rules.first_row, BandValue<L>{r});
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }

@@ -1,7 +1,8 @@
 // step_rows_any, embed_any, engram_gather_any, features_any, head_send_any, head_take_any,
 // leave_any, base_any, norm_any, gather_any, tokens_any: the ends of a step, see step.hpp.
 //
-// Math         windows: slots of positions p - 127 .. p · features: stages/draft.hpp
+// Math         windows: slots of positions p - 127 .. p; entries: of positions up to p, all of a
+//              ratio · features: stages/draft.hpp
 //              logit = bf( the two sums of K ) ; best: stages/argmax.hpp over ids of all ranks
 // Shapes       1 ≤ T ≤ 48, hidden a multiple of 4, any vocabulary share that is a multiple of 4
 // Rounding     none but logits' to bf16; embeddings and logits travel exactly
@@ -146,6 +147,12 @@ __global__ void __launch_bounds__(kThreads)
     }
     out.window_idx[row * width + i] = key;
   }
+  const int per_page = in.num_entries > 0 ? in.page_size / in.entry_ratio : 1;
+  for (int i = thread_idx; i < in.num_entries; i += kThreads) {
+    const bool seen = whole && (position + 1) / in.entry_ratio > i;
+    out.entry_slots[static_cast<std::int64_t>(row) * in.num_entries + i] =
+        seen ? own_pages[i / per_page] * per_page + i % per_page : -1;
+  }
   for (int i = thread_idx; i < kMixStride; i += kThreads) {
     out.mix[row * kMixStride + i] = i == 0 || (4 <= i && i < 8) ? 1.0f : 0.0f;
   }
@@ -153,9 +160,14 @@ __global__ void __launch_bounds__(kThreads)
     std::uint16_t* hidden = in.hosted.hidden + static_cast<std::int64_t>(row) * in.hosted.width;
     for (int i = thread_idx; i < in.hosted.width; i += kThreads) hidden[i] = kNan >> 16;
   }
+  const std::int32_t token = within(given.token, in.vocab);
+  for (int i = 0; i < kMaxTables && in.expert_tables[i] != nullptr; ++i) {
+    if (thread_idx >= kTableExperts) continue;
+    out.expert_ids[i][row * kTableExperts + thread_idx] =
+        in.expert_tables[i][std::int64_t{token} * kTableExperts + thread_idx];
+  }
   if (thread_idx != 0) return;
   if (row == 0) note_abort(in.port);
-  const std::int32_t token = within(given.token, in.vocab);
   out.token_ids[row] = token;
   out.positions[row] = whole ? position : 0;
   out.slots[row] = whole ? given.slot : -1;
@@ -458,12 +470,14 @@ __global__ void __launch_bounds__(kThreads) norm_any(const __grid_constant__ Nor
   using Norm = stages::RmsNorm<Block>;
   __shared__ Norm::Scratch scratch;
   __shared__ float x[kHidden];
-  const std::int64_t first = std::int64_t{blockIdx.x} * kHidden;
-  for (int i = plat::thread_idx(); i < kHidden; i += kThreads) {
-    x[i] = stages::from_bf16(params.in[first + i]);
+  if (params.in != nullptr) {
+    const std::int64_t first = std::int64_t{blockIdx.x} * kHidden;
+    for (int i = plat::thread_idx(); i < kHidden; i += kThreads) {
+      x[i] = stages::from_bf16(params.in[first + i]);
+    }
+    plat::block_sync();
+    Norm::run(params.out + first, x, params.gain, kHidden, params.eps, scratch);
   }
-  plat::block_sync();
-  Norm::run(params.out + first, x, params.gain, kHidden, params.eps, scratch);
   if (blockIdx.x != 0) return;
   if (plat::thread_idx() < params.num_anchors) {
     const std::int64_t anchor = params.anchors[plat::thread_idx()];
@@ -519,7 +533,8 @@ bool has_rows(int num_rows) { return 1 <= num_rows && num_rows <= kMaxFusedRows;
 
 cudaError_t launch_step_rows(const StepInput& in, const StepArrays& out, cudaStream_t stream) {
   if (!has_rows(in.num_rows) || in.tokens < 1 || in.num_rows != in.tokens * in.batch_size ||
-      (in.anchors != nullptr && in.tokens > kMaxBlockRows)) {
+      (in.anchors != nullptr && in.tokens > kMaxBlockRows) ||
+      (in.num_entries > 0 && in.entry_ratio < 1)) {
     return cudaErrorInvalidValue;
   }
   step_rows_any<<<in.num_rows, kThreads, 0, stream>>>(in, out);
@@ -583,7 +598,7 @@ cudaError_t launch_base(const BaseParams& params, cudaStream_t stream) {
 
 cudaError_t launch_norm(const NormParams& params, cudaStream_t stream) {
   if (!has_rows(params.num_rows) || params.num_anchors > kThreads) return cudaErrorInvalidValue;
-  norm_any<<<params.num_rows, kThreads, 0, stream>>>(params);
+  norm_any<<<params.in != nullptr ? params.num_rows : 1, kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -14,6 +14,8 @@ namespace lowlat::nvidia::fused {
 
 inline constexpr int kStepWindow = 128;  // positions of a row's window, its own among them
 inline constexpr int kMaxBlockRows = 8;  // of a request of a draft, all of which a row sees
+inline constexpr int kMaxTables = 4;     // layers whose experts are chosen by the token
+inline constexpr int kTableExperts = 6;  // of each token
 // A place of a row's window without a key. Not -1, which is the slot of a row of padding:
 // attention tells the keys that the step writes by their slots.
 inline constexpr std::int32_t kNoKey = -2;
@@ -51,6 +53,10 @@ struct StepInput {
   const std::int32_t* page_table;
   int page_table_stride, table_pages, most_pages;  // of a request's table; of one request
   int vocab, num_pages, page_size, num_state_slots, image_token, mask_token;
+  // V4. Experts of each token, i32 [vocab, kTableExperts], NULL behind the last; positions of an
+  // entry of which a row sees all, num_entries at most (0: there are no such layers).
+  const std::int32_t* expert_tables[kMaxTables];
+  int entry_ratio, num_entries;
 };
 
 // The same as kernels may use it, and what each row sees.
@@ -71,6 +77,8 @@ struct StepArrays {
   // [T, kMixStride]: the weights with which the exchange of the embedding makes four equal streams
   // and takes the first of them.
   float* mix;
+  std::int32_t* expert_ids[kMaxTables];  // [T, kTableExperts] of the tables
+  std::int32_t* entry_slots;             // [T, num_entries] slots in the pool, -1 at the end
 };
 
 constexpr int page_stride_of(const StepInput& in) {
@@ -168,7 +176,8 @@ struct BaseParams {
 cudaError_t launch_base(const BaseParams& params, cudaStream_t stream);
 
 // What proposals for an engine begin with: the norm of its draft's last rows, and copies of the
-// noise's offset as it is now and of the anchors, 0 for what is no token.
+// noise's offset as it is now and of the anchors, 0 for what is no token. The copies alone where
+// `in` is NULL, as for V4, whose rows launch_exchange_mix combines and norms.
 struct NormParams {
   ExchangePort port;
   int num_rows;               // hidden 5120

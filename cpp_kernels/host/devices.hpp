@@ -8,7 +8,7 @@ namespace lowlat::host {
 
 struct Device {
   std::string name;
-  std::string isa;      // "sm_90"
+  std::string isa;      // "sm_90"; of AMD that of the code that it takes, "" where it takes none
   std::string refusal;  // why the library's kernels do not run on it; "" when one did
 };
 
@@ -27,7 +27,7 @@ struct FusedKernel {
 struct PlatformDevices {
   bool built = false;           // whether the library has kernels of the platform
   std::string architectures;    // that they were built for
-  std::string toolkit, driver;  // versions; the driver's is "" without one
+  std::string toolkit, driver;  // versions, "" without one; of AMD the runtime's file, and ""
   std::string refusal;          // why there are no devices; "" when there are
   std::vector<FusedKernel> fused;
   std::vector<Device> devices;
@@ -35,8 +35,10 @@ struct PlatformDevices {
 };
 
 PlatformDevices nvidia_devices();
+PlatformDevices amd_devices();
 
 // The answer of lowlat_devices().
-std::string devices_json(const PlatformDevices& nvidia);
+std::string found_devices();
+std::string devices_json(const PlatformDevices& nvidia, const PlatformDevices& amd);
 
 }  // namespace lowlat::host

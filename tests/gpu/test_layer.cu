@@ -1,46 +1,30 @@
 // A plain layer's chain of kernels at true shapes, TP4's share on one device with its mailboxes
-// looped back (and TP2 where there are two devices): bit for bit what the same kernels give one
-// after another, whatever came before and however late a kernel, a rank or a step is; and its end
-// at a deadline.
+// looped back, and whole TP2 and TP4 where there are as many devices: bit for bit what the same
+// kernels give one after another, whatever came before and however late a kernel, a rank or a step
+// is; and its end at a deadline.
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <thread>
 
-#include "bench/layer_case.cuh"
+#include "bench/layer_group.cuh"
 #include "gpu.cuh"
-#include "host/nvidia/exchange_region.hpp"
+#include "late.cuh"
 
 using lowlat::bench::Graph;
-using lowlat::bench::HostWeights;
+using lowlat::bench::Group;
 using lowlat::bench::Layers;
 using lowlat::bench::Mailboxes;
-using lowlat::bench::Random;
 using lowlat::nvidia::fused::HopKernel;
 using lowlat::nvidia::fused::LayerParts;
 using lowlat::testing::finish;
 using lowlat::testing::need_device;
+using lowlat::testing::spend;
 
 namespace {
 
 constexpr int kLayers = 2, kRanks = 4;
 using Result = std::vector<std::uint16_t>;
-
-__global__ void spend(std::uint64_t ns) {
-  std::uint64_t begin, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
-  do {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-  } while (now - begin < ns);
-}
-
-const HostWeights& weights() {
-  static const HostWeights all = [] {
-    Random random(1);
-    return HostWeights(64 / kRanks, 8 / kRanks, random);
-  }();
-  return all;
-}
 
 // One rank of four on this device.
 struct Rank {
@@ -48,13 +32,12 @@ struct Rank {
   Layers<kRanks> layers;
   explicit Rank(int rows, std::uint64_t budget_ns = 20'000'000)
       : mail(rows, kRanks, budget_ns),
-        layers(weights(), kLayers, rows, mail.looped(kRanks), mail.step_epoch.get(), 0) {}
+        layers(Group<kRanks>::weights(0), kLayers, rows, mail.looped(kRanks), mail.step_epoch.get(),
+               0) {}
 
   // Another input: the same for the same number.
   void begin(int input) {
-    Random random(static_cast<std::uint64_t>(100 + input));
-    for (auto& v : layers.residual) v = lowlat::bench::bf16(random.normal());
-    for (auto& v : layers.x) v = lowlat::bench::bf16(random.normal());
+    layers.use_input(input);
     layers.reset();
   }
   // Kernel after kernel, each when the one before has ended.
@@ -227,66 +210,236 @@ TEST_CASE(an_input_that_never_comes_ends_the_step_at_its_deadline) {
   CHECK(rank.healthy());
 }
 
+// ---------------------------------------------------------------- ranks on devices of their own
+
 namespace {
 
-void check_two_ranks(const LayerParts& parts) {
+// Skips a case of `ranks` ranks where there are fewer devices.
+void need_devices(int ranks) {
   need_device();
   int devices = 0;
   REQUIRE(cudaGetDeviceCount(&devices) == cudaSuccess);
-  if (devices < 2) SKIP("one device; two ranks need two");
-  Random random(1);
-  const HostWeights host(32, 4, random);
-  std::unique_ptr<lowlat::host::cuda::ExchangeRegion> regions[2];
-  std::unique_ptr<Layers<2>> ranks[2];
-  const auto on = [](int device) { REQUIRE(cudaSetDevice(device) == cudaSuccess); };
-  for (int r = 0; r < 2; ++r) {
-    on(r);
-    regions[r] = std::make_unique<lowlat::host::cuda::ExchangeRegion>(r, 2, 6, 5120);
+  if (devices < ranks) {
+    SKIP(std::to_string(ranks) + " ranks need as many devices; here are " +
+         std::to_string(devices));
   }
-  for (int r = 0; r < 2; ++r) {
-    on(r);
-    regions[r]->open(1 - r, regions[1 - r]->handle());
-    regions[r]->probe(1 - r);
+}
+
+// A kernel's first use loads its code, see layer.hpp.
+template <int kTp>
+void load_spend(Group<kTp>& group) {
+  group.each([](int) {
+    spend<<<1, 1>>>(0);
+    finish();
+  });
+}
+
+using Between = std::function<void(HopKernel)>;
+
+// A step's launches by a thread a rank, with what its rank's thread does between them. Kernels of
+// ranks that wait for each other cannot be launched one after another by one thread that waits.
+template <int kTp>
+void launch_by_threads(Group<kTp>& group, const std::function<Between(int)>& between_of) {
+  std::vector<std::thread> threads;
+  for (int r = 0; r < kTp; ++r) {
+    threads.emplace_back([&, r] {
+      group.on(r);
+      const Between between = between_of(r);
+      LayerParts parts;
+      parts.between = &between;
+      group.rank(r).launch(parts, group.graph(r).stream());
+      group.wait(r);
+    });
   }
-  for (int r = 0; r < 2; ++r) regions[r]->probed_by(1 - r, 1'000'000'000);
-  std::unique_ptr<Graph> graphs[2];
-  for (int r = 0; r < 2; ++r) {
-    on(r);
-    ranks[r] = std::make_unique<Layers<2>>(host, kLayers, 6, regions[r]->port(200'000'000, 0),
-                                           regions[r]->step_epoch(), r);
-    graphs[r] =
-        std::make_unique<Graph>([&](cudaStream_t stream) { ranks[r]->launch(parts, stream); });
-  }
-  Result first;
-  for (int i = 0; i < 60; ++i) {
-    Result result[2];
-    for (int r = 0; r < 2; ++r) {
-      on(r);
-      ranks[r]->reset();
-      finish();
-      if (i % 10 == 5 && i / 10 % 2 == r) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(2));
-        spend<<<1, 1, 0, graphs[r]->stream()>>>(1'000'000);
-      }
-      graphs[r]->replay();
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Kernel after kernel, each when the one before has ended.
+template <int kTp>
+Result one_by_one(Group<kTp>& group, int input) {
+  group.begin(input);
+  launch_by_threads<kTp>(group, [&](int r) { return [&group, r](HopKernel) { group.wait(r); }; });
+  for (int r = 1; r < kTp; ++r) CHECK(group.result(r) == group.result(0));
+  return group.result(0);
+}
+
+// Ranks whose results are not `want`.
+template <int kTp>
+int num_different(Group<kTp>& group, const Result& want) {
+  int out = 0;
+  for (int r = 0; r < kTp; ++r) out += group.result(r) != want ? 1 : 0;
+  return out;
+}
+
+template <int kTp>
+void check_replays_of_ranks() {
+  constexpr int kInputs = 3;
+  need_devices(kTp);
+  for (const int rows : {1, 6, 8, 12, 24, 48}) {
+    Group<kTp> group(kTp, kLayers, rows);
+    group.capture({});
+    load_spend(group);
+    std::vector<Result> want;
+    for (int i = 0; i < kInputs; ++i) want.push_back(one_by_one(group, i));
+    CHECK(finite(want[0]));
+    CHECK(want[0] != want[1]);
+    int different = 0;
+    const int count = rows == 6 || rows == 12 ? 1000 : 100;
+    for (int i = 0; i < count; ++i) {
+      group.begin(i % kInputs);
+      group.each([&](int r) {
+        // Now and then a rank comes late, by the host and then by its device.
+        if (i % 50 == 10 + r) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(2));
+          spend<<<1, 1, 0, group.graph(r).stream()>>>(1'000'000);
+        }
+        group.graph(r).replay();
+      });
+      group.wait();
+      different += num_different(group, want[static_cast<std::size_t>(i % kInputs)]);
     }
-    for (int r = 0; r < 2; ++r) {
-      on(r);
-      graphs[r]->wait();
-      result[r] = ranks[r]->take();
-      CHECK_EQ(*static_cast<std::uint32_t*>(ranks[r]->port.status), 0u);
-    }
-    if (i == 0) first = result[0];
-    CHECK(result[0] == result[1]);
-    CHECK(result[0] == first);
+    CHECK_EQ(different, 0);
+    CHECK_EQ(group.fault(), "");
   }
-  CHECK(finite(first));
+}
+
+template <int kTp>
+void check_late_kernels_of_a_rank() {
+  need_devices(kTp);
+  for (const int rows : {6, 12}) {
+    Group<kTp> group(kTp, kLayers, rows);
+    group.capture({});
+    load_spend(group);
+    const Result want = one_by_one(group, 0);
+    for (int late = 0; late <= static_cast<int>(HopKernel::second_exchange); ++late) {
+      const int slow = late % kTp;
+      group.begin(0);
+      launch_by_threads<kTp>(group, [&](int r) -> Between {
+        if (r != slow) return [](HopKernel) {};
+        return [&group, r, late](HopKernel kernel) {
+          if (static_cast<int>(kernel) != late) return;
+          spend<<<1, 1, 0, group.graph(r).stream()>>>(1'000'000);
+        };
+      });
+      CHECK_EQ(num_different(group, want), 0);
+    }
+    CHECK_EQ(group.fault(), "");
+  }
+}
+
+// Sums of equal shards are those of one rank that is its own peers.
+template <int kTp>
+void check_against_looped_back() {
+  need_devices(kTp);
+  for (const int rows : {6, 24}) {
+    Group<kTp> alone(1, kLayers, rows), group(kTp, kLayers, rows, true);
+    alone.capture({});
+    group.capture({});
+    alone.begin(0);
+    alone.replay();
+    group.begin(0);
+    group.replay();
+    const Result want = alone.result(0);
+    CHECK(finite(want));
+    CHECK_EQ(num_different(group, want), 0);
+    // With shards of their own the ranks' sum is another.
+    Group<kTp> other(kTp, kLayers, rows);
+    other.capture({});
+    other.begin(0);
+    other.replay();
+    CHECK_EQ(num_different(other, want), kTp);
+  }
+}
+
+template <int kTp>
+void check_missing_rank() {
+  need_devices(kTp);
+  Group<kTp> group(kTp, kLayers, 6);
+  group.capture({});
+  const Result want = one_by_one(group, 0);
+  // The last rank does not come; the others wait for it alone.
+  constexpr int kMissing = kTp - 1;
+  group.begin(1);
+  const auto begin = std::chrono::steady_clock::now();
+  for (int r = 0; r < kMissing; ++r) {
+    group.on(r);
+    group.graph(r).replay();
+  }
+  for (int r = 0; r < kMissing; ++r) group.wait(r);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  CHECK(took.count() < 2.0);  // ten budgets
+  int expired = 0;
+  for (int r = 0; r < kMissing; ++r) {
+    const std::uint32_t* words = group.status(r);
+    CHECK(words[0] == 1u || words[0] == 2u);  // here, or first at another that waited too
+    if (words[0] == 1u) {
+      ++expired;
+      CHECK_EQ(words[3], static_cast<std::uint32_t>(kMissing));
+    }
+    CHECK(all_nan(group.result(r)));
+  }
+  CHECK(expired > 0);
+  // It finds the abort word when it comes.
+  group.on(kMissing);
+  const auto late = std::chrono::steady_clock::now();
+  group.graph(kMissing).replay();
+  group.wait(kMissing);
+  const std::chrono::duration<double> late_took = std::chrono::steady_clock::now() - late;
+  CHECK(late_took.count() < 0.1);  // half a budget
+  CHECK_EQ(group.status(kMissing)[0], 2u);
+  CHECK(all_nan(group.result(kMissing)));
+  group.recover();
+  group.begin(0);
+  group.replay();
+  CHECK_EQ(num_different(group, want), 0);
+  CHECK_EQ(group.fault(), "");
+}
+
+template <int kTp>
+void check_abort_of_ranks() {
+  need_devices(kTp);
+  Group<kTp> group(kTp, kLayers, 6);
+  group.capture({});
+  const Result want = one_by_one(group, 0);
+  // Rank 0 waits for the others until its host gives up.
+  group.begin(1);
+  group.on(0);
+  const auto begin = std::chrono::steady_clock::now();
+  group.graph(0).replay();
+  group.peers()->of(0).abort();
+  group.wait(0);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  CHECK(took.count() < 0.1);  // half a budget
+  for (int r = 1; r < kTp; ++r) {
+    group.on(r);
+    group.graph(r).replay();
+    group.wait(r);
+  }
+  for (int r = 0; r < kTp; ++r) {
+    CHECK(group.status(r)[0] >= 2u);
+    CHECK(all_nan(group.result(r)));
+  }
+  group.recover();
+  group.begin(0);
+  group.replay();
+  CHECK_EQ(num_different(group, want), 0);
+  CHECK_EQ(group.fault(), "");
 }
 
 }  // namespace
 
-TEST_CASE(two_ranks_agree_on_attention_halves_and_wait_for_a_slow_one) {
-  LayerParts parts;
-  parts.experts = false;
-  check_two_ranks(parts);
+TEST_CASE(two_ranks_replays_with_changing_inputs_and_a_slow_rank) { check_replays_of_ranks<2>(); }
+TEST_CASE(two_ranks_a_kernel_of_one_may_start_a_millisecond_late) {
+  check_late_kernels_of_a_rank<2>();
 }
+TEST_CASE(two_ranks_with_equal_shards_are_one_looped_back) { check_against_looped_back<2>(); }
+TEST_CASE(two_ranks_one_that_never_comes_is_named) { check_missing_rank<2>(); }
+TEST_CASE(two_ranks_an_abort_ends_the_step_on_both) { check_abort_of_ranks<2>(); }
+
+TEST_CASE(four_ranks_replays_with_changing_inputs_and_a_slow_rank) { check_replays_of_ranks<4>(); }
+TEST_CASE(four_ranks_a_kernel_of_one_may_start_a_millisecond_late) {
+  check_late_kernels_of_a_rank<4>();
+}
+TEST_CASE(four_ranks_with_equal_shards_are_one_looped_back) { check_against_looped_back<4>(); }
+TEST_CASE(four_ranks_one_that_never_comes_is_named) { check_missing_rank<4>(); }
+TEST_CASE(four_ranks_an_abort_ends_the_step_on_all) { check_abort_of_ranks<4>(); }

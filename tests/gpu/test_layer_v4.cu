@@ -1,12 +1,13 @@
 // V4-Flash's layers at true shapes, TP4's share on one device with its mailboxes looped back: whole
-// layers of ratio 0, 4 and 128 against float64, half by half; and replays bit for bit what the same
-// kernels give one after another.
+// layers of ratio 0, 4 and 128 against float64, half by half; and replays, and launches of which a
+// kernel is late, bit for bit what the same kernels give one after another.
 #include <functional>
 
 #include "bench/layer_v4_case.cuh"
 // The model comes first.
 #include "attention_values.hpp"
 #include "gpu.cuh"
+#include "late.cuh"
 #include "reference/experts.hpp"
 #include "reference/gate.hpp"
 #include "reference/hc.hpp"
@@ -14,6 +15,7 @@
 using lowlat::nvidia::fused::HopKernel;
 using lowlat::testing::finish;
 using lowlat::testing::need_device;
+using lowlat::testing::spend;
 
 namespace lowlat::bench {
 namespace {
@@ -383,6 +385,29 @@ TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
       }
       CHECK_EQ(different, 0);
       CHECK(!rank.chain.mail.faulted());
+    }
+  }
+}
+
+// In a graph the kernel waits for what the host does before it; without one the branch beside the
+// chain goes on, and must leave the late kernel its places.
+TEST_CASE(a_kernel_may_start_a_millisecond_late) {
+  need_device();
+  for (const int rows : {6, 12}) {
+    for (const int ratio : {4, 128}) {
+      for (const int early : {0, 3, 7}) for (const BranchJoin join : {BranchJoin::ended, BranchJoin::started}) {
+        Rank rank(ratio, rows, join);
+        rank.side.branch.early = early;
+        std::printf("rows %d ratio %d early %d join %d\n", rows, ratio, early, int(join));
+        const Result want = rank.one_by_one(0);
+        for (int late = 0; late <= static_cast<int>(HopKernel::second_exchange); ++late) {
+          const auto delay = [late](HopKernel kernel) {
+            if (static_cast<int>(kernel) == late) spend<<<1, 1>>>(1'000'000);
+          };
+          CHECK(rank.run(0, delay, nullptr) == want);
+          REQUIRE(!rank.chain.mail.faulted());
+        }
+      }
     }
   }
 }

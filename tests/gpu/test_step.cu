@@ -1,38 +1,52 @@
-// Whole steps and drafts of V4.1-Flash by the fused kernels, at true sizes: against the resident
+// Whole steps and drafts of both models by the fused kernels, at true sizes: against the resident
 // schedule on the same weights (logits, tokens, features by what a draft makes of them, caches), in
-// captured replays, and when they are aborted. One rank of TP4 whose peers are itself.
+// captured replays, and when they are aborted. One rank of TP4 whose peers are itself, and two or
+// four ranks with a device each, whose results are equal bit for bit.
 //
 // The two schedules add in other orders, and what four bits round to may flip by it, so logits are
 // near and not equal; a row whose experts flip is further off. Replays are equal bit for bit.
-#include "bench/step_case.cuh"
+#include "bench/step_team.cuh"
 #include "gpu.cuh"
 
 namespace {
 
 using namespace lowlat::testing;
 namespace bench = lowlat::bench;
+using bench::Places;
 
-constexpr const char* kFused = "nvidia:0:fused:loop";
+constexpr Places kLooped = {4, true};
+constexpr std::uint32_t kKinds[] = {LOWLAT_V41, LOWLAT_V4};
 
-// Bytes that eight layers, a draft and two sets of caches need; with experts in a second layout.
-void need_memory(std::size_t gigabytes = 32) {
+// A device for each rank, with the bytes that eight layers, a draft and two sets of caches need; at
+// two ranks, or with experts in a second layout, more.
+void need_memory(const Places& places = kLooped, std::size_t gigabytes = 32) {
   need_device();
-  std::size_t free_bytes = 0, all = 0;
-  lowlat::host::cuda::check(cudaMemGetInfo(&free_bytes, &all), "cudaMemGetInfo");
-  if (free_bytes < gigabytes << 30) {
-    SKIP("needs " + std::to_string(gigabytes) + " GB of free device memory");
+  int devices = 0;
+  lowlat::host::cuda::check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
+  if (devices < places.size()) {
+    SKIP(std::to_string(places.size()) + " ranks need as many devices; here are " +
+         std::to_string(devices));
   }
+  if (places.tp_size == 2) gigabytes = gigabytes * 7 / 4;
+  for (int device = 0; device < places.size(); ++device) {
+    bench::use_device(device);
+    std::size_t free_bytes = 0, all = 0;
+    lowlat::host::cuda::check(cudaMemGetInfo(&free_bytes, &all), "cudaMemGetInfo");
+    if (free_bytes < gigabytes << 30) {
+      SKIP("needs " + std::to_string(gigabytes) + " GB of free memory on device " +
+           std::to_string(device));
+    }
+  }
+  bench::use_device(0);
 }
 
-}  // namespace
-
-TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) {
-  need_memory();
+void check_steps_and_drafts(std::uint32_t kind, const Places& places) {
+  need_memory(places);
   bench::failures = 0;
-  const lowlat_model_config config = bench::config_of(false, 3);
-  bench::Weights weights;
-  bench::Rank fused(kFused, config, weights);
-  bench::Rank resident("nvidia:0:persistent:loop", config, weights);
+  const lowlat_model_config config = bench::config_of(kind, false, 3);
+  bench::AllWeights weights(places);
+  bench::Team fused("fused", places, config, weights);
+  bench::Team resident("persistent", places, config, weights);
   for (const int start : {bench::kShort, bench::kPosition}) {
     int position = start;
     for (const int rows : {6, 1, 8, 12, 24, 48}) {
@@ -46,17 +60,17 @@ TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) {
   CHECK_EQ(bench::failures, 0);
 }
 
-TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
-  need_memory(48);
+void check_hosted(std::uint32_t kind, const Places& places) {
+  need_memory(places, 48);
   bench::failures = 0;
-  lowlat_model_config config = bench::config_of(false, 3);
+  lowlat_model_config config = bench::config_of(kind, false, 3);
   config.num_pages = bench::kPagesOfRequest;
-  bench::compare_hosting(config);
+  bench::compare_hosting(places, config);
   config.num_widths = 0;
   for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
-  bench::Weights weights;
-  bench::Rank fused(kFused, config, weights, bench::Host::proposals);
-  bench::Rank resident("nvidia:0:persistent:loop", config, weights, bench::Host::proposals);
+  bench::AllWeights weights(places);
+  bench::Team fused("fused", places, config, weights, bench::Host::proposals);
+  bench::Team resident("persistent", places, config, weights, bench::Host::proposals);
   for (const int batch : {1, 4, 8}) {
     bench::compare_proposals(fused, resident, batch, false);
     bench::compare_proposals(fused, resident, batch, true);
@@ -64,31 +78,48 @@ TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
   CHECK_EQ(bench::failures, 0);
 }
 
-TEST_CASE(replays_are_equal) {
-  need_memory();
+void check_replays(std::uint32_t kind, const Places& places) {
+  need_memory(places);
   bench::failures = 0;
-  bench::Weights weights;
-  bench::Rank fused(kFused, bench::config_of(false, 0), weights);
+  bench::AllWeights weights(places);
+  bench::Team fused("fused", places, bench::config_of(kind, false, 0), weights);
   bench::replay(fused, bench::case_of(6, 4500), 1000);
   bench::replay(fused, bench::case_of(24, 4500), 200);
   CHECK_EQ(bench::failures, 0);
 }
 
-TEST_CASE(brief_one_row_and_six) {
-  need_memory();
+void check_abort(std::uint32_t kind, const Places& places) {
+  need_memory(places);
+  bench::AllWeights weights(places);
+  bench::Team fused("fused", places, bench::config_of(kind, false, 0), weights);
+  CHECK(bench::abort_ends_steps(fused));
+}
+
+void check_dead_rank(std::uint32_t kind, const Places& places) {
+  need_memory(places);
+  bench::AllWeights weights(places);
+  lowlat_model_config config = bench::config_of(kind, false, 0);
+  config.wait_budget_ns = 200'000'000;
+  bench::Team fused("fused", places, config, weights);
+  CHECK(bench::dead_rank_is_named(fused));
+}
+
+void check_briefly(std::uint32_t kind, const Places& places) {
+  need_memory(places);
   bench::failures = 0;
-  bench::Weights weights;
-  lowlat_model_config config = bench::config_of(false, 0);
+  bench::AllWeights weights(places);
+  lowlat_model_config config = bench::config_of(kind, false, 0);
   config.wait_budget_ns = kBriefBudgetNs;
-  bench::Rank fused(kFused, config, weights);
+  bench::Team fused("fused", places, config, weights);
   for (const int rows : {1, 6}) bench::replay(fused, bench::case_of(rows, 4500), 1);
   CHECK_EQ(bench::failures, 0);
 }
 
-TEST_CASE(padding_leaves_the_other_rows_alone) {
-  need_memory();
-  bench::Weights weights;
-  bench::Rank fused(kFused, bench::config_of(false, 0), weights);
+void check_padding(std::uint32_t kind, const Places& places) {
+  need_memory(places);
+  bench::AllWeights weights(places);
+  bench::Team team("fused", places, bench::config_of(kind, false, 0), weights);
+  bench::Rank& fused = team.first();
   const bench::Case of = bench::case_of(12, 4500);
   const lowlat_step whole = fused.step_of(of, 1);
   lowlat_step padded = fused.step_of(of, 1);
@@ -112,31 +143,55 @@ TEST_CASE(padding_leaves_the_other_rows_alone) {
   CHECK(equal_bytes(logits[0], logits[1]));
 }
 
-TEST_CASE(an_abort_ends_the_steps_in_flight) {
-  need_memory();
-  bench::Weights weights;
-  bench::Rank fused(kFused, bench::config_of(false, 0), weights);
-  const lowlat_step step = fused.step_of(bench::case_of(6, bench::kPosition), 1);
-  for (int i = 0; i < 50; ++i) bench::must(lowlat_step_launch(fused.model(), &step, nullptr));
-  lowlat_abort(fused.model());
-  CHECK_EQ(lowlat_synchronize(fused.model(), 5'000'000'000), LOWLAT_FAULT);
-  lowlat_status_words words{};
-  words.struct_bytes = sizeof words;
-  bench::must(lowlat_status_read(fused.model(), &words));
-  CHECK_EQ(words.state, 3u);
-  for (const float v : fused.logits(step)) REQUIRE(v != v);
-  CHECK_EQ(lowlat_step_launch(fused.model(), &step, nullptr), LOWLAT_FAULT);
+constexpr Places kTwo = {2, false}, kFour = {4, false};
+
+void of_both(void (*check)(std::uint32_t, const Places&), const Places& places) {
+  for (const std::uint32_t kind : kKinds) check(kind, places);
 }
+
+}  // namespace
+
+TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) {
+  of_both(check_steps_and_drafts, kLooped);
+}
+TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
+  of_both(check_hosted, kLooped);
+}
+TEST_CASE(replays_are_equal) { of_both(check_replays, kLooped); }
+TEST_CASE(an_abort_ends_the_steps_in_flight) { of_both(check_abort, kLooped); }
+TEST_CASE(brief_one_row_and_six) { of_both(check_briefly, kLooped); }
+
+TEST_CASE(two_ranks_steps_and_drafts_are_those_of_the_resident_schedule) {
+  of_both(check_steps_and_drafts, kTwo);
+}
+TEST_CASE(two_ranks_hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
+  of_both(check_hosted, kTwo);
+}
+TEST_CASE(two_ranks_replays_are_equal) { of_both(check_replays, kTwo); }
+TEST_CASE(two_ranks_an_abort_ends_the_steps_of_both) { of_both(check_abort, kTwo); }
+TEST_CASE(two_ranks_one_that_is_gone_is_named_at_the_deadline) { of_both(check_dead_rank, kTwo); }
+
+TEST_CASE(four_ranks_steps_and_drafts_are_those_of_the_resident_schedule) {
+  of_both(check_steps_and_drafts, kFour);
+}
+TEST_CASE(four_ranks_hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
+  of_both(check_hosted, kFour);
+}
+TEST_CASE(four_ranks_replays_are_equal) { of_both(check_replays, kFour); }
+TEST_CASE(four_ranks_an_abort_ends_the_steps_of_all) { of_both(check_abort, kFour); }
+TEST_CASE(four_ranks_one_that_is_gone_is_named_at_the_deadline) { of_both(check_dead_rank, kFour); }
+
+TEST_CASE(padding_leaves_the_other_rows_alone) { of_both(check_padding, kLooped); }
 
 TEST_CASE(a_shape_without_kernels_is_refused_by_its_fields) {
   need_device();
-  lowlat_model_config config = bench::config_of(false, 0);
-  config.tp_size = 2;
+  lowlat_model_config config = bench::config_of(LOWLAT_V41, false, 0);
+  config.tp_size = 1;
   config.page_size = 64;
   lowlat_model* model = nullptr;
   CHECK_EQ(lowlat_model_create("nvidia:0:fused", &config, &model), LOWLAT_UNSUPPORTED);
   const std::string why = lowlat_last_error();
-  CHECK(why.find("tp_size is 2, needed 4") != std::string::npos);
+  CHECK(why.find("tp_size is 1, needed 2 or 4") != std::string::npos);
   CHECK(why.find("page_size is 64, needed 128 or 256") != std::string::npos);
   CHECK(why.find("nvidia:persistent serves it") != std::string::npos);
   CHECK_EQ(lowlat_model_create("nvidia:0:quick", &config, &model), LOWLAT_INVALID);

@@ -1,68 +1,73 @@
 #include "host/nvidia/fused_proposals.hpp"
 
 #include <algorithm>
-#include <vector>
 
-#include "fused/compress.hpp"
 #include "fused/draft.hpp"
+#include "fused/exchange_mix.hpp"
 #include "fused/step.hpp"
 #include "host/model.hpp"
+#include "host/nvidia/fused_base.hpp"
 #include "shape/dsv41_flash.hpp"
+#include "shape/dsv4_flash.hpp"
 
 namespace lowlat::host::cuda {
 namespace {
 
 namespace fused = lowlat::nvidia::fused;
-using Served = shape::Dsv41Flash<1>;
 constexpr int kRows = fused::kMaxDraftBatch * fused::kDraftSteps;
 
 }  // namespace
 
-struct FusedProposals::State {
-  shape::RuntimeShape shape;
-  lowlat::persistent::ModelWeights weights;
-  fused::ExchangePort port;
-  std::uint64_t* step_epoch;
-  std::vector<Memory> pieces;
-  std::uint16_t* x;
-  float *sums, *base;
-  std::int64_t *offset, *anchors;
+struct FusedProposals::State : FusedBase {
+  using FusedBase::FusedBase;
 
-  template <class T>
-  T* take(std::int64_t count) {
-    Memory& piece = pieces.emplace_back(static_cast<std::size_t>(count) * sizeof(T));
-    check(cudaMemset(piece.data(), 0, piece.bytes()), "cudaMemset");
-    return static_cast<T*>(piece.data());
-  }
+  std::uint16_t* x = nullptr;
+  float *sums = nullptr, *base = nullptr;
+  std::int64_t *offset = nullptr, *anchors = nullptr;
+  // V4's alone.
+  fused::HyperWeights head_hc = {};
+  float* mix = nullptr;
+
+  bool is_v4() const { return config.kind == LOWLAT_V4; }
+  void launch_x(const lowlat_proposal& proposal, int rows, cudaStream_t stream) const;
 };
+
+// x of the head, and copies of the offset and the anchors. What V4's last stage leaves are streams.
+void FusedProposals::State::launch_x(const lowlat_proposal& proposal, int rows,
+                                     cudaStream_t stream) const {
+  if (is_v4()) {
+    fused::ExchangeMixParams params = {};
+    params.port = port;
+    params.num_rows = rows;
+    params.residual_in = proposal.hidden;
+    params.next = head_hc;
+    params.gain = weights.draft_norm;
+    params.norm_eps = shape.kNormEps;
+    params.hc_eps = shape.kHcEps;
+    params.sinkhorn_iters = shape.kSinkhornIters;
+    params.mix_out = mix;
+    params.x = x;
+    check(fused::launch_exchange_mix(params, false, stream), "the draft's streams");
+  }
+  check(fused::launch_norm({port, rows, is_v4() ? nullptr : proposal.hidden, weights.draft_norm,
+                            shape.kNormEps, x, proposal.noise_offset, offset, proposal.batch_size,
+                            shape.kVocab, proposal.anchors, anchors},
+                           stream),
+        "the draft's norm");
+}
 
 std::string FusedProposals::refusal(const lowlat_model_config& c, const shape::RuntimeShape& s,
                                     int device) {
-  std::string out;
-  const auto add = [&](const std::string& reason) { out += (out.empty() ? "" : "; ") + reason; };
-  if (c.kind != LOWLAT_V41) {
-    add("kind is " + std::to_string(c.kind) + ", needed LOWLAT_V41");
-    return out;
-  }
-  const auto need = [&](std::int64_t seen, std::int64_t needed, const char* name) {
-    if (seen == needed) return;
-    add(std::string(name) + " is " + std::to_string(seen) + ", needed " + std::to_string(needed));
-  };
-  need(c.hidden, Served::kHidden, "hidden");
-  need(c.draft_block, fused::kDraftSteps, "draft_block");
-  need(c.markov_rank, fused::kMarkovRank, "markov_rank");
-  if (c.tp_size != 1 && c.tp_size != 2 && c.tp_size != 4) {
-    add("tp_size is " + std::to_string(c.tp_size) + ", needed 1, 2 or 4");
-  }
-  if (s.kVocabLocal % 16 != 0) add("vocab is no multiple of 16 on a rank");
-  int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
-  if (sms < fused::kMaxDraftBlocks) {
-    add("the device has " + std::to_string(sms) + " SMs, needed " +
-        std::to_string(fused::kMaxDraftBlocks));
-  }
-  return out;
+  Reasons reasons;
+  const bool is_v4 = c.kind == LOWLAT_V4;
+  reasons.need(c.hidden, is_v4 ? shape::Dsv4Flash<1>::kHidden : shape::Dsv41Flash<1>::kHidden,
+               "hidden");
+  reasons.need(c.draft_block, fused::kDraftSteps, "draft_block");
+  reasons.need(c.markov_rank, fused::kMarkovRank, "markov_rank");
+  reasons.need_ranks(c.tp_size, {1, 2, 4});
+  reasons.need_vocab(s);
+  reasons.need_sms(device, fused::kMaxDraftBlocks);
+  return reasons.text();
 }
 
 std::int64_t FusedProposals::box_packets(const lowlat_model_config& c,
@@ -76,30 +81,24 @@ std::int64_t FusedProposals::box_packets(const lowlat_model_config& c,
 FusedProposals::FusedProposals(const lowlat_model_config& config, const shape::RuntimeShape& shape,
                                const lowlat::persistent::ModelWeights& weights,
                                const ExchangeRegion& region, std::uint32_t kernel)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_unique<State>(config, shape, weights, region, kernel)) {
   State& s = *state_;
-  s.shape = shape;
-  s.weights = weights;
-  s.port = region.port(config.wait_budget_ns, kernel);
-  s.step_epoch = region.step_epoch();
-  s.x = s.take<std::uint16_t>(std::int64_t{kRows} * Served::kHidden);
+  s.x = s.take<std::uint16_t>(std::int64_t{kRows} * shape.kHidden);
+  if (s.is_v4()) {
+    s.head_hc = s.laid_head(weights.draft_hc_head);
+    s.mix = s.take<float>(kRows * fused::kMixStride);
+  }
   s.sums = s.take<float>(std::int64_t{2} * kRows * shape.kVocabLocal);
   s.base = s.take<float>(std::int64_t{kRows} * shape.kVocabLocal);
   s.offset = s.take<std::int64_t>(1);
   s.anchors = s.take<std::int64_t>(fused::kMaxDraftBatch);
   check(cudaDeviceSynchronize(), "the proposals' memory");
-  // Loads every kernel, see FusedStep.
-  const Stream stream;
   for (int batch = 1; batch <= fused::kMaxDraftBatch; ++batch) {
     lowlat_proposal proposal{};
     proposal.batch_size = batch;
     proposal.temperature = s.base;
     proposal.draft_logits = s.base;
-    check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "a capture");
-    launch(proposal, stream.get());
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
-    cudaGraphDestroy(graph);
+    load_kernels_of([&](cudaStream_t stream) { launch(proposal, stream); });
   }
 }
 
@@ -114,33 +113,16 @@ void FusedProposals::launch(const lowlat_proposal& proposal, cudaStream_t stream
   const int rows = proposal.batch_size * fused::kDraftSteps;
   const bool samples = proposal.temperature != nullptr;
   check(fused::launch_begin_step(s.step_epoch, 0, nullptr, 0, stream), "proposals");
-  check(fused::launch_norm({s.port, rows, proposal.hidden, s.weights.draft_norm, s.shape.kNormEps,
-                            s.x, proposal.noise_offset, s.offset, proposal.batch_size,
-                            s.shape.kVocab, proposal.anchors, s.anchors},
-                           stream),
-        "the draft's norm");
-  fused::CompressParams product = {};
-  product.rows = {rows, fused::kDraftSteps, nullptr, nullptr};
-  product.x = s.x;
-  product.matrices[0] = {s.weights.head, s.shape.kVocabLocal};
-  product.partial = s.sums;
-  check(fused::launch_compress_product(product, s.shape.kHidden, false, stream), "the head");
+  s.launch_x(proposal, rows, stream);
+  const fused::StepRows step_rows = {rows, fused::kDraftSteps, nullptr, nullptr};
+  s.launch_head_product(step_rows, s.x, s.sums, {}, stream);
   check(fused::launch_base({rows, s.shape.kVocabLocal, s.sums, s.base}, stream),
         "the draft's logits");
-  fused::DraftProposalsParams params = {};
-  params.port = s.port;
-  params.batch_size = proposal.batch_size;
-  params.vocab_shard = s.shape.kVocabLocal;
-  params.w1 = s.weights.markov_embed;
-  params.w2 = s.weights.markov_head;
-  params.base = s.base;
-  params.base_pitch = s.shape.kVocabLocal;
-  params.anchors = s.anchors;
-  params.anchor_pitch = 1;
+  fused::DraftProposalsParams params =
+      s.proposals(proposal.batch_size, s.base, s.anchors, proposal.draft_tokens);
   params.temperatures = proposal.temperature;
   params.noise_key = proposal.noise_key;
   params.noise_offset = samples ? s.offset : nullptr;
-  params.tokens = proposal.draft_tokens;
   if (samples) params.logits[s.port.tp_rank] = proposal.draft_logits;
   check(fused::launch_draft_proposals(params, fused::kMaxDraftBlocks, false, stream), "proposals");
   std::uint64_t exchanges = fused::kDraftSteps;
@@ -158,10 +140,6 @@ void FusedProposals::launch(const lowlat_proposal& proposal, cudaStream_t stream
   check(fused::launch_begin_step(s.step_epoch, exchanges, nullptr, 0, stream), "proposals");
 }
 
-std::uint64_t FusedProposals::bytes() const {
-  std::uint64_t bytes = 0;
-  for (const Memory& piece : state_->pieces) bytes += piece.bytes();
-  return bytes;
-}
+std::uint64_t FusedProposals::bytes() const { return state_->bytes(); }
 
 }  // namespace lowlat::host::cuda

@@ -1,5 +1,5 @@
-// host/nvidia/fused_proposals.hpp: the proposals of V4.1's draft for an engine that runs its
-// layers: norm, head and the proposals' kernel.
+// host/nvidia/fused_proposals.hpp: the proposals of a draft for an engine that runs its layers:
+// norm, head and the proposals' kernel.
 #pragma once
 
 #include <memory>

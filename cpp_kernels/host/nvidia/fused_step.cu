@@ -10,32 +10,49 @@
 #include "fused/draft.hpp"
 #include "fused/index.hpp"
 #include "fused/inject.hpp"
-#include "fused/layer.hpp"
+#include "fused/layer_pooled.hpp"
 #include "fused/step.hpp"
 #include "host/model.hpp"
+#include "host/nvidia/fused_base.hpp"
 #include "host/rope_frequencies.hpp"
 #include "shape/dsv41_flash.hpp"
+#include "shape/dsv4_flash.hpp"
 
 namespace lowlat::host::cuda {
 namespace {
 
 namespace fused = lowlat::nvidia::fused;
-using Served = shape::Dsv41Flash<4>;
+// Sizes that ranks do not divide.
+using V41 = shape::Dsv41Flash<1>;
+using V4 = shape::Dsv4Flash<1>;
 
 constexpr int kRows = fused::kMaxFusedRows;
-constexpr auto kMoeShape = lowlat::fused::MoeShape::v41_tp4;
-constexpr auto kDraftShape = lowlat::fused::MoeShape::v41_draft_tp4;
+// What was built of the experts for so many ranks: target layers' and a draft's stages'.
+struct ExpertShapes {
+  lowlat::fused::MoeShape target, draft;
+};
+ExpertShapes expert_shapes(std::uint32_t kind, int tp_size) {
+  using enum lowlat::fused::MoeShape;
+  if (kind == LOWLAT_V4) {
+    return tp_size == 2 ? ExpertShapes{v4_tp2, v4_tp2} : ExpertShapes{v4_tp4, v4_tp4};
+  }
+  return tp_size == 2 ? ExpertShapes{v41_tp2, v41_draft_tp2} : ExpertShapes{v41_tp4, v41_draft_tp4};
+}
 // See moe_weights.
-static_assert(marlin_rows(Served::kIntermediateLocal) == Served::kIntermediateLocal);
-constexpr int kIndexPageBytes = 64 * 68;
+template <class... Shapes>
+constexpr bool kUnpadded =
+    ((marlin_rows(Shapes::kIntermediateLocal) == Shapes::kIntermediateLocal) && ...);
+static_assert(kUnpadded<shape::Dsv41Flash<2>, shape::Dsv41Flash<4>, shape::Dsv4Flash<2>,
+                        shape::Dsv4Flash<4>>);
+constexpr int kIndexPageBytes = 64 * 68, kIndexPageBytesV4 = 64 * 132;
 constexpr int kNumSms = 132;  // of an H100 and an H200 with SXM; the experts have 128 bands
 
 // Numbers of a step's exchanges. The layers' are 2 k and 2 k + 1 of layer k, counted from 1, so
 // that the embedding's is the second of layer 0. The first is of gathered n-gram rows.
-constexpr int kGatherIndex = 0, kEmbedIndex = 1;
+constexpr int kGatherIndex = 0, kEmbedIndex = fused::kLayerEmbedIndex;
 constexpr int first_index_behind(int num_layers) { return 2 * num_layers + 2; }
 
-// Gates of the kernels beside a layer.
+// Gates of the kernels beside a layer of V4.1 (V4's: layer_pooled.hpp).
 enum SideGate {
   gate_product = fused::kLayerFreeGate,
   gate_keys,
@@ -52,52 +69,48 @@ std::int64_t page_bytes(int slots) { return (slots * std::int64_t{584} + 575) / 
 
 }  // namespace
 
-struct FusedStep::State {
-  lowlat_model_config config;
-  shape::RuntimeShape shape;
-  lowlat::persistent::ModelWeights weights;
-  lowlat_pools pools;
-  const ResidentStep* resident;
-  bool has_draft;  // a draft that the fused kernels serve
+struct FusedStep::State : FusedBase {
+  using FusedBase::FusedBase;
 
-  std::vector<Memory> pieces;
-  fused::LayerMemory memory;
-  fused::ExchangePort port;
-  std::uint64_t* step_epoch;
-  fused::RopeFrequencies window_rope, compressed_rope;
+  lowlat_pools pools = {};
+  const ResidentStep* resident = nullptr;
+  ExpertShapes experts = {};
+  bool has_draft = false;  // a draft that the fused kernels serve
 
-  fused::StepArrays arrays;
-  std::uint16_t* zeros;  // bf16 [rows, 4, hidden], what the embedding's exchange has as residual
-  std::array<std::uint8_t*, fused::kMaxGathered> engram_codes;
-  std::array<float*, fused::kMaxGathered> engram_scale;
-  float* engram_sums;
+  fused::LayerMemory memory = {};
+  fused::RopeFrequencies window_rope = {}, compressed_rope = {};
+
+  fused::StepArrays arrays = {};
+  // bf16 [rows, 4, hidden], what the embedding's exchange has as residual.
+  std::uint16_t* zeros = nullptr;
+  std::array<std::uint8_t*, fused::kMaxGathered> engram_codes = {};
+  std::array<float*, fused::kMaxGathered> engram_scale = {};
+  float* engram_sums = nullptr;
   // Of the index; the last selection and the last candidate blocks are what later layers read.
-  std::int64_t pitch;
-  std::uint16_t* query;
-  float *scores, *block_scores, *compress_sums;
-  uint2* found;
-  std::uint32_t* tickets;
-  std::int32_t *entry_slots, *blocks;
-  // Of the head.
-  float* head_sums;
-  uint4* head_best;
-  std::uint32_t* head_tickets;
+  std::int64_t pitch = 0;
+  std::uint16_t* query = nullptr;
+  float *query_scale = nullptr, *scores = nullptr, *block_scores = nullptr;
+  float* compress_sums = nullptr;
+  uint2* found = nullptr;
+  std::uint32_t* tickets = nullptr;
+  std::int32_t *entry_slots = nullptr, *blocks = nullptr;
+  // Of the head. V4: what the last exchange of a step and of a draft combines with.
+  fused::HyperWeights head_hc = {}, draft_head_hc = {};
+  float* head_sums = nullptr;
+  uint4* head_best = nullptr;
+  std::uint32_t* head_tickets = nullptr;
   // Of a draft.
-  void* draft_experts;
-  fused::InjectParams inject;
-  std::int64_t* draft_tokens;
+  void* draft_experts = nullptr;
+  fused::InjectParams inject = {};
+  std::int64_t* draft_tokens = nullptr;
 
   Stream side;  // of the kernels beside the layers
-  Event forked, projected, ended, joined;
+  Event forked, projected, started, ended, joined;
 
-  template <class T>
-  T* take(std::int64_t count) {
-    Memory& piece =
-        pieces.emplace_back(static_cast<std::size_t>(std::max<std::int64_t>(count, 1)) * sizeof(T));
-    check(cudaMemset(piece.data(), 0, piece.bytes()), "cudaMemset");
-    return static_cast<T*>(piece.data());
+  bool is_v4() const { return config.kind == LOWLAT_V4; }
+  fused::FusedModel model() const {
+    return is_v4() ? fused::FusedModel::v4 : fused::FusedModel::v41;
   }
-
   const lowlat_layer& plan(int layer_idx) const { return config.layers[layer_idx]; }
   bool selects(int layer_idx) const {
     return layer_idx < config.num_layers && plan(layer_idx).ratio > 0 &&
@@ -114,9 +127,17 @@ struct FusedStep::State {
   }
   int first_index() const { return gathers() ? kGatherIndex : kEmbedIndex; }
 
-  // Entries of a request that a selection may have to look at.
+  // Entries of a request, as many as its table of `stride` pages may hold. A selection may have to
+  // look at all of the model's smallest ratio.
   static std::int64_t max_entries(const shape::RuntimeShape& s, int stride, int ratio) {
     return std::int64_t{std::min(stride, s.kNumPages)} * s.kPageSize / ratio;
+  }
+  int least_ratio() const { return is_v4() ? shape::kOverlapRatio : 1; }
+  // Which of the tables of experts by token a layer has.
+  int table_of(int layer_idx) const {
+    int before = 0;
+    for (int i = 0; i < layer_idx; ++i) before += plan(i).hash_gate != 0 ? 1 : 0;
+    return before;
   }
 
   bool serves(int rows, int tokens, int table_pages) const;
@@ -140,7 +161,8 @@ struct FusedStep::State {
       return fused::layer_gate(s.memory, place(layer_idx), number, blocks);
     }
     fused::Gate x_gate(int layer_idx) const {
-      return gate(layer_idx - 1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
+      return gate(layer_idx - 1, fused::kLayerDone,
+                  s.is_v4() ? fused::exchange_mix_blocks(rows) : fused::exchange_norm_blocks(rows));
     }
     fused::Hop hop(int layer_idx) const {
       if (!by_packets()) return {};
@@ -153,8 +175,11 @@ struct FusedStep::State {
     void begin() const;
     fused::StepInput input() const;
     void send_embedding() const;
-    void receive_embedding(const std::uint16_t* gain, bool memory_follows) const;
-    void set_weights(fused::PlainLayer& out, const lowlat::persistent::LayerWeights& w) const;
+    // For the first of `layers`.
+    void receive_embedding(const lowlat::persistent::LayerWeights& first,
+                           bool memory_follows) const;
+    fused::PlainLayer layer_of(const lowlat::persistent::LayerWeights* layers, int num_layers,
+                               int layer_idx) const;
     void head_product(int num_layers) const;
     // last_index: of the step's exchanges. The next step's first one takes the other box, whichever
     // kind it is.
@@ -170,13 +195,22 @@ struct FusedStep::State {
       const int pages = step != nullptr ? step->page_table_stride : hosted->num_table_pages;
       return std::min(pages, s.shape.kNumPages);
     }
+    // V4: of ratio 128, of which a row sees all.
+    int num_blocks() const {
+      return s.is_v4() ? static_cast<int>(max_entries(s.shape, table_pages(), shape::kBlockRatio))
+                       : 0;
+    }
     void run() const;
 
    private:
     void take_rows() const;
     void leave() const;
     void layer(int layer_idx) const;
+    void pooled_layer(int layer_idx) const;
     void take_features(int layer_idx) const;
+    fused::CompressParams product(int layer_idx) const;
+    fused::PoolParams pooling(int layer_idx) const;
+    fused::IndexParams selection(int layer_idx) const;
     fused::CompressParams compressor(int layer_idx) const;
     void begin_index(int layer_idx) const;
     void end_index(int layer_idx) const;
@@ -206,7 +240,7 @@ fused::LayerStep FusedStep::State::Chain::layer_step() const {
   fused::LayerStep out = {};
   out.memory = s.memory;
   out.port = s.port;
-  out.shape = kMoeShape;
+  out.shape = s.experts.target;
   out.num_rows = rows;
   out.positions = s.arrays.positions;
   out.kv_slots = s.arrays.kv_slots;
@@ -253,8 +287,14 @@ void FusedStep::State::Chain::send_embedding() const {
   check(fused::launch_embed(params, stream), "the embedding");
 }
 
-void FusedStep::State::Chain::receive_embedding(const std::uint16_t* gain,
+void FusedStep::State::Chain::receive_embedding(const lowlat::persistent::LayerWeights& first,
                                                 bool memory_follows) const {
+  if (s.is_v4()) {
+    check(fused::launch_layer_embedding(layer_step(), s.zeros, view(first.hc_attn), first.attn_norm,
+                                        stream),
+          "the embedding's sum");
+    return;
+  }
   fused::ExchangeNormParams exchange = {};
   exchange.port = s.port;
   exchange.exchange_index = kEmbedIndex;
@@ -262,7 +302,7 @@ void FusedStep::State::Chain::receive_embedding(const std::uint16_t* gain,
   exchange.num_rows = rows;
   exchange.mix = s.memory.mix[1];
   exchange.norm_eps = s.shape.kNormEps;
-  exchange.gain = gain;
+  exchange.gain = first.attn_norm;
   exchange.residual_in = s.zeros;
   exchange.residual_out = s.memory.residual[0];
   exchange.x = s.memory.x;
@@ -275,8 +315,12 @@ void FusedStep::State::Chain::receive_embedding(const std::uint16_t* gain,
         "the embedding's sum");
 }
 
-void FusedStep::State::Chain::set_weights(fused::PlainLayer& out,
-                                          const lowlat::persistent::LayerWeights& w) const {
+// What a layer of a chain has whatever lies beside it.
+fused::PlainLayer FusedStep::State::Chain::layer_of(const lowlat::persistent::LayerWeights* layers,
+                                                    int num_layers, int layer_idx) const {
+  const bool is_target = layers == s.weights.layers, is_last = layer_idx + 1 == num_layers;
+  const auto& w = layers[layer_idx];
+  fused::PlainLayer out = {};
   out.wq_a = view(w.wq_a);
   out.wkv = view(w.wkv);
   out.wq_b = view(w.wq_b);
@@ -290,16 +334,19 @@ void FusedStep::State::Chain::set_weights(fused::PlainLayer& out,
   out.ffn_hc = view(w.hc_ffn);
   out.experts = moe_weights(w, s.weights.marlin_inner);
   out.window = {w.kv_swa, page_bytes(s.shape.kPageSize), s.shape.kPageSize};
+  out.window_idx = s.arrays.window_idx;
+  out.rope = s.window_rope;
+  out.plain_o = !is_target;
+  const std::uint16_t* const last_norm = is_target ? s.weights.norm : s.weights.draft_norm;
+  out.next_norm = is_last ? last_norm : layers[layer_idx + 1].attn_norm;
+  if (!s.is_v4()) return out;
+  const fused::HyperWeights& last_hc = is_target ? s.head_hc : s.draft_head_hc;
+  out.next_hc = is_last ? last_hc : view(layers[layer_idx + 1].hc_attn);
+  return out;
 }
 
 void FusedStep::State::Chain::head_product(int num_layers) const {
-  fused::CompressParams product = {};
-  product.rows = step_rows();
-  product.x = s.memory.x;
-  product.matrices[0] = {s.weights.head, s.shape.kVocabLocal};
-  product.partial = s.head_sums;
-  product.x_done = x_gate(num_layers);
-  check(fused::launch_compress_product(product, s.shape.kHidden, true, stream), "the head");
+  s.launch_head_product(step_rows(), s.memory.x, s.head_sums, x_gate(num_layers), stream);
 }
 
 void FusedStep::State::Chain::end(int last_index) const {
@@ -320,11 +367,13 @@ void FusedStep::State::Target::run() const {
   send_embedding();
   const bool memory_first = s.has_engram(0);
   if (memory_first) begin_engram(0);
-  receive_embedding(s.weights.layers[0].attn_norm, memory_first);
+  receive_embedding(s.weights.layers[0], memory_first);
   if (memory_first) end_engram(0);
+  // V4.1's features are of the streams as they enter a layer, V4's as they leave it.
   for (int i = 0; i < s.config.num_layers; ++i) {
-    take_features(i);
+    if (!s.is_v4()) take_features(i);
     layer(i);
+    if (s.is_v4()) take_features(i);
   }
   const int behind = first_index_behind(s.config.num_layers);
   if (hosted != nullptr) {
@@ -364,6 +413,12 @@ void FusedStep::State::Target::take_rows() const {
     in.page_table_stride = hosted->page_table_stride;
     in.table_pages = hosted->num_table_pages;
   }
+  int tables = 0;
+  for (int i = 0; i < s.config.num_layers; ++i) {
+    if (s.plan(i).hash_gate != 0) in.expert_tables[tables++] = s.weights.layers[i].tid2eid;
+  }
+  in.entry_ratio = shape::kBlockRatio;
+  in.num_entries = num_blocks();
   check(fused::launch_step_rows(in, s.arrays, stream), "a step's rows");
   if (!s.gathers()) return;
   fused::EngramGatherParams gather = {};
@@ -377,18 +432,17 @@ void FusedStep::State::Target::take_rows() const {
 
 fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
   const lowlat_layer& plan = s.plan(layer_idx);
-  fused::PlainLayer out = {};
-  set_weights(out, s.weights.layers[layer_idx]);
-  out.next_norm = layer_idx + 1 < s.config.num_layers ? s.weights.layers[layer_idx + 1].attn_norm
-                                                      : s.weights.norm;
-  out.rope = plan.ratio == 0 ? s.window_rope : s.compressed_rope;
-  out.window_idx = s.arrays.window_idx;
+  fused::PlainLayer out = layer_of(s.weights.layers, s.config.num_layers, layer_idx);
+  if (plan.hash_gate != 0) out.hash_ids = s.arrays.expert_ids[s.table_of(layer_idx)];
   out.num_window = fused::kStepWindow;
   if (plan.ratio > 0) {
     const int slots = s.shape.kPageSize / plan.ratio;
     out.extra = {s.weights.layers[plan.kv_source].kv_extra, page_bytes(slots), slots};
-    out.extra_idx = s.entry_slots;
-    out.num_extra = fused::kIndexTopk;
+    const bool all = plan.index_source < 0;
+    out.rope = s.compressed_rope;
+    out.extra_idx = all ? s.arrays.entry_slots : s.entry_slots;
+    out.num_extra = all ? num_blocks() : fused::kIndexTopk;
+    out.extra_ratio = all ? plan.ratio : 0;
     // What is joined before a programmatic launch is waited for only by its end.
     out.extra_ends = s.selects(layer_idx);
   }
@@ -396,7 +450,30 @@ fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
   return out;
 }
 
+// A layer of V4, with its pool and its index.
+void FusedStep::State::Target::pooled_layer(int layer_idx) const {
+  fused::PooledLayer out = {};
+  out.plain = plain_layer(layer_idx);
+  out.ratio = s.plan(layer_idx).ratio;
+  out.tokens = tokens;
+  out.first = layer_idx == 0;
+  out.slots = s.arrays.slots;
+  if (out.ratio > 0) {
+    out.compress = product(layer_idx);
+    out.pool = pooling(layer_idx);
+    if (s.selects(layer_idx)) out.index = selection(layer_idx);
+  }
+  const fused::LayerBranch branch = {s.side.get(),    s.forked.get(), s.projected.get(),
+                                     s.started.get(), s.ended.get(), 0, fused::BranchJoin::ended};
+  check(fused::launch_pooled_layer(out, layer_step(), place(layer_idx), {}, branch, stream),
+        "a layer");
+}
+
 void FusedStep::State::Target::layer(int layer_idx) const {
+  if (s.is_v4()) {
+    pooled_layer(layer_idx);
+    return;
+  }
   const fused::PlainLayer plain = plain_layer(layer_idx);
   if (plain.memory_follows) begin_engram(layer_idx + 1);
   const bool selects = s.selects(layer_idx);
@@ -427,25 +504,88 @@ void FusedStep::State::Target::take_features(int layer_idx) const {
   }
 }
 
-// Compressed keys, if the layer owns them, and the selection, on the branch beside the chain. None
-// of its kernels waits for one of the chain that may still be without a place on the device, which
-// they could keep from it: what needs x starts when x is there, what needs [q_a, kv] when these
-// are, and attention is launched when the selection has ended.
+// Rows of x that a layer's compressor and index multiply, whichever it has.
+fused::CompressParams FusedStep::State::Target::product(int layer_idx) const {
+  const auto& w = s.weights.layers[layer_idx];
+  const lowlat_layer& plan = s.plan(layer_idx);
+  fused::CompressParams out = {};
+  fused::Bf16Rows* next = out.matrices;
+  if (plan.kv_source == layer_idx) {
+    const bool overlaps = s.is_v4() && plan.ratio == shape::kOverlapRatio;
+    const int halves = overlaps ? 2 : 1;
+    *next++ = {w.compressor.wkv, halves * shape::kHeadDim};
+    if (plan.ratio > 1) *next++ = {w.compressor.wgate, halves * shape::kHeadDim};
+    if (overlaps) {
+      *next++ = {w.indexer.compressor.wkv, 2 * shape::kIndexDim};
+      *next++ = {w.indexer.compressor.wgate, 2 * shape::kIndexDim};
+    }
+  }
+  if (s.selects(layer_idx)) *next = {w.indexer.weights_proj, s.shape.kIndexHeads};
+  out.partial = s.compress_sums;
+  return out;
+}
+
+// V4's entries and index keys.
+fused::PoolParams FusedStep::State::Target::pooling(int layer_idx) const {
+  const auto& w = s.weights.layers[layer_idx];
+  const int ratio = s.plan(layer_idx).ratio, slots = s.shape.kPageSize / ratio;
+  const int rings = s.shape.kStateRing / (2 * shape::kOverlapRatio);
+  fused::PoolParams out = {};
+  out.pages = {s.arrays.page_table, table_pages(), s.shape.kPageSize};
+  out.ape = w.compressor.ape;
+  out.norm = w.compressor.norm;
+  out.index_ape = w.indexer.compressor.ape;
+  out.index_norm = w.indexer.compressor.norm;
+  out.state = w.kv_state;
+  out.index_state = w.kv_index_state;
+  out.state_slots = s.arrays.state_slots;
+  out.ring = rings * (ratio == shape::kOverlapRatio ? 2 * ratio : ratio);
+  out.window_slots = hosted != nullptr ? s.pools.window_slots : nullptr;
+  out.num_window_slots = std::int64_t{s.pools.num_window_pages} * s.shape.kPageSize;
+  out.norm_eps = s.shape.kNormEps;
+  out.rope = s.compressed_rope;
+  out.pool = {w.kv_extra, page_bytes(slots), slots};
+  out.keys = {w.kv_index, kIndexPageBytesV4};
+  return out;
+}
+
+// What a layer's index has whatever orders its kernels.
+fused::IndexParams FusedStep::State::Target::selection(int layer_idx) const {
+  const auto& w = s.weights.layers[layer_idx];
+  const lowlat_layer& plan = s.plan(layer_idx);
+  fused::IndexParams out = {};
+  out.ratio = plan.ratio;
+  out.pages = {s.arrays.page_table, table_pages(), s.shape.kPageSize / plan.ratio};
+  out.max_entries = static_cast<int>(max_entries(s.shape, table_pages(), plan.ratio));
+  out.keys = {s.weights.layers[plan.kv_source].kv_index,
+              s.is_v4() ? kIndexPageBytesV4 : kIndexPageBytes};
+  out.wq = view(w.indexer.wq_b);
+  out.q_norm = w.q_norm;
+  out.norm_eps = s.shape.kNormEps;
+  out.rope = s.compressed_rope;
+  out.query = s.query;
+  out.query_scale = s.query_scale;
+  out.scores = s.scores;
+  out.pitch = s.pitch;
+  out.found = s.found;
+  out.tickets = s.tickets;
+  out.entry_slots = s.entry_slots;
+  return out;
+}
+
+// V4.1's compressed keys, if the layer owns them, and its selection, on the branch beside the
+// chain. None of its kernels waits for one of the chain that may still be without a place on the
+// device, which they could keep from it: what needs x starts when x is there, what needs [q_a, kv]
+// when these are, and attention is launched when the selection has ended.
 fused::CompressParams FusedStep::State::Target::compressor(int layer_idx) const {
   const auto& w = s.weights.layers[layer_idx];
   const lowlat_layer& plan = s.plan(layer_idx);
   const auto& owner = s.weights.layers[plan.kv_source];
   const int ratio = plan.ratio, slots = s.shape.kPageSize / ratio;
-  fused::CompressParams out = {};
+  fused::CompressParams out = product(layer_idx);
   out.rows = step_rows();
   out.ratio = ratio;
   out.x = s.memory.x;
-  if (plan.kv_source == layer_idx) {
-    out.matrices[0] = {w.compressor.wkv, shape::kHeadDim};
-    if (ratio == 2) out.matrices[1] = {w.compressor.wgate, shape::kHeadDim};
-  }
-  out.matrices[2] = {w.indexer.weights_proj, Served::kIndexHeads};
-  out.partial = s.compress_sums;
   out.state = w.kv_state;
   out.state_slots = s.arrays.state_slots;
   out.ring = s.shape.kStateRing;
@@ -473,42 +613,23 @@ void FusedStep::State::Target::begin_index(int layer_idx) const {
 }
 
 void FusedStep::State::Target::end_index(int layer_idx) const {
-  const auto& w = s.weights.layers[layer_idx];
   const lowlat_layer& plan = s.plan(layer_idx);
   const fused::CompressParams compress = compressor(layer_idx);
   const bool owns = plan.kv_source == layer_idx;
-  const int ratio = plan.ratio;
   const cudaStream_t side = s.side.get();
-  fused::IndexParams index = {};
+  fused::IndexParams index = selection(layer_idx);
   index.format = fused::IndexFormat::fp4;
   index.rows = compress.rows;
-  index.ratio = ratio;
-  index.pages = {s.arrays.page_table, table_pages(), s.shape.kPageSize / ratio};
-  index.max_entries = static_cast<int>(max_entries(s.shape, table_pages(), ratio));
-  index.keys = compress.keys;
   index.hop = hop(layer_idx);
   index.packets = s.memory.packets;
   index.x_index = x_index(layer_idx);
-  index.wq = view(w.indexer.wq_b);
-  index.q_norm = w.q_norm;
-  index.qa = s.memory.qa;
-  index.qa_squares = s.memory.qa_squares;
-  index.norm_eps = s.shape.kNormEps;
-  index.rope = s.compressed_rope;
-  index.query = s.query;
   index.head_stride = fused::compress_width(compress);
-  index.head_sums = s.compress_sums + index.head_stride - Served::kIndexHeads;
-  index.scores = s.scores;
-  index.pitch = s.pitch;
+  index.head_sums = s.compress_sums + index.head_stride - s.shape.kIndexHeads;
   index.block_scores = layer_idx == s.config.candidate_layer ? s.block_scores : nullptr;
   index.blocks = plan.candidate_source >= 0 ? s.blocks : nullptr;
   index.new_keys = owns;
-  index.found = s.found;
-  index.tickets = s.tickets;
-  index.entry_slots = s.entry_slots;
   index.out_blocks = s.blocks;
-  index.qkv_done =
-      gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
+  fused::set_index_latent(s.memory, fused::FusedModel::v41, index.rows.num_rows, layer_idx, &index);
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
@@ -640,23 +761,17 @@ void FusedStep::State::Draft::run() const {
     check(fused::launch_head(none, stream), "a draft's begin");
   }
   send_embedding();
-  receive_embedding(s.weights.stages[0].attn_norm, false);
+  receive_embedding(s.weights.stages[0], false);
   for (int i = 0; i < s.config.num_draft_stages; ++i) stage(i);
   head_product(s.config.num_draft_stages);
   end(propose());
 }
 
 void FusedStep::State::Draft::stage(int stage_idx) const {
-  fused::PlainLayer plain = {};
-  set_weights(plain, s.weights.stages[stage_idx]);
-  plain.next_norm = stage_idx + 1 < s.config.num_draft_stages
-                        ? s.weights.stages[stage_idx + 1].attn_norm
-                        : s.weights.draft_norm;
-  plain.rope = s.window_rope;
-  plain.window_idx = s.arrays.window_idx;
+  fused::PlainLayer plain = layer_of(s.weights.stages, s.config.num_draft_stages, stage_idx);
   plain.num_window = fused::kStepWindow + tokens;
   fused::LayerStep own = layer_step();
-  own.shape = kDraftShape;
+  own.shape = s.experts.draft;
   own.memory.experts = s.draft_experts;
   check(fused::launch_plain_layer(plain, own, place(stage_idx), {}, stream), "a draft's stage");
 }
@@ -671,18 +786,9 @@ int FusedStep::State::Draft::propose() const {
     s.resident->launch_proposals(draft, stream);
     return first - 1;
   }
-  fused::DraftProposalsParams params = {};
-  params.port = s.port;
+  fused::DraftProposalsParams params =
+      s.proposals(draft.batch_size, base, s.arrays.anchors, s.draft_tokens);
   params.exchange_index = first;
-  params.batch_size = draft.batch_size;
-  params.vocab_shard = s.shape.kVocabLocal;
-  params.w1 = s.weights.markov_embed;
-  params.w2 = s.weights.markov_head;
-  params.base = base;
-  params.base_pitch = s.shape.kVocabLocal;
-  params.anchors = s.arrays.anchors;
-  params.anchor_pitch = 1;
-  params.tokens = s.draft_tokens;
   check(fused::launch_draft_proposals(params, fused::kMaxDraftBlocks, false, stream), "proposals");
   check(fused::launch_tokens(s.draft_tokens, draft.draft_tokens,
                              draft.batch_size * fused::kDraftSteps, stream),
@@ -713,10 +819,11 @@ void FusedStep::State::lay_wo_a() {
   std::uint32_t count = 0;
   check(cudaMemcpy(&count, inexact, sizeof count, cudaMemcpyDeviceToHost), "cudaMemcpy");
   if (count > 0) {
-    throw Error(LOWLAT_UNSUPPORTED,
-                std::to_string(count) +
-                    " values of attn.wo_a.weight are no e4m3 values under a power of two for each "
-                    "32 x 32, as the fused schedule reads them (nvidia:persistent does without)");
+    throw Error(
+        LOWLAT_UNSUPPORTED,
+        std::to_string(count) +
+            " values of attn.wo_a.weight are no e4m3 values under a power of two for each "
+            "32 x 32, as the published checkpoint has them and the fused schedule reads them");
   }
   take_weights(weights);
 }
@@ -725,50 +832,47 @@ void FusedStep::State::lay_wo_a() {
 
 std::string FusedStep::refusal(const lowlat_model_config& c, const shape::RuntimeShape& s,
                                int device) {
-  std::string out;
-  const auto add = [&](const std::string& reason) { out += (out.empty() ? "" : "; ") + reason; };
-  if (c.kind != LOWLAT_V41) {
-    add("kind is " + std::to_string(c.kind) + ", needed LOWLAT_V41");
-    return out;
-  }
-  const auto need = [&](std::int64_t seen, std::int64_t needed, const char* name) {
-    if (seen == needed) return;
-    add(std::string(name) + " is " + std::to_string(seen) + ", needed " + std::to_string(needed));
+  Reasons reasons;
+  const auto need_model = [&]<class M>() {
+    reasons.need(c.hidden, M::kHidden, "hidden");
+    reasons.need(c.q_lora, M::kQLora, "q_lora");
+    reasons.need(c.num_heads, M::kNumHeads, "num_heads");
+    reasons.need(c.o_groups, M::kNumGroups, "o_groups");
+    reasons.need(c.o_lora, M::kOLora, "o_lora");
+    reasons.need(c.window, M::kWindow, "window");
+    reasons.need(c.num_experts, M::kNumExperts, "num_experts");
+    reasons.need(c.experts_per_token, M::kExpertsPerToken, "experts_per_token");
+    reasons.need(c.moe_intermediate, M::kIntermediate, "moe_intermediate");
+    if (s.kIndexTopk == 0) return;
+    reasons.need(c.index_heads, M::kIndexHeads, "index_heads");
+    reasons.need(c.index_topk, M::kIndexTopk, "index_topk");
   };
-  need(c.tp_size, Served::kTpSize, "tp_size");
-  need(c.hidden, Served::kHidden, "hidden");
-  need(c.q_lora, Served::kQLora, "q_lora");
-  need(c.num_heads, Served::kNumHeads, "num_heads");
-  need(c.o_groups, Served::kNumGroups, "o_groups");
-  need(c.o_lora, Served::kOLora, "o_lora");
-  need(c.window, Served::kWindow, "window");
-  need(c.num_experts, Served::kNumExperts, "num_experts");
-  need(c.experts_per_token, Served::kExpertsPerToken, "experts_per_token");
-  need(c.moe_intermediate, Served::kIntermediate, "moe_intermediate");
-  int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
-  if (sms < kNumSms) {
-    add("the device has " + std::to_string(sms) + " SMs, needed " + std::to_string(kNumSms));
-  }
-  if (c.routed_scaling != 1.5f) add("routed_scaling is not 1.5");
-  if (c.swiglu_limit != 10.0f) add("swiglu_limit is not 10");
-  if (s.kVocabLocal % 16 != 0) add("vocab is no multiple of 16 on a rank");
-  if (c.num_engrams > 0) need(c.engram_head_dim, Served::kEngramDim, "engram_head_dim");
-  const bool indexed = s.kIndexTopk > 0;
-  if (indexed) {
-    need(c.index_heads, Served::kIndexHeads, "index_heads");
-    need(c.index_topk, Served::kIndexTopk, "index_topk");
-    // An index page has 64 rows; places are found by shifts.
-    if (c.page_size < 128 || c.page_size > 256 || (c.page_size & (c.page_size - 1)) != 0) {
-      add("page_size is " + std::to_string(c.page_size) + ", needed 128 or 256");
+  reasons.need_ranks(c.tp_size, {2, 4});
+  const bool is_v4 = c.kind == LOWLAT_V4;
+  is_v4 ? need_model.template operator()<V4>() : need_model.template operator()<V41>();
+  reasons.need_sms(device, kNumSms);
+  if (c.routed_scaling != 1.5f) reasons.add("routed_scaling is not 1.5");
+  if (c.swiglu_limit != 10.0f) reasons.add("swiglu_limit is not 10");
+  reasons.need_vocab(s);
+  if (c.num_engrams > 0) reasons.need(c.engram_head_dim, V41::kEngramDim, "engram_head_dim");
+  // An index page has 64 rows; places are found by shifts.
+  if (is_v4) {
+    reasons.need(c.page_size, 256, "page_size");
+    const auto tables = std::count_if(c.layers, c.layers + c.num_layers,
+                                      [](const lowlat_layer& l) { return l.hash_gate != 0; });
+    if (tables > fused::kMaxTables) {
+      reasons.add(std::to_string(tables) + " layers choose experts by the token, needed " +
+                  std::to_string(fused::kMaxTables) + " at most");
     }
+  } else if (s.kIndexTopk > 0 &&
+             (c.page_size < 128 || c.page_size > 256 || (c.page_size & (c.page_size - 1)) != 0)) {
+    reasons.add("page_size is " + std::to_string(c.page_size) + ", needed 128 or 256");
   }
   if (c.candidate_layer >= 0) {
-    need(c.candidate_blocks, fused::kIndexMaxBlocks, "candidate_blocks");
-    need(c.candidate_block_size, fused::kIndexBlock, "candidate_block_size");
+    reasons.need(c.candidate_blocks, fused::kIndexMaxBlocks, "candidate_blocks");
+    reasons.need(c.candidate_block_size, fused::kIndexBlock, "candidate_block_size");
   }
-  return out;
+  return reasons.text();
 }
 
 std::int64_t FusedStep::box_packets(const lowlat_model_config& c, const shape::RuntimeShape& s) {
@@ -782,30 +886,29 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
                      const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools,
                      const ExchangeRegion& region, const ResidentStep& resident,
                      std::uint32_t kernel)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_unique<State>(config, shape, weights, region, kernel)) {
   State& s = *state_;
-  s.config = config;
-  s.shape = shape;
-  s.weights = weights;
   s.pools = pools;
   s.resident = &resident;
-  s.has_draft =
-      config.num_draft_stages == fused::kInjectStages && config.draft_block == fused::kDraftSteps &&
-      config.markov_rank == fused::kMarkovRank && config.draft_experts == Served::kDraftExperts &&
-      config.draft_experts_per_token == Served::kDraftExpertsPerToken;
-  s.port = region.port(config.wait_budget_ns, kernel);
-  s.step_epoch = region.step_epoch();
+  s.experts = expert_shapes(config.kind, config.tp_size);
+  // An engine that keeps the head runs its own draft.
+  s.has_draft = weights.head != nullptr && config.num_draft_stages == fused::kInjectStages &&
+                config.draft_block == fused::kDraftSteps &&
+                config.markov_rank == fused::kMarkovRank &&
+                config.draft_experts == (s.is_v4() ? V4::kDraftExperts : V41::kDraftExperts) &&
+                config.draft_experts_per_token ==
+                    (s.is_v4() ? V4::kDraftExpertsPerToken : V41::kDraftExpertsPerToken);
   const RopeFrequencies rope = rope_frequencies(config);
   std::ranges::copy(rope.window, s.window_rope.values);
   std::ranges::copy(rope.compressed, s.compressed_rope.values);
 
-  constexpr std::int64_t kHidden = Served::kHidden;
+  const std::int64_t hidden = shape.kHidden;
   const int chain = config.num_layers + 1;
-  const std::int64_t bytes =
-      fused::layer_memory(nullptr, kMoeShape, config.tp_size, kRows, chain).bytes;
-  s.memory =
-      fused::layer_memory(s.take<std::uint8_t>(bytes), kMoeShape, config.tp_size, kRows, chain);
-  check(fused::layer_init(s.memory, kMoeShape, s.port), "the layers' memory");
+  const auto memory_at = [&](void* base) {
+    return fused::layer_memory(base, s.experts.target, config.tp_size, kRows, chain);
+  };
+  s.memory = memory_at(s.take<std::uint8_t>(memory_at(nullptr).bytes));
+  check(fused::layer_init(s.memory, s.experts.target, s.port), "the layers' memory");
 
   s.arrays.token_ids = s.take<std::int32_t>(kRows);
   s.arrays.positions = s.take<std::int32_t>(kRows);
@@ -818,21 +921,33 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.arrays.anchors = s.take<std::int64_t>(kRows);
   s.arrays.page_table = s.take<std::int32_t>(std::int64_t{kRows} * shape.kNumPages);
   s.arrays.mix = s.memory.mix[1];
-  s.zeros = s.take<std::uint16_t>(kRows * 4 * kHidden);
+  if (s.is_v4()) {
+    for (std::int32_t*& ids : s.arrays.expert_ids) {
+      ids = s.take<std::int32_t>(kRows * fused::kTableExperts);
+    }
+    s.arrays.entry_slots = s.take<std::int32_t>(
+        kRows * State::max_entries(shape, shape.kNumPages, shape::kBlockRatio));
+    s.head_hc = s.laid_head(weights.hc_head);
+  }
+  s.zeros = s.take<std::uint16_t>(kRows * 4 * hidden);
   for (int table = 0; table < config.num_engrams; ++table) {
     const auto at = static_cast<std::size_t>(table);
     s.engram_codes[at] = s.take<std::uint8_t>(std::int64_t{kRows} * fused::kEngramWidth);
     s.engram_scale[at] = s.take<float>(std::int64_t{kRows} * (fused::kEngramWidth / 32));
   }
-  if (config.num_engrams > 0) s.engram_sums = s.take<float>(3 * kRows * 5 * kHidden);
+  if (config.num_engrams > 0) s.engram_sums = s.take<float>(3 * kRows * 5 * hidden);
   if (shape.kIndexTopk > 0) {
     const auto entries = static_cast<int>(std::min<std::int64_t>(
-        State::max_entries(shape, shape.kNumPages, 1), fused::kIndexMaxEntries));
+        State::max_entries(shape, shape.kNumPages, s.least_ratio()), fused::kIndexMaxEntries));
     s.pitch = std::max((entries + 63) / 64 * 64, fused::kIndexMaxBlocks * fused::kIndexBlock);
-    s.query = s.take<std::uint16_t>(kRows * Served::kIndexHeads * shape::kIndexDim);
+    s.query = s.take<std::uint16_t>(kRows * shape.kIndexHeads * shape::kIndexDim);
     s.scores = s.take<float>(kRows * s.pitch);
     s.block_scores = s.take<float>(kRows * s.pitch / fused::kIndexBlock);
-    s.compress_sums = s.take<float>(2 * kRows * (2 * shape::kHeadDim + Served::kIndexHeads));
+    s.query_scale = s.take<float>(std::int64_t{kRows} * shape.kIndexHeads);
+    // What a token's compressors make, and its heads' weights.
+    s.compress_sums =
+        s.take<float>(std::int64_t{2} * kRows *
+                      (shape.kCompressWidth + shape.kIndexCompressWidth + shape.kIndexHeads));
     s.found = s.take<uint2>(std::int64_t{kRows} * fused::index_found_count(entries));
     s.tickets = s.take<std::uint32_t>(2 * kRows);
     s.entry_slots = s.take<std::int32_t>(kRows * fused::kIndexTopk);
@@ -843,24 +958,26 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.head_tickets = s.take<std::uint32_t>(kRows);
   if (s.has_draft) {
     s.draft_experts = s.take<std::uint8_t>(
-        static_cast<std::int64_t>(lowlat::fused::moe_workspace_bytes(kDraftShape)));
+        static_cast<std::int64_t>(lowlat::fused::moe_workspace_bytes(s.experts.draft)));
     check(static_cast<cudaError_t>(
-              lowlat::fused::moe_workspace_init(kDraftShape, s.draft_experts, nullptr)),
+              lowlat::fused::moe_workspace_init(s.experts.draft, s.draft_experts, nullptr)),
           "the draft's experts");
     s.draft_tokens = s.take<std::int64_t>(fused::kMaxDraftBatch * fused::kDraftSteps);
-    constexpr std::int64_t kWidth = fused::kInjectStages * kHidden;
+    const std::int64_t width = fused::kInjectStages * hidden;
     fused::InjectParams& inject = s.inject;
+    if (s.is_v4()) s.draft_head_hc = s.laid_head(weights.draft_hc_head);
+    inject.model = s.model();
     inject.features = resident.features();
     inject.num_slots = std::int64_t{shape.kNumPages} * shape.kPageSize;
     inject.main_proj = view(weights.main_proj);
     inject.main_norm = weights.main_norm;
     inject.norm_eps = shape.kNormEps;
     inject.rope = s.window_rope;
-    inject.feature_codes = s.take<std::uint8_t>(kRows * kWidth);
-    inject.feature_scale = s.take<float>(kRows * kWidth / 32);
-    inject.y = s.take<std::uint16_t>(kRows * kHidden);
-    inject.x_codes = s.take<std::uint8_t>(kRows * kHidden);
-    inject.x_scale = s.take<float>(kRows * kHidden / 32);
+    inject.feature_codes = s.take<std::uint8_t>(kRows * width);
+    inject.feature_scale = s.take<float>(kRows * width / 32);
+    inject.y = s.take<std::uint16_t>(kRows * hidden);
+    inject.x_codes = s.take<std::uint8_t>(kRows * hidden);
+    inject.x_scale = s.take<float>(kRows * hidden / 32);
     inject.kv = s.take<std::uint16_t>(kRows * fused::kInjectStages * shape::kHeadDim);
     for (int i = 0; i < fused::kInjectStages; ++i) {
       const auto& w = weights.stages[i];
@@ -874,18 +991,11 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   load_kernels();
 }
 
-// A kernel's first use loads its code, which may wait for kernels that run, such as one that waits
-// for a peer whose code is still to be loaded. Capturing loads it, and runs nothing.
 void FusedStep::load_kernels() const {
   const State& s = *state_;
-  const Stream stream;
   std::int32_t* const nothing = s.arrays.token_ids;
-  const auto capture = [&](const auto& call) {
-    check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "a capture");
-    launch(call, stream.get());
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
-    cudaGraphDestroy(graph);
+  const auto load = [&](const auto& call) {
+    load_kernels_of([&](cudaStream_t stream) { launch(call, stream); });
   };
   for (int i = 0; i < s.config.num_widths && s.config.widths[i] <= kRows; ++i) {
     const int rows = s.config.widths[i];
@@ -893,7 +1003,7 @@ void FusedStep::load_kernels() const {
       lowlat_hosted_step step{};
       step.batch_size = rows;
       step.tokens_per_request = step.page_table_stride = step.num_table_pages = 1;
-      capture(step);
+      load(step);
       continue;
     }
     lowlat_step step{};
@@ -905,7 +1015,7 @@ void FusedStep::load_kernels() const {
     step.num_logit_rows = rows;
     step.logits = s.head_sums;
     step.argmax = nothing;
-    capture(step);
+    load(step);
     lowlat_draft draft{};
     draft.num_inject_rows = rows;
     draft.inject_slots = draft.inject_positions = nothing;
@@ -913,17 +1023,20 @@ void FusedStep::load_kernels() const {
     draft.page_table_stride = 1;
     draft.anchors = draft.prefixes = draft.slots = draft.page_table = nothing;
     draft.draft_tokens = nothing;
-    if (serves(draft)) capture(draft);
+    if (serves(draft)) load(draft);
   }
 }
 
 FusedStep::~FusedStep() = default;
 
 bool FusedStep::State::serves(int rows, int tokens, int table_pages) const {
-  // A compressor's ring has the halves of all of a request's rows and of the one before.
+  // A compressor's ring has the halves of all of a request's rows and of the one before; V4's the
+  // candidates of an entry, the step's among them, and the step's other rows.
+  const int before = is_v4() ? 2 * shape::kOverlapRatio - 1 : 1;
   return rows <= kRows &&
-         (shape.kIndexTopk == 0 || (tokens < shape.kStateRing &&
-                                    max_entries(shape, table_pages, 1) <= fused::kIndexMaxEntries));
+         (shape.kIndexTopk == 0 ||
+          (tokens + before <= shape.kStateRing &&
+           max_entries(shape, table_pages, least_ratio()) <= fused::kIndexMaxEntries));
 }
 
 bool FusedStep::serves(const lowlat_step& step) const {
@@ -978,10 +1091,6 @@ void FusedStep::launch(const lowlat_draft& draft, cudaStream_t stream) const {
   State::Draft{{s, stream, draft.batch_size * fused::kDraftSteps, fused::kDraftSteps}, draft}.run();
 }
 
-std::uint64_t FusedStep::bytes() const {
-  std::uint64_t bytes = 0;
-  for (const Memory& piece : state_->pieces) bytes += piece.bytes();
-  return bytes;
-}
+std::uint64_t FusedStep::bytes() const { return state_->bytes(); }
 
 }  // namespace lowlat::host::cuda

@@ -223,6 +223,12 @@ class NvidiaModel final : public Model {
   }
   void move_pools() override {
     const OnDevice on(device_);
+    if (fused_step_ != nullptr && pools().split_index != 0) {
+      throw Error(
+          LOWLAT_UNSUPPORTED,
+          "split_index is 1; the fused schedule reads packed pages (nvidia:persistent reads "
+          "both)");
+    }
     step_->move_pools(weights(), pools());
     if (fused_step_ != nullptr) fused_step_->move_pools(weights(), pools());
   }
