@@ -2,7 +2,7 @@
 
     python tests/gpu/pack.py --build-dir build/py --to out/gpu-pack
 
-The programs of tests/gpu, stripped, and in DIR/site this Python's lowlat and pytest; and DIR.tar.xz,
+The programs of tests/gpu, stripped, and in DIR/site this Python's lowlat and pytest. DIR.tar.xz is
 the same to carry, far smaller because the programs hold the same kernels. The package holds a
 module for this Python's version; a machine with another leaves the operations out and says so.
 numpy is taken from there.
@@ -42,9 +42,8 @@ def archive(folder: Path) -> Path:
     """Programs of megabytes repeat each other, so the dictionary holds several."""
     path = folder.with_name(f"{folder.name}.tar.xz")
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
-    with lzma.open(path, "wb", filters=filters) as out:
-        with tarfile.open(fileobj=out, mode="w|") as tar:
-            tar.add(folder, folder.name)
+    with lzma.open(path, "wb", filters=filters) as out, tarfile.open(fileobj=out, mode="w|") as tar:
+        tar.add(folder, folder.name)
     return path
 
 
