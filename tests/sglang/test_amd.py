@@ -3,7 +3,10 @@ the weights as they load, install, dispatch and capture check, with kernels that
 kernels compute is test_forward.py's. Nothing of this ran on an AMD GPU.
 """
 
+import argparse
 import logging
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +23,7 @@ from sglang.srt.arg_groups.model_override_base import model_config_of, resolving
 from sglang.srt.environ import envs
 from sglang.srt.kernel_plugins.amd import binding
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
+from sglang.srt.server_args import ServerArgs
 
 pytestmark = pytest.mark.usefixtures("amd_gpu")
 MODELS = ("v4-flash", "v41-flash")
@@ -176,11 +180,32 @@ def test_settings_of_the_weights_layout_do_not_matter(checkpoint, kernels_there)
         resolve(checkpoint("v41-flash"), moe_runner_backend="triton")
 
 
-@pytest.mark.parametrize("value", ["unified_kv_triton"])
-def test_a_cache_without_pages_is_refused(value, checkpoint, kernels_there) -> None:
-    with envs.SGLANG_HACK_FLASHMLA_BACKEND.override(value):
-        lines = refusal(checkpoint("v4-flash"))
-    assert any(line.startswith(f"[107] SGLANG_HACK_FLASHMLA_BACKEND is {value};") for line in lines)
+@pytest.mark.parametrize(
+    ("name", "value", "seen"),
+    [
+        ("SGLANG_HACK_FLASHMLA_BACKEND", "unified_kv_triton", "unified_kv_triton"),
+        ("SGLANG_HIP_DSV41_INDEX_K_PAGE8", True, "true"),
+        ("SGLANG_DSPARK_DEFER_CONTEXT_KV", True, "true"),
+    ],
+)
+def test_another_layout_or_order_of_the_cache_is_refused(
+    name, value, seen, checkpoint, kernels_there
+) -> None:
+    with getattr(envs, name).override(value):
+        lines = refusal(checkpoint("v41-flash"))
+    assert any(line.startswith(f"[107] {name} is {seen};") for line in lines), lines
+
+
+def test_every_setting_that_the_page_names_is_one_of_sglangs() -> None:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    text = (Path(__file__).parents[2] / "docs/amd.md").read_text()
+    section = text[text.index("## Inside SGLang") : text.index("## What is shown")]
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", section))
+    assert "--enable-amd-monokernel" in named and named <= known
+    for variable in re.findall(r"\bSGLANG_\w+", section):
+        assert hasattr(envs, variable), variable
 
 
 @pytest.mark.parametrize(("isa", "words"), [(None, "no GPU is visible"), ("gfx90a", "on gfx90a")])
@@ -279,7 +304,10 @@ def test_each_rank_copies_its_part_as_published(model, config, tp_size) -> None:
         copies = {}
         with tp(tp_size, rank):
             for name, tensor in weights:
-                copying.keep(copies, model, name, tensor)
+                seen = tensor.clone()
+                copying.keep(copies, model, name, seen)
+                # What SGLang does to it afterwards.
+                seen.view(torch.uint8).zero_()
         assert copying.reasons(copies, wanted) == []
         parts.append(copies)
     for spec in wanted:
