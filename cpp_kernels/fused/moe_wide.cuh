@@ -128,11 +128,11 @@ struct Finisher {
       if (!wait_sums()) return false;
       const float* src = r.partial(sums % L::kBuffers) + group * L::kScoreSlices * kSums +
                          column * 2 * L::kSharedRows;
-      float score[round_up(L::kGateRows, 3)] = {};
+      float score[round_up(L::kScoreRows, 3)] = {};
 #pragma unroll
       for (int slice = 0; slice < L::kScoreSlices; ++slice) {
 #pragma unroll
-        for (int i = 0; i < L::kGateRows; i += 4) {
+        for (int i = 0; i < L::kScoreRows; i += 4) {
           const float4 v = *reinterpret_cast<const float4*>(src + slice * kSums + i);
           score[i] += v.x, score[i + 1] += v.y, score[i + 2] += v.z, score[i + 3] += v.w;
         }
@@ -228,7 +228,7 @@ struct Finisher {
         const int first_row = r.shared_group(group) * kColumns;
 #pragma unroll 1
         for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
-          finish_shared(first_row, column, n * r.num_blocks + r.block_idx);
+          finish_shared(first_row, column, r.shared_tile(n));
         }
         free_sums();
       }
@@ -304,11 +304,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  static_cast<int>(gridDim.x),
                  thread % plat::kWarpLanes,
                  args.routing != MoeRouting::given,
-                 args.w.shared_w1.codes != nullptr,
-                 0};
-  if (r.shared) {
-    r.with_more = L::kSharedTiles - (L::kSharedTiles < r.num_blocks ? 0 : r.num_blocks);
-  }
+                 args.w.shared_w1.codes != nullptr};
   if (thread < L::kRing) {
     sm90::barrier_init(&barriers.full[thread], 1 + plat::kWarpLanes);
     sm90::barrier_init(&barriers.empty[thread], 4);
@@ -352,7 +348,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run();
+    consumer.run(rules);
   } else {
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
@@ -361,7 +357,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
       finisher.run();
     } else {
       const Gatherer<L> gatherer = {r, warp - L::kGatherer};
-      gatherer.run(rules);
+      gatherer.run();
     }
   }
   plat::block_sync();

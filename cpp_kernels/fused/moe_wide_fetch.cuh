@@ -29,11 +29,11 @@ struct Producer {
     if (r.lane < (L::kMarlin ? 4 : 3)) sm90::tensor_prefetch(&r.maps.maps[r.lane]);
     if (r.gates()) {
       if (r.lane == 0) {
-        sm90::barrier_arrive_expect(&barriers.gate_full, L::kGateRows * 2 * L::kGateK);
+        sm90::barrier_arrive_expect(&barriers.gate_full, L::kScoreRows * 2 * L::kGateK);
       }
       __syncwarp();
-      if (r.lane < L::kGateRows) {
-        const int expert = r.score_group() * L::kGateRows + r.lane;
+      if (r.lane < L::kScoreRows) {
+        const int expert = r.score_group() * L::kScoreRows + r.lane;
         load(r.slot(0) + r.lane * L::kGatePitch,
              w.gate + static_cast<std::size_t>(expert) * L::kHidden + r.score_part() * L::kGateK,
              2 * L::kGateK, &barriers.gate_full);
@@ -49,7 +49,7 @@ struct Producer {
             2 * (L::kSharedRows * L::kHidden + static_cast<int>(sizeof(r.table.shared_scales[0]))));
       }
       __syncwarp();
-      const int first = (n * r.num_blocks + r.block_idx) * L::kSharedRows;
+      const int first = r.shared_tile(n) * L::kSharedRows;
       if (r.lane < 2 * L::kSharedRows) {
         load(r.slot(0) + L::kSharedAt + r.lane * L::kSharedPitch,
              (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
@@ -374,15 +374,9 @@ struct Gatherer {
     return true;
   }
 
-  LOWLAT_DEVICE bool run(const Rules& rules) const {
+  LOWLAT_DEVICE bool run() const {
     split_rows();
-    const Router<L> router = {r};
-    if (which != 0) {
-      router.send_route(rules);
-    } else {
-      router.take_routes();
-      router.make_table();
-    }
+    if (which == 0) make_table(r);
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
     return gather_rows(own_tiles) &&

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fused/moe_wide_layout.cuh"
+#include "fused/moe_wide_route.cuh"
 
 namespace lowlat::nvidia::fused {
 
@@ -82,7 +83,7 @@ struct Consumer {
     if (!barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
     // Rows after the last: computed, not used.
     const auto row_at = [&](int row) {
-      return r.slot_address(0) + (row < L::kGateRows ? row : L::kGateRows - 1) * L::kGatePitch +
+      return r.slot_address(0) + (row < L::kScoreRows ? row : L::kScoreRows - 1) * L::kGatePitch +
              (slice + t * L::kRun) * 2;
     };
     const std::uint32_t low_address = row_at(g), high_address = row_at(g + 8);
@@ -440,10 +441,11 @@ struct Consumer {
     return true;
   }
 
-  LOWLAT_DEVICE bool run() {
+  LOWLAT_DEVICE bool run(const Rules& rules) {
     g = r.lane / 4;
     t = r.lane % 4;
     bool going = !r.gates() || run_gate();
+    route_own_row(r, warp, rules);  // every consumer comes to its barriers
     // While the rows are being routed and the first experts are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
