@@ -46,6 +46,8 @@
 //                       launch, which begins after this one has ended (wait_at(before)).
 //              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
 //                       read by one warp of every block; again as the scores.
+//              shared_x [row] x as the shared expert sees it: written with the columns and counted
+//                       with them, again as the scores.
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin

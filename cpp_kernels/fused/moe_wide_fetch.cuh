@@ -266,6 +266,23 @@ struct Gatherer {
         store_packet(dst + i * 16, make_uint4(parts[0], parts[1], parts[2], parts[3]));
       }
     }
+    if (r.shared) {
+      // And as the shared expert sees it.
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int i = k * plat::kWarpLanes + r.lane;
+        uint4 eight_of = eight[k];
+        if (L::kMarlin && i < kOctets) eight_of = __ldcg(reinterpret_cast<const uint4*>(src) + i);
+        std::uint32_t pairs[4];
+        pair_bf16(eight_of, pairs);
+        quantize_pairs<4>(pairs,
+                          activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs))));
+        if (i < kOctets) {
+          store_packet(r.shared_x(row) + (chunk * L::kChunkK + i * 8) * 2,
+                       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+        }
+      }
+    }
     if (r.lane == 0) {
       const std::uint32_t scale = (exponent + kFp4E4m3Shift) << 23;
       store_packet(r.row_scale(row, chunk), make_uint4(scale, scale, scale, scale));
@@ -292,17 +309,8 @@ struct Gatherer {
       if (i < 4 * kGroups) sm90::copy_piece(dst + at, src + i * 16, sm90::CacheHint::evict_last);
     }
   }
-  LOWLAT_DEVICE bool wait_rows() const {
-    const std::uint32_t want = counted(r.a.rows * L::kChunks);
-    for (int tries = 1; load_word(r.rows_done()) != want; ++tries) {
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kRowsEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-    fence_device();
-    return true;
-  }
   LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
-    if (!wait_rows()) return false;
+    if (!r.wait_rows()) return false;
     for (int n = 0; n < own_tiles; ++n) {
       const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);

@@ -212,7 +212,9 @@ struct Layout {
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kScorePackets * kMaxRows;
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kRoutesBytes = std::size_t{16} * kMaxRows * kRoutePackets;
-  static constexpr std::size_t kBlockSecondOffset = kRoutesOffset + kRoutesBytes;
+  static constexpr std::size_t kSharedXOffset = kRoutesOffset + kRoutesBytes;
+  static constexpr std::size_t kBlockSecondOffset =
+      kSharedXOffset + std::size_t{kMaxRows} * kHidden * 2;
   static constexpr std::size_t kWorkspaceBytes =
       kBlockSecondOffset + (kSecondShared ? 0 : std::size_t{kBands} * kSecondBytes);
 };
@@ -293,6 +295,10 @@ struct Region {
   LOWLAT_DEVICE plat::TaggedWords* route_packet(int number) const {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + number;
   }
+  // x of a row as the shared expert sees it, bf16 in the order of pairs.
+  LOWLAT_DEVICE unsigned char* shared_x(int row) const {
+    return workspace + L::kSharedXOffset + static_cast<std::size_t>(row) * L::kHidden * 2;
+  }
   LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
   LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kScorers; }
@@ -371,6 +377,16 @@ struct Region {
     return table.first[entry + 1] - table.first[entry];
   }
 
+  // Until all rows are split; false (all lanes of the warp) when they are late.
+  LOWLAT_DEVICE bool wait_rows() const {
+    const std::uint32_t want = counted(a.rows * L::kChunks);
+    for (int tries = 1; load_word(rows_done()) != want; ++tries) {
+      const bool late = tries % kTriesPerLook == 0 && watch.ended(kRowsEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+    fence_device();
+    return true;
+  }
   // Until use `use` of the ring may be filled.
   LOWLAT_DEVICE bool wait_free(int use) const {
     const int slot = use % L::kRing;
