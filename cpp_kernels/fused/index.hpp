@@ -85,8 +85,8 @@ struct IndexParams {
   std::int32_t* entries;      // NULL: not wanted
   std::int32_t* entry_slots;  // as AttentionParams::extra_idx
   std::int32_t* out_blocks;   // [T, 2048] of launch_index_blocks, ascending, -1 at the end
-  // Of qa, or of latent_codes; of the head weights; of the step's own keys (with new_keys); between the kernels; of the
-  // selection.
+  // Of qa, or of latent_codes; of the head weights; of the step's own keys (with new_keys); between
+  // the kernels; of the selection.
   Gate qkv_done, heads_done, keys_done, query_done, scores_done, done;
 };
 

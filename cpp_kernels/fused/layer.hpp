@@ -108,7 +108,8 @@ inline constexpr int kLayerEmbedIndex = 1;
 // A gate of a layer, 0 when the step begins. number: one of the above.
 Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint32_t blocks);
 
-// Where an index beside the layer finds the query latent of a step of `num_rows` rows, and its gate.
+// Where an index beside the layer finds the query latent of a step of `num_rows` rows, and its
+// gate.
 void set_index_latent(const LayerMemory& memory, FusedModel model, int num_rows, int layer_idx,
                       IndexParams* index);
 

@@ -44,21 +44,11 @@ struct Rules {
 
 // ------------------------------------------------------------------------------------ routing
 
-// Parts of K that blocks score on their own; a layout without the name has one.
-template <class L>
-constexpr int score_parts() {
-  if constexpr (requires { L::kScoreParts; }) return L::kScoreParts;
-  return 1;
-}
-
-// The scores of a row's experts, in a warp. A scoring block has kGateRows experts in one of the
-// parts of K; its packets of up to three scores are numbered so that a lane's are those with its
-// number modulo 32, part after part.
+// The scores of a row's experts, in a warp: lane's packets are those of blocks lane, lane + 32, ..
 template <class L>
 struct Scores {
-  static constexpr int kOwn = L::kExperts / plat::kWarpLanes;  // experts of a lane
-  static constexpr int kWords = L::kGateRows < 3 ? L::kGateRows : 3;
-  static constexpr int kPackets = (kOwn + kWords - 1) / kWords;  // a lane, of a row's part
+  static constexpr int kPackets = kScorers / plat::kWarpLanes;  // a lane, of a row
+  static constexpr int kOwn = kPackets * L::kGateRows;          // experts of a lane
   int lane;
   float score[kOwn], bias[kOwn];
 
@@ -74,33 +64,25 @@ struct Scores {
     for (int i = 0; i < kOwn; ++i) bias[i] = __ldg(from + own_expert(i));
   }
 
-  // As their blocks sent them, the parts' sum; false (all lanes) when they are late.
+  // As their blocks sent them; false (all lanes) when they are late.
   template <class Region>
   LOWLAT_DEVICE bool receive(const Region& r, int row) {
-#pragma unroll 1
-    for (int part = 0; part < score_parts<L>(); ++part) {
-      uint4 packets[kPackets];
-      for (int tries = 1;; ++tries) {
-        bool here = true;
+    for (int tries = 1;; ++tries) {
+      bool here = true;
 #pragma unroll
-        for (int i = 0; i < kPackets; ++i) {
-          packets[i] =
-              load_packet(r.score_packet(row, lane + (part * kPackets + i) * plat::kWarpLanes));
-          here = here && packets[i].w == r.epoch;
-        }
-        if (__all_sync(plat::kAllLanes, here)) break;
-        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-        if (__any_sync(plat::kAllLanes, late)) return false;
-      }
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const uint4& packet = packets[i / kWords];
+      for (int i = 0; i < kPackets; ++i) {
+        const uint4 packet = load_packet(r.score_packet(row, lane + i * plat::kWarpLanes));
         const std::uint32_t words[3] = {packet.x, packet.y, packet.z};
-        const float sum = __uint_as_float(words[i % kWords]);
-        score[i] = part == 0 ? sum : score[i] + sum;
+#pragma unroll
+        for (int j = 0; j < L::kGateRows; ++j) {
+          score[i * L::kGateRows + j] = __uint_as_float(words[j]);
+        }
+        here = here && packet.w == r.epoch;
       }
+      if (__all_sync(plat::kAllLanes, here)) return true;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
     }
-    return true;
   }
 
   // The k best, with their scores. Ranks are compared as integers of the same order.

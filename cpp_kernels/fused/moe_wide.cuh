@@ -6,7 +6,7 @@
 // Shapes       fused/moe.hpp, both layouts of the weights; T 1 .. 64
 // Rounding     as stages/experts.hpp (Marlin's): gate, up, silu, h, d and the sum of slots to
 //              bf16; all other sums fp32. x and h enter the routed products as two e4m3 terms under
-//              a power of two: below 2^-17 of the largest of a row's eighth (of 32 of h) is lost
+//              a power of two: below 2^-17 of the largest of kChunkK of x, of 32 of h, is lost
 // Bytes        each weight of a chosen expert once for every four of its pairs: with uniform
 //              routing of up to 48 rows that is once (shape::moe_weight_bytes)
 // Floor        V4.1, TP4, T = 24: 568 MB, 122 us at 4.65 TB/s. The bench prints the share reached.
@@ -14,8 +14,9 @@
 //              producer, a finisher and two gatherers. Weights are on their way before the kernels
 //              before have ended.
 // Ordering     below
-// Determinism  fixed trees: K of the first product is split over the warp groups and added in their
-//              order, K of the second lies in one warp; slots in slot order. Bitwise run to run.
+// Determinism  fixed trees: pieces of K of the first product are dealt to the warp groups in turn
+//              and added in the groups' order, K of the second lies in one warp; slots in slot
+//              order. Bitwise run to run.
 // Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
 //
 // How the work lies. The products are wgmma's of e4m3: 64 weight rows, whose fp4 codes are moved
@@ -32,11 +33,21 @@
 // Blocks without a band take more tiles. The first entries' h was finished while later tiles were
 // multiplied, so the second product starts without a wait. Router and shared expert, which do not
 // depend on the routing, are fetched while it is being decided; their products are mma.m16n8k16's
-// on rows of x in registers, K split over all warps.
+// on rows of x in registers. A block scores twelve experts on a quarter of K, so that it reads a
+// quarter of x; block t adds the quarters of row t, chooses its experts and tells all blocks. The
+// shared expert's first product goes on meanwhile, in the blocks without a band first; its second
+// comes through the ring, between tiles and routed bands.
 //
-// Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
-//                       read by one warp of every block. Written again by the next launch, which
-//                       begins after this one has ended (wait_at(before)).
+// Weights come by tensor copies or in one piece: rows' whole lines of 128 bytes. Pieces of half a
+// line, by sixteen bytes a lane, reached 0.84 of the bandwidth (docs/bench/moe-hopper.md).
+//
+// Ordering     scores   [row][part of K][packet][group] {3 sums, epoch}: written by its block's
+//                       finisher, read by the block that routes the row. Written again by the next
+//                       launch, which begins after this one has ended (wait_at(before)).
+//              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
+//                       read by one warp of every block; again as the scores.
+//              shared_x [row] x as the shared expert sees it: written with the columns and counted
+//                       with them, again as the scores.
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin
@@ -51,10 +62,11 @@
 //                       slot's gatherer see each phase, and a reader of use u first waits for the
 //                       end of the use before in its slot, whose own predecessor is over because
 //                       the producer was there since.
-//              head     the router's rows and the shared expert's tile lie at the ring's start, its
-//                       w2's band at the end: a slot's first use waits for gate_done, shared_done,
-//                       band_done.
-//              sums     partial[] full: every consumer; empty: the finisher's.
+//              head     the router's rows and the shared expert's tile lie at the ring's start: a
+//                       slot's first use waits for gate_done, shared_done.
+//              sums     partial[] full: every consumer; empty: the finisher's. partial[0] is also
+//                       where a row is routed: after the block's own scores have left, before
+//                       the next sums.
 //              registers  are given back before any wait: consumers wait for them to start.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.
@@ -128,11 +140,11 @@ struct Finisher {
       if (!wait_sums()) return false;
       const float* src = r.partial(sums % L::kBuffers) + group * L::kScoreSlices * kSums +
                          column * 2 * L::kSharedRows;
-      float score[round_up(L::kGateRows, 3)] = {};
+      float score[round_up(L::kScoreRows, 3)] = {};
 #pragma unroll
       for (int slice = 0; slice < L::kScoreSlices; ++slice) {
 #pragma unroll
-        for (int i = 0; i < L::kGateRows; i += 4) {
+        for (int i = 0; i < L::kScoreRows; i += 4) {
           const float4 v = *reinterpret_cast<const float4*>(src + slice * kSums + i);
           score[i] += v.x, score[i + 1] += v.y, score[i + 2] += v.z, score[i + 3] += v.w;
         }
@@ -228,7 +240,7 @@ struct Finisher {
         const int first_row = r.shared_group(group) * kColumns;
 #pragma unroll 1
         for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
-          finish_shared(first_row, column, n * r.num_blocks + r.block_idx);
+          finish_shared(first_row, column, r.shared_tile(n));
         }
         free_sums();
       }
@@ -304,11 +316,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  static_cast<int>(gridDim.x),
                  thread % plat::kWarpLanes,
                  args.routing != MoeRouting::given,
-                 args.w.shared_w1.codes != nullptr,
-                 0};
-  if (r.shared) {
-    r.with_more = L::kSharedTiles - (L::kSharedTiles < r.num_blocks ? 0 : r.num_blocks);
-  }
+                 args.w.shared_w1.codes != nullptr};
   if (thread < L::kRing) {
     sm90::barrier_init(&barriers.full[thread], 1 + plat::kWarpLanes);
     sm90::barrier_init(&barriers.empty[thread], 4);
@@ -352,7 +360,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run();
+    consumer.run(rules);
   } else {
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
@@ -361,7 +369,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
       finisher.run();
     } else {
       const Gatherer<L> gatherer = {r, warp - L::kGatherer};
-      gatherer.run(rules);
+      gatherer.run();
     }
   }
   plat::block_sync();

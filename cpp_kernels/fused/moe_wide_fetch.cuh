@@ -29,11 +29,11 @@ struct Producer {
     if (r.lane < (L::kMarlin ? 4 : 3)) sm90::tensor_prefetch(&r.maps.maps[r.lane]);
     if (r.gates()) {
       if (r.lane == 0) {
-        sm90::barrier_arrive_expect(&barriers.gate_full, L::kGateRows * 2 * L::kGateK);
+        sm90::barrier_arrive_expect(&barriers.gate_full, L::kScoreRows * 2 * L::kGateK);
       }
       __syncwarp();
-      if (r.lane < L::kGateRows) {
-        const int expert = r.score_group() * L::kGateRows + r.lane;
+      if (r.lane < L::kScoreRows) {
+        const int expert = r.score_group() * L::kScoreRows + r.lane;
         load(r.slot(0) + r.lane * L::kGatePitch,
              w.gate + static_cast<std::size_t>(expert) * L::kHidden + r.score_part() * L::kGateK,
              2 * L::kGateK, &barriers.gate_full);
@@ -53,7 +53,7 @@ struct Producer {
                                              static_cast<int>(sizeof(r.table.shared_scales[0]))));
     }
     __syncwarp();
-    const int first = (n * r.num_blocks + r.block_idx) * L::kSharedRows;
+    const int first = r.shared_tile(n) * L::kSharedRows;
     if (r.lane < 2 * L::kSharedRows) {
       load(r.slot(0) + L::kSharedAt + r.lane * L::kSharedPitch,
            (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
@@ -273,6 +273,23 @@ struct Gatherer {
         store_packet(dst + i * 16, make_uint4(parts[0], parts[1], parts[2], parts[3]));
       }
     }
+    if (r.shared) {
+      // And as the shared expert sees it.
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int i = k * plat::kWarpLanes + r.lane;
+        uint4 eight_of = eight[k];
+        if (L::kMarlin && i < kOctets) eight_of = __ldcg(reinterpret_cast<const uint4*>(src) + i);
+        std::uint32_t pairs[4];
+        pair_bf16(eight_of, pairs);
+        quantize_pairs<4>(pairs,
+                          activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs))));
+        if (i < kOctets) {
+          store_packet(r.shared_x(row) + (chunk * L::kChunkK + i * 8) * 2,
+                       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+        }
+      }
+    }
     if (r.lane == 0) {
       const std::uint32_t scale = (exponent + kFp4E4m3Shift) << 23;
       store_packet(r.row_scale(row, chunk), make_uint4(scale, scale, scale, scale));
@@ -299,17 +316,8 @@ struct Gatherer {
       if (i < 4 * kGroups) sm90::copy_piece(dst + at, src + i * 16, sm90::CacheHint::evict_last);
     }
   }
-  LOWLAT_DEVICE bool wait_rows() const {
-    const std::uint32_t want = counted(r.a.rows * L::kChunks);
-    for (int tries = 1; load_word(r.rows_done()) != want; ++tries) {
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kRowsEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-    fence_device();
-    return true;
-  }
   LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
-    if (!wait_rows()) return false;
+    if (!r.wait_rows()) return false;
     for (int n = 0; n < own_tiles; ++n) {
       const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
@@ -381,15 +389,9 @@ struct Gatherer {
     return true;
   }
 
-  LOWLAT_DEVICE bool run(const Rules& rules) const {
+  LOWLAT_DEVICE bool run() const {
     split_rows();
-    const Router<L> router = {r};
-    if (which != 0) {
-      router.send_route(rules);
-    } else {
-      router.take_routes();
-      router.make_table();
-    }
+    if (which == 0) make_table(r);
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
     return gather_rows(own_tiles) &&

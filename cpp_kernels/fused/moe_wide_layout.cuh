@@ -53,10 +53,11 @@ struct Layout {
   // kScoreSlices share that part, the others have other rows.
   static constexpr int kScoreParts = 4, kScoreSlices = kConsumers / kScoreParts;
   static constexpr int kScoreGroups = kScorers / kScoreParts;  // of experts
-  static constexpr int kGateRows = kExperts / kScoreGroups, kGateK = kHidden / kScoreParts;
-  static constexpr int kGatePitch = 2 * kGateK + 16;         // bf16 row
-  static constexpr int kScorePackets = (kGateRows + 2) / 3;  // of a block's scores of a row
-  static constexpr int kRoutePackets = (kSlots + 1) / 2;     // of a row: two ids, their weights
+  static constexpr int kScoreRows = kExperts / kScoreGroups, kGateK = kHidden / kScoreParts;
+  static constexpr int kGateRows = kExperts / kScorers;       // of experts, see Scores
+  static constexpr int kGatePitch = 2 * kGateK + 16;          // bf16 row
+  static constexpr int kScorePackets = (kScoreRows + 2) / 3;  // of a block's scores of a row
+  static constexpr int kRoutePackets = (kSlots + 1) / 2;      // of a row: two ids, their weights
   // First product. A use of the ring has 64 weight rows: those of w1 and of w3, or one's.
   static constexpr int kUseRows = 64;
   static constexpr int kTileValues = kMarlin ? 64 : 32, kTileGroups = kTileValues / 32;
@@ -110,8 +111,11 @@ struct Layout {
   static_assert(kMarlin ? kChunks % kWarpGroups == 0 : kChunkRow == kLines * kLineBytes,
                 "Marlin: a warp group has one of w1 and w3");
   static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4);
-  static_assert(kScoreGroups == plat::kWarpLanes && kGateRows % 4 == 0 && kGateRows <= 16 &&
-                kMaxRows <= kScorers);
+  static_assert(kScoreGroups == plat::kWarpLanes && kScoreRows % 4 == 0 && kScoreRows <= 16 &&
+                kMaxRows <= kScorers && kExperts % kScorers == 0);
+  static_assert(kScorers * kScorePackets <= kConsumers * plat::kWarpLanes &&
+                    kExperts <= kConsumers * plat::kWarpLanes,
+                "a thread a packet, an expert");
   static_assert(kPartGroups <= plat::kWarpLanes && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
                 kInner % kTileValues == 0);
   static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
@@ -134,7 +138,7 @@ struct Layout {
   static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 1024);
   static_assert(kSharedUseRows * kInner <= kBandCodes);
   // The head's weights lie in the ring, from its start: the router's rows, the shared tile.
-  static constexpr int kSharedAt = round_up(kGateRows * kGatePitch, 128);
+  static constexpr int kSharedAt = round_up(kScoreRows * kGatePitch, 128);
   static constexpr int kHeadBytes = kSharedAt + kSharedBytes;
 
   // Shared memory, in bytes from its start.
@@ -163,7 +167,7 @@ struct Layout {
     std::uint32_t count[kExperts];  // pairs of an expert; then where they begin in `sorted`
     // Of a row that this block routes for all.
     std::int32_t own_ids[kSlots];
-    float own_scores[kSlots];
+    float own_weights[kSlots];
     std::uint16_t expert[kMaxPairs];                               // of an entry, ascending
     std::uint16_t first[kMaxPairs + 1];                            // of an entry in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
@@ -208,7 +212,9 @@ struct Layout {
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kScorePackets * kMaxRows;
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kRoutesBytes = std::size_t{16} * kMaxRows * kRoutePackets;
-  static constexpr std::size_t kBlockSecondOffset = kRoutesOffset + kRoutesBytes;
+  static constexpr std::size_t kSharedXOffset = kRoutesOffset + kRoutesBytes;
+  static constexpr std::size_t kBlockSecondOffset =
+      kSharedXOffset + std::size_t{kMaxRows} * kHidden * 2;
   static constexpr std::size_t kWorkspaceBytes =
       kBlockSecondOffset + (kSecondShared ? 0 : std::size_t{kBands} * kSecondBytes);
 };
@@ -226,7 +232,6 @@ struct Region {
   Watch watch;
   int block_idx, num_blocks, lane;
   bool scores, shared;  // this launch has a router, a shared expert
-  int with_more;        // blocks that have one tile of the shared expert more than the others
 
   LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
     return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
@@ -290,12 +295,18 @@ struct Region {
   LOWLAT_DEVICE plat::TaggedWords* route_packet(int number) const {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + number;
   }
+  // x of a row as the shared expert sees it, bf16 in the order of pairs.
+  LOWLAT_DEVICE unsigned char* shared_x(int row) const {
+    return workspace + L::kSharedXOffset + static_cast<std::size_t>(row) * L::kHidden * 2;
+  }
   LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
   LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kScorers; }
 
+  // The shared expert's tiles go to the last blocks first, those without a band among them.
+  LOWLAT_DEVICE int shared_tile(int n) const { return (n + 1) * num_blocks - 1 - block_idx; }
   LOWLAT_DEVICE int shared_tiles() const {
-    return !shared ? 0 : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
+    return !shared ? 0 : (shared_tile(0) < L::kSharedTiles) + (shared_tile(1) < L::kSharedTiles);
   }
   // Tiles go around in order of entries: a round of all blocks, some more of those without a band,
   // until a period is over.
@@ -306,8 +317,7 @@ struct Region {
   LOWLAT_DEVICE int period() const {
     return L::kBandTiles * num_blocks + (L::kSpareTiles - L::kBandTiles) * spare_blocks();
   }
-  // The k-th tile of this block in a period. Shared tiles go to blocks 0, 1, .. first, so rounds
-  // begin with the blocks after them.
+  // The k-th tile of this block in a period.
   LOWLAT_DEVICE int tile_of_period(int k) const {
     // Extra tiles of a spare block before round i.
     const auto extra = [](int i) { return i * (L::kSpareTiles - L::kBandTiles) / L::kBandTiles; };
@@ -322,8 +332,7 @@ struct Region {
     if (more > 0) {
       return before + num_blocks + (more - 1) * spare_blocks() + block_idx - L::kBands;
     }
-    const int turn = block_idx - with_more;
-    return before + (turn < 0 ? turn + num_blocks : turn);
+    return before + block_idx;
   }
   // The n-th routed tile of this block (its number among all, in order of entries).
   LOWLAT_DEVICE int routed_tile(int n) const {
@@ -368,6 +377,16 @@ struct Region {
     return table.first[entry + 1] - table.first[entry];
   }
 
+  // Until all rows are split; false (all lanes of the warp) when they are late.
+  LOWLAT_DEVICE bool wait_rows() const {
+    const std::uint32_t want = counted(a.rows * L::kChunks);
+    for (int tries = 1; load_word(rows_done()) != want; ++tries) {
+      const bool late = tries % kTriesPerLook == 0 && watch.ended(kRowsEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+    fence_device();
+    return true;
+  }
   // Until use `use` of the ring may be filled.
   LOWLAT_DEVICE bool wait_free(int use) const {
     const int slot = use % L::kRing;

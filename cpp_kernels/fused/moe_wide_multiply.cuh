@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fused/moe_wide_layout.cuh"
+#include "fused/moe_wide_route.cuh"
 
 namespace lowlat::nvidia::fused {
 
@@ -20,25 +21,30 @@ struct Consumer {
   static constexpr int kPairs = L::kRun / 2;  // of a run
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
-  // Of a group of eight rows, from column `column` on.
-  LOWLAT_DEVICE const uint4* group_x(int group, int column) const {
+  // Of a group of eight rows of bf16, from column `column` on.
+  LOWLAT_DEVICE const uint4* group_x(const void* rows, int group, int column) const {
     const int row = group * kColumns + g;
     return reinterpret_cast<const uint4*>(
-        r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
-        column + t * L::kRun);
+        static_cast<const std::uint16_t*>(rows) +
+        static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden + column +
+        t * L::kRun);
   }
+  // kPaired: they lie in the order of pairs.
+  template <bool kPaired>
   LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
     for (int i = 0; i < L::kRun / 8; ++i) {
-      std::uint32_t pairs[4];
-      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
+      const uint4 eight = __ldcg(src + block * (L::kBlockK / 8) + i);
+      std::uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+      if (!kPaired) pair_bf16(eight, pairs);
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
     }
   }
+  template <bool kPaired>
   LOWLAT_DEVICE void load_x(const uint4* src) {
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) load_block(block, src);
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_block<kPaired>(block, src);
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -76,13 +82,13 @@ struct Consumer {
   LOWLAT_DEVICE bool run_gate() {
     const int slice = warp % L::kScoreSlices * L::kSlice, own = warp / L::kScoreSlices;
     const auto source = [&](int first) {
-      return group_x(first + own, r.score_part() * L::kGateK + slice);
+      return group_x(r.a.x, first + own, r.score_part() * L::kGateK + slice);
     };
-    load_x(source(0));
+    load_x<false>(source(0));
     if (!barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
     // Rows after the last: computed, not used.
     const auto row_at = [&](int row) {
-      return r.slot_address(0) + (row < L::kGateRows ? row : L::kGateRows - 1) * L::kGatePitch +
+      return r.slot_address(0) + (row < L::kScoreRows ? row : L::kScoreRows - 1) * L::kGatePitch +
              (slice + t * L::kRun) * 2;
     };
     const std::uint32_t low_address = row_at(g), high_address = row_at(g + 8);
@@ -100,7 +106,7 @@ struct Consumer {
                                  smem_load16(high_address + at + 16)};
           multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
         }
-        if (more) load_block(block, next);
+        if (more) load_block<false>(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -111,7 +117,11 @@ struct Consumer {
 
   // Gate rows, then up rows; x as the block-fp8 linear sees it.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
-    load_x(group_x(r.shared_group(0), warp * L::kSlice));
+    if (n == 0 && !r.wait_rows()) return false;
+    const auto source = [&](int group) {
+      return group_x(r.shared_x(0), r.shared_group(group), warp * L::kSlice);
+    };
+    load_x<true>(source(0));
     if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
     const std::uint32_t low_address =
         r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
@@ -120,36 +130,19 @@ struct Consumer {
     const int num_groups = r.num_groups();
     for (int group = 0; group < num_groups; ++group) {
       // Blocks of the next group's x follow as this one's are done.
-      const uint4* next =
-          group + 1 < num_groups ? group_x(r.shared_group(group + 1), warp * L::kSlice) : nullptr;
+      const uint4* next = group + 1 < num_groups ? source(group + 1) : nullptr;
       float acc[2][4] = {};
-      std::uint32_t exponent = 0;
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
-        // A scale group is a run of `kShare` lanes, or two blocks of K where it is longer.
-        constexpr int kShare = L::kBlock < 4 * L::kRun ? L::kBlock / L::kRun : 4;
-        constexpr int kSpan = L::kBlock / (kShare * L::kRun);
-        if (block % kSpan == 0) {
-          float amax = pairs_amax<kPairs>(x[block]);
-          if constexpr (kSpan == 2) amax = fmaxf(amax, pairs_amax<kPairs>(x[block + 1]));
-          exponent = activation_exponent(lanes_max<kShare>(amax));
-        }
-        std::uint32_t b[kPairs];
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) b[i] = x[block][i];
-        quantize_pairs<kPairs>(b, exponent);
         const int scale = (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
 #pragma unroll
         for (int half = 0; half < L::kRun / 16; ++half) {
           const std::uint32_t at = block * L::kBlockK + half * 16;
           multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
                         smem_load16(high_address + at), e4m3_factor(scales[0][scale]),
-                        e4m3_factor(scales[1][scale]), b + 8 * half);
+                        e4m3_factor(scales[1][scale]), x[block] + 8 * half);
         }
-        // A scale group's blocks are looked at together.
-        if (next != nullptr && block % kSpan == kSpan - 1) {
-          for (int i = kSpan - 1; i >= 0; --i) load_block(block - i, next);
-        }
+        if (next != nullptr) load_block<true>(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -440,10 +433,11 @@ struct Consumer {
     return true;
   }
 
-  LOWLAT_DEVICE bool run() {
+  LOWLAT_DEVICE bool run(const Rules& rules) {
     g = r.lane / 4;
     t = r.lane % 4;
     bool going = !r.gates() || run_gate();
+    route_own_row(r, warp, rules);  // every consumer comes to its barriers
     // While the rows are being routed and the first experts are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
