@@ -381,16 +381,14 @@ struct Producer {
       sm90::tensor_prefetch(&maps.up);
     }
     if (r.scores) {
-      // With a gate before x the blocks that begin first score: nobody waits for one that finds its
-      // multiprocessor late. Every block draws, so the counter is 0 again after the last.
-      std::uint32_t scorer = static_cast<std::uint32_t>(r.block_idx);
-      if (r.a.before.word != nullptr) {
-        if (r.lane == 0) {
-          scorer = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kScorerOffset),
-                             static_cast<std::uint32_t>(r.num_blocks - 1));
-        }
-        scorer = __shfl_sync(plat::kAllLanes, scorer, 0);
+      // The blocks that begin first score: nobody waits for one that finds its multiprocessor late.
+      // Every block draws, so the counter is 0 again after the last.
+      std::uint32_t scorer = 0;
+      if (r.lane == 0) {
+        scorer = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kScorerOffset),
+                           static_cast<std::uint32_t>(r.num_blocks - 1));
       }
+      scorer = __shfl_sync(plat::kAllLanes, scorer, 0);
       const bool gates = scorer < L::kScoreBlocks;
       std::uint64_t* full = &r.barriers.gate_full;
       if (r.lane == 0) {
