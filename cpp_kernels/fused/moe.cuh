@@ -196,7 +196,8 @@ struct Layout {
     std::uint32_t rows_of[kMaxPairs];
     std::int32_t tile[kWindow];
     std::uint8_t rows_here[kWindow];
-    std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
+    alignas(16) std::uint8_t shared_scales[kRing][kHidden / kBlock];  // of a slot's shared rows
+    std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];     // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
@@ -380,16 +381,14 @@ struct Producer {
       sm90::tensor_prefetch(&maps.up);
     }
     if (r.scores) {
-      // With a gate before x the blocks that begin first score: nobody waits for one that finds its
-      // multiprocessor late. Every block draws, so the counter is 0 again after the last.
-      std::uint32_t scorer = static_cast<std::uint32_t>(r.block_idx);
-      if (r.a.before.word != nullptr) {
-        if (r.lane == 0) {
-          scorer = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kScorerOffset),
-                             static_cast<std::uint32_t>(r.num_blocks - 1));
-        }
-        scorer = __shfl_sync(plat::kAllLanes, scorer, 0);
+      // The blocks that begin first score: nobody waits for one that finds its multiprocessor late.
+      // Every block draws, so the counter is 0 again after the last.
+      std::uint32_t scorer = 0;
+      if (r.lane == 0) {
+        scorer = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kScorerOffset),
+                           static_cast<std::uint32_t>(r.num_blocks - 1));
       }
+      scorer = __shfl_sync(plat::kAllLanes, scorer, 0);
       const bool gates = scorer < L::kScoreBlocks;
       std::uint64_t* full = &r.barriers.gate_full;
       if (r.lane == 0) {
@@ -410,7 +409,16 @@ struct Producer {
       const int tile = n * r.num_blocks + r.block_idx;
 #pragma unroll 1
       for (int up = 0; up < 2; ++up) {
-        begin_slot(kTileRows * L::kHidden);
+        constexpr int kScales = L::kHidden / L::kBlock;
+        static_assert(kScales % 16 == 0 && L::kBlock % kTileRows == 0);
+        begin_slot(kTileRows * L::kHidden + kScales);
+        if (r.lane == kTileRows) {
+          const int slot = (uses - 1) % L::kRing;
+          sm90::bulk_load(r.table.shared_scales[slot],
+                          (up ? w.shared_w3 : w.shared_w1).scales +
+                              static_cast<std::size_t>(tile * kTileRows / L::kBlock) * kScales,
+                          kScales, &r.barriers.full[slot]);
+        }
         if (r.lane < kTileRows) {
           load(r.lane * L::kSharedPitch,
                (up ? w.shared_w3 : w.shared_w1).codes +
@@ -894,23 +902,8 @@ struct Consumer {
     sm90::barrier_arrive(&r.barriers.routed);
   }
 
-  // Scale bytes of a shared tile's slice, gate and up.
-  struct TileScales {
-    std::uint8_t gate[L::kSlice / L::kBlock], up[L::kSlice / L::kBlock];
-  };
-  LOWLAT_DEVICE void load_scales(TileScales& out, int tile) const {
-    const std::size_t scale_row =
-        static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
-#pragma unroll
-    for (int i = 0; i < L::kSlice / L::kBlock; ++i) {
-      const std::size_t at = scale_row + i * L::kConsumers + warp;
-      out.gate[i] = __ldg(r.a.w.shared_w1.scales + at);
-      out.up[i] = __ldg(r.a.w.shared_w3.scales + at);
-    }
-  }
-
   // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE void run_shared_tile(const TileScales& scales, int pass) {
+  LOWLAT_DEVICE void run_shared_tile(int pass) {
     if (pass == 1) {
       wait_slot(0);
       wait_slot(1);
@@ -932,8 +925,9 @@ struct Consumer {
         const int at = L::block_group(first + i) * L::kBlockK;
         multiply_codes(sums_of, smem_load8(low_address + at), smem_load8(high_address + at), b[i]);
       }
-      add_scaled(acc, sums_of, scale, scale_of(scales.gate[first / L::kSpan]),
-                 scale_of(scales.up[first / L::kSpan]));
+      const int column = first / L::kSpan * L::kConsumers + warp;
+      add_scaled(acc, sums_of, scale, scale_of(r.table.shared_scales[uses % L::kRing][column]),
+                 scale_of(r.table.shared_scales[(uses + 1) % L::kRing][column]));
     }
     for (const float sum : acc) keep(sum);
     if (pass == 0) return;
@@ -1264,13 +1258,9 @@ struct Consumer {
     }
   }
 
-  // Before the kernels before this one have ended.
-  LOWLAT_DEVICE void run_early(TileScales& scales) {
+  LOWLAT_DEVICE void run(const Rules& rules) {
     g = r.lane / 4;
     t = r.lane % 4;
-    if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
-  }
-  LOWLAT_DEVICE void run(TileScales& scales, const Rules& rules) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
       if (pass == 1) wait_for_x(r);
@@ -1280,8 +1270,7 @@ struct Consumer {
       // While the scores are on their way.
 #pragma unroll 1
       for (int n = 0; n < (pass == 1 ? r.shared_tiles() : 1); ++n) {
-        if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
-        run_shared_tile(scales, pass);
+        run_shared_tile(pass);
       }
       if (pass == 1) {
         r.read_epoch();
@@ -1523,7 +1512,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
 
   Producer<L> producer = {r, maps};
   Consumer<L> consumer = {r, warp};
-  typename Consumer<L>::TileScales scales = {};
   // Before any wait for the consumers, who wait for these registers.
   if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
@@ -1531,12 +1519,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     producer.run_early();
   } else if (warp == L::kFinisher) {
     load_band_scales(r);
-  } else if (warp < L::kConsumers) {
-    consumer.run_early(scales);
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(scales, rules);
+    consumer.run(rules);
   } else {
     if (warp == L::kProducer) {
       producer.run_routed();
