@@ -4,9 +4,14 @@
 #   make test        everything that needs no GPU; K=norm: only names that contain norm
 #   make test-sglang the part of it that needs the real SGLang, which is installed into
 #                    ~/.cache/lowlat once (6 GB); skipped with the reason where it cannot be had
-#   make test-deep   the same as test, longer, and under sanitizers
+#   make test-deep   the same as test, longer, and under sanitizers; its pieces alone are
+#                    test-deep-sanitizers, test-deep-amd and test-deep-rust
 #   make tidy        format, lints, tests about the tree
-#   make gpu-test    on a machine with a GPU: what needs one
+#   make gpu-test    on a machine with a GPU: what needs one. Where nothing can be built or fetched:
+#                    make gpu-test PROGRAMS=DIR, a folder that make gpu-pack made elsewhere
+#   make gpu-pack    what such a machine needs, into out/gpu-pack
+#   make gpu-four    on a host with four GPUs: checks, figures and a profile of four ranks;
+#                    RANKS=2: of two. Ten minutes at most; PROGRAMS as above
 #   make setup build golden header abi clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,
@@ -14,7 +19,9 @@
 # compiler of the AMD code objects too, which is fetched nowhere else.
 
 .DELETE_ON_ERROR:
-.PHONY: setup build demo test test-sglang test-deep tidy golden header abi gpu-test clean
+.PHONY: setup build demo test test-sglang test-deep test-deep-sanitizers test-deep-amd \
+  test-deep-rust tidy golden header abi \
+  gpu-test gpu-pack gpu-four clean
 
 SHELL := bash
 PYTHON ?= python3
@@ -75,14 +82,21 @@ test: build
 test-sglang: build
 	$(BIN)/python tests/tools/run_sglang.py --filter "$(K)"
 
-test-deep: test
+# Its pieces run alone too, and give way to whatever else the machine does.
+test-deep: test test-deep-sanitizers test-deep-amd test-deep-rust
+
+test-deep-sanitizers: setup
 	cmake -G Ninja -S . -B build/asan -DCMAKE_BUILD_TYPE=Debug \
 	  -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
-	cmake --build build/asan
-	ctest --test-dir build/asan --output-on-failure --label-exclude rust
-	LOWLAT_AMD_DEEP=1 $(BIN)/python -m pytest -rs tests/python -k amd
+	nice -n 19 cmake --build build/asan
+	nice -n 19 ctest --test-dir build/asan --output-on-failure --label-exclude rust
+
+test-deep-amd: build
+	LOWLAT_AMD_DEEP=1 nice -n 19 $(BIN)/python -m pytest -rs tests/python -k amd
+
+test-deep-rust: setup
 	PROPTEST_CASES=5000 LOWLAT_SCHEDULES=100000 LOWLAT_ROUNDS=1000 \
-	  cargo test --workspace --locked --release
+	  nice -n 19 cargo test --workspace --locked --release
 
 tidy: setup
 	cargo fmt --all --check
@@ -107,8 +121,24 @@ header:
 abi: header
 	LOWLAT_WRITE_ABI=1 cargo test -q --locked -p lowlat-capi --test capi_snapshot
 
-gpu-test: build
-	@$(BIN)/python tests/gpu/run.py --build-dir $(BUILD)
+RANKS ?= 4
+ifeq ($(PROGRAMS),)
+gpu-test gpu-four: build
+GPU_PYTHON := $(BIN)/python
+GPU_PLACE := --build-dir $(BUILD)
+else
+GPU_PYTHON := $(PYTHON)
+GPU_PLACE := --programs $(PROGRAMS)
+endif
+
+gpu-test:
+	@$(GPU_PYTHON) tests/gpu/run.py $(GPU_PLACE)
+
+gpu-four:
+	@$(GPU_PYTHON) tests/gpu/ranks.py $(GPU_PLACE) --ranks $(RANKS)
+
+gpu-pack: build
+	@$(BIN)/python tests/gpu/pack.py --build-dir $(BUILD) --to out/gpu-pack
 
 clean:
 	rm -rf build target out .venv

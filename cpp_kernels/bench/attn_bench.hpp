@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +22,28 @@ inline void cuda_must(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
   std::exit(3);
+}
+
+// Waits for a stream's work. What has not ended within the budget ends the program, after say() has
+// told where it stands, and at once: what frees memory would wait for the device.
+template <class Say>
+void wait_for(cudaStream_t stream, std::chrono::seconds budget, Say say) {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + budget;
+  cudaError_t state = cudaSuccess;
+  while ((state = cudaStreamQuery(stream)) == cudaErrorNotReady) {
+    cudaGetLastError();  // that it is not ready is no error of a later call
+    if (Clock::now() < deadline) continue;
+    say();
+    std::fflush(stdout);
+    std::fprintf(stderr, "work of the device has not ended after %d s\n",
+                 static_cast<int>(budget.count()));
+    std::_Exit(4);
+  }
+  cuda_must(state, "a replay");
+}
+inline void wait_for(cudaStream_t stream) {
+  wait_for(stream, std::chrono::minutes(2), [] {});
 }
 
 // Device memory of the current device, filled with 0xff (a NaN in every format) until written.
@@ -113,7 +136,7 @@ class Graph {
     cudaStreamDestroy(stream_);
   }
   void replay() { cuda_must(cudaGraphLaunch(graph_, stream_), "graph launch"); }
-  void wait() { cuda_must(cudaStreamSynchronize(stream_), "synchronize"); }
+  void wait() { wait_for(stream_); }
   cudaStream_t stream() const { return stream_; }
 
  private:

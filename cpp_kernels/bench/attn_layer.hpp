@@ -184,12 +184,14 @@ struct Mailboxes {
   Buffer<std::uint32_t> words;  // abort word, fault claim
   Buffer<std::uint64_t> step_epoch;
   std::uint64_t* status = nullptr;  // pinned: a status record
+  std::uint64_t budget_ns;          // of the ports' waits
 
-  Mailboxes(int rows, int tp_size)
+  Mailboxes(int rows, int tp_size, std::uint64_t wait_budget_ns = 20'000'000)
       : box_packets(std::int64_t{rows} * kHidden / 4),
         boxes(static_cast<std::size_t>(2 * tp_size * box_packets * 16)),
         words(64),
-        step_epoch(1) {
+        step_epoch(1),
+        budget_ns(wait_budget_ns) {
     boxes.zero();
     words.zero();
     step_epoch.put({1});
@@ -206,7 +208,7 @@ struct Mailboxes {
     out.status = status;
     out.fault_claim = words.get() + 1;
     out.step_epoch = step_epoch.get();
-    out.budget_ns = 20'000'000;
+    out.budget_ns = budget_ns;
     out.box_packets = box_packets;
     out.tp_rank = tp_rank;
     out.tp_size = tp_size;

@@ -10,7 +10,8 @@
 
 namespace lowlat::bench {
 
-// Logits of a draft and of a target that agrees with it in part, drafts drawn from the former.
+// Logits of a draft and of a target that agrees with it in part; drafts are its likeliest. Where
+// it does not agree, p is a share of q between none and all, so that coins decide.
 struct AcceptCase {
   int batch, num_drafts, vocab;
   std::vector<float> host_target, host_draft, host_temperatures, host_coins;
@@ -38,9 +39,11 @@ struct AcceptCase {
         if (i == g) continue;
         const auto from = row(host_draft, b * g + i);
         const auto best = static_cast<std::int64_t>(std::max_element(from, from + vocab) - from);
-        // The draft is its likeliest; a target that agrees has it on top too.
+        // The draft is its likeliest; a target that agrees has it on top too. The other ids of both
+        // weigh alike, so that at temperature T two logits T ln(share) apart have that share.
         host_drafts.push_back(best);
-        if (i < agree) to[best] = 14.0f;
+        const auto share = static_cast<float>(random.uniform());
+        to[best] = i < agree ? 14.0f : from[best] + host_temperatures.back() * std::log(share);
       }
     }
     target = Buffer<float>(host_target);

@@ -112,9 +112,7 @@ struct IndexChain {
     index.hop = by_packets() ? hop(i) : fused::Hop{};
     index.packets = memory.packets;
     index.x_index = 2 * i - 1;
-    index.qa = memory.qa;
-    index.qa_squares = memory.qa_squares;
-    index.qkv_done = gate(fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
+    fused::set_index_latent(memory, fused::FusedModel::v41, rows, i, &index);
     index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
     index.scores_done = gate(gate_scores, fused::index_score_blocks(index.format));
     index.done = gate(gate_select, select_blocks(kind));

@@ -250,6 +250,34 @@ struct Errors {
   double rel_l2() const { return std::sqrt(difference / std::max(size, 1e-300)); }
 };
 
+// The query latent's codes as the front leaves them, by reference/.
+struct QueryLatent {
+  Buffer<std::uint8_t> codes;
+  Buffer<float> scale;
+  QueryLatent(int rows, int q_lora, int group, const std::vector<std::uint16_t>& qa,
+              const std::vector<std::uint16_t>& q_norm) {
+    const auto padded = static_cast<std::size_t>(fused::padded_rows(rows));
+    const auto lora = static_cast<std::size_t>(q_lora), span = static_cast<std::size_t>(group);
+    std::vector<std::uint16_t> latent(static_cast<std::size_t>(rows) * lora);
+    reference::rms_norm(latent.data(), qa.data(), q_norm.data(), rows, q_lora, kNormEps);
+    std::vector<std::uint8_t> code(latent.size());
+    std::vector<float> power(padded * (lora / span), NAN);
+    for (std::size_t first = 0; first < latent.size(); first += span) {
+      double amax = 1e-10;
+      for (std::size_t i = first; i < first + span; ++i) {
+        amax = std::max(amax, std::fabs(reference::from_bf16(latent[i])));
+      }
+      const double by = std::exp2(std::ceil(std::log2(amax / 448.0)));
+      for (std::size_t i = first; i < first + span; ++i) {
+        code[i] = reference::to_e4m3(reference::from_bf16(latent[i]) / by);
+      }
+      power[first % lora / span * padded + first / lora] = static_cast<float>(by);
+    }
+    codes = Buffer<std::uint8_t>(code);
+    scale = Buffer<float>(power);
+  }
+};
+
 class IndexCheck {
  public:
   int failures = 0;
@@ -290,6 +318,17 @@ class IndexCheck {
     fused::IndexParams index = buffers.index(device, device_state, act, false, true);
     must(fused::launch_index_query(index, false, nullptr), "index_query");
     check_query(sizes, state, act, buffers, host);
+    if (sizes.rows() > fused::kHopRows) {
+      const QueryLatent latent(sizes.rows(), kQLora, 32, act.qa.take(), host.q_norm);
+      fused::IndexParams given = index;
+      given.qa = nullptr;
+      given.qa_squares = nullptr;
+      given.latent_codes = latent.codes.get();
+      given.latent_scale = latent.scale.get();
+      buffers.query.poison();
+      must(fused::launch_index_query(given, false, nullptr), "index_query of codes");
+      check_query(sizes, state, act, buffers, host);
+    }
     must(fused::launch_index_scores(index, false, nullptr), "index_scores");
     check_scores(sizes, state, buffers, {});
     must(fused::launch_index_select(index, false, nullptr), "index_select");

@@ -6,6 +6,8 @@
 //   bench_layer ranks N [rows..]      N ranks, 2 or 4, each on a device of its own
 //   bench_layer processes N [rows..]  the same by a process a rank, which exchange handles
 //
+// Before the rows of all but the last "table": routed by given ids, the same in all cases.
+//
 // Exit code 1: a failure.
 #include "bench/layer_group.cuh"
 #include "bench/layer_stamps.hpp"
@@ -66,8 +68,9 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
 
 // Checks and times every case. One that faults says where, and the next begins anew.
 template <int kTp>
-void run_group(int gpus, int rows, bool checks) {
+void run_group(int gpus, int rows, bool by_table, bool checks) {
   Group<kTp> group(gpus, kLayers, rows);
+  group.each([&](int r) { group.rank(r).by_table = by_table; });
   for (const Case& c : kCases) {
     group.capture(c.parts);
     std::vector<std::uint16_t> first;
@@ -123,7 +126,7 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
       layers.reset();
       cuda_must(cudaDeviceSynchronize(), "inputs");
       graph.replay();
-      wait_or_leave(graph.stream(), say);
+      wait_for(graph.stream(), kRanksBudget, say);
       const std::vector<std::uint16_t> result = layers.take();
       finite = finite && all_finite(result);
       const auto all = processes.gather(rank, digest(result));
@@ -141,7 +144,7 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
       cuda_must(cudaEventRecord(from, graph.stream()), "record");
       for (int j = 0; j < kInARow; ++j) graph.replay();
       cuda_must(cudaEventRecord(to, graph.stream()), "record");
-      wait_or_leave(graph.stream(), say);
+      wait_for(graph.stream(), kRanksBudget, say);
       float ms = 0.0f;
       cuda_must(cudaEventElapsedTime(&ms, from, to), "elapsed");
       if (i >= 5) times.push_back(ms * 1e3 / kInARow / kLayers);
@@ -175,8 +178,11 @@ int run(int argc, char** argv) {
   const bool looped = what == "tp4" || what == "tp2";
   const bool processes = what == "processes";
   const int ranks = looped ? what[2] - '0' : argc > 2 ? std::atoi(argv[2]) : 0;
+  int next = looped ? 2 : 3;
+  const bool by_table = argc > next && std::string(argv[next]) == "table" && !processes;
+  next += by_table ? 1 : 0;
   std::vector<int> widths;
-  for (int i = looped ? 2 : 3; i < argc; ++i) widths.push_back(std::atoi(argv[i]));
+  for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
   if (widths.empty()) widths = {6};
   const bool known = (looped || processes || what == "ranks") && with_ranks(ranks, [&]<int kTp>() {
                        if (processes) {
@@ -186,11 +192,13 @@ int run(int argc, char** argv) {
                          return;
                        }
                        for (std::size_t i = 0; i < widths.size(); ++i) {
-                         run_group<kTp>(looped ? 1 : kTp, widths[i], !looped || i == 0);
+                         run_group<kTp>(looped ? 1 : kTp, widths[i], by_table, !looped || i == 0);
                        }
                      });
   if (!known) {
-    std::fprintf(stderr, "usage: bench_layer tp4|tp2|ranks N|processes N [rows..]\n");
+    std::fprintf(stderr,
+                 "usage: bench_layer tp4|tp2|ranks N [table] [rows..]\n"
+                 "       bench_layer processes N [rows..]\n");
     return 2;
   }
   std::printf("%d failures\n", failures);

@@ -113,6 +113,10 @@ struct Layers {
   Buffer<std::uint8_t> memory_bytes;
   fused::LayerMemory memory;
   Buffer<std::int32_t> ids;
+  // [layers][rows, 6], different experts of a row: where `by_table`, the layers' routing, so that
+  // chains of different parts read the same experts whatever their residuals become.
+  Buffer<std::int32_t> table;
+  bool by_table = false;
   Buffer<fused::Stamp> stamps;
   std::vector<std::uint16_t> residual, x;
 
@@ -127,6 +131,7 @@ struct Layers {
             fused::layer_memory(nullptr, kShape<kTp>, kTp, num_rows, num_layers).bytes)),
         memory(fused::layer_memory(memory_bytes.get(), kShape<kTp>, kTp, num_rows, num_layers)),
         ids(static_cast<std::size_t>(num_layers) * num_rows * 6),
+        table(ids.size()),
         stamps(static_cast<std::size_t>(16 * num_layers) * fused::kStampBlocks *
                static_cast<std::size_t>(fused::StampStage::count)) {
     stamps.zero();
@@ -141,6 +146,14 @@ struct Layers {
     for (auto& v : residual) v = bf16(random.normal());
     x.resize(static_cast<std::size_t>(rows) * kHidden);
     for (auto& v : x) v = bf16(random.normal());
+    std::vector<std::int32_t> drawn(table.size());
+    for (std::size_t first = 0; first < drawn.size(); first += 6) {
+      for (std::size_t i = first; i < first + 6;) {
+        drawn[i] = random.below(static_cast<int>(MoeLayer<kTp>::kE));
+        if (std::find(&drawn[first], &drawn[i], drawn[i]) == &drawn[i]) ++i;
+      }
+    }
+    table.put(drawn);
     cuda_must(fused::layer_init(memory, kShape<kTp>, port), "layer memory");
     reset();
   }
@@ -221,6 +234,7 @@ struct Layers {
     out.extra_idx = k.extra_idx.get();
     out.num_window = kWindow;
     out.num_extra = kExtra;
+    if (by_table) out.hash_ids = table.get() + static_cast<std::size_t>(i) * rows * 6;
     return out;
   }
   fused::LayerStep step() const {

@@ -103,11 +103,11 @@ struct PooledChain {
   bool hashes = false;  // routed by hash_ids
 
   PooledChain(const HostWeights& host, const HostV4& v4, int layers_in_chain, int pool_ratio,
-              int requests, int tokens, int length)
+              int requests, int tokens, int length, std::uint64_t budget_ns = 20'000'000)
       : num_layers(layers_in_chain),
         ratio(pool_ratio),
         sizes{requests, tokens, pool_ratio == 0 ? 4 : pool_ratio, length},
-        mail(sizes.rows(), kTp),
+        mail(sizes.rows(), kTp, budget_ns),
         layers(host, num_layers, sizes.rows(), mail.looped(kTp), mail.step_epoch.get(), 0),
         hash_ids(static_cast<std::size_t>(sizes.rows()) * 6) {
     Random random(0);

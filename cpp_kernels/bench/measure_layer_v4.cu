@@ -78,23 +78,11 @@ int run(const Words& words, Report& report) {
       const SideStream side(fused::BranchJoin::measured);
       Graph graph([&](cudaStream_t stream) { chain.launch({}, side, stream); });
       if (!check(report, chain, side, graph, " T=" + std::to_string(rows) + ", " + name)) return 1;
-      std::vector<double> times;
-      cudaEvent_t from, to;
-      cuda_must(cudaEventCreate(&from), "event");
-      cuda_must(cudaEventCreate(&to), "event");
-      for (int i = 0; i < words.repeats + 5; ++i) {
-        cuda_must(cudaEventRecord(from, graph.stream()), "record");
-        graph.replay();
-        cuda_must(cudaEventRecord(to, graph.stream()), "record");
-        graph.wait();
-        float ms = 0.0f;
-        cuda_must(cudaEventElapsedTime(&ms, from, to), "elapsed");
-        if (i >= 5) times.push_back(ms * 1e3 / kLayers);
-      }
-      cudaEventDestroy(from);
-      cudaEventDestroy(to);
-      report.figure({name, "v4", words.schedule, PooledChain::kTp, 1, rows, spread_of(times),
-                     words.repeats, layer_bytes(chain), "chain of 4 layers, 8K positions"});
+      const Times times = time_of(graph, words.repeats);
+      const Spread us = {times.median_us / kLayers, times.low_us / kLayers,
+                         times.high_us / kLayers};
+      report.figure({name, "v4", words.schedule, PooledChain::kTp, 1, rows, us, words.repeats,
+                     layer_bytes(chain), "chain of 4 layers, 8K positions"});
     }
   }
   return report.all_good() ? 0 : 1;

@@ -120,8 +120,9 @@ inline constexpr int kMaxRows = 64, kSets = 8, kPeers = 4;
 struct Layer {
   Dims d;
   MoeLayout layout;
-  std::vector<Buffer> relaid;  // marlin: w1 and w3, w2, each codes and scales
-  std::size_t matrix, scales;  // bytes of one expert's matrix and its scales
+  std::uint64_t budget_ns = 200'000'000;  // of a launch
+  std::vector<Buffer> relaid;             // marlin: w1 and w3, w2, each codes and scales
+  std::size_t matrix, scales;             // bytes of one expert's matrix and its scales
   Drawn w1, w1_scale, w3, w3_scale, w2, w2_scale, s1, s1_scale, s3, s3_scale, s2, s2_scale;
   Buffer gate, bias, x, ids, weights, out, out_ids, out_weights, workspace, boxes, outboxes, epoch,
       status, abort_word, abort_words;
@@ -240,7 +241,7 @@ struct Layer {
     if (publish) {
       a.boxes = {outboxes.as<void*>(), box_packets(), epoch.as<std::uint64_t>()};
     }
-    a.fault = {abort_words.as<std::uint32_t*>(), status.data, 0, publish ? kPeers : 1, 200'000'000};
+    a.fault = {abort_words.as<std::uint32_t*>(), status.data, 0, publish ? kPeers : 1, budget_ns};
     // Four mailboxes of one GPU: there is one abort word, and a fault raises it four times.
     if (publish) a.fault.abort_words = nullptr;
     return a;

@@ -22,7 +22,8 @@ if(NOT pybind11_FOUND)
 endif()
 pybind11_add_module(_kernels
   ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/py/hosted.cpp
-  ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/py/kernels_module.cpp)
+  ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/py/kernels_module.cpp
+  ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/py/watch.cpp)
 target_link_libraries(_kernels PRIVATE lowlat_flags lowlat_kernels)
 target_include_directories(_kernels SYSTEM PRIVATE ${_headers})
 set_target_properties(_kernels PROPERTIES INSTALL_RPATH "$ORIGIN/_lib")

@@ -122,6 +122,16 @@ if(TARGET test_host_amd_model)
     ENVIRONMENT "LD_LIBRARY_PATH=${CMAKE_CURRENT_BINARY_DIR}/fakes")
 endif()
 
+# What an owner of an AMD GPU runs, up to the line that says that there is none.
+if(TARGET test_host_amd_gpu)
+  add_test(NAME host/amd_report
+    COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/tests/tools/amd_report.sh
+      --built ${CMAKE_CURRENT_BINARY_DIR}
+    WORKING_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR})
+  set_tests_properties(host/amd_report PROPERTIES TIMEOUT 1900
+    PASS_REGULAR_EXPRESSION "nothing ran on an AMD GPU|run 3 of 3")
+endif()
+
 # ---------------------------------------------------------------------------------- with a GPU
 # Where nvcc is found: every tests/gpu/test_*.cu becomes a program and a ctest (label "gpu") that
 # is skipped without a device, and every cpp_kernels/bench/*.cu a program bench_*.
@@ -147,6 +157,10 @@ if(LOWLAT_HAVE_CUDA)
     add_executable(bench_${_name} ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/bench/${_source})
     target_link_libraries(bench_${_name} PRIVATE lowlat_kernels_inner)
   endforeach()
+  # Its own resident kernels, with clock stamps in their hand-offs, come before the library's.
+  target_sources(bench_resident_stages
+    PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/cpp_kernels/host/nvidia/step.cu)
+  target_compile_definitions(bench_resident_stages PRIVATE LOWLAT_STAMPS=1)
 endif()
 
 # ---------------------------------------------------------------------------------- with cargo

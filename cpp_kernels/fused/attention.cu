@@ -67,19 +67,21 @@ struct Shared {
     std::uint16_t key[kTile * kKeyPitch];
     std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
-  alignas(16) unsigned char work[kRawEnd > kQueryBytes + kScoreBytes ? kRawEnd
-                                                                     : kQueryBytes + kScoreBytes];
+  // In place of the work, when every block of the cluster has used up its own, what the cluster
+  // sends: by block and then by head of this one, its part of the sums under the largest score that
+  // it saw, that score and its weight.
+  union {
+    alignas(16) unsigned char work[kRawEnd > kQueryBytes + kScoreBytes ? kRawEnd
+                                                                       : kQueryBytes + kScoreBytes];
+    alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
+  };
+  float2 part_weight[kHeads];
+  std::uint64_t parts;  // barrier
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
-  // What the cluster sends: by block and then by head of this one, its part of the sums under the
-  // largest score that it saw, that score and its weight.
-  alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
-  float2 part_weight[kHeads];
-  std::uint64_t parts;           // barrier
   float factor[kHeads][kHeads];  // of a block's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   std::int32_t slot[kListed];  // of the block's keys, so many at a time; -1: a pad, or none
-  std::int32_t written[kMaxFusedRows];  // kv_slots
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
   // first tile, rows that may not be read yet.
   const std::uint8_t* data[2][kTile];
@@ -87,14 +89,13 @@ struct Shared {
   const std::uint8_t* late[kTile];
   // Whose key it is among the step's rows (one of those that are read from packets), or -1.
   std::int8_t late_row[kTile];
-  bool any_late;
 };
 
 // Slots of the keys from `first` on: places count through the window's and then the extra set's
-// indices. A thread a key.
+// indices. A thread a key, whose slot is returned as well.
 template <class Shared>
-LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int row_idx, int first,
-                             int end) {
+LOWLAT_DEVICE std::int32_t list_keys(Shared& shared, const AttentionParams& params, int row_idx,
+                                     int first, int end) {
   const int place = first + plat::thread_idx();
   std::int32_t slot = -1;
   if (place < end) {
@@ -104,6 +105,7 @@ LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int 
                        place - params.num_window);
   }
   shared.slot[plat::thread_idx()] = slot;
+  return slot;
 }
 
 // Where the key of a place is.
@@ -295,28 +297,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     sm90::fence_barrier_init();
     sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part + sizeof shared.part_weight);
   }
-  __syncwarp();
-  sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
-  list_keys(shared, params, row_idx, first_key, end_key);
-  if (thread_idx < params.num_rows)
-    shared.written[thread_idx] = __ldg(params.kv_slots + thread_idx);
+  const std::int32_t slot = list_keys(shared, params, row_idx, first_key, end_key);
   if (thread_idx < kHeads) {
     shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
     shared.top[thread_idx] = -INFINITY;
     shared.weight[thread_idx] = 0.0f;
   }
-  if (thread_idx == 0) shared.any_late = false;
-  plat::block_sync();
+  bool any_late = false;
   if (thread_idx < kTile) {
     const int place = first_key + thread_idx;
-    const std::int32_t slot = shared.slot[thread_idx];
     const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
     bool late = params.late_extra;
     int late_row = -1;
     if (place < params.num_window) {
 #pragma unroll 4
       for (int i = 0; i < params.num_rows; ++i) {
-        if (shared.written[i] == slot) late_row = i;
+        if (__ldg(params.kv_slots + i) == slot) late_row = i;
       }
       late = late_row >= 0;
     }
@@ -325,9 +321,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     shared.data[0][thread_idx] = late ? nullptr : row.data;
     shared.late[thread_idx] = late ? row.data : nullptr;
     shared.scales[0][thread_idx] = row.scales;
-    if (late && there) shared.any_late = true;
+    any_late = late && there;
   }
-  plat::block_sync();
+  any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
   ask_for_tile<true>(shared, shared.data[0], shared.scales[0]);
   if (thread_idx < shape::kRopeDim / 2) {
     const float angle =
@@ -340,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   if (!kHops || params.before.word != nullptr) wait_at(params.before);
   if constexpr (!kHops) stamps.mark(StampStage::wait);
-  if (kHops && shared.any_late) {
+  if (kHops && any_late) {
     // Keys of the step's rows, which are there before q is. Few threads have such pieces, and few
     // of them more than one.
 #pragma unroll 1
@@ -409,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
-  if (shared.any_late && (!kHops || params.late_extra)) {
+  if (any_late && (!kHops || params.late_extra)) {
     if (thread_idx < kTile) {
       shared.data[1][thread_idx] =
           kHops && shared.late_row[thread_idx] >= 0 ? nullptr : shared.late[thread_idx];
@@ -523,6 +519,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
     plat::block_sync();
+    if (next >= end_key) sm90::cluster_arrive_relaxed();  // the block's work is used up
 
     if (first != first_key) {
       const float low = shared.rescale[g], high = shared.rescale[g + 8];
@@ -554,6 +551,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   plat::block_sync();  // also where there was no tile: the pieces' stores are over
+  if (first_key >= end_key) sm90::cluster_arrive_relaxed();
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
@@ -565,7 +563,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   stamps.mark(StampStage::compute);
   // Each head's part goes to the block that finishes it.
   const int heads_per_block = kHeads / num_blocks;
-  sm90::cluster_wait();  // of the arrival at the start
+  sm90::cluster_wait();
   if (thread_idx < kHeads) {
     const int slot = block_idx * heads_per_block + thread_idx % heads_per_block;
     const int owner = thread_idx / heads_per_block;

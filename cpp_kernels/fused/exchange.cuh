@@ -139,51 +139,8 @@ LOWLAT_DEVICE void wait_for_quads(const ExchangePort& port, std::uint64_t epoch,
   plat::block_sync();
 }
 
-// sum[i] = the partial sums of column 4 quad_idx + i over the ranks, fp32 in rank order. Any thread
-// calls; waits until all packets are there. After a fault (reported) or an abort the sums are NaN:
-// what follows from them shows on this rank, and no plausible token leaves.
-template <int kRanks>
-LOWLAT_DEVICE void receive_quad(float (&sum)[4], const ExchangePort& port, std::uint64_t epoch,
-                                int row_idx, int quad_idx, int quads_per_row,
-                                stages::StageId stage) {
-  // Abort word and clock are read once in so many polls: a poll is one trip to the cache.
-  constexpr int kPollsPerCheck = 32;
-  const plat::TaggedWords* src[kRanks];
-  for (int rank = 0; rank < kRanks; ++rank) {
-    src[rank] = quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) + quad_idx;
-  }
-  std::uint32_t words[kRanks][3];
-  std::uint32_t missing = (1u << kRanks) - 1u;
-  std::uint64_t deadline_ns = 0;
-  for (int polls = 0;; ++polls) {
-    for (int rank = 0; rank < kRanks; ++rank) {
-      if ((missing >> rank & 1u) == 0u) continue;
-      if (plat::load_tagged(src[rank], static_cast<std::uint32_t>(epoch), words[rank])) {
-        missing &= ~(1u << rank);
-      }
-    }
-    if (missing == 0u) break;
-    if (polls % kPollsPerCheck == 0) {
-      const std::uint64_t now_ns = plat::clock_ns();
-      if (deadline_ns == 0) deadline_ns = now_ns + port.budget_ns;
-      const bool aborted =
-          plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
-      if (aborted || now_ns > deadline_ns) {
-        report_fault(port, port.kernel, stage, __ffs(static_cast<int>(missing)) - 1, epoch,
-                     aborted);
-        for (float& v : sum) v = plat::bits_float(0x7fc0'0000u);
-        return;
-      }
-    }
-  }
-  for (int rank = 0; rank < kRanks; ++rank) {
-    float v[4];
-    unpack_quad(v, words[rank]);
-    for (int i = 0; i < 4; ++i) sum[i] = rank == 0 ? v[i] : sum[i] + v[i];
-  }
-}
-
-// The same without waiting: false (sum untouched) where a packet is missing.
+// sum[i] = the partial sums of column 4 quad_idx + i over the ranks, fp32 in rank order; false (sum
+// untouched) where a packet is missing. Any thread calls. All packets are asked for at once.
 template <int kRanks>
 LOWLAT_DEVICE bool try_receive_quad(float (&sum)[4], const ExchangePort& port, std::uint64_t epoch,
                                     int row_idx, int quad_idx, int quads_per_row) {
@@ -204,6 +161,37 @@ LOWLAT_DEVICE bool try_receive_quad(float (&sum)[4], const ExchangePort& port, s
     for (int i = 0; i < 4; ++i) sum[i] = rank == 0 ? v[i] : sum[i] + v[i];
   }
   return true;
+}
+
+// The same, but waits until all packets are there. After a fault (reported) or an abort the sums
+// are NaN: what follows from them shows on this rank, and no plausible token leaves.
+template <int kRanks>
+LOWLAT_DEVICE void receive_quad(float (&sum)[4], const ExchangePort& port, std::uint64_t epoch,
+                                int row_idx, int quad_idx, int quads_per_row,
+                                stages::StageId stage) {
+  // Abort word and clock are read once in so many polls: a poll is one trip to the cache.
+  constexpr int kPollsPerCheck = 32;
+  std::uint64_t deadline_ns = 0;
+  for (int polls = 1; !try_receive_quad<kRanks>(sum, port, epoch, row_idx, quad_idx, quads_per_row);
+       ++polls) {
+    if (polls % kPollsPerCheck != 0) continue;
+    const std::uint64_t now_ns = plat::clock_ns();
+    if (deadline_ns == 0) deadline_ns = now_ns + port.budget_ns;
+    const bool aborted =
+        plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
+    if (!aborted && now_ns <= deadline_ns) continue;
+    int missing = 0;
+    std::uint32_t words[3];
+    while (missing < kRanks - 1 &&
+           plat::load_tagged(
+               quads_of(port, port.tp_rank, epoch, missing, row_idx, quads_per_row) + quad_idx,
+               static_cast<std::uint32_t>(epoch), words)) {
+      ++missing;
+    }
+    report_fault(port, port.kernel, stage, missing, epoch, aborted);
+    for (float& v : sum) v = plat::bits_float(0x7fc0'0000u);
+    return;
+  }
 }
 
 }  // namespace lowlat::nvidia::fused

@@ -151,15 +151,14 @@ struct ProductWeights {
 };
 
 // Adds sums [part][token][kSumPitch rows] of a block's kParts warps or groups of warps, in their
-// order, and gives them to the blocks that own the rows, four rows of a token at once. All threads
-// of the cluster call; on return the owned sums [block][token][kOwned] are there, if this block
-// owns any; the barrier counts them.
-template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch>
-LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTokens][kOwned],
-                                  std::uint64_t* barrier, int num_rows) {
+// order, and sends them to the blocks that own the rows, four rows of a token at once, as tokens
+// `first` and on of their owned sums [block][token][kOwned]; the barrier counts them. All threads
+// of the cluster call, whose blocks all run.
+template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch, int kAll>
+LOWLAT_DEVICE void send_sums(const float* sums, float (&owned)[kBlocks][kAll][kOwned],
+                             std::uint64_t* barrier, int num_rows, int first) {
   static_assert(kOwned % 4 == 0 && kSumPitch % 4 == 0);
   const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
-  if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run: all arrived when they began
   constexpr int kQuads = kRows / 4;
 #pragma unroll 1
   for (int i = plat::thread_idx(); i < kQuads * num_rows; i += kProductThreads) {
@@ -171,7 +170,7 @@ LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTo
       const float4 more = *reinterpret_cast<const float4*>(from + part * kTokens * kSumPitch);
       total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
     }
-    float* to = &owned[block_idx][token][row % kOwned];
+    float* to = &owned[block_idx][first + token][row % kOwned];
     if constexpr (kBlocks > 1) {
       sm90::send_to_peer(sm90::peer_address(to, row / kOwned),
                          make_uint4(plat::float_bits(total.x), plat::float_bits(total.y),
@@ -181,11 +180,23 @@ LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTo
       *reinterpret_cast<float4*>(to) = total;
     }
   }
+}
+// Until the owned sums are there, if this block owns any.
+template <int kRows, int kBlocks, int kOwned>
+LOWLAT_DEVICE void wait_for_sums(std::uint64_t* barrier) {
   if constexpr (kBlocks > 1) {
-    if (block_idx * kOwned < kRows) wait_for_cluster(barrier, 0);
+    if (sm90::cluster_rank() * kOwned < kRows) wait_for_cluster(barrier, 0);
   } else {
     plat::block_sync();
   }
+}
+// Both, of all tokens at once.
+template <int kRows, int kTokens, int kBlocks, int kOwned, int kParts, int kSumPitch>
+LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTokens][kOwned],
+                                  std::uint64_t* barrier, int num_rows) {
+  if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run: all arrived when they began
+  send_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(sums, owned, barrier, num_rows, 0);
+  wait_for_sums<kRows, kBlocks, kOwned>(barrier);
 }
 
 // kOwned rows of the kRows belong to one block of the cluster: block i has rows i * kOwned and on
@@ -225,8 +236,10 @@ struct Product {
   };
 
   // Asks for the weights, and tells the cluster that this block runs. All threads call.
-  // `first_row`: of the block within its scale blocks of kGroup rows.
-  template <int kGroup>
+  // `first_row`: of the block within its scale blocks of kGroup rows. kPaceNs: about so long from
+  // one copy of a warp's to its next, where the weights have time and all at once would be in the
+  // way of a kernel that others wait for.
+  template <int kGroup, int kPaceNs = 0>
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int first_row,
                                  int num_rows) {
     const int thread_idx = plat::thread_idx();
@@ -248,6 +261,7 @@ struct Product {
       for (int row = warp_idx; row < kRows; row += kProductWarps) {
         sm90::bulk_load(shared.memory + row * kPitch, weights.codes + row * weights.stride, kK,
                         &shared.barrier, sm90::CacheHint::evict_first);
+        if constexpr (kPaceNs > 0) __nanosleep(kPaceNs);
       }
     }
     __syncwarp();

@@ -28,13 +28,15 @@
 namespace lowlat::nvidia::fused {
 
 // kHalves: the tokens are f16 values instead of codes, and a weight's code is expanded to f16 when
-// it is used.
-template <int kGroup_, int kK_, int kTiles_, int kBlocks_, int kOwned_, bool kHalves = false>
+// it is used. kPasses: the tokens come in so many parts, one after the other, in the memory of one.
+template <int kGroup_, int kK_, int kTiles_, int kBlocks_, int kOwned_, bool kHalves = false,
+          int kPasses = 1>
 struct WideProduct {
   // Of K and of weight rows, that share a scale.
   static constexpr int kGroup = kGroup_;
   static constexpr int kRows = 64, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr int kOwned = kOwned_, kTokens = kTiles * kTileTokens;
+  static constexpr int kAllTokens = kPasses * kTokens;
   static constexpr int kWarpsAPart = 4, kParts = kProductWarps / kWarpsAPart;  // warp groups
   static constexpr int kScales = kK / kGroup, kSteps = kScales / kParts;
   static constexpr int kScaleRows = kRows < kGroup ? 1 : kRows / kGroup;
@@ -58,17 +60,17 @@ struct WideProduct {
 
   // Written by each block of the cluster. A block that owns all its rows has it over the weights.
   struct Owned {
-    float sums[kBlocks][kTokens][kOwned];
+    float sums[kBlocks][kAllTokens][kOwned];
   };
   struct Nothing {};
-  static_assert(kBlocks > 1 || sizeof(Owned) <= kRows * kWeightPitch);
+  static_assert(kBlocks > 1 || (kPasses == 1 && sizeof(Owned) <= kRows * kWeightPitch));
 
   struct Shared {
     alignas(128) unsigned char weights[kRows * kWeightPitch];
     // Codes, then, when they are used up, the warp groups' sums [group][token][row].
     alignas(128) unsigned char tokens[kTokenBytes > kSumBytes ? kTokenBytes : kSumBytes];
     alignas(16) std::conditional_t<(kBlocks > 1), Owned, Nothing> owned;
-    alignas(16) float token_scale[kScales][kTokens];
+    alignas(16) float token_scale[kScales][kAllTokens];
     float scale[kScaleRows][kScales];
     std::uint64_t barrier;        // of the weights
     std::uint64_t owned_barrier;  // of what the cluster sends
@@ -111,24 +113,31 @@ struct WideProduct {
   }
 
   // Copies values [token, stride] (in bytes) and scales [kK / kGroup, padded] from their block's
-  // first K on. All threads call; run() waits for them.
+  // first K on: of a pass the values, of the first also all scales. All threads call; run() waits
+  // for them.
   LOWLAT_DEVICE static void load_tokens(Shared& shared, const std::uint8_t* values, int stride,
-                                        const float* scale, int padded, int num_rows) {
+                                        const float* scale, int padded, int num_rows,
+                                        int pass = 0) {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    // A warp takes a line of four tokens at a time.
-    constexpr int kLines = kK * kBytes / 128;
+    // A warp takes a line of four tokens at a time. Blocks that want the same begin at different
+    // ones, so that they do not all ask the same part of the cache.
+    constexpr int kLines = kK * kBytes / 128, kAll = 2 * kTiles * kLines;
     static_assert(kK * kBytes % 128 == 0);
-#pragma unroll 4
-    for (int i = warp_idx; i < 2 * kTiles * kLines; i += kProductWarps) {
+    const int shift = static_cast<int>(blockIdx.x) / kBlocks * kProductWarps % kAll;
+#pragma unroll 1
+    for (int turn = warp_idx; turn < kAll; turn += kProductWarps) {
+      const int i = turn + shift < kAll ? turn + shift : turn + shift - kAll;
       const int token = i % (2 * kTiles) * 4 + lane_idx / 8;
       const int byte = i / (2 * kTiles) * 128 + lane_idx % 8 * 16;
-      if (token < num_rows) {
+      const int row = pass * kTokens + token;
+      if (row < num_rows) {
         copy_16(token_codes(shared, token, byte / kBytes),
-                values + static_cast<std::int64_t>(token) * stride + byte);
+                values + static_cast<std::int64_t>(row) * stride + byte);
       }
     }
-    constexpr int kScalePieces = kTokens / 4;
+    if (pass > 0) return;
+    constexpr int kScalePieces = kAllTokens / 4;
     for (int i = plat::thread_idx(); i < kScales * kScalePieces; i += kProductThreads) {
       const int group = i / kScalePieces, token = i % kScalePieces * 4;
       if (token < padded) {
@@ -138,12 +147,49 @@ struct WideProduct {
   }
 
   // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
-  // after load() and the tokens; on return the owned sums are there.
+  // after load() and the tokens of the first pass; `load_pass(pass)` asks for those of the others.
+  // On return the owned sums are there.
+  template <class LoadPass>
+  LOWLAT_DEVICE static void run(Shared& shared, int num_rows, Stamps& stamps,
+                                const LoadPass& load_pass) {
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses && pass * kTokens < num_rows; ++pass) {
+      if (pass > 0) {
+        plat::block_sync();  // the sums of the pass before have been read
+        load_pass(pass);
+      }
+      wait_for_copies();
+      sm90::fence_async_shared();
+      plat::block_sync();
+      if (pass == 0) stamps.mark(StampStage::read);
+      multiply_pass(shared, pass);
+      if (kBlocks > 1 && pass == 0) sm90::cluster_wait();  // the others run: all have arrived
+      const int left = num_rows - pass * kTokens;
+      send_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
+          reinterpret_cast<const float*>(shared.tokens), owned_of(shared).sums,
+          &shared.owned_barrier, left < kTokens ? left : kTokens, pass * kTokens);
+    }
+    stamps.mark(StampStage::compute);
+    wait_for_sums<kRows, kBlocks, kOwned>(&shared.owned_barrier);
+    stamps.mark(StampStage::sum);
+  }
   LOWLAT_DEVICE static void run(Shared& shared, int num_rows, Stamps& stamps) {
-    wait_for_copies();
-    sm90::fence_async_shared();
-    plat::block_sync();
-    stamps.mark(StampStage::read);
+    static_assert(kPasses == 1);
+    run(shared, num_rows, stamps, [](int) {});
+  }
+
+  // The sum of an owned row, after run().
+  LOWLAT_DEVICE static float sum(Shared& shared, int token, int owned_row) {
+    const Owned& owned = owned_of(shared);
+    float total = owned.sums[0][token][owned_row];
+#pragma unroll
+    for (int i = 1; i < kBlocks; ++i) total += owned.sums[i][token][owned_row];
+    return total;
+  }
+
+ private:
+  // The warp groups' sums of a pass, in the place of its tokens.
+  LOWLAT_DEVICE static void multiply_pass(Shared& shared, int pass) {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
     const int group = warp_idx / kWarpsAPart, warp = warp_idx % kWarpsAPart;
@@ -157,7 +203,7 @@ struct WideProduct {
     const float* weight_scale = shared.scale[warp * kScaleRows / kWarpsAPart] + first;
     const auto add = [&](const float (&part)[4 * kTiles], int step) {
       const float own = weight_scale[step];
-      const float* scales = shared.token_scale[first + step] + 2 * t;
+      const float* scales = shared.token_scale[first + step] + pass * kTokens + 2 * t;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const float2 two = *reinterpret_cast<const float2*>(scales + n * kTileTokens);
@@ -213,22 +259,7 @@ struct WideProduct {
       to[kSumPitch + 8] = sum[4 * n + 3];
     }
     plat::block_sync();
-    stamps.mark(StampStage::compute);
-    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
-        partial, owned_of(shared).sums, &shared.owned_barrier, num_rows);
-    stamps.mark(StampStage::sum);
   }
-
-  // The sum of an owned row, after run().
-  LOWLAT_DEVICE static float sum(Shared& shared, int token, int owned_row) {
-    const Owned& owned = owned_of(shared);
-    float total = owned.sums[0][token][owned_row];
-#pragma unroll
-    for (int i = 1; i < kBlocks; ++i) total += owned.sums[i][token][owned_row];
-    return total;
-  }
-
- private:
   // A lane's part of a weight row: four codes, or two as f16.
   LOWLAT_DEVICE static std::uint32_t fragment(const unsigned char* from) {
     if constexpr (kHalves) {

@@ -58,6 +58,10 @@ struct IndexParams {
   const std::uint16_t* q_norm;  // bf16 [q_lora]
   const std::uint16_t* qa;      // bf16 [T, q_lora]
   const float* qa_squares;      // as FrontParams
+  // Of more rows: the latent's codes as the front makes them (FrontParams), whose gate qkv_done is
+  // then. NULL: each block makes them from qa.
+  const std::uint8_t* latent_codes;
+  const float* latent_scale;
   float norm_eps;
   RopeFrequencies rope;
   std::uint16_t* query;  // bf16 (fp8: f16 of the codes) [T, heads * 128], by index_query_place
@@ -81,8 +85,8 @@ struct IndexParams {
   std::int32_t* entries;      // NULL: not wanted
   std::int32_t* entry_slots;  // as AttentionParams::extra_idx
   std::int32_t* out_blocks;   // [T, 2048] of launch_index_blocks, ascending, -1 at the end
-  // Of qa; of the head weights; of the step's own keys (with new_keys); between the kernels; of the
-  // selection.
+  // Of qa, or of latent_codes; of the head weights; of the step's own keys (with new_keys); between
+  // the kernels; of the selection.
   Gate qkv_done, heads_done, keys_done, query_done, scores_done, done;
 };
 

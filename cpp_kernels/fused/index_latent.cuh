@@ -12,6 +12,7 @@
 #include "fused/front.hpp"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
+#include "fused/front_weights.cuh"
 
 namespace lowlat::nvidia::fused {
 
@@ -54,6 +55,21 @@ struct IndexLatent {
       quantize(__ldcg(reinterpret_cast<const uint4*>(qa + piece * kPiece)), gain, piece / kPieces,
                piece % kPieces * kPiece);
     }
+    plat::block_sync();
+  }
+
+  // The same of codes that lie in memory as FrontParams::latent_codes.
+  LOWLAT_DEVICE void copy(const std::uint8_t* from, const float* scales, int num_rows) {
+    constexpr int kParts = kQLora / 16, kGroups = kQLora / kGroup;
+    const int padded = padded_rows(num_rows);
+    for (int i = plat::thread_idx(); i < num_rows * kParts; i += kProductThreads) {
+      copy_16(codes + i / kParts * kPitch + i % kParts * 16, from + i * 16);
+    }
+    for (int i = plat::thread_idx(); i < num_rows * kGroups; i += kProductThreads) {
+      const int group = i / num_rows, token = i % num_rows;
+      scale[group * kTokens + token] = __ldcg(scales + group * padded + token);
+    }
+    wait_for_copies();
     plat::block_sync();
   }
 

@@ -57,6 +57,10 @@ LOWLAT_DEVICE void wait_for_latent(IndexLatent<kQLoraOf, kGroupOf, kTokens>& lat
     }
   }
   wait_at(params.qkv_done);
+  if (params.latent_codes != nullptr) {
+    latent.copy(params.latent_codes, params.latent_scale, num_rows);
+    return;
+  }
   latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
 }
 

@@ -29,7 +29,7 @@ enum GateKind {
   gate_input = word_ticket,
   gate_input_mix = word_ffn_ticket
 };
-static_assert(gate_qkv == kLayerQkv && gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
+static_assert(gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
 static_assert(gate_latent < kLayerGates);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
@@ -102,6 +102,18 @@ Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint3
   out.port = memory.port;
   out.id = static_cast<std::uint32_t>(kLayerGates * layer_idx + number) | 0x1000u;
   return out;
+}
+
+void set_index_latent(const LayerMemory& memory, FusedModel model, int num_rows, int layer_idx,
+                      IndexParams* index) {
+  index->qa = memory.qa;
+  index->qa_squares = memory.qa_squares;
+  index->qkv_done = layer_gate(memory, layer_idx, gate_qkv, front_qkv_blocks(model));
+  if (num_rows <= kHopRows) return;
+  index->latent_codes = memory.latent_codes;
+  index->latent_scale = memory.latent_scale;
+  index->qkv_done =
+      layer_gate(memory, layer_idx, gate_latent, static_cast<std::uint32_t>(num_rows));
 }
 
 Gate layer_x_gate(const LayerStep& step, int layer_idx) {

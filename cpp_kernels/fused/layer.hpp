@@ -33,6 +33,7 @@
 #include "fused/exchange.hpp"
 #include "fused/exchange_mix.hpp"
 #include "fused/front.hpp"
+#include "fused/index.hpp"
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
@@ -98,14 +99,19 @@ struct LayerMemory {
   std::int64_t bytes;  // of it all
 };
 inline constexpr int kLayerGates = 32;
-// Of these, those of [q_a, kv] and of a layer's result; the first that no kernel of a plain layer
-// uses, for kernels beside it; and that of the last exchange where memory_follows.
-inline constexpr int kLayerQkv = 1, kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
+// Of these, that of a layer's result; the first that no kernel of a plain layer uses, for kernels
+// beside it; and that of the last exchange where memory_follows.
+inline constexpr int kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
 // The exchange before layer 1 where a caller counts its layers from 1, as of an embedding.
 inline constexpr int kLayerEmbedIndex = 1;
 
 // A gate of a layer, 0 when the step begins. number: one of the above.
 Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint32_t blocks);
+
+// Where an index beside the layer finds the query latent of a step of `num_rows` rows, and its
+// gate.
+void set_index_latent(const LayerMemory& memory, FusedModel model, int num_rows, int layer_idx,
+                      IndexParams* index);
 
 // `base` NULL: for the bytes alone. max_rows: of the widest step. Aligned to 256 bytes.
 LayerMemory layer_memory(void* base, lowlat::fused::MoeShape shape, int tp_size, int max_rows,

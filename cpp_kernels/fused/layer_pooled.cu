@@ -53,9 +53,7 @@ class Branch {
     index_.packets = step.memory.packets;
     if (step.num_rows <= kHopRows) index_.hop = hop;
     index_.x_index = 2 * layer_idx - 1;
-    index_.qa = step.memory.qa;
-    index_.qa_squares = step.memory.qa_squares;
-    index_.qkv_done = gate(kLayerQkv, front_qkv_blocks(FusedModel::v4));
+    set_index_latent(step.memory, FusedModel::v4, step.num_rows, layer_idx, &index_);
     index_.heads_done = compress_.product_done;
     index_.keys_done = pool_.done;
     index_.query_done = gate(gate_query, kIndexQueryBlocks);

@@ -25,28 +25,6 @@ bool is_wide(MoeShape shape, MoeLayout layout, int rows) {
 template <class S>
 constexpr int kConsumers = S::kHidden > 4096 && S::kTpSize == 2 ? 8 : 16;
 
-// [chunks][rows][128 bytes] of a row-major matrix, copied by boxes of a tile's rows and all chunks
-// to places that eight rows' reads of 16 bytes find in different banks.
-cudaError_t tile_map(const std::uint8_t* codes, int rows, int row_bytes, CUtensorMap* out) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                              12000, cudaEnableDefault, &found);
-  if (status != cudaSuccess) return status;
-  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  const auto chunks = static_cast<cuuint64_t>(row_bytes / 128);
-  const cuuint64_t sizes[3] = {128, static_cast<cuuint64_t>(rows), chunks};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_bytes), 128};
-  const cuuint32_t box[3] = {128, moe::kTileRows, static_cast<cuuint32_t>(chunks)};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult made =
-      encode(out, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<std::uint8_t*>(codes), sizes,
-             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 // The kernel of few rows, and where the workspace of that of many begins.
 template <class S>
 struct Instance {
@@ -55,10 +33,14 @@ struct Instance {
 
   static cudaError_t run(const MoeArgs& args, const moe::Rules& rules, cudaStream_t stream,
                          bool overlapped) {
-    constexpr int kRows = L::kExperts * L::kInner;
+    constexpr std::int64_t kRows = std::int64_t{L::kExperts} * L::kInner;
+    constexpr int kRow = L::kHidden / 2;
     moe::TileMaps maps;
-    cudaError_t status = tile_map(args.w.w1.codes, kRows, L::kHidden / 2, &maps.gate);
-    if (status == cudaSuccess) status = tile_map(args.w.w3.codes, kRows, L::kHidden / 2, &maps.up);
+    const moe::BoxedMatrix matrices[] = {
+        {args.w.w1.codes, kRows, kRow, moe::kTileRows, kRow, true},
+        {args.w.w3.codes, kRows, kRow, moe::kTileRows, kRow, true}};
+    cudaError_t status = moe::tile_map(matrices[0], &maps.gate);
+    if (status == cudaSuccess) status = moe::tile_map(matrices[1], &maps.up);
     if (status != cudaSuccess) return status;
     return moe::launch<L>(moe::moe_region_mxfp4_sm90<L>, args, rules, stream, overlapped, maps);
   }

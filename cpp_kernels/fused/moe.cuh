@@ -5,7 +5,9 @@
 //              shared: the same with x and h quantised. y = bf(sum of a row's d_p) + bf(shared)
 // Shapes       fused/moe.hpp; T 1 .. 8
 // Rounding     as stages/experts.hpp (Marlin's): gate, up, silu, h, d and the sum of slots to
-//              bf16; all other sums fp32
+//              bf16; all other sums fp32. x enters the routed products as two e4m3 terms under a
+//              power of two: below 2^-17 of the largest of a row's share of a warp (a sixteenth of
+//              it) is lost. h enters as fp16
 // Bytes        each weight of a chosen expert once: shape::moe_weight_bytes
 // Floor        V4.1, TP4, T = 6: 175 MB, 37.7 us at 4.65 TB/s. The bench prints the share reached.
 // Launch       one block an SM (128 at least): kConsumers warps, a producer, a finisher, two
@@ -15,23 +17,26 @@
 //              kParts, both added in their order; slots in slot order. Bitwise run to run.
 // Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
 //
-// How the work lies. First product: a tile is 8 values of h, rows i .. i + 7 of w1 and of w3 as the
-// 16 weight rows of an mma, so that gate and up of one value meet in one warp. Blocks draw tiles in
-// the order of experts, so that slow ones take fewer; all consumers work on one tile, warp w on the
-// w-th slice of K. An mma's columns are the rows, whoever chose the expert, and a warp holds x's
-// slice in registers for the whole launch. Codes are placed in fp16 fields by shifts alone; a group
-// of 32 is summed by itself and its scale applied to the sums. The finisher adds the slices,
-// applies SwiGLU and sends h to all blocks. Second product: block b owns a band of output columns
-// for all experts, so a row's slots never leave the block; warps take (expert, part of I). The
-// first experts' h was finished while later tiles were multiplied, so the second product starts
-// without a wait. Weights that do not depend on the routing (router, shared expert) stream while it
-// is being decided.
+// How the work lies. First product: a tile is 8 values of h, rows i .. i + 7 of w1 and of w3, so
+// that gate and up of one value meet in one warp. Blocks draw tiles in the order of experts, so
+// that slow ones take fewer; all consumers work on one tile, warp w on the w-th slice of K. The
+// products are wgmma's of e4m3: a warp's 16 weight rows, whose fp4 codes are moved into e4m3's
+// fields in registers, times 8 columns in shared memory, two of which are the row's two terms along
+// this warp's slice, the other six those of the three warps beside it. So a product is one row
+// (an expert's rows are taken one after the other), and any row's columns lie in one place, written
+// once. A group of 32 along K is one product and its scale multiplies the sums. The slot is free as
+// soon as the codes are in registers. The finisher adds the slices, applies SwiGLU and sends h to
+// all blocks. Second product: block b owns a band of output columns for all experts, so a row's
+// slots never leave the block; warps take (expert, part of I), a pair at a time. Codes are placed
+// in fp16 fields by shifts alone; group j of a pair's h is column j of the products, so that the
+// scales are applied once at the end. The first experts' h was finished while later tiles were
+// multiplied, so the second product starts without a wait. Weights that do not depend on the
+// routing (router, shared expert) stream while it is being decided. Experts are in the order of
+// their first pairs: when row 0 is routed, every block asks for its first tiles.
 //
 // Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
-//                       read by block t for row t. Written again by the next launch, which begins
-//                       after this one has ended (wait_for_predecessors).
-//              routes   [row] packets {two ids, their weights, epoch}: written by block t's second
-//                       router, read by every block's first; again as the scores.
+//                       read by one warp of every block. Written again by the next launch, which
+//                       begins after this one has ended (wait_for_predecessors).
 //              ticket   a counter that every block draws from until it draws no tile: 0 between
 //                       launches. The tile of a use of the ring is in the table before the use's
 //                       `full`; a consumer sees it after that, the finisher after their sums.
@@ -55,6 +60,8 @@
 #include <type_traits>
 
 #include "fused/moe_parts.cuh"
+// The parts come first.
+#include "fused/moe_wide_numbers.cuh"
 
 namespace lowlat::nvidia::fused {
 
@@ -97,9 +104,12 @@ struct Layout {
   static constexpr int kChunkUnits = 8, kChunkBytes = kTileRows * 16 * kChunkUnits;
   static constexpr int kHalfTile = kTileRows * kHidden / 2;
   static constexpr int kScaleRow = kHidden / 32;
-  static constexpr int kTileBytes = 2 * kTileRows * (kHidden / 2 + kScaleRow);
-  static constexpr int kSlotBytes = round_up(kTileBytes, 1024);
+  static constexpr int kTileScales = 2 * kTileRows * kScaleRow;
+  static constexpr int kTileBytes = 2 * kHalfTile + kTileScales;
   static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row
+  // A slot of the ring: a tile's codes, or one of the shared tile's halves.
+  static constexpr int kSlotBytes = round_up(
+      2 * kHalfTile > kTileRows * kSharedPitch ? 2 * kHalfTile : kTileRows * kSharedPitch, 1024);
   static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
@@ -113,6 +123,9 @@ struct Layout {
   static constexpr int kInnerBlocks = kInner / 64;
   static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : 4;
   static constexpr int kPartGroups = 2 * kInnerBlocks / kParts;  // of 32, of one scale each
+  // A group of a pair's h is a column of its own: so many at once.
+  static constexpr int kPasses = (kPartGroups + 7) / 8, kPassGroups = kPartGroups / kPasses;
+  static_assert(kPassGroups * kPasses == kPartGroups && kPassGroups % 2 == 0);
   static constexpr int kInnerRow = kInner / 2, kInnerScaleRow = kInner / 32;
   static constexpr int kBandBytes = kBandRows * (kInnerRow + kInnerScaleRow);
   static constexpr int kPieceBytes = round_up(kBandBytes, 128);
@@ -121,13 +134,13 @@ struct Layout {
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
-  static_assert(kConsumers % 8 == 0 && kHidden % 256 == 0 && (kSpan == 1 || kSpan == 4));
+  static_assert(kConsumers >= kMaxRows && kConsumers % 8 == 0 && kHidden % 256 == 0 &&
+                (kSpan == 1 || kSpan == 4));
   static_assert(kSlice % (2 * kBlockK) == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
                 kExperts % kBands == 0);
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
                 kPieces >= 1);
   static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
-  static_assert(kTileRows * kSharedPitch <= kSlotBytes && kGateRows * kGatePitch <= kSlotBytes);
   static_assert(kBandRows * kInnerRow % 16 == 0 && kBandRows * kInnerScaleRow % 16 == 0);
   static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
 
@@ -141,55 +154,79 @@ struct Layout {
   static constexpr int kPartialFloats = kBuffers * kPartialBytes / 4;
   static constexpr int kSharedSums = kPartialFloats > kPairFloats ? kPartialFloats : kPairFloats;
   static constexpr int kSumsBytes = 4 * (kSharedSums + kParts * kMaxRows * kBandRows);
-  static constexpr int kBandOffset = 0;
-  static constexpr int kSumsOffset = round_up(kBandOffset + kBandRows * kInner, 128);
+  // Columns of e4m3: of each group of four warps, each of their groups of 32, each row: the two
+  // terms of the four warps' 32 elements, as two cores of 8 columns. A row's pitch spreads the
+  // banks that a warp's stores go to.
+  static constexpr int kColumnBytes = 256, kColumnPitch = kColumnBytes + 16;
+  static constexpr int kColumnsBytes = kConsumers / 4 * kSliceBlocks * kMaxRows * kColumnPitch;
+  // What is as large for any ring: a tile's scales have one place more than its codes, because a
+  // slot is free again when its codes are in registers.
+  static constexpr int kTableMost = 3072;  // table, barriers, rounding
+  static constexpr int kFixed = kSumsBytes + kTableMost + kTileScales + kColumnsBytes;
+  static constexpr int kSharedBand = round_up(kBandRows * kInner, 128);  // of the shared w2
+  static constexpr int kMaxSlots = 3;  // more in flight is slower, see docs/bench
+  static constexpr int slots_beside(int bytes) {
+    const int fit = (kSmemLimit - kFixed - bytes) / (kSlotBytes + kTileScales);
+    return fit < kMaxSlots ? fit : kMaxSlots;
+  }
+  // The shared w2's band has a place of its own, or takes the columns' when they are done with.
+  static constexpr bool kBandLate = slots_beside(kSharedBand) < 2;
+  static constexpr int kRing = slots_beside(kBandLate ? 0 : kSharedBand);
+  static_assert(kRing >= 2, "the shared expert's tile takes two slots");
+  static constexpr int kSumsOffset = kBandLate ? 0 : kSharedBand;
   static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
   struct alignas(16) Table {
     std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
     std::int32_t num_experts;
-    std::uint32_t stop;  // Watch
-    std::uint32_t chosen[kExperts / 32];
-    // Masks of an expert's pairs, and a row that this block routes for all.
-    std::uint32_t pairs_of[2][kMaxPairs];
-    std::int32_t own_ids[kSlots];
-    float own_weights[kSlots];
-    std::uint16_t expert[kMaxPairs];     // ascending, one entry each
+    std::uint32_t stop;                  // Watch
+    std::uint32_t lost;                  // scores have not come: no tiles
+    std::uint64_t quads_epoch;           // exchange_epoch of the sum's packets
+    std::uint16_t expert[kMaxPairs];     // in the order of their first pairs, one entry each
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
     std::uint16_t sorted[kMaxPairs];     // pairs by expert, then by pair
     std::uint16_t place[kMaxPairs];      // of a pair in `sorted`
-    // Of a use of the ring: its tile, and whether it is one.
+    // Rows that chose an expert, a bit each. Of a use of the ring: its tile, and those rows (none:
+    // it is no tile).
+    std::uint32_t rows_of[kMaxPairs];
     std::int32_t tile[kWindow];
-    std::uint8_t is_tile[kWindow];
+    std::uint8_t rows_here[kWindow];
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
-  static constexpr int kMaxSlots = 3;  // more in flight is slower, see docs/bench
+  // Pieces of the second product lie in the slots, and then in the columns' place.
+  static constexpr int kSlotPieces = kRing * kPieces;
+  static constexpr int kRingPieces =
+      kSlotPieces + (kColumnsBytes - (kBandLate ? kSharedBand : 0)) / kPieceBytes;
   struct Barriers {
-    std::uint64_t full[kMaxSlots], empty[kMaxSlots];
-    std::uint64_t piece_full[kMaxSlots * kPieces], piece_empty[kMaxSlots * kPieces];
-    std::uint64_t band_full, table, sums_full[kBuffers], sums_empty[kBuffers];
+    std::uint64_t full[kRing], empty[kRing];
+    std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
+    std::uint64_t gate_full, band_full, first_routed, routed, table, sums_full[kBuffers],
+        sums_empty[kBuffers];
   };
   // Places in them, for loops that address shared memory themselves.
   static constexpr int kStopOffset = offsetof(Table, stop),
-                       kIsTileOffset = offsetof(Table, is_tile);
+                       kRowsHereOffset = offsetof(Table, rows_here);
   static constexpr int kFullBarriers = offsetof(Barriers, full);
   static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
   static constexpr int kPieceFullBarriers = offsetof(Barriers, piece_full);
   static constexpr int kPieceEmptyBarriers = offsetof(Barriers, piece_empty);
   static constexpr int kSumsFullBarriers = offsetof(Barriers, sums_full);
   static constexpr int kSumsEmptyBarriers = offsetof(Barriers, sums_empty);
-  static constexpr int kRingOffset =
-      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
-  static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
-  static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
-  static_assert(kRing >= 2, "the shared expert's tile takes two slots");
-  static constexpr int kRingPieces = kRing * kPieces;
+  static constexpr int kScalesOffset =
+      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
+  static constexpr int kRingOffset = round_up(kScalesOffset + (kRing + 1) * kTileScales, 1024);
+  static constexpr int kColumnsOffset = kRingOffset + kRing * kSlotBytes;
+  static constexpr int kGateOffset = kColumnsOffset;  // the router's rows, before there are columns
+  static_assert(kGateRows * kGatePitch <= kColumnsBytes);
+  static constexpr int kBandOffset = kBandLate ? kColumnsOffset : 0;
+  static constexpr int kMorePieces = kColumnsOffset + (kBandLate ? kSharedBand : 0);
   // Experts from one item of a warp to its next, at most.
   static constexpr int kReach = (kConsumers + kParts - 1) / kParts;
   static_assert(kReach <= kRingPieces, "a warp is at most one turn of the ring ahead");
-  static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
+  static constexpr int kSmemBytes = kColumnsOffset + kColumnsBytes;
+  static_assert(kSmemBytes <= kSmemLimit);
 
   // Workspace, in bytes from its start.
   static constexpr int kMaxGrid = 1024;
@@ -199,10 +236,7 @@ struct Layout {
   static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
-  static constexpr int kRoutePackets = (kSlots + 1) / 2;  // of a row: two ids and their weights
-  static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
-  static constexpr std::size_t kRoutesBytes = round_up(16 * kMaxRows * kRoutePackets, 256);
-  static constexpr std::size_t kWorkspaceBytes = kRoutesOffset + kRoutesBytes;
+  static constexpr std::size_t kWorkspaceBytes = kScoresOffset + kScoresBytes;
 };
 
 // The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
@@ -226,6 +260,14 @@ struct Region {
 
   LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
     return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
+  }
+  // Of a piece of the second product, after so many uses of the ring.
+  LOWLAT_DEVICE int piece_offset(int piece, int uses) const {
+    if (piece >= L::kSlotPieces) {
+      return L::kMorePieces + (piece - L::kSlotPieces) * L::kPieceBytes;
+    }
+    return L::kRingOffset + (uses + piece / L::kPieces) % L::kRing * L::kSlotBytes +
+           piece % L::kPieces * L::kPieceBytes;
   }
   LOWLAT_DEVICE float* partial(int buffer) const {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
@@ -253,9 +295,6 @@ struct Region {
     watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
     if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
   }
-  LOWLAT_DEVICE plat::TaggedWords* route_packet(int i) const {
-    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + i;
-  }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
   LOWLAT_DEVICE int shared_tiles() const {
@@ -263,6 +302,11 @@ struct Region {
   }
 };
 
+// `kNum` threads of the block; number 0 is the whole block's.
+template <int kNumber, int kNum>
+LOWLAT_DEVICE void named_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kNum) : "memory");
+}
 // Until x is there; all but the producer, who reads none of it.
 template <class L>
 LOWLAT_DEVICE void wait_for_x(const Region<L>& r) {
@@ -272,7 +316,7 @@ LOWLAT_DEVICE void wait_for_x(const Region<L>& r) {
     return;
   }
   if (plat::thread_idx() == 0) poll_gate(gate);
-  asm volatile("bar.sync 2, %0;" ::"n"(L::kThreads - plat::kWarpLanes) : "memory");
+  named_sync<2, L::kThreads - plat::kWarpLanes>();
 }
 // Code that runs for the first time is slow, and a block that is early has time: it runs what
 // follows on x once before, on other numbers. The first of two passes, or the only one.
@@ -281,6 +325,19 @@ LOWLAT_DEVICE int first_pass(const Region<L>& r) {
   return r.early && r.scores ? 0 : 1;
 }
 LOWLAT_DEVICE void keep(float value) { asm volatile("" ::"f"(value)); }
+
+// The n-th use of the ring by tiles: number `tile` in the order of experts, or none.
+template <class L>
+LOWLAT_DEVICE void describe_use(const Region<L>& r, int n, int tile) {
+  const bool is_tile = tile < r.table.num_experts * L::kTiles;
+  r.table.tile[n % L::kWindow] = tile;
+  r.table.rows_here[n % L::kWindow] =
+      static_cast<std::uint8_t>(is_tile ? r.table.rows_of[tile / L::kTiles] : 0u);
+}
+template <class L>
+LOWLAT_DEVICE int given_tile(const Region<L>& r, int n) {
+  return n * r.num_blocks + r.block_idx;
+}
 
 // ------------------------------------------------------------------------------------ producer
 
@@ -291,17 +348,16 @@ struct Producer {
   int uses = 0;    // of the first product's ring
   int pieces = 0;  // of the second's
 
+  // Until use number `use` of the ring, if there was such a one, is over.
+  LOWLAT_DEVICE void wait_empty(int use) const {
+    if (use >= 0) barrier_wait(&r.barriers.empty[use % L::kRing], use / L::kRing & 1);
+  }
   // Waits until the next slot is free and says what it will hold.
-  LOWLAT_DEVICE bool begin_slot(std::uint32_t bytes) {
-    const int slot = uses % L::kRing;
-    if (uses >= L::kRing &&
-        !barrier_wait(&r.barriers.empty[slot], (uses / L::kRing - 1) & 1, r.watch)) {
-      return false;
-    }
-    if (r.lane == 0) sm90::barrier_arrive_expect(&r.barriers.full[slot], bytes);
+  LOWLAT_DEVICE void begin_slot(std::uint32_t bytes) {
+    wait_empty(uses - L::kRing);
+    if (r.lane == 0) sm90::barrier_arrive_expect(&r.barriers.full[uses % L::kRing], bytes);
     __syncwarp();
     ++uses;
-    return true;
   }
   LOWLAT_DEVICE void load(std::uint32_t offset, const void* src, std::uint32_t bytes) const {
     const int slot = (uses - 1) % L::kRing;
@@ -310,27 +366,30 @@ struct Producer {
   }
 
   // What does not depend on the routing, or on anything before this kernel.
-  LOWLAT_DEVICE bool run_early() {
+  LOWLAT_DEVICE void run_early() {
     const auto& w = r.a.w;
     if (r.lane == 0) {
       sm90::tensor_prefetch(&maps.gate);
       sm90::tensor_prefetch(&maps.up);
     }
     if (r.gates()) {
-      if (!begin_slot(L::kGateRows * 2 * L::kHidden)) return false;
+      std::uint64_t* full = &r.barriers.gate_full;
+      if (r.lane == 0) sm90::barrier_arrive_expect(full, L::kGateRows * 2 * L::kHidden);
+      __syncwarp();
       if (r.lane < L::kGateRows) {
-        load(r.lane * L::kGatePitch,
-             w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
-             2 * L::kHidden);
+        sm90::bulk_load(
+            r.smem + L::kGateOffset + r.lane * L::kGatePitch,
+            w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
+            2 * L::kHidden, full, sm90::CacheHint::evict_first);
       }
+      // The router's rows and x decide when routing ends: nothing competes with them.
+      barrier_wait(full, 0);
     }
-    // The router's rows and x decide when routing ends: nothing competes with them.
-    if (r.gates() && !barrier_wait(&r.barriers.full[0], 0, r.watch)) return false;
     for (int n = 0; n < r.shared_tiles(); ++n) {
       const int tile = n * r.num_blocks + r.block_idx;
 #pragma unroll 1
       for (int up = 0; up < 2; ++up) {
-        if (!begin_slot(kTileRows * L::kHidden)) return false;
+        begin_slot(kTileRows * L::kHidden);
         if (r.lane < kTileRows) {
           load(r.lane * L::kSharedPitch,
                (up ? w.shared_w3 : w.shared_w1).codes +
@@ -339,82 +398,109 @@ struct Producer {
         }
       }
     }
+    if (!L::kBandLate) load_shared_band();
+  }
+  LOWLAT_DEVICE void load_shared_band() const {
     if (r.shared && r.block_idx < kBands && r.lane == 0) {
       constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
       sm90::barrier_arrive_expect(&r.barriers.band_full, kBytes);
       sm90::bulk_load(r.smem + L::kBandOffset,
-                      w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
-                      &r.barriers.band_full, sm90::CacheHint::evict_first);
+                      r.a.w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes,
+                      kBytes, &r.barriers.band_full, sm90::CacheHint::evict_first);
     }
     __syncwarp();
-    return true;
   }
 
-  // The n-th tile; at least num_tiles: none is left. Every block that has had its given tiles draws
-  // until it draws none, so the counter is 0 again when the last has.
-  LOWLAT_DEVICE int next_tile(int n, int num_tiles, std::uint32_t& ticket) const {
-    const int before = (L::kGiven - 1) * r.num_blocks;
-    int number = n * r.num_blocks + r.block_idx;
-    if (n >= L::kGiven) {
-      number = before + r.num_blocks + static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
+  // Draws a tile; at least num_tiles: none is left. Every block draws until it draws none, so the
+  // counter is 0 again when the last has.
+  LOWLAT_DEVICE void draw_tile(std::uint32_t& ticket, int num_tiles) const {
+    if (r.lane != 0) return;
+    const int drawn = num_tiles - (L::kGiven - 1) * r.num_blocks;
+    ticket = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kTicketOffset),
+                       static_cast<std::uint32_t>(drawn - 1));
+  }
+  // A tile of `expert`, for the n-th use of the ring by tiles.
+  LOWLAT_DEVICE void load_tile(int n, int expert, int tile) {
+    const auto& w = r.a.w;
+    begin_slot(L::kTileBytes);
+    const std::size_t row = static_cast<std::size_t>(expert) * L::kInner + tile * kTileRows;
+    std::uint64_t* full = &r.barriers.full[(uses - 1) % L::kRing];
+    if (r.lane < 2) {
+      unsigned char* dst = r.smem + L::kRingOffset + (uses - 1) % L::kRing * L::kSlotBytes;
+      sm90::tensor_load(dst + r.lane * L::kHalfTile, r.lane ? &maps.up : &maps.gate, 0,
+                        static_cast<int>(row), 0, full, sm90::CacheHint::evict_first);
+    } else if (r.lane < 4) {
+      const int up = r.lane - 2;
+      sm90::bulk_load(r.smem + L::kScalesOffset + n % (L::kRing + 1) * L::kTileScales +
+                          up * (L::kTileScales / 2),
+                      (up ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2, full,
+                      sm90::CacheHint::evict_first);
     }
-    // The next ticket is on its way while this tile is waited for.
-    if (n >= L::kGiven - 1 && number < num_tiles && r.lane == 0) {
-      ticket = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kTicketOffset),
-                         static_cast<std::uint32_t>(num_tiles - before - 1));
-    }
-    return number;
+    __syncwarp();
   }
 
-  LOWLAT_DEVICE bool run_routed() {
-    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+  LOWLAT_DEVICE void run_routed() {
+    // The first row's experts come first, so the first tiles are known before the other rows' are.
+    barrier_wait(&r.barriers.first_routed, 0);
+    const int id = r.table.ids[r.lane < L::kSlots ? r.lane : 0];
+    const std::uint32_t same = __match_any_sync(plat::kAllLanes, id);
+    const bool is_first = r.lane < L::kSlots && __ffs(static_cast<int>(same)) == r.lane + 1;
+    const std::uint32_t firsts = __ballot_sync(plat::kAllLanes, is_first);
+    const int own_rank = is_first ? __popc(firsts & ((1u << r.lane) - 1u)) : -1;
+    int early = 0;
+    for (; early < L::kGiven; ++early) {
+      const int number = given_tile(r, early);
+      const std::uint32_t lane = __ballot_sync(plat::kAllLanes, own_rank == number / L::kTiles);
+      if (lane == 0) break;
+      const int expert = __shfl_sync(plat::kAllLanes, id, __ffs(static_cast<int>(lane)) - 1);
+      load_tile(early, expert, number % L::kTiles);
+    }
+    barrier_wait(&r.barriers.table, 0);
+    if (r.table.lost != 0) return;
     const auto& w = r.a.w;
     const int num_experts = r.table.num_experts, num_tiles = num_experts * L::kTiles;
     std::uint32_t ticket = 0;
     for (int n = 0;; ++n) {
-      const int number = next_tile(n, num_tiles, ticket);
-      // A use without bytes says that there are no more.
-      if (r.lane == 0) {
-        r.table.tile[n % L::kWindow] = number;
-        r.table.is_tile[n % L::kWindow] = number < num_tiles ? 1 : 0;
+      int number = given_tile(r, n);
+      if (n >= L::kGiven) {
+        number =
+            L::kGiven * r.num_blocks + static_cast<int>(__shfl_sync(plat::kAllLanes, ticket, 0));
       }
-      if (!begin_slot(number < num_tiles ? L::kTileBytes : 0)) return false;
-      if (number >= num_tiles) break;
-      const int expert = r.table.expert[number / L::kTiles];
-      const std::size_t row =
-          static_cast<std::size_t>(expert) * L::kInner + number % L::kTiles * kTileRows;
-      if (r.lane < 2) {
-        const int slot = (uses - 1) % L::kRing;
-        unsigned char* dst = r.smem + L::kRingOffset + slot * L::kSlotBytes;
-        sm90::tensor_load(dst + r.lane * L::kHalfTile, r.lane ? &maps.up : &maps.gate, 0,
-                          static_cast<int>(row), 0, &r.barriers.full[slot],
-                          sm90::CacheHint::evict_first);
-      } else if (r.lane < 4) {
-        const int up = r.lane - 2;
-        load(2 * L::kHalfTile + up * kTileRows * L::kScaleRow,
-             (up ? w.w3 : w.w1).scales + row * L::kScaleRow, kTileRows * L::kScaleRow);
+      // The next ticket is on its way while this tile is waited for.
+      if (n >= L::kGiven - 1 && number < num_tiles) draw_tile(ticket, num_tiles);
+      if (n < early) continue;
+      if (n >= L::kGiven && r.lane == 0) describe_use(r, n, number);
+      if (number >= num_tiles) {  // a use without bytes says that there are no more
+        begin_slot(0);
+        break;
       }
-      __syncwarp();
+      load_tile(n, r.table.expert[number / L::kTiles], number % L::kTiles);
     }
-    if (r.block_idx >= kBands) return true;
+    if (r.block_idx >= kBands) return;
+    if (L::kBandLate) {
+      wait_empty(uses - 1);
+      load_shared_band();
+    }
     for (; pieces < num_experts; ++pieces) {
-      const int piece = pieces % L::kRingPieces, slot = (uses + piece / L::kPieces) % L::kRing;
+      const int piece = pieces % L::kRingPieces;
       if (pieces >= L::kRingPieces) {
         if (!barrier_wait(&r.barriers.piece_empty[piece], (pieces / L::kRingPieces - 1) & 1,
                           r.watch)) {
-          return false;
+          return;
         }
-      } else if (uses > slot) {
-        const int last = (uses - 1 - slot) / L::kRing;
-        if (!barrier_wait(&r.barriers.empty[slot], last & 1, r.watch)) return false;
+      } else {
+        // A slot's piece: that slot's last use is over. Another: the last use of all.
+        const int slot = (uses + piece / L::kPieces) % L::kRing;
+        const int last =
+            piece < L::kSlotPieces ? (uses - 1 - slot) / L::kRing * L::kRing + slot : uses - 1;
+        wait_empty(last);
       }
       if (r.lane == 0) {
         constexpr std::uint32_t kCodes = L::kBandRows * L::kInnerRow;
         constexpr std::uint32_t kScales = L::kBandRows * L::kInnerScaleRow;
         const std::size_t row = static_cast<std::size_t>(r.table.expert[pieces]) * L::kHidden +
                                 r.block_idx * L::kBandRows;
-        unsigned char* dst =
-            r.smem + L::kRingOffset + slot * L::kSlotBytes + piece % L::kPieces * L::kPieceBytes;
+        unsigned char* dst = r.smem + r.piece_offset(piece, uses);
         std::uint64_t* full = &r.barriers.piece_full[piece];
         sm90::barrier_arrive_expect(full, L::kBandBytes);
         sm90::bulk_load(dst, w.w2.codes + row * L::kInnerRow, kCodes, full,
@@ -424,7 +510,6 @@ struct Producer {
       }
       __syncwarp();
     }
-    return true;
   }
 
   // After a fault: copies under way must land before the block's memory is another's.
@@ -443,6 +528,7 @@ struct Producer {
     for (int piece = 0; piece < L::kRingPieces; ++piece) {
       landed(&r.barriers.piece_full[piece], (pieces - piece + L::kRingPieces - 1) / L::kRingPieces);
     }
+    landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
     landed(&r.barriers.band_full, r.shared && r.block_idx < kBands ? 1 : 0);
   }
 };
@@ -454,174 +540,136 @@ struct Router {
   Region<L>& r;
   int warp;  // among the routers
 
-  // Block t routes row t for all, by its second router, and tells them: a hop more, but one row's
-  // selection instead of several, one after the other.
-  LOWLAT_DEVICE void send_route(const Rules& rules, int pass) const {
-    static_assert(L::kMaxRows * L::kRoutePackets <= plat::kWarpLanes);
-    const int row = r.block_idx;
-    if (!r.scores || row >= r.a.rows) return;
-    std::int32_t* ids = r.table.own_ids;
-    float* weights = r.table.own_weights;
-    Scores<L> scores = {r.lane, {}, {}};
-    const bool by_score = r.a.routing == MoeRouting::gate;
-    if (pass == 1) {
-      if (by_score) {
-        scores.load_bias(r.a, row);
-      } else if (r.lane < L::kSlots) {
-        ids[r.lane] = __ldg(r.a.ids + row * L::kSlots + r.lane);
-      }
-      if (!scores.receive(r, row)) return;
-    }
-    __syncwarp();
-    if (by_score) {
-      scores.select(ids, weights,
-                    rules.rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
-    } else {
-      scores.find(ids, weights);
-    }
-    __syncwarp();
-    const float total = stages::gate_total(weights, L::kSlots, rules.sum_rule);
-    const auto weight = [&](int slot) {
-      return __float_as_uint(weights[slot] / total * kRoutedScaling);
-    };
-    if (r.lane >= L::kRoutePackets) return;
-    const int slot = 2 * r.lane, other = slot + 1 < L::kSlots ? slot + 1 : slot;
-    const std::uint32_t words[3] = {
-        static_cast<std::uint32_t>(ids[slot]) | static_cast<std::uint32_t>(ids[other]) << 16,
-        weight(slot), weight(other)};
-    if (pass == 1) {
-      plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
-    }
-  }
-  LOWLAT_DEVICE void receive_routes() const {
-    const int row = r.lane / L::kRoutePackets, slot = 2 * (r.lane % L::kRoutePackets);
-    const bool mine = row < r.a.rows && row < L::kMaxRows;
-    uint4 packet = {};
-    bool lost = false;
-    for (int tries = 1;; ++tries) {
-      if (mine) packet = load_packet(r.route_packet(r.lane));
-      if (__all_sync(plat::kAllLanes, !mine || packet.w == r.epoch)) break;
-      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-      lost = __any_sync(plat::kAllLanes, lost);
-      if (lost) break;
-    }
-    if (mine) {
-      const std::uint32_t ids[2] = {packet.x & 0xffffu, packet.x >> 16},
-                          weights[2] = {packet.y, packet.z};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (slot + i >= L::kSlots) continue;
-        const int at =
-            row * L::kSlots + slot + i;  // where the step is lost, stay inside the arrays
-        r.table.ids[at] = lost ? slot + i : static_cast<std::int32_t>(ids[i]);
-        r.table.weights[at] = __uint_as_float(weights[i]);
-      }
-    }
-    __syncwarp();
-  }
-
-  // Pairs by expert, by one warp: masks of pairs instead of counts.
+  // Pairs by expert, by one warp, which holds all of them: two masks of pairs for each.
   LOWLAT_DEVICE void make_table(int num_rows) const {
     auto& table = r.table;
-    constexpr int kOwnPairs = 2, kWords = L::kExperts / 32;
-    static_assert(L::kMaxPairs <= kOwnPairs * plat::kWarpLanes);
+    constexpr int kOwnPairs = 2, kLanes = plat::kWarpLanes;
+    static_assert(L::kMaxPairs <= kOwnPairs * kLanes);
     const int num_pairs = num_rows * L::kSlots;
-    int id[kOwnPairs], rank[kOwnPairs] = {};
+    int id[kOwnPairs];
     bool valid[kOwnPairs];
+    std::uint32_t same[kOwnPairs][kOwnPairs] = {};  // pairs of an own pair's expert
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
-      const int pair = k * plat::kWarpLanes + r.lane;
-      valid[k] = pair < num_pairs;
-      id[k] = valid[k] ? table.ids[pair] : 0;
-      if (valid[k]) atomicOr(&table.chosen[id[k] / 32], 1u << id[k] % 32);
+      valid[k] = k * kLanes + r.lane < num_pairs;
+      id[k] = valid[k] ? table.ids[k * kLanes + r.lane] : -1;
     }
-    __syncwarp();
-    int total = 0;
-#pragma unroll
-    for (int word = 0; word < kWords; ++word) {
-      const std::uint32_t bits = table.chosen[word];
-      total += __popc(bits);
-#pragma unroll
-      for (int k = 0; k < kOwnPairs; ++k) {
-        const std::uint32_t below = (1u << id[k] % 32) - 1u;
-        const std::uint32_t counted = word < id[k] / 32 ? ~0u : word == id[k] / 32 ? below : 0u;
-        rank[k] += __popc(bits & counted);
-      }
+    same[0][0] = __match_any_sync(plat::kAllLanes, id[0]);
+#pragma unroll 1
+    for (int i = 0; i < num_pairs - kLanes; ++i) {
+      const int other = __shfl_sync(plat::kAllLanes, id[1], i);
+      const std::uint32_t first = __ballot_sync(plat::kAllLanes, id[0] == other);
+      const std::uint32_t second = __ballot_sync(plat::kAllLanes, id[1] == other);
+      if (id[0] == other) same[0][1] = second;
+      if (r.lane == i) same[1][0] = first, same[1][1] = second;
     }
+    // The first pair of each expert stands for it; experts' pairs follow each other.
+    std::uint32_t leaders[kOwnPairs];
+    int before[kOwnPairs], total = 0;
+    const auto is_first = [&](int k) {
+      const std::uint32_t mask = same[k][k];
+      return valid[k] && (k == 0 || same[k][0] == 0) && __ffs(static_cast<int>(mask)) == r.lane + 1;
+    };
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
-      if (valid[k]) atomicOr(&table.pairs_of[k][rank[k]], 1u << r.lane);
-    }
-    __syncwarp();
-    // An expert's first pair: the pairs of those before it.
-    int before = 0;
-#pragma unroll
-    for (int k = 0; k < kOwnPairs; ++k) {
-      const int expert = k * plat::kWarpLanes + r.lane;
-      const int count = expert < total
-                            ? __popc(table.pairs_of[0][expert]) + __popc(table.pairs_of[1][expert])
-                            : 0;
+      leaders[k] = __ballot_sync(plat::kAllLanes, is_first(k));
+      const int count = is_first(k) ? __popc(same[k][0]) + __popc(same[k][1]) : 0;
       int sum = count;
 #pragma unroll
-      for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+      for (int offset = 1; offset < kLanes; offset *= 2) {
         const int lower = __shfl_up_sync(plat::kAllLanes, sum, offset);
         if (r.lane >= offset) sum += lower;
       }
-      if (expert <= total) table.first[expert] = static_cast<std::uint16_t>(before + sum - count);
-      before += __shfl_sync(plat::kAllLanes, sum, plat::kWarpLanes - 1);
+      before[k] = total + sum - count;
+      total += __shfl_sync(plat::kAllLanes, sum, kLanes - 1);
     }
-    if (r.lane == 0) table.num_experts = total;
-    __syncwarp();
+    const int num_experts = __popc(leaders[0]) + __popc(leaders[1]);
 #pragma unroll
     for (int k = 0; k < kOwnPairs; ++k) {
+      // Of the expert's first pair: where it is, and how many other firsts lie before.
+      const bool in_first = k == 0 || same[k][0] != 0;
+      const int leader = __ffs(static_cast<int>(in_first ? same[k][0] : same[k][1])) - 1;
+      const int low = __shfl_sync(plat::kAllLanes, before[0], leader);
+      const int high = __shfl_sync(plat::kAllLanes, before[1], leader);
       if (!valid[k]) continue;
-      const std::uint32_t below = (1u << r.lane) - 1u;
-      const int earlier = __popc(table.pairs_of[0][rank[k]] & (k == 0 ? below : ~0u)) +
-                          (k == 0 ? 0 : __popc(table.pairs_of[1][rank[k]] & below));
-      const int pair = k * plat::kWarpLanes + r.lane, place = table.first[rank[k]] + earlier;
+      const std::uint32_t below = (1u << leader) - 1u;
+      const int rank =
+          in_first ? __popc(leaders[0] & below) : __popc(leaders[0]) + __popc(leaders[1] & below);
+      const std::uint32_t earlier = (1u << r.lane) - 1u;
+      const int first = in_first ? low : high;
+      const int place = first + __popc(same[k][0] & (k == 0 ? earlier : ~0u)) +
+                        (k == 0 ? 0 : __popc(same[k][1] & earlier));
+      const int pair = k * kLanes + r.lane;
       table.sorted[place] = static_cast<std::uint16_t>(pair);
       table.place[pair] = static_cast<std::uint16_t>(place);
-      if (earlier == 0) table.expert[rank[k]] = static_cast<std::uint16_t>(id[k]);
+      atomicOr(&table.rows_of[rank], 1u << pair / L::kSlots);
+      if (place == first) {
+        table.expert[rank] = static_cast<std::uint16_t>(id[k]);
+        table.first[rank] = static_cast<std::uint16_t>(first);
+      }
     }
+    if (r.lane == 0) {
+      table.num_experts = num_experts;
+      table.first[num_experts] = static_cast<std::uint16_t>(num_pairs);
+    }
+    __syncwarp();
+    // The producer may have taken these before.
+    if (r.lane < L::kGiven) describe_use(r, r.lane, given_tile(r, r.lane));
     __syncwarp();
   }
 
-  // Ids and weights of all rows, in every block the same.
-  LOWLAT_DEVICE void take_routes() const {
-    const int num_pairs = r.a.rows * L::kSlots;
-    if (r.scores) {
-      receive_routes();
-    } else {
-      for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
-        r.table.ids[i] = __ldg(r.a.ids + i);
-        r.table.weights[i] = __ldg(r.a.weights + i);
-      }
-      __syncwarp();
-    }
-    if (r.block_idx != 0 || !r.scores) return;
-    for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
-      if (r.a.out_ids != nullptr) r.a.out_ids[i] = r.table.ids[i];
-      if (r.a.out_weights != nullptr) r.a.out_weights[i] = r.table.weights[i];
-    }
-  }
-
-  LOWLAT_DEVICE void run(const Rules& rules) {
+  LOWLAT_DEVICE void run() {
+    if (warp == 0) {
 #pragma unroll 1
-    for (int pass = first_pass(r); pass < 2; ++pass) {
-      if (pass == 1) {
-        wait_for_x(r);
-        r.read_epoch();
+      for (int pass = first_pass(r); pass < 2; ++pass) {
+        if (pass == 1) {
+          wait_for_x(r);
+          r.read_epoch();
+          barrier_wait(&r.barriers.routed, 0);
+          // All roles go on, or none.
+          if (r.lane == 0) r.table.lost = r.watch.stopped() ? 1 : 0;
+        }
+        make_table(pass == 1 ? r.a.rows : 0);
+        if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
       }
-      if (warp != 0) {
-        send_route(rules, pass);
-        continue;
-      }
-      if (pass == 1) take_routes();
-      make_table(pass == 1 ? r.a.rows : 0);
-      if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
+    } else {
+      wait_for_x(r);
+      r.read_epoch();
     }
   }
 };
+
+// ------------------------------------------------------------------------------------ the shared
+
+// Runs of a row as the codes of a block-fp8 linear, in fp16; their scale. kSpan groups of 32, a
+// group's eight elements in each of four lanes.
+template <int kSpan>
+LOWLAT_DEVICE float quantize_span(std::uint32_t (&pairs)[kSpan][4]) {
+  const std::uint32_t exponent =
+      activation_exponent(lanes_max<4>(pairs_amax<4 * kSpan>(&pairs[0][0])));
+  quantize_codes<4 * kSpan>(&pairs[0][0], exponent);
+  return __uint_as_float(exponent << 23);
+}
+// acc += eight e4m3 codes of weight rows g (`low`) and g + 8 times those of activation row g.
+LOWLAT_DEVICE void multiply_codes(float (&acc)[4], uint2 low, uint2 high,
+                                  const std::uint32_t (&b)[4]) {
+  std::uint32_t l[4], h[4];
+  unpack_e4m3(low.x, low.y, l);
+  unpack_e4m3(high.x, high.y, h);
+  multiply_half_pairs(acc, l, h, b);
+  multiply_half_pairs(acc, l + 2, h + 2, b + 2);
+}
+// acc += sums of codes under a lane's row's scale and two weight rows'.
+LOWLAT_DEVICE void add_scaled(float (&acc)[4], const float (&sums)[4], float row_scale, float low,
+                              float high) {
+  const int t = static_cast<int>(threadIdx.x) % 4;
+  const float scales[2] = {__shfl_sync(plat::kAllLanes, row_scale, 8 * t),
+                           __shfl_sync(plat::kAllLanes, row_scale, 8 * t + 4)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    acc[i] = __fmaf_rn(sums[i], scales[i % 2] * (i < 2 ? low : high), acc[i]);
+  }
+}
 
 // ------------------------------------------------------------------------------------ rows of h
 
@@ -634,21 +682,24 @@ struct SecondWarp {
   LOWLAT_DEVICE explicit SecondWarp(const Region<L>& region)
       : r(region), g(region.lane / 4), t(region.lane % 4) {}
 
-  // A part of a row of h: eight elements a thread of each group, in the order of pairs.
+  // A part of a row of h: eight elements a thread of each of kChunks groups, in the order of pairs.
+  template <int kChunks>
   struct Hidden {
-    uint4 chunk[L::kPartGroups];
+    uint4 chunk[kChunks];
   };
+  using Part = Hidden<L::kPartGroups>;
   LOWLAT_DEVICE const unsigned char* hidden_address(int row, int part) const {
     return r.hidden(r.epoch & 1u, row) + part * L::kPartGroups * 64 + t * 16;
   }
-  LOWLAT_DEVICE static void load_hidden(Hidden& h, const unsigned char* address) {
+  template <int kChunks>
+  LOWLAT_DEVICE static void load_hidden(Hidden<kChunks>& h, const unsigned char* address) {
+    constexpr int kStep = L::kPartGroups / kChunks * 64;
 #pragma unroll
-    for (int group = 0; group < L::kPartGroups; ++group) {
-      h.chunk[group] = load_packet(address + group * 64);
-    }
+    for (int i = 0; i < kChunks; ++i) h.chunk[i] = load_packet(address + i * kStep);
   }
   // Until every chunk has arrived; all lanes together.
-  LOWLAT_DEVICE bool complete(Hidden& h, const unsigned char* address) const {
+  template <int kChunks>
+  LOWLAT_DEVICE bool complete(Hidden<kChunks>& h, const unsigned char* address) const {
     for (int tries = 1;; ++tries) {
       bool here = true;
 #pragma unroll
@@ -661,19 +712,17 @@ struct SecondWarp {
   }
 
   // Sums of sixteen columns of the band to their place.
-  LOWLAT_DEVICE void store_second(float* dst, const float (&acc)[4], int m, int count,
-                                  float factor) const {
+  LOWLAT_DEVICE void store_second(float* dst, const float (&acc)[4], int m, int count) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int column = 2 * t + (i & 1), n = 16 * m + (i >> 1) * 8;
       if (n < L::kBandRows && column < count) {
-        dst[column * L::kBandRows + n + g] = acc[i] * factor;
+        dst[column * L::kBandRows + n + g] = acc[i];
       }
     }
   }
 
-  LOWLAT_DEVICE static void unpack(const Hidden& h, int group, std::uint32_t (&out)[4]) {
-    const uint4 chunk = h.chunk[group];
+  LOWLAT_DEVICE static void unpack(const uint4& chunk, std::uint32_t (&out)[4]) {
     out[0] = chunk.x, out[1] = chunk.y, out[2] = chunk.z, out[3] = chunk.w;
   }
 
@@ -688,38 +737,32 @@ struct SecondWarp {
     const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
     const unsigned char* address =
         hidden_address(L::kMaxPairs + (g < r.a.rows ? g : r.a.rows - 1), part);
-    Hidden h;
+    Part h;
     load_hidden(h, address);
     if (!complete(h, address)) return false;
     float acc[4] = {};
-    std::uint32_t exponent = 0;
+    constexpr int kSpan = L::kBlock / 32;  // groups of one scale
+    static_assert(L::kPartGroups % kSpan == 0);
 #pragma unroll
-    for (int group = 0; group < L::kPartGroups; ++group) {
-      std::uint32_t b[4];
-      unpack(h, group, b);
-      constexpr int kSpan = L::kBlock / 32;  // groups of one scale
-      static_assert(L::kPartGroups % kSpan == 0);
-      if (group % kSpan == 0) {
-        float amax = pairs_amax<4>(b);
+    for (int first = 0; first < L::kPartGroups; first += kSpan) {
+      std::uint32_t b[kSpan][4];
 #pragma unroll
-        for (int i = 1; i < kSpan; ++i) {
-          std::uint32_t other[4];
-          unpack(h, group + i, other);
-          amax = fmaxf(amax, pairs_amax<4>(other));
-        }
-        exponent = activation_exponent(lanes_max<4>(amax));
+      for (int i = 0; i < kSpan; ++i) unpack(h.chunk[first + i], b[i]);
+      const float scale = quantize_span(b);
+      float sums_of[4] = {};
+#pragma unroll
+      for (int i = 0; i < kSpan; ++i) {
+        const int group = first + i;
+        const uint2 low = smem_load8(codes + group * 32);
+        const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
+        multiply_codes(sums_of, low, high, b[i]);
       }
-      quantize_pairs<4>(b, exponent);
-      const std::uint8_t* scales = r.table.band_scales + (part * L::kPartGroups + group) / kSpan;
-      const uint2 low = smem_load8(codes + group * 32);
-      const uint2 high = whole ? smem_load8(codes + 8 * L::kInner + group * 32) : uint2{};
-      std::uint32_t l[4], h_pairs[4];
-      expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
-      expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h_pairs);
-      multiply_pairs(acc, l, h_pairs, b);
-      multiply_pairs(acc, l + 2, h_pairs + 2, b + 2);
+      const std::uint8_t* scales =
+          r.table.band_scales + part * (L::kPartGroups / kSpan) + first / kSpan;
+      add_scaled(acc, sums_of, scale, scale_of(scales[low_row * L::kBandScaleColumns]),
+                 scale_of(scales[high_row * L::kBandScaleColumns]));
     }
-    store_second(r.template second_sums<true>(part, 0), acc, m, r.a.rows, 1.0f);
+    store_second(r.template second_sums<true>(part, 0), acc, m, r.a.rows);
     return true;
   }
 
@@ -741,13 +784,14 @@ struct Consumer {
   int g = 0, t = 0;  // place in the fragments
   int uses = 0;      // of the ring
   int sums = 0;      // of the partial buffers
-  // x of this warp's slice, in the order of pairs, for the whole launch; fp16 where it meets tiles.
+  // x of this warp's slice, in the order of pairs, until it lies in shared memory as columns.
   static constexpr int kPairs = 4;  // of a thread's eight elements of a group
   std::uint32_t x[L::kSliceBlocks][kPairs];
+  float column_factor = 0.0f;  // of row g's columns
 
-  LOWLAT_DEVICE bool wait_slot(int offset) const {
+  LOWLAT_DEVICE void wait_slot(int offset) const {
     const int use = uses + offset;
-    return barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1, r.watch);
+    barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1);
   }
   LOWLAT_DEVICE void free_slot() {
     __syncwarp();
@@ -768,18 +812,19 @@ struct Consumer {
     }
   }
 
+  // Until the buffer of the `sum`-th sums is free.
+  LOWLAT_DEVICE void wait_sums_free(int sum) const {
+    if (sum < L::kBuffers) return;
+    barrier_wait(&r.barriers.sums_empty[sum % L::kBuffers], (sum / L::kBuffers - 1) & 1);
+  }
   // Gives the slice's sums to the finisher, [warp][row][column].
-  LOWLAT_DEVICE bool hand_over(const float (&acc)[4]) {
+  LOWLAT_DEVICE void hand_over(const float (&acc)[4]) {
     const int buffer = sums % L::kBuffers;
-    if (sums >= L::kBuffers &&
-        !barrier_wait(&r.barriers.sums_empty[buffer], (sums / L::kBuffers - 1) & 1, r.watch)) {
-      return false;
-    }
+    wait_sums_free(sums);
     store_sums(sm90::shared_address(r.partial(buffer)) + own_sums(), acc);
     __syncwarp();
     if (r.lane == 0) sm90::barrier_arrive(&r.barriers.sums_full[buffer]);
     ++sums;
-    return true;
   }
   LOWLAT_DEVICE std::uint32_t own_sums() const {
     return ((warp * 2 * kTileRows + g) * kColumns + 2 * t) * 4;
@@ -791,7 +836,7 @@ struct Consumer {
   LOWLAT_DEVICE void multiply_gate(float (&acc)[4]) const {
     const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
     const std::uint32_t address =
-        r.slot_address(uses % L::kRing) + row * L::kGatePitch + first_element() * 2;
+        sm90::shared_address(r.smem) + L::kGateOffset + row * L::kGatePitch + first_element() * 2;
     float odd[4] = {};
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
@@ -804,25 +849,25 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[i] += odd[i];
   }
-  // Waits for x and keeps it.
-  LOWLAT_DEVICE bool run_gate() {
-#pragma unroll 1
-    for (int pass = first_pass(r);; ++pass) {
-      if (pass == 1) wait_for_x(r);
-      // The first pass: rows of the router, and whatever lies in the slot.
-      load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
-      float acc[4] = {};
-      if (r.gates()) {
-        if (pass == 1 && !wait_slot(0)) return false;
-        multiply_gate(acc);
-        for (const float sum : acc) keep(sum);
-      }
-      if (pass == 0) continue;
-      if (!r.gates()) return true;
-      if (!hand_over(acc)) return false;
-      free_slot();
-      return true;
+  // This block's experts' scores of all rows, to the finisher.
+  LOWLAT_DEVICE void run_gate(int pass) {
+    float acc[4] = {};
+    if (pass == 1) barrier_wait(&r.barriers.gate_full, 0);
+    multiply_gate(acc);
+    for (const float sum : acc) keep(sum);
+    if (pass == 1) hand_over(acc);
+  }
+  // A row a warp, in every block the same.
+  LOWLAT_DEVICE void route(const Rules& rules, int pass) const {
+    if (warp >= L::kMaxRows) return;
+    if (warp < r.a.rows) {
+      route_row<L>(r, warp, rules.rule, pass == 0);
+      weigh_row<L>(r, warp, rules.sum_rule, pass == 0);
     }
+    __syncwarp();
+    if (pass == 0 || r.lane != 0) return;
+    if (warp == 0) sm90::barrier_arrive(&r.barriers.first_routed);
+    sm90::barrier_arrive(&r.barriers.routed);
   }
 
   // Scale bytes of a shared tile's slice, gate and up.
@@ -841,74 +886,139 @@ struct Consumer {
   }
 
   // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE bool run_shared_tile(const TileScales& scales) {
-    if (!wait_slot(0) || !wait_slot(1)) return false;
+  LOWLAT_DEVICE void run_shared_tile(const TileScales& scales) {
+    wait_slot(0);
+    wait_slot(1);
     const std::uint32_t offset = g * L::kSharedPitch + first_element();
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
-    float acc[2][4] = {};
-    std::uint32_t exponent = 0;
+    float acc[4] = {};
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
-      std::uint32_t b[kPairs];
+    for (int first = 0; first < L::kSliceBlocks; first += L::kSpan) {
+      std::uint32_t b[L::kSpan][kPairs];
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) b[i] = x[block][i];
-      if (block % L::kSpan == 0) {
-        float amax = pairs_amax<kPairs>(b);
+      for (int i = 0; i < L::kSpan * kPairs; ++i)
+        b[i / kPairs][i % kPairs] = x[first + i / kPairs][i % kPairs];
+      const float scale = quantize_span(b);
+      float sums_of[4] = {};
 #pragma unroll
-        for (int i = 1; i < L::kSpan; ++i) {
-          amax = fmaxf(amax, pairs_amax<kPairs>(x[block + i]));
-        }
-        exponent = activation_exponent(lanes_max<4>(amax));
+      for (int i = 0; i < L::kSpan; ++i) {
+        const int at = L::block_group(first + i) * L::kBlockK;
+        multiply_codes(sums_of, smem_load8(low_address + at), smem_load8(high_address + at), b[i]);
       }
-      quantize_pairs<kPairs>(b, exponent);
-      const uint2 gate = smem_load8(low_address + L::block_group(block) * L::kBlockK);
-      const uint2 up = smem_load8(high_address + L::block_group(block) * L::kBlockK);
-      std::uint32_t low[kPairs], high[kPairs];
-      expand_e4m3(gate.x, gate.y, e4m3_factor(scales.gate[block / L::kSpan]), low);
-      expand_e4m3(up.x, up.y, e4m3_factor(scales.up[block / L::kSpan]), high);
-      multiply_pairs(acc[0], low, high, b);
-      multiply_pairs(acc[1], low + 2, high + 2, b + 2);
+      add_scaled(acc, sums_of, scale, scale_of(scales.gate[first / L::kSpan]),
+                 scale_of(scales.up[first / L::kSpan]));
     }
-    for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-    if (!hand_over(acc[0])) return false;
+    hand_over(acc);
     free_slot();
     free_slot();
-    return true;
   }
 
   // ---- routed experts, first product
 
-  // acc = one tile's slice: `codes` and `scales` are a lane's addresses in its slot.
-  LOWLAT_DEVICE void multiply_tile(float (&acc)[4], std::uint32_t codes,
-                                   std::uint32_t scales) const {
-    std::uint32_t words[L::kSliceBlocks / 2][4];  // gate and up of a block, of the next
+  // x of the slice as two e4m3 terms under a power of two a row.
+  LOWLAT_DEVICE void make_columns() {
+    float amax = 0.0f;
+#pragma unroll
+    for (const auto& block : x) amax = fmaxf(amax, pairs_amax<kPairs>(block));
+    const std::uint32_t exponent = activation_exponent(lanes_max<4>(amax));
+    const float inverse = __uint_as_float((254u - exponent) << 23);
+    column_factor = __uint_as_float((exponent + wide::kFp4E4m3Shift) << 23);
+    std::uint32_t at = columns_of(g) + warp % 4 * 32 + t * 4;
+#pragma unroll
+    for (const auto& block : x) {
+      // The elements that meet the upper nibbles (1 3 5 7), and the lower ones.
+#pragma unroll
+      for (int even = 0; even < 2; ++even) {
+        const std::uint32_t first = block[1 - even], second = block[3 - even];
+        const float values[4] = {low_bf16(first) * inverse, low_bf16(second) * inverse,
+                                 high_bf16(first) * inverse, high_bf16(second) * inverse};
+        std::uint32_t high, low;
+        wide::split_e4m3(values, high, low);
+        smem_store4(at + even * 128, high);
+        smem_store4(at + even * 128 + 16, low);
+      }
+      at += L::kMaxRows * L::kColumnPitch;
+    }
+  }
+  // A row's columns of this warp's group, at its first group of 32.
+  LOWLAT_DEVICE std::uint32_t columns_of(int row) const {
+    return sm90::shared_address(r.smem) + L::kColumnsOffset +
+           (warp / 4 * L::kSliceBlocks * L::kMaxRows + row) * L::kColumnPitch;
+  }
+
+  // A tile's codes of this warp's slice: gate and up of a group of 32, of the next.
+  struct TileCodes {
+    std::uint32_t words[L::kSliceBlocks / 2][4];
+  };
+  LOWLAT_DEVICE static void load_codes(TileCodes& out, std::uint32_t codes) {
     constexpr int kStride = L::kConsumers * L::kSpan / L::kChunkUnits * L::kChunkBytes;
     [[maybe_unused]] const std::uint32_t other_half = codes ^ 32u;
 #pragma unroll
     for (int i = 0; i < L::kSliceBlocks / 2; ++i) {
       if constexpr (L::kSpan == 1) {
-        sm90::load_matrices(words[i], codes + i * 2 * kStride);
+        sm90::load_matrices(out.words[i], codes + i * 2 * kStride);
       } else {  // the scale block's other half lies two units further, exchanged
-        sm90::load_matrices(words[i], (i % 2 ? other_half : codes) + i / 2 * kStride);
+        sm90::load_matrices(out.words[i], (i % 2 ? other_half : codes) + i / 2 * kStride);
       }
     }
+  }
+  // sums = the tile's slice times one row: of rows g of gate and of up, in the lanes of this warp's
+  // two columns. Two groups are in the tensor cores while the next two are expanded.
+  LOWLAT_DEVICE void multiply_row(float (&sums_of)[2], const TileCodes& codes, std::uint32_t scales,
+                                  std::uint32_t columns) const {
+    __syncwarp();  // the waits before may have parted the lanes
+    constexpr int kBatch = 2, kBatches = L::kSliceBlocks / kBatch;
+    constexpr int kStep = L::kMaxRows * L::kColumnPitch / 16;
+    const std::uint64_t kMatrix = wide::product_columns(0) >> 32;  // of any columns
+    float d[2][kBatch][4], factors[2][kBatch][2];
+    std::uint32_t a[2][kBatch][4] = {};
+    [[maybe_unused]] std::uint32_t four[2] = {};
+    const auto add = [&](int batch) {
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) {
-      const std::uint32_t scale = scales + L::block_group(block);
-      const float low_scale = scale_of(smem_load1(scale));
-      const float high_scale = scale_of(smem_load1(scale + kTileRows * L::kScaleRow));
-      std::uint32_t low[kPairs], high[kPairs];
-      place_fp4(words[block / 2][block % 2 * 2], low);
-      place_fp4(words[block / 2][block % 2 * 2 + 1], high);
-      float group[4] = {};
-      multiply_half_pairs(group, low, high, x[block]);
-      multiply_half_pairs(group, low + 2, high + 2, x[block] + 2);
-      acc[0] = __fmaf_rn(group[0], low_scale, acc[0]);
-      acc[1] = __fmaf_rn(group[1], low_scale, acc[1]);
-      acc[2] = __fmaf_rn(group[2], high_scale, acc[2]);
-      acc[3] = __fmaf_rn(group[3], high_scale, acc[3]);
+      for (int i = 0; i < kBatch; ++i) {
+        const float (&sums_here)[4] = d[batch & 1][i];
+        const float (&factor)[2] = factors[batch & 1][i];
+        sums_of[0] = __fmaf_rn(sums_here[0] + sums_here[1], factor[0], sums_of[0]);
+        sums_of[1] = __fmaf_rn(sums_here[2] + sums_here[3], factor[1], sums_of[1]);
+      }
+    };
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBatch; ++i) {
+        std::uint32_t (&to)[4] = a[batch & 1][i / 2];
+        wide::expand_fp4_e4m3(codes.words[batch][i], to[i % 2], to[i % 2 + 2]);
+      }
+      wide::products_fence();
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const std::uint32_t at = columns + (batch * kBatch + i) * kStep;
+        wide::product_e4m3(d[batch & 1][i], a[batch & 1][i], kMatrix << 32 | at);
+      }
+      wide::products_commit();
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {  // while they run
+        const int group = batch * kBatch + i;
+#pragma unroll
+        for (int up = 0; up < 2; ++up) {
+          const std::uint32_t scale =
+              scales + L::block_group(group) + up * (kTileRows * L::kScaleRow);
+          if constexpr (L::kSpan == 1) {
+            factors[batch & 1][i][up] = scale_of(smem_load1(scale));
+          } else {  // four groups' bytes lie together
+            if (group % 4 == 0) four[up] = wide::smem_load4(scale);
+            factors[batch & 1][i][up] = scale_of(four[up] >> group % 4 * 8 & 0xffu);
+          }
+        }
+      }
+      if (batch > 0) {
+        wide::products_wait<1>();
+        add(batch - 1);
+      }
     }
+    wide::products_wait<0>();
+    add(kBatches - 1);
   }
   // A lane's places in a slot. A load is four matrices of eight rows: gate and up of a block, then
   // of the next.
@@ -919,126 +1029,157 @@ struct Consumer {
     return up * L::kHalfTile + group / L::kChunkUnits * L::kChunkBytes + row * 128 +
            ((group % L::kChunkUnits) ^ row) * 16;
   }
-  LOWLAT_DEVICE std::uint32_t scales_in_slot() const {
-    return 2 * L::kHalfTile + g * L::kScaleRow + warp * L::kSpan;
-  }
+  // And among a tile's scales.
+  LOWLAT_DEVICE std::uint32_t own_scales() const { return g * L::kScaleRow + warp * L::kSpan; }
 
   // Counters and addresses are kept, not made anew: what a tile takes besides its products is a
   // quarter of its instructions otherwise.
-  LOWLAT_DEVICE bool run_tiles() {
+  LOWLAT_DEVICE void run_tiles() {
     std::uint32_t base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t codes = base + L::kRingOffset + codes_in_slot();
-    const std::uint32_t scales = base + L::kRingOffset + scales_in_slot();
-    const std::uint32_t sums_at = base + L::kSumsOffset + own_sums();
+    const std::uint32_t scales = base + L::kScalesOffset + own_scales();
+    const std::uint32_t sums_at = base + L::kSumsOffset + (warp * 2 * kTileRows + g) * kColumns * 4;
     const std::uint32_t barriers = base + L::kBarrierOffset;
-    const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
-    const std::uint32_t is_tile = base + L::kTableOffset + L::kIsTileOffset;
-    std::uint32_t slot = static_cast<std::uint32_t>(uses) % L::kRing;
+    const std::uint32_t rows_here = base + L::kTableOffset + L::kRowsHereOffset;
+    const auto columns = static_cast<std::uint32_t>(wide::product_columns(columns_of(0)));
+    std::uint32_t slot = static_cast<std::uint32_t>(uses) % L::kRing, scales_slot = 0;
     std::uint32_t phase = static_cast<std::uint32_t>(uses) / L::kRing & 1u;
     auto sum = static_cast<std::uint32_t>(sums);
     for (std::uint32_t n = 0;; ++n) {
-      if (!barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase, stop)) return false;
-      const bool done = smem_load1(is_tile + n % L::kWindow) == 0;
-      const std::uint32_t at = slot * L::kSlotBytes;
-      float acc[4] = {};
-      if (!done) multiply_tile(acc, codes + at, scales + at);
+      barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase);
+      std::uint32_t rows = smem_load1(rows_here + n % L::kWindow);
+      const bool done = rows == 0;
+      TileCodes tile;
+      load_codes(tile, codes + slot * L::kSlotBytes);
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(barriers + L::kEmptyBarriers + slot * 8);
       const std::uint32_t buffer = sum % L::kBuffers;
-      if (sum >= L::kBuffers && !barrier_wait_at(barriers + L::kSumsEmptyBarriers + buffer * 8,
-                                                 (sum / L::kBuffers - 1) & 1u, stop)) {
-        return false;
+      if (sum >= L::kBuffers) {
+        barrier_wait_at(barriers + L::kSumsEmptyBarriers + buffer * 8,
+                        (sum / L::kBuffers - 1) & 1u);
       }
       // After the last tile the finisher finds sums of no tile.
-      store_sums(sums_at + buffer * L::kPartialBytes, acc);
+#pragma unroll 1
+      while (rows != 0) {
+        const int row = __ffs(static_cast<int>(rows)) - 1;
+        rows &= rows - 1;
+        float acc[2] = {};
+        // The reduction tells the compiler that all lanes have the same.
+        multiply_row(acc, tile, scales + scales_slot * L::kTileScales,
+                     __reduce_or_sync(plat::kAllLanes, columns + row * (L::kColumnPitch / 16)));
+        const float factor = __shfl_sync(plat::kAllLanes, column_factor, 4 * row);
+        if (t == warp % 4) {
+          const std::uint32_t at = sums_at + buffer * L::kPartialBytes + row * 4;
+          smem_store4(at, __float_as_uint(acc[0] * factor));
+          smem_store4(at + kTileRows * kColumns * 4, __float_as_uint(acc[1] * factor));
+        }
+      }
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(barriers + L::kSumsFullBarriers + buffer * 8);
       ++sum;
       if (++slot == L::kRing) slot = 0, phase ^= 1u;
+      if (++scales_slot == L::kRing + 1) scales_slot = 0;
       if (done) {
         uses += static_cast<int>(n) + 1;
         sums = static_cast<int>(sum);
-        return true;
+        return;
       }
     }
   }
   // ---- second product
 
-  // Row of h of column g of a group of an expert's pairs (or of rows, for the shared expert).
-  LOWLAT_DEVICE int hidden_row(int first, int count) const {
-    return r.table.sorted[first + (g < count ? g : count - 1)];
+  // What a lane has of a pair's h: column g of a pass is the pass's g-th group, so that each group
+  // of 32 is summed by itself without an accumulator of its own.
+  using Columns = typename SecondWarp<L>::template Hidden<L::kPasses>;
+  LOWLAT_DEVICE const unsigned char* columns_address(const SecondWarp<L>& second, int place,
+                                                     int part) const {
+    return second.hidden_address(r.table.sorted[place], part) +
+           (g < L::kPassGroups ? g : L::kPassGroups - 1) * 64;
   }
 
-  // acc = sixteen columns (eight when not kWhole) times an expert's rows of h, a part of I. `codes`
-  // and `scales`: of the part in the band's first row.
+  // sums += the band times one pair's part of h, for column 16 m + g (and 8 further) of the band in
+  // sums[m][0 .. 1], spread over the lanes t. `codes` and `scales`: of the part in the band's first
+  // row.
+  LOWLAT_DEVICE void multiply_second(float (&sums_of)[L::kMTiles][2], const Columns& h,
+                                     std::uint32_t codes, std::uint32_t scales) const {
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      std::uint32_t b[L::kPassGroups][4];
+#pragma unroll
+      for (int group = 0; group < L::kPassGroups; ++group) {
+        SecondWarp<L>::unpack(h.chunk[pass], b[group]);
+#pragma unroll
+        for (std::uint32_t& pair : b[group]) pair = g == group ? pair : 0u;
+      }
+#pragma unroll
+      for (int m = 0; m < L::kMTiles; ++m) {
+        const std::uint32_t code = codes + pass * L::kPassGroups * 16;
+        // Of columns 2t and 2t + 1. Columns that are none hold zeros: any scale does.
+        const int first = 2 * t + 1 < L::kPassGroups ? 2 * t : 0;
+        const std::uint32_t scale =
+            scales + (16 * m + g) * L::kInnerScaleRow + pass * L::kPassGroups + first;
+        if (16 * m + 8 < L::kBandRows) {
+          multiply_columns<true>(sums_of[m], b, code, scale, m);
+        } else {
+          multiply_columns<false>(sums_of[m], b, code, scale, m);
+        }
+      }
+    }
+  }
   template <bool kWhole>
-  LOWLAT_DEVICE void multiply_second(float (&acc)[4], const typename SecondWarp<L>::Hidden& h,
-                                     std::uint32_t codes, std::uint32_t scales, int m) const {
+  LOWLAT_DEVICE void multiply_columns(float (&sums_of)[2],
+                                      const std::uint32_t (&b)[L::kPassGroups][4],
+                                      std::uint32_t codes, std::uint32_t scale, int m) const {
     // A load fetches two groups of sixteen rows, or four of eight. What lies beyond the last group
     // is read and not used.
     constexpr int kRows = kWhole ? 16 : 8, kGroups = kWhole ? 2 : 4;
     const std::uint32_t code =
         codes + (16 * m + r.lane % kRows) * L::kInnerRow + r.lane / kRows * 16;
-    const std::uint32_t scale = scales + (16 * m + g) * L::kInnerScaleRow;
-    std::uint32_t words[(L::kPartGroups + kGroups - 1) / kGroups][4];
+    std::uint32_t words[(L::kPassGroups + kGroups - 1) / kGroups][4];
 #pragma unroll
-    for (int i = 0; i * kGroups < L::kPartGroups; ++i) {
+    for (int i = 0; i * kGroups < L::kPassGroups; ++i) {
       sm90::load_matrices(words[i], code + i * kGroups * 16);
     }
+    float acc[2][4] = {};
 #pragma unroll
-    for (int group = 0; group < L::kPartGroups; ++group) {
-      std::uint32_t b[4], low[4], high[4] = {};
-      SecondWarp<L>::unpack(h, group, b);
+    for (int group = 0; group < L::kPassGroups; ++group) {
+      std::uint32_t low[4], high[4] = {};
       const std::uint32_t (&four)[4] = words[group / kGroups];
       place_fp4(four[kWhole ? group % 2 * 2 : group % 4], low);
       if constexpr (kWhole) place_fp4(four[group % 2 * 2 + 1], high);
-      float sums_of[4] = {};
-      multiply_half_pairs(sums_of, low, high, b);
-      multiply_half_pairs(sums_of, low + 2, high + 2, b + 2);
-      const float low_scale = scale_of(smem_load1(scale + group));
-      acc[0] = __fmaf_rn(sums_of[0], low_scale, acc[0]);
-      acc[1] = __fmaf_rn(sums_of[1], low_scale, acc[1]);
-      if constexpr (kWhole) {
-        const float high_scale = scale_of(smem_load1(scale + 8 * L::kInnerScaleRow + group));
-        acc[2] = __fmaf_rn(sums_of[2], high_scale, acc[2]);
-        acc[3] = __fmaf_rn(sums_of[3], high_scale, acc[3]);
-      }
+      multiply_half_pairs(acc[0], low, high, b[group]);
+      multiply_half_pairs(acc[1], low + 2, high + 2, b[group] + 2);
+    }
+#pragma unroll
+    for (int i = 0; i < (kWhole ? 2 : 1); ++i) {
+      const std::uint32_t at = scale + i * 8 * L::kInnerScaleRow;
+      sums_of[i] = __fmaf_rn(acc[0][2 * i] + acc[1][2 * i], scale_of(smem_load1(at)), sums_of[i]);
+      sums_of[i] = __fmaf_rn(acc[0][2 * i + 1] + acc[1][2 * i + 1], scale_of(smem_load1(at + 1)),
+                             sums_of[i]);
     }
   }
 
   LOWLAT_DEVICE bool run_second() {
     constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
-    // `second` may lie over the partial sums: wait as if for every buffer.
-    for (int i = 0; i < L::kBuffers; ++i, ++sums) {
-      if (sums >= L::kBuffers && !barrier_wait(&r.barriers.sums_empty[sums % L::kBuffers],
-                                               (sums / L::kBuffers - 1) & 1, r.watch)) {
-        return false;
-      }
-    }
     if (r.block_idx >= kBands) return true;
     const SecondWarp<L> second(r);
-    typename SecondWarp<L>::Hidden h;
-    const unsigned char* address = nullptr;
     int expert = warp / L::kParts, part = warp % L::kParts;
     const int num_experts = r.table.num_experts;
-    int first = 0, end = 0;
-    if (expert < num_experts) {
-      first = r.table.first[expert];
-      end = r.table.first[expert + 1];
-      address = second.hidden_address(hidden_row(first, end - first), part);
-      second.load_hidden(h, address);
-    }
+    if (expert >= num_experts) return true;
+    int place = r.table.first[expert], end = r.table.first[expert + 1];
+    const unsigned char* address = columns_address(second, place, part);
+    Columns h;
+    second.load_hidden(h, address);
     std::uint32_t base;
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t barriers = base + L::kBarrierOffset;
+    int sums_left = L::kBuffers;
     int piece = expert;  // the first are in the ring's first turn
     std::uint32_t turn = 0;
-    while (expert < num_experts) {
-      const int slot = (uses + piece / L::kPieces) % L::kRing;
-      const std::uint32_t at =
-          base + L::kRingOffset + slot * L::kSlotBytes + piece % L::kPieces * L::kPieceBytes;
+    for (;;) {
+      const std::uint32_t at = base + r.piece_offset(piece, uses);
       const std::uint32_t codes = at + part * L::kPartGroups * 16;
       const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
       const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
@@ -1053,47 +1194,43 @@ struct Consumer {
       int next_part = part + L::kConsumers % L::kParts;
       if (next_part >= L::kParts) next_part -= L::kParts, ++next_expert;
       const bool more = next_expert < num_experts;
-      const int next_begin = more ? r.table.first[next_expert] : 0;
-      const int next_end = more ? r.table.first[next_expert + 1] : 0;
-      for (;;) {
+#pragma unroll 1
+      for (;; ++place) {
+        const bool last = place + 1 == end;
+        const int next = !last ? place + 1 : more ? r.table.first[next_expert] : place;
+        const unsigned char* const next_address =
+            columns_address(second, next, last && more ? next_part : part);
         if (!second.complete(h, address)) return false;
-        // The next columns: more of this expert's, or the next item's.
-        const int count = end - first;
-        const unsigned char* next = nullptr;
-        if (count > kColumns) {
-          const int rest = first + kColumns;
-          next = second.hidden_address(hidden_row(rest, end - rest), part);
-        } else if (more) {
-          next = second.hidden_address(hidden_row(next_begin, next_end - next_begin), next_part);
-        }
-        typename SecondWarp<L>::Hidden ahead = {};
-        if (next != nullptr) second.load_hidden(ahead, next);
-        // Sixteen columns at a time.
-        constexpr int kLast = L::kMTiles - 1;
-        constexpr bool kWhole = L::kBandRows % 16 == 0;
-        float* sums_at = r.template second_sums<false>(part, first);
+        Columns ahead;
+        second.load_hidden(ahead, next_address);
+        __syncwarp();  // or the loads would sink to where they are needed
+        float sums_of[L::kMTiles][2] = {};
+        multiply_second(sums_of, h, codes, scales);
+        // `second` may lie over the partial sums: before the first store, as if for every buffer.
+        for (; sums_left > 0; --sums_left) wait_sums_free(sums++);
+        float* dst = r.template second_sums<false>(part, place) + g;
 #pragma unroll
-        for (int m = 0; m < kLast; ++m) {
-          float acc[4] = {};
-          multiply_second<true>(acc, h, codes, scales, m);
-          second.store_second(sums_at, acc, m, count, kFactor);
+        for (int i = 0; i < L::kBandRows / 8; ++i) {
+          float sum = sums_of[i / 2][i % 2];
+          sum += __shfl_xor_sync(plat::kAllLanes, sum, 1);
+          sum += __shfl_xor_sync(plat::kAllLanes, sum, 2);
+          if (t == 0) dst[8 * i] = sum * kFactor;
         }
-        float acc[4] = {};
-        multiply_second<kWhole>(acc, h, codes, scales, kLast);
-        second.store_second(sums_at, acc, kLast, count, kFactor);
         h = ahead;
-        address = next;
-        if (count <= kColumns) break;
-        first += kColumns;
+        address = next_address;
+        if (last) {
+          place = next;
+          break;
+        }
       }
       __syncwarp();
       if (r.lane == 0) barrier_arrive_at(empty);
+      if (!more) return true;
       piece += next_expert - expert;
       if (piece >= L::kRingPieces) piece -= L::kRingPieces, ++turn;
       expert = next_expert, part = next_part;
-      first = next_begin, end = next_end;
+      end = r.table.first[expert + 1];
     }
-    return true;
   }
 
   // Before the kernels before this one have ended.
@@ -1102,19 +1239,33 @@ struct Consumer {
     t = r.lane % 4;
     if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
   }
-  LOWLAT_DEVICE bool run(TileScales& scales) {
-    bool going = run_gate();
-    for (int n = 0; going && n < r.shared_tiles(); ++n) {
-      if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
-      going = run_shared_tile(scales);
+  LOWLAT_DEVICE void run(TileScales& scales, const Rules& rules) {
+#pragma unroll 1
+    for (int pass = first_pass(r); pass < 2; ++pass) {
+      if (pass == 1) wait_for_x(r);
+      // The first pass: rows of the router, and whatever lies in their place.
+      load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
+      if (r.gates()) run_gate(pass);
+      // While the scores are on their way.
+      for (int n = 0; pass == 1 && n < r.shared_tiles(); ++n) {
+        if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
+        run_shared_tile(scales);
+      }
+      if (pass == 1) {
+        r.read_epoch();
+        // All have read the router's rows, where the columns come.
+        named_sync<3, L::kConsumers * plat::kWarpLanes>();
+      }
+      route(rules, pass);
     }
-    r.read_epoch();
-#pragma unroll
-    for (auto& block : x) {
-#pragma unroll
-      for (std::uint32_t& pair : block) pair = bf16_to_half(pair);
-    }
-    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
+    make_columns();
+    // Products read the columns past the ordinary path.
+    sm90::fence_async_shared();
+    named_sync<3, L::kConsumers * plat::kWarpLanes>();
+    barrier_wait(&r.barriers.table, 0);
+    if (r.table.lost != 0) return;
+    run_tiles();
+    run_second();
   }
 };
 
@@ -1136,8 +1287,8 @@ struct Finisher {
   Region<L>& r;
   int sums = 0;
 
-  LOWLAT_DEVICE bool wait_sums() const {
-    return barrier_wait(&r.barriers.sums_full[sums % L::kBuffers], sums / L::kBuffers & 1, r.watch);
+  LOWLAT_DEVICE void wait_sums() const {
+    barrier_wait(&r.barriers.sums_full[sums % L::kBuffers], sums / L::kBuffers & 1);
   }
   LOWLAT_DEVICE void free_sums() {
     __syncwarp();
@@ -1166,8 +1317,8 @@ struct Finisher {
     }
   }
 
-  LOWLAT_DEVICE bool run_gate(stages::GateRule rule, int pass) {
-    if (pass == 1 && !wait_sums()) return false;
+  LOWLAT_DEVICE void run_gate(stages::GateRule rule, int pass) {
+    if (pass == 1) wait_sums();
     const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
     float score = 0.0f;
     if (column < kColumns) {
@@ -1181,12 +1332,11 @@ struct Finisher {
           __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
       keep(__uint_as_float(words[j]));
     }
-    if (pass == 0) return true;
+    if (pass == 0) return;
     free_sums();
     if (r.lane < r.a.rows) {
       plat::store_tagged(r.score_packet(r.lane, r.block_idx), words, r.epoch);
     }
-    return true;
   }
 
   // Eight values of h of one column: bf16 in the order of pairs, one chunk.
@@ -1195,7 +1345,6 @@ struct Finisher {
     const int weight_row = r.lane % (2 * kTileRows), half = r.lane / (2 * kTileRows);
     float sum = slices<L::kConsumers / 2>(weight_row, column, half * (L::kConsumers / 2));
     sum += __shfl_xor_sync(plat::kAllLanes, sum, 2 * kTileRows);
-    if constexpr (!kShared) sum *= static_cast<float>(1 << kPlaceShift);
     const float value = round_to_bf16(sum);
     const float up = __shfl_down_sync(plat::kAllLanes, value, kTileRows);
     const float h = stages::swiglu(value, up, kSwigluLimit, !kShared);
@@ -1212,7 +1361,7 @@ struct Finisher {
     if (r.lane == 0) store_packet(row + tile * 16, chunk);
   }
 
-  LOWLAT_DEVICE bool run(stages::GateRule rule) {
+  LOWLAT_DEVICE void run(stages::GateRule rule) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
       if (pass == 1) {
@@ -1220,20 +1369,21 @@ struct Finisher {
         r.read_epoch();
         clear_hidden();
       }
-      if (r.gates() && !run_gate(rule, pass)) return false;
+      if (r.gates()) run_gate(rule, pass);
     }
     const std::uint32_t parity = r.epoch & 1u;
     for (int n = 0; n < r.shared_tiles(); ++n) {
-      if (!wait_sums()) return false;
+      wait_sums();
       for (int column = 0; column < r.a.rows; ++column) {
         finish<true>(column, r.hidden(parity, L::kMaxPairs + column),
                      n * r.num_blocks + r.block_idx);
       }
       free_sums();
     }
-    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    barrier_wait(&r.barriers.table, 0);
+    if (r.table.lost != 0) return;
     for (int n = 0;; ++n) {
-      if (!wait_sums()) return false;
+      wait_sums();
       const int tile = r.table.tile[n % L::kWindow], expert = tile / L::kTiles;
       if (expert >= r.table.num_experts) break;
       for (int i = r.table.first[expert]; i < r.table.first[expert + 1]; ++i) {
@@ -1243,9 +1393,11 @@ struct Finisher {
       free_sums();
     }
     free_sums();
+    if (r.a.quads.tp_size > 0 && r.lane == 0) {
+      r.table.quads_epoch = exchange_epoch(r.a.quads, r.a.quads_index);
+    }
     // What follows finds room as soon as blocks end; it waits for their sums.
     sm90::launch_dependents();
-    return true;
   }
 };
 
@@ -1265,15 +1417,18 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
   const auto of_pair = [&](int pair, int n) {
     return r.table.weights[pair] * parts(std::false_type(), r.table.place[pair], n);
   };
-  store_band<L>(r, first_row, [&](int row, int n) {
-    float sum = 0.0f;
+  store_band<L>(
+      r, first_row,
+      [&](int row, int n) {
+        float sum = 0.0f;
 #pragma unroll
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      sum += round_to_bf16(of_pair(row * L::kSlots + slot, n));
-    }
-    const float y = round_to_bf16(sum);
-    return r.shared ? y + round_to_bf16(parts(std::true_type(), row, n)) : y;
-  });
+        for (int slot = 0; slot < L::kSlots; ++slot) {
+          sum += round_to_bf16(of_pair(row * L::kSlots + slot, n));
+        }
+        const float y = round_to_bf16(sum);
+        return r.shared ? y + round_to_bf16(parts(std::true_type(), row, n)) : y;
+      },
+      r.table.quads_epoch);
 }
 
 template <class L>
@@ -1313,26 +1468,27 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(thread % 2 ? &barriers.sums_empty[i] : &barriers.sums_full[i],
                        thread % 2 ? 1 : L::kConsumers);
   } else if (thread == L::kThreads - 1) {
+    sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.band_full, 1);
+    sm90::barrier_init(&barriers.first_routed, 1);
+    sm90::barrier_init(&barriers.routed, L::kMaxRows);
     sm90::barrier_init(&barriers.table, 1);
     table.stop = 0;
   }
   sm90::fence_barrier_init();
   static_assert(kSlotBarriers + kPieceBarriers + 2 * L::kBuffers < L::kThreads);
 
-  for (int i = thread; i < L::kExperts / 32; i += L::kThreads) table.chosen[i] = 0;
-  for (int i = thread; i < 2 * L::kMaxPairs; i += L::kThreads) (&table.pairs_of[0][0])[i] = 0;
+  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.rows_of[i] = 0;
   plat::block_sync();
 
   Producer<L> producer = {r, maps};
   Consumer<L> consumer = {r, warp};
   typename Consumer<L>::TileScales scales = {};
-  bool going = true;
   // Before any wait for the consumers, who wait for these registers.
   if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
-    going = producer.run_early();
+    producer.run_early();
   } else if (warp == L::kFinisher) {
     load_band_scales(r);
   } else if (warp < L::kConsumers) {
@@ -1340,17 +1496,17 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(scales);
+    consumer.run(scales, rules);
   } else {
     if (warp == L::kProducer) {
-      if (going) producer.run_routed();
+      producer.run_routed();
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
       finisher.run(rules.rule);
     } else {
       static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
       const int number = warp - L::kFirstRouter;
-      Router<L>{r, number}.run(rules);
+      Router<L>{r, number}.run();
       if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
     }
   }

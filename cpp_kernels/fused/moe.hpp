@@ -11,8 +11,8 @@
 //
 // All pointers are device memory unless said otherwise. Weights are fp4 codes two a byte with ue8m0
 // scale bytes, in one of two layouts. Scale bytes of fp4 weights from 10 to 136 and of e4m3 weights
-// up to 134 are exact; others are outside what this kernel declares. Up to eight rows meet fp4
-// weights in fp16: |x| is at most 65504, and of values below 2^-14 the part below 2^-25 is lost.
+// up to 134 are exact; others are outside what this kernel declares. Of x, the routed products lose
+// what is below 2^-17 of the largest in a part of a row, a sixteenth or an eighth of it.
 #pragma once
 
 #include <cstddef>

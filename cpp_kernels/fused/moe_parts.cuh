@@ -3,6 +3,8 @@
 // the report of a fault. `L` is a kernel's layout, `Region<L>` what each of its roles knows.
 #pragma once
 
+#include <cuda.h>
+
 #include "fused/stream.cuh"
 // The platform comes first.
 #include "fused/exchange.cuh"
@@ -94,14 +96,17 @@ struct Scores {
     }
 #pragma unroll 1
     for (int slot = 0; slot < L::kSlots; ++slot) {
-      std::uint32_t best = 0, id = kPoison;
+      std::uint32_t best[3] = {}, id = kPoison;
       float best_score = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {  // ascending ids: the first of equals stays
-        if (rank[i] > best) best = rank[i], id = own_expert(i), best_score = score[i];
+      for (int i = 0; i < kOwn; ++i) best[i % 3] = max(best[i % 3], rank[i]);
+      const std::uint32_t top =
+          __reduce_max_sync(plat::kAllLanes, max(max(best[0], best[1]), best[2]));
+#pragma unroll
+      for (int i = kOwn - 1; i >= 0; --i) {  // ids ascend with i: the lowest of equals stays
+        if (rank[i] == top) id = own_expert(i), best_score = score[i];
       }
-      const std::uint32_t top = __reduce_max_sync(plat::kAllLanes, best);
-      const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, best == top ? id : kPoison);
+      const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, id);
       if (id == chosen) {
         ids[slot] = static_cast<std::int32_t>(chosen);
         scores[slot] = best_score;
@@ -126,20 +131,21 @@ struct Scores {
 };
 
 // By a warp: ids of a row and the scores that their weights are made of (or their weights, where
-// those are given) into the block's table.
+// those are given) into the block's table. A rehearsal does it with no scores, waiting for nothing.
 template <class L, class Region>
-LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule) {
+LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule,
+                             bool rehearsal = false) {
   const int at = row * L::kSlots;
   std::int32_t* ids = &r.table.ids[at];
   float* weights = &r.table.weights[at];
-  if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots) {
+  if (r.a.routing != MoeRouting::gate && r.lane < L::kSlots && !rehearsal) {
     ids[r.lane] = __ldg(r.a.ids + at + r.lane);
     weights[r.lane] = r.scores ? 0.0f : __ldg(r.a.weights + at + r.lane);
   }
   if (!r.scores) return;
   Scores<L> scores = {r.lane, {}, {}};
-  if (r.a.routing == MoeRouting::gate) scores.load_bias(r.a, row);
-  if (!scores.receive(r, row)) {  // the step is lost; stay inside the arrays
+  if (r.a.routing == MoeRouting::gate && !rehearsal) scores.load_bias(r.a, row);
+  if (!rehearsal && !scores.receive(r, row)) {  // the step is lost; stay inside the arrays
     if (r.lane < L::kSlots) ids[r.lane] = r.lane;
     return;
   }
@@ -155,7 +161,8 @@ LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule) {
 
 // By the same warp: the scores of a row become weights.
 template <class L, class Region>
-LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule) {
+LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule,
+                             bool rehearsal = false) {
   if (!r.scores) return;
   const int at = row * L::kSlots;
   float* weights = &r.table.weights[at];
@@ -165,7 +172,7 @@ LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule)
   __syncwarp();
   if (r.lane < L::kSlots) {
     weights[r.lane] = weight;
-    if (r.block_idx == 0) {
+    if (r.block_idx == 0 && !rehearsal) {
       if (r.a.out_ids != nullptr) r.a.out_ids[at + r.lane] = r.table.ids[at + r.lane];
       if (r.a.out_weights != nullptr) r.a.out_weights[at + r.lane] = weight;
     }
@@ -176,9 +183,11 @@ LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule)
 // ------------------------------------------------------------------------------------ the sum
 
 // All threads of a block that owns columns: `value(row, n)`, y of the n-th of its band, stored and
-// published.
+// published. A value that has a member quad gives four neighbours at once. `quads_epoch`:
+// exchange_epoch of the quads where it has been read before, or 0.
 template <class L, class Region, class Value>
-LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value) {
+LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value,
+                              std::uint64_t quads_epoch = 0) {
   const MoeArgs& a = r.a;
   const stages::FaultPort fault = {a.fault.abort_words,
                                    static_cast<stages::StatusWords*>(a.fault.status),
@@ -187,16 +196,34 @@ LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value
                                      fault, a.boxes.box_packets};
   const std::uint64_t epoch = a.boxes.outboxes != nullptr ? *a.boxes.epoch : 0;
   if (a.quads.tp_size > 0) {
-    constexpr int kQuads = L::kBandRows / 4;
-    const std::uint64_t quads_epoch = exchange_epoch(a.quads, a.quads_index);
+    static_assert(L::kBandRows % 4 == 0);
+    if (quads_epoch == 0) quads_epoch = exchange_epoch(a.quads, a.quads_index);
+    if constexpr (requires(float (&v)[4]) { value.quad(0, 0, v); }) {
+      constexpr int kQuads = L::kBandRows / 4;
 #pragma unroll 1
-    for (int i = plat::thread_idx(); i < a.rows * kQuads; i += L::kThreads) {
-      const int row = i / kQuads, quad = i % kQuads;
-      float v[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = value(row, 4 * quad + j);
-      publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
-                   L::kHidden / 4, v);
+      for (int i = plat::thread_idx(); i < a.rows * kQuads; i += L::kThreads) {
+        const int row = i / kQuads, quad = i % kQuads;
+        float v[4];
+        value.quad(row, 4 * quad, v);
+        publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
+                     L::kHidden / 4, v);
+      }
+    } else {
+      // A thread a value: short code, because it runs once.
+#pragma unroll 1
+      for (int i = plat::thread_idx();
+           i / plat::kWarpLanes * plat::kWarpLanes < a.rows * L::kBandRows; i += L::kThreads) {
+        const int row = i / L::kBandRows, n = i % L::kBandRows;
+        const bool mine = row < a.rows;
+        const float y = mine ? value(row, n) : 0.0f;
+        const float v[4] = {y, __shfl_down_sync(plat::kAllLanes, y, 1),
+                            __shfl_down_sync(plat::kAllLanes, y, 2),
+                            __shfl_down_sync(plat::kAllLanes, y, 3)};
+        if (mine && i % 4 == 0) {
+          publish_quad(a.quads, quads_epoch, first_row + row, (r.block_idx * L::kBandRows + n) / 4,
+                       L::kHidden / 4, v);
+        }
+      }
     }
   }
   if (a.out == nullptr && a.boxes.outboxes == nullptr) return;

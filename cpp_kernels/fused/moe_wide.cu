@@ -15,7 +15,30 @@ struct Instance {
 
   static cudaError_t run(const MoeArgs& args, const Rules& rules, cudaStream_t stream,
                          bool overlapped) {
-    return moe::launch<L>(moe_wide_mxfp4_sm90<L>, args, rules, stream, overlapped);
+    // Rows of w1, w3 and w2, or of K in tiles.
+    constexpr std::int64_t kInner = std::int64_t{L::kExperts} * L::kInner,
+                           kHidden = std::int64_t{L::kExperts} * L::kHidden;
+    const auto& w = args.w;
+    TileMaps maps;
+    cudaError_t status = cudaSuccess;
+    if constexpr (L::kMarlin) {
+      constexpr int kRow = 2 * L::kTiles * L::kTileBytes, kBandRow = L::kBands * L::kTileBytes;
+      const BoxedMatrix matrices[] = {
+          {w.w1.codes, kHidden / 16, kRow, 2 * L::kChunkGroups, L::kTileBytes, false},
+          {w.w1.scales, kHidden / 32, 2 * L::kInner, L::kChunkGroups, L::kTileValues, false},
+          {w.w2.codes, kInner / 16, kBandRow, 2 * L::kPartGroups, L::kTileBytes, false},
+          {w.w2.scales, kInner / 32, L::kHidden, L::kPartGroups, L::kBandRows, false}};
+      status = moe::tile_maps(matrices, maps.maps);
+    } else {
+      constexpr int kRow = L::kHidden / 2;
+      const BoxedMatrix matrices[] = {
+          {w.w1.codes, kInner, kRow, L::kTileValues, L::kChunkRow, true},
+          {w.w3.codes, kInner, kRow, L::kTileValues, L::kChunkRow, true},
+          {w.w2.codes, kHidden, L::kInnerRow, L::kBandRows, L::kPartRow, L::kBandInLines}};
+      status = moe::tile_maps(matrices, maps.maps);
+    }
+    if (status != cudaSuccess) return status;
+    return moe::launch<L>(moe_wide_mxfp4_sm90<L>, args, rules, stream, overlapped, maps);
   }
   static cudaError_t init(void* workspace, cudaStream_t stream) {
     auto* bytes = static_cast<unsigned char*>(workspace);

@@ -6,7 +6,7 @@
 // Shapes       fused/moe.hpp, both layouts of the weights; T 1 .. 64
 // Rounding     as stages/experts.hpp (Marlin's): gate, up, silu, h, d and the sum of slots to
 //              bf16; all other sums fp32. x and h enter the routed products as two e4m3 terms under
-//              a power of two: below 2^-17 of the largest of a row's eighth (of 32 of h) is lost
+//              a power of two: below 2^-17 of the largest of kChunkK of x, of 32 of h, is lost
 // Bytes        each weight of a chosen expert once for every four of its pairs: with uniform
 //              routing of up to 48 rows that is once (shape::moe_weight_bytes)
 // Floor        V4.1, TP4, T = 24: 568 MB, 122 us at 4.65 TB/s. The bench prints the share reached.
@@ -14,8 +14,9 @@
 //              producer, a finisher and two gatherers. Weights are on their way before the kernels
 //              before have ended.
 // Ordering     below
-// Determinism  fixed trees: K of the first product is split over the warp groups and added in their
-//              order, K of the second lies in one warp; slots in slot order. Bitwise run to run.
+// Determinism  fixed trees: pieces of K of the first product are dealt to the warp groups in turn
+//              and added in the groups' order, K of the second lies in one warp; slots in slot
+//              order. Bitwise run to run.
 // Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
 //
 // How the work lies. The products are wgmma's of e4m3: 64 weight rows, whose fp4 codes are moved
@@ -32,11 +33,21 @@
 // Blocks without a band take more tiles. The first entries' h was finished while later tiles were
 // multiplied, so the second product starts without a wait. Router and shared expert, which do not
 // depend on the routing, are fetched while it is being decided; their products are mma.m16n8k16's
-// on rows of x in registers, K split over all warps.
+// on rows of x in registers. A block scores twelve experts on a quarter of K, so that it reads a
+// quarter of x; block t adds the quarters of row t, chooses its experts and tells all blocks. The
+// shared expert's first product goes on meanwhile, in the blocks without a band first; its second
+// comes through the ring, between tiles and routed bands.
 //
-// Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
-//                       read by one warp of every block. Written again by the next launch, which
-//                       begins after this one has ended (wait_at(before)).
+// Weights come by tensor copies or in one piece: rows' whole lines of 128 bytes. Pieces of half a
+// line, by sixteen bytes a lane, reached 0.84 of the bandwidth (docs/bench/moe-hopper.md).
+//
+// Ordering     scores   [row][part of K][packet][group] {3 sums, epoch}: written by its block's
+//                       finisher, read by the block that routes the row. Written again by the next
+//                       launch, which begins after this one has ended (wait_at(before)).
+//              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
+//                       read by one warp of every block; again as the scores.
+//              shared_x [row] x as the shared expert sees it: written with the columns and counted
+//                       with them, again as the scores.
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin
@@ -51,10 +62,11 @@
 //                       slot's gatherer see each phase, and a reader of use u first waits for the
 //                       end of the use before in its slot, whose own predecessor is over because
 //                       the producer was there since.
-//              head     the router's rows and the shared expert's tile lie at the ring's start, its
-//                       w2's band at the end: a slot's first use waits for gate_done, shared_done,
-//                       band_done.
-//              sums     partial[] full: every consumer; empty: the finisher's.
+//              head     the router's rows and the shared expert's tile lie at the ring's start: a
+//                       slot's first use waits for gate_done, shared_done.
+//              sums     partial[] full: every consumer; empty: the finisher's. partial[0] is also
+//                       where a row is routed: after the block's own scores have left, before
+//                       the next sums.
 //              registers  are given back before any wait: consumers wait for them to start.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.
@@ -71,17 +83,18 @@ namespace moe::wide {
 // ------------------------------------------------------------------------------------ finisher
 
 // By one warp: rows of scales that the shared w2's band touches, from that of its first row. Its
-// arrival is one of two that end the wait for the band.
+// arrival is one of two that end the wait for the table.
 template <class L>
 LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
-  if (!r.shared || r.block_idx >= L::kBands) return;
+  const bool band = r.shared && r.block_idx < L::kBands;
   const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns;
   constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
   for (int i = r.lane; i < L::kBandScaleRows * L::kBandScaleColumns; i += plat::kWarpLanes) {
-    if (first + i < kAll) r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
+    if (band && first + i < kAll)
+      r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
   }
   __syncwarp();
-  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.band_full);
+  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
 }
 
 template <class L>
@@ -119,25 +132,33 @@ struct Finisher {
     }
   }
 
-  LOWLAT_DEVICE bool run_gate(stages::GateRule rule) {
-    for (int group = 0; group < r.num_groups(); ++group) {
+  // A block's part of the scores of 32 rows at a time, a lane a row.
+  LOWLAT_DEVICE bool run_gate() {
+    constexpr int kSums = kColumns * 2 * L::kSharedRows;  // of a warp
+    const int group = r.lane / kColumns, column = r.lane % kColumns;
+    for (int first_row = 0; first_row < r.a.rows; first_row += plat::kWarpLanes) {
       if (!wait_sums()) return false;
-      const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
-      float score = 0.0f;
-      if (column < kColumns) {
-        score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
+      const float* src = r.partial(sums % L::kBuffers) + group * L::kScoreSlices * kSums +
+                         column * 2 * L::kSharedRows;
+      float score[round_up(L::kScoreRows, 3)] = {};
+#pragma unroll
+      for (int slice = 0; slice < L::kScoreSlices; ++slice) {
+#pragma unroll
+        for (int i = 0; i < L::kScoreRows; i += 4) {
+          const float4 v = *reinterpret_cast<const float4*>(src + slice * kSums + i);
+          score[i] += v.x, score[i + 1] += v.y, score[i + 2] += v.z, score[i + 3] += v.w;
+        }
       }
       free_sums();
-      std::uint32_t words[3];
+      const int row = first_row + r.lane;
+      if (row >= r.a.rows) continue;
 #pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
-        words[j] = __float_as_uint(
-            __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
-      }
-      const int x_row = group * kColumns + r.lane;
-      if (r.lane < kColumns && x_row < r.a.rows) {
-        plat::store_tagged(r.score_packet(x_row, r.block_idx), words, r.epoch);
+      for (int i = 0; i < L::kScorePackets; ++i) {
+        const std::uint32_t words[3] = {__float_as_uint(score[3 * i]),
+                                        __float_as_uint(score[3 * i + 1]),
+                                        __float_as_uint(score[3 * i + 2])};
+        const int number = (r.score_part() * L::kScorePackets + i) * L::kScoreGroups;
+        plat::store_tagged(r.score_packet(row, number + r.score_group()), words, r.epoch);
       }
     }
     return true;
@@ -209,44 +230,22 @@ struct Finisher {
     }
   }
 
-  // The parts of the shared expert's second product, of eight rows.
-  LOWLAT_DEVICE void finish_shared_second(int group) const {
-    const float* src = r.partial(sums % L::kBuffers);
-    const int num = r.a.rows - group * kColumns;
-    for (int i = r.lane; i < (num < kColumns ? num : kColumns) * L::kBandRows;
-         i += plat::kWarpLanes) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int part = 0; part < L::kSharedParts; ++part) {
-        sum += src[part * kColumns * L::kBandRows + i];
-      }
-      r.second(L::kMaxPairs + group * kColumns)[i] = __float2bfloat16_rn(sum);
-    }
-  }
-
-  LOWLAT_DEVICE bool run(stages::GateRule rule) {
-    if (r.gates() && !run_gate(rule)) return false;
+  LOWLAT_DEVICE bool run() {
+    if (r.gates() && !run_gate()) return false;
     load_band_scales(r);
     clear_columns();
     for (int n = 0; n < r.shared_tiles(); ++n) {
       for (int group = 0; group < r.num_groups(); ++group) {
         if (!wait_sums()) return false;
-        const int first_row = group * kColumns;
+        const int first_row = r.shared_group(group) * kColumns;
 #pragma unroll 1
         for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
-          finish_shared(first_row, column, n * r.num_blocks + r.block_idx);
+          finish_shared(first_row, column, r.shared_tile(n));
         }
         free_sums();
       }
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    if (r.shared && r.block_idx < L::kBands) {
-      for (int group = 0; group < r.num_groups(); ++group) {
-        if (!wait_sums()) return false;
-        finish_shared_second(group);
-        free_sums();
-      }
-    }
     const int own_tiles = r.own_tiles();
     for (int n = 0; n < own_tiles; ++n) {
       const int number = r.routed_tile(n), entry = number / L::kTiles;
@@ -266,29 +265,47 @@ struct Finisher {
 
 // ------------------------------------------------------------------------------------ epilogue
 
-// All threads, after the block's sync: y of the band, stored and published.
+// y of the band, after the block's sync.
 template <class L>
-LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
-  store_band<L>(r, first_row, [&](int row, int n) {
-    float sum = 0.0f;
+struct BandValue {
+  const Region<L>& r;
+
+  LOWLAT_DEVICE void quad(int row, int n, float (&y)[4]) const {
+    const auto load = [&](int second_row, float (&v)[4]) {
+      const uint2 pairs = *reinterpret_cast<const uint2*>(r.second(second_row) + n);
+      v[0] = low_bf16(pairs.x), v[1] = high_bf16(pairs.x);
+      v[2] = low_bf16(pairs.y), v[3] = high_bf16(pairs.y);
+    };
+    float parts[L::kSlots + 1][4] = {};
 #pragma unroll
-    for (int slot = 0; slot < L::kSlots; ++slot) {
-      sum += __bfloat162float(r.second(row * L::kSlots + slot)[n]);
+    for (int slot = 0; slot < L::kSlots; ++slot) load(row * L::kSlots + slot, parts[slot]);
+    if (r.shared) load(L::kMaxPairs + row, parts[L::kSlots]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int slot = 0; slot < L::kSlots; ++slot) sum += parts[slot][i];
+      y[i] = round_to_bf16(sum) + parts[L::kSlots][i];
     }
-    const float y = round_to_bf16(sum);
-    return r.shared ? y + __bfloat162float(r.second(L::kMaxPairs + row)[n]) : y;
-  });
-}
+  }
+  LOWLAT_DEVICE float operator()(int row, int n) const {
+    float y[4];
+    quad(row, n / 4 * 4, y);
+    return n % 4 < 2 ? (n % 4 == 0 ? y[0] : y[1]) : (n % 4 == 2 ? y[2] : y[3]);
+  }
+};
 
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
-    moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules) {
-  extern __shared__ __align__(128) unsigned char smem[];
+    moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
+                        const __grid_constant__ TileMaps maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
   const int thread = plat::thread_idx();
   const int warp = __shfl_sync(plat::kAllLanes, thread / plat::kWarpLanes, 0);
   Region<L> r = {args,
+                 maps,
                  smem,
                  table,
                  barriers,
@@ -299,13 +316,9 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  static_cast<int>(gridDim.x),
                  thread % plat::kWarpLanes,
                  args.routing != MoeRouting::given,
-                 args.w.shared_w1.codes != nullptr,
-                 0};
-  if (r.shared) {
-    r.with_more = L::kSharedTiles - (L::kSharedTiles < r.num_blocks ? 0 : r.num_blocks);
-  }
+                 args.w.shared_w1.codes != nullptr};
   if (thread < L::kRing) {
-    sm90::barrier_init(&barriers.full[thread], 2 * plat::kWarpLanes);
+    sm90::barrier_init(&barriers.full[thread], 1 + plat::kWarpLanes);
     sm90::barrier_init(&barriers.empty[thread], 4);
   } else if (thread >= 32 && thread < 32 + L::kBuffers) {
     const int i = thread - 32;
@@ -318,9 +331,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (thread == 64) {
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
-    sm90::barrier_init(&barriers.band_full, 2);
-    sm90::barrier_init(&barriers.band_done, L::kConsumers);
-    sm90::barrier_init(&barriers.table, L::kConsumers);
+    sm90::barrier_init(&barriers.table, 2);
     table.stop = 0;
   }
   static_assert(L::kBuffers == 2);
@@ -349,13 +360,13 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(rules.rule, rules.sum_rule);
+    consumer.run(rules);
   } else {
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
-      finisher.run(rules.rule);
+      finisher.run();
     } else {
       const Gatherer<L> gatherer = {r, warp - L::kGatherer};
       gatherer.run();
@@ -363,7 +374,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
   if (table.stop == 0) {
-    if (r.block_idx < L::kBands) finish_band(r, rules.first_row);
+    if (r.block_idx < L::kBands) store_band<L>(r, rules.first_row, BandValue<L>{r});
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fused/moe_wide_layout.cuh"
+#include "fused/moe_wide_route.cuh"
 
 namespace lowlat::nvidia::fused {
 
@@ -25,21 +26,22 @@ struct Producer {
   LOWLAT_DEVICE bool run_early() {
     const auto& w = r.a.w;
     auto& barriers = r.barriers;
+    if (r.lane < (L::kMarlin ? 4 : 3)) sm90::tensor_prefetch(&r.maps.maps[r.lane]);
     if (r.gates()) {
       if (r.lane == 0) {
-        sm90::barrier_arrive_expect(&barriers.gate_full, L::kGateRows * 2 * L::kHidden);
+        sm90::barrier_arrive_expect(&barriers.gate_full, L::kScoreRows * 2 * L::kGateK);
       }
       __syncwarp();
-      if (r.lane < L::kGateRows) {
+      if (r.lane < L::kScoreRows) {
+        const int expert = r.score_group() * L::kScoreRows + r.lane;
         load(r.slot(0) + r.lane * L::kGatePitch,
-             w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
-             2 * L::kHidden, &barriers.gate_full);
+             w.gate + static_cast<std::size_t>(expert) * L::kHidden + r.score_part() * L::kGateK,
+             2 * L::kGateK, &barriers.gate_full);
       }
       // The router's rows and x decide when routing ends: nothing competes with them.
       if (!barrier_wait(&barriers.gate_full, 0, r.watch)) return false;
     }
     if (r.shared_tiles() > 0) load_shared_tile(0);
-    if (!L::kBandLate) load_shared_band();
     return true;
   }
   // The n-th of this block, when the one before is over.
@@ -51,7 +53,7 @@ struct Producer {
                                              static_cast<int>(sizeof(r.table.shared_scales[0]))));
     }
     __syncwarp();
-    const int first = (n * r.num_blocks + r.block_idx) * L::kSharedRows;
+    const int first = r.shared_tile(n) * L::kSharedRows;
     if (r.lane < 2 * L::kSharedRows) {
       load(r.slot(0) + L::kSharedAt + r.lane * L::kSharedPitch,
            (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
@@ -66,41 +68,11 @@ struct Producer {
            kRow, full);
     }
   }
-  LOWLAT_DEVICE void load_shared_band() const {
-    if (r.shared && r.block_idx < L::kBands && r.lane == 0) {
-      constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
-      sm90::barrier_arrive_expect(&r.barriers.band_full, kBytes);
-      load(r.slot(0) + L::kBandAt,
-           r.a.w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes, kBytes,
-           &r.barriers.band_full);
-    }
-    __syncwarp();
+  // A box of one of the maps; one lane calls.
+  LOWLAT_DEVICE void load_box(unsigned char* dst, int map, int x, int y, int z,
+                              std::uint64_t* full) const {
+    sm90::tensor_load(dst, &r.maps.maps[map], x, y, z, full, sm90::CacheHint::evict_first);
   }
-
-  // kRows rows of kRow bytes to shared memory, 16 bytes a lane: a bulk copy costs 31 ns whatever
-  // its length, so short rows are not worth one. Eight rows of 64 bytes a step.
-  template <int kRows, int kRow, int kPitch>
-  LOWLAT_DEVICE void load_rows(std::uint32_t dst, const unsigned char* src,
-                               std::int64_t src_pitch) const {
-    constexpr int kLanes = kRow % 64 == 0 ? 4 : 2, kStep = plat::kWarpLanes / kLanes;
-    static_assert(kRow % (16 * kLanes) == 0);
-    dst += r.lane / kLanes * kPitch + r.lane % kLanes * 16;
-    src += r.lane / kLanes * src_pitch + r.lane % kLanes * 16;
-#pragma unroll
-    for (int row = 0; row < kRows; row += kStep) {
-      if (kRows % kStep != 0 && row + r.lane / kLanes >= kRows) break;
-#pragma unroll
-      for (int i = 0; i < kRow; i += 16 * kLanes) {
-        sm90::copy_piece(dst + row * kPitch + i, src + row * src_pitch + i,
-                         sm90::CacheHint::evict_first);
-      }
-    }
-  }
-  // After the lane's copies to a slot; every lane calls.
-  LOWLAT_DEVICE void end_slot(int slot) const {
-    sm90::barrier_arrive_copied(&r.barriers.full[slot]);
-  }
-
   LOWLAT_DEVICE bool run_routed() {
     // Not early: it waits for consumers, who wait at the kernel's gate with the whole block.
     for (int n = 1; n < r.shared_tiles(); ++n) {
@@ -108,56 +80,55 @@ struct Producer {
       load_shared_tile(n);
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    if (L::kBandLate) {
-      if (!r.wait_head()) return false;
-      load_shared_band();
-    }
     const int num_tiles = r.num_tiles();
     for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
       const int expert = r.table.expert[number / L::kTiles];
       if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
     if (r.block_idx >= L::kBands) return true;
+    for (int i = 0; i < r.shared_uses(); ++i) {
+      if (!load_shared_rows(i)) return false;
+    }
     for (int i = 0; i < r.table.num_entries * L::kBandParts; ++i) {
-      const int slot = uses % L::kRing;
-      if (!r.wait_free(uses)) return false;
-      ++uses;
       const auto band = r.band_use(i);
-      load_band(slot, r.table.expert[band.entry], band.part);
-      end_slot(slot);
+      if (!load_band(r.table.expert[band.entry], band.part)) return false;
     }
     return true;
   }
 
  private:
+  // A use of the ring: `ask(slot, full)` by one lane, of copies of so many bytes.
+  template <class Ask>
+  LOWLAT_DEVICE bool fill_slot(std::uint32_t bytes, const Ask& ask) {
+    const int slot = uses % L::kRing;
+    if (!r.wait_free(uses)) return false;
+    ++uses;
+    if (r.lane == 0) {
+      std::uint64_t* full = &r.barriers.full[slot];
+      sm90::barrier_arrive_expect(full, bytes);
+      ask(r.slot(slot), full);
+    }
+    __syncwarp();
+    return true;
+  }
   // kTiles' tile `tile` of an expert, the n-th of this block.
   LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
-    const auto& w = r.a.w;
     if constexpr (L::kMarlin) {
       // [K / 16][2 I / 64][512] codes, [K / 32][2 I] scales: columns of tiles, w1's, then w3's.
-      constexpr int kTilesOfK = 2 * L::kTiles * L::kTileBytes;
-      const unsigned char* codes = w.w1.codes +
-                                   static_cast<std::size_t>(expert) * L::kInner * L::kHidden +
-                                   tile * L::kTileBytes;
-      const unsigned char* scales =
-          w.w1.scales + static_cast<std::size_t>(expert) * 2 * L::kInner * L::kScaleRow +
-          tile * L::kTileValues;
 #pragma unroll 1
       for (int use = 0; use < L::kUses; ++use) {
-        const int slot = uses % L::kRing, up = use % L::kParts, chunk = use / L::kParts;
-        if (!r.wait_free(uses)) return false;
-        ++uses;
-        load_tiles<L::kChunkGroups>(
-            r.slot_address(slot), L::kChunkCodes,
-            codes + static_cast<std::int64_t>(chunk) * 2 * L::kChunkGroups * kTilesOfK +
-                up * L::kTiles * L::kTileBytes,
-            kTilesOfK, scales + chunk * L::kChunkGroups * 2 * L::kInner + up * L::kInner,
-            2 * L::kInner);
-        end_slot(slot);
+        const int column = use % L::kParts * L::kTiles + tile;
+        const int group = expert * (L::kHidden / 32) + use / L::kParts * L::kChunkGroups;
+        const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
+          load_box(slot, 0, column * (L::kTileBytes / 4), 2 * group, 0, full);
+          load_box(slot + L::kChunkCodes, 1, column * (L::kTileValues / 4), group, 0, full);
+        };
+        if (!fill_slot(L::kChunkBytes, ask)) return false;
       }
     } else {
+      const auto& w = r.a.w;
       auto& barriers = r.barriers;
-      const std::size_t row = static_cast<std::size_t>(expert) * L::kInner + tile * L::kTileValues;
+      const int row = expert * L::kInner + tile * L::kTileValues;
       const int buffer = n % L::kBuffers;
       if (n >= L::kBuffers &&
           !barrier_wait(&barriers.scales_empty[buffer], (n / L::kBuffers - 1) & 1, r.watch)) {
@@ -168,81 +139,54 @@ struct Producer {
       tiles = n + 1;
       if (r.lane < 2) {
         load(r.smem + L::kScalesOffset + buffer * L::kTileScales + r.lane * (L::kTileScales / 2),
-             (r.lane ? w.w3 : w.w1).scales + row * L::kScaleRow, L::kTileScales / 2,
-             &barriers.scales_full[buffer]);
+             (r.lane ? w.w3 : w.w1).scales + static_cast<std::size_t>(row) * L::kScaleRow,
+             L::kTileScales / 2, &barriers.scales_full[buffer]);
       }
-      const std::size_t codes = row * (L::kHidden / 2);
 #pragma unroll 1
       for (int chunk = 0; chunk < L::kChunks; ++chunk) {
-        const int slot = uses % L::kRing;
-        if (!r.wait_free(uses)) return false;
-        ++uses;
-        const std::uint32_t dst = r.slot_address(slot);
-#pragma unroll
-        for (int up = 0; up < 2; ++up) {
-          load_rows<L::kTileValues, L::kChunkRow, L::kChunkPitch>(
-              dst + up * L::kTileValues * L::kChunkPitch,
-              (up ? w.w3 : w.w1).codes + codes + chunk * L::kChunkRow, L::kHidden / 2);
-        }
-        end_slot(slot);
+        const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
+          load_box(slot, 0, 0, row, chunk * L::kLines, full);
+          load_box(slot + L::kChunkCodes / 2, 1, 0, row, chunk * L::kLines, full);
+        };
+        if (!fill_slot(L::kChunkCodes, ask)) return false;
       }
     }
     return true;
   }
-  // This block's columns of an expert's w2, a part of K.
-  LOWLAT_DEVICE void load_band(int slot, int expert, int part) const {
-    const auto& w = r.a.w;
-    if constexpr (L::kMarlin) {
-      constexpr int kTilesOfK = L::kBands * L::kTileBytes;
-      load_tiles<L::kPartGroups>(
-          r.slot_address(slot), L::kBandCodes,
-          w.w2.codes + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerRow +
-              part * L::kPartGroups * 2 * kTilesOfK + r.block_idx * L::kTileBytes,
-          kTilesOfK,
-          w.w2.scales + static_cast<std::size_t>(expert) * L::kHidden * L::kInnerGroups +
-              part * L::kPartGroups * L::kHidden + r.block_idx * L::kBandRows,
-          L::kHidden);
-    } else {
-      const std::size_t row =
-          static_cast<std::size_t>(expert) * L::kHidden + r.block_idx * L::kBandRows;
-      const unsigned char* codes = w.w2.codes + row * L::kInnerRow + part * L::kPartRow;
-      constexpr bool kWhole = L::kPartPitch == L::kInnerRow;
-      std::uint64_t* full = &r.barriers.full[slot];
-      if (r.lane == 0) {
-        sm90::barrier_expect(full, L::kBandScales + (kWhole ? L::kBandCodes : 0));
-        if (kWhole) load(r.slot(slot), codes, L::kBandCodes, full);
-        load(r.slot(slot) + L::kBandCodes, w.w2.scales + row * L::kInnerGroups, L::kBandScales,
-             full);
-      }
-      if constexpr (!kWhole) {
-        load_rows<L::kBandRows, L::kPartRow, L::kPartPitch>(r.slot_address(slot), codes,
-                                                            L::kInnerRow);
-      }
-    }
+  // Rows of this block's band of the shared expert's w2.
+  LOWLAT_DEVICE bool load_shared_rows(int use) {
+    constexpr int kBytes = L::kSharedUseRows * L::kInner;
+    const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
+      load(slot,
+           r.a.w.shared_w2.codes +
+               static_cast<std::size_t>(r.block_idx * L::kSharedUses + use) * kBytes,
+           kBytes, full);
+    };
+    return fill_slot(kBytes, ask);
   }
-  // Two tiles of 16 x 64 and 64 scales a group, one group after the other.
-  template <int kGroups>
-  LOWLAT_DEVICE void load_tiles(std::uint32_t dst, int scales_at, const unsigned char* codes,
-                                std::int64_t code_pitch, const unsigned char* scales,
-                                std::int64_t scale_pitch) const {
-    codes += r.lane * 16;
-    const std::uint32_t scales_to = dst + scales_at;
-    dst += r.lane * 16;
-    // In short steps: an offset beyond 1 MB in a copy's instruction ends as an illegal one.
-#pragma unroll 4
-    for (int i = 0; i < 2 * kGroups; ++i) {
-      sm90::copy_piece(dst, codes, sm90::CacheHint::evict_first);
-      dst += L::kTileBytes;
-      codes += code_pitch;
-    }
-#pragma unroll
-    for (int i = 0; i < 4 * kGroups; i += plat::kWarpLanes) {
-      const int piece = i + r.lane;
-      if (piece < 4 * kGroups) {
-        sm90::copy_piece(scales_to + piece * 16, scales + piece / 4 * scale_pitch + piece % 4 * 16,
-                         sm90::CacheHint::evict_first);
+  // This block's columns of an expert's w2, a part of K.
+  LOWLAT_DEVICE bool load_band(int expert, int part) {
+    const auto& w = r.a.w;
+    const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
+      if constexpr (L::kMarlin) {
+        const int group = expert * L::kInnerGroups + part * L::kPartGroups;
+        load_box(slot, 2, r.block_idx * (L::kTileBytes / 4), 2 * group, 0, full);
+        load_box(slot + L::kBandCodes, 3, r.block_idx * (L::kBandRows / 4), group, 0, full);
+      } else {
+        const int row = expert * L::kHidden + r.block_idx * L::kBandRows;
+        if constexpr (L::kBandWhole) {
+          load(slot, w.w2.codes + static_cast<std::size_t>(row) * L::kInnerRow, L::kBandCodes,
+               full);
+        } else if constexpr (L::kBandInLines) {
+          load_box(slot, 2, 0, row, part * (L::kPartRow / kLineBytes), full);
+        } else {
+          load_box(slot, 2, part * (L::kPartRow / 4), row, 0, full);
+        }
+        load(slot + L::kBandCodes, w.w2.scales + static_cast<std::size_t>(row) * L::kInnerGroups,
+             L::kBandScales, full);
       }
-    }
+    };
+    return fill_slot(L::kBandBytes, ask);
   }
 
  public:
@@ -264,7 +208,6 @@ struct Producer {
     }
     landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
     for (int n = 0; n < r.shared_tiles(); ++n) landed(&r.barriers.shared_full[n], 1);
-    landed(&r.barriers.band_full, r.shared && r.block_idx < L::kBands ? 1 : 0);
   }
 };
 
@@ -330,6 +273,23 @@ struct Gatherer {
         store_packet(dst + i * 16, make_uint4(parts[0], parts[1], parts[2], parts[3]));
       }
     }
+    if (r.shared) {
+      // And as the shared expert sees it.
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int i = k * plat::kWarpLanes + r.lane;
+        uint4 eight_of = eight[k];
+        if (L::kMarlin && i < kOctets) eight_of = __ldcg(reinterpret_cast<const uint4*>(src) + i);
+        std::uint32_t pairs[4];
+        pair_bf16(eight_of, pairs);
+        quantize_pairs<4>(pairs,
+                          activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs))));
+        if (i < kOctets) {
+          store_packet(r.shared_x(row) + (chunk * L::kChunkK + i * 8) * 2,
+                       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+        }
+      }
+    }
     if (r.lane == 0) {
       const std::uint32_t scale = (exponent + kFp4E4m3Shift) << 23;
       store_packet(r.row_scale(row, chunk), make_uint4(scale, scale, scale, scale));
@@ -356,17 +316,8 @@ struct Gatherer {
       if (i < 4 * kGroups) sm90::copy_piece(dst + at, src + i * 16, sm90::CacheHint::evict_last);
     }
   }
-  LOWLAT_DEVICE bool wait_rows() const {
-    const std::uint32_t want = counted(r.a.rows * L::kChunks);
-    for (int tries = 1; load_word(r.rows_done()) != want; ++tries) {
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kRowsEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-    fence_device();
-    return true;
-  }
   LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
-    if (!wait_rows()) return false;
+    if (!r.wait_rows()) return false;
     for (int n = 0; n < own_tiles; ++n) {
       const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
@@ -407,6 +358,13 @@ struct Gatherer {
     }
   }
   LOWLAT_DEVICE bool gather_pairs(int first_use) const {
+    // The shared expert's uses have no columns.
+    for (int i = 0; i < r.shared_uses(); ++i, ++first_use) {
+      const int slot = first_use % L::kRing;
+      if (slot % L::kGatherers != which) continue;
+      if (!r.wait_free(first_use)) return false;
+      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
+    }
     int ready = 0;
     for (int k = 0; k < r.table.num_entries * L::kBandParts; ++k) {
       const int use = first_use + k, slot = use % L::kRing;
@@ -433,6 +391,7 @@ struct Gatherer {
 
   LOWLAT_DEVICE bool run() const {
     split_rows();
+    if (which == 0) make_table(r);
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
     return gather_rows(own_tiles) &&

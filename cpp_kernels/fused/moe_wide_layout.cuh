@@ -2,8 +2,6 @@
 // the ring's slots, the workspace, and which tiles are whose.
 #pragma once
 
-#include <type_traits>
-
 #include "fused/moe_parts.cuh"
 // The parts come first.
 #include "fused/moe_wide_numbers.cuh"
@@ -14,11 +12,14 @@ namespace moe::wide {
 
 using lowlat::fused::MoeLayout;
 
+inline constexpr int kLineBytes = 128;
+
 constexpr int most(int a, int b) { return a > b ? a : b; }
-// Rows of shared memory that eight lanes read at once, 16 bytes each, with two at a bank at most.
-constexpr int spread_pitch(int row_bytes) {
-  return row_bytes % 128 == 32 || row_bytes / 16 % 2 == 1 ? row_bytes : row_bytes + 16;
-}
+// The copies of weights. Checkpoint: codes of w1, w3 and w2; Marlin: codes and scales of w1 and w3,
+// of w2.
+struct TileMaps {
+  CUtensorMap maps[4];
+};
 
 // Sizes of one compiled shape.
 template <class S, MoeLayout kLayout>
@@ -48,8 +49,15 @@ struct Layout {
   static constexpr int kMostSharedTiles = (kSharedTiles + kScorers - 1) / kScorers;  // of a block
   static constexpr int kSharedPitch = kHidden + (kRun == 32 ? 16 : 64);              // e4m3 row
   static constexpr int kSharedBytes = 2 * kSharedRows * kSharedPitch;
-  static constexpr int kGateRows = kExperts / kScorers;
-  static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
+  // A scoring block has a part of K, so that it reads no more of x than that. Of its warps
+  // kScoreSlices share that part, the others have other rows.
+  static constexpr int kScoreParts = 4, kScoreSlices = kConsumers / kScoreParts;
+  static constexpr int kScoreGroups = kScorers / kScoreParts;  // of experts
+  static constexpr int kScoreRows = kExperts / kScoreGroups, kGateK = kHidden / kScoreParts;
+  static constexpr int kGateRows = kExperts / kScorers;       // of experts, see Scores
+  static constexpr int kGatePitch = 2 * kGateK + 16;          // bf16 row
+  static constexpr int kScorePackets = (kScoreRows + 2) / 3;  // of a block's scores of a row
+  static constexpr int kRoutePackets = (kSlots + 1) / 2;      // of a row: two ids, their weights
   // First product. A use of the ring has 64 weight rows: those of w1 and of w3, or one's.
   static constexpr int kUseRows = 64;
   static constexpr int kTileValues = kMarlin ? 64 : 32, kTileGroups = kTileValues / 32;
@@ -58,9 +66,13 @@ struct Layout {
   // Of a period's tiles each block with a band and each without has so many: a band is worth the
   // difference.
   static constexpr int kBandTiles = kHidden > 4096 ? 4 : 2, kSpareTiles = kHidden > 4096 ? 9 : 6;
-  static constexpr int kChunks = 8, kChunkK = kHidden / kChunks;
+  // Checkpoint: a chunk's codes lie as tensor copies leave them: of w1, then of w3, so many lines
+  // of 128 bytes of each row: [line][row][128], whose 16-byte units are exchanged: unit u of row i
+  // is at u ^ i % 8.
+  static constexpr int kLines = 2, kLineGroups = kLineBytes / 16;
+  static constexpr int kChunks = kMarlin ? 8 : kHidden / 2 / (kLines * kLineBytes);
+  static constexpr int kChunkK = kHidden / kChunks;
   static constexpr int kChunkGroups = kChunkK / 32, kChunkRow = kChunkK / 2;
-  static constexpr int kChunkPitch = kMarlin ? kChunkRow : spread_pitch(kChunkRow);
   static constexpr int kUses = kChunks * kParts;  // of a tile
   static constexpr int kTileBytes = 512;          // of a Marlin tile's codes
   static constexpr int kScaleRow = kHidden / 32;
@@ -75,11 +87,17 @@ struct Layout {
   static constexpr int kBandParts = kInnerGroups > 18 ? 2 : 1,
                        kPartGroups = kInnerGroups / kBandParts;
   static constexpr int kPartRow = kInnerRow / kBandParts;
-  static constexpr int kPartPitch = kMarlin ? kPartRow : spread_pitch(kPartRow);
-  static constexpr int kBandCodes = kBandRows * kPartPitch;
+  static constexpr int kBandCodes = kBandRows * kPartRow;
+  // Checkpoint: as a chunk's lines; or rows, of which eight have two at a bank at most. An expert's
+  // whole band is one piece of memory.
+  static constexpr bool kBandInLines = kPartRow % kLineBytes == 0;
+  static constexpr bool kBandWhole = !kMarlin && !kBandInLines && kBandParts == 1;
+  static_assert(kMarlin || kBandInLines || kPartRow % 128 == 32);
   // Marlin: the part's scales; checkpoint: those of all parts.
   static constexpr int kBandScales = kBandRows * (kMarlin ? kPartGroups : kInnerGroups);
-  // Of the shared expert.
+  // Of the shared expert: its band comes in uses of so many rows, one for each warp group.
+  static constexpr int kSharedUseRows = 16;
+  static constexpr int kSharedUses = kBandRows / kSharedUseRows;
   static constexpr int kInnerBlocks = kInner / 64;
   static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;
   static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, a warp
@@ -89,9 +107,15 @@ struct Layout {
   static constexpr int kBandScaleColumns = kInner / kBlock;
 
   static_assert(kSlice % kBlockK == 0 && kHidden % (kChunks * 64) == 0 && kInner % 64 == 0 &&
-                kExperts % kScorers == 0 && kChunks % kWarpGroups == 0 && kBands <= kScorers);
+                kExperts % kScorers == 0 && kBands <= kScorers);
+  static_assert(kMarlin ? kChunks % kWarpGroups == 0 : kChunkRow == kLines * kLineBytes,
+                "Marlin: a warp group has one of w1 and w3");
   static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4);
-  static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
+  static_assert(kScoreGroups == plat::kWarpLanes && kScoreRows % 4 == 0 && kScoreRows <= 16 &&
+                kMaxRows <= kScorers && kExperts % kScorers == 0);
+  static_assert(kScorers * kScorePackets <= kConsumers * plat::kWarpLanes &&
+                    kExperts <= kConsumers * plat::kWarpLanes,
+                "a thread a packet, an expert");
   static_assert(kPartGroups <= plat::kWarpLanes && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
                 kInner % kTileValues == 0);
   static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
@@ -104,23 +128,24 @@ struct Layout {
   // A slot of the ring: weights (a chunk, or an entry's band), columns, the columns' scales.
   static constexpr int kGroupBytes = 256;  // of columns: two cores
   static constexpr int kMostGroups = most(kChunkGroups, kPartGroups);
-  static constexpr int kChunkCodes = kUseRows * kChunkPitch;
+  static constexpr int kChunkCodes = kUseRows * kChunkRow;
   static constexpr int kChunkBytes = kChunkCodes + (kMarlin ? kUseRows * kChunkGroups : 0);
   static constexpr int kBandBytes = kBandCodes + kBandScales;
   static constexpr int kColumnsOffset =
       round_up(kChunkBytes > kBandBytes ? kChunkBytes : kBandBytes, 128);
   static constexpr int kColumnScales = kColumnsOffset + kMostGroups * kGroupBytes;
-  static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 128);
+  // A tensor copy exchanges by places in 1024 bytes.
+  static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 1024);
+  static_assert(kSharedUseRows * kInner <= kBandCodes);
   // The head's weights lie in the ring, from its start: the router's rows, the shared tile.
-  static constexpr int kSharedAt = round_up(kGateRows * kGatePitch, 128);
+  static constexpr int kSharedAt = round_up(kScoreRows * kGatePitch, 128);
   static constexpr int kHeadBytes = kSharedAt + kSharedBytes;
 
   // Shared memory, in bytes from its start.
   static constexpr int kSumsPitch = kUseRows + 4;  // floats of a column: lanes on all banks
   static constexpr int kRoutedSums = kWarpGroups * kEntryPairs * kSumsPitch;
   static constexpr int kHeadSums = kConsumers * kColumns * 2 * kSharedRows;
-  static constexpr int kBandSums = kSharedParts * kColumns * kBandRows;
-  static constexpr int kPartialBytes = 4 * most(kRoutedSums, most(kHeadSums, kBandSums));
+  static constexpr int kPartialBytes = 4 * most(kRoutedSums, kHeadSums);
   static constexpr int kBuffers = 2;                        // of partial sums, of scales
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
   static constexpr int kSumsOffset = 0;
@@ -140,7 +165,9 @@ struct Layout {
     std::int32_t num_entries;
     std::uint32_t stop;             // Watch
     std::uint32_t count[kExperts];  // pairs of an expert; then where they begin in `sorted`
-    std::uint32_t warp_sums[kConsumers];
+    // Of a row that this block routes for all.
+    std::int32_t own_ids[kSlots];
+    float own_weights[kSlots];
     std::uint16_t expert[kMaxPairs];                               // of an entry, ascending
     std::uint16_t first[kMaxPairs + 1];                            // of an entry in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
@@ -155,17 +182,13 @@ struct Layout {
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
     std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
-    std::uint64_t band_full, band_done, table;
+    std::uint64_t table;
   };
   static constexpr int kRingOffset =
-      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
+      round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
   static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
-  // The shared w2's band lies at the ring's end.
-  static constexpr int kBandAt = (kRing * kSlotBytes - kBandRows * kInner) / 128 * 128;
-  // Or comes when the head is over.
-  static constexpr bool kBandLate = kBandAt < kHeadBytes;
-  static_assert(kBandAt >= 0 && kHeadBytes <= kRing * kSlotBytes);
+  static_assert(kHeadBytes <= kRing * kSlotBytes);
   static_assert(kRing >= kWarpGroups, "a reader is never a whole turn of the ring behind");
   static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
 
@@ -186,8 +209,12 @@ struct Layout {
   static_assert(kHiddenBytes % 16 == 0);
   static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
-  static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kMaxRows;
-  static constexpr std::size_t kBlockSecondOffset = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kScorePackets * kMaxRows;
+  static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kRoutesBytes = std::size_t{16} * kMaxRows * kRoutePackets;
+  static constexpr std::size_t kSharedXOffset = kRoutesOffset + kRoutesBytes;
+  static constexpr std::size_t kBlockSecondOffset =
+      kSharedXOffset + std::size_t{kMaxRows} * kHidden * 2;
   static constexpr std::size_t kWorkspaceBytes =
       kBlockSecondOffset + (kSecondShared ? 0 : std::size_t{kBands} * kSecondBytes);
 };
@@ -196,6 +223,7 @@ struct Layout {
 template <class L>
 struct Region {
   const MoeArgs& a;
+  const TileMaps& maps;
   unsigned char* smem;
   typename L::Table& table;
   typename L::Barriers& barriers;
@@ -204,7 +232,6 @@ struct Region {
   Watch watch;
   int block_idx, num_blocks, lane;
   bool scores, shared;  // this launch has a router, a shared expert
-  int with_more;        // blocks that have one tile of the shared expert more than the others
 
   LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
     return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
@@ -260,14 +287,26 @@ struct Region {
   LOWLAT_DEVICE unsigned char* shared_hidden(int row) const {
     return here(L::kSharedOffset) + row * (L::kInner * 2);
   }
-  LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int block) const {
-    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kScorers +
-           block;
+  // [row][part of K][packet of a block][group of experts].
+  LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int number) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) +
+           row * (kScorers * L::kScorePackets) + number;
   }
+  LOWLAT_DEVICE plat::TaggedWords* route_packet(int number) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + number;
+  }
+  // x of a row as the shared expert sees it, bf16 in the order of pairs.
+  LOWLAT_DEVICE unsigned char* shared_x(int row) const {
+    return workspace + L::kSharedXOffset + static_cast<std::size_t>(row) * L::kHidden * 2;
+  }
+  LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
+  LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kScorers; }
 
+  // The shared expert's tiles go to the last blocks first, those without a band among them.
+  LOWLAT_DEVICE int shared_tile(int n) const { return (n + 1) * num_blocks - 1 - block_idx; }
   LOWLAT_DEVICE int shared_tiles() const {
-    return !shared ? 0 : (block_idx < L::kSharedTiles) + (block_idx + num_blocks < L::kSharedTiles);
+    return !shared ? 0 : (shared_tile(0) < L::kSharedTiles) + (shared_tile(1) < L::kSharedTiles);
   }
   // Tiles go around in order of entries: a round of all blocks, some more of those without a band,
   // until a period is over.
@@ -278,8 +317,7 @@ struct Region {
   LOWLAT_DEVICE int period() const {
     return L::kBandTiles * num_blocks + (L::kSpareTiles - L::kBandTiles) * spare_blocks();
   }
-  // The k-th tile of this block in a period. Shared tiles go to blocks 0, 1, .. first, so rounds
-  // begin with the blocks after them.
+  // The k-th tile of this block in a period.
   LOWLAT_DEVICE int tile_of_period(int k) const {
     // Extra tiles of a spare block before round i.
     const auto extra = [](int i) { return i * (L::kSpareTiles - L::kBandTiles) / L::kBandTiles; };
@@ -294,14 +332,15 @@ struct Region {
     if (more > 0) {
       return before + num_blocks + (more - 1) * spare_blocks() + block_idx - L::kBands;
     }
-    const int turn = block_idx - with_more;
-    return before + (turn < 0 ? turn + num_blocks : turn);
+    return before + block_idx;
   }
   // The n-th routed tile of this block (its number among all, in order of entries).
   LOWLAT_DEVICE int routed_tile(int n) const {
     const int own = own_of_period();
     return n / own * period() + tile_of_period(n % own);
   }
+  // Uses of the ring by the shared expert's band, between tiles and routed bands.
+  LOWLAT_DEVICE int shared_uses() const { return shared ? L::kSharedUses : 0; }
   LOWLAT_DEVICE int num_tiles() const { return table.num_entries * L::kTiles; }
   LOWLAT_DEVICE int own_tiles() const {
     const int own = own_of_period(), all = num_tiles(), rest = all % period();
@@ -331,15 +370,22 @@ struct Region {
     return left < L::kWarpGroups ? left : L::kWarpGroups;
   }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
+  // The n-th group of the shared expert's first product: blocks begin at different rows, so that
+  // they do not all ask the same part of the cache.
+  LOWLAT_DEVICE int shared_group(int n) const { return (n + block_idx) % num_groups(); }
   LOWLAT_DEVICE int num_pairs(int entry) const {
     return table.first[entry + 1] - table.first[entry];
   }
 
-  // Until router and shared tiles are done with the ring.
-  LOWLAT_DEVICE bool wait_head() const {
-    const int num = shared_tiles();
-    return (!gates() || barrier_wait(&barriers.gate_done, 0, watch)) &&
-           (num == 0 || barrier_wait(&barriers.shared_done[num - 1], 0, watch));
+  // Until all rows are split; false (all lanes of the warp) when they are late.
+  LOWLAT_DEVICE bool wait_rows() const {
+    const std::uint32_t want = counted(a.rows * L::kChunks);
+    for (int tries = 1; load_word(rows_done()) != want; ++tries) {
+      const bool late = tries % kTriesPerLook == 0 && watch.ended(kRowsEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+    fence_device();
+    return true;
   }
   // Until use `use` of the ring may be filled.
   LOWLAT_DEVICE bool wait_free(int use) const {
@@ -349,10 +395,6 @@ struct Region {
     }
     const int begin = slot * L::kSlotBytes;
     if (begin < L::kSharedAt && gates() && !barrier_wait(&barriers.gate_done, 0, watch)) {
-      return false;
-    }
-    if (begin + L::kSlotBytes > L::kBandAt && shared && block_idx < L::kBands &&
-        !barrier_wait(&barriers.band_done, 0, watch)) {
       return false;
     }
     const bool over_shared = begin + L::kSlotBytes > L::kSharedAt && begin < L::kHeadBytes;

@@ -3,18 +3,13 @@
 #pragma once
 
 #include "fused/moe_wide_layout.cuh"
+#include "fused/moe_wide_route.cuh"
 
 namespace lowlat::nvidia::fused {
 
 namespace moe::wide {
 
 // ------------------------------------------------------------------------------------ consumers
-
-// A barrier of the consumers; every one of them comes, also after a fault.
-template <class L>
-LOWLAT_DEVICE void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(L::kConsumers * plat::kWarpLanes) : "memory");
-}
 
 template <class L>
 struct Consumer {
@@ -26,32 +21,30 @@ struct Consumer {
   static constexpr int kPairs = L::kRun / 2;  // of a run
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
-  LOWLAT_DEVICE const uint4* group_x(int group) const {
+  // Of a group of eight rows of bf16, from column `column` on.
+  LOWLAT_DEVICE const uint4* group_x(const void* rows, int group, int column) const {
     const int row = group * kColumns + g;
     return reinterpret_cast<const uint4*>(
-        r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
-        warp * L::kSlice + t * L::kRun);
+        static_cast<const std::uint16_t*>(rows) +
+        static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden + column +
+        t * L::kRun);
   }
+  // kPaired: they lie in the order of pairs.
+  template <bool kPaired>
   LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
     for (int i = 0; i < L::kRun / 8; ++i) {
-      std::uint32_t pairs[4];
-      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
+      const uint4 eight = __ldcg(src + block * (L::kBlockK / 8) + i);
+      std::uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+      if (!kPaired) pair_bf16(eight, pairs);
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
     }
   }
-  LOWLAT_DEVICE void load_x() {
-    const uint4* src = group_x(0);
+  template <bool kPaired>
+  LOWLAT_DEVICE void load_x(const uint4* src) {
 #pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) load_block(block, src);
-  }
-  // After group `group` comes another: its blocks of x follow as this one's are done. nullptr: one
-  // group is all.
-  LOWLAT_DEVICE const uint4* next_group_x(int group) const {
-    const int num = r.num_groups();
-    if (L::kMaxRows <= kColumns || num == 1) return nullptr;
-    return group_x(group + 1 < num ? group + 1 : 0);
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_block<kPaired>(block, src);
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -85,24 +78,35 @@ struct Consumer {
     if (r.lane == 0) sm90::barrier_arrive(barrier);
   }
 
+  // A warp has a slice of the block's part of K, and of the groups of rows each kScoreParts-th.
   LOWLAT_DEVICE bool run_gate() {
+    const int slice = warp % L::kScoreSlices * L::kSlice, own = warp / L::kScoreSlices;
+    const auto source = [&](int first) {
+      return group_x(r.a.x, first + own, r.score_part() * L::kGateK + slice);
+    };
+    load_x<false>(source(0));
     if (!barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
-    const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
-    const std::uint32_t address =
-        r.slot_address(0) + row * L::kGatePitch + (warp * L::kSlice + t * L::kRun) * 2;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      const uint4* next = next_group_x(group);
+    // Rows after the last: computed, not used.
+    const auto row_at = [&](int row) {
+      return r.slot_address(0) + (row < L::kScoreRows ? row : L::kScoreRows - 1) * L::kGatePitch +
+             (slice + t * L::kRun) * 2;
+    };
+    const std::uint32_t low_address = row_at(g), high_address = row_at(g + 8);
+    for (int first = 0; first < r.num_groups(); first += L::kScoreParts) {
+      const bool more = first + L::kScoreParts < r.num_groups();
+      const uint4* next = source(more ? first + L::kScoreParts : first);
       float acc[2][4] = {};
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
 #pragma unroll
         for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t src = address + block * L::kBlockK * 2 + half * 32;
-          const uint4 low[2] = {smem_load16(src), smem_load16(src + 16)};
-          const uint4 high[2] = {};
+          const std::uint32_t at = block * L::kBlockK * 2 + half * 32;
+          const uint4 low[2] = {smem_load16(low_address + at), smem_load16(low_address + at + 16)};
+          const uint4 high[2] = {smem_load16(high_address + at),
+                                 smem_load16(high_address + at + 16)};
           multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
         }
-        if (next != nullptr) load_block(block, next);
+        if (more) load_block<false>(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -113,41 +117,32 @@ struct Consumer {
 
   // Gate rows, then up rows; x as the block-fp8 linear sees it.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
+    if (n == 0 && !r.wait_rows()) return false;
+    const auto source = [&](int group) {
+      return group_x(r.shared_x(0), r.shared_group(group), warp * L::kSlice);
+    };
+    load_x<true>(source(0));
     if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
     const std::uint32_t low_address =
         r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
     const std::uint32_t high_address = low_address + L::kSharedRows * L::kSharedPitch;
     const auto& scales = r.table.shared_scales;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      const uint4* next = next_group_x(group);
+    const int num_groups = r.num_groups();
+    for (int group = 0; group < num_groups; ++group) {
+      // Blocks of the next group's x follow as this one's are done.
+      const uint4* next = group + 1 < num_groups ? source(group + 1) : nullptr;
       float acc[2][4] = {};
-      std::uint32_t exponent = 0;
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
-        // A scale group is a run of `kShare` lanes, or two blocks of K where it is longer.
-        constexpr int kShare = L::kBlock < 4 * L::kRun ? L::kBlock / L::kRun : 4;
-        constexpr int kSpan = L::kBlock / (kShare * L::kRun);
-        if (block % kSpan == 0) {
-          float amax = pairs_amax<kPairs>(x[block]);
-          if constexpr (kSpan == 2) amax = fmaxf(amax, pairs_amax<kPairs>(x[block + 1]));
-          exponent = activation_exponent(lanes_max<kShare>(amax));
-        }
-        std::uint32_t b[kPairs];
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) b[i] = x[block][i];
-        quantize_pairs<kPairs>(b, exponent);
         const int scale = (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
 #pragma unroll
         for (int half = 0; half < L::kRun / 16; ++half) {
           const std::uint32_t at = block * L::kBlockK + half * 16;
           multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
                         smem_load16(high_address + at), e4m3_factor(scales[0][scale]),
-                        e4m3_factor(scales[1][scale]), b + 8 * half);
+                        e4m3_factor(scales[1][scale]), x[block] + 8 * half);
         }
-        // A scale group's blocks are looked at together.
-        if (next != nullptr && block % kSpan == kSpan - 1) {
-          for (int i = kSpan - 1; i >= 0; --i) load_block(block - i, next);
-        }
+        if (next != nullptr) load_block<true>(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -156,89 +151,16 @@ struct Consumer {
     return true;
   }
 
-  // ---- routing
-
-  // Ids of all rows and what their weights are made of, in every block the same.
-  LOWLAT_DEVICE void route(stages::GateRule rule) {
-    for (int row = warp; row < r.a.rows; row += L::kConsumers) route_row<L>(r, row, rule);
-    consumers_sync<L>();
-  }
-  // When the experts are on their way.
-  LOWLAT_DEVICE void weigh(stages::GateSum sum_rule) {
-    for (int row = warp; row < r.a.rows; row += L::kConsumers) weigh_row<L>(r, row, sum_rule);
-    consumers_sync<L>();
-  }
-
-  // Pairs by expert, in entries. Which column of its entry a pair gets is a matter of who comes
-  // first; no result depends on it.
-  LOWLAT_DEVICE void make_table() {
-    auto& table = r.table;
-    const int num_pairs = r.a.rows * L::kSlots;
-    static_assert(L::kMaxPairs <= L::kConsumers * plat::kWarpLanes, "a thread a pair");
-    const int pair = warp * plat::kWarpLanes + r.lane;
-    int id = 0, rank = 0;
-    if (pair < num_pairs) {
-      id = table.ids[pair];
-      rank = static_cast<int>(atomicAdd(&table.count[id], 1u));
-    }
-    consumers_sync<L>();
-    // Which pairs an entry has must be the same in every block: where an expert has several, its
-    // pairs keep their order.
-    if (pair < num_pairs && table.count[id] > L::kEntryPairs) {
-      rank = 0;
-#pragma unroll 4
-      for (int other = 0; other < pair; ++other) rank += table.ids[other] == id ? 1 : 0;
-    }
-    // A thread an expert: how many pairs (low half) and entries (high half) lie before it.
-    static_assert(L::kExperts <= L::kConsumers * plat::kWarpLanes);
-    std::uint32_t count = 0, sum = 0;
-    if (pair < L::kExperts) {
-      count = table.count[pair];
-      sum = count | (count + L::kEntryPairs - 1) / L::kEntryPairs << 16;
-    }
-    const std::uint32_t own = sum;
-#pragma unroll
-    for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
-      const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, sum, offset);
-      if (r.lane >= offset) sum += theirs;
-    }
-    if (r.lane == plat::kWarpLanes - 1) table.warp_sums[warp] = sum;
-    consumers_sync<L>();
-    const std::uint32_t theirs = r.lane < L::kConsumers ? table.warp_sums[r.lane] : 0;
-    sum += __reduce_add_sync(plat::kAllLanes, r.lane < warp ? theirs : 0u) - own;
-    if (warp == 0) {
-      const std::uint32_t all = __reduce_add_sync(plat::kAllLanes, theirs);
-      table.num_entries = static_cast<std::int32_t>(all >> 16);
-      table.first[all >> 16] = static_cast<std::uint16_t>(num_pairs);
-    }
-    if (count > 0) {
-      std::uint32_t entry = sum >> 16;
-      const std::uint32_t place = sum & 0xffffu;
-      table.count[pair] = place;  // from here on: where its pairs begin
-#pragma unroll 1
-      for (std::uint32_t k = 0; k < count; k += L::kEntryPairs, ++entry) {
-        table.expert[entry] = static_cast<std::uint16_t>(pair);
-        table.first[entry] = static_cast<std::uint16_t>(place + k);
-      }
-    }
-    consumers_sync<L>();
-    if (pair < num_pairs) {
-      table.sorted[table.count[id] + rank] = static_cast<std::uint16_t>(pair);
-    }
-    __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
-  }
-
   // ---- the shared expert's second product
 
-  // Sixteen columns of the band, a part of I, eight rows: while the first
-  // experts' weights are on their way. Its h is there by then, or nearly.
-  LOWLAT_DEVICE bool multiply_shared(int m, int part, int group, float* dst) const {
-    const std::uint32_t codes = sm90::shared_address(r.smem) + L::kRingOffset + L::kBandAt +
-                                (16 * m + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
+  // acc += a use's sixteen columns, `column` and on of the band, times a part of I of eight rows.
+  // Their h is there by then, or nearly.
+  LOWLAT_DEVICE bool multiply_shared(std::uint32_t slot, int column, int part, int group,
+                                     float (&acc)[4]) const {
+    const std::uint32_t codes = slot + g * L::kInner + part * L::kPartBlocks * 64 + t * 16;
     const int band = r.block_idx * L::kBandRows;
-    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
-    const int high_row = (band + 16 * m + 8) / L::kBlock - band / L::kBlock;
+    const int low_row = (band + column) / L::kBlock - band / L::kBlock;
+    const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
     const int row = group * kColumns + g;
     const unsigned char* hidden =
         r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) + part * L::kPartBlocks * 128 + t * 32;
@@ -256,7 +178,6 @@ struct Consumer {
       const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
       if (__any_sync(plat::kAllLanes, late)) return false;
     }
-    float acc[4] = {};
     std::uint32_t exponent = 0;
 #pragma unroll
     for (int i = 0; i < L::kPartBlocks; ++i) {
@@ -271,35 +192,35 @@ struct Consumer {
 #pragma unroll
       for (int k = 0; k < 8; ++k) quantized[k] = b[i][k];
       quantize_pairs<8>(quantized, exponent);
-      const int column = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
-      const std::uint8_t* scales = r.table.band_scales + column;
+      const int at = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
+      const std::uint8_t* scales = r.table.band_scales + at;
       const uint4 low = smem_load16(codes + i * 64);
       const uint4 high = smem_load16(codes + 8 * L::kInner + i * 64);
       multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
                     e4m3_factor(scales[high_row * L::kBandScaleColumns]), quantized);
     }
-    dst += (part * kColumns + 2 * t) * L::kBandRows + 16 * m + g;
-    dst[0] = acc[0];
-    dst[L::kBandRows] = acc[1];
-    dst[8] = acc[2];
-    dst[L::kBandRows + 8] = acc[3];
     return true;
   }
-  LOWLAT_DEVICE bool run_shared_second() {
-    if (!r.shared || r.block_idx >= L::kBands) return true;
-    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
-    for (int group = 0; group < r.num_groups(); ++group) {
-      float* dst = begin_sums();
-      if (dst == nullptr) return false;
+  // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group.
+  LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
+    static_assert(L::kSharedUseRows == 16);
+    const int slot = use % L::kRing, column = number * L::kSharedUseRows;
+    if (!r.wait_filled(use)) return false;
 #pragma unroll 1
-      for (int item = warp; item < L::kSharedParts * L::kRowBlocks; item += L::kConsumers) {
-        if (!multiply_shared(item / L::kSharedParts, item % L::kSharedParts, group, dst)) {
-          return false;
-        }
+    for (int group = warp % 4; group < r.num_groups(); group += 4) {
+      float acc[4] = {};
+#pragma unroll 1
+      for (int part = 0; part < L::kSharedParts; ++part) {
+        if (!multiply_shared(r.slot_address(slot), column, part, group, acc)) return false;
       }
-      end_sums();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = group * kColumns + 2 * t + i % 2;
+        if (row >= r.a.rows) continue;
+        r.second(L::kMaxPairs + row)[column + g + i / 2 * 8] = __float2bfloat16_rn(acc[i]);
+      }
     }
-    arrive(&r.barriers.band_done);
+    arrive(&r.barriers.empty[slot]);
     return true;
   }
 
@@ -307,6 +228,9 @@ struct Consumer {
 
   // The codes of a warp's sixteen rows of two groups of 32 along K, as they lie in a slot: `words`
   // are a[0 .. 3]'s of the first, then of the second, before expansion.
+  // `rows`: where codes_at of the slot begins; kLine: bytes from a line of 128 to the next, or 0:
+  // the rows are not in lines.
+  template <int kLine>
   LOWLAT_DEVICE static void load_codes(std::uint32_t (&words)[4], std::uint32_t rows, int group) {
     if constexpr (L::kMarlin) {
       // A tile's word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t (bytes 0 1) and 2t + 1,
@@ -318,20 +242,25 @@ struct Consumer {
         words[2 * i] = __byte_perm(first, second, 0x6420);
         words[2 * i + 1] = __byte_perm(first, second, 0x7531);
       }
+    } else if constexpr (kLine > 0) {
+      sm90::load_matrices(words,
+                          (rows ^ group % L::kLineGroups * 16) + group / L::kLineGroups * kLine);
     } else {
       sm90::load_matrices(words, rows + group * 16);
     }
   }
-  // Where load_codes begins for quarter q of a slot's 64 rows: checkpoint: rows `low` .. + 7 and
-  // `high` .. + 7.
+  // Where load_codes begins for quarter q of a slot's 64 rows: checkpoint: eight rows from `low`
+  // and eight from `high` on, in bytes, `pitch` bytes apart.
+  template <bool kInLines>
   LOWLAT_DEVICE std::uint32_t codes_at(int q, int low, int high, int pitch) const {
     if constexpr (L::kMarlin) return ((2 * q + g % 2) * 4 + t) * 16 + g / 2 * 4;
-    return ((r.lane / 8 % 2 != 0 ? high : low) + r.lane % 8) * pitch + r.lane / 16 * 16;
+    const int row = r.lane % 8, unit = kInLines ? (r.lane / 16) ^ row : r.lane / 16;
+    return (r.lane / 8 % 2 != 0 ? high : low) + row * pitch + unit * 16;
   }
 
   // Products of kGroups groups of this warp's sixteen weight rows with the columns. `load(group)`
   // reads what belongs to a group's sums, early; `add(that, d)` takes the sums in order.
-  template <int kGroups, class Load, class Add>
+  template <int kGroups, int kLine, class Load, class Add>
   LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, const Load& load,
                                      const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
@@ -343,7 +272,7 @@ struct Consumer {
     Factors factors[2][kBatch];
     const auto load_batch = [&](int batch) {
 #pragma unroll
-      for (int i = 0; i < kBatch; i += 2) load_codes(codes[i / 2], rows, batch * kBatch + i);
+      for (int i = 0; i < kBatch; i += 2) load_codes<kLine>(codes[i / 2], rows, batch * kBatch + i);
     };
     const auto finish = [&](int batch) {
 #pragma unroll
@@ -390,11 +319,15 @@ struct Consumer {
     return product_columns(slot + L::kColumnsOffset);
   }
 
+  // The warp groups take turns, use after use: the first of `first` and on that is this one's.
+  LOWLAT_DEVICE static int turn(int group, int first) {
+    return (group + L::kWarpGroups - first % L::kWarpGroups) % L::kWarpGroups;
+  }
   LOWLAT_DEVICE bool run_tiles() {
     const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
     // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
-    const std::uint32_t rows =
-        codes_at(quarter, 8 * quarter, L::kTileValues + 8 * quarter, L::kChunkPitch);
+    const int low = 8 * quarter * kLineBytes;
+    const std::uint32_t rows = codes_at<true>(quarter, low, L::kChunkCodes / 2 + low, kLineBytes);
     for (int n = 0; n < own_tiles; ++n) {
       const int buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
@@ -405,7 +338,7 @@ struct Consumer {
         return false;
       }
 #pragma unroll 1
-      for (int i = group; i < L::kUses; i += L::kWarpGroups) {
+      for (int i = turn(group, n * L::kUses); i < L::kUses; i += L::kWarpGroups) {
         const int use = n * L::kUses + i, slot = use % L::kRing;
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
@@ -417,7 +350,7 @@ struct Consumer {
         const std::uint32_t high_scale =
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
-        multiply<L::kChunkGroups>(
+        multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
             address + rows, columns_matrix(address),
             [&](int k) {
               return make_uint2(smem_load1(low_scale + k * kStep),
@@ -447,11 +380,18 @@ struct Consumer {
 
   LOWLAT_DEVICE bool run_second() const {
     if (r.block_idx >= L::kBands) return true;
-    const int group = warp / 4, first_uses = r.own_tiles() * L::kUses;
+    const int group = warp / 4, tile_uses = r.own_tiles() * L::kUses;
     const int quarter = warp % 4;
-    const std::uint32_t rows = codes_at(quarter, 16 * quarter, 16 * quarter + 8, L::kPartPitch);
+    for (int i = turn(group, tile_uses); i < r.shared_uses(); i += L::kWarpGroups) {
+      if (!run_shared_use(i, tile_uses + i)) return false;
+    }
+    const int first_uses = tile_uses + r.shared_uses();
+    constexpr int kPitch = L::kBandInLines ? kLineBytes : L::kPartRow;
+    const std::uint32_t rows = codes_at<L::kBandInLines>(quarter, 16 * quarter * kPitch,
+                                                         (16 * quarter + 8) * kPitch, kPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
-    for (int entry = group; entry < r.table.num_entries; entry += L::kWarpGroups) {
+    for (int entry = turn(group, first_uses); entry < r.table.num_entries;
+         entry += L::kWarpGroups) {
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
@@ -465,7 +405,7 @@ struct Consumer {
             (L::kMarlin ? scales_at(quarter) : low_row * L::kInnerGroups + part * L::kPartGroups);
         const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
         const std::uint32_t column_scales = address + L::kColumnScales + t * (L::kScaleWords * 4);
-        multiply<L::kPartGroups>(
+        multiply<L::kPartGroups, L::kBandInLines ? L::kBandRows * kLineBytes : 0>(
             address + rows, columns_matrix(address),
             [&](int i) {
               return make_uint3(smem_load1(low_scale + i * kStep),
@@ -490,20 +430,16 @@ struct Consumer {
     return true;
   }
 
-  LOWLAT_DEVICE bool run(stages::GateRule rule, stages::GateSum sum_rule) {
+  LOWLAT_DEVICE bool run(const Rules& rules) {
     g = r.lane / 4;
     t = r.lane % 4;
-    load_x();
     bool going = !r.gates() || run_gate();
-    route(rule);  // every consumer comes to its barriers
-    make_table();
-    weigh(sum_rule);
-    // The first experts are on their way.
+    route_own_row(r, warp, rules);  // every consumer comes to its barriers
+    // While the rows are being routed and the first experts are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
     }
-    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_shared_second() &&
-           run_tiles() && run_second();
+    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };
 

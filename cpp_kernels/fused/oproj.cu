@@ -33,6 +33,13 @@ namespace {
 
 constexpr int kLora = 1024, kGroupInput = 4096;
 
+// Pace of the weights' copies (front_product.cuh), of V4.1's few rows, where it was measured: they
+// come while attention reads q, and while it and wo_a finish.
+template <class M>
+constexpr int kPaceA = M::kScaleBlock == 32 ? 500 : 0;
+template <class M>
+constexpr int kPaceB = M::kScaleBlock == 32 ? 250 : 0;
+
 // Of a model M. A group of outputs that share a scale is made in one cluster: by one block where
 // rows are few; otherwise by several, who tell each other their largest values.
 template <class M, int kTiles>
@@ -46,15 +53,18 @@ struct ShapeA {
   static constexpr int kOwned = kShares ? kRows / kBlocks : kGroup;
   using Linear = Product<kRows, kK, kTiles, kBlocks, kOwned, 2>;
 };
-// More than sixteen rows of V4.1: half the K a block, so that two have room on a multiprocessor and
-// no cluster has to wait for one of the first wave to end.
+// More than sixteen rows of V4.1: half the K a block, and at most three tiles of rows at once, so
+// that three have room on a multiprocessor and no cluster has to wait for one of the first wave to
+// end: parts of the chip that have fewer than sixteen multiprocessors hold only three of two each.
 template <class M, int kTiles>
   requires(M::kScaleBlock == 32 && kTiles > 2)
 struct ShapeA<M, kTiles> {
   static constexpr bool kWide = true, kShares = true;
   static constexpr int kGroup = M::kScaleBlock, kRows = 64, kBlocks = 8;
   static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
-  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true>;
+  static constexpr int kPasses = (kTiles + 2) / 3;
+  using Linear = WideProduct<kGroup, kK, kTiles / kPasses, kBlocks, kOwned, true, kPasses>;
+  static_assert(kTiles % kPasses == 0);
 };
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
 template <class M, int kTiles, int kGroups>
@@ -87,13 +97,13 @@ struct SharedA {
   }
 };
 
-template <int kTiles>
+template <class M, int kTiles>
 constexpr int min_blocks() {
-  return kTiles == 1 ? 3 : kTiles == 2 ? 2 : 1;
+  return kTiles == 1 || ShapeA<M, kTiles>::kWide ? 3 : kTiles == 2 ? 2 : 1;
 }
 
 template <class M, int kTiles>
-__global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
+__global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
     oproj_a_fp8_sm90(const __grid_constant__ OprojParams params) {
   using Shape = ShapeA<M, kTiles>;
   using Linear = Shape::Linear;
@@ -121,7 +131,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
                               params.num_groups * (kGroupInput / 4), hop};
     const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.q) + tile, hop.tag,
                             o.data, kK / 4 / plat::kWarpLanes};
-    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
+    Linear::template load<kGroup, kPaceA<M>>(shared, weights, 0, params.num_rows);
     stamps.mark(StampStage::ask);
     wait_for_signs(hop, signs);
     stamps.mark(StampStage::wait);
@@ -170,9 +180,12 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     stamps.mark(StampStage::ask);
     wait_at(params.before);
     stamps.mark(StampStage::wait);
-    Linear::load_tokens(shared, reinterpret_cast<const std::uint8_t*>(params.o + first_k), o_stride,
-                        o_scale, padded, params.num_rows);
-    Linear::run(shared, params.num_rows, stamps);
+    const auto load_pass = [&](int pass) {
+      Linear::load_tokens(shared, reinterpret_cast<const std::uint8_t*>(params.o + first_k),
+                          o_stride, o_scale, padded, params.num_rows, pass);
+    };
+    load_pass(0);
+    Linear::run(shared, params.num_rows, stamps, load_pass);
   } else {
     Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     stamps.mark(StampStage::ask);
@@ -260,7 +273,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_b));
   const HopActivations<1> few{
       static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
-  Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
+  Linear::template load<kGroup, kTiles == 1 ? kPaceB<M> : 0>(shared, weights, first_row % kGroup,
+                                                             params.num_rows);
   stamps.mark(StampStage::ask);
   if constexpr (kTiles == 1) {
     wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.o) + tile, hop.tag,
@@ -301,7 +315,7 @@ cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStr
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       using Shape = ShapeA<M, kTiles>;
-      static_assert(sizeof(SharedA<M, kTiles>) <= 227 * 1024);
+      static_assert(sizeof(SharedA<M, kTiles>) <= (Shape::kWide ? 75 : 227) * 1024);
       return launch_kernel(oproj_a_fp8_sm90<M, kTiles>,
                            dim3(params.num_groups * kLora / Shape::kRows * Shape::kBlocks),
                            kProductThreads, sizeof(SharedA<M, kTiles>), Shape::kBlocks,

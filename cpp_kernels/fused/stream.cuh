@@ -70,23 +70,38 @@ LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity, co
   return true;
 }
 
+// The same where only this block's copies and warps are waited for, which never stop halfway: a
+// warp group has to stay together for its products.
+LOWLAT_DEVICE void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
+  while (!sm90::barrier_try_wait(barrier, parity)) {
+  }
+}
+
 // The same for loops whose every instruction counts: barrier and stop word by their addresses in
 // shared memory.
+LOWLAT_DEVICE bool barrier_try_wait_at(std::uint32_t barrier, std::uint32_t parity) {
+  std::uint32_t over;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0u;
+}
+LOWLAT_DEVICE void barrier_wait_at(std::uint32_t barrier, std::uint32_t parity) {
+  while (!barrier_try_wait_at(barrier, parity)) {
+  }
+}
 LOWLAT_DEVICE bool barrier_wait_at(std::uint32_t barrier, std::uint32_t parity,
                                    std::uint32_t stop) {
-  for (;;) {
-    std::uint32_t over, stopped;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}"
-        : "=r"(over)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    if (over != 0u) return true;
+  while (!barrier_try_wait_at(barrier, parity)) {
+    std::uint32_t stopped;
     asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(stopped) : "r"(stop) : "memory");
     if (stopped != 0u) return false;
   }
+  return true;
 }
 LOWLAT_DEVICE void barrier_arrive_at(std::uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -113,6 +128,9 @@ LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
   return v;
 }
 
+LOWLAT_DEVICE void smem_store4(std::uint32_t address, std::uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 LOWLAT_DEVICE void smem_store8(std::uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
@@ -211,6 +229,18 @@ LOWLAT_DEVICE void expand_e4m3(std::uint32_t w0, std::uint32_t w1, std::uint32_t
   out[3] = mul_bf16x2((b & kSign) | (b >> 4 & kMagnitude), factor);
 }
 
+// Eight codes of two words as fp16, exactly: out[i] = {element i, element i + 4}.
+LOWLAT_DEVICE void unpack_e4m3(std::uint32_t w0, std::uint32_t w1, std::uint32_t (&out)[4]) {
+  const std::uint32_t four[2] = {__byte_perm(w0, w1, 0x5140), __byte_perm(w0, w1, 0x7362)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(out[2 * i]), "=r"(out[2 * i + 1])
+        : "r"(four[i]));
+  }
+}
+
 // Eight bf16 in their order to the order of pairs: out[i] = {element i, element i + 4}.
 LOWLAT_DEVICE void pair_bf16(uint4 v, std::uint32_t (&out)[4]) {
   out[0] = __byte_perm(v.x, v.z, 0x5410);
@@ -240,23 +270,31 @@ LOWLAT_DEVICE float lanes_max(float v) {
   return v;
 }
 // The scale's biased exponent: smallest power of two with amax / scale <= 448, amax at least 1e-10.
+// 448 is 1.75 times 2^8: a larger mantissa takes the next power.
 LOWLAT_DEVICE std::uint32_t activation_exponent(float amax) {
-  const std::uint32_t bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-10f), 448.0f));
-  return (bits >> 23) + ((bits & 0x7f'ffffu) != 0 ? 1u : 0u);
+  return ((__float_as_uint(fmaxf(amax, 1e-10f)) + 0x1f'ffffu) >> 23) - 8u;
 }
+// Their codes, in fp16.
 template <int N>
-LOWLAT_DEVICE void quantize_pairs(std::uint32_t* pairs, std::uint32_t exponent) {
-  const float scale = __uint_as_float(exponent << 23);
+LOWLAT_DEVICE void quantize_codes(std::uint32_t* pairs, std::uint32_t exponent) {
   const float inverse = __uint_as_float((254u - exponent) << 23);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     std::uint16_t codes;
-    std::uint32_t halves;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
         : "=h"(codes)
         : "f"(high_bf16(pairs[i]) * inverse), "f"(low_bf16(pairs[i]) * inverse));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&halves));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[i]) : "h"(codes));
+  }
+}
+// And their values, in bf16.
+template <int N>
+LOWLAT_DEVICE void quantize_pairs(std::uint32_t* pairs, std::uint32_t exponent) {
+  const float scale = __uint_as_float(exponent << 23);
+  quantize_codes<N>(pairs, exponent);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
     pairs[i] = pack_bf16(values.x * scale, values.y * scale);
   }
 }

@@ -50,6 +50,12 @@ inline lowlat_status_words status_of(const stages::StatusWords* words) {
   return out;
 }
 
+// Where the caches end, as kernels read it.
+inline persistent::Pools pools_of(const lowlat_pools& pools) {
+  return {pools.num_pages, pools.num_window_pages, pools.num_requests, pools.window_slots,
+          pools.history};
+}
+
 // A rank as kernels read it. zeroed(bytes) gives device memory, copied(values, count) a copy there;
 // both outlive the rank. The region's peers are open. out_arrived: the blocks' words of the
 // hand-offs.
@@ -78,8 +84,7 @@ persistent::Rank resident_rank(const lowlat_model_config& config, const shape::R
   rank.blocks = copied(blocks.data(), blocks.size());
   rank.weights = copied(&weights, std::size_t{1});
   rank.config = copied(&config, std::size_t{1});
-  rank.pools = {pools.num_pages, pools.num_window_pages, pools.num_requests, pools.window_slots,
-                pools.history};
+  rank.pools = pools_of(pools);
   const persistent::ModelRules rules =
       config.kind == LOWLAT_V4 ? persistent::kV4Rules : persistent::kV41Rules;
   rank.rules = copied(&rules, std::size_t{1});

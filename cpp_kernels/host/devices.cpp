@@ -12,18 +12,20 @@ namespace lowlat::host {
 PlatformDevices nvidia_devices() { return {}; }
 #endif
 
-std::string devices_json(const PlatformDevices& nvidia) {
-  std::string out = "{\"nvidia\": {\"built\": ";
-  out += nvidia.built ? "true" : "false";
+namespace {
+
+void append_platform(std::string& out, const PlatformDevices& of) {
+  out += "{\"built\": ";
+  out += of.built ? "true" : "false";
   for (const auto& [name, text] :
-       {std::pair{"architectures", &nvidia.architectures}, std::pair{"toolkit", &nvidia.toolkit},
-        std::pair{"driver", &nvidia.driver}, std::pair{"refusal", &nvidia.refusal}}) {
+       {std::pair{"architectures", &of.architectures}, std::pair{"toolkit", &of.toolkit},
+        std::pair{"driver", &of.driver}, std::pair{"refusal", &of.refusal}}) {
     out += ", ";
     append_field(out, name, *text);
   }
   out += ", \"fused\": [";
-  for (const FusedKernel& kernel : nvidia.fused) {
-    if (&kernel != nvidia.fused.data()) out += ", ";
+  for (const FusedKernel& kernel : of.fused) {
+    if (&kernel != of.fused.data()) out += ", ";
     out += "{";
     append_field(out, "name", kernel.name);
     out += ", ";
@@ -33,8 +35,8 @@ std::string devices_json(const PlatformDevices& nvidia) {
     out += "}";
   }
   out += "], \"devices\": [";
-  for (const Device& device : nvidia.devices) {
-    if (&device != nvidia.devices.data()) out += ", ";
+  for (const Device& device : of.devices) {
+    if (&device != of.devices.data()) out += ", ";
     out += "{";
     append_field(out, "name", device.name);
     out += ", ";
@@ -44,27 +46,44 @@ std::string devices_json(const PlatformDevices& nvidia) {
     out += "}";
   }
   out += "], \"peers\": [";
-  for (const PeerStore& peer : nvidia.peers) {
-    if (&peer != nvidia.peers.data()) out += ", ";
+  for (const PeerStore& peer : of.peers) {
+    if (&peer != of.peers.data()) out += ", ";
     out +=
         "{\"from\": " + std::to_string(peer.from) + ", \"to\": " + std::to_string(peer.to) + ", ";
     append_field(out, "refusal", peer.refusal);
     out += "}";
   }
-  return out + "]}}\n";
+  out += "]}";
 }
+
+// A platform that cannot be asked is one refusal, and leaves the other's answer alone.
+PlatformDevices asked(PlatformDevices (*devices)()) {
+  try {
+    return devices();
+  } catch (const std::exception& error) {
+    PlatformDevices none;
+    none.refusal = error.what();
+    return none;
+  }
+}
+
+}  // namespace
+
+std::string devices_json(const PlatformDevices& nvidia, const PlatformDevices& amd) {
+  std::string out = "{\"nvidia\": ";
+  append_platform(out, nvidia);
+  out += ", \"amd\": ";
+  append_platform(out, amd);
+  return out + "}\n";
+}
+
+std::string found_devices() { return devices_json(asked(nvidia_devices), asked(amd_devices)); }
 
 }  // namespace lowlat::host
 
 extern "C" const char* lowlat_devices(void) {
   // Each thread keeps its last answer, so that two may ask at once.
   thread_local std::string json;
-  try {
-    json = lowlat::host::devices_json(lowlat::host::nvidia_devices());
-  } catch (const std::exception& error) {
-    lowlat::host::PlatformDevices none;
-    none.refusal = error.what();
-    json = lowlat::host::devices_json(none);
-  }
+  json = lowlat::host::found_devices();
   return json.c_str();
 }

@@ -2,6 +2,8 @@
 // checks of hosted launches.
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <string_view>
 
 #include "host/checks.hpp"
 #include "host/model.hpp"
@@ -41,6 +43,8 @@ std::string hosting_reasons(const lowlat_model_config& config, const lowlat_host
 
 namespace {
 
+constexpr std::string_view kIndexPool = "kv.index.";
+
 // Rows that a pool's first dimension must have.
 std::int64_t rows_needed(const std::string& name, const lowlat_model_config& config,
                          const lowlat_pools& pools) {
@@ -49,7 +53,7 @@ std::int64_t rows_needed(const std::string& name, const lowlat_model_config& con
   const int ratio = config.layers[std::stoi(name.substr(dot + 1))].ratio;
   if (kind == "kv.swa") return pools.num_window_pages;
   if (kind == "kv.extra") return pools.num_pages;
-  if (kind == "kv.index") {
+  if (kind == "kv.index" || kind == "kv.index_scales") {
     const std::int64_t entries = std::int64_t{pools.num_pages} * (config.page_size / ratio);
     return (entries + stages::kIndexSlotsPerPage - 1) / stages::kIndexSlotsPerPage;
   }
@@ -90,17 +94,21 @@ void Model::bind_pools(const lowlat_pools& pools) {
   if (pools.num_tensors > 0) {
     require_pointers({{pools.names, "names"}, {pools.tensors, "tensors"}});
   }
-  std::vector<std::pair<TensorSlot*, void*>> found;
+  const bool split = pools.split_index != 0;
+  if (split && (pools.split_index != 1 || config_.kind != LOWLAT_V41)) {
+    throw invalid("split_index is " + std::to_string(pools.split_index) +
+                  "; needed 0, or 1 of a model of V4.1");
+  }
+  std::vector<std::pair<const TensorSlot*, void*>> found;
   std::string missing;
-  for (TensorSlot& slot : tensors_) {
-    if (slot.spec.role != LOWLAT_POOL) continue;
+  const auto take = [&](const TensorSlot& slot) {
     const lowlat_tensor* tensor = nullptr;
     for (int i = 0; i < pools.num_tensors; ++i) {
       if (pools.names[i] != nullptr && slot.name == pools.names[i]) tensor = pools.tensors + i;
     }
     if (tensor == nullptr) {
       missing += (missing.empty() ? "" : "\n") + ("pool " + slot.name + " is not given");
-      continue;
+      return;
     }
     require_struct(*tensor, "lowlat_tensor");
     check_tensor(slot, *tensor);
@@ -110,8 +118,29 @@ void Model::bind_pools(const lowlat_pools& pools) {
                     " rows; needed " + std::to_string(needed));
     }
     found.emplace_back(&slot, tensor->data);
+  };
+  std::deque<TensorSlot> halves;
+  for (const TensorSlot& slot : tensors_) {
+    if (slot.spec.role != LOWLAT_POOL) continue;
+    if (!split || !slot.name.starts_with(kIndexPool)) {
+      take(slot);
+      continue;
+    }
+    const int layer = std::stoi(slot.name.substr(kIndexPool.size()));
+    TensorSlot& codes = halves.emplace_back(slot);
+    codes.spec.layout = LOWLAT_ROW_MAJOR;
+    codes.spec.shape[1] = stages::kIndexSlotsPerPage * stages::kIndexDataBytes;
+    TensorSlot& scales = halves.emplace_back(codes);
+    scales.name = "kv.index_scales." + std::to_string(layer);
+    scales.spec.shape[1] = stages::kIndexSlotsPerPage * stages::kIndexScaleBytes;
+    scales.set = [this, layer](void* data) {
+      weights_.layers[layer].kv_index_scales = static_cast<std::uint8_t*>(data);
+    };
+    take(codes);
+    take(scales);
   }
   if (!missing.empty()) throw invalid(missing);
+  for (auto& layer : weights_.layers) layer.kv_index_scales = nullptr;
   for (const auto& [slot, data] : found) slot->set(data);
   pools_ = pools;
   pools_.names = nullptr;

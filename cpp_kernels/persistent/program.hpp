@@ -257,9 +257,16 @@ class Program {
     for_share(share_, n, [&](int t) { whole = whole && body(t); });
     return whole;
   }
-  LOWLAT_UNIT bool hand_off(KernelId kernel) {
+  LOWLAT_UNIT bool hand_off(KernelId kernel, Early early = {}) {
     return persistent::hand_off(grid_, ++hand_offs_, rank_.port.fault,
-                                static_cast<std::uint32_t>(kernel), epoch_);
+                                static_cast<std::uint32_t>(kernel), epoch_, early);
+  }
+  // Weights that a stage begins with, whatever its input: for the hand-off before it.
+  LOWLAT_DEVICE Early early(const Fp8Weight& weight, int rows, int k, int together = 1) const {
+    return early_rows(share_, weight.codes, k, 0, rows, together);
+  }
+  LOWLAT_DEVICE Early early(const std::uint16_t* weight, int rows, int k) const {
+    return early_rows(share_, weight, 2 * std::int64_t{k}, 0, rows);
   }
   // The next launch goes on from here. Every block has read the old numbers before it passed the
   // launch's first hand-off, which this block has passed too.
@@ -351,7 +358,7 @@ class Program {
     mix_sums(rank_, share_, w.hc_attn, stages::kHcOutputs, rows.num_rows, nullptr, 0);
     if (!hand_off(KernelId::front)) return false;
     each_row(rows.num_rows, [&](int t) { enter_attention(rank_, share_, rows, t, call); });
-    if (!hand_off(KernelId::front)) return false;
+    if (!hand_off(KernelId::front, early(w.wq_a, s_.kQLora, s_.kHidden))) return false;
     project_x(rank_, share_, rows, call);
     if (!hand_off(KernelId::front)) return false;
     each_row(rows.num_rows, [&](int t) {
@@ -359,7 +366,8 @@ class Program {
       write_window_kv(rank_, rows, call, t);
     });
     if (call.owns_pool()) write_compressed(rank_, share_, rows, call);
-    if (!hand_off(KernelId::front)) return false;
+    const int q_rows = s_.kNumHeadsLocal * shape::kHeadDim;
+    if (!hand_off(KernelId::front, early(w.wq_b, q_rows, s_.kQLora))) return false;
     project_q(rank_, share_, rows, call);
     return true;
   }
@@ -382,12 +390,19 @@ class Program {
   // Attention, o-projection and its sum; afterwards every row's x is the ffn's.
   LOWLAT_UNIT bool attention(const Rows& rows, const LayerCall& call) {
     const auto kernel = KernelId::back;
+    const LayerWeights& w = call.weights;
+    const int o_rows = s_.kOLora, o_width = s_.kGroupsLocal * s_.kOLora;
     attend(rank_, share_, rows, call);
-    if (!hand_off(kernel)) return false;
+    const bool wide = w.wo_a_bf16 != nullptr;
+    if (!hand_off(kernel, wide ? early(w.wo_a_bf16, o_rows, s_.kGroupInput)
+                               : early(w.wo_a, o_rows, s_.kGroupInput))) {
+      return false;
+    }
     project_groups(rank_, share_, rows, call);
     if (!hand_off(kernel)) return false;
     each_row(rows.num_rows, [&](int t) { quantize_groups(rank_, t); });
-    if (!hand_off(kernel)) return false;
+    constexpr int kTogether = stages::rows_together<stages::PublishRows>();
+    if (!hand_off(kernel, early(w.wo_b, s_.kHidden, o_width, kTogether))) return false;
     ++epoch_;
     project_out(rank_, share_, rows, call,
                 stages::PublishRows{rank_.port, epoch_, s_.kHidden, pending()});
@@ -402,7 +417,9 @@ class Program {
     mix_sums(rank_, share_, call.weights.hc_ffn, stages::kHcOutputs, rows.num_rows, nullptr, 0);
     if (!hand_off(kernel)) return false;
     each_row(rows.num_rows, [&](int t) { enter_ffn(rank_, share_, t, call.weights); });
-    return hand_off(kernel);
+    return hand_off(kernel, w.plan.hash_gate != 0
+                                ? early(w.shared_w1, s_.kIntermediateLocal, s_.kHidden)
+                                : early(w.gate, call.num_experts, s_.kHidden));
   }
 
   LOWLAT_UNIT bool experts(const Rows& rows, const LayerCall& call) {
@@ -410,7 +427,9 @@ class Program {
     project_ffn(rank_, share_, rows, call);
     if (!hand_off(kernel)) return false;
     each_row(rows.num_rows, [&](int t) { route(rank_, share_, rows, call, t); });
-    if (!hand_off(kernel)) return false;
+    // The routed experts' weights depend on the routing, the shared one's do not.
+    const Fp8Weight& shared = call.weights.shared_w2;
+    if (!hand_off(kernel, early(shared, s_.kHidden, s_.kIntermediateLocal))) return false;
     run_experts_up(rank_, share_, rows, call);
     if (!hand_off(kernel)) return false;
     run_experts_down(rank_, share_, call);
@@ -485,7 +504,8 @@ class Program {
   // logits_local of the same rows.
   LOWLAT_DEVICE bool local_logits(KernelId kernel, const std::uint16_t* norm, const HcWeights& hc,
                                   int num_rows, const std::int32_t* row_ids, int num_all) {
-    if (!normed(kernel, norm, hc, num_rows, row_ids, num_all) || !hand_off(kernel)) return false;
+    if (!normed(kernel, norm, hc, num_rows, row_ids, num_all)) return false;
+    if (!hand_off(kernel, early(rank_.weights->head, s_.kVocabLocal, s_.kHidden))) return false;
     head_logits(rank_, share_, num_rows);
     return hand_off(kernel);
   }

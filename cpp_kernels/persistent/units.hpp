@@ -94,13 +94,27 @@ struct Expert {
 LOWLAT_DEVICE Expert expert_rows(const Rank& rank, const LayerWeights& w, int expert) {
   const int hidden = rank.shape.kHidden, inner = rank.shape.kIntermediateLocal;
   const int tiled = rank.weights->marlin_inner;
-  if (plat::kHostedModels && tiled > 0) {
+  if (plat::kMarlinExperts && tiled > 0) {
     return {marlin_rows(w.w1, expert, 2 * tiled, hidden, 0),
             marlin_rows(w.w1, expert, 2 * tiled, hidden, tiled),
             marlin_rows(w.w2, expert, hidden, tiled, 0)};
   }
   return {fp4_rows(w.w1, expert, inner, hidden), fp4_rows(w.w3, expert, inner, hidden),
           fp4_rows(w.w2, expert, hidden, inner)};
+}
+
+// What linear_into() reads first of the weight rows row_begin .. row_end - 1 of k values in
+// `row_bytes` bytes each; `together` of the sink.
+LOWLAT_DEVICE Early early_rows(const Share& share, const void* rows, std::int64_t row_bytes,
+                               int row_begin, int row_end, int together = 1) {
+  if constexpr (Threads::kAlone) {
+    return {};
+  } else {
+    const int first = row_begin + share.idx * stages::DotTeam<Block>::kNum * together;
+    if (rows == nullptr || first >= row_end) return {};
+    return {static_cast<const std::uint8_t*>(rows) + first * row_bytes, row_bytes, row_end - first,
+            together};
+  }
 }
 
 // body(i) for the items of 0 .. n - 1 that are the share's.
@@ -841,7 +855,8 @@ LOWLAT_UNIT void write_latent(const Rank& rank, const Share& share, const Rows& 
     });
     plat::block_sync();
   }
-  const stages::IndexPaged<std::uint8_t> index_pool{w.kv_index, stages::kIndexPageBytes};
+  const stages::IndexPaged<std::uint8_t> index_pool{w.kv_index, stages::kIndexPageBytes,
+                                                    w.kv_index_scales};
   const int entries_per_page = s.kPageSize / ratio;
   const stages::KvPaged<std::uint8_t> pool{w.kv_extra, entries_per_page,
                                            stages::kv_page_bytes(entries_per_page)};
@@ -959,7 +974,8 @@ LOWLAT_DEVICE void score_entries_of(const Rank& rank, const Share& share, const 
   for (int t = first; t < rows.num_rows && t < first + kScoreRows; ++t) {
     const RequestIndexRows<kDataBytes> keys{
         {source.kv_index,
-         stages::kIndexSlotsPerPage * std::int64_t{kDataBytes + stages::kIndexScaleBytes}},
+         stages::kIndexSlotsPerPage * std::int64_t{kDataBytes + stages::kIndexScaleBytes},
+         source.kv_index_scales},
         rows.page_table + std::int64_t{rows.request_idx[t]} * rows.page_table_stride,
         s.kPageSize / plan.ratio,
         rank.pools.num_pages};

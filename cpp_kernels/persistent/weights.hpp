@@ -75,9 +75,10 @@ struct LayerWeights {
   Fp4Weight w1, w3, w2;         // [E, I_local, H] twice, [E, H, I_local]; Marlin: both in w1
   Fp8Weight shared_w1, shared_w3, shared_w2;
   // Pools.
-  std::uint8_t* kv_swa;    // KV_PAGED
-  std::uint8_t* kv_extra;  // KV_PAGED, kv sources
-  std::uint8_t* kv_index;  // INDEX_PAGED, V4.1's kv sources, V4's ratio 4
+  std::uint8_t* kv_swa;           // KV_PAGED
+  std::uint8_t* kv_extra;         // KV_PAGED, kv sources
+  std::uint8_t* kv_index;         // INDEX_PAGED, V4.1's kv sources, V4's ratio 4
+  std::uint8_t* kv_index_scales;  // of V4.1's where its pages are split (lowlat_pools), else NULL
   // Projections of tokens whose group or block is not whole, values, then scores. V4.1's ratio 2
   // [max_batch, ring, 2, 512]; V4's ratio 128 [max_batch, 16 ring, 1024], ratio 4 [num_pages, ring,
   // 2048].

@@ -113,6 +113,8 @@ template <Scope kScope>
 LOWLAT_DEVICE std::uint32_t load_acquire(const std::uint32_t* word) {
   return __hip_atomic_load(word, __ATOMIC_ACQUIRE, kHipScope<kScope>);
 }
+// The comment is for who reads the code: the load is before it.
+LOWLAT_DEVICE void keep(std::uint32_t v) { asm volatile("; kept %0" ::"v"(v)); }
 // An acquire drops what the caches hold, so a wait does it once and not at every look.
 template <Scope kScope>
 LOWLAT_DEVICE std::uint32_t load_poll(const std::uint32_t* word) {

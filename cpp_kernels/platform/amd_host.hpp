@@ -49,6 +49,7 @@ template <Scope>
 std::uint32_t load_poll(const std::uint32_t* word);
 template <Scope>
 void fence_polled();
+void keep(std::uint32_t v);
 template <Scope>
 void store_release(std::uint32_t* word, std::uint32_t value);
 template <Scope>

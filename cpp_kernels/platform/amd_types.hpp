@@ -13,7 +13,8 @@ namespace lowlat::amd::plat {
 
 inline constexpr const char* kName = "amd";
 inline constexpr int kWarpLanes = 64;
-inline constexpr bool kHostedModels = false;  // host/amd/model.cpp refuses them
+inline constexpr int kEarlyLines = 4;          // with 16 lanes a row of 8 KB
+inline constexpr bool kMarlinExperts = false;  // host/amd/model.cpp refuses them
 template <int kThreads>
 struct Block {
   static_assert(kThreads % kWarpLanes == 0 && kThreads <= 1024);

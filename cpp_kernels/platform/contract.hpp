@@ -7,8 +7,8 @@
 //   LOWLAT_SHARED(type, name)  in a kernel: declares `name`, one object a block, uninitialised;
 //                              `type` is a name, of an array too
 //   kName, kWarpLanes          the platform's word; lanes of a warp: 1, 32 or 64
-//   kHostedModels              whether models inside another engine run here, whose experts may lie
-//                              in Marlin's tiles: where they do not, no kernel holds code for them
+//   kMarlinExperts             whether experts may lie in Marlin's tiles, as another engine has
+//                              them: where they may not, no kernel holds code for them
 //   Block<N>::kNumThreads      threads of a block that was launched with N, a multiple of the warp
 //   thread_idx                 place in the block; thread_idx() / kWarpLanes is the warp
 //   block_sync, block_any      barrier and memory order inside the block; the same, and true in
@@ -33,6 +33,9 @@
 //                              costs more than a look has it in the fence
 //   atomic_add, atomic_cas     relaxed; give the value before
 //   TaggedWords, kTaggedPayload, store_tagged, load_tagged   payload and epoch as one access
+//   kEarlyLines, keep          lines of 128 bytes that a lane asks for while its block waits for
+//                              others, 0 where that is no gain; a load is made before its value is
+//                              kept
 //   spin_pause, clock_ns       every spin calls the first; a monotonic clock
 #pragma once
 
@@ -51,7 +54,7 @@
 namespace lowlat::LOWLAT_PLATFORM::plat {
 
 static_assert(kWarpLanes == 1 || kWarpLanes == 32 || kWarpLanes == 64);
-static_assert(std::same_as<decltype(kHostedModels), const bool>);
+static_assert(std::same_as<decltype(kMarlinExperts), const bool>);
 static_assert(Block<256>::kNumThreads % kWarpLanes == 0 && kTaggedPayload >= 1);
 static_assert(std::same_as<decltype(thread_idx()), int>);
 static_assert(std::same_as<decltype(block_sync()), void>);
@@ -88,6 +91,8 @@ static_assert(
     std::same_as<decltype(load_poll<Scope::device>(static_cast<const std::uint32_t*>(nullptr))),
                  std::uint32_t>);
 static_assert(std::same_as<decltype(fence_polled<Scope::device>()), void>);
+static_assert(std::same_as<decltype(kEarlyLines), const int> && kEarlyLines >= 0);
+static_assert(std::same_as<decltype(keep(0u)), void>);
 static_assert(
     std::same_as<decltype(store_release<Scope::device>(static_cast<std::uint32_t*>(nullptr), 0u)),
                  void>);

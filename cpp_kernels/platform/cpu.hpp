@@ -43,9 +43,13 @@ LOWLAT_DEVICE float bits_float(std::uint32_t bits) {
   std::memcpy(&v, &bits, sizeof v);
   return v;
 }
-inline constexpr bool kHostedModels = true;
+inline constexpr bool kMarlinExperts = true;
 LOWLAT_DEVICE int warp_uniform(int v) { return v; }
 LOWLAT_DEVICE int popcount(std::uint64_t bits) { return std::popcount(bits); }
+
+// Nothing is gained by asking early, but what is asked for must be there.
+inline constexpr int kEarlyLines = 2;
+LOWLAT_DEVICE void keep(std::uint32_t) {}
 
 // Memory order. The scope is always said in full; on one host every scope is the host's.
 enum class Scope { block, device, system };

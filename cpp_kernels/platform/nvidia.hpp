@@ -26,7 +26,7 @@ namespace lowlat::nvidia::plat {
 
 inline constexpr const char* kName = "nvidia";
 inline constexpr int kWarpLanes = 32;
-inline constexpr bool kHostedModels = true;
+inline constexpr bool kMarlinExperts = true;
 template <int kThreads>
 struct Block {
   static_assert(kThreads % kWarpLanes == 0 && kThreads <= 1024);
@@ -99,6 +99,9 @@ LOWLAT_DEVICE std::uint32_t load_acquire(const std::uint32_t* word) {
   }
   return value;
 }
+// The fused kernels ask early for themselves; the resident schedule is not about time here.
+inline constexpr int kEarlyLines = 0;
+LOWLAT_DEVICE void keep(std::uint32_t) {}
 // An acquire is no dearer than a look here.
 template <Scope kScope>
 LOWLAT_DEVICE std::uint32_t load_poll(const std::uint32_t* word) {

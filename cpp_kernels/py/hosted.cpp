@@ -6,12 +6,14 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lowlat/kernels.h"
 #include "py/status.hpp"
+#include "py/watch.hpp"
 
 namespace lowlat::py_face {
 namespace {
@@ -218,6 +220,8 @@ class HostedModel {
   HostedModel(const HostedModel&) = delete;
   HostedModel& operator=(const HostedModel&) = delete;
 
+  const lowlat_model* get() const { return model_; }
+
   py::list tensors() const {
     py::list out;
     for (int i = 0; i < lowlat_model_num_tensors(model_); ++i) {
@@ -228,6 +232,7 @@ class HostedModel {
       one["layout"] = kLayouts.at(spec.layout);
       one["pool"] = spec.role == LOWLAT_POOL;
       one["shape"] = std::vector<std::int64_t>(spec.shape, spec.shape + spec.ndim);
+      one["shard_dim"] = spec.shard_dim;  // of the published tensor, -1: none
       out.append(one);
     }
     return out;
@@ -239,13 +244,16 @@ class HostedModel {
   }
 
   void bind_pools(int num_pages, int num_window_pages, int num_requests,
-                  std::uintptr_t window_slots, std::uintptr_t history,
+                  std::uintptr_t window_slots, std::uintptr_t history, bool split_index,
                   const std::vector<std::pair<std::string, Given>>& pools) {
     std::vector<const char*> names;
     std::vector<lowlat_tensor> tensors;
     for (const auto& [name, given] : pools) {
       names.push_back(name.c_str());
-      tensors.push_back(tensor_of(name, given, layout_of(name)));
+      const std::uint32_t layout = layout_of(name);
+      const bool is_split = split_index && layout == LOWLAT_INDEX_PAGED;
+      tensors.push_back(
+          tensor_of(name, given, is_split ? std::uint32_t{LOWLAT_ROW_MAJOR} : layout));
     }
     lowlat_pools all{};
     all.struct_bytes = sizeof all;
@@ -255,6 +263,7 @@ class HostedModel {
     all.window_slots = at<const std::int64_t>(window_slots);
     all.history = at<std::int32_t>(history);
     all.num_tensors = static_cast<std::int32_t>(names.size());
+    all.split_index = split_index ? 1 : 0;
     all.names = names.data();
     all.tensors = tensors.data();
     require_ok(lowlat_pools_bind(model_, &all));
@@ -334,6 +343,7 @@ class HostedModel {
     out["kernel"] = words.kernel;
     out["stage"] = lowlat_stage_name(words.stage);
     out["peer"] = words.peer;
+    out["place"] = words.place;
     out["epoch"] = words.epoch;
     return out;
   }
@@ -373,10 +383,11 @@ void define_hosted_model(py::module_& module) {
       .def(py::init<const std::string&, const py::dict&, const py::dict&>(), "platform"_a,
            "config"_a, "hosting"_a)
       .def("tensors", &HostedModel::tensors,
-           "What must be bound: dicts of name, dtype, layout, pool, shape.")
+           "What must be bound: dicts of name, dtype, layout, pool, shape, shard_dim.")
       .def("bind", &HostedModel::bind, "name"_a, "tensor"_a)
       .def("bind_pools", &HostedModel::bind_pools, py::kw_only(), "num_pages"_a,
-           "num_window_pages"_a, "num_requests"_a, "window_slots"_a, "history"_a, "pools"_a)
+           "num_window_pages"_a, "num_requests"_a, "window_slots"_a, "history"_a, "split_index"_a,
+           "pools"_a)
       .def("peer_export", &HostedModel::peer_export)
       .def("peer_import", &HostedModel::peer_import, "peer_rank"_a, "handle"_a)
       .def("ready", &HostedModel::ready)
@@ -393,6 +404,31 @@ void define_hosted_model(py::module_& module) {
       .def_property_readonly("own_bytes", &HostedModel::own_bytes)
       .def_property_readonly("catalogue_digest", &HostedModel::catalogue_digest)
       .def_property_readonly("catalogue", &HostedModel::catalogue);
+  py::class_<Watch>(
+      module, "Watch",
+      "A thread that reads a hosted model's status words until it is stopped or sees a fault. Then "
+      "it writes a post-mortem, a JSON object with `about` in it, to `path`, a line to standard "
+      "error, and sends SIGQUIT to `stop_pid` (0: to nobody).")
+      .def(py::init([](const HostedModel& model, int rank, std::string about, std::string path,
+                       int stop_pid) {
+             return std::make_unique<Watch>(model.get(), rank, std::move(about), std::move(path),
+                                            stop_pid);
+           }),
+           py::keep_alive<1, 2>(), "model"_a, py::kw_only(), "rank"_a, "about"_a, "path"_a,
+           "stop_pid"_a)
+      .def("set_about", &Watch::set_about, "about"_a)
+      .def_static(
+          "words",
+          [](std::uint32_t state, std::uint32_t kernel, std::uint32_t stage, std::int32_t peer,
+             std::uint32_t place, std::uint64_t epoch, const std::string& catalogue, int rank) {
+            return words_of_fault(
+                {sizeof(lowlat_status_words), state, kernel, stage, peer, place, epoch}, catalogue,
+                rank);
+          },
+          py::kw_only(), "state"_a, "kernel"_a, "stage"_a, "peer"_a, "place"_a, "epoch"_a,
+          "catalogue"_a, "rank"_a, "The line of a fault with these status words.")
+      .def("stop", &Watch::stop, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("has_seen_fault", &Watch::has_seen_fault);
 }
 
 }  // namespace lowlat::py_face

@@ -1,6 +1,7 @@
 #include "reference/experts.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -12,21 +13,36 @@ namespace {
 
 using Values = std::vector<double>;
 
+// What each of the first N codes stands for.
+template <std::size_t N>
+std::array<double, N> numbers(double (*decode)(std::uint8_t)) {
+  std::array<double, N> out;
+  for (std::size_t code = 0; code < N; ++code) out[code] = decode(static_cast<std::uint8_t>(code));
+  return out;
+}
+
 // One expert's [n, k] in full.
 Values values(Fp4Stack w, std::int64_t expert, std::int64_t n, std::int64_t k) {
+  const auto number = numbers<16>(from_e2m1);
   Values out(n * k);
+  double scale = 0.0;
   for (std::int64_t i = 0; i < n * k; ++i) {
     const std::int64_t at = expert * n * k + i;
+    if (i == 0 || at % 32 == 0) scale = from_ue8m0(w.scales[at / 32]);
     const std::uint8_t code = at % 2 == 0 ? w.codes[at / 2] & 15 : w.codes[at / 2] >> 4;
-    out[i] = from_e2m1(code) * from_ue8m0(w.scales[at / 32]);
+    out[i] = number[code] * scale;
   }
   return out;
 }
 
 Values values(E4m3Matrix w, std::int64_t n, std::int64_t k, std::int64_t block) {
+  const auto number = numbers<256>(from_e4m3);
   Values out(n * k);
-  for (std::int64_t i = 0; i < n * k; ++i) {
-    out[i] = from_e4m3(w.codes[i]) * w.scales[i / k / block * (k / block) + i % k / block];
+  for (std::int64_t row = 0; row < n; ++row) {
+    for (std::int64_t column = 0; column < k; ++column) {
+      out[row * k + column] =
+          number[w.codes[row * k + column]] * w.scales[row / block * (k / block) + column / block];
+    }
   }
   return out;
 }
@@ -34,7 +50,10 @@ Values values(E4m3Matrix w, std::int64_t n, std::int64_t k, std::int64_t block) 
 // w x for a matrix of x.size() columns.
 Values product(const Values& w, const Values& x) {
   Values y(w.size() / x.size());
-  for (std::size_t i = 0; i < w.size(); ++i) y[i / x.size()] += w[i] * x[i % x.size()];
+  for (std::size_t row = 0; row < y.size(); ++row) {
+    const double* from = &w[row * x.size()];
+    for (std::size_t i = 0; i < x.size(); ++i) y[row] += from[i] * x[i];
+  }
   return y;
 }
 

@@ -36,13 +36,13 @@ struct Fp4Weights {
   int first_row = 0;
 
   LOWLAT_DEVICE float value(int row_idx, int i) const {
-    if (plat::kHostedModels && marlin_rows > 0) return tile_value(first_row + row_idx, i);
+    if (plat::kMarlinExperts && marlin_rows > 0) return tile_value(first_row + row_idx, i);
     const std::uint8_t pair = codes[row_idx * code_stride + i / 2];
     return kFp4Pairs.value[pair][i % 2] * from_ue8m0(scales[row_idx * scale_stride + i / 32]);
   }
   // out[0..k) of one row; k is a multiple of 32.
   LOWLAT_DEVICE void expand(float* out, int row_idx, int k) const {
-    if (plat::kHostedModels && marlin_rows > 0) {
+    if (plat::kMarlinExperts && marlin_rows > 0) {
       for (int i = 0; i < k; ++i) out[i] = tile_value(first_row + row_idx, i);
       return;
     }

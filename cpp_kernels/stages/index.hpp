@@ -92,8 +92,7 @@ struct IndexKey {
     Team<Block>::sync();
     index_rotate<Block>(x, turn);
     for (int group = Team<Block>::thread_idx(); group < kIndexGroups; group += Block::kNumThreads) {
-      out_row.scales[group] =
-          fp4_pack_index(out_row.data + group * kFp4IndexGroup / 2, x + group * kFp4IndexGroup);
+      out_row.scale(group) = fp4_pack_index(out_row.group(group), x + group * kFp4IndexGroup);
     }
     Team<Block>::sync();
   }
@@ -195,13 +194,15 @@ struct IndexKeyFp8 {
 struct IndexKeyFp4Values {
   IndexRow<const std::uint8_t, kIndexDataBytes> row;
   LOWLAT_DEVICE float value(int i) const {
-    return kFp4Pairs.value[row.data[i / 2]][i % 2] * from_ue8m0(row.scales[i / kFp4IndexGroup]);
+    const int group = i / kFp4IndexGroup;
+    const std::uint8_t pair = row.group(group)[i % kFp4IndexGroup / 2];
+    return kFp4Pairs.value[pair][i % 2] * from_ue8m0(row.scale(group));
   }
   LOWLAT_DEVICE float factor() const { return 1.0f; }
   LOWLAT_DEVICE void expand(float* out) const {
     for (int group = 0; group < kIndexGroups; ++group) {
-      expand_fp4(out + group * kFp4IndexGroup, row.data + group * kFp4IndexGroup / 2,
-                 from_ue8m0(row.scales[group]), kFp4IndexGroup);
+      expand_fp4(out + group * kFp4IndexGroup, row.group(group), from_ue8m0(row.scale(group)),
+                 kFp4IndexGroup);
     }
   }
 };

@@ -76,10 +76,15 @@ inline constexpr int kIndexPageBytes = kIndexSlotsPerPage * kIndexRowBytes;
 inline constexpr int kIndexFp8PageBytes = kIndexSlotsPerPage * kIndexFp8RowBytes;
 static_assert(kIndexFp8RowBytes == 132 && kIndexFp8PageBytes == 8192 + 256);
 
+// Fp4 codes are reached by group() and scale(), which may be apart: groups of 32 values.
 template <class Byte, int kDataBytes = kIndexDataBytes>
 struct IndexRow {
+  static constexpr int kGroupBytes = 16;
   Byte* data;    // [kDataBytes]
   Byte* scales;  // [4]
+  int group_step = kGroupBytes, scale_step = 1;
+  LOWLAT_DEVICE Byte* group(int g) const { return data + g * group_step; }
+  LOWLAT_DEVICE Byte& scale(int g) const { return scales[g * scale_step]; }
 };
 template <class Byte, int kDataBytes = kIndexDataBytes>
 struct IndexFlat {
@@ -93,9 +98,22 @@ template <class Byte, int kDataBytes = kIndexDataBytes>
 struct IndexPaged {
   Byte* base;
   std::int64_t page_bytes;  // distance of pages: kIndex(Fp8)PageBytes when they are packed
+  // Of fp4 codes whose scales have pages of their own, see lowlat_pools.split_index; page_bytes
+  // then does not count.
+  Byte* split_scales = nullptr;
   LOWLAT_DEVICE IndexRow<Byte, kDataBytes> row(std::int64_t slot) const {
-    Byte* page = base + slot / kIndexSlotsPerPage * page_bytes;
+    const std::int64_t page_idx = slot / kIndexSlotsPerPage;
     const std::int64_t i = slot % kIndexSlotsPerPage;
+    if constexpr (kDataBytes == kIndexDataBytes) {
+      using Row = IndexRow<Byte, kDataBytes>;
+      if (split_scales != nullptr) {
+        const std::int64_t place = 4 * (i % 16) + i / 16;
+        return {base + page_idx * (kIndexSlotsPerPage * kDataBytes) + i * Row::kGroupBytes,
+                split_scales + page_idx * (kIndexSlotsPerPage * kIndexScaleBytes) + place,
+                kIndexSlotsPerPage * Row::kGroupBytes, kIndexSlotsPerPage};
+      }
+    }
+    Byte* page = base + page_idx * page_bytes;
     return {page + i * kDataBytes, page + kIndexSlotsPerPage * kDataBytes + i * kIndexScaleBytes};
   }
 };

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from lowlat import _dispatch, config, guard
 from lowlat.capture import Planner
-from lowlat.models import deepseek_v4
+from lowlat.models import deepseek_v4, published
 from lowlat.reasons import RefusalError, refusal
-from lowlat.replay import DraftMegakernel, TargetMegakernel
+from lowlat.replay import DraftMegakernel, TargetMegakernel, TargetMonokernels
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,9 @@ class Request:
 
     `mode` is that of the steps, each with `tokens_per_request` rows a request, at `widths` rows.
     `tensors` are the loaded weights by SGLang's names, where they lie, their experts in
-    `expert_layout`. `page_size` is in tokens, `device` the number of this rank's GPU.
+    `expert_layout`. `copies` are those of the checkpoint's tensors (models/published.py), or None
+    where the loaded ones are read. `page_size` is in tokens, `device` the number of this rank's
+    GPU.
     """
 
     model: Any
@@ -41,6 +43,7 @@ class Request:
     page_size: int
     expert_layout: str
     device: int
+    copies: dict[tuple, Any] | None = None
 
 
 class Kernels(Protocol):
@@ -87,21 +90,36 @@ class Place:
 
 def nvidia_kernels(request: Request) -> Kernels:
     """The CUDA kernels over SGLang's weights and caches."""
-    reasons = guard.kernels_reasons()
+    return library_kernels(request, "nvidia")
+
+
+def amd_kernels(request: Request) -> Kernels:
+    """The AMD kernels over copies of the weights and SGLang's caches."""
+    return library_kernels(request, "amd")
+
+
+def library_kernels(request: Request, word: str) -> Kernels:
+    """The library's kernels for a platform."""
+    reasons = guard.kernels_reasons(word)
     if reasons:
         raise RefusalError("kernels_missing", reasons)
-    from lowlat.kernels import NVIDIA, HostedKernels
+    from lowlat.kernels import HostedKernels, Platform
 
-    return HostedKernels(request, NVIDIA)
+    return HostedKernels(request, Platform(word, True))
 
 
 def target(model: Any, hf_config: Any, context: Any) -> TargetMegakernel:
-    """The spec's build of a DeepSeek-V4 or V4.1 target."""
+    """The NVIDIA spec's build of a DeepSeek-V4 or V4.1 target."""
     return build_target(model, hf_config, context, nvidia_kernels, place(guard.ISA))
 
 
+def amd_target(model: Any, hf_config: Any, context: Any) -> TargetMonokernels:
+    """The AMD spec's build of the same."""
+    return build_amd_target(model, hf_config, context, amd_kernels, place(context.isa))
+
+
 def draft(model: Any, hf_config: Any, context: Any) -> DraftMegakernel:
-    """The spec's build of a DSpark draft."""
+    """The NVIDIA spec's build of a DSpark draft."""
     return build_draft(model, hf_config, context, nvidia_kernels, place(guard.ISA))
 
 
@@ -131,13 +149,50 @@ def build_target(
     Raises ``RefusalError`` on every rank when any rank cannot build or differs.
     """
     tokens = context.tokens_per_request
-    mode = "decode" if tokens == 1 else "target_verify"
-    needs = guard.table(hf_config, deepseek_v4.engram_rows(model)).target()
     widths = tuple(width for width in context.widths if width // tokens <= MAX_REQUESTS)
+    needs = guard.table(hf_config, deepseek_v4.engram_rows(model)).target()
+    return TargetMegakernel(
+        *run_target(model, hf_config, context, tokens, widths, needs, open_kernels, where),
+        widths,
+        context.binding,
+    )
+
+
+def build_amd_target(
+    model: Any, hf_config: Any, context: Any, open_kernels: Open, where: Place
+) -> TargetMonokernels:
+    """Covers what SGLang routes: decode, or verify steps under speculation, of `context.widths`.
+
+    Raises ``RefusalError`` as build_target does.
+    """
+    from sglang.srt.runtime_context import get_spec
+
+    settings = get_spec()
+    is_plain = settings.speculative_algorithm is None
+    tokens = 1 if is_plain else int(settings.speculative_num_draft_tokens or 1)
+    whole = guard.table(hf_config, deepseek_v4.engram_rows(model)).target()
+    needs = [need for need in whole if published.is_read_in_place(need.name)]
+    return TargetMonokernels(
+        *run_target(model, hf_config, context, tokens, context.widths, needs, open_kernels, where),
+        model.forward,
+    )
+
+
+def run_target(
+    model: Any,
+    hf_config: Any,
+    context: Any,
+    tokens: int,
+    widths: tuple[int, ...],
+    needs: list[deepseek_v4.Need],
+    open_kernels: Open,
+    where: Place,
+) -> tuple[Any, Kernels, Planner, Callable[[], dict[str, Any]]]:
+    """A target's kernels, what decides its steps, and the tensors that they are bound to."""
+    mode = "decode" if tokens == 1 else "target_verify"
     built = Build(model, hf_config, context, mode, tokens, widths, needs, where)
     kernels, dispatcher = built.run(open_kernels)
-    planner = Planner(dispatcher, mode, tokens)
-    return TargetMegakernel(model, kernels, planner, widths, context.binding, built.weights())
+    return model, kernels, Planner(dispatcher, mode, tokens), built.weights()
 
 
 def build_draft(
@@ -214,6 +269,8 @@ class Build:
 
         where = self.where
         deadlines = ladder(self.context.deadline_s)
+        copies = getattr(self.context, "copies", None)
+        layout = deepseek_v4.EXPERT_LAYOUT if copies is None else published.EXPERT_LAYOUT
         return Request(
             model=self.model,
             config_json=config.published(self.hf_config),
@@ -225,8 +282,9 @@ class Build:
             tp_size=where.tp_size,
             wait_budget_ns=deadlines.kernel_ns,
             page_size=deepseek_v4.PAGE_SIZE,
-            expert_layout=deepseek_v4.EXPERT_LAYOUT,
+            expert_layout=layout,
             device=torch.cuda.current_device(),
+            copies=copies,
         )
 
     def loaded(self) -> dict[str, Any]:

@@ -17,6 +17,14 @@ def requirements(isa: str) -> dict[str, dict[str, Any]]:
     return {spec["model_type"]: spec for spec in specs if isa in spec["isas"]}
 
 
+def amd_isas() -> list[str]:
+    """The AMD machine codes that there are kernels for."""
+    specs = json.loads(_dispatch.requirements())
+    return list(
+        dict.fromkeys(isa for spec in specs for isa in spec["isas"] if isa.startswith("gfx"))
+    )
+
+
 def published(hf_config: Any) -> str:
     """The model's configuration as JSON text, as published."""
     fields = hf_config.to_dict()

@@ -3,16 +3,24 @@
 """
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 from lowlat import _dispatch, config
-from lowlat.models import deepseek_v4
+from lowlat.models import deepseek_v4, published
 from lowlat.surface import SGLANG_VERSION
 
 PLATFORM = "nvidia"
 ISA = "sm_90"
+AMD = "amd"
+# Parts whose fp8 units have another format than the checkpoints', which SGLang keeps its caches in.
+FNUZ_ISAS = ("gfx942",)
 # SGLang gives every wait half the watchdog's time, and less than 5 s is too short for a step.
 SHORTEST_WATCHDOG_S = 10
+# Page tables of captured steps are as wide as the context, and some rows of a step wider; the fused
+# index reads 262,144 entries, which of V4.1 are as many tokens. Beyond, steps would be right and
+# slower than SGLang's own.
+LONGEST_CONTEXT = 262_000
 
 
 def version_reasons() -> list[str]:
@@ -42,12 +50,40 @@ def kernels_reasons(platform: str = PLATFORM) -> list[str]:
 
 
 def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
-    """Against the resolved settings `cfg` and the model's configuration, before weights load."""
-    from sglang.srt.environ import envs
+    """The NVIDIA specs': against the resolved settings `cfg` and the model's configuration."""
     from sglang.srt.kernel_plugins.nvidia.binding import features_in_use
 
-    features = sorted(feature.name.lower() for feature in features_in_use(cfg))
-    options = config.options(cfg, envs, features, isa=ISA)
+    return settings_reasons(cfg, hf_config, PLATFORM, ISA, features_in_use(cfg))
+
+
+def amd_config_reasons(cfg: Any, hf_config: Any) -> list[str]:
+    """The AMD specs'."""
+    from sglang.srt.kernel_plugins.amd.binding import device_isa, features_in_use
+
+    isa = device_isa()
+    reasons = settings_reasons(cfg, hf_config, AMD, isa, features_in_use(cfg))
+    if isa in FNUZ_ISAS:
+        words = f"SGLang's caches on {isa} hold e4m3fnuz; these kernels read e4m3fn"
+        reasons.append(_dispatch.decline("tensor_dtype", words, "serve on gfx950"))
+    if cfg.enable_hisparse:
+        # Its contract has no such feature, and the caches are other ones.
+        off = dict(_dispatch.features())["hisparse"]
+        words = "hisparse is in use; these kernels need it off"
+        reasons.append(_dispatch.decline("feature", words, off))
+    return reasons
+
+
+def settings_reasons(
+    cfg: Any, hf_config: Any, platform: str, isa: str, in_use: set[Any]
+) -> list[str]:
+    """Against the resolved settings `cfg` and the model's configuration, before weights load.
+    `in_use` are members of a contract's Feature."""
+    from sglang.srt.environ import envs
+
+    # A feature that only the contract knows is told by SGLang itself.
+    known = dict(_dispatch.features())
+    features = sorted(name for f in in_use if (name := f.name.lower()) in known)
+    options = config.options(cfg, envs, features, isa=isa)
     reasons = _dispatch.check(config.published(hf_config), options)
     watchdog = cfg.watchdog_timeout
     if watchdog and 0 < watchdog < SHORTEST_WATCHDOG_S:
@@ -56,7 +92,22 @@ def config_disable_reasons(cfg: Any, hf_config: Any) -> list[str]:
             " more, or none"
         )
         reasons.append(_dispatch.decline("server_argument", words, "--watchdog-timeout 300"))
-    return [*kernels_reasons(), *reasons]
+    if cfg.enable_encoder_swa_bounded_replay:
+        words = "windows of keys are the requests' own; these kernels need them in pages"
+        change = "leave out --enable-encoder-swa-bounded-replay"
+        reasons.append(_dispatch.decline("server_argument", words, change))
+    if platform == PLATFORM:
+        reasons += context_reasons(cfg, hf_config)
+    return [*kernels_reasons(platform), *reasons]
+
+
+def context_reasons(cfg: Any, hf_config: Any) -> list[str]:
+    """Against contexts that the fast kernels do not reach."""
+    tokens = cfg.context_length or hf_config.max_position_embeddings
+    if hf_config.model_type != deepseek_v4.V41 or tokens <= LONGEST_CONTEXT:
+        return []
+    words = f"context_length is {tokens}; these kernels need {LONGEST_CONTEXT} or less"
+    return [_dispatch.decline("server_argument", words, f"--context-length {LONGEST_CONTEXT}")]
 
 
 def target_reasons(model: Any, hf_config: Any) -> list[str]:
@@ -68,6 +119,42 @@ def target_reasons(model: Any, hf_config: Any) -> list[str]:
 def draft_reasons(model: Any, hf_config: Any) -> list[str]:
     """Against the loaded DSpark draft on this rank."""
     return [*kernels_reasons(), *loaded_reasons(model, table(hf_config, {}).draft())]
+
+
+def amd_target_reasons(model: Any, hf_config: Any, copies: dict[tuple, Any]) -> list[str]:
+    """Against the loaded target and the copies of the checkpoint's tensors on this rank."""
+    whole = table(hf_config, deepseek_v4.engram_rows(model)).target()
+    in_place = [need for need in whole if published.is_read_in_place(need.name)]
+    return [
+        *kernels_reasons(AMD),
+        *loaded_reasons(model, in_place),
+        *published.reasons(copies, kernel_tensors(hf_config)),
+    ]
+
+
+def kernel_tensors(hf_config: Any) -> list[dict[str, Any]]:
+    """What the kernels read of a checkpoint on this rank, as ``HostedModel.tensors()``; nothing
+    where the library does not load, which kernels_reasons tells. A listing needs no device."""
+    try:
+        from lowlat import _kernels, kernels
+    except ImportError:
+        return []
+    from sglang.srt.runtime_context import get_parallel
+
+    request = SimpleNamespace(
+        config_json=config.published(hf_config),
+        mode="decode",
+        tokens_per_request=1,
+        widths=(1,),
+        tp_rank=0,
+        tp_size=get_parallel().tp_size,
+        page_size=deepseek_v4.PAGE_SIZE,
+        wait_budget_ns=1_000_000_000,
+        expert_layout=published.EXPERT_LAYOUT,
+        copies={},
+    )
+    wanted = kernels.hosted_config(request)
+    return _kernels.HostedModel("scalar", wanted, kernels.hosting(request, wanted)).tensors()
 
 
 def table(hf_config: Any, engram_rows: dict[int, int]) -> deepseek_v4.Table:

@@ -11,8 +11,9 @@ from typing import Any
 from lowlat import _dispatch, _kernels
 from lowlat.models.deepseek_v4 import DTYPES
 from lowlat.models.places import HEAD, Places
+from lowlat.models.published import CopiedPlaces
 from lowlat.reasons import refusal
-from lowlat.replay import StepOutput
+from lowlat.replay import StepOutput, is_capturing
 from lowlat.watch import Watch
 
 # Ring rows without drafts: of V4.1's pairs, and of V4's ratio 4.
@@ -39,8 +40,44 @@ class Platform:
         return stream.cuda_stream
 
 
-NVIDIA = Platform("nvidia", True)
 SCALAR = Platform("scalar", False)
+
+
+def hosted_config(request: Any) -> dict[str, Any]:
+    """The dict of ``_kernels.HostedModel`` for a ``build.Request``."""
+    config = json.loads(_dispatch.kernel_config(request.config_json))
+    page_size = request.page_size
+    is_draft = request.mode == "draft"
+    if is_draft:
+        config["draft_block"] = request.tokens_per_request
+    elif request.mode == "decode":
+        config["num_draft_stages"] = 0
+        config["draft_target_layers"] = []
+        config["state_ring"] = PLAIN_RINGS[config["kind"]]
+    else:
+        config["draft_block"] = request.tokens_per_request - 1
+    return config | {
+        "tp_rank": request.tp_rank,
+        "tp_size": request.tp_size,
+        "widths": list(request.widths),
+        "max_batch": request.widths[-1] // request.tokens_per_request,
+        "max_rows": request.widths[-1],
+        "page_size": page_size,
+        # Of the longest request; the pools' own pages come with them. Proposals read none.
+        "num_pages": 1 if is_draft else -(-config["max_positions"] // page_size),
+        "wait_budget_ns": request.wait_budget_ns,
+    }
+
+
+def hosting(request: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What being hosted adds to it."""
+    is_draft = request.mode == "draft"
+    return {
+        "expert_layout": request.expert_layout,
+        # SGLang expands V4.1's wo_a when it loads; a copy from before is as published.
+        "bf16_wo_a": int(config["kind"] == 1 and not is_draft and request.copies is None),
+        "proposals": int(is_draft),
+    }
 
 
 def layout_words(model: Any) -> str:
@@ -56,16 +93,10 @@ class HostedKernels:
         self.platform = platform
         self.is_draft = request.mode == "draft"
         self.config = self.model_config()
-        hosting = {
-            "expert_layout": request.expert_layout,
-            # SGLang expands V4.1's wo_a when it loads.
-            "bf16_wo_a": int(self.config["kind"] == 1 and not self.is_draft),
-            "proposals": int(self.is_draft),
-        }
         word = platform.word
         if platform.on_stream:
             word = f"{word}:{request.device}"
-        self.model = _kernels.HostedModel(word, self.config, hosting)
+        self.model = _kernels.HostedModel(word, self.config, hosting(request, self.config))
         # Copies of ours, which live as long as the kernels.
         self.relaid: list[Any] = []
         self.bound: dict[str, Any] = {}
@@ -87,31 +118,17 @@ class HostedKernels:
         )
 
     def model_config(self) -> dict[str, Any]:
+        return hosted_config(self.request)
+
+    def places(self) -> Places:
+        """Where the weights lie: among SGLang's, or among copies of the published ones."""
         request = self.request
-        config = json.loads(_dispatch.kernel_config(request.config_json))
-        if request.mode == "draft":
-            config["draft_block"] = request.tokens_per_request
-        elif request.mode == "decode":
-            config["num_draft_stages"] = 0
-            config["draft_target_layers"] = []
-            config["state_ring"] = PLAIN_RINGS[config["kind"]]
-        else:
-            config["draft_block"] = request.tokens_per_request - 1
-        page_size = request.page_size
-        return config | {
-            "tp_rank": request.tp_rank,
-            "tp_size": request.tp_size,
-            "widths": list(request.widths),
-            "max_batch": request.widths[-1] // request.tokens_per_request,
-            "max_rows": request.widths[-1],
-            "page_size": page_size,
-            # Of the longest request; the pools' own pages come with them. Proposals read none.
-            "num_pages": 1 if self.is_draft else -(-config["max_positions"] // page_size),
-            "wait_budget_ns": request.wait_budget_ns,
-        }
+        if request.copies is None:
+            return Places(request.tensors, self.config)
+        return CopiedPlaces(request.tensors, self.config, request.copies)
 
     def bind(self) -> None:
-        places = Places(self.request.tensors, self.config)
+        places = self.places()
         for spec in self.model.tensors():
             if spec["pool"] or spec["name"] == HEAD:
                 continue
@@ -143,11 +160,30 @@ class HostedKernels:
         self.become_ready()
 
     def become_ready(self) -> None:
-        self.model.ready()
+        try:
+            self.model.ready()
+        except ValueError as error:  # of what the loaded tensors hold
+            words = " ".join(str(error).split())
+            raise refusal("tensor_layout", words, "the published checkpoint") from error
         self.is_ready = True
         # A call that returns with its work done tells of a fault by itself.
         if self.platform.on_stream:
-            self.watch = Watch(self.model, self.request.tp_rank)
+            self.watch = Watch(self, self.model, rank=self.request.tp_rank, facts=self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What a post-mortem says of this rank's kernels."""
+        request = self.request
+        return {
+            "platform": self.platform.word,
+            "device": request.device,
+            "mode": request.mode,
+            "tokens_per_request": request.tokens_per_request,
+            "widths": list(request.widths),
+            "tp_rank": request.tp_rank,
+            "tp_size": request.tp_size,
+            "wait_budget_ns": request.wait_budget_ns,
+            "catalogue": self.model.catalogue.splitlines(),
+        }
 
     # ------------------------------------------------------------------ steps
 
@@ -166,6 +202,11 @@ class HostedKernels:
                     found[name] = pool.get_swa_key_buffer_radix(int(layer))
                 case "kv.extra":
                     found[name] = pool.get_extra_key_buffer(int(layer))
+                case "kv.index" if self.splits_index(raw, int(layer)):
+                    scales = raw.get_index_k_fp4_scale_buffer(int(layer))
+                    codes = raw.get_index_k_fp4_payload_buffer(int(layer)).view(scales.dtype)
+                    found[name] = codes.flatten(1)
+                    found[f"kv.index_scales.{layer}"] = scales.flatten(1)
                 case "kv.index":
                     found[name] = raw.get_index_k_with_scale_buffer(int(layer))
                 case "kv.state":
@@ -179,6 +220,11 @@ class HostedKernels:
             found["history"] = self.request.model.model.engram_hasher.history
         return found
 
+    def splits_index(self, raw: Any, layer: int) -> bool:
+        """Whether codes and scales of a layer's index keys are two buffers, as V4.1's are on AMD
+        parts."""
+        return self.config["kind"] == 1 and raw.low_ratio_index_k_is_split(layer)
+
     def check_pools(self, view: Any) -> None:
         """Caches that lie in another way than the kernels read them."""
         pool, page_size = view.kv_pool, self.request.page_size
@@ -187,9 +233,14 @@ class HostedKernels:
             told.append("the cache is of another kind than pages of 576 data bytes a token")
         if pool.get_swa_key_page_size() != page_size:
             told.append(f"the window's pages have {pool.get_swa_key_page_size()} tokens")
+        dtype = dtype_of(pool.get_swa_key_buffer_radix(0))
+        if dtype not in ("u8", "e4m3"):
+            told.append(f"the window's keys are {dtype}, where e4m3 is read")
         for layer, plan in enumerate(self.config["layers"]):
             if plan["ratio"] == 0 or plan["index_source"] < 0 or plan["kv_source"] != layer:
                 continue
+            if self.splits_index(pool.pool, layer) and pool.pool.low_ratio_index_k_page8(layer):
+                told.append(f"the index's pages of ratio {plan['ratio']} are of 8 entries")
             slots = pool.pool.get_index_k_page_size(plan["ratio"])
             if slots != INDEX_SLOTS:
                 told.append(f"the index's pages of ratio {plan['ratio']} have {slots} entries")
@@ -221,6 +272,7 @@ class HostedKernels:
             num_requests=min(requests, default=MOST_REQUESTS),
             window_slots=needs(mapping, "i64", "window_slots").data_ptr(),
             history=0 if history is None else needs(history, "i32", "history").data_ptr(),
+            split_index=any(name.startswith("kv.index_scales.") for name in pools),
             pools=[
                 (name, given(tensor, "u8" if tensor.element_size() == 1 else None))
                 for name, tensor in pools.items()
@@ -235,6 +287,7 @@ class HostedKernels:
         core = step.view.metadata.core_attn_metadata
         rows, tokens = step.rows, self.request.tokens_per_request
         batch_size = rows // tokens
+        self.note(step.mode, batch_size, rows)
         config = self.config
         gains = self.bound["norm.weight"]
         hidden = gains.new_empty(rows, config["hidden"])
@@ -243,6 +296,11 @@ class HostedKernels:
             features = gains.new_empty(rows, config["num_draft_stages"] * config["hidden"])
         else:
             streams = gains.new_empty(rows, 4 * config["hidden"])
+        # In graphs of verify steps SGLang keeps slots as i32.
+        slots = core.raw_out_loc
+        if dtype_of(slots) == "i32":
+            slots = slots.long()
+        needs(slots, "i64", "raw_out_loc")
         # Tables are a row's; a request's rows have the same one.
         table = needs(core.page_table, "i32", "page_table", strided=True)
         self.model.step(
@@ -253,7 +311,7 @@ class HostedKernels:
             num_table_pages=table.shape[1],
             token_ids=needs(input_ids, "i64", "input_ids").data_ptr(),
             positions=needs(positions, "i64", "positions").data_ptr(),
-            slots=needs(core.raw_out_loc, "i64", "raw_out_loc").data_ptr(),
+            slots=slots.data_ptr(),
             requests=needs(forward_batch.req_pool_indices, "i64", "req_pool_indices").data_ptr(),
             page_table=table.data_ptr(),
             hidden=hidden.data_ptr(),
@@ -276,11 +334,16 @@ class HostedKernels:
         out_logits: Any,
     ) -> Any:
         """Proposes a block; the arguments are those of ``replay.DraftMegakernel.draft_sampler``."""
+        batch_size, gamma = out_tokens.shape
+        self.note("draft", batch_size, batch_size * gamma)
+        temperature = 0
+        if temperatures is not None:
+            temperature = needs(temperatures, "f32", "step_temperatures").data_ptr()
         self.model.propose(
-            batch_size=out_tokens.shape[0],
+            batch_size=batch_size,
             hidden=needs(hidden, "bf16", "hidden_states").data_ptr(),
             anchors=needs(anchors, "i64", "anchor_tokens").data_ptr(),
-            temperature=0 if temperatures is None else temperatures.data_ptr(),
+            temperature=temperature,
             noise_offset=needs(noise_offset, "i64", "noise.offset").data_ptr(),
             noise_key=noise_key,
             draft_tokens=needs(out_tokens, "i64", "draft_tokens").data_ptr(),
@@ -289,6 +352,11 @@ class HostedKernels:
         )
         self.finish()
         return hidden
+
+    def note(self, mode: str, batch_size: int, rows: int) -> None:
+        """A graph that is being captured, for a post-mortem."""
+        if self.watch is not None and is_capturing():
+            self.watch.captured({"mode": mode, "batch_size": batch_size, "rows": rows})
 
     def finish(self) -> None:
         if not self.platform.on_stream:

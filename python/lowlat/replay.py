@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowlat.capture import Planner
 
@@ -26,25 +26,20 @@ class StepOutput:
     before_norm: Any = None
 
 
-class TargetMegakernel:
-    """A built target: SGLang's ``BuiltMegakernel``."""
-
-    draft_sampler = None
+class Target:
+    """A built target, whatever the contract: `kernels` run what `planner` covers, over the tensors
+    that `weights` gives."""
 
     def __init__(
         self,
         model: Any,
         kernels: Any,
         planner: Planner,
-        widths: tuple[int, ...],
-        binding: Any,
         weights: Callable[[], dict[str, Any]],
     ) -> None:
         self.model = model
         self.kernels = kernels
         self.planner = planner
-        self.widths = widths
-        self.binding = binding
         self.weights = weights
 
     def summary(self) -> str:
@@ -55,31 +50,21 @@ class TargetMegakernel:
         """Covered and uncovered steps so far, those by reason."""
         return json.loads(self.planner.dispatcher.report())
 
-    def plan(self, input_ids: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """The step to run, or None for SGLang's own forward."""
-        from sglang.kernels.plugin_kernels.nvidia.spec import Step
-
+    def covers(
+        self, view: Callable[[], Any], input_ids: Any, forward_batch: Any, given: Any
+    ) -> bool:
+        """Whether this step is ours; outside a capture also whether the graphs' reads still lie
+        where they were. `view` gives the forward's attention data."""
         if not is_capturing():
-            self.planner.check(lambda: self.reads(self.binding.forward_view()))
-        if not self.planner.covers(input_ids, forward_batch, (*args, *kwargs.values())):
-            return None
-        return Step(mode=self.planner.mode, rows=int(input_ids.shape[0]))
+            self.planner.check(lambda: self.reads(view()))
+        return self.planner.covers(input_ids, forward_batch, given)
 
     def reads(self, view: Any) -> dict[str, Any]:
         """Everything that a captured graph reads and nobody stages for it."""
         return {**self.weights(), **self.kernels.reads(view)}
 
-    def forward(
-        self,
-        step: Any,
-        original: Callable[..., Any],
-        input_ids: Any,
-        positions: Any,
-        forward_batch: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The layers by our kernels, then SGLang's own head."""
+    def run(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+        """The layers by our kernels, then SGLang's own head. `step` has a mode, rows and a view."""
         if is_capturing():
             self.planner.seal(forward_batch, lambda: self.reads(step.view))
         out = self.kernels.step(step, input_ids, positions, forward_batch)
@@ -91,6 +76,111 @@ class TargetMegakernel:
             out.aux_hidden,
             hidden_states_before_norm=None if out.aux_hidden is not None else out.before_norm,
         )
+
+
+class TargetMegakernel(Target):
+    """SGLang's ``BuiltMegakernel``."""
+
+    draft_sampler = None
+
+    def __init__(
+        self,
+        model: Any,
+        kernels: Any,
+        planner: Planner,
+        weights: Callable[[], dict[str, Any]],
+        widths: tuple[int, ...],
+        binding: Any,
+    ) -> None:
+        super().__init__(model, kernels, planner, weights)
+        self.widths = widths
+        self.binding = binding
+
+    def plan(self, input_ids: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The step to run, or None for SGLang's own forward."""
+        from sglang.kernels.plugin_kernels.nvidia.spec import Step
+
+        given = (*args, *kwargs.values())
+        if not self.covers(self.binding.forward_view, input_ids, forward_batch, given):
+            return None
+        return Step(mode=self.planner.mode, rows=int(input_ids.shape[0]))
+
+    def forward(
+        self,
+        step: Any,
+        original: Callable[..., Any],
+        input_ids: Any,
+        positions: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A step that `plan` gave."""
+        return self.run(step, input_ids, positions, forward_batch)
+
+
+class View(NamedTuple):
+    """A forward's attention data under the names of the NVIDIA contract's view."""
+
+    metadata: Any
+    kv_pool: Any
+
+
+class RoutedStep(NamedTuple):
+    """A step that SGLang routed to the AMD kernels."""
+
+    mode: str
+    rows: int
+    view: View
+
+
+class TargetMonokernels(Target):
+    """SGLang's ``BuiltMonokernels``. SGLang routes by a step's shape; what else makes a step not
+    ours runs `original`, the model's own forward."""
+
+    def __init__(
+        self,
+        model: Any,
+        kernels: Any,
+        planner: Planner,
+        weights: Callable[[], dict[str, Any]],
+        original: Callable[..., Any],
+    ) -> None:
+        super().__init__(model, kernels, planner, weights)
+        self.original = original
+
+    def forward(
+        self,
+        plan: Any,
+        input_ids: Any,
+        positions: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A step of a shape that was built."""
+        if not self.covers(forward_view, input_ids, forward_batch, (*args, *kwargs.values())):
+            return self.original(input_ids, positions, forward_batch, *args, **kwargs)
+        step = RoutedStep(plan.key.forward_mode, plan.key.rows, forward_view())
+        return self.run(step, input_ids, positions, forward_batch)
+
+
+def forward_view() -> View:
+    """Of the forward that runs now, where a contract gives none."""
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    backend = get_attn_backend()
+    return View(backend.forward_metadata, PoolFace(backend.token_to_kv_pool))
+
+
+class PoolFace:
+    """A pool as the NVIDIA contract's view shows it: its own names, and itself as `pool`."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pool, name)
 
 
 class DraftMegakernel:

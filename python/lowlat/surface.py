@@ -1,5 +1,6 @@
-"""What lowlat touches in SGLang beyond the kernel-plugin contract (``kernels.plugin_kernels.nvidia
-.spec`` and the object that ``build`` returns). A test compares this list with what the code does.
+"""What lowlat touches in SGLang beyond the kernel-plugin contracts (``kernels.plugin_kernels.nvidia
+.spec``, ``amd.spec`` and the objects that ``build`` returns). A test compares this list with what
+the code does.
 """
 
 from typing import NamedTuple
@@ -35,6 +36,30 @@ SURFACE = (
         "call",
         "to name each refused feature with its number and the setting that switches it off",
         "a refusal of SGLang's that names the setting to change",
+    ),
+    Touch(
+        "sglang.srt.kernel_plugins.amd.binding.features_in_use",
+        "call",
+        "the same of the AMD contract",
+        "a refusal of SGLang's that names the setting to change",
+    ),
+    Touch(
+        "sglang.srt.kernel_plugins.amd.binding.device_isa",
+        "call",
+        "the part whose requirements the settings are compared with",
+        "the machine code as an argument of config_disable_reasons",
+    ),
+    Touch(
+        "sglang.srt.model_executor.forward_context.get_attn_backend",
+        "call",
+        "AMD: the running forward's metadata and caches",
+        "a forward view in the AMD contract's Plan",
+    ),
+    Touch(
+        "sglang.srt.runtime_context.get_spec",
+        "read",
+        "AMD: the rows of a request in a verify step",
+        "tokens a request in the AMD contract's BuildContext",
     ),
     Touch(
         "sglang.srt.runtime_context.get_parallel",
@@ -74,7 +99,9 @@ SURFACE = (
     ),
     Touch(
         "step.view.kv_pool.pool: get_index_k_with_scale_buffer, get_index_k_page_size,"
-        " get_attention_compress_states, get_indexer_compress_states, full_to_swa_index_mapping",
+        " low_ratio_index_k_is_split, low_ratio_index_k_page8, get_index_k_fp4_payload_buffer,"
+        " get_index_k_fp4_scale_buffer, get_attention_compress_states,"
+        " get_indexer_compress_states, full_to_swa_index_mapping",
         "read",
         "the caches that the view has no names for, and where a token's window key lies; steps"
         " write the caches, as SGLang's own do",
@@ -92,6 +119,12 @@ SURFACE = (
         "read",
         "the loaded tensors, and how their quantisation method left them",
         "layouts stated by the quantisation methods",
+    ),
+    Touch(
+        "model.config.n_routed_experts, model.parameters",
+        "read",
+        "AMD: how many experts a copy has, and the device that it goes to",
+        "copies made by SGLang",
     ),
     Touch(
         "model.logits_processor, model.lm_head",

@@ -1,61 +1,57 @@
-"""Watches the kernels' status words, since nothing of ours runs when a graph replays: a fault is
-logged at once and the server stopped, as SGLang's own watchdog stops it.
+"""Watches the kernels' status words, since nothing of ours runs when a graph replays: a native
+thread writes a post-mortem of a fault at once, logs it, and stops the server as SGLang's own
+watchdog stops it, by SIGQUIT to the process that started this scheduler.
 """
 
-import logging
+import json
 import os
-import signal
-import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
-
-# Far below the time in which a fault has to become the server's end, and one read of a few words.
-INTERVAL_S = 0.02
-HEALTHY = 0
-BETWEEN = "none"  # the stage of a launch that was ended before it began
-STATES = {1: "waited in vain for rank {peer}", 2: "was ended by rank {peer}", 3: "was aborted"}
+from lowlat import _dispatch, _kernels, env
+from lowlat.surface import SGLANG_VERSION
 
 
-def words(status: Mapping[str, Any], catalogue: str, rank: int) -> str:
-    """The line of a fault: which rank, in which kernel and stage, for whom, at which exchange."""
-    kernels = catalogue.splitlines()
-    kernel = kernels[status["kernel"]] if status["kernel"] < len(kernels) else "unknown"
-    what = STATES.get(status["state"], "is in state {state}").format(**status)
-    place = f"in {status['stage']} of {kernel.split(' ')[0]}"
-    if status["stage"] == BETWEEN:
-        place = "between two launches"
-    return (
-        f"lowlat: rank {rank} {what} {place}, exchange {status['epoch']}; its rows are NaN and the"
-        " server stops"
-    )
-
-
-def stop_server() -> None:
-    """SIGQUIT to the process that started this scheduler, which takes the server down."""
-    os.kill(os.getppid(), signal.SIGQUIT)
+def path_of(rank: int, mode: str) -> Path:
+    """Where this process's post-mortem of one model goes."""
+    return env.fault_folder() / f"lowlat-fault-{os.getpid()}-rank{rank}-{mode}.json"
 
 
 class Watch:
-    """A thread that reads `model`'s status until it is stopped or sees a fault."""
+    """Watches `model`, a ``_kernels.HostedModel``, as long as `owner` lives. `facts` go into the
+    post-mortem; `stop_pid` is who gets SIGQUIT, this process's parent unless said."""
 
-    def __init__(self, model: Any, rank: int, on_fault: Callable[[], None] = stop_server) -> None:
-        self.model = model
-        self.rank = rank
-        self.on_fault = on_fault
-        self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self.run, name="lowlat-watch", daemon=True)
-        self.thread.start()
+    def __init__(
+        self,
+        owner: Any,
+        model: Any,
+        *,
+        rank: int,
+        facts: Mapping[str, Any],
+        stop_pid: int | None = None,
+    ) -> None:
+        self.facts = {
+            "lowlat": _dispatch.version(),
+            "sglang": SGLANG_VERSION,
+            "catalogue_digest": f"{model.catalogue_digest:016x}",
+            **facts,
+            "captured": [],
+        }
+        self.path = path_of(rank, str(facts["mode"]))
+        self.native = _kernels.Watch(
+            model,
+            rank=rank,
+            about=json.dumps(self.facts),
+            path=str(self.path),
+            stop_pid=os.getppid() if stop_pid is None else stop_pid,
+        )
+        # At the interpreter's end too, before the model goes.
+        self.stop = weakref.finalize(owner, self.native.stop)
 
-    def run(self) -> None:
-        while not self.stopped.wait(INTERVAL_S):
-            status = self.model.status()
-            if status["state"] != HEALTHY:
-                logger.critical(words(status, self.model.catalogue, self.rank))
-                self.on_fault()
-                return
-
-    def stop(self) -> None:
-        self.stopped.set()
-        self.thread.join()
+    def captured(self, key: Mapping[str, Any]) -> None:
+        """A graph that was captured: the post-mortem names them all."""
+        if key not in self.facts["captured"]:
+            self.facts["captured"].append(dict(key))
+            self.native.set_about(json.dumps(self.facts))

@@ -20,7 +20,8 @@ uint32_t lowlat_kernels_abi_version(void) { return FAKE_ABI_VERSION; }
 const char* lowlat_last_error(void) { return last_error; }
 
 const char* lowlat_devices(void) {
-  return "{\"nvidia\": {\"built\": false, \"refusal\": \"\", \"devices\": [], \"peers\": []}}";
+  return "{\"nvidia\": {\"built\": false, \"refusal\": \"\", \"devices\": [], \"peers\": []}, "
+         "\"amd\": {\"built\": false, \"refusal\": \"\", \"devices\": [], \"peers\": []}}";
 }
 
 lowlat_status lowlat_model_create(const char* platform, const lowlat_model_config* config,

@@ -12,6 +12,10 @@
 
 namespace lowlat::testing {
 
+// Cases named brief_ are what a tool gets through that makes a launch a thousand times slower: the
+// fewest launches that run each kernel, at one row and at six. Their waits may take as long.
+inline constexpr std::uint64_t kBriefBudgetNs = 60'000'000'000;
+
 // Skips the case, with the reason, where no device runs the library's kernels.
 inline void need_device() {
   try {

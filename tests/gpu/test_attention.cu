@@ -21,7 +21,8 @@ void must_run(cudaError_t error, const char* what) {
 }
 
 // One case: every kernel in order, each against float64 on the inputs that the device had.
-void check_rows(int rows, const HostWeights& weights, const DeviceWeights& device, bool awkward) {
+void check_rows(int rows, const HostWeights& weights, const DeviceWeights& device, bool awkward,
+                std::uint64_t budget_ns = 20'000'000) {
   Random random(static_cast<std::uint64_t>(rows) * 77 + (awkward ? 1 : 0));
   HostKeys keys(rows, random);
   std::vector<float> sink = weights.sink;
@@ -42,7 +43,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   }
   DeviceKeys device_keys(keys);
   Activations act(rows, kHeads, kGroups);
-  Mailboxes mail(rows, kRanks);
+  Mailboxes mail(rows, kRanks, budget_ns);
   const fused::ExchangePort port = mail.looped(kRanks);
   act.tell(port);
   Buffer<float> device_sink(sink);
@@ -287,8 +288,17 @@ TEST_CASE(every_kernel_equals_float64_for_all_widths) {
 TEST_CASE(every_kernel_equals_float64_for_awkward_inputs) {
   need_device();
   const lowlat::bench::Weights weights;
-  for (const int rows : {1, 6, 8, 12, 24, 48}) {
+  for (const int rows : {1, 6, 8, 12, 24, 37, 48}) {
     lowlat::bench::check_rows(rows, weights.host, weights.device, true);
+  }
+}
+
+TEST_CASE(brief_one_row_and_six) {
+  need_device();
+  const lowlat::bench::Weights weights;
+  for (const int rows : {1, 6}) {
+    lowlat::bench::check_rows(rows, weights.host, weights.device, false,
+                              lowlat::testing::kBriefBudgetNs);
   }
 }
 

@@ -36,7 +36,7 @@ void need_devices(int count) {
   need_device();
   int found = 0;
   if (cudaGetDeviceCount(&found) != cudaSuccess || found < count) {
-    SKIP("one GPU; this case needs two");
+    SKIP(std::to_string(found) + " GPU(s); this case needs " + std::to_string(count));
   }
 }
 
@@ -110,6 +110,13 @@ TEST_CASE(two_gpus) {
   CHECK(check_tags(small(), 2));
   CHECK(check_replays(small(), 2, 1000));
   CHECK(check_missing_rank(small(), 2));
+}
+
+TEST_CASE(four_gpus) {
+  need_devices(4);
+  CHECK(check(whole(), setup_of(kVocab, 4, 4, 1), "greedy"));
+  CHECK(check(whole(), setup_of(kVocab, 4, 4, 8, std::vector<float>(8, 1.0f), true), "sampled"));
+  CHECK(check(small(), setup_of(65536, 4, 4, 2), "a rank 1 ms late", 3));
 }
 
 // A grid that is not resident as a whole, sizes that were not built.

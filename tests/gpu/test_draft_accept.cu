@@ -24,6 +24,12 @@ TEST_CASE(vocabularies_that_are_no_multiple_of_a_tile) {
   CHECK(check_accept(4, 7, 131072, 43));
 }
 
+// A hundred requests whose p is any share of q.
+TEST_CASE(coins_decide_what_is_kept) {
+  need_device();
+  for (std::uint64_t seed = 100; seed < 116; ++seed) CHECK(check_accept(8, 5, 1000, seed));
+}
+
 TEST_CASE(sizes_that_cannot_be_are_refused) {
   need_device();
   const AcceptCase data(1, 1, 16, 1);

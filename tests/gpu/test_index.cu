@@ -161,6 +161,29 @@ TEST_CASE(replays_with_changing_inputs_equal_eager_launches) {
   CHECK_EQ(replays_differ({8, 6, 1, 3000}, 50), 0);
 }
 
+TEST_CASE(brief_one_row_and_six) {
+  need_device();
+  Random random(1);
+  const HostIndexWeights host(random);
+  const DeviceIndexWeights device(host);
+  IndexCheck check;
+  for (const int tokens : {1, 6}) check.run({1, tokens, 2, 700}, Draw::random, host, device);
+  CHECK_EQ(check.failures, 0);
+  const HostV4 host_v4(random);
+  const DeviceV4 device_v4(host_v4);
+  CheckV4 check_v4;
+  for (const int tokens : {1, 6}) {
+    check_v4.run({1, tokens, 4, 253}, Draw::random, host_v4, device_v4);
+    check_v4.run({1, tokens, 128, 125}, Draw::random, host_v4, device_v4);
+  }
+  CHECK_EQ(check_v4.failures, 0);
+  const HostEngram host_engram(random);
+  const DeviceEngram device_engram(host_engram);
+  for (const int tokens : {1, 6}) {
+    CHECK_EQ(check_engram(1, tokens, 2, host_engram, device_engram), 0);
+  }
+}
+
 TEST_CASE(sizes_that_were_not_built_are_refused) {
   need_device();
   fused::IndexParams index = {};

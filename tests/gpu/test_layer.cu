@@ -30,8 +30,8 @@ using Result = std::vector<std::uint16_t>;
 struct Rank {
   Mailboxes mail;
   Layers<kRanks> layers;
-  explicit Rank(int rows)
-      : mail(rows, kRanks),
+  explicit Rank(int rows, std::uint64_t budget_ns = 20'000'000)
+      : mail(rows, kRanks, budget_ns),
         layers(Group<kRanks>::weights(0), kLayers, rows, mail.looped(kRanks), mail.step_epoch.get(),
                0) {}
 
@@ -93,6 +93,21 @@ TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
       different += rank.layers.take() != want[static_cast<std::size_t>(i % kInputs)] ? 1 : 0;
     }
     CHECK_EQ(different, 0);
+    CHECK(rank.healthy());
+  }
+}
+
+TEST_CASE(brief_one_row_and_six) {
+  need_device();
+  for (const int rows : {1, 6}) {
+    Rank rank(rows, lowlat::testing::kBriefBudgetNs);
+    const Result want = rank.one_by_one(0);
+    Graph graph([&](cudaStream_t stream) { rank.layers.launch({}, stream); });
+    rank.begin(0);
+    finish();
+    graph.replay();
+    graph.wait();
+    CHECK(rank.layers.take() == want);
     CHECK(rank.healthy());
   }
 }
@@ -195,17 +210,17 @@ TEST_CASE(an_input_that_never_comes_ends_the_step_at_its_deadline) {
   CHECK(rank.healthy());
 }
 
-// ---------------------------------------------------------------- ranks on devices of their own
+// ---------------------------------------------------------------- groups of ranks
 
 namespace {
 
-// Skips a case of `ranks` ranks where there are fewer devices.
-void need_devices(int ranks) {
+// Skips a case where there are fewer devices.
+void need_devices(int count) {
   need_device();
   int devices = 0;
   REQUIRE(cudaGetDeviceCount(&devices) == cudaSuccess);
-  if (devices < ranks) {
-    SKIP(std::to_string(ranks) + " ranks need as many devices; here are " +
+  if (devices < count) {
+    SKIP("needs " + std::to_string(count) + " devices, one a rank; here are " +
          std::to_string(devices));
   }
 }
@@ -226,7 +241,7 @@ using Between = std::function<void(HopKernel)>;
 template <int kTp>
 void launch_by_threads(Group<kTp>& group, const std::function<Between(int)>& between_of) {
   std::vector<std::thread> threads;
-  for (int r = 0; r < kTp; ++r) {
+  for (int r = 0; r < group.size(); ++r) {
     threads.emplace_back([&, r] {
       group.on(r);
       const Between between = between_of(r);
@@ -244,7 +259,7 @@ template <int kTp>
 Result one_by_one(Group<kTp>& group, int input) {
   group.begin(input);
   launch_by_threads<kTp>(group, [&](int r) { return [&group, r](HopKernel) { group.wait(r); }; });
-  for (int r = 1; r < kTp; ++r) CHECK(group.result(r) == group.result(0));
+  for (int r = 1; r < group.size(); ++r) CHECK(group.result(r) == group.result(0));
   return group.result(0);
 }
 
@@ -252,16 +267,17 @@ Result one_by_one(Group<kTp>& group, int input) {
 template <int kTp>
 int num_different(Group<kTp>& group, const Result& want) {
   int out = 0;
-  for (int r = 0; r < kTp; ++r) out += group.result(r) != want ? 1 : 0;
+  for (int r = 0; r < group.size(); ++r) out += group.result(r) != want ? 1 : 0;
   return out;
 }
 
+// gpus: 1, of one rank that is looped back, or one a rank.
 template <int kTp>
-void check_replays_of_ranks() {
+void check_replays_of_ranks(int gpus) {
   constexpr int kInputs = 3;
-  need_devices(kTp);
+  need_devices(gpus);
   for (const int rows : {1, 6, 8, 12, 24, 48}) {
-    Group<kTp> group(kTp, kLayers, rows);
+    Group<kTp> group(gpus, kLayers, rows);
     group.capture({});
     load_spend(group);
     std::vector<Result> want;
@@ -289,15 +305,15 @@ void check_replays_of_ranks() {
 }
 
 template <int kTp>
-void check_late_kernels_of_a_rank() {
-  need_devices(kTp);
+void check_late_kernels_of_a_rank(int gpus) {
+  need_devices(gpus);
   for (const int rows : {6, 12}) {
-    Group<kTp> group(kTp, kLayers, rows);
+    Group<kTp> group(gpus, kLayers, rows);
     group.capture({});
     load_spend(group);
     const Result want = one_by_one(group, 0);
     for (int late = 0; late <= static_cast<int>(HopKernel::second_exchange); ++late) {
-      const int slow = late % kTp;
+      const int slow = late % group.size();
       group.begin(0);
       launch_by_threads<kTp>(group, [&](int r) -> Between {
         if (r != slow) return [](HopKernel) {};
@@ -413,17 +429,20 @@ void check_abort_of_ranks() {
 
 }  // namespace
 
-TEST_CASE(two_ranks_replays_with_changing_inputs_and_a_slow_rank) { check_replays_of_ranks<2>(); }
+TEST_CASE(tp2_looped_replays_with_changing_inputs) { check_replays_of_ranks<2>(1); }
+TEST_CASE(tp2_looped_a_kernel_may_start_a_millisecond_late) { check_late_kernels_of_a_rank<2>(1); }
+
+TEST_CASE(two_ranks_replays_with_changing_inputs_and_a_slow_rank) { check_replays_of_ranks<2>(2); }
 TEST_CASE(two_ranks_a_kernel_of_one_may_start_a_millisecond_late) {
-  check_late_kernels_of_a_rank<2>();
+  check_late_kernels_of_a_rank<2>(2);
 }
 TEST_CASE(two_ranks_with_equal_shards_are_one_looped_back) { check_against_looped_back<2>(); }
 TEST_CASE(two_ranks_one_that_never_comes_is_named) { check_missing_rank<2>(); }
 TEST_CASE(two_ranks_an_abort_ends_the_step_on_both) { check_abort_of_ranks<2>(); }
 
-TEST_CASE(four_ranks_replays_with_changing_inputs_and_a_slow_rank) { check_replays_of_ranks<4>(); }
+TEST_CASE(four_ranks_replays_with_changing_inputs_and_a_slow_rank) { check_replays_of_ranks<4>(4); }
 TEST_CASE(four_ranks_a_kernel_of_one_may_start_a_millisecond_late) {
-  check_late_kernels_of_a_rank<4>();
+  check_late_kernels_of_a_rank<4>(4);
 }
 TEST_CASE(four_ranks_with_equal_shards_are_one_looped_back) { check_against_looped_back<4>(); }
 TEST_CASE(four_ranks_one_that_never_comes_is_named) { check_missing_rank<4>(); }

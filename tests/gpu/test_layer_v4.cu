@@ -251,9 +251,11 @@ std::vector<double> made(const std::vector<std::uint16_t>& before,
 // One layer, each half from what the device began it with. 4e-2: codes of V4's attention output,
 // and of what follows, move where an error passes a tie (a single wrong key of 640 gives more);
 // 2e-2: the experts' roundings, and of the residual.
-void check_layer(int ratio, int rows, int length, bool hashes) {
+void check_layer(int ratio, int rows, int length, bool hashes,
+                 std::uint64_t budget_ns = 20'000'000) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
-  PooledChain chain(weights().host, weights().v4, 1, ratio, rows / tokens, tokens, length);
+  PooledChain chain(weights().host, weights().v4, 1, ratio, rows / tokens, tokens, length,
+                    budget_ns);
   chain.hashes = hashes;
   // As the chain drew it.
   Random random(17);
@@ -347,6 +349,15 @@ TEST_CASE(layers_equal_float64_for_all_widths) {
   // Fewer entries than a selection; no pool, and experts by their table.
   check_layer(4, 6, 1000, false);
   check_layer(0, 6, 8186, true);
+}
+
+TEST_CASE(brief_one_row_and_six) {
+  need_device();
+  for (const int rows : {1, 6}) {
+    for (const int ratio : {4, 128}) {
+      check_layer(ratio, rows, 1000, false, lowlat::testing::kBriefBudgetNs);
+    }
+  }
 }
 
 TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {

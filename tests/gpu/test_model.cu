@@ -140,6 +140,12 @@ TEST_CASE(two_ranks_on_two_devices) {
   compare(LOWLAT_V41, 2, 1, How::resident, true);
   compare(LOWLAT_V4, 2, 2, How::captured, true);
 }
+TEST_CASE(four_ranks_on_four_devices) {
+  need_device();
+  if (num_devices() < 4) SKIP("needs four devices");
+  compare(LOWLAT_V41, 4, 1, How::resident, true);
+  compare(LOWLAT_V4, 4, 2, How::captured, true);
+}
 
 namespace {
 

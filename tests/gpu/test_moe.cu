@@ -47,6 +47,19 @@ TEST_CASE(an_expert_that_a_row_names_twice_counts_twice) {
   for (const int rows : {1, 6, 8}) CHECK(check_case(layer, rows, "twice", kReplays));
 }
 
+TEST_CASE(brief_one_row_and_six) {
+  need_device();
+  Layer layer(dims<lowlat::shape::Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
+  layer.budget_ns = lowlat::testing::kBriefBudgetNs;
+  for (const int rows : {1, 6}) CHECK(check_case(layer, rows, "gate", 1));
+}
+
+TEST_CASE(v41_region_of_two_ranks_at_few_rows) {
+  need_device();
+  const Layer layer(dims<lowlat::shape::Dsv41Flash<2>>(MoeShape::v41_tp2, "v41 tp2"));
+  CHECK(check_case(layer, 6, "gate", kReplays));
+}
+
 // Planted: one block tags its scores with another epoch.
 TEST_CASE(a_block_that_is_never_heard_ends_the_launch_at_its_deadline) {
   need_device();

@@ -71,6 +71,15 @@ TEST_CASE(two_ranks_shares_equal_reference) {
   CHECK(check(draft, {5, 40}, {"gate"}));
 }
 
+TEST_CASE(brief_twelve_rows_and_one_of_marlin_tiles) {
+  need_device();
+  for (const MoeLayout layout : {MoeLayout::checkpoint, MoeLayout::marlin}) {
+    Layer layer(dims<Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"), layout);
+    layer.budget_ns = lowlat::testing::kBriefBudgetNs;
+    CHECK(check_case(layer, layout == MoeLayout::marlin ? 1 : 12, "gate", 1));
+  }
+}
+
 // Planted: one block tags its scores with another epoch.
 TEST_CASE(a_block_of_many_rows_that_is_never_heard_ends_the_launch_at_its_deadline) {
   need_device();

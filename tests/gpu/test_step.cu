@@ -106,6 +106,17 @@ void check_dead_rank(std::uint32_t kind, const Places& places) {
   CHECK(bench::dead_rank_is_named(fused));
 }
 
+void check_briefly(std::uint32_t kind, const Places& places) {
+  need_memory(places);
+  bench::failures = 0;
+  bench::AllWeights weights(places);
+  lowlat_model_config config = bench::config_of(kind, false, 0);
+  config.wait_budget_ns = kBriefBudgetNs;
+  bench::Team fused("fused", places, config, weights);
+  for (const int rows : {1, 6}) bench::replay(fused, bench::case_of(rows, 4500), 1);
+  CHECK_EQ(bench::failures, 0);
+}
+
 void check_padding(std::uint32_t kind, const Places& places) {
   need_memory(places);
   bench::AllWeights weights(places);
@@ -150,6 +161,7 @@ TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
 }
 TEST_CASE(replays_are_equal) { of_both(check_replays, kLooped); }
 TEST_CASE(an_abort_ends_the_steps_in_flight) { of_both(check_abort, kLooped); }
+TEST_CASE(brief_one_row_and_six) { of_both(check_briefly, kLooped); }
 
 TEST_CASE(two_ranks_steps_and_drafts_are_those_of_the_resident_schedule) {
   of_both(check_steps_and_drafts, kTwo);
@@ -274,4 +286,9 @@ TEST_CASE(a_shape_without_kernels_is_refused_by_its_fields) {
   CHECK(why.find("nvidia:persistent serves it") != std::string::npos);
   CHECK_EQ(lowlat_model_create("nvidia:0:quick", &config, &model), LOWLAT_INVALID);
   CHECK(std::string(lowlat_last_error()).find("fused, persistent or loop") != std::string::npos);
+  for (const char* twice :
+       {"nvidia:fused:persistent", "nvidia:persistent:fused", "nvidia:fused:fused", "nvidia:0:1"}) {
+    CHECK_EQ(lowlat_model_create(twice, &config, &model), LOWLAT_INVALID);
+    CHECK(std::string(lowlat_last_error()).find("needed one of them") != std::string::npos);
+  }
 }

@@ -120,7 +120,7 @@ def test_loops_over_weights_touch_no_private_memory(arch: str) -> None:
         touching = {p.loop for p in parts if p.loop and any(map(touches.match, p.code))}
         reads_codes = {p.loop for p in parts if any("load_ubyte" in c for c in p.code)}
         assert not touching & reads_codes, name
-        assert sum(bool(touches.match(c)) for p in parts for c in p.code) <= 24, name
+        assert sum(bool(touches.match(c)) for p in parts for c in p.code) <= 28, name
         # The linears are there, so that this is of something.
         if re.search(r"front|back|inject", name):
             assert len(reads_codes) >= 2, name
@@ -187,6 +187,49 @@ def test_the_instructions_that_must_be_there_are(arch: str) -> None:
     assert without(stages, PRODUCTS[arch]) == []
 
 
+WRITES = re.compile(r"\t(?!\w*store|ds_write|\w*atomic)\w+ v(?:(\d+)|\[(\d+):(\d+)\]),")
+
+
+def written(line: str) -> range:
+    """The vector registers that an instruction writes."""
+    if not (found := WRITES.match(line)):
+        return range(0)
+    first = int(found[1] or found[2])
+    return range(first, int(found[1] or found[3]) + 1)
+
+
+def early_loads(kernel: Kernel) -> int:
+    """How many of the bytes that are kept over a wait for others were asked for before it: what
+    last wrote the register is a load, and the wait, a loop that sleeps, is between the two."""
+    count = 0
+    for at, line in enumerate(kernel.code):
+        if not (kept := re.search(r"; kept v(\d+)", line)):
+            continue
+        before = range(at - 1, 0, -1)
+        wait = next(i for i in before if "s_sleep" in kernel.code[i])
+        writer = next(i for i in before if int(kept[1]) in written(kernel.code[i]))
+        count += "_load_ubyte " in kernel.code[writer] and writer < wait
+    return count
+
+
+@PARTS
+def test_weights_are_asked_for_before_the_wait_for_others(arch: str) -> None:
+    """Four lines of a weight row a lane. K1: before its two projections; K2: before both parts of
+    the o-projection, the router or shared expert, and the shared expert's last; the head before the
+    logits. K2i reads no weights."""
+    found = kernels("step", arch)
+    for name, hand_offs in {
+        "target_front": 2,
+        "target_back": 4,
+        "target_head": 1,
+        "draft_front": 2,
+        "draft_back": 4,
+        "draft_propose": 1,
+    }.items():
+        assert early_loads(found[f"lowlat_{name}"]) == 4 * hand_offs, name
+    assert early_loads(found["lowlat_target_select"]) == 0
+
+
 @PARTS
 def test_packets_travel_whole(arch: str) -> None:
     """Nothing of the system's scope is written but packets of 16 bytes and single words."""
@@ -224,7 +267,7 @@ def test_a_plain_access_and_private_memory_are_found(planted: dict[str, Kernel])
 
 def test_every_plan_is_of_a_kernel_that_the_host_launches() -> None:
     host = (ROOT / "cpp_kernels/host/amd/step.cpp").read_text(encoding="utf-8")
-    host += (ROOT / "cpp_kernels/host/amd/exchange_region.cpp").read_text(encoding="utf-8")
+    host += (ROOT / "cpp_kernels/host/amd/hip.cpp").read_text(encoding="utf-8")
     assert set(re.findall(r'"(lowlat_\w+)"', host)) == set(PLANS)
 
 

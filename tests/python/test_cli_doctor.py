@@ -189,42 +189,94 @@ NVIDIA = {
     "devices": [{"name": "H200", "isa": "sm_90", "refusal": ""}] * 2,
     "peers": [{"from": 0, "to": 1, "refusal": ""}, {"from": 1, "to": 0, "refusal": ""}],
 }
+AMD = NVIDIA | {
+    "architectures": "gfx950, gfx942",
+    "toolkit": "libamdhip64.so.7",
+    "driver": "",
+    "devices": [{"name": "AMD Instinct MI355X", "isa": "gfx950", "refusal": ""}] * 2,
+}
+NO_HIP = "platform amd needs the HIP runtime, and libamdhip64.so.7 or .6 is not to be found"
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "words"),
+    ("vendor", "answer", "changes", "status", "words"),
     [
-        ({}, OK, "they run on 2; CUDA 13.0, built for sm_90a; driver for CUDA 13.1"),
-        ({"built": False, "refusal": ""}, NONE, "the library has none"),
-        ({"refusal": "no CUDA-capable device", "devices": []}, NONE, "no CUDA-capable device"),
         (
+            doctor.NVIDIA,
+            NVIDIA,
+            {},
+            OK,
+            "they run on 2; CUDA 13.0, built for sm_90a; driver for CUDA 13.1",
+        ),
+        (doctor.NVIDIA, NVIDIA, {"built": False, "refusal": ""}, NONE, "the library has none"),
+        (
+            doctor.NVIDIA,
+            NVIDIA,
+            {"refusal": "no CUDA-capable device", "devices": []},
+            NONE,
+            "CUDA 13.0, built for sm_90a; no CUDA-capable device",
+        ),
+        (
+            doctor.NVIDIA,
+            NVIDIA,
             {"devices": [{"name": "A100", "isa": "sm_80", "refusal": "no code for it"}]},
             BROKEN,
             "GPU 0 (sm_80): no code for it",
         ),
+        (
+            doctor.AMD,
+            AMD,
+            {},
+            OK,
+            "they run on 2; libamdhip64.so.7, code for gfx950, gfx942",
+        ),
+        (doctor.AMD, AMD, {"built": False, "refusal": ""}, NONE, "the library has none"),
+        (
+            doctor.AMD,
+            AMD,
+            {"toolkit": "", "refusal": NO_HIP, "devices": []},
+            NONE,
+            f"code for gfx950, gfx942; {NO_HIP}",
+        ),
+        (
+            doctor.AMD,
+            AMD,
+            {"devices": [{"name": "MI250X", "isa": "", "refusal": "no code for it"}]},
+            BROKEN,
+            "they run on 0; libamdhip64.so.7, code for gfx950, gfx942; GPU 0: no code for it",
+        ),
     ],
 )
 def test_the_kernels_on_gpus_are_a_line(
-    monkeypatch: pytest.MonkeyPatch, changes: dict, status: str, words: str
+    monkeypatch: pytest.MonkeyPatch,
+    vendor: doctor.Vendor,
+    answer: dict,
+    changes: dict,
+    status: str,
+    words: str,
 ) -> None:
     installed(monkeypatch, Path("lib.so"))
-    monkeypatch.setattr(doctor, "ask", lambda *question: {"nvidia": NVIDIA | changes})
-    check = next(doctor.nvidia_kernels_checks())
-    assert (check.status, check.needed) == (status, False)
+    monkeypatch.setattr(doctor, "ask", lambda *question: {vendor.word: answer | changes})
+    check = next(doctor.gpu_kernels_checks(vendor))
+    assert (check.name, check.status, check.needed) == (f"{vendor.name} kernels", status, False)
     assert words in check.happened
     assert bool(check.change) == (status != OK)
 
 
-def test_a_store_that_does_not_arrive_names_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("vendor", "answer"), [(doctor.NVIDIA, NVIDIA), (doctor.AMD, AMD)])
+def test_a_store_that_does_not_arrive_names_its_gpus(
+    monkeypatch: pytest.MonkeyPatch, vendor: doctor.Vendor, answer: dict
+) -> None:
     installed(monkeypatch, Path("lib.so"))
-    monkeypatch.setattr(doctor, "ask", lambda *question: {"nvidia": NVIDIA})
-    _, check = doctor.nvidia_kernels_checks()
+    monkeypatch.setattr(doctor, "ask", lambda *question: {vendor.word: answer})
+    _, check = doctor.gpu_kernels_checks(vendor)
     assert (check.status, check.happened) == (OK, "2 of 2 arrived")
-    lost = [NVIDIA["peers"][0], {"from": 1, "to": 0, "refusal": "the store did not arrive"}]
-    monkeypatch.setattr(doctor, "ask", lambda *question: {"nvidia": NVIDIA | {"peers": lost}})
-    _, check = doctor.nvidia_kernels_checks()
-    assert check.status == BROKEN
+    lost = [answer["peers"][0], {"from": 1, "to": 0, "refusal": "the store did not arrive"}]
+    monkeypatch.setattr(doctor, "ask", lambda *question: {vendor.word: answer | {"peers": lost}})
+    _, check = doctor.gpu_kernels_checks(vendor)
+    assert (check.name, check.status) == (f"{vendor.name} peer access", BROKEN)
     assert check.happened == "1 of 2 arrived; 1 to 0: the store did not arrive"
+    assert check.change == vendor.joined
 
 
 def test_fused_kernels_are_listed_with_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +286,7 @@ def test_fused_kernels_are_listed_with_their_shapes(monkeypatch: pytest.MonkeyPa
     ]
     installed(monkeypatch, Path("lib.so"))
     monkeypatch.setattr(doctor, "ask", lambda *question: {"nvidia": NVIDIA | {"fused": fused}})
-    _, check, _ = doctor.nvidia_kernels_checks()
+    _, check, _ = doctor.gpu_kernels_checks(doctor.NVIDIA)
     assert (check.name, check.status, check.needed) == ("fused kernels", OK, False)
     assert check.happened == "moe_sm90 (v4 tp2, v41 tp4; 1..64); mix_sm90 (v4; 1..48)"
 
@@ -243,5 +295,7 @@ def test_a_library_without_kernels_for_gpus_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed(monkeypatch, fakes.build(tmp_path, "kernels.c"))
-    (check,) = doctor.nvidia_kernels_checks()
-    assert (check.status, check.happened) == (NONE, "the library has none")
+    for vendor in (doctor.NVIDIA, doctor.AMD):
+        (check,) = doctor.gpu_kernels_checks(vendor)
+        assert (check.status, check.happened) == (NONE, "the library has none")
+        assert check.change == vendor.build

@@ -229,6 +229,7 @@ def test_a_hosted_model_says_what_it_is_missing() -> None:
         "layout": "row_major",
         "pool": True,
         "shape": [0, 1024],
+        "shard_dim": -1,
     }
     with pytest.raises(ValueError, match="is a pool; it comes by lowlat_pools_bind"):
         model.bind("kv.swa.0", (64, [1, 1], "u8"))

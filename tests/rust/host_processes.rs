@@ -26,8 +26,11 @@ const VOTE_MS: u64 = 250;
 /// What joining may take; all of it passes when a rank is killed before it has entered.
 const JOIN_MS: u64 = 4_000;
 
-/// What is promised is the deadline and 100 ms; a core may be others' for longer than that.
-const SLACK_US: u64 = 100_000 + 3_000_000;
+/// What is promised behind a deadline: of half the reports at least, for a core may be others'.
+const PROMISED_US: u64 = 100_000;
+
+/// And of every report, on a machine that others load.
+const SLACK_US: u64 = PROMISED_US + 3_000_000;
 
 #[test]
 fn rank_process() {
@@ -48,7 +51,8 @@ struct Seen {
     /// Rounds in which the group did not form.
     not_formed: u32,
     votes: u64,
-    over_us_max: u64,
+    /// How long after its deadline each report came.
+    over_us: Vec<u64>,
 }
 
 fn nap(us: u64) {
@@ -128,7 +132,7 @@ fn round(seed: u64, name: &str, seen: &mut Seen) {
         // What a process that was stopped measures is not the vote's.
         if !victims.contains(&rank) {
             assert!(over_us <= SLACK_US, "seed {seed}: rank {rank}: {line}");
-            seen.over_us_max = seen.over_us_max.max(over_us);
+            seen.over_us.push(over_us);
         }
         ends.insert(end.to_owned());
     }
@@ -177,9 +181,12 @@ fn survivors_report_in_time() {
         let _told = Told(seed);
         round(seed, &name, &mut seen);
     }
+    let mut over_us = std::mem::take(&mut seen.over_us);
+    over_us.sort_unstable();
+    let median_us = over_us[over_us.len() / 2];
     println!(
-        "{seen:?}; over its budget, at most: {} us",
-        seen.over_us_max
+        "{seen:?}; over their budgets: half at most {median_us} us, all {} us",
+        over_us.last().unwrap()
     );
     // The last round's survivors have left, so that its memory is gone; a fresh group starts.
     let patience_ms = PATIENCE.as_millis() as u64;
@@ -201,6 +208,7 @@ fn survivors_report_in_time() {
         "a group whose every rank is killed keeps its file until its name is used"
     );
     if !one {
+        assert!(median_us <= PROMISED_US, "{median_us} us behind a deadline");
         // Innocent ranks are missed on a loaded machine only.
         assert!(
             rounds / 2 < u64::from(seen.by_victim + seen.not_formed),

@@ -10,19 +10,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lowlat import _dispatch, guard
+from sglang.srt.kernel_plugins.amd import binding as amd_binding
 from sglang.srt.kernel_plugins.nvidia import binding
 from sglang.srt.plugins import load_plugins
 
 # Plugins load once a process, by their installed entry points.
 load_plugins()
 
-HOPPER_BLOCKS = 132
+HOPPER_BLOCKS, CDNA4_BLOCKS = 132, 256
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A Hopper GPU as SGLang's binding asks for one; its answers can be changed."""
-    answers = SimpleNamespace(isa="sm_90", blocks=HOPPER_BLOCKS, capturing=False)
+    return answering(monkeypatch, binding, "sm_90", HOPPER_BLOCKS)
+
+
+@pytest.fixture
+def amd_gpu(monkeypatch):
+    """A gfx950 GPU likewise, and no NVIDIA one."""
+    monkeypatch.setattr(binding, "device_isa", lambda: None)
+    return answering(monkeypatch, amd_binding, "gfx950", CDNA4_BLOCKS)
+
+
+def answering(monkeypatch, binding, isa, blocks):
+    answers = SimpleNamespace(isa=isa, blocks=blocks, capturing=False)
 
     def properties(device=None):
         return SimpleNamespace(multi_processor_count=answers.blocks)
@@ -31,14 +43,15 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 << 30, 141 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: answers.capturing)
     return answers
 
 
 @pytest.fixture
 def kernels_there(monkeypatch):
-    """As if the installed library had NVIDIA kernels."""
-    monkeypatch.setattr(guard, "kernels_reasons", lambda: [])
+    """As if the installed library had the GPU's kernels."""
+    monkeypatch.setattr(guard, "kernels_reasons", lambda *_: [])
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 matrices, fp32 scales, experts in Marlin's tiles; and its own caches beside those of our models.
 """
 
+from unittest import mock
+
 import numpy as np
 import torch
 from sglang.srt.layers.quantization.marlin_utils import get_scale_perms
+from sglang.srt.mem_cache import deepseek_v4_memory_pool
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
 FP4_GROUP, MARLIN_WIDTH = 32, 64
@@ -192,16 +195,30 @@ class Caches:
     is SGLang's p + FIRST_PAGE; a window's page lies somewhere else, and a request r is its r + 1.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, splits_index=False):
         self.config = config
         self.is_v41 = config["kind"] == 1
+        self.splits_index = splits_index and self.is_v41
         self.page_size = page = config["page_size"]
         pages = self.num_pages = config["num_pages"] + FIRST_PAGE
         window_pages = pages + 2
         ratios = [layer["ratio"] for layer in config["layers"]]
         sources = [i for i, layer in enumerate(config["layers"]) if layer["kv_source"] == i]
+        # The index keys' layout is the only thing that SGLang asks the platform for here.
+        with mock.patch.object(deepseek_v4_memory_pool, "_is_hip", self.splits_index):
+            self.pool = self.made(pages, window_pages, ratios, sources)
+        self.window_of = {p: window_pages - 1 - p for p in range(config["num_pages"])}
+        mapping = torch.zeros(pages * page, dtype=torch.int64)
+        for own, window in self.window_of.items():
+            first = (own + FIRST_PAGE) * page
+            mapping[first : first + page] = window * page + torch.arange(page)
+        self.pool.register_mapping(mapping)
+
+    def made(self, pages, window_pages, ratios, sources):
+        """SGLang's pool."""
+        config, page = self.config, self.page_size
         size = (pages - 1) * page
-        self.pool = DeepSeekV4TokenToKVPool(
+        return DeepSeekV4TokenToKVPool(
             max_num_reqs=NUM_REQUESTS,
             swa_size=(window_pages - 1) * page,
             c4_size=size // 4,
@@ -224,12 +241,6 @@ class Caches:
             full_size=size,
             sliding_window=config["window"],
         )
-        self.window_of = {p: window_pages - 1 - p for p in range(config["num_pages"])}
-        mapping = torch.zeros(pages * page, dtype=torch.int64)
-        for own, window in self.window_of.items():
-            first = (own + FIRST_PAGE) * page
-            mapping[first : first + page] = window * page + torch.arange(page)
-        self.pool.register_mapping(mapping)
 
     def places(self, name):
         """Pairs of views, of rows of one of our pools (given later) and where SGLang has them:
@@ -272,10 +283,40 @@ class Caches:
         slots = np.arange(self.config["num_pages"] * entries)
         return buffer.numpy(), rows(None, slots), rows(None, slots + FIRST_PAGE * entries)
 
+    def split_index_rows(self, name):
+        """Of an index whose codes and scales are two buffers: (part, SGLang's array, our places,
+        its places) of each. Entry i of a page of 64: code bytes of 32 values at [group, i], scales
+        at [group, 16 x 4 transposed]."""
+        layer = int(name.rpartition(".")[2])
+        entries = self.page_size // self.config["layers"][layer]["ratio"]
+        slots = np.arange(self.config["num_pages"] * entries)
+        mine, theirs = slots, slots + FIRST_PAGE * entries
+        scales = self.pool.get_index_k_fp4_scale_buffer(layer)
+        codes = self.pool.get_index_k_fp4_payload_buffer(layer).view(scales.dtype)
+        (page, place), (to_page, to) = (divmod(s[:, None], 64) for s in (mine, theirs))
+        byte, group = np.arange(64), np.arange(4)
+        turned = to % 16 * 4 + to // 16
+        yield (
+            f"{name} codes",
+            codes.flatten(1).numpy(),
+            (page, place * 64 + byte),
+            (to_page, byte // 16 * 1024 + to * 16 + byte % 16),
+        )
+        yield (
+            f"{name} scales",
+            scales.flatten(1).numpy(),
+            (page, 64 * 64 + place * 4 + group),
+            (to_page, group * 64 + turned),
+        )
+
     def pairs(self, pools):
         """(name, our rows, SGLang's array, places) of every pool of the target."""
         for name, own in pools.items():
             if name.startswith("mtp."):
+                continue
+            if name.startswith("kv.index.") and self.splits_index:
+                for part, array, mine, theirs in self.split_index_rows(name):
+                    yield part, own, array, mine, theirs
                 continue
             if name.startswith("kv.index."):
                 array, mine, theirs = self.index_rows(name)

@@ -44,6 +44,7 @@ def server_args(model, **more):
         tp_size=4,
         load_format="dummy",
         skip_tokenizer_init=True,
+        context_length=131072,
         moe_runner_backend="marlin",
         speculative_algorithm="DSPARK",
         speculative_dspark_block_size=5,
@@ -59,11 +60,16 @@ def resolve(model, **more):
     return args
 
 
-def refusal(model, **more):
+NVIDIA_FLAG, AMD_FLAG = "--enable-nvidia-megakernel", "--enable-amd-monokernel"
+# What an AMD server is started with in place of the NVIDIA one's.
+AMD_ARGS = dict(
+    enable_nvidia_megakernel=False, enable_amd_monokernel=True, moe_runner_backend="auto"
+)
+
+
+def refusal(model, *, flag=NVIDIA_FLAG, **more):
     """The lines of the refusal that resolution ends in."""
-    with pytest.raises(
-        ValueError, match="--enable-nvidia-megakernel cannot run this setup"
-    ) as told:
+    with pytest.raises(ValueError, match=f"{flag} cannot run this setup") as told:
         resolve(model, **more)
     head, *lines = str(told.value).split("\n  - ")
     assert head.endswith(":")
@@ -185,6 +191,8 @@ class Kernels:
 
 class Backend:
     """An attention backend as a forward view reads it."""
+
+    decode_attention_backend_str = "dsv4"
 
     def __init__(self):
         self.forward_metadata = SimpleNamespace()

@@ -22,6 +22,7 @@ IMPORT_BUDGET_S = 300
 def test_the_package_installs_the_entry_point() -> None:
     found = {ep.name: ep.value for ep in entry_points(group=GENERAL_PLUGINS_GROUP)}
     assert found[spec.ENTRY_POINT] == "lowlat.plugin:register_nvidia"
+    assert found["amd_monokernel"] == "lowlat.plugin:register_amd"
 
 
 def test_the_loader_registered_both_models() -> None:

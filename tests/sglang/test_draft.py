@@ -7,6 +7,7 @@ import pytest
 import torch
 from drafting import ALONE, GAMMA, MAX_BS, bits, propose
 from drafting import samplers as make_samplers
+from lowlat.reasons import RefusalError
 from oracle.formats import bf16_bits
 from oracle.models import make_model
 from sglang.kernels.ops.speculative.dspark.markov_sample import MarkovSampleStep
@@ -87,6 +88,21 @@ def test_a_server_that_drafts_another_number_keeps_sglangs_block(samplers) -> No
     assert all(ours._megakernel_steps(n) is None for n in range(1, MAX_BS + 1))
     got, want = (propose(s, 2, 2, [1.0] * 2) for s in (ours, own))
     assert torch.equal(got, want)
+
+
+def test_temperatures_of_another_type_are_refused(samplers) -> None:
+    """Their address alone would be read as f32."""
+    ours, _ = samplers()
+    with pytest.raises(RefusalError, match=r"step_temperatures is float64.*needed f32"):
+        ours.model.__dict__["_megakernel"].kernels.draft(
+            hidden=torch.zeros(GAMMA, ours.model.sizes.hidden, dtype=torch.bfloat16),
+            anchors=torch.zeros(1, dtype=torch.int64),
+            temperatures=torch.ones(1, dtype=torch.float64),
+            noise_key=0,
+            noise_offset=torch.zeros(1, dtype=torch.int64),
+            out_tokens=torch.zeros(1, GAMMA, dtype=torch.int64),
+            out_logits=torch.zeros(1, GAMMA, ours.model.sizes.vocab),
+        )
 
 
 # ------------------------------------------------------------------ noise of whole drafts

@@ -1,29 +1,43 @@
 """A small model through SGLang's dispatch, with the scalar kernels bound as the plugin binds them:
-weights under SGLang's names and in its layouts, caches in SGLang's own pool, metadata by its own
-functions. Hidden states, features and every cache are those of the same kernels over caches of
-their own, to the bit; logits and features are compared with the float64 computation of
-``oracle.model`` too.
+on NVIDIA weights under SGLang's names and in its layouts; on AMD copies of the published ones as
+SGLang's iterator showed them, and V4.1's index keys in the pages of AMD parts; caches in SGLang's
+own pool, metadata by its own functions. Hidden states, features and every cache are those of the
+same kernels over caches of their own, to the bit; logits and features are compared with the float64
+computation of ``oracle.model`` too.
 """
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import numpy as np
+import published
 import pytest
 import served
 import torch
 from loaded import Caches, Loaded
 from lowlat import _dispatch, build
 from lowlat.kernels import SCALAR, HostedKernels
-from lowlat.specs import nvidia
+from lowlat.models.published import IN_PLACE
+from lowlat.specs import amd, nvidia
 from oracle.formats import bf16_bits
 from oracle.models import make_model
 from sglang.kernels.ops.attention.dsv4.attn_metadata_kernels import BuildPageTablePositions
+from sglang.kernels.plugin_kernels.amd.spec import BuildContext
+from sglang.srt.kernel_plugins.amd import binding as amd_binding
+from sglang.srt.kernel_plugins.nvidia import binding
 from support import kernels_abi as abi
 from support import replay, small_model
 from test_whole_model import BOUNDS, violations
 
 SEED = 11
+# In the order of lowlat_dtype.
+KERNEL_DTYPES = ("u8", "i32", "i64", "f32", "bf16", "e4m3", "ue8m0", "fp4x2")
+# SGLang's own tensors that the AMD kernels read.
+READ_IN_PLACE = re.compile(
+    r"model\.embed_tokens\.weight|model\.engram_hasher\.token_map"
+    r"|model\.layers\.\d+\.engram\.embed\.\w+"
+)
 MODES = {abi.DECODE: "DECODE", abi.VERIFY: "TARGET_VERIFY", abi.EXTEND: "EXTEND"}
 SMALL = small_model.MODELS
 
@@ -39,8 +53,9 @@ MODELS = {
     "deep": (changed("deep", hidden=128), "tiny-v41"),
     "v4-deep": (changed("v4-deep", page_size=256, num_pages=4), "tiny-v4"),
 }
+RUNS = [(name, vendor) for name in sorted(MODELS) for vendor in ("nvidia", "amd")]
 # Roundings of the others meet in another width than the bounds are of.
-AS_BOUND = ("short", "v4-deep")
+AS_BOUND = [run for run in RUNS if run[0] in ("short", "v4-deep")]
 
 
 def floats(bits):
@@ -107,6 +122,7 @@ class Engine:
         given.batch_size += int(alone)
         self.prepare(struct, given, positions, padding)
         before = self.model.ran
+        given.input_ids = ids
         logits = self.model.forward(ids, positions, given)
         self.features = None
         if self.model.ran > before:
@@ -153,7 +169,9 @@ class Engine:
             page_size=page,
             swa_window=128,
         )
-        core = SimpleNamespace(page_table=made.page_table, raw_out_loc=torch.from_numpy(slots))
+        # A verify step's graph has them as i32, in which its padding is; other steps as i64.
+        out = torch.from_numpy(slots.astype(np.int32) if len(padding) else slots)
+        core = SimpleNamespace(page_table=made.page_table, raw_out_loc=out)
         self.backend.forward_metadata = SimpleNamespace(core_attn_metadata=core)
 
 
@@ -177,21 +195,23 @@ class Replay(replay.Replay):
             self.feature_errors.extend(error)
 
 
-@pytest.fixture(scope="module", params=sorted(MODELS))
+@pytest.fixture(scope="module", params=RUNS, ids="-".join)
 def run(request):
+    name, vendor = request.param
     path = abi.find_library()
     if path is None:
         pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
-    small, published = MODELS[request.param]
+    small, built_in = MODELS[name]
     weights = small_model.Weights(small, SEED, 1)
-    own = {}
+    own, dtypes = {}, {}
 
     def shard(spec, rank):
         own[spec.name.decode()] = value = weights.shard(spec, rank)
+        dtypes[spec.name.decode()] = KERNEL_DTYPES[spec.dtype]
         return value
 
     group = abi.Group(path, small.config, 1, shard)
-    config = served.hf_config(_dispatch.built_in(published))
+    config = served.hf_config(_dispatch.built_in(built_in))
     rows = dict.fromkeys(getattr(config, "engram_layer_ids", ()), 50)
     needs = served.table(config, rows).target()
 
@@ -205,7 +225,14 @@ def run(request):
     model = Model(needs)
     model.lm_head.weight = torch.nn.Parameter(torch.from_numpy(floats(own["head.weight"])), False)
     model.model.engram_hasher = SimpleNamespace(history=torch.zeros(6, 3, dtype=torch.int32))
+    model.config = SimpleNamespace(
+        architectures=["DeepseekV4ForCausalLM"], n_routed_experts=small.config["num_experts"]
+    )
     tensors = Loaded(own, small.config).all()
+    copies = None
+    if vendor == "amd":
+        tensors = {name: t for name, t in tensors.items() if READ_IN_PLACE.fullmatch(name)}
+        copies = {}
 
     class Kernels(Small):
         pass
@@ -214,34 +241,65 @@ def run(request):
 
     def open_kernels(asked):
         page_size = small.config["page_size"]
-        return Kernels(dataclasses.replace(asked, tensors=tensors, page_size=page_size), SCALAR)
+        ours = dataclasses.replace(asked, tensors=tensors, page_size=page_size, copies=copies)
+        return Kernels(ours, SCALAR)
 
     backend = served.Backend()
-    context = SimpleNamespace(
-        widths=tuple(range(6, 49, 6)), tokens_per_request=6, deadline_s=60.0, binding=None
-    )
-    with pytest.MonkeyPatch.context() as patch, served.server(backend=backend):
-        from sglang.srt.kernel_plugins.nvidia import binding
-
+    flags = {"enable_nvidia_megakernel": vendor == "nvidia", "enable_amd_monokernel": copies == {}}
+    with pytest.MonkeyPatch.context() as patch, served.server(backend=backend, **flags):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        caches = Caches(small.config)
+        caches = Caches(small.config, splits_index=vendor == "amd")
         backend.token_to_kv_pool = caches.pool
-        context.binding = binding.MegakernelBinding(model=model)
-        built = build.build_target(model, config, context, open_kernels, build.place(served.ISA))
-        dispatch = binding._Dispatch(built=built, original=model.forward, binding=context.binding)
-        model.forward = dispatch.wrapped()
+        if vendor == "nvidia":
+            built = install_nvidia(model, config, open_kernels)
+        else:
+            patch.setattr(amd_binding, "device_isa", lambda: "gfx950")
+            checkpoint = published.tensors(own, dtypes)
+            list(amd_binding.monokernel_weights_iterator(model=model, weights=checkpoint))
+            copies |= model.__dict__.pop("_mono_copies")
+            built = install_amd(model, config, open_kernels, copies)
         engine = Engine(group, model, caches, small.config["hidden"])
         engine.backend = backend
         oracle = make_model(small.config, weights.whole, 1)
         done = Replay(engine, oracle, SEED, small.lengths)
         done.feature_errors = []
         done.run()
-    bounds = BOUNDS[request.param]
+    bounds = BOUNDS[name]
     yield SimpleNamespace(
-        replay=done, built=built, model=model, bounds=bounds, engine=engine, tensors=tensors
+        replay=done,
+        built=built,
+        model=model,
+        bounds=bounds,
+        engine=engine,
+        tensors=tensors,
+        is_amd=vendor == "amd",
     )
     group.close()
+
+
+def install_nvidia(model, config, open_kernels):
+    """As SGLang installs a built target, without its checks of the loaded model."""
+    context = SimpleNamespace(
+        widths=tuple(range(6, 49, 6)),
+        tokens_per_request=6,
+        deadline_s=60.0,
+        binding=binding.MegakernelBinding(model=model),
+    )
+    built = build.build_target(model, config, context, open_kernels, build.place(served.ISA))
+    dispatch = binding._Dispatch(built=built, original=model.forward, binding=context.binding)
+    model.forward = dispatch.wrapped()
+    return built
+
+
+def install_amd(model, config, open_kernels, copies):
+    """The same of the AMD contract."""
+    widths = tuple(range(6, 49, 6))
+    context = BuildContext(isa="gfx950", widths=widths, deadline_s=60.0, copies=copies)
+    built = build.build_amd_target(model, config, context, open_kernels, build.place(served.ISA))
+    keys = amd_binding._served_keys(mode="target_verify", widths=widths, tokens=6)
+    amd_binding._install_forward(model=model, built=built, served=keys, spec=amd.TARGET)
+    return built
 
 
 def test_every_cache_is_written_where_sglang_has_it(run) -> None:
@@ -269,12 +327,15 @@ def test_covered_and_uncovered_steps_came_in_turn(run) -> None:
     assert run.engine.covered_rows == [(12, 0), (12, 0), (6, 6)]
     report = run.built.report()
     assert report["covered"] == 3
-    assert report["uncovered_by_reason"] == {"step_is_extend": 3, "mode_not_captured": 2}
+    # Where SGLang itself decides, we are not asked about the others.
+    ours = {} if run.is_amd else {"step_is_extend": 3, "mode_not_captured": 2}
+    assert report["uncovered_by_reason"] == ours
     assert run.model.ran == 5
 
 
 def test_what_is_not_relaid_is_bound_where_it_lies(run) -> None:
-    """Scales of blocks are re-laid, and of V4 its compressors' gains and biases; nothing large."""
+    """Scales of blocks are re-laid, and of V4 its compressors' gains and biases; nothing large. On
+    AMD everything is a copy but the tables that rows are taken from."""
     kernels = run.built.kernels
     theirs = {
         (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
@@ -286,6 +347,10 @@ def test_what_is_not_relaid_is_bound_where_it_lies(run) -> None:
         return any(first <= place < first + size for first, size in theirs)
 
     copies = {name for name, tensor in kernels.bound.items() if not in_place(tensor)}
+    if run.is_amd:
+        tables = {name for name in kernels.bound if IN_PLACE.fullmatch(name)}
+        assert set(kernels.bound) - copies <= tables and "embed.weight" not in copies
+        return
     small = (".scale", "compressor.ape", "compressor.norm.weight")
     assert copies and all(name.endswith(small) for name in copies), sorted(copies)
     assert not any("experts." in name and "shared" not in name for name in copies)

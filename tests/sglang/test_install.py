@@ -7,6 +7,7 @@ import pytest
 import served
 import torch
 from lowlat import _dispatch, build, guard
+from lowlat.kernels import HostedKernels
 from lowlat.reasons import NUMBERS, RefusalError
 from sglang.kernels.plugin_kernels.nvidia import spec as contract
 from sglang.srt.kernel_plugins.nvidia import binding
@@ -136,6 +137,22 @@ def test_whatever_goes_wrong_in_a_build_is_a_refusal(install, model, error) -> N
         install(model, served.spec(fails))
 
 
+def test_weights_that_the_kernels_cannot_read_name_a_cure_that_a_server_has() -> None:
+    """What only the values show: the words are the library's."""
+
+    def ready():
+        raise ValueError("3 values of attn.wo_a.weight are\nno e4m3 values")
+
+    kernels = object.__new__(HostedKernels)
+    kernels.model = SimpleNamespace(ready=ready)
+    with pytest.raises(RefusalError) as told:
+        kernels.become_ready()
+    assert told.value.lines == [
+        f"[{NUMBERS['tensor_layout']}] 3 values of attn.wo_a.weight are no e4m3 values"
+        " (change: the published checkpoint)"
+    ]
+
+
 def test_today_the_nvidia_build_is_refused_in_one_line(install, model) -> None:
     guard_says = _dispatch.decline("kernels_missing", "none here", "install one")
     with (
@@ -143,7 +160,7 @@ def test_today_the_nvidia_build_is_refused_in_one_line(install, model) -> None:
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(RefusalError, match=r"rank 0: \[116\] none here \(change: install one\)"),
     ):
-        patch.setattr(guard, "kernels_reasons", lambda: [guard_says])
+        patch.setattr(guard, "kernels_reasons", lambda *_: [guard_says])
         spec = served.spec(build.nvidia_kernels, reasons=None)
         install(model, spec)
 

@@ -142,6 +142,38 @@ def test_every_reason_is_told_in_numbers_and_words(case, name, checkpoint, kerne
         )
 
 
+@pytest.mark.parametrize(("asked", "tokens"), [(262_001, 262_001), (None, 1_048_576)])
+def test_a_context_beyond_the_fast_kernels_is_refused(
+    checkpoint, kernels_there, asked, tokens
+) -> None:
+    (line,) = refusal(checkpoint("v41-flash"), context_length=asked)
+    assert line == (
+        f"[106] context_length is {tokens}; these kernels need 262000 or less"
+        " (change: --context-length 262000)"
+    )
+
+
+def test_windows_that_are_requests_own_are_refused(checkpoint, kernels_there) -> None:
+    """SGLang resolves the setting on a GPU alone, so the question is put to the guard itself."""
+    args = resolve(checkpoint("v41-flash"))
+
+    class Asked:
+        enable_encoder_swa_bounded_replay = True
+
+        def __getattr__(self, name):
+            return getattr(args, name)
+
+    told = guard.config_disable_reasons(Asked(), model_config_of(args).hf_config)
+    (line,) = [line for line in told if "windows" in line]
+    assert line.startswith("[106] windows of keys are the requests' own; ")
+    assert line.endswith("(change: leave out --enable-encoder-swa-bounded-replay)")
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("v41-flash", 262_000), ("v4-flash", None)])
+def test_a_context_that_the_kernels_reach_is_accepted(checkpoint, kernels_there, name, tokens):
+    resolve(checkpoint(name), context_length=tokens)
+
+
 def test_every_reason_is_told_at_once(checkpoint, kernels_there) -> None:
     lines = refusal(checkpoint("v4-flash"), **ALL_OF_IT)
     numbers = {line[1:4] for line in lines if line.startswith("[")}

@@ -230,6 +230,9 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/py/hosted.hpp": "tests/sglang/test_forward.py",
     "cpp_kernels/py/status.hpp": "tests/python/test_kernels.py",
     "cpp_kernels/py/kernels_module.cpp": "tests/python/test_kernels.py",
+    "cpp_kernels/py/watch.cpp": "tests/python/test_watch.py",
+    "python/lowlat/env.py": "tests/python/test_watch.py",
+    "cpp_kernels/py/watch.hpp": "tests/python/test_watch.py",
     # Programs that need a GPU, with a `check` of their own.
     "cpp_kernels/bench/attn_bench.hpp": "tests/gpu/test_attention.cu",
     "cpp_kernels/bench/attn_layer.hpp": "tests/gpu/test_attention.cu",

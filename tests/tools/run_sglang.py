@@ -4,9 +4,9 @@
 
 The environment lies outside the checkout, in $LOWLAT_CACHE or ~/.cache/lowlat, in a folder named
 after its lock file (tests/sglang/requirements.txt) and Python, and is made once: about 6 GB and
-five minutes. Where it cannot be made (no network, no room, too slow), the tests are skipped with
-the reason and the exit status is 0; --existing makes none. Run it with the Python that lowlat is
-installed in.
+five minutes. One that no run used for two weeks goes when another is made. Where it cannot be made
+(no network, no room, too slow), the tests are skipped with the reason and the exit status is 0;
+--existing makes none. Run it with the Python that lowlat is installed in.
 """
 
 import argparse
@@ -28,7 +28,8 @@ SITE = ROOT / "build" / "sglang" / "site"
 INSTALL_BUDGET_S = 900
 TESTS_BUDGET_S = 1200
 NEEDED_BYTES = 9 << 30
-MARKER = "complete"
+MARKER = "complete"  # its time says when the environment was used last
+UNUSED_S = 14 * 24 * 3600
 
 
 class CannotError(Exception):
@@ -53,11 +54,32 @@ def environment(existing: bool) -> Path:
         with (folder.parent / f"{folder.name}.lock").open("w") as lock:
             take(lock)
             if not (folder / MARKER).exists():
+                remove_unused(folder.parent, folder.name, time.time())
                 make(folder, python)
-                (folder / MARKER).touch()
+            (folder / MARKER).touch()
     except OSError as error:
         raise CannotError(f"{folder}: {error.strerror or error}") from error
     return python
+
+
+def remove_unused(cache: Path, keep: str, now: float) -> None:
+    """Removes the environments in `cache`, but `keep`, that were last used long before `now`, and
+    what is left of one that was never whole; those that somebody makes stay."""
+    for folder in sorted(cache.glob("sglang-*")):
+        if folder.name == keep or not folder.is_dir():
+            continue
+        marker = folder / MARKER
+        used = (marker if marker.exists() else folder).stat().st_mtime
+        if now - used < UNUSED_S:
+            continue
+        path = cache / f"{folder.name}.lock"
+        with path.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            path.unlink()
 
 
 def take(lock) -> None:

@@ -9,73 +9,26 @@ runner that ends badly without saying why counts as one failure. Exit status 1 w
 import argparse
 import os
 import re
-import signal
-import subprocess
 import sys
-import threading
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import runner
+from runner import CASES, ROOT, Count, count_of_suites, counted
+
 # No runner may hang; the longest takes a few minutes on two cores.
 RUNNER_BUDGET_S = 2400
-CASES = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$", re.MULTILINE)
 RUST_RESULT = re.compile(
     r"^test result: \S+ (\d+) passed; (\d+) failed; (\d+) ignored;", re.MULTILINE
 )
 
 
-@dataclass(frozen=True)
-class Count:
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-
-    def __add__(self, other: "Count") -> "Count":
-        return Count(
-            self.passed + other.passed, self.failed + other.failed, self.skipped + other.skipped
-        )
-
-    def __str__(self) -> str:
-        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
-
-
 def run(command: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Runs and shows a command. Returns its exit status and everything that it printed."""
-    print("$", " ".join(command), flush=True)
-    lines = []
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        # The runner's children hold the pipe too, so the whole session goes.
-        watch = threading.Timer(RUNNER_BUDGET_S, os.killpg, (process.pid, signal.SIGKILL))
-        watch.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line)
-                print(line, end="", flush=True)
-            status = process.wait()
-        except KeyboardInterrupt:
-            os.killpg(process.pid, signal.SIGTERM)
-            raise
-        finally:
-            watch.cancel()
-    return status, "".join(lines)
+    return runner.run(command, env, RUNNER_BUDGET_S)
 
 
 def closing(name: str, count: Count, status: int) -> Count:
-    """A runner that failed without a failed test (it did not build, it crashed) counts as one."""
-    if status != 0 and count.failed == 0:
-        count += Count(failed=1)
+    count = counted(count, status)
     print(f"== {name}: {count}\n", flush=True)
     return count
 
@@ -168,19 +121,6 @@ def run_sglang(build_dir: Path, word: str, env: dict[str, str]) -> Count:
     return closing("sglang", count, status)
 
 
-def count_of_suites(report: Path) -> Count:
-    """What pytest wrote into its report, where there is one."""
-    count = Count()
-    if report.is_file():
-        for suite in ET.parse(report).getroot().iter("testsuite"):
-            total, errors, failures, skipped = (
-                int(suite.get(key, "0")) for key in ("tests", "errors", "failures", "skipped")
-            )
-            failed = errors + failures
-            count += Count(total - failed - skipped, failed, skipped)
-    return count
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--build-dir", type=Path, required=True)
@@ -189,8 +129,8 @@ def main() -> int:
     build_dir = (ROOT / arguments.build_dir).resolve()
     env = dict(os.environ)
     total = Count()
-    for runner in (run_ctest, run_cargo, run_loom, run_pytest, run_sglang):
-        total += runner(build_dir, arguments.filter, env)
+    for part in (run_ctest, run_cargo, run_loom, run_pytest, run_sglang):
+        total += part(build_dir, arguments.filter, env)
     print(total)
     if total.passed + total.failed + total.skipped == 0:
         print(f"no test's name contains {arguments.filter!r}", file=sys.stderr)

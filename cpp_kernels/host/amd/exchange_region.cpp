@@ -110,8 +110,7 @@ void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
                       "device " + std::to_string(device_) + " cannot reach device " +
                           std::to_string(seen.device) + kAdvice);
       }
-      const Status status = hip.hipDeviceEnablePeerAccess(seen.device, 0);
-      if (status != kPeerAccessAlreadyEnabled) check(status, "hipDeviceEnablePeerAccess");
+      enable_access(seen.device);
     }
     peer.base = reinterpret_cast<void*>(seen.base);
   }
@@ -122,16 +121,7 @@ void ExchangeRegion::probe(int peer_rank) {
   const OnDevice on(device_);
   const std::uint32_t word = kProbeWord + static_cast<std::uint32_t>(tp_rank_);
   auto* place = static_cast<std::uint8_t*>(boxes(peer_rank)) + layout_.probe_at(tp_rank_);
-  const Stream stream;
-  struct {
-    void* word;
-    std::uint32_t value;
-  } arguments{place, word};
-  module_.launch("lowlat_probe", 1, arguments, stream.get());
-  stream.wait();
-  std::uint32_t seen = 0;
-  check(runtime().hipMemcpy(&seen, place, sizeof seen, kCopyDefault), "hipMemcpy");
-  if (seen != word) {
+  if (!store_arrives(module_, place, word, kWorkBudgetNs)) {
     throw Error(LOWLAT_UNSUPPORTED, "a store to rank " + std::to_string(peer_rank) +
                                         "'s memory did not arrive" + kAdvice);
   }

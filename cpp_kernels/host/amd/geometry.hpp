@@ -43,6 +43,8 @@ inline constexpr KernelPlan kKernelPlans[] = {
     {"lowlat_draft_front", 320, 12 * 1024, 256},
     {"lowlat_draft_back", 192, 4 * 1024, 0},
     {"lowlat_draft_propose", 160, 16 * 1024, 64},
+    // Of a hosted model; it makes a draft's call of the proposal, in private memory.
+    {"lowlat_propose", 160, 16 * 1024, 192},
     {"lowlat_accept_tokens", 128, 4 * 1024, 0},
     {"lowlat_probe", 32, 0, 0},
 };

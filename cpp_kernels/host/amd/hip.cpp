@@ -18,8 +18,11 @@ Error unsupported(const std::string& message) { return {LOWLAT_UNSUPPORTED, mess
 // Newest first; the last is a link that development packages bring.
 constexpr const char* kLibraries[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"};
 
+const char* opened_name = "";  // written before the runtime that is opened is handed out
+
 void* open_library() {
   for (const char* name : kLibraries) {
+    opened_name = name;
     if (void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL)) return library;
   }
   throw unsupported(
@@ -56,6 +59,11 @@ const Runtime& runtime() {
   return *opened;
 }
 
+const char* runtime_name() {
+  runtime();
+  return opened_name;
+}
+
 void check(Status status, const char* call) {
   if (status == kSuccess) return;
   throw Error(LOWLAT_FAULT, std::string(call) + ": " + runtime().hipGetErrorString(status));
@@ -66,6 +74,11 @@ OnDevice::OnDevice(int device) {
   check(runtime().hipSetDevice(device), "hipSetDevice");
 }
 OnDevice::~OnDevice() { runtime().hipSetDevice(before_); }
+
+void enable_access(int device) {
+  const Status status = runtime().hipDeviceEnablePeerAccess(device, 0);
+  if (status != kPeerAccessAlreadyEnabled) check(status, "hipDeviceEnablePeerAccess");
+}
 
 bool poll(Status (*done)(void*), void* what, const char* call, std::uint64_t budget_ns) {
   using Clock = std::chrono::steady_clock;
@@ -163,6 +176,19 @@ void Module::launch(const char* name, int num_blocks, void* arguments, std::size
   check(runtime().hipModuleLaunchKernel(functions_.at(name), static_cast<unsigned>(num_blocks), 1,
                                         1, amd::kBlockThreads, 1, 1, 0, stream, nullptr, extra),
         (std::string("the launch of ") + name).c_str());
+}
+
+bool store_arrives(const Module& module, void* word, std::uint32_t value, std::uint64_t budget_ns) {
+  const Stream stream;
+  struct {
+    void* word;
+    std::uint32_t value;
+  } arguments{word, value};
+  module.launch("lowlat_probe", 1, arguments, stream.get());
+  stream.wait(budget_ns);
+  std::uint32_t seen = 0;
+  check(runtime().hipMemcpy(&seen, word, sizeof seen, kCopyDefault), "hipMemcpy");
+  return seen == value;
 }
 
 int count_devices() {

@@ -89,6 +89,9 @@ struct Runtime {
 // none or it lacks a function; a later call tries again.
 const Runtime& runtime();
 
+// Which file it is, as it was found: "libamdhip64.so.7".
+const char* runtime_name();
+
 // Throws LOWLAT_FAULT: "hipMalloc: out of memory".
 void check(Status status, const char* call);
 
@@ -137,6 +140,9 @@ class Event {
  private:
   void* event_ = nullptr;
 };
+
+// Lets the current device reach the memory of another that it can reach.
+void enable_access(int device);
 
 enum class MemoryKind {
   device,    // of the device
@@ -197,6 +203,9 @@ class Module {
   const char* arch_ = "";
   std::map<std::string, void*> functions_;  // of kKernelPlans
 };
+
+// Whether a word that a kernel on the current device stores is what the host then reads there.
+bool store_arrives(const Module& module, void* word, std::uint32_t value, std::uint64_t budget_ns);
 
 // How many devices HIP sees, and that it sees this one; `asked` is what was asked for.
 int count_devices();

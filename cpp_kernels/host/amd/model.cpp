@@ -20,16 +20,11 @@ constexpr const char* kCatalogue =
     "draft amd gfx942|gfx950 persistent three stages, Markov proposals, Philox noise\n"
     "plain amd gfx942|gfx950 persistent the same units, any number of rows\n";
 
-[[noreturn]] void refuse_hosting() {
-  throw Error(LOWLAT_UNSUPPORTED,
-              "platform amd runs models with caches and head of their own; a model that another "
-              "engine hosts runs on nvidia or scalar");
-}
-
 class AmdModel final : public Model {
  public:
-  AmdModel(const lowlat_model_config& config, int device, const std::vector<CodeObject>& objects)
-      : Model(config, nullptr, "amd", kCatalogue, false), device_(device) {
+  AmdModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
+           const std::vector<CodeObject>& objects)
+      : Model(config, hosting, "amd", kCatalogue, false), device_(device) {
     const OnDevice on(device_);
     module_ = std::make_unique<Module>(objects);
     region_ = std::make_unique<ExchangeRegion>(*module_, config.tp_rank, config.tp_size,
@@ -116,10 +111,14 @@ class AmdModel final : public Model {
     launch(draft, stream);
   }
   void start_accept(const lowlat_accept& accept, void* stream) override { launch(accept, stream); }
-  // make_model makes no hosted one.
-  void start_hosted(const lowlat_hosted_step&, void*) override { refuse_hosting(); }
-  void start_proposal(const lowlat_proposal&, void*) override { refuse_hosting(); }
-  void move_pools() override { refuse_hosting(); }
+  void start_hosted(const lowlat_hosted_step& step, void* stream) override { launch(step, stream); }
+  void start_proposal(const lowlat_proposal& proposal, void* stream) override {
+    launch(proposal, stream);
+  }
+  void move_pools() override {
+    const OnDevice on(device_);
+    step_->move_pools(weights(), pools());
+  }
 
   bool wait_idle(std::uint64_t budget_ns) override {
     const OnDevice on(device_);
@@ -165,11 +164,15 @@ class AmdModel final : public Model {
 std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_model_config& config,
                                   const lowlat_hosting* hosting,
                                   const std::vector<CodeObject>& objects) {
-  if (hosting != nullptr) refuse_hosting();
+  if (hosting != nullptr && hosting->expert_layout == LOWLAT_MARLIN) {
+    throw Error(LOWLAT_UNSUPPORTED,
+                "expert_layout is Marlin's, which platform amd does not read; needed row-major "
+                "experts, as the checkpoint has them");
+  }
   runtime();  // says what is missing before anything else is asked
   const int device = lowlat::amd::devices::device_number(platform, config.tp_rank, count_devices);
   require_device(device, platform);
-  return std::make_unique<AmdModel>(config, device, objects);
+  return std::make_unique<AmdModel>(config, hosting, device, objects);
 }
 
 }  // namespace lowlat::host::hip

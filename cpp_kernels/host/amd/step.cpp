@@ -19,7 +19,7 @@ static_assert(sizeof(persistent::Rank) == amd::kRankBytes);
 static_assert(sizeof(persistent::BlockMemory) == amd::kBlockMemoryBytes);
 
 // The parameters of the kernels of host/amd/step.hip; those of head, inject, propose and accept
-// have no last one.
+// have no last one. A target's call is a persistent::TargetStep.
 template <class Call>
 struct Parameters {
   const persistent::Rank* rank;
@@ -63,10 +63,14 @@ int resident_blocks(const Module& module, const ExchangeRegion& region) {
 }
 
 template <class T>
-const T* copied(std::vector<Memory>& pieces, const T* values, std::size_t count) {
+void put(void* where, const T* values, std::size_t count) {
+  check(runtime().hipMemcpy(where, values, count * sizeof(T), kCopyDefault), "hipMemcpy");
+}
+template <class T>
+T* copied(std::vector<Memory>& pieces, const T* values, std::size_t count) {
   Memory& piece = pieces.emplace_back(MemoryKind::device, count * sizeof(T));
-  check(runtime().hipMemcpy(piece.data(), values, count * sizeof(T), kCopyDefault), "hipMemcpy");
-  return static_cast<const T*>(piece.data());
+  put(piece.data(), values, count);
+  return static_cast<T*>(piece.data());
 }
 
 }  // namespace
@@ -78,7 +82,8 @@ std::int64_t step_box_packets(const shape::RuntimeShape& shape) {
 struct ResidentStep::State {
   const Module& module;
   int num_blocks = 0;
-  const persistent::Rank* rank = nullptr;  // the device's
+  persistent::Rank rank_values{};
+  persistent::Rank* rank = nullptr;  // the same, the device's
   std::uint32_t* arrived = nullptr;
   std::vector<Memory> pieces;
   std::vector<bool> selects;  // of each target layer
@@ -94,13 +99,25 @@ struct ResidentStep::State {
     LayerParameters<Call> parameters{rank, arrived, num_blocks, call, layer};
     module.launch(kernel, num_blocks, parameters, stream);
   }
+  void launch_target(const persistent::TargetStep& step, void* stream) const;
 };
+
+void ResidentStep::State::launch_target(const persistent::TargetStep& step, void* stream) const {
+  for (int layer = 0; layer < static_cast<int>(selects.size()); ++layer) {
+    launch_layer("lowlat_target_front", step, layer, stream);
+    if (selects[static_cast<std::size_t>(layer)]) {
+      launch_layer("lowlat_target_select", step, layer, stream);
+    }
+    launch_layer("lowlat_target_back", step, layer, stream);
+  }
+  launch("lowlat_target_head", step, stream, num_blocks);
+}
 
 ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
                            const lowlat::persistent::ModelWeights& weights,
                            const lowlat_pools& pools, const Module& module,
                            const ExchangeRegion& region)
-    : state_(new State{.module = module, .pieces = {}, .selects = {}}) {
+    : state_(new State{.module = module, .rank_values = {}, .pieces = {}, .selects = {}}) {
   const OnDevice on(region.device());
   State& s = *state_;
   s.num_blocks = resident_blocks(module, region);
@@ -116,23 +133,21 @@ ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::Runti
   const auto copy = [&](const auto* values, std::size_t count) {
     return copied(s.pieces, values, count);
   };
-  const persistent::Rank rank = lowlat::amd::devices::resident_rank(
-      config, shape, weights, pools, region, s.num_blocks, zeroed, copy, s.arrived);
-  s.rank = copied(s.pieces, &rank, 1);
+  s.rank_values = lowlat::amd::devices::resident_rank(config, shape, weights, pools, region,
+                                                      s.num_blocks, zeroed, copy, s.arrived);
+  s.rank = copied(s.pieces, &s.rank_values, 1);
 }
 
 ResidentStep::~ResidentStep() = default;
 
 void ResidentStep::launch(const lowlat_step& step, void* stream) const {
-  const State& s = *state_;
-  for (int layer = 0; layer < static_cast<int>(s.selects.size()); ++layer) {
-    s.launch_layer("lowlat_target_front", step, layer, stream);
-    if (s.selects[static_cast<std::size_t>(layer)]) {
-      s.launch_layer("lowlat_target_select", step, layer, stream);
-    }
-    s.launch_layer("lowlat_target_back", step, layer, stream);
-  }
-  s.launch("lowlat_target_head", step, stream, s.num_blocks);
+  state_->launch_target({step, {}}, stream);
+}
+void ResidentStep::launch(const lowlat_hosted_step& step, void* stream) const {
+  state_->launch_target({{}, step}, stream);
+}
+void ResidentStep::launch(const lowlat_proposal& proposal, void* stream) const {
+  state_->launch("lowlat_propose", proposal, stream, state_->num_blocks);
 }
 
 void ResidentStep::launch(const lowlat_draft& draft, void* stream) const {
@@ -149,6 +164,15 @@ void ResidentStep::launch(const lowlat_draft& draft, void* stream) const {
 void ResidentStep::launch(const lowlat_accept& accept, void* stream) const {
   const State& s = *state_;
   s.launch("lowlat_accept_tokens", accept, stream, std::min(accept.batch_size, s.num_blocks));
+}
+
+void ResidentStep::move_pools(const lowlat::persistent::ModelWeights& weights,
+                              const lowlat_pools& pools) {
+  State& s = *state_;
+  s.rank_values.pools = lowlat::amd::devices::pools_of(pools);
+  // The copy of the weights' places is this step's own, and has the pools' among them.
+  put(const_cast<lowlat::persistent::ModelWeights*>(s.rank_values.weights), &weights, 1);
+  put(s.rank, &s.rank_values, 1);
 }
 
 std::uint64_t ResidentStep::bytes() const {

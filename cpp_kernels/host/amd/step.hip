@@ -2,9 +2,10 @@
 // sources) and K2 (back) a layer, then head or propose, and the acceptance rule as one.
 //
 // Every kernel takes the rank (device memory), the blocks' words of the hand-offs, the number of
-// blocks, the call by value and the layer or stage. All blocks are resident at once, which the host
-// sees to (host/amd/geometry.hpp). A boundary of two launches of one stream is the hand-off between
-// them. It never ran on an AMD GPU: see docs/amd.md.
+// blocks, the call by value and the layer or stage. Steps of a model that keeps its caches and of a
+// hosted one are the same kernels. All blocks are resident at once, which the host sees to
+// (host/amd/geometry.hpp). A boundary of two launches of one stream is the hand-off between them.
+// It never ran on an AMD GPU: see docs/amd.md.
 #include "platform/amd.hpp"
 #include "platform/contract.hpp"
 // The platform comes first.
@@ -43,23 +44,30 @@ LOWLAT_DEVICE persistent::Program program_of(const persistent::Rank& rank, std::
 
 LOWLAT_KERNEL(kThreads)
 lowlat_target_front(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
-                    lowlat_step step, int layer_idx) {
-  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_front({step, {}}, layer_idx);
+                    persistent::TargetStep step, int layer_idx) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_front(step, layer_idx);
 }
 LOWLAT_KERNEL(kThreads)
 lowlat_target_select(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
-                     lowlat_step step, int layer_idx) {
-  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_select({step, {}}, layer_idx);
+                     persistent::TargetStep step, int layer_idx) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_select(step, layer_idx);
 }
 LOWLAT_KERNEL(kThreads)
 lowlat_target_back(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
-                   lowlat_step step, int layer_idx) {
-  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_back({step, {}}, layer_idx);
+                   persistent::TargetStep step, int layer_idx) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_back(step, layer_idx);
 }
 LOWLAT_KERNEL(kThreads)
 lowlat_target_head(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
-                   lowlat_step step) {
-  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).target_head({step, {}});
+                   persistent::TargetStep step) {
+  const bool runs = may_run(*rank);
+  persistent::Program program = program_of(*rank, arrived, num_blocks);
+  if (runs) {
+    program.target_head(step);
+  } else {
+    // A rank that was ended before the first front leaves no old hidden states either.
+    program.spoil(step);
+  }
 }
 LOWLAT_KERNEL(kThreads)
 lowlat_draft_inject(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
@@ -80,6 +88,11 @@ LOWLAT_KERNEL(kThreads)
 lowlat_draft_propose(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
                      lowlat_draft draft) {
   if (may_run(*rank)) program_of(*rank, arrived, num_blocks).draft_propose(draft);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_propose(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+               lowlat_proposal proposal) {
+  if (may_run(*rank)) program_of(*rank, arrived, num_blocks).propose(proposal);
 }
 LOWLAT_KERNEL(kThreads)
 lowlat_accept_tokens(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,

@@ -28,8 +28,13 @@ class ResidentStep {
 
   // Launches in one stream, which a stream may capture: the boundary between two is the hand-off.
   void launch(const lowlat_step& step, void* stream) const;
+  void launch(const lowlat_hosted_step& step, void* stream) const;
   void launch(const lowlat_draft& draft, void* stream) const;
+  void launch(const lowlat_proposal& proposal, void* stream) const;
   void launch(const lowlat_accept& accept, void* stream) const;
+
+  // Other caches from the next launch on; nothing that was launched may run.
+  void move_pools(const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools);
 
   std::uint64_t bytes() const;
   int num_blocks() const;

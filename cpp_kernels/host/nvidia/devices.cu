@@ -1,6 +1,8 @@
 // What CUDA finds here: the devices, and whether a store of one arrives in another.
 #include "host/devices.hpp"
 
+#include <memory>
+
 #include "platform/nvidia.hpp"
 
 #include "fused/instances.hpp"
@@ -8,9 +10,6 @@
 
 namespace lowlat::host {
 namespace {
-
-constexpr std::uint32_t kArrived = 0x10a7u;
-constexpr std::uint64_t kStoreBudgetNs = 5'000'000'000;
 
 __global__ void store_kernel(std::uint32_t* word, std::uint32_t value) {
   namespace plat = lowlat::nvidia::plat;
@@ -43,7 +42,14 @@ class PeerAccess {
   bool was_enabled_ = false;
 };
 
-// Throws Error where the store did not arrive.
+// A word of the host that copies reach without a buffer of the driver, for which they would wait.
+std::unique_ptr<std::uint32_t, cudaError_t (*)(void*)> pinned_word() {
+  void* word = nullptr;
+  cuda::check(cudaMallocHost(&word, sizeof(std::uint32_t)), "cudaMallocHost");
+  return {static_cast<std::uint32_t*>(word), cudaFreeHost};
+}
+
+// Throws Error where the store did not arrive. Every wait has a deadline: a device may hang.
 void store_into_peer(int from, int to) {
   using cuda::check;
   int can = 0;
@@ -52,8 +58,10 @@ void store_into_peer(int from, int to) {
     throw Error(LOWLAT_UNSUPPORTED, "the driver says that they cannot reach each other");
   check(cudaSetDevice(to), "cudaSetDevice");
   const cuda::Memory memory(sizeof(std::uint32_t));
-  check(cudaMemset(memory.data(), 0, memory.bytes()), "cudaMemset");
-  check(cudaDeviceSynchronize(), "cudaMemset");
+  const auto seen = pinned_word();
+  const cuda::Stream at_home;
+  check(cudaMemsetAsync(memory.data(), 0, memory.bytes(), at_home.get()), "cudaMemsetAsync");
+  at_home.wait(kStoreBudgetNs);
   check(cudaSetDevice(from), "cudaSetDevice");
   const PeerAccess access(to);
   const cuda::Stream stream;
@@ -61,18 +69,11 @@ void store_into_peer(int from, int to) {
   check(cudaGetLastError(), "a kernel's launch");
   stream.wait(kStoreBudgetNs);
   check(cudaSetDevice(to), "cudaSetDevice");
-  std::uint32_t seen = 0;
-  check(cudaMemcpy(&seen, memory.data(), sizeof seen, cudaMemcpyDeviceToHost), "cudaMemcpy");
-  if (seen != kArrived) throw Error(LOWLAT_FAULT, "the store did not arrive");
-}
-
-std::string words_of(void (*attempt)(int, int), int from, int to) {
-  try {
-    attempt(from, to);
-    return "";
-  } catch (const Error& error) {
-    return error.what();
-  }
+  check(cudaMemcpyAsync(seen.get(), memory.data(), sizeof *seen, cudaMemcpyDeviceToHost,
+                        at_home.get()),
+        "cudaMemcpyAsync");
+  at_home.wait(kStoreBudgetNs);
+  if (*seen != kArrived) throw Error(LOWLAT_FAULT, "the store did not arrive");
 }
 
 }  // namespace
@@ -99,14 +100,7 @@ PlatformDevices nvidia_devices() {
          "sm_" + std::to_string(properties.major) + std::to_string(properties.minor),
          cuda::refusal_of_device(i)});
   }
-  for (int from = 0; from < count; ++from) {
-    for (int to = 0; to < count; ++to) {
-      if (from == to) continue;
-      const std::string& no_code = found.devices[from].refusal;
-      found.peers.push_back(
-          {from, to, no_code.empty() ? words_of(store_into_peer, from, to) : no_code});
-    }
-  }
+  found.peers = stores_between(found.devices, store_into_peer);
   cuda::check(cudaSetDevice(0), "cudaSetDevice");
   return found;
 }

@@ -623,16 +623,13 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   index.hop = hop(layer_idx);
   index.packets = s.memory.packets;
   index.x_index = x_index(layer_idx);
-  index.qa = s.memory.qa;
-  index.qa_squares = s.memory.qa_squares;
   index.head_stride = fused::compress_width(compress);
   index.head_sums = s.compress_sums + index.head_stride - s.shape.kIndexHeads;
   index.block_scores = layer_idx == s.config.candidate_layer ? s.block_scores : nullptr;
   index.blocks = plan.candidate_source >= 0 ? s.blocks : nullptr;
   index.new_keys = owns;
   index.out_blocks = s.blocks;
-  index.qkv_done =
-      gate(layer_idx, fused::kLayerQkv, fused::front_qkv_blocks(fused::FusedModel::v41));
+  fused::set_index_latent(s.memory, fused::FusedModel::v41, index.rows.num_rows, layer_idx, &index);
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::index_score_blocks(index.format));
@@ -822,10 +819,11 @@ void FusedStep::State::lay_wo_a() {
   std::uint32_t count = 0;
   check(cudaMemcpy(&count, inexact, sizeof count, cudaMemcpyDeviceToHost), "cudaMemcpy");
   if (count > 0) {
-    throw Error(LOWLAT_UNSUPPORTED,
-                std::to_string(count) +
-                    " values of attn.wo_a.weight are no e4m3 values under a power of two for each "
-                    "32 x 32, as the fused schedule reads them (nvidia:persistent does without)");
+    throw Error(
+        LOWLAT_UNSUPPORTED,
+        std::to_string(count) +
+            " values of attn.wo_a.weight are no e4m3 values under a power of two for each "
+            "32 x 32, as the published checkpoint has them and the fused schedule reads them");
   }
   take_weights(weights);
 }

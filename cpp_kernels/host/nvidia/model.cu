@@ -25,11 +25,14 @@ constexpr const char* kCatalogue =
     "draft nvidia sm_90a persistent three stages, Markov proposals, Philox noise\n"
     "plain nvidia sm_90a persistent the same units, any number of rows\n";
 constexpr std::uint32_t kFusedLine = 6;  // behind those of persistent::KernelId
-const char* catalogue_with_fused() {
-  static const std::string all =
+const char* catalogue_with_fused(bool proposals) {
+  static const std::string steps =
       std::string(kCatalogue) +
       "step nvidia sm_90a fused whole target steps: layers, n-gram memory, index, head\n";
-  return all.c_str();
+  static const std::string proposed =
+      std::string(kCatalogue) +
+      "propose nvidia sm_90a fused a request's proposals, of what an engine's draft left\n";
+  return (proposals ? proposed : steps).c_str();
 }
 
 enum class Schedules { best, fused, persistent };
@@ -42,12 +45,19 @@ struct Words {
 };
 Words read_words(const std::string& platform) {
   Words out;
+  const auto twice = [&](const std::string& first, const std::string& second) {
+    return invalid("platform is \"" + platform + "\", which names " + first + " and " + second +
+                   "; needed one of them");
+  };
   for (std::size_t at = platform.find(':'); at != std::string::npos;) {
     const std::size_t next = platform.find(':', at + 1);
     const std::string word =
         platform.substr(at + 1, next == std::string::npos ? next : next - at - 1);
     at = next;
     if (word == "fused" || word == "persistent") {
+      if (out.schedules != Schedules::best) {
+        throw twice(out.schedules == Schedules::fused ? "fused" : "persistent", word);
+      }
       out.schedules = word == "fused" ? Schedules::fused : Schedules::persistent;
       continue;
     }
@@ -55,6 +65,7 @@ Words read_words(const std::string& platform) {
       out.loop = true;
       continue;
     }
+    const int before = out.device;
     const char* end = word.data() + word.size();
     const auto read = std::from_chars(word.data(), end, out.device);
     if (word.empty() || read.ec != std::errc{} || read.ptr != end || out.device < 0) {
@@ -62,6 +73,7 @@ Words read_words(const std::string& platform) {
                     "\"; needed nvidia or nvidia:N, N a device's number, and after further colons "
                     "fused, persistent or loop");
     }
+    if (before >= 0) throw twice("device " + std::to_string(before), word);
   }
   return out;
 }
@@ -78,7 +90,10 @@ class NvidiaModel final : public Model {
   // fused: there are fused kernels for the model, and they are wanted; forced: nothing else is.
   NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
               bool fused, bool forced, bool loop)
-      : Model(config, hosting, "nvidia", fused ? catalogue_with_fused() : kCatalogue, false),
+      : Model(config, hosting, "nvidia",
+              fused ? catalogue_with_fused(hosting != nullptr && hosting->proposals != 0)
+                    : kCatalogue,
+              false),
         device_(device),
         fused_(fused),
         forced_(forced) {
@@ -208,6 +223,12 @@ class NvidiaModel final : public Model {
   }
   void move_pools() override {
     const OnDevice on(device_);
+    if (fused_step_ != nullptr && pools().split_index != 0) {
+      throw Error(
+          LOWLAT_UNSUPPORTED,
+          "split_index is 1; the fused schedule reads packed pages (nvidia:persistent reads "
+          "both)");
+    }
     step_->move_pools(weights(), pools());
     if (fused_step_ != nullptr) fused_step_->move_pools(weights(), pools());
   }

@@ -19,6 +19,21 @@ namespace stages = lowlat::nvidia::stages;
 
 constexpr int kThreads = persistent::Block::kNumThreads;
 
+#if LOWLAT_STAMPS
+__device__ persistent::HandOffStamp* hand_off_stamps;
+#endif
+
+LOWLAT_DEVICE persistent::Grid grid_of(std::uint32_t* arrived) {
+  return {
+      arrived,
+      static_cast<int>(blockIdx.x),
+      static_cast<int>(gridDim.x),
+#if LOWLAT_STAMPS
+      hand_off_stamps,
+#endif
+  };
+}
+
 // A rank that was ended runs nothing more: true when the block may go on.
 LOWLAT_DEVICE bool may_run(const persistent::Rank& rank) {
   const stages::FaultPort& fault = rank.port.fault;
@@ -47,8 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     resident_kernel(const __grid_constant__ persistent::Rank rank, std::uint32_t* arrived,
                     const __grid_constant__ Call call) {
   const bool ended = plat::block_any(!may_run(rank));
-  persistent::Program program(rank,
-                              {arrived, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)});
+  persistent::Program program(rank, grid_of(arrived));
   if (ended) {
     if constexpr (std::is_same_v<Call, persistent::TargetStep>) program.spoil(call);
     if constexpr (std::is_same_v<Call, StepCut>) program.spoil(call.step);
@@ -122,6 +136,12 @@ const T* copied(std::vector<Memory>& pieces, const T* values, std::size_t count)
 }
 
 }  // namespace
+
+#if LOWLAT_STAMPS
+void stamp_hand_offs(void* stamps) {
+  check(cudaMemcpyToSymbol(hand_off_stamps, &stamps, sizeof stamps), "cudaMemcpyToSymbol");
+}
+#endif
 
 std::int64_t step_box_packets(const shape::RuntimeShape& shape) {
   return persistent::Program::box_packets(shape, shape.kMaxRows);
@@ -246,8 +266,7 @@ void ResidentStep::move_pools(const lowlat::persistent::ModelWeights& weights,
                               const lowlat_pools& pools) {
   State& s = *state_;
   s.weights = weights;
-  s.rank.pools = {pools.num_pages, pools.num_window_pages, pools.num_requests, pools.window_slots,
-                  pools.history};
+  s.rank.pools = lowlat::nvidia::devices::pools_of(pools);
   check(cudaMemcpy(s.device_weights, &weights, sizeof weights, cudaMemcpyHostToDevice),
         "cudaMemcpy");
 }

@@ -16,6 +16,12 @@ namespace lowlat::host::cuda {
 // Packets of a box that hold every exchange of a step or a prompt chunk.
 std::int64_t step_box_packets(const shape::RuntimeShape& shape);
 
+#if LOWLAT_STAMPS
+// Where resident kernels leave their stamps from now on: device memory, zeroed, of
+// persistent::kStampedHandOffs rows of a HandOffStamp a block; NULL: nowhere.
+void stamp_hand_offs(void* stamps);
+#endif
+
 // A layer's experts for the fused regions; marlin_inner as of its ModelWeights. Marlin's tiles must
 // need no padding: a rank's expert width is a multiple of 64.
 lowlat::fused::MoeWeights moe_weights(const lowlat::persistent::LayerWeights& w, int marlin_inner);

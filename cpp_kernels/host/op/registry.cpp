@@ -284,7 +284,10 @@ OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
     if (!names.empty()) names += name == built_platforms().back() ? " and " : ", ";
     names += name;
   }
-  require(built, std::string("platform is ") + platform + "; this build has " + names);
+  const bool on_amd = std::string_view(platform).starts_with("amd");
+  require(built, std::string("platform is ") + platform +
+                     (on_amd ? ", which runs whole models and no operation alone" : "") +
+                     "; this build has " + names);
 
   std::map<std::string, const lowlat_array*> given;
   for (const lowlat_array& a : inputs) {

@@ -376,7 +376,11 @@ typedef struct lowlat_pools {
                      * one that is no token of the vocabulary is an image. NULL where there is no
                      * Engram. LOWLAT_DECODE moves the row's token in; verify steps leave it */
   int32_t num_tensors;
-  int32_t reserved;
+  /* V4.1: 1 where an index is two row-major tensors of 64 entries a page: kv.index.N u8
+   * [pages, 4096], of a page [4, 64, 16] the 16 code bytes of each 32 values of an entry; and
+   * kv.index_scales.N u8 [pages, 256], of a page [4, 64] their ue8m0 scales, entry i at place
+   * 4 * (i % 16) + i / 16. */
+  int32_t split_index;
   const char* const* names;     /* [num_tensors] every pool that lowlat_model_tensor() lists */
   const lowlat_tensor* tensors; /* [num_tensors] shape[0] may be more than is used. States are
                                  * [rows, width]: a ring a request of V4.1's ratio 2
@@ -471,8 +475,9 @@ typedef struct lowlat_array {
  * every device stores into every other's memory. Takes a second on a machine with devices. JSON:
  * {"nvidia": {"built", "architectures", "toolkit", "driver", "refusal", "fused": [{"name",
  * "shapes", "rows"}], "devices": [{"name", "isa", "refusal"}], "peers": [{"from", "to",
- * "refusal"}]}}; a refusal is "" where all is well, "built" is false in a library without kernels
- * of the platform, "fused" says which fused kernels are built for which models, ranks and rows.
+ * "refusal"}]}, "amd": {the same}}; a refusal is "" where all is well, "built" is false in a
+ * library without kernels of the platform, "fused" says which fused kernels are built for which
+ * models, ranks and rows.
  * Valid until the calling thread's next call of this function. */
 LOWLAT_API const char* lowlat_devices(void);
 

@@ -127,8 +127,9 @@ def all_checks() -> Iterator[Check]:
     yield nvcc_check()
     yield hip_compiler_check()
     yield devices_check("NVIDIA GPUs", "cuda", "libcuda.so.1", "the NVIDIA driver")
-    yield from nvidia_kernels_checks()
+    yield from gpu_kernels_checks(NVIDIA)
     yield devices_check("AMD GPUs", "hip", "libamdhip64.so", "the ROCm runtime")
+    yield from gpu_kernels_checks(AMD)
     yield sglang_check()
 
 
@@ -333,37 +334,71 @@ def devices_check(name: str, question: str, library: str, brings: str) -> Check:
     return Check(name, OK, False, tried, f"{len(devices)}: {', '.join(devices)}")
 
 
-def nvidia_kernels_checks() -> Iterator[Check]:
+@dataclass(frozen=True)
+class Vendor:
+    """What the lines of a vendor's kernels say."""
+
+    word: str  # the kernel library's
+    name: str
+    runtime: str  # what `toolkit` of the answer is
+    build: str  # brings kernels into the library
+    driver: str  # brings devices that are not seen
+    archs: str  # builds for the devices that are here
+    joined: str  # GPUs that can be ranks
+
+
+NVIDIA = Vendor(
+    "nvidia",
+    "NVIDIA",
+    "CUDA {toolkit}, built for {architectures}; driver for CUDA {driver}",
+    "build lowlat where nvcc is (LOWLAT_PIP_CUDA=1 pip install . fetches one)",
+    "nothing, unless a GPU should be here; then install its driver",
+    "build lowlat for these GPUs (LOWLAT_CUDA_ARCHS)",
+    "GPUs of one host, joined by NVLink or PCIe with peer access, serve as ranks",
+)
+AMD = Vendor(
+    "amd",
+    "AMD",
+    "{toolkit}, code for {architectures}",
+    "build lowlat where a clang for AMD parts is (LOWLAT_PIP_HIP=1 pip install . fetches one)",
+    "nothing, unless a GPU should be here; then install ROCm 6 or 7 and see rocminfo",
+    "gfx942 (MI300X, MI325X) and gfx950 (MI350X, MI355X) are built; rocminfo names the part",
+    "GPUs of one host that reach each other serve as ranks (rocm-smi --showtopoaccess)",
+)
+
+
+def gpu_kernels_checks(vendor: Vendor) -> Iterator[Check]:
     """Whether the library's own kernels run on the GPUs here, and reach from one to the other."""
-    name, tried = "NVIDIA kernels", "run this library's kernels on every GPU"
-    build = "build lowlat where nvcc is (LOWLAT_PIP_CUDA=1 pip install . fetches one)"
+    name, tried = f"{vendor.name} kernels", "run this library's kernels on every GPU"
     try:
-        answer = ask("devices", str(installed_file(*LIBRARY)))["nvidia"]
+        answer = ask("devices", str(installed_file(*LIBRARY)))[vendor.word]
     except (NoAnswerError, CommandError, KeyError) as error:
         yield Check(name, BROKEN, False, tried, one_line(error), REINSTALL)
         return
     if not answer["built"]:
-        yield Check(name, NONE, False, tried, answer["refusal"] or "the library has none", build)
+        words = answer["refusal"] or "the library has none"
+        yield Check(name, NONE, False, tried, words, vendor.build)
         return
-    built = f"CUDA {answer['toolkit']}, built for {answer['architectures']}"
+    built = vendor.runtime.format(**answer)
     if answer["refusal"]:
-        change = "nothing, unless a GPU should be here; then install its driver"
-        yield Check(name, NONE, False, tried, f"{built}; {answer['refusal']}", change)
+        # Without a device there is no driver to tell of.
+        seen = built.partition(";")[0].removeprefix(", ")  # an absent runtime has no name
+        yield Check(name, NONE, False, tried, f"{seen}; {answer['refusal']}", vendor.driver)
         return
     refused = [
-        f"GPU {idx} ({device['isa']}): {device['refusal']}"
+        f"GPU {idx}{' (' + device['isa'] + ')' if device['isa'] else ''}: {device['refusal']}"
         for idx, device in enumerate(answer["devices"])
         if device["refusal"]
     ]
-    words = "; ".join((built, f"driver for CUDA {answer['driver']}", *refused))
+    words = "; ".join((built, *refused))
     status = BROKEN if refused else OK
-    change = "build lowlat for these GPUs (LOWLAT_CUDA_ARCHS)" if refused else ""
+    change = vendor.archs if refused else ""
     runs = len(answer["devices"]) - len(refused)
     yield Check(name, status, False, tried, f"they run on {runs}; {words}", change)
     if answer.get("fused"):
         yield fused_check(answer["fused"])
     if answer["peers"]:
-        yield peer_check(answer["peers"])
+        yield peer_check(answer["peers"], vendor)
 
 
 def fused_check(kernels: Sequence[dict[str, Any]]) -> Check:
@@ -371,17 +406,16 @@ def fused_check(kernels: Sequence[dict[str, Any]]) -> Check:
     return Check("fused kernels", OK, False, "ask the library for its fused kernels", words)
 
 
-def peer_check(peers: Sequence[dict[str, Any]]) -> Check:
+def peer_check(peers: Sequence[dict[str, Any]], vendor: Vendor) -> Check:
     lost = [f"{p['from']} to {p['to']}: {p['refusal']}" for p in peers if p["refusal"]]
     words = "; ".join((f"{len(peers) - len(lost)} of {len(peers)} arrived", *lost))
-    change = "GPUs of one host, joined by NVLink or PCIe with peer access, serve as ranks"
     return Check(
-        "GPU peer access",
+        f"{vendor.name} peer access",
         BROKEN if lost else OK,
         False,
         "a store by a kernel on each GPU into the memory of each other",
         words,
-        change if lost else "",
+        vendor.joined if lost else "",
     )
 
 

@@ -97,7 +97,8 @@ def program(name: str) -> Path:
         raise RefusedError(
             f"bench {what_of(name)} needs kernels for NVIDIA GPUs, and this lowlat was built"
             " without; build it where nvcc is (LOWLAT_PIP_CUDA=1 pip install . fetches one) for a"
-            " machine with a GPU of sm_90"
+            " machine with a GPU of sm_90 (AMD GPUs are timed by test_host_amd_gpu alone, see"
+            " docs/amd.md)"
         ) from None
 
 

@@ -2,9 +2,8 @@
 DSpark draft. Requirements, features and reasons are the dispatcher's own.
 """
 
-from typing import Any
-
-from lowlat import build, config, guard
+from lowlat import build, guard
+from lowlat.specs.alike import API_VERSION, LOGITS_MEDIAN_REL, MAX_ROWS, alike
 
 _WRONG_VERSION = guard.version_reasons()
 if _WRONG_VERSION:
@@ -19,52 +18,24 @@ from sglang.kernels.plugin_kernels.nvidia.spec import (  # noqa: E402 (after the
     Requirements,
 )
 
-API_VERSION = 1
-# Rows of 8 requests with 5 drafts each, the widest step of the kernels.
-MAX_ROWS = 48
-# Median over rows of |logits - float64| / |float64|, as tests/python/test_whole_model.py holds it
-# for the scalar kernels; against SGLang's own kernels it is not measured.
-LOGITS_MEDIAN_REL = 0.03
-
-
-def common(settings: list[list[dict[str, Any]]]) -> dict[str, list[Any]]:
-    """Accepted values of the settings that all models require alike, by name."""
-    first, *rest = [{row["name"]: row["accepted"] for row in rows} for rows in settings]
-    same = {
-        name: all(other.get(name) == accepted for other in rest) for name, accepted in first.items()
-    }
-    return {name: accepted for name, accepted in first.items() if same[name]}
-
 
 def requirements() -> Requirements:
-    """What every model's kernels need; what differs between models is left to the guard."""
-    specs = list(config.requirements(guard.ISA).values())
-    # The model's own class decides these, under names that its configuration has no more.
-    published_only = {"model_type", "weight_block_size"}
-    model = common([spec["model"] for spec in specs])
-    server_args = common([spec["server_args"] for spec in specs])
-    # Where no value is accepted too (no speculation), an exact set would refuse it.
-    server_args.pop("speculative_algorithm")
+    """What every model's kernels need."""
+    needs = alike(guard.ISA)
     return Requirements(
         isas=frozenset({guard.ISA}),
-        # A rank alone is for tests of the kernels, not for a server.
-        tp_sizes=frozenset(size for size in specs[0]["tp_sizes"] if size > 1),
-        resident_blocks=max(spec["resident_blocks"] for spec in specs),
-        dtypes=frozenset(specs[0]["dtypes"]),
-        server_args={name: frozenset(accepted) for name, accepted in server_args.items()},
-        hf_config={
-            name: accepted[0] for name, accepted in model.items() if name not in published_only
-        },
-        env={
-            name: accepted[0] for name, accepted in common([spec["env"] for spec in specs]).items()
-        },
+        tp_sizes=needs.tp_sizes,
+        resident_blocks=needs.resident_blocks,
+        dtypes=needs.dtypes,
+        server_args=needs.server_args,
+        hf_config=needs.hf_config,
+        env=needs.env,
     )
 
 
 def features() -> frozenset[Feature]:
     """The features that all models' kernels accept."""
-    specs = config.requirements(guard.ISA).values()
-    names = set.intersection(*(set(spec["features"]) for spec in specs))
+    names = alike(guard.ISA).features
     return frozenset(feature for feature in Feature if feature.name.lower() in names)
 
 

@@ -25,6 +25,40 @@ fn divides(family: ModelFamily) -> Vec<Divides> {
     divides
 }
 
+/// Sizes of DeepSeek-V4-Flash that compiled kernels are for.
+const V4_SIZES: [(&str, u32); 13] = [
+    ("hidden_size", 4096),
+    ("num_hidden_layers", 43),
+    ("num_attention_heads", 64),
+    ("q_lora_rank", 1024),
+    ("o_groups", 8),
+    ("o_lora_rank", 1024),
+    ("sliding_window", 128),
+    ("n_routed_experts", 256),
+    ("num_experts_per_tok", 6),
+    ("moe_intermediate_size", 2048),
+    ("index_n_heads", 64),
+    ("index_head_dim", 128),
+    ("index_topk", 512),
+];
+
+/// Sizes of DeepSeek-V4.1-Flash that compiled kernels are for.
+const V41_SIZES: [(&str, u32); 13] = [
+    ("hidden_size", 5120),
+    ("num_hidden_layers", 40),
+    ("num_attention_heads", 64),
+    ("q_lora_rank", 1280),
+    ("o_groups", 8),
+    ("o_lora_rank", 1024),
+    ("sliding_window", 128),
+    ("n_routed_experts", 384),
+    ("num_experts_per_tok", 6),
+    ("moe_intermediate_size", 2304),
+    ("index_n_heads", 32),
+    ("index_head_dim", 128),
+    ("index_topk", 512),
+];
+
 /// What the family's rules fix, whatever the sizes.
 fn model_rules(family: ModelFamily) -> Vec<OneOf> {
     vec![
@@ -47,8 +81,13 @@ fn scalar(family: ModelFamily, name: &str) -> Requirements {
     }
 }
 
-/// A family on Hopper: the published `sizes`, in the expert layout of the Marlin runner.
-fn nvidia(family: ModelFamily, name: &str, sizes: [(&str, u32); 13]) -> Requirements {
+/// A family on GPUs, inside a server: the published sizes, and the caches and metadata that the
+/// kernels read there. What is the vendor's own comes on top.
+fn served(family: ModelFamily, name: &str, isa: &str, resident_blocks: u32) -> Requirements {
+    let sizes = match family {
+        ModelFamily::V4 => V4_SIZES,
+        ModelFamily::V41 => V41_SIZES,
+    };
     let sizes = sizes.map(|(field, size)| OneOf::new(field, [size]));
     Requirements {
         tp_sizes: vec![1, 2, 4, 8],
@@ -56,7 +95,6 @@ fn nvidia(family: ModelFamily, name: &str, sizes: [(&str, u32); 13]) -> Requirem
         model: [model_rules(family), sizes.into()].concat(),
         divides: divides(family),
         server_args: vec![
-            OneOf::new("moe_runner_backend", ["marlin"]),
             OneOf::new("page_size", [256]),
             OneOf::new("kv_cache_dtype", ["fp8_e4m3"]).or_unset(),
             OneOf::new("attention_backend", ["dsv4"]).or_unset(),
@@ -66,21 +104,50 @@ fn nvidia(family: ModelFamily, name: &str, sizes: [(&str, u32); 13]) -> Requirem
         env: vec![
             // 584 bytes a token; the other layout has rows that these kernels do not read.
             OneOf::new("SGLANG_DSV4_KV_LAYOUT", ["v4"]).or_unset(),
-            OneOf::new("SGLANG_DSV4_FP4_DEQUANT", [false]).or_unset(),
-            OneOf::new("SGLANG_DSV4_FP4_EXPERTS", [true]).or_unset(),
-            // The query's and the key's first projection are read as one matrix.
-            OneOf::new("SGLANG_OPT_FUSE_WQA_WKV", [true]).or_unset(),
             OneOf::new("SGLANG_DSV4_COMPRESS_STATE_DTYPE", ["float32"]).or_unset(),
             OneOf::new("SGLANG_ENABLE_DSV41_ENGRAM_HOST_TABLE", [false]).or_unset(),
-            OneOf::new("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", [true]).or_unset(),
             // It would move the draft's context KV to another time of the step.
             OneOf::new("SGLANG_DSPARK_DEFER_CONTEXT_KV", [false]).or_unset(),
         ],
-        // One block a multiprocessor of an H100 SXM or H200.
-        resident_blocks: 132,
+        resident_blocks,
         features: BTreeSet::from([Feature::SpeculativeDecoding]),
-        ..Requirements::new(name, &["sm_90"])
+        ..Requirements::new(name, &[isa])
     }
+}
+
+/// A family on Hopper: weights are read where the server keeps them, experts in the layout of the
+/// Marlin runner. One block a multiprocessor of an H100 SXM or H200.
+fn nvidia(family: ModelFamily, name: &str) -> Requirements {
+    let mut needs = served(family, name, "sm_90", 132);
+    let runner = OneOf::new("moe_runner_backend", ["marlin"]);
+    needs.server_args.insert(0, runner);
+    needs.env.extend([
+        OneOf::new("SGLANG_DSV4_FP4_DEQUANT", [false]).or_unset(),
+        OneOf::new("SGLANG_DSV4_FP4_EXPERTS", [true]).or_unset(),
+        // The query's and the key's first projection are read as one matrix.
+        OneOf::new("SGLANG_OPT_FUSE_WQA_WKV", [true]).or_unset(),
+        OneOf::new("SGLANG_DSPARK_OPT_MARKOV_W2_BF16", [true]).or_unset(),
+    ]);
+    needs
+}
+
+/// A family on a CDNA part: weights are copies of the checkpoint's tensors, so that no setting of
+/// their layout matters. One block a compute unit of a whole part.
+fn amd(family: ModelFamily, name: &str, isa: &str, resident_blocks: u32) -> Requirements {
+    let mut needs = served(family, name, isa, resident_blocks);
+    // The index keys' pages have a layout of their own behind it.
+    let indexer = OneOf::new("enable_deepseek_v4_fp4_indexer", [false]).or_unset();
+    needs.server_args.push(indexer);
+    needs.env.extend([
+        // Every value but unified_kv_triton, which keeps no pages.
+        OneOf::new(
+            "SGLANG_HACK_FLASHMLA_BACKEND",
+            ["auto", "aiter_sparse", "tilelang", "triton", "torch"],
+        )
+        .or_unset(),
+        OneOf::new("SGLANG_HIP_DSV41_INDEX_K_PAGE8", [false]).or_unset(),
+    ]);
+    needs
 }
 
 /// DeepSeek-V4-Flash on the `scalar` platform: any size that divides over 1, 2, 4 or 8 ranks.
@@ -114,22 +181,7 @@ pub fn v41_scalar() -> Requirements {
 /// ```
 #[must_use]
 pub fn v4_nvidia() -> Requirements {
-    let sizes = [
-        ("hidden_size", 4096),
-        ("num_hidden_layers", 43),
-        ("num_attention_heads", 64),
-        ("q_lora_rank", 1024),
-        ("o_groups", 8),
-        ("o_lora_rank", 1024),
-        ("sliding_window", 128),
-        ("n_routed_experts", 256),
-        ("num_experts_per_tok", 6),
-        ("moe_intermediate_size", 2048),
-        ("index_n_heads", 64),
-        ("index_head_dim", 128),
-        ("index_topk", 512),
-    ];
-    nvidia(ModelFamily::V4, "lowlat_v4_nvidia", sizes)
+    nvidia(ModelFamily::V4, "lowlat_v4_nvidia")
 }
 
 /// DeepSeek-V4.1-Flash on Hopper: the published sizes, on 1, 2, 4 or 8 ranks (1 is the shard of one
@@ -141,33 +193,50 @@ pub fn v4_nvidia() -> Requirements {
 /// ```
 #[must_use]
 pub fn v41_nvidia() -> Requirements {
-    let sizes = [
-        ("hidden_size", 5120),
-        ("num_hidden_layers", 40),
-        ("num_attention_heads", 64),
-        ("q_lora_rank", 1280),
-        ("o_groups", 8),
-        ("o_lora_rank", 1024),
-        ("sliding_window", 128),
-        ("n_routed_experts", 384),
-        ("num_experts_per_tok", 6),
-        ("moe_intermediate_size", 2304),
-        ("index_n_heads", 32),
-        ("index_head_dim", 128),
-        ("index_topk", 512),
-    ];
-    nvidia(ModelFamily::V41, "lowlat_v41_nvidia", sizes)
+    nvidia(ModelFamily::V41, "lowlat_v41_nvidia")
+}
+
+/// A family on each CDNA part that there are code objects for: the published sizes on 1, 2, 4 or 8
+/// ranks. They never ran on one.
+///
+/// ```
+/// use lowlat_core::config::ModelFamily;
+/// use lowlat_core::spec::amd_parts;
+/// let [first, second] = amd_parts(ModelFamily::V4);
+/// assert_eq!((first.isas[0].as_str(), first.resident_blocks), ("gfx950", 256));
+/// assert_eq!((second.isas[0].as_str(), second.resident_blocks), ("gfx942", 304));
+/// ```
+#[must_use]
+pub fn amd_parts(family: ModelFamily) -> [Requirements; 2] {
+    // MI350X and MI355X; MI300X and MI325X.
+    [("gfx950", 256), ("gfx942", 304)].map(|(isa, resident_blocks)| {
+        let name = match family {
+            ModelFamily::V4 => format!("lowlat_v4_{isa}"),
+            ModelFamily::V41 => format!("lowlat_v41_{isa}"),
+        };
+        amd(family, &name, isa, resident_blocks)
+    })
 }
 
 /// Every set of built-in requirements, with the family that it is for.
 #[must_use]
-pub fn built_in() -> [(ModelFamily, Requirements); 4] {
+pub fn built_in() -> Vec<(ModelFamily, Requirements)> {
+    let [v4, v41] = [ModelFamily::V4, ModelFamily::V41].map(|family| {
+        let parts = amd_parts(family).into_iter();
+        parts.map(move |part| (family, part))
+    });
     [
         (ModelFamily::V4, v4_scalar()),
         (ModelFamily::V4, v4_nvidia()),
+    ]
+    .into_iter()
+    .chain(v4)
+    .chain([
         (ModelFamily::V41, v41_scalar()),
         (ModelFamily::V41, v41_nvidia()),
-    ]
+    ])
+    .chain(v41)
+    .collect()
 }
 
 /// The requirements of a family on a device's machine code; `None` where there are no kernels.
@@ -436,6 +505,36 @@ mod tests {
     }
 
     #[test]
+    fn cdna_parts_take_any_expert_runner_and_no_layout_of_their_own() {
+        for (isa, blocks) in [("gfx950", 256), ("gfx942", 304)] {
+            for model in ["v4-flash", "v41-flash"] {
+                let options = format!(
+                    r#"{{"tp_size": 4, "isa": "{isa}", "resident_blocks": {blocks},
+                    "page_size": 256, "moe_runner_backend": "aiter",
+                    "features": ["speculative_decoding"]}}"#
+                );
+                assert!(texts(model, &options).is_empty(), "{model} {isa}");
+            }
+            let options = format!(
+                r#"{{"tp_size": 4, "isa": "{isa}", "resident_blocks": {}, "page_size": 256,
+                "server_args": {{"enable_deepseek_v4_fp4_indexer": true}},
+                "env": {{"SGLANG_HACK_FLASHMLA_BACKEND": "unified_kv_triton",
+                         "SGLANG_DSV4_FP4_DEQUANT": true}}}}"#,
+                blocks / 2
+            );
+            let need = format!("[108] resident_blocks is {}", blocks / 2);
+            let told = texts("v4-flash", &options);
+            assert_eq!(told.len(), 3, "{told:?}");
+            let indexer = "[106] enable_deepseek_v4_fp4_indexer is true; these kernels need false \
+                           (change: leave out --enable-deepseek-v4-fp4-indexer)";
+            assert_eq!(told[0], indexer);
+            let backend = "[107] SGLANG_HACK_FLASHMLA_BACKEND is unified_kv_triton; these kernels";
+            assert!(told[1].starts_with(backend));
+            assert!(told[2].starts_with(&need));
+        }
+    }
+
+    #[test]
     fn everything_that_is_wrong_on_hopper_is_told_at_once() {
         let options = r#"{"tp_size": 3, "isa": "sm_90", "dtype": "float16", "resident_blocks": 66,
             "page_size": 64, "features": ["lora"],
@@ -478,8 +577,11 @@ mod tests {
     #[test]
     fn a_device_without_kernels_and_a_config_of_another_model_are_declines() {
         assert_eq!(
-            texts("tiny-v41", r#"{"isa": "gfx950"}"#),
-            ["[101] isa is gfx950; these kernels need scalar or sm_90 (change: --isa)"]
+            texts("tiny-v41", r#"{"isa": "gfx90a"}"#),
+            [
+                "[101] isa is gfx90a; these kernels need scalar or sm_90 or gfx950 or gfx942 \
+                 (change: --isa)"
+            ]
         );
         let declines = check("{\"model_type\": \"llama\"}", &CheckOptions::default());
         assert!(!declines.is_empty());

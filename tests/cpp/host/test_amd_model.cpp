@@ -1,7 +1,13 @@
 // The platform amd's host side over a HIP runtime of our own (tests/fakes/hip_runtime.cpp): what it
 // launches and with which parameters, every call that may fail, every refusal. No kernel runs here.
+//
+// Planted and seen to fail: the selection behind the layer's end, a kernel's parameters in another
+// order, compute units that ranks of one device do not share, an abort of the own rank alone, work
+// whose end nobody notes, memory of another process that stays mapped, and a store to a peer that
+// is not looked for.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <set>
@@ -11,6 +17,7 @@
 #include "check.hpp"
 #include "host/amd/geometry.hpp"
 #include "host/amd/hip.hpp"
+#include "host/devices.hpp"
 #include "host/region.hpp"
 #include "host/tiny_group.hpp"
 #include "persistent/program.hpp"
@@ -231,13 +238,15 @@ TEST_CASE(parameters_lie_as_a_kernel_reads_them) {
     CHECK_EQ(launch.threads, 256u);
     CHECK_EQ(launch.device, r);
     // Pointer, pointer, int, the call at the next multiple of 8, int.
-    CHECK_EQ(launch.parameters.size(), 24 + sizeof(lowlat_step) + 8);
+    CHECK_EQ(launch.parameters.size(), 24 + sizeof(persistent::TargetStep) + 8);
     const auto* rank = at<const persistent::Rank*>(launch, 0);
     CHECK_EQ(fake().kind_of(rank), 0);
     CHECK_EQ(fake().kind_of(at<const void*>(launch, 8)), 0);
     CHECK_EQ(at<int>(launch, 16), 4);
     CHECK(std::memcmp(launch.parameters.data() + 24, &calls.step, sizeof calls.step) == 0);
-    CHECK_EQ(at<int>(launch, 24 + sizeof(lowlat_step)), 3);
+    // No hosted one beside it.
+    CHECK(!at<persistent::TargetStep>(launch, 24).is_hosted());
+    CHECK_EQ(at<int>(launch, 24 + sizeof(persistent::TargetStep)), 3);
     CHECK_EQ(rank->port.fault.tp_rank, r);
     CHECK_EQ(rank->port.fault.tp_size, 2);
     CHECK_EQ(rank->port.fault.budget_ns, group.config().wait_budget_ns);
@@ -259,6 +268,206 @@ TEST_CASE(parameters_lie_as_a_kernel_reads_them) {
   const auto* left = at<const persistent::Rank*>(seen()[0], 0);
   const auto* right = at<const persistent::Rank*>(seen()[10], 0);
   for (int r = 0; r < 2; ++r) CHECK(left->port.outboxes[r] == right->port.outboxes[r]);
+}
+
+// A hosted model of one rank over memory of its own; weights are whatever that holds.
+struct HostedAmd {
+  lowlat_model_config config;
+  lowlat_model* model = nullptr;
+  std::vector<std::int64_t> words;
+  std::vector<std::uint16_t> rows;
+  std::vector<std::int32_t> table;
+  lowlat_hosted_step step{};
+  lowlat_proposal proposal{};
+
+  HostedAmd(std::uint32_t kind, bool proposals, const char* platform = "amd")
+      : config(tiny_config(kind, 1, 0)), words(512), rows(1 << 16), table(64, 1) {
+    // A block's proposals, and a request's verify rows.
+    config.num_widths = 2;
+    config.widths[0] = config.draft_block;
+    config.widths[1] = config.draft_block + 1;
+    lowlat_hosting hosting{};
+    hosting.struct_bytes = sizeof hosting;
+    hosting.expert_layout = LOWLAT_ROW_MAJOR;
+    hosting.proposals = proposals ? 1 : 0;
+    TinyGroup::must(lowlat_hosted_create(platform, &config, &hosting, &model));
+    for (int i = 0; i < lowlat_model_num_tensors(model); ++i) {
+      const lowlat_tensor_spec spec = spec_of(i);
+      if (spec.role == LOWLAT_POOL) continue;
+      const lowlat_tensor tensor = dense_tensor(spec, memory(spec));
+      TinyGroup::must(lowlat_model_bind(model, spec.name, &tensor));
+    }
+    TinyGroup::must(lowlat_model_ready(model));
+    step.struct_bytes = sizeof step;
+    step.mode = LOWLAT_TARGET_VERIFY;
+    step.batch_size = 1;
+    step.tokens_per_request = config.draft_block + 1;
+    step.page_table_stride = step.num_table_pages = 4;
+    step.token_ids = step.positions = step.slots = step.requests = words.data();
+    step.page_table = table.data();
+    step.hidden = step.features = rows.data();
+    proposal.struct_bytes = sizeof proposal;
+    proposal.batch_size = 1;
+    proposal.hidden = rows.data();
+    proposal.anchors = words.data();
+    proposal.draft_tokens = words.data();
+  }
+  ~HostedAmd() { lowlat_model_destroy(model); }
+  HostedAmd(const HostedAmd&) = delete;
+  HostedAmd& operator=(const HostedAmd&) = delete;
+
+  lowlat_tensor_spec spec_of(int i) const {
+    lowlat_tensor_spec spec{};
+    spec.struct_bytes = sizeof spec;
+    TinyGroup::must(lowlat_model_tensor(model, i, &spec));
+    return spec;
+  }
+  void* memory(const lowlat_tensor_spec& spec) const {
+    std::uint64_t bytes = 8;
+    for (std::uint32_t d = 0; d < spec.ndim; ++d)
+      bytes *= static_cast<std::uint64_t>(spec.shape[d]);
+    void* out = nullptr;
+    TinyGroup::must(lowlat_model_alloc(model, LOWLAT_MEMORY_DEVICE, bytes, &out));
+    return out;
+  }
+  // The engine's caches, of `pages` pages each; where V4.1's index keys lie apart, `split`.
+  lowlat_status bind_pools(int pages, bool split) {
+    std::vector<std::string> names;
+    std::vector<lowlat_tensor> tensors;
+    const auto give = [&](const std::string& name, lowlat_tensor_spec spec) {
+      // Pages of 64 entries, or rings of requests and pages; never many.
+      const bool paged = name.starts_with("kv.swa") || name.starts_with("kv.extra");
+      spec.shape[0] =
+          paged ? pages : pages * std::max(config.page_size / 64, config.state_ring) + 64;
+      names.push_back(name);
+      tensors.push_back(dense_tensor(spec, memory(spec)));
+    };
+    for (int i = 0; i < lowlat_model_num_tensors(model); ++i) {
+      lowlat_tensor_spec spec = spec_of(i);
+      if (spec.role != LOWLAT_POOL) continue;
+      const std::string name = spec.name;
+      if (split && name.starts_with("kv.index.")) {
+        spec.layout = LOWLAT_ROW_MAJOR;
+        spec.shape[1] = 4096;
+        give(name, spec);
+        spec.shape[1] = 256;
+        give("kv.index_scales." + name.substr(9), spec);
+      } else {
+        give(name, spec);
+      }
+    }
+    std::vector<const char*> pointers;
+    for (const std::string& name : names) pointers.push_back(name.c_str());
+    lowlat_pools pools{};
+    pools.struct_bytes = sizeof pools;
+    pools.num_pages = pages;
+    pools.num_window_pages = pages;
+    pools.num_requests = 2;
+    pools.history = config.num_engrams > 0 ? table.data() : nullptr;
+    pools.num_tensors = static_cast<int>(names.size());
+    pools.split_index = split ? 1 : 0;
+    pools.names = pointers.data();
+    pools.tensors = tensors.data();
+    return lowlat_pools_bind(model, &pools);
+  }
+};
+
+TEST_CASE(a_hosted_step_is_the_same_launches_over_the_engines_caches) {
+  NEEDS_FAKE;
+  fake().reset(1, kGfx950);
+  {
+    HostedAmd hosted(LOWLAT_V41, false);
+    CHECK_EQ(lowlat_hosted_step_launch(hosted.model, &hosted.step, nullptr), LOWLAT_INVALID);
+    TinyGroup::must(hosted.bind_pools(40, true));
+    const int first = fake().num_launches();
+    seen().clear();
+    fake().on_launch(keep_backs);
+    TinyGroup::must(lowlat_hosted_step_launch(hosted.model, &hosted.step, nullptr));
+    const std::vector<std::string> all = launches(first);
+    CHECK_EQ(all.front(), "lowlat_target_front 4");
+    CHECK_EQ(all.back(), "lowlat_target_head 4");
+    CHECK_EQ(std::count(all.begin(), all.end(), "lowlat_target_select 4"), 4);
+    REQUIRE(seen().size() == 10u);
+    const auto call = at<persistent::TargetStep>(seen()[4], 24);
+    CHECK(call.is_hosted());
+    CHECK(std::memcmp(&call.hosted, &hosted.step, sizeof hosted.step) == 0);
+    const auto* rank = at<const persistent::Rank*>(seen()[4], 0);
+    CHECK_EQ(rank->pools.num_pages, 40);
+    CHECK_EQ(rank->pools.num_requests, 2);
+    CHECK_EQ(rank->pools.history, hosted.table.data());
+    const auto& layer = rank->weights->layers[2];
+    CHECK_EQ(fake().kind_of(layer.kv_index), 0);
+    CHECK_EQ(fake().kind_of(layer.kv_index_scales), 0);
+
+    // Caches that moved are where the next launch looks; the rank itself stays.
+    const std::uint8_t* before = layer.kv_swa;
+    TinyGroup::must(hosted.bind_pools(50, false));
+    TinyGroup::must(lowlat_hosted_step_launch(hosted.model, &hosted.step, nullptr));
+    CHECK(at<const persistent::Rank*>(seen()[14], 0) == rank);
+    CHECK_EQ(rank->pools.num_pages, 50);
+    CHECK(rank->weights->layers[2].kv_swa != before);
+    CHECK(rank->weights->layers[2].kv_index_scales == nullptr);
+    CHECK_EQ(lowlat_propose_launch(hosted.model, &hosted.proposal, nullptr), LOWLAT_UNSUPPORTED);
+  }
+  CHECK_EQ(fake().alive(), 0);
+}
+
+TEST_CASE(split_index_pages_are_v41s_alone) {
+  NEEDS_FAKE;
+  fake().reset(1, kGfx950);
+  HostedAmd hosted(LOWLAT_V4, false);
+  CHECK_EQ(hosted.bind_pools(40, true), LOWLAT_INVALID);
+  CHECK_EQ(std::string(lowlat_last_error()), "split_index is 1; needed 0, or 1 of a model of V4.1");
+}
+
+TEST_CASE(marlins_tiles_are_refused_in_one_line) {
+  NEEDS_FAKE;
+  fake().reset(1, kGfx950);
+  const lowlat_model_config config = tiny_config(LOWLAT_V4, 1, 0);
+  lowlat_hosting hosting{};
+  hosting.struct_bytes = sizeof hosting;
+  hosting.expert_layout = LOWLAT_MARLIN;
+  lowlat_model* model = nullptr;
+  CHECK_EQ(lowlat_hosted_create("amd", &config, &hosting, &model), LOWLAT_UNSUPPORTED);
+  CHECK_EQ(std::string(lowlat_last_error()),
+           "expert_layout is Marlin's, which platform amd does not read; needed row-major experts, "
+           "as the checkpoint has them");
+}
+
+TEST_CASE(hosted_proposals_are_one_launch) {
+  NEEDS_FAKE;
+  fake().reset(1, kGfx942);
+  {
+    HostedAmd hosted(LOWLAT_V4, true);
+    const int first = fake().num_launches();
+    TinyGroup::must(lowlat_propose_launch(hosted.model, &hosted.proposal, nullptr));
+    CHECK(launches(first) == std::vector<std::string>{"lowlat_propose 4"});
+  }
+  CHECK_EQ(fake().alive(), 0);
+}
+
+// As every_call_that_fails_is_named_and_leaves_nothing, of what a hosted life adds.
+TEST_CASE(a_hosted_life_that_fails_names_the_call_and_leaves_nothing) {
+  NEEDS_FAKE;
+  const auto life = [] {
+    HostedAmd hosted(LOWLAT_V41, false);
+    TinyGroup::must(hosted.bind_pools(40, true));
+    TinyGroup::must(lowlat_hosted_step_launch(hosted.model, &hosted.step, nullptr));
+  };
+  for (const std::string name : {"hipMemcpy", "hipModuleLaunchKernel", "hipModuleGetFunction"}) {
+    fake().reset(1, kGfx950);
+    life();
+    const int count = fake().calls(name.c_str());
+    CHECK(count > 0);
+    for (const int call : {count - 1, count}) {
+      fake().reset(1, kGfx950);
+      fake().fail(name.c_str(), call, 2);
+      const std::string words = words_of(life);
+      const std::string wanted = name == "hipModuleLaunchKernel" ? "the launch of lowlat_" : name;
+      if (words.find(wanted) == std::string::npos) CHECK_EQ(name, words);
+      CHECK_EQ(fake().alive(), 0);
+    }
+  }
 }
 
 TEST_CASE(ranks_of_one_device_share_its_units) {
@@ -354,6 +563,56 @@ std::string create_words(const char* platform) {
   return std::to_string(status) + " " + (status == LOWLAT_OK ? "" : lowlat_last_error());
 }
 
+#ifdef LOWLAT_HAVE_CUDA
+const std::string kBuiltBefore = "nvidia, ";
+#else
+const std::string kBuiltBefore;
+#endif
+TEST_CASE(devices_are_found_by_a_store_on_each_and_into_each_other) {
+  NEEDS_FAKE;
+  fake().reset(3, kGfx950);
+  auto found = lowlat::host::amd_devices();
+  CHECK(found.built);
+  CHECK_EQ(found.architectures, "gfx950, gfx942");
+  CHECK_EQ(found.toolkit, "libamdhip64.so.7");
+  CHECK_EQ(found.refusal, "");
+  REQUIRE(found.devices.size() == 3u);
+  for (const auto& device : found.devices) {
+    CHECK_EQ(device.name, "AMD Instinct of the fake");
+    CHECK_EQ(device.isa, "gfx950");
+    CHECK_EQ(device.refusal, "");
+  }
+  CHECK_EQ(found.peers.size(), 6u);
+  for (const auto& peer : found.peers) CHECK_EQ(peer.refusal, "");
+  CHECK_EQ(fake().num_launches(), 9);
+  CHECK_EQ(fake().alive(), 0);
+
+  fake().reset(2, kGfx950);
+  fake().set("reach", 0);
+  found = lowlat::host::amd_devices();
+  CHECK_EQ(found.devices[1].refusal, "");
+  CHECK_EQ(found.peers[0].refusal, "HIP says that they cannot reach each other");
+
+  fake().reset(2, 0x41);
+  found = lowlat::host::amd_devices();
+  const std::string no_code = "this library has no code for this device: it holds gfx950, gfx942";
+  CHECK_EQ(found.devices[0].refusal, no_code);
+  CHECK_EQ(found.devices[0].isa, "");
+  CHECK_EQ(found.peers[1].refusal, no_code);
+
+  fake().reset(0, kGfx950);
+  found = lowlat::host::amd_devices();
+  CHECK_EQ(found.refusal, "platform amd has no device here: HIP sees none (rocminfo)");
+  CHECK(found.devices.empty());
+
+  // Work that never ends is a line too.
+  fake().reset(1, kGfx942);
+  fake().fail("hipStreamQuery", 2, 2);
+  found = lowlat::host::amd_devices();
+  CHECK(found.devices[0].refusal.find("hipStreamQuery") != std::string::npos);
+  CHECK_EQ(fake().alive(), 0);
+}
+
 TEST_CASE(refusals_are_one_line_that_says_what_is_needed) {
   NEEDS_FAKE;
   fake().reset(0, kGfx950);
@@ -369,13 +628,18 @@ TEST_CASE(refusals_are_one_line_that_says_what_is_needed) {
   CHECK_EQ(create_words("amd"),
            "2 device 0 is AMD Instinct of the fake, whose wall clock runs 25000 kHz; needed "
            "100000 (gfx942 or gfx950)");
-  CHECK_EQ(create_words("amdahl"),
-           "2 platform is \"amdahl\"; this library was built with: scalar, amd");
+  CHECK_EQ(
+      create_words("amdahl"),
+      "2 platform is \"amdahl\"; this library was built with: scalar, " + kBuiltBefore + "amd");
   fake().set("clock_khz", 100'000);
   fake().set("reach", 0);
   CHECK_EQ(words_of([] { AmdGroup none(LOWLAT_V4, 2); }),
            "status 2: peer handle of rank 1: device 0 cannot reach device 1 (see rocm-smi "
            "--showtopoaccess)");
+  fake().set("reach", 1);
+  fake().set("arrive", 0);
+  CHECK_EQ(words_of([] { AmdGroup none(LOWLAT_V4, 2); }),
+           "status 2: a store to rank 1's memory did not arrive (see rocm-smi --showtopoaccess)");
   CHECK_EQ(fake().alive(), 0);
 }
 

@@ -91,7 +91,9 @@ lowlat_model_config edited(lowlat_model_config config) {
 
 class Hosted {
  public:
-  Hosted(TinyGroup& own, bool marlin) : own_(own), config_(own.config()), ranks_(own.tp_size()) {
+  // split: V4.1's index keys are two tensors, see lowlat_pools.
+  Hosted(TinyGroup& own, bool marlin, bool split = false)
+      : own_(own), config_(own.config()), ranks_(own.tp_size()), split_(split) {
     for (int r = 0; r < own.tp_size(); ++r) {
       lowlat_model_config config = config_;
       config.tp_rank = r;
@@ -121,6 +123,7 @@ class Hosted {
   const std::vector<std::uint8_t>& pool(int r, const std::string& name) {
     return ranks_[r]->memory[place_.at(name)];
   }
+  bool is_split() const { return split_; }
 
   lowlat_tensor_spec spec(int r, int i) {
     lowlat_tensor_spec out{};
@@ -138,7 +141,9 @@ class Hosted {
     const int pages = config_.num_pages + kFirstPage;
     if (kind == "kv.swa") return kWindowPages;
     if (kind == "kv.extra") return pages;
-    if (kind == "kv.index") return (pages * (config_.page_size / ratio) + 63) / 64;
+    if (kind.starts_with("kv.index") && kind != "kv.index_state") {
+      return (pages * (config_.page_size / ratio) + 63) / 64;
+    }
     const bool paged = config_.kind == LOWLAT_V4 && ratio == 4;
     const int ring = config_.state_ring * (config_.kind == LOWLAT_V4 && ratio == 128 ? 16 : 1);
     return std::int64_t{paged ? kWindowPages : kNumRequests} * ring + 1;
@@ -149,18 +154,32 @@ class Hosted {
     std::vector<const char*> names;
     std::vector<lowlat_tensor> tensors;
     std::vector<std::string> kept;
-    kept.reserve(static_cast<std::size_t>(lowlat_model_num_tensors(rank.model)));
-    for (int i = 0; i < lowlat_model_num_tensors(rank.model); ++i) {
+    const int num = lowlat_model_num_tensors(rank.model);
+    kept.reserve(2 * static_cast<std::size_t>(num));
+    rank.memory.resize(2 * static_cast<std::size_t>(num));
+    const auto give = [&](const std::string& name, lowlat_tensor_spec one, std::size_t place) {
+      one.shape[0] = rows_of(name);
+      const int bytes = one.dtype == LOWLAT_F32 ? 4 : 1;
+      rank.memory[place].assign(static_cast<std::size_t>(one.shape[0] * one.shape[1] * bytes), 0);
+      place_[name] = place;
+      kept.emplace_back(name);
+      names.push_back(kept.back().c_str());
+      tensors.push_back(dense_tensor(one, rank.memory[place].data()));
+    };
+    for (int i = 0; i < num; ++i) {
       lowlat_tensor_spec one = spec(r, i);
       if (one.role != LOWLAT_POOL) continue;
       CHECK(one.shape[0] == 0);
-      one.shape[0] = rows_of(one.name);
-      const int bytes = one.dtype == LOWLAT_F32 ? 4 : 1;
-      rank.memory[i].assign(static_cast<std::size_t>(one.shape[0] * one.shape[1] * bytes), 0);
-      place_[one.name] = static_cast<std::size_t>(i);
-      kept.emplace_back(one.name);
-      names.push_back(kept.back().c_str());
-      tensors.push_back(dense_tensor(one, rank.memory[i].data()));
+      const std::string name = one.name;
+      if (!split_ || !name.starts_with("kv.index.")) {
+        give(name, one, static_cast<std::size_t>(i));
+        continue;
+      }
+      one.layout = LOWLAT_ROW_MAJOR;
+      one.shape[1] = 64 * 64;
+      give(name, one, static_cast<std::size_t>(i));
+      one.shape[1] = 64 * 4;
+      give("kv.index_scales." + name.substr(9), one, static_cast<std::size_t>(num + i));
     }
     if (window_slots_.empty()) {
       window_slots_.assign((config_.num_pages + kFirstPage) * config_.page_size, -1);
@@ -178,6 +197,7 @@ class Hosted {
     pools.num_requests = kNumRequests;
     pools.window_slots = window_slots_.data();
     pools.history = config_.num_engrams > 0 ? histories_[r].data() : nullptr;
+    pools.split_index = split_ ? 1 : 0;
     pools.num_tensors = static_cast<int>(names.size()) - 1;
     pools.names = names.data();
     pools.tensors = tensors.data();
@@ -284,6 +304,7 @@ class Hosted {
   std::vector<std::vector<std::int32_t>> histories_;
   std::vector<std::int64_t> window_slots_;
   std::map<std::string, std::size_t> place_;
+  bool split_;
 };
 
 // The hosted arrays of the same step; a request of StepArrays that pads is page 0's.
@@ -362,6 +383,17 @@ void check_pools(TinyGroup& own, Hosted& hosted, int r) {
       const std::size_t page = 64 * (data + 4);
       for (int slot = 0; slot < c.num_pages * entries; ++slot) {
         const int other = slot + kFirstPage * entries;
+        if (hosted.is_split()) {
+          const auto& scales = hosted.pool(r, "kv.index_scales." + name.substr(dot + 1));
+          const int at = other % 64, first = slot / 64 * static_cast<int>(page);
+          for (int g = 0; g < 4; ++g) {
+            equal &= same_bytes(&mine[first + slot % 64 * data + 16 * g],
+                                &theirs[(other / 64 * 4 + g) * 64 * 16 + at * 16], 16);
+            equal &= mine[first + 64 * data + slot % 64 * 4 + g] ==
+                     scales[(other / 64 * 4 + g) * 64 + at % 16 * 4 + at / 16];
+          }
+          continue;
+        }
         const auto row = [&](int s) { return s / 64 * page + s % 64 * data; };
         const auto scale = [&](int s) { return s / 64 * page + 64 * data + s % 64 * 4; };
         equal &= same_bytes(&mine[row(slot)], &theirs[row(other)], data);
@@ -381,7 +413,7 @@ void check_pools(TinyGroup& own, Hosted& hosted, int r) {
   }
 }
 
-void compare(std::uint32_t kind, int tp_size, bool marlin) {
+void compare(std::uint32_t kind, int tp_size, bool marlin, bool split = false) {
   TinyGroup own(kind, tp_size, [](lowlat_model_config& c) { c = edited(c); });
   const lowlat_model_config& c = own.config();
   // A unit head: logits are hidden states.
@@ -394,7 +426,7 @@ void compare(std::uint32_t kind, int tp_size, bool marlin) {
       std::memcpy(&head[2 * (static_cast<std::size_t>(v) * c.hidden + r * local + v)], &one, 2);
     }
   }
-  Hosted hosted(own, marlin);
+  Hosted hosted(own, marlin, split);
   Random random(kind * 100 + tp_size);
   std::vector<std::vector<std::int32_t>> texts(2);
   for (auto& text : texts) {
@@ -475,6 +507,7 @@ void compare(std::uint32_t kind, int tp_size, bool marlin) {
 
 TEST_CASE(hosted_v41_is_the_models_own_step) { compare(LOWLAT_V41, 1, true); }
 TEST_CASE(hosted_v41_ranks_agree) { compare(LOWLAT_V41, 2, true); }
+TEST_CASE(hosted_v41_reads_split_index_pages) { compare(LOWLAT_V41, 1, false, true); }
 TEST_CASE(hosted_v4_is_the_models_own_step) { compare(LOWLAT_V4, 1, true); }
 TEST_CASE(hosted_v4_takes_the_checkpoints_experts) { compare(LOWLAT_V4, 2, false); }
 

@@ -53,6 +53,25 @@ TEST_CASE(pages_hold_data_rows_then_scale_rows) {
   CHECK_EQ(fp8.row(64 + 3).scales - base, 8448 + 8192 + 3 * 4);
 }
 
+TEST_CASE(split_index_pages_have_codes_by_group_and_scales_apart) {
+  std::vector<std::uint8_t> codes(3 * 4096), scales(3 * 256);
+  const stages::IndexPaged<std::uint8_t> pool{codes.data(), stages::kIndexPageBytes, scales.data()};
+  for (int slot = 0; slot < 3 * 64; ++slot) {
+    const auto row = pool.row(slot);
+    const int page = slot / 64, i = slot % 64;
+    for (int group = 0; group < 4; ++group) {
+      CHECK_EQ(row.group(group) - codes.data(), page * 4096 + (group * 64 + i) * 16);
+      CHECK_EQ(&row.scale(group) - scales.data(), page * 256 + group * 64 + i % 16 * 4 + i / 16);
+      for (int byte = 0; byte < 16; ++byte) ++row.group(group)[byte];
+      ++row.scale(group);
+    }
+  }
+  // Every byte belongs to one row.
+  for (const auto& bytes : {codes, scales}) {
+    for (const std::uint8_t touched : bytes) CHECK_EQ(touched, 1);
+  }
+}
+
 TEST_CASE(no_two_rows_of_a_page_overlap) {
   for (const int slots : {1, 2, 32, 64, 128, 256}) {
     Bytes memory(stages::kv_page_bytes(slots) * 2);

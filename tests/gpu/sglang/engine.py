@@ -1,20 +1,34 @@
-"""Runs SGLang's engine on one GPU with the plugin off and on, and compares.
+"""Runs SGLang's engine on a GPU or some with the plugin off and on, and compares.
 
-    python engine.py --model DIR --out DIR [--batches 1,2,4] [--prompt 600] [--tokens 64]
+    python engine.py --model DIR --out DIR [--arms on,off,fault] [--tp 2] [--share 4]
+        [--batches 1,2,4] [--graphs 1,2] [--prompt 300,3000] [--tokens 64] [--timed 4000]
 
-DIR holds a config.json of DeepSeek-V4.1 or V4 in true sizes, of as many layers as fit; weights are
-SGLang's dummy ones, unless DIR has weights too. SGLang 0.5.23 and lowlat with its CUDA kernels must
-be importable, and no other distribution may offer the plugin `nvidia_megakernel`. Each arm is a
-process of its own, with the same prompts, greedy. Writes DIR/{off,on}.json and .log, and prints one
-line a batch: requests, tokens that are equal, and the time a token of both arms. Exit status 1 when
-an arm fails or the plugin's arm ran no covered step.
+DIR holds a config.json of DeepSeek-V4.1 or V4 in true sizes, of as many layers as fit, or with
+--share 4 the sizes of one rank of four (a quarter of the heads, output groups, expert width and
+vocabulary; no n-gram memory), which the kernels of four ranks run looped. Weights are random ones,
+unless DIR has weights too (--load-format). SGLang 0.5.23 and lowlat with its CUDA kernels must be
+importable, and no other distribution may offer the plugin `nvidia_megakernel`. Each arm is a
+process of its own, with the same prompts, greedy:
+
+    on off  with the plugin and without. Batches of --graphs run as CUDA graphs: their tokens and
+            times are compared. Of larger ones SGLang runs each covered step beside the plugin, over
+            the same rows and caches, and the differences are told. To compare, biases choose the
+            experts; with --timed, prompts of so many tokens follow whose experts scores choose, and
+            times are of those
+    fault   as on, and the kernels are aborted amid the work: how the server ends
+
+Writes a .log and a .json of each arm under --out. Exit status 1 when an arm fails or a plugin's arm
+ran no covered step.
 """
 
 import argparse
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -23,18 +37,24 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ARMS = ("off", "on")
+ARMS = ("on", "off", "fault")
 ACTIVE = "NVIDIA megakernel: active"
+# Of a covered step that both ran: |ours - SGLang's| / |SGLang's| of a row's logits.
+BESIDE = re.compile(r"beside: step \d+ (\w+) (\d+) rows: logits median (\S+) most (\S+), best")
+ABORTED = "the kernels are aborted now"
+ABORT_AFTER_S = 45
+LOCK_S = 300
 
 
 def offer(out: Path) -> Path:
-    """A folder whose metadata offers the one-GPU specs as SGLang's loader looks for them."""
+    """A folder whose metadata offers those specs as SGLang's loader looks for them."""
     site = out / "site"
-    info = site / "lowlat_one_gpu-0.0.0.dist-info"
+    info = site / "lowlat_few_gpus-0.0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat-one-gpu\nVersion: 0.0.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat-few-gpus\nVersion: 0.0.0\n")
     (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nnvidia_megakernel = lowlat_one_gpu:register_nvidia\n"
+        "[sglang.srt.plugins]\nnvidia_megakernel = lowlat_few_gpus:register_nvidia\n"
+        "lowlat_dummy_weights = lowlat_few_gpus:dummy_weights\n"
     )
     return site
 
@@ -50,15 +70,16 @@ async def one(engine, ids, length):
     return tokens, times
 
 
-async def batch(engine, size, args, vocab):
+async def batch(engine, size, prompt, args, vocab):
     draw = random.Random(size)
-    prompts = [[draw.randrange(10, vocab) for _ in range(args.prompt)] for _ in range(size)]
+    prompts = [[draw.randrange(10, vocab) for _ in range(prompt)] for _ in range(size)]
     done = await asyncio.gather(*(one(engine, ids, args.tokens) for ids in prompts))
     rates = [
         (times[-1] - times[0]) / max(1, len(tokens) - 1) for tokens, times in done if len(times) > 1
     ]
     return {
         "requests": size,
+        "prompt": prompt,
         "tokens": [list(tokens) for tokens, _ in done],
         "ms_a_token": 1e3 * statistics.median(rates) if rates else None,
     }
@@ -68,24 +89,30 @@ def arm(args) -> int:
     """One process: the engine with the plugin or without."""
     import sglang
 
-    sizes = [int(size) for size in args.batches.split(",")]
-    options = {}
+    sizes, graphs = numbers(args.batches), numbers(args.graphs)
+    options = {"cuda_graph_bs_decode": graphs}
+    if not graphs:
+        options = {"cuda_graph_backend_decode": "disabled"}
     if not args.plain:
         options |= {"speculative_algorithm": "DSPARK", "speculative_dspark_block_size": 5}
     engine = sglang.Engine(
         model_path=str(args.model),
         load_format=args.load_format,
         skip_tokenizer_init=True,
-        tp_size=1,
+        tp_size=args.tp,
         moe_runner_backend="marlin",
         attention_backend="dsv4",
         disable_radix_cache=True,
         context_length=args.context,
         max_running_requests=max(sizes) + 2,
         max_total_tokens=args.pool,
-        cuda_graph_bs_decode=sizes,
         mem_fraction_static=args.memory,
-        enable_nvidia_megakernel=args.arm == "on",
+        enable_nvidia_megakernel=args.arm != "off",
+        # What would be compiled or fetched at its first use.
+        enforce_disable_flashinfer_allreduce_fusion=True,
+        disable_flashinfer_autotune=True,
+        sampling_backend="pytorch",
+        grammar_backend="none",
         random_seed=1,
         log_level="info",
         **options,
@@ -93,21 +120,71 @@ def arm(args) -> int:
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"] - 1000
     runs = []
     try:
-        engine.loop.run_until_complete(batch(engine, 1, args, vocab))
-        for size in sizes:
-            runs.append(engine.loop.run_until_complete(batch(engine, size, args, vocab)))
+        run = engine.loop.run_until_complete
+        run(batch(engine, 1, min(numbers(args.prompt)), args, vocab))
+        while args.arm == "fault":  # until the server is stopped
+            run(batch(engine, 1, min(numbers(args.prompt)), args, vocab))
+        wanted = [(size, prompt) for prompt in numbers(args.prompt) for size in sizes]
+        if args.timed:
+            wanted += [(size, args.timed) for size in graphs]
+        for size, prompt in wanted:
+            if prompt == args.timed and not free_file(args).exists():
+                free_file(args).touch()
+                time.sleep(1)
+            with alone(args.lock):
+                runs.append(run(batch(engine, size, prompt, args, vocab)))
             (args.out / f"{args.arm}.json").write_text(json.dumps(runs))
     finally:
         engine.shutdown()
     return 0
 
 
+def free_file(args) -> Path:
+    return args.out / f"{args.arm}.free"
+
+
+@contextlib.contextmanager
+def alone(path: Path | None):
+    """No other engine with the same file runs a batch meanwhile."""
+    if path is None:
+        yield
+        return
+    end = time.monotonic() + LOCK_S
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
+        yield
+
+
+def numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",") if word]
+
+
 def run_arm(name: str, args) -> list:
+    """The batches of an arm, or none when it failed."""
     log = args.out / f"{name}.log"
-    env = os.environ | {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+    env = os.environ | {
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "LOWLAT_TEST_RANKS": str(args.share),
+        "LOWLAT_TEST_BIAS": str(args.bias),
+    }
+    (args.out / f"{name}.free").unlink(missing_ok=True)
+    if args.timed:
+        env["LOWLAT_TEST_FREE"] = str(args.out / f"{name}.free")
+    if name == "on":
+        env["LOWLAT_TEST_BESIDE"] = "1"
+    if name == "fault":
+        env["LOWLAT_TEST_ABORT_S"] = str(ABORT_AFTER_S)
     paths = [str(offer(args.out)), str(HERE), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = [sys.executable, __file__, *sys.argv[1:], "--arm", name]
+    start = time.monotonic()
     with (
         log.open("w") as out,
         subprocess.Popen(
@@ -115,21 +192,63 @@ def run_arm(name: str, args) -> list:
         ) as process,
     ):
         try:
+            if name == "fault":
+                return watch_fault(process, log, start + args.limit)
             status = process.wait(args.limit)
         except subprocess.TimeoutExpired:
-            status = f"no end within {args.limit} s"
+            status = f"no end within {args.limit:g} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+    print(f"arm {name}: {time.monotonic() - start:.0f} s", flush=True)
     if status != 0:
         print(f"arm {name}: {status}; the end of {log}:")
         print("\n".join(log.read_text(errors="replace").splitlines()[-25:]))
         return []
+    if name != "off" and ACTIVE not in log.read_text(errors="replace"):
+        print(f"the log of the arm {name} has no line {ACTIVE!r}")
+        return []
     return json.loads((args.out / f"{name}.json").read_text())
 
 
-def compare(off: list, on: list) -> None:
+def watch_fault(process, log: Path, end: float) -> list:
+    """How long after the abort the server is gone, and what it logged."""
+    aborted = None
+    while time.monotonic() < end:
+        if aborted is None and ABORTED in log.read_text(errors="replace"):
+            aborted = time.monotonic()
+        if process.poll() is not None:
+            break
+        time.sleep(0.01)
+    if aborted is None or process.poll() is None:
+        print(f"arm fault: aborted {aborted is not None}, ended {process.poll() is not None}")
+        return []
+    print(f"arm fault: the server ended {time.monotonic() - aborted:.2f} s after the abort")
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "lowlat: " in line]
+    print("\n".join(lines[-3:]))
+    return lines[-1:]
+
+
+def beside(log: str) -> bool:
+    """The differences of each kind of step, worst and median; whether every one is finite."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for mode, rows, median, most in BESIDE.findall(log):
+        found.setdefault((mode, int(rows)), []).append((float(median), float(most)))
+    for (mode, rows), values in sorted(found.items()):
+        medians, worst = sorted(median for median, _ in values), max(most for _, most in values)
+        print(
+            f"beside: {len(values)} {mode} steps of {rows} rows: logits differ by"
+            f" {medians[len(medians) // 2]:.5f} (median of medians), {medians[-1]:.5f} (greatest"
+            f" median), {worst:.5f} (worst row)"
+        )
+    return all(most == most for values in found.values() for _, most in values)
+
+
+def compare(off: list, on: list, graphs: list[int]) -> None:
+    """Of batches in graphs: the others' steps ran twice with the plugin, for `beside`."""
     for left, right in zip(off, on, strict=True):
+        if left["requests"] > max(graphs, default=0):
+            continue
         pairs = [
             (a, b)
             for one, other in zip(left["tokens"], right["tokens"], strict=True)
@@ -141,8 +260,9 @@ def compare(off: list, on: list) -> None:
             for one, other in zip(left["tokens"], right["tokens"], strict=True)
         ]
         print(
-            f"{left['requests']} requests: {equal} of {len(pairs)} tokens equal, first differences"
-            f" at {first}; {left['ms_a_token']:.3f} ms a token without the plugin,"
+            f"{left['requests']} requests of {left['prompt']} tokens: {equal} of {len(pairs)}"
+            f" tokens equal, first differences at {first};"
+            f" {left['ms_a_token']:.3f} ms a token without the plugin,"
             f" {right['ms_a_token']:.3f} with it"
         )
 
@@ -151,31 +271,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arms", default="on,off", help="in this order")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs")
+    parser.add_argument("--share", type=int, default=1, help="the model is one rank's of so many")
+    parser.add_argument("--bias", type=float, default=4.0, help="spread of the experts' biases")
     parser.add_argument("--batches", default="1,2,4")
-    parser.add_argument("--prompt", type=int, default=600)
+    parser.add_argument("--graphs", default="1,2", help="batches in CUDA graphs; empty: none")
+    parser.add_argument("--prompt", default="300,3000")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--timed", type=int, default=0, help="prompt of batches that are timed")
+    parser.add_argument("--lock", type=Path, help="engines with the same file take turns")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--pool", type=int, default=32768)
     parser.add_argument("--memory", type=float, default=0.85)
     parser.add_argument("--limit", type=float, default=500.0, help="seconds for an arm")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--plain", action="store_true", help="decode without drafts")
-    parser.add_argument("--only", choices=ARMS, help="one arm, nothing compared")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.arm:
         return arm(args)
-    arms = [args.only] if args.only else ARMS
+    arms = args.arms.split(",")
     results = {name: run_arm(name, args) for name in arms}
-    if not all(results.values()):
-        return 1
-    if "on" in arms and ACTIVE not in (args.out / "on.log").read_text(errors="replace"):
-        print(f"the log of the plugin's arm has no line {ACTIVE!r}")
-        return 1
-    if not args.only:
-        compare(results["off"], results["on"])
-    return 0
+    good = all(results.values())
+    if results.get("on"):
+        good &= beside((args.out / "on.log").read_text(errors="replace"))
+    if results.get("on") and results.get("off"):
+        compare(results["off"], results["on"], numbers(args.graphs))
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

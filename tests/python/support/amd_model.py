@@ -2,8 +2,10 @@
 it beside the same steps on another platform."""
 
 import ctypes as ct
+import json
 
 import numpy as np
+from lowlat import _dispatch, _kernels
 
 from support import kernels_abi as abi
 from support import small_model
@@ -28,6 +30,21 @@ TINY_V4 = small_model.small_model(
     num_draft_stages=1,
 )
 WAIT_BUDGET_S = 600  # of the host, for one launch
+# In the order of lowlat_dtype.
+DTYPES = ("u8", "i32", "i64", "f32", "bf16", "e4m3", "ue8m0", "fp4x2")
+
+
+def device_memory(runtime: hip.Runtime, rank: int = 0):
+    """place(array): a copy in the memory of a rank's device, seen as an array."""
+
+    def place(array):
+        address = runtime.machine.allocate(max(array.nbytes, 1), "tensor", owner=rank)
+        raw = (ct.c_uint8 * array.nbytes).from_address(address)
+        out = np.frombuffer(raw, array.dtype).reshape(array.shape)
+        out[...] = array
+        return out
+
+    return place
 
 
 class AmdGroup(abi.Group):
@@ -39,12 +56,7 @@ class AmdGroup(abi.Group):
 
     def place(self, array, rank):
         """A copy in the device's memory, seen as an array."""
-        made = self.runtime.machine
-        address = made.allocate(max(array.nbytes, 1), "tensor", owner=rank)
-        raw = (ct.c_uint8 * array.nbytes).from_address(address)
-        out = np.frombuffer(raw, array.dtype).reshape(array.shape)
-        out[...] = array
-        return out
+        return device_memory(self.runtime, rank)(array)
 
     def launch(self, function, structs):
         for model, struct in zip(self.models, structs, strict=True):
@@ -158,6 +170,120 @@ class Steps:
             )
         self.group.launch(self.group.lib.lowlat_draft_launch, structs)
         return [tuple(one.copy() for one in out) for out in outs]
+
+
+class Hosted:
+    """A model of one rank inside an engine that keeps its caches: weights, caches and arrays where
+    `place` puts a numpy array. V4.1's index keys are two tensors, as SGLang has them on AMD."""
+
+    def __init__(self, platform: str, small: small_model.SmallModel, seed: int, place) -> None:
+        config = self.config = small.config
+        self.place = place
+        self.is_v41 = config["kind"] == small_model.V41_KIND
+        absent = dict(num_engrams=0, engram_head_dim=0, engram_pad_token=0, engram_primes=[])
+        absent |= dict(engram_multipliers=[], candidate_blocks=0, candidate_block_size=0)
+        names = set(json.loads(_dispatch.kernel_config(_dispatch.built_in("tiny-v41"))))
+        steps = dict(tp_rank=0, tp_size=1, widths=[12], max_batch=2, max_rows=64)
+        steps |= {name: config[name] for name in ("page_size", "num_pages", "wait_budget_ns")}
+        fields = {name: config.get(name, absent.get(name)) for name in names} | steps
+        hosting = dict(expert_layout="row_major", bf16_wo_a=0, proposals=0)
+        self.model = _kernels.HostedModel(platform, fields, hosting)
+        weights = small_model.Weights(small, seed, 1)
+        self.held = []
+        for spec in self.model.tensors():
+            if not spec["pool"]:
+                array = weights.shard(Spec(spec), 0)
+                self.model.bind(spec["name"], self.given(array, spec["dtype"]))
+        self.model.ready()
+        self.bind_pools()
+
+    def given(self, array: np.ndarray, dtype: str) -> tuple[int, list[int], str]:
+        """A tensor as HostedModel takes it."""
+        placed = self.placed(array)
+        return placed.ctypes.data, list(array.shape), dtype
+
+    def placed(self, array: np.ndarray) -> np.ndarray:
+        self.held.append(self.place(np.ascontiguousarray(array)))
+        return self.held[-1]
+
+    def bind_pools(self) -> None:
+        """Two window pages more than full ones, whose page 0 is padding's; requests 1 and 2."""
+        config, size = self.config, self.config["page_size"]
+        self.pages = config["num_pages"] + 1
+        windows = self.pages + 2
+        self.pools, given = {}, []
+
+        def give(name, rows, columns, dtype):
+            kind = np.float32 if dtype == "f32" else np.uint8
+            self.pools[name] = self.placed(np.zeros((rows, columns), kind))
+            given.append((name, (self.pools[name].ctypes.data, [rows, columns], dtype)))
+
+        for spec in self.model.tensors():
+            if not spec["pool"]:
+                continue
+            kind, _, layer = spec["name"].rpartition(".")
+            rows = {"kv.swa": windows, "kv.extra": self.pages}.get(kind, windows * 16 * size)
+            if kind == "kv.index" and self.is_v41:
+                give(spec["name"], self.pages * size, 4096, "u8")
+                give(f"kv.index_scales.{layer}", self.pages * size, 256, "u8")
+            else:
+                give(spec["name"], rows, spec["shape"][1], spec["dtype"])
+        slots = np.arange(self.pages * size, dtype=np.int64)
+        self.slots = self.placed((slots // size + 2) * size + slots % size)
+        self.history = self.placed(np.full((3, 3), 5, np.int32))
+        self.model.bind_pools(
+            num_pages=self.pages,
+            num_window_pages=windows,
+            num_requests=3,
+            window_slots=self.slots.ctypes.data,
+            history=self.history.ctypes.data if self.is_v41 else 0,
+            split_index=self.is_v41,
+            pools=given,
+        )
+
+    def step(self, first: int, seed: int) -> dict[str, np.ndarray]:
+        """A verify step of two requests of 6 rows from position `first` on; what it gives."""
+        config, size, rows = self.config, self.config["page_size"], 12
+        rng = np.random.default_rng(seed)
+        per = config["num_pages"] // 2
+        table = 1 + np.arange(2 * per, dtype=np.int32).reshape(2, per)
+        positions = np.tile(first + np.arange(6), 2)
+        pages = table[np.repeat(np.arange(2), 6), positions // size]
+        arrays = {
+            "token_ids": rng.integers(3, 90, rows),
+            "positions": positions,
+            "slots": pages.astype(np.int64) * size + positions % size,
+            "requests": np.array([1, 2]),
+        }
+        arrays = {name: self.placed(array.astype(np.int64)) for name, array in arrays.items()}
+        widths = {"hidden": 1, "features": config["num_draft_stages"], "streams": 4}
+        out = {
+            name: self.placed(np.full((rows, width * config["hidden"]), 0xABCD, np.uint16))
+            for name, width in widths.items()
+        }
+        placed_table = self.placed(table)
+        self.model.step(
+            mode="target_verify",
+            batch_size=2,
+            tokens_per_request=6,
+            page_table_stride=per,
+            num_table_pages=per,
+            page_table=placed_table.ctypes.data,
+            stream=0,
+            **{name: array.ctypes.data for name, array in {**arrays, **out}.items()},
+        )
+        self.model.synchronize(WAIT_BUDGET_S * 1_000_000_000)
+        return {name: array.copy() for name, array in out.items()}
+
+
+class Spec:
+    """A tensor of ``HostedModel.tensors()`` as ``Weights.shard`` reads one."""
+
+    def __init__(self, spec: dict) -> None:
+        self.name = spec["name"].encode()
+        self.shape, self.ndim = spec["shape"], len(spec["shape"])
+        self.shard_dim = spec["shard_dim"]
+        self.dtype = DTYPES.index(spec["dtype"])
 
 
 class StatusWords(abi.Struct):

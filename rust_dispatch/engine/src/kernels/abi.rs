@@ -455,8 +455,8 @@ c_structs! {
         history: *mut i32,
         /// Entries of `names` and `tensors`.
         num_tensors: i32,
-        /// 0.
-        reserved: i32,
+        /// V4.1: 1 where codes and scales of an index are two tensors.
+        split_index: i32,
         /// `[num_tensors]`.
         names: *const *const c_char,
         /// `[num_tensors]`.

@@ -157,9 +157,14 @@ TEST_CASE(refuses_model_and_platform) {
     return "";
   };
 #ifdef LOWLAT_HAVE_CUDA
-  CHECK_EQ(refusal("v4", "amd"), "platform is amd; this build has reference, scalar and nvidia");
+  CHECK_EQ(refusal("v4", "amd"),
+           "platform is amd, which runs whole models and no operation alone; this build has "
+           "reference, scalar and nvidia");
 #else
   CHECK_EQ(refusal("v4", "nvidia"), "platform is nvidia; this build has reference and scalar");
+  CHECK_EQ(refusal("v4", "amd:1"),
+           "platform is amd:1, which runs whole models and no operation alone; this build has "
+           "reference and scalar");
 #endif
   CHECK_EQ(refusal("v5", "scalar"), "model is v5; sample is there for v4 v41");
   CHECK_EQ(refusal("v", "scalar"), "model is v; sample is there for v4 v41");

@@ -1,0 +1,84 @@
+"""The AMD spec of SGLang's monokernel contract, for DeepSeek-V4 and V4.1. Requirements, features
+and reasons are the dispatcher's own. Its kernels never ran on an AMD GPU: docs/amd.md says what is
+shown and how.
+
+There is none for the DSpark draft: the contract has no sampler, and SGLang runs the draft's layers.
+"""
+
+from lowlat import build, config, guard
+from lowlat.models import published
+from lowlat.specs.alike import API_VERSION, LOGITS_MEDIAN_REL, MAX_REQUESTS, MAX_ROWS, Alike, alike
+
+_WRONG_VERSION = guard.version_reasons()
+if _WRONG_VERSION:
+    # SGLang reports the words, and stops before it loads weights.
+    raise RuntimeError(_WRONG_VERSION[0])
+
+from sglang.kernels.plugin_kernels.amd.spec import (  # noqa: E402 (after the version is known)
+    DeviceLimits,
+    Feature,
+    MonoSpec,
+    Numerics,
+    NumericsKind,
+    Requirements,
+    StepMetadata,
+)
+
+# Rows of steps: of plain decoding, and of verify steps of 6 rows a request, each with 1 to 8
+# requests. SGLang takes those that are multiples of the server's own rows a request, so a plain
+# server also gets batches of 12, 18 .. 48.
+VERIFY_ROWS = MAX_ROWS // MAX_REQUESTS
+WIDTHS = (
+    *range(1, MAX_REQUESTS + 1),
+    *range(2 * VERIFY_ROWS, MAX_ROWS + 1, VERIFY_ROWS),
+)
+# The whole step's logits, median over rows of |logits - float64| / |float64|. The code objects give
+# the scalar kernels' bits (interpreted), but for a last place where a row's sum has the order of a
+# block; against SGLang's own kernels nothing was measured.
+NUMERICS = Numerics(NumericsKind.TOLERANCE, {"step.logits.rel": LOGITS_MEDIAN_REL})
+
+
+def device_limits(needs: Alike) -> DeviceLimits:
+    """What the kernels support on one part."""
+    return DeviceLimits(
+        widths=WIDTHS,
+        tp_sizes=tuple(sorted(needs.tp_sizes)),
+        resident_blocks=needs.resident_blocks,
+    )
+
+
+def requirements(needs: Alike) -> Requirements:
+    """What every model's kernels need; the attention backend is asked for under its own field."""
+    server_args = dict(needs.server_args)
+    return Requirements(
+        dtypes=needs.dtypes,
+        attention_backends=server_args.pop("attention_backend"),
+        server_args=server_args,
+        hf_config=needs.hf_config,
+        env=needs.env,
+    )
+
+
+def features(needs: Alike) -> frozenset[Feature]:
+    """The features that all models' kernels accept."""
+    return frozenset(feature for feature in Feature if feature.name.lower() in needs.features)
+
+
+PARTS = {isa: alike(isa) for isa in config.amd_isas()}
+# Nothing but the size of a part differs between them.
+FIRST = next(iter(PARTS.values()))
+
+TARGET = MonoSpec(
+    name="lowlat-deepseek-v4",
+    devices={isa: device_limits(needs) for isa, needs in PARTS.items()},
+    features=features(FIRST),
+    requires=requirements(FIRST),
+    numerics=NUMERICS,
+    model_disable_reasons=guard.amd_target_reasons,
+    build=build.amd_target,
+    api_version=API_VERSION,
+    config_disable_reasons=guard.amd_config_reasons,
+    load_tensor=published.keep,
+    # Index scores are our kernels' own, from the page table.
+    unread_metadata=frozenset({StepMetadata.LOW_RATIO_DECODE_SCHEDULE}),
+)

@@ -1,0 +1,310 @@
+"""Everything that N ranks do on N GPUs of one host, in under ten minutes: `make gpu-four`.
+
+    python tests/gpu/ranks.py --ranks 4 [--build-dir build/py | --programs DIR] [--out out/gpu-four]
+                              [--python PATH] [--budget SECONDS]
+
+First correctness: the layer's and the draft's cases of so many ranks, every width in one process
+with N GPUs and in N processes, the tiny models of both kinds. Then `lowlat bench` of layer,
+exchange and draft beside the baselines (a Python with torch: --python), then `lowlat profile layer`
+of a rank's share. On fewer GPUs than ranks, N streams of one GPU stand for N GPUs where they are
+resident together (tiny models by the resident schedule, the draft): correctness and no figure; what
+needs more GPUs is listed as not run.
+
+Into the folder of --out go table.md (for docs/bench: date, command, spread), figures.json and the
+words of every step. Exit status 1 when something failed. What was not built for so many ranks, or
+found no time, is not run, which the table says.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from run import BUILD_BUDGET_S, PROGRAMS
+from runner import CASES, ROOT, NoGpuError, run, visible_gpus
+
+BUDGET_S = 590.0
+WIDTHS = ("1", "6", "8", "12", "24", "48")
+BENCHES = ("bench_layer", "bench_step")
+NUMBERS = {2: "two", 4: "four", 8: "eight"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, the GPUs that it needs, and where its figures are."""
+
+    name: str
+    words: list[str]
+    limit_s: float
+    gpus: int
+    figures: Path | None = None
+    times: str = ""  # which of its lines are times to keep, of a program that prints no JSON
+
+    def shown(self) -> str:
+        """The command as a reader would type it, without this machine's paths."""
+        words = self.words[3:] if self.words[1:3] == ["-m", "lowlat"] else self.words[1:]
+        name = "lowlat" if words != self.words[1:] else Path(self.words[0]).name
+        kept = [
+            word
+            for before, word in zip([name, *words], words, strict=False)
+            if not {"--python", "--json", "--out"} & {before, word}
+        ]
+        return " ".join([name, *kept])
+
+
+@dataclass
+class Outcome:
+    name: str
+    command: str
+    verdict: str  # passed, FAILED, not run
+    words: str
+    seconds: float
+    times: list[str]
+
+
+def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list[Step]:
+    """In the order of their worth: what comes late is left out first."""
+
+    def program(name: str, *words: str) -> list[str]:
+        return [str(programs / name), *words]
+
+    def lowlat(*words: str) -> list[str]:
+        return [sys.executable, "-m", "lowlat", *words]
+
+    count, n = str(ranks), NUMBERS[ranks]
+    if gpus < ranks:
+        return [
+            Step("tiny models, as streams", program("gpu_model", f"{n}_ranks_on_one"), 120, 1),
+            Step("draft, as streams", program("gpu_draft", "ranks_agree"), 60, 1),
+            Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 0, ranks),
+            Step("a process a rank", program("bench_layer", "processes", count), 0, ranks),
+            Step("bench and profile", lowlat("bench", "layer", "--tp", count), 0, ranks),
+        ]
+
+    def bench(what: str, *words: str) -> Step:
+        model = "v4" if "v4" in words else "v41"
+        path = out / f"{what}-{model}.json"
+        case = ["--tp", count, "--gpus", count, "--python", python, "--json", str(path)]
+        return Step(f"bench {what} {model}", lowlat("bench", what, *case, *words), 150, ranks, path)
+
+    return [
+        Step("devices", program("gpu_devices"), 30, ranks),
+        Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 150, ranks),
+        Step(
+            "every width",
+            program("bench_layer", "ranks", count, *WIDTHS),
+            90,
+            ranks,
+            times="^layer  ",
+        ),
+        Step(
+            "a process a rank",
+            program("bench_layer", "processes", count, *WIDTHS),
+            90,
+            ranks,
+            times=" rank 0 of ",
+        ),
+        Step("whole steps", program("gpu_step", f"{n}_ranks"), 90, ranks),
+        Step("draft", program("gpu_draft", f"{n}_gpus"), 60, ranks),
+        Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 90, ranks),
+        Step(
+            "whole steps, timed",
+            program("bench_step", "time", "ranks", count, "6", "12", "24", "48"),
+            60,
+            ranks,
+            times=r"ms \(10th",
+        ),
+        bench("layer", "--rows", "6,12,24,48"),
+        bench("exchange", "--rows", "6,12,24,48"),
+        bench("draft", "--rows", "6,48"),
+        bench("layer", "--model", "v4", "--rows", "6,12,24,48"),
+        Step(
+            "profile of a rank's share",
+            lowlat("profile", "layer", "--tp", count, "--rows", "6", "--out", str(out)),
+            90,
+            1,
+        ),
+    ]
+
+
+def outcome_of(step: Step, gpus: int, left_s: float, env: dict[str, str], logs: Path) -> Outcome:
+    command = step.shown()
+    limit_s = min(step.limit_s, left_s)
+    why = (
+        f"{step.gpus} GPUs needed, {gpus} here"
+        if step.gpus > gpus
+        else f"{Path(step.words[0]).name} is not there"
+        if not Path(step.words[0]).is_file()
+        else "no time was left"
+        if limit_s < 10.0
+        else ""
+    )
+    if why:
+        return Outcome(step.name, command, "not run", why, 0.0, [])
+    begin = time.monotonic()
+    status, output = run(step.words, env, limit_s, show=False)
+    seconds = time.monotonic() - begin
+    (logs / f"{step.name.replace(' ', '-')}.log").write_text(output)
+    verdict, words = verdict_of(status, output, seconds >= limit_s)
+    lines = output.splitlines() if step.times else []
+    times = [line.strip() for line in lines if re.search(step.times, line)]
+    return Outcome(step.name, command, verdict, words, seconds, times)
+
+
+def verdict_of(status: int, output: str, late: bool) -> tuple[str, str]:
+    """What became of a step, and the line that tells. What is not built for so many ranks says so:
+    a program of cases that it has no such case, a bench how it is used, lowlat what it refuses."""
+    lines = [line for line in output.splitlines() if line.strip()] or ["no words"]
+    wrong = [line for line in lines if line.startswith(("FAIL", "WRONG"))]
+    if late:
+        return "FAILED", f"no end within its time; last: {lines[-1]}"
+    if status == 0:
+        return "passed", lines[-1]
+    if status == 77:
+        return "not run", "; ".join(line for line in lines if line.startswith("skipped "))
+    cases = CASES.findall(output)
+    if cases[-1:] == [("0", "0", "0")]:
+        return "not run", "this build has no such case"
+    if wrong or status not in (1, 2) or cases:
+        return "FAILED", f"status {status}: {(wrong or lines)[-1]}"
+    return "not run", lines[-1]
+
+
+def figures_of(path: Path | None) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["figures"] if path is not None and path.is_file() else []
+
+
+def table(report: dict[str, Any]) -> str:
+    """The page: what was checked, what was timed, what was not run."""
+    lines = [
+        f"# {report['ranks']} ranks on {report['gpus']} GPU(s)",
+        "",
+        f"{report['date']}, {report['machine']}, lowlat {report['version']}: `{report['command']}`,"
+        f" {report['seconds']:.0f} s.",
+        "",
+        "| check | | seconds | |",
+        "| --- | --- | --- | --- |",
+    ]
+    done = [one for one in report["steps"] if one["verdict"] != "not run"]
+    lines += [
+        f"| {one['name']} | {one['verdict']} | {one['seconds']:.1f} | {one['words']} |"
+        for one in done
+    ]
+    if report["figures"]:
+        lines += [
+            "",
+            "| figure | rows | median, us | 10th, 90th of 100 | floor | share | baseline | ratio |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+    for figure in report["figures"]:
+        floor = f"{figure['floor']:.1f} | {figure['share']:.2f}" if "floor" in figure else " | "
+        baseline = figure.get("baseline")
+        other = f"{baseline['median']:.1f} | {figure['ratio']:.2f}" if baseline else " | "
+        lines.append(
+            f"| {figure['name']} {figure['model']} TP{figure['tp']} | {figure['rows']} |"
+            f" {figure['median']:.2f} | {figure['low']:.2f}, {figure['high']:.2f} | {floor} |"
+            f" {other} |"
+        )
+    times = [line for one in done for line in one["times"]]
+    if times:
+        lines += ["", "```", *times, "```"]
+    rest = [one for one in report["steps"] if one["verdict"] == "not run"]
+    if rest:
+        lines += ["", "Not run:", ""]
+        lines += [f"* {one['name']} (`{one['command']}`): {one['words']}" for one in rest]
+    return "\n".join(lines) + "\n"
+
+
+def version(env: dict[str, str]) -> str:
+    """lowlat's, and the commit where there is one."""
+    words = [sys.executable, "-c", "from lowlat.cli.parts import version; print(version())"]
+    told = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.strip()
+    except OSError:
+        commit = ""
+    return " ".join(filter(None, (told.stdout.strip() or "not installed", commit)))
+
+
+def machine() -> str:
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.split("\n")
+    except OSError:
+        names = []
+    found = [name for name in names if name.strip()]
+    return found[0] if found else platform.machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, choices=sorted(NUMBERS), default=4)
+    parser.add_argument("--build-dir", type=Path, default=Path("build/py"))
+    parser.add_argument("--programs", type=Path, help="programs that are built; nothing is built")
+    parser.add_argument("--out", type=Path, default=ROOT / "out/gpu-four")
+    parser.add_argument("--python", default=sys.executable, help="with torch, for the baselines")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of all steps")
+    arguments = parser.parse_args()
+    try:
+        gpus = visible_gpus()
+    except NoGpuError as error:
+        print(f"ranks cannot run here: {error}")
+        return 1
+    env = dict(os.environ)
+    programs = (arguments.programs or arguments.build_dir).resolve()
+    out = arguments.out.resolve()
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    if arguments.programs is None:
+        command = ["cmake", "--build", str(programs), "--target", *PROGRAMS, *BENCHES]
+        if run(command, env, BUILD_BUDGET_S)[0] != 0:
+            print("ranks cannot run here: the programs did not build (nvcc: lowlat doctor)")
+            return 1
+    elif (programs / "site").is_dir():
+        env["PYTHONPATH"] = str(programs / "site")
+    begin = time.monotonic()
+    outcomes, figures = [], []
+    for step in steps(arguments.ranks, gpus, programs, out, arguments.python):
+        if step.figures is not None:
+            step.figures.unlink(missing_ok=True)
+        left_s = arguments.budget - (time.monotonic() - begin)
+        outcome = outcome_of(step, gpus, left_s, env, logs)
+        outcomes.append(outcome)
+        # A figure counts where its run's checks were right; bench writes the file only then.
+        figures += figures_of(step.figures)
+        print(f"== {outcome.verdict} {outcome.name} ({outcome.seconds:.1f} s): {outcome.words}")
+    report = {
+        "schema": "lowlat.ranks",
+        "schema_version": 1,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": f"make gpu-four RANKS={arguments.ranks}",
+        "machine": machine(),
+        "version": version(env),
+        "ranks": arguments.ranks,
+        "gpus": gpus,
+        "seconds": time.monotonic() - begin,
+        "steps": [asdict(outcome) for outcome in outcomes],
+        "figures": figures,
+    }
+    (out / "figures.json").write_text(json.dumps(report, indent=1) + "\n")
+    page = table(report)
+    (out / "table.md").write_text(page)
+    print(page)
+    failed = sum(outcome.verdict == "FAILED" for outcome in outcomes)
+    passed = sum(outcome.verdict == "passed" for outcome in outcomes)
+    print(f"{passed} passed, {failed} failed, {len(outcomes) - passed - failed} skipped")
+    return 1 if failed or passed == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
