@@ -14,9 +14,10 @@
 //              producer, a finisher and two gatherers. Weights are on their way before the kernels
 //              before have ended.
 // Ordering     below
-// Determinism  fixed trees: pieces of K of the first product are dealt to the warp groups in turn
-//              and added in the groups' order, K of the second lies in one warp; slots in slot
-//              order. Bitwise run to run.
+// Determinism  fixed trees: pieces of K of the first product are dealt to the warp groups in turn,
+//              each group's added, and these in the order of their first pieces; K of the second
+//              lies in one warp; slots in slot order. Bitwise run to run, and whatever the other
+//              rows are.
 // Meaning      reference/experts.cpp, reference/gate.cpp. Bound: rel_l2 <= 1e-2
 //
 // How the work lies. The products are wgmma's of e4m3: 64 weight rows, whose fp4 codes are moved

@@ -369,7 +369,9 @@ struct Consumer {
       float* dst = begin_sums();
       if (dst == nullptr) return false;
       constexpr int kHigh = L::kMarlin ? 8 : L::kTileValues;  // rows from low to high
-      dst += (group * L::kEntryPairs + t) * L::kSumsPitch +
+      // By the piece that the group began with: the finisher adds in an order that is every tile's,
+      // wherever it lies among the block's, that is whatever other rows have chosen.
+      dst += (turn(group, n * L::kUses) * L::kEntryPairs + t) * L::kSumsPitch +
              (L::kMarlin ? tile_row(quarter) : 8 * quarter + g);
       dst[0] = total[0];
       dst[kHigh] = total[1];
