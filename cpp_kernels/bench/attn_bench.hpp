@@ -24,19 +24,26 @@ inline void cuda_must(cudaError_t error, const char* what) {
   std::exit(3);
 }
 
-// Waits for a stream's work. What has not ended after two minutes ends the program, at once: what
-// frees memory would wait for the device.
-inline void wait_for(cudaStream_t stream) {
+// Waits for a stream's work. What has not ended within the budget ends the program, after say() has
+// told where it stands, and at once: what frees memory would wait for the device.
+template <class Say>
+void wait_for(cudaStream_t stream, std::chrono::seconds budget, Say say) {
   using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + std::chrono::minutes(2);
+  const auto deadline = Clock::now() + budget;
   cudaError_t state = cudaSuccess;
   while ((state = cudaStreamQuery(stream)) == cudaErrorNotReady) {
     cudaGetLastError();  // that it is not ready is no error of a later call
     if (Clock::now() < deadline) continue;
-    std::fprintf(stderr, "work of the device has not ended after two minutes\n");
+    say();
+    std::fflush(stdout);
+    std::fprintf(stderr, "work of the device has not ended after %d s\n",
+                 static_cast<int>(budget.count()));
     std::_Exit(4);
   }
   cuda_must(state, "a replay");
+}
+inline void wait_for(cudaStream_t stream) {
+  wait_for(stream, std::chrono::minutes(2), [] {});
 }
 
 // Device memory of the current device, filled with 0xff (a NaN in every format) until written.

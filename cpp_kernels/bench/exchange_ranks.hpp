@@ -76,7 +76,7 @@ struct ExchangeRank {
     graph->replay();
   }
   void wait() const {
-    wait_or_leave(graph->stream(), [&] {
+    wait_for(graph->stream(), kRanksBudget, [&] {
       std::printf("rank %d: state %u stage %u peer %d\n", rank, status()[0], status()[2],
                   static_cast<int>(status()[3]));
     });

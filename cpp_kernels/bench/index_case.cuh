@@ -254,25 +254,24 @@ struct Errors {
 struct QueryLatent {
   Buffer<std::uint8_t> codes;
   Buffer<float> scale;
-  QueryLatent(const IndexSizes& sizes, const Activations& act, const HostIndexWeights& host) {
-    constexpr int kGroup = 32;
-    const std::vector<std::uint16_t> qa = act.qa.take();
-    std::vector<std::uint16_t> latent(qa.size());
-    reference::rms_norm(latent.data(), qa.data(), host.q_norm.data(), sizes.rows(), kQLora,
-                        kNormEps);
+  QueryLatent(int rows, int q_lora, int group, const std::vector<std::uint16_t>& qa,
+              const std::vector<std::uint16_t>& q_norm) {
+    const auto padded = static_cast<std::size_t>(fused::padded_rows(rows));
+    const auto lora = static_cast<std::size_t>(q_lora), span = static_cast<std::size_t>(group);
+    std::vector<std::uint16_t> latent(static_cast<std::size_t>(rows) * lora);
+    reference::rms_norm(latent.data(), qa.data(), q_norm.data(), rows, q_lora, kNormEps);
     std::vector<std::uint8_t> code(latent.size());
-    std::vector<float> power(static_cast<std::size_t>(act.padded) * (kQLora / kGroup), NAN);
-    for (std::size_t first = 0; first < latent.size(); first += kGroup) {
+    std::vector<float> power(padded * (lora / span), NAN);
+    for (std::size_t first = 0; first < latent.size(); first += span) {
       double amax = 1e-10;
-      for (std::size_t i = first; i < first + kGroup; ++i) {
+      for (std::size_t i = first; i < first + span; ++i) {
         amax = std::max(amax, std::fabs(reference::from_bf16(latent[i])));
       }
       const double by = std::exp2(std::ceil(std::log2(amax / 448.0)));
-      for (std::size_t i = first; i < first + kGroup; ++i) {
+      for (std::size_t i = first; i < first + span; ++i) {
         code[i] = reference::to_e4m3(reference::from_bf16(latent[i]) / by);
       }
-      const std::size_t row = first / kQLora, group = first % kQLora / kGroup;
-      power[group * static_cast<std::size_t>(act.padded) + row] = static_cast<float>(by);
+      power[first % lora / span * padded + first / lora] = static_cast<float>(by);
     }
     codes = Buffer<std::uint8_t>(code);
     scale = Buffer<float>(power);
@@ -320,7 +319,7 @@ class IndexCheck {
     must(fused::launch_index_query(index, false, nullptr), "index_query");
     check_query(sizes, state, act, buffers, host);
     if (sizes.rows() > fused::kHopRows) {
-      const QueryLatent latent(sizes, act, host);
+      const QueryLatent latent(sizes.rows(), kQLora, 32, act.qa.take(), host.q_norm);
       fused::IndexParams given = index;
       given.qa = nullptr;
       given.qa_squares = nullptr;

@@ -251,6 +251,19 @@ class CheckV4 {
     must(fused::launch_index_scores(index, false, nullptr), "index_scores");
     must(fused::launch_index_select(index, false, nullptr), "index_select");
     check_index(step, host);
+    if (sizes.rows() <= fused::kHopRows) return;
+    const QueryLatent latent(sizes.rows(), kQLoraV4, 128, step.qa, host.q_norm);
+    fused::IndexParams given = index;
+    given.qa = nullptr;
+    given.qa_squares = nullptr;
+    given.latent_codes = latent.codes.get();
+    given.latent_scale = latent.scale.get();
+    step.query.poison();
+    step.query_scale.poison();
+    must(fused::launch_index_query(given, false, nullptr), "index_query of codes");
+    must(fused::launch_index_scores(given, false, nullptr), "index_scores");
+    must(fused::launch_index_select(given, false, nullptr), "index_select");
+    check_index(step, host);
   }
 
   // A ring's row of a position, in floats from its begin.

@@ -90,7 +90,7 @@ class Group {
   }
   void wait(int r) {
     on(r);
-    wait_or_leave(graph(r).stream(), [&] { std::printf("%s\n", states().c_str()); });
+    wait_for(graph(r).stream(), kRanksBudget, [&] { std::printf("%s\n", states().c_str()); });
   }
   void wait() {
     each([&](int r) { wait(r); });

@@ -6,8 +6,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -25,24 +23,8 @@ inline void use_device(int device) {
   }
 }
 
-// Waits for a stream's work, which the kernels' own deadlines end. A program whose kernels do not
-// end says where every rank stands and is over.
-template <class SayState>
-void wait_or_leave(cudaStream_t stream, SayState say_state) {
-  using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + std::chrono::seconds(10);
-  for (;;) {
-    const cudaError_t state = cudaStreamQuery(stream);
-    if (state == cudaSuccess) return;
-    if (state != cudaErrorNotReady) cuda_must(state, "a step");
-    cudaGetLastError();  // that it is not ready is no error of a later call
-    if (Clock::now() > deadline) {
-      say_state();
-      std::fprintf(stderr, "a step has not ended after 10 s\n");
-      std::_Exit(4);
-    }
-  }
-}
+// Of work whose kernels have deadlines of their own.
+inline constexpr std::chrono::seconds kRanksBudget{10};
 
 // Microseconds of a replay, of the longest rank: on(r) makes its device current, graph(r) is its
 // graph, wait(r) waits for it. Where there are peers several replays follow each other, so that the

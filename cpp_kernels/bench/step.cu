@@ -203,7 +203,8 @@ int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
       if (processes.gather(tp_rank, i).empty()) return 1;
       const auto begin = std::chrono::steady_clock::now();
       graph.replay();
-      wait_or_leave(graph.stream(), [&] { std::printf("rank %d: state %u\n", tp_rank, state()); });
+      wait_for(graph.stream(), kRanksBudget,
+               [&] { std::printf("rank %d: state %u\n", tp_rank, state()); });
       const std::chrono::duration<double, std::milli> took =
           std::chrono::steady_clock::now() - begin;
       times.push_back(took.count());

@@ -149,7 +149,7 @@ class TeamGraph {
     team_.each([&](Rank&, int r) { of(r).replay(); });
   }
   void wait(int r) {
-    wait_or_leave(of(r).stream(), [&] { std::printf("%s\n", team_.fault().c_str()); });
+    wait_for(of(r).stream(), kRanksBudget, [&] { std::printf("%s\n", team_.fault().c_str()); });
   }
   void wait() {
     team_.each([&](Rank&, int r) { wait(r); });

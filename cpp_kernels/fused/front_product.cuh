@@ -236,8 +236,10 @@ struct Product {
   };
 
   // Asks for the weights, and tells the cluster that this block runs. All threads call.
-  // `first_row`: of the block within its scale blocks of kGroup rows.
-  template <int kGroup>
+  // `first_row`: of the block within its scale blocks of kGroup rows. kPaceNs: about so long from
+  // one copy of a warp's to its next, where the weights have time and all at once would be in the
+  // way of a kernel that others wait for.
+  template <int kGroup, int kPaceNs = 0>
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int first_row,
                                  int num_rows) {
     const int thread_idx = plat::thread_idx();
@@ -259,6 +261,7 @@ struct Product {
       for (int row = warp_idx; row < kRows; row += kProductWarps) {
         sm90::bulk_load(shared.memory + row * kPitch, weights.codes + row * weights.stride, kK,
                         &shared.barrier, sm90::CacheHint::evict_first);
+        if constexpr (kPaceNs > 0) __nanosleep(kPaceNs);
       }
     }
     __syncwarp();

@@ -16,8 +16,8 @@ constexpr int kFewRows = 8;
 bool is_draft(MoeShape shape) {
   return shape == MoeShape::v41_draft_tp2 || shape == MoeShape::v41_draft_tp4;
 }
-bool is_wide(MoeLayout layout, int rows) {
-  return rows > kFewRows || layout != MoeLayout::checkpoint;
+bool is_wide(MoeShape shape, MoeLayout layout, int rows) {
+  return rows > kFewRows || layout != MoeLayout::checkpoint || is_draft(shape);
 }
 
 // Warps that multiply. Eight and twenty are slower (docs/bench), but two ranks' bands of V4.1 leave
@@ -59,8 +59,9 @@ auto with_shape(MoeShape shape, F f) {
     case MoeShape::v41_tp2: return f(Instance<shape::Dsv41Flash<2>>());
     case MoeShape::v4_tp2: return f(Instance<shape::Dsv4Flash<2>>());
     case MoeShape::v4_tp4: return f(Instance<shape::Dsv4Flash<4>>());
-    case MoeShape::v41_draft_tp2: return f(Instance<shape::Dsv41FlashDraft<2>>());
-    case MoeShape::v41_draft_tp4: return f(Instance<shape::Dsv41FlashDraft<4>>());
+    // A draft's are all of the other kernel.
+    case MoeShape::v41_draft_tp2:
+    case MoeShape::v41_draft_tp4:
     case MoeShape::v41_tp4: break;
   }
   return f(Instance<shape::Dsv41Flash<4>>());
@@ -86,7 +87,7 @@ int moe_workspace_init(MoeShape shape, void* workspace, void* stream) {
 }
 
 int moe_box_band(MoeShape shape, MoeLayout layout, int rows) {
-  return is_wide(layout, rows)
+  return is_wide(shape, layout, rows)
              ? moe::wide::kBandColumns
              : with_shape(shape, [](auto instance) { return decltype(instance)::L::kBandRows; });
 }
@@ -106,7 +107,7 @@ int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool ov
   const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
                             target ? stages::GateSum::target : stages::GateSum::draft, 0};
   const auto on = static_cast<cudaStream_t>(stream);
-  if (!is_wide(args.w.layout, args.rows)) {
+  if (!is_wide(shape, args.w.layout, args.rows)) {
     return static_cast<int>(with_shape(
         shape, [&](auto instance) { return instance.run(args, rules, on, overlapped); }));
   }

@@ -34,9 +34,9 @@
 // routing (router, shared expert) stream while it is being decided. Experts are in the order of
 // their first pairs: when row 0 is routed, every block asks for its first tiles.
 //
-// Ordering     scores   [row][packet] {3 scores, epoch}: written by the finisher of a block that
-//                       scores, read by one warp of every block. Written again by the next launch,
-//                       which begins after this one has ended (wait_for_predecessors).
+// Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
+//                       read by one warp of every block. Written again by the next launch, which
+//                       begins after this one has ended (wait_for_predecessors).
 //              ticket   a counter that every block draws from until it draws no tile: 0 between
 //                       launches. The tile of a use of the ring is in the table before the use's
 //                       `full`; a consumer sees it after that, the finisher after their sums.
@@ -67,7 +67,7 @@ namespace lowlat::nvidia::fused {
 
 namespace moe {
 
-inline constexpr int kBands = 128;  // blocks that own columns
+inline constexpr int kBands = kScorers;  // blocks that own columns, and that score experts
 inline constexpr int kTileRows = 8;
 inline constexpr int kHiddenShift = 8;  // of routed h
 
@@ -110,10 +110,7 @@ struct Layout {
   // A slot of the ring: a tile's codes, or one of the shared tile's halves.
   static constexpr int kSlotBytes = round_up(
       2 * kHalfTile > kTileRows * kSharedPitch ? 2 * kHalfTile : kTileRows * kSharedPitch, 1024);
-  // Experts of a packet of scores, and packets of a block that scores.
-  static constexpr int kGateRows = kExperts / kScorers, kGatePackets = 2;
-  static constexpr int kScoreBlocks = kScorers / kGatePackets,
-                       kBlockRows = kGatePackets * kGateRows;
+  static constexpr int kGateRows = kExperts / kBands;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
   // A block's first tiles are given, the others it draws, so that blocks whose copies are slow take
@@ -124,7 +121,7 @@ struct Layout {
   static constexpr int kBandRows = kHidden / kBands;
   static constexpr int kMTiles = (kBandRows + 15) / 16;
   static constexpr int kInnerBlocks = kInner / 64;
-  static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : kInnerBlocks / 4;
+  static constexpr int kParts = kInnerBlocks % 3 == 0 ? 3 : 4;
   static constexpr int kPartGroups = 2 * kInnerBlocks / kParts;  // of 32, of one scale each
   // A group of a pair's h is a column of its own: so many at once.
   static constexpr int kPasses = (kPartGroups + 7) / 8, kPassGroups = kPartGroups / kPasses;
@@ -140,11 +137,10 @@ struct Layout {
   static_assert(kConsumers >= kMaxRows && kConsumers % 8 == 0 && kHidden % 256 == 0 &&
                 (kSpan == 1 || kSpan == 4));
   static_assert(kSlice % (2 * kBlockK) == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
-                kExperts % kScorers == 0);
+                kExperts % kBands == 0);
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
                 kPieces >= 1);
-  static_assert(kGateRows <= 3 && kBlockRows <= kTileRows &&
-                kGatePackets * kScoreBlocks == kScorers);
+  static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
   static_assert(kBandRows * kInnerRow % 16 == 0 && kBandRows * kInnerScaleRow % 16 == 0);
   static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
 
@@ -184,7 +180,6 @@ struct Layout {
     float weights[kMaxPairs];
     std::int32_t num_experts;
     std::uint32_t stop;                  // Watch
-    std::int32_t scorer;                 // number among the blocks, the first of which score
     std::uint32_t lost;                  // scores have not come: no tiles
     std::uint64_t quads_epoch;           // exchange_epoch of the sum's packets
     std::uint16_t expert[kMaxPairs];     // in the order of their first pairs, one entry each
@@ -196,8 +191,7 @@ struct Layout {
     std::uint32_t rows_of[kMaxPairs];
     std::int32_t tile[kWindow];
     std::uint8_t rows_here[kWindow];
-    alignas(16) std::uint8_t shared_scales[kRing][kHidden / kBlock];  // of a slot's shared rows
-    std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];     // of the shared w2 band
+    std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
@@ -225,7 +219,7 @@ struct Layout {
   static constexpr int kRingOffset = round_up(kScalesOffset + (kRing + 1) * kTileScales, 1024);
   static constexpr int kColumnsOffset = kRingOffset + kRing * kSlotBytes;
   static constexpr int kGateOffset = kColumnsOffset;  // the router's rows, before there are columns
-  static_assert(kBlockRows * kGatePitch <= kColumnsBytes);
+  static_assert(kGateRows * kGatePitch <= kColumnsBytes);
   static constexpr int kBandOffset = kBandLate ? kColumnsOffset : 0;
   static constexpr int kMorePieces = kColumnsOffset + (kBandLate ? kSharedBand : 0);
   // Experts from one item of a warp to its next, at most.
@@ -239,10 +233,9 @@ struct Layout {
   static constexpr std::size_t kHiddenRow = kInner * 2;
   static constexpr std::size_t kHiddenBytes = kSecondRows * kHiddenRow;  // of one parity
   static constexpr std::size_t kTicketOffset = 4 * kMaxGrid;             // after the epochs
-  static constexpr std::size_t kScorerOffset = kTicketOffset + 128;
   static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
-  static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kMaxRows;
+  static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
   static constexpr std::size_t kWorkspaceBytes = kScoresOffset + kScoresBytes;
 };
 
@@ -292,9 +285,9 @@ struct Region {
   LOWLAT_DEVICE unsigned char* hidden(std::uint32_t parity, int row) const {
     return workspace + L::kHiddenOffset + parity * L::kHiddenBytes + row * L::kHiddenRow;
   }
-  LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int number) const {
-    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kScorers +
-           number;
+  LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int block) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
+           block;
   }
   // What only exchanges with other blocks need: not waited for before x is asked for.
   LOWLAT_DEVICE void read_epoch() {
@@ -302,8 +295,7 @@ struct Region {
     watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
     if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
   }
-  // After gate_full, where there are scores at all.
-  LOWLAT_DEVICE bool gates() const { return table.scorer < L::kScoreBlocks; }
+  LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
 
   LOWLAT_DEVICE int shared_tiles() const {
     return shared ? (L::kTiles - block_idx + num_blocks - 1) / num_blocks : 0;
@@ -380,26 +372,14 @@ struct Producer {
       sm90::tensor_prefetch(&maps.gate);
       sm90::tensor_prefetch(&maps.up);
     }
-    if (r.scores) {
-      // The blocks that begin first score: nobody waits for one that finds its multiprocessor late.
-      // Every block draws, so the counter is 0 again after the last.
-      std::uint32_t scorer = 0;
-      if (r.lane == 0) {
-        scorer = atomicInc(reinterpret_cast<std::uint32_t*>(r.workspace + L::kScorerOffset),
-                           static_cast<std::uint32_t>(r.num_blocks - 1));
-      }
-      scorer = __shfl_sync(plat::kAllLanes, scorer, 0);
-      const bool gates = scorer < L::kScoreBlocks;
+    if (r.gates()) {
       std::uint64_t* full = &r.barriers.gate_full;
-      if (r.lane == 0) {
-        r.table.scorer = static_cast<std::int32_t>(scorer);
-        sm90::barrier_arrive_expect(full, gates ? L::kBlockRows * 2 * L::kHidden : 0);
-      }
+      if (r.lane == 0) sm90::barrier_arrive_expect(full, L::kGateRows * 2 * L::kHidden);
       __syncwarp();
-      if (gates && r.lane < L::kBlockRows) {
+      if (r.lane < L::kGateRows) {
         sm90::bulk_load(
             r.smem + L::kGateOffset + r.lane * L::kGatePitch,
-            w.gate + (static_cast<std::size_t>(scorer) * L::kBlockRows + r.lane) * L::kHidden,
+            w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
             2 * L::kHidden, full, sm90::CacheHint::evict_first);
       }
       // The router's rows and x decide when routing ends: nothing competes with them.
@@ -409,16 +389,7 @@ struct Producer {
       const int tile = n * r.num_blocks + r.block_idx;
 #pragma unroll 1
       for (int up = 0; up < 2; ++up) {
-        constexpr int kScales = L::kHidden / L::kBlock;
-        static_assert(kScales % 16 == 0 && L::kBlock % kTileRows == 0);
-        begin_slot(kTileRows * L::kHidden + kScales);
-        if (r.lane == kTileRows) {
-          const int slot = (uses - 1) % L::kRing;
-          sm90::bulk_load(r.table.shared_scales[slot],
-                          (up ? w.shared_w3 : w.shared_w1).scales +
-                              static_cast<std::size_t>(tile * kTileRows / L::kBlock) * kScales,
-                          kScales, &r.barriers.full[slot]);
-        }
+        begin_slot(kTileRows * L::kHidden);
         if (r.lane < kTileRows) {
           load(r.lane * L::kSharedPitch,
                (up ? w.shared_w3 : w.shared_w1).codes +
@@ -557,7 +528,7 @@ struct Producer {
     for (int piece = 0; piece < L::kRingPieces; ++piece) {
       landed(&r.barriers.piece_full[piece], (pieces - piece + L::kRingPieces - 1) / L::kRingPieces);
     }
-    landed(&r.barriers.gate_full, r.scores ? 1 : 0);
+    landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
     landed(&r.barriers.band_full, r.shared && r.block_idx < kBands ? 1 : 0);
   }
 };
@@ -863,7 +834,7 @@ struct Consumer {
     smem_store8(address + kTileRows * kColumns * 4, acc[2], acc[3]);
   }
   LOWLAT_DEVICE void multiply_gate(float (&acc)[4]) const {
-    const int row = g < L::kBlockRows ? g : L::kBlockRows - 1;  // other rows: computed, not used
+    const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
     const std::uint32_t address =
         sm90::shared_address(r.smem) + L::kGateOffset + row * L::kGatePitch + first_element() * 2;
     float odd[4] = {};
@@ -880,11 +851,8 @@ struct Consumer {
   }
   // This block's experts' scores of all rows, to the finisher.
   LOWLAT_DEVICE void run_gate(int pass) {
-    if (pass == 1) {
-      barrier_wait(&r.barriers.gate_full, 0);
-      if (!r.gates()) return;
-    }
     float acc[4] = {};
+    if (pass == 1) barrier_wait(&r.barriers.gate_full, 0);
     multiply_gate(acc);
     for (const float sum : acc) keep(sum);
     if (pass == 1) hand_over(acc);
@@ -902,12 +870,25 @@ struct Consumer {
     sm90::barrier_arrive(&r.barriers.routed);
   }
 
-  // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE void run_shared_tile(int pass) {
-    if (pass == 1) {
-      wait_slot(0);
-      wait_slot(1);
+  // Scale bytes of a shared tile's slice, gate and up.
+  struct TileScales {
+    std::uint8_t gate[L::kSlice / L::kBlock], up[L::kSlice / L::kBlock];
+  };
+  LOWLAT_DEVICE void load_scales(TileScales& out, int tile) const {
+    const std::size_t scale_row =
+        static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
+#pragma unroll
+    for (int i = 0; i < L::kSlice / L::kBlock; ++i) {
+      const std::size_t at = scale_row + i * L::kConsumers + warp;
+      out.gate[i] = __ldg(r.a.w.shared_w1.scales + at);
+      out.up[i] = __ldg(r.a.w.shared_w3.scales + at);
     }
+  }
+
+  // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
+  LOWLAT_DEVICE void run_shared_tile(const TileScales& scales) {
+    wait_slot(0);
+    wait_slot(1);
     const std::uint32_t offset = g * L::kSharedPitch + first_element();
     const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
     const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
@@ -925,12 +906,9 @@ struct Consumer {
         const int at = L::block_group(first + i) * L::kBlockK;
         multiply_codes(sums_of, smem_load8(low_address + at), smem_load8(high_address + at), b[i]);
       }
-      const int column = first / L::kSpan * L::kConsumers + warp;
-      add_scaled(acc, sums_of, scale, scale_of(r.table.shared_scales[uses % L::kRing][column]),
-                 scale_of(r.table.shared_scales[(uses + 1) % L::kRing][column]));
+      add_scaled(acc, sums_of, scale, scale_of(scales.gate[first / L::kSpan]),
+                 scale_of(scales.up[first / L::kSpan]));
     }
-    for (const float sum : acc) keep(sum);
-    if (pass == 0) return;
     hand_over(acc);
     free_slot();
     free_slot();
@@ -939,7 +917,7 @@ struct Consumer {
   // ---- routed experts, first product
 
   // x of the slice as two e4m3 terms under a power of two a row.
-  LOWLAT_DEVICE void make_columns(int pass) {
+  LOWLAT_DEVICE void make_columns() {
     float amax = 0.0f;
 #pragma unroll
     for (const auto& block : x) amax = fmaxf(amax, pairs_amax<kPairs>(block));
@@ -957,9 +935,6 @@ struct Consumer {
                                  high_bf16(first) * inverse, high_bf16(second) * inverse};
         std::uint32_t high, low;
         wide::split_e4m3(values, high, low);
-        keep(__uint_as_float(high));
-        keep(__uint_as_float(low));
-        if (pass == 0) continue;
         smem_store4(at + even * 128, high);
         smem_store4(at + even * 128 + 16, low);
       }
@@ -1258,19 +1233,23 @@ struct Consumer {
     }
   }
 
-  LOWLAT_DEVICE void run(const Rules& rules) {
+  // Before the kernels before this one have ended.
+  LOWLAT_DEVICE void run_early(TileScales& scales) {
     g = r.lane / 4;
     t = r.lane % 4;
+    if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
+  }
+  LOWLAT_DEVICE void run(TileScales& scales, const Rules& rules) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
       if (pass == 1) wait_for_x(r);
       // The first pass: rows of the router, and whatever lies in their place.
       load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
-      if (r.scores) run_gate(pass);
+      if (r.gates()) run_gate(pass);
       // While the scores are on their way.
-#pragma unroll 1
-      for (int n = 0; n < (pass == 1 ? r.shared_tiles() : 1); ++n) {
-        run_shared_tile(pass);
+      for (int n = 0; pass == 1 && n < r.shared_tiles(); ++n) {
+        if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
+        run_shared_tile(scales);
       }
       if (pass == 1) {
         r.read_epoch();
@@ -1278,8 +1257,8 @@ struct Consumer {
         named_sync<3, L::kConsumers * plat::kWarpLanes>();
       }
       route(rules, pass);
-      make_columns(pass);
     }
+    make_columns();
     // Products read the columns past the ordinary path.
     sm90::fence_async_shared();
     named_sync<3, L::kConsumers * plat::kWarpLanes>();
@@ -1339,33 +1318,25 @@ struct Finisher {
   }
 
   LOWLAT_DEVICE void run_gate(stages::GateRule rule, int pass) {
-    if (pass == 1) {
-      barrier_wait(&r.barriers.gate_full, 0);
-      if (!r.gates()) return;
-      wait_sums();
-    }
+    if (pass == 1) wait_sums();
     const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
-#pragma unroll 1
-    for (int packet = 0; packet < L::kGatePackets; ++packet) {
-      float score = 0.0f;
-      if (column < kColumns) {
-        score =
-            stages::gate_score(slices<L::kConsumers>(packet * L::kGateRows + row, column, 0), rule);
-      }
-      std::uint32_t words[3];
-#pragma unroll
-      for (int j = 0; j < 3; ++j) {
-        const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
-        words[j] = __float_as_uint(
-            __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
-        keep(__uint_as_float(words[j]));
-      }
-      if (pass == 1 && r.lane < r.a.rows) {
-        plat::store_tagged(r.score_packet(r.lane, r.table.scorer * L::kGatePackets + packet), words,
-                           r.epoch);
-      }
+    float score = 0.0f;
+    if (column < kColumns) {
+      score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
     }
-    if (pass == 1) free_sums();
+    std::uint32_t words[3];
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+      const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
+      words[j] = __float_as_uint(
+          __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
+      keep(__uint_as_float(words[j]));
+    }
+    if (pass == 0) return;
+    free_sums();
+    if (r.lane < r.a.rows) {
+      plat::store_tagged(r.score_packet(r.lane, r.block_idx), words, r.epoch);
+    }
   }
 
   // Eight values of h of one column: bf16 in the order of pairs, one chunk.
@@ -1398,7 +1369,7 @@ struct Finisher {
         r.read_epoch();
         clear_hidden();
       }
-      if (r.scores) run_gate(rule, pass);
+      if (r.gates()) run_gate(rule, pass);
     }
     const std::uint32_t parity = r.epoch & 1u;
     for (int n = 0; n < r.shared_tiles(); ++n) {
@@ -1512,6 +1483,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
 
   Producer<L> producer = {r, maps};
   Consumer<L> consumer = {r, warp};
+  typename Consumer<L>::TileScales scales = {};
   // Before any wait for the consumers, who wait for these registers.
   if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
@@ -1519,10 +1491,12 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     producer.run_early();
   } else if (warp == L::kFinisher) {
     load_band_scales(r);
+  } else if (warp < L::kConsumers) {
+    consumer.run_early(scales);
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(rules);
+    consumer.run(scales, rules);
   } else {
     if (warp == L::kProducer) {
       producer.run_routed();

@@ -95,8 +95,8 @@ struct Layout {
   static_assert(kMarlin || kBandInLines || kPartRow % 128 == 32);
   // Marlin: the part's scales; checkpoint: those of all parts.
   static constexpr int kBandScales = kBandRows * (kMarlin ? kPartGroups : kInnerGroups);
-  // Of the shared expert: its band comes in uses of so many rows.
-  static constexpr int kSharedUseRows = 32 * kInner <= kBandCodes ? 32 : 16;
+  // Of the shared expert: its band comes in uses of so many rows, one for each warp group.
+  static constexpr int kSharedUseRows = 16;
   static constexpr int kSharedUses = kBandRows / kSharedUseRows;
   static constexpr int kInnerBlocks = kInner / 64;
   static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;

@@ -153,12 +153,11 @@ struct Consumer {
 
   // ---- the shared expert's second product
 
-  // acc += sixteen columns of the band, from the `first`-th in the use, times a part of I of eight
-  // rows. Their h is there by then, or nearly.
-  LOWLAT_DEVICE bool multiply_shared(std::uint32_t slot, int first, int column, int part, int group,
+  // acc += a use's sixteen columns, `column` and on of the band, times a part of I of eight rows.
+  // Their h is there by then, or nearly.
+  LOWLAT_DEVICE bool multiply_shared(std::uint32_t slot, int column, int part, int group,
                                      float (&acc)[4]) const {
-    const std::uint32_t codes =
-        slot + (first + g) * L::kInner + part * L::kPartBlocks * 64 + t * 16;
+    const std::uint32_t codes = slot + g * L::kInner + part * L::kPartBlocks * 64 + t * 16;
     const int band = r.block_idx * L::kBandRows;
     const int low_row = (band + column) / L::kBlock - band / L::kBlock;
     const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
@@ -202,19 +201,17 @@ struct Consumer {
     }
     return true;
   }
-  // This warp's part of the band's use `number`: its warp group's sixteen columns and groups of
-  // rows, one after the other.
+  // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
-    constexpr int kTiles = L::kSharedUseRows / 16, kSides = 4 / kTiles;
-    const int slot = use % L::kRing, first = warp % kTiles * 16;
-    const int column = number * L::kSharedUseRows + first;
+    static_assert(L::kSharedUseRows == 16);
+    const int slot = use % L::kRing, column = number * L::kSharedUseRows;
     if (!r.wait_filled(use)) return false;
 #pragma unroll 1
-    for (int group = warp % 4 / kTiles; group < r.num_groups(); group += kSides) {
+    for (int group = warp % 4; group < r.num_groups(); group += 4) {
       float acc[4] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kSharedParts; ++part) {
-        if (!multiply_shared(r.slot_address(slot), first, column, part, group, acc)) return false;
+        if (!multiply_shared(r.slot_address(slot), column, part, group, acc)) return false;
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -1,7 +1,15 @@
-"""A checkpoint's tensors as SGLang's loader reads them, from arrays by the kernels' names."""
+"""A checkpoint's tensors as SGLang's loader reads them, from arrays by the kernels' names; and what
+an AMD server needs beside them: a model that loads, and a spec of ours.
+"""
+
+from types import SimpleNamespace
 
 import numpy as np
+import served
 import torch
+from lowlat import build, guard
+from lowlat.specs import amd as specs
+from sglang.kernels.plugin_kernels.amd import spec as contract
 
 # By the kernels' dtype: how the published file has it.
 FILE = {
@@ -53,3 +61,53 @@ def raw(tensor):
     """A tensor's bits."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return tensor.view(bits[tensor.element_size()]).numpy()
+
+
+# ------------------------------------------------------------------ an AMD server
+
+
+def tp(tp_size, rank=0):
+    """A published topology."""
+    group = SimpleNamespace(world_size=tp_size, rank_in_group=rank, cpu_group=None)
+    return served.get_parallel().override(tp_group=group, **served.widths(tp_size))
+
+
+def tensors_of(config, tp_size=1):
+    """What a rank's kernels read of a checkpoint."""
+    with tp(tp_size):
+        return guard.kernel_tensors(config)
+
+
+def checkpoint_of(config):
+    """Its published tensors and the arrays behind them, whole."""
+    wanted = tensors_of(config)
+    arrays = random_arrays(wanted, config.n_routed_experts)
+    dtypes = {spec["name"]: spec["dtype"] for spec in wanted}
+    return list(tensors(arrays, dtypes)), arrays
+
+
+class Loaded(served.Model):
+    """A model that SGLang loads: its own tensors are the kernels' business where they are read in
+    place."""
+
+    def __init__(self, config, tp_size=1):
+        rows = {idx: 50 + idx for idx in getattr(config, "engram_layer_ids", ())}
+        super().__init__(served.table(config, rows, tp_size).target())
+        self.config = config
+
+
+def spec_of(open_kernels, **more):
+    """Ours in everything but the kernels behind it and what the small models' sizes are."""
+    fields = {name: getattr(specs.TARGET, name) for name in contract.MonoSpec.__struct_fields__}
+    limits = contract.DeviceLimits(widths=specs.WIDTHS, tp_sizes=(1,), resident_blocks=256)
+    built = []
+
+    def make(model, config, context):
+        built.append(
+            build.build_amd_target(model, config, context, open_kernels, build.place(served.ISA))
+        )
+        return built[-1]
+
+    fields |= dict(name="lowlat-test", devices={"gfx950": limits}, build=make)
+    make.built = built
+    return contract.MonoSpec(**fields | more)

@@ -12,11 +12,14 @@ import sys
 from types import SimpleNamespace
 
 import drafting
+import published
 import served
 import torch
 import torch.distributed as dist
 from lowlat import _dispatch, guard
+from sglang.kernels.plugin_kernels.amd import spec as amd_contract
 from sglang.kernels.plugin_kernels.nvidia import spec as contract
+from sglang.srt.kernel_plugins.amd import binding as amd_binding
 from sglang.srt.kernel_plugins.nvidia import binding
 
 # A peer that waits longer than this is a failure, not a slow machine.
@@ -82,6 +85,44 @@ def run(rank, group, spec, change):
         return {"widths": built.widths, "covered": built.report()["covered"]}
 
 
+def amd_cases(rank):
+    """Of the AMD contract, name: the kernels of this rank, and a tensor that it never sees."""
+    alone, ours = rank == 1, served.Kernels
+    return {
+        "amd: agree": (ours, None),
+        "amd: one build fails": (fails if alone else ours, None),
+        "amd: other kernels": (Differs if alone else ours, None),
+        "amd: one rank lacks a tensor": (ours, "layers.0.attn.q_norm.weight" if alone else None),
+    }
+
+
+def run_amd(group, open_kernels, lacks):
+    config = served.hf_config(_dispatch.built_in("tiny-v41"))
+    config.architectures = [ARCHITECTURE]
+    spec = published.spec_of(open_kernels)
+    sys.modules["lowlat_test_spec"] = SimpleNamespace(SPEC=spec)
+    registry = amd_contract._REGISTRY.setdefault(amd_contract.BACKEND, {})
+    registry[ARCHITECTURE] = "lowlat_test_spec:SPEC"
+    model = published.Loaded(config, tp_size=2)
+    weights = [
+        (name, tensor) for name, tensor in published.checkpoint_of(config)[0] if name != lacks
+    ]
+    flags = {"enable_nvidia_megakernel": False, "enable_amd_monokernel": True}
+    with served.server(group=group, **flags):
+        list(amd_binding.monokernel_weights_iterator(model=model, weights=weights))
+        try:
+            amd_binding.install_monokernel_forward(
+                model=model, hf_config=config, capture_tail_hooks=[]
+            )
+        except (ValueError, RuntimeError) as error:
+            return {"refused": str(error)}
+        given = served.batch("TARGET_VERIFY", 1)
+        given.input_ids = torch.arange(6)
+        model.forward(torch.arange(6), torch.arange(6), given)
+        (built,) = spec.build.built
+        return {"widths": built.kernels.request.widths, "covered": built.report()["covered"]}
+
+
 def drafts(group):
     """Proposals of our sampler, at several temperatures."""
     ours, _ = drafting.samplers(group, kernels=drafting.Operations)
@@ -91,8 +132,10 @@ def drafts(group):
 def main():
     folder, rank, tp_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     binding.device_isa = lambda: served.ISA
+    amd_binding.device_isa = lambda: "gfx950"
     guard.kernels_reasons = lambda *_: []
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=256)
+    torch.cuda.memory_allocated = lambda: 0
     torch.cuda.current_device = lambda: 0
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_properties = lambda device: properties
@@ -106,6 +149,7 @@ def main():
     )
     group = SimpleNamespace(world_size=tp_size, rank_in_group=rank, cpu_group=dist.group.WORLD)
     told = {name: run(rank, group, *case) for name, case in cases(rank).items()}
+    told |= {name: run_amd(group, *case) for name, case in amd_cases(rank).items()}
     told["drafts"] = drafts(group)
     print(json.dumps(told))
     dist.destroy_process_group()

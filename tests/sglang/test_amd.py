@@ -253,56 +253,26 @@ def test_the_numerics_are_a_bound_in_the_contracts_form() -> None:
 # ------------------------------------------------------------------ copies
 
 
-def tp(tp_size, rank=0):
-    """A published topology."""
-    group = SimpleNamespace(world_size=tp_size, rank_in_group=rank, cpu_group=None)
-    return served.get_parallel().override(tp_group=group, **served.widths(tp_size))
-
-
-def tensors_of(config, tp_size=1):
-    """What a rank's kernels read of a checkpoint."""
-    with tp(tp_size):
-        return guard.kernel_tensors(config)
-
-
-def checkpoint_of(config):
-    """Its published tensors and the arrays behind them, whole."""
-    wanted = tensors_of(config)
-    arrays = published.random_arrays(wanted, config.n_routed_experts)
-    dtypes = {spec["name"]: spec["dtype"] for spec in wanted}
-    return list(published.tensors(arrays, dtypes)), arrays
-
-
 @pytest.fixture(params=NAMES)
 def config(request):
     return served.hf_config(_dispatch.built_in(request.param))
 
 
-class Loaded(served.Model):
-    """A model that SGLang loads: its own tensors are the kernels' business where they are read in
-    place."""
-
-    def __init__(self, config):
-        rows = {idx: 50 + idx for idx in getattr(config, "engram_layer_ids", ())}
-        super().__init__(served.table(config, rows).target())
-        self.config = config
-
-
 @pytest.fixture
 def model(config):
     config.architectures = [ARCHITECTURE]
-    return Loaded(config)
+    return published.Loaded(config)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_each_rank_copies_its_part_as_published(model, config, tp_size) -> None:
     """Names, dtypes and shapes are the kernels' on every rank, and the parts make the whole."""
-    weights, arrays = checkpoint_of(config)
-    wanted = tensors_of(config, tp_size)
+    weights, arrays = published.checkpoint_of(config)
+    wanted = published.tensors_of(config, tp_size)
     parts = []
     for rank in range(tp_size):
         copies = {}
-        with tp(tp_size, rank):
+        with published.tp(tp_size, rank):
             for name, tensor in weights:
                 seen = tensor.clone()
                 copying.keep(copies, model, name, seen)
@@ -330,7 +300,7 @@ def test_tensors_of_other_parts_are_left_alone(model) -> None:
 
 def test_a_split_that_does_not_divide_names_the_tensor(model) -> None:
     with (
-        tp(4),
+        published.tp(4),
         pytest.raises(RefusalError, match=r"^\[112\] layers.0.attn.wq_b.weight has 6 in dim"),
     ):
         copying.keep({}, model, "layers.0.attn.wq_b.weight", torch.zeros(6, 4))
@@ -353,31 +323,14 @@ def install(monkeypatch, amd_gpu, kernels_there, config):
     monkeypatch.setattr(contract, "_REGISTRY", registry)
 
     def run(model, open_kernels=served.Kernels, *, weights=None, **more):
-        holder.SPEC = spec_of(open_kernels, **more)
-        weights = checkpoint_of(config)[0] if weights is None else weights
+        holder.SPEC = published.spec_of(open_kernels, **more)
+        weights = published.checkpoint_of(config)[0] if weights is None else weights
         list(binding.monokernel_weights_iterator(model=model, weights=weights))
         hooks = []
         binding.install_monokernel_forward(model=model, hf_config=config, capture_tail_hooks=hooks)
         return hooks
 
     return run
-
-
-def spec_of(open_kernels, **more):
-    """Ours in everything but the kernels behind it and what the small models' sizes are."""
-    fields = {name: getattr(specs.TARGET, name) for name in contract.MonoSpec.__struct_fields__}
-    limits = contract.DeviceLimits(widths=specs.WIDTHS, tp_sizes=(1,), resident_blocks=256)
-    built = []
-
-    def make(model, config, context):
-        built.append(
-            build.build_amd_target(model, config, context, open_kernels, build.place(served.ISA))
-        )
-        return built[-1]
-
-    fields |= dict(name="lowlat-test", devices={"gfx950": limits}, build=make)
-    make.built = built
-    return contract.MonoSpec(**fields | more)
 
 
 def serving(**more):
@@ -419,7 +372,7 @@ def test_the_build_gets_its_context_and_copies_as_published(install, model) -> N
     assert request.widths == (6, 12, 24)  # of the captured sizes 1, 2 and 4
     assert (request.mode, request.tokens_per_request) == ("target_verify", 6)
     assert request.expert_layout == "row_major" and request.wait_budget_ns == 48_000_000_000
-    assert copying.reasons(request.copies, tensors_of(model.config)) == []
+    assert copying.reasons(request.copies, published.tensors_of(model.config)) == []
     parameters = dict(model.named_parameters())
     for name, tensor in request.tensors.items():
         assert tensor.data_ptr() == parameters[name].data_ptr(), name
@@ -461,7 +414,7 @@ def test_a_load_that_shows_no_tensors_is_refused(install, model) -> None:
 
 
 def test_every_difference_of_the_copies_is_told(install, model, config) -> None:
-    weights, _ = checkpoint_of(config)
+    weights, _ = published.checkpoint_of(config)
     changed = []
     for name, tensor in weights:
         if name == "layers.0.attn.q_norm.weight":

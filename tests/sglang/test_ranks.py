@@ -16,6 +16,7 @@ def told(tmp_path_factory):
 def test_ranks_that_agree_run_the_same_steps(told) -> None:
     for answers in told:
         assert answers["agree"] == {"widths": [6 * n for n in range(1, 9)], "covered": 1}
+        assert answers["amd: agree"] == {"widths": [6, 12, 24], "covered": 1}
 
 
 REFUSED = {
@@ -25,6 +26,9 @@ REFUSED = {
     "other widths": "[301] rank 1 covers widths [6, 12]; rank 0 covers [6, 12, 18",
     "one model differs": "rank 1: [111] dtype of model.norm.weight is f32; these kernels need bf16",
     "one rank has no spec": "rank 1: no megakernel spec is registered",
+    "amd: one build fails": "rank 1: [501] RuntimeError: device lost",
+    "amd: other kernels": "[303] rank 1 has launch geometry",
+    "amd: one rank lacks a tensor": "rank 1: [110] layers.0.attn.q_norm.weight is not loaded",
 }
 
 

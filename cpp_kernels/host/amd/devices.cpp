@@ -7,9 +7,6 @@
 namespace lowlat::host {
 namespace {
 
-constexpr std::uint32_t kArrived = 0x10a7u;
-constexpr std::uint64_t kStoreBudgetNs = 5'000'000'000;
-
 // Stores from one device, whose code `module` is, into memory of another or its own. Throws Error
 // where the store did not arrive.
 void store(const hip::Module& module, int from, int to) {
@@ -23,23 +20,9 @@ void store(const hip::Module& module, int from, int to) {
     return std::make_unique<hip::Memory>(hip::MemoryKind::uncached, sizeof(std::uint32_t));
   }();
   const hip::OnDevice here(from);
-  if (from != to) {
-    const hip::Status status = hip::runtime().hipDeviceEnablePeerAccess(to, 0);
-    if (status != hip::kPeerAccessAlreadyEnabled) hip::check(status, "hipDeviceEnablePeerAccess");
-  }
+  if (from != to) hip::enable_access(to);
   if (!hip::store_arrives(module, memory->data(), kArrived, kStoreBudgetNs)) {
     throw Error(LOWLAT_FAULT, "the store did not arrive");
-  }
-}
-
-// The words of what an attempt throws; "" when it does not.
-template <class Attempt>
-std::string words_of(Attempt&& attempt) {
-  try {
-    attempt();
-    return "";
-  } catch (const Error& error) {
-    return error.what();
   }
 }
 
@@ -75,16 +58,9 @@ PlatformDevices amd_devices() {
     });
     found.devices.push_back(device);
   }
-  for (int from = 0; from < count; ++from) {
-    const std::string& no_code = found.devices[static_cast<std::size_t>(from)].refusal;
-    for (int to = 0; to < count; ++to) {
-      if (from == to) continue;
-      const auto& module = modules[static_cast<std::size_t>(from)];
-      const std::string why =
-          no_code.empty() ? words_of([&] { store(*module, from, to); }) : no_code;
-      found.peers.push_back({from, to, why});
-    }
-  }
+  found.peers = stores_between(found.devices, [&](int from, int to) {
+    store(*modules[static_cast<std::size_t>(from)], from, to);
+  });
   return found;
 }
 

@@ -110,8 +110,7 @@ void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
                       "device " + std::to_string(device_) + " cannot reach device " +
                           std::to_string(seen.device) + kAdvice);
       }
-      const Status status = hip.hipDeviceEnablePeerAccess(seen.device, 0);
-      if (status != kPeerAccessAlreadyEnabled) check(status, "hipDeviceEnablePeerAccess");
+      enable_access(seen.device);
     }
     peer.base = reinterpret_cast<void*>(seen.base);
   }

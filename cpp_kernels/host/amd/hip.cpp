@@ -75,6 +75,11 @@ OnDevice::OnDevice(int device) {
 }
 OnDevice::~OnDevice() { runtime().hipSetDevice(before_); }
 
+void enable_access(int device) {
+  const Status status = runtime().hipDeviceEnablePeerAccess(device, 0);
+  if (status != kPeerAccessAlreadyEnabled) check(status, "hipDeviceEnablePeerAccess");
+}
+
 bool poll(Status (*done)(void*), void* what, const char* call, std::uint64_t budget_ns) {
   using Clock = std::chrono::steady_clock;
   // An hour at most: a budget of "for ever" must not overflow the clock.

@@ -141,6 +141,9 @@ class Event {
   void* event_ = nullptr;
 };
 
+// Lets the current device reach the memory of another that it can reach.
+void enable_access(int device);
+
 enum class MemoryKind {
   device,    // of the device
   uncached,  // of the device, past its caches: what peers write and read while kernels run

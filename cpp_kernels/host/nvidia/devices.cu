@@ -11,9 +11,6 @@
 namespace lowlat::host {
 namespace {
 
-constexpr std::uint32_t kArrived = 0x10a7u;
-constexpr std::uint64_t kStoreBudgetNs = 5'000'000'000;
-
 __global__ void store_kernel(std::uint32_t* word, std::uint32_t value) {
   namespace plat = lowlat::nvidia::plat;
   plat::store_release<plat::Scope::system>(word, value);
@@ -79,15 +76,6 @@ void store_into_peer(int from, int to) {
   if (*seen != kArrived) throw Error(LOWLAT_FAULT, "the store did not arrive");
 }
 
-std::string words_of(void (*attempt)(int, int), int from, int to) {
-  try {
-    attempt(from, to);
-    return "";
-  } catch (const Error& error) {
-    return error.what();
-  }
-}
-
 }  // namespace
 
 PlatformDevices nvidia_devices() {
@@ -112,14 +100,7 @@ PlatformDevices nvidia_devices() {
          "sm_" + std::to_string(properties.major) + std::to_string(properties.minor),
          cuda::refusal_of_device(i)});
   }
-  for (int from = 0; from < count; ++from) {
-    for (int to = 0; to < count; ++to) {
-      if (from == to) continue;
-      const std::string& no_code = found.devices[from].refusal;
-      found.peers.push_back(
-          {from, to, no_code.empty() ? words_of(store_into_peer, from, to) : no_code});
-    }
-  }
+  found.peers = stores_between(found.devices, store_into_peer);
   cuda::check(cudaSetDevice(0), "cudaSetDevice");
   return found;
 }

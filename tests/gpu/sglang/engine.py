@@ -1,7 +1,7 @@
 """Runs SGLang's engine on a GPU or some with the plugin off and on, and compares.
 
     python engine.py --model DIR --out DIR [--arms on,off,fault] [--tp 2] [--share 4]
-        [--batches 1,2,4] [--graphs 1,2] [--prompt 300,3000] [--tokens 64]
+        [--batches 1,2,4] [--graphs 1,2] [--prompt 300,3000] [--tokens 64] [--timed 4000]
 
 DIR holds a config.json of DeepSeek-V4.1 or V4 in true sizes, of as many layers as fit, or with
 --share 4 the sizes of one rank of four (a quarter of the heads, output groups, expert width and
@@ -12,7 +12,9 @@ process of its own, with the same prompts, greedy:
 
     on off  with the plugin and without. Batches of --graphs run as CUDA graphs: their tokens and
             times are compared. Of larger ones SGLang runs each covered step beside the plugin, over
-            the same rows and caches, and the differences are told
+            the same rows and caches, and the differences are told. To compare, biases choose the
+            experts; with --timed, prompts of so many tokens follow whose experts scores choose, and
+            times are of those
     fault   as on, and the kernels are aborted amid the work: how the server ends
 
 Writes a .log and a .json of each arm under --out. Exit status 1 when an arm fails or a plugin's arm
@@ -21,6 +23,8 @@ ran no covered step.
 
 import argparse
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -39,6 +43,7 @@ ACTIVE = "NVIDIA megakernel: active"
 BESIDE = re.compile(r"beside: step \d+ (\w+) (\d+) rows: logits median (\S+) most (\S+), best")
 ABORTED = "the kernels are aborted now"
 ABORT_AFTER_S = 45
+LOCK_S = 300
 
 
 def offer(out: Path) -> Path:
@@ -119,13 +124,42 @@ def arm(args) -> int:
         run(batch(engine, 1, min(numbers(args.prompt)), args, vocab))
         while args.arm == "fault":  # until the server is stopped
             run(batch(engine, 1, min(numbers(args.prompt)), args, vocab))
-        for prompt in numbers(args.prompt):
-            for size in sizes:
+        wanted = [(size, prompt) for prompt in numbers(args.prompt) for size in sizes]
+        if args.timed:
+            wanted += [(size, args.timed) for size in graphs]
+        for size, prompt in wanted:
+            if prompt == args.timed and not free_file(args).exists():
+                free_file(args).touch()
+                time.sleep(1)
+            with alone(args.lock):
                 runs.append(run(batch(engine, size, prompt, args, vocab)))
-                (args.out / f"{args.arm}.json").write_text(json.dumps(runs))
+            (args.out / f"{args.arm}.json").write_text(json.dumps(runs))
     finally:
         engine.shutdown()
     return 0
+
+
+def free_file(args) -> Path:
+    return args.out / f"{args.arm}.free"
+
+
+@contextlib.contextmanager
+def alone(path: Path | None):
+    """No other engine with the same file runs a batch meanwhile."""
+    if path is None:
+        yield
+        return
+    end = time.monotonic() + LOCK_S
+    with path.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
+        yield
 
 
 def numbers(words: str) -> list[int]:
@@ -140,6 +174,9 @@ def run_arm(name: str, args) -> list:
         "LOWLAT_TEST_RANKS": str(args.share),
         "LOWLAT_TEST_BIAS": str(args.bias),
     }
+    (args.out / f"{name}.free").unlink(missing_ok=True)
+    if args.timed:
+        env["LOWLAT_TEST_FREE"] = str(args.out / f"{name}.free")
     if name == "on":
         env["LOWLAT_TEST_BESIDE"] = "1"
     if name == "fault":
@@ -242,6 +279,8 @@ def main() -> int:
     parser.add_argument("--graphs", default="1,2", help="batches in CUDA graphs; empty: none")
     parser.add_argument("--prompt", default="300,3000")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--timed", type=int, default=0, help="prompt of batches that are timed")
+    parser.add_argument("--lock", type=Path, help="engines with the same file take turns")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--pool", type=int, default=32768)
     parser.add_argument("--memory", type=float, default=0.85)

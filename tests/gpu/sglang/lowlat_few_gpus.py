@@ -6,12 +6,15 @@ kernels above all, is the plugin's own. Variables of the environment say more:
     LOWLAT_TEST_BESIDE=1    each covered step is run by SGLang too, and what differs is logged
     LOWLAT_TEST_ABORT_S=30  the kernels are aborted so many seconds after they were built
     LOWLAT_TEST_BIAS=4      spread of the biases that choose experts; 0 leaves it to the scores
+    LOWLAT_TEST_FREE=FILE   when this file appears the biases become 0
 """
 
 import dataclasses
 import logging
 import os
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,6 +185,19 @@ def initialize(model: Any) -> None:
     for idx, (name, tensor) in enumerate(sorted([*model.named_parameters(), *tables])):
         if tensor.numel():
             fill(name, tensor.detach(), torch.Generator(tensor.device).manual_seed(idx))
+    if os.environ.get("LOWLAT_TEST_FREE"):
+        threading.Thread(target=free, args=[model], daemon=True).start()
+
+
+def free(model: Any) -> None:
+    """To compare, biases choose the experts: scores that lie close would choose others by the last
+    bit of what came before. To time, scores choose."""
+    path, end = Path(os.environ["LOWLAT_TEST_FREE"]), time.monotonic() + 3600
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    for name, tensor in model.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            tensor.detach().zero_()
 
 
 def pad_heads(attention: type) -> None:
