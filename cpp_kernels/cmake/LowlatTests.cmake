@@ -12,8 +12,12 @@
 # example engine is built and run (example/*), and the engine's Rust tests run with the kernel
 # library that was built here (label "rust").
 set(_tests_dir ${CMAKE_CURRENT_SOURCE_DIR}/tests/cpp)
-# No test may hang. The sanitizer makes programs about ten times slower.
+# No test may hang. ThreadSanitizer makes its programs about ten times slower; a build of everything
+# under a sanitizer runs at the lowest priority besides (make test-deep).
 set(_budget_s 300)
+if(CMAKE_CXX_FLAGS MATCHES "-fsanitize=")
+  set(_budget_s 1800)
+endif()
 
 # ThreadSanitizer needs its address ranges free; `setarch -R` turns the randomisation off that may
 # take them. Both may be missing in a container, so a program is built and run to see.

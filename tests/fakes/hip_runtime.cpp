@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -43,7 +44,7 @@ struct World {
   std::string fail_call;
   int fail_at = 0, fail_status = 0;
   std::map<std::uint8_t*, Block> memory;
-  std::set<void*> things;  // streams, events, modules that live
+  std::map<void*, std::unique_ptr<char>> things;  // streams, events, modules that live
   std::map<void*, std::string> functions;
   int mapped = 0;                        // handles that are open
   std::set<std::array<int, 2>> enabled;  // peers
@@ -85,14 +86,13 @@ int release(World& w, void* memory) {
   return w.memory.erase(static_cast<std::uint8_t*>(memory)) == 1 ? kSuccess : kInvalidValue;
 }
 int make_thing(World& w, void** out) {
-  *out = new char;
-  w.things.insert(*out);
+  auto thing = std::make_unique<char>();
+  *out = thing.get();
+  w.things.emplace(*out, std::move(thing));
   return kSuccess;
 }
 int end_thing(World& w, void* thing) {
-  if (w.things.erase(thing) == 0) return kInvalidValue;
-  delete static_cast<char*>(thing);
-  return kSuccess;
+  return w.things.erase(thing) == 1 ? kSuccess : kInvalidValue;
 }
 
 }  // namespace

@@ -81,6 +81,7 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         return [sys.executable, "-m", "lowlat", *words]
 
     count, n = str(ranks), NUMBERS[ranks]
+    kinds = (("v41", ()), ("v4", ("v4",)))
     if gpus < ranks:
         return [
             Step("tiny models, as streams", program("gpu_model", f"{n}_ranks_on_one"), 120, 1),
@@ -113,16 +114,28 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
             ranks,
             times=" rank 0 of ",
         ),
-        Step("whole steps", program("gpu_step", f"{n}_ranks"), 90, ranks),
+        Step("whole steps", program("gpu_step", f"{n}_ranks"), 150, ranks),
+        *[
+            Step(
+                f"steps of {model}, a process a rank",
+                program("bench_step", "processes", *words, count, "6", "12"),
+                60,
+                ranks,
+            )
+            for model, words in kinds
+        ],
         Step("draft", program("gpu_draft", f"{n}_gpus"), 60, ranks),
         Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 90, ranks),
-        Step(
-            "whole steps, timed",
-            program("bench_step", "time", "ranks", count, "6", "12", "24", "48"),
-            60,
-            ranks,
-            times=r"ms \(10th",
-        ),
+        *[
+            Step(
+                f"steps of {model}, timed",
+                program("bench_step", "time", *words, "ranks", count, "6", "12", "24", "48"),
+                60,
+                ranks,
+                times=r"ms \(10th",
+            )
+            for model, words in kinds
+        ],
         bench("layer", "--rows", "6,12,24,48"),
         bench("exchange", "--rows", "6,12,24,48"),
         bench("draft", "--rows", "6,48"),
