@@ -1,6 +1,6 @@
 """The watch over the status words: a rank whose peer does not come is logged, leaves a post-mortem
-and stops the server. (Proved by never looking, by looking at the kernel's name alone, and by
-writing the post-mortem after the signal's wait.)
+and stops the server. (Proved by a post-mortem that was opened and not written, and by layers that
+were counted from 1.)
 """
 
 import json
