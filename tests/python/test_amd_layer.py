@@ -4,6 +4,7 @@ gfx950, run by our interpreter behind the HIP runtime's C ABI (tests/tools/amd/h
 on an AMD GPU.
 """
 
+import contextlib
 import ctypes
 
 import numpy as np
@@ -30,6 +31,11 @@ def library():
     if b"amdgcn-amd-amdhsa--gfx950" not in path.read_bytes():
         pytest.skip("the kernel library was built without a compiler for AMD code objects")
     return path
+
+
+def hosted_or_skip():
+    if "amd" not in _kernels.model_refusal("none"):
+        pytest.skip("lowlat._kernels is of a library without code objects, LOWLAT_KERNELS is not")
 
 
 RUNS = [("gfx950", "v41", 1), ("gfx942", "v4", 1)]
@@ -68,25 +74,56 @@ def test_a_tiny_layer_inside_an_engine_equals_scalar(library, isa, model, seed):
     """A hosted model: the engine's caches, page 0 for padding, V4.1's index keys in split pages.
     Caches are equal to the bit; of the outputs one in a thousand may be the next bf16, because sums
     over a row go in the order of a block."""
-    if "amd" not in _kernels.model_refusal("none"):
-        pytest.skip("lowlat._kernels is of a library without code objects, LOWLAT_KERNELS is not")
+    hosted_or_skip()
     small = MODELS[model]
     machine = amd.machine.Machine(isa, ranks=1, seed=seed, approximate=3)
     scalar = amd_model.Hosted("scalar", small, SEED, np.copy)
     with amd.hip.Runtime(machine, num_units=2) as runtime:
         device = amd_model.device_memory(runtime)
-        hosted = amd_model.Hosted("amd:0", small, SEED, device)
-        for first in (0, 4):
-            outs, wanted = (one.step(first, STEP_SEED + first) for one in (hosted, scalar))
-            assert runtime.failure is None, runtime.failure
-            for name, want in wanted.items():
-                apart = np.abs(outs[name].astype(np.int32) - want)
-                assert apart.max() <= 1 and (apart > 0).mean() < 1e-3, name
-                assert not (want == 0x7FC0).any() and want.any(), name
-        for name, pool in scalar.pools.items():
-            assert np.array_equal(hosted.pools[name].view(np.uint8), pool.view(np.uint8)), name
-            assert pool.any(), name
-        del hosted
+        with contextlib.closing(amd_model.Hosted("amd:0", small, SEED, device)) as hosted:
+            for first in (0, 4):
+                outs, wanted = (one.step(first, STEP_SEED + first) for one in (hosted, scalar))
+                assert runtime.failure is None, runtime.failure
+                for name, want in wanted.items():
+                    apart = np.abs(outs[name].astype(np.int32) - want)
+                    assert apart.max() <= 1 and (apart > 0).mean() < 1e-3, name
+                    assert not (want == 0x7FC0).any() and want.any(), name
+            for name, pool in scalar.pools.items():
+                assert np.array_equal(hosted.pools[name].view(np.uint8), pool.view(np.uint8)), name
+                assert pool.any(), name
+
+
+def test_a_graph_that_is_replayed_after_an_abort_leaves_no_number(library):
+    """The same launches again, as a graph makes them without the host: hidden states are NaN, and
+    no cache changes."""
+    hosted_or_skip()
+    machine = amd.machine.Machine("gfx950", ranks=1, seed=1)
+    launched = []
+
+    class Recorded(amd.hip.Runtime):
+        def launch(self, function, device, sizes, lds, arguments, count):
+            given = ctypes.string_at(arguments, count)
+            launched.append((function, device, list(sizes[0:6]), lds, given))
+            return super().launch(function, device, sizes, lds, arguments, count)
+
+    with Recorded(machine, num_units=2) as runtime:
+        place = amd_model.device_memory(runtime)
+        with contextlib.closing(amd_model.Hosted("amd:0", MODELS["v41"], SEED, place)) as hosted:
+            launched.clear()
+            hosted.step(0, STEP_SEED)
+            step, hidden = list(launched), hosted.out["hidden"]
+            assert len(step) == 4 and not (hidden == 0x7FC0).any()
+            hosted.model.abort()
+            hidden[...] = 0xABCD
+            before = {name: pool.copy() for name, pool in hosted.pools.items()}
+            for function, device, sizes, lds, given in step:
+                buffer = ctypes.create_string_buffer(given, len(given))
+                arguments = ctypes.addressof(buffer)
+                assert runtime.launch(function, device, sizes, lds, arguments, len(given)) == 0
+            machine.run(limit=100_000_000)
+            assert (hidden == 0x7FC0).all()
+            for name, pool in hosted.pools.items():
+                assert np.array_equal(pool, before[name]), name
 
 
 def test_a_rank_that_does_not_come_is_a_fault_that_names_it(library):

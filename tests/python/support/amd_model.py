@@ -197,6 +197,10 @@ class Hosted:
         self.model.ready()
         self.bind_pools()
 
+    def close(self) -> None:
+        """While the runtime is there that its memory is of."""
+        del self.model
+
     def given(self, array: np.ndarray, dtype: str) -> tuple[int, list[int], str]:
         """A tensor as HostedModel takes it."""
         placed = self.placed(array)
@@ -261,6 +265,7 @@ class Hosted:
             name: self.placed(np.full((rows, width * config["hidden"]), 0xABCD, np.uint16))
             for name, width in widths.items()
         }
+        self.out = out
         placed_table = self.placed(table)
         self.model.step(
             mode="target_verify",
