@@ -134,8 +134,10 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
 }
 
 // Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads
-// call.
-template <bool kFill, class Shared>
+// call. kEarly: some of the step's own keys may not be stored yet, and be read later. Four keys'
+// scales lie in 32 bytes, and copies of eight bytes go through the first-level cache, which would
+// keep what the late ones had been: here they are read past it.
+template <bool kFill, bool kEarly, class Shared>
 LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {
 #pragma unroll 1
@@ -152,7 +154,11 @@ LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
   if (key < Shared::kTile) {
     unsigned char* to = shared.work + Shared::kRawScales + 8 * key;
     if (data[key] != nullptr) {
-      copy_8(to, scales[key]);
+      if constexpr (kEarly) {
+        *reinterpret_cast<uint2*>(to) = __ldcg(reinterpret_cast<const uint2*>(scales[key]));
+      } else {
+        copy_8(to, scales[key]);
+      }
     } else if constexpr (kFill) {
       *reinterpret_cast<std::uint64_t*>(to) = 0x7f7f'7f7f'7f7f'7f7full;
     }
@@ -324,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     any_late = late && there;
   }
   any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
-  ask_for_tile<true>(shared, shared.data[0], shared.scales[0]);
+  ask_for_tile<true, !kHops>(shared, shared.data[0], shared.scales[0]);
   if (thread_idx < shape::kRopeDim / 2) {
     const float angle =
         static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
@@ -411,7 +417,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           kHops && shared.late_row[thread_idx] >= 0 ? nullptr : shared.late[thread_idx];
     }
     plat::block_sync();
-    ask_for_tile<false>(shared, shared.data[1], shared.scales[0]);
+    ask_for_tile<false, false>(shared, shared.data[1], shared.scales[0]);
     expand_tile(shared, shared.data[1]);
     plat::block_sync();
   }
@@ -422,7 +428,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
       if constexpr (!Memory::kAhead)
-        ask_for_tile<true>(shared, shared.data[side], shared.scales[side]);
+        ask_for_tile<true, false>(shared, shared.data[side], shared.scales[side]);
       expand_tile(shared, nullptr);
     }
     const int next = first + kTile;
@@ -443,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     plat::block_sync();
     if (Memory::kAhead &&
         next < end_key) {  // the next tile's rows are on their way over the products
-      ask_for_tile<true>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
+      ask_for_tile<true, false>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
     constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
