@@ -807,7 +807,7 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
       const uint4 eight =
-          __ldg(reinterpret_cast<const uint4*>(src + L::block_group(block) * L::kBlockK));
+          __ldcg(reinterpret_cast<const uint4*>(src + L::block_group(block) * L::kBlockK));
       pair_bf16(eight, x[block]);
     }
   }
