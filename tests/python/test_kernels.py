@@ -169,6 +169,7 @@ def test_the_list_has_the_form_that_the_command_reads() -> None:
 def test_nothing_else_is_exported() -> None:
     assert {name for name in dir(kernels) if not name.startswith("_")} == {
         "HostedModel",
+        "Watch",
         "abi_version",
         "model_refusal",
         "op_list",

@@ -95,6 +95,7 @@ def targets():
             num_requests=PAGES,
             window_slots=zeros([PAGES * small["page_size"]], "i64")[0],
             history=zeros([PAGES, 3], "i32")[0],
+            split_index=False,
             pools=[
                 (
                     spec["name"],
