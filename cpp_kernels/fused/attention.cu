@@ -296,7 +296,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
-  if (params.selected.word != nullptr && end_key > params.num_window) wait_at(params.selected);
+  // A row's last block waits also where the row sees no entry: what opens the gate has read x by
+  // then, which a later kernel of the chain overwrites.
+  const bool selects = end_key > params.num_window || end_key == num_keys;
+  if (params.selected.word != nullptr && selects) wait_at(params.selected);
 
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.parts, 1);

@@ -80,7 +80,8 @@ std::size_t workspace_bytes(MoeShape shape) {
 }
 cudaError_t init(MoeShape shape, void* workspace, cudaStream_t stream) {
   return with_shape<MoeLayout::checkpoint>(shape, [&](auto instance) {
-    // One workspace serves both layouts: what is made ready lies at the same places.
+    // One workspace serves both layouts: the checkpoint's columns, which are made ready, take at
+    // least the room of Marlin's, from the same place on.
     return instance.init(workspace, stream);
   });
 }

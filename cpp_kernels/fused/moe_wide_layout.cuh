@@ -150,15 +150,9 @@ struct Layout {
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
   static constexpr int kSumsOffset = 0;
   static constexpr int kScalesOffset = kSumsOffset + kBuffers * kPartialBytes;
-  static constexpr int kSecondOffset = kScalesOffset + kBuffers * kTileScales;
-  static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;
-  // Or in the workspace, where fewer than four slots would be left.
+  static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;  // in the workspace, a block's
   static constexpr int kMaxSlots = 12;
-  static constexpr int kTableMost = 7424;
-  static constexpr bool kSecondShared =
-      (kSmemLimit - kSecondOffset - kSecondBytes - kTableMost) / kSlotBytes >= kMaxSlots;
-  static constexpr int kTableOffset =
-      round_up(kSecondOffset + (kSecondShared ? kSecondBytes : 0), 128);
+  static constexpr int kTableOffset = round_up(kScalesOffset + kBuffers * kTileScales, 128);
   struct alignas(16) Table {
     std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
@@ -216,7 +210,7 @@ struct Layout {
   static constexpr std::size_t kBlockSecondOffset =
       kSharedXOffset + std::size_t{kMaxRows} * kHidden * 2;
   static constexpr std::size_t kWorkspaceBytes =
-      kBlockSecondOffset + (kSecondShared ? 0 : std::size_t{kBands} * kSecondBytes);
+      kBlockSecondOffset + std::size_t{kBands} * kSecondBytes;
 };
 
 // What every role of a block knows.
@@ -244,10 +238,8 @@ struct Region {
   }
   // [kSecondRows][kBandRows] bf16: d of a pair, then the shared expert's sums of a row.
   LOWLAT_DEVICE __nv_bfloat16* second(int row) const {
-    unsigned char* first = L::kSecondShared
-                               ? smem + L::kSecondOffset
-                               : workspace + L::kBlockSecondOffset +
-                                     static_cast<std::size_t>(block_idx) * L::kSecondBytes;
+    unsigned char* first =
+        workspace + L::kBlockSecondOffset + static_cast<std::size_t>(block_idx) * L::kSecondBytes;
     return reinterpret_cast<__nv_bfloat16*>(first) + row * L::kBandRows;
   }
   LOWLAT_DEVICE unsigned char* columns(std::uint32_t parity) const {
@@ -380,7 +372,10 @@ struct Region {
   // Until all rows are split; false (all lanes of the warp) when they are late.
   LOWLAT_DEVICE bool wait_rows() const {
     const std::uint32_t want = counted(a.rows * L::kChunks);
-    for (int tries = 1; load_word(rows_done()) != want; ++tries) {
+    // By a vote: the lanes leave together, for products that want the whole warp.
+    for (int tries = 1;; ++tries) {
+      const bool here = load_word(rows_done()) == want;
+      if (__all_sync(plat::kAllLanes, here)) break;
       const bool late = tries % kTriesPerLook == 0 && watch.ended(kRowsEvent);
       if (__any_sync(plat::kAllLanes, late)) return false;
     }

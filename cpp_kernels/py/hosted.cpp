@@ -416,7 +416,7 @@ void define_hosted_model(py::module_& module) {
            }),
            py::keep_alive<1, 2>(), "model"_a, py::kw_only(), "rank"_a, "about"_a, "path"_a,
            "stop_pid"_a)
-      .def("set_about", &Watch::set_about, "about"_a)
+      .def("set_about", &Watch::set_about, py::call_guard<py::gil_scoped_release>(), "about"_a)
       .def_static(
           "words",
           [](std::uint32_t state, std::uint32_t kernel, std::uint32_t stage, std::int32_t peer,

@@ -97,6 +97,7 @@ Watch::Watch(const lowlat_model* model, int rank, std::string about, std::string
       about_(std::move(about)),
       path_(std::move(path)),
       stop_pid_(stop_pid),
+      stops_parent_(stop_pid == ::getppid()),
       thread_([this] { run(); }) {}
 
 Watch::~Watch() { stop(); }
@@ -137,7 +138,8 @@ void Watch::report(const lowlat_status_words& status) {
       ", \"peer\": " + std::to_string(status.peer) +
       ", \"place\": " + std::to_string(status.place) +
       ", \"epoch\": " + std::to_string(status.epoch) + "},\n \"about\": " + about_ + "}\n";
-  const int file = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  const int file =
+      ::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
   std::string why = file < 0 ? std::strerror(errno) : write_all(file, text);
   if (file >= 0 && ::close(file) != 0 && why.empty()) why = std::strerror(errno);
   write_all(STDERR_FILENO, words +
@@ -145,7 +147,8 @@ void Watch::report(const lowlat_status_words& status) {
                                             : " (no post-mortem at " + path_ + ": " + why + ")") +
                                "\n");
   seen_.store(true, std::memory_order_release);
-  if (stop_pid_ > 0) ::kill(stop_pid_, SIGQUIT);
+  // A parent that has gone since may have left its number to somebody else.
+  if (stop_pid_ > 0 && (!stops_parent_ || ::getppid() == stop_pid_)) ::kill(stop_pid_, SIGQUIT);
 }
 
 }  // namespace lowlat::py_face

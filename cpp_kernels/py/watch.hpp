@@ -42,6 +42,7 @@ class Watch {
   int rank_;
   std::string catalogue_, about_, path_;
   pid_t stop_pid_;
+  bool stops_parent_;
   std::mutex mutex_;  // of about_ and stopped_
   std::condition_variable wake_;
   bool stopped_ = false;
