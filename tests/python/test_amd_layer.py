@@ -35,7 +35,7 @@ def library():
 
 def hosted_or_skip():
     if "amd" not in _kernels.model_refusal("none"):
-        pytest.skip("lowlat._kernels is of a library without code objects, LOWLAT_KERNELS is not")
+        pytest.skip("the installed lowlat has no AMD code objects: install it with LOWLAT_HIP=ON")
 
 
 RUNS = [("gfx950", "v41", 1), ("gfx942", "v4", 1)]

@@ -336,7 +336,7 @@ def test_a_hand_over_with_one_thing_dropped_is_found(code, tmp_path, pattern):
 def test_every_kernel_of_a_stage_ran(code, stages, request):
     chosen = request.config.option.keyword or any("::" in word for word in request.config.args)
     if chosen:
-        pytest.skip("only chosen tests of this file run, so not every kernel does")
+        pytest.skip("it looks back on the tests of all stages, and only chosen ones run here")
     assert set(code.kernels) - {kernel for isa, kernel in RAN if isa == code.isa} == set()
 
 
