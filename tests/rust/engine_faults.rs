@@ -203,6 +203,22 @@ fn a_rank_that_never_answers_is_named_within_the_deadline() {
     }
 }
 
+/// The others have recorded their launches and wait in the vote behind it; without the ballot of
+/// the one that failed they would until the engine's deadline.
+#[test]
+fn a_rank_that_fails_late_in_its_capture_ends_its_peers_at_once() {
+    for (tp_size, tp_rank) in [(2, 1), (4, 2)] {
+        let kind = FaultKind::Capture;
+        refuses(tp_size, InjectedFault { tp_rank, kind }, |error| {
+            let expected = format!("rank {tp_rank} failed in capture, as --inject-fault asks");
+            let EngineError::Fault(message) = error else {
+                panic!("{error:?}")
+            };
+            assert!(message.starts_with(&expected), "{message}");
+        });
+    }
+}
+
 /// Falls silent at a step: a covered one ends in the kernels' deadline, a plain one in the vote's.
 fn silent_at(step: u64, check: impl Fn(&str)) {
     for model in folders() {
