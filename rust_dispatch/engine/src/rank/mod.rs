@@ -832,7 +832,11 @@ fn phase<T>(
 /// Casts that this rank failed in a phase and waits for nobody: peers may be in kernels that wait
 /// for this rank, and end only when the runtime has heard of it.
 fn give_up(seat: &mut Seat, deadlines: &Deadlines, phase: &str) {
-    seat.begin_step(failed_digest(seat, phase), deadlines.start_ns, deadlines.now());
+    seat.begin_step(
+        failed_digest(seat, phase),
+        deadlines.start_ns,
+        deadlines.now(),
+    );
 }
 
 fn build(
