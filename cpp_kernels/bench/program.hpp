@@ -1,4 +1,4 @@
-// bench/program.hpp: the frame of a measuring program. Every C++ compiler reads it.
+// bench/program.hpp: the frame of the programs here. Every C++ compiler reads it.
 #pragma once
 
 #include <cstdio>
@@ -9,11 +9,21 @@
 
 namespace lowlat::bench {
 
-// The program's exit status: what measure(words, report) gives, 2 for words that are none, 3 for
-// what was thrown, those two with one line on standard error.
+// A program's exit status: what run() gives; 3 for what was thrown, with a line on standard error.
+template <class Run>
+int exit_status(Run run) {
+  try {
+    return run();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 3;
+  }
+}
+
+// The same of measure(words, report), and 2 for words that are none.
 template <class Measure>
 int measured(int argc, const char* const* argv, Measure measure) {
-  try {
+  return exit_status([&] {
     const Words words = read_words(argc, argv);
     if (!words.wrong.empty()) {
       std::fprintf(stderr, "%s\n", words.wrong.c_str());
@@ -21,10 +31,7 @@ int measured(int argc, const char* const* argv, Measure measure) {
     }
     Report report;
     return measure(words, report);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  });
 }
 
 }  // namespace lowlat::bench

@@ -91,6 +91,17 @@ fn works(runtime: &mut Runtime) {
     assert!(!result.tokens.is_empty());
 }
 
+fn a_fresh_one_works(options: RuntimeOptions) {
+    let mut fresh = Runtime::start_with(options).unwrap();
+    works(&mut fresh);
+    assert!(
+        num_rank_threads() > 0,
+        "rank threads are looked for under another name"
+    );
+    drop(fresh);
+    expect_no_thread_left();
+}
+
 /// Both models, on two ranks built in and on four from their folders.
 fn refuses(tp_size: u32, fault: InjectedFault, check: impl Fn(&EngineError)) {
     for (served, model) in sources() {
@@ -126,14 +137,7 @@ fn model_refuses(model: &str, tp_size: u32, fault: InjectedFault, check: &impl F
     );
     expect_no_thread_left();
     options.settings.inject_fault = None;
-    let mut fresh = Runtime::start_with(options).unwrap();
-    works(&mut fresh);
-    assert!(
-        num_rank_threads() > 0,
-        "rank threads are looked for under another name"
-    );
-    drop(fresh);
-    expect_no_thread_left();
+    a_fresh_one_works(options);
 }
 
 #[test]
@@ -265,14 +269,7 @@ fn model_silent_at(model: &str, step: u64, check: &impl Fn(&str)) {
     expect_no_thread_left();
     drop(runtime);
     options.lapse = None;
-    let mut fresh = Runtime::start_with(options).unwrap();
-    works(&mut fresh);
-    assert!(
-        num_rank_threads() > 0,
-        "rank threads are looked for under another name"
-    );
-    drop(fresh);
-    expect_no_thread_left();
+    a_fresh_one_works(options);
 }
 
 #[test]
