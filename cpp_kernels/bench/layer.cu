@@ -12,6 +12,7 @@
 #include "bench/layer_group.cuh"
 #include "bench/layer_stamps.hpp"
 #include "bench/processes.hpp"
+#include "bench/program.hpp"
 
 #ifndef LOWLAT_STAMPS
 #define LOWLAT_STAMPS 0
@@ -209,10 +210,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

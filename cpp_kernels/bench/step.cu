@@ -20,6 +20,7 @@
 #include <cstdlib>
 
 #include "bench/processes.hpp"
+#include "bench/program.hpp"
 #include "bench/step_team.cuh"
 
 namespace lowlat::bench {
@@ -283,10 +284,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_step: %s\n", error.what());
-    return 1;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

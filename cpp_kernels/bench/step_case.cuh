@@ -351,17 +351,7 @@ class Rank {
       spec.struct_bytes = sizeof spec;
       must(lowlat_model_tensor(model_, i, &spec));
       if (hosted && spec.role == LOWLAT_POOL) spec.shape[0] = rows_of(spec);
-      lowlat_tensor tensor{};
-      tensor.struct_bytes = sizeof tensor;
-      tensor.dtype = spec.dtype;
-      tensor.layout = spec.layout;
-      tensor.ndim = spec.ndim;
-      std::int64_t stride = 1;
-      for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-        tensor.shape[d] = spec.shape[d];
-        tensor.stride[d] = stride;
-        stride *= spec.shape[d];
-      }
+      lowlat_tensor tensor = dense_tensor(spec, nullptr);
       if (spec.role == LOWLAT_POOL) {
         // The same whatever the layout of the weights between them.
         tensor.data = Weights::filled(spec, kPoolSeed + pools_.size());

@@ -30,7 +30,7 @@ enum GateKind {
   gate_input_mix = word_ffn_ticket
 };
 static_assert(gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
-static_assert(gate_latent < kLayerGates);
+static_assert(gate_latent < kLayerGates && static_cast<int>(HopKernel::count) <= kLayerKernels);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
 // rows, and 25 % slower at 1, 12 and 24. One number for all widths, see MoeArgs::idle_sms.
@@ -100,7 +100,7 @@ Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint3
   out.word = memory.gates + (layer_idx * kLayerGates + number) * kGateWords;
   out.blocks = blocks;
   out.port = memory.port;
-  out.id = static_cast<std::uint32_t>(kLayerGates * layer_idx + number) | 0x1000u;
+  out.id = gate_place(layer_idx) + static_cast<std::uint32_t>(number);
   return out;
 }
 
@@ -232,7 +232,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   const auto gate = [&](GateKind kind, std::uint32_t blocks) {
     return gate_of(step, layer_idx, kind, blocks);
   };
-  Hop hop = {memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
+  Hop hop = {memory.port, 2 * layer_idx, kernel_place(layer_idx)};
   // x of the layer before; the first layer's is there when its kernels start.
   const Gate before = is_v4   ? layer_x_gate(step, layer_idx)
                       : first ? Gate{}

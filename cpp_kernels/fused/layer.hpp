@@ -37,6 +37,7 @@
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
+#include "fused/place.hpp"
 
 namespace lowlat::nvidia::fused {
 
@@ -98,9 +99,8 @@ struct LayerMemory {
   float* mix[2];
   std::int64_t bytes;  // of it all
 };
-inline constexpr int kLayerGates = 32;
-// Of these, that of a layer's result; the first that no kernel of a plain layer uses, for kernels
-// beside it; and that of the last exchange where memory_follows.
+// Of a layer's kLayerGates: that of its result; the first that no kernel of a plain layer uses, for
+// kernels beside it; and that of the last exchange where memory_follows.
 inline constexpr int kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
 // The exchange before layer 1 where a caller counts its layers from 1, as of an embedding.
 inline constexpr int kLayerEmbedIndex = 1;

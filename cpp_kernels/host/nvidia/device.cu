@@ -98,6 +98,22 @@ void Stream::wait(std::uint64_t budget_ns) const {
   }
 }
 
+Capture::Capture(cudaStream_t stream) : stream_(stream) {
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+}
+
+Capture::~Capture() {
+  if (open_) cudaStreamEndCapture(stream_, &graph_);
+  if (graph_ != nullptr) cudaGraphDestroy(graph_);
+  cudaGetLastError();  // of a capture that a failed launch has spoiled
+}
+
+cudaGraph_t Capture::end() {
+  open_ = false;
+  check(cudaStreamEndCapture(stream_, &graph_), "cudaStreamEndCapture");
+  return graph_;
+}
+
 Event::Event() {
   check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate");
 }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host/error.hpp"
@@ -67,6 +68,46 @@ class Stream {
 
  private:
   cudaStream_t stream_ = nullptr;
+};
+
+// What is put on a stream while this lives becomes a graph and does not run. A capture that nobody
+// ended, as when a launch threw, ends with this: while one is open, CUDA refuses its thread what
+// cannot be captured, memory among it.
+class Capture {
+ public:
+  explicit Capture(cudaStream_t stream);
+  ~Capture();
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+  // The graph, which this keeps.
+  cudaGraph_t end();
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  bool open_ = true;
+};
+
+// What launches() puts on a stream, to be launched again and again.
+class Graph {
+ public:
+  template <class Launches>
+  Graph(cudaStream_t stream, const Launches& launches) {
+    Capture capture(stream);
+    launches();
+    check(cudaGraphInstantiate(&graph_, capture.end(), 0), "cudaGraphInstantiate");
+  }
+  Graph(Graph&& other) noexcept : graph_(std::exchange(other.graph_, nullptr)) {}
+  Graph& operator=(Graph&&) = delete;
+  ~Graph() {
+    if (graph_ != nullptr) cudaGraphExecDestroy(graph_);
+  }
+  void launch(cudaStream_t stream) const {
+    check(cudaGraphLaunch(graph_, stream), "cudaGraphLaunch");
+  }
+
+ private:
+  cudaGraphExec_t graph_ = nullptr;
 };
 
 // Done when the work that was in a stream before it is.

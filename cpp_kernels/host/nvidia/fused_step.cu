@@ -166,8 +166,7 @@ struct FusedStep::State : FusedBase {
     }
     fused::Hop hop(int layer_idx) const {
       if (!by_packets()) return {};
-      return {s.memory.port, 2 * place(layer_idx),
-              static_cast<std::uint32_t>(16 * place(layer_idx))};
+      return {s.memory.port, 2 * place(layer_idx), fused::kernel_place(place(layer_idx))};
     }
     int x_index(int layer_idx) const { return 2 * place(layer_idx) - 1; }
 

@@ -1,6 +1,5 @@
 #include "host/nvidia/model.hpp"
 
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -85,16 +84,15 @@ int device_of(const Words& words, const lowlat_model_config& config) {
   return count > 0 ? config.tp_rank % count : 0;
 }
 
-class NvidiaModel final : public Model {
+class NvidiaModel final : public lowlat::nvidia::devices::DeviceModel<ExchangeRegion> {
  public:
   // fused: there are fused kernels for the model, and they are wanted; forced: nothing else is.
   NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
               bool fused, bool forced, bool loop)
-      : Model(config, hosting, "nvidia",
-              fused ? catalogue_with_fused(hosting != nullptr && hosting->proposals != 0)
-                    : kCatalogue,
-              false),
-        device_(device),
+      : DeviceModel(config, hosting, "nvidia",
+                    fused ? catalogue_with_fused(hosting != nullptr && hosting->proposals != 0)
+                          : kCatalogue,
+                    device),
         fused_(fused),
         forced_(forced) {
     const OnDevice on(device_);
@@ -110,16 +108,8 @@ class NvidiaModel final : public Model {
     last_ = std::make_unique<Event>();
   }
 
-  // Work that still runs must end before its memory goes; its peers end with it.
   ~NvidiaModel() override {
-    try {
-      if (!wait_idle(0)) {
-        abort();
-        wait_idle(2 * config().wait_budget_ns + 1'000'000'000);
-      }
-    } catch (const Error&) {
-      // The device is lost; what follows frees what it can.
-    }
+    end_work();
     int before = 0;
     cudaGetDevice(&before);
     cudaSetDevice(device_);
@@ -169,13 +159,6 @@ class NvidiaModel final : public Model {
     check(cudaMemcpy(dst, src, bytes, cudaMemcpyDefault), "cudaMemcpy");
   }
 
-  void peer_export(lowlat_peer_handle& out) const override { out = region_->handle(); }
-
-  void abort() override {
-    aborted_.store(true, std::memory_order_relaxed);  // orders nothing: only ever read as a word
-    region_->abort();
-  }
-
  protected:
   void check_memory(const TensorSlot& slot, const void* data) const override {
     const OnDevice on(device_);
@@ -188,19 +171,8 @@ class NvidiaModel final : public Model {
                     std::to_string(kFusedAlignment) +
                     " bytes, as the fused schedule reads it (nvidia:persistent does without)");
     }
-    const std::string seen = attributes.type == cudaMemoryTypeDevice
-                                 ? "memory of device " + std::to_string(attributes.device)
-                                 : "host memory";
-    throw invalid("tensor " + slot.name + ": data is " + seen +
-                  "; this rank needs memory of device " + std::to_string(device_) +
-                  " (lowlat_model_alloc)");
+    throw misplaced(slot, attributes.type == cudaMemoryTypeDevice ? attributes.device : -1);
   }
-
-  void open_peer(int peer_rank, const lowlat_peer_handle& handle) override {
-    region_->open(peer_rank, handle);
-    region_->probe(peer_rank);
-  }
-  bool has_peer(int rank) const override { return region_->is_open(rank); }
 
   void become_ready() override {
     step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), pools(), *region_);
@@ -287,11 +259,8 @@ class NvidiaModel final : public Model {
     }
   }
 
-  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
-
   lowlat_status_words status() const override {
-    lowlat_status_words out = lowlat::nvidia::devices::status_of(
-        static_cast<const lowlat::nvidia::stages::StatusWords*>(region_->status()));
+    lowlat_status_words out = DeviceModel::status();
     if (out.state != 0u && out.kernel >= kFusedLine) {
       out.place = out.kernel;
       out.kernel = kFusedLine;
@@ -315,9 +284,7 @@ class NvidiaModel final : public Model {
 
   static constexpr std::uintptr_t kFusedAlignment = 16;
 
-  int device_;
   bool fused_, forced_;  // see the constructor
-  std::unique_ptr<ExchangeRegion> region_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Stream> copies_;  // of memory that nothing that was launched uses
   std::unique_ptr<Event> last_;     // of what was launched last
@@ -326,7 +293,6 @@ class NvidiaModel final : public Model {
   std::unique_ptr<FusedProposals> fused_proposals_;
   std::vector<Memory> allocated_;
   std::vector<void*> shared_;
-  std::atomic<bool> aborted_{false};
 };
 
 }  // namespace

@@ -234,21 +234,7 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
   }
 }
 
-inline lowlat_tensor dense_tensor(const lowlat_tensor_spec& spec, void* data) {
-  lowlat_tensor tensor{};
-  tensor.struct_bytes = sizeof tensor;
-  tensor.dtype = spec.dtype;
-  tensor.layout = spec.layout;
-  tensor.ndim = spec.ndim;
-  std::int64_t stride = 1;
-  for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-    tensor.shape[d] = spec.shape[d];
-    tensor.stride[d] = stride;
-    stride *= spec.shape[d];
-  }
-  tensor.data = data;
-  return tensor;
-}
+using bench::dense_tensor;
 
 class TinyGroup {
  public:

@@ -145,7 +145,6 @@ struct RankModel {
     arena: ManuallyDrop<Arena>,
     /// By [`KeyIdx`].
     launches: Vec<Launch>,
-    seat: Seat,
 }
 
 impl Drop for RankModel {
@@ -171,6 +170,7 @@ unsafe impl Send for Launch {}
 /// One rank, ready to run steps.
 pub(crate) struct Rank {
     captured: Captured<RankModel>,
+    seat: Seat,
     setup: RankSetup,
     /// Rows of the last target step that wait to be injected into the draft's context.
     pending_rows: usize,
@@ -283,20 +283,31 @@ impl Rank {
         };
         let (weight_bytes, pool_bytes) = (bytes(false), bytes(true));
         let built = Built::new(coverage, |coverage| {
-            build(&setup, coverage, model, &tensors, seat)
+            build(&setup, coverage, model, &tensors, &mut seat)
         })?;
-        let mut captured = built
-            .capture(|built, recorder| capture(&setup, built, &keys, recorder))
-            .map_err(|CaptureError(error)| error)?;
+        let recorded = built.capture(|built, recorder| {
+            capture(&setup, built, &keys, recorder)?;
+            match fault {
+                Some(FaultKind::Capture) => Err(CaptureError(EngineError::Fault(format!(
+                    "rank {} failed in {CAPTURE}, as --inject-fault asks",
+                    tp_rank.0
+                )))),
+                _ => Ok(()),
+            }
+        });
+        let mut captured = recorded.map_err(|CaptureError(error)| {
+            give_up(&mut seat, &setup.deadlines, CAPTURE);
+            error
+        })?;
         if !setup.plugin {
             captured.switch(false);
         }
         let record_digest = captured.dispatcher().record().digest();
         agree_phase(
-            &mut captured.payload_mut().seat,
+            &mut seat,
             &setup.deadlines,
-            "capture",
-            record_digest,
+            CAPTURE,
+            phase_digest(CAPTURE, record_digest),
         )?;
         let facts = RankFacts {
             catalogue_digest,
@@ -312,6 +323,7 @@ impl Rank {
         Ok((
             Self {
                 captured,
+                seat,
                 setup,
                 pending_rows: 0,
             },
@@ -549,10 +561,7 @@ impl Rank {
             &arena.token_ids.as_slice()[..num_rows],
         );
         let digest = words(digest, &arena.slots.as_slice()[..num_rows]).finish();
-        let Self {
-            captured, setup, ..
-        } = self;
-        let seat = &mut captured.payload_mut().seat;
+        let Self { seat, setup, .. } = self;
         let budget_ns = setup.deadlines.ladder.collective_ns();
         match seat.agree_step(digest, budget_ns, || setup.deadlines.now()) {
             VoteDecision::Agreed => Ok(()),
@@ -768,15 +777,27 @@ fn prepare(setup: &RankSetup, tp_rank: TpRank, fault: Misbehaviour) -> Result<Pr
     })
 }
 
-/// A bounded meeting of all ranks in one phase of the start. A rank that failed in the phase
-/// says so by another digest, so that its peers end now and not at their deadline.
+/// The phase of the start in which a rank's launches are recorded.
+const CAPTURE: &str = "capture";
+
+/// What a rank casts that came through a phase of the start, or with `digest` of its own.
+fn phase_digest(phase: &str, digest: u64) -> u64 {
+    Fnv1a::new().text(phase).u64(digest).finish()
+}
+
+/// What a rank casts that failed in a phase, so that its peers end now and not at their deadline.
+fn failed_digest(seat: &Seat, phase: &str) -> u64 {
+    // Rank plus 1: two ranks that both failed differ from the others, and nobody equals them.
+    phase_digest(phase, u64::from(seat.tp_rank().0) + 1)
+}
+
+/// A bounded meeting of all ranks in one phase of the start.
 fn agree_phase(
     seat: &mut Seat,
     deadlines: &Deadlines,
     phase: &str,
     digest: u64,
 ) -> Result<(), EngineError> {
-    let digest = Fnv1a::new().text(phase).u64(digest).finish();
     match seat.agree_step(digest, deadlines.start_ns, || deadlines.now()) {
         VoteDecision::Agreed => Ok(()),
         decision => {
@@ -798,11 +819,9 @@ fn phase<T>(
     work: impl FnOnce() -> Result<T, EngineError>,
 ) -> Result<T, EngineError> {
     let done = work();
-    // Rank plus 1: two ranks that both failed differ from the others, and nobody equals them.
-    let digest = if done.is_ok() {
-        0
-    } else {
-        u64::from(seat.tp_rank().0) + 1
+    let digest = match done {
+        Ok(_) => phase_digest(name, 0),
+        Err(_) => failed_digest(seat, name),
     };
     let met = agree_phase(seat, deadlines, name, digest);
     let done = done?;
@@ -810,16 +829,26 @@ fn phase<T>(
     Ok(done)
 }
 
+/// Casts that this rank failed in a phase and waits for nobody: peers may be in kernels that wait
+/// for this rank, and end only when the runtime has heard of it.
+fn give_up(seat: &mut Seat, deadlines: &Deadlines, phase: &str) {
+    seat.begin_step(
+        failed_digest(seat, phase),
+        deadlines.start_ns,
+        deadlines.now(),
+    );
+}
+
 fn build(
     setup: &RankSetup,
     coverage: &Coverage,
     mut model: KernelModel,
     tensors: &[TensorInfo],
-    mut seat: Seat,
+    seat: &mut Seat,
 ) -> Result<RankModel, EngineError> {
     let tp_rank = coverage.tp_rank();
     let kernel = |error: KernelError| EngineError::Refused(error.message.replace('\n', "; "));
-    phase(&mut seat, &setup.deadlines, "binding", || {
+    phase(seat, &setup.deadlines, "binding", || {
         setup
             .weights
             .fill(&setup.config, tensors, coverage, |tensor, memory| {
@@ -833,7 +862,7 @@ fn build(
             .push((tp_rank.0, handle));
         Ok(())
     })?;
-    phase(&mut seat, &setup.deadlines, "joining", || {
+    phase(seat, &setup.deadlines, "joining", || {
         let handles = setup
             .exchange
             .handles
@@ -860,7 +889,7 @@ fn build(
     };
     // All memory is taken before any rank launches: on a device an allocation may wait for kernels
     // that run, and those for this rank's.
-    let arena = phase(&mut seat, &setup.deadlines, "readiness", || {
+    let arena = phase(seat, &setup.deadlines, "readiness", || {
         model.ready().map_err(kernel)?;
         // SAFETY: the arena is used by this rank's steps alone, which need the model; then the
         // model keeps it.
@@ -870,7 +899,6 @@ fn build(
         model,
         arena: ManuallyDrop::new(arena),
         launches: Vec::new(),
-        seat,
     })
 }
 
