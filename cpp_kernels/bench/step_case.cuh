@@ -491,6 +491,16 @@ class Rank {
     }
     return out;
   }
+  // What a hosted step leaves: hidden states, features and streams of all rows but padding's.
+  std::vector<float> hosted_results(const lowlat_hosted_step& step) {
+    const int rows = step.batch_size * step.tokens_per_request - (step.batch_size > 1 ? 1 : 0);
+    const auto width = static_cast<std::size_t>(rows) * static_cast<std::size_t>(config_.hidden);
+    std::vector<float> out = floats(step.hidden, width);
+    const auto stages = static_cast<std::size_t>(config_.num_draft_stages);
+    for (const float v : floats(step.features, width * stages)) out.push_back(v);
+    for (const float v : floats(step.streams, width * 4)) out.push_back(v);
+    return out;
+  }
   std::vector<std::int32_t> history() {
     return take(history_, static_cast<std::size_t>(3 * kMaxBatch));
   }

@@ -166,7 +166,8 @@ class TeamGraph {
   std::vector<std::unique_ptr<Graph>> graphs_;
 };
 
-// rel_l2 of each row, ascending.
+// rel_l2 of each row, ascending; of a row that is no number: infinite. A NaN has no place in an
+// order, and a sort by one may leave its array.
 inline std::vector<double> errors_of(const std::vector<float>& got, const std::vector<float>& want,
                                      std::size_t width) {
   std::vector<double> out;
@@ -176,9 +177,10 @@ inline std::vector<double> errors_of(const std::vector<float>& got, const std::v
       error += (static_cast<double>(got[i]) - want[i]) * (static_cast<double>(got[i]) - want[i]);
       norm += static_cast<double>(want[i]) * want[i];
     }
-    out.push_back(std::sqrt(error / std::max(norm, 1e-30)));
+    const double row = std::sqrt(error / std::max(norm, 1e-30));
+    out.push_back(std::isnan(row) ? INFINITY : row);
   }
-  std::sort(out.begin(), out.end(), [](double a, double b) { return !(b <= a); });
+  std::sort(out.begin(), out.end());
   return out;
 }
 inline double median(const std::vector<double>& sorted) {
