@@ -33,7 +33,6 @@ class Engine {
   }
 
   const lowlat_model_config& config() const { return own_.config(); }
-  Hosted& hosted() { return hosted_; }
 
   // Hidden states of every row, then features and streams; equal on all ranks.
   std::vector<float> step(const StepArrays& arrays, lowlat_step_mode mode) {

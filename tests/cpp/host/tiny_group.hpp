@@ -342,7 +342,10 @@ class TinyGroup {
       static std::map<std::string, std::vector<std::uint8_t>> drawn;
       std::string place = std::to_string(config.kind) + "/" + std::to_string(r) + "/" +
                           std::to_string(config.tp_size) + "/" + spec.name;
-      for (std::uint32_t d = 0; d < spec.ndim; ++d) place += "/" + std::to_string(spec.shape[d]);
+      for (std::uint32_t d = 0; d < spec.ndim; ++d) {
+        place += '/';
+        place += std::to_string(spec.shape[d]);
+      }
       const auto [weights, is_new] = drawn.try_emplace(place);
       if (is_new) fill(spec, config.tp_size, r, config, weights->second);
       rank.memory[i] = weights->second;
