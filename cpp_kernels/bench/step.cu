@@ -47,8 +47,7 @@ void check(std::uint32_t kind, const Places& places, const std::vector<int>& wid
     }
     compare_pools(fused, resident, start == kShort ? 0.08 : 0.2);
   }
-  replay(fused, case_of(6, 4500), 1000);
-  replay(fused, case_of(24, 4500), 200);
+  replay_widths(fused);
 }
 
 void hosted(std::uint32_t kind, const Places& places) {
