@@ -54,6 +54,17 @@ static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t 
   return (bits & 0x80u ? -size : size) * scale;
 }
 
+// *sum += a number of all values and their places.
+static __global__ void add_digest(const std::uint32_t* values, std::int64_t count,
+                                  unsigned long long* sum) {
+  unsigned long long own = 0;
+  for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += std::int64_t{gridDim.x} * blockDim.x) {
+    own += mixed(static_cast<std::uint64_t>(i) << 32 | values[i]);
+  }
+  atomicAdd(sum, own);
+}
+
 enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages, index_pages_v4 };
 
 // Bytes of an index page's codes and of the whole page, by model.
@@ -481,15 +492,35 @@ class Rank {
     }
     return out;
   }
+  // What a hosted step leaves: hidden states, features and streams of all rows but padding's.
+  std::vector<float> hosted_results(const lowlat_hosted_step& step) {
+    const int rows = step.batch_size * step.tokens_per_request - (step.batch_size > 1 ? 1 : 0);
+    const auto width = static_cast<std::size_t>(rows) * static_cast<std::size_t>(config_.hidden);
+    std::vector<float> out = floats(step.hidden, width);
+    const auto stages = static_cast<std::size_t>(config_.num_draft_stages);
+    for (const float v : floats(step.features, width * stages)) out.push_back(v);
+    for (const float v : floats(step.streams, width * 4)) out.push_back(v);
+    return out;
+  }
   std::vector<std::int32_t> history() {
     return take(history_, static_cast<std::size_t>(3 * kMaxBatch));
   }
-  std::vector<float> logits(const lowlat_step& step) {
-    return take(step.logits,
-                static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab));
+  std::vector<float> logits(const lowlat_step& step) { return take(step.logits, num_logits(step)); }
+  // A number of all bits of the logits, by the device that is current, which is this rank's: small
+  // enough to look at each of a thousand replays.
+  std::uint64_t digest_of_logits(const lowlat_step& step) {
+    if (digest_ == nullptr) digest_ = place(std::vector<unsigned long long>{0});
+    cuda_must(cudaMemset(digest_, 0, sizeof *digest_), "digest");
+    add_digest<<<256, 256>>>(reinterpret_cast<const std::uint32_t*>(step.logits),
+                             static_cast<std::int64_t>(num_logits(step)), digest_);
+    cuda_must(cudaGetLastError(), "digest");
+    return take(digest_, 1)[0];
   }
 
  private:
+  std::size_t num_logits(const lowlat_step& step) const {
+    return static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab);
+  }
   // Of a hosted model's pool.
   std::int64_t rows_of(const lowlat_tensor_spec& spec) const {
     const std::string name = spec.name;
@@ -534,6 +565,7 @@ class Rank {
   int num_tokens_;
   lowlat_model* model_ = nullptr;
   std::int32_t* history_ = nullptr;
+  unsigned long long* digest_ = nullptr;  // of digest_of_logits
   std::vector<Pool> pools_;
   std::vector<lowlat_tensor> caches_;  // the same
 };

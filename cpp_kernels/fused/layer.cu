@@ -54,23 +54,23 @@ Gate gate_of(const LayerStep& step, int layer_idx, GateKind kind, std::uint32_t 
 }
 
 cudaError_t fill(const LayerMemory& memory, MoeShape shape, const ExchangePort& port,
-                 bool activations) {
+                 bool activations, cudaStream_t stream) {
   auto* base = reinterpret_cast<unsigned char*>(memory.residual[0]);
   auto* rest = reinterpret_cast<unsigned char*>(memory.packets.x);
-  cudaError_t error = cudaMemset(rest, 0, memory.bytes - (rest - base));
-  if (error == cudaSuccess && activations) error = cudaMemset(base, 0, rest - base);
+  cudaError_t error = cudaMemsetAsync(rest, 0, memory.bytes - (rest - base), stream);
+  if (error == cudaSuccess && activations) error = cudaMemsetAsync(base, 0, rest - base, stream);
   if (error == cudaSuccess) {
-    error = cudaMemcpy(memory.port, &port, sizeof port, cudaMemcpyHostToDevice);
+    error = cudaMemcpyAsync(memory.port, &port, sizeof port, cudaMemcpyHostToDevice, stream);
   }
   if (error == cudaSuccess) {
-    error = cudaMemcpy(memory.abort_words, port.abort_words, sizeof port.abort_words,
-                       cudaMemcpyHostToDevice);
+    error = cudaMemcpyAsync(memory.abort_words, port.abort_words, sizeof port.abort_words,
+                            cudaMemcpyHostToDevice, stream);
   }
   if (error == cudaSuccess) {
     error =
-        static_cast<cudaError_t>(lowlat::fused::moe_workspace_init(shape, memory.experts, nullptr));
+        static_cast<cudaError_t>(lowlat::fused::moe_workspace_init(shape, memory.experts, stream));
   }
-  return error == cudaSuccess ? cudaDeviceSynchronize() : error;
+  return error;
 }
 
 // What all exchanges of V4 have in common, for the statistics and the norm of what begins.
@@ -165,12 +165,14 @@ LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, 
   return out;
 }
 
-cudaError_t layer_init(const LayerMemory& memory, MoeShape shape, const ExchangePort& port) {
-  return fill(memory, shape, port, true);
+cudaError_t layer_init(const LayerMemory& memory, MoeShape shape, const ExchangePort& port,
+                       cudaStream_t stream) {
+  return fill(memory, shape, port, true, stream);
 }
 
-cudaError_t layer_recover(const LayerMemory& memory, MoeShape shape, const ExchangePort& port) {
-  return fill(memory, shape, port, false);
+cudaError_t layer_recover(const LayerMemory& memory, MoeShape shape, const ExchangePort& port,
+                          cudaStream_t stream) {
+  return fill(memory, shape, port, false, stream);
 }
 
 cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,

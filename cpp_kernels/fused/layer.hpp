@@ -117,14 +117,14 @@ void set_index_latent(const LayerMemory& memory, FusedModel model, int num_rows,
 LayerMemory layer_memory(void* base, lowlat::fused::MoeShape shape, int tp_size, int max_rows,
                          int num_layers);
 
-// Makes the memory ready, once: zeros, the workspace of the experts, the port's copy. Waits for
-// the device.
+// Makes the memory ready, once: zeros, the workspace of the experts, the port's copy. The caller
+// waits for the stream before another uses the memory.
 cudaError_t layer_init(const LayerMemory& memory, lowlat::fused::MoeShape shape,
-                       const ExchangePort& port);
+                       const ExchangePort& port, cudaStream_t stream);
 // After a fault, on every rank, the device idle and the ranks' words and epochs agreed: as
 // layer_init, but for the residual and x.
 cudaError_t layer_recover(const LayerMemory& memory, lowlat::fused::MoeShape shape,
-                          const ExchangePort& port);
+                          const ExchangePort& port, cudaStream_t stream);
 
 // A step of one rank.
 struct LayerStep {

@@ -128,8 +128,7 @@ void check_replays(std::uint32_t kind, const Places& places) {
   bench::failures = 0;
   bench::AllWeights weights(places);
   bench::Team fused("fused", places, bench::config_of(kind, false, 0), weights);
-  bench::replay(fused, bench::case_of(6, 4500), 1000);
-  bench::replay(fused, bench::case_of(24, 4500), 200);
+  bench::replay_widths(fused);
   CHECK_EQ(bench::failures, 0);
 }
 

@@ -56,6 +56,10 @@ class OnDevice {
 // A deadline for work that is not meant to wait for anything.
 inline constexpr std::uint64_t kWorkBudgetNs = 120'000'000'000;
 
+// Until a stream's work is done; NULL: the null stream's. Throws LOWLAT_FAULT, which begins with
+// `work`, when it failed or took longer.
+void wait_for(cudaStream_t stream, const char* work, std::uint64_t budget_ns = kWorkBudgetNs);
+
 class Stream {
  public:
   Stream();
@@ -63,8 +67,10 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   cudaStream_t get() const { return stream_; }
-  // Until all work is done; LOWLAT_FAULT when it failed or took longer.
-  void wait(std::uint64_t budget_ns = kWorkBudgetNs) const;
+  // Until all work is done, see wait_for.
+  void wait(std::uint64_t budget_ns = kWorkBudgetNs) const {
+    wait_for(stream_, "the device", budget_ns);
+  }
 
  private:
   cudaStream_t stream_ = nullptr;

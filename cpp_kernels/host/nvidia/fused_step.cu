@@ -815,6 +815,7 @@ void FusedStep::State::lay_wo_a() {
     check(fused::launch_codes(params, nullptr), "wo_a as codes");
     laid_wo_a.push_back({codes, scales});
   }
+  wait_for(nullptr, "wo_a as codes");
   std::uint32_t count = 0;
   check(cudaMemcpy(&count, inexact, sizeof count, cudaMemcpyDeviceToHost), "cudaMemcpy");
   if (count > 0) {
@@ -907,7 +908,7 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
     return fused::layer_memory(base, s.experts.target, config.tp_size, kRows, chain);
   };
   s.memory = memory_at(s.take<std::uint8_t>(memory_at(nullptr).bytes));
-  check(fused::layer_init(s.memory, s.experts.target, s.port), "the layers' memory");
+  check(fused::layer_init(s.memory, s.experts.target, s.port, nullptr), "the layers' memory");
 
   s.arrays.token_ids = s.take<std::int32_t>(kRows);
   s.arrays.positions = s.take<std::int32_t>(kRows);
@@ -986,7 +987,7 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
     }
   }
   s.lay_wo_a();
-  check(cudaDeviceSynchronize(), "the step's memory");
+  wait_for(nullptr, "the step's memory");
   load_kernels();
 }
 

@@ -315,10 +315,7 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
                                           refusal + " (nvidia:persistent serves it)");
     }
   }
-  // Of two ranks by the word alone: a few of many replays of many rows differed from the others
-  // there. What may have caused it is mended, and no GPU has run it (docs/bench/step-hopper.md).
-  const bool settled = proposals || config.tp_size != 2 || words.schedules == Schedules::fused;
-  const bool fused = words.schedules != Schedules::persistent && refusal.empty() && settled;
+  const bool fused = words.schedules != Schedules::persistent && refusal.empty();
   return std::make_unique<NvidiaModel>(config, hosting, device, fused,
                                        words.schedules == Schedules::fused, words.loop);
 }

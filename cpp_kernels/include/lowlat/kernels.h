@@ -182,8 +182,8 @@ typedef struct lowlat_model lowlat_model;
  * tp_rank modulo the number of devices) or "nvidia:N" for device number N; in one with AMD code
  * objects "amd" and "amd:N" likewise, which never ran on an AMD GPU. Behind nvidia's, ":fused" or
  * ":persistent" names the schedule of steps and drafts; without a word it is the fused one where
- * that is built for the model, on devices of their own, but for models of two ranks: their replays
- * did not always agree. ":loop" is for measurements: one rank alone, whose peers are itself. */
+ * that is built for the model, on devices of their own. ":loop" is for measurements: one rank
+ * alone, whose peers are itself. */
 LOWLAT_API lowlat_status lowlat_model_create(const char* platform,
                                              const lowlat_model_config* config,
                                              lowlat_model** out_model);

@@ -326,8 +326,12 @@ class TinyGroup {
       const lowlat_tensor_spec spec = this->spec(r, i);
       // Drawn once a program: most tests make several groups.
       static std::map<std::string, std::vector<std::uint8_t>> drawn;
-      const std::string place = std::to_string(config.kind) + "/" + std::to_string(r) + "/" +
-                                std::to_string(config.tp_size) + "/" + spec.name;
+      std::string place = std::to_string(config.kind) + "/" + std::to_string(r) + "/" +
+                          std::to_string(config.tp_size) + "/" + spec.name;
+      for (std::uint32_t d = 0; d < spec.ndim; ++d) {
+        place += '/';
+        place += std::to_string(spec.shape[d]);
+      }
       const auto [weights, is_new] = drawn.try_emplace(place);
       if (is_new) fill(spec, config.tp_size, r, config, weights->second);
       rank.memory[i] = weights->second;
