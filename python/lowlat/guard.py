@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from lowlat import _dispatch, config
+from lowlat import _dispatch, config, env
 from lowlat.models import deepseek_v4, published
 from lowlat.surface import SGLANG_VERSION
 
@@ -21,6 +21,8 @@ SHORTEST_WATCHDOG_S = 10
 # index reads 262,144 entries, which of V4.1 are as many tokens. Beyond, steps would be right and
 # slower than SGLang's own.
 LONGEST_CONTEXT = 262_000
+# Tensor-parallel sizes whose steps, and a draft's layers, the fused kernels run inside SGLang.
+FUSED_RANKS = (2, 4)
 
 
 def version_reasons() -> list[str]:
@@ -97,8 +99,20 @@ def settings_reasons(
         change = "leave out --enable-encoder-swa-bounded-replay"
         reasons.append(_dispatch.decline("server_argument", words, change))
     if platform == PLATFORM:
-        reasons += context_reasons(cfg, hf_config)
+        reasons += [*rank_reasons(cfg), *context_reasons(cfg, hf_config)]
     return [*kernels_reasons(platform), *reasons]
+
+
+def rank_reasons(cfg: Any) -> list[str]:
+    """Against numbers of ranks that would run right and slower than SGLang's own."""
+    # Sizes that no kernels are for are the dispatcher's reason.
+    sizes = config.requirements(ISA).values()
+    is_built = any(cfg.tp_size in spec["tp_sizes"] for spec in sizes)
+    if cfg.tp_size in FUSED_RANKS or not is_built or env.takes_slow_ranks():
+        return []
+    served = " or ".join(map(str, FUSED_RANKS))
+    words = f"tp_size is {cfg.tp_size}, which the fast kernels do not run; these need {served}"
+    return [_dispatch.decline("tp_size", words, f"--tp-size {FUSED_RANKS[-1]}")]
 
 
 def context_reasons(cfg: Any, hf_config: Any) -> list[str]:

@@ -28,7 +28,7 @@ class Engine {
   Engine(std::uint32_t kind, int tp_size, bool marlin, const PlatformOf& platform_of,
          bool pads = true)
       : own_(kind, tp_size, [&](lowlat_model_config& c) { c = pads ? edited(c) : c; }),
-        hosted_(own_, marlin, false, platform_of) {
+        hosted_(own_, marlin, false, Part::target, platform_of) {
     for (int r = 0; r < tp_size; ++r) shared_.emplace_back(hosted_.model(r));
   }
 

@@ -24,14 +24,18 @@ constexpr const char* kCatalogue =
     "draft nvidia sm_90a persistent three stages, Markov proposals, Philox noise\n"
     "plain nvidia sm_90a persistent the same units, any number of rows\n";
 constexpr std::uint32_t kFusedLine = 6;  // behind those of persistent::KernelId
-const char* catalogue_with_fused(bool proposals) {
+const char* catalogue_with_fused(const lowlat_hosting* hosting) {
   static const std::string steps =
       std::string(kCatalogue) +
       "step nvidia sm_90a fused whole target steps: layers, n-gram memory, index, head\n";
   static const std::string proposed =
       std::string(kCatalogue) +
       "propose nvidia sm_90a fused a request's proposals, of what an engine's draft left\n";
-  return (proposals ? proposed : steps).c_str();
+  static const std::string staged =
+      std::string(kCatalogue) +
+      "draft nvidia sm_90a fused a draft's layers, then a request's proposals, for an engine\n";
+  if (hosting == nullptr || hosting->proposals == 0) return steps.c_str();
+  return (hosting->stages != 0 ? staged : proposed).c_str();
 }
 
 enum class Schedules { best, fused, persistent };
@@ -89,19 +93,18 @@ class NvidiaModel final : public lowlat::nvidia::devices::DeviceModel<ExchangeRe
   // fused: there are fused kernels for the model, and they are wanted; forced: nothing else is.
   NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
               bool fused, bool forced, bool loop)
-      : DeviceModel(config, hosting, "nvidia",
-                    fused ? catalogue_with_fused(hosting != nullptr && hosting->proposals != 0)
-                          : kCatalogue,
+      : DeviceModel(config, hosting, "nvidia", fused ? catalogue_with_fused(hosting) : kCatalogue,
                     device),
         fused_(fused),
         forced_(forced) {
     const OnDevice on(device_);
-    region_ = std::make_unique<ExchangeRegion>(
-        config.tp_rank, config.tp_size, step_box_packets(shape()),
-        !fused            ? 0
-        : proposes_only() ? FusedProposals::box_packets(config, shape())
-                          : FusedStep::box_packets(config, shape()),
-        digest());
+    std::int64_t fused_packets = 0;
+    if (fused && proposes_only()) fused_packets = FusedProposals::box_packets(config, shape());
+    if (fused && has_layers()) {
+      fused_packets = std::max(fused_packets, FusedStep::box_packets(of_layers(), shape()));
+    }
+    region_ = std::make_unique<ExchangeRegion>(config.tp_rank, config.tp_size,
+                                               step_box_packets(shape()), fused_packets, digest());
     if (loop) region_->loop_back();
     stream_ = std::make_unique<Stream>();
     copies_ = std::make_unique<Stream>();
@@ -187,10 +190,12 @@ class NvidiaModel final : public lowlat::nvidia::devices::DeviceModel<ExchangeRe
     const OnDevice on(device_);
     if (proposes_only()) {
       fused_proposals_ =
-          std::make_unique<FusedProposals>(config(), shape(), weights(), *region_, kFusedLine);
-      return;
+          std::make_unique<FusedProposals>(config(), shape(), weights(), *region_, kFusedLine,
+                                           has_layers() ? FusedStep::first_index() : 0);
     }
-    fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), pools(), *region_,
+    if (!has_layers()) return;
+    const lowlat_model_config own = of_layers();
+    fused_step_ = std::make_unique<FusedStep>(own, runtime_shape(own), weights(), pools(), *region_,
                                               *step_, kFusedLine);
   }
   void move_pools() override {
@@ -233,6 +238,15 @@ class NvidiaModel final : public lowlat::nvidia::devices::DeviceModel<ExchangeRe
     }
     const bool fused_experts = step_->has_fused_experts(step.batch_size * step.tokens_per_request);
     launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
+  }
+  void start_hosted(const lowlat_hosted_draft& draft, void* stream) override {
+    if (fused_step_ == nullptr || !fused_step_->serves(draft)) {
+      throw Error(LOWLAT_UNSUPPORTED,
+                  "the layers of a hosted draft run by the fused schedule alone, which does not "
+                  "serve " +
+                      std::to_string(draft.batch_size) + " requests here");
+    }
+    launch(stream, [&](cudaStream_t chosen) { fused_step_->launch(draft, chosen); });
   }
   void start_proposal(const lowlat_proposal& proposal, void* stream) override {
     if (fused_proposals_ != nullptr && fused_proposals_->serves(proposal)) {
@@ -282,6 +296,12 @@ class NvidiaModel final : public lowlat::nvidia::devices::DeviceModel<ExchangeRe
     }
   }
 
+  bool has_layers() const { return !proposes_only() || has_hosted_stages(); }
+  // As the fused step takes it.
+  lowlat_model_config of_layers() const {
+    return proposes_only() ? FusedStep::of_stages(config()) : config();
+  }
+
   static constexpr std::uintptr_t kFusedAlignment = 16;
 
   bool fused_, forced_;  // see the constructor
@@ -305,10 +325,15 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
   // A configuration with reasons against it is refused by the model itself.
   const bool whole = config.struct_bytes == sizeof config && config_reasons(config).empty();
   const bool proposals = hosting != nullptr && hosting->proposals != 0;
+  const bool stages = proposals && hosting->stages != 0;
   std::string refusal = "none";
   if (whole) {
-    refusal = proposals ? FusedProposals::refusal(config, runtime_shape(config), device)
-                        : FusedStep::refusal(config, runtime_shape(config), device);
+    refusal = proposals ? FusedProposals::refusal(config, runtime_shape(config), device) : "";
+    if (stages && refusal.empty()) refusal = FusedStep::draft_refusal(config);
+    if ((!proposals || stages) && refusal.empty()) {
+      const lowlat_model_config own = stages ? FusedStep::of_stages(config) : config;
+      refusal = FusedStep::refusal(own, runtime_shape(own), device);
+    }
     if (words.schedules == Schedules::fused && !refusal.empty()) {
       throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + platform +
                                           "\", but the fused step is not built for this model: " +
@@ -316,6 +341,12 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
     }
   }
   const bool fused = words.schedules != Schedules::persistent && refusal.empty();
+  if (stages && whole && !fused) {
+    throw Error(LOWLAT_UNSUPPORTED,
+                "stages is 1, but the fused schedule, which alone runs the layers of a hosted "
+                "draft, does not serve this model: " +
+                    (refusal.empty() ? "nvidia:persistent was asked for" : refusal));
+  }
   return std::make_unique<NvidiaModel>(config, hosting, device, fused,
                                        words.schedules == Schedules::fused, words.loop);
 }

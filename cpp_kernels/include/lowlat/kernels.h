@@ -346,16 +346,17 @@ LOWLAT_API lowlat_status lowlat_accept_launch(lowlat_model* model, const lowlat_
  *            is no head, but of proposals.
  *   config   num_pages is the most pages of one request. widths, max_batch and max_rows are as
  *            always; state_ring is the engine's.
- *   launches lowlat_hosted_step_launch, or lowlat_propose_launch where `proposals` is set; no
- *            other. */
+ *   launches lowlat_hosted_step_launch, or lowlat_propose_launch and, with `stages`,
+ *            lowlat_hosted_draft_launch where `proposals` is set; no other. */
 typedef struct lowlat_hosting {
   uint32_t struct_bytes;
   uint32_t expert_layout; /* LOWLAT_ROW_MAJOR: the checkpoint's. LOWLAT_MARLIN: w1 and w3 are one
                            * matrix, ffn.experts.w13 of 2 I' rows, w1's first; I' is this rank's
                            * moe_intermediate rounded up to 64, rows and columns beyond it are 0 */
-  int32_t bf16_wo_a;      /* 1: attn.wo_a.weight is bf16 and has no scale (V4.1) */
-  int32_t proposals;      /* 1: of the draft nothing but its head, norm and Markov tables, for
-                           * lowlat_propose_launch */
+  int32_t bf16_wo_a; /* 1: attn.wo_a.weight is bf16 and has no scale (V4.1; a draft's stages) */
+  int32_t proposals; /* 1: of the draft nothing but its head, norm and Markov tables, for
+                           * lowlat_propose_launch; with stages its embedding and layers too */
+  int32_t stages;    /* 1, with proposals: lowlat_hosted_draft_launch before them */
 } lowlat_hosting;
 
 LOWLAT_API lowlat_status lowlat_hosted_create(const char* platform,
@@ -417,6 +418,28 @@ typedef struct lowlat_hosted_step {
 /* LOWLAT_UNSUPPORTED when that many rows were not built. */
 LOWLAT_API lowlat_status lowlat_hosted_step_launch(lowlat_model* model,
                                                    const lowlat_hosted_step* step, void* stream);
+
+/* The layers of a draft, over draft_block rows a request: its anchor, then mask tokens, at the
+ * positions behind its committed tokens. A row's key is kept in slot key_slots of mtp.N.kv.swa, and
+ * it sees the keys of the slots in its window, those of its request's rows among them. A row whose
+ * key slot is in page 0 is padding, and so is one whose values the model has not. */
+typedef struct lowlat_hosted_draft {
+  uint32_t struct_bytes;
+  int32_t batch_size;
+  int32_t window_stride;    /* entries from a row's window to the next one's, at least
+                             * window + draft_block, of which so many are read */
+  const int64_t* token_ids; /* [batch_size * draft_block] */
+  const int64_t* positions; /* [the same] */
+  const int32_t* key_slots; /* [the same] */
+  const int32_t* window;    /* [the same, window_stride]; below 0: none */
+  /* Out, as lowlat_proposal takes it: bf16 [the same, hidden], V4 [.., 4, hidden]. Equal bit for bit
+   * on every rank; NaN until the launch has run, and after one that did not end. */
+  uint16_t* hidden;
+} lowlat_hosted_draft;
+
+/* After lowlat_pools_bind. LOWLAT_UNSUPPORTED when batch_size * draft_block rows were not built. */
+LOWLAT_API lowlat_status lowlat_hosted_draft_launch(lowlat_model* model,
+                                                    const lowlat_hosted_draft* draft, void* stream);
 
 /* draft_block proposals a request, from what the draft's last layer left; before the norm. */
 typedef struct lowlat_proposal {

@@ -2,7 +2,7 @@
 DSpark draft. Requirements, features and reasons are the dispatcher's own.
 """
 
-from lowlat import build, guard
+from lowlat import build, env, guard
 from lowlat.specs.alike import API_VERSION, LOGITS_MEDIAN_REL, MAX_ROWS, alike
 
 _WRONG_VERSION = guard.version_reasons()
@@ -53,13 +53,13 @@ TARGET = MegakernelSpec(
     config_disable_reasons=guard.config_disable_reasons,
 )
 
-# It covers no step: SGLang runs the draft's layers, and ours is the sampler behind them.
+# Its layers are ours, as the sampler behind them, but for ranks that are served slowly.
 DRAFT = MegakernelSpec(
     name="lowlat-deepseek-v4-dspark",
     requires=requirements(),
     features=features(),
     numerics=NUMERICS,
-    max_rows=0,
+    max_rows=0 if env.takes_slow_ranks() else MAX_ROWS,
     build=build.draft,
     api_version=API_VERSION,
     model_disable_reasons=guard.draft_reasons,

@@ -169,6 +169,200 @@ TEST_CASE(hosted_v41_reads_split_index_pages) { compare(LOWLAT_V41, 1, false, tr
 TEST_CASE(hosted_v4_is_the_models_own_step) { compare(LOWLAT_V4, 1, true); }
 TEST_CASE(hosted_v4_takes_the_checkpoints_experts) { compare(LOWLAT_V4, 2, false); }
 
+// A draft's layers and proposals behind the engine's context keys, beside the model's own draft:
+// the same tokens, logits and keys. A request of the middle pads.
+void compare_drafts(std::uint32_t kind, int tp_size, bool marlin) {
+  TinyGroup own(kind, tp_size, [](lowlat_model_config& c) { c = edited(c); });
+  const lowlat_model_config& c = own.config();
+  Hosted hosted(own, marlin, false, Part::draft);
+  Random random(kind * 10 + tp_size);
+  std::vector<std::vector<std::int32_t>> texts(2);
+  for (auto& text : texts) {
+    for (int i = 0; i < 200; ++i) text.push_back(static_cast<int>(random.bits() % 120));
+  }
+  const int block = c.draft_block, window = c.window + block, stride = window + 3;
+  const std::size_t page_bytes = own.memory(0, "mtp.0.kv.swa").size() / c.num_pages;
+  const auto each_pool = [&](auto&& visit) {
+    for (int r = 0; r < tp_size; ++r) {
+      for (int stage = 0; stage < c.num_draft_stages; ++stage) {
+        const std::string name = "mtp." + std::to_string(stage) + ".kv.swa";
+        for (int p = 0; p < c.num_pages; ++p) {
+          visit(&own.memory(r, name)[p * page_bytes],
+                &hosted.host_pool(r, name)[window_page(p) * page_bytes]);
+        }
+      }
+    }
+  };
+  const auto window_slot = [&](int slot) {
+    return window_page(slot / c.page_size) * c.page_size + slot % c.page_size;
+  };
+  std::array<int, 2> length{};
+  for (int turn = 0; turn < 9; ++turn) {
+    const bool second = turn % 3 != 1;
+    StepArrays arrays(c);
+    arrays.add(0, texts[0], length[0], 6);
+    second ? arrays.add(1, texts[1], length[1], 6) : arrays.pad(6);
+    own.run([&](lowlat_model* model, int) {
+      lowlat_step step = arrays.step(LOWLAT_TARGET_VERIFY);
+      step.num_logit_rows = 0;
+      return lowlat_step_launch(model, &step, nullptr);
+    });
+    length[0] += 6;
+    if (second) length[1] += 6;
+    const std::vector<std::int32_t> anchors = {5, 9}, noise_row = {0, 1};
+    const std::vector<std::int32_t> prefixes = {length[0], second ? length[1] : 0};
+    const std::int64_t offset = (std::int64_t{1} << 32) + turn;
+    const std::vector<std::int64_t> offsets(2, offset), wide_anchors = {5, 9};
+    const std::vector<float> temperatures = {turn % 2 == 0 ? 0.0f : 0.9f, 1.3f};
+    std::vector<std::int32_t> slots, key_slots, seen;
+    std::vector<std::int64_t> ids, positions;
+    for (int request = 0; request < 2; ++request) {
+      const auto slot_at = [&](int position) {
+        return arrays.page_table[request * arrays.stride + position / c.page_size] * c.page_size +
+               position % c.page_size;
+      };
+      const int prefix = prefixes[request], first = std::max(prefix - c.window, 0);
+      const bool pads = request == 1 && !second;
+      std::vector<std::int32_t> row;
+      for (int p = first; !pads && p < prefix + block; ++p) row.push_back(window_slot(slot_at(p)));
+      row.resize(stride, -1);
+      for (int i = 0; i < block; ++i) {
+        slots.push_back(pads ? -1 : slot_at(prefix + i));
+        key_slots.push_back(pads ? i : window_slot(slot_at(prefix + i)));
+        ids.push_back(i == 0 ? anchors[request] : c.draft_mask_token);
+        positions.push_back(prefix + i);
+        seen.insert(seen.end(), row.begin(), row.end());
+      }
+    }
+    std::vector<std::vector<std::int32_t>> tokens(tp_size, std::vector<std::int32_t>(2 * block));
+    std::vector<std::vector<float>> logits(tp_size, std::vector<float>(2 * block * c.vocab));
+    const auto draft = [&](int num_inject_rows, int batch_size) {
+      own.run([&](lowlat_model* model, int r) {
+        lowlat_draft d{};
+        d.struct_bytes = sizeof d;
+        d.num_inject_rows = num_inject_rows;
+        d.inject_slots = arrays.slots.data();
+        d.inject_positions = arrays.positions.data();
+        d.batch_size = batch_size;
+        d.page_table_stride = arrays.stride;
+        d.anchors = anchors.data();
+        d.prefixes = prefixes.data();
+        d.slots = slots.data();
+        d.page_table = arrays.page_table.data();
+        d.temperature = temperatures.data();
+        d.noise_row = noise_row.data();
+        d.noise_offset = offsets.data();
+        d.noise_key = 77;
+        d.draft_tokens = tokens[r].data();
+        d.draft_logits = logits[r].data();
+        return lowlat_draft_launch(model, &d, nullptr);
+      });
+    };
+    draft(12, 0);
+    each_pool([&](const std::uint8_t* mine, std::uint8_t* theirs) {
+      std::memcpy(theirs, mine, page_bytes);
+    });
+    draft(0, 2);
+    const int width = c.hidden * (kind == LOWLAT_V4 ? 4 : 1);
+    std::vector<std::vector<std::uint16_t>> hidden(tp_size);
+    std::vector<std::vector<std::int64_t>> their_tokens(tp_size);
+    std::vector<std::vector<float>> their_logits(tp_size);
+    for (int r = 0; r < tp_size; ++r) {
+      hidden[r].assign(static_cast<std::size_t>(2 * block) * width, 0);
+      their_tokens[r].assign(2 * block, -7);
+      their_logits[r].assign(static_cast<std::size_t>(2 * block) * c.vocab, 0.0f);
+      lowlat_hosted_draft layers{};
+      layers.struct_bytes = sizeof layers;
+      layers.batch_size = 2;
+      layers.window_stride = stride;
+      layers.token_ids = ids.data();
+      layers.positions = positions.data();
+      layers.key_slots = key_slots.data();
+      layers.window = seen.data();
+      layers.hidden = hidden[r].data();
+      TinyGroup::must(lowlat_hosted_draft_launch(hosted.model(r), &layers, nullptr));
+      lowlat_proposal proposal{};
+      proposal.struct_bytes = sizeof proposal;
+      proposal.batch_size = 2;
+      proposal.hidden = hidden[r].data();
+      proposal.anchors = wide_anchors.data();
+      proposal.temperature = temperatures.data();
+      proposal.noise_offset = &offset;
+      proposal.noise_key = 77;
+      proposal.draft_tokens = their_tokens[r].data();
+      proposal.draft_logits = their_logits[r].data();
+      TinyGroup::must(lowlat_propose_launch(hosted.model(r), &proposal, nullptr));
+    }
+    finish(hosted, tp_size);
+    for (int r = 0; r < tp_size; ++r) {
+      CHECK(hidden[r] == hidden[0]);
+      for (const std::uint16_t value : hidden[r]) CHECK(std::isfinite(bf16(value)));
+      const int rows = second ? 2 * block : block;
+      for (int i = 0; i < rows; ++i) CHECK_EQ(their_tokens[r][i], tokens[r][i]);
+      CHECK(std::equal(logits[r].begin(), logits[r].begin() + std::int64_t{rows} * c.vocab,
+                       their_logits[r].begin()));
+    }
+    bool equal = true;
+    each_pool([&](const std::uint8_t* mine, const std::uint8_t* theirs) {
+      equal &= same_bytes(mine, theirs, page_bytes);
+    });
+    CHECK(equal);
+  }
+}
+
+TEST_CASE(hosted_draft_of_v41_is_the_models_own) { compare_drafts(LOWLAT_V41, 1, true); }
+TEST_CASE(hosted_draft_of_v41_agrees_between_ranks) { compare_drafts(LOWLAT_V41, 2, true); }
+TEST_CASE(hosted_draft_of_v4_is_the_models_own) { compare_drafts(LOWLAT_V4, 1, true); }
+TEST_CASE(hosted_draft_of_v4_takes_the_checkpoints_experts) { compare_drafts(LOWLAT_V4, 2, false); }
+
+TEST_CASE(hosted_drafts_are_refused_by_name) {
+  TinyGroup own(LOWLAT_V41, 1, [](lowlat_model_config& c) { c = edited(c); });
+  Hosted target(own, false), draft(own, false, false, Part::draft);
+  const lowlat_model_config& c = own.config();
+  const int block = c.draft_block, stride = c.window + block;
+  std::vector<std::int64_t> ids(block, 3), positions(block, 0);
+  std::vector<std::int32_t> keys(block), window(block * stride, -1);
+  for (int i = 0; i < block; ++i) keys[i] = c.page_size + i;
+  std::vector<std::uint16_t> hidden(static_cast<std::size_t>(block) * c.hidden);
+  lowlat_hosted_draft d{};
+  d.struct_bytes = sizeof d;
+  d.batch_size = 1;
+  d.window_stride = stride;
+  d.token_ids = ids.data();
+  d.positions = positions.data();
+  d.key_slots = keys.data();
+  d.window = window.data();
+  d.hidden = hidden.data();
+  const auto refused = [&](Hosted& on, lowlat_status needed, const char* word) {
+    const lowlat_status status = lowlat_hosted_draft_launch(on.model(0), &d, nullptr);
+    const bool named = std::string(lowlat_last_error()).find(word) != std::string::npos;
+    if (status != needed || !named) std::printf("%d %s\n", status, lowlat_last_error());
+    return status == needed && named;
+  };
+  CHECK(refused(target, LOWLAT_UNSUPPORTED, "hosted with stages"));
+  d.window_stride = stride - 1;
+  CHECK(refused(draft, LOWLAT_INVALID, "window_stride"));
+  d.window_stride = stride;
+  window[stride] = kWindowPages * c.page_size;
+  CHECK(refused(draft, LOWLAT_INVALID, "window of row 1"));
+  window[stride] = -1;
+  keys[2] = kWindowPages * c.page_size;
+  CHECK(refused(draft, LOWLAT_INVALID, "key_slots"));
+  keys[2] = c.page_size + 2;
+  positions[4] = c.max_positions;
+  CHECK(refused(draft, LOWLAT_INVALID, "positions of row 4"));
+  positions[4] = 0;
+  d.batch_size = 2;
+  d.hidden = nullptr;
+  CHECK(refused(draft, LOWLAT_INVALID, "hidden is NULL"));
+  lowlat_hosting hosting{};
+  hosting.struct_bytes = sizeof hosting;
+  hosting.stages = 1;
+  lowlat_model* model = nullptr;
+  CHECK(lowlat_hosted_create("scalar", &c, &hosting, &model) == LOWLAT_INVALID);
+  CHECK(std::string(lowlat_last_error()).find("proposals is 0") != std::string::npos);
+}
+
 // A peer that does not come: no row may look like a result.
 TEST_CASE(hosted_step_that_ends_leaves_no_number) {
   TinyGroup own(LOWLAT_V41, 2, [](lowlat_model_config& c) {

@@ -93,20 +93,30 @@ inline lowlat_model_config edited(lowlat_model_config config) {
   return config;
 }
 
+// What of a model is hosted: its target, or its draft's layers and proposals.
+enum class Part { target, draft };
+
 class Hosted {
  public:
   // split: V4.1's index keys are two tensors, see lowlat_pools. platform_of(rank): the word that
   // lowlat_hosted_create takes.
   template <class PlatformOf>
-  Hosted(TinyGroup& own, bool marlin, bool split, PlatformOf platform_of)
-      : own_(own), config_(own.config()), ranks_(own.tp_size()), split_(split) {
+  Hosted(TinyGroup& own, bool marlin, bool split, Part part, PlatformOf platform_of)
+      : own_(own), config_(own.config()), ranks_(own.tp_size()), split_(split), part_(part) {
+    if (part == Part::draft) {
+      config_.num_widths = config_.max_batch;
+      for (int i = 0; i < config_.num_widths; ++i) {
+        config_.widths[i] = (i + 1) * config_.draft_block;
+      }
+    }
     for (int r = 0; r < own.tp_size(); ++r) {
       lowlat_model_config config = config_;
       config.tp_rank = r;
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
       hosting.expert_layout = marlin ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
-      hosting.bf16_wo_a = config.kind == LOWLAT_V41;
+      hosting.bf16_wo_a = config.kind == LOWLAT_V41 || part == Part::draft;
+      hosting.proposals = hosting.stages = part == Part::draft;
       ranks_[r] = std::make_unique<Rank>();
       const std::string platform = platform_of(r);
       on_host_ = platform == "scalar";
@@ -126,8 +136,8 @@ class Hosted {
     }
   }
 
-  explicit Hosted(TinyGroup& own, bool marlin, bool split = false)
-      : Hosted(own, marlin, split, [](int) { return "scalar"; }) {}
+  explicit Hosted(TinyGroup& own, bool marlin, bool split = false, Part part = Part::target)
+      : Hosted(own, marlin, split, part, [](int) { return "scalar"; }) {}
 
   lowlat_model* model(int r) { return ranks_[r]->model; }
   int tp_size() const { return own_.tp_size(); }
@@ -147,6 +157,11 @@ class Hosted {
       TinyGroup::must(lowlat_model_read(model(r), out.data(), ranks_[r]->bound[place], out.size()));
     }
     return out;
+  }
+  // The engine's own bytes of a pool, on the host.
+  std::vector<std::uint8_t>& host_pool(int r, const std::string& name) {
+    CHECK(on_host_);
+    return ranks_[r]->memory[place_.at(name)];
   }
   bool is_split() const { return split_; }
 
@@ -171,6 +186,7 @@ class Hosted {
 
   // A pool's rows in this test's engine.
   std::int64_t rows_of(const std::string& name) const {
+    if (name.starts_with("mtp.")) return kWindowPages;
     const std::size_t dot = name.rfind('.');
     const std::string kind = name.substr(0, dot);
     const int ratio = config_.layers[std::stoi(name.substr(dot + 1))].ratio;
@@ -233,9 +249,11 @@ class Hosted {
     pools.num_pages = config_.num_pages + kFirstPage;
     pools.num_window_pages = kWindowPages;
     pools.num_requests = kNumRequests;
-    pools.window_slots = placed(r, window_slots_);
-    bound_history_.push_back(placed(r, histories_[r]));
-    pools.history = config_.num_engrams > 0 ? bound_history_[r] : nullptr;
+    if (part_ == Part::target) {
+      pools.window_slots = placed(r, window_slots_);
+      bound_history_.push_back(placed(r, histories_[r]));
+      pools.history = config_.num_engrams > 0 ? bound_history_[r] : nullptr;
+    }
     pools.split_index = split_ ? 1 : 0;
     pools.num_tensors = static_cast<int>(names.size()) - 1;
     pools.names = names.data();
@@ -278,6 +296,7 @@ class Hosted {
     ranks_[r]->memory.resize(num);
     const int hidden = config_.hidden, inner = config_.moe_intermediate / config_.tp_size;
     const int tiled = (inner + 63) / 64 * 64;
+    const int num_experts = part_ == Part::draft ? config_.draft_experts : config_.num_experts;
     std::map<std::string, std::vector<std::uint8_t>> scales;
     for (int i = 0; i < num; ++i) {
       const lowlat_tensor_spec one = spec(r, i);
@@ -288,9 +307,9 @@ class Hosted {
         const bool down = base.find(".w2") != std::string::npos;
         const int n = down ? hidden : 2 * tiled, k = down ? tiled : hidden;
         const std::size_t code_bytes = static_cast<std::size_t>(n) * k / 2;
-        std::vector<std::uint8_t> codes(code_bytes * config_.num_experts);
-        std::vector<std::uint8_t> powers(code_bytes / 16 * config_.num_experts);
-        for (int e = 0; e < config_.num_experts; ++e) {
+        std::vector<std::uint8_t> codes(code_bytes * num_experts);
+        std::vector<std::uint8_t> powers(code_bytes / 16 * num_experts);
+        for (int e = 0; e < num_experts; ++e) {
           Matrix m;
           if (down) {
             m = expert(r, base, e, hidden, inner, hidden, tiled);
@@ -345,6 +364,7 @@ class Hosted {
   std::vector<std::int64_t> window_slots_;
   std::map<std::string, std::size_t> place_;
   bool split_, on_host_ = true;
+  Part part_;
 };
 
 // The hosted arrays of the same step; a request of StepArrays that pads is page 0's.

@@ -41,6 +41,8 @@ ARMS = ("on", "off", "fault")
 ACTIVE = "NVIDIA megakernel: active"
 # Of a covered step that both ran: |ours - SGLang's| / |SGLang's| of a row's logits.
 BESIDE = re.compile(r"beside: step \d+ (\w+) (\d+) rows: logits median (\S+) most (\S+), best")
+# Of a draft's block, of what its last layer left.
+DRAFT_BESIDE = re.compile(r"beside: (draft) of (\d+) rows: hidden states median (\S+) most (\S+)")
 ABORTED = "the kernels are aborted now"
 ABORT_AFTER_S = 45
 LOCK_S = 300
@@ -232,12 +234,13 @@ def watch_fault(process, log: Path, end: float) -> list:
 def beside(log: str) -> bool:
     """The differences of each kind of step, worst and median; whether every one is finite."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for mode, rows, median, most in BESIDE.findall(log):
+    for mode, rows, median, most in BESIDE.findall(log) + DRAFT_BESIDE.findall(log):
         found.setdefault((mode, int(rows)), []).append((float(median), float(most)))
     for (mode, rows), values in sorted(found.items()):
+        what = "hidden states" if mode == "draft" else "logits"
         medians, worst = sorted(median for median, _ in values), max(most for _, most in values)
         print(
-            f"beside: {len(values)} {mode} steps of {rows} rows: logits differ by"
+            f"beside: {len(values)} {mode} steps of {rows} rows: {what} differ by"
             f" {medians[len(medians) // 2]:.5f} (median of medians), {medians[-1]:.5f} (greatest"
             f" median), {worst:.5f} (worst row)"
         )

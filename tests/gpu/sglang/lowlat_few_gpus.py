@@ -15,10 +15,11 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lowlat import build, guard
+from lowlat import build, env, guard
 from lowlat.kernels import HostedKernels, Platform, given
 from lowlat.specs import nvidia
 from msgspec.structs import replace
@@ -36,6 +37,7 @@ SHARED = ("num_heads", "o_groups", "moe_intermediate", "vocab")
 # What every rank adds to a sum; as many equal parts are the whole, to the last bit when the ranks
 # are a power of two.
 SUMMED_SCALES = ("attn.wo_b.scale", "ffn.experts.w2.scale", "ffn.shared_experts.w2.scale")
+WHOLE = ("tid2eid", "markov_w1.weight")
 UE8M0_OF_ONE = 127
 PADDED_HEADS = 64
 
@@ -44,9 +46,9 @@ class Looped(HostedKernels):
     """The kernels of rank 0, whose peers are itself, over a model that is its share."""
 
     def __init__(self, request: Any, platform: Platform) -> None:
-        # A table of the whole vocabulary, of which no other rank's tokens come.
+        # Tables of the whole vocabulary, of which no other rank's tokens come.
         tensors = {
-            name: tensor.repeat(RANKS, 1) if name.endswith("tid2eid") else tensor
+            name: tensor.repeat(RANKS, 1) if name.endswith(WHOLE) else tensor
             for name, tensor in request.tensors.items()
         }
         super().__init__(dataclasses.replace(request, tensors=tensors), platform)
@@ -64,6 +66,25 @@ class Looped(HostedKernels):
             elif name.endswith(SUMMED_SCALES):
                 codes = tensor.view(torch.uint8) - (RANKS.bit_length() - 1)
                 self.bind_part(name, codes, "ue8m0")
+
+    def attach(self, model: Any) -> None:
+        if self.is_ready:
+            return
+        if self.request.stages:
+            part = model.embed_tokens.weight / RANKS
+            self.relaid.append(part)
+            model = SimpleNamespace(lm_head=model.lm_head, embed_tokens=SimpleNamespace(weight=part))
+        super().attach(model)
+
+    def draft(self, *, out_logits: Any, **arrays: Any) -> Any:
+        """Logits of the whole vocabulary, of which this rank's come first."""
+        if out_logits is None:
+            return super().draft(out_logits=None, **arrays)
+        count = out_logits.shape[-1]
+        whole = out_logits.new_zeros(*out_logits.shape[:-1], RANKS * count)
+        out = super().draft(out_logits=whole, **arrays)
+        out_logits.copy_(whole[..., :count])
+        return out
 
     def bind_part(self, name: str, part: Any, dtype: str | None) -> None:
         self.relaid.append(part)
@@ -127,6 +148,35 @@ class Beside:
         logger.warning("%s", line)
 
 
+class DraftBeside:
+    """The same of a draft's layers, in blocks that no graph runs."""
+
+    def __init__(self, built: Any) -> None:
+        self.built = built
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.built, name)
+
+    def forward(self, step, original, input_ids, positions, forward_batch, *args, **kwargs):
+        def ours():
+            return self.built.forward(
+                step, original, input_ids, positions, forward_batch, *args, **kwargs
+            )
+
+        if torch.cuda.is_current_stream_capturing():
+            return ours()
+        theirs = original(input_ids, positions, forward_batch, *args, **kwargs).hidden_states
+        theirs, out = theirs.clone(), ours()
+        of_rows = relative(out.hidden_states, theirs)
+        logger.warning(
+            "beside: draft of %d rows: hidden states median %.5f most %.5f",
+            step.rows,
+            float(of_rows.median()),
+            float(of_rows.max()),
+        )
+        return out
+
+
 def relative(ours: Any, theirs: Any) -> Any:
     """|ours - theirs| / |theirs| of each row."""
     a, b = ours.float().flatten(1), theirs.float().flatten(1)
@@ -148,8 +198,10 @@ def abort(model: Any) -> None:
 
 
 def draft(model: Any, hf_config: Any, context: Any) -> Any:
-    where = build.place(PLACE)
-    return build.build_draft(model, hf_config, context, build.nvidia_kernels, where)
+    where, open_kernels = build.place(PLACE), looped if RANKS > 1 else build.nvidia_kernels
+    stages = RANKS * where.tp_size in guard.FUSED_RANKS and not env.takes_slow_ranks()
+    built = build.build_draft(model, hf_config, context, open_kernels, where, stages)
+    return DraftBeside(built) if os.environ.get("LOWLAT_TEST_BESIDE") else built
 
 
 REQUIRES = replace(nvidia.requirements(), tp_sizes=frozenset({1, 2, 4, 8}), hf_config={})
