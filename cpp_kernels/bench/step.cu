@@ -88,6 +88,7 @@ void time_steps(std::uint32_t kind, const Places& places, const std::vector<int>
       const bool with_draft = timed == Timed::draft || timed == Timed::both;
       const bool with_step = timed != Timed::draft;
       if (with_draft && of.tokens != 6) continue;
+      if (timed == Timed::tokens_only && !places.looped) continue;  // the same but for one copy
       const auto steps = fused.all([&](Rank& rank) {
         lowlat_step step = rank.step_of(of, 1);
         if (timed == Timed::tokens_only) step.logits = nullptr;
@@ -231,9 +232,9 @@ int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
   lowlat_model_config config = config_of(kind, false, 3);
   config.tp_size = processes.size();
   config.tp_rank = tp_rank;
-  Weights weights({}, tp_rank);
   bool good = true;
   {
+    Weights weights({}, tp_rank);
     const auto rank = join(processes, tp_rank, config, weights, Host::none);
     if (rank == nullptr) return 1;
     for (const int rows : widths) {
@@ -261,6 +262,7 @@ int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
     if (processes.gather(tp_rank, 1).empty()) return 1;
   }
   config.num_pages = kPagesOfRequest;
+  Weights weights({}, tp_rank);  // an engine's are in other dtypes
   const auto rank = join(processes, tp_rank, config, weights, Host::steps);
   if (rank == nullptr) return 1;
   for (const int rows : widths) {

@@ -264,16 +264,23 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def version(env: dict[str, str]) -> str:
+def commit_of(programs: Path) -> str:
+    """Of the sources that the programs were built of; empty where nothing tells."""
+    told = programs / "commit"
+    if told.is_file():
+        return told.read_text().strip()
+    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.strip()
+    except OSError:
+        return ""
+
+
+def version(env: dict[str, str], programs: Path) -> str:
     """lowlat's, and the commit where there is one."""
     words = [sys.executable, "-c", "from lowlat.cli.parts import version; print(version())"]
     told = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
-    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        commit = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.strip()
-    except OSError:
-        commit = ""
-    return " ".join(filter(None, (told.stdout.strip() or "not installed", commit)))
+    return " ".join(filter(None, (told.stdout.strip() or "not installed", commit_of(programs))))
 
 
 def machine() -> str:
@@ -330,7 +337,7 @@ def main() -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "command": f"make gpu-four RANKS={arguments.ranks}",
         "machine": machine(),
-        "version": version(env),
+        "version": version(env, programs),
         "ranks": arguments.ranks,
         "gpus": gpus,
         "seconds": time.monotonic() - begin,

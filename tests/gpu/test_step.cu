@@ -316,6 +316,24 @@ TEST_CASE(rows_list_the_entries_of_ratio_128_and_the_experts_of_tokens) {
   for (int i = 0; i < 2; ++i) CHECK(ids[i].get() == want_ids[i]);
 }
 
+TEST_CASE(without_a_word_two_ranks_and_four_take_the_fused_schedule) {
+  need_device();
+  for (const std::uint32_t kind : kKinds) {
+    for (const int tp_size : {2, 4}) {
+      lowlat_model_config config = bench::config_of(kind, false, 0);
+      config.tp_size = tp_size;
+      for (const bool fused : {true, false}) {
+        lowlat_model* model = nullptr;
+        bench::must(
+            lowlat_model_create(fused ? "nvidia:0" : "nvidia:0:persistent", &config, &model));
+        const std::string lines = lowlat_model_catalogue(model);
+        CHECK_EQ(lines.find("step nvidia sm_90a fused") != std::string::npos, fused);
+        lowlat_model_destroy(model);
+      }
+    }
+  }
+}
+
 TEST_CASE(a_shape_without_kernels_is_refused_by_its_fields) {
   need_device();
   lowlat_model_config config = bench::config_of(LOWLAT_V41, false, 0);
