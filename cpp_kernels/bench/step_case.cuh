@@ -71,10 +71,10 @@ enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages, ind
 constexpr int index_codes(bool v4) { return 64 * (v4 ? 128 : 64); }
 constexpr int index_page(bool v4) { return index_codes(v4) + 64 * 4; }
 
-// Random values of a dtype. A sublayer adds an eighth to the streams that the embedding made: what
-// one of them does wrong shows. To compare, biases choose the experts: scores that lie as close as
-// random ones would give a row others by the last bit of what came before, and that row would tell
-// nothing. To time, scores do.
+// Random values of a dtype. A sublayer, and n-gram memory, adds an eighth to the streams that the
+// embedding made: what one of them does wrong shows. To compare, biases choose the experts: scores
+// that lie as close as random ones would give a row others by the last bit of what came before, and
+// that row would tell nothing. To time, scores do.
 static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
                             std::int64_t count, int scale_code, float embedding,
                             std::uint64_t seed) {
@@ -246,7 +246,8 @@ class Weights {
     const bool gain = name.find("norm.weight") != std::string::npos;
     const bool out = name.find("wo_b") != std::string::npos;
     const bool down = name.find("w2") != std::string::npos;
-    const int scale_code = out ? 125 + scale_shift : down ? 117 + scale_shift : 120;
+    const bool ngrams = name.find("engram.embed") != std::string::npos;
+    const int scale_code = out ? 125 + scale_shift : down ? 117 + scale_shift : ngrams ? 126 : 120;
     Kind kind = Kind::plain;
     if (name == "embed.weight") {
       kind = Kind::embedding;
@@ -504,6 +505,9 @@ class Rank {
   }
   std::vector<std::int32_t> history() {
     return take(history_, static_cast<std::size_t>(3 * kMaxBatch));
+  }
+  void set_history(const std::vector<std::int32_t>& history) {
+    must(lowlat_model_write(model_, history_, history.data(), sizeof history[0] * history.size()));
   }
   std::vector<float> logits(const lowlat_step& step) { return take(step.logits, num_logits(step)); }
   // A number of all bits of the logits, by the device that is current, which is this rank's: small

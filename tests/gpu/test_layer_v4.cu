@@ -224,8 +224,8 @@ std::vector<std::uint16_t> experts_half(const MoeLayer<kTp>& moe,
 }
 
 // The entries that the step completes and the layer stores, of one in five hundred that attention
-// sees: nothing that a layer leaves would show a wrong one. Planted and seen: a step's own first
-// token that is read from the ring.
+// sees: nothing that a layer leaves would show a wrong one. Planted and seen: the first row of a
+// step for each of its rows.
 void check_stored(const PooledChain& chain, const HostContext& context,
                   const std::vector<std::uint16_t>& x) {
   const StepV4& step = chain.states[0];

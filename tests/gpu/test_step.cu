@@ -62,9 +62,29 @@ void check_steps_and_drafts(std::uint32_t kind, const Places& places) {
   CHECK_EQ(bench::failures, 0);
 }
 
-// Logits of requests' first rows, whose n-grams are all of the tokens before: what the fused step
-// makes of them is the resident one's, and not the resident one's of the same tokens turned round.
-// Of all rows the median tells nothing of them. Planted and seen: histories read from their end.
+// Requests' first rows, whose n-grams are all of the tokens before: what the fused step makes of
+// them is the resident one's, and not the resident one's of the same tokens turned round. Of all
+// rows the median tells nothing of them. Planted and seen: histories read from their end.
+void check_first_rows(const bench::Case& of, std::size_t width, const std::vector<float>& got,
+                      const std::vector<float>& want, const std::vector<float>& other) {
+  for (int request = 0; request < of.requests; ++request) {
+    const auto first = [&](const std::vector<float>& rows) {
+      const auto at = rows.begin() + static_cast<std::ptrdiff_t>(
+                                         static_cast<std::size_t>(request * of.tokens) * width);
+      return std::vector<float>(at, at + static_cast<std::ptrdiff_t>(width));
+    };
+    const double error = bench::errors_of(first(got), first(want), width)[0],
+                 turned = bench::errors_of(first(got), first(other), width)[0];
+    std::printf("request %d: rel_l2 %.2e, of histories turned round %.2e\n", request, error,
+                turned);
+    CHECK(2.0 * error < turned);
+  }
+}
+
+void turn_round(std::vector<std::int32_t>& history) {
+  for (auto at = history.begin(); at != history.end(); at += 3) std::swap(at[0], at[2]);
+}
+
 void check_histories(const Places& places) {
   need_memory(places);
   const lowlat_model_config config = bench::config_of(LOWLAT_V41, false, 0);
@@ -75,12 +95,10 @@ void check_histories(const Places& places) {
   const auto logits_of = [&](bench::Team& team, bool turned) {
     const auto steps = team.all([&](bench::Rank& rank) {
       lowlat_step step = rank.step_of(of, 5);
-      if (turned) {
-        std::vector<std::int32_t> history =
-            rank.take(step.history, 3 * static_cast<std::size_t>(of.requests));
-        for (auto at = history.begin(); at != history.end(); at += 3) std::swap(at[0], at[2]);
-        step.history = rank.place(history);
-      }
+      if (!turned) return step;
+      auto history = rank.take(step.history, 3 * static_cast<std::size_t>(of.requests));
+      turn_round(history);
+      step.history = rank.place(history);
       return step;
     });
     team.run(lowlat_step_launch, steps);
@@ -88,21 +106,37 @@ void check_histories(const Places& places) {
         "logits of all ranks", steps,
         [](bench::Rank& rank, const lowlat_step& step) { return rank.logits(step); });
   };
-  const std::vector<float> other = logits_of(resident, true), want = logits_of(resident, false),
-                           got = logits_of(fused, false);
-  const auto vocab = static_cast<std::ptrdiff_t>(config.vocab);
-  for (int request = 0; request < of.requests; ++request) {
-    const auto error = [&](const std::vector<float>& against) {
-      const auto of_row = [&](const std::vector<float>& all) {
-        const auto at = all.begin() + request * of.tokens * vocab;
-        return std::vector<float>(at, at + vocab);
-      };
-      return bench::errors_of(of_row(got), of_row(against), config.vocab)[0];
-    };
-    std::printf("request %d: rel_l2 %.2e, of histories turned round %.2e\n", request, error(want),
-                error(other));
-    CHECK(2.0 * error(want) < error(other));
-  }
+  const auto other = logits_of(resident, true), want = logits_of(resident, false);
+  check_first_rows(of, static_cast<std::size_t>(config.vocab), logits_of(fused, false), want,
+                   other);
+}
+
+// An engine's, which lie with its caches.
+void check_hosted_histories(const Places& places) {
+  need_memory(places);
+  lowlat_model_config config = bench::config_of(LOWLAT_V41, false, 0);
+  config.num_pages = bench::kPagesOfRequest;
+  bench::AllWeights weights(places);
+  bench::Team fused("fused", places, config, weights, bench::Host::steps);
+  bench::Team resident("persistent", places, config, weights, bench::Host::steps);
+  const bench::Case of = bench::case_of(12, bench::kShort);
+  const auto width = static_cast<std::size_t>(config.hidden);
+  const auto hidden_of = [&](bench::Team& team) {
+    const auto steps = team.all([&](bench::Rank& rank) { return rank.hosted_of(of, 5); });
+    team.run(lowlat_hosted_step_launch, steps);
+    return team.agreed("hidden states of all ranks", steps,
+                       [&](bench::Rank& rank, const lowlat_hosted_step& step) {
+                         return rank.floats(step.hidden, width * static_cast<std::size_t>(6 + 1));
+                       });
+  };
+  const auto want = hidden_of(resident), got = hidden_of(fused);
+  resident.all([](bench::Rank& rank) {
+    auto history = rank.history();
+    turn_round(history);
+    rank.set_history(history);
+    return 0;
+  });
+  check_first_rows(of, width, got, want, hidden_of(resident));
 }
 
 void check_hosted(std::uint32_t kind, const Places& places) {
@@ -199,6 +233,7 @@ TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) {
   of_both(check_steps_and_drafts, kLooped);
 }
 TEST_CASE(histories_are_those_of_the_resident_schedule) { check_histories(kLooped); }
+TEST_CASE(hosted_histories_are_those_of_the_resident_schedule) { check_hosted_histories(kLooped); }
 TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
   of_both(check_hosted, kLooped);
 }

@@ -285,6 +285,13 @@ impl Rank {
         let built = Built::new(coverage, |coverage| {
             build(&setup, coverage, model, &tensors, &mut seat)
         })?;
+        // Nobody is waited for after an error: peers may be in kernels that wait for this rank, and
+        // end only when the runtime has heard of it.
+        let leaving = Leaving {
+            seat: &mut seat,
+            deadlines: &setup.deadlines,
+            phase: CAPTURE,
+        };
         let recorded = built.capture(|built, recorder| {
             capture(&setup, built, &keys, recorder)?;
             match fault {
@@ -295,10 +302,8 @@ impl Rank {
                 _ => Ok(()),
             }
         });
-        let mut captured = recorded.map_err(|CaptureError(error)| {
-            give_up(&mut seat, &setup.deadlines, CAPTURE);
-            error
-        })?;
+        let mut captured = recorded.map_err(|CaptureError(error)| error)?;
+        std::mem::forget(leaving);
         if !setup.plugin {
             captured.switch(false);
         }
@@ -818,7 +823,14 @@ fn phase<T>(
     name: &str,
     work: impl FnOnce() -> Result<T, EngineError>,
 ) -> Result<T, EngineError> {
+    // For a panic, which is a bug and ends this rank.
+    let leaving = Leaving {
+        seat,
+        deadlines,
+        phase: name,
+    };
     let done = work();
+    std::mem::forget(leaving);
     let digest = match done {
         Ok(_) => phase_digest(name, 0),
         Err(_) => failed_digest(seat, name),
@@ -829,14 +841,20 @@ fn phase<T>(
     Ok(done)
 }
 
-/// Casts that this rank failed in a phase and waits for nobody: peers may be in kernels that wait
-/// for this rank, and end only when the runtime has heard of it.
-fn give_up(seat: &mut Seat, deadlines: &Deadlines, phase: &str) {
-    seat.begin_step(
-        failed_digest(seat, phase),
-        deadlines.start_ns,
-        deadlines.now(),
-    );
+/// Casts, when it is dropped, that this rank failed in a phase, and waits for nobody. Forgotten
+/// where the rank came through, or meets its peers all the same.
+struct Leaving<'a> {
+    seat: &'a mut Seat,
+    deadlines: &'a Deadlines,
+    phase: &'a str,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        let digest = failed_digest(self.seat, self.phase);
+        self.seat
+            .begin_step(digest, self.deadlines.start_ns, self.deadlines.now());
+    }
 }
 
 fn build(
@@ -971,9 +989,10 @@ mod tests {
     use super::*;
     use lowlat_core::Board;
 
-    /// Without the other digest the peers would wait for their deadline, a minute here.
-    #[test]
-    fn a_rank_that_fails_in_a_phase_ends_its_peers_at_once() {
+    type Started = std::thread::Result<Result<(), EngineError>>;
+
+    /// What three ranks come to when rank 1 ends a phase with `last`.
+    fn after(last: fn() -> Result<(), EngineError>) -> Vec<Started> {
         let ladder = DeadlineLadder::new(1, 2, 3, 60_000_000_000).unwrap();
         let deadlines = Deadlines {
             ladder,
@@ -987,22 +1006,34 @@ mod tests {
                     let mut seat = board.seat(TpRank(rank)).unwrap();
                     scope.spawn(move || {
                         phase(&mut seat, &deadlines, "joining", || match rank {
-                            1 => Err(EngineError::Refused("no memory".into())),
+                            1 => last(),
                             _ => Ok(()),
                         })
                     })
                 })
                 .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            ranks.into_iter().map(|rank| rank.join()).collect()
         });
         assert!(deadlines.clock.elapsed().as_nanos() < u128::from(ladder.engine_ns()));
-        assert_eq!(done[1], Err(EngineError::Refused("no memory".into())));
         for followed in [&done[0], &done[2]] {
-            let Err(EngineError::Refused(message)) = followed else {
+            let Ok(Err(EngineError::Refused(message))) = followed else {
                 panic!("{followed:?}")
             };
             let expected = "ranks did not come through joining together: [308] rank 1 ";
             assert!(message.starts_with(expected), "{message}");
         }
+        done
+    }
+
+    /// Without the other digest the peers would wait for their deadline, a minute here.
+    #[test]
+    fn a_rank_that_fails_in_a_phase_ends_its_peers_at_once() {
+        let no_memory = || Err(EngineError::Refused("no memory".into()));
+        assert_eq!(*after(no_memory)[1].as_ref().unwrap(), no_memory());
+    }
+
+    #[test]
+    fn a_rank_that_panics_in_a_phase_ends_its_peers_at_once() {
+        assert!(after(|| panic!("planted"))[1].is_err());
     }
 }
