@@ -71,8 +71,10 @@ struct DeviceContext {
 // The second stream of a capture.
 struct SideStream {
   fused::LayerBranch branch = {};
-  explicit SideStream(fused::BranchJoin join) {
+  explicit SideStream(fused::BranchJoin join,
+                      fused::BranchSelect select = fused::BranchSelect::measured) {
     branch.join = join;
+    branch.select = select;
     cuda_must(cudaStreamCreateWithFlags(&branch.side, cudaStreamNonBlocking), "stream");
     for (cudaEvent_t* event : {&branch.fork, &branch.projected, &branch.started, &branch.ended}) {
       cuda_must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "event");

@@ -372,6 +372,10 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.late_extra = layer.late_extra;
     attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
     attention.selected = layer.late_extra ? Gate{} : layer.extra_done;
+    if (layer.own_index != nullptr) {
+      attention.index = *layer.own_index;
+      if (layer.extra_ends) attention.index.scores_done = {};
+    }
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
     run(HopKernel::attention,
         [&] { return launch_sparse_attention(attention, !layer.extra_ends, stream); });
@@ -449,6 +453,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   run(HopKernel::second_exchange, [&] {
     if (is_v4) {
       ExchangeMixParams exchange = mixing_of(1, layer.next_hc, layer.next_norm);
+      exchange.few_blocks = parts.few_exchange_blocks;
       exchange.before = x_ready;
       exchange.mix_before = mix_done;
       exchange.done = gate(gate_done, exchange_blocks);

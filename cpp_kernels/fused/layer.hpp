@@ -75,6 +75,9 @@ struct PlainLayer {
   // ended. A join alone does not make it wait: capture takes all edges into a kernel of a
   // programmatic launch for programmatic ones.
   bool extra_ends;
+  // The index of a layer whose attention makes the selection of rows of few candidates, as
+  // AttentionParams::index, during the launch; NULL: it makes none.
+  const IndexParams* own_index;
   // True: n-gram memory is applied to this layer's result (launch_engram_apply). It waits at the
   // gate kLayerExchanged, sends x and opens the gate kLayerDone instead of the last exchange.
   bool memory_follows;
@@ -170,6 +173,8 @@ struct LayerParts {
   // have as many blocks (a power of two). 0: what was measured best. idle_sms stays what it is for
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
+  // V4's last exchange: by few blocks (ExchangeMixParams::few_blocks).
+  bool few_exchange_blocks = true;
   MixPlace mix_place = MixPlace::measured;
   // Recorded when all blocks of a kernel have begun, for a branch that waits at its gate: of
   // [q_a, kv], and of V4's last exchange. NULL: not wanted.

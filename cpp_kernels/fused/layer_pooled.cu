@@ -59,8 +59,15 @@ class Branch {
     index_.query_done = gate(gate_query, kIndexQueryBlocks);
     index_.scores_done = gate(gate_scores, index_score_blocks(IndexFormat::fp8));
     index_.done = gate(gate_select, index_select_blocks(index_));
+    if (step.num_rows <= kHopRows && branch.select == BranchSelect::attention) {
+      index_.left_to_attention = kAttentionSelects;
+    }
   }
 
+  // Of the layer whose attention selects; NULL: it does not.
+  const IndexParams* own_index() const {
+    return selects() && index_.left_to_attention > 0 ? &index_ : nullptr;
+  }
   Gate done() const { return selects() ? index_.done : pool_.done; }
 
   // Before [q_a, kv] is launched. Ratio 128's product of many rows takes too much from the end of
@@ -84,12 +91,46 @@ class Branch {
     if (selects()) {
       error = run_all([&] { return cudaStreamWaitEvent(side, branch_.projected); },
                       [&] { return launch_index_query(index_, true, side); },
-                      [&] { return launch_index_scores(index_, true, side); },
-                      [&] { return launch_index_select(index_, true, side, started()); });
+                      [&] {
+                        return launch_index_scores(index_, true, side,
+                                                   index_selects(index_) ? nullptr : started());
+                      },
+                      [&] {
+                        return index_selects(index_)
+                                   ? launch_index_select(index_, true, side, started())
+                                   : cudaSuccess;
+                      });
     }
     if (error == cudaSuccess && started() == nullptr) error = cudaEventRecord(branch_.ended, side);
     if (error != cudaSuccess) return error;
     return cudaStreamWaitEvent(stream, started() == nullptr ? branch_.ended : branch_.started);
+  }
+
+  bool chained() const { return branch_.order != BranchOrder::beside; }
+  // Before the chain's kernel: what comes there on its own stream.
+  cudaError_t before(HopKernel kernel, cudaStream_t stream) const {
+    const bool q_first = branch_.order == BranchOrder::q_first || step_.num_rows > kHopRows;
+    const bool query_first = branch_.order == BranchOrder::query_first && !q_first;
+    const bool first_part = kernel == (q_first ? HopKernel::attention : HopKernel::q);
+    cudaError_t error = cudaSuccess;
+    const auto query = [&] { return launch_index_query(index_, true, stream); };
+    if (first_part && selects() && query_first) error = query();
+    if (first_part && error == cudaSuccess) {
+      error = run_all(
+          [&] {
+            return launch_compress_product(compress_, shape::Dsv4Flash<1>::kHidden, true, stream);
+          },
+          [&] { return launch_compress_pool(pool_, true, stream); });
+    }
+    if (first_part && selects() && error == cudaSuccess) {
+      error = run_all([&] { return query_first ? cudaSuccess : query(); },
+                      [&] { return launch_index_scores(index_, true, stream); });
+    }
+    if (kernel == HopKernel::attention && selects() && error == cudaSuccess &&
+        index_selects(index_)) {
+      error = launch_index_select(index_, true, stream);
+    }
+    return error;
   }
 
   // Recorded when the last kernel of the branch has begun; NULL: attention waits for its end.
@@ -137,23 +178,28 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   std::optional<Branch> beside;
   if (has_pool) {
     beside.emplace(layer, step, layer_idx, branch);
-    if (beside->started() != nullptr) {
+    if (beside->started() != nullptr || beside->chained()) {
       plain.extra_done = beside->done();
     } else {
       plain.extra_ends = true;
     }
     if (layer.ratio == shape::kOverlapRatio) plain.extra_idx = layer.index.entry_slots;
+    plain.own_index = beside->own_index();
   }
   const std::function<void(HopKernel)> between = [&](HopKernel kernel) {
-    if (error == cudaSuccess && beside) {
+    if (error == cudaSuccess && beside && beside->chained()) {
+      error = beside->before(kernel, stream);
+    } else if (error == cudaSuccess && beside) {
       if (kernel == HopKernel::qkv) error = beside->begin(stream);
       if (kernel == HopKernel::attention) error = beside->end(stream);
     }
     if (parts.between != nullptr) (*parts.between)(kernel);
   };
   own_parts.between = &between;
-  if (layer.ratio == shape::kOverlapRatio) own_parts.qkv_started = branch.projected;
-  own_parts.last_started = branch.fork;
+  if (branch.order == BranchOrder::beside) {
+    if (layer.ratio == shape::kOverlapRatio) own_parts.qkv_started = branch.projected;
+    own_parts.last_started = branch.fork;
+  }
   const cudaError_t result = launch_plain_layer(plain, step, layer_idx, own_parts, stream);
   return error == cudaSuccess ? result : error;
 }
