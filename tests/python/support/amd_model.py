@@ -30,8 +30,30 @@ TINY_V4 = small_model.small_model(
     num_draft_stages=1,
 )
 WAIT_BUDGET_S = 600  # of the host, for one launch
+# What the order of a product's sums does to a layer beside scalar's: fp32 values that are not
+# rounded, relative to the largest; of rounded ones, and of a cache's bytes, how many differ at all.
+NEAR, DIFFERING = 4e-6, 2e-3
 # In the order of lowlat_dtype.
 DTYPES = ("u8", "i32", "i64", "f32", "bf16", "e4m3", "ue8m0", "fp4x2")
+
+
+def check_near(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    """A cache of a layer beside scalar's: what it holds in fp32 is near, of other bytes that hold
+    something few differ."""
+    assert want.any(), name
+    if want.dtype == np.float32:
+        assert np.abs(got - want).max() <= NEAR * np.abs(want).max(), name
+    else:
+        got, want = got.view(np.uint8), want.view(np.uint8)
+        assert (got != want).sum() <= DIFFERING * (want != 0).sum(), name
+
+
+def check_logits_near(got: np.ndarray, want: np.ndarray) -> None:
+    """Logits are bf16 values: few differ, and by a place of theirs or two."""
+    assert np.isfinite(want).all()
+    apart = np.abs(got - want)
+    assert (apart > 0).mean() <= DIFFERING, (apart > 0).mean()
+    assert (apart <= 2.0**-6 * np.abs(want)).all(), apart.max()
 
 
 def device_memory(runtime: hip.Runtime, rank: int = 0):
