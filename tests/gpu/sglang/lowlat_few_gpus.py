@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from lowlat import build, env, guard
 from lowlat.kernels import HostedKernels, Platform, given
+from lowlat.models import deepseek_v4
 from lowlat.specs import nvidia
 from msgspec.structs import replace
 from sglang.kernels.plugin_kernels.nvidia.spec import register
@@ -128,7 +129,8 @@ class Beside:
         ours = self.built.forward(
             step, original, input_ids, positions, forward_batch, *args, **kwargs
         )
-        self.tell(step, logits, ours.next_token_logits, hidden, ours.hidden_states)
+        if not pads(step):
+            self.tell(step, logits, ours.next_token_logits, hidden, ours.hidden_states)
         return ours
 
     def tell(self, step, logits, our_logits, hidden, our_hidden) -> None:
@@ -142,8 +144,16 @@ class Beside:
         )
         if hidden is not None and our_hidden is not None and hidden.shape == our_hidden.shape:
             of_rows = relative(our_hidden, hidden)
+            width = self.built.model.config.hidden_size
+            parts = [
+                float(relative(a, b).median())
+                for a, b in zip(
+                    our_hidden.split(width, -1), hidden.split(width, -1), strict=True
+                )
+            ]
             line += (
-                f"; features median {float(of_rows.median()):.5f} most {float(of_rows.max()):.5f}"
+                f"; features median {float(of_rows.median()):.5f} most {float(of_rows.max()):.5f},"
+                f" by layer {' '.join(f'{part:.5f}' for part in parts)}"
             )
         logger.warning("%s", line)
 
@@ -167,6 +177,8 @@ class DraftBeside:
             return ours()
         theirs = original(input_ids, positions, forward_batch, *args, **kwargs).hidden_states
         theirs, out = theirs.clone(), ours()
+        if pads(step):
+            return out
         of_rows = relative(out.hidden_states, theirs)
         logger.warning(
             "beside: draft of %d rows: hidden states median %.5f most %.5f",
@@ -175,6 +187,11 @@ class DraftBeside:
             float(of_rows.max()),
         )
         return out
+
+
+def pads(step: Any) -> bool:
+    """Whether it is a step of nothing but padding, as before a capture."""
+    return bool((step.view.metadata.core_attn_metadata.raw_out_loc < deepseek_v4.PAGE_SIZE).all())
 
 
 def relative(ours: Any, theirs: Any) -> Any:
