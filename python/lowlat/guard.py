@@ -116,8 +116,8 @@ def rank_reasons(cfg: Any) -> list[str]:
 
 
 def runs_draft_layers(model: Any, tp_size: int) -> bool:
-    """Whether a draft's layers are run too, and not its proposals alone: where SGLang's graph begins
-    with tokens, and every row of a block is sampled."""
+    """Whether a draft's layers are run too, and not its proposals alone: where SGLang's graph
+    begins with tokens, and every row of a block is sampled."""
     from sglang.srt.environ import envs
 
     begins_with_tokens = envs.SGLANG_DSPARK_EMBED_IN_GRAPH.get() and model.sample_from_anchor
@@ -141,7 +141,9 @@ def target_reasons(model: Any, hf_config: Any) -> list[str]:
 
 def draft_reasons(model: Any, hf_config: Any) -> list[str]:
     """Against the loaded DSpark draft on this rank."""
-    return [*kernels_reasons(), *loaded_reasons(model, table(hf_config, {}).draft())]
+    whole = table(hf_config, {})
+    stages = runs_draft_layers(model, whole.tp_size)
+    return [*kernels_reasons(), *loaded_reasons(model, whole.draft(stages))]
 
 
 def amd_target_reasons(model: Any, hf_config: Any, copies: dict[tuple, Any]) -> list[str]:

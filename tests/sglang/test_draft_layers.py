@@ -1,7 +1,8 @@
-"""A small draft's layers and proposals through SGLang's dispatch and sampler contract, with the scalar
-kernels bound as the plugin binds them: weights under SGLang's names and in its layouts, the draft's
-keys in SGLang's own pool, the slots that a row sees made by SGLang's own functions. Proposals,
-their logits and every key are those of the same kernels over caches of their own, to the bit.
+"""A small draft's layers and proposals through SGLang's dispatch and sampler contract, with the
+scalar kernels bound as the plugin binds them: weights under SGLang's names and in its layouts, the
+draft's keys in SGLang's own pool, the slots that a row sees made by SGLang's own functions.
+Proposals, their logits and every key are those of the same kernels over caches of their own, to the
+bit.
 """
 
 import dataclasses

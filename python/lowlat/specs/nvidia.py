@@ -53,8 +53,8 @@ TARGET = MegakernelSpec(
     config_disable_reasons=guard.config_disable_reasons,
 )
 
-# SGLang's widths follow from the rows of a verify step, which a draft's block has one less of than a
-# request: the build says the draft's own, or none where SGLang runs its layers.
+# SGLang's widths are multiples of the rows of a verify step, one more than a draft's block has: the
+# build says the draft's own, or none where SGLang runs its layers.
 DRAFT = MegakernelSpec(
     name="lowlat-deepseek-v4-dspark",
     requires=requirements(),

@@ -74,7 +74,9 @@ class Looped(HostedKernels):
         if self.request.stages:
             part = model.embed_tokens.weight / RANKS
             self.relaid.append(part)
-            model = SimpleNamespace(lm_head=model.lm_head, embed_tokens=SimpleNamespace(weight=part))
+            model = SimpleNamespace(
+                lm_head=model.lm_head, embed_tokens=SimpleNamespace(weight=part)
+            )
         super().attach(model)
 
     def draft(self, *, out_logits: Any, **arrays: Any) -> Any:
@@ -147,9 +149,7 @@ class Beside:
             width = self.built.model.config.hidden_size
             parts = [
                 float(relative(a, b).median())
-                for a, b in zip(
-                    our_hidden.split(width, -1), hidden.split(width, -1), strict=True
-                )
+                for a, b in zip(our_hidden.split(width, -1), hidden.split(width, -1), strict=True)
             ]
             line += (
                 f"; features median {float(of_rows.median()):.5f} most {float(of_rows.max()):.5f},"
