@@ -4,7 +4,8 @@ kernels above all, is the plugin's own. Variables of the environment say more:
     LOWLAT_TEST_RANKS=4     the model is one rank's share of so many, and looped kernels run it: a
                             rank that is its own peers, so by the kernels of many ranks
     LOWLAT_TEST_BESIDE=1    each covered step is run by SGLang too, and what differs is logged
-    LOWLAT_TEST_ABORT_S=30  the kernels are aborted so many seconds after they were built
+    LOWLAT_TEST_ABORT=FILE  when this file appears the kernels are aborted
+    LOWLAT_TEST_EAGER=FILE  while this file exists no step runs as a CUDA graph
     LOWLAT_TEST_BIAS=4      spread of the biases that choose experts; 0 leaves it to the scores
     LOWLAT_TEST_FREE=FILE   when this file appears the biases become 0
 """
@@ -25,6 +26,7 @@ from lowlat.models import deepseek_v4
 from lowlat.specs import nvidia
 from msgspec.structs import replace
 from sglang.kernels.plugin_kernels.nvidia.spec import register
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 logger = logging.getLogger(__name__)
 
@@ -203,15 +205,21 @@ def relative(ours: Any, theirs: Any) -> Any:
 def target(model: Any, hf_config: Any, context: Any) -> Any:
     open_kernels = looped if RANKS > 1 else build.nvidia_kernels
     built = build.build_target(model, hf_config, context, open_kernels, build.place(PLACE))
-    seconds = float(os.environ.get("LOWLAT_TEST_ABORT_S", "0"))
-    if seconds > 0:
-        threading.Timer(seconds, abort, [built.kernels.model]).start()
+    if os.environ.get("LOWLAT_TEST_ABORT"):
+        threading.Thread(target=abort, args=[built.kernels.model], daemon=True).start()
     return Beside(built) if os.environ.get("LOWLAT_TEST_BESIDE") else built
 
 
 def abort(model: Any) -> None:
+    wait_for(Path(os.environ["LOWLAT_TEST_ABORT"]))
     logger.warning("the kernels are aborted now")
     model.abort()
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 3600
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def draft(model: Any, hf_config: Any, context: Any) -> Any:
@@ -230,6 +238,18 @@ def register_nvidia() -> None:
     """The entry point ``nvidia_megakernel``, in the place of the plugin's."""
     register(architecture="DeepseekV4ForCausalLM", path="lowlat_few_gpus:TARGET")
     register(architecture="DeepseekV4ForCausalLMDSpark", path="lowlat_few_gpus:DRAFT")
+    if os.environ.get("LOWLAT_TEST_EAGER"):
+        DecodeCudaGraphRunner.can_run_graph = unless_eager(DecodeCudaGraphRunner.can_run_graph)
+
+
+def unless_eager(can_run_graph: Any) -> Any:
+    """The runner's own answer, but no while the file exists."""
+    path = Path(os.environ["LOWLAT_TEST_EAGER"])
+
+    def answer(self: Any, forward_batch: Any) -> bool:
+        return not path.exists() and can_run_graph(self, forward_batch)
+
+    return answer
 
 
 # ------------------------------------------------------------------ weights
@@ -261,9 +281,7 @@ def initialize(model: Any) -> None:
 def free(model: Any) -> None:
     """To compare, biases choose the experts: scores that lie close would choose others by the last
     bit of what came before. To time, scores choose."""
-    path, end = Path(os.environ["LOWLAT_TEST_FREE"]), time.monotonic() + 3600
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_for(Path(os.environ["LOWLAT_TEST_FREE"]))
     for name, tensor in model.named_parameters():
         if name.endswith("e_score_correction_bias"):
             tensor.detach().zero_()
