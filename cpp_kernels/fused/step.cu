@@ -1,5 +1,6 @@
-// step_rows_any, draft_rows_any, embed_any, engram_gather_any, features_any, head_send_any, head_take_any,
-// leave_any, base_any, norm_any, gather_any, tokens_any: the ends of a step, see step.hpp.
+// step_rows_any, draft_rows_any, embed_any, engram_gather_any, features_any, head_send_any,
+// head_take_any, leave_any, base_any, norm_any, gather_any, tokens_any: the ends of a step, see
+// step.hpp.
 //
 // Math         windows: slots of positions p - 127 .. p; entries: of positions up to p, all of a
 //              ratio · features: stages/draft.hpp

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lowlat import _dispatch, config, env, guard
+from lowlat import _dispatch, config, guard
 from lowlat.capture import Planner
 from lowlat.models import deepseek_v4, published
 from lowlat.reasons import RefusalError, refusal
@@ -125,7 +125,7 @@ def amd_target(model: Any, hf_config: Any, context: Any) -> TargetMonokernels:
 def draft(model: Any, hf_config: Any, context: Any) -> DraftMegakernel:
     """The NVIDIA spec's build of a DSpark draft."""
     where = place(guard.ISA)
-    stages = where.tp_size in guard.FUSED_RANKS and not env.takes_slow_ranks()
+    stages = guard.runs_draft_layers(model, where.tp_size)
     return build_draft(model, hf_config, context, nvidia_kernels, where, stages)
 
 

@@ -115,6 +115,15 @@ def rank_reasons(cfg: Any) -> list[str]:
     return [_dispatch.decline("tp_size", words, f"--tp-size {FUSED_RANKS[-1]}")]
 
 
+def runs_draft_layers(model: Any, tp_size: int) -> bool:
+    """Whether a draft's layers are run too, and not its proposals alone: where SGLang's graph
+    begins with tokens, and every row of a block is sampled."""
+    from sglang.srt.environ import envs
+
+    begins_with_tokens = envs.SGLANG_DSPARK_EMBED_IN_GRAPH.get() and model.sample_from_anchor
+    return begins_with_tokens and tp_size in FUSED_RANKS and not env.takes_slow_ranks()
+
+
 def context_reasons(cfg: Any, hf_config: Any) -> list[str]:
     """Against contexts that the fast kernels do not reach."""
     tokens = cfg.context_length or hf_config.max_position_embeddings
@@ -132,7 +141,9 @@ def target_reasons(model: Any, hf_config: Any) -> list[str]:
 
 def draft_reasons(model: Any, hf_config: Any) -> list[str]:
     """Against the loaded DSpark draft on this rank."""
-    return [*kernels_reasons(), *loaded_reasons(model, table(hf_config, {}).draft())]
+    whole = table(hf_config, {})
+    stages = runs_draft_layers(model, whole.tp_size)
+    return [*kernels_reasons(), *loaded_reasons(model, whole.draft(stages))]
 
 
 def amd_target_reasons(model: Any, hf_config: Any, copies: dict[tuple, Any]) -> list[str]:
@@ -166,6 +177,7 @@ def kernel_tensors(hf_config: Any) -> list[dict[str, Any]]:
         wait_budget_ns=1_000_000_000,
         expert_layout=published.EXPERT_LAYOUT,
         copies={},
+        stages=False,
     )
     wanted = kernels.hosted_config(request)
     return _kernels.HostedModel("scalar", wanted, kernels.hosting(request, wanted)).tensors()

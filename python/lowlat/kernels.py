@@ -75,7 +75,7 @@ def hosting(request: Any, config: dict[str, Any]) -> dict[str, Any]:
     wide = request.stages if is_draft else config["kind"] == 1
     return {
         "expert_layout": request.expert_layout,
-        # SGLang expands V4.1's wo_a when it loads, and a draft's; a copy from before is as published.
+        # SGLang expands V4.1's wo_a and a draft's when it loads; a copy from before is whole.
         "bf16_wo_a": int(wide and request.copies is None),
         "proposals": int(is_draft),
         "stages": int(request.stages),

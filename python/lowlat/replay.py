@@ -261,7 +261,9 @@ class DraftMegakernel:
         self.kernels.attach(self.model)
 
         def steps(batch_size: int) -> Callable[..., Any] | None:
-            covered, _ = self.planner.dispatcher.decide("draft", batch_size, gamma, batch_size * gamma)
+            covered, _ = self.planner.dispatcher.decide(
+                "draft", batch_size, gamma, batch_size * gamma
+            )
             if batch_size > max_bs or covered != batch_size:
                 return None
 

@@ -20,13 +20,29 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 @pytest.mark.parametrize("tp_size", [2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_true_configurations_are_served(name, tp_size, checkpoint, kernels_there) -> None:
+def test_the_true_configurations_are_served(
+    name, tp_size, checkpoint, kernels_there, monkeypatch
+) -> None:
+    if tp_size not in guard.FUSED_RANKS:
+        monkeypatch.setenv("LOWLAT_SLOW_RANKS", "1")
     args = resolve(checkpoint(name), tp_size=tp_size)
     cfg = resolving_view(args)
     assert (cfg.attention_backend, cfg.page_size, cfg.kv_cache_dtype) == ("dsv4", 256, "fp8_e4m3")
     # The verify window, and capture sizes that the built widths cover.
     assert cfg.speculative_num_draft_tokens == 6
     assert set(range(1, 9)) <= set(cfg.cuda_graph_config.decode.bs)
+
+
+@pytest.mark.parametrize("tp_size", [2, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_that_the_fast_kernels_do_not_run_are_refused(
+    name, tp_size, checkpoint, kernels_there
+) -> None:
+    (line,) = refusal(checkpoint(name), tp_size=tp_size)
+    assert line == (
+        f"[102] tp_size is {tp_size}, which the fast kernels do not run; these need 4"
+        " (change: --tp-size 4)"
+    )
 
 
 @pytest.mark.parametrize("vision", [False, True])

@@ -353,10 +353,10 @@ typedef struct lowlat_hosting {
   uint32_t expert_layout; /* LOWLAT_ROW_MAJOR: the checkpoint's. LOWLAT_MARLIN: w1 and w3 are one
                            * matrix, ffn.experts.w13 of 2 I' rows, w1's first; I' is this rank's
                            * moe_intermediate rounded up to 64, rows and columns beyond it are 0 */
-  int32_t bf16_wo_a; /* 1: attn.wo_a.weight is bf16 and has no scale (V4.1; a draft's stages) */
-  int32_t proposals; /* 1: of the draft nothing but its head, norm and Markov tables, for
+  int32_t bf16_wo_a;      /* 1: attn.wo_a.weight is bf16 without a scale (V4.1, a draft's stages) */
+  int32_t proposals;      /* 1: of the draft nothing but its head, norm and Markov tables, for
                            * lowlat_propose_launch; with stages its embedding and layers too */
-  int32_t stages;    /* 1, with proposals: lowlat_hosted_draft_launch before them */
+  int32_t stages;         /* 1, with proposals: lowlat_hosted_draft_launch before them */
 } lowlat_hosting;
 
 LOWLAT_API lowlat_status lowlat_hosted_create(const char* platform,
@@ -432,8 +432,8 @@ typedef struct lowlat_hosted_draft {
   const int64_t* positions; /* [the same] */
   const int32_t* key_slots; /* [the same] */
   const int32_t* window;    /* [the same, window_stride]; below 0: none */
-  /* Out, as lowlat_proposal takes it: bf16 [the same, hidden], V4 [.., 4, hidden]. Equal bit for bit
-   * on every rank; NaN until the launch has run, and after one that did not end. */
+  /* Out, as lowlat_proposal takes it: bf16 [the same, hidden], V4 [.., 4, hidden]. Equal bit for
+   * bit on every rank; NaN until the launch has run, and after one that did not end. */
   uint16_t* hidden;
 } lowlat_hosted_draft;
 

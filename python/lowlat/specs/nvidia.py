@@ -2,7 +2,7 @@
 DSpark draft. Requirements, features and reasons are the dispatcher's own.
 """
 
-from lowlat import build, env, guard
+from lowlat import build, guard
 from lowlat.specs.alike import API_VERSION, LOGITS_MEDIAN_REL, MAX_ROWS, alike
 
 _WRONG_VERSION = guard.version_reasons()
@@ -53,13 +53,14 @@ TARGET = MegakernelSpec(
     config_disable_reasons=guard.config_disable_reasons,
 )
 
-# Its layers are ours, as the sampler behind them, but for ranks that are served slowly.
+# SGLang's widths are multiples of the rows of a verify step, one more than a draft's block has: the
+# build says the draft's own, or none where SGLang runs its layers.
 DRAFT = MegakernelSpec(
     name="lowlat-deepseek-v4-dspark",
     requires=requirements(),
     features=features(),
     numerics=NUMERICS,
-    max_rows=0 if env.takes_slow_ranks() else MAX_ROWS,
+    max_rows=0,
     build=build.draft,
     api_version=API_VERSION,
     model_disable_reasons=guard.draft_reasons,
