@@ -337,8 +337,9 @@ inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
 // Who keeps caches and head: the model, or an engine, of V4.1 with wo_a in bf16, for steps with
-// experts in the checkpoint's layout or in Marlin's, which is made of the other, or for proposals.
-enum class Host { none, steps, marlin_steps, proposals };
+// experts in the checkpoint's layout or in Marlin's, which is made of the other, for proposals, or
+// for a draft's layers too, with wo_a as published.
+enum class Host { none, steps, marlin_steps, proposals, draft };
 
 // One rank's model, bound to weights and caches; ready with ready().
 class Rank {
@@ -352,8 +353,9 @@ class Rank {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
       hosting.expert_layout = host == Host::marlin_steps ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
-      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 ? 1 : 0;
-      hosting.proposals = host == Host::proposals ? 1 : 0;
+      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 && host != Host::draft ? 1 : 0;
+      hosting.proposals = host == Host::proposals || host == Host::draft ? 1 : 0;
+      hosting.stages = host == Host::draft ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
     } else {
       must(lowlat_model_create(platform.c_str(), &config_, &model_));
@@ -379,7 +381,7 @@ class Rank {
   // The peers are there.
   void ready() {
     must(lowlat_model_ready(model_));
-    if (host_ == Host::steps || host_ == Host::marlin_steps) bind_caches();
+    if (host_ != Host::none && host_ != Host::proposals) bind_caches();
   }
   ~Rank() {
     lowlat_model_destroy(model_);
@@ -486,6 +488,40 @@ class Rank {
     step.streams = place(std::vector<std::uint16_t>(rows * hidden * 4, 0x7fc0));
     return step;
   }
+  // The block behind a step of `of`, as draft_of() has it: our page p is the engine's p + 1.
+  lowlat_hosted_draft hosted_draft_of(const Case& of) {
+    constexpr int kWindow = shape::Dsv41Flash<1>::kWindow, kSeen = kWindow + 5;
+    std::vector<std::int64_t> tokens, positions;
+    std::vector<std::int32_t> keys, window;
+    for (int q = 0; q < of.requests; ++q) {
+      const auto slot_of = [&](int position) {
+        const int page = (position / kPageSize * kMaxBatch + q) * 7;
+        return (page % (kMaxBatch * kPagesOfRequest) + 1) * kPageSize + position % kPageSize;
+      };
+      const int prefix = of.position + 11 * q + of.tokens, first = std::max(prefix - kWindow, 0);
+      std::vector<std::int32_t> seen;
+      for (int at = first; at < prefix + 5; ++at) seen.push_back(slot_of(at));
+      seen.resize(kSeen, -1);
+      for (int i = 0; i < 5; ++i) {
+        tokens.push_back(i == 0 ? 100 + q : config_.draft_mask_token);
+        positions.push_back(prefix + i);
+        keys.push_back(slot_of(prefix + i));
+        window.insert(window.end(), seen.begin(), seen.end());
+      }
+    }
+    const auto width = static_cast<std::size_t>(config_.hidden) *
+                       (config_.kind == LOWLAT_V4 ? std::size_t{4} : std::size_t{1});
+    lowlat_hosted_draft draft{};
+    draft.struct_bytes = sizeof draft;
+    draft.batch_size = of.requests;
+    draft.window_stride = kSeen;
+    draft.hidden = place(std::vector<std::uint16_t>(tokens.size() * width, 0x7fc0));
+    draft.token_ids = place(tokens);
+    draft.positions = place(positions);
+    draft.key_slots = place(keys);
+    draft.window = place(window);
+    return draft;
+  }
   std::vector<float> floats(const std::uint16_t* from, std::size_t count) {
     std::vector<float> out;
     for (const std::uint16_t code : take(from, count)) {
@@ -528,6 +564,7 @@ class Rank {
   // Of a hosted model's pool.
   std::int64_t rows_of(const lowlat_tensor_spec& spec) const {
     const std::string name = spec.name;
+    if (name.starts_with("mtp.")) return kHostedPages;
     const int ratio = config_.layers[std::stoi(name.substr(name.rfind('.') + 1))].ratio;
     if (spec.dtype == LOWLAT_F32) {
       // Rings of ratio 4 are of the window's pages.
@@ -556,7 +593,8 @@ class Rank {
     pools.struct_bytes = sizeof pools;
     pools.num_pages = pools.num_window_pages = kHostedPages;
     pools.num_requests = kMaxBatch;
-    pools.window_slots = place(window_slots);
+    // Rows of a draft come with slots of their own.
+    pools.window_slots = host_ == Host::draft ? nullptr : place(window_slots);
     pools.history = history_;
     pools.num_tensors = static_cast<std::int32_t>(caches_.size());
     pools.names = names.data();

@@ -435,6 +435,87 @@ inline void compare_proposals(Team& got, Team& want, int batch, bool samples) {
   failures += good ? 0 : 1;
 }
 
+// A hosted draft's layers and proposals beside the model's own draft, both by the fused schedule:
+// tokens, and to the bit the keys that both keep.
+inline void compare_hosted_draft(Team& hosted, Team& own, const Case& of) {
+  const auto steps = own.all([&](Rank& rank) { return rank.step_of(of, 0); });
+  own.run(lowlat_step_launch, steps);
+  std::vector<lowlat_draft> drafts;
+  own.each([&](Rank& rank, int r) {
+    drafts.push_back(draft_of(rank, steps[static_cast<std::size_t>(r)], of, false));
+    drafts.back().batch_size = 0;
+  });
+  own.run(lowlat_draft_launch, drafts);
+  // visit(ours, its pages' bytes, the engine's first page of ours) of every pool of the draft.
+  const auto each_pool = [&](auto visit) {
+    own.each([&](Rank& rank, int r) {
+      for (const Pool& pool : rank.pools()) {
+        for (const Pool& other : hosted.rank(r).pools()) {
+          if (other.name != pool.name) continue;
+          const auto page = static_cast<std::size_t>(pool.spec.shape[1]);
+          visit(static_cast<std::uint8_t*>(pool.data),
+                static_cast<std::size_t>(pool.spec.shape[0]) * page,
+                static_cast<std::uint8_t*>(other.data) + page);
+        }
+      }
+    });
+  };
+  each_pool([](const std::uint8_t* ours, std::size_t bytes, std::uint8_t* theirs) {
+    cuda_must(cudaMemcpy(theirs, ours, bytes, cudaMemcpyDeviceToDevice), "keys");
+    cuda_must(cudaDeviceSynchronize(), "keys");
+  });
+  for (lowlat_draft& draft : drafts) {
+    draft.num_inject_rows = 0;
+    draft.batch_size = of.requests;
+  }
+  own.run(lowlat_draft_launch, drafts);
+  const auto count = static_cast<std::size_t>(of.requests) * 5;
+  const auto want = own.agreed(
+      "a draft's tokens on all ranks", drafts,
+      [&](Rank& rank, const lowlat_draft& of) { return rank.take(of.draft_tokens, count); });
+  const auto blocks = hosted.all([&](Rank& rank) { return rank.hosted_draft_of(of); });
+  hosted.run(lowlat_hosted_draft_launch, blocks);
+  std::vector<lowlat_proposal> proposals;
+  hosted.each([&](Rank& rank, int r) {
+    lowlat_proposal& proposal = proposals.emplace_back();
+    proposal.struct_bytes = sizeof proposal;
+    proposal.batch_size = of.requests;
+    proposal.hidden = blocks[static_cast<std::size_t>(r)].hidden;
+    std::vector<std::int64_t> anchors;
+    for (int q = 0; q < of.requests; ++q) anchors.push_back(100 + q);
+    proposal.anchors = rank.place(anchors);
+    proposal.draft_tokens = rank.place(std::vector<std::int64_t>(count, -7));
+  });
+  hosted.run(lowlat_propose_launch, proposals);
+  const auto got = hosted.agreed(
+      "proposals of all ranks", proposals,
+      [&](Rank& rank, const lowlat_proposal& of) { return rank.take(of.draft_tokens, count); });
+  const std::size_t width =
+      static_cast<std::size_t>(own.config().hidden) * (own.config().kind == LOWLAT_V4 ? 4 : 1);
+  const auto left = hosted.agreed("what a hosted draft leaves", blocks,
+                                  [&](Rank& rank, const lowlat_hosted_draft& of) {
+                                    return rank.floats(of.hidden, count * width);
+                                  });
+  const bool finite =
+      std::all_of(left.begin(), left.end(), [](float value) { return std::isfinite(value); });
+  bool same_keys = true;
+  each_pool([&](const std::uint8_t* ours, std::size_t bytes, const std::uint8_t* theirs) {
+    std::vector<std::uint8_t> a(bytes), b(bytes);
+    cuda_must(cudaMemcpy(a.data(), ours, bytes, cudaMemcpyDeviceToHost), "keys");
+    cuda_must(cudaMemcpy(b.data(), theirs, bytes, cudaMemcpyDeviceToHost), "keys");
+    same_keys &= a == b;
+  });
+  int differs = 0;
+  for (std::size_t i = 0; i < count; ++i) differs += got[i] != want[i];
+  // The norm before the head adds its squares in another order.
+  const bool good = 10 * differs <= static_cast<int>(count) && finite && same_keys;
+  std::printf("%s hosted draft of %d requests: tokens differ %d of %zu%s%s\n",
+              good ? "ok  " : "FAIL", of.requests, differs, count, finite ? "" : ", not finite",
+              same_keys ? "" : ", other keys");
+  std::fflush(stdout);
+  failures += good ? 0 : 1;
+}
+
 inline void compare_draft(Team& got, Team& want, const Case& of) {
   std::vector<std::vector<float>> logits;
   std::vector<std::vector<std::int32_t>> tokens;

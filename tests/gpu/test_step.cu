@@ -157,6 +157,24 @@ void check_hosted(std::uint32_t kind, const Places& places) {
   CHECK_EQ(bench::failures, 0);
 }
 
+void check_hosted_draft(std::uint32_t kind, const Places& places) {
+  need_memory(places, 48);
+  bench::failures = 0;
+  lowlat_model_config config = bench::config_of(kind, false, 3);
+  bench::AllWeights weights(places);
+  bench::Team own("fused", places, config, weights);
+  config.num_pages = 1;
+  config.num_widths = 0;
+  for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
+  bench::Team hosted("fused", places, config, weights, bench::Host::draft);
+  for (const int position : {bench::kShort, bench::kPosition}) {
+    for (const int requests : {1, 2, 8, 4, 1}) {
+      bench::compare_hosted_draft(hosted, own, {requests, 6, position});
+    }
+  }
+  CHECK_EQ(bench::failures, 0);
+}
+
 void check_replays(std::uint32_t kind, const Places& places) {
   need_memory(places);
   bench::failures = 0;
@@ -234,6 +252,7 @@ TEST_CASE(steps_and_drafts_are_those_of_the_resident_schedule) {
 }
 TEST_CASE(histories_are_those_of_the_resident_schedule) { check_histories(kLooped); }
 TEST_CASE(hosted_histories_are_those_of_the_resident_schedule) { check_hosted_histories(kLooped); }
+TEST_CASE(hosted_drafts_are_the_models_own) { of_both(check_hosted_draft, kLooped); }
 TEST_CASE(hosted_steps_and_proposals_are_those_of_the_resident_schedule) {
   of_both(check_hosted, kLooped);
 }

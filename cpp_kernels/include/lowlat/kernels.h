@@ -356,7 +356,8 @@ typedef struct lowlat_hosting {
   int32_t bf16_wo_a;      /* 1: attn.wo_a.weight is bf16 without a scale (V4.1, a draft's stages) */
   int32_t proposals;      /* 1: of the draft nothing but its head, norm and Markov tables, for
                            * lowlat_propose_launch; with stages its embedding and layers too */
-  int32_t stages;         /* 1, with proposals: lowlat_hosted_draft_launch before them */
+  int32_t stages;         /* 1, with proposals: lowlat_hosted_draft_launch before them; on nvidia by
+                           * the fused schedule alone, and not on amd */
 } lowlat_hosting;
 
 LOWLAT_API lowlat_status lowlat_hosted_create(const char* platform,
