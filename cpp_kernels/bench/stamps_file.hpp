@@ -152,11 +152,8 @@ inline std::string stamps_json(const std::vector<nvidia::fused::Stamp>& stamps,
     }
   }
   std::string out = "{\"schema\": \"lowlat.stamps\", \"schema_version\": 1, ";
-  host::append_field(out, "what", about.what);
-  out += ", ";
-  host::append_field(out, "model", about.model);
-  out += ", ";
-  host::append_field(out, "schedule", about.schedule);
+  host::append_fields(out,
+                      {{"what", about.what}, {"model", about.model}, {"schedule", about.schedule}});
   out += ", \"tp\": " + std::to_string(about.tp) + ", \"gpus\": " + std::to_string(about.gpus) +
          ", \"rows\": " + std::to_string(about.rows) + ", \"units\": 1, \"machine\": {";
   host::append_field(out, "gpu", about.gpu);
