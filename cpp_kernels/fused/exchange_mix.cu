@@ -13,9 +13,9 @@
 // Rounding     where bf( ) stands, nearest-even; partial sums to 24 bits (exchange.cuh)
 // Bytes        1.57 MB of fn a cluster (L2 but for the first); T = 6, 4 ranks: packets 0.39 MB
 // Floor        one hop: 1.3 us
-// Launch       a cluster of sixteen blocks (or eight, see Layout) a row, a thread a column, its part
-//              of fn in registers before the packets are there; eight clusters at most take more
-//              rows in turn
+// Launch       a cluster of sixteen blocks (or eight, see Layout) a row, a thread a column, its
+//              part of fn in registers before the packets are there; eight clusters at most take
+//              more rows in turn
 // Ordering     packets: exchange.cuh. Inside a cluster: each block stores its sums into every
 //              block, and counts on that block's barrier; two buffers take turns, and a block sends
 //              its sums of a row after all of its threads have read those of the row before
@@ -51,10 +51,10 @@ static_assert(kOutputs == 24);
 constexpr int kMaxTurns = kMaxFusedRows / kMaxMixClusters;
 static_assert(kSums > plat::kWarpLanes && kSums <= 2 * plat::kWarpLanes);
 
-// What a cluster of so many blocks has. A block of the big one leaves a multiprocessor room beside a
-// product that publishes, whose end it waits for; its registers hold its part of fn. The small one
-// finds its places before all of the experts' blocks, beside which nothing has room, have ended; a
-// third of its part of fn lies in shared memory.
+// What a cluster of so many blocks has. A block of the big one leaves a multiprocessor room beside
+// a product that publishes, whose end it waits for; its registers hold its part of fn. The small
+// one finds its places before all of the experts' blocks, beside which nothing has room, have
+// ended; a third of its part of fn lies in shared memory.
 template <int kCluster_>
 struct Layout {
   static constexpr int kCluster = kCluster_;

@@ -50,7 +50,7 @@ struct ExchangeMixParams {
   Gate before, mix_before, done, mix_done;
 };
 
-// Sixteen blocks (or eight) that share a row, and take several one after the other where rows are many.
+// Sixteen blocks (or eight) that share a row, and take several in turn where rows are many.
 inline constexpr int kMixCluster = 16, kMaxMixClusters = 8;
 constexpr std::uint32_t exchange_mix_clusters(int num_rows) {
   return static_cast<std::uint32_t>(num_rows < kMaxMixClusters ? num_rows : kMaxMixClusters);
