@@ -237,6 +237,34 @@ class Weights {
     }
     return data;
   }
+  // bf16 of codes and scales that a model has had by these names.
+  void* expanded(const lowlat_tensor_spec& spec, int block) {
+    const std::string name = spec.name;
+    void*& data = memory_[name + ", expanded"];
+    if (data != nullptr) return data;
+    const auto rows = static_cast<std::size_t>(spec.shape[0]);
+    const auto columns = static_cast<std::size_t>(spec.shape[1]),
+               side = static_cast<std::size_t>(block);
+    const auto host = [&](const std::string& from, std::size_t count) {
+      std::vector<std::uint8_t> out(count);
+      cuda_must(cudaMemcpy(out.data(), memory_.at(from), count, cudaMemcpyDeviceToHost), "codes");
+      return out;
+    };
+    const auto codes = host(name, rows * columns);
+    const auto scales =
+        host(name.substr(0, name.rfind('.')) + ".scale", rows / side * (columns / side));
+    std::vector<std::uint16_t> wide;
+    for (std::size_t row = 0; row < rows; ++row) {
+      for (std::size_t column = 0; column < columns; ++column) {
+        const std::uint8_t scale = scales[row / side * (columns / side) + column / side];
+        wide.push_back(reference::to_bf16(reference::from_e4m3(codes[row * columns + column]) *
+                                          reference::from_ue8m0(scale)));
+      }
+    }
+    cuda_must(cudaMalloc(&data, wide.size() * 2), "memory");
+    cuda_must(cudaMemcpy(data, wide.data(), wide.size() * 2, cudaMemcpyHostToDevice), "wo_a");
+    return data;
+  }
   static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed, bool by_score = false,
                       int scale_shift = 0) {
     void* data = nullptr;
@@ -338,7 +366,7 @@ inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
 // Who keeps caches and head: the model, or an engine, of V4.1 with wo_a in bf16, for steps with
 // experts in the checkpoint's layout or in Marlin's, which is made of the other, for proposals, or
-// for a draft's layers too, with wo_a as published.
+// for a draft's layers too, whose wo_a in bf16 is made of the published one.
 enum class Host { none, steps, marlin_steps, proposals, draft };
 
 // One rank's model, bound to weights and caches; ready with ready().
@@ -353,7 +381,7 @@ class Rank {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
       hosting.expert_layout = host == Host::marlin_steps ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
-      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 && host != Host::draft ? 1 : 0;
+      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 || host == Host::draft ? 1 : 0;
       hosting.proposals = host == Host::proposals || host == Host::draft ? 1 : 0;
       hosting.stages = host == Host::draft ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
@@ -373,7 +401,10 @@ class Rank {
         caches_.push_back(tensor);
         if (hosted) continue;
       } else {
-        tensor.data = weights.of(spec, static_cast<std::uint64_t>(i) + 1);
+        const bool wide = host == Host::draft && spec.dtype == LOWLAT_BF16 &&
+                          std::string(spec.name).ends_with("attn.wo_a.weight");
+        tensor.data = wide ? weights.expanded(spec, config_.scale_block)
+                           : weights.of(spec, static_cast<std::uint64_t>(i) + 1);
       }
       must(lowlat_model_bind(model_, spec.name, &tensor));
     }
