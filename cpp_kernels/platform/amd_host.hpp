@@ -9,7 +9,7 @@
 #define LOWLAT_DEVICE inline
 #define LOWLAT_UNIT inline
 #define LOWLAT_TABLE inline constexpr
-#define LOWLAT_SHARED(type, name) static type name
+#define LOWLAT_SHARED(type, name) [[maybe_unused]] static type name
 
 #include "platform/amd_types.hpp"
 
@@ -61,6 +61,7 @@ void store_tagged(TaggedWords* dst, const std::uint32_t (&payload)[kTaggedPayloa
 bool load_tagged(const TaggedWords* src, std::uint32_t tag,
                  std::uint32_t (&out_payload)[kTaggedPayload]);
 void tile_order();
+void tile_arrived();
 template <int kWords>
 TileCodes<kWords> tile_load(const void* src);
 std::uint32_t tile_scale(const std::uint8_t* src);

@@ -184,8 +184,8 @@ LOWLAT_DEVICE constexpr int down_rows() {
                                                : DotTeam<Block>::kNum;
 }
 
-// The pairs of an expert in tiles: use(t, team_idx, first) is called for pair first + t by the
-// thread that has t in team `team_idx` of 16, after the sums of up to 16 pairs are there.
+// The pairs of an expert in tiles: use(t, of_tile, first) is called for pair first + t and row
+// `of_tile` of the tiles, by one thread, when their sums are there.
 template <class Block, int kTiles, class Row, class Use>
 LOWLAT_DEVICE void tile_pairs(const Fp4Weights* const (&weights)[kTiles],
                               const int (&first_row)[kTiles], int last_row, int k, int num_pairs,
