@@ -6,7 +6,7 @@
 // calls each function; none syncs at its end, and a scratch is one thread's. Ranges and experts may
 // be handed out to any blocks, because each output element is made by one product of its own row,
 // in one order (linear()'s). So a row's result does not depend on the other rows, on the ranges or
-// on who computed them. In a block 16 lanes (DotTeam) take a weight row, or its warps tiles of them.
+// on who computed them. In a block 16 lanes (DotTeam) take a weight row, or its warps take tiles.
 //
 // A pair is one (row, slot): pair = row * slots + slot. Rounding, per pair: gate and up to bf16,
 // clamp, silu to bf16, product to bf16 (h); down times weight to bf16 (d); a row's slots are added

@@ -72,8 +72,8 @@ def test_a_tiny_layer_of_two_ranks_is_near_scalar_s(library, isa, model, seed):
 
 @pytest.mark.parametrize("isa, model, seed", RUNS)
 def test_a_tiny_layer_inside_an_engine_is_near_scalar_s(library, isa, model, seed):
-    """A hosted model: the engine's caches, page 0 for padding, V4.1's index keys in split pages. Few
-    of the outputs are another bf16, because products and sums over a row go in other orders."""
+    """A hosted model: the engine's caches, page 0 for padding, V4.1's index keys in split pages.
+    Few of the outputs are another bf16, because products and sums over a row go in other orders."""
     hosted_or_skip()
     small = MODELS[model]
     machine = amd.machine.Machine(isa, ranks=1, seed=seed, approximate=3)

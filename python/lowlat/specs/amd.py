@@ -34,7 +34,8 @@ WIDTHS = (
 )
 # The whole step's logits, median over rows of |logits - float64| / |float64|. The code objects are
 # near the scalar kernels (interpreted): products and sums over a row have other orders, which moves
-# at most one output of a tiny layer in a thousand; against SGLang's own kernels nothing was measured.
+# at most one output of a tiny layer in a thousand. Against SGLang's own kernels nothing was
+# measured.
 NUMERICS = Numerics(NumericsKind.TOLERANCE, {"step.logits.rel": LOGITS_MEDIAN_REL})
 
 
