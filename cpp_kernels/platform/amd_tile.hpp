@@ -20,6 +20,9 @@ namespace lowlat::amd::plat {
 using TileVector = std::uint32_t __attribute__((ext_vector_type(4)));
 
 LOWLAT_DEVICE void tile_order() { __builtin_amdgcn_sched_barrier(0); }
+// vmcnt(0) lgkmcnt(0). After a flat store, as of a result before, a compiler waits for everything:
+// here it costs nothing that the first product would not wait for, in a loop it would.
+LOWLAT_DEVICE void tile_arrived() { __builtin_amdgcn_s_waitcnt(0x0070); }
 // What a kernel finds by pointers in memory has no address space to its compiler, which then takes
 // flat loads; those are counted with LDS's, and a wait for one is a wait for all.
 template <class T>

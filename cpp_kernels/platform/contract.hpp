@@ -46,8 +46,8 @@
 //   tile_multiply              a tile's sums += rows of a times rows of b, products exact, sums in
 //                              fp32 and in the platform's order, the same for every place in the
 //                              tile. All lanes of a warp of 64 call.
-//   tile_order                 a compiler moves nothing over it: loads that are to be ahead of a
-//                              product stay so
+//   tile_order, tile_arrived   a compiler moves nothing over it, so loads that are to be ahead of a
+//                              product stay so; all loads and stores so far have ended
 //   spin_pause, clock_ns       every spin calls the first; a monotonic clock
 #pragma once
 
@@ -117,6 +117,7 @@ static_assert(
 static_assert(std::same_as<decltype(kTileProducts), const bool>);
 static_assert(!kTileProducts || kWarpLanes == kTileSide * kTileParts);
 static_assert(std::same_as<decltype(tile_order()), void>);
+static_assert(std::same_as<decltype(tile_arrived()), void>);
 static_assert(std::same_as<decltype(tile_load<4>(nullptr)), TileCodes<4>>);
 static_assert(std::same_as<decltype(tile_scale(nullptr)), std::uint32_t>);
 static_assert(std::same_as<decltype(tile_bf16(TileCodes<16>{})), TileRun>);

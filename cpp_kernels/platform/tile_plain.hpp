@@ -16,6 +16,7 @@
 namespace lowlat::LOWLAT_PLATFORM::plat {
 
 LOWLAT_DEVICE void tile_order() {}
+LOWLAT_DEVICE void tile_arrived() {}
 template <int kWords>
 LOWLAT_DEVICE TileCodes<kWords> tile_load(const void* src) {
   return *static_cast<const TileCodes<kWords>*>(src);

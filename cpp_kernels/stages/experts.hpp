@@ -6,7 +6,7 @@
 // calls each function; none syncs at its end, and a scratch is one thread's. Ranges and experts may
 // be handed out to any blocks, because each output element is made by one product of its own row,
 // in one order (linear()'s). So a row's result does not depend on the other rows, on the ranges or
-// on who computed them. In a block 16 lanes (DotTeam) take a weight row, or its warps tiles of them.
+// on who computed them. In a block 16 lanes (DotTeam) take a weight row, or its warps take tiles.
 //
 // A pair is one (row, slot): pair = row * slots + slot. Rounding, per pair: gate and up to bf16,
 // clamp, silu to bf16, product to bf16 (h); down times weight to bf16 (d); a row's slots are added
@@ -184,8 +184,8 @@ LOWLAT_DEVICE constexpr int down_rows() {
                                                : DotTeam<Block>::kNum;
 }
 
-// The pairs of an expert in tiles: use(t, team_idx, first) is called for pair first + t by the
-// thread that has t in team `team_idx` of 16, after the sums of up to 16 pairs are there.
+// The pairs of an expert in tiles: use(t, of_tile, first) is called for pair first + t and row
+// `of_tile` of the tiles, by one thread, when their sums are there.
 template <class Block, int kTiles, class Row, class Use>
 LOWLAT_DEVICE void tile_pairs(const Fp4Weights* const (&weights)[kTiles],
                               const int (&first_row)[kTiles], int last_row, int k, int num_pairs,

@@ -108,8 +108,10 @@ struct TileTeam {
         if (i < num) load(ahead[i], run_of(i));
       });
     } else {
-      // Without a condition: what of these has come is known in the loop, which waits for no more.
+      // Without a condition, and all of them awaited with the first: a compiler knows in the loop
+      // what is on its way, and waits for no more than it needs.
       each<kAhead>([&](int i) { load(ahead[i], run_of(i)); });
+      plat::tile_arrived();
       do {
         each<kAhead>([&](int i) {
           plat::tile_order();

@@ -72,8 +72,8 @@ def test_a_tiny_layer_of_two_ranks_is_near_scalar_s(library, isa, model, seed):
 
 @pytest.mark.parametrize("isa, model, seed", RUNS)
 def test_a_tiny_layer_inside_an_engine_is_near_scalar_s(library, isa, model, seed):
-    """A hosted model: the engine's caches, page 0 for padding, V4.1's index keys in split pages. Of
-    the outputs few may be the next bf16, because products and sums over a row go in other orders."""
+    """A hosted model: the engine's caches, page 0 for padding, V4.1's index keys in split pages.
+    Few of the outputs are another bf16, because products and sums over a row go in other orders."""
     hosted_or_skip()
     small = MODELS[model]
     machine = amd.machine.Machine(isa, ranks=1, seed=seed, approximate=3)
@@ -85,9 +85,7 @@ def test_a_tiny_layer_inside_an_engine_is_near_scalar_s(library, isa, model, see
                 outs, wanted = (one.step(first, STEP_SEED + first) for one in (hosted, scalar))
                 assert runtime.failure is None, runtime.failure
                 for name, want in wanted.items():
-                    apart = np.abs(outs[name].astype(np.int32) - want)
-                    assert apart.max() <= 1, (name, apart.max())
-                    assert (apart > 0).mean() <= amd_model.DIFFERING, (name, (apart > 0).mean())
+                    amd_model.check_places(name, outs[name], want)
                     assert not (want == 0x7FC0).any() and want.any(), name
             for name, pool in scalar.pools.items():
                 amd_model.check_near(name, hosted.pools[name], pool)

@@ -29,8 +29,8 @@ inline constexpr int kBlockThreads = 256;
 inline constexpr int kBlocksPerUnit = 1;
 
 // What a kernel may take at most. Products in tiles take 16 KB of LDS, and registers for what is on
-// its way. Private bytes are a lane's memory: arrays that are indexed at run
-// time, none in a loop over weights; no kernel may spill a register into it.
+// its way. Private bytes are a lane's memory: arrays that are indexed at run time, none in a loop
+// over weights; no kernel may spill a register into it.
 struct KernelPlan {
   const char* name;
   int registers, lds_bytes, private_bytes;

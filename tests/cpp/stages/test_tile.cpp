@@ -3,9 +3,9 @@
 // fibers, numbers of rows and ranges. What the unit's own instructions do is the interpreter's
 // business (tests/python/test_amd_stages.py).
 //
-// Planted and seen to fail: a tile's rows and columns exchanged, a scale of the run before, a sync
-// of TileTeam::run left out, a last stretch that every warp multiplies, lanes past K that keep
-// their values, a result put twice.
+// Planted and seen to fail: a factor's rows in place of the other's, a scale of the run before, the
+// last sync of TileTeam::run left out (the first one's absence is a race to the interpreter), a
+// last stretch that every warp multiplies, lanes past K that keep their values, a result put twice.
 #define LOWLAT_EMU_TILES
 #include <algorithm>
 #include <cmath>

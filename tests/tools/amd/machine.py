@@ -217,7 +217,7 @@ def text_bytes(code: code_object.CodeObject) -> bytes:
 
 
 class Machine:
-    """`approximate`: a seed by which v_rcp, v_exp, their like and sums of matrix products err in the
+    """`approximate`: a seed by which v_rcp, v_exp, their like and matrix products' sums err in the
     last place; 0: they are rounded to the nearest. `ns_per_instruction`: how far the clocks move
     with each instruction of any wave."""
 

@@ -99,8 +99,8 @@ T read_scalar(const Wave& w, const Source& s) {
 }
 
 // What hardware rounds in a way of its own, less than one unit in the last place off: functions of
-// one argument, and a matrix product's sums. They give one of the two floats around the exact value.
-// Which one is a choice of the run, so that no result hangs on it.
+// one argument, and a matrix product's sums. They give one of the two floats around the exact
+// value. Which one is a choice of the run, so that no result hangs on it.
 inline float nearly(const Wave& w, double exact, u32 input) {
   const float value = static_cast<float>(exact);
   const u64 seed = w.group->launch->machine->approximation_seed;
