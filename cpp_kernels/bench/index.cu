@@ -27,15 +27,10 @@ enum class Kind { plain, source, ratio2, layer20, blocks, engram };
 constexpr const char* kNames[] = {"plain",    "index source, all entries", "ratio-2 source",
                                   "layer 20", "index source by blocks",    "engram"};
 
-// How the main chain makes sure of n-gram memory's product on a branch: that it has ended, or that
-// it has its place on the device, so that a gate is enough.
+// How the main chain makes sure of what it waits for on a branch: that it has ended, or that it has
+// its place on the device, so that a gate is enough.
 enum class Join { ended, started };
-// A way to launch a layer and what is beside it.
-struct Way {
-  fused::BesideOrder order = fused::BesideOrder::measured;
-  Join join = Join::ended;
-};
-constexpr const char* kOrders[] = {"", ", q first", ", q last", ", query first"};
+constexpr const char* kSelects[] = {"", ", attention selects"};
 
 // The stream that is captured beside the main one, and the events between them.
 struct Branch {
@@ -104,19 +99,25 @@ struct IndexChain {
   }
   bool by_packets() const { return sizes.rows() <= fused::kHopRows; }
 
-  // What is beside layer i, of which `index` is a part.
-  fused::BesideLayer beside(Kind kind, int i, fused::IndexParams& index) {
+  std::uint32_t select_blocks(Kind kind) const {
+    return fused::index_select_blocks(
+        buffers[0].index(index_weights[0], states[0], act, kind == Kind::blocks, false));
+  }
+
+  // The index of layer i and the products it begins with. by_attention: attention's blocks select.
+  struct Beside {
+    fused::IndexParams index;
+    fused::CompressParams compress;
+  };
+  Beside beside(Kind kind, int i, bool by_attention) {
     const fused::LayerMemory& memory = layers.memory;
     const int rows = sizes.rows();
     const bool compresses = kind == Kind::ratio2 || kind == Kind::layer20;
     const auto gate = [&](int number, std::uint32_t blocks) {
       return fused::layer_gate(memory, i, number, blocks);
     };
-    fused::BesideLayer out = {};
-    out.hidden = kHidden;
-    out.keys = compresses;
-    out.index = &index;
-    out.blocks = kind == Kind::layer20;
+    Beside out;
+    fused::IndexParams& index = out.index;
     index = buffers[i].index(index_weights[i], states[i], act, kind == Kind::blocks, compresses,
                              !compresses);
     if (kind != Kind::layer20) index.block_scores = nullptr;
@@ -126,7 +127,8 @@ struct IndexChain {
     fused::set_index_latent(memory, fused::FusedModel::v41, rows, i, &index);
     index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
     index.scores_done = gate(gate_scores, fused::index_score_blocks(index.format));
-    index.done = gate(gate_select, fused::index_select_blocks(index));
+    index.done = gate(gate_select, select_blocks(kind));
+    index.left_to_attention = by_attention ? fused::kAttentionSelects : 0;
     out.compress = buffers[i].compress(index_weights[i], states[i], act, !compresses);
     out.compress.x = memory.x;
     out.compress.hop = index.hop;
@@ -139,6 +141,29 @@ struct IndexChain {
       index.keys_done = out.compress.done;
     }
     return out;
+  }
+
+  // Kernels of a layer's index on the branch.
+  void launch_index(Kind kind, const Beside& of, Join join, Branch& branch) {
+    const bool selects = fused::index_selects(of.index);
+    const cudaEvent_t started = join == Join::started ? branch.started : nullptr;
+    // One branch, each kernel of which is launched when all blocks of the one before have begun:
+    // whatever waits at a gate, what it waits for has its place already.
+    cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
+    cuda_must(fused::launch_compress_product(of.compress, kHidden, false, branch.side), "product");
+    if (of.compress.done.word != nullptr) {
+      cuda_must(fused::launch_compress_key(of.compress, true, branch.side), "key");
+    }
+    cuda_must(fused::launch_index_query(of.index, true, branch.side), "query");
+    cuda_must(fused::launch_index_scores(of.index, true, branch.side, selects ? nullptr : started),
+              "scores");
+    if (selects) {
+      cuda_must(fused::launch_index_select(of.index, true, branch.side, started), "select");
+    }
+    if (join == Join::ended) cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
+    if (kind == Kind::layer20) {
+      cuda_must(fused::launch_index_blocks(of.index, true, branch.side), "blocks");
+    }
   }
 
   // What is applied before layer i, asked for a layer earlier.
@@ -165,21 +190,28 @@ struct IndexChain {
     return params;
   }
 
-  // A step of layers with what `kind` has beside them, from the second layer on.
-  void launch(Kind kind, const Way& way, cudaStream_t stream, Branch& branch,
-              const std::function<fused::EngramParams(int)>& engram_of) {
-    const Join join = way.join;
+  // A step of layers with what `kind` has beside them, from the second layer on. early: the branch
+  // begins when the experts before have ended, and waits for x at a gate.
+  void launch(Kind kind, bool early, Join join, bool by_attention, cudaStream_t stream,
+              Branch& branch, const std::function<fused::EngramParams(int)>& engram_of) {
     fused::LayerStep step = layers.step();
     const bool has_index = kind != Kind::plain && kind != Kind::engram;
+    const auto fork = [&] {
+      if (kind != Kind::plain) cuda_must(cudaEventRecord(branch.fork, stream), "record");
+    };
     cuda_must(fused::launch_layer_begin(step, layers.step_epoch, 2 * kLayers, stream), "begin");
     cuda_must(fused::launch_layer_input(step, stream), "input");
     for (int i = 0; i < kLayers; ++i) {
       fused::PlainLayer layer = layers.layer(i);
-      fused::IndexParams index;
-      fused::BesideLayer beside;
+      Beside of = {};
       if (i > 0 && has_index) {
-        beside = this->beside(kind, i, index);
-        layer.beside = &beside;
+        if (!early) fork();
+        of = beside(kind, i, by_attention);
+        if (by_attention) layer.own_index = &of.index;
+        layer.extra_ends = join == Join::ended;
+        if (join == Join::started) {
+          layer.extra_done = fused::layer_gate(layers.memory, i, gate_select, select_blocks(kind));
+        }
         layer.extra_idx = buffers[i].entry_slots.get();
         layer.extra = {states[i].pool.get(), HostIndexState::pool_page_bytes(sizes),
                        sizes.per_page()};
@@ -188,7 +220,13 @@ struct IndexChain {
       if (kind == Kind::engram && i + 1 < kLayers) {
         layer.memory_follows = true;
         engram = this->engram(engram_of(i), i + 1);
-        cuda_must(cudaEventRecord(branch.fork, stream), "record");
+        fork();
+        cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
+        cuda_must(fused::launch_engram_lookup(engram, false, branch.side), "lookup");
+        cuda_must(fused::launch_engram_product(engram, true, branch.side,
+                                               join == Join::started ? branch.started : nullptr),
+                  "product");
+        if (join == Join::ended) cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
       }
       const auto join_branch = [&] {
         cuda_must(
@@ -196,25 +234,22 @@ struct IndexChain {
             "join");
       };
       const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
-        // Behind [q_a, kv], which as the first can begin before the exchange has ended.
-        if (!layer.memory_follows || kernel != fused::HopKernel::q) return;
-        cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
-        cuda_must(fused::launch_engram_lookup(engram, false, branch.side), "lookup");
-        cuda_must(fused::launch_engram_product(engram, true, branch.side,
-                                               join == Join::started ? branch.started : nullptr),
-                  "product");
-        if (join == Join::ended) cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
+        // After the kernels that the branch waits for, so that these never stand behind it.
+        if (has_index && i > 0 && kernel == fused::HopKernel::attention) {
+          launch_index(kind, of, join, branch);
+          join_branch();
+        }
+        if (has_index && early && kernel == fused::HopKernel::second_exchange) fork();
       };
       fused::LayerParts parts;
       parts.between = &between;
-      parts.beside_order = way.order;
       cuda_must(fused::launch_plain_layer(layer, step, i, parts, stream), "layer");
       if (layer.memory_follows) {
         join_branch();
         cuda_must(fused::launch_engram_apply(engram, join == Join::started, stream), "apply");
       }
     }
-    if (kind != Kind::engram) return;
+    if (kind == Kind::plain) return;
     cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
     cuda_must(cudaStreamWaitEvent(stream, branch.ended), "join");
   }
@@ -234,15 +269,17 @@ void time_alone(const char* name, double megabytes, IndexChain& chain,
 
 // Microseconds that `kind` adds to a layer, or of a plain one; 0 where it was not timed. want: of
 // all ways to launch the same layers; empty before the first.
-double time_layers(IndexChain& chain, Kind kind, const Way& way, double plain_us,
-                   const std::function<fused::EngramParams(int)>& engram_of,
+double time_layers(IndexChain& chain, Kind kind, bool early, Join join, bool by_attention,
+                   double plain_us, const std::function<fused::EngramParams(int)>& engram_of,
                    std::vector<std::uint16_t>& want) {
   Branch branch;
   chain.layers.reset();
-  Graph graph([&](cudaStream_t stream) { chain.launch(kind, way, stream, branch, engram_of); });
-  std::printf("layer: %s%s%s, T=%d length %d: ", kNames[static_cast<int>(kind)],
-              kOrders[static_cast<int>(way.order)], way.join == Join::started ? ", gate" : "",
-              chain.sizes.rows(), chain.sizes.length);
+  Graph graph([&](cudaStream_t stream) {
+    chain.launch(kind, early, join, by_attention, stream, branch, engram_of);
+  });
+  std::printf("layer: %s%s%s%s, T=%d length %d: ", kNames[static_cast<int>(kind)],
+              early ? ", early" : "", join == Join::started ? ", gate" : "",
+              kSelects[by_attention ? 1 : 0], chain.sizes.rows(), chain.sizes.length);
   for (int replay = 0; replay < 3; ++replay) {
     chain.layers.reset();
     graph.replay();
@@ -331,14 +368,15 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
     const std::vector<Kind> kinds = ratio == 2 ? std::vector<Kind>{Kind::source, Kind::ratio2}
                                                : std::vector<Kind>{Kind::layer20, Kind::blocks};
     std::vector<std::uint16_t> plain;
-    const double plain_us = time_layers(chain, Kind::plain, {}, 0.0, nullptr, plain);
+    const double plain_us =
+        time_layers(chain, Kind::plain, false, Join::ended, false, 0.0, nullptr, plain);
     for (const Kind kind : kinds) {
       std::vector<std::uint16_t> want;
-      using fused::BesideOrder;
-      for (const BesideOrder order :
-           {BesideOrder::q_last, BesideOrder::query_first, BesideOrder::q_first}) {
-        if (sizes.rows() > fused::kHopRows && order != BesideOrder::q_first) continue;
-        time_layers(chain, kind, {order}, plain_us, nullptr, want);
+      for (const bool by_attention : {false, true}) {
+        if (by_attention && sizes.rows() > fused::kHopRows) continue;
+        time_layers(chain, kind, false, Join::ended, by_attention, plain_us, nullptr, want);
+        time_layers(chain, kind, true, Join::ended, by_attention, plain_us, nullptr, want);
+        time_layers(chain, kind, true, Join::started, by_attention, plain_us, nullptr, want);
       }
     }
   }
@@ -411,12 +449,13 @@ void time_engram(int requests, int tokens) {
   time_alone("engram_apply", 0.0, chain,
              [&](int i, cudaStream_t s) { return fused::launch_engram_apply(params(i), true, s); });
   std::vector<std::uint16_t> plain, want;
-  const double plain_us = time_layers(chain, Kind::plain, {}, 0.0, nullptr, plain);
+  const double plain_us =
+      time_layers(chain, Kind::plain, false, Join::ended, false, 0.0, nullptr, plain);
   for (const int slots : {5, 4, 3}) {
     for (const Join join : {Join::ended, Join::started}) {
       std::printf("  ring of %d:\n", slots);
       time_layers(
-          chain, Kind::engram, {{}, join}, plain_us,
+          chain, Kind::engram, false, join, false, plain_us,
           [&](int i) {
             fused::EngramParams p = params(i);
             p.slots = slots;

@@ -22,29 +22,44 @@ int failures = 0;
 struct Case {
   const char* name;
   fused::LayerParts parts;
+  fused::BranchJoin join = {};
+  fused::BranchSelect select = {};
+  fused::BranchOrder order = {};
 };
 
 void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
   PooledChain chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
-  std::vector<Case> cases = {{"attention half", {true, false, true}}, {"layer", {}}};
-  // Other orders, and the last exchange by sixteen blocks a row.
-  using fused::BesideOrder;
-  for (const auto& [name, order] : {std::pair{"q first", BesideOrder::q_first},
-                                    {"q last", BesideOrder::q_last},
-                                    {"query first", BesideOrder::query_first}}) {
-    if (ratio == 0 || (ratio == 128 && order == BesideOrder::query_first)) continue;
-    if (rows > fused::kHopRows && order != BesideOrder::q_first) continue;
-    cases.push_back({name, {}});
-    cases.back().parts.beside_order = order;
-  }
-  cases.push_back({"sixteen blocks", {}});
-  cases.back().parts.few_exchange_blocks = false;
+  const fused::LayerParts whole, half = {true, false, true};
+  using fused::BranchJoin, fused::BranchSelect, fused::BranchOrder;
+  fused::LayerParts sixteen;
+  sixteen.few_exchange_blocks = false;
+  const std::vector<Case> cases = {
+      {"attention half", half},
+      {"layer", whole},
+      {"layer, 16", sixteen},
+      {"half, q last", half, {}, {}, BranchOrder::q_last},
+      {"q last", whole, {}, {}, BranchOrder::q_last},
+      {"q last, own", whole, {}, BranchSelect::attention, BranchOrder::q_last},
+      {"q last, 16", sixteen, {}, {}, BranchOrder::q_last},
+      {"half, query first", half, {}, {}, BranchOrder::query_first},
+      {"query first", whole, {}, {}, BranchOrder::query_first},
+      {"query first, own", whole, {}, BranchSelect::attention, BranchOrder::query_first},
+      {"half, q first", half, {}, {}, BranchOrder::q_first},
+      {"q first", whole, {}, {}, BranchOrder::q_first},
+      {"q first, own", whole, {}, BranchSelect::attention, BranchOrder::q_first},
+  };
   std::vector<std::uint16_t> want[3];  // of halves, layers, layers by another summation
   for (const Case& c : cases) {
+    if (ratio == 0 && c.order != BranchOrder::beside) continue;
+    if (ratio == 128 && c.order == BranchOrder::query_first) continue;
+    const bool by_attention = c.select == BranchSelect::attention;
+    if (by_attention && (ratio != 4 || rows > fused::kHopRows)) continue;
+    SideStream side(c.join, c.select);
+    side.branch.order = c.order;
     chain.layers.recover();
     chain.layers.reset();
-    Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, stream); });
+    Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, side, stream); });
     bool finite = true;
     std::vector<std::uint16_t> first;
     int different = 0;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "fused/front.hpp"
+#include "fused/index.hpp"
 
 namespace lowlat::nvidia::fused {
 
@@ -41,11 +42,19 @@ struct AttentionParams {
   // Out: the attention output, rotated back, as f16 under powers of two.
   std::uint16_t* o;  // f16 [T, num_heads * 512]
   float* o_scale;    // [num_heads * 512 / group, padded_rows(T)]: one a 32 (V4: 128) values
-  // Of q and the stored keys, of more than kHopRows rows; of o.
+  // True: the rows of the extra set are read only after the kernels before have ended (a layer
+  // that writes its own compressed keys).
+  bool late_extra;
+  // Of q and the stored keys (up to kHopRows rows: of the extra set alone, where it is late); of o.
   Gate before, done;
   // Of extra_idx and the rows that it names, where another kernel beside this one's predecessors
   // makes them; word NULL: they are there.
   Gate selected;
+  // Up to kHopRows rows, of a layer whose index leaves rows of few candidates to attention
+  // (left_to_attention): each block of such a row makes the selection for itself as soon as the
+  // scores are there, and `selected` is for the other rows alone. Entries and slots are stored as
+  // launch_index_select stores them; entry_slots is extra_idx. scores NULL: none.
+  IndexParams index;
   int blocks_per_row;  // that share a row's keys: 2, 4, 8 or 16; 0: chosen by the rows
 };
 

@@ -377,13 +377,13 @@ __global__ void __maxnreg__(L::kMaxRegisters)
 }  // namespace
 
 cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmatic,
-                                cudaStream_t stream) {
+                                cudaStream_t stream, cudaEvent_t started) {
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   const auto launch = [&]<int kRanks, int kCluster>() {
     using L = Layout<kCluster>;
-    return launch_kernel(
-        hc_exchange_mix_sm90<kRanks, L>, dim3(kCluster, exchange_mix_clusters(params.num_rows)),
-        L::kThreads, sizeof(Shared<L>) + L::kSharedFnBytes, kCluster, programmatic, stream, params);
+    return launch_kernel(hc_exchange_mix_sm90<kRanks, L>,
+                         dim3(kCluster, exchange_mix_clusters(params.num_rows)), L::kThreads,
+                         sizeof(Shared<L>) + L::kSharedFnBytes, kCluster, programmatic, stream, params, started);
   };
   const auto launch_ranks = [&]<int kRanks>() {
     return params.few_blocks ? launch.template operator()<kRanks, kMixCluster / 2>()

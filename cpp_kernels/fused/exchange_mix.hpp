@@ -60,7 +60,8 @@ constexpr std::uint32_t exchange_mix_blocks(int num_rows) {
 }
 
 // V4-Flash's sizes (H 4096); tp_size 1, 2 or 4. cudaErrorInvalidValue for what was not built.
+// `started`, where given: recorded when all blocks have begun.
 cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmatic,
-                                cudaStream_t stream);
+                                cudaStream_t stream, cudaEvent_t started = nullptr);
 
 }  // namespace lowlat::nvidia::fused

@@ -375,7 +375,8 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
 
 }  // namespace
 
-cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream) {
+cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream,
+                                cudaEvent_t started) {
   const StepRows& rows = params.rows;
   if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
@@ -386,8 +387,8 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cu
     return cudaErrorInvalidValue;
   const auto launch = [&]<class Keys>() {
     return launch_kernel(index_scores_sm90<Keys>, dim3(index_score_blocks(params.format)),
-                         Keys::kThreads, sizeof(ScoreShared<Keys>), 1, programmatic, stream,
-                         params);
+                         Keys::kThreads, sizeof(ScoreShared<Keys>), 1, programmatic, stream, params,
+                         started);
   };
   if (params.format == IndexFormat::fp4) return launch.template operator()<Fp4Keys>();
   if (params.blocks != nullptr || params.block_scores != nullptr) return cudaErrorInvalidValue;

@@ -34,7 +34,6 @@
 #include "fused/exchange_mix.hpp"
 #include "fused/front.hpp"
 #include "fused/index.hpp"
-#include "fused/layer_beside.hpp"
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
@@ -67,8 +66,18 @@ struct PlainLayer {
   const std::int32_t* extra_idx;   // [T, num_extra]
   int num_window, num_extra;
   int extra_ratio;  // see attention.hpp
-  // Kernels that write the extra set or select from it, during the launch; NULL: all is there.
-  const BesideLayer* beside;
+  // The gate of who writes the extra set (late_extra, see attention.hpp), or of who makes extra_idx
+  // too; word NULL: all is there. Its kernels must have their places on the device before attention
+  // is launched: LayerParts::between may wait for that.
+  bool late_extra;
+  Gate extra_done;
+  // True: attention is launched when q's kernel and what the caller joins before attention have
+  // ended. A join alone does not make it wait: capture takes all edges into a kernel of a
+  // programmatic launch for programmatic ones.
+  bool extra_ends;
+  // The index of a layer whose attention makes the selection of rows of few candidates, as
+  // AttentionParams::index, during the launch; NULL: it makes none.
+  const IndexParams* own_index;
   // True: n-gram memory is applied to this layer's result (launch_engram_apply). It waits at the
   // gate kLayerExchanged, sends x and opens the gate kLayerDone instead of the last exchange.
   bool memory_follows;
@@ -167,7 +176,9 @@ struct LayerParts {
   // V4's last exchange: by few blocks (ExchangeMixParams::few_blocks).
   bool few_exchange_blocks = true;
   MixPlace mix_place = MixPlace::measured;
-  BesideOrder beside_order = BesideOrder::measured;
+  // Recorded when all blocks of a kernel have begun, for a branch that waits at its gate: of
+  // [q_a, kv], and of V4's last exchange. NULL: not wanted.
+  cudaEvent_t qkv_started = nullptr, last_started = nullptr;
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };
