@@ -22,41 +22,29 @@ int failures = 0;
 struct Case {
   const char* name;
   fused::LayerParts parts;
-  fused::BranchJoin join = {};
-  fused::BranchSelect select = {};
-  fused::BranchOrder order = {};
+  fused::BranchJoin join;
+  fused::BranchSelect select = fused::BranchSelect::measured;
 };
 
 void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
   PooledChain chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
   const fused::LayerParts whole, half = {true, false, true};
-  using fused::BranchJoin, fused::BranchSelect, fused::BranchOrder;
-  fused::LayerParts sixteen;
-  sixteen.few_exchange_blocks = false;
   const std::vector<Case> cases = {
-      {"attention half", half},
-      {"layer", whole},
-      {"layer, 16", sixteen},
-      {"half, q last", half, {}, {}, BranchOrder::q_last},
-      {"q last", whole, {}, {}, BranchOrder::q_last},
-      {"q last, own", whole, {}, BranchSelect::attention, BranchOrder::q_last},
-      {"q last, 16", sixteen, {}, {}, BranchOrder::q_last},
-      {"half, query first", half, {}, {}, BranchOrder::query_first},
-      {"query first", whole, {}, {}, BranchOrder::query_first},
-      {"query first, own", whole, {}, BranchSelect::attention, BranchOrder::query_first},
-      {"half, q first", half, {}, {}, BranchOrder::q_first},
-      {"q first", whole, {}, {}, BranchOrder::q_first},
-      {"q first, own", whole, {}, BranchSelect::attention, BranchOrder::q_first},
+      {"attention half", half, fused::BranchJoin::measured},
+      {"layer", whole, fused::BranchJoin::measured},
+      {"layer, end", whole, fused::BranchJoin::ended},
+      {"layer, gate", whole, fused::BranchJoin::started},
+      {"half, own", half, fused::BranchJoin::ended, fused::BranchSelect::attention},
+      {"half, gate, own", half, fused::BranchJoin::started, fused::BranchSelect::attention},
+      {"layer, end, own", whole, fused::BranchJoin::ended, fused::BranchSelect::attention},
+      {"layer, gate, own", whole, fused::BranchJoin::started, fused::BranchSelect::attention},
   };
-  std::vector<std::uint16_t> want[3];  // of halves, layers, layers by another summation
   for (const Case& c : cases) {
-    if (ratio == 0 && c.order != BranchOrder::beside) continue;
-    if (ratio == 128 && c.order == BranchOrder::query_first) continue;
-    const bool by_attention = c.select == BranchSelect::attention;
+    if (ratio == 0 && c.join != fused::BranchJoin::measured) continue;
+    const bool by_attention = c.select == fused::BranchSelect::attention;
     if (by_attention && (ratio != 4 || rows > fused::kHopRows)) continue;
     SideStream side(c.join, c.select);
-    side.branch.order = c.order;
     chain.layers.recover();
     chain.layers.reset();
     Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, side, stream); });
@@ -70,9 +58,6 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
       const std::vector<std::uint16_t> result = chain.layers.take();
       if (i == 0) first = result;
       different += result != first ? 1 : 0;
-      auto& same = want[!c.parts.experts ? 0 : c.parts.few_exchange_blocks ? 1 : 2];
-      if (same.empty()) same = result;
-      different += result != same ? 1 : 0;
       for (const std::uint16_t code : result) finite &= (code & 0x7f80) != 0x7f80;
       if (chain.mail.faulted()) {
         chain.mail.print_status();

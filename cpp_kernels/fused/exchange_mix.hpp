@@ -26,7 +26,6 @@ struct ExchangeMixParams {
   std::uint32_t stage;  // stages::StageId, for the status words
   int num_rows;         // T, 1 .. 48
   bool receives;        // false: a step's first kernel, nothing is summed and the residual stays
-  bool few_blocks;      // eight blocks a row instead of sixteen, which count twice; receives
   const float* mix_in;  // [T, kMixStride] of mix.hpp: post and comb of the sublayer that ends
   const std::uint16_t* residual_in;  // bf16 [T, 4, H]
   HyperWeights next;                 // of the sublayer that begins
@@ -50,7 +49,7 @@ struct ExchangeMixParams {
   Gate before, mix_before, done, mix_done;
 };
 
-// Sixteen blocks (or eight) that share a row, and take several in turn where rows are many.
+// Sixteen blocks that share a row, and take several one after the other where rows are many.
 inline constexpr int kMixCluster = 16, kMaxMixClusters = 8;
 constexpr std::uint32_t exchange_mix_clusters(int num_rows) {
   return static_cast<std::uint32_t>(num_rows < kMaxMixClusters ? num_rows : kMaxMixClusters);

@@ -276,15 +276,14 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
   const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
   const int num_parts = row_parts(tokens, num_tiles, per_unit, kGroups<Keys>),
             per_part = per_unit / num_parts;
-  const int part = block_of_unit % num_parts, block_of_part = block_of_unit / num_parts;
+  const int part = block_of_unit / per_part, block_of_part = block_of_unit % per_part;
   const int rows_of_part = (tokens + num_parts - 1) / num_parts;
   const int begin_row = min(part * rows_of_part, tokens);
   const int end_row = min(begin_row + rows_of_part, tokens);
   const int first_of_block = block_of_part * kGroups<Keys>;
-  // Blocks without work, which are a unit's last, leave their place to the kernels that are next.
-  // Whoever waits for the scores waits for the queries too: the first block always does.
-  if (blockIdx.x != 0 &&
-      (first_of_block >= num_tiles || begin_row >= end_row || block_of_part >= per_part)) {
+  // Blocks without work leave their place to the kernels that are next. Whoever waits for the
+  // scores waits for the queries too: the first block always does.
+  if (blockIdx.x != 0 && (first_of_block >= num_tiles || begin_row >= end_row)) {
     open_gate(params.scores_done);
     return;
   }

@@ -173,8 +173,6 @@ struct LayerParts {
   // have as many blocks (a power of two). 0: what was measured best. idle_sms stays what it is for
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
-  // V4's last exchange: by few blocks (ExchangeMixParams::few_blocks).
-  bool few_exchange_blocks = true;
   MixPlace mix_place = MixPlace::measured;
   // Recorded when all blocks of a kernel have begun, for a branch that waits at its gate: of
   // [q_a, kv], and of V4's last exchange. NULL: not wanted.

@@ -106,33 +106,6 @@ class Branch {
     return cudaStreamWaitEvent(stream, started() == nullptr ? branch_.ended : branch_.started);
   }
 
-  bool chained() const { return branch_.order != BranchOrder::beside; }
-  // Before the chain's kernel: what comes there on its own stream.
-  cudaError_t before(HopKernel kernel, cudaStream_t stream) const {
-    const bool q_first = branch_.order == BranchOrder::q_first || step_.num_rows > kHopRows;
-    const bool query_first = branch_.order == BranchOrder::query_first && !q_first;
-    const bool first_part = kernel == (q_first ? HopKernel::attention : HopKernel::q);
-    cudaError_t error = cudaSuccess;
-    const auto query = [&] { return launch_index_query(index_, true, stream); };
-    if (first_part && selects() && query_first) error = query();
-    if (first_part && error == cudaSuccess) {
-      error = run_all(
-          [&] {
-            return launch_compress_product(compress_, shape::Dsv4Flash<1>::kHidden, true, stream);
-          },
-          [&] { return launch_compress_pool(pool_, true, stream); });
-    }
-    if (first_part && selects() && error == cudaSuccess) {
-      error = run_all([&] { return query_first ? cudaSuccess : query(); },
-                      [&] { return launch_index_scores(index_, true, stream); });
-    }
-    if (kernel == HopKernel::attention && selects() && error == cudaSuccess &&
-        index_selects(index_)) {
-      error = launch_index_select(index_, true, stream);
-    }
-    return error;
-  }
-
   // Recorded when the last kernel of the branch has begun; NULL: attention waits for its end.
   cudaEvent_t started() const {
     const bool waits =
@@ -178,7 +151,7 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   std::optional<Branch> beside;
   if (has_pool) {
     beside.emplace(layer, step, layer_idx, branch);
-    if (beside->started() != nullptr || beside->chained()) {
+    if (beside->started() != nullptr) {
       plain.extra_done = beside->done();
     } else {
       plain.extra_ends = true;
@@ -187,19 +160,15 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
     plain.own_index = beside->own_index();
   }
   const std::function<void(HopKernel)> between = [&](HopKernel kernel) {
-    if (error == cudaSuccess && beside && beside->chained()) {
-      error = beside->before(kernel, stream);
-    } else if (error == cudaSuccess && beside) {
+    if (error == cudaSuccess && beside) {
       if (kernel == HopKernel::qkv) error = beside->begin(stream);
       if (kernel == HopKernel::attention) error = beside->end(stream);
     }
     if (parts.between != nullptr) (*parts.between)(kernel);
   };
   own_parts.between = &between;
-  if (branch.order == BranchOrder::beside) {
-    if (layer.ratio == shape::kOverlapRatio) own_parts.qkv_started = branch.projected;
-    own_parts.last_started = branch.fork;
-  }
+  if (layer.ratio == shape::kOverlapRatio) own_parts.qkv_started = branch.projected;
+  own_parts.last_started = branch.fork;
   const cudaError_t result = launch_plain_layer(plain, step, layer_idx, own_parts, stream);
   return error == cudaSuccess ? result : error;
 }

@@ -42,9 +42,6 @@ enum class BranchJoin { measured, ended, started };
 // branch, or attention's blocks each for itself. measured: as was fastest.
 enum class BranchSelect { measured, kernel, attention };
 
-// In which order the kernels are launched. beside: on the second stream; else on the chain's own.
-enum class BranchOrder { beside, q_last, query_first, q_first };
-
 // The second stream and its events (created without timing), of one capture or one order of
 // launches at a time. `fork`: the exchange before the layer has begun, or has ended; `projected`:
 // [q_a, kv] has begun.
@@ -53,7 +50,6 @@ struct LayerBranch {
   cudaEvent_t fork, projected, started, ended;
   BranchJoin join;
   BranchSelect select;
-  BranchOrder order;
 };
 
 // As launch_plain_layer. cudaErrorInvalidValue for a ratio that the model has not too.

@@ -225,8 +225,7 @@ struct FusedStep::State : FusedBase {
     fused::IndexParams selection(int layer_idx) const;
     fused::CompressParams compressor(int layer_idx) const;
     void begin_index(int layer_idx) const;
-    fused::IndexParams index(int layer_idx) const;
-    void end_index(const fused::IndexParams& index, int layer_idx) const;
+    void end_index(int layer_idx) const;
     fused::EngramParams engram(int layer_idx) const;
     void begin_engram(int layer_idx) const;
     void end_engram(int layer_idx) const;
@@ -483,7 +482,7 @@ void FusedStep::State::Target::pooled_layer(int layer_idx) const {
     if (s.selects(layer_idx)) out.index = selection(layer_idx);
   }
   const fused::LayerBranch branch = {
-      s.side.get(), s.forked.get(), s.projected.get(), s.started.get(), s.ended.get(), {}, {}, {}};
+      s.side.get(), s.forked.get(), s.projected.get(), s.started.get(), s.ended.get(), {}, {}};
   check(fused::launch_pooled_layer(out, layer_step(), place(layer_idx), {}, branch, stream),
         "a layer");
 }
@@ -493,21 +492,17 @@ void FusedStep::State::Target::layer(int layer_idx) const {
     pooled_layer(layer_idx);
     return;
   }
-  fused::PlainLayer plain = plain_layer(layer_idx);
+  const fused::PlainLayer plain = plain_layer(layer_idx);
   if (plain.memory_follows) begin_engram(layer_idx + 1);
   const bool selects = s.selects(layer_idx);
-  fused::IndexParams index = {};
-  if (selects) {
-    begin_index(layer_idx);
-    index = this->index(layer_idx);
-    if (index.left_to_attention > 0) plain.own_index = &index;
-  }
+  if (selects) begin_index(layer_idx);
   const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
-    if (selects && kernel == fused::HopKernel::attention) end_index(index, layer_idx);
+    if (!selects) return;
+    if (kernel == fused::HopKernel::q) s.projected.record(stream);
+    if (kernel == fused::HopKernel::attention) end_index(layer_idx);
   };
   fused::LayerParts parts;
   parts.between = &between;
-  if (selects) parts.qkv_started = s.projected.get();
   fused::LayerStep own = layer_step();
   own.image_rows =
       s.weights.layers[layer_idx].gate_bias_vl != nullptr ? s.arrays.image_rows : nullptr;
@@ -599,7 +594,7 @@ fused::IndexParams FusedStep::State::Target::selection(int layer_idx) const {
 // V4.1's compressed keys, if the layer owns them, and its selection, on the branch beside the
 // chain. None of its kernels waits for one of the chain that may still be without a place on the
 // device, which they could keep from it: what needs x starts when x is there, what needs [q_a, kv]
-// when these have begun, and attention is launched when the selection has ended.
+// when these are, and attention is launched when the selection has ended.
 fused::CompressParams FusedStep::State::Target::compressor(int layer_idx) const {
   const auto& w = s.weights.layers[layer_idx];
   const lowlat_layer& plan = s.plan(layer_idx);
@@ -635,10 +630,11 @@ void FusedStep::State::Target::begin_index(int layer_idx) const {
   check(fused::launch_compress_key(compress, true, side), "compressed keys");
 }
 
-fused::IndexParams FusedStep::State::Target::index(int layer_idx) const {
+void FusedStep::State::Target::end_index(int layer_idx) const {
   const lowlat_layer& plan = s.plan(layer_idx);
   const fused::CompressParams compress = compressor(layer_idx);
   const bool owns = plan.kv_source == layer_idx;
+  const cudaStream_t side = s.side.get();
   fused::IndexParams index = selection(layer_idx);
   index.format = fused::IndexFormat::fp4;
   index.rows = compress.rows;
@@ -656,14 +652,10 @@ fused::IndexParams FusedStep::State::Target::index(int layer_idx) const {
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::index_score_blocks(index.format));
   index.done = gate(layer_idx, gate_select, fused::index_select_blocks(index));
-  if (owns) index.keys_done = compress.done;
-  return index;
-}
 
-void FusedStep::State::Target::end_index(const fused::IndexParams& index, int layer_idx) const {
-  const cudaStream_t side = s.side.get();
+  if (owns) index.keys_done = compress.done;
   s.projected.hold(side);
-  check(fused::launch_index_query(index, true, side), "index queries");
+  check(fused::launch_index_query(index, false, side), "index queries");
   check(fused::launch_index_scores(index, true, side), "index scores");
   check(fused::launch_index_select(index, true, side), "a selection");
   s.ended.record(side);
