@@ -23,7 +23,6 @@ struct Case {
   const char* name;
   fused::LayerParts parts;
   fused::BranchJoin join;
-  fused::BranchSelect select = fused::BranchSelect::measured;
 };
 
 void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
@@ -35,16 +34,10 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
       {"layer", whole, fused::BranchJoin::measured},
       {"layer, end", whole, fused::BranchJoin::ended},
       {"layer, gate", whole, fused::BranchJoin::started},
-      {"half, own", half, fused::BranchJoin::ended, fused::BranchSelect::attention},
-      {"half, gate, own", half, fused::BranchJoin::started, fused::BranchSelect::attention},
-      {"layer, end, own", whole, fused::BranchJoin::ended, fused::BranchSelect::attention},
-      {"layer, gate, own", whole, fused::BranchJoin::started, fused::BranchSelect::attention},
   };
   for (const Case& c : cases) {
     if (ratio == 0 && c.join != fused::BranchJoin::measured) continue;
-    const bool by_attention = c.select == fused::BranchSelect::attention;
-    if (by_attention && (ratio != 4 || rows > fused::kHopRows)) continue;
-    SideStream side(c.join, c.select);
+    SideStream side(c.join);
     chain.layers.recover();
     chain.layers.reset();
     Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, side, stream); });

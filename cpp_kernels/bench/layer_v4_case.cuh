@@ -71,10 +71,8 @@ struct DeviceContext {
 // The second stream of a capture.
 struct SideStream {
   fused::LayerBranch branch = {};
-  explicit SideStream(fused::BranchJoin join,
-                      fused::BranchSelect select = fused::BranchSelect::measured) {
+  explicit SideStream(fused::BranchJoin join) {
     branch.join = join;
-    branch.select = select;
     cuda_must(cudaStreamCreateWithFlags(&branch.side, cudaStreamNonBlocking), "stream");
     for (cudaEvent_t* event : {&branch.fork, &branch.projected, &branch.started, &branch.ended}) {
       cuda_must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "event");

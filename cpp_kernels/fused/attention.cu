@@ -26,7 +26,6 @@
 #include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_quant.cuh"
-#include "fused/index_select.cuh"
 #include "platform/nvidia_sm90.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
@@ -107,41 +106,6 @@ LOWLAT_DEVICE std::int32_t list_keys(Shared& shared, const AttentionParams& para
   }
   shared.slot[plat::thread_idx()] = slot;
   return slot;
-}
-
-// The block's part of its row's selection, into shared.slot as list_keys would, and into memory.
-// All threads call, when the scores are there and the list has -1 at these places.
-template <class Shared>
-LOWLAT_DEVICE void select_keys(Shared& shared, const AttentionParams& params,
-                               const RowCandidates& candidates, int row_idx, int first, int end) {
-  using Work = SelectShared<kThreads, kAttentionSelects, 1024>;
-  // Over keys and work, which are not in use yet.
-  static_assert(offsetof(Shared, key) == 0 && sizeof(Work) <= offsetof(Shared, part_weight));
-  Work& work = *reinterpret_cast<Work*>(&shared);
-  const IndexParams& index = params.index;
-  const int count = candidates.count;
-  const int begin = max(first - params.num_window, 0), stop = end - params.num_window;
-  std::int32_t* const list = shared.slot + params.num_window - first;
-  const std::int64_t of_row = static_cast<std::int64_t>(row_idx) * kIndexTopk;
-  const auto put = [&](int place, int entry) {
-    const std::int32_t slot = entry < 0 ? -1 : candidates.slot(entry);
-    list[place] = slot;
-    if (blockIdx.z != 0) return;
-    index.entry_slots[of_row + place] = slot;
-    if (index.entries != nullptr) index.entries[of_row + place] = entry;
-  };
-  if (count <= kIndexTopk) {
-    for (int i = begin + plat::thread_idx(); i < stop; i += kThreads) {
-      put(i, i < count ? candidates.entry(i) : -1);
-    }
-    return;
-  }
-  float most = -INFINITY, least = INFINITY;
-  load_scores(work, index.scores + row_idx * index.pitch, count, most, least);
-  const SelectThreshold threshold = threshold_of(work, count, kIndexTopk, most, least);
-  place_selection(work, count, threshold, [&](int place, int number, float) {
-    if (place >= begin && place < stop) put(place, candidates.entry(number));
-  });
 }
 
 // Where the key of a place is.
@@ -335,91 +299,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   // A row's last block waits also where the row sees no entry: what opens the gate has read x by
   // then, which a later kernel of the chain overwrites.
   const bool selects = end_key > params.num_window || end_key == num_keys;
-  const bool has_index = kHops && params.index.scores != nullptr;
-  const RowCandidates candidates =
-      has_index ? candidates_of(params.index, row_idx) : RowCandidates{};
-  const bool selects_own =
-      has_index && selects && candidates.count <= params.index.left_to_attention;
-  if (params.selected.word != nullptr && selects && !selects_own) wait_at(params.selected);
+  if (params.selected.word != nullptr && selects) wait_at(params.selected);
 
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.parts, 1);
     sm90::fence_barrier_init();
     sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part + sizeof shared.part_weight);
   }
-  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
-  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
-  // a step is that of the pieces.
-  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
-  uint4 query[4][2];
-  const auto take_query = [&] {
-    if constexpr (kHops) {
-      wait_for_signs(hop,
-                     {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
-                      static_cast<const plat::TaggedWords*>(params.packets.q) +
-                          (row_idx * params.num_heads + first_head) * (kDim / 4),
-                      kHeads * (kDim / 4) / plat::kWarpLanes});
-      stamps.mark(StampStage::wait);
-      // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
-      // read, and two warps have the same fragments.
-      constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
-      HopWords words[kPackets];
-      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
-                         (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
-      take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
-      if constexpr (M::kNormsHeads) norm_heads(words, shared, params.norm_eps);
-#pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const int packet = thread_idx + i * kThreads;
-        *reinterpret_cast<uint2*>(query_of_heads + packet / (kDim / 4) * kKeyPitch +
-                                  packet % (kDim / 4) * 4) =
-            make_uint2(low_word(words[i].pair), high_word(words[i].pair));
-      }
-      plat::block_sync();
-      stamps.mark(StampStage::read);
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          query[step][half] = *reinterpret_cast<const uint4*>(
-              query_of_heads + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const std::int64_t head =
-              static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-          query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-              params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
-        }
-      }
-    }
-  };
-  const auto make_turn = [&] {
-    if (thread_idx < shape::kRopeDim / 2) {
-      const float angle =
-          static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
-      shared.turn[thread_idx] = turn_by(angle);
-    }
-  };
-  std::int32_t slot = list_keys(shared, params, row_idx, first_key,
-                                selects_own ? min(end_key, params.num_window) : end_key);
-  if constexpr (kHops) {
-    if (selects_own) {  // q comes before the scores do
-      make_turn();
-      plat::block_sync();
-      take_query();
-      wait_at(params.index.scores_done);
-      plat::block_sync();
-      stamps.mark(StampStage::ask);  // what comes up to `read` is the selection and its keys
-      select_keys(shared, params, candidates, row_idx, first_key, end_key);
-      plat::block_sync();
-      slot = shared.slot[thread_idx];
-    }
-  }
+  const std::int32_t slot = list_keys(shared, params, row_idx, first_key, end_key);
   if (thread_idx < kHeads) {
     shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
     shared.top[thread_idx] = -INFINITY;
@@ -447,10 +334,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
   ask_for_tile<true, !kHops>(shared, shared.data[0], shared.scales[0]);
-  if (!selects_own) make_turn();
+  if (thread_idx < shape::kRopeDim / 2) {
+    const float angle =
+        static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
+    shared.turn[thread_idx] = turn_by(angle);
+  }
   expand_tile(shared, nullptr);
   plat::block_sync();
-  if (!selects_own) stamps.mark(StampStage::ask);
+  stamps.mark(StampStage::ask);
 
   if (!kHops || params.before.word != nullptr) wait_at(params.before);
   if constexpr (!kHops) stamps.mark(StampStage::wait);
@@ -472,7 +363,57 @@ __global__ void __launch_bounds__(kThreads, 2)
                   words[0].third, piece_of(i));
     }
   }
-  if (!selects_own) take_query();
+  if constexpr (kHops) {
+    wait_for_signs(hop,
+                   {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
+                    static_cast<const plat::TaggedWords*>(params.packets.q) +
+                        (row_idx * params.num_heads + first_head) * (kDim / 4),
+                    kHeads * (kDim / 4) / plat::kWarpLanes});
+    stamps.mark(StampStage::wait);
+  }
+  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
+  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
+  // a step is that of the pieces.
+  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
+  uint4 query[4][2];
+  if constexpr (kHops) {
+    // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
+    // read, and two warps have the same fragments.
+    constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
+    HopWords words[kPackets];
+    const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
+                       (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
+    take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
+    if constexpr (M::kNormsHeads) norm_heads(words, shared, params.norm_eps);
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int packet = thread_idx + i * kThreads;
+      *reinterpret_cast<uint2*>(query_of_heads + packet / (kDim / 4) * kKeyPitch +
+                                packet % (kDim / 4) * 4) =
+          make_uint2(low_word(words[i].pair), high_word(words[i].pair));
+    }
+    plat::block_sync();
+    stamps.mark(StampStage::read);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        query[step][half] = *reinterpret_cast<const uint4*>(
+            query_of_heads + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t head =
+            static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+        query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+            params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+      }
+    }
+  }
   if (any_late && (!kHops || params.late_extra)) {
     if (thread_idx < kTile) {
       shared.data[1][thread_idx] =
@@ -484,7 +425,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     plat::block_sync();
   }
 
-  if (!kHops || selects_own) stamps.mark(StampStage::read);
+  if constexpr (!kHops) stamps.mark(StampStage::read);
   float sum[8][4] = {};  // of a warp's 64 dimensions
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
@@ -768,13 +709,6 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
-  if (params.index.scores != nullptr) {
-    const int per_block = (params.num_window + params.num_extra + blocks - 1) / blocks + 7;
-    if (params.num_rows > kHopRows || params.num_extra != kIndexTopk || per_block > kListed ||
-        params.index.left_to_attention > kAttentionSelects) {
-      return cudaErrorInvalidValue;
-    }
-  }
   return with_model(params.model, [&]<class M>() {
     const auto launch = [&]<bool kHops, int kTile>() {
       return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile>,

@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "fused/front.hpp"
-#include "fused/index.hpp"
 
 namespace lowlat::nvidia::fused {
 
@@ -50,11 +49,6 @@ struct AttentionParams {
   // Of extra_idx and the rows that it names, where another kernel beside this one's predecessors
   // makes them; word NULL: they are there.
   Gate selected;
-  // Up to kHopRows rows, of a layer whose index leaves rows of few candidates to attention
-  // (left_to_attention): each block of such a row makes the selection for itself as soon as the
-  // scores are there, and `selected` is for the other rows alone. Entries and slots are stored as
-  // launch_index_select stores them; entry_slots is extra_idx. scores NULL: none.
-  IndexParams index;
   int blocks_per_row;  // that share a row's keys: 2, 4, 8 or 16; 0: chosen by the rows
 };
 

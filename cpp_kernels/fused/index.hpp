@@ -77,9 +77,6 @@ struct IndexParams {
   float* block_scores;         // [T, pitch / 8] largest of each block; NULL: not wanted
   const std::int32_t* blocks;  // [T, 2048] published by launch_index_blocks; NULL: all entries
   bool new_keys;               // the step's own keys are written beside, see keys_done
-  // Rows of no more candidates than this, at most kAttentionSelects, are left to attention
-  // (AttentionParams::index), which has to wait for the scores alone; 0: none are.
-  int left_to_attention;
   // Selection. Scratch: `found` holds index_found_count(max_entries) pairs a row, `tickets` one
   // word a row, zeroed once.
   uint2* found;
@@ -101,8 +98,6 @@ constexpr int index_chunks(int max_entries) {
 constexpr int index_found_count(int max_entries) {
   return index_chunks(max_entries) * kIndexTopk + 2 * kIndexMaxBlocks;
 }
-// Candidates from which attention's blocks select for themselves, see attention.hpp.
-inline constexpr int kAttentionSelects = 16384;
 inline constexpr int kIndexMaxEntries = 16 * kIndexChunk;  // 262,144
 static_assert(kIndexMaxEntries / kIndexChunk * kIndexTopk <= kIndexChunk);
 static_assert(kIndexMaxEntries / kIndexBlock <= 2 * kIndexChunk);
@@ -112,29 +107,22 @@ inline constexpr std::uint32_t kIndexQueryBlocks = 128;
 constexpr std::uint32_t index_score_blocks(IndexFormat format) {
   return format == IndexFormat::fp8 ? 264 : 132;
 }
-constexpr int index_max_candidates(const IndexParams& params) {
-  constexpr int kMost = kIndexMaxBlocks * kIndexBlock;
-  return params.blocks != nullptr && params.max_entries > kMost ? kMost : params.max_entries;
-}
 constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
-  return static_cast<std::uint32_t>(index_chunks(index_max_candidates(params)) *
-                                    params.rows.num_rows);
-}
-// Whether there may be rows that are not left to attention, so that a selection has to be launched.
-constexpr bool index_selects(const IndexParams& params) {
-  return index_max_candidates(params) > params.left_to_attention;
+  const int most = params.blocks != nullptr && params.max_entries > kIndexMaxBlocks * kIndexBlock
+                       ? kIndexMaxBlocks * kIndexBlock
+                       : params.max_entries;
+  return static_cast<std::uint32_t>(index_chunks(most) * params.rows.num_rows);
 }
 
 // V4.1-Flash's sizes (q_lora 1280, 32 heads of 128) or V4-Flash's (1024, 64). Candidate blocks are
 // V4.1's. cudaErrorInvalidValue for what is out of range. All may be captured in a graph; nothing
 // is allocated.
 cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cudaStream_t stream);
-// `started` (created without timing), where given, is recorded when all blocks of the kernel have
-// begun. A kernel that waits at `done` on another stream has to wait for this event first:
+cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream);
+// `started` (created without timing), where given, is recorded when all blocks of the selection
+// have begun. A kernel that waits at `done` on another stream has to wait for this event first:
 // then the kernels that it waits for hold their places on the device, whatever it takes of the
 // rest.
-cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream,
-                                cudaEvent_t started = nullptr);
 cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
                                 cudaEvent_t started = nullptr);
 // out_blocks from block_scores; waits for scores_done and opens nothing.

@@ -372,10 +372,6 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.late_extra = layer.late_extra;
     attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
     attention.selected = layer.late_extra ? Gate{} : layer.extra_done;
-    if (layer.own_index != nullptr) {
-      attention.index = *layer.own_index;
-      if (layer.extra_ends) attention.index.scores_done = {};
-    }
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
     run(HopKernel::attention,
         [&] { return launch_sparse_attention(attention, !layer.extra_ends, stream); });

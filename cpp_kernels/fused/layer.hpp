@@ -75,9 +75,6 @@ struct PlainLayer {
   // ended. A join alone does not make it wait: capture takes all edges into a kernel of a
   // programmatic launch for programmatic ones.
   bool extra_ends;
-  // The index of a layer whose attention makes the selection of rows of few candidates, as
-  // AttentionParams::index, during the launch; NULL: it makes none.
-  const IndexParams* own_index;
   // True: n-gram memory is applied to this layer's result (launch_engram_apply). It waits at the
   // gate kLayerExchanged, sends x and opens the gate kLayerDone instead of the last exchange.
   bool memory_follows;

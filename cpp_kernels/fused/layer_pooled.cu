@@ -59,15 +59,8 @@ class Branch {
     index_.query_done = gate(gate_query, kIndexQueryBlocks);
     index_.scores_done = gate(gate_scores, index_score_blocks(IndexFormat::fp8));
     index_.done = gate(gate_select, index_select_blocks(index_));
-    if (step.num_rows <= kHopRows && branch.select == BranchSelect::attention) {
-      index_.left_to_attention = kAttentionSelects;
-    }
   }
 
-  // Of the layer whose attention selects; NULL: it does not.
-  const IndexParams* own_index() const {
-    return selects() && index_.left_to_attention > 0 ? &index_ : nullptr;
-  }
   Gate done() const { return selects() ? index_.done : pool_.done; }
 
   // Before [q_a, kv] is launched. Ratio 128's product of many rows takes too much from the end of
@@ -91,15 +84,8 @@ class Branch {
     if (selects()) {
       error = run_all([&] { return cudaStreamWaitEvent(side, branch_.projected); },
                       [&] { return launch_index_query(index_, true, side); },
-                      [&] {
-                        return launch_index_scores(index_, true, side,
-                                                   index_selects(index_) ? nullptr : started());
-                      },
-                      [&] {
-                        return index_selects(index_)
-                                   ? launch_index_select(index_, true, side, started())
-                                   : cudaSuccess;
-                      });
+                      [&] { return launch_index_scores(index_, true, side); },
+                      [&] { return launch_index_select(index_, true, side, started()); });
     }
     if (error == cudaSuccess && started() == nullptr) error = cudaEventRecord(branch_.ended, side);
     if (error != cudaSuccess) return error;
@@ -157,7 +143,6 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
       plain.extra_ends = true;
     }
     if (layer.ratio == shape::kOverlapRatio) plain.extra_idx = layer.index.entry_slots;
-    plain.own_index = beside->own_index();
   }
   const std::function<void(HopKernel)> between = [&](HopKernel kernel) {
     if (error == cudaSuccess && beside) {

@@ -38,10 +38,6 @@ struct PooledLayer {
 // behind a selection the first, behind a pool alone the second.
 enum class BranchJoin { measured, ended, started };
 
-// Who selects for rows of few candidates (kAttentionSelects), up to kHopRows rows: a kernel of the
-// branch, or attention's blocks each for itself. measured: as was fastest.
-enum class BranchSelect { measured, kernel, attention };
-
 // The second stream and its events (created without timing), of one capture or one order of
 // launches at a time. `fork`: the exchange before the layer has begun, or has ended; `projected`:
 // [q_a, kv] has begun.
@@ -49,7 +45,6 @@ struct LayerBranch {
   cudaStream_t side;
   cudaEvent_t fork, projected, started, ended;
   BranchJoin join;
-  BranchSelect select;
 };
 
 // As launch_plain_layer. cudaErrorInvalidValue for a ratio that the model has not too.

@@ -274,35 +274,10 @@ std::vector<double> made(const std::vector<std::uint16_t>& before,
   return y;
 }
 
-// What was selected is exactly the best of the scores that the device has, each entry at its slot.
-void check_selected(const StepV4& step) {
-  const IndexSizes& sizes = step.sizes;
-  const std::vector<float> scores = step.scores.take();
-  const std::vector<std::int32_t> entries = step.entries.take(), slots = step.entry_slots.take();
-  int wrong = 0;
-  for (int row = 0; row < sizes.rows(); ++row) {
-    const float* of_row = &scores[static_cast<std::size_t>(row) * sizes.pitch()];
-    const std::vector<double> values(of_row, of_row + (step.positions[row] + 1) / sizes.ratio);
-    const std::vector<std::int32_t> best = reference::select_top(values, fused::kIndexTopk);
-    for (std::size_t i = 0; i < fused::kIndexTopk; ++i) {
-      const int want = i < best.size() ? best[i] : -1;
-      const std::int32_t page =
-          want < 0 ? 0
-                   : step.page_table[static_cast<std::size_t>(
-                         row / sizes.tokens * sizes.pages_of_request() + want / sizes.per_page())];
-      const std::int32_t slot = want < 0 ? -1 : page * sizes.per_page() + want % sizes.per_page();
-      const std::size_t at = static_cast<std::size_t>(row) * fused::kIndexTopk + i;
-      wrong += entries[at] != want || slots[at] != slot ? 1 : 0;
-    }
-  }
-  CHECK_EQ(wrong, 0);
-}
-
 // One layer, each half from what the device began it with. 4e-2: codes of V4's attention output,
 // and of what follows, move where an error passes a tie (a single wrong key of 640 gives more);
 // 2e-2: the experts' roundings, and of the residual.
 void check_layer(int ratio, int rows, int length, bool hashes,
-                 fused::BranchSelect select = fused::BranchSelect::measured,
                  std::uint64_t budget_ns = 20'000'000) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
   PooledChain chain(weights().host, weights().v4, 1, ratio, rows / tokens, tokens, length,
@@ -312,16 +287,14 @@ void check_layer(int ratio, int rows, int length, bool hashes,
   Random random(17);
   const StepV4 drawn(chain.sizes, Draw::random, random);
   const HostContext context(drawn, random);
-  SideStream side(fused::BranchJoin::ended, select);
+  SideStream side(fused::BranchJoin::ended);
   Graph graph([&](cudaStream_t stream) { chain.launch({}, side, stream); });
   chain.layers.reset();
   finish();
   graph.replay();
   graph.wait();
   CHECK(!chain.mail.faulted());
-  std::printf("ratio %d length %d%s%s\n", ratio, length, hashes ? ", by table" : "",
-              select == fused::BranchSelect::attention ? ", selected by attention" : "");
-  if (ratio == 4) check_selected(chain.states[0]);
+  std::printf("ratio %d length %d%s\n", ratio, length, hashes ? ", by table" : "");
   std::vector<std::uint16_t> got[2];
   for (int i = 0; i < 2; ++i) {
     got[i].resize(chain.layers.residual.size());
@@ -357,9 +330,8 @@ using Result = std::vector<std::uint16_t>;
 struct Rank {
   PooledChain chain;
   SideStream side;
-  Rank(int ratio, int rows, fused::BranchJoin join,
-       fused::BranchSelect select = fused::BranchSelect::measured)
-      : chain(weights().host, weights().v4, 2, ratio, rows / 6, 6, 8186), side(join, select) {}
+  Rank(int ratio, int rows, fused::BranchJoin join)
+      : chain(weights().host, weights().v4, 2, ratio, rows / 6, 6, 8186), side(join) {}
 
   std::vector<Result> inputs;
 
@@ -395,7 +367,6 @@ using lowlat::bench::Graph;
 using lowlat::bench::Rank;
 using lowlat::bench::Result;
 using lowlat::nvidia::fused::BranchJoin;
-using lowlat::nvidia::fused::BranchSelect;
 
 TEST_CASE(layers_equal_float64_for_all_widths) {
   need_device();
@@ -404,9 +375,6 @@ TEST_CASE(layers_equal_float64_for_all_widths) {
   }
   // Fewer entries than a selection; no pool, and experts by their table.
   check_layer(4, 6, 1000, false);
-  for (const auto& [rows, length] : {std::pair{1, 8186}, {6, 8186}, {8, 8186}, {6, 1000}}) {
-    check_layer(4, rows, length, false, BranchSelect::attention);
-  }
   check_layer(0, 6, 8186, true);
 }
 
@@ -414,8 +382,7 @@ TEST_CASE(brief_one_row_and_six) {
   need_device();
   for (const int rows : {1, 6}) {
     for (const int ratio : {4, 128}) {
-      check_layer(ratio, rows, 1000, false, BranchSelect::measured,
-                  lowlat::testing::kBriefBudgetNs);
+      check_layer(ratio, rows, 1000, false, lowlat::testing::kBriefBudgetNs);
     }
   }
 }
@@ -426,15 +393,11 @@ TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
   struct Way {
     int rows;
     BranchJoin join;
-    BranchSelect select = BranchSelect::kernel;
   };
-  for (const auto& [rows, join, select] :
-       {Way{6, BranchJoin::ended}, Way{6, BranchJoin::started}, Way{12, BranchJoin::started},
-        Way{6, BranchJoin::ended, BranchSelect::attention},
-        Way{6, BranchJoin::started, BranchSelect::attention}}) {
+  for (const auto& [rows, join] :
+       {Way{6, BranchJoin::ended}, Way{6, BranchJoin::started}, Way{12, BranchJoin::started}}) {
     for (const int ratio : {4, 128}) {
-      if (ratio != 4 && select == BranchSelect::attention) continue;
-      Rank rank(ratio, rows, join, select);
+      Rank rank(ratio, rows, join);
       std::vector<Result> want;
       for (int i = 0; i < kInputs; ++i) want.push_back(rank.one_by_one(i));
       CHECK(want[0] != want[1]);
@@ -460,7 +423,7 @@ TEST_CASE(a_kernel_may_start_a_millisecond_late) {
   for (const int rows : {6, 12}) {
     for (const int ratio : {4, 128}) {
       for (const BranchJoin join : {BranchJoin::ended, BranchJoin::started}) {
-        Rank rank(ratio, rows, join, rows == 6 ? BranchSelect::attention : BranchSelect::kernel);
+        Rank rank(ratio, rows, join);
         const Result want = rank.one_by_one(0);
         for (int late = 0; late <= static_cast<int>(HopKernel::second_exchange); ++late) {
           const auto delay = [late](HopKernel kernel) {

@@ -481,8 +481,8 @@ void FusedStep::State::Target::pooled_layer(int layer_idx) const {
     out.pool = pooling(layer_idx);
     if (s.selects(layer_idx)) out.index = selection(layer_idx);
   }
-  const fused::LayerBranch branch = {
-      s.side.get(), s.forked.get(), s.projected.get(), s.started.get(), s.ended.get(), {}, {}};
+  const fused::LayerBranch branch = {s.side.get(),    s.forked.get(), s.projected.get(),
+                                     s.started.get(), s.ended.get(),  {}};
   check(fused::launch_pooled_layer(out, layer_step(), place(layer_idx), {}, branch, stream),
         "a layer");
 }
