@@ -341,7 +341,8 @@ struct Gatherer {
     }
     return true;
   }
-  // Entries from 0 on whose h is complete, at least `least`; -1 when it is late.
+  // Entries from 0 on whose h is complete, at least `least`, when those before the last of `least`
+  // are known to be; -1 when it is late.
   LOWLAT_DEVICE int wait_entries(int least) const {
     const int entry = least - 1 + r.lane;
     const bool exists = entry < r.table.num_entries;
@@ -370,7 +371,8 @@ struct Gatherer {
       const int use = first_use + k, slot = use % L::kRing;
       const auto [entry, part] = r.band_use(k);
       if (slot % L::kGatherers != which) continue;
-      if (entry >= ready) ready = wait_entries(entry + 1);
+      // One after another: a part of an entry that the other gatherer began may be this one's.
+      while (ready >= 0 && entry >= ready) ready = wait_entries(ready + 1);
       if (ready < 0 || !r.wait_free(use)) return false;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
       const std::uint32_t dst = r.slot_address(slot);
