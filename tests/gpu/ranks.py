@@ -110,11 +110,10 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         ]
 
     def bench(what: str, *words: str) -> Step:
-        model = "v4" if "v4" in words else "v41"
-        path = out / f"{what}-{model}.json"
+        path = out / f"{what}.json"
         case = ["--tp", count, "--gpus", count, "--python", python, "--json", str(path)]
         case += ["--repeats", "30"]
-        return Step(f"bench {what} {model}", lowlat("bench", what, *case, *words), 60, ranks, path)
+        return Step(f"bench {what}", lowlat("bench", what, *case, *words), 60, ranks, path)
 
     return [
         Step("devices", program("gpu_devices"), 30, ranks),
@@ -166,7 +165,6 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
             ranks,
             times=" rank 0 of ",
         ),
-        bench("layer", "--model", "v4", "--rows", "6,24"),
     ]
 
 
