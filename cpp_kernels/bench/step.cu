@@ -48,7 +48,7 @@ void check(std::uint32_t kind, const Places& places, const std::vector<int>& wid
     }
     compare_pools(fused, resident, start == kShort ? 0.08 : 0.2);
   }
-  replay_widths(fused);
+  replay_widths(fused, 1000);
 }
 
 void hosted(std::uint32_t kind, const Places& places) {

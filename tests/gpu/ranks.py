@@ -110,10 +110,10 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         ]
 
     def bench(what: str, *words: str) -> Step:
-        model = "v4" if "v4" in words else "v41"
-        path = out / f"{what}-{model}.json"
+        path = out / f"{what}.json"
         case = ["--tp", count, "--gpus", count, "--python", python, "--json", str(path)]
-        return Step(f"bench {what} {model}", lowlat("bench", what, *case, *words), 60, ranks, path)
+        case += ["--repeats", "30"]
+        return Step(f"bench {what}", lowlat("bench", what, *case, *words), 60, ranks, path)
 
     return [
         Step("devices", program("gpu_devices"), 30, ranks),
@@ -129,6 +129,18 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
             )
             for model, words in kinds
         ],
+        Step("draft", program("gpu_draft", f"{n}_gpus"), 30, ranks),
+        Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 60, ranks),
+        Step("hosted steps of these", program("gpu_hosted", f"{n}_ranks_on_{n}"), 60, ranks),
+        bench("layer", "--rows", "6,24"),
+        Step(
+            "profile of a rank's share",
+            lowlat("profile", "layer", "--tp", count, "--rows", "6", "--out", str(out)),
+            60,
+            1,
+        ),
+        bench("exchange", "--rows", "12,48"),
+        bench("draft", "--rows", "6,48"),
         Step(
             "every width",
             program("bench_layer", "ranks", count, "whole", *WIDTHS),
@@ -136,6 +148,16 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
             ranks,
             times="^layer  ",
         ),
+        *[
+            Step(
+                f"steps of {model}, timed",
+                program("bench_step", "time", *words, "ranks", count, "6", "24"),
+                60,
+                ranks,
+                times=r"ms \(10th",
+            )
+            for model, words in kinds
+        ],
         Step(
             "a process a rank",
             program("bench_layer", "processes", count, *WIDTHS),
@@ -143,29 +165,6 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
             ranks,
             times=" rank 0 of ",
         ),
-        Step("draft", program("gpu_draft", f"{n}_gpus"), 30, ranks),
-        Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 60, ranks),
-        Step("hosted steps of these", program("gpu_hosted", f"{n}_ranks_on_{n}"), 60, ranks),
-        bench("layer", "--rows", "6,12,24,48"),
-        bench("exchange", "--rows", "12,24,48"),
-        bench("draft", "--rows", "6,48"),
-        Step(
-            "profile of a rank's share",
-            lowlat("profile", "layer", "--tp", count, "--rows", "6", "--out", str(out)),
-            60,
-            1,
-        ),
-        bench("layer", "--model", "v4", "--rows", "6,12,24,48"),
-        *[
-            Step(
-                f"steps of {model}, timed",
-                program("bench_step", "time", *words, "ranks", count, "6", "12", "24", "48"),
-                60,
-                ranks,
-                times=r"ms \(10th",
-            )
-            for model, words in kinds
-        ],
     ]
 
 

@@ -180,7 +180,7 @@ void check_replays(std::uint32_t kind, const Places& places) {
   bench::failures = 0;
   bench::AllWeights weights(places);
   bench::Team fused("fused", places, bench::config_of(kind, false, 0), weights);
-  bench::replay_widths(fused);
+  bench::replay_widths(fused, 200);
   CHECK_EQ(bench::failures, 0);
 }
 
