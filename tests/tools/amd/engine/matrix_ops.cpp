@@ -105,10 +105,9 @@ void multiply(Wave& w, const Inst& i, Shape shape, const Operand& a, const Opera
       for (int k = 0; k < shape.depth; ++k) sum += row[k] * column[k];
       const u32 start = c.kind == Kind::vector ? w.v[from + reg][lane]
                                                : static_cast<u32>(constant_bits<u32>(w, c));
-      out[reg][lane] =
-          integers ? start + static_cast<u32>(static_cast<i64>(sum))
-                   : float_bits(nearly(w, sum + static_cast<double>(bits_float(start)),
-                                       start ^ static_cast<u32>(lane << 8 | reg)));
+      out[reg][lane] = integers ? start + static_cast<u32>(static_cast<i64>(sum))
+                                : float_bits(nearly(w, sum + static_cast<double>(bits_float(start)),
+                                                    start ^ static_cast<u32>(lane << 8 | reg)));
     }
   }
   for (int reg = 0; reg < registers; ++reg) std::memcpy(w.v[to + reg], out[reg], sizeof out[reg]);
