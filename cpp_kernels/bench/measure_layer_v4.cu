@@ -7,7 +7,7 @@
 #include "bench/layer_v4_case.cuh"
 // The model comes first.
 #include "bench/machine.cuh"
-#include "bench/words.hpp"
+#include "bench/program.hpp"
 #include "shape/bytes.hpp"
 
 namespace lowlat::bench {
@@ -35,8 +35,7 @@ double layer_bytes(const PooledChain& chain) {
 }
 
 // Kernels run one by one and replayed steps give the same bits, and nothing faulted.
-bool check(Report& report, PooledChain& chain, const SideStream& side, Graph& graph,
-           const std::string& at) {
+bool check(Report& report, PooledChain& chain, Graph& graph, const std::string& at) {
   const std::function<void(fused::HopKernel)> wait = [](fused::HopKernel) {
     cuda_must(cudaDeviceSynchronize(), "kernel");
   };
@@ -47,7 +46,7 @@ bool check(Report& report, PooledChain& chain, const SideStream& side, Graph& gr
     // The graph's stream does not wait for the one that fills.
     cuda_must(cudaDeviceSynchronize(), "inputs");
     if (one_by_one) {
-      chain.launch(alone, side, graph.stream());
+      chain.launch(alone, graph.stream());
     } else {
       graph.replay();
     }
@@ -75,9 +74,8 @@ int run(const Words& words, Report& report) {
       const std::string name = "layer of ratio " + std::to_string(ratio);
       const int tokens = rows % 6 == 0 ? 6 : 1;
       PooledChain chain(host, beside, kLayers, ratio, rows / tokens, tokens, kLength);
-      const SideStream side(fused::BranchJoin::measured);
-      Graph graph([&](cudaStream_t stream) { chain.launch({}, side, stream); });
-      if (!check(report, chain, side, graph, " T=" + std::to_string(rows) + ", " + name)) return 1;
+      Graph graph([&](cudaStream_t stream) { chain.launch({}, stream); });
+      if (!check(report, chain, graph, " T=" + std::to_string(rows) + ", " + name)) return 1;
       const Times times = time_of(graph, words.repeats);
       const Spread us = {times.median_us / kLayers, times.low_us / kLayers,
                          times.high_us / kLayers};
@@ -88,28 +86,19 @@ int run(const Words& words, Report& report) {
   return report.all_good() ? 0 : 1;
 }
 
-int main_of(int argc, char** argv) {
-  const Words words = read_words(argc, argv);
-  if (!words.wrong.empty()) {
-    std::fprintf(stderr, "%s\n", words.wrong.c_str());
-    return 2;
-  }
-  Report report;
-  const auto refuse = [&](const std::string& why) {
-    report.refusal(why);
-    return 1;
-  };
+int measure_all(const Words& words, Report& report) {
   if (words.model != "v4")
-    return refuse("this program's layers are v4's, not " + words.model + "'s");
+    return report.refusal("this program's layers are v4's, not " + words.model + "'s");
   if (words.schedule != "fused") {
-    return refuse("a layer of this shape is built for --schedule fused, not " + words.schedule);
+    return report.refusal("a layer of this shape is built for --schedule fused, not " +
+                          words.schedule);
   }
   if (words.tp != PooledChain::kTp || words.gpus != 1) {
-    return refuse("V4's fused layers run for --tp 4 --gpus 1, not --tp " +
-                  std::to_string(words.tp) + " --gpus " + std::to_string(words.gpus));
+    return report.refusal("V4's fused layers run for --tp 4 --gpus 1, not --tp " +
+                          std::to_string(words.tp) + " --gpus " + std::to_string(words.gpus));
   }
   if (!words.stamps.empty())
-    return refuse("no stamps are taken of V4's layers: leave --stamps out");
+    return report.refusal("no stamps are taken of V4's layers: leave --stamps out");
   if (!require_gpus(report, words.gpus)) return 1;
   report.machine(measure_machine(words.gpus));
   return run(words, report);
@@ -119,10 +108,5 @@ int main_of(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::main_of(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::measured(argc, argv, lowlat::bench::measure_all);
 }

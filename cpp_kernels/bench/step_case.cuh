@@ -54,16 +54,27 @@ static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t 
   return (bits & 0x80u ? -size : size) * scale;
 }
 
+// *sum += a number of all values and their places.
+static __global__ void add_digest(const std::uint32_t* values, std::int64_t count,
+                                  unsigned long long* sum) {
+  unsigned long long own = 0;
+  for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += std::int64_t{gridDim.x} * blockDim.x) {
+    own += mixed(static_cast<std::uint64_t>(i) << 32 | values[i]);
+  }
+  atomicAdd(sum, own);
+}
+
 enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages, index_pages_v4 };
 
 // Bytes of an index page's codes and of the whole page, by model.
 constexpr int index_codes(bool v4) { return 64 * (v4 ? 128 : 64); }
 constexpr int index_page(bool v4) { return index_codes(v4) + 64 * 4; }
 
-// Random values of a dtype. A sublayer adds an eighth to the streams that the embedding made: what
-// one of them does wrong shows. To compare, biases choose the experts: scores that lie as close as
-// random ones would give a row others by the last bit of what came before, and that row would tell
-// nothing. To time, scores do.
+// Random values of a dtype. A sublayer, and n-gram memory, adds an eighth to the streams that the
+// embedding made: what one of them does wrong shows. To compare, biases choose the experts: scores
+// that lie as close as random ones would give a row others by the last bit of what came before, and
+// that row would tell nothing. To time, scores do.
 static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
                             std::int64_t count, int scale_code, float embedding,
                             std::uint64_t seed) {
@@ -263,7 +274,8 @@ class Weights {
     const bool gain = name.find("norm.weight") != std::string::npos;
     const bool out = name.find("wo_b") != std::string::npos;
     const bool down = name.find("w2") != std::string::npos;
-    const int scale_code = out ? 125 + scale_shift : down ? 117 + scale_shift : 120;
+    const bool ngrams = name.find("engram.embed") != std::string::npos;
+    const int scale_code = out ? 125 + scale_shift : down ? 117 + scale_shift : ngrams ? 126 : 120;
     Kind kind = Kind::plain;
     if (name == "embed.weight") {
       kind = Kind::embedding;
@@ -381,17 +393,7 @@ class Rank {
       spec.struct_bytes = sizeof spec;
       must(lowlat_model_tensor(model_, i, &spec));
       if (hosted && spec.role == LOWLAT_POOL) spec.shape[0] = rows_of(spec);
-      lowlat_tensor tensor{};
-      tensor.struct_bytes = sizeof tensor;
-      tensor.dtype = spec.dtype;
-      tensor.layout = spec.layout;
-      tensor.ndim = spec.ndim;
-      std::int64_t stride = 1;
-      for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-        tensor.shape[d] = spec.shape[d];
-        tensor.stride[d] = stride;
-        stride *= spec.shape[d];
-      }
+      lowlat_tensor tensor = dense_tensor(spec, nullptr);
       if (spec.role == LOWLAT_POOL) {
         // The same whatever the layout of the weights between them.
         tensor.data = Weights::filled(spec, kPoolSeed + pools_.size());
@@ -558,15 +560,38 @@ class Rank {
     }
     return out;
   }
+  // What a hosted step leaves: hidden states, features and streams of all rows but padding's.
+  std::vector<float> hosted_results(const lowlat_hosted_step& step) {
+    const int rows = step.batch_size * step.tokens_per_request - (step.batch_size > 1 ? 1 : 0);
+    const auto width = static_cast<std::size_t>(rows) * static_cast<std::size_t>(config_.hidden);
+    std::vector<float> out = floats(step.hidden, width);
+    const auto stages = static_cast<std::size_t>(config_.num_draft_stages);
+    for (const float v : floats(step.features, width * stages)) out.push_back(v);
+    for (const float v : floats(step.streams, width * 4)) out.push_back(v);
+    return out;
+  }
   std::vector<std::int32_t> history() {
     return take(history_, static_cast<std::size_t>(3 * kMaxBatch));
   }
-  std::vector<float> logits(const lowlat_step& step) {
-    return take(step.logits,
-                static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab));
+  void set_history(const std::vector<std::int32_t>& history) {
+    must(lowlat_model_write(model_, history_, history.data(), sizeof history[0] * history.size()));
+  }
+  std::vector<float> logits(const lowlat_step& step) { return take(step.logits, num_logits(step)); }
+  // A number of all bits of the logits, by the device that is current, which is this rank's: small
+  // enough to look at each of a thousand replays.
+  std::uint64_t digest_of_logits(const lowlat_step& step) {
+    if (digest_ == nullptr) digest_ = place(std::vector<unsigned long long>{0});
+    cuda_must(cudaMemset(digest_, 0, sizeof *digest_), "digest");
+    add_digest<<<256, 256>>>(reinterpret_cast<const std::uint32_t*>(step.logits),
+                             static_cast<std::int64_t>(num_logits(step)), digest_);
+    cuda_must(cudaGetLastError(), "digest");
+    return take(digest_, 1)[0];
   }
 
  private:
+  std::size_t num_logits(const lowlat_step& step) const {
+    return static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab);
+  }
   // Of a hosted model's pool.
   std::int64_t rows_of(const lowlat_tensor_spec& spec) const {
     const std::string name = spec.name;
@@ -613,6 +638,7 @@ class Rank {
   int num_tokens_;
   lowlat_model* model_ = nullptr;
   std::int32_t* history_ = nullptr;
+  unsigned long long* digest_ = nullptr;  // of digest_of_logits
   std::vector<Pool> pools_;
   std::vector<lowlat_tensor> caches_;  // the same
 };

@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (thread_idx < kTile) {
     const int place = first_key + thread_idx;
     const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
-    bool late = params.late_extra;
+    bool late = false;
     int late_row = -1;
     if (place < params.num_window) {
 #pragma unroll 4
@@ -343,8 +343,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   plat::block_sync();
   stamps.mark(StampStage::ask);
 
-  if (!kHops || params.before.word != nullptr) wait_at(params.before);
-  if constexpr (!kHops) stamps.mark(StampStage::wait);
+  if constexpr (!kHops) {
+    wait_at(params.before);
+    stamps.mark(StampStage::wait);
+  }
   if (kHops && any_late) {
     // Keys of the step's rows, which are there before q is. Few threads have such pieces, and few
     // of them more than one.
@@ -414,11 +416,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   }
-  if (any_late && (!kHops || params.late_extra)) {
-    if (thread_idx < kTile) {
-      shared.data[1][thread_idx] =
-          kHops && shared.late_row[thread_idx] >= 0 ? nullptr : shared.late[thread_idx];
-    }
+  if (!kHops && any_late) {
+    if (thread_idx < kTile) shared.data[1][thread_idx] = shared.late[thread_idx];
     plat::block_sync();
     ask_for_tile<false, false>(shared, shared.data[1], shared.scales[0]);
     expand_tile(shared, shared.data[1]);

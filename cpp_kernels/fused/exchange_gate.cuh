@@ -8,9 +8,9 @@
 //                     writes after it has passed its own gate, which the readers of the former
 //                     contents have opened, directly or through the kernels between; steps follow
 //                     each other by the stream's order.
-//              late   the port's budget without an opening ends the wait, fills the status words
-//                     and raises the abort word, which ends all other waits; the receiver of the
-//                     next exchange sees it too, so the step's results are NaN.
+//              late   twice the port's budget without an opening ends the wait, fills the status
+//                     words and raises the abort word, which ends all other waits; the receiver of
+//                     the next exchange sees it too, so the step's results are NaN.
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
@@ -39,8 +39,8 @@ class GateWatch {
  public:
   LOWLAT_DEVICE explicit GateWatch(const Gate& gate)
       : gate_(gate),
-        deadline_ns_(plat::clock_ns() + (gate.port != nullptr ? gate.port->budget_ns : kSecondNs)) {
-  }
+        deadline_ns_(plat::clock_ns() +
+                     (gate.port != nullptr ? patient_budget_ns(*gate.port) : kSecondNs)) {}
   LOWLAT_DEVICE bool ended() const {
     const ExchangePort* port = gate_.port;
     const bool late = plat::clock_ns() > deadline_ns_;
@@ -79,13 +79,29 @@ LOWLAT_DEVICE void wait_at(const Gate& gate) {
   plat::block_sync();
 }
 
-// All threads of the block call, after their stores.
-LOWLAT_DEVICE void open_gate(const Gate& gate) {
+// A part of wait_at for several gates: what was written before them is there for all threads of the
+// block after its next barrier. Each gate is asked by a warp of its own, so that the ways to them
+// are one; of those after the first a NULL word means that there is nothing to wait for. All
+// threads of the block call.
+template <class... Gates>
+LOWLAT_DEVICE void poll_gates(const Gate& first, const Gates&... more) {
+  if (first.word == nullptr) sm90::wait_for_predecessors();
+  if (plat::thread_idx() % plat::kWarpLanes != 0) return;
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  Gate own = first;
+  int number = 0;
+  static_cast<void>(((own = warp_idx == ++number ? more : own), ...));
+  if (warp_idx <= number && own.word != nullptr) poll_gate(own);
+}
+
+// All threads of the block call, after their stores. The block counts as so many.
+LOWLAT_DEVICE void open_gate(const Gate& gate, std::uint32_t count = 1u) {
   if (gate.word == nullptr) return;
   plat::block_sync();
   if (plat::thread_idx() == 0) {
     asm volatile(
-        "red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(gate.word))
+        "red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(gate.word)),
+        "r"(count)
         : "memory");
   }
 }

@@ -119,12 +119,7 @@ constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
 // is allocated.
 cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cudaStream_t stream);
 cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream);
-// `started` (created without timing), where given, is recorded when all blocks of the selection
-// have begun. A kernel that waits at `done` on another stream has to wait for this event first:
-// then the kernels that it waits for hold their places on the device, whatever it takes of the
-// rest.
-cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
-                                cudaEvent_t started = nullptr);
+cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream);
 // out_blocks from block_scores; waits for scores_done and opens nothing.
 cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic, cudaStream_t stream);
 

@@ -407,13 +407,12 @@ bool valid(const IndexParams& params) {
 
 }  // namespace
 
-cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
-                                cudaEvent_t started) {
+cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream) {
   if (!valid(params)) return cudaErrorInvalidValue;
   const auto blocks = index_select_blocks(params);
   const auto rows = static_cast<unsigned>(params.rows.num_rows);
   return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads, sizeof(SelectShared),
-                       1, programmatic, stream, params, started);
+                       1, programmatic, stream, params);
 }
 
 cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic, cudaStream_t stream) {

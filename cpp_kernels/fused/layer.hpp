@@ -34,9 +34,11 @@
 #include "fused/exchange_mix.hpp"
 #include "fused/front.hpp"
 #include "fused/index.hpp"
+#include "fused/layer_beside.hpp"
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
+#include "fused/place.hpp"
 
 namespace lowlat::nvidia::fused {
 
@@ -65,15 +67,8 @@ struct PlainLayer {
   const std::int32_t* extra_idx;   // [T, num_extra]
   int num_window, num_extra;
   int extra_ratio;  // see attention.hpp
-  // The gate of who writes the extra set (late_extra, see attention.hpp), or of who makes extra_idx
-  // too; word NULL: all is there. Its kernels must have their places on the device before attention
-  // is launched: LayerParts::between may wait for that.
-  bool late_extra;
-  Gate extra_done;
-  // True: attention is launched when q's kernel and what the caller joins before attention have
-  // ended. A join alone does not make it wait: capture takes all edges into a kernel of a
-  // programmatic launch for programmatic ones.
-  bool extra_ends;
+  // Kernels that write the extra set or select from it, during the launch; NULL: all is there.
+  const BesideLayer* beside;
   // True: n-gram memory is applied to this layer's result (launch_engram_apply). It waits at the
   // gate kLayerExchanged, sends x and opens the gate kLayerDone instead of the last exchange.
   bool memory_follows;
@@ -98,9 +93,8 @@ struct LayerMemory {
   float* mix[2];
   std::int64_t bytes;  // of it all
 };
-inline constexpr int kLayerGates = 32;
-// Of these, that of a layer's result; the first that no kernel of a plain layer uses, for kernels
-// beside it; and that of the last exchange where memory_follows.
+// Of a layer's kLayerGates: that of its result; the first that no kernel of a plain layer uses, for
+// kernels beside it; and that of the last exchange where memory_follows.
 inline constexpr int kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
 // The exchange before layer 1 where a caller counts its layers from 1, as of an embedding.
 inline constexpr int kLayerEmbedIndex = 1;
@@ -117,14 +111,14 @@ void set_index_latent(const LayerMemory& memory, FusedModel model, int num_rows,
 LayerMemory layer_memory(void* base, lowlat::fused::MoeShape shape, int tp_size, int max_rows,
                          int num_layers);
 
-// Makes the memory ready, once: zeros, the workspace of the experts, the port's copy. Waits for
-// the device.
+// Makes the memory ready, once: zeros, the workspace of the experts, the port's copy. The caller
+// waits for the stream before another uses the memory.
 cudaError_t layer_init(const LayerMemory& memory, lowlat::fused::MoeShape shape,
-                       const ExchangePort& port);
+                       const ExchangePort& port, cudaStream_t stream);
 // After a fault, on every rank, the device idle and the ranks' words and epochs agreed: as
 // layer_init, but for the residual and x.
 cudaError_t layer_recover(const LayerMemory& memory, lowlat::fused::MoeShape shape,
-                          const ExchangePort& port);
+                          const ExchangePort& port, cudaStream_t stream);
 
 // A step of one rank.
 struct LayerStep {
@@ -170,10 +164,10 @@ struct LayerParts {
   // have as many blocks (a power of two). 0: what was measured best. idle_sms stays what it is for
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
+  // V4's last exchange: by few blocks (ExchangeMixParams::few_blocks).
+  bool few_exchange_blocks = true;
   MixPlace mix_place = MixPlace::measured;
-  // Recorded when all blocks of a kernel have begun, for a branch that waits at its gate: of
-  // [q_a, kv], and of V4's last exchange. NULL: not wanted.
-  cudaEvent_t qkv_started = nullptr, last_started = nullptr;
+  BesideOrder beside_order = BesideOrder::measured;
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
 };

@@ -1321,11 +1321,12 @@ LOWLAT_UNIT void route(const Rank& rank, const Share& share, const Rows& rows,
   plat::block_sync();
 }
 
-// body(expert, pairs, num_pairs, begin, end) over the share's tiles of n weight rows of every
-// expert that has pairs.
+// body(expert, pairs, num_pairs, begin, end) over the share's tiles of n weight rows, `together` of
+// them each, of every expert that has pairs.
 template <class Body>
-LOWLAT_DEVICE void for_expert_tiles(const Share& share, const LayerCall& call, int n, Body&& body) {
-  const int step = Threads::kAlone ? n : stages::DotTeam<Block>::kNum;
+LOWLAT_DEVICE void for_expert_tiles(const Share& share, const LayerCall& call, int n, int together,
+                                    Body&& body) {
+  const int step = Threads::kAlone ? n : together;
   const std::int32_t* offsets = share.memory->pair_offsets;
   int tile = share.num - share.idx;  // counts the tiles of all experts
   for (int expert = 0; expert < call.num_experts; ++expert) {
@@ -1350,7 +1351,7 @@ LOWLAT_UNIT void run_experts_up(const Rank& rank, const Share& share, const Rows
   stages::group_pairs<Block>(share.memory->pair_offsets, share.memory->pairs, b.expert_ids,
                              rows.num_rows, call.experts_per_token, call.num_experts);
   plat::block_sync();
-  for_expert_tiles(share, call, inner,
+  for_expert_tiles(share, call, inner, stages::gate_up_rows<Block>(),
                    [&](int expert, const std::int32_t* pairs, int num_pairs, int begin, int end) {
                      const Expert rows_of = expert_rows(rank, w, expert);
                      stages::expert_gate_up<Block>(b.expert_h, b.x_f32, rows_of.w1, rows_of.w3,
@@ -1367,7 +1368,7 @@ LOWLAT_UNIT void run_experts_down(const Rank& rank, const Share& share, const La
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int inner = s.kIntermediateLocal;
-  for_expert_tiles(share, call, s.kHidden,
+  for_expert_tiles(share, call, s.kHidden, stages::down_rows<Block>(),
                    [&](int expert, const std::int32_t* pairs, int num_pairs, int begin, int end) {
                      stages::expert_down<Block>(b.expert_d, b.expert_h,
                                                 expert_rows(rank, call.weights, expert).w2, pairs,

@@ -22,7 +22,7 @@ SHORTEST_WATCHDOG_S = 10
 # slower than SGLang's own.
 LONGEST_CONTEXT = 262_000
 # Tensor-parallel sizes whose steps, and a draft's layers, the fused kernels run inside SGLang.
-FUSED_RANKS = (4,)
+FUSED_RANKS = (2, 4)
 
 
 def version_reasons() -> list[str]:

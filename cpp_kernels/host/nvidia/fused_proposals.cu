@@ -94,7 +94,7 @@ FusedProposals::FusedProposals(const lowlat_model_config& config, const shape::R
   s.base = s.take<float>(std::int64_t{kRows} * shape.kVocabLocal);
   s.offset = s.take<std::int64_t>(1);
   s.anchors = s.take<std::int64_t>(fused::kMaxDraftBatch);
-  check(cudaDeviceSynchronize(), "the proposals' memory");
+  wait_for(nullptr, "the proposals' memory");
   for (int batch = 1; batch <= fused::kMaxDraftBatch; ++batch) {
     lowlat_proposal proposal{};
     proposal.batch_size = batch;

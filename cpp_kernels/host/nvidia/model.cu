@@ -1,6 +1,5 @@
 #include "host/nvidia/model.hpp"
 
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -89,13 +88,13 @@ int device_of(const Words& words, const lowlat_model_config& config) {
   return count > 0 ? config.tp_rank % count : 0;
 }
 
-class NvidiaModel final : public Model {
+class NvidiaModel final : public lowlat::nvidia::devices::DeviceModel<ExchangeRegion> {
  public:
   // fused: there are fused kernels for the model, and they are wanted; forced: nothing else is.
   NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
               bool fused, bool forced, bool loop)
-      : Model(config, hosting, "nvidia", fused ? catalogue_with_fused(hosting) : kCatalogue, false),
-        device_(device),
+      : DeviceModel(config, hosting, "nvidia", fused ? catalogue_with_fused(hosting) : kCatalogue,
+                    device),
         fused_(fused),
         forced_(forced) {
     const OnDevice on(device_);
@@ -112,16 +111,8 @@ class NvidiaModel final : public Model {
     last_ = std::make_unique<Event>();
   }
 
-  // Work that still runs must end before its memory goes; its peers end with it.
   ~NvidiaModel() override {
-    try {
-      if (!wait_idle(0)) {
-        abort();
-        wait_idle(2 * config().wait_budget_ns + 1'000'000'000);
-      }
-    } catch (const Error&) {
-      // The device is lost; what follows frees what it can.
-    }
+    end_work();
     int before = 0;
     cudaGetDevice(&before);
     cudaSetDevice(device_);
@@ -171,13 +162,6 @@ class NvidiaModel final : public Model {
     check(cudaMemcpy(dst, src, bytes, cudaMemcpyDefault), "cudaMemcpy");
   }
 
-  void peer_export(lowlat_peer_handle& out) const override { out = region_->handle(); }
-
-  void abort() override {
-    aborted_.store(true, std::memory_order_relaxed);  // orders nothing: only ever read as a word
-    region_->abort();
-  }
-
  protected:
   void check_memory(const TensorSlot& slot, const void* data) const override {
     const OnDevice on(device_);
@@ -190,19 +174,8 @@ class NvidiaModel final : public Model {
                     std::to_string(kFusedAlignment) +
                     " bytes, as the fused schedule reads it (nvidia:persistent does without)");
     }
-    const std::string seen = attributes.type == cudaMemoryTypeDevice
-                                 ? "memory of device " + std::to_string(attributes.device)
-                                 : "host memory";
-    throw invalid("tensor " + slot.name + ": data is " + seen +
-                  "; this rank needs memory of device " + std::to_string(device_) +
-                  " (lowlat_model_alloc)");
+    throw misplaced(slot, attributes.type == cudaMemoryTypeDevice ? attributes.device : -1);
   }
-
-  void open_peer(int peer_rank, const lowlat_peer_handle& handle) override {
-    region_->open(peer_rank, handle);
-    region_->probe(peer_rank);
-  }
-  bool has_peer(int rank) const override { return region_->is_open(rank); }
 
   void become_ready() override {
     step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), pools(), *region_);
@@ -300,11 +273,8 @@ class NvidiaModel final : public Model {
     }
   }
 
-  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
-
   lowlat_status_words status() const override {
-    lowlat_status_words out = lowlat::nvidia::devices::status_of(
-        static_cast<const lowlat::nvidia::stages::StatusWords*>(region_->status()));
+    lowlat_status_words out = DeviceModel::status();
     if (out.state != 0u && out.kernel >= kFusedLine) {
       out.place = out.kernel;
       out.kernel = kFusedLine;
@@ -334,9 +304,7 @@ class NvidiaModel final : public Model {
 
   static constexpr std::uintptr_t kFusedAlignment = 16;
 
-  int device_;
   bool fused_, forced_;  // see the constructor
-  std::unique_ptr<ExchangeRegion> region_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Stream> copies_;  // of memory that nothing that was launched uses
   std::unique_ptr<Event> last_;     // of what was launched last
@@ -345,7 +313,6 @@ class NvidiaModel final : public Model {
   std::unique_ptr<FusedProposals> fused_proposals_;
   std::vector<Memory> allocated_;
   std::vector<void*> shared_;
-  std::atomic<bool> aborted_{false};
 };
 
 }  // namespace
@@ -373,16 +340,12 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
                                           refusal + " (nvidia:persistent serves it)");
     }
   }
-  // Of two ranks by the word alone: a few of many replays of many rows differed from the others
-  // there. What may have caused it is mended, and no GPU has run it (docs/bench/step-hopper.md).
-  const bool settled =
-      (proposals && !stages) || config.tp_size != 2 || words.schedules == Schedules::fused;
-  const bool fused = words.schedules != Schedules::persistent && refusal.empty() && settled;
+  const bool fused = words.schedules != Schedules::persistent && refusal.empty();
   if (stages && whole && !fused) {
     throw Error(LOWLAT_UNSUPPORTED,
                 "stages is 1, but the fused schedule, which alone runs the layers of a hosted "
                 "draft, does not serve this model: " +
-                    (refusal.empty() ? "two ranks need nvidia:fused" : refusal));
+                    (refusal.empty() ? "nvidia:persistent was asked for" : refusal));
   }
   return std::make_unique<NvidiaModel>(config, hosting, device, fused,
                                        words.schedules == Schedules::fused, words.loop);

@@ -182,8 +182,8 @@ typedef struct lowlat_model lowlat_model;
  * tp_rank modulo the number of devices) or "nvidia:N" for device number N; in one with AMD code
  * objects "amd" and "amd:N" likewise, which never ran on an AMD GPU. Behind nvidia's, ":fused" or
  * ":persistent" names the schedule of steps and drafts; without a word it is the fused one where
- * that is built for the model, on devices of their own, but for models of two ranks: their replays
- * did not always agree. ":loop" is for measurements: one rank alone, whose peers are itself. */
+ * that is built for the model, on devices of their own. ":loop" is for measurements: one rank
+ * alone, whose peers are itself. */
 LOWLAT_API lowlat_status lowlat_model_create(const char* platform,
                                              const lowlat_model_config* config,
                                              lowlat_model** out_model);
@@ -467,14 +467,20 @@ LOWLAT_API lowlat_status lowlat_synchronize(lowlat_model* model, uint64_t budget
 
 /* ------------------------------------------------------------------ faults */
 
+/* Places of a layer: its kernels, its gates, and what tells a gate from a kernel. */
+#define LOWLAT_PLACE_KERNELS 16
+#define LOWLAT_PLACE_GATES 32
+#define LOWLAT_PLACE_GATE 0x1000u
+
 typedef struct lowlat_status_words {
   uint32_t struct_bytes;
   uint32_t state;  /* 0 healthy, 1 a wait expired here, 2 aborted by a peer, 3 aborted by host */
   uint32_t kernel; /* index into the catalogue's lines */
   uint32_t stage;  /* lowlat_stage_name() gives the word */
   int32_t peer;    /* rank that was waited for or that raised the abort; -1: none */
-  uint32_t place;  /* of the fused schedule: 16 times the layer, counted from 1, and which of its
-                    * kernels; or 0x1000, 32 times the layer and which of its gates; else 0 */
+  uint32_t place;  /* of the fused schedule: LOWLAT_PLACE_KERNELS times the layer, counted from 1,
+                    * and which of its kernels; or LOWLAT_PLACE_GATE, LOWLAT_PLACE_GATES times the
+                    * layer and which of its gates; else 0 */
   uint64_t epoch;  /* of the exchange */
 } lowlat_status_words;
 

@@ -551,7 +551,7 @@ c_structs! {
         stage: u32,
         /// Rank that was waited for or that raised the abort; -1: none.
         peer: i32,
-        /// Of the fused schedule: 16 times the layer and which of its kernels; else 0.
+        /// Which kernel or gate of the fused schedule, as the header says; else 0.
         place: u32,
         /// Of the exchange.
         epoch: u64,
