@@ -17,6 +17,8 @@ process of its own, with the same prompts, greedy:
             same rows and caches, and the differences are told. Where tokens are compared biases
             choose the experts, where times are taken scores do. --accept: drafts so long on average
             are taken for right in all of it
+    --crowd while one request is answered so many others come and go, more than any width holds, and
+            another one is given up: the first one's tokens come on
     --fault at its end the plugin's arm has its kernels aborted amid the work: how the server ends
 
 Writes a .log and a .json of each arm under --out. Exit status 1 when an arm fails or a plugin's arm
@@ -48,6 +50,7 @@ BESIDE = re.compile(r"beside: step \d+ (\w+) (\d+) rows: logits median (\S+) mos
 DRAFT_BESIDE = re.compile(r"beside: (draft) of (\d+) rows: hidden states median (\S+) most (\S+)")
 ABORTED = "the kernels are aborted now"
 FAULT_TOKENS = 4000
+GIVEN_UP_S = 20
 LOCK_S = 300
 
 
@@ -64,23 +67,54 @@ def offer(out: Path) -> Path:
     return site
 
 
-async def one(engine, ids, length):
-    """Tokens of one request, and when each piece of them came."""
+async def one(engine, ids, length, started=None, rid=None):
+    """Tokens of one request, and when each piece of them came; `started` is set with the first."""
     params = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
     times, tokens = [], []
-    stream = await engine.async_generate(input_ids=ids, sampling_params=params, stream=True)
+    stream = await engine.async_generate(
+        input_ids=ids, sampling_params=params, stream=True, rid=rid
+    )
     async for piece in stream:
+        if started is not None:
+            started.set()
         times.append(time.perf_counter())
         tokens = piece["output_ids"]
     return tokens, times
 
 
-async def batch(engine, size, prompt, length, vocab):
+def prompts_of(size, prompt, vocab):
     """A request's prompt is the same in every batch."""
     prompts = []
     for request in range(size):
         draw = random.Random(request)
         prompts.append([draw.randrange(10, vocab) for _ in range(prompt)])
+    return prompts
+
+
+async def crowd(engine, size, prompt, length, vocab):
+    """One request, amid whose tokens `size` others come and go and one more is given up."""
+    first, given_up, *others = prompts_of(2 + size, prompt, vocab)
+    started, begun = asyncio.Event(), asyncio.Event()
+    whole = asyncio.ensure_future(one(engine, first, 8 * length, started))
+    await started.wait()
+    lost = asyncio.ensure_future(one(engine, given_up, 100 * length, begun, "given-up"))
+    await begun.wait()
+    engine.tokenizer_manager.abort_request("given-up")
+    done = await asyncio.gather(*(one(engine, ids, length) for ids in others))
+    tokens, times = await whole
+    # Who waits for it may be told by an exception.
+    (end,) = await asyncio.gather(asyncio.wait_for(lost, GIVEN_UP_S), return_exceptions=True)
+    left = [] if isinstance(end, BaseException) else end[0]
+    print(
+        f"crowd of {size}: {len(tokens)} tokens of the first one in {times[-1] - times[0]:.2f} s,"
+        f" {sorted(len(one) for one, _ in done)} of the others, {len(left)} of the one given up"
+        f" (of {100 * length})",
+        flush=True,
+    )
+
+
+async def batch(engine, size, prompt, length, vocab):
+    prompts = prompts_of(size, prompt, vocab)
     done = await asyncio.gather(*(one(engine, ids, length) for ids in prompts))
     # A piece is what a step accepted. The first ones come while others' prompts run.
     last_first = max(times[0] for _, times in done)
@@ -123,7 +157,7 @@ def arm(args) -> int:
         attention_backend="dsv4",
         disable_radix_cache=True,
         context_length=args.context,
-        max_running_requests=max(sizes + graphs) + 2,
+        max_running_requests=max([*sizes, *graphs, args.crowd]) + 2,
         max_total_tokens=args.pool,
         mem_fraction_static=args.memory,
         enable_nvidia_megakernel=args.arm != "off",
@@ -158,6 +192,8 @@ def arm(args) -> int:
             if prompt > 0:
                 runs.append(done)
             (args.out / f"{args.arm}.json").write_text(json.dumps(runs))
+        if args.crowd and args.arm == "on":
+            run(crowd(engine, args.crowd, shortest, args.tokens, vocab))
         if args.fault and args.arm == "on":
             engine.loop.call_later(1.0, switch, args, "abort", True)
             run(batch(engine, 1, shortest, FAULT_TOKENS, vocab))
@@ -266,6 +302,11 @@ def watch_fault(process, log: Path, end: float) -> list:
         print(f"fault: aborted {aborted is not None}, ended {process.poll() is not None}")
         return []
     print(f"fault: the server ended {time.monotonic() - aborted:.2f} s after the abort")
+    print(
+        "\n".join(
+            line for line in log.read_text(errors="replace").splitlines() if "crowd of" in line
+        )
+    )
     lines = [line for line in log.read_text(errors="replace").splitlines() if "lowlat: " in line]
     print("\n".join(lines[-3:]))
     return lines[-1:]
@@ -338,6 +379,7 @@ def main() -> int:
     parser.add_argument("--timed", type=int, default=0, help="prompt of batches that are timed")
     parser.add_argument("--timed-tokens", type=int, default=200)
     parser.add_argument("--accept", type=float, default=0.0, help="tokens that a step accepts")
+    parser.add_argument("--crowd", type=int, default=0, help="requests that come and go")
     parser.add_argument("--fault", action="store_true", help="end the plugin's arm by an abort")
     parser.add_argument("--lock", type=Path, help="engines with the same file take turns")
     parser.add_argument("--context", type=int, default=8192)
