@@ -254,10 +254,29 @@ def one_byte_on(found):
     return f"{found[1]} offset:{int(found[2] or 0) + 1}"
 
 
+# Factors exchanged: rows of a tile come out as its columns.
+EXCHANGED = (r"(v_mfma_f32_16x16x\d+_bf16 \S+), (v\[\S+\]), (v\[\S+\]), ", r"\1, \3, \2, ")
+
+
+def probed(code):
+    """What the kernel that tries a device leaves of 0x1234."""
+    machine = amd.machine.Machine(code.isa)
+    word = machine.array(np.zeros(1, np.uint32), "word")
+    machine.launch(machine.load(code), "lowlat_probe", 1, 256, [word, 0x1234])
+    machine.run()
+    return int(word.read()[0])
+
+
+def test_the_probe_of_a_device_tells_another_layout(code, tmp_path):
+    step = amd.code("step", code.isa)
+    assert probed(step) == 0x1234
+    assert probed(changed(step, tmp_path, "lowlat_probe", *EXCHANGED)) == 0x1234 ^ 0xFFFFFFFF
+
+
 @pytest.mark.parametrize(
     "pattern, replacement",
     [
-        (r"(v_mfma_f32_16x16x\d+_bf16 \S+), (v\[\S+\]), (v\[\S+\]), ", r"\1, \3, \2, "),
+        EXCHANGED,
         (r"(global_load_ubyte v\d+, .*?)(?: offset:(-?\d+))?$", one_byte_on),
     ],
     ids=["rows-and-columns-exchanged", "scale-of-the-next-run"],

@@ -47,7 +47,7 @@ inline constexpr KernelPlan kKernelPlans[] = {
     // Of a hosted model; it makes a draft's call of the proposal, in private memory.
     {"lowlat_propose", 256, 32 * 1024, 192},
     {"lowlat_accept_tokens", 128, 4 * 1024, 0},
-    {"lowlat_probe", 32, 0, 0},
+    {"lowlat_probe", 64, 1024, 0},
 };
 
 constexpr bool plans_fit() {
