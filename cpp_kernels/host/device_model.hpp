@@ -95,6 +95,7 @@ class DeviceModel : public host::Model {
   }
   bool has_peer(int rank) const override { return region_->is_open(rank); }
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
+  bool is_aborted_by_host() const override { return is_aborted(); }
   lowlat_status_words status() const override {
     return status_of(static_cast<const stages::StatusWords*>(region_->status()));
   }

@@ -136,6 +136,7 @@ class Model {
   // True when everything launched has run within the budget.
   virtual bool wait_idle(std::uint64_t budget_ns) = 0;
   virtual bool is_aborted() const = 0;
+  virtual bool is_aborted_by_host() const = 0;
   // Of the rank's status words: state 0 while it is healthy.
   virtual lowlat_status_words status() const = 0;
 

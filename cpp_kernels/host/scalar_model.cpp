@@ -200,6 +200,11 @@ bool ScalarModel::is_aborted() const {
   return plat::load_acquire<plat::Scope::system>(&region_->abort_word.value) != 0u;
 }
 
+bool ScalarModel::is_aborted_by_host() const {
+  return plat::load_acquire<plat::Scope::system>(&region_->abort_word.value) ==
+         stages::kAbortByHost;
+}
+
 lowlat_status_words ScalarModel::status() const {
   const stages::StatusWords& status = region_->status;
   const std::uint32_t state = plat::load_acquire<plat::Scope::system>(&status.state);

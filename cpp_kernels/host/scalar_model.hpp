@@ -40,6 +40,7 @@ class ScalarModel final : public Model {
   void move_pools() override;
   bool wait_idle(std::uint64_t budget_ns) override { return worker_->wait_idle(budget_ns); }
   bool is_aborted() const override;
+  bool is_aborted_by_host() const override;
   lowlat_status_words status() const override;
 
  private:

@@ -192,6 +192,7 @@ def arm(args) -> int:
             if prompt > 0:
                 runs.append(done)
             (args.out / f"{args.arm}.json").write_text(json.dumps(runs))
+        switch(args, "eager", False)
         if args.crowd and args.arm == "on":
             run(crowd(engine, args.crowd, shortest, args.tokens, vocab))
         if args.fault and args.arm == "on":
