@@ -215,7 +215,7 @@ class Hosted:
         steps = dict(tp_rank=0, tp_size=1, widths=[12], max_batch=2, max_rows=64)
         steps |= {name: config[name] for name in ("page_size", "num_pages", "wait_budget_ns")}
         fields = {name: config.get(name, absent.get(name)) for name in names} | steps
-        hosting = dict(expert_layout="row_major", bf16_wo_a=0, proposals=0)
+        hosting = dict(expert_layout="row_major", bf16_wo_a=0, proposals=0, stages=0)
         self.model = _kernels.HostedModel(platform, fields, hosting)
         weights = small_model.Weights(small, seed, 1)
         self.held = []
