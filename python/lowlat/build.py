@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lowlat import _dispatch, config, guard
+from lowlat import _dispatch, config, guard, unwaited
 from lowlat.capture import Planner
 from lowlat.models import deepseek_v4, published
 from lowlat.reasons import RefusalError, refusal
@@ -126,7 +126,9 @@ def draft(model: Any, hf_config: Any, context: Any) -> DraftMegakernel:
     """The NVIDIA spec's build of a DSpark draft."""
     where = place(guard.ISA)
     stages = guard.runs_draft_layers(model, where.tp_size)
-    return build_draft(model, hf_config, context, nvidia_kernels, where, stages)
+    built = build_draft(model, hf_config, context, nvidia_kernels, where, stages)
+    unwaited.install()
+    return built
 
 
 def place(isa: str) -> Place:

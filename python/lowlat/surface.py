@@ -10,7 +10,8 @@ SGLANG_VERSION = "0.5.23"
 
 
 class Touch(NamedTuple):
-    """One thing that is read, called or written; `drop` says what would let us do without it."""
+    """One thing that is read, called, written or hooked; `drop` says what would let us do without
+    it."""
 
     symbol: str
     how: str
@@ -54,6 +55,19 @@ SURFACE = (
         "call",
         "AMD: the running forward's metadata and caches",
         "a forward view in the AMD contract's Plan",
+    ),
+    Touch(
+        "sglang.srt.plugins.hook_registry",
+        "call",
+        "SGLang's own way for a plugin to go around one of its functions, the one below",
+        "what lets that go",
+    ),
+    Touch(
+        "DeepseekV4AttnBackend.init_forward_metadata_dspark_draft_block: seq_lens_cpu",
+        "hook",
+        "it asks the GPU for lengths that nothing there reads, which holds every drafted step up"
+        " and keeps SGLang from replaying it as a graph; with any numbers on the host it does not",
+        "a release that asks for none, or a draft's metadata under the contract",
     ),
     Touch(
         "sglang.srt.runtime_context.get_spec",

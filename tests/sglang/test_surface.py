@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import lowlat
+from lowlat import unwaited
 from lowlat.surface import SURFACE
 
 PACKAGE = Path(lowlat.__file__).parent.resolve()
@@ -59,7 +60,7 @@ def test_what_is_touched_on_the_model_is_listed() -> None:
 
 def test_every_entry_says_why_and_what_would_let_it_go() -> None:
     for touch in SURFACE:
-        assert touch.how in ("read", "call", "write")
+        assert touch.how in ("read", "call", "write", "hook")
         assert touch.why and touch.drop, touch.symbol
 
 
@@ -67,3 +68,11 @@ def test_nothing_but_the_engram_history_is_written_into_sglangs_objects() -> Non
     """Caches and the sampler's counter apart, which the contract has the step write."""
     written = [touch.symbol for touch in SURFACE if touch.how == "write"]
     assert written == ["model.model.engram_hasher: token_map, history"]
+
+
+def test_one_function_of_sglangs_is_hooked() -> None:
+    owner, name = unwaited.DRAFT_LISTING.rsplit(".", 2)[1:]
+    hooked = [touch.symbol for touch in SURFACE if touch.how == "hook"]
+    assert hooked == [f"{owner}.{name}: {unwaited.HOST_LENGTHS}"]
+    text = "\n".join(path.read_text() for path in PLUGIN_FILES)
+    assert text.count("registry.register(") == 1

@@ -1,0 +1,40 @@
+"""Takes a wait for the GPU out of every drafted step, by SGLang's registry of hooks.
+
+SGLang lists a draft block's attention data anew before each replay of its graph, and asks the GPU
+for the requests' lengths to do so: the host stands still until the step before has ended, and only
+then launches those small kernels, the draft and the next step. Nothing on a GPU reads the numbers
+that it waits for. With numbers on the host there is no wait, and SGLang replays the listing as a
+graph, which it tries by itself and gives up because of that question.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+DRAFT_LISTING = (
+    "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend"
+    ".init_forward_metadata_dspark_draft_block"
+)
+LENGTHS, HOST_LENGTHS = "seq_lens", "seq_lens_cpu"
+
+
+@functools.cache
+def install() -> None:
+    """Once a process, by a draft's build: a server without the plugin's flag builds none. Where the
+    method is not there SGLang logs that, and the wait stays."""
+    from sglang.srt.plugins import hook_registry
+
+    registry = hook_registry.HookRegistry
+    source = hook_registry.HookSource("nvidia_megakernel", "lowlat")
+    around = hook_registry.HookType.AROUND
+    registry.register(DRAFT_LISTING, with_host_lengths, around, source=source)
+    registry.apply_hooks()
+
+
+def with_host_lengths(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """The listing with a length for each request where SGLang has none on the host. Of tensors on a
+    GPU it reads no more than how many they are; of others asking the tensor is no wait."""
+    lengths = given.get(LENGTHS)
+    if given.get(HOST_LENGTHS, lengths) is None and lengths is not None and lengths.is_cuda:
+        given[HOST_LENGTHS] = lengths.new_ones(len(lengths), device="cpu")
+    return original(*args, **given)
