@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lowlat import build, env, guard
+from lowlat import build, env, guard, unwaited
 from lowlat.kernels import HostedKernels, Platform, given
 from lowlat.models import deepseek_v4
 from lowlat.specs import nvidia
@@ -226,6 +226,7 @@ def draft(model: Any, hf_config: Any, context: Any) -> Any:
     where, open_kernels = build.place(PLACE), looped if RANKS > 1 else build.nvidia_kernels
     stages = RANKS * where.tp_size in guard.FUSED_RANKS and not env.takes_slow_ranks()
     built = build.build_draft(model, hf_config, context, open_kernels, where, stages)
+    unwaited.install()
     return DraftBeside(built) if os.environ.get("LOWLAT_TEST_BESIDE") else built
 
 
