@@ -291,6 +291,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "python/lowlat/replay.py": "tests/sglang/test_forward.py",
     "python/lowlat/specs/": "tests/sglang/test_resolution.py",
     "python/lowlat/surface.py": "tests/sglang/test_surface.py",
+    "python/lowlat/unwaited.py": "tests/sglang/test_unwaited.py",
     "rust_dispatch/capi/header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/examples/make_header.rs": "tests/rust/capi_header.rs",
     "rust_dispatch/capi/src/": "tests/cpp/capi_bad_input.c",
