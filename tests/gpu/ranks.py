@@ -8,9 +8,10 @@ First correctness: the layer's and the draft's cases of so many ranks, every wid
 with N GPUs and in N processes, the tiny models of both kinds. Then `lowlat bench` of layer,
 exchange and draft beside the baselines (a Python with torch: --python), then `lowlat profile layer`
 of a rank's share, then the times of whole steps. On fewer GPUs than ranks, N streams of one GPU
-stand for N GPUs where they are resident together (tiny models by the resident schedule, the draft),
-and elsewhere one rank whose peers are itself: correctness, and figures of a rank's share whose
-exchange goes nowhere; then comes what needs one GPU anyway, and all else is listed as not run.
+stand for N GPUs where they are resident together (tiny models by the resident schedule, the draft,
+the exchange), and elsewhere one rank whose peers are itself: correctness, and figures of a rank's
+share whose exchange goes nowhere; then comes what needs one GPU anyway, and all else is listed as
+not run.
 
 Into the folder of --out go table.md (for docs/bench: date, command, spread), figures.json and the
 words of every step. Exit status 1 when something failed. What was not built for so many ranks, or
@@ -36,7 +37,7 @@ from runner import CASES, ROOT, NoGpuError, run, visible_gpus
 
 BUDGETS_S = {2: 175.0, 4: 590.0}  # of all steps, by the number of ranks
 WIDTHS = ("1", "6", "8", "12", "24", "48")
-BENCHES = ("bench_layer", "bench_step")
+BENCHES = ("bench_exchange_hopper", "bench_layer", "bench_step")
 NUMBERS = {2: "two", 4: "four"}
 
 
@@ -100,6 +101,7 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         Step("tiny models, as streams", program("gpu_model", f"{n}_ranks_on_one"), 120, 1),
         Step("hosted steps, as streams", program("gpu_hosted", f"{n}_ranks_on_one"), 60, 1),
         Step("draft, as streams", program("gpu_draft", "ranks_agree"), 60, 1),
+        Step("exchange, as streams", program("bench_exchange_hopper", "check", count), 60, 1),
         Step(
             f"layers, {own_peers}",
             program("gpu_layer", "tp2_looped" if ranks == 2 else "one_by_one"),
@@ -130,6 +132,7 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         *(on_one if gpus < ranks else []),
         Step("devices", program("gpu_devices"), 30, ranks),
         Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 120, ranks),
+        Step("exchange", program("bench_exchange_hopper", "check", count), 60, ranks),
         Step("whole steps", program("gpu_step", f"{n}_ranks"), 120, ranks),
         *[
             Step(
