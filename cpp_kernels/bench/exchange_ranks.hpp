@@ -1,7 +1,7 @@
 // bench/exchange_ranks.hpp: ranks that exchange the partial sums of their output projections, each
-// on its GPU or all on one: products, publishing or not, and the kernel that receives. For programs that check
-// and time the exchange. More rows than kHopRows: fewer come by packets from kernels that are not
-// in the chain.
+// on its GPU or all on one: products, publishing or not, and the kernel that receives. For programs
+// that check and time the exchange. More rows than kHopRows: fewer come by packets from kernels
+// that are not in the chain.
 #pragma once
 
 #include <memory>

@@ -88,7 +88,7 @@ struct SideStream {
   }
 };
 
-// A chain of layers of one ratio (0: none has a pool), a rank of `kRanks` that is looped back to the
+// A chain of layers of one ratio (0: none has a pool), of a rank of `kRanks` looped back to the
 // one device. Rings, pools and stored keys are each layer's own.
 template <int kRanks>
 struct PooledChainOf {

@@ -1,5 +1,6 @@
 // bench/peers.hpp: what programs and tests share that run all ranks of a group in one process, each
-// on the device of its number, or all on one: exchange regions that are opened and probed, waiting, and times.
+// on the device of its number, or all on one: exchange regions that are opened and probed, waiting,
+// and times.
 #pragma once
 
 #include <cuda_runtime.h>
