@@ -468,7 +468,7 @@ struct Activations {
     fused::ExchangeNormParams p = {};
     p.port = port;
     p.exchange_index = exchange_index;
-    p.stage = 3;  // attention_sum
+    p.stage = fused::ExchangeStage::attention_sum;
     p.num_rows = rows;
     p.mix = mix.get();
     p.norm_eps = kNormEps;
@@ -489,7 +489,7 @@ struct Activations {
     fused::ExchangeMixParams p = {};
     p.port = port;
     p.exchange_index = exchange_index;
-    p.stage = 3;  // attention_sum
+    p.stage = fused::ExchangeStage::attention_sum;
     p.num_rows = rows;
     p.receives = receives;
     p.mix_in = mixes[side].get();

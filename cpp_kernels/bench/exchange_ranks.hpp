@@ -1,7 +1,7 @@
 // bench/exchange_ranks.hpp: ranks that exchange the partial sums of their output projections, each
-// on its GPU: products, publishing or not, and the kernel that receives. For programs that check
-// and time the exchange. More rows than kHopRows: fewer come by packets from kernels that are not
-// in the chain.
+// on its GPU or all on one: products, publishing or not, and the kernel that receives. For programs
+// that check and time the exchange. More rows than kHopRows: fewer come by packets from kernels
+// that are not in the chain.
 #pragma once
 
 #include <memory>
@@ -71,8 +71,8 @@ struct ExchangeRank {
   void begin() {
     act.residual[0].put(residual);
     act.x.poison();
-    // The graph's stream does not wait for the one that fills.
-    cuda_must(cudaDeviceSynchronize(), "inputs");
+    // The graph's stream does not wait for the one that fills, which waits for no other rank's.
+    cuda_must(cudaStreamSynchronize(nullptr), "inputs");
     graph->replay();
   }
   void wait() const {
@@ -93,22 +93,24 @@ struct ExchangeRank {
   }
 };
 
-// One process: all ranks, each on its device.
+// One process: all ranks, each on its device, or `on_one`.
 class ExchangeRanks {
  public:
-  ExchangeRanks(int tp_size, int rows, int layers) : peers_(tp_size, rows, kHidden) {
+  ExchangeRanks(int tp_size, int rows, int layers, bool on_one = false)
+      : peers_(tp_size, rows, kHidden, on_one) {
     for (int r = 0; r < tp_size; ++r) {
-      use_device(r);
+      peers_.on(r);
       ranks_.push_back(std::make_unique<ExchangeRank>(peers_.of(r), r, tp_size, rows, layers));
     }
   }
   int size() const { return static_cast<int>(ranks_.size()); }
+  void on(int r) const { peers_.on(r); }
   ExchangeRank& rank(int r) { return *ranks_[static_cast<std::size_t>(r)]; }
   // act(rank), its device current.
   template <class Act>
   void each(Act act) {
     for (int r = 0; r < size(); ++r) {
-      use_device(r);
+      on(r);
       act(rank(r));
     }
   }
@@ -118,7 +120,7 @@ class ExchangeRanks {
   // Microseconds a layer, of the longest rank.
   Spread time(int repeats) {
     const Spread us = time_of_ranks(
-        size(), repeats, use_device, [&](int r) -> Graph& { return *rank(r).graph; },
+        size(), repeats, [&](int r) { on(r); }, [&](int r) -> Graph& { return *rank(r).graph; },
         [&](int r) { rank(r).wait(); });
     const auto layers = static_cast<double>(rank(0).weights.size());
     return {us.median / layers, us.low / layers, us.high / layers};

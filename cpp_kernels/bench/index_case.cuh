@@ -78,24 +78,63 @@ struct DeviceIndexWeights {
 // How a case's inputs are drawn.
 enum class Draw { random, equal_scores, padded };
 
-// Rows of a step, the pages of its requests and what is stored in them.
-struct HostIndexState {
+// Rows of a step, and the pages of its requests, which lie in any order.
+struct StepPlaces {
   std::vector<std::int32_t> positions, slots, page_table, state_slots;
-  std::vector<std::uint8_t> keys, pool;
-  std::vector<float> state;
 
-  // with_pool: also the compressed keys of attention, which only a compressor needs.
-  HostIndexState(const IndexSizes& sizes, Draw draw, bool with_pool, Random& random)
-      : page_table(static_cast<std::size_t>(sizes.requests * sizes.pages_of_request())),
-        keys(static_cast<std::size_t>(sizes.num_pages()) *
-             static_cast<std::size_t>(sizes.per_page() / kIndexPageRows * kIndexPageBytes)),
-        state(static_cast<std::size_t>(sizes.requests) * kStateRing * 2 * kDim) {
+  StepPlaces(const IndexSizes& sizes, Draw draw, Random& random)
+      : page_table(static_cast<std::size_t>(sizes.requests * sizes.pages_of_request())) {
     std::vector<std::int32_t> order(static_cast<std::size_t>(sizes.num_pages()));
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int32_t>(i);
     for (std::size_t i = order.size(); i > 1; --i) {
       std::swap(order[i - 1], order[static_cast<std::size_t>(random.below(static_cast<int>(i)))]);
     }
     std::copy_n(order.begin(), page_table.size(), page_table.begin());
+    for (int request = 0; request < sizes.requests; ++request) {
+      state_slots.push_back(sizes.requests - 1 - request);
+      for (int i = 0; i < sizes.tokens; ++i) {
+        const int position = sizes.length + i;
+        const std::int32_t page = page_table[static_cast<std::size_t>(
+            request * sizes.pages_of_request() + position / kPositionsOfPage)];
+        positions.push_back(position);
+        slots.push_back(page * kPositionsOfPage + position % kPositionsOfPage);
+      }
+    }
+    if (draw == Draw::padded) {
+      slots[0] = -1;
+      slots.back() = -1;
+    }
+  }
+  static std::int64_t pool_page_bytes(const IndexSizes& sizes) {
+    return (sizes.per_page() * std::int64_t{584} + 575) / 576 * 576;
+  }
+};
+// [width / 16, padded_rows]: sums of the squares of sixteen columns of bf16 [rows, width].
+inline std::vector<float> squares_of(const std::vector<std::uint16_t>& values, int rows,
+                                     int width) {
+  const int padded = fused::padded_rows(rows);
+  std::vector<float> squares(static_cast<std::size_t>(width / 16 * padded), 0.0f);
+  for (int row = 0; row < rows; ++row) {
+    for (int i = 0; i < width; ++i) {
+      const auto v = static_cast<float>(
+          reference::from_bf16(values[static_cast<std::size_t>(row) * width + i]));
+      squares[static_cast<std::size_t>(i / 16 * padded + row)] += v * v;
+    }
+  }
+  return squares;
+}
+
+// What is stored in a step's pages, too.
+struct HostIndexState : StepPlaces {
+  std::vector<std::uint8_t> keys, pool;
+  std::vector<float> state;
+
+  // with_pool: also the compressed keys of attention, which only a compressor needs.
+  HostIndexState(const IndexSizes& sizes, Draw draw, bool with_pool, Random& random)
+      : StepPlaces(sizes, draw, random),
+        keys(static_cast<std::size_t>(sizes.num_pages()) *
+             static_cast<std::size_t>(sizes.per_page() / kIndexPageRows * kIndexPageBytes)),
+        state(static_cast<std::size_t>(sizes.requests) * kStateRing * 2 * kDim) {
     const std::size_t pages = keys.size() / kIndexPageBytes;
     for (std::size_t page = 0; page < pages; ++page) {
       std::uint8_t* at = keys.data() + page * kIndexPageBytes;
@@ -114,23 +153,6 @@ struct HostIndexState {
       for (auto& v : pool) v = static_cast<std::uint8_t>(0x30 + random.below(8));
     }
     for (auto& v : state) v = random.normal();
-    for (int request = 0; request < sizes.requests; ++request) {
-      state_slots.push_back(sizes.requests - 1 - request);
-      for (int i = 0; i < sizes.tokens; ++i) {
-        const int position = sizes.length + i;
-        const std::int32_t page = page_table[static_cast<std::size_t>(
-            request * sizes.pages_of_request() + position / kPositionsOfPage)];
-        positions.push_back(position);
-        slots.push_back(page * kPositionsOfPage + position % kPositionsOfPage);
-      }
-    }
-    if (draw == Draw::padded) {
-      slots[0] = -1;
-      slots.back() = -1;
-    }
-  }
-  static std::int64_t pool_page_bytes(const IndexSizes& sizes) {
-    return (sizes.per_page() * std::int64_t{584} + 575) / 576 * 576;
   }
 };
 struct DeviceIndexState {
@@ -353,17 +375,9 @@ class IndexCheck {
     if (draw == Draw::equal_scores) {
       for (auto& v : qa) v = bf16(1.0);
     }
-    std::vector<float> squares(act.qa_squares.size(), 0.0f);
-    for (int row = 0; row < act.rows; ++row) {
-      for (int i = 0; i < kQLora; ++i) {
-        const auto v = static_cast<float>(
-            reference::from_bf16(qa[static_cast<std::size_t>(row) * kQLora + i]));
-        squares[static_cast<std::size_t>(i / 16 * act.padded + row)] += v * v;
-      }
-    }
     act.x.put(x);
     act.qa.put(qa);
-    act.qa_squares.put(squares);
+    act.qa_squares.put(squares_of(qa, act.rows, kQLora));
   }
 
  private:

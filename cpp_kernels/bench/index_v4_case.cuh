@@ -65,10 +65,9 @@ struct DeviceV4 {
 };
 
 // A step, what its layer stores, and the buffers between the kernels.
-struct StepV4 {
+struct StepV4 : StepPlaces {
   IndexSizes sizes;
   int ring;
-  std::vector<std::int32_t> positions, slots, page_table, state_slots;
   std::vector<std::uint8_t> keys, pool;
   std::vector<float> state, index_state;
   std::vector<std::uint16_t> x, qa;
@@ -80,37 +79,14 @@ struct StepV4 {
   Buffer<uint2> found;
   Buffer<std::uint32_t> tickets;
 
-  static std::int64_t pool_page_bytes(const IndexSizes& sizes) {
-    return (sizes.per_page() * std::int64_t{584} + 575) / 576 * 576;
-  }
   std::size_t count(std::int64_t width) const {
     return static_cast<std::size_t>(sizes.rows() * width);
   }
 
   StepV4(const IndexSizes& of, Draw draw, Random& random)
-      : sizes(of), ring(of.ratio == 4 ? 16 : 256) {
+      : StepPlaces(of, draw, random), sizes(of), ring(of.ratio == 4 ? 16 : 256) {
     const bool overlaps = sizes.ratio == 4;
     const int pages = sizes.num_pages();
-    std::vector<std::int32_t> order(static_cast<std::size_t>(pages));
-    for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::int32_t>(i);
-    for (std::size_t i = order.size(); i > 1; --i) {
-      std::swap(order[i - 1], order[static_cast<std::size_t>(random.below(static_cast<int>(i)))]);
-    }
-    page_table.assign(order.begin(), order.end() - 1);
-    for (int request = 0; request < sizes.requests; ++request) {
-      state_slots.push_back(sizes.requests - 1 - request);
-      for (int i = 0; i < sizes.tokens; ++i) {
-        const int position = sizes.length + i;
-        const std::int32_t page = page_table[static_cast<std::size_t>(
-            request * sizes.pages_of_request() + position / kPositionsOfPage)];
-        positions.push_back(position);
-        slots.push_back(page * kPositionsOfPage + position % kPositionsOfPage);
-      }
-    }
-    if (draw == Draw::padded) {
-      slots[0] = -1;
-      slots.back() = -1;
-    }
     pool.resize(static_cast<std::size_t>(pages * pool_page_bytes(sizes)));
     for (auto& v : pool) v = static_cast<std::uint8_t>(0x30 + random.below(8));
     if (overlaps) {
@@ -136,19 +112,11 @@ struct StepV4 {
     for (auto* values : {&state, &index_state}) {
       for (auto& v : *values) v = random.normal();
     }
-    const int padded = fused::padded_rows(sizes.rows());
     x.resize(count(kHiddenV4));
     qa.resize(count(kQLoraV4));
-    squares.assign(static_cast<std::size_t>(kQLoraV4 / 16 * padded), 0.0f);
     for (auto& v : x) v = bf16(random.normal());
     for (auto& v : qa) v = bf16(2.0 * random.normal());
-    for (int row = 0; row < sizes.rows(); ++row) {
-      for (int i = 0; i < kQLoraV4; ++i) {
-        const auto v = static_cast<float>(
-            reference::from_bf16(qa[static_cast<std::size_t>(row) * kQLoraV4 + i]));
-        squares[static_cast<std::size_t>(i / 16 * padded + row)] += v * v;
-      }
-    }
+    squares = squares_of(qa, sizes.rows(), kQLoraV4);
     d_positions = Buffer<std::int32_t>(positions);
     d_slots = Buffer<std::int32_t>(slots);
     d_page_table = Buffer<std::int32_t>(page_table);

@@ -199,7 +199,8 @@ int run(int argc, char** argv) {
                          return;
                        }
                        for (std::size_t i = 0; i < widths.size(); ++i) {
-                         run_group<kTp>(looped ? 1 : kTp, widths[i], how, !looped || i == 0);
+                         const bool checks = !looped || how == "whole" || i == 0;
+                         run_group<kTp>(looped ? 1 : kTp, widths[i], how, checks);
                        }
                      });
   if (!known) {

@@ -88,10 +88,11 @@ struct SideStream {
   }
 };
 
-// A chain of layers of one ratio (0: none has a pool), TP4 looped back to the one device. Rings,
-// pools and stored keys are each layer's own.
-struct PooledChain {
-  static constexpr int kTp = 4;
+// A chain of layers of one ratio (0: none has a pool), of a rank of `kRanks` looped back to the
+// one device. Rings, pools and stored keys are each layer's own.
+template <int kRanks>
+struct PooledChainOf {
+  static constexpr int kTp = kRanks;
   int num_layers, ratio;
   IndexSizes sizes;  // of ratio 4 where there is no pool
   Mailboxes mail;
@@ -102,8 +103,8 @@ struct PooledChain {
   Buffer<std::int32_t> hash_ids;
   bool hashes = false;  // routed by hash_ids
 
-  PooledChain(const HostWeights& host, const HostV4& v4, int layers_in_chain, int pool_ratio,
-              int requests, int tokens, int length, std::uint64_t budget_ns = 20'000'000)
+  PooledChainOf(const HostWeights& host, const HostV4& v4, int layers_in_chain, int pool_ratio,
+                int requests, int tokens, int length, std::uint64_t budget_ns = 20'000'000)
       : num_layers(layers_in_chain),
         ratio(pool_ratio),
         sizes{requests, tokens, pool_ratio == 0 ? 4 : pool_ratio, length},
@@ -165,5 +166,6 @@ struct PooledChain {
     cuda_must(fused::join_layer_branch(side.branch, stream), "join");
   }
 };
+using PooledChain = PooledChainOf<4>;
 
 }  // namespace lowlat::bench

@@ -1,7 +1,7 @@
 // bench/measure_layer_v4.cu: V4-Flash's layers of every kind, checked and timed; the program behind
 // `lowlat bench layer --model v4`.
 //
-// TP4's share on one GPU, its mailboxes looped back: a chain of layers of one ratio in one CUDA
+// A rank's share on one GPU, its mailboxes looped back: a chain of layers of one ratio in one CUDA
 // graph, each with weights, pools and rings of its own, 8K positions of context; a figure is the
 // graph's time over the number of layers.
 #include "bench/layer_v4_case.cuh"
@@ -14,10 +14,11 @@ namespace lowlat::bench {
 namespace {
 
 constexpr int kLayers = 4, kReplays = 20, kLength = 8180;
-using Shape = ModelOf<PooledChain::kTp>;
 
 // What a layer must read: each weight once, of the chosen experts, and stored keys.
-double layer_bytes(const PooledChain& chain) {
+template <int kTp>
+double layer_bytes(const PooledChainOf<kTp>& chain) {
+  using Shape = ModelOf<kTp>;
   const int rows = chain.sizes.rows();
   const double distinct = distinct_experts(chain.layers.ids.take(), kLayers, rows);
   double sum = shape::plain_layer_bytes<Shape>(0) + distinct * shape::expert_weight_bytes<Shape>() +
@@ -35,7 +36,8 @@ double layer_bytes(const PooledChain& chain) {
 }
 
 // Kernels run one by one and replayed steps give the same bits, and nothing faulted.
-bool check(Report& report, PooledChain& chain, const SideStream& side, Graph& graph,
+template <class Chain>
+bool check(Report& report, Chain& chain, const SideStream& side, Graph& graph,
            const std::string& at) {
   const std::function<void(fused::HopKernel)> wait = [](fused::HopKernel) {
     cuda_must(cudaDeviceSynchronize(), "kernel");
@@ -66,22 +68,23 @@ bool check(Report& report, PooledChain& chain, const SideStream& side, Graph& gr
   return !chain.mail.faulted();
 }
 
+template <int kTp>
 int run(const Words& words, Report& report) {
   Random random(1);
-  const HostWeights host(64 / PooledChain::kTp, 8 / PooledChain::kTp, random);
+  const HostWeights host(64 / kTp, 8 / kTp, random);
   const HostV4 beside(random);
   for (const int rows : words.rows) {
     for (const int ratio : {0, 4, 128}) {
       const std::string name = "layer of ratio " + std::to_string(ratio);
       const int tokens = rows % 6 == 0 ? 6 : 1;
-      PooledChain chain(host, beside, kLayers, ratio, rows / tokens, tokens, kLength);
+      PooledChainOf<kTp> chain(host, beside, kLayers, ratio, rows / tokens, tokens, kLength);
       const SideStream side(fused::BranchJoin::measured);
       Graph graph([&](cudaStream_t stream) { chain.launch({}, side, stream); });
       if (!check(report, chain, side, graph, " T=" + std::to_string(rows) + ", " + name)) return 1;
       const Times times = time_of(graph, words.repeats);
       const Spread us = {times.median_us / kLayers, times.low_us / kLayers,
                          times.high_us / kLayers};
-      report.figure({name, "v4", words.schedule, PooledChain::kTp, 1, rows, us, words.repeats,
+      report.figure({name, "v4", words.schedule, kTp, 1, rows, us, words.repeats,
                      layer_bytes(chain), "chain of 4 layers, 8K positions"});
     }
   }
@@ -95,15 +98,15 @@ int measure_all(const Words& words, Report& report) {
     return report.refusal("a layer of this shape is built for --schedule fused, not " +
                           words.schedule);
   }
-  if (words.tp != PooledChain::kTp || words.gpus != 1) {
-    return report.refusal("V4's fused layers run for --tp 4 --gpus 1, not --tp " +
+  if ((words.tp != 2 && words.tp != 4) || words.gpus != 1) {
+    return report.refusal("V4's layers are timed for --tp 2 or 4, --gpus 1, not --tp " +
                           std::to_string(words.tp) + " --gpus " + std::to_string(words.gpus));
   }
   if (!words.stamps.empty())
     return report.refusal("no stamps are taken of V4's layers: leave --stamps out");
   if (!require_gpus(report, words.gpus)) return 1;
   report.machine(measure_machine(words.gpus));
-  return run(words, report);
+  return words.tp == 2 ? run<2>(words, report) : run<4>(words, report);
 }
 
 }  // namespace

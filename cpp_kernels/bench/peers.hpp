@@ -1,5 +1,6 @@
 // bench/peers.hpp: what programs and tests share that run all ranks of a group in one process, each
-// on the device of its number: exchange regions that are opened and probed, waiting, and times.
+// on the device of its number, or all on one: exchange regions that are opened and probed, waiting,
+// and times.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -75,15 +76,16 @@ class Peers {
  public:
   static constexpr std::uint64_t kProbeBudgetNs = 1'000'000'000;
 
-  // max_rows, hidden: of the widest exchange of partial sums.
-  Peers(int num_ranks, int max_rows, int hidden) {
+  // max_rows, hidden: of the widest exchange of partial sums. on_one: device 0 is all ranks', whose
+  // kernels have to be resident together.
+  Peers(int num_ranks, int max_rows, int hidden, bool on_one = false) : on_one_(on_one) {
     for (int r = 0; r < num_ranks; ++r) {
-      use_device(r);
+      on(r);
       regions_.push_back(
           std::make_unique<host::cuda::ExchangeRegion>(r, num_ranks, max_rows, hidden));
     }
     for (int r = 0; r < num_ranks; ++r) {
-      use_device(r);
+      on(r);
       for (int peer = 0; peer < num_ranks; ++peer) {
         if (peer == r) continue;
         of(r).open(peer, of(peer).handle());
@@ -91,7 +93,7 @@ class Peers {
       }
     }
     for (int r = 0; r < num_ranks; ++r) {
-      use_device(r);
+      on(r);
       for (int peer = 0; peer < num_ranks; ++peer) {
         if (peer != r) of(r).probed_by(peer, kProbeBudgetNs);
       }
@@ -101,6 +103,8 @@ class Peers {
     return *regions_[static_cast<std::size_t>(rank)];
   }
   int size() const { return static_cast<int>(regions_.size()); }
+  // Makes a rank's device current.
+  void on(int rank) const { use_device(on_one_ ? 0 : rank); }
 
   // After a fault, every device idle: no status, no abort, and the same epoch everywhere, behind
   // all that were used.
@@ -128,6 +132,7 @@ class Peers {
     if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
   }
 
+  bool on_one_;
   std::vector<std::unique_ptr<host::cuda::ExchangeRegion>> regions_;
 };
 

@@ -34,6 +34,13 @@ namespace {
 constexpr int kBlocksPerRow = 8;
 constexpr int kGroup = 32;
 
+constexpr bool same(ExchangeStage stage, stages::StageId id) {
+  return static_cast<std::uint32_t>(stage) == static_cast<std::uint32_t>(id);
+}
+static_assert(same(ExchangeStage::embed_sum, stages::StageId::embed_sum));
+static_assert(same(ExchangeStage::attention_sum, stages::StageId::attention_sum));
+static_assert(same(ExchangeStage::moe_sum, stages::StageId::moe_sum));
+
 // Four codes of a row to where the next kernel reads them: packets (of two lanes; NULL: nowhere),
 // or codes and scales. Whole warps call.
 LOWLAT_DEVICE void send_codes(int num_rows, void* packets, std::uint32_t tag, std::uint8_t* codes,

@@ -38,11 +38,14 @@ struct ExchangePort {
 cudaError_t launch_begin_step(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
                               std::uint32_t* words, int num_words, cudaStream_t stream);
 
+// What an exchange ends: stages::StageId by the same numbers, for code without a platform.
+enum class ExchangeStage : std::uint32_t { embed_sum = 1, attention_sum = 3, moe_sum = 4 };
+
 // See exchange.cu for the formulas.
 struct ExchangeNormParams {
   ExchangePort port;
   int exchange_index;   // of this step
-  std::uint32_t stage;  // stages::StageId, for the status words
+  ExchangeStage stage;  // for the status words
   int num_rows;         // T, 1 .. 48
   const float* mix;     // [T, kMixStride]: pre, post, comb of mix.hpp
   float norm_eps;

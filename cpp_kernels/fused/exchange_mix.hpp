@@ -23,7 +23,7 @@ struct HyperWeights {
 struct ExchangeMixParams {
   ExchangePort port;
   int exchange_index;   // of this step; the tag of x's packets too
-  std::uint32_t stage;  // stages::StageId, for the status words
+  ExchangeStage stage;  // for the status words
   int num_rows;         // T, 1 .. 48
   bool receives;        // false: a step's first kernel, nothing is summed and the residual stays
   const float* mix_in;  // [T, kMixStride] of mix.hpp: post and comb of the sublayer that ends

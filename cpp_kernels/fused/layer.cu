@@ -204,7 +204,7 @@ cudaError_t launch_layer_embedding(const LayerStep& step, const std::uint16_t* z
                                    cudaStream_t stream) {
   if (sizes_of(step.shape).model != FusedModel::v4) return cudaErrorInvalidValue;
   ExchangeMixParams params = mixing_exchange(step, kLayerEmbedIndex, attn_hc, attn_norm);
-  params.stage = 1;  // StageId::embed_sum
+  params.stage = ExchangeStage::embed_sum;
   params.receives = true;
   params.mix_in = step.memory.mix[1];
   params.residual_in = zeros;
@@ -270,7 +270,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     ExchangeNormParams out = {};
     out.port = step.port;
     out.exchange_index = 2 * layer_idx + side;
-    out.stage = side == 0 ? 3 : 4;  // StageId::attention_sum, moe_sum
+    out.stage = side == 0 ? ExchangeStage::attention_sum : ExchangeStage::moe_sum;
     out.num_rows = rows;
     out.mix = memory.mix[side];
     out.norm_eps = step.norm_eps;
@@ -289,7 +289,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   // V4: the end of sublayer `side`; `next` begins.
   const auto mixing_of = [&](int side, const HyperWeights& next, const std::uint16_t* norm) {
     ExchangeMixParams out = mixing_exchange(step, 2 * layer_idx + side, next, norm);
-    out.stage = side == 0 ? 3 : 4;  // StageId::attention_sum, moe_sum
+    out.stage = side == 0 ? ExchangeStage::attention_sum : ExchangeStage::moe_sum;
     out.receives = true;
     out.residual_in = memory.residual[side];
     out.residual_out = memory.residual[1 - side];

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 
 #include "lowlat/kernels.h"
@@ -40,6 +41,29 @@ struct RegionHandle {
   std::uint64_t base;
   std::uint64_t model_digest;
   std::uint64_t device_id;  // the same in every process
+};
+
+// What a handle holds: `Memory` are the runtime's bytes that map the region elsewhere.
+template <class Memory>
+struct HandleBytes {
+  RegionHandle about;
+  Memory memory;
+
+  explicit HandleBytes(const RegionHandle& region) {
+    // Whole, with what lies between the fields: equal regions have equal handles.
+    std::memset(static_cast<void*>(this), 0, sizeof *this);
+    about = region;
+  }
+  explicit HandleBytes(const lowlat_peer_handle& handle) {
+    std::memcpy(static_cast<void*>(this), handle.bytes, sizeof *this);
+  }
+  lowlat_peer_handle handle() const {
+    static_assert(sizeof *this <= LOWLAT_PEER_HANDLE_BYTES);
+    lowlat_peer_handle out;
+    std::memset(out.bytes, 0, sizeof out.bytes);
+    std::memcpy(out.bytes, this, sizeof *this);
+    return out;
+  }
 };
 
 // "peer handle of rank 2: " and why, as an error to throw.

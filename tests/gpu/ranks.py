@@ -8,9 +8,10 @@ First correctness: the layer's and the draft's cases of so many ranks, every wid
 with N GPUs and in N processes, the tiny models of both kinds. Then `lowlat bench` of layer,
 exchange and draft beside the baselines (a Python with torch: --python), then `lowlat profile layer`
 of a rank's share, then the times of whole steps. On fewer GPUs than ranks, N streams of one GPU
-stand for N GPUs where they are resident together (tiny models by the resident schedule, the draft),
-and elsewhere one rank whose peers are itself: correctness and no figure; what needs more GPUs is
-listed as not run.
+stand for N GPUs where they are resident together (tiny models by the resident schedule, the draft,
+the exchange), and elsewhere one rank whose peers are itself: correctness, and figures of a rank's
+share whose exchange goes nowhere; then comes what needs one GPU anyway, and all else is listed as
+not run.
 
 Into the folder of --out go table.md (for docs/bench: date, command, spread), figures.json and the
 words of every step. Exit status 1 when something failed. What was not built for so many ranks, or
@@ -36,7 +37,7 @@ from runner import CASES, ROOT, NoGpuError, run, visible_gpus
 
 BUDGETS_S = {2: 175.0, 4: 590.0}  # of all steps, by the number of ranks
 WIDTHS = ("1", "6", "8", "12", "24", "48")
-BENCHES = ("bench_layer", "bench_step")
+BENCHES = ("bench_exchange_hopper", "bench_layer", "bench_step")
 NUMBERS = {2: "two", 4: "four"}
 
 
@@ -84,40 +85,54 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
 
     count, n = str(ranks), NUMBERS[ranks]
     kinds = (("v41", ()), ("v4", ("v4",)))
-    if gpus < ranks:
-        return [
-            Step("tiny models, as streams", program("gpu_model", f"{n}_ranks_on_one"), 120, 1),
-            Step("hosted steps, as streams", program("gpu_hosted", f"{n}_ranks_on_one"), 60, 1),
-            Step("draft, as streams", program("gpu_draft", "ranks_agree"), 60, 1),
-            Step(
-                "layers, a rank that is its own peers",
-                program("gpu_layer", "tp2_looped" if ranks == 2 else "one_by_one"),
-                90,
-                1,
-            ),
-            *[
-                Step(
-                    f"steps of {model}, a rank that is its own peers",
-                    program("bench_step", "check", *words, "loop", count, "6", "12", "48"),
-                    60,
-                    1,
-                )
-                for model, words in kinds
-            ],
-            Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 0, ranks),
-            Step("a process a rank", program("bench_layer", "processes", count), 0, ranks),
-            Step("bench and profile", lowlat("bench", "layer", "--tp", count), 0, ranks),
-        ]
+    own_peers = "a rank that is its own peers"
 
-    def bench(what: str, *words: str) -> Step:
-        path = out / f"{what}.json"
-        case = ["--tp", count, "--gpus", count, "--python", python, "--json", str(path)]
+    def bench(what: str, gpus: int, *words: str) -> Step:
+        name = f"bench {what}{' of v4' if 'v4' in words else ''}"
+        path = out / f"{name.replace(' ', '-')}-{gpus}.json"
+        case = ["--tp", count, "--gpus", str(gpus), "--python", python, "--json", str(path)]
         case += ["--repeats", "30"]
-        return Step(f"bench {what}", lowlat("bench", what, *case, *words), 60, ranks, path)
+        if gpus < ranks:
+            name += f", {own_peers}"
+        # The baseline's kernels are compiled first, for every tile that it chooses from.
+        return Step(name, lowlat("bench", what, *case, *words), 120, gpus, path)
 
+    on_one = [
+        Step("tiny models, as streams", program("gpu_model", f"{n}_ranks_on_one"), 120, 1),
+        Step("hosted steps, as streams", program("gpu_hosted", f"{n}_ranks_on_one"), 60, 1),
+        Step("draft, as streams", program("gpu_draft", "ranks_agree"), 60, 1),
+        Step("exchange, as streams", program("bench_exchange_hopper", "check", count), 60, 1),
+        Step(
+            f"layers, {own_peers}",
+            program("gpu_layer", "tp2_looped" if ranks == 2 else "one_by_one"),
+            90,
+            1,
+        ),
+        *[
+            Step(
+                f"steps of {model}, {own_peers}",
+                program("bench_step", "check", *words, "loop", count, "6", "12", "48"),
+                60,
+                1,
+            )
+            for model, words in kinds
+        ],
+        bench("layer", 1, "--rows", "6"),
+        bench("layer", 1, "--rows", "6", "--model", "v4"),
+        bench("draft", 1, "--rows", "6"),
+        Step(
+            f"every width, {own_peers}",
+            program("bench_layer", f"tp{ranks}", "whole", *WIDTHS),
+            60,
+            1,
+            times="^layer  ",
+        ),
+    ]
     return [
+        *(on_one if gpus < ranks else []),
         Step("devices", program("gpu_devices"), 30, ranks),
         Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 120, ranks),
+        Step("exchange", program("bench_exchange_hopper", "check", count), 60, ranks),
         Step("whole steps", program("gpu_step", f"{n}_ranks"), 120, ranks),
         *[
             Step(
@@ -132,15 +147,15 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         Step("draft", program("gpu_draft", f"{n}_gpus"), 30, ranks),
         Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 60, ranks),
         Step("hosted steps of these", program("gpu_hosted", f"{n}_ranks_on_{n}"), 60, ranks),
-        bench("layer", "--rows", "6,24"),
+        bench("layer", ranks, "--rows", "6,24"),
         Step(
             "profile of a rank's share",
             lowlat("profile", "layer", "--tp", count, "--rows", "6", "--out", str(out)),
             60,
             1,
         ),
-        bench("exchange", "--rows", "12,48"),
-        bench("draft", "--rows", "6,48"),
+        bench("exchange", ranks, "--rows", "12,48"),
+        bench("draft", ranks, "--rows", "6,48"),
         Step(
             "every width",
             program("bench_layer", "ranks", count, "whole", *WIDTHS),
@@ -205,6 +220,8 @@ def verdict_of(status: int, output: str, late: bool) -> tuple[str, str]:
         return "FAILED", f"no end within its time; last: {lines[-1]}"
     if status == 0:
         return "passed", lines[-1]
+    if lines[-1].endswith("No module named lowlat"):
+        return "not run", "this Python has no lowlat"
     if status == 77:
         return "not run", "; ".join(line for line in lines if line.startswith("skipped "))
     cases = CASES.findall(output)
@@ -248,8 +265,9 @@ def table(report: dict[str, Any]) -> str:
         floor = f"{figure['floor']:.1f} | {figure['share']:.2f}" if "floor" in figure else " | "
         baseline = figure.get("baseline")
         other = f"{baseline['median']:.1f} | {figure['ratio']:.2f}" if baseline else " | "
+        looped = ", looped back" if figure["gpus"] < figure["tp"] else ""
         lines.append(
-            f"| {figure['name']} {figure['model']} TP{figure['tp']} | {figure['rows']} |"
+            f"| {figure['name']} {figure['model']} TP{figure['tp']}{looped} | {figure['rows']} |"
             f" {figure['median']:.2f} | {figure['low']:.2f}, {figure['high']:.2f} | {floor} |"
             f" {other} |"
         )

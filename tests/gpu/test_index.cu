@@ -92,67 +92,76 @@ int replays_differ(const IndexSizes& sizes, int replays) {
   return failures;
 }
 
-}  // namespace
+struct IndexCase {
+  IndexSizes sizes;
+  Draw draw = Draw::random;
+};
 
-TEST_CASE(v41_compressor_and_index_equal_reference_at_every_kind_of_width) {
+// The cases' kernels with weights drawn once, against reference/. Failures.
+template <class Check, class HostPart, class DevicePart>
+int check(std::initializer_list<IndexCase> cases) {
   need_device();
   Random random(1);
-  const HostIndexWeights host(random);
-  const DeviceIndexWeights device(host);
-  IndexCheck check;
-  for (const IndexSizes& sizes :
-       {IndexSizes{1, 1, 2, 0}, IndexSizes{1, 6, 1, 3}, IndexSizes{2, 6, 2, 8191},
-        IndexSizes{8, 6, 1, 1030}, IndexSizes{48, 1, 1, 600}, IndexSizes{4, 6, 1, 16386}}) {
-    check.run(sizes, Draw::random, host, device);
-  }
-  CHECK_EQ(check.failures, 0);
+  const HostPart host(random);
+  const DevicePart device(host);
+  Check check;
+  for (const IndexCase& one : cases) check.run(one.sizes, one.draw, host, device);
+  return check.failures;
 }
+constexpr auto check_v41 = check<IndexCheck, HostIndexWeights, DeviceIndexWeights>;
+constexpr auto check_v4 = check<CheckV4, HostV4, DeviceV4>;
 
-TEST_CASE(v41_selection_is_exact_where_a_row_has_several_parts) {
-  need_device();
-  Random random(1);
-  const HostIndexWeights host(random);
-  const DeviceIndexWeights device(host);
-  IndexCheck check;
-  check.run({1, 6, 1, 131000}, Draw::random, host, device);
-  check.run({1, 8, 1, 20000}, Draw::random, host, device);
-  CHECK_EQ(check.failures, 0);
-}
+struct EngramStep {
+  int requests, tokens;
+  int slots = 0;  // of the product's ring
+};
 
-TEST_CASE(equal_scores_go_to_the_lowest_entries_and_padded_rows_see_nothing) {
-  need_device();
-  Random random(1);
-  const HostIndexWeights host(random);
-  const DeviceIndexWeights device(host);
-  IndexCheck check;
-  check.run({1, 6, 1, 20000}, Draw::equal_scores, host, device);
-  check.run({2, 6, 2, 3001}, Draw::padded, host, device);
-  CHECK_EQ(check.failures, 0);
-}
-
-TEST_CASE(v4_pooled_keys_and_index_equal_reference) {
-  need_device();
-  Random random(1);
-  const HostV4 host(random);
-  const DeviceV4 device(host);
-  CheckV4 check;
-  for (const IndexSizes& sizes :
-       {IndexSizes{1, 6, 4, 0}, IndexSizes{2, 6, 4, 253}, IndexSizes{8, 6, 4, 4097},
-        IndexSizes{1, 6, 128, 0}, IndexSizes{8, 6, 128, 125}, IndexSizes{48, 1, 128, 255}}) {
-    check.run(sizes, Draw::random, host, device);
-  }
-  check.run({2, 6, 4, 3000}, Draw::padded, host, device);
-  check.run({1, 6, 4, 5000}, Draw::equal_scores, host, device);
-  CHECK_EQ(check.failures, 0);
-}
-
-TEST_CASE(engram_equals_reference_at_every_kind_of_width) {
+int check_engrams(std::initializer_list<EngramStep> steps) {
   need_device();
   Random random(1);
   const HostEngram host(random);
   const DeviceEngram device(host);
-  for (const int requests : {1, 2, 4, 8}) CHECK_EQ(check_engram(requests, 6, 0, host, device), 0);
-  CHECK_EQ(check_engram(1, 1, 2, host, device), 0);
+  int failures = 0;
+  for (const EngramStep& step : steps) {
+    failures += check_engram(step.requests, step.tokens, step.slots, host, device);
+  }
+  return failures;
+}
+
+}  // namespace
+
+TEST_CASE(v41_compressor_and_index_equal_reference_at_every_kind_of_width) {
+  CHECK_EQ(check_v41({{{1, 1, 2, 0}},
+                      {{1, 6, 1, 3}},
+                      {{2, 6, 2, 8191}},
+                      {{8, 6, 1, 1030}},
+                      {{48, 1, 1, 600}},
+                      {{4, 6, 1, 16386}}}),
+           0);
+}
+
+TEST_CASE(v41_selection_is_exact_where_a_row_has_several_parts) {
+  CHECK_EQ(check_v41({{{1, 6, 1, 131000}}, {{1, 8, 1, 20000}}}), 0);
+}
+
+TEST_CASE(equal_scores_go_to_the_lowest_entries_and_padded_rows_see_nothing) {
+  CHECK_EQ(check_v41({{{1, 6, 1, 20000}, Draw::equal_scores}, {{2, 6, 2, 3001}, Draw::padded}}), 0);
+}
+
+TEST_CASE(v4_pooled_keys_and_index_equal_reference) {
+  CHECK_EQ(check_v4({{{1, 6, 4, 0}},
+                     {{2, 6, 4, 253}},
+                     {{8, 6, 4, 4097}},
+                     {{1, 6, 128, 0}},
+                     {{8, 6, 128, 125}},
+                     {{48, 1, 128, 255}},
+                     {{2, 6, 4, 3000}, Draw::padded},
+                     {{1, 6, 4, 5000}, Draw::equal_scores}}),
+           0);
+}
+
+TEST_CASE(engram_equals_reference_at_every_kind_of_width) {
+  CHECK_EQ(check_engrams({{1, 6}, {2, 6}, {4, 6}, {8, 6}, {1, 1, 2}}), 0);
 }
 
 TEST_CASE(replays_with_changing_inputs_equal_eager_launches) {
@@ -162,26 +171,10 @@ TEST_CASE(replays_with_changing_inputs_equal_eager_launches) {
 }
 
 TEST_CASE(brief_one_row_and_six) {
-  need_device();
-  Random random(1);
-  const HostIndexWeights host(random);
-  const DeviceIndexWeights device(host);
-  IndexCheck check;
-  for (const int tokens : {1, 6}) check.run({1, tokens, 2, 700}, Draw::random, host, device);
-  CHECK_EQ(check.failures, 0);
-  const HostV4 host_v4(random);
-  const DeviceV4 device_v4(host_v4);
-  CheckV4 check_v4;
-  for (const int tokens : {1, 6}) {
-    check_v4.run({1, tokens, 4, 253}, Draw::random, host_v4, device_v4);
-    check_v4.run({1, tokens, 128, 125}, Draw::random, host_v4, device_v4);
-  }
-  CHECK_EQ(check_v4.failures, 0);
-  const HostEngram host_engram(random);
-  const DeviceEngram device_engram(host_engram);
-  for (const int tokens : {1, 6}) {
-    CHECK_EQ(check_engram(1, tokens, 2, host_engram, device_engram), 0);
-  }
+  CHECK_EQ(check_v41({{{1, 1, 2, 700}}, {{1, 6, 2, 700}}}), 0);
+  CHECK_EQ(check_v4({{{1, 1, 4, 253}}, {{1, 1, 128, 125}}, {{1, 6, 4, 253}}, {{1, 6, 128, 125}}}),
+           0);
+  CHECK_EQ(check_engrams({{1, 1, 2}, {1, 6, 2}}), 0);
 }
 
 TEST_CASE(sizes_that_were_not_built_are_refused) {

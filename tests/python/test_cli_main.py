@@ -56,9 +56,14 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert "--help" in captured.err
 
 
-def test_an_option_that_there_is_not_is_named(capsys: pytest.CaptureFixture) -> None:
-    assert main(["--verbose"]) == 2
-    assert capsys.readouterr().err == "lowlat: unrecognized arguments: --verbose (lowlat --help)\n"
+@pytest.mark.parametrize("words", [[], ["doctor"], ["op", "--list"]])
+def test_an_option_that_there_is_not_is_named_and_whose_help_lists_them(
+    words: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*words, "--verbose"]) == 2
+    helped = " ".join(["lowlat", *words[:1]])
+    complaint = f"lowlat: unrecognized arguments: --verbose ({helped} --help)\n"
+    assert capsys.readouterr().err == complaint
 
 
 @pytest.mark.parametrize(

@@ -88,59 +88,83 @@ def test_a_program_that_fails_crashes_or_hangs_is_a_failure(tmp_path, words) -> 
     assert (tmp_path / "logs" / "gpu_index.log").read_text() == "begins\n"
 
 
+def package(folder: Path, *lines: str) -> None:
+    """A lowlat that does what the lines say with `words`, those of its command line."""
+    lowlat = folder / "site" / "lowlat"
+    lowlat.mkdir(parents=True)
+    (lowlat / "__init__.py").write_text("")
+    begin = ("import json, sys", "from pathlib import Path", "words = sys.argv[1:]")
+    (lowlat / "__main__.py").write_text("\n".join((*begin, *lines)) + "\n")
+
+
+WRITES_A_FIGURE = """
+if words[1] == 'layer' and '--json' in words:
+    tp, gpus = (int(words[words.index(name) + 1]) for name in ('--tp', '--gpus'))
+    times = {'median': 150.0, 'low': 149.0, 'high': 151.0}
+    figure = {'name': 'layer', 'model': 'v41', 'tp': tp, 'gpus': gpus, 'rows': 6, **times}
+    Path(words[words.index('--json') + 1]).write_text(json.dumps({'figures': [figure]}))
+    sys.exit(0)
+"""
+REFUSES = "print('lowlat: not built for this', file=sys.stderr); sys.exit(1)"
+
+
+def ranks_ran(folder: Path, ranks: int, gpus: int) -> tuple[int, list[str], dict[str, str], str]:
+    """Status, lines, the verdict by step and the page."""
+    out = folder / "out"
+    words = ["--ranks", str(ranks), "--programs", str(folder), "--out", str(out)]
+    status, lines = ran("ranks", gpus, words)
+    steps = json.loads((out / "figures.json").read_text())["steps"]
+    verdicts = {step["name"]: step["verdict"] for step in steps}
+    assert len(verdicts) == len(steps)
+    return status, lines, verdicts, (out / "table.md").read_text()
+
+
 def test_ranks_without_their_gpus_are_not_run_and_that_is_no_failure(tmp_path) -> None:
     program(
         tmp_path,
         "gpu_model",
         '[ "$1" = four_ranks_on_one ] && echo "1 passed, 0 failed, 0 skipped"',
     )
-    words = ["--ranks", "4", "--programs", str(tmp_path), "--out", str(tmp_path / "out")]
-    status, lines = ran("ranks", 1, words)
+    package(tmp_path, WRITES_A_FIGURE, REFUSES)
+    status, lines, verdicts, page = ranks_ran(tmp_path, ranks=4, gpus=1)
     assert status == 0
-    assert lines[-1] == "1 passed, 0 failed, 8 skipped"
-    page = (tmp_path / "out" / "table.md").read_text()
+    passed = [name for name, verdict in verdicts.items() if verdict == "passed"]
+    alone = "a rank that is its own peers"
+    layers = [f"bench layer{of}, {alone}" for of in ("", " of v4")]
+    assert passed == ["tiny models, as streams", *layers]
+    assert lines[-1] == f"3 passed, 0 failed, {len(verdicts) - 3} skipped"
     assert "| tiny models, as streams | passed |" in page
+    assert "| layer v41 TP4, looped back | 6 | 150.00 | 149.00, 151.00 |" in page
+    # All that needs more is named: with four GPUs the same steps would run.
     assert "* layers of all ranks (`gpu_layer four_ranks`): 4 GPUs needed, 1 here" in page
+    shown = "lowlat bench exchange --tp 4 --gpus 4 --repeats 30 --rows 12,48"
+    assert f"* bench exchange (`{shown}`): 4 GPUs needed, 1 here" in page
+    with_four = set(ranks_ran(tmp_path, ranks=4, gpus=4)[2])
+    assert with_four == {name for name in verdicts if not name.endswith((alone, "as streams"))}
 
 
 def test_figures_refusals_and_failures_of_ranks_are_told_apart(tmp_path) -> None:
-    lowlat = tmp_path / "site" / "lowlat"
-    lowlat.mkdir(parents=True)
-    figure = {
-        "name": "layer",
-        "model": "v41",
-        "tp": 2,
-        "rows": 6,
-        "median": 150.0,
-        "low": 149.0,
-        "high": 151.0,
-    }
-    (lowlat / "__init__.py").write_text("")
-    (lowlat / "__main__.py").write_text(
-        "import json, sys\nfrom pathlib import Path\nwords = sys.argv[1:]\n"
-        f"report = {{'figures': [{figure!r}]}}\n"
-        "if words[1] == 'layer' and '--json' in words:\n"
-        "    Path(words[words.index('--json') + 1]).write_text(json.dumps(report))\n"
-        "    sys.exit(0)\n"
-        "if words[1] == 'draft':\n    sys.exit('WRONG tokens')\n"
-        "print('lowlat: not built for --tp 2', file=sys.stderr)\nsys.exit(1)\n"
+    package(
+        tmp_path, WRITES_A_FIGURE, "if words[1] == 'draft':\n    sys.exit('WRONG tokens')", REFUSES
     )
     program(tmp_path, "gpu_layer", "echo '0 passed, 0 failed, 0 skipped'", "exit 1")
-    words = ["--ranks", "2", "--programs", str(tmp_path), "--out", str(tmp_path / "out")]
-    status, _ = ran("ranks", 2, words)
+    status, _, verdicts, page = ranks_ran(tmp_path, ranks=2, gpus=2)
     assert status == 1
-    verdicts = {
-        step["name"]: step["verdict"]
-        for step in json.loads((tmp_path / "out" / "figures.json").read_text())["steps"]
-    }
     assert verdicts["layers of all ranks"] == "not run"
     assert verdicts["bench layer"] == "passed"
     assert verdicts["bench exchange"] == "not run"
     assert verdicts["bench draft"] == "FAILED"
-    page = (tmp_path / "out" / "table.md").read_text()
     assert "| layer v41 TP2 | 6 | 150.00 | 149.00, 151.00 |" in page
     shown = "lowlat bench exchange --tp 2 --gpus 2 --repeats 30 --rows 12,48"
     assert f"* bench exchange (`{shown}`)" in page
+
+
+def test_without_the_package_its_benches_are_not_run(tmp_path) -> None:
+    package(tmp_path, "sys.exit('python: No module named lowlat')")
+    program(tmp_path, "gpu_devices", "echo '1 passed, 0 failed, 0 skipped'")
+    status, _, verdicts, page = ranks_ran(tmp_path, ranks=2, gpus=2)
+    assert (status, verdicts["bench layer"]) == (0, "not run")
+    assert ": this Python has no lowlat" in page
 
 
 def test_a_machine_without_a_gpu_is_told_what_is_missing() -> None:

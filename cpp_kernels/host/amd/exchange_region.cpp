@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <cstring>
 #include <string>
 
 #include "platform/amd_host.hpp"
@@ -18,11 +17,7 @@ constexpr int kMaxRanks = 64;  // as of the resident schedule
 constexpr const char* kAdvice = " (see rocm-smi --showtopoaccess)";
 static_assert(sizeof(amd::stages::StatusWords) <= kRegionLine);
 
-struct HandleBytes {
-  RegionHandle about;
-  IpcHandle memory;
-};
-static_assert(sizeof(HandleBytes) <= LOWLAT_PEER_HANDLE_BYTES);
+using Handle = HandleBytes<IpcHandle>;
 
 int current_device() {
   int device = 0;
@@ -74,19 +69,13 @@ RegionHandle ExchangeRegion::description() const {
 
 lowlat_peer_handle ExchangeRegion::handle() const {
   const OnDevice on(device_);
-  HandleBytes bytes;
-  std::memset(&bytes, 0, sizeof bytes);
-  bytes.about = description();
+  Handle bytes(description());
   check(runtime().hipIpcGetMemHandle(&bytes.memory, base_.data()), "hipIpcGetMemHandle");
-  lowlat_peer_handle out;
-  std::memset(out.bytes, 0, sizeof out.bytes);
-  std::memcpy(out.bytes, &bytes, sizeof bytes);
-  return out;
+  return bytes.handle();
 }
 
 void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
-  HandleBytes bytes;
-  std::memcpy(&bytes, handle.bytes, sizeof bytes);
+  const Handle bytes(handle);
   const RegionHandle& seen = bytes.about;
   const OnDevice on(device_);
   check_handle(seen, description(), peer_rank, kKind);

@@ -20,11 +20,7 @@ constexpr const char* kKind = "CUDA";
 constexpr std::int64_t kStatusBytes = 2 * kRegionLine;
 static_assert(sizeof(nvidia::stages::StatusWords) <= kRegionLine);
 
-struct HandleBytes {
-  RegionHandle about;
-  cudaIpcMemHandle_t memory;
-};
-static_assert(sizeof(HandleBytes) <= LOWLAT_PEER_HANDLE_BYTES);
+using Handle = HandleBytes<cudaIpcMemHandle_t>;
 
 // Of the device's UUID.
 std::uint64_t device_id(int device) {
@@ -98,19 +94,13 @@ RegionHandle ExchangeRegion::description() const {
 
 lowlat_peer_handle ExchangeRegion::handle() const {
   const OnDevice on(device_);
-  HandleBytes bytes;
-  std::memset(&bytes, 0, sizeof bytes);
-  bytes.about = description();
+  Handle bytes(description());
   check(cudaIpcGetMemHandle(&bytes.memory, base_), "cudaIpcGetMemHandle");
-  lowlat_peer_handle out;
-  std::memset(out.bytes, 0, sizeof out.bytes);
-  std::memcpy(out.bytes, &bytes, sizeof bytes);
-  return out;
+  return bytes.handle();
 }
 
 void ExchangeRegion::open(int peer_rank, const lowlat_peer_handle& handle) {
-  HandleBytes bytes;
-  std::memcpy(&bytes, handle.bytes, sizeof bytes);
+  const Handle bytes(handle);
   const RegionHandle& seen = bytes.about;
   check_handle(seen, description(), peer_rank, kKind);
   const OnDevice on(device_);

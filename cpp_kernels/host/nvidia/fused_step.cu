@@ -316,7 +316,7 @@ void FusedStep::State::Chain::receive_embedding(const lowlat::persistent::LayerW
   fused::ExchangeNormParams exchange = {};
   exchange.port = s.port;
   exchange.exchange_index = kEmbedIndex;
-  exchange.stage = 1;  // StageId::embed_sum
+  exchange.stage = fused::ExchangeStage::embed_sum;
   exchange.num_rows = rows;
   exchange.mix = s.memory.mix[1];
   exchange.norm_eps = s.shape.kNormEps;

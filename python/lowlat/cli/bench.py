@@ -94,7 +94,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=("v41", "v4"),
         default="v41",
-        help="whose shape, v4 of layer alone; default %(default)s",
+        help="whose shape, v4 of layer alone and on one GPU; default %(default)s",
     )
     parser.add_argument(
         "--rows",

@@ -54,6 +54,13 @@ class Parser(argparse.ArgumentParser):
         for action in (None, "store"):
             self.register("action", action, Once)
 
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """A command complains of what it does not know, so that its own --help is named."""
+        known, rest = super().parse_known_args(*args, **kwargs)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return known, rest
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help)")
 
