@@ -308,6 +308,9 @@ LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_hosted_draft& draft
           draft.window,
           draft.window_stride};
 }
+LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const DraftStep& call) {
+  return call.is_hosted() ? draft_rows(rank, call.hosted) : draft_rows(rank, call.draft);
+}
 
 // One row of the caller's arrays. What a model has not (a device's arrays are not looked at by the
 // host) is taken as padding, or as 0: such a row's results mean nothing, and no memory but the
@@ -416,6 +419,14 @@ LOWLAT_UNIT void take_draft_row(const Rank& rank, const Rows& rows,
     b.row_slot[row_idx] = whole ? slot : -1;
   }
   plat::block_sync();
+}
+LOWLAT_DEVICE void take_draft_row(const Rank& rank, const Rows& rows, const DraftStep& call,
+                                  int row_idx) {
+  if (call.is_hosted()) {
+    take_draft_row(rank, rows, call.hosted, row_idx);
+  } else {
+    take_draft_row(rank, rows, call.draft, row_idx);
+  }
 }
 
 // ------------------------------------------------------------------ hyper-connections
