@@ -95,11 +95,14 @@ class Program {
     const Rows rows = target_rows(rank_, step);
     return embed(rows, KernelId::front, [&](int t) { take_target_row(rank_, rows, step, t); });
   }
-  LOWLAT_DEVICE bool begin_draft(const DraftStep& call) {
+  // Call is a draft of either kind, or a DraftStep.
+  template <class Call>
+  LOWLAT_DEVICE bool begin_draft(const Call& call) {
     const Rows rows = draft_rows(rank_, call);
     return embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, call, t); });
   }
-  LOWLAT_DEVICE bool draft_layers(const DraftStep& call) {
+  template <class Call>
+  LOWLAT_DEVICE bool draft_layers(const Call& call) {
     if (!begin_draft(call)) return false;
     const Rows rows = draft_rows(rank_, call);
     for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
@@ -198,7 +201,7 @@ class Program {
 
   // A draft's layers without its context and its proposals.
   LOWLAT_DEVICE bool draft(const lowlat_hosted_draft& call) {
-    return draft_layers({{}, call}) && draft_leave(call) && end();
+    return draft_layers(call) && draft_leave(call) && end();
   }
   // What the last layer left, as a launch of its own too.
   LOWLAT_DEVICE bool draft_leave(const lowlat_hosted_draft& call) {
@@ -223,7 +226,7 @@ class Program {
   LOWLAT_DEVICE bool draft(const lowlat_draft& draft) {
     if (draft.num_inject_rows > 0 && !(inject(draft) && hand_off(KernelId::draft))) return false;
     if (draft.batch_size == 0) return end();
-    return draft_layers({draft, {}}) && draft_head(draft) && propose(draft) && end();
+    return draft_layers(draft) && draft_head(draft) && propose(draft) && end();
   }
 
   // A draft as launches: inject where it has rows for it; of each stage front and back; propose, or

@@ -1102,7 +1102,7 @@ LOWLAT_DEVICE AttentionKeys list_keys(const Rank& rank, const Share& share, cons
   if (rows.slots[row_idx] < 0) return keys;
   std::int32_t* window_ids = share.memory->window_ids;
   std::int32_t* entry_ids = share.memory->entry_ids;
-  if constexpr (Threads::kAlone) {  // devices run hosted drafts by fused kernels alone
+  if constexpr (plat::kHostedDrafts) {
     if (rows.window != nullptr) {
       keys.num_window = s.kWindow + rows.block_rows;
       const std::int32_t* seen = rows.window + std::int64_t{row_idx} * rows.window_stride;
