@@ -1,4 +1,5 @@
-// bench/measure_layer.cu: plain V4.1-Flash layers, checked and timed; the program behind `lowlat
+// bench/measure_layer.cu: plain V4.1-Flash layers by the fused schedule, checked and timed; the
+// program behind `lowlat
 // bench layer` and, built with LOWLAT_STAMPS=1, behind `lowlat profile layer`.
 //
 // A chain of layers in one CUDA graph, each with weights of its own, so that no cache holds them; a
@@ -10,7 +11,6 @@
 #include "bench/layer_group.cuh"
 #include "bench/machine.cuh"
 #include "bench/program.hpp"
-#include "bench/resident_case.cuh"
 #include "bench/stamps_file.hpp"
 #include "shape/bytes.hpp"
 
@@ -105,52 +105,14 @@ int run(const Words& words, Report& report, double clock_mhz, const std::string&
   return report.all_good() ? 0 : 1;
 }
 
-// The same layer by the resident schedule: a share of the difference between two models.
-int run_persistent(const Words& words, Report& report) {
-  constexpr int kFew = 4, kExtra = 4;
-  ResidentShard few(kFew), many(kFew + kExtra);
-  for (const int rows : words.rows) {
-    const std::vector<double> errors = logit_errors(many, rows);
-    report.check("logits with and without the fused experts T=" + std::to_string(rows),
-                 errors[errors.size() / 2] < kLogitBound,
-                 "rel_l2 of the median row " + std::to_string(errors[errors.size() / 2]));
-    const auto a = few.times(rows, lowlat_plain_step_launch, words.repeats);
-    const auto b = many.times(rows, lowlat_plain_step_launch, words.repeats);
-    const auto at = [&](double share) { return layer_us(a, b, kExtra, share); };
-    report.figure({"layer",
-                   "v41",
-                   words.schedule,
-                   words.tp,
-                   words.gpus,
-                   rows,
-                   {at(0.5), at(0.1), at(0.9)},
-                   words.repeats,
-                   shape::plain_layer_bytes<shape::Dsv41Flash<4>>(rows) +
-                       rows * shape::row_kv_bytes<shape::Dsv41Flash<4>>(),
-                   "a share of steps of 8 and of 4 layers; bytes of evenly spread experts"});
-  }
-  return report.all_good() ? 0 : 1;
-}
-
 int measure_all(const Words& words, Report& report) {
   if (words.model != "v41") {
     return report.refusal("this program's layers are v41's, not " + words.model + "'s");
   }
-  const bool is_fused = words.schedule == "fused";
-  if (!is_fused && words.schedule != "persistent") {
-    return report.refusal("needed --schedule fused or persistent, not " + words.schedule);
+  if (words.schedule != "fused") {
+    return report.refusal("this program's layers are the fused schedule's, not " + words.schedule);
   }
-  if (!is_fused && (kStamps || words.gpus > 1)) {
-    return report.refusal("the persistent layer is timed without stamps, on one GPU: --gpus 1");
-  }
-  const int tp = words.tp;
-  if (tp != 4 && (tp != 2 || !is_fused)) {
-    return report.refusal("the layer runs for --tp 4, fused also for 2, not " + std::to_string(tp));
-  }
-  if (words.gpus != 1 && words.gpus != tp) {
-    return report.refusal("needed --gpus 1 or one a rank, --gpus " + std::to_string(tp) + ", not " +
-                          std::to_string(words.gpus));
-  }
+  if (const std::string why = wrong_places(words); !why.empty()) return report.refusal(why);
   if (kStamps != !words.stamps.empty()) {
     return report.refusal(kStamps ? "the program with stamps needs --stamps FILE"
                                   : "--stamps needs the program with stamps");
@@ -159,9 +121,8 @@ int measure_all(const Words& words, Report& report) {
   if (!require_gpus(report, words.gpus)) return 1;
   const Machine machine = measure_machine(words.gpus);
   report.machine(machine);
-  if (!is_fused) return run_persistent(words, report);
-  return tp == 2 ? run<2>(words, report, machine.clock_mhz, machine.gpu)
-                 : run<4>(words, report, machine.clock_mhz, machine.gpu);
+  return words.tp == 2 ? run<2>(words, report, machine.clock_mhz, machine.gpu)
+                       : run<4>(words, report, machine.clock_mhz, machine.gpu);
 }
 
 }  // namespace

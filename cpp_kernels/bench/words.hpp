@@ -69,4 +69,12 @@ inline Words read_words(int argc, const char* const* argv) {
   return words;
 }
 
+// Why a layer of so many ranks does not run on so many GPUs, or nothing.
+inline std::string wrong_places(const Words& words) {
+  const std::string tp = std::to_string(words.tp);
+  if (words.tp != 2 && words.tp != 4) return "the layer runs for --tp 2 and 4, not " + tp;
+  if (words.gpus == 1 || words.gpus == words.tp) return "";
+  return "needed --gpus 1 or one a rank, --gpus " + tp + ", not " + std::to_string(words.gpus);
+}
+
 }  // namespace lowlat::bench

@@ -95,9 +95,20 @@ class Program {
     const Rows rows = target_rows(rank_, step);
     return embed(rows, KernelId::front, [&](int t) { take_target_row(rank_, rows, step, t); });
   }
-  LOWLAT_DEVICE bool begin_draft(const lowlat_draft& draft) {
-    const Rows rows = draft_rows(rank_, draft);
-    return embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, draft, t); });
+  // Call is a draft of either kind, or a DraftStep.
+  template <class Call>
+  LOWLAT_DEVICE bool begin_draft(const Call& call) {
+    const Rows rows = draft_rows(rank_, call);
+    return embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, call, t); });
+  }
+  template <class Call>
+  LOWLAT_DEVICE bool draft_layers(const Call& call) {
+    if (!begin_draft(call)) return false;
+    const Rows rows = draft_rows(rank_, call);
+    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
+      if (!layer(rows, draft_call(rank_, stage))) return false;
+    }
+    return true;
   }
   LOWLAT_DEVICE bool draft_head(const lowlat_draft& draft) {
     return local_logits(KernelId::draft, rank_.weights->draft_norm, rank_.weights->draft_hc_head,
@@ -190,16 +201,13 @@ class Program {
 
   // A draft's layers without its context and its proposals.
   LOWLAT_DEVICE bool draft(const lowlat_hosted_draft& call) {
-    const Rows rows = draft_rows(rank_, call);
-    if (!embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, call, t); })) {
-      return false;
-    }
-    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
-      if (!layer(rows, draft_call(rank_, stage))) return false;
-    }
+    return draft_layers(call) && draft_leave(call) && end();
+  }
+  // What the last layer left, as a launch of its own too.
+  LOWLAT_DEVICE bool draft_leave(const lowlat_hosted_draft& call) {
     const std::int64_t width = draft_width(rank_);
     constexpr int kStreams = shape::kNumStreams;
-    each_row(rows.num_rows, [&](int t) {
+    each_row(draft_rows(rank_, call).num_rows, [&](int t) {
       const std::uint16_t* residual = b_.residual + std::int64_t{t} * kStreams * s_.kHidden;
       std::uint16_t* out = call.hidden + t * width;
       if (rank_.rules->own_pre) {
@@ -209,7 +217,7 @@ class Program {
                                   [&](int h, float v) { out[h] = stages::to_bf16(v); });
       }
     });
-    return end();
+    return true;
   }
   LOWLAT_DEVICE void spoil(const lowlat_hosted_draft& call) {
     each_row(call.batch_size * s_.kDraftBlock, [&](int t) { spoil_row(rank_, call, t); });
@@ -218,22 +226,18 @@ class Program {
   LOWLAT_DEVICE bool draft(const lowlat_draft& draft) {
     if (draft.num_inject_rows > 0 && !(inject(draft) && hand_off(KernelId::draft))) return false;
     if (draft.batch_size == 0) return end();
-    if (!begin_draft(draft)) return false;
-    const Rows rows = draft_rows(rank_, draft);
-    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
-      if (!layer(rows, draft_call(rank_, stage))) return false;
-    }
-    return draft_head(draft) && propose(draft) && end();
+    return draft_layers(draft) && draft_head(draft) && propose(draft) && end();
   }
 
-  // A draft as launches: inject where it has rows for it; of each stage front and back; propose.
+  // A draft as launches: inject where it has rows for it; of each stage front and back; propose, or
+  // of a hosted one leave.
   LOWLAT_DEVICE bool draft_inject(const lowlat_draft& draft) { return inject(draft) && close(); }
-  LOWLAT_DEVICE bool draft_front(const lowlat_draft& draft, int stage) {
-    return (stage > 0 || begin_draft(draft)) &&
-           front(draft_rows(rank_, draft), draft_call(rank_, stage)) && close();
+  LOWLAT_DEVICE bool draft_front(const DraftStep& call, int stage) {
+    return (stage > 0 || begin_draft(call)) &&
+           front(draft_rows(rank_, call), draft_call(rank_, stage)) && close();
   }
-  LOWLAT_DEVICE bool draft_back(const lowlat_draft& draft, int stage) {
-    return back(draft_rows(rank_, draft), draft_call(rank_, stage)) && close();
+  LOWLAT_DEVICE bool draft_back(const DraftStep& call, int stage) {
+    return back(draft_rows(rank_, call), draft_call(rank_, stage)) && close();
   }
   LOWLAT_DEVICE bool draft_propose(const lowlat_draft& draft) {
     return draft_head(draft) && propose(draft) && close();

@@ -54,6 +54,14 @@ struct TargetStep {
   }
 };
 
+// A draft's block likewise; a hosted one has neither context to inject nor proposals.
+struct DraftStep {
+  lowlat_draft draft;
+  lowlat_hosted_draft hosted;
+
+  LOWLAT_DEVICE bool is_hosted() const { return hosted.struct_bytes > 0; }
+};
+
 // Where the caches end, and what of them is an engine's own (lowlat_pools).
 struct Pools {
   int num_pages, num_window_pages, num_requests;

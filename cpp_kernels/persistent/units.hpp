@@ -308,6 +308,9 @@ LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_hosted_draft& draft
           draft.window,
           draft.window_stride};
 }
+LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const DraftStep& call) {
+  return call.is_hosted() ? draft_rows(rank, call.hosted) : draft_rows(rank, call.draft);
+}
 
 // One row of the caller's arrays. What a model has not (a device's arrays are not looked at by the
 // host) is taken as padding, or as 0: such a row's results mean nothing, and no memory but the
@@ -416,6 +419,14 @@ LOWLAT_UNIT void take_draft_row(const Rank& rank, const Rows& rows,
     b.row_slot[row_idx] = whole ? slot : -1;
   }
   plat::block_sync();
+}
+LOWLAT_DEVICE void take_draft_row(const Rank& rank, const Rows& rows, const DraftStep& call,
+                                  int row_idx) {
+  if (call.is_hosted()) {
+    take_draft_row(rank, rows, call.hosted, row_idx);
+  } else {
+    take_draft_row(rank, rows, call.draft, row_idx);
+  }
 }
 
 // ------------------------------------------------------------------ hyper-connections
@@ -1091,7 +1102,7 @@ LOWLAT_DEVICE AttentionKeys list_keys(const Rank& rank, const Share& share, cons
   if (rows.slots[row_idx] < 0) return keys;
   std::int32_t* window_ids = share.memory->window_ids;
   std::int32_t* entry_ids = share.memory->entry_ids;
-  if constexpr (Threads::kAlone) {  // devices run hosted drafts by fused kernels alone
+  if constexpr (plat::kHostedDrafts) {
     if (rows.window != nullptr) {
       keys.num_window = s.kWindow + rows.block_rows;
       const std::int32_t* seen = rows.window + std::int64_t{row_idx} * rows.window_stride;

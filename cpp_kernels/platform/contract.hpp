@@ -9,6 +9,8 @@
 //   kName, kWarpLanes          the platform's word; lanes of a warp: 1, 32 or 64
 //   kMarlinExperts             whether experts may lie in Marlin's tiles, as another engine has
 //                              them: where they may not, no kernel holds code for them
+//   kHostedDrafts              whether the layers of a draft in another engine run by the resident
+//                              program, likewise
 //   Block<N>::kNumThreads      threads of a block that was launched with N, a multiple of the warp
 //   thread_idx                 place in the block; thread_idx() / kWarpLanes is the warp
 //   block_sync, block_any      barrier and memory order inside the block; the same, and true in
@@ -67,6 +69,7 @@ namespace lowlat::LOWLAT_PLATFORM::plat {
 
 static_assert(kWarpLanes == 1 || kWarpLanes == 32 || kWarpLanes == 64);
 static_assert(std::same_as<decltype(kMarlinExperts), const bool>);
+static_assert(std::same_as<decltype(kHostedDrafts), const bool>);
 static_assert(Block<256>::kNumThreads % kWarpLanes == 0 && kTaggedPayload >= 1);
 static_assert(std::same_as<decltype(thread_idx()), int>);
 static_assert(std::same_as<decltype(block_sync()), void>);

@@ -44,6 +44,7 @@ LOWLAT_DEVICE float bits_float(std::uint32_t bits) {
   return v;
 }
 inline constexpr bool kMarlinExperts = true;
+inline constexpr bool kHostedDrafts = true;
 LOWLAT_DEVICE int warp_uniform(int v) { return v; }
 LOWLAT_DEVICE int popcount(std::uint64_t bits) { return std::popcount(bits); }
 

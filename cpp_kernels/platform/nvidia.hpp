@@ -27,6 +27,7 @@ namespace lowlat::nvidia::plat {
 inline constexpr const char* kName = "nvidia";
 inline constexpr int kWarpLanes = 32;
 inline constexpr bool kMarlinExperts = true;
+inline constexpr bool kHostedDrafts = false;  // by the fused schedule alone
 template <int kThreads>
 struct Block {
   static_assert(kThreads % kWarpLanes == 0 && kThreads <= 1024);

@@ -12,7 +12,7 @@ from lowlat import _dispatch, config, guard, unwaited
 from lowlat.capture import Planner
 from lowlat.models import deepseek_v4, published
 from lowlat.reasons import RefusalError, refusal
-from lowlat.replay import DraftMegakernel, TargetMegakernel, TargetMonokernels
+from lowlat.replay import DraftMegakernel, DraftMonokernels, TargetMegakernel, TargetMonokernels
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,11 @@ def draft(model: Any, hf_config: Any, context: Any) -> DraftMegakernel:
     return built
 
 
+def amd_draft(model: Any, hf_config: Any, context: Any) -> DraftMonokernels:
+    """The AMD spec's build of a DSpark draft."""
+    return build_amd_draft(model, hf_config, context, amd_kernels, place(context.isa))
+
+
 def place(isa: str) -> Place:
     """This process's rank, and an all-gather over SGLang's CPU group, whose timeout bounds it."""
     import torch.distributed as dist
@@ -173,11 +178,7 @@ def build_amd_target(
 
     Raises ``RefusalError`` as build_target does.
     """
-    from sglang.srt.runtime_context import get_spec
-
-    settings = get_spec()
-    is_plain = settings.speculative_algorithm is None
-    tokens = 1 if is_plain else int(settings.speculative_num_draft_tokens or 1)
+    tokens = step_rows()
     whole = guard.table(hf_config, deepseek_v4.engram_rows(model)).target()
     needs = [need for need in whole if published.is_read_in_place(need.name)]
     return TargetMonokernels(
@@ -219,6 +220,40 @@ def build_draft(
     planner = Planner(dispatcher, "draft", gamma)
     served = widths if stages else ()
     return DraftMegakernel(model, kernels, planner, gamma, served, context.binding, built.weights())
+
+
+def build_amd_draft(
+    model: Any, hf_config: Any, context: Any, open_kernels: Open, where: Place
+) -> DraftMonokernels:
+    """Covers the layers of blocks of 1 to 8 requests, of those that SGLang routes. What it samples
+    from their output is its own.
+
+    Raises ``RefusalError`` as build_target does.
+    """
+    rows = draft_rows(model)
+    widths = tuple(width for width in context.widths if width // rows <= MAX_REQUESTS)
+    if not widths:
+        words = f"drafts are captured for more than {MAX_REQUESTS} requests alone"
+        raise refusal("server_argument", words, "leave out --cuda-graph-bs-decode")
+    built = Build(model, hf_config, context, "draft", rows, widths, [], where, stages=True)
+    kernels, dispatcher = built.run(open_kernels)
+    planner = Planner(dispatcher, "draft", rows)
+    return DraftMonokernels(model, kernels, planner, built.weights(), model.forward)
+
+
+def step_rows() -> int:
+    """Rows a request of this server's decode or verify steps."""
+    from sglang.srt.runtime_context import get_spec
+
+    settings = get_spec()
+    is_plain = settings.speculative_algorithm is None
+    return 1 if is_plain else int(settings.speculative_num_draft_tokens or 1)
+
+
+def draft_rows(model: Any) -> int:
+    """The AMD contract's ``tokens_per_request`` of a draft: a verify step has one row more than a
+    block that samples from its anchor."""
+    return step_rows() - int(model.sample_from_anchor)
 
 
 def ladder(deadline_s: float) -> Any:

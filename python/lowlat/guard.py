@@ -13,7 +13,8 @@ from lowlat.surface import SGLANG_VERSION
 PLATFORM = "nvidia"
 ISA = "sm_90"
 AMD = "amd"
-# Parts whose fp8 units have another format than the checkpoints', which SGLang keeps its caches in.
+# Parts whose fp8 units have another format than the checkpoints'. SGLang reads its caches in theirs
+# there, and its kernels that store the draft's context and a row's key write the checkpoints'.
 FNUZ_ISAS = ("gfx942",)
 # SGLang gives every wait half the watchdog's time, and less than 5 s is too short for a step.
 SHORTEST_WATCHDOG_S = 10
@@ -65,7 +66,10 @@ def amd_config_reasons(cfg: Any, hf_config: Any) -> list[str]:
     isa = device_isa()
     reasons = settings_reasons(cfg, hf_config, AMD, isa, features_in_use(cfg))
     if isa in FNUZ_ISAS:
-        words = f"SGLang's caches on {isa} hold e4m3fnuz; these kernels read e4m3fn"
+        words = (
+            f"SGLang writes its caches on {isa} as e4m3fn and reads them as e4m3fnuz; these kernels"
+            " need e4m3fn in both"
+        )
         reasons.append(_dispatch.decline("tensor_dtype", words, "serve on gfx950"))
     if cfg.enable_hisparse:
         # Its contract has no such feature, and the caches are other ones.
@@ -157,7 +161,14 @@ def amd_target_reasons(model: Any, hf_config: Any, copies: dict[tuple, Any]) -> 
     ]
 
 
-def kernel_tensors(hf_config: Any) -> list[dict[str, Any]]:
+def amd_draft_reasons(model: Any, hf_config: Any, copies: dict[tuple, Any]) -> list[str]:
+    """Against the copies of the draft's tensors on this rank: nothing else of it is read before
+    SGLang has attached the target's embedding and head."""
+    wanted = kernel_tensors(hf_config, draft=True)
+    return [*kernels_reasons(AMD), *published.reasons(copies, wanted)]
+
+
+def kernel_tensors(hf_config: Any, draft: bool = False) -> list[dict[str, Any]]:
     """What the kernels read of a checkpoint on this rank, as ``HostedModel.tensors()``; nothing
     where the library does not load, which kernels_reasons tells. A listing needs no device."""
     try:
@@ -168,7 +179,7 @@ def kernel_tensors(hf_config: Any) -> list[dict[str, Any]]:
 
     request = SimpleNamespace(
         config_json=config.published(hf_config),
-        mode="decode",
+        mode="draft" if draft else "decode",
         tokens_per_request=1,
         widths=(1,),
         tp_rank=0,
@@ -177,7 +188,7 @@ def kernel_tensors(hf_config: Any) -> list[dict[str, Any]]:
         wait_budget_ns=1_000_000_000,
         expert_layout=published.EXPERT_LAYOUT,
         copies={},
-        stages=False,
+        stages=draft,
     )
     wanted = kernels.hosted_config(request)
     return _kernels.HostedModel("scalar", wanted, kernels.hosting(request, wanted)).tensors()

@@ -8,8 +8,7 @@ import logging
 TARGET, DRAFT = "DeepseekV4ForCausalLM", "DeepseekV4ForCausalLMDSpark"
 # The architectures that SGLang gives to the target and to its DSpark draft, of V4 and V4.1 alike.
 SPECS = {TARGET: "lowlat.specs.nvidia:TARGET", DRAFT: "lowlat.specs.nvidia:DRAFT"}
-# The AMD contract has no draft sampler, so a draft keeps SGLang's forward there.
-AMD_SPECS = {TARGET: "lowlat.specs.amd:TARGET"}
+AMD_SPECS = {TARGET: "lowlat.specs.amd:TARGET", DRAFT: "lowlat.specs.amd:DRAFT"}
 
 
 def register_nvidia() -> None:

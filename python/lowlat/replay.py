@@ -26,8 +26,8 @@ class StepOutput:
     before_norm: Any = None
 
 
-class Target:
-    """A built target, whatever the contract: `kernels` run what `planner` covers, over the tensors
+class Built:
+    """A built model, whatever the contract: `kernels` run what `planner` covers, over the tensors
     that `weights` gives."""
 
     def __init__(
@@ -42,14 +42,6 @@ class Target:
         self.planner = planner
         self.weights = weights
 
-    def summary(self) -> str:
-        mine = self.kernels.own_bytes / 2**20
-        return f"{self.kernels.shape}, weights in place, {mine:.1f} MiB beside them"
-
-    def report(self) -> dict[str, Any]:
-        """Covered and uncovered steps so far, those by reason."""
-        return json.loads(self.planner.dispatcher.report())
-
     def covers(
         self, view: Callable[[], Any], input_ids: Any, forward_batch: Any, given: Any
     ) -> bool:
@@ -63,10 +55,26 @@ class Target:
         """Everything that a captured graph reads and nobody stages for it."""
         return {**self.weights(), **self.kernels.reads(view)}
 
-    def run(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
-        """The layers by our kernels, then SGLang's own head. `step` has a mode, rows and a view."""
+    def seal(self, step: Any, forward_batch: Any) -> None:
+        """Notes what the graph reads that is being captured."""
         if is_capturing():
             self.planner.seal(forward_batch, lambda: self.reads(step.view))
+
+
+class Target(Built):
+    """A built target."""
+
+    def summary(self) -> str:
+        mine = self.kernels.own_bytes / 2**20
+        return f"{self.kernels.shape}, weights in place, {mine:.1f} MiB beside them"
+
+    def report(self) -> dict[str, Any]:
+        """Covered and uncovered steps so far, those by reason."""
+        return json.loads(self.planner.dispatcher.report())
+
+    def run(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+        """The layers by our kernels, then SGLang's own head. `step` has a mode, rows and a view."""
+        self.seal(step, forward_batch)
         out = self.kernels.step(step, input_ids, positions, forward_batch)
         return self.model.logits_processor(
             input_ids,
@@ -119,11 +127,23 @@ class TargetMegakernel(Target):
         return self.run(step, input_ids, positions, forward_batch)
 
 
-class View(NamedTuple):
+class View:
     """A forward's attention data under the names of the NVIDIA contract's view."""
 
-    metadata: Any
-    kv_pool: Any
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    @property
+    def metadata(self) -> Any:
+        return self.backend.forward_metadata
+
+    @property
+    def kv_pool(self) -> Any:
+        return PoolFace(self.backend.token_to_kv_pool)
+
+    @property
+    def swa_out_cache_loc(self) -> Callable[[Any], Any]:
+        return self.backend.get_swa_out_cache_loc
 
 
 class RoutedStep(NamedTuple):
@@ -134,9 +154,9 @@ class RoutedStep(NamedTuple):
     view: View
 
 
-class TargetMonokernels(Target):
-    """SGLang's ``BuiltMonokernels``. SGLang routes by a step's shape; what else makes a step not
-    ours runs `original`, the model's own forward."""
+class Monokernels:
+    """SGLang's ``BuiltMonokernels``, over a ``Target`` or a ``Draft``. SGLang routes by a step's
+    shape; what else makes a step not ours runs `original`, the model's own forward."""
 
     def __init__(
         self,
@@ -165,12 +185,15 @@ class TargetMonokernels(Target):
         return self.run(step, input_ids, positions, forward_batch)
 
 
+class TargetMonokernels(Monokernels, Target):
+    """A target's."""
+
+
 def forward_view() -> View:
     """Of the forward that runs now, where a contract gives none."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
-    backend = get_attn_backend()
-    return View(backend.forward_metadata, PoolFace(backend.token_to_kv_pool))
+    return View(get_attn_backend())
 
 
 class PoolFace:
@@ -183,7 +206,34 @@ class PoolFace:
         return getattr(self.pool, name)
 
 
-class DraftMegakernel:
+class Draft(Built):
+    """The layers of a built DSpark draft."""
+
+    def covers(
+        self, view: Callable[[], Any], input_ids: Any, forward_batch: Any, given: Any
+    ) -> bool:
+        """As of any model; before the target's head and embedding are attached nothing of the draft
+        runs."""
+        if self.model.embed_tokens is None:
+            return False
+        if not is_capturing():
+            self.kernels.attach(self.model)
+        return super().covers(view, input_ids, forward_batch, given)
+
+    def run(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+        """What the last layer left."""
+        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+        self.seal(step, forward_batch)
+        hidden = self.kernels.draft_layers(step, input_ids, positions, forward_batch)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
+
+
+class DraftMonokernels(Monokernels, Draft):
+    """The AMD contract's, which has no sampler: proposals are SGLang's."""
+
+
+class DraftMegakernel(Draft):
     """A built DSpark draft: it samples its proposals and, where `widths` are built, runs the layers
     before them."""
 
@@ -197,33 +247,21 @@ class DraftMegakernel:
         binding: Any,
         weights: Callable[[], dict[str, Any]],
     ) -> None:
-        self.model = model
-        self.kernels = kernels
-        self.planner = planner
+        super().__init__(model, kernels, planner, weights)
         self.gamma = gamma
         self.widths = widths
         self.binding = binding
-        self.weights = weights
 
     def summary(self) -> str:
         layers = "layers and " if self.widths else ""
         return f"{self.kernels.shape}, {layers}proposals of {self.gamma} tokens"
 
-    def reads(self, view: Any) -> dict[str, Any]:
-        """Everything that a captured graph of the layers reads and nobody stages for it."""
-        return {**self.weights(), **self.kernels.reads(view)}
-
     def plan(self, input_ids: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The step to run, or None for SGLang's own forward."""
         from sglang.kernels.plugin_kernels.nvidia.spec import Step
 
-        # Before the target's head and embedding are attached nothing of the draft runs.
-        if not self.widths or self.model.embed_tokens is None:
-            return None
-        if not is_capturing():
-            self.planner.check(lambda: self.reads(self.binding.forward_view()))
-            self.kernels.attach(self.model)
-        if not self.planner.covers(input_ids, forward_batch, (*args, *kwargs.values())):
+        given, view = (*args, *kwargs.values()), self.binding.forward_view
+        if not self.widths or not self.covers(view, input_ids, forward_batch, given):
             return None
         return Step(mode="target_verify", rows=int(input_ids.shape[0]))
 
@@ -238,12 +276,7 @@ class DraftMegakernel:
         **kwargs: Any,
     ) -> Any:
         """A step that `plan` gave."""
-        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-
-        if is_capturing():
-            self.planner.seal(forward_batch, lambda: self.reads(step.view))
-        hidden = self.kernels.draft_layers(step, input_ids, positions, forward_batch)
-        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
+        return self.run(step, input_ids, positions, forward_batch)
 
     def draft_sampler(
         self,

@@ -91,6 +91,36 @@ def test_a_tiny_layer_inside_an_engine_is_near_scalar_s(library, isa, model, see
                 amd_model.check_near(name, hosted.pools[name], pool)
 
 
+@pytest.mark.parametrize("isa, model, seed", RUNS)
+def test_a_drafts_layers_inside_an_engine_are_near_scalar_s(library, isa, model, seed):
+    """Blocks over the engine's window pages, each row with the slots that it sees; the second one
+    reads the first one's keys, and has a request that pads."""
+    hosted_or_skip()
+    small = MODELS[model]
+    machine = amd.machine.Machine(isa, ranks=1, seed=seed, approximate=3)
+    scalar = amd_model.Hosted("scalar", small, SEED, np.copy, draft=True)
+    block = small.config["draft_block"]
+    with amd.hip.Runtime(machine, num_units=2) as runtime:
+        device = amd_model.device_memory(runtime)
+        with contextlib.closing(
+            amd_model.Hosted("amd:0", small, SEED, device, draft=True)
+        ) as hosted:
+            for prefix, padded in ((0, False), (block, True)):
+                given = (prefix, STEP_SEED + prefix, padded)
+                out, want = (one.draft(*given) for one in (hosted, scalar))
+                assert runtime.failure is None, runtime.failure
+                rows = slice(0, 1 if padded else 2)
+                assert not (out["hidden"] == 0x7FC0).any() and want["hidden"].any()
+                amd_model.check_places("hidden", out["hidden"][rows], want["hidden"][rows])
+                assert np.array_equal(out["draft_tokens"][rows], want["draft_tokens"][rows])
+                # One output of the layers that is another bf16 moves every logit of its row.
+                got, logits = (one["draft_logits"][rows] for one in (out, want))
+                assert np.abs(got - logits).max() <= 2**-8 * np.abs(logits).max()
+            for name, pool in scalar.pools.items():
+                amd_model.check_near(name, hosted.pools[name], pool)
+                assert not hosted.pools[name][0].any(), "padding wrote a key"
+
+
 def test_a_graph_that_is_replayed_after_an_abort_leaves_no_number(library):
     """The same launches again, as a graph makes them without the host: hidden states are NaN, and
     no cache changes."""

@@ -72,15 +72,15 @@ def tp(tp_size, rank=0):
     return served.get_parallel().override(tp_group=group, **served.widths(tp_size))
 
 
-def tensors_of(config, tp_size=1):
+def tensors_of(config, tp_size=1, draft=False):
     """What a rank's kernels read of a checkpoint."""
     with tp(tp_size):
-        return guard.kernel_tensors(config)
+        return guard.kernel_tensors(config, draft)
 
 
-def checkpoint_of(config):
+def checkpoint_of(config, draft=False):
     """Its published tensors and the arrays behind them, whole."""
-    wanted = tensors_of(config)
+    wanted = tensors_of(config, draft=draft)
     arrays = random_arrays(wanted, config.n_routed_experts)
     dtypes = {spec["name"]: spec["dtype"] for spec in wanted}
     return list(tensors(arrays, dtypes)), arrays
@@ -96,16 +96,28 @@ class Loaded(served.Model):
         self.config = config
 
 
-def spec_of(open_kernels, **more):
+class LoadedDraft(served.Model):
+    """A draft likewise, to which SGLang has attached nothing yet."""
+
+    sample_from_anchor = True
+
+    def __init__(self, config):
+        super().__init__(served.table(config).draft())
+        self.config = config
+        self.embed_tokens = self.lm_head = None
+
+
+def spec_of(open_kernels, draft=False, **more):
     """Ours in everything but the kernels behind it and what the small models' sizes are."""
-    fields = {name: getattr(specs.TARGET, name) for name in contract.MonoSpec.__struct_fields__}
-    limits = contract.DeviceLimits(widths=specs.WIDTHS, tp_sizes=(1,), resident_blocks=256)
+    ours = specs.DRAFT if draft else specs.TARGET
+    builds = build.build_amd_draft if draft else build.build_amd_target
+    fields = {name: getattr(ours, name) for name in contract.MonoSpec.__struct_fields__}
+    widths = ours.widths("gfx950")
+    limits = contract.DeviceLimits(widths=widths, tp_sizes=(1,), resident_blocks=256)
     built = []
 
     def make(model, config, context):
-        built.append(
-            build.build_amd_target(model, config, context, open_kernels, build.place(served.ISA))
-        )
+        built.append(builds(model, config, context, open_kernels, build.place(served.ISA)))
         return built[-1]
 
     fields |= dict(name="lowlat-test", devices={"gfx950": limits}, build=make)

@@ -6,6 +6,9 @@ kernels compute is test_forward.py's. Nothing of this ran on an AMD GPU.
 import argparse
 import logging
 import re
+import runpy
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +16,13 @@ import numpy as np
 import published
 import pytest
 import served
+import sglang
 import torch
 from lowlat import _dispatch, build, guard, plugin
 from lowlat.models import published as copying
 from lowlat.reasons import RefusalError
 from lowlat.specs import amd as specs
+from sglang.kernels.ops.quantization import fp8_kernel
 from sglang.kernels.plugin_kernels.amd import spec as contract
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.environ import envs
@@ -44,13 +49,16 @@ def refusal(model, **more):
 # ------------------------------------------------------------------ discovery
 
 
-def test_the_loader_registered_the_target_for_both_parts() -> None:
+@pytest.mark.parametrize(
+    ("architecture", "spec"), [(plugin.TARGET, specs.TARGET), (plugin.DRAFT, specs.DRAFT)]
+)
+def test_the_loader_registered_target_and_draft_for_both_parts(architecture, spec) -> None:
     assert contract._REGISTRY[contract.BACKEND] == plugin.AMD_SPECS
     for isa in ("gfx950", "gfx942"):
         found, why = contract.find_spec(
-            backend=contract.BACKEND, architectures=["DeepseekV4ForCausalLM"], isa=isa
+            backend=contract.BACKEND, architectures=[architecture], isa=isa
         )
-        assert found is specs.TARGET and not why
+        assert found is spec and not why
 
 
 def test_registering_again_changes_nothing_and_another_spec_is_an_error() -> None:
@@ -218,7 +226,62 @@ def test_another_gpu_is_refused(isa, words, amd_gpu, checkpoint) -> None:
 def test_caches_of_the_other_fp8_format_are_refused(amd_gpu, checkpoint, kernels_there) -> None:
     amd_gpu.isa = "gfx942"
     (line,) = refusal(checkpoint("v4-flash"))
-    assert line.startswith("[111] SGLang's caches on gfx942 hold e4m3fnuz;")
+    assert line.startswith("[111] SGLang writes its caches on gfx942 as e4m3fn and reads them as")
+
+
+# What SGLang's header of fp8 conversions needs of the ones beside it, for a compiler of the host.
+HEADERS = {
+    "utils": """
+        #include <cstdint>
+        #include <cstring>
+        #define SGL_DEVICE inline
+        inline std::uint32_t __float_as_uint(float v) {
+          std::uint32_t bits;
+          std::memcpy(&bits, &v, 4);
+          return bits;
+        }
+        inline float __uint_as_float(std::uint32_t bits) {
+          float v;
+          std::memcpy(&v, &bits, 4);
+          return v;
+        }""",
+    "math": "#include <cmath>\nusing std::fmaxf;\nusing std::fminf;",
+    "type": "#include <cstdint>\nusing fp8x2_e4m3_t = std::uint16_t;\n"
+    "inline constexpr float kFP8E4M3Max = 448.0f;",
+}
+
+
+def test_sglangs_caches_on_gfx942_are_written_in_one_format_and_read_in_another(
+    tmp_path, monkeypatch
+) -> None:
+    """Why they are refused: what its kernel stores for 1, its own reading takes for 0.5."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no c++: SGLang's header is compiled for the host")
+    package = Path(sglang.__file__).parent / "kernels"
+    for name, text in HEADERS.items():
+        header = tmp_path / "sgl_kernel" / f"{name}.cuh"
+        header.parent.mkdir(exist_ok=True)
+        header.write_text(f"#pragma once\n{text}\n")
+    source = tmp_path / "store.cpp"
+    source.write_text(
+        "#define USE_ROCM\n#define __gfx942__ 1\n#include <sgl_kernel/utils.cuh>\n"
+        f'#include "{package}/jit/include/sgl_kernel/deepseek_v4/fp8_utils.cuh"\n'
+        "int main() { return sglang::deepseek_v4::fp8::cvt_float_to_fp8_e4m3(1.0f); }\n"
+    )
+    subprocess.run(
+        [compiler, "-std=c++20", "-I", tmp_path, source, "-o", tmp_path / "store"],
+        check=True,
+        timeout=60,
+    )
+    code = torch.tensor([subprocess.run([tmp_path / "store"], timeout=10).returncode]).byte()
+    assert code.view(torch.float8_e4m3fn).float() == 1
+    part = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: part)
+    monkeypatch.setattr(fp8_kernel, "_is_hip", True)
+    monkeypatch.setattr(fp8_kernel, "is_fp8_fnuz", fp8_kernel.is_fp8_fnuz.__wrapped__)
+    reader = runpy.run_path(str(package / "ops/attention/dsv4/dequant_k_cache.py"))
+    assert code.view(reader["fp8_dtype"]).float() == 0.5
 
 
 def test_both_flags_are_refused(gpu, checkpoint, kernels_there) -> None:
@@ -228,8 +291,6 @@ def test_both_flags_are_refused(gpu, checkpoint, kernels_there) -> None:
 
 def test_another_release_is_refused_with_both_versions(checkpoint, monkeypatch) -> None:
     import sys
-
-    import sglang
 
     monkeypatch.setattr(sglang, "__version__", "0.5.24")
     monkeypatch.delitem(sys.modules, "lowlat.specs.amd")
@@ -244,10 +305,11 @@ def test_another_contract_is_refused(checkpoint, monkeypatch) -> None:
 
 
 def test_the_numerics_are_a_bound_in_the_contracts_form() -> None:
-    assert specs.NUMERICS.kind is contract.NumericsKind.TOLERANCE
-    for name in specs.NUMERICS.bounds:
-        launch, output, metric = name.split(".")
-        assert launch and output and metric == "rel"
+    for spec in (specs.TARGET, specs.DRAFT):
+        assert spec.numerics.kind is contract.NumericsKind.TOLERANCE
+        for name in spec.numerics.bounds:
+            launch, output, metric = name.split(".")
+            assert launch and output and metric == "rel"
 
 
 # ------------------------------------------------------------------ copies
@@ -264,18 +326,27 @@ def model(config):
     return published.Loaded(config)
 
 
+@pytest.fixture
+def draft(config):
+    config.architectures = [ARCHITECTURE]
+    return published.LoadedDraft(config)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_each_rank_copies_its_part_as_published(model, config, tp_size) -> None:
+@pytest.mark.parametrize("part", ["model", "draft"])
+def test_each_rank_copies_its_part_as_published(part, config, tp_size, request) -> None:
     """Names, dtypes and shapes are the kernels' on every rank, and the parts make the whole."""
-    weights, arrays = published.checkpoint_of(config)
-    wanted = published.tensors_of(config, tp_size)
+    model, is_draft = request.getfixturevalue(part), part == "draft"
+    keep = copying.keep_draft if is_draft else copying.keep
+    weights, arrays = published.checkpoint_of(config, is_draft)
+    wanted = published.tensors_of(config, tp_size, is_draft)
     parts = []
     for rank in range(tp_size):
         copies = {}
         with published.tp(tp_size, rank):
             for name, tensor in weights:
                 seen = tensor.clone()
-                copying.keep(copies, model, name, seen)
+                keep(copies, model, name, seen)
                 # What SGLang does to it afterwards.
                 seen.view(torch.uint8).zero_()
         assert copying.reasons(copies, wanted) == []
@@ -293,8 +364,12 @@ def test_each_rank_copies_its_part_as_published(model, config, tp_size) -> None:
 
 def test_tensors_of_other_parts_are_left_alone(model) -> None:
     copies = {}
-    for name in ("embed.weight", "head.weight", "mtp.0.attn.wq_a.weight", "vision.patch.weight"):
+    shared = ("embed.weight", "head.weight", "vision.patch.weight")
+    for name in (*shared, "mtp.0.attn.wq_a.weight"):
         copying.keep(copies, model, name, torch.zeros(2))
+    context = ("mtp.0.main_proj.weight", "mtp.0.main_norm.weight", "mtp.2.confidence_head.proj")
+    for name in (*shared, *context, "layers.0.attn.wq_a.weight", "norm.weight"):
+        copying.keep_draft(copies, model, name, torch.zeros(2))
     assert copies == {}
 
 
@@ -323,8 +398,9 @@ def install(monkeypatch, amd_gpu, kernels_there, config):
     monkeypatch.setattr(contract, "_REGISTRY", registry)
 
     def run(model, open_kernels=served.Kernels, *, weights=None, **more):
-        holder.SPEC = published.spec_of(open_kernels, **more)
-        weights = published.checkpoint_of(config)[0] if weights is None else weights
+        is_draft = isinstance(model, published.LoadedDraft)
+        holder.SPEC = published.spec_of(open_kernels, is_draft, **more)
+        weights = published.checkpoint_of(config, is_draft)[0] if weights is None else weights
         list(binding.monokernel_weights_iterator(model=model, weights=weights))
         hooks = []
         binding.install_monokernel_forward(model=model, hf_config=config, capture_tail_hooks=hooks)
@@ -541,3 +617,81 @@ def test_a_cache_that_moved_after_the_capture_is_a_fault(install, model, amd_gpu
             step(model, "TARGET_VERIFY", 1)
         # It never runs again.
         assert step(model, "TARGET_VERIFY", 1) == "SGLang's own"
+
+
+# ------------------------------------------------------------------ the draft
+
+
+def attach(draft):
+    """The target's modules, as SGLang's worker gives them to a draft."""
+    draft.embed_tokens = draft.lm_head = SimpleNamespace(weight=torch.zeros(4, 8))
+
+
+def block(model, size, rows=served.GAMMA, **more):
+    batch = served.batch("TARGET_VERIFY", size)
+    batch.input_ids = ids(rows * size)
+    return model.forward(ids(rows * size), ids(rows * size), batch, **more)
+
+
+def test_a_drafts_build_gets_a_blocks_rows_and_its_own_copies(install, draft, caplog) -> None:
+    with caplog.at_level(logging.INFO), serving():
+        install(draft)
+        request = built_of().kernels.request
+    assert (request.mode, request.tokens_per_request, request.stages) == ("draft", 5, True)
+    assert request.widths == (5, 10, 20)  # of the captured sizes 1, 2 and 4
+    assert copying.reasons(request.copies, published.tensors_of(draft.config, draft=True)) == []
+    assert all(name.startswith("mtp.") for _, name in request.copies)
+    assert "weight copies: experts (" in caplog.text
+
+
+def test_a_block_that_samples_behind_its_anchor_has_a_row_more(install, draft) -> None:
+    draft.sample_from_anchor = False
+    with serving():
+        install(draft)
+    assert built_of().kernels.request.tokens_per_request == 6
+
+
+def test_blocks_run_our_layers_once_sglang_has_attached_the_targets_modules(install, draft) -> None:
+    with serving():
+        install(draft)
+        assert block(draft, 2) == "SGLang's own"
+        attach(draft)
+        out = block(draft, 2)
+        (ours,) = built_of().kernels.steps
+        assert (ours.mode, ours.rows, draft.ran) == ("target_verify", 10, 1)
+        assert torch.equal(out.hidden_states[:, 0].float(), ids(10).float())
+        assert out.next_token_logits is None
+        for given in (
+            dict(size=3),
+            dict(size=2, rows=6),
+            dict(size=2, input_embeds=torch.zeros(10, 8)),
+        ):
+            assert block(draft, **given) == "SGLang's own", given
+    assert len(built_of().kernels.steps) == 1
+
+
+def test_a_drafts_captured_sizes_are_told(install, draft, amd_gpu, caplog) -> None:
+    attach(draft)
+    with serving(), caplog.at_level(logging.INFO):
+        hooks = install(draft)
+        amd_gpu.capturing = True
+        for size in (4, 2, 1):
+            block(draft, size)
+            batch = served.batch("TARGET_VERIFY", size)
+            batch.input_ids = ids(size * served.GAMMA)
+            for hook in hooks:
+                hook(SimpleNamespace(capture_bs=[1, 2, 4]), None, batch, 0)
+    assert "runs target_verify steps of batch size [1, 2, 4] x 5 tokens (3 of 3" in caplog.text
+
+
+def test_a_draft_whose_weights_did_not_pass_by_is_refused(install, draft, config) -> None:
+    weights, _ = published.checkpoint_of(config, draft=True)
+    rest = [(name, tensor) for name, tensor in weights if not name.endswith("attn.wkv.scale")]
+    with serving(), pytest.raises(ValueError, match=r"\[110\] mtp.0.attn.wkv.scale is not loaded"):
+        install(draft, weights=rest)
+
+
+def test_drafts_of_more_requests_than_the_kernels_take_are_refused(install, draft) -> None:
+    settings = dict(capture_bs=(12,), speculative_num_draft_tokens=2)
+    with serving(**settings), pytest.raises(RefusalError, match="more than 8 requests alone"):
+        install(draft)

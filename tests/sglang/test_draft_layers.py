@@ -1,31 +1,36 @@
 """A small draft's layers and proposals through SGLang's dispatch and sampler contract, with the
-scalar kernels bound as the plugin binds them: weights under SGLang's names and in its layouts, the
-draft's keys in SGLang's own pool, the slots that a row sees made by SGLang's own functions.
-Proposals, their logits and every key are those of the same kernels over caches of their own, to the
-bit.
+scalar kernels bound as the plugin binds them: weights under SGLang's names and in its layouts, or
+copies of the published ones by the AMD contract, which samples nothing; the draft's keys in
+SGLang's own pool, the slots that a row sees made by SGLang's own functions. Proposals, their logits
+and every key are those of the same kernels over caches of their own, to the bit.
 """
 
 import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
+import published
 import pytest
 import served
 import torch
 from loaded import Caches, Loaded
 from lowlat import _dispatch, build
 from lowlat.kernels import SCALAR
+from lowlat.specs import amd
 from oracle.models import make_model
 from sglang.kernels.ops.speculative.dspark.dspark_attn_metadata import (
     BuildDsparkSwaPageIndices,
     ComputeDsparkWindowGather,
 )
+from sglang.kernels.plugin_kernels.amd.spec import BuildContext
+from sglang.srt.kernel_plugins.amd import binding as amd_binding
 from sglang.srt.kernel_plugins.nvidia import binding
 from support import kernels_abi as abi
 from support import replay, small_model
-from test_forward import MODELS, SEED, Small, array, floats
+from test_forward import KERNEL_DTYPES, MODELS, SEED, Small, array, floats
 
 GAMMA = served.GAMMA
+WIDTHS = tuple(range(GAMMA, 8 * GAMMA + 1, GAMMA))
 NO_LAYER = {"ratio": 0, "kv_source": -1, "index_source": -1, "candidate_source": -1}
 
 
@@ -33,8 +38,9 @@ class Engine:
     """A group of one rank whose drafts run through the model that SGLang installed on, beside the
     same drafts over the group's own caches."""
 
-    def __init__(self, group, model, built, backend, caches):
+    def __init__(self, group, model, built, backend, caches, *, is_amd):
         self.group, self.model, self.built = group, model, built
+        self.is_amd = is_amd
         self.backend, self.caches = backend, caches
         self.lib, self.models, self.pools, self.must = (
             group.lib,
@@ -69,6 +75,18 @@ class Engine:
                     pool[place] = own[mine].reshape(pool[place].shape)
                 elif not np.array_equal(pool[place].reshape(-1), own[mine].reshape(-1)):
                     self.differences.append((self.blocks, stage, mine))
+
+    def check_short_lists(self, core, given):
+        """Lists of slots without a place behind a row, as SGLang makes V4's on AMD parts, are the
+        same lists with such places that hold none."""
+        whole, wide = core.swa_page_indices, core.swa_page_indices.clone()
+        short = self.caches.config["window"] + GAMMA - 1
+        wide[:, short:] = -1
+        hidden = []
+        for core.swa_page_indices in (wide, whole[:, :short].contiguous()):
+            hidden.append(self.model.forward(*given).hidden_states)
+        assert torch.equal(*(one.view(torch.int16) for one in hidden))
+        core.swa_page_indices = whole
 
     def run(self, struct):
         size, stride = struct.batch_size, struct.page_table_stride
@@ -109,6 +127,9 @@ class Engine:
         self.backend.forward_metadata = SimpleNamespace(core_attn_metadata=core)
         self.backend.get_swa_out_cache_loc = lambda batch: mapping[out_loc].to(torch.int32)
         given = served.batch("TARGET_VERIFY", size + 1)
+        given.input_ids = ids.view(-1)
+        if self.is_amd:
+            self.check_short_lists(core, (ids.view(-1), positions, given))
         before = self.model.ran
         out = self.model.forward(ids.view(-1), positions, given)
         assert self.model.ran == before and out.next_token_logits is None
@@ -116,16 +137,30 @@ class Engine:
         vocab = self.model.lm_head.weight.shape[0]
         tokens = torch.zeros((size + 1) * GAMMA, dtype=torch.int64)
         logits = torch.zeros(size + 1, GAMMA, vocab)
-        steps = self.built.draft_sampler(
-            gamma=GAMMA,
-            max_bs=8,
-            greedy_draft=False,
-            noise=SimpleNamespace(key=1, offset=torch.zeros(1, dtype=torch.int64)),
-            draft_tokens=tokens,
-            step_logits=logits,
-            step_temperatures=torch.zeros(size + 1),
-        )
-        made, _ = steps(size + 1)(out.hidden_states, ids[:, 0])
+        noise = SimpleNamespace(key=1, offset=torch.zeros(1, dtype=torch.int64))
+        if self.is_amd:
+            # The same kernels' proposals, which the contract does not ask for.
+            made = tokens.view(size + 1, GAMMA)
+            self.built.kernels.draft(
+                hidden=out.hidden_states,
+                anchors=ids[:, 0].contiguous(),
+                temperatures=torch.zeros(size + 1),
+                noise_key=noise.key,
+                noise_offset=noise.offset,
+                out_tokens=made,
+                out_logits=logits,
+            )
+        else:
+            steps = self.built.draft_sampler(
+                gamma=GAMMA,
+                max_bs=8,
+                greedy_draft=False,
+                noise=noise,
+                draft_tokens=tokens,
+                step_logits=logits,
+                step_temperatures=torch.zeros(size + 1),
+            )
+            made, _ = steps(size + 1)(out.hidden_states, ids[:, 0])
         self.unequal += [
             (self.blocks, name)
             for name, ours, theirs in (
@@ -140,27 +175,63 @@ class Engine:
         ]
 
 
+def install_nvidia(model, config, open_kernels):
+    """As SGLang installs a built draft, without its checks of the loaded model."""
+    context = SimpleNamespace(
+        widths=(),
+        tokens_per_request=GAMMA + 1,
+        deadline_s=60.0,
+        binding=binding.MegakernelBinding(model=model),
+    )
+    where = build.place(served.ISA)
+    built = build.build_draft(model, config, context, open_kernels, where, stages=True)
+    dispatch = binding._Dispatch(built=built, original=model.forward, binding=context.binding)
+    model.forward = dispatch.wrapped()
+    return built
+
+
+def install_amd(model, config, open_kernels):
+    """The same of the AMD contract."""
+    context = BuildContext(isa="gfx950", widths=WIDTHS, deadline_s=60.0, copies={})
+    where = build.place(served.ISA)
+    built = build.build_amd_draft(model, config, context, open_kernels, where)
+    keys = amd_binding._served_keys(mode="target_verify", widths=WIDTHS, tokens=GAMMA)
+    amd_binding._install_forward(model=model, built=built, served=keys, spec=amd.DRAFT)
+    return built
+
+
+@pytest.mark.parametrize("vendor", ["nvidia", "amd"])
 @pytest.mark.parametrize("name", ["short", "v4-deep"])
-def test_a_block_by_the_plugin_is_the_models_own_draft(name, gpu, monkeypatch) -> None:
+def test_a_block_by_the_plugin_is_the_models_own_draft(name, vendor, gpu, monkeypatch) -> None:
     path = abi.find_library()
     if path is None:
         pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
     monkeypatch.setattr(replay, "TEMPERATURES", (0.0, 0.0))
     small, built_in = MODELS[name]
     weights = small_model.Weights(small, SEED, 1)
-    own = {}
+    own, dtypes = {}, {}
 
     def shard(spec, rank):
         own[spec.name.decode()] = value = weights.shard(spec, rank)
+        dtypes[spec.name.decode()] = KERNEL_DTYPES[spec.dtype]
         return value
 
     group = abi.Group(path, small.config, 1, shard)
-    tensors = Loaded(own, small.config).draft()
+    is_amd = vendor == "amd"
+    tensors = {} if is_amd else Loaded(own, small.config).draft()
     config = served.hf_config(_dispatch.built_in(built_in))
     model = served.Model(served.table(config).draft())
     model.num_stages = small.config["num_draft_stages"]
     model.mask_token = small.config["draft_mask_token"]
     model.embed_tokens = model.lm_head = None
+    model.sample_from_anchor = True
+    copies = None
+    if is_amd:
+        copies, experts = {}, small.config["draft_experts"] or small.config["num_experts"]
+        model.config = SimpleNamespace(n_routed_experts=0, dspark_n_routed_experts=experts)
+        with published.tp(1):
+            for tensor in published.tensors(own, dtypes):
+                amd.DRAFT.load_tensor(copies, model, *tensor)
 
     class Kernels(Small):
         pass
@@ -169,36 +240,28 @@ def test_a_block_by_the_plugin_is_the_models_own_draft(name, gpu, monkeypatch) -
 
     def open_kernels(asked):
         page_size = small.config["page_size"]
-        return Kernels(dataclasses.replace(asked, tensors=tensors, page_size=page_size), SCALAR)
+        ours = dataclasses.replace(asked, tensors=tensors, page_size=page_size, copies=copies)
+        return Kernels(ours, SCALAR)
 
     backend = served.Backend()
-    context = SimpleNamespace(
-        widths=(),
-        tokens_per_request=GAMMA + 1,
-        deadline_s=60.0,
-        binding=binding.MegakernelBinding(model=model),
-    )
+    flags = {"enable_nvidia_megakernel": not is_amd, "enable_amd_monokernel": is_amd}
     try:
-        with served.server(backend=backend):
+        with served.server(backend=backend, **flags):
             stages = small.config | {"layers": [NO_LAYER] * model.num_stages}
             caches = Caches(stages | {"num_layers": model.num_stages})
             backend.token_to_kv_pool = caches.pool
-            built = build.build_draft(
-                model, config, context, open_kernels, build.place(served.ISA), stages=True
-            )
-            assert built.widths == tuple(range(GAMMA, 8 * GAMMA + 1, GAMMA))
-            dispatch = binding._Dispatch(
-                built=built, original=model.forward, binding=context.binding
-            )
-            model.forward = dispatch.wrapped()
+            install = install_amd if is_amd else install_nvidia
+            built = install(model, config, open_kernels)
+            assert built.kernels.request.widths == WIDTHS
             # Before SGLang has attached the target's tensors it runs its own forward.
             nothing = torch.zeros(GAMMA, dtype=torch.int64)
             block = served.batch("TARGET_VERIFY", 1)
+            block.input_ids = nothing
             assert model.forward(nothing, nothing, block) == "SGLang's own"
             for part, given in (("lm_head", "head"), ("embed_tokens", "embed")):
                 weight = torch.from_numpy(floats(own[f"{given}.weight"])).to(torch.bfloat16)
                 setattr(model, part, SimpleNamespace(weight=weight))
-            engine = Engine(group, model, built, backend, caches)
+            engine = Engine(group, model, built, backend, caches, is_amd=is_amd)
             replay.Replay(
                 engine, make_model(small.config, weights.whole, 1), SEED, small.lengths
             ).run()

@@ -43,6 +43,7 @@ inline constexpr KernelPlan kKernelPlans[] = {
     {"lowlat_draft_inject", 256, 20 * 1024, 0},
     {"lowlat_draft_front", 320, 24 * 1024, 256},
     {"lowlat_draft_back", 288, 20 * 1024, 0},
+    {"lowlat_draft_leave", 64, 1024, 0},
     {"lowlat_draft_propose", 256, 32 * 1024, 64},
     // Of a hosted model; it makes a draft's call of the proposal, in private memory.
     {"lowlat_propose", 256, 32 * 1024, 192},

@@ -86,8 +86,8 @@ class AmdModel final : public lowlat::amd::devices::DeviceModel<ExchangeRegion> 
   }
   void start_accept(const lowlat_accept& accept, void* stream) override { launch(accept, stream); }
   void start_hosted(const lowlat_hosted_step& step, void* stream) override { launch(step, stream); }
-  void start_hosted(const lowlat_hosted_draft&, void*) override {
-    throw Error(LOWLAT_BUG, "a model with stages was made on amd");
+  void start_hosted(const lowlat_hosted_draft& draft, void* stream) override {
+    launch(draft, stream);
   }
   void start_proposal(const lowlat_proposal& proposal, void* stream) override {
     launch(proposal, stream);
@@ -135,10 +135,6 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
     throw Error(LOWLAT_UNSUPPORTED,
                 "expert_layout is Marlin's, which platform amd does not read; needed row-major "
                 "experts, as the checkpoint has them");
-  }
-  if (hosting != nullptr && hosting->stages != 0) {
-    throw Error(LOWLAT_UNSUPPORTED,
-                "stages is 1; platform amd runs no layers of a hosted draft: needed 0");
   }
   runtime();  // says what is missing before anything else is asked
   const int device = lowlat::amd::devices::device_number(platform, config.tp_rank, count_devices);

@@ -18,8 +18,8 @@ namespace persistent = lowlat::amd::persistent;
 static_assert(sizeof(persistent::Rank) == amd::kRankBytes);
 static_assert(sizeof(persistent::BlockMemory) == amd::kBlockMemoryBytes);
 
-// The parameters of the kernels of host/amd/step.hip; those of head, inject, propose and accept
-// have no last one. A target's call is a persistent::TargetStep.
+// The parameters of the kernels of host/amd/step.hip; those of head, inject, leave, propose and
+// accept have no last one. A layer's call is a persistent::TargetStep or DraftStep.
 template <class Call>
 struct Parameters {
   const persistent::Rank* rank;
@@ -100,6 +100,7 @@ struct ResidentStep::State {
     module.launch(kernel, num_blocks, parameters, stream);
   }
   void launch_target(const persistent::TargetStep& step, void* stream) const;
+  void launch_stages(const persistent::DraftStep& step, void* stream) const;
 };
 
 void ResidentStep::State::launch_target(const persistent::TargetStep& step, void* stream) const {
@@ -111,6 +112,13 @@ void ResidentStep::State::launch_target(const persistent::TargetStep& step, void
     launch_layer("lowlat_target_back", step, layer, stream);
   }
   launch("lowlat_target_head", step, stream, num_blocks);
+}
+
+void ResidentStep::State::launch_stages(const persistent::DraftStep& step, void* stream) const {
+  for (int stage = 0; stage < num_draft_stages; ++stage) {
+    launch_layer("lowlat_draft_front", step, stage, stream);
+    launch_layer("lowlat_draft_back", step, stage, stream);
+  }
 }
 
 ResidentStep::ResidentStep(const lowlat_model_config& config, const shape::RuntimeShape& shape,
@@ -154,11 +162,12 @@ void ResidentStep::launch(const lowlat_draft& draft, void* stream) const {
   const State& s = *state_;
   if (draft.num_inject_rows > 0) s.launch("lowlat_draft_inject", draft, stream, s.num_blocks);
   if (draft.batch_size == 0) return;
-  for (int stage = 0; stage < s.num_draft_stages; ++stage) {
-    s.launch_layer("lowlat_draft_front", draft, stage, stream);
-    s.launch_layer("lowlat_draft_back", draft, stage, stream);
-  }
+  s.launch_stages({draft, {}}, stream);
   s.launch("lowlat_draft_propose", draft, stream, s.num_blocks);
+}
+void ResidentStep::launch(const lowlat_hosted_draft& draft, void* stream) const {
+  state_->launch_stages({{}, draft}, stream);
+  state_->launch("lowlat_draft_leave", draft, stream, state_->num_blocks);
 }
 
 void ResidentStep::launch(const lowlat_accept& accept, void* stream) const {

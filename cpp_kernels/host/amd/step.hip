@@ -1,5 +1,5 @@
 // The resident schedule on the platform amd, cut into launches: K1 (front), K2i (select, on index
-// sources) and K2 (back) a layer, then head or propose, and the acceptance rule as one.
+// sources) and K2 (back) a layer, then head, propose or leave, and the acceptance rule as one.
 //
 // Every kernel takes the rank (device memory), the blocks' words of the hand-offs, the number of
 // blocks, the call by value and the layer or stage. Steps of a model that keeps its caches and of a
@@ -76,13 +76,24 @@ lowlat_draft_inject(const persistent::Rank* rank, std::uint32_t* arrived, int nu
 }
 LOWLAT_KERNEL(kThreads)
 lowlat_draft_front(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
-                   lowlat_draft draft, int stage) {
+                   persistent::DraftStep draft, int stage) {
   if (may_run(*rank)) program_of(*rank, arrived, num_blocks).draft_front(draft, stage);
 }
 LOWLAT_KERNEL(kThreads)
 lowlat_draft_back(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
-                  lowlat_draft draft, int stage) {
+                  persistent::DraftStep draft, int stage) {
   if (may_run(*rank)) program_of(*rank, arrived, num_blocks).draft_back(draft, stage);
+}
+LOWLAT_KERNEL(kThreads)
+lowlat_draft_leave(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,
+                   lowlat_hosted_draft draft) {
+  const bool runs = may_run(*rank);
+  persistent::Program program = program_of(*rank, arrived, num_blocks);
+  if (runs) {
+    program.draft_leave(draft);
+  } else {
+    program.spoil(draft);
+  }
 }
 LOWLAT_KERNEL(kThreads)
 lowlat_draft_propose(const persistent::Rank* rank, std::uint32_t* arrived, int num_blocks,

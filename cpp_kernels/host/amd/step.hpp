@@ -30,6 +30,7 @@ class ResidentStep {
   void launch(const lowlat_step& step, void* stream) const;
   void launch(const lowlat_hosted_step& step, void* stream) const;
   void launch(const lowlat_draft& draft, void* stream) const;
+  void launch(const lowlat_hosted_draft& draft, void* stream) const;
   void launch(const lowlat_proposal& proposal, void* stream) const;
   void launch(const lowlat_accept& accept, void* stream) const;
 

@@ -357,7 +357,7 @@ typedef struct lowlat_hosting {
   int32_t proposals;      /* 1: of the draft nothing but its head, norm and Markov tables, for
                            * lowlat_propose_launch; with stages its embedding and layers too */
   int32_t stages;         /* 1, with proposals: lowlat_hosted_draft_launch before them; on nvidia by
-                           * the fused schedule alone, and not on amd */
+                           * the fused schedule alone */
 } lowlat_hosting;
 
 LOWLAT_API lowlat_status lowlat_hosted_create(const char* platform,

@@ -225,10 +225,14 @@ def check_case(arguments: argparse.Namespace, platform: str = "nvidia") -> None:
 
 
 def program_of(arguments: argparse.Namespace) -> str:
-    """V4's layers are of several kinds and have a program of their own."""
+    """V4's layers are of several kinds and have a program of their own, and so have v41's by the
+    persistent schedule."""
     if arguments.platform == "scalar":
         return f"{arguments.what}_scalar"
-    return "layer_v4" if (arguments.what, arguments.model) == ("layer", "v4") else arguments.what
+    if arguments.what == "layer" and arguments.model == "v4":
+        return "layer_v4"
+    by_schedule = {("layer", "persistent"): "layer_resident"}
+    return by_schedule.get((arguments.what, arguments.schedule), arguments.what)
 
 
 def program_words(arguments: argparse.Namespace) -> list[str]:

@@ -16,12 +16,14 @@ EXPERT_LAYOUT = "row_major"
 # Keys of the copies are (kind, name); SGLang's log sums bytes by kind.
 WEIGHTS, EXPERTS, SEEN = "weights", "experts", "experts that were seen"
 
-EXPERT = re.compile(r"(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123]\.(?:weight|scale))")
-LAYER = re.compile(r"layers\.\d+\.(?P<part>.+)")
-# Beside the layers'.
-WHOLE = re.compile(r"norm\.weight|hc_head_(?:fn|base|scale)")
-# Tables of rows: nothing shuffles them, and SGLang splits the n-grams' in its own way.
-IN_PLACE = re.compile(r"embed\.weight|engram\.token_map|layers\.\d+\.engram\.embed\.\w+")
+EXPERT = re.compile(r"((?:layers|mtp)\.\d+\.ffn\.experts)\.(\d+)\.(w[123]\.(?:weight|scale))")
+# What the target's kernels read: of its layers and beside them.
+TARGET = re.compile(r"layers\.\d+\..+|norm\.weight|hc_head_(?:fn|base|scale)")
+# What the draft's do: what makes its context and its confidence stays SGLang's.
+DRAFT = re.compile(r"mtp\.\d+\.(?!main_|confidence_head).+")
+# Tables of rows, and the head: nothing shuffles them, and SGLang splits the n-grams' in its own
+# way.
+IN_PLACE = re.compile(r"(?:embed|head)\.weight|engram\.token_map|layers\.\d+\.engram\.embed\.\w+")
 # SGLang's names of the same.
 LOADED_IN_PLACE = re.compile(r"model\.embed_tokens\.weight|model\.layers\.\d+\.engram\.embed\.\w+")
 # The dimension of a published tensor that is split over the ranks, by the end of its owner's name.
@@ -33,6 +35,8 @@ SPLIT = {
     "w1": 0,
     "w3": 0,
     "w2": 1,
+    "markov_head.head": 0,
+    "markov_head.markov_w2": 0,
 }
 # Read where a model has it: the routing of image tokens.
 OPTIONAL = ".ffn.gate.bias_vl"
@@ -46,12 +50,25 @@ def is_read_in_place(loaded_name: str) -> bool:
 
 
 def keep(copies: dict[tuple, Any], model: Any, name: str, tensor: Any) -> None:
-    """The contract's ``load_tensor``: copies this rank's part of a published tensor to the model's
-    device, as it is before any conversion."""
-    expert = EXPERT.fullmatch(name)
-    layer = LAYER.fullmatch(name)
-    if IN_PLACE.fullmatch(name) or not (layer or WHOLE.fullmatch(name)):
+    """The contract's ``load_tensor`` of a target: copies this rank's part of a published tensor to
+    the model's device, as it is before any conversion."""
+    if TARGET.fullmatch(name):
+        take(copies, model, name, tensor, int(model.config.n_routed_experts))
+
+
+def keep_draft(copies: dict[tuple, Any], model: Any, name: str, tensor: Any) -> None:
+    """The same of a draft, whose loading passes the whole checkpoint by once more."""
+    if DRAFT.fullmatch(name):
+        config = model.config
+        own = getattr(config, "dspark_n_routed_experts", 0)
+        take(copies, model, name, tensor, int(own or config.n_routed_experts))
+
+
+def take(copies: dict[tuple, Any], model: Any, name: str, tensor: Any, num_experts: int) -> None:
+    """Copies what is not read in place; experts of a matrix become one tensor."""
+    if IN_PLACE.fullmatch(name):
         return
+    expert = EXPERT.fullmatch(name)
     own = next(model.parameters())
     part = share(name, tensor)
     if expert is None:
@@ -59,13 +76,12 @@ def keep(copies: dict[tuple, Any], model: Any, name: str, tensor: Any) -> None:
         return
     owner, number, last = expert.groups()
     stacked = f"{owner}.{last}"
-    count = int(model.config.n_routed_experts)
-    if int(number) >= count:
-        words = f"{name} is there; config.json has {count} experts"
+    if int(number) >= num_experts:
+        words = f"{name} is there; config.json has {num_experts} experts"
         raise refusal("tensor_shape", words, "the published checkpoint")
     if (EXPERTS, stacked) not in copies:
-        copies[EXPERTS, stacked] = part.new_empty((count, *part.shape), device=own.device)
-        copies[SEEN, stacked] = own.new_zeros(count).bool()
+        copies[EXPERTS, stacked] = part.new_empty((num_experts, *part.shape), device=own.device)
+        copies[SEEN, stacked] = own.new_zeros(num_experts).bool()
     copies[EXPERTS, stacked][int(number)].copy_(part)
     copies[SEEN, stacked][int(number)] = 1
 

@@ -1,8 +1,7 @@
-"""The AMD spec of SGLang's monokernel contract, for DeepSeek-V4 and V4.1. Requirements, features
-and reasons are the dispatcher's own. Its kernels never ran on an AMD GPU: docs/amd.md says what is
-shown and how.
-
-There is none for the DSpark draft: the contract has no sampler, and SGLang runs the draft's layers.
+"""The AMD specs of SGLang's monokernel contract: one for DeepSeek-V4 and V4.1, one for the layers
+of their DSpark draft, whose proposals stay SGLang's because the contract has no sampler.
+Requirements, features and reasons are the dispatcher's own. The kernels never ran on an AMD GPU:
+docs/amd.md says what is shown and how.
 """
 
 from lowlat import build, config, guard
@@ -32,17 +31,22 @@ WIDTHS = (
     *range(1, MAX_REQUESTS + 1),
     *range(2 * VERIFY_ROWS, MAX_ROWS + 1, VERIFY_ROWS),
 )
+# Of a draft's blocks, which have a row less a request than the server's verify steps; of them the
+# build takes those of up to 8 requests, and more run SGLang's layers.
+DRAFT_WIDTHS = tuple(range(1, MAX_ROWS + 1))
 # The whole step's logits, median over rows of |logits - float64| / |float64|. The code objects are
 # near the scalar kernels (interpreted): products and sums over a row have other orders, which moves
 # at most one output of a tiny layer in a thousand. Against SGLang's own kernels nothing was
 # measured.
 NUMERICS = Numerics(NumericsKind.TOLERANCE, {"step.logits.rel": LOGITS_MEDIAN_REL})
+# The same of what the draft's head makes of the layers' output.
+DRAFT_NUMERICS = Numerics(NumericsKind.TOLERANCE, {"draft.logits.rel": LOGITS_MEDIAN_REL})
 
 
-def device_limits(needs: Alike) -> DeviceLimits:
+def device_limits(needs: Alike, widths: tuple[int, ...]) -> DeviceLimits:
     """What the kernels support on one part."""
     return DeviceLimits(
-        widths=WIDTHS,
+        widths=widths,
         tp_sizes=tuple(sorted(needs.tp_sizes)),
         resident_blocks=needs.resident_blocks,
     )
@@ -71,7 +75,7 @@ FIRST = next(iter(PARTS.values()))
 
 TARGET = MonoSpec(
     name="lowlat-deepseek-v4",
-    devices={isa: device_limits(needs) for isa, needs in PARTS.items()},
+    devices={isa: device_limits(needs, WIDTHS) for isa, needs in PARTS.items()},
     features=features(FIRST),
     requires=requirements(FIRST),
     numerics=NUMERICS,
@@ -82,4 +86,17 @@ TARGET = MonoSpec(
     load_tensor=published.keep,
     # Index scores are our kernels' own, from the page table.
     unread_metadata=frozenset({StepMetadata.LOW_RATIO_DECODE_SCHEDULE}),
+)
+
+DRAFT = MonoSpec(
+    name="lowlat-deepseek-v4-dspark",
+    devices={isa: device_limits(needs, DRAFT_WIDTHS) for isa, needs in PARTS.items()},
+    features=features(FIRST),
+    requires=requirements(FIRST),
+    numerics=DRAFT_NUMERICS,
+    model_disable_reasons=guard.amd_draft_reasons,
+    build=build.amd_draft,
+    api_version=API_VERSION,
+    load_tensor=published.keep_draft,
+    tokens_per_request=build.draft_rows,
 )

@@ -213,7 +213,7 @@ std::vector<Seen>& seen() {
 }
 void keep_backs(const char* kernel, unsigned, unsigned threads, void* parameters, std::size_t bytes,
                 int device, void*) {
-  if (std::string(kernel) != "lowlat_target_back") return;
+  if (!std::string(kernel).ends_with("_back")) return;
   const auto* begin = static_cast<const std::uint8_t*>(parameters);
   seen().push_back({{begin, begin + bytes}, threads, device});
 }
@@ -278,9 +278,10 @@ struct HostedAmd {
   std::vector<std::uint16_t> rows;
   std::vector<std::int32_t> table;
   lowlat_hosted_step step{};
+  lowlat_hosted_draft draft{};
   lowlat_proposal proposal{};
 
-  HostedAmd(std::uint32_t kind, bool proposals, const char* platform = "amd")
+  HostedAmd(std::uint32_t kind, bool proposals, const char* platform = "amd", bool stages = false)
       : config(tiny_config(kind, 1, 0)), words(512), rows(1 << 16), table(64, 1) {
     // A block's proposals, and a request's verify rows.
     config.num_widths = 2;
@@ -290,6 +291,7 @@ struct HostedAmd {
     hosting.struct_bytes = sizeof hosting;
     hosting.expert_layout = LOWLAT_ROW_MAJOR;
     hosting.proposals = proposals ? 1 : 0;
+    hosting.stages = stages ? 1 : 0;
     TinyGroup::must(lowlat_hosted_create(platform, &config, &hosting, &model));
     for (int i = 0; i < lowlat_model_num_tensors(model); ++i) {
       const lowlat_tensor_spec spec = spec_of(i);
@@ -306,6 +308,13 @@ struct HostedAmd {
     step.token_ids = step.positions = step.slots = step.requests = words.data();
     step.page_table = table.data();
     step.hidden = step.features = rows.data();
+    draft.struct_bytes = sizeof draft;
+    draft.batch_size = 1;
+    draft.window_stride = config.window + config.draft_block;
+    draft.token_ids = draft.positions = words.data();
+    table.resize(static_cast<std::size_t>(config.draft_block) * draft.window_stride, 1);
+    draft.key_slots = draft.window = table.data();
+    draft.hidden = rows.data();
     proposal.struct_bytes = sizeof proposal;
     proposal.batch_size = 1;
     proposal.hidden = rows.data();
@@ -336,7 +345,8 @@ struct HostedAmd {
     std::vector<lowlat_tensor> tensors;
     const auto give = [&](const std::string& name, lowlat_tensor_spec spec) {
       // Pages of 64 entries, or rings of requests and pages; never many.
-      const bool paged = name.starts_with("kv.swa") || name.starts_with("kv.extra");
+      // A draft's window too: mtp.N.kv.swa.
+      const bool paged = name.find("kv.swa") != std::string::npos || name.starts_with("kv.extra");
       spec.shape[0] =
           paged ? pages : pages * std::max(config.page_size / 64, config.state_ring) + 64;
       names.push_back(name);
@@ -442,6 +452,37 @@ TEST_CASE(hosted_proposals_are_one_launch) {
     const int first = fake().num_launches();
     TinyGroup::must(lowlat_propose_launch(hosted.model, &hosted.proposal, nullptr));
     CHECK(launches(first) == std::vector<std::string>{"lowlat_propose 4"});
+  }
+  CHECK_EQ(fake().alive(), 0);
+}
+
+TEST_CASE(a_hosted_drafts_layers_are_the_drafts_own_launches) {
+  NEEDS_FAKE;
+  fake().reset(1, kGfx950);
+  {
+    HostedAmd hosted(LOWLAT_V41, true, "amd", true);
+    CHECK_EQ(lowlat_hosted_draft_launch(hosted.model, &hosted.draft, nullptr), LOWLAT_INVALID);
+    TinyGroup::must(hosted.bind_pools(40, false));
+    const int first = fake().num_launches();
+    seen().clear();
+    fake().on_launch(keep_backs);
+    TinyGroup::must(lowlat_hosted_draft_launch(hosted.model, &hosted.draft, nullptr));
+    std::vector<std::string> wanted;
+    for (int stage = 0; stage < hosted.config.num_draft_stages; ++stage) {
+      wanted.insert(wanted.end(), {"lowlat_draft_front 4", "lowlat_draft_back 4"});
+    }
+    wanted.push_back("lowlat_draft_leave 4");
+    CHECK(launches(first) == wanted);
+    REQUIRE(seen().size() == 3u);
+    const Seen& launch = seen()[1];
+    CHECK_EQ(launch.parameters.size(), 24 + sizeof(persistent::DraftStep) + 8);
+    const auto call = at<persistent::DraftStep>(launch, 24);
+    CHECK(call.is_hosted());
+    CHECK(std::memcmp(&call.hosted, &hosted.draft, sizeof hosted.draft) == 0);
+    CHECK_EQ(at<int>(launch, 24 + sizeof(persistent::DraftStep)), 1);
+    // Its proposals stay the one launch that they are.
+    TinyGroup::must(lowlat_propose_launch(hosted.model, &hosted.proposal, nullptr));
+    CHECK_EQ(launches(first).back(), "lowlat_propose 4");
   }
   CHECK_EQ(fake().alive(), 0);
 }

@@ -225,8 +225,8 @@ std::vector<Launch> launches_of(const lowlat_model_config& config,
   std::vector<Launch> out;
   out.push_back([&](auto& program, int r) { return program.draft_inject(drafts[r]); });
   for (int i = 0; i < config.num_draft_stages; ++i) {
-    out.push_back([&, i](auto& program, int r) { return program.draft_front(drafts[r], i); });
-    out.push_back([&, i](auto& program, int r) { return program.draft_back(drafts[r], i); });
+    out.push_back([&, i](auto& program, int r) { return program.draft_front({drafts[r], {}}, i); });
+    out.push_back([&, i](auto& program, int r) { return program.draft_back({drafts[r], {}}, i); });
   }
   out.push_back([&](auto& program, int r) { return program.draft_propose(drafts[r]); });
   return out;

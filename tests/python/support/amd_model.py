@@ -203,19 +203,24 @@ class Steps:
 
 class Hosted:
     """A model of one rank inside an engine that keeps its caches: weights, caches and arrays where
-    `place` puts a numpy array. V4.1's index keys are two tensors, as SGLang has them on AMD."""
+    `place` puts a numpy array. V4.1's index keys are two tensors, as SGLang has them on AMD. With
+    `draft` it is the draft: its layers and its proposals."""
 
-    def __init__(self, platform: str, small: small_model.SmallModel, seed: int, place) -> None:
+    def __init__(
+        self, platform: str, small: small_model.SmallModel, seed: int, place, draft: bool = False
+    ) -> None:
         config = self.config = small.config
-        self.place = place
+        self.place, self.is_draft = place, draft
         self.is_v41 = config["kind"] == small_model.V41_KIND
         absent = dict(num_engrams=0, engram_head_dim=0, engram_pad_token=0, engram_primes=[])
         absent |= dict(engram_multipliers=[], candidate_blocks=0, candidate_block_size=0)
         names = set(json.loads(_dispatch.kernel_config(_dispatch.built_in("tiny-v41"))))
-        steps = dict(tp_rank=0, tp_size=1, widths=[12], max_batch=2, max_rows=64)
+        widths = [2 * config["draft_block"]] if draft else [12]
+        steps = dict(tp_rank=0, tp_size=1, widths=widths, max_batch=2, max_rows=64)
         steps |= {name: config[name] for name in ("page_size", "num_pages", "wait_budget_ns")}
         fields = {name: config.get(name, absent.get(name)) for name in names} | steps
-        hosting = dict(expert_layout="row_major", bf16_wo_a=0, proposals=0, stages=0)
+        parts = dict(proposals=int(draft), stages=int(draft))
+        hosting = dict(expert_layout="row_major", bf16_wo_a=0, **parts)
         self.model = _kernels.HostedModel(platform, fields, hosting)
         weights = small_model.Weights(small, seed, 1)
         self.held = []
@@ -255,6 +260,8 @@ class Hosted:
             if not spec["pool"]:
                 continue
             kind, _, layer = spec["name"].rpartition(".")
+            if self.is_draft:
+                kind = "kv.swa"
             rows = {"kv.swa": windows, "kv.extra": self.pages}.get(kind, windows * 16 * size)
             if kind == "kv.index" and self.is_v41:
                 give(spec["name"], self.pages * size, 4096, "u8")
@@ -264,6 +271,17 @@ class Hosted:
         slots = np.arange(self.pages * size, dtype=np.int64)
         self.slots = self.placed((slots // size + 2) * size + slots % size)
         self.history = self.placed(np.full((3, 3), 5, np.int32))
+        if self.is_draft:
+            self.model.bind_pools(
+                num_pages=1,
+                num_window_pages=windows,
+                num_requests=1,
+                window_slots=0,
+                history=0,
+                split_index=False,
+                pools=given,
+            )
+            return
         self.model.bind_pools(
             num_pages=self.pages,
             num_window_pages=windows,
@@ -305,6 +323,52 @@ class Hosted:
             page_table=placed_table.ctypes.data,
             stream=0,
             **{name: array.ctypes.data for name, array in {**arrays, **out}.items()},
+        )
+        self.model.synchronize(WAIT_BUDGET_S * 1_000_000_000)
+        return {name: array.copy() for name, array in out.items()}
+
+    def draft(self, prefix: int, seed: int, padded: bool) -> dict[str, np.ndarray]:
+        """A block of each of two requests behind `prefix` tokens, whose keys earlier blocks have
+        left, and its proposals; `padded`: the second request only fills the batch."""
+        config, size, block = self.config, self.config["page_size"], self.config["draft_block"]
+        rng = np.random.default_rng(seed)
+        per, stride = config["num_pages"] // 2, config["window"] + block
+        slots = np.arange(2 * per * size).reshape(2, -1) + size
+        if padded:
+            slots[1] = np.arange(slots.shape[1]) % size
+        own = slots[:, prefix : prefix + block]
+        window = np.full((2, block, stride), -1)
+        for request in range(1 if padded else 2):
+            seen = slots[request, max(0, prefix - config["window"]) : prefix + block]
+            window[request, :, : len(seen)] = seen[::-1]
+        ids = np.full((2, block), config["draft_mask_token"])
+        ids[:, 0] = anchors = rng.integers(3, 90, 2)
+        arrays = {
+            "token_ids": ids,
+            "positions": np.tile(prefix + np.arange(block), (2, 1)),
+            "anchors": anchors,
+            "noise_offset": np.array([7]),
+        }
+        arrays = {name: self.placed(array.astype(np.int64)) for name, array in arrays.items()}
+        arrays |= {
+            "key_slots": self.placed(own.astype(np.int32)),
+            "window": self.placed(window.astype(np.int32)),
+            "temperature": self.placed(np.array([0.0, 0.8], np.float32)),
+        }
+        width = config["hidden"] * (1 if self.is_v41 else 4)
+        self.out = out = {
+            "hidden": self.placed(np.full((2, block, width), 0xABCD, np.uint16)),
+            "draft_tokens": self.placed(np.full((2, block), -1, np.int64)),
+            "draft_logits": self.placed(np.full((2, block, config["vocab"]), np.nan, np.float32)),
+        }
+        places = {name: array.ctypes.data for name, array in {**arrays, **out}.items()}
+        layers = ("token_ids", "positions", "key_slots", "window", "hidden")
+        self.model.draft(
+            batch_size=2, window_stride=stride, stream=0, **{name: places[name] for name in layers}
+        )
+        proposals = ("hidden", "anchors", "temperature", "noise_offset", *list(out)[1:])
+        self.model.propose(
+            batch_size=2, noise_key=17, stream=0, **{name: places[name] for name in proposals}
         )
         self.model.synchronize(WAIT_BUDGET_S * 1_000_000_000)
         return {name: array.copy() for name, array in out.items()}

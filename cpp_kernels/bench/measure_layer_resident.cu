@@ -1,0 +1,107 @@
+// bench/measure_layer_resident.cu: plain V4.1-Flash layers by the resident schedule, checked against
+// the fused one and timed; the program behind `lowlat bench layer --schedule persistent`.
+//
+// Two models that differ by four plain layers, of two or four ranks: one rank that is its own peers,
+// on one GPU, or all of them with a GPU each. A figure is a quarter of the difference of their
+// steps, each a CUDA graph, of the longest rank. Contexts are 4000 tokens long.
+#include <cuda_runtime.h>
+
+#include <vector>
+
+#include "bench/machine.cuh"
+#include "bench/program.hpp"
+#include "bench/step_team.cuh"
+#include "shape/bytes.hpp"
+
+namespace lowlat::bench {
+namespace {
+
+constexpr int kFew = 4, kExtra = 4;
+
+// Two layers of a window alone, one that selects, and users of what it selects.
+lowlat_model_config plain_layers(int num_layers) {
+  lowlat_model_config c = config_of(LOWLAT_V41, false, 0);
+  c.num_layers = num_layers;
+  for (int i = 0; i < num_layers; ++i) {
+    c.layers[i] = i < 2 ? lowlat_layer{0, -1, -1, -1, -1, 0} : lowlat_layer{2, 2, 2, -1, -1, 0};
+    c.layers[i].engram = -1;
+  }
+  c.candidate_layer = -1;
+  c.num_engrams = 0;
+  return c;
+}
+
+std::vector<float> logits_of(Team& team, const Case& of) {
+  const auto steps = team.all([&](Rank& rank) { return rank.step_of(of, 1); });
+  team.run(lowlat_step_launch, steps);
+  return team.agreed("logits of all ranks", steps,
+                     [](Rank& rank, const lowlat_step& step) { return rank.logits(step); });
+}
+
+// The layers alone: no head, which both depths have.
+Spread time_of(Team& team, const Case& of, int repeats) {
+  auto steps = team.all([&](Rank& rank) { return rank.step_of(of, 1); });
+  for (lowlat_step& step : steps) {
+    step.num_logit_rows = 0;
+    step.logits = nullptr;
+    step.argmax = nullptr;
+  }
+  TeamGraph graph(team, [&](Rank& rank, int r, cudaStream_t stream) {
+    must(lowlat_step_launch(rank.model(), &steps[static_cast<std::size_t>(r)], stream));
+  });
+  return graph.time(repeats);
+}
+
+template <int kTp>
+int run(const Words& words, Report& report) {
+  const Places places{kTp, words.gpus == 1};
+  AllWeights weights(places);
+  Team few("persistent", places, plain_layers(kFew), weights);
+  Team many("persistent", places, plain_layers(kFew + kExtra), weights);
+  Team fused("fused", places, plain_layers(kFew + kExtra), weights);
+  for (const int rows : words.rows) {
+    const std::string at = " T=" + std::to_string(rows);
+    const Case of = case_of(rows, kPosition);
+    const auto want = logits_of(fused, of), got = logits_of(many, of);
+    report.check("ranks equal, of either schedule" + at, failures == 0, "");
+    const auto errors = errors_of(got, want, static_cast<std::size_t>(many.config().vocab));
+    const std::string said = "rel_l2 of the median row " + std::to_string(median(errors));
+    report.check("logits near the fused schedule's" + at, median(errors) < bound_of(many, of),
+                 said);
+    const Spread a = time_of(few, of, words.repeats), b = time_of(many, of, words.repeats);
+    report.check("no wait expired" + at, few.fault().empty() && many.fault().empty(),
+                 few.fault() + many.fault());
+    using Shape = shape::Dsv41Flash<kTp>;
+    report.figure(
+        {"layer",
+         "v41",
+         words.schedule,
+         kTp,
+         words.gpus,
+         rows,
+         {(b.median - a.median) / kExtra, (b.low - a.low) / kExtra, (b.high - a.high) / kExtra},
+         words.repeats,
+         shape::plain_layer_bytes<Shape>(rows) + rows * shape::row_kv_bytes<Shape>(),
+         "a share of steps of 8 and of 4 layers; bytes of evenly spread experts"});
+  }
+  return report.all_good() ? 0 : 1;
+}
+
+int measure_all(const Words& words, Report& report) {
+  if (words.model != "v41" || words.schedule != "persistent") {
+    return report.refusal("this program's layers are v41's by --schedule persistent, not " +
+                          words.model + "'s by " + words.schedule);
+  }
+  if (const std::string why = wrong_places(words); !why.empty()) return report.refusal(why);
+  if (!words.stamps.empty()) return report.refusal("--stamps needs the program with stamps");
+  if (!require_gpus(report, words.gpus)) return 1;
+  report.machine(measure_machine(words.gpus));
+  return words.tp == 2 ? run<2>(words, report) : run<4>(words, report);
+}
+
+}  // namespace
+}  // namespace lowlat::bench
+
+int main(int argc, char** argv) {
+  return lowlat::bench::measured(argc, argv, lowlat::bench::measure_all);
+}
