@@ -17,6 +17,13 @@ namespace {
 // Far below the time in which a fault has to become the server's end, and one read of a few words.
 constexpr std::chrono::milliseconds kInterval{5};
 
+// At the first SIGQUIT SGLang's launcher takes 5 s, and where a scheduler still answers more than a
+// minute, for diagnostics of processes; at one that comes amid them it ends everything at once, as
+// it does when several ranks send theirs. One that comes while the one before is still pending is
+// lost, so there are some.
+constexpr std::chrono::milliseconds kAgain{25};
+constexpr int kMostSignals = 8;
+
 std::string line_of(const std::string& text, std::uint32_t number) {
   std::size_t begin = 0;
   for (; number > 0; --number) {
@@ -123,6 +130,7 @@ void Watch::run() {
     status.struct_bytes = sizeof status;
     if (lowlat_status_read(model_, &status) != LOWLAT_OK || status.state == 0) continue;
     report(status);
+    stop_server(lock);
     return;
   }
 }
@@ -147,8 +155,15 @@ void Watch::report(const lowlat_status_words& status) {
                                             : " (no post-mortem at " + path_ + ": " + why + ")") +
                                "\n");
   seen_.store(true, std::memory_order_release);
-  // A parent that has gone since may have left its number to somebody else.
-  if (stop_pid_ > 0 && (!stops_parent_ || ::getppid() == stop_pid_)) ::kill(stop_pid_, SIGQUIT);
+}
+
+void Watch::stop_server(std::unique_lock<std::mutex>& lock) {
+  for (int i = 0; i < kMostSignals && stop_pid_ > 0; ++i) {
+    // A parent that has gone since may have left its number to somebody else.
+    if (stops_parent_ && ::getppid() != stop_pid_) return;
+    if (::kill(stop_pid_, SIGQUIT) != 0) return;
+    if (wake_.wait_for(lock, kAgain, [this] { return stopped_; })) return;
+  }
 }
 
 }  // namespace lowlat::py_face

@@ -21,7 +21,8 @@ std::string words_of_fault(const lowlat_status_words& status, const std::string&
                            int rank);
 
 // At a fault, in this order: the post-mortem is written, the line goes to standard error, and
-// stop_pid gets SIGQUIT, which is how SGLang's own watchdog ends a server (0: nobody gets it).
+// stop_pid gets SIGQUIT, which is how SGLang's own watchdog ends a server (0: nobody gets it), again
+// until it is gone, a fifth of a second at most.
 class Watch {
  public:
   // about: a JSON object, which the post-mortem holds as it is; path: of the post-mortem's file.
@@ -37,6 +38,7 @@ class Watch {
  private:
   void run();
   void report(const lowlat_status_words& status);
+  void stop_server(std::unique_lock<std::mutex>& lock);
 
   const lowlat_model* model_;
   int rank_;
