@@ -279,9 +279,10 @@ def every_layer(inner: Any) -> Any:
 
 
 def a_rounding_beside(values: Any) -> Any:
-    """bf16 values, of which one in sixteen is its neighbour: together 0.0014 of them, about what
-    one rounding leaves."""
-    random = torch.randint(0, 32, values.shape, device=values.device)
+    """bf16 values, of which one in sixteen is its neighbour, the same ones on every rank: together
+    0.0014 of them, about what one rounding leaves."""
+    generator = torch.Generator(values.device).manual_seed(1)
+    random = torch.randint(0, 32, values.shape, device=values.device, generator=generator)
     bits = values.view(torch.int16)
     has_neighbours = (bits & 0x7FFF) > 1
     return (bits + has_neighbours * ((random == 0).short() - (random == 1).short())).view(
