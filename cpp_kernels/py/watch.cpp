@@ -17,13 +17,6 @@ namespace {
 // Far below the time in which a fault has to become the server's end, and one read of a few words.
 constexpr std::chrono::milliseconds kInterval{5};
 
-// At the first SIGQUIT SGLang's launcher takes 5 s, and where a scheduler still answers more than a
-// minute, for diagnostics of processes; at one that comes amid them it ends everything at once, as
-// it does when several ranks send theirs. One that comes while the one before is still pending is
-// lost, so there are some.
-constexpr std::chrono::milliseconds kAgain{25};
-constexpr int kMostSignals = 8;
-
 std::string line_of(const std::string& text, std::uint32_t number) {
   std::size_t begin = 0;
   for (; number > 0; --number) {
@@ -97,7 +90,7 @@ std::string words_of_fault(const lowlat_status_words& status, const std::string&
 }
 
 Watch::Watch(const lowlat_model* model, int rank, std::string about, std::string path,
-             pid_t stop_pid)
+             pid_t stop_pid, std::chrono::milliseconds grace)
     : model_(model),
       rank_(rank),
       catalogue_(lowlat_model_catalogue(model)),
@@ -105,6 +98,7 @@ Watch::Watch(const lowlat_model* model, int rank, std::string about, std::string
       path_(std::move(path)),
       stop_pid_(stop_pid),
       stops_parent_(stop_pid == ::getppid()),
+      grace_(grace),
       thread_([this] { run(); }) {}
 
 Watch::~Watch() { stop(); }
@@ -158,12 +152,18 @@ void Watch::report(const lowlat_status_words& status) {
 }
 
 void Watch::stop_server(std::unique_lock<std::mutex>& lock) {
-  for (int i = 0; i < kMostSignals && stop_pid_ > 0; ++i) {
-    // A parent that has gone since may have left its number to somebody else.
-    if (stops_parent_ && ::getppid() != stop_pid_) return;
-    if (::kill(stop_pid_, SIGQUIT) != 0) return;
-    if (wake_.wait_for(lock, kAgain, [this] { return stopped_; })) return;
-  }
+  if (!signal_server(SIGQUIT) || grace_.count() == 0) return;
+  if (wake_.wait_for(lock, grace_, [this] { return stopped_; })) return;
+  // Its children end with it, and this process in any case: a launcher that is its container's first
+  // process cannot be killed from inside.
+  signal_server(SIGKILL);
+  ::kill(::getpid(), SIGKILL);
+}
+
+bool Watch::signal_server(int number) const {
+  // A parent that has gone since may have left its number to somebody else.
+  if (stop_pid_ <= 0 || (stops_parent_ && ::getppid() != stop_pid_)) return false;
+  return ::kill(stop_pid_, number) == 0;
 }
 
 }  // namespace lowlat::py_face

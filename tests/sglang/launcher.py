@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 # Another event loop, which this environment has not and nothing here needs.
@@ -31,15 +30,15 @@ def main(folder: str) -> None:
     manager.dump_requests_before_crash = functools.partial(
         TokenizerManager.dump_requests_before_crash, manager
     )
-    signal.signal(signal.SIGQUIT, SignalHandler(manager).running_phase_sigquit_handler)
+    loop = asyncio.new_event_loop()
+    # As TokenizerManager.auto_create_handle_loop does.
+    loop.add_signal_handler(signal.SIGQUIT, SignalHandler(manager).running_phase_sigquit_handler)
     scheduler = subprocess.Popen(
         [sys.executable, fault_server.__file__, folder, "scheduler"],
         env=os.environ | {"LOWLAT_FAULT_DIR": folder},
         stdout=subprocess.DEVNULL,
     )
-    end = time.monotonic() + BUDGET_S
-    while time.monotonic() < end:
-        time.sleep(1)
+    loop.run_until_complete(asyncio.sleep(BUDGET_S))
     scheduler.kill()
     sys.exit("nobody stopped this process")
 

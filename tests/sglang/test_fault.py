@@ -1,5 +1,5 @@
 """How a server ends by a fault of the kernels: SGLang's own handler, and our watch. (Proved by a
-watch that sends one signal.)
+watch that kills nobody.)
 """
 
 import os
@@ -22,18 +22,7 @@ def test_a_fault_ends_the_server_without_its_diagnostics(tmp_path) -> None:
         timeout=BUDGET_S,
         check=False,
     )
-    # It kills itself last, when its children are dead.
     assert done.returncode == -signal.SIGKILL, done.stderr
-    (path,) = tmp_path.iterdir()
-    scheduler = path.name.split("-")[2]
-    assert not Path(f"/proc/{scheduler}").exists() or "\nState:\tZ" in status_of(scheduler)
     assert "SIGQUIT received" in done.stderr
-    assert "crash dump already performed, skipping" in done.stderr
     assert "No live scheduler processes found" not in done.stderr
-
-
-def status_of(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return "\nState:\tZ"
+    assert len(list(tmp_path.iterdir())) == 1

@@ -42,6 +42,8 @@ import sys
 import time
 from pathlib import Path
 
+from lowlat.specs.alike import LOGITS_MEDIAN_REL_OF_SGLANG
+
 HERE = Path(__file__).resolve().parent
 ARMS = ("on", "off")
 ACTIVE = "NVIDIA megakernel: active"
@@ -51,10 +53,11 @@ REPLAYED = "a graph ran behind the abort: "
 FAULT = "lowlat: rank "
 # SGLang's launcher asks its schedulers for diagnostics, which takes 5 s and more.
 DIAGNOSTICS = "before crash diagnostics"
-ENDED = "crash dump already performed"
+# Less than those take, and many times what it takes without them.
+FAULT_END_S = 1.0
 # How far the plugin may lie from SGLang's own forward: in what that differs by from itself when its
 # embeddings are a rounding beside, behind each layer and at the head.
-MOST_OF_A_ROUNDING = 1.5
+MOST_OF_A_ROUNDING = 1.25
 FAULT_TOKENS = 4000
 GIVEN_UP_S = 20
 LOCK_S = 300
@@ -114,7 +117,8 @@ async def crowd(engine, size, prompt, length, vocab):
     left = [] if isinstance(end, BaseException) else end[0]
     print(
         f"crowd of {size}: {len(tokens)} tokens of the first one in {times[-1] - times[0]:.2f} s"
-        f" ({alike([by_itself], [tokens])} with those that it had alone),"
+        f" ({alike([by_itself], [tokens])} with those that it had alone: {by_itself[:6]},"
+        f" {tokens[:6]}),"
         f" {sorted(len(one) for one, _ in done)} of the others, {len(left)} of the one given up"
         f" (of {100 * length})",
         flush=True,
@@ -295,8 +299,12 @@ def run_arm(name: str, args) -> list:
         print(f"arm {name}: {status}; the end of {log}:")
         print("\n".join(lines[-25:]))
         return []
-    if name != "off" and ACTIVE not in log.read_text(errors="replace"):
+    text = "\n".join(lines)
+    if name != "off" and ACTIVE not in text:
         print(f"the log of the arm {name} has no line {ACTIVE!r}")
+        return []
+    if FAULT in text and not args.fault:
+        print(f"the arm {name} had a fault, or its shutdown was taken for one")
         return []
     return json.loads((args.out / f"{name}.json").read_text())
 
@@ -336,8 +344,9 @@ def watch_fault(process, log: Path, folder: Path, end: float) -> bool:
     times = ", ".join(f"{what} {1e3 * at:.0f} ms" for what, at in sorted(told.items(), key=by_time))
     print(f"fault: behind the abort: {times}")
     print(f"fault: {len(behind)} graphs ran behind it, of their logits NaN {nan_of(behind)}")
-    print(f"fault: diagnostics of the launcher {DIAGNOSTICS in text}, cut short {ENDED in text}")
-    return bool(files) and FAULT in text and all(words["nan"] == 1.0 for words in behind)
+    print(f"fault: the launcher asked for diagnostics: {DIAGNOSTICS in text}")
+    ended = told["server ended"] < FAULT_END_S
+    return ended and bool(files) and FAULT in text and all(w["nan"] == 1.0 for w in behind)
 
 
 def by_time(item) -> float:
@@ -379,6 +388,10 @@ def beside(log: str) -> bool:
         what = "hidden" if mode == "draft" else "logits"
         print(f"beside: {len(found)} {mode} steps of {rows} rows, medians over rows and steps:")
         good &= within(what, [words[what][0] for words in found], moved_of(found, what))
+        most = LOGITS_MEDIAN_REL_OF_SGLANG
+        if what == "logits" and statistics.median(words[what][0] for words in found) > most:
+            print(f"    {what}: more than the declared {most}")
+            good = False
         print(
             f"    {what}: greatest median {max(words[what][0] for words in found):.5f}, worst row"
             f" {max(words[what][1] for words in found):.5f}"
