@@ -426,14 +426,15 @@ void define_hosted_model(py::module_& module) {
       module, "Watch",
       "A thread that reads a hosted model's status words until it is stopped or sees a fault. Then "
       "it writes a post-mortem, a JSON object with `about` in it, to `path`, a line to standard "
-      "error, and sends SIGQUIT to `stop_pid` (0: to nobody).")
+      "error, and sends SIGQUIT to `stop_pid` (0: to nobody), and `grace_ms` later SIGKILL to it and "
+      "to this process (0: to none).")
       .def(py::init([](const HostedModel& model, int rank, std::string about, std::string path,
-                       int stop_pid) {
+                       int stop_pid, int grace_ms) {
              return std::make_unique<Watch>(model.get(), rank, std::move(about), std::move(path),
-                                            stop_pid);
+                                            stop_pid, std::chrono::milliseconds(grace_ms));
            }),
            py::keep_alive<1, 2>(), "model"_a, py::kw_only(), "rank"_a, "about"_a, "path"_a,
-           "stop_pid"_a)
+           "stop_pid"_a, "grace_ms"_a)
       .def("set_about", &Watch::set_about, py::call_guard<py::gil_scoped_release>(), "about"_a)
       .def_static(
           "words",

@@ -90,7 +90,7 @@ std::string words_of_fault(const lowlat_status_words& status, const std::string&
 }
 
 Watch::Watch(const lowlat_model* model, int rank, std::string about, std::string path,
-             pid_t stop_pid)
+             pid_t stop_pid, std::chrono::milliseconds grace)
     : model_(model),
       rank_(rank),
       catalogue_(lowlat_model_catalogue(model)),
@@ -98,6 +98,7 @@ Watch::Watch(const lowlat_model* model, int rank, std::string about, std::string
       path_(std::move(path)),
       stop_pid_(stop_pid),
       stops_parent_(stop_pid == ::getppid()),
+      grace_(grace),
       thread_([this] { run(); }) {}
 
 Watch::~Watch() { stop(); }
@@ -123,6 +124,7 @@ void Watch::run() {
     status.struct_bytes = sizeof status;
     if (lowlat_status_read(model_, &status) != LOWLAT_OK || status.state == 0) continue;
     report(status);
+    stop_server(lock);
     return;
   }
 }
@@ -147,8 +149,21 @@ void Watch::report(const lowlat_status_words& status) {
                                             : " (no post-mortem at " + path_ + ": " + why + ")") +
                                "\n");
   seen_.store(true, std::memory_order_release);
+}
+
+void Watch::stop_server(std::unique_lock<std::mutex>& lock) {
+  if (!signal_server(SIGQUIT) || grace_.count() == 0) return;
+  if (wake_.wait_for(lock, grace_, [this] { return stopped_; })) return;
+  // Its children end with it, and this process in any case: a launcher that is its container's first
+  // process cannot be killed from inside.
+  signal_server(SIGKILL);
+  ::kill(::getpid(), SIGKILL);
+}
+
+bool Watch::signal_server(int number) const {
   // A parent that has gone since may have left its number to somebody else.
-  if (stop_pid_ > 0 && (!stops_parent_ || ::getppid() == stop_pid_)) ::kill(stop_pid_, SIGQUIT);
+  if (stop_pid_ <= 0 || (stops_parent_ && ::getppid() != stop_pid_)) return false;
+  return ::kill(stop_pid_, number) == 0;
 }
 
 }  // namespace lowlat::py_face

@@ -28,7 +28,8 @@ class Request:
     `tensors` are the loaded weights by SGLang's names, where they lie, their experts in
     `expert_layout`. `copies` are those of the checkpoint's tensors (models/published.py), or None
     where the loaded ones are read. `page_size` is in tokens, `device` the number of this rank's
-    GPU. `stages`: of a draft its layers too, not the proposals alone.
+    GPU. `stages`: of a draft its layers too, not the proposals alone. `dumps_crashes`: SGLang's
+    launcher is to dump requests and GPUs before it ends a server that failed.
     """
 
     model: Any
@@ -45,6 +46,7 @@ class Request:
     device: int
     copies: dict[tuple, Any] | None = None
     stages: bool = False
+    dumps_crashes: bool = False
 
 
 class Kernels(Protocol):
@@ -312,6 +314,7 @@ class Build:
 
     def request(self) -> Request:
         import torch
+        from sglang.srt.runtime_context import get_observability
 
         where = self.where
         deadlines = ladder(self.context.deadline_s)
@@ -332,6 +335,7 @@ class Build:
             device=torch.cuda.current_device(),
             copies=copies,
             stages=self.stages,
+            dumps_crashes=bool(get_observability().crash_dump_folder),
         )
 
     def loaded(self) -> dict[str, Any]:

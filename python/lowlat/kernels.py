@@ -175,7 +175,13 @@ class HostedKernels:
         self.is_ready = True
         # A call that returns with its work done tells of a fault by itself.
         if self.platform.on_stream:
-            self.watch = Watch(self, self.model, rank=self.request.tp_rank, facts=self.facts())
+            self.watch = Watch(
+                self,
+                self.model,
+                rank=self.request.tp_rank,
+                facts=self.facts(),
+                is_patient=self.request.dumps_crashes,
+            )
 
     def facts(self) -> dict[str, Any]:
         """What a post-mortem says of this rank's kernels."""

@@ -82,6 +82,12 @@ SURFACE = (
         "ranks and group in BuildContext",
     ),
     Touch(
+        "sglang.srt.runtime_context.get_observability",
+        "read",
+        "whether crashes are dumped, for which a faulted server's launcher gets its time",
+        "a call of SGLang's that ends a server at once",
+    ),
+    Touch(
         "torch.distributed.all_gather_object",
         "call",
         "the ranks' ballots, over the CPU group",

@@ -1,6 +1,7 @@
 """Watches the kernels' status words, since nothing of ours runs when a graph replays: a native
 thread writes a post-mortem of a fault at once, logs it, and stops the server as SGLang's own
-watchdog stops it, by SIGQUIT to the process that started this scheduler.
+watchdog stops it, by SIGQUIT to the process that started this scheduler. That one takes its time,
+so a moment later both are killed, and every child of its with it, as it would do at last.
 """
 
 import json
@@ -13,6 +14,9 @@ from typing import Any
 from lowlat import _dispatch, _kernels, env
 from lowlat.surface import SGLANG_VERSION
 
+# For the launcher's own words about its end, and the peers' post-mortems.
+GRACE_MS = 50
+
 
 def path_of(rank: int, mode: str) -> Path:
     """Where this process's post-mortem of one model goes."""
@@ -21,7 +25,8 @@ def path_of(rank: int, mode: str) -> Path:
 
 class Watch:
     """Watches `model`, a ``_kernels.HostedModel``, as long as `owner` lives. `facts` go into the
-    post-mortem; `stop_pid` is who gets SIGQUIT, this process's parent unless said."""
+    post-mortem; `stop_pid` is who gets SIGQUIT, this process's parent unless said. With
+    `is_patient` nobody is killed afterwards."""
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class Watch:
         rank: int,
         facts: Mapping[str, Any],
         stop_pid: int | None = None,
+        is_patient: bool = False,
     ) -> None:
         self.facts = {
             "lowlat": _dispatch.version(),
@@ -46,6 +52,7 @@ class Watch:
             about=json.dumps(self.facts),
             path=str(self.path),
             stop_pid=os.getppid() if stop_pid is None else stop_pid,
+            grace_ms=0 if is_patient else GRACE_MS,
         )
         # At the interpreter's end too, before the model goes.
         self.stop = weakref.finalize(owner, self.native.stop)

@@ -1,10 +1,11 @@
 """The watch over the status words: a rank whose peer does not come is logged, leaves a post-mortem
 and stops the server. (Proved by a post-mortem that was opened and not written, and by layers that
-were counted from 1.)
+were counted from 1; by a watch that kills nobody.)
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -168,20 +169,50 @@ def test_rows_of_a_step_that_ends_by_a_fault_are_nan(folder, capfd) -> None:
     assert kept
 
 
-def test_the_scheduler_stops_its_server_though_its_interpreter_is_busy(tmp_path) -> None:
-    told = json.loads(
-        subprocess.run(
-            [sys.executable, fault_server.__file__, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            timeout=3 * BUDGET_S,
-            check=True,
-        ).stdout
+def server(folder, *how):
+    """A server of a scheduler whose kernels fault, run to its end."""
+    return subprocess.run(
+        [sys.executable, fault_server.__file__, str(folder), *how],
+        stdout=subprocess.PIPE,
+        timeout=3 * BUDGET_S,
+        text=True,
+        check=False,
     )
-    assert told["stopped"] and told["by_scheduler"]
+
+
+def test_the_scheduler_stops_its_server_though_its_interpreter_is_busy(tmp_path) -> None:
+    done = server(tmp_path, "patient")
+    scheduler, words = done.stdout.splitlines()
+    told = json.loads(words)
+    assert done.returncode == 0 and told["stopped"] and told["by_scheduler"]
     # The file was there before the signal.
     (path,) = tmp_path.iterdir()
-    assert path.name == f"lowlat-fault-{told['scheduler']}-rank0-draft.json"
+    assert path.name == f"lowlat-fault-{scheduler}-rank0-draft.json"
     assert json.loads(path.read_text())["words"].startswith(LINE)
+
+
+def test_a_server_that_takes_its_time_is_killed_with_its_scheduler(tmp_path) -> None:
+    """As SGLang's does, whose scheduler meanwhile would go on with rows of NaN."""
+    done = server(tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    (scheduler,) = done.stdout.split()
+    assert has_ended(scheduler)
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["words"].startswith(LINE)
+
+
+def has_ended(pid) -> bool:
+    """Whether it is gone within the budget, or waits for who asks how it ended."""
+    end = time.monotonic() + BUDGET_S
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def test_a_folder_that_is_not_there_is_said_and_stops_no_less(monkeypatch, capfd) -> None:

@@ -11,8 +11,11 @@ MAX_REQUESTS = 8
 # Rows of 8 requests with 5 drafts each, the widest step of the kernels.
 MAX_ROWS = 48
 # Median over rows of |logits - float64| / |float64|, as tests/python/test_whole_model.py holds it
-# for the scalar kernels; against SGLang's own kernels it is not measured.
+# for the scalar kernels.
 LOGITS_MEDIAN_REL = 0.03
+# The same against SGLang's own forward on Hopper, as tests/gpu/sglang/engine.py holds it: about
+# what that one's logits move by when its embeddings do by one rounding (docs/numerics.md).
+LOGITS_MEDIAN_REL_OF_SGLANG = 0.1
 
 
 class Alike(NamedTuple):

@@ -3,7 +3,13 @@ DSpark draft. Requirements, features and reasons are the dispatcher's own.
 """
 
 from lowlat import build, guard
-from lowlat.specs.alike import API_VERSION, LOGITS_MEDIAN_REL, MAX_ROWS, alike
+from lowlat.specs.alike import (
+    API_VERSION,
+    LOGITS_MEDIAN_REL,
+    LOGITS_MEDIAN_REL_OF_SGLANG,
+    MAX_ROWS,
+    alike,
+)
 
 _WRONG_VERSION = guard.version_reasons()
 if _WRONG_VERSION:
@@ -39,7 +45,13 @@ def features() -> frozenset[Feature]:
     return frozenset(feature for feature in Feature if feature.name.lower() in names)
 
 
-NUMERICS = Numerics(NumericsKind.TOLERANCE, {"logits.median_rel": LOGITS_MEDIAN_REL})
+NUMERICS = Numerics(
+    NumericsKind.TOLERANCE,
+    {
+        "logits.median_rel": LOGITS_MEDIAN_REL,
+        "logits.median_rel_of_sglang": LOGITS_MEDIAN_REL_OF_SGLANG,
+    },
+)
 
 TARGET = MegakernelSpec(
     name="lowlat-deepseek-v4",

@@ -14,15 +14,17 @@ process of its own, with the same prompts, greedy:
     on off  with the plugin and without. Batches run as CUDA graphs: their tokens are compared, and
             with --timed those of prompts of so many tokens, whose times are. With --eager batches
             follow that no graph runs: SGLang runs each covered step beside the plugin, over the
-            same rows and caches, and the differences are told. Where tokens are compared biases
-            choose the experts, where times are taken scores do. --accept: drafts so long on average
-            are taken for right in all of it
+            same rows and caches, and once more from embeddings that lie a rounding beside. What
+            differs is told of each layer and at the head, and held to bounds. Where tokens are
+            compared biases choose the experts, where times are taken scores do. --accept: drafts
+            so long on average are taken for right in all of it
     --crowd while one request is answered so many others come and go, more than any width holds, and
             another one is given up: the first one's tokens come on
     --fault at its end the plugin's arm has its kernels aborted amid the work: how the server ends
 
-Writes a .log and a .json of each arm under --out. Exit status 1 when an arm fails or a plugin's arm
-ran no covered step.
+Writes a .log and a .json of each arm under --out, and of some rows that both ran what exact.py
+compares with float64. Exit status 1 when an arm fails, a plugin's arm ran no covered step, two arms
+differ by more than the bounds, or a fault left logits that are numbers or no post-mortem.
 """
 
 import argparse
@@ -33,7 +35,6 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import statistics
 import subprocess
@@ -41,14 +42,22 @@ import sys
 import time
 from pathlib import Path
 
+from lowlat.specs.alike import LOGITS_MEDIAN_REL_OF_SGLANG
+
 HERE = Path(__file__).resolve().parent
 ARMS = ("on", "off")
 ACTIVE = "NVIDIA megakernel: active"
-# Of a covered step that both ran: |ours - SGLang's| / |SGLang's| of a row's logits.
-BESIDE = re.compile(r"beside: step \d+ (\w+) (\d+) rows: logits median (\S+) most (\S+), best")
-# Of a draft's block, of what its last layer left.
-DRAFT_BESIDE = re.compile(r"beside: (draft) of (\d+) rows: hidden states median (\S+) most (\S+)")
-ABORTED = "the kernels are aborted now"
+BESIDE = "beside: "
+ABORTED = "the kernels are aborted now: "
+REPLAYED = "a graph ran behind the abort: "
+FAULT = "lowlat: rank "
+# SGLang's launcher asks its schedulers for diagnostics, which takes 5 s and more.
+DIAGNOSTICS = "before crash diagnostics"
+# Less than those take, and many times what it takes without them.
+FAULT_END_S = 1.0
+# How far the plugin may lie from SGLang's own forward: in what that differs by from itself when its
+# embeddings are a rounding beside, behind each layer and at the head.
+MOST_OF_A_ROUNDING = 1.25
 FAULT_TOKENS = 4000
 GIVEN_UP_S = 20
 LOCK_S = 300
@@ -94,6 +103,7 @@ def prompts_of(size, prompt, vocab):
 async def crowd(engine, size, prompt, length, vocab):
     """One request, amid whose tokens `size` others come and go and one more is given up."""
     first, given_up, *others = prompts_of(2 + size, prompt, vocab)
+    by_itself, _ = await one(engine, first, 8 * length)
     started, begun = asyncio.Event(), asyncio.Event()
     whole = asyncio.ensure_future(one(engine, first, 8 * length, started))
     await started.wait()
@@ -106,7 +116,9 @@ async def crowd(engine, size, prompt, length, vocab):
     (end,) = await asyncio.gather(asyncio.wait_for(lost, GIVEN_UP_S), return_exceptions=True)
     left = [] if isinstance(end, BaseException) else end[0]
     print(
-        f"crowd of {size}: {len(tokens)} tokens of the first one in {times[-1] - times[0]:.2f} s,"
+        f"crowd of {size}: {len(tokens)} tokens of the first one in {times[-1] - times[0]:.2f} s"
+        f" ({alike([by_itself], [tokens])} with those that it had alone: {by_itself[:6]},"
+        f" {tokens[:6]}),"
         f" {sorted(len(one) for one, _ in done)} of the others, {len(left)} of the one given up"
         f" (of {100 * length})",
         flush=True,
@@ -257,7 +269,8 @@ def run_arm(name: str, args) -> list:
             "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
         }
     if name == "on" and args.eager:
-        env["LOWLAT_TEST_BESIDE"] = "1"
+        env |= {"LOWLAT_TEST_BESIDE": "1", "LOWLAT_TEST_KEEP": str(args.out / "kept")}
+    env.setdefault("LOWLAT_FAULT_DIR", str(args.out))
     paths = [str(offer(args.out)), str(HERE), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = [sys.executable, __file__, *sys.argv[1:], "--arm", name]
@@ -270,7 +283,7 @@ def run_arm(name: str, args) -> list:
     ):
         try:
             if name == "on" and args.fault:
-                told = watch_fault(process, log, start + args.limit)
+                told = watch_fault(process, log, args.out, start + args.limit)
                 status = 0 if told else "no end by the fault"
             else:
                 status = process.wait(args.limit)
@@ -280,53 +293,134 @@ def run_arm(name: str, args) -> list:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     print(f"arm {name}: {time.monotonic() - start:.0f} s", flush=True)
+    lines = log.read_text(errors="replace").splitlines()
+    print("\n".join(line for line in lines if line.startswith("crowd of")))
     if status != 0:
         print(f"arm {name}: {status}; the end of {log}:")
-        print("\n".join(log.read_text(errors="replace").splitlines()[-25:]))
+        print("\n".join(lines[-25:]))
         return []
-    if name != "off" and ACTIVE not in log.read_text(errors="replace"):
+    text = "\n".join(lines)
+    if name != "off" and ACTIVE not in text:
         print(f"the log of the arm {name} has no line {ACTIVE!r}")
+        return []
+    if FAULT in text and not args.fault:
+        print(f"the arm {name} had a fault, or its shutdown was taken for one")
         return []
     return json.loads((args.out / f"{name}.json").read_text())
 
 
-def watch_fault(process, log: Path, end: float) -> list:
-    """How long after the abort the server is gone, and what it logged."""
-    aborted = None
-    while time.monotonic() < end:
-        if aborted is None and ABORTED in log.read_text(errors="replace"):
-            aborted = time.monotonic()
+def watch_fault(process, log: Path, folder: Path, end: float) -> bool:
+    """When after the abort what happened; whether it is all that has to."""
+    aborted, told = None, {}
+
+    def seen(what: str, is_so: bool) -> None:
+        if is_so and what not in told:
+            told[what] = time.time() - aborted["time"]
+
+    while time.monotonic() < end and "server ended" not in told:
+        text = log.read_text(errors="replace")
+        if aborted is None:
+            aborted = next(words_behind(ABORTED, text), None)
+        if aborted is not None:
+            seen("line", FAULT in text)
+            seen("signal", "SIGQUIT received" in text)
+            seen("scheduler ended", not is_there(aborted["pid"]))
         if process.poll() is not None:
-            break
-        time.sleep(0.01)
-    if aborted is None or process.poll() is None:
+            if aborted is None:
+                break
+            seen("server ended", True)
+        time.sleep(0.02 if aborted is None else 0.002)
+    if "server ended" not in told:
         print(f"fault: aborted {aborted is not None}, ended {process.poll() is not None}")
-        return []
-    print(f"fault: the server ended {time.monotonic() - aborted:.2f} s after the abort")
-    print(
-        "\n".join(
-            line for line in log.read_text(errors="replace").splitlines() if "crowd of" in line
-        )
-    )
-    lines = [line for line in log.read_text(errors="replace").splitlines() if "lowlat: " in line]
-    print("\n".join(lines[-3:]))
-    return lines[-1:]
+        return False
+    text = log.read_text(errors="replace")
+    files = list(fault_folder(folder).glob(f"lowlat-fault-{aborted['pid']}-*.json"))
+    for path in files:
+        told["post-mortem"] = path.stat().st_mtime - aborted["time"]
+        print(f"fault: {json.loads(path.read_text())['words']}")
+    behind = list(words_behind(REPLAYED, text))
+    for words in behind[:1]:
+        told["graph behind it"] = words["time"] - aborted["time"]
+    times = ", ".join(f"{what} {1e3 * at:.0f} ms" for what, at in sorted(told.items(), key=by_time))
+    print(f"fault: behind the abort: {times}")
+    print(f"fault: {len(behind)} graphs ran behind it, of their logits NaN {nan_of(behind)}")
+    print(f"fault: the launcher asked for diagnostics: {DIAGNOSTICS in text}")
+    ended = told["server ended"] < FAULT_END_S
+    return ended and bool(files) and FAULT in text and all(w["nan"] == 1.0 for w in behind)
+
+
+def by_time(item) -> float:
+    return item[1]
+
+
+def nan_of(behind: list) -> list:
+    return sorted({words["nan"] for words in behind})
+
+
+def fault_folder(folder: Path) -> Path:
+    return Path(os.environ.get("LOWLAT_FAULT_DIR", folder))
+
+
+def is_there(pid: int) -> bool:
+    """Whether the process is there, and more than a number that nobody asked for yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def words_behind(mark: str, text: str):
+    """What the lines with that mark hold."""
+    for line in text.splitlines():
+        _, found, words = line.partition(mark)
+        if found and words.startswith("{"):
+            yield json.loads(words)
 
 
 def beside(log: str) -> bool:
-    """The differences of each kind of step, worst and median; whether every one is finite."""
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for mode, rows, median, most in BESIDE.findall(log) + DRAFT_BESIDE.findall(log):
-        found.setdefault((mode, int(rows)), []).append((float(median), float(most)))
-    for (mode, rows), values in sorted(found.items()):
-        what = "hidden states" if mode == "draft" else "logits"
-        medians, worst = sorted(median for median, _ in values), max(most for _, most in values)
+    """Tells the differences of each kind of step; whether all are finite and within the bounds."""
+    kinds: dict[tuple[str, int], list[dict]] = {}
+    for words in words_behind(BESIDE, log):
+        kinds.setdefault((words["mode"], words["rows"]), []).append(words)
+    good = True
+    for (mode, rows), found in sorted(kinds.items()):
+        what = "hidden" if mode == "draft" else "logits"
+        print(f"beside: {len(found)} {mode} steps of {rows} rows, medians over rows and steps:")
+        good &= within(what, [words[what][0] for words in found], moved_of(found, what))
+        most = LOGITS_MEDIAN_REL_OF_SGLANG
+        if what == "logits" and statistics.median(words[what][0] for words in found) > most:
+            print(f"    {what}: more than the declared {most}")
+            good = False
         print(
-            f"beside: {len(values)} {mode} steps of {rows} rows: {what} differ by"
-            f" {medians[len(medians) // 2]:.5f} (median of medians), {medians[-1]:.5f} (greatest"
-            f" median), {worst:.5f} (worst row)"
+            f"    {what}: greatest median {max(words[what][0] for words in found):.5f}, worst row"
+            f" {max(words[what][1] for words in found):.5f}"
         )
-    return all(most == most for values in found.values() for _, most in values)
+        if mode == "draft":
+            continue
+        for name in ("best", "moved_best"):
+            part = statistics.mean(words[name] for words in found)
+            print(f"    {name}: the token is SGLang's in {100 * part:.0f} % of rows")
+        for layer in range(len(found[0]["layers"])):
+            ours = [words["layers"][layer] for words in found]
+            moved = [words["moved_layers"][layer] for words in found]
+            good &= within(f"features of layer {layer}", ours, moved)
+    return good
+
+
+def moved_of(found: list, what: str) -> list[float]:
+    return [words[f"moved_{what}"][0] for words in found]
+
+
+def within(what: str, ours: list[float], moved: list[float]) -> bool:
+    """Prints both medians; whether ours is finite and not too far."""
+    one, other = statistics.median(ours), statistics.median(moved)
+    good = all(value == value for value in ours) and one <= MOST_OF_A_ROUNDING * other
+    print(
+        f"    {what}: the plugin {one:.5f}, SGLang a rounding beside {other:.5f}"
+        f"{'' if good else ': TOO FAR'}"
+    )
+    return good
 
 
 def alike(left: list, right: list) -> str:
@@ -397,7 +491,7 @@ def main() -> int:
     arms = args.arms.split(",")
     results = {name: run_arm(name, args) for name in arms}
     good = all(results.values())
-    if results.get("on"):
+    if results.get("on") or args.fault:
         good &= beside((args.out / "on.log").read_text(errors="replace"))
     if results.get("on") and results.get("off"):
         compare(results["off"], results["on"])

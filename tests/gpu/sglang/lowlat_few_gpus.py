@@ -3,14 +3,18 @@ kernels above all, is the plugin's own. Variables of the environment say more:
 
     LOWLAT_TEST_RANKS=4     the model is one rank's share of so many, and looped kernels run it: a
                             rank that is its own peers, so by the kernels of many ranks
-    LOWLAT_TEST_BESIDE=1    each covered step is run by SGLang too, and what differs is logged
+    LOWLAT_TEST_BESIDE=1    each covered step that no graph runs is run by SGLang too, and once more
+                            from embeddings that lie a rounding beside: what differs is logged
+    LOWLAT_TEST_KEEP=DIR    of the first such steps of one request rows and features go there
     LOWLAT_TEST_ABORT=FILE  when this file appears the kernels are aborted
     LOWLAT_TEST_EAGER=FILE  while this file exists no step runs as a CUDA graph
     LOWLAT_TEST_BIAS=4      spread of the biases that choose experts; 0 leaves it to the scores
     LOWLAT_TEST_FREE=FILE   when this file appears the biases become 0
 """
 
+import contextlib
 import dataclasses
+import json
 import logging
 import os
 import threading
@@ -19,7 +23,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from dummy_weights import fill
 from lowlat import build, env, guard, unwaited
 from lowlat.kernels import HostedKernels, Platform, given
 from lowlat.models import deepseek_v4
@@ -41,8 +47,15 @@ SHARED = ("num_heads", "o_groups", "moe_intermediate", "vocab")
 # are a power of two.
 SUMMED_SCALES = ("attn.wo_b.scale", "ffn.experts.w2.scale", "ffn.shared_experts.w2.scale")
 WHOLE = ("tid2eid", "markov_w1.weight")
-UE8M0_OF_ONE = 127
 PADDED_HEADS = 64
+KEPT_STEPS = 3
+# What engine.py looks for in the log; JSON follows.
+BESIDE = "beside: "
+ABORTED = "the kernels are aborted now: "
+REPLAYED = "a graph ran behind the abort: "
+STEPS = "steps of "
+
+aborted = threading.Event()
 
 
 class Looped(HostedKernels):
@@ -102,62 +115,108 @@ def few_layers(cfg: Any, hf_config: Any) -> list[str]:
     return [line for line in reasons if not line.startswith(REFUSED)]
 
 
-def looped(request: Any) -> HostedKernels:
-    return Looped(request, Platform("nvidia:loop", True))
+def opened(request: Any, layers: tuple[int, ...] = ()) -> HostedKernels:
+    """The kernels for a request; with `layers` those whose features are of these."""
+    kind, word = (Looped, "nvidia:loop") if RANKS > 1 else (HostedKernels, "nvidia")
+    if layers:
+        kind = type("AtLayers", (AtLayers, kind), {"layers": layers})
+    return kind(request, Platform(word, True))
+
+
+class AtLayers:
+    """Kernels whose features are of other layers than those that the draft reads."""
+
+    layers: tuple[int, ...] = ()
+
+    def model_config(self) -> dict[str, Any]:
+        return super().model_config() | {"draft_target_layers": list(self.layers)}
 
 
 class Beside:
     """A built target whose steps are SGLang's too, for the same rows over the same caches: what
-    either writes is what the other writes, but for roundings."""
+    either writes is what the other writes, but for roundings. `request` is what its kernels were
+    made from: more of them give the features of every layer."""
 
-    def __init__(self, built: Any) -> None:
+    def __init__(self, built: Any, request: Any) -> None:
         self.built = built
-        self.steps = 0
+        self.inner = built.model.model
+        self.steps = self.kept = 0
+        each, count = built.kernels.config["num_draft_stages"], len(self.inner.layers)
+        self.all = []
+        # Of several GPUs they would have to meet their peers.
+        for first in range(0, count if each and request.tp_size == 1 else 0, max(each, 1)):
+            # As many as the draft reads, so that the last ones may come twice.
+            layers = tuple(min(first + i, count - 1) for i in range(each))
+            kernels = opened(request, layers)
+            kernels.become_ready()
+            self.all.append(kernels)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.built, name)
 
     def forward(self, step, original, input_ids, positions, forward_batch, *args, **kwargs):
-        if torch.cuda.is_current_stream_capturing():
+        def ours():
             return self.built.forward(
                 step, original, input_ids, positions, forward_batch, *args, **kwargs
             )
-        hasher = getattr(self.built.model.model, "engram_hasher", None)
-        before = None if hasher is None else hasher.history.clone()
-        theirs = original(input_ids, positions, forward_batch, *args, **kwargs)
-        logits, hidden = theirs.next_token_logits.clone(), theirs.hidden_states
-        hidden = None if hidden is None else hidden.clone()
-        if hasher is not None:
-            # A decode step moves its token in, which is the caller's next step then.
-            hasher.history.copy_(before)
-        ours = self.built.forward(
-            step, original, input_ids, positions, forward_batch, *args, **kwargs
-        )
-        if not pads(step):
-            self.tell(step, logits, ours.next_token_logits, hidden, ours.hidden_states)
-        return ours
 
-    def tell(self, step, logits, our_logits, hidden, our_hidden) -> None:
+        if torch.cuda.is_current_stream_capturing() or pads(step):
+            return ours()
+        hasher = getattr(self.inner, "engram_hasher", None)
+        before = None if hasher is None else hasher.history.clone()
+
+        def theirs(embeds=None):
+            if hasher is not None:
+                # A decode step moves its token in, which is the next step's then.
+                hasher.history.copy_(before)
+            with every_layer(self.inner) as layers:
+                out = original(input_ids, positions, forward_batch, embeds)
+            return out.next_token_logits.clone(), layers[0] if self.all else None
+
+        moved, theirs = theirs(a_rounding_beside(self.inner.embed_tokens(input_ids))), theirs()
+        parts = []
+        for kernels in self.all:
+            if hasher is not None:
+                hasher.history.copy_(before)
+            features = kernels.step(step, input_ids, positions, forward_batch).aux_hidden
+            parts.append(features.unflatten(-1, (len(kernels.layers), -1)))
+        if hasher is not None:
+            hasher.history.copy_(before)
+        out = ours()
+        layers = torch.cat(parts, 1)[:, : len(self.inner.layers)] if parts else None
+        mine = out.next_token_logits, layers
+        self.tell(step, mine, theirs, moved)
+        self.keep(step, input_ids, positions, mine, theirs, moved)
+        return out
+
+    def tell(self, step, mine, theirs, moved) -> None:
         self.steps += 1
-        differing = relative(our_logits, logits)
-        equal = int((our_logits.argmax(-1) == logits.argmax(-1)).sum())
-        line = (
-            f"beside: step {self.steps} {step.mode} {step.rows} rows: logits median"
-            f" {float(differing.median()):.5f} most {float(differing.max()):.5f}, best token equal"
-            f" in {equal} of {len(logits)}"
+        tell(
+            mode=step.mode,
+            rows=step.rows,
+            logits=spread(mine[0], theirs[0]),
+            moved_logits=spread(moved[0], theirs[0]),
+            best=float((mine[0].argmax(-1) == theirs[0].argmax(-1)).float().mean()),
+            moved_best=float((moved[0].argmax(-1) == theirs[0].argmax(-1)).float().mean()),
+            layers=of_layers(mine[1], theirs[1]),
+            moved_layers=of_layers(moved[1], theirs[1]),
         )
-        if hidden is not None and our_hidden is not None and hidden.shape == our_hidden.shape:
-            of_rows = relative(our_hidden, hidden)
-            width = self.built.model.config.hidden_size
-            parts = [
-                float(relative(a, b).median())
-                for a, b in zip(our_hidden.split(width, -1), hidden.split(width, -1), strict=True)
-            ]
-            line += (
-                f"; features median {float(of_rows.median()):.5f} most {float(of_rows.max()):.5f},"
-                f" by layer {' '.join(f'{part:.5f}' for part in parts)}"
-            )
-        logger.warning("%s", line)
+
+    def keep(self, step, input_ids, positions, mine, theirs, moved) -> None:
+        folder = os.environ.get("LOWLAT_TEST_KEEP")
+        one_request = step.rows == self.built.planner.tokens_per_request
+        if not folder or not one_request or self.kept == KEPT_STEPS:
+            return
+        arrays = {"ids": input_ids, "positions": positions}
+        for name, (logits, layers) in (("ours", mine), ("sglang", theirs), ("moved", moved)):
+            if layers is None:
+                return
+            arrays[f"{name}_logits"] = logits.to(torch.bfloat16).view(torch.int16)
+            arrays[f"{name}_layers"] = layers.view(torch.int16)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / f"step{self.kept}.npz"
+        np.savez(path, **{name: array.cpu().numpy() for name, array in arrays.items()})
+        self.kept += 1
 
 
 class DraftBeside:
@@ -175,20 +234,78 @@ class DraftBeside:
                 step, original, input_ids, positions, forward_batch, *args, **kwargs
             )
 
-        if torch.cuda.is_current_stream_capturing():
+        def theirs(embeds=None):
+            return original(input_ids, positions, forward_batch, embeds).hidden_states.clone()
+
+        if torch.cuda.is_current_stream_capturing() or pads(step):
             return ours()
-        theirs = original(input_ids, positions, forward_batch, *args, **kwargs).hidden_states
-        theirs, out = theirs.clone(), ours()
-        if pads(step):
-            return out
-        of_rows = relative(out.hidden_states, theirs)
-        logger.warning(
-            "beside: draft of %d rows: hidden states median %.5f most %.5f",
-            step.rows,
-            float(of_rows.median()),
-            float(of_rows.max()),
+        model = self.built.model
+        embeds = a_rounding_beside(model.embed_tokens(input_ids))
+        moved = theirs(embeds.unsqueeze(1).repeat(1, model.hc_mult, 1))
+        beside, out = theirs(), ours()
+        tell(
+            mode="draft",
+            rows=step.rows,
+            hidden=spread(out.hidden_states, beside),
+            moved_hidden=spread(moved, beside),
         )
         return out
+
+
+@contextlib.contextmanager
+def every_layer(inner: Any) -> Any:
+    """While it lasts SGLang's own forward leaves the features of every layer in what this gives,
+    [rows, layers, hidden]."""
+    real, chosen, count = inner.forward, inner.dspark_layers_to_capture, len(inner.layers)
+    found: list[Any] = []
+
+    def forward(*args, **kwargs):
+        if chosen is None:  # decoding without drafts
+            found.append(None)
+            return real(*args, **kwargs)
+        inner.dspark_layers_to_capture = list(range(count))
+        try:
+            hidden, features = real(*args, **kwargs)
+        finally:
+            inner.dspark_layers_to_capture = chosen
+        found.append(features.unflatten(-1, (count, -1)))
+        return hidden, found[0][:, chosen].flatten(1)
+
+    inner.forward = forward
+    try:
+        yield found
+    finally:
+        del inner.forward
+
+
+def a_rounding_beside(values: Any) -> Any:
+    """bf16 values, of which one in sixteen is its neighbour, the same ones on every rank: together
+    0.0014 of them, about what one rounding leaves."""
+    generator = torch.Generator(values.device).manual_seed(1)
+    random = torch.randint(0, 32, values.shape, device=values.device, generator=generator)
+    bits = values.view(torch.int16)
+    has_neighbours = (bits & 0x7FFF) > 1
+    return (bits + has_neighbours * ((random == 0).short() - (random == 1).short())).view(
+        torch.bfloat16
+    )
+
+
+def tell(**words: Any) -> None:
+    logger.warning("%s%s", BESIDE, json.dumps(words))
+
+
+def of_layers(ours: Any, theirs: Any) -> list[float]:
+    """The median over rows, a layer."""
+    if ours is None:
+        return []
+    pairs = zip(ours.unbind(1), theirs.unbind(1), strict=True)
+    return [spread(one, other)[0] for one, other in pairs]
+
+
+def spread(ours: Any, theirs: Any) -> list[float]:
+    """|ours - theirs| / |theirs| of the rows: the median, and the most."""
+    of_rows = relative(ours, theirs)
+    return [round(float(of_rows.median()), 6), round(float(of_rows.max()), 6)]
 
 
 def pads(step: Any) -> bool:
@@ -203,17 +320,23 @@ def relative(ours: Any, theirs: Any) -> Any:
 
 
 def target(model: Any, hf_config: Any, context: Any) -> Any:
-    open_kernels = looped if RANKS > 1 else build.nvidia_kernels
+    requests = []
+
+    def open_kernels(request: Any) -> HostedKernels:
+        requests.append(request)
+        return opened(request)
+
     built = build.build_target(model, hf_config, context, open_kernels, build.place(PLACE))
     if os.environ.get("LOWLAT_TEST_ABORT"):
         threading.Thread(target=abort, args=[built.kernels.model], daemon=True).start()
-    return Beside(built) if os.environ.get("LOWLAT_TEST_BESIDE") else built
+    return Beside(built, requests[0]) if os.environ.get("LOWLAT_TEST_BESIDE") else built
 
 
 def abort(model: Any) -> None:
     wait_for(Path(os.environ["LOWLAT_TEST_ABORT"]))
-    logger.warning("the kernels are aborted now")
+    logger.warning("%s%s", ABORTED, json.dumps({"pid": os.getpid(), "time": time.time()}))
     model.abort()
+    aborted.set()
 
 
 def wait_for(path: Path) -> None:
@@ -223,9 +346,9 @@ def wait_for(path: Path) -> None:
 
 
 def draft(model: Any, hf_config: Any, context: Any) -> Any:
-    where, open_kernels = build.place(PLACE), looped if RANKS > 1 else build.nvidia_kernels
+    where = build.place(PLACE)
     stages = RANKS * where.tp_size in guard.FUSED_RANKS and not env.takes_slow_ranks()
-    built = build.build_draft(model, hf_config, context, open_kernels, where, stages)
+    built = build.build_draft(model, hf_config, context, opened, where, stages)
     unwaited.install()
     return DraftBeside(built) if os.environ.get("LOWLAT_TEST_BESIDE") else built
 
@@ -239,18 +362,43 @@ def register_nvidia() -> None:
     """The entry point ``nvidia_megakernel``, in the place of the plugin's."""
     register(architecture="DeepseekV4ForCausalLM", path="lowlat_few_gpus:TARGET")
     register(architecture="DeepseekV4ForCausalLMDSpark", path="lowlat_few_gpus:DRAFT")
+    runner = DecodeCudaGraphRunner
     if os.environ.get("LOWLAT_TEST_EAGER"):
-        DecodeCudaGraphRunner.can_run_graph = unless_eager(DecodeCudaGraphRunner.can_run_graph)
+        runner.can_run_graph = unless_eager(runner.can_run_graph)
+    if os.environ.get("LOWLAT_TEST_ABORT"):
+        runner.execute = telling_of_an_abort(runner.execute)
 
 
 def unless_eager(can_run_graph: Any) -> Any:
-    """The runner's own answer, but no while the file exists."""
+    """The runner's own answer, but no while the file exists. Logged whenever it is another."""
     path = Path(os.environ["LOWLAT_TEST_EAGER"])
+    last = {}
 
     def answer(self: Any, forward_batch: Any) -> bool:
-        return not path.exists() and can_run_graph(self, forward_batch)
+        runs = not path.exists() and bool(can_run_graph(self, forward_batch))
+        now = forward_batch.batch_size, runs
+        if not self.model_runner.is_draft_worker and last.get(self) != now:
+            last[self] = now
+            logger.warning("%s%d requests, %s", STEPS, now[0], "a graph" if runs else "no graph")
+        return runs
 
     return answer
+
+
+def telling_of_an_abort(execute: Any) -> Any:
+    """The runner's own, with a word about what the first graphs give that run behind an abort."""
+
+    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        was_aborted = aborted.is_set()
+        out = execute(self, forward_batch, *args, **kwargs)
+        logits = getattr(out, "next_token_logits", None)
+        if was_aborted and logits is not None:
+            nan = float(logits.isnan().float().mean())
+            words = {"nan": nan, "rows": len(logits), "time": time.time()}
+            logger.warning("%s%s", REPLAYED, json.dumps(words))
+        return out
+
+    return run
 
 
 # ------------------------------------------------------------------ weights
@@ -272,9 +420,9 @@ def initialize(model: Any) -> None:
                 pad_heads(kind)
     # Buffers hold what follows from the configuration, but for a hash layer's table.
     tables = [(name, table) for name, table in model.named_buffers() if name.endswith("tid2eid")]
-    for idx, (name, tensor) in enumerate(sorted([*model.named_parameters(), *tables])):
+    for name, tensor in [*model.named_parameters(), *tables]:
         if tensor.numel():
-            fill(name, tensor.detach(), torch.Generator(tensor.device).manual_seed(idx))
+            fill(name, tensor.detach())
     if os.environ.get("LOWLAT_TEST_FREE"):
         threading.Thread(target=free, args=[model], daemon=True).start()
 
@@ -300,45 +448,3 @@ def pad_heads(attention: type) -> None:
 
     attention._kernel_num_heads = lambda self, num_tokens: PADDED_HEADS
     attention._local_attn_sink = sink
-
-
-def fill(name: str, tensor: Any, generator: Any) -> None:
-    last = name.rsplit(".", 1)[-1]
-    if tensor.dtype == torch.float8_e8m0fnu:
-        # A row of 5120 values of fp4, whose mean square is 8.6.
-        tensor.view(torch.uint8).fill_(UE8M0_OF_ONE - 8)
-    elif last.endswith("scale_inv"):
-        tensor.fill_(2.0**-6)
-    elif tensor.dtype == torch.float8_e4m3fn:
-        codes(tensor, generator)
-    elif tensor.dtype in (torch.int8, torch.uint8):
-        tensor.view(torch.uint8).random_(0, 256, generator=generator)
-    elif name.endswith("self_attn.wo_a.weight"):
-        # Expanded from fp8 blocks, in a checkpoint.
-        exact = tensor.new_empty(tensor.shape, dtype=torch.float8_e4m3fn)
-        codes(exact, generator)
-        tensor.copy_(exact.to(tensor.dtype) * 2.0**-6)
-    elif last == "tid2eid":
-        tensor.random_(0, 256, generator=generator)
-    elif not tensor.is_floating_point():
-        return
-    elif "norm" in name and tensor.ndim == 1:
-        tensor.fill_(1.0)
-    elif last == "e_score_correction_bias":
-        tensor.normal_(0.0, 1.0, generator=generator)
-        tensor.mul_(float(os.environ.get("LOWLAT_TEST_BIAS", "0")))
-    elif "hc_" in last and tensor.ndim == 1:
-        tensor.normal_(0.0, 0.1, generator=generator)
-    elif tensor.ndim >= 2:
-        tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
-    else:
-        tensor.zero_()
-
-
-def codes(tensor: Any, generator: Any) -> None:
-    """Normal values as e4m3, in pieces that a temporary has room for."""
-    flat, piece = tensor.view(-1), 1 << 26
-    for start in range(0, flat.numel(), piece):
-        part = flat[start : start + piece]
-        values = torch.empty(part.shape, dtype=torch.bfloat16, device=part.device)
-        part.copy_(values.normal_(generator=generator).to(tensor.dtype))

@@ -1,9 +1,10 @@
 """Two ranks for proposals whose second never comes, and the server that ends of it.
 
-    python fault_server.py FOLDER
+    python fault_server.py FOLDER [patient]
 
-The server starts a scheduler, which is this program again, and waits for SIGQUIT; it prints who
-sent it, and how long after the launch it came.
+The server starts a scheduler, which is this program again, and waits for SIGQUIT; it prints the
+scheduler's number, then who sent the signal, and how long after the launch it came. A scheduler
+whose watch is patient is ended by the server then, which else takes its time and is killed.
 """
 
 import json
@@ -75,11 +76,12 @@ def propose(model) -> list:
     return arrays
 
 
-def scheduler() -> None:
+def scheduler(is_patient: bool) -> None:
     from lowlat.watch import Watch
 
     models, kept = ranks()
-    watch = Watch(models[0], models[0], rank=0, facts={"mode": "draft", "tp_size": 2})
+    facts = {"mode": "draft", "tp_size": 2}
+    watch = Watch(models[0], models[0], rank=0, facts=facts, is_patient=is_patient)
     print(f"launched {time.monotonic_ns()}", flush=True)
     held = propose(models[0])
     # The interpreter is busy, as a scheduler is: the watch needs none.
@@ -89,17 +91,20 @@ def scheduler() -> None:
     watch.stop()
 
 
-def server(folder: str) -> None:
+def server(folder: str, how: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
     child = subprocess.Popen(
-        [sys.executable, __file__, folder, "scheduler"],
+        [sys.executable, __file__, folder, "scheduler", *how],
         env=os.environ | {"LOWLAT_FAULT_DIR": folder},
         stdout=subprocess.PIPE,
         text=True,
     )
+    print(child.pid, flush=True)
     try:
         got = signal.sigtimedwait({signal.SIGQUIT}, BUDGET_S)
         seen = time.monotonic_ns()
+        if not how:
+            time.sleep(BUDGET_S)
     finally:
         child.kill()
     out, _ = child.communicate(timeout=BUDGET_S)
@@ -107,11 +112,17 @@ def server(folder: str) -> None:
     told = {
         "stopped": got is not None,
         "by_scheduler": got is not None and got.si_pid == child.pid,
-        "scheduler": child.pid,
         "ms_after_deadline": (seen - launched - WAIT_NS) / 1e6,
     }
     print(json.dumps(told))
 
 
+def main(folder: str, *words: str) -> None:
+    if words[:1] == ("scheduler",):
+        scheduler("patient" in words)
+    else:
+        server(folder, list(words))
+
+
 if __name__ == "__main__":
-    scheduler() if sys.argv[2:] == ["scheduler"] else server(sys.argv[1])
+    main(*sys.argv[1:])
