@@ -58,7 +58,7 @@ PROGRAMS = sorted(
 )
 TOOLS = ("memcheck", "racecheck")
 # racecheck takes a barrier's arrival for one lane's own, though __syncwarp brought its warp's
-# accesses together before it, and calls a race what the experts' kernels do so.
+# accesses together before it: to it the experts' kernels are full of races (docs/gpu-tests.md).
 NO_RACECHECK = ("gpu_layer", "gpu_layer_v4", "gpu_moe", "gpu_moe_wide", "gpu_step")
 # Programs, and the word of the cases that a tool which is a thousand times slower gets through.
 SANITIZED = (
