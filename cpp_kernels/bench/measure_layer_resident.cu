@@ -1,9 +1,9 @@
-// bench/measure_layer_resident.cu: plain V4.1-Flash layers by the resident schedule, checked against
+// bench/measure_layer_resident.cu: plain V4.1-Flash layers by the resident schedule, checked beside
 // the fused one and timed; the program behind `lowlat bench layer --schedule persistent`.
 //
-// Two models that differ by four plain layers, of two or four ranks: one rank that is its own peers,
-// on one GPU, or all of them with a GPU each. A figure is a quarter of the difference of their
-// steps, each a CUDA graph, of the longest rank. Contexts are 4000 tokens long.
+// Two models that differ by four plain layers, of two or four ranks: one rank that is its own
+// peers, on one GPU, or all of them with a GPU each. A figure is a quarter of the difference of
+// their steps, each a CUDA graph, of the longest rank. Contexts are 4000 tokens long.
 #include <cuda_runtime.h>
 
 #include <vector>
