@@ -101,15 +101,6 @@ class Program {
     const Rows rows = draft_rows(rank_, call);
     return embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, call, t); });
   }
-  template <class Call>
-  LOWLAT_DEVICE bool draft_layers(const Call& call) {
-    if (!begin_draft(call)) return false;
-    const Rows rows = draft_rows(rank_, call);
-    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
-      if (!layer(rows, draft_call(rank_, stage))) return false;
-    }
-    return true;
-  }
   LOWLAT_DEVICE bool draft_head(const lowlat_draft& draft) {
     return local_logits(KernelId::draft, rank_.weights->draft_norm, rank_.weights->draft_hc_head,
                         draft_rows(rank_, draft).num_rows, nullptr, 0);
@@ -201,7 +192,12 @@ class Program {
 
   // A draft's layers without its context and its proposals.
   LOWLAT_DEVICE bool draft(const lowlat_hosted_draft& call) {
-    return draft_layers(call) && draft_leave(call) && end();
+    if (!begin_draft(call)) return false;
+    const Rows rows = draft_rows(rank_, call);
+    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
+      if (!layer(rows, draft_call(rank_, stage))) return false;
+    }
+    return draft_leave(call) && end();
   }
   // What the last layer left, as a launch of its own too.
   LOWLAT_DEVICE bool draft_leave(const lowlat_hosted_draft& call) {
@@ -226,7 +222,12 @@ class Program {
   LOWLAT_DEVICE bool draft(const lowlat_draft& draft) {
     if (draft.num_inject_rows > 0 && !(inject(draft) && hand_off(KernelId::draft))) return false;
     if (draft.batch_size == 0) return end();
-    return draft_layers(draft) && draft_head(draft) && propose(draft) && end();
+    if (!begin_draft(draft)) return false;
+    const Rows rows = draft_rows(rank_, draft);
+    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
+      if (!layer(rows, draft_call(rank_, stage))) return false;
+    }
+    return draft_head(draft) && propose(draft) && end();
   }
 
   // A draft as launches: inject where it has rows for it; of each stage front and back; propose, or

@@ -367,17 +367,16 @@ class HostedKernels:
 
     def draft_layers(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
         """Runs the layers of a draft's block: what the last one left, before the norm."""
-        import torch
-
         # Says where rows write, and joins what SGLang still writes of the context.
         slots = needs(step.view.swa_out_cache_loc(forward_batch), "i32", "swa_out_cache_loc")
         self.take_pools(step.view)
         core = step.view.metadata.core_attn_metadata
         window = needs(core.swa_page_indices, "i32", "swa_page_indices", strided=True)
         # Where a row sees nothing behind itself, as of V4 on AMD parts, its list is shorter.
-        missing = self.config["window"] + self.request.tokens_per_request - window.shape[1]
-        if missing > 0:
-            window = torch.nn.functional.pad(window, (0, missing), value=-1)
+        width = self.config["window"] + self.request.tokens_per_request
+        if window.shape[1] < width:
+            short, window = window, window.new_full((step.rows, width), -1)
+            window[:, : short.shape[1]] = short
         batch_size = step.rows // self.request.tokens_per_request
         self.note("draft", batch_size, step.rows)
         streams = () if self.config["kind"] == 1 else (STREAMS,)

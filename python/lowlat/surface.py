@@ -149,7 +149,7 @@ SURFACE = (
         "layouts stated by the quantisation methods",
     ),
     Touch(
-        "model.config.n_routed_experts, model.parameters",
+        "model.config.n_routed_experts, dspark_n_routed_experts, model.parameters",
         "read",
         "AMD: how many experts a copy has, and the device that it goes to",
         "copies made by SGLang",

@@ -121,7 +121,8 @@ def test_a_drafts_layers_inside_an_engine_are_near_scalar_s(library, isa, model,
                 assert not hosted.pools[name][0].any(), "padding wrote a key"
 
 
-def test_a_graph_that_is_replayed_after_an_abort_leaves_no_number(library):
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_graph_that_is_replayed_after_an_abort_leaves_no_number(library, draft):
     """The same launches again, as a graph makes them without the host: hidden states are NaN, and
     no cache changes."""
     hosted_or_skip()
@@ -136,11 +137,17 @@ def test_a_graph_that_is_replayed_after_an_abort_leaves_no_number(library):
 
     with Recorded(machine, num_units=2) as runtime:
         place = amd_model.device_memory(runtime)
-        with contextlib.closing(amd_model.Hosted("amd:0", MODELS["v41"], SEED, place)) as hosted:
+        with contextlib.closing(
+            amd_model.Hosted("amd:0", MODELS["v41"], SEED, place, draft=draft)
+        ) as hosted:
             launched.clear()
-            hosted.step(0, STEP_SEED)
+            if draft:
+                hosted.draft(0, STEP_SEED, False)
+                launched.pop()  # the proposals
+            else:
+                hosted.step(0, STEP_SEED)
             step, hidden = list(launched), hosted.out["hidden"]
-            assert len(step) == 4 and not (hidden == 0x7FC0).any()
+            assert len(step) == (3 if draft else 4) and not (hidden == 0x7FC0).any()
             hosted.model.abort()
             hidden[...] = 0xABCD
             before = {name: pool.copy() for name, pool in hosted.pools.items()}

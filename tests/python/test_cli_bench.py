@@ -117,6 +117,15 @@ def test_a_case_reaches_the_program_of_its_layers(
     assert "no baseline arm: its layer has 640 keys" in said and "x ours" not in said
 
 
+def test_the_persistent_layer_has_a_program_of_its_own(programs: Programs) -> None:
+    programs.answer("layer_resident", [MACHINE, {**FIGURE, "schedule": "persistent", "tp": 2}])
+    words = ["--schedule", "persistent", "--tp", "2", "--gpus", "2", "--no-baseline"]
+    assert main(["bench", "layer", *words]) == 0
+    case = ["--model", "v41", "--tp", "2", "--gpus", "2", "--rows", "6"]
+    how = ["--schedule", "persistent", "--repeats", "60"]
+    assert programs.words("layer_resident") == [*case, *how]
+
+
 def test_an_exchange_is_between_two_gpus(programs: Programs) -> None:
     exchange = {**FIGURE, "name": "exchange", "tp": 2, "gpus": 2, "rows": 12, "median": 2.5}
     programs.answer("exchange", [MACHINE, exchange])

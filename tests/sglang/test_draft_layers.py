@@ -128,7 +128,7 @@ class Engine:
         self.backend.get_swa_out_cache_loc = lambda batch: mapping[out_loc].to(torch.int32)
         given = served.batch("TARGET_VERIFY", size + 1)
         given.input_ids = ids.view(-1)
-        if self.is_amd:
+        if self.is_amd and self.blocks == 0:
             self.check_short_lists(core, (ids.view(-1), positions, given))
         before = self.model.ran
         out = self.model.forward(ids.view(-1), positions, given)

@@ -286,7 +286,9 @@ OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
   }
   const bool on_amd = std::string_view(platform).starts_with("amd");
   require(built, std::string("platform is ") + platform +
-                     (on_amd ? ", which runs whole models and no operation alone" : "") +
+                     (on_amd ? ", which runs whole models and no operation alone (docs/amd.md: an "
+                               "interpreter runs its stages)"
+                             : "") +
                      "; this build has " + names);
 
   std::map<std::string, const lowlat_array*> given;

@@ -3,7 +3,9 @@
 // that it was run so far.
 #include <chrono>
 #include <cstdio>
+#include <functional>
 
+#include "bench/plain_layers.hpp"
 #include "check.hpp"
 #include "host/amd/hip.hpp"
 #include "host/tiny_life.hpp"
@@ -11,6 +13,7 @@
 namespace {
 
 using namespace lowlat::testing;
+namespace bench = lowlat::bench;
 namespace hip = lowlat::host::hip;
 
 constexpr std::uint64_t kSecond = 1'000'000'000;
@@ -121,6 +124,51 @@ TEST_CASE(a_thousand_steps_give_the_same_bits_and_take_this_long) {
   std::printf("tp %d, six rows, ten small layers: %.1f us a step, %d of %d steps with other bits\n",
               tp_size, us / kSteps, num_others, kSteps);
   CHECK_EQ(num_others, 0);
+}
+
+// What the time model of docs/amd.md takes from a data sheet. Read and written bytes both count.
+TEST_CASE(memory_is_copied_this_fast) {
+  num_devices();
+  constexpr std::uint64_t kBytes = std::uint64_t{1} << 30;
+  constexpr int kCopies = 20;
+  hip::check(hip::runtime().hipSetDevice(0), "hipSetDevice");
+  const hip::Memory from(hip::MemoryKind::device, kBytes), to(hip::MemoryKind::device, kBytes);
+  const auto copy = [&](void* out, std::uint64_t bytes) {
+    hip::check(hip::runtime().hipMemcpy(out, from.data(), bytes, hip::kCopyDefault), "hipMemcpy");
+  };
+  std::uint32_t word = 0;
+  const auto copies = [&](int count) {
+    for (int i = 0; i < count; ++i) copy(to.data(), kBytes);
+    copy(&word, sizeof word);  // comes after them
+  };
+  copies(1);
+  const auto begin = std::chrono::steady_clock::now();
+  copies(kCopies);
+  const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  std::printf("copies of 1 GiB on one device: %.2f TB/s of reads and writes\n",
+              2e-12 * kCopies * static_cast<double>(kBytes) / s);
+}
+
+// The model's own case: a plain layer of V4.1-Flash, a rank's share of four, whose sums go round
+// through its own mailbox.
+TEST_CASE(layers_at_the_published_sizes_take_this_long) {
+  num_devices();
+  constexpr int kFew = 4, kExtra = 4, kSteps = 20, kRepeats = 10;
+  bench::HostFill fill;
+  const auto layers = [&](int count) {
+    return bench::resident_config(bench::v41_sizes<4>(), count);
+  };
+  bench::PlainLayers few("amd:0", layers(kFew), std::ref(fill));
+  bench::PlainLayers many("amd:0", layers(kFew + kExtra), std::ref(fill));
+  for (const auto& [rows, model_us] : {std::pair{1, 45.0}, std::pair{6, 62.1}}) {
+    const auto a = bench::step_times(few, rows, kSteps, kRepeats);
+    const auto b = bench::step_times(many, rows, kSteps, kRepeats);
+    const auto layer = [&](double share) { return bench::layer_us(a, b, kExtra, share); };
+    std::printf(
+        "plain layer of V4.1-Flash, a share of four ranks, %d rows: median %.1f us, low %.1f, high "
+        "%.1f; the model says %.1f of an MI355X\n",
+        rows, layer(0.5), layer(0.1), layer(0.9), model_us);
+  }
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 
 #include "platform/amd_host.hpp"
 // The platform comes first.
+#include "bench/plain_layers.hpp"
 #include "check.hpp"
 #include "host/amd/geometry.hpp"
 #include "host/amd/hip.hpp"
@@ -42,6 +43,7 @@ std::vector<lowlat::host::hip::CodeObject> lowlat::host::hip::built_code_objects
 
 namespace {
 
+namespace bench = lowlat::bench;
 namespace persistent = lowlat::amd::persistent;
 using lowlat::host::RegionHandle;
 using lowlat::testing::dense_tensor;
@@ -483,6 +485,27 @@ TEST_CASE(a_hosted_drafts_layers_are_the_drafts_own_launches) {
     // Its proposals stay the one launch that they are.
     TinyGroup::must(lowlat_propose_launch(hosted.model, &hosted.proposal, nullptr));
     CHECK_EQ(launches(first).back(), "lowlat_propose 4");
+  }
+  CHECK_EQ(fake().alive(), 0);
+}
+
+// What test_amd_gpu times on a device: steps one after another, each of its layers' kernels.
+TEST_CASE(layers_of_the_owners_report_are_steps_in_a_row) {
+  NEEDS_FAKE;
+  fake().reset(1, kGfx950);
+  {
+    lowlat_model_config sizes = tiny_config(LOWLAT_V41, 1, 0);
+    sizes.num_widths = sizes.num_engrams = sizes.num_draft_stages = 0;
+    sizes.candidate_layer = -1;
+    bench::HostFill fill;
+    bench::PlainLayers layers("amd", bench::resident_config(sizes, 4), std::ref(fill));
+    const int first = fake().num_launches();
+    constexpr int kSteps = 3, kRepeats = 2;
+    CHECK_EQ(bench::step_times(layers, 6, kSteps, kRepeats).size(), std::size_t{kRepeats});
+    const std::vector<std::string> all = launches(first);
+    // Four layers of two kernels, one of which selects, and the head.
+    CHECK_EQ(all.size(), std::size_t{(kRepeats + 1) * kSteps * (4 * 2 + 1 + 1)});
+    CHECK_EQ(std::count(all.begin(), all.end(), "lowlat_target_select 4"), (kRepeats + 1) * kSteps);
   }
   CHECK_EQ(fake().alive(), 0);
 }

@@ -158,12 +158,14 @@ TEST_CASE(refuses_model_and_platform) {
   };
 #ifdef LOWLAT_HAVE_CUDA
   CHECK_EQ(refusal("v4", "amd"),
-           "platform is amd, which runs whole models and no operation alone; this build has "
+           "platform is amd, which runs whole models and no operation alone (docs/amd.md: "
+           "an interpreter runs its stages); this build has "
            "reference, scalar and nvidia");
 #else
   CHECK_EQ(refusal("v4", "nvidia"), "platform is nvidia; this build has reference and scalar");
   CHECK_EQ(refusal("v4", "amd:1"),
-           "platform is amd:1, which runs whole models and no operation alone; this build has "
+           "platform is amd:1, which runs whole models and no operation alone (docs/amd.md: "
+           "an interpreter runs its stages); this build has "
            "reference and scalar");
 #endif
   CHECK_EQ(refusal("v5", "scalar"), "model is v5; sample is there for v4 v41");
