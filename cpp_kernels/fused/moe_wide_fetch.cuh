@@ -1,4 +1,4 @@
-// fused/moe_wide_fetch.cuh: the two roles of moe_wide.cuh that fill the rings: the producer's
+// fused/moe_wide_fetch.cuh: the two roles of moe_wide.cuh that fill the ring: the producer's
 // weights, the gatherers' columns.
 #pragma once
 
@@ -11,29 +11,16 @@ namespace moe::wide {
 
 // ------------------------------------------------------------------------------------ producer
 
-LOWLAT_DEVICE void load(void* dst, const void* src, std::uint32_t bytes, std::uint64_t* full) {
-  sm90::bulk_load(dst, src, bytes, full, sm90::CacheHint::evict_first);
-}
-// A box of one of the maps; one lane calls.
-template <class L>
-LOWLAT_DEVICE void load_box(const Region<L>& r, unsigned char* dst, int map, int x, int y, int z,
-                            std::uint64_t* full) {
-  sm90::tensor_load(dst, &r.maps.maps[map], x, y, z, full, sm90::CacheHint::evict_first);
-}
-// After a fault: `count` phases of a barrier, whose copies must land before the block's memory is
-// another's.
-LOWLAT_DEVICE void wait_landed(std::uint64_t* barrier, int count) {
-  constexpr int kTries = 1 << 12;  // some milliseconds; a copy takes microseconds
-  for (int i = 0; count > 0 && i < kTries; ++i) {
-    if (sm90::barrier_try_wait(barrier, (count - 1) & 1)) return;
-  }
-}
-
 template <class L>
 struct Producer {
   const Region<L>& r;
   int uses = 0;   // of the ring
   int tiles = 0;  // whose scales were fetched
+
+  LOWLAT_DEVICE static void load(void* dst, const void* src, std::uint32_t bytes,
+                                 std::uint64_t* full) {
+    sm90::bulk_load(dst, src, bytes, full, sm90::CacheHint::evict_first);
+  }
 
   // What does not depend on the routing, or on anything before this kernel.
   LOWLAT_DEVICE bool run_early() {
@@ -81,27 +68,30 @@ struct Producer {
            kRow, full);
     }
   }
+  // A box of one of the maps; one lane calls.
+  LOWLAT_DEVICE void load_box(unsigned char* dst, int map, int x, int y, int z,
+                              std::uint64_t* full) const {
+    sm90::tensor_load(dst, &r.maps.maps[map], x, y, z, full, sm90::CacheHint::evict_first);
+  }
   LOWLAT_DEVICE bool run_routed() {
     // Not early: it waits for consumers, who wait at the kernel's gate with the whole block.
     for (int n = 1; n < r.shared_tiles(); ++n) {
       if (!barrier_wait(&r.barriers.shared_done[n - 1], 0, r.watch)) return false;
       load_shared_tile(n);
     }
-    if (!barrier_wait(&r.barriers.entries, 0, r.watch)) return false;
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int num_tiles = r.num_tiles();
     for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
       const int expert = r.table.expert[number / L::kTiles];
       if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
+    if (r.block_idx >= L::kBands) return true;
     for (int i = 0; i < r.shared_uses(); ++i) {
       if (!load_shared_rows(i)) return false;
     }
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    for (int i = 0; i < num_units * L::kBandParts; ++i) {
-      const auto use = r.band_use(i);
-      const auto at = r.unit_at(use.unit);
-      if (!load_band(at.band, r.table.expert[at.entry], use.part)) return false;
+    for (int i = 0; i < r.table.num_entries * L::kBandParts; ++i) {
+      const auto band = r.band_use(i);
+      if (!load_band(r.table.expert[band.entry], band.part)) return false;
     }
     return true;
   }
@@ -124,15 +114,16 @@ struct Producer {
   // kTiles' tile `tile` of an expert, the n-th of this block.
   LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
     if constexpr (L::kMarlin) {
-      // [K / 16][2 I / 64][512] codes: columns of tiles, w1's, then w3's.
+      // [K / 16][2 I / 64][512] codes, [K / 32][2 I] scales: columns of tiles, w1's, then w3's.
 #pragma unroll 1
       for (int use = 0; use < L::kUses; ++use) {
         const int column = use % L::kParts * L::kTiles + tile;
         const int group = expert * (L::kHidden / 32) + use / L::kParts * L::kChunkGroups;
         const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
-          load_box(r, slot, 0, column * (L::kTileBytes / 4), 2 * group, 0, full);
+          load_box(slot, 0, column * (L::kTileBytes / 4), 2 * group, 0, full);
+          load_box(slot + L::kChunkCodes, 1, column * (L::kTileValues / 4), group, 0, full);
         };
-        if (!fill_slot(L::kChunkCodes, ask)) return false;
+        if (!fill_slot(L::kChunkBytes, ask)) return false;
       }
     } else {
       const auto& w = r.a.w;
@@ -154,8 +145,8 @@ struct Producer {
 #pragma unroll 1
       for (int chunk = 0; chunk < L::kChunks; ++chunk) {
         const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
-          load_box(r, slot, 0, 0, row, chunk * L::kLines, full);
-          load_box(r, slot + L::kChunkCodes / 2, 1, 0, row, chunk * L::kLines, full);
+          load_box(slot, 0, 0, row, chunk * L::kLines, full);
+          load_box(slot + L::kChunkCodes / 2, 1, 0, row, chunk * L::kLines, full);
         };
         if (!fill_slot(L::kChunkCodes, ask)) return false;
       }
@@ -173,55 +164,62 @@ struct Producer {
     };
     return fill_slot(kBytes, ask);
   }
-  // A band's columns of an expert's w2, a part of K.
-  LOWLAT_DEVICE bool load_band(int band, int expert, int part) {
+  // This block's columns of an expert's w2, a part of K.
+  LOWLAT_DEVICE bool load_band(int expert, int part) {
     const auto& w = r.a.w;
     const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
       if constexpr (L::kMarlin) {
         const int group = expert * L::kInnerGroups + part * L::kPartGroups;
-        load_box(r, slot, 2, band * (L::kTileBytes / 4), 2 * group, 0, full);
+        load_box(slot, 2, r.block_idx * (L::kTileBytes / 4), 2 * group, 0, full);
+        load_box(slot + L::kBandCodes, 3, r.block_idx * (L::kBandRows / 4), group, 0, full);
       } else {
-        const int row = expert * L::kHidden + band * L::kBandRows;
+        const int row = expert * L::kHidden + r.block_idx * L::kBandRows;
         if constexpr (L::kBandWhole) {
           load(slot, w.w2.codes + static_cast<std::size_t>(row) * L::kInnerRow, L::kBandCodes,
                full);
         } else if constexpr (L::kBandInLines) {
-          load_box(r, slot, 2, 0, row, part * (L::kPartRow / kLineBytes), full);
+          load_box(slot, 2, 0, row, part * (L::kPartRow / kLineBytes), full);
         } else {
-          load_box(r, slot, 2, part * (L::kPartRow / 4), row, 0, full);
+          load_box(slot, 2, part * (L::kPartRow / 4), row, 0, full);
         }
+        load(slot + L::kBandCodes, w.w2.scales + static_cast<std::size_t>(row) * L::kInnerGroups,
+             L::kBandScales, full);
       }
     };
-    return fill_slot(L::kBandCodes, ask);
+    return fill_slot(L::kBandBytes, ask);
   }
 
  public:
-  // After a fault: what is under way.
+  // After a fault: copies under way must land before the block's memory is another's.
   LOWLAT_DEVICE void drain() const {
+    constexpr int kTries = 1 << 12;  // some milliseconds; a copy takes microseconds
+    const auto landed = [](std::uint64_t* barrier, int count) {
+      for (int i = 0; count > 0 && i < kTries; ++i) {
+        if (sm90::barrier_try_wait(barrier, (count - 1) & 1)) return;
+      }
+    };
 #pragma unroll 1
     for (int slot = 0; slot < L::kRing; ++slot) {
-      wait_landed(&r.barriers.full[slot], (uses - slot + L::kRing - 1) / L::kRing);
+      landed(&r.barriers.full[slot], (uses - slot + L::kRing - 1) / L::kRing);
     }
 #pragma unroll 1
     for (int i = 0; i < L::kBuffers; ++i) {
-      wait_landed(&r.barriers.scales_full[i], (tiles - i + L::kBuffers - 1) / L::kBuffers);
+      landed(&r.barriers.scales_full[i], (tiles - i + L::kBuffers - 1) / L::kBuffers);
     }
-    wait_landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
-    for (int n = 0; n < r.shared_tiles(); ++n) wait_landed(&r.barriers.shared_full[n], 1);
+    landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
+    for (int n = 0; n < r.shared_tiles(); ++n) landed(&r.barriers.shared_full[n], 1);
   }
 };
 
 // ------------------------------------------------------------------------------------ gatherers
 
-// Makes x ready for the routed products, and brings the columns of each use of the ring and those
-// scales that come with them.
+// Makes x ready for the routed products, and brings the columns of each use of the ring.
 template <class L>
 struct Gatherer {
   const Region<L>& r;
-  // 0 .. kGatherers - 1: takes every kGatherers-th use. A slot stays with one gatherer, which so
+  // 0 .. kGatherers - 1: takes every kGatherers-th slot. A slot stays with one gatherer, which so
   // sees each of its phases.
   int which;
-  int uses = 0;  // that were filled, those of others among them
 
   // Eight elements that one lane's codes of two rows meet: neighbours, or four pairs eight apart.
   LOWLAT_DEVICE static uint4 load_octet(const std::uint16_t* src, int i) {
@@ -282,28 +280,13 @@ struct Gatherer {
         const int i = k * plat::kWarpLanes + r.lane;
         uint4 eight_of = eight[k];
         if (L::kMarlin && i < kOctets) eight_of = __ldcg(reinterpret_cast<const uint4*>(src) + i);
-        const std::uint32_t pairs[4] = {eight_of.x, eight_of.y, eight_of.z, eight_of.w};
-        const std::uint32_t own =
-            activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
-        const float to_codes = __uint_as_float((254u - own) << 23);
-        std::uint16_t codes[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-              : "=h"(codes[j])
-              : "f"(high_bf16(pairs[j]) * to_codes), "f"(low_bf16(pairs[j]) * to_codes));
-        }
-        if (i >= kOctets) continue;
-        const int octet = chunk * kOctets + i, in_group = row % kColumns;
-        *reinterpret_cast<uint2*>(r.shared_x(row / kColumns) + octet / 8 * 512 + in_group * 64 +
-                                  octet % 4 * 16 + octet / 4 % 2 * 8) =
-            make_uint2(codes[0] | static_cast<std::uint32_t>(codes[1]) << 16,
-                       codes[2] | static_cast<std::uint32_t>(codes[3]) << 16);
-        if (octet % 4 == 0) {
-          r.shared_x_scales(
-              row /
-              kColumns)[octet / 8 * 16 + in_group / 2 * 4 + octet / 4 % 2 * 2 + in_group % 2] =
-              static_cast<unsigned char>(own);
+        std::uint32_t pairs[4];
+        pair_bf16(eight_of, pairs);
+        quantize_pairs<4>(pairs,
+                          activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs))));
+        if (i < kOctets) {
+          store_packet(r.shared_x(row) + (chunk * L::kChunkK + i * 8) * 2,
+                       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
         }
       }
     }
@@ -324,7 +307,7 @@ struct Gatherer {
   // Pieces of one column, kGroups groups from `src` on, to column pair `column` of a slot.
   template <int kGroups>
   LOWLAT_DEVICE void copy_column(std::uint32_t slot, const unsigned char* src, int column) const {
-    const std::uint32_t dst = slot + column * 32;
+    const std::uint32_t dst = slot + L::kColumnsOffset + column * 32;
 #pragma unroll
     for (int k = 0; k < 4 * kGroups; k += plat::kWarpLanes) {
       const int i = k + r.lane;
@@ -333,127 +316,69 @@ struct Gatherer {
       if (i < 4 * kGroups) sm90::copy_piece(dst + at, src + i * 16, sm90::CacheHint::evict_last);
     }
   }
-  // Begins a use: asks for `bytes` of weights' scales (0: none) by `ask(place, full)`, one lane.
-  template <class Ask>
-  LOWLAT_DEVICE bool begin_use(int use, std::uint32_t bytes, const Ask& ask) {
-    if (!r.wait_columns_free(use)) return false;
-    uses = use + 1;
-    if (r.lane == 0) {
-      std::uint64_t* full = &r.barriers.columns_full[use % L::kColumnRing];
-      if (bytes > 0) {
-        sm90::barrier_arrive_expect(full, bytes);
-        ask(r.column_slot(use) + L::kWeightScales, full);
-      } else {
-        sm90::barrier_arrive(full);
-      }
-    }
-    __syncwarp();
-    return true;
-  }
-  // When all of its pieces were asked for.
-  LOWLAT_DEVICE void end_use(int use) const {
-    sm90::barrier_arrive_copied(&r.barriers.columns_full[use % L::kColumnRing]);
-  }
-  LOWLAT_DEVICE bool gather_rows(int own_tiles) {
+  LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
+    if (!r.wait_rows()) return false;
     for (int n = 0; n < own_tiles; ++n) {
       const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
-      // The rows of the entry's pairs, and this lane's of them.
-      int rows[L::kEntryPairs];
-#pragma unroll
-      for (int k = 0; k < L::kEntryPairs; ++k) {
-        rows[k] = r.table.sorted[first + (k < num ? k : 0)] / L::kSlots;
-      }
-      const int own_row = r.table.sorted[first + (r.lane < num ? r.lane : 0)] / L::kSlots;
       for (int i = 0; i < L::kUses; ++i) {
-        const int use = n * L::kUses + i, chunk = i / L::kParts;
-        if (use % L::kGatherers != which) continue;
-        const auto ask = [&](unsigned char* place, std::uint64_t* full) {
-          // [K / 32][2 I]: of w1, then of w3.
-          const int expert = r.table.expert[entry], tile = r.routed_tile(n) % L::kTiles;
-          load_box(r, place, 1, (i % L::kParts * L::kTiles + tile) * (L::kTileValues / 4),
-                   expert * (L::kHidden / 32) + chunk * L::kChunkGroups, 0, full);
-        };
-        if (!begin_use(use, L::kChunkScales, ask)) return false;
-        const std::uint32_t dst = sm90::shared_address(r.column_slot(use));
-#pragma unroll
-        for (int k = 0; k < L::kEntryPairs; ++k) {
-          if (k >= num) break;
+        const int use = n * L::kUses + i, slot = use % L::kRing, chunk = i / L::kParts;
+        if (slot % L::kGatherers != which) continue;
+        if (!r.wait_free(use)) return false;
+        const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll 1
+        for (int k = 0; k < num; ++k) {
+          const int row = r.table.sorted[first + k] / L::kSlots;
           copy_column<L::kChunkGroups>(
-              dst, r.row_pieces(rows[k]) + chunk * (L::kChunkGroups * L::kPieceRow), k);
+              dst, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow), k);
+          if (r.lane == k) {
+            sm90::copy_piece(dst + L::kColumnScales + k * 16, r.row_scale(row, chunk),
+                             sm90::CacheHint::evict_last);
+          }
         }
-        if (r.lane < num) {
-          sm90::copy_piece(dst + L::kColumnScales + r.lane * 16, r.row_scale(own_row, chunk),
-                           sm90::CacheHint::evict_last);
-        }
-        end_use(use);
+        sm90::barrier_arrive_copied(&r.barriers.full[slot]);
       }
     }
     return true;
   }
-  // Entries whose h is complete, in order from one that is waited for: the number of the first that
-  // is not, or that was not looked at; -1 when it is late.
-  LOWLAT_DEVICE int wait_entries(int first) const {
-    constexpr int kLooks = 3;  // at so many times 32 entries
+  // Entries from 0 on whose h is complete, at least `least`, when those before the last of `least`
+  // are known to be; -1 when it is late.
+  LOWLAT_DEVICE int wait_entries(int least) const {
+    const int entry = least - 1 + r.lane;
+    const bool exists = entry < r.table.num_entries;
     for (int tries = 1;; ++tries) {
-      std::uint32_t done[kLooks];
-#pragma unroll
-      for (int i = 0; i < kLooks; ++i) {
-        const int entry = first + i * plat::kWarpLanes + r.lane;
-        done[i] = entry < r.table.num_entries ? load_word(r.entry_done(entry)) : kPoison;
-      }
-      int ready = first;
-#pragma unroll
-      for (int i = 0; i < kLooks; ++i) {
-        const std::uint32_t not_all = __ballot_sync(plat::kAllLanes, done[i] != counted(L::kTiles));
-        if (ready == first + i * plat::kWarpLanes) {
-          ready += not_all == 0 ? plat::kWarpLanes : __ffs(static_cast<int>(not_all)) - 1;
-        }
-      }
-      if (ready > first) {
+      const std::uint32_t done = exists ? load_word(r.entry_done(entry)) : 0;
+      const bool all = exists && done == counted(L::kTiles);
+      const std::uint32_t not_all = __ballot_sync(plat::kAllLanes, !all);
+      if ((not_all & 1u) == 0) {
         fence_device();
-        return ready;
+        return least - 1 + (not_all == 0 ? plat::kWarpLanes : __ffs(static_cast<int>(not_all)) - 1);
       }
       const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
       if (__any_sync(plat::kAllLanes, late)) return -1;
     }
   }
-  LOWLAT_DEVICE bool gather_pairs(int first_use) {
+  LOWLAT_DEVICE bool gather_pairs(int first_use) const {
     // The shared expert's uses have no columns.
     for (int i = 0; i < r.shared_uses(); ++i, ++first_use) {
-      if (first_use % L::kGatherers != which) continue;
-      if (!begin_use(first_use, 0, [](unsigned char*, std::uint64_t*) {})) return false;
-      end_use(first_use);
+      const int slot = first_use % L::kRing;
+      if (slot % L::kGatherers != which) continue;
+      if (!r.wait_free(first_use)) return false;
+      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
     }
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    // A band's block begins with its first entry; others come back to entry 0 in their next band.
-    int ready = r.has_band() ? r.table.share.first_entry : 0;
-    for (int k = 0; k < num_units * L::kBandParts; ++k) {
-      const int use = first_use + k;
-      if (use % L::kGatherers != which) continue;
-      const auto [unit, part] = r.band_use(k);
-      const auto [band, entry] = r.unit_at(unit);
+    int ready = 0;
+    for (int k = 0; k < r.table.num_entries * L::kBandParts; ++k) {
+      const int use = first_use + k, slot = use % L::kRing;
+      const auto [entry, part] = r.band_use(k);
+      if (slot % L::kGatherers != which) continue;
       // One after another: a part of an entry that the other gatherer began may be this one's.
-      while (ready >= 0 && entry >= ready) ready = wait_entries(ready);
+      while (ready >= 0 && entry >= ready) ready = wait_entries(ready + 1);
+      if (ready < 0 || !r.wait_free(use)) return false;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
-      const int own_pair = r.table.sorted[first + (r.lane < num ? r.lane : 0)];
-      const int expert = r.table.expert[entry];
-      const auto ask = [&](unsigned char* place, std::uint64_t* full) {
-        if constexpr (L::kMarlin) {
-          load_box(r, place, 3, band * (L::kBandRows / 4),
-                   expert * L::kInnerGroups + part * L::kPartGroups, 0, full);
-        } else {
-          const std::size_t row =
-              static_cast<std::size_t>(expert) * L::kHidden + band * L::kBandRows;
-          load(place, r.a.w.w2.scales + row * L::kInnerGroups, L::kBandScales, full);
-        }
-      };
-      if (ready < 0 || !begin_use(use, L::kBandScales, ask)) return false;
-      const std::uint32_t dst = sm90::shared_address(r.column_slot(use));
+      const std::uint32_t dst = r.slot_address(slot);
 #pragma unroll 1
       for (int i = 0; i < num; ++i) {
-        const int pair = __shfl_sync(plat::kAllLanes, own_pair, i);
+        const int pair = r.table.sorted[first + i];
         copy_column<L::kPartGroups>(
             dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
         if (r.lane < L::kScaleWords / 4) {
@@ -461,35 +386,18 @@ struct Gatherer {
                            r.pair_scales(pair, part) + r.lane * 4, sm90::CacheHint::evict_last);
         }
       }
-      end_use(use);
+      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
     }
     return true;
   }
-  // After a fault: what is under way.
-  LOWLAT_DEVICE void drain() const {
-#pragma unroll 1
-    for (int slot = which; slot < L::kColumnRing; slot += L::kGatherers) {
-      wait_landed(&r.barriers.columns_full[slot],
-                  (uses - slot + L::kColumnRing - 1) / L::kColumnRing);
-    }
-  }
 
-  LOWLAT_DEVICE bool run() {
+  LOWLAT_DEVICE bool run() const {
     split_rows();
-    // All rows' columns are there before the routes are.
-    const bool going = r.wait_rows();
-    make_table(r, which);  // both come to its barriers
-    if (!going || !barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    if (which == 0) make_table(r);
+    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
-    return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses) &&
-           (which != 0 || wait_lent());
-  }
-  // Until other blocks have done what they took of this block's band.
-  LOWLAT_DEVICE bool wait_lent() const {
-    const int lent = r.table.share.lent;
-    if (lent == 0) return true;
-    const std::uint32_t want = counted(lent * L::kRowBlocks);
-    return r.wait_count(r.band_done(r.block_idx), want, kHiddenEvent);
+    return gather_rows(own_tiles) &&
+           (r.block_idx >= L::kBands || gather_pairs(own_tiles * L::kUses));
   }
 };
 

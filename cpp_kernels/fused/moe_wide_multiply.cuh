@@ -21,22 +21,30 @@ struct Consumer {
   static constexpr int kPairs = L::kRun / 2;  // of a run
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
-  // Of x, a group of eight rows, from column `column` on: four lanes read 64 bytes of a row.
-  LOWLAT_DEVICE const uint4* group_x(int group, int column) const {
+  // Of a group of eight rows of bf16, from column `column` on.
+  LOWLAT_DEVICE const uint4* group_x(const void* rows, int group, int column) const {
     const int row = group * kColumns + g;
     return reinterpret_cast<const uint4*>(
-               r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
-               column) +
-           t;
+        static_cast<const std::uint16_t*>(rows) +
+        static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden + column +
+        t * L::kRun);
   }
+  // kPaired: they lie in the order of pairs.
+  template <bool kPaired>
   LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
     for (int i = 0; i < L::kRun / 8; ++i) {
-      std::uint32_t pairs[4];
-      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + 4 * i), pairs);
+      const uint4 eight = __ldcg(src + block * (L::kBlockK / 8) + i);
+      std::uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+      if (!kPaired) pair_bf16(eight, pairs);
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
     }
+  }
+  template <bool kPaired>
+  LOWLAT_DEVICE void load_x(const uint4* src) {
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_block<kPaired>(block, src);
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -74,15 +82,14 @@ struct Consumer {
   LOWLAT_DEVICE bool run_gate() {
     const int slice = warp % L::kScoreSlices * L::kSlice, own = warp / L::kScoreSlices;
     const auto source = [&](int first) {
-      return group_x(first + own, r.score_part() * L::kGateK + slice);
+      return group_x(r.a.x, first + own, r.score_part() * L::kGateK + slice);
     };
-#pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) load_block(block, source(0));
+    load_x<false>(source(0));
     if (!barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
     // Rows after the last: computed, not used.
     const auto row_at = [&](int row) {
       return r.slot_address(0) + (row < L::kScoreRows ? row : L::kScoreRows - 1) * L::kGatePitch +
-             slice * 2 + t * 16;
+             (slice + t * L::kRun) * 2;
     };
     const std::uint32_t low_address = row_at(g), high_address = row_at(g + 8);
     for (int first = 0; first < r.num_groups(); first += L::kScoreParts) {
@@ -93,13 +100,13 @@ struct Consumer {
       for (int block = 0; block < L::kSliceBlocks; ++block) {
 #pragma unroll
         for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t at = block * L::kBlockK * 2 + half * 128;
-          const uint4 low[2] = {smem_load16(low_address + at), smem_load16(low_address + at + 64)};
+          const std::uint32_t at = block * L::kBlockK * 2 + half * 32;
+          const uint4 low[2] = {smem_load16(low_address + at), smem_load16(low_address + at + 16)};
           const uint4 high[2] = {smem_load16(high_address + at),
-                                 smem_load16(high_address + at + 64)};
+                                 smem_load16(high_address + at + 16)};
           multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
         }
-        if (more) load_block(block, next);
+        if (more) load_block<false>(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -108,58 +115,37 @@ struct Consumer {
     return true;
   }
 
-  // Gate rows, then up rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and
-  // scales multiply the sums of 32 along K.
+  // Gate rows, then up rows; x as the block-fp8 linear sees it.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
     if (n == 0 && !r.wait_rows()) return false;
-    constexpr int kBlocks = L::kSlice / 64;
-    const auto work = r.shared_work(r.block_idx);
-    uint4 codes[kBlocks];
-    std::uint32_t row_scales[kBlocks];  // of rows 2t and 2t + 1, of two groups of 32
-    const auto load_rows = [&](int block, int group) {
-      const int at = warp * kBlocks + block;
-      codes[block] = __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
-      row_scales[block] =
-          __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_x_scales(group) + at * 16) + t);
+    const auto source = [&](int group) {
+      return group_x(r.shared_x(0), r.shared_group(group), warp * L::kSlice);
     };
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) load_rows(block, work.group(0, r.block_idx));
+    load_x<true>(source(0));
     if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
     const std::uint32_t low_address =
-        r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * 8;
+        r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
+    const std::uint32_t high_address = low_address + L::kSharedRows * L::kSharedPitch;
     const auto& scales = r.table.shared_scales;
-    for (int group = 0; group < work.num_groups; ++group) {
+    const int num_groups = r.num_groups();
+    for (int group = 0; group < num_groups; ++group) {
       // Blocks of the next group's x follow as this one's are done.
-      const bool more = group + 1 < work.num_groups;
-      const int next = more ? work.group(group + 1, r.block_idx) : 0;
-      float acc[4] = {};
+      const uint4* next = group + 1 < num_groups ? source(group + 1) : nullptr;
+      float acc[2][4] = {};
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
+      for (int block = 0; block < L::kSliceBlocks; ++block) {
+        const int scale = (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const std::uint32_t at = low_address + block * 64 + half * 32;
-          const uint2 low = smem_load8(at),
-                      high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
-          std::uint32_t l[4], h[4], x_pairs[4];
-          unpack_e4m3(low.x, low.y, l);
-          unpack_e4m3(high.x, high.y, h);
-          unpack_e4m3(half == 0 ? codes[block].x : codes[block].z,
-                      half == 0 ? codes[block].y : codes[block].w, x_pairs);
-          float d[4] = {};
-          multiply_half_pairs(d, l, h, x_pairs);
-          multiply_half_pairs(d, l + 2, h + 2, x_pairs + 2);
-          const int scale = (warp * L::kSlice + block * 64 + half * 32) / L::kBlock;
-          const float gate = power(scales[0][scale]), up = power(scales[1][scale]);
-          const float first = power(row_scales[block] >> 16 * half & 0xffu),
-                      second = power(row_scales[block] >> (16 * half + 8) & 0xffu);
-          acc[0] = plat::fma(d[0], gate * first, acc[0]);
-          acc[1] = plat::fma(d[1], gate * second, acc[1]);
-          acc[2] = plat::fma(d[2], up * first, acc[2]);
-          acc[3] = plat::fma(d[3], up * second, acc[3]);
+        for (int half = 0; half < L::kRun / 16; ++half) {
+          const std::uint32_t at = block * L::kBlockK + half * 16;
+          multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
+                        smem_load16(high_address + at), e4m3_factor(scales[0][scale]),
+                        e4m3_factor(scales[1][scale]), x[block] + 8 * half);
         }
-        if (more) load_rows(block, next);
+        if (next != nullptr) load_block<true>(block, next);
       }
-      if (!hand_over(acc)) return false;
+      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
+      if (!hand_over(acc[0])) return false;
     }
     arrive(&r.barriers.shared_done[n]);
     return true;
@@ -167,99 +153,74 @@ struct Consumer {
 
   // ---- the shared expert's second product
 
-  // A part of I of the shared expert's h of eight rows: of each 64 the eights t and t + 4, in the
-  // order of pairs.
-  using Hidden = std::uint32_t[L::kPartBlocks][8];
-  // Asks for the n-th of this warp's parts, group of rows after group, and tells whether it was
-  // there (all lanes of the warp).
-  LOWLAT_DEVICE bool load_hidden(int n, Hidden& to) const {
-    const int row = (warp % 4 + n / L::kSharedParts * 4) * kColumns + g;
-    const unsigned char* hidden = r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) +
-                                  n % L::kSharedParts * (L::kPartBlocks * 128) + t * 16;
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < L::kPartBlocks; ++i) {
-      const uint4 v = load_packet(hidden + i * 128), w = load_packet(hidden + i * 128 + 64);
-      all = all && v.w != kPoison && w.w != kPoison;
-      to[i][0] = v.x, to[i][1] = v.y, to[i][2] = v.z, to[i][3] = v.w;
-      to[i][4] = w.x, to[i][5] = w.y, to[i][6] = w.z, to[i][7] = w.w;
-    }
-    return __all_sync(plat::kAllLanes, all);
-  }
-  // acc += a use's sixteen columns, `column` and on of the band, times a part of h.
-  LOWLAT_DEVICE void multiply_shared(std::uint32_t slot, int column, int part, const Hidden& b,
+  // acc += a use's sixteen columns, `column` and on of the band, times a part of I of eight rows.
+  // Their h is there by then, or nearly.
+  LOWLAT_DEVICE bool multiply_shared(std::uint32_t slot, int column, int part, int group,
                                      float (&acc)[4]) const {
-    const std::uint32_t codes = slot + g * L::kInner + part * L::kPartBlocks * 64 + t * 8;
+    const std::uint32_t codes = slot + g * L::kInner + part * L::kPartBlocks * 64 + t * 16;
     const int band = r.block_idx * L::kBandRows;
     const int low_row = (band + column) / L::kBlock - band / L::kBlock;
     const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
+    const int row = group * kColumns + g;
+    const unsigned char* hidden =
+        r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) + part * L::kPartBlocks * 128 + t * 32;
+    std::uint32_t b[L::kPartBlocks][8];
+    for (int tries = 1;; ++tries) {
+      bool all = true;
+#pragma unroll
+      for (int i = 0; i < L::kPartBlocks; ++i) {
+        const uint4 v = load_packet(hidden + i * 128), w = load_packet(hidden + i * 128 + 16);
+        all = all && v.w != kPoison && w.w != kPoison;
+        b[i][0] = v.x, b[i][1] = v.y, b[i][2] = v.z, b[i][3] = v.w;
+        b[i][4] = w.x, b[i][5] = w.y, b[i][6] = w.z, b[i][7] = w.w;
+      }
+      if (__all_sync(plat::kAllLanes, all)) break;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
     std::uint32_t exponent = 0;
 #pragma unroll
     for (int i = 0; i < L::kPartBlocks; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        // A scale group is four lanes' eights, or those of two blocks.
-        if (L::kBlock == 32) {
-          exponent = activation_exponent(lanes_max<4>(pairs_amax<4>(b[i] + 4 * half)));
-        } else if (i % 2 == 0 && half == 0) {
-          exponent = activation_exponent(
-              lanes_max<4>(fmaxf(pairs_amax<8>(b[i]), pairs_amax<8>(b[(i + 1) % L::kPartBlocks]))));
-        }
-        std::uint32_t quantized[4], l[4], h[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) quantized[k] = b[i][4 * half + k];
-        quantize_pairs<4>(quantized, exponent);
-        const std::uint8_t* scales =
-            r.table.band_scales + ((part * L::kPartBlocks + i) * 64 + half * 32) / L::kBlock;
-        const std::uint32_t at = codes + i * 64 + half * 32;
-        const uint2 low = smem_load8(at), high = smem_load8(at + 8 * L::kInner);
-        expand_e4m3(low.x, low.y, e4m3_factor(scales[low_row * L::kBandScaleColumns]), l);
-        expand_e4m3(high.x, high.y, e4m3_factor(scales[high_row * L::kBandScaleColumns]), h);
-        multiply_pairs(acc, l, h, quantized);
-        multiply_pairs(acc, l + 2, h + 2, quantized + 2);
+      // A scale group is two lanes' runs, or two blocks' of four lanes.
+      constexpr int kSpan = L::kBlock == 32 ? 1 : 2;
+      if (i % kSpan == 0) {
+        float amax = pairs_amax<8>(b[i]);
+        if constexpr (kSpan == 2) amax = fmaxf(amax, pairs_amax<8>(b[i + 1]));
+        exponent = activation_exponent(lanes_max<2 * kSpan>(amax));
       }
+      std::uint32_t quantized[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) quantized[k] = b[i][k];
+      quantize_pairs<8>(quantized, exponent);
+      const int at = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
+      const std::uint8_t* scales = r.table.band_scales + at;
+      const uint4 low = smem_load16(codes + i * 64);
+      const uint4 high = smem_load16(codes + 8 * L::kInner + i * 64);
+      multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
+                    e4m3_factor(scales[high_row * L::kBandScaleColumns]), quantized);
     }
+    return true;
   }
   // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
     static_assert(L::kSharedUseRows == 16);
     const int slot = use % L::kRing, column = number * L::kSharedUseRows;
-    const int num = (r.num_groups() + 3 - warp % 4) / 4 * L::kSharedParts;
-    // A part of h is on its way while the one before is multiplied.
-    Hidden next = {};
-    bool here = num == 0 || load_hidden(0, next);
     if (!r.wait_filled(use)) return false;
-    float acc[4] = {};
 #pragma unroll 1
-    for (int n = 0; n < num; ++n) {
-      for (int tries = 1; !here; ++tries) {
-        here = load_hidden(n, next);
-        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-        if (__any_sync(plat::kAllLanes, late)) return false;
+    for (int group = warp % 4; group < r.num_groups(); group += 4) {
+      float acc[4] = {};
+#pragma unroll 1
+      for (int part = 0; part < L::kSharedParts; ++part) {
+        if (!multiply_shared(r.slot_address(slot), column, part, group, acc)) return false;
       }
-      Hidden b;
-#pragma unroll
-      for (int i = 0; i < L::kPartBlocks; ++i) {
-#pragma unroll
-        for (int k = 0; k < 8; ++k) b[i][k] = next[i][k];
-      }
-      if (n + 1 < num) here = load_hidden(n + 1, next);
-      const int part = n % L::kSharedParts;
-      multiply_shared(r.slot_address(slot), column, part, b, acc);
-      if (part < L::kSharedParts - 1) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = (warp % 4 + n / L::kSharedParts * 4) * kColumns + 2 * t + i % 2;
-        if (row < r.a.rows) {
-          r.second(r.block_idx, L::kMaxPairs + row)[column + g + i / 2 * 8] =
-              __float2bfloat16_rn(acc[i]);
-        }
-        acc[i] = 0.0f;
+        const int row = group * kColumns + 2 * t + i % 2;
+        if (row >= r.a.rows) continue;
+        r.second(L::kMaxPairs + row)[column + g + i / 2 * 8] = __float2bfloat16_rn(acc[i]);
       }
     }
     arrive(&r.barriers.empty[slot]);
-    if (!r.wait_columns(use)) return false;  // there are none, but each phase is to be seen
-    arrive(&r.barriers.columns_empty[use % L::kColumnRing]);
     return true;
   }
 
@@ -297,59 +258,45 @@ struct Consumer {
     return (r.lane / 8 % 2 != 0 ? high : low) + row * pitch + unit * 16;
   }
 
-  // The codes of a use's kGroups groups, when they are there: their slot is free then. False (all
-  // lanes of the warp): the block has to leave.
-  template <int kGroups, int kLine>
-  LOWLAT_DEVICE bool take_codes(std::uint32_t (&codes)[kGroups / 2][4], int use,
-                                std::uint32_t rows) const {
-    const int slot = use % L::kRing;
-    if (!r.wait_filled(use)) return false;
-    __syncwarp();  // the wait may have parted the lanes
-#pragma unroll
-    for (int i = 0; i < kGroups / 2; ++i) {
-      load_codes<kLine>(codes[i], r.slot_address(slot) + rows, 2 * i);
-    }
-    arrive(&r.barriers.empty[slot]);
-    return true;
-  }
   // Products of kGroups groups of this warp's sixteen weight rows with the columns. `load(group)`
   // reads what belongs to a group's sums, early; `add(that, d)` takes the sums in order.
-  template <int kGroups, class Load, class Add>
-  LOWLAT_DEVICE static void multiply(const std::uint32_t (&codes)[kGroups / 2][4],
-                                     std::uint32_t slot, const Load& load, const Add& add) {
+  template <int kGroups, int kLine, class Load, class Add>
+  LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, const Load& load,
+                                     const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
-    // The matrix: its high half is that of any. The reduction tells the compiler that all lanes
-    // have the same low half, which so lies in uniform registers.
-    const std::uint64_t kMatrix = product_columns(0) >> 32;
-    const std::uint32_t columns =
-        __reduce_or_sync(plat::kAllLanes, static_cast<std::uint32_t>(product_columns(slot)));
     constexpr int kBatch = 2, kBatches = kGroups / kBatch;
     static_assert(kGroups % kBatch == 0);
     using Factors = decltype(load(0));
     float d[2][kBatch][4];
-    std::uint32_t a[2][kBatch][4] = {};
+    std::uint32_t a[2][kBatch][4] = {}, codes[kBatch / 2][4] = {};
     Factors factors[2][kBatch];
+    const auto load_batch = [&](int batch) {
+#pragma unroll
+      for (int i = 0; i < kBatch; i += 2) load_codes<kLine>(codes[i / 2], rows, batch * kBatch + i);
+    };
     const auto finish = [&](int batch) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         add(factors[batch & 1][i], d[batch & 1][i]);
       }
     };
+    load_batch(0);
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) {
 #pragma unroll
       for (int i = 0; i < 2 * kBatch; ++i) {
         std::uint32_t (&to)[4] = a[batch & 1][i / 2];
-        expand_fp4_e4m3(codes[batch * (kBatch / 2) + i / 4][i % 4], to[i % 2], to[i % 2 + 2]);
+        expand_fp4_e4m3(codes[i / 4][i % 4], to[i % 2], to[i % 2 + 2]);
       }
       products_fence();
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         product_e4m3(d[batch & 1][i], a[batch & 1][i],
-                     kMatrix << 32 | (columns + (batch * kBatch + i) * (L::kGroupBytes / 16)));
+                     columns + (batch * kBatch + i) * (L::kGroupBytes / 16));
       }
       products_commit();
       // While they run.
+      if (batch + 1 < kBatches) load_batch(batch + 1);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) factors[batch & 1][i] = load(batch * kBatch + i);
       if (batch > 0) {
@@ -367,6 +314,9 @@ struct Consumer {
   // Where their scales lie in a group's 64: the second's is two further.
   LOWLAT_DEVICE std::uint32_t scales_at(int q) const {
     return 8 * (2 * q + g % 2) + g / 4 * 4 + g / 2 % 2;
+  }
+  LOWLAT_DEVICE static std::uint64_t columns_matrix(std::uint32_t slot) {
+    return product_columns(slot + L::kColumnsOffset);
   }
 
   // The warp groups take turns, use after use: the first of `first` and on that is this one's.
@@ -389,23 +339,19 @@ struct Consumer {
       }
 #pragma unroll 1
       for (int i = turn(group, n * L::kUses); i < L::kUses; i += L::kWarpGroups) {
-        const int use = n * L::kUses + i;
-        std::uint32_t codes[L::kChunkGroups / 2][4];
-        if (!take_codes<L::kChunkGroups, L::kTileValues * kLineBytes>(codes, use, rows) ||
-            !r.wait_columns(use)) {
-          return false;
-        }
+        const int use = n * L::kUses + i, slot = use % L::kRing;
+        if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
-        const std::uint32_t address = sm90::shared_address(r.column_slot(use));
+        const std::uint32_t address = r.slot_address(slot);
         // Of the low and the high rows; from a group to the next, kStep bytes.
         constexpr int kStep = L::kMarlin ? L::kUseRows : 1;
-        const std::uint32_t low_scale = L::kMarlin ? address + L::kWeightScales + scales_at(quarter)
+        const std::uint32_t low_scale = L::kMarlin ? address + L::kChunkCodes + scales_at(quarter)
                                                    : tile_scales + i * L::kChunkGroups;
         const std::uint32_t high_scale =
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
-        multiply<L::kChunkGroups>(
-            codes, address,
+        multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
+            address + rows, columns_matrix(address),
             [&](int k) {
               return make_uint2(smem_load1(low_scale + k * kStep),
                                 smem_load1(high_scale + k * kStep));
@@ -415,7 +361,7 @@ struct Consumer {
               acc[1] = plat::fma(d[2] + d[3], power(that.y), acc[1]);
             });
         const float column = __uint_as_float(smem_load4(address + L::kColumnScales + t * 16));
-        arrive(&r.barriers.columns_empty[use % L::kColumnRing]);
+        arrive(&r.barriers.empty[slot]);
         total[0] = plat::fma(acc[0], column, total[0]);
         total[1] = plat::fma(acc[1], column, total[1]);
       }
@@ -435,6 +381,7 @@ struct Consumer {
   }
 
   LOWLAT_DEVICE bool run_second() const {
+    if (r.block_idx >= L::kBands) return true;
     const int group = warp / 4, tile_uses = r.own_tiles() * L::kUses;
     const int quarter = warp % 4;
     for (int i = turn(group, tile_uses); i < r.shared_uses(); i += L::kWarpGroups) {
@@ -445,33 +392,23 @@ struct Consumer {
     const std::uint32_t rows = codes_at<L::kBandInLines>(quarter, 16 * quarter * kPitch,
                                                          (16 * quarter + 8) * kPitch, kPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    int last_band = 0, done = 0;  // done: units of that band, not counted yet
-    for (int unit = turn(group, first_uses); unit < num_units; unit += L::kWarpGroups) {
-      const auto [band, entry] = r.unit_at(unit);
-      if (done > 0 && band != last_band) r.add_done(r.band_done(last_band), done), done = 0;
+    for (int entry = turn(group, first_uses); entry < r.table.num_entries;
+         entry += L::kWarpGroups) {
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
-        const int use = first_uses + r.band_use_of(unit, part);
-        std::uint32_t codes[L::kPartGroups / 2][4];
-        if (!take_codes<L::kPartGroups, L::kBandInLines ? L::kBandRows * kLineBytes : 0>(codes, use,
-                                                                                         rows) ||
-            !r.wait_columns(use)) {
-          return false;
-        }
+        const int use = first_uses + r.band_use_of(entry, part), slot = use % L::kRing;
+        if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
-        const std::uint32_t address = sm90::shared_address(r.column_slot(use)),
-                            scales = address + L::kWeightScales;
+        const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
         constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
         const std::uint32_t low_scale =
             scales +
             (L::kMarlin ? scales_at(quarter) : low_row * L::kInnerGroups + part * L::kPartGroups);
         const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
         const std::uint32_t column_scales = address + L::kColumnScales + t * (L::kScaleWords * 4);
-        multiply<L::kPartGroups>(
-            codes, address,
+        multiply<L::kPartGroups, L::kBandInLines ? L::kBandRows * kLineBytes : 0>(
+            address + rows, columns_matrix(address),
             [&](int i) {
               return make_uint3(smem_load1(low_scale + i * kStep),
                                 smem_load1(high_scale + i * kStep),
@@ -482,18 +419,16 @@ struct Consumer {
               acc[0] = plat::fma(d[0] + d[1], power(that.x) * column, acc[0]);
               acc[1] = plat::fma(d[2] + d[3], power(that.y) * column, acc[1]);
             });
-        arrive(&r.barriers.columns_empty[use % L::kColumnRing]);
+        arrive(&r.barriers.empty[slot]);
       }
-      if (!r.has_band()) last_band = band, ++done;
       const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
       if (t >= num) continue;
       const int pair = r.table.sorted[begin + t];
       const float weight = r.table.weights[pair];
-      __nv_bfloat16* dst = r.second(band, pair);
+      __nv_bfloat16* dst = r.second(pair);
       dst[low_row] = __float2bfloat16_rn(weight * acc[0]);
       dst[low_row + 8] = __float2bfloat16_rn(weight * acc[1]);
     }
-    if (done > 0) r.add_done(r.band_done(last_band), done);
     return true;
   }
 
