@@ -11,7 +11,7 @@
 #                    make gpu-test PROGRAMS=DIR, a folder that make gpu-pack made elsewhere
 #   make gpu-pack    what such a machine needs, into out/gpu-pack
 #   make gpu-four    on a host with four GPUs: checks, figures and a profile of four ranks;
-#                    RANKS=2: of two. Ten minutes at most; PROGRAMS as above
+#                    RANKS=2: of two. Ten minutes at most, of two three; PROGRAMS as above
 #   make setup build golden header abi clean
 #
 # CARGO_TARGET_DIR and pip's own cache are honoured. LOWLAT_CACHE=DIR keeps cargo's results there,

@@ -13,6 +13,7 @@
 #include "bench/draft_checks.cuh"
 #include "bench/draft_times.cuh"
 #include "bench/machine.cuh"
+#include "bench/program.hpp"
 
 namespace lowlat::bench {
 namespace {
@@ -221,10 +222,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

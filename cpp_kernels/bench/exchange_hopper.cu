@@ -10,6 +10,7 @@
 // Exit code 1: a failure.
 #include "bench/exchange_ranks.hpp"
 #include "bench/processes.hpp"
+#include "bench/program.hpp"
 #include "reference/hc.hpp"
 
 namespace lowlat::bench {
@@ -161,10 +162,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

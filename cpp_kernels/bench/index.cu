@@ -89,7 +89,7 @@ struct IndexChain {
   }
 
   fused::Hop hop(int layer_idx) const {
-    return {layers.memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
+    return {layers.memory.port, 2 * layer_idx, fused::kernel_place(layer_idx)};
   }
   bool by_packets() const { return sizes.rows() <= fused::kHopRows; }
 

@@ -6,12 +6,14 @@
 //   bench_layer ranks N [rows..]      N ranks, 2 or 4, each on a device of its own
 //   bench_layer processes N [rows..]  the same by a process a rank, which exchange handles
 //
-// Before the rows of all but the last "table": routed by given ids, the same in all cases.
+// Before the rows of all but the last "table": routed by given ids, the same in all cases. Or
+// "whole": whole layers alone, without what their parts take.
 //
 // Exit code 1: a failure.
 #include "bench/layer_group.cuh"
 #include "bench/layer_stamps.hpp"
 #include "bench/processes.hpp"
+#include "bench/program.hpp"
 
 #ifndef LOWLAT_STAMPS
 #define LOWLAT_STAMPS 0
@@ -33,16 +35,16 @@ struct Case {
 constexpr fused::MixPlace kLater = fused::MixPlace::after_attention;
 const Case kCases[] = {
     {"step's first kernels alone", {false, false, false}},
-    {"attention half", {true, false, true}},
-    {"attention half, statistics first", {true, false, true, 0, 0, fused::MixPlace::first}},
-    {"attention half, statistics later", {true, false, true, 0, 0, kLater}},
-    {"attention half, 16 of statistics", {true, false, true, 16}},
-    {"attention half, 16 of them later", {true, false, true, 16, 0, kLater}},
-    {"attention half, 64 of statistics", {true, false, true, 64}},
+    {"attention half", {.experts = false}},
+    {"attention half, statistics first", {.experts = false, .mix_place = fused::MixPlace::first}},
+    {"attention half, statistics later", {.experts = false, .mix_place = kLater}},
+    {"attention half, 16 of statistics", {.experts = false, .mix_blocks = 16}},
+    {"attention half, 16 of them later", {.experts = false, .mix_blocks = 16, .mix_place = kLater}},
+    {"attention half, 64 of statistics", {.experts = false, .mix_blocks = 64}},
     {"layer", {true, true, true}},
-    {"layer, 1 idle", {true, true, true, 0, 1}},
-    {"layer, 2 idle", {true, true, true, 0, 2}},
-    {"layer, 4 idle", {true, true, true, 0, 4}},
+    {"layer, 1 idle", {.idle_sms = 1}},
+    {"layer, 2 idle", {.idle_sms = 2}},
+    {"layer, 4 idle", {.idle_sms = 4}},
     {"layer without second statistics", {true, true, false}},
     {"experts, exchange, statistics", {false, true, true}},
 };
@@ -68,10 +70,11 @@ bool all_finite(const std::vector<std::uint16_t>& codes) {
 
 // Checks and times every case. One that faults says where, and the next begins anew.
 template <int kTp>
-void run_group(int gpus, int rows, bool by_table, bool checks) {
+void run_group(int gpus, int rows, const std::string& how, bool checks) {
   Group<kTp> group(gpus, kLayers, rows);
-  group.each([&](int r) { group.rank(r).by_table = by_table; });
+  group.each([&](int r) { group.rank(r).by_table = how == "table"; });
   for (const Case& c : kCases) {
+    if (how == "whole" && (!c.whole() || c.parts.idle_sms != 0)) continue;
     group.capture(c.parts);
     std::vector<std::uint16_t> first;
     int different = 0;
@@ -179,8 +182,12 @@ int run(int argc, char** argv) {
   const bool processes = what == "processes";
   const int ranks = looped ? what[2] - '0' : argc > 2 ? std::atoi(argv[2]) : 0;
   int next = looped ? 2 : 3;
-  const bool by_table = argc > next && std::string(argv[next]) == "table" && !processes;
-  next += by_table ? 1 : 0;
+  std::string how = argc > next && !processes ? argv[next] : "";
+  if (how == "table" || how == "whole") {
+    ++next;
+  } else {
+    how.clear();
+  }
   std::vector<int> widths;
   for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
   if (widths.empty()) widths = {6};
@@ -192,12 +199,12 @@ int run(int argc, char** argv) {
                          return;
                        }
                        for (std::size_t i = 0; i < widths.size(); ++i) {
-                         run_group<kTp>(looped ? 1 : kTp, widths[i], by_table, !looped || i == 0);
+                         run_group<kTp>(looped ? 1 : kTp, widths[i], how, !looped || i == 0);
                        }
                      });
   if (!known) {
     std::fprintf(stderr,
-                 "usage: bench_layer tp4|tp2|ranks N [table] [rows..]\n"
+                 "usage: bench_layer tp4|tp2|ranks N [table|whole] [rows..]\n"
                  "       bench_layer processes N [rows..]\n");
     return 2;
   }
@@ -209,10 +216,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

@@ -3,7 +3,6 @@
 // checks them.
 #pragma once
 
-#include <map>
 #include <memory>
 
 #include "bench/layer_case.cuh"
@@ -77,15 +76,7 @@ class Group {
   }
   // Another input, the same for the same number, on all ranks.
   void begin(int input) {
-    Input& own = inputs_[input];
-    if (own.x.empty()) {
-      first().use_input(input);
-      own = {first().residual, first().x};
-    }
-    each([&](int r) {
-      rank(r).residual = own.residual;
-      rank(r).x = own.x;
-    });
+    each([&](int r) { rank(r).use_input(input); });
     begin();
   }
   void wait(int r) {
@@ -148,10 +139,6 @@ class Group {
   }
 
  private:
-  struct Input {
-    std::vector<std::uint16_t> residual, x;
-  };
-  std::map<int, Input> inputs_;  // by number: drawing one takes longer than a step
   std::unique_ptr<Mailboxes> mail_;
   std::unique_ptr<Peers> peers_;
   std::vector<std::unique_ptr<Layers<kTp>>> ranks_;

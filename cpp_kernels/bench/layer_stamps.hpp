@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fused/exchange_hop.hpp"
+#include "fused/place.hpp"
 #include "fused/stamps.hpp"
 
 namespace lowlat::bench {
@@ -59,7 +60,9 @@ inline void print_stamps(const std::vector<fused::Stamp>& all, int layer_idx) {
         std::vector<int> blocks_of(1024, 0);  // of a multiprocessor
         for (std::size_t block = 0; block < fused::kStampBlocks; ++block) {
           const fused::Stamp& stamp =
-              all[((16 * layer_idx + kernel) * std::size_t{fused::kStampBlocks} + block) * stages +
+              all[((fused::kLayerKernels * layer_idx + kernel) * std::size_t{fused::kStampBlocks} +
+                   block) *
+                      stages +
                   stage];
           if (stamp.begin == 0) continue;
           const double end =

@@ -7,6 +7,7 @@
 #include "bench/layer_v4_case.cuh"
 // The model comes first.
 #include "bench/layer_stamps.hpp"
+#include "bench/program.hpp"
 
 #ifndef LOWLAT_STAMPS
 #define LOWLAT_STAMPS 0
@@ -104,10 +105,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

@@ -8,7 +8,7 @@
 #include "bench/draft_checks.cuh"
 #include "bench/draft_times.cuh"
 #include "bench/machine.cuh"
-#include "bench/words.hpp"
+#include "bench/program.hpp"
 
 namespace lowlat::bench {
 namespace {
@@ -58,29 +58,20 @@ void measure(Report& report, const Words& words, const DraftWeights& weights,
                  draft_bytes(setup), "five proposals a request"});
 }
 
-int main_of(int argc, char** argv) {
-  const Words words = read_words(argc, argv);
-  if (!words.wrong.empty()) {
-    std::fprintf(stderr, "%s\n", words.wrong.c_str());
-    return 2;
-  }
-  Report report;
-  const auto refuse = [&](const std::string& why) {
-    report.refusal(why);
-    return 1;
-  };
+int measure_all(const Words& words, Report& report) {
   if (words.model != "v41" || words.schedule != "fused") {
-    return refuse("the draft is built for v41 and --schedule fused, not " + words.model + " and " +
-                  words.schedule);
+    return report.refusal("the draft is built for v41 and --schedule fused, not " + words.model +
+                          " and " + words.schedule);
   }
   const bool spread = words.gpus == words.tp && (words.tp == 2 || words.tp == 4);
   if (!spread && (words.gpus != 1 || words.tp != Loopback::kRanks)) {
-    return refuse(
+    return report.refusal(
         "the draft is timed with --tp 4 --gpus 1, or with a GPU for each of 2 or 4 ranks");
   }
   for (const int rows : words.rows) {
     if (rows % kRowsOfRequest != 0 || rows / kRowsOfRequest > fused::kMaxDraftBatch) {
-      return refuse("--rows of the draft are six a request, 6 to 48, not " + std::to_string(rows));
+      return report.refusal("--rows of the draft are six a request, 6 to 48, not " +
+                            std::to_string(rows));
     }
   }
   if (!require_gpus(report, words.gpus)) return 1;
@@ -102,10 +93,5 @@ int main_of(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::main_of(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::measured(argc, argv, lowlat::bench::measure_all);
 }

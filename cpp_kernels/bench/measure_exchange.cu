@@ -7,7 +7,7 @@
 // the GPUs is 1.3 us.
 #include "bench/exchange_ranks.hpp"
 #include "bench/machine.cuh"
-#include "bench/words.hpp"
+#include "bench/program.hpp"
 
 namespace lowlat::bench {
 namespace {
@@ -58,28 +58,19 @@ void measure(Report& report, const Words& words, int rows) {
          "the difference of the two");
 }
 
-int main_of(int argc, char** argv) {
-  const Words words = read_words(argc, argv);
-  if (!words.wrong.empty()) {
-    std::fprintf(stderr, "%s\n", words.wrong.c_str());
-    return 2;
-  }
-  Report report;
-  const auto refuse = [&](const std::string& why) {
-    report.refusal(why);
-    return 1;
-  };
+int measure_all(const Words& words, Report& report) {
   if (words.model != "v41" || words.schedule != "fused") {
-    return refuse("the exchange is built for v41 and --schedule fused, not " + words.model +
-                  " and " + words.schedule);
+    return report.refusal("the exchange is built for v41 and --schedule fused, not " + words.model +
+                          " and " + words.schedule);
   }
   if (words.tp != words.gpus || (words.tp != 2 && words.tp != 4)) {
-    return refuse("the exchange is timed between GPUs, one a rank: --tp 2 --gpus 2, or 4 and 4");
+    return report.refusal(
+        "the exchange is timed between GPUs, one a rank: --tp 2 --gpus 2, or 4 and 4");
   }
   for (const int rows : words.rows) {
     if (rows <= fused::kHopRows) {
-      return refuse("the exchange alone is timed with --rows from 9 on, not " +
-                    std::to_string(rows) + "; fewer go by packets, inside whole layers");
+      return report.refusal("the exchange alone is timed with --rows from 9 on, not " +
+                            std::to_string(rows) + "; fewer go by packets, inside whole layers");
     }
   }
   if (!require_gpus(report, words.gpus)) return 1;
@@ -96,10 +87,5 @@ int main_of(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::main_of(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::measured(argc, argv, lowlat::bench::measure_all);
 }

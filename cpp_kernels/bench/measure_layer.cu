@@ -9,9 +9,9 @@
 
 #include "bench/layer_group.cuh"
 #include "bench/machine.cuh"
+#include "bench/program.hpp"
 #include "bench/resident_case.cuh"
 #include "bench/stamps_file.hpp"
-#include "bench/words.hpp"
 #include "shape/bytes.hpp"
 
 namespace lowlat::bench {
@@ -132,40 +132,30 @@ int run_persistent(const Words& words, Report& report) {
   return report.all_good() ? 0 : 1;
 }
 
-int main_of(int argc, char** argv) {
-  const Words words = read_words(argc, argv);
-  if (!words.wrong.empty()) {
-    std::fprintf(stderr, "%s\n", words.wrong.c_str());
-    return 2;
-  }
-  Report report;
-  const auto refuse = [&](const std::string& why) {
-    report.refusal(why);
-    return 1;
-  };
+int measure_all(const Words& words, Report& report) {
   if (words.model != "v41") {
-    return refuse("this program's layers are v41's, not " + words.model + "'s");
+    return report.refusal("this program's layers are v41's, not " + words.model + "'s");
   }
   const bool is_fused = words.schedule == "fused";
   if (!is_fused && words.schedule != "persistent") {
-    return refuse("needed --schedule fused or persistent, not " + words.schedule);
+    return report.refusal("needed --schedule fused or persistent, not " + words.schedule);
   }
   if (!is_fused && (kStamps || words.gpus > 1)) {
-    return refuse("the persistent layer is timed without stamps, on one GPU: --gpus 1");
+    return report.refusal("the persistent layer is timed without stamps, on one GPU: --gpus 1");
   }
   const int tp = words.tp;
   if (tp != 4 && (tp != 2 || !is_fused)) {
-    return refuse("the layer runs for --tp 4, fused also for 2, not " + std::to_string(tp));
+    return report.refusal("the layer runs for --tp 4, fused also for 2, not " + std::to_string(tp));
   }
   if (words.gpus != 1 && words.gpus != tp) {
-    return refuse("needed --gpus 1 or one a rank, --gpus " + std::to_string(tp) + ", not " +
-                  std::to_string(words.gpus));
+    return report.refusal("needed --gpus 1 or one a rank, --gpus " + std::to_string(tp) + ", not " +
+                          std::to_string(words.gpus));
   }
   if (kStamps != !words.stamps.empty()) {
-    return refuse(kStamps ? "the program with stamps needs --stamps FILE"
-                          : "--stamps needs the program with stamps");
+    return report.refusal(kStamps ? "the program with stamps needs --stamps FILE"
+                                  : "--stamps needs the program with stamps");
   }
-  if (kStamps && words.gpus > 1) return refuse("stamps are taken on one GPU: --gpus 1");
+  if (kStamps && words.gpus > 1) return report.refusal("stamps are taken on one GPU: --gpus 1");
   if (!require_gpus(report, words.gpus)) return 1;
   const Machine machine = measure_machine(words.gpus);
   report.machine(machine);
@@ -178,10 +168,5 @@ int main_of(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::main_of(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::measured(argc, argv, lowlat::bench::measure_all);
 }

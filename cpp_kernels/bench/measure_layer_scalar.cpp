@@ -9,8 +9,7 @@
 #include <fstream>
 
 #include "bench/model_layers.hpp"
-#include "bench/report.hpp"
-#include "bench/words.hpp"
+#include "bench/program.hpp"
 
 namespace lowlat::bench {
 namespace {
@@ -67,22 +66,13 @@ void measure(Report& report, const Words& words, int rows) {
   }
 }
 
-int main_of(int argc, char** argv) {
-  const Words words = read_words(argc, argv);
-  if (!words.wrong.empty()) {
-    std::fprintf(stderr, "%s\n", words.wrong.c_str());
-    return 2;
-  }
-  Report report;
-  const auto refuse = [&](const std::string& why) {
-    report.refusal(why);
-    return 1;
-  };
-  if (words.model != "v41") return refuse("the scalar layer is v41's, not " + words.model + "'s");
+int measure_all(const Words& words, Report& report) {
+  if (words.model != "v41")
+    return report.refusal("the scalar layer is v41's, not " + words.model + "'s");
   if (words.schedule != "persistent") {
-    return refuse("scalar runs --schedule persistent, not " + words.schedule);
+    return report.refusal("scalar runs --schedule persistent, not " + words.schedule);
   }
-  if (words.tp > 4) return refuse("the tiny layer has ranks for --tp 1, 2 and 4");
+  if (words.tp > 4) return report.refusal("the tiny layer has ranks for --tp 1, 2 and 4");
   report.machine({cpu_name(), 1, 0.0, read_rate(), ""});
   for (const int rows : words.rows) measure(report, words, rows);
   return report.all_good() ? 0 : 1;
@@ -92,10 +82,5 @@ int main_of(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::main_of(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::measured(argc, argv, lowlat::bench::measure_all);
 }

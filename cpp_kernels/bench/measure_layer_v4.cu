@@ -7,7 +7,7 @@
 #include "bench/layer_v4_case.cuh"
 // The model comes first.
 #include "bench/machine.cuh"
-#include "bench/words.hpp"
+#include "bench/program.hpp"
 #include "shape/bytes.hpp"
 
 namespace lowlat::bench {
@@ -88,28 +88,19 @@ int run(const Words& words, Report& report) {
   return report.all_good() ? 0 : 1;
 }
 
-int main_of(int argc, char** argv) {
-  const Words words = read_words(argc, argv);
-  if (!words.wrong.empty()) {
-    std::fprintf(stderr, "%s\n", words.wrong.c_str());
-    return 2;
-  }
-  Report report;
-  const auto refuse = [&](const std::string& why) {
-    report.refusal(why);
-    return 1;
-  };
+int measure_all(const Words& words, Report& report) {
   if (words.model != "v4")
-    return refuse("this program's layers are v4's, not " + words.model + "'s");
+    return report.refusal("this program's layers are v4's, not " + words.model + "'s");
   if (words.schedule != "fused") {
-    return refuse("a layer of this shape is built for --schedule fused, not " + words.schedule);
+    return report.refusal("a layer of this shape is built for --schedule fused, not " +
+                          words.schedule);
   }
   if (words.tp != PooledChain::kTp || words.gpus != 1) {
-    return refuse("V4's fused layers run for --tp 4 --gpus 1, not --tp " +
-                  std::to_string(words.tp) + " --gpus " + std::to_string(words.gpus));
+    return report.refusal("V4's fused layers run for --tp 4 --gpus 1, not --tp " +
+                          std::to_string(words.tp) + " --gpus " + std::to_string(words.gpus));
   }
   if (!words.stamps.empty())
-    return refuse("no stamps are taken of V4's layers: leave --stamps out");
+    return report.refusal("no stamps are taken of V4's layers: leave --stamps out");
   if (!require_gpus(report, words.gpus)) return 1;
   report.machine(measure_machine(words.gpus));
   return run(words, report);
@@ -119,10 +110,5 @@ int main_of(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::main_of(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 3;
-  }
+  return lowlat::bench::measured(argc, argv, lowlat::bench::measure_all);
 }

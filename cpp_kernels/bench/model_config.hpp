@@ -2,6 +2,8 @@
 // them, for programs and tests that make models of other sizes or depths.
 #pragma once
 
+#include <cstdint>
+
 #include "lowlat/kernels.h"
 #include "shape/dsv41_flash.hpp"
 #include "shape/dsv4_flash.hpp"
@@ -73,6 +75,23 @@ lowlat_model_config v41_sizes() {
 template <int kShare>
 lowlat_model_config v4_sizes() {
   return sizes_of<shape::Dsv4Flash<kShare>>(v4_rules());
+}
+
+// A tensor as a model describes it, contiguous, in `data`.
+inline lowlat_tensor dense_tensor(const lowlat_tensor_spec& spec, void* data) {
+  lowlat_tensor tensor{};
+  tensor.struct_bytes = sizeof tensor;
+  tensor.dtype = spec.dtype;
+  tensor.layout = spec.layout;
+  tensor.ndim = spec.ndim;
+  std::int64_t stride = 1;
+  for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
+    tensor.shape[d] = spec.shape[d];
+    tensor.stride[d] = stride;
+    stride *= spec.shape[d];
+  }
+  tensor.data = data;
+  return tensor;
 }
 
 }  // namespace lowlat::bench

@@ -191,18 +191,7 @@ class ScalarLayers {
     for (int i = 0; i < num; ++i) {
       const lowlat_tensor_spec spec = spec_of(rank.model.get(), i);
       rank.memory.push_back(values(spec));
-      lowlat_tensor tensor{};
-      tensor.struct_bytes = sizeof tensor;
-      tensor.dtype = spec.dtype;
-      tensor.layout = spec.layout;
-      tensor.ndim = spec.ndim;
-      std::int64_t stride = 1;
-      for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-        tensor.shape[d] = spec.shape[d];
-        tensor.stride[d] = stride;
-        stride *= spec.shape[d];
-      }
-      tensor.data = rank.memory.back().data();
+      const lowlat_tensor tensor = dense_tensor(spec, rank.memory.back().data());
       must(lowlat_model_bind(rank.model.get(), spec.name, &tensor));
     }
   }

@@ -101,10 +101,12 @@ class Report {
     field("words", f.words);
     end();
   }
-  void refusal(std::string_view words) {
+  // Gives the program's exit status.
+  int refusal(std::string_view words) {
     begin("refusal");
     field("words", words);
     end();
+    return 1;
   }
   // Whether no check has failed so far.
   bool all_good() const { return all_good_; }

@@ -7,6 +7,7 @@
 // Two models that differ by four plain layers, each captured into a graph; a layer is a quarter of
 // the difference. Contexts are 4000 tokens long, so every row attends to its window and to 512
 // selected entries. Weights are random, a layer's 1.8 GB of them no cache holds.
+#include "bench/program.hpp"
 #include "bench/resident_case.cuh"
 
 #include <cstdio>
@@ -52,10 +53,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_resident: %s\n", error.what());
-    return 1;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -135,20 +137,15 @@ class ResidentShard {
   std::vector<double> times(int rows, Launch launch, int repeats) {
     const lowlat_step step = step_of(rows);
     const host::cuda::Stream stream;
-    host::cuda::check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal),
-                      "capture");
-    must_be_ok(launch(model_, &step, stream.get()));
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    host::cuda::check(cudaStreamEndCapture(stream.get(), &graph), "capture");
-    host::cuda::check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    const host::cuda::Graph graph(stream.get(),
+                                  [&] { must_be_ok(launch(model_, &step, stream.get())); });
     cudaEvent_t begin, end;
     host::cuda::check(cudaEventCreate(&begin), "event");
     host::cuda::check(cudaEventCreate(&end), "event");
     std::vector<double> out;
     for (int i = 0; i < repeats + 3; ++i) {
       host::cuda::check(cudaEventRecord(begin, stream.get()), "record");
-      host::cuda::check(cudaGraphLaunch(exec, stream.get()), "launch");
+      graph.launch(stream.get());
       host::cuda::check(cudaEventRecord(end, stream.get()), "record");
       stream.wait();
       float ms = 0.0f;
@@ -157,8 +154,6 @@ class ResidentShard {
     }
     cudaEventDestroy(begin);
     cudaEventDestroy(end);
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
     lowlat_status_words words{};
     words.struct_bytes = sizeof words;
     must_be_ok(lowlat_status_read(model_, &words));
@@ -173,17 +168,9 @@ class ResidentShard {
     lowlat_tensor_spec spec{};
     spec.struct_bytes = sizeof spec;
     must_be_ok(lowlat_model_tensor(model_, tensor_idx, &spec));
-    lowlat_tensor tensor{};
-    tensor.struct_bytes = sizeof tensor;
-    tensor.dtype = spec.dtype;
-    tensor.layout = spec.layout;
-    tensor.ndim = spec.ndim;
-    std::int64_t count = 1;
-    for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-      tensor.shape[d] = spec.shape[d];
-      tensor.stride[d] = count;
-      count *= spec.shape[d];
-    }
+    lowlat_tensor tensor = dense_tensor(spec, nullptr);
+    const std::int64_t count =
+        std::accumulate(spec.shape, spec.shape + spec.ndim, std::int64_t{1}, std::multiplies<>());
     must_be_ok(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE,
                                   static_cast<std::uint64_t>(count) * kBytes[spec.dtype],
                                   &tensor.data));

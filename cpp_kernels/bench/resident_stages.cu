@@ -13,6 +13,7 @@
 
 #include "platform/nvidia.hpp"
 // The platform comes first.
+#include "bench/program.hpp"
 #include "bench/resident_case.cuh"
 #include "host/nvidia/step.hpp"
 #include "persistent/grid.hpp"
@@ -136,10 +137,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_resident_stages: %s\n", error.what());
-    return 1;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fused/exchange_hop.hpp"
+#include "fused/place.hpp"
 #include "fused/stamps.hpp"
 #include "host/json.hpp"
 
@@ -101,6 +102,7 @@ inline std::string stamps_json(const std::vector<nvidia::fused::Stamp>& stamps,
                                const StampsAbout& about, double clock_mhz) {
   using nvidia::fused::HopKernel;
   using nvidia::fused::StampStage;
+  constexpr std::uint32_t kEach = nvidia::fused::kLayerKernels;
   static constexpr std::array<const char*, static_cast<std::size_t>(HopKernel::count)> kKernels = {
       "front qkv",    "front q",       "attention",         "wo_a",
       "wo_b",         "attention sum", "statistics",        "experts",
@@ -125,8 +127,8 @@ inline std::string stamps_json(const std::vector<nvidia::fused::Stamp>& stamps,
   const auto shown = [&](const nvidia::fused::Stamp& stamp) {
     return stamp.stage != static_cast<std::uint32_t>(StampStage::align) && stamp.end != 0 &&
            stamp.stage < kStages.size() &&
-           stamp.kernel / 16 == static_cast<std::uint32_t>(about.layer) &&
-           stamp.kernel % 16 < kKernels.size() && clock.knows(stamp.multiprocessor);
+           stamp.kernel / kEach == static_cast<std::uint32_t>(about.layer) &&
+           stamp.kernel % kEach < kKernels.size() && clock.knows(stamp.multiprocessor);
   };
   bool any = false;
   for (const auto& stamp : stamps) {
@@ -138,7 +140,7 @@ inline std::string stamps_json(const std::vector<nvidia::fused::Stamp>& stamps,
   std::vector<std::uint32_t> order;
   for (std::uint32_t kernel = 0; kernel < kKernels.size(); ++kernel) {
     for (const auto& stamp : stamps) {
-      if (!shown(stamp) || stamp.kernel % 16 != kernel) continue;
+      if (!shown(stamp) || stamp.kernel % kEach != kernel) continue;
       if (order.empty() || order.back() != kernel) order.push_back(kernel);
       const auto at = [&](std::uint64_t ticks) {
         return std::to_string(
@@ -150,11 +152,8 @@ inline std::string stamps_json(const std::vector<nvidia::fused::Stamp>& stamps,
     }
   }
   std::string out = "{\"schema\": \"lowlat.stamps\", \"schema_version\": 1, ";
-  host::append_field(out, "what", about.what);
-  out += ", ";
-  host::append_field(out, "model", about.model);
-  out += ", ";
-  host::append_field(out, "schedule", about.schedule);
+  host::append_fields(out,
+                      {{"what", about.what}, {"model", about.model}, {"schedule", about.schedule}});
   out += ", \"tp\": " + std::to_string(about.tp) + ", \"gpus\": " + std::to_string(about.gpus) +
          ", \"rows\": " + std::to_string(about.rows) + ", \"units\": 1, \"machine\": {";
   host::append_field(out, "gpu", about.gpu);

@@ -10,8 +10,9 @@
 //   bench_step fault                 an abort of steps in flight; of several ranks also one that
 //                                    never comes
 //   bench_step once [rows..]         a step and a draft without a comparison, for a sanitizer
-//   bench_step processes N [rows..]  eight layers and a draft by a process a rank, which exchange
-//                                    handles: replays, every rank's results equal
+//   bench_step processes N [rows..]  eight layers and a draft, and hosted steps, by a process a
+//                                    rank, which exchange handles: replays, every rank's results
+//                                    equal
 //
 // Of V4.1-Flash, or with "v4" in front of all that follows of V4-Flash. Elsewhere before the rows
 // "loop N", one rank of N whose peers are itself (N 4 where nothing is said), or "ranks N", N ranks
@@ -20,6 +21,7 @@
 #include <cstdlib>
 
 #include "bench/processes.hpp"
+#include "bench/program.hpp"
 #include "bench/step_team.cuh"
 
 namespace lowlat::bench {
@@ -46,8 +48,7 @@ void check(std::uint32_t kind, const Places& places, const std::vector<int>& wid
     }
     compare_pools(fused, resident, start == kShort ? 0.08 : 0.2);
   }
-  replay(fused, case_of(6, 4500), 1000);
-  replay(fused, case_of(24, 4500), 200);
+  replay_widths(fused, 1000);
 }
 
 void hosted(std::uint32_t kind, const Places& places) {
@@ -87,6 +88,7 @@ void time_steps(std::uint32_t kind, const Places& places, const std::vector<int>
       const bool with_draft = timed == Timed::draft || timed == Timed::both;
       const bool with_step = timed != Timed::draft;
       if (with_draft && of.tokens != 6) continue;
+      if (timed == Timed::tokens_only && !places.looped) continue;  // the same but for one copy
       const auto steps = fused.all([&](Rank& rank) {
         lowlat_step step = rank.step_of(of, 1);
         if (timed == Timed::tokens_only) step.logits = nullptr;
@@ -116,7 +118,8 @@ void time_steps(std::uint32_t kind, const Places& places, const std::vector<int>
         if (with_step) must(lowlat_step_launch(rank.model(), &steps[at], stream));
         if (with_draft) must(lowlat_draft_launch(rank.model(), &drafts[at], stream));
       });
-      const Spread us = graph.time(30);
+      // Ranks time four steps in a row each time.
+      const Spread us = graph.time(places.looped ? 30 : 12);
       const std::string fault = fused.fault();
       std::printf("%d layers, TP%d on %d GPU, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n",
                   config.num_layers, places.tp_size, places.size(), rows, words_of(timed),
@@ -162,75 +165,117 @@ void once(std::uint32_t kind, const Places& places, const std::vector<int>& widt
   }
 }
 
-// One rank of the form with a process a rank: what it computes is what the others do.
+// A rank of this process whose peers are other processes', ready; NULL when one of those is gone.
+std::unique_ptr<Rank> join(const Processes& processes, int tp_rank,
+                           const lowlat_model_config& config, Weights& weights, Host host) {
+  auto rank = std::make_unique<Rank>("nvidia:" + std::to_string(tp_rank) + ":fused", config,
+                                     weights, host, kVocab);
+  lowlat_peer_handle own;
+  must(lowlat_peer_export(rank->model(), &own));
+  const auto handles = processes.gather(tp_rank, own);
+  if (handles.empty()) return nullptr;
+  for (int peer = 0; peer < processes.size(); ++peer) {
+    if (peer == tp_rank) continue;
+    must(lowlat_peer_import(rank->model(), peer, &handles[static_cast<std::size_t>(peer)]));
+  }
+  if (processes.gather(tp_rank, 1).empty()) return nullptr;
+  rank->ready();
+  return rank;
+}
+
+enum class Replays { equal, different, alone };  // alone: a peer is gone
+
+// A hundred replays of all ranks together; what take() gives is looked at ten times, and is the
+// same on every rank.
+template <class Take>
+Replays replay_together(const Processes& processes, int tp_rank, const Rank& rank, Graph& graph,
+                        const std::string& what, Take take) {
+  lowlat_status_words words{};
+  words.struct_bytes = sizeof words;
+  const auto state = [&] {
+    must(lowlat_status_read(rank.model(), &words));
+    return words.state;
+  };
+  std::vector<double> times;
+  int different = 0;
+  std::uint64_t first = 0;
+  for (int i = 0; i < 100; ++i) {
+    if (processes.gather(tp_rank, i).empty()) return Replays::alone;
+    const auto begin = std::chrono::steady_clock::now();
+    graph.replay();
+    wait_for(graph.stream(), kRanksBudget,
+             [&] { std::printf("rank %d: state %u\n", tp_rank, state()); });
+    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
+    times.push_back(took.count());
+    // Compressed keys and pending halves are there from the second time on.
+    if (i < 2 || i % 10 != 9) continue;
+    const auto all = processes.gather(tp_rank, digest(take()));
+    if (all.empty()) return Replays::alone;
+    if (first == 0) first = all[0];
+    for (const std::uint64_t other : all) different += other != first ? 1 : 0;
+  }
+  const bool healthy = different == 0 && state() == 0;
+  std::printf(
+      "%s rank %d of %d processes, %s: of 10 of 100 replays %d differ, state %u; median %.2f ms "
+      "with the host's part\n",
+      healthy ? "ok  " : "FAIL", tp_rank, processes.size(), what.c_str(), different, words.state,
+      spread_of(times).median);
+  std::fflush(stdout);
+  return healthy ? Replays::equal : Replays::different;
+}
+
+// One rank of the form with a process a rank: what it computes is what the others do, in steps and
+// drafts of its own, and in steps of an engine.
 int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
                 const std::vector<int>& widths) {
   use_device(tp_rank);
   lowlat_model_config config = config_of(kind, false, 3);
   config.tp_size = processes.size();
   config.tp_rank = tp_rank;
-  Weights weights({}, tp_rank);
-  Rank rank("nvidia:" + std::to_string(tp_rank) + ":fused", config, weights, Host::none, kVocab);
-  lowlat_peer_handle own;
-  must(lowlat_peer_export(rank.model(), &own));
-  const auto handles = processes.gather(tp_rank, own);
-  if (handles.empty()) return 1;
-  for (int peer = 0; peer < processes.size(); ++peer) {
-    if (peer == tp_rank) continue;
-    must(lowlat_peer_import(rank.model(), peer, &handles[static_cast<std::size_t>(peer)]));
-  }
-  if (processes.gather(tp_rank, 1).empty()) return 1;
-  rank.ready();
   bool good = true;
-  for (const int rows : widths) {
-    const Case of = case_of(rows, kPosition);
-    const lowlat_step step = rank.step_of(of, 1);
-    const lowlat_draft draft = draft_of(rank, step, of, false);
-    Graph graph([&](cudaStream_t stream) {
-      must(lowlat_step_launch(rank.model(), &step, stream));
-      if (of.tokens == 6) must(lowlat_draft_launch(rank.model(), &draft, stream));
-    });
-    lowlat_status_words words{};
-    words.struct_bytes = sizeof words;
-    const auto state = [&] {
-      must(lowlat_status_read(rank.model(), &words));
-      return words.state;
-    };
-    std::vector<double> times;
-    int different = 0;
-    std::uint64_t first = 0;
-    for (int i = 0; i < 100; ++i) {
-      if (processes.gather(tp_rank, i).empty()) return 1;
-      const auto begin = std::chrono::steady_clock::now();
-      graph.replay();
-      wait_for(graph.stream(), kRanksBudget,
-               [&] { std::printf("rank %d: state %u\n", tp_rank, state()); });
-      const std::chrono::duration<double, std::milli> took =
-          std::chrono::steady_clock::now() - begin;
-      times.push_back(took.count());
-      // Compressed keys and pending halves are there from the second time on.
-      if (i < 2 || i % 10 != 9) continue;
-      std::vector<float> result = rank.logits(step);
-      if (of.tokens == 6) {
+  {
+    Weights weights({}, tp_rank);
+    const auto rank = join(processes, tp_rank, config, weights, Host::none);
+    if (rank == nullptr) return 1;
+    for (const int rows : widths) {
+      const Case of = case_of(rows, kPosition);
+      const lowlat_step step = rank->step_of(of, 1);
+      const lowlat_draft draft = draft_of(*rank, step, of, false);
+      Graph graph([&](cudaStream_t stream) {
+        must(lowlat_step_launch(rank->model(), &step, stream));
+        if (of.tokens == 6) must(lowlat_draft_launch(rank->model(), &draft, stream));
+      });
+      const auto take = [&] {
+        std::vector<float> result = rank->logits(step);
+        if (of.tokens != 6) return result;
         const auto tokens =
-            rank.take(draft.draft_tokens, static_cast<std::size_t>(of.requests) * 5);
+            rank->take(draft.draft_tokens, static_cast<std::size_t>(of.requests) * 5);
         result.insert(result.end(), tokens.begin(), tokens.end());
-      }
-      const auto all = processes.gather(tp_rank, digest(result));
-      if (all.empty()) return 1;
-      if (first == 0) first = all[0];
-      for (const std::uint64_t other : all) different += other != first ? 1 : 0;
+        return result;
+      };
+      const Replays ended =
+          replay_together(processes, tp_rank, *rank, graph, "T=" + std::to_string(rows), take);
+      if (ended == Replays::alone) return 1;
+      good = good && ended == Replays::equal;
     }
-    const bool healthy = different == 0 && state() == 0;
-    good = good && healthy;
-    std::printf(
-        "%s rank %d of %d processes T=%d: of 10 of 100 replays %d differ, state %u; median "
-        "%.2f ms with the host's part\n",
-        healthy ? "ok  " : "FAIL", tp_rank, processes.size(), rows, different, words.state,
-        spread_of(times).median);
-    std::fflush(stdout);
+    // Nobody's region goes while another's kernels may still store into it.
+    if (processes.gather(tp_rank, 1).empty()) return 1;
   }
-  // Nobody's region goes while another's kernels may still store into it.
+  config.num_pages = kPagesOfRequest;
+  Weights weights({}, tp_rank);  // an engine's are in other dtypes
+  const auto rank = join(processes, tp_rank, config, weights, Host::steps);
+  if (rank == nullptr) return 1;
+  for (const int rows : widths) {
+    const lowlat_hosted_step step = rank->hosted_of(case_of(rows, kPosition), 1);
+    Graph graph([&](cudaStream_t stream) {
+      must(lowlat_hosted_step_launch(rank->model(), &step, stream));
+    });
+    const Replays ended =
+        replay_together(processes, tp_rank, *rank, graph, "hosted, T=" + std::to_string(rows),
+                        [&] { return rank->hosted_results(step); });
+    if (ended == Replays::alone) return 1;
+    good = good && ended == Replays::equal;
+  }
   return !processes.gather(tp_rank, 1).empty() && good ? 0 : 1;
 }
 
@@ -283,10 +328,5 @@ int run(int argc, char** argv) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  try {
-    return lowlat::bench::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "bench_step: %s\n", error.what());
-    return 1;
-  }
+  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
 }

@@ -54,16 +54,27 @@ static __device__ float coded(std::int64_t i, std::uint64_t bits, std::uint64_t 
   return (bits & 0x80u ? -size : size) * scale;
 }
 
+// *sum += a number of all values and their places.
+static __global__ void add_digest(const std::uint32_t* values, std::int64_t count,
+                                  unsigned long long* sum) {
+  unsigned long long own = 0;
+  for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += std::int64_t{gridDim.x} * blockDim.x) {
+    own += mixed(static_cast<std::uint64_t>(i) << 32 | values[i]);
+  }
+  atomicAdd(sum, own);
+}
+
 enum class Kind { plain, gain, embedding, bias, wo_a, kv_pages, index_pages, index_pages_v4 };
 
 // Bytes of an index page's codes and of the whole page, by model.
 constexpr int index_codes(bool v4) { return 64 * (v4 ? 128 : 64); }
 constexpr int index_page(bool v4) { return index_codes(v4) + 64 * 4; }
 
-// Random values of a dtype. A sublayer adds an eighth to the streams that the embedding made: what
-// one of them does wrong shows. To compare, biases choose the experts: scores that lie as close as
-// random ones would give a row others by the last bit of what came before, and that row would tell
-// nothing. To time, scores do.
+// Random values of a dtype. A sublayer, and n-gram memory, adds an eighth to the streams that the
+// embedding made: what one of them does wrong shows. To compare, biases choose the experts: scores
+// that lie as close as random ones would give a row others by the last bit of what came before, and
+// that row would tell nothing. To time, scores do.
 static __global__ void fill(void* out, std::uint32_t dtype, Kind kind, int page_rows,
                             std::int64_t count, int scale_code, float embedding,
                             std::uint64_t seed) {
@@ -226,6 +237,34 @@ class Weights {
     }
     return data;
   }
+  // bf16 of codes and scales that a model has had by these names.
+  void* expanded(const lowlat_tensor_spec& spec, int block) {
+    const std::string name = spec.name;
+    void*& data = memory_[name + ", expanded"];
+    if (data != nullptr) return data;
+    const auto rows = static_cast<std::size_t>(spec.shape[0]);
+    const auto columns = static_cast<std::size_t>(spec.shape[1]),
+               side = static_cast<std::size_t>(block);
+    const auto host = [&](const std::string& from, std::size_t count) {
+      std::vector<std::uint8_t> out(count);
+      cuda_must(cudaMemcpy(out.data(), memory_.at(from), count, cudaMemcpyDeviceToHost), "codes");
+      return out;
+    };
+    const auto codes = host(name, rows * columns);
+    const auto scales =
+        host(name.substr(0, name.rfind('.')) + ".scale", rows / side * (columns / side));
+    std::vector<std::uint16_t> wide;
+    for (std::size_t row = 0; row < rows; ++row) {
+      for (std::size_t column = 0; column < columns; ++column) {
+        const std::uint8_t scale = scales[row / side * (columns / side) + column / side];
+        wide.push_back(reference::to_bf16(reference::from_e4m3(codes[row * columns + column]) *
+                                          reference::from_ue8m0(scale)));
+      }
+    }
+    cuda_must(cudaMalloc(&data, wide.size() * 2), "memory");
+    cuda_must(cudaMemcpy(data, wide.data(), wide.size() * 2, cudaMemcpyHostToDevice), "wo_a");
+    return data;
+  }
   static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed, bool by_score = false,
                       int scale_shift = 0) {
     void* data = nullptr;
@@ -235,7 +274,8 @@ class Weights {
     const bool gain = name.find("norm.weight") != std::string::npos;
     const bool out = name.find("wo_b") != std::string::npos;
     const bool down = name.find("w2") != std::string::npos;
-    const int scale_code = out ? 125 + scale_shift : down ? 117 + scale_shift : 120;
+    const bool ngrams = name.find("engram.embed") != std::string::npos;
+    const int scale_code = out ? 125 + scale_shift : down ? 117 + scale_shift : ngrams ? 126 : 120;
     Kind kind = Kind::plain;
     if (name == "embed.weight") {
       kind = Kind::embedding;
@@ -325,8 +365,9 @@ inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
 // Who keeps caches and head: the model, or an engine, of V4.1 with wo_a in bf16, for steps with
-// experts in the checkpoint's layout or in Marlin's, which is made of the other, or for proposals.
-enum class Host { none, steps, marlin_steps, proposals };
+// experts in the checkpoint's layout or in Marlin's, which is made of the other, for proposals, or
+// for a draft's layers too, whose wo_a in bf16 is made of the published one.
+enum class Host { none, steps, marlin_steps, proposals, draft };
 
 // One rank's model, bound to weights and caches; ready with ready().
 class Rank {
@@ -340,8 +381,9 @@ class Rank {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
       hosting.expert_layout = host == Host::marlin_steps ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
-      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 ? 1 : 0;
-      hosting.proposals = host == Host::proposals ? 1 : 0;
+      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 || host == Host::draft ? 1 : 0;
+      hosting.proposals = host == Host::proposals || host == Host::draft ? 1 : 0;
+      hosting.stages = host == Host::draft ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
     } else {
       must(lowlat_model_create(platform.c_str(), &config_, &model_));
@@ -351,17 +393,7 @@ class Rank {
       spec.struct_bytes = sizeof spec;
       must(lowlat_model_tensor(model_, i, &spec));
       if (hosted && spec.role == LOWLAT_POOL) spec.shape[0] = rows_of(spec);
-      lowlat_tensor tensor{};
-      tensor.struct_bytes = sizeof tensor;
-      tensor.dtype = spec.dtype;
-      tensor.layout = spec.layout;
-      tensor.ndim = spec.ndim;
-      std::int64_t stride = 1;
-      for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-        tensor.shape[d] = spec.shape[d];
-        tensor.stride[d] = stride;
-        stride *= spec.shape[d];
-      }
+      lowlat_tensor tensor = dense_tensor(spec, nullptr);
       if (spec.role == LOWLAT_POOL) {
         // The same whatever the layout of the weights between them.
         tensor.data = Weights::filled(spec, kPoolSeed + pools_.size());
@@ -369,7 +401,10 @@ class Rank {
         caches_.push_back(tensor);
         if (hosted) continue;
       } else {
-        tensor.data = weights.of(spec, static_cast<std::uint64_t>(i) + 1);
+        const bool wide = host == Host::draft && spec.dtype == LOWLAT_BF16 &&
+                          std::string(spec.name).ends_with("attn.wo_a.weight");
+        tensor.data = wide ? weights.expanded(spec, config_.scale_block)
+                           : weights.of(spec, static_cast<std::uint64_t>(i) + 1);
       }
       must(lowlat_model_bind(model_, spec.name, &tensor));
     }
@@ -377,7 +412,7 @@ class Rank {
   // The peers are there.
   void ready() {
     must(lowlat_model_ready(model_));
-    if (host_ == Host::steps || host_ == Host::marlin_steps) bind_caches();
+    if (host_ != Host::none && host_ != Host::proposals) bind_caches();
   }
   ~Rank() {
     lowlat_model_destroy(model_);
@@ -484,6 +519,40 @@ class Rank {
     step.streams = place(std::vector<std::uint16_t>(rows * hidden * 4, 0x7fc0));
     return step;
   }
+  // The block behind a step of `of`, as draft_of() has it: our page p is the engine's p + 1.
+  lowlat_hosted_draft hosted_draft_of(const Case& of) {
+    constexpr int kWindow = shape::Dsv41Flash<1>::kWindow, kSeen = kWindow + 5;
+    std::vector<std::int64_t> tokens, positions;
+    std::vector<std::int32_t> keys, window;
+    for (int q = 0; q < of.requests; ++q) {
+      const auto slot_of = [&](int position) {
+        const int page = (position / kPageSize * kMaxBatch + q) * 7;
+        return (page % (kMaxBatch * kPagesOfRequest) + 1) * kPageSize + position % kPageSize;
+      };
+      const int prefix = of.position + 11 * q + of.tokens, first = std::max(prefix - kWindow, 0);
+      std::vector<std::int32_t> seen;
+      for (int at = first; at < prefix + 5; ++at) seen.push_back(slot_of(at));
+      seen.resize(kSeen, -1);
+      for (int i = 0; i < 5; ++i) {
+        tokens.push_back(i == 0 ? 100 + q : config_.draft_mask_token);
+        positions.push_back(prefix + i);
+        keys.push_back(slot_of(prefix + i));
+        window.insert(window.end(), seen.begin(), seen.end());
+      }
+    }
+    const auto width = static_cast<std::size_t>(config_.hidden) *
+                       (config_.kind == LOWLAT_V4 ? std::size_t{4} : std::size_t{1});
+    lowlat_hosted_draft draft{};
+    draft.struct_bytes = sizeof draft;
+    draft.batch_size = of.requests;
+    draft.window_stride = kSeen;
+    draft.hidden = place(std::vector<std::uint16_t>(tokens.size() * width, 0x7fc0));
+    draft.token_ids = place(tokens);
+    draft.positions = place(positions);
+    draft.key_slots = place(keys);
+    draft.window = place(window);
+    return draft;
+  }
   std::vector<float> floats(const std::uint16_t* from, std::size_t count) {
     std::vector<float> out;
     for (const std::uint16_t code : take(from, count)) {
@@ -491,18 +560,42 @@ class Rank {
     }
     return out;
   }
+  // What a hosted step leaves: hidden states, features and streams of all rows but padding's.
+  std::vector<float> hosted_results(const lowlat_hosted_step& step) {
+    const int rows = step.batch_size * step.tokens_per_request - (step.batch_size > 1 ? 1 : 0);
+    const auto width = static_cast<std::size_t>(rows) * static_cast<std::size_t>(config_.hidden);
+    std::vector<float> out = floats(step.hidden, width);
+    const auto stages = static_cast<std::size_t>(config_.num_draft_stages);
+    for (const float v : floats(step.features, width * stages)) out.push_back(v);
+    for (const float v : floats(step.streams, width * 4)) out.push_back(v);
+    return out;
+  }
   std::vector<std::int32_t> history() {
     return take(history_, static_cast<std::size_t>(3 * kMaxBatch));
   }
-  std::vector<float> logits(const lowlat_step& step) {
-    return take(step.logits,
-                static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab));
+  void set_history(const std::vector<std::int32_t>& history) {
+    must(lowlat_model_write(model_, history_, history.data(), sizeof history[0] * history.size()));
+  }
+  std::vector<float> logits(const lowlat_step& step) { return take(step.logits, num_logits(step)); }
+  // A number of all bits of the logits, by the device that is current, which is this rank's: small
+  // enough to look at each of a thousand replays.
+  std::uint64_t digest_of_logits(const lowlat_step& step) {
+    if (digest_ == nullptr) digest_ = place(std::vector<unsigned long long>{0});
+    cuda_must(cudaMemset(digest_, 0, sizeof *digest_), "digest");
+    add_digest<<<256, 256>>>(reinterpret_cast<const std::uint32_t*>(step.logits),
+                             static_cast<std::int64_t>(num_logits(step)), digest_);
+    cuda_must(cudaGetLastError(), "digest");
+    return take(digest_, 1)[0];
   }
 
  private:
+  std::size_t num_logits(const lowlat_step& step) const {
+    return static_cast<std::size_t>(step.num_rows) * static_cast<std::size_t>(config_.vocab);
+  }
   // Of a hosted model's pool.
   std::int64_t rows_of(const lowlat_tensor_spec& spec) const {
     const std::string name = spec.name;
+    if (name.starts_with("mtp.")) return kHostedPages;
     const int ratio = config_.layers[std::stoi(name.substr(name.rfind('.') + 1))].ratio;
     if (spec.dtype == LOWLAT_F32) {
       // Rings of ratio 4 are of the window's pages.
@@ -531,7 +624,8 @@ class Rank {
     pools.struct_bytes = sizeof pools;
     pools.num_pages = pools.num_window_pages = kHostedPages;
     pools.num_requests = kMaxBatch;
-    pools.window_slots = place(window_slots);
+    // Rows of a draft come with slots of their own.
+    pools.window_slots = host_ == Host::draft ? nullptr : place(window_slots);
     pools.history = history_;
     pools.num_tensors = static_cast<std::int32_t>(caches_.size());
     pools.names = names.data();
@@ -544,6 +638,7 @@ class Rank {
   int num_tokens_;
   lowlat_model* model_ = nullptr;
   std::int32_t* history_ = nullptr;
+  unsigned long long* digest_ = nullptr;  // of digest_of_logits
   std::vector<Pool> pools_;
   std::vector<lowlat_tensor> caches_;  // the same
 };

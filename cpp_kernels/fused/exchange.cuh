@@ -106,6 +106,12 @@ LOWLAT_DEVICE __noinline__ void report_fault(const ExchangePort& port, std::uint
   }
 }
 
+// Of a wait for this device's own kernels: where these wait for a peer, their wait ends first, and
+// the status words name the peer.
+LOWLAT_DEVICE std::uint64_t patient_budget_ns(const ExchangePort& port) {
+  return 2 * port.budget_ns;
+}
+
 // Returns when the first packets of this row are there, or the wait has ended otherwise. All
 // threads of a block that has `quads` of the row's quads from first_quad on call, before
 // receive_quad: while nothing has come one warp asks for 32 packets, and not every thread for its
@@ -128,11 +134,12 @@ LOWLAT_DEVICE void wait_for_quads(const ExchangePort& port, std::uint64_t epoch,
       if (there != 0u) break;
       if (polls % kPollsPerCheck != 0) continue;
       const std::uint64_t now_ns = plat::clock_ns();
-      if (deadline_ns == 0) deadline_ns = now_ns + port.budget_ns;
+      // Nothing at all has come, so this rank's own packets have not either.
+      if (deadline_ns == 0) deadline_ns = now_ns + patient_budget_ns(port);
       const bool aborted =
           plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
       const bool late = lane_idx == 0 && (aborted || now_ns > deadline_ns);
-      if (late) report_fault(port, port.kernel, stage, rank, epoch, aborted);
+      if (late) report_fault(port, port.kernel, stage, port.tp_rank, epoch, aborted);
       if (__any_sync(plat::kAllLanes, late)) break;
     }
   }

@@ -24,7 +24,7 @@ struct ExchangePort {
   void* status;                     // stages::StatusWords, host memory that the device can write
   std::uint32_t* fault_claim;       // device word, 0: the first thread that reports takes it
   const std::uint64_t* step_epoch;  // device word: epoch of the step's exchange 0, from 1 on
-  std::uint64_t budget_ns;          // of every wait
+  std::uint64_t budget_ns;          // of a wait for a peer; one for own kernels has twice that
   std::int64_t box_packets;         // max_rows * hidden / 4
   std::int32_t tp_rank, tp_size;
   std::uint32_t kernel;  // index of the catalogue's line, for the status words

@@ -8,9 +8,9 @@
 //                     writes after it has passed its own gate, which the readers of the former
 //                     contents have opened, directly or through the kernels between; steps follow
 //                     each other by the stream's order.
-//              late   the port's budget without an opening ends the wait, fills the status words
-//                     and raises the abort word, which ends all other waits; the receiver of the
-//                     next exchange sees it too, so the step's results are NaN.
+//              late   twice the port's budget without an opening ends the wait, fills the status
+//                     words and raises the abort word, which ends all other waits; the receiver of
+//                     the next exchange sees it too, so the step's results are NaN.
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
@@ -39,8 +39,8 @@ class GateWatch {
  public:
   LOWLAT_DEVICE explicit GateWatch(const Gate& gate)
       : gate_(gate),
-        deadline_ns_(plat::clock_ns() + (gate.port != nullptr ? gate.port->budget_ns : kSecondNs)) {
-  }
+        deadline_ns_(plat::clock_ns() +
+                     (gate.port != nullptr ? patient_budget_ns(*gate.port) : kSecondNs)) {}
   LOWLAT_DEVICE bool ended() const {
     const ExchangePort* port = gate_.port;
     const bool late = plat::clock_ns() > deadline_ns_;

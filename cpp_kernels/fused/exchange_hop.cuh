@@ -7,9 +7,9 @@
 //                     input depends on all readers of the former contents: on each of them, since
 //                     every block of a layer's kernels has a part in the layer's result.
 //              tags   u32 of an epoch, from 1 on, see exchange.cuh; memory is zeroed once.
-//              late   a wait ends at the port's budget, or soon after an abort; the status words
-//                     then say which kernel waited, and the receiver of the next exchange makes the
-//                     results NaN (receive_quad and hc_exchange_norm look at the abort word).
+//              late   a wait ends at twice the port's budget, or soon after an abort; the status
+//                     words then say which kernel waited, and the next exchange's receiver makes
+//                     the results NaN (receive_quad and hc_exchange_norm look at the abort word).
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
@@ -79,7 +79,7 @@ LOWLAT_DEVICE void load_packet_if(bool wanted, const plat::TaggedWords* src, std
 LOWLAT_DEVICE bool hop_ended(const HopTag& hop, std::uint64_t& deadline_ns) {
   const ExchangePort& port = *hop.port;
   const std::uint64_t now_ns = plat::clock_ns();
-  if (deadline_ns == 0) deadline_ns = now_ns + port.budget_ns;
+  if (deadline_ns == 0) deadline_ns = now_ns + patient_budget_ns(port);
   const bool aborted =
       plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
   if (!aborted && now_ns <= deadline_ns) return false;

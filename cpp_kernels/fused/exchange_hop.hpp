@@ -77,7 +77,7 @@ inline HopBuffers hop_buffers(void* base, int hidden, int q_lora, int num_heads,
 struct Hop {
   const ExchangePort* port;  // this rank's, in device memory
   std::int32_t index;
-  std::uint32_t id;  // 16 times the layer
+  std::uint32_t id;  // kernel_place() of the layer
 };
 
 }  // namespace lowlat::nvidia::fused

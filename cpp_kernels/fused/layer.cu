@@ -30,7 +30,7 @@ enum GateKind {
   gate_input_mix = word_ffn_ticket
 };
 static_assert(gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
-static_assert(gate_latent < kLayerGates);
+static_assert(gate_latent < kLayerGates && static_cast<int>(HopKernel::count) <= kLayerKernels);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
 // rows, and 25 % slower at 1, 12 and 24. One number for all widths, see MoeArgs::idle_sms.
@@ -54,23 +54,23 @@ Gate gate_of(const LayerStep& step, int layer_idx, GateKind kind, std::uint32_t 
 }
 
 cudaError_t fill(const LayerMemory& memory, MoeShape shape, const ExchangePort& port,
-                 bool activations) {
+                 bool activations, cudaStream_t stream) {
   auto* base = reinterpret_cast<unsigned char*>(memory.residual[0]);
   auto* rest = reinterpret_cast<unsigned char*>(memory.packets.x);
-  cudaError_t error = cudaMemset(rest, 0, memory.bytes - (rest - base));
-  if (error == cudaSuccess && activations) error = cudaMemset(base, 0, rest - base);
+  cudaError_t error = cudaMemsetAsync(rest, 0, memory.bytes - (rest - base), stream);
+  if (error == cudaSuccess && activations) error = cudaMemsetAsync(base, 0, rest - base, stream);
   if (error == cudaSuccess) {
-    error = cudaMemcpy(memory.port, &port, sizeof port, cudaMemcpyHostToDevice);
+    error = cudaMemcpyAsync(memory.port, &port, sizeof port, cudaMemcpyHostToDevice, stream);
   }
   if (error == cudaSuccess) {
-    error = cudaMemcpy(memory.abort_words, port.abort_words, sizeof port.abort_words,
-                       cudaMemcpyHostToDevice);
+    error = cudaMemcpyAsync(memory.abort_words, port.abort_words, sizeof port.abort_words,
+                            cudaMemcpyHostToDevice, stream);
   }
   if (error == cudaSuccess) {
     error =
-        static_cast<cudaError_t>(lowlat::fused::moe_workspace_init(shape, memory.experts, nullptr));
+        static_cast<cudaError_t>(lowlat::fused::moe_workspace_init(shape, memory.experts, stream));
   }
-  return error == cudaSuccess ? cudaDeviceSynchronize() : error;
+  return error;
 }
 
 // What all exchanges of V4 have in common, for the statistics and the norm of what begins.
@@ -100,7 +100,7 @@ Gate layer_gate(const LayerMemory& memory, int layer_idx, int number, std::uint3
   out.word = memory.gates + (layer_idx * kLayerGates + number) * kGateWords;
   out.blocks = blocks;
   out.port = memory.port;
-  out.id = static_cast<std::uint32_t>(kLayerGates * layer_idx + number) | 0x1000u;
+  out.id = gate_place(layer_idx) + static_cast<std::uint32_t>(number);
   return out;
 }
 
@@ -165,12 +165,14 @@ LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, 
   return out;
 }
 
-cudaError_t layer_init(const LayerMemory& memory, MoeShape shape, const ExchangePort& port) {
-  return fill(memory, shape, port, true);
+cudaError_t layer_init(const LayerMemory& memory, MoeShape shape, const ExchangePort& port,
+                       cudaStream_t stream) {
+  return fill(memory, shape, port, true, stream);
 }
 
-cudaError_t layer_recover(const LayerMemory& memory, MoeShape shape, const ExchangePort& port) {
-  return fill(memory, shape, port, false);
+cudaError_t layer_recover(const LayerMemory& memory, MoeShape shape, const ExchangePort& port,
+                          cudaStream_t stream) {
+  return fill(memory, shape, port, false, stream);
 }
 
 cudaError_t launch_layer_begin(const LayerStep& step, std::uint64_t* step_epoch,
@@ -232,7 +234,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   const auto gate = [&](GateKind kind, std::uint32_t blocks) {
     return gate_of(step, layer_idx, kind, blocks);
   };
-  Hop hop = {memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
+  Hop hop = {memory.port, 2 * layer_idx, kernel_place(layer_idx)};
   // x of the layer before; the first layer's is there when its kernels start.
   const Gate before = is_v4   ? layer_x_gate(step, layer_idx)
                       : first ? Gate{}

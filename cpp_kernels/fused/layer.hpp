@@ -37,6 +37,7 @@
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
+#include "fused/place.hpp"
 
 namespace lowlat::nvidia::fused {
 
@@ -98,9 +99,8 @@ struct LayerMemory {
   float* mix[2];
   std::int64_t bytes;  // of it all
 };
-inline constexpr int kLayerGates = 32;
-// Of these, that of a layer's result; the first that no kernel of a plain layer uses, for kernels
-// beside it; and that of the last exchange where memory_follows.
+// Of a layer's kLayerGates: that of its result; the first that no kernel of a plain layer uses, for
+// kernels beside it; and that of the last exchange where memory_follows.
 inline constexpr int kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
 // The exchange before layer 1 where a caller counts its layers from 1, as of an embedding.
 inline constexpr int kLayerEmbedIndex = 1;
@@ -117,14 +117,14 @@ void set_index_latent(const LayerMemory& memory, FusedModel model, int num_rows,
 LayerMemory layer_memory(void* base, lowlat::fused::MoeShape shape, int tp_size, int max_rows,
                          int num_layers);
 
-// Makes the memory ready, once: zeros, the workspace of the experts, the port's copy. Waits for
-// the device.
+// Makes the memory ready, once: zeros, the workspace of the experts, the port's copy. The caller
+// waits for the stream before another uses the memory.
 cudaError_t layer_init(const LayerMemory& memory, lowlat::fused::MoeShape shape,
-                       const ExchangePort& port);
+                       const ExchangePort& port, cudaStream_t stream);
 // After a fault, on every rank, the device idle and the ranks' words and epochs agreed: as
 // layer_init, but for the residual and x.
 cudaError_t layer_recover(const LayerMemory& memory, lowlat::fused::MoeShape shape,
-                          const ExchangePort& port);
+                          const ExchangePort& port, cudaStream_t stream);
 
 // A step of one rank.
 struct LayerStep {

@@ -31,7 +31,7 @@ class Branch {
     compress_.rows = rows;
     compress_.ratio = ratio_;
     compress_.x = step.memory.x;
-    const Hop hop = {step.memory.port, 2 * layer_idx, static_cast<std::uint32_t>(16 * layer_idx)};
+    const Hop hop = {step.memory.port, 2 * layer_idx, kernel_place(layer_idx)};
     compress_.hop = hop;
     compress_.x_done = layer_x_gate(step, layer_idx);
     compress_.product_done = gate(gate_product, compress_product_blocks(compress_));

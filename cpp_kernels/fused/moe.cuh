@@ -34,9 +34,10 @@
 // routing (router, shared expert) stream while it is being decided. Experts are in the order of
 // their first pairs: when row 0 is routed, every block asks for its first tiles.
 //
-// Ordering     scores   [row][block] packet {3 scores, epoch}: written by its block's finisher,
-//                       read by one warp of every block. Written again by the next launch, which
-//                       begins after this one has ended (wait_for_predecessors).
+// Ordering     scores   [row][packet] {3 scores, epoch}: two packets of each of the first blocks,
+//                       written by its finisher, read by one warp of every block. Written again by
+//                       the next launch, which begins after this one has ended
+//                       (wait_for_predecessors).
 //              ticket   a counter that every block draws from until it draws no tile: 0 between
 //                       launches. The tile of a use of the ring is in the table before the use's
 //                       `full`; a consumer sees it after that, the finisher after their sums.
@@ -48,6 +49,8 @@
 //              epoch    one word a block, read at the start, advanced at the end by its own block.
 //              slots    see fused/stream.cuh. The second product's pieces lie in the slots of the
 //                       first's ring; a piece is first filled after its slot's last tile was read.
+//                       Pieces are filled in any order: piece_expert names what a piece is being
+//                       filled with, and only then is its `full` waited for by parity.
 //              sums     partial[] full: every consumer; empty: the finisher's. `second` lies over
 //                       them: a warp writes there after it has seen every partial buffer free.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
@@ -67,7 +70,7 @@ namespace lowlat::nvidia::fused {
 
 namespace moe {
 
-inline constexpr int kBands = kScorers;  // blocks that own columns, and that score experts
+inline constexpr int kBands = 128;  // blocks that own columns
 inline constexpr int kTileRows = 8;
 inline constexpr int kHiddenShift = 8;  // of routed h
 
@@ -110,7 +113,10 @@ struct Layout {
   // A slot of the ring: a tile's codes, or one of the shared tile's halves.
   static constexpr int kSlotBytes = round_up(
       2 * kHalfTile > kTileRows * kSharedPitch ? 2 * kHalfTile : kTileRows * kSharedPitch, 1024);
-  static constexpr int kGateRows = kExperts / kBands;
+  // Few blocks score experts, the first ones, because late ones begin where others had to end
+  // first: two packets' experts each, and a use of the ring for each packet's.
+  static constexpr int kGateRows = kExperts / kScorers;  // experts of a packet
+  static constexpr int kScorePackets = 2, kScoringBlocks = kScorers / kScorePackets;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
   static constexpr int kTiles = kInner / kTileRows;    // of an expert
   // A block's first tiles are given, the others it draws, so that blocks whose copies are slow take
@@ -137,7 +143,7 @@ struct Layout {
   static_assert(kConsumers >= kMaxRows && kConsumers % 8 == 0 && kHidden % 256 == 0 &&
                 (kSpan == 1 || kSpan == 4));
   static_assert(kSlice % (2 * kBlockK) == 0 && kHidden % kConsumers == 0 && kInner % 64 == 0 &&
-                kExperts % kBands == 0);
+                kExperts % kScorers == 0 && kScorePackets * kGateRows <= kTileRows);
   static_assert(kTiles % 2 == 0 && kInnerBlocks % kParts == 0 && kBandRows % kTileRows == 0 &&
                 kPieces >= 1);
   static_assert(kGateRows <= 3, "one packet holds a block's scores of a row");
@@ -191,6 +197,8 @@ struct Layout {
     std::uint32_t rows_of[kMaxPairs];
     std::int32_t tile[kWindow];
     std::uint8_t rows_here[kWindow];
+    std::uint32_t
+        piece_expert[plat::kWarpLanes];  // number of the expert that a piece is filled with
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
   };
   static constexpr int kBarrierOffset =
@@ -202,12 +210,13 @@ struct Layout {
   struct Barriers {
     std::uint64_t full[kRing], empty[kRing];
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
-    std::uint64_t gate_full, band_full, first_routed, routed, table, sums_full[kBuffers],
+    std::uint64_t shared_full, band_full, scored, first_routed, routed, table, sums_full[kBuffers],
         sums_empty[kBuffers];
   };
   // Places in them, for loops that address shared memory themselves.
   static constexpr int kStopOffset = offsetof(Table, stop),
-                       kRowsHereOffset = offsetof(Table, rows_here);
+                       kRowsHereOffset = offsetof(Table, rows_here),
+                       kPieceExpertOffset = offsetof(Table, piece_expert);
   static constexpr int kFullBarriers = offsetof(Barriers, full);
   static constexpr int kEmptyBarriers = offsetof(Barriers, empty);
   static constexpr int kPieceFullBarriers = offsetof(Barriers, piece_full);
@@ -218,13 +227,13 @@ struct Layout {
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
   static constexpr int kRingOffset = round_up(kScalesOffset + (kRing + 1) * kTileScales, 1024);
   static constexpr int kColumnsOffset = kRingOffset + kRing * kSlotBytes;
-  static constexpr int kGateOffset = kColumnsOffset;  // the router's rows, before there are columns
-  static_assert(kGateRows * kGatePitch <= kColumnsBytes);
+  // The router's rows are the ring's first use; the first shared tile has the columns' place, so
+  // that the ring is free for routed tiles as soon as an expert is known.
+  static constexpr int kSharedHalf = kTileRows * kSharedPitch;
+  static_assert(kGateRows * kGatePitch <= kSlotBytes && kScorePackets <= kRing &&
+                2 * kSharedHalf <= kColumnsBytes);
   static constexpr int kBandOffset = kBandLate ? kColumnsOffset : 0;
   static constexpr int kMorePieces = kColumnsOffset + (kBandLate ? kSharedBand : 0);
-  // Experts from one item of a warp to its next, at most.
-  static constexpr int kReach = (kConsumers + kParts - 1) / kParts;
-  static_assert(kReach <= kRingPieces, "a warp is at most one turn of the ring ahead");
   static constexpr int kSmemBytes = kColumnsOffset + kColumnsBytes;
   static_assert(kSmemBytes <= kSmemLimit);
 
@@ -235,7 +244,7 @@ struct Layout {
   static constexpr std::size_t kTicketOffset = 4 * kMaxGrid;             // after the epochs
   static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
-  static constexpr std::size_t kScoresBytes = std::size_t{16} * kBands * kMaxRows;
+  static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kMaxRows;
   static constexpr std::size_t kWorkspaceBytes = kScoresOffset + kScoresBytes;
 };
 
@@ -258,16 +267,21 @@ struct Region {
   bool scores, shared;  // this launch has a router, a shared expert
   bool early;           // this block has begun before x is there
 
-  LOWLAT_DEVICE std::uint32_t slot_address(int slot) const {
-    return sm90::shared_address(smem) + L::kRingOffset + slot * L::kSlotBytes;
+  // Of the use number `use` of the ring.
+  LOWLAT_DEVICE std::uint32_t slot_address(int use) const {
+    return sm90::shared_address(smem) + L::kRingOffset + use % L::kRing * L::kSlotBytes;
   }
   // Of a piece of the second product, after so many uses of the ring.
   LOWLAT_DEVICE int piece_offset(int piece, int uses) const {
     if (piece >= L::kSlotPieces) {
       return L::kMorePieces + (piece - L::kSlotPieces) * L::kPieceBytes;
     }
-    return L::kRingOffset + (uses + piece / L::kPieces) % L::kRing * L::kSlotBytes +
+    return L::kRingOffset + piece_slot(piece, uses) * L::kSlotBytes +
            piece % L::kPieces * L::kPieceBytes;
+  }
+  // The first pieces have the slot of the use that said there are no more tiles: it is empty.
+  LOWLAT_DEVICE static int piece_slot(int piece, int uses) {
+    return (uses - 1 + piece / L::kPieces) % L::kRing;
   }
   LOWLAT_DEVICE float* partial(int buffer) const {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
@@ -285,9 +299,9 @@ struct Region {
   LOWLAT_DEVICE unsigned char* hidden(std::uint32_t parity, int row) const {
     return workspace + L::kHiddenOffset + parity * L::kHiddenBytes + row * L::kHiddenRow;
   }
-  LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int block) const {
-    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kBands +
-           block;
+  LOWLAT_DEVICE plat::TaggedWords* score_packet(int row, int packet) const {
+    return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kScorers +
+           packet;
   }
   // What only exchanges with other blocks need: not waited for before x is asked for.
   LOWLAT_DEVICE void read_epoch() {
@@ -295,10 +309,15 @@ struct Region {
     watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
     if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
   }
-  LOWLAT_DEVICE bool gates() const { return scores && block_idx < kBands; }
+  LOWLAT_DEVICE bool gates() const { return scores && block_idx < L::kScoringBlocks; }
 
+  // Tiles of the shared expert, by the blocks that do not score first.
+  LOWLAT_DEVICE int shared_tile(int n) const {
+    constexpr int kFirst = L::kScoringBlocks;
+    return n * num_blocks + (block_idx < kFirst ? block_idx + num_blocks : block_idx) - kFirst;
+  }
   LOWLAT_DEVICE int shared_tiles() const {
-    return shared ? (L::kTiles - block_idx + num_blocks - 1) / num_blocks : 0;
+    return shared ? (L::kTiles - shared_tile(0) + num_blocks - 1) / num_blocks : 0;
   }
 };
 
@@ -345,8 +364,8 @@ template <class L>
 struct Producer {
   const Region<L>& r;
   const TileMaps& maps;
-  int uses = 0;    // of the first product's ring
-  int pieces = 0;  // of the second's
+  int uses = 0;   // of the first product's ring
+  int turns = 0;  // of this lane's piece of the second's
 
   // Until use number `use` of the ring, if there was such a one, is over.
   LOWLAT_DEVICE void wait_empty(int use) const {
@@ -373,32 +392,46 @@ struct Producer {
       sm90::tensor_prefetch(&maps.up);
     }
     if (r.gates()) {
-      std::uint64_t* full = &r.barriers.gate_full;
-      if (r.lane == 0) sm90::barrier_arrive_expect(full, L::kGateRows * 2 * L::kHidden);
-      __syncwarp();
-      if (r.lane < L::kGateRows) {
-        sm90::bulk_load(
-            r.smem + L::kGateOffset + r.lane * L::kGatePitch,
-            w.gate + (static_cast<std::size_t>(r.block_idx) * L::kGateRows + r.lane) * L::kHidden,
-            2 * L::kHidden, full, sm90::CacheHint::evict_first);
+#pragma unroll 1
+      for (int i = 0; i < L::kScorePackets; ++i) {
+        const int packet = r.block_idx * L::kScorePackets + i;
+        begin_slot(L::kGateRows * 2 * L::kHidden);
+        if (r.lane < L::kGateRows) {
+          load(r.lane * L::kGatePitch,
+               w.gate + (static_cast<std::size_t>(packet) * L::kGateRows + r.lane) * L::kHidden,
+               2 * L::kHidden);
+        }
       }
       // The router's rows and x decide when routing ends: nothing competes with them.
-      barrier_wait(full, 0);
+      barrier_wait(&r.barriers.full[L::kScorePackets - 1], 0);
     }
-    for (int n = 0; n < r.shared_tiles(); ++n) {
-      const int tile = n * r.num_blocks + r.block_idx;
+    if (r.shared_tiles() > 0) {
+      std::uint64_t* full = &r.barriers.shared_full;
+      if (r.lane == 0) sm90::barrier_arrive_expect(full, 2 * kTileRows * L::kHidden);
+      __syncwarp();
+      if (r.lane < 2 * kTileRows) {
+        sm90::bulk_load(r.smem + L::kColumnsOffset + r.lane * L::kSharedPitch,
+                        shared_row(r.shared_tile(0), r.lane / kTileRows), L::kHidden, full,
+                        sm90::CacheHint::evict_first);
+      }
+    }
+    if (!L::kBandLate) load_shared_band();
+    // Further shared tiles go through the ring, which is free when x has been scored.
+    for (int n = 1; n < r.shared_tiles(); ++n) {
 #pragma unroll 1
       for (int up = 0; up < 2; ++up) {
         begin_slot(kTileRows * L::kHidden);
         if (r.lane < kTileRows) {
-          load(r.lane * L::kSharedPitch,
-               (up ? w.shared_w3 : w.shared_w1).codes +
-                   static_cast<std::size_t>(tile * kTileRows + r.lane) * L::kHidden,
-               L::kHidden);
+          load(r.lane * L::kSharedPitch, shared_row(r.shared_tile(n), up), L::kHidden);
         }
       }
     }
-    if (!L::kBandLate) load_shared_band();
+  }
+  // This lane's row of a shared tile's gate or up.
+  LOWLAT_DEVICE const std::uint8_t* shared_row(int tile, int up) const {
+    const auto& w = r.a.w;
+    return (up ? w.shared_w3 : w.shared_w1).codes +
+           static_cast<std::size_t>(tile * kTileRows + r.lane % kTileRows) * L::kHidden;
   }
   LOWLAT_DEVICE void load_shared_band() const {
     if (r.shared && r.block_idx < kBands && r.lane == 0) {
@@ -481,34 +514,49 @@ struct Producer {
       wait_empty(uses - 1);
       load_shared_band();
     }
-    for (; pieces < num_experts; ++pieces) {
-      const int piece = pieces % L::kRingPieces;
-      if (pieces >= L::kRingPieces) {
-        if (!barrier_wait(&r.barriers.piece_empty[piece], (pieces / L::kRingPieces - 1) & 1,
-                          r.watch)) {
-          return;
-        }
-      } else {
-        // A slot's piece: that slot's last use is over. Another: the last use of all.
-        const int slot = (uses + piece / L::kPieces) % L::kRing;
-        const int last =
-            piece < L::kSlotPieces ? (uses - 1 - slot) / L::kRing * L::kRing + slot : uses - 1;
-        wait_empty(last);
-      }
-      if (r.lane == 0) {
-        constexpr std::uint32_t kCodes = L::kBandRows * L::kInnerRow;
-        constexpr std::uint32_t kScales = L::kBandRows * L::kInnerScaleRow;
-        const std::size_t row = static_cast<std::size_t>(r.table.expert[pieces]) * L::kHidden +
-                                r.block_idx * L::kBandRows;
-        unsigned char* dst = r.smem + r.piece_offset(piece, uses);
-        std::uint64_t* full = &r.barriers.piece_full[piece];
+    fill_pieces(num_experts);
+  }
+
+  // The bands of w2, an expert's a piece. A lane fills one piece of the ring, turn after turn, with
+  // what it copies next ready: one warp that does it piece by piece takes longer than the copies.
+  LOWLAT_DEVICE void fill_pieces(int num_experts) {
+    static_assert(L::kRingPieces <= plat::kWarpLanes);
+    constexpr std::uint32_t kCodes = L::kBandRows * L::kInnerRow;
+    constexpr std::uint32_t kScales = L::kBandRows * L::kInnerScaleRow;
+    const std::size_t band = static_cast<std::size_t>(r.block_idx) * L::kBandRows;
+    // The ring's last use has filled nothing: what was in its slot before is over. Of the other
+    // slots the use before is waited for, and of what lies beyond the ring the last one.
+    const int slot = r.lane / L::kPieces;
+    const int last = slot < L::kRing ? uses - 1 - L::kRing + slot : uses - 1;
+    bool is_empty = slot == 0 || last < 0;
+    std::uint64_t* empty = &r.barriers.empty[is_empty ? 0 : last % L::kRing];
+    std::uint32_t parity = static_cast<std::uint32_t>(last / L::kRing) & 1u;
+    std::uint64_t* const full = &r.barriers.piece_full[r.lane];
+    unsigned char* const dst = r.smem + r.piece_offset(r.lane, uses);
+    int expert = r.lane < L::kRingPieces ? r.lane : num_experts;
+    const std::uint8_t *codes = nullptr, *scales = nullptr;
+    const auto find_source = [&] {
+      if (expert >= num_experts) return;
+      const std::size_t row = r.table.expert[expert] * std::size_t{L::kHidden} + band;
+      codes = r.a.w.w2.codes + row * L::kInnerRow;
+      scales = r.a.w.w2.scales + row * L::kInnerScaleRow;
+    };
+    find_source();
+    while (__any_sync(plat::kAllLanes, expert < num_experts)) {
+      if (expert < num_experts && (is_empty || sm90::barrier_test_wait(empty, parity))) {
+        // Before anything of the new turn: who sees it may wait for a phase by its parity.
+        smem_store4(sm90::shared_address(&r.table.piece_expert[r.lane]),
+                    static_cast<std::uint32_t>(expert));
         sm90::barrier_arrive_expect(full, L::kBandBytes);
-        sm90::bulk_load(dst, w.w2.codes + row * L::kInnerRow, kCodes, full,
-                        sm90::CacheHint::evict_first);
-        sm90::bulk_load(dst + kCodes, w.w2.scales + row * L::kInnerScaleRow, kScales, full,
-                        sm90::CacheHint::evict_first);
+        sm90::bulk_load(dst, codes, kCodes, full, sm90::CacheHint::evict_first);
+        sm90::bulk_load(dst + kCodes, scales, kScales, full, sm90::CacheHint::evict_first);
+        empty = &r.barriers.piece_empty[r.lane];
+        parity = static_cast<std::uint32_t>(turns++) & 1u;
+        is_empty = false;
+        expert += L::kRingPieces;
+        find_source();
       }
-      __syncwarp();
+      if (__any_sync(plat::kAllLanes, r.watch.stopped())) break;
     }
   }
 
@@ -526,9 +574,9 @@ struct Producer {
     }
 #pragma unroll 1
     for (int piece = 0; piece < L::kRingPieces; ++piece) {
-      landed(&r.barriers.piece_full[piece], (pieces - piece + L::kRingPieces - 1) / L::kRingPieces);
+      landed(&r.barriers.piece_full[piece], __shfl_sync(plat::kAllLanes, turns, piece));
     }
-    landed(&r.barriers.gate_full, r.gates() ? 1 : 0);
+    landed(&r.barriers.shared_full, r.shared_tiles() > 0 ? 1 : 0);
     landed(&r.barriers.band_full, r.shared && r.block_idx < kBands ? 1 : 0);
   }
 };
@@ -618,7 +666,7 @@ struct Router {
     __syncwarp();
   }
 
-  LOWLAT_DEVICE void run() {
+  LOWLAT_DEVICE void run(const Rules& rules) {
     if (warp == 0) {
 #pragma unroll 1
       for (int pass = first_pass(r); pass < 2; ++pass) {
@@ -632,9 +680,25 @@ struct Router {
         make_table(pass == 1 ? r.a.rows : 0);
         if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
       }
+      // Needed at the end.
+#pragma unroll 1
+      for (int row = 0; row < r.a.rows; ++row) weigh_row<L>(r, row, rules.sum_rule);
     } else {
-      wait_for_x(r);
-      r.read_epoch();
+      // The first row, whose experts are the first to be asked for.
+#pragma unroll 1
+      for (int pass = first_pass(r); pass < 2; ++pass) {
+        if (pass == 1) {
+          wait_for_x(r);
+          r.read_epoch();
+          // Before the block has sent its own there is nothing to ask for.
+          if (r.gates()) barrier_wait(&r.barriers.scored, 0);
+        }
+        route_row<L>(r, 0, rules.rule, pass == 0);
+        if (pass == 1 && r.lane == 0) {
+          sm90::barrier_arrive(&r.barriers.first_routed);
+          sm90::barrier_arrive(&r.barriers.routed);
+        }
+      }
     }
   }
 };
@@ -834,9 +898,10 @@ struct Consumer {
     smem_store8(address + kTileRows * kColumns * 4, acc[2], acc[3]);
   }
   LOWLAT_DEVICE void multiply_gate(float (&acc)[4]) const {
-    const int row = g < L::kGateRows ? g : L::kGateRows - 1;  // other rows: computed, not used
-    const std::uint32_t address =
-        sm90::shared_address(r.smem) + L::kGateOffset + row * L::kGatePitch + first_element() * 2;
+    constexpr int kRows = L::kScorePackets * L::kGateRows;
+    const int row = g < kRows ? g : kRows - 1;  // other rows: computed, not used
+    const std::uint32_t address = r.slot_address(row / L::kGateRows) +
+                                  row % L::kGateRows * L::kGatePitch + first_element() * 2;
     float odd[4] = {};
 #pragma unroll
     for (int block = 0; block < L::kSliceBlocks; ++block) {
@@ -852,22 +917,19 @@ struct Consumer {
   // This block's experts' scores of all rows, to the finisher.
   LOWLAT_DEVICE void run_gate(int pass) {
     float acc[4] = {};
-    if (pass == 1) barrier_wait(&r.barriers.gate_full, 0);
+    for (int i = 0; pass == 1 && i < L::kScorePackets; ++i) wait_slot(i);
     multiply_gate(acc);
     for (const float sum : acc) keep(sum);
-    if (pass == 1) hand_over(acc);
+    if (pass == 0) return;
+    hand_over(acc);
+    for (int i = 0; i < L::kScorePackets; ++i) free_slot();
   }
-  // A row a warp, in every block the same.
+  // A row a warp, in every block the same; the first row is a router's.
   LOWLAT_DEVICE void route(const Rules& rules, int pass) const {
-    if (warp >= L::kMaxRows) return;
-    if (warp < r.a.rows) {
-      route_row<L>(r, warp, rules.rule, pass == 0);
-      weigh_row<L>(r, warp, rules.sum_rule, pass == 0);
-    }
+    if (warp == 0 || warp >= L::kMaxRows) return;
+    if (warp < r.a.rows) route_row<L>(r, warp, rules.rule, pass == 0);
     __syncwarp();
-    if (pass == 0 || r.lane != 0) return;
-    if (warp == 0) sm90::barrier_arrive(&r.barriers.first_routed);
-    sm90::barrier_arrive(&r.barriers.routed);
+    if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.routed);
   }
 
   // Scale bytes of a shared tile's slice, gate and up.
@@ -885,13 +947,20 @@ struct Consumer {
     }
   }
 
-  // Gate in one slot, up in the next; x as the block-fp8 linear sees it.
-  LOWLAT_DEVICE void run_shared_tile(const TileScales& scales) {
-    wait_slot(0);
-    wait_slot(1);
+  // The n-th shared tile: the first in a place of its own, others gate in one slot, up in the next.
+  // x as the block-fp8 linear sees it.
+  LOWLAT_DEVICE void run_shared_tile(const TileScales& scales, int n) {
     const std::uint32_t offset = g * L::kSharedPitch + first_element();
-    const std::uint32_t low_address = r.slot_address(uses % L::kRing) + offset;
-    const std::uint32_t high_address = r.slot_address((uses + 1) % L::kRing) + offset;
+    std::uint32_t low_address = sm90::shared_address(r.smem) + L::kColumnsOffset + offset;
+    std::uint32_t high_address = low_address + L::kSharedHalf;
+    if (n == 0) {
+      barrier_wait(&r.barriers.shared_full, 0);
+    } else {
+      wait_slot(0);
+      wait_slot(1);
+      low_address = r.slot_address(uses) + offset;
+      high_address = r.slot_address(uses + 1) + offset;
+    }
     float acc[4] = {};
 #pragma unroll
     for (int first = 0; first < L::kSliceBlocks; first += L::kSpan) {
@@ -910,6 +979,7 @@ struct Consumer {
                  scale_of(scales.up[first / L::kSpan]));
     }
     hand_over(acc);
+    if (n == 0) return;
     free_slot();
     free_slot();
   }
@@ -1183,9 +1253,11 @@ struct Consumer {
       const std::uint32_t codes = at + part * L::kPartGroups * 16;
       const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
       const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
-      // A parity tells a phase from the next only: the piece's use before must be over. Nobody is
-      // further ahead, because the producer fills in order (kReach).
-      if (turn > 0 && !barrier_wait_at(empty, (turn - 1) & 1u, stop)) return false;
+      // A parity tells a phase from the next only: the piece's use before must be over.
+      const std::uint32_t filled = base + L::kTableOffset + L::kPieceExpertOffset + piece * 4;
+      while (wide::smem_load4(filled) != static_cast<std::uint32_t>(expert)) {
+        if (r.watch.stopped()) return false;
+      }
       if (!barrier_wait_at(barriers + L::kPieceFullBarriers + piece * 8, turn & 1u, stop)) {
         return false;
       }
@@ -1237,7 +1309,7 @@ struct Consumer {
   LOWLAT_DEVICE void run_early(TileScales& scales) {
     g = r.lane / 4;
     t = r.lane % 4;
-    if (r.shared_tiles() > 0) load_scales(scales, r.block_idx);
+    if (r.shared_tiles() > 0) load_scales(scales, r.shared_tile(0));
   }
   LOWLAT_DEVICE void run(TileScales& scales, const Rules& rules) {
 #pragma unroll 1
@@ -1248,12 +1320,12 @@ struct Consumer {
       if (r.gates()) run_gate(pass);
       // While the scores are on their way.
       for (int n = 0; pass == 1 && n < r.shared_tiles(); ++n) {
-        if (n > 0) load_scales(scales, n * r.num_blocks + r.block_idx);
-        run_shared_tile(scales);
+        if (n > 0) load_scales(scales, r.shared_tile(n));
+        run_shared_tile(scales, n);
       }
       if (pass == 1) {
         r.read_epoch();
-        // All have read the router's rows, where the columns come.
+        // All have read the shared tile, where the columns come.
         named_sync<3, L::kConsumers * plat::kWarpLanes>();
       }
       route(rules, pass);
@@ -1319,24 +1391,30 @@ struct Finisher {
 
   LOWLAT_DEVICE void run_gate(stages::GateRule rule, int pass) {
     if (pass == 1) wait_sums();
-    const int column = r.lane / L::kGateRows, row = r.lane % L::kGateRows;
-    float score = 0.0f;
-    if (column < kColumns) {
-      score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
-    }
-    std::uint32_t words[3];
+    const int column = r.lane / L::kGateRows;
+#pragma unroll 1
+    for (int i = 0; i < L::kScorePackets; ++i) {
+      float score = 0.0f;
+      if (column < kColumns) {
+        const int row = i * L::kGateRows + r.lane % L::kGateRows;
+        score = stages::gate_score(slices<L::kConsumers>(row, column, 0), rule);
+      }
+      std::uint32_t words[3];
 #pragma unroll
-    for (int j = 0; j < 3; ++j) {
-      const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
-      words[j] = __float_as_uint(
-          __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
-      keep(__uint_as_float(words[j]));
+      for (int j = 0; j < 3; ++j) {
+        const int source = r.lane * L::kGateRows + (j < L::kGateRows ? j : 0);
+        words[j] = __float_as_uint(
+            __shfl_sync(plat::kAllLanes, score, source < plat::kWarpLanes ? source : 0));
+        keep(__uint_as_float(words[j]));
+      }
+      if (pass == 1 && r.lane < r.a.rows) {
+        plat::store_tagged(r.score_packet(r.lane, r.block_idx * L::kScorePackets + i), words,
+                           r.epoch);
+      }
     }
     if (pass == 0) return;
     free_sums();
-    if (r.lane < r.a.rows) {
-      plat::store_tagged(r.score_packet(r.lane, r.block_idx), words, r.epoch);
-    }
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.scored);
   }
 
   // Eight values of h of one column: bf16 in the order of pairs, one chunk.
@@ -1375,8 +1453,7 @@ struct Finisher {
     for (int n = 0; n < r.shared_tiles(); ++n) {
       wait_sums();
       for (int column = 0; column < r.a.rows; ++column) {
-        finish<true>(column, r.hidden(parity, L::kMaxPairs + column),
-                     n * r.num_blocks + r.block_idx);
+        finish<true>(column, r.hidden(parity, L::kMaxPairs + column), r.shared_tile(n));
       }
       free_sums();
     }
@@ -1468,7 +1545,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(thread % 2 ? &barriers.sums_empty[i] : &barriers.sums_full[i],
                        thread % 2 ? 1 : L::kConsumers);
   } else if (thread == L::kThreads - 1) {
-    sm90::barrier_init(&barriers.gate_full, 1);
+    sm90::barrier_init(&barriers.shared_full, 1);
+    sm90::barrier_init(&barriers.scored, 1);
     sm90::barrier_init(&barriers.band_full, 1);
     sm90::barrier_init(&barriers.first_routed, 1);
     sm90::barrier_init(&barriers.routed, L::kMaxRows);
@@ -1479,6 +1557,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   static_assert(kSlotBarriers + kPieceBarriers + 2 * L::kBuffers < L::kThreads);
 
   for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.rows_of[i] = 0;
+  if (thread < plat::kWarpLanes) table.piece_expert[thread] = kPoison;
   plat::block_sync();
 
   Producer<L> producer = {r, maps};
@@ -1506,7 +1585,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     } else {
       static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
       const int number = warp - L::kFirstRouter;
-      Router<L>{r, number}.run();
+      Router<L>{r, number}.run(rules);
       if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
     }
   }

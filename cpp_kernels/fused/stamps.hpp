@@ -25,7 +25,7 @@ enum class StampStage : std::uint32_t {
 };
 
 struct Stamp {
-  std::uint32_t kernel;  // 16 * layer + HopKernel
+  std::uint32_t kernel;  // kernel_place() of the layer, plus HopKernel
   std::uint32_t stage;   // StampStage
   std::uint32_t block;   // x + y * gridDim.x + z * gridDim.x * gridDim.y
   std::uint32_t multiprocessor;

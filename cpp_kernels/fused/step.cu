@@ -1,5 +1,6 @@
-// step_rows_any, embed_any, engram_gather_any, features_any, head_send_any, head_take_any,
-// leave_any, base_any, norm_any, gather_any, tokens_any: the ends of a step, see step.hpp.
+// step_rows_any, draft_rows_any, embed_any, engram_gather_any, features_any, head_send_any,
+// head_take_any, leave_any, base_any, norm_any, gather_any, tokens_any: the ends of a step, see
+// step.hpp.
 //
 // Math         windows: slots of positions p - 127 .. p; entries: of positions up to p, all of a
 //              ratio · features: stages/draft.hpp
@@ -22,6 +23,7 @@
 #include "stages/argmax.hpp"
 #include "stages/draft.hpp"
 #include "stages/engram.hpp"
+#include "stages/hc.hpp"
 #include "stages/norm.hpp"
 
 namespace lowlat::nvidia::fused {
@@ -107,6 +109,17 @@ LOWLAT_DEVICE void take_request(const StepInput& in, const StepArrays& out, int 
   kept[kBefore - 1] = token;
 }
 
+// Four equal streams of the embedding, the first of them taken; and no number that could be taken
+// for a result.
+LOWLAT_DEVICE void begin_row(const StepArrays& out, int row, std::uint16_t* hidden, int width) {
+  for (int i = plat::thread_idx(); i < kMixStride; i += kThreads) {
+    out.mix[row * kMixStride + i] = i == 0 || (4 <= i && i < 8) ? 1.0f : 0.0f;
+  }
+  for (int i = plat::thread_idx(); i < width; i += kThreads) {
+    hidden[static_cast<std::int64_t>(row) * width + i] = kNan >> 16;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     step_rows_any(const __grid_constant__ StepInput in, const __grid_constant__ StepArrays out) {
   const int row = static_cast<int>(blockIdx.x), thread_idx = plat::thread_idx();
@@ -153,13 +166,7 @@ __global__ void __launch_bounds__(kThreads)
     out.entry_slots[static_cast<std::int64_t>(row) * in.num_entries + i] =
         seen ? own_pages[i / per_page] * per_page + i % per_page : -1;
   }
-  for (int i = thread_idx; i < kMixStride; i += kThreads) {
-    out.mix[row * kMixStride + i] = i == 0 || (4 <= i && i < 8) ? 1.0f : 0.0f;
-  }
-  if (in.hosted.requests != nullptr) {
-    std::uint16_t* hidden = in.hosted.hidden + static_cast<std::int64_t>(row) * in.hosted.width;
-    for (int i = thread_idx; i < in.hosted.width; i += kThreads) hidden[i] = kNan >> 16;
-  }
+  begin_row(out, row, in.hosted.hidden, in.hosted.requests != nullptr ? in.hosted.width : 0);
   const std::int32_t token = within(given.token, in.vocab);
   for (int i = 0; i < kMaxTables && in.expert_tables[i] != nullptr; ++i) {
     if (thread_idx >= kTableExperts) continue;
@@ -174,6 +181,27 @@ __global__ void __launch_bounds__(kThreads)
   out.kv_slots[row] = whole ? window_slot(in, given.slot, -1) : -1;
   out.image_rows[row] = token == in.image_token ? 1 : 0;
   if (place == 0) take_request(in, out, request, token, whole);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    draft_rows_any(const __grid_constant__ DraftInput in, const __grid_constant__ StepArrays out) {
+  const int row = static_cast<int>(blockIdx.x);
+  const std::int32_t position = narrowed(in.positions[row]), slot = in.key_slots[row];
+  const bool whole = 0 <= position && position < in.max_positions && in.page_size <= slot &&
+                     slot < in.num_window_slots;
+  const int width = kStepWindow + in.tokens;
+  for (int i = plat::thread_idx(); i < width; i += kThreads) {
+    const std::int32_t key = in.window[static_cast<std::int64_t>(row) * in.window_stride + i];
+    out.window_idx[row * width + i] = whole && 0 <= key && key < in.num_window_slots ? key : kNoKey;
+  }
+  begin_row(out, row, in.hidden, in.width);
+  if (plat::thread_idx() != 0) return;
+  if (row == 0) note_abort(in.port);
+  out.token_ids[row] = within(narrowed(in.token_ids[row]), in.vocab);
+  out.positions[row] = whole ? position : 0;
+  out.slots[row] = whole ? slot : -1;
+  out.kv_slots[row] = whole ? slot : -1;
+  out.image_rows[row] = 0;
 }
 
 // ---------------------------------------------------------------------------------- embedding
@@ -448,8 +476,15 @@ __global__ void __launch_bounds__(kThreads) leave_any(const __grid_constant__ Le
           ended ? none : __ldcg(reinterpret_cast<const uint4*>(from) + row * count + i);
     }
   };
-  give(params.out_hidden, params.x, pieces);
   give(params.out_streams, params.residual, 4 * pieces);
+  if (params.mix == nullptr) {
+    give(params.out_hidden, params.x, pieces);
+    return;
+  }
+  std::uint16_t* out = params.out_hidden + row * params.hidden;
+  stages::hc_combine<Block>(
+      params.residual + row * stages::kHcStreams * params.hidden, params.mix + row * kMixStride,
+      params.hidden, [&](int h, float v) { out[h] = ended ? kNan >> 16 : stages::to_bf16(v); });
 }
 
 // -------------------------------------------------------------------------------------- drafts
@@ -579,6 +614,15 @@ cudaError_t launch_head(const HeadParams& params, cudaStream_t stream) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   head_take_any<<<dim3(params.logits == nullptr ? 1 : chunks, rows), kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_draft_rows(const DraftInput& in, const StepArrays& out, cudaStream_t stream) {
+  if (!has_rows(in.num_rows) || in.tokens < 1 || in.tokens > kMaxBlockRows ||
+      in.num_rows % in.tokens != 0 || in.window_stride < kStepWindow + in.tokens) {
+    return cudaErrorInvalidValue;
+  }
+  draft_rows_any<<<in.num_rows, kThreads, 0, stream>>>(in, out);
   return cudaGetLastError();
 }
 

@@ -92,6 +92,23 @@ constexpr int window_of(const StepInput& in) {
 // where the request's pages up to its position are not all there. Ends before the next kernel.
 cudaError_t launch_step_rows(const StepInput& in, const StepArrays& out, cudaStream_t stream);
 
+// Rows of a hosted draft (kernels.h), `tokens` a request.
+struct DraftInput {
+  ExchangePort port;
+  int num_rows, tokens;
+  const std::int64_t* token_ids;  // [T]
+  const std::int64_t* positions;  // [T]
+  const std::int32_t* key_slots;  // [T]; of page 0: padding
+  const std::int32_t* window;     // [T, window_stride]; below 0: none
+  int window_stride, num_window_slots, page_size, vocab;
+  std::int64_t max_positions;
+  std::uint16_t* hidden;  // bf16 [T, width], made NaN
+  int width;
+};
+// Of `out` token_ids, positions, slots, kv_slots, image_rows (none is), mix, and window_idx
+// [T, kStepWindow + tokens]. Ends before the next kernel.
+cudaError_t launch_draft_rows(const DraftInput& in, const StepArrays& out, cudaStream_t stream);
+
 // Publishes each row's embedding, where this rank has it, and zeros elsewhere, for
 // launch_exchange_norm of `index`. embed bf16 [vocab_local, hidden], 8-byte aligned.
 struct EmbedParams {
@@ -156,14 +173,15 @@ constexpr std::int64_t head_packets(int num_logit_rows, int vocab_local) {
 cudaError_t launch_head(const HeadParams& params, cudaStream_t stream);
 
 // What an engine with a head of its own takes of a step: the last x, and the streams. After a fault
-// NaN.
+// NaN. Of a draft's layers: what the last of them mixes, before its norm.
 struct LeaveParams {
   ExchangePort port;
   int num_rows, hidden;           // hidden a multiple of 8
   const std::uint16_t* x;         // bf16 [T, hidden]
   const std::uint16_t* residual;  // bf16 [T, 4, hidden]
-  std::uint16_t* out_hidden;      // bf16 [T, hidden], 16-byte aligned as the next
+  std::uint16_t* out_hidden;      // bf16 [T, hidden], 16-byte aligned as the next; NULL as well
   std::uint16_t* out_streams;     // bf16 [T, 4, hidden]; NULL: not wanted
+  const float* mix;  // [T, kMixStride]; not NULL: its first four make out_hidden of the streams
 };
 cudaError_t launch_leave(const LeaveParams& params, cudaStream_t stream);
 

@@ -165,6 +165,10 @@ lowlat_status lowlat_hosted_step_launch(lowlat_model* model, const lowlat_hosted
                                         void* stream) {
   return border([&] { some(model, "model").model.launch_hosted(some(step, "step"), stream); });
 }
+lowlat_status lowlat_hosted_draft_launch(lowlat_model* model, const lowlat_hosted_draft* draft,
+                                         void* stream) {
+  return border([&] { some(model, "model").model.launch_hosted(some(draft, "draft"), stream); });
+}
 lowlat_status lowlat_propose_launch(lowlat_model* model, const lowlat_proposal* proposal,
                                     void* stream) {
   return border(

@@ -1,13 +1,15 @@
 // host/device_model.hpp: what models on devices share, whatever the vendor: which device a word
-// names, the status words that a kernel leaves, and the memory of one rank's resident schedule.
-// Included after a platform.
+// names, the status words that a kernel leaves, what a rank's region answers for its model, and the
+// memory of one rank's resident schedule. Included after a platform.
 #pragma once
 #ifndef LOWLAT_PLATFORM
 #error "include one platform before this file"
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -49,6 +51,61 @@ inline lowlat_status_words status_of(const stages::StatusWords* words) {
   out.epoch = words->epoch;
   return out;
 }
+
+// A model of one device, whose peers, faults and abort are its region's.
+template <class Region>
+class DeviceModel : public host::Model {
+ public:
+  void peer_export(lowlat_peer_handle& out) const override { out = region_->handle(); }
+
+  void abort() override {
+    aborted_.store(true, std::memory_order_relaxed);  // orders nothing: only ever read as a word
+    region_->abort();
+  }
+
+ protected:
+  DeviceModel(const lowlat_model_config& config, const lowlat_hosting* hosting,
+              const char* platform, const char* catalogue, int device)
+      : Model(config, hosting, platform, catalogue, false), device_(device) {}
+
+  // For a destructor: work that still runs must end before its memory goes; its peers end with it.
+  void end_work() {
+    try {
+      if (!wait_idle(0)) {
+        abort();
+        wait_idle(2 * config().wait_budget_ns + 1'000'000'000);
+      }
+    } catch (const host::Error&) {
+      // The device is lost; what follows frees what it can.
+    }
+  }
+
+  // other_device: whose memory a tensor lies in, -1 for the host's.
+  host::Error misplaced(const host::TensorSlot& slot, int other_device) const {
+    const std::string seen =
+        other_device < 0 ? "host memory" : "memory of device " + std::to_string(other_device);
+    return host::invalid("tensor " + slot.name + ": data is " + seen +
+                         "; this rank needs memory of device " + std::to_string(device_) +
+                         " (lowlat_model_alloc)");
+  }
+
+  void open_peer(int peer_rank, const lowlat_peer_handle& handle) override {
+    region_->open(peer_rank, handle);
+    region_->probe(peer_rank);
+  }
+  bool has_peer(int rank) const override { return region_->is_open(rank); }
+  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
+  bool is_aborted_by_host() const override { return is_aborted(); }
+  lowlat_status_words status() const override {
+    return status_of(static_cast<const stages::StatusWords*>(region_->status()));
+  }
+
+  int device_;
+  std::unique_ptr<Region> region_;
+
+ private:
+  std::atomic<bool> aborted_{false};
+};
 
 // Where the caches end, as kernels read it.
 inline persistent::Pools pools_of(const lowlat_pools& pools) {

@@ -1,7 +1,6 @@
 #include "host/devices.hpp"
 
 #include <exception>
-#include <utility>
 
 #include "host/json.hpp"
 #include "lowlat/kernels.h"
@@ -17,43 +16,25 @@ namespace {
 void append_platform(std::string& out, const PlatformDevices& of) {
   out += "{\"built\": ";
   out += of.built ? "true" : "false";
-  for (const auto& [name, text] :
-       {std::pair{"architectures", &of.architectures}, std::pair{"toolkit", &of.toolkit},
-        std::pair{"driver", &of.driver}, std::pair{"refusal", &of.refusal}}) {
-    out += ", ";
-    append_field(out, name, *text);
-  }
-  out += ", \"fused\": [";
-  for (const FusedKernel& kernel : of.fused) {
-    if (&kernel != of.fused.data()) out += ", ";
-    out += "{";
-    append_field(out, "name", kernel.name);
-    out += ", ";
-    append_field(out, "shapes", kernel.shapes);
-    out += ", ";
-    append_field(out, "rows", kernel.rows);
-    out += "}";
-  }
-  out += "], \"devices\": [";
-  for (const Device& device : of.devices) {
-    if (&device != of.devices.data()) out += ", ";
-    out += "{";
-    append_field(out, "name", device.name);
-    out += ", ";
-    append_field(out, "isa", device.isa);
-    out += ", ";
-    append_field(out, "refusal", device.refusal);
-    out += "}";
-  }
-  out += "], \"peers\": [";
-  for (const PeerStore& peer : of.peers) {
-    if (&peer != of.peers.data()) out += ", ";
-    out +=
-        "{\"from\": " + std::to_string(peer.from) + ", \"to\": " + std::to_string(peer.to) + ", ";
+  out += ", ";
+  append_fields(out, {{"architectures", of.architectures},
+                      {"toolkit", of.toolkit},
+                      {"driver", of.driver},
+                      {"refusal", of.refusal}});
+  out += ", ";
+  append_objects(out, "fused", of.fused, [&](const FusedKernel& kernel) {
+    append_fields(out, {{"name", kernel.name}, {"shapes", kernel.shapes}, {"rows", kernel.rows}});
+  });
+  out += ", ";
+  append_objects(out, "devices", of.devices, [&](const Device& device) {
+    append_fields(out, {{"name", device.name}, {"isa", device.isa}, {"refusal", device.refusal}});
+  });
+  out += ", ";
+  append_objects(out, "peers", of.peers, [&](const PeerStore& peer) {
+    out += "\"from\": " + std::to_string(peer.from) + ", \"to\": " + std::to_string(peer.to) + ", ";
     append_field(out, "refusal", peer.refusal);
-    out += "}";
-  }
-  out += "]}";
+  });
+  out += "}";
 }
 
 // A platform that cannot be asked is one refusal, and leaves the other's answer alone.

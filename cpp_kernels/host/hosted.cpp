@@ -27,6 +27,7 @@ std::string hosting_reasons(const lowlat_model_config& config, const lowlat_host
   };
   is_flag(hosting.bf16_wo_a, "bf16_wo_a");
   is_flag(hosting.proposals, "proposals");
+  is_flag(hosting.stages, "stages");
   need(hosting.expert_layout == LOWLAT_ROW_MAJOR || hosting.expert_layout == LOWLAT_MARLIN,
        "expert_layout is " + std::to_string(hosting.expert_layout) + "; needed " +
            std::to_string(LOWLAT_ROW_MAJOR) + " (row-major) or " + std::to_string(LOWLAT_MARLIN) +
@@ -34,22 +35,24 @@ std::string hosting_reasons(const lowlat_model_config& config, const lowlat_host
   // Tiles of 64 rows; the rows of w2 are the hidden size.
   need(hosting.expert_layout != LOWLAT_MARLIN || config.hidden % 64 == 0,
        "hidden is " + std::to_string(config.hidden) + "; Marlin's tiles need a multiple of 64");
-  need(hosting.bf16_wo_a == 0 || config.kind == LOWLAT_V41,
-       "bf16_wo_a is for V4.1; V4's wo_a takes quantised input");
+  need(hosting.bf16_wo_a == 0 || config.kind == LOWLAT_V41 || hosting.stages != 0,
+       "bf16_wo_a is for V4.1 and for a draft's stages; V4's wo_a takes quantised input");
   need(hosting.proposals == 0 || config.num_draft_stages > 0,
        "proposals is 1, but num_draft_stages is 0");
+  need(hosting.stages == 0 || hosting.proposals != 0, "stages is 1, but proposals is 0");
   return text;
 }
 
 namespace {
 
-constexpr std::string_view kIndexPool = "kv.index.";
+constexpr std::string_view kIndexPool = "kv.index.", kStagePool = "mtp.";
 
 // Rows that a pool's first dimension must have.
 std::int64_t rows_needed(const std::string& name, const lowlat_model_config& config,
                          const lowlat_pools& pools) {
   const std::size_t dot = name.rfind('.');
   const std::string kind = name.substr(0, dot);
+  if (name.starts_with(kStagePool)) return pools.num_window_pages;
   const int ratio = config.layers[std::stoi(name.substr(dot + 1))].ratio;
   if (kind == "kv.swa") return pools.num_window_pages;
   if (kind == "kv.extra") return pools.num_pages;
@@ -82,7 +85,7 @@ void Model::require_own(const char* call) const {
 
 void Model::bind_pools(const lowlat_pools& pools) {
   require_struct(pools, "lowlat_pools");
-  if (!is_hosted() || hosting_.proposals != 0) {
+  if (!is_hosted() || (proposes_only() && !has_hosted_stages())) {
     throw invalid("this model has no pools to bind: it is not hosted, or proposes only");
   }
   require_ready("lowlat_pools_bind");
@@ -90,7 +93,9 @@ void Model::bind_pools(const lowlat_pools& pools) {
   require_count(pools.num_pages, most_pages, "num_pages");
   require_count(pools.num_window_pages, most_pages, "num_window_pages");
   require_count(pools.num_requests, std::int64_t{1} << 24, "num_requests");
-  if (shape_.kNumEngrams > 0) require_pointers({{pools.history, "history"}});
+  if (shape_.kNumEngrams > 0 && !proposes_only()) {
+    require_pointers({{pools.history, "history"}});
+  }
   if (pools.num_tensors > 0) {
     require_pointers({{pools.names, "names"}, {pools.tensors, "tensors"}});
   }
@@ -149,6 +154,12 @@ void Model::bind_pools(const lowlat_pools& pools) {
   move_pools();
 }
 
+void Model::require_built(std::int64_t num_rows) const {
+  const int* const end = config_.widths + config_.num_widths;
+  if (std::find(config_.widths, end, num_rows) != end) return;
+  throw Error(LOWLAT_UNSUPPORTED, std::to_string(num_rows) + " rows were not built");
+}
+
 void Model::check_hosted(const lowlat_hosted_step& step) const {
   require_struct(step, "lowlat_hosted_step");
   if (!is_hosted() || hosting_.proposals != 0) {
@@ -162,11 +173,7 @@ void Model::check_hosted(const lowlat_hosted_step& step) const {
   require_count(step.batch_size, shape_.kMaxBatch, "batch_size");
   require_count(step.tokens_per_request, step.mode == LOWLAT_DECODE ? 1 : shape_.kMaxRows,
                 "tokens_per_request");
-  const int* const end = config_.widths + config_.num_widths;
-  const std::int64_t num_rows = std::int64_t{step.batch_size} * step.tokens_per_request;
-  if (std::find(config_.widths, end, num_rows) == end) {
-    throw Error(LOWLAT_UNSUPPORTED, std::to_string(num_rows) + " rows were not built");
-  }
+  require_built(std::int64_t{step.batch_size} * step.tokens_per_request);
   require_count(step.num_table_pages, step.page_table_stride, "num_table_pages");
   require_pointers({{step.token_ids, "token_ids"},
                     {step.positions, "positions"},
@@ -213,17 +220,55 @@ void Model::launch_hosted(const lowlat_hosted_step& step, void* stream) {
   start_hosted(step, stream);
 }
 
+void Model::check_hosted(const lowlat_hosted_draft& draft) const {
+  require_struct(draft, "lowlat_hosted_draft");
+  if (!has_hosted_stages()) {
+    throw Error(LOWLAT_UNSUPPORTED, "a hosted draft needs a model that was hosted with stages");
+  }
+  if (!has_pools_) throw invalid("a hosted draft before lowlat_pools_bind");
+  require_count(draft.batch_size, shape_.kMaxBatch, "batch_size");
+  const std::int64_t num_rows = std::int64_t{draft.batch_size} * shape_.kDraftBlock;
+  require_built(num_rows);
+  const int window = shape_.kWindow + shape_.kDraftBlock;
+  if (draft.window_stride < window) {
+    throw invalid("window_stride is " + std::to_string(draft.window_stride) + "; needed " +
+                  std::to_string(window) + " or more");
+  }
+  require_pointers({{draft.token_ids, "token_ids"},
+                    {draft.positions, "positions"},
+                    {draft.key_slots, "key_slots"},
+                    {draft.window, "window"},
+                    {draft.hidden, "hidden"}});
+  if (!reads_arrays_) return;
+  // Of rows that are no padding, as check_hosted_arrays().
+  const std::int64_t slots = std::int64_t{pools_.num_window_pages} * config_.page_size;
+  require_values(draft.key_slots, num_rows, 0, slots - 1, "key_slots");
+  for (std::int64_t t = 0; t < num_rows; ++t) {
+    if (draft.key_slots[t] < config_.page_size) continue;
+    const std::string row = " of row " + std::to_string(t);
+    require_values(draft.token_ids + t, 1, 0, shape_.kVocab - 1, ("token_ids" + row).c_str());
+    require_values(draft.positions + t, 1, 0, config_.max_positions - 1,
+                   ("positions" + row).c_str());
+    const std::int32_t* seen = draft.window + t * draft.window_stride;
+    for (int i = 0; i < window; ++i) {
+      if (seen[i] >= 0) require_values(seen + i, 1, 0, slots - 1, ("window" + row).c_str());
+    }
+  }
+}
+
+void Model::launch_hosted(const lowlat_hosted_draft& draft, void* stream) {
+  require_ready("a hosted draft");
+  check_hosted(draft);
+  start_hosted(draft, stream);
+}
+
 void Model::check_proposal(const lowlat_proposal& proposal) const {
   require_struct(proposal, "lowlat_proposal");
   if (hosting_.proposals == 0) {
     throw Error(LOWLAT_UNSUPPORTED, "proposals need a model that was hosted for them");
   }
   require_count(proposal.batch_size, shape_.kMaxBatch, "batch_size");
-  const int* const end = config_.widths + config_.num_widths;
-  const int num_rows = proposal.batch_size * shape_.kDraftBlock;
-  if (std::find(config_.widths, end, num_rows) == end) {
-    throw Error(LOWLAT_UNSUPPORTED, std::to_string(num_rows) + " rows were not built");
-  }
+  require_built(std::int64_t{proposal.batch_size} * shape_.kDraftBlock);
   require_pointers({{proposal.hidden, "hidden"},
                     {proposal.anchors, "anchors"},
                     {proposal.draft_tokens, "draft_tokens"}});

@@ -27,4 +27,11 @@ void append_field(std::string& out, const char* name, std::string_view text) {
   append_string(out, text);
 }
 
+void append_fields(std::string& out, Fields fields) {
+  for (auto field = fields.begin(); field != fields.end(); ++field) {
+    if (field != fields.begin()) out += ", ";
+    append_field(out, field->first, field->second);
+  }
+}
+
 }  // namespace lowlat::host

@@ -48,6 +48,7 @@ std::string dims_text(const std::int64_t* dims, std::uint32_t ndim) {
   return text + "]";
 }
 
+constexpr std::uint32_t kAbortedByHost = 3;  // a state of lowlat_status_words
 constexpr const char* kDtypeNames[] = {"u8", "i32", "i64", "f32", "bf16", "e4m3", "ue8m0", "fp4x2"};
 constexpr const char* kLayoutNames[] = {"row_major", "kv_paged", "index_paged", "marlin"};
 
@@ -429,6 +430,8 @@ void Model::synchronize(std::uint64_t budget_ns) {
 void Model::read_status(lowlat_status_words& out) const {
   require_struct(out, "lowlat_status_words");
   out = status();
+  // No launch that would say it runs, and none begins any more.
+  if (out.state == 0u && is_aborted_by_host()) out.state = kAbortedByHost;
 }
 
 }  // namespace lowlat::host

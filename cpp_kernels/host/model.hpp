@@ -106,6 +106,7 @@ class Model {
   // Of a hosted model.
   void bind_pools(const lowlat_pools& pools);
   void launch_hosted(const lowlat_hosted_step& step, void* stream);
+  void launch_hosted(const lowlat_hosted_draft& draft, void* stream);
   void launch_proposal(const lowlat_proposal& proposal, void* stream);
   void synchronize(std::uint64_t budget_ns);
 
@@ -127,18 +128,22 @@ class Model {
   virtual void start_draft(const lowlat_draft& draft, Schedule schedule, void* stream) = 0;
   virtual void start_accept(const lowlat_accept& accept, void* stream) = 0;
   virtual void start_hosted(const lowlat_hosted_step& step, void* stream) = 0;
+  // Of a model with stages, which a platform refuses where it has no such launch.
+  virtual void start_hosted(const lowlat_hosted_draft& draft, void* stream) = 0;
   virtual void start_proposal(const lowlat_proposal& proposal, void* stream) = 0;
   // The pools' addresses are in weights(); nothing that was launched runs.
   virtual void move_pools() = 0;
   // True when everything launched has run within the budget.
   virtual bool wait_idle(std::uint64_t budget_ns) = 0;
   virtual bool is_aborted() const = 0;
+  virtual bool is_aborted_by_host() const = 0;
   // Of the rank's status words: state 0 while it is healthy.
   virtual lowlat_status_words status() const = 0;
 
   bool is_ready() const { return ready_; }
   bool is_hosted() const { return hosting_.struct_bytes > 0; }
   bool proposes_only() const { return hosting_.proposals != 0; }
+  bool has_hosted_stages() const { return hosting_.stages != 0; }
   // Where the caches end: as configured, or as lowlat_pools_bind said last.
   const lowlat_pools& pools() const { return pools_; }
   std::uint64_t digest() const;
@@ -150,6 +155,8 @@ class Model {
   void check_tensor(const TensorSlot& slot, const lowlat_tensor& tensor) const;
   void require_own(const char* call) const;
   void check_hosted(const lowlat_hosted_step& step) const;
+  void check_hosted(const lowlat_hosted_draft& draft) const;
+  void require_built(std::int64_t num_rows) const;
   void check_hosted_arrays(const lowlat_hosted_step& step) const;
   void check_proposal(const lowlat_proposal& proposal) const;
   void require_ready(const char* call) const;

@@ -142,6 +142,13 @@ void ScalarModel::start_hosted(const lowlat_hosted_step& step, void* stream) {
   push(job, stream);
 }
 
+void ScalarModel::start_hosted(const lowlat_hosted_draft& draft, void* stream) {
+  Job job;
+  job.kind = Job::Kind::hosted_draft;
+  job.hosted_draft = draft;
+  push(job, stream);
+}
+
 void ScalarModel::start_proposal(const lowlat_proposal& proposal, void* stream) {
   Job job;
   job.kind = Job::Kind::proposal;
@@ -161,7 +168,9 @@ void ScalarModel::run(const Job& job) {
     if (status().state == 0u) {
       stages::note_abort(rank_.port.fault, 0, stages::StageId::none, progress_.epoch);
     }
-    if (job.kind == Job::Kind::hosted) persistent::Program(rank_, kGrid).spoil({{}, job.hosted});
+    persistent::Program program(rank_, kGrid);
+    if (job.kind == Job::Kind::hosted) program.spoil({{}, job.hosted});
+    if (job.kind == Job::Kind::hosted_draft) program.spoil(job.hosted_draft);
     return;
   }
   switch (job.kind) {
@@ -182,12 +191,18 @@ void ScalarModel::run(const Job& job) {
       return;
     case Job::Kind::accept: persistent::Program(rank_, kGrid).accept(job.accept); return;
     case Job::Kind::hosted: persistent::Program(rank_, kGrid).target_step({{}, job.hosted}); return;
+    case Job::Kind::hosted_draft: persistent::Program(rank_, kGrid).draft(job.hosted_draft); return;
     case Job::Kind::proposal: persistent::Program(rank_, kGrid).propose(job.proposal); return;
   }
 }
 
 bool ScalarModel::is_aborted() const {
   return plat::load_acquire<plat::Scope::system>(&region_->abort_word.value) != 0u;
+}
+
+bool ScalarModel::is_aborted_by_host() const {
+  return plat::load_acquire<plat::Scope::system>(&region_->abort_word.value) ==
+         stages::kAbortByHost;
 }
 
 lowlat_status_words ScalarModel::status() const {

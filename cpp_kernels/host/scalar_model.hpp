@@ -35,10 +35,12 @@ class ScalarModel final : public Model {
   void start_draft(const lowlat_draft& draft, Schedule schedule, void* stream) override;
   void start_accept(const lowlat_accept& accept, void* stream) override;
   void start_hosted(const lowlat_hosted_step& step, void* stream) override;
+  void start_hosted(const lowlat_hosted_draft& draft, void* stream) override;
   void start_proposal(const lowlat_proposal& proposal, void* stream) override;
   void move_pools() override;
   bool wait_idle(std::uint64_t budget_ns) override { return worker_->wait_idle(budget_ns); }
   bool is_aborted() const override;
+  bool is_aborted_by_host() const override;
   lowlat_status_words status() const override;
 
  private:

@@ -30,17 +30,22 @@ class Builder {
         marlin_(hosting.expert_layout == LOWLAT_MARLIN),
         bf16_wo_a_(hosting.bf16_wo_a != 0),
         proposals_(hosting.proposals != 0),
+        stages_(hosting.stages != 0),
         s_(shape),
         v4_(config.kind == LOWLAT_V4) {}
 
   std::vector<TensorSlot> build(ModelWeights& w) {
+    w.marlin_inner = marlin_ ? marlin_rows(s_.kIntermediateLocal) : 0;
     if (proposals_) {
+      if (stages_) {
+        add_embedding(w);
+        draft_stages(w);
+      }
       add_head(w);
       proposals(w);
       return std::move(slots_);
     }
-    w.marlin_inner = marlin_ ? marlin_rows(s_.kIntermediateLocal) : 0;
-    add("embed.weight", w.embed, LOWLAT_BF16, {s_.kVocabLocal, s_.kHidden}, 0);
+    add_embedding(w);
     if (!hosted_) add_head(w);
     add("norm.weight", w.norm, LOWLAT_BF16, {s_.kHidden}, kWhole);
     if (v4_) head_mix("hc_head", w.hc_head);
@@ -65,6 +70,9 @@ class Builder {
   }
 
  private:
+  void add_embedding(ModelWeights& w) {
+    add("embed.weight", w.embed, LOWLAT_BF16, {s_.kVocabLocal, s_.kHidden}, 0);
+  }
   void add_head(ModelWeights& w) {
     add("head.weight", w.head, LOWLAT_BF16, {s_.kVocabLocal, s_.kHidden}, 0);
   }
@@ -263,16 +271,20 @@ class Builder {
     }
   }
 
-  void draft(ModelWeights& w) {
-    const std::int64_t hidden = s_.kHidden;
+  void draft_stages(ModelWeights& w) {
+    const std::int64_t pages = hosted_ ? 0 : s_.kNumPages;
     for (int i = 0; i < s_.kNumDraftStages; ++i) {
       const std::string prefix = "mtp." + std::to_string(i) + ".";
       w.stages[i].plan = {0, -1, -1, -1, -1, 0};
       layer(prefix, w.stages[i], s_.kDraftExperts);
       add(prefix + "kv.swa", w.stages[i].kv_swa, LOWLAT_U8,
-          {s_.kNumPages, stages::kv_page_bytes(s_.kPageSize)}, kWhole, LOWLAT_POOL,
-          LOWLAT_KV_PAGED);
+          {pages, stages::kv_page_bytes(s_.kPageSize)}, kWhole, LOWLAT_POOL, LOWLAT_KV_PAGED);
     }
+  }
+
+  void draft(ModelWeights& w) {
+    const std::int64_t hidden = s_.kHidden;
+    draft_stages(w);
     fp8("mtp.0.main_proj", w.main_proj, hidden, s_.kNumDraftStages * hidden, kWhole);
     add("mtp.0.main_norm.weight", w.main_norm, LOWLAT_BF16, {hidden}, kWhole);
     proposals(w);
@@ -292,7 +304,7 @@ class Builder {
   }
 
   const lowlat_model_config& config_;
-  const bool hosted_, marlin_, bf16_wo_a_, proposals_;
+  const bool hosted_, marlin_, bf16_wo_a_, proposals_, stages_;
   const shape::RuntimeShape& s_;
   const bool v4_;
   std::vector<TensorSlot> slots_;

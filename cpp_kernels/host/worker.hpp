@@ -18,10 +18,11 @@ enum class Schedule { persistent, plain };
 
 // One launch, by value: nothing is allocated for it.
 struct Job {
-  enum class Kind { none, step, draft, accept, hosted, proposal } kind = Kind::none;
+  enum class Kind { none, step, draft, accept, hosted, hosted_draft, proposal } kind = Kind::none;
   Schedule schedule = Schedule::persistent;
   lowlat_step step{};
   lowlat_hosted_step hosted{};
+  lowlat_hosted_draft hosted_draft{};
   lowlat_proposal proposal{};
   lowlat_draft draft{};
   lowlat_accept accept{};

@@ -188,6 +188,33 @@ class Program {
     return end();
   }
 
+  // A draft's layers without its context and its proposals.
+  LOWLAT_DEVICE bool draft(const lowlat_hosted_draft& call) {
+    const Rows rows = draft_rows(rank_, call);
+    if (!embed(rows, KernelId::draft, [&](int t) { take_draft_row(rank_, rows, call, t); })) {
+      return false;
+    }
+    for (int stage = 0; stage < s_.kNumDraftStages; ++stage) {
+      if (!layer(rows, draft_call(rank_, stage))) return false;
+    }
+    const std::int64_t width = draft_width(rank_);
+    constexpr int kStreams = shape::kNumStreams;
+    each_row(rows.num_rows, [&](int t) {
+      const std::uint16_t* residual = b_.residual + std::int64_t{t} * kStreams * s_.kHidden;
+      std::uint16_t* out = call.hidden + t * width;
+      if (rank_.rules->own_pre) {
+        spread(width, [&](std::int64_t i) { out[i] = residual[i]; });
+      } else {
+        stages::hc_combine<Block>(residual, b_.pre + t * kStreams, s_.kHidden,
+                                  [&](int h, float v) { out[h] = stages::to_bf16(v); });
+      }
+    });
+    return end();
+  }
+  LOWLAT_DEVICE void spoil(const lowlat_hosted_draft& call) {
+    each_row(call.batch_size * s_.kDraftBlock, [&](int t) { spoil_row(rank_, call, t); });
+  }
+
   LOWLAT_DEVICE bool draft(const lowlat_draft& draft) {
     if (draft.num_inject_rows > 0 && !(inject(draft) && hand_off(KernelId::draft))) return false;
     if (draft.batch_size == 0) return end();

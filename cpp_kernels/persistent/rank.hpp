@@ -76,6 +76,9 @@ struct Rows {
   const std::int32_t* history;      // [batch, 3]
   const std::int32_t* state_slots;  // [batch]
   int block_rows;  // draft only, else 0: a request's rows attend to its context and to all of these
+  // Of a hosted draft, else NULL: what a row attends to, [num_rows, window_stride].
+  const std::int32_t* window = nullptr;
+  int window_stride = 0;
 };
 
 constexpr std::int64_t most(std::int64_t a, std::int64_t b) { return a > b ? a : b; }

@@ -290,6 +290,24 @@ LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_draft& draft) {
           nullptr,
           rank.shape.kDraftBlock};
 }
+LOWLAT_DEVICE Rows draft_rows(const Rank& rank, const lowlat_hosted_draft& draft) {
+  const Buffers& b = rank.buffers;
+  const int block = rank.shape.kDraftBlock;
+  return {draft.batch_size * block,
+          draft.batch_size,
+          b.row_token,
+          b.row_position,
+          b.row_request,
+          b.row_slot,
+          nullptr,
+          0,
+          0,
+          nullptr,
+          nullptr,
+          block,
+          draft.window,
+          draft.window_stride};
+}
 
 // One row of the caller's arrays. What a model has not (a device's arrays are not looked at by the
 // host) is taken as padding, or as 0: such a row's results mean nothing, and no memory but the
@@ -310,6 +328,11 @@ LOWLAT_UNIT void take_row(const Rank& rank, const Rows& rows, int row_idx, std::
     b.row_slot[row_idx] = whole ? checked_slot(rank, slot) : -1;
   }
   plat::block_sync();
+}
+// A slot of kv.swa as an engine gives it; -1 for one that is none.
+LOWLAT_DEVICE std::int32_t given_window_slot(const Rank& rank, std::int32_t slot) {
+  const bool known = slot < std::int64_t{rank.pools.num_window_pages} * rank.shape.kPageSize;
+  return known && slot >= 0 ? slot : -1;
 }
 // A value of 64 bits as the rows keep it; -1 for one that no model has.
 LOWLAT_DEVICE std::int32_t narrowed(std::int64_t value) {
@@ -335,10 +358,19 @@ LOWLAT_DEVICE void take_request(const Rank& rank, const lowlat_hosted_step& step
   kept[kBefore - 1] = token;
 }
 // What a step that does not end leaves: no number that could be taken for a result.
-LOWLAT_DEVICE void spoil_row(const Rank& rank, const lowlat_hosted_step& step, int row_idx) {
+LOWLAT_DEVICE void spoil_row(std::uint16_t* hidden, std::int64_t width, int row_idx) {
   constexpr std::uint16_t kNan = 0x7fc0;
-  const int hidden = rank.shape.kHidden;
-  spread(hidden, [&](std::int64_t h) { step.hidden[std::int64_t{row_idx} * hidden + h] = kNan; });
+  spread(width, [&](std::int64_t h) { hidden[row_idx * width + h] = kNan; });
+}
+LOWLAT_DEVICE void spoil_row(const Rank& rank, const lowlat_hosted_step& step, int row_idx) {
+  spoil_row(step.hidden, rank.shape.kHidden, row_idx);
+}
+// Values of a row that a hosted draft leaves.
+LOWLAT_DEVICE std::int64_t draft_width(const Rank& rank) {
+  return std::int64_t{rank.shape.kHidden} * (rank.rules->own_pre ? shape::kNumStreams : 1);
+}
+LOWLAT_DEVICE void spoil_row(const Rank& rank, const lowlat_hosted_draft& draft, int row_idx) {
+  spoil_row(draft.hidden, draft_width(rank), row_idx);
 }
 LOWLAT_UNIT void take_target_row(const Rank& rank, const Rows& rows, const TargetStep& call,
                                  int row_idx) {
@@ -368,6 +400,22 @@ LOWLAT_UNIT void take_draft_row(const Rank& rank, const Rows& rows, const lowlat
   const int request = row_idx / block, place = row_idx % block;
   take_row(rank, rows, row_idx, place == 0 ? draft.anchors[request] : rank.shape.kDraftMaskToken,
            draft.prefixes[request] + place, request, draft.slots[row_idx]);
+}
+LOWLAT_UNIT void take_draft_row(const Rank& rank, const Rows& rows,
+                                const lowlat_hosted_draft& draft, int row_idx) {
+  spoil_row(rank, draft, row_idx);
+  if (Threads::leads()) {
+    const Buffers& b = rank.buffers;
+    const std::int32_t position = narrowed(draft.positions[row_idx]);
+    const std::int32_t slot = given_window_slot(rank, draft.key_slots[row_idx]);
+    const bool whole =
+        0 <= position && position < rank.config->max_positions && slot >= rank.shape.kPageSize;
+    b.row_token[row_idx] = within(narrowed(draft.token_ids[row_idx]), rank.shape.kVocab);
+    b.row_position[row_idx] = whole ? position : 0;
+    b.row_request[row_idx] = row_idx / rows.block_rows;
+    b.row_slot[row_idx] = whole ? slot : -1;
+  }
+  plat::block_sync();
 }
 
 // ------------------------------------------------------------------ hyper-connections
@@ -1043,6 +1091,15 @@ LOWLAT_DEVICE AttentionKeys list_keys(const Rank& rank, const Share& share, cons
   if (rows.slots[row_idx] < 0) return keys;
   std::int32_t* window_ids = share.memory->window_ids;
   std::int32_t* entry_ids = share.memory->entry_ids;
+  if constexpr (Threads::kAlone) {  // devices run hosted drafts by fused kernels alone
+    if (rows.window != nullptr) {
+      keys.num_window = s.kWindow + rows.block_rows;
+      const std::int32_t* seen = rows.window + std::int64_t{row_idx} * rows.window_stride;
+      spread(keys.num_window,
+             [&](std::int64_t i) { window_ids[i] = given_window_slot(rank, seen[i]); });
+      return keys;
+    }
+  }
   // Context, then (draft) the whole block; (target) up to and with the row itself.
   const int block_row = rows.block_rows > 0 ? row_idx - row_idx % rows.block_rows : 0;
   const std::int64_t last =
@@ -1264,11 +1321,12 @@ LOWLAT_UNIT void route(const Rank& rank, const Share& share, const Rows& rows,
   plat::block_sync();
 }
 
-// body(expert, pairs, num_pairs, begin, end) over the share's tiles of n weight rows of every
-// expert that has pairs.
+// body(expert, pairs, num_pairs, begin, end) over the share's tiles of n weight rows, `together` of
+// them each, of every expert that has pairs.
 template <class Body>
-LOWLAT_DEVICE void for_expert_tiles(const Share& share, const LayerCall& call, int n, Body&& body) {
-  const int step = Threads::kAlone ? n : stages::DotTeam<Block>::kNum;
+LOWLAT_DEVICE void for_expert_tiles(const Share& share, const LayerCall& call, int n, int together,
+                                    Body&& body) {
+  const int step = Threads::kAlone ? n : together;
   const std::int32_t* offsets = share.memory->pair_offsets;
   int tile = share.num - share.idx;  // counts the tiles of all experts
   for (int expert = 0; expert < call.num_experts; ++expert) {
@@ -1293,7 +1351,7 @@ LOWLAT_UNIT void run_experts_up(const Rank& rank, const Share& share, const Rows
   stages::group_pairs<Block>(share.memory->pair_offsets, share.memory->pairs, b.expert_ids,
                              rows.num_rows, call.experts_per_token, call.num_experts);
   plat::block_sync();
-  for_expert_tiles(share, call, inner,
+  for_expert_tiles(share, call, inner, stages::gate_up_rows<Block>(),
                    [&](int expert, const std::int32_t* pairs, int num_pairs, int begin, int end) {
                      const Expert rows_of = expert_rows(rank, w, expert);
                      stages::expert_gate_up<Block>(b.expert_h, b.x_f32, rows_of.w1, rows_of.w3,
@@ -1310,7 +1368,7 @@ LOWLAT_UNIT void run_experts_down(const Rank& rank, const Share& share, const La
   const auto& s = rank.shape;
   const Buffers& b = rank.buffers;
   const int inner = s.kIntermediateLocal;
-  for_expert_tiles(share, call, s.kHidden,
+  for_expert_tiles(share, call, s.kHidden, stages::down_rows<Block>(),
                    [&](int expert, const std::int32_t* pairs, int num_pairs, int begin, int end) {
                      stages::expert_down<Block>(b.expert_d, b.expert_h,
                                                 expert_rows(rank, call.weights, expert).w2, pairs,

@@ -4,8 +4,9 @@
 //
 // Arithmetic is IEEE where the contract says "rounded once": the build passes -ffp-contract=off,
 // division and square root are the exact ones, and denormals are kept. exp, log, pow, sin and cos
-// are platform/amd_math.hpp's. Matrix products are in platform/amd_mfma.hpp. What each name means
-// is in platform/contract.hpp.
+// are platform/amd_math.hpp's, products of tiles platform/amd_tile.hpp's; platform/amd_mfma.hpp has
+// the matrix unit's products of 8 and 4 bits on both sides. What each name means is in
+// platform/contract.hpp.
 #pragma once
 
 #ifndef __HIP__
@@ -27,6 +28,7 @@
                             amdgpu_waves_per_eu(1))) void
 
 #include "platform/amd_math.hpp"
+#include "platform/amd_tile.hpp"
 #include "platform/amd_types.hpp"
 
 namespace lowlat::amd::plat {

@@ -9,7 +9,7 @@
 #define LOWLAT_DEVICE inline
 #define LOWLAT_UNIT inline
 #define LOWLAT_TABLE inline constexpr
-#define LOWLAT_SHARED(type, name) type name
+#define LOWLAT_SHARED(type, name) [[maybe_unused]] static type name
 
 #include "platform/amd_types.hpp"
 
@@ -60,6 +60,16 @@ void store_tagged(TaggedWords* dst, const std::uint32_t (&payload)[kTaggedPayloa
                   std::uint32_t tag);
 bool load_tagged(const TaggedWords* src, std::uint32_t tag,
                  std::uint32_t (&out_payload)[kTaggedPayload]);
+void tile_order();
+void tile_arrived();
+template <int kWords>
+TileCodes<kWords> tile_load(const void* src);
+std::uint32_t tile_scale(const std::uint8_t* src);
+TileRun tile_bf16(const TileCodes<16>& codes);
+TileRun tile_values(const TileCodes<32>& values);
+TileRun tile_e4m3(const TileCodes<8>& codes, std::uint32_t scale);
+TileRun tile_fp4(const TileCodes<4>& codes, std::uint32_t scale);
+void tile_multiply(TileSums& c, const TileRun& a, const TileRun& b);
 void spin_pause();
 std::uint64_t clock_ns();
 

@@ -1,6 +1,7 @@
-// platform/amd_mfma.hpp: C[16, 16] += A[16, k] B[16, k]^T by one wave, in the matrix unit: of bf16,
-// of e4m3fn codes, and of fp4 codes with a ue8m0 scale for every 32. Sums are fp32, in the unit's
-// own order, so what uses them is declared with a bound.
+// platform/amd_mfma.hpp: C[16, 16] += A[16, k] B[16, k]^T by one wave, in the matrix unit, of codes
+// on both sides: e4m3fn, or fp4 with a ue8m0 scale for every 32. Sums are fp32, in the unit's own
+// order, so what uses them is declared with a bound. The schedule's products have bf16 values on
+// one side and are platform/amd_tile.hpp's (docs/adr/0007-matrix-unit-on-amd.md says why).
 //
 // A and B are row-major and anywhere in memory that has 16-byte rows. Lane l takes row l % 16 of
 // both and, of every stretch of the unit's depth, the part l / 16; which value of the stretch is
@@ -21,7 +22,6 @@ namespace lowlat::amd::mfma {
 
 using F32x4 = float __attribute__((ext_vector_type(4)));
 using I16x4 = short __attribute__((ext_vector_type(4)));
-using Bf16x8 = __bf16 __attribute__((ext_vector_type(8)));
 using U32x4 = std::uint32_t __attribute__((ext_vector_type(4)));
 using I32x8 = int __attribute__((ext_vector_type(8)));
 
@@ -34,26 +34,6 @@ struct Tile {
   LOWLAT_DEVICE static int row(int i) { return 4 * (lane() / 16) + i; }
   LOWLAT_DEVICE static int col() { return lane() % 16; }
 };
-
-// k is a multiple of 32; strides in elements.
-LOWLAT_DEVICE void multiply_bf16(Tile& tile, const std::uint16_t* a, std::int64_t a_stride,
-                                 const std::uint16_t* b, std::int64_t b_stride, int k) {
-  const std::uint16_t* a_row = a + lane() % 16 * a_stride;
-  const std::uint16_t* b_row = b + lane() % 16 * b_stride;
-#if defined(__gfx950__)
-  for (int first = 8 * (lane() / 16); first < k; first += 32) {
-    tile.sums = __builtin_amdgcn_mfma_f32_16x16x32_bf16(
-        *reinterpret_cast<const Bf16x8*>(a_row + first),
-        *reinterpret_cast<const Bf16x8*>(b_row + first), tile.sums, 0, 0, 0);
-  }
-#else
-  for (int first = 4 * (lane() / 16); first < k; first += 16) {
-    tile.sums = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(
-        *reinterpret_cast<const I16x4*>(a_row + first),
-        *reinterpret_cast<const I16x4*>(b_row + first), tile.sums, 0, 0, 0);
-  }
-#endif
-}
 
 // Eight e4m3fn codes as the unit reads them.
 LOWLAT_DEVICE std::int64_t fp8_operand(const std::uint8_t* codes) {

@@ -9,12 +9,15 @@
 
 #include <cstdint>
 
+#include "platform/tile_types.hpp"
+
 namespace lowlat::amd::plat {
 
 inline constexpr const char* kName = "amd";
 inline constexpr int kWarpLanes = 64;
 inline constexpr int kEarlyLines = 4;          // with 16 lanes a row of 8 KB
 inline constexpr bool kMarlinExperts = false;  // host/amd/model.cpp refuses them
+inline constexpr bool kTileProducts = true;    // platform/amd_tile.hpp
 template <int kThreads>
 struct Block {
   static_assert(kThreads % kWarpLanes == 0 && kThreads <= 1024);

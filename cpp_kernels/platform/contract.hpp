@@ -36,6 +36,18 @@
 //   kEarlyLines, keep          lines of 128 bytes that a lane asks for while its block waits for
 //                              others, 0 where that is no gain; a load is made before its value is
 //                              kept
+//   kTileProducts              whether blocks make their products with few rows as tiles
+//                              (platform/tile_types.hpp), because warps of 64 have a matrix unit
+//   tile_load<kWords>, tile_scale   codes, aligned to 16 bytes, and a scale's byte, from the
+//                              device's memory: never what is shared by a block
+//   tile_bf16, tile_values, tile_e4m3, tile_fp4   32 values of a lane, exact: bf16; fp32 that are
+//                              bf16 values; e4m3fn or e2m1 codes under a ue8m0 scale that leaves
+//                              all of them normal
+//   tile_multiply              a tile's sums += rows of a times rows of b, products exact, sums in
+//                              fp32 and in the platform's order, the same for every place in the
+//                              tile. All lanes of a warp of 64 call.
+//   tile_order, tile_arrived   a compiler moves nothing over it, so loads that are to be ahead of a
+//                              product stay so; all loads and stores so far have ended
 //   spin_pause, clock_ns       every spin calls the first; a monotonic clock
 #pragma once
 
@@ -102,6 +114,19 @@ static_assert(
 static_assert(
     std::same_as<decltype(atomic_cas<Scope::device>(static_cast<std::uint32_t*>(nullptr), 0u, 0u)),
                  std::uint32_t>);
+static_assert(std::same_as<decltype(kTileProducts), const bool>);
+static_assert(!kTileProducts || kWarpLanes == kTileSide * kTileParts);
+static_assert(std::same_as<decltype(tile_order()), void>);
+static_assert(std::same_as<decltype(tile_arrived()), void>);
+static_assert(std::same_as<decltype(tile_load<4>(nullptr)), TileCodes<4>>);
+static_assert(std::same_as<decltype(tile_scale(nullptr)), std::uint32_t>);
+static_assert(std::same_as<decltype(tile_bf16(TileCodes<16>{})), TileRun>);
+static_assert(std::same_as<decltype(tile_values(TileCodes<32>{})), TileRun>);
+static_assert(std::same_as<decltype(tile_e4m3(TileCodes<8>{}, 0u)), TileRun>);
+static_assert(std::same_as<decltype(tile_fp4(TileCodes<4>{}, 0u)), TileRun>);
+static_assert(
+    std::same_as<decltype(tile_multiply(*static_cast<TileSums*>(nullptr), TileRun{}, TileRun{})),
+                 void>);
 static_assert(std::same_as<decltype(spin_pause()), void>);
 static_assert(std::same_as<decltype(clock_ns()), std::uint64_t>);
 static_assert(Scope::block != Scope::device && Scope::device != Scope::system);

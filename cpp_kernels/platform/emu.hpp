@@ -15,6 +15,7 @@
 // compiler makes of a loop.
 //
 //   LOWLAT_EMU_WARP_LANES   lanes of a warp: 32 unless set; 64 is AMD's
+//   LOWLAT_EMU_TILES        stages multiply tiles, as AMD's do; of warps of 64
 //   LOWLAT_EMU_UCONTEXT     switch fibers with swapcontext, as machines other than x86-64 do
 #pragma once
 
@@ -36,7 +37,9 @@
 #define LOWLAT_SHARED(type, name) \
   static char name##_site;        \
   type& name = *static_cast<type*>(::lowlat::emu::fibers::shared(&name##_site, sizeof(type)))
-#ifndef LOWLAT_EMU_WARP_LANES
+#if !defined(LOWLAT_EMU_WARP_LANES) && defined(LOWLAT_EMU_TILES)
+#define LOWLAT_EMU_WARP_LANES 64
+#elif !defined(LOWLAT_EMU_WARP_LANES)
 #define LOWLAT_EMU_WARP_LANES 32
 #endif
 
@@ -635,4 +638,13 @@ LOWLAT_DEVICE std::uint64_t warp_ballot(bool mine) {
 
 LOWLAT_DEVICE void spin_pause() { fibers::here().pause(); }
 
+#ifdef LOWLAT_EMU_TILES
+inline constexpr bool kTileProducts = true;
+static_assert(kWarpLanes == 64, "LOWLAT_EMU_TILES needs LOWLAT_EMU_WARP_LANES=64");
+#else
+inline constexpr bool kTileProducts = false;
+#endif
+
 }  // namespace lowlat::emu::plat
+
+#include "platform/tile_plain.hpp"

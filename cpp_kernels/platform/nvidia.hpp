@@ -201,4 +201,9 @@ LOWLAT_DEVICE std::uint64_t clock_ns() {
   return ns;
 }
 
+// The fused kernels have the tensor core; the resident schedule keeps one order of sums.
+inline constexpr bool kTileProducts = false;
+
 }  // namespace lowlat::nvidia::plat
+
+#include "platform/tile_plain.hpp"

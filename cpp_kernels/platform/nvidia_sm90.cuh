@@ -69,6 +69,20 @@ LOWLAT_DEVICE bool barrier_try_wait(std::uint64_t* barrier, std::uint32_t parity
       : "memory");
   return done != 0u;
 }
+// The same without suspending.
+LOWLAT_DEVICE bool barrier_test_wait(std::uint64_t* barrier, std::uint32_t parity) {
+  std::uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 over, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, over;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0u;
+}
 // As barrier_try_wait, until the phase is over (true) or plat::clock_ns() has passed deadline_ns
 // (false). The clock is read only after the first try.
 LOWLAT_DEVICE bool barrier_wait(std::uint64_t* barrier, std::uint32_t parity,

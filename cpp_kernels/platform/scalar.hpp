@@ -37,4 +37,9 @@ LOWLAT_DEVICE std::uint64_t warp_ballot(bool mine) { return mine ? 1u : 0u; }
 
 LOWLAT_DEVICE void spin_pause() { std::this_thread::yield(); }
 
+// One lane is no tile.
+inline constexpr bool kTileProducts = false;
+
 }  // namespace lowlat::scalar::plat
+
+#include "platform/tile_plain.hpp"

@@ -176,6 +176,7 @@ lowlat_hosting hosting_of(const py::dict& dict) {
   hosting.expert_layout = number_of(kLayouts, layout, "expert_layout");
   take("bf16_wo_a", hosting.bf16_wo_a);
   take("proposals", hosting.proposals);
+  take("stages", hosting.stages);
   take.finish();
   return hosting;
 }
@@ -309,6 +310,21 @@ class HostedModel {
     require_ok(lowlat_hosted_step_launch(model_, &step, at<void>(stream)));
   }
 
+  void draft(int batch_size, int window_stride, std::uintptr_t token_ids, std::uintptr_t positions,
+             std::uintptr_t key_slots, std::uintptr_t window, std::uintptr_t hidden,
+             std::uintptr_t stream) {
+    lowlat_hosted_draft draft{};
+    draft.struct_bytes = sizeof draft;
+    draft.batch_size = batch_size;
+    draft.window_stride = window_stride;
+    draft.token_ids = at<const std::int64_t>(token_ids);
+    draft.positions = at<const std::int64_t>(positions);
+    draft.key_slots = at<const std::int32_t>(key_slots);
+    draft.window = at<const std::int32_t>(window);
+    draft.hidden = at<std::uint16_t>(hidden);
+    require_ok(lowlat_hosted_draft_launch(model_, &draft, at<void>(stream)));
+  }
+
   void propose(int batch_size, std::uintptr_t hidden, std::uintptr_t anchors,
                std::uintptr_t temperature, std::uintptr_t noise_offset, std::uint64_t noise_key,
                std::uintptr_t draft_tokens, std::uintptr_t draft_logits, std::uintptr_t stream) {
@@ -395,6 +411,8 @@ void define_hosted_model(py::module_& module) {
            "tokens_per_request"_a, "page_table_stride"_a, "num_table_pages"_a, "token_ids"_a,
            "positions"_a, "slots"_a, "requests"_a, "page_table"_a, "hidden"_a, "features"_a,
            "streams"_a, "stream"_a)
+      .def("draft", &HostedModel::draft, py::kw_only(), "batch_size"_a, "window_stride"_a,
+           "token_ids"_a, "positions"_a, "key_slots"_a, "window"_a, "hidden"_a, "stream"_a)
       .def("propose", &HostedModel::propose, py::kw_only(), "batch_size"_a, "hidden"_a, "anchors"_a,
            "temperature"_a, "noise_offset"_a, "noise_key"_a, "draft_tokens"_a, "draft_logits"_a,
            "stream"_a)

@@ -16,7 +16,6 @@ namespace {
 
 // Far below the time in which a fault has to become the server's end, and one read of a few words.
 constexpr std::chrono::milliseconds kInterval{5};
-constexpr std::uint32_t kGate = 0x1000;
 
 std::string line_of(const std::string& text, std::uint32_t number) {
   std::size_t begin = 0;
@@ -31,8 +30,9 @@ std::string line_of(const std::string& text, std::uint32_t number) {
 // See lowlat_status_words.place.
 std::string words_of_place(std::uint32_t place) {
   if (place == 0) return "";
-  const bool is_gate = (place & kGate) != 0;
-  const std::uint32_t number = place & ~kGate, each = is_gate ? 32 : 16;
+  const bool is_gate = (place & LOWLAT_PLACE_GATE) != 0;
+  const std::uint32_t number = place & ~LOWLAT_PLACE_GATE;
+  const std::uint32_t each = is_gate ? LOWLAT_PLACE_GATES : LOWLAT_PLACE_KERNELS;
   const std::string what =
       (is_gate ? ", gate " : ", kernel ") + std::to_string(number % each) + " of ";
   if (number < each) return what + "the step's begin";

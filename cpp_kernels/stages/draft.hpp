@@ -35,15 +35,15 @@ LOWLAT_DEVICE void draft_feature(std::uint16_t* out, const std::uint16_t* residu
 // numbering of its vocabulary rows. w2 bf16 [rows, rank]; embedding fp32
 // [batch_size, rank] holding w1's bf16 rows of the previous tokens; base and out_z fp32, one
 // request's row `pitch` after the other's (they may be the same memory). scratch: rank floats, of
-// one thread. The block calls, as linear(); no sync.
+// one thread. The block calls, as linear_in_chains(), because a rank is any number; no sync.
 template <class Block = OneThread>
 LOWLAT_DEVICE void markov_logits(float* out_z, const float* base, std::int64_t pitch,
                                  const float* embedding, const Bf16Weights& w2, int batch_size,
                                  int rank, int begin, int end, float* scratch) {
-  linear<Block>(embedding, rank, batch_size, rank, w2, begin, end, scratch,
-                [=](int b, int v, float bias) {
-                  out_z[b * pitch + v] = base[b * pitch + v] + round_bf16(bias);
-                });
+  linear_in_chains<Block>(embedding, rank, batch_size, rank, w2, begin, end, scratch,
+                          [=](int b, int v, float bias) {
+                            out_z[b * pitch + v] = base[b * pitch + v] + round_bf16(bias);
+                          });
 }
 
 // The best of z[0..n), whose first id is first_id, in every thread: argmax of z where temperature

@@ -3,10 +3,10 @@
 //
 // Order of one call: group_pairs; then for every expert with pairs expert_gate_up over ranges of I
 // and, when its h is whole, expert_down over ranges of H; then expert_sum over rows. The block
-// calls each function; none syncs, and a scratch is one thread's. Ranges and experts may be handed
-// out to any blocks, because each output element is made by one dot product of its own row, in the
-// order of dot(). So a row's result does not depend on the other rows, on the ranges or on who
-// computed them. In a block 16 lanes (DotTeam) take a weight row.
+// calls each function; none syncs at its end, and a scratch is one thread's. Ranges and experts may
+// be handed out to any blocks, because each output element is made by one product of its own row,
+// in one order (linear()'s). So a row's result does not depend on the other rows, on the ranges or
+// on who computed them. In a block 16 lanes (DotTeam) take a weight row, or its warps take tiles.
 //
 // A pair is one (row, slot): pair = row * slots + slot. Rounding, per pair: gate and up to bf16,
 // clamp, silu to bf16, product to bf16 (h); down times weight to bf16 (d); a row's slots are added
@@ -21,6 +21,7 @@
 #include "stages/format.hpp"
 #include "stages/fp4.hpp"
 #include "stages/sum.hpp"
+#include "stages/tile.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -39,6 +40,14 @@ struct Fp4Weights {
     if (plat::kMarlinExperts && marlin_rows > 0) return tile_value(first_row + row_idx, i);
     const std::uint8_t pair = codes[row_idx * code_stride + i / 2];
     return kFp4Pairs.value[pair][i % 2] * from_ue8m0(scales[row_idx * scale_stride + i / 32]);
+  }
+  // Not of Marlin's tiles, which no platform takes that multiplies tiles.
+  LOWLAT_DEVICE TileWeights<4> tile_codes(int row_idx, int run) const {
+    return {plat::tile_load<4>(codes + row_idx * code_stride + 16 * run),
+            plat::tile_scale(scales + row_idx * scale_stride + run)};
+  }
+  LOWLAT_DEVICE static plat::TileRun tile_run(const TileWeights<4>& run) {
+    return plat::tile_fp4(run.codes, run.scale);
   }
   // out[0..k) of one row; k is a multiple of 32.
   LOWLAT_DEVICE void expand(float* out, int row_idx, int k) const {
@@ -162,6 +171,38 @@ LOWLAT_DEVICE void dot_pairs(const Fp4Weights* const (&weights)[kNumWeights], in
   }
 }
 
+// Weight rows that a block takes together of the products below: a range that is a multiple of them
+// leaves no thread without work. Down has the shorter rows, and takes four tiles of them.
+template <class Block>
+LOWLAT_DEVICE constexpr int gate_up_rows() {
+  return multiplies_tiles<Block, Fp4Weights>() ? plat::kTileSide : DotTeam<Block>::kNum;
+}
+inline constexpr int kDownTiles = 4;
+template <class Block>
+LOWLAT_DEVICE constexpr int down_rows() {
+  return multiplies_tiles<Block, Fp4Weights>() ? kDownTiles * plat::kTileSide
+                                               : DotTeam<Block>::kNum;
+}
+
+// The pairs of an expert in tiles: use(t, of_tile, first) is called for pair first + t and row
+// `of_tile` of the tiles, by one thread, when their sums are there.
+template <class Block, int kTiles, class Row, class Use>
+LOWLAT_DEVICE void tile_pairs(const Fp4Weights* const (&weights)[kTiles],
+                              const int (&first_row)[kTiles], int last_row, int k, int num_pairs,
+                              Row&& row, Use&& use) {
+  using Tiles = TileTeam<Block, kTiles>;
+  constexpr int kSide = plat::kTileSide;
+  for (int first = 0; first < num_pairs; first += kSide) {
+    const int rest = num_pairs - first, num = rest < kSide ? rest : kSide;
+    Tiles::run(
+        weights, first_row, last_row, [&](int t) { return row(first + t); }, num, k,
+        tile_scratch<Block>());
+    for (int i = Team<Block>::thread_idx(); i < Tiles::kSums; i += Block::kNumThreads) {
+      if (i % kSide < num) use(i % kSide, i / kSide, first);
+    }
+  }
+}
+
 // h[pair][i] for the expert's pairs and i in [inner_begin, inner_end): out_h is fp32 holding bf16
 // values, [pairs of the call, inner] (pitch `inner`, this rank's I). x is fp32 [rows, hidden]
 // holding bf16 values. scratch: 2 * hidden floats, of one thread.
@@ -184,6 +225,17 @@ LOWLAT_DEVICE void expert_gate_up(float* out_h, const float* x, const Fp4Weights
       for (int p = 0; p < num_pairs; ++p) {
         put(p, i, dot(row(p), gate_row, hidden), dot(row(p), up_row, hidden));
       }
+    }
+  } else if constexpr (multiplies_tiles<Block, Fp4Weights>()) {
+    using Tiles = TileTeam<Block, 2>;
+    const auto& scratch = tile_scratch<Block>();
+    for (int base = inner_begin; base < inner_end; base += plat::kTileSide) {
+      tile_pairs<Block, 2>({&w1, &w3}, {base, base}, inner_end - 1, hidden, num_pairs, row,
+                           [&](int t, int of_tile, int first) {
+                             if (base + of_tile >= inner_end) return;
+                             put(first + t, base + of_tile, Tiles::sum(scratch, 0, of_tile, t),
+                                 Tiles::sum(scratch, 1, of_tile, t));
+                           });
     }
   } else {
     using Dots = DotTeam<Block>;
@@ -211,6 +263,21 @@ LOWLAT_DEVICE void expert_down(std::uint16_t* out_d, const float* h, const Fp4We
     for (int n = out_begin; n < out_end; ++n) {
       w2.expand(scratch, n, inner);
       for (int p = 0; p < num_pairs; ++p) put(p, n, dot(row(p), scratch, inner));
+    }
+  } else if constexpr (multiplies_tiles<Block, Fp4Weights>()) {
+    constexpr int kSide = plat::kTileSide;
+    using Tiles = TileTeam<Block, kDownTiles>;
+    const auto& sums = tile_scratch<Block>();
+    static_assert(kDownTiles == 4);
+    for (int base = out_begin; base < out_end; base += kDownTiles * kSide) {
+      tile_pairs<Block, kDownTiles>(
+          {&w2, &w2, &w2, &w2}, {base, base + kSide, base + 2 * kSide, base + 3 * kSide},
+          out_end - 1, inner, num_pairs, row, [&](int t, int of_tile, int first) {
+            for (int tile = 0; tile < kDownTiles; ++tile) {
+              const int n = base + tile * kSide + of_tile;
+              if (n < out_end) put(first + t, n, Tiles::sum(sums, tile, of_tile, t));
+            }
+          });
     }
   } else {
     using Dots = DotTeam<Block>;

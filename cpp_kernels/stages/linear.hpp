@@ -3,8 +3,9 @@
 // Activations come as fp32 rows: a bf16 row expanded (expand_bf16), or what a block-fp8 linear sees
 // of it (quantize_row). Results go, in fp32 and unrounded, to a sink, so that a caller may round,
 // add, keep or publish them. A result depends on its own activation row and weight row alone, in
-// one fixed order (dot()), so it is the same whatever rows and ranges are asked for together, and
-// whoever calls: one thread, a warp or a block.
+// one fixed order, so it is the same whatever rows and ranges are asked for together. The order is
+// dot()'s, whoever calls: one thread, a warp or a block; but where the platform multiplies tiles, a
+// block's is that of stages/tile.hpp.
 //
 // The block calls every function here; a launch or a loop hands out ranges of weight rows. No sync
 // at the end.
@@ -18,6 +19,7 @@
 
 #include "stages/format.hpp"
 #include "stages/sum.hpp"
+#include "stages/tile.hpp"
 
 namespace lowlat::LOWLAT_PLATFORM::stages {
 
@@ -54,13 +56,17 @@ struct ScaleF32 {
 struct ScaleUe8m0 {
   const std::uint8_t* codes;
   std::int64_t stride;
+  LOWLAT_DEVICE std::uint32_t tile_scale(int block_row, int block_col) const {
+    return plat::tile_scale(codes + block_row * stride + block_col);
+  }
   LOWLAT_DEVICE float operator()(int block_row, int block_col) const {
     return from_ue8m0(codes[block_row * stride + block_col]);
   }
 };
 
 // Sources of weight rows for linear(): expand(out, row_idx, k) writes a row as fp32 [k], and
-// value(row_idx, i) is its element i; the two agree.
+// value(row_idx, i) is its element i; the two agree. Those of stages/tile.hpp take rows that begin
+// at 16 bytes, and a power of two of 2^-117 .. 2^118 as a scale.
 struct Bf16Weights {
   const std::uint16_t* codes;  // [N, K], `stride` elements a row
   std::int64_t stride;
@@ -69,6 +75,12 @@ struct Bf16Weights {
   }
   LOWLAT_DEVICE float value(int row_idx, int i) const {
     return from_bf16(codes[row_idx * stride + i]);
+  }
+  LOWLAT_DEVICE plat::TileCodes<16> tile_codes(int row_idx, int run) const {
+    return plat::tile_load<16>(codes + row_idx * stride + plat::kTileRun * run);
+  }
+  LOWLAT_DEVICE static plat::TileRun tile_run(const plat::TileCodes<16>& run) {
+    return plat::tile_bf16(run);
   }
 };
 template <class Scale>
@@ -86,6 +98,19 @@ struct E4m3Weights {
   LOWLAT_DEVICE float value(int row_idx, int i) const {
     return kE4m3Values.value[codes[row_idx * stride + i]] * scale(row_idx / block, i / block);
   }
+  // A block is a power of two, 32 values or more: no division in a loop.
+  LOWLAT_DEVICE TileWeights<8> tile_codes(int row_idx, int run) const
+    requires std::is_same_v<Scale, ScaleUe8m0>
+  {
+    const auto bits = [](int power) {
+      return plat::popcount(static_cast<std::uint64_t>(power - 1));
+    };
+    return {plat::tile_load<8>(codes + row_idx * stride + plat::kTileRun * run),
+            scale.tile_scale(row_idx >> bits(block), run >> bits(block / plat::kTileRun))};
+  }
+  LOWLAT_DEVICE static plat::TileRun tile_run(const TileWeights<8>& run) {
+    return plat::tile_e4m3(run.codes, run.scale);
+  }
 };
 
 // How many consecutive weight rows of one activation row a sink gets from one thread, in ascending
@@ -99,8 +124,7 @@ LOWLAT_DEVICE constexpr int rows_together() {
   }
 }
 
-// sink(t, n, y): y = x[t] . W[n] in fp32 for every row t < num_rows and weight row n in
-// row_begin .. row_end - 1, once each. x is fp32, x_stride floats a row.
+// linear() in the order of dot(), on every platform: sink(t, n, y) as there.
 //
 // One thread: n outermost, ascending; w_row is scratch, fp32 [k], and each weight row is expanded
 // once for all rows. A block: 16 lanes (DotTeam) take a weight row, or rows_together of them one
@@ -109,9 +133,9 @@ LOWLAT_DEVICE constexpr int rows_together() {
 // not used.
 inline constexpr int kLinearTile = 8;
 template <class Block = OneThread, class Weights, class Sink>
-LOWLAT_DEVICE void linear(const float* x, std::int64_t x_stride, int num_rows, int k,
-                          const Weights& weights, int row_begin, int row_end, float* w_row,
-                          Sink&& sink) {
+LOWLAT_DEVICE void linear_in_chains(const float* x, std::int64_t x_stride, int num_rows, int k,
+                                    const Weights& weights, int row_begin, int row_end,
+                                    float* w_row, Sink&& sink) {
   if constexpr (Team<Block>::kAlone) {
     for (int n = row_begin; n < row_end; ++n) {
       weights.expand(w_row, n, k);
@@ -158,6 +182,53 @@ LOWLAT_DEVICE void linear(const float* x, std::int64_t x_stride, int num_rows, i
         }
       }
     }
+  }
+}
+
+// The same in tiles: the block takes 16 weight rows, or 16 for each of rows_together.
+template <class Block, class Weights, class Sink>
+LOWLAT_DEVICE void linear_in_tiles(const float* x, std::int64_t x_stride, int num_rows, int k,
+                                   const Weights& weights, int row_begin, int row_end,
+                                   Sink&& sink) {
+  constexpr int kTiles = rows_together<std::remove_cvref_t<Sink>>();
+  constexpr int kSide = plat::kTileSide;
+  using Tiles = TileTeam<Block, kTiles>;
+  auto& scratch = tile_scratch<Block>();
+  const Weights* sources[kTiles];
+  int first_row[kTiles];
+  for (int base = row_begin; base < row_end; base += kTiles * kSide) {
+    for (int i = 0; i < kTiles; ++i) {
+      sources[i] = &weights;
+      first_row[i] = base + i * kSide;
+    }
+    for (int first = 0; first < num_rows; first += kSide) {
+      const int rest = num_rows - first, num = rest < kSide ? rest : kSide;
+      Tiles::run(
+          sources, first_row, row_end - 1, [&](int t) { return x + (first + t) * x_stride; }, num,
+          k, scratch);
+      for (int i = Team<Block>::thread_idx(); i < Tiles::kSums; i += Block::kNumThreads) {
+        const int team_idx = i / kSide, t = i % kSide;
+        for (int place = 0; place < kTiles; ++place) {
+          const int row = team_idx * kTiles + place, n = base + row;
+          if (t >= num || n >= row_end) break;
+          sink(first + t, n, Tiles::sum(scratch, row / kSide, row % kSide, t));
+        }
+      }
+    }
+  }
+}
+
+// sink(t, n, y): y = x[t] . W[n] in fp32 for every row t < num_rows and weight row n in
+// row_begin .. row_end - 1, once each. x is fp32, x_stride floats a row, bf16 values where products
+// are tiles; k is a multiple of 32 there.
+template <class Block = OneThread, class Weights, class Sink>
+LOWLAT_DEVICE void linear(const float* x, std::int64_t x_stride, int num_rows, int k,
+                          const Weights& weights, int row_begin, int row_end, float* w_row,
+                          Sink&& sink) {
+  if constexpr (multiplies_tiles<Block, Weights>()) {
+    linear_in_tiles<Block>(x, x_stride, num_rows, k, weights, row_begin, row_end, sink);
+  } else {
+    linear_in_chains<Block>(x, x_stride, num_rows, k, weights, row_begin, row_end, w_row, sink);
   }
 }
 

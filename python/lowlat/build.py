@@ -28,7 +28,7 @@ class Request:
     `tensors` are the loaded weights by SGLang's names, where they lie, their experts in
     `expert_layout`. `copies` are those of the checkpoint's tensors (models/published.py), or None
     where the loaded ones are read. `page_size` is in tokens, `device` the number of this rank's
-    GPU.
+    GPU. `stages`: of a draft its layers too, not the proposals alone.
     """
 
     model: Any
@@ -44,6 +44,7 @@ class Request:
     expert_layout: str
     device: int
     copies: dict[tuple, Any] | None = None
+    stages: bool = False
 
 
 class Kernels(Protocol):
@@ -62,14 +63,17 @@ class Kernels(Protocol):
     def connect(self, handles: list[bytes]) -> None:
         """Opens the peers' memory, by every rank's handle."""
 
-    def attach(self, head: Any) -> None:
-        """The draft's head, before its first proposal."""
+    def attach(self, model: Any) -> None:
+        """The draft's head and embedding, before its first launch."""
 
     def reads(self, view: Any) -> dict[str, Any]:
         """The caches that steps read and write, by name, as `view` gives them now."""
 
     def step(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
         """Runs a covered step and gives a ``replay.StepOutput``."""
+
+    def draft_layers(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+        """Runs the layers of a draft's block and gives what the last one left."""
 
     def draft(self, **arrays: Any) -> Any:
         """Proposes a block; the arguments are those of ``replay.DraftMegakernel.propose``."""
@@ -120,7 +124,9 @@ def amd_target(model: Any, hf_config: Any, context: Any) -> TargetMonokernels:
 
 def draft(model: Any, hf_config: Any, context: Any) -> DraftMegakernel:
     """The NVIDIA spec's build of a DSpark draft."""
-    return build_draft(model, hf_config, context, nvidia_kernels, place(guard.ISA))
+    where = place(guard.ISA)
+    stages = guard.runs_draft_layers(model, where.tp_size)
+    return build_draft(model, hf_config, context, nvidia_kernels, where, stages)
 
 
 def place(isa: str) -> Place:
@@ -196,19 +202,21 @@ def run_target(
 
 
 def build_draft(
-    model: Any, hf_config: Any, context: Any, open_kernels: Open, where: Place
+    model: Any, hf_config: Any, context: Any, open_kernels: Open, where: Place, stages: bool = False
 ) -> DraftMegakernel:
-    """Covers the proposals of 1 to 8 requests. SGLang gives a draft's build the verify window,
-    one row more than a block proposes."""
+    """Covers the proposals of 1 to 8 requests, and with `stages` the layers before them. SGLang
+    gives a draft's build the verify window, one row more than a block proposes."""
     gamma = context.tokens_per_request - 1
     if gamma < 1:
         words = f"the server proposes {gamma} tokens; these kernels need 1 or more"
         raise refusal("server_argument", words, "--speculative-dspark-block-size 5")
     widths = tuple(gamma * batch_size for batch_size in range(1, MAX_REQUESTS + 1))
-    needs = guard.table(hf_config, {}).draft()
-    built = Build(model, hf_config, context, "draft", gamma, widths, needs, where)
+    needs = guard.table(hf_config, {}).draft(stages)
+    built = Build(model, hf_config, context, "draft", gamma, widths, needs, where, stages)
     kernels, dispatcher = built.run(open_kernels)
-    return DraftMegakernel(model, kernels, dispatcher, gamma)
+    planner = Planner(dispatcher, "draft", gamma)
+    served = widths if stages else ()
+    return DraftMegakernel(model, kernels, planner, gamma, served, context.binding, built.weights())
 
 
 def ladder(deadline_s: float) -> Any:
@@ -234,6 +242,7 @@ class Build:
     widths: tuple[int, ...]
     needs: list[deepseek_v4.Need]
     where: Place
+    stages: bool = False
 
     def run(self, open_kernels: Open) -> tuple[Kernels, Any]:
         """The kernels, and the dispatcher that follows from every rank's ballot."""
@@ -285,6 +294,7 @@ class Build:
             expert_layout=layout,
             device=torch.cuda.current_device(),
             copies=copies,
+            stages=self.stages,
         )
 
     def loaded(self) -> dict[str, Any]:

@@ -39,10 +39,15 @@ class Planner:
         self.told = ToldOnce()
         self.captured: dict[int, Seals] = {}
 
+    def mode_of(self, forward_mode: Any) -> str:
+        """The same of a step; a draft's block comes as one of verifying."""
+        mode = mode_of(forward_mode)
+        return self.mode if (self.mode, mode) == ("draft", "target_verify") else mode
+
     def covers(self, input_ids: Any, forward_batch: Any, given: tuple[Any, ...]) -> bool:
         """Whether our kernels run this step; `given` are what else the forward was given, such as
         embeddings in place of tokens, and are None in a step of ours."""
-        mode, rows = mode_of(forward_batch.forward_mode), int(input_ids.shape[0])
+        mode, rows = self.mode_of(forward_batch.forward_mode), int(input_ids.shape[0])
         batch_size = int(forward_batch.batch_size)
         tokens = self.tokens_per_request if mode == self.mode else 1
         if any(value is not None for value in given):

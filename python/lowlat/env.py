@@ -8,3 +8,8 @@ from pathlib import Path
 def fault_folder() -> Path:
     """Where post-mortems go: $LOWLAT_FAULT_DIR, else the folder for temporary files."""
     return Path(os.environ.get("LOWLAT_FAULT_DIR") or tempfile.gettempdir())
+
+
+def takes_slow_ranks() -> bool:
+    """Whether ranks that the fast kernels do not serve are accepted: $LOWLAT_SLOW_RANKS=1."""
+    return os.environ.get("LOWLAT_SLOW_RANKS") == "1"

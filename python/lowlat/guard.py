@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from lowlat import _dispatch, config
+from lowlat import _dispatch, config, env
 from lowlat.models import deepseek_v4, published
 from lowlat.surface import SGLANG_VERSION
 
@@ -21,6 +21,8 @@ SHORTEST_WATCHDOG_S = 10
 # index reads 262,144 entries, which of V4.1 are as many tokens. Beyond, steps would be right and
 # slower than SGLang's own.
 LONGEST_CONTEXT = 262_000
+# Tensor-parallel sizes whose steps, and a draft's layers, the fused kernels run inside SGLang.
+FUSED_RANKS = (2, 4)
 
 
 def version_reasons() -> list[str]:
@@ -97,8 +99,29 @@ def settings_reasons(
         change = "leave out --enable-encoder-swa-bounded-replay"
         reasons.append(_dispatch.decline("server_argument", words, change))
     if platform == PLATFORM:
-        reasons += context_reasons(cfg, hf_config)
+        reasons += [*rank_reasons(cfg), *context_reasons(cfg, hf_config)]
     return [*kernels_reasons(platform), *reasons]
+
+
+def rank_reasons(cfg: Any) -> list[str]:
+    """Against numbers of ranks that would run right and slower than SGLang's own."""
+    # Sizes that no kernels are for are the dispatcher's reason.
+    sizes = config.requirements(ISA).values()
+    is_built = any(cfg.tp_size in spec["tp_sizes"] for spec in sizes)
+    if cfg.tp_size in FUSED_RANKS or not is_built or env.takes_slow_ranks():
+        return []
+    served = " or ".join(map(str, FUSED_RANKS))
+    words = f"tp_size is {cfg.tp_size}, which the fast kernels do not run; these need {served}"
+    return [_dispatch.decline("tp_size", words, f"--tp-size {FUSED_RANKS[-1]}")]
+
+
+def runs_draft_layers(model: Any, tp_size: int) -> bool:
+    """Whether a draft's layers are run too, and not its proposals alone: where SGLang's graph
+    begins with tokens, and every row of a block is sampled."""
+    from sglang.srt.environ import envs
+
+    begins_with_tokens = envs.SGLANG_DSPARK_EMBED_IN_GRAPH.get() and model.sample_from_anchor
+    return begins_with_tokens and tp_size in FUSED_RANKS and not env.takes_slow_ranks()
 
 
 def context_reasons(cfg: Any, hf_config: Any) -> list[str]:
@@ -118,7 +141,9 @@ def target_reasons(model: Any, hf_config: Any) -> list[str]:
 
 def draft_reasons(model: Any, hf_config: Any) -> list[str]:
     """Against the loaded DSpark draft on this rank."""
-    return [*kernels_reasons(), *loaded_reasons(model, table(hf_config, {}).draft())]
+    whole = table(hf_config, {})
+    stages = runs_draft_layers(model, whole.tp_size)
+    return [*kernels_reasons(), *loaded_reasons(model, whole.draft(stages))]
 
 
 def amd_target_reasons(model: Any, hf_config: Any, copies: dict[tuple, Any]) -> list[str]:
@@ -152,6 +177,7 @@ def kernel_tensors(hf_config: Any) -> list[dict[str, Any]]:
         wait_budget_ns=1_000_000_000,
         expert_layout=published.EXPERT_LAYOUT,
         copies={},
+        stages=False,
     )
     wanted = kernels.hosted_config(request)
     return _kernels.HostedModel("scalar", wanted, kernels.hosting(request, wanted)).tensors()

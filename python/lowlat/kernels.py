@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowlat import _dispatch, _kernels
-from lowlat.models.deepseek_v4 import DTYPES
-from lowlat.models.places import HEAD, Places
+from lowlat.models.deepseek_v4 import DTYPES, STREAMS
+from lowlat.models.places import EMBEDDING, HEAD, Places
 from lowlat.models.published import CopiedPlaces
 from lowlat.reasons import refusal
 from lowlat.replay import StepOutput, is_capturing
@@ -72,11 +72,13 @@ def hosted_config(request: Any) -> dict[str, Any]:
 def hosting(request: Any, config: dict[str, Any]) -> dict[str, Any]:
     """What being hosted adds to it."""
     is_draft = request.mode == "draft"
+    wide = request.stages if is_draft else config["kind"] == 1
     return {
         "expert_layout": request.expert_layout,
-        # SGLang expands V4.1's wo_a when it loads; a copy from before is as published.
-        "bf16_wo_a": int(config["kind"] == 1 and not is_draft and request.copies is None),
+        # SGLang expands V4.1's wo_a and a draft's when it loads; a copy from before is whole.
+        "bf16_wo_a": int(wide and request.copies is None),
         "proposals": int(is_draft),
+        "stages": int(request.stages),
     }
 
 
@@ -132,6 +134,8 @@ class HostedKernels:
         for spec in self.model.tensors():
             if spec["pool"] or spec["name"] == HEAD:
                 continue
+            if self.is_draft and spec["name"] == EMBEDDING:
+                continue
             found = places.find(spec)
             if found.relaid:
                 self.relaid.append(found.tensor)
@@ -150,13 +154,16 @@ class HostedKernels:
         if not self.is_draft:
             self.become_ready()
 
-    def attach(self, head: Any) -> None:
-        """The draft's head, once SGLang has attached the target's to it."""
+    def attach(self, model: Any) -> None:
+        """The draft's head and embedding, once SGLang has attached the target's to it."""
         if self.is_ready:
             return
-        weight = head.weight
-        self.bound[HEAD] = weight
-        self.model.bind(HEAD, given(weight))
+        self.bound[HEAD] = model.lm_head.weight
+        if self.request.stages:
+            self.bound[EMBEDDING] = model.embed_tokens.weight
+        for name in (HEAD, EMBEDDING):
+            if name in self.bound:
+                self.model.bind(name, given(self.bound[name]))
         self.become_ready()
 
     def become_ready(self) -> None:
@@ -196,6 +203,10 @@ class HostedKernels:
             if not spec["pool"]:
                 continue
             name = spec["name"]
+            if self.is_draft:
+                # mtp.N.kv.swa, the window's keys of layer N of the draft's own cache.
+                found[name] = pool.get_swa_key_buffer_radix(int(name.split(".")[1]))
+                continue
             kind, _, layer = name.rpartition(".")
             match kind:
                 case "kv.swa":
@@ -215,6 +226,8 @@ class HostedKernels:
                 case "kv.index_state":
                     states = raw.get_indexer_compress_states(int(layer))
                     found[name] = states.kv_score_buffer.kv_score
+        if self.is_draft:
+            return found
         found["window_slots"] = raw.full_to_swa_index_mapping
         if self.config["num_engrams"]:
             found["history"] = self.request.model.model.engram_hasher.history
@@ -237,7 +250,7 @@ class HostedKernels:
         if dtype not in ("u8", "e4m3"):
             told.append(f"the window's keys are {dtype}, where e4m3 is read")
         for layer, plan in enumerate(self.config["layers"]):
-            if plan["ratio"] == 0 or plan["index_source"] < 0 or plan["kv_source"] != layer:
+            if self.is_draft or plan["index_source"] < 0 or plan["kv_source"] != layer:
                 continue
             if self.splits_index(pool.pool, layer) and pool.pool.low_ratio_index_k_page8(layer):
                 told.append(f"the index's pages of ratio {plan['ratio']} are of 8 entries")
@@ -255,31 +268,55 @@ class HostedKernels:
         if seen == self.seen:
             return
         self.check_pools(view)
+        if self.is_draft:
+            # Rows come with the slots that they see.
+            self.bind_pools(pools, num_pages=1, num_requests=1)
+        else:
+            self.bind_target_pools(pools)
+        self.seen, self.pools = seen, pools
+
+    def bind_target_pools(self, pools: dict[str, Any]) -> None:
+        """A target's caches, with where a slot's window key lies and what a request has."""
         page_size, ring = self.request.page_size, self.config["state_ring"]
         mapping, history = pools["window_slots"], pools.get("history")
         full = [t.shape[0] for name, t in pools.items() if name.startswith("kv.extra.")]
         num_pages = min([*full, mapping.numel() // page_size])
-        windows = [t.shape[0] for name, t in pools.items() if name.startswith("kv.swa.")]
         requests = [] if history is None else [history.shape[0]]
         for layer, plan in enumerate(self.config["layers"]):
             state = pools.get(f"kv.state.{layer}")
             if state is not None and plan["ratio"] in (2, 128):
                 rows = ring if plan["ratio"] == 2 else 16 * ring
                 requests.append(state.shape[0] // rows)
-        self.model.bind_pools(
+        self.bind_pools(
+            {name: tensor for name, tensor in pools.items() if name.startswith("kv.")},
             num_pages=num_pages,
-            num_window_pages=min(windows),
             num_requests=min(requests, default=MOST_REQUESTS),
             window_slots=needs(mapping, "i64", "window_slots").data_ptr(),
             history=0 if history is None else needs(history, "i32", "history").data_ptr(),
+        )
+
+    def bind_pools(
+        self,
+        pools: dict[str, Any],
+        *,
+        num_pages: int,
+        num_requests: int,
+        window_slots: int = 0,
+        history: int = 0,
+    ) -> None:
+        windows = [t.shape[0] for name, t in pools.items() if "kv.swa" in name]
+        self.model.bind_pools(
+            num_pages=num_pages,
+            num_window_pages=min(windows),
+            num_requests=num_requests,
+            window_slots=window_slots,
+            history=history,
             split_index=any(name.startswith("kv.index_scales.") for name in pools),
             pools=[
                 (name, given(tensor, "u8" if tensor.element_size() == 1 else None))
                 for name, tensor in pools.items()
-                if name.startswith("kv.")
             ],
         )
-        self.seen, self.pools = seen, pools
 
     def step(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> StepOutput:
         """Runs a covered step: every row's hidden state, and what the draft reads."""
@@ -295,7 +332,7 @@ class HostedKernels:
         if config["num_draft_stages"]:
             features = gains.new_empty(rows, config["num_draft_stages"] * config["hidden"])
         else:
-            streams = gains.new_empty(rows, 4 * config["hidden"])
+            streams = gains.new_empty(rows, STREAMS * config["hidden"])
         # In graphs of verify steps SGLang keeps slots as i32.
         slots = core.raw_out_loc
         if dtype_of(slots) == "i32":
@@ -321,6 +358,31 @@ class HostedKernels:
         )
         self.finish()
         return StepOutput(hidden, aux_hidden=features, before_norm=streams)
+
+    def draft_layers(self, step: Any, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+        """Runs the layers of a draft's block: what the last one left, before the norm."""
+        # Says where rows write, and joins what SGLang still writes of the context.
+        slots = needs(step.view.swa_out_cache_loc(forward_batch), "i32", "swa_out_cache_loc")
+        self.take_pools(step.view)
+        core = step.view.metadata.core_attn_metadata
+        window = needs(core.swa_page_indices, "i32", "swa_page_indices", strided=True)
+        batch_size = step.rows // self.request.tokens_per_request
+        self.note("draft", batch_size, step.rows)
+        streams = () if self.config["kind"] == 1 else (STREAMS,)
+        gains = self.bound[EMBEDDING]
+        hidden = gains.new_empty(step.rows, *streams, self.config["hidden"])
+        self.model.draft(
+            batch_size=batch_size,
+            window_stride=window.stride(0),
+            token_ids=needs(input_ids, "i64", "input_ids").data_ptr(),
+            positions=needs(positions, "i64", "positions").data_ptr(),
+            key_slots=slots.data_ptr(),
+            window=window.data_ptr(),
+            hidden=hidden.data_ptr(),
+            stream=self.platform.stream(),
+        )
+        self.finish()
+        return hidden
 
     def draft(
         self,

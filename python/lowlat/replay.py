@@ -184,26 +184,66 @@ class PoolFace:
 
 
 class DraftMegakernel:
-    """A built DSpark draft: it covers no step of the model, and samples its proposals."""
+    """A built DSpark draft: it samples its proposals and, where `widths` are built, runs the layers
+    before them."""
 
-    widths = ()
-
-    def __init__(self, model: Any, kernels: Any, dispatcher: Any, gamma: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        kernels: Any,
+        planner: Planner,
+        gamma: int,
+        widths: tuple[int, ...],
+        binding: Any,
+        weights: Callable[[], dict[str, Any]],
+    ) -> None:
         self.model = model
         self.kernels = kernels
-        self.dispatcher = dispatcher
+        self.planner = planner
         self.gamma = gamma
+        self.widths = widths
+        self.binding = binding
+        self.weights = weights
 
     def summary(self) -> str:
-        return f"{self.kernels.shape}, proposals of {self.gamma} tokens"
+        layers = "layers and " if self.widths else ""
+        return f"{self.kernels.shape}, {layers}proposals of {self.gamma} tokens"
 
-    def plan(self, *args: Any, **kwargs: Any) -> None:
-        """No step of the draft's layers is ours."""
-        return
+    def reads(self, view: Any) -> dict[str, Any]:
+        """Everything that a captured graph of the layers reads and nobody stages for it."""
+        return {**self.weights(), **self.kernels.reads(view)}
 
-    def forward(self, step: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Never asked for, since `plan` covers nothing."""
-        return original(*args, **kwargs)
+    def plan(self, input_ids: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The step to run, or None for SGLang's own forward."""
+        from sglang.kernels.plugin_kernels.nvidia.spec import Step
+
+        # Before the target's head and embedding are attached nothing of the draft runs.
+        if not self.widths or self.model.embed_tokens is None:
+            return None
+        if not is_capturing():
+            self.planner.check(lambda: self.reads(self.binding.forward_view()))
+            self.kernels.attach(self.model)
+        if not self.planner.covers(input_ids, forward_batch, (*args, *kwargs.values())):
+            return None
+        return Step(mode="target_verify", rows=int(input_ids.shape[0]))
+
+    def forward(
+        self,
+        step: Any,
+        original: Callable[..., Any],
+        input_ids: Any,
+        positions: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A step that `plan` gave."""
+        from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+        if is_capturing():
+            self.planner.seal(forward_batch, lambda: self.reads(step.view))
+        hidden = self.kernels.draft_layers(step, input_ids, positions, forward_batch)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
 
     def draft_sampler(
         self,
@@ -218,10 +258,12 @@ class DraftMegakernel:
     ) -> Callable[[int], Callable[..., Any] | None]:
         """The factory of the contract: gives, for a batch size, the step that samples a block, or
         None where SGLang samples it. Called when the target's head is attached."""
-        self.kernels.attach(self.model.lm_head)
+        self.kernels.attach(self.model)
 
         def steps(batch_size: int) -> Callable[..., Any] | None:
-            covered, _ = self.dispatcher.decide("draft", batch_size, gamma, batch_size * gamma)
+            covered, _ = self.planner.dispatcher.decide(
+                "draft", batch_size, gamma, batch_size * gamma
+            )
             if batch_size > max_bs or covered != batch_size:
                 return None
 

@@ -92,9 +92,17 @@ SURFACE = (
         "a stream in the step",
     ),
     Touch(
-        "step.view.metadata.core_attn_metadata: page_table, raw_out_loc",
+        "sglang.srt.layers.logits_processor.LogitsProcessorOutput",
+        "call",
+        "what a draft's forward returns",
+        "nothing: this is the contract's way",
+    ),
+    Touch(
+        "step.view.metadata.core_attn_metadata: page_table, raw_out_loc, swa_page_indices;"
+        " step.view.swa_out_cache_loc",
         "read",
-        "a request's pages, and the full slot that each row writes",
+        "a request's pages, and the full slot that each row writes; of a draft's block the slots"
+        " that each row sees, and where its key goes",
         "nothing: this is the contract's way",
     ),
     Touch(
@@ -131,6 +139,13 @@ SURFACE = (
         "call",
         "the head of a covered step is SGLang's own, hooks included",
         "nothing: this is the contract's way",
+    ),
+    Touch(
+        "model.embed_tokens, model.lm_head, model.sample_from_anchor",
+        "read",
+        "of a draft: what SGLang attaches to it after the build, and whether its first row is"
+        " sampled",
+        "a call of SGLang's when both are attached",
     ),
     Touch(
         "model.layers[i].engram.embed.rows",

@@ -1,33 +1,10 @@
 /* The dispatcher's C face in C11, called wrongly in every way that it promises to survive: each
  * wrong call is a numbered status and words, writes no output, and leaves nothing behind. */
-#include <lowlat/dispatch.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
-static int num_passed = 0;
-static int num_failed = 0;
-
-static void check(int holds, const char* what, int line) {
-  if (holds) {
-    ++num_passed;
-  } else {
-    fprintf(stderr, "line %d: %s (last error: %s)\n", line, what, lowlat_dispatch_last_error());
-    ++num_failed;
-  }
-}
-#define CHECK(condition) check((condition) != 0, #condition, __LINE__)
-#define OK(call) CHECK((call) == LOWLAT_DISPATCH_STATUS_OK)
-
-/* The call is refused, in one line that holds `words`. */
-static void check_invalid(lowlat_dispatch_status status, const char* words, const char* what,
-                          int line) {
-  const char* error = lowlat_dispatch_last_error();
-  check(status == LOWLAT_DISPATCH_STATUS_INVALID && strstr(error, words) != NULL &&
-            strchr(error, '\n') == NULL,
-        what, line);
-}
-#define INVALID(call, words) check_invalid((call), (words), #call, __LINE__)
+#include "capi_check.h"
 
 static const uint64_t kSecondNs = 1000u * 1000u * 1000u;
 static const char kRequirements[] = "{\"name\": \"mine\", \"isas\": [\"cpu\"]}";
@@ -469,6 +446,5 @@ int main(void) {
   CHECK(lowlat_dispatch_num_handles() == 0);
   more_handles_than_can_live();
   CHECK(lowlat_dispatch_num_handles() == 0);
-  printf("%d passed, %d failed\n", num_passed, num_failed);
-  return num_failed == 0 ? 0 : 1;
+  return closing();
 }

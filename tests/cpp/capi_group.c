@@ -1,6 +1,5 @@
 /* The C face's groups of processes in C11: forked ranks that vote, and every wrong way to join. */
 #define _DEFAULT_SOURCE
-#include <lowlat/dispatch.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -8,29 +7,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static int num_passed = 0;
-static int num_failed = 0;
+#include "capi_check.h"
 
-static void check(int holds, const char* what, int line) {
-  if (holds) {
-    ++num_passed;
-  } else {
-    fprintf(stderr, "line %d: %s (last error: %s)\n", line, what, lowlat_dispatch_last_error());
-    ++num_failed;
-  }
-}
-#define CHECK(condition) check((condition) != 0, #condition, __LINE__)
-#define OK(call) CHECK((call) == LOWLAT_DISPATCH_STATUS_OK)
-
-/* The call ends so, in one line that holds `words`. */
-static void check_refused(lowlat_dispatch_status status, lowlat_dispatch_status expected,
-                          const char* words, const char* what, int line) {
-  const char* error = lowlat_dispatch_last_error();
-  check(status == expected && strstr(error, words) != NULL && strchr(error, '\n') == NULL, what,
-        line);
-}
-#define INVALID(call, words) \
-  check_refused((call), LOWLAT_DISPATCH_STATUS_INVALID, (words), #call, __LINE__)
 #define DECLINE(call, words) \
   check_refused((call), LOWLAT_DISPATCH_STATUS_DECLINE, (words), #call, __LINE__)
 #define FAULT(call, words) \
@@ -256,6 +234,5 @@ int main(void) {
   /* Threads last: a process that forks has none. */
   a_rank_has_a_number_of_its_own();
   CHECK(lowlat_dispatch_num_handles() == 0);
-  printf("%d passed, %d failed\n", num_passed, num_failed);
-  return num_failed == 0 ? 0 : 1;
+  return closing();
 }

@@ -1,23 +1,12 @@
 /* The dispatcher's C face in C11, beside the kernels' header: guard, vote of two ranks that are
  * threads, dispatcher, watchdog, and what a wrong argument gives. */
-#include <lowlat/dispatch.h>
 #include <lowlat/kernels.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
-static int num_passed = 0;
-static int num_failed = 0;
+#include "capi_check.h"
 
-static void check(int holds, const char* words, int line) {
-  if (holds) {
-    ++num_passed;
-  } else {
-    fprintf(stderr, "line %d: %s (last error: %s)\n", line, words, lowlat_dispatch_last_error());
-    ++num_failed;
-  }
-}
-#define CHECK(condition) check((condition) != 0, #condition, __LINE__)
 #define CHECK_ERROR(words) CHECK(strcmp(lowlat_dispatch_last_error(), words) == 0)
 
 /* The fields of a published configuration that the guard reads are many; the smallest one that is
@@ -161,6 +150,5 @@ int main(void) {
   two_ranks_vote();
   a_watchdog_counts();
   CHECK(lowlat_dispatch_num_handles() == 0);
-  printf("%d passed, %d failed\n", num_passed, num_failed);
-  return num_failed == 0 ? 0 : 1;
+  return closing();
 }

@@ -38,6 +38,7 @@ struct World {
   int architecture = 0x4f;  // EF_AMDGPU_MACH of gfx950; gfx942 has 0x4c
   bool reach = true;        // devices reach each other
   bool arrive = true;       // what lowlat_probe stores
+  bool lanes = true;        // it finds a product's sums where it looks
   bool hold = false;        // no work is ever done
   Hook hook = nullptr;
   std::map<std::string, int> calls;  // how often each was made
@@ -125,6 +126,7 @@ void fake_hip_set(const char* what, int value) {
   if (name == "clock_khz") w.clock_khz = value;
   if (name == "reach") w.reach = value != 0;
   if (name == "arrive") w.arrive = value != 0;
+  if (name == "lanes") w.lanes = value != 0;
   if (name == "hold") w.hold = value != 0;
 }
 void fake_hip_on_launch(Hook hook) {
@@ -355,7 +357,7 @@ int hipModuleLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsi
       std::uint32_t value;
     } probe;
     std::memcpy(&probe, extra[1], sizeof probe);
-    if (w.arrive) *probe.word = probe.value;
+    if (w.arrive) *probe.word = w.lanes ? probe.value : ~probe.value;
   }
   if (w.hook != nullptr) {
     std::size_t bytes;

@@ -112,6 +112,8 @@ NEVER(lowlat_peer_import, lowlat_model* model, int32_t peer_rank, const lowlat_p
 NEVER(lowlat_model_ready, lowlat_model* model)
 NEVER(lowlat_pools_bind, lowlat_model* model, const lowlat_pools* pools)
 NEVER(lowlat_hosted_step_launch, lowlat_model* model, const lowlat_hosted_step* step, void* stream)
+NEVER(lowlat_hosted_draft_launch, lowlat_model* model, const lowlat_hosted_draft* draft,
+      void* stream)
 NEVER(lowlat_propose_launch, lowlat_model* model, const lowlat_proposal* proposal, void* stream)
 NEVER(lowlat_synchronize, lowlat_model* model, uint64_t budget_ns)
 NEVER(lowlat_status_read, const lowlat_model* model, lowlat_status_words* out_words)

@@ -2,10 +2,10 @@
 
     python tests/gpu/pack.py --build-dir build/py --to out/gpu-pack
 
-The programs of tests/gpu, stripped, and in DIR/site this Python's lowlat and pytest. DIR.tar.xz is
-the same to carry, far smaller because the programs hold the same kernels. The package holds a
-module for this Python's version; a machine with another leaves the operations out and says so.
-numpy is taken from there.
+The programs of tests/gpu, stripped, in DIR/commit what they are of, and in DIR/site this Python's
+lowlat and pytest. DIR.tar.xz is the same to carry, far smaller because the programs hold the same
+kernels. The package holds a module for this Python's version; a machine with another leaves the
+operations out and says so. numpy is taken from there.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tarfile
 from importlib import metadata
 from pathlib import Path
 
-from ranks import BENCHES
+from ranks import BENCHES, commit_of
 from run import BUILD_BUDGET_S, PROGRAMS
 
 PACKAGES = ("lowlat", "ml_dtypes", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
@@ -68,6 +68,7 @@ def main() -> int:
     for program in (site / "lowlat" / "_bench").glob("[!.]*"):
         if program.suffix != ".py":
             strip(program)
+    (arguments.to / "commit").write_text(commit_of(arguments.build_dir) + "\n")
     whole = sum(file.stat().st_size for file in arguments.to.rglob("*")) / 1e6
     print(f"{arguments.to}: {len(programs)} programs, {len(PACKAGES)} packages, {whole:.0f} MB")
     packed = archive(arguments.to)

@@ -1,4 +1,5 @@
-"""Everything that N ranks do on N GPUs of one host, in under ten minutes: `make gpu-four`.
+"""Everything that N ranks do on N GPUs of one host, in ten minutes, two ranks in three:
+`make gpu-four RANKS=N`.
 
     python tests/gpu/ranks.py --ranks 4 [--build-dir build/py | --programs DIR] [--out out/gpu-four]
                               [--python PATH] [--budget SECONDS]
@@ -6,9 +7,10 @@
 First correctness: the layer's and the draft's cases of so many ranks, every width in one process
 with N GPUs and in N processes, the tiny models of both kinds. Then `lowlat bench` of layer,
 exchange and draft beside the baselines (a Python with torch: --python), then `lowlat profile layer`
-of a rank's share. On fewer GPUs than ranks, N streams of one GPU stand for N GPUs where they are
-resident together (tiny models by the resident schedule, the draft): correctness and no figure; what
-needs more GPUs is listed as not run.
+of a rank's share, then the times of whole steps. On fewer GPUs than ranks, N streams of one GPU
+stand for N GPUs where they are resident together (tiny models by the resident schedule, the draft),
+and elsewhere one rank whose peers are itself: correctness and no figure; what needs more GPUs is
+listed as not run.
 
 Into the folder of --out go table.md (for docs/bench: date, command, spread), figures.json and the
 words of every step. Exit status 1 when something failed. What was not built for so many ranks, or
@@ -32,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from run import BUILD_BUDGET_S, PROGRAMS
 from runner import CASES, ROOT, NoGpuError, run, visible_gpus
 
-BUDGET_S = 590.0
+BUDGETS_S = {2: 175.0, 4: 590.0}  # of all steps, by the number of ranks
 WIDTHS = ("1", "6", "8", "12", "24", "48")
 BENCHES = ("bench_layer", "bench_step")
-NUMBERS = {2: "two", 4: "four", 8: "eight"}
+NUMBERS = {2: "two", 4: "four"}
 
 
 @dataclass(frozen=True)
@@ -85,66 +87,83 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
     if gpus < ranks:
         return [
             Step("tiny models, as streams", program("gpu_model", f"{n}_ranks_on_one"), 120, 1),
+            Step("hosted steps, as streams", program("gpu_hosted", f"{n}_ranks_on_one"), 60, 1),
             Step("draft, as streams", program("gpu_draft", "ranks_agree"), 60, 1),
+            Step(
+                "layers, a rank that is its own peers",
+                program("gpu_layer", "tp2_looped" if ranks == 2 else "one_by_one"),
+                90,
+                1,
+            ),
+            *[
+                Step(
+                    f"steps of {model}, a rank that is its own peers",
+                    program("bench_step", "check", *words, "loop", count, "6", "12", "48"),
+                    60,
+                    1,
+                )
+                for model, words in kinds
+            ],
             Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 0, ranks),
             Step("a process a rank", program("bench_layer", "processes", count), 0, ranks),
             Step("bench and profile", lowlat("bench", "layer", "--tp", count), 0, ranks),
         ]
 
     def bench(what: str, *words: str) -> Step:
-        model = "v4" if "v4" in words else "v41"
-        path = out / f"{what}-{model}.json"
+        path = out / f"{what}.json"
         case = ["--tp", count, "--gpus", count, "--python", python, "--json", str(path)]
-        return Step(f"bench {what} {model}", lowlat("bench", what, *case, *words), 150, ranks, path)
+        case += ["--repeats", "30"]
+        return Step(f"bench {what}", lowlat("bench", what, *case, *words), 60, ranks, path)
 
     return [
         Step("devices", program("gpu_devices"), 30, ranks),
-        Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 150, ranks),
-        Step(
-            "every width",
-            program("bench_layer", "ranks", count, *WIDTHS),
-            90,
-            ranks,
-            times="^layer  ",
-        ),
-        Step(
-            "a process a rank",
-            program("bench_layer", "processes", count, *WIDTHS),
-            90,
-            ranks,
-            times=" rank 0 of ",
-        ),
-        Step("whole steps", program("gpu_step", f"{n}_ranks"), 150, ranks),
+        Step("layers of all ranks", program("gpu_layer", f"{n}_ranks"), 120, ranks),
+        Step("whole steps", program("gpu_step", f"{n}_ranks"), 120, ranks),
         *[
             Step(
                 f"steps of {model}, a process a rank",
-                program("bench_step", "processes", *words, count, "6", "12"),
+                program("bench_step", "processes", *words, count, "6", "24"),
                 60,
                 ranks,
+                times=" rank 0 of ",
             )
             for model, words in kinds
         ],
-        Step("draft", program("gpu_draft", f"{n}_gpus"), 60, ranks),
-        Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 90, ranks),
+        Step("draft", program("gpu_draft", f"{n}_gpus"), 30, ranks),
+        Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 60, ranks),
+        Step("hosted steps of these", program("gpu_hosted", f"{n}_ranks_on_{n}"), 60, ranks),
+        bench("layer", "--rows", "6,24"),
+        Step(
+            "profile of a rank's share",
+            lowlat("profile", "layer", "--tp", count, "--rows", "6", "--out", str(out)),
+            60,
+            1,
+        ),
+        bench("exchange", "--rows", "12,48"),
+        bench("draft", "--rows", "6,48"),
+        Step(
+            "every width",
+            program("bench_layer", "ranks", count, "whole", *WIDTHS),
+            60,
+            ranks,
+            times="^layer  ",
+        ),
         *[
             Step(
                 f"steps of {model}, timed",
-                program("bench_step", "time", *words, "ranks", count, "6", "12", "24", "48"),
+                program("bench_step", "time", *words, "ranks", count, "6", "24"),
                 60,
                 ranks,
                 times=r"ms \(10th",
             )
             for model, words in kinds
         ],
-        bench("layer", "--rows", "6,12,24,48"),
-        bench("exchange", "--rows", "12,24,48"),
-        bench("draft", "--rows", "6,48"),
-        bench("layer", "--model", "v4", "--rows", "6,12,24,48"),
         Step(
-            "profile of a rank's share",
-            lowlat("profile", "layer", "--tp", count, "--rows", "6", "--out", str(out)),
-            90,
-            1,
+            "a process a rank",
+            program("bench_layer", "processes", count, *WIDTHS),
+            60,
+            ranks,
+            times=" rank 0 of ",
         ),
     ]
 
@@ -234,7 +253,7 @@ def table(report: dict[str, Any]) -> str:
             f" {figure['median']:.2f} | {figure['low']:.2f}, {figure['high']:.2f} | {floor} |"
             f" {other} |"
         )
-    times = [line for one in done for line in one["times"]]
+    times = [f"{one['name']}: {line}" for one in done for line in one["times"]]
     if times:
         lines += ["", "```", *times, "```"]
     rest = [one for one in report["steps"] if one["verdict"] == "not run"]
@@ -244,16 +263,23 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def version(env: dict[str, str]) -> str:
+def commit_of(programs: Path) -> str:
+    """Of the sources that the programs were built of; empty where nothing tells."""
+    told = programs / "commit"
+    if told.is_file():
+        return told.read_text().strip()
+    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.strip()
+    except OSError:
+        return ""
+
+
+def version(env: dict[str, str], programs: Path) -> str:
     """lowlat's, and the commit where there is one."""
     words = [sys.executable, "-c", "from lowlat.cli.parts import version; print(version())"]
     told = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
-    words = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        commit = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.strip()
-    except OSError:
-        commit = ""
-    return " ".join(filter(None, (told.stdout.strip() or "not installed", commit)))
+    return " ".join(filter(None, (told.stdout.strip() or "not installed", commit_of(programs))))
 
 
 def machine() -> str:
@@ -273,7 +299,7 @@ def main() -> int:
     parser.add_argument("--programs", type=Path, help="programs that are built; nothing is built")
     parser.add_argument("--out", type=Path, default=ROOT / "out/gpu-four")
     parser.add_argument("--python", default=sys.executable, help="with torch, for the baselines")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of all steps")
+    parser.add_argument("--budget", type=float, help="seconds of all steps; default by ranks")
     arguments = parser.parse_args()
     try:
         gpus = visible_gpus()
@@ -292,12 +318,13 @@ def main() -> int:
             return 1
     elif (programs / "site").is_dir():
         env["PYTHONPATH"] = str(programs / "site")
+    budget_s = arguments.budget or BUDGETS_S[arguments.ranks]
     begin = time.monotonic()
     outcomes, figures = [], []
     for step in steps(arguments.ranks, gpus, programs, out, arguments.python):
         if step.figures is not None:
             step.figures.unlink(missing_ok=True)
-        left_s = arguments.budget - (time.monotonic() - begin)
+        left_s = budget_s - (time.monotonic() - begin)
         outcome = outcome_of(step, gpus, left_s, env, logs)
         outcomes.append(outcome)
         # A figure counts where its run's checks were right; bench writes the file only then.
@@ -309,7 +336,7 @@ def main() -> int:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "command": f"make gpu-four RANKS={arguments.ranks}",
         "machine": machine(),
-        "version": version(env),
+        "version": version(env, programs),
         "ranks": arguments.ranks,
         "gpus": gpus,
         "seconds": time.monotonic() - begin,

@@ -223,6 +223,32 @@ std::vector<std::uint16_t> experts_half(const MoeLayer<kTp>& moe,
   return summed(y);
 }
 
+// The entries that the step completes and the layer stores, of one in five hundred that attention
+// sees: nothing that a layer leaves would show a wrong one. Planted and seen: the first row of a
+// step for each of its rows.
+void check_stored(const PooledChain& chain, const HostContext& context,
+                  const std::vector<std::uint16_t>& x) {
+  const StepV4& step = chain.states[0];
+  const IndexSizes& sizes = step.sizes;
+  const auto rows_of = [&](const std::vector<std::uint8_t>& pool) {
+    return flat(pool, sizes.num_pages(), sizes.per_page(), StepV4::pool_page_bytes(sizes));
+  };
+  const std::vector<std::uint8_t> stored[] = {rows_of(chain.contexts[0].pool.take()),
+                                              pooled_rows(step, rows_of(context.pool), values(x))};
+  std::vector<double> read[2];
+  for (int row = 0; row < sizes.rows(); ++row) {
+    if ((step.positions[row] + 1) % sizes.ratio != 0) continue;
+    for (int i = 0; i < 2; ++i) {
+      std::vector<float> entry(kDim);
+      reference::kv_unpack(
+          entry.data(), &stored[i][static_cast<std::size_t>(step.slots[row] / sizes.ratio) * 584],
+          1);
+      read[i].insert(read[i].end(), entry.begin(), entry.end());
+    }
+  }
+  expect("stored entries", sizes.rows(), read[0], read[1], 2e-2);
+}
+
 // What a sublayer made, as its residual tells: y of least squares over the streams.
 std::vector<double> made(const std::vector<std::uint16_t>& before,
                          const std::vector<std::uint16_t>& after, const Stats& stats, int rows) {
@@ -279,8 +305,9 @@ void check_layer(int ratio, int rows, int length, bool hashes,
   const HostWeights& w = weights().host;
   const std::vector<std::uint16_t>& first = chain.layers.residual;
   const Stats of_first(first, w, rows), of_middle(got[1], w, rows), of_last(got[0], w, rows);
-  const std::vector<std::uint16_t> y =
-      attention_half(chain, context, combined(first, of_first, w, rows));
+  const std::vector<std::uint16_t> x_of_first = combined(first, of_first, w, rows);
+  if (ratio != 0) check_stored(chain, context, x_of_first);
+  const std::vector<std::uint16_t> y = attention_half(chain, context, x_of_first);
   expect("attention's y", rows, made(first, got[1], of_first, rows), values(y), 4e-2);
   expect("residual in the middle", rows, values(got[1]), values(posted(first, y, of_first, rows)),
          4e-2);

@@ -34,7 +34,7 @@ class CudaSide : public Side {
       Side::run(how, launch);
       return;
     }
-    std::vector<cudaGraphExec_t> execs;
+    std::vector<lowlat::host::cuda::Graph> graphs;
     std::vector<cudaStream_t> streams;
     for (int r = 0; r < group.tp_size(); ++r) {
       shared_[r].rewind();
@@ -42,24 +42,16 @@ class CudaSide : public Side {
       cudaStream_t stream;
       lowlat::host::cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking),
                                 "cudaStreamCreate");
-      lowlat::host::cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
-                                "cudaStreamBeginCapture");
-      TinyGroup::must(launch(group.model(r), r, shared_[r], stream));
-      cudaGraph_t graph;
-      lowlat::host::cuda::check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
-      cudaGraphExec_t exec;
-      lowlat::host::cuda::check(cudaGraphInstantiate(&exec, graph, 0), "cudaGraphInstantiate");
-      cudaGraphDestroy(graph);
-      execs.push_back(exec);
+      graphs.emplace_back(stream,
+                          [&] { TinyGroup::must(launch(group.model(r), r, shared_[r], stream)); });
       streams.push_back(stream);
     }
     for (int r = 0; r < group.tp_size(); ++r) {
       lowlat::host::cuda::check(cudaSetDevice(device_of_rank(r)), "cudaSetDevice");
-      lowlat::host::cuda::check(cudaGraphLaunch(execs[r], streams[r]), "cudaGraphLaunch");
+      graphs[r].launch(streams[r]);
     }
     for (int r = 0; r < group.tp_size(); ++r) {
       lowlat::host::cuda::check(cudaStreamSynchronize(streams[r]), "cudaStreamSynchronize");
-      cudaGraphExecDestroy(execs[r]);
       cudaStreamDestroy(streams[r]);
       lowlat_status_words words{};
       words.struct_bytes = sizeof words;
@@ -208,19 +200,14 @@ TEST_CASE(replays_of_one_graph_give_the_same_bits_and_take_this_long) {
     step.logits = logits;
     cudaStream_t stream;
     lowlat::host::cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-    lowlat::host::cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
-                              "capture");
-    TinyGroup::must(lowlat_step_launch(side.group.model(0), &step, stream));
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    lowlat::host::cuda::check(cudaStreamEndCapture(stream, &graph), "capture");
-    lowlat::host::cuda::check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    const lowlat::host::cuda::Graph graph(
+        stream, [&] { TinyGroup::must(lowlat_step_launch(side.group.model(0), &step, stream)); });
     std::vector<float> first;
     int differ = 0;
     constexpr int kReplays = 1000;
     const auto begin = std::chrono::steady_clock::now();
     for (int i = 0; i < kReplays; ++i) {
-      lowlat::host::cuda::check(cudaGraphLaunch(exec, stream), "launch");
+      graph.launch(stream);
       lowlat::host::cuda::check(cudaStreamSynchronize(stream), "replay");
       const std::vector<float> now(logits, logits + 6 * config.vocab);
       if (i == 0) first = now;
@@ -234,8 +221,6 @@ TEST_CASE(replays_of_one_graph_give_the_same_bits_and_take_this_long) {
     std::printf("%s: %d replays of a verify step of 6 rows, %.1f us each, %d differ\n",
                 kind == LOWLAT_V4 ? "v4" : "v41", kReplays, us, differ);
     CHECK_EQ(differ, 0);
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
     cudaStreamDestroy(stream);
   }
 }

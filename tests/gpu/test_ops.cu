@@ -158,16 +158,11 @@ void replay(const OpCase& one, int num_replays) {
   launch(call);  // takes the workspace
   stream.wait();
   call.rewind();
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  cuda::check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "capture");
-  launch(call);
-  cuda::check(cudaStreamEndCapture(stream.get(), &graph), "capture");
-  cuda::check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
+  const cuda::Graph graph(stream.get(), [&] { launch(call); });
   for (int i = 0; i < num_replays; ++i) {
     const OpData& data = sets[i % kSets];
     call.upload_from(data.args());
-    cuda::check(cudaGraphLaunch(executable, stream.get()), "cudaGraphLaunch");
+    graph.launch(stream.get());
     stream.wait();
     call.download_to(data.args());
     for (const host::ArgSpec& arg : spec.out) {
@@ -176,8 +171,6 @@ void replay(const OpCase& one, int num_replays) {
       complain(label(one) + " " + arg.name + ": replay " + std::to_string(i));
     }
   }
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
 }
 
 }  // namespace

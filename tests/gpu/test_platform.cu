@@ -9,12 +9,16 @@
 
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 
 #include "random_values.hpp"
 
 namespace plat = lowlat::nvidia::plat;
 namespace sm90 = lowlat::nvidia::sm90;
 using lowlat::host::cuda::check;
+using lowlat::host::cuda::Event;
+using lowlat::host::cuda::Graph;
+using lowlat::host::cuda::Stream;
 using lowlat::testing::finish;
 using lowlat::testing::need_device;
 using lowlat::testing::OnDevice;
@@ -326,5 +330,42 @@ TEST_CASE(a_successor_that_started_early_sees_what_was_written_late) {
           "cudaLaunchKernelEx");
     finish();
     CHECK_EQ(out.get()[0], value);
+  }
+}
+
+// Planted: a capture that only end() ends. The next allocation is refused.
+TEST_CASE(a_launch_that_throws_leaves_no_capture_open) {
+  need_device();
+  const Stream stream, beside;
+  OnDevice<std::uint32_t> word(1);
+  for (const bool forks : {false, true}) {
+    bool thrown = false;
+    try {
+      const Graph graph(stream.get(), [&] {
+        producer_kernel<<<1, 1, 0, stream.get()>>>(word.data(), 7, 0);
+        if (forks) {
+          const Event begun;
+          begun.record(stream.get());
+          begun.hold(beside.get());  // joined by nobody, so that the capture cannot end well
+        }
+        throw std::runtime_error("a launch is refused");
+      });
+    } catch (const std::runtime_error&) {
+      thrown = true;
+    }
+    CHECK(thrown);
+    for (const Stream* each : {&stream, &beside}) {
+      cudaStreamCaptureStatus state;
+      check(cudaStreamIsCapturing(each->get(), &state), "cudaStreamIsCapturing");
+      CHECK(state == cudaStreamCaptureStatusNone);
+    }
+    word.set({1});
+    const OnDevice<std::uint32_t> next(1);
+    const Graph graph(stream.get(),
+                      [&] { producer_kernel<<<1, 1, 0, stream.get()>>>(word.data(), 9, 0); });
+    CHECK_EQ(word.get()[0], 1u);
+    graph.launch(stream.get());
+    stream.wait();
+    CHECK_EQ(word.get()[0], 9u);
   }
 }

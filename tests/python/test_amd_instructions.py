@@ -333,6 +333,14 @@ CASES = [
             packed(*(x << np.uint16(3) for x in u16s(c[0]))),
         ],
     ),
+    # An inline constant is that of a word: 0.5 is 0x3f000000. The second takes its high half twice.
+    case(
+        "v_pk_add_u16 v16, v8, 0.5; v_pk_add_u16 v17, v8, 0.5 op_sel:[0,1]",
+        lambda c, _: [
+            packed(u16s(c[0])[0], u16s(c[0])[1] + np.uint16(0x3F00)),
+            packed(*(x + np.uint16(0x3F00) for x in u16s(c[0]))),
+        ],
+    ),
     case(
         "v_add_u16 v16, v8, v9; v_mul_lo_u16 v17, v8, v9; v_mad_u16 v18, v8, v9, v10",
         lambda c, _: [

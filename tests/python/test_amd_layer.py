@@ -44,7 +44,9 @@ if amd.DEEP:
 
 
 @pytest.mark.parametrize("isa, model, seed", RUNS)
-def test_a_tiny_layer_of_two_ranks_equals_scalar(library, isa, model, seed):
+def test_a_tiny_layer_of_two_ranks_is_near_scalar_s(library, isa, model, seed):
+    """Products go in the matrix unit's order. Ranks are equal to the bit, and so are a draft's
+    tokens."""
     small = MODELS[model]
     weights = small_model.Weights(small, SEED, 2)
     machine = amd.machine.Machine(isa, ranks=2, seed=seed, approximate=3)
@@ -54,26 +56,24 @@ def test_a_tiny_layer_of_two_ranks_equals_scalar(library, isa, model, seed):
         runs = [amd_model.Steps(one, small.config, STEP_SEED) for one in (group, scalar)]
         for mode, counts in ((abi.EXTEND, (5, 4)), (abi.DECODE, (1, 1))):
             logits, want = (one.step(mode, counts) for one in runs)
-            assert np.isfinite(want[0]).all()
-            for rank in range(2):
-                assert np.array_equal(logits[rank].view(np.uint32), want[rank].view(np.uint32))
+            assert np.array_equal(logits[0].view(np.uint32), logits[1].view(np.uint32))
+            amd_model.check_logits_near(logits[0], want[0])
         drafts, want = (one.draft() for one in runs)
-        for (tokens, logits), (wanted, wanted_logits) in zip(drafts, want, strict=True):
-            assert np.array_equal(tokens, wanted)
-            assert np.array_equal(logits.view(np.uint32), wanted_logits.view(np.uint32))
+        for tokens, _ in drafts:
+            assert np.array_equal(tokens, want[0][0])
+        assert np.array_equal(drafts[0][1].view(np.uint32), drafts[1][1].view(np.uint32))
+        amd_model.check_logits_near(drafts[0][1], want[0][1])
         for rank in range(2):
             for name, pool in scalar.pools[rank].items():
-                assert np.array_equal(group.pools[rank][name], pool), name
-                assert pool.any(), name
+                amd_model.check_near(name, group.pools[rank][name], pool)
         group.close()
     scalar.close()
 
 
 @pytest.mark.parametrize("isa, model, seed", RUNS)
-def test_a_tiny_layer_inside_an_engine_equals_scalar(library, isa, model, seed):
+def test_a_tiny_layer_inside_an_engine_is_near_scalar_s(library, isa, model, seed):
     """A hosted model: the engine's caches, page 0 for padding, V4.1's index keys in split pages.
-    Caches are equal to the bit; of the outputs one in a thousand may be the next bf16, because sums
-    over a row go in the order of a block."""
+    Few of the outputs are another bf16, because products and sums over a row go in other orders."""
     hosted_or_skip()
     small = MODELS[model]
     machine = amd.machine.Machine(isa, ranks=1, seed=seed, approximate=3)
@@ -85,12 +85,10 @@ def test_a_tiny_layer_inside_an_engine_equals_scalar(library, isa, model, seed):
                 outs, wanted = (one.step(first, STEP_SEED + first) for one in (hosted, scalar))
                 assert runtime.failure is None, runtime.failure
                 for name, want in wanted.items():
-                    apart = np.abs(outs[name].astype(np.int32) - want)
-                    assert apart.max() <= 1 and (apart > 0).mean() < 1e-3, name
+                    amd_model.check_places(name, outs[name], want)
                     assert not (want == 0x7FC0).any() and want.any(), name
             for name, pool in scalar.pools.items():
-                assert np.array_equal(hosted.pools[name].view(np.uint8), pool.view(np.uint8)), name
-                assert pool.any(), name
+                amd_model.check_near(name, hosted.pools[name], pool)
 
 
 def test_a_graph_that_is_replayed_after_an_abort_leaves_no_number(library):

@@ -56,6 +56,11 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert "--help" in captured.err
 
 
+def test_an_option_that_there_is_not_is_named(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--verbose"]) == 2
+    assert capsys.readouterr().err == "lowlat: unrecognized arguments: --verbose (lowlat --help)\n"
+
+
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [

@@ -97,7 +97,7 @@ def test_ranks_without_their_gpus_are_not_run_and_that_is_no_failure(tmp_path) -
     words = ["--ranks", "4", "--programs", str(tmp_path), "--out", str(tmp_path / "out")]
     status, lines = ran("ranks", 1, words)
     assert status == 0
-    assert lines[-1] == "1 passed, 0 failed, 4 skipped"
+    assert lines[-1] == "1 passed, 0 failed, 8 skipped"
     page = (tmp_path / "out" / "table.md").read_text()
     assert "| tiny models, as streams | passed |" in page
     assert "* layers of all ranks (`gpu_layer four_ranks`): 4 GPUs needed, 1 here" in page
@@ -119,7 +119,7 @@ def test_figures_refusals_and_failures_of_ranks_are_told_apart(tmp_path) -> None
     (lowlat / "__main__.py").write_text(
         "import json, sys\nfrom pathlib import Path\nwords = sys.argv[1:]\n"
         f"report = {{'figures': [{figure!r}]}}\n"
-        "if words[1] == 'layer' and '--model' not in words and '--json' in words:\n"
+        "if words[1] == 'layer' and '--json' in words:\n"
         "    Path(words[words.index('--json') + 1]).write_text(json.dumps(report))\n"
         "    sys.exit(0)\n"
         "if words[1] == 'draft':\n    sys.exit('WRONG tokens')\n"
@@ -134,15 +134,13 @@ def test_figures_refusals_and_failures_of_ranks_are_told_apart(tmp_path) -> None
         for step in json.loads((tmp_path / "out" / "figures.json").read_text())["steps"]
     }
     assert verdicts["layers of all ranks"] == "not run"
-    assert verdicts["bench layer v41"] == "passed"
-    assert verdicts["bench layer v4"] == "not run"
-    assert verdicts["bench draft v41"] == "FAILED"
+    assert verdicts["bench layer"] == "passed"
+    assert verdicts["bench exchange"] == "not run"
+    assert verdicts["bench draft"] == "FAILED"
     page = (tmp_path / "out" / "table.md").read_text()
     assert "| layer v41 TP2 | 6 | 150.00 | 149.00, 151.00 |" in page
-    assert (
-        "* bench layer v4 (`lowlat bench layer --tp 2 --gpus 2 --model v4 --rows 6,12,24,48`)"
-        in page
-    )
+    shown = "lowlat bench exchange --tp 2 --gpus 2 --repeats 30 --rows 12,48"
+    assert f"* bench exchange (`{shown}`)" in page
 
 
 def test_a_machine_without_a_gpu_is_told_what_is_missing() -> None:

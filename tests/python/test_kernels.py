@@ -179,7 +179,7 @@ def test_nothing_else_is_exported() -> None:
 
 # ------------------------------------------------------------------ hosted models
 
-HOSTING = {"expert_layout": "row_major", "bf16_wo_a": 0, "proposals": 0}
+HOSTING = {"expert_layout": "row_major", "bf16_wo_a": 0, "proposals": 0, "stages": 0}
 ADDED = {
     "tp_rank": 0,
     "tp_size": 1,

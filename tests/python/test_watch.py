@@ -60,6 +60,25 @@ def test_a_peer_that_does_not_come_is_logged_with_a_post_mortem(folder, capfd) -
     assert held and kept
 
 
+def test_a_host_that_aborts_idle_kernels_is_told_too(folder, capfd) -> None:
+    """Launches are refused from then on, so that none would say it."""
+    models, kept = fault_server.ranks()
+    one = watched(models[0], 0)
+    models[0].abort()
+    end = time.monotonic() + BUDGET_S
+    while not one.native.has_seen_fault:
+        assert time.monotonic() < end, "the abort was not seen"
+        time.sleep(0.002)
+    one.stop()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("lowlat: rank 0 was aborted between two launches, exchange 0;")
+    told = json.loads(one.path.read_text())
+    assert (told["status"]["state"], told["status"]["peer"]) == (3, -1)
+    with pytest.raises(RuntimeError, match="aborted; make a new one"):
+        fault_server.propose(models[0])
+    assert kept
+
+
 def targets():
     """Two ranks of a small target in an engine that keeps caches and head: weights and caches of
     zeros, two requests of 6 rows."""
@@ -78,7 +97,7 @@ def targets():
             "max_rows": 12,
             "wait_budget_ns": fault_server.WAIT_NS,
         }
-        hosting = {"expert_layout": "row_major", "bf16_wo_a": 0, "proposals": 0}
+        hosting = {"expert_layout": "row_major", "bf16_wo_a": 0, "proposals": 0, "stages": 0}
         model = kernels.HostedModel("scalar", config, hosting)
         for spec in model.tensors():
             if not spec["pool"]:

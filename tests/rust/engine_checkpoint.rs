@@ -18,8 +18,11 @@ use lowlat_engine::step::{RuntimeSettings, StepRunner};
 use lowlat_engine::weights::{SeededWeights, WEIGHT_SEED};
 use serde_json::{Value, json};
 
+#[path = "support/command.rs"]
+mod command;
 #[path = "support/engine.rs"]
 mod support;
+use command::folder_of;
 use support::{Request, kernels, library, prompt, serve, settings, start};
 
 const SHARD_2: &str = "model-00002-of-00003.safetensors";
@@ -28,10 +31,7 @@ const TOKEN_MAP: &str = "engram_token_map.safetensors";
 
 /// A folder of this test's own, empty.
 fn folder(name: &str) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("checkpoint_{name}"));
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).unwrap();
-    folder
+    folder_of("checkpoint", name)
 }
 
 const MODELS: [&str; 2] = ["tiny-v4", "tiny-v41"];

@@ -10,11 +10,14 @@ use lowlat_engine::report;
 use lowlat_engine::step::{FaultKind, InjectedFault, RuntimeSettings, StepRunner};
 use serde_json::Value;
 
+#[path = "support/command.rs"]
+mod command;
 #[path = "support/fake_model.rs"]
 mod fake_model;
 #[path = "support/traces.rs"]
 mod traces;
 
+use command::{folder_of, ran, small, text};
 use fake_model::FakeModel;
 
 struct Ran {
@@ -30,26 +33,18 @@ fn run_on(
     args: &[&str],
     mut start: impl FnMut(&RuntimeSettings) -> Result<Box<dyn StepRunner>, EngineError>,
 ) -> Ran {
-    let all: Vec<OsString> = std::iter::once("lowlat replay")
-        .chain(args.iter().copied())
-        .map(Into::into)
-        .collect();
-    let (mut out, mut err) = (Vec::new(), Vec::new());
     let mut asked = None;
-    let code = cli::run(
-        all,
-        &mut |settings| {
+    let command::Ran { code, out, err } = ran("lowlat replay", args, |all, out, err| {
+        let mut start = |settings: &RuntimeSettings| {
             asked = Some(settings.clone());
             start(settings)
-        },
-        &mut out,
-        &mut err,
-    );
-    let text = |bytes| String::from_utf8(bytes).unwrap();
+        };
+        cli::run(all, &mut start, out, err)
+    });
     Ran {
         code,
-        out: text(out),
-        err: text(err),
+        out,
+        err,
         asked,
     }
 }
@@ -65,21 +60,9 @@ fn run(args: &[&str]) -> Ran {
     })
 }
 
-fn small() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/traces/small.json");
-    path.to_str().unwrap().to_string()
-}
-
 /// A folder of this test's own, empty.
 fn folder(name: &str) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cli_{name}"));
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).unwrap();
-    folder
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
+    folder_of("cli", name)
 }
 
 fn json(path: &Path) -> Value {

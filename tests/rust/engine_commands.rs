@@ -1,8 +1,7 @@
 //! The commands beside `replay`: trace info, trace synth, inspect, completion.
 
-use std::ffi::OsString;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use lowlat_core::graph_key::{GraphKey, GraphMode, Path as GraphPath, Record, Recorder, SealView};
 use lowlat_engine::commands;
@@ -12,41 +11,25 @@ use lowlat_engine::trace_info;
 use lowlat_engine::trace_synth;
 use serde_json::Value;
 
+#[path = "support/command.rs"]
+mod command;
 #[path = "support/fake_model.rs"]
 mod fake_model;
 #[path = "support/traces.rs"]
 mod traces;
 
-struct Ran {
-    code: u8,
-    out: String,
-    err: String,
-}
+use command::{Ran, folder_of, ran, small, text};
 
 fn run_with(input: &str, args: &[&str]) -> Ran {
-    let all: Vec<OsString> = std::iter::once("lowlat-engine")
-        .chain(args.iter().copied())
-        .map(Into::into)
-        .collect();
-    let (mut out, mut err) = (Vec::new(), Vec::new());
-    let code = commands::run(
-        all,
-        &mut |_| {
+    ran("lowlat-engine", args, |all, out, err| {
+        let mut start = |_: &_| {
             let mut model = fake_model::FakeModel::new(256, 64, 5);
             let json = record(&[1, 4], GraphPath::Persistent);
             model.record = Some(Record::from_json(&json).unwrap());
-            Ok(Box::new(model))
-        },
-        &mut input.as_bytes(),
-        &mut out,
-        &mut err,
-    );
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    Ran {
-        code,
-        out: text(out),
-        err: text(err),
-    }
+            Ok(Box::new(model) as Box<_>)
+        };
+        commands::run(all, &mut start, &mut input.as_bytes(), out, err)
+    })
 }
 
 fn run(args: &[&str]) -> Ran {
@@ -55,19 +38,7 @@ fn run(args: &[&str]) -> Ran {
 
 /// A folder of this test's own, empty.
 fn folder(name: &str) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("commands_{name}"));
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).unwrap();
-    folder
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().unwrap()
-}
-
-fn small() -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/traces/small.json");
-    path.to_str().unwrap().to_string()
+    folder_of("commands", name)
 }
 
 #[test]

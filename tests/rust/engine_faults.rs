@@ -91,6 +91,17 @@ fn works(runtime: &mut Runtime) {
     assert!(!result.tokens.is_empty());
 }
 
+fn a_fresh_one_works(options: RuntimeOptions) {
+    let mut fresh = Runtime::start_with(options).unwrap();
+    works(&mut fresh);
+    assert!(
+        num_rank_threads() > 0,
+        "rank threads are looked for under another name"
+    );
+    drop(fresh);
+    expect_no_thread_left();
+}
+
 /// Both models, on two ranks built in and on four from their folders.
 fn refuses(tp_size: u32, fault: InjectedFault, check: impl Fn(&EngineError)) {
     for (served, model) in sources() {
@@ -126,14 +137,7 @@ fn model_refuses(model: &str, tp_size: u32, fault: InjectedFault, check: &impl F
     );
     expect_no_thread_left();
     options.settings.inject_fault = None;
-    let mut fresh = Runtime::start_with(options).unwrap();
-    works(&mut fresh);
-    assert!(
-        num_rank_threads() > 0,
-        "rank threads are looked for under another name"
-    );
-    drop(fresh);
-    expect_no_thread_left();
+    a_fresh_one_works(options);
 }
 
 #[test]
@@ -203,6 +207,22 @@ fn a_rank_that_never_answers_is_named_within_the_deadline() {
     }
 }
 
+/// The others have recorded their launches and wait in the vote behind it; without the ballot of
+/// the one that failed they would until the engine's deadline.
+#[test]
+fn a_rank_that_fails_late_in_its_capture_ends_its_peers_at_once() {
+    for (tp_size, tp_rank) in [(2, 1), (4, 2)] {
+        let kind = FaultKind::Capture;
+        refuses(tp_size, InjectedFault { tp_rank, kind }, |error| {
+            let expected = format!("rank {tp_rank} failed in capture, as --inject-fault asks");
+            let EngineError::Fault(message) = error else {
+                panic!("{error:?}")
+            };
+            assert!(message.starts_with(&expected), "{message}");
+        });
+    }
+}
+
 /// Falls silent at a step: a covered one ends in the kernels' deadline, a plain one in the vote's.
 fn silent_at(step: u64, check: impl Fn(&str)) {
     for model in folders() {
@@ -249,14 +269,7 @@ fn model_silent_at(model: &str, step: u64, check: &impl Fn(&str)) {
     expect_no_thread_left();
     drop(runtime);
     options.lapse = None;
-    let mut fresh = Runtime::start_with(options).unwrap();
-    works(&mut fresh);
-    assert!(
-        num_rank_threads() > 0,
-        "rank threads are looked for under another name"
-    );
-    drop(fresh);
-    expect_no_thread_left();
+    a_fresh_one_works(options);
 }
 
 #[test]

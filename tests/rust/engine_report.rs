@@ -15,8 +15,11 @@ use lowlat_engine::step::{
 use lowlat_engine::trace::{self, Trace};
 use serde_json::Value;
 
+#[path = "support/command.rs"]
+mod command;
 #[path = "support/fake_model.rs"]
 mod fake_model;
+use command::folder_of;
 
 const MS: u64 = 1_000_000;
 
@@ -331,10 +334,7 @@ fn percentiles_are_nearest_ranks() {
 
 /// A folder of this test's own, empty.
 fn folder(name: &str) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("report_{name}"));
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).unwrap();
-    folder
+    folder_of("report", name)
 }
 
 fn files_of(folder: &Path) -> Vec<String> {

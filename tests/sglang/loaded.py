@@ -91,8 +91,25 @@ class Loaded:
             self.layer(idx)
         return self.tensors
 
-    def layer(self, idx):
-        mine, theirs = f"layers.{idx}.", f"model.layers.{idx}."
+    def draft(self):
+        """What the draft has of its own; the target's embedding and head are attached to it."""
+        put, weights = self.tensors.__setitem__, self.weights
+        last = self.config["num_draft_stages"] - 1
+        put(f"stages.{last}.norm.weight", bf16(weights[f"mtp.{last}.norm.weight"]))
+        for part in ("fn", "base", "scale"):
+            if f"mtp.{last}.hc_head_{part}" in weights:
+                value = torch.from_numpy(weights[f"mtp.{last}.hc_head_{part}"])
+                put(f"stages.{last}.hc_head_{part}", value)
+        names = ("embed", "head") if self.is_v41 else ("markov_w1", "markov_w2")
+        for name, place in zip(names, ("markov_w1", "markov_w2"), strict=True):
+            weight = weights[f"mtp.{last}.markov_head.{name}.weight"]
+            put(f"markov_head.{place}.weight", bf16(weight))
+        for idx in range(last + 1):
+            self.layer(idx, f"mtp.{idx}.", f"stages.{idx}.", is_stage=True)
+        return self.tensors
+
+    def layer(self, idx, mine=None, theirs=None, is_stage=False):
+        mine, theirs = mine or f"layers.{idx}.", theirs or f"model.layers.{idx}."
 
         def get(name):
             return self.weights.get(mine + name)
@@ -114,7 +131,11 @@ class Loaded:
                 put(f"hc_{part}_{piece}", torch.from_numpy(get(f"hc_{part}_{piece}")))
         put("input_layernorm.weight", bf16(get("attn_norm.weight")))
         put("post_attention_layernorm.weight", bf16(get("ffn_norm.weight")))
-        fp8("self_attn.wqkv_a", "attn.wq_a", "attn.wkv")
+        if is_stage:
+            fp8("self_attn.wq_a", "attn.wq_a")
+            fp8("self_attn.wkv", "attn.wkv")
+        else:
+            fp8("self_attn.wqkv_a", "attn.wq_a", "attn.wkv")
         put("self_attn.q_norm.weight", bf16(get("attn.q_norm.weight")))
         put("self_attn.kv_norm.weight", bf16(get("attn.kv_norm.weight")))
         fp8("self_attn.wq_b", "attn.wq_b")
@@ -122,7 +143,7 @@ class Loaded:
         fp8("self_attn.wo_b", "attn.wo_b")
         codes, scales = e4m3(get("attn.wo_a.weight")), powers(get("attn.wo_a.scale"))
         block, groups = self.config["scale_block"], self.config["o_groups"]
-        if self.is_v41:
+        if self.is_v41 or is_stage:
             wide = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
             put("self_attn.wo_a.weight", (codes.float() * wide).to(torch.bfloat16))
         else:

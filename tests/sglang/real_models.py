@@ -111,7 +111,7 @@ def unread(model, needs):
         if ".experts." in need.name
     }
     names = (name for name, _ in model.named_parameters() if name not in read)
-    layers = (re.fullmatch(r"model\.layers\.\d+\.(.*)", name) for name in names)
+    layers = (re.fullmatch(r"(?:model\.layers|stages)\.\d+\.(.*)", name) for name in names)
     return sorted({found[1] for found in layers if found})
 
 
@@ -132,12 +132,15 @@ def main():
         draft = DeepseekV4ForCausalLMDSpark(config=draft_config, quant_config=quantisation)
     needs = guard.table(hf_config, deepseek_v4.engram_rows(target)).target()
     unprepared = guard.loaded_reasons(target, needs)
+    draft_needs = guard.table(draft_config, {}).draft(stages=True)
     prepare(target, needs)
+    prepare(draft, draft_needs)
     told = {
         "unprepared": unprepared,
         "target": guard.loaded_reasons(target, needs),
-        "draft": guard.loaded_reasons(draft, guard.table(draft_config, {}).draft()),
+        "draft": guard.loaded_reasons(draft, draft_needs),
         "unread": unread(target, needs),
+        "unread_draft": unread(draft, draft_needs),
     }
     print(json.dumps(told))
 

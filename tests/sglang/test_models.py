@@ -40,6 +40,17 @@ def test_every_large_weight_of_the_target_is_in_the_table(told) -> None:
     assert told["unread"] == ["self_attn.attn_mqa.k_scale", "self_attn.attn_mqa.v_scale"]
 
 
+def test_every_large_weight_of_the_drafts_layers_is_in_the_table(told) -> None:
+    """But for the context's projection, which SGLang runs, and constants of the cache."""
+    assert told["unread_draft"] == [
+        "main_norm.weight",
+        "main_proj.weight",
+        "main_proj.weight_scale_inv",
+        "self_attn.attn.k_scale",
+        "self_attn.attn.v_scale",
+    ]
+
+
 def test_experts_before_the_marlin_preparation_are_refused(told) -> None:
     experts = "model.layers.0.mlp.experts"
     for start in (f"[110] {experts}.w13_weight_scale is not", f"[112] shape of {experts}.w13_wei"):

@@ -20,13 +20,28 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 @pytest.mark.parametrize("tp_size", [2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_true_configurations_are_served(name, tp_size, checkpoint, kernels_there) -> None:
+def test_the_true_configurations_are_served(
+    name, tp_size, checkpoint, kernels_there, monkeypatch
+) -> None:
+    if tp_size not in guard.FUSED_RANKS:
+        monkeypatch.setenv("LOWLAT_SLOW_RANKS", "1")
     args = resolve(checkpoint(name), tp_size=tp_size)
     cfg = resolving_view(args)
     assert (cfg.attention_backend, cfg.page_size, cfg.kv_cache_dtype) == ("dsv4", 256, "fp8_e4m3")
     # The verify window, and capture sizes that the built widths cover.
     assert cfg.speculative_num_draft_tokens == 6
     assert set(range(1, 9)) <= set(cfg.cuda_graph_config.decode.bs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_that_the_fast_kernels_do_not_run_are_refused(
+    name, checkpoint, kernels_there
+) -> None:
+    (line,) = refusal(checkpoint(name), tp_size=8)
+    assert line == (
+        "[102] tp_size is 8, which the fast kernels do not run; these need 2 or 4"
+        " (change: --tp-size 4)"
+    )
 
 
 @pytest.mark.parametrize("vision", [False, True])
@@ -346,6 +361,7 @@ def test_every_setting_that_a_refusal_names_is_one_of_sglangs() -> None:
     # Commands of other programs: lowlat's own, its test on a GPU, and SGLang's client.
     theirs = {"--model", "--tp", "--isa", "--backend", "--dataset-name", "--random-input-len"}
     theirs |= {"--random-output-len", "--num-prompts", "--max-concurrency", "--out", "--share"}
+    theirs |= {"--accept", "--eager", "--fault"}
     named = flags_of(page.read_text()) - theirs
     for _, off in _dispatch.features():
         named |= flags_of(off)

@@ -28,25 +28,26 @@ inline constexpr Part kParts[] = {
 inline constexpr int kBlockThreads = 256;
 inline constexpr int kBlocksPerUnit = 1;
 
-// What a kernel may take at most. Private bytes are a lane's memory: arrays that are indexed at run
-// time, none in a loop over weights; no kernel may spill a register into it.
+// What a kernel may take at most. Products in tiles take 16 KB of LDS, and registers for what is on
+// its way. Private bytes are a lane's memory: arrays that are indexed at run time, none in a loop
+// over weights; no kernel may spill a register into it.
 struct KernelPlan {
   const char* name;
   int registers, lds_bytes, private_bytes;
 };
 inline constexpr KernelPlan kKernelPlans[] = {
-    {"lowlat_target_front", 320, 12 * 1024, 256},  // K1
+    {"lowlat_target_front", 320, 24 * 1024, 256},  // K1
     {"lowlat_target_select", 160, 4 * 1024, 0},    // K2i
-    {"lowlat_target_back", 192, 4 * 1024, 0},      // K2
-    {"lowlat_target_head", 128, 16 * 1024, 64},
-    {"lowlat_draft_inject", 128, 4 * 1024, 0},
-    {"lowlat_draft_front", 320, 12 * 1024, 256},
-    {"lowlat_draft_back", 192, 4 * 1024, 0},
-    {"lowlat_draft_propose", 160, 16 * 1024, 64},
+    {"lowlat_target_back", 288, 20 * 1024, 0},     // K2
+    {"lowlat_target_head", 256, 32 * 1024, 64},
+    {"lowlat_draft_inject", 256, 20 * 1024, 0},
+    {"lowlat_draft_front", 320, 24 * 1024, 256},
+    {"lowlat_draft_back", 288, 20 * 1024, 0},
+    {"lowlat_draft_propose", 256, 32 * 1024, 64},
     // Of a hosted model; it makes a draft's call of the proposal, in private memory.
-    {"lowlat_propose", 160, 16 * 1024, 192},
+    {"lowlat_propose", 256, 32 * 1024, 192},
     {"lowlat_accept_tokens", 128, 4 * 1024, 0},
-    {"lowlat_probe", 32, 0, 0},
+    {"lowlat_probe", 64, 1024, 0},
 };
 
 constexpr bool plans_fit() {

@@ -205,6 +205,7 @@ class Module {
 };
 
 // Whether a word that a kernel on the current device stores is what the host then reads there.
+// Throws where the kernel finds a matrix product's sums in other lanes than it expects.
 bool store_arrives(const Module& module, void* word, std::uint32_t value, std::uint64_t budget_ns);
 
 // How many devices HIP sees, and that it sees this one; `asked` is what was asked for.

@@ -1,6 +1,5 @@
 #include "host/amd/model.hpp"
 
-#include <atomic>
 #include <cstring>
 
 #include "host/amd/exchange_region.hpp"
@@ -20,11 +19,11 @@ constexpr const char* kCatalogue =
     "draft amd gfx942|gfx950 persistent three stages, Markov proposals, Philox noise\n"
     "plain amd gfx942|gfx950 persistent the same units, any number of rows\n";
 
-class AmdModel final : public Model {
+class AmdModel final : public lowlat::amd::devices::DeviceModel<ExchangeRegion> {
  public:
   AmdModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
            const std::vector<CodeObject>& objects)
-      : Model(config, hosting, "amd", kCatalogue, false), device_(device) {
+      : DeviceModel(config, hosting, "amd", kCatalogue, device) {
     const OnDevice on(device_);
     module_ = std::make_unique<Module>(objects);
     region_ = std::make_unique<ExchangeRegion>(*module_, config.tp_rank, config.tp_size,
@@ -33,16 +32,8 @@ class AmdModel final : public Model {
     last_ = std::make_unique<Event>();
   }
 
-  // Work that still runs must end before its memory goes; its peers end with it.
   ~AmdModel() override {
-    try {
-      if (!wait_idle(0)) {
-        abort();
-        wait_idle(2 * config().wait_budget_ns + 1'000'000'000);
-      }
-    } catch (const Error&) {
-      // The device is lost; what follows frees what it can.
-    }
+    end_work();
     int before = 0;
     runtime().hipGetDevice(&before);
     runtime().hipSetDevice(device_);
@@ -69,13 +60,6 @@ class AmdModel final : public Model {
     copy(dst, src, bytes);
   }
 
-  void peer_export(lowlat_peer_handle& out) const override { out = region_->handle(); }
-
-  void abort() override {
-    aborted_.store(true, std::memory_order_relaxed);  // orders nothing: only ever read as a word
-    region_->abort();
-  }
-
  protected:
   void check_memory(const TensorSlot& slot, const void* data) const override {
     const OnDevice on(device_);
@@ -85,18 +69,8 @@ class AmdModel final : public Model {
     const bool of_device = known && attributes.type == kMemoryDevice;
     if (of_device && attributes.device == device_) return;
     if (known && attributes.type == kMemoryManaged) return;
-    const std::string seen =
-        of_device ? "memory of device " + std::to_string(attributes.device) : "host memory";
-    throw invalid("tensor " + slot.name + ": data is " + seen +
-                  "; this rank needs memory of device " + std::to_string(device_) +
-                  " (lowlat_model_alloc)");
+    throw misplaced(slot, of_device ? attributes.device : -1);
   }
-
-  void open_peer(int peer_rank, const lowlat_peer_handle& handle) override {
-    region_->open(peer_rank, handle);
-    region_->probe(peer_rank);
-  }
-  bool has_peer(int rank) const override { return region_->is_open(rank); }
 
   void become_ready() override {
     step_ =
@@ -112,6 +86,9 @@ class AmdModel final : public Model {
   }
   void start_accept(const lowlat_accept& accept, void* stream) override { launch(accept, stream); }
   void start_hosted(const lowlat_hosted_step& step, void* stream) override { launch(step, stream); }
+  void start_hosted(const lowlat_hosted_draft&, void*) override {
+    throw Error(LOWLAT_BUG, "a model with stages was made on amd");
+  }
   void start_proposal(const lowlat_proposal& proposal, void* stream) override {
     launch(proposal, stream);
   }
@@ -123,13 +100,6 @@ class AmdModel final : public Model {
   bool wait_idle(std::uint64_t budget_ns) override {
     const OnDevice on(device_);
     return poll(runtime().hipEventQuery, last_->get(), "hipEventQuery", budget_ns);
-  }
-
-  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
-
-  lowlat_status_words status() const override {
-    return lowlat::amd::devices::status_of(
-        static_cast<const lowlat::amd::stages::StatusWords*>(region_->status()));
   }
 
  private:
@@ -149,14 +119,11 @@ class AmdModel final : public Model {
     if (capturing == 0) check(runtime().hipEventRecord(last_->get(), chosen), "hipEventRecord");
   }
 
-  int device_;
   std::unique_ptr<Module> module_;
-  std::unique_ptr<ExchangeRegion> region_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Event> last_;  // of what was launched last
   std::unique_ptr<ResidentStep> step_;
   std::vector<Memory> allocated_;
-  std::atomic<bool> aborted_{false};
 };
 
 }  // namespace
@@ -168,6 +135,10 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
     throw Error(LOWLAT_UNSUPPORTED,
                 "expert_layout is Marlin's, which platform amd does not read; needed row-major "
                 "experts, as the checkpoint has them");
+  }
+  if (hosting != nullptr && hosting->stages != 0) {
+    throw Error(LOWLAT_UNSUPPORTED,
+                "stages is 1; platform amd runs no layers of a hosted draft: needed 0");
   }
   runtime();  // says what is missing before anything else is asked
   const int device = lowlat::amd::devices::device_number(platform, config.tp_rank, count_devices);

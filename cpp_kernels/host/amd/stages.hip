@@ -136,7 +136,8 @@ LOWLAT_KERNEL(kThreads)
 lowlat_stage_quantize(float* out, const Bf16* x, int n, int group) {
   stages::quantize_row<Block>(out + block() * n, x + block() * n, n, group);
 }
-// Of the linears block b takes 16 weight rows: y fp32 [num_rows, num_outputs].
+// Of the linears block b takes 16 weight rows: y fp32 [num_rows, num_outputs]. x holds bf16 values,
+// but for linear_fp8_f32.
 LOWLAT_KERNEL(kThreads)
 lowlat_stage_linear_bf16(float* y, const float* x, const Bf16* w, int num_rows, int k,
                          int num_outputs) {
@@ -176,12 +177,6 @@ LOWLAT_DEVICE void tile_rows(float* y, int num_outputs, Multiply&& multiply) {
 
 }  // namespace
 
-LOWLAT_KERNEL(kThreads)
-lowlat_stage_tile_bf16(float* y, const Bf16* x, const Bf16* w, int k, int num_outputs) {
-  tile_rows(y, num_outputs, [&](auto& tile, std::int64_t first) {
-    lowlat::amd::mfma::multiply_bf16(tile, x, k, w + first * k, k, k);
-  });
-}
 LOWLAT_KERNEL(kThreads)
 lowlat_stage_tile_fp8(float* y, const Byte* x, const Byte* w, int k, int num_outputs) {
   tile_rows(y, num_outputs, [&](auto& tile, std::int64_t first) {

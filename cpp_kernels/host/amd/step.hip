@@ -99,7 +99,30 @@ lowlat_accept_tokens(const persistent::Rank* rank, std::uint32_t* arrived, int n
                      lowlat_accept accept) {
   if (may_run(*rank)) program_of(*rank, arrived, num_blocks).accept(accept);
 }
-// The proof that a peer's memory is reached: one thread of one block stores a word into it.
+// The proof that a peer's memory is reached, and that the matrix unit has its sums where the
+// kernels look for them: one thread of one block stores a word, the complement of `value` where a
+// lane has another sum than 16 row + column of a tile.
 LOWLAT_KERNEL(kThreads) lowlat_probe(std::uint32_t* word, std::uint32_t value) {
-  if (plat::thread_idx() == 0) plat::store_release<plat::Scope::system>(word, value);
+  const int lane = plat::thread_idx() % plat::kWarpLanes;
+  const int row = lane % plat::kTileSide, part = lane / plat::kTileSide;
+  const auto pair = [](int low, int high) {
+    return static_cast<std::uint32_t>(stages::to_bf16(static_cast<float>(low))) |
+           static_cast<std::uint32_t>(stages::to_bf16(static_cast<float>(high))) << 16;
+  };
+  plat::TileRun rows = {}, columns = {};
+  if (part == 0) {
+    rows.words[0] = pair(row, 1);
+    columns.words[0] = pair(plat::kTileSide, row);
+  }
+  plat::TileSums sums;
+  plat::tile_multiply(sums, rows, columns);
+  bool elsewhere = false;
+  for (int i = 0; i < plat::TileSums::kNum; ++i) {
+    const int of_tile = plat::TileSums::kNum * part + i;
+    elsewhere |= sums.sums[i] != static_cast<float>(plat::kTileSide * of_tile + row);
+  }
+  elsewhere = plat::block_any(elsewhere);
+  if (plat::thread_idx() == 0) {
+    plat::store_release<plat::Scope::system>(word, elsewhere ? ~value : value);
+  }
 }

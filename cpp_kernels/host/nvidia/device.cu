@@ -77,26 +77,42 @@ void open_first_device() {
   check(cudaSetDevice(0), "cudaSetDevice");
 }
 
-Stream::Stream() {
-  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-}
-Stream::~Stream() { cudaStreamDestroy(stream_); }
-
-void Stream::wait(std::uint64_t budget_ns) const {
+void wait_for(cudaStream_t stream, const char* work, std::uint64_t budget_ns) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::nanoseconds(budget_ns);
   for (;;) {
-    const cudaError_t status = cudaStreamQuery(stream_);
+    const cudaError_t status = cudaStreamQuery(stream);
     if (status == cudaSuccess) return;
-    if (status != cudaErrorNotReady) check(status, "cudaStreamQuery");
+    if (status != cudaErrorNotReady) check(status, work);
     cudaGetLastError();
     if (Clock::now() > deadline) {
-      throw Error(LOWLAT_FAULT, "the device did not finish within " +
+      throw Error(LOWLAT_FAULT, std::string(work) + " did not finish within " +
                                     std::to_string(budget_ns / 1'000'000'000) + " s");
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
+
+Capture::Capture(cudaStream_t stream) : stream_(stream) {
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+}
+
+Capture::~Capture() {
+  if (open_) cudaStreamEndCapture(stream_, &graph_);
+  if (graph_ != nullptr) cudaGraphDestroy(graph_);
+  cudaGetLastError();  // of a capture that a failed launch has spoiled
+}
+
+cudaGraph_t Capture::end() {
+  open_ = false;
+  check(cudaStreamEndCapture(stream_, &graph_), "cudaStreamEndCapture");
+  return graph_;
+}
+
+Stream::Stream() {
+  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+}
+Stream::~Stream() { cudaStreamDestroy(stream_); }
 
 Event::Event() {
   check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreate");

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host/error.hpp"
@@ -55,6 +56,10 @@ class OnDevice {
 // A deadline for work that is not meant to wait for anything.
 inline constexpr std::uint64_t kWorkBudgetNs = 120'000'000'000;
 
+// Until a stream's work is done; NULL: the null stream's. Throws LOWLAT_FAULT, which begins with
+// `work`, when it failed or took longer.
+void wait_for(cudaStream_t stream, const char* work, std::uint64_t budget_ns = kWorkBudgetNs);
+
 class Stream {
  public:
   Stream();
@@ -62,11 +67,53 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   cudaStream_t get() const { return stream_; }
-  // Until all work is done; LOWLAT_FAULT when it failed or took longer.
-  void wait(std::uint64_t budget_ns = kWorkBudgetNs) const;
+  // Until all work is done, see wait_for.
+  void wait(std::uint64_t budget_ns = kWorkBudgetNs) const {
+    wait_for(stream_, "the device", budget_ns);
+  }
 
  private:
   cudaStream_t stream_ = nullptr;
+};
+
+// What is put on a stream while this lives becomes a graph and does not run. A capture that nobody
+// ended, as when a launch threw, ends with this: while one is open, CUDA refuses its thread what
+// cannot be captured, memory among it.
+class Capture {
+ public:
+  explicit Capture(cudaStream_t stream);
+  ~Capture();
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+  // The graph, which this keeps.
+  cudaGraph_t end();
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  bool open_ = true;
+};
+
+// What launches() puts on a stream, to be launched again and again.
+class Graph {
+ public:
+  template <class Launches>
+  Graph(cudaStream_t stream, const Launches& launches) {
+    Capture capture(stream);
+    launches();
+    check(cudaGraphInstantiate(&graph_, capture.end(), 0), "cudaGraphInstantiate");
+  }
+  Graph(Graph&& other) noexcept : graph_(std::exchange(other.graph_, nullptr)) {}
+  Graph& operator=(Graph&&) = delete;
+  ~Graph() {
+    if (graph_ != nullptr) cudaGraphExecDestroy(graph_);
+  }
+  void launch(cudaStream_t stream) const {
+    check(cudaGraphLaunch(graph_, stream), "cudaGraphLaunch");
+  }
+
+ private:
+  cudaGraphExec_t graph_ = nullptr;
 };
 
 // Done when the work that was in a stream before it is.

@@ -79,11 +79,9 @@ struct FusedBase {
 template <class Launch>
 void load_kernels_of(Launch launch) {
   const Stream stream;
-  check(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "a capture");
+  Capture capture(stream.get());
   launch(stream.get());
-  cudaGraph_t graph = nullptr;
-  check(cudaStreamEndCapture(stream.get(), &graph), "a capture");
-  cudaGraphDestroy(graph);
+  capture.end();
 }
 
 }  // namespace lowlat::host::cuda

@@ -27,6 +27,7 @@ struct FusedProposals::State : FusedBase {
   // V4's alone.
   fused::HyperWeights head_hc = {};
   float* mix = nullptr;
+  int first_index = 0;
 
   bool is_v4() const { return config.kind == LOWLAT_V4; }
   void launch_x(const lowlat_proposal& proposal, int rows, cudaStream_t stream) const;
@@ -80,9 +81,10 @@ std::int64_t FusedProposals::box_packets(const lowlat_model_config& c,
 
 FusedProposals::FusedProposals(const lowlat_model_config& config, const shape::RuntimeShape& shape,
                                const lowlat::persistent::ModelWeights& weights,
-                               const ExchangeRegion& region, std::uint32_t kernel)
+                               const ExchangeRegion& region, std::uint32_t kernel, int first_index)
     : state_(std::make_unique<State>(config, shape, weights, region, kernel)) {
   State& s = *state_;
+  s.first_index = first_index;
   s.x = s.take<std::uint16_t>(std::int64_t{kRows} * shape.kHidden);
   if (s.is_v4()) {
     s.head_hc = s.laid_head(weights.draft_hc_head);
@@ -92,7 +94,7 @@ FusedProposals::FusedProposals(const lowlat_model_config& config, const shape::R
   s.base = s.take<float>(std::int64_t{kRows} * shape.kVocabLocal);
   s.offset = s.take<std::int64_t>(1);
   s.anchors = s.take<std::int64_t>(fused::kMaxDraftBatch);
-  check(cudaDeviceSynchronize(), "the proposals' memory");
+  wait_for(nullptr, "the proposals' memory");
   for (int batch = 1; batch <= fused::kMaxDraftBatch; ++batch) {
     lowlat_proposal proposal{};
     proposal.batch_size = batch;
@@ -120,6 +122,7 @@ void FusedProposals::launch(const lowlat_proposal& proposal, cudaStream_t stream
         "the draft's logits");
   fused::DraftProposalsParams params =
       s.proposals(proposal.batch_size, s.base, s.anchors, proposal.draft_tokens);
+  params.exchange_index = s.first_index;
   params.temperatures = proposal.temperature;
   params.noise_key = proposal.noise_key;
   params.noise_offset = samples ? s.offset : nullptr;
@@ -128,7 +131,7 @@ void FusedProposals::launch(const lowlat_proposal& proposal, cudaStream_t stream
   std::uint64_t exchanges = fused::kDraftSteps;
   if (samples && proposal.draft_logits != nullptr) {
     const fused::GatherParams gather = {s.port,
-                                        fused::kDraftSteps,
+                                        s.first_index + fused::kDraftSteps,
                                         rows,
                                         fused::kDraftSteps,
                                         s.shape.kVocabLocal,

@@ -20,9 +20,10 @@ class FusedProposals {
   static std::int64_t box_packets(const lowlat_model_config& config,
                                   const shape::RuntimeShape& shape);
 
+  // first_index: of its exchanges, as launches of another schedule on the region have it.
   FusedProposals(const lowlat_model_config& config, const shape::RuntimeShape& shape,
                  const lowlat::persistent::ModelWeights& weights, const ExchangeRegion& region,
-                 std::uint32_t kernel);
+                 std::uint32_t kernel, int first_index);
   ~FusedProposals();
   FusedProposals(const FusedProposals&) = delete;
   FusedProposals& operator=(const FusedProposals&) = delete;

@@ -64,6 +64,8 @@ enum SideGate {
 fused::Fp8Weights view(const lowlat::persistent::Fp8Weight& w) { return {w.codes, w.scales}; }
 fused::HyperWeights view(const lowlat::persistent::HcWeights& w) { return {w.fn, w.base, w.scale}; }
 
+bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
+
 // As attention and the compressor's pools have it.
 std::int64_t page_bytes(int slots) { return (slots * std::int64_t{584} + 575) / 576 * 576; }
 
@@ -142,6 +144,15 @@ struct FusedStep::State : FusedBase {
 
   bool serves(int rows, int tokens, int table_pages) const;
 
+  // Of hosted drafts alone, see of_stages.
+  bool has_stages_alone() const { return config.num_layers == 0; }
+  int num_chained() const {
+    return has_stages_alone() ? config.num_draft_stages : config.num_layers;
+  }
+  lowlat::persistent::LayerWeights* chained() {
+    return has_stages_alone() ? weights.stages : weights.layers;
+  }
+
   // Pools are where the engine has them now; wo_a is where this step has laid it.
   void take_weights(const lowlat::persistent::ModelWeights& from);
   std::vector<lowlat::persistent::Fp8Weight> laid_wo_a;  // of each layer; empty: as bound
@@ -166,8 +177,7 @@ struct FusedStep::State : FusedBase {
     }
     fused::Hop hop(int layer_idx) const {
       if (!by_packets()) return {};
-      return {s.memory.port, 2 * place(layer_idx),
-              static_cast<std::uint32_t>(16 * place(layer_idx))};
+      return {s.memory.port, 2 * place(layer_idx), fused::kernel_place(place(layer_idx))};
     }
     int x_index(int layer_idx) const { return 2 * place(layer_idx) - 1; }
 
@@ -180,6 +190,8 @@ struct FusedStep::State : FusedBase {
                            bool memory_follows) const;
     fused::PlainLayer layer_of(const lowlat::persistent::LayerWeights* layers, int num_layers,
                                int layer_idx) const;
+    // Of a draft.
+    void stage(int stage_idx) const;
     void head_product(int num_layers) const;
     // last_index: of the step's exchanges. The next step's first one takes the other box, whichever
     // kind it is.
@@ -229,8 +241,14 @@ struct FusedStep::State : FusedBase {
     void run() const;
 
    private:
-    void stage(int stage_idx) const;
     int propose() const;  // the last exchange
+  };
+
+  // A hosted draft's layers.
+  struct HostedDraft : Chain {
+    const lowlat_hosted_draft& draft;
+
+    void run() const;
   };
 };
 
@@ -726,8 +744,8 @@ void FusedStep::State::Target::head() const {
 
 void FusedStep::State::Target::leave() const {
   const fused::LeaveParams params = {
-      s.port,         rows,           s.shape.kHidden, s.memory.x, s.memory.residual[0],
-      hosted->hidden, hosted->streams};
+      s.port,          rows,   s.shape.kHidden, s.memory.x, s.memory.residual[0], hosted->hidden,
+      hosted->streams, nullptr};
   check(fused::launch_leave(params, stream), "a step's results");
 }
 
@@ -767,13 +785,47 @@ void FusedStep::State::Draft::run() const {
   end(propose());
 }
 
-void FusedStep::State::Draft::stage(int stage_idx) const {
+void FusedStep::State::Chain::stage(int stage_idx) const {
   fused::PlainLayer plain = layer_of(s.weights.stages, s.config.num_draft_stages, stage_idx);
   plain.num_window = fused::kStepWindow + tokens;
   fused::LayerStep own = layer_step();
   own.shape = s.experts.draft;
   own.memory.experts = s.draft_experts;
   check(fused::launch_plain_layer(plain, own, place(stage_idx), {}, stream), "a draft's stage");
+}
+
+void FusedStep::State::HostedDraft::run() const {
+  begin();
+  const int width = s.shape.kHidden * (s.is_v4() ? shape::kNumStreams : 1);
+  const fused::DraftInput in = {s.port,
+                                rows,
+                                tokens,
+                                draft.token_ids,
+                                draft.positions,
+                                draft.key_slots,
+                                draft.window,
+                                draft.window_stride,
+                                s.pools.num_window_pages * s.shape.kPageSize,
+                                s.shape.kPageSize,
+                                s.shape.kVocab,
+                                s.config.max_positions,
+                                draft.hidden,
+                                width};
+  check(fused::launch_draft_rows(in, s.arrays, stream), "a draft's rows");
+  send_embedding();
+  receive_embedding(s.weights.stages[0], false);
+  for (int i = 0; i < s.config.num_draft_stages; ++i) stage(i);
+  // V4.1's last exchange has the weights of the second sublayer's statistics.
+  const fused::LeaveParams leave = {s.port,
+                                    rows,
+                                    s.shape.kHidden,
+                                    s.memory.x,
+                                    s.memory.residual[0],
+                                    s.is_v4() ? nullptr : draft.hidden,
+                                    s.is_v4() ? draft.hidden : nullptr,
+                                    s.is_v4() ? nullptr : s.memory.mix[1]};
+  check(fused::launch_leave(leave, stream), "a draft's results");
+  end(first_index_behind(s.config.num_draft_stages) - 1);
 }
 
 int FusedStep::State::Draft::propose() const {
@@ -800,35 +852,51 @@ int FusedStep::State::Draft::propose() const {
 
 void FusedStep::State::take_weights(const lowlat::persistent::ModelWeights& from) {
   weights = from;
-  for (std::size_t i = 0; i < laid_wo_a.size(); ++i) weights.layers[i].wo_a = laid_wo_a[i];
+  for (std::size_t i = 0; i < laid_wo_a.size(); ++i) chained()[i].wo_a = laid_wo_a[i];
 }
 
 // An engine may have expanded wo_a to bf16; its kernels read the codes it came from.
 void FusedStep::State::lay_wo_a() {
-  if (config.num_layers == 0 || weights.layers[0].wo_a_bf16 == nullptr) return;
+  if (num_chained() == 0 || chained()[0].wo_a_bf16 == nullptr) return;
   const int rows = shape.kGroupsLocal * shape.kOLora, columns = shape.kGroupInput;
+  const int block = shape.kScaleBlock;
   auto* const inexact = take<std::uint32_t>(1);
-  for (int i = 0; i < config.num_layers; ++i) {
+  for (int i = 0; i < num_chained(); ++i) {
     auto* const codes = take<std::uint8_t>(std::int64_t{rows} * columns);
-    auto* const scales = take<std::uint8_t>(std::int64_t{rows / 32} * (columns / 32));
-    const fused::CodesParams params = {rows,  columns, weights.layers[i].wo_a_bf16,
+    auto* const scales = take<std::uint8_t>(std::int64_t{rows / block} * (columns / block));
+    const fused::CodesParams params = {rows,  columns, block,  chained()[i].wo_a_bf16,
                                        codes, scales,  inexact};
     check(fused::launch_codes(params, nullptr), "wo_a as codes");
     laid_wo_a.push_back({codes, scales});
   }
+  wait_for(nullptr, "wo_a as codes");
   std::uint32_t count = 0;
   check(cudaMemcpy(&count, inexact, sizeof count, cudaMemcpyDeviceToHost), "cudaMemcpy");
   if (count > 0) {
     throw Error(
         LOWLAT_UNSUPPORTED,
         std::to_string(count) +
-            " values of attn.wo_a.weight are no e4m3 values under a power of two for each "
-            "32 x 32, as the published checkpoint has them and the fused schedule reads them");
+            " values of attn.wo_a.weight are no e4m3 values under a power of two for each " +
+            std::to_string(block) + " x " + std::to_string(block) +
+            ", as the published checkpoint has them and the fused schedule reads them");
   }
   take_weights(weights);
 }
 
 // --------------------------------------------------------------------------------------- class
+
+std::string FusedStep::draft_refusal(const lowlat_model_config& c) {
+  const bool is_v4 = c.kind == LOWLAT_V4;
+  Reasons reasons;
+  reasons.need(c.num_draft_stages, fused::kInjectStages, "num_draft_stages");
+  reasons.need(c.draft_block, fused::kDraftSteps, "draft_block");
+  reasons.need(c.markov_rank, fused::kMarkovRank, "markov_rank");
+  reasons.need(c.draft_experts, is_v4 ? V4::kDraftExperts : V41::kDraftExperts, "draft_experts");
+  reasons.need(c.draft_experts_per_token,
+               is_v4 ? V4::kDraftExpertsPerToken : V41::kDraftExpertsPerToken,
+               "draft_experts_per_token");
+  return reasons.text();
+}
 
 std::string FusedStep::refusal(const lowlat_model_config& c, const shape::RuntimeShape& s,
                                int device) {
@@ -875,6 +943,15 @@ std::string FusedStep::refusal(const lowlat_model_config& c, const shape::Runtim
   return reasons.text();
 }
 
+int FusedStep::first_index() { return kEmbedIndex; }
+
+lowlat_model_config FusedStep::of_stages(lowlat_model_config config) {
+  config.num_layers = 0;
+  config.num_engrams = 0;
+  config.candidate_layer = -1;
+  return config;
+}
+
 std::int64_t FusedStep::box_packets(const lowlat_model_config& c, const shape::RuntimeShape& s) {
   return std::max(
       {std::int64_t{kRows} * s.kHidden / 4, fused::head_packets(kRows, s.kVocabLocal),
@@ -892,23 +969,18 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
   s.resident = &resident;
   s.experts = expert_shapes(config.kind, config.tp_size);
   // An engine that keeps the head runs its own draft.
-  s.has_draft = weights.head != nullptr && config.num_draft_stages == fused::kInjectStages &&
-                config.draft_block == fused::kDraftSteps &&
-                config.markov_rank == fused::kMarkovRank &&
-                config.draft_experts == (s.is_v4() ? V4::kDraftExperts : V41::kDraftExperts) &&
-                config.draft_experts_per_token ==
-                    (s.is_v4() ? V4::kDraftExpertsPerToken : V41::kDraftExpertsPerToken);
+  s.has_draft = weights.head != nullptr && draft_refusal(config).empty();
   const RopeFrequencies rope = rope_frequencies(config);
   std::ranges::copy(rope.window, s.window_rope.values);
   std::ranges::copy(rope.compressed, s.compressed_rope.values);
 
   const std::int64_t hidden = shape.kHidden;
-  const int chain = config.num_layers + 1;
+  const int chain = std::max(config.num_layers, config.num_draft_stages) + 1;
   const auto memory_at = [&](void* base) {
     return fused::layer_memory(base, s.experts.target, config.tp_size, kRows, chain);
   };
   s.memory = memory_at(s.take<std::uint8_t>(memory_at(nullptr).bytes));
-  check(fused::layer_init(s.memory, s.experts.target, s.port), "the layers' memory");
+  check(fused::layer_init(s.memory, s.experts.target, s.port, nullptr), "the layers' memory");
 
   s.arrays.token_ids = s.take<std::int32_t>(kRows);
   s.arrays.positions = s.take<std::int32_t>(kRows);
@@ -962,10 +1034,12 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
     check(static_cast<cudaError_t>(
               lowlat::fused::moe_workspace_init(s.experts.draft, s.draft_experts, nullptr)),
           "the draft's experts");
+    if (s.is_v4()) s.draft_head_hc = s.laid_head(weights.draft_hc_head);
+  }
+  if (s.has_draft && !s.has_stages_alone()) {
     s.draft_tokens = s.take<std::int64_t>(fused::kMaxDraftBatch * fused::kDraftSteps);
     const std::int64_t width = fused::kInjectStages * hidden;
     fused::InjectParams& inject = s.inject;
-    if (s.is_v4()) s.draft_head_hc = s.laid_head(weights.draft_hc_head);
     inject.model = s.model();
     inject.features = resident.features();
     inject.num_slots = std::int64_t{shape.kNumPages} * shape.kPageSize;
@@ -987,7 +1061,7 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
     }
   }
   s.lay_wo_a();
-  check(cudaDeviceSynchronize(), "the step's memory");
+  wait_for(nullptr, "the step's memory");
   load_kernels();
 }
 
@@ -999,6 +1073,13 @@ void FusedStep::load_kernels() const {
   };
   for (int i = 0; i < s.config.num_widths && s.config.widths[i] <= kRows; ++i) {
     const int rows = s.config.widths[i];
+    if (s.has_stages_alone()) {
+      lowlat_hosted_draft draft{};
+      draft.batch_size = rows / fused::kDraftSteps;
+      draft.window_stride = fused::kStepWindow + fused::kDraftSteps;
+      if (serves(draft)) load(draft);
+      continue;
+    }
     if (s.weights.head == nullptr) {
       lowlat_hosted_step step{};
       step.batch_size = rows;
@@ -1053,14 +1134,21 @@ bool FusedStep::serves(const lowlat_hosted_step& step) const {
                         step.num_table_pages);
 }
 
+bool FusedStep::serves(const lowlat_hosted_draft& draft) const {
+  return state_->has_draft && draft.batch_size <= fused::kMaxDraftBatch;
+}
+
 void FusedStep::launch(const lowlat_step& step, cudaStream_t stream) const {
   State::Target{{*state_, stream, step.num_rows, step.tokens_per_request}, &step, nullptr}.run();
 }
 
+void FusedStep::launch(const lowlat_hosted_draft& draft, cudaStream_t stream) const {
+  if (!aligned(draft.hidden)) throw invalid("hidden of a hosted draft must be aligned to 16 bytes");
+  const int rows = draft.batch_size * fused::kDraftSteps;
+  State::HostedDraft{{*state_, stream, rows, fused::kDraftSteps}, draft}.run();
+}
+
 void FusedStep::launch(const lowlat_hosted_step& step, cudaStream_t stream) const {
-  const auto aligned = [](const void* pointer) {
-    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
-  };
   if (!aligned(step.hidden) || !aligned(step.streams)) {
     throw invalid("hidden and streams of a hosted step must be aligned to 16 bytes");
   }

@@ -21,6 +21,12 @@ class FusedStep {
   // do. The same on every rank, where their devices are alike. Not of a model for proposals.
   static std::string refusal(const lowlat_model_config& config, const shape::RuntimeShape& shape,
                              int device);
+  // The same of the layers of its draft alone.
+  static std::string draft_refusal(const lowlat_model_config& config);
+  // The first exchange of a launch of a model without n-gram memory.
+  static int first_index();
+  // The model whose layers are the stages of a draft, of which this runs hosted drafts alone.
+  static lowlat_model_config of_stages(lowlat_model_config config);
   // Packets of a box of the region's fused set.
   static std::int64_t box_packets(const lowlat_model_config& config,
                                   const shape::RuntimeShape& shape);
@@ -42,10 +48,12 @@ class FusedStep {
   bool serves(const lowlat_step& step) const;
   bool serves(const lowlat_draft& draft) const;
   bool serves(const lowlat_hosted_step& step) const;
+  bool serves(const lowlat_hosted_draft& draft) const;
   // A stream that is being captured takes the launches of both branches.
   void launch(const lowlat_step& step, cudaStream_t stream) const;
   void launch(const lowlat_draft& draft, cudaStream_t stream) const;
   void launch(const lowlat_hosted_step& step, cudaStream_t stream) const;
+  void launch(const lowlat_hosted_draft& draft, cudaStream_t stream) const;
 
   // Other caches from the next launch on; nothing that was launched may run.
   void move_pools(const lowlat::persistent::ModelWeights& weights, const lowlat_pools& pools);

@@ -1,6 +1,5 @@
 #include "host/nvidia/model.hpp"
 
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -25,14 +24,18 @@ constexpr const char* kCatalogue =
     "draft nvidia sm_90a persistent three stages, Markov proposals, Philox noise\n"
     "plain nvidia sm_90a persistent the same units, any number of rows\n";
 constexpr std::uint32_t kFusedLine = 6;  // behind those of persistent::KernelId
-const char* catalogue_with_fused(bool proposals) {
+const char* catalogue_with_fused(const lowlat_hosting* hosting) {
   static const std::string steps =
       std::string(kCatalogue) +
       "step nvidia sm_90a fused whole target steps: layers, n-gram memory, index, head\n";
   static const std::string proposed =
       std::string(kCatalogue) +
       "propose nvidia sm_90a fused a request's proposals, of what an engine's draft left\n";
-  return (proposals ? proposed : steps).c_str();
+  static const std::string staged =
+      std::string(kCatalogue) +
+      "draft nvidia sm_90a fused a draft's layers, then a request's proposals, for an engine\n";
+  if (hosting == nullptr || hosting->proposals == 0) return steps.c_str();
+  return (hosting->stages != 0 ? staged : proposed).c_str();
 }
 
 enum class Schedules { best, fused, persistent };
@@ -85,41 +88,31 @@ int device_of(const Words& words, const lowlat_model_config& config) {
   return count > 0 ? config.tp_rank % count : 0;
 }
 
-class NvidiaModel final : public Model {
+class NvidiaModel final : public lowlat::nvidia::devices::DeviceModel<ExchangeRegion> {
  public:
   // fused: there are fused kernels for the model, and they are wanted; forced: nothing else is.
   NvidiaModel(const lowlat_model_config& config, const lowlat_hosting* hosting, int device,
               bool fused, bool forced, bool loop)
-      : Model(config, hosting, "nvidia",
-              fused ? catalogue_with_fused(hosting != nullptr && hosting->proposals != 0)
-                    : kCatalogue,
-              false),
-        device_(device),
+      : DeviceModel(config, hosting, "nvidia", fused ? catalogue_with_fused(hosting) : kCatalogue,
+                    device),
         fused_(fused),
         forced_(forced) {
     const OnDevice on(device_);
-    region_ = std::make_unique<ExchangeRegion>(
-        config.tp_rank, config.tp_size, step_box_packets(shape()),
-        !fused            ? 0
-        : proposes_only() ? FusedProposals::box_packets(config, shape())
-                          : FusedStep::box_packets(config, shape()),
-        digest());
+    std::int64_t fused_packets = 0;
+    if (fused && proposes_only()) fused_packets = FusedProposals::box_packets(config, shape());
+    if (fused && has_layers()) {
+      fused_packets = std::max(fused_packets, FusedStep::box_packets(of_layers(), shape()));
+    }
+    region_ = std::make_unique<ExchangeRegion>(config.tp_rank, config.tp_size,
+                                               step_box_packets(shape()), fused_packets, digest());
     if (loop) region_->loop_back();
     stream_ = std::make_unique<Stream>();
     copies_ = std::make_unique<Stream>();
     last_ = std::make_unique<Event>();
   }
 
-  // Work that still runs must end before its memory goes; its peers end with it.
   ~NvidiaModel() override {
-    try {
-      if (!wait_idle(0)) {
-        abort();
-        wait_idle(2 * config().wait_budget_ns + 1'000'000'000);
-      }
-    } catch (const Error&) {
-      // The device is lost; what follows frees what it can.
-    }
+    end_work();
     int before = 0;
     cudaGetDevice(&before);
     cudaSetDevice(device_);
@@ -169,13 +162,6 @@ class NvidiaModel final : public Model {
     check(cudaMemcpy(dst, src, bytes, cudaMemcpyDefault), "cudaMemcpy");
   }
 
-  void peer_export(lowlat_peer_handle& out) const override { out = region_->handle(); }
-
-  void abort() override {
-    aborted_.store(true, std::memory_order_relaxed);  // orders nothing: only ever read as a word
-    region_->abort();
-  }
-
  protected:
   void check_memory(const TensorSlot& slot, const void* data) const override {
     const OnDevice on(device_);
@@ -188,19 +174,8 @@ class NvidiaModel final : public Model {
                     std::to_string(kFusedAlignment) +
                     " bytes, as the fused schedule reads it (nvidia:persistent does without)");
     }
-    const std::string seen = attributes.type == cudaMemoryTypeDevice
-                                 ? "memory of device " + std::to_string(attributes.device)
-                                 : "host memory";
-    throw invalid("tensor " + slot.name + ": data is " + seen +
-                  "; this rank needs memory of device " + std::to_string(device_) +
-                  " (lowlat_model_alloc)");
+    throw misplaced(slot, attributes.type == cudaMemoryTypeDevice ? attributes.device : -1);
   }
-
-  void open_peer(int peer_rank, const lowlat_peer_handle& handle) override {
-    region_->open(peer_rank, handle);
-    region_->probe(peer_rank);
-  }
-  bool has_peer(int rank) const override { return region_->is_open(rank); }
 
   void become_ready() override {
     step_ = std::make_unique<ResidentStep>(config(), shape(), weights(), pools(), *region_);
@@ -215,10 +190,12 @@ class NvidiaModel final : public Model {
     const OnDevice on(device_);
     if (proposes_only()) {
       fused_proposals_ =
-          std::make_unique<FusedProposals>(config(), shape(), weights(), *region_, kFusedLine);
-      return;
+          std::make_unique<FusedProposals>(config(), shape(), weights(), *region_, kFusedLine,
+                                           has_layers() ? FusedStep::first_index() : 0);
     }
-    fused_step_ = std::make_unique<FusedStep>(config(), shape(), weights(), pools(), *region_,
+    if (!has_layers()) return;
+    const lowlat_model_config own = of_layers();
+    fused_step_ = std::make_unique<FusedStep>(own, runtime_shape(own), weights(), pools(), *region_,
                                               *step_, kFusedLine);
   }
   void move_pools() override {
@@ -262,6 +239,15 @@ class NvidiaModel final : public Model {
     const bool fused_experts = step_->has_fused_experts(step.batch_size * step.tokens_per_request);
     launch(stream, [&](cudaStream_t chosen) { step_->launch(step, fused_experts, chosen); });
   }
+  void start_hosted(const lowlat_hosted_draft& draft, void* stream) override {
+    if (fused_step_ == nullptr || !fused_step_->serves(draft)) {
+      throw Error(LOWLAT_UNSUPPORTED,
+                  "the layers of a hosted draft run by the fused schedule alone, which does not "
+                  "serve " +
+                      std::to_string(draft.batch_size) + " requests here");
+    }
+    launch(stream, [&](cudaStream_t chosen) { fused_step_->launch(draft, chosen); });
+  }
   void start_proposal(const lowlat_proposal& proposal, void* stream) override {
     if (fused_proposals_ != nullptr && fused_proposals_->serves(proposal)) {
       launch(stream, [&](cudaStream_t chosen) { fused_proposals_->launch(proposal, chosen); });
@@ -287,11 +273,8 @@ class NvidiaModel final : public Model {
     }
   }
 
-  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
-
   lowlat_status_words status() const override {
-    lowlat_status_words out = lowlat::nvidia::devices::status_of(
-        static_cast<const lowlat::nvidia::stages::StatusWords*>(region_->status()));
+    lowlat_status_words out = DeviceModel::status();
     if (out.state != 0u && out.kernel >= kFusedLine) {
       out.place = out.kernel;
       out.kernel = kFusedLine;
@@ -313,11 +296,15 @@ class NvidiaModel final : public Model {
     }
   }
 
+  bool has_layers() const { return !proposes_only() || has_hosted_stages(); }
+  // As the fused step takes it.
+  lowlat_model_config of_layers() const {
+    return proposes_only() ? FusedStep::of_stages(config()) : config();
+  }
+
   static constexpr std::uintptr_t kFusedAlignment = 16;
 
-  int device_;
   bool fused_, forced_;  // see the constructor
-  std::unique_ptr<ExchangeRegion> region_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<Stream> copies_;  // of memory that nothing that was launched uses
   std::unique_ptr<Event> last_;     // of what was launched last
@@ -326,7 +313,6 @@ class NvidiaModel final : public Model {
   std::unique_ptr<FusedProposals> fused_proposals_;
   std::vector<Memory> allocated_;
   std::vector<void*> shared_;
-  std::atomic<bool> aborted_{false};
 };
 
 }  // namespace
@@ -339,20 +325,28 @@ std::unique_ptr<Model> make_model(const std::string& platform, const lowlat_mode
   // A configuration with reasons against it is refused by the model itself.
   const bool whole = config.struct_bytes == sizeof config && config_reasons(config).empty();
   const bool proposals = hosting != nullptr && hosting->proposals != 0;
+  const bool stages = proposals && hosting->stages != 0;
   std::string refusal = "none";
   if (whole) {
-    refusal = proposals ? FusedProposals::refusal(config, runtime_shape(config), device)
-                        : FusedStep::refusal(config, runtime_shape(config), device);
+    refusal = proposals ? FusedProposals::refusal(config, runtime_shape(config), device) : "";
+    if (stages && refusal.empty()) refusal = FusedStep::draft_refusal(config);
+    if ((!proposals || stages) && refusal.empty()) {
+      const lowlat_model_config own = stages ? FusedStep::of_stages(config) : config;
+      refusal = FusedStep::refusal(own, runtime_shape(own), device);
+    }
     if (words.schedules == Schedules::fused && !refusal.empty()) {
       throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + platform +
                                           "\", but the fused step is not built for this model: " +
                                           refusal + " (nvidia:persistent serves it)");
     }
   }
-  // Of two ranks by the word alone: a few of many replays of many rows differed from the others
-  // there. What may have caused it is mended, and no GPU has run it (docs/bench/step-hopper.md).
-  const bool settled = proposals || config.tp_size != 2 || words.schedules == Schedules::fused;
-  const bool fused = words.schedules != Schedules::persistent && refusal.empty() && settled;
+  const bool fused = words.schedules != Schedules::persistent && refusal.empty();
+  if (stages && whole && !fused) {
+    throw Error(LOWLAT_UNSUPPORTED,
+                "stages is 1, but the fused schedule, which alone runs the layers of a hosted "
+                "draft, does not serve this model: " +
+                    (refusal.empty() ? "nvidia:persistent was asked for" : refusal));
+  }
   return std::make_unique<NvidiaModel>(config, hosting, device, fused,
                                        words.schedules == Schedules::fused, words.loop);
 }

@@ -112,14 +112,15 @@ int resident_blocks(const ExchangeRegion& region) {
 }
 
 // The fused region that was built for a rank's experts, in either layout: none of these widths is
-// padded in Marlin's tiles. Not of two ranks, as long as replays of their fused steps may differ
-// (docs/bench/step-hopper.md).
+// padded in Marlin's tiles.
 std::optional<fused::MoeShape> moe_shape(const shape::RuntimeShape& s, std::uint32_t kind) {
   const auto is = [&](int hidden, int experts, int inner, int scale_block) {
     return s.kHidden == hidden && s.kNumExperts == experts && s.kIntermediateLocal == inner &&
            s.kExpertsPerToken == 6 && s.kScaleBlock == scale_block;
   };
+  if (kind == LOWLAT_V41 && is(5120, 384, 1152, 32)) return fused::MoeShape::v41_tp2;
   if (kind == LOWLAT_V41 && is(5120, 384, 576, 32)) return fused::MoeShape::v41_tp4;
+  if (kind == LOWLAT_V4 && is(4096, 256, 1024, 128)) return fused::MoeShape::v4_tp2;
   if (kind == LOWLAT_V4 && is(4096, 256, 512, 128)) return fused::MoeShape::v4_tp4;
   return std::nullopt;
 }

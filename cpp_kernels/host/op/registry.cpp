@@ -345,23 +345,12 @@ std::span<const lowlat_array> input_span(const lowlat_array* inputs, std::int32_
 // ---------------------------------------------------------------- JSON
 
 void append_args(std::string& out, const char* name, const std::vector<ArgSpec>& specs) {
-  append_string(out, name);
-  out += ": [";
-  for (const ArgSpec& spec : specs) {
-    if (&spec != specs.data()) out += ", ";
-    out += "{";
-    append_field(out, "name", spec.name);
-    out += ", ";
-    append_field(out, "dtype", spec.dtype_word);
-    out += ", ";
-    append_field(out, "shape", spec.shape);
+  append_objects(out, name, specs, [&](const ArgSpec& spec) {
+    append_fields(out, {{"name", spec.name}, {"dtype", spec.dtype_word}, {"shape", spec.shape}});
     out += ", \"optional\": ";
-    out += spec.optional ? "true" : "false";
-    out += ", ";
+    out += spec.optional ? "true, " : "false, ";
     append_field(out, "about", spec.about);
-    out += "}";
-  }
-  out += "]";
+  });
 }
 
 std::string table_json() {
@@ -369,11 +358,7 @@ std::string table_json() {
   for (const OpSpec& op : op_table()) {
     if (out.size() > 1) out += ",\n ";
     out += "{";
-    append_field(out, "name", op.name);
-    out += ", ";
-    append_field(out, "models", op.models);
-    out += ", ";
-    append_field(out, "about", op.about);
+    append_fields(out, {{"name", op.name}, {"models", op.models}, {"about", op.about}});
     out += ", ";
     append_args(out, "in", op.in);
     out += ", ";

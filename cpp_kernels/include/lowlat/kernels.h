@@ -182,8 +182,8 @@ typedef struct lowlat_model lowlat_model;
  * tp_rank modulo the number of devices) or "nvidia:N" for device number N; in one with AMD code
  * objects "amd" and "amd:N" likewise, which never ran on an AMD GPU. Behind nvidia's, ":fused" or
  * ":persistent" names the schedule of steps and drafts; without a word it is the fused one where
- * that is built for the model, on devices of their own, but for models of two ranks: their replays
- * did not always agree. ":loop" is for measurements: one rank alone, whose peers are itself. */
+ * that is built for the model, on devices of their own. ":loop" is for measurements: one rank
+ * alone, whose peers are itself. */
 LOWLAT_API lowlat_status lowlat_model_create(const char* platform,
                                              const lowlat_model_config* config,
                                              lowlat_model** out_model);
@@ -346,16 +346,18 @@ LOWLAT_API lowlat_status lowlat_accept_launch(lowlat_model* model, const lowlat_
  *            is no head, but of proposals.
  *   config   num_pages is the most pages of one request. widths, max_batch and max_rows are as
  *            always; state_ring is the engine's.
- *   launches lowlat_hosted_step_launch, or lowlat_propose_launch where `proposals` is set; no
- *            other. */
+ *   launches lowlat_hosted_step_launch, or lowlat_propose_launch and, with `stages`,
+ *            lowlat_hosted_draft_launch where `proposals` is set; no other. */
 typedef struct lowlat_hosting {
   uint32_t struct_bytes;
   uint32_t expert_layout; /* LOWLAT_ROW_MAJOR: the checkpoint's. LOWLAT_MARLIN: w1 and w3 are one
                            * matrix, ffn.experts.w13 of 2 I' rows, w1's first; I' is this rank's
                            * moe_intermediate rounded up to 64, rows and columns beyond it are 0 */
-  int32_t bf16_wo_a;      /* 1: attn.wo_a.weight is bf16 and has no scale (V4.1) */
+  int32_t bf16_wo_a;      /* 1: attn.wo_a.weight is bf16 without a scale (V4.1, a draft's stages) */
   int32_t proposals;      /* 1: of the draft nothing but its head, norm and Markov tables, for
-                           * lowlat_propose_launch */
+                           * lowlat_propose_launch; with stages its embedding and layers too */
+  int32_t stages;         /* 1, with proposals: lowlat_hosted_draft_launch before them; on nvidia by
+                           * the fused schedule alone, and not on amd */
 } lowlat_hosting;
 
 LOWLAT_API lowlat_status lowlat_hosted_create(const char* platform,
@@ -418,6 +420,28 @@ typedef struct lowlat_hosted_step {
 LOWLAT_API lowlat_status lowlat_hosted_step_launch(lowlat_model* model,
                                                    const lowlat_hosted_step* step, void* stream);
 
+/* The layers of a draft, over draft_block rows a request: its anchor, then mask tokens, at the
+ * positions behind its committed tokens. A row's key is kept in slot key_slots of mtp.N.kv.swa, and
+ * it sees the keys of the slots in its window, those of its request's rows among them. A row whose
+ * key slot is in page 0 is padding, and so is one whose values the model has not. */
+typedef struct lowlat_hosted_draft {
+  uint32_t struct_bytes;
+  int32_t batch_size;
+  int32_t window_stride;    /* entries from a row's window to the next one's, at least
+                             * window + draft_block, of which so many are read */
+  const int64_t* token_ids; /* [batch_size * draft_block] */
+  const int64_t* positions; /* [the same] */
+  const int32_t* key_slots; /* [the same] */
+  const int32_t* window;    /* [the same, window_stride]; below 0: none */
+  /* Out, as lowlat_proposal takes it: bf16 [the same, hidden], V4 [.., 4, hidden]. Equal bit for
+   * bit on every rank; NaN until the launch has run, and after one that did not end. */
+  uint16_t* hidden;
+} lowlat_hosted_draft;
+
+/* After lowlat_pools_bind. LOWLAT_UNSUPPORTED when batch_size * draft_block rows were not built. */
+LOWLAT_API lowlat_status lowlat_hosted_draft_launch(lowlat_model* model,
+                                                    const lowlat_hosted_draft* draft, void* stream);
+
 /* draft_block proposals a request, from what the draft's last layer left; before the norm. */
 typedef struct lowlat_proposal {
   uint32_t struct_bytes;
@@ -443,14 +467,20 @@ LOWLAT_API lowlat_status lowlat_synchronize(lowlat_model* model, uint64_t budget
 
 /* ------------------------------------------------------------------ faults */
 
+/* Places of a layer: its kernels, its gates, and what tells a gate from a kernel. */
+#define LOWLAT_PLACE_KERNELS 16
+#define LOWLAT_PLACE_GATES 32
+#define LOWLAT_PLACE_GATE 0x1000u
+
 typedef struct lowlat_status_words {
   uint32_t struct_bytes;
   uint32_t state;  /* 0 healthy, 1 a wait expired here, 2 aborted by a peer, 3 aborted by host */
   uint32_t kernel; /* index into the catalogue's lines */
   uint32_t stage;  /* lowlat_stage_name() gives the word */
   int32_t peer;    /* rank that was waited for or that raised the abort; -1: none */
-  uint32_t place;  /* of the fused schedule: 16 times the layer, counted from 1, and which of its
-                    * kernels; or 0x1000, 32 times the layer and which of its gates; else 0 */
+  uint32_t place;  /* of the fused schedule: LOWLAT_PLACE_KERNELS times the layer, counted from 1,
+                    * and which of its kernels; or LOWLAT_PLACE_GATE, LOWLAT_PLACE_GATES times the
+                    * layer and which of its gates; else 0 */
   uint64_t epoch;  /* of the exchange */
 } lowlat_status_words;
 

@@ -54,7 +54,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         " v41-flash)",
     )
     parser.add_argument("--tp", type=count, default=1, metavar="N", help="tensor-parallel size")
-    parser.add_argument("--isa", default="scalar", help="sm_90, scalar; default %(default)s")
+    parser.add_argument(
+        "--isa", default="scalar", help="scalar, sm_90, gfx950 or gfx942; default %(default)s"
+    )
     parser.add_argument(
         "--page-size", type=count, metavar="TOKENS", help="the server's --page-size"
     )

@@ -82,7 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # Not required=True: that complains of a missing command before an option that there is not.
+    parser.set_defaults(run=lambda _: parser.error("needed a COMMAND"))
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for module in (engine, op, bench, profile, check, doctor, completion):
         module.add_parser(commands)
     return parser

@@ -97,8 +97,9 @@ class Table:
             needs += self.layer(f"model.layers.{layer}", layer)
         return needs
 
-    def draft(self) -> list[Need]:
-        """What the draft's sampler reads, the shared head apart: it is attached later."""
+    def draft(self, stages: bool = False) -> list[Need]:
+        """What the draft's sampler reads, and with `stages` its layers, the shared head and
+        embedding apart: they are attached later."""
         vocab, rank = self.config["vocab_size"], self.config["dspark_markov_rank"]
         last = f"stages.{len(self.config['dspark_target_layer_ids']) - 1}"
         needs = [
@@ -106,7 +107,11 @@ class Table:
             Need("markov_head.markov_w1.weight", "bf16", [vocab, rank]),
             Need("markov_head.markov_w2.weight", "bf16", [vocab, rank]),
         ]
-        return needs if self.is_v41 else [*needs, *self.collapse(f"{last}.hc_head")]
+        if not self.is_v41:
+            needs += self.collapse(f"{last}.hc_head")
+        for stage in range(len(self.config["dspark_target_layer_ids"]) if stages else 0):
+            needs += self.stage(f"stages.{stage}")
+        return needs
 
     def collapse(self, name: str) -> list[Need]:
         """V4's mix of the streams before the last norm."""
@@ -116,35 +121,58 @@ class Table:
             Need(f"{name}_scale", "f32", [1]),
         ]
 
+    def stage(self, name: str) -> Iterator[Need]:
+        """A layer of the draft: the window alone, `wo_a` in bf16, experts of its own."""
+        config = self.config
+        attention = f"{name}.self_attn"
+        yield from self.mixing(name)
+        yield from self.fp8(f"{attention}.wq_a", config["q_lora_rank"], self.hidden)
+        yield from self.fp8(f"{attention}.wkv", config["head_dim"], self.hidden)
+        yield from self.projections(attention, wide=True)
+        count = config.get("dspark_n_routed_experts") or config["n_routed_experts"]
+        yield from self.experts(f"{name}.mlp", count, is_hash=False)
+
     def layer(self, name: str, idx: int) -> Iterator[Need]:
+        config = self.config
+        yield from self.mixing(name)
+        yield from self.attention(f"{name}.self_attn", idx)
+        is_hash = not self.is_v41 and idx < config["num_hash_layers"]
+        yield from self.experts(f"{name}.mlp", config["n_routed_experts"], is_hash)
+        if idx in self.engram_rows:
+            yield from self.engram(f"{name}.engram", idx)
+
+    def mixing(self, name: str) -> Iterator[Need]:
+        """The statistics of both sublayers, and their norms."""
         for part in ("attn", "ffn"):
             yield Need(f"{name}.hc_{part}_fn", "f32", [MIXES, STREAMS * self.hidden])
             yield Need(f"{name}.hc_{part}_base", "f32", [MIXES])
             yield Need(f"{name}.hc_{part}_scale", "f32", [3])
         yield Need(f"{name}.input_layernorm.weight", "bf16", [self.hidden])
         yield Need(f"{name}.post_attention_layernorm.weight", "bf16", [self.hidden])
-        yield from self.attention(f"{name}.self_attn", idx)
-        yield from self.experts(f"{name}.mlp", idx)
-        if idx in self.engram_rows:
-            yield from self.engram(f"{name}.engram", idx)
 
-    def attention(self, name: str, idx: int) -> Iterator[Need]:
+    def projections(self, name: str, wide: bool) -> Iterator[Need]:
+        """What attention has beside its first product; `wide`: `wo_a` in bf16."""
         config = self.config
         head, q_lora, o_lora = config["head_dim"], config["q_lora_rank"], config["o_lora_rank"]
         heads, groups = self.share("num_attention_heads"), self.share("o_groups")
         yield Need(f"{name}.attn_sink", "f32", [config["num_attention_heads"]])
-        yield from self.fp8(f"{name}.wqkv_a", q_lora + head, self.hidden)
         yield Need(f"{name}.q_norm.weight", "bf16", [q_lora])
         yield Need(f"{name}.kv_norm.weight", "bf16", [head])
         yield from self.fp8(f"{name}.wq_b", heads * head, q_lora)
         rows, columns = groups * o_lora, heads * head // groups
-        if self.is_v41:
+        if wide:
             yield Need(f"{name}.wo_a.weight", "bf16", [rows, columns])
         else:
             scales = [groups, o_lora // self.block, columns // self.block]
             yield Need(f"{name}.wo_a.weight", "e4m3", [rows, columns])
             yield Need(f"{name}.wo_a.weight_scale_inv", "f32", scales)
         yield from self.fp8(f"{name}.wo_b", self.hidden, rows)
+
+    def attention(self, name: str, idx: int) -> Iterator[Need]:
+        config = self.config
+        head = config["head_dim"]
+        yield from self.fp8(f"{name}.wqkv_a", config["q_lora_rank"] + head, self.hidden)
+        yield from self.projections(name, wide=self.is_v41)
         ratio = config["compress_ratios"][idx]
         if self.is_v41:
             yield from self.sources(name, idx, ratio)
@@ -181,11 +209,11 @@ class Table:
             yield Need(f"{name}.indexer.wk.weight", "bf16", [size, head])
             yield Need(f"{name}.indexer.k_norm.weight", "bf16", [size])
 
-    def experts(self, name: str, idx: int) -> Iterator[Need]:
+    def experts(self, name: str, count: int, is_hash: bool) -> Iterator[Need]:
         config = self.config
-        count, width = config["n_routed_experts"], self.share("moe_intermediate_size")
+        width = self.share("moe_intermediate_size")
         yield Need(f"{name}.gate.weight", "bf16", [count, self.hidden])
-        if not self.is_v41 and idx < config["num_hash_layers"]:
+        if is_hash:
             table = [config["vocab_size"], config["num_experts_per_tok"]]
             yield Need(f"{name}.topk.tid2eid", "i32", table)
         else:

@@ -10,8 +10,8 @@ from lowlat.models.deepseek_v4 import DTYPES
 from lowlat.reasons import refusal
 
 UE8M0_BIAS = 127
-# The head of the draft is the target's, which is attached after the build.
-HEAD = "head.weight"
+# The head and the embedding of the draft are the target's, which are attached after the build.
+HEAD, EMBEDDING = "head.weight", "embed.weight"
 
 ATTENTION = {
     "wq_b.weight": "wq_b.weight",
@@ -165,18 +165,26 @@ class Places:
         if name.startswith("hc_head_"):
             return Place(f"model.{name}")
         if name.startswith("mtp."):
-            return self.draft_place(name)
+            return self.draft_place(name, shape)
         _, layer, rest = name.split(".", 2)
         return self.layer_place(f"model.layers.{layer}", int(layer), rest, shape)
 
-    def draft_place(self, name: str) -> Place:
+    def draft_place(self, name: str, shape: list[int]) -> Place:
         stage, rest = name.removeprefix("mtp.").split(".", 1)
         match rest:
             case "markov_head.embed.weight" | "markov_head.markov_w1.weight":
                 return Place("markov_head.markov_w1.weight")
             case "markov_head.head.weight" | "markov_head.markov_w2.weight":
                 return Place("markov_head.markov_w2.weight", self.share(self.config["vocab"]))
-        return Place(f"stages.{stage}.{rest}")
+        name, part = f"stages.{stage}", rest.partition(".")[0]
+        if part not in ("attn", "ffn"):
+            return Place(f"{name}.{LAYER.get(rest, rest)}")
+        # Of attention's first products each has a matrix of its own.
+        for matrix in ("wq_a", "wkv"):
+            if rest.startswith(f"attn.{matrix}."):
+                last = "weight" if rest.endswith(".weight") else "weight_scale_inv"
+                return Place(f"{name}.self_attn.{matrix}.{last}")
+        return self.layer_place(name, int(stage), rest, shape)
 
     def layer_place(self, layer: str, idx: int, rest: str, shape: list[int]) -> Place:
         owner, _, last = rest.rpartition(".")

@@ -53,7 +53,8 @@ TARGET = MegakernelSpec(
     config_disable_reasons=guard.config_disable_reasons,
 )
 
-# It covers no step: SGLang runs the draft's layers, and ours is the sampler behind them.
+# SGLang's widths are multiples of the rows of a verify step, one more than a draft's block has: the
+# build says the draft's own, or none where SGLang runs its layers.
 DRAFT = MegakernelSpec(
     name="lowlat-deepseek-v4-dspark",
     requires=requirements(),

@@ -111,6 +111,25 @@ fn path_of(path: u32) -> Result<Path, Failure> {
     }
 }
 
+/// Writes what `of` says of a record.
+///
+/// # Safety
+/// `out` is NULL or valid for a write.
+unsafe fn answer<T>(
+    record: *const RecordHandle,
+    name: &str,
+    out: *mut T,
+    of: impl FnOnce(&Record) -> T,
+) -> Status {
+    border(|| {
+        let handle = shared("record", record)?;
+        // SAFETY: by the contract above.
+        let out = unsafe { Out::new(name, out) }?;
+        out.put(of(&handle.record));
+        Ok(())
+    })
+}
+
 /// The seals of a list that C hands over.
 ///
 /// # Safety
@@ -304,13 +323,12 @@ pub unsafe extern "C" fn lowlat_record_num_graphs(
     record: *const RecordHandle,
     out_num_graphs: *mut u32,
 ) -> Status {
-    border(|| {
-        let handle = shared("record", record)?;
-        // SAFETY: NULL or valid for a write, by the contract above.
-        let out_num_graphs = unsafe { Out::new("out_num_graphs", out_num_graphs) }?;
-        out_num_graphs.put(handle.record.entries().len() as u32);
-        Ok(())
-    })
+    // SAFETY: NULL or valid for a write, by the contract above.
+    unsafe {
+        answer(record, "out_num_graphs", out_num_graphs, |record| {
+            record.entries().len() as u32
+        })
+    }
 }
 
 /// Digest of a record's keys and of what runs each, for the ballot.
@@ -325,13 +343,12 @@ pub unsafe extern "C" fn lowlat_record_keys_digest(
     record: *const RecordHandle,
     out_digest: *mut u64,
 ) -> Status {
-    border(|| {
-        let handle = shared("record", record)?;
-        // SAFETY: NULL or valid for a write, by the contract above.
-        let out_digest = unsafe { Out::new("out_digest", out_digest) }?;
-        out_digest.put(handle.record.keys_digest());
-        Ok(())
-    })
+    // SAFETY: NULL or valid for a write, by the contract above.
+    unsafe {
+        answer(record, "out_digest", out_digest, |record| {
+            record.keys_digest()
+        })
+    }
 }
 
 /// Digest of everything that ranks must have in common in a record: keys, paths, and the seals
@@ -347,13 +364,8 @@ pub unsafe extern "C" fn lowlat_record_digest(
     record: *const RecordHandle,
     out_digest: *mut u64,
 ) -> Status {
-    border(|| {
-        let handle = shared("record", record)?;
-        // SAFETY: NULL or valid for a write, by the contract above.
-        let out_digest = unsafe { Out::new("out_digest", out_digest) }?;
-        out_digest.put(handle.record.digest());
-        Ok(())
-    })
+    // SAFETY: NULL or valid for a write, by the contract above.
+    unsafe { answer(record, "out_digest", out_digest, |record| record.digest()) }
 }
 
 /// Whether ranks with these two records could replay together.

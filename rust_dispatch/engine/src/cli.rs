@@ -239,7 +239,8 @@ struct Options {
     record: Option<PathBuf>,
 
     /// Make one rank misbehave while the ranks come to agree, to see them refuse together: widths
-    /// (covers others), catalogue (carries other kernels) or silent (does not answer)
+    /// (covers others), catalogue (carries other kernels), silent (does not answer) or capture
+    /// (fails after its last launch was recorded)
     #[arg(long, value_name = "RANK:KIND", value_parser = injected_fault)]
     #[arg(help_heading = "Tests of the agreement")]
     inject_fault: Option<InjectedFault>,
@@ -258,6 +259,7 @@ fn injected_fault(text: &str) -> Result<InjectedFault, String> {
             "widths" => FaultKind::Widths,
             "catalogue" => FaultKind::Catalogue,
             "silent" => FaultKind::Silent,
+            "capture" => FaultKind::Capture,
             _ => return None,
         };
         Some(InjectedFault {
@@ -265,7 +267,7 @@ fn injected_fault(text: &str) -> Result<InjectedFault, String> {
             kind,
         })
     });
-    fault.ok_or_else(|| "RANK:widths, RANK:catalogue or RANK:silent is needed".into())
+    fault.ok_or_else(|| "RANK:widths, RANK:catalogue, RANK:silent or RANK:capture is needed".into())
 }
 
 impl Options {

@@ -39,15 +39,15 @@ Exit codes:
   1  refused; nothing was written
   2  the command line is wrong";
 
-const INFO_ABOUT: &str = "\
-Show what is in trace files: sessions, requests, tokens, prefix sharing, subagents, oddities.
-
+// One line each: it stands in the list of the commands too.
+const INFO_ABOUT: &str =
+    "Show what is in trace files: sessions, requests, tokens, prefix sharing, subagents, oddities";
+const INFO_MORE: &str = "\
 Prefix sharing is that of an unbounded cache that serves the requests in the files' order: tokens
 that a prompt has in common, from its first on, with an earlier prompt.";
 
-const SYNTH_ABOUT: &str = "\
-Write synthetic traces from a few parameters and a seed.
-
+const SYNTH_ABOUT: &str = "Write synthetic traces from a few parameters and a seed";
+const SYNTH_MORE: &str = "\
 DIR gets a file a session, in the format that `lowlat replay` reads. Equal parameters give equal
 bytes, and more sessions leave the first ones as they were. A SPREAD is a number (512), a range
 that is drawn from evenly (100..900) or a log-normal by its median (lognormal:800,0.7).";
@@ -81,9 +81,9 @@ struct TraceOptions {
 
 #[derive(Debug, Subcommand)]
 enum TraceCommand {
-    #[command(about = INFO_ABOUT, after_help = EXIT_CODES)]
+    #[command(about = INFO_ABOUT, after_help = format!("{INFO_MORE}\n\n{EXIT_CODES}"))]
     Info(InfoOptions),
-    #[command(about = SYNTH_ABOUT, after_help = EXIT_CODES)]
+    #[command(about = SYNTH_ABOUT, after_help = format!("{SYNTH_MORE}\n\n{EXIT_CODES}"))]
     Synth(SynthOptions),
 }
 

@@ -214,6 +214,8 @@ pub enum FaultKind {
     Catalogue,
     /// Never answers the vote.
     Silent,
+    /// Fails when its launches are recorded, the last of them too.
+    Capture,
 }
 
 /// Which rank misbehaves, and how.

@@ -640,6 +640,11 @@ TEST_CASE(refusals_are_one_line_that_says_what_is_needed) {
   fake().set("arrive", 0);
   CHECK_EQ(words_of([] { AmdGroup none(LOWLAT_V4, 2); }),
            "status 2: a store to rank 1's memory did not arrive (see rocm-smi --showtopoaccess)");
+  fake().set("arrive", 1);
+  fake().set("lanes", 0);
+  CHECK_EQ(words_of([] { AmdGroup none(LOWLAT_V4, 2); }),
+           "status 2: the matrix unit of this device has its sums in other lanes than these "
+           "kernels, which were never run on one, expect: please report the device");
   CHECK_EQ(fake().alive(), 0);
 }
 

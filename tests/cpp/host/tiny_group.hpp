@@ -234,21 +234,7 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
   }
 }
 
-inline lowlat_tensor dense_tensor(const lowlat_tensor_spec& spec, void* data) {
-  lowlat_tensor tensor{};
-  tensor.struct_bytes = sizeof tensor;
-  tensor.dtype = spec.dtype;
-  tensor.layout = spec.layout;
-  tensor.ndim = spec.ndim;
-  std::int64_t stride = 1;
-  for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-    tensor.shape[d] = spec.shape[d];
-    tensor.stride[d] = stride;
-    stride *= spec.shape[d];
-  }
-  tensor.data = data;
-  return tensor;
-}
+using bench::dense_tensor;
 
 class TinyGroup {
  public:
@@ -340,8 +326,12 @@ class TinyGroup {
       const lowlat_tensor_spec spec = this->spec(r, i);
       // Drawn once a program: most tests make several groups.
       static std::map<std::string, std::vector<std::uint8_t>> drawn;
-      const std::string place = std::to_string(config.kind) + "/" + std::to_string(r) + "/" +
-                                std::to_string(config.tp_size) + "/" + spec.name;
+      std::string place = std::to_string(config.kind) + "/" + std::to_string(r) + "/" +
+                          std::to_string(config.tp_size) + "/" + spec.name;
+      for (std::uint32_t d = 0; d < spec.ndim; ++d) {
+        place += '/';
+        place += std::to_string(spec.shape[d]);
+      }
       const auto [weights, is_new] = drawn.try_emplace(place);
       if (is_new) fill(spec, config.tp_size, r, config, weights->second);
       rank.memory[i] = weights->second;

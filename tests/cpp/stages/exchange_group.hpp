@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #ifndef LOWLAT_PLATFORM
 #include "platform/scalar.hpp"
 #endif
@@ -66,6 +67,26 @@ class ExchangeGroup {
   std::vector<plat::TaggedWords*> outboxes_;
   std::vector<std::uint32_t*> abort_words_;
 };
+
+// After receive_sum() of rank 1, which was silent at epoch 9 of kernel 2: every rank is told, at
+// least one of the others saw its own deadline pass, and both name rank 1 or the rank that told
+// them.
+inline void check_rank_1_was_missed(ExchangeGroup& group) {
+  bool expired = false;
+  for (const int rank : {0, 1, 2}) CHECK(group.abort_word(rank) != 0u);
+  for (const int rank : {0, 2}) {
+    const auto& status = group.status(rank);
+    CHECK(status.state == 1u || status.state == 2u);
+    CHECK_EQ(status.kernel, 2u);
+    CHECK_EQ(status.epoch, 9u);
+    CHECK_EQ(status.stage, static_cast<std::uint32_t>(stages::StageId::moe_sum));
+    if (status.state == 1u) {
+      expired = true;
+      CHECK_EQ(status.peer, 1);
+    }
+  }
+  CHECK(expired);
+}
 
 // What rank `rank` sends at word `i` of epoch `e`: no two are equal, so a stale value shows.
 inline float exchange_value(int rank, std::uint64_t epoch, std::int64_t i) {

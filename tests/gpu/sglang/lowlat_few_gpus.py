@@ -4,7 +4,8 @@ kernels above all, is the plugin's own. Variables of the environment say more:
     LOWLAT_TEST_RANKS=4     the model is one rank's share of so many, and looped kernels run it: a
                             rank that is its own peers, so by the kernels of many ranks
     LOWLAT_TEST_BESIDE=1    each covered step is run by SGLang too, and what differs is logged
-    LOWLAT_TEST_ABORT_S=30  the kernels are aborted so many seconds after they were built
+    LOWLAT_TEST_ABORT=FILE  when this file appears the kernels are aborted
+    LOWLAT_TEST_EAGER=FILE  while this file exists no step runs as a CUDA graph
     LOWLAT_TEST_BIAS=4      spread of the biases that choose experts; 0 leaves it to the scores
     LOWLAT_TEST_FREE=FILE   when this file appears the biases become 0
 """
@@ -15,14 +16,17 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lowlat import build, guard
+from lowlat import build, env, guard
 from lowlat.kernels import HostedKernels, Platform, given
+from lowlat.models import deepseek_v4
 from lowlat.specs import nvidia
 from msgspec.structs import replace
 from sglang.kernels.plugin_kernels.nvidia.spec import register
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ SHARED = ("num_heads", "o_groups", "moe_intermediate", "vocab")
 # What every rank adds to a sum; as many equal parts are the whole, to the last bit when the ranks
 # are a power of two.
 SUMMED_SCALES = ("attn.wo_b.scale", "ffn.experts.w2.scale", "ffn.shared_experts.w2.scale")
+WHOLE = ("tid2eid", "markov_w1.weight")
 UE8M0_OF_ONE = 127
 PADDED_HEADS = 64
 
@@ -44,9 +49,9 @@ class Looped(HostedKernels):
     """The kernels of rank 0, whose peers are itself, over a model that is its share."""
 
     def __init__(self, request: Any, platform: Platform) -> None:
-        # A table of the whole vocabulary, of which no other rank's tokens come.
+        # Tables of the whole vocabulary, of which no other rank's tokens come.
         tensors = {
-            name: tensor.repeat(RANKS, 1) if name.endswith("tid2eid") else tensor
+            name: tensor.repeat(RANKS, 1) if name.endswith(WHOLE) else tensor
             for name, tensor in request.tensors.items()
         }
         super().__init__(dataclasses.replace(request, tensors=tensors), platform)
@@ -64,6 +69,27 @@ class Looped(HostedKernels):
             elif name.endswith(SUMMED_SCALES):
                 codes = tensor.view(torch.uint8) - (RANKS.bit_length() - 1)
                 self.bind_part(name, codes, "ue8m0")
+
+    def attach(self, model: Any) -> None:
+        if self.is_ready:
+            return
+        if self.request.stages:
+            part = model.embed_tokens.weight / RANKS
+            self.relaid.append(part)
+            model = SimpleNamespace(
+                lm_head=model.lm_head, embed_tokens=SimpleNamespace(weight=part)
+            )
+        super().attach(model)
+
+    def draft(self, *, out_logits: Any, **arrays: Any) -> Any:
+        """Logits of the whole vocabulary, of which this rank's come first."""
+        if out_logits is None:
+            return super().draft(out_logits=None, **arrays)
+        count = out_logits.shape[-1]
+        whole = out_logits.new_zeros(*out_logits.shape[:-1], RANKS * count)
+        out = super().draft(out_logits=whole, **arrays)
+        out_logits.copy_(whole[..., :count])
+        return out
 
     def bind_part(self, name: str, part: Any, dtype: str | None) -> None:
         self.relaid.append(part)
@@ -107,7 +133,8 @@ class Beside:
         ours = self.built.forward(
             step, original, input_ids, positions, forward_batch, *args, **kwargs
         )
-        self.tell(step, logits, ours.next_token_logits, hidden, ours.hidden_states)
+        if not pads(step):
+            self.tell(step, logits, ours.next_token_logits, hidden, ours.hidden_states)
         return ours
 
     def tell(self, step, logits, our_logits, hidden, our_hidden) -> None:
@@ -121,10 +148,52 @@ class Beside:
         )
         if hidden is not None and our_hidden is not None and hidden.shape == our_hidden.shape:
             of_rows = relative(our_hidden, hidden)
+            width = self.built.model.config.hidden_size
+            parts = [
+                float(relative(a, b).median())
+                for a, b in zip(our_hidden.split(width, -1), hidden.split(width, -1), strict=True)
+            ]
             line += (
-                f"; features median {float(of_rows.median()):.5f} most {float(of_rows.max()):.5f}"
+                f"; features median {float(of_rows.median()):.5f} most {float(of_rows.max()):.5f},"
+                f" by layer {' '.join(f'{part:.5f}' for part in parts)}"
             )
         logger.warning("%s", line)
+
+
+class DraftBeside:
+    """The same of a draft's layers, in blocks that no graph runs."""
+
+    def __init__(self, built: Any) -> None:
+        self.built = built
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.built, name)
+
+    def forward(self, step, original, input_ids, positions, forward_batch, *args, **kwargs):
+        def ours():
+            return self.built.forward(
+                step, original, input_ids, positions, forward_batch, *args, **kwargs
+            )
+
+        if torch.cuda.is_current_stream_capturing():
+            return ours()
+        theirs = original(input_ids, positions, forward_batch, *args, **kwargs).hidden_states
+        theirs, out = theirs.clone(), ours()
+        if pads(step):
+            return out
+        of_rows = relative(out.hidden_states, theirs)
+        logger.warning(
+            "beside: draft of %d rows: hidden states median %.5f most %.5f",
+            step.rows,
+            float(of_rows.median()),
+            float(of_rows.max()),
+        )
+        return out
+
+
+def pads(step: Any) -> bool:
+    """Whether it is a step of nothing but padding, as before a capture."""
+    return bool((step.view.metadata.core_attn_metadata.raw_out_loc < deepseek_v4.PAGE_SIZE).all())
 
 
 def relative(ours: Any, theirs: Any) -> Any:
@@ -136,20 +205,28 @@ def relative(ours: Any, theirs: Any) -> Any:
 def target(model: Any, hf_config: Any, context: Any) -> Any:
     open_kernels = looped if RANKS > 1 else build.nvidia_kernels
     built = build.build_target(model, hf_config, context, open_kernels, build.place(PLACE))
-    seconds = float(os.environ.get("LOWLAT_TEST_ABORT_S", "0"))
-    if seconds > 0:
-        threading.Timer(seconds, abort, [built.kernels.model]).start()
+    if os.environ.get("LOWLAT_TEST_ABORT"):
+        threading.Thread(target=abort, args=[built.kernels.model], daemon=True).start()
     return Beside(built) if os.environ.get("LOWLAT_TEST_BESIDE") else built
 
 
 def abort(model: Any) -> None:
+    wait_for(Path(os.environ["LOWLAT_TEST_ABORT"]))
     logger.warning("the kernels are aborted now")
     model.abort()
 
 
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 3600
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def draft(model: Any, hf_config: Any, context: Any) -> Any:
-    where = build.place(PLACE)
-    return build.build_draft(model, hf_config, context, build.nvidia_kernels, where)
+    where, open_kernels = build.place(PLACE), looped if RANKS > 1 else build.nvidia_kernels
+    stages = RANKS * where.tp_size in guard.FUSED_RANKS and not env.takes_slow_ranks()
+    built = build.build_draft(model, hf_config, context, open_kernels, where, stages)
+    return DraftBeside(built) if os.environ.get("LOWLAT_TEST_BESIDE") else built
 
 
 REQUIRES = replace(nvidia.requirements(), tp_sizes=frozenset({1, 2, 4, 8}), hf_config={})
@@ -161,6 +238,18 @@ def register_nvidia() -> None:
     """The entry point ``nvidia_megakernel``, in the place of the plugin's."""
     register(architecture="DeepseekV4ForCausalLM", path="lowlat_few_gpus:TARGET")
     register(architecture="DeepseekV4ForCausalLMDSpark", path="lowlat_few_gpus:DRAFT")
+    if os.environ.get("LOWLAT_TEST_EAGER"):
+        DecodeCudaGraphRunner.can_run_graph = unless_eager(DecodeCudaGraphRunner.can_run_graph)
+
+
+def unless_eager(can_run_graph: Any) -> Any:
+    """The runner's own answer, but no while the file exists."""
+    path = Path(os.environ["LOWLAT_TEST_EAGER"])
+
+    def answer(self: Any, forward_batch: Any) -> bool:
+        return not path.exists() and can_run_graph(self, forward_batch)
+
+    return answer
 
 
 # ------------------------------------------------------------------ weights
@@ -192,9 +281,7 @@ def initialize(model: Any) -> None:
 def free(model: Any) -> None:
     """To compare, biases choose the experts: scores that lie close would choose others by the last
     bit of what came before. To time, scores choose."""
-    path, end = Path(os.environ["LOWLAT_TEST_FREE"]), time.monotonic() + 3600
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_for(Path(os.environ["LOWLAT_TEST_FREE"]))
     for name, tensor in model.named_parameters():
         if name.endswith("e_score_correction_bias"):
             tensor.detach().zero_()

@@ -35,10 +35,15 @@ def compiled(source: Path, isa: str, folder: Path) -> code_object.CodeObject:
     return code_object.read(amd_tools.compiled(source, isa, folder))
 
 
+def code(name: str, isa: str) -> code_object.CodeObject:
+    """Of host/amd/NAME.hip. Raises NoToolsError."""
+    compiler()
+    return code_object.read(amd_tools.code_object(name, isa))
+
+
 def stages(isa: str) -> code_object.CodeObject:
     """Every stage as a kernel. Raises NoToolsError."""
-    compiler()
-    return code_object.read(amd_tools.code_object("stages", isa))
+    return code("stages", isa)
 
 
 def assembled(text: str, isa: str, folder: Path, name: str = "kernels") -> code_object.CodeObject:
@@ -86,6 +91,7 @@ __all__ = [
     "ISAS",
     "NoToolsError",
     "assembled",
+    "code",
     "code_object",
     "compiled",
     "compiler",

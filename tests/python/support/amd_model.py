@@ -30,8 +30,37 @@ TINY_V4 = small_model.small_model(
     num_draft_stages=1,
 )
 WAIT_BUDGET_S = 600  # of the host, for one launch
+# What the order of a product's sums does to a layer beside scalar's (docs/numerics.md): fp32 values
+# that are not rounded, relative to the largest; of rounded ones, and of a cache's bytes, how many
+# differ at all, and two of few; how many places of bf16 an output is off.
+NEAR, DIFFERING, SOME, PLACES = 1e-6, 1e-3, 2, 4
 # In the order of lowlat_dtype.
 DTYPES = ("u8", "i32", "i64", "f32", "bf16", "e4m3", "ue8m0", "fp4x2")
+
+
+def check_near(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    """A cache of a layer beside scalar's: what it holds in fp32 is near, of other bytes that hold
+    something few differ."""
+    assert want.any(), name
+    if want.dtype == np.float32:
+        assert np.abs(got - want).max() <= NEAR * np.abs(want).max(), name
+    else:
+        got, want = got.view(np.uint8), want.view(np.uint8)
+        differing, held = (got != want).sum(), (want != 0).sum()
+        assert differing <= max(SOME, DIFFERING * held), (name, differing, held)
+
+
+def check_logits_near(got: np.ndarray, want: np.ndarray) -> None:
+    """Logits are bf16 values."""
+    assert np.isfinite(want).all()
+    check_places("logits", got.view(np.uint32) >> 16, want.view(np.uint32) >> 16)
+
+
+def check_places(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    """Codes of bf16: few differ, and by few places."""
+    apart = np.abs(got.astype(np.int64) - want.astype(np.int64))
+    assert (apart > 0).sum() <= max(SOME, DIFFERING * apart.size), (name, (apart > 0).sum())
+    assert apart.max() <= PLACES, (name, apart.max())
 
 
 def device_memory(runtime: hip.Runtime, rank: int = 0):
@@ -186,7 +215,7 @@ class Hosted:
         steps = dict(tp_rank=0, tp_size=1, widths=[12], max_batch=2, max_rows=64)
         steps |= {name: config[name] for name in ("page_size", "num_pages", "wait_budget_ns")}
         fields = {name: config.get(name, absent.get(name)) for name in names} | steps
-        hosting = dict(expert_layout="row_major", bf16_wo_a=0, proposals=0)
+        hosting = dict(expert_layout="row_major", bf16_wo_a=0, proposals=0, stages=0)
         self.model = _kernels.HostedModel(platform, fields, hosting)
         weights = small_model.Weights(small, seed, 1)
         self.held = []

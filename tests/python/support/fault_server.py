@@ -39,7 +39,7 @@ def ranks() -> list:
             "num_pages": 2,
             "wait_budget_ns": WAIT_NS,
         }
-        hosting = {"expert_layout": "row_major", "bf16_wo_a": 0, "proposals": 1}
+        hosting = {"expert_layout": "row_major", "bf16_wo_a": 0, "proposals": 1, "stages": 0}
         model = _kernels.HostedModel("scalar", config, hosting)
         for spec in model.tensors():
             array = np.zeros(spec["shape"], np.uint16)

@@ -217,8 +217,9 @@ def text_bytes(code: code_object.CodeObject) -> bytes:
 
 
 class Machine:
-    """`approximate`: a seed by which v_rcp, v_exp and their like err in the last place; 0: they
-    are exact. `ns_per_instruction`: how far the clocks move with each instruction of any wave."""
+    """`approximate`: a seed by which v_rcp, v_exp, their like and matrix products' sums err in the
+    last place; 0: they are rounded to the nearest. `ns_per_instruction`: how far the clocks move
+    with each instruction of any wave."""
 
     def __init__(
         self,

@@ -31,14 +31,14 @@ const GOAL_DECISION_NS: f64 = 1_000.0;
 const GOAL_VOTE_NS: f64 = 2_000.0;
 const GOAL_RATIO: f64 = 50.0;
 
-const ABOUT: &str = "\
-Time the dispatcher: a decision (which captured graph runs a step, and whether its seals hold) and
-a vote of all ranks on a step, by transport.
+// One line: it stands in the list of the commands too.
+const ABOUT: &str = "Time the dispatcher: a decision, and a vote of all ranks by transport";
 
+const MORE: &str = "\
+A decision says which captured graph runs a step, and whether its seals hold; a vote is on one step.
 Beside them, in the same run, stands the way that engines take both in Python: a `plan` call, and
-`all_gather_object` over gloo, where --python finds torch.";
+`all_gather_object` over gloo, where --python finds torch.
 
-const EXAMPLES: &str = "\
 Examples:
   lowlat bench dispatch
   lowlat bench dispatch --ranks 2 --python ENVIRONMENT/bin/python --json dispatch.json
@@ -62,7 +62,7 @@ struct BenchOptions {
 
 #[derive(Debug, Subcommand)]
 enum BenchCommand {
-    #[command(about = ABOUT, after_help = EXAMPLES)]
+    #[command(about = ABOUT, after_help = MORE)]
     Dispatch(DispatchOptions),
 }
 

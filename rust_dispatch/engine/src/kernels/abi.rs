@@ -437,6 +437,8 @@ c_structs! {
         bf16_wo_a: i32,
         /// 1: for proposals alone.
         proposals: i32,
+        /// 1: for the layers before them too.
+        stages: i32,
     }
 
     /// The caches of an engine that hosts a model; shapes and meaning as in the header.
@@ -495,6 +497,26 @@ c_structs! {
         streams: *mut u16,
     }
 
+    /// The layers of a hosted draft; shapes and meaning as in the header.
+    HostedDraft = "lowlat_hosted_draft" {
+        /// `sizeof`.
+        struct_bytes: u32,
+        /// Requests.
+        batch_size: i32,
+        /// Entries from a row's window to the next one's.
+        window_stride: i32,
+        /// `[rows]`.
+        token_ids: *const i64,
+        /// `[rows]`.
+        positions: *const i64,
+        /// `[rows]`, of page 0: padding.
+        key_slots: *const i32,
+        /// `[rows, window_stride]`, below 0: none.
+        window: *const i32,
+        /// `[rows, hidden]`, V4's with four streams.
+        hidden: *mut u16,
+    }
+
     /// A block of proposals of a hosted draft; shapes and meaning as in the header.
     Proposal = "lowlat_proposal" {
         /// `sizeof`.
@@ -529,7 +551,7 @@ c_structs! {
         stage: u32,
         /// Rank that was waited for or that raised the abort; -1: none.
         peer: i32,
-        /// Of the fused schedule: 16 times the layer and which of its kernels; else 0.
+        /// Which kernel or gate of the fused schedule, as the header says; else 0.
         place: u32,
         /// Of the exchange.
         epoch: u64,

@@ -145,7 +145,6 @@ struct RankModel {
     arena: ManuallyDrop<Arena>,
     /// By [`KeyIdx`].
     launches: Vec<Launch>,
-    seat: Seat,
 }
 
 impl Drop for RankModel {
@@ -171,6 +170,7 @@ unsafe impl Send for Launch {}
 /// One rank, ready to run steps.
 pub(crate) struct Rank {
     captured: Captured<RankModel>,
+    seat: Seat,
     setup: RankSetup,
     /// Rows of the last target step that wait to be injected into the draft's context.
     pending_rows: usize,
@@ -283,20 +283,36 @@ impl Rank {
         };
         let (weight_bytes, pool_bytes) = (bytes(false), bytes(true));
         let built = Built::new(coverage, |coverage| {
-            build(&setup, coverage, model, &tensors, seat)
+            build(&setup, coverage, model, &tensors, &mut seat)
         })?;
-        let mut captured = built
-            .capture(|built, recorder| capture(&setup, built, &keys, recorder))
-            .map_err(|CaptureError(error)| error)?;
+        // Nobody is waited for after an error: peers may be in kernels that wait for this rank, and
+        // end only when the runtime has heard of it.
+        let leaving = Leaving {
+            seat: &mut seat,
+            deadlines: &setup.deadlines,
+            phase: CAPTURE,
+        };
+        let recorded = built.capture(|built, recorder| {
+            capture(&setup, built, &keys, recorder)?;
+            match fault {
+                Some(FaultKind::Capture) => Err(CaptureError(EngineError::Fault(format!(
+                    "rank {} failed in {CAPTURE}, as --inject-fault asks",
+                    tp_rank.0
+                )))),
+                _ => Ok(()),
+            }
+        });
+        let mut captured = recorded.map_err(|CaptureError(error)| error)?;
+        std::mem::forget(leaving);
         if !setup.plugin {
             captured.switch(false);
         }
         let record_digest = captured.dispatcher().record().digest();
         agree_phase(
-            &mut captured.payload_mut().seat,
+            &mut seat,
             &setup.deadlines,
-            "capture",
-            record_digest,
+            CAPTURE,
+            phase_digest(CAPTURE, record_digest),
         )?;
         let facts = RankFacts {
             catalogue_digest,
@@ -312,6 +328,7 @@ impl Rank {
         Ok((
             Self {
                 captured,
+                seat,
                 setup,
                 pending_rows: 0,
             },
@@ -549,10 +566,7 @@ impl Rank {
             &arena.token_ids.as_slice()[..num_rows],
         );
         let digest = words(digest, &arena.slots.as_slice()[..num_rows]).finish();
-        let Self {
-            captured, setup, ..
-        } = self;
-        let seat = &mut captured.payload_mut().seat;
+        let Self { seat, setup, .. } = self;
         let budget_ns = setup.deadlines.ladder.collective_ns();
         match seat.agree_step(digest, budget_ns, || setup.deadlines.now()) {
             VoteDecision::Agreed => Ok(()),
@@ -768,15 +782,27 @@ fn prepare(setup: &RankSetup, tp_rank: TpRank, fault: Misbehaviour) -> Result<Pr
     })
 }
 
-/// A bounded meeting of all ranks in one phase of the start. A rank that failed in the phase
-/// says so by another digest, so that its peers end now and not at their deadline.
+/// The phase of the start in which a rank's launches are recorded.
+const CAPTURE: &str = "capture";
+
+/// What a rank casts that came through a phase of the start, or with `digest` of its own.
+fn phase_digest(phase: &str, digest: u64) -> u64 {
+    Fnv1a::new().text(phase).u64(digest).finish()
+}
+
+/// What a rank casts that failed in a phase, so that its peers end now and not at their deadline.
+fn failed_digest(seat: &Seat, phase: &str) -> u64 {
+    // Rank plus 1: two ranks that both failed differ from the others, and nobody equals them.
+    phase_digest(phase, u64::from(seat.tp_rank().0) + 1)
+}
+
+/// A bounded meeting of all ranks in one phase of the start.
 fn agree_phase(
     seat: &mut Seat,
     deadlines: &Deadlines,
     phase: &str,
     digest: u64,
 ) -> Result<(), EngineError> {
-    let digest = Fnv1a::new().text(phase).u64(digest).finish();
     match seat.agree_step(digest, deadlines.start_ns, || deadlines.now()) {
         VoteDecision::Agreed => Ok(()),
         decision => {
@@ -797,12 +823,17 @@ fn phase<T>(
     name: &str,
     work: impl FnOnce() -> Result<T, EngineError>,
 ) -> Result<T, EngineError> {
+    // For a panic, which is a bug and ends this rank.
+    let leaving = Leaving {
+        seat,
+        deadlines,
+        phase: name,
+    };
     let done = work();
-    // Rank plus 1: two ranks that both failed differ from the others, and nobody equals them.
-    let digest = if done.is_ok() {
-        0
-    } else {
-        u64::from(seat.tp_rank().0) + 1
+    std::mem::forget(leaving);
+    let digest = match done {
+        Ok(_) => phase_digest(name, 0),
+        Err(_) => failed_digest(seat, name),
     };
     let met = agree_phase(seat, deadlines, name, digest);
     let done = done?;
@@ -810,16 +841,32 @@ fn phase<T>(
     Ok(done)
 }
 
+/// Casts, when it is dropped, that this rank failed in a phase, and waits for nobody. Forgotten
+/// where the rank came through, or meets its peers all the same.
+struct Leaving<'a> {
+    seat: &'a mut Seat,
+    deadlines: &'a Deadlines,
+    phase: &'a str,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        let digest = failed_digest(self.seat, self.phase);
+        self.seat
+            .begin_step(digest, self.deadlines.start_ns, self.deadlines.now());
+    }
+}
+
 fn build(
     setup: &RankSetup,
     coverage: &Coverage,
     mut model: KernelModel,
     tensors: &[TensorInfo],
-    mut seat: Seat,
+    seat: &mut Seat,
 ) -> Result<RankModel, EngineError> {
     let tp_rank = coverage.tp_rank();
     let kernel = |error: KernelError| EngineError::Refused(error.message.replace('\n', "; "));
-    phase(&mut seat, &setup.deadlines, "binding", || {
+    phase(seat, &setup.deadlines, "binding", || {
         setup
             .weights
             .fill(&setup.config, tensors, coverage, |tensor, memory| {
@@ -833,7 +880,7 @@ fn build(
             .push((tp_rank.0, handle));
         Ok(())
     })?;
-    phase(&mut seat, &setup.deadlines, "joining", || {
+    phase(seat, &setup.deadlines, "joining", || {
         let handles = setup
             .exchange
             .handles
@@ -860,7 +907,7 @@ fn build(
     };
     // All memory is taken before any rank launches: on a device an allocation may wait for kernels
     // that run, and those for this rank's.
-    let arena = phase(&mut seat, &setup.deadlines, "readiness", || {
+    let arena = phase(seat, &setup.deadlines, "readiness", || {
         model.ready().map_err(kernel)?;
         // SAFETY: the arena is used by this rank's steps alone, which need the model; then the
         // model keeps it.
@@ -870,7 +917,6 @@ fn build(
         model,
         arena: ManuallyDrop::new(arena),
         launches: Vec::new(),
-        seat,
     })
 }
 
@@ -943,9 +989,10 @@ mod tests {
     use super::*;
     use lowlat_core::Board;
 
-    /// Without the other digest the peers would wait for their deadline, a minute here.
-    #[test]
-    fn a_rank_that_fails_in_a_phase_ends_its_peers_at_once() {
+    type Started = std::thread::Result<Result<(), EngineError>>;
+
+    /// What three ranks come to when rank 1 ends a phase with `last`.
+    fn after(last: fn() -> Result<(), EngineError>) -> Vec<Started> {
         let ladder = DeadlineLadder::new(1, 2, 3, 60_000_000_000).unwrap();
         let deadlines = Deadlines {
             ladder,
@@ -959,22 +1006,34 @@ mod tests {
                     let mut seat = board.seat(TpRank(rank)).unwrap();
                     scope.spawn(move || {
                         phase(&mut seat, &deadlines, "joining", || match rank {
-                            1 => Err(EngineError::Refused("no memory".into())),
+                            1 => last(),
                             _ => Ok(()),
                         })
                     })
                 })
                 .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            ranks.into_iter().map(|rank| rank.join()).collect()
         });
         assert!(deadlines.clock.elapsed().as_nanos() < u128::from(ladder.engine_ns()));
-        assert_eq!(done[1], Err(EngineError::Refused("no memory".into())));
         for followed in [&done[0], &done[2]] {
-            let Err(EngineError::Refused(message)) = followed else {
+            let Ok(Err(EngineError::Refused(message))) = followed else {
                 panic!("{followed:?}")
             };
             let expected = "ranks did not come through joining together: [308] rank 1 ";
             assert!(message.starts_with(expected), "{message}");
         }
+        done
+    }
+
+    /// Without the other digest the peers would wait for their deadline, a minute here.
+    #[test]
+    fn a_rank_that_fails_in_a_phase_ends_its_peers_at_once() {
+        let no_memory = || Err(EngineError::Refused("no memory".into()));
+        assert_eq!(*after(no_memory)[1].as_ref().unwrap(), no_memory());
+    }
+
+    #[test]
+    fn a_rank_that_panics_in_a_phase_ends_its_peers_at_once() {
+        assert!(after(|| panic!("planted"))[1].is_err());
     }
 }

@@ -2,8 +2,10 @@
 //
 // Lane l holds row (of A) or column (of B) l % M, and of the K elements a run that l / M numbers.
 // Results: lane l has column l % N; its registers go down the rows, four at a time and lane group
-// after lane group. Products are exact, their sum with C is rounded once: hardware's own order of
-// summation is not published, so results are compared within bounds.
+// after lane group. Products are exact; their sum with C is made in double precision and rounded
+// once, to the nearest or, with an approximation's seed, up or down: hardware's own order is not
+// published, and gfx942 is seen to round sums downwards (arXiv 2511.10909). So results are compared
+// within bounds that hold for either.
 #include <vector>
 
 #include "machine.hpp"
@@ -103,9 +105,9 @@ void multiply(Wave& w, const Inst& i, Shape shape, const Operand& a, const Opera
       for (int k = 0; k < shape.depth; ++k) sum += row[k] * column[k];
       const u32 start = c.kind == Kind::vector ? w.v[from + reg][lane]
                                                : static_cast<u32>(constant_bits<u32>(w, c));
-      out[reg][lane] =
-          integers ? start + static_cast<u32>(static_cast<i64>(sum))
-                   : float_bits(static_cast<float>(sum + static_cast<double>(bits_float(start))));
+      out[reg][lane] = integers ? start + static_cast<u32>(static_cast<i64>(sum))
+                                : float_bits(nearly(w, sum + static_cast<double>(bits_float(start)),
+                                                    start ^ static_cast<u32>(lane << 8 | reg)));
     }
   }
   for (int reg = 0; reg < registers; ++reg) std::memcpy(w.v[to + reg], out[reg], sizeof out[reg]);

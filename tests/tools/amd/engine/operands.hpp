@@ -98,6 +98,21 @@ T read_scalar(const Wave& w, const Source& s) {
   w.fault("a vector register where a scalar is needed");
 }
 
+// What hardware rounds in a way of its own, less than one unit in the last place off: functions of
+// one argument, and a matrix product's sums. They give one of the two floats around the exact
+// value. Which one is a choice of the run, so that no result hangs on it.
+inline float nearly(const Wave& w, double exact, u32 input) {
+  const float value = static_cast<float>(exact);
+  const u64 seed = w.group->launch->machine->approximation_seed;
+  if (seed == 0 || value == 0 || !std::isfinite(value)) return value;
+  if (static_cast<double>(value) == exact) return value;
+  u64 mixed = (seed ^ input) * 0x9e37'79b9'7f4a'7c15ull;
+  mixed ^= mixed >> 29;
+  const bool up = ((mixed * 0xbf58'476d'1ce4'e5b9ull) >> 40 & 1) != 0;
+  if (up == (static_cast<double>(value) > exact)) return value;
+  return std::nextafter(
+      value, up ? std::numeric_limits<float>::infinity() : -std::numeric_limits<float>::infinity());
+}
 // Which lane a lane's source comes from under DPP, and which lanes may write.
 struct LaneMap {
   int from[kLanes];

@@ -63,21 +63,6 @@ LaneMap dpp_lanes(const Wave& w, const Inst& i) {
 
 namespace {
 
-// The hardware's functions of one argument are less than one unit in the last place off: they give
-// one of the two floats around the exact value. Which one is a choice of the run, so that no result
-// hangs on it.
-float nearly(const Wave& w, double exact, u32 input) {
-  const float value = static_cast<float>(exact);
-  const u64 seed = w.group->launch->machine->approximation_seed;
-  if (seed == 0 || value == 0 || !std::isfinite(value)) return value;
-  if (static_cast<double>(value) == exact) return value;
-  u64 mixed = (seed ^ input) * 0x9e37'79b9'7f4a'7c15ull;
-  mixed ^= mixed >> 29;
-  const bool up = ((mixed * 0xbf58'476d'1ce4'e5b9ull) >> 40 & 1) != 0;
-  if (up == (static_cast<double>(value) > exact)) return value;
-  return std::nextafter(
-      value, up ? std::numeric_limits<float>::infinity() : -std::numeric_limits<float>::infinity());
-}
 template <class F>
 void approximate(Wave& w, const Inst& i, F f) {
   float a[kLanes], d[kLanes];
@@ -536,12 +521,15 @@ void packed_floats(Wave& w, const Inst& i, F f) {
   }
   write(w, i, d, false, true);
 }
+template <class T>
 u32 half_of(const Wave& w, const Inst& i, int k, int lane, bool of_high) {
   const Source& s = i.src[k];
   if (s.kind == Kind::constant && s.index != 255) {
-    // An inline constant lies in the low half; the high half is 0.
-    const u32 bits = static_cast<u32>(constant_bits<u16>(w, s));
-    return high_for(i, k, of_high) ? (s.index <= 208 ? bits >> 16 : 0) & 0xffff : bits & 0xffff;
+    // An inline constant of halves lies in the low one, the high one is 0; of integers it is the
+    // same 32 bits as for a word, so 0.5 has its bits in the high half.
+    const u32 bits =
+        static_cast<u32>(kIsFloat<T> ? constant_bits<u16>(w, s) : constant_bits<u32>(w, s));
+    return (high_for(i, k, of_high) ? bits >> 16 : bits) & 0xffff;
   }
   const u32 word = word_of(w, s, lane, 0);
   return (high_for(i, k, of_high) ? word >> 16 : word) & 0xffff;
@@ -556,7 +544,7 @@ void packed_halves(Wave& w, const Inst& i, F f) {
     for (int half = 0; half < 2; ++half) {
       decltype(number(T{})) x[3] = {};
       for (int k = 0; k < kSources; ++k) {
-        x[k] = number(of_bits<T>(half_of(w, i, k, lane, half == 1)));
+        x[k] = number(of_bits<T>(half_of<T>(w, i, k, lane, half == 1)));
         if constexpr (kIsFloat<T>) {
           if (negated(i, k, half == 1)) x[k] = -x[k];
         }
