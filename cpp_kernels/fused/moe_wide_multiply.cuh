@@ -118,8 +118,9 @@ struct Consumer {
   // Gate rows, then up rows; x as the block-fp8 linear sees it.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
     if (n == 0 && !r.wait_rows()) return false;
+    const auto work = r.shared_work(r.block_idx);
     const auto source = [&](int group) {
-      return group_x(r.shared_x(0), r.shared_group(group), warp * L::kSlice);
+      return group_x(r.shared_x(0), work.group(group, r.block_idx), warp * L::kSlice);
     };
     load_x<true>(source(0));
     if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
@@ -127,7 +128,7 @@ struct Consumer {
         r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
     const std::uint32_t high_address = low_address + L::kSharedRows * L::kSharedPitch;
     const auto& scales = r.table.shared_scales;
-    const int num_groups = r.num_groups();
+    const int num_groups = work.num_groups;
     for (int group = 0; group < num_groups; ++group) {
       // Blocks of the next group's x follow as this one's are done.
       const uint4* next = group + 1 < num_groups ? source(group + 1) : nullptr;
@@ -217,7 +218,8 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         const int row = group * kColumns + 2 * t + i % 2;
         if (row >= r.a.rows) continue;
-        r.second(L::kMaxPairs + row)[column + g + i / 2 * 8] = __float2bfloat16_rn(acc[i]);
+        r.second(r.block_idx, L::kMaxPairs + row)[column + g + i / 2 * 8] =
+            __float2bfloat16_rn(acc[i]);
       }
     }
     arrive(&r.barriers.empty[slot]);
@@ -261,9 +263,14 @@ struct Consumer {
   // Products of kGroups groups of this warp's sixteen weight rows with the columns. `load(group)`
   // reads what belongs to a group's sums, early; `add(that, d)` takes the sums in order.
   template <int kGroups, int kLine, class Load, class Add>
-  LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, const Load& load,
+  LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint32_t slot, const Load& load,
                                      const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
+    // The matrix: its high half is that of any. The reduction tells the compiler that all lanes
+    // have the same low half, which so lies in uniform registers.
+    const std::uint64_t kMatrix = product_columns(0) >> 32;
+    const std::uint32_t columns = __reduce_or_sync(
+        plat::kAllLanes, static_cast<std::uint32_t>(product_columns(slot + L::kColumnsOffset)));
     constexpr int kBatch = 2, kBatches = kGroups / kBatch;
     static_assert(kGroups % kBatch == 0);
     using Factors = decltype(load(0));
@@ -292,7 +299,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         product_e4m3(d[batch & 1][i], a[batch & 1][i],
-                     columns + (batch * kBatch + i) * (L::kGroupBytes / 16));
+                     kMatrix << 32 | (columns + (batch * kBatch + i) * (L::kGroupBytes / 16)));
       }
       products_commit();
       // While they run.
@@ -314,9 +321,6 @@ struct Consumer {
   // Where their scales lie in a group's 64: the second's is two further.
   LOWLAT_DEVICE std::uint32_t scales_at(int q) const {
     return 8 * (2 * q + g % 2) + g / 4 * 4 + g / 2 % 2;
-  }
-  LOWLAT_DEVICE static std::uint64_t columns_matrix(std::uint32_t slot) {
-    return product_columns(slot + L::kColumnsOffset);
   }
 
   // The warp groups take turns, use after use: the first of `first` and on that is this one's.
@@ -351,7 +355,7 @@ struct Consumer {
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
         multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
-            address + rows, columns_matrix(address),
+            address + rows, address,
             [&](int k) {
               return make_uint2(smem_load1(low_scale + k * kStep),
                                 smem_load1(high_scale + k * kStep));
@@ -381,7 +385,6 @@ struct Consumer {
   }
 
   LOWLAT_DEVICE bool run_second() const {
-    if (r.block_idx >= L::kBands) return true;
     const int group = warp / 4, tile_uses = r.own_tiles() * L::kUses;
     const int quarter = warp % 4;
     for (int i = turn(group, tile_uses); i < r.shared_uses(); i += L::kWarpGroups) {
@@ -392,12 +395,16 @@ struct Consumer {
     const std::uint32_t rows = codes_at<L::kBandInLines>(quarter, 16 * quarter * kPitch,
                                                          (16 * quarter + 8) * kPitch, kPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
-    for (int entry = turn(group, first_uses); entry < r.table.num_entries;
-         entry += L::kWarpGroups) {
+    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
+    const int num_units = r.table.share.num_units;
+    int last_band = 0, done = 0;  // done: units of that band, not counted yet
+    for (int unit = turn(group, first_uses); unit < num_units; unit += L::kWarpGroups) {
+      const auto [band, entry] = r.unit_at(unit);
+      if (done > 0 && band != last_band) r.add_done(r.band_done(last_band), done), done = 0;
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
-        const int use = first_uses + r.band_use_of(entry, part), slot = use % L::kRing;
+        const int use = first_uses + r.band_use_of(unit, part), slot = use % L::kRing;
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
@@ -408,7 +415,7 @@ struct Consumer {
         const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
         const std::uint32_t column_scales = address + L::kColumnScales + t * (L::kScaleWords * 4);
         multiply<L::kPartGroups, L::kBandInLines ? L::kBandRows * kLineBytes : 0>(
-            address + rows, columns_matrix(address),
+            address + rows, address,
             [&](int i) {
               return make_uint3(smem_load1(low_scale + i * kStep),
                                 smem_load1(high_scale + i * kStep),
@@ -421,14 +428,16 @@ struct Consumer {
             });
         arrive(&r.barriers.empty[slot]);
       }
+      if (!r.has_band()) last_band = band, ++done;
       const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
       if (t >= num) continue;
       const int pair = r.table.sorted[begin + t];
       const float weight = r.table.weights[pair];
-      __nv_bfloat16* dst = r.second(pair);
+      __nv_bfloat16* dst = r.second(band, pair);
       dst[low_row] = __float2bfloat16_rn(weight * acc[0]);
       dst[low_row + 8] = __float2bfloat16_rn(weight * acc[1]);
     }
+    if (done > 0) r.add_done(r.band_done(last_band), done);
     return true;
   }
 
@@ -441,6 +450,7 @@ struct Consumer {
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
     }
+    make_table(r, warp);  // the same
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };
