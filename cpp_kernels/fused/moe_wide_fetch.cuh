@@ -102,7 +102,7 @@ struct Producer {
   // A use of the ring: `ask(slot, full)` by one lane, of copies of so many bytes.
   template <class Ask>
   LOWLAT_DEVICE bool fill_slot(std::uint32_t bytes, const Ask& ask) {
-    const int slot = uses % L::kRing;
+    const int slot = L::slot_of(uses);
     if (!r.wait_free(uses)) return false;
     ++uses;
     if (r.lane == 0) {
@@ -202,7 +202,8 @@ struct Producer {
     };
 #pragma unroll 1
     for (int slot = 0; slot < L::kRing; ++slot) {
-      landed(&r.barriers.full[slot], (uses - slot + L::kRing - 1) / L::kRing);
+      const int first = (slot + L::kRing - L::kFirstSlot) % L::kRing;  // use in that slot
+      landed(&r.barriers.full[slot], (uses - first + L::kRing - 1) / L::kRing);
     }
 #pragma unroll 1
     for (int i = 0; i < L::kBuffers; ++i) {
@@ -330,7 +331,7 @@ struct Gatherer {
       }
       const int own_row = r.table.sorted[first + (r.lane < num ? r.lane : 0)] / L::kSlots;
       for (int i = 0; i < L::kUses; ++i) {
-        const int use = n * L::kUses + i, slot = use % L::kRing, chunk = i / L::kParts;
+        const int use = n * L::kUses + i, slot = L::slot_of(use), chunk = i / L::kParts;
         if (slot % L::kGatherers != which) continue;
         if (!r.wait_free(use)) return false;
         const std::uint32_t dst = r.slot_address(slot);
@@ -379,7 +380,7 @@ struct Gatherer {
   LOWLAT_DEVICE bool gather_pairs(int first_use) const {
     // The shared expert's uses have no columns.
     for (int i = 0; i < r.shared_uses(); ++i, ++first_use) {
-      const int slot = first_use % L::kRing;
+      const int slot = L::slot_of(first_use);
       if (slot % L::kGatherers != which) continue;
       if (!r.wait_free(first_use)) return false;
       sm90::barrier_arrive_copied(&r.barriers.full[slot]);
@@ -389,7 +390,7 @@ struct Gatherer {
     // A band's block begins with its first entry; others come back to entry 0 in their next band.
     int ready = r.has_band() ? r.table.share.first_entry : 0;
     for (int k = 0; k < num_units * L::kBandParts; ++k) {
-      const int use = first_use + k, slot = use % L::kRing;
+      const int use = first_use + k, slot = L::slot_of(use);
       const auto [unit, part] = r.band_use(k);
       if (slot % L::kGatherers != which) continue;
       const int entry = r.unit_at(unit).entry;

@@ -188,6 +188,9 @@ struct Layout {
   static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
   static_assert(kHeadBytes <= kRing * kSlotBytes);
+  // The first uses take the slots that the head leaves free: they are filled while it is worked on.
+  static constexpr int kFirstSlot = (kHeadBytes + kSlotBytes - 1) / kSlotBytes % kRing;
+  static constexpr LOWLAT_DEVICE int slot_of(int use) { return (use + kFirstSlot) % kRing; }
   static_assert(kRing >= kWarpGroups, "a reader is never a whole turn of the ring behind");
   static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
 
@@ -405,7 +408,7 @@ struct Region {
   }
   // Until use `use` of the ring may be filled.
   LOWLAT_DEVICE bool wait_free(int use) const {
-    const int slot = use % L::kRing;
+    const int slot = L::slot_of(use);
     if (use >= L::kRing) {
       return barrier_wait(&barriers.empty[slot], (use / L::kRing - 1) & 1, watch);
     }
@@ -419,7 +422,7 @@ struct Region {
   }
   // Until use `use` is filled. The use before in its slot was another warp group's, perhaps.
   LOWLAT_DEVICE bool wait_filled(int use) const {
-    const int slot = use % L::kRing;
+    const int slot = L::slot_of(use);
     const std::uint32_t parity = use / L::kRing & 1;
     if (use >= L::kRing && !barrier_wait(&barriers.empty[slot], parity ^ 1u, watch)) return false;
     return barrier_wait(&barriers.full[slot], parity, watch);

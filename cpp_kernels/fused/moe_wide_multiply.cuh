@@ -205,7 +205,7 @@ struct Consumer {
   // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
     static_assert(L::kSharedUseRows == 16);
-    const int slot = use % L::kRing, column = number * L::kSharedUseRows;
+    const int slot = L::slot_of(use), column = number * L::kSharedUseRows;
     if (!r.wait_filled(use)) return false;
 #pragma unroll 1
     for (int group = warp % 4; group < r.num_groups(); group += 4) {
@@ -343,7 +343,7 @@ struct Consumer {
       }
 #pragma unroll 1
       for (int i = turn(group, n * L::kUses); i < L::kUses; i += L::kWarpGroups) {
-        const int use = n * L::kUses + i, slot = use % L::kRing;
+        const int use = n * L::kUses + i, slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot);
@@ -404,7 +404,7 @@ struct Consumer {
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
-        const int use = first_uses + r.band_use_of(unit, part), slot = use % L::kRing;
+        const int use = first_uses + r.band_use_of(unit, part), slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
@@ -446,11 +446,11 @@ struct Consumer {
     t = r.lane % 4;
     bool going = !r.gates() || run_gate();
     route_own_row(r, warp, rules);  // every consumer comes to its barriers
-    // While the rows are being routed and the first experts are on their way.
+    make_table(r, warp);            // the same
+    // While the first experts are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
     }
-    make_table(r, warp);  // the same
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };

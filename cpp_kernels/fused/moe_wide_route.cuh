@@ -85,8 +85,6 @@ LOWLAT_DEVICE void route_own_row(const Region<L>& r, int warp, const Rules& rule
       plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
     }
   }
-  // The sums' memory is the shared tile's next.
-  if (r.shared_tiles() > 0) sync_consumers<L>();
 }
 
 // By all consumers: the routes of all rows, and pairs by expert, in entries. A thread a packet of two
