@@ -283,13 +283,26 @@ struct Gatherer {
         const int i = k * plat::kWarpLanes + r.lane;
         uint4 eight_of = eight[k];
         if (L::kMarlin && i < kOctets) eight_of = __ldcg(reinterpret_cast<const uint4*>(src) + i);
-        std::uint32_t pairs[4];
-        pair_bf16(eight_of, pairs);
-        quantize_pairs<4>(pairs,
-                          activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs))));
-        if (i < kOctets) {
-          store_packet(r.shared_x(row) + (chunk * L::kChunkK + i * 8) * 2,
-                       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+        const std::uint32_t pairs[4] = {eight_of.x, eight_of.y, eight_of.z, eight_of.w};
+        const std::uint32_t own =
+            activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
+        const float to_codes = __uint_as_float((254u - own) << 23);
+        std::uint16_t codes[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+              : "=h"(codes[j])
+              : "f"(high_bf16(pairs[j]) * to_codes), "f"(low_bf16(pairs[j]) * to_codes));
+        }
+        if (i >= kOctets) continue;
+        const int octet = chunk * kOctets + i, in_group = row % kColumns;
+        *reinterpret_cast<uint2*>(r.shared_x(row / kColumns) + octet / 8 * 512 + in_group * 64 +
+                                  octet % 4 * 16 + octet / 4 % 2 * 8) =
+            make_uint2(codes[0] | static_cast<std::uint32_t>(codes[1]) << 16,
+                       codes[2] | static_cast<std::uint32_t>(codes[3]) << 16);
+        if (octet % 4 == 0) {
+          r.shared_x_scales(row / kColumns)[octet / 8 * 16 + in_group / 2 * 4 + octet / 4 % 2 * 2 +
+                                            in_group % 2] = static_cast<unsigned char>(own);
         }
       }
     }

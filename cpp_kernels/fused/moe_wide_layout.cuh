@@ -48,7 +48,7 @@ struct Layout {
   static constexpr int kSharedTiles = kInner / kSharedRows;
   static constexpr int kMostSharedTiles = (kSharedTiles + kScorers - 1) / kScorers;  // of a block
   static constexpr bool kSharedHalves = kMostSharedTiles == 1;
-  static constexpr int kSharedPitch = kHidden + (kRun == 32 ? 16 : 64);  // e4m3 row
+  static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row: four rows' 32 bytes on all banks
   static constexpr int kSharedBytes = 2 * kSharedRows * kSharedPitch;
   // A scoring block has a part of K, so that it reads no more of x than that. Of its warps
   // kScoreSlices share that part, the others have other rows.
@@ -116,7 +116,7 @@ struct Layout {
                 "a thread a packet, an expert");
   static_assert(kPartGroups <= plat::kWarpLanes && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
                 kInner % kTileValues == 0);
-  static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
+  static_assert(kSlice % 64 == 0 && kHidden % 128 == 0);
   static_assert(kBlock % kSharedRows == 0 && kHidden / kBlock % 16 == 0);
 
   // Scales of a column: words of a part, or one. Copied 16 bytes at a time: what is shorter would
@@ -215,8 +215,13 @@ struct Layout {
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kRoutesBytes = std::size_t{16} * kMaxRows * kRoutePackets;
   static constexpr std::size_t kSharedXOffset = kRoutesOffset + kRoutesBytes;
+  // x as the shared expert sees it, of eight rows: [K / 64][row][K / 8 % 4][K / 32 % 2][8] codes,
+  // and scales [K / 64][row / 2][K / 32 % 2][row % 2]: a lane has a piece of 16 bytes and a word.
+  static constexpr int kXGroupCodes = 8 * kHidden, kXGroupScales = kHidden / 64 * 16;
+  static constexpr std::size_t kXScalesOffset =
+      kSharedXOffset + std::size_t{kMaxRows / 8} * kXGroupCodes;
   static constexpr std::size_t kBlockSecondOffset =
-      kSharedXOffset + std::size_t{kMaxRows} * kHidden * 2;
+      kXScalesOffset + std::size_t{kMaxRows / 8} * kXGroupScales;
   static constexpr std::size_t kWorkspaceBytes =
       kBlockSecondOffset + std::size_t{kBands} * kSecondBytes;
 };
@@ -298,9 +303,12 @@ struct Region {
   LOWLAT_DEVICE plat::TaggedWords* route_packet(int number) const {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + number;
   }
-  // x of a row as the shared expert sees it, bf16 in the order of pairs.
-  LOWLAT_DEVICE unsigned char* shared_x(int row) const {
-    return workspace + L::kSharedXOffset + static_cast<std::size_t>(row) * L::kHidden * 2;
+  // Codes and scales of x as the shared expert sees it, of a group of eight rows.
+  LOWLAT_DEVICE unsigned char* shared_x(int group) const {
+    return workspace + L::kSharedXOffset + group * L::kXGroupCodes;
+  }
+  LOWLAT_DEVICE unsigned char* shared_x_scales(int group) const {
+    return workspace + L::kXScalesOffset + group * L::kXGroupScales;
   }
   LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
   LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }

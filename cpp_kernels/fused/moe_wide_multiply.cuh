@@ -21,30 +21,21 @@ struct Consumer {
   static constexpr int kPairs = L::kRun / 2;  // of a run
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
-  // Of a group of eight rows of bf16, from column `column` on.
-  LOWLAT_DEVICE const uint4* group_x(const void* rows, int group, int column) const {
+  // Of x, a group of eight rows, from column `column` on.
+  LOWLAT_DEVICE const uint4* group_x(int group, int column) const {
     const int row = group * kColumns + g;
     return reinterpret_cast<const uint4*>(
-        static_cast<const std::uint16_t*>(rows) +
-        static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden + column +
-        t * L::kRun);
+        r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
+        column + t * L::kRun);
   }
-  // kPaired: they lie in the order of pairs.
-  template <bool kPaired>
   LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
     for (int i = 0; i < L::kRun / 8; ++i) {
-      const uint4 eight = __ldcg(src + block * (L::kBlockK / 8) + i);
-      std::uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-      if (!kPaired) pair_bf16(eight, pairs);
+      std::uint32_t pairs[4];
+      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
     }
-  }
-  template <bool kPaired>
-  LOWLAT_DEVICE void load_x(const uint4* src) {
-#pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) load_block<kPaired>(block, src);
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -82,9 +73,10 @@ struct Consumer {
   LOWLAT_DEVICE bool run_gate() {
     const int slice = warp % L::kScoreSlices * L::kSlice, own = warp / L::kScoreSlices;
     const auto source = [&](int first) {
-      return group_x(r.a.x, first + own, r.score_part() * L::kGateK + slice);
+      return group_x(first + own, r.score_part() * L::kGateK + slice);
     };
-    load_x<false>(source(0));
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_block(block, source(0));
     if (!barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
     // Rows after the last: computed, not used.
     const auto row_at = [&](int row) {
@@ -106,7 +98,7 @@ struct Consumer {
                                  smem_load16(high_address + at + 16)};
           multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
         }
-        if (more) load_block<false>(block, next);
+        if (more) load_block(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -115,38 +107,58 @@ struct Consumer {
     return true;
   }
 
-  // Gate rows, then up rows; x as the block-fp8 linear sees it.
+  // Gate rows, then up rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and
+  // scales multiply the sums of 32 along K.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
     if (n == 0 && !r.wait_rows()) return false;
+    constexpr int kBlocks = L::kSlice / 64;
     const auto work = r.shared_work(r.block_idx);
-    const auto source = [&](int group) {
-      return group_x(r.shared_x(0), work.group(group, r.block_idx), warp * L::kSlice);
+    uint4 codes[kBlocks];
+    std::uint32_t row_scales[kBlocks];  // of rows 2t and 2t + 1, of two groups of 32
+    const auto load_rows = [&](int block, int group) {
+      const int at = warp * kBlocks + block;
+      codes[block] =
+          __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
+      row_scales[block] =
+          __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_x_scales(group) + at * 16) + t);
     };
-    load_x<true>(source(0));
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) load_rows(block, work.group(0, r.block_idx));
     if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
     const std::uint32_t low_address =
-        r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
-    const std::uint32_t high_address = low_address + L::kSharedRows * L::kSharedPitch;
+        r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * 8;
     const auto& scales = r.table.shared_scales;
-    const int num_groups = work.num_groups;
-    for (int group = 0; group < num_groups; ++group) {
+    for (int group = 0; group < work.num_groups; ++group) {
       // Blocks of the next group's x follow as this one's are done.
-      const uint4* next = group + 1 < num_groups ? source(group + 1) : nullptr;
-      float acc[2][4] = {};
+      const bool more = group + 1 < work.num_groups;
+      const int next = more ? work.group(group + 1, r.block_idx) : 0;
+      float acc[4] = {};
 #pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        const int scale = (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
+      for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-        for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t at = block * L::kBlockK + half * 16;
-          multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
-                        smem_load16(high_address + at), e4m3_factor(scales[0][scale]),
-                        e4m3_factor(scales[1][scale]), x[block] + 8 * half);
+        for (int half = 0; half < 2; ++half) {
+          const std::uint32_t at = low_address + block * 64 + half * 32;
+          const uint2 low = smem_load8(at), high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
+          std::uint32_t l[4], h[4], x_pairs[4];
+          unpack_e4m3(low.x, low.y, l);
+          unpack_e4m3(high.x, high.y, h);
+          unpack_e4m3(half == 0 ? codes[block].x : codes[block].z,
+                      half == 0 ? codes[block].y : codes[block].w, x_pairs);
+          float d[4] = {};
+          multiply_half_pairs(d, l, h, x_pairs);
+          multiply_half_pairs(d, l + 2, h + 2, x_pairs + 2);
+          const int scale = (warp * L::kSlice + block * 64 + half * 32) / L::kBlock;
+          const float gate = power(scales[0][scale]), up = power(scales[1][scale]);
+          const float first = power(row_scales[block] >> 16 * half & 0xffu),
+                      second = power(row_scales[block] >> (16 * half + 8) & 0xffu);
+          acc[0] = plat::fma(d[0], gate * first, acc[0]);
+          acc[1] = plat::fma(d[1], gate * second, acc[1]);
+          acc[2] = plat::fma(d[2], up * first, acc[2]);
+          acc[3] = plat::fma(d[3], up * second, acc[3]);
         }
-        if (next != nullptr) load_block<true>(block, next);
+        if (more) load_rows(block, next);
       }
-      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0])) return false;
+      if (!hand_over(acc)) return false;
     }
     arrive(&r.barriers.shared_done[n]);
     return true;
