@@ -410,15 +410,32 @@ struct Consumer {
     if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
     const int num_units = r.table.share.num_units;
     int last_band = 0, done = 0;  // done: units of that band, not counted yet
+    // What a unit has become is stored behind the next one's fence, which would wait for it.
+    __nv_bfloat16* dst = nullptr;
+    float results[2] = {};
+    const auto store_results = [&] {
+      if (dst == nullptr) return;
+      dst[low_row] = __float2bfloat16_rn(results[0]);
+      dst[low_row + 8] = __float2bfloat16_rn(results[1]);
+    };
     for (int unit = turn(group, first_uses); unit < num_units; unit += L::kWarpGroups) {
       const auto [band, entry] = r.unit_at(unit);
-      if (done > 0 && band != last_band) r.add_done(r.band_done(last_band), done), done = 0;
+      if (done > 0 && band != last_band) {
+        store_results();
+        dst = nullptr;
+        r.add_done(r.band_done(last_band), done);
+        done = 0;
+      }
+      const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
+      const int pair = r.table.sorted[begin + (t < num ? t : 0)];
+      const float weight = r.table.weights[pair];
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
         const int use = first_uses + r.band_use_of(unit, part), slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
+        if (part == 0) store_results();
         const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
         constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
         const std::uint32_t low_scale =
@@ -441,14 +458,11 @@ struct Consumer {
         arrive(&r.barriers.empty[slot]);
       }
       if (!r.has_band()) last_band = band, ++done;
-      const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
-      if (t >= num) continue;
-      const int pair = r.table.sorted[begin + t];
-      const float weight = r.table.weights[pair];
-      __nv_bfloat16* dst = r.second(band, pair);
-      dst[low_row] = __float2bfloat16_rn(weight * acc[0]);
-      dst[low_row + 8] = __float2bfloat16_rn(weight * acc[1]);
+      dst = t < num ? r.second(band, pair) : nullptr;
+      results[0] = weight * acc[0];
+      results[1] = weight * acc[1];
     }
+    store_results();
     if (done > 0) r.add_done(r.band_done(last_band), done);
     return true;
   }
