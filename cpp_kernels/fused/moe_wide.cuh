@@ -29,15 +29,16 @@
 // First product: a tile is 32 values of h, 32 rows of w1 and of w3 (Marlin's tiles: 64 values, in
 // two uses), so that gate and up of a value meet in one block. Tiles go around the blocks in the
 // order of entries, in kChunks pieces along K that the warp groups take in turn. The finisher adds
-// their sums, applies SwiGLU and sends h to all blocks. Second product: a block owns a band of 64
-// output columns for all experts, so a row's slots never leave the block; warp groups take entries.
-// Blocks without a band take more tiles. The first entries' h was finished while later tiles were
-// multiplied, so the second product starts without a wait. Router and shared expert, which do not
-// depend on the routing, are fetched while it is being decided; their products are mma.m16n8k16's
-// on rows of x in registers. A block scores twelve experts on a quarter of K, so that it reads a
-// quarter of x; block t adds the quarters of row t, chooses its experts and tells all blocks. The
-// shared expert's first product goes on meanwhile, in the blocks without a band first; its second
-// comes through the ring, between tiles and routed bands.
+// their sums, applies SwiGLU and sends h to all blocks. Second product: its units are an entry's 64
+// output columns, a band; warp groups take units. A band's block adds its rows' slots and sends the
+// sums. Blocks without a band take a part of all bands' units, so many that all blocks end together
+// (make_share), and hand the results over in the workspace. The first entries' h was finished while
+// later tiles were multiplied, so the second product starts without a wait. Router and shared
+// expert, which do not depend on the routing, are fetched while it is being decided; their products
+// are mma.m16n8k16's on rows of x in registers. A block scores twelve experts on a quarter of K, so
+// that it reads a quarter of x; block t adds the quarters of row t, chooses its experts and tells
+// all blocks. The shared expert's first product goes on meanwhile: a block has a tile and half of
+// the rows, or all of them. Its second comes through the ring, between tiles and routed units.
 //
 // Weights come by tensor copies or in one piece: rows' whole lines of 128 bytes. Pieces of half a
 // line, by sixteen bytes a lane, reached 0.84 of the bandwidth (docs/bench/moe-hopper.md).
@@ -49,6 +50,9 @@
 //                       read by one warp of every block; again as the scores.
 //              shared_x [row] x as the shared expert sees it: written with the columns and counted
 //                       with them, again as the scores.
+//              second   [band][pair][64] results of units: written by whoever has the unit. A band's
+//                       block waits until those of others are counted (as below) and reads past
+//                       the first-level cache; again as the scores.
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin
@@ -235,10 +239,11 @@ struct Finisher {
     if (r.gates() && !run_gate()) return false;
     load_band_scales(r);
     clear_columns();
-    for (int n = 0; n < r.shared_tiles(); ++n) {
-      for (int group = 0; group < r.num_groups(); ++group) {
+    const auto shared = r.shared_work(r.block_idx);
+    for (int n = 0; n < shared.num_tiles; ++n) {
+      for (int group = 0; group < shared.num_groups; ++group) {
         if (!wait_sums()) return false;
-        const int first_row = r.shared_group(group) * kColumns;
+        const int first_row = shared.group(group, r.block_idx) * kColumns;
 #pragma unroll 1
         for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
           finish_shared(first_row, column, r.shared_tile(n));
@@ -247,6 +252,7 @@ struct Finisher {
       }
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    make_share(r);
     const int own_tiles = r.own_tiles();
     for (int n = 0; n < own_tiles; ++n) {
       const int number = r.routed_tile(n), entry = number / L::kTiles;
@@ -273,7 +279,9 @@ struct BandValue {
 
   LOWLAT_DEVICE void quad(int row, int n, float (&y)[4]) const {
     const auto load = [&](int second_row, float (&v)[4]) {
-      const uint2 pairs = *reinterpret_cast<const uint2*>(r.second(second_row) + n);
+      // Of other blocks too: past the first-level cache.
+      const uint2 pairs =
+          __ldcg(reinterpret_cast<const uint2*>(r.second(r.block_idx, second_row) + n));
       v[0] = low_bf16(pairs.x), v[1] = high_bf16(pairs.x);
       v[2] = low_bf16(pairs.y), v[3] = high_bf16(pairs.y);
     };
@@ -333,7 +341,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
     sm90::barrier_init(&barriers.table, 2);
+    sm90::barrier_init(&barriers.entries, 1);
+    sm90::barrier_init(&barriers.share, 1);
     table.stop = 0;
+    table.several = 0;
   }
   static_assert(L::kBuffers == 2);
   sm90::fence_barrier_init();
@@ -375,7 +386,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
   if (table.stop == 0) {
-    if (r.block_idx < L::kBands) store_band<L>(r, rules.first_row, BandValue<L>{r});
+    if (r.has_band()) store_band<L>(r, rules.first_row, BandValue<L>{r});
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }

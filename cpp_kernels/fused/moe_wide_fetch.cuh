@@ -79,19 +79,21 @@ struct Producer {
       if (!barrier_wait(&r.barriers.shared_done[n - 1], 0, r.watch)) return false;
       load_shared_tile(n);
     }
-    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    if (!barrier_wait(&r.barriers.entries, 0, r.watch)) return false;
     const int num_tiles = r.num_tiles();
     for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
       const int expert = r.table.expert[number / L::kTiles];
       if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
-    if (r.block_idx >= L::kBands) return true;
     for (int i = 0; i < r.shared_uses(); ++i) {
       if (!load_shared_rows(i)) return false;
     }
-    for (int i = 0; i < r.table.num_entries * L::kBandParts; ++i) {
-      const auto band = r.band_use(i);
-      if (!load_band(r.table.expert[band.entry], band.part)) return false;
+    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
+    const int num_units = r.table.share.num_units;
+    for (int i = 0; i < num_units * L::kBandParts; ++i) {
+      const auto use = r.band_use(i);
+      const auto at = r.unit_at(use.unit);
+      if (!load_band(at.band, r.table.expert[at.entry], use.part)) return false;
     }
     return true;
   }
@@ -100,7 +102,7 @@ struct Producer {
   // A use of the ring: `ask(slot, full)` by one lane, of copies of so many bytes.
   template <class Ask>
   LOWLAT_DEVICE bool fill_slot(std::uint32_t bytes, const Ask& ask) {
-    const int slot = uses % L::kRing;
+    const int slot = L::slot_of(uses);
     if (!r.wait_free(uses)) return false;
     ++uses;
     if (r.lane == 0) {
@@ -164,16 +166,16 @@ struct Producer {
     };
     return fill_slot(kBytes, ask);
   }
-  // This block's columns of an expert's w2, a part of K.
-  LOWLAT_DEVICE bool load_band(int expert, int part) {
+  // A band's columns of an expert's w2, a part of K.
+  LOWLAT_DEVICE bool load_band(int band, int expert, int part) {
     const auto& w = r.a.w;
     const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
       if constexpr (L::kMarlin) {
         const int group = expert * L::kInnerGroups + part * L::kPartGroups;
-        load_box(slot, 2, r.block_idx * (L::kTileBytes / 4), 2 * group, 0, full);
-        load_box(slot + L::kBandCodes, 3, r.block_idx * (L::kBandRows / 4), group, 0, full);
+        load_box(slot, 2, band * (L::kTileBytes / 4), 2 * group, 0, full);
+        load_box(slot + L::kBandCodes, 3, band * (L::kBandRows / 4), group, 0, full);
       } else {
-        const int row = expert * L::kHidden + r.block_idx * L::kBandRows;
+        const int row = expert * L::kHidden + band * L::kBandRows;
         if constexpr (L::kBandWhole) {
           load(slot, w.w2.codes + static_cast<std::size_t>(row) * L::kInnerRow, L::kBandCodes,
                full);
@@ -200,7 +202,8 @@ struct Producer {
     };
 #pragma unroll 1
     for (int slot = 0; slot < L::kRing; ++slot) {
-      landed(&r.barriers.full[slot], (uses - slot + L::kRing - 1) / L::kRing);
+      const int first = (slot + L::kRing - L::kFirstSlot) % L::kRing;  // use in that slot
+      landed(&r.barriers.full[slot], (uses - first + L::kRing - 1) / L::kRing);
     }
 #pragma unroll 1
     for (int i = 0; i < L::kBuffers; ++i) {
@@ -280,13 +283,26 @@ struct Gatherer {
         const int i = k * plat::kWarpLanes + r.lane;
         uint4 eight_of = eight[k];
         if (L::kMarlin && i < kOctets) eight_of = __ldcg(reinterpret_cast<const uint4*>(src) + i);
-        std::uint32_t pairs[4];
-        pair_bf16(eight_of, pairs);
-        quantize_pairs<4>(pairs,
-                          activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs))));
-        if (i < kOctets) {
-          store_packet(r.shared_x(row) + (chunk * L::kChunkK + i * 8) * 2,
-                       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+        const std::uint32_t pairs[4] = {eight_of.x, eight_of.y, eight_of.z, eight_of.w};
+        const std::uint32_t own =
+            activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
+        const float to_codes = __uint_as_float((254u - own) << 23);
+        std::uint16_t codes[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+              : "=h"(codes[j])
+              : "f"(high_bf16(pairs[j]) * to_codes), "f"(low_bf16(pairs[j]) * to_codes));
+        }
+        if (i >= kOctets) continue;
+        const int octet = chunk * kOctets + i, in_group = row % kColumns;
+        *reinterpret_cast<uint2*>(r.shared_x(row / kColumns) + octet / 8 * 512 + in_group * 64 +
+                                  octet % 4 * 16 + octet / 4 % 2 * 8) =
+            make_uint2(codes[0] | static_cast<std::uint32_t>(codes[1]) << 16,
+                       codes[2] | static_cast<std::uint32_t>(codes[3]) << 16);
+        if (octet % 4 == 0) {
+          r.shared_x_scales(row / kColumns)[octet / 8 * 16 + in_group / 2 * 4 + octet / 4 % 2 * 2 +
+                                            in_group % 2] = static_cast<unsigned char>(own);
         }
       }
     }
@@ -317,42 +333,58 @@ struct Gatherer {
     }
   }
   LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
-    if (!r.wait_rows()) return false;
     for (int n = 0; n < own_tiles; ++n) {
       const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
+      // The rows of the entry's pairs, and this lane's of them.
+      int rows[L::kEntryPairs];
+#pragma unroll
+      for (int k = 0; k < L::kEntryPairs; ++k) {
+        rows[k] = r.table.sorted[first + (k < num ? k : 0)] / L::kSlots;
+      }
+      const int own_row = r.table.sorted[first + (r.lane < num ? r.lane : 0)] / L::kSlots;
       for (int i = 0; i < L::kUses; ++i) {
-        const int use = n * L::kUses + i, slot = use % L::kRing, chunk = i / L::kParts;
+        const int use = n * L::kUses + i, slot = L::slot_of(use), chunk = i / L::kParts;
         if (slot % L::kGatherers != which) continue;
         if (!r.wait_free(use)) return false;
         const std::uint32_t dst = r.slot_address(slot);
-#pragma unroll 1
-        for (int k = 0; k < num; ++k) {
-          const int row = r.table.sorted[first + k] / L::kSlots;
+#pragma unroll
+        for (int k = 0; k < L::kEntryPairs; ++k) {
+          if (k >= num) break;
           copy_column<L::kChunkGroups>(
-              dst, r.row_pieces(row) + chunk * (L::kChunkGroups * L::kPieceRow), k);
-          if (r.lane == k) {
-            sm90::copy_piece(dst + L::kColumnScales + k * 16, r.row_scale(row, chunk),
-                             sm90::CacheHint::evict_last);
-          }
+              dst, r.row_pieces(rows[k]) + chunk * (L::kChunkGroups * L::kPieceRow), k);
+        }
+        if (r.lane < num) {
+          sm90::copy_piece(dst + L::kColumnScales + r.lane * 16, r.row_scale(own_row, chunk),
+                           sm90::CacheHint::evict_last);
         }
         sm90::barrier_arrive_copied(&r.barriers.full[slot]);
       }
     }
     return true;
   }
-  // Entries from 0 on whose h is complete, at least `least`, when those before the last of `least`
-  // are known to be; -1 when it is late.
-  LOWLAT_DEVICE int wait_entries(int least) const {
-    const int entry = least - 1 + r.lane;
-    const bool exists = entry < r.table.num_entries;
+  // Entries whose h is complete, in order from one that is waited for: the number of the first that
+  // is not, or that was not looked at; -1 when it is late.
+  LOWLAT_DEVICE int wait_entries(int first) const {
+    constexpr int kLooks = 3;  // at so many times 32 entries
     for (int tries = 1;; ++tries) {
-      const std::uint32_t done = exists ? load_word(r.entry_done(entry)) : 0;
-      const bool all = exists && done == counted(L::kTiles);
-      const std::uint32_t not_all = __ballot_sync(plat::kAllLanes, !all);
-      if ((not_all & 1u) == 0) {
+      std::uint32_t done[kLooks];
+#pragma unroll
+      for (int i = 0; i < kLooks; ++i) {
+        const int entry = first + i * plat::kWarpLanes + r.lane;
+        done[i] = entry < r.table.num_entries ? load_word(r.entry_done(entry)) : kPoison;
+      }
+      int ready = first;
+#pragma unroll
+      for (int i = 0; i < kLooks; ++i) {
+        const std::uint32_t not_all = __ballot_sync(plat::kAllLanes, done[i] != counted(L::kTiles));
+        if (ready == first + i * plat::kWarpLanes) {
+          ready += not_all == 0 ? plat::kWarpLanes : __ffs(static_cast<int>(not_all)) - 1;
+        }
+      }
+      if (ready > first) {
         fence_device();
-        return least - 1 + (not_all == 0 ? plat::kWarpLanes : __ffs(static_cast<int>(not_all)) - 1);
+        return ready;
       }
       const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
       if (__any_sync(plat::kAllLanes, late)) return -1;
@@ -361,24 +393,29 @@ struct Gatherer {
   LOWLAT_DEVICE bool gather_pairs(int first_use) const {
     // The shared expert's uses have no columns.
     for (int i = 0; i < r.shared_uses(); ++i, ++first_use) {
-      const int slot = first_use % L::kRing;
+      const int slot = L::slot_of(first_use);
       if (slot % L::kGatherers != which) continue;
       if (!r.wait_free(first_use)) return false;
       sm90::barrier_arrive_copied(&r.barriers.full[slot]);
     }
-    int ready = 0;
-    for (int k = 0; k < r.table.num_entries * L::kBandParts; ++k) {
-      const int use = first_use + k, slot = use % L::kRing;
-      const auto [entry, part] = r.band_use(k);
+    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
+    const int num_units = r.table.share.num_units;
+    // A band's block begins with its first entry; others come back to entry 0 in their next band.
+    int ready = r.has_band() ? r.table.share.first_entry : 0;
+    for (int k = 0; k < num_units * L::kBandParts; ++k) {
+      const int use = first_use + k, slot = L::slot_of(use);
+      const auto [unit, part] = r.band_use(k);
       if (slot % L::kGatherers != which) continue;
+      const int entry = r.unit_at(unit).entry;
       // One after another: a part of an entry that the other gatherer began may be this one's.
-      while (ready >= 0 && entry >= ready) ready = wait_entries(ready + 1);
-      if (ready < 0 || !r.wait_free(use)) return false;
+      while (ready >= 0 && entry >= ready) ready = wait_entries(ready);
       const int first = r.table.first[entry], num = r.num_pairs(entry);
+      const int own_pair = r.table.sorted[first + (r.lane < num ? r.lane : 0)];
+      if (ready < 0 || !r.wait_free(use)) return false;
       const std::uint32_t dst = r.slot_address(slot);
 #pragma unroll 1
       for (int i = 0; i < num; ++i) {
-        const int pair = r.table.sorted[first + i];
+        const int pair = __shfl_sync(plat::kAllLanes, own_pair, i);
         copy_column<L::kPartGroups>(
             dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
         if (r.lane < L::kScaleWords / 4) {
@@ -393,11 +430,18 @@ struct Gatherer {
 
   LOWLAT_DEVICE bool run() const {
     split_rows();
-    if (which == 0) make_table(r);
-    if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    // All rows' columns are there before the table is.
+    if (!r.wait_rows() || !barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
-    return gather_rows(own_tiles) &&
-           (r.block_idx >= L::kBands || gather_pairs(own_tiles * L::kUses));
+    return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses) &&
+           (which != 0 || wait_lent());
+  }
+  // Until other blocks have done what they took of this block's band.
+  LOWLAT_DEVICE bool wait_lent() const {
+    const int lent = r.table.share.lent;
+    if (lent == 0) return true;
+    const std::uint32_t want = counted(lent * L::kRowBlocks);
+    return r.wait_count(r.band_done(r.block_idx), want, kHiddenEvent);
   }
 };
 

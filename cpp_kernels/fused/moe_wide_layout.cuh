@@ -47,7 +47,8 @@ struct Layout {
   static constexpr int kSharedRows = 8;  // values of h of a tile
   static constexpr int kSharedTiles = kInner / kSharedRows;
   static constexpr int kMostSharedTiles = (kSharedTiles + kScorers - 1) / kScorers;  // of a block
-  static constexpr int kSharedPitch = kHidden + (kRun == 32 ? 16 : 64);              // e4m3 row
+  static constexpr bool kSharedHalves = kMostSharedTiles == 1;
+  static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row: four rows' 32 bytes on all banks
   static constexpr int kSharedBytes = 2 * kSharedRows * kSharedPitch;
   // A scoring block has a part of K, so that it reads no more of x than that. Of its warps
   // kScoreSlices share that part, the others have other rows.
@@ -63,9 +64,6 @@ struct Layout {
   static constexpr int kTileValues = kMarlin ? 64 : 32, kTileGroups = kTileValues / 32;
   static constexpr int kParts = 2 * kTileValues / kUseRows;  // uses of a chunk
   static constexpr int kTiles = kInner / kTileValues;        // of an entry
-  // Of a period's tiles each block with a band and each without has so many: a band is worth the
-  // difference.
-  static constexpr int kBandTiles = kHidden > 4096 ? 4 : 2, kSpareTiles = kHidden > 4096 ? 9 : 6;
   // Checkpoint: a chunk's codes lie as tensor copies leave them: of w1, then of w3, so many lines
   // of 128 bytes of each row: [line][row][128], whose 16-byte units are exchanged: unit u of row i
   // is at u ^ i % 8.
@@ -110,7 +108,7 @@ struct Layout {
                 kExperts % kScorers == 0 && kBands <= kScorers);
   static_assert(kMarlin ? kChunks % kWarpGroups == 0 : kChunkRow == kLines * kLineBytes,
                 "Marlin: a warp group has one of w1 and w3");
-  static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4);
+  static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4 && kBands < kScorers);
   static_assert(kScoreGroups == plat::kWarpLanes && kScoreRows % 4 == 0 && kScoreRows <= 16 &&
                 kMaxRows <= kScorers && kExperts % kScorers == 0);
   static_assert(kScorers * kScorePackets <= kConsumers * plat::kWarpLanes &&
@@ -118,9 +116,8 @@ struct Layout {
                 "a thread a packet, an expert");
   static_assert(kPartGroups <= plat::kWarpLanes && kBandScales % 16 == 0 && kTileScales % 32 == 0 &&
                 kInner % kTileValues == 0);
-  static_assert(kSlice % kBlock == 0, "an activation's scale group is one warp's");
+  static_assert(kSlice % 64 == 0 && kHidden % 128 == 0);
   static_assert(kBlock % kSharedRows == 0 && kHidden / kBlock % 16 == 0);
-  static_assert(kMostSharedTiles <= 2);
 
   // Scales of a column: words of a part, or one. Copied 16 bytes at a time: what is shorter would
   // pass by the first-level cache, where a neighbour's may lie from before they were there.
@@ -153,12 +150,19 @@ struct Layout {
   static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;  // in the workspace, a block's
   static constexpr int kMaxSlots = 12;
   static constexpr int kTableOffset = round_up(kScalesOffset + kBuffers * kTileScales, 128);
+  // How the second product is divided, see Plan.
+  struct Share {
+    std::int32_t first_band, first_entry, num_units;  // this block's
+    std::int32_t lent;                                // of this block's band to others
+    std::uint16_t before[kBands + 1];                 // units that bands before it have lent
+  };
   struct alignas(16) Table {
-    std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
     std::int32_t num_entries;
-    std::uint32_t stop;             // Watch
-    std::uint32_t count[kExperts];  // pairs of an expert; then where they begin in `sorted`
+    std::uint32_t stop;     // Watch
+    std::uint32_t several;  // an expert has several entries
+    std::uint32_t warp_sums[kConsumers];
+    alignas(16) std::uint32_t count[kExperts];  // an expert's pairs; then their place in `sorted`
     // Of a row that this block routes for all.
     std::int32_t own_ids[kSlots];
     float own_weights[kSlots];
@@ -167,6 +171,7 @@ struct Layout {
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
     alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
+    Share share;
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
@@ -176,13 +181,16 @@ struct Layout {
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
     std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
-    std::uint64_t table;
+    std::uint64_t entries, table, share;  // who has which entry; all of the table; Share
   };
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
   static constexpr int kFit = (kSmemLimit - kRingOffset) / kSlotBytes;
   static constexpr int kRing = kFit < kMaxSlots ? kFit : kMaxSlots;
   static_assert(kHeadBytes <= kRing * kSlotBytes);
+  // The first uses take the slots that the head leaves free: they are filled while it is worked on.
+  static constexpr int kFirstSlot = (kHeadBytes + kSlotBytes - 1) / kSlotBytes % kRing;
+  static constexpr LOWLAT_DEVICE int slot_of(int use) { return (use + kFirstSlot) % kRing; }
   static_assert(kRing >= kWarpGroups, "a reader is never a whole turn of the ring behind");
   static constexpr int kSmemBytes = kRingOffset + kRing * kSlotBytes;
 
@@ -196,10 +204,10 @@ struct Layout {
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
       kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
-  static constexpr std::size_t kDoneOffset =  // rows' counter, then a counter an entry
+  static constexpr std::size_t kDoneOffset =  // a counter of rows, one an entry, one a band
       kPairScalesOffset + std::size_t{kMaxPairs} * kBandParts * kScaleWords * 4;
   static constexpr std::size_t kHiddenBytes =  // of one parity
-      kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs, 4);
+      kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs + kBands, 4);
   static_assert(kHiddenBytes % 16 == 0);
   static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
@@ -207,8 +215,13 @@ struct Layout {
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kRoutesBytes = std::size_t{16} * kMaxRows * kRoutePackets;
   static constexpr std::size_t kSharedXOffset = kRoutesOffset + kRoutesBytes;
+  // x as the shared expert sees it, of eight rows: [K / 64][row][K / 8 % 4][K / 32 % 2][8] codes,
+  // and scales [K / 64][row / 2][K / 32 % 2][row % 2]: a lane has a piece of 16 bytes and a word.
+  static constexpr int kXGroupCodes = 8 * kHidden, kXGroupScales = kHidden / 64 * 16;
+  static constexpr std::size_t kXScalesOffset =
+      kSharedXOffset + std::size_t{kMaxRows / 8} * kXGroupCodes;
   static constexpr std::size_t kBlockSecondOffset =
-      kSharedXOffset + std::size_t{kMaxRows} * kHidden * 2;
+      kXScalesOffset + std::size_t{kMaxRows / 8} * kXGroupScales;
   static constexpr std::size_t kWorkspaceBytes =
       kBlockSecondOffset + std::size_t{kBands} * kSecondBytes;
 };
@@ -236,10 +249,10 @@ struct Region {
   LOWLAT_DEVICE float* partial(int buffer) const {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
   }
-  // [kSecondRows][kBandRows] bf16: d of a pair, then the shared expert's sums of a row.
-  LOWLAT_DEVICE __nv_bfloat16* second(int row) const {
+  // Of a band, [kSecondRows][kBandRows] bf16: d of a pair, then the shared expert's sums of a row.
+  LOWLAT_DEVICE __nv_bfloat16* second(int band, int row) const {
     unsigned char* first =
-        workspace + L::kBlockSecondOffset + static_cast<std::size_t>(block_idx) * L::kSecondBytes;
+        workspace + L::kBlockSecondOffset + static_cast<std::size_t>(band) * L::kSecondBytes;
     return reinterpret_cast<__nv_bfloat16*>(first) + row * L::kBandRows;
   }
   LOWLAT_DEVICE unsigned char* columns(std::uint32_t parity) const {
@@ -269,11 +282,14 @@ struct Region {
   LOWLAT_DEVICE std::uint32_t* entry_done(int entry) const {  // tiles of an entry's h
     return rows_done() + 1 + entry;
   }
+  LOWLAT_DEVICE std::uint32_t* band_done(int band) const {  // warps' parts of units lent
+    return rows_done() + 1 + L::kMaxPairs + band;
+  }
   // A warp has stored what is counted.
-  LOWLAT_DEVICE void add_done(std::uint32_t* counter) const {
+  LOWLAT_DEVICE void add_done(std::uint32_t* counter, int count = 1) const {
     fence_device();
     __syncwarp();
-    if (lane == 0) add_word(counter, 1);
+    if (lane == 0) add_word(counter, static_cast<std::uint32_t>(count));
   }
   // The shared expert's h of a row: bf16 in the order of pairs.
   LOWLAT_DEVICE unsigned char* shared_hidden(int row) const {
@@ -287,104 +303,120 @@ struct Region {
   LOWLAT_DEVICE plat::TaggedWords* route_packet(int number) const {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + number;
   }
-  // x of a row as the shared expert sees it, bf16 in the order of pairs.
-  LOWLAT_DEVICE unsigned char* shared_x(int row) const {
-    return workspace + L::kSharedXOffset + static_cast<std::size_t>(row) * L::kHidden * 2;
+  // Codes and scales of x as the shared expert sees it, of a group of eight rows.
+  LOWLAT_DEVICE unsigned char* shared_x(int group) const {
+    return workspace + L::kSharedXOffset + group * L::kXGroupCodes;
+  }
+  LOWLAT_DEVICE unsigned char* shared_x_scales(int group) const {
+    return workspace + L::kXScalesOffset + group * L::kXGroupScales;
   }
   LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
   LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < kScorers; }
 
-  // The shared expert's tiles go to the last blocks first, those without a band among them.
-  LOWLAT_DEVICE int shared_tile(int n) const { return (n + 1) * num_blocks - 1 - block_idx; }
-  LOWLAT_DEVICE int shared_tiles() const {
-    return !shared ? 0 : (shared_tile(0) < L::kSharedTiles) + (shared_tile(1) < L::kSharedTiles);
-  }
-  // Tiles go around in order of entries: a round of all blocks, some more of those without a band,
-  // until a period is over.
-  LOWLAT_DEVICE int spare_blocks() const { return num_blocks - L::kBands; }
-  LOWLAT_DEVICE int own_of_period() const {
-    return block_idx < L::kBands ? L::kBandTiles : L::kSpareTiles;
-  }
-  LOWLAT_DEVICE int period() const {
-    return L::kBandTiles * num_blocks + (L::kSpareTiles - L::kBandTiles) * spare_blocks();
-  }
-  // The k-th tile of this block in a period.
-  LOWLAT_DEVICE int tile_of_period(int k) const {
-    // Extra tiles of a spare block before round i.
-    const auto extra = [](int i) { return i * (L::kSpareTiles - L::kBandTiles) / L::kBandTiles; };
-    int round = k, more = 0;
-    if (block_idx >= L::kBands) {
-      round = 0;
-#pragma unroll
-      for (int i = 1; i < L::kBandTiles; ++i) round += i + extra(i) <= k ? 1 : 0;
-      more = k - round - extra(round);
+  // The shared expert's first product: tiles times groups of eight rows. A block has one tile, or
+  // up to two; where there are more blocks than tiles, two blocks share a tile, one with the even
+  // groups and one with the odd ones, as long as blocks last. The last block has the first.
+  struct SharedWork {
+    int first_tile, num_tiles, first_group, num_groups, group_step;
+    // Its n-th group: blocks begin at different ones, so that they do not all ask the same part of
+    // the cache.
+    LOWLAT_DEVICE int group(int n, int block) const {
+      return first_group + (n + block) % num_groups * group_step;
     }
-    const int before = round * num_blocks + extra(round) * spare_blocks();
-    if (more > 0) {
-      return before + num_blocks + (more - 1) * spare_blocks() + block_idx - L::kBands;
+  };
+  LOWLAT_DEVICE SharedWork shared_work(int block) const {
+    const int place = num_blocks - 1 - block, groups = num_groups();
+    SharedWork work = {place, 0, 0, groups, 1};
+    if (!shared) return work;
+    if constexpr (L::kSharedHalves) {
+      const int whole = most(2 * L::kSharedTiles - num_blocks, 0), half = place - whole;
+      if (half >= 0) {
+        work = {whole + half / 2, 0, half % 2, (groups + 1 - half % 2) / 2, 2};
+      }
+      work.num_tiles = work.first_tile < L::kSharedTiles && work.num_groups > 0 ? 1 : 0;
+    } else {
+      work.num_tiles = (place < L::kSharedTiles) + (place + num_blocks < L::kSharedTiles);
+      static_assert(L::kMostSharedTiles == 2);
     }
-    return before + block_idx;
+    return work;
   }
-  // The n-th routed tile of this block (its number among all, in order of entries).
-  LOWLAT_DEVICE int routed_tile(int n) const {
-    const int own = own_of_period();
-    return n / own * period() + tile_of_period(n % own);
+  LOWLAT_DEVICE int shared_tile(int n) const {
+    return shared_work(block_idx).first_tile + n * num_blocks;
   }
-  // Uses of the ring by the shared expert's band, between tiles and routed bands.
-  LOWLAT_DEVICE int shared_uses() const { return shared ? L::kSharedUses : 0; }
+  LOWLAT_DEVICE int shared_tiles() const { return shared_work(block_idx).num_tiles; }
+  LOWLAT_DEVICE bool has_band() const { return block_idx < L::kBands; }
+  // The n-th routed tile of a block (its number among all): they go around in order of entries,
+  // from the last block on.
+  LOWLAT_DEVICE int routed_tile(int n) const { return (n + 1) * num_blocks - 1 - block_idx; }
   LOWLAT_DEVICE int num_tiles() const { return table.num_entries * L::kTiles; }
-  LOWLAT_DEVICE int own_tiles() const {
-    const int own = own_of_period(), all = num_tiles(), rest = all % period();
-    int count = all / period() * own;
-#pragma unroll 1
-    for (int k = 0; k < own; ++k) count += tile_of_period(k) < rest ? 1 : 0;
-    return count;
+  LOWLAT_DEVICE int tiles_of(int block) const { return (num_tiles() + block) / num_blocks; }
+  LOWLAT_DEVICE int own_tiles() const { return tiles_of(block_idx); }
+  // Uses of the ring by the shared expert's band, between tiles and routed bands.
+  LOWLAT_DEVICE int shared_uses() const { return shared_uses_of(block_idx); }
+  LOWLAT_DEVICE int shared_uses_of(int block) const {
+    return shared && block < L::kBands ? L::kSharedUses : 0;
   }
-  // The k-th use of the second product. Entries go four at a time, one a warp group, part after
-  // part, so that from one use of a warp group to its next there are no more than in the first
-  // product: fewer than the ring has slots (see wait_filled).
+  // The k-th use of the second product. A block's units go four at a time, one a warp group, part
+  // after part, so that from one use of a warp group to its next there are no more than in the
+  // first product: fewer than the ring has slots (see wait_filled).
   struct BandUse {
-    int entry, part;
+    int unit, part;
   };
   LOWLAT_DEVICE BandUse band_use(int k) const {
     if constexpr (L::kBandParts == 1) return {k, 0};
     constexpr int kTurn = L::kWarpGroups * L::kBandParts;
-    const int first = k / kTurn * L::kWarpGroups, num = turn_entries(first), in = k % kTurn;
+    const int first = k / kTurn * L::kWarpGroups, num = turn_units(first), in = k % kTurn;
     return {first + in % num, in / num};
   }
-  LOWLAT_DEVICE int band_use_of(int entry, int part) const {
-    const int in = entry % L::kWarpGroups, first = entry - in;
-    return first * L::kBandParts + part * turn_entries(first) + in;
+  LOWLAT_DEVICE int band_use_of(int unit, int part) const {
+    const int in = unit % L::kWarpGroups, first = unit - in;
+    return first * L::kBandParts + part * turn_units(first) + in;
   }
-  LOWLAT_DEVICE int turn_entries(int first) const {
-    const int left = table.num_entries - first;
+  LOWLAT_DEVICE int turn_units(int first) const {
+    const int left = table.share.num_units - first;
     return left < L::kWarpGroups ? left : L::kWarpGroups;
   }
+  // Which band and entry a unit of this block is.
+  struct Unit {
+    int band, entry;
+  };
+  LOWLAT_DEVICE Unit unit_at(int unit) const {
+    const auto& share = table.share;
+    Unit at = {share.first_band, share.first_entry + unit};
+    while (!has_band()) {
+      const int lent = share.before[at.band + 1] - share.before[at.band];
+      if (at.entry < lent) break;
+      at.entry -= lent;
+      ++at.band;
+    }
+    return at;
+  }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
-  // The n-th group of the shared expert's first product: blocks begin at different rows, so that
-  // they do not all ask the same part of the cache.
-  LOWLAT_DEVICE int shared_group(int n) const { return (n + block_idx) % num_groups(); }
   LOWLAT_DEVICE int num_pairs(int entry) const {
     return table.first[entry + 1] - table.first[entry];
   }
 
-  // Until all rows are split; false (all lanes of the warp) when they are late.
-  LOWLAT_DEVICE bool wait_rows() const {
-    const std::uint32_t want = counted(a.rows * L::kChunks);
+  // Until a counter is `want`; false (all lanes of the warp) when it is late.
+  LOWLAT_DEVICE bool wait_count(const std::uint32_t* counter, std::uint32_t want,
+                                std::uint32_t event) const {
     // By a vote: the lanes leave together, for products that want the whole warp.
     for (int tries = 1;; ++tries) {
-      const bool here = load_word(rows_done()) == want;
+      const bool here = load_word(counter) == want;
       if (__all_sync(plat::kAllLanes, here)) break;
-      const bool late = tries % kTriesPerLook == 0 && watch.ended(kRowsEvent);
+      const bool late = tries % kTriesPerLook == 0 && watch.ended(event);
       if (__any_sync(plat::kAllLanes, late)) return false;
     }
     fence_device();
     return true;
   }
+  // Until all rows are split.
+  LOWLAT_DEVICE bool wait_rows() const {
+    return wait_count(rows_done(), counted(a.rows * L::kChunks), kRowsEvent);
+  }
   // Until use `use` of the ring may be filled.
   LOWLAT_DEVICE bool wait_free(int use) const {
-    const int slot = use % L::kRing;
+    const int slot = L::slot_of(use);
     if (use >= L::kRing) {
       return barrier_wait(&barriers.empty[slot], (use / L::kRing - 1) & 1, watch);
     }
@@ -398,7 +430,7 @@ struct Region {
   }
   // Until use `use` is filled. The use before in its slot was another warp group's, perhaps.
   LOWLAT_DEVICE bool wait_filled(int use) const {
-    const int slot = use % L::kRing;
+    const int slot = L::slot_of(use);
     const std::uint32_t parity = use / L::kRing & 1;
     if (use >= L::kRing && !barrier_wait(&barriers.empty[slot], parity ^ 1u, watch)) return false;
     return barrier_wait(&barriers.full[slot], parity, watch);

@@ -21,30 +21,21 @@ struct Consumer {
   static constexpr int kPairs = L::kRun / 2;  // of a run
   std::uint32_t x[L::kSliceBlocks][kPairs];
 
-  // Of a group of eight rows of bf16, from column `column` on.
-  LOWLAT_DEVICE const uint4* group_x(const void* rows, int group, int column) const {
+  // Of x, a group of eight rows, from column `column` on.
+  LOWLAT_DEVICE const uint4* group_x(int group, int column) const {
     const int row = group * kColumns + g;
     return reinterpret_cast<const uint4*>(
-        static_cast<const std::uint16_t*>(rows) +
-        static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden + column +
-        t * L::kRun);
+        r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
+        column + t * L::kRun);
   }
-  // kPaired: they lie in the order of pairs.
-  template <bool kPaired>
   LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
     for (int i = 0; i < L::kRun / 8; ++i) {
-      const uint4 eight = __ldcg(src + block * (L::kBlockK / 8) + i);
-      std::uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-      if (!kPaired) pair_bf16(eight, pairs);
+      std::uint32_t pairs[4];
+      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
 #pragma unroll
       for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
     }
-  }
-  template <bool kPaired>
-  LOWLAT_DEVICE void load_x(const uint4* src) {
-#pragma unroll
-    for (int block = 0; block < L::kSliceBlocks; ++block) load_block<kPaired>(block, src);
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -82,9 +73,10 @@ struct Consumer {
   LOWLAT_DEVICE bool run_gate() {
     const int slice = warp % L::kScoreSlices * L::kSlice, own = warp / L::kScoreSlices;
     const auto source = [&](int first) {
-      return group_x(r.a.x, first + own, r.score_part() * L::kGateK + slice);
+      return group_x(first + own, r.score_part() * L::kGateK + slice);
     };
-    load_x<false>(source(0));
+#pragma unroll
+    for (int block = 0; block < L::kSliceBlocks; ++block) load_block(block, source(0));
     if (!barrier_wait(&r.barriers.gate_full, 0, r.watch)) return false;
     // Rows after the last: computed, not used.
     const auto row_at = [&](int row) {
@@ -106,7 +98,7 @@ struct Consumer {
                                  smem_load16(high_address + at + 16)};
           multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
         }
-        if (more) load_block<false>(block, next);
+        if (more) load_block(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
       if (!hand_over(acc[0])) return false;
@@ -115,37 +107,58 @@ struct Consumer {
     return true;
   }
 
-  // Gate rows, then up rows; x as the block-fp8 linear sees it.
+  // Gate rows, then up rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and
+  // scales multiply the sums of 32 along K.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
     if (n == 0 && !r.wait_rows()) return false;
-    const auto source = [&](int group) {
-      return group_x(r.shared_x(0), r.shared_group(group), warp * L::kSlice);
+    constexpr int kBlocks = L::kSlice / 64;
+    const auto work = r.shared_work(r.block_idx);
+    uint4 codes[kBlocks];
+    std::uint32_t row_scales[kBlocks];  // of rows 2t and 2t + 1, of two groups of 32
+    const auto load_rows = [&](int block, int group) {
+      const int at = warp * kBlocks + block;
+      codes[block] =
+          __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
+      row_scales[block] =
+          __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_x_scales(group) + at * 16) + t);
     };
-    load_x<true>(source(0));
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) load_rows(block, work.group(0, r.block_idx));
     if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
     const std::uint32_t low_address =
-        r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * L::kRun;
-    const std::uint32_t high_address = low_address + L::kSharedRows * L::kSharedPitch;
+        r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * 8;
     const auto& scales = r.table.shared_scales;
-    const int num_groups = r.num_groups();
-    for (int group = 0; group < num_groups; ++group) {
+    for (int group = 0; group < work.num_groups; ++group) {
       // Blocks of the next group's x follow as this one's are done.
-      const uint4* next = group + 1 < num_groups ? source(group + 1) : nullptr;
-      float acc[2][4] = {};
+      const bool more = group + 1 < work.num_groups;
+      const int next = more ? work.group(group + 1, r.block_idx) : 0;
+      float acc[4] = {};
 #pragma unroll
-      for (int block = 0; block < L::kSliceBlocks; ++block) {
-        const int scale = (warp * L::kSlice + block * L::kBlockK + t * L::kRun) / L::kBlock;
+      for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-        for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t at = block * L::kBlockK + half * 16;
-          multiply_e4m3(acc[(block + half) & 1], smem_load16(low_address + at),
-                        smem_load16(high_address + at), e4m3_factor(scales[0][scale]),
-                        e4m3_factor(scales[1][scale]), x[block] + 8 * half);
+        for (int half = 0; half < 2; ++half) {
+          const std::uint32_t at = low_address + block * 64 + half * 32;
+          const uint2 low = smem_load8(at), high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
+          std::uint32_t l[4], h[4], x_pairs[4];
+          unpack_e4m3(low.x, low.y, l);
+          unpack_e4m3(high.x, high.y, h);
+          unpack_e4m3(half == 0 ? codes[block].x : codes[block].z,
+                      half == 0 ? codes[block].y : codes[block].w, x_pairs);
+          float d[4] = {};
+          multiply_half_pairs(d, l, h, x_pairs);
+          multiply_half_pairs(d, l + 2, h + 2, x_pairs + 2);
+          const int scale = (warp * L::kSlice + block * 64 + half * 32) / L::kBlock;
+          const float gate = power(scales[0][scale]), up = power(scales[1][scale]);
+          const float first = power(row_scales[block] >> 16 * half & 0xffu),
+                      second = power(row_scales[block] >> (16 * half + 8) & 0xffu);
+          acc[0] = plat::fma(d[0], gate * first, acc[0]);
+          acc[1] = plat::fma(d[1], gate * second, acc[1]);
+          acc[2] = plat::fma(d[2], up * first, acc[2]);
+          acc[3] = plat::fma(d[3], up * second, acc[3]);
         }
-        if (next != nullptr) load_block<true>(block, next);
+        if (more) load_rows(block, next);
       }
-      for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0])) return false;
+      if (!hand_over(acc)) return false;
     }
     arrive(&r.barriers.shared_done[n]);
     return true;
@@ -204,7 +217,7 @@ struct Consumer {
   // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
     static_assert(L::kSharedUseRows == 16);
-    const int slot = use % L::kRing, column = number * L::kSharedUseRows;
+    const int slot = L::slot_of(use), column = number * L::kSharedUseRows;
     if (!r.wait_filled(use)) return false;
 #pragma unroll 1
     for (int group = warp % 4; group < r.num_groups(); group += 4) {
@@ -217,7 +230,8 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         const int row = group * kColumns + 2 * t + i % 2;
         if (row >= r.a.rows) continue;
-        r.second(L::kMaxPairs + row)[column + g + i / 2 * 8] = __float2bfloat16_rn(acc[i]);
+        r.second(r.block_idx, L::kMaxPairs + row)[column + g + i / 2 * 8] =
+            __float2bfloat16_rn(acc[i]);
       }
     }
     arrive(&r.barriers.empty[slot]);
@@ -261,9 +275,14 @@ struct Consumer {
   // Products of kGroups groups of this warp's sixteen weight rows with the columns. `load(group)`
   // reads what belongs to a group's sums, early; `add(that, d)` takes the sums in order.
   template <int kGroups, int kLine, class Load, class Add>
-  LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint64_t columns, const Load& load,
+  LOWLAT_DEVICE static void multiply(std::uint32_t rows, std::uint32_t slot, const Load& load,
                                      const Add& add) {
     __syncwarp();  // the waits before may have parted the lanes
+    // The matrix: its high half is that of any. The reduction tells the compiler that all lanes
+    // have the same low half, which so lies in uniform registers.
+    const std::uint64_t kMatrix = product_columns(0) >> 32;
+    const std::uint32_t columns = __reduce_or_sync(
+        plat::kAllLanes, static_cast<std::uint32_t>(product_columns(slot + L::kColumnsOffset)));
     constexpr int kBatch = 2, kBatches = kGroups / kBatch;
     static_assert(kGroups % kBatch == 0);
     using Factors = decltype(load(0));
@@ -292,7 +311,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         product_e4m3(d[batch & 1][i], a[batch & 1][i],
-                     columns + (batch * kBatch + i) * (L::kGroupBytes / 16));
+                     kMatrix << 32 | (columns + (batch * kBatch + i) * (L::kGroupBytes / 16)));
       }
       products_commit();
       // While they run.
@@ -315,9 +334,6 @@ struct Consumer {
   LOWLAT_DEVICE std::uint32_t scales_at(int q) const {
     return 8 * (2 * q + g % 2) + g / 4 * 4 + g / 2 % 2;
   }
-  LOWLAT_DEVICE static std::uint64_t columns_matrix(std::uint32_t slot) {
-    return product_columns(slot + L::kColumnsOffset);
-  }
 
   // The warp groups take turns, use after use: the first of `first` and on that is this one's.
   LOWLAT_DEVICE static int turn(int group, int first) {
@@ -339,7 +355,7 @@ struct Consumer {
       }
 #pragma unroll 1
       for (int i = turn(group, n * L::kUses); i < L::kUses; i += L::kWarpGroups) {
-        const int use = n * L::kUses + i, slot = use % L::kRing;
+        const int use = n * L::kUses + i, slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot);
@@ -351,7 +367,7 @@ struct Consumer {
             L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
         float acc[2] = {};
         multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
-            address + rows, columns_matrix(address),
+            address + rows, address,
             [&](int k) {
               return make_uint2(smem_load1(low_scale + k * kStep),
                                 smem_load1(high_scale + k * kStep));
@@ -381,7 +397,6 @@ struct Consumer {
   }
 
   LOWLAT_DEVICE bool run_second() const {
-    if (r.block_idx >= L::kBands) return true;
     const int group = warp / 4, tile_uses = r.own_tiles() * L::kUses;
     const int quarter = warp % 4;
     for (int i = turn(group, tile_uses); i < r.shared_uses(); i += L::kWarpGroups) {
@@ -392,14 +407,35 @@ struct Consumer {
     const std::uint32_t rows = codes_at<L::kBandInLines>(quarter, 16 * quarter * kPitch,
                                                          (16 * quarter + 8) * kPitch, kPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
-    for (int entry = turn(group, first_uses); entry < r.table.num_entries;
-         entry += L::kWarpGroups) {
+    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
+    const int num_units = r.table.share.num_units;
+    int last_band = 0, done = 0;  // done: units of that band, not counted yet
+    // What a unit has become is stored behind the next one's fence, which would wait for it.
+    __nv_bfloat16* dst = nullptr;
+    float results[2] = {};
+    const auto store_results = [&] {
+      if (dst == nullptr) return;
+      dst[low_row] = __float2bfloat16_rn(results[0]);
+      dst[low_row + 8] = __float2bfloat16_rn(results[1]);
+    };
+    for (int unit = turn(group, first_uses); unit < num_units; unit += L::kWarpGroups) {
+      const auto [band, entry] = r.unit_at(unit);
+      if (done > 0 && band != last_band) {
+        store_results();
+        dst = nullptr;
+        r.add_done(r.band_done(last_band), done);
+        done = 0;
+      }
+      const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
+      const int pair = r.table.sorted[begin + (t < num ? t : 0)];
+      const float weight = r.table.weights[pair];
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
-        const int use = first_uses + r.band_use_of(entry, part), slot = use % L::kRing;
+        const int use = first_uses + r.band_use_of(unit, part), slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
+        if (part == 0) store_results();
         const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
         constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
         const std::uint32_t low_scale =
@@ -408,7 +444,7 @@ struct Consumer {
         const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
         const std::uint32_t column_scales = address + L::kColumnScales + t * (L::kScaleWords * 4);
         multiply<L::kPartGroups, L::kBandInLines ? L::kBandRows * kLineBytes : 0>(
-            address + rows, columns_matrix(address),
+            address + rows, address,
             [&](int i) {
               return make_uint3(smem_load1(low_scale + i * kStep),
                                 smem_load1(high_scale + i * kStep),
@@ -421,14 +457,13 @@ struct Consumer {
             });
         arrive(&r.barriers.empty[slot]);
       }
-      const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
-      if (t >= num) continue;
-      const int pair = r.table.sorted[begin + t];
-      const float weight = r.table.weights[pair];
-      __nv_bfloat16* dst = r.second(pair);
-      dst[low_row] = __float2bfloat16_rn(weight * acc[0]);
-      dst[low_row + 8] = __float2bfloat16_rn(weight * acc[1]);
+      if (!r.has_band()) last_band = band, ++done;
+      dst = t < num ? r.second(band, pair) : nullptr;
+      results[0] = weight * acc[0];
+      results[1] = weight * acc[1];
     }
+    store_results();
+    if (done > 0) r.add_done(r.band_done(last_band), done);
     return true;
   }
 
@@ -437,7 +472,8 @@ struct Consumer {
     t = r.lane % 4;
     bool going = !r.gates() || run_gate();
     route_own_row(r, warp, rules);  // every consumer comes to its barriers
-    // While the rows are being routed and the first experts are on their way.
+    make_table(r, warp);            // the same
+    // While the first experts are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
     }

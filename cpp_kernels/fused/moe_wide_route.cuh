@@ -8,15 +8,17 @@ namespace lowlat::nvidia::fused {
 
 namespace moe::wide {
 
+template <class L>
+LOWLAT_DEVICE void sync_consumers() {
+  asm volatile("bar.sync 1, %0;" ::"n"(L::kConsumers * plat::kWarpLanes) : "memory");
+}
+
 // Block t routes row t for all: a hop more, but one row's selection instead of several, one after
 // the other. By all consumers: a thread a packet, then an expert; then one warp chooses.
 template <class L>
 LOWLAT_DEVICE void route_own_row(const Region<L>& r, int warp, const Rules& rules) {
   const int row = r.block_idx;
   if (!r.scores || row >= r.a.rows) return;
-  const auto sync = [] {
-    asm volatile("bar.sync 1, %0;" ::"n"(L::kConsumers * plat::kWarpLanes) : "memory");
-  };
   constexpr int kPackets = kScorers * L::kScorePackets;
   const int thread = warp * plat::kWarpLanes + r.lane;
   std::int32_t* ids = r.table.own_ids;
@@ -40,7 +42,7 @@ LOWLAT_DEVICE void route_own_row(const Region<L>& r, int warp, const Rules& rule
   float* sums = r.partial(0);
   float* score = sums + L::kScoreParts * L::kExperts;
   static_assert((L::kScoreParts + 1) * L::kExperts * 4 <= L::kPartialBytes);
-  sync();
+  sync_consumers<L>();
   if (thread < kPackets) {
     const int group = thread % L::kScoreGroups, n = thread / L::kScoreGroups;
     const int first = n % L::kScorePackets * 3;
@@ -51,14 +53,14 @@ LOWLAT_DEVICE void route_own_row(const Region<L>& r, int warp, const Rules& rule
       if (first + i < L::kScoreRows) to[i] = __uint_as_float(words[i]);
     }
   }
-  sync();
+  sync_consumers<L>();
   if (thread < L::kExperts) {
     float sum = sums[thread];
 #pragma unroll
     for (int part = 1; part < L::kScoreParts; ++part) sum += sums[part * L::kExperts + thread];
     score[thread] = stages::gate_score(sum, rules.rule);
   }
-  sync();
+  sync_consumers<L>();
   if (warp == 0 && !r.watch.stopped()) {
     float* chosen = r.table.own_weights;
 #pragma unroll
@@ -83,131 +85,190 @@ LOWLAT_DEVICE void route_own_row(const Region<L>& r, int warp, const Rules& rule
       plat::store_tagged(r.route_packet(row * L::kRoutePackets + r.lane), words, r.epoch);
     }
   }
-  // The sums' memory is the shared tile's next.
-  if (r.shared_tiles() > 0) sync();
 }
 
-// By a warp: ids and weights of all rows into the block's table, in every block the same: as they
-// were told, or as they were given; block 0 stores them.
+// By all consumers: the routes of all rows, and pairs by expert, in entries. A thread a packet of two
+// pairs, then a thread an expert. Where an expert has several entries, its pairs' order decides
+// which is whose, and has to be the same in all blocks.
 template <class L>
-LOWLAT_DEVICE void take_routes(const Region<L>& r) {
-  const int num_pairs = r.a.rows * L::kSlots;
-  if (!r.scores) {
-    for (int i = r.lane; i < num_pairs; i += plat::kWarpLanes) {
-      r.table.ids[i] = __ldg(r.a.ids + i);
-      r.table.weights[i] = __ldg(r.a.weights + i);
-    }
-    __syncwarp();
-    return;
-  }
-  // All packets of a lane are asked for at once.
-  constexpr int kAll = L::kMaxRows * L::kRoutePackets,
-                kOwn = (kAll + plat::kWarpLanes - 1) / plat::kWarpLanes;
-  const int num = r.a.rows * L::kRoutePackets;
-  uint4 packets[kOwn] = {};
-  bool lost = false;
-  for (int tries = 1;; ++tries) {
-    bool here = true;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int number = i * plat::kWarpLanes + r.lane;
-      if (number >= num) continue;
-      packets[i] = load_packet(r.route_packet(number));
-      here = here && packets[i].w == r.epoch;
-    }
-    if (__all_sync(plat::kAllLanes, here)) break;
-    lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
-    lost = __any_sync(plat::kAllLanes, lost);
-    if (lost) break;
-  }
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int number = i * plat::kWarpLanes + r.lane;
-    if (number >= num) continue;
-    const int row = number / L::kRoutePackets, slot = 2 * (number % L::kRoutePackets);
-    const std::uint32_t ids[2] = {packets[i].x & 0xffffu, packets[i].x >> 16},
-                        weights[2] = {packets[i].y, packets[i].z};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (slot + j >= L::kSlots) continue;
-      const int at = row * L::kSlots + slot + j;
-      // Where the step is lost, stay inside the arrays.
-      const auto id = lost ? slot + j : static_cast<std::int32_t>(ids[j]);
-      const float weight = __uint_as_float(weights[j]);
-      r.table.ids[at] = id;
-      r.table.weights[at] = weight;
-      if (r.block_idx != 0) continue;
-      if (r.a.out_ids != nullptr) r.a.out_ids[at] = id;
-      if (r.a.out_weights != nullptr) r.a.out_weights[at] = weight;
-    }
-  }
-  __syncwarp();
-}
-
-// By a warp: the routes of all rows, and pairs by expert, in entries; an expert's pairs keep their
-// order.
-template <class L>
-LOWLAT_DEVICE void make_table(const Region<L>& r) {
-  take_routes(r);
+LOWLAT_DEVICE void make_table(const Region<L>& r, int warp) {
   auto& table = r.table;
-  constexpr int kOwnPairs = L::kMaxPairs / plat::kWarpLanes,
-                kOwnExperts = L::kExperts / plat::kWarpLanes;
-  static_assert(L::kMaxPairs % plat::kWarpLanes == 0 && L::kExperts % plat::kWarpLanes == 0);
-  const int num_pairs = r.a.rows * L::kSlots;
-  const std::uint32_t before = (1u << r.lane) - 1;
-  std::uint32_t place[kOwnPairs];  // expert | rank << 16
+  const int thread = warp * plat::kWarpLanes + r.lane;
+  static_assert(L::kMaxRows * L::kRoutePackets <= L::kConsumers * plat::kWarpLanes);
+  const int row = thread / L::kRoutePackets, slot = 2 * (thread % L::kRoutePackets);
+  const int pair = row * L::kSlots + slot;
+  const int own = row >= r.a.rows ? 0 : L::kSlots - slot < 2 ? L::kSlots - slot : 2;  // its pairs
+  std::uint32_t id[2] = {}, rank[2] = {};
+  if (r.scores) {
+    uint4 packet = {};
+    bool lost = false;
+    for (int tries = 1;; ++tries) {
+      if (own > 0) packet = load_packet(r.route_packet(thread));
+      if (__all_sync(plat::kAllLanes, own == 0 || packet.w == r.epoch)) break;
+      lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
+      lost = __any_sync(plat::kAllLanes, lost);
+      if (lost) break;
+    }
 #pragma unroll
-  for (int i = 0; i < kOwnPairs; ++i) {
-    const int pair = i * plat::kWarpLanes + r.lane;
-    if (i * plat::kWarpLanes >= num_pairs) break;
-    // Lanes without a pair have an expert that nobody has.
-    const int id = pair < num_pairs ? table.ids[pair] : L::kExperts + r.lane;
-    const std::uint32_t same = __match_any_sync(plat::kAllLanes, id);
-    const std::uint32_t count = pair < num_pairs ? table.count[id] : 0;
-    __syncwarp();
-    if (pair < num_pairs && (same & before) == 0) table.count[id] = count + __popc(same);
-    place[i] = static_cast<std::uint32_t>(id) | (count + __popc(same & before)) << 16;
-    __syncwarp();
-  }
-  // How many pairs (low half) and entries (high half) lie before a lane's experts.
-  std::uint32_t own = 0;
+    for (int i = 0; i < 2; ++i) {
+      if (i >= own) continue;
+      // Where the step is lost, stay inside the arrays.
+      id[i] = lost ? slot + i : packet.x >> 16 * i & 0xffffu;
+      const float weight = __uint_as_float(i == 0 ? packet.y : packet.z);
+      table.weights[pair + i] = weight;
+      if (r.block_idx != 0) continue;
+      if (r.a.out_ids != nullptr) r.a.out_ids[pair + i] = static_cast<std::int32_t>(id[i]);
+      if (r.a.out_weights != nullptr) r.a.out_weights[pair + i] = weight;
+    }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kOwnExperts; ++i) {
-    const std::uint32_t count = table.count[r.lane * kOwnExperts + i];
-    own += count | (count + L::kEntryPairs - 1) / L::kEntryPairs << 16;
+    for (int i = 0; i < 2; ++i) {
+      if (i >= own) continue;
+      id[i] = static_cast<std::uint32_t>(__ldg(r.a.ids + pair + i));
+      table.weights[pair + i] = __ldg(r.a.weights + pair + i);
+    }
   }
-  std::uint32_t sum = own;
+  // Which of its expert's pairs a pair is: by tickets, in any order.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i >= own) continue;
+    rank[i] = atomicAdd(&table.count[id[i]], 1u);
+    if (rank[i] >= L::kEntryPairs) table.several = 1;
+    table.sorted[pair + i] = static_cast<std::uint16_t>(id[i]);  // for the moment
+  }
+  sync_consumers<L>();
+  if (table.several != 0) {
+    // In the pairs' order.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i >= own || table.count[id[i]] <= L::kEntryPairs) continue;
+      rank[i] = 0;
+#pragma unroll 4
+      for (int before = 0; before < pair + i; ++before) {
+        rank[i] += table.sorted[before] == id[i] ? 1 : 0;
+      }
+    }
+  }
+  // How many pairs (low half) and entries (high half) lie before an expert.
+  const bool is_expert = thread < L::kExperts;
+  const std::uint32_t count = is_expert ? table.count[thread] : 0;
+  const std::uint32_t mine = count | (count + L::kEntryPairs - 1) / L::kEntryPairs << 16;
+  std::uint32_t place = mine;
 #pragma unroll
   for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
-    const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, sum, offset);
-    if (r.lane >= offset) sum += theirs;
+    const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, place, offset);
+    if (r.lane >= offset) place += theirs;
   }
-  if (r.lane == plat::kWarpLanes - 1) {
-    table.num_entries = static_cast<std::int32_t>(sum >> 16);
-    table.first[sum >> 16] = static_cast<std::uint16_t>(num_pairs);
+  if (r.lane == plat::kWarpLanes - 1) table.warp_sums[warp] = place;
+  sync_consumers<L>();
+  place += __reduce_add_sync(plat::kAllLanes, r.lane < warp ? table.warp_sums[r.lane] : 0u);
+  if (thread == L::kExperts - 1) {
+    table.num_entries = static_cast<std::int32_t>(place >> 16);
+    table.first[place >> 16] = static_cast<std::uint16_t>(place & 0xffffu);
   }
-  std::uint32_t first = (sum - own) & 0xffffu, entry = (sum - own) >> 16;
+  place -= mine;
+  if (is_expert) {
+    const std::uint32_t first = place & 0xffffu;
+    table.count[thread] = first;  // from here on
 #pragma unroll 1
-  for (int i = 0; i < kOwnExperts; ++i) {
-    const int expert = r.lane * kOwnExperts + i;
-    const std::uint32_t count = table.count[expert];
-    table.count[expert] = first;  // from here on: where its pairs begin
-    for (std::uint32_t k = 0; k < count; k += L::kEntryPairs, ++entry) {
-      table.expert[entry] = static_cast<std::uint16_t>(expert);
+    for (std::uint32_t k = 0, entry = place >> 16; k < count; k += L::kEntryPairs, ++entry) {
+      table.expert[entry] = static_cast<std::uint16_t>(thread);
       table.first[entry] = static_cast<std::uint16_t>(first + k);
     }
-    first += count;
   }
-  __syncwarp();
+  sync_consumers<L>();
+  if (thread == 0) sm90::barrier_arrive(&r.barriers.entries);
 #pragma unroll
-  for (int i = 0; i < kOwnPairs; ++i) {
-    const int pair = i * plat::kWarpLanes + r.lane;
-    if (pair >= num_pairs) break;
-    table.sorted[table.count[place[i] & 0xffffu] + (place[i] >> 16)] =
-        static_cast<std::uint16_t>(pair);
+  for (int i = 0; i < 2; ++i) {
+    if (i < own) table.sorted[table.count[id[i]] + rank[i]] = static_cast<std::uint16_t>(pair + i);
+  }
+  sync_consumers<L>();
+  if (thread == 0) sm90::barrier_arrive(&r.barriers.table);
+}
+
+// By a warp, from the table: how the second product is divided, in every block the same. Its units
+// are an entry's columns of a band. What a block does besides is weighed by its bytes, so that all
+// blocks end together: a band's block lends the first entries of its band, and the blocks without a
+// band take these, band after band.
+template <class L>
+LOWLAT_DEVICE void make_share(const Region<L>& r) {
+  const int num_entries = r.table.num_entries;
+  auto& share = r.table.share;
+  constexpr int kTile = L::kUses * L::kChunkBytes + L::kTileScales,
+                kUnit = L::kBandBytes * L::kBandParts / 64;
+  // In units of 64 bytes: a group of the shared expert's rows beyond those that the routing hides;
+  // what a block without a band is given less, since a band's block waits for its units.
+  constexpr int kFreeGroups = 3, kLateGroup = 1600, kLead = 800;
+  // Besides units.
+  const auto load_of = [&](int block) {
+    int load = r.tiles_of(block) * (kTile / 64);
+    const auto shared = r.shared_work(block);
+    const int late = shared.num_tiles * shared.num_groups - kFreeGroups;
+    if (late > 0) load += late * kLateGroup;
+    return load + (block >= L::kBands
+                       ? kLead
+                       : r.shared_uses_of(block) * (L::kSharedUseRows * L::kInner / 64));
+  };
+  int sum = 0;
+  for (int block = r.lane; block < r.num_blocks; block += plat::kWarpLanes) sum += load_of(block);
+  sum = __reduce_add_sync(plat::kAllLanes, sum);
+  const int level = (sum + L::kBands * num_entries * kUnit) / r.num_blocks;
+  const auto room_of = [&](int block) {
+    const int room = level - load_of(block);
+    return room > 1 ? room : 1;
+  };
+  // What the bands lend.
+  int all = 0, own = 0;
+  for (int first = 0; first < L::kBands; first += plat::kWarpLanes) {
+    const int band = first + r.lane, left = num_entries - room_of(band) / kUnit;
+    const int lent = band < L::kBands && left > 0 ? left : 0;
+    int before = lent;
+#pragma unroll
+    for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
+      const int theirs = __shfl_up_sync(plat::kAllLanes, before, offset);
+      if (r.lane >= offset) before += theirs;
+    }
+    if (band == r.block_idx) own = lent;
+    if (band < L::kBands) share.before[band + 1] = static_cast<std::uint16_t>(all + before);
+    all += __shfl_sync(plat::kAllLanes, before, plat::kWarpLanes - 1);
+  }
+  if (r.lane == 0) share.before[0] = 0;
+  __syncwarp();
+  if (r.has_band()) {
+    own = __reduce_add_sync(plat::kAllLanes, own);
+    if (r.lane == 0) {
+      share.first_band = r.block_idx;
+      share.first_entry = share.lent = own;
+      share.num_units = num_entries - own;
+    }
+  } else {
+    // In proportion to the room of each.
+    int below = 0, rooms = 0;
+    for (int block = L::kBands + r.lane; block < r.num_blocks; block += plat::kWarpLanes) {
+      const int room = room_of(block);
+      rooms += room;
+      below += block < r.block_idx ? room : 0;
+    }
+    rooms = __reduce_add_sync(plat::kAllLanes, rooms);
+    below = __reduce_add_sync(plat::kAllLanes, below);
+    const auto part = [&](int room) {
+      return static_cast<int>(static_cast<std::int64_t>(all) * room / rooms);
+    };
+    const int begin = part(below), end = part(below + room_of(r.block_idx));
+    int band = 0;
+    for (int i = 1 + r.lane; i < L::kBands; i += plat::kWarpLanes) {
+      band += share.before[i] <= begin ? 1 : 0;
+    }
+    band = __reduce_add_sync(plat::kAllLanes, band);
+    if (r.lane == 0) {
+      share.first_band = band;
+      share.first_entry = begin - share.before[band];
+      share.num_units = end - begin;
+      share.lent = 0;
+    }
   }
   __syncwarp();
-  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.table);
+  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.share);
 }
 
 }  // namespace moe::wide
