@@ -8,8 +8,13 @@ graph, which it tries by itself and gives up because of that question.
 """
 
 import functools
+import inspect
+import logging
+import pkgutil
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 DRAFT_LISTING = (
     "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBackend"
@@ -21,9 +26,18 @@ LENGTHS, HOST_LENGTHS = "seq_lens", "seq_lens_cpu"
 @functools.cache
 def install() -> None:
     """Once a process, by a draft's build: a server without the plugin's flag builds none. Where the
-    method is not there SGLang logs that, and the wait stays."""
+    method takes other arguments the wait stays."""
     from sglang.srt.plugins import hook_registry
 
+    try:
+        taken = inspect.signature(pkgutil.resolve_name(DRAFT_LISTING)).parameters
+    except (ImportError, AttributeError) as error:
+        logger.warning("lowlat: each draft waits for the GPU: %s", error)
+        return
+    if not {LENGTHS, HOST_LENGTHS} <= taken.keys():
+        words = "lowlat: each draft waits for the GPU: %s takes %s; needed %s and %s"
+        logger.warning(words, DRAFT_LISTING, ", ".join(taken), LENGTHS, HOST_LENGTHS)
+        return
     registry = hook_registry.HookRegistry
     source = hook_registry.HookSource("nvidia_megakernel", "lowlat")
     around = hook_registry.HookType.AROUND

@@ -29,18 +29,27 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.fixture
-def hooked(monkeypatch):
-    """SGLang's class as a draft's build leaves it; as it was afterwards."""
-    monkeypatch.setattr(Backend, NAME, OWN.listing)
+def build_drafts(monkeypatch):
+    """Builds a draft, and another, over SGLang's class with `method`; as it was afterwards."""
+
+    def make(method=OWN.listing):
+        monkeypatch.setattr(Backend, NAME, method)
+        for _ in range(2):
+            assert build.draft(SimpleNamespace(sample_from_anchor=True), None, None) == "built"
+        return getattr(Backend, NAME)
+
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(build, "build_draft", lambda *_: "built")
     monkeypatch.setattr(build, "place", lambda _: SimpleNamespace(tp_size=1))
     unwaited.install.cache_clear()
-    assert build.draft(SimpleNamespace(sample_from_anchor=True), None, None) == "built"
-    build.draft(SimpleNamespace(sample_from_anchor=True), None, None)
-    yield getattr(Backend, NAME)
+    yield make
     unwaited.install.cache_clear()
+
+
+@pytest.fixture
+def hooked(build_drafts):
+    return build_drafts()
 
 
 def plainly(value):
@@ -65,6 +74,24 @@ def listed(method, lengths, host=None):
         block_size=BLOCK,
     )
     return given
+
+
+def test_without_a_draft_of_ours_nothing_is_hooked() -> None:
+    """The entry points have run here, as they do in a server without the flag."""
+    assert unwaited.DRAFT_LISTING not in HookRegistry._hooks
+    assert not hasattr(getattr(Backend, NAME), "__wrapped__")
+
+
+def test_a_method_with_other_arguments_is_left_alone(build_drafts, caplog) -> None:
+    def other(self, seq_lens):
+        return seq_lens
+
+    assert build_drafts(other) is other
+    assert unwaited.DRAFT_LISTING not in HookRegistry._hooks
+    assert caplog.messages == [
+        f"lowlat: each draft waits for the GPU: {unwaited.DRAFT_LISTING} takes self, seq_lens;"
+        " needed seq_lens and seq_lens_cpu"
+    ]
 
 
 def test_the_hook_is_there_once_and_says_whose_it_is(hooked) -> None:
