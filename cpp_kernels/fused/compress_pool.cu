@@ -8,9 +8,10 @@
 // Rounding     bf16 where bf( ) stands; codes nearest-even; all else fp32
 // Bytes        ratio 4: 66 KB for each completed entry; ratio 128: 512 KB
 // Floor        none of its own: one hop, and one inside the cluster
-// Launch       a cluster of eight blocks of 256 (ratio 128: 1,024) threads a row, of which each has
-//              the 64 channels of one scale; at ratio 4 a second cluster, whose first block makes
-//              the index key
+// Launch       a cluster of eight blocks of 256 threads a row, of which each has the 64 channels of
+//              one scale; at ratio 4 a second cluster, whose first block makes the index key. Small
+//              blocks: attention's launch waits until they have a place, and few steps complete an
+//              entry of ratio 128
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; the sums of squares reach every block of
 //              the cluster by stores that count on its barrier. A ring is longer than what an entry
 //              reads and the step writes, so that neither waits for the other
@@ -37,9 +38,8 @@ namespace {
 constexpr int kBlocks = 8;
 constexpr int kDim = shape::kHeadDim, kChannels = kDim / kBlocks, kNope = kDim - shape::kRopeDim;
 constexpr int kPartials = shape::kBlockRatio / stages::kPoolPartial;
-// Threads of a block: at ratio 128 a team of 64 for each partial softmax.
-template <int kRatio>
-constexpr int kThreads = kRatio == shape::kBlockRatio ? kPartials * kChannels : 256;
+// At ratio 128 teams of 64 threads share the partial softmaxes.
+constexpr int kThreads = 256, kTeams = kThreads / kChannels;
 static_assert(kChannels == stages::kKvGroup && kNope % kChannels == 0);
 
 struct Partial {
@@ -173,7 +173,7 @@ LOWLAT_DEVICE void store_index_key(const PoolParams& params, const float* pooled
 }
 
 template <int kRatio>
-__global__ void __launch_bounds__(kThreads<kRatio>)
+__global__ void __launch_bounds__(kThreads)
     compress_pool_sm90(const __grid_constant__ PoolParams params) {
   __shared__ PoolShared shared;
   sm90::launch_dependents();
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads<kRatio>)
       stages::writes_pool_state(layout, params.ring, params.pages.per_page, position, end)) {
     const int share = static_cast<int>(layout.width()) / kBlocks;
     float* to = const_cast<float*>(candidates.ring_row(position));
-    for (int i = thread_idx; i < share; i += kThreads<kRatio>) {
+    for (int i = thread_idx; i < share; i += kThreads) {
       to[block_idx * share + i] = candidates.step_value(row, block_idx * share + i);
     }
   }
@@ -238,8 +238,11 @@ __global__ void __launch_bounds__(kThreads<kRatio>)
         value = all.weighted / all.sum;
       }
     } else {
-      shared.partials[team][local] =
-          candidates.partial(entry, team * stages::kPoolPartial, channel, params.ape);
+#pragma unroll 1
+      for (int i = team; i < kPartials; i += kTeams) {
+        shared.partials[i][local] =
+            candidates.partial(entry, i * stages::kPoolPartial, channel, params.ape);
+      }
       plat::block_sync();
       if (team == 0) {
         float largest = shared.partials[0][local].max, sum = 0.0f, weighted = 0.0f;
@@ -317,8 +320,8 @@ cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cu
     }
     const dim3 grid(kBlocks, static_cast<unsigned>(rows.num_rows),
                     kRatio == stages::kOverlapRatio ? 2 : 1);
-    return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads<kRatio>, 0, kBlocks,
-                         programmatic, stream, params, started);
+    return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads, 0, kBlocks, programmatic,
+                         stream, params, started);
   };
   if (params.ratio == 4) return launch.template operator()<4>(8, 4 * kDim + 4 * kIndexDim);
   if (params.ratio == 128) return launch.template operator()<128>(128, 2 * kDim);

@@ -107,6 +107,8 @@ __global__ void __maxnreg__(kMaxRegisters)
   }
   __syncwarp();
   sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
+  // Before fn is asked for: who waits after its loads waits for them too.
+  poll_gates(params.before, params.mix_before);
   float fn[kOutputs][kStreams];
 #pragma unroll
   for (int i = 0; i < kOutputs; ++i) {
@@ -123,8 +125,7 @@ __global__ void __maxnreg__(kMaxRegisters)
   const std::uint64_t epoch = exchange_epoch(params.port, params.exchange_index);
   const auto stage = static_cast<stages::StageId>(params.stage);
   stamps.mark(StampStage::ask);
-  wait_at(params.before);
-  if (params.mix_before.word != nullptr) wait_at(params.mix_before);
+  plat::block_sync();
   sm90::cluster_wait();
 
   int turn = 0;
@@ -146,13 +147,22 @@ __global__ void __maxnreg__(kMaxRegisters)
       if (thread_idx < kMixStride) {
         shared.mix[thread_idx] = __ldcg(params.mix_in + row_idx * kMixStride + thread_idx);
       }
-      wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kOwnQuads, kOwnQuads, kQuads,
-                             stage);
+      // Blocks that begin late find all packets there.
+      const int own_quad = block_idx * kOwnQuads + thread_idx;
+      float sums[4] = {};
+      const bool there =
+          thread_idx >= kOwnQuads ||
+          try_receive_quad<kRanks>(sums, params.port, epoch, row_idx, own_quad, kQuads);
+      if (__syncthreads_or(there ? 0 : 1) != 0) {
+        wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kOwnQuads, kOwnQuads,
+                               kQuads, stage);
+        if (!there) {
+          receive_quad<kRanks>(sums, params.port, epoch, row_idx, own_quad, kQuads, stage);
+        }
+      }
       if (thread_idx < kOwnQuads) {
-        float y[4];
-        receive_quad<kRanks>(y, params.port, epoch, row_idx, block_idx * kOwnQuads + thread_idx,
-                             kQuads, stage);
-        *reinterpret_cast<float4*>(&shared.y[4 * thread_idx]) = make_float4(y[0], y[1], y[2], y[3]);
+        *reinterpret_cast<float4*>(&shared.y[4 * thread_idx]) =
+            make_float4(sums[0], sums[1], sums[2], sums[3]);
       }
       // What came may be of a kernel whose own wait was ended. The answer is used further below.
       aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);

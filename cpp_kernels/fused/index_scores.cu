@@ -255,7 +255,6 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
   const int unit_idx = static_cast<int>(blockIdx.x) / per_unit;
   const int block_of_unit = static_cast<int>(blockIdx.x) % per_unit;
   if (unit_idx >= num_units) {  // what is left over when the blocks do not divide
-    wait_at(params.query_done);
     open_gate(params.scores_done);
     return;
   }
@@ -277,33 +276,40 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
   const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
   const int num_parts = row_parts(tokens, num_tiles, per_unit, kGroups<Keys>),
             per_part = per_unit / num_parts;
-  const int part = block_of_unit / per_part, block_of_part = block_of_unit % per_part;
+  const int part = block_of_unit % num_parts, block_of_part = block_of_unit / num_parts;
   const int rows_of_part = (tokens + num_parts - 1) / num_parts;
   const int begin_row = min(part * rows_of_part, tokens);
   const int end_row = min(begin_row + rows_of_part, tokens);
-  const int first_tile = warp_idx / kGroupWarps * per_part + block_of_part;
+  const int first_of_block = block_of_part * kGroups<Keys>;
+  // Blocks without work, which are a unit's last, leave their place to the kernels that are next.
+  // Whoever waits for the scores waits for all that they wait for: the first block always does.
+  if (blockIdx.x != 0 &&
+      (first_of_block >= num_tiles || begin_row >= end_row || block_of_part >= per_part)) {
+    open_gate(params.scores_done);
+    return;
+  }
+  const int first_tile = first_of_block + warp_idx / kGroupWarps;
   const int tile_step = kGroups<Keys> * per_part;
   const int own_octet = warp_idx % kGroupWarps * kWarpOctets;
 
-  typename Keys::Raw raw;
-  if (first_tile < num_tiles)
-    Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
-  stamps.mark(StampStage::ask);
-  wait_at(params.query_done);
-  stamps.mark(StampStage::wait);
-  if (params.heads_done.word != nullptr) wait_at(params.heads_done);
-  // Who scores the step's own keys waits for them; whoever waits for all scores waits with these.
-  bool has_new = false;
+  // Who scores the step's own keys waits for them.
+  bool has_new = params.new_keys && blockIdx.x == 0;
   const int first_new_tile = params.new_keys ? unit.first_new / kTileKeys : num_tiles;
   for (int tile = first_new_tile; tile < num_tiles; ++tile) {
-    has_new = has_new || tile % per_part == block_of_part;
+    has_new = has_new || tile / kGroups<Keys> % per_part == block_of_part;
   }
-  if (has_new) {
-    if (params.keys_done.word != nullptr) wait_at(params.keys_done);
-    if (first_tile < num_tiles && (first_tile + 1) * kTileKeys > unit.first_new) {
-      Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
-    }
-  }
+  const bool loads = first_tile < num_tiles;
+  const bool loads_late = has_new && (first_tile + 1) * kTileKeys > unit.first_new;
+  typename Keys::Raw raw;
+  const auto load_first = [&] {
+    Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
+  };
+  if (loads && !loads_late) load_first();
+  stamps.mark(StampStage::ask);
+  poll_gates(params.query_done, params.heads_done, has_new ? params.keys_done : Gate{});
+  plat::block_sync();
+  stamps.mark(StampStage::wait);
+  if (loads && loads_late) load_first();
   stamps.mark(StampStage::read);
   for (int base = begin_row; base < end_row; base += Keys::kRowsTogether) {
     const int num = min(end_row - base, Keys::kRowsTogether);
