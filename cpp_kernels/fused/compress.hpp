@@ -101,9 +101,7 @@ cudaError_t launch_compress_product(const CompressParams& params, int hidden, bo
 // V4.1: pooling, latent, entry and index key.
 cudaError_t launch_compress_key(const CompressParams& params, bool programmatic,
                                 cudaStream_t stream);
-// V4: entries and, at ratio 4, index keys; then the rings take what later steps need. `started`: as
-// of launch_index_select.
-cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream,
-                                 cudaEvent_t started = nullptr);
+// V4: entries and, at ratio 4, index keys; then the rings take what later steps need.
+cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

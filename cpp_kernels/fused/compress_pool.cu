@@ -309,8 +309,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream,
-                                 cudaEvent_t started) {
+cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream) {
   const StepRows& rows = params.rows;
   if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
@@ -321,7 +320,7 @@ cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cu
     const dim3 grid(kBlocks, static_cast<unsigned>(rows.num_rows),
                     kRatio == stages::kOverlapRatio ? 2 : 1);
     return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads, 0, kBlocks, programmatic,
-                         stream, params, started);
+                         stream, params);
   };
   if (params.ratio == 4) return launch.template operator()<4>(8, 4 * kDim + 4 * kIndexDim);
   if (params.ratio == 128) return launch.template operator()<128>(128, 2 * kDim);

@@ -94,13 +94,14 @@ LOWLAT_DEVICE void poll_gates(const Gate& first, const Gates&... more) {
   if (warp_idx <= number && own.word != nullptr) poll_gate(own);
 }
 
-// All threads of the block call, after their stores.
-LOWLAT_DEVICE void open_gate(const Gate& gate) {
+// All threads of the block call, after their stores. The block counts as so many.
+LOWLAT_DEVICE void open_gate(const Gate& gate, std::uint32_t count = 1u) {
   if (gate.word == nullptr) return;
   plat::block_sync();
   if (plat::thread_idx() == 0) {
     asm volatile(
-        "red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(gate.word))
+        "red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(gate.word)),
+        "r"(count)
         : "memory");
   }
 }

@@ -26,6 +26,7 @@ struct ExchangeMixParams {
   std::uint32_t stage;  // stages::StageId, for the status words
   int num_rows;         // T, 1 .. 48
   bool receives;        // false: a step's first kernel, nothing is summed and the residual stays
+  bool few_blocks;      // eight blocks a row instead of sixteen, which count twice; receives
   const float* mix_in;  // [T, kMixStride] of mix.hpp: post and comb of the sublayer that ends
   const std::uint16_t* residual_in;  // bf16 [T, 4, H]
   HyperWeights next;                 // of the sublayer that begins
@@ -49,7 +50,8 @@ struct ExchangeMixParams {
   Gate before, mix_before, done, mix_done;
 };
 
-// Sixteen blocks that share a row, and take several one after the other where rows are many.
+// Sixteen blocks (or eight) that share a row, and take several one after the other where rows are
+// many.
 inline constexpr int kMixCluster = 16, kMaxMixClusters = 8;
 constexpr std::uint32_t exchange_mix_clusters(int num_rows) {
   return static_cast<std::uint32_t>(num_rows < kMaxMixClusters ? num_rows : kMaxMixClusters);
@@ -59,8 +61,7 @@ constexpr std::uint32_t exchange_mix_blocks(int num_rows) {
 }
 
 // V4-Flash's sizes (H 4096); tp_size 1, 2 or 4. cudaErrorInvalidValue for what was not built.
-// `started`, where given: recorded when all blocks have begun.
 cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmatic,
-                                cudaStream_t stream, cudaEvent_t started = nullptr);
+                                cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

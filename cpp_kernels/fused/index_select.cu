@@ -350,6 +350,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     entry_slots[place] =
         (__ldg(page_row + (entry >> shift)) << shift) + (entry & (params.pages.per_page - 1));
   };
+  // Where the row has no scores for it a block leaves its place to the kernels that are next; the
+  // row's first waits for all.
+  if (blockIdx.x != 0 && static_cast<int>(blockIdx.x) * kIndexChunk >= count) {
+    open_gate(params.done);
+    return;
+  }
   wait_at(params.scores_done);
   stamps.mark(StampStage::wait);
   if (blockIdx.x == 0) {
@@ -389,13 +395,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       out[kIndexMaxBlocks - 1] = num_blocks - 1;
     }
   }
-  if (all) return;
+  if (all) {
+    open_gate(params.done);
+    return;
+  }
   select_row(params.block_scores + row * (params.pitch / kIndexBlock), num_blocks - 1,
              kIndexMaxBlocks - 1,
              params.found + static_cast<std::int64_t>(row) * index_found_count(params.max_entries) +
                  index_chunks(params.max_entries) * kIndexTopk,
              params.tickets + params.rows.num_rows + row, shared,
              [&](int place, int number) { out[place] = number; });
+  open_gate(params.done);
 }
 
 bool valid(const IndexParams& params) {
@@ -407,22 +417,19 @@ bool valid(const IndexParams& params) {
 
 }  // namespace
 
-cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
-                                cudaEvent_t started) {
+cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream) {
   if (!valid(params)) return cudaErrorInvalidValue;
   const auto blocks = index_select_blocks(params);
   const auto rows = static_cast<unsigned>(params.rows.num_rows);
   return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads, sizeof(SelectShared),
-                       1, programmatic, stream, params, started);
+                       1, programmatic, stream, params);
 }
 
 cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic, cudaStream_t stream) {
   if (!valid(params) || params.block_scores == nullptr) return cudaErrorInvalidValue;
-  const int blocks = (params.max_entries + kIndexBlock - 1) / kIndexBlock;
-  return launch_kernel(index_blocks_sm90,
-                       dim3(static_cast<unsigned>(index_chunks(blocks)),
-                            static_cast<unsigned>(params.rows.num_rows)),
-                       kThreads, sizeof(SelectShared), 1, programmatic, stream, params);
+  const auto rows = static_cast<unsigned>(params.rows.num_rows);
+  return launch_kernel(index_blocks_sm90, dim3(index_blocks_blocks(params) / rows, rows), kThreads,
+                       sizeof(SelectShared), 1, programmatic, stream, params);
 }
 
 }  // namespace lowlat::nvidia::fused

@@ -1,0 +1,54 @@
+// fused/layer_beside.cu: launches of what stands beside a layer, see layer_beside.hpp.
+#include "fused/layer_beside.hpp"
+
+#include <cuda_runtime.h>
+
+namespace lowlat::nvidia::fused {
+
+Gate beside_done(const BesideLayer& beside) {
+  if (beside.index != nullptr) return beside.index->done;
+  return beside.pool != nullptr ? beside.pool->done : beside.compress.done;
+}
+
+cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder order,
+                          const std::function<void(HopKernel)>* between, cudaStream_t stream) {
+  const IndexParams* const index = beside.index;
+  // Of more rows the latent's codes come with q.
+  const bool few = beside.compress.rows.num_rows <= kHopRows;
+  const bool q_first =
+      !few || order == BesideOrder::q_first || (order == BesideOrder::measured && index == nullptr);
+  const bool query_first = index != nullptr && few && order == BesideOrder::query_first;
+  cudaError_t error = cudaSuccess;
+  const auto run = [&](HopKernel kernel, auto&& launch) {
+    if (error != cudaSuccess) return;
+    if (between != nullptr && kernel != HopKernel::count) (*between)(kernel);
+    error = launch();
+  };
+  const auto query = [&] {
+    run(HopKernel::query, [&] { return launch_index_query(*index, true, stream); });
+  };
+  if (next == (q_first ? HopKernel::attention : HopKernel::q)) {
+    if (query_first) query();
+    run(HopKernel::product,
+        [&] { return launch_compress_product(beside.compress, beside.hidden, true, stream); });
+    if (beside.keys) {
+      run(HopKernel::count, [&] { return launch_compress_key(beside.compress, true, stream); });
+    }
+    if (beside.pool != nullptr) {
+      run(HopKernel::count, [&] { return launch_compress_pool(*beside.pool, true, stream); });
+    }
+    if (index != nullptr && !query_first) query();
+    if (index != nullptr) {
+      run(HopKernel::scores, [&] { return launch_index_scores(*index, true, stream); });
+    }
+  }
+  if (next == HopKernel::attention && index != nullptr) {
+    run(HopKernel::select, [&] { return launch_index_select(*index, true, stream); });
+    if (index->block_scores != nullptr) {
+      run(HopKernel::count, [&] { return launch_index_blocks(*index, true, stream); });
+    }
+  }
+  return error;
+}
+
+}  // namespace lowlat::nvidia::fused

@@ -1,0 +1,41 @@
+// fused/layer_beside.hpp: the kernels that make a layer's compressed keys and select among them,
+// in the chain of the layer's own. Every C++ compiler reads it.
+//
+// Order      one stream, in which each kernel is launched when all blocks of the one before have
+//            begun (layer.hpp, "Residency") and waits at gates. Not a second stream: of a kernel's
+//            successors in a captured graph the first alone may begin before it has ended; the
+//            others begin some 4 us after its end.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <functional>
+
+#include "fused/compress.hpp"
+#include "fused/exchange_hop.hpp"
+#include "fused/index.hpp"
+
+namespace lowlat::nvidia::fused {
+
+// With all of their gates.
+struct BesideLayer {
+  int hidden;
+  CompressParams compress;
+  bool keys;               // V4.1: launch_compress_key follows
+  const PoolParams* pool;  // V4; or NULL
+  // Of a layer that selects; or NULL. launch_index_blocks follows where it has block_scores.
+  const IndexParams* index;
+};
+
+// Where the kernel of q stands: before those that say what is seen, or before the selection.
+enum class BesideOrder { measured, q_first, q_last, query_first };
+
+// What attention waits for.
+Gate beside_done(const BesideLayer& beside);
+
+// Launches what comes before the layer's kernel `next`, q or attention; `between` (or NULL) is
+// called before each kernel that has a HopKernel. Capturable.
+cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder order,
+                          const std::function<void(HopKernel)>* between, cudaStream_t stream);
+
+}  // namespace lowlat::nvidia::fused
