@@ -289,16 +289,21 @@ __global__ void __launch_bounds__(kThreads, 2)
   Stamps stamps(stamp_sink(params.hop),
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
   int num_keys = params.num_window + params.num_extra;
+  bool completes = true;
   if (params.extra_ratio > 0) {
-    const int seen = (__ldg(params.positions + row_idx) + 1) / params.extra_ratio;
+    const int count = __ldg(params.positions + row_idx) + 1, seen = count / params.extra_ratio;
     num_keys = params.num_window + min(seen, params.num_extra);
+    // A request has at most the step's rows.
+    completes = count - seen * params.extra_ratio < params.num_rows;
   }
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
-  // A row's last block waits also where the row sees no entry: what opens the gate has read x by
-  // then, which a later kernel of the chain overwrites.
-  const bool selects = end_key > params.num_window || end_key == num_keys;
+  // Of all that a row sees only the last entry may be the step's own. Where entries are selected, a
+  // row's last block waits also if the row sees none: what opens the gate has read x by then, which
+  // a later kernel of the chain overwrites.
+  const bool selects = params.selected.word != nullptr && completes &&
+                       (end_key > params.num_window || end_key == num_keys);
   // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
   // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
   // a step is that of the pieces.
@@ -358,14 +363,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   };
   // A selection comes later than q does, all that a row sees earlier.
-  const bool query_first =
-      kHops && params.selected.word != nullptr && selects && params.extra_ratio == 0;
+  const bool query_first = kHops && selects && params.extra_ratio == 0;
   if (query_first) {
     make_turn();
     plat::block_sync();
     take_query();
   }
-  if (params.selected.word != nullptr && selects) wait_at(params.selected);
+  if (selects) wait_at(params.selected);
   if (query_first) stamps.mark(StampStage::ask);
 
   if (thread_idx == 0) {

@@ -44,7 +44,8 @@ struct AttentionParams {
   // Of q and the stored keys, of more than kHopRows rows; of o.
   Gate before, done;
   // Of extra_idx and the rows that it names, where another kernel beside this one's predecessors
-  // makes them; word NULL: they are there.
+  // makes them; word NULL: they are there. With an extra_ratio only of the entries that the step
+  // completes: rows that see none of these do not wait, so whoever writes x again has to.
   Gate selected;
   int blocks_per_row;  // that share a row's keys: 2, 4, 8 or 16; 0: chosen by the rows
 };

@@ -137,7 +137,7 @@ __global__ void __maxnreg__(L::kMaxRegisters)
   __syncwarp();
   sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
   // Before fn is asked for: who waits after its loads waits for them too.
-  poll_gates(params.before, params.mix_before);
+  poll_gates(params.before, params.mix_before, params.x_read);
   float fn[kKept][kStreams];
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {

@@ -48,6 +48,8 @@ struct ExchangeMixParams {
   // Of residual_in, and of mix_in (word NULL: the ends of the kernels before); of residual_out and
   // x (exchange_mix_blocks); of mix_out (exchange_mix_clusters).
   Gate before, mix_before, done, mix_done;
+  // Of a kernel beside the chain that reads x; word NULL: none.
+  Gate x_read;
 };
 
 // Sixteen blocks (or eight) that share a row, and take several one after the other where rows are

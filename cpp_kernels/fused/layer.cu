@@ -408,6 +408,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
         exchange.mix_before = first ? gate_of(step, 0, gate_input_mix, mix_blocks)
                                     : gate_of(step, layer_idx - 1, gate_ffn_mix, mix_blocks);
         exchange.done = done;
+        if (layer.beside != nullptr) exchange.x_read = beside_done(*layer.beside);
         exchange.mix_done = parts.experts ? mix_done : gate(gate_ffn_mix, mix_blocks);
         return launch_exchange_mix(exchange, true, stream);
       }
