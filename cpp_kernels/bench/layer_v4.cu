@@ -32,8 +32,10 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
   using fused::BesideOrder;
   for (const auto& [name, order] : {std::pair{"q first", BesideOrder::q_first},
                                     {"q last", BesideOrder::q_last},
-                                    {"query first", BesideOrder::query_first}}) {
-    if (ratio == 0 || (ratio == 128 && order == BesideOrder::query_first)) continue;
+                                    {"query first", BesideOrder::query_first},
+                                    {"keys first", BesideOrder::keys_first}}) {
+    const bool is_of_index = order == BesideOrder::query_first || order == BesideOrder::keys_first;
+    if (ratio == 0 || (ratio == 128 && is_of_index)) continue;
     if (rows > fused::kHopRows && order != BesideOrder::q_first) continue;
     cases.push_back({name, {}});
     cases.back().parts.beside_order = order;

@@ -9,9 +9,9 @@
 // Bytes        ratio 4: 66 KB for each completed entry; ratio 128: 512 KB
 // Floor        none of its own: one hop, and one inside the cluster
 // Launch       a cluster of eight blocks of 256 threads a row, of which each has the 64 channels of
-//              one scale; at ratio 4 a second cluster, whose first block makes the index key. Small
-//              blocks: attention's launch waits until they have a place, and few steps complete an
-//              entry of ratio 128
+//              one scale; at ratio 4 a second cluster, or another launch, whose first block makes
+//              the index key. Small blocks: attention's launch waits until they have a place, and
+//              few steps complete an entry of ratio 128
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; the sums of squares reach every block of
 //              the cluster by stores that count on its barrier. A ring is longer than what an entry
 //              reads and the step writes, so that neither waits for the other
@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(kThreads)
   const int thread_idx = plat::thread_idx(), row = static_cast<int>(blockIdx.y);
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   const int block_idx = sm90::cluster_rank();
-  const bool is_index = blockIdx.z != 0;
+  const bool is_index =
+      params.part == PoolPart::both ? blockIdx.z != 0 : params.part == PoolPart::keys;
   const stages::PoolLayout layout{kRatio, is_index ? kIndexDim : kDim};
   const int request = row / params.rows.tokens, begin = request * params.rows.tokens;
   const int full_slot = __ldg(params.rows.slots + row);
@@ -314,11 +315,13 @@ cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cu
   if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
   const auto launch = [&]<int kRatio>(int candidates, int width) {
-    if (params.ring < candidates + rows.tokens - 1 || params.width < width) {
+    if (params.ring < candidates + rows.tokens - 1 || params.width < width ||
+        (params.part != PoolPart::both && kRatio != stages::kOverlapRatio)) {
       return cudaErrorInvalidValue;
     }
-    const dim3 grid(kBlocks, static_cast<unsigned>(rows.num_rows),
-                    kRatio == stages::kOverlapRatio ? 2 : 1);
+    const auto num_rows = static_cast<unsigned>(rows.num_rows);
+    const unsigned blocks = compress_pool_blocks(rows.num_rows, kRatio, params.part);
+    const dim3 grid(kBlocks, num_rows, blocks / (kBlocks * num_rows));
     return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads, 0, kBlocks, programmatic,
                          stream, params);
   };

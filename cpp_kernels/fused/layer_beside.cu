@@ -42,6 +42,12 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
       run(HopKernel::scores, [&] { return launch_index_scores(*index, true, stream); });
     }
   }
+  if (next == HopKernel::attention && beside.entry_pool != nullptr) {
+    run(HopKernel::count, [&] {
+      return launch_compress_product(*beside.entry_compress, beside.hidden, true, stream);
+    });
+    run(HopKernel::count, [&] { return launch_compress_pool(*beside.entry_pool, true, stream); });
+  }
   if (next == HopKernel::attention && index != nullptr) {
     run(HopKernel::select, [&] { return launch_index_select(*index, true, stream); });
     if (index->block_scores != nullptr) {

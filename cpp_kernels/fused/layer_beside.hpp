@@ -23,12 +23,16 @@ struct BesideLayer {
   CompressParams compress;
   bool keys;               // V4.1: launch_compress_key follows
   const PoolParams* pool;  // V4; or NULL
+  // V4, where `compress` and `pool` are of the index's keys alone: of the entries. Or NULL.
+  const CompressParams* entry_compress;
+  const PoolParams* entry_pool;
   // Of a layer that selects; or NULL. launch_index_blocks follows where it has block_scores.
   const IndexParams* index;
 };
 
 // Where the kernel of q stands: before those that say what is seen, or before the selection.
-enum class BesideOrder { measured, q_first, q_last, query_first };
+// keys_first: of ratio 4 what scores need comes before it, the entries after it.
+enum class BesideOrder { measured, q_first, q_last, query_first, keys_first };
 
 // What attention waits for.
 Gate beside_done(const BesideLayer& beside);

@@ -12,8 +12,9 @@ enum BesideGate {
   gate_query,
   gate_scores,
   gate_select,
+  gate_entries,  // V4 has no n-gram memory
 };
-static_assert(gate_select < kLayerExchanged);
+static_assert(gate_entries == kLayerExchanged);
 
 }  // namespace
 
@@ -36,6 +37,15 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   compress.x = step.memory.x;
   compress.hop = hop;
   compress.x_done = layer_x_gate(step, layer_idx);
+  CompressParams entry_compress = compress;
+  const bool splits =
+      selects && step.num_rows <= kHopRows && parts.beside_order == BesideOrder::keys_first;
+  if (splits) {
+    entry_compress.some_rows = 4 * shape::kHeadDim;
+    entry_compress.product_done = gate(gate_entries, compress_product_blocks(entry_compress));
+    compress.first_row = entry_compress.some_rows;
+    compress.some_rows = compress_width(compress) - compress.first_row;
+  }
   compress.product_done = gate(gate_product, compress_product_blocks(compress));
   PoolParams pool = layer.pool;
   pool.rows = rows;
@@ -43,8 +53,11 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   pool.partial = compress.partial;
   pool.width = compress_width(compress);
   pool.product_done = compress.product_done;
-  pool.done = gate(gate_pool, compress_pool_blocks(step.num_rows, layer.ratio));
+  pool.part = splits ? PoolPart::keys : PoolPart::both;
+  const std::uint32_t pool_blocks = compress_pool_blocks(step.num_rows, layer.ratio, pool.part);
+  pool.done = gate(gate_pool, pool_blocks);
   beside.pool = &pool;
+  PoolParams entry_pool = pool;
   PlainLayer plain = layer.plain;
   plain.beside = &beside;
   IndexParams index = layer.index;
@@ -63,8 +76,15 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
     index.keys_done = pool.done;
     index.query_done = gate(gate_query, kIndexQueryBlocks);
     index.scores_done = gate(gate_scores, index_score_blocks(IndexFormat::fp8));
-    index.done = gate(gate_select, index_select_blocks(index));
+    index.done = gate(gate_select, index_select_blocks(index) + (splits ? pool_blocks : 0u));
     beside.index = &index;
+    if (splits) {
+      entry_pool.part = PoolPart::entries;
+      entry_pool.product_done = entry_compress.product_done;
+      entry_pool.done = index.done;
+      beside.entry_compress = &entry_compress;
+      beside.entry_pool = &entry_pool;
+    }
     plain.extra_idx = layer.index.entry_slots;
   }
   return launch_plain_layer(plain, step, layer_idx, parts, stream);

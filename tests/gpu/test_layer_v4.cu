@@ -2,6 +2,7 @@
 // layers of ratio 0, 4 and 128 against float64, half by half; and replays, and launches of which a
 // kernel is late, bit for bit what the same kernels give one after another.
 #include <functional>
+#include <tuple>
 
 #include "bench/layer_v4_case.cuh"
 // The model comes first.
@@ -353,7 +354,11 @@ using Result = std::vector<std::uint16_t>;
 // One rank of four on this device, two layers.
 struct Rank {
   PooledChain chain;
-  Rank(int ratio, int rows) : chain(weights().host, weights().v4, 2, ratio, rows / 6, 6, 8186) {}
+  fused::LayerParts parts;
+  Rank(int ratio, int rows, fused::BesideOrder order)
+      : chain(weights().host, weights().v4, 2, ratio, rows / 6, 6, 8186) {
+    parts.beside_order = order;
+  }
 
   std::vector<Result> inputs;
 
@@ -368,11 +373,11 @@ struct Rank {
     chain.layers.reset();
   }
   Result run(int input, const std::function<void(HopKernel)>& between, cudaStream_t stream) {
-    fused::LayerParts parts;
-    parts.between = &between;
+    fused::LayerParts watched = parts;
+    watched.between = &between;
     begin(input);
     finish();
-    chain.launch(parts, stream);
+    chain.launch(watched, stream);
     finish();
     return chain.layers.take();
   }
@@ -388,6 +393,14 @@ using lowlat::bench::check_layer;
 using lowlat::bench::Graph;
 using lowlat::bench::Rank;
 using lowlat::bench::Result;
+using lowlat::nvidia::fused::BesideOrder;
+
+// Rows, ratio and order of chains.
+constexpr std::tuple<int, int, BesideOrder> kWays[] = {{6, 4, BesideOrder::measured},
+                                                       {6, 4, BesideOrder::keys_first},
+                                                       {6, 128, BesideOrder::measured},
+                                                       {12, 4, BesideOrder::measured},
+                                                       {12, 128, BesideOrder::measured}};
 
 TEST_CASE(layers_equal_float64_for_all_widths) {
   need_device();
@@ -411,41 +424,37 @@ TEST_CASE(brief_one_row_and_six) {
 TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
   need_device();
   constexpr int kInputs = 5;
-  for (const int rows : {6, 12}) {
-    for (const int ratio : {4, 128}) {
-      Rank rank(ratio, rows);
-      std::vector<Result> want;
-      for (int i = 0; i < kInputs; ++i) want.push_back(rank.one_by_one(i));
-      CHECK(want[0] != want[1]);
-      Graph graph([&](cudaStream_t stream) { rank.chain.launch({}, stream); });
-      int different = 0;
-      for (int i = 0; i < 1000; ++i) {
-        rank.begin(i % kInputs);
-        finish();  // the copies are the default stream's
-        graph.replay();
-        graph.wait();
-        different += rank.chain.layers.take() != want[static_cast<std::size_t>(i % kInputs)];
-      }
-      CHECK_EQ(different, 0);
-      CHECK(!rank.chain.mail.faulted());
+  for (const auto& [rows, ratio, order] : kWays) {
+    Rank rank(ratio, rows, order);
+    std::vector<Result> want;
+    for (int i = 0; i < kInputs; ++i) want.push_back(rank.one_by_one(i));
+    CHECK(want[0] != want[1]);
+    Graph graph([&](cudaStream_t stream) { rank.chain.launch(rank.parts, stream); });
+    int different = 0;
+    for (int i = 0; i < 1000; ++i) {
+      rank.begin(i % kInputs);
+      finish();  // the copies are the default stream's
+      graph.replay();
+      graph.wait();
+      different += rank.chain.layers.take() != want[static_cast<std::size_t>(i % kInputs)];
     }
+    CHECK_EQ(different, 0);
+    CHECK(!rank.chain.mail.faulted());
   }
 }
 
 // Kernels before the late one are resident and must leave it its places.
 TEST_CASE(a_kernel_may_start_a_millisecond_late) {
   need_device();
-  for (const int rows : {6, 12}) {
-    for (const int ratio : {4, 128}) {
-      Rank rank(ratio, rows);
-      const Result want = rank.one_by_one(0);
-      for (int late = 0; late < static_cast<int>(HopKernel::count); ++late) {
-        const auto delay = [late](HopKernel kernel) {
-          if (static_cast<int>(kernel) == late) spend<<<1, 1>>>(1'000'000);
-        };
-        CHECK(rank.run(0, delay, nullptr) == want);
-        REQUIRE(!rank.chain.mail.faulted());
-      }
+  for (const auto& [rows, ratio, order] : kWays) {
+    Rank rank(ratio, rows, order);
+    const Result want = rank.one_by_one(0);
+    for (int late = 0; late < static_cast<int>(HopKernel::count); ++late) {
+      const auto delay = [late](HopKernel kernel) {
+        if (static_cast<int>(kernel) == late) spend<<<1, 1>>>(1'000'000);
+      };
+      CHECK(rank.run(0, delay, nullptr) == want);
+      REQUIRE(!rank.chain.mail.faulted());
     }
   }
 }
