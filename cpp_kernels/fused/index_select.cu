@@ -370,6 +370,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       shared.blocks[i] = __ldcg(blocks + i);
     }
   }
+  plat::block_sync();
   wait_at(params.scores_done);
   stamps.mark(StampStage::wait);
   if (blockIdx.x == 0) {
