@@ -35,7 +35,8 @@ struct Way {
   fused::BesideOrder order = fused::BesideOrder::measured;
   Join join = Join::ended;
 };
-constexpr const char* kOrders[] = {"", ", q first", ", q last", ", query first"};
+constexpr const char* kOrders[] = {"",           ", q first", ", q last",      ", query first",
+                                   ", query, q", ", q end",   ", query, q end"};
 
 // The stream that is captured beside the main one, and the events between them.
 struct Branch {
@@ -124,7 +125,7 @@ struct IndexChain {
     index.x_index = 2 * i - 1;
     fused::set_index_latent(memory, fused::FusedModel::v41, rows, i, &index);
     index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
-    index.scores_done = gate(gate_scores, fused::index_score_blocks(index.format));
+    index.scores_done = gate(gate_scores, fused::kIndexScoreBlocks);
     index.done = gate(gate_select, fused::index_done_blocks(index));
     out.compress = buffers[i].compress(index_weights[i], states[i], act, !compresses);
     out.compress.x = memory.x;
@@ -335,7 +336,8 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
       std::vector<std::uint16_t> want;
       using fused::BesideOrder;
       for (const BesideOrder order :
-           {BesideOrder::q_last, BesideOrder::query_first, BesideOrder::q_first}) {
+           {BesideOrder::q_last, BesideOrder::query_first, BesideOrder::q_first,
+            BesideOrder::query_q, BesideOrder::q_end, BesideOrder::query_q_end}) {
         if (sizes.rows() > fused::kHopRows && order != BesideOrder::q_first) continue;
         time_layers(chain, kind, {order}, plain_us, nullptr, want);
       }

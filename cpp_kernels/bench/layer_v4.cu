@@ -33,9 +33,12 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
   for (const auto& [name, order] : {std::pair{"q first", BesideOrder::q_first},
                                     {"q last", BesideOrder::q_last},
                                     {"query first", BesideOrder::query_first},
-                                    {"keys first", BesideOrder::keys_first}}) {
-    const bool is_of_index = order == BesideOrder::query_first || order == BesideOrder::keys_first;
-    if (ratio == 0 || (ratio == 128 && is_of_index)) continue;
+                                    {"query, q", BesideOrder::query_q},
+                                    {"q end", BesideOrder::q_end},
+                                    {"query, q end", BesideOrder::query_q_end},
+                                    {"keys, q end", BesideOrder::keys_q_end},
+                                    {"query, keys", BesideOrder::query_keys_end}}) {
+    if (ratio == 0 || (ratio == 128 && order > BesideOrder::q_last)) continue;
     if (rows > fused::kHopRows && order != BesideOrder::q_first) continue;
     cases.push_back({name, {}});
     cases.back().parts.beside_order = order;

@@ -104,9 +104,7 @@ static_assert(kIndexMaxEntries / kIndexBlock <= 2 * kIndexChunk);
 
 // Blocks that open query_done, scores_done and done.
 inline constexpr std::uint32_t kIndexQueryBlocks = 128;
-constexpr std::uint32_t index_score_blocks(IndexFormat format) {
-  return format == IndexFormat::fp8 ? 264 : 132;
-}
+inline constexpr std::uint32_t kIndexScoreBlocks = 264;
 constexpr std::uint32_t index_blocks_blocks(const IndexParams& params) {
   return static_cast<std::uint32_t>(
       index_chunks((params.max_entries + kIndexBlock - 1) / kIndexBlock) * params.rows.num_rows);

@@ -76,7 +76,8 @@ struct KeyRows {
 
 // V4.1: e2m1 codes under a power of two for each 32 channels; a lane has one such group of a key.
 struct Fp4Keys {
-  static constexpr int kThreads = 512, kBlocks = 1;  // of a multiprocessor
+  // Half a multiprocessor's registers, so that a block may begin beside one of the front.
+  static constexpr int kThreads = 256, kBlocks = 2;
   static constexpr int kHeads = kFp4IndexHeads, kRowsTogether = 8;
   static constexpr sm90::Half kHalf = sm90::Half::bf16;
   struct Raw {
@@ -138,7 +139,6 @@ struct Fp4Keys {
 
 // V4: e4m3 codes, exact as f16, under one fp32 scale a key.
 struct Fp8Keys {
-  // Half a multiprocessor's registers, so that a block may begin beside one of the front.
   static constexpr int kThreads = 256, kBlocks = 2;
   static constexpr int kHeads = kFp8IndexHeads, kRowsTogether = 4;
   static constexpr sm90::Half kHalf = sm90::Half::f16;
@@ -301,15 +301,20 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
   const bool loads = first_tile < num_tiles;
   const bool loads_late = has_new && (first_tile + 1) * kTileKeys > unit.first_new;
   typename Keys::Raw raw;
-  const auto load_first = [&] {
-    Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
-  };
-  if (loads && !loads_late) load_first();
-  stamps.mark(StampStage::ask);
-  poll_gates(params.query_done, params.heads_done, has_new ? params.keys_done : Gate{});
-  plat::block_sync();
-  stamps.mark(StampStage::wait);
-  if (loads && loads_late) load_first();
+  // Keys that come late are asked for a second time, by the same code: what few blocks run comes
+  // from memory, a line after the other.
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn) {
+    if (turn == 1) {
+      stamps.mark(StampStage::ask);
+      poll_gates(params.query_done, params.heads_done, has_new ? params.keys_done : Gate{});
+      plat::block_sync();
+      stamps.mark(StampStage::wait);
+    }
+    if (turn == 0 ? loads : loads && loads_late) {
+      Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
+    }
+  }
   stamps.mark(StampStage::read);
   for (int base = begin_row; base < end_row; base += Keys::kRowsTogether) {
     const int num = min(end_row - base, Keys::kRowsTogether);
@@ -385,9 +390,8 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cu
   if (params.pages.per_page < 64 || (params.pages.per_page & (params.pages.per_page - 1)) != 0)
     return cudaErrorInvalidValue;
   const auto launch = [&]<class Keys>() {
-    return launch_kernel(index_scores_sm90<Keys>, dim3(index_score_blocks(params.format)),
-                         Keys::kThreads, sizeof(ScoreShared<Keys>), 1, programmatic, stream,
-                         params);
+    return launch_kernel(index_scores_sm90<Keys>, dim3(kIndexScoreBlocks), Keys::kThreads,
+                         sizeof(ScoreShared<Keys>), 1, programmatic, stream, params);
   };
   if (params.format == IndexFormat::fp4) return launch.template operator()<Fp4Keys>();
   if (params.blocks != nullptr || params.block_scores != nullptr) return cudaErrorInvalidValue;

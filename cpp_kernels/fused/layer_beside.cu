@@ -13,11 +13,11 @@ Gate beside_done(const BesideLayer& beside) {
 cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder order,
                           const std::function<void(HopKernel)>* between, cudaStream_t stream) {
   const IndexParams* const index = beside.index;
-  // Of more rows the latent's codes come with q.
   const bool few = beside.compress.rows.num_rows <= kHopRows;
-  const bool q_first =
-      !few || order == BesideOrder::q_first || (order == BesideOrder::measured && index == nullptr);
-  const bool query_first = index != nullptr && few && order == BesideOrder::query_first;
+  if (order == BesideOrder::measured) order = BesideOrder::q_last;
+  if (!few) order = BesideOrder::q_first;
+  const bool selects = index != nullptr, query_first = selects && begins_with_query(order);
+  const bool is_last = next == HopKernel::attention;
   cudaError_t error = cudaSuccess;
   const auto run = [&](HopKernel kernel, auto&& launch) {
     if (error != cudaSuccess) return;
@@ -27,8 +27,8 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
   const auto query = [&] {
     run(HopKernel::query, [&] { return launch_index_query(*index, true, stream); });
   };
-  if (next == (q_first ? HopKernel::attention : HopKernel::q)) {
-    if (query_first) query();
+  if (query_first && !is_last) query();
+  if (is_last == (order == BesideOrder::q_first || order == BesideOrder::query_q)) {
     run(HopKernel::product,
         [&] { return launch_compress_product(beside.compress, beside.hidden, true, stream); });
     if (beside.keys) {
@@ -37,22 +37,19 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
     if (beside.pool != nullptr) {
       run(HopKernel::count, [&] { return launch_compress_pool(*beside.pool, true, stream); });
     }
-    if (index != nullptr && !query_first) query();
-    if (index != nullptr) {
-      run(HopKernel::scores, [&] { return launch_index_scores(*index, true, stream); });
-    }
+    if (selects && !query_first) query();
+    if (selects) run(HopKernel::scores, [&] { return launch_index_scores(*index, true, stream); });
   }
-  if (next == HopKernel::attention && beside.entry_pool != nullptr) {
+  if (!selects || is_last == selects_before_q(order)) return error;
+  if (beside.entry_pool != nullptr) {
     run(HopKernel::count, [&] {
       return launch_compress_product(*beside.entry_compress, beside.hidden, true, stream);
     });
     run(HopKernel::count, [&] { return launch_compress_pool(*beside.entry_pool, true, stream); });
   }
-  if (next == HopKernel::attention && index != nullptr) {
-    run(HopKernel::select, [&] { return launch_index_select(*index, true, stream); });
-    if (index->block_scores != nullptr) {
-      run(HopKernel::count, [&] { return launch_index_blocks(*index, true, stream); });
-    }
+  run(HopKernel::select, [&] { return launch_index_select(*index, true, stream); });
+  if (index->block_scores != nullptr) {
+    run(HopKernel::count, [&] { return launch_index_blocks(*index, true, stream); });
   }
   return error;
 }

@@ -30,9 +30,31 @@ struct BesideLayer {
   const IndexParams* index;
 };
 
-// Where the kernel of q stands: before those that say what is seen, or before the selection.
-// keys_first: of ratio 4 what scores need comes before it, the entries after it.
-enum class BesideOrder { measured, q_first, q_last, query_first, keys_first };
+// The kernels between [q_a, kv] and attention, of few rows: q, the keys' (product, key or pool), the
+// index's query, scores and selection; of more rows q is first, whose kernel makes the latent's
+// codes. The keys_ and query_keys_ orders: of ratio 4 the index's keys alone there, and the entries
+// before the selection.
+enum class BesideOrder {
+  measured,
+  q_first,        // q, keys, query, scores, selection
+  q_last,         // keys, query, scores, q, selection
+  query_first,    // query, keys, scores, q, selection
+  query_q,        // query, q, keys, scores, selection
+  q_end,          // keys, query, scores, selection, q
+  query_q_end,    // query, keys, scores, selection, q
+  keys_q_end,     // keys, query, scores, entries, selection, q
+  query_keys_end  // query, keys, scores, entries, selection, q
+};
+constexpr bool begins_with_query(BesideOrder order) {
+  return order == BesideOrder::query_first || order == BesideOrder::query_q ||
+         order == BesideOrder::query_q_end || order == BesideOrder::query_keys_end;
+}
+constexpr bool selects_before_q(BesideOrder order) {
+  return order >= BesideOrder::q_end && order <= BesideOrder::query_keys_end;
+}
+constexpr bool splits_keys(BesideOrder order) {
+  return order == BesideOrder::keys_q_end || order == BesideOrder::query_keys_end;
+}
 
 // What attention waits for.
 Gate beside_done(const BesideLayer& beside);

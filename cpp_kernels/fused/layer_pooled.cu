@@ -38,8 +38,7 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   compress.hop = hop;
   compress.x_done = layer_x_gate(step, layer_idx);
   CompressParams entry_compress = compress;
-  const bool splits =
-      selects && step.num_rows <= kHopRows && parts.beside_order == BesideOrder::keys_first;
+  const bool splits = selects && step.num_rows <= kHopRows && splits_keys(parts.beside_order);
   if (splits) {
     entry_compress.some_rows = 4 * shape::kHeadDim;
     entry_compress.product_done = gate(gate_entries, compress_product_blocks(entry_compress));
@@ -75,7 +74,7 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
     index.heads_done = compress.product_done;
     index.keys_done = pool.done;
     index.query_done = gate(gate_query, kIndexQueryBlocks);
-    index.scores_done = gate(gate_scores, index_score_blocks(IndexFormat::fp8));
+    index.scores_done = gate(gate_scores, kIndexScoreBlocks);
     index.done = gate(gate_select, index_select_blocks(index) + (splits ? pool_blocks : 0u));
     beside.index = &index;
     if (splits) {

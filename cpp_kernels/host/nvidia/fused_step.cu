@@ -638,7 +638,7 @@ fused::IndexParams FusedStep::State::Target::index(int layer_idx,
   fused::set_index_latent(s.memory, fused::FusedModel::v41, index.rows.num_rows, layer_idx, &index);
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
-  index.scores_done = gate(layer_idx, gate_scores, fused::index_score_blocks(index.format));
+  index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
   index.done = gate(layer_idx, gate_select, fused::index_done_blocks(index));
   if (owns) index.keys_done = compress.done;
   return index;
