@@ -30,10 +30,9 @@ struct BesideLayer {
   const IndexParams* index;
 };
 
-// The kernels between [q_a, kv] and attention, of few rows: q, the keys' (product, key or pool), the
-// index's query, scores and selection; of more rows q is first, whose kernel makes the latent's
-// codes. The keys_ and query_keys_ orders: of ratio 4 the index's keys alone there, and the entries
-// before the selection.
+// The kernels between [q_a, kv] and attention, of few rows: q, the keys' (product, key or pool),
+// the index's query, scores and selection; of more rows q is first, whose kernel makes the latent's
+// codes. Where entries are named, keys are those of ratio 4's index alone.
 enum class BesideOrder {
   measured,
   q_first,        // q, keys, query, scores, selection
