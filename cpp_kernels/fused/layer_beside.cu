@@ -27,6 +27,10 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
   const auto query = [&] {
     run(HopKernel::query, [&] { return launch_index_query(*index, true, stream); });
   };
+  const auto pool = [&] {
+    run(HopKernel::count, [&] { return launch_compress_pool(*beside.pool, true, stream); });
+  };
+  const bool pool_end = !selects && beside.pool != nullptr && order == BesideOrder::pool_end;
   if (query_first && !is_last) query();
   if (is_last == (order == BesideOrder::q_first || order == BesideOrder::query_q)) {
     run(HopKernel::product,
@@ -34,12 +38,11 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
     if (beside.keys) {
       run(HopKernel::count, [&] { return launch_compress_key(beside.compress, true, stream); });
     }
-    if (beside.pool != nullptr) {
-      run(HopKernel::count, [&] { return launch_compress_pool(*beside.pool, true, stream); });
-    }
+    if (beside.pool != nullptr && !pool_end) pool();
     if (selects && !query_first) query();
     if (selects) run(HopKernel::scores, [&] { return launch_index_scores(*index, true, stream); });
   }
+  if (pool_end && is_last) pool();
   if (!selects || is_last == selects_before_q(order)) return error;
   if (beside.entry_pool != nullptr) {
     run(HopKernel::count, [&] {

@@ -37,6 +37,7 @@ enum class BesideOrder {
   measured,
   q_first,        // q, keys, query, scores, selection
   q_last,         // keys, query, scores, q, selection
+  pool_end,       // of ratio 128: product, q, pool; else q_last
   query_first,    // query, keys, scores, q, selection
   query_q,        // query, q, keys, scores, selection
   q_end,          // keys, query, scores, selection, q
