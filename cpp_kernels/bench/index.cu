@@ -35,7 +35,7 @@ struct Way {
   fused::BesideOrder order = fused::BesideOrder::measured;
   Join join = Join::ended;
 };
-constexpr const char* kOrders[] = {"",           ", q first", ", q last",      ", query first",
+constexpr const char* kOrders[] = {"",           ", q first", ", q last",      "", ", query first",
                                    ", query, q", ", q end",   ", query, q end"};
 
 // The stream that is captured beside the main one, and the events between them.
