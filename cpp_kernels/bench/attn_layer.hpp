@@ -492,6 +492,7 @@ struct Activations {
     p.stage = fused::ExchangeStage::attention_sum;
     p.num_rows = rows;
     p.receives = receives;
+    p.few_blocks = receives && side == 1;
     p.mix_in = mixes[side].get();
     p.residual_in = residual[side].get();
     p.next = {w.fn.get(), w.base.get(), w.scale.get()};

@@ -12,6 +12,11 @@
 #include "bench/index_case.cuh"
 #include "bench/index_v4_case.cuh"
 #include "bench/layer_case.cuh"
+#include "bench/layer_stamps.hpp"
+
+#ifndef LOWLAT_STAMPS
+#define LOWLAT_STAMPS 0
+#endif
 
 namespace lowlat::bench {
 namespace {
@@ -22,9 +27,16 @@ enum class Kind { plain, source, ratio2, layer20, blocks, engram };
 constexpr const char* kNames[] = {"plain",    "index source, all entries", "ratio-2 source",
                                   "layer 20", "index source by blocks",    "engram"};
 
-// How the main chain makes sure of what it waits for on a branch: that it has ended, or that it has
-// its place on the device, so that a gate is enough.
+// How the main chain makes sure of n-gram memory's product on a branch: that it has ended, or that
+// it has its place on the device, so that a gate is enough.
 enum class Join { ended, started };
+// A way to launch a layer and what is beside it.
+struct Way {
+  fused::BesideOrder order = fused::BesideOrder::measured;
+  Join join = Join::ended;
+};
+constexpr const char* kOrders[] = {"",           ", q first", ", q last",      "", ", query first",
+                                   ", query, q", ", q end",   ", query, q end"};
 
 // The stream that is captured beside the main one, and the events between them.
 struct Branch {
@@ -93,54 +105,40 @@ struct IndexChain {
   }
   bool by_packets() const { return sizes.rows() <= fused::kHopRows; }
 
-  std::uint32_t select_blocks(Kind kind) const {
-    return fused::index_select_blocks(
-        buffers[0].index(index_weights[0], states[0], act, kind == Kind::blocks, false));
-  }
-
-  // Kernels of layer i's index on the branch.
-  void launch_index(Kind kind, int i, Join join, Branch& branch) {
+  // What is beside layer i, of which `index` is a part.
+  fused::BesideLayer beside(Kind kind, int i, fused::IndexParams& index) {
     const fused::LayerMemory& memory = layers.memory;
     const int rows = sizes.rows();
     const bool compresses = kind == Kind::ratio2 || kind == Kind::layer20;
     const auto gate = [&](int number, std::uint32_t blocks) {
       return fused::layer_gate(memory, i, number, blocks);
     };
-    fused::IndexParams index = buffers[i].index(index_weights[i], states[i], act,
-                                                kind == Kind::blocks, compresses, !compresses);
+    fused::BesideLayer out = {};
+    out.hidden = kHidden;
+    out.keys = compresses;
+    out.index = &index;
+    index = buffers[i].index(index_weights[i], states[i], act, kind == Kind::blocks, compresses,
+                             !compresses);
     if (kind != Kind::layer20) index.block_scores = nullptr;
     index.hop = by_packets() ? hop(i) : fused::Hop{};
     index.packets = memory.packets;
     index.x_index = 2 * i - 1;
     fused::set_index_latent(memory, fused::FusedModel::v41, rows, i, &index);
     index.query_done = gate(gate_query, fused::kIndexQueryBlocks);
-    index.scores_done = gate(gate_scores, fused::index_score_blocks(index.format));
-    index.done = gate(gate_select, select_blocks(kind));
-    fused::CompressParams compress =
-        buffers[i].compress(index_weights[i], states[i], act, !compresses);
-    compress.x = memory.x;
-    compress.x_done =
+    index.scores_done = gate(gate_scores, fused::kIndexScoreBlocks);
+    index.done = gate(gate_select, fused::index_done_blocks(index));
+    out.compress = buffers[i].compress(index_weights[i], states[i], act, !compresses);
+    out.compress.x = memory.x;
+    out.compress.hop = index.hop;
+    out.compress.x_done =
         fused::layer_gate(memory, i - 1, fused::kLayerDone, fused::exchange_norm_blocks(rows));
-    compress.product_done = gate(gate_product, fused::compress_product_blocks(compress));
-    index.heads_done = compress.product_done;
-    // One branch, each kernel of which is launched when all blocks of the one before have begun:
-    // whatever waits at a gate, what it waits for has its place already.
-    cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
-    cuda_must(fused::launch_compress_product(compress, kHidden, false, branch.side), "product");
+    out.compress.product_done = gate(gate_product, fused::compress_product_blocks(out.compress));
+    index.heads_done = out.compress.product_done;
     if (compresses) {
-      compress.done = gate(gate_keys, fused::compress_key_blocks(rows));
-      index.keys_done = compress.done;
-      cuda_must(fused::launch_compress_key(compress, true, branch.side), "key");
+      out.compress.done = gate(gate_keys, fused::compress_key_blocks(rows));
+      index.keys_done = out.compress.done;
     }
-    cuda_must(fused::launch_index_query(index, true, branch.side), "query");
-    cuda_must(fused::launch_index_scores(index, true, branch.side), "scores");
-    cuda_must(fused::launch_index_select(index, true, branch.side,
-                                         join == Join::started ? branch.started : nullptr),
-              "select");
-    if (join == Join::ended) cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
-    if (kind == Kind::layer20) {
-      cuda_must(fused::launch_index_blocks(index, true, branch.side), "blocks");
-    }
+    return out;
   }
 
   // What is applied before layer i, asked for a layer earlier.
@@ -167,25 +165,21 @@ struct IndexChain {
     return params;
   }
 
-  // A step of layers with what `kind` has beside them, from the second layer on. early: the branch
-  // begins when the experts before have ended, and waits for x at a gate.
-  void launch(Kind kind, bool early, Join join, cudaStream_t stream, Branch& branch,
+  // A step of layers with what `kind` has beside them, from the second layer on.
+  void launch(Kind kind, const Way& way, cudaStream_t stream, Branch& branch,
               const std::function<fused::EngramParams(int)>& engram_of) {
+    const Join join = way.join;
     fused::LayerStep step = layers.step();
     const bool has_index = kind != Kind::plain && kind != Kind::engram;
-    const auto fork = [&] {
-      if (kind != Kind::plain) cuda_must(cudaEventRecord(branch.fork, stream), "record");
-    };
     cuda_must(fused::launch_layer_begin(step, layers.step_epoch, 2 * kLayers, stream), "begin");
     cuda_must(fused::launch_layer_input(step, stream), "input");
     for (int i = 0; i < kLayers; ++i) {
       fused::PlainLayer layer = layers.layer(i);
+      fused::IndexParams index;
+      fused::BesideLayer beside;
       if (i > 0 && has_index) {
-        if (!early) fork();
-        layer.extra_ends = join == Join::ended;
-        if (join == Join::started) {
-          layer.extra_done = fused::layer_gate(layers.memory, i, gate_select, select_blocks(kind));
-        }
+        beside = this->beside(kind, i, index);
+        layer.beside = &beside;
         layer.extra_idx = buffers[i].entry_slots.get();
         layer.extra = {states[i].pool.get(), HostIndexState::pool_page_bytes(sizes),
                        sizes.per_page()};
@@ -194,13 +188,7 @@ struct IndexChain {
       if (kind == Kind::engram && i + 1 < kLayers) {
         layer.memory_follows = true;
         engram = this->engram(engram_of(i), i + 1);
-        fork();
-        cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
-        cuda_must(fused::launch_engram_lookup(engram, false, branch.side), "lookup");
-        cuda_must(fused::launch_engram_product(engram, true, branch.side,
-                                               join == Join::started ? branch.started : nullptr),
-                  "product");
-        if (join == Join::ended) cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
+        cuda_must(cudaEventRecord(branch.fork, stream), "record");
       }
       const auto join_branch = [&] {
         cuda_must(
@@ -208,22 +196,25 @@ struct IndexChain {
             "join");
       };
       const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
-        // After the kernels that the branch waits for, so that these never stand behind it.
-        if (has_index && i > 0 && kernel == fused::HopKernel::attention) {
-          launch_index(kind, i, join, branch);
-          join_branch();
-        }
-        if (has_index && early && kernel == fused::HopKernel::second_exchange) fork();
+        // Behind [q_a, kv], which as the first can begin before the exchange has ended.
+        if (!layer.memory_follows || kernel != fused::HopKernel::q) return;
+        cuda_must(cudaStreamWaitEvent(branch.side, branch.fork), "wait");
+        cuda_must(fused::launch_engram_lookup(engram, false, branch.side), "lookup");
+        cuda_must(fused::launch_engram_product(engram, true, branch.side,
+                                               join == Join::started ? branch.started : nullptr),
+                  "product");
+        if (join == Join::ended) cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
       };
       fused::LayerParts parts;
       parts.between = &between;
+      parts.beside_order = way.order;
       cuda_must(fused::launch_plain_layer(layer, step, i, parts, stream), "layer");
       if (layer.memory_follows) {
         join_branch();
         cuda_must(fused::launch_engram_apply(engram, join == Join::started, stream), "apply");
       }
     }
-    if (kind == Kind::plain) return;
+    if (kind != Kind::engram) return;
     cuda_must(cudaEventRecord(branch.ended, branch.side), "record");
     cuda_must(cudaStreamWaitEvent(stream, branch.ended), "join");
   }
@@ -241,20 +232,27 @@ void time_alone(const char* name, double megabytes, IndexChain& chain,
               times.low_us / kLayers, times.high_us / kLayers, megabytes);
 }
 
-// Microseconds that `kind` adds to a layer, or of a plain one; 0 where it was not timed.
-double time_layers(IndexChain& chain, Kind kind, bool early, Join join, double plain_us,
-                   const std::function<fused::EngramParams(int)>& engram_of) {
+// Microseconds that `kind` adds to a layer, or of a plain one; 0 where it was not timed. want: of
+// all ways to launch the same layers; empty before the first.
+double time_layers(IndexChain& chain, Kind kind, const Way& way, double plain_us,
+                   const std::function<fused::EngramParams(int)>& engram_of,
+                   std::vector<std::uint16_t>& want) {
   Branch branch;
   chain.layers.reset();
-  Graph graph(
-      [&](cudaStream_t stream) { chain.launch(kind, early, join, stream, branch, engram_of); });
+  Graph graph([&](cudaStream_t stream) { chain.launch(kind, way, stream, branch, engram_of); });
   std::printf("layer: %s%s%s, T=%d length %d: ", kNames[static_cast<int>(kind)],
-              early ? ", early" : "", join == Join::started ? ", gate" : "", chain.sizes.rows(),
-              chain.sizes.length);
+              kOrders[static_cast<int>(way.order)], way.join == Join::started ? ", gate" : "",
+              chain.sizes.rows(), chain.sizes.length);
   for (int replay = 0; replay < 3; ++replay) {
+    chain.layers.reset();
     graph.replay();
     graph.wait();
-    if (!chain.mail.faulted()) continue;
+    if (!chain.mail.faulted()) {
+      const std::vector<std::uint16_t> result = chain.layers.take();
+      if (want.empty()) want = result;
+      if (result != want) std::printf("replay %d DIFFERS: ", replay);
+      continue;
+    }
     std::printf("replay %d faulted:", replay);
     chain.mail.print_status();
     chain.mail.recover();
@@ -269,6 +267,12 @@ double time_layers(IndexChain& chain, Kind kind, bool early, Join join, double p
               kind == Kind::plain ? "" : "+", us, times.low_us, times.median_us, times.high_us,
               chain.mail.faulted() ? "  FAULTED" : "");
   std::fflush(stdout);
+  if (LOWLAT_STAMPS != 0) {
+    chain.layers.stamps.zero();
+    graph.replay();
+    graph.wait();
+    print_stamps(chain.layers.stamps.take(), 2);
+  }
   if (chain.mail.faulted()) {
     chain.mail.recover();
     chain.layers.recover();
@@ -326,11 +330,17 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
     }
     const std::vector<Kind> kinds = ratio == 2 ? std::vector<Kind>{Kind::source, Kind::ratio2}
                                                : std::vector<Kind>{Kind::layer20, Kind::blocks};
-    const double plain_us = time_layers(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
+    std::vector<std::uint16_t> plain;
+    const double plain_us = time_layers(chain, Kind::plain, {}, 0.0, nullptr, plain);
     for (const Kind kind : kinds) {
-      time_layers(chain, kind, false, Join::ended, plain_us, nullptr);
-      time_layers(chain, kind, true, Join::ended, plain_us, nullptr);
-      time_layers(chain, kind, true, Join::started, plain_us, nullptr);
+      std::vector<std::uint16_t> want;
+      using fused::BesideOrder;
+      for (const BesideOrder order :
+           {BesideOrder::q_last, BesideOrder::query_first, BesideOrder::q_first,
+            BesideOrder::query_q, BesideOrder::q_end, BesideOrder::query_q_end}) {
+        if (sizes.rows() > fused::kHopRows && order != BesideOrder::q_first) continue;
+        time_layers(chain, kind, {order}, plain_us, nullptr, want);
+      }
     }
   }
 }
@@ -401,15 +411,19 @@ void time_engram(int requests, int tokens) {
   }
   time_alone("engram_apply", 0.0, chain,
              [&](int i, cudaStream_t s) { return fused::launch_engram_apply(params(i), true, s); });
-  const double plain_us = time_layers(chain, Kind::plain, false, Join::ended, 0.0, nullptr);
+  std::vector<std::uint16_t> plain, want;
+  const double plain_us = time_layers(chain, Kind::plain, {}, 0.0, nullptr, plain);
   for (const int slots : {5, 4, 3}) {
     for (const Join join : {Join::ended, Join::started}) {
       std::printf("  ring of %d:\n", slots);
-      time_layers(chain, Kind::engram, false, join, plain_us, [&](int i) {
-        fused::EngramParams p = params(i);
-        p.slots = slots;
-        return p;
-      });
+      time_layers(
+          chain, Kind::engram, {{}, join}, plain_us,
+          [&](int i) {
+            fused::EngramParams p = params(i);
+            p.slots = slots;
+            return p;
+          },
+          want);
     }
   }
 }

@@ -22,25 +22,36 @@ int failures = 0;
 struct Case {
   const char* name;
   fused::LayerParts parts;
-  fused::BranchJoin join;
 };
 
 void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
   PooledChain chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
-  const fused::LayerParts whole, half = {true, false, true};
-  const std::vector<Case> cases = {
-      {"attention half", half, fused::BranchJoin::measured},
-      {"layer", whole, fused::BranchJoin::measured},
-      {"layer, end", whole, fused::BranchJoin::ended},
-      {"layer, gate", whole, fused::BranchJoin::started},
-  };
+  std::vector<Case> cases = {{"attention half", {true, false, true}}, {"layer", {}}};
+  // Other orders, and the last exchange by sixteen blocks a row.
+  using fused::BesideOrder;
+  for (const auto& [name, order] : {std::pair{"q first", BesideOrder::q_first},
+                                    {"q last", BesideOrder::q_last},
+                                    {"pool end", BesideOrder::pool_end},
+                                    {"query first", BesideOrder::query_first},
+                                    {"query, q", BesideOrder::query_q},
+                                    {"q end", BesideOrder::q_end},
+                                    {"query, q end", BesideOrder::query_q_end},
+                                    {"keys, q end", BesideOrder::keys_q_end},
+                                    {"query, keys", BesideOrder::query_keys_end}}) {
+    if (ratio == 0 || (ratio == 128 && order > BesideOrder::pool_end)) continue;
+    if (ratio == 4 && order == BesideOrder::pool_end) continue;
+    if (rows > fused::kHopRows && order != BesideOrder::q_first) continue;
+    cases.push_back({name, {}});
+    cases.back().parts.beside_order = order;
+  }
+  cases.push_back({"sixteen blocks", {}});
+  cases.back().parts.few_exchange_blocks = false;
+  std::vector<std::uint16_t> want[3];  // of halves, layers, layers by another summation
   for (const Case& c : cases) {
-    if (ratio == 0 && c.join != fused::BranchJoin::measured) continue;
-    SideStream side(c.join);
     chain.layers.recover();
     chain.layers.reset();
-    Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, side, stream); });
+    Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, stream); });
     bool finite = true;
     std::vector<std::uint16_t> first;
     int different = 0;
@@ -51,6 +62,9 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
       const std::vector<std::uint16_t> result = chain.layers.take();
       if (i == 0) first = result;
       different += result != first ? 1 : 0;
+      auto& same = want[!c.parts.experts ? 0 : c.parts.few_exchange_blocks ? 1 : 2];
+      if (same.empty()) same = result;
+      different += result != same ? 1 : 0;
       for (const std::uint16_t code : result) finite &= (code & 0x7f80) != 0x7f80;
       if (chain.mail.faulted()) {
         chain.mail.print_status();

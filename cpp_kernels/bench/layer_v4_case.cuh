@@ -68,26 +68,6 @@ struct DeviceContext {
         num_entries(from.num_entries) {}
 };
 
-// The second stream of a capture.
-struct SideStream {
-  fused::LayerBranch branch = {};
-  explicit SideStream(fused::BranchJoin join) {
-    branch.join = join;
-    cuda_must(cudaStreamCreateWithFlags(&branch.side, cudaStreamNonBlocking), "stream");
-    for (cudaEvent_t* event : {&branch.fork, &branch.projected, &branch.started, &branch.ended}) {
-      cuda_must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "event");
-    }
-  }
-  SideStream(const SideStream&) = delete;
-  SideStream& operator=(const SideStream&) = delete;
-  ~SideStream() {
-    for (cudaEvent_t event : {branch.fork, branch.projected, branch.started, branch.ended}) {
-      cudaEventDestroy(event);
-    }
-    cudaStreamDestroy(branch.side);
-  }
-};
-
 // A chain of layers of one ratio (0: none has a pool), of a rank of `kRanks` looped back to the
 // one device. Rings, pools and stored keys are each layer's own.
 template <int kRanks>
@@ -140,7 +120,6 @@ struct PooledChainOf {
     if (hashes) out.plain.hash_ids = hash_ids.get();
     out.ratio = ratio;
     out.tokens = sizes.tokens;
-    out.first = i == 0;
     out.slots = state.d_slots.get();
     out.compress = state.product(beside[i]);
     out.pool = state.pooling(beside[i]);
@@ -155,15 +134,13 @@ struct PooledChainOf {
     step.expert_ids = layers.ids.get() + static_cast<std::size_t>(i) * sizes.rows() * 6;
     return step;
   }
-  void launch(const fused::LayerParts& parts, const SideStream& side, cudaStream_t stream) {
+  void launch(const fused::LayerParts& parts, cudaStream_t stream) {
     cuda_must(fused::launch_layer_begin(step(0), layers.step_epoch, 2 * num_layers, stream),
               "begin");
     layers.launch_input(step(0), stream);
     for (int i = 0; i < num_layers; ++i) {
-      cuda_must(fused::launch_pooled_layer(layer(i), step(i), i, parts, side.branch, stream),
-                "layer");
+      cuda_must(fused::launch_pooled_layer(layer(i), step(i), i, parts, stream), "layer");
     }
-    cuda_must(fused::join_layer_branch(side.branch, stream), "join");
   }
 };
 using PooledChain = PooledChainOf<4>;

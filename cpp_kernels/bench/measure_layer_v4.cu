@@ -37,8 +37,7 @@ double layer_bytes(const PooledChainOf<kTp>& chain) {
 
 // Kernels run one by one and replayed steps give the same bits, and nothing faulted.
 template <class Chain>
-bool check(Report& report, Chain& chain, const SideStream& side, Graph& graph,
-           const std::string& at) {
+bool check(Report& report, Chain& chain, Graph& graph, const std::string& at) {
   const std::function<void(fused::HopKernel)> wait = [](fused::HopKernel) {
     cuda_must(cudaDeviceSynchronize(), "kernel");
   };
@@ -49,7 +48,7 @@ bool check(Report& report, Chain& chain, const SideStream& side, Graph& graph,
     // The graph's stream does not wait for the one that fills.
     cuda_must(cudaDeviceSynchronize(), "inputs");
     if (one_by_one) {
-      chain.launch(alone, side, graph.stream());
+      chain.launch(alone, graph.stream());
     } else {
       graph.replay();
     }
@@ -78,9 +77,8 @@ int run(const Words& words, Report& report) {
       const std::string name = "layer of ratio " + std::to_string(ratio);
       const int tokens = rows % 6 == 0 ? 6 : 1;
       PooledChainOf<kTp> chain(host, beside, kLayers, ratio, rows / tokens, tokens, kLength);
-      const SideStream side(fused::BranchJoin::measured);
-      Graph graph([&](cudaStream_t stream) { chain.launch({}, side, stream); });
-      if (!check(report, chain, side, graph, " T=" + std::to_string(rows) + ", " + name)) return 1;
+      Graph graph([&](cudaStream_t stream) { chain.launch({}, stream); });
+      if (!check(report, chain, graph, " T=" + std::to_string(rows) + ", " + name)) return 1;
       const Times times = time_of(graph, words.repeats);
       const Spread us = {times.median_us / kLayers, times.low_us / kLayers,
                          times.high_us / kLayers};

@@ -289,17 +289,88 @@ __global__ void __launch_bounds__(kThreads, 2)
   Stamps stamps(stamp_sink(params.hop),
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
   int num_keys = params.num_window + params.num_extra;
+  bool completes = true;
   if (params.extra_ratio > 0) {
-    const int seen = (__ldg(params.positions + row_idx) + 1) / params.extra_ratio;
+    const int count = __ldg(params.positions + row_idx) + 1, seen = count / params.extra_ratio;
     num_keys = params.num_window + min(seen, params.num_extra);
+    // A request has at most the step's rows.
+    completes = count - seen * params.extra_ratio < params.num_rows;
   }
   const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
-  // A row's last block waits also where the row sees no entry: what opens the gate has read x by
-  // then, which a later kernel of the chain overwrites.
-  const bool selects = end_key > params.num_window || end_key == num_keys;
-  if (params.selected.word != nullptr && selects) wait_at(params.selected);
+  // Of all that a row sees only the last entry may be the step's own. Where entries are selected, a
+  // row's last block waits also if the row sees none: what opens the gate has read x by then, which
+  // a later kernel of the chain overwrites.
+  const bool selects = params.selected.word != nullptr && completes &&
+                       (end_key > params.num_window || end_key == num_keys);
+  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
+  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
+  // a step is that of the pieces.
+  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
+  uint4 query[4][2];
+  const auto take_query = [&] {
+    if constexpr (kHops) {
+      wait_for_signs(hop,
+                     {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
+                      static_cast<const plat::TaggedWords*>(params.packets.q) +
+                          (row_idx * params.num_heads + first_head) * (kDim / 4),
+                      kHeads * (kDim / 4) / plat::kWarpLanes});
+      stamps.mark(StampStage::wait);
+      // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
+      // read, and two warps have the same fragments.
+      constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
+      HopWords words[kPackets];
+      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
+                         (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
+      take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
+      if constexpr (M::kNormsHeads) norm_heads(words, shared, params.norm_eps);
+#pragma unroll
+      for (int i = 0; i < kPackets; ++i) {
+        const int packet = thread_idx + i * kThreads;
+        *reinterpret_cast<uint2*>(query_of_heads + packet / (kDim / 4) * kKeyPitch +
+                                  packet % (kDim / 4) * 4) =
+            make_uint2(low_word(words[i].pair), high_word(words[i].pair));
+      }
+      plat::block_sync();
+      stamps.mark(StampStage::read);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          query[step][half] = *reinterpret_cast<const uint4*>(
+              query_of_heads + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const std::int64_t head =
+              static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+          query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+              params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+        }
+      }
+    }
+  };
+  const auto make_turn = [&] {
+    if (thread_idx < shape::kRopeDim / 2) {
+      const float angle =
+          static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
+      shared.turn[thread_idx] = turn_by(angle);
+    }
+  };
+  // A selection comes later than q does, all that a row sees earlier.
+  const bool query_first = kHops && selects && params.extra_ratio == 0;
+  if (query_first) {
+    make_turn();
+    plat::block_sync();
+    take_query();
+  }
+  if (selects) wait_at(params.selected);
+  if (query_first) stamps.mark(StampStage::ask);
 
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.parts, 1);
@@ -316,7 +387,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (thread_idx < kTile) {
     const int place = first_key + thread_idx;
     const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
-    bool late = params.late_extra;
+    bool late = false;
     int late_row = -1;
     if (place < params.num_window) {
 #pragma unroll 4
@@ -334,17 +405,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
   ask_for_tile<true, !kHops>(shared, shared.data[0], shared.scales[0]);
-  if (thread_idx < shape::kRopeDim / 2) {
-    const float angle =
-        static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
-    shared.turn[thread_idx] = turn_by(angle);
-  }
+  if (!query_first) make_turn();
   expand_tile(shared, nullptr);
   plat::block_sync();
-  stamps.mark(StampStage::ask);
+  if (!query_first) stamps.mark(StampStage::ask);
 
-  if (!kHops || params.before.word != nullptr) wait_at(params.before);
-  if constexpr (!kHops) stamps.mark(StampStage::wait);
+  if constexpr (!kHops) {
+    wait_at(params.before);
+    stamps.mark(StampStage::wait);
+  }
   if (kHops && any_late) {
     // Keys of the step's rows, which are there before q is. Few threads have such pieces, and few
     // of them more than one.
@@ -363,69 +432,16 @@ __global__ void __launch_bounds__(kThreads, 2)
                   words[0].third, piece_of(i));
     }
   }
-  if constexpr (kHops) {
-    wait_for_signs(hop,
-                   {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
-                    static_cast<const plat::TaggedWords*>(params.packets.q) +
-                        (row_idx * params.num_heads + first_head) * (kDim / 4),
-                    kHeads * (kDim / 4) / plat::kWarpLanes});
-    stamps.mark(StampStage::wait);
-  }
-  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
-  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
-  // a step is that of the pieces.
-  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
-  uint4 query[4][2];
-  if constexpr (kHops) {
-    // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
-    // read, and two warps have the same fragments.
-    constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
-    HopWords words[kPackets];
-    const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
-                       (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
-    take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
-    if constexpr (M::kNormsHeads) norm_heads(words, shared, params.norm_eps);
-#pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      const int packet = thread_idx + i * kThreads;
-      *reinterpret_cast<uint2*>(query_of_heads + packet / (kDim / 4) * kKeyPitch +
-                                packet % (kDim / 4) * 4) =
-          make_uint2(low_word(words[i].pair), high_word(words[i].pair));
-    }
-    plat::block_sync();
-    stamps.mark(StampStage::read);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        query[step][half] = *reinterpret_cast<const uint4*>(
-            query_of_heads + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const std::int64_t head =
-            static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-        query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-            params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
-      }
-    }
-  }
-  if (any_late && (!kHops || params.late_extra)) {
-    if (thread_idx < kTile) {
-      shared.data[1][thread_idx] =
-          kHops && shared.late_row[thread_idx] >= 0 ? nullptr : shared.late[thread_idx];
-    }
+  if (!query_first) take_query();
+  if (!kHops && any_late) {
+    if (thread_idx < kTile) shared.data[1][thread_idx] = shared.late[thread_idx];
     plat::block_sync();
     ask_for_tile<false, false>(shared, shared.data[1], shared.scales[0]);
     expand_tile(shared, shared.data[1]);
     plat::block_sync();
   }
 
-  if constexpr (!kHops) stamps.mark(StampStage::read);
+  if (!kHops || query_first) stamps.mark(StampStage::read);
   float sum[8][4] = {};  // of a warp's 64 dimensions
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {

@@ -41,13 +41,11 @@ struct AttentionParams {
   // Out: the attention output, rotated back, as f16 under powers of two.
   std::uint16_t* o;  // f16 [T, num_heads * 512]
   float* o_scale;    // [num_heads * 512 / group, padded_rows(T)]: one a 32 (V4: 128) values
-  // True: the rows of the extra set are read only after the kernels before have ended (a layer
-  // that writes its own compressed keys).
-  bool late_extra;
-  // Of q and the stored keys (up to kHopRows rows: of the extra set alone, where it is late); of o.
+  // Of q and the stored keys, of more than kHopRows rows; of o.
   Gate before, done;
   // Of extra_idx and the rows that it names, where another kernel beside this one's predecessors
-  // makes them; word NULL: they are there.
+  // makes them; word NULL: they are there. With an extra_ratio only of the entries that the step
+  // completes: rows that see none of these do not wait, so whoever writes x again has to.
   Gate selected;
   int blocks_per_row;  // that share a row's keys: 2, 4, 8 or 16; 0: chosen by the rows
 };

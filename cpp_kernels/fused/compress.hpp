@@ -27,6 +27,8 @@ struct CompressParams {
   // The matrices of the product one under the other: wkv and, at ratio 2, wgate, if the layer owns
   // a pool; weights_proj, if it is an index source.
   Bf16Rows matrices[kCompressMatrices];
+  // Of these rows the launch takes so many, from first_row on, both multiples of 16; 0: all.
+  int first_row, some_rows;
   float* partial;  // [2, T, all rows of the matrices]
   // Rows of the pending halves of pairs, fp32 [kv 512 | score 512]: `ring`, at least tokens + 1,
   // for each request's state slot. Ratio 2 only.
@@ -46,12 +48,16 @@ struct CompressParams {
   Hop hop;  // of its stamps
 };
 
+// What a launch makes at ratio 4: keys for scores, or the entries that are attended to.
+enum class PoolPart { both, keys, entries };
+
 // V4: pooling over the tokens of a block, from the same product with other matrices: wkv and wgate
 // of the layer (ratio 4: [1024, H] each, ratio 128: [512, H]), then, at ratio 4, wkv and wgate of
 // the index [256, H].
 struct PoolParams {
   StepRows rows;
   int ratio;                        // 4 or 128
+  PoolPart part;                    // both at ratio 128
   const float* partial;             // as CompressParams
   int width;                        // of its rows
   EntryPages pages;                 // of full slots: per_page is 256
@@ -85,10 +91,11 @@ constexpr int compress_width(const CompressParams& params) {
 }
 // Blocks that open product_done and done.
 constexpr std::uint32_t compress_product_blocks(const CompressParams& params) {
-  return static_cast<std::uint32_t>(compress_width(params) / 16 * kCompressSplits);
+  const int rows = params.some_rows > 0 ? params.some_rows : compress_width(params);
+  return static_cast<std::uint32_t>(rows / 16 * kCompressSplits);
 }
-constexpr std::uint32_t compress_pool_blocks(int num_rows, int ratio) {
-  return static_cast<std::uint32_t>(8 * num_rows * (ratio == 4 ? 2 : 1));
+constexpr std::uint32_t compress_pool_blocks(int num_rows, int ratio, PoolPart part) {
+  return static_cast<std::uint32_t>(8 * num_rows * (ratio == 4 && part == PoolPart::both ? 2 : 1));
 }
 constexpr std::uint32_t compress_key_blocks(int num_rows) {
   return static_cast<std::uint32_t>(num_rows);
@@ -101,9 +108,7 @@ cudaError_t launch_compress_product(const CompressParams& params, int hidden, bo
 // V4.1: pooling, latent, entry and index key.
 cudaError_t launch_compress_key(const CompressParams& params, bool programmatic,
                                 cudaStream_t stream);
-// V4: entries and, at ratio 4, index keys; then the rings take what later steps need. `started`: as
-// of launch_index_select.
-cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream,
-                                 cudaEvent_t started = nullptr);
+// V4: entries and, at ratio 4, index keys; then the rings take what later steps need.
+cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

@@ -8,9 +8,10 @@
 // Rounding     bf16 where bf( ) stands; codes nearest-even; all else fp32
 // Bytes        ratio 4: 66 KB for each completed entry; ratio 128: 512 KB
 // Floor        none of its own: one hop, and one inside the cluster
-// Launch       a cluster of eight blocks of 256 (ratio 128: 1,024) threads a row, of which each has
-//              the 64 channels of one scale; at ratio 4 a second cluster, whose first block makes
-//              the index key
+// Launch       a cluster of eight blocks of 256 threads a row, of which each has the 64 channels of
+//              one scale; at ratio 4 a second cluster, or another launch, whose first block makes
+//              the index key. Small blocks: attention's launch waits until they have a place, and
+//              few steps complete an entry of ratio 128
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; the sums of squares reach every block of
 //              the cluster by stores that count on its barrier. A ring is longer than what an entry
 //              reads and the step writes, so that neither waits for the other
@@ -37,13 +38,15 @@ namespace {
 constexpr int kBlocks = 8;
 constexpr int kDim = shape::kHeadDim, kChannels = kDim / kBlocks, kNope = kDim - shape::kRopeDim;
 constexpr int kPartials = shape::kBlockRatio / stages::kPoolPartial;
-// Threads of a block: at ratio 128 a team of 64 for each partial softmax.
-template <int kRatio>
-constexpr int kThreads = kRatio == shape::kBlockRatio ? kPartials * kChannels : 256;
+// At ratio 128 teams of 64 threads share the partial softmaxes.
+constexpr int kThreads = 256, kTeams = kThreads / kChannels;
 static_assert(kChannels == stages::kKvGroup && kNope % kChannels == 0);
 
 struct Partial {
   float max, sum, weighted;
+};
+struct Eight {
+  float values[stages::kPoolPartial], scores[stages::kPoolPartial];
 };
 struct PoolShared {
   Partial partials[kPartials][kChannels];
@@ -85,24 +88,34 @@ struct Candidates {
     return __ldcg(from) +
            __ldcg(from + static_cast<std::int64_t>(params.rows.num_rows) * params.width);
   }
-  // The partial softmax of candidates first .. first + 7 of channel d.
-  LOWLAT_DEVICE Partial partial(int entry, int first, int d, const float* ape) const {
+  // Candidates first .. first + 7 of channel d, as far as the rings have them; the step's own have
+  // the part of ape alone.
+  LOWLAT_DEVICE void from_rings(Eight& out, int entry, int first, int d, const float* ape) const {
+#pragma unroll
+    for (int j = 0; j < stages::kPoolPartial; ++j) {
+      const int i = first + j, position = static_cast<int>(layout.position(entry, i));
+      const int at = layout.offset(i) + d;
+      out.values[j] = 0.0f, out.scores[j] = -FLT_MAX;
+      if (position < 0) continue;
+      out.scores[j] = __ldg(ape + layout.ape_row(i) * layout.half_width() + at);
+      if (position >= first_position) continue;
+      const float* row = ring_row(position);
+      out.values[j] = __ldcg(row + at);
+      out.scores[j] += __ldcg(row + layout.half_width() + at);
+    }
+  }
+  // Their partial softmax, with the step's own.
+  LOWLAT_DEVICE Partial partial(const Eight& known, int entry, int first, int d) const {
     float values[stages::kPoolPartial], scores[stages::kPoolPartial];
 #pragma unroll
     for (int j = 0; j < stages::kPoolPartial; ++j) {
       const int i = first + j, position = static_cast<int>(layout.position(entry, i));
-      const int at = layout.offset(i) + d, score_at = layout.half_width() + at;
-      values[j] = 0.0f, scores[j] = -FLT_MAX;
-      if (position >= first_position) {
-        const int row = first_row + position - first_position;
-        values[j] = step_value(row, at);
-        scores[j] = step_value(row, score_at);
-      } else if (position >= 0) {
-        const float* row = ring_row(position);
-        values[j] = __ldcg(row + at);
-        scores[j] = __ldcg(row + score_at);
-      }
-      if (position >= 0) scores[j] += __ldg(ape + layout.ape_row(i) * layout.half_width() + at);
+      const int at = layout.offset(i) + d;
+      values[j] = known.values[j], scores[j] = known.scores[j];
+      if (position < 0 || position < first_position) continue;
+      const int row = first_row + position - first_position;
+      values[j] = step_value(row, at);
+      scores[j] += step_value(row, layout.half_width() + at);
     }
     Partial out{scores[0], 0.0f, 0.0f};
 #pragma unroll
@@ -117,10 +130,33 @@ struct Candidates {
   }
 };
 
+// What a lane's four channels of an index key are multiplied by: its norm's gains, and turns of the
+// channels that rotate.
+struct KeyFactors {
+  float gain[4];
+  float2 turn[2];
+};
+constexpr int kKeyNope = kIndexDim - shape::kRopeDim;
+LOWLAT_DEVICE KeyFactors key_factors(const PoolParams& params, int first_position, int lane_idx) {
+  KeyFactors out = {};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    out.gain[j] = stages::from_bf16(__ldg(params.index_norm + 4 * lane_idx + j));
+  }
+  const int turned = 4 * lane_idx - kKeyNope;
+  if (turned >= 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      out.turn[i] = index_turn(params.rope, turned / 2 + i, first_position);
+    }
+  }
+  return out;
+}
+
 // Norms, turns, multiplies by the Hadamard matrix and stores an index key. A warp calls; a lane has
 // four channels.
-LOWLAT_DEVICE void store_index_key(const PoolParams& params, const float* pooled, int slot,
-                                   int first_position, int lane_idx) {
+LOWLAT_DEVICE void store_index_key(const PoolParams& params, const KeyFactors& factors,
+                                   const float* pooled, int slot, int lane_idx) {
   const float4 from = *reinterpret_cast<const float4*>(pooled + 4 * lane_idx);
   float x[4] = {from.x, from.y, from.z, from.w}, squares = 0.0f;
 #pragma unroll
@@ -129,13 +165,12 @@ LOWLAT_DEVICE void store_index_key(const PoolParams& params, const float* pooled
       quick_rsqrt(plat::warp_sum(squares) / static_cast<float>(kIndexDim) + params.norm_eps);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    x[j] = x[j] * norm * stages::from_bf16(__ldg(params.index_norm + 4 * lane_idx + j));
+    x[j] = x[j] * norm * factors.gain[j];
   }
-  const int turned = 4 * lane_idx - (kIndexDim - shape::kRopeDim);
-  if (turned >= 0) {
+  if (4 * lane_idx >= kKeyNope) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float2 turn = index_turn(params.rope, turned / 2 + i, first_position);
+      const float2 turn = factors.turn[i];
       const float a = x[2 * i], b = x[2 * i + 1];
       x[2 * i] = a * turn.x - b * turn.y;
       x[2 * i + 1] = a * turn.y + b * turn.x;
@@ -173,14 +208,15 @@ LOWLAT_DEVICE void store_index_key(const PoolParams& params, const float* pooled
 }
 
 template <int kRatio>
-__global__ void __launch_bounds__(kThreads<kRatio>)
+__global__ void __launch_bounds__(kThreads)
     compress_pool_sm90(const __grid_constant__ PoolParams params) {
   __shared__ PoolShared shared;
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx(), row = static_cast<int>(blockIdx.y);
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   const int block_idx = sm90::cluster_rank();
-  const bool is_index = blockIdx.z != 0;
+  const bool is_index =
+      params.part == PoolPart::both ? blockIdx.z != 0 : params.part == PoolPart::keys;
   const stages::PoolLayout layout{kRatio, is_index ? kIndexDim : kDim};
   const int request = row / params.rows.tokens, begin = request * params.rows.tokens;
   const int full_slot = __ldg(params.rows.slots + row);
@@ -208,38 +244,64 @@ __global__ void __launch_bounds__(kThreads<kRatio>)
     sm90::fence_barrier_init();
     sm90::barrier_arrive_expect(&shared.barrier, kBlocks * 4);
   }
+  // All that does not hang on the product, before it is there.
+  constexpr int kShare = (kRatio == stages::kOverlapRatio ? 4 : 2) * kDim / kBlocks;
+  static_assert(kShare <= kThreads);  // the index has a quarter
+  const int share = static_cast<int>(layout.width()) / kBlocks;
+  const int own_idx = block_idx * share + thread_idx;
+  const bool writes =
+      thread_idx < share && full_slot >= 0 &&
+      stages::writes_pool_state(layout, params.ring, params.pages.per_page, position, end);
+  float* const to_ring =
+      writes ? const_cast<float*>(candidates.ring_row(position)) + own_idx : nullptr;
+  const bool makes_key = completes && is_index && block_idx == 0;
+  const bool makes_entry = completes && !is_index;
+  const int local = thread_idx % kChannels, team = thread_idx / kChannels;
+  const int channel = block_idx * kChannels + local;
+  Eight known = {};
+  KeyFactors factors = {};
+  float gain = 0.0f;
+  float2 turn = {};
+  if (makes_key) {
+    if (thread_idx < kIndexDim) {
+      candidates.from_rings(known, entry, 0, thread_idx, params.index_ape);
+    }
+    if (warp_idx == 0) factors = key_factors(params, first_position, lane_idx);
+  } else if (makes_entry && team == 0) {
+    if constexpr (kRatio == stages::kOverlapRatio) {
+      candidates.from_rings(known, entry, 0, channel, params.ape);
+    }
+    gain = stages::from_bf16(__ldg(params.norm + channel));
+    if (channel >= kNope) turn = index_turn(params.rope, local / 2, first_position);
+  }
   plat::block_sync();
   sm90::cluster_arrive_relaxed();
   wait_at(params.product_done);
 
-  if (full_slot >= 0 &&
-      stages::writes_pool_state(layout, params.ring, params.pages.per_page, position, end)) {
-    const int share = static_cast<int>(layout.width()) / kBlocks;
-    float* to = const_cast<float*>(candidates.ring_row(position));
-    for (int i = thread_idx; i < share; i += kThreads<kRatio>) {
-      to[block_idx * share + i] = candidates.step_value(row, block_idx * share + i);
-    }
-  }
-  sm90::cluster_wait();  // the others run
-  if (completes && is_index && block_idx == 0) {
+  // What the row leaves in the ring: a value a thread.
+  float own = 0.0f;
+  if (writes) own = candidates.step_value(row, own_idx);
+  if (makes_key) {
     if (thread_idx < kIndexDim) {
-      const Partial all = candidates.partial(entry, 0, thread_idx, params.index_ape);
+      const Partial all = candidates.partial(known, entry, 0, thread_idx);
       shared.pooled[thread_idx] = all.weighted / all.sum;
     }
     plat::block_sync();
-    if (warp_idx == 0) store_index_key(params, shared.pooled, slot, first_position, lane_idx);
-  } else if (completes && !is_index) {
-    const int local = thread_idx % kChannels, team = thread_idx / kChannels;
-    const int channel = block_idx * kChannels + local;
+    if (warp_idx == 0) store_index_key(params, factors, shared.pooled, slot, lane_idx);
+  } else if (makes_entry) {
     float value = 0.0f;
     if constexpr (kRatio == stages::kOverlapRatio) {
       if (team == 0) {
-        const Partial all = candidates.partial(entry, 0, channel, params.ape);
+        const Partial all = candidates.partial(known, entry, 0, channel);
         value = all.weighted / all.sum;
       }
     } else {
-      shared.partials[team][local] =
-          candidates.partial(entry, team * stages::kPoolPartial, channel, params.ape);
+#pragma unroll 1
+      for (int i = team; i < kPartials; i += kTeams) {
+        const int first = i * stages::kPoolPartial;
+        candidates.from_rings(known, entry, first, channel, params.ape);
+        shared.partials[i][local] = candidates.partial(known, entry, first, channel);
+      }
       plat::block_sync();
       if (team == 0) {
         float largest = shared.partials[0][local].max, sum = 0.0f, weighted = 0.0f;
@@ -262,6 +324,7 @@ __global__ void __launch_bounds__(kThreads<kRatio>)
       if (lane_idx == 0) shared.warp_squares[warp_idx] = squares;
     }
     plat::block_sync();
+    sm90::cluster_wait();  // the others run
     if (thread_idx < kBlocks) {
       sm90::send_to_peer(sm90::peer_address(&shared.block_squares[block_idx], thread_idx),
                          shared.warp_squares[0] + shared.warp_squares[1],
@@ -273,9 +336,8 @@ __global__ void __launch_bounds__(kThreads<kRatio>)
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) total += shared.block_squares[i];
       const float norm = quick_rsqrt(total / static_cast<float>(kDim) + params.norm_eps);
-      value = value * norm * stages::from_bf16(__ldg(params.norm + channel));
+      value = value * norm * gain;
       if (channel >= kNope) {
-        const float2 turn = index_turn(params.rope, local / 2, first_position);
         const float other = plat::warp_shuffle_xor(value, 1);
         value = local % 2 == 0 ? value * turn.x - other * turn.y : other * turn.y + value * turn.x;
       }
@@ -301,24 +363,27 @@ __global__ void __launch_bounds__(kThreads<kRatio>)
       }
     }
   }
+  if (writes) *to_ring = own;
+  if (!makes_entry) sm90::cluster_wait();
   open_gate(params.done);
 }
 
 }  // namespace
 
-cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream,
-                                 cudaEvent_t started) {
+cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cudaStream_t stream) {
   const StepRows& rows = params.rows;
   if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
   const auto launch = [&]<int kRatio>(int candidates, int width) {
-    if (params.ring < candidates + rows.tokens - 1 || params.width < width) {
+    if (params.ring < candidates + rows.tokens - 1 || params.width < width ||
+        (params.part != PoolPart::both && kRatio != stages::kOverlapRatio)) {
       return cudaErrorInvalidValue;
     }
-    const dim3 grid(kBlocks, static_cast<unsigned>(rows.num_rows),
-                    kRatio == stages::kOverlapRatio ? 2 : 1);
-    return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads<kRatio>, 0, kBlocks,
-                         programmatic, stream, params, started);
+    const auto num_rows = static_cast<unsigned>(rows.num_rows);
+    const unsigned blocks = compress_pool_blocks(rows.num_rows, kRatio, params.part);
+    const dim3 grid(kBlocks, num_rows, blocks / (kBlocks * num_rows));
+    return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads, 0, kBlocks, programmatic,
+                         stream, params);
   };
   if (params.ratio == 4) return launch.template operator()<4>(8, 4 * kDim + 4 * kIndexDim);
   if (params.ratio == 128) return launch.template operator()<128>(128, 2 * kDim);

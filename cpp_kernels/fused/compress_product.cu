@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   const int g = lane_idx / 4, t = lane_idx % 4;
   const int tile = static_cast<int>(blockIdx.x) / kCompressSplits;
   const int split = static_cast<int>(blockIdx.x) % kCompressSplits;
-  const std::uint16_t* from = find_rows(params, tile * kRows, kHidden) + split * Shared::kK;
+  const int first_row = params.first_row + tile * kRows;
+  const std::uint16_t* from = find_rows(params, first_row, kHidden) + split * Shared::kK;
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.barrier, 1);
     sm90::fence_barrier_init();
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   plat::block_sync();
   stamps.mark(StampStage::compute);
   const int width = compress_width(params);
-  float* out = params.partial + static_cast<std::int64_t>(split) * num_rows * width + tile * kRows;
+  float* out = params.partial + static_cast<std::int64_t>(split) * num_rows * width + first_row;
   for (int i = thread_idx; i < num_rows * kRows; i += kProductThreads) {
     const int token = i / kRows, place = i % kRows;
     float total = 0.0f;
@@ -143,7 +144,12 @@ cudaError_t launch_compress_product(const CompressParams& params, int hidden, bo
   for (const Bf16Rows& matrix : params.matrices) {
     if (matrix.num < 0 || matrix.num % kRows != 0) return cudaErrorInvalidValue;
   }
-  if (compress_width(params) == 0) return cudaErrorInvalidValue;
+  const int width = compress_width(params);
+  if (width == 0 || params.first_row % kRows != 0 || params.some_rows % kRows != 0 ||
+      params.first_row < 0 || params.some_rows < 0 ||
+      params.first_row + (params.some_rows > 0 ? params.some_rows : width) > width) {
+    return cudaErrorInvalidValue;
+  }
   if (hidden == 5120) return launch<5120>(params, programmatic, stream);
   if (hidden == 4096) return launch<4096>(params, programmatic, stream);
   return cudaErrorInvalidValue;

@@ -79,13 +79,29 @@ LOWLAT_DEVICE void wait_at(const Gate& gate) {
   plat::block_sync();
 }
 
-// All threads of the block call, after their stores.
-LOWLAT_DEVICE void open_gate(const Gate& gate) {
+// A part of wait_at for several gates: what was written before them is there for all threads of the
+// block after its next barrier. Each gate is asked by a warp of its own, so that the ways to them
+// are one; of those after the first a NULL word means that there is nothing to wait for. All
+// threads of the block call.
+template <class... Gates>
+LOWLAT_DEVICE void poll_gates(const Gate& first, const Gates&... more) {
+  if (first.word == nullptr) sm90::wait_for_predecessors();
+  if (plat::thread_idx() % plat::kWarpLanes != 0) return;
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  Gate own = first;
+  int number = 0;
+  static_cast<void>(((own = warp_idx == ++number ? more : own), ...));
+  if (warp_idx <= number && own.word != nullptr) poll_gate(own);
+}
+
+// All threads of the block call, after their stores. The block counts as so many.
+LOWLAT_DEVICE void open_gate(const Gate& gate, std::uint32_t count = 1u) {
   if (gate.word == nullptr) return;
   plat::block_sync();
   if (plat::thread_idx() == 0) {
     asm volatile(
-        "red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(gate.word))
+        "red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(gate.word)),
+        "r"(count)
         : "memory");
   }
 }

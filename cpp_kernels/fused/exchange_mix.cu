@@ -13,8 +13,9 @@
 // Rounding     where bf( ) stands, nearest-even; partial sums to 24 bits (exchange.cuh)
 // Bytes        1.57 MB of fn a cluster (L2 but for the first); T = 6, 4 ranks: packets 0.39 MB
 // Floor        one hop: 1.3 us
-// Launch       a cluster of sixteen blocks a row, a thread a column, its part of fn in registers
-//              before the packets are there; eight clusters at most take more rows in turn
+// Launch       a cluster of sixteen blocks (or eight, see Layout) a row, a thread a column, its
+//              part of fn in registers before the packets are there; eight clusters at most take
+//              more rows in turn
 // Ordering     packets: exchange.cuh. Inside a cluster: each block stores its sums into every
 //              block, and counts on that block's barrier; two buffers take turns, and a block sends
 //              its sums of a row after all of its threads have read those of the row before
@@ -28,6 +29,7 @@
 #include "fused/exchange_mix.hpp"
 #include "fused/front_launch.cuh"
 #include "fused/front_quant.cuh"
+#include "fused/front_weights.cuh"
 #include "fused/mix_sinkhorn.cuh"
 #include "platform/nvidia_sm90.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
@@ -40,22 +42,39 @@ namespace {
 
 using Model = shape::Dsv4Flash<1>;
 constexpr int kHidden = Model::kHidden, kGroup = Model::kScaleBlock;
-constexpr int kThreads = kHidden / kMixCluster, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kStreams = shape::kNumStreams, kOutputs = stages::kHcOutputs;
 // Sums of a row: the dot products, then the products of streams: of each with itself and, after
 // these, 01, 02, 03, 12, 13, 23.
 constexpr int kOwnProducts = kOutputs, kCrossProducts = kOutputs + kStreams;
 constexpr int kSums = kCrossProducts + 6, kSumPitch = (kSums + 3) / 4 * 4;
-static_assert(kThreads == 256 && kThreads % kGroup == 0 && kOutputs == 24);
+static_assert(kOutputs == 24);
 constexpr int kMaxTurns = kMaxFusedRows / kMaxMixClusters;
-static_assert(kMaxTurns <= kWarps);
 static_assert(kSums > plat::kWarpLanes && kSums <= 2 * plat::kWarpLanes);
 
-struct Shared {
+// What a cluster of so many blocks has. A block of the big one has room beside a product that
+// publishes, whose end it waits for; its registers hold its part of fn. The small one finds its
+// places before all of the experts' blocks, beside which nothing has room, have ended; a third of
+// its part of fn lies in shared memory.
+template <int kCluster_>
+struct Layout {
+  static constexpr int kCluster = kCluster_;
+  static constexpr int kThreads = kHidden / kCluster, kWarps = kThreads / plat::kWarpLanes;
+  static constexpr int kMaxRegisters = kCluster == kMixCluster ? 168 : 128;
+  static constexpr int kKept = kCluster == kMixCluster ? kOutputs : 16;  // outputs in registers
+  static constexpr int kSharedOutputs = kOutputs - kKept;
+  static constexpr int kSharedFnBytes = kSharedOutputs * kStreams * kThreads * 4;
+  static_assert(kThreads % kGroup == 0 && kMaxTurns <= kWarps);
+};
+
+// Behind it lies the third of fn, [outputs][streams][threads].
+template <class L>
+struct alignas(128) Shared {
+  static constexpr int kCluster = L::kCluster, kThreads = L::kThreads, kWarps = L::kWarps;
   alignas(16) float of_warp[kWarps][kSumPitch];
-  alignas(16) float of_block[2][kMixCluster][kSumPitch];  // written by each block of the cluster
-  std::uint64_t barrier[2];                               // of these
-  float y[kThreads];
+  alignas(16) float of_block[2][kCluster][kSumPitch];  // written by each block of the cluster
+  std::uint64_t barrier[2];                            // of these
+  std::uint64_t fn_barrier;
+  alignas(16) float y[kThreads];  // stored by fours
   float amax[kWarps];
   float mix[kMixStride];
   float logit[kMaxTurns][kOutputs];
@@ -85,14 +104,14 @@ LOWLAT_DEVICE uint2 gather_codes(std::uint32_t code) {
   return make_uint2(code, __shfl_down_sync(plat::kAllLanes, code, 4));
 }
 
-// A block of the product that publishes leaves so many registers of a multiprocessor to one of
-// these, which has to be there before that one ends.
-constexpr int kMaxRegisters = 168;
-
-template <int kRanks>
-__global__ void __maxnreg__(kMaxRegisters)
+template <int kRanks, class L>
+__global__ void __maxnreg__(L::kMaxRegisters)
     hc_exchange_mix_sm90(const __grid_constant__ ExchangeMixParams params) {
-  __shared__ Shared shared;
+  constexpr int kThreads = L::kThreads, kWarps = L::kWarps, kKept = L::kKept;
+  constexpr int kShared = L::kSharedOutputs;
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<Shared<L>*>(memory);
+  [[maybe_unused]] auto* const shared_fn = reinterpret_cast<float*>(memory + sizeof shared);
   sm90::launch_dependents();
   Stamps stamps(params.port.stamps, params.kernel);
   const int thread_idx = plat::thread_idx();
@@ -103,13 +122,25 @@ __global__ void __maxnreg__(kMaxRegisters)
   const int column = block_idx * kThreads + thread_idx;
   if (thread_idx == 0) {
     for (std::uint64_t& barrier : shared.barrier) sm90::barrier_init(&barrier, 1);
+    sm90::barrier_init(&shared.fn_barrier, 1);
     sm90::fence_barrier_init();
+    if constexpr (kShared > 0) {
+      sm90::barrier_arrive_expect(&shared.fn_barrier, L::kSharedFnBytes);
+#pragma unroll 1
+      for (int i = 0; i < kShared * kStreams; ++i) {
+        sm90::bulk_load(shared_fn + i * kThreads,
+                        params.next.fn + (kKept * kStreams + i) * kHidden + block_idx * kThreads,
+                        kThreads * 4, &shared.fn_barrier, sm90::CacheHint::evict_last);
+      }
+    }
   }
   __syncwarp();
   sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
-  float fn[kOutputs][kStreams];
+  // Before fn is asked for: who waits after its loads waits for them too.
+  poll_gates(params.before, params.mix_before, params.x_read);
+  float fn[kKept][kStreams];
 #pragma unroll
-  for (int i = 0; i < kOutputs; ++i) {
+  for (int i = 0; i < kKept; ++i) {
 #pragma unroll
     for (int k = 0; k < kStreams; ++k) {
       fn[i][k] = __ldg(params.next.fn + (i * kStreams + k) * kHidden + column);
@@ -123,8 +154,7 @@ __global__ void __maxnreg__(kMaxRegisters)
   const std::uint64_t epoch = exchange_epoch(params.port, params.exchange_index);
   const auto stage = static_cast<stages::StageId>(params.stage);
   stamps.mark(StampStage::ask);
-  wait_at(params.before);
-  if (params.mix_before.word != nullptr) wait_at(params.mix_before);
+  plat::block_sync();
   sm90::cluster_wait();
 
   int turn = 0;
@@ -146,13 +176,22 @@ __global__ void __maxnreg__(kMaxRegisters)
       if (thread_idx < kMixStride) {
         shared.mix[thread_idx] = __ldcg(params.mix_in + row_idx * kMixStride + thread_idx);
       }
-      wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kOwnQuads, kOwnQuads, kQuads,
-                             stage);
+      // Blocks that begin late find all packets there.
+      const int own_quad = block_idx * kOwnQuads + thread_idx;
+      float sums[4] = {};
+      const bool there =
+          thread_idx >= kOwnQuads ||
+          try_receive_quad<kRanks>(sums, params.port, epoch, row_idx, own_quad, kQuads);
+      if (__syncthreads_or(there ? 0 : 1) != 0) {
+        wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kOwnQuads, kOwnQuads,
+                               kQuads, stage);
+        if (!there) {
+          receive_quad<kRanks>(sums, params.port, epoch, row_idx, own_quad, kQuads, stage);
+        }
+      }
       if (thread_idx < kOwnQuads) {
-        float y[4];
-        receive_quad<kRanks>(y, params.port, epoch, row_idx, block_idx * kOwnQuads + thread_idx,
-                             kQuads, stage);
-        *reinterpret_cast<float4*>(&shared.y[4 * thread_idx]) = make_float4(y[0], y[1], y[2], y[3]);
+        *reinterpret_cast<float4*>(&shared.y[4 * thread_idx]) =
+            make_float4(sums[0], sums[1], sums[2], sums[3]);
       }
       // What came may be of a kernel whose own wait was ended. The answer is used further below.
       aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
@@ -177,10 +216,21 @@ __global__ void __maxnreg__(kMaxRegisters)
     {
       float v[plat::kWarpLanes];
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) {
+      for (int i = 0; i < kKept; ++i) {
         v[i] = fn[i][0] * r[0];
 #pragma unroll
         for (int k = 1; k < kStreams; ++k) v[i] = plat::fma(fn[i][k], r[k], v[i]);
+      }
+      if constexpr (kShared > 0) {
+        if (turn == 0) wait_for_weights(&shared.fn_barrier, 0);
+#pragma unroll
+        for (int i = 0; i < kShared; ++i) {
+          const float* const from = shared_fn + i * kStreams * kThreads + thread_idx;
+          float& to = v[kKept + i];
+          to = from[0] * r[0];
+#pragma unroll
+          for (int k = 1; k < kStreams; ++k) to = plat::fma(from[k * kThreads], r[k], to);
+        }
       }
 #pragma unroll
       for (int k = 0; k < kStreams; ++k) v[kOwnProducts + k] = r[k] * r[k];
@@ -201,7 +251,7 @@ __global__ void __maxnreg__(kMaxRegisters)
     plat::block_sync();
     stamps.mark(StampStage::compute);
     constexpr int kChunks = kSumPitch / 4;
-    if (thread_idx < kMixCluster * kChunks) {
+    if (thread_idx < L::kCluster * kChunks) {
       const int peer = thread_idx / kChunks, chunk = thread_idx % kChunks;
       float4 sum = *reinterpret_cast<const float4*>(&shared.of_warp[0][4 * chunk]);
 #pragma unroll
@@ -217,7 +267,7 @@ __global__ void __maxnreg__(kMaxRegisters)
     wait_for_cluster(&shared.barrier[side], static_cast<std::uint32_t>(turn >> 1 & 1));
     float total = 0.0f, cross = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kMixCluster; ++i) {
+    for (int i = 0; i < L::kCluster; ++i) {
       total += shared.of_block[side][i][lane_idx];
       cross += shared.of_block[side][i][plat::kWarpLanes + lane_idx % 4];
     }
@@ -290,13 +340,15 @@ __global__ void __maxnreg__(kMaxRegisters)
       }
     }
     stamps.mark(StampStage::store);
-    if (row_idx + num_clusters >= params.num_rows) open_gate(params.done);
+    if (row_idx + num_clusters >= params.num_rows) {
+      open_gate(params.done, kMixCluster / L::kCluster);
+    }
     plat::block_sync();  // mix, y and amax are free
   }
   if (params.later_fn != nullptr) {
     constexpr int kLine = 128 / sizeof(float), kLines = kOutputs * kStreams * kHidden / kLine;
-    const int first = (cluster_idx * kMixCluster + block_idx) * kThreads + thread_idx;
-    for (int line = first; line < kLines; line += num_clusters * kMixCluster * kThreads) {
+    const int first = cluster_idx * kHidden + column;
+    for (int line = first; line < kLines; line += num_clusters * kHidden) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(
           __cvta_generic_to_global(params.later_fn + line * kLine)));
     }
@@ -325,18 +377,23 @@ __global__ void __maxnreg__(kMaxRegisters)
 }  // namespace
 
 cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmatic,
-                                cudaStream_t stream, cudaEvent_t started) {
+                                cudaStream_t stream) {
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
-  const dim3 grid(kMixCluster, exchange_mix_clusters(params.num_rows));
-  const auto launch = [&](auto kernel) {
-    return launch_kernel(kernel, grid, kThreads, 0, kMixCluster, programmatic, stream, params,
-                         started);
+  const auto launch = [&]<int kRanks, int kCluster>() {
+    using L = Layout<kCluster>;
+    return launch_kernel(
+        hc_exchange_mix_sm90<kRanks, L>, dim3(kCluster, exchange_mix_clusters(params.num_rows)),
+        L::kThreads, sizeof(Shared<L>) + L::kSharedFnBytes, kCluster, programmatic, stream, params);
   };
-  if (!params.receives) return launch(hc_exchange_mix_sm90<0>);
+  const auto launch_ranks = [&]<int kRanks>() {
+    return params.few_blocks ? launch.template operator()<kRanks, kMixCluster / 2>()
+                             : launch.template operator()<kRanks, kMixCluster>();
+  };
+  if (!params.receives) return launch.template operator()<0, kMixCluster>();
   switch (params.port.tp_size) {
-    case 1: return launch(hc_exchange_mix_sm90<1>);
-    case 2: return launch(hc_exchange_mix_sm90<2>);
-    case 4: return launch(hc_exchange_mix_sm90<4>);
+    case 1: return launch_ranks.template operator()<1>();
+    case 2: return launch_ranks.template operator()<2>();
+    case 4: return launch_ranks.template operator()<4>();
     default: return cudaErrorInvalidValue;
   }
 }

@@ -26,6 +26,7 @@ struct ExchangeMixParams {
   ExchangeStage stage;  // for the status words
   int num_rows;         // T, 1 .. 48
   bool receives;        // false: a step's first kernel, nothing is summed and the residual stays
+  bool few_blocks;      // eight blocks a row instead of sixteen, which count twice; receives
   const float* mix_in;  // [T, kMixStride] of mix.hpp: post and comb of the sublayer that ends
   const std::uint16_t* residual_in;  // bf16 [T, 4, H]
   HyperWeights next;                 // of the sublayer that begins
@@ -47,9 +48,12 @@ struct ExchangeMixParams {
   // Of residual_in, and of mix_in (word NULL: the ends of the kernels before); of residual_out and
   // x (exchange_mix_blocks); of mix_out (exchange_mix_clusters).
   Gate before, mix_before, done, mix_done;
+  // Of a kernel beside the chain that reads x; word NULL: none.
+  Gate x_read;
 };
 
-// Sixteen blocks that share a row, and take several one after the other where rows are many.
+// Sixteen blocks (or eight) that share a row, and take several one after the other where rows are
+// many.
 inline constexpr int kMixCluster = 16, kMaxMixClusters = 8;
 constexpr std::uint32_t exchange_mix_clusters(int num_rows) {
   return static_cast<std::uint32_t>(num_rows < kMaxMixClusters ? num_rows : kMaxMixClusters);
@@ -59,8 +63,7 @@ constexpr std::uint32_t exchange_mix_blocks(int num_rows) {
 }
 
 // V4-Flash's sizes (H 4096); tp_size 1, 2 or 4. cudaErrorInvalidValue for what was not built.
-// `started`, where given: recorded when all blocks have begun.
 cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmatic,
-                                cudaStream_t stream, cudaEvent_t started = nullptr);
+                                cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

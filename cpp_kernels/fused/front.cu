@@ -636,13 +636,12 @@ __global__ void __launch_bounds__(kLatentThreads)
 
 }  // namespace
 
-cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream,
-                             cudaEvent_t started) {
+cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       return launch_kernel(front_qkv_fp8_sm90<M, kTiles>, dim3(Sizes<M>::kQkvTiles * kQkvBlocks),
                            kProductThreads, sizeof(typename QkvProduct<M, kTiles>::Shared),
-                           kQkvBlocks, programmatic, stream, params, started);
+                           kQkvBlocks, programmatic, stream, params);
     });
   });
 }

@@ -86,7 +86,7 @@ struct IndexParams {
   std::int32_t* entry_slots;  // as AttentionParams::extra_idx
   std::int32_t* out_blocks;   // [T, 2048] of launch_index_blocks, ascending, -1 at the end
   // Of qa, or of latent_codes; of the head weights; of the step's own keys (with new_keys); between
-  // the kernels; of the selection.
+  // the kernels; of the selection and the published blocks (index_done_blocks).
   Gate qkv_done, heads_done, keys_done, query_done, scores_done, done;
 };
 
@@ -104,8 +104,10 @@ static_assert(kIndexMaxEntries / kIndexBlock <= 2 * kIndexChunk);
 
 // Blocks that open query_done, scores_done and done.
 inline constexpr std::uint32_t kIndexQueryBlocks = 128;
-constexpr std::uint32_t index_score_blocks(IndexFormat format) {
-  return format == IndexFormat::fp8 ? 264 : 132;
+inline constexpr std::uint32_t kIndexScoreBlocks = 264;
+constexpr std::uint32_t index_blocks_blocks(const IndexParams& params) {
+  return static_cast<std::uint32_t>(
+      index_chunks((params.max_entries + kIndexBlock - 1) / kIndexBlock) * params.rows.num_rows);
 }
 constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
   const int most = params.blocks != nullptr && params.max_entries > kIndexMaxBlocks * kIndexBlock
@@ -113,19 +115,19 @@ constexpr std::uint32_t index_select_blocks(const IndexParams& params) {
                        : params.max_entries;
   return static_cast<std::uint32_t>(index_chunks(most) * params.rows.num_rows);
 }
+// Of `done`: the selection's and, where candidate blocks are published, theirs.
+constexpr std::uint32_t index_done_blocks(const IndexParams& params) {
+  return index_select_blocks(params) +
+         (params.block_scores != nullptr ? index_blocks_blocks(params) : 0u);
+}
 
 // V4.1-Flash's sizes (q_lora 1280, 32 heads of 128) or V4-Flash's (1024, 64). Candidate blocks are
 // V4.1's. cudaErrorInvalidValue for what is out of range. All may be captured in a graph; nothing
 // is allocated.
 cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cudaStream_t stream);
 cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cudaStream_t stream);
-// `started` (created without timing), where given, is recorded when all blocks of the selection
-// have begun. A kernel that waits at `done` on another stream has to wait for this event first:
-// then the kernels that it waits for hold their places on the device, whatever it takes of the
-// rest.
-cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
-                                cudaEvent_t started = nullptr);
-// out_blocks from block_scores; waits for scores_done and opens nothing.
+cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream);
+// out_blocks from block_scores.
 cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic, cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

@@ -76,7 +76,8 @@ struct KeyRows {
 
 // V4.1: e2m1 codes under a power of two for each 32 channels; a lane has one such group of a key.
 struct Fp4Keys {
-  static constexpr int kThreads = 512, kBlocks = 1;  // of a multiprocessor
+  // Half a multiprocessor's registers, so that a block may begin beside one of the front.
+  static constexpr int kThreads = 256, kBlocks = 2;
   static constexpr int kHeads = kFp4IndexHeads, kRowsTogether = 8;
   static constexpr sm90::Half kHalf = sm90::Half::bf16;
   struct Raw {
@@ -138,7 +139,6 @@ struct Fp4Keys {
 
 // V4: e4m3 codes, exact as f16, under one fp32 scale a key.
 struct Fp8Keys {
-  // Half a multiprocessor's registers, so that a block may begin beside one of the front.
   static constexpr int kThreads = 256, kBlocks = 2;
   static constexpr int kHeads = kFp8IndexHeads, kRowsTogether = 4;
   static constexpr sm90::Half kHalf = sm90::Half::f16;
@@ -255,7 +255,6 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
   const int unit_idx = static_cast<int>(blockIdx.x) / per_unit;
   const int block_of_unit = static_cast<int>(blockIdx.x) % per_unit;
   if (unit_idx >= num_units) {  // what is left over when the blocks do not divide
-    wait_at(params.query_done);
     open_gate(params.scores_done);
     return;
   }
@@ -277,30 +276,42 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
   const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
   const int num_parts = row_parts(tokens, num_tiles, per_unit, kGroups<Keys>),
             per_part = per_unit / num_parts;
-  const int part = block_of_unit / per_part, block_of_part = block_of_unit % per_part;
+  const int part = block_of_unit % num_parts, block_of_part = block_of_unit / num_parts;
   const int rows_of_part = (tokens + num_parts - 1) / num_parts;
   const int begin_row = min(part * rows_of_part, tokens);
   const int end_row = min(begin_row + rows_of_part, tokens);
-  const int first_tile = warp_idx / kGroupWarps * per_part + block_of_part;
+  const int first_of_block = block_of_part * kGroups<Keys>;
+  // Blocks without work, which are a unit's last, leave their place to the kernels that are next.
+  // Whoever waits for the scores waits for all that they wait for: the first block always does.
+  if (blockIdx.x != 0 &&
+      (first_of_block >= num_tiles || begin_row >= end_row || block_of_part >= per_part)) {
+    open_gate(params.scores_done);
+    return;
+  }
+  const int first_tile = first_of_block + warp_idx / kGroupWarps;
   const int tile_step = kGroups<Keys> * per_part;
   const int own_octet = warp_idx % kGroupWarps * kWarpOctets;
 
-  typename Keys::Raw raw;
-  if (first_tile < num_tiles)
-    Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
-  stamps.mark(StampStage::ask);
-  wait_at(params.query_done);
-  stamps.mark(StampStage::wait);
-  if (params.heads_done.word != nullptr) wait_at(params.heads_done);
-  // Who scores the step's own keys waits for them; whoever waits for all scores waits with these.
-  bool has_new = false;
+  // Who scores the step's own keys waits for them.
+  bool has_new = params.new_keys && blockIdx.x == 0;
   const int first_new_tile = params.new_keys ? unit.first_new / kTileKeys : num_tiles;
   for (int tile = first_new_tile; tile < num_tiles; ++tile) {
-    has_new = has_new || tile % per_part == block_of_part;
+    has_new = has_new || tile / kGroups<Keys> % per_part == block_of_part;
   }
-  if (has_new) {
-    if (params.keys_done.word != nullptr) wait_at(params.keys_done);
-    if (first_tile < num_tiles && (first_tile + 1) * kTileKeys > unit.first_new) {
+  const bool loads = first_tile < num_tiles;
+  const bool loads_late = has_new && (first_tile + 1) * kTileKeys > unit.first_new;
+  typename Keys::Raw raw;
+  // Keys that come late are asked for a second time, by the same code: what few blocks run comes
+  // from memory, a line after the other.
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn) {
+    if (turn == 1) {
+      stamps.mark(StampStage::ask);
+      poll_gates(params.query_done, params.heads_done, has_new ? params.keys_done : Gate{});
+      plat::block_sync();
+      stamps.mark(StampStage::wait);
+    }
+    if (turn == 0 ? loads : loads && loads_late) {
       Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
     }
   }
@@ -379,9 +390,8 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cu
   if (params.pages.per_page < 64 || (params.pages.per_page & (params.pages.per_page - 1)) != 0)
     return cudaErrorInvalidValue;
   const auto launch = [&]<class Keys>() {
-    return launch_kernel(index_scores_sm90<Keys>, dim3(index_score_blocks(params.format)),
-                         Keys::kThreads, sizeof(ScoreShared<Keys>), 1, programmatic, stream,
-                         params);
+    return launch_kernel(index_scores_sm90<Keys>, dim3(kIndexScoreBlocks), Keys::kThreads,
+                         sizeof(ScoreShared<Keys>), 1, programmatic, stream, params);
   };
   if (params.format == IndexFormat::fp4) return launch.template operator()<Fp4Keys>();
   if (params.blocks != nullptr || params.block_scores != nullptr) return cudaErrorInvalidValue;

@@ -30,6 +30,7 @@ constexpr int kStripe = 4 * kThreads;  // scores from a thread's piece of four t
 constexpr int kQuads = kIndexChunk / kStripe;
 constexpr int kBins = 2048, kBinsOfWarp = kBins / kWarps;
 constexpr int kList = plat::kWarpLanes;
+constexpr int kPages = 512;  // of a request, whose numbers lie in shared memory
 static_assert(kWarps == plat::kWarpLanes && kBinsOfWarp == 2 * plat::kWarpLanes);
 static_assert(kQuads * kWarps == 4 * plat::kWarpLanes);
 
@@ -42,6 +43,8 @@ struct SelectShared {
   std::uint32_t low[kWarps], high[kWarps], sums[kWarps];
   float list[kList];  // the scores of the bin where the threshold is
   std::uint32_t listed, ticket;
+  // What says where entries lie, asked for before there are scores.
+  std::int32_t pages[kPages], blocks[kIndexMaxBlocks];
 };
 
 // Taken: scores above `score` and, of those equal to it, the first `ties`.
@@ -330,7 +333,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   Stamps stamps(stamp_sink(params.hop),
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::select));
   const int row = static_cast<int>(blockIdx.y), thread_idx = plat::thread_idx();
-  int count = min(index_count(params.rows, params.ratio, row), params.max_entries);
+  const int all_entries = min(index_count(params.rows, params.ratio, row), params.max_entries);
+  int count = all_entries;
   const std::int32_t* blocks = nullptr;
   if (params.blocks != nullptr) {
     count = index_candidates(count);
@@ -343,13 +347,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   std::int32_t* entry_slots = params.entry_slots + row * kIndexTopk;
   const int shift = 31 - __clz(params.pages.per_page);
   const auto store = [&](int place, int number) {
-    const int entry = blocks != nullptr ? __ldcg(blocks + number / kIndexBlock) * kIndexBlock +
-                                              number % kIndexBlock
-                                        : number;
+    const int entry = blocks != nullptr
+                          ? shared.blocks[number / kIndexBlock] * kIndexBlock + number % kIndexBlock
+                          : number;
     if (entries != nullptr) entries[place] = entry;
-    entry_slots[place] =
-        (__ldg(page_row + (entry >> shift)) << shift) + (entry & (params.pages.per_page - 1));
+    const int page = entry >> shift;
+    entry_slots[place] = ((page < kPages ? shared.pages[page] : __ldg(page_row + page)) << shift) +
+                         (entry & (params.pages.per_page - 1));
   };
+  // Where the row has no scores for it a block leaves its place to the kernels that are next; the
+  // row's first waits for all.
+  if (blockIdx.x != 0 && static_cast<int>(blockIdx.x) * kIndexChunk >= count) {
+    open_gate(params.done);
+    return;
+  }
+  for (int i = thread_idx; i < min((all_entries + params.pages.per_page - 1) >> shift, kPages);
+       i += kThreads) {
+    shared.pages[i] = __ldg(page_row + i);
+  }
+  if (blocks != nullptr) {
+    for (int i = thread_idx; i * kIndexBlock < count; i += kThreads) {
+      shared.blocks[i] = __ldcg(blocks + i);
+    }
+  }
+  plat::block_sync();
   wait_at(params.scores_done);
   stamps.mark(StampStage::wait);
   if (blockIdx.x == 0) {
@@ -389,13 +410,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       out[kIndexMaxBlocks - 1] = num_blocks - 1;
     }
   }
-  if (all) return;
+  if (all) {
+    open_gate(params.done);
+    return;
+  }
   select_row(params.block_scores + row * (params.pitch / kIndexBlock), num_blocks - 1,
              kIndexMaxBlocks - 1,
              params.found + static_cast<std::int64_t>(row) * index_found_count(params.max_entries) +
                  index_chunks(params.max_entries) * kIndexTopk,
              params.tickets + params.rows.num_rows + row, shared,
              [&](int place, int number) { out[place] = number; });
+  open_gate(params.done);
 }
 
 bool valid(const IndexParams& params) {
@@ -407,22 +432,19 @@ bool valid(const IndexParams& params) {
 
 }  // namespace
 
-cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream,
-                                cudaEvent_t started) {
+cudaError_t launch_index_select(const IndexParams& params, bool programmatic, cudaStream_t stream) {
   if (!valid(params)) return cudaErrorInvalidValue;
   const auto blocks = index_select_blocks(params);
   const auto rows = static_cast<unsigned>(params.rows.num_rows);
   return launch_kernel(index_select_sm90, dim3(blocks / rows, rows), kThreads, sizeof(SelectShared),
-                       1, programmatic, stream, params, started);
+                       1, programmatic, stream, params);
 }
 
 cudaError_t launch_index_blocks(const IndexParams& params, bool programmatic, cudaStream_t stream) {
   if (!valid(params) || params.block_scores == nullptr) return cudaErrorInvalidValue;
-  const int blocks = (params.max_entries + kIndexBlock - 1) / kIndexBlock;
-  return launch_kernel(index_blocks_sm90,
-                       dim3(static_cast<unsigned>(index_chunks(blocks)),
-                            static_cast<unsigned>(params.rows.num_rows)),
-                       kThreads, sizeof(SelectShared), 1, programmatic, stream, params);
+  const auto rows = static_cast<unsigned>(params.rows.num_rows);
+  return launch_kernel(index_blocks_sm90, dim3(index_blocks_blocks(params) / rows, rows), kThreads,
+                       sizeof(SelectShared), 1, programmatic, stream, params);
 }
 
 }  // namespace lowlat::nvidia::fused

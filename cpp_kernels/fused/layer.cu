@@ -245,6 +245,10 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     if (parts.between != nullptr) (*parts.between)(kernel);
     error = launch();
   };
+  const auto beside_before = [&](HopKernel next) {
+    if (error != cudaSuccess || layer.beside == nullptr) return;
+    error = launch_beside(*layer.beside, next, parts.beside_order, parts.between, stream);
+  };
   Gate x_ready = before, mix_done = {};
   const auto mixing = [&](int side, const HyperWeights& weights, GateKind ticket, GateKind done) {
     MixParams out = {};
@@ -344,8 +348,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       });
     };
     if (mix_first) launch_statistics(!first);
-    run(HopKernel::qkv,
-        [&] { return launch_front_qkv(front, mix_first || !first, stream, parts.qkv_started); });
+    run(HopKernel::qkv, [&] { return launch_front_qkv(front, mix_first || !first, stream); });
+    beside_before(HopKernel::q);
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};
     attention.model = model;
@@ -369,12 +373,11 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.kv_slots = step.kv_slots;
     attention.o = memory.o;
     attention.o_scale = memory.o_scale;
-    attention.late_extra = layer.late_extra;
-    attention.before = rows > kHopRows ? front.done : layer.late_extra ? layer.extra_done : Gate{};
-    attention.selected = layer.late_extra ? Gate{} : layer.extra_done;
+    if (rows > kHopRows) attention.before = front.done;
+    if (layer.beside != nullptr) attention.selected = beside_done(*layer.beside);
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
-    run(HopKernel::attention,
-        [&] { return launch_sparse_attention(attention, !layer.extra_ends, stream); });
+    beside_before(HopKernel::attention);
+    run(HopKernel::attention, [&] { return launch_sparse_attention(attention, true, stream); });
     if (!mix_first) launch_statistics(true);
     OprojParams oproj = {};
     oproj.model = model;
@@ -405,9 +408,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
         exchange.mix_before = first ? gate_of(step, 0, gate_input_mix, mix_blocks)
                                     : gate_of(step, layer_idx - 1, gate_ffn_mix, mix_blocks);
         exchange.done = done;
+        if (layer.beside != nullptr) exchange.x_read = beside_done(*layer.beside);
         exchange.mix_done = parts.experts ? mix_done : gate(gate_ffn_mix, mix_blocks);
-        return launch_exchange_mix(exchange, true, stream,
-                                   parts.experts ? nullptr : parts.last_started);
+        return launch_exchange_mix(exchange, true, stream);
       }
       ExchangeNormParams exchange = exchanging(0, layer.ffn_norm);
       exchange.mix_done = mix_done;
@@ -449,11 +452,12 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   run(HopKernel::second_exchange, [&] {
     if (is_v4) {
       ExchangeMixParams exchange = mixing_of(1, layer.next_hc, layer.next_norm);
+      exchange.few_blocks = parts.few_exchange_blocks;
       exchange.before = x_ready;
       exchange.mix_before = mix_done;
       exchange.done = gate(gate_done, exchange_blocks);
       exchange.mix_done = gate(gate_ffn_mix, mix_blocks);
-      return launch_exchange_mix(exchange, true, stream, parts.last_started);
+      return launch_exchange_mix(exchange, true, stream);
     }
     ExchangeNormParams exchange = exchanging(1, layer.next_norm);
     exchange.mix_done = ffn_mix_done;

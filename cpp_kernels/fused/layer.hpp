@@ -34,6 +34,7 @@
 #include "fused/exchange_mix.hpp"
 #include "fused/front.hpp"
 #include "fused/index.hpp"
+#include "fused/layer_beside.hpp"
 #include "fused/mix.hpp"
 #include "fused/moe.hpp"
 #include "fused/oproj.hpp"
@@ -66,15 +67,8 @@ struct PlainLayer {
   const std::int32_t* extra_idx;   // [T, num_extra]
   int num_window, num_extra;
   int extra_ratio;  // see attention.hpp
-  // The gate of who writes the extra set (late_extra, see attention.hpp), or of who makes extra_idx
-  // too; word NULL: all is there. Its kernels must have their places on the device before attention
-  // is launched: LayerParts::between may wait for that.
-  bool late_extra;
-  Gate extra_done;
-  // True: attention is launched when q's kernel and what the caller joins before attention have
-  // ended. A join alone does not make it wait: capture takes all edges into a kernel of a
-  // programmatic launch for programmatic ones.
-  bool extra_ends;
+  // Kernels that write the extra set or select from it, during the launch; NULL: all is there.
+  const BesideLayer* beside;
   // True: n-gram memory is applied to this layer's result (launch_engram_apply). It waits at the
   // gate kLayerExchanged, sends x and opens the gate kLayerDone instead of the last exchange.
   bool memory_follows;
@@ -171,11 +165,11 @@ struct LayerParts {
   // all steps between two layer_init or layer_recover.
   int mix_blocks = 0, idle_sms = 0;
   MixPlace mix_place = MixPlace::measured;
-  // Recorded when all blocks of a kernel have begun, for a branch that waits at its gate: of
-  // [q_a, kv], and of V4's last exchange. NULL: not wanted.
-  cudaEvent_t qkv_started = nullptr, last_started = nullptr;
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
+  BesideOrder beside_order = BesideOrder::measured;
+  // V4's last exchange: by few blocks (ExchangeMixParams::few_blocks).
+  bool few_exchange_blocks = true;
 };
 
 // One layer: layer_idx counts from 0 within the step (exchanges 2 layer_idx and the next). Returns

@@ -57,7 +57,7 @@ int replays_differ(const IndexSizes& sizes, int replays) {
     index.heads_done = compress.product_done;
     index.keys_done = compress.done;
     index.query_done = gate(2, fused::kIndexQueryBlocks);
-    index.scores_done = gate(3, fused::index_score_blocks(index.format));
+    index.scores_done = gate(3, fused::kIndexScoreBlocks);
     Graph graph([&](cudaStream_t stream) {
       cuda_must(fused::launch_begin_step(epoch.get(), 0, words.get(), kGates * kWords, stream),
                 "begin step");

@@ -2,6 +2,7 @@
 // layers of ratio 0, 4 and 128 against float64, half by half; and replays, and launches of which a
 // kernel is late, bit for bit what the same kernels give one after another.
 #include <functional>
+#include <tuple>
 
 #include "bench/layer_v4_case.cuh"
 // The model comes first.
@@ -274,6 +275,30 @@ std::vector<double> made(const std::vector<std::uint16_t>& before,
   return y;
 }
 
+// What was selected is exactly the best of the scores that the device has, each entry at its slot.
+void check_selected(const StepV4& step) {
+  const IndexSizes& sizes = step.sizes;
+  const std::vector<float> scores = step.scores.take();
+  const std::vector<std::int32_t> entries = step.entries.take(), slots = step.entry_slots.take();
+  int wrong = 0;
+  for (int row = 0; row < sizes.rows(); ++row) {
+    const float* of_row = &scores[static_cast<std::size_t>(row * sizes.pitch())];
+    const std::vector<double> values(of_row, of_row + (step.positions[row] + 1) / sizes.ratio);
+    const std::vector<std::int32_t> best = reference::select_top(values, fused::kIndexTopk);
+    const std::int32_t* pages =
+        &step.page_table[static_cast<std::size_t>(row / sizes.tokens * sizes.pages_of_request())];
+    for (std::size_t i = 0; i < fused::kIndexTopk; ++i) {
+      const int want = i < best.size() ? best[i] : -1;
+      const int slot =
+          want < 0 ? -1
+                   : pages[want / sizes.per_page()] * sizes.per_page() + want % sizes.per_page();
+      const std::size_t at = static_cast<std::size_t>(row) * fused::kIndexTopk + i;
+      wrong += entries[at] != want || slots[at] != slot ? 1 : 0;
+    }
+  }
+  CHECK_EQ(wrong, 0);
+}
+
 // One layer, each half from what the device began it with. 4e-2: codes of V4's attention output,
 // and of what follows, move where an error passes a tie (a single wrong key of 640 gives more);
 // 2e-2: the experts' roundings, and of the residual.
@@ -287,14 +312,14 @@ void check_layer(int ratio, int rows, int length, bool hashes,
   Random random(17);
   const StepV4 drawn(chain.sizes, Draw::random, random);
   const HostContext context(drawn, random);
-  SideStream side(fused::BranchJoin::ended);
-  Graph graph([&](cudaStream_t stream) { chain.launch({}, side, stream); });
+  Graph graph([&](cudaStream_t stream) { chain.launch({}, stream); });
   chain.layers.reset();
   finish();
   graph.replay();
   graph.wait();
   CHECK(!chain.mail.faulted());
   std::printf("ratio %d length %d%s\n", ratio, length, hashes ? ", by table" : "");
+  if (ratio == 4) check_selected(chain.states[0]);
   std::vector<std::uint16_t> got[2];
   for (int i = 0; i < 2; ++i) {
     got[i].resize(chain.layers.residual.size());
@@ -329,9 +354,11 @@ using Result = std::vector<std::uint16_t>;
 // One rank of four on this device, two layers.
 struct Rank {
   PooledChain chain;
-  SideStream side;
-  Rank(int ratio, int rows, fused::BranchJoin join)
-      : chain(weights().host, weights().v4, 2, ratio, rows / 6, 6, 8186), side(join) {}
+  fused::LayerParts parts;
+  Rank(int ratio, int rows, fused::BesideOrder order)
+      : chain(weights().host, weights().v4, 2, ratio, rows / 6, 6, 8186) {
+    parts.beside_order = order;
+  }
 
   std::vector<Result> inputs;
 
@@ -346,11 +373,11 @@ struct Rank {
     chain.layers.reset();
   }
   Result run(int input, const std::function<void(HopKernel)>& between, cudaStream_t stream) {
-    fused::LayerParts parts;
-    parts.between = &between;
+    fused::LayerParts watched = parts;
+    watched.between = &between;
     begin(input);
     finish();
-    chain.launch(parts, side, stream);
+    chain.launch(watched, stream);
     finish();
     return chain.layers.take();
   }
@@ -366,7 +393,14 @@ using lowlat::bench::check_layer;
 using lowlat::bench::Graph;
 using lowlat::bench::Rank;
 using lowlat::bench::Result;
-using lowlat::nvidia::fused::BranchJoin;
+using lowlat::nvidia::fused::BesideOrder;
+
+// Rows, ratio and order of chains.
+constexpr std::tuple<int, int, BesideOrder> kWays[] = {
+    {6, 4, BesideOrder::measured},       {6, 4, BesideOrder::query_q_end},
+    {6, 4, BesideOrder::query_keys_end}, {6, 128, BesideOrder::measured},
+    {6, 128, BesideOrder::pool_end},     {12, 4, BesideOrder::measured},
+    {12, 128, BesideOrder::measured}};
 
 TEST_CASE(layers_equal_float64_for_all_widths) {
   need_device();
@@ -390,49 +424,37 @@ TEST_CASE(brief_one_row_and_six) {
 TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
   need_device();
   constexpr int kInputs = 5;
-  struct Way {
-    int rows;
-    BranchJoin join;
-  };
-  for (const auto& [rows, join] :
-       {Way{6, BranchJoin::ended}, Way{6, BranchJoin::started}, Way{12, BranchJoin::started}}) {
-    for (const int ratio : {4, 128}) {
-      Rank rank(ratio, rows, join);
-      std::vector<Result> want;
-      for (int i = 0; i < kInputs; ++i) want.push_back(rank.one_by_one(i));
-      CHECK(want[0] != want[1]);
-      Graph graph([&](cudaStream_t stream) { rank.chain.launch({}, rank.side, stream); });
-      int different = 0;
-      for (int i = 0; i < 1000; ++i) {
-        rank.begin(i % kInputs);
-        finish();  // the copies are the default stream's
-        graph.replay();
-        graph.wait();
-        different += rank.chain.layers.take() != want[static_cast<std::size_t>(i % kInputs)];
-      }
-      CHECK_EQ(different, 0);
-      CHECK(!rank.chain.mail.faulted());
+  for (const auto& [rows, ratio, order] : kWays) {
+    Rank rank(ratio, rows, order);
+    std::vector<Result> want;
+    for (int i = 0; i < kInputs; ++i) want.push_back(rank.one_by_one(i));
+    CHECK(want[0] != want[1]);
+    Graph graph([&](cudaStream_t stream) { rank.chain.launch(rank.parts, stream); });
+    int different = 0;
+    for (int i = 0; i < 1000; ++i) {
+      rank.begin(i % kInputs);
+      finish();  // the copies are the default stream's
+      graph.replay();
+      graph.wait();
+      different += rank.chain.layers.take() != want[static_cast<std::size_t>(i % kInputs)];
     }
+    CHECK_EQ(different, 0);
+    CHECK(!rank.chain.mail.faulted());
   }
 }
 
-// In a graph the kernel waits for what the host does before it; without one the branch beside the
-// chain goes on, and must leave the late kernel its places.
+// Kernels before the late one are resident and must leave it its places.
 TEST_CASE(a_kernel_may_start_a_millisecond_late) {
   need_device();
-  for (const int rows : {6, 12}) {
-    for (const int ratio : {4, 128}) {
-      for (const BranchJoin join : {BranchJoin::ended, BranchJoin::started}) {
-        Rank rank(ratio, rows, join);
-        const Result want = rank.one_by_one(0);
-        for (int late = 0; late <= static_cast<int>(HopKernel::second_exchange); ++late) {
-          const auto delay = [late](HopKernel kernel) {
-            if (static_cast<int>(kernel) == late) spend<<<1, 1>>>(1'000'000);
-          };
-          CHECK(rank.run(0, delay, nullptr) == want);
-          REQUIRE(!rank.chain.mail.faulted());
-        }
-      }
+  for (const auto& [rows, ratio, order] : kWays) {
+    Rank rank(ratio, rows, order);
+    const Result want = rank.one_by_one(0);
+    for (int late = 0; late < static_cast<int>(HopKernel::count); ++late) {
+      const auto delay = [late](HopKernel kernel) {
+        if (static_cast<int>(kernel) == late) spend<<<1, 1>>>(1'000'000);
+      };
+      CHECK(rank.run(0, delay, nullptr) == want);
+      REQUIRE(!rank.chain.mail.faulted());
     }
   }
 }

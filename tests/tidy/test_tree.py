@@ -254,6 +254,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/index.hpp": "tests/gpu/test_index.cu",
     "cpp_kernels/fused/layer.hpp": "tests/gpu/test_layer.cu",
     "cpp_kernels/bench/plain_layers.hpp": "tests/cpp/host/test_amd_model.cpp",
+    "cpp_kernels/fused/layer_beside.hpp": "tests/gpu/test_layer_v4.cu",
     "cpp_kernels/fused/layer_pooled.hpp": "tests/gpu/test_layer_v4.cu",
     "cpp_kernels/fused/exchange_mix.hpp": "tests/gpu/test_attention_v4.cu",
     "cpp_kernels/fused/model.hpp": "tests/gpu/test_attention_v4.cu",

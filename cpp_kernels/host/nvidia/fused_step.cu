@@ -107,7 +107,7 @@ struct FusedStep::State : FusedBase {
   std::int64_t* draft_tokens = nullptr;
 
   Stream side;  // of the kernels beside the layers
-  Event forked, projected, started, ended, joined;
+  Event forked, ended, joined;
 
   bool is_v4() const { return config.kind == LOWLAT_V4; }
   fused::FusedModel model() const {
@@ -224,8 +224,7 @@ struct FusedStep::State : FusedBase {
     fused::PoolParams pooling(int layer_idx) const;
     fused::IndexParams selection(int layer_idx) const;
     fused::CompressParams compressor(int layer_idx) const;
-    void begin_index(int layer_idx) const;
-    void end_index(int layer_idx) const;
+    fused::IndexParams index(int layer_idx, const fused::CompressParams& compress) const;
     fused::EngramParams engram(int layer_idx) const;
     void begin_engram(int layer_idx) const;
     void end_engram(int layer_idx) const;
@@ -461,8 +460,6 @@ fused::PlainLayer FusedStep::State::Target::plain_layer(int layer_idx) const {
     out.extra_idx = all ? s.arrays.entry_slots : s.entry_slots;
     out.num_extra = all ? num_blocks() : fused::kIndexTopk;
     out.extra_ratio = all ? plan.ratio : 0;
-    // What is joined before a programmatic launch is waited for only by its end.
-    out.extra_ends = s.selects(layer_idx);
   }
   out.memory_follows = s.has_engram(layer_idx + 1);
   return out;
@@ -474,17 +471,13 @@ void FusedStep::State::Target::pooled_layer(int layer_idx) const {
   out.plain = plain_layer(layer_idx);
   out.ratio = s.plan(layer_idx).ratio;
   out.tokens = tokens;
-  out.first = layer_idx == 0;
   out.slots = s.arrays.slots;
   if (out.ratio > 0) {
     out.compress = product(layer_idx);
     out.pool = pooling(layer_idx);
     if (s.selects(layer_idx)) out.index = selection(layer_idx);
   }
-  const fused::LayerBranch branch = {s.side.get(),    s.forked.get(), s.projected.get(),
-                                     s.started.get(), s.ended.get(),  {}};
-  check(fused::launch_pooled_layer(out, layer_step(), place(layer_idx), {}, branch, stream),
-        "a layer");
+  check(fused::launch_pooled_layer(out, layer_step(), place(layer_idx), {}, stream), "a layer");
 }
 
 void FusedStep::State::Target::layer(int layer_idx) const {
@@ -492,14 +485,21 @@ void FusedStep::State::Target::layer(int layer_idx) const {
     pooled_layer(layer_idx);
     return;
   }
-  const fused::PlainLayer plain = plain_layer(layer_idx);
-  if (plain.memory_follows) begin_engram(layer_idx + 1);
-  const bool selects = s.selects(layer_idx);
-  if (selects) begin_index(layer_idx);
+  fused::PlainLayer plain = plain_layer(layer_idx);
+  fused::IndexParams index = {};
+  fused::BesideLayer beside = {};
+  if (s.selects(layer_idx)) {
+    beside.hidden = s.shape.kHidden;
+    beside.compress = compressor(layer_idx);
+    beside.keys = s.plan(layer_idx).kv_source == layer_idx;
+    index = this->index(layer_idx, beside.compress);
+    beside.index = &index;
+    plain.beside = &beside;
+  }
+  // Captured behind [q_a, kv], which as the exchange's first successor begins before that ends.
+  if (plain.memory_follows) s.forked.record(stream);
   const std::function<void(fused::HopKernel)> between = [&](fused::HopKernel kernel) {
-    if (!selects) return;
-    if (kernel == fused::HopKernel::q) s.projected.record(stream);
-    if (kernel == fused::HopKernel::attention) end_index(layer_idx);
+    if (plain.memory_follows && kernel == fused::HopKernel::q) begin_engram(layer_idx + 1);
   };
   fused::LayerParts parts;
   parts.between = &between;
@@ -591,10 +591,7 @@ fused::IndexParams FusedStep::State::Target::selection(int layer_idx) const {
   return out;
 }
 
-// V4.1's compressed keys, if the layer owns them, and its selection, on the branch beside the
-// chain. None of its kernels waits for one of the chain that may still be without a place on the
-// device, which they could keep from it: what needs x starts when x is there, what needs [q_a, kv]
-// when these are, and attention is launched when the selection has ended.
+// V4.1's compressed keys, if the layer owns them.
 fused::CompressParams FusedStep::State::Target::compressor(int layer_idx) const {
   const auto& w = s.weights.layers[layer_idx];
   const lowlat_layer& plan = s.plan(layer_idx);
@@ -604,6 +601,8 @@ fused::CompressParams FusedStep::State::Target::compressor(int layer_idx) const 
   out.rows = step_rows();
   out.ratio = ratio;
   out.x = s.memory.x;
+  out.x_done = x_gate(layer_idx);
+  out.hop = hop(layer_idx);
   out.state = w.kv_state;
   out.state_slots = s.arrays.state_slots;
   out.ring = s.shape.kStateRing;
@@ -619,22 +618,11 @@ fused::CompressParams FusedStep::State::Target::compressor(int layer_idx) const 
   return out;
 }
 
-void FusedStep::State::Target::begin_index(int layer_idx) const {
-  const fused::CompressParams compress = compressor(layer_idx);
-  const cudaStream_t side = s.side.get();
-  s.forked.record(stream);
-  s.forked.hold(side);
-  check(fused::launch_compress_product(compress, s.shape.kHidden, false, side),
-        "a compressor's product");
-  if (s.plan(layer_idx).kv_source != layer_idx) return;
-  check(fused::launch_compress_key(compress, true, side), "compressed keys");
-}
-
-void FusedStep::State::Target::end_index(int layer_idx) const {
+// Its selection.
+fused::IndexParams FusedStep::State::Target::index(int layer_idx,
+                                                   const fused::CompressParams& compress) const {
   const lowlat_layer& plan = s.plan(layer_idx);
-  const fused::CompressParams compress = compressor(layer_idx);
   const bool owns = plan.kv_source == layer_idx;
-  const cudaStream_t side = s.side.get();
   fused::IndexParams index = selection(layer_idx);
   index.format = fused::IndexFormat::fp4;
   index.rows = compress.rows;
@@ -650,19 +638,10 @@ void FusedStep::State::Target::end_index(int layer_idx) const {
   fused::set_index_latent(s.memory, fused::FusedModel::v41, index.rows.num_rows, layer_idx, &index);
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
-  index.scores_done = gate(layer_idx, gate_scores, fused::index_score_blocks(index.format));
-  index.done = gate(layer_idx, gate_select, fused::index_select_blocks(index));
-
+  index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
+  index.done = gate(layer_idx, gate_select, fused::index_done_blocks(index));
   if (owns) index.keys_done = compress.done;
-  s.projected.hold(side);
-  check(fused::launch_index_query(index, false, side), "index queries");
-  check(fused::launch_index_scores(index, true, side), "index scores");
-  check(fused::launch_index_select(index, true, side), "a selection");
-  s.ended.record(side);
-  if (layer_idx == s.config.candidate_layer) {
-    check(fused::launch_index_blocks(index, true, side), "candidate blocks");
-  }
-  s.ended.hold(stream);
+  return index;
 }
 
 // ------------------------------------------------------------------------------- n-gram memory
@@ -709,7 +688,6 @@ fused::EngramParams FusedStep::State::Target::engram(int layer_idx) const {
 
 // The product streams beside the layer before.
 void FusedStep::State::Target::begin_engram(int layer_idx) const {
-  s.forked.record(stream);
   s.forked.hold(s.side.get());
   check(fused::launch_engram_product(engram(layer_idx), false, s.side.get()),
         "n-gram memory's product");
