@@ -235,15 +235,12 @@ struct Finisher {
     }
   }
 
-  LOWLAT_DEVICE bool run() {
-    if (r.gates() && !run_gate()) return false;
-    load_band_scales(r);
-    clear_columns();
-    const auto shared = r.shared_work(r.block_idx);
-    for (int n = 0; n < shared.num_tiles; ++n) {
-      for (int group = 0; group < shared.num_groups; ++group) {
+  LOWLAT_DEVICE bool run_shared() {
+    const auto work = r.shared_work(r.block_idx);
+    for (int n = 0; n < work.num_tiles; ++n) {
+      for (int group = 0; group < work.num_groups; ++group) {
         if (!wait_sums()) return false;
-        const int first_row = shared.group(group, r.block_idx) * kColumns;
+        const int first_row = work.group(group, r.block_idx) * kColumns;
 #pragma unroll 1
         for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
           finish_shared(first_row, column, r.shared_tile(n));
@@ -251,10 +248,19 @@ struct Finisher {
         free_sums();
       }
     }
+    return true;
+  }
+
+  LOWLAT_DEVICE bool run() {
+    if (r.gates() && !run_gate()) return false;
+    load_band_scales(r);
+    clear_columns();
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     make_share(r);
-    const int own_tiles = r.own_tiles();
-    for (int n = 0; n < own_tiles; ++n) {
+    const int own_tiles = r.own_tiles(), middle = r.middle_tile();
+    for (int n = 0;; ++n) {
+      if (n == middle && !run_shared()) return false;
+      if (n == own_tiles) return true;
       const int number = r.routed_tile(n), entry = number / L::kTiles;
       if (!wait_sums()) return false;
       const int first = r.table.first[entry], num = r.table.first[entry + 1] - first;
@@ -266,7 +272,6 @@ struct Finisher {
       free_sums();
       r.add_done(r.entry_done(entry));
     }
-    return true;
   }
 };
 
@@ -336,7 +341,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.sums_full[i], L::kConsumers);
     sm90::barrier_init(&barriers.sums_empty[i], 1);
     sm90::barrier_init(&barriers.shared_full[i], 1);
-    sm90::barrier_init(&barriers.shared_done[i], L::kConsumers);
   } else if (thread == 64) {
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
@@ -354,12 +358,11 @@ __global__ void __launch_bounds__(L::kThreads, 1)
 
   Producer<L> producer = {r};
   Consumer<L> consumer = {r, warp};
-  bool going = true;
   // Before any wait for the consumers, who wait for these registers.
   if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
-    going = producer.run_early();
+    producer.run_early();
   }
   wait_at(args.before);
   // The next kernel's blocks may take the multiprocessors that are through.
@@ -375,7 +378,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     consumer.run(rules);
   } else {
     if (warp == L::kProducer) {
-      if (going) producer.run_routed();
+      producer.run_routed();
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
       finisher.run();

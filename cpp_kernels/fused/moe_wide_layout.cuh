@@ -48,8 +48,9 @@ struct Layout {
   static constexpr int kSharedTiles = kInner / kSharedRows;
   static constexpr int kMostSharedTiles = (kSharedTiles + kScorers - 1) / kScorers;  // of a block
   static constexpr bool kSharedHalves = kMostSharedTiles == 1;
-  static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row: four rows' 32 bytes on all banks
-  static constexpr int kSharedBytes = 2 * kSharedRows * kSharedPitch;
+  // A tile's rows, w1's and then w3's, come through the ring, a piece along K for each warp group;
+  // the pitch has four rows' 32 bytes on all banks.
+  static constexpr int kSharedPieceK = kHidden / kWarpGroups, kSharedPitch = kSharedPieceK + 32;
   // A scoring block has a part of K, so that it reads no more of x than that. Of its warps
   // kScoreSlices share that part, the others have other rows.
   static constexpr int kScoreParts = 4, kScoreSlices = kConsumers / kScoreParts;
@@ -134,9 +135,9 @@ struct Layout {
   // A tensor copy exchanges by places in 1024 bytes.
   static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 1024);
   static_assert(kSharedUseRows * kInner <= kBandCodes);
-  // The head's weights lie in the ring, from its start: the router's rows, the shared tile.
-  static constexpr int kSharedAt = round_up(kScoreRows * kGatePitch, 128);
-  static constexpr int kHeadBytes = kSharedAt + kSharedBytes;
+  static_assert(2 * kSharedRows * kSharedPitch <= kSlotBytes && kSharedPitch % 128 == 32);
+  // The head's weights, the router's rows, lie in the ring, from its start.
+  static constexpr int kHeadBytes = kScoreRows * kGatePitch;
 
   // Shared memory, in bytes from its start.
   static constexpr int kSumsPitch = kUseRows + 4;  // floats of a column: lanes on all banks
@@ -170,7 +171,8 @@ struct Layout {
     std::uint16_t first[kMaxPairs + 1];                            // of an entry in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
-    alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
+    // Of a shared tile: w1's, w3's.
+    alignas(16) std::uint8_t shared_scales[kMostSharedTiles][2][kHidden / kBlock];
     Share share;
   };
   static constexpr int kBarrierOffset =
@@ -180,7 +182,7 @@ struct Layout {
     std::uint64_t full[kMaxSlots], empty[kMaxSlots];
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
-    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
+    std::uint64_t gate_full, gate_done, shared_full[2];
     std::uint64_t entries, table, share;  // who has which entry; all of the table; Share
   };
   static constexpr int kRingOffset =
@@ -352,6 +354,17 @@ struct Region {
   LOWLAT_DEVICE int num_tiles() const { return table.num_entries * L::kTiles; }
   LOWLAT_DEVICE int tiles_of(int block) const { return (num_tiles() + block) / num_blocks; }
   LOWLAT_DEVICE int own_tiles() const { return tiles_of(block_idx); }
+  // The shared expert's tiles come between this routed tile and the one before, so that all blocks
+  // are through with them when the first wants the shared h.
+  LOWLAT_DEVICE int middle_tile() const { return own_tiles() / 2; }
+  // First uses of the ring by the n-th routed tile, by the shared tiles, and by what comes after.
+  LOWLAT_DEVICE int tile_use(int n) const {
+    return n * L::kUses + (n < middle_tile() ? 0 : shared_tiles() * L::kWarpGroups);
+  }
+  LOWLAT_DEVICE int shared_tile_use() const { return middle_tile() * L::kUses; }
+  LOWLAT_DEVICE int band_uses() const {
+    return own_tiles() * L::kUses + shared_tiles() * L::kWarpGroups;
+  }
   // Uses of the ring by the shared expert's band, between tiles and routed bands.
   LOWLAT_DEVICE int shared_uses() const { return shared_uses_of(block_idx); }
   LOWLAT_DEVICE int shared_uses_of(int block) const {
@@ -420,13 +433,8 @@ struct Region {
     if (use >= L::kRing) {
       return barrier_wait(&barriers.empty[slot], (use / L::kRing - 1) & 1, watch);
     }
-    const int begin = slot * L::kSlotBytes;
-    if (begin < L::kSharedAt && gates() && !barrier_wait(&barriers.gate_done, 0, watch)) {
-      return false;
-    }
-    const bool over_shared = begin + L::kSlotBytes > L::kSharedAt && begin < L::kHeadBytes;
-    const int num = over_shared ? shared_tiles() : 0;
-    return num == 0 || barrier_wait(&barriers.shared_done[num - 1], 0, watch);
+    return slot * L::kSlotBytes >= L::kHeadBytes || !gates() ||
+           barrier_wait(&barriers.gate_done, 0, watch);
   }
   // Until use `use` is filled. The use before in its slot was another warp group's, perhaps.
   LOWLAT_DEVICE bool wait_filled(int use) const {

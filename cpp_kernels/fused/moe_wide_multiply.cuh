@@ -53,10 +53,10 @@ struct Consumer {
     ++sums;
   }
   // Gives a slice's sums of eight columns by sixteen rows to the finisher.
-  LOWLAT_DEVICE bool hand_over(const float (&acc)[4]) {
+  LOWLAT_DEVICE bool hand_over(const float (&acc)[4], int slice) {
     float* dst = begin_sums();
     if (dst == nullptr) return false;
-    dst += (warp * kColumns + 2 * t) * 2 * L::kSharedRows + g;
+    dst += (slice * kColumns + 2 * t) * 2 * L::kSharedRows + g;
     dst[0] = acc[0];
     dst[L::kSharedRows] = acc[2];
     dst[2 * L::kSharedRows] = acc[1];
@@ -101,66 +101,94 @@ struct Consumer {
         if (more) load_block(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0])) return false;
+      if (!hand_over(acc[0], warp)) return false;
     }
     arrive(&r.barriers.gate_done);
     return true;
   }
 
-  // Gate rows, then up rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and
-  // scales multiply the sums of 32 along K.
-  LOWLAT_DEVICE bool run_shared_tile(int n) {
-    if (n == 0 && !r.wait_rows()) return false;
-    constexpr int kBlocks = L::kSlice / 64;
+  // This warp's part along K of a tile of the shared expert's first product: gate rows, then up
+  // rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and scales multiply the
+  // sums of 32 along K. Groups of eight rows go a few at a time, for which weights are unpacked once.
+  LOWLAT_DEVICE bool run_shared_piece(int n, int piece, int use) {
+    constexpr int kBlocks = L::kSlice / 64, kGroups = 3, kAhead = 2;
     const auto work = r.shared_work(r.block_idx);
-    uint4 codes[kBlocks];
-    std::uint32_t row_scales[kBlocks];  // of rows 2t and 2t + 1, of two groups of 32
-    const auto load_rows = [&](int block, int group) {
-      const int at = warp * kBlocks + block;
-      codes[block] =
-          __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
-      row_scales[block] =
-          __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_x_scales(group) + at * 16) + t);
+    const int slot = L::slot_of(use), slice = piece * (L::kConsumers / L::kWarpGroups) + warp % 4;
+    uint4 codes[kBlocks][kGroups];
+    std::uint32_t row_scales[kBlocks][kGroups];  // of rows 2t and 2t + 1, of two groups of 32
+    const auto load_rows = [&](int block, int first) {
+      const int at = slice * kBlocks + block;
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        const int group = work.group(min(first + j, work.num_groups - 1), r.block_idx);
+        codes[block][j] =
+            __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
+        row_scales[block][j] =
+            __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_x_scales(group) + at * 16) + t);
+      }
     };
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) load_rows(block, work.group(0, r.block_idx));
-    if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
-    const std::uint32_t low_address =
-        r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * 8;
-    const auto& scales = r.table.shared_scales;
-    for (int group = 0; group < work.num_groups; ++group) {
-      // Blocks of the next group's x follow as this one's are done.
-      const bool more = group + 1 < work.num_groups;
-      const int next = more ? work.group(group + 1, r.block_idx) : 0;
-      float acc[4] = {};
+    for (int block = 0; block < kAhead; ++block) load_rows(block, 0);
+    if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch) || !r.wait_filled(use)) return false;
+    const std::uint32_t address =
+        r.slot_address(slot) + g * L::kSharedPitch + warp % 4 * L::kSlice + t * 8;
+    const auto& scales = r.table.shared_scales[n];
+#pragma unroll 1
+    for (int first = 0; first < work.num_groups; first += kGroups) {
+      float acc[kGroups][4] = {};
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
+        if (block + kAhead < kBlocks) load_rows(block + kAhead, first);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const std::uint32_t at = low_address + block * 64 + half * 32;
-          const uint2 low = smem_load8(at), high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
-          std::uint32_t l[4], h[4], x_pairs[4];
+          const std::uint32_t at = address + block * 64 + half * 32;
+          const uint2 low = smem_load8(at);
+          const uint2 high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
+          std::uint32_t l[4], h[4];
           unpack_e4m3(low.x, low.y, l);
           unpack_e4m3(high.x, high.y, h);
-          unpack_e4m3(half == 0 ? codes[block].x : codes[block].z,
-                      half == 0 ? codes[block].y : codes[block].w, x_pairs);
-          float d[4] = {};
-          multiply_half_pairs(d, l, h, x_pairs);
-          multiply_half_pairs(d, l + 2, h + 2, x_pairs + 2);
-          const int scale = (warp * L::kSlice + block * 64 + half * 32) / L::kBlock;
+          const int scale = (slice * L::kSlice + block * 64 + half * 32) / L::kBlock;
           const float gate = power(scales[0][scale]), up = power(scales[1][scale]);
-          const float first = power(row_scales[block] >> 16 * half & 0xffu),
-                      second = power(row_scales[block] >> (16 * half + 8) & 0xffu);
-          acc[0] = plat::fma(d[0], gate * first, acc[0]);
-          acc[1] = plat::fma(d[1], gate * second, acc[1]);
-          acc[2] = plat::fma(d[2], up * first, acc[2]);
-          acc[3] = plat::fma(d[3], up * second, acc[3]);
+#pragma unroll
+          for (int j = 0; j < kGroups; ++j) {
+            const uint4& x_codes = codes[block][j];
+            std::uint32_t x_pairs[4];
+            unpack_e4m3(half == 0 ? x_codes.x : x_codes.z, half == 0 ? x_codes.y : x_codes.w,
+                        x_pairs);
+            float d[4] = {};
+            multiply_half_pairs(d, l, h, x_pairs);
+            multiply_half_pairs(d, l + 2, h + 2, x_pairs + 2);
+            const float one = power(row_scales[block][j] >> 16 * half & 0xffu),
+                        two = power(row_scales[block][j] >> (16 * half + 8) & 0xffu);
+            acc[j][0] = plat::fma(d[0], gate * one, acc[j][0]);
+            acc[j][1] = plat::fma(d[1], gate * two, acc[j][1]);
+            acc[j][2] = plat::fma(d[2], up * one, acc[j][2]);
+            acc[j][3] = plat::fma(d[3], up * two, acc[j][3]);
+          }
         }
-        if (more) load_rows(block, next);
       }
-      if (!hand_over(acc)) return false;
+      if (first + kGroups < work.num_groups) {
+#pragma unroll
+        for (int block = 0; block < kAhead; ++block) load_rows(block, first + kGroups);
+      } else {
+        arrive(&r.barriers.empty[slot]);
+      }
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        if (first + j < work.num_groups && !hand_over(acc[j], slice)) return false;
+      }
     }
-    arrive(&r.barriers.shared_done[n]);
+    return true;
+  }
+  // `waits`: no column of x has been waited for before.
+  LOWLAT_DEVICE bool run_shared_tiles(int group, bool waits) {
+    const int num = r.shared_tiles();
+    if (num > 0 && waits && !r.wait_rows()) return false;
+    for (int n = 0; n < num; ++n) {
+      const int first_use = r.shared_tile_use() + n * L::kWarpGroups;
+      const int piece = turn(group, first_use);
+      if (!run_shared_piece(n, piece, first_use + piece)) return false;
+    }
     return true;
   }
 
@@ -340,12 +368,15 @@ struct Consumer {
     return (group + L::kWarpGroups - first % L::kWarpGroups) % L::kWarpGroups;
   }
   LOWLAT_DEVICE bool run_tiles() {
-    const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
+    const int group = warp / 4, quarter = warp % 4;
+    const int own_tiles = r.own_tiles(), middle = r.middle_tile();
     // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
     const int low = 8 * quarter * kLineBytes;
     const std::uint32_t rows = codes_at<true>(quarter, low, L::kChunkCodes / 2 + low, kLineBytes);
-    for (int n = 0; n < own_tiles; ++n) {
-      const int buffer = n % L::kBuffers;
+    for (int n = 0;; ++n) {
+      if (n == middle && !run_shared_tiles(group, middle == 0)) return false;
+      if (n == own_tiles) return true;
+      const int first_use = r.tile_use(n), buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
                                         buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
       float total[2] = {};  // of rows g and g + 8, pair t
@@ -354,8 +385,8 @@ struct Consumer {
         return false;
       }
 #pragma unroll 1
-      for (int i = turn(group, n * L::kUses); i < L::kUses; i += L::kWarpGroups) {
-        const int use = n * L::kUses + i, slot = L::slot_of(use);
+      for (int i = turn(group, first_use); i < L::kUses; i += L::kWarpGroups) {
+        const int use = first_use + i, slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot);
@@ -387,17 +418,16 @@ struct Consumer {
       constexpr int kHigh = L::kMarlin ? 8 : L::kTileValues;  // rows from low to high
       // By the piece that the group began with: the finisher adds in an order that is every tile's,
       // wherever it lies among the block's, that is whatever other rows have chosen.
-      dst += (turn(group, n * L::kUses) * L::kEntryPairs + t) * L::kSumsPitch +
+      dst += (turn(group, first_use) * L::kEntryPairs + t) * L::kSumsPitch +
              (L::kMarlin ? tile_row(quarter) : 8 * quarter + g);
       dst[0] = total[0];
       dst[kHigh] = total[1];
       end_sums();
     }
-    return true;
   }
 
   LOWLAT_DEVICE bool run_second() const {
-    const int group = warp / 4, tile_uses = r.own_tiles() * L::kUses;
+    const int group = warp / 4, tile_uses = r.band_uses();
     const int quarter = warp % 4;
     for (int i = turn(group, tile_uses); i < r.shared_uses(); i += L::kWarpGroups) {
       if (!run_shared_use(i, tile_uses + i)) return false;
@@ -473,10 +503,6 @@ struct Consumer {
     bool going = !r.gates() || run_gate();
     route_own_row(r, warp, rules);  // every consumer comes to its barriers
     make_table(r, warp);            // the same
-    // While the first experts are on their way.
-    for (int n = 0; going && n < r.shared_tiles(); ++n) {
-      going = run_shared_tile(n);
-    }
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };

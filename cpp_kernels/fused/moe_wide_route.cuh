@@ -196,15 +196,14 @@ LOWLAT_DEVICE void make_share(const Region<L>& r) {
   auto& share = r.table.share;
   constexpr int kTile = L::kUses * L::kChunkBytes + L::kTileScales,
                 kUnit = L::kBandBytes * L::kBandParts / 64;
-  // In units of 64 bytes: a group of the shared expert's rows beyond those that the routing hides;
-  // what a block without a band is given less, since a band's block waits for its units.
-  constexpr int kFreeGroups = 3, kLateGroup = 1600, kLead = 800;
+  // In units of 64 bytes: what a block without a band is given less, since a band's block waits for
+  // its units.
+  constexpr int kLead = 800;
   // Besides units.
   const auto load_of = [&](int block) {
     int load = r.tiles_of(block) * (kTile / 64);
     const auto shared = r.shared_work(block);
-    const int late = shared.num_tiles * shared.num_groups - kFreeGroups;
-    if (late > 0) load += late * kLateGroup;
+    load += shared.num_tiles * (2 * L::kSharedRows * L::kHidden / 64);
     return load + (block >= L::kBands
                        ? kLead
                        : r.shared_uses_of(block) * (L::kSharedUseRows * L::kInner / 64));
