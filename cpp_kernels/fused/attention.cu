@@ -63,10 +63,8 @@ struct Shared {
   static constexpr int kRawScales = kRawAt + kTile * stages::kKvDataBytes;
   static constexpr int kRawEnd = kRawScales + kTile * 8;
   static_assert(kTile % 16 == 0 && kHeads <= kTile && kListed >= kTile);
-  // Two tiles' keys where a block has several: the next ones are expanded over the second product.
-  static constexpr int kKeySide = kTile * kKeyPitch;
   union {
-    std::uint16_t key[(kAhead ? 2 : 1) * kKeySide];
+    std::uint16_t key[kTile * kKeyPitch];
     std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
   // In place of the work, when every block of the cluster has used up its own, what the cluster
@@ -200,24 +198,19 @@ LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint
   place[1] = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
-// Keys of what was asked for and is there: of all rows, or of those in only[]. All threads call.
-// Short code: it is the longest of the kernel.
-template <class Shared>
-LOWLAT_DEVICE void expand_pieces(Shared& shared, std::uint16_t* keys,
-                                 const std::uint8_t* const* only) {
-#pragma unroll 1
-  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
-    const int key = i / kPieces, piece = i % kPieces;
-    if (only != nullptr && only[key] == nullptr) continue;
-    store_piece(keys, *reinterpret_cast<const uint4*>(shared.work + Shared::kRawAt + 16 * i),
-                shared.work[Shared::kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
-  }
-}
+// Keys of what was asked for: of all rows, or of those in only[]. All threads call. Short code: it
+// is the longest of the kernel.
 template <class Shared>
 LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) {
   wait_for_copies();
   plat::block_sync();
-  expand_pieces(shared, shared.key, only);
+#pragma unroll 1
+  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+    const int key = i / kPieces, piece = i % kPieces;
+    if (only != nullptr && only[key] == nullptr) continue;
+    store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + Shared::kRawAt + 16 * i),
+                shared.work[Shared::kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
+  }
 }
 
 // A group of 32 values as f16 under a power of two. The group's largest goes to 2^13 .. 2^14;
@@ -436,10 +429,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   float sum[8][4] = {};  // of a warp's 64 dimensions
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
-    constexpr bool kAhead = Memory::kAhead;
-    const std::uint16_t* const keys = shared.key + (kAhead ? side * Memory::kKeySide : 0);
-    if (!kAhead && first != first_key) {
-      ask_for_tile<true, false>(shared, shared.data[side], shared.scales[side]);
+    if (first != first_key) {
+      if constexpr (!Memory::kAhead)
+        ask_for_tile<true, false>(shared, shared.data[side], shared.scales[side]);
       expand_tile(shared, nullptr);
     }
     const int next = first + kTile;
@@ -458,7 +450,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       shared.scales[side ^ 1][thread_idx] = row.scales;
     }
     plat::block_sync();
-    if (kAhead && next < end_key) {  // the next tile's rows are on their way over the products
+    if (Memory::kAhead &&
+        next < end_key) {  // the next tile's rows are on their way over the products
       ask_for_tile<true, false>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
@@ -472,7 +465,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) {
         const uint4 b = *reinterpret_cast<const uint4*>(
-            keys + (key_half * (kTile / 2) + n * 8 + g) * kKeyPitch + score_group * 128 +
+            shared.key + (key_half * (kTile / 2) + n * 8 + g) * kKeyPitch + score_group * 128 +
             step * 32 + 8 * t);
         const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
         sm90::mma_bf16(score[n], a[0], b_low);
@@ -534,7 +527,6 @@ __global__ void __launch_bounds__(kThreads, 2)
         shared.top[head] = top;
       }
     }
-    if (kAhead && next < end_key) wait_for_copies();
     plat::block_sync();
     if (next >= end_key) sm90::cluster_arrive_relaxed();  // the block's work is used up
 
@@ -557,21 +549,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int n = 0; n < 8; n += 2) {
         std::uint32_t b[4];
-        sm90::load_matrices_turned(b, keys + (step * 16 + lane_idx % 16) * kKeyPitch +
+        sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
                                           warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
         const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
         sm90::mma_bf16(sum[n], a, b_low);
         sm90::mma_bf16(sum[n + 1], a, b_high);
       }
     }
-    if constexpr (kAhead) {
-      // What this reads and writes is another's only behind the next tile's first sync.
-      if (next < end_key) {
-        expand_pieces(shared, shared.key + (side ^ 1) * Memory::kKeySide, nullptr);
-      }
-    } else {
-      plat::block_sync();  // the tile's memory is free
-    }
+    plat::block_sync();  // the tile's memory is free
   }
 
   plat::block_sync();  // also where there was no tile: the pieces' stores are over
