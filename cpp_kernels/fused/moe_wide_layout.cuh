@@ -57,7 +57,7 @@ struct Layout {
   static constexpr int kScoreGroups = kScorers / kScoreParts;  // of experts
   static constexpr int kScoreRows = kExperts / kScoreGroups, kGateK = kHidden / kScoreParts;
   static constexpr int kGateRows = kExperts / kScorers;       // of experts, see Scores
-  static constexpr int kGatePitch = 2 * kGateK + 16;          // bf16 row
+  static constexpr int kGatePitch = 2 * kGateK + 64;          // bf16 row: two rows on all banks
   static constexpr int kScorePackets = (kScoreRows + 2) / 3;  // of a block's scores of a row
   static constexpr int kRoutePackets = (kSlots + 1) / 2;      // of a row: two ids, their weights
   // First product. A use of the ring has 64 weight rows: those of w1 and of w3, or one's.
