@@ -161,7 +161,7 @@ struct Layout {
     float weights[kMaxPairs];
     std::int32_t num_entries;
     std::uint32_t stop;     // Watch
-    std::uint32_t several;  // an expert has several entries
+    std::uint32_t several;  // experts that have several entries
     std::uint32_t warp_sums[kConsumers];
     alignas(16) std::uint32_t count[kExperts];  // an expert's pairs; then their place in `sorted`
     // Of a row that this block routes for all.
