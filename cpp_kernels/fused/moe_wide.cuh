@@ -169,21 +169,19 @@ struct Finisher {
     return true;
   }
 
-  // Eight values of the shared expert's h of four columns, a lane each: bf16 in the order of pairs,
-  // a chunk a column.
+  // Eight values of the shared expert's h of four columns, a lane each: in bf16, a chunk a column.
   LOWLAT_DEVICE void finish_shared(int first_row, int first_column, int tile) const {
     const int value = r.lane % L::kSharedRows, column = first_column + r.lane / L::kSharedRows;
     const float gate = round_to_bf16(slices<L::kConsumers>(value, column, 0));
     const float up = round_to_bf16(slices<L::kConsumers>(L::kSharedRows + value, column, 0));
     const float h = stages::swiglu(gate, up, kSwigluLimit, false);
-    const std::uint32_t pair = pack_bf16(h, __shfl_down_sync(plat::kAllLanes, h, 4));
-    // Of a column's lanes 0 .. 3: values i and i + 4.
+    const std::uint32_t pair = pack_bf16(h, __shfl_down_sync(plat::kAllLanes, h, 1));
     const int first = r.lane / L::kSharedRows * L::kSharedRows;
     uint4 chunk;
     chunk.x = __shfl_sync(plat::kAllLanes, pair, first);
-    chunk.y = __shfl_sync(plat::kAllLanes, pair, first + 1);
-    chunk.z = __shfl_sync(plat::kAllLanes, pair, first + 2);
-    chunk.w = __shfl_sync(plat::kAllLanes, pair, first + 3);
+    chunk.y = __shfl_sync(plat::kAllLanes, pair, first + 2);
+    chunk.z = __shfl_sync(plat::kAllLanes, pair, first + 4);
+    chunk.w = __shfl_sync(plat::kAllLanes, pair, first + 6);
     if (value == 0 && first_row + column < r.a.rows) {
       store_packet(r.shared_hidden(first_row + column) + tile * 16, chunk);
     }

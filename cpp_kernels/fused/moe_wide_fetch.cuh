@@ -230,6 +230,60 @@ struct Gatherer {
       return __ldcg(reinterpret_cast<const uint4*>(src) + i);
     }
   }
+  // Eight values of a row, its `octet`-th, as codes under a power of two of each kBlock, which
+  // neighbouring lanes have together: all lanes call.
+  LOWLAT_DEVICE static void store_codes(const typename Region<L>::Codes& to, int in_group,
+                                        int octet, bool exists, const uint4& eight) {
+    const std::uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+    const std::uint32_t exponent =
+        activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
+    const float to_codes = __uint_as_float((254u - exponent) << 23);
+    std::uint16_t codes[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+          : "=h"(codes[j])
+          : "f"(high_bf16(pairs[j]) * to_codes), "f"(low_bf16(pairs[j]) * to_codes));
+    }
+    if (!exists) return;
+    const int block = octet / 8, half = octet / 4 % 2;
+    *reinterpret_cast<uint2*>(to.codes + block * L::kCodesOf64 + in_group * 64 + octet % 4 * 16 +
+                              half * 8) =
+        make_uint2(codes[0] | static_cast<std::uint32_t>(codes[1]) << 16,
+                   codes[2] | static_cast<std::uint32_t>(codes[3]) << 16);
+    if (octet % 4 == 0) {
+      to.scales[block * L::kScalesOf64 + in_group / 2 * 4 + half * 2 + in_group % 2] =
+          static_cast<unsigned char>(exponent);
+    }
+  }
+  // The shared expert's h of a row, once for all blocks, when it is there.
+  LOWLAT_DEVICE bool quantize_hidden() const {
+    const int row = r.num_blocks - 1 - r.block_idx;
+    if (!r.shared || which != 0 || row >= r.a.rows) return true;
+    constexpr int kOctets = L::kInner / 8,
+                  kOwn = (kOctets + plat::kWarpLanes - 1) / plat::kWarpLanes;
+    uint4 eight[kOwn] = {};
+    for (int tries = 1;; ++tries) {
+      bool all = true;
+#pragma unroll
+      for (int k = 0; k < kOwn; ++k) {
+        const int i = k * plat::kWarpLanes + r.lane;
+        if (i >= kOctets) continue;
+        eight[k] = load_packet(r.shared_hidden(row) + i * 16);
+        all = all && eight[k].w != kPoison;
+      }
+      if (__all_sync(plat::kAllLanes, all)) break;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+#pragma unroll
+    for (int k = 0; k < kOwn; ++k) {
+      const int i = k * plat::kWarpLanes + r.lane;
+      store_codes(r.shared_h(row / kColumns), row % kColumns, i, i < kOctets, eight[k]);
+    }
+    r.add_done(r.hidden_done());
+    return true;
+  }
   // The two terms of a chunk of a row of x, for all blocks.
   LOWLAT_DEVICE void split_row(int row, int chunk) const {
     constexpr int kOctets = L::kChunkK / 8,
@@ -280,29 +334,8 @@ struct Gatherer {
         const int i = k * plat::kWarpLanes + r.lane;
         uint4 eight_of = eight[k];
         if (L::kMarlin && i < kOctets) eight_of = __ldcg(reinterpret_cast<const uint4*>(src) + i);
-        const std::uint32_t pairs[4] = {eight_of.x, eight_of.y, eight_of.z, eight_of.w};
-        const std::uint32_t own =
-            activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
-        const float to_codes = __uint_as_float((254u - own) << 23);
-        std::uint16_t codes[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-              : "=h"(codes[j])
-              : "f"(high_bf16(pairs[j]) * to_codes), "f"(low_bf16(pairs[j]) * to_codes));
-        }
-        if (i >= kOctets) continue;
-        const int octet = chunk * kOctets + i, in_group = row % kColumns;
-        *reinterpret_cast<uint2*>(r.shared_x(row / kColumns) + octet / 8 * 512 + in_group * 64 +
-                                  octet % 4 * 16 + octet / 4 % 2 * 8) =
-            make_uint2(codes[0] | static_cast<std::uint32_t>(codes[1]) << 16,
-                       codes[2] | static_cast<std::uint32_t>(codes[3]) << 16);
-        if (octet % 4 == 0) {
-          r.shared_x_scales(
-              row /
-              kColumns)[octet / 8 * 16 + in_group / 2 * 4 + octet / 4 % 2 * 2 + in_group % 2] =
-              static_cast<unsigned char>(own);
-        }
+        store_codes(r.shared_x(row / kColumns), row % kColumns, chunk * kOctets + i, i < kOctets,
+                    eight_of);
       }
     }
     if (r.lane == 0) {
@@ -343,10 +376,13 @@ struct Gatherer {
   }
   LOWLAT_DEVICE bool gather_rows() const {
     const int own_tiles = r.own_tiles(), middle = r.middle_tile();
+    // A tile later, so that all blocks' shared tiles are likely to be over.
+    const int quantizes = min(middle + 2, own_tiles);
     for (int n = 0;; ++n) {
       if (n == middle && !pass(r.shared_tile_use(), r.shared_tiles() * L::kWarpGroups)) {
         return false;
       }
+      if (n == quantizes && !quantize_hidden()) return false;
       if (n == own_tiles) return true;
       const int first_use = r.tile_use(n);
       const int entry = r.routed_tile(n) / L::kTiles;

@@ -97,10 +97,6 @@ struct Layout {
   // Of the shared expert: its band comes in uses of so many rows, one for each warp group.
   static constexpr int kSharedUseRows = 16;
   static constexpr int kSharedUses = kBandRows / kSharedUseRows;
-  static constexpr int kInnerBlocks = kInner / 64;
-  static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;
-  static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, a warp
-  static_assert(kBlock == 32 || kPartBlocks % 2 == 0);
   static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
@@ -206,10 +202,10 @@ struct Layout {
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
       kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
-  static constexpr std::size_t kDoneOffset =  // a counter of rows, one an entry, one a band
+  static constexpr std::size_t kDoneOffset =  // counters of rows and of their h, an entry, a band
       kPairScalesOffset + std::size_t{kMaxPairs} * kBandParts * kScaleWords * 4;
   static constexpr std::size_t kHiddenBytes =  // of one parity
-      kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs + kBands, 4);
+      kDoneOffset + std::size_t{4} * round_up(2 + kMaxPairs + kBands, 4);
   static_assert(kHiddenBytes % 16 == 0);
   static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
@@ -217,13 +213,15 @@ struct Layout {
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kRoutesBytes = std::size_t{16} * kMaxRows * kRoutePackets;
   static constexpr std::size_t kSharedXOffset = kRoutesOffset + kRoutesBytes;
-  // x as the shared expert sees it, of eight rows: [K / 64][row][K / 8 % 4][K / 32 % 2][8] codes,
-  // and scales [K / 64][row / 2][K / 32 % 2][row % 2]: a lane has a piece of 16 bytes and a word.
-  static constexpr int kXGroupCodes = 8 * kHidden, kXGroupScales = kHidden / 64 * 16;
-  static constexpr std::size_t kXScalesOffset =
-      kSharedXOffset + std::size_t{kMaxRows / 8} * kXGroupCodes;
-  static constexpr std::size_t kBlockSecondOffset =
-      kXScalesOffset + std::size_t{kMaxRows / 8} * kXGroupScales;
+  // x and h as the shared expert's products see them, of eight rows: codes
+  // [K / 64][row][K / 8 % 4][K / 32 % 2][8], and behind those of all rows scales
+  // [K / 64][row / 2][K / 32 % 2][row % 2]: a lane has a piece of 16 bytes and a word.
+  static constexpr int kCodesOf64 = 512, kScalesOf64 = 16;
+  static constexpr std::size_t codes_bytes(int k) {
+    return std::size_t{kMaxRows / 8} * (k / 64) * (kCodesOf64 + kScalesOf64);
+  }
+  static constexpr std::size_t kSharedHOffset = kSharedXOffset + codes_bytes(kHidden);
+  static constexpr std::size_t kBlockSecondOffset = kSharedHOffset + codes_bytes(kInner);
   static constexpr std::size_t kWorkspaceBytes =
       kBlockSecondOffset + std::size_t{kBands} * kSecondBytes;
 };
@@ -293,7 +291,10 @@ struct Region {
     __syncwarp();
     if (lane == 0) add_word(counter, static_cast<std::uint32_t>(count));
   }
-  // The shared expert's h of a row: bf16 in the order of pairs.
+  LOWLAT_DEVICE std::uint32_t* hidden_done() const {  // rows whose shared h has become codes
+    return band_done(L::kBands);
+  }
+  // The shared expert's h of a row, in bf16.
   LOWLAT_DEVICE unsigned char* shared_hidden(int row) const {
     return here(L::kSharedOffset) + row * (L::kInner * 2);
   }
@@ -305,12 +306,20 @@ struct Region {
   LOWLAT_DEVICE plat::TaggedWords* route_packet(int number) const {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + number;
   }
-  // Codes and scales of x as the shared expert sees it, of a group of eight rows.
-  LOWLAT_DEVICE unsigned char* shared_x(int group) const {
-    return workspace + L::kSharedXOffset + group * L::kXGroupCodes;
+  // Codes and scales that the shared expert's products see, of a group of eight rows.
+  struct Codes {
+    unsigned char *codes, *scales;
+  };
+  LOWLAT_DEVICE Codes shared_x(int group) const {
+    return codes_at(L::kSharedXOffset, L::kHidden / 64, group);
   }
-  LOWLAT_DEVICE unsigned char* shared_x_scales(int group) const {
-    return workspace + L::kXScalesOffset + group * L::kXGroupScales;
+  LOWLAT_DEVICE Codes shared_h(int group) const {
+    return codes_at(L::kSharedHOffset, L::kInner / 64, group);
+  }
+  LOWLAT_DEVICE Codes codes_at(std::size_t offset, int blocks, int group) const {
+    unsigned char* first = workspace + offset;
+    return {first + group * blocks * L::kCodesOf64,
+            first + (L::kMaxRows / 8 * L::kCodesOf64 + group * L::kScalesOf64) * blocks};
   }
   LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
   LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }

@@ -101,24 +101,48 @@ struct Consumer {
     return true;
   }
 
+  // Of eight rows' codes, a block of 64 along K: this lane's, and scales of rows 2t and 2t + 1 of
+  // two groups of 32.
+  LOWLAT_DEVICE void load_codes_of(const typename Region<L>::Codes& from, int block, uint4& codes,
+                                   std::uint32_t& row_scales) const {
+    codes = __ldcg(reinterpret_cast<const uint4*>(from.codes + block * L::kCodesOf64) + r.lane);
+    row_scales =
+        __ldcg(reinterpret_cast<const std::uint32_t*>(from.scales + block * L::kScalesOf64) + t);
+  }
+  // acc += one half of such a block times weight rows g (`l`) and g + 8 (`h`) under their scales.
+  // Codes of both are f16 values, and scales multiply the sums of 32 along K.
+  LOWLAT_DEVICE static void add_codes(float (&acc)[4], const std::uint32_t (&l)[4],
+                                      const std::uint32_t (&h)[4], float low_scale,
+                                      float high_scale, const uint4& codes,
+                                      std::uint32_t row_scales, int half) {
+    std::uint32_t pairs[4];
+    unpack_e4m3(half == 0 ? codes.x : codes.z, half == 0 ? codes.y : codes.w, pairs);
+    float d[4] = {};
+    multiply_half_pairs(d, l, h, pairs);
+    multiply_half_pairs(d, l + 2, h + 2, pairs + 2);
+    const float one = power(row_scales >> 16 * half & 0xffu),
+                two = power(row_scales >> (16 * half + 8) & 0xffu);
+    acc[0] = plat::fma(d[0], low_scale * one, acc[0]);
+    acc[1] = plat::fma(d[1], low_scale * two, acc[1]);
+    acc[2] = plat::fma(d[2], high_scale * one, acc[2]);
+    acc[3] = plat::fma(d[3], high_scale * two, acc[3]);
+  }
+
   // This warp's part along K of a tile of the shared expert's first product: gate rows, then up
-  // rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and scales multiply the
-  // sums of 32 along K. Groups of eight rows go a few at a time, for which weights are unpacked once.
+  // rows; x as the block-fp8 linear sees it. Groups of eight rows go a few at a time, for which
+  // weights are unpacked once.
   LOWLAT_DEVICE bool run_shared_piece(int n, int piece, int use) {
     constexpr int kBlocks = L::kSlice / 64, kGroups = 3, kAhead = 2;
     const auto work = r.shared_work(r.block_idx);
     const int slot = L::slot_of(use), slice = piece * (L::kConsumers / L::kWarpGroups) + warp % 4;
     uint4 codes[kBlocks][kGroups];
-    std::uint32_t row_scales[kBlocks][kGroups];  // of rows 2t and 2t + 1, of two groups of 32
+    std::uint32_t row_scales[kBlocks][kGroups];
     const auto load_rows = [&](int block, int first) {
-      const int at = slice * kBlocks + block;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
         const int group = work.group(min(first + j, work.num_groups - 1), r.block_idx);
-        codes[block][j] =
-            __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
-        row_scales[block][j] =
-            __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_x_scales(group) + at * 16) + t);
+        load_codes_of(r.shared_x(group), slice * kBlocks + block, codes[block][j],
+                      row_scales[block][j]);
       }
     };
 #pragma unroll
@@ -145,19 +169,7 @@ struct Consumer {
           const float gate = power(scales[0][scale]), up = power(scales[1][scale]);
 #pragma unroll
           for (int j = 0; j < kGroups; ++j) {
-            const uint4& x_codes = codes[block][j];
-            std::uint32_t x_pairs[4];
-            unpack_e4m3(half == 0 ? x_codes.x : x_codes.z, half == 0 ? x_codes.y : x_codes.w,
-                        x_pairs);
-            float d[4] = {};
-            multiply_half_pairs(d, l, h, x_pairs);
-            multiply_half_pairs(d, l + 2, h + 2, x_pairs + 2);
-            const float one = power(row_scales[block][j] >> 16 * half & 0xffu),
-                        two = power(row_scales[block][j] >> (16 * half + 8) & 0xffu);
-            acc[j][0] = plat::fma(d[0], gate * one, acc[j][0]);
-            acc[j][1] = plat::fma(d[1], gate * two, acc[j][1]);
-            acc[j][2] = plat::fma(d[2], up * one, acc[j][2]);
-            acc[j][3] = plat::fma(d[3], up * two, acc[j][3]);
+            add_codes(acc[j], l, h, gate, up, codes[block][j], row_scales[block][j], half);
           }
         }
       }
@@ -188,65 +200,51 @@ struct Consumer {
 
   // ---- the shared expert's second product
 
-  // acc += a use's sixteen columns, `column` and on of the band, times a part of I of eight rows.
-  // Their h is there by then, or nearly.
-  LOWLAT_DEVICE bool multiply_shared(std::uint32_t slot, int column, int part, int group,
-                                     float (&acc)[4]) const {
-    const std::uint32_t codes = slot + g * L::kInner + part * L::kPartBlocks * 64 + t * 16;
-    const int band = r.block_idx * L::kBandRows;
-    const int low_row = (band + column) / L::kBlock - band / L::kBlock;
-    const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
-    const int row = group * kColumns + g;
-    const unsigned char* hidden =
-        r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) + part * L::kPartBlocks * 128 + t * 32;
-    std::uint32_t b[L::kPartBlocks][8];
-    for (int tries = 1;; ++tries) {
-      bool all = true;
-#pragma unroll
-      for (int i = 0; i < L::kPartBlocks; ++i) {
-        const uint4 v = load_packet(hidden + i * 128), w = load_packet(hidden + i * 128 + 16);
-        all = all && v.w != kPoison && w.w != kPoison;
-        b[i][0] = v.x, b[i][1] = v.y, b[i][2] = v.z, b[i][3] = v.w;
-        b[i][4] = w.x, b[i][5] = w.y, b[i][6] = w.z, b[i][7] = w.w;
-      }
-      if (__all_sync(plat::kAllLanes, all)) break;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-    std::uint32_t exponent = 0;
-#pragma unroll
-    for (int i = 0; i < L::kPartBlocks; ++i) {
-      // A scale group is two lanes' runs, or two blocks' of four lanes.
-      constexpr int kSpan = L::kBlock == 32 ? 1 : 2;
-      if (i % kSpan == 0) {
-        float amax = pairs_amax<8>(b[i]);
-        if constexpr (kSpan == 2) amax = fmaxf(amax, pairs_amax<8>(b[i + 1]));
-        exponent = activation_exponent(lanes_max<2 * kSpan>(amax));
-      }
-      std::uint32_t quantized[8];
-#pragma unroll
-      for (int k = 0; k < 8; ++k) quantized[k] = b[i][k];
-      quantize_pairs<8>(quantized, exponent);
-      const int at = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
-      const std::uint8_t* scales = r.table.band_scales + at;
-      const uint4 low = smem_load16(codes + i * 64);
-      const uint4 high = smem_load16(codes + 8 * L::kInner + i * 64);
-      multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
-                    e4m3_factor(scales[high_row * L::kBandScaleColumns]), quantized);
-    }
-    return true;
-  }
-  // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group.
+  // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group. Warps
+  // of a scheduler, every fourth, have other groups in each use, so that all have as many.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
     static_assert(L::kSharedUseRows == 16);
+    constexpr int kBlocks = L::kInner / 64, kAhead = 3;
     const int slot = L::slot_of(use), column = number * L::kSharedUseRows;
+    const int first_group = (warp + number) % 4, num_groups = r.num_groups();
+    if (first_group < num_groups &&
+        !r.wait_count(r.hidden_done(), counted(r.a.rows), kHiddenEvent)) {
+      return false;
+    }
     if (!r.wait_filled(use)) return false;
+    const std::uint32_t address = r.slot_address(slot) + g * L::kInner + t * 8;
+    const int band = r.block_idx * L::kBandRows;
+    const auto scales_of = [&](int row) {
+      return r.table.band_scales +
+             ((band + column + row) / L::kBlock - band / L::kBlock) * L::kBandScaleColumns;
+    };
+    const std::uint8_t *low_scales = scales_of(0), *high_scales = scales_of(8);
 #pragma unroll 1
-    for (int group = warp % 4; group < r.num_groups(); group += 4) {
+    for (int group = first_group; group < num_groups; group += 4) {
+      const auto hidden = r.shared_h(group);
+      uint4 codes[kBlocks];
+      std::uint32_t row_scales[kBlocks];
+#pragma unroll
+      for (int block = 0; block < kAhead; ++block) {
+        load_codes_of(hidden, block, codes[block], row_scales[block]);
+      }
       float acc[4] = {};
-#pragma unroll 1
-      for (int part = 0; part < L::kSharedParts; ++part) {
-        if (!multiply_shared(r.slot_address(slot), column, part, group, acc)) return false;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        if (block + kAhead < kBlocks) {
+          load_codes_of(hidden, block + kAhead, codes[block + kAhead], row_scales[block + kAhead]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const std::uint32_t at = address + block * 64 + half * 32;
+          const uint2 low = smem_load8(at), high = smem_load8(at + 8 * L::kInner);
+          std::uint32_t l[4], h[4];
+          unpack_e4m3(low.x, low.y, l);
+          unpack_e4m3(high.x, high.y, h);
+          const int scale = (block * 64 + half * 32) / L::kBlock;
+          add_codes(acc, l, h, power(low_scales[scale]), power(high_scales[scale]), codes[block],
+                    row_scales[block], half);
+        }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -215,7 +215,7 @@ LOWLAT_DEVICE void make_share(const Region<L>& r) {
   // In units of 64 bytes, as measured: what a block without a band is given less, since a band's
   // block waits for its units; what a group of rows of the shared expert's second product takes
   // beyond its bytes.
-  constexpr int kLead = 800, kGroup = 860;
+  constexpr int kLead = 800, kGroup = 150;
   // Besides units.
   const auto load_of = [&](int block) {
     int load = r.tiles_of(block) * (kTile / 64);
