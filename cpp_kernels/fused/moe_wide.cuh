@@ -33,12 +33,14 @@
 // output columns, a band; warp groups take units. A band's block adds its rows' slots and sends the
 // sums. Blocks without a band take a part of all bands' units, so many that all blocks end together
 // (make_share), and hand the results over in the workspace. The first entries' h was finished while
-// later tiles were multiplied, so the second product starts without a wait. Router and shared
-// expert, which do not depend on the routing, are fetched while it is being decided; their products
+// later tiles were multiplied, so the second product starts without a wait. The router's products
 // are mma.m16n8k16's on rows of x in registers. A block scores twelve experts on a quarter of K, so
 // that it reads a quarter of x; block t adds the quarters of row t, chooses its experts and tells
-// all blocks. The shared expert's first product goes on meanwhile: a block has a tile and half of
-// the rows, or all of them. Its second comes through the ring, between tiles and routed units.
+// all blocks. The shared expert comes through the ring amid the routed work, since its products
+// take longer than its bytes: of the first a block has a tile and half of the rows, or all of them,
+// half way through its routed tiles; of the second a band, between tiles and units. Both are
+// mma.m16n8k16's on codes as f16 values, which are made once for all blocks: of x by the gatherers,
+// of h by those of as many blocks as there are rows.
 //
 // Weights come by tensor copies or in one piece: rows' whole lines of 128 bytes. Pieces of half a
 // line, by sixteen bytes a lane, reached 0.84 of the bandwidth (docs/bench/moe-hopper.md).
@@ -47,12 +49,13 @@
 //                       finisher, read by the block that routes the row. Written again by the next
 //                       launch, which begins after this one has ended (wait_at(before)).
 //              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
-//                       read by one warp of every block; again as the scores.
-//              shared_x [row] x as the shared expert sees it: written with the columns and counted
-//                       with them, again as the scores.
-//              second   [band][pair][64] results of units: written by whoever has the unit. A band's
-//                       block waits until those of others are counted (as below) and reads past
-//                       the first-level cache; again as the scores.
+//                       read by all consumers of every block; again as the scores.
+//              shared_x, shared_h  [eight rows] x and h as the shared expert's products see them: x
+//                       written with the columns and counted with them, a row's h by one warp when
+//                       it is there, which then counts; again as the scores.
+//              second   [band][pair][64] results of units: written by whoever has the unit. A
+//                       band's block waits until those of others are counted (as below) and reads
+//                       past the first-level cache; again as the scores.
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin
@@ -67,11 +70,11 @@
 //                       slot's gatherer see each phase, and a reader of use u first waits for the
 //                       end of the use before in its slot, whose own predecessor is over because
 //                       the producer was there since.
-//              head     the router's rows and the shared expert's tile lie at the ring's start: a
-//                       slot's first use waits for gate_done, shared_done.
+//              head     the router's rows lie at the ring's start, where a slot's first use waits
+//                       for gate_done; the first uses take the other slots.
 //              sums     partial[] full: every consumer; empty: the finisher's. partial[0] is also
-//                       where a row is routed: after the block's own scores have left, before
-//                       the next sums.
+//                       where a row is routed and where the table's pairs are put in order: after
+//                       the block's own scores have left, before the next sums.
 //              registers  are given back before any wait: consumers wait for them to start.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.
