@@ -33,14 +33,12 @@
 // output columns, a band; warp groups take units. A band's block adds its rows' slots and sends the
 // sums. Blocks without a band take a part of all bands' units, so many that all blocks end together
 // (make_share), and hand the results over in the workspace. The first entries' h was finished while
-// later tiles were multiplied, so the second product starts without a wait. The router's products
+// later tiles were multiplied, so the second product starts without a wait. Router and shared
+// expert, which do not depend on the routing, are fetched while it is being decided; their products
 // are mma.m16n8k16's on rows of x in registers. A block scores twelve experts on a quarter of K, so
 // that it reads a quarter of x; block t adds the quarters of row t, chooses its experts and tells
-// all blocks. The shared expert comes through the ring amid the routed work, since its products
-// take longer than its bytes: of the first a block has a tile and half of the rows, or all of them,
-// half way through its routed tiles; of the second a band, between tiles and units. Both are
-// mma.m16n8k16's on codes as f16 values, which are made once for all blocks: of x by the gatherers,
-// of h by those of as many blocks as there are rows.
+// all blocks. The shared expert's first product goes on meanwhile: a block has a tile and half of
+// the rows, or all of them. Its second comes through the ring, between tiles and routed units.
 //
 // Weights come by tensor copies or in one piece: rows' whole lines of 128 bytes. Pieces of half a
 // line, by sixteen bytes a lane, reached 0.84 of the bandwidth (docs/bench/moe-hopper.md).
@@ -49,13 +47,12 @@
 //                       finisher, read by the block that routes the row. Written again by the next
 //                       launch, which begins after this one has ended (wait_at(before)).
 //              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
-//                       read by all consumers of every block; again as the scores.
-//              shared_x, shared_h  [eight rows] x and h as the shared expert's products see them: x
-//                       written with the columns and counted with them, a row's h by one warp when
-//                       it is there, which then counts; again as the scores.
-//              second   [band][pair][64] results of units: written by whoever has the unit. A
-//                       band's block waits until those of others are counted (as below) and reads
-//                       past the first-level cache; again as the scores.
+//                       read by one warp of every block; again as the scores.
+//              shared_x [row] x as the shared expert sees it: written with the columns and counted
+//                       with them, again as the scores.
+//              second   [band][pair][64] results of units: written by whoever has the unit. A band's
+//                       block waits until those of others are counted (as below) and reads past
+//                       the first-level cache; again as the scores.
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin
@@ -70,11 +67,11 @@
 //                       slot's gatherer see each phase, and a reader of use u first waits for the
 //                       end of the use before in its slot, whose own predecessor is over because
 //                       the producer was there since.
-//              head     the router's rows lie at the ring's start, where a slot's first use waits
-//                       for gate_done; the first uses take the other slots.
+//              head     the router's rows and the shared expert's tile lie at the ring's start: a
+//                       slot's first use waits for gate_done, shared_done.
 //              sums     partial[] full: every consumer; empty: the finisher's. partial[0] is also
-//                       where a row is routed and where the table's pairs are put in order: after
-//                       the block's own scores have left, before the next sums.
+//                       where a row is routed: after the block's own scores have left, before
+//                       the next sums.
 //              registers  are given back before any wait: consumers wait for them to start.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.
@@ -172,19 +169,21 @@ struct Finisher {
     return true;
   }
 
-  // Eight values of the shared expert's h of four columns, a lane each: in bf16, a chunk a column.
+  // Eight values of the shared expert's h of four columns, a lane each: bf16 in the order of pairs,
+  // a chunk a column.
   LOWLAT_DEVICE void finish_shared(int first_row, int first_column, int tile) const {
     const int value = r.lane % L::kSharedRows, column = first_column + r.lane / L::kSharedRows;
     const float gate = round_to_bf16(slices<L::kConsumers>(value, column, 0));
     const float up = round_to_bf16(slices<L::kConsumers>(L::kSharedRows + value, column, 0));
     const float h = stages::swiglu(gate, up, kSwigluLimit, false);
-    const std::uint32_t pair = pack_bf16(h, __shfl_down_sync(plat::kAllLanes, h, 1));
+    const std::uint32_t pair = pack_bf16(h, __shfl_down_sync(plat::kAllLanes, h, 4));
+    // Of a column's lanes 0 .. 3: values i and i + 4.
     const int first = r.lane / L::kSharedRows * L::kSharedRows;
     uint4 chunk;
     chunk.x = __shfl_sync(plat::kAllLanes, pair, first);
-    chunk.y = __shfl_sync(plat::kAllLanes, pair, first + 2);
-    chunk.z = __shfl_sync(plat::kAllLanes, pair, first + 4);
-    chunk.w = __shfl_sync(plat::kAllLanes, pair, first + 6);
+    chunk.y = __shfl_sync(plat::kAllLanes, pair, first + 1);
+    chunk.z = __shfl_sync(plat::kAllLanes, pair, first + 2);
+    chunk.w = __shfl_sync(plat::kAllLanes, pair, first + 3);
     if (value == 0 && first_row + column < r.a.rows) {
       store_packet(r.shared_hidden(first_row + column) + tile * 16, chunk);
     }
@@ -236,12 +235,15 @@ struct Finisher {
     }
   }
 
-  LOWLAT_DEVICE bool run_shared() {
-    const auto work = r.shared_work(r.block_idx);
-    for (int n = 0; n < work.num_tiles; ++n) {
-      for (int group = 0; group < work.num_groups; ++group) {
+  LOWLAT_DEVICE bool run() {
+    if (r.gates() && !run_gate()) return false;
+    load_band_scales(r);
+    clear_columns();
+    const auto shared = r.shared_work(r.block_idx);
+    for (int n = 0; n < shared.num_tiles; ++n) {
+      for (int group = 0; group < shared.num_groups; ++group) {
         if (!wait_sums()) return false;
-        const int first_row = work.group(group, r.block_idx) * kColumns;
+        const int first_row = shared.group(group, r.block_idx) * kColumns;
 #pragma unroll 1
         for (int column = 0; column < kColumns && first_row + column < r.a.rows; column += 4) {
           finish_shared(first_row, column, r.shared_tile(n));
@@ -249,19 +251,10 @@ struct Finisher {
         free_sums();
       }
     }
-    return true;
-  }
-
-  LOWLAT_DEVICE bool run() {
-    if (r.gates() && !run_gate()) return false;
-    load_band_scales(r);
-    clear_columns();
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     make_share(r);
-    const int own_tiles = r.own_tiles(), middle = r.middle_tile();
-    for (int n = 0;; ++n) {
-      if (n == middle && !run_shared()) return false;
-      if (n == own_tiles) return true;
+    const int own_tiles = r.own_tiles();
+    for (int n = 0; n < own_tiles; ++n) {
       const int number = r.routed_tile(n), entry = number / L::kTiles;
       if (!wait_sums()) return false;
       const int first = r.table.first[entry], num = r.table.first[entry + 1] - first;
@@ -273,6 +266,7 @@ struct Finisher {
       free_sums();
       r.add_done(r.entry_done(entry));
     }
+    return true;
   }
 };
 
@@ -342,6 +336,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.sums_full[i], L::kConsumers);
     sm90::barrier_init(&barriers.sums_empty[i], 1);
     sm90::barrier_init(&barriers.shared_full[i], 1);
+    sm90::barrier_init(&barriers.shared_done[i], L::kConsumers);
   } else if (thread == 64) {
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
@@ -359,11 +354,12 @@ __global__ void __launch_bounds__(L::kThreads, 1)
 
   Producer<L> producer = {r};
   Consumer<L> consumer = {r, warp};
+  bool going = true;
   // Before any wait for the consumers, who wait for these registers.
   if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
-    producer.run_early();
+    going = producer.run_early();
   }
   wait_at(args.before);
   // The next kernel's blocks may take the multiprocessors that are through.
@@ -379,7 +375,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     consumer.run(rules);
   } else {
     if (warp == L::kProducer) {
-      producer.run_routed();
+      if (going) producer.run_routed();
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};
       finisher.run();

@@ -23,7 +23,7 @@ struct Producer {
   }
 
   // What does not depend on the routing, or on anything before this kernel.
-  LOWLAT_DEVICE void run_early() {
+  LOWLAT_DEVICE bool run_early() {
     const auto& w = r.a.w;
     auto& barriers = r.barriers;
     if (r.lane < (L::kMarlin ? 4 : 3)) sm90::tensor_prefetch(&r.maps.maps[r.lane]);
@@ -38,19 +38,34 @@ struct Producer {
              w.gate + static_cast<std::size_t>(expert) * L::kHidden + r.score_part() * L::kGateK,
              2 * L::kGateK, &barriers.gate_full);
       }
+      // The router's rows and x decide when routing ends: nothing competes with them.
+      if (!barrier_wait(&barriers.gate_full, 0, r.watch)) return false;
     }
-    for (int n = 0; n < r.shared_tiles(); ++n) {
-      if (r.lane == 0) {
-        sm90::barrier_arrive_expect(&barriers.shared_full[n], sizeof r.table.shared_scales[n]);
-      }
-      __syncwarp();
-      if (r.lane < 2) {
-        constexpr int kRow = L::kHidden / L::kBlock;
-        load(r.table.shared_scales[n][r.lane],
-             (r.lane ? w.shared_w3 : w.shared_w1).scales +
-                 static_cast<std::size_t>(r.shared_tile(n) * L::kSharedRows / L::kBlock) * kRow,
-             kRow, &barriers.shared_full[n]);
-      }
+    if (r.shared_tiles() > 0) load_shared_tile(0);
+    return true;
+  }
+  // The n-th of this block, when the one before is over.
+  LOWLAT_DEVICE void load_shared_tile(int n) const {
+    const auto& w = r.a.w;
+    std::uint64_t* full = &r.barriers.shared_full[n];
+    if (r.lane == 0) {
+      sm90::barrier_arrive_expect(full, 2 * (L::kSharedRows * L::kHidden +
+                                             static_cast<int>(sizeof(r.table.shared_scales[0]))));
+    }
+    __syncwarp();
+    const int first = r.shared_tile(n) * L::kSharedRows;
+    if (r.lane < 2 * L::kSharedRows) {
+      load(r.slot(0) + L::kSharedAt + r.lane * L::kSharedPitch,
+           (r.lane < L::kSharedRows ? w.shared_w1 : w.shared_w3).codes +
+               static_cast<std::size_t>(first + r.lane % L::kSharedRows) * L::kHidden,
+           L::kHidden, full);
+    } else if (r.lane < 2 * L::kSharedRows + 2) {
+      const int up = r.lane % 2;
+      constexpr int kRow = L::kHidden / L::kBlock;
+      load(r.table.shared_scales[up],
+           (up ? w.shared_w3 : w.shared_w1).scales +
+               static_cast<std::size_t>(first / L::kBlock) * kRow,
+           kRow, full);
     }
   }
   // A box of one of the maps; one lane calls.
@@ -59,14 +74,15 @@ struct Producer {
     sm90::tensor_load(dst, &r.maps.maps[map], x, y, z, full, sm90::CacheHint::evict_first);
   }
   LOWLAT_DEVICE bool run_routed() {
+    // Not early: it waits for consumers, who wait at the kernel's gate with the whole block.
+    for (int n = 1; n < r.shared_tiles(); ++n) {
+      if (!barrier_wait(&r.barriers.shared_done[n - 1], 0, r.watch)) return false;
+      load_shared_tile(n);
+    }
     if (!barrier_wait(&r.barriers.entries, 0, r.watch)) return false;
-    const int own_tiles = r.own_tiles(), middle = r.middle_tile();
-    for (int n = 0;; ++n) {
-      for (int i = 0; n == middle && i < r.shared_tiles() * L::kWarpGroups; ++i) {
-        if (!load_shared_piece(r.shared_tile(i / L::kWarpGroups), i % L::kWarpGroups)) return false;
-      }
-      if (n == own_tiles) break;
-      const int number = r.routed_tile(n), expert = r.table.expert[number / L::kTiles];
+    const int num_tiles = r.num_tiles();
+    for (int n = 0, number; (number = r.routed_tile(n)) < num_tiles; ++n) {
+      const int expert = r.table.expert[number / L::kTiles];
       if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
     for (int i = 0; i < r.shared_uses(); ++i) {
@@ -83,32 +99,19 @@ struct Producer {
   }
 
  private:
-  // A use of the ring: `ask(slot, full)` by the first lanes, of copies of so many bytes together.
+  // A use of the ring: `ask(slot, full)` by one lane, of copies of so many bytes.
   template <class Ask>
-  LOWLAT_DEVICE bool fill_slot(std::uint32_t bytes, const Ask& ask, int lanes = 1) {
+  LOWLAT_DEVICE bool fill_slot(std::uint32_t bytes, const Ask& ask) {
     const int slot = L::slot_of(uses);
     if (!r.wait_free(uses)) return false;
     ++uses;
-    std::uint64_t* full = &r.barriers.full[slot];
-    if (r.lane == 0) sm90::barrier_arrive_expect(full, bytes);
-    if (lanes > 1) __syncwarp();
-    if (r.lane < lanes) ask(r.slot(slot), full);
+    if (r.lane == 0) {
+      std::uint64_t* full = &r.barriers.full[slot];
+      sm90::barrier_arrive_expect(full, bytes);
+      ask(r.slot(slot), full);
+    }
     __syncwarp();
     return true;
-  }
-  // A piece along K of a tile of the shared expert's first product: a lane a row.
-  LOWLAT_DEVICE bool load_shared_piece(int tile, int piece) {
-    constexpr int kRows = 2 * L::kSharedRows;
-    const auto ask = [&](unsigned char* slot, std::uint64_t* full) {
-      const auto& w = r.lane < L::kSharedRows ? r.a.w.shared_w1 : r.a.w.shared_w3;
-      load(slot + r.lane * L::kSharedPitch,
-           w.codes +
-               static_cast<std::size_t>(tile * L::kSharedRows + r.lane % L::kSharedRows) *
-                   L::kHidden +
-               piece * L::kSharedPieceK,
-           L::kSharedPieceK, full);
-    };
-    return fill_slot(kRows * L::kSharedPieceK, ask, kRows);
   }
   // kTiles' tile `tile` of an expert, the n-th of this block.
   LOWLAT_DEVICE bool load_tile(int n, int expert, int tile) {
@@ -230,60 +233,6 @@ struct Gatherer {
       return __ldcg(reinterpret_cast<const uint4*>(src) + i);
     }
   }
-  // Eight values of a row, its `octet`-th, as codes under a power of two of each kBlock, which
-  // neighbouring lanes have together: all lanes call.
-  LOWLAT_DEVICE static void store_codes(const typename Region<L>::Codes& to, int in_group,
-                                        int octet, bool exists, const uint4& eight) {
-    const std::uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-    const std::uint32_t exponent =
-        activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
-    const float to_codes = __uint_as_float((254u - exponent) << 23);
-    std::uint16_t codes[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-          : "=h"(codes[j])
-          : "f"(high_bf16(pairs[j]) * to_codes), "f"(low_bf16(pairs[j]) * to_codes));
-    }
-    if (!exists) return;
-    const int block = octet / 8, half = octet / 4 % 2;
-    *reinterpret_cast<uint2*>(to.codes + block * L::kCodesOf64 + in_group * 64 + octet % 4 * 16 +
-                              half * 8) =
-        make_uint2(codes[0] | static_cast<std::uint32_t>(codes[1]) << 16,
-                   codes[2] | static_cast<std::uint32_t>(codes[3]) << 16);
-    if (octet % 4 == 0) {
-      to.scales[block * L::kScalesOf64 + in_group / 2 * 4 + half * 2 + in_group % 2] =
-          static_cast<unsigned char>(exponent);
-    }
-  }
-  // The shared expert's h of a row, once for all blocks, when it is there.
-  LOWLAT_DEVICE bool quantize_hidden() const {
-    const int row = r.num_blocks - 1 - r.block_idx;
-    if (!r.shared || which != 0 || row >= r.a.rows) return true;
-    constexpr int kOctets = L::kInner / 8,
-                  kOwn = (kOctets + plat::kWarpLanes - 1) / plat::kWarpLanes;
-    uint4 eight[kOwn] = {};
-    for (int tries = 1;; ++tries) {
-      bool all = true;
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k) {
-        const int i = k * plat::kWarpLanes + r.lane;
-        if (i >= kOctets) continue;
-        eight[k] = load_packet(r.shared_hidden(row) + i * 16);
-        all = all && eight[k].w != kPoison;
-      }
-      if (__all_sync(plat::kAllLanes, all)) break;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-#pragma unroll
-    for (int k = 0; k < kOwn; ++k) {
-      const int i = k * plat::kWarpLanes + r.lane;
-      store_codes(r.shared_h(row / kColumns), row % kColumns, i, i < kOctets, eight[k]);
-    }
-    r.add_done(r.hidden_done());
-    return true;
-  }
   // The two terms of a chunk of a row of x, for all blocks.
   LOWLAT_DEVICE void split_row(int row, int chunk) const {
     constexpr int kOctets = L::kChunkK / 8,
@@ -334,8 +283,27 @@ struct Gatherer {
         const int i = k * plat::kWarpLanes + r.lane;
         uint4 eight_of = eight[k];
         if (L::kMarlin && i < kOctets) eight_of = __ldcg(reinterpret_cast<const uint4*>(src) + i);
-        store_codes(r.shared_x(row / kColumns), row % kColumns, chunk * kOctets + i, i < kOctets,
-                    eight_of);
+        const std::uint32_t pairs[4] = {eight_of.x, eight_of.y, eight_of.z, eight_of.w};
+        const std::uint32_t own =
+            activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
+        const float to_codes = __uint_as_float((254u - own) << 23);
+        std::uint16_t codes[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+              : "=h"(codes[j])
+              : "f"(high_bf16(pairs[j]) * to_codes), "f"(low_bf16(pairs[j]) * to_codes));
+        }
+        if (i >= kOctets) continue;
+        const int octet = chunk * kOctets + i, in_group = row % kColumns;
+        *reinterpret_cast<uint2*>(r.shared_x(row / kColumns) + octet / 8 * 512 + in_group * 64 +
+                                  octet % 4 * 16 + octet / 4 % 2 * 8) =
+            make_uint2(codes[0] | static_cast<std::uint32_t>(codes[1]) << 16,
+                       codes[2] | static_cast<std::uint32_t>(codes[3]) << 16);
+        if (octet % 4 == 0) {
+          r.shared_x_scales(row / kColumns)[octet / 8 * 16 + in_group / 2 * 4 + octet / 4 % 2 * 2 +
+                                            in_group % 2] = static_cast<unsigned char>(own);
+        }
       }
     }
     if (r.lane == 0) {
@@ -364,27 +332,8 @@ struct Gatherer {
       if (i < 4 * kGroups) sm90::copy_piece(dst + at, src + i * 16, sm90::CacheHint::evict_last);
     }
   }
-  // Uses without columns.
-  LOWLAT_DEVICE bool pass(int first_use, int num) const {
-    for (int use = first_use; use < first_use + num; ++use) {
-      const int slot = L::slot_of(use);
-      if (slot % L::kGatherers != which) continue;
-      if (!r.wait_free(use)) return false;
-      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
-    }
-    return true;
-  }
-  LOWLAT_DEVICE bool gather_rows() const {
-    const int own_tiles = r.own_tiles(), middle = r.middle_tile();
-    // A tile later, so that all blocks' shared tiles are likely to be over.
-    const int quantizes = min(middle + 2, own_tiles);
-    for (int n = 0;; ++n) {
-      if (n == middle && !pass(r.shared_tile_use(), r.shared_tiles() * L::kWarpGroups)) {
-        return false;
-      }
-      if (n == quantizes && !quantize_hidden()) return false;
-      if (n == own_tiles) return true;
-      const int first_use = r.tile_use(n);
+  LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
+    for (int n = 0; n < own_tiles; ++n) {
       const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
       // The rows of the entry's pairs, and this lane's of them.
@@ -395,7 +344,7 @@ struct Gatherer {
       }
       const int own_row = r.table.sorted[first + (r.lane < num ? r.lane : 0)] / L::kSlots;
       for (int i = 0; i < L::kUses; ++i) {
-        const int use = first_use + i, slot = L::slot_of(use), chunk = i / L::kParts;
+        const int use = n * L::kUses + i, slot = L::slot_of(use), chunk = i / L::kParts;
         if (slot % L::kGatherers != which) continue;
         if (!r.wait_free(use)) return false;
         const std::uint32_t dst = r.slot_address(slot);
@@ -442,8 +391,13 @@ struct Gatherer {
     }
   }
   LOWLAT_DEVICE bool gather_pairs(int first_use) const {
-    if (!pass(first_use, r.shared_uses())) return false;
-    first_use += r.shared_uses();
+    // The shared expert's uses have no columns.
+    for (int i = 0; i < r.shared_uses(); ++i, ++first_use) {
+      const int slot = L::slot_of(first_use);
+      if (slot % L::kGatherers != which) continue;
+      if (!r.wait_free(first_use)) return false;
+      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
+    }
     if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
     const int num_units = r.table.share.num_units;
     // A band's block begins with its first entry; others come back to entry 0 in their next band.
@@ -478,7 +432,9 @@ struct Gatherer {
     split_rows();
     // All rows' columns are there before the table is.
     if (!r.wait_rows() || !barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    return gather_rows() && gather_pairs(r.band_uses()) && (which != 0 || wait_lent());
+    const int own_tiles = r.own_tiles();
+    return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses) &&
+           (which != 0 || wait_lent());
   }
   // Until other blocks have done what they took of this block's band.
   LOWLAT_DEVICE bool wait_lent() const {

@@ -48,16 +48,15 @@ struct Layout {
   static constexpr int kSharedTiles = kInner / kSharedRows;
   static constexpr int kMostSharedTiles = (kSharedTiles + kScorers - 1) / kScorers;  // of a block
   static constexpr bool kSharedHalves = kMostSharedTiles == 1;
-  // A tile's rows, w1's and then w3's, come through the ring, a piece along K for each warp group;
-  // the pitch has four rows' 32 bytes on all banks.
-  static constexpr int kSharedPieceK = kHidden / kWarpGroups, kSharedPitch = kSharedPieceK + 32;
+  static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row: four rows' 32 bytes on all banks
+  static constexpr int kSharedBytes = 2 * kSharedRows * kSharedPitch;
   // A scoring block has a part of K, so that it reads no more of x than that. Of its warps
   // kScoreSlices share that part, the others have other rows.
   static constexpr int kScoreParts = 4, kScoreSlices = kConsumers / kScoreParts;
   static constexpr int kScoreGroups = kScorers / kScoreParts;  // of experts
   static constexpr int kScoreRows = kExperts / kScoreGroups, kGateK = kHidden / kScoreParts;
   static constexpr int kGateRows = kExperts / kScorers;       // of experts, see Scores
-  static constexpr int kGatePitch = 2 * kGateK + 64;          // bf16 row: two rows on all banks
+  static constexpr int kGatePitch = 2 * kGateK + 16;          // bf16 row
   static constexpr int kScorePackets = (kScoreRows + 2) / 3;  // of a block's scores of a row
   static constexpr int kRoutePackets = (kSlots + 1) / 2;      // of a row: two ids, their weights
   // First product. A use of the ring has 64 weight rows: those of w1 and of w3, or one's.
@@ -97,6 +96,10 @@ struct Layout {
   // Of the shared expert: its band comes in uses of so many rows, one for each warp group.
   static constexpr int kSharedUseRows = 16;
   static constexpr int kSharedUses = kBandRows / kSharedUseRows;
+  static constexpr int kInnerBlocks = kInner / 64;
+  static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;
+  static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, a warp
+  static_assert(kBlock == 32 || kPartBlocks % 2 == 0);
   static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
@@ -131,9 +134,9 @@ struct Layout {
   // A tensor copy exchanges by places in 1024 bytes.
   static constexpr int kSlotBytes = round_up(kColumnScales + kEntryPairs * kScaleWords * 4, 1024);
   static_assert(kSharedUseRows * kInner <= kBandCodes);
-  static_assert(2 * kSharedRows * kSharedPitch <= kSlotBytes && kSharedPitch % 128 == 32);
-  // The head's weights, the router's rows, lie in the ring, from its start.
-  static constexpr int kHeadBytes = kScoreRows * kGatePitch;
+  // The head's weights lie in the ring, from its start: the router's rows, the shared tile.
+  static constexpr int kSharedAt = round_up(kScoreRows * kGatePitch, 128);
+  static constexpr int kHeadBytes = kSharedAt + kSharedBytes;
 
   // Shared memory, in bytes from its start.
   static constexpr int kSumsPitch = kUseRows + 4;  // floats of a column: lanes on all banks
@@ -157,7 +160,7 @@ struct Layout {
     float weights[kMaxPairs];
     std::int32_t num_entries;
     std::uint32_t stop;     // Watch
-    std::uint32_t several;  // experts that have several entries
+    std::uint32_t several;  // an expert has several entries
     std::uint32_t warp_sums[kConsumers];
     alignas(16) std::uint32_t count[kExperts];  // an expert's pairs; then their place in `sorted`
     // Of a row that this block routes for all.
@@ -167,8 +170,7 @@ struct Layout {
     std::uint16_t first[kMaxPairs + 1];                            // of an entry in `sorted`
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
-    // Of a shared tile: w1's, w3's.
-    alignas(16) std::uint8_t shared_scales[kMostSharedTiles][2][kHidden / kBlock];
+    alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
     Share share;
   };
   static constexpr int kBarrierOffset =
@@ -178,7 +180,7 @@ struct Layout {
     std::uint64_t full[kMaxSlots], empty[kMaxSlots];
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
-    std::uint64_t gate_full, gate_done, shared_full[2];
+    std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
     std::uint64_t entries, table, share;  // who has which entry; all of the table; Share
   };
   static constexpr int kRingOffset =
@@ -202,10 +204,10 @@ struct Layout {
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
       kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
-  static constexpr std::size_t kDoneOffset =  // counters of rows and of their h, an entry, a band
+  static constexpr std::size_t kDoneOffset =  // a counter of rows, one an entry, one a band
       kPairScalesOffset + std::size_t{kMaxPairs} * kBandParts * kScaleWords * 4;
   static constexpr std::size_t kHiddenBytes =  // of one parity
-      kDoneOffset + std::size_t{4} * round_up(2 + kMaxPairs + kBands, 4);
+      kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs + kBands, 4);
   static_assert(kHiddenBytes % 16 == 0);
   static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
@@ -213,15 +215,13 @@ struct Layout {
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
   static constexpr std::size_t kRoutesBytes = std::size_t{16} * kMaxRows * kRoutePackets;
   static constexpr std::size_t kSharedXOffset = kRoutesOffset + kRoutesBytes;
-  // x and h as the shared expert's products see them, of eight rows: codes
-  // [K / 64][row][K / 8 % 4][K / 32 % 2][8], and behind those of all rows scales
-  // [K / 64][row / 2][K / 32 % 2][row % 2]: a lane has a piece of 16 bytes and a word.
-  static constexpr int kCodesOf64 = 512, kScalesOf64 = 16;
-  static constexpr std::size_t codes_bytes(int k) {
-    return std::size_t{kMaxRows / 8} * (k / 64) * (kCodesOf64 + kScalesOf64);
-  }
-  static constexpr std::size_t kSharedHOffset = kSharedXOffset + codes_bytes(kHidden);
-  static constexpr std::size_t kBlockSecondOffset = kSharedHOffset + codes_bytes(kInner);
+  // x as the shared expert sees it, of eight rows: [K / 64][row][K / 8 % 4][K / 32 % 2][8] codes,
+  // and scales [K / 64][row / 2][K / 32 % 2][row % 2]: a lane has a piece of 16 bytes and a word.
+  static constexpr int kXGroupCodes = 8 * kHidden, kXGroupScales = kHidden / 64 * 16;
+  static constexpr std::size_t kXScalesOffset =
+      kSharedXOffset + std::size_t{kMaxRows / 8} * kXGroupCodes;
+  static constexpr std::size_t kBlockSecondOffset =
+      kXScalesOffset + std::size_t{kMaxRows / 8} * kXGroupScales;
   static constexpr std::size_t kWorkspaceBytes =
       kBlockSecondOffset + std::size_t{kBands} * kSecondBytes;
 };
@@ -291,10 +291,7 @@ struct Region {
     __syncwarp();
     if (lane == 0) add_word(counter, static_cast<std::uint32_t>(count));
   }
-  LOWLAT_DEVICE std::uint32_t* hidden_done() const {  // rows whose shared h has become codes
-    return band_done(L::kBands);
-  }
-  // The shared expert's h of a row, in bf16.
+  // The shared expert's h of a row: bf16 in the order of pairs.
   LOWLAT_DEVICE unsigned char* shared_hidden(int row) const {
     return here(L::kSharedOffset) + row * (L::kInner * 2);
   }
@@ -306,20 +303,12 @@ struct Region {
   LOWLAT_DEVICE plat::TaggedWords* route_packet(int number) const {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kRoutesOffset) + number;
   }
-  // Codes and scales that the shared expert's products see, of a group of eight rows.
-  struct Codes {
-    unsigned char *codes, *scales;
-  };
-  LOWLAT_DEVICE Codes shared_x(int group) const {
-    return codes_at(L::kSharedXOffset, L::kHidden / 64, group);
+  // Codes and scales of x as the shared expert sees it, of a group of eight rows.
+  LOWLAT_DEVICE unsigned char* shared_x(int group) const {
+    return workspace + L::kSharedXOffset + group * L::kXGroupCodes;
   }
-  LOWLAT_DEVICE Codes shared_h(int group) const {
-    return codes_at(L::kSharedHOffset, L::kInner / 64, group);
-  }
-  LOWLAT_DEVICE Codes codes_at(std::size_t offset, int blocks, int group) const {
-    unsigned char* first = workspace + offset;
-    return {first + group * blocks * L::kCodesOf64,
-            first + (L::kMaxRows / 8 * L::kCodesOf64 + group * L::kScalesOf64) * blocks};
+  LOWLAT_DEVICE unsigned char* shared_x_scales(int group) const {
+    return workspace + L::kXScalesOffset + group * L::kXGroupScales;
   }
   LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
   LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }
@@ -363,17 +352,6 @@ struct Region {
   LOWLAT_DEVICE int num_tiles() const { return table.num_entries * L::kTiles; }
   LOWLAT_DEVICE int tiles_of(int block) const { return (num_tiles() + block) / num_blocks; }
   LOWLAT_DEVICE int own_tiles() const { return tiles_of(block_idx); }
-  // The shared expert's tiles come between this routed tile and the one before, so that all blocks
-  // are through with them when the first wants the shared h.
-  LOWLAT_DEVICE int middle_tile() const { return own_tiles() / 2; }
-  // First uses of the ring by the n-th routed tile, by the shared tiles, and by what comes after.
-  LOWLAT_DEVICE int tile_use(int n) const {
-    return n * L::kUses + (n < middle_tile() ? 0 : shared_tiles() * L::kWarpGroups);
-  }
-  LOWLAT_DEVICE int shared_tile_use() const { return middle_tile() * L::kUses; }
-  LOWLAT_DEVICE int band_uses() const {
-    return own_tiles() * L::kUses + shared_tiles() * L::kWarpGroups;
-  }
   // Uses of the ring by the shared expert's band, between tiles and routed bands.
   LOWLAT_DEVICE int shared_uses() const { return shared_uses_of(block_idx); }
   LOWLAT_DEVICE int shared_uses_of(int block) const {
@@ -442,8 +420,13 @@ struct Region {
     if (use >= L::kRing) {
       return barrier_wait(&barriers.empty[slot], (use / L::kRing - 1) & 1, watch);
     }
-    return slot * L::kSlotBytes >= L::kHeadBytes || !gates() ||
-           barrier_wait(&barriers.gate_done, 0, watch);
+    const int begin = slot * L::kSlotBytes;
+    if (begin < L::kSharedAt && gates() && !barrier_wait(&barriers.gate_done, 0, watch)) {
+      return false;
+    }
+    const bool over_shared = begin + L::kSlotBytes > L::kSharedAt && begin < L::kHeadBytes;
+    const int num = over_shared ? shared_tiles() : 0;
+    return num == 0 || barrier_wait(&barriers.shared_done[num - 1], 0, watch);
   }
   // Until use `use` is filled. The use before in its slot was another warp group's, perhaps.
   LOWLAT_DEVICE bool wait_filled(int use) const {

@@ -17,21 +17,25 @@ struct Consumer {
   int warp;
   int g = 0, t = 0;  // place in the fragments
   int sums = 0;      // of the partial buffers
-  // x of this warp's slice, of eight rows: a lane has eight of each 32 elements, as it has of the
-  // router's, so that four lanes read whole sectors.
-  static constexpr int kPieces = L::kBlockK / 32;
-  uint4 x[L::kSliceBlocks][kPieces];
+  // x of this warp's slice, of eight rows, in the order of pairs.
+  static constexpr int kPairs = L::kRun / 2;  // of a run
+  std::uint32_t x[L::kSliceBlocks][kPairs];
 
   // Of x, a group of eight rows, from column `column` on.
   LOWLAT_DEVICE const uint4* group_x(int group, int column) const {
     const int row = group * kColumns + g;
     return reinterpret_cast<const uint4*>(
         r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
-        column + t * 8);
+        column + t * L::kRun);
   }
   LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) x[block][i] = __ldcg(src + block * (L::kBlockK / 8) + i * 4);
+    for (int i = 0; i < L::kRun / 8; ++i) {
+      std::uint32_t pairs[4];
+      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
+    }
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -49,10 +53,10 @@ struct Consumer {
     ++sums;
   }
   // Gives a slice's sums of eight columns by sixteen rows to the finisher.
-  LOWLAT_DEVICE bool hand_over(const float (&acc)[4], int slice) {
+  LOWLAT_DEVICE bool hand_over(const float (&acc)[4]) {
     float* dst = begin_sums();
     if (dst == nullptr) return false;
-    dst += (slice * kColumns + 2 * t) * 2 * L::kSharedRows + g;
+    dst += (warp * kColumns + 2 * t) * 2 * L::kSharedRows + g;
     dst[0] = acc[0];
     dst[L::kSharedRows] = acc[2];
     dst[2 * L::kSharedRows] = acc[1];
@@ -77,7 +81,7 @@ struct Consumer {
     // Rows after the last: computed, not used.
     const auto row_at = [&](int row) {
       return r.slot_address(0) + (row < L::kScoreRows ? row : L::kScoreRows - 1) * L::kGatePitch +
-             (slice + t * 8) * 2;
+             (slice + t * L::kRun) * 2;
     };
     const std::uint32_t low_address = row_at(g), high_address = row_at(g + 8);
     for (int first = 0; first < r.num_groups(); first += L::kScoreParts) {
@@ -87,164 +91,140 @@ struct Consumer {
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-          const std::uint32_t at = block * L::kBlockK * 2 + i * 64;
-          multiply_bf16(acc[i & 1], smem_load16(low_address + at), smem_load16(high_address + at),
-                        x[block][i]);
+        for (int half = 0; half < L::kRun / 16; ++half) {
+          const std::uint32_t at = block * L::kBlockK * 2 + half * 32;
+          const uint4 low[2] = {smem_load16(low_address + at), smem_load16(low_address + at + 16)};
+          const uint4 high[2] = {smem_load16(high_address + at),
+                                 smem_load16(high_address + at + 16)};
+          multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
         }
         if (more) load_block(block, next);
       }
       for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-      if (!hand_over(acc[0], warp)) return false;
+      if (!hand_over(acc[0])) return false;
     }
     arrive(&r.barriers.gate_done);
     return true;
   }
 
-  // Of eight rows' codes, a block of 64 along K: this lane's, and scales of rows 2t and 2t + 1 of
-  // two groups of 32.
-  LOWLAT_DEVICE void load_codes_of(const typename Region<L>::Codes& from, int block, uint4& codes,
-                                   std::uint32_t& row_scales) const {
-    codes = __ldcg(reinterpret_cast<const uint4*>(from.codes + block * L::kCodesOf64) + r.lane);
-    row_scales =
-        __ldcg(reinterpret_cast<const std::uint32_t*>(from.scales + block * L::kScalesOf64) + t);
-  }
-  // acc += one half of such a block times weight rows g (`l`) and g + 8 (`h`) under their scales.
-  // Codes of both are f16 values, and scales multiply the sums of 32 along K.
-  LOWLAT_DEVICE static void add_codes(float (&acc)[4], const std::uint32_t (&l)[4],
-                                      const std::uint32_t (&h)[4], float low_scale,
-                                      float high_scale, const uint4& codes,
-                                      std::uint32_t row_scales, int half) {
-    std::uint32_t pairs[4];
-    unpack_e4m3(half == 0 ? codes.x : codes.z, half == 0 ? codes.y : codes.w, pairs);
-    float d[4] = {};
-    multiply_half_pairs(d, l, h, pairs);
-    multiply_half_pairs(d, l + 2, h + 2, pairs + 2);
-    const float one = power(row_scales >> 16 * half & 0xffu),
-                two = power(row_scales >> (16 * half + 8) & 0xffu);
-    acc[0] = plat::fma(d[0], low_scale * one, acc[0]);
-    acc[1] = plat::fma(d[1], low_scale * two, acc[1]);
-    acc[2] = plat::fma(d[2], high_scale * one, acc[2]);
-    acc[3] = plat::fma(d[3], high_scale * two, acc[3]);
-  }
-
-  // This warp's part along K of a tile of the shared expert's first product: gate rows, then up
-  // rows; x as the block-fp8 linear sees it. Groups of eight rows go a few at a time, for which
-  // weights are unpacked once.
-  LOWLAT_DEVICE bool run_shared_piece(int n, int piece, int use) {
-    constexpr int kBlocks = L::kSlice / 64, kGroups = 3, kAhead = 2;
+  // Gate rows, then up rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and
+  // scales multiply the sums of 32 along K.
+  LOWLAT_DEVICE bool run_shared_tile(int n) {
+    if (n == 0 && !r.wait_rows()) return false;
+    constexpr int kBlocks = L::kSlice / 64;
     const auto work = r.shared_work(r.block_idx);
-    const int slot = L::slot_of(use), slice = piece * (L::kConsumers / L::kWarpGroups) + warp % 4;
-    uint4 codes[kBlocks][kGroups];
-    std::uint32_t row_scales[kBlocks][kGroups];
-    const auto load_rows = [&](int block, int first) {
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        const int group = work.group(min(first + j, work.num_groups - 1), r.block_idx);
-        load_codes_of(r.shared_x(group), slice * kBlocks + block, codes[block][j],
-                      row_scales[block][j]);
-      }
+    uint4 codes[kBlocks];
+    std::uint32_t row_scales[kBlocks];  // of rows 2t and 2t + 1, of two groups of 32
+    const auto load_rows = [&](int block, int group) {
+      const int at = warp * kBlocks + block;
+      codes[block] =
+          __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
+      row_scales[block] =
+          __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_x_scales(group) + at * 16) + t);
     };
 #pragma unroll
-    for (int block = 0; block < kAhead; ++block) load_rows(block, 0);
-    if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch) || !r.wait_filled(use)) return false;
-    const std::uint32_t address =
-        r.slot_address(slot) + g * L::kSharedPitch + warp % 4 * L::kSlice + t * 8;
-    const auto& scales = r.table.shared_scales[n];
-#pragma unroll 1
-    for (int first = 0; first < work.num_groups; first += kGroups) {
-      float acc[kGroups][4] = {};
+    for (int block = 0; block < kBlocks; ++block) load_rows(block, work.group(0, r.block_idx));
+    if (!barrier_wait(&r.barriers.shared_full[n], 0, r.watch)) return false;
+    const std::uint32_t low_address =
+        r.slot_address(0) + L::kSharedAt + g * L::kSharedPitch + warp * L::kSlice + t * 8;
+    const auto& scales = r.table.shared_scales;
+    for (int group = 0; group < work.num_groups; ++group) {
+      // Blocks of the next group's x follow as this one's are done.
+      const bool more = group + 1 < work.num_groups;
+      const int next = more ? work.group(group + 1, r.block_idx) : 0;
+      float acc[4] = {};
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        if (block + kAhead < kBlocks) load_rows(block + kAhead, first);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const std::uint32_t at = address + block * 64 + half * 32;
-          const uint2 low = smem_load8(at);
-          const uint2 high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
-          std::uint32_t l[4], h[4];
+          const std::uint32_t at = low_address + block * 64 + half * 32;
+          const uint2 low = smem_load8(at), high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
+          std::uint32_t l[4], h[4], x_pairs[4];
           unpack_e4m3(low.x, low.y, l);
           unpack_e4m3(high.x, high.y, h);
-          const int scale = (slice * L::kSlice + block * 64 + half * 32) / L::kBlock;
+          unpack_e4m3(half == 0 ? codes[block].x : codes[block].z,
+                      half == 0 ? codes[block].y : codes[block].w, x_pairs);
+          float d[4] = {};
+          multiply_half_pairs(d, l, h, x_pairs);
+          multiply_half_pairs(d, l + 2, h + 2, x_pairs + 2);
+          const int scale = (warp * L::kSlice + block * 64 + half * 32) / L::kBlock;
           const float gate = power(scales[0][scale]), up = power(scales[1][scale]);
-#pragma unroll
-          for (int j = 0; j < kGroups; ++j) {
-            add_codes(acc[j], l, h, gate, up, codes[block][j], row_scales[block][j], half);
-          }
+          const float first = power(row_scales[block] >> 16 * half & 0xffu),
+                      second = power(row_scales[block] >> (16 * half + 8) & 0xffu);
+          acc[0] = plat::fma(d[0], gate * first, acc[0]);
+          acc[1] = plat::fma(d[1], gate * second, acc[1]);
+          acc[2] = plat::fma(d[2], up * first, acc[2]);
+          acc[3] = plat::fma(d[3], up * second, acc[3]);
         }
+        if (more) load_rows(block, next);
       }
-      if (first + kGroups < work.num_groups) {
-#pragma unroll
-        for (int block = 0; block < kAhead; ++block) load_rows(block, first + kGroups);
-      } else {
-        arrive(&r.barriers.empty[slot]);
-      }
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        if (first + j < work.num_groups && !hand_over(acc[j], slice)) return false;
-      }
+      if (!hand_over(acc)) return false;
     }
-    return true;
-  }
-  // `waits`: no column of x has been waited for before.
-  LOWLAT_DEVICE bool run_shared_tiles(int group, bool waits) {
-    const int num = r.shared_tiles();
-    if (num > 0 && waits && !r.wait_rows()) return false;
-    for (int n = 0; n < num; ++n) {
-      const int first_use = r.shared_tile_use() + n * L::kWarpGroups;
-      const int piece = turn(group, first_use);
-      if (!run_shared_piece(n, piece, first_use + piece)) return false;
-    }
+    arrive(&r.barriers.shared_done[n]);
     return true;
   }
 
   // ---- the shared expert's second product
 
-  // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group. Warps
-  // of a scheduler, every fourth, have other groups in each use, so that all have as many.
+  // acc += a use's sixteen columns, `column` and on of the band, times a part of I of eight rows.
+  // Their h is there by then, or nearly.
+  LOWLAT_DEVICE bool multiply_shared(std::uint32_t slot, int column, int part, int group,
+                                     float (&acc)[4]) const {
+    const std::uint32_t codes = slot + g * L::kInner + part * L::kPartBlocks * 64 + t * 16;
+    const int band = r.block_idx * L::kBandRows;
+    const int low_row = (band + column) / L::kBlock - band / L::kBlock;
+    const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
+    const int row = group * kColumns + g;
+    const unsigned char* hidden =
+        r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) + part * L::kPartBlocks * 128 + t * 32;
+    std::uint32_t b[L::kPartBlocks][8];
+    for (int tries = 1;; ++tries) {
+      bool all = true;
+#pragma unroll
+      for (int i = 0; i < L::kPartBlocks; ++i) {
+        const uint4 v = load_packet(hidden + i * 128), w = load_packet(hidden + i * 128 + 16);
+        all = all && v.w != kPoison && w.w != kPoison;
+        b[i][0] = v.x, b[i][1] = v.y, b[i][2] = v.z, b[i][3] = v.w;
+        b[i][4] = w.x, b[i][5] = w.y, b[i][6] = w.z, b[i][7] = w.w;
+      }
+      if (__all_sync(plat::kAllLanes, all)) break;
+      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+      if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+    std::uint32_t exponent = 0;
+#pragma unroll
+    for (int i = 0; i < L::kPartBlocks; ++i) {
+      // A scale group is two lanes' runs, or two blocks' of four lanes.
+      constexpr int kSpan = L::kBlock == 32 ? 1 : 2;
+      if (i % kSpan == 0) {
+        float amax = pairs_amax<8>(b[i]);
+        if constexpr (kSpan == 2) amax = fmaxf(amax, pairs_amax<8>(b[i + 1]));
+        exponent = activation_exponent(lanes_max<2 * kSpan>(amax));
+      }
+      std::uint32_t quantized[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) quantized[k] = b[i][k];
+      quantize_pairs<8>(quantized, exponent);
+      const int at = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
+      const std::uint8_t* scales = r.table.band_scales + at;
+      const uint4 low = smem_load16(codes + i * 64);
+      const uint4 high = smem_load16(codes + 8 * L::kInner + i * 64);
+      multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
+                    e4m3_factor(scales[high_row * L::kBandScaleColumns]), quantized);
+    }
+    return true;
+  }
+  // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
     static_assert(L::kSharedUseRows == 16);
-    constexpr int kBlocks = L::kInner / 64, kAhead = 3;
     const int slot = L::slot_of(use), column = number * L::kSharedUseRows;
-    const int first_group = (warp + number) % 4, num_groups = r.num_groups();
-    if (first_group < num_groups &&
-        !r.wait_count(r.hidden_done(), counted(r.a.rows), kHiddenEvent)) {
-      return false;
-    }
     if (!r.wait_filled(use)) return false;
-    const std::uint32_t address = r.slot_address(slot) + g * L::kInner + t * 8;
-    const int band = r.block_idx * L::kBandRows;
-    const auto scales_of = [&](int row) {
-      return r.table.band_scales +
-             ((band + column + row) / L::kBlock - band / L::kBlock) * L::kBandScaleColumns;
-    };
-    const std::uint8_t *low_scales = scales_of(0), *high_scales = scales_of(8);
 #pragma unroll 1
-    for (int group = first_group; group < num_groups; group += 4) {
-      const auto hidden = r.shared_h(group);
-      uint4 codes[kBlocks];
-      std::uint32_t row_scales[kBlocks];
-#pragma unroll
-      for (int block = 0; block < kAhead; ++block) {
-        load_codes_of(hidden, block, codes[block], row_scales[block]);
-      }
+    for (int group = warp % 4; group < r.num_groups(); group += 4) {
       float acc[4] = {};
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        if (block + kAhead < kBlocks) {
-          load_codes_of(hidden, block + kAhead, codes[block + kAhead], row_scales[block + kAhead]);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const std::uint32_t at = address + block * 64 + half * 32;
-          const uint2 low = smem_load8(at), high = smem_load8(at + 8 * L::kInner);
-          std::uint32_t l[4], h[4];
-          unpack_e4m3(low.x, low.y, l);
-          unpack_e4m3(high.x, high.y, h);
-          const int scale = (block * 64 + half * 32) / L::kBlock;
-          add_codes(acc, l, h, power(low_scales[scale]), power(high_scales[scale]), codes[block],
-                    row_scales[block], half);
-        }
+#pragma unroll 1
+      for (int part = 0; part < L::kSharedParts; ++part) {
+        if (!multiply_shared(r.slot_address(slot), column, part, group, acc)) return false;
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -360,15 +340,12 @@ struct Consumer {
     return (group + L::kWarpGroups - first % L::kWarpGroups) % L::kWarpGroups;
   }
   LOWLAT_DEVICE bool run_tiles() {
-    const int group = warp / 4, quarter = warp % 4;
-    const int own_tiles = r.own_tiles(), middle = r.middle_tile();
+    const int group = warp / 4, quarter = warp % 4, own_tiles = r.own_tiles();
     // Checkpoint: eight rows of w1, the same of w3; Marlin: sixteen of either.
     const int low = 8 * quarter * kLineBytes;
     const std::uint32_t rows = codes_at<true>(quarter, low, L::kChunkCodes / 2 + low, kLineBytes);
-    for (int n = 0;; ++n) {
-      if (n == middle && !run_shared_tiles(group, middle == 0)) return false;
-      if (n == own_tiles) return true;
-      const int first_use = r.tile_use(n), buffer = n % L::kBuffers;
+    for (int n = 0; n < own_tiles; ++n) {
+      const int buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
                                         buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
       float total[2] = {};  // of rows g and g + 8, pair t
@@ -377,8 +354,8 @@ struct Consumer {
         return false;
       }
 #pragma unroll 1
-      for (int i = turn(group, first_use); i < L::kUses; i += L::kWarpGroups) {
-        const int use = first_use + i, slot = L::slot_of(use);
+      for (int i = turn(group, n * L::kUses); i < L::kUses; i += L::kWarpGroups) {
+        const int use = n * L::kUses + i, slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot);
@@ -410,16 +387,17 @@ struct Consumer {
       constexpr int kHigh = L::kMarlin ? 8 : L::kTileValues;  // rows from low to high
       // By the piece that the group began with: the finisher adds in an order that is every tile's,
       // wherever it lies among the block's, that is whatever other rows have chosen.
-      dst += (turn(group, first_use) * L::kEntryPairs + t) * L::kSumsPitch +
+      dst += (turn(group, n * L::kUses) * L::kEntryPairs + t) * L::kSumsPitch +
              (L::kMarlin ? tile_row(quarter) : 8 * quarter + g);
       dst[0] = total[0];
       dst[kHigh] = total[1];
       end_sums();
     }
+    return true;
   }
 
   LOWLAT_DEVICE bool run_second() const {
-    const int group = warp / 4, tile_uses = r.band_uses();
+    const int group = warp / 4, tile_uses = r.own_tiles() * L::kUses;
     const int quarter = warp % 4;
     for (int i = turn(group, tile_uses); i < r.shared_uses(); i += L::kWarpGroups) {
       if (!run_shared_use(i, tile_uses + i)) return false;
@@ -495,6 +473,10 @@ struct Consumer {
     bool going = !r.gates() || run_gate();
     route_own_row(r, warp, rules);  // every consumer comes to its barriers
     make_table(r, warp);            // the same
+    // While the first experts are on their way.
+    for (int n = 0; going && n < r.shared_tiles(); ++n) {
+      going = run_shared_tile(n);
+    }
     return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
   }
 };
