@@ -47,12 +47,12 @@
 //                       finisher, read by the block that routes the row. Written again by the next
 //                       launch, which begins after this one has ended (wait_at(before)).
 //              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
-//                       read by one warp of every block; again as the scores.
-//              shared_x [row] x as the shared expert sees it: written with the columns and counted
-//                       with them, again as the scores.
-//              second   [band][pair][64] results of units: written by whoever has the unit. A band's
-//                       block waits until those of others are counted (as below) and reads past
-//                       the first-level cache; again as the scores.
+//                       read by all consumers of every block; again as the scores.
+//              shared_x [eight rows] codes of x as the shared expert sees them: written with the
+//                       columns and counted with them, again as the scores.
+//              second   [band][pair][64] results of units: written by whoever has the unit. A
+//                       band's block waits until those of others are counted (as below) and reads
+//                       past the first-level cache; again as the scores.
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin
@@ -68,7 +68,8 @@
 //                       end of the use before in its slot, whose own predecessor is over because
 //                       the producer was there since.
 //              head     the router's rows and the shared expert's tile lie at the ring's start: a
-//                       slot's first use waits for gate_done, shared_done.
+//                       slot's first use waits for gate_done, shared_done. The ring's first uses
+//                       take the slots that are free.
 //              sums     partial[] full: every consumer; empty: the finisher's. partial[0] is also
 //                       where a row is routed: after the block's own scores have left, before
 //                       the next sums.

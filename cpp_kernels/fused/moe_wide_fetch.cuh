@@ -301,8 +301,10 @@ struct Gatherer {
             make_uint2(codes[0] | static_cast<std::uint32_t>(codes[1]) << 16,
                        codes[2] | static_cast<std::uint32_t>(codes[3]) << 16);
         if (octet % 4 == 0) {
-          r.shared_x_scales(row / kColumns)[octet / 8 * 16 + in_group / 2 * 4 + octet / 4 % 2 * 2 +
-                                            in_group % 2] = static_cast<unsigned char>(own);
+          r.shared_x_scales(
+              row /
+              kColumns)[octet / 8 * 16 + in_group / 2 * 4 + octet / 4 % 2 * 2 + in_group % 2] =
+              static_cast<unsigned char>(own);
         }
       }
     }

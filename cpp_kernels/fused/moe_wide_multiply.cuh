@@ -117,8 +117,7 @@ struct Consumer {
     std::uint32_t row_scales[kBlocks];  // of rows 2t and 2t + 1, of two groups of 32
     const auto load_rows = [&](int block, int group) {
       const int at = warp * kBlocks + block;
-      codes[block] =
-          __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
+      codes[block] = __ldcg(reinterpret_cast<const uint4*>(r.shared_x(group) + at * 512) + r.lane);
       row_scales[block] =
           __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_x_scales(group) + at * 16) + t);
     };
@@ -138,7 +137,8 @@ struct Consumer {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const std::uint32_t at = low_address + block * 64 + half * 32;
-          const uint2 low = smem_load8(at), high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
+          const uint2 low = smem_load8(at),
+                      high = smem_load8(at + L::kSharedRows * L::kSharedPitch);
           std::uint32_t l[4], h[4], x_pairs[4];
           unpack_e4m3(low.x, low.y, l);
           unpack_e4m3(high.x, high.y, h);

@@ -87,8 +87,8 @@ LOWLAT_DEVICE void route_own_row(const Region<L>& r, int warp, const Rules& rule
   }
 }
 
-// By all consumers: the routes of all rows, and pairs by expert, in entries. A thread a packet of two
-// pairs, then a thread an expert. Where an expert has several entries, its pairs' order decides
+// By all consumers: the routes of all rows, and pairs by expert, in entries. A thread a packet of
+// two pairs, then a thread an expert. Where an expert has several entries, its pairs' order decides
 // which is whose, and has to be the same in all blocks.
 template <class L>
 LOWLAT_DEVICE void make_table(const Region<L>& r, int warp) {
