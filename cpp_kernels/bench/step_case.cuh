@@ -514,8 +514,10 @@ class Rank {
     step.requests = place(requests);
     step.page_table = place(pages);
     step.hidden = place(std::vector<std::uint16_t>(rows * hidden, 0x7fc0));
-    step.features = place(std::vector<std::uint16_t>(
-        rows * hidden * static_cast<std::size_t>(config_.num_draft_stages), 0x7fc0));
+    if (config_.num_draft_stages > 0) {
+      step.features = place(std::vector<std::uint16_t>(
+          rows * hidden * static_cast<std::size_t>(config_.num_draft_stages), 0x7fc0));
+    }
     step.streams = place(std::vector<std::uint16_t>(rows * hidden * 4, 0x7fc0));
     return step;
   }

@@ -999,7 +999,7 @@ FusedStep::FusedStep(const lowlat_model_config& config, const shape::RuntimeShap
     }
     s.arrays.entry_slots = s.take<std::int32_t>(
         kRows * State::max_entries(shape, shape.kNumPages, shape::kBlockRatio));
-    s.head_hc = s.laid_head(weights.hc_head);
+    if (!s.has_stages_alone()) s.head_hc = s.laid_head(weights.hc_head);
   }
   s.zeros = s.take<std::uint16_t>(kRows * 4 * hidden);
   for (int table = 0; table < config.num_engrams; ++table) {
