@@ -364,9 +364,9 @@ inline Case case_of(int rows, int position) {
 inline constexpr int kHostedPages = kMaxBatch * kPagesOfRequest + 1;
 inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
-// Who keeps caches and head: the model, or an engine, of V4.1 with wo_a in bf16, for steps with
-// experts in the checkpoint's layout or in Marlin's, which is made of the other, for proposals, or
-// for a draft's layers too, whose wo_a in bf16 is made of the published one.
+// Who keeps caches and head: the model, or an engine with wo_a in bf16, for steps with experts in
+// the checkpoint's layout or in Marlin's, which is made of the other, for proposals, or for a
+// draft's layers too, whose wo_a in bf16 is made of the published one.
 enum class Host { none, steps, marlin_steps, proposals, draft };
 
 // One rank's model, bound to weights and caches; ready with ready().
@@ -381,7 +381,7 @@ class Rank {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
       hosting.expert_layout = host == Host::marlin_steps ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
-      hosting.bf16_wo_a = config_.kind == LOWLAT_V41 || host == Host::draft ? 1 : 0;
+      hosting.bf16_wo_a = 1;
       hosting.proposals = host == Host::proposals || host == Host::draft ? 1 : 0;
       hosting.stages = host == Host::draft ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));

@@ -35,8 +35,6 @@ std::string hosting_reasons(const lowlat_model_config& config, const lowlat_host
   // Tiles of 64 rows; the rows of w2 are the hidden size.
   need(hosting.expert_layout != LOWLAT_MARLIN || config.hidden % 64 == 0,
        "hidden is " + std::to_string(config.hidden) + "; Marlin's tiles need a multiple of 64");
-  need(hosting.bf16_wo_a == 0 || config.kind == LOWLAT_V41 || hosting.stages != 0,
-       "bf16_wo_a is for V4.1 and for a draft's stages; V4's wo_a takes quantised input");
   need(hosting.proposals == 0 || config.num_draft_stages > 0,
        "proposals is 1, but num_draft_stages is 0");
   need(hosting.stages == 0 || hosting.proposals != 0, "stages is 1, but proposals is 0");

@@ -63,7 +63,7 @@ LOWLAT_DEVICE LayerCall target_call(const Rank& rank, int layer_idx) {
           rank.shape.kNumExperts,
           rank.shape.kExpertsPerToken,
           rank.rules->target_gate_sum,
-          rank.rules->quantized_o};
+          rank.rules->quantized_o && weights.wo_a_bf16 == nullptr};
 }
 LOWLAT_DEVICE LayerCall draft_call(const Rank& rank, int stage_idx) {
   return {

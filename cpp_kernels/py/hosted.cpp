@@ -426,8 +426,8 @@ void define_hosted_model(py::module_& module) {
       module, "Watch",
       "A thread that reads a hosted model's status words until it is stopped or sees a fault. Then "
       "it writes a post-mortem, a JSON object with `about` in it, to `path`, a line to standard "
-      "error, and sends SIGQUIT to `stop_pid` (0: to nobody), and `grace_ms` later SIGKILL to it and "
-      "to this process (0: to none).")
+      "error, and sends SIGQUIT to `stop_pid` (0: to nobody), and `grace_ms` later SIGKILL to it "
+      "and to this process (0: to none).")
       .def(py::init([](const HostedModel& model, int rank, std::string about, std::string path,
                        int stop_pid, int grace_ms) {
              return std::make_unique<Watch>(model.get(), rank, std::move(about), std::move(path),

@@ -154,8 +154,8 @@ void Watch::report(const lowlat_status_words& status) {
 void Watch::stop_server(std::unique_lock<std::mutex>& lock) {
   if (!signal_server(SIGQUIT) || grace_.count() == 0) return;
   if (wake_.wait_for(lock, grace_, [this] { return stopped_; })) return;
-  // Its children end with it, and this process in any case: a launcher that is its container's first
-  // process cannot be killed from inside.
+  // Its children end with it, and this process in any case: a launcher that is its container's
+  // first process cannot be killed from inside.
   signal_server(SIGKILL);
   ::kill(::getpid(), SIGKILL);
 }

@@ -165,7 +165,7 @@ def build_target(
     """
     tokens = context.tokens_per_request
     widths = tuple(width for width in context.widths if width // tokens <= MAX_REQUESTS)
-    needs = guard.table(hf_config, deepseek_v4.engram_rows(model)).target()
+    needs = guard.target_needs(model, hf_config)
     return TargetMegakernel(
         *run_target(model, hf_config, context, tokens, widths, needs, open_kernels, where),
         widths,

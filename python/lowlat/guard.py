@@ -139,8 +139,7 @@ def context_reasons(cfg: Any, hf_config: Any) -> list[str]:
 
 def target_reasons(model: Any, hf_config: Any) -> list[str]:
     """Against the loaded target on this rank."""
-    rows = deepseek_v4.engram_rows(model)
-    return [*kernels_reasons(), *loaded_reasons(model, table(hf_config, rows).target())]
+    return [*kernels_reasons(), *loaded_reasons(model, target_needs(model, hf_config))]
 
 
 def draft_reasons(model: Any, hf_config: Any) -> list[str]:
@@ -194,11 +193,17 @@ def kernel_tensors(hf_config: Any, draft: bool = False) -> list[dict[str, Any]]:
     return _kernels.HostedModel("scalar", wanted, kernels.hosting(request, wanted)).tensors()
 
 
-def table(hf_config: Any, engram_rows: dict[int, int]) -> deepseek_v4.Table:
+def target_needs(model: Any, hf_config: Any) -> list[deepseek_v4.Need]:
+    """What the NVIDIA kernels read of the loaded target."""
+    wide = deepseek_v4.expands_wo_a(model.named_parameters())
+    return table(hf_config, deepseek_v4.engram_rows(model), wide).target()
+
+
+def table(hf_config: Any, engram_rows: dict[int, int], wide: bool = False) -> deepseek_v4.Table:
     from sglang.srt.runtime_context import get_parallel
 
     published = json.loads(config.published(hf_config))
-    return deepseek_v4.Table(published, get_parallel().tp_size, engram_rows)
+    return deepseek_v4.Table(published, get_parallel().tp_size, engram_rows, wide)
 
 
 def loaded_reasons(model: Any, needs: list[deepseek_v4.Need]) -> list[str]:

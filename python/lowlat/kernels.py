@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowlat import _dispatch, _kernels
-from lowlat.models.deepseek_v4 import DTYPES, STREAMS
+from lowlat.models.deepseek_v4 import DTYPES, STREAMS, expands_wo_a
 from lowlat.models.places import EMBEDDING, HEAD, Places
 from lowlat.models.published import CopiedPlaces
 from lowlat.reasons import refusal
@@ -72,11 +72,14 @@ def hosted_config(request: Any) -> dict[str, Any]:
 def hosting(request: Any, config: dict[str, Any]) -> dict[str, Any]:
     """What being hosted adds to it."""
     is_draft = request.mode == "draft"
-    wide = request.stages if is_draft else config["kind"] == 1
+    # SGLang expands a draft's wo_a when it loads, V4.1's, and V4's on Hopper; a copy from before is
+    # whole.
+    wide = request.copies is None and (
+        request.stages if is_draft else config["kind"] == 1 or expands_wo_a(request.tensors.items())
+    )
     return {
         "expert_layout": request.expert_layout,
-        # SGLang expands V4.1's wo_a and a draft's when it loads; a copy from before is whole.
-        "bf16_wo_a": int(wide and request.copies is None),
+        "bf16_wo_a": int(wide),
         "proposals": int(is_draft),
         "stages": int(request.stages),
     }

@@ -70,11 +70,13 @@ def stacked(ape):
 
 
 class Loaded:
-    """`weights` are arrays by published name, of one rank of one; `config` is of the kernels."""
+    """`weights` are arrays by published name, of one rank of one; `config` is of the kernels.
+    `is_wide`: a target's `wo_a` is expanded, as V4.1's always is."""
 
-    def __init__(self, weights, config):
+    def __init__(self, weights, config, is_wide=False):
         self.weights, self.config = weights, config
         self.is_v41 = config["kind"] == 1
+        self.is_wide = is_wide or self.is_v41
         self.tensors = {}
 
     def all(self):
@@ -143,7 +145,7 @@ class Loaded:
         fp8("self_attn.wo_b", "attn.wo_b")
         codes, scales = e4m3(get("attn.wo_a.weight")), powers(get("attn.wo_a.scale"))
         block, groups = self.config["scale_block"], self.config["o_groups"]
-        if self.is_v41 or is_stage:
+        if self.is_wide or is_stage:
             wide = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
             put("self_attn.wo_a.weight", (codes.float() * wide).to(torch.bfloat16))
         else:

@@ -14,7 +14,6 @@ import sglang.srt.layers.rotary_embedding.base as rotary
 import sglang.srt.layers.rotary_embedding.rope_variant as rotary_variant
 import torch
 from lowlat import _dispatch, guard
-from lowlat.models import deepseek_v4
 from served import server_args
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups.model_override_base import model_config_of
@@ -130,7 +129,7 @@ def main():
         draft_config = copy.deepcopy(hf_config)
         draft_config.architectures = ["DeepseekV4ForCausalLMDSpark"]
         draft = DeepseekV4ForCausalLMDSpark(config=draft_config, quant_config=quantisation)
-    needs = guard.table(hf_config, deepseek_v4.engram_rows(target)).target()
+    needs = guard.target_needs(target, hf_config)
     unprepared = guard.loaded_reasons(target, needs)
     draft_needs = guard.table(draft_config, {}).draft(stages=True)
     prepare(target, needs)

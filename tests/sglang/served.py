@@ -220,9 +220,9 @@ def widths(tp_size):
     return dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), tp_size)
 
 
-def table(config, rows=None, tp_size=1):
+def table(config, rows=None, tp_size=1, wide=False):
     with get_parallel().override(**widths(tp_size)):
-        return guard.table(config, {} if rows is None else rows)
+        return guard.table(config, {} if rows is None else rows, wide)
 
 
 def spec(open_kernels, *, make=build.build_target, reasons=guard.target_reasons, **more):

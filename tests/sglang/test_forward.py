@@ -19,6 +19,7 @@ from loaded import Caches, Loaded
 from lowlat import _dispatch, build
 from lowlat.kernels import SCALAR, HostedKernels
 from lowlat.models.published import IN_PLACE
+from lowlat.replay import PoolFace, View
 from lowlat.specs import amd, nvidia
 from lowlat.specs.alike import LOGITS_MEDIAN_REL_OF_SGLANG
 from oracle.formats import bf16_bits
@@ -366,3 +367,57 @@ def test_the_spec_declares_the_bound_that_is_held() -> None:
     assert declared["logits.median_rel"] == max(b.median["logits"] for b in BOUNDS.values())
     # Held on a GPU, where SGLang's own forward runs: tests/gpu/sglang/engine.py.
     assert declared["logits.median_rel_of_sglang"] == LOGITS_MEDIAN_REL_OF_SGLANG
+
+
+def test_v4s_output_projection_in_bf16_takes_the_attentions_output_in_bf16() -> None:
+    """As SGLang loads it on Hopper unless it is told to keep it in fp8. Two texts' first steps, so
+    that everything is the kernels' own."""
+    path = abi.find_library()
+    if path is None:
+        pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
+    small, built_in = MODELS["v4-deep"]
+    weights, own = small_model.Weights(small, SEED, 1), {}
+
+    def shard(spec, rank):
+        own[spec.name.decode()] = value = weights.shard(spec, rank)
+        return value
+
+    abi.Group(path, small.config, 1, shard).close()
+    size, page, rows = 2, small.config["page_size"], 6
+    request = build.Request(
+        model=None,
+        config_json=_dispatch.built_in(built_in),
+        mode="target_verify",
+        tokens_per_request=rows,
+        widths=(rows, size * rows),
+        tensors=Loaded(own, small.config, is_wide=True).all(),
+        tp_rank=0,
+        tp_size=1,
+        wait_budget_ns=1_000_000_000,
+        page_size=page,
+        expert_layout="marlin",
+        device=0,
+    )
+    kernels = type("Kernels", (Small,), {"small": small})(request, SCALAR)
+    kernels.connect([kernels.export()])
+    ids = torch.from_numpy(np.random.default_rng(SEED).integers(0, 90, (size, rows)))
+    positions, pages = torch.arange(rows).repeat(size), 1 + torch.arange(size)
+    core = SimpleNamespace(
+        page_table=pages.int().repeat_interleave(rows)[:, None].contiguous(),
+        raw_out_loc=pages.repeat_interleave(rows) * page + positions,
+    )
+    with served.server():
+        pool = Caches(small.config).pool
+    view = View(SimpleNamespace(core_attn_metadata=core), PoolFace(pool))
+    step = SimpleNamespace(mode="target_verify", rows=size * rows, view=view)
+    out = kernels.step(step, ids.flatten(), positions, SimpleNamespace(req_pool_indices=pages))
+    got = out.aux_hidden.float().numpy()
+
+    def apart(oracle):
+        want = np.concatenate([oracle.run(text.numpy()).features for text in ids])
+        return np.median(np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1))
+
+    quantises, plain = (make_model(small.config, weights.whole, 1) for _ in range(2))
+    plain.target_group_outputs = plain.group_outputs
+    assert apart(plain) <= nvidia.LOGITS_MEDIAN_REL
+    assert apart(plain) < 0.5 * apart(quantises)

@@ -16,12 +16,24 @@ from sglang.srt.layers.engram import EngramLayout, compute_hash_multipliers
 MODELS_BUDGET_S = 400
 
 
-@pytest.fixture(scope="module", params=["v4-flash", "v41-flash"])
+# V4's `wo_a` is bf16 on Hopper, unless SGLang is told to keep it in fp8.
+MODELS = [
+    ("v4-flash", {"SGLANG_OPT_FP8_WO_A_GEMM": "1"}),
+    ("v4-flash", {"SGLANG_OPT_FP8_WO_A_GEMM": "0"}),
+    ("v41-flash", {}),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=["v4-flash", "v4-flash wide", "v41-flash"])
 def told(request, tmp_path_factory):
     """What two ranks say; they are processes, for SGLang's parallel state is a process's own."""
     folder = tmp_path_factory.mktemp("models")
-    checkpoint(request.param, folder)
-    first, second = served.ranks("real_models.py", folder, 2, MODELS_BUDGET_S)
+    name, env = request.param
+    checkpoint(name, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in env.items():
+            patch.setenv(key, value)
+        first, second = served.ranks("real_models.py", folder, 2, MODELS_BUDGET_S)
     assert first == second
     return first
 

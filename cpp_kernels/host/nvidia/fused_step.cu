@@ -353,7 +353,7 @@ fused::PlainLayer FusedStep::State::Chain::layer_of(const lowlat::persistent::La
   out.window = {w.kv_swa, page_bytes(s.shape.kPageSize), s.shape.kPageSize};
   out.window_idx = s.arrays.window_idx;
   out.rope = s.window_rope;
-  out.plain_o = !is_target;
+  out.plain_o = !is_target || w.wo_a_bf16 != nullptr;
   const std::uint16_t* const last_norm = is_target ? s.weights.norm : s.weights.draft_norm;
   out.next_norm = is_last ? last_norm : layers[layer_idx + 1].attn_norm;
   if (!s.is_v4()) return out;

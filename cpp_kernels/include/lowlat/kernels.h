@@ -353,7 +353,8 @@ typedef struct lowlat_hosting {
   uint32_t expert_layout; /* LOWLAT_ROW_MAJOR: the checkpoint's. LOWLAT_MARLIN: w1 and w3 are one
                            * matrix, ffn.experts.w13 of 2 I' rows, w1's first; I' is this rank's
                            * moe_intermediate rounded up to 64, rows and columns beyond it are 0 */
-  int32_t bf16_wo_a;      /* 1: attn.wo_a.weight is bf16 without a scale (V4.1, a draft's stages) */
+  int32_t bf16_wo_a;      /* 1: attn.wo_a.weight is bf16 without a scale, and its input too, which
+                           * V4's target quantises otherwise */
   int32_t proposals;      /* 1: of the draft nothing but its head, norm and Markov tables, for
                            * lowlat_propose_launch; with stages its embedding and layers too */
   int32_t stages;         /* 1, with proposals: lowlat_hosted_draft_launch before them; on nvidia by

@@ -59,16 +59,21 @@ class Table:
     """The needs of one model on one of `tp_size` ranks; `config` has the published fields.
 
     `engram_rows` are the rows of an Engram layer's table that this rank holds, by layer: SGLang
-    splits a table between hash columns, whose sizes are primes.
+    splits a table between hash columns, whose sizes are primes. `wide`: V4's `wo_a` is bf16 too.
     """
 
     def __init__(
-        self, config: dict[str, Any], tp_size: int, engram_rows: dict[int, int] | None = None
+        self,
+        config: dict[str, Any],
+        tp_size: int,
+        engram_rows: dict[int, int] | None = None,
+        wide: bool = False,
     ) -> None:
         self.config = config
         self.tp_size = tp_size
         self.hidden = config["hidden_size"]
         self.is_v41 = config["model_type"] == V41
+        self.is_wide = wide or self.is_v41
         self.engram_rows = engram_rows or {}
         self.block = config["quantization_config"]["weight_block_size"][0]
 
@@ -172,7 +177,7 @@ class Table:
         config = self.config
         head = config["head_dim"]
         yield from self.fp8(f"{name}.wqkv_a", config["q_lora_rank"] + head, self.hidden)
-        yield from self.projections(name, wide=self.is_v41)
+        yield from self.projections(name, wide=self.is_wide)
         ratio = config["compress_ratios"][idx]
         if self.is_v41:
             yield from self.sources(name, idx, ratio)
@@ -246,6 +251,15 @@ def engram_rows(model: Any) -> dict[int, int]:
     layers = enumerate(model.model.layers)
     tables = ((idx, getattr(layer, "engram", None)) for idx, layer in layers)
     return {idx: int(table.embed.rows) for idx, table in tables if table is not None}
+
+
+def expands_wo_a(tensors: Iterable[tuple[str, Any]]) -> bool:
+    """Whether the loaded target's ``wo_a`` is bf16: V4.1's always, V4's on Hopper unless SGLang is
+    told otherwise. `tensors` come with their names."""
+    return any(
+        name.endswith("self_attn.wo_a.weight") and str(tensor.dtype) == "torch.bfloat16"
+        for name, tensor in tensors
+    )
 
 
 def facts(model: Any, names: Iterable[str]) -> list[Fact]:

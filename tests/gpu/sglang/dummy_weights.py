@@ -60,7 +60,9 @@ def normal(spread: float, dtype: Any) -> Any:
 @cache
 def quantiles() -> Any:
     of_one, count = NormalDist(), 1 << 16
-    return torch.tensor([of_one.inv_cdf((i + 0.5) / count) for i in range(count)])
+    values = [of_one.inv_cdf((i + 0.5) / count) for i in range(count)]
+    # A model is loaded with a default dtype of its own.
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def choose(name: str, tensor: Any, values: Any, first: int) -> None:

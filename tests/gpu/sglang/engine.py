@@ -398,6 +398,8 @@ def beside(log: str) -> bool:
         )
         if mode == "draft":
             continue
+        again = statistics.median(words["again_logits"][0] for words in found)
+        print(f"    logits: SGLang the same again {again:.5f}")
         for name in ("best", "moved_best"):
             part = statistics.mean(words[name] for words in found)
             print(f"    {name}: the token is SGLang's in {100 * part:.0f} % of rows")

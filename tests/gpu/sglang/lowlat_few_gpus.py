@@ -173,7 +173,8 @@ class Beside:
                 out = original(input_ids, positions, forward_batch, embeds)
             return out.next_token_logits.clone(), layers[0] if self.all else None
 
-        moved, theirs = theirs(a_rounding_beside(self.inner.embed_tokens(input_ids))), theirs()
+        moved = theirs(a_rounding_beside(self.inner.embed_tokens(input_ids)))
+        again, theirs = theirs(), theirs()
         parts = []
         for kernels in self.all:
             if hasher is not None:
@@ -185,17 +186,18 @@ class Beside:
         out = ours()
         layers = torch.cat(parts, 1)[:, : len(self.inner.layers)] if parts else None
         mine = out.next_token_logits, layers
-        self.tell(step, mine, theirs, moved)
+        self.tell(step, mine, theirs, moved, again)
         self.keep(step, input_ids, positions, mine, theirs, moved)
         return out
 
-    def tell(self, step, mine, theirs, moved) -> None:
+    def tell(self, step, mine, theirs, moved, again) -> None:
         self.steps += 1
         tell(
             mode=step.mode,
             rows=step.rows,
             logits=spread(mine[0], theirs[0]),
             moved_logits=spread(moved[0], theirs[0]),
+            again_logits=spread(again[0], theirs[0]),
             best=float((mine[0].argmax(-1) == theirs[0].argmax(-1)).float().mean()),
             moved_best=float((moved[0].argmax(-1) == theirs[0].argmax(-1)).float().mean()),
             layers=of_layers(mine[1], theirs[1]),
