@@ -6,7 +6,15 @@ docs/amd.md says what is shown and how.
 
 from lowlat import build, config, guard
 from lowlat.models import published
-from lowlat.specs.alike import API_VERSION, LOGITS_MEDIAN_REL, MAX_REQUESTS, MAX_ROWS, Alike, alike
+from lowlat.specs.alike import (
+    API_VERSION,
+    DRAFT_LOGITS_MEDIAN_REL,
+    LOGITS_MEDIAN_REL,
+    MAX_REQUESTS,
+    MAX_ROWS,
+    Alike,
+    alike,
+)
 
 _WRONG_VERSION = guard.version_reasons()
 if _WRONG_VERSION:
@@ -40,7 +48,7 @@ DRAFT_WIDTHS = tuple(range(1, MAX_ROWS + 1))
 # measured.
 NUMERICS = Numerics(NumericsKind.TOLERANCE, {"step.logits.rel": LOGITS_MEDIAN_REL})
 # The same of what the draft's head makes of the layers' output.
-DRAFT_NUMERICS = Numerics(NumericsKind.TOLERANCE, {"draft.logits.rel": LOGITS_MEDIAN_REL})
+DRAFT_NUMERICS = Numerics(NumericsKind.TOLERANCE, {"draft.logits.rel": DRAFT_LOGITS_MEDIAN_REL})
 
 
 def device_limits(needs: Alike, widths: tuple[int, ...]) -> DeviceLimits:

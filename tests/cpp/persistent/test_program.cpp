@@ -141,12 +141,13 @@ std::vector<std::int32_t> text(int n) {
 struct Life {
   std::vector<float> logits;
   std::vector<std::int32_t> argmax, drafts;
+  std::vector<std::uint16_t> block;  // what the layers of one more draft leave, see run_block()
   std::vector<std::uint8_t> pools;
 };
 
-// step(arrays, mode) and draft(arrays, next token, length) of a group.
+// step(arrays, mode) and draft(arrays, next token, length) of a group; gives the length.
 template <class Step, class Draft>
-void live(const lowlat_model_config& config, Step step, Draft draft) {
+int live(const lowlat_model_config& config, Step step, Draft draft) {
   const std::vector<std::int32_t> all = text(200);
   int length = 0;
   const auto take = [&](int count, lowlat_step_mode mode) {
@@ -162,6 +163,7 @@ void live(const lowlat_model_config& config, Step step, Draft draft) {
   }
   take(6, LOWLAT_TARGET_VERIFY);
   take(1, LOWLAT_DECODE);
+  return length;
 }
 
 // A draft's arrays after a step.
@@ -232,6 +234,57 @@ std::vector<Launch> launches_of(const lowlat_model_config& config,
   return out;
 }
 
+// What hosted drafts are made of.
+std::vector<Launch> launches_of(const lowlat_model_config& config,
+                                const std::vector<lowlat_hosted_draft>& drafts) {
+  std::vector<Launch> out;
+  for (int i = 0; i < config.num_draft_stages; ++i) {
+    out.push_back([&, i](auto& program, int r) { return program.draft_front({{}, drafts[r]}, i); });
+    out.push_back([&, i](auto& program, int r) { return program.draft_back({{}, drafts[r]}, i); });
+  }
+  out.push_back([&](auto& program, int r) { return program.draft_leave(drafts[r]); });
+  return out;
+}
+
+// The layers of a draft's block behind `prefix` tokens as another engine asks for them, over the
+// slots that it lists. run(launches), on all ranks; the whole is one launch.
+template <class Run>
+std::vector<std::uint16_t> run_block(EmuGroup& group, int tp_size, int prefix, Cut cut, Run run) {
+  const lowlat_model_config& c = group.rank(0).config;
+  StepArrays arrays(c);
+  arrays.add(0, text(200), prefix, c.draft_block);
+  const int stride = c.window + c.draft_block, first = std::max(0, prefix - c.window);
+  std::vector<std::int64_t> ids(arrays.token_ids.begin(), arrays.token_ids.end()),
+      positions(arrays.positions.begin(), arrays.positions.end());
+  std::vector<std::int32_t> window;
+  for (int row = 0; row < c.draft_block; ++row) {
+    for (int at = first; at < first + stride; ++at) {
+      const std::int32_t page = arrays.page_table[at / c.page_size];
+      window.push_back(at < prefix + c.draft_block ? page * c.page_size + at % c.page_size : -1);
+    }
+  }
+  const std::size_t width = static_cast<std::size_t>(c.hidden) * (c.kind == LOWLAT_V4 ? 4 : 1);
+  std::vector<std::vector<std::uint16_t>> hidden(tp_size);
+  std::vector<lowlat_hosted_draft> drafts(tp_size);
+  for (int r = 0; r < tp_size; ++r) {
+    hidden[r].assign(static_cast<std::size_t>(c.draft_block) * width, 0xabcd);
+    lowlat_hosted_draft& draft = drafts[r];
+    draft.struct_bytes = sizeof draft;
+    draft.batch_size = 1;
+    draft.window_stride = stride;
+    draft.token_ids = ids.data();
+    draft.positions = positions.data();
+    draft.key_slots = arrays.slots.data();
+    draft.window = window.data();
+    draft.hidden = hidden[r].data();
+  }
+  const Launch whole = [&](auto& program, int r) { return program.draft(drafts[r]); };
+  run(cut == Cut::whole ? std::vector{whole} : launches_of(c, drafts));
+  for (const auto& one : hidden) CHECK(one == hidden[0]);
+  for (const std::uint16_t value : hidden[0]) CHECK((value & 0x7f80) != 0x7f80);
+  return hidden[0];
+}
+
 Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t order,
                  Cut cut = Cut::whole) {
   EmuGroup group(kind, tp_size, num_blocks, order);
@@ -249,7 +302,7 @@ Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t 
   const auto all_equal = [&](const auto& of_ranks) {
     for (const auto& one : of_ranks) CHECK(same_bits(one, of_ranks[0]));
   };
-  live(
+  const int length = live(
       group.rank(0).config,
       [&](const StepArrays& arrays, lowlat_step_mode mode) {
         std::vector<std::vector<float>> logits(tp_size);
@@ -280,6 +333,7 @@ Life life_on_emu(std::uint32_t kind, int tp_size, int num_blocks, std::uint32_t 
         all_equal(tokens);
         out.drafts.insert(out.drafts.end(), tokens[0].begin(), tokens[0].end());
       });
+  out.block = run_block(group, tp_size, length, cut, run_all);
   for (const std::size_t i : group.rank(0).pool_idx) {
     const auto& memory = group.rank(0).tensors[i];
     out.pools.insert(out.pools.end(), memory.begin(), memory.end());
@@ -321,6 +375,7 @@ Life life_on_scalar(std::uint32_t kind, int tp_size) {
 void check_same(const Life& a, const Life& b) {
   CHECK(same_bits(a.logits, b.logits));
   CHECK(same_bits(a.drafts, b.drafts));
+  CHECK(same_bits(a.block, b.block));
   CHECK(same_bits(a.pools, b.pools));
 }
 
