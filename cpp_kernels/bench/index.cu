@@ -35,8 +35,7 @@ struct Way {
   fused::BesideOrder order = fused::BesideOrder::measured;
   Join join = Join::ended;
 };
-constexpr const char* kOrders[] = {"",           ", q first", ", q last",      "", ", query first",
-                                   ", query, q", ", q end",   ", query, q end"};
+constexpr const char* kOrders[] = {"", ", q first", ", q last", "", ", query first", ", q end"};
 
 // The stream that is captured beside the main one, and the events between them.
 struct Branch {
@@ -335,9 +334,8 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
     for (const Kind kind : kinds) {
       std::vector<std::uint16_t> want;
       using fused::BesideOrder;
-      for (const BesideOrder order :
-           {BesideOrder::q_last, BesideOrder::query_first, BesideOrder::q_first,
-            BesideOrder::query_q, BesideOrder::q_end, BesideOrder::query_q_end}) {
+      for (const BesideOrder order : {BesideOrder::q_last, BesideOrder::query_first,
+                                      BesideOrder::q_first, BesideOrder::q_end}) {
         if (sizes.rows() > fused::kHopRows && order != BesideOrder::q_first) continue;
         time_layers(chain, kind, {order}, plain_us, nullptr, want);
       }

@@ -34,11 +34,8 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
                                     {"q last", BesideOrder::q_last},
                                     {"pool end", BesideOrder::pool_end},
                                     {"query first", BesideOrder::query_first},
-                                    {"query, q", BesideOrder::query_q},
                                     {"q end", BesideOrder::q_end},
-                                    {"query, q end", BesideOrder::query_q_end},
-                                    {"keys, q end", BesideOrder::keys_q_end},
-                                    {"query, keys", BesideOrder::query_keys_end}}) {
+                                    {"keys, q end", BesideOrder::keys_q_end}}) {
     if (ratio == 0 || (ratio == 128 && order > BesideOrder::pool_end)) continue;
     if (ratio == 4 && order == BesideOrder::pool_end) continue;
     if (rows > fused::kHopRows && order != BesideOrder::q_first) continue;

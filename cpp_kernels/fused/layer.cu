@@ -452,7 +452,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   run(HopKernel::second_exchange, [&] {
     if (is_v4) {
       ExchangeMixParams exchange = mixing_of(1, layer.next_hc, layer.next_norm);
-      exchange.few_blocks = parts.few_exchange_blocks;
+      exchange.few_blocks = parts.few_exchange_blocks && rows > 1;
       exchange.before = x_ready;
       exchange.mix_before = mix_done;
       exchange.done = gate(gate_done, exchange_blocks);

@@ -168,7 +168,7 @@ struct LayerParts {
   // Called before each launch, with its HopKernel: another kernel, or a wait, may go there.
   const std::function<void(HopKernel)>* between = nullptr;
   BesideOrder beside_order = BesideOrder::measured;
-  // V4's last exchange: by few blocks (ExchangeMixParams::few_blocks).
+  // V4's last exchange, of more than one row: by few blocks (ExchangeMixParams::few_blocks).
   bool few_exchange_blocks = true;
 };
 

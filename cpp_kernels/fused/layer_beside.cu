@@ -10,13 +10,22 @@ Gate beside_done(const BesideLayer& beside) {
   return beside.pool != nullptr ? beside.pool->done : beside.compress.done;
 }
 
+BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_keys) {
+  if (order != BesideOrder::measured) return order;
+  if (!selects) return BesideOrder::q_last;
+  if (ratio == shape::kOverlapRatio) return BesideOrder::keys_q_end;
+  if (ratio == 1) return BesideOrder::q_end;
+  return owns_keys ? BesideOrder::query_first : BesideOrder::q_last;
+}
+
 cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder order,
                           const std::function<void(HopKernel)>* between, cudaStream_t stream) {
   const IndexParams* const index = beside.index;
   const bool few = beside.compress.rows.num_rows <= kHopRows;
-  if (order == BesideOrder::measured) order = BesideOrder::q_last;
-  if (!few) order = BesideOrder::q_first;
-  const bool selects = index != nullptr, query_first = selects && begins_with_query(order);
+  const bool selects = index != nullptr;
+  order =
+      few ? beside_order(order, beside.compress.ratio, selects, beside.keys) : BesideOrder::q_first;
+  const bool query_first = selects && order == BesideOrder::query_first;
   const bool is_last = next == HopKernel::attention;
   cudaError_t error = cudaSuccess;
   const auto run = [&](HopKernel kernel, auto&& launch) {
@@ -32,7 +41,7 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
   };
   const bool pool_end = !selects && beside.pool != nullptr && order == BesideOrder::pool_end;
   if (query_first && !is_last) query();
-  if (is_last == (order == BesideOrder::q_first || order == BesideOrder::query_q)) {
+  if (is_last == (order == BesideOrder::q_first)) {
     run(HopKernel::product,
         [&] { return launch_compress_product(beside.compress, beside.hidden, true, stream); });
     if (beside.keys) {
@@ -43,7 +52,8 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
     if (selects) run(HopKernel::scores, [&] { return launch_index_scores(*index, true, stream); });
   }
   if (pool_end && is_last) pool();
-  if (!selects || is_last == selects_before_q(order)) return error;
+  const bool before_q = order == BesideOrder::q_end || order == BesideOrder::keys_q_end;
+  if (!selects || is_last == before_q) return error;
   if (beside.entry_pool != nullptr) {
     run(HopKernel::count, [&] {
       return launch_compress_product(*beside.entry_compress, beside.hidden, true, stream);

@@ -35,26 +35,15 @@ struct BesideLayer {
 // codes. Where entries are named, keys are those of ratio 4's index alone.
 enum class BesideOrder {
   measured,
-  q_first,        // q, keys, query, scores, selection
-  q_last,         // keys, query, scores, q, selection
-  pool_end,       // of ratio 128: product, q, pool; else q_last
-  query_first,    // query, keys, scores, q, selection
-  query_q,        // query, q, keys, scores, selection
-  q_end,          // keys, query, scores, selection, q
-  query_q_end,    // query, keys, scores, selection, q
-  keys_q_end,     // keys, query, scores, entries, selection, q
-  query_keys_end  // query, keys, scores, entries, selection, q
+  q_first,      // q, keys, query, scores, selection
+  q_last,       // keys, query, scores, q, selection
+  pool_end,     // of ratio 128: product, q, pool; else q_last
+  query_first,  // query, keys, scores, q, selection
+  q_end,        // keys, query, scores, selection, q
+  keys_q_end    // keys, query, scores, entries, selection, q
 };
-constexpr bool begins_with_query(BesideOrder order) {
-  return order == BesideOrder::query_first || order == BesideOrder::query_q ||
-         order == BesideOrder::query_q_end || order == BesideOrder::query_keys_end;
-}
-constexpr bool selects_before_q(BesideOrder order) {
-  return order >= BesideOrder::q_end && order <= BesideOrder::query_keys_end;
-}
-constexpr bool splits_keys(BesideOrder order) {
-  return order == BesideOrder::keys_q_end || order == BesideOrder::query_keys_end;
-}
+// What `measured` stands for. A selection among more scores takes longer, and begins before q.
+BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_keys);
 
 // What attention waits for.
 Gate beside_done(const BesideLayer& beside);

@@ -397,9 +397,9 @@ using lowlat::nvidia::fused::BesideOrder;
 
 // Rows, ratio and order of chains.
 constexpr std::tuple<int, int, BesideOrder> kWays[] = {
-    {6, 4, BesideOrder::measured},       {6, 4, BesideOrder::query_q_end},
-    {6, 4, BesideOrder::query_keys_end}, {6, 128, BesideOrder::measured},
-    {6, 128, BesideOrder::pool_end},     {12, 4, BesideOrder::measured},
+    {6, 4, BesideOrder::measured},    {6, 4, BesideOrder::q_last},
+    {6, 4, BesideOrder::query_first}, {6, 128, BesideOrder::measured},
+    {6, 128, BesideOrder::pool_end},  {12, 4, BesideOrder::measured},
     {12, 128, BesideOrder::measured}};
 
 TEST_CASE(layers_equal_float64_for_all_widths) {
