@@ -8,8 +8,8 @@ First correctness: the layer's and the draft's cases of so many ranks, every wid
 with N GPUs and in N processes, the tiny models of both kinds. Then `lowlat bench` of layer,
 exchange and draft beside the baselines (a Python with torch: --python), then `lowlat profile layer`
 of a rank's share, then the times of whole steps. On fewer GPUs than ranks, N streams of one GPU
-stand for N GPUs where they are resident together (tiny models by the resident schedule, the draft,
-the exchange), and elsewhere one rank whose peers are itself: correctness, and figures of a rank's
+stand for N GPUs where they are resident together (tiny models by the resident schedule, the
+draft), and elsewhere one rank whose peers are itself: correctness, and figures of a rank's
 share whose exchange goes nowhere; then comes what needs one GPU anyway, and all else is listed as
 not run.
 
@@ -101,7 +101,6 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         Step("tiny models, as streams", program("gpu_model", f"{n}_ranks_on_one"), 120, 1),
         Step("hosted steps, as streams", program("gpu_hosted", f"{n}_ranks_on_one"), 60, 1),
         Step("draft, as streams", program("gpu_draft", "ranks_agree"), 60, 1),
-        Step("exchange, as streams", program("bench_exchange_hopper", "check", count), 60, 1),
         Step(
             f"layers, {own_peers}",
             program("gpu_layer", "tp2_looped" if ranks == 2 else "one_by_one"),
