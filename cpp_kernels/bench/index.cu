@@ -2,8 +2,8 @@
 // compressor, index and n-gram memory.
 //
 //   index check [few]      every kernel against float64 at true shapes; exit code 1: a failure
-// index time [LENGTH..]  in a CUDA graph: each kernel alone, and whole layers with and without the
-//                          index beside them
+//   index time [LENGTH..]  in a CUDA graph: each kernel alone, and whole layers with and without
+//                          the index beside them
 //   index engram           the same of the n-gram memory
 //   index v4               V4-Flash's compressors and index, each kernel alone
 //

@@ -1,6 +1,6 @@
 // bench/measure_layer.cu: plain V4.1-Flash layers by the fused schedule, checked and timed; the
-// program behind `lowlat
-// bench layer` and, built with LOWLAT_STAMPS=1, behind `lowlat profile layer`.
+// program behind `lowlat bench layer` and, built with LOWLAT_STAMPS=1, behind `lowlat profile
+// layer`.
 //
 // A chain of layers in one CUDA graph, each with weights of its own, so that no cache holds them; a
 // figure is the graph's time over the number of layers. One GPU: the mailboxes of all ranks are its

@@ -12,7 +12,7 @@ namespace lowlat::nvidia::fused {
 
 struct AttentionParams {
   // V4: o is quantised for wo_a, so what is written are its e4m3 codes' values; but not where
-  // plain_o, as in a draft.
+  // plain_o, as in a draft and where an engine hands wo_a over in bf16.
   FusedModel model;
   bool plain_o;
   int num_rows;            // T, 1 .. 48

@@ -1,7 +1,7 @@
 // fused/layer.hpp: one plain decoder layer of V4.1-Flash on one rank as a chain of kernels:
-// attention sublayer, exchange, mixture of experts, exchange. "Plain" is a layer without
-// compressor, indexer and Engram of its own; what those make (the extra set of keys) is an input
-// here. Every C++ compiler reads it.
+// attention sublayer, exchange, mixture of experts, exchange. Compressor and index, where a layer
+// has them, stand in its chain (layer_beside.hpp); the keys of another layer's are an input here.
+// Every C++ compiler reads it.
 //
 // Rows       1 .. 48 (kMaxFusedRows). Ranks 2 or 4, as MoeShape says, each on a device of its own,
 //            or one whose mailboxes are looped back to it.
@@ -56,7 +56,8 @@ struct PlainLayer {
   // V4, whose layers combine by statistics that the exchange before makes: attn_hc of the layer
   // after this one (of the last: any). attn_hc is not read then.
   HyperWeights next_hc;
-  // V4: wo_a takes attention's output as it is, as in a draft's layers; else quantised.
+  // V4: wo_a takes attention's output as it is, as in a draft's layers and where an engine hands
+  // wo_a over in bf16; else quantised.
   bool plain_o;
   // V4's hash layers: i32 [T, 6], the experts of each row's token. NULL: routed by scores.
   const std::int32_t* hash_ids;

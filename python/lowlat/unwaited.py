@@ -26,7 +26,7 @@ LENGTHS, HOST_LENGTHS = "seq_lens", "seq_lens_cpu"
 @functools.cache
 def install() -> None:
     """Once a process, by a draft's build: a server without the plugin's flag builds none. Where the
-    method takes other arguments the wait stays."""
+    method takes other arguments, or another plugin was first, the wait stays."""
     from sglang.srt.plugins import hook_registry
 
     try:
@@ -39,10 +39,15 @@ def install() -> None:
         logger.warning(words, DRAFT_LISTING, ", ".join(taken), LENGTHS, HOST_LENGTHS)
         return
     registry = hook_registry.HookRegistry
+    before = pkgutil.resolve_name(DRAFT_LISTING)
     source = hook_registry.HookSource("nvidia_megakernel", "lowlat")
     around = hook_registry.HookType.AROUND
     registry.register(DRAFT_LISTING, with_host_lengths, around, source=source)
     registry.apply_hooks()
+    # The registry passes over what it has hooked before, and logs what it fails at.
+    if pkgutil.resolve_name(DRAFT_LISTING) is before:
+        words = "lowlat: each draft waits for the GPU: SGLang hooks no more around %s"
+        logger.warning(words, DRAFT_LISTING)
 
 
 def with_host_lengths(original: Callable[..., Any], *args: Any, **given: Any) -> Any:

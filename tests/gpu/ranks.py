@@ -14,8 +14,8 @@ share whose exchange goes nowhere; then comes what needs one GPU anyway, and all
 not run.
 
 Into the folder of --out go table.md (for docs/bench: date, command, spread), figures.json and the
-words of every step. Exit status 1 when something failed. What was not built for so many ranks, or
-found no time, is not run, which the table says.
+words of every step. Exit status 1 when something failed. What was not built for so many ranks,
+found no time or no lowlat in this Python is not run, which the table says.
 """
 
 import argparse

@@ -100,6 +100,7 @@ def test_differences_beyond_the_bounds_are_told(scripts, capsys) -> None:
         return f"[now] {few_gpus.BESIDE}{engine.json.dumps(words)}\n"
 
     assert engine.beside(log(near))
+    assert not engine.beside("nothing beside")
     assert not engine.beside(log(near | {"layers": [1.3]}))
     assert not engine.beside(log(near | {"layers": [float("nan")]}))
     assert not engine.beside(log(near | {"logits": [0.11, 0.2], "moved_logits": [0.1, 0.2]}))

@@ -94,6 +94,15 @@ def test_a_method_with_other_arguments_is_left_alone(build_drafts, caplog) -> No
     ]
 
 
+def test_where_another_plugin_was_first_the_wait_stays(build_drafts, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(HookRegistry, "_patched", {unwaited.DRAFT_LISTING})
+    assert build_drafts() is OWN.listing
+    assert caplog.messages == [
+        "lowlat: each draft waits for the GPU: SGLang hooks no more around"
+        f" {unwaited.DRAFT_LISTING}"
+    ]
+
+
 def test_the_hook_is_there_once_and_says_whose_it_is(hooked) -> None:
     assert hooked.__wrapped__ is OWN.listing
     ((_, hook, source),) = HookRegistry._hooks[unwaited.DRAFT_LISTING]

@@ -106,7 +106,7 @@ struct FusedStep::State : FusedBase {
   fused::InjectParams inject = {};
   std::int64_t* draft_tokens = nullptr;
 
-  Stream side;  // of the kernels beside the layers
+  Stream side;  // of n-gram memory's product
   Event forked, ended, joined;
 
   bool is_v4() const { return config.kind == LOWLAT_V4; }
