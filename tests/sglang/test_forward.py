@@ -19,7 +19,7 @@ from loaded import Caches, Loaded
 from lowlat import _dispatch, build
 from lowlat.kernels import SCALAR, HostedKernels
 from lowlat.models.published import IN_PLACE
-from lowlat.replay import PoolFace, View
+from lowlat.replay import View
 from lowlat.specs import amd, nvidia
 from lowlat.specs.alike import LOGITS_MEDIAN_REL_OF_SGLANG
 from oracle.formats import bf16_bits
@@ -408,7 +408,8 @@ def test_v4s_output_projection_in_bf16_takes_the_attentions_output_in_bf16() -> 
     )
     with served.server():
         pool = Caches(small.config).pool
-    view = View(SimpleNamespace(core_attn_metadata=core), PoolFace(pool))
+    metadata = SimpleNamespace(core_attn_metadata=core)
+    view = View(SimpleNamespace(forward_metadata=metadata, token_to_kv_pool=pool))
     step = SimpleNamespace(mode="target_verify", rows=size * rows, view=view)
     out = kernels.step(step, ids.flatten(), positions, SimpleNamespace(req_pool_indices=pages))
     got = out.aux_hidden.float().numpy()
