@@ -86,7 +86,24 @@ class Target(Built):
         )
 
 
-class TargetMegakernel(Target):
+class Megakernel:
+    """What a built target and a built draft of the NVIDIA contract have in common."""
+
+    def forward(
+        self,
+        step: Any,
+        original: Callable[..., Any],
+        input_ids: Any,
+        positions: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A step that `plan` gave."""
+        return self.run(step, input_ids, positions, forward_batch)
+
+
+class TargetMegakernel(Megakernel, Target):
     """SGLang's ``BuiltMegakernel``."""
 
     draft_sampler = None
@@ -112,19 +129,6 @@ class TargetMegakernel(Target):
         if not self.covers(self.binding.forward_view, input_ids, forward_batch, given):
             return None
         return Step(mode=self.planner.mode, rows=int(input_ids.shape[0]))
-
-    def forward(
-        self,
-        step: Any,
-        original: Callable[..., Any],
-        input_ids: Any,
-        positions: Any,
-        forward_batch: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """A step that `plan` gave."""
-        return self.run(step, input_ids, positions, forward_batch)
 
 
 class View:
@@ -233,7 +237,7 @@ class DraftMonokernels(Monokernels, Draft):
     """The AMD contract's, which has no sampler: proposals are SGLang's."""
 
 
-class DraftMegakernel(Draft):
+class DraftMegakernel(Megakernel, Draft):
     """A built DSpark draft: it samples its proposals and, where `widths` are built, runs the layers
     before them."""
 
@@ -264,19 +268,6 @@ class DraftMegakernel(Draft):
         if not self.widths or not self.covers(view, input_ids, forward_batch, given):
             return None
         return Step(mode="target_verify", rows=int(input_ids.shape[0]))
-
-    def forward(
-        self,
-        step: Any,
-        original: Callable[..., Any],
-        input_ids: Any,
-        positions: Any,
-        forward_batch: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """A step that `plan` gave."""
-        return self.run(step, input_ids, positions, forward_batch)
 
     def draft_sampler(
         self,

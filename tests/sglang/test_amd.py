@@ -7,7 +7,6 @@ import argparse
 import logging
 import re
 import runpy
-import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,9 +254,6 @@ def test_sglangs_caches_on_gfx942_are_written_in_one_format_and_read_in_another(
     tmp_path, monkeypatch
 ) -> None:
     """Why they are refused: what its kernel stores for 1, its own reading takes for 0.5."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no c++: SGLang's header is compiled for the host")
     package = Path(sglang.__file__).parent / "kernels"
     for name, text in HEADERS.items():
         header = tmp_path / "sgl_kernel" / f"{name}.cuh"
@@ -270,7 +266,7 @@ def test_sglangs_caches_on_gfx942_are_written_in_one_format_and_read_in_another(
         "int main() { return sglang::deepseek_v4::fp8::cvt_float_to_fp8_e4m3(1.0f); }\n"
     )
     subprocess.run(
-        [compiler, "-std=c++20", "-I", tmp_path, source, "-o", tmp_path / "store"],
+        ["c++", "-std=c++20", "-I", tmp_path, source, "-o", tmp_path / "store"],
         check=True,
         timeout=60,
     )

@@ -5,7 +5,6 @@ SGLang's own pool, the slots that a row sees made by SGLang's own functions. Pro
 and every key are those of the same kernels over caches of their own, to the bit.
 """
 
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,6 @@ import served
 import torch
 from loaded import Caches, Loaded
 from lowlat import _dispatch, build
-from lowlat.kernels import SCALAR
 from lowlat.specs import amd
 from oracle.models import make_model
 from sglang.kernels.ops.speculative.dspark.dspark_attn_metadata import (
@@ -27,7 +25,7 @@ from sglang.srt.kernel_plugins.amd import binding as amd_binding
 from sglang.srt.kernel_plugins.nvidia import binding
 from support import kernels_abi as abi
 from support import replay, small_model
-from test_forward import BOUNDS, KERNEL_DTYPES, MODELS, SEED, Small, array, floats
+from test_forward import BOUNDS, KERNEL_DTYPES, MODELS, SEED, array, floats, opening
 
 GAMMA = served.GAMMA
 WIDTHS = tuple(range(GAMMA, 8 * GAMMA + 1, GAMMA))
@@ -203,9 +201,7 @@ def install_amd(model, config, open_kernels):
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
 @pytest.mark.parametrize("name", ["short", "v4-deep"])
 def test_a_block_by_the_plugin_is_the_models_own_draft(name, vendor, gpu, monkeypatch) -> None:
-    path = abi.find_library()
-    if path is None:
-        pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
+    path = abi.library()
     monkeypatch.setattr(replay, "TEMPERATURES", (0.0, 0.0))
     small, built_in = MODELS[name]
     weights = small_model.Weights(small, SEED, 1)
@@ -233,16 +229,7 @@ def test_a_block_by_the_plugin_is_the_models_own_draft(name, vendor, gpu, monkey
             for tensor in published.tensors(own, dtypes):
                 amd.DRAFT.load_tensor(copies, model, *tensor)
 
-    class Kernels(Small):
-        pass
-
-    Kernels.small = small
-
-    def open_kernels(asked):
-        page_size = small.config["page_size"]
-        ours = dataclasses.replace(asked, tensors=tensors, page_size=page_size, copies=copies)
-        return Kernels(ours, SCALAR)
-
+    open_kernels = opening(small, tensors, copies)
     backend = served.Backend()
     flags = {"enable_nvidia_megakernel": not is_amd, "enable_amd_monokernel": is_amd}
     try:

@@ -94,6 +94,17 @@ class Small(HostedKernels):
         }
 
 
+def opening(small, tensors, copies):
+    """Opens the kernels of such a model on scalar, over those weights."""
+
+    def open_kernels(asked):
+        page_size = small.config["page_size"]
+        ours = dataclasses.replace(asked, tensors=tensors, page_size=page_size, copies=copies)
+        return type("Kernels", (Small,), {"small": small})(ours, SCALAR)
+
+    return open_kernels
+
+
 class Engine:
     """A group of one rank whose target's steps go through the model that SGLang installed on. What
     is covered runs on our own caches too, and leaves the same bits."""
@@ -200,9 +211,7 @@ class Replay(replay.Replay):
 @pytest.fixture(scope="module", params=RUNS, ids="-".join)
 def run(request):
     name, vendor = request.param
-    path = abi.find_library()
-    if path is None:
-        pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
+    path = abi.library()
     small, built_in = MODELS[name]
     weights = small_model.Weights(small, SEED, 1)
     own, dtypes = {}, {}
@@ -236,16 +245,7 @@ def run(request):
         tensors = {name: t for name, t in tensors.items() if READ_IN_PLACE.fullmatch(name)}
         copies = {}
 
-    class Kernels(Small):
-        pass
-
-    Kernels.small = small
-
-    def open_kernels(asked):
-        page_size = small.config["page_size"]
-        ours = dataclasses.replace(asked, tensors=tensors, page_size=page_size, copies=copies)
-        return Kernels(ours, SCALAR)
-
+    open_kernels = opening(small, tensors, copies)
     backend = served.Backend()
     flags = {"enable_nvidia_megakernel": vendor == "nvidia", "enable_amd_monokernel": copies == {}}
     with pytest.MonkeyPatch.context() as patch, served.server(backend=backend, **flags):
@@ -372,9 +372,7 @@ def test_the_spec_declares_the_bound_that_is_held() -> None:
 def test_v4s_output_projection_in_bf16_takes_the_attentions_output_in_bf16() -> None:
     """As SGLang loads it on Hopper unless it is told to keep it in fp8. Two texts' first steps, so
     that everything is the kernels' own."""
-    path = abi.find_library()
-    if path is None:
-        pytest.skip("no kernel library: set LOWLAT_KERNELS or install the package")
+    path = abi.library()
     small, built_in = MODELS["v4-deep"]
     weights, own = small_model.Weights(small, SEED, 1), {}
 

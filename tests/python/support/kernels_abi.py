@@ -146,6 +146,13 @@ def find_library():
     return None
 
 
+def library():
+    """The same of an installed lowlat, which has one."""
+    path = find_library()
+    assert path is not None, "lowlat is here without its kernel library"
+    return path
+
+
 def config_struct(config, tp_rank, tp_size):
     """A ModelConfig from a dict of its fields; lists and nested lists become arrays."""
     out = ModelConfig(tp_rank=tp_rank, tp_size=tp_size)
