@@ -24,8 +24,8 @@ from sglang.kernels.plugin_kernels.amd.spec import BuildContext
 from sglang.srt.kernel_plugins.amd import binding as amd_binding
 from sglang.srt.kernel_plugins.nvidia import binding
 from support import kernels_abi as abi
-from support import replay, small_model
-from test_forward import BOUNDS, KERNEL_DTYPES, MODELS, SEED, array, floats, opening
+from support import replay
+from test_forward import BOUNDS, MODELS, SEED, array, floats, grouped, opening
 
 GAMMA = served.GAMMA
 WIDTHS = tuple(range(GAMMA, 8 * GAMMA + 1, GAMMA))
@@ -201,18 +201,9 @@ def install_amd(model, config, open_kernels):
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
 @pytest.mark.parametrize("name", ["short", "v4-deep"])
 def test_a_block_by_the_plugin_is_the_models_own_draft(name, vendor, gpu, monkeypatch) -> None:
-    path = abi.library()
     monkeypatch.setattr(replay, "TEMPERATURES", (0.0, 0.0))
     small, built_in = MODELS[name]
-    weights = small_model.Weights(small, SEED, 1)
-    own, dtypes = {}, {}
-
-    def shard(spec, rank):
-        own[spec.name.decode()] = value = weights.shard(spec, rank)
-        dtypes[spec.name.decode()] = KERNEL_DTYPES[spec.dtype]
-        return value
-
-    group = abi.Group(path, small.config, 1, shard)
+    group, weights, own, dtypes = grouped(small)
     is_amd = vendor == "amd"
     tensors = {} if is_amd else Loaded(own, small.config).draft()
     config = served.hf_config(_dispatch.built_in(built_in))

@@ -94,6 +94,19 @@ class Small(HostedKernels):
         }
 
 
+def grouped(small):
+    """A group of one rank, and its weights: whole, and its own tensors and dtypes by name."""
+    weights = small_model.Weights(small, SEED, 1)
+    own, dtypes = {}, {}
+
+    def shard(spec, rank):
+        own[spec.name.decode()] = value = weights.shard(spec, rank)
+        dtypes[spec.name.decode()] = KERNEL_DTYPES[spec.dtype]
+        return value
+
+    return abi.Group(abi.library(), small.config, 1, shard), weights, own, dtypes
+
+
 def opening(small, tensors, copies):
     """Opens the kernels of such a model on scalar, over those weights."""
 
@@ -211,17 +224,8 @@ class Replay(replay.Replay):
 @pytest.fixture(scope="module", params=RUNS, ids="-".join)
 def run(request):
     name, vendor = request.param
-    path = abi.library()
     small, built_in = MODELS[name]
-    weights = small_model.Weights(small, SEED, 1)
-    own, dtypes = {}, {}
-
-    def shard(spec, rank):
-        own[spec.name.decode()] = value = weights.shard(spec, rank)
-        dtypes[spec.name.decode()] = KERNEL_DTYPES[spec.dtype]
-        return value
-
-    group = abi.Group(path, small.config, 1, shard)
+    group, weights, own, dtypes = grouped(small)
     config = served.hf_config(_dispatch.built_in(built_in))
     rows = dict.fromkeys(getattr(config, "engram_layer_ids", ()), 50)
     needs = served.table(config, rows).target()
@@ -372,15 +376,9 @@ def test_the_spec_declares_the_bound_that_is_held() -> None:
 def test_v4s_output_projection_in_bf16_takes_the_attentions_output_in_bf16() -> None:
     """As SGLang loads it on Hopper unless it is told to keep it in fp8. Two texts' first steps, so
     that everything is the kernels' own."""
-    path = abi.library()
     small, built_in = MODELS["v4-deep"]
-    weights, own = small_model.Weights(small, SEED, 1), {}
-
-    def shard(spec, rank):
-        own[spec.name.decode()] = value = weights.shard(spec, rank)
-        return value
-
-    abi.Group(path, small.config, 1, shard).close()
+    group, weights, own, _ = grouped(small)
+    group.close()
     size, page, rows = 2, small.config["page_size"], 6
     request = build.Request(
         model=None,
