@@ -236,11 +236,25 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                   want_u.begin() + (row * kGroups + group) * 1024);
     }
   }
-  expect(
-      "u quantised", rows,
-      values(act.take_codes(act.u_codes, act.packets.u, kGroups * 1024),
-             act.take_scales(act.u_scale, act.packets.u, kGroups * 1024, 8), rows, kGroups * 1024),
-      quantized(codes_of(want_u)), 6e-3);
+  const auto take_u = [&] {
+    return values(act.take_codes(act.u_codes, act.packets.u, kGroups * 1024),
+                  act.take_scales(act.u_scale, act.packets.u, kGroups * 1024, 8), rows,
+                  kGroups * 1024);
+  };
+  expect("u quantised", rows, take_u(), quantized(codes_of(want_u)), 6e-3);
+
+  // Both products in one kernel.
+  const fused::OprojParams both = act.oproj(device, port, 2, false);
+  if (fused::oproj_is_few(both)) {
+    cuda_must(cudaMemset(act.packets.u, 0, act.count(kGroups * 1024) * 2), "zeros");
+    act.partial.poison();
+    must_run(fused::launch_oproj_few(both, false, nullptr), "wo_a and wo_b");
+    const std::vector<double> few_u = take_u();
+    expect("u quantised, in one kernel", rows, few_u, quantized(codes_of(want_u)), 6e-3);
+    const std::vector<float> few = act.partial.take();
+    expect("wo_b partial, in one kernel", rows, std::vector<double>(few.begin(), few.end()),
+           product(few_u, weights.wo_b, rows, kHidden, kGroups * 1024, kGroups * 1024, 0), 1e-5);
+  }
   CHECK(!mail.faulted());
 }
 
