@@ -42,13 +42,14 @@ constexpr int kCluster = 2;
 constexpr int kK = 2048;  // of both products
 constexpr int kRowsA = 32, kRowsB = kHidden / kOprojFewBlocks;
 constexpr int kEarlyB = 32;  // rows of wo_b that have memory of their own
-constexpr int kSteps = kK / kStep / kProductWarps;  // of a warp
+constexpr int kWarps = 8, kThreads = kWarps * plat::kWarpLanes;
+constexpr int kSteps = kK / kStep / kWarps;  // of a warp
 constexpr int kPitch = kK + 32;                     // as in front_product.cuh
 constexpr int kTilesB = (kRowsB + 15) / 16;
 constexpr int kOwnTokens = kTileTokens / kCluster;
 static_assert(kU / kRowsA * (kGroupInput / kK) == kOprojFewBlocks && kU == kK);
 static_assert(kGroupInput / kK == kCluster && kRowsA == kGroup && kEarlyB % kGroup == 0);
-static_assert(kRowsA * kTileTokens == kProductThreads);  // a sum a thread
+static_assert(kRowsA * kTileTokens <= kThreads);  // a sum a thread
 static_assert((kTilesB * 16 - kEarlyB) * kPitch <= kRowsA * kPitch);
 
 struct Shared {
@@ -164,7 +165,7 @@ LOWLAT_DEVICE float sum_of(const unsigned char* rows, int row_idx, int token) {
   const unsigned char* from = rows + row_idx * kPitch + 4 * token;
   float total = 0.0f;
 #pragma unroll
-  for (int warp = 0; warp < kProductWarps; ++warp) {
+  for (int warp = 0; warp < kWarps; ++warp) {
     total += *reinterpret_cast<const float*>(from + warp * kSteps * kStep);
   }
   return total;
@@ -175,7 +176,7 @@ template <int kRows, int kPaceNs, class Source>
 LOWLAT_DEVICE void ask_for_rows(unsigned char* to, std::uint64_t* barrier, Source source) {
   if (plat::thread_idx() % plat::kWarpLanes == 0) {
 #pragma unroll 1
-    for (int i = plat::thread_idx() / plat::kWarpLanes; i < kRows; i += kProductWarps) {
+    for (int i = plat::thread_idx() / plat::kWarpLanes; i < kRows; i += kWarps) {
       sm90::bulk_load(to + i * kPitch, source(i), kK, barrier, sm90::CacheHint::evict_first);
       if constexpr (kPaceNs > 0) __nanosleep(kPaceNs);
     }
@@ -183,7 +184,7 @@ LOWLAT_DEVICE void ask_for_rows(unsigned char* to, std::uint64_t* barrier, Sourc
   __syncwarp();
 }
 
-__global__ void __launch_bounds__(kProductThreads, 2)
+__global__ void __launch_bounds__(kThreads, 2)
     oproj_few_fp8_sm90(const __grid_constant__ OprojParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared*>(memory);
@@ -219,10 +220,10 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   ask_for_rows<kEarlyB, kPaceB>(rows_b, &shared.barrier_b, [&](int i) {
     return params.wo_b.codes + static_cast<std::int64_t>(row_of_b(block_idx, i)) * kU;
   });
-  {
-    // A scale a thread: of wo_a's rows, then of each 16 of wo_b's.
-    constexpr int kScales = kK / kStep;
-    static_assert(kProductThreads == (1 + kTilesB) * kScales);
+  // A scale a thread: of wo_a's rows, then of each 16 of wo_b's.
+  constexpr int kScales = kK / kStep;
+  static_assert(kThreads >= (1 + kTilesB) * kScales);
+  if (thread_idx < (1 + kTilesB) * kScales) {
     const int of = thread_idx / kScales - 1, step = thread_idx % kScales;
     const std::uint8_t* from =
         of < 0 ? params.wo_a.scales + tile * (kGroupInput / kGroup) + rank * kScales
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   }
   stamps.mark(StampStage::compute);
   sm90::cluster_wait();  // the other block runs: it arrived when it began
-  {
+  if (thread_idx < kRowsA * kTileTokens) {
     const int token = thread_idx % kTileTokens, row = thread_idx / kTileTokens;
     const float total = sum_of(rows_a, row, token);
     if (token < params.num_rows) {
@@ -313,7 +314,7 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   const int lane_idx = thread_idx % plat::kWarpLanes;
   const int token = lane_idx % kTileTokens, of_quad = lane_idx / kTileTokens;
 #pragma unroll 1
-  for (int quad = thread_idx / plat::kWarpLanes; quad < kQuads; quad += kProductWarps) {
+  for (int quad = thread_idx / plat::kWarpLanes; quad < kQuads; quad += kWarps) {
     const float total = sum_of(rows_b, 4 * quad + of_quad, token);
     float v[4];
 #pragma unroll
@@ -346,7 +347,7 @@ cudaError_t launch_oproj_few(const OprojParams& params, bool programmatic, cudaS
   }
   if (error != cudaSuccess) return error;
   if (num_sms < kOprojFewBlocks) return cudaErrorInvalidValue;
-  return launch_kernel(oproj_few_fp8_sm90, dim3(kOprojFewBlocks), kProductThreads, sizeof(Shared),
+  return launch_kernel(oproj_few_fp8_sm90, dim3(kOprojFewBlocks), kThreads, sizeof(Shared),
                        kCluster, programmatic, stream, params);
 }
 
