@@ -44,7 +44,7 @@ constexpr int kRowsA = 32, kRowsB = kHidden / kOprojFewBlocks;
 constexpr int kEarlyB = 32;  // rows of wo_b that have memory of their own
 constexpr int kWarps = 8, kThreads = kWarps * plat::kWarpLanes;
 constexpr int kSteps = kK / kStep / kWarps;  // of a warp
-constexpr int kPitch = kK + 32;                     // as in front_product.cuh
+constexpr int kPitch = kK + 32;              // as in front_product.cuh
 constexpr int kTilesB = (kRowsB + 15) / 16;
 constexpr int kOwnTokens = kTileTokens / kCluster;
 static_assert(kU / kRowsA * (kGroupInput / kK) == kOprojFewBlocks && kU == kK);
@@ -65,123 +65,8 @@ static_assert(sizeof(Shared) <= 142 * 1024);
 
 // Rows of wo_b: of number i among the block's.
 LOWLAT_DEVICE int row_of_b(int block_idx, int i) {
-  return i < kEarlyB
-             ? block_idx * kEarlyB + i
-             : kOprojFewBlocks * kEarlyB + block_idx * (kRowsB - kEarlyB) + i - kEarlyB;
-}
-
-// A lane's eight codes of a step, in the order of its activations; `piece` is where 8 t begins.
-template <class Activations>
-LOWLAT_DEVICE uint2 codes_of(const unsigned char* piece, int t) {
-  if constexpr (Activations::kSplit) {
-    const unsigned char* from = piece - 4 * t;
-    return make_uint2(*reinterpret_cast<const std::uint32_t*>(from),
-                      *reinterpret_cast<const std::uint32_t*>(from + 16));
-  } else {
-    return *reinterpret_cast<const uint2*>(piece);
-  }
-}
-
-// sum += codes of rows g and g + 8 times b, under both scales.
-LOWLAT_DEVICE void add_step(float (&sum)[4], uint2 low, uint2 high, const std::uint32_t (&b)[4],
-                            float weight_scale, float2 token_scale) {
-  std::uint32_t a[2][4];
-  const auto place = [](std::uint32_t (&to)[4], std::uint32_t codes_low, std::uint32_t codes_high) {
-    std::uint32_t pair[2];
-    sm90::e4m3_to_f16(pair, codes_low);
-    to[0] = pair[0], to[2] = pair[1];
-    sm90::e4m3_to_f16(pair, codes_high);
-    to[1] = pair[0], to[3] = pair[1];
-  };
-  place(a[0], low.x, high.x);
-  place(a[1], low.y, high.y);
-  float part[4] = {};
-  sm90::mma_f16(part, a[0], b[0], b[1]);
-  sm90::mma_f16(part, a[1], b[2], b[3]);
-  const float even = weight_scale * token_scale.x, odd = weight_scale * token_scale.y;
-  sum[0] = plat::fma(part[0], even, sum[0]);
-  sum[1] = plat::fma(part[1], odd, sum[1]);
-  sum[2] = plat::fma(part[2], even, sum[2]);
-  sum[3] = plat::fma(part[3], odd, sum[3]);
-}
-
-LOWLAT_DEVICE void send_quad(const ExchangePort& port, int i, std::uint64_t epoch, int row_idx,
-                             int quad_idx, int quads_per_row, const std::uint32_t (&payload)[3]) {
-  // Each rank begins with another reader: links are not asked by all ranks at once.
-  const int reader =
-      i + port.tp_rank < port.tp_size ? i + port.tp_rank : i + port.tp_rank - port.tp_size;
-  plat::store_tagged(quads_of(port, reader, epoch, port.tp_rank, row_idx, quads_per_row) + quad_idx,
-                     payload, static_cast<std::uint32_t>(epoch));
-}
-
-// Activations of a warp's K.
-struct Operand {
-  std::uint32_t b[kSteps][4];
-  float2 scale[kSteps];
-};
-template <class Activations>
-LOWLAT_DEVICE Operand take(const Activations& activations, int num_rows) {
-  Operand out;
-  typename Activations::Raw raw[kSteps];
-  activations.take(raw, out.scale, plat::thread_idx() / plat::kWarpLanes * kSteps * kStep,
-                   num_rows);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) Activations::expand(out.b[step], raw[step]);
-  return out;
-}
-
-// Of a warp's K and kRows rows at `rows`; its sums of a row go where its own codes of it were, eight
-// tokens. The scales of 16 rows are kScaleStride from those of the next. All threads call.
-template <class Activations, int kRows, int kScaleStride>
-LOWLAT_DEVICE void multiply(unsigned char* rows, const float* weight_scale, const Operand& x) {
-  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  const int g = lane_idx / 4, t = lane_idx % 4;
-  unsigned char* row = rows + g * kPitch + warp_idx * kSteps * kStep + 8 * t;
-  weight_scale += warp_idx * kSteps;
-#pragma unroll 1
-  for (int first = 0; first < kRows; first += 16) {
-    float sum[4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint2 low = codes_of<Activations>(row + step * kStep, t);
-      // Beyond the last row: anything, whose sums nobody takes.
-      const uint2 high = codes_of<Activations>(row + 8 * kPitch + step * kStep, t);
-      add_step(sum, low, high, x.b[step], weight_scale[step], x.scale[step]);
-    }
-    __syncwarp();  // all lanes have read the tile's codes
-    *reinterpret_cast<float2*>(row) = make_float2(sum[0], sum[1]);
-    if (kRows % 16 == 0 || first + 8 < kRows) {
-      *reinterpret_cast<float2*>(row + 8 * kPitch) = make_float2(sum[2], sum[3]);
-    }
-    row += 16 * kPitch;
-    weight_scale += kScaleStride;
-  }
-  plat::block_sync();
-}
-
-// A row's sum of a token over the warps, in their order.
-LOWLAT_DEVICE float sum_of(const unsigned char* rows, int row_idx, int token) {
-  const unsigned char* from = rows + row_idx * kPitch + 4 * token;
-  float total = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    total += *reinterpret_cast<const float*>(from + warp * kSteps * kStep);
-  }
-  return total;
-}
-
-// Asks for kRows rows of K, a warp every eighth; `source`(i) has row i. All threads call.
-template <int kRows, int kPaceNs, class Source>
-LOWLAT_DEVICE void ask_for_rows(unsigned char* to, std::uint64_t* barrier, Source source) {
-  if (plat::thread_idx() % plat::kWarpLanes == 0) {
-#pragma unroll 1
-    for (int i = plat::thread_idx() / plat::kWarpLanes; i < kRows; i += kWarps) {
-      sm90::bulk_load(to + i * kPitch, source(i), kK, barrier, sm90::CacheHint::evict_first);
-      if constexpr (kPaceNs > 0) __nanosleep(kPaceNs);
-    }
-  }
-  __syncwarp();
+  return i < kEarlyB ? block_idx * kEarlyB + i
+                     : kOprojFewBlocks * kEarlyB + block_idx * (kRowsB - kEarlyB) + i - kEarlyB;
 }
 
 __global__ void __launch_bounds__(kThreads, 2)
@@ -193,7 +78,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx(), block_idx = static_cast<int>(blockIdx.x);
   const int tile = block_idx / kCluster, rank = block_idx % kCluster;
-  const int own_tokens = (params.num_rows + kCluster - 1 - rank) / kCluster;  // tokens rank, + 2, ..
+  const int warp_k = thread_idx / plat::kWarpLanes * kSteps * kStep;  // of the block's K
+  const int own_tokens =
+      (params.num_rows + kCluster - 1 - rank) / kCluster;  // tokens rank, + 2, ..
   if (thread_idx == 0) {
     for (std::uint64_t* barrier :
          {&shared.barrier_a, &shared.barrier_b, &shared.barrier_late, &shared.owned_barrier}) {
@@ -213,13 +100,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   const std::uint64_t epoch =
       params.published ? exchange_epoch(params.port, params.exchange_index) : 0;
   Stamps stamps(stamp_sink(params.hop), hop.kernel);
+  const auto codes_b = [&](int i) {
+    return params.wo_b.codes + static_cast<std::int64_t>(row_of_b(block_idx, i)) * kU;
+  };
   const std::uint8_t* const codes_a =
       params.wo_a.codes + static_cast<std::int64_t>(tile) * kRowsA * kGroupInput + rank * kK;
-  ask_for_rows<kRowsA, kPaceA>(rows_a, &shared.barrier_a,
+  ask_for_rows<kPitch, kWarps>(rows_a, kRowsA, kK, &shared.barrier_a, kPaceA,
                                [&](int i) { return codes_a + i * kGroupInput; });
-  ask_for_rows<kEarlyB, kPaceB>(rows_b, &shared.barrier_b, [&](int i) {
-    return params.wo_b.codes + static_cast<std::int64_t>(row_of_b(block_idx, i)) * kU;
-  });
+  ask_for_rows<kPitch, kWarps>(rows_b, kEarlyB, kK, &shared.barrier_b, kPaceB, codes_b);
   // A scale a thread: of wo_a's rows, then of each 16 of wo_b's.
   constexpr int kScales = kK / kStep;
   static_assert(kThreads >= (1 + kTilesB) * kScales);
@@ -239,16 +127,17 @@ __global__ void __launch_bounds__(kThreads, 2)
                        o.data, kK / 4 / plat::kWarpLanes});
   stamps.mark(StampStage::wait);
   {
-    const Operand x = take(o, params.num_rows);
+    const Operand x = take_operand<kSteps>(o, warp_k, params.num_rows);
     stamps.mark(StampStage::read);
     wait_for_weights(&shared.barrier_a, 0);
-    multiply<HopActivations<2>, kRowsA, 0>(rows_a, shared.scale_a, x);
+    multiply_rows<HopActivations<2>, kPitch>(rows_a + warp_k, kRowsA,
+                                             shared.scale_a + warp_k / kStep, 0, x);
   }
   stamps.mark(StampStage::compute);
   sm90::cluster_wait();  // the other block runs: it arrived when it began
   if (thread_idx < kRowsA * kTileTokens) {
     const int token = thread_idx % kTileTokens, row = thread_idx / kTileTokens;
-    const float total = sum_of(rows_a, row, token);
+    const float total = sum_of_warps<kSteps, kWarps>(rows_a + row * kPitch, token);
     if (token < params.num_rows) {
       const int owner = token % kCluster;
       sm90::send_to_peer(sm90::peer_address(&shared.owned[rank][token / kCluster][row], owner),
@@ -257,9 +146,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   sm90::fence_async_shared();  // the sums before the copies that come over them
   plat::block_sync();
-  ask_for_rows<kRowsB - kEarlyB, 0>(rows_b + kEarlyB * kPitch, &shared.barrier_late, [&](int i) {
-    return params.wo_b.codes + static_cast<std::int64_t>(row_of_b(block_idx, kEarlyB + i)) * kU;
-  });
+  ask_for_rows<kPitch, kWarps>(rows_b + kEarlyB * kPitch, kRowsB - kEarlyB, kK,
+                               &shared.barrier_late, 0,
+                               [&](int i) { return codes_b(kEarlyB + i); });
   stamps.mark(StampStage::sum);
   if (thread_idx < plat::kWarpLanes && own_tokens > 0) {
     // A lane has four outputs of a token's group; two lanes a packet.
@@ -271,8 +160,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     float v[4] = {}, amax = 0.0f;
 #pragma unroll
     for (int from = 0; from < kCluster; ++from) {
-      const float4 part = *reinterpret_cast<const float4*>(
-          &shared.owned[from][min(own, own_tokens - 1)][4 * quad]);
+      const float4 part =
+          *reinterpret_cast<const float4*>(&shared.owned[from][min(own, own_tokens - 1)][4 * quad]);
       v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
     }
 #pragma unroll
@@ -285,9 +174,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
     }
     const PowerScale group = power_scale(amax);
-    const std::uint32_t codes =
-        sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-        sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse) << 16;
+    const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
+                                sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
+                                    << 16;
     const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
     if (quad % 2 == 0 && token < params.num_rows) {
       send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
@@ -302,11 +191,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   wait_for_signs(hop_b, {nullptr, 0, u.data, kU / 8 / plat::kWarpLanes});
   after.mark(StampStage::wait);
   {
-    const Operand x = take(u, params.num_rows);
+    const Operand x = take_operand<kSteps>(u, warp_k, params.num_rows);
     after.mark(StampStage::read);
     wait_for_weights(&shared.barrier_b, 0);
     wait_for_weights(&shared.barrier_late, 0);
-    multiply<HopActivations<1>, kRowsB, kK / kStep>(rows_b, shared.scale_b[0], x);
+    multiply_rows<HopActivations<1>, kPitch>(rows_b + warp_k, kRowsB,
+                                             shared.scale_b[0] + warp_k / kStep, kScales, x);
   }
   after.mark(StampStage::compute);
   // Eight tokens by four rows a warp; each lane sends a quad to one of the ranks.
@@ -315,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int token = lane_idx % kTileTokens, of_quad = lane_idx / kTileTokens;
 #pragma unroll 1
   for (int quad = thread_idx / plat::kWarpLanes; quad < kQuads; quad += kWarps) {
-    const float total = sum_of(rows_b, 4 * quad + of_quad, token);
+    const float total = sum_of_warps<kSteps, kWarps>(rows_b + (4 * quad + of_quad) * kPitch, token);
     float v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -329,8 +219,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         send_quad(params.port, i, epoch, token, row / 4, kHidden / 4, payload);
       }
     } else if (token < params.num_rows && of_quad == 0) {
-      *reinterpret_cast<float4*>(params.partial + static_cast<std::int64_t>(token) * kHidden + row) =
-          make_float4(v[0], v[1], v[2], v[3]);
+      *reinterpret_cast<float4*>(params.partial + static_cast<std::int64_t>(token) * kHidden +
+                                 row) = make_float4(v[0], v[1], v[2], v[3]);
     }
   }
   after.mark(StampStage::store);
