@@ -49,8 +49,8 @@ constexpr bool oproj_is_few(const OprojParams& params) {
 // cudaErrorInvalidValue for other sizes, and for a device of fewer multiprocessors than blocks.
 cudaError_t launch_oproj_few(const OprojParams& params, bool programmatic, cudaStream_t stream);
 
-// V4.1-Flash's sizes (H 5120) or V4-Flash's (4096); num_groups 2 (TP4) or 4 (TP2).
-// cudaErrorInvalidValue for others.
+// V4.1-Flash's sizes (H 5120) or V4-Flash's (4096); num_groups 2 (TP4) or 4 (TP2), but where
+// oproj_is_few. cudaErrorInvalidValue for others.
 cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStream_t stream);
 cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStream_t stream);
 
