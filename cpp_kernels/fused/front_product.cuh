@@ -306,11 +306,11 @@ LOWLAT_DEVICE float sum_of_warps(const unsigned char* row, int token) {
   return total;
 }
 
-// Asks for num_rows rows of weights, `bytes` each, kPitch bytes apart in shared memory, a warp every
-// kWarps-th; source(i) has row i. pace_ns: about so long from one copy of a warp's to its next,
-// where the weights have time and all at once would be in the way of a kernel that others wait for.
-// All threads call. A copy takes its addresses from registers of the whole warp, so lanes would
-// take turns.
+// Asks for num_rows rows of weights, `bytes` each, kPitch bytes apart in shared memory, a warp for
+// every kWarps-th; source(i) has row i. pace_ns: about so long from one copy of a warp's to its
+// next, where the weights have time and all at once would be in the way of a kernel that others
+// wait for. All threads call. A copy takes its addresses from registers of the whole warp, so lanes
+// would take turns.
 template <int kPitch, int kWarps, class Source>
 LOWLAT_DEVICE void ask_for_rows(unsigned char* to, int num_rows, int bytes, std::uint64_t* barrier,
                                 unsigned pace_ns, Source source) {

@@ -52,8 +52,8 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   for (auto& v : residual) v = bf16(random.normal());
   act.residual[0].put(residual);
 
-  // Statistics alone, then the exchange of random partial sums, sent by the product: u is random, or
-  // o where one kernel makes both products.
+  // Statistics alone, then the exchange of random partial sums, sent by the product: u is random,
+  // or o where one kernel makes both products.
   std::vector<std::uint8_t> u_codes(act.count(kGroups * 1024));
   for (auto& code : u_codes) {
     code = static_cast<std::uint8_t>(random.bits());
