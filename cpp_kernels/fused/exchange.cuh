@@ -74,6 +74,15 @@ LOWLAT_DEVICE plat::TaggedWords* quads_of(const ExchangePort& port, int reader, 
          static_cast<std::int64_t>(row_idx) * quads_per_row;
 }
 
+// Sends four partial sums, packed, of this rank's row to one rank: number i of all.
+LOWLAT_DEVICE void send_quad(const ExchangePort& port, int i, std::uint64_t epoch, int row_idx,
+                             int quad_idx, int quads_per_row, const std::uint32_t (&payload)[3]) {
+  // Each rank begins with another reader: links are not asked by all ranks at once.
+  const int reader =
+      i + port.tp_rank < port.tp_size ? i + port.tp_rank : i + port.tp_rank - port.tp_size;
+  plat::store_tagged(quads_of(port, reader, epoch, port.tp_rank, row_idx, quads_per_row) + quad_idx,
+                     payload, static_cast<std::uint32_t>(epoch));
+}
 // Sends columns 4 quad_idx .. + 3 of this rank's partial row to every rank. Any thread; call it as
 // soon as the four sums exist.
 LOWLAT_DEVICE void publish_quad(const ExchangePort& port, std::uint64_t epoch, int row_idx,
@@ -81,12 +90,7 @@ LOWLAT_DEVICE void publish_quad(const ExchangePort& port, std::uint64_t epoch, i
   std::uint32_t payload[3];
   pack_quad(payload, v);
   for (int i = 0; i < port.tp_size; ++i) {
-    // Each rank begins with another reader: links are not asked by all ranks at once.
-    const int reader =
-        i + port.tp_rank < port.tp_size ? i + port.tp_rank : i + port.tp_rank - port.tp_size;
-    plat::store_tagged(
-        quads_of(port, reader, epoch, port.tp_rank, row_idx, quads_per_row) + quad_idx, payload,
-        static_cast<std::uint32_t>(epoch));
+    send_quad(port, i, epoch, row_idx, quad_idx, quads_per_row, payload);
   }
 }
 

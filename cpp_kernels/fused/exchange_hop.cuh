@@ -59,19 +59,23 @@ struct HopWords {
   std::uint32_t third;
 };
 
-// words = the packet at src, if `wanted`; true when it is there (or not wanted).
-LOWLAT_DEVICE void load_packet_if(bool wanted, const plat::TaggedWords* src, std::uint64_t& low,
-                                  std::uint64_t& high) {
+// A packet in four registers that follow each other, as one access takes it.
+using PacketBits = unsigned __int128;
+LOWLAT_DEVICE std::uint32_t tag_of(PacketBits packet) {
+  return static_cast<std::uint32_t>(packet >> 96);
+}
+
+// packet = that at src, unless it has this tag.
+LOWLAT_DEVICE void load_unless_tagged(PacketBits& packet, std::uint32_t tag,
+                                      const plat::TaggedWords* src) {
   asm volatile(
       "{\n"
-      ".reg .pred wanted;\n"
-      ".reg .b128 packet;\n"
-      "setp.ne.u32 wanted, %3, 0;\n"
-      "@wanted ld.relaxed.gpu.global.b128 packet, [%2];\n"
-      "@wanted mov.b128 {%0, %1}, packet;\n"
+      ".reg .pred missing;\n"
+      "setp.ne.u32 missing, %1, %2;\n"
+      "@missing ld.relaxed.gpu.global.b128 %0, [%3];\n"
       "}"
-      : "+l"(low), "+l"(high)
-      : "l"(__cvta_generic_to_global(src)), "r"(static_cast<std::uint32_t>(wanted))
+      : "+q"(packet)
+      : "r"(tag_of(packet)), "r"(tag), "l"(__cvta_generic_to_global(src))
       : "memory");
 }
 
@@ -89,9 +93,12 @@ LOWLAT_DEVICE bool hop_ended(const HopTag& hop, std::uint64_t& deadline_ns) {
 
 // A tag at a place, for waits that do not want the payload.
 LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
-  std::uint64_t low = 0, high = 0;
-  load_packet_if(true, src, low, high);
-  return static_cast<std::uint32_t>(high >> 32) == tag;
+  PacketBits packet;
+  asm volatile("ld.relaxed.gpu.global.b128 %0, [%1];"
+               : "=q"(packet)
+               : "l"(__cvta_generic_to_global(src))
+               : "memory");
+  return tag_of(packet) == tag;
 }
 
 // Where the first signs of a kernel's input show, so that blocks that wait long ask for little: a
@@ -134,22 +141,20 @@ template <int kPackets, class Source>
 LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
                                 std::uint32_t wanted, Source src) {
   constexpr int kPollsPerLook = 64;
-  std::uint64_t low[kPackets], high[kPackets];
+  PacketBits packets[kPackets];
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) low[i] = high[i] = 0;
-  std::uint32_t missing = wanted;
+  for (int i = 0; i < kPackets; ++i) {
+    packets[i] = PacketBits{(wanted >> i & 1u) != 0u ? 0u : hop.tag} << 96;
+  }
   std::uint64_t deadline_ns = 0;
 #pragma unroll 1
   for (int polls = 1;; ++polls) {
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      load_packet_if((missing >> i & 1u) != 0u, src(i), low[i], high[i]);
-    }
+    for (int i = 0; i < kPackets; ++i) load_unless_tagged(packets[i], hop.tag, src(i));
+    bool missing = false;
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      if (static_cast<std::uint32_t>(high[i] >> 32) == hop.tag) missing &= ~(1u << i);
-    }
-    if (!__any_sync(plat::kAllLanes, missing != 0u)) break;
+    for (int i = 0; i < kPackets; ++i) missing |= tag_of(packets[i]) != hop.tag;
+    if (!__any_sync(plat::kAllLanes, missing)) break;
     if (polls % kPollsPerLook == 0 &&
         __any_sync(plat::kAllLanes,
                    plat::thread_idx() % plat::kWarpLanes == 0 && hop_ended(hop, deadline_ns))) {
@@ -157,7 +162,10 @@ LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
     }
   }
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) words[i] = {low[i], static_cast<std::uint32_t>(high[i])};
+  for (int i = 0; i < kPackets; ++i) {
+    words[i] = {static_cast<std::uint64_t>(packets[i]),
+                static_cast<std::uint32_t>(packets[i] >> 64)};
+  }
 }
 
 LOWLAT_DEVICE std::uint32_t low_word(std::uint64_t pair) {

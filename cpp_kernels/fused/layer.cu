@@ -396,8 +396,12 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
     oproj.u_done = gate(gate_u, oproj_a_blocks(model, rows, groups));
-    run(HopKernel::oproj_a, [&] { return launch_oproj_a(oproj, true, stream); });
-    run(HopKernel::oproj_b, [&] { return launch_oproj_b(oproj, true, stream); });
+    if (oproj_is_few(oproj)) {
+      run(HopKernel::oproj_a, [&] { return launch_oproj_few(oproj, true, stream); });
+    } else {
+      run(HopKernel::oproj_a, [&] { return launch_oproj_a(oproj, true, stream); });
+      run(HopKernel::oproj_b, [&] { return launch_oproj_b(oproj, true, stream); });
+    }
     const Gate done = gate(parts.experts ? gate_x : gate_done, exchange_blocks);
     x_ready = done;
     run(HopKernel::exchange, [&] {
