@@ -35,51 +35,50 @@ namespace lowlat::nvidia::fused {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / plat::kWarpLanes;
 constexpr int kHeads = 16;  // of a cluster: one tile of mma
 constexpr int kDim = shape::kHeadDim;
 constexpr int kNope = kDim - shape::kRopeDim;
+// A warp has so many dimensions of every score and of every output.
+constexpr int kWarpDims = kDim / kWarps;
+static_assert(kWarpDims == 64 && shape::kRopeDim == kWarpDims);
 // Pieces of 16 bytes of a stored row: 28 of codes, 8 of bf16.
 constexpr int kPieces = stages::kKvDataBytes / 16;
 constexpr int kCodePieces = kNope / 16;
 constexpr int kListed = kThreads;  // keys that are looked up together
 // A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
 constexpr int kKeyPitch = kDim + 8;
-constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
-// Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
-constexpr int kSumPitch = kDim + 8;
+// Scores and probabilities of a head. Banks: eight heads' first scores are a quarter of them apart,
+// the heads that share a warp in the softmax half of them.
+constexpr int kScorePitch = 40;
 
-// kTile keys are in shared memory together: a step of the second product for each sixteen.
-template <int kTile_, bool kHops>
+// kTile keys are in shared memory together: a step of the second product for each sixteen, and one
+// of half the length where eight are left. kOnce: no block has more keys than that.
+template <int kTile_, bool kHops, bool kOnce>
 struct Shared {
-  static constexpr int kTile = kTile_, kProbPitch = kTile + 8;
+  static constexpr int kTile = kTile_;
   static constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
-  // q where it comes by packets, then scores [kScoreGroups][kHeads][kTile]. A tile's stored rows
-  // and their scale bytes lie over both where nothing of the next tile comes meanwhile, else
-  // behind.
-  static constexpr int kQueryBytes = kHops ? kHeads * kKeyPitch * 2 : 0;
-  static constexpr int kScoreBytes = kScoreGroups * kHeads * kTile * 4;
-  static constexpr bool kAhead = !kHops && kTile == 32;  // a block has several tiles
+  // Scores [kWarps][kHeads][kScorePitch], each warp's part. A tile's stored rows and their scale
+  // bytes lie over them where nothing of the next tile comes meanwhile, else behind.
+  static constexpr int kScoreBytes = kWarps * kHeads * kScorePitch * 4;
+  static constexpr bool kAhead = !kHops && !kOnce;  // a block has several tiles
   static constexpr int kRawAt = kAhead ? kScoreBytes : 0;
   static constexpr int kRawScales = kRawAt + kTile * stages::kKvDataBytes;
   static constexpr int kRawEnd = kRawScales + kTile * 8;
-  static_assert(kTile % 16 == 0 && kHeads <= kTile && kListed >= kTile);
+  static_assert(kTile % 8 == 0 && kHeads <= kTile && kTile <= kScorePitch && kListed >= kTile);
+  // In place of the keys, when every block of the cluster has its last ones in registers, what the
+  // cluster sends: by block and then by head of this one, its part of the sums under the largest
+  // score that it saw; that score and its weight.
   union {
-    std::uint16_t key[kTile * kKeyPitch];
-    std::uint16_t sum[kHeads * kSumPitch];  // bf16
-  };
-  // In place of the work, when every block of the cluster has used up its own, what the cluster
-  // sends: by block and then by head of this one, its part of the sums under the largest score that
-  // it saw, that score and its weight.
-  union {
-    alignas(16) unsigned char work[kRawEnd > kQueryBytes + kScoreBytes ? kRawEnd
-                                                                       : kQueryBytes + kScoreBytes];
+    alignas(16) std::uint16_t key[kTile * kKeyPitch];
     alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
   };
+  alignas(16) unsigned char work[kRawEnd > kScoreBytes ? kRawEnd : kScoreBytes];
   float2 part_weight[kHeads];
-  std::uint64_t parts;  // barrier
-  std::uint16_t prob[kHeads * kProbPitch];
-  float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
-  float factor[kHeads][kHeads];  // of a block's head and a block's part of it
+  std::uint64_t parts, weights;  // barriers
+  alignas(16) std::uint16_t prob[kHeads * kScorePitch];
+  float rescale[kHeads], sink[kHeads];
+  alignas(16) float factor[kHeads][kHeads];  // of a warp's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   std::int32_t slot[kListed];  // of the block's keys, so many at a time; -1: a pad, or none
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
@@ -117,9 +116,13 @@ LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, 
       slot);
 }
 
-static_assert(2 * (sizeof(Shared<48, true>) + 1024) <= 228 * 1024 &&
-              2 * (sizeof(Shared<48, false>) + 1024) <= 228 * 1024 &&
-              2 * (sizeof(Shared<32, false>) + 1024) <= 228 * 1024);
+static_assert(2 * (sizeof(Shared<40, true, true>) + 1024) <= 228 * 1024 &&
+              2 * (sizeof(Shared<32, false, false>) + 1024) <= 228 * 1024);
+
+// Of a row's keys, eights.
+constexpr int keys_per_block(int num_keys, int num_blocks) {
+  return ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
+}
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
 template <int kTile>
@@ -173,29 +176,40 @@ LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
   return sm90::multiply_bf16_pairs(bits, kPower120);
 }
 
+// Keys lie in shared memory so that a thread's sums are 16 dimensions in a row and its packets of q
+// are what meets sixteen bytes of a key: of 64 dimensions, pair 8 u + n (eight of u's) is word u of
+// chunk n, and chunks are turned by the number of the 64, so that pieces of a key that are stored
+// together lie in different banks.
+LOWLAT_DEVICE int chunk_of(int block, int n) { return (n ^ block) * 8; }
+
 LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint32_t scale_code,
                                int number) {
   const int key = number / kPieces, piece = number % kPieces;
-  std::uint16_t* to = keys + key * kKeyPitch;
-  if (piece >= kCodePieces) {
-    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = data;
+  const bool coded = piece < kCodePieces;
+  const int half = piece - kCodePieces;  // of 16 dimensions, where they are bf16
+  const int block = coded ? piece / 4 : kCodePieces / 4;
+  std::uint16_t* to =
+      keys + key * kKeyPitch + block * kWarpDims + 2 * (coded ? piece % 4 : half / 2);
+  const std::uint32_t words[4] = {data.x, data.y, data.z, data.w};
+  if (!coded) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      *reinterpret_cast<std::uint32_t*>(to + chunk_of(block, half % 2 * 4 + j)) = words[j];
+    }
     return;
   }
   // ue8m0 as bf16: the byte is the exponent; byte 0 is the subnormal 2^-127.
   const std::uint32_t one = scale_code == 0u ? 0x40u : scale_code << 7;
   const std::uint32_t scale = one | one << 16;
-  const std::uint32_t words[4] = {data.x, data.y, data.z, data.w};
-  std::uint32_t out[8];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const std::uint32_t even = codes_to_bf16(words[j]);      // codes 0 and 2
     const std::uint32_t odd = codes_to_bf16(words[j] >> 8);  // codes 1 and 3
-    out[2 * j] = sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x5410), scale);
-    out[2 * j + 1] = sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x7632), scale);
+    *reinterpret_cast<std::uint32_t*>(to + chunk_of(block, 2 * j)) =
+        sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x5410), scale);
+    *reinterpret_cast<std::uint32_t*>(to + chunk_of(block, 2 * j + 1)) =
+        sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x7632), scale);
   }
-  uint4* place = reinterpret_cast<uint4*>(to + piece * 16);
-  place[0] = make_uint4(out[0], out[1], out[2], out[3]);
-  place[1] = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
 // Keys of what was asked for: of all rows, or of those in only[]. All threads call. Short code: it
@@ -222,60 +236,64 @@ LOWLAT_DEVICE PowerScale half_scale(float amax) {
           plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23)};
 }
 
-// V4: packets of q as they are sent become those of normed and rotated heads. All threads call; a
-// thread has packet thread_idx % 128 of every second head. shared.factor is free until the end.
+// e^v, which the approximation of 2^v decides; 0 of -inf and of what is no normal number.
+LOWLAT_DEVICE float quick_exp(float v) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v * kLog2e));
+  return out;
+}
+
+// V4: packets of q as they are sent, of the calling thread's two heads, become those of normed and
+// rotated ones. All threads call; shared.factor is free until the end.
 template <int kPackets, class Memory>
-LOWLAT_DEVICE void norm_heads(HopWords (&words)[kPackets], Memory& shared, float norm_eps) {
-  constexpr int kPacketsAHead = kDim / 4, kPacketsATile = 16, kAtOnce = kThreads / kPacketsAHead;
-  static_assert(kPackets * kAtOnce == kHeads && 2 * kPacketsATile == plat::kWarpLanes);
-  constexpr int kWarpsAHead = kPacketsAHead / plat::kWarpLanes;
-  const int packet = plat::thread_idx() % kPacketsAHead, half = plat::thread_idx() / kPacketsAHead;
-  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Memory& shared, float norm_eps) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int g = plat::thread_idx() % plat::kWarpLanes / 4, t = plat::thread_idx() % 4;
+  // Every packet has the squares of its warp's dimensions.
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    const float own = plat::bits_float(words[i].third);
-    const float other = plat::warp_shuffle_xor(own, kPacketsATile);
-    if (lane_idx == 0) {
-      shared.factor[i * kAtOnce + half][packet / plat::kWarpLanes] = own + other;
-    }
+  for (int half = 0; half < 2; ++half) {
+    if (t == 0)
+      shared.factor[g + 8 * half][warp_idx] = plat::bits_float(words[half * kPackets].third);
   }
   plat::block_sync();
-  const int turned = 4 * packet - kNope;  // among the head's rotating dimensions
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    const float* parts = shared.factor[i * kAtOnce + half];
+  for (int half = 0; half < 2; ++half) {
+    const float* parts = shared.factor[g + 8 * half];
     float squares = parts[0];
 #pragma unroll
-    for (int j = 1; j < kWarpsAHead; ++j) squares += parts[j];
+    for (int j = 1; j < kWarps; ++j) squares += parts[j];
     const float norm = quick_rsqrt(squares / static_cast<float>(kDim) + norm_eps);
-    std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float a = quick_bf16(sm90::low_bf16(pairs[j]) * norm);
-      float b = quick_bf16(sm90::high_bf16(pairs[j]) * norm);
-      if (turned >= 0) {
-        const float2 turn = shared.turn[turned / 2 + j];
-        const float first = a * turn.x - b * turn.y;
-        b = a * turn.y + b * turn.x;
-        a = first;
+    for (int i = 0; i < kPackets; ++i) {
+      std::uint64_t& both = words[half * kPackets + i].pair;
+      std::uint32_t pairs[2] = {low_word(both), high_word(both)};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float a = quick_bf16(sm90::low_bf16(pairs[j]) * norm);
+        float b = quick_bf16(sm90::high_bf16(pairs[j]) * norm);
+        if (warp_idx == kWarps - 1) {
+          const float2 turn = shared.turn[8 * i + 2 * t + j];
+          const float first = a * turn.x - b * turn.y;
+          b = a * turn.y + b * turn.x;
+          a = first;
+        }
+        pairs[j] = sm90::to_bf16_pair(a, b);
       }
-      pairs[j] = sm90::to_bf16_pair(a, b);
+      both = static_cast<std::uint64_t>(pairs[1]) << 32 | pairs[0];
     }
-    words[i].pair = static_cast<std::uint64_t>(pairs[1]) << 32 | pairs[0];
   }
 }
 
 // kHops: q, the step's own keys and o are packets.
-template <class M, bool kHops, int kTile>
+template <class M, bool kHops, int kTile, bool kOnce>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
-  using Memory = Shared<kTile, kHops>;
-  constexpr int kPerThread = Memory::kPerThread, kProbPitch = Memory::kProbPitch;
+  using Memory = Shared<kTile, kHops, kOnce>;
+  constexpr int kPerThread = Memory::kPerThread;
   extern __shared__ __align__(128) unsigned char memory[];
   Memory& shared = *reinterpret_cast<Memory*>(memory);
-  [[maybe_unused]] auto* const query_of_heads = reinterpret_cast<std::uint16_t*>(shared.work);
-  auto* const scores =
-      reinterpret_cast<float (*)[kHeads][kTile]>(shared.work + Memory::kQueryBytes);
+  auto* const scores = reinterpret_cast<float (*)[kHeads][kScorePitch]>(shared.work);
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
@@ -296,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     // A request has at most the step's rows.
     completes = count - seen * params.extra_ratio < params.num_rows;
   }
-  const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
+  const int per_block = keys_per_block(num_keys, num_blocks);
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
   // Of all that a row sees only the last entry may be the step's own. Where entries are selected, a
@@ -304,54 +322,40 @@ __global__ void __launch_bounds__(kThreads, 2)
   // a later kernel of the chain overwrites.
   const bool selects = params.selected.word != nullptr && completes &&
                        (end_key > params.num_window || end_key == num_keys);
-  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
-  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
-  // a step is that of the pieces.
-  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
-  uint4 query[4][2];
+  // Fragments of q: of a warp's 64 dimensions, in four steps of sixteen, a thread has four in a row
+  // of heads g and g + 8: a packet each.
+  constexpr int kSteps = kWarpDims / 16;
+  uint2 query[2 * kSteps];
+  [[maybe_unused]] HopEnd end = HopEnd::none;  // reported when few registers are in use
   const auto take_query = [&] {
+    const std::int64_t head =
+        static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g;
+    const int first_packet = warp_idx * (kWarpDims / 4) + t;
     if constexpr (kHops) {
+      const auto* q = static_cast<const plat::TaggedWords*>(params.packets.q);
       wait_for_signs(hop,
                      {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
-                      static_cast<const plat::TaggedWords*>(params.packets.q) +
-                          (row_idx * params.num_heads + first_head) * (kDim / 4),
-                      kHeads * (kDim / 4) / plat::kWarpLanes});
+                      q + (head - g) * (kDim / 4), kHeads * (kDim / 4) / plat::kWarpLanes},
+                     HopKeeps{end});
       stamps.mark(StampStage::wait);
-      // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
-      // read, and two warps have the same fragments.
-      constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
-      HopWords words[kPackets];
-      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
-                         (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
-      take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
-      if constexpr (M::kNormsHeads) norm_heads(words, shared, params.norm_eps);
+      HopWords words[2 * kSteps];
+      const auto* from = q + head * (kDim / 4) + first_packet;
+      take_packets(
+          words, hop, true,
+          [&](int i) { return from + i / kSteps * (8 * kDim / 4) + i % kSteps * 4; },
+          HopKeeps{end});
+      if constexpr (M::kNormsHeads) norm_heads<kSteps>(words, shared, params.norm_eps);
 #pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const int packet = thread_idx + i * kThreads;
-        *reinterpret_cast<uint2*>(query_of_heads + packet / (kDim / 4) * kKeyPitch +
-                                  packet % (kDim / 4) * 4) =
-            make_uint2(low_word(words[i].pair), high_word(words[i].pair));
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        query[i] = make_uint2(low_word(words[i].pair), high_word(words[i].pair));
       }
-      plat::block_sync();
       stamps.mark(StampStage::read);
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          query[step][half] = *reinterpret_cast<const uint4*>(
-              query_of_heads + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
-        }
-      }
     } else {
+      const std::uint16_t* from = params.q + head * kDim + 4 * first_packet;
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const std::int64_t head =
-              static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-          query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-              params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
-        }
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        query[i] = __ldcg(
+            reinterpret_cast<const uint2*>(from + i / kSteps * (8 * kDim) + i % kSteps * 16));
       }
     }
   };
@@ -374,14 +378,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.parts, 1);
+    sm90::barrier_init(&shared.weights, 1);
     sm90::fence_barrier_init();
-    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part + sizeof shared.part_weight);
+    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part);
+    sm90::barrier_arrive_expect(&shared.weights, sizeof shared.part_weight);
   }
   const std::int32_t slot = list_keys(shared, params, row_idx, first_key, end_key);
   if (thread_idx < kHeads) {
     shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
-    shared.top[thread_idx] = -INFINITY;
-    shared.weight[thread_idx] = 0.0f;
   }
   bool any_late = false;
   if (thread_idx < kTile) {
@@ -424,7 +428,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
                          max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
       HopWords words[2];
-      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
+      take_packets(words, hop, row >= 0, [&](int j) { return from + j; });
       if (row < 0) continue;
       store_piece(shared.key,
                   make_uint4(low_word(words[0].pair), high_word(words[0].pair),
@@ -432,7 +436,6 @@ __global__ void __launch_bounds__(kThreads, 2)
                   words[0].third, piece_of(i));
     }
   }
-  if (!query_first) take_query();
   if (!kHops && any_late) {
     if (thread_idx < kTile) shared.data[1][thread_idx] = shared.late[thread_idx];
     plat::block_sync();
@@ -442,7 +445,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   if (!kHops || query_first) stamps.mark(StampStage::read);
-  float sum[8][4] = {};  // of a warp's 64 dimensions
+  float sum[8][4] = {};  // of a warp's 64 dimensions: heads g and g + 8, dimensions 16 t and on
+  // The softmax has 16 threads a head; the largest score so far, and the sum of probabilities.
+  const int head = warp_idx / 2 * 4 + warp_idx % 2 + lane_idx / 16 * 2;
+  const int first_of_thread = lane_idx % 16;
+  float top = -INFINITY, weight = 0.0f;
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
@@ -451,19 +458,21 @@ __global__ void __launch_bounds__(kThreads, 2)
       expand_tile(shared, nullptr);
     }
     const int next = first + kTile;
-    if (next < end_key && next + kTile > listed + kListed) {
-      // The list ends before the next tile does: the next list begins with that tile's keys.
-      plat::block_sync();
-      list_keys(shared, params, row_idx, next, end_key);
-      listed = next;
-      plat::block_sync();
-    }
-    if (thread_idx < kTile && next < end_key) {
-      // None is late any more: the kernels before have ended.
-      const stages::KvRow<std::uint8_t> row =
-          key_at(params, next + thread_idx, shared.slot[next + thread_idx - listed]);
-      shared.data[side ^ 1][thread_idx] = row.data;
-      shared.scales[side ^ 1][thread_idx] = row.scales;
+    if constexpr (!kOnce) {
+      if (next < end_key && next + kTile > listed + kListed) {
+        // The list ends before the next tile does: the next list begins with that tile's keys.
+        plat::block_sync();
+        list_keys(shared, params, row_idx, next, end_key);
+        listed = next;
+        plat::block_sync();
+      }
+      if (thread_idx < kTile && next < end_key) {
+        // None is late any more: the kernels before have ended.
+        const stages::KvRow<std::uint8_t> row =
+            key_at(params, next + thread_idx, shared.slot[next + thread_idx - listed]);
+        shared.data[side ^ 1][thread_idx] = row.data;
+        shared.scales[side ^ 1][thread_idx] = row.scales;
+      }
     }
     plat::block_sync();
     if (Memory::kAhead &&
@@ -471,191 +480,250 @@ __global__ void __launch_bounds__(kThreads, 2)
       ask_for_tile<true, false>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
-    constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
+    // Of few rows what the products need of the keys is in registers before q is there.
+    constexpr int kScoreTiles = kTile / 8;  // of eight keys
+    constexpr int kValueSteps =
+        kTile / 16;  // of sixteen keys, and one of eight where they are left
+    constexpr bool kHalfStep = kTile % 16 != 0;
+    const std::uint16_t* const own_dims = shared.key + warp_idx * kWarpDims;
+    uint4 key[kScoreTiles][2];
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        key[n][j] = *reinterpret_cast<const uint4*>(own_dims + (8 * n + g) * kKeyPitch +
+                                                    chunk_of(warp_idx, 2 * t + j));
+      }
+    }
+    std::uint32_t value[kValueSteps][8][2];
+    [[maybe_unused]] std::uint32_t half_value[8];
+    const auto load_values = [&] {
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step) {
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+          std::uint32_t b[4];
+          sm90::load_matrices_turned(b, own_dims + (step * 16 + lane_idx % 16) * kKeyPitch +
+                                            chunk_of(warp_idx, n + lane_idx / 16));
+          value[step][n][0] = b[0], value[step][n][1] = b[1];
+          value[step][n + 1][0] = b[2], value[step][n + 1][1] = b[3];
+        }
+      }
+    };
+    const auto load_half_values = [&] {
+      if constexpr (kHalfStep) {
+#pragma unroll
+        for (int n = 0; n < 8; n += 4) {
+          std::uint32_t b[4];
+          sm90::load_matrices_turned(b, own_dims + (kValueSteps * 16 + lane_idx % 8) * kKeyPitch +
+                                            chunk_of(warp_idx, n + lane_idx / 8));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) half_value[n + j] = b[j];
+        }
+      }
+    };
+    if constexpr (kOnce) load_values();
+    constexpr int kKeys = (kTile + 15) / 16;  // of a thread in the softmax
+    std::uint32_t used = 0;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const int place = first_of_thread + 16 * i;
+      if (place < kTile && (shared.data[side][place] != nullptr ||
+                            (first == first_key && shared.late[place] != nullptr))) {
+        used |= 1u << i;
+      }
+    }
+    if (first == first_key && !query_first) take_query();
+
     float score[kScoreTiles][4] = {};
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const uint4 &low = query[step][0], &high = query[step][1];
-      const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
-                                     {low.z, high.z, low.w, high.w}};
+    for (int step = 0; step < kSteps; ++step) {
+      const int word = step / 2, u = step % 2 * 2;
+      const auto of = [&](int i) { return word == 0 ? query[i].x : query[i].y; };
+      const std::uint32_t a[4] = {of(u), of(kSteps + u), of(u + 1), of(kSteps + u + 1)};
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) {
-        const uint4 b = *reinterpret_cast<const uint4*>(
-            shared.key + (key_half * (kTile / 2) + n * 8 + g) * kKeyPitch + score_group * 128 +
-            step * 32 + 8 * t);
-        const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
-        sm90::mma_bf16(score[n], a[0], b_low);
-        sm90::mma_bf16(score[n], a[1], b_high);
+        const uint4& chunk = key[n][word];
+        const std::uint32_t b[2] = {u == 0 ? chunk.x : chunk.z, u == 0 ? chunk.y : chunk.w};
+        sm90::mma_bf16(score[n], a, b);
       }
     }
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
-      float* to = &scores[score_group][g][key_half * (kTile / 2) + n * 8 + 2 * t];
+      float* to = &scores[warp_idx][g][8 * n + 2 * t];
       *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
-      *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
+      *reinterpret_cast<float2*>(to + 8 * kScorePitch) = make_float2(score[n][2], score[n][3]);
     }
+    if constexpr (kOnce) load_half_values();
     plat::block_sync();
+    if constexpr (kOnce) sm90::cluster_arrive_relaxed();  // the keys are used up
 
-    // Softmax of the tile: 16 threads a head.
+    float p[kKeys], rescale = 0.0f;
     {
       constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
-      constexpr float kLog2e = 1.4426950408889634f;
-      const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
-      constexpr int kKeys = kTile / 16;  // of a thread
-      float s[kKeys], top = -INFINITY;
+      const float old_top = top;
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        const int key = first_of_thread + 16 * i;
-        float total = scores[0][head][key];
+        const int place = min(first_of_thread + 16 * i, kTile - 1);
+        float total = scores[0][head][place];
 #pragma unroll
-        for (int group = 1; group < kScoreGroups; ++group) {
-          total += scores[group][head][key];
-        }
-        const bool used = shared.data[side][key] != nullptr ||
-                          (first == first_key && shared.late[key] != nullptr);
-        s[i] = used ? total * kScale : -INFINITY;
-        top = plat::max(s[i], top);
+        for (int part = 1; part < kWarps; ++part) total += scores[part][head][place];
+        p[i] = (used >> i & 1u) != 0u ? total * kScale : -INFINITY;
+        top = fmaxf(p[i], top);
       }
 #pragma unroll
       for (int mask = 1; mask < 16; mask *= 2) {
-        top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
+        top = fmaxf(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
       }
-      const float old_top = shared.top[head];
-      top = plat::max(old_top, top);
       // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
       const float base = top == -INFINITY ? 0.0f : top;
-      float weight = 0.0f;
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
-        shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
-            static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
-        weight += p;
+        p[i] = quick_bf16(quick_exp(p[i] - base));
+        const int place = first_of_thread + 16 * i;
+        if (place < kTile) {
+          shared.prob[head * kScorePitch + place] =
+              static_cast<std::uint16_t>(plat::float_bits(p[i]) >> 16);
+        }
       }
-#pragma unroll
-      for (int mask = 1; mask < 16; mask *= 2) {
-        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
-      }
-      if (first_of_thread == 0) {
-        const float rescale = exp2f((old_top - base) * kLog2e);
-        shared.rescale[head] = rescale;
-        shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
-        shared.top[head] = top;
+      if constexpr (!kOnce) {
+        rescale = quick_exp(old_top - base);
+        if (first_of_thread == 0) shared.rescale[head] = rescale;
       }
     }
     plat::block_sync();
-    if (next >= end_key) sm90::cluster_arrive_relaxed();  // the block's work is used up
 
-    if (first != first_key) {
-      const float low = shared.rescale[g], high = shared.rescale[g + 8];
+    if constexpr (!kOnce) {
+      load_values();
+      load_half_values();
+      if (first != first_key) {
+        const float low = shared.rescale[g], high = shared.rescale[g + 8];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        sum[n][0] *= low, sum[n][1] *= low;
-        sum[n][2] *= high, sum[n][3] *= high;
+        for (int n = 0; n < 8; ++n) {
+          sum[n][0] *= low, sum[n][1] *= low;
+          sum[n][2] *= high, sum[n][3] *= high;
+        }
       }
     }
+    std::uint32_t a[kValueSteps][4];
 #pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
-      const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
-      const auto pair = [](const std::uint16_t* at) {
-        return *reinterpret_cast<const std::uint32_t*>(at);
-      };
-      const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
-                                  pair(prob + 8 * kProbPitch + 8)};
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        std::uint32_t b[4];
-        sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
-                                          warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
-        const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
-        sm90::mma_bf16(sum[n], a, b_low);
-        sm90::mma_bf16(sum[n + 1], a, b_high);
-      }
+    for (int step = 0; step < kValueSteps; ++step) {
+      sm90::load_matrices(
+          a[step], shared.prob + lane_idx % 16 * kScorePitch + step * 16 + lane_idx / 16 * 8);
     }
-    plat::block_sync();  // the tile's memory is free
-  }
-
-  plat::block_sync();  // also where there was no tile: the pieces' stores are over
-  if (first_key >= end_key) sm90::cluster_arrive_relaxed();
+    [[maybe_unused]] std::uint32_t half_a[2];
+    if constexpr (kHalfStep) {
+      sm90::load_matrices(half_a, shared.prob + lane_idx % 16 * kScorePitch + kValueSteps * 16);
+    }
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
-    *reinterpret_cast<std::uint32_t*>(to) = sm90::to_bf16_pair(sum[n][0], sum[n][1]);
-    *reinterpret_cast<std::uint32_t*>(to + 8 * kSumPitch) =
-        sm90::to_bf16_pair(sum[n][2], sum[n][3]);
+    for (int step = 0; step < kValueSteps; ++step) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sm90::mma_bf16(sum[n], a[step], value[step][n]);
+    }
+    if constexpr (kHalfStep) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sm90::mma_bf16_half(sum[n], half_a, half_value[n]);
+    }
+    float added = p[0];
+#pragma unroll
+    for (int i = 1; i < kKeys; ++i) added += p[i];
+#pragma unroll
+    for (int mask = 1; mask < 16; mask *= 2) {
+      added += __shfl_xor_sync(plat::kAllLanes, added, mask);
+    }
+    weight = plat::fma(weight, rescale, added);
+    if constexpr (kOnce) break;
+    plat::block_sync();                                   // the tile's memory is free
+    if (next >= end_key) sm90::cluster_arrive_relaxed();  // the keys are used up
   }
-  plat::block_sync();
+  if (first_key >= end_key) {
+    plat::block_sync();  // the pieces' stores are over
+    sm90::cluster_arrive_relaxed();
+  }
   stamps.mark(StampStage::compute);
-  // Each head's part goes to the block that finishes it.
-  const int heads_per_block = kHeads / num_blocks;
-  sm90::cluster_wait();
-  if (thread_idx < kHeads) {
-    const int slot = block_idx * heads_per_block + thread_idx % heads_per_block;
-    const int owner = thread_idx / heads_per_block;
-    sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot], owner), shared.top[thread_idx],
-                       shared.weight[thread_idx], sm90::peer_address(&shared.parts, owner));
-  }
-  constexpr int kChunks = kDim / 8;
-#pragma unroll 1
-  for (int i = thread_idx; i < kHeads * kChunks; i += kThreads) {
-    const int head = i / kChunks, chunk = i % kChunks * 8;
-    const int slot = block_idx * heads_per_block + head % heads_per_block;
-    const int owner = head / heads_per_block;
-    sm90::send_to_peer(sm90::peer_address(&shared.part[slot][chunk], owner),
-                       *reinterpret_cast<const uint4*>(shared.sum + head * kSumPitch + chunk),
-                       sm90::peer_address(&shared.parts, owner));
-  }
-  wait_for_cluster(&shared.parts, 0);
-  stamps.mark(StampStage::sum);
 
-  // Each block finishes its heads. The weight of each block's part of a head comes from 16 threads
-  // a head.
-  constexpr float kLog2e = 1.4426950408889634f;
-  [[maybe_unused]] const int padded = padded_rows(params.num_rows);
-  const int part = thread_idx % kHeads, local = thread_idx / kHeads;
-  if (local < heads_per_block) {
-    const bool there = part < num_blocks;
-    const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + local];
-    const float top = there ? from.x : -INFINITY;
-    float weight = there ? from.y : 0.0f;
-    const float sink = shared.sink[block_idx * heads_per_block + local];
-    float most = plat::max(top, sink);
-    // Lanes of a half warp alone, where the block has one head.
-    const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
-#pragma unroll
-    for (int mask = 1; mask < kHeads; mask *= 2) {
-      most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
-    }
-    const float base = most == -INFINITY ? 0.0f : most;
-    const float factor = exp2f((top - base) * kLog2e);
-    weight *= factor;
-#pragma unroll
-    for (int mask = 1; mask < kHeads; mask *= 2) {
-      weight += __shfl_xor_sync(lanes, weight, mask);
-    }
-    weight += exp2f((sink - base) * kLog2e);
-    shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
+  // Each head's part goes to the block that finishes it.
+  const int heads_per_block = kHeads >> (31 - __clz(num_blocks));
+  const auto owner_of = [&](int head) { return head * num_blocks / kHeads; };
+  const auto slot_of = [&](int head) {
+    return block_idx * heads_per_block + (head & (heads_per_block - 1));
+  };
+  sm90::cluster_wait();
+  if (first_of_thread == 0) {
+    const int owner = owner_of(head);
+    sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot_of(head)], owner), top, weight,
+                       sm90::peer_address(&shared.weights, owner));
   }
-  plat::block_sync();
-  // A thread has so many dimensions that a group lies in one warp: all threads have a head (V4:
-  // half of them each).
-  constexpr int kGroup = M::kScaleBlock, kDims = kGroup > 64 ? 4 : 2;
-  constexpr int kAtOnce = kThreads * kDims / kDim, kLanes = kGroup / kDims;
+  // Head g + 8 has the same place as head g, in another block.
+  const std::uint16_t* place = &shared.part[slot_of(g)][warp_idx * kWarpDims + 16 * t];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int owner = owner_of(g) + half * (num_blocks / 2);
+    const std::uint32_t to = sm90::peer_address(place, owner);
+    const std::uint32_t barrier = sm90::peer_address(&shared.parts, owner);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto pair = [&](int n) {
+        return sm90::to_bf16_pair(sum[4 * i + n][2 * half], sum[4 * i + n][2 * half + 1]);
+      };
+      sm90::send_to_peer(to + 16 * i, make_uint4(pair(0), pair(1), pair(2), pair(3)), barrier);
+    }
+  }
+
+  // Each block finishes its heads: four warps one, a thread four dimensions in a row.
+  [[maybe_unused]] const int padded = padded_rows(params.num_rows);
+  constexpr int kGroup = M::kScaleBlock, kDims = 4;
+  constexpr int kAtOnce = kThreads * kDims / kDim, kLanes = kGroup / kDims, kPartsAtOnce = 8;
   static_assert(kAtOnce >= 1 && kLanes <= plat::kWarpLanes);
   const int dim = thread_idx * kDims % kDim;
+  float2 turn[kDims / 2];
+#pragma unroll
+  for (int j = 0; j < kDims / 2; ++j) turn[j] = shared.turn[max(dim - kNope, 0) / 2 + j];
 #pragma unroll 1
   for (int i = thread_idx * kDims / kDim; i < heads_per_block; i += kAtOnce) {
     const int head = block_idx * heads_per_block + i;
-    float v[kDims] = {};
-#pragma unroll 4
-    for (int block = 0; block < num_blocks; ++block) {
-      const std::uint16_t* part = &shared.part[block * heads_per_block + i][dim];
-      const float factor = shared.factor[i][block];
+    // The weight of each block's part of the head comes from a lane for each.
+    const float sink = shared.sink[head];
+    wait_for_cluster(&shared.weights, 0);
+    {
+      const int part = lane_idx % kHeads;
+      const bool there = part < num_blocks;
+      const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + i];
+      const float top = there ? from.x : -INFINITY;
+      float weight = there ? from.y : 0.0f;
+      float most = fmaxf(top, sink);
 #pragma unroll
-      for (int j = 0; j < kDims; j += 2) {
-        const std::uint32_t pair = *reinterpret_cast<const std::uint32_t*>(part + j);
-        v[j] = plat::fma(sm90::low_bf16(pair), factor, v[j]);
-        v[j + 1] = plat::fma(sm90::high_bf16(pair), factor, v[j + 1]);
+      for (int mask = 1; mask < kHeads; mask *= 2) {
+        most = fmaxf(__shfl_xor_sync(plat::kAllLanes, most, mask), most);
+      }
+      const float base = most == -INFINITY ? 0.0f : most;
+      const float factor = quick_exp(top - base);
+      weight *= factor;
+#pragma unroll
+      for (int mask = 1; mask < kHeads; mask *= 2) {
+        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+      }
+      weight += quick_exp(sink - base);
+      __syncwarp();
+      shared.factor[warp_idx][part] = weight > 0.0f ? __fdividef(factor, weight) : 0.0f;
+      __syncwarp();
+    }
+    wait_for_cluster(&shared.parts, 0);
+    stamps.mark(StampStage::sum);
+    float v[kDims] = {};
+#pragma unroll 1
+    for (int first = 0; first < num_blocks; first += kPartsAtOnce) {
+#pragma unroll
+      for (int j = 0; j < kPartsAtOnce; ++j) {
+        const int block = first + j;
+        if (block >= num_blocks) break;
+        const uint2 pairs =
+            *reinterpret_cast<const uint2*>(&shared.part[block * heads_per_block + i][dim]);
+        const float factor = shared.factor[warp_idx][block];
+        v[0] = plat::fma(sm90::low_bf16(pairs.x), factor, v[0]);
+        v[1] = plat::fma(sm90::high_bf16(pairs.x), factor, v[1]);
+        v[2] = plat::fma(sm90::low_bf16(pairs.y), factor, v[2]);
+        v[3] = plat::fma(sm90::high_bf16(pairs.y), factor, v[3]);
       }
     }
     float amax = 0.0f;
@@ -664,9 +732,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       v[j] = quick_bf16(v[j]);
       v[j + 1] = quick_bf16(v[j + 1]);
       if (dim >= kNope) {
-        const float2 turn = shared.turn[(dim + j - kNope) / 2];
-        const float turned = v[j] * turn.x + v[j + 1] * turn.y;
-        v[j + 1] = quick_bf16(v[j + 1] * turn.x - v[j] * turn.y);
+        const float turned = v[j] * turn[j / 2].x + v[j + 1] * turn[j / 2].y;
+        v[j + 1] = quick_bf16(v[j + 1] * turn[j / 2].x - v[j] * turn[j / 2].y);
         v[j] = quick_bf16(turned);
       }
       amax = plat::max(plat::max(plat::abs(v[j]), plat::abs(v[j + 1])), amax);
@@ -692,18 +759,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     const std::int64_t place =
         (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
     if constexpr (kHops) {
-      std::uint32_t next = pairs[kDims / 2 - 1];
-      if constexpr (kDims == 2) {
-        next = __shfl_down_sync(plat::kAllLanes, pairs[0], 1);
-        if (thread_idx % 2 != 0) continue;
-      }
       send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pairs[0],
-                  next, plat::float_bits(group.scale));
+                  pairs[1], plat::float_bits(group.scale));
     } else {
-#pragma unroll
-      for (int j = 0; j < kDims; j += 2) {
-        *reinterpret_cast<std::uint32_t*>(params.o + place + j) = pairs[j / 2];
-      }
+      *reinterpret_cast<uint2*>(params.o + place) = make_uint2(pairs[0], pairs[1]);
       if (dim % kGroup == 0) {
         params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
             group.scale;
@@ -711,6 +770,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   stamps.mark(StampStage::store);
+  if (kHops && end != HopEnd::none) report_end(hop, end);
   if constexpr (!kHops) open_gate(params.done);
 }
 
@@ -726,15 +786,21 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
   return with_model(params.model, [&]<class M>() {
-    const auto launch = [&]<bool kHops, int kTile>() {
-      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile>,
+    const auto launch = [&]<bool kHops, int kTile, bool kOnce>() {
+      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile, kOnce>,
                            dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
-                           sizeof(Shared<kTile, kHops>), blocks, programmatic, stream, params);
+                           sizeof(Shared<kTile, kHops, kOnce>), blocks, programmatic, stream,
+                           params);
     };
-    if (params.num_rows <= kHopRows) return launch.template operator()<true, 48>();
-    // Two blocks have room on a multiprocessor. Up to sixteen rows a block has one tile.
-    if (params.num_rows <= 16) return launch.template operator()<false, 48>();
-    return launch.template operator()<false, 32>();
+    // Two blocks have room on a multiprocessor. A plain layer's of up to sixteen rows have one tile.
+    constexpr int kLargest = kScorePitch;
+    const bool once = keys_per_block(params.num_window + params.num_extra, blocks) <= kLargest;
+    if (params.num_rows <= kHopRows) {
+      return once ? launch.template operator()<true, kLargest, true>()
+                  : launch.template operator()<true, kLargest, false>();
+    }
+    return once ? launch.template operator()<false, kLargest, true>()
+                : launch.template operator()<false, 32, false>();
   });
 }
 

@@ -152,30 +152,33 @@ LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs, Ende
   plat::block_sync();
 }
 
-// Takes kPackets packets: of number i the bit i of `wanted`, at src(i). Whole warps call, each lane
-// for its own. Packets are asked for together, by a predicate for so many that seven are enough:
-// for more the compiler would wait for what it has asked for before it asks for the rest.
+// Takes kPackets packets where they are wanted, number i from src(i). Whole warps call, each lane for
+// its own. They are asked for in few groups: the compiler has seven predicates, and where it needs
+// more it waits for what it has asked for before it asks for the rest.
 template <int kPackets, class Source, class Ended = HopReports>
-LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
-                                std::uint32_t wanted, Source src, Ended ended = {}) {
+LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop, bool wanted,
+                                Source src, Ended ended = {}) {
   constexpr int kPollsPerLook = 64;
-  constexpr int kTogether = (kPackets + 5) / 6;
+  constexpr int kTogether = (kPackets + 3) / 4, kGroups = (kPackets + kTogether - 1) / kTogether;
   std::uint64_t low[kPackets], high[kPackets];
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) low[i] = high[i] = 0;
-  std::uint32_t missing = wanted;
+  std::uint32_t missing = wanted ? (1u << kGroups) - 1u : 0u;
   std::uint64_t deadline_ns = 0;
 #pragma unroll 1
   for (int polls = 1;; ++polls) {
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
-      constexpr std::uint32_t kGroup = (1u << kTogether) - 1u;
-      load_packet_if((missing & kGroup << i / kTogether * kTogether) != 0u, src(i), low[i],
-                     high[i]);
+      load_packet_if((missing >> i / kTogether & 1u) != 0u, src(i), low[i], high[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      if (static_cast<std::uint32_t>(high[i] >> 32) == hop.tag) missing &= ~(1u << i);
+    for (int group = 0; group < kGroups; ++group) {
+      std::uint32_t differs = 0;
+#pragma unroll
+      for (int i = group * kTogether; i < kPackets && i < (group + 1) * kTogether; ++i) {
+        differs |= static_cast<std::uint32_t>(high[i] >> 32) ^ hop.tag;
+      }
+      if (differs == 0u) missing &= ~(1u << group);
     }
     if (!__any_sync(plat::kAllLanes, missing != 0u)) break;
     if (polls % kPollsPerLook == 0 &&
