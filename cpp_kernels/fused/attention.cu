@@ -65,7 +65,8 @@ struct Shared {
   static constexpr int kRawAt = kAhead ? kScoreBytes : 0;
   static constexpr int kRawScales = kRawAt + kTile * stages::kKvDataBytes;
   static constexpr int kRawEnd = kRawScales + kTile * 8;
-  static_assert(kTile % 8 == 0 && kHeads <= kTile && kTile <= kScorePitch && kListed >= kTile);
+  static constexpr int kWarpKeys = kTile / kWarps;  // that a warp asks for and expands
+  static_assert(kTile % kWarps == 0 && kHeads <= kTile && kTile <= kScorePitch && kListed >= kTile);
   // In place of the keys, when every block of the cluster has its last ones in registers, what the
   // cluster sends: by block and then by head of this one, its part of the sums under the largest
   // score that it saw; that score and its weight.
@@ -90,21 +91,21 @@ struct Shared {
   std::int8_t late_row[kTile];
 };
 
-// Slots of the keys from `first` on: places count through the window's and then the extra set's
-// indices. A thread a key, whose slot is returned as well.
+// Slot of a row's key: places count through the window's and then the extra set's indices. -1: a pad,
+// or none.
+LOWLAT_DEVICE std::int32_t slot_at(const AttentionParams& params, int row_idx, int place, int end) {
+  if (place >= end) return -1;
+  return place < params.num_window
+             ? __ldg(params.window_idx + row_idx * params.num_window + place)
+             : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
+                     place - params.num_window);
+}
+
+// Slots of the keys from `first` on, a thread a key.
 template <class Shared>
-LOWLAT_DEVICE std::int32_t list_keys(Shared& shared, const AttentionParams& params, int row_idx,
-                                     int first, int end) {
-  const int place = first + plat::thread_idx();
-  std::int32_t slot = -1;
-  if (place < end) {
-    slot = place < params.num_window
-               ? __ldg(params.window_idx + row_idx * params.num_window + place)
-               : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
-                       place - params.num_window);
-  }
-  shared.slot[plat::thread_idx()] = slot;
-  return slot;
+LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int row_idx, int first,
+                             int end) {
+  shared.slot[plat::thread_idx()] = slot_at(params, row_idx, first + plat::thread_idx(), end);
 }
 
 // Where the key of a place is.
@@ -136,15 +137,19 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
                : "memory");
 }
 
-// Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads
-// call. kEarly: some of the step's own keys may not be stored yet, and be read later. Four keys'
+// Asks for the stored rows in data[], a warp for its keys, which it expands too; those of none are
+// zeros (kFill), or nothing. Whole warps call, each with its own keys' data[] in sight. kEarly: some of the step's own keys may not be stored yet, and be read later. Four keys'
 // scales lie in 32 bytes, and copies of eight bytes go through the first-level cache, which would
 // keep what the late ones had been: here they are read past it.
 template <bool kFill, bool kEarly, class Shared>
 LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  constexpr int kWarpPieces = Shared::kWarpKeys * kPieces;
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+  for (int i = warp_idx * kWarpPieces + lane_idx; i < (warp_idx + 1) * kWarpPieces;
+       i += plat::kWarpLanes) {
     const std::uint8_t* row = data[i / kPieces];
     unsigned char* to = shared.work + Shared::kRawAt + 16 * i;
     if (row != nullptr) {
@@ -153,8 +158,8 @@ LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
       *reinterpret_cast<uint4*>(to) = make_uint4(0u, 0u, 0u, 0u);
     }
   }
-  const int key = plat::thread_idx();
-  if (key < Shared::kTile) {
+  if (lane_idx < Shared::kWarpKeys) {
+    const int key = warp_idx * Shared::kWarpKeys + lane_idx;
     unsigned char* to = shared.work + Shared::kRawScales + 8 * key;
     if (data[key] != nullptr) {
       if constexpr (kEarly) {
@@ -212,14 +217,17 @@ LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint
   }
 }
 
-// Keys of what was asked for: of all rows, or of those in only[]. All threads call. Short code: it
-// is the longest of the kernel.
+// Keys of what the warp has asked for: of all rows, or of those in only[]. Whole warps call. Short
+// code: it is the longest of the kernel.
 template <class Shared>
 LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) {
+  constexpr int kWarpPieces = Shared::kWarpKeys * kPieces;
+  const int first = plat::thread_idx() / plat::kWarpLanes * kWarpPieces;
   wait_for_copies();
-  plat::block_sync();
+  __syncwarp();
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+  for (int i = first + plat::thread_idx() % plat::kWarpLanes; i < first + kWarpPieces;
+       i += plat::kWarpLanes) {
     const int key = i / kPieces, piece = i % kPieces;
     if (only != nullptr && only[key] == nullptr) continue;
     store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + Shared::kRawAt + 16 * i),
@@ -359,11 +367,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
   };
-  const auto make_turn = [&] {
-    if (thread_idx < shape::kRopeDim / 2) {
-      const float angle =
-          static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
-      shared.turn[thread_idx] = turn_by(angle);
+  const auto make_turn = [&] {  // by the last warp
+    const int pair = thread_idx - (kThreads - shape::kRopeDim / 2);
+    if (pair >= 0) {
+      const float angle = static_cast<float>(params.positions[row_idx]) * params.rope.values[pair];
+      shared.turn[pair] = turn_by(angle);
     }
   };
   // A selection comes later than q does, all that a row sees earlier.
@@ -383,35 +391,39 @@ __global__ void __launch_bounds__(kThreads, 2)
     sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part);
     sm90::barrier_arrive_expect(&shared.weights, sizeof shared.part_weight);
   }
-  const std::int32_t slot = list_keys(shared, params, row_idx, first_key, end_key);
-  if (thread_idx < kHeads) {
-    shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
-  }
+  if constexpr (!kOnce) list_keys(shared, params, row_idx, first_key, end_key);
   bool any_late = false;
-  if (thread_idx < kTile) {
-    const int place = first_key + thread_idx;
-    const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
-    bool late = false;
+  if (lane_idx < Memory::kWarpKeys) {
+    const int key = warp_idx * Memory::kWarpKeys + lane_idx, place = first_key + key;
+    const std::int32_t slot = slot_at(params, row_idx, place, end_key);
     int late_row = -1;
-    if (place < params.num_window) {
-#pragma unroll 4
-      for (int i = 0; i < params.num_rows; ++i) {
-        if (__ldg(params.kv_slots + i) == slot) late_row = i;
+    constexpr int kAtOnce = 8;
+#pragma unroll 1
+    for (int first = 0; first < params.num_rows; first += kAtOnce) {
+      std::int32_t written[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        written[i] = __ldg(params.kv_slots + min(first + i, params.num_rows - 1));
       }
-      late = late_row >= 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (written[i] == slot) late_row = min(first + i, params.num_rows - 1);
+      }
     }
-    const bool there = row.data != nullptr;
-    shared.late_row[thread_idx] = static_cast<std::int8_t>(there ? late_row : -1);
-    shared.data[0][thread_idx] = late ? nullptr : row.data;
-    shared.late[thread_idx] = late ? row.data : nullptr;
-    shared.scales[0][thread_idx] = row.scales;
-    any_late = late && there;
+    const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
+    const bool late = late_row >= 0 && place < params.num_window && row.data != nullptr;
+    shared.late_row[key] = static_cast<std::int8_t>(late ? late_row : -1);
+    shared.data[0][key] = late ? nullptr : row.data;
+    shared.late[key] = late ? row.data : nullptr;
+    shared.scales[0][key] = row.scales;
+    any_late = late;
   }
-  any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
+  __syncwarp();
   ask_for_tile<true, !kHops>(shared, shared.data[0], shared.scales[0]);
+  if (thread_idx < kHeads) shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
   if (!query_first) make_turn();
   expand_tile(shared, nullptr);
-  plat::block_sync();
+  any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
   if (!query_first) stamps.mark(StampStage::ask);
 
   if constexpr (!kHops) {
@@ -437,11 +449,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   if (!kHops && any_late) {
-    if (thread_idx < kTile) shared.data[1][thread_idx] = shared.late[thread_idx];
-    plat::block_sync();
-    ask_for_tile<false, false>(shared, shared.data[1], shared.scales[0]);
-    expand_tile(shared, shared.data[1]);
-    plat::block_sync();
+    ask_for_tile<false, false>(shared, shared.late, shared.scales[0]);
+    expand_tile(shared, shared.late);
   }
 
   if (!kHops || query_first) stamps.mark(StampStage::read);
@@ -450,6 +459,25 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int head = warp_idx / 2 * 4 + warp_idx % 2 + lane_idx / 16 * 2;
   const int first_of_thread = lane_idx % 16;
   float top = -INFINITY, weight = 0.0f;
+  // Each head's part goes to the block that finishes it: where to, in that block.
+  const int heads_per_block = kHeads >> (31 - __clz(num_blocks));
+  std::uint32_t to[2], barrier[2], weight_to, weight_barrier;
+  const auto find_owners = [&] {
+    const auto owner_of = [&](int of) { return of * num_blocks / kHeads; };
+    const auto slot_of = [&](int of) {
+      return block_idx * heads_per_block + (of & (heads_per_block - 1));
+    };
+    // Head g + 8 has the same place as head g, in another block.
+    const std::uint16_t* place = &shared.part[slot_of(g)][warp_idx * kWarpDims + 16 * t];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int owner = owner_of(g) + half * (num_blocks / 2);
+      to[half] = sm90::peer_address(place, owner);
+      barrier[half] = sm90::peer_address(&shared.parts, owner);
+    }
+    weight_to = sm90::peer_address(&shared.part_weight[slot_of(head)], owner_of(head));
+    weight_barrier = sm90::peer_address(&shared.weights, owner_of(head));
+  };
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
@@ -523,13 +551,19 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     };
     if constexpr (kOnce) load_values();
-    constexpr int kKeys = (kTile + 15) / 16;  // of a thread in the softmax
+    // Of the softmax a thread has two keys side by side, and one of the last eight.
+    constexpr int kKeys = kHalfStep ? 3 : 2;
+    static_assert(kTile == 32 + (kHalfStep ? 8 : 0));
+    const auto place_of = [&](int i) {
+      return i < 2 ? 2 * first_of_thread + i : 32 + first_of_thread % 8;
+    };
     std::uint32_t used = 0;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
-      const int place = first_of_thread + 16 * i;
-      if (place < kTile && (shared.data[side][place] != nullptr ||
-                            (first == first_key && shared.late[place] != nullptr))) {
+      const int place = place_of(i);
+      if ((i < 2 || first_of_thread < 8) &&
+          (shared.data[side][place] != nullptr ||
+           (first == first_key && shared.late[place] != nullptr))) {
         used |= 1u << i;
       }
     }
@@ -563,12 +597,17 @@ __global__ void __launch_bounds__(kThreads, 2)
       constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
       const float old_top = top;
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) {
-        const int place = min(first_of_thread + 16 * i, kTile - 1);
-        float total = scores[0][head][place];
+      for (int i = 0; i < kKeys; ++i) p[i] = 0.0f;
 #pragma unroll
-        for (int part = 1; part < kWarps; ++part) total += scores[part][head][place];
-        p[i] = (used >> i & 1u) != 0u ? total * kScale : -INFINITY;
+      for (int part = 0; part < kWarps; ++part) {
+        const float* of = scores[part][head];
+        const float2 two = *reinterpret_cast<const float2*>(of + place_of(0));
+        p[0] += two.x, p[1] += two.y;
+        if constexpr (kHalfStep) p[2] += of[place_of(2)];
+      }
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        p[i] = (used >> i & 1u) != 0u ? p[i] * kScale : -INFINITY;
         top = fmaxf(p[i], top);
       }
 #pragma unroll
@@ -578,13 +617,19 @@ __global__ void __launch_bounds__(kThreads, 2)
       // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
       const float base = top == -INFINITY ? 0.0f : top;
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) {
-        p[i] = quick_bf16(quick_exp(p[i] - base));
-        const int place = first_of_thread + 16 * i;
-        if (place < kTile) {
-          shared.prob[head * kScorePitch + place] =
-              static_cast<std::uint16_t>(plat::float_bits(p[i]) >> 16);
-        }
+      for (int i = 0; i < kKeys; ++i) p[i] = quick_exp(p[i] - base);
+      const auto keep = [&](int i, float other) {
+        const std::uint32_t pair = sm90::to_bf16_pair(p[i], other);
+        p[i] = sm90::low_bf16(pair);
+        return pair;
+      };
+      std::uint16_t* const prob = shared.prob + head * kScorePitch;
+      const std::uint32_t pair = keep(0, p[1]);
+      p[1] = sm90::high_bf16(pair);
+      *reinterpret_cast<std::uint32_t*>(prob + place_of(0)) = pair;
+      if constexpr (kHalfStep) {
+        const std::uint32_t last = keep(2, 0.0f);
+        if (first_of_thread < 8) prob[place_of(2)] = static_cast<std::uint16_t>(last);
       }
       if constexpr (!kOnce) {
         rescale = quick_exp(old_top - base);
@@ -605,6 +650,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
+    find_owners();
     std::uint32_t a[kValueSteps][4];
 #pragma unroll
     for (int step = 0; step < kValueSteps; ++step) {
@@ -637,43 +683,30 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (next >= end_key) sm90::cluster_arrive_relaxed();  // the keys are used up
   }
   if (first_key >= end_key) {
+    find_owners();
     plat::block_sync();  // the pieces' stores are over
     sm90::cluster_arrive_relaxed();
   }
   stamps.mark(StampStage::compute);
 
-  // Each head's part goes to the block that finishes it.
-  const int heads_per_block = kHeads >> (31 - __clz(num_blocks));
-  const auto owner_of = [&](int head) { return head * num_blocks / kHeads; };
-  const auto slot_of = [&](int head) {
-    return block_idx * heads_per_block + (head & (heads_per_block - 1));
-  };
   sm90::cluster_wait();
-  if (first_of_thread == 0) {
-    const int owner = owner_of(head);
-    sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot_of(head)], owner), top, weight,
-                       sm90::peer_address(&shared.weights, owner));
-  }
-  // Head g + 8 has the same place as head g, in another block.
-  const std::uint16_t* place = &shared.part[slot_of(g)][warp_idx * kWarpDims + 16 * t];
+  if (first_of_thread == 0) sm90::send_to_peer(weight_to, top, weight, weight_barrier);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int owner = owner_of(g) + half * (num_blocks / 2);
-    const std::uint32_t to = sm90::peer_address(place, owner);
-    const std::uint32_t barrier = sm90::peer_address(&shared.parts, owner);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const auto pair = [&](int n) {
         return sm90::to_bf16_pair(sum[4 * i + n][2 * half], sum[4 * i + n][2 * half + 1]);
       };
-      sm90::send_to_peer(to + 16 * i, make_uint4(pair(0), pair(1), pair(2), pair(3)), barrier);
+      sm90::send_to_peer(to[half] + 16 * i, make_uint4(pair(0), pair(1), pair(2), pair(3)),
+                         barrier[half]);
     }
   }
 
   // Each block finishes its heads: four warps one, a thread four dimensions in a row.
   [[maybe_unused]] const int padded = padded_rows(params.num_rows);
   constexpr int kGroup = M::kScaleBlock, kDims = 4;
-  constexpr int kAtOnce = kThreads * kDims / kDim, kLanes = kGroup / kDims, kPartsAtOnce = 8;
+  constexpr int kAtOnce = kThreads * kDims / kDim, kLanes = kGroup / kDims;
   static_assert(kAtOnce >= 1 && kLanes <= plat::kWarpLanes);
   const int dim = thread_idx * kDims % kDim;
   float2 turn[kDims / 2];
@@ -682,6 +715,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
   for (int i = thread_idx * kDims / kDim; i < heads_per_block; i += kAtOnce) {
     const int head = block_idx * heads_per_block + i;
+    const std::int64_t place =
+        (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
     // The weight of each block's part of the head comes from a lane for each.
     const float sink = shared.sink[head];
     wait_for_cluster(&shared.weights, 0);
@@ -711,20 +746,23 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_cluster(&shared.parts, 0);
     stamps.mark(StampStage::sum);
     float v[kDims] = {};
-#pragma unroll 1
-    for (int first = 0; first < num_blocks; first += kPartsAtOnce) {
+    const auto add_parts = [&]<int kCount>(int first) {
 #pragma unroll
-      for (int j = 0; j < kPartsAtOnce; ++j) {
-        const int block = first + j;
-        if (block >= num_blocks) break;
+      for (int j = 0; j < kCount; ++j) {
         const uint2 pairs =
-            *reinterpret_cast<const uint2*>(&shared.part[block * heads_per_block + i][dim]);
-        const float factor = shared.factor[warp_idx][block];
+            *reinterpret_cast<const uint2*>(&shared.part[(first + j) * heads_per_block + i][dim]);
+        const float factor = shared.factor[warp_idx][first + j];
         v[0] = plat::fma(sm90::low_bf16(pairs.x), factor, v[0]);
         v[1] = plat::fma(sm90::high_bf16(pairs.x), factor, v[1]);
         v[2] = plat::fma(sm90::low_bf16(pairs.y), factor, v[2]);
         v[3] = plat::fma(sm90::high_bf16(pairs.y), factor, v[3]);
       }
+    };
+    if (num_blocks == kHeads) {
+      add_parts.template operator()<kHeads>(0);
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < num_blocks; first += 2) add_parts.template operator()<2>(first);
     }
     float amax = 0.0f;
 #pragma unroll
@@ -736,11 +774,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         v[j + 1] = quick_bf16(v[j + 1] * turn[j / 2].x - v[j] * turn[j / 2].y);
         v[j] = quick_bf16(turned);
       }
-      amax = plat::max(plat::max(plat::abs(v[j]), plat::abs(v[j + 1])), amax);
+      amax = fmaxf(fmaxf(plat::abs(v[j]), plat::abs(v[j + 1])), amax);
     }
 #pragma unroll
     for (int mask = 1; mask < kLanes; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+      amax = fmaxf(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
     }
     const bool quantizes = M::kQuantizedO && !params.plain_o;
     const PowerScale group = quantizes ? power_scale(amax) : half_scale(amax);
@@ -756,8 +794,6 @@ __global__ void __launch_bounds__(kThreads, 2)
         pairs[j / 2] = sm90::to_f16_pair(a, b);
       }
     }
-    const std::int64_t place =
-        (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
     if constexpr (kHops) {
       send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pairs[0],
                   pairs[1], plat::float_bits(group.scale));
