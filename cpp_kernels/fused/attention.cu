@@ -67,13 +67,10 @@ struct Shared {
   static constexpr int kRawEnd = kRawScales + kTile * 8;
   static constexpr int kWarpKeys = kTile / kWarps;  // that a warp asks for and expands
   static_assert(kTile % kWarps == 0 && kHeads <= kTile && kTile <= kScorePitch && kListed >= kTile);
-  // In place of the keys, when every block of the cluster has its last ones in registers, what the
-  // cluster sends: by block and then by head of this one, its part of the sums under the largest
-  // score that it saw; that score and its weight.
-  union {
-    alignas(16) std::uint16_t key[kTile * kKeyPitch];
-    alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
-  };
+  alignas(16) std::uint16_t key[kTile * kKeyPitch];
+  // What the cluster sends: by block and then by head of this one, its part of the sums under the
+  // largest score that it saw; that score and its weight.
+  alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
   alignas(16) unsigned char work[kRawEnd > kScoreBytes ? kRawEnd : kScoreBytes];
   float2 part_weight[kHeads];
   std::uint64_t parts, weights;  // barriers
@@ -391,6 +388,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part);
     sm90::barrier_arrive_expect(&shared.weights, sizeof shared.part_weight);
   }
+  sm90::cluster_arrive_relaxed();  // the block takes what the others send
   if constexpr (!kOnce) list_keys(shared, params, row_idx, first_key, end_key);
   bool any_late = false;
   if (lane_idx < Memory::kWarpKeys) {
@@ -454,6 +452,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   if (!kHops || query_first) stamps.mark(StampStage::read);
+  sm90::cluster_wait();
   float sum[8][4] = {};  // of a warp's 64 dimensions: heads g and g + 8, dimensions 16 t and on
   // The softmax has 16 threads a head; the largest score so far, and the sum of probabilities.
   const int head = warp_idx / 2 * 4 + warp_idx % 2 + lane_idx / 16 * 2;
@@ -590,7 +589,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     if constexpr (kOnce) load_half_values();
     plat::block_sync();
-    if constexpr (kOnce) sm90::cluster_arrive_relaxed();  // the keys are used up
 
     float p[kKeys], rescale = 0.0f;
     {
@@ -679,17 +677,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     weight = plat::fma(weight, rescale, added);
     if constexpr (kOnce) break;
-    plat::block_sync();                                   // the tile's memory is free
-    if (next >= end_key) sm90::cluster_arrive_relaxed();  // the keys are used up
+    plat::block_sync();  // the tile's memory is free
   }
-  if (first_key >= end_key) {
-    find_owners();
-    plat::block_sync();  // the pieces' stores are over
-    sm90::cluster_arrive_relaxed();
-  }
+  if (first_key >= end_key) find_owners();
   stamps.mark(StampStage::compute);
 
-  sm90::cluster_wait();
   if (first_of_thread == 0) sm90::send_to_peer(weight_to, top, weight, weight_barrier);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -719,7 +711,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
     // The weight of each block's part of the head comes from a lane for each.
     const float sink = shared.sink[head];
-    wait_for_cluster(&shared.weights, 0);
+    wait_for_weights(&shared.weights, 0);
     {
       const int part = lane_idx % kHeads;
       const bool there = part < num_blocks;
@@ -743,7 +735,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       shared.factor[warp_idx][part] = weight > 0.0f ? __fdividef(factor, weight) : 0.0f;
       __syncwarp();
     }
-    wait_for_cluster(&shared.parts, 0);
+    wait_for_weights(&shared.parts, 0);
     stamps.mark(StampStage::sum);
     float v[kDims] = {};
     const auto add_parts = [&]<int kCount>(int first) {
