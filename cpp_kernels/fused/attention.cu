@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       HopWords words[2 * kSteps];
       const auto* from = q + head * (kDim / 4) + first_packet;
       take_packets(
-          words, hop, true,
+          words, hop, (1u << 2 * kSteps) - 1u,
           [&](int i) { return from + i / kSteps * (8 * kDim / 4) + i % kSteps * 4; },
           HopKeeps{end});
       if constexpr (M::kNormsHeads) norm_heads<kSteps>(words, shared, params.norm_eps);
@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
                          max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
       HopWords words[2];
-      take_packets(words, hop, row >= 0, [&](int j) { return from + j; });
+      take_packets(words, hop, row >= 0 ? 3u : 0u, [&](int j) { return from + j; });
       if (row < 0) continue;
       store_piece(shared.key,
                   make_uint4(low_word(words[0].pair), high_word(words[0].pair),

@@ -59,20 +59,23 @@ struct HopWords {
   std::uint32_t third;
 };
 
-// words = the packet at src, if `wanted`; true when it is there (or not wanted).
-LOWLAT_DEVICE void load_packet_if(bool wanted, const plat::TaggedWords* src, std::uint64_t& low,
-                                  std::uint64_t& high) {
+// A packet in four registers that follow each other, as one access takes it.
+using PacketBits = unsigned __int128;
+LOWLAT_DEVICE std::uint32_t tag_of(PacketBits packet) {
+  return static_cast<std::uint32_t>(packet >> 96);
+}
+
+// packet = that at src, unless it has this tag.
+LOWLAT_DEVICE void load_unless_tagged(PacketBits& packet, std::uint32_t tag,
+                                      const plat::TaggedWords* src) {
   asm volatile(
       "{\n"
-      ".reg .pred wanted;\n"
-      ".reg .b128 packet;\n"
-      "setp.ne.u32 wanted, %3, 0;\n"
-      "mov.b128 packet, {%0, %1};\n"
-      "@wanted ld.relaxed.gpu.global.b128 packet, [%2];\n"
-      "mov.b128 {%0, %1}, packet;\n"
+      ".reg .pred missing;\n"
+      "setp.ne.u32 missing, %1, %2;\n"
+      "@missing ld.relaxed.gpu.global.b128 %0, [%3];\n"
       "}"
-      : "+l"(low), "+l"(high)
-      : "l"(__cvta_generic_to_global(src)), "r"(static_cast<std::uint32_t>(wanted))
+      : "+q"(packet)
+      : "r"(tag_of(packet)), "r"(tag), "l"(__cvta_generic_to_global(src))
       : "memory");
 }
 
@@ -112,9 +115,12 @@ struct HopKeeps {
 
 // A tag at a place, for waits that do not want the payload.
 LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
-  std::uint64_t low = 0, high = 0;
-  load_packet_if(true, src, low, high);
-  return static_cast<std::uint32_t>(high >> 32) == tag;
+  PacketBits packet;
+  asm volatile("ld.relaxed.gpu.global.b128 %0, [%1];"
+               : "=q"(packet)
+               : "l"(__cvta_generic_to_global(src))
+               : "memory");
+  return tag_of(packet) == tag;
 }
 
 // Where the first signs of a kernel's input show, so that blocks that wait long ask for little: a
@@ -152,35 +158,26 @@ LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs, Ende
   plat::block_sync();
 }
 
-// Takes kPackets packets where they are wanted, number i from src(i). Whole warps call, each lane for
-// its own. They are asked for in few groups: the compiler has seven predicates, and where it needs
-// more it waits for what it has asked for before it asks for the rest.
+// Takes kPackets packets: of number i the bit i of `wanted`, at src(i). Whole warps call, each lane
+// for its own.
 template <int kPackets, class Source, class Ended = HopReports>
-LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop, bool wanted,
-                                Source src, Ended ended = {}) {
+LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
+                                std::uint32_t wanted, Source src, Ended ended = {}) {
   constexpr int kPollsPerLook = 64;
-  constexpr int kTogether = (kPackets + 3) / 4, kGroups = (kPackets + kTogether - 1) / kTogether;
-  std::uint64_t low[kPackets], high[kPackets];
+  PacketBits packets[kPackets];
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) low[i] = high[i] = 0;
-  std::uint32_t missing = wanted ? (1u << kGroups) - 1u : 0u;
+  for (int i = 0; i < kPackets; ++i) {
+    packets[i] = PacketBits{(wanted >> i & 1u) != 0u ? 0u : hop.tag} << 96;
+  }
   std::uint64_t deadline_ns = 0;
 #pragma unroll 1
   for (int polls = 1;; ++polls) {
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      load_packet_if((missing >> i / kTogether & 1u) != 0u, src(i), low[i], high[i]);
-    }
+    for (int i = 0; i < kPackets; ++i) load_unless_tagged(packets[i], hop.tag, src(i));
+    bool missing = false;
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      std::uint32_t differs = 0;
-#pragma unroll
-      for (int i = group * kTogether; i < kPackets && i < (group + 1) * kTogether; ++i) {
-        differs |= static_cast<std::uint32_t>(high[i] >> 32) ^ hop.tag;
-      }
-      if (differs == 0u) missing &= ~(1u << group);
-    }
-    if (!__any_sync(plat::kAllLanes, missing != 0u)) break;
+    for (int i = 0; i < kPackets; ++i) missing |= tag_of(packets[i]) != hop.tag;
+    if (!__any_sync(plat::kAllLanes, missing)) break;
     if (polls % kPollsPerLook == 0 &&
         __any_sync(plat::kAllLanes,
                    plat::thread_idx() % plat::kWarpLanes == 0 && ended(hop, deadline_ns))) {
@@ -188,7 +185,10 @@ LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop, 
     }
   }
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) words[i] = {low[i], static_cast<std::uint32_t>(high[i])};
+  for (int i = 0; i < kPackets; ++i) {
+    words[i] = {static_cast<std::uint64_t>(packets[i]),
+                static_cast<std::uint32_t>(packets[i] >> 64)};
+  }
 }
 
 LOWLAT_DEVICE std::uint32_t low_word(std::uint64_t pair) {
