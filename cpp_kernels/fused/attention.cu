@@ -88,8 +88,8 @@ struct Shared {
   std::int8_t late_row[kTile];
 };
 
-// Slot of a row's key: places count through the window's and then the extra set's indices. -1: a pad,
-// or none.
+// Slot of a row's key: places count through the window's and then the extra set's indices. -1: a
+// pad, or none.
 LOWLAT_DEVICE std::int32_t slot_at(const AttentionParams& params, int row_idx, int place, int end) {
   if (place >= end) return -1;
   return place < params.num_window
@@ -135,9 +135,10 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
 }
 
 // Asks for the stored rows in data[], a warp for its keys, which it expands too; those of none are
-// zeros (kFill), or nothing. Whole warps call, each with its own keys' data[] in sight. kEarly: some of the step's own keys may not be stored yet, and be read later. Four keys'
-// scales lie in 32 bytes, and copies of eight bytes go through the first-level cache, which would
-// keep what the late ones had been: here they are read past it.
+// zeros (kFill), or nothing. Whole warps call, each with its own keys' data[] in sight. kEarly: some
+// of the step's own keys may not be stored yet, and be read later. Four keys' scales lie in 32
+// bytes, and copies of eight bytes go through the first-level cache, which would keep what the late
+// ones had been: here they are read past it.
 template <bool kFill, bool kEarly, class Shared>
 LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {
@@ -820,7 +821,7 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                            sizeof(Shared<kTile, kHops, kOnce>), blocks, programmatic, stream,
                            params);
     };
-    // Two blocks have room on a multiprocessor. A plain layer's of up to sixteen rows have one tile.
+    // Two blocks have room on a multiprocessor. A plain layer's have one tile up to sixteen rows.
     constexpr int kLargest = kScorePitch;
     const bool once = keys_per_block(params.num_window + params.num_extra, blocks) <= kLargest;
     if (params.num_rows <= kHopRows) {
