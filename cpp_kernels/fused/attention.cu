@@ -135,8 +135,8 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
 }
 
 // Asks for the stored rows in data[], a warp for its keys, which it expands too; those of none are
-// zeros (kFill), or nothing. Whole warps call, each with its own keys' data[] in sight. kEarly: some
-// of the step's own keys may not be stored yet, and be read later. Four keys' scales lie in 32
+// zeros (kFill), or nothing. Whole warps call, each with its own keys' data[] in sight. kEarly: of
+// the step's own keys some may not be stored yet, and be read later. Four keys' scales lie in 32
 // bytes, and copies of eight bytes go through the first-level cache, which would keep what the late
 // ones had been: here they are read past it.
 template <bool kFill, bool kEarly, class Shared>
