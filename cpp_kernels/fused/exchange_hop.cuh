@@ -80,16 +80,38 @@ LOWLAT_DEVICE void load_unless_tagged(PacketBits& packet, std::uint32_t tag,
 }
 
 // Whether a wait that has failed so often has to end. A lane of each warp calls, rarely.
-LOWLAT_DEVICE bool hop_ended(const HopTag& hop, std::uint64_t& deadline_ns) {
+enum class HopEnd { none, late, aborted };
+LOWLAT_DEVICE HopEnd hop_end(const HopTag& hop, std::uint64_t& deadline_ns) {
   const ExchangePort& port = *hop.port;
   const std::uint64_t now_ns = plat::clock_ns();
   if (deadline_ns == 0) deadline_ns = now_ns + patient_budget_ns(port);
-  const bool aborted =
-      plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
-  if (!aborted && now_ns <= deadline_ns) return false;
-  report_fault(port, hop.kernel, stages::StageId::none, port.tp_rank, *port.step_epoch, aborted);
-  return true;
+  if (plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u) {
+    return HopEnd::aborted;
+  }
+  return now_ns > deadline_ns ? HopEnd::late : HopEnd::none;
 }
+// Says so in the status words. The call leaves few registers to who keeps values over it.
+LOWLAT_DEVICE void report_end(const HopTag& hop, HopEnd end) {
+  const ExchangePort& port = *hop.port;
+  report_fault(port, hop.kernel, stages::StageId::none, port.tp_rank, *port.step_epoch,
+               end == HopEnd::aborted);
+}
+// What a wait does then: it reports, or keeps that for the caller to report later.
+struct HopReports {
+  LOWLAT_DEVICE bool operator()(const HopTag& hop, std::uint64_t& deadline_ns) const {
+    const HopEnd end = hop_end(hop, deadline_ns);
+    if (end != HopEnd::none) report_end(hop, end);
+    return end != HopEnd::none;
+  }
+};
+struct HopKeeps {
+  HopEnd& kept;
+  LOWLAT_DEVICE bool operator()(const HopTag& hop, std::uint64_t& deadline_ns) const {
+    const HopEnd end = hop_end(hop, deadline_ns);
+    if (end != HopEnd::none) kept = end;
+    return end != HopEnd::none;
+  }
+};
 
 // A tag at a place, for waits that do not want the payload.
 LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
@@ -113,7 +135,8 @@ struct HopSigns {
 
 // All threads of the block call: returns when the first packets are there, or when the wait has
 // ended otherwise. One warp asks; now and then until `turn` is there, all the time from then on.
-LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
+template <class Ended = HopReports>
+LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs, Ended ended = {}) {
   constexpr unsigned kRarelyNs = 150;
   constexpr int kPollsPerLook = 64;
   if (plat::thread_idx() < plat::kWarpLanes) {
@@ -127,7 +150,7 @@ LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
       if (__any_sync(plat::kAllLanes, came)) break;
       if (!__any_sync(plat::kAllLanes, often)) __nanosleep(kRarelyNs);
       if (polls % kPollsPerLook == 0 &&
-          __any_sync(plat::kAllLanes, lane_idx == 0 && hop_ended(hop, deadline_ns))) {
+          __any_sync(plat::kAllLanes, lane_idx == 0 && ended(hop, deadline_ns))) {
         break;
       }
     }
@@ -137,9 +160,9 @@ LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
 
 // Takes kPackets packets: of number i the bit i of `wanted`, at src(i). Whole warps call, each lane
 // for its own.
-template <int kPackets, class Source>
+template <int kPackets, class Source, class Ended = HopReports>
 LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
-                                std::uint32_t wanted, Source src) {
+                                std::uint32_t wanted, Source src, Ended ended = {}) {
   constexpr int kPollsPerLook = 64;
   PacketBits packets[kPackets];
 #pragma unroll
@@ -157,7 +180,7 @@ LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
     if (!__any_sync(plat::kAllLanes, missing)) break;
     if (polls % kPollsPerLook == 0 &&
         __any_sync(plat::kAllLanes,
-                   plat::thread_idx() % plat::kWarpLanes == 0 && hop_ended(hop, deadline_ns))) {
+                   plat::thread_idx() % plat::kWarpLanes == 0 && ended(hop, deadline_ns))) {
       break;
     }
   }
