@@ -113,14 +113,17 @@ struct HopKeeps {
   }
 };
 
-// A tag at a place, for waits that do not want the payload.
-LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
+// The tag at a place, for who does not want the payload.
+LOWLAT_DEVICE std::uint32_t packet_tag(const plat::TaggedWords* src) {
   PacketBits packet;
   asm volatile("ld.relaxed.gpu.global.b128 %0, [%1];"
                : "=q"(packet)
                : "l"(__cvta_generic_to_global(src))
                : "memory");
-  return tag_of(packet) == tag;
+  return tag_of(packet);
+}
+LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
+  return packet_tag(src) == tag;
 }
 
 // Where the first signs of a kernel's input show, so that blocks that wait long ask for little: a
@@ -159,9 +162,9 @@ LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs, Ende
 }
 
 // Takes kPackets packets: of number i the bit i of `wanted`, at src(i). Whole warps call, each lane
-// for its own.
+// for its own. Returns whether all of the lane's are there: not where the wait has ended otherwise.
 template <int kPackets, class Source, class Ended = HopReports>
-LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
+LOWLAT_DEVICE bool take_packets(HopWords (&words)[kPackets], const HopTag& hop,
                                 std::uint32_t wanted, Source src, Ended ended = {}) {
   constexpr int kPollsPerLook = 64;
   PacketBits packets[kPackets];
@@ -170,11 +173,12 @@ LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
     packets[i] = PacketBits{(wanted >> i & 1u) != 0u ? 0u : hop.tag} << 96;
   }
   std::uint64_t deadline_ns = 0;
+  bool missing = false;
 #pragma unroll 1
   for (int polls = 1;; ++polls) {
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) load_unless_tagged(packets[i], hop.tag, src(i));
-    bool missing = false;
+    missing = false;
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) missing |= tag_of(packets[i]) != hop.tag;
     if (!__any_sync(plat::kAllLanes, missing)) break;
@@ -189,6 +193,7 @@ LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
     words[i] = {static_cast<std::uint64_t>(packets[i]),
                 static_cast<std::uint32_t>(packets[i] >> 64)};
   }
+  return !missing;
 }
 
 LOWLAT_DEVICE std::uint32_t low_word(std::uint64_t pair) {

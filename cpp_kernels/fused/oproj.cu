@@ -38,7 +38,7 @@ constexpr int kLora = 1024, kGroupInput = 4096;
 template <class M>
 constexpr int kPaceA = M::kScaleBlock == 32 ? 500 : 0;
 template <class M>
-constexpr int kPaceB = M::kScaleBlock == 32 ? 250 : 0;
+constexpr int kPaceB = M::kScaleBlock == 32 ? 1000 : 0;
 
 // Of a model M. A group of outputs that share a scale is made in one cluster: by one block where
 // rows are few; otherwise by several, who tell each other their largest values.
