@@ -10,7 +10,8 @@
 //              cluster of two shares (clusters of two have room wherever two blocks have), and 40
 //              rows of wo_b. All weights are on their way before the input is there, but for eight
 //              of wo_b's rows: memory beside a block of attention ends there, so they come to where
-//              wo_a's were
+//              wo_a's were. Sixteen warps, which take half as long as eight where all come late;
+//              the exchange may start when wo_a is over
 // Residency    blocks wait for u of all others, so all have to have room at once, when the kernels
 //              before have ended; the launch refuses a device with fewer multiprocessors
 // Ordering     packets (exchange_hop.cuh) from attention, between the blocks and to the exchange;
@@ -42,7 +43,7 @@ constexpr int kCluster = 2;
 constexpr int kK = 2048;  // of both products
 constexpr int kRowsA = 32, kRowsB = kHidden / kOprojFewBlocks;
 constexpr int kEarlyB = 32;  // rows of wo_b that have memory of their own
-constexpr int kWarps = 8, kThreads = kWarps * plat::kWarpLanes;
+constexpr int kWarps = 16, kThreads = kWarps * plat::kWarpLanes;
 constexpr int kSteps = kK / kStep / kWarps;  // of a warp
 constexpr int kPitch = kK + 32;              // as in front_product.cuh
 constexpr int kTilesB = (kRowsB + 15) / 16;
@@ -75,7 +76,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   auto& shared = *reinterpret_cast<Shared*>(memory);
   unsigned char* const rows_b = shared.memory;
   unsigned char* const rows_a = shared.memory + kEarlyB * kPitch;
-  sm90::launch_dependents();
   const int thread_idx = plat::thread_idx(), block_idx = static_cast<int>(blockIdx.x);
   const int tile = block_idx / kCluster, rank = block_idx % kCluster;
   const int warp_k = thread_idx / plat::kWarpLanes * kSteps * kStep;  // of the block's K
@@ -118,6 +118,10 @@ __global__ void __launch_bounds__(kThreads, 2)
                : params.wo_b.scales + row_of_b(block_idx, 16 * of) / kGroup * kScales;
     (of < 0 ? shared.scale_a : shared.scale_b[of])[step] = stages::from_ue8m0(__ldg(from + step));
   }
+  // The late ones are brought near.
+  if (thread_idx % plat::kWarpLanes == 0 && thread_idx / plat::kWarpLanes < kRowsB - kEarlyB) {
+    sm90::bulk_prefetch(codes_b(kEarlyB + thread_idx / plat::kWarpLanes), kK);
+  }
   stamps.mark(StampStage::ask);
 
   const int first_k = tile * kRowsA / kLora * kGroupInput + rank * kK;  // in the row of o
@@ -150,6 +154,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                                &shared.barrier_late, 0,
                                [&](int i) { return codes_b(kEarlyB + i); });
   stamps.mark(StampStage::sum);
+  // Not before: who waits for the sums would only ask for them.
+  sm90::launch_dependents();
   if (thread_idx < plat::kWarpLanes && own_tokens > 0) {
     // A lane has four outputs of a token's group; two lanes a packet.
     constexpr int kLanes = kGroup / 4;
@@ -188,8 +194,6 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   Stamps after(stamp_sink(params.hop), hop_b.kernel);
   const HopActivations<1> u{static_cast<const plat::TaggedWords*>(params.packets.u), kU / 8, hop_b};
-  wait_for_signs(hop_b, {nullptr, 0, u.data, kU / 8 / plat::kWarpLanes});
-  after.mark(StampStage::wait);
   {
     const Operand x = take_operand<kSteps>(u, warp_k, params.num_rows);
     after.mark(StampStage::read);
