@@ -13,6 +13,7 @@
 #include "bench/index_v4_case.cuh"
 #include "bench/layer_case.cuh"
 #include "bench/layer_stamps.hpp"
+#include "bench/program.hpp"
 
 #ifndef LOWLAT_STAMPS
 #define LOWLAT_STAMPS 0
@@ -427,7 +428,7 @@ void time_engram(int requests, int tokens) {
 }
 
 // few: a few small steps, for a sanitizer.
-int check(bool few) {
+void check(bool few) {
   Random random(1);
   const HostIndexWeights host(random);
   const DeviceIndexWeights device(host);
@@ -443,8 +444,8 @@ int check(bool few) {
     check.run({2, 6, 2, 3001}, Draw::padded, host, device);
     check.run({1, 6, 1, 17000}, Draw::random, host, device);
     check.run({1, 6, 1, 700}, Draw::equal_scores, host, device);
-    std::printf("%d failures\n", check.failures);
-    return check.failures == 0 ? 0 : 1;
+    failures += check.failures;
+    return;
   }
   const IndexSizes all[] = {
       {1, 1, 2, 0},     {1, 6, 2, 0},      {1, 6, 1, 3},      {1, 6, 2, 8191},  {1, 6, 1, 8190},
@@ -473,40 +474,39 @@ int check(bool few) {
   }
   check.failures += check_engram(1, 1, 2, engram, device_engram);
   check.failures += check_engram(8, 1, 6, engram, device_engram);
-  std::printf("%d failures\n", check.failures);
-  return check.failures == 0 ? 0 : 1;
+  failures += check.failures;
 }
 
-int run(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "";
-  if (what == "check") return check(argc > 2);
-  if (what == "engram") {
+bool run(Rest& rest) {
+  const std::string what = rest.take();
+  if (what == "check") {
+    check(rest.take("few"));
+  } else if (what == "engram") {
     time_engram(1, 6);
-    return 0;
-  }
-  if (what == "v4") {
+  } else if (what == "v4") {
     for (const int length : {8187, 131000}) time_v4(1, 6, length);
     time_v4(8, 6, 8187);
-    return 0;
-  }
-  if (what != "time") {
-    std::fprintf(stderr, "usage: index check [few] | time [LENGTH..] | engram | v4\n");
-    return 2;
-  }
-  Random random(1);
-  const HostWeights host(kHeads, kGroups, random);
-  const HostIndexWeights index_host(random);
-  if (argc > 2) {
-    for (int i = 2; i < argc; ++i) time_case(host, index_host, 1, 6, std::atoi(argv[i]), true);
-  } else {
-    for (const int length : {8192, 32768, 131000}) time_case(host, index_host, 1, 6, length, true);
+  } else if (what == "time") {
+    Random random(1);
+    const HostWeights host(kHeads, kGroups, random);
+    const HostIndexWeights index_host(random);
+    const bool all = rest.empty();
+    for (const int length : rest.numbers(1, 1 << 20, {8192, 32768, 131000})) {
+      time_case(host, index_host, 1, 6, length, true);
+    }
+    if (!all) return true;
     time_case(host, index_host, 4, 6, 8192, true);
     time_case(host, index_host, 8, 6, 8192, true);
+  } else {
+    return false;
   }
-  return 0;
+  return true;
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
-int main(int argc, char** argv) { return lowlat::bench::run(argc, argv); }
+int main(int argc, char** argv) {
+  return lowlat::bench::checked(
+      argc, argv, "bench_index check [few] | time [LENGTH..] | engram | v4", lowlat::bench::run);
+}

@@ -59,9 +59,8 @@ void measure(Report& report, const Words& words, const DraftWeights& weights,
 }
 
 int measure_all(const Words& words, Report& report) {
-  if (words.model != "v41" || words.schedule != "fused") {
-    return report.refusal("the draft is built for v41 and --schedule fused, not " + words.model +
-                          " and " + words.schedule);
+  if (const std::string why = wrong_kind(words, "v41", "fused"); !why.empty()) {
+    return report.refusal(why);
   }
   const bool spread = words.gpus == words.tp && (words.tp == 2 || words.tp == 4);
   if (!spread && (words.gpus != 1 || words.tp != Loopback::kRanks)) {

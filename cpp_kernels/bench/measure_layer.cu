@@ -39,11 +39,6 @@ double layer_bytes(const Layers<kTp>& layers, const fused::LayerParts& parts) {
   return sum;
 }
 
-bool finite(const std::vector<std::uint16_t>& values) {
-  return std::all_of(values.begin(), values.end(),
-                     [](std::uint16_t v) { return (v & 0x7f80) != 0x7f80; });
-}
-
 // Eager and replayed steps give the same bits on every rank, and nothing faulted.
 template <int kTp>
 bool check(Report& report, Group<kTp>& group, int rows) {
@@ -61,7 +56,7 @@ bool check(Report& report, Group<kTp>& group, int rows) {
   }
   const std::string fault = group.fault();
   report.check("no wait expired" + at, fault.empty(), fault);
-  report.check("residual and x finite" + at, finite(first));
+  report.check("residual and x finite" + at, all_finite(first));
   report.check(std::to_string(kReplays) + " replays and all ranks equal eager" + at, different == 0,
                std::to_string(different) + " differ");
   return fault.empty();
@@ -106,11 +101,8 @@ int run(const Words& words, Report& report, double clock_mhz, const std::string&
 }
 
 int measure_all(const Words& words, Report& report) {
-  if (words.model != "v41") {
-    return report.refusal("this program's layers are v41's, not " + words.model + "'s");
-  }
-  if (words.schedule != "fused") {
-    return report.refusal("this program's layers are the fused schedule's, not " + words.schedule);
+  if (const std::string why = wrong_kind(words, "v41", "fused"); !why.empty()) {
+    return report.refusal(why);
   }
   if (const std::string why = wrong_places(words); !why.empty()) return report.refusal(why);
   if (kStamps != !words.stamps.empty()) {

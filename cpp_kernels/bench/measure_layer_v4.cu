@@ -58,10 +58,8 @@ bool check(Report& report, Chain& chain, Graph& graph, const std::string& at) {
   const std::vector<std::uint16_t> first = run(true);
   int different = 0;
   for (int i = 0; i < kReplays && !chain.mail.faulted(); ++i) different += run(false) != first;
-  const bool finite = std::all_of(first.begin(), first.end(),
-                                  [](std::uint16_t v) { return (v & 0x7f80) != 0x7f80; });
   report.check("no wait expired" + at, !chain.mail.faulted());
-  report.check("residual and x finite" + at, finite);
+  report.check("residual and x finite" + at, all_finite(first));
   report.check(std::to_string(kReplays) + " replays equal kernels one by one" + at, different == 0,
                std::to_string(different) + " differ");
   return !chain.mail.faulted();
@@ -90,11 +88,8 @@ int run(const Words& words, Report& report) {
 }
 
 int measure_all(const Words& words, Report& report) {
-  if (words.model != "v4")
-    return report.refusal("this program's layers are v4's, not " + words.model + "'s");
-  if (words.schedule != "fused") {
-    return report.refusal("a layer of this shape is built for --schedule fused, not " +
-                          words.schedule);
+  if (const std::string why = wrong_kind(words, "v4", "fused"); !why.empty()) {
+    return report.refusal(why);
   }
   if ((words.tp != 2 && words.tp != 4) || words.gpus != 1) {
     return report.refusal("V4's layers are timed for --tp 2 or 4, --gpus 1, not --tp " +

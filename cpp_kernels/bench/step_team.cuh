@@ -8,11 +8,11 @@
 #include <memory>
 
 #include "bench/peers.hpp"
+#include "bench/program.hpp"
 #include "bench/step_case.cuh"
 
 namespace lowlat::bench {
 
-inline int failures = 0;
 inline void expect(bool good, const char* what) {
   failures += good ? 0 : 1;
   if (!good) std::printf("FAIL %s\n", what);
@@ -110,12 +110,7 @@ class Team {
     }
     return out;
   }
-  lowlat_status_words status(int r) {
-    lowlat_status_words words{};
-    words.struct_bytes = sizeof words;
-    must(lowlat_status_read(rank(r).model(), &words));
-    return words;
-  }
+  lowlat_status_words status(int r) { return status_of(rank(r).model()); }
   // "" or where every rank stands, if one has a fault.
   std::string fault() {
     std::string out;
@@ -221,7 +216,7 @@ inline std::vector<float> row_of(const Pool& pool, const std::uint8_t* bytes, st
 inline void compare_pools(Team& got, Team& want, double bound) {
   for (std::size_t i = 0; i < got.first().pools().size(); ++i) {
     const Pool& pool = got.first().pools()[i];
-    const auto bytes = static_cast<std::size_t>(Weights::bytes_of(pool.spec));
+    const auto bytes = static_cast<std::size_t>(bytes_of(pool.spec));
     const auto stored_of = [&](Team& team) {
       const auto places = team.all([&](Rank& rank) { return rank.pools()[i].data; });
       return team.agreed(pool.name.c_str(), places, [&](Rank& rank, const void* data) {
@@ -236,7 +231,7 @@ inline void compare_pools(Team& got, Team& want, double bound) {
                         (pool.spec.layout == LOWLAT_INDEX_PAGED ? 64 : pool.spec.shape[1] / 584);
     if (state) {
       rows = pool.spec.shape[0] * (pool.spec.ndim > 2 ? pool.spec.shape[1] : 1);
-      width = Weights::count_of(pool.spec) / rows;
+      width = count_of(pool.spec) / rows;
     }
     // Most pages are as they were.
     const std::int64_t rows_of_page = rows / pool.spec.shape[0];
@@ -301,13 +296,10 @@ inline void compare_step(Team& got, Team& want, const Case& of, int salt) {
         best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
   }
   const bool good = median(errors) < bound_of(got, of) && wrong == 0;
-  std::printf(
-      "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
-      "differs %d, wrong %d\n",
-      good ? "ok  " : "FAIL", of.requests, of.tokens, of.position, median(errors), errors.back(),
-      differs, wrong);
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good,
+          "step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
+          "differs %d, wrong %d",
+          of.requests, of.tokens, of.position, median(errors), errors.back(), differs, wrong);
 }
 
 // One hosted step on both: what it leaves, and the tokens that decoding keeps.
@@ -340,11 +332,8 @@ inline void compare_hosted(Team& got, Team& want, const Case& of, int salt) {
   const bool kept = history[0] == history[1];
   const bool good = medians[0] < bound_of(got, of) && medians[1] < bound_of(got, of) &&
                     medians[2] < bound_of(got, of) && kept;
-  std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
-              good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
-              kept ? "" : ", other history");
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good, "hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s", of.requests,
+          of.tokens, medians[0], medians[1], medians[2], kept ? "" : ", other history");
 }
 
 // The layouts and schedules against the resident schedule with the checkpoint's experts.
@@ -427,12 +416,9 @@ inline void compare_proposals(Team& got, Team& want, int batch, bool samples) {
   for (std::size_t i = 0; i < rows; ++i) differs += tokens[0][i] != tokens[1][i];
   const auto errors = samples ? errors_of(logits[0], logits[1], vocab) : std::vector<double>{};
   const bool good = 5 * differs <= static_cast<int>(rows) && median(errors) < 0.01;
-  std::printf(
-      "%s proposals of %d%s: tokens differ %d of %zu, logits rel_l2 median %.2e worst %.2e\n",
-      good ? "ok  " : "FAIL", batch, samples ? ", sampled" : "", differs, rows, median(errors),
-      errors.empty() ? 0.0 : errors.back());
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good, "proposals of %d%s: tokens differ %d of %zu, logits rel_l2 median %.2e worst %.2e",
+          batch, samples ? ", sampled" : "", differs, rows, median(errors),
+          errors.empty() ? 0.0 : errors.back());
 }
 
 // A hosted draft's layers and proposals beside the model's own draft, both by the fused schedule:
@@ -509,11 +495,8 @@ inline void compare_hosted_draft(Team& hosted, Team& own, const Case& of) {
   for (std::size_t i = 0; i < count; ++i) differs += got[i] != want[i];
   // The norm before the head adds its squares in another order.
   const bool good = 10 * differs <= static_cast<int>(count) && finite && same_keys;
-  std::printf("%s hosted draft of %d requests: tokens differ %d of %zu%s%s\n",
-              good ? "ok  " : "FAIL", of.requests, differs, count, finite ? "" : ", not finite",
-              same_keys ? "" : ", other keys");
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good, "hosted draft of %d requests: tokens differ %d of %zu%s%s", of.requests, differs,
+          count, finite ? "" : ", not finite", same_keys ? "" : ", other keys");
 }
 
 inline void compare_draft(Team& got, Team& want, const Case& of) {
@@ -543,12 +526,10 @@ inline void compare_draft(Team& got, Team& want, const Case& of) {
   }
   const auto errors = errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
   const bool good = median(errors) < bound_of(got, of) && greedy == 0;
-  std::printf(
-      "%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
-      "without logits %d\n",
-      good ? "ok  " : "FAIL", of.requests, median(errors), errors.back(), differs, count, greedy);
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good,
+          "draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
+          "without logits %d",
+          of.requests, median(errors), errors.back(), differs, count, greedy);
 }
 
 inline std::uint64_t digest(const std::vector<float>& values) {
@@ -591,10 +572,8 @@ inline void replay(Team& team, const Case& of, int count) {
   }
   const std::string fault = team.fault();
   const bool good = different == 0 && first[0] != first[1] && fault.empty();
-  std::printf("%s %d replays of %d rows, %d ranks: %d differ%s\n", good ? "ok  " : "FAIL", count,
-              of.rows(), team.size(), different, fault.c_str());
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good, "%d replays of %d rows, %d ranks: %d differ%s", count, of.rows(), team.size(),
+          different, fault.c_str());
 }
 
 // A thousand of the least rows, and `others` of more.
