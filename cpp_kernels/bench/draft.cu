@@ -189,29 +189,20 @@ void profile_all(int devices) {
   }
 }
 
-constexpr char kUsage[] = "bench_draft check [2|4] | small | time [2|4] | profile [2|4]";
-
-bool run(Rest& rest) {
-  const std::string what = rest.take();
-  const int devices = rest.empty() ? 1 : rest.ranks();
-  if (what == "check") {
-    check_all(devices);
-  } else if (what == "small") {
-    failures += check_small() ? 0 : 1;
-    failures += check_accept(2, 2, 2500, 1) ? 0 : 1;
-  } else if (what == "time") {
-    time_all(devices);
-  } else if (what == "profile") {
-    profile_all(devices);
-  } else {
-    return false;
-  }
-  return true;
-}
+int devices_of(Rest& rest) { return rest.empty() ? 1 : rest.ranks(); }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::checked(argc, argv, lowlat::bench::kUsage, lowlat::bench::run);
+  using namespace lowlat::bench;
+  return checked(argc, argv, "bench_draft check [2|4] | small | time [2|4] | profile [2|4]",
+                 {{"check", [](Rest& rest) { check_all(devices_of(rest)); }},
+                  {"small",
+                   [](Rest&) {
+                     failures += check_small() ? 0 : 1;
+                     failures += check_accept(2, 2, 2500, 1) ? 0 : 1;
+                   }},
+                  {"time", [](Rest& rest) { time_all(devices_of(rest)); }},
+                  {"profile", [](Rest& rest) { profile_all(devices_of(rest)); }}});
 }

@@ -134,29 +134,25 @@ int run_process(const Processes& processes, int tp_rank) {
   return !processes.gather(tp_rank, good ? 1 : 0).empty() && good ? 0 : 1;
 }
 
-bool run(Rest& rest) {
-  const std::string what = rest.take();
-  const int tp_size = rest.empty() ? 2 : rest.ranks();
-  if (what == "processes") {
-    failures += Processes::run(tp_size, run_process);
-  } else if (what == "check") {
-    int devices = 0;
-    cuda_must(cudaGetDeviceCount(&devices), "devices");
-    const bool on_one = devices < tp_size;
-    if (on_one) std::printf("%d ranks as streams of one GPU\n", tp_size);
-    check_ranks(tp_size, 12, on_one);
-    if (!on_one) check_ranks(tp_size, 48, on_one);
-    check_missing_rank(tp_size, on_one);
-  } else {
-    return false;
-  }
-  return true;
+void check(int tp_size) {
+  int devices = 0;
+  cuda_must(cudaGetDeviceCount(&devices), "devices");
+  const bool on_one = devices < tp_size;
+  if (on_one) std::printf("%d ranks as streams of one GPU\n", tp_size);
+  check_ranks(tp_size, 12, on_one);
+  if (!on_one) check_ranks(tp_size, 48, on_one);
+  check_missing_rank(tp_size, on_one);
 }
+
+int ranks_of(Rest& rest) { return rest.empty() ? 2 : rest.ranks(); }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::checked(argc, argv, "exchange_hopper check|processes [2|4]",
-                                lowlat::bench::run);
+  using namespace lowlat::bench;
+  return checked(
+      argc, argv, "exchange_hopper check|processes [2|4]",
+      {{"check", [](Rest& rest) { check(ranks_of(rest)); }},
+       {"processes", [](Rest& rest) { failures += Processes::run(ranks_of(rest), run_process); }}});
 }

@@ -477,36 +477,31 @@ void check(bool few) {
   failures += check.failures;
 }
 
-bool run(Rest& rest) {
-  const std::string what = rest.take();
-  if (what == "check") {
-    check(rest.take("few"));
-  } else if (what == "engram") {
-    time_engram(1, 6);
-  } else if (what == "v4") {
-    for (const int length : {8187, 131000}) time_v4(1, 6, length);
-    time_v4(8, 6, 8187);
-  } else if (what == "time") {
-    Random random(1);
-    const HostWeights host(kHeads, kGroups, random);
-    const HostIndexWeights index_host(random);
-    const bool all = rest.empty();
-    for (const int length : rest.numbers(1, 1 << 20, {8192, 32768, 131000})) {
-      time_case(host, index_host, 1, 6, length, true);
-    }
-    if (!all) return true;
-    time_case(host, index_host, 4, 6, 8192, true);
-    time_case(host, index_host, 8, 6, 8192, true);
-  } else {
-    return false;
+void time_lengths(Rest& rest) {
+  Random random(1);
+  const HostWeights host(kHeads, kGroups, random);
+  const HostIndexWeights index_host(random);
+  const bool all = rest.empty();
+  for (const int length : rest.numbers(1, 1 << 20, {8192, 32768, 131000})) {
+    time_case(host, index_host, 1, 6, length, true);
   }
-  return true;
+  if (!all) return;
+  for (const int requests : {4, 8}) time_case(host, index_host, requests, 6, 8192, true);
+}
+
+void time_v4() {
+  for (const int length : {8187, 131000}) time_v4(1, 6, length);
+  time_v4(8, 6, 8187);
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::checked(
-      argc, argv, "bench_index check [few] | time [LENGTH..] | engram | v4", lowlat::bench::run);
+  using namespace lowlat::bench;
+  return checked(argc, argv, "bench_index check [few] | time [LENGTH..] | engram | v4",
+                 {{"check", [](Rest& rest) { check(rest.take("few")); }},
+                  {"time", time_lengths},
+                  {"engram", [](Rest&) { time_engram(1, 6); }},
+                  {"v4", [](Rest&) { time_v4(); }}});
 }

@@ -100,21 +100,19 @@ int run(const Words& words, Report& report, double clock_mhz, const std::string&
   return report.all_good() ? 0 : 1;
 }
 
+std::string wrong_stamps(const Words& words) {
+  if (!kStamps) return needless_stamps(words);
+  if (words.stamps.empty()) return "the program with stamps needs --stamps FILE";
+  return words.gpus > 1 ? "stamps are taken on one GPU: --gpus 1" : "";
+}
+
 int measure_all(const Words& words, Report& report) {
-  if (const std::string why = wrong_kind(words, "v41", "fused"); !why.empty()) {
-    return report.refusal(why);
-  }
-  if (const std::string why = wrong_places(words); !why.empty()) return report.refusal(why);
-  if (kStamps != !words.stamps.empty()) {
-    return report.refusal(kStamps ? "the program with stamps needs --stamps FILE"
-                                  : "--stamps needs the program with stamps");
-  }
-  if (kStamps && words.gpus > 1) return report.refusal("stamps are taken on one GPU: --gpus 1");
-  if (!require_gpus(report, words.gpus)) return 1;
-  const Machine machine = measure_machine(words.gpus);
-  report.machine(machine);
-  return words.tp == 2 ? run<2>(words, report, machine.clock_mhz, machine.gpu)
-                       : run<4>(words, report, machine.clock_mhz, machine.gpu);
+  const std::string why =
+      first_of({wrong_kind(words, "v41", "fused"), wrong_places(words), wrong_stamps(words)});
+  return on_machine(report, words.gpus, why, [&](const Machine& machine) {
+    return words.tp == 2 ? run<2>(words, report, machine.clock_mhz, machine.gpu)
+                         : run<4>(words, report, machine.clock_mhz, machine.gpu);
+  });
 }
 
 }  // namespace

@@ -102,14 +102,11 @@ int run(const Words& words, Report& report) {
 }
 
 int measure_all(const Words& words, Report& report) {
-  if (const std::string why = wrong_kind(words, "v41", "persistent"); !why.empty()) {
-    return report.refusal(why);
-  }
-  if (const std::string why = wrong_places(words); !why.empty()) return report.refusal(why);
-  if (!words.stamps.empty()) return report.refusal("--stamps needs the program with stamps");
-  if (!require_gpus(report, words.gpus)) return 1;
-  report.machine(measure_machine(words.gpus));
-  return words.tp == 2 ? run<2>(words, report) : run<4>(words, report);
+  const std::string why = first_of(
+      {wrong_kind(words, "v41", "persistent"), wrong_places(words), needless_stamps(words)});
+  return on_machine(report, words.gpus, why, [&](const Machine&) {
+    return words.tp == 2 ? run<2>(words, report) : run<4>(words, report);
+  });
 }
 
 }  // namespace

@@ -88,18 +88,12 @@ int run(const Words& words, Report& report) {
 }
 
 int measure_all(const Words& words, Report& report) {
-  if (const std::string why = wrong_kind(words, "v4", "fused"); !why.empty()) {
-    return report.refusal(why);
-  }
-  if ((words.tp != 2 && words.tp != 4) || words.gpus != 1) {
-    return report.refusal("V4's layers are timed for --tp 2 or 4, --gpus 1, not --tp " +
-                          std::to_string(words.tp) + " --gpus " + std::to_string(words.gpus));
-  }
-  if (!words.stamps.empty())
-    return report.refusal("no stamps are taken of V4's layers: leave --stamps out");
-  if (!require_gpus(report, words.gpus)) return 1;
-  report.machine(measure_machine(words.gpus));
-  return words.tp == 2 ? run<2>(words, report) : run<4>(words, report);
+  const std::string many = words.gpus == 1 ? "" : "V4's layers are timed on one GPU: --gpus 1";
+  const std::string why = first_of(
+      {wrong_kind(words, "v4", "fused"), many, wrong_places(words), needless_stamps(words)});
+  return on_machine(report, words.gpus, why, [&](const Machine&) {
+    return words.tp == 2 ? run<2>(words, report) : run<4>(words, report);
+  });
 }
 
 }  // namespace

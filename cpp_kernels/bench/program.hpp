@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdio>
 #include <exception>
+#include <functional>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -120,6 +122,24 @@ int checked(int argc, const char* const* argv, const char* usage, Run run) {
     }
     std::fprintf(stderr, "%s; usage: %s\n", wrong.c_str(), usage);
     return 2;
+  });
+}
+
+// The same of a program whose first word names what it does.
+struct Part {
+  std::string_view name;
+  std::function<void(Rest&)> run;
+};
+inline int checked(int argc, const char* const* argv, const char* usage,
+                   std::initializer_list<Part> parts) {
+  return checked(argc, argv, usage, [&](Rest& rest) {
+    const std::string name = rest.take();
+    for (const Part& part : parts) {
+      if (part.name != name) continue;
+      part.run(rest);
+      return true;
+    }
+    return false;
   });
 }
 

@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cstddef>
 #include <cstdlib>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -83,6 +84,19 @@ inline std::string wrong_kind(const Words& words, std::string_view model,
   if (words.model == model && words.schedule == schedule) return "";
   return "this program is of --model " + std::string(model) + " --schedule " +
          std::string(schedule) + ", not --model " + words.model + " --schedule " + words.schedule;
+}
+
+// The first of these reasons that is one.
+inline std::string first_of(std::initializer_list<std::string> reasons) {
+  for (const std::string& reason : reasons) {
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+
+// Why a program without stamps does not take the words, or nothing.
+inline std::string needless_stamps(const Words& words) {
+  return words.stamps.empty() ? "" : "--stamps needs the program with stamps";
 }
 
 // Why a layer of so many ranks does not run on so many GPUs, or nothing.

@@ -55,6 +55,23 @@ TEST_CASE(a_checking_program_ends_by_its_failures) {
   CHECK_EQ(status_of({"song"}, [](Rest& rest) { return rest.take("check"); }), 2);
 }
 
+TEST_CASE(the_first_word_names_the_part) {
+  int times = 0;
+  const auto run = [&](std::vector<const char*> words) {
+    failures = 0;
+    return checked(static_cast<int>(words.size()), words.data(), "program once|never",
+                   {{"never", [](Rest&) { verdict(false, "never"); }},
+                    {"once", [&](Rest& rest) { times += rest.number(1, 9); }}});
+  };
+  CHECK_EQ(run({"program", "once", "7"}), 0);
+  CHECK_EQ(times, 7);
+  CHECK_EQ(run({"program", "never"}), 1);
+  CHECK_EQ(run({"program", "twice"}), 2);
+  CHECK_EQ(run({"program"}), 2);
+  CHECK_EQ(run({"program", "once"}), 2);
+  CHECK_EQ(times, 7);
+}
+
 TEST_CASE(words_of_a_checking_program_are_taken_one_by_one) {
   std::string what;
   int ranks = 0;

@@ -52,3 +52,12 @@ TEST_CASE(a_program_of_one_model_and_schedule_names_both) {
   CHECK_EQ(wrong_kind(read({"--model", "v4"}), "v41", "fused"), other);
   CHECK(wrong_kind(read({"--schedule", "persistent"}), "v41", "fused") != "");
 }
+
+TEST_CASE(the_first_reason_is_told) {
+  using lowlat::bench::first_of;
+  CHECK_EQ(first_of({}), "");
+  CHECK_EQ(first_of({"", "a", "b"}), "a");
+  CHECK_EQ(first_of({"", lowlat::bench::needless_stamps(read({"--stamps", "a.json"}))}),
+           "--stamps needs the program with stamps");
+  CHECK_EQ(lowlat::bench::needless_stamps(read({})), "");
+}
