@@ -5,10 +5,11 @@
 // peers, on one GPU, or all of them with a GPU each. A figure is a quarter of the difference of
 // their steps, each a CUDA graph, of the longest rank, at contexts of 4000 tokens. Compared are
 // steps at 200, all of whose entries are selected: at 4000 random keys lie so close together that
-// the last bit chooses.
+// the last bit chooses. On one GPU all ranks run on parts of it too, and give the same logits.
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "bench/machine.cuh"
@@ -76,6 +77,14 @@ int run(const Words& words, Report& report) {
   Team want_of("fused", places, plain_layers(kFew + kExtra), compared);
   Team few("persistent", places, plain_layers(kFew), timed);
   Team many("persistent", places, plain_layers(kFew + kExtra), timed);
+  // All ranks on parts of the one GPU, which exchange for real, with the shards of the one that is
+  // its own peers.
+  const Places parts{kTp, false, true};
+  AllWeights shared(parts);
+  std::unique_ptr<Team> ranks;
+  if (places.looped) {
+    ranks = std::make_unique<Team>("persistent", parts, plain_layers(kFew + kExtra), shared);
+  }
   for (const int rows : words.rows) {
     const std::string at = " T=" + std::to_string(rows);
     const Case brief = case_of(rows, kShort), of = case_of(rows, kPosition);
@@ -83,6 +92,11 @@ int run(const Words& words, Report& report) {
     report.check("ranks equal, of either schedule" + at,
                  failures == 0 && got_of.fault().empty() && want_of.fault().empty(),
                  got_of.fault() + want_of.fault());
+    if (ranks != nullptr) {
+      const auto theirs = logits_of(*ranks, brief, kResident);
+      report.check("ranks on parts of the GPU equal, and to one that is its own peers" + at,
+                   failures == 0 && theirs == got && ranks->fault().empty(), ranks->fault());
+    }
     const auto errors = errors_of(got, want, static_cast<std::size_t>(got_of.config().vocab));
     const std::string said = "rel_l2 of the median of " + std::to_string(errors.size()) + " rows " +
                              std::to_string(median(errors)) + ", of the worst " +

@@ -206,6 +206,7 @@ struct WeightRules {
   // Layers further on have the experts of this many before, where not 0: what a device has no room
   // for. A layer reads as many bytes.
   int expert_layers = 0;
+  int embedding = 1;  // of a rank that is looped back: the embedding times this, a power of two
 };
 
 // Device memory of a rank's weights, by name, for all models of a configuration.
@@ -221,7 +222,8 @@ class Weights {
     void*& data = memory_[marlin ? name + ", Marlin" : name];
     if (spec.shard_dim >= 0) seed += 10'000 * static_cast<std::uint64_t>(rank_);
     if (data == nullptr) {
-      data = marlin ? relaid(spec) : filled(spec, seed, rules_.by_score, scale_shift_);
+      data = marlin ? relaid(spec)
+                    : filled(spec, seed, rules_.by_score, scale_shift_, rules_.embedding);
     }
     return data;
   }
@@ -254,7 +256,7 @@ class Weights {
     return data;
   }
   static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed, bool by_score = false,
-                      int scale_shift = 0) {
+                      int scale_shift = 0, int embedding = 1) {
     void* data = nullptr;
     const std::int64_t bytes = bytes_of(spec);
     cuda_must(cudaMalloc(&data, static_cast<std::size_t>(bytes)), "memory");
@@ -281,7 +283,8 @@ class Weights {
     // Rows of a page by its bytes.
     const int rows = kind == Kind::kv_pages ? static_cast<int>(spec.shape[1] / 584) : 1;
     fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code,
-                        scale_shift > 0 ? 13.6f : 3.4f, seed << 40);
+                        (scale_shift > 0 ? 13.6f : 3.4f) * static_cast<float>(embedding),
+                        seed << 40);
     cuda_must(cudaGetLastError(), "fill");
     cuda_must(cudaDeviceSynchronize(), "fill");
     return data;

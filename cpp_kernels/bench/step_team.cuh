@@ -19,22 +19,31 @@ inline void expect(bool good, const char* what) {
 }
 
 // Where the ranks of a model are: one rank of tp_size on device 0 whose peers are itself, or all of
-// them, each on the device of its number.
+// them, each on the device of its number, or all on device 0, each on a part of it, with equal
+// shards.
 struct Places {
   int tp_size;
   bool looped;
+  bool on_one = false;
   int size() const { return looped ? 1 : tp_size; }
+  int device_of(int rank) const { return on_one ? 0 : rank; }
 };
 
-// Weights of all ranks, each on its device, for all models of a configuration.
+// Weights of all ranks, each on its device, for all models of a configuration. Ranks of one device
+// have those of one that is looped back, whose embedding every rank adds, and of theirs one alone.
 class AllWeights {
  public:
-  explicit AllWeights(const Places& places, const WeightRules& rules = {}) {
+  explicit AllWeights(const Places& places, WeightRules rules = {}) {
+    if (places.on_one) {
+      rules.embedding = places.tp_size;
+      of_.push_back(std::make_unique<Weights>(rules));
+      return;
+    }
     for (int r = 0; r < places.size(); ++r) {
       of_.push_back(std::make_unique<Weights>(rules, places.looped ? -1 : r));
     }
   }
-  Weights& of(int rank) { return *of_[static_cast<std::size_t>(rank)]; }
+  Weights& of(int rank) { return *of_[std::min(static_cast<std::size_t>(rank), of_.size() - 1)]; }
 
  private:
   std::vector<std::unique_ptr<Weights>> of_;
@@ -47,16 +56,18 @@ class Team {
 
   // schedule: what the platform's name says of it, fused or persistent.
   Team(const char* schedule, const Places& places, lowlat_model_config config, AllWeights& weights,
-       Host host = Host::none) {
+       Host host = Host::none)
+      : places_(places) {
     config.tp_size = places.tp_size;
     // Of rank 0, whose embeddings the loop makes every rank's; others would be zeros.
-    const int tokens = places.looped ? kVocab / places.tp_size : kVocab;
+    const bool first_alone = places.looped || places.on_one;
+    const int tokens = first_alone ? kVocab / places.tp_size : kVocab;
     std::vector<lowlat_peer_handle> handles;
     for (int r = 0; r < places.size(); ++r) {
-      use_device(r);
+      use_device(places.device_of(r));
       config.tp_rank = r;
-      const std::string platform =
-          "nvidia:" + std::to_string(r) + ":" + schedule + (places.looped ? ":loop" : "");
+      const std::string platform = "nvidia:" + std::to_string(places.device_of(r)) + ":" +
+                                   schedule + (places.looped ? ":loop" : "");
       ranks_.push_back(std::make_unique<Rank>(platform, config, weights.of(r), host, tokens));
       must(lowlat_peer_export(rank(r).model(), &handles.emplace_back()));
     }
@@ -77,11 +88,13 @@ class Team {
   template <class Act>
   void each(Act act) {
     for (int r = 0; r < size(); ++r) {
-      use_device(r);
+      on(r);
       act(rank(r), r);
     }
     use_device(0);
   }
+  // Makes a rank's device current.
+  void on(int rank) const { use_device(places_.device_of(rank)); }
   // What make(rank) is on every rank.
   template <class Make>
   auto all(Make make) {
@@ -126,6 +139,7 @@ class Team {
   }
 
  private:
+  Places places_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
@@ -152,7 +166,7 @@ class TeamGraph {
   // Microseconds of a replay, of the longest rank.
   Spread time(int repeats) {
     return time_of_ranks(
-        team_.size(), repeats, [](int r) { use_device(r); }, [&](int r) -> Graph& { return of(r); },
+        team_.size(), repeats, [&](int r) { team_.on(r); }, [&](int r) -> Graph& { return of(r); },
         [&](int r) { wait(r); });
   }
 
