@@ -105,6 +105,7 @@ class Random {
   std::uint64_t state_;
 };
 
+// Whether no value is infinite or none.
 inline bool all_finite(const std::vector<std::uint16_t>& bf16) {
   return std::all_of(bf16.begin(), bf16.end(),
                      [](std::uint16_t code) { return (code & 0x7f80) != 0x7f80; });

@@ -11,10 +11,12 @@
 
 namespace lowlat::bench {
 
+// Throws the library's words where a call failed.
 inline void must(lowlat_status status) {
   if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
 }
 
+// Description of a model's tensor; its state now.
 inline lowlat_tensor_spec spec_of(lowlat_model* model, int tensor_idx) {
   lowlat_tensor_spec spec{};
   spec.struct_bytes = sizeof spec;
@@ -31,6 +33,7 @@ inline lowlat_status_words status_of(lowlat_model* model) {
 // Bytes of an element, by lowlat_dtype; of FP4X2 those of a pair.
 inline constexpr int kDtypeBytes[] = {1, 4, 8, 4, 2, 1, 1, 1};
 
+// Elements of a tensor, and their bytes.
 inline std::int64_t count_of(const lowlat_tensor_spec& spec) {
   std::int64_t count = 1;
   for (std::uint32_t d = 0; d < spec.ndim; ++d) count *= spec.shape[d];
