@@ -15,10 +15,6 @@
 #include "bench/layer_stamps.hpp"
 #include "bench/program.hpp"
 
-#ifndef LOWLAT_STAMPS
-#define LOWLAT_STAMPS 0
-#endif
-
 namespace lowlat::bench {
 namespace {
 
@@ -267,7 +263,7 @@ double time_layers(IndexChain& chain, Kind kind, const Way& way, double plain_us
               kind == Kind::plain ? "" : "+", us, times.low_us, times.median_us, times.high_us,
               chain.mail.faulted() ? "  FAULTED" : "");
   std::fflush(stdout);
-  if (LOWLAT_STAMPS != 0) {
+  if (kStamps) {
     chain.layers.stamps.zero();
     graph.replay();
     graph.wait();

@@ -15,10 +15,6 @@
 #include "bench/processes.hpp"
 #include "bench/program.hpp"
 
-#ifndef LOWLAT_STAMPS
-#define LOWLAT_STAMPS 0
-#endif
-
 #include <memory>
 
 namespace lowlat::bench {
@@ -85,7 +81,7 @@ void run_group(int gpus, int rows, const std::string& how, bool checks) {
     }
     group.on(0);
     print(c, kTp, gpus, rows, us, distinct_experts(group.first().ids.take(), kLayers, rows));
-    if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
+    if (kStamps && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
         c.parts.mix_place == fused::MixPlace::measured) {
       group.first().stamps.zero();
       group.replay();

@@ -9,10 +9,6 @@
 #include "bench/layer_stamps.hpp"
 #include "bench/program.hpp"
 
-#ifndef LOWLAT_STAMPS
-#define LOWLAT_STAMPS 0
-#endif
-
 namespace lowlat::bench {
 namespace {
 
@@ -80,7 +76,7 @@ void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, i
             "  experts %.1f%s",
             ratio, length, rows, c.name, times.median_us / kLayers, times.low_us / kLayers,
             times.high_us / kLayers, distinct, chain.mail.faulted() ? "  FAULTED" : "");
-    if (LOWLAT_STAMPS != 0) {
+    if (kStamps) {
       chain.layers.stamps.zero();
       graph.replay();
       graph.wait();

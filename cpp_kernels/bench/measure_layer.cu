@@ -18,11 +18,6 @@ namespace lowlat::bench {
 namespace {
 
 constexpr int kLayers = 4, kReplays = 20, kStampedLayer = 2;
-#ifdef LOWLAT_STAMPS
-constexpr bool kStamps = LOWLAT_STAMPS != 0;
-#else
-constexpr bool kStamps = false;
-#endif
 
 // What a layer of these parts must read: weights of the chosen experts, once each, and keys.
 template <int kTp>

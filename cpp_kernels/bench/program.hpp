@@ -18,6 +18,13 @@
 
 namespace lowlat::bench {
 
+// Whether the kernels of this build have clock stamps.
+#ifdef LOWLAT_STAMPS
+inline constexpr bool kStamps = LOWLAT_STAMPS != 0;
+#else
+inline constexpr bool kStamps = false;
+#endif
+
 // A program's exit status: what run() gives; 3 for what was thrown, with a line on standard error.
 template <class Run>
 int exit_status(Run run) {
