@@ -105,6 +105,12 @@ class Random {
   std::uint64_t state_;
 };
 
+// Whether no value is infinite or none.
+inline bool all_finite(const std::vector<std::uint16_t>& bf16) {
+  return std::all_of(bf16.begin(), bf16.end(),
+                     [](std::uint16_t code) { return (code & 0x7f80) != 0x7f80; });
+}
+
 // body(i) for i < count on all cores.
 inline void parallel(std::int64_t count, const std::function<void(std::int64_t)>& body) {
   const unsigned workers = std::max(1u, std::thread::hardware_concurrency());

@@ -18,8 +18,6 @@
 namespace lowlat::bench {
 namespace {
 
-int failures = 0;
-
 void check_case(const DraftWeights& weights, const DraftSetup& setup, const char* what,
                 int times = 1, int late_rank = -1) {
   DraftGroup group(setup, weights);
@@ -191,36 +189,20 @@ void profile_all(int devices) {
   }
 }
 
-int run(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "";
-  const int given = argc > 2 ? std::atoi(argv[2]) : 1;
-  const int devices = given == 2 || given == 4 ? given : 1;
-  if (what == "check") {
-    check_all(devices);
-    std::printf("%d failures\n", failures);
-    return failures == 0 ? 0 : 1;
-  }
-  if (what == "small") {
-    failures += check_small() ? 0 : 1;
-    failures += check_accept(2, 2, 2500, 1) ? 0 : 1;
-    std::printf("%d failures\n", failures);
-    return failures == 0 ? 0 : 1;
-  }
-  if (what == "time") {
-    time_all(devices);
-    return 0;
-  }
-  if (what == "profile") {
-    profile_all(devices);
-    return 0;
-  }
-  std::fprintf(stderr, "usage: bench_draft check [2|4] | small | time [2|4] | profile [2|4]\n");
-  return 2;
-}
+int devices_of(Rest& rest) { return rest.empty() ? 1 : rest.ranks(); }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
+  using namespace lowlat::bench;
+  return checked(argc, argv, "bench_draft check [2|4] | small | time [2|4] | profile [2|4]",
+                 {{"check", [](Rest& rest) { check_all(devices_of(rest)); }},
+                  {"small",
+                   [](Rest&) {
+                     failures += check_small() ? 0 : 1;
+                     failures += check_accept(2, 2, 2500, 1) ? 0 : 1;
+                   }},
+                  {"time", [](Rest& rest) { time_all(devices_of(rest)); }},
+                  {"profile", [](Rest& rest) { profile_all(devices_of(rest)); }}});
 }

@@ -18,14 +18,6 @@
 namespace lowlat::bench {
 namespace {
 
-int failures = 0;
-
-void report(bool good, const char* what) {
-  failures += good ? 0 : 1;
-  std::printf("%s %s\n", good ? "ok  " : "FAIL", what);
-  std::fflush(stdout);
-}
-
 void check_ranks(int tp_size, int rows, bool on_one) {
   ExchangeRanks ranks(tp_size, rows, 1, on_one);
   // The partial sums alone, for float64.
@@ -58,8 +50,8 @@ void check_ranks(int tp_size, int rows, bool on_one) {
         std::printf("replay %d: rank %d is not as the first\n", i, rank.rank);
       });
     }
-    report(different == 0 && !ranks.faulted(),
-           early ? "300 replays, ranks bitwise equal, early" : "300 replays, ranks bitwise equal");
+    verdict(different == 0 && !ranks.faulted(), "T=%d 300 replays, ranks bitwise equal%s", rows,
+            early ? ", early" : "");
   }
   // Against float64.
   ranks.on(0);
@@ -81,8 +73,7 @@ void check_ranks(int tp_size, int rows, bool on_one) {
     }
   }
   const double error = std::sqrt(difference / size);
-  std::printf("T=%d rel_l2 of the residual %.2e\n", rows, error);
-  report(error <= 4e-3, "residual against float64");
+  verdict(error <= 4e-3, "T=%d residual against float64: rel_l2 %.2e", rows, error);
 }
 
 // The last rank never comes: the first says whom it waited for; the late one leaves at once.
@@ -101,7 +92,7 @@ void check_missing_rank(int tp_size, bool on_one) {
     named = named || (words[0] == 1u && words[2] == 3u && words[3] == late.rank * 1u);
     ended = ended && words[0] != 0u;
   });
-  report(named && ended, "a missing rank is named");
+  verdict(named && ended, "a missing rank is named");
   ranks.on(late.rank);
   cudaEvent_t begin, end;
   cuda_must(cudaEventCreate(&begin), "event");
@@ -113,8 +104,8 @@ void check_missing_rank(int tp_size, bool on_one) {
   late.wait();
   float ms = 0.0f;
   cuda_must(cudaEventElapsedTime(&ms, begin, end), "elapsed");
-  std::printf("late rank: state %u after %.3f ms\n", late.status()[0], ms);
-  report(ms < 100.0f, "the late rank ends before its own budget");
+  verdict(ms < 100.0f, "the late rank ends before its own budget: after %.3f ms, state %u", ms,
+          late.status()[0]);
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
 }
@@ -137,37 +128,31 @@ int run_process(const Processes& processes, int tp_rank) {
     for (const std::uint64_t other : all) different += other != all[0] ? 1 : 0;
   }
   const bool good = different == 0 && rank.status()[0] == 0;
-  std::printf("%s rank %d of %d processes: 200 replays, %d differ, state %u\n",
-              good ? "ok  " : "FAIL", tp_rank, processes.size(), different, rank.status()[0]);
-  std::fflush(stdout);
+  verdict(good, "rank %d of %d processes: 200 replays, %d differ, state %u", tp_rank,
+          processes.size(), different, rank.status()[0]);
   // Nobody unmaps what another still uses.
   return !processes.gather(tp_rank, good ? 1 : 0).empty() && good ? 0 : 1;
 }
 
-int run(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
-  const std::string what = argc > 1 ? argv[1] : "";
-  const int tp_size = argc > 2 ? std::atoi(argv[2]) : 2;
-  const bool known = tp_size == 2 || tp_size == 4;
-  if (known && what == "processes") return Processes::run(tp_size, run_process);
-  if (known && what == "check") {
-    int devices = 0;
-    cuda_must(cudaGetDeviceCount(&devices), "devices");
-    const bool on_one = devices < tp_size;
-    if (on_one) std::printf("%d ranks as streams of one GPU\n", tp_size);
-    check_ranks(tp_size, 12, on_one);
-    if (!on_one) check_ranks(tp_size, 48, on_one);
-    check_missing_rank(tp_size, on_one);
-    std::printf("%d failures\n", failures);
-    return failures == 0 ? 0 : 1;
-  }
-  std::fprintf(stderr, "usage: exchange_hopper check|processes [2|4]\n");
-  return 2;
+void check(int tp_size) {
+  int devices = 0;
+  cuda_must(cudaGetDeviceCount(&devices), "devices");
+  const bool on_one = devices < tp_size;
+  if (on_one) std::printf("%d ranks as streams of one GPU\n", tp_size);
+  check_ranks(tp_size, 12, on_one);
+  if (!on_one) check_ranks(tp_size, 48, on_one);
+  check_missing_rank(tp_size, on_one);
 }
+
+int ranks_of(Rest& rest) { return rest.empty() ? 2 : rest.ranks(); }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
+  using namespace lowlat::bench;
+  return checked(
+      argc, argv, "exchange_hopper check|processes [2|4]",
+      {{"check", [](Rest& rest) { check(ranks_of(rest)); }},
+       {"processes", [](Rest& rest) { failures += Processes::run(ranks_of(rest), run_process); }}});
 }

@@ -13,10 +13,7 @@
 #include "bench/index_v4_case.cuh"
 #include "bench/layer_case.cuh"
 #include "bench/layer_stamps.hpp"
-
-#ifndef LOWLAT_STAMPS
-#define LOWLAT_STAMPS 0
-#endif
+#include "bench/program.hpp"
 
 namespace lowlat::bench {
 namespace {
@@ -266,7 +263,7 @@ double time_layers(IndexChain& chain, Kind kind, const Way& way, double plain_us
               kind == Kind::plain ? "" : "+", us, times.low_us, times.median_us, times.high_us,
               chain.mail.faulted() ? "  FAULTED" : "");
   std::fflush(stdout);
-  if (LOWLAT_STAMPS != 0) {
+  if (kStamps) {
     chain.layers.stamps.zero();
     graph.replay();
     graph.wait();
@@ -427,7 +424,7 @@ void time_engram(int requests, int tokens) {
 }
 
 // few: a few small steps, for a sanitizer.
-int check(bool few) {
+void check(bool few) {
   Random random(1);
   const HostIndexWeights host(random);
   const DeviceIndexWeights device(host);
@@ -443,8 +440,8 @@ int check(bool few) {
     check.run({2, 6, 2, 3001}, Draw::padded, host, device);
     check.run({1, 6, 1, 17000}, Draw::random, host, device);
     check.run({1, 6, 1, 700}, Draw::equal_scores, host, device);
-    std::printf("%d failures\n", check.failures);
-    return check.failures == 0 ? 0 : 1;
+    failures += check.failures;
+    return;
   }
   const IndexSizes all[] = {
       {1, 1, 2, 0},     {1, 6, 2, 0},      {1, 6, 1, 3},      {1, 6, 2, 8191},  {1, 6, 1, 8190},
@@ -473,40 +470,34 @@ int check(bool few) {
   }
   check.failures += check_engram(1, 1, 2, engram, device_engram);
   check.failures += check_engram(8, 1, 6, engram, device_engram);
-  std::printf("%d failures\n", check.failures);
-  return check.failures == 0 ? 0 : 1;
+  failures += check.failures;
 }
 
-int run(int argc, char** argv) {
-  const std::string what = argc > 1 ? argv[1] : "";
-  if (what == "check") return check(argc > 2);
-  if (what == "engram") {
-    time_engram(1, 6);
-    return 0;
-  }
-  if (what == "v4") {
-    for (const int length : {8187, 131000}) time_v4(1, 6, length);
-    time_v4(8, 6, 8187);
-    return 0;
-  }
-  if (what != "time") {
-    std::fprintf(stderr, "usage: index check [few] | time [LENGTH..] | engram | v4\n");
-    return 2;
-  }
+void time_lengths(Rest& rest) {
   Random random(1);
   const HostWeights host(kHeads, kGroups, random);
   const HostIndexWeights index_host(random);
-  if (argc > 2) {
-    for (int i = 2; i < argc; ++i) time_case(host, index_host, 1, 6, std::atoi(argv[i]), true);
-  } else {
-    for (const int length : {8192, 32768, 131000}) time_case(host, index_host, 1, 6, length, true);
-    time_case(host, index_host, 4, 6, 8192, true);
-    time_case(host, index_host, 8, 6, 8192, true);
+  const bool all = rest.empty();
+  for (const int length : rest.numbers(1, 1 << 20, {8192, 32768, 131000})) {
+    time_case(host, index_host, 1, 6, length, true);
   }
-  return 0;
+  if (!all) return;
+  for (const int requests : {4, 8}) time_case(host, index_host, requests, 6, 8192, true);
+}
+
+void time_v4() {
+  for (const int length : {8187, 131000}) time_v4(1, 6, length);
+  time_v4(8, 6, 8187);
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
-int main(int argc, char** argv) { return lowlat::bench::run(argc, argv); }
+int main(int argc, char** argv) {
+  using namespace lowlat::bench;
+  return checked(argc, argv, "bench_index check [few] | time [LENGTH..] | engram | v4",
+                 {{"check", [](Rest& rest) { check(rest.take("few")); }},
+                  {"time", time_lengths},
+                  {"engram", [](Rest&) { time_engram(1, 6); }},
+                  {"v4", [](Rest&) { time_v4(); }}});
+}

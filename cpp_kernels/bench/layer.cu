@@ -15,17 +15,12 @@
 #include "bench/processes.hpp"
 #include "bench/program.hpp"
 
-#ifndef LOWLAT_STAMPS
-#define LOWLAT_STAMPS 0
-#endif
-
 #include <memory>
 
 namespace lowlat::bench {
 namespace {
 
 constexpr int kLayers = 4;
-int failures = 0;
 
 struct Case {
   const char* name;
@@ -56,18 +51,6 @@ void print(const Case& c, int tp, int gpus, int rows, const Spread& us, double e
   std::fflush(stdout);
 }
 
-void report(bool good, const char* what, int rows) {
-  failures += good ? 0 : 1;
-  std::printf("%s T=%d %s\n", good ? "ok  " : "FAIL", rows, what);
-  std::fflush(stdout);
-}
-
-bool all_finite(const std::vector<std::uint16_t>& codes) {
-  bool finite = true;
-  for (const std::uint16_t code : codes) finite &= (code & 0x7f80) != 0x7f80;
-  return finite;
-}
-
 // Checks and times every case. One that faults says where, and the next begins anew.
 template <int kTp>
 void run_group(int gpus, int rows, const std::string& how, bool checks) {
@@ -87,16 +70,18 @@ void run_group(int gpus, int rows, const std::string& how, bool checks) {
         different += result != first ? 1 : 0;
       }
     }
-    if (checks) report(different == 0 && all_finite(first) && group.fault().empty(), c.name, rows);
+    if (checks) {
+      verdict(different == 0 && all_finite(first) && group.fault().empty(), "T=%d %s", rows,
+              c.name);
+    }
     const Spread us = group.time(60);
     if (!group.fault().empty()) {
-      report(false, c.name, rows);
-      std::printf("%s\n", group.fault().c_str());
+      verdict(false, "T=%d %s%s", rows, c.name, group.fault().c_str());
       continue;
     }
     group.on(0);
     print(c, kTp, gpus, rows, us, distinct_experts(group.first().ids.take(), kLayers, rows));
-    if (LOWLAT_STAMPS != 0 && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
+    if (kStamps && c.parts.mix_blocks == 0 && c.parts.idle_sms == 0 &&
         c.parts.mix_place == fused::MixPlace::measured) {
       group.first().stamps.zero();
       group.replay();
@@ -156,10 +141,9 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
     cudaEventDestroy(to);
     const Spread us = spread_of(times);
     const bool good = different == 0 && finite && words[0] == 0;
-    std::printf(
-        "%s rank %d of %d processes T=%d: 200 replays, %d differ; a layer %.2f us (%.2f to "
-        "%.2f)\n",
-        good ? "ok  " : "FAIL", rank, kTp, rows, different, us.median, us.low, us.high);
+    verdict(good,
+            "rank %d of %d processes T=%d: 200 replays, %d differ; a layer %.2f us (%.2f to %.2f)",
+            rank, kTp, rows, different, us.median, us.low, us.high);
     if (!good) say();
     // Nobody unmaps what another still uses.
     if (processes.gather(rank, good ? 1 : 0).empty() || !good) return 1;
@@ -167,55 +151,38 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
   return 0;
 }
 
-// Calls f.operator()<kTp>(); false: not built for so many ranks.
-template <class F>
-bool with_ranks(int ranks, F f) {
-  if (ranks == 2) f.template operator()<2>();
-  if (ranks == 4) f.template operator()<4>();
-  return ranks == 2 || ranks == 4;
+constexpr char kUsage[] =
+    "bench_layer tp4|tp2|ranks N [table|whole] [rows..]\n"
+    "       bench_layer processes N [rows..]";
+
+template <int kTp>
+void run_ranks(const std::string& what, bool looped, Rest& rest) {
+  if (what == "processes") {
+    const std::vector<int> widths = rest.rows();
+    failures += Processes::run(
+        kTp, [&](const Processes& all, int rank) { return run_process<kTp>(all, rank, widths); });
+    return;
+  }
+  const std::string how = rest.take("table") ? "table" : rest.take("whole") ? "whole" : "";
+  bool checks = true;
+  for (const int rows : rest.rows()) {
+    run_group<kTp>(looped ? 1 : kTp, rows, how, checks);
+    checks = !looped || how == "whole";
+  }
 }
 
-int run(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
-  const std::string what = argc > 1 ? argv[1] : "";
+bool run(Rest& rest) {
+  const std::string what = rest.take();
   const bool looped = what == "tp4" || what == "tp2";
-  const bool processes = what == "processes";
-  const int ranks = looped ? what[2] - '0' : argc > 2 ? std::atoi(argv[2]) : 0;
-  int next = looped ? 2 : 3;
-  std::string how = argc > next && !processes ? argv[next] : "";
-  if (how == "table" || how == "whole") {
-    ++next;
-  } else {
-    how.clear();
-  }
-  std::vector<int> widths;
-  for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
-  if (widths.empty()) widths = {6};
-  const bool known = (looped || processes || what == "ranks") && with_ranks(ranks, [&]<int kTp>() {
-                       if (processes) {
-                         failures += Processes::run(kTp, [&](const Processes& all, int rank) {
-                           return run_process<kTp>(all, rank, widths);
-                         });
-                         return;
-                       }
-                       for (std::size_t i = 0; i < widths.size(); ++i) {
-                         const bool checks = !looped || how == "whole" || i == 0;
-                         run_group<kTp>(looped ? 1 : kTp, widths[i], how, checks);
-                       }
-                     });
-  if (!known) {
-    std::fprintf(stderr,
-                 "usage: bench_layer tp4|tp2|ranks N [table|whole] [rows..]\n"
-                 "       bench_layer processes N [rows..]\n");
-    return 2;
-  }
-  std::printf("%d failures\n", failures);
-  return failures == 0 ? 0 : 1;
+  if (!looped && what != "ranks" && what != "processes") return false;
+  const int ranks = looped ? what[2] - '0' : rest.ranks();
+  ranks == 2 ? run_ranks<2>(what, looped, rest) : run_ranks<4>(what, looped, rest);
+  return true;
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
+  return lowlat::bench::checked(argc, argv, lowlat::bench::kUsage, lowlat::bench::run);
 }

@@ -9,22 +9,17 @@
 #include "bench/layer_stamps.hpp"
 #include "bench/program.hpp"
 
-#ifndef LOWLAT_STAMPS
-#define LOWLAT_STAMPS 0
-#endif
-
 namespace lowlat::bench {
 namespace {
 
 constexpr int kLayers = 4;
-int failures = 0;
 
 struct Case {
   const char* name;
   fused::LayerParts parts;
 };
 
-void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
+void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
   PooledChain chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
   std::vector<Case> cases = {{"attention half", {true, false, true}}, {"layer", {}}};
@@ -49,8 +44,8 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
     chain.layers.recover();
     chain.layers.reset();
     Graph graph([&](cudaStream_t stream) { chain.launch(c.parts, stream); });
-    bool finite = true;
     std::vector<std::uint16_t> first;
+    bool finite = true;
     int different = 0;
     for (int i = 0; i < 4; ++i) {
       chain.layers.reset();
@@ -62,28 +57,26 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
       auto& same = want[!c.parts.experts ? 0 : c.parts.few_exchange_blocks ? 1 : 2];
       if (same.empty()) same = result;
       different += result != same ? 1 : 0;
-      for (const std::uint16_t code : result) finite &= (code & 0x7f80) != 0x7f80;
+      finite = finite && all_finite(result);
       if (chain.mail.faulted()) {
         chain.mail.print_status();
         break;
       }
     }
     const bool good = finite && different == 0 && !chain.mail.faulted();
-    failures += good ? 0 : 1;
     if (chain.mail.faulted()) {
-      std::printf("FAIL ratio %d T=%d %s: faulted\n", ratio, rows, c.name);
+      verdict(false, "ratio %d T=%d %s: faulted", ratio, rows, c.name);
       chain.mail.recover();
       continue;
     }
     const Times times = time_of(graph, 60);
     const double distinct = distinct_experts(chain.layers.ids.take(), kLayers, rows);
-    std::printf(
-        "%s V4 ratio %-3d length %d T=%-2d %-16s a layer: median %7.2f us  10th %7.2f  90th %7.2f"
-        "  experts %.1f%s\n",
-        good ? "ok  " : "FAIL", ratio, length, rows, c.name, times.median_us / kLayers,
-        times.low_us / kLayers, times.high_us / kLayers, distinct,
-        chain.mail.faulted() ? "  FAULTED" : "");
-    if (LOWLAT_STAMPS != 0) {
+    verdict(good,
+            "V4 ratio %-3d length %d T=%-2d %-16s a layer: median %7.2f us  10th %7.2f  90th %7.2f"
+            "  experts %.1f%s",
+            ratio, length, rows, c.name, times.median_us / kLayers, times.low_us / kLayers,
+            times.high_us / kLayers, distinct, chain.mail.faulted() ? "  FAULTED" : "");
+    if (kStamps) {
       chain.layers.stamps.zero();
       graph.replay();
       graph.wait();
@@ -92,29 +85,21 @@ void run(const HostWeights& host, const HostV4& v4, int ratio, int rows, int len
   }
 }
 
-int run(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
-  if (argc < 2) {
-    std::fprintf(stderr, "usage: bench_layer_v4 LENGTH [rows..]\n");
-    return 2;
-  }
-  const int length = std::atoi(argv[1]);
-  std::vector<int> rows;
-  for (int i = 2; i < argc; ++i) rows.push_back(std::atoi(argv[i]));
-  if (rows.empty()) rows = {6};
+bool run(Rest& rest) {
+  const int length = rest.number(1, 1 << 20);
+  const std::vector<int> rows = rest.rows();
   Random random(1);
   const HostWeights host(16, 2, random);
   const HostV4 v4(random);
   for (const int r : rows) {
-    for (const int ratio : {0, 128, 4}) run(host, v4, ratio, r, length);
+    for (const int ratio : {0, 128, 4}) run_ratio(host, v4, ratio, r, length);
   }
-  std::printf("%d failures\n", failures);
-  return failures == 0 ? 0 : 1;
+  return true;
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
+  return lowlat::bench::checked(argc, argv, "bench_layer_v4 LENGTH [rows..]", lowlat::bench::run);
 }

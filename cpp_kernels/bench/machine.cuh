@@ -81,4 +81,15 @@ inline bool require_gpus(Report& report, int gpus) {
   return true;
 }
 
+// A measurement on `gpus` devices: refused where `why` is a reason or they are not there, else
+// run(machine), which gives the exit status, after the machine's line.
+template <class Run>
+int on_machine(Report& report, int gpus, const std::string& why, Run run) {
+  if (!why.empty()) return report.refusal(why);
+  if (!require_gpus(report, gpus)) return 1;
+  const Machine machine = measure_machine(gpus);
+  report.machine(machine);
+  return run(machine);
+}
+
 }  // namespace lowlat::bench

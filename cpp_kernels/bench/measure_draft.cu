@@ -58,35 +58,34 @@ void measure(Report& report, const Words& words, const DraftWeights& weights,
                  draft_bytes(setup), "five proposals a request"});
 }
 
-int measure_all(const Words& words, Report& report) {
-  if (words.model != "v41" || words.schedule != "fused") {
-    return report.refusal("the draft is built for v41 and --schedule fused, not " + words.model +
-                          " and " + words.schedule);
-  }
+std::string wrong_draft(const Words& words) {
   const bool spread = words.gpus == words.tp && (words.tp == 2 || words.tp == 4);
   if (!spread && (words.gpus != 1 || words.tp != Loopback::kRanks)) {
-    return report.refusal(
-        "the draft is timed with --tp 4 --gpus 1, or with a GPU for each of 2 or 4 ranks");
+    return "the draft is timed with --tp 4 --gpus 1, or with a GPU for each of 2 or 4 ranks";
   }
   for (const int rows : words.rows) {
     if (rows % kRowsOfRequest != 0 || rows / kRowsOfRequest > fused::kMaxDraftBatch) {
-      return report.refusal("--rows of the draft are six a request, 6 to 48, not " +
-                            std::to_string(rows));
+      return "--rows of the draft are six a request, 6 to 48, not " + std::to_string(rows);
     }
   }
-  if (!require_gpus(report, words.gpus)) return 1;
-  report.machine(measure_machine(words.gpus));
-  const DraftWeights weights(kVocab, 11, false);
-  // Two ranks of one GPU have half of its blocks each: half of the vocabulary fits.
-  const DraftWeights half(65536, 21, false);
-  const DraftWeights& checked = words.gpus == 1 ? half : weights;
-  for (const int rows : words.rows) {
-    for (const bool sampled : {false, true}) {
-      measure(report, words, weights, checked, rows / kRowsOfRequest, sampled);
-      if (!report.all_good()) return 1;
+  return "";
+}
+
+int measure_all(const Words& words, Report& report) {
+  const std::string why = first_of({wrong_kind(words, "v41", "fused"), wrong_draft(words)});
+  return on_machine(report, words.gpus, why, [&](const Machine&) {
+    const DraftWeights weights(kVocab, 11, false);
+    // Two ranks of one GPU have half of its blocks each: half of the vocabulary fits.
+    const DraftWeights half(65536, 21, false);
+    const DraftWeights& checked = words.gpus == 1 ? half : weights;
+    for (const int rows : words.rows) {
+      for (const bool sampled : {false, true}) {
+        measure(report, words, weights, checked, rows / kRowsOfRequest, sampled);
+        if (!report.all_good()) return 1;
+      }
     }
-  }
-  return 0;
+    return 0;
+  });
 }
 
 }  // namespace

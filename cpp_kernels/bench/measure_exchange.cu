@@ -58,29 +58,29 @@ void measure(Report& report, const Words& words, int rows) {
          "the difference of the two");
 }
 
-int measure_all(const Words& words, Report& report) {
-  if (words.model != "v41" || words.schedule != "fused") {
-    return report.refusal("the exchange is built for v41 and --schedule fused, not " + words.model +
-                          " and " + words.schedule);
-  }
+std::string wrong_exchange(const Words& words) {
   if (words.tp != words.gpus || (words.tp != 2 && words.tp != 4)) {
-    return report.refusal(
-        "the exchange is timed between GPUs, one a rank: --tp 2 --gpus 2, or 4 and 4");
+    return "the exchange is timed between GPUs, one a rank: --tp 2 --gpus 2, or 4 and 4";
   }
   for (const int rows : words.rows) {
     if (rows <= fused::kHopRows) {
-      return report.refusal("the exchange alone is timed with --rows from 9 on, not " +
-                            std::to_string(rows) + "; fewer go by packets, inside whole layers");
+      return "the exchange alone is timed with --rows from 9 on, not " + std::to_string(rows) +
+             "; fewer go by packets, inside whole layers";
     }
   }
-  if (!require_gpus(report, words.gpus)) return 1;
-  report.machine(measure_machine(words.gpus));
-  for (const int rows : words.rows) {
-    check(report, words.tp, rows);
-    if (!report.all_good()) return 1;
-    measure(report, words, rows);
-  }
-  return report.all_good() ? 0 : 1;
+  return "";
+}
+
+int measure_all(const Words& words, Report& report) {
+  const std::string why = first_of({wrong_kind(words, "v41", "fused"), wrong_exchange(words)});
+  return on_machine(report, words.gpus, why, [&](const Machine&) {
+    for (const int rows : words.rows) {
+      check(report, words.tp, rows);
+      if (!report.all_good()) return 1;
+      measure(report, words, rows);
+    }
+    return report.all_good() ? 0 : 1;
+  });
 }
 
 }  // namespace

@@ -18,11 +18,6 @@ namespace lowlat::bench {
 namespace {
 
 constexpr int kLayers = 4, kReplays = 20, kStampedLayer = 2;
-#ifdef LOWLAT_STAMPS
-constexpr bool kStamps = LOWLAT_STAMPS != 0;
-#else
-constexpr bool kStamps = false;
-#endif
 
 // What a layer of these parts must read: weights of the chosen experts, once each, and keys.
 template <int kTp>
@@ -37,11 +32,6 @@ double layer_bytes(const Layers<kTp>& layers, const fused::LayerParts& parts) {
   }
   if (parts.second_statistics) sum += shape::mix_weight_bytes<Shape>() / 2;
   return sum;
-}
-
-bool finite(const std::vector<std::uint16_t>& values) {
-  return std::all_of(values.begin(), values.end(),
-                     [](std::uint16_t v) { return (v & 0x7f80) != 0x7f80; });
 }
 
 // Eager and replayed steps give the same bits on every rank, and nothing faulted.
@@ -61,7 +51,7 @@ bool check(Report& report, Group<kTp>& group, int rows) {
   }
   const std::string fault = group.fault();
   report.check("no wait expired" + at, fault.empty(), fault);
-  report.check("residual and x finite" + at, finite(first));
+  report.check("residual and x finite" + at, all_finite(first));
   report.check(std::to_string(kReplays) + " replays and all ranks equal eager" + at, different == 0,
                std::to_string(different) + " differ");
   return fault.empty();
@@ -105,24 +95,19 @@ int run(const Words& words, Report& report, double clock_mhz, const std::string&
   return report.all_good() ? 0 : 1;
 }
 
+std::string wrong_stamps(const Words& words) {
+  if (!kStamps) return needless_stamps(words);
+  if (words.stamps.empty()) return "the program with stamps needs --stamps FILE";
+  return words.gpus > 1 ? "stamps are taken on one GPU: --gpus 1" : "";
+}
+
 int measure_all(const Words& words, Report& report) {
-  if (words.model != "v41") {
-    return report.refusal("this program's layers are v41's, not " + words.model + "'s");
-  }
-  if (words.schedule != "fused") {
-    return report.refusal("this program's layers are the fused schedule's, not " + words.schedule);
-  }
-  if (const std::string why = wrong_places(words); !why.empty()) return report.refusal(why);
-  if (kStamps != !words.stamps.empty()) {
-    return report.refusal(kStamps ? "the program with stamps needs --stamps FILE"
-                                  : "--stamps needs the program with stamps");
-  }
-  if (kStamps && words.gpus > 1) return report.refusal("stamps are taken on one GPU: --gpus 1");
-  if (!require_gpus(report, words.gpus)) return 1;
-  const Machine machine = measure_machine(words.gpus);
-  report.machine(machine);
-  return words.tp == 2 ? run<2>(words, report, machine.clock_mhz, machine.gpu)
-                       : run<4>(words, report, machine.clock_mhz, machine.gpu);
+  const std::string why =
+      first_of({wrong_kind(words, "v41", "fused"), wrong_places(words), wrong_stamps(words)});
+  return on_machine(report, words.gpus, why, [&](const Machine& machine) {
+    return words.tp == 2 ? run<2>(words, report, machine.clock_mhz, machine.gpu)
+                         : run<4>(words, report, machine.clock_mhz, machine.gpu);
+  });
 }
 
 }  // namespace

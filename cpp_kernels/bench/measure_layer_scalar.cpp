@@ -67,10 +67,8 @@ void measure(Report& report, const Words& words, int rows) {
 }
 
 int measure_all(const Words& words, Report& report) {
-  if (words.model != "v41")
-    return report.refusal("the scalar layer is v41's, not " + words.model + "'s");
-  if (words.schedule != "persistent") {
-    return report.refusal("scalar runs --schedule persistent, not " + words.schedule);
+  if (const std::string why = wrong_kind(words, "v41", "persistent"); !why.empty()) {
+    return report.refusal(why);
   }
   if (words.tp > 4) return report.refusal("the tiny layer has ranks for --tp 1, 2 and 4");
   report.machine({cpu_name(), 1, 0.0, read_rate(), ""});

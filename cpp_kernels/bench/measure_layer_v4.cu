@@ -58,10 +58,8 @@ bool check(Report& report, Chain& chain, Graph& graph, const std::string& at) {
   const std::vector<std::uint16_t> first = run(true);
   int different = 0;
   for (int i = 0; i < kReplays && !chain.mail.faulted(); ++i) different += run(false) != first;
-  const bool finite = std::all_of(first.begin(), first.end(),
-                                  [](std::uint16_t v) { return (v & 0x7f80) != 0x7f80; });
   report.check("no wait expired" + at, !chain.mail.faulted());
-  report.check("residual and x finite" + at, finite);
+  report.check("residual and x finite" + at, all_finite(first));
   report.check(std::to_string(kReplays) + " replays equal kernels one by one" + at, different == 0,
                std::to_string(different) + " differ");
   return !chain.mail.faulted();
@@ -90,21 +88,12 @@ int run(const Words& words, Report& report) {
 }
 
 int measure_all(const Words& words, Report& report) {
-  if (words.model != "v4")
-    return report.refusal("this program's layers are v4's, not " + words.model + "'s");
-  if (words.schedule != "fused") {
-    return report.refusal("a layer of this shape is built for --schedule fused, not " +
-                          words.schedule);
-  }
-  if ((words.tp != 2 && words.tp != 4) || words.gpus != 1) {
-    return report.refusal("V4's layers are timed for --tp 2 or 4, --gpus 1, not --tp " +
-                          std::to_string(words.tp) + " --gpus " + std::to_string(words.gpus));
-  }
-  if (!words.stamps.empty())
-    return report.refusal("no stamps are taken of V4's layers: leave --stamps out");
-  if (!require_gpus(report, words.gpus)) return 1;
-  report.machine(measure_machine(words.gpus));
-  return words.tp == 2 ? run<2>(words, report) : run<4>(words, report);
+  const std::string many = words.gpus == 1 ? "" : "V4's layers are timed on one GPU: --gpus 1";
+  const std::string why = first_of(
+      {wrong_kind(words, "v4", "fused"), many, wrong_places(words), needless_stamps(words)});
+  return on_machine(report, words.gpus, why, [&](const Machine&) {
+    return words.tp == 2 ? run<2>(words, report) : run<4>(words, report);
+  });
 }
 
 }  // namespace

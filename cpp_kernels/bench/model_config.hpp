@@ -77,21 +77,16 @@ lowlat_model_config v4_sizes() {
   return sizes_of<shape::Dsv4Flash<kShare>>(v4_rules());
 }
 
-// A tensor as a model describes it, contiguous, in `data`.
-inline lowlat_tensor dense_tensor(const lowlat_tensor_spec& spec, void* data) {
-  lowlat_tensor tensor{};
-  tensor.struct_bytes = sizeof tensor;
-  tensor.dtype = spec.dtype;
-  tensor.layout = spec.layout;
-  tensor.ndim = spec.ndim;
-  std::int64_t stride = 1;
-  for (int d = static_cast<int>(spec.ndim) - 1; d >= 0; --d) {
-    tensor.shape[d] = spec.shape[d];
-    tensor.stride[d] = stride;
-    stride *= spec.shape[d];
+// So many layers of V4.1: two of a window alone, one that selects, users of what it selects; no
+// n-gram memory.
+inline void set_plain_layers(lowlat_model_config& config, int num_layers) {
+  config.num_layers = num_layers;
+  for (int i = 0; i < num_layers; ++i) {
+    config.layers[i] =
+        i < 2 ? lowlat_layer{0, -1, -1, -1, -1, 0} : lowlat_layer{2, 2, 2, -1, -1, 0};
   }
-  tensor.data = data;
-  return tensor;
+  config.candidate_layer = -1;
+  config.num_engrams = 0;
 }
 
 }  // namespace lowlat::bench

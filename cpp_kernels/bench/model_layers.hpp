@@ -14,14 +14,11 @@
 #include <string>
 #include <vector>
 
+#include "bench/model_calls.hpp"
 #include "bench/model_config.hpp"
 #include "lowlat/kernels.h"
 
 namespace lowlat::bench {
-
-inline void must(lowlat_status status) {
-  if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
-}
 
 // Sizes of tiny layers, every rule of the real ones in them.
 inline lowlat_model_config tiny_layers(int tp_size, int tp_rank, int num_layers, int rows) {
@@ -54,7 +51,7 @@ inline lowlat_model_config tiny_layers(int tp_size, int tp_rank, int num_layers,
 // All ranks of a model on the platform scalar, and one step of `rows` rows of one request.
 class ScalarLayers {
  public:
-  ScalarLayers(int tp_size, int num_layers, int rows) : rows_(rows), ranks_(tp_size) {
+  ScalarLayers(int tp_size, int num_layers, int rows) : ranks_(tp_size) {
     for (int r = 0; r < tp_size; ++r) {
       const lowlat_model_config config = tiny_layers(tp_size, r, num_layers, rows);
       lowlat_model* model = nullptr;
@@ -72,38 +69,23 @@ class ScalarLayers {
       must(lowlat_model_ready(rank.model.get()));
     }
     const lowlat_model_config config = tiny_layers(tp_size, 0, num_layers, rows);
-    for (int page = 0; page < config.num_pages; ++page) page_table_.push_back(page);
+    rows_ = StepRows(config.num_pages, config.page_size);
+    rows_.state = {0};
+    rows_.history = {1, 2, 3};
+    for (int page = 0; page < config.num_pages; ++page) rows_.pages.push_back(page);
     // Past the selection's size, so that a row sees as many keys as it may.
     const int start = config.num_pages * config.page_size - rows;
-    for (int row = 0; row < rows; ++row) {
-      tokens_.push_back((7 * row + 3) % config.vocab);
-      positions_.push_back(start + row);
-      request_.push_back(0);
-      slots_.push_back(start + row);
-    }
+    for (int row = 0; row < rows; ++row) rows_.add((7 * row + 3) % config.vocab, start + row);
   }
 
   // One step on every rank, by the persistent schedule or one stage after another; the argmax of
   // every row, of rank 0.
   std::vector<std::int32_t> run(bool plain) {
-    const std::int32_t history[3] = {1, 2, 3}, state_slot = 0;
+    const int rows = static_cast<int>(rows_.tokens.size());
     for (Rank& rank : ranks_) {
-      lowlat_step step{};
-      step.struct_bytes = sizeof step;
-      step.mode = LOWLAT_TARGET_VERIFY;
-      step.num_rows = rows_;
-      step.batch_size = 1;
-      step.tokens_per_request = rows_;
-      step.page_table_stride = static_cast<std::int32_t>(page_table_.size());
-      step.token_ids = tokens_.data();
-      step.positions = positions_.data();
-      step.request_idx = request_.data();
-      step.slots = slots_.data();
-      step.page_table = page_table_.data();
-      step.history = history;
-      step.state_slots = &state_slot;
-      step.num_logit_rows = rows_;
-      rank.argmax.assign(rows_, -1);
+      lowlat_step step = rows_.step(rows, [](const auto& values) { return values.data(); });
+      step.num_logit_rows = rows;
+      rank.argmax.assign(rows_.tokens.size(), -1);
       step.argmax = rank.argmax.data();
       must(plain ? lowlat_plain_step_launch(rank.model.get(), &step, nullptr)
                  : lowlat_step_launch(rank.model.get(), &step, nullptr));
@@ -139,19 +121,10 @@ class ScalarLayers {
     std::unique_ptr<lowlat_model, Destroy> model;  // goes first
   };
 
-  static lowlat_tensor_spec spec_of(lowlat_model* model, int tensor_idx) {
-    lowlat_tensor_spec spec{};
-    spec.struct_bytes = sizeof spec;
-    must(lowlat_model_tensor(model, tensor_idx, &spec));
-    return spec;
-  }
-
   // The same values on every rank, so that what is not sharded is equal.
   static std::vector<std::uint8_t> values(const lowlat_tensor_spec& spec) {
-    static constexpr int kBytes[] = {1, 4, 8, 4, 2, 1, 1, 1};
-    std::size_t count = 1;
-    for (std::uint32_t d = 0; d < spec.ndim; ++d) count *= spec.shape[d];
-    std::vector<std::uint8_t> out(count * kBytes[spec.dtype], 0);
+    const auto count = static_cast<std::size_t>(count_of(spec));
+    std::vector<std::uint8_t> out(static_cast<std::size_t>(bytes_of(spec)), 0);
     if (spec.role == LOWLAT_POOL) return out;
     const std::string name = spec.name;
     const double columns = spec.ndim > 1 ? static_cast<double>(spec.shape[spec.ndim - 1]) : 1.0;
@@ -196,9 +169,8 @@ class ScalarLayers {
     }
   }
 
-  int rows_;
+  StepRows rows_{0, 0};
   std::vector<Rank> ranks_;
-  std::vector<std::int32_t> tokens_, positions_, request_, slots_, page_table_;
 };
 
 }  // namespace lowlat::bench

@@ -7,11 +7,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <numeric>
 #include <stdexcept>
 #include <vector>
 
+#include "bench/model_calls.hpp"
 #include "bench/model_config.hpp"
 #include "lowlat/kernels.h"
 
@@ -20,18 +19,11 @@ namespace lowlat::bench {
 inline constexpr int kResidentPosition = 4000;  // of a step's first row
 inline constexpr std::uint64_t kResidentBudgetNs = 10'000'000'000;
 
-inline void must_be_ok(lowlat_status status) {
-  if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
-}
-
-// `sizes` with so many layers: two of a window alone, one that selects, users of what it selects.
-// Contexts are of kResidentPosition tokens, so a row attends to its window and to what is selected.
+// `sizes` with so many plain layers. Contexts are of kResidentPosition tokens, so a row attends to
+// its window and to what is selected.
 inline lowlat_model_config resident_config(lowlat_model_config sizes, int num_layers) {
   lowlat_model_config c = sizes;
-  c.num_layers = num_layers;
-  for (int i = 0; i < num_layers; ++i) {
-    c.layers[i] = i < 2 ? lowlat_layer{0, -1, -1, -1, -1, 0} : lowlat_layer{2, 2, 2, -1, -1, 0};
-  }
+  set_plain_layers(c, num_layers);
   c.tp_size = 1;
   for (const int width : {1, 2, 4, 6, 8, 12, 24, 48}) c.widths[c.num_widths++] = width;
   c.max_batch = 8;
@@ -43,25 +35,16 @@ inline lowlat_model_config resident_config(lowlat_model_config sizes, int num_la
   return c;
 }
 
-inline std::int64_t count_of(const lowlat_tensor_spec& spec) {
-  return std::accumulate(spec.shape, spec.shape + spec.ndim, std::int64_t{1}, std::multiplies<>());
-}
-inline std::uint64_t bytes_of(const lowlat_tensor_spec& spec) {
-  static constexpr int kBytes[] = {1, 4, 8, 4, 2, 1, 1, 1};
-  return static_cast<std::uint64_t>(count_of(spec)) *
-         static_cast<std::uint64_t>(kBytes[spec.dtype]);
-}
-
 class PlainLayers {
  public:
   // fill(model, tensor's number, spec, data) gives a weight its values.
   template <class Fill>
   PlainLayers(const char* platform, const lowlat_model_config& config, Fill fill)
       : config_(config) {
-    must_be_ok(lowlat_model_create(platform, &config_, &model_));
+    must(lowlat_model_create(platform, &config_, &model_));
     try {
       for (int i = 0; i < lowlat_model_num_tensors(model_); ++i) bind(i, fill);
-      must_be_ok(lowlat_model_ready(model_));
+      must(lowlat_model_ready(model_));
     } catch (...) {
       lowlat_model_destroy(model_);
       throw;
@@ -78,59 +61,37 @@ class PlainLayers {
   lowlat_step step_of(int rows) {
     const int per_request = rows % 6 == 0 ? 6 : 1, batch = rows / per_request;
     const int stride = config_.num_pages / config_.max_batch;
-    std::vector<std::int32_t> tokens, positions, requests, slots, pages, state;
+    StepRows all(stride, config_.page_size);
     for (int q = 0; q < batch; ++q) {
-      for (int p = 0; p < stride; ++p) pages.push_back(q * stride + p);
-      state.push_back(q);
+      for (int p = 0; p < stride; ++p) all.pages.push_back(q * stride + p);
+      all.state.push_back(q);
       for (int i = 0; i < per_request; ++i) {
-        const int position = kResidentPosition + i;
-        tokens.push_back((q * 977 + i * 131 + 7) % config_.vocab);
-        positions.push_back(position);
-        requests.push_back(q);
-        slots.push_back((q * stride + position / config_.page_size) * config_.page_size +
-                        position % config_.page_size);
+        all.add((q * 977 + i * 131 + 7) % config_.vocab, kResidentPosition + i);
       }
     }
-    lowlat_step step{};
-    step.struct_bytes = sizeof step;
-    step.mode = per_request == 1 ? LOWLAT_DECODE : LOWLAT_TARGET_VERIFY;
-    step.num_rows = rows;
-    step.batch_size = batch;
-    step.tokens_per_request = per_request;
-    step.page_table_stride = stride;
-    step.token_ids = placed(tokens);
-    step.positions = placed(positions);
-    step.request_idx = placed(requests);
-    step.slots = placed(slots);
-    step.page_table = placed(pages);
-    step.state_slots = placed(state);
-    return step;
+    return all.step(per_request, [&](const auto& values) { return placed(values); });
   }
 
   // Throws where a wait of the steps so far has expired.
   void require_no_fault() const {
-    lowlat_status_words words{};
-    words.struct_bytes = sizeof words;
-    must_be_ok(lowlat_status_read(model_, &words));
-    if (words.state != 0) throw std::runtime_error("a wait expired");
+    if (status_of(model_).state != 0) throw std::runtime_error("a wait expired");
   }
 
  private:
   template <class Fill>
   void bind(int tensor_idx, Fill& fill) {
-    lowlat_tensor_spec spec{};
-    spec.struct_bytes = sizeof spec;
-    must_be_ok(lowlat_model_tensor(model_, tensor_idx, &spec));
+    const lowlat_tensor_spec spec = spec_of(model_, tensor_idx);
     lowlat_tensor tensor = dense_tensor(spec, nullptr);
-    must_be_ok(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE, bytes_of(spec), &tensor.data));
+    must(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE,
+                            static_cast<std::uint64_t>(bytes_of(spec)), &tensor.data));
     if (spec.role == LOWLAT_WEIGHT) fill(model_, tensor_idx, spec, tensor.data);
-    must_be_ok(lowlat_model_bind(model_, spec.name, &tensor));
+    must(lowlat_model_bind(model_, spec.name, &tensor));
   }
   const std::int32_t* placed(const std::vector<std::int32_t>& values) {
     void* memory = nullptr;
-    must_be_ok(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE, values.size() * sizeof values[0],
-                                  &memory));
-    must_be_ok(lowlat_model_write(model_, memory, values.data(), values.size() * sizeof values[0]));
+    must(lowlat_model_alloc(model_, LOWLAT_MEMORY_DEVICE, values.size() * sizeof values[0],
+                            &memory));
+    must(lowlat_model_write(model_, memory, values.data(), values.size() * sizeof values[0]));
     return static_cast<const std::int32_t*>(memory);
   }
 
@@ -144,13 +105,13 @@ class HostFill {
  public:
   void operator()(lowlat_model* model, int tensor_idx, const lowlat_tensor_spec& spec, void* data) {
     const std::vector<std::uint8_t>& pattern = pattern_of(spec.dtype);
-    const std::uint64_t bytes = bytes_of(spec);
+    const auto bytes = static_cast<std::uint64_t>(bytes_of(spec));
     // Not the same for every tensor; whole values.
     std::uint64_t from = static_cast<std::uint64_t>(tensor_idx) * 4096 % pattern.size();
     for (std::uint64_t at = 0; at < bytes;) {
       const std::uint64_t piece = std::min<std::uint64_t>(pattern.size() - from, bytes - at);
-      must_be_ok(lowlat_model_write(model, static_cast<std::uint8_t*>(data) + at,
-                                    pattern.data() + from, piece));
+      must(lowlat_model_write(model, static_cast<std::uint8_t*>(data) + at, pattern.data() + from,
+                              piece));
       at += piece;
       from = 0;
     }
@@ -199,8 +160,8 @@ inline std::vector<double> step_times(PlainLayers& layers, int rows, int steps, 
   std::vector<double> out;
   for (int i = 0; i <= repeats; ++i) {
     const auto begin = std::chrono::steady_clock::now();
-    for (int s = 0; s < steps; ++s) must_be_ok(lowlat_step_launch(layers.model(), &step, nullptr));
-    must_be_ok(lowlat_synchronize(layers.model(), kResidentBudgetNs));
+    for (int s = 0; s < steps; ++s) must(lowlat_step_launch(layers.model(), &step, nullptr));
+    must(lowlat_synchronize(layers.model(), kResidentBudgetNs));
     const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - begin;
     if (i > 0) out.push_back(took.count() / steps);  // the first one fetches code and tables
   }

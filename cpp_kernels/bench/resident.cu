@@ -18,22 +18,18 @@ namespace {
 
 constexpr int kExtraLayers = 4, kRepeats = 40;
 
-bool compare(ResidentShard& shard, int rows) {
+void compare(ResidentShard& shard, int rows) {
   const std::vector<double> errors = logit_errors(shard, rows);
-  const bool good = errors[errors.size() / 2] < kLogitBound;
-  std::printf("%s logits with fused experts, T=%-2d: rel_l2 median %.2e worst %.2e\n",
-              good ? "ok  " : "FAIL", rows, errors[errors.size() / 2], errors.back());
-  return good;
+  verdict(errors[errors.size() / 2] < kLogitBound,
+          "logits with fused experts, T=%-2d: rel_l2 median %.2e worst %.2e", rows,
+          errors[errors.size() / 2], errors.back());
 }
 
-int run(int argc, char** argv) {
-  std::vector<int> widths;
-  for (int i = 1; i < argc; ++i) widths.push_back(std::atoi(argv[i]));
-  if (widths.empty()) widths = {6};
+bool run(Rest& rest) {
+  const std::vector<int> widths = rest.rows();
   ResidentShard few(4), many(4 + kExtraLayers);
-  int failures = 0;
   for (const int rows : widths) {
-    failures += compare(many, rows) ? 0 : 1;
+    compare(many, rows);
     for (const auto& [name, launch] :
          {std::pair<const char*, ResidentShard::Launch>{"resident", lowlat_plain_step_launch},
           std::pair<const char*, ResidentShard::Launch>{"fused experts", lowlat_step_launch}}) {
@@ -46,12 +42,12 @@ int run(int argc, char** argv) {
       std::fflush(stdout);
     }
   }
-  return failures == 0 ? 0 : 1;
+  return true;
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
+  return lowlat::bench::checked(argc, argv, "bench_resident [rows..]", lowlat::bench::run);
 }

@@ -57,12 +57,11 @@ class ResidentShard : public PlainLayers {
     step.num_logit_rows = rows;
     std::vector<float> out(static_cast<std::size_t>(rows) * vocab());
     void* memory = nullptr;
-    must_be_ok(
-        lowlat_model_alloc(model(), LOWLAT_MEMORY_DEVICE, out.size() * sizeof out[0], &memory));
+    must(lowlat_model_alloc(model(), LOWLAT_MEMORY_DEVICE, out.size() * sizeof out[0], &memory));
     step.logits = static_cast<float*>(memory);
-    must_be_ok(launch(model(), &step, nullptr));
-    must_be_ok(lowlat_synchronize(model(), kResidentBudgetNs));
-    must_be_ok(lowlat_model_read(model(), out.data(), memory, out.size() * sizeof out[0]));
+    must(launch(model(), &step, nullptr));
+    must(lowlat_synchronize(model(), kResidentBudgetNs));
+    must(lowlat_model_read(model(), out.data(), memory, out.size() * sizeof out[0]));
     return out;
   }
 
@@ -71,7 +70,7 @@ class ResidentShard : public PlainLayers {
     const lowlat_step step = step_of(rows);
     const host::cuda::Stream stream;
     const host::cuda::Graph graph(stream.get(),
-                                  [&] { must_be_ok(launch(model(), &step, stream.get())); });
+                                  [&] { must(launch(model(), &step, stream.get())); });
     cudaEvent_t begin, end;
     host::cuda::check(cudaEventCreate(&begin), "event");
     host::cuda::check(cudaEventCreate(&end), "event");

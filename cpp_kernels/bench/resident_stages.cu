@@ -121,21 +121,19 @@ void look(ResidentShard& shard, int rows, int num_blocks) {
   std::fflush(stdout);
 }
 
-int run(int argc, char** argv) {
-  std::vector<int> widths;
-  for (int i = 1; i < argc; ++i) widths.push_back(std::atoi(argv[i]));
-  if (widths.empty()) widths = {6};
+bool run(Rest& rest) {
+  const std::vector<int> widths = rest.rows();
   ResidentShard shard(kLayers);
   int num_blocks = 0;  // one a multiprocessor
   host::cuda::check(cudaDeviceGetAttribute(&num_blocks, cudaDevAttrMultiProcessorCount, 0),
                     "cudaDeviceGetAttribute");
   for (const int rows : widths) look(shard, rows, num_blocks);
-  return 0;
+  return true;
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
+  return lowlat::bench::checked(argc, argv, "bench_resident_stages [rows..]", lowlat::bench::run);
 }

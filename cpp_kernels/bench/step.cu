@@ -190,12 +190,7 @@ enum class Replays { equal, different, alone };  // alone: a peer is gone
 template <class Take>
 Replays replay_together(const Processes& processes, int tp_rank, const Rank& rank, Graph& graph,
                         const std::string& what, Take take) {
-  lowlat_status_words words{};
-  words.struct_bytes = sizeof words;
-  const auto state = [&] {
-    must(lowlat_status_read(rank.model(), &words));
-    return words.state;
-  };
+  const auto state = [&] { return status_of(rank.model()).state; };
   std::vector<double> times;
   int different = 0;
   std::uint64_t first = 0;
@@ -215,12 +210,10 @@ Replays replay_together(const Processes& processes, int tp_rank, const Rank& ran
     for (const std::uint64_t other : all) different += other != first ? 1 : 0;
   }
   const bool healthy = different == 0 && state() == 0;
-  std::printf(
-      "%s rank %d of %d processes, %s: of 10 of 100 replays %d differ, state %u; median %.2f ms "
-      "with the host's part\n",
-      healthy ? "ok  " : "FAIL", tp_rank, processes.size(), what.c_str(), different, words.state,
-      spread_of(times).median);
-  std::fflush(stdout);
+  verdict(healthy,
+          "rank %d of %d processes, %s: of 10 of 100 replays %d differ, state %u; median %.2f ms "
+          "with the host's part",
+          tp_rank, processes.size(), what.c_str(), different, state(), spread_of(times).median);
   return healthy ? Replays::equal : Replays::different;
 }
 
@@ -279,27 +272,20 @@ int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
   return !processes.gather(tp_rank, 1).empty() && good ? 0 : 1;
 }
 
-int run(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // a run that is killed shows where it stood
-  const std::string what = argc > 1 ? argv[1] : "";
-  std::uint32_t kind = LOWLAT_V41;
+constexpr char kUsage[] =
+    "bench_step check|hosted|time|once|fault [v4] [loop N|ranks N] [rows..]\n"
+    "       bench_step processes [v4] N [rows..]";
+
+bool run(Rest& rest) {
+  const std::string what = rest.take();
+  const std::uint32_t kind = rest.take("v4") ? LOWLAT_V4 : LOWLAT_V41;
   Places places = {4, true};
-  int next = 2;
-  if (next < argc && std::string(argv[next]) == "v4") {
-    kind = LOWLAT_V4;
-    ++next;
+  if (what == "processes" || rest.take("ranks")) {
+    places = {rest.ranks(), false};
+  } else if (rest.take("loop")) {
+    places = {rest.ranks(), true};
   }
-  const std::string where = next + 1 < argc ? argv[next] : "";
-  if (where == "loop" || where == "ranks") {
-    places = {std::atoi(argv[next + 1]), where == "loop"};
-    next += 2;
-  } else if (what == "processes" && next < argc) {
-    places = {std::atoi(argv[next]), false};
-    ++next;
-  }
-  std::vector<int> widths;
-  for (; next < argc; ++next) widths.push_back(std::atoi(argv[next]));
-  if (widths.empty()) widths = {6, 1, 12, 48};
+  const std::vector<int> widths = rest.rows({6, 1, 12, 48});
   if (what == "check") {
     check(kind, places, widths);
   } else if (what == "time") {
@@ -315,18 +301,14 @@ int run(int argc, char** argv) {
       return run_process(kind, processes, rank, widths);
     });
   } else {
-    std::fprintf(stderr,
-                 "usage: bench_step check|hosted|time|once|fault [v4] [loop N|ranks N] [rows..]\n"
-                 "       bench_step processes [v4] N [rows..]\n");
-    return 2;
+    return false;
   }
-  std::printf("%d failures\n", failures);
-  return failures == 0 ? 0 : 1;
+  return true;
 }
 
 }  // namespace
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::exit_status([&] { return lowlat::bench::run(argc, argv); });
+  return lowlat::bench::checked(argc, argv, lowlat::bench::kUsage, lowlat::bench::run);
 }

@@ -17,6 +17,7 @@
 
 #include "bench/attn_bench.hpp"
 #include "bench/marlin_layout.cuh"
+#include "bench/model_calls.hpp"
 #include "bench/model_config.hpp"
 #include "lowlat/kernels.h"
 #include "reference/format.hpp"
@@ -30,10 +31,6 @@ inline constexpr int kVocab = 129280;
 // the last bits of scores that random keys bring close together.
 inline constexpr int kShort = 200, kPosition = 4000, kPageSize = 256, kMaxBatch = 8,
                      kPagesOfRequest = 20, kPoolSeed = 4096;
-
-inline void must(lowlat_status status) {
-  if (status != LOWLAT_OK) throw std::runtime_error(lowlat_last_error());
-}
 
 static __device__ std::uint64_t mixed(std::uint64_t z) {
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
@@ -209,6 +206,7 @@ struct WeightRules {
   // Layers further on have the experts of this many before, where not 0: what a device has no room
   // for. A layer reads as many bytes.
   int expert_layers = 0;
+  int embedding = 1;  // of a rank that is looped back: the embedding times this, a power of two
 };
 
 // Device memory of a rank's weights, by name, for all models of a configuration.
@@ -218,22 +216,14 @@ class Weights {
   // is not one of four equal parts, each part is twice as large, and the embedding four times.
   explicit Weights(const WeightRules& rules = {}, int rank = -1)
       : rules_(rules), rank_(std::max(rank, 0)), scale_shift_(rank < 0 ? 0 : 1) {}
-  static std::int64_t count_of(const lowlat_tensor_spec& spec) {
-    std::int64_t count = 1;
-    for (std::uint32_t d = 0; d < spec.ndim; ++d) count *= spec.shape[d];
-    return count;
-  }
-  static std::int64_t bytes_of(const lowlat_tensor_spec& spec) {
-    static constexpr int kBytes[] = {1, 4, 8, 4, 2, 1, 1, 1};
-    return count_of(spec) * kBytes[spec.dtype];
-  }
   void* of(const lowlat_tensor_spec& spec, std::uint64_t seed) {
     const bool marlin = spec.layout == LOWLAT_MARLIN;
     const std::string name = key_of(spec.name);
     void*& data = memory_[marlin ? name + ", Marlin" : name];
     if (spec.shard_dim >= 0) seed += 10'000 * static_cast<std::uint64_t>(rank_);
     if (data == nullptr) {
-      data = marlin ? relaid(spec) : filled(spec, seed, rules_.by_score, scale_shift_);
+      data = marlin ? relaid(spec)
+                    : filled(spec, seed, rules_.by_score, scale_shift_, rules_.embedding);
     }
     return data;
   }
@@ -266,7 +256,7 @@ class Weights {
     return data;
   }
   static void* filled(const lowlat_tensor_spec& spec, std::uint64_t seed, bool by_score = false,
-                      int scale_shift = 0) {
+                      int scale_shift = 0, int embedding = 1) {
     void* data = nullptr;
     const std::int64_t bytes = bytes_of(spec);
     cuda_must(cudaMalloc(&data, static_cast<std::size_t>(bytes)), "memory");
@@ -293,7 +283,8 @@ class Weights {
     // Rows of a page by its bytes.
     const int rows = kind == Kind::kv_pages ? static_cast<int>(spec.shape[1] / 584) : 1;
     fill<<<1024, 256>>>(data, spec.dtype, kind, rows, count_of(spec), scale_code,
-                        scale_shift > 0 ? 13.6f : 3.4f, seed << 40);
+                        (scale_shift > 0 ? 13.6f : 3.4f) * static_cast<float>(embedding),
+                        seed << 40);
     cuda_must(cudaGetLastError(), "fill");
     cuda_must(cudaDeviceSynchronize(), "fill");
     return data;
@@ -389,9 +380,7 @@ class Rank {
       must(lowlat_model_create(platform.c_str(), &config_, &model_));
     }
     for (int i = 0; i < lowlat_model_num_tensors(model_); ++i) {
-      lowlat_tensor_spec spec{};
-      spec.struct_bytes = sizeof spec;
-      must(lowlat_model_tensor(model_, i, &spec));
+      lowlat_tensor_spec spec = spec_of(model_, i);
       if (hosted && spec.role == LOWLAT_POOL) spec.shape[0] = rows_of(spec);
       lowlat_tensor tensor = dense_tensor(spec, nullptr);
       if (spec.role == LOWLAT_POOL) {
@@ -442,38 +431,18 @@ class Rank {
 
   // A verify step, or with one token a request a decode step; pages of requests are shuffled.
   lowlat_step step_of(const Case& of, int salt) {
-    std::vector<std::int32_t> tokens, positions, requests, slots, pages, state, history;
+    StepRows all(kPagesOfRequest, kPageSize);
     for (int q = 0; q < of.requests; ++q) {
       for (int p = 0; p < kPagesOfRequest; ++p) {
-        pages.push_back((p * kMaxBatch + q) * 7 % (kMaxBatch * kPagesOfRequest));
+        all.pages.push_back((p * kMaxBatch + q) * 7 % (kMaxBatch * kPagesOfRequest));
       }
-      state.push_back(kMaxBatch - 1 - q);
-      for (int i = 0; i < 3; ++i) history.push_back((q * 31 + i * 7 + salt) % config_.vocab);
+      all.state.push_back(kMaxBatch - 1 - q);
+      for (int i = 0; i < 3; ++i) all.history.push_back((q * 31 + i * 7 + salt) % config_.vocab);
       for (int i = 0; i < of.tokens; ++i) {
-        const int position = of.position + 11 * q + i;
-        tokens.push_back((q * 977 + i * 13177 + salt * 7919 + 7) % num_tokens_);
-        positions.push_back(position);
-        requests.push_back(q);
-        slots.push_back(
-            pages[static_cast<std::size_t>(q * kPagesOfRequest + position / kPageSize)] *
-                kPageSize +
-            position % kPageSize);
+        all.add((q * 977 + i * 13177 + salt * 7919 + 7) % num_tokens_, of.position + 11 * q + i);
       }
     }
-    lowlat_step step{};
-    step.struct_bytes = sizeof step;
-    step.mode = of.tokens == 1 ? LOWLAT_DECODE : LOWLAT_TARGET_VERIFY;
-    step.num_rows = of.rows();
-    step.batch_size = of.requests;
-    step.tokens_per_request = of.tokens;
-    step.page_table_stride = kPagesOfRequest;
-    step.token_ids = place(tokens);
-    step.positions = place(positions);
-    step.request_idx = place(requests);
-    step.slots = place(slots);
-    step.page_table = place(pages);
-    step.history = place(history);
-    step.state_slots = place(state);
+    lowlat_step step = all.step(of.tokens, [&](const auto& values) { return place(values); });
     step.num_logit_rows = of.rows();
     step.logits = place(std::vector<float>(
         static_cast<std::size_t>(of.rows()) * static_cast<std::size_t>(config_.vocab), NAN));

@@ -8,33 +8,42 @@
 #include <memory>
 
 #include "bench/peers.hpp"
+#include "bench/program.hpp"
 #include "bench/step_case.cuh"
 
 namespace lowlat::bench {
 
-inline int failures = 0;
 inline void expect(bool good, const char* what) {
   failures += good ? 0 : 1;
   if (!good) std::printf("FAIL %s\n", what);
 }
 
 // Where the ranks of a model are: one rank of tp_size on device 0 whose peers are itself, or all of
-// them, each on the device of its number.
+// them, each on the device of its number, or all on device 0, each on a part of it, with equal
+// shards.
 struct Places {
   int tp_size;
   bool looped;
+  bool on_one = false;
   int size() const { return looped ? 1 : tp_size; }
+  int device_of(int rank) const { return on_one ? 0 : rank; }
 };
 
-// Weights of all ranks, each on its device, for all models of a configuration.
+// Weights of all ranks, each on its device, for all models of a configuration. Ranks of one device
+// have those of one that is looped back, whose embedding every rank adds, and of theirs one alone.
 class AllWeights {
  public:
-  explicit AllWeights(const Places& places, const WeightRules& rules = {}) {
+  explicit AllWeights(const Places& places, WeightRules rules = {}) {
+    if (places.on_one) {
+      rules.embedding = places.tp_size;
+      of_.push_back(std::make_unique<Weights>(rules));
+      return;
+    }
     for (int r = 0; r < places.size(); ++r) {
       of_.push_back(std::make_unique<Weights>(rules, places.looped ? -1 : r));
     }
   }
-  Weights& of(int rank) { return *of_[static_cast<std::size_t>(rank)]; }
+  Weights& of(int rank) { return *of_[std::min(static_cast<std::size_t>(rank), of_.size() - 1)]; }
 
  private:
   std::vector<std::unique_ptr<Weights>> of_;
@@ -47,16 +56,18 @@ class Team {
 
   // schedule: what the platform's name says of it, fused or persistent.
   Team(const char* schedule, const Places& places, lowlat_model_config config, AllWeights& weights,
-       Host host = Host::none) {
+       Host host = Host::none)
+      : places_(places) {
     config.tp_size = places.tp_size;
     // Of rank 0, whose embeddings the loop makes every rank's; others would be zeros.
-    const int tokens = places.looped ? kVocab / places.tp_size : kVocab;
+    const bool first_alone = places.looped || places.on_one;
+    const int tokens = first_alone ? kVocab / places.tp_size : kVocab;
     std::vector<lowlat_peer_handle> handles;
     for (int r = 0; r < places.size(); ++r) {
-      use_device(r);
+      use_device(places.device_of(r));
       config.tp_rank = r;
-      const std::string platform =
-          "nvidia:" + std::to_string(r) + ":" + schedule + (places.looped ? ":loop" : "");
+      const std::string platform = "nvidia:" + std::to_string(places.device_of(r)) + ":" +
+                                   schedule + (places.looped ? ":loop" : "");
       ranks_.push_back(std::make_unique<Rank>(platform, config, weights.of(r), host, tokens));
       must(lowlat_peer_export(rank(r).model(), &handles.emplace_back()));
     }
@@ -77,11 +88,13 @@ class Team {
   template <class Act>
   void each(Act act) {
     for (int r = 0; r < size(); ++r) {
-      use_device(r);
+      on(r);
       act(rank(r), r);
     }
     use_device(0);
   }
+  // Makes a rank's device current.
+  void on(int rank) const { use_device(places_.device_of(rank)); }
   // What make(rank) is on every rank.
   template <class Make>
   auto all(Make make) {
@@ -110,12 +123,7 @@ class Team {
     }
     return out;
   }
-  lowlat_status_words status(int r) {
-    lowlat_status_words words{};
-    words.struct_bytes = sizeof words;
-    must(lowlat_status_read(rank(r).model(), &words));
-    return words;
-  }
+  lowlat_status_words status(int r) { return status_of(rank(r).model()); }
   // "" or where every rank stands, if one has a fault.
   std::string fault() {
     std::string out;
@@ -131,6 +139,7 @@ class Team {
   }
 
  private:
+  Places places_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
@@ -157,7 +166,7 @@ class TeamGraph {
   // Microseconds of a replay, of the longest rank.
   Spread time(int repeats) {
     return time_of_ranks(
-        team_.size(), repeats, [](int r) { use_device(r); }, [&](int r) -> Graph& { return of(r); },
+        team_.size(), repeats, [&](int r) { team_.on(r); }, [&](int r) -> Graph& { return of(r); },
         [&](int r) { wait(r); });
   }
 
@@ -221,7 +230,7 @@ inline std::vector<float> row_of(const Pool& pool, const std::uint8_t* bytes, st
 inline void compare_pools(Team& got, Team& want, double bound) {
   for (std::size_t i = 0; i < got.first().pools().size(); ++i) {
     const Pool& pool = got.first().pools()[i];
-    const auto bytes = static_cast<std::size_t>(Weights::bytes_of(pool.spec));
+    const auto bytes = static_cast<std::size_t>(bytes_of(pool.spec));
     const auto stored_of = [&](Team& team) {
       const auto places = team.all([&](Rank& rank) { return rank.pools()[i].data; });
       return team.agreed(pool.name.c_str(), places, [&](Rank& rank, const void* data) {
@@ -236,7 +245,7 @@ inline void compare_pools(Team& got, Team& want, double bound) {
                         (pool.spec.layout == LOWLAT_INDEX_PAGED ? 64 : pool.spec.shape[1] / 584);
     if (state) {
       rows = pool.spec.shape[0] * (pool.spec.ndim > 2 ? pool.spec.shape[1] : 1);
-      width = Weights::count_of(pool.spec) / rows;
+      width = count_of(pool.spec) / rows;
     }
     // Most pages are as they were.
     const std::int64_t rows_of_page = rows / pool.spec.shape[0];
@@ -301,13 +310,10 @@ inline void compare_step(Team& got, Team& want, const Case& of, int salt) {
         best[0][static_cast<std::size_t>(row)] != std::max_element(first, first + vocab) - first;
   }
   const bool good = median(errors) < bound_of(got, of) && wrong == 0;
-  std::printf(
-      "%s step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
-      "differs %d, wrong %d\n",
-      good ? "ok  " : "FAIL", of.requests, of.tokens, of.position, median(errors), errors.back(),
-      differs, wrong);
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good,
+          "step of %d requests of %d at %d: logits rel_l2 median %.2e worst %.2e, argmax "
+          "differs %d, wrong %d",
+          of.requests, of.tokens, of.position, median(errors), errors.back(), differs, wrong);
 }
 
 // One hosted step on both: what it leaves, and the tokens that decoding keeps.
@@ -340,11 +346,8 @@ inline void compare_hosted(Team& got, Team& want, const Case& of, int salt) {
   const bool kept = history[0] == history[1];
   const bool good = medians[0] < bound_of(got, of) && medians[1] < bound_of(got, of) &&
                     medians[2] < bound_of(got, of) && kept;
-  std::printf("%s hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s\n",
-              good ? "ok  " : "FAIL", of.requests, of.tokens, medians[0], medians[1], medians[2],
-              kept ? "" : ", other history");
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good, "hosted step of %d requests of %d: rel_l2 medians %.2e %.2e %.2e%s", of.requests,
+          of.tokens, medians[0], medians[1], medians[2], kept ? "" : ", other history");
 }
 
 // The layouts and schedules against the resident schedule with the checkpoint's experts.
@@ -427,12 +430,9 @@ inline void compare_proposals(Team& got, Team& want, int batch, bool samples) {
   for (std::size_t i = 0; i < rows; ++i) differs += tokens[0][i] != tokens[1][i];
   const auto errors = samples ? errors_of(logits[0], logits[1], vocab) : std::vector<double>{};
   const bool good = 5 * differs <= static_cast<int>(rows) && median(errors) < 0.01;
-  std::printf(
-      "%s proposals of %d%s: tokens differ %d of %zu, logits rel_l2 median %.2e worst %.2e\n",
-      good ? "ok  " : "FAIL", batch, samples ? ", sampled" : "", differs, rows, median(errors),
-      errors.empty() ? 0.0 : errors.back());
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good, "proposals of %d%s: tokens differ %d of %zu, logits rel_l2 median %.2e worst %.2e",
+          batch, samples ? ", sampled" : "", differs, rows, median(errors),
+          errors.empty() ? 0.0 : errors.back());
 }
 
 // A hosted draft's layers and proposals beside the model's own draft, both by the fused schedule:
@@ -509,11 +509,8 @@ inline void compare_hosted_draft(Team& hosted, Team& own, const Case& of) {
   for (std::size_t i = 0; i < count; ++i) differs += got[i] != want[i];
   // The norm before the head adds its squares in another order.
   const bool good = 10 * differs <= static_cast<int>(count) && finite && same_keys;
-  std::printf("%s hosted draft of %d requests: tokens differ %d of %zu%s%s\n",
-              good ? "ok  " : "FAIL", of.requests, differs, count, finite ? "" : ", not finite",
-              same_keys ? "" : ", other keys");
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good, "hosted draft of %d requests: tokens differ %d of %zu%s%s", of.requests, differs,
+          count, finite ? "" : ", not finite", same_keys ? "" : ", other keys");
 }
 
 inline void compare_draft(Team& got, Team& want, const Case& of) {
@@ -543,12 +540,10 @@ inline void compare_draft(Team& got, Team& want, const Case& of) {
   }
   const auto errors = errors_of(logits[0], logits[1], static_cast<std::size_t>(got.config().vocab));
   const bool good = median(errors) < bound_of(got, of) && greedy == 0;
-  std::printf(
-      "%s draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
-      "without logits %d\n",
-      good ? "ok  " : "FAIL", of.requests, median(errors), errors.back(), differs, count, greedy);
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good,
+          "draft of %d: logits rel_l2 median %.2e worst %.2e, tokens differ %d of %zu, "
+          "without logits %d",
+          of.requests, median(errors), errors.back(), differs, count, greedy);
 }
 
 inline std::uint64_t digest(const std::vector<float>& values) {
@@ -591,10 +586,8 @@ inline void replay(Team& team, const Case& of, int count) {
   }
   const std::string fault = team.fault();
   const bool good = different == 0 && first[0] != first[1] && fault.empty();
-  std::printf("%s %d replays of %d rows, %d ranks: %d differ%s\n", good ? "ok  " : "FAIL", count,
-              of.rows(), team.size(), different, fault.c_str());
-  std::fflush(stdout);
-  failures += good ? 0 : 1;
+  verdict(good, "%d replays of %d rows, %d ranks: %d differ%s", count, of.rows(), team.size(),
+          different, fault.c_str());
 }
 
 // A thousand of the least rows, and `others` of more.

@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cstddef>
 #include <cstdlib>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,15 +23,23 @@ struct Words {
   std::string wrong;  // one line where the words are not as above
 };
 
+inline constexpr int kMostRows = 64;  // of a step
+
+// Whether `text` is a whole number of this range, which `out` then is.
+inline bool read_number(std::string_view text, int least, int most, int& out) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), out);
+  return error == std::errc() && end == text.data() + text.size() && out >= least && out <= most;
+}
+inline std::string no_number(std::string_view text, int least, int most) {
+  return "no number from " + std::to_string(least) + " to " + std::to_string(most) + ": " +
+         std::string(text);
+}
+
 inline Words read_words(int argc, const char* const* argv) {
   Words words;
   const auto number = [&](std::string_view text, int least, int most) {
     int value = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
-      words.wrong = "no number from " + std::to_string(least) + " to " + std::to_string(most) +
-                    ": " + std::string(text);
-    }
+    if (!read_number(text, least, most, value)) words.wrong = no_number(text, least, most);
     return value;
   };
   for (int i = 1; i < argc && words.wrong.empty(); i += 2) {
@@ -59,7 +68,7 @@ inline Words read_words(int argc, const char* const* argv) {
       words.rows.clear();
       for (std::size_t begin = 0; begin <= value.size();) {
         const std::size_t end = std::min(value.find(',', begin), value.size());
-        words.rows.push_back(number(value.substr(begin, end - begin), 1, 64));
+        words.rows.push_back(number(value.substr(begin, end - begin), 1, kMostRows));
         begin = end + 1;
       }
     } else {
@@ -67,6 +76,27 @@ inline Words read_words(int argc, const char* const* argv) {
     }
   }
   return words;
+}
+
+// Why a program of this model and schedule alone does not take the words, or nothing.
+inline std::string wrong_kind(const Words& words, std::string_view model,
+                              std::string_view schedule) {
+  if (words.model == model && words.schedule == schedule) return "";
+  return "this program is of --model " + std::string(model) + " --schedule " +
+         std::string(schedule) + ", not --model " + words.model + " --schedule " + words.schedule;
+}
+
+// The first of these reasons that is one.
+inline std::string first_of(std::initializer_list<std::string> reasons) {
+  for (const std::string& reason : reasons) {
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+
+// Why a program without stamps does not take the words, or nothing.
+inline std::string needless_stamps(const Words& words) {
+  return words.stamps.empty() ? "" : "--stamps needs the program with stamps";
 }
 
 // Why a layer of so many ranks does not run on so many GPUs, or nothing.

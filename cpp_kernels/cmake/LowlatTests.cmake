@@ -202,6 +202,12 @@ if(LOWLAT_CARGO)
   add_test(NAME example/engine COMMAND example_engine)
   set_tests_properties(example/engine PROPERTIES TIMEOUT ${_budget_s} PASS_REGULAR_EXPRESSION
     "^rank 0: ${_steps}, 1 groups\nrank 1: ${_steps}, 1 groups${_end}")
+  foreach(_wrong "--song;1" "--ranks;9" "--ranks")
+    string(REPLACE ";" "" _name "example/engine_refuses${_wrong}")
+    add_test(NAME ${_name} COMMAND example_engine ${_wrong})
+    set_tests_properties(${_name} PROPERTIES TIMEOUT ${_budget_s}
+      PASS_REGULAR_EXPRESSION "^usage: engine ")
+  endforeach()
   add_test(NAME example/engine_killed COMMAND example_engine --ranks 3 --kill 17)
   string(CONCAT _killed "^rank 2 was killed and is started again\n"
     "rank 0 saw: .401. rank 2 did not answer the vote of epoch 18 by the deadline\n"

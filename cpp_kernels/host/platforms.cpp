@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "host/amd/model.hpp"
+#include "host/devices.hpp"
 #include "host/model.hpp"
 #include "host/scalar_model.hpp"
 #ifdef LOWLAT_HAVE_CUDA
@@ -28,13 +29,8 @@ std::unique_ptr<Model> make_model(const char* platform, const lowlat_model_confi
     }
     built += ", amd";
   }
-  const std::string vendor = word.substr(0, word.find(':'));
-  const std::string change =
-      vendor == "nvidia" ? "; build it where nvcc is found (LOWLAT_CUDA=ON)"
-      : vendor == "amd"  ? "; build it where a clang for AMD code objects is found (LOWLAT_HIP=ON)"
-                         : "";
-  throw Error(LOWLAT_UNSUPPORTED,
-              "platform is \"" + word + "\"; this library was built with: " + built + change);
+  throw Error(LOWLAT_UNSUPPORTED, "platform is \"" + word + "\"; this library was built with: " +
+                                      built + how_to_build(word.substr(0, word.find(':'))));
 }
 
 }  // namespace lowlat::host

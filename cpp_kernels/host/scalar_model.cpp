@@ -105,55 +105,41 @@ void ScalarModel::become_ready() {
   worker_ = std::make_unique<Worker>([this](const Job& job) { run(job); });
 }
 
-void ScalarModel::push(const Job& job, void* stream) {
+template <class Part>
+void ScalarModel::push(Job::Kind kind, Part Job::* part, const Part& what, void* stream,
+                       Schedule schedule) {
   if (stream != nullptr) {
     throw invalid("stream must be NULL on the scalar platform: a rank has one stream");
   }
+  Job job;
+  job.kind = kind;
+  job.schedule = schedule;
+  job.*part = what;
   if (!worker_->push(job)) throw invalid("16 launches are waiting; call lowlat_synchronize");
 }
 
 void ScalarModel::start_step(const lowlat_step& step, Schedule schedule, void* stream) {
-  Job job;
-  job.kind = Job::Kind::step;
-  job.schedule = schedule;
-  job.step = step;
-  push(job, stream);
+  push(Job::Kind::step, &Job::step, step, stream, schedule);
 }
 
 void ScalarModel::start_draft(const lowlat_draft& draft, Schedule schedule, void* stream) {
-  Job job;
-  job.kind = Job::Kind::draft;
-  job.schedule = schedule;
-  job.draft = draft;
-  push(job, stream);
+  push(Job::Kind::draft, &Job::draft, draft, stream, schedule);
 }
 
 void ScalarModel::start_accept(const lowlat_accept& accept, void* stream) {
-  Job job;
-  job.kind = Job::Kind::accept;
-  job.accept = accept;
-  push(job, stream);
+  push(Job::Kind::accept, &Job::accept, accept, stream);
 }
 
 void ScalarModel::start_hosted(const lowlat_hosted_step& step, void* stream) {
-  Job job;
-  job.kind = Job::Kind::hosted;
-  job.hosted = step;
-  push(job, stream);
+  push(Job::Kind::hosted, &Job::hosted, step, stream);
 }
 
 void ScalarModel::start_hosted(const lowlat_hosted_draft& draft, void* stream) {
-  Job job;
-  job.kind = Job::Kind::hosted_draft;
-  job.hosted_draft = draft;
-  push(job, stream);
+  push(Job::Kind::hosted_draft, &Job::hosted_draft, draft, stream);
 }
 
 void ScalarModel::start_proposal(const lowlat_proposal& proposal, void* stream) {
-  Job job;
-  job.kind = Job::Kind::proposal;
-  job.proposal = proposal;
-  push(job, stream);
+  push(Job::Kind::proposal, &Job::proposal, proposal, stream);
 }
 
 void ScalarModel::move_pools() {

@@ -44,7 +44,10 @@ class ScalarModel final : public Model {
   lowlat_status_words status() const override;
 
  private:
-  void push(const Job& job, void* stream);
+  // Gives the worker a job of a kind, whose part is `what`.
+  template <class Part>
+  void push(Job::Kind kind, Part Job::* part, const Part& what, void* stream,
+            Schedule schedule = Schedule::persistent);
   void run(const Job& job);
 
   std::shared_ptr<Region> region_;

@@ -135,7 +135,10 @@ struct Rank {
     if (rank == 0 && !options.record_file.empty()) {
       const char* text = nullptr;
       must(lowlat_record_text(made, &text), "text");
-      std::ofstream(options.record_file) << text;
+      if (!(std::ofstream(options.record_file) << text).flush()) {
+        std::fprintf(stderr, "%s: cannot be written\n", options.record_file.c_str());
+        std::_Exit(1);
+      }
     }
   }
 
@@ -245,18 +248,36 @@ bool all_right(const Options& options, const Shared& shared) {
   return true;
 }
 
+// Whether the command line is one of ours.
+bool read(int argc, char** argv, Options& options) {
+  for (int idx = 1; idx < argc; idx += 2) {
+    const std::string name = argv[idx];
+    if (idx + 1 == argc) return false;
+    const char* const value = argv[idx + 1];
+    if (name == "--ranks") {
+      options.num_ranks = std::atoi(value);
+    } else if (name == "--steps") {
+      options.num_steps = std::atoi(value);
+    } else if (name == "--kill") {
+      options.kill_at = std::atoi(value);
+    } else if (name == "--record") {
+      options.record_file = value;
+    } else {
+      return false;
+    }
+  }
+  return 1 <= options.num_ranks && options.num_ranks <= kMaxRanks && 1 <= options.num_steps &&
+         options.num_steps <= kMaxSteps;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   Options options;
-  for (int idx = 1; idx + 1 < argc; idx += 2) {
-    const std::string name = argv[idx];
-    if (name == "--ranks") options.num_ranks = std::atoi(argv[idx + 1]);
-    if (name == "--steps") options.num_steps = std::atoi(argv[idx + 1]);
-    if (name == "--kill") options.kill_at = std::atoi(argv[idx + 1]);
-    if (name == "--record") options.record_file = argv[idx + 1];
-  }
-  if (options.num_ranks < 1 || kMaxRanks < options.num_ranks || kMaxSteps < options.num_steps) {
+  if (!read(argc, argv, options)) {
+    std::fprintf(stderr,
+                 "usage: engine [--ranks 1..%d] [--steps 1..%d] [--kill STEP] [--record FILE]\n",
+                 kMaxRanks, kMaxSteps);
     return 2;
   }
   void* page =

@@ -313,6 +313,7 @@ class Build:
         return self.ballot(kernels)
 
     def request(self) -> Request:
+        """What the kernels are made of: the model, this rank's place, its limits."""
         import torch
         from sglang.srt.runtime_context import get_observability
 
@@ -339,6 +340,7 @@ class Build:
         )
 
     def loaded(self) -> dict[str, Any]:
+        """The model's parameters and buffers, by name."""
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def weights(self) -> Callable[[], dict[str, Any]]:
@@ -366,6 +368,7 @@ class Build:
         return {row["name"]: row["accepted"][0] for row in spec["server_args"]}
 
     def ballot(self, kernels: Kernels) -> Any:
+        """What this rank casts: everything that all ranks must have in common."""
         where = self.where
         options = {"isa": where.isa, "tp_size": where.tp_size, "server_args": self.settings()}
         published = config.published(self.hf_config)

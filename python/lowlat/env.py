@@ -13,3 +13,13 @@ def fault_folder() -> Path:
 def takes_slow_ranks() -> bool:
     """Whether ranks that the fast kernels do not serve are accepted: $LOWLAT_SLOW_RANKS=1."""
     return os.environ.get("LOWLAT_SLOW_RANKS") == "1"
+
+
+def whole_search_path() -> dict[str, str]:
+    """The environment for a Python that starts in another folder: $PYTHONPATH with whole paths."""
+    environment = dict(os.environ)
+    if found := environment.get("PYTHONPATH"):
+        # An empty entry is the current folder.
+        folders = [str(Path(folder).absolute()) for folder in found.split(os.pathsep)]
+        environment["PYTHONPATH"] = os.pathsep.join(folders)
+    return environment

@@ -133,6 +133,8 @@ class HostedKernels:
         return CopiedPlaces(request.tensors, self.config, request.copies)
 
     def bind(self) -> None:
+        """Binds every weight but the draft's head and embedding; a refusal where one is missing or
+        lies otherwise than the kernels read it."""
         places = self.places()
         for spec in self.model.tensors():
             if spec["pool"] or spec["name"] == HEAD:
@@ -170,6 +172,7 @@ class HostedKernels:
         self.become_ready()
 
     def become_ready(self) -> None:
+        """Every tensor is bound and every peer open: ends the building, and has faults watched."""
         try:
             self.model.ready()
         except ValueError as error:  # of what the loaded tensors hold
@@ -313,6 +316,8 @@ class HostedKernels:
         window_slots: int = 0,
         history: int = 0,
     ) -> None:
+        """Binds SGLang's caches, by the kernels' names. window_slots: the address of the i64 map
+        from full to window slots; history: that of the i32 tokens of n-gram memory; 0: none."""
         windows = [t.shape[0] for name, t in pools.items() if "kv.swa" in name]
         self.model.bind_pools(
             num_pages=num_pages,

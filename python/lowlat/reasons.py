@@ -34,6 +34,7 @@ class ToldOnce:
         self.told: set[int] = set()
 
     def note(self, number: int, step: str) -> None:
+        """Logs a step that reason `number` keeps from us, unless one of its kind was."""
         if number not in self.told:
             self.told.add(number)
             logger.info(

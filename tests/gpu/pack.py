@@ -10,6 +10,7 @@ operations out and says so. numpy is taken from there.
 
 import argparse
 import lzma
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ranks import BENCHES, commit_of
-from run import BUILD_BUDGET_S, PROGRAMS
+from run import PROGRAMS, built
 
 PACKAGES = ("lowlat", "ml_dtypes", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
 
@@ -53,8 +54,8 @@ def main() -> int:
     parser.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
     programs = [*PROGRAMS, *BENCHES]
-    build = ["cmake", "--build", str(arguments.build_dir), "--target", *programs]
-    subprocess.run(build, check=True, timeout=BUILD_BUDGET_S)
+    if not built(arguments.build_dir, programs, dict(os.environ), "nothing can be packed"):
+        return 1
     shutil.rmtree(arguments.to, ignore_errors=True)
     site = arguments.to / "site"
     site.mkdir(parents=True)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-from run import BUILD_BUDGET_S, PROGRAMS
+from run import PROGRAMS, built
 from runner import CASES, ROOT, NoGpuError, run, visible_gpus
 
 BUDGETS_S = {2: 175.0, 4: 590.0}  # of all steps, by the number of ranks
@@ -329,9 +329,7 @@ def main() -> int:
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     if arguments.programs is None:
-        command = ["cmake", "--build", str(programs), "--target", *PROGRAMS, *BENCHES]
-        if run(command, env, BUILD_BUDGET_S)[0] != 0:
-            print("ranks cannot run here: the programs did not build (nvcc: lowlat doctor)")
+        if not built(programs, [*PROGRAMS, *BENCHES], env, "ranks cannot run"):
             return 1
     elif (programs / "site").is_dir():
         env["PYTHONPATH"] = str(programs / "site")

@@ -234,6 +234,15 @@ class Tests:
         return 1 if total.failed or total.passed == 0 else 0
 
 
+def built(build_dir: Path, programs: list[str], env: dict[str, str], what: str) -> bool:
+    """Whether the programs could be built; says that `what` cannot be done where not."""
+    command = ["cmake", "--build", str(build_dir), "--target", *programs]
+    if run(command, env, BUILD_BUDGET_S)[0] == 0:
+        return True
+    print(f"{what} here: the programs did not build (nvcc: lowlat doctor)")
+    return False
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--build-dir", type=Path, default=Path("build/py"))
@@ -250,12 +259,10 @@ def main() -> int:
         return 1
     programs = (arguments.programs or arguments.build_dir).resolve()
     tests = Tests(programs, arguments.logs.resolve(), Wanted.parse(arguments.only))
-    if arguments.programs is None:
-        command = ["cmake", "--build", str(programs), "--target", *PROGRAMS]
-        status, _ = run(command, tests.env, BUILD_BUDGET_S)
-        if status != 0:
-            print("GPU tests cannot run here: the programs did not build (nvcc: lowlat doctor)")
-            return 1
+    if arguments.programs is None and not built(
+        programs, PROGRAMS, tests.env, "GPU tests cannot run"
+    ):
+        return 1
     if arguments.sanitizer != "only":
         for name in PROGRAMS:
             for case in tests.wanted.cases(name):

@@ -11,6 +11,7 @@
 #include "gpu.cuh"
 #include "late.cuh"
 
+using lowlat::bench::all_finite;
 using lowlat::bench::Graph;
 using lowlat::bench::Group;
 using lowlat::bench::Layers;
@@ -59,12 +60,6 @@ struct Rank {
   bool healthy() const { return !mail.faulted(); }
 };
 
-bool finite(const Result& result) {
-  for (const std::uint16_t code : result) {
-    if ((code & 0x7f80) == 0x7f80) return false;
-  }
-  return true;
-}
 bool all_nan(const Result& result) {
   for (const std::uint16_t code : result) {
     if ((code & 0x7f80) != 0x7f80 || (code & 0x7f) == 0) return false;
@@ -81,7 +76,7 @@ TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
     Rank rank(rows);
     std::vector<Result> want;
     for (int i = 0; i < kInputs; ++i) want.push_back(rank.one_by_one(i));
-    CHECK(finite(want[0]));
+    CHECK(all_finite(want[0]));
     CHECK(want[0] != want[1]);
     Graph graph([&](cudaStream_t stream) { rank.layers.launch({}, stream); });
     int different = 0;
@@ -302,7 +297,7 @@ void check_replays_of_ranks(int gpus) {
     load_spend(group);
     std::vector<Result> want;
     for (int i = 0; i < kInputs; ++i) want.push_back(one_by_one(group, i));
-    CHECK(finite(want[0]));
+    CHECK(all_finite(want[0]));
     CHECK(want[0] != want[1]);
     int different = 0;
     const int count = rows % 6 == 0 ? 1000 : 100;
@@ -361,7 +356,7 @@ void check_against_looped_back() {
     group.begin(0);
     group.replay();
     const Result want = alone.result(0);
-    CHECK(finite(want));
+    CHECK(all_finite(want));
     CHECK_EQ(num_different(group, want), 0);
     // With shards of their own the ranks' sum is another.
     Group<kTp> other(kTp, kLayers, rows);

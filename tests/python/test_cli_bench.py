@@ -167,7 +167,7 @@ def test_the_real_layer_on_scalar(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert figure["baseline"]["schedule"] == "plain" and figure["bytes"] > 0
     # Another model's layer is not there: the program's refusal is the command's.
     assert main([*words, "--model", "v4"]) == 1
-    assert "the scalar layer is v41's, not v4's" in capsys.readouterr().err
+    assert "is of --model v41 --schedule persistent, not --model v4" in capsys.readouterr().err
 
 
 def test_json_holds_everything(programs: Programs, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_a_child_that_does_not_answer_is_words(tmp_path: Path, body: str, words:
         doctor.look([str(program(tmp_path / "tool", body))], budget_s=1)
     with pytest.raises(doctor.NoAnswerError, match="does not start"):
         doctor.look([str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("entry", ["modules", "elsewhere:./modules"])
+def test_a_child_searches_where_the_caller_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, entry: str
+) -> None:
+    """Children start in an empty folder, from which a relative $PYTHONPATH leads nowhere: given on
+    as it is, this module is not found."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "lying_about.py").write_text("__version__ = '7'\n")
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')\n")
+    monkeypatch.chdir(tmp_path)
+    # What the parent has from elsewhere the child needs too.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([entry, *filter(None, sys.path)]))
+    assert doctor.ask("module", "lying_about")["__version__"] == "7"
 
 
 def test_a_kernel_library_that_crashes_is_a_line(

@@ -108,7 +108,9 @@ def test_a_reader_that_left_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(redirected) == 1
 
 
-@pytest.mark.parametrize("words", [["op", "--list"], ["check", "--model", "tiny-v41"]])
+@pytest.mark.parametrize(
+    "words", [["op", "--list"], ["check", "--model", "tiny-v41"], ["--help"], ["bench", "--help"]]
+)
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_output_that_is_lost_is_a_line_and_status_3(words: list[str], buffered: str) -> None:
     for part in ("lowlat._kernels", "lowlat._dispatch"):

@@ -118,6 +118,15 @@ def test_what_the_library_refuses_is_one_line_with_the_file(
     assert not (tmp_path / "out.npz").exists()
 
 
+def test_a_platform_that_is_not_there_is_no_complaint_about_the_file(
+    kernels: FakeKernels, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture
+) -> None:
+    kernels.error = ValueError("platform is tpu; this build has reference and scalar")
+    assert run(tmp_path, case, "--platform", "tpu") == 1
+    words = "lowlat: scale: platform is tpu; this build has reference and scalar\n"
+    assert capsys.readouterr().err == words
+
+
 def test_a_fault_of_the_library_is_status_3(
     kernels: FakeKernels, tmp_path: Path, case: dict, capsys: pytest.CaptureFixture
 ) -> None:

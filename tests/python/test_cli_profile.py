@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from lowlat.cli import measure
 from lowlat.cli.main import main
+from lowlat.cli.outcome import FaultError
 
 STAMPS = {
     **{"schema": "lowlat.stamps", "schema_version": 1, "what": "layer", "model": "v41"},
@@ -107,6 +108,17 @@ def test_the_source_is_never_written_over(tmp_path: Path, capsys: pytest.Capture
     assert main(["profile", "layer", "--from", str(source), "--out", str(tmp_path)]) == 1
     assert "is the input too" in capsys.readouterr().err
     assert json.loads(source.read_text()) == STAMPS
+
+
+def test_a_build_without_cuda_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def missing(*parts: str) -> Path:
+        raise FaultError(f"{parts} is missing")
+
+    monkeypatch.setattr(measure, "installed_file", missing)
+    assert main(["profile", "layer", "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("lowlat: profile layer needs kernels for NVIDIA GPUs")
 
 
 @pytest.mark.parametrize(

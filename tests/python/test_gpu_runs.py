@@ -6,6 +6,7 @@ that is not kept, and a refusal of `lowlat bench` taken for a failure.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -171,3 +172,24 @@ def test_a_machine_without_a_gpu_is_told_what_is_missing() -> None:
     more = f"def none():\n    raise run.NoGpuError({NO_GPU!r})\nrun.visible_gpus = none"
     status, lines = ran("run", 0, [], more)
     assert (status, lines) == (1, [f"GPU tests cannot run here: {NO_GPU}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        ("run", [], "GPU tests cannot run"),
+        ("ranks", ["--ranks", "2"], "ranks cannot run"),
+        ("pack", ["--to", "nowhere"], "nothing can be packed"),
+    ],
+)
+def test_a_build_without_cuda_is_one_line(
+    tmp_path: Path, name: str, words: list[str], line: str
+) -> None:
+    """An empty folder has no such targets, and neither has a build that found no nvcc."""
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    where = ["--logs", str(tmp_path)] if name == "run" else []
+    where = ["--out", str(tmp_path)] if name == "ranks" else where
+    status, lines = ran(name, 1, ["--build-dir", str(tmp_path), *words, *where])
+    assert status == 1
+    assert lines[-1] == f"{line} here: the programs did not build (nvcc: lowlat doctor)"

@@ -59,9 +59,11 @@ fn commands_are_told_apart_and_wrong_ones_are_one_line() {
              completion",
         ),
         (&["measure"], "\"measure\""),
-        (&["bench"], "lowlat bench: "),
+        (&["bench"], "requires a subcommand"),
+        (&["replay", "--temperature", "-1", "x"], "from 0 to 100"),
+        (&["replay", "--tp", "-2", "x"], "'-2' for '--tp <N>'"),
         (&["bench", "step"], "lowlat bench: error: "),
-        (&["trace"], "lowlat trace: "),
+        (&["trace"], "requires a subcommand"),
         (&["trace", "info"], "lowlat trace: error: "),
         (&["trace", "synth"], "--out"),
         (
@@ -74,6 +76,10 @@ fn commands_are_told_apart_and_wrong_ones_are_one_line() {
         ),
         (
             &["trace", "synth", "--out", "x", "--prefix-sharing", "1.5"],
+            "from 0 to 1",
+        ),
+        (
+            &["trace", "synth", "--out", "x", "--prefix-sharing", "-1"],
             "from 0 to 1",
         ),
         (

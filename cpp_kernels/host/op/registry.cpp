@@ -8,6 +8,7 @@
 #include <iterator>
 #include <string_view>
 
+#include "host/devices.hpp"
 #include "host/json.hpp"
 #include "reference/format.hpp"
 #ifdef LOWLAT_HAVE_CUDA
@@ -289,7 +290,7 @@ OpArgs check_inputs(const OpSpec& op, const char* model, const char* platform,
                      (on_amd ? ", which runs whole models and no operation alone (docs/amd.md: an "
                                "interpreter runs its stages)"
                              : "") +
-                     "; this build has " + names);
+                     "; this build has " + names + (on_amd ? "" : how_to_build(platform)));
 
   std::map<std::string, const lowlat_array*> given;
   for (const lowlat_array& a : inputs) {

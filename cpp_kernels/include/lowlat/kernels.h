@@ -230,6 +230,7 @@ typedef struct lowlat_peer_handle {
   uint8_t bytes[LOWLAT_PEER_HANDLE_BYTES];
 } lowlat_peer_handle;
 
+/* This rank's handle, for every peer. */
 LOWLAT_API lowlat_status lowlat_peer_export(lowlat_model* model, lowlat_peer_handle* out_handle);
 /* Maps the peer's memory and proves it by a store that the peer can see; a handle of another
  * shape, width set, rank, process (scalar) or library version is refused by name. */

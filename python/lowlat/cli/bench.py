@@ -89,25 +89,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def add_case_options(parser: argparse.ArgumentParser) -> None:
-    """What is timed; `lowlat profile` takes the same."""
+    """What is timed."""
     parser.add_argument(
         "--model",
         choices=("v41", "v4"),
         default="v41",
         help="whose shape, v4 of layer alone and on one GPU; default %(default)s",
     )
-    parser.add_argument(
-        "--rows",
-        type=row_counts,
-        metavar="T,T",
-        help="token rows of a step, a draft's too: six a request; default 6, of exchange 12",
-    )
-    parser.add_argument(
-        "--tp",
-        type=power_of_two,
-        metavar="N",
-        help="ranks: of layer 4, of exchange 2, of draft 4 on one GPU or 2 on two, which are the"
-        " defaults; of a layer on scalar 1, 2 or 4, default 1",
+    add_step_options(
+        parser,
+        rows="token rows of a step, a draft's too: six a request; default 6, of exchange 12",
+        tp="ranks, 2 or 4; default 4, of exchange 2; of a layer on scalar 1, 2 or 4, default 1",
     )
     parser.add_argument(
         "--gpus",
@@ -122,6 +114,12 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
         help="fused: kernels that overlap; persistent: one kernel a step, of v41's layer; default"
         " fused, on scalar persistent",
     )
+
+
+def add_step_options(parser: argparse.ArgumentParser, rows: str, tp: str) -> None:
+    """The step that is timed; `rows` and `tp` are the options' help. `lowlat profile` has them."""
+    parser.add_argument("--rows", type=row_counts, metavar="T,T", help=rows)
+    parser.add_argument("--tp", type=power_of_two, metavar="N", help=tp)
     parser.add_argument(
         "--repeats", type=repeats, default=60, metavar="N", help="replays; default %(default)s"
     )
@@ -166,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
         earlier = read_earlier(arguments.against, what)
     if arguments.json is not None:
         files.check_output(arguments.json, arguments.against)
-    answer = measure.measured(program_of(arguments), program_words(arguments))
+    answer = measure.measured(NAME, program_of(arguments), program_words(arguments))
     print(machine_words(answer.machine))
     for check in answer.checks:
         state = "ok  " if check["good"] else "WRONG"

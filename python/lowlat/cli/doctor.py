@@ -19,6 +19,7 @@ from typing import Any
 from lowlat.cli.engine import BINARY
 from lowlat.cli.outcome import DONE, EXIT_STATUSES, REFUSED, CommandError, one_line
 from lowlat.cli.parts import installed_file, version
+from lowlat.env import whole_search_path
 
 NAME = "doctor"
 SCHEMA = "lowlat.doctor"
@@ -136,12 +137,18 @@ def all_checks() -> Iterator[Check]:
 # --------------------------------------------------------------------- asking
 
 
-def look(command: Sequence[str], budget_s: float = LOOK_BUDGET_S, cwd: str | None = None) -> str:
+def look(
+    command: Sequence[str],
+    budget_s: float = LOOK_BUDGET_S,
+    cwd: str | None = None,
+    env: dict[str, str] | None = None,
+) -> str:
     """What the command prints; NoAnswerError where it fails, hangs or does not start."""
     try:
         done = subprocess.run(
             command,
             cwd=cwd,
+            env=env,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -164,7 +171,8 @@ def look(command: Sequence[str], budget_s: float = LOOK_BUDGET_S, cwd: str | Non
 def ask(*words: str) -> dict[str, Any]:
     """The answer of ``lowlat.cli.probe``, whose process may crash."""
     with tempfile.TemporaryDirectory() as empty:  # else a json.py lying about would be imported
-        answer = json.loads(look([sys.executable, "-m", "lowlat.cli.probe", *words], cwd=empty))
+        command = [sys.executable, "-m", "lowlat.cli.probe", *words]
+        answer = json.loads(look(command, cwd=empty, env=whole_search_path()))
     if "error" in answer:
         raise NoAnswerError(answer["error"])
     return answer

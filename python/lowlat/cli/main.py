@@ -61,6 +61,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return known, rest
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Not argparse's own, which keeps silent about an output that cannot be written."""
+        (file or sys.stderr).write(message)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help)")
 
@@ -104,7 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if engine.is_engines(words):
             # Their options are the engine's own, --help included, so argparse never sees them.
             return engine.run_words(words)
-        arguments = build_parser().parse_args(words)
+        try:
+            arguments = build_parser().parse_args(words)
+        except SystemExit:  # --help and --version have printed
+            sys.stdout.flush()
+            raise
         status = arguments.run(arguments)
         # Here, where a failure is still a line and a status.
         sys.stdout.flush()

@@ -89,16 +89,15 @@ def what_of(program: str) -> str:
     return program.partition("_")[0]
 
 
-def program(name: str) -> Path:
+def program(name: str, source: str) -> Path:
     """The measuring program of that name; refused in builds without CUDA."""
     try:
         return installed_file(ROOM, name)
     except FaultError:
         raise RefusedError(
-            f"bench {what_of(name)} needs kernels for NVIDIA GPUs, and this lowlat was built"
-            " without; build it where nvcc is (LOWLAT_PIP_CUDA=1 pip install . fetches one) for a"
-            " machine with a GPU of sm_90 (AMD GPUs are timed by test_host_amd_gpu alone, see"
-            " docs/amd.md)"
+            f"{source} needs kernels for NVIDIA GPUs, and this lowlat was built without; build it"
+            " where nvcc is (LOWLAT_PIP_CUDA=1 pip install . fetches one) for a machine with a GPU"
+            " of sm_90 (AMD GPUs are timed by test_host_amd_gpu alone, see docs/amd.md)"
         ) from None
 
 
@@ -123,10 +122,11 @@ def run(words: Sequence[str], source: str, budget_s: float = BUDGET_S) -> tuple[
     return done.returncode, answer
 
 
-def measured(name: str, words: Sequence[str]) -> Answer:
-    """What the program `name` measured; refused where it says that it cannot."""
-    source = f"bench {what_of(name)}"
-    status, answer = run([str(program(name)), *words], source)
+def measured(command: str, name: str, words: Sequence[str]) -> Answer:
+    """What the program `name` measured for a command of lowlat; refused where it says that it
+    cannot."""
+    source = f"{command} {what_of(name)}"
+    status, answer = run([str(program(name, source)), *words], source)
     if answer.refusal:
         raise RefusedError(f"{source}: {answer.refusal}")
     if status == 0 and not answer.machine:

@@ -106,7 +106,10 @@ def run_file(op: str, model: str, platform: str, in_path: Path, out_path: Path) 
     try:
         outputs = native("_kernels").run_op(op, model, platform, arrays)
     except ValueError as error:
-        raise RefusedError(f"{in_path}: {one_line(error)}") from error
+        words = one_line(error)
+        # The file has no part in where its arrays may be used.
+        of = op if words.startswith("platform is ") else in_path
+        raise RefusedError(f"{of}: {words}") from error
     except RuntimeError as error:
         raise FaultError(f"{op}: {one_line(error)}") from error
     npz.write(out_path, outputs)

@@ -40,7 +40,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         allow_abbrev=False,
     )
     parser.add_argument("what", choices=WHATS, metavar="WHAT", help="what to profile: layer")
-    bench.add_case_options(parser)
+    bench.add_step_options(
+        parser, rows="token rows of the step; default 6", tp="ranks, 2 or 4; default 4"
+    )
+    # Stamps are taken of this layer alone, of one rank's share.
+    parser.set_defaults(model="v41", gpus=1, schedule="fused")
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="folder of the files; made if new"
     )
@@ -54,8 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     bench.check_case(arguments)
     if len(arguments.rows) != 1:
         raise UsageError("profile takes one row count")
-    if (arguments.model, arguments.schedule) != ("v41", "fused"):
-        raise UsageError("stamps are taken of v41's layer: leave --model and --schedule out")
     if arguments.source is not None:
         profile = stamps.read(arguments.source)
         text = None
@@ -98,7 +100,7 @@ def recorded(arguments: argparse.Namespace) -> tuple[stamps.Profile, str]:
 
 
 def measured(program: str, words: list[str]) -> measure.Answer:
-    answer = measure.measured(program, words)
+    answer = measure.measured(NAME, program, words)
     if answer.failed_checks:
         names = ", ".join(check["name"] for check in answer.failed_checks)
         raise RefusedError(f"wrong results: {names}; no profile is drawn of them")

@@ -35,6 +35,8 @@ WAIT_COLOUR = "#b8b8b8"
 
 @dataclass(frozen=True)
 class Stamp:
+    """When a block of a launch was in a stage; the numbers are places in the profile's lists."""
+
     launch: int
     stage: int
     block: int
@@ -48,6 +50,8 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Stage:
+    """A part of a kernel, which waits for others or computes."""
+
     name: str
     waits: bool
 

@@ -84,7 +84,7 @@ enum PaceArg {
 /// `lowlat replay`.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "lowlat replay", bin_name = "lowlat replay", version, about = ABOUT)]
-#[command(after_help = EXAMPLES, max_term_width = 100)]
+#[command(after_help = EXAMPLES, max_term_width = 100, allow_negative_numbers = true)]
 struct Options {
     /// Trace files, one session each
     #[arg(required_unless_present = "report_schema", value_name = "TRACE")]

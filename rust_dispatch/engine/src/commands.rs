@@ -74,6 +74,7 @@ Exit codes:
 #[derive(Debug, Parser)]
 #[command(name = "trace", bin_name = "lowlat trace", max_term_width = 100)]
 #[command(about = "Look into traces, or make some", after_help = TRACE_EXAMPLES)]
+#[command(arg_required_else_help = false)]
 struct TraceOptions {
     #[command(subcommand)]
     command: TraceCommand,
@@ -84,6 +85,7 @@ enum TraceCommand {
     #[command(about = INFO_ABOUT, after_help = format!("{INFO_MORE}\n\n{EXIT_CODES}"))]
     Info(InfoOptions),
     #[command(about = SYNTH_ABOUT, after_help = format!("{SYNTH_MORE}\n\n{EXIT_CODES}"))]
+    #[command(allow_negative_numbers = true)]
     Synth(SynthOptions),
 }
 

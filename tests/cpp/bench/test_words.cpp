@@ -43,3 +43,21 @@ TEST_CASE(wrong_words_are_named) {
   CHECK_EQ(read({"--plain-us", "-1"}).wrong, "no time: -1");
   CHECK_EQ(read({"--model"}).wrong, "needs a value: --model");
 }
+
+TEST_CASE(a_program_of_one_model_and_schedule_names_both) {
+  using lowlat::bench::wrong_kind;
+  CHECK_EQ(wrong_kind(read({}), "v41", "fused"), "");
+  const char* const other =
+      "this program is of --model v41 --schedule fused, not --model v4 --schedule fused";
+  CHECK_EQ(wrong_kind(read({"--model", "v4"}), "v41", "fused"), other);
+  CHECK(wrong_kind(read({"--schedule", "persistent"}), "v41", "fused") != "");
+}
+
+TEST_CASE(the_first_reason_is_told) {
+  using lowlat::bench::first_of;
+  CHECK_EQ(first_of({}), "");
+  CHECK_EQ(first_of({"", "a", "b"}), "a");
+  CHECK_EQ(first_of({"", lowlat::bench::needless_stamps(read({"--stamps", "a.json"}))}),
+           "--stamps needs the program with stamps");
+  CHECK_EQ(lowlat::bench::needless_stamps(read({})), "");
+}

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "bench/model_calls.hpp"
 #include "bench/model_config.hpp"
 #include "check.hpp"
 #include "lowlat/kernels.h"
@@ -151,7 +152,6 @@ struct Rank {
 // Fills a rank's shard so that all ranks hold parts of one whole tensor.
 inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
                  const lowlat_model_config& config, std::vector<std::uint8_t>& out) {
-  static constexpr int kBytes[] = {1, 4, 8, 4, 2, 1, 1, 1};
   std::int64_t whole[LOWLAT_MAX_DIMS] = {}, first[LOWLAT_MAX_DIMS] = {};
   std::int64_t count = 1;
   const std::string name = spec.name;
@@ -171,7 +171,7 @@ inline void fill(const lowlat_tensor_spec& spec, int tp_size, int tp_rank,
       first[0] += config.engram_primes[table][column / 8][column % 8];
     }
   }
-  const int bytes = kBytes[spec.dtype];
+  const int bytes = bench::kDtypeBytes[spec.dtype];
   out.assign(static_cast<std::size_t>(count * bytes), 0);
   if (spec.role == LOWLAT_POOL) return;
   const bool gain =

@@ -54,7 +54,7 @@ Exit codes:
 
 #[derive(Debug, Parser)]
 #[command(name = "bench", bin_name = "lowlat bench", max_term_width = 100)]
-#[command(about = "Measure the dispatcher")]
+#[command(about = "Measure the dispatcher", arg_required_else_help = false)]
 struct BenchOptions {
     #[command(subcommand)]
     command: BenchCommand,
@@ -62,7 +62,7 @@ struct BenchOptions {
 
 #[derive(Debug, Subcommand)]
 enum BenchCommand {
-    #[command(about = ABOUT, after_help = MORE)]
+    #[command(about = ABOUT, after_help = MORE, allow_negative_numbers = true)]
     Dispatch(DispatchOptions),
 }
 

@@ -162,7 +162,10 @@ TEST_CASE(refuses_model_and_platform) {
            "an interpreter runs its stages); this build has "
            "reference, scalar and nvidia");
 #else
-  CHECK_EQ(refusal("v4", "nvidia"), "platform is nvidia; this build has reference and scalar");
+  CHECK_EQ(refusal("v4", "nvidia"),
+           "platform is nvidia; this build has reference and scalar; build it where nvcc is found "
+           "(LOWLAT_CUDA=ON)");
+  CHECK_EQ(refusal("v4", "tpu"), "platform is tpu; this build has reference and scalar");
   CHECK_EQ(refusal("v4", "amd:1"),
            "platform is amd:1, which runs whole models and no operation alone (docs/amd.md: "
            "an interpreter runs its stages); this build has "
