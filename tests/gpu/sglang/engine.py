@@ -155,6 +155,7 @@ async def batch(engine, size, prompt, length, vocab, first=0):
         "requests": size,
         "prompt": prompt,
         "tokens": [list(tokens) for tokens, _ in done],
+        "steps": max(len(times) for _, times in done) - 1,
         "step_ms": [1e3 * quantile(gaps, q) for q in (0.5, 0.9)] if gaps else None,
         "tokens_a_s": statistics.median(rates) if rates else None,
     }
@@ -219,7 +220,8 @@ def arm(args) -> int:
                 length = args.timed_tokens
                 if not switched(args, "free").exists():
                     switch(args, "free", True)
-                    run(batch(engine, 1, prompt, args.tokens, vocab))
+                    with alone(args.lock):
+                        run(batch(engine, 1, prompt, args.tokens, vocab))
             with alone(args.lock):
                 done = run(batch(engine, size, abs(prompt), length, vocab))
             if prompt > 0:
@@ -485,7 +487,8 @@ def compare(arms: tuple[str, str], left_runs: list, right_runs: list) -> None:
             if one["step_ms"]:
                 print(
                     f"    {name}: {one['step_ms'][0]:.3f} ms from piece to piece (P90"
-                    f" {one['step_ms'][1]:.3f}), {one['tokens_a_s']:.1f} tokens/s a user"
+                    f" {one['step_ms'][1]:.3f}) of {one['steps']} steps,"
+                    f" {one['tokens_a_s']:.1f} tokens/s a user"
                 )
     # What another batch size does to the same prompts' tokens.
     for name, runs in zip(arms, (left_runs, right_runs), strict=True):
