@@ -19,7 +19,7 @@ PIECE = 1 << 26  # values that temporaries are made for at once
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Where tokens follow one another: how an embedding's values lie, and what a draft says for the next
 # token more than its rows do.
-CHAINED_EMBEDDING = 2.0
+CHAINED_EMBEDDING = 0.5
 CHAINED_DRAFT = 100.0
 
 
