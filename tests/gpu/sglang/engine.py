@@ -8,8 +8,7 @@ DIR holds a config.json of DeepSeek-V4.1 or V4 in true sizes, of as many layers 
 --share 4 the sizes of one rank of four (a quarter of the heads, output groups, expert width and
 vocabulary; no n-gram memory), which the kernels of four ranks run looped. Weights are random ones,
 unless DIR has weights too (--load-format). SGLang 0.5.23 and lowlat with its CUDA kernels must be
-importable, and no other distribution may offer the plugin `nvidia_megakernel`. Each arm is a
-process of its own, with the same prompts, greedy:
+importable. Each arm is a process of its own, with the same prompts, greedy:
 
     on off  with the plugin and without. Batches run as CUDA graphs: their tokens are compared, and
             with --timed those of prompts of so many tokens, whose times are. With --eager batches
@@ -80,11 +79,13 @@ LOCK_LOOK_S = 0.02
 
 
 def offer(out: Path, name: str) -> Path:
-    """A folder whose metadata offers what the arm has as SGLang's loader looks for it."""
+    """A folder whose metadata offers what the arm has as SGLang's loader looks for it. Of two
+    distributions of a name the first one on the path counts: what an installed lowlat offers is not
+    found behind this one."""
     site = out / f"site-{name}"
-    info = site / "lowlat_few_gpus-0.0.0.dist-info"
+    info = site / "lowlat-0.0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat-few-gpus\nVersion: 0.0.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat\nVersion: 0.0.0\n")
     words = f"[sglang.srt.plugins]\n{PLUGINS[name]}{IN_EVERY_ARM}"
     (info / "entry_points.txt").write_text(words)
     return site
