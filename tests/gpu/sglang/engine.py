@@ -493,7 +493,7 @@ def compare(arms: tuple[str, str], left_runs: list, right_runs: list) -> None:
                 )
     # What another batch size does to the same prompts' tokens.
     for name, runs in zip(arms, (left_runs, right_runs), strict=True):
-        for one, other in itertools.pairwise(run for run in runs if "greedy" not in run):
+        for one, other in itertools.pairwise(runs):
             if one["prompt"] == other["prompt"]:
                 print(
                     f"{name}: {one['requests']} and {other['requests']} requests of"
@@ -638,11 +638,12 @@ def compare_arms(arms: list[str], results: dict[str, list], folder: Path) -> boo
     good = True
     for pair in itertools.combinations(sorted(arms), 2):
         both = [results[name] for name in pair]
-        if all(both):
-            compare(pair, *both)
-            greedy = [[run for run in runs if "greedy" in run] for runs in both]
-            if greedy[0]:
-                good &= partings(pair, greedy, folder)
+        if not all(both):
+            continue
+        compare(pair, *([run for run in runs if "greedy" not in run] for runs in both))
+        greedy = [[run for run in runs if "greedy" in run] for runs in both]
+        if greedy[0]:
+            good &= partings(pair, greedy, folder)
     return good
 
 
