@@ -575,16 +575,18 @@ def row_before(steps: list[dict], made: list, prompt: int, at: int) -> dict | No
         for row in rows_of(step):
             place = row["positions"] - prompt
             behind &= 0 <= place < len(made) and row["ids"] == made[place]
-            if behind and place == at - 1 and row["tokens"][0] == made[at]:
+            # Of equal ones the lowest token is taken, whichever comes first here.
+            if behind and place == at - 1 and lead(row, made[at], row["tokens"][0]) == 0:
                 return row
     return None
 
 
 def lead(row: dict, token: int, other: int) -> float:
-    """How far a row's logit of `token` lies over that of the other, which is no more than that of
-    the last one that was kept, by the rms of all."""
+    """How far a row's logit of `token` lies over that of the other, by the rms of all. One that was
+    not kept is no more than the last one that was."""
     values = dict(zip(row["tokens"], row["values"], strict=True))
-    return (values[token] - values.get(other, row["values"][-1])) / row["rms"]
+    least = row["values"][-1]
+    return (values.get(token, least) - values.get(other, least)) / row["rms"]
 
 
 def lead_of_best(row: dict) -> float:
