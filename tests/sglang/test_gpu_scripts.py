@@ -144,6 +144,17 @@ def test_the_best_logits_of_a_row_come_with_its_token_and_size(scripts) -> None:
     assert words["tokens"][1][0] == 99 and words["rms"] == pytest.approx([0.5, 1.0])
 
 
+def test_a_switch_is_looked_at_now_and_then(scripts, tmp_path, monkeypatch) -> None:
+    every_arm, now = scripts[3], [0.0]
+    monkeypatch.setattr(every_arm.time, "monotonic", lambda: now[0])
+    switch = every_arm.Switch(str(tmp_path / "on"))
+    assert switch.read() is None
+    switch.path.write_text("3")
+    assert switch.read() is None
+    now[0] += 2 * every_arm.LOOK_S
+    assert switch.read() == "3"
+
+
 def test_tokens_part_at_near_ties_alone(scripts, tmp_path, capsys) -> None:
     engine = scripts[2]
 

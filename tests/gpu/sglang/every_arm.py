@@ -19,6 +19,24 @@ from dummy_weights import fill
 RANKS = int(os.environ.get("LOWLAT_TEST_RANKS", "1"))
 PADDED_HEADS = 64
 BEST_LOGITS = 8
+# A look at a file can take as long as many kernels: not every step has one. Prompts take longer.
+LOOK_S = 0.01
+
+
+class Switch:
+    """A file that engine.py makes, and removes, between batches."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.looked, self.words = float("-inf"), None
+
+    def read(self) -> str | None:
+        """What is in the file, or None where there is none."""
+        now = time.monotonic()
+        if now - self.looked > LOOK_S:
+            self.looked = now
+            self.words = self.path.read_text() if self.path.exists() else None
+        return self.words
 
 
 def prepare() -> None:
@@ -80,17 +98,18 @@ def pad_heads(attention: type) -> None:
 
 def telling_logits(execute: Any) -> Any:
     """A graph runner's own, with a line for each step of a request whose number the file says."""
-    switch = Path(os.environ["LOWLAT_TEST_LOGITS"])
-    lines = switch.with_name(f"{switch.name}.jsonl")
+    switch = Switch(os.environ["LOWLAT_TEST_LOGITS"])
+    lines = switch.path.with_name(f"{switch.path.name}.jsonl")
 
     def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         out = execute(self, forward_batch, *args, **kwargs)
-        if not self.model_runner.is_draft_worker and switch.exists():
+        number = None if self.model_runner.is_draft_worker else switch.read()
+        if number:
             rows = len(out.next_token_logits)
             inputs = self.buffers.input_ids[:rows], self.buffers.positions[:rows]
             words = best_logits(out.next_token_logits, *inputs)
             with lines.open("a") as file:
-                print(json.dumps({"request": int(switch.read_text())} | words), file=file)
+                print(json.dumps({"request": int(number)} | words), file=file)
         return out
 
     return run

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from every_arm import RANKS, wait_for
+from every_arm import RANKS, Switch, wait_for
 from lowlat import build, env, guard, unwaited
 from lowlat.kernels import HostedKernels, Platform, given
 from lowlat.models import deepseek_v4
@@ -363,11 +363,11 @@ def register_nvidia() -> None:
 
 def unless_eager(can_run_graph: Any) -> Any:
     """The runner's own answer, but no while the file exists. Logged whenever it is another."""
-    path = Path(os.environ["LOWLAT_TEST_EAGER"])
+    switch = Switch(os.environ["LOWLAT_TEST_EAGER"])
     last = {}
 
     def answer(self: Any, forward_batch: Any) -> bool:
-        runs = not path.exists() and bool(can_run_graph(self, forward_batch))
+        runs = switch.read() is None and bool(can_run_graph(self, forward_batch))
         now = forward_batch.batch_size, runs
         if not self.model_runner.is_draft_worker and last.get(self) != now:
             last[self] = now
