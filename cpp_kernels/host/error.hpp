@@ -22,8 +22,8 @@ class Error : public std::runtime_error {
   lowlat_status status_;
 };
 
-// What gives a library kernels of a vendor that it has none of, as the end of a refusal; "" for what
-// is no vendor.
+// What gives a library kernels of a vendor that it has none of, as the end of a refusal; "" for no
+// vendor's name.
 inline const char* how_to_build(std::string_view vendor) {
   return vendor == "nvidia" ? "; build it where nvcc is found (LOWLAT_CUDA=ON)"
          : vendor == "amd"
