@@ -5,7 +5,6 @@
 #include <new>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 
 #include "lowlat/kernels.h"
 
@@ -21,15 +20,6 @@ class Error : public std::runtime_error {
  private:
   lowlat_status status_;
 };
-
-// What gives a library kernels of a vendor that it has none of, as the end of a refusal; "" for no
-// vendor's name.
-inline const char* how_to_build(std::string_view vendor) {
-  return vendor == "nvidia" ? "; build it where nvcc is found (LOWLAT_CUDA=ON)"
-         : vendor == "amd"
-             ? "; build it where a clang for AMD code objects is found (LOWLAT_HIP=ON)"
-             : "";
-}
 
 // Keeps the message for the calling thread's lowlat_last_error() and returns the status.
 lowlat_status fail(lowlat_status status, const char* message) noexcept;
