@@ -71,8 +71,8 @@
 //                       slot's first use waits for gate_done, shared_done. The ring's first uses
 //                       take the slots that are free.
 //              sums     partial[] full: every consumer; empty: the finisher's. partial[0] is also
-//                       where a row is routed: after the block's own scores have left, before
-//                       the next sums.
+//                       where a row is routed and where pairs are put in order: after the block's
+//                       own scores have left, before the next sums.
 //              registers  are given back before any wait: consumers wait for them to start.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.

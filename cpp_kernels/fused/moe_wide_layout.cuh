@@ -56,7 +56,7 @@ struct Layout {
   static constexpr int kScoreGroups = kScorers / kScoreParts;  // of experts
   static constexpr int kScoreRows = kExperts / kScoreGroups, kGateK = kHidden / kScoreParts;
   static constexpr int kGateRows = kExperts / kScorers;       // of experts, see Scores
-  static constexpr int kGatePitch = 2 * kGateK + 16;          // bf16 row
+  static constexpr int kGatePitch = 2 * kGateK + 64;          // bf16 row: two rows on all banks
   static constexpr int kScorePackets = (kScoreRows + 2) / 3;  // of a block's scores of a row
   static constexpr int kRoutePackets = (kSlots + 1) / 2;      // of a row: two ids, their weights
   // First product. A use of the ring has 64 weight rows: those of w1 and of w3, or one's.
@@ -160,7 +160,7 @@ struct Layout {
     float weights[kMaxPairs];
     std::int32_t num_entries;
     std::uint32_t stop;     // Watch
-    std::uint32_t several;  // an expert has several entries
+    std::uint32_t several;  // experts that have several entries
     std::uint32_t warp_sums[kConsumers];
     alignas(16) std::uint32_t count[kExperts];  // an expert's pairs; then their place in `sorted`
     // Of a row that this block routes for all.

@@ -17,25 +17,21 @@ struct Consumer {
   int warp;
   int g = 0, t = 0;  // place in the fragments
   int sums = 0;      // of the partial buffers
-  // x of this warp's slice, of eight rows, in the order of pairs.
-  static constexpr int kPairs = L::kRun / 2;  // of a run
-  std::uint32_t x[L::kSliceBlocks][kPairs];
+  // x of this warp's slice, of eight rows: a lane has eight of each 32 elements, as it has of the
+  // router's, so that four lanes read whole sectors.
+  static constexpr int kPieces = L::kBlockK / 32;
+  uint4 x[L::kSliceBlocks][kPieces];
 
   // Of x, a group of eight rows, from column `column` on.
   LOWLAT_DEVICE const uint4* group_x(int group, int column) const {
     const int row = group * kColumns + g;
     return reinterpret_cast<const uint4*>(
         r.a.x + static_cast<std::size_t>(row < r.a.rows ? row : r.a.rows - 1) * L::kHidden +
-        column + t * L::kRun);
+        column + t * 8);
   }
   LOWLAT_DEVICE void load_block(int block, const uint4* src) {
 #pragma unroll
-    for (int i = 0; i < L::kRun / 8; ++i) {
-      std::uint32_t pairs[4];
-      pair_bf16(__ldcg(src + block * (L::kBlockK / 8) + i), pairs);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) x[block][4 * i + k] = pairs[k];
-    }
+    for (int i = 0; i < kPieces; ++i) x[block][i] = __ldcg(src + block * (L::kBlockK / 8) + i * 4);
   }
 
   // A free buffer of partial sums, or nullptr.
@@ -81,7 +77,7 @@ struct Consumer {
     // Rows after the last: computed, not used.
     const auto row_at = [&](int row) {
       return r.slot_address(0) + (row < L::kScoreRows ? row : L::kScoreRows - 1) * L::kGatePitch +
-             (slice + t * L::kRun) * 2;
+             (slice + t * 8) * 2;
     };
     const std::uint32_t low_address = row_at(g), high_address = row_at(g + 8);
     for (int first = 0; first < r.num_groups(); first += L::kScoreParts) {
@@ -91,12 +87,10 @@ struct Consumer {
 #pragma unroll
       for (int block = 0; block < L::kSliceBlocks; ++block) {
 #pragma unroll
-        for (int half = 0; half < L::kRun / 16; ++half) {
-          const std::uint32_t at = block * L::kBlockK * 2 + half * 32;
-          const uint4 low[2] = {smem_load16(low_address + at), smem_load16(low_address + at + 16)};
-          const uint4 high[2] = {smem_load16(high_address + at),
-                                 smem_load16(high_address + at + 16)};
-          multiply_bf16(acc[(block + half) & 1], low, high, x[block] + 8 * half);
+        for (int i = 0; i < kPieces; ++i) {
+          const std::uint32_t at = block * L::kBlockK * 2 + i * 64;
+          multiply_bf16(acc[i & 1], smem_load16(low_address + at), smem_load16(high_address + at),
+                        x[block][i]);
         }
         if (more) load_block(block, next);
       }
@@ -214,13 +208,14 @@ struct Consumer {
     }
     return true;
   }
-  // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group.
+  // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group. Warps
+  // of a scheduler, every fourth, have other groups in each use, so that all have as many.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
     static_assert(L::kSharedUseRows == 16);
     const int slot = L::slot_of(use), column = number * L::kSharedUseRows;
     if (!r.wait_filled(use)) return false;
 #pragma unroll 1
-    for (int group = warp % 4; group < r.num_groups(); group += 4) {
+    for (int group = (warp + number) % 4; group < r.num_groups(); group += 4) {
       float acc[4] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kSharedParts; ++part) {

@@ -128,25 +128,41 @@ LOWLAT_DEVICE void make_table(const Region<L>& r, int warp) {
       table.weights[pair + i] = __ldg(r.a.weights + pair + i);
     }
   }
-  // Which of its expert's pairs a pair is: by tickets, in any order.
+  // Which of its expert's pairs a pair is: by tickets, in any order. An expert that gets an entry
+  // more has a number among those: in `first`, which is not needed yet.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (i >= own) continue;
     rank[i] = atomicAdd(&table.count[id[i]], 1u);
-    if (rank[i] >= L::kEntryPairs) table.several = 1;
-    table.sorted[pair + i] = static_cast<std::uint16_t>(id[i]);  // for the moment
+    if (rank[i] == L::kEntryPairs) {
+      table.first[id[i]] = static_cast<std::uint16_t>(atomicAdd(&table.several, 1u));
+    }
   }
   sync_consumers<L>();
-  if (table.several != 0) {
-    // In the pairs' order.
+  if (const int several = static_cast<int>(table.several); several > 0) {
+    // In the pairs' order: of each such expert the set of its pairs, where the scores lay: all rows
+    // are routed, so the finisher has read them.
+    constexpr int kWords = L::kMaxPairs / 32, kMost = L::kMaxPairs / (L::kEntryPairs + 1);
+    static_assert(L::kMaxPairs % 32 == 0 && L::kExperts <= L::kMaxPairs &&
+                  kMost * kWords * 4 <= L::kPartialBytes);
+    auto* sets = reinterpret_cast<std::uint32_t*>(r.partial(0));
+    for (int i = thread; i < several * kWords; i += L::kConsumers * plat::kWarpLanes) sets[i] = 0;
+    sync_consumers<L>();
+    const auto set_of = [&](int i) { return sets + table.first[id[i]] * kWords; };
+    const auto counts = [&](int i) { return i < own && table.count[id[i]] > L::kEntryPairs; };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i >= own || table.count[id[i]] <= L::kEntryPairs) continue;
-      rank[i] = 0;
-#pragma unroll 4
-      for (int before = 0; before < pair + i; ++before) {
-        rank[i] += table.sorted[before] == id[i] ? 1 : 0;
-      }
+      if (counts(i)) atomicOr(set_of(i) + (pair + i) / 32, 1u << (pair + i) % 32);
+    }
+    sync_consumers<L>();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!counts(i)) continue;
+      const std::uint32_t* set = set_of(i);
+      const int word = (pair + i) / 32;
+      rank[i] = __popc(set[word] & ((1u << (pair + i) % 32) - 1));
+#pragma unroll 1
+      for (int k = 0; k < word; ++k) rank[i] += __popc(set[k]);
     }
   }
   // How many pairs (low half) and entries (high half) lie before an expert.
@@ -196,18 +212,19 @@ LOWLAT_DEVICE void make_share(const Region<L>& r) {
   auto& share = r.table.share;
   constexpr int kTile = L::kUses * L::kChunkBytes + L::kTileScales,
                 kUnit = L::kBandBytes * L::kBandParts / 64;
-  // In units of 64 bytes: a group of the shared expert's rows beyond those that the routing hides;
-  // what a block without a band is given less, since a band's block waits for its units.
-  constexpr int kFreeGroups = 3, kLateGroup = 1600, kLead = 800;
+  // In units of 64 bytes, as measured: a group of the shared expert's rows beyond those that the
+  // routing hides; what a block without a band is given less, since a band's block waits for its
+  // units; what a group takes in the shared expert's second product beyond its bytes.
+  constexpr int kFreeGroups = 3, kLateGroup = 1600, kLead = 800, kBandGroup = 500;
   // Besides units.
   const auto load_of = [&](int block) {
     int load = r.tiles_of(block) * (kTile / 64);
     const auto shared = r.shared_work(block);
     const int late = shared.num_tiles * shared.num_groups - kFreeGroups;
     if (late > 0) load += late * kLateGroup;
-    return load + (block >= L::kBands
-                       ? kLead
-                       : r.shared_uses_of(block) * (L::kSharedUseRows * L::kInner / 64));
+    if (block >= L::kBands) return load + kLead;
+    return load + r.shared_uses_of(block) * (L::kSharedUseRows * L::kInner / 64) +
+           (r.shared ? r.num_groups() * kBandGroup : 0);
   };
   int sum = 0;
   for (int block = r.lane; block < r.num_blocks; block += plat::kWarpLanes) sum += load_of(block);

@@ -332,17 +332,13 @@ LOWLAT_DEVICE void multiply_e4m3(float (&acc)[4], uint4 low, uint4 high, std::ui
   multiply_pairs(acc, l, h, b + 4);
   multiply_pairs(acc, l + 2, h + 2, b + 6);
 }
-// The same with 16 bf16 values a row, in their order: two 16-byte reads each.
-LOWLAT_DEVICE void multiply_bf16(float (&acc)[4], const uint4 (&low)[2], const uint4 (&high)[2],
-                                 const std::uint32_t* b) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    std::uint32_t l[4], h[4];
-    pair_bf16(low[half], l);
-    pair_bf16(high[half], h);
-    multiply_pairs(acc, l, h, b + 4 * half);
-    multiply_pairs(acc, l + 2, h + 2, b + 4 * half + 2);
-  }
+// The same of 32 along K, in bf16: a thread has eight of each row, the same for all rows.
+LOWLAT_DEVICE void multiply_bf16(float (&acc)[4], const uint4& low, const uint4& high,
+                                 const uint4& b) {
+  const std::uint32_t l[4] = {low.x, low.y, low.z, low.w}, h[4] = {high.x, high.y, high.z, high.w};
+  const std::uint32_t b_words[4] = {b.x, b.y, b.z, b.w};
+  multiply_pairs(acc, l, h, b_words);
+  multiply_pairs(acc, l + 2, h + 2, b_words + 2);
 }
 
 }  // namespace lowlat::nvidia::fused
