@@ -11,14 +11,6 @@ namespace lowlat::host {
 PlatformDevices nvidia_devices() { return {}; }
 #endif
 
-std::string how_to_build(std::string_view vendor) {
-  if (vendor == "nvidia") return "; build it where nvcc is found (LOWLAT_CUDA=ON)";
-  if (vendor == "amd") {
-    return "; build it where a clang for AMD code objects is found (LOWLAT_HIP=ON)";
-  }
-  return "";
-}
-
 namespace {
 
 void append_platform(std::string& out, const PlatformDevices& of) {

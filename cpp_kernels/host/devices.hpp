@@ -3,15 +3,11 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "host/error.hpp"
 
 namespace lowlat::host {
-
-// What gives a library without kernels of a vendor these, behind "; "; "" for what is no vendor.
-std::string how_to_build(std::string_view vendor);
 
 struct Device {
   std::string name;

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "host/amd/model.hpp"
-#include "host/devices.hpp"
+#include "host/how_to_build.hpp"
 #include "host/model.hpp"
 #include "host/scalar_model.hpp"
 #ifdef LOWLAT_HAVE_CUDA

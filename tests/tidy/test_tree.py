@@ -196,6 +196,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/instances.hpp": "tests/tidy/test_tree.py",
     "cpp_kernels/fused/moe.hpp": "tests/gpu/test_moe.cu",
     "cpp_kernels/fused/step.hpp": "tests/gpu/test_step.cu",
+    "cpp_kernels/host/how_to_build.hpp": "tests/cpp/host/op/test_registry.cpp",
     "cpp_kernels/host/amd/": "tests/cpp/host/test_amd_model.cpp",
     "cpp_kernels/host/api.cpp": "tests/cpp/host/test_model.cpp",
     "cpp_kernels/host/checks.hpp": "tests/cpp/host/test_model.cpp",

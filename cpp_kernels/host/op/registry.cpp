@@ -8,7 +8,7 @@
 #include <iterator>
 #include <string_view>
 
-#include "host/devices.hpp"
+#include "host/how_to_build.hpp"
 #include "host/json.hpp"
 #include "reference/format.hpp"
 #ifdef LOWLAT_HAVE_CUDA

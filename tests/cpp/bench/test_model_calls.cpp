@@ -24,6 +24,7 @@ TEST_CASE(a_tensors_bytes_are_its_elements_times_their_size) {
 
 TEST_CASE(rows_lie_in_the_pages_of_their_request) {
   StepRows rows(2, 4);
+  rows.history.reserve(6);  // so that what is empty lies somewhere
   for (int request = 0; request < 2; ++request) {
     rows.pages.push_back(7 - request);  // 7, 0 and 6, 1
     rows.pages.push_back(request);
