@@ -171,8 +171,8 @@ struct LayerParts {
   BesideOrder beside_order = BesideOrder::measured;
   // V4's last exchange, of more than one row: by few blocks (ExchangeMixParams::few_blocks).
   bool few_exchange_blocks = true;
-  // V4.1: the experts' own blocks do the last exchange, where they can (moe_ends_layer); there is no
-  // HopKernel::second_exchange then.
+  // V4.1: the experts' own blocks do the last exchange, where they can (moe_ends_layer); there is
+  // no HopKernel::second_exchange then.
   bool experts_exchange = true;
 };
 
