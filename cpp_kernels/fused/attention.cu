@@ -21,6 +21,7 @@
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/attention.hpp"
+#include "fused/attention_wide.hpp"
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
 #include "fused/exchange_hop.cuh"
@@ -725,16 +726,16 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
+  if (params.num_rows > kHopRows) {
+    return launch_attention_wide(params, blocks, programmatic, stream);
+  }
   return with_model(params.model, [&]<class M>() {
     const auto launch = [&]<bool kHops, int kTile>() {
       return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile>,
                            dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
                            sizeof(Shared<kTile, kHops>), blocks, programmatic, stream, params);
     };
-    if (params.num_rows <= kHopRows) return launch.template operator()<true, 48>();
-    // Two blocks have room on a multiprocessor. Up to sixteen rows a block has one tile.
-    if (params.num_rows <= 16) return launch.template operator()<false, 48>();
-    return launch.template operator()<false, 32>();
+    return launch.template operator()<true, 48>();
   });
 }
 
