@@ -31,7 +31,7 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
 constexpr int kHeads = 16;  // of a cluster: one tile of mma
 constexpr int kDim = shape::kHeadDim;
 constexpr int kNope = kDim - shape::kRopeDim;
@@ -99,10 +99,10 @@ LOWLAT_DEVICE std::int32_t list_keys(Memory& shared, const AttentionParams& para
   const bool in_window = place < params.num_window;
   std::int32_t slot = -1;
   if (place < end) {
-    slot = in_window ? __ldg(params.window_idx + row_idx * params.num_window + place)
-                     : __ldg(params.extra_idx +
-                             static_cast<std::int64_t>(row_idx) * params.num_extra + place -
-                             params.num_window);
+    slot = in_window
+               ? __ldg(params.window_idx + row_idx * params.num_window + place)
+               : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
+                       place - params.num_window);
   }
   Place to = {nullptr, nullptr};
   if (slot >= 0) {
@@ -121,10 +121,10 @@ LOWLAT_DEVICE std::int32_t list_keys(Memory& shared, const AttentionParams& para
 
 // As copy_16, of `bytes` bytes and zeros behind them.
 LOWLAT_DEVICE void copy_or_clear(void* dst_shared, const void* src, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   sm90::shared_address(dst_shared)),
-               "l"(__cvta_generic_to_global(src)), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(sm90::shared_address(dst_shared)),
+      "l"(__cvta_generic_to_global(src)), "r"(bytes)
+      : "memory");
 }
 
 // Asks for the calling thread's pieces of a key of the tile. What is not used is zeros.
@@ -163,8 +163,8 @@ LOWLAT_DEVICE std::uint32_t twice(std::uint32_t bf16) { return bf16 | bf16 << 16
 template <class Memory>
 LOWLAT_DEVICE void expand_key(Memory& shared, int key, bool high_half) {
   const int own = plat::thread_idx() % kKeyThreads;
-  const uint2 scales = *reinterpret_cast<const uint2*>(shared.work.scales + key * kScaleBytes +
-                                                       (high_half ? 8 : 0));
+  const uint2 scales =
+      *reinterpret_cast<const uint2*>(shared.work.scales + key * kScaleBytes + (high_half ? 8 : 0));
   const auto scale_code = [&](int group) {
     return (group < 4 ? scales.x >> 8 * group : scales.y >> 8 * (group - 4)) & 0xffu;
   };
@@ -271,6 +271,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     return shared.place[from + turn * kAtOnce + own_key];
   };
   const auto has = [&](int turn) { return turn * kAtOnce + own_key < kTile; };
+  // Of the last tile, those warps' keys that are not there stay what they were.
+  const auto turns_of = [&](int count) {
+    unsigned turns = 0;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (turn * kAtOnce + warp_idx * (kAtOnce / kWarps) < count) turns |= 1u << turn;
+    }
+    return turns;
+  };
   const auto half_of = [](const Place& place) {
     return (reinterpret_cast<std::uintptr_t>(place.scales) & 8u) != 0u;
   };
@@ -291,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     ask_for_key(shared, turn * kAtOnce + own_key, place, place.data != nullptr && !is_late,
                 params.q);
   }
-  if (warp_idx == kThreads / plat::kWarpLanes - 1) {
+  if (warp_idx == kWarps - 1) {
     static_assert(shape::kRopeDim / 2 == plat::kWarpLanes);
     const float angle =
         static_cast<float>(params.positions[row_idx]) * params.rope.values[lane_idx];
@@ -338,18 +347,18 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   stamps.mark(StampStage::read);
 
-  float sum[8][4] = {};  // of a warp's 64 dimensions
+  float sum[8][4] = {};              // of a warp's 64 dimensions
   constexpr int kKeys = kTile / 16;  // of a thread's, in the softmax
   const int head = thread_idx / 16, first_of_head = thread_idx % 16 * kKeys;
   int listed = first_key;
   for (int first = first_key; first < end_key; first += kTile) {
-    if (first != first_key) expand_tile(first - listed, kAll);
+    const int count = end_key - first;  // of keys from here on
+    if (first != first_key) expand_tile(first - listed, turns_of(count));
     bool used[kKeys];
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const int number = first - listed + first_of_head + i;
-      used[i] =
-          (shared.used[number / plat::kWarpLanes] >> number % plat::kWarpLanes & 1u) != 0u;
+      used[i] = (shared.used[number / plat::kWarpLanes] >> number % plat::kWarpLanes & 1u) != 0u;
     }
     const int next = first + kTile;
     if (next < end_key) {  // its rows are on their way over the products
@@ -360,9 +369,10 @@ __global__ void __launch_bounds__(kThreads, 2)
         listed = next;
         plat::block_sync();
       }
+      const unsigned turns = turns_of(end_key - next);
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
-        if (!has(turn)) continue;
+        if (!has(turn) || (turns >> turn & 1u) == 0u) continue;
         const Place place = place_at(turn, next - listed);
         ask_for_key(shared, turn * kAtOnce + own_key, place, place.data != nullptr, params.q);
       }
@@ -371,8 +381,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
     float score[kScoreTiles][4] = {};
+    const bool any_keys = key_half * (kTile / 2) < count;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
+      if (!any_keys) break;
       const uint4 &low = query[step][0], &high = query[step][1];
       const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
                                      {low.z, high.z, low.w, high.w}};
@@ -455,6 +467,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step) {
+      if (step * 16 >= count) break;
       const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
       const auto pair = [](const std::uint16_t* at) {
         return *reinterpret_cast<const std::uint32_t*>(at);

@@ -32,9 +32,9 @@
 namespace lowlat::nvidia::fused {
 
 // kHalves: the tokens are f16 values instead of codes, and a weight's code is expanded to f16 when
-// it is used. kSlots: chunks that have room at once (0: all).
+// it is used. kSlots: chunks that have room at once (0: all). kRegisters: for products under way.
 template <int kGroup_, int kK_, int kTiles_, int kBlocks_, int kOwned_, bool kHalves = false,
-          int kSlots_ = 0>
+          int kSlots_ = 0, int kRegisters = 64>
 struct WideProduct {
   // Of K and of weight rows, that share a scale.
   static constexpr int kGroup = kGroup_;
@@ -49,18 +49,18 @@ struct WideProduct {
   static constexpr int kWeightPitch = kK + 16;
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kStepsAGroup = kGroup / kStep;
+  // A chunk is of each token whole lines of 128 bytes of a warp group's K.
+  static constexpr int kStepsALine = kGroup * kBytes < 128 ? 128 / (kGroup * kBytes) : 1;
   // Steps whose products are under way at once: as many as there are registers for.
   static constexpr int ahead() {
-    constexpr int kRegisters = kHalves ? 40 : 64;
     int count = kSteps;
-    while (kSteps % count != 0 || 4 * (kTiles + kStepsAGroup * kBytes) * count > kRegisters) {
+    while (kSteps % count != 0 || (kStepsALine % count != 0 && count % kStepsALine != 0) ||
+           4 * (kTiles + kStepsAGroup * kBytes) * count > kRegisters) {
       --count;
     }
     return count;
   }
   static constexpr int kAhead = ahead();
-  // A chunk: of each token whole lines of 128 bytes of a warp group's K.
-  static constexpr int kStepsALine = kGroup * kBytes < 128 ? 128 / (kGroup * kBytes) : 1;
   static constexpr int kChunkSteps = kStepsALine > kAhead ? kStepsALine : kAhead;
   static constexpr int kChunks = kSteps / kChunkSteps;
   static constexpr int kChunkBytes = kChunkSteps * kGroup * kBytes;  // of a token
