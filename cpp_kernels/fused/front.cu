@@ -48,8 +48,8 @@ struct Sizes {
 };
 
 // Few rows and more, each by its product.
-template <class M, int kTiles>
-constexpr bool kWide = kTiles > (M::kScaleBlock == 32 ? 1 : 2);
+template <int kTiles>
+constexpr bool kWide = kTiles > 2;
 // Chunks of tokens that have room at once (0: all). At 24 rows so few that q's blocks have room
 // beside those of [q_a, kv], at 48 that attention's have room beside q's.
 template <class M, int kTiles>
@@ -65,7 +65,7 @@ struct QkvOf {
                            false, kQkvSlots<M, kTiles>>;
 };
 template <class M, int kTiles>
-  requires(!kWide<M, kTiles>)
+  requires(!kWide<kTiles>)
 struct QkvOf<M, kTiles> {
   using Type = Product<kRows, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks, 1>;
 };
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
   const int padded = padded_rows(params.num_rows);
   constexpr int kOwned = Linear::kOwned;
   static_assert(kOwned == kSquared);
-  if constexpr (kWide<M, kTiles>) {
+  if constexpr (kWide<kTiles>) {
     Linear::load(shared, weights, params.num_rows);
   } else {
     Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     stamps.mark(StampStage::wait);
     const std::uint8_t* codes = params.x_codes + rank * kQkvK;
     const float* scale = params.x_scale + rank * kQkvK / kGroup * padded;
-    if constexpr (kWide<M, kTiles>) {
+    if constexpr (kWide<kTiles>) {
       const typename Linear::Tokens x{codes, kHidden, scale, padded, params.num_rows};
       Linear::load_tokens(shared, x);
       Linear::run(shared, x, stamps);
@@ -174,7 +174,7 @@ struct QOf {
   using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows, false, kQSlots<M, kTiles>>;
 };
 template <class M, int kTiles>
-  requires(!kWide<M, kTiles>)
+  requires(!kWide<kTiles>)
 struct QOf<M, kTiles> {
   using Type = Product<kRows, M::kQLora, kTiles, 1, kRows, 1>;
 };
@@ -527,10 +527,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   if constexpr (kNormsInCluster<M, kTiles>) {
     if (plat::thread_idx() == 0) expect_squares(shared.head, num_rows);
   }
-  if constexpr (kWide<M, kTiles>) {
-    // Its blocks have no room beside those of [q_a, kv]: weights that are asked for when these leave
-    // would be in the way of the latent.
-    if constexpr (kTiles == 6) wait_at(params.qkv_done);
+  if constexpr (kWide<kTiles>) {
     Linear::load(shared.product, weights, num_rows);
   } else {
     Linear::template load<kGroup>(shared.product, weights, 0, num_rows);
@@ -562,7 +559,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
       }
     }
     const int padded = padded_rows(num_rows);
-    if constexpr (kWide<M, kTiles>) {
+    if constexpr (kWide<kTiles>) {
       const typename Linear::Tokens latent{params.latent_codes, kQLora, params.latent_scale, padded,
                                            num_rows};
       Linear::load_tokens(shared.product, latent);

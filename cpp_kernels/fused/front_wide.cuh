@@ -128,6 +128,7 @@ struct WideProduct {
       shared.scale[row][step] =
           stages::from_ue8m0(__ldg(weights.scales + row * weights.scale_stride + step));
     }
+    plat::block_sync();  // a warp group reads scales that the other one has stored
   }
 
   // Asks for the first chunks, and whatever the calling thread has asked for by copy_16 before.
@@ -191,16 +192,17 @@ struct WideProduct {
   LOWLAT_DEVICE static void load_chunk(Shared& shared, const Tokens& tokens, int number) {
     const int warp_idx = thread_of_group() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    // A warp takes a line of four tokens at a time.
-    constexpr int kQuads = kTokens / 4, kAll = kQuads * (kChunkBytes / 128);
+    // A warp takes 64 bytes of eight tokens at a time: eight lanes store 128 bytes in a row.
+    constexpr int kAll = kTiles * (kChunkBytes / 64);
     unsigned char* const slot = slot_of(shared, number);
     const std::uint8_t* const from =
         tokens.values + (group_idx() * kChunks + chunk_of(number)) * kChunkBytes;
 #pragma unroll 1
     for (int i = warp_idx; i < kAll; i += kWarpsAPart) {
-      const int token = i % kQuads * 4 + lane_idx / 8, byte = i / kQuads * 128 + lane_idx % 8 * 16;
+      const int tile = i % kTiles, token = tile * kTileTokens + lane_idx % 8;
+      const int byte = i / kTiles * 64 + lane_idx / 8 * 16;
       if (token < tokens.num_rows) {
-        copy_16(slot + token / 8 * kPitch + byte * 8 + token % 8 * 16,
+        copy_16(slot + tile * kPitch + byte * 8 + lane_idx % 8 * 16,
                 from + static_cast<std::int64_t>(token) * tokens.stride + byte);
       }
     }

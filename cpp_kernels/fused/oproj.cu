@@ -53,45 +53,26 @@ struct ShapeA {
   static constexpr int kOwned = kShares ? kRows / kBlocks : kGroup;
   using Linear = Product<kRows, kK, kTiles, kBlocks, kOwned, 2>;
 };
-// Blocks of products by wgmma that have registers on a multiprocessor, and those of a thread for
-// products under way. Of up to 24 rows blocks of wo_a have room beside one of attention.
-template <int kTiles>
-constexpr int kWideBlocks = kTiles < 6 ? 4 : 3;
-template <int kTiles>
-constexpr int kWideRegisters = kTiles < 6 ? 20 : 40;
-// More than eight rows of V4.1: half the K a block, and room for half of the activations of its
+// More than sixteen rows of V4.1: half the K a block, and room for half of the activations of its
 // most rows, so that three have room on a multiprocessor and no cluster has to wait for one of the
 // first wave to end: parts of the chip that have fewer than sixteen multiprocessors hold only three
 // of two each.
 template <class M, int kTiles>
-  requires(M::kScaleBlock == 32 && kTiles > 1)
+  requires(M::kScaleBlock == 32 && kTiles > 2)
 struct ShapeA<M, kTiles> {
   static constexpr bool kWide = true, kShares = true;
   static constexpr int kGroup = M::kScaleBlock, kRows = 64, kBlocks = 8;
   static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
-  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true, kTiles == 6 ? 2 : 4,
-                             kWideRegisters<kTiles>>;
+  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true, kTiles == 6 ? 2 : 4>;
 };
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
 template <class M, int kTiles, int kGroups>
 struct ShapeB {
-  static constexpr bool kWide = false;
   static constexpr int kRows = kTiles == 1 ? 32 : M::kHidden == 5120 ? 80 : 64;
   static constexpr int kK = kTiles == 1 ? 2 * kLora : kLora;
   static constexpr int kBlocks = kGroups * kLora / kK;
   static_assert(M::kHidden % kRows == 0);
   using Linear = Product<kRows, kK, kTiles, kBlocks, kRows / kBlocks, 1>;
-};
-
-// More than eight rows of V4.1: as wo_a's, so that blocks have room beside wo_a's last.
-template <class M, int kTiles, int kGroups>
-  requires(M::kScaleBlock == 32 && kTiles > 1)
-struct ShapeB<M, kTiles, kGroups> {
-  static constexpr bool kWide = true;
-  static constexpr int kRows = 64, kK = 512, kBlocks = kGroups * kLora / kK;
-  static_assert(M::kHidden % kRows == 0);
-  using Linear = WideProduct<M::kScaleBlock, kK, kTiles, kBlocks, kRows / kBlocks, false, 0,
-                             kWideRegisters<kTiles>>;
 };
 
 template <class M, int kTiles>
@@ -117,8 +98,7 @@ struct SharedA {
 
 template <class M, int kTiles>
 constexpr int min_blocks() {
-  if (ShapeA<M, kTiles>::kWide) return kWideBlocks<kTiles>;
-  return kTiles == 1 ? 3 : kTiles == 2 ? 2 : 1;
+  return kTiles == 1 || ShapeA<M, kTiles>::kWide ? 3 : kTiles == 2 ? 2 : 1;
 }
 
 template <class M, int kTiles>
@@ -262,12 +242,7 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
 }
 
 template <class M, int kTiles, int kGroups>
-constexpr int min_blocks_b() {
-  return ShapeB<M, kTiles, kGroups>::kWide ? kWideBlocks<kTiles> : kTiles == 1 ? 3 : 1;
-}
-
-template <class M, int kTiles, int kGroups>
-__global__ void __launch_bounds__(kProductThreads, (min_blocks_b<M, kTiles, kGroups>()))
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     oproj_b_fp8_sm90(const __grid_constant__ OprojParams params) {
   using Shape = ShapeB<M, kTiles, kGroups>;
   using Linear = Shape::Linear;
@@ -295,12 +270,8 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks_b<M, kTiles, kGro
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_b));
   const HopActivations<1> few{
       static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
-  if constexpr (Shape::kWide) {
-    Linear::load(shared, weights, params.num_rows);
-  } else {
-    Linear::template load<kGroup, kTiles == 1 ? kPaceB<M> : 0>(shared, weights, first_row % kGroup,
-                                                               params.num_rows);
-  }
+  Linear::template load<kGroup, kTiles == 1 ? kPaceB<M> : 0>(shared, weights, first_row % kGroup,
+                                                             params.num_rows);
   stamps.mark(StampStage::ask);
   if constexpr (kTiles == 1) {
     wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.o) + tile, hop.tag,
@@ -311,16 +282,10 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks_b<M, kTiles, kGro
     wait_at(params.u_done);
     stamps.mark(StampStage::wait);
     if (!early) sm90::launch_dependents();
-    const std::uint8_t* codes = params.u_codes + rank * kKOfBlock;
-    const float* scale = params.u_scale + rank * kKOfBlock / kGroup * padded;
-    if constexpr (Shape::kWide) {
-      const typename Linear::Tokens u{codes, k, scale, padded, params.num_rows};
-      Linear::load_tokens(shared, u);
-      Linear::run(shared, u, stamps);
-    } else {
-      const CodeActivations<kGroup, false> u{codes, scale, k, padded};
-      Linear::run(shared, u, params.num_rows, stamps);
-    }
+    const CodeActivations<kGroup, false> u{params.u_codes + rank * kKOfBlock,
+                                           params.u_scale + rank * kKOfBlock / kGroup * padded, k,
+                                           padded};
+    Linear::run(shared, u, params.num_rows, stamps);
   }
   constexpr int kQuads = Linear::kOwned / 4;
   const int first_owned = first_row + rank * Linear::kOwned;
