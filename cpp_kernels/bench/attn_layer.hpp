@@ -357,22 +357,33 @@ struct Activations {
     }
     return out;
   }
-  // u as a kernel would send it; scales as u_scale has them.
+  // u and o as a kernel would send them; scales as u_scale and o_scale have them.
   void put_u(const std::vector<std::uint8_t>& codes, const std::vector<float>& scale,
              std::uint32_t tag) {
     u_codes.put(codes);
     u_scale.put(scale);
+    put_packets(packets.u, codes, scale, groups * 1024, tag);
+  }
+  void put_o(const std::vector<std::uint16_t>& halves, const std::vector<float>& scale,
+             std::uint32_t tag) {
+    o.put(halves);
+    o_scale.put(scale);
+    put_packets(packets.o, halves, scale, groups * 4096, tag);
+  }
+  template <class T>
+  void put_packets(void* to, const std::vector<T>& values, const std::vector<float>& scale,
+                   int width, std::uint32_t tag) const {
     if (!hops()) return;
-    std::vector<std::uint32_t> words(codes.size() / 2);
-    const int width = groups * 1024;
-    for (std::size_t i = 0; i < codes.size(); ++i) {
-      words[i / 8 * 4 + i % 8 / 4] |= std::uint32_t{codes[i]} << 8 * (i % 4);
+    constexpr std::size_t kValues = 8 / sizeof(T);  // of a packet
+    std::vector<std::uint32_t> words(values.size() / kValues * 4);
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      std::uint32_t* packet = &words[i / kValues * 4];
+      std::memcpy(reinterpret_cast<T*>(packet) + i % kValues, &values[i], sizeof(T));
       const std::size_t group = i % width / kScaleGroup * padded + i / width;
-      std::memcpy(&words[i / 8 * 4 + 2], &scale[group], 4);
-      words[i / 8 * 4 + 3] = tag;
+      std::memcpy(packet + 2, &scale[group], 4);
+      packet[3] = tag;
     }
-    cuda_must(cudaMemcpy(packets.u, words.data(), words.size() * 4, cudaMemcpyHostToDevice),
-              "copy");
+    cuda_must(cudaMemcpy(to, words.data(), words.size() * 4, cudaMemcpyHostToDevice), "copy");
   }
 
   fused::MixParams mixing(const DeviceWeights& w, int side, std::uint32_t* ticket,

@@ -36,51 +36,48 @@ namespace lowlat::nvidia::fused {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / plat::kWarpLanes;
 constexpr int kHeads = 16;  // of a cluster: one tile of mma
 constexpr int kDim = shape::kHeadDim;
 constexpr int kNope = kDim - shape::kRopeDim;
+// A warp has so many dimensions of every score and of every output.
+constexpr int kWarpDims = kDim / kWarps;
+static_assert(kWarpDims == 64 && shape::kRopeDim == kWarpDims);
 // Pieces of 16 bytes of a stored row: 28 of codes, 8 of bf16.
 constexpr int kPieces = stages::kKvDataBytes / 16;
 constexpr int kCodePieces = kNope / 16;
 constexpr int kListed = kThreads;  // keys that are looked up together
 // A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
 constexpr int kKeyPitch = kDim + 8;
-constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
-// Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
-constexpr int kSumPitch = kDim + 8;
+// Scores and probabilities of a head. Banks: eight heads' first scores are a quarter of them apart,
+// the heads that share a warp in the softmax half of them.
+constexpr int kScorePitch = 40;
 
-// kTile keys are in shared memory together: a step of the second product for each sixteen.
-template <int kTile_, bool kHops>
+// kTile keys are in shared memory together: a step of the second product for each sixteen, and one
+// of half the length where eight are left. kOnce: no block has more keys than that.
+template <int kTile_, bool kHops, bool kOnce>
 struct Shared {
-  static constexpr int kTile = kTile_, kProbPitch = kTile + 8;
+  static constexpr int kTile = kTile_;
   static constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
-  // q where it comes by packets, then scores [kScoreGroups][kHeads][kTile]. A tile's stored rows
-  // and their scale bytes lie over both where nothing of the next tile comes meanwhile, else
-  // behind.
-  static constexpr int kQueryBytes = kHops ? kHeads * kKeyPitch * 2 : 0;
-  static constexpr int kScoreBytes = kScoreGroups * kHeads * kTile * 4;
-  static constexpr bool kAhead = !kHops && kTile == 32;  // a block has several tiles
+  // Scores [kWarps][kHeads][kScorePitch], each warp's part. A tile's stored rows and their scale
+  // bytes lie over them where nothing of the next tile comes meanwhile, else behind.
+  static constexpr int kScoreBytes = kWarps * kHeads * kScorePitch * 4;
+  static constexpr bool kAhead = !kHops && !kOnce;  // a block has several tiles
   static constexpr int kRawAt = kAhead ? kScoreBytes : 0;
   static constexpr int kRawScales = kRawAt + kTile * stages::kKvDataBytes;
   static constexpr int kRawEnd = kRawScales + kTile * 8;
-  static_assert(kTile % 16 == 0 && kHeads <= kTile && kListed >= kTile);
-  union {
-    std::uint16_t key[kTile * kKeyPitch];
-    std::uint16_t sum[kHeads * kSumPitch];  // bf16
-  };
-  // In place of the work, when every block of the cluster has used up its own, what the cluster
-  // sends: by block and then by head of this one, its part of the sums under the largest score that
-  // it saw, that score and its weight.
-  union {
-    alignas(16) unsigned char work[kRawEnd > kQueryBytes + kScoreBytes ? kRawEnd
-                                                                       : kQueryBytes + kScoreBytes];
-    alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
-  };
+  static constexpr int kWarpKeys = kTile / kWarps;  // that a warp asks for and expands
+  static_assert(kTile % kWarps == 0 && kHeads <= kTile && kTile <= kScorePitch && kListed >= kTile);
+  alignas(16) std::uint16_t key[kTile * kKeyPitch];
+  // What the cluster sends: by block and then by head of this one, its part of the sums under the
+  // largest score that it saw; that score and its weight.
+  alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
+  alignas(16) unsigned char work[kRawEnd > kScoreBytes ? kRawEnd : kScoreBytes];
   float2 part_weight[kHeads];
-  std::uint64_t parts;  // barrier
-  std::uint16_t prob[kHeads * kProbPitch];
-  float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
-  float factor[kHeads][kHeads];  // of a block's head and a block's part of it
+  std::uint64_t parts, weights;  // barriers
+  alignas(16) std::uint16_t prob[kHeads * kScorePitch];
+  float rescale[kHeads], sink[kHeads];
+  alignas(16) float factor[kHeads][kHeads];  // of a warp's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   std::int32_t slot[kListed];  // of the block's keys, so many at a time; -1: a pad, or none
   // Where the keys of a tile, and of the next, are stored; NULL: a pad, or none. `late`: of the
@@ -92,21 +89,21 @@ struct Shared {
   std::int8_t late_row[kTile];
 };
 
-// Slots of the keys from `first` on: places count through the window's and then the extra set's
-// indices. A thread a key, whose slot is returned as well.
+// Slot of a row's key: places count through the window's and then the extra set's indices. -1: a
+// pad, or none.
+LOWLAT_DEVICE std::int32_t slot_at(const AttentionParams& params, int row_idx, int place, int end) {
+  if (place >= end) return -1;
+  return place < params.num_window
+             ? __ldg(params.window_idx + row_idx * params.num_window + place)
+             : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
+                     place - params.num_window);
+}
+
+// Slots of the keys from `first` on, a thread a key.
 template <class Shared>
-LOWLAT_DEVICE std::int32_t list_keys(Shared& shared, const AttentionParams& params, int row_idx,
-                                     int first, int end) {
-  const int place = first + plat::thread_idx();
-  std::int32_t slot = -1;
-  if (place < end) {
-    slot = place < params.num_window
-               ? __ldg(params.window_idx + row_idx * params.num_window + place)
-               : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
-                       place - params.num_window);
-  }
-  shared.slot[plat::thread_idx()] = slot;
-  return slot;
+LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int row_idx, int first,
+                             int end) {
+  shared.slot[plat::thread_idx()] = slot_at(params, row_idx, first + plat::thread_idx(), end);
 }
 
 // Where the key of a place is.
@@ -118,9 +115,13 @@ LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, 
       slot);
 }
 
-static_assert(2 * (sizeof(Shared<48, true>) + 1024) <= 228 * 1024 &&
-              2 * (sizeof(Shared<48, false>) + 1024) <= 228 * 1024 &&
-              2 * (sizeof(Shared<32, false>) + 1024) <= 228 * 1024);
+static_assert(2 * (sizeof(Shared<40, true, true>) + 1024) <= 228 * 1024 &&
+              2 * (sizeof(Shared<32, false, false>) + 1024) <= 228 * 1024);
+
+// Of a row's keys, eights.
+constexpr int keys_per_block(int num_keys, int num_blocks) {
+  return ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
+}
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
 template <int kTile>
@@ -134,15 +135,20 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
                : "memory");
 }
 
-// Asks for the stored rows in data[]; those of none are zeros (kFill), or nothing. All threads
-// call. kEarly: some of the step's own keys may not be stored yet, and be read later. Four keys'
-// scales lie in 32 bytes, and copies of eight bytes go through the first-level cache, which would
-// keep what the late ones had been: here they are read past it.
+// Asks for the stored rows in data[], a warp for its keys, which it expands too; those of none are
+// zeros (kFill), or nothing. Whole warps call, each with its own keys' data[] in sight. kEarly: of
+// the step's own keys some may not be stored yet, and be read later. Four keys' scales lie in 32
+// bytes, and copies of eight bytes go through the first-level cache, which would keep what the late
+// ones had been: here they are read past it.
 template <bool kFill, bool kEarly, class Shared>
 LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  constexpr int kWarpPieces = Shared::kWarpKeys * kPieces;
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+  for (int i = warp_idx * kWarpPieces + lane_idx; i < (warp_idx + 1) * kWarpPieces;
+       i += plat::kWarpLanes) {
     const std::uint8_t* row = data[i / kPieces];
     unsigned char* to = shared.work + Shared::kRawAt + 16 * i;
     if (row != nullptr) {
@@ -151,8 +157,8 @@ LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
       *reinterpret_cast<uint4*>(to) = make_uint4(0u, 0u, 0u, 0u);
     }
   }
-  const int key = plat::thread_idx();
-  if (key < Shared::kTile) {
+  if (lane_idx < Shared::kWarpKeys) {
+    const int key = warp_idx * Shared::kWarpKeys + lane_idx;
     unsigned char* to = shared.work + Shared::kRawScales + 8 * key;
     if (data[key] != nullptr) {
       if constexpr (kEarly) {
@@ -174,39 +180,53 @@ LOWLAT_DEVICE std::uint32_t codes_to_bf16(std::uint32_t codes) {
   return sm90::multiply_bf16_pairs(bits, kPower120);
 }
 
+// Keys lie in shared memory so that a thread's sums are 16 dimensions in a row and its packets of q
+// are what meets sixteen bytes of a key: of 64 dimensions, pair 8 u + n (eight of u's) is word u of
+// chunk n, and chunks are turned by the number of the 64, so that pieces of a key that are stored
+// together lie in different banks.
+LOWLAT_DEVICE int chunk_of(int block, int n) { return (n ^ block) * 8; }
+
 LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint32_t scale_code,
                                int number) {
   const int key = number / kPieces, piece = number % kPieces;
-  std::uint16_t* to = keys + key * kKeyPitch;
-  if (piece >= kCodePieces) {
-    *reinterpret_cast<uint4*>(to + kNope + (piece - kCodePieces) * 8) = data;
+  const bool coded = piece < kCodePieces;
+  const int half = piece - kCodePieces;  // of 16 dimensions, where they are bf16
+  const int block = coded ? piece / 4 : kCodePieces / 4;
+  std::uint16_t* to =
+      keys + key * kKeyPitch + block * kWarpDims + 2 * (coded ? piece % 4 : half / 2);
+  const std::uint32_t words[4] = {data.x, data.y, data.z, data.w};
+  if (!coded) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      *reinterpret_cast<std::uint32_t*>(to + chunk_of(block, half % 2 * 4 + j)) = words[j];
+    }
     return;
   }
   // ue8m0 as bf16: the byte is the exponent; byte 0 is the subnormal 2^-127.
   const std::uint32_t one = scale_code == 0u ? 0x40u : scale_code << 7;
   const std::uint32_t scale = one | one << 16;
-  const std::uint32_t words[4] = {data.x, data.y, data.z, data.w};
-  std::uint32_t out[8];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const std::uint32_t even = codes_to_bf16(words[j]);      // codes 0 and 2
     const std::uint32_t odd = codes_to_bf16(words[j] >> 8);  // codes 1 and 3
-    out[2 * j] = sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x5410), scale);
-    out[2 * j + 1] = sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x7632), scale);
+    *reinterpret_cast<std::uint32_t*>(to + chunk_of(block, 2 * j)) =
+        sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x5410), scale);
+    *reinterpret_cast<std::uint32_t*>(to + chunk_of(block, 2 * j + 1)) =
+        sm90::multiply_bf16_pairs(__byte_perm(even, odd, 0x7632), scale);
   }
-  uint4* place = reinterpret_cast<uint4*>(to + piece * 16);
-  place[0] = make_uint4(out[0], out[1], out[2], out[3]);
-  place[1] = make_uint4(out[4], out[5], out[6], out[7]);
 }
 
-// Keys of what was asked for: of all rows, or of those in only[]. All threads call. Short code: it
-// is the longest of the kernel.
+// Keys of what the warp has asked for: of all rows, or of those in only[]. Whole warps call. Short
+// code: it is the longest of the kernel.
 template <class Shared>
 LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) {
+  constexpr int kWarpPieces = Shared::kWarpKeys * kPieces;
+  const int first = plat::thread_idx() / plat::kWarpLanes * kWarpPieces;
   wait_for_copies();
-  plat::block_sync();
+  __syncwarp();
 #pragma unroll 1
-  for (int i = plat::thread_idx(); i < Shared::kTile * kPieces; i += kThreads) {
+  for (int i = first + plat::thread_idx() % plat::kWarpLanes; i < first + kWarpPieces;
+       i += plat::kWarpLanes) {
     const int key = i / kPieces, piece = i % kPieces;
     if (only != nullptr && only[key] == nullptr) continue;
     store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + Shared::kRawAt + 16 * i),
@@ -223,60 +243,64 @@ LOWLAT_DEVICE PowerScale half_scale(float amax) {
           plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23)};
 }
 
-// V4: packets of q as they are sent become those of normed and rotated heads. All threads call; a
-// thread has packet thread_idx % 128 of every second head. shared.factor is free until the end.
+// e^v, which the approximation of 2^v decides; 0 of -inf and of what is no normal number.
+LOWLAT_DEVICE float quick_exp(float v) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v * kLog2e));
+  return out;
+}
+
+// V4: packets of q as they are sent, of the calling thread's two heads, become those of normed and
+// rotated ones. All threads call; shared.factor is free until the end.
 template <int kPackets, class Memory>
-LOWLAT_DEVICE void norm_heads(HopWords (&words)[kPackets], Memory& shared, float norm_eps) {
-  constexpr int kPacketsAHead = kDim / 4, kPacketsATile = 16, kAtOnce = kThreads / kPacketsAHead;
-  static_assert(kPackets * kAtOnce == kHeads && 2 * kPacketsATile == plat::kWarpLanes);
-  constexpr int kWarpsAHead = kPacketsAHead / plat::kWarpLanes;
-  const int packet = plat::thread_idx() % kPacketsAHead, half = plat::thread_idx() / kPacketsAHead;
-  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Memory& shared, float norm_eps) {
+  const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  const int g = plat::thread_idx() % plat::kWarpLanes / 4, t = plat::thread_idx() % 4;
+  // Every packet has the squares of its warp's dimensions.
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    const float own = plat::bits_float(words[i].third);
-    const float other = plat::warp_shuffle_xor(own, kPacketsATile);
-    if (lane_idx == 0) {
-      shared.factor[i * kAtOnce + half][packet / plat::kWarpLanes] = own + other;
-    }
+  for (int half = 0; half < 2; ++half) {
+    if (t == 0)
+      shared.factor[g + 8 * half][warp_idx] = plat::bits_float(words[half * kPackets].third);
   }
   plat::block_sync();
-  const int turned = 4 * packet - kNope;  // among the head's rotating dimensions
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    const float* parts = shared.factor[i * kAtOnce + half];
+  for (int half = 0; half < 2; ++half) {
+    const float* parts = shared.factor[g + 8 * half];
     float squares = parts[0];
 #pragma unroll
-    for (int j = 1; j < kWarpsAHead; ++j) squares += parts[j];
+    for (int j = 1; j < kWarps; ++j) squares += parts[j];
     const float norm = quick_rsqrt(squares / static_cast<float>(kDim) + norm_eps);
-    std::uint32_t pairs[2] = {low_word(words[i].pair), high_word(words[i].pair)};
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float a = quick_bf16(sm90::low_bf16(pairs[j]) * norm);
-      float b = quick_bf16(sm90::high_bf16(pairs[j]) * norm);
-      if (turned >= 0) {
-        const float2 turn = shared.turn[turned / 2 + j];
-        const float first = a * turn.x - b * turn.y;
-        b = a * turn.y + b * turn.x;
-        a = first;
+    for (int i = 0; i < kPackets; ++i) {
+      std::uint64_t& both = words[half * kPackets + i].pair;
+      std::uint32_t pairs[2] = {low_word(both), high_word(both)};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float a = quick_bf16(sm90::low_bf16(pairs[j]) * norm);
+        float b = quick_bf16(sm90::high_bf16(pairs[j]) * norm);
+        if (warp_idx == kWarps - 1) {
+          const float2 turn = shared.turn[8 * i + 2 * t + j];
+          const float first = a * turn.x - b * turn.y;
+          b = a * turn.y + b * turn.x;
+          a = first;
+        }
+        pairs[j] = sm90::to_bf16_pair(a, b);
       }
-      pairs[j] = sm90::to_bf16_pair(a, b);
+      both = static_cast<std::uint64_t>(pairs[1]) << 32 | pairs[0];
     }
-    words[i].pair = static_cast<std::uint64_t>(pairs[1]) << 32 | pairs[0];
   }
 }
 
 // kHops: q, the step's own keys and o are packets.
-template <class M, bool kHops, int kTile>
+template <class M, bool kHops, int kTile, bool kOnce>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
-  using Memory = Shared<kTile, kHops>;
-  constexpr int kPerThread = Memory::kPerThread, kProbPitch = Memory::kProbPitch;
+  using Memory = Shared<kTile, kHops, kOnce>;
+  constexpr int kPerThread = Memory::kPerThread;
   extern __shared__ __align__(128) unsigned char memory[];
   Memory& shared = *reinterpret_cast<Memory*>(memory);
-  [[maybe_unused]] auto* const query_of_heads = reinterpret_cast<std::uint16_t*>(shared.work);
-  auto* const scores =
-      reinterpret_cast<float (*)[kHeads][kTile]>(shared.work + Memory::kQueryBytes);
+  auto* const scores = reinterpret_cast<float (*)[kHeads][kScorePitch]>(shared.work);
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
@@ -297,7 +321,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     // A request has at most the step's rows.
     completes = count - seen * params.extra_ratio < params.num_rows;
   }
-  const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
+  const int per_block = keys_per_block(num_keys, num_blocks);
   const int first_key = min(block_idx * per_block, num_keys);
   const int end_key = min(first_key + per_block, num_keys);
   // Of all that a row sees only the last entry may be the step's own. Where entries are selected, a
@@ -305,62 +329,48 @@ __global__ void __launch_bounds__(kThreads, 2)
   // a later kernel of the chain overwrites.
   const bool selects = params.selected.word != nullptr && completes &&
                        (end_key > params.num_window || end_key == num_keys);
-  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
-  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
-  // a step is that of the pieces.
-  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
-  uint4 query[4][2];
+  // Fragments of q: of a warp's 64 dimensions, in four steps of sixteen, a thread has four in a row
+  // of heads g and g + 8: a packet each.
+  constexpr int kSteps = kWarpDims / 16;
+  uint2 query[2 * kSteps];
+  [[maybe_unused]] HopEnd end = HopEnd::none;  // reported when few registers are in use
   const auto take_query = [&] {
+    const std::int64_t head =
+        static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g;
+    const int first_packet = warp_idx * (kWarpDims / 4) + t;
     if constexpr (kHops) {
+      const auto* q = static_cast<const plat::TaggedWords*>(params.packets.q);
       wait_for_signs(hop,
                      {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
-                      static_cast<const plat::TaggedWords*>(params.packets.q) +
-                          (row_idx * params.num_heads + first_head) * (kDim / 4),
-                      kHeads * (kDim / 4) / plat::kWarpLanes});
+                      q + (head - g) * (kDim / 4), kHeads * (kDim / 4) / plat::kWarpLanes},
+                     HopKeeps{end});
       stamps.mark(StampStage::wait);
-      // The cluster's head rows come once a block, by way of shared memory: packets lie as they are
-      // read, and two warps have the same fragments.
-      constexpr int kPackets = kHeads * (kDim / 4) / kThreads;
-      HopWords words[kPackets];
-      const auto* from = static_cast<const plat::TaggedWords*>(params.packets.q) +
-                         (row_idx * params.num_heads + first_head) * (kDim / 4) + thread_idx;
-      take_packets(words, hop, (1u << kPackets) - 1u, [&](int i) { return from + i * kThreads; });
-      if constexpr (M::kNormsHeads) norm_heads(words, shared, params.norm_eps);
+      HopWords words[2 * kSteps];
+      const auto* from = q + head * (kDim / 4) + first_packet;
+      take_packets(
+          words, hop, (1u << 2 * kSteps) - 1u,
+          [&](int i) { return from + i / kSteps * (8 * kDim / 4) + i % kSteps * 4; },
+          HopKeeps{end});
+      if constexpr (M::kNormsHeads) norm_heads<kSteps>(words, shared, params.norm_eps);
 #pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const int packet = thread_idx + i * kThreads;
-        *reinterpret_cast<uint2*>(query_of_heads + packet / (kDim / 4) * kKeyPitch +
-                                  packet % (kDim / 4) * 4) =
-            make_uint2(low_word(words[i].pair), high_word(words[i].pair));
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        query[i] = make_uint2(low_word(words[i].pair), high_word(words[i].pair));
       }
-      plat::block_sync();
       stamps.mark(StampStage::read);
-#pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          query[step][half] = *reinterpret_cast<const uint4*>(
-              query_of_heads + (g + 8 * half) * kKeyPitch + score_group * 128 + step * 32 + 8 * t);
-        }
-      }
     } else {
+      const std::uint16_t* from = params.q + head * kDim + 4 * first_packet;
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const std::int64_t head =
-              static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
-          query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
-              params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
-        }
+      for (int i = 0; i < 2 * kSteps; ++i) {
+        query[i] = __ldcg(
+            reinterpret_cast<const uint2*>(from + i / kSteps * (8 * kDim) + i % kSteps * 16));
       }
     }
   };
-  const auto make_turn = [&] {
-    if (thread_idx < shape::kRopeDim / 2) {
-      const float angle =
-          static_cast<float>(params.positions[row_idx]) * params.rope.values[thread_idx];
-      shared.turn[thread_idx] = turn_by(angle);
+  const auto make_turn = [&] {  // by the last warp
+    const int pair = thread_idx - (kThreads - shape::kRopeDim / 2);
+    if (pair >= 0) {
+      const float angle = static_cast<float>(params.positions[row_idx]) * params.rope.values[pair];
+      shared.turn[pair] = turn_by(angle);
     }
   };
   // A selection comes later than q does, all that a row sees earlier.
@@ -375,40 +385,45 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.parts, 1);
+    sm90::barrier_init(&shared.weights, 1);
     sm90::fence_barrier_init();
-    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part + sizeof shared.part_weight);
+    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part);
+    sm90::barrier_arrive_expect(&shared.weights, sizeof shared.part_weight);
   }
-  const std::int32_t slot = list_keys(shared, params, row_idx, first_key, end_key);
-  if (thread_idx < kHeads) {
-    shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
-    shared.top[thread_idx] = -INFINITY;
-    shared.weight[thread_idx] = 0.0f;
-  }
+  sm90::cluster_arrive_relaxed();  // the block takes what the others send
+  if constexpr (!kOnce) list_keys(shared, params, row_idx, first_key, end_key);
   bool any_late = false;
-  if (thread_idx < kTile) {
-    const int place = first_key + thread_idx;
-    const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
-    bool late = false;
+  if (lane_idx < Memory::kWarpKeys) {
+    const int key = warp_idx * Memory::kWarpKeys + lane_idx, place = first_key + key;
+    const std::int32_t slot = slot_at(params, row_idx, place, end_key);
     int late_row = -1;
-    if (place < params.num_window) {
-#pragma unroll 4
-      for (int i = 0; i < params.num_rows; ++i) {
-        if (__ldg(params.kv_slots + i) == slot) late_row = i;
+    constexpr int kAtOnce = 8;
+#pragma unroll 1
+    for (int first = 0; first < params.num_rows; first += kAtOnce) {
+      std::int32_t written[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        written[i] = __ldg(params.kv_slots + min(first + i, params.num_rows - 1));
       }
-      late = late_row >= 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (written[i] == slot) late_row = min(first + i, params.num_rows - 1);
+      }
     }
-    const bool there = row.data != nullptr;
-    shared.late_row[thread_idx] = static_cast<std::int8_t>(there ? late_row : -1);
-    shared.data[0][thread_idx] = late ? nullptr : row.data;
-    shared.late[thread_idx] = late ? row.data : nullptr;
-    shared.scales[0][thread_idx] = row.scales;
-    any_late = late && there;
+    const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
+    const bool late = late_row >= 0 && place < params.num_window && row.data != nullptr;
+    shared.late_row[key] = static_cast<std::int8_t>(late ? late_row : -1);
+    shared.data[0][key] = late ? nullptr : row.data;
+    shared.late[key] = late ? row.data : nullptr;
+    shared.scales[0][key] = row.scales;
+    any_late = late;
   }
-  any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
+  __syncwarp();
   ask_for_tile<true, !kHops>(shared, shared.data[0], shared.scales[0]);
+  if (thread_idx < kHeads) shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
   if (!query_first) make_turn();
   expand_tile(shared, nullptr);
-  plat::block_sync();
+  any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
   if (!query_first) stamps.mark(StampStage::ask);
 
   if constexpr (!kHops) {
@@ -433,17 +448,37 @@ __global__ void __launch_bounds__(kThreads, 2)
                   words[0].third, piece_of(i));
     }
   }
-  if (!query_first) take_query();
   if (!kHops && any_late) {
-    if (thread_idx < kTile) shared.data[1][thread_idx] = shared.late[thread_idx];
-    plat::block_sync();
-    ask_for_tile<false, false>(shared, shared.data[1], shared.scales[0]);
-    expand_tile(shared, shared.data[1]);
-    plat::block_sync();
+    ask_for_tile<false, false>(shared, shared.late, shared.scales[0]);
+    expand_tile(shared, shared.late);
   }
 
   if (!kHops || query_first) stamps.mark(StampStage::read);
-  float sum[8][4] = {};  // of a warp's 64 dimensions
+  sm90::cluster_wait();
+  float sum[8][4] = {};  // of a warp's 64 dimensions: heads g and g + 8, dimensions 16 t and on
+  // The softmax has 16 threads a head; the largest score so far, and the sum of probabilities.
+  const int head = warp_idx / 2 * 4 + warp_idx % 2 + lane_idx / 16 * 2;
+  const int first_of_thread = lane_idx % 16;
+  float top = -INFINITY, weight = 0.0f;
+  // Each head's part goes to the block that finishes it: where to, in that block.
+  const int heads_per_block = kHeads >> (31 - __clz(num_blocks));
+  std::uint32_t to[2], barrier[2], weight_to, weight_barrier;
+  const auto find_owners = [&] {
+    const auto owner_of = [&](int of) { return of * num_blocks / kHeads; };
+    const auto slot_of = [&](int of) {
+      return block_idx * heads_per_block + (of & (heads_per_block - 1));
+    };
+    // Head g + 8 has the same place as head g, in another block.
+    const std::uint16_t* place = &shared.part[slot_of(g)][warp_idx * kWarpDims + 16 * t];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int owner = owner_of(g) + half * (num_blocks / 2);
+      to[half] = sm90::peer_address(place, owner);
+      barrier[half] = sm90::peer_address(&shared.parts, owner);
+    }
+    weight_to = sm90::peer_address(&shared.part_weight[slot_of(head)], owner_of(head));
+    weight_barrier = sm90::peer_address(&shared.weights, owner_of(head));
+  };
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
@@ -452,19 +487,21 @@ __global__ void __launch_bounds__(kThreads, 2)
       expand_tile(shared, nullptr);
     }
     const int next = first + kTile;
-    if (next < end_key && next + kTile > listed + kListed) {
-      // The list ends before the next tile does: the next list begins with that tile's keys.
-      plat::block_sync();
-      list_keys(shared, params, row_idx, next, end_key);
-      listed = next;
-      plat::block_sync();
-    }
-    if (thread_idx < kTile && next < end_key) {
-      // None is late any more: the kernels before have ended.
-      const stages::KvRow<std::uint8_t> row =
-          key_at(params, next + thread_idx, shared.slot[next + thread_idx - listed]);
-      shared.data[side ^ 1][thread_idx] = row.data;
-      shared.scales[side ^ 1][thread_idx] = row.scales;
+    if constexpr (!kOnce) {
+      if (next < end_key && next + kTile > listed + kListed) {
+        // The list ends before the next tile does: the next list begins with that tile's keys.
+        plat::block_sync();
+        list_keys(shared, params, row_idx, next, end_key);
+        listed = next;
+        plat::block_sync();
+      }
+      if (thread_idx < kTile && next < end_key) {
+        // None is late any more: the kernels before have ended.
+        const stages::KvRow<std::uint8_t> row =
+            key_at(params, next + thread_idx, shared.slot[next + thread_idx - listed]);
+        shared.data[side ^ 1][thread_idx] = row.data;
+        shared.scales[side ^ 1][thread_idx] = row.scales;
+      }
     }
     plat::block_sync();
     if (Memory::kAhead &&
@@ -472,192 +509,254 @@ __global__ void __launch_bounds__(kThreads, 2)
       ask_for_tile<true, false>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
     }
 
-    constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
+    // Of few rows what the products need of the keys is in registers before q is there.
+    constexpr int kScoreTiles = kTile / 8;  // of eight keys
+    constexpr int kValueSteps =
+        kTile / 16;  // of sixteen keys, and one of eight where they are left
+    constexpr bool kHalfStep = kTile % 16 != 0;
+    const std::uint16_t* const own_dims = shared.key + warp_idx * kWarpDims;
+    uint4 key[kScoreTiles][2];
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        key[n][j] = *reinterpret_cast<const uint4*>(own_dims + (8 * n + g) * kKeyPitch +
+                                                    chunk_of(warp_idx, 2 * t + j));
+      }
+    }
+    std::uint32_t value[kValueSteps][8][2];
+    [[maybe_unused]] std::uint32_t half_value[8];
+    const auto load_values = [&] {
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step) {
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+          std::uint32_t b[4];
+          sm90::load_matrices_turned(b, own_dims + (step * 16 + lane_idx % 16) * kKeyPitch +
+                                            chunk_of(warp_idx, n + lane_idx / 16));
+          value[step][n][0] = b[0], value[step][n][1] = b[1];
+          value[step][n + 1][0] = b[2], value[step][n + 1][1] = b[3];
+        }
+      }
+    };
+    const auto load_half_values = [&] {
+      if constexpr (kHalfStep) {
+#pragma unroll
+        for (int n = 0; n < 8; n += 4) {
+          std::uint32_t b[4];
+          sm90::load_matrices_turned(b, own_dims + (kValueSteps * 16 + lane_idx % 8) * kKeyPitch +
+                                            chunk_of(warp_idx, n + lane_idx / 8));
+#pragma unroll
+          for (int j = 0; j < 4; ++j) half_value[n + j] = b[j];
+        }
+      }
+    };
+    if constexpr (kOnce) load_values();
+    // Of the softmax a thread has two keys side by side, and one of the last eight.
+    constexpr int kKeys = kHalfStep ? 3 : 2;
+    static_assert(kTile == 32 + (kHalfStep ? 8 : 0));
+    const auto place_of = [&](int i) {
+      return i < 2 ? 2 * first_of_thread + i : 32 + first_of_thread % 8;
+    };
+    std::uint32_t used = 0;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const int place = place_of(i);
+      if ((i < 2 || first_of_thread < 8) &&
+          (shared.data[side][place] != nullptr ||
+           (first == first_key && shared.late[place] != nullptr))) {
+        used |= 1u << i;
+      }
+    }
+    if (first == first_key && !query_first) take_query();
+
     float score[kScoreTiles][4] = {};
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const uint4 &low = query[step][0], &high = query[step][1];
-      const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
-                                     {low.z, high.z, low.w, high.w}};
+    for (int step = 0; step < kSteps; ++step) {
+      const int word = step / 2, u = step % 2 * 2;
+      const auto of = [&](int i) { return word == 0 ? query[i].x : query[i].y; };
+      const std::uint32_t a[4] = {of(u), of(kSteps + u), of(u + 1), of(kSteps + u + 1)};
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) {
-        const uint4 b = *reinterpret_cast<const uint4*>(
-            shared.key + (key_half * (kTile / 2) + n * 8 + g) * kKeyPitch + score_group * 128 +
-            step * 32 + 8 * t);
-        const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
-        sm90::mma_bf16(score[n], a[0], b_low);
-        sm90::mma_bf16(score[n], a[1], b_high);
+        const uint4& chunk = key[n][word];
+        const std::uint32_t b[2] = {u == 0 ? chunk.x : chunk.z, u == 0 ? chunk.y : chunk.w};
+        sm90::mma_bf16(score[n], a, b);
       }
     }
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
-      float* to = &scores[score_group][g][key_half * (kTile / 2) + n * 8 + 2 * t];
+      float* to = &scores[warp_idx][g][8 * n + 2 * t];
       *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
-      *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
+      *reinterpret_cast<float2*>(to + 8 * kScorePitch) = make_float2(score[n][2], score[n][3]);
     }
+    if constexpr (kOnce) load_half_values();
     plat::block_sync();
 
-    // Softmax of the tile: 16 threads a head.
+    float p[kKeys], rescale = 0.0f;
     {
       constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
-      constexpr float kLog2e = 1.4426950408889634f;
-      const int head = thread_idx / 16, first_of_thread = thread_idx % 16;
-      constexpr int kKeys = kTile / 16;  // of a thread
-      float s[kKeys], top = -INFINITY;
+      const float old_top = top;
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) p[i] = 0.0f;
+#pragma unroll
+      for (int part = 0; part < kWarps; ++part) {
+        const float* of = scores[part][head];
+        const float2 two = *reinterpret_cast<const float2*>(of + place_of(0));
+        p[0] += two.x, p[1] += two.y;
+        if constexpr (kHalfStep) p[2] += of[place_of(2)];
+      }
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        const int key = first_of_thread + 16 * i;
-        float total = scores[0][head][key];
-#pragma unroll
-        for (int group = 1; group < kScoreGroups; ++group) {
-          total += scores[group][head][key];
-        }
-        const bool used = shared.data[side][key] != nullptr ||
-                          (first == first_key && shared.late[key] != nullptr);
-        s[i] = used ? total * kScale : -INFINITY;
-        top = plat::max(s[i], top);
+        p[i] = (used >> i & 1u) != 0u ? p[i] * kScale : -INFINITY;
+        top = fmaxf(p[i], top);
       }
 #pragma unroll
       for (int mask = 1; mask < 16; mask *= 2) {
-        top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
+        top = fmaxf(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
       }
-      const float old_top = shared.top[head];
-      top = plat::max(old_top, top);
       // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
       const float base = top == -INFINITY ? 0.0f : top;
-      float weight = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) {
-        const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
-        shared.prob[head * kProbPitch + first_of_thread + 16 * i] =
-            static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
-        weight += p;
+      for (int i = 0; i < kKeys; ++i) p[i] = quick_exp(p[i] - base);
+      const auto keep = [&](int i, float other) {
+        const std::uint32_t pair = sm90::to_bf16_pair(p[i], other);
+        p[i] = sm90::low_bf16(pair);
+        return pair;
+      };
+      std::uint16_t* const prob = shared.prob + head * kScorePitch;
+      const std::uint32_t pair = keep(0, p[1]);
+      p[1] = sm90::high_bf16(pair);
+      *reinterpret_cast<std::uint32_t*>(prob + place_of(0)) = pair;
+      if constexpr (kHalfStep) {
+        const std::uint32_t last = keep(2, 0.0f);
+        if (first_of_thread < 8) prob[place_of(2)] = static_cast<std::uint16_t>(last);
       }
-#pragma unroll
-      for (int mask = 1; mask < 16; mask *= 2) {
-        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
-      }
-      if (first_of_thread == 0) {
-        const float rescale = exp2f((old_top - base) * kLog2e);
-        shared.rescale[head] = rescale;
-        shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
-        shared.top[head] = top;
+      if constexpr (!kOnce) {
+        rescale = quick_exp(old_top - base);
+        if (first_of_thread == 0) shared.rescale[head] = rescale;
       }
     }
     plat::block_sync();
-    if (next >= end_key) sm90::cluster_arrive_relaxed();  // the block's work is used up
 
-    if (first != first_key) {
-      const float low = shared.rescale[g], high = shared.rescale[g + 8];
+    if constexpr (!kOnce) {
+      load_values();
+      load_half_values();
+      if (first != first_key) {
+        const float low = shared.rescale[g], high = shared.rescale[g + 8];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        sum[n][0] *= low, sum[n][1] *= low;
-        sum[n][2] *= high, sum[n][3] *= high;
+        for (int n = 0; n < 8; ++n) {
+          sum[n][0] *= low, sum[n][1] *= low;
+          sum[n][2] *= high, sum[n][3] *= high;
+        }
       }
     }
+    find_owners();
+    std::uint32_t a[kValueSteps][4];
 #pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
-      const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
-      const auto pair = [](const std::uint16_t* at) {
-        return *reinterpret_cast<const std::uint32_t*>(at);
-      };
-      const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
-                                  pair(prob + 8 * kProbPitch + 8)};
-#pragma unroll
-      for (int n = 0; n < 8; n += 2) {
-        std::uint32_t b[4];
-        sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
-                                          warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
-        const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
-        sm90::mma_bf16(sum[n], a, b_low);
-        sm90::mma_bf16(sum[n + 1], a, b_high);
-      }
+    for (int step = 0; step < kValueSteps; ++step) {
+      sm90::load_matrices(
+          a[step], shared.prob + lane_idx % 16 * kScorePitch + step * 16 + lane_idx / 16 * 8);
     }
+    [[maybe_unused]] std::uint32_t half_a[2];
+    if constexpr (kHalfStep) {
+      sm90::load_matrices(half_a, shared.prob + lane_idx % 16 * kScorePitch + kValueSteps * 16);
+    }
+#pragma unroll
+    for (int step = 0; step < kValueSteps; ++step) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sm90::mma_bf16(sum[n], a[step], value[step][n]);
+    }
+    if constexpr (kHalfStep) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sm90::mma_bf16_half(sum[n], half_a, half_value[n]);
+    }
+    float added = p[0];
+#pragma unroll
+    for (int i = 1; i < kKeys; ++i) added += p[i];
+#pragma unroll
+    for (int mask = 1; mask < 16; mask *= 2) {
+      added += __shfl_xor_sync(plat::kAllLanes, added, mask);
+    }
+    weight = plat::fma(weight, rescale, added);
+    if constexpr (kOnce) break;
     plat::block_sync();  // the tile's memory is free
   }
-
-  plat::block_sync();  // also where there was no tile: the pieces' stores are over
-  if (first_key >= end_key) sm90::cluster_arrive_relaxed();
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
-    *reinterpret_cast<std::uint32_t*>(to) = sm90::to_bf16_pair(sum[n][0], sum[n][1]);
-    *reinterpret_cast<std::uint32_t*>(to + 8 * kSumPitch) =
-        sm90::to_bf16_pair(sum[n][2], sum[n][3]);
-  }
-  plat::block_sync();
+  if (first_key >= end_key) find_owners();
   stamps.mark(StampStage::compute);
-  // Each head's part goes to the block that finishes it.
-  const int heads_per_block = kHeads / num_blocks;
-  sm90::cluster_wait();
-  if (thread_idx < kHeads) {
-    const int slot = block_idx * heads_per_block + thread_idx % heads_per_block;
-    const int owner = thread_idx / heads_per_block;
-    sm90::send_to_peer(sm90::peer_address(&shared.part_weight[slot], owner), shared.top[thread_idx],
-                       shared.weight[thread_idx], sm90::peer_address(&shared.parts, owner));
-  }
-  constexpr int kChunks = kDim / 8;
-#pragma unroll 1
-  for (int i = thread_idx; i < kHeads * kChunks; i += kThreads) {
-    const int head = i / kChunks, chunk = i % kChunks * 8;
-    const int slot = block_idx * heads_per_block + head % heads_per_block;
-    const int owner = head / heads_per_block;
-    sm90::send_to_peer(sm90::peer_address(&shared.part[slot][chunk], owner),
-                       *reinterpret_cast<const uint4*>(shared.sum + head * kSumPitch + chunk),
-                       sm90::peer_address(&shared.parts, owner));
-  }
-  wait_for_cluster(&shared.parts, 0);
-  stamps.mark(StampStage::sum);
 
-  // Each block finishes its heads. The weight of each block's part of a head comes from 16 threads
-  // a head.
-  constexpr float kLog2e = 1.4426950408889634f;
-  [[maybe_unused]] const int padded = padded_rows(params.num_rows);
-  const int part = thread_idx % kHeads, local = thread_idx / kHeads;
-  if (local < heads_per_block) {
-    const bool there = part < num_blocks;
-    const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + local];
-    const float top = there ? from.x : -INFINITY;
-    float weight = there ? from.y : 0.0f;
-    const float sink = shared.sink[block_idx * heads_per_block + local];
-    float most = plat::max(top, sink);
-    // Lanes of a half warp alone, where the block has one head.
-    const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
+  if (first_of_thread == 0) sm90::send_to_peer(weight_to, top, weight, weight_barrier);
 #pragma unroll
-    for (int mask = 1; mask < kHeads; mask *= 2) {
-      most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
-    }
-    const float base = most == -INFINITY ? 0.0f : most;
-    const float factor = exp2f((top - base) * kLog2e);
-    weight *= factor;
+  for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int mask = 1; mask < kHeads; mask *= 2) {
-      weight += __shfl_xor_sync(lanes, weight, mask);
+    for (int i = 0; i < 2; ++i) {
+      const auto pair = [&](int n) {
+        return sm90::to_bf16_pair(sum[4 * i + n][2 * half], sum[4 * i + n][2 * half + 1]);
+      };
+      sm90::send_to_peer(to[half] + 16 * i, make_uint4(pair(0), pair(1), pair(2), pair(3)),
+                         barrier[half]);
     }
-    weight += exp2f((sink - base) * kLog2e);
-    shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
   }
-  plat::block_sync();
-  // A thread has so many dimensions that a group lies in one warp: all threads have a head (V4:
-  // half of them each).
-  constexpr int kGroup = M::kScaleBlock, kDims = kGroup > 64 ? 4 : 2;
+
+  // Each block finishes its heads: four warps one, a thread four dimensions in a row.
+  [[maybe_unused]] const int padded = padded_rows(params.num_rows);
+  constexpr int kGroup = M::kScaleBlock, kDims = 4;
   constexpr int kAtOnce = kThreads * kDims / kDim, kLanes = kGroup / kDims;
   static_assert(kAtOnce >= 1 && kLanes <= plat::kWarpLanes);
   const int dim = thread_idx * kDims % kDim;
+  float2 turn[kDims / 2];
+#pragma unroll
+  for (int j = 0; j < kDims / 2; ++j) turn[j] = shared.turn[max(dim - kNope, 0) / 2 + j];
 #pragma unroll 1
   for (int i = thread_idx * kDims / kDim; i < heads_per_block; i += kAtOnce) {
     const int head = block_idx * heads_per_block + i;
-    float v[kDims] = {};
-#pragma unroll 4
-    for (int block = 0; block < num_blocks; ++block) {
-      const std::uint16_t* part = &shared.part[block * heads_per_block + i][dim];
-      const float factor = shared.factor[i][block];
+    const std::int64_t place =
+        (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
+    // The weight of each block's part of the head comes from a lane for each.
+    const float sink = shared.sink[head];
+    wait_for_weights(&shared.weights, 0);
+    {
+      const int part = lane_idx % kHeads;
+      const bool there = part < num_blocks;
+      const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + i];
+      const float top = there ? from.x : -INFINITY;
+      float weight = there ? from.y : 0.0f;
+      float most = fmaxf(top, sink);
 #pragma unroll
-      for (int j = 0; j < kDims; j += 2) {
-        const std::uint32_t pair = *reinterpret_cast<const std::uint32_t*>(part + j);
-        v[j] = plat::fma(sm90::low_bf16(pair), factor, v[j]);
-        v[j + 1] = plat::fma(sm90::high_bf16(pair), factor, v[j + 1]);
+      for (int mask = 1; mask < kHeads; mask *= 2) {
+        most = fmaxf(__shfl_xor_sync(plat::kAllLanes, most, mask), most);
       }
+      const float base = most == -INFINITY ? 0.0f : most;
+      const float factor = quick_exp(top - base);
+      weight *= factor;
+#pragma unroll
+      for (int mask = 1; mask < kHeads; mask *= 2) {
+        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+      }
+      weight += quick_exp(sink - base);
+      __syncwarp();
+      shared.factor[warp_idx][part] = weight > 0.0f ? __fdividef(factor, weight) : 0.0f;
+      __syncwarp();
+    }
+    wait_for_weights(&shared.parts, 0);
+    stamps.mark(StampStage::sum);
+    float v[kDims] = {};
+    const auto add_parts = [&]<int kCount>(int first) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const uint2 pairs =
+            *reinterpret_cast<const uint2*>(&shared.part[(first + j) * heads_per_block + i][dim]);
+        const float factor = shared.factor[warp_idx][first + j];
+        v[0] = plat::fma(sm90::low_bf16(pairs.x), factor, v[0]);
+        v[1] = plat::fma(sm90::high_bf16(pairs.x), factor, v[1]);
+        v[2] = plat::fma(sm90::low_bf16(pairs.y), factor, v[2]);
+        v[3] = plat::fma(sm90::high_bf16(pairs.y), factor, v[3]);
+      }
+    };
+    if (num_blocks == kHeads) {
+      add_parts.template operator()<kHeads>(0);
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < num_blocks; first += 2) add_parts.template operator()<2>(first);
     }
     float amax = 0.0f;
 #pragma unroll
@@ -665,16 +764,15 @@ __global__ void __launch_bounds__(kThreads, 2)
       v[j] = quick_bf16(v[j]);
       v[j + 1] = quick_bf16(v[j + 1]);
       if (dim >= kNope) {
-        const float2 turn = shared.turn[(dim + j - kNope) / 2];
-        const float turned = v[j] * turn.x + v[j + 1] * turn.y;
-        v[j + 1] = quick_bf16(v[j + 1] * turn.x - v[j] * turn.y);
+        const float turned = v[j] * turn[j / 2].x + v[j + 1] * turn[j / 2].y;
+        v[j + 1] = quick_bf16(v[j + 1] * turn[j / 2].x - v[j] * turn[j / 2].y);
         v[j] = quick_bf16(turned);
       }
-      amax = plat::max(plat::max(plat::abs(v[j]), plat::abs(v[j + 1])), amax);
+      amax = fmaxf(fmaxf(plat::abs(v[j]), plat::abs(v[j + 1])), amax);
     }
 #pragma unroll
     for (int mask = 1; mask < kLanes; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+      amax = fmaxf(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
     }
     const bool quantizes = M::kQuantizedO && !params.plain_o;
     const PowerScale group = quantizes ? power_scale(amax) : half_scale(amax);
@@ -690,21 +788,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         pairs[j / 2] = sm90::to_f16_pair(a, b);
       }
     }
-    const std::int64_t place =
-        (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
     if constexpr (kHops) {
-      std::uint32_t next = pairs[kDims / 2 - 1];
-      if constexpr (kDims == 2) {
-        next = __shfl_down_sync(plat::kAllLanes, pairs[0], 1);
-        if (thread_idx % 2 != 0) continue;
-      }
       send_packet(static_cast<plat::TaggedWords*>(params.packets.o) + place / 4, hop.tag, pairs[0],
-                  next, plat::float_bits(group.scale));
+                  pairs[1], plat::float_bits(group.scale));
     } else {
-#pragma unroll
-      for (int j = 0; j < kDims; j += 2) {
-        *reinterpret_cast<std::uint32_t*>(params.o + place + j) = pairs[j / 2];
-      }
+      *reinterpret_cast<uint2*>(params.o + place) = make_uint2(pairs[0], pairs[1]);
       if (dim % kGroup == 0) {
         params.o_scale[((first_head + head) * (kDim / kGroup) + dim / kGroup) * padded + row_idx] =
             group.scale;
@@ -712,6 +800,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   stamps.mark(StampStage::store);
+  if (kHops && end != HopEnd::none) report_end(hop, end);
   if constexpr (!kHops) open_gate(params.done);
 }
 
@@ -726,16 +815,22 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
-  if (params.num_rows > kHopRows) {
-    return launch_attention_wide(params, blocks, programmatic, stream);
-  }
   return with_model(params.model, [&]<class M>() {
-    const auto launch = [&]<bool kHops, int kTile>() {
-      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile>,
+    const auto launch = [&]<bool kHops, int kTile, bool kOnce>() {
+      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile, kOnce>,
                            dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
-                           sizeof(Shared<kTile, kHops>), blocks, programmatic, stream, params);
+                           sizeof(Shared<kTile, kHops, kOnce>), blocks, programmatic, stream,
+                           params);
     };
-    return launch.template operator()<true, 48>();
+    // Two blocks have room on a multiprocessor. A plain layer's have one tile up to sixteen rows.
+    constexpr int kLargest = kScorePitch;
+    const bool once = keys_per_block(params.num_window + params.num_extra, blocks) <= kLargest;
+    if (params.num_rows > kHopRows) {
+      return once ? launch.template operator()<false, kLargest, true>()
+                  : launch_attention_wide(params, blocks, programmatic, stream);
+    }
+    return once ? launch.template operator()<true, kLargest, true>()
+                : launch.template operator()<true, kLargest, false>();
   });
 }
 

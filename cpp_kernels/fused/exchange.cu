@@ -20,19 +20,13 @@
 // The platform comes first.
 #include "fused/exchange.cuh"
 #include "fused/exchange_gate.cuh"
-#include "fused/exchange_hop.cuh"
+#include "fused/exchange_norm.cuh"
 #include "fused/front_launch.cuh"
-#include "fused/front_quant.cuh"
-#include "fused/mix.hpp"
 #include "platform/nvidia_sm90.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
-#include "platform/nvidia_sm90_fp8.cuh"
 
 namespace lowlat::nvidia::fused {
 namespace {
-
-constexpr int kBlocksPerRow = 8;
-constexpr int kGroup = 32;
 
 constexpr bool same(ExchangeStage stage, stages::StageId id) {
   return static_cast<std::uint32_t>(stage) == static_cast<std::uint32_t>(id);
@@ -41,40 +35,25 @@ static_assert(same(ExchangeStage::embed_sum, stages::StageId::embed_sum));
 static_assert(same(ExchangeStage::attention_sum, stages::StageId::attention_sum));
 static_assert(same(ExchangeStage::moe_sum, stages::StageId::moe_sum));
 
-// Four codes of a row to where the next kernel reads them: packets (of two lanes; NULL: nowhere),
-// or codes and scales. Whole warps call.
-LOWLAT_DEVICE void send_codes(int num_rows, void* packets, std::uint32_t tag, std::uint8_t* codes,
-                              float* scale, int row_idx, int quad_idx, int hidden,
-                              std::uint32_t four, float group_scale) {
-  if (num_rows <= kHopRows) {
-    const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, four, 1);
-    if (packets == nullptr || quad_idx % 2 != 0) return;
-    send_packet(static_cast<plat::TaggedWords*>(packets) + (row_idx * (hidden / 4) + quad_idx) / 2,
-                tag, four, next, plat::float_bits(group_scale));
-    return;
-  }
-  *reinterpret_cast<std::uint32_t*>(codes + static_cast<std::int64_t>(row_idx) * hidden +
-                                    4 * quad_idx) = four;
-  if (quad_idx % (kGroup / 4) == 0) {
-    scale[quad_idx / (kGroup / 4) * padded_rows(num_rows) + row_idx] = group_scale;
-  }
-}
+// A block whose threads are a slice's, in a cluster of all slices of its row.
+struct WholeBlock {
+  LOWLAT_DEVICE static int thread() { return plat::thread_idx(); }
+  LOWLAT_DEVICE static void sync() { plat::block_sync(); }
+  LOWLAT_DEVICE static bool any(bool value) { return __syncthreads_or(value) != 0; }
+};
 
 template <int kHidden, int kRanks>
-__global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
+__global__ void __launch_bounds__(ExchangeSlice<kHidden, kRanks, WholeBlock>::kThreads)
     hc_exchange_norm_sm90(const __grid_constant__ ExchangeNormParams params) {
-  constexpr int kThreads = kHidden / kBlocksPerRow / 4;
-  constexpr int kWarps = kThreads / plat::kWarpLanes;
-  constexpr int kQuads = kHidden / 4;
-  static_assert(kThreads % plat::kWarpLanes == 0 && kGroup == 8 * 4);
-  __shared__ float warp_squares[kWarps];
-  __shared__ float block_squares[kBlocksPerRow];
+  using Slice = ExchangeSlice<kHidden, kRanks, WholeBlock>;
+  __shared__ float warp_squares[Slice::kWarps];
+  __shared__ float block_squares[kSlicesPerRow];
   __shared__ std::uint64_t squares_barrier;
+  __shared__ float mix[kMixStride];
 
   sm90::launch_dependents();
   Stamps stamps(params.port.stamps, params.kernel);
-  const int row_idx = static_cast<int>(blockIdx.y), block_idx = sm90::cluster_rank();
-  const int quad_idx = block_idx * kThreads + plat::thread_idx();
+  const int block_idx = sm90::cluster_rank();
   if (plat::thread_idx() == 0) {
     sm90::barrier_init(&squares_barrier, 1);
     sm90::fence_barrier_init();
@@ -82,120 +61,31 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   }
   __syncwarp();
   sm90::cluster_arrive_relaxed();  // all blocks run before one stores into another
-  const uint2 gain_codes = __ldg(reinterpret_cast<const uint2*>(params.gain + 4 * quad_idx));
-  __shared__ float mix[kMixStride];
+  Slice slice = {params, WholeBlock(), mix, static_cast<int>(blockIdx.y), block_idx};
+  slice.load_gain();
   const std::uint64_t epoch = exchange_epoch(params.port, params.exchange_index);
-  std::uint32_t aborted = 0;
   stamps.mark(StampStage::ask);
   if (params.before.word != nullptr || !params.early) wait_at(params.before);
   // The residual was there before its statistics were.
-  if (params.mix_done.word != nullptr) wait_at(params.mix_done);
-  const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * 4 * kHidden;
-  uint2 residual[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    residual[j] = __ldcg(reinterpret_cast<const uint2*>(params.residual_in + row_begin +
-                                                        j * kHidden + 4 * quad_idx));
-  }
-  if (plat::thread_idx() < kMixStride) {
-    mix[plat::thread_idx()] = __ldcg(params.mix + row_idx * kMixStride + plat::thread_idx());
-  }
+  slice.wait_for_statistics();
+  slice.load_residual();
+  slice.load_statistics();
   float y[4] = {};
-  const auto stage = static_cast<stages::StageId>(params.stage);
-  // A kernel that starts when all has come goes on at once.
-  if (__syncthreads_or(
-          !try_receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads))) {
-    wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kThreads, kThreads, kQuads,
-                           stage);
-    receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx, kQuads, stage);
-  }
-  // What came may be of a kernel whose own wait was ended. The answer is used further below.
-  aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
-  plat::block_sync();
+  slice.receive(y, epoch);
   stamps.mark(StampStage::wait);
-
-  float r[4][4];  // [stream][column]
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    r[j][0] = sm90::low_bf16(residual[j].x), r[j][1] = sm90::high_bf16(residual[j].x);
-    r[j][2] = sm90::low_bf16(residual[j].y), r[j][3] = sm90::high_bf16(residual[j].y);
-  }
-  float v[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = quick_bf16(y[i]);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    float out[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float acc = mix[8 + k] * r[0][i];
-      acc = plat::fma(mix[4 + k], y[i], acc);
-#pragma unroll
-      for (int j = 1; j < 4; ++j) acc = plat::fma(mix[8 + 4 * j + k], r[j][i], acc);
-      out[i] = quick_bf16(acc);
-      v[i] = plat::fma(out[i], mix[k], v[i]);
-    }
-    *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
-        make_uint2(sm90::to_bf16_pair(out[0], out[1]), sm90::to_bf16_pair(out[2], out[3]));
-  }
-
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    v[i] = quick_bf16(v[i]);
-    squares = plat::fma(v[i], v[i], squares);
-  }
+  float squares = slice.combine(y);
   stamps.mark(StampStage::compute);
-  squares = plat::warp_sum(squares);
-  if (plat::thread_idx() % plat::kWarpLanes == 0) {
-    warp_squares[plat::thread_idx() / plat::kWarpLanes] = squares;
-  }
-  plat::block_sync();
+  squares = slice.sum_of_warps(squares, warp_squares);
   sm90::cluster_wait();  // of the arrival at the start
-  if (plat::thread_idx() < kBlocksPerRow) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) sum += warp_squares[i];
-    sm90::send_to_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), sum,
+  if (plat::thread_idx() < kSlicesPerRow) {
+    sm90::send_to_peer(sm90::peer_address(&block_squares[block_idx], plat::thread_idx()), squares,
                        sm90::peer_address(&squares_barrier, plat::thread_idx()));
   }
   wait_for_cluster(&squares_barrier, 0);
   float total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kBlocksPerRow; ++i) total += block_squares[i];
-  float scale = quick_rsqrt(total / static_cast<float>(kHidden) + params.norm_eps);
-  if (aborted != 0u) {
-    scale = plat::bits_float(0x7fc0'0000u);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      *reinterpret_cast<uint2*>(params.residual_out + row_begin + k * kHidden + 4 * quad_idx) =
-          make_uint2(0x7fc0'7fc0u, 0x7fc0'7fc0u);
-    }
-  }
-  stamps.mark(StampStage::sum);
-
-  const float gain[4] = {sm90::low_bf16(gain_codes.x), sm90::high_bf16(gain_codes.x),
-                         sm90::low_bf16(gain_codes.y), sm90::high_bf16(gain_codes.y)};
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    v[i] = quick_bf16(v[i] * scale * gain[i]);
-    amax = plat::max(plat::abs(v[i]), amax);
-  }
-  const std::int64_t place = static_cast<std::int64_t>(row_idx) * kHidden + 4 * quad_idx;
-  if (params.x != nullptr) {
-    *reinterpret_cast<uint2*>(params.x + place) =
-        make_uint2(sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]));
-  }
-#pragma unroll
-  for (int mask = 1; mask < kGroup / 4; mask *= 2) {
-    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-  }
-  const PowerScale group = power_scale(amax);
-  const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-                              sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse) << 16;
-  send_codes(params.num_rows, params.x_packets, static_cast<std::uint32_t>(epoch), params.x_codes,
-             params.x_scale, row_idx, quad_idx, kHidden, codes, group.scale);
+  for (int i = 0; i < kSlicesPerRow; ++i) total += block_squares[i];
+  slice.norm(total, epoch, [&] { stamps.mark(StampStage::sum); });
   stamps.mark(StampStage::store);
   open_gate(params.done);
   // So that this kernel's end says that the publishing one has ended too.
@@ -217,7 +107,7 @@ struct SendX {
 
 // x as its packets, see launch_send_x: a thread for four columns, as above.
 template <int kHidden>
-__global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
+__global__ void __launch_bounds__(kHidden / kSlicesPerRow / 4)
     send_x_any(const __grid_constant__ SendX params) {
   const int row_idx = static_cast<int>(blockIdx.y);
   const int quad_idx = static_cast<int>(blockIdx.x * blockDim.x) + plat::thread_idx();
@@ -226,19 +116,10 @@ __global__ void __launch_bounds__(kHidden / kBlocksPerRow / 4)
   const uint2 words = *reinterpret_cast<const uint2*>(params.x + place);
   const float v[4] = {sm90::low_bf16(words.x), sm90::high_bf16(words.x), sm90::low_bf16(words.y),
                       sm90::high_bf16(words.y)};
-  float amax = 0.0f;
-  for (const float value : v) amax = plat::max(plat::abs(value), amax);
-#pragma unroll
-  for (int mask = 1; mask < kGroup / 4; mask *= 2) {
-    amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-  }
-  const PowerScale group = power_scale(amax);
-  const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-                              sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse) << 16;
   send_codes(
-      params.num_rows, params.packets,
+      v, params.num_rows, params.packets,
       static_cast<std::uint32_t>(*params.step_epoch + static_cast<std::uint64_t>(params.index)),
-      params.codes, params.scale, row_idx, quad_idx, kHidden, codes, group.scale);
+      params.codes, params.scale, row_idx, quad_idx, kHidden);
 }
 
 __global__ void begin_step_any(std::uint64_t* step_epoch, std::uint64_t num_exchanges,
@@ -256,9 +137,9 @@ __global__ void begin_step_any(std::uint64_t* step_epoch, std::uint64_t num_exch
 
 template <int kHidden>
 cudaError_t launch_for(const ExchangeNormParams& params, bool programmatic, cudaStream_t stream) {
-  const dim3 grid(kBlocksPerRow, params.num_rows);
+  const dim3 grid(kSlicesPerRow, params.num_rows);
   const auto launch = [&](auto kernel) {
-    return launch_kernel(kernel, grid, kHidden / kBlocksPerRow / 4, 0, kBlocksPerRow, programmatic,
+    return launch_kernel(kernel, grid, kHidden / kSlicesPerRow / 4, 0, kSlicesPerRow, programmatic,
                          stream, params);
   };
   switch (params.port.tp_size) {
@@ -282,9 +163,9 @@ cudaError_t launch_send_x(const std::uint16_t* x, int num_rows, int hidden, void
                           int index, cudaStream_t stream) {
   if (num_rows < 1 || num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   const SendX params = {x, num_rows, packets, codes, scale, step_epoch, index};
-  const dim3 grid(kBlocksPerRow, num_rows);
+  const dim3 grid(kSlicesPerRow, num_rows);
   if (hidden == 5120) {
-    send_x_any<5120><<<grid, 5120 / kBlocksPerRow / 4, 0, stream>>>(params);
+    send_x_any<5120><<<grid, 5120 / kSlicesPerRow / 4, 0, stream>>>(params);
   } else {
     return cudaErrorInvalidValue;
   }

@@ -74,6 +74,15 @@ LOWLAT_DEVICE plat::TaggedWords* quads_of(const ExchangePort& port, int reader, 
          static_cast<std::int64_t>(row_idx) * quads_per_row;
 }
 
+// Sends four partial sums, packed, of this rank's row to one rank: number i of all.
+LOWLAT_DEVICE void send_quad(const ExchangePort& port, int i, std::uint64_t epoch, int row_idx,
+                             int quad_idx, int quads_per_row, const std::uint32_t (&payload)[3]) {
+  // Each rank begins with another reader: links are not asked by all ranks at once.
+  const int reader =
+      i + port.tp_rank < port.tp_size ? i + port.tp_rank : i + port.tp_rank - port.tp_size;
+  plat::store_tagged(quads_of(port, reader, epoch, port.tp_rank, row_idx, quads_per_row) + quad_idx,
+                     payload, static_cast<std::uint32_t>(epoch));
+}
 // Sends columns 4 quad_idx .. + 3 of this rank's partial row to every rank. Any thread; call it as
 // soon as the four sums exist.
 LOWLAT_DEVICE void publish_quad(const ExchangePort& port, std::uint64_t epoch, int row_idx,
@@ -81,12 +90,7 @@ LOWLAT_DEVICE void publish_quad(const ExchangePort& port, std::uint64_t epoch, i
   std::uint32_t payload[3];
   pack_quad(payload, v);
   for (int i = 0; i < port.tp_size; ++i) {
-    // Each rank begins with another reader: links are not asked by all ranks at once.
-    const int reader =
-        i + port.tp_rank < port.tp_size ? i + port.tp_rank : i + port.tp_rank - port.tp_size;
-    plat::store_tagged(
-        quads_of(port, reader, epoch, port.tp_rank, row_idx, quads_per_row) + quad_idx, payload,
-        static_cast<std::uint32_t>(epoch));
+    send_quad(port, i, epoch, row_idx, quad_idx, quads_per_row, payload);
   }
 }
 
@@ -112,36 +116,41 @@ LOWLAT_DEVICE std::uint64_t patient_budget_ns(const ExchangePort& port) {
   return 2 * port.budget_ns;
 }
 
-// Returns when the first packets of this row are there, or the wait has ended otherwise. All
-// threads of a block that has `quads` of the row's quads from first_quad on call, before
-// receive_quad: while nothing has come one warp asks for 32 packets, and not every thread for its
+// Returns when the first packets of this row are there, or the wait has ended otherwise. One warp
+// of the threads that have `quads` of the row's quads from first_quad on calls, before receive_quad
+// and for all of them: while nothing has come it asks for 32 packets, and not every thread for its
 // own, which would take the cache's bandwidth from the kernels that are waited for.
+template <int kRanks>
+LOWLAT_DEVICE void poll_quads(const ExchangePort& port, std::uint64_t epoch, int row_idx,
+                              int first_quad, int quads, int quads_per_row, stages::StageId stage) {
+  constexpr int kPollsPerCheck = 32;
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes, rank = lane_idx % kRanks;
+  const plat::TaggedWords* src = quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) +
+                                 first_quad + lane_idx * quads / plat::kWarpLanes;
+  std::uint64_t deadline_ns = 0;
+  for (int polls = 1;; ++polls) {
+    std::uint32_t words[3];
+    const bool came = plat::load_tagged(src, static_cast<std::uint32_t>(epoch), words);
+    const unsigned there = __ballot_sync(plat::kAllLanes, came);
+    if (there != 0u) return;
+    if (polls % kPollsPerCheck != 0) continue;
+    const std::uint64_t now_ns = plat::clock_ns();
+    // Nothing at all has come, so this rank's own packets have not either.
+    if (deadline_ns == 0) deadline_ns = now_ns + patient_budget_ns(port);
+    const bool aborted =
+        plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
+    const bool late = lane_idx == 0 && (aborted || now_ns > deadline_ns);
+    if (late) report_fault(port, port.kernel, stage, port.tp_rank, epoch, aborted);
+    if (__any_sync(plat::kAllLanes, late)) return;
+  }
+}
+// The same for all threads of a block.
 template <int kRanks>
 LOWLAT_DEVICE void wait_for_quads(const ExchangePort& port, std::uint64_t epoch, int row_idx,
                                   int first_quad, int quads, int quads_per_row,
                                   stages::StageId stage) {
-  constexpr int kPollsPerCheck = 32;
   if (plat::thread_idx() < plat::kWarpLanes) {
-    const int lane_idx = plat::thread_idx(), rank = lane_idx % kRanks;
-    const plat::TaggedWords* src =
-        quads_of(port, port.tp_rank, epoch, rank, row_idx, quads_per_row) + first_quad +
-        lane_idx * quads / plat::kWarpLanes;
-    std::uint64_t deadline_ns = 0;
-    for (int polls = 1;; ++polls) {
-      std::uint32_t words[3];
-      const bool came = plat::load_tagged(src, static_cast<std::uint32_t>(epoch), words);
-      const unsigned there = __ballot_sync(plat::kAllLanes, came);
-      if (there != 0u) break;
-      if (polls % kPollsPerCheck != 0) continue;
-      const std::uint64_t now_ns = plat::clock_ns();
-      // Nothing at all has come, so this rank's own packets have not either.
-      if (deadline_ns == 0) deadline_ns = now_ns + patient_budget_ns(port);
-      const bool aborted =
-          plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
-      const bool late = lane_idx == 0 && (aborted || now_ns > deadline_ns);
-      if (late) report_fault(port, port.kernel, stage, port.tp_rank, epoch, aborted);
-      if (__any_sync(plat::kAllLanes, late)) break;
-    }
+    poll_quads<kRanks>(port, epoch, row_idx, first_quad, quads, quads_per_row, stage);
   }
   plat::block_sync();
 }

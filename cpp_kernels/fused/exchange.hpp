@@ -79,8 +79,12 @@ cudaError_t launch_send_x(const std::uint16_t* x, int num_rows, int hidden, void
 // one piece.
 constexpr int padded_rows(int num_rows) { return (num_rows + 7) / 8 * 8; }
 
+// A row is divided over so many blocks.
+inline constexpr int kSlicesPerRow = 8;
 // Blocks that open `done`.
-constexpr std::uint32_t exchange_norm_blocks(int num_rows) { return 8 * num_rows; }
+constexpr std::uint32_t exchange_norm_blocks(int num_rows) {
+  return static_cast<std::uint32_t>(kSlicesPerRow * num_rows);
+}
 
 // hidden 5120 (V4.1; V4's is exchange_mix.hpp); tp_size 1, 2 or 4. cudaErrorInvalidValue for what
 // was not built.

@@ -25,13 +25,19 @@ namespace lowlat::nvidia::fused {
 
 // Polls are relaxed; one fence follows the last (an acquire in each would empty the first-level
 // cache every time).
-LOWLAT_DEVICE bool is_open(const std::uint32_t* word, std::uint32_t target) {
+LOWLAT_DEVICE std::uint32_t gate_word(const std::uint32_t* word) {
   std::uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
                : "=r"(value)
                : "l"(__cvta_generic_to_global(word))
                : "memory");
+  return value;
+}
+LOWLAT_DEVICE bool has_opened(std::uint32_t value, std::uint32_t target) {
   return static_cast<std::int32_t>(value - target) >= 0;
+}
+LOWLAT_DEVICE bool is_open(const std::uint32_t* word, std::uint32_t target) {
+  return has_opened(gate_word(word), target);
 }
 
 // A wait that has failed so far: its deadline, and whether it has to end.
@@ -57,6 +63,9 @@ class GateWatch {
   std::uint64_t deadline_ns_;
 };
 
+// After is_open() has said so: what was stored before is seen from here on.
+LOWLAT_DEVICE void pass_gate() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // One thread calls.
 LOWLAT_DEVICE void poll_gate(const Gate& gate) {
   const std::uint32_t target = gate.blocks;
@@ -66,7 +75,7 @@ LOWLAT_DEVICE void poll_gate(const Gate& gate) {
       if (polls % 256 == 0 && watch.ended()) return;
     }
   }
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  pass_gate();
 }
 
 // All threads of the block call.
@@ -94,16 +103,18 @@ LOWLAT_DEVICE void poll_gates(const Gate& first, const Gates&... more) {
   if (warp_idx <= number && own.word != nullptr) poll_gate(own);
 }
 
+// By one thread, when a barrier of those that stored has ordered it behind them.
+LOWLAT_DEVICE void count_at_gate(const Gate& gate, std::uint32_t count) {
+  asm volatile(
+      "red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(gate.word)),
+      "r"(count)
+      : "memory");
+}
 // All threads of the block call, after their stores. The block counts as so many.
 LOWLAT_DEVICE void open_gate(const Gate& gate, std::uint32_t count = 1u) {
   if (gate.word == nullptr) return;
   plat::block_sync();
-  if (plat::thread_idx() == 0) {
-    asm volatile(
-        "red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(gate.word)),
-        "r"(count)
-        : "memory");
-  }
+  if (plat::thread_idx() == 0) count_at_gate(gate, count);
 }
 
 }  // namespace lowlat::nvidia::fused

@@ -59,39 +59,71 @@ struct HopWords {
   std::uint32_t third;
 };
 
-// words = the packet at src, if `wanted`; true when it is there (or not wanted).
-LOWLAT_DEVICE void load_packet_if(bool wanted, const plat::TaggedWords* src, std::uint64_t& low,
-                                  std::uint64_t& high) {
+// A packet in four registers that follow each other, as one access takes it.
+using PacketBits = unsigned __int128;
+LOWLAT_DEVICE std::uint32_t tag_of(PacketBits packet) {
+  return static_cast<std::uint32_t>(packet >> 96);
+}
+
+// packet = that at src, unless it has this tag.
+LOWLAT_DEVICE void load_unless_tagged(PacketBits& packet, std::uint32_t tag,
+                                      const plat::TaggedWords* src) {
   asm volatile(
       "{\n"
-      ".reg .pred wanted;\n"
-      ".reg .b128 packet;\n"
-      "setp.ne.u32 wanted, %3, 0;\n"
-      "@wanted ld.relaxed.gpu.global.b128 packet, [%2];\n"
-      "@wanted mov.b128 {%0, %1}, packet;\n"
+      ".reg .pred missing;\n"
+      "setp.ne.u32 missing, %1, %2;\n"
+      "@missing ld.relaxed.gpu.global.b128 %0, [%3];\n"
       "}"
-      : "+l"(low), "+l"(high)
-      : "l"(__cvta_generic_to_global(src)), "r"(static_cast<std::uint32_t>(wanted))
+      : "+q"(packet)
+      : "r"(tag_of(packet)), "r"(tag), "l"(__cvta_generic_to_global(src))
       : "memory");
 }
 
 // Whether a wait that has failed so often has to end. A lane of each warp calls, rarely.
-LOWLAT_DEVICE bool hop_ended(const HopTag& hop, std::uint64_t& deadline_ns) {
+enum class HopEnd { none, late, aborted };
+LOWLAT_DEVICE HopEnd hop_end(const HopTag& hop, std::uint64_t& deadline_ns) {
   const ExchangePort& port = *hop.port;
   const std::uint64_t now_ns = plat::clock_ns();
   if (deadline_ns == 0) deadline_ns = now_ns + patient_budget_ns(port);
-  const bool aborted =
-      plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u;
-  if (!aborted && now_ns <= deadline_ns) return false;
-  report_fault(port, hop.kernel, stages::StageId::none, port.tp_rank, *port.step_epoch, aborted);
-  return true;
+  if (plat::load_acquire<plat::Scope::system>(port.abort_words[port.tp_rank]) != 0u) {
+    return HopEnd::aborted;
+  }
+  return now_ns > deadline_ns ? HopEnd::late : HopEnd::none;
 }
+// Says so in the status words. The call leaves few registers to who keeps values over it.
+LOWLAT_DEVICE void report_end(const HopTag& hop, HopEnd end) {
+  const ExchangePort& port = *hop.port;
+  report_fault(port, hop.kernel, stages::StageId::none, port.tp_rank, *port.step_epoch,
+               end == HopEnd::aborted);
+}
+// What a wait does then: it reports, or keeps that for the caller to report later.
+struct HopReports {
+  LOWLAT_DEVICE bool operator()(const HopTag& hop, std::uint64_t& deadline_ns) const {
+    const HopEnd end = hop_end(hop, deadline_ns);
+    if (end != HopEnd::none) report_end(hop, end);
+    return end != HopEnd::none;
+  }
+};
+struct HopKeeps {
+  HopEnd& kept;
+  LOWLAT_DEVICE bool operator()(const HopTag& hop, std::uint64_t& deadline_ns) const {
+    const HopEnd end = hop_end(hop, deadline_ns);
+    if (end != HopEnd::none) kept = end;
+    return end != HopEnd::none;
+  }
+};
 
-// A tag at a place, for waits that do not want the payload.
+// The tag at a place, for who does not want the payload.
+LOWLAT_DEVICE std::uint32_t packet_tag(const plat::TaggedWords* src) {
+  PacketBits packet;
+  asm volatile("ld.relaxed.gpu.global.b128 %0, [%1];"
+               : "=q"(packet)
+               : "l"(__cvta_generic_to_global(src))
+               : "memory");
+  return tag_of(packet);
+}
 LOWLAT_DEVICE bool has_tag(const plat::TaggedWords* src, std::uint32_t tag) {
-  std::uint64_t low = 0, high = 0;
-  load_packet_if(true, src, low, high);
-  return static_cast<std::uint32_t>(high >> 32) == tag;
+  return packet_tag(src) == tag;
 }
 
 // Where the first signs of a kernel's input show, so that blocks that wait long ask for little: a
@@ -106,7 +138,8 @@ struct HopSigns {
 
 // All threads of the block call: returns when the first packets are there, or when the wait has
 // ended otherwise. One warp asks; now and then until `turn` is there, all the time from then on.
-LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
+template <class Ended = HopReports>
+LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs, Ended ended = {}) {
   constexpr unsigned kRarelyNs = 150;
   constexpr int kPollsPerLook = 64;
   if (plat::thread_idx() < plat::kWarpLanes) {
@@ -120,7 +153,7 @@ LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
       if (__any_sync(plat::kAllLanes, came)) break;
       if (!__any_sync(plat::kAllLanes, often)) __nanosleep(kRarelyNs);
       if (polls % kPollsPerLook == 0 &&
-          __any_sync(plat::kAllLanes, lane_idx == 0 && hop_ended(hop, deadline_ns))) {
+          __any_sync(plat::kAllLanes, lane_idx == 0 && ended(hop, deadline_ns))) {
         break;
       }
     }
@@ -129,35 +162,38 @@ LOWLAT_DEVICE void wait_for_signs(const HopTag& hop, const HopSigns& signs) {
 }
 
 // Takes kPackets packets: of number i the bit i of `wanted`, at src(i). Whole warps call, each lane
-// for its own.
-template <int kPackets, class Source>
-LOWLAT_DEVICE void take_packets(HopWords (&words)[kPackets], const HopTag& hop,
-                                std::uint32_t wanted, Source src) {
+// for its own. Returns whether all of the lane's are there: not where the wait has ended otherwise.
+template <int kPackets, class Source, class Ended = HopReports>
+LOWLAT_DEVICE bool take_packets(HopWords (&words)[kPackets], const HopTag& hop,
+                                std::uint32_t wanted, Source src, Ended ended = {}) {
   constexpr int kPollsPerLook = 64;
-  std::uint64_t low[kPackets], high[kPackets];
+  PacketBits packets[kPackets];
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) low[i] = high[i] = 0;
-  std::uint32_t missing = wanted;
+  for (int i = 0; i < kPackets; ++i) {
+    packets[i] = PacketBits{(wanted >> i & 1u) != 0u ? 0u : hop.tag} << 96;
+  }
   std::uint64_t deadline_ns = 0;
+  bool missing = false;
 #pragma unroll 1
   for (int polls = 1;; ++polls) {
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      load_packet_if((missing >> i & 1u) != 0u, src(i), low[i], high[i]);
-    }
+    for (int i = 0; i < kPackets; ++i) load_unless_tagged(packets[i], hop.tag, src(i));
+    missing = false;
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      if (static_cast<std::uint32_t>(high[i] >> 32) == hop.tag) missing &= ~(1u << i);
-    }
-    if (!__any_sync(plat::kAllLanes, missing != 0u)) break;
+    for (int i = 0; i < kPackets; ++i) missing |= tag_of(packets[i]) != hop.tag;
+    if (!__any_sync(plat::kAllLanes, missing)) break;
     if (polls % kPollsPerLook == 0 &&
         __any_sync(plat::kAllLanes,
-                   plat::thread_idx() % plat::kWarpLanes == 0 && hop_ended(hop, deadline_ns))) {
+                   plat::thread_idx() % plat::kWarpLanes == 0 && ended(hop, deadline_ns))) {
       break;
     }
   }
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) words[i] = {low[i], static_cast<std::uint32_t>(high[i])};
+  for (int i = 0; i < kPackets; ++i) {
+    words[i] = {static_cast<std::uint64_t>(packets[i]),
+                static_cast<std::uint32_t>(packets[i] >> 64)};
+  }
+  return !missing;
 }
 
 LOWLAT_DEVICE std::uint32_t low_word(std::uint64_t pair) {

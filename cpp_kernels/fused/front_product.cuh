@@ -199,6 +199,131 @@ LOWLAT_DEVICE void hand_over_sums(const float* sums, float (&owned)[kBlocks][kTo
   wait_for_sums<kRows, kBlocks, kOwned>(barrier);
 }
 
+// A lane's eight codes of a step, in the order of its activations; `piece` is where 8 t begins.
+template <class Activations>
+LOWLAT_DEVICE uint2 codes_of(const unsigned char* piece, int t) {
+  if constexpr (requires { requires Activations::kSplit; }) {
+    const unsigned char* from = piece - 4 * t;
+    return make_uint2(*reinterpret_cast<const std::uint32_t*>(from),
+                      *reinterpret_cast<const std::uint32_t*>(from + 16));
+  } else {
+    return *reinterpret_cast<const uint2*>(piece);
+  }
+}
+
+// sum += codes of rows g and g + 8 times b, under both scales.
+LOWLAT_DEVICE void add_step(float (&sum)[4], uint2 low, uint2 high, const std::uint32_t (&b)[4],
+                            float weight_scale, float2 token_scale) {
+  std::uint32_t a[2][4];
+  const auto place = [](std::uint32_t (&to)[4], std::uint32_t codes_low, std::uint32_t codes_high) {
+    std::uint32_t pair[2];
+    sm90::e4m3_to_f16(pair, codes_low);
+    to[0] = pair[0], to[2] = pair[1];
+    sm90::e4m3_to_f16(pair, codes_high);
+    to[1] = pair[0], to[3] = pair[1];
+  };
+  place(a[0], low.x, high.x);
+  place(a[1], low.y, high.y);
+  float part[4] = {};
+  sm90::mma_f16(part, a[0], b[0], b[1]);
+  sm90::mma_f16(part, a[1], b[2], b[3]);
+  const float even = weight_scale * token_scale.x, odd = weight_scale * token_scale.y;
+  sum[0] = plat::fma(part[0], even, sum[0]);
+  sum[1] = plat::fma(part[1], odd, sum[1]);
+  sum[2] = plat::fma(part[2], even, sum[2]);
+  sum[3] = plat::fma(part[3], odd, sum[3]);
+}
+
+// A lane's activations of kSteps steps of its warp's K, and the scales of its two tokens.
+template <int kSteps>
+struct Operand {
+  std::uint32_t b[kSteps][4];
+  float2 scale[kSteps];
+};
+
+// Of the steps from first_k on, of up to eight tokens. Whole warps call.
+template <int kSteps, class Activations>
+LOWLAT_DEVICE Operand<kSteps> take_operand(const Activations& activations, int first_k,
+                                           int num_rows) {
+  typename Activations::Raw raw[kSteps];
+  Operand<kSteps> out;
+  if constexpr (requires { activations.hop; }) {
+    activations.take(raw, out.scale, first_k, num_rows);
+  } else {
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes, g = lane_idx / 4, t = lane_idx % 4;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int k = first_k + step * kStep;
+      raw[step] = g < num_rows ? activations.fetch(g, k + 8 * t) : Activations::none();
+      out.scale[step] = scales_of(activations, 2 * t, k);
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) Activations::expand(out.b[step], raw[step]);
+  return out;
+}
+
+// Products of a warp's K with num_rows rows of weights, kPitch bytes apart, the warp's K of the
+// first at `rows`; the row's sums go where its codes of that K were, eight tokens. `scale`: of the
+// warp's steps, those of sixteen rows scale_stride behind those of the sixteen before. Short code:
+// eight warps run it several times. All threads of the block call; ends with its barrier.
+template <class Activations, int kPitch, int kSteps>
+LOWLAT_DEVICE void multiply_rows(unsigned char* rows, int num_rows, const float* weight_scale,
+                                 int scale_stride, const Operand<kSteps>& x) {
+  static_assert(kSteps * kStep >= 4 * kTileTokens && kSteps * kStep % 32 == 0);
+  const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+  const int g = lane_idx / 4, t = lane_idx % 4;
+  unsigned char* row = rows + g * kPitch + 8 * t;
+#pragma unroll 1
+  for (int first = 0; first < num_rows; first += 16) {
+    float sum[4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      // Beyond the last row: anything in the block's memory, whose sums nobody takes.
+      const uint2 low = codes_of<Activations>(row + step * kStep, t);
+      const uint2 high = codes_of<Activations>(row + 8 * kPitch + step * kStep, t);
+      add_step(sum, low, high, x.b[step], weight_scale[step], x.scale[step]);
+    }
+    __syncwarp();  // all lanes have read the rows' codes
+    *reinterpret_cast<float2*>(row) = make_float2(sum[0], sum[1]);
+    if (num_rows % 16 == 0 || first + 8 < num_rows) {
+      *reinterpret_cast<float2*>(row + 8 * kPitch) = make_float2(sum[2], sum[3]);
+    }
+    row += 16 * kPitch;
+    weight_scale += scale_stride;
+  }
+  plat::block_sync();
+}
+// A row's sum of a token after multiply_rows, over the warps in their order; `row` is the row's
+// first K of the block.
+template <int kSteps, int kWarps>
+LOWLAT_DEVICE float sum_of_warps(const unsigned char* row, int token) {
+  float total = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    total += *reinterpret_cast<const float*>(row + warp * kSteps * kStep + 4 * token);
+  }
+  return total;
+}
+
+// Asks for num_rows rows of weights, `bytes` each, kPitch bytes apart in shared memory, a warp for
+// every kWarps-th; source(i) has row i. pace_ns: about so long from one copy of a warp's to its
+// next, where the weights have time and all at once would be in the way of a kernel that others
+// wait for. All threads call. A copy takes its addresses from registers of the whole warp, so lanes
+// would take turns.
+template <int kPitch, int kWarps, class Source>
+LOWLAT_DEVICE void ask_for_rows(unsigned char* to, int num_rows, int bytes, std::uint64_t* barrier,
+                                unsigned pace_ns, Source source) {
+  if (plat::thread_idx() % plat::kWarpLanes == 0) {
+#pragma unroll 1
+    for (int row = plat::thread_idx() / plat::kWarpLanes; row < num_rows; row += kWarps) {
+      sm90::bulk_load(to + row * kPitch, source(row), bytes, barrier, sm90::CacheHint::evict_first);
+      if (pace_ns > 0) __nanosleep(pace_ns);
+    }
+  }
+  __syncwarp();
+}
+
 // kOwned rows of the kRows belong to one block of the cluster: block i has rows i * kOwned and on
 // (blocks after the last row have none).
 // kStaged bytes an activation (1, 2; 0: none): more than one group of tokens is brought to shared
@@ -236,14 +361,11 @@ struct Product {
   };
 
   // Asks for the weights, and tells the cluster that this block runs. All threads call.
-  // `first_row`: of the block within its scale blocks of kGroup rows. kPaceNs: about so long from
-  // one copy of a warp's to its next, where the weights have time and all at once would be in the
-  // way of a kernel that others wait for.
+  // `first_row`: of the block within its scale blocks of kGroup rows. kPaceNs: see ask_for_rows.
   template <int kGroup, int kPaceNs = 0>
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int first_row,
                                  int num_rows) {
     const int thread_idx = plat::thread_idx();
-    const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
     if (thread_idx == 0) {
       sm90::barrier_init(&shared.barrier, 1);
       sm90::barrier_init(&shared.owned_barrier, 1);
@@ -255,16 +377,9 @@ struct Product {
     }
     plat::block_sync();
     if constexpr (kBlocks > 1) sm90::cluster_arrive_relaxed();
-    // A copy takes its addresses from registers of the whole warp, so lanes would take turns.
-    if (lane_idx == 0) {
-#pragma unroll 1
-      for (int row = warp_idx; row < kRows; row += kProductWarps) {
-        sm90::bulk_load(shared.memory + row * kPitch, weights.codes + row * weights.stride, kK,
-                        &shared.barrier, sm90::CacheHint::evict_first);
-        if constexpr (kPaceNs > 0) __nanosleep(kPaceNs);
-      }
-    }
-    __syncwarp();
+    ask_for_rows<kPitch, kProductWarps>(
+        shared.memory, kRows, kK, &shared.barrier, kPaceNs,
+        [&](int row) { return weights.codes + row * weights.stride; });
     for (int i = thread_idx; i < kRowTiles * (kK / kStep); i += kProductThreads) {
       const int tile = i / (kK / kStep), step = i % (kK / kStep);
       shared.scale[tile][step] = stages::from_ue8m0(
@@ -320,99 +435,23 @@ struct Product {
   }
 
  private:
-  // One group of tokens: the activations are asked for at once and kept as f16; the loop over the
-  // 16-row tiles is short code, which eight warps run several times. A warp's sums of a tile go
-  // where its own codes of the tile were: row's pitch, the warp's slice of K, eight tokens.
+  // One group of tokens: the activations are asked for at once and kept as f16; a warp's sums of a
+  // row go where its own codes of it were: row's pitch, the warp's slice of K, eight tokens.
   template <class Activations>
   LOWLAT_DEVICE static void multiply_few(Shared& shared, const Activations& activations,
                                          int num_rows, Stamps& stamps) {
-    static_assert(kSteps * kStep >= 4 * kTileTokens && kSteps * kStep % 32 == 0);
-    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    const int g = lane_idx / 4, t = lane_idx % 4;
-    const int first_k = warp_idx * kSteps * kStep;
-    typename Activations::Raw raw[kSteps];
-    float2 scale[kSteps];
-    if constexpr (requires { activations.hop; }) {
-      activations.take(raw, scale, first_k, num_rows);
-    } else {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int k = first_k + step * kStep;
-        raw[step] = g < num_rows ? activations.fetch(g, k + 8 * t) : Activations::none();
-        scale[step] = scales_of(activations, 2 * t, k);
-      }
-    }
+    const int warp_idx = plat::thread_idx() / plat::kWarpLanes, first_k = warp_idx * kSteps * kStep;
+    const Operand x = take_operand<kSteps>(activations, first_k, num_rows);
     stamps.mark(StampStage::read);
-    std::uint32_t b[kSteps][4];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) Activations::expand(b[step], raw[step]);
     wait_for_weights(&shared.barrier, 0);
-    unsigned char* row = shared.memory + g * kPitch + first_k + 8 * t;
-    const float* weight_scale = shared.scale[0] + warp_idx * kSteps;
-#pragma unroll 1
-    for (int tile = 0; tile < kRowTiles; ++tile) {
-      float sum[4] = {};
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const uint2 low = codes_of<Activations>(row + step * kStep, t);
-        const uint2 high = codes_of<Activations>(row + 8 * kPitch + step * kStep, t);
-        add_step(sum, low, high, b[step], weight_scale[step], scale[step]);
-      }
-      __syncwarp();  // all lanes have read the tile's codes
-      *reinterpret_cast<float2*>(row) = make_float2(sum[0], sum[1]);
-      *reinterpret_cast<float2*>(row + 8 * kPitch) = make_float2(sum[2], sum[3]);
-      row += 16 * kPitch;
-      weight_scale += kK / kStep;
-    }
-    plat::block_sync();
+    multiply_rows<Activations, kPitch, kSteps>(shared.memory + first_k, kRows,
+                                               shared.scale[0] + warp_idx * kSteps, kK / kStep, x);
     stamps.mark(StampStage::compute);
-    hand_over(shared, num_rows, [&](int warp, int token, int row_idx) {
-      return *reinterpret_cast<const float*>(shared.memory + row_idx * kPitch +
-                                             warp * kSteps * kStep + 4 * token);
-    });
-  }
-
-  // A lane's eight codes of a step, in the order of its activations; `piece` is where 8 t begins.
-  template <class Activations>
-  LOWLAT_DEVICE static uint2 codes_of(const unsigned char* piece, int t) {
-    if constexpr (requires { requires Activations::kSplit; }) {
-      const unsigned char* from = piece - 4 * t;
-      return make_uint2(*reinterpret_cast<const std::uint32_t*>(from),
-                        *reinterpret_cast<const std::uint32_t*>(from + 16));
-    } else {
-      return *reinterpret_cast<const uint2*>(piece);
-    }
-  }
-
-  // sum += codes of rows g and g + 8 times b, under both scales.
-  LOWLAT_DEVICE static void add_step(float (&sum)[4], uint2 low, uint2 high,
-                                     const std::uint32_t (&b)[4], float weight_scale,
-                                     float2 token_scale) {
-    std::uint32_t a[2][4];
-    const auto place = [](std::uint32_t (&to)[4], std::uint32_t codes_low,
-                          std::uint32_t codes_high) {
-      std::uint32_t pair[2];
-      sm90::e4m3_to_f16(pair, codes_low);
-      to[0] = pair[0], to[2] = pair[1];
-      sm90::e4m3_to_f16(pair, codes_high);
-      to[1] = pair[0], to[3] = pair[1];
-    };
-    place(a[0], low.x, high.x);
-    place(a[1], low.y, high.y);
-    float part[4] = {};
-    sm90::mma_f16(part, a[0], b[0], b[1]);
-    sm90::mma_f16(part, a[1], b[2], b[3]);
-    const float even = weight_scale * token_scale.x, odd = weight_scale * token_scale.y;
-    sum[0] = plat::fma(part[0], even, sum[0]);
-    sum[1] = plat::fma(part[1], odd, sum[1]);
-    sum[2] = plat::fma(part[2], even, sum[2]);
-    sum[3] = plat::fma(part[3], odd, sum[3]);
+    hand_over(shared, num_rows);
   }
 
   // Adds the warps' sums and gives each row's to the block that owns it.
-  template <class Partial>
-  LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows, Partial partial) {
+  LOWLAT_DEVICE static void hand_over(Shared& shared, int num_rows) {
     if constexpr (kBlocks > 1) sm90::cluster_wait();  // the others run, see load()
     const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
 #pragma unroll 1
@@ -420,9 +459,7 @@ struct Product {
       const int token = i % kTileTokens + i / (kRows * kTileTokens) * kTileTokens;
       const int row = i / kTileTokens % kRows;
       if (token >= num_rows) continue;
-      float total = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < kProductWarps; ++warp) total += partial(warp, token, row);
+      const float total = sum_of_warps<kSteps, kProductWarps>(shared.memory + row * kPitch, token);
       float* to = &shared.owned[block_idx][token][row % kOwned];
       if constexpr (kBlocks > 1) {
         sm90::send_to_peer(sm90::peer_address(to, row / kOwned), total,

@@ -398,8 +398,12 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     oproj.exchange_index = 2 * layer_idx;
     oproj.before = attention.done;
     oproj.u_done = gate(gate_u, oproj_a_blocks(model, rows, groups));
-    run(HopKernel::oproj_a, [&] { return launch_oproj_a(oproj, true, stream); });
-    run(HopKernel::oproj_b, [&] { return launch_oproj_b(oproj, true, stream); });
+    if (oproj_is_few(oproj)) {
+      run(HopKernel::oproj_a, [&] { return launch_oproj_few(oproj, true, stream); });
+    } else {
+      run(HopKernel::oproj_a, [&] { return launch_oproj_a(oproj, true, stream); });
+      run(HopKernel::oproj_b, [&] { return launch_oproj_b(oproj, true, stream); });
+    }
     const Gate done = gate(parts.experts ? gate_x : gate_done, exchange_blocks);
     x_ready = done;
     run(HopKernel::exchange, [&] {
@@ -447,26 +451,33 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   experts.before = x_ready;
   experts.workspace = memory.experts;
   experts.idle_sms = second_statistics ? idle : 0;
-  run(HopKernel::experts, [&] {
-    return static_cast<cudaError_t>(lowlat::fused::launch_moe_region(
-        step.shape, experts, stream, !first || parts.attention || second_statistics));
-  });
-  run(HopKernel::second_exchange, [&] {
-    if (is_v4) {
-      ExchangeMixParams exchange = mixing_of(1, layer.next_hc, layer.next_norm);
-      exchange.few_blocks = parts.few_exchange_blocks && rows > 1;
-      exchange.before = x_ready;
-      exchange.mix_before = mix_done;
-      exchange.done = gate(gate_done, exchange_blocks);
-      exchange.mix_done = gate(gate_ffn_mix, mix_blocks);
-      return launch_exchange_mix(exchange, true, stream);
-    }
-    ExchangeNormParams exchange = exchanging(1, layer.next_norm);
+  ExchangeNormParams exchange = {};
+  if (!is_v4) {
+    exchange = exchanging(1, layer.next_norm);
     exchange.mix_done = ffn_mix_done;
     exchange.done = gate(gate_done, exchange_blocks);
     if (layer.memory_follows) {
       exchange.done = layer_gate(memory, layer_idx, kLayerExchanged, exchange_blocks);
       exchange.x_packets = nullptr;
+    }
+  }
+  const bool ends_layer = parts.experts_exchange &&
+                          lowlat::fused::moe_ends_layer(step.shape, layer.experts.layout, rows);
+  if (ends_layer) experts.exchange = exchange;
+  run(HopKernel::experts, [&] {
+    return static_cast<cudaError_t>(lowlat::fused::launch_moe_region(
+        step.shape, experts, stream, !first || parts.attention || second_statistics));
+  });
+  if (ends_layer) return error;
+  run(HopKernel::second_exchange, [&] {
+    if (is_v4) {
+      ExchangeMixParams mix = mixing_of(1, layer.next_hc, layer.next_norm);
+      mix.few_blocks = parts.few_exchange_blocks && rows > 1;
+      mix.before = x_ready;
+      mix.mix_before = mix_done;
+      mix.done = gate(gate_done, exchange_blocks);
+      mix.mix_done = gate(gate_ffn_mix, mix_blocks);
+      return launch_exchange_mix(mix, true, stream);
     }
     return launch_exchange_norm(exchange, hidden, true, stream);
   });

@@ -1,7 +1,7 @@
 // fused/layer.hpp: one plain decoder layer of V4.1-Flash on one rank as a chain of kernels:
-// attention sublayer, exchange, mixture of experts, exchange. Compressor and index, where a layer
-// has them, stand in its chain (layer_beside.hpp); the keys of another layer's are an input here.
-// Every C++ compiler reads it.
+// attention sublayer, exchange, mixture of experts, exchange (of few rows by the experts' own
+// blocks). Compressor and index, where a layer has them, stand in its chain (layer_beside.hpp); the
+// keys of another layer's are an input here. Every C++ compiler reads it.
 //
 // Rows       1 .. 48 (kMaxFusedRows). Ranks 2 or 4, as MoeShape says, each on a device of its own,
 //            or one whose mailboxes are looped back to it.
@@ -171,6 +171,9 @@ struct LayerParts {
   BesideOrder beside_order = BesideOrder::measured;
   // V4's last exchange, of more than one row: by few blocks (ExchangeMixParams::few_blocks).
   bool few_exchange_blocks = true;
+  // V4.1: the experts' own blocks do the last exchange, where they can (moe_ends_layer); there is no
+  // HopKernel::second_exchange then.
+  bool experts_exchange = true;
 };
 
 // One layer: layer_idx counts from 0 within the step (exchanges 2 layer_idx and the next). Returns

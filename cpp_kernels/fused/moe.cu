@@ -91,6 +91,10 @@ int moe_box_band(MoeShape shape, MoeLayout layout, int rows) {
              ? moe::wide::kBandColumns
              : with_shape(shape, [](auto instance) { return decltype(instance)::L::kBandRows; });
 }
+bool moe_ends_layer(MoeShape shape, MoeLayout layout, int rows) {
+  return !is_wide(shape, layout, rows) &&
+         with_shape(shape, [](auto instance) { return decltype(instance)::L::kEndsLayer; });
+}
 std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows) {
   const int band = moe_box_band(shape, layout, rows);
   const int hidden =
@@ -100,6 +104,14 @@ std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows) {
 
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped) {
   if (args.rows < 1 || args.rows > 64) return cudaErrorInvalidValue;
+  if (args.exchange.num_rows != 0 &&
+      (!moe_ends_layer(shape, args.w.layout, args.rows) || args.exchange.num_rows != args.rows ||
+       args.quads.tp_size != args.exchange.port.tp_size ||
+       args.quads_index != args.exchange.exchange_index ||
+       args.quads.tp_size !=
+           with_shape(shape, [](auto instance) { return decltype(instance)::L::kRanks; }))) {
+    return cudaErrorInvalidValue;
+  }
   const bool v4 = shape == MoeShape::v4_tp2 || shape == MoeShape::v4_tp4;
   // V4's router and the drafts' divide by 1 where a sum is 0; a hash layer's and V4.1's target's
   // add 1e-20.

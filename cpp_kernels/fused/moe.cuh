@@ -27,12 +27,15 @@
 // once. A group of 32 along K is one product and its scale multiplies the sums. The slot is free as
 // soon as the codes are in registers. The finisher adds the slices, applies SwiGLU and sends h to
 // all blocks. Second product: block b owns a band of output columns for all experts, so a row's
-// slots never leave the block; warps take (expert, part of I), a pair at a time. Codes are placed
-// in fp16 fields by shifts alone; group j of a pair's h is column j of the products, so that the
-// scales are applied once at the end. The first experts' h was finished while later tiles were
+// slots never leave the block; warps, the routers too, take (expert, part of I), a pair at a time.
+// Codes are placed in fp16 fields by shifts alone; group j of a pair's h is column j of the
+// products, so that the scales are applied once at the end. The first experts' h was finished while later tiles were
 // multiplied, so the second product starts without a wait. Weights that do not depend on the
 // routing (router, shared expert) stream while it is being decided. Experts are in the order of
-// their first pairs: when row 0 is routed, every block asks for its first tiles.
+// their first pairs: when row 0 is routed, every block asks for its first tiles. The layer's end:
+// where the sum is published as quads, the first blocks' last warps may do what
+// hc_exchange_norm_sm90 does (MoeArgs::exchange), whose blocks would find room, and their inputs,
+// when these have ended.
 //
 // Ordering     scores   [row][packet] {3 scores, epoch}: two packets of each of the first blocks,
 //                       written by its finisher, read by one warp of every block. Written again by
@@ -53,6 +56,8 @@
 //                       filled with, and only then is its `full` waited for by parity.
 //              sums     partial[] full: every consumer; empty: the finisher's. `second` lies over
 //                       them: a warp writes there after it has seen every partial buffer free.
+//              squares  [row][slice] {sum of squares, epoch of the quads} of the layer's end: written
+//                       again a layer later, when every slice of this one has been read.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.
 #pragma once
@@ -64,6 +69,7 @@
 
 #include "fused/moe_parts.cuh"
 // The parts come first.
+#include "fused/exchange_norm.cuh"
 #include "fused/moe_wide_numbers.cuh"
 
 namespace lowlat::nvidia::fused {
@@ -82,16 +88,17 @@ struct Layout {
   // Two warps route, so that the shared expert's tiles are multiplied meanwhile, and its second
   // product while the routed first one is under way.
   static constexpr int kFirstRouter = kFinisher + 1, kRouters = 2;
-  // Registers are given by groups of four warps.
+  // Warps that multiply in the second product, where the routers have nothing else to do.
+  static constexpr int kWorkers = kConsumers + kRouters;
   static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
-  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
-  static constexpr int kConsumerRegisters =
-      (kLaunchRegisters + (kLaunchRegisters - kOtherRegisters) * 4 / kConsumers) / 8 * 8;
   static_assert(kConsumers % 4 == 0);
   static constexpr int kBands = moe::kBands;
   static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
   static constexpr int kExperts = S::kNumExperts, kSlots = S::kExpertsPerToken;
   static constexpr int kBlock = S::kScaleBlock;
+  static constexpr int kRanks = S::kTpSize;
+  // V4.1's; V4's layers end with statistics (exchange_mix.hpp).
+  static constexpr bool kEndsLayer = kHidden == 5120;
   static constexpr int kMaxRows = 8;
   static constexpr int kMaxPairs = kMaxRows * kSlots;
 
@@ -187,6 +194,7 @@ struct Layout {
     std::int32_t num_experts;
     std::uint32_t stop;                  // Watch
     std::uint32_t lost;                  // scores have not come: no tiles
+    std::int32_t uses, sums;             // the consumers' counters when the first product is over
     std::uint64_t quads_epoch;           // exchange_epoch of the sum's packets
     std::uint16_t expert[kMaxPairs];     // in the order of their first pairs, one entry each
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
@@ -200,6 +208,10 @@ struct Layout {
     std::uint32_t
         piece_expert[plat::kWarpLanes];  // number of the expert that a piece is filled with
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
+    // Of the layer's end: the row's parameters, whether they are there, squares of warps.
+    float mix[kMixStride];
+    std::uint32_t has_mix;
+    float squares[kHidden / kSlicesPerRow / 4 / plat::kWarpLanes];
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
@@ -210,9 +222,24 @@ struct Layout {
   struct Barriers {
     std::uint64_t full[kRing], empty[kRing];
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
-    std::uint64_t shared_full, band_full, scored, first_routed, routed, table, sums_full[kBuffers],
-        sums_empty[kBuffers];
+    std::uint64_t shared_full, band_full, scored, first_routed, routed, table, multiplied,
+        sums_full[kBuffers], sums_empty[kBuffers];
   };
+  // Arrivals that complete a phase of the barrier number `i`.
+  LOWLAT_DEVICE static std::uint32_t arrivals_of(int i) {
+    constexpr auto number = [](std::size_t offset) {
+      return static_cast<int>(offset / sizeof(std::uint64_t));
+    };
+    const auto in = [i](int first, int count) { return i >= first && i < first + count; };
+    if (in(number(offsetof(Barriers, empty)), kRing) ||
+        in(number(offsetof(Barriers, sums_full)), kBuffers)) {
+      return kConsumers;
+    }
+    if (in(number(offsetof(Barriers, piece_empty)), kRingPieces)) return kParts;
+    if (i == number(offsetof(Barriers, routed))) return kMaxRows;
+    // The band's copy, and the finisher with its scales.
+    return i == number(offsetof(Barriers, band_full)) ? 2 : 1;
+  }
   // Places in them, for loops that address shared memory themselves.
   static constexpr int kStopOffset = offsetof(Table, stop),
                        kRowsHereOffset = offsetof(Table, rows_here),
@@ -245,7 +272,9 @@ struct Layout {
   static constexpr std::size_t kHiddenOffset = kTicketOffset + 256;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kMaxRows;
-  static constexpr std::size_t kWorkspaceBytes = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kSquaresOffset = kScoresOffset + kScoresBytes;
+  static constexpr std::size_t kSquaresBytes = std::size_t{16} * kSlicesPerRow * kMaxRows;
+  static constexpr std::size_t kWorkspaceBytes = kSquaresOffset + kSquaresBytes;
 };
 
 // The copies of tiles: w1 and w3 as [H / 256][E I][128 bytes].
@@ -265,7 +294,9 @@ struct Region {
   Watch watch;
   int block_idx, num_blocks, lane;
   bool scores, shared;  // this launch has a router, a shared expert
-  bool early;           // this block has begun before x is there
+  // This block has begun long before x is there; x was there when it began.
+  bool early, x_there;
+  int num_shared_tiles;
 
   // Of the use number `use` of the ring.
   LOWLAT_DEVICE std::uint32_t slot_address(int use) const {
@@ -316,8 +347,8 @@ struct Region {
     constexpr int kFirst = L::kScoringBlocks;
     return n * num_blocks + (block_idx < kFirst ? block_idx + num_blocks : block_idx) - kFirst;
   }
-  LOWLAT_DEVICE int shared_tiles() const {
-    return shared ? (L::kTiles - shared_tile(0) + num_blocks - 1) / num_blocks : 0;
+  LOWLAT_DEVICE void count_shared_tiles() {
+    while (shared && shared_tile(num_shared_tiles) < L::kTiles) ++num_shared_tiles;
   }
 };
 
@@ -334,11 +365,18 @@ LOWLAT_DEVICE void wait_for_x(const Region<L>& r) {
     sm90::wait_for_predecessors();
     return;
   }
-  if (plat::thread_idx() == 0) poll_gate(gate);
+  if (plat::thread_idx() == 0) {
+    if (r.x_there) {
+      pass_gate();
+    } else {
+      poll_gate(gate);
+    }
+  }
   named_sync<2, L::kThreads - plat::kWarpLanes>();
 }
 // Code that runs for the first time is slow, and a block that is early has time: it runs what
-// follows on x once before, on other numbers. The first of two passes, or the only one.
+// follows on x once before, on other numbers. One that begins when x is about to come would come
+// later by it. The first of two passes, or the only one.
 template <class L>
 LOWLAT_DEVICE int first_pass(const Region<L>& r) {
   return r.early && r.scores ? 0 : 1;
@@ -405,7 +443,7 @@ struct Producer {
       // The router's rows and x decide when routing ends: nothing competes with them.
       barrier_wait(&r.barriers.full[L::kScorePackets - 1], 0);
     }
-    if (r.shared_tiles() > 0) {
+    if (r.num_shared_tiles > 0) {
       std::uint64_t* full = &r.barriers.shared_full;
       if (r.lane == 0) sm90::barrier_arrive_expect(full, 2 * kTileRows * L::kHidden);
       __syncwarp();
@@ -417,7 +455,7 @@ struct Producer {
     }
     if (!L::kBandLate) load_shared_band();
     // Further shared tiles go through the ring, which is free when x has been scored.
-    for (int n = 1; n < r.shared_tiles(); ++n) {
+    for (int n = 1; n < r.num_shared_tiles; ++n) {
 #pragma unroll 1
       for (int up = 0; up < 2; ++up) {
         begin_slot(kTileRows * L::kHidden);
@@ -576,7 +614,7 @@ struct Producer {
     for (int piece = 0; piece < L::kRingPieces; ++piece) {
       landed(&r.barriers.piece_full[piece], __shfl_sync(plat::kAllLanes, turns, piece));
     }
-    landed(&r.barriers.shared_full, r.shared_tiles() > 0 ? 1 : 0);
+    landed(&r.barriers.shared_full, r.num_shared_tiles > 0 ? 1 : 0);
     landed(&r.barriers.band_full, r.shared && r.block_idx < kBands ? 1 : 0);
   }
 };
@@ -845,13 +883,16 @@ template <class L>
 struct Consumer {
   Region<L>& r;
   int warp;
-  int g = 0, t = 0;  // place in the fragments
-  int uses = 0;      // of the ring
-  int sums = 0;      // of the partial buffers
+  int g, t;      // place in the fragments
+  int uses = 0;  // of the ring
+  int sums = 0;  // of the partial buffers
   // x of this warp's slice, in the order of pairs, until it lies in shared memory as columns.
   static constexpr int kPairs = 4;  // of a thread's eight elements of a group
   std::uint32_t x[L::kSliceBlocks][kPairs];
   float column_factor = 0.0f;  // of row g's columns
+
+  LOWLAT_DEVICE Consumer(Region<L>& region, int number)
+      : r(region), warp(number), g(region.lane / 4), t(region.lane % 4) {}
 
   LOWLAT_DEVICE void wait_slot(int offset) const {
     const int use = uses + offset;
@@ -932,19 +973,17 @@ struct Consumer {
     if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.routed);
   }
 
-  // Scale bytes of a shared tile's slice, gate and up.
+  // Scale bytes of a shared tile's slice, gate and up: a lane has those of a block of scales.
   struct TileScales {
-    std::uint8_t gate[L::kSlice / L::kBlock], up[L::kSlice / L::kBlock];
+    std::uint32_t gate, up;
   };
   LOWLAT_DEVICE void load_scales(TileScales& out, int tile) const {
-    const std::size_t scale_row =
-        static_cast<std::size_t>(tile * kTileRows / L::kBlock) * (L::kHidden / L::kBlock);
-#pragma unroll
-    for (int i = 0; i < L::kSlice / L::kBlock; ++i) {
-      const std::size_t at = scale_row + i * L::kConsumers + warp;
-      out.gate[i] = __ldg(r.a.w.shared_w1.scales + at);
-      out.up[i] = __ldg(r.a.w.shared_w3.scales + at);
-    }
+    constexpr int kOwn = L::kSlice / L::kBlock;
+    static_assert(kOwn <= plat::kWarpLanes);
+    const int at = tile * kTileRows / L::kBlock * (L::kHidden / L::kBlock) +
+                   (r.lane < kOwn ? r.lane : 0) * L::kConsumers + warp;
+    out.gate = __ldg(r.a.w.shared_w1.scales + at);
+    out.up = __ldg(r.a.w.shared_w3.scales + at);
   }
 
   // The n-th shared tile: the first in a place of its own, others gate in one slot, up in the next.
@@ -975,8 +1014,9 @@ struct Consumer {
         const int at = L::block_group(first + i) * L::kBlockK;
         multiply_codes(sums_of, smem_load8(low_address + at), smem_load8(high_address + at), b[i]);
       }
-      add_scaled(acc, sums_of, scale, scale_of(scales.gate[first / L::kSpan]),
-                 scale_of(scales.up[first / L::kSpan]));
+      const int own = first / L::kSpan;
+      add_scaled(acc, sums_of, scale, scale_of(__shfl_sync(plat::kAllLanes, scales.gate, own)),
+                 scale_of(__shfl_sync(plat::kAllLanes, scales.up, own)));
     }
     hand_over(acc);
     if (n == 0) return;
@@ -1230,14 +1270,21 @@ struct Consumer {
     }
   }
 
-  LOWLAT_DEVICE bool run_second() {
+  // A router becomes a worker, when the consumers are.
+  LOWLAT_DEVICE void join() {
+    barrier_wait(&r.barriers.multiplied, 0);
+    uses = r.table.uses, sums = r.table.sums;
+  }
+  // Items by all workers, of which this is number `worker`. A rehearsal goes through one on what
+  // lies there, waits for nothing and stores nothing.
+  LOWLAT_DEVICE bool run_second(int worker, bool rehearsal) {
     constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
     if (r.block_idx >= kBands) return true;
     const SecondWarp<L> second(r);
-    int expert = warp / L::kParts, part = warp % L::kParts;
-    const int num_experts = r.table.num_experts;
+    int expert = rehearsal ? 0 : worker / L::kParts, part = worker % L::kParts;
+    const int num_experts = rehearsal ? 1 : r.table.num_experts;
     if (expert >= num_experts) return true;
-    int place = r.table.first[expert], end = r.table.first[expert + 1];
+    int place = r.table.first[expert], end = rehearsal ? place + 1 : r.table.first[expert + 1];
     const unsigned char* address = columns_address(second, place, part);
     Columns h;
     second.load_hidden(h, address);
@@ -1245,7 +1292,7 @@ struct Consumer {
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t barriers = base + L::kBarrierOffset;
-    int sums_left = L::kBuffers;
+    int sums_left = rehearsal ? 0 : L::kBuffers;
     int piece = expert;  // the first are in the ring's first turn
     std::uint32_t turn = 0;
     for (;;) {
@@ -1255,15 +1302,16 @@ struct Consumer {
       const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
       // A parity tells a phase from the next only: the piece's use before must be over.
       const std::uint32_t filled = base + L::kTableOffset + L::kPieceExpertOffset + piece * 4;
-      while (wide::smem_load4(filled) != static_cast<std::uint32_t>(expert)) {
+      while (!rehearsal && wide::smem_load4(filled) != static_cast<std::uint32_t>(expert)) {
         if (r.watch.stopped()) return false;
       }
-      if (!barrier_wait_at(barriers + L::kPieceFullBarriers + piece * 8, turn & 1u, stop)) {
+      if (!rehearsal &&
+          !barrier_wait_at(barriers + L::kPieceFullBarriers + piece * 8, turn & 1u, stop)) {
         return false;
       }
       // The warp's next item.
-      int next_expert = expert + L::kConsumers / L::kParts;
-      int next_part = part + L::kConsumers % L::kParts;
+      int next_expert = expert + L::kWorkers / L::kParts;
+      int next_part = part + L::kWorkers % L::kParts;
       if (next_part >= L::kParts) next_part -= L::kParts, ++next_expert;
       const bool more = next_expert < num_experts;
 #pragma unroll 1
@@ -1272,7 +1320,7 @@ struct Consumer {
         const int next = !last ? place + 1 : more ? r.table.first[next_expert] : place;
         const unsigned char* const next_address =
             columns_address(second, next, last && more ? next_part : part);
-        if (!second.complete(h, address)) return false;
+        if (!rehearsal && !second.complete(h, address)) return false;
         Columns ahead;
         second.load_hidden(ahead, next_address);
         __syncwarp();  // or the loads would sink to where they are needed
@@ -1286,7 +1334,7 @@ struct Consumer {
           float sum = sums_of[i / 2][i % 2];
           sum += __shfl_xor_sync(plat::kAllLanes, sum, 1);
           sum += __shfl_xor_sync(plat::kAllLanes, sum, 2);
-          if (t == 0) dst[8 * i] = sum * kFactor;
+          if (t == 0 && !rehearsal) dst[8 * i] = sum * kFactor;
         }
         h = ahead;
         address = next_address;
@@ -1296,7 +1344,7 @@ struct Consumer {
         }
       }
       __syncwarp();
-      if (r.lane == 0) barrier_arrive_at(empty);
+      if (r.lane == 0 && !rehearsal) barrier_arrive_at(empty);
       if (!more) return true;
       piece += next_expert - expert;
       if (piece >= L::kRingPieces) piece -= L::kRingPieces, ++turn;
@@ -1307,19 +1355,22 @@ struct Consumer {
 
   // Before the kernels before this one have ended.
   LOWLAT_DEVICE void run_early(TileScales& scales) {
-    g = r.lane / 4;
-    t = r.lane % 4;
-    if (r.shared_tiles() > 0) load_scales(scales, r.shared_tile(0));
+    if (r.num_shared_tiles > 0) load_scales(scales, r.shared_tile(0));
   }
-  LOWLAT_DEVICE void run(TileScales& scales, const Rules& rules) {
+  // True: the second product comes next.
+  LOWLAT_DEVICE bool run(TileScales& scales, const Rules& rules, Stamps& stamps) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
-      if (pass == 1) wait_for_x(r);
+      if (pass == 1) {
+        stamps.mark(StampStage::ask);
+        wait_for_x(r);
+        stamps.mark(StampStage::wait);
+      }
       // The first pass: rows of the router, and whatever lies in their place.
       load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
       if (r.gates()) run_gate(pass);
       // While the scores are on their way.
-      for (int n = 0; pass == 1 && n < r.shared_tiles(); ++n) {
+      for (int n = 0; pass == 1 && n < r.num_shared_tiles; ++n) {
         if (n > 0) load_scales(scales, r.shared_tile(n));
         run_shared_tile(scales, n);
       }
@@ -1335,29 +1386,52 @@ struct Consumer {
     sm90::fence_async_shared();
     named_sync<3, L::kConsumers * plat::kWarpLanes>();
     barrier_wait(&r.barriers.table, 0);
-    if (r.table.lost != 0) return;
+    if (r.table.lost != 0) return false;
+    stamps.mark(StampStage::read);
     run_tiles();
-    run_second();
+    if (warp == 0 && r.lane == 0) {
+      r.table.uses = uses, r.table.sums = sums;
+      sm90::barrier_arrive(&r.barriers.multiplied);
+    }
+    stamps.mark(StampStage::compute);
+    return true;
   }
 };
 
 // ------------------------------------------------------------------------------------ finisher
 
-// By one warp: rows of scales that the shared w2's band touches, from that of its first row.
-template <class L>
-LOWLAT_DEVICE void load_band_scales(const Region<L>& r) {
-  if (!r.shared || r.block_idx >= kBands) return;
-  const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns;
-  constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
-  for (int i = r.lane; i < L::kBandScaleRows * L::kBandScaleColumns; i += plat::kWarpLanes) {
-    if (first + i < kAll) r.table.band_scales[i] = __ldg(r.a.w.shared_w2.scales + first + i);
-  }
-}
-
 template <class L>
 struct Finisher {
   Region<L>& r;
   int sums = 0;
+
+  // Rows of scales that the shared w2's band touches, from that of its first row: asked for before x
+  // is waited for, stored behind that.
+  static constexpr int kBandScales = L::kBandScaleRows * L::kBandScaleColumns;
+  static constexpr int kOwnScales = (kBandScales + plat::kWarpLanes - 1) / plat::kWarpLanes;
+  std::uint8_t band_scales[kOwnScales] = {};
+
+  LOWLAT_DEVICE bool has_band() const { return r.shared && r.block_idx < kBands; }
+  LOWLAT_DEVICE void run_early() {
+    if (!has_band()) return;
+    const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns + r.lane;
+    constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
+#pragma unroll
+    for (int i = 0; i < kOwnScales; ++i) {
+      const int at = first + i * plat::kWarpLanes;
+      band_scales[i] = __ldg(r.a.w.shared_w2.scales + (at < kAll ? at : kAll - 1));
+    }
+  }
+  LOWLAT_DEVICE void store_band_scales() const {
+    if (!has_band()) return;
+#pragma unroll
+    for (int i = 0; i < kOwnScales; ++i) {
+      const int at = i * plat::kWarpLanes + r.lane;
+      if (at < kBandScales) r.table.band_scales[at] = band_scales[i];
+    }
+    __syncwarp();
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.band_full);
+  }
 
   LOWLAT_DEVICE void wait_sums() const {
     barrier_wait(&r.barriers.sums_full[sums % L::kBuffers], sums / L::kBuffers & 1);
@@ -1446,11 +1520,12 @@ struct Finisher {
         wait_for_x(r);
         r.read_epoch();
         clear_hidden();
+        store_band_scales();
       }
       if (r.gates()) run_gate(rule, pass);
     }
     const std::uint32_t parity = r.epoch & 1u;
-    for (int n = 0; n < r.shared_tiles(); ++n) {
+    for (int n = 0; n < r.num_shared_tiles; ++n) {
       wait_sums();
       for (int column = 0; column < r.a.rows; ++column) {
         finish<true>(column, r.hidden(parity, L::kMaxPairs + column), r.shared_tile(n));
@@ -1508,6 +1583,103 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
       r.table.quads_epoch);
 }
 
+// ------------------------------------------------------------------------------------ layer's end
+
+// The block's last warps, as many threads as a slice of a row has (exchange_norm.cuh). Most of them
+// have nothing to publish.
+template <class L>
+struct LastWarps {
+  static constexpr int kNum = L::kHidden / kSlicesPerRow / 4, kFirst = L::kThreads - kNum;
+  static_assert(kSlicesPerRow * L::kMaxRows <= kBands);
+
+  LOWLAT_DEVICE static int thread() { return plat::thread_idx() - kFirst; }
+  LOWLAT_DEVICE static void sync() { named_sync<4, kNum>(); }
+  LOWLAT_DEVICE static bool any(bool value) {
+    std::uint32_t out;
+    asm volatile(
+        "{\n"
+        ".reg .pred own, all;\n"
+        "setp.ne.u32 own, %1, 0;\n"
+        "bar.red.or.pred all, %2, %3, own;\n"
+        "selp.u32 %0, 1, 0, all;\n"
+        "}"
+        : "=r"(out)
+        : "r"(static_cast<std::uint32_t>(value)), "n"(4), "n"(kNum)
+        : "memory");
+    return out != 0;
+  }
+};
+
+// Whether this block has a slice of a row at the layer's end.
+template <class L>
+LOWLAT_DEVICE bool has_slice(const Region<L>& r) {
+  return L::kEndsLayer && r.block_idx < kSlicesPerRow * r.a.exchange.num_rows;
+}
+
+// By one warp, late in the launch: the row's parameters, if they are there. They mostly are, and
+// the layer's end does not have to ask for them then.
+template <class L>
+LOWLAT_DEVICE void take_statistics(const Region<L>& r) {
+  const ExchangeNormParams& params = r.a.exchange;
+  static_assert(kMixStride == plat::kWarpLanes);
+  if (params.mix_done.word == nullptr || !is_open(params.mix_done.word, params.mix_done.blocks)) {
+    return;
+  }
+  pass_gate();
+  r.table.mix[r.lane] = __ldcg(params.mix + r.block_idx / kSlicesPerRow * kMixStride + r.lane);
+  if (r.lane == 0) r.table.has_mix = 1;
+}
+
+// By LastWarps, after the block's sync: what hc_exchange_norm_sm90 does, whose blocks would begin
+// when these end. The squares of a row's slices go by packets.
+template <class L>
+LOWLAT_DEVICE void end_layer(const Region<L>& r) {
+  using Team = LastWarps<L>;
+  const ExchangeNormParams& params = r.a.exchange;
+  Stamps stamps(params.port.stamps, params.kernel, Team::kFirst);
+  const int row_idx = r.block_idx / kSlicesPerRow, slice_idx = r.block_idx % kSlicesPerRow;
+  ExchangeSlice<L::kHidden, L::kRanks, Team> slice = {params, Team(), r.table.mix, row_idx,
+                                                      slice_idx};
+  slice.load_gain();
+  slice.load_residual();
+  // After a fault the finisher may not have asked for it.
+  std::uint64_t epoch = r.table.quads_epoch;
+  if (r.table.stop != 0) epoch = exchange_epoch(params.port, params.exchange_index);
+  __syncwarp();  // or the loads would sink to where they are needed
+  if (r.table.has_mix == 0) {
+    slice.wait_for_statistics();
+    slice.load_statistics();
+  }
+  stamps.mark(StampStage::ask);
+  float y[4] = {};
+  slice.receive(y, epoch);
+  stamps.mark(StampStage::wait);
+  const float squares = slice.combine(y);
+  stamps.mark(StampStage::compute);
+  const float sum = slice.sum_of_warps(squares, r.table.squares);
+  const auto tag = static_cast<std::uint32_t>(epoch);
+  auto* const packets = reinterpret_cast<plat::TaggedWords*>(r.workspace + L::kSquaresOffset) +
+                        row_idx * kSlicesPerRow;
+  if (Team::thread() == 0) send_packet(packets + slice_idx, tag, __float_as_uint(sum), 0, 0);
+  HopWords words[1];
+  const bool there =
+      take_packets(words, {&params.port, tag, params.kernel}, r.lane < kSlicesPerRow ? 1u : 0u,
+                   [&](int) { return packets + r.lane % kSlicesPerRow; });
+  const float part =
+      there ? __uint_as_float(low_word(words[0].pair)) : plat::bits_float(0x7fc0'0000u);
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSlicesPerRow; ++i) total += __shfl_sync(plat::kAllLanes, part, i);
+  slice.norm(total, epoch, [&] { stamps.mark(StampStage::sum); });
+  stamps.mark(StampStage::store);
+  if (params.done.word != nullptr) {
+    Team::sync();
+    if (Team::thread() == 0) count_at_gate(params.done, 1u);
+  }
+  // So that this kernel's end says that the kernel before has ended too.
+  sm90::wait_for_predecessors();
+}
+
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
     moe_region_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
@@ -1515,6 +1687,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
+  Stamps stamps(args.quads.stamps, args.quads.kernel);
   const int thread = plat::thread_idx();
   const int warp = __shfl_sync(plat::kAllLanes, thread / plat::kWarpLanes, 0);
   Region<L> r = {args,
@@ -1529,76 +1702,101 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  thread % plat::kWarpLanes,
                  args.routing != MoeRouting::given,
                  args.w.shared_w1.codes != nullptr,
-                 args.before.word != nullptr && !is_open(args.before.word, args.before.blocks)};
-  // A thread a barrier.
-  constexpr int kSlotBarriers = 2 * L::kRing, kPieceBarriers = 2 * L::kRingPieces;
-  if (thread < kSlotBarriers) {
-    const int i = thread / 2;
-    sm90::barrier_init(thread % 2 ? &barriers.empty[i] : &barriers.full[i],
-                       thread % 2 ? L::kConsumers : 1);
-  } else if (thread < kSlotBarriers + kPieceBarriers) {
-    const int i = (thread - kSlotBarriers) / 2;
-    sm90::barrier_init(thread % 2 ? &barriers.piece_empty[i] : &barriers.piece_full[i],
-                       thread % 2 ? L::kParts : 1);
-  } else if (thread < kSlotBarriers + kPieceBarriers + 2 * L::kBuffers) {
-    const int i = (thread - kSlotBarriers - kPieceBarriers) / 2;
-    sm90::barrier_init(thread % 2 ? &barriers.sums_empty[i] : &barriers.sums_full[i],
-                       thread % 2 ? 1 : L::kConsumers);
-  } else if (thread == L::kThreads - 1) {
-    sm90::barrier_init(&barriers.shared_full, 1);
-    sm90::barrier_init(&barriers.scored, 1);
-    sm90::barrier_init(&barriers.band_full, 1);
-    sm90::barrier_init(&barriers.first_routed, 1);
-    sm90::barrier_init(&barriers.routed, L::kMaxRows);
-    sm90::barrier_init(&barriers.table, 1);
-    table.stop = 0;
+                 false,
+                 false,
+                 0};
+  // x comes soon when sums that it is made of have come. All that says so is asked for at once, the
+  // sums in both mailboxes, and looked at when the barriers have been made.
+  const bool follows = args.before.word != nullptr && args.quads.tp_size > 0;
+  std::uint32_t opened = 0, even_tag = 0, odd_tag = 0;
+  std::uint64_t step_epoch = 0;
+  if (args.before.word != nullptr) opened = gate_word(args.before.word);
+  if (follows) {
+    const plat::TaggedWords* sums =
+        quads_of(args.quads, args.quads.tp_rank, 0, args.quads.tp_rank, 0, L::kHidden / 4) +
+        r.lane * (L::kHidden / 4 / plat::kWarpLanes);
+    even_tag = packet_tag(sums);
+    odd_tag = packet_tag(sums + args.quads.tp_size * args.quads.box_packets);
+    step_epoch = *args.quads.step_epoch;
+  }
+  // A barrier is made by a thread whose warp makes no other at once: the assembler makes a loop over
+  // the threads of it.
+  constexpr int kNumBarriers = sizeof barriers / sizeof(std::uint64_t);
+#pragma unroll 1
+  for (int i = warp; i < kNumBarriers; i += L::kThreads / plat::kWarpLanes) {
+    if (r.lane == 0) {
+      sm90::barrier_init(reinterpret_cast<std::uint64_t*>(&barriers) + i, L::arrivals_of(i));
+    }
   }
   sm90::fence_barrier_init();
-  static_assert(kSlotBarriers + kPieceBarriers + 2 * L::kBuffers < L::kThreads);
 
-  for (int i = thread; i < L::kMaxPairs; i += L::kThreads) table.rows_of[i] = 0;
+  static_assert(L::kMaxPairs <= L::kThreads);
+  if (thread < L::kMaxPairs) table.rows_of[thread] = 0;
   if (thread < plat::kWarpLanes) table.piece_expert[thread] = kPoison;
+  if (thread == 0) table.stop = table.has_mix = 0;
   plat::block_sync();
-
+  r.count_shared_tiles();
   Producer<L> producer = {r, maps};
-  Consumer<L> consumer = {r, warp};
+  Consumer<L> consumer(r, warp);
+  Finisher<L> finisher = {r};
   typename Consumer<L>::TileScales scales = {};
-  // Before any wait for the consumers, who wait for these registers.
-  if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
     producer.run_early();
   } else if (warp == L::kFinisher) {
-    load_band_scales(r);
+    finisher.run_early();
   } else if (warp < L::kConsumers) {
     consumer.run_early(scales);
   }
+  r.x_there = args.before.word != nullptr && has_opened(opened, args.before.blocks);
+  const auto x_tag =
+      static_cast<std::uint32_t>(step_epoch) + static_cast<std::uint32_t>(args.quads_index - 1);
+  const bool comes = follows && ((x_tag & 1u) != 0u ? odd_tag : even_tag) == x_tag;
+  r.early = args.before.word != nullptr && !r.x_there && !__any_sync(plat::kAllLanes, comes);
+  bool multiplies = false;
+  int worker = warp;
   if (warp < L::kConsumers) {
-    sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(scales, rules);
+    multiplies = consumer.run(scales, rules, stamps);
+  } else if (warp == L::kProducer) {
+    producer.run_routed();
+    if (has_slice(r)) take_statistics(r);
+  } else if (warp == L::kFinisher) {
+    finisher.run(rules.rule);
   } else {
-    if (warp == L::kProducer) {
-      producer.run_routed();
-    } else if (warp == L::kFinisher) {
-      Finisher<L> finisher = {r};
-      finisher.run(rules.rule);
-    } else {
-      static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
-      const int number = warp - L::kFirstRouter;
-      Router<L>{r, number}.run(rules);
-      if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
+    static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
+    const int number = warp - L::kFirstRouter;
+    Router<L>{r, number}.run(rules);
+    if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
+    worker = L::kConsumers + number;
+    barrier_wait(&barriers.table, 0);
+    multiplies = table.lost == 0;
+  }
+  // The routers, who have time, go through the second product's code, which comes from far away the
+  // first time, while the first is under way.
+#pragma unroll 1
+  for (int pass = worker < L::kConsumers ? 1 : 0; multiplies && pass < 2; ++pass) {
+    if (pass == 0) {
+      consumer.uses = 1;  // any
+    } else if (worker >= L::kConsumers) {
+      consumer.join();
     }
+    consumer.run_second(worker, pass == 0);
   }
   plat::block_sync();
   if (table.stop == 0) {
-    if (r.block_idx < kBands) finish_band(r, rules.first_row);
+    stamps.mark(StampStage::sum);
     if (thread == 0) {
       reinterpret_cast<std::uint32_t*>(args.workspace)[r.block_idx] = r.epoch;
     }
-    return;
+    if (r.block_idx < kBands) finish_band(r, rules.first_row);
+    stamps.mark(StampStage::store);
+  } else {
+    if (warp == L::kProducer) producer.drain();
+    if (thread == 0) report_fault(r);
   }
-  if (warp == L::kProducer) producer.drain();
-  if (thread == 0) report_fault(r);
+  if constexpr (L::kEndsLayer) {
+    if (has_slice(r) && thread >= LastWarps<L>::kFirst) end_layer(r);
+  }
 }
 
 }  // namespace moe

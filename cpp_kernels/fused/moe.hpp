@@ -95,9 +95,13 @@ struct MoeArgs {
   // quads_index of the step. tp_size 0: not.
   nvidia::fused::ExchangePort quads;
   std::int32_t quads_index;
+  // What ends the layer with that sum: the work of launch_exchange_norm, by the region's own blocks
+  // where moe_ends_layer() says so. Its residual was complete when x was, so `before` and `early`
+  // are not used; the rest as there, its exchange_index is quads_index. num_rows T; 0: not wanted.
+  nvidia::fused::ExchangeNormParams exchange;
   // Of x. word nullptr: the end of the kernels before. With a gate the launch that used the
-  // workspace before must have ended when the gate opens, as it has when an exchange of its sums
-  // lies between.
+  // workspace before must have published its sums when the gate opens, as it has when an exchange
+  // of them lies between.
   nvidia::fused::Gate before;
   // Multiprocessors that are left to other kernels; the same in all launches that share a
   // workspace, whose blocks count them.
@@ -111,14 +115,18 @@ std::size_t moe_workspace_bytes(MoeShape shape);
 // On `stream`, once, and again after a launch that ended in a fault. Returns a cudaError_t.
 int moe_workspace_init(MoeShape shape, void* workspace, void* stream);
 
+// Whether a launch of `rows` rows can end the layer too (MoeArgs::exchange).
+bool moe_ends_layer(MoeShape shape, MoeLayout layout, int rows);
+
 // Columns of a band, and packets of one mailbox, of a launch of `rows` rows.
 int moe_box_band(MoeShape shape, MoeLayout layout, int rows);
 std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows);
 
 // Enqueues the region on `stream` (a cudaStream_t); capturable. `overlapped`: a programmatic edge,
 // so that weights are on their way before the kernel before has ended; what that kernel writes is
-// waited for. Returns a cudaError_t; cudaErrorInvalidValue for rows outside 1 .. 64 or a device
-// that cannot hold the grid (one block an SM, 128 at least) at once.
+// waited for. Returns a cudaError_t; cudaErrorInvalidValue for rows outside 1 .. 64, for an exchange
+// that is not of these rows, this number of ranks and a region that ends layers, or a device that
+// cannot hold the grid (one block an SM, 128 at least) at once.
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped);
 
 }  // namespace lowlat::fused

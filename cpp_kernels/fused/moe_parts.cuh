@@ -9,6 +9,8 @@
 // The platform comes first.
 #include "fused/exchange.cuh"
 #include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
+#include "fused/stamps.cuh"
 #include "platform/contract.hpp"
 #include "stages/exchange.hpp"
 #include "stages/experts.hpp"

@@ -38,7 +38,7 @@ constexpr int kLora = 1024, kGroupInput = 4096;
 template <class M>
 constexpr int kPaceA = M::kScaleBlock == 32 ? 500 : 0;
 template <class M>
-constexpr int kPaceB = M::kScaleBlock == 32 ? 250 : 0;
+constexpr int kPaceB = M::kScaleBlock == 32 ? 1000 : 0;
 
 // Of a model M. A group of outputs that share a scale is made in one cluster: by one block where
 // rows are few; otherwise by several, who tell each other their largest values.
@@ -63,7 +63,7 @@ struct ShapeA<M, kTiles> {
   static constexpr bool kWide = true, kShares = true;
   static constexpr int kGroup = M::kScaleBlock, kRows = 64, kBlocks = 8;
   static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
-  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true, kTiles == 6 ? 2 : 4>;
+  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true, kTiles == 6 ? 2 : 4, 40>;
 };
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
 template <class M, int kTiles, int kGroups>
@@ -308,7 +308,9 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
 }  // namespace
 
 cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStream_t stream) {
-  if (params.num_groups < 1 || params.num_groups > 8) return cudaErrorInvalidValue;
+  if (params.num_groups < 1 || params.num_groups > 8 || oproj_is_few(params)) {
+    return cudaErrorInvalidValue;
+  }
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       using Shape = ShapeA<M, kTiles>;
@@ -332,7 +334,12 @@ cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStr
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       switch (params.num_groups) {
-        case 2: return launch.template operator()<M, kTiles, 2>();
+        case 2:
+          // V4.1's few rows are oproj_few.cu's.
+          if constexpr (M::kScaleBlock != 32 || kTiles > 1) {
+            return launch.template operator()<M, kTiles, 2>();
+          }
+          return cudaErrorInvalidValue;
         case 4: return launch.template operator()<M, kTiles, 4>();
         default: return cudaErrorInvalidValue;
       }

@@ -40,8 +40,17 @@ constexpr std::uint32_t oproj_a_blocks(FusedModel model, int num_rows, int num_g
   return static_cast<std::uint32_t>(of_group * num_groups);
 }
 
-// V4.1-Flash's sizes (H 5120) or V4-Flash's (4096); num_groups 2 (TP4) or 4 (TP2).
-// cudaErrorInvalidValue for others.
+// Up to kHopRows rows of V4.1-Flash with two groups: one kernel for both products, so many blocks.
+inline constexpr int kOprojFewGroups = 2, kOprojFewBlocks = 128;
+constexpr bool oproj_is_few(const OprojParams& params) {
+  return params.model == FusedModel::v41 && params.num_rows >= 1 && params.num_rows <= kHopRows &&
+         params.num_groups == kOprojFewGroups;
+}
+// cudaErrorInvalidValue for other sizes, and for a device of fewer multiprocessors than blocks.
+cudaError_t launch_oproj_few(const OprojParams& params, bool programmatic, cudaStream_t stream);
+
+// V4.1-Flash's sizes (H 5120) or V4-Flash's (4096); num_groups 2 (TP4) or 4 (TP2), but where
+// oproj_is_few. cudaErrorInvalidValue for others.
 cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStream_t stream);
 cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStream_t stream);
 

@@ -14,13 +14,14 @@
 
 namespace lowlat::nvidia::fused {
 
-// All threads may call; the block's first writes. Stores alone: no thread waits for one.
+// All threads may call; one writes, the block's first or that of a team with stages of its own.
+// Stores alone: no thread waits for one.
 class Stamps {
  public:
-  LOWLAT_DEVICE Stamps(const StampSink& sink, std::uint32_t kernel) {
+  LOWLAT_DEVICE Stamps(const StampSink& sink, std::uint32_t kernel, int writer = 0) {
     if constexpr (LOWLAT_STAMPS != 0) {
       const std::uint32_t block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-      const bool writes = plat::thread_idx() == 0 && sink.stamps != nullptr &&
+      const bool writes = plat::thread_idx() == writer && sink.stamps != nullptr &&
                           kernel < sink.kernels && block < kStampBlocks;
       if (!writes) return;
       first_ = sink.stamps + (std::uint64_t{kernel} * kStampBlocks + block) *

@@ -198,6 +198,14 @@ LOWLAT_DEVICE void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same with half of K: d[16, 8] += a[16, 8] b[8, 8], of which a[0], a[1] and b[0] are as above.
+LOWLAT_DEVICE void mma_bf16_half(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
 // The same with fp16 in.
 LOWLAT_DEVICE void mma_f16(float (&d)[4], const std::uint32_t (&a)[4],
                            const std::uint32_t (&b)[2]) {

@@ -52,7 +52,8 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   for (auto& v : residual) v = bf16(random.normal());
   act.residual[0].put(residual);
 
-  // Statistics alone, then the exchange of random partial sums, sent by the product: u is random.
+  // Statistics alone, then the exchange of random partial sums, sent by the product: u is random,
+  // or o where one kernel makes both products.
   std::vector<std::uint8_t> u_codes(act.count(kGroups * 1024));
   for (auto& code : u_codes) {
     code = static_cast<std::uint8_t>(random.bits());
@@ -67,7 +68,26 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   must_run(
       fused::launch_begin_step(mail.step_epoch.get(), 3, gates.words(), gates.num_words(), nullptr),
       "begin step");
-  act.put_u(u_codes, u_scale, static_cast<std::uint32_t>(mail.step_epoch.take()[0]) + act.index);
+  const auto tag = static_cast<std::uint32_t>(mail.step_epoch.take()[0]) + act.index;
+  const bool in_one = fused::oproj_is_few(act.oproj(device, port, 1, false));
+  if (in_one) {
+    std::vector<std::uint16_t> random_o(act.o.size());
+    for (auto& v : random_o) v = static_cast<std::uint16_t>(0x3800 + (random.bits() & 0x83ff));
+    act.put_o(random_o, std::vector<float>(act.o_scale.size(), 0.25f), tag);
+  } else {
+    act.put_u(u_codes, u_scale, tag);
+  }
+  const auto take_u = [&] {
+    return values(act.take_codes(act.u_codes, act.packets.u, kGroups * 1024),
+                  act.take_scales(act.u_scale, act.packets.u, kGroups * 1024, 8), rows,
+                  kGroups * 1024);
+  };
+  const auto project = [&](int index, bool published) {
+    const fused::OprojParams params = act.oproj(device, port, index, published);
+    must_run(in_one ? fused::launch_oproj_few(params, false, nullptr)
+                    : fused::launch_oproj_b(params, false, nullptr),
+             "wo_b");
+  };
   // V4's exchanges make the statistics, the step's first one without anything to receive.
   const auto exchange = [&](int index, int side, bool early) {
     return kIsV4 ? fused::launch_exchange_mix(act.exchange_mix(device, port, index, side, true),
@@ -80,10 +100,10 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                  : fused::launch_mix(mixing(0), 8, false, false, nullptr),
            "mix");
   const std::vector<float> first_mix = (kIsV4 ? act.mixes[0] : act.mix).take();
-  must_run(fused::launch_oproj_b(act.oproj(device, port, 1, false), false, nullptr), "wo_b");
-  must_run(fused::launch_oproj_b(act.oproj(device, port, 1, true), false, nullptr), "wo_b, sent");
+  project(1, false);
+  project(1, true);
   must_run(exchange(1, 0, false), "exchange");
-  const std::vector<double> u = values(u_codes, u_scale, rows, kGroups * 1024);
+  const std::vector<double> u = take_u();
   const std::vector<float> partial = act.partial.take();
   expect("wo_b partial", rows, std::vector<double>(partial.begin(), partial.end()),
          product(u, weights.wo_b, rows, kHidden, kGroups * 1024, kGroups * 1024, 0), 1e-5);
@@ -141,7 +161,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
     // Other statistics, by way of the parameters: another exchange from residual 1.
     mix_of(got_residual);
     expect_mix("statistics by two blocks", second_mix);
-    must_run(fused::launch_oproj_b(act.oproj(device, port, 2, true), false, nullptr), "wo_b, sent");
+    project(2, true);
     must_run(exchange(2, 1, true), "exchange, early");
     reference::hc_post(want_residual.data(), got_residual.data(), y.data(), post.data(),
                        comb.data(), rows, kHidden);
@@ -220,7 +240,14 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   }
 
   // wo_a.
-  must_run(fused::launch_oproj_a(act.oproj(device, port, 2, false), false, nullptr), "wo_a");
+  if (in_one) {
+    // Those of the random o have the same tag.
+    cuda_must(cudaMemset(act.packets.u, 0, act.count(kGroups * 1024 / 8) * fused::kHopPacketBytes),
+              "zeros");
+    project(2, false);
+  } else {
+    must_run(fused::launch_oproj_a(act.oproj(device, port, 2, false), false, nullptr), "wo_a");
+  }
   std::vector<double> want_u(act.count(kGroups * 1024));
   for (int group = 0; group < kGroups; ++group) {
     HostFp8 part;
@@ -236,11 +263,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
                   want_u.begin() + (row * kGroups + group) * 1024);
     }
   }
-  expect(
-      "u quantised", rows,
-      values(act.take_codes(act.u_codes, act.packets.u, kGroups * 1024),
-             act.take_scales(act.u_scale, act.packets.u, kGroups * 1024, 8), rows, kGroups * 1024),
-      quantized(codes_of(want_u)), 6e-3);
+  expect("u quantised", rows, take_u(), quantized(codes_of(want_u)), 6e-3);
   CHECK(!mail.faulted());
 }
 

@@ -112,6 +112,26 @@ TEST_CASE(brief_one_row_and_six) {
   }
 }
 
+// The sum over ranks, hyper-connection and norm by the experts' own blocks are those of the kernel
+// that does them otherwise.
+TEST_CASE(experts_end_a_layer_as_an_exchange_of_its_own_does) {
+  need_device();
+  for (const int rows : {1, 5, 8}) {
+    Rank rank(rows);
+    LayerParts apart;
+    apart.experts_exchange = false;
+    for (int input = 0; input < 2; ++input) {
+      rank.begin(input);
+      rank.layers.launch(apart, nullptr);
+      finish();
+      const Result want = rank.layers.take();
+      CHECK(finite(want));
+      CHECK(rank.together(input) == want);
+    }
+    CHECK(rank.healthy());
+  }
+}
+
 TEST_CASE(steps_of_different_rows_follow_each_other) {
   need_device();
   Rank few(6), many(24);
