@@ -115,8 +115,7 @@ LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, 
       slot);
 }
 
-static_assert(2 * (sizeof(Shared<40, true, true>) + 1024) <= 228 * 1024 &&
-              2 * (sizeof(Shared<32, false, false>) + 1024) <= 228 * 1024);
+static_assert(2 * (sizeof(Shared<40, true, true>) + 1024) <= 228 * 1024);
 
 // Of a row's keys, eights.
 constexpr int keys_per_block(int num_keys, int num_blocks) {

@@ -16,7 +16,7 @@
 // Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
 #include "platform/nvidia.hpp"
 // The platform comes first.
-#include "fused/attention.hpp"
+#include "fused/attention_parts.cuh"
 #include "fused/attention_wide.hpp"
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
@@ -31,10 +31,8 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / plat::kWarpLanes;
-constexpr int kHeads = 16;  // of a cluster: one tile of mma
-constexpr int kDim = shape::kHeadDim;
-constexpr int kNope = kDim - shape::kRopeDim;
+using namespace attention;
+
 constexpr int kDataBytes = stages::kKvDataBytes, kGroups = stages::kKvNumGroups;
 // A key's sixteen bytes that hold its eight of scales: copies of eight would go by way of the
 // first-level cache, which may be older.
@@ -42,8 +40,10 @@ constexpr int kScaleBytes = 16;
 constexpr int kListed = kThreads;  // keys that are looked up together
 // A key's threads: each has every eighth piece of it.
 constexpr int kKeyThreads = 8, kAtOnce = kThreads / kKeyThreads;
-// A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
-constexpr int kKeyPitch = kDim + 8;
+// Pieces of 16 bytes change places within 128 bytes by their key's number, so that neither the
+// eight keys of a matrix nor two keys and four pieces of a score's operands meet in a bank.
+constexpr int kKeyPitch = kDim;
+LOWLAT_DEVICE int turn_of_key(int key) { return (key & 1) << 2 | (key >> 1 & 3); }
 constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
 // Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
 constexpr int kSumPitch = kDim + 8;
@@ -55,17 +55,18 @@ struct alignas(16) Place {
   const std::uint8_t* scales;
 };
 
-// kTile keys are in shared memory together: a step of the second product for each sixteen.
-template <int kTile_>
+// Keys that are in shared memory together: a step of the second product for each sixteen.
+constexpr int kTile = 32;
+constexpr int kProbPitch = kTile + 8, kScorePitch = kTile + 8;
+static_assert(kTile % 16 == 0 && kHeads <= kTile && kTile <= kListed);
+
 struct Shared {
-  static constexpr int kTile = kTile_, kProbPitch = kTile + 8;
-  static_assert(kTile % 16 == 0 && kHeads <= kTile && kTile <= kListed);
   union {
     alignas(16) std::uint16_t key[kTile * kKeyPitch];
     alignas(16) std::uint16_t sum[kHeads * kSumPitch];  // bf16
   };
   struct Work {
-    float score[kScoreGroups][kHeads][kTile];
+    float score[kScoreGroups][kHeads][kScorePitch];      // four heads in different banks
     alignas(16) unsigned char data[kTile * kDataBytes];  // the next tile's stored rows
     alignas(16) unsigned char scales[kTile * kScaleBytes];
   };
@@ -77,7 +78,7 @@ struct Shared {
     alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
   };
   float2 part_weight[kHeads];
-  std::uint64_t parts;  // barrier
+  std::uint64_t parts, weights;  // barriers
   std::uint16_t prob[kHeads * kProbPitch];
   float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
   float factor[kHeads][kHeads];  // of a block's head and a block's part of it
@@ -88,30 +89,16 @@ struct Shared {
   // The first tile's slots (-1: a pad), and those that the step writes (-2: none).
   std::int32_t slot[kTile], written[kMaxFusedRows];
 };
-static_assert(2 * (sizeof(Shared<48>) + 1024) <= 228 * 1024);
+static_assert(2 * (sizeof(Shared) + 1024) <= 228 * 1024);
 
 // The keys of places `first` and on, which count through the window's and then the extra set's
 // indices. A thread a key, whose slot is returned as well. All threads call.
-template <class Memory>
-LOWLAT_DEVICE std::int32_t list_keys(Memory& shared, const AttentionParams& params, int row_idx,
+LOWLAT_DEVICE std::int32_t list_keys(Shared& shared, const AttentionParams& params, int row_idx,
                                      int first, int end) {
   const int place = first + plat::thread_idx();
-  const bool in_window = place < params.num_window;
-  std::int32_t slot = -1;
-  if (place < end) {
-    slot = in_window
-               ? __ldg(params.window_idx + row_idx * params.num_window + place)
-               : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
-                       place - params.num_window);
-  }
-  Place to = {nullptr, nullptr};
-  if (slot >= 0) {
-    const KvPages& pages = in_window ? params.window : params.extra;
-    const stages::KvRow<std::uint8_t> row =
-        stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(slot);
-    to = {row.data, row.scales};
-  }
-  shared.place[plat::thread_idx()] = to;
+  const std::int32_t slot = slot_at(params, row_idx, place, end);
+  const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
+  shared.place[plat::thread_idx()] = {row.data, row.scales};
   const unsigned used = __ballot_sync(plat::kAllLanes, slot >= 0);
   if (plat::thread_idx() % plat::kWarpLanes == 0) {
     shared.used[plat::thread_idx() / plat::kWarpLanes] = used;
@@ -128,8 +115,7 @@ LOWLAT_DEVICE void copy_or_clear(void* dst_shared, const void* src, int bytes) {
 }
 
 // Asks for the calling thread's pieces of a key of the tile. What is not used is zeros.
-template <class Memory>
-LOWLAT_DEVICE void ask_for_key(Memory& shared, int key, const Place& place, bool used,
+LOWLAT_DEVICE void ask_for_key(Shared& shared, int key, const Place& place, bool used,
                                const void* any) {
   const int own = plat::thread_idx() % kKeyThreads, bytes = used ? 16 : 0;
   const auto* from = used ? place.data : static_cast<const std::uint8_t*>(any);
@@ -160,8 +146,7 @@ LOWLAT_DEVICE std::uint32_t twice(std::uint32_t bf16) { return bf16 | bf16 << 16
 
 // The calling thread's part of a key, as it came, to bf16. `high_half`: where in its sixteen bytes
 // the scales are.
-template <class Memory>
-LOWLAT_DEVICE void expand_key(Memory& shared, int key, bool high_half) {
+LOWLAT_DEVICE void expand_key(Shared& shared, int key, bool high_half) {
   const int own = plat::thread_idx() % kKeyThreads;
   const uint2 scales =
       *reinterpret_cast<const uint2*>(shared.work.scales + key * kScaleBytes + (high_half ? 8 : 0));
@@ -169,7 +154,7 @@ LOWLAT_DEVICE void expand_key(Memory& shared, int key, bool high_half) {
     return (group < 4 ? scales.x >> 8 * group : scales.y >> 8 * (group - 4)) & 0xffu;
   };
   const unsigned char* from = shared.work.data + key * kDataBytes + own * 8;
-  std::uint16_t* to = shared.key + key * kKeyPitch + own * 8;
+  std::uint16_t* to = shared.key + key * kKeyPitch + (own ^ turn_of_key(key & 7)) * 8;
   const auto expand = [&](int group, std::uint32_t first, std::uint32_t second) {
     const uint2 codes = *reinterpret_cast<const uint2*>(from + group * kKeyThreads * 8);
     std::uint32_t low[2], high[2];
@@ -198,26 +183,16 @@ LOWLAT_DEVICE void expand_key(Memory& shared, int key, bool high_half) {
     }
   }
   // The dimensions that are stored as bf16.
-  *reinterpret_cast<uint4*>(shared.key + key * kKeyPitch + kNope + own * 8) =
+  *reinterpret_cast<uint4*>(to + kNope) =
       *reinterpret_cast<const uint4*>(shared.work.data + key * kDataBytes + kNope + own * 16);
 }
 
-// A group of 32 values as f16 under a power of two. The group's largest goes to 2^13 .. 2^14;
-// exponents are kept where both factors are normal; what is smaller than that is 0 in any fp32 sum.
-LOWLAT_DEVICE PowerScale half_scale(float amax) {
-  int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
-  exponent = max(min(exponent, 127), -100);
-  return {plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23),
-          plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23)};
-}
-
-template <class M, int kTile>
+template <class M>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_wide_bf16_sm90(const __grid_constant__ AttentionParams params) {
-  using Memory = Shared<kTile>;
-  constexpr int kProbPitch = Memory::kProbPitch, kTurns = (kTile + kAtOnce - 1) / kAtOnce;
+  constexpr int kTurns = (kTile + kAtOnce - 1) / kAtOnce;
   extern __shared__ __align__(128) unsigned char memory[];
-  Memory& shared = *reinterpret_cast<Memory*>(memory);
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   auto& scores = shared.work.score;
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
@@ -228,28 +203,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_head = static_cast<int>(blockIdx.z) * kHeads;
   Stamps stamps(stamp_sink(params.hop),
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
-  int num_keys = params.num_window + params.num_extra;
-  bool completes = true;
-  if (params.extra_ratio > 0) {
-    const int count = __ldg(params.positions + row_idx) + 1, seen = count / params.extra_ratio;
-    num_keys = params.num_window + min(seen, params.num_extra);
-    // A request has at most the step's rows.
-    completes = count - seen * params.extra_ratio < params.num_rows;
-  }
-  const int per_block = ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
-  const int first_key = min(block_idx * per_block, num_keys);
-  const int end_key = min(first_key + per_block, num_keys);
-  // Of all that a row sees only the last entry may be the step's own. Where entries are selected, a
-  // row's last block waits also if the row sees none: what opens the gate has read x by then, which
-  // a later kernel of the chain overwrites.
-  const bool selects = params.selected.word != nullptr && completes &&
-                       (end_key > params.num_window || end_key == num_keys);
+  const auto [first_key, end_key, selects] = keys_of_block(params, row_idx, block_idx, num_blocks);
   if (selects) wait_at(params.selected);
 
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.parts, 1);
+    sm90::barrier_init(&shared.weights, 1);
     sm90::fence_barrier_init();
-    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part + sizeof shared.part_weight);
+    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part);
+    sm90::barrier_arrive_expect(&shared.weights, sizeof shared.part_weight);
   }
   const std::int32_t slot = list_keys(shared, params, row_idx, first_key, end_key);
   if (thread_idx < kTile) {
@@ -392,7 +354,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int n = 0; n < kScoreTiles; ++n) {
         const uint4 b = *reinterpret_cast<const uint4*>(
             shared.key + (key_half * (kTile / 2) + n * 8 + g) * kKeyPitch + score_group * 128 +
-            step * 32 + 8 * t);
+            step / 2 * 64 + (step % 2 * 4 + t ^ turn_of_key(g)) * 8);
         const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
         sm90::mma_bf16(score[n], a[0], b_low);
         sm90::mma_bf16(score[n], a[1], b_high);
@@ -402,14 +364,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int n = 0; n < kScoreTiles; ++n) {
       float* to = &scores[score_group][g][key_half * (kTile / 2) + n * 8 + 2 * t];
       *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
-      *reinterpret_cast<float2*>(to + 8 * kTile) = make_float2(score[n][2], score[n][3]);
+      *reinterpret_cast<float2*>(to + 8 * kScorePitch) = make_float2(score[n][2], score[n][3]);
     }
     plat::block_sync();
 
     // Softmax of the tile: 16 threads a head.
     {
       constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
-      constexpr float kLog2e = 1.4426950408889634f;
       float s[kKeys] = {}, top = -INFINITY;
 #pragma unroll
       for (int group = 0; group < kScoreGroups; ++group) {
@@ -438,7 +399,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       float weight = 0.0f;
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        const float p = quick_bf16(exp2f((s[i] - base) * kLog2e));
+        const float p = quick_bf16(quick_exp(s[i] - base));
         shared.prob[head * kProbPitch + first_of_head + i] =
             static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
         weight += p;
@@ -448,7 +409,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
       }
       if (first_of_head == 0) {
-        const float rescale = exp2f((old_top - base) * kLog2e);
+        const float rescale = quick_exp(old_top - base);
         shared.rescale[head] = rescale;
         shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
         shared.top[head] = top;
@@ -478,7 +439,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int n = 0; n < 8; n += 2) {
         std::uint32_t b[4];
         sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
-                                          warp_idx * 64 + n * 8 + lane_idx / 16 * 8);
+                                          warp_idx * 64 +
+                                          (n + lane_idx / 16 ^ turn_of_key(lane_idx % 8)) * 8);
         const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
         sm90::mma_bf16(sum[n], a, b_low);
         sm90::mma_bf16(sum[n + 1], a, b_high);
@@ -505,7 +467,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int to = block_idx * heads_per_block + thread_idx % heads_per_block;
     const int owner = thread_idx / heads_per_block;
     sm90::send_to_peer(sm90::peer_address(&shared.part_weight[to], owner), shared.top[thread_idx],
-                       shared.weight[thread_idx], sm90::peer_address(&shared.parts, owner));
+                       shared.weight[thread_idx], sm90::peer_address(&shared.weights, owner));
   }
   constexpr int kChunks = kDim / 8;
 #pragma unroll 1
@@ -517,95 +479,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                        *reinterpret_cast<const uint4*>(shared.sum + of * kSumPitch + chunk),
                        sm90::peer_address(&shared.parts, owner));
   }
-  wait_for_cluster(&shared.parts, 0);
-  stamps.mark(StampStage::sum);
-
-  // Each block finishes its heads. The weight of each block's part of a head comes from 16 threads
-  // a head.
-  constexpr float kLog2e = 1.4426950408889634f;
-  const int padded = padded_rows(params.num_rows);
-  const int part = thread_idx % kHeads, local = thread_idx / kHeads;
-  if (local < heads_per_block) {
-    const bool there = part < num_blocks;
-    const float2 from = shared.part_weight[(there ? part : 0) * heads_per_block + local];
-    const float top = there ? from.x : -INFINITY;
-    float weight = there ? from.y : 0.0f;
-    const float sink = shared.sink[block_idx * heads_per_block + local];
-    float most = plat::max(top, sink);
-    // Lanes of a half warp alone, where the block has one head.
-    const unsigned lanes = heads_per_block > 1 ? plat::kAllLanes : 0xffffu;
-#pragma unroll
-    for (int mask = 1; mask < kHeads; mask *= 2) {
-      most = plat::max(__shfl_xor_sync(lanes, most, mask), most);
-    }
-    const float base = most == -INFINITY ? 0.0f : most;
-    const float factor = exp2f((top - base) * kLog2e);
-    weight *= factor;
-#pragma unroll
-    for (int mask = 1; mask < kHeads; mask *= 2) {
-      weight += __shfl_xor_sync(lanes, weight, mask);
-    }
-    weight += exp2f((sink - base) * kLog2e);
-    shared.factor[local][part] = weight > 0.0f ? factor * (1.0f / weight) : 0.0f;
-  }
-  plat::block_sync();
-  // A thread has four dimensions, so that a group lies in one warp, of every second head.
-  constexpr int kGroup = M::kScaleBlock, kDims = 4;
-  constexpr int kHeadsAtOnce = kThreads * kDims / kDim, kLanes = kGroup / kDims;
-  static_assert(kHeadsAtOnce >= 1 && kLanes <= plat::kWarpLanes);
-  const int dim = thread_idx * kDims % kDim;
-#pragma unroll 1
-  for (int i = thread_idx * kDims / kDim; i < heads_per_block; i += kHeadsAtOnce) {
-    float v[kDims] = {};
-#pragma unroll 4
-    for (int block = 0; block < num_blocks; ++block) {
-      const uint2 pairs =
-          *reinterpret_cast<const uint2*>(&shared.part[block * heads_per_block + i][dim]);
-      const float factor = shared.factor[i][block];
-      v[0] = plat::fma(sm90::low_bf16(pairs.x), factor, v[0]);
-      v[1] = plat::fma(sm90::high_bf16(pairs.x), factor, v[1]);
-      v[2] = plat::fma(sm90::low_bf16(pairs.y), factor, v[2]);
-      v[3] = plat::fma(sm90::high_bf16(pairs.y), factor, v[3]);
-    }
-    float amax = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kDims; j += 2) {
-      v[j] = quick_bf16(v[j]);
-      v[j + 1] = quick_bf16(v[j + 1]);
-      if (dim >= kNope) {
-        const float2 turn = shared.turn[(dim + j - kNope) / 2];
-        const float turned = v[j] * turn.x + v[j + 1] * turn.y;
-        v[j + 1] = quick_bf16(v[j + 1] * turn.x - v[j] * turn.y);
-        v[j] = quick_bf16(turned);
-      }
-      amax = plat::max(plat::max(plat::abs(v[j]), plat::abs(v[j + 1])), amax);
-    }
-#pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-    }
-    const bool quantizes = M::kQuantizedO && !params.plain_o;
-    const PowerScale group = quantizes ? power_scale(amax) : half_scale(amax);
-    std::uint32_t pairs[kDims / 2];
-#pragma unroll
-    for (int j = 0; j < kDims; j += 2) {
-      const float a = v[j] * group.inverse, b = v[j + 1] * group.inverse;
-      if (quantizes) {
-        std::uint32_t values[2];
-        sm90::e4m3_to_f16(values, sm90::to_e4m3_pair(a, b));
-        pairs[j / 2] = values[0];
-      } else {
-        pairs[j / 2] = sm90::to_f16_pair(a, b);
-      }
-    }
-    const int of = first_head + block_idx * heads_per_block + i;
-    *reinterpret_cast<uint2*>(
-        params.o + (static_cast<std::int64_t>(row_idx) * params.num_heads + of) * kDim + dim) =
-        make_uint2(pairs[0], pairs[1]);
-    if (dim % kGroup == 0) {
-      params.o_scale[(of * (kDim / kGroup) + dim / kGroup) * padded + row_idx] = group.scale;
-    }
-  }
+  finish_heads<M, false>(shared, params, HopTag{}, stamps, row_idx, first_head, block_idx,
+                         num_blocks, heads_per_block);
   stamps.mark(StampStage::store);
   open_gate(params.done);
 }
@@ -615,15 +490,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 cudaError_t launch_attention_wide(const AttentionParams& params, int blocks_per_row,
                                   bool programmatic, cudaStream_t stream) {
   return with_model(params.model, [&]<class M>() {
-    const auto launch = [&]<int kTile>() {
-      return launch_kernel(sparse_attention_wide_bf16_sm90<M, kTile>,
-                           dim3(blocks_per_row, params.num_rows, params.num_heads / kHeads),
-                           kThreads, sizeof(Shared<kTile>), blocks_per_row, programmatic, stream,
-                           params);
-    };
-    // Two blocks have room on a multiprocessor. Up to sixteen rows a block has one tile.
-    if (params.num_rows <= 16) return launch.template operator()<48>();
-    return launch.template operator()<32>();
+    return launch_kernel(sparse_attention_wide_bf16_sm90<M>,
+                         dim3(blocks_per_row, params.num_rows, params.num_heads / kHeads), kThreads,
+                         sizeof(Shared), blocks_per_row, programmatic, stream, params);
   });
 }
 
