@@ -12,9 +12,9 @@
 
 namespace lowlat::nvidia::fused {
 
-// A lane has four outputs of a group's, which kLanes neighbouring lanes share: rounded to bf16, then
-// quantised. Every second lane, if `wanted`, sends its own and the next one's as the packet at
-// place(). Whole warps call.
+// A lane has four outputs of a group, which kLanes neighbouring lanes share: rounded to bf16, then
+// quantised. Lanes that are `wanted`, every second one at most, send their own and the next lane's
+// as the packet at place(). Whole warps call.
 template <int kLanes, class Place>
 LOWLAT_DEVICE void send_outputs(float (&v)[4], std::uint32_t tag, bool wanted, Place place) {
   static_assert(kLanes % 2 == 0 && kLanes <= plat::kWarpLanes);
