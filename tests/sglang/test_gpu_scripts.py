@@ -1,8 +1,11 @@
 """What the scripts for a GPU (tests/gpu/sglang) measure with, on the CPU: weights by hashes, inputs
-a rounding beside, features of every layer. (Proved by hashes that begin at 0 in every part, and by
-a forward that stays replaced.)
+a rounding beside, features of every layer, where two arms' tokens part. (Proved by hashes that
+begin at 0 in every part, by a forward that stays replaced, and by rows that are taken wherever
+their position fits.)
 """
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,10 +21,11 @@ def scripts():
     try:
         import dummy_weights
         import engine
+        import every_arm
         import lowlat_few_gpus
     finally:
         sys.path.remove(str(ROOM))
-    return dummy_weights, lowlat_few_gpus, engine
+    return dummy_weights, lowlat_few_gpus, engine, every_arm
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,7 @@ def test_every_layers_features_come_beside_what_a_forward_gives(scripts) -> None
 
 
 def test_differences_beyond_the_bounds_are_told(scripts, capsys) -> None:
-    few_gpus, engine = scripts[1:]
+    few_gpus, engine = scripts[1:3]
     step = dict(mode="target_verify", rows=6, best=1.0, moved_best=1.0, again_logits=[0.0, 0.0])
     near = step | dict(logits=[0.07, 0.1], moved_logits=[0.08, 0.1], layers=[0.0], moved_layers=[1])
 
@@ -105,3 +109,106 @@ def test_differences_beyond_the_bounds_are_told(scripts, capsys) -> None:
     assert not engine.beside(log(near | {"layers": [float("nan")]}))
     assert not engine.beside(log(near | {"logits": [0.11, 0.2], "moved_logits": [0.1, 0.2]}))
     assert capsys.readouterr().out.count("TOO FAR") == 2
+
+
+def test_a_chained_head_and_draft_expect_the_next_token(scripts, monkeypatch) -> None:
+    dummy_weights = scripts[0]
+    monkeypatch.setenv("LOWLAT_TEST_CHAIN", "1")
+    vocab, hidden = 96, 512
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "markov_head.markov_w1.weight": (vocab, 256),
+        "markov_head.markov_w2.weight": (vocab, 256),
+    }
+    made = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    for name, tensor in made.items():
+        dummy_weights.fill(name, tensor)
+    embedding, head, first, second = (tensor.float() for tensor in made.values())
+    following = torch.arange(1, vocab + 1) % vocab
+    assert torch.equal((first @ second.T).argmax(-1), following)
+    logits = embedding @ head.T
+    expected = logits[torch.arange(vocab), following]
+    assert float((logits.argmax(-1) == following).float().mean()) > 0.7
+    # Of some tokens hardly more than of any other.
+    assert float(expected.min()) < 0.2 * float(expected.max())
+
+
+def test_the_best_logits_of_a_row_come_with_its_token_and_size(scripts) -> None:
+    every_arm = scripts[3]
+    logits = torch.zeros(2, 100)
+    logits[0, 7], logits[0, 3], logits[1, 99] = 4.0, 3.0, 10.0
+    words = every_arm.best_logits(logits, torch.tensor([5, 6]), torch.tensor([300, 301]))
+    assert words["ids"] == [5, 6] and words["positions"] == [300, 301]
+    assert words["tokens"][0][:2] == [7, 3] and words["values"][0][:2] == [4.0, 3.0]
+    assert words["tokens"][1][0] == 99 and words["rms"] == pytest.approx([0.5, 1.0])
+
+
+def test_a_switch_is_looked_at_now_and_then(scripts, tmp_path, monkeypatch) -> None:
+    every_arm, now = scripts[3], [0.0]
+    monkeypatch.setattr(every_arm.time, "monotonic", lambda: now[0])
+    switch = every_arm.Switch(str(tmp_path / "on"))
+    assert switch.read() is None
+    switch.path.write_text("3")
+    assert switch.read() is None
+    now[0] += 2 * every_arm.LOOK_S
+    assert switch.read() == "3"
+
+
+def test_tokens_part_at_near_ties_alone(scripts, tmp_path, capsys) -> None:
+    engine = scripts[2]
+
+    def step(ids: list, second: int, lead: float, at: int) -> dict:
+        """A verified step whose row `at` has the tokens 20 and `second` apart by `lead`."""
+        tokens = [[50 + row, 60] for row in range(len(ids))]
+        tokens[at] = [20, second] if lead > 0 else [second, 20]
+        return {
+            "request": 0,
+            "ids": ids,
+            "positions": [300 + i for i in range(len(ids))],
+            "tokens": tokens,
+            "values": [[8.0, 8.0 - abs(lead)]] * len(ids),
+            "rms": [2.0] * len(ids),
+        }
+
+    def parted(lead: float) -> bool:
+        # A step whose row at that place is behind a token that was not taken, then the one that is.
+        wrong = step([10, 12, 13], 21, 5.0, 1)
+        for name, own in (("off", 0.2), ("on", -lead)):
+            lines = [json.dumps(one) for one in (wrong, step([10, 11, 13], 21, own, 1))]
+            engine.logits_of(tmp_path, name).write_text("\n".join(lines))
+        run = {"greedy": 0, "prompt": 300}
+        runs = [[run | {"tokens": [[10, 11, last, 9]]}] for last in (20, 21)]
+        return engine.partings(("off", "on"), runs, tmp_path)
+
+    assert parted(0.4)
+    told = capsys.readouterr().out
+    assert "2 of 4 tokens equal; the best logit led the second by 0.100, 0.200" in told
+    assert "differ in the two by 0.300" in told
+    assert not parted(2.0) and "NO NEAR TIE" in capsys.readouterr().out
+
+
+def test_a_server_without_the_flag_has_the_plugins_own_entry_point_or_none(
+    scripts, tmp_path
+) -> None:
+    """Whatever an installed lowlat offers."""
+    engine = scripts[2]
+    installed = tmp_path / "installed"
+    info = installed / "lowlat-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nnvidia_megakernel = installed:f\n"
+    )
+
+    def offered(name: str) -> set[str]:
+        path = [str(engine.offer(tmp_path, name)), str(installed)]
+        words = f"import sys; sys.path[:0] = {path}; from importlib.metadata import entry_points"
+        ask = "print(*(e.value for e in entry_points(group='sglang.srt.plugins')), sep='\\n')"
+        command = [sys.executable, "-c", f"{words}; {ask}"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return {value for value in told.stdout.split() if "every_arm" not in value}
+
+    assert offered("on") == {"lowlat_few_gpus:register_nvidia"}
+    assert offered("off") == {"lowlat.plugin:register_nvidia"}
+    assert offered("bare") == set()

@@ -16,12 +16,26 @@ FP4_SCALE = UE8M0_OF_ONE - 8
 FP8_SCALE = 2.0**-6
 HASH_EXPERTS = 256  # that a hash layer's table names
 PIECE = 1 << 26  # values that temporaries are made for at once
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Where tokens follow one another: how an embedding's values lie, and what a draft says for the next
+# token more than its rows do.
+CHAINED_EMBEDDING = 0.5
+CHAINED_DRAFT = 100.0
 
 
 def fill(name: str, tensor: Any, first: int = 0) -> None:
     """Fills the tensor of that name, contiguous, such that products have about the size of their
-    inputs. `first`: it is a part of the whole, whole rows that begin at that place."""
+    inputs. `first`: it is a part of the whole, whole rows that begin at that place.
+
+    LOWLAT_TEST_BIAS is the spread of the biases that choose experts; 0 leaves it to the scores.
+    With LOWLAT_TEST_CHAIN above 0 the head expects behind a token the next one of the vocabulary,
+    by up to so much, for each token another part of it, and the draft proposes it: so drafts are
+    accepted, and few tokens lie close to others. Of whole tensors only."""
     last = name.rsplit(".", 1)[-1]
+    chain = float(os.environ.get("LOWLAT_TEST_CHAIN", "0"))
+    if chain and name in CHAINED:
+        CHAINED[name](name, tensor, chain)
+        return
     if tensor.dtype == torch.float8_e8m0fnu:
         tensor.view(torch.uint8).fill_(FP4_SCALE)
     elif last.endswith("scale_inv"):
@@ -49,6 +63,34 @@ def fill(name: str, tensor: Any, first: int = 0) -> None:
         choose(name, tensor, normal(tensor.shape[-1] ** -0.5, tensor.dtype), first)
     else:
         tensor.zero_()
+
+
+def chained_embedding(name: str, tensor: Any, chain: float) -> None:
+    choose(name, tensor, normal(CHAINED_EMBEDDING, tensor.dtype), 0)
+
+
+def chained_head(name: str, tensor: Any, chain: float) -> None:
+    before = tensor.new_empty(tensor.shape)
+    spread = normal(tensor.shape[-1] ** -0.5, tensor.dtype)
+    choose(name, tensor, spread, 0)
+    choose(EMBEDDING, before, spread, 0)
+    parts = tensor.new_empty(tensor.shape[0], 1)
+    even = torch.linspace(0, chain, 1 << 16, dtype=torch.float32)
+    choose("chain", parts, even.to(tensor.dtype), 0)
+    tensor.add_(before.roll(1, 0).mul_(parts))
+
+
+def chained_draft(name: str, tensor: Any, chain: float) -> None:
+    spread = normal(tensor.shape[-1] ** -0.5, tensor.dtype)
+    choose("markov_head.markov_w1.weight", tensor, spread, 0)
+    tensor.copy_(tensor.roll(1, 0).mul_(CHAINED_DRAFT))
+
+
+CHAINED = {
+    EMBEDDING: chained_embedding,
+    HEAD: chained_head,
+    "markov_head.markov_w2.weight": chained_draft,
+}
 
 
 def normal(spread: float, dtype: Any) -> Any:

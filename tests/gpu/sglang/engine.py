@@ -1,15 +1,14 @@
 """Runs SGLang's engine on a GPU or some with the plugin off and on, and compares.
 
-    python engine.py --model DIR --out DIR [--arms on,off] [--tp 2] [--share 4] [--fault]
+    python engine.py --model DIR --out DIR [--arms on,off,bare] [--tp 2] [--share 4] [--fault]
         [--batches 1,2] [--graphs 1,2,4,8] [--prompt 300] [--tokens 40] [--eager 2]
-        [--timed 4000] [--timed-tokens 200] [--accept 3.51]
+        [--timed 4000] [--timed-tokens 200] [--repeats 1] [--accept 3.51] [--greedy 6] [--chain 1]
 
 DIR holds a config.json of DeepSeek-V4.1 or V4 in true sizes, of as many layers as fit, or with
 --share 4 the sizes of one rank of four (a quarter of the heads, output groups, expert width and
 vocabulary; no n-gram memory), which the kernels of four ranks run looped. Weights are random ones,
 unless DIR has weights too (--load-format). SGLang 0.5.23 and lowlat with its CUDA kernels must be
-importable, and no other distribution may offer the plugin `nvidia_megakernel`. Each arm is a
-process of its own, with the same prompts, greedy:
+importable. Each arm is a process of its own, with the same prompts, greedy:
 
     on off  with the plugin and without. Batches run as CUDA graphs: their tokens are compared, and
             with --timed those of prompts of so many tokens, whose times are. With --eager batches
@@ -17,14 +16,21 @@ process of its own, with the same prompts, greedy:
             same rows and caches, and once more from embeddings that lie a rounding beside. What
             differs is told of each layer and at the head, and held to bounds. Where tokens are
             compared biases choose the experts, where times are taken scores do. --accept: drafts
-            so long on average are taken for right in all of it
+            so long on average are taken for right in all of it. off: lowlat is installed and its
+            flag is off
+    bare    the same as off, and no plugin of lowlat's is installed: what differs from off is noise
+    --greedy so many prompts follow one after the other: where two arms' tokens part first, how far
+            apart the two tokens' logits are, which must be no more than the bounds leave open.
+            With --chain the head expects behind a token the next one of the vocabulary, more or
+            less by the token, and drafts say so: then drafts are accepted, and most tokens are sure
     --crowd while one request is answered so many others come and go, more than any width holds, and
             another one is given up: the first one's tokens come on
     --fault at its end the plugin's arm has its kernels aborted amid the work: how the server ends
 
 Writes a .log and a .json of each arm under --out, and of some rows that both ran what exact.py
 compares with float64. Exit status 1 when an arm fails, a plugin's arm ran no covered step, two arms
-differ by more than the bounds, or a fault left logits that are numbers or no post-mortem.
+differ by more than the bounds, tokens part that are no near tie, or a fault left logits that are
+numbers or no post-mortem.
 """
 
 import argparse
@@ -42,10 +48,15 @@ import sys
 import time
 from pathlib import Path
 
-from lowlat.specs.alike import LOGITS_MEDIAN_REL_OF_SGLANG
-
 HERE = Path(__file__).resolve().parent
-ARMS = ("on", "off")
+ARMS = ("on", "off", "bare")
+# What an arm has in its processes beside SGLang, by the plugin's name; and in every arm.
+PLUGINS = {
+    "on": "nvidia_megakernel = lowlat_few_gpus:register_nvidia\n",
+    "off": "nvidia_megakernel = lowlat.plugin:register_nvidia\n",
+    "bare": "",
+}
+IN_EVERY_ARM = "lowlat_every_arm = every_arm:prepare\n"
 ACTIVE = "NVIDIA megakernel: active"
 BESIDE = "beside: "
 ABORTED = "the kernels are aborted now: "
@@ -58,21 +69,25 @@ FAULT_END_S = 1.0
 # How far the plugin may lie from SGLang's own forward: in what that differs by from itself when its
 # embeddings are a rounding beside, behind each layer and at the head.
 MOST_OF_A_ROUNDING = 1.25
+# Where tokens part, the arms' logits of the two differ by as much as they lie apart in both: of one
+# logit's difference, whose spread is the declared bound of the row's, so many spreads of two.
+SPREADS_OF_A_TIE = 4 * 2**0.5
 FAULT_TOKENS = 4000
 GIVEN_UP_S = 20
 LOCK_S = 300
+LOCK_LOOK_S = 0.02
 
 
-def offer(out: Path) -> Path:
-    """A folder whose metadata offers those specs as SGLang's loader looks for them."""
-    site = out / "site"
-    info = site / "lowlat_few_gpus-0.0.0.dist-info"
+def offer(out: Path, name: str) -> Path:
+    """A folder whose metadata offers what the arm has as SGLang's loader looks for it. Of two
+    distributions of a name the first one on the path counts: what an installed lowlat offers is not
+    found behind this one."""
+    site = out / f"site-{name}"
+    info = site / "lowlat-0.0.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat-few-gpus\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nnvidia_megakernel = lowlat_few_gpus:register_nvidia\n"
-        "lowlat_dummy_weights = lowlat_few_gpus:dummy_weights\n"
-    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lowlat\nVersion: 0.0.0\n")
+    words = f"[sglang.srt.plugins]\n{PLUGINS[name]}{IN_EVERY_ARM}"
+    (info / "entry_points.txt").write_text(words)
     return site
 
 
@@ -91,10 +106,10 @@ async def one(engine, ids, length, started=None, rid=None):
     return tokens, times
 
 
-def prompts_of(size, prompt, vocab):
+def prompts_of(size, prompt, vocab, first=0):
     """A request's prompt is the same in every batch."""
     prompts = []
-    for request in range(size):
+    for request in range(first, first + size):
         draw = random.Random(request)
         prompts.append([draw.randrange(10, vocab) for _ in range(prompt)])
     return prompts
@@ -125,8 +140,8 @@ async def crowd(engine, size, prompt, length, vocab):
     )
 
 
-async def batch(engine, size, prompt, length, vocab):
-    prompts = prompts_of(size, prompt, vocab)
+async def batch(engine, size, prompt, length, vocab, first=0):
+    prompts = prompts_of(size, prompt, vocab, first)
     done = await asyncio.gather(*(one(engine, ids, length) for ids in prompts))
     # A piece is what a step accepted. The first ones come while others' prompts run.
     last_first = max(times[0] for _, times in done)
@@ -141,6 +156,7 @@ async def batch(engine, size, prompt, length, vocab):
         "requests": size,
         "prompt": prompt,
         "tokens": [list(tokens) for tokens, _ in done],
+        "steps": max(len(times) for _, times in done) - 1,
         "step_ms": [1e3 * quantile(gaps, q) for q in (0.5, 0.9)] if gaps else None,
         "tokens_a_s": statistics.median(rates) if rates else None,
     }
@@ -172,7 +188,7 @@ def arm(args) -> int:
         max_running_requests=max([*sizes, *graphs, args.crowd]) + 2,
         max_total_tokens=args.pool,
         mem_fraction_static=args.memory,
-        enable_nvidia_megakernel=args.arm != "off",
+        enable_nvidia_megakernel=args.arm == "on",
         # What would be compiled or fetched at its first use.
         enforce_disable_flashinfer_allreduce_fusion=True,
         disable_flashinfer_autotune=True,
@@ -190,7 +206,14 @@ def arm(args) -> int:
         run(batch(engine, 1, shortest, args.tokens, vocab))
         wanted = [(size, prompt) for prompt in numbers(args.prompt) for size in sizes]
         wanted += [(size, -shortest) for size in numbers(args.eager) if args.arm == "on"]
-        wanted += [(size, args.timed) for size in graphs if args.timed]
+        timed = graphs * args.repeats if args.timed else []
+        wanted += [(size, args.timed) for size in timed]
+        for number in range(args.greedy):
+            switched(args, "logits").write_text(str(number))
+            with alone(args.lock):
+                done = run(batch(engine, 1, shortest, args.tokens, vocab, number))
+            runs.append(done | {"greedy": number})
+        switch(args, "logits", False)
         for size, prompt in wanted:
             length = args.tokens
             switch(args, "eager", prompt < 0)
@@ -198,7 +221,8 @@ def arm(args) -> int:
                 length = args.timed_tokens
                 if not switched(args, "free").exists():
                     switch(args, "free", True)
-                    run(batch(engine, 1, prompt, args.tokens, vocab))
+                    with alone(args.lock):
+                        run(batch(engine, 1, prompt, args.tokens, vocab))
             with alone(args.lock):
                 done = run(batch(engine, size, abs(prompt), length, vocab))
             if prompt > 0:
@@ -242,8 +266,10 @@ def alone(path: Path | None):
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise
-                time.sleep(0.02)
+                time.sleep(LOCK_LOOK_S)
         yield
+    # Who waits comes first.
+    time.sleep(4 * LOCK_LOOK_S)
 
 
 def numbers(words: str) -> list[int]:
@@ -257,8 +283,10 @@ def run_arm(name: str, args) -> list:
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
         "LOWLAT_TEST_RANKS": str(args.share),
         "LOWLAT_TEST_BIAS": str(args.bias),
+        "LOWLAT_TEST_CHAIN": str(args.chain),
     }
-    for what in ("free", "eager", "abort"):
+    logits_of(args.out, name).unlink(missing_ok=True)
+    for what in ("free", "eager", "abort", "logits"):
         path = args.out / f"{name}.{what}"
         path.unlink(missing_ok=True)
         env[f"LOWLAT_TEST_{what.upper()}"] = str(path)
@@ -271,7 +299,7 @@ def run_arm(name: str, args) -> list:
     if name == "on" and args.eager:
         env |= {"LOWLAT_TEST_BESIDE": "1", "LOWLAT_TEST_KEEP": str(args.out / "kept")}
     env.setdefault("LOWLAT_FAULT_DIR", str(args.out))
-    paths = [str(offer(args.out)), str(HERE), env.get("PYTHONPATH", "")]
+    paths = [str(offer(args.out, name)), str(HERE), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command = [sys.executable, __file__, *sys.argv[1:], "--arm", name]
     start = time.monotonic()
@@ -300,8 +328,8 @@ def run_arm(name: str, args) -> list:
         print("\n".join(lines[-25:]))
         return []
     text = "\n".join(lines)
-    if name != "off" and ACTIVE not in text:
-        print(f"the log of the arm {name} has no line {ACTIVE!r}")
+    if (name == "on") != (ACTIVE in text):
+        print(f"the log of the arm {name} has {'no' if name == 'on' else 'a'} line {ACTIVE!r}")
         return []
     if FAULT in text and not args.fault:
         print(f"the arm {name} had a fault, or its shutdown was taken for one")
@@ -381,6 +409,7 @@ def words_behind(mark: str, text: str):
 def beside(log: str) -> bool:
     """Tells the differences of each kind of step; whether there are any, all finite and within the
     bounds."""
+    most = declared_bound()
     kinds: dict[tuple[str, int], list[dict]] = {}
     for words in words_behind(BESIDE, log):
         kinds.setdefault((words["mode"], words["rows"]), []).append(words)
@@ -389,7 +418,6 @@ def beside(log: str) -> bool:
         what = "hidden" if mode == "draft" else "logits"
         print(f"beside: {len(found)} {mode} steps of {rows} rows, medians over rows and steps:")
         good &= within(what, [words[what][0] for words in found], moved_of(found, what))
-        most = LOGITS_MEDIAN_REL_OF_SGLANG
         if what == "logits" and statistics.median(words[what][0] for words in found) > most:
             print(f"    {what}: more than the declared {most}")
             good = False
@@ -411,6 +439,14 @@ def beside(log: str) -> bool:
     if not kinds:
         print("beside: nothing was compared")
     return good and bool(kinds)
+
+
+def declared_bound() -> float:
+    """How far the plugin's logits may lie from SGLang's, of a row. Imported here, since an arm
+    without the plugin has nothing of lowlat in its processes."""
+    from lowlat.specs.alike import LOGITS_MEDIAN_REL_OF_SGLANG
+
+    return LOGITS_MEDIAN_REL_OF_SGLANG
 
 
 def moved_of(found: list, what: str) -> list[float]:
@@ -443,24 +479,118 @@ def alike(left: list, right: list) -> str:
     return f"{equal} of {len(pairs)} tokens equal, first differences at {first}"
 
 
-def compare(off: list, on: list) -> None:
-    for left, right in zip(off, on, strict=False):
+def compare(arms: tuple[str, str], left_runs: list, right_runs: list) -> None:
+    """Two arms' tokens, and what passed from step to step."""
+    for left, right in zip(left_runs, right_runs, strict=False):
         print(f"{left['requests']} requests of {left['prompt']} tokens:")
-        print(f"    with and without the plugin {alike(left['tokens'], right['tokens'])}")
-        for name, one in (("without it", left), ("with it", right)):
+        print(f"    {' and '.join(arms)}: {alike(left['tokens'], right['tokens'])}")
+        for name, one in zip(arms, (left, right), strict=True):
             if one["step_ms"]:
                 print(
-                    f"    {name} {one['step_ms'][0]:.3f} ms from piece to piece (P90"
-                    f" {one['step_ms'][1]:.3f}), {one['tokens_a_s']:.1f} tokens/s a user"
+                    f"    {name}: {one['step_ms'][0]:.3f} ms from piece to piece (P90"
+                    f" {one['step_ms'][1]:.3f}) of {one['steps']} steps,"
+                    f" {one['tokens_a_s']:.1f} tokens/s a user"
                 )
     # What another batch size does to the same prompts' tokens.
-    for name, runs in (("without", off), ("with", on)):
+    for name, runs in zip(arms, (left_runs, right_runs), strict=True):
         for one, other in itertools.pairwise(runs):
             if one["prompt"] == other["prompt"]:
                 print(
-                    f"{name} the plugin, {one['requests']} and {other['requests']} requests of"
+                    f"{name}: {one['requests']} and {other['requests']} requests of"
                     f" {one['prompt']} tokens: {alike(one['tokens'], other['tokens'])}"
                 )
+
+
+def logits_of(folder: Path, name: str) -> Path:
+    """Where every_arm.py leaves the logits of an arm's greedy requests."""
+    return folder / f"{name}.logits.jsonl"
+
+
+def partings(arms: tuple[str, str], both: list[list], folder: Path) -> bool:
+    """Of each greedy request where the arms' tokens part; whether that is a near tie wherever
+    verified rows of both say so."""
+    steps = []
+    for name in arms:
+        path = logits_of(folder, name)
+        lines = path.read_text().splitlines() if path.exists() else []
+        steps.append([json.loads(line) for line in lines])
+    good, bound = True, SPREADS_OF_A_TIE * declared_bound()
+    for left, right in zip(*both, strict=False):
+        number, prompt = left["greedy"], left["prompt"]
+        tokens = [left["tokens"][0], right["tokens"][0]]
+        count = min(map(len, tokens))
+        at = next((i for i in range(count) if tokens[0][i] != tokens[1][i]), count)
+        mine = [[step for step in found if step["request"] == number] for found in steps]
+        pace = ", ".join(
+            f"{(len(made) - 1) / max(len(taken), 1):.2f}"
+            for made, taken in zip(tokens, mine, strict=True)
+        )
+        said = f"request {number}, {' and '.join(arms)} ({pace} tokens a step):"
+        if at == count:
+            print(f"{said} all {count} tokens equal")
+            continue
+        if at == 0:
+            print(f"{said} parted at the first token, which the prompt's forward gives")
+            continue
+        rows = [
+            row_before(found, made, prompt, at) for found, made in zip(mine, tokens, strict=True)
+        ]
+        if None in rows:
+            print(f"{said} {at} of {count} tokens equal; no verified row of both tells why")
+            good = False
+            continue
+        apart = sum(
+            lead(row, made[at], other[at])
+            for row, made, other in zip(rows, tokens, reversed(tokens), strict=True)
+        )
+        good &= apart <= bound
+        leads = ", ".join(f"{lead_of_best(row):.3f}" for row in rows)
+        print(
+            f"{said} {at} of {count} tokens equal; the best logit led the second by {leads}, the"
+            f" arms differ in the two by {apart:.3f} of a row's rms (a near tie: up to"
+            f" {bound:.2f}){'' if apart <= bound else ': NO NEAR TIE'}"
+        )
+    leads = [lead_of_best(row) for found in steps for step in found for row in rows_of(step)]
+    if leads:
+        near = sum(value <= bound for value in leads) / len(leads)
+        print(
+            f"greedy rows of {' and '.join(arms)}: {len(leads)}, the best leads by"
+            f" {statistics.median(leads):.3f} of the rms in the middle, by no more than"
+            f" {bound:.2f} in {100 * near:.0f} %"
+        )
+    return good
+
+
+def rows_of(step: dict):
+    """The rows of a step that every_arm.py told of."""
+    fields = ("ids", "positions", "tokens", "values", "rms")
+    for values in zip(*(step[field] for field in fields), strict=True):
+        yield dict(zip(fields, values, strict=True))
+
+
+def row_before(steps: list[dict], made: list, prompt: int, at: int) -> dict | None:
+    """The verified row that gave token `at` of a request's: behind the tokens before it."""
+    for step in steps:
+        behind = True
+        for row in rows_of(step):
+            place = row["positions"] - prompt
+            behind &= 0 <= place < len(made) and row["ids"] == made[place]
+            # Of equal ones the lowest token is taken, whichever comes first here.
+            if behind and place == at - 1 and lead(row, made[at], row["tokens"][0]) == 0:
+                return row
+    return None
+
+
+def lead(row: dict, token: int, other: int) -> float:
+    """How far a row's logit of `token` lies over that of the other, by the rms of all. One that was
+    not kept is no more than the last one that was."""
+    values = dict(zip(row["tokens"], row["values"], strict=True))
+    least = row["values"][-1]
+    return (values.get(token, least) - values.get(other, least)) / row["rms"]
+
+
+def lead_of_best(row: dict) -> float:
+    return (row["values"][0] - row["values"][1]) / row["rms"]
 
 
 def main() -> int:
@@ -478,7 +608,10 @@ def main() -> int:
     parser.add_argument("--eager", default="", help="batches that no graph runs")
     parser.add_argument("--timed", type=int, default=0, help="prompt of batches that are timed")
     parser.add_argument("--timed-tokens", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=1, help="of the timed batches")
     parser.add_argument("--accept", type=float, default=0.0, help="tokens that a step accepts")
+    parser.add_argument("--greedy", type=int, default=0, help="prompts whose logits are compared")
+    parser.add_argument("--chain", type=float, default=0.0, help="how sure the head is of the next")
     parser.add_argument("--crowd", type=int, default=0, help="requests that come and go")
     parser.add_argument("--fault", action="store_true", help="end the plugin's arm by an abort")
     parser.add_argument("--lock", type=Path, help="engines with the same file take turns")
@@ -498,9 +631,22 @@ def main() -> int:
     good = all(results.values())
     if args.eager and (results.get("on") or args.fault):
         good &= beside((args.out / "on.log").read_text(errors="replace"))
-    if results.get("on") and results.get("off"):
-        compare(results["off"], results["on"])
+    good &= compare_arms(arms, results, args.out)
     return 0 if good else 1
+
+
+def compare_arms(arms: list[str], results: dict[str, list], folder: Path) -> bool:
+    """Each two arms; whether their greedy tokens part at near ties alone."""
+    good = True
+    for pair in itertools.combinations(sorted(arms), 2):
+        both = [results[name] for name in pair]
+        if not all(both):
+            continue
+        compare(pair, *([run for run in runs if "greedy" not in run] for runs in both))
+        greedy = [[run for run in runs if "greedy" in run] for runs in both]
+        if greedy[0]:
+            good &= partings(pair, greedy, folder)
+    return good
 
 
 if __name__ == "__main__":

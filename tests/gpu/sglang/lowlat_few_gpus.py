@@ -8,8 +8,6 @@ kernels above all, is the plugin's own. Variables of the environment say more:
     LOWLAT_TEST_KEEP=DIR    of the first such steps of one request rows and features go there
     LOWLAT_TEST_ABORT=FILE  when this file appears the kernels are aborted
     LOWLAT_TEST_EAGER=FILE  while this file exists no step runs as a CUDA graph
-    LOWLAT_TEST_BIAS=4      spread of the biases that choose experts; 0 leaves it to the scores
-    LOWLAT_TEST_FREE=FILE   when this file appears the biases become 0
 """
 
 import contextlib
@@ -25,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dummy_weights import fill
+from every_arm import RANKS, Switch, wait_for
 from lowlat import build, env, guard, unwaited
 from lowlat.kernels import HostedKernels, Platform, given
 from lowlat.models import deepseek_v4
@@ -40,14 +38,12 @@ logger = logging.getLogger(__name__)
 REFUSED = ("[102]", "[104]")
 # The scalar kernels' requirements ask for no sizes.
 PLACE = "scalar"
-RANKS = int(os.environ.get("LOWLAT_TEST_RANKS", "1"))
 # Divided by the ranks in a model's share.
 SHARED = ("num_heads", "o_groups", "moe_intermediate", "vocab")
 # What every rank adds to a sum; as many equal parts are the whole, to the last bit when the ranks
 # are a power of two.
 SUMMED_SCALES = ("attn.wo_b.scale", "ffn.experts.w2.scale", "ffn.shared_experts.w2.scale")
 WHOLE = ("tid2eid", "markov_w1.weight")
-PADDED_HEADS = 64
 KEPT_STEPS = 3
 # What engine.py looks for in the log; JSON follows.
 BESIDE = "beside: "
@@ -341,12 +337,6 @@ def abort(model: Any) -> None:
     aborted.set()
 
 
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 3600
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
 def draft(model: Any, hf_config: Any, context: Any) -> Any:
     where = build.place(PLACE)
     stages = RANKS * where.tp_size in guard.FUSED_RANKS and not env.takes_slow_ranks()
@@ -373,11 +363,11 @@ def register_nvidia() -> None:
 
 def unless_eager(can_run_graph: Any) -> Any:
     """The runner's own answer, but no while the file exists. Logged whenever it is another."""
-    path = Path(os.environ["LOWLAT_TEST_EAGER"])
+    switch = Switch(os.environ["LOWLAT_TEST_EAGER"])
     last = {}
 
     def answer(self: Any, forward_batch: Any) -> bool:
-        runs = not path.exists() and bool(can_run_graph(self, forward_batch))
+        runs = switch.read() is None and bool(can_run_graph(self, forward_batch))
         now = forward_batch.batch_size, runs
         if not self.model_runner.is_draft_worker and last.get(self) != now:
             last[self] = now
@@ -401,52 +391,3 @@ def telling_of_an_abort(execute: Any) -> Any:
         return out
 
     return run
-
-
-# ------------------------------------------------------------------ weights
-
-
-def dummy_weights() -> None:
-    """An entry point too, in both arms: SGLang's own dummy weights are zeros in fp8, and leave
-    fp4's bytes as they were."""
-    from sglang.srt.model_loader import loader
-
-    loader.initialize_dummy_weights = initialize
-
-
-def initialize(model: Any) -> None:
-    """Random weights whose products have the size of their inputs, the same in every process."""
-    if RANKS > 1:
-        for kind in {type(part) for part in model.modules()}:
-            if hasattr(kind, "_local_attn_sink"):
-                pad_heads(kind)
-    # Buffers hold what follows from the configuration, but for a hash layer's table.
-    tables = [(name, table) for name, table in model.named_buffers() if name.endswith("tid2eid")]
-    for name, tensor in [*model.named_parameters(), *tables]:
-        if tensor.numel():
-            fill(name, tensor.detach())
-    if os.environ.get("LOWLAT_TEST_FREE"):
-        threading.Thread(target=free, args=[model], daemon=True).start()
-
-
-def free(model: Any) -> None:
-    """To compare, biases choose the experts: scores that lie close would choose others by the last
-    bit of what came before. To time, scores choose."""
-    wait_for(Path(os.environ["LOWLAT_TEST_FREE"]))
-    for name, tensor in model.named_parameters():
-        if name.endswith("e_score_correction_bias"):
-            tensor.detach().zero_()
-
-
-def pad_heads(attention: type) -> None:
-    """SGLang's attention kernels have 64 heads or more. Where ranks share them, SGLang pads a
-    rank's and its sink; here the rank is alone."""
-
-    def sink(self: Any, kernel_num_heads: int | None = None) -> Any:
-        if self._attn_sink_local is None:
-            self._attn_sink_local = self.attn_sink.new_zeros(PADDED_HEADS)
-            self._attn_sink_local[: self.n_local_heads] = self.attn_sink
-        return self._attn_sink_local[:kernel_num_heads]
-
-    attention._kernel_num_heads = lambda self, num_tokens: PADDED_HEADS
-    attention._local_attn_sink = sink

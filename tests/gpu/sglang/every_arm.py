@@ -1,0 +1,128 @@
+"""What each arm of engine.py has in its processes, with the plugin or without it. Nothing of lowlat
+is imported here: one arm is a server that has never seen it. Variables of the environment:
+
+    LOWLAT_TEST_RANKS=4      the model is one rank's share of so many
+    LOWLAT_TEST_FREE=FILE    when this file appears the biases that choose experts become 0
+    LOWLAT_TEST_LOGITS=FILE  while FILE exists, which says a request's number, the best logits of
+                             each verified row that a graph ran go to FILE.jsonl
+"""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from dummy_weights import fill
+
+RANKS = int(os.environ.get("LOWLAT_TEST_RANKS", "1"))
+PADDED_HEADS = 64
+BEST_LOGITS = 8
+# A look at a file can take as long as many kernels: not every step has one. Prompts take longer.
+LOOK_S = 0.01
+
+
+class Switch:
+    """A file that engine.py makes, and removes, between batches."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.looked, self.words = float("-inf"), None
+
+    def read(self) -> str | None:
+        """What is in the file, or None where there is none."""
+        now = time.monotonic()
+        if now - self.looked > LOOK_S:
+            self.looked = now
+            self.words = self.path.read_text() if self.path.exists() else None
+        return self.words
+
+
+def prepare() -> None:
+    """An entry point. SGLang's own dummy weights are zeros in fp8, and leave fp4's bytes as they
+    were."""
+    from sglang.srt.model_loader import loader
+
+    loader.initialize_dummy_weights = initialize
+    if os.environ.get("LOWLAT_TEST_LOGITS"):
+        from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+
+        runner = decode_cuda_graph_runner.DecodeCudaGraphRunner
+        runner.execute = telling_logits(runner.execute)
+
+
+def initialize(model: Any) -> None:
+    """Random weights whose products have the size of their inputs, the same in every process."""
+    if RANKS > 1:
+        for kind in {type(part) for part in model.modules()}:
+            if hasattr(kind, "_local_attn_sink"):
+                pad_heads(kind)
+    # Buffers hold what follows from the configuration, but for a hash layer's table.
+    tables = [(name, table) for name, table in model.named_buffers() if name.endswith("tid2eid")]
+    for name, tensor in [*model.named_parameters(), *tables]:
+        if tensor.numel():
+            fill(name, tensor.detach())
+    if os.environ.get("LOWLAT_TEST_FREE"):
+        threading.Thread(target=free, args=[model], daemon=True).start()
+
+
+def free(model: Any) -> None:
+    """To compare, biases choose the experts: scores that lie close would choose others by the last
+    bit of what came before. To time, scores choose."""
+    wait_for(Path(os.environ["LOWLAT_TEST_FREE"]))
+    for name, tensor in model.named_parameters():
+        if name.endswith("e_score_correction_bias"):
+            tensor.detach().zero_()
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 3600
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def pad_heads(attention: type) -> None:
+    """SGLang's attention kernels have 64 heads or more. Where ranks share them, SGLang pads a
+    rank's and its sink; here the rank is alone."""
+
+    def sink(self: Any, kernel_num_heads: int | None = None) -> Any:
+        if self._attn_sink_local is None:
+            self._attn_sink_local = self.attn_sink.new_zeros(PADDED_HEADS)
+            self._attn_sink_local[: self.n_local_heads] = self.attn_sink
+        return self._attn_sink_local[:kernel_num_heads]
+
+    attention._kernel_num_heads = lambda self, num_tokens: PADDED_HEADS
+    attention._local_attn_sink = sink
+
+
+def telling_logits(execute: Any) -> Any:
+    """A graph runner's own, with a line for each step of a request whose number the file says."""
+    switch = Switch(os.environ["LOWLAT_TEST_LOGITS"])
+    lines = switch.path.with_name(f"{switch.path.name}.jsonl")
+
+    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        out = execute(self, forward_batch, *args, **kwargs)
+        number = None if self.model_runner.is_draft_worker else switch.read()
+        if number:
+            rows = len(out.next_token_logits)
+            inputs = self.buffers.input_ids[:rows], self.buffers.positions[:rows]
+            words = best_logits(out.next_token_logits, *inputs)
+            with lines.open("a") as file:
+                print(json.dumps({"request": int(number)} | words), file=file)
+        return out
+
+    return run
+
+
+def best_logits(logits: Any, input_ids: Any, positions: Any) -> dict[str, list]:
+    """Of each row: its token and position, the best tokens with their logits, and the root mean
+    square of all its logits."""
+    values, tokens = logits.float().topk(BEST_LOGITS)
+    return {
+        "ids": input_ids.tolist(),
+        "positions": positions.tolist(),
+        "tokens": tokens.tolist(),
+        "values": values.tolist(),
+        "rms": logits.float().square().mean(-1).sqrt().tolist(),
+    }
