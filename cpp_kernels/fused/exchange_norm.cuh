@@ -1,10 +1,10 @@
 // fused/exchange_norm.cuh: what a team of threads does for its slice of a row where a sublayer ends
-// and the next begins, see exchange.cu for the formulas. A team is a block of hc_exchange_norm_sm90,
-// or the last warps of a block of the experts (moe.cuh).
+// and the next begins; exchange.cu has the formulas. A team is a block of hc_exchange_norm_sm90, or
+// the last warps of a block of the experts (moe.cuh).
 //
 // Team         thread(): its place in [0, kThreads). sync(): a barrier of the team. any(v): whether
-//              v is true of one of its threads, a barrier too. Whole warps; the first of them is the
-//              one of threads 0 .. 31.
+//              v is true of one of its threads, a barrier too. Whole warps; the first is that of
+//              threads 0 .. 31.
 // Use          all threads of a team, in the order of the functions below. Between combine and norm
 //              the caller adds the squares of a row's slices, always in the same order.
 #pragma once

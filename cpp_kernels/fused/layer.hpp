@@ -13,9 +13,10 @@
 //            for: a kernel is launched when every block of its predecessor has begun (only then may
 //            all of them have let it start), so all blocks of all earlier kernels are resident or
 //            over, and no block ever waits for one of a later kernel. Inside a kernel blocks wait
-//            for each other in a cluster (resident together) and in the experts (one block a
-//            multiprocessor; the launch refuses a device that cannot hold them). The experts leave
-//            idle_sms multiprocessors to the statistics, whose blocks wait for nobody.
+//            for each other in a cluster (resident together), and in the output projection of few
+//            rows and the experts (one block a multiprocessor; the launch refuses a device that
+//            cannot hold them). The experts leave idle_sms multiprocessors to the statistics, whose
+//            blocks wait for nobody.
 // Ranks      of one process capture their steps (or launch one alone) on every device before the
 //            first of them waits for another: a kernel's first use loads its code, which may wait
 //            for kernels that run.
@@ -88,7 +89,7 @@ struct LayerMemory {
   // Of more than kHopRows rows.
   std::uint16_t *qa, *kv, *q, *o;
   std::uint8_t *x_codes, *latent_codes, *u_codes;
-  float *x_scale, *latent_scale, *qa_squares, *o_scale, *u_scale;
+  float *x_scale, *latent_scale, *qa_squares, *o_scale, *u_scale, *turns;
   // Statistics: of each sublayer.
   float* mix_partial[2];
   float* mix[2];
@@ -171,8 +172,8 @@ struct LayerParts {
   BesideOrder beside_order = BesideOrder::measured;
   // V4's last exchange, of more than one row: by few blocks (ExchangeMixParams::few_blocks).
   bool few_exchange_blocks = true;
-  // V4.1: the experts' own blocks do the last exchange, where they can (moe_ends_layer); there is no
-  // HopKernel::second_exchange then.
+  // V4.1: the experts' own blocks do the last exchange, where they can (moe_ends_layer); there is
+  // no HopKernel::second_exchange then.
   bool experts_exchange = true;
 };
 

@@ -27,9 +27,9 @@
 // once. A group of 32 along K is one product and its scale multiplies the sums. The slot is free as
 // soon as the codes are in registers. The finisher adds the slices, applies SwiGLU and sends h to
 // all blocks. Second product: block b owns a band of output columns for all experts, so a row's
-// slots never leave the block; warps, the routers too, take (expert, part of I), a pair at a time.
-// Codes are placed in fp16 fields by shifts alone; group j of a pair's h is column j of the
-// products, so that the scales are applied once at the end. The first experts' h was finished while later tiles were
+// slots never leave the block; warps take (expert, part of I), a pair at a time. Codes are placed
+// in fp16 fields by shifts alone; group j of a pair's h is column j of the products, so that the
+// scales are applied once at the end. The first experts' h was finished while later tiles were
 // multiplied, so the second product starts without a wait. Weights that do not depend on the
 // routing (router, shared expert) stream while it is being decided. Experts are in the order of
 // their first pairs: when row 0 is routed, every block asks for its first tiles. The layer's end:
@@ -56,8 +56,8 @@
 //                       filled with, and only then is its `full` waited for by parity.
 //              sums     partial[] full: every consumer; empty: the finisher's. `second` lies over
 //                       them: a warp writes there after it has seen every partial buffer free.
-//              squares  [row][slice] {sum of squares, epoch of the quads} of the layer's end: written
-//                       again a layer later, when every slice of this one has been read.
+//              squares  [row][slice] {sum of squares, epoch of the quads} of the layer's end:
+//                       written again a layer later, when every slice of this one has been read.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.
 #pragma once
@@ -88,9 +88,11 @@ struct Layout {
   // Two warps route, so that the shared expert's tiles are multiplied meanwhile, and its second
   // product while the routed first one is under way.
   static constexpr int kFirstRouter = kFinisher + 1, kRouters = 2;
-  // Warps that multiply in the second product, where the routers have nothing else to do.
-  static constexpr int kWorkers = kConsumers + kRouters;
+  // Registers are given by groups of four warps.
   static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
+  static constexpr int kConsumerRegisters =
+      (kLaunchRegisters + (kLaunchRegisters - kOtherRegisters) * 4 / kConsumers) / 8 * 8;
   static_assert(kConsumers % 4 == 0);
   static constexpr int kBands = moe::kBands;
   static constexpr int kHidden = S::kHidden, kInner = S::kIntermediateLocal;
@@ -194,7 +196,6 @@ struct Layout {
     std::int32_t num_experts;
     std::uint32_t stop;                  // Watch
     std::uint32_t lost;                  // scores have not come: no tiles
-    std::int32_t uses, sums;             // the consumers' counters when the first product is over
     std::uint64_t quads_epoch;           // exchange_epoch of the sum's packets
     std::uint16_t expert[kMaxPairs];     // in the order of their first pairs, one entry each
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
@@ -219,11 +220,14 @@ struct Layout {
   static constexpr int kSlotPieces = kRing * kPieces;
   static constexpr int kRingPieces =
       kSlotPieces + (kColumnsBytes - (kBandLate ? kSharedBand : 0)) / kPieceBytes;
+  static_assert((kConsumers - 1) / kParts < kRingPieces &&
+                    (kConsumers + kParts - 1) / kParts <= kRingPieces,
+                "a warp's first expert and its step to the next lie in the ring");
   struct Barriers {
     std::uint64_t full[kRing], empty[kRing];
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
-    std::uint64_t shared_full, band_full, scored, first_routed, routed, table, multiplied,
-        sums_full[kBuffers], sums_empty[kBuffers];
+    std::uint64_t shared_full, band_full, scored, first_routed, routed, table, sums_full[kBuffers],
+        sums_empty[kBuffers];
   };
   // Arrivals that complete a phase of the barrier number `i`.
   LOWLAT_DEVICE static std::uint32_t arrivals_of(int i) {
@@ -883,16 +887,13 @@ template <class L>
 struct Consumer {
   Region<L>& r;
   int warp;
-  int g, t;      // place in the fragments
-  int uses = 0;  // of the ring
-  int sums = 0;  // of the partial buffers
+  int g = 0, t = 0;  // place in the fragments
+  int uses = 0;      // of the ring
+  int sums = 0;      // of the partial buffers
   // x of this warp's slice, in the order of pairs, until it lies in shared memory as columns.
   static constexpr int kPairs = 4;  // of a thread's eight elements of a group
   std::uint32_t x[L::kSliceBlocks][kPairs];
   float column_factor = 0.0f;  // of row g's columns
-
-  LOWLAT_DEVICE Consumer(Region<L>& region, int number)
-      : r(region), warp(number), g(region.lane / 4), t(region.lane % 4) {}
 
   LOWLAT_DEVICE void wait_slot(int offset) const {
     const int use = uses + offset;
@@ -1270,21 +1271,14 @@ struct Consumer {
     }
   }
 
-  // A router becomes a worker, when the consumers are.
-  LOWLAT_DEVICE void join() {
-    barrier_wait(&r.barriers.multiplied, 0);
-    uses = r.table.uses, sums = r.table.sums;
-  }
-  // Items by all workers, of which this is number `worker`. A rehearsal goes through one on what
-  // lies there, waits for nothing and stores nothing.
-  LOWLAT_DEVICE bool run_second(int worker, bool rehearsal) {
+  LOWLAT_DEVICE bool run_second() {
     constexpr float kFactor = 1 << (kPlaceShift - kHiddenShift);
     if (r.block_idx >= kBands) return true;
     const SecondWarp<L> second(r);
-    int expert = rehearsal ? 0 : worker / L::kParts, part = worker % L::kParts;
-    const int num_experts = rehearsal ? 1 : r.table.num_experts;
+    int expert = warp / L::kParts, part = warp % L::kParts;
+    const int num_experts = r.table.num_experts;
     if (expert >= num_experts) return true;
-    int place = r.table.first[expert], end = rehearsal ? place + 1 : r.table.first[expert + 1];
+    int place = r.table.first[expert], end = r.table.first[expert + 1];
     const unsigned char* address = columns_address(second, place, part);
     Columns h;
     second.load_hidden(h, address);
@@ -1292,7 +1286,7 @@ struct Consumer {
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t barriers = base + L::kBarrierOffset;
-    int sums_left = rehearsal ? 0 : L::kBuffers;
+    int sums_left = L::kBuffers;
     int piece = expert;  // the first are in the ring's first turn
     std::uint32_t turn = 0;
     for (;;) {
@@ -1302,16 +1296,15 @@ struct Consumer {
       const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
       // A parity tells a phase from the next only: the piece's use before must be over.
       const std::uint32_t filled = base + L::kTableOffset + L::kPieceExpertOffset + piece * 4;
-      while (!rehearsal && wide::smem_load4(filled) != static_cast<std::uint32_t>(expert)) {
+      while (wide::smem_load4(filled) != static_cast<std::uint32_t>(expert)) {
         if (r.watch.stopped()) return false;
       }
-      if (!rehearsal &&
-          !barrier_wait_at(barriers + L::kPieceFullBarriers + piece * 8, turn & 1u, stop)) {
+      if (!barrier_wait_at(barriers + L::kPieceFullBarriers + piece * 8, turn & 1u, stop)) {
         return false;
       }
       // The warp's next item.
-      int next_expert = expert + L::kWorkers / L::kParts;
-      int next_part = part + L::kWorkers % L::kParts;
+      int next_expert = expert + L::kConsumers / L::kParts;
+      int next_part = part + L::kConsumers % L::kParts;
       if (next_part >= L::kParts) next_part -= L::kParts, ++next_expert;
       const bool more = next_expert < num_experts;
 #pragma unroll 1
@@ -1320,7 +1313,7 @@ struct Consumer {
         const int next = !last ? place + 1 : more ? r.table.first[next_expert] : place;
         const unsigned char* const next_address =
             columns_address(second, next, last && more ? next_part : part);
-        if (!rehearsal && !second.complete(h, address)) return false;
+        if (!second.complete(h, address)) return false;
         Columns ahead;
         second.load_hidden(ahead, next_address);
         __syncwarp();  // or the loads would sink to where they are needed
@@ -1334,7 +1327,7 @@ struct Consumer {
           float sum = sums_of[i / 2][i % 2];
           sum += __shfl_xor_sync(plat::kAllLanes, sum, 1);
           sum += __shfl_xor_sync(plat::kAllLanes, sum, 2);
-          if (t == 0 && !rehearsal) dst[8 * i] = sum * kFactor;
+          if (t == 0) dst[8 * i] = sum * kFactor;
         }
         h = ahead;
         address = next_address;
@@ -1344,7 +1337,7 @@ struct Consumer {
         }
       }
       __syncwarp();
-      if (r.lane == 0 && !rehearsal) barrier_arrive_at(empty);
+      if (r.lane == 0) barrier_arrive_at(empty);
       if (!more) return true;
       piece += next_expert - expert;
       if (piece >= L::kRingPieces) piece -= L::kRingPieces, ++turn;
@@ -1355,10 +1348,11 @@ struct Consumer {
 
   // Before the kernels before this one have ended.
   LOWLAT_DEVICE void run_early(TileScales& scales) {
+    g = r.lane / 4;
+    t = r.lane % 4;
     if (r.num_shared_tiles > 0) load_scales(scales, r.shared_tile(0));
   }
-  // True: the second product comes next.
-  LOWLAT_DEVICE bool run(TileScales& scales, const Rules& rules, Stamps& stamps) {
+  LOWLAT_DEVICE void run(TileScales& scales, const Rules& rules, Stamps& stamps) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
       if (pass == 1) {
@@ -1386,15 +1380,11 @@ struct Consumer {
     sm90::fence_async_shared();
     named_sync<3, L::kConsumers * plat::kWarpLanes>();
     barrier_wait(&r.barriers.table, 0);
-    if (r.table.lost != 0) return false;
+    if (r.table.lost != 0) return;
     stamps.mark(StampStage::read);
     run_tiles();
-    if (warp == 0 && r.lane == 0) {
-      r.table.uses = uses, r.table.sums = sums;
-      sm90::barrier_arrive(&r.barriers.multiplied);
-    }
     stamps.mark(StampStage::compute);
-    return true;
+    run_second();
   }
 };
 
@@ -1405,8 +1395,8 @@ struct Finisher {
   Region<L>& r;
   int sums = 0;
 
-  // Rows of scales that the shared w2's band touches, from that of its first row: asked for before x
-  // is waited for, stored behind that.
+  // Rows of scales that the shared w2's band touches, from that of its first row: asked for before
+  // x is waited for, stored behind that.
   static constexpr int kBandScales = L::kBandScaleRows * L::kBandScaleColumns;
   static constexpr int kOwnScales = (kBandScales + plat::kWarpLanes - 1) / plat::kWarpLanes;
   std::uint8_t band_scales[kOwnScales] = {};
@@ -1719,8 +1709,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     odd_tag = packet_tag(sums + args.quads.tp_size * args.quads.box_packets);
     step_epoch = *args.quads.step_epoch;
   }
-  // A barrier is made by a thread whose warp makes no other at once: the assembler makes a loop over
-  // the threads of it.
+  // A barrier is made by a thread whose warp makes no other at once: the assembler makes a loop
+  // over the threads of it.
   constexpr int kNumBarriers = sizeof barriers / sizeof(std::uint64_t);
 #pragma unroll 1
   for (int i = warp; i < kNumBarriers; i += L::kThreads / plat::kWarpLanes) {
@@ -1737,9 +1727,11 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   plat::block_sync();
   r.count_shared_tiles();
   Producer<L> producer = {r, maps};
-  Consumer<L> consumer(r, warp);
+  Consumer<L> consumer = {r, warp};
   Finisher<L> finisher = {r};
   typename Consumer<L>::TileScales scales = {};
+  // Before any wait for the consumers, who wait for these registers.
+  if (warp >= L::kConsumers) sm90::fewer_registers<L::kOtherRegisters>();
   // Weights first; everything else has to wait for what came before.
   if (warp == L::kProducer) {
     producer.run_early();
@@ -1753,34 +1745,21 @@ __global__ void __launch_bounds__(L::kThreads, 1)
       static_cast<std::uint32_t>(step_epoch) + static_cast<std::uint32_t>(args.quads_index - 1);
   const bool comes = follows && ((x_tag & 1u) != 0u ? odd_tag : even_tag) == x_tag;
   r.early = args.before.word != nullptr && !r.x_there && !__any_sync(plat::kAllLanes, comes);
-  bool multiplies = false;
-  int worker = warp;
   if (warp < L::kConsumers) {
-    multiplies = consumer.run(scales, rules, stamps);
-  } else if (warp == L::kProducer) {
-    producer.run_routed();
-    if (has_slice(r)) take_statistics(r);
-  } else if (warp == L::kFinisher) {
-    finisher.run(rules.rule);
+    sm90::more_registers<L::kConsumerRegisters>();
+    consumer.run(scales, rules, stamps);
   } else {
-    static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
-    const int number = warp - L::kFirstRouter;
-    Router<L>{r, number}.run(rules);
-    if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
-    worker = L::kConsumers + number;
-    barrier_wait(&barriers.table, 0);
-    multiplies = table.lost == 0;
-  }
-  // The routers, who have time, go through the second product's code, which comes from far away the
-  // first time, while the first is under way.
-#pragma unroll 1
-  for (int pass = worker < L::kConsumers ? 1 : 0; multiplies && pass < 2; ++pass) {
-    if (pass == 0) {
-      consumer.uses = 1;  // any
-    } else if (worker >= L::kConsumers) {
-      consumer.join();
+    if (warp == L::kProducer) {
+      producer.run_routed();
+      if (has_slice(r)) take_statistics(r);
+    } else if (warp == L::kFinisher) {
+      finisher.run(rules.rule);
+    } else {
+      static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
+      const int number = warp - L::kFirstRouter;
+      Router<L>{r, number}.run(rules);
+      if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
     }
-    consumer.run_second(worker, pass == 0);
   }
   plat::block_sync();
   if (table.stop == 0) {

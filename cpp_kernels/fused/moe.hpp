@@ -124,9 +124,9 @@ std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows);
 
 // Enqueues the region on `stream` (a cudaStream_t); capturable. `overlapped`: a programmatic edge,
 // so that weights are on their way before the kernel before has ended; what that kernel writes is
-// waited for. Returns a cudaError_t; cudaErrorInvalidValue for rows outside 1 .. 64, for an exchange
-// that is not of these rows, this number of ranks and a region that ends layers, or a device that
-// cannot hold the grid (one block an SM, 128 at least) at once.
+// waited for. Returns a cudaError_t; cudaErrorInvalidValue for rows outside 1 .. 64, for an
+// exchange that is not of these rows, this number of ranks and a region that ends layers, or a
+// device that cannot hold the grid (one block an SM, 128 at least) at once.
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped);
 
 }  // namespace lowlat::fused

@@ -27,6 +27,7 @@
 #include "fused/front_quant.cuh"
 #include "fused/front_wide.cuh"
 #include "fused/oproj.hpp"
+#include "fused/oproj_send.cuh"
 
 namespace lowlat::nvidia::fused {
 namespace {
@@ -53,18 +54,17 @@ struct ShapeA {
   static constexpr int kOwned = kShares ? kRows / kBlocks : kGroup;
   using Linear = Product<kRows, kK, kTiles, kBlocks, kOwned, 2>;
 };
-// More than sixteen rows of V4.1: half the K a block, and at most three tiles of rows at once, so
-// that three have room on a multiprocessor and no cluster has to wait for one of the first wave to
-// end: parts of the chip that have fewer than sixteen multiprocessors hold only three of two each.
+// More than sixteen rows of V4.1: half the K a block, and room for half of the activations of its
+// most rows, so that three have room on a multiprocessor and no cluster has to wait for one of the
+// first wave to end: parts of the chip that have fewer than sixteen multiprocessors hold only three
+// of two each.
 template <class M, int kTiles>
   requires(M::kScaleBlock == 32 && kTiles > 2)
 struct ShapeA<M, kTiles> {
   static constexpr bool kWide = true, kShares = true;
   static constexpr int kGroup = M::kScaleBlock, kRows = 64, kBlocks = 8;
   static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
-  static constexpr int kPasses = (kTiles + 2) / 3;
-  using Linear = WideProduct<kGroup, kK, kTiles / kPasses, kBlocks, kOwned, true, kPasses>;
-  static_assert(kTiles % kPasses == 0);
+  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true, kTiles == 6 ? 2 : 4, 40>;
 };
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
 template <class M, int kTiles, int kGroups>
@@ -139,29 +139,18 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
     if (!Linear::owns()) return;
     // A lane has four outputs of a token's group; two lanes a packet.
     constexpr int kLanes = kGroup / 4, kTokensAWarp = plat::kWarpLanes / kLanes;
-    static_assert(kLanes <= plat::kWarpLanes);
     const int token = plat::thread_idx() / kLanes, quad = plat::thread_idx() % kLanes;
     if (token / kTokensAWarp * kTokensAWarp >= params.num_rows) return;  // whole warps stay
-    float v[4], amax = 0.0f;
+    float v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      v[i] = quick_bf16(Linear::sum(shared, min(token, params.num_rows - 1), 4 * quad + i));
-      amax = plat::max(plat::abs(v[i]), amax);
+      v[i] = Linear::sum(shared, min(token, params.num_rows - 1), 4 * quad + i);
     }
-#pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-    }
-    const PowerScale group = power_scale(amax);
-    const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-                                sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
-                                    << 16;
-    const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
-    if (quad % 2 != 0 || token >= params.num_rows) return;
-    send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
-                    token * params.num_groups * (kLora / 8) +
-                    (tile * kRows + rank * kOwned + 4 * quad) / 8,
-                hop.tag, codes, next, plat::float_bits(group.scale));
+    send_outputs<kLanes>(v, hop.tag, quad % 2 == 0 && token < params.num_rows, [&] {
+      return static_cast<plat::TaggedWords*>(params.packets.u) +
+             token * params.num_groups * (kLora / 8) +
+             (tile * kRows + rank * kOwned + 4 * quad) / 8;
+    });
     stamps.mark(StampStage::store);
     return;
   }
@@ -180,12 +169,10 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
     stamps.mark(StampStage::ask);
     wait_at(params.before);
     stamps.mark(StampStage::wait);
-    const auto load_pass = [&](int pass) {
-      Linear::load_tokens(shared, reinterpret_cast<const std::uint8_t*>(params.o + first_k),
-                          o_stride, o_scale, padded, params.num_rows, pass);
-    };
-    load_pass(0);
-    Linear::run(shared, params.num_rows, stamps, load_pass);
+    const typename Linear::Tokens o{reinterpret_cast<const std::uint8_t*>(params.o + first_k),
+                                    o_stride, o_scale, padded, params.num_rows};
+    Linear::load_tokens(shared, o);
+    Linear::run(shared, o, stamps);
   } else {
     Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     stamps.mark(StampStage::ask);

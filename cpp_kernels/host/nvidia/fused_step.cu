@@ -121,6 +121,8 @@ struct FusedStep::State : FusedBase {
   bool has_engram(int layer_idx) const {
     return layer_idx < config.num_layers && plan(layer_idx).engram >= 0;
   }
+  // Whether a target's steps have work beside the chain: n-gram memory's.
+  bool has_branch() const { return config.num_engrams > 0; }
   bool gathers() const {
     for (int i = 0; i < config.num_layers; ++i) {
       if (has_engram(i)) return true;
@@ -270,7 +272,8 @@ fused::LayerStep FusedStep::State::Chain::layer_step() const {
 void FusedStep::State::Chain::begin() const {
   // The step before has added its exchanges, see end().
   check(fused::launch_layer_begin(layer_step(), s.step_epoch, 0, stream), "a step");
-  // The other branch begins here, whether it has work or not.
+  // The other branch begins here.
+  if (!s.has_branch()) return;
   s.forked.record(stream);
   s.forked.hold(s.side.get());
 }
@@ -372,6 +375,7 @@ void FusedStep::State::Chain::end(int last_index) const {
                                  nullptr, 0, stream),
         "a step's end");
   // What is still beside the chain ends with the step.
+  if (!s.has_branch()) return;
   s.joined.record(s.side.get());
   s.joined.hold(stream);
 }
