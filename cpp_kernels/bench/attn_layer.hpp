@@ -266,8 +266,8 @@ struct Activations {
   int rows, heads, groups, padded;
   Buffer<std::uint16_t> residual[2], x, qa, kv, q, o;
   Buffer<std::uint8_t> x_codes, latent_codes, u_codes;
-  Buffer<float> x_scale, latent_scale, o_scale, u_scale, partial, qa_squares, mix_partial, mix,
-      mixes[2];
+  Buffer<float> x_scale, latent_scale, turns, o_scale, u_scale, partial, qa_squares, mix_partial,
+      mix, mixes[2];
   // Up to kHopRows rows: instead of x_codes, qa, kv, q, o and u_codes and their scales.
   Buffer<std::uint8_t> packet_bytes;
   fused::HopBuffers packets;
@@ -289,6 +289,7 @@ struct Activations {
         u_codes(count(groups * 1024)),
         x_scale(static_cast<std::size_t>(kHidden / kScaleGroup * padded)),
         latent_scale(static_cast<std::size_t>(kQLora / kScaleGroup * padded)),
+        turns(count(2 * 32)),
         o_scale(static_cast<std::size_t>(heads * kDim / kScaleGroup * padded)),
         u_scale(static_cast<std::size_t>(groups * 1024 / kScaleGroup * padded)),
         partial(count(kHidden)),
@@ -426,6 +427,7 @@ struct Activations {
     p.qa_squares = qa_squares.get();
     p.latent_codes = latent_codes.get();
     p.latent_scale = latent_scale.get();
+    p.turns = turns.get();
     p.hop = hop();
     p.packets = packets;
     p.x_index = index;

@@ -21,6 +21,7 @@
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/attention.hpp"
+#include "fused/attention_wide.hpp"
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
 #include "fused/exchange_hop.cuh"
@@ -114,8 +115,7 @@ LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, 
       slot);
 }
 
-static_assert(2 * (sizeof(Shared<40, true, true>) + 1024) <= 228 * 1024 &&
-              2 * (sizeof(Shared<32, false, false>) + 1024) <= 228 * 1024);
+static_assert(2 * (sizeof(Shared<40, true, true>) + 1024) <= 228 * 1024);
 
 // Of a row's keys, eights.
 constexpr int keys_per_block(int num_keys, int num_blocks) {
@@ -824,12 +824,12 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
     // Two blocks have room on a multiprocessor. A plain layer's have one tile up to sixteen rows.
     constexpr int kLargest = kScorePitch;
     const bool once = keys_per_block(params.num_window + params.num_extra, blocks) <= kLargest;
-    if (params.num_rows <= kHopRows) {
-      return once ? launch.template operator()<true, kLargest, true>()
-                  : launch.template operator()<true, kLargest, false>();
+    if (params.num_rows > kHopRows) {
+      return once ? launch.template operator()<false, kLargest, true>()
+                  : launch_attention_wide(params, blocks, programmatic, stream);
     }
-    return once ? launch.template operator()<false, kLargest, true>()
-                : launch.template operator()<false, 32, false>();
+    return once ? launch.template operator()<true, kLargest, true>()
+                : launch.template operator()<true, kLargest, false>();
   });
 }
 

@@ -50,9 +50,19 @@ struct Sizes {
 // Few rows and more, each by its product.
 template <int kTiles>
 constexpr bool kWide = kTiles > 2;
+// Chunks of tokens that have room at once (0: all). At 24 rows so few that q's blocks have room
+// beside those of [q_a, kv], at 48 that attention's have room beside q's.
+template <class M, int kTiles>
+constexpr int kQkvSlots = M::kScaleBlock == 32 && kTiles == 3 ? 3 : 0;
+template <class M, int kTiles>
+constexpr int kQSlots = M::kScaleBlock != 32 ? 0
+                        : kTiles == 3        ? 3
+                        : kTiles == 6        ? 4
+                                             : 0;
 template <class M, int kTiles>
 struct QkvOf {
-  using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks>;
+  using Type = WideProduct<M::kScaleBlock, Sizes<M>::kQkvK, kTiles, kQkvBlocks, kRows / kQkvBlocks,
+                           false, kQkvSlots<M, kTiles>>;
 };
 template <class M, int kTiles>
   requires(!kWide<kTiles>)
@@ -129,8 +139,9 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
     const std::uint8_t* codes = params.x_codes + rank * kQkvK;
     const float* scale = params.x_scale + rank * kQkvK / kGroup * padded;
     if constexpr (kWide<kTiles>) {
-      Linear::load_tokens(shared, codes, kHidden, scale, padded, params.num_rows);
-      Linear::run(shared, params.num_rows, stamps);
+      const typename Linear::Tokens x{codes, kHidden, scale, padded, params.num_rows};
+      Linear::load_tokens(shared, x);
+      Linear::run(shared, x, stamps);
     } else {
       const CodeActivations<kGroup, false> x{codes, scale, kHidden, padded};
       Linear::run(shared, x, params.num_rows, stamps);
@@ -160,7 +171,7 @@ __global__ void __launch_bounds__(kProductThreads, min_blocks<kTiles>())
 
 template <class M, int kTiles>
 struct QOf {
-  using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows>;
+  using Type = WideProduct<M::kScaleBlock, M::kQLora, kTiles, 1, kRows, false, kQSlots<M, kTiles>>;
 };
 template <class M, int kTiles>
   requires(!kWide<kTiles>)
@@ -189,7 +200,7 @@ template <class M, int kTiles>
 struct QShared {
   static constexpr int kTokens = kTiles * kTileTokens;
   typename QProduct<M, kTiles>::Shared product;
-  float2 turn[kTokens][kRopePairs];  // cosine and sine
+  alignas(16) float2 turn[kTokens][kRopePairs];  // cosine and sine
   HeadSquares<M, kTiles> head;
 };
 // Up to eight rows: the block makes the latent's codes itself.
@@ -526,24 +537,33 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   const bool rotates =
       tile % kTilesPerHead == kTilesPerHead - 1 && M::kNormsHeads == kNormsInCluster<M, kTiles>;
   static_assert(kRows == shape::kRopeDim);
-  if (rotates) {
-    for (int i = plat::thread_idx(); i < num_rows * kRopePairs; i += kProductThreads) {
-      const int token = i / kRopePairs, pair = i % kRopePairs;
-      shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
-    }
-  }
   if constexpr (kTiles == 1) {
+    if (rotates) {
+      for (int i = plat::thread_idx(); i < num_rows * kRopePairs; i += kProductThreads) {
+        const int token = i / kRopePairs, pair = i % kRopePairs;
+        shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
+      }
+    }
     q_of_few<M>(static_cast<FewShared<M>&>(shared), params, tile, rotates);
   } else {
     Stamps stamps(stamp_sink(params.hop), params.hop.id + static_cast<std::uint32_t>(HopKernel::q));
     stamps.mark(StampStage::ask);
     wait_at(params.latent_done);
     stamps.mark(StampStage::wait);
+    if (rotates) {
+      // With the tokens, which all threads wait for.
+      static_assert(sizeof shared.turn[0] % 16 == 0);
+      constexpr int kPieces = sizeof shared.turn[0] / 16;
+      for (int i = plat::thread_idx(); i < num_rows * kPieces; i += kProductThreads) {
+        copy_16(&shared.turn[i / kPieces][i % kPieces * 2], params.turns + 4 * i);
+      }
+    }
     const int padded = padded_rows(num_rows);
     if constexpr (kWide<kTiles>) {
-      Linear::load_tokens(shared.product, params.latent_codes, kQLora, params.latent_scale, padded,
-                          num_rows);
-      Linear::run(shared.product, num_rows, stamps);
+      const typename Linear::Tokens latent{params.latent_codes, kQLora, params.latent_scale, padded,
+                                           num_rows};
+      Linear::load_tokens(shared.product, latent);
+      Linear::run(shared.product, latent, stamps);
     } else {
       const CodeActivations<kGroup, false> latent{params.latent_codes, params.latent_scale, kQLora,
                                                   padded};
@@ -588,8 +608,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
   }
 }
 
-// More than eight rows: a block a row makes the latent's codes for all blocks of the product, and
-// the row's stored key.
+// More than eight rows: a block a row makes the latent's codes and the cosines and sines of the
+// row's position for all blocks of the product, and the row's stored key.
 template <class M>
 __global__ void __launch_bounds__(kLatentThreads)
     front_latent_any(const __grid_constant__ FrontParams params) {
@@ -603,6 +623,9 @@ __global__ void __launch_bounds__(kLatentThreads)
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
   if (warp_idx == kKeyWarp) {
+    static_assert(kRopePairs == plat::kWarpLanes);
+    reinterpret_cast<float2*>(params.turns)[token * kRopePairs + lane_idx] =
+        turn_of(params.rope, lane_idx, params.positions[token]);
     store_key<false>(params, token);
   } else if (k >= kQLora) {
     wait_at(params.qkv_done);

@@ -58,6 +58,7 @@ struct FrontParams {
   // padded_rows(T)].
   std::uint8_t* latent_codes;
   float* latent_scale;
+  float* turns;  // [T, 32, 2]: cosine and sine of the rotating pairs at each row's position
   // Out.
   std::uint16_t* q;  // bf16 [T, num_heads, 512], the last 64 rotated; V4: each head normed before
   KvPages kv_pages;  // rows kv_slots are written; their padding byte is left

@@ -47,5 +47,12 @@ LOWLAT_DEVICE void copy_16(void* dst_shared, const void* src) {
                : "memory");
 }
 LOWLAT_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Makes a group of what the calling thread has asked for since the last; then waits for all groups
+// but the kLast last.
+LOWLAT_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLast>
+LOWLAT_DEVICE void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
+}
 
 }  // namespace lowlat::nvidia::fused

@@ -7,12 +7,16 @@
 // cluster split the whole K and meet in the block that owns the row. A group of K that shares its
 // scales is summed by itself and then multiplied by them.
 //
+// A warp group fetches the tokens of its own K, a chunk of it after the other, and multiplies what
+// is there while the next chunks come. Blocks that want the same tokens begin at different chunks,
+// so that they do not all ask the same part of the cache.
+//
 // Weights come by bulk copies and go to wgmma from registers. Copied by cp.async into the form that
 // wgmma reads from shared memory, they took the multiprocessor's loads from the kernels that still
 // ran there: 8 us a layer.
 //
 // Rounding       of codes wgmma keeps about 14 bits of a group's sum; groups are added in fp32
-// Determinism    all sums have a fixed order: group, warp group, block
+// Determinism    all sums have an order that the block's number fixes: group, warp group, block
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
@@ -28,58 +32,72 @@
 namespace lowlat::nvidia::fused {
 
 // kHalves: the tokens are f16 values instead of codes, and a weight's code is expanded to f16 when
-// it is used. kPasses: the tokens come in so many parts, one after the other, in the memory of one.
+// it is used. kSlots: chunks that have room at once (0: all). kRegisters: for products under way.
 template <int kGroup_, int kK_, int kTiles_, int kBlocks_, int kOwned_, bool kHalves = false,
-          int kPasses = 1>
+          int kSlots_ = 0, int kRegisters = 64>
 struct WideProduct {
   // Of K and of weight rows, that share a scale.
   static constexpr int kGroup = kGroup_;
   static constexpr int kRows = 64, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr int kOwned = kOwned_, kTokens = kTiles * kTileTokens;
-  static constexpr int kAllTokens = kPasses * kTokens;
   static constexpr int kWarpsAPart = 4, kParts = kProductWarps / kWarpsAPart;  // warp groups
   static constexpr int kScales = kK / kGroup, kSteps = kScales / kParts;
   static constexpr int kScaleRows = kRows < kGroup ? 1 : kRows / kGroup;
   static constexpr int kBytes = kHalves ? 2 : 1;  // of a token's value
-  static constexpr int kPitch = 8 * kK * kBytes;  // of eight tokens
   // A row's pitch of 16 more than a multiple of 128 bytes: the words of eight rows that a warp
   // reads lie in different banks.
   static constexpr int kWeightPitch = kK + 16;
   static constexpr int kSumPitch = kRows + 4;
-  static constexpr int kTokenBytes = kTokens * kK * (kHalves ? 2 : 1);
-  static constexpr int kSumBytes = kParts * kTokens * kSumPitch * 4;
   static constexpr int kStepsAGroup = kGroup / kStep;
+  // A chunk is of each token whole lines of 128 bytes of a warp group's K.
+  static constexpr int kStepsALine = kGroup * kBytes < 128 ? 128 / (kGroup * kBytes) : 1;
+  // Steps whose products are under way at once: as many as there are registers for.
   static constexpr int ahead() {
     int count = kSteps;
-    while (kSteps % count != 0 || 4 * (kTiles + kStepsAGroup * kBytes) * count > 64) --count;
+    while (kSteps % count != 0 || (kStepsALine % count != 0 && count % kStepsALine != 0) ||
+           4 * (kTiles + kStepsAGroup * kBytes) * count > kRegisters) {
+      --count;
+    }
     return count;
   }
   static constexpr int kAhead = ahead();
+  static constexpr int kChunkSteps = kStepsALine > kAhead ? kStepsALine : kAhead;
+  static constexpr int kChunks = kSteps / kChunkSteps;
+  static constexpr int kChunkBytes = kChunkSteps * kGroup * kBytes;  // of a token
+  static constexpr int kPitch = 8 * kChunkBytes;                     // of eight tokens
+  static constexpr int kSlots = kSlots_ == 0 ? kChunks : kSlots_;
+  static constexpr int kTokenBytes = kParts * kSlots * kTokens * kChunkBytes;
+  static constexpr int kSumBytes = kParts * kTokens * kSumPitch * 4;
   static_assert(kGroup % kStep == 0 && kK % (kGroup * kParts) == 0);
-  static_assert(kOwned % 4 == 0 && kOwned * kBlocks == kRows);
+  static_assert(kSteps % kChunkSteps == 0 && kChunkSteps % kAhead == 0 && kChunkBytes % 128 == 0);
+  static_assert(kSlots <= kChunks && kOwned % 4 == 0 && kOwned * kBlocks == kRows);
 
   // Written by each block of the cluster. A block that owns all its rows has it over the weights.
   struct Owned {
-    float sums[kBlocks][kAllTokens][kOwned];
+    float sums[kBlocks][kTokens][kOwned];
   };
   struct Nothing {};
-  static_assert(kBlocks > 1 || (kPasses == 1 && sizeof(Owned) <= kRows * kWeightPitch));
+  static_assert(kBlocks > 1 || sizeof(Owned) <= kRows * kWeightPitch);
 
   struct Shared {
     alignas(128) unsigned char weights[kRows * kWeightPitch];
-    // Codes, then, when they are used up, the warp groups' sums [group][token][row].
+    // Values [group][slot], then, when they are used up, the warp groups' sums [group][token][row].
     alignas(128) unsigned char tokens[kTokenBytes > kSumBytes ? kTokenBytes : kSumBytes];
     alignas(16) std::conditional_t<(kBlocks > 1), Owned, Nothing> owned;
-    alignas(16) float token_scale[kScales][kAllTokens];
+    alignas(16) float token_scale[kScales][kTokens];
     float scale[kScaleRows][kScales];
     std::uint64_t barrier;        // of the weights
     std::uint64_t owned_barrier;  // of what the cluster sends
   };
 
-  // Where a token's 16 bytes from k on lie.
-  LOWLAT_DEVICE static unsigned char* token_codes(Shared& shared, int token, int k) {
-    return shared.tokens + token / 8 * kPitch + k * (8 * kBytes) + token % 8 * 16;
-  }
+  // Activations in global memory: values [token, stride] (in bytes) and scales [kK / kGroup,
+  // padded] from the block's first K on.
+  struct Tokens {
+    const std::uint8_t* values;
+    int stride;
+    const float* scale;
+    int padded, num_rows;
+  };
 
   // Asks for the weights and tells the cluster that this block runs. All threads call.
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int num_rows) {
@@ -110,72 +128,35 @@ struct WideProduct {
       shared.scale[row][step] =
           stages::from_ue8m0(__ldg(weights.scales + row * weights.scale_stride + step));
     }
+    plat::block_sync();  // a warp group reads scales that the other one has stored
   }
 
-  // Copies values [token, stride] (in bytes) and scales [kK / kGroup, padded] from their block's
-  // first K on: of a pass the values, of the first also all scales. All threads call; run() waits
-  // for them.
-  LOWLAT_DEVICE static void load_tokens(Shared& shared, const std::uint8_t* values, int stride,
-                                        const float* scale, int padded, int num_rows,
-                                        int pass = 0) {
-    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    // A warp takes a line of four tokens at a time. Blocks that want the same begin at different
-    // ones, so that they do not all ask the same part of the cache.
-    constexpr int kLines = kK * kBytes / 128, kAll = 2 * kTiles * kLines;
-    static_assert(kK * kBytes % 128 == 0);
-    const int shift = static_cast<int>(blockIdx.x) / kBlocks * kProductWarps % kAll;
+  // Asks for the first chunks, and whatever the calling thread has asked for by copy_16 before.
+  // All threads call; run() waits for them.
+  LOWLAT_DEVICE static void load_tokens(Shared& shared, const Tokens& tokens) {
+    constexpr int kScalePieces = kTokens / 4, kOfGroup = kSteps * kScalePieces;
+    const int group = group_idx();
+    for (int i = thread_of_group(); i < kOfGroup; i += kGroupThreads) {
+      const int step = group * kSteps + i / kScalePieces, token = i % kScalePieces * 4;
+      if (token < tokens.padded) {
+        copy_16(&shared.token_scale[step][token], tokens.scale + step * tokens.padded + token);
+      }
+    }
 #pragma unroll 1
-    for (int turn = warp_idx; turn < kAll; turn += kProductWarps) {
-      const int i = turn + shift < kAll ? turn + shift : turn + shift - kAll;
-      const int token = i % (2 * kTiles) * 4 + lane_idx / 8;
-      const int byte = i / (2 * kTiles) * 128 + lane_idx % 8 * 16;
-      const int row = pass * kTokens + token;
-      if (row < num_rows) {
-        copy_16(token_codes(shared, token, byte / kBytes),
-                values + static_cast<std::int64_t>(row) * stride + byte);
-      }
-    }
-    if (pass > 0) return;
-    constexpr int kScalePieces = kAllTokens / 4;
-    for (int i = plat::thread_idx(); i < kScales * kScalePieces; i += kProductThreads) {
-      const int group = i / kScalePieces, token = i % kScalePieces * 4;
-      if (token < padded) {
-        copy_16(&shared.token_scale[group][token], scale + group * padded + token);
-      }
-    }
+    for (int number = 0; number < kSlots; ++number) load_chunk(shared, tokens, number);
   }
 
   // The block's part of all sums goes to the owners' `owned`. All threads of the cluster call,
-  // after load() and the tokens of the first pass; `load_pass(pass)` asks for those of the others.
-  // On return the owned sums are there.
-  template <class LoadPass>
-  LOWLAT_DEVICE static void run(Shared& shared, int num_rows, Stamps& stamps,
-                                const LoadPass& load_pass) {
-#pragma unroll 1
-    for (int pass = 0; pass < kPasses && pass * kTokens < num_rows; ++pass) {
-      if (pass > 0) {
-        plat::block_sync();  // the sums of the pass before have been read
-        load_pass(pass);
-      }
-      wait_for_copies();
-      sm90::fence_async_shared();
-      plat::block_sync();
-      if (pass == 0) stamps.mark(StampStage::read);
-      multiply_pass(shared, pass);
-      if (kBlocks > 1 && pass == 0) sm90::cluster_wait();  // the others run: all have arrived
-      const int left = num_rows - pass * kTokens;
-      send_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
-          reinterpret_cast<const float*>(shared.tokens), owned_of(shared).sums,
-          &shared.owned_barrier, left < kTokens ? left : kTokens, pass * kTokens);
-    }
+  // after load() and load_tokens(). On return the owned sums are there.
+  LOWLAT_DEVICE static void run(Shared& shared, const Tokens& tokens, Stamps& stamps) {
+    multiply(shared, tokens, stamps);
+    if (kBlocks > 1) sm90::cluster_wait();  // the others run: all have arrived
+    send_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
+        reinterpret_cast<const float*>(shared.tokens), owned_of(shared).sums, &shared.owned_barrier,
+        tokens.num_rows, 0);
     stamps.mark(StampStage::compute);
     wait_for_sums<kRows, kBlocks, kOwned>(&shared.owned_barrier);
     stamps.mark(StampStage::sum);
-  }
-  LOWLAT_DEVICE static void run(Shared& shared, int num_rows, Stamps& stamps) {
-    static_assert(kPasses == 1);
-    run(shared, num_rows, stamps, [](int) {});
   }
 
   // The sum of an owned row, after run().
@@ -188,77 +169,137 @@ struct WideProduct {
   }
 
  private:
-  // The warp groups' sums of a pass, in the place of its tokens.
-  LOWLAT_DEVICE static void multiply_pass(Shared& shared, int pass) {
-    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+  static constexpr int kGroupThreads = kWarpsAPart * plat::kWarpLanes;
+  LOWLAT_DEVICE static int group_idx() { return plat::thread_idx() / kGroupThreads; }
+  LOWLAT_DEVICE static int thread_of_group() { return plat::thread_idx() % kGroupThreads; }
+  LOWLAT_DEVICE static void sync_group() {
+    static_assert(kParts == 2);
+    if (group_idx() == 0) {
+      asm volatile("bar.sync 1, %0;" ::"n"(kGroupThreads) : "memory");
+    } else {
+      asm volatile("bar.sync 2, %0;" ::"n"(kGroupThreads) : "memory");
+    }
+  }
+  // The chunk of K that a block takes as its number `number`.
+  LOWLAT_DEVICE static int chunk_of(int number) {
+    return (static_cast<int>(blockIdx.x) / kBlocks + number) % kChunks;
+  }
+  LOWLAT_DEVICE static unsigned char* slot_of(Shared& shared, int number) {
+    return shared.tokens + (group_idx() * kSlots + number % kSlots) * (kTokens * kChunkBytes);
+  }
+
+  // Asks for a chunk of the warp group's K, as one group of copies.
+  LOWLAT_DEVICE static void load_chunk(Shared& shared, const Tokens& tokens, int number) {
+    const int warp_idx = thread_of_group() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-    const int group = warp_idx / kWarpsAPart, warp = warp_idx % kWarpsAPart;
+    // A warp takes 64 bytes of eight tokens at a time: eight lanes store 128 bytes in a row.
+    constexpr int kAll = kTiles * (kChunkBytes / 64);
+    unsigned char* const slot = slot_of(shared, number);
+    const std::uint8_t* const from =
+        tokens.values + (group_idx() * kChunks + chunk_of(number)) * kChunkBytes;
+#pragma unroll 1
+    for (int i = warp_idx; i < kAll; i += kWarpsAPart) {
+      const int tile = i % kTiles, token = tile * kTileTokens + lane_idx % 8;
+      const int byte = i / kTiles * 64 + lane_idx / 8 * 16;
+      if (token < tokens.num_rows) {
+        copy_16(slot + tile * kPitch + byte * 8 + lane_idx % 8 * 16,
+                from + static_cast<std::int64_t>(token) * tokens.stride + byte);
+      }
+    }
+    commit_copies();
+  }
+
+  // The warp groups' sums, in the place of the tokens.
+  LOWLAT_DEVICE static void multiply(Shared& shared, const Tokens& tokens, Stamps& stamps) {
+    const int warp = thread_of_group() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
     const int g = lane_idx / 4, t = lane_idx % 4;
     float sum[4 * kTiles] = {};
-    const int first = group * kSteps;
-    const unsigned char* row =
-        shared.weights + (warp * 16 + g) * kWeightPitch + first * kGroup + (kHalves ? 2 : 4) * t;
-    const sm90::CodeColumns b = sm90::code_columns(shared.tokens, kPitch) + first * kGroup * kBytes;
+    const unsigned char* const rows =
+        shared.weights + (warp * 16 + g) * kWeightPitch + (kHalves ? 2 : 4) * t;
+    const float* const weight_scales = shared.scale[warp * kScaleRows / kWarpsAPart];
     wait_for_weights(&shared.barrier, 0);
-    const float* weight_scale = shared.scale[warp * kScaleRows / kWarpsAPart] + first;
-    const auto add = [&](const float (&part)[4 * kTiles], int step) {
-      const float own = weight_scale[step];
-      const float* scales = shared.token_scale[first + step] + pass * kTokens + 2 * t;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const float2 two = *reinterpret_cast<const float2*>(scales + n * kTileTokens);
-        const float low = own * two.x, high = own * two.y;
-        sum[4 * n] = plat::fma(part[4 * n], low, sum[4 * n]);
-        sum[4 * n + 1] = plat::fma(part[4 * n + 1], high, sum[4 * n + 1]);
-        sum[4 * n + 2] = plat::fma(part[4 * n + 2], low, sum[4 * n + 2]);
-        sum[4 * n + 3] = plat::fma(part[4 * n + 3], high, sum[4 * n + 3]);
-      }
-    };
-    // As many products under way as there are registers for.
 #pragma unroll 1
-    for (int step = 0; step < kSteps; step += kAhead) {
-      float part[kAhead][4 * kTiles] = {};
-      constexpr int kFragments = kStepsAGroup * kBytes;  // of a group
-      constexpr int kDepth = kStep / kBytes;             // of a fragment
-      std::uint32_t a[kAhead * kFragments][4];
-#pragma unroll
-      for (int i = 0; i < kAhead * kFragments; ++i) {
-        const unsigned char* from = row + step * kGroup + i * kDepth;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          a[i][j] = fragment(from + j % 2 * 8 * kWeightPitch + j / 2 * (kDepth / 2));
+    for (int number = 0; number < kChunks; ++number) {
+      wait_for_copies_but<kSlots - 1>();
+      sm90::fence_async_shared();
+      sync_group();
+      if (number == 0) stamps.mark(StampStage::read);
+      const int first = group_idx() * kSteps + chunk_of(number) * kChunkSteps;
+      const sm90::CodeColumns b = sm90::code_columns(slot_of(shared, number), kPitch);
+#pragma unroll 1
+      for (int step = 0; step < kChunkSteps; step += kAhead) {
+        multiply_steps(sum, rows + (first + step) * kGroup, b + step * kGroup * kBytes,
+                       weight_scales + first + step, shared.token_scale[first + step] + 2 * t);
+      }
+      if constexpr (kSlots < kChunks) {
+        if (number + kSlots < kChunks) {
+          sync_group();  // the slot's values are used up
+          load_chunk(shared, tokens, number + kSlots);
+          continue;
         }
       }
-      sm90::codes_fence();
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const sm90::CodeColumns columns = b + (step + i) * kGroup * kBytes;
-#pragma unroll
-        for (int k = 0; k < kFragments; ++k) {
-          const auto& rows = a[i * kFragments + k];
-          if (k == 0) {
-            multiply<false>(part[i], rows, columns);
-          } else {
-            multiply<true>(part[i], rows, columns + k * kStep);
-          }
-        }
-      }
-      sm90::codes_commit();
-      sm90::codes_wait();
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) add(part[i], step + i);
+      commit_copies();  // of none, so that each turn has a group
     }
-    plat::block_sync();  // the tokens' codes are used up
+    plat::block_sync();  // the tokens' values are used up
     float* partial = reinterpret_cast<float*>(shared.tokens);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      float* to = partial + (group * kTokens + n * kTileTokens + 2 * t) * kSumPitch + warp * 16 + g;
+      float* to =
+          partial + (group_idx() * kTokens + n * kTileTokens + 2 * t) * kSumPitch + warp * 16 + g;
       to[0] = sum[4 * n];
       to[kSumPitch] = sum[4 * n + 1];
       to[8] = sum[4 * n + 2];
       to[kSumPitch + 8] = sum[4 * n + 3];
     }
     plat::block_sync();
+  }
+
+  // kAhead steps: a weight row's codes from `row` on, columns `b`, and both sides' scales.
+  LOWLAT_DEVICE static void multiply_steps(float (&sum)[4 * kTiles], const unsigned char* row,
+                                           sm90::CodeColumns b, const float* weight_scale,
+                                           const float* token_scale) {
+    constexpr int kFragments = kStepsAGroup * kBytes;  // of a group
+    constexpr int kDepth = kStep / kBytes;             // of a fragment
+    float part[kAhead][4 * kTiles] = {};
+    std::uint32_t a[kAhead * kFragments][4];
+#pragma unroll
+    for (int i = 0; i < kAhead * kFragments; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        a[i][j] = fragment(row + i * kDepth + j % 2 * 8 * kWeightPitch + j / 2 * (kDepth / 2));
+      }
+    }
+    sm90::codes_fence();
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const sm90::CodeColumns columns = b + i * kGroup * kBytes;
+#pragma unroll
+      for (int k = 0; k < kFragments; ++k) {
+        const auto& rows = a[i * kFragments + k];
+        if (k == 0) {
+          multiply_fragment<false>(part[i], rows, columns);
+        } else {
+          multiply_fragment<true>(part[i], rows, columns + k * kStep);
+        }
+      }
+    }
+    sm90::codes_commit();
+    sm90::codes_wait();
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const float own = weight_scale[i];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const float2 two =
+            *reinterpret_cast<const float2*>(token_scale + i * kTokens + n * kTileTokens);
+        const float low = own * two.x, high = own * two.y;
+        sum[4 * n] = plat::fma(part[i][4 * n], low, sum[4 * n]);
+        sum[4 * n + 1] = plat::fma(part[i][4 * n + 1], high, sum[4 * n + 1]);
+        sum[4 * n + 2] = plat::fma(part[i][4 * n + 2], low, sum[4 * n + 2]);
+        sum[4 * n + 3] = plat::fma(part[i][4 * n + 3], high, sum[4 * n + 3]);
+      }
+    }
   }
   // A lane's part of a weight row: four codes, or two as f16.
   LOWLAT_DEVICE static std::uint32_t fragment(const unsigned char* from) {
@@ -269,8 +310,9 @@ struct WideProduct {
     }
   }
   template <bool kAdd>
-  LOWLAT_DEVICE static void multiply(float (&sum)[4 * kTiles], const std::uint32_t (&rows)[4],
-                                     sm90::CodeColumns columns) {
+  LOWLAT_DEVICE static void multiply_fragment(float (&sum)[4 * kTiles],
+                                              const std::uint32_t (&rows)[4],
+                                              sm90::CodeColumns columns) {
     if constexpr (kHalves) {
       sm90::multiply_halves<kTiles, kAdd>(sum, rows, columns);
     } else {

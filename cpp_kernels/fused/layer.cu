@@ -159,6 +159,7 @@ LayerMemory layer_memory(void* base, MoeShape shape, int tp_size, int max_rows, 
   take(out.qa_squares, padded * (q_lora / 16));
   take(out.o_scale, padded * heads * (kHeadDim / group));
   take(out.u_scale, padded * groups * (1024 / group));
+  take(out.turns, rows * shape::kRopeDim);
   for (auto& partial : out.mix_partial) take(partial, rows * kMaxMixBlocks * kMixStride);
   for (auto& mix : out.mix) take(mix, rows * kMixStride);
   out.bytes = used;
@@ -328,6 +329,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     front.kv = memory.kv;
     front.latent_codes = memory.latent_codes;
     front.latent_scale = memory.latent_scale;
+    front.turns = memory.turns;
     front.q = memory.q;
     front.kv_pages = layer.window;
     front.before = before;

@@ -89,7 +89,7 @@ struct LayerMemory {
   // Of more than kHopRows rows.
   std::uint16_t *qa, *kv, *q, *o;
   std::uint8_t *x_codes, *latent_codes, *u_codes;
-  float *x_scale, *latent_scale, *qa_squares, *o_scale, *u_scale;
+  float *x_scale, *latent_scale, *qa_squares, *o_scale, *u_scale, *turns;
   // Statistics: of each sublayer.
   float* mix_partial[2];
   float* mix[2];

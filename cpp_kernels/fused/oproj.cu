@@ -54,18 +54,17 @@ struct ShapeA {
   static constexpr int kOwned = kShares ? kRows / kBlocks : kGroup;
   using Linear = Product<kRows, kK, kTiles, kBlocks, kOwned, 2>;
 };
-// More than sixteen rows of V4.1: half the K a block, and at most three tiles of rows at once, so
-// that three have room on a multiprocessor and no cluster has to wait for one of the first wave to
-// end: parts of the chip that have fewer than sixteen multiprocessors hold only three of two each.
+// More than sixteen rows of V4.1: half the K a block, and room for half of the activations of its
+// most rows, so that three have room on a multiprocessor and no cluster has to wait for one of the
+// first wave to end: parts of the chip that have fewer than sixteen multiprocessors hold only three
+// of two each.
 template <class M, int kTiles>
   requires(M::kScaleBlock == 32 && kTiles > 2)
 struct ShapeA<M, kTiles> {
   static constexpr bool kWide = true, kShares = true;
   static constexpr int kGroup = M::kScaleBlock, kRows = 64, kBlocks = 8;
   static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
-  static constexpr int kPasses = (kTiles + 2) / 3;
-  using Linear = WideProduct<kGroup, kK, kTiles / kPasses, kBlocks, kOwned, true, kPasses>;
-  static_assert(kTiles % kPasses == 0);
+  using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true, kTiles == 6 ? 2 : 4, 40>;
 };
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
 template <class M, int kTiles, int kGroups>
@@ -170,12 +169,10 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
     stamps.mark(StampStage::ask);
     wait_at(params.before);
     stamps.mark(StampStage::wait);
-    const auto load_pass = [&](int pass) {
-      Linear::load_tokens(shared, reinterpret_cast<const std::uint8_t*>(params.o + first_k),
-                          o_stride, o_scale, padded, params.num_rows, pass);
-    };
-    load_pass(0);
-    Linear::run(shared, params.num_rows, stamps, load_pass);
+    const typename Linear::Tokens o{reinterpret_cast<const std::uint8_t*>(params.o + first_k),
+                                    o_stride, o_scale, padded, params.num_rows};
+    Linear::load_tokens(shared, o);
+    Linear::run(shared, o, stamps);
   } else {
     Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     stamps.mark(StampStage::ask);

@@ -241,6 +241,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/bench/attn_bench.hpp": "tests/gpu/test_attention.cu",
     "cpp_kernels/bench/attn_layer.hpp": "tests/gpu/test_attention.cu",
     "cpp_kernels/fused/attention.hpp": "tests/gpu/test_attention.cu",
+    "cpp_kernels/fused/attention_wide.hpp": "tests/gpu/test_attention.cu",
     "cpp_kernels/fused/compress.hpp": "tests/gpu/test_index.cu",
     "cpp_kernels/fused/engram.hpp": "tests/gpu/test_index.cu",
     "cpp_kernels/bench/measure_layer_scalar.cpp": "tests/python/test_cli_bench.py",

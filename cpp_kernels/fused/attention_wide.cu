@@ -1,0 +1,500 @@
+// sparse_attention_wide_bf16_sm90: attention of 9 to 48 rows over gathered keys of 584 bytes, where
+// a block has several tiles of them.
+//
+// Math         as attention.cu
+// Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·
+//              o [T,heads·512] f16 under a power of two a 32 (V4: 128) · 9 ≤ T ≤ 48
+// Rounding     as attention.cu
+// Bytes        T = 48, 16 heads, 640 keys a row: 17.9 MB of keys, 1.6 MB of q and o; mostly L2
+// Floor        4.2 us at 4.65 TB/s
+// Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
+//              are gathered and expanded before q is there, except those that the step writes
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; a stored key is brought and expanded by
+//              the eight threads that have it, so that only its readers wait for the block; inside
+//              a cluster a block's partials (max, sum, o) of a head go to the block that finishes
+//              it, which its barrier tells when all are there
+// Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
+// Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
+#include "platform/nvidia.hpp"
+// The platform comes first.
+#include "fused/attention_parts.cuh"
+#include "fused/attention_wide.hpp"
+#include "fused/exchange.hpp"
+#include "fused/exchange_gate.cuh"
+#include "fused/exchange_hop.cuh"
+#include "fused/front_launch.cuh"
+#include "fused/front_quant.cuh"
+#include "platform/nvidia_sm90.cuh"
+#include "platform/nvidia_sm90_cluster.cuh"
+#include "platform/nvidia_sm90_fp8.cuh"
+#include "stages/kv.hpp"
+
+namespace lowlat::nvidia::fused {
+namespace {
+
+using namespace attention;
+
+constexpr int kDataBytes = stages::kKvDataBytes, kGroups = stages::kKvNumGroups;
+// A key's sixteen bytes that hold its eight of scales: copies of eight would go by way of the
+// first-level cache, which may be older.
+constexpr int kScaleBytes = 16;
+constexpr int kListed = kThreads;  // keys that are looked up together
+// A key's threads: each has every eighth piece of it.
+constexpr int kKeyThreads = 8, kAtOnce = kThreads / kKeyThreads;
+// Pieces of 16 bytes change places within 128 bytes by their key's number, so that neither the
+// eight keys of a matrix nor two keys and four pieces of a score's operands meet in a bank.
+constexpr int kKeyPitch = kDim;
+LOWLAT_DEVICE int turn_of_key(int key) { return (key & 1) << 2 | (key >> 1 & 3); }
+constexpr int kScoreGroups = 4;  // groups of warps that share the 512 dimensions of a score
+// Sums on their way over the keys' memory; the pitch keeps eight heads in different banks.
+constexpr int kSumPitch = kDim + 8;
+static_assert(kNope == kGroups * kKeyThreads * 8 && shape::kRopeDim == kKeyThreads * 8);
+
+// Where a key is stored; NULL: a pad, or none.
+struct alignas(16) Place {
+  const std::uint8_t* data;
+  const std::uint8_t* scales;
+};
+
+// Keys that are in shared memory together: a step of the second product for each sixteen.
+constexpr int kTile = 32;
+constexpr int kProbPitch = kTile + 8, kScorePitch = kTile + 8;
+static_assert(kTile % 16 == 0 && kHeads <= kTile && kTile <= kListed);
+
+struct Shared {
+  union {
+    alignas(16) std::uint16_t key[kTile * kKeyPitch];
+    alignas(16) std::uint16_t sum[kHeads * kSumPitch];  // bf16
+  };
+  struct Work {
+    float score[kScoreGroups][kHeads][kScorePitch];      // four heads in different banks
+    alignas(16) unsigned char data[kTile * kDataBytes];  // the next tile's stored rows
+    alignas(16) unsigned char scales[kTile * kScaleBytes];
+  };
+  // In place of the work, when every block of the cluster has used up its own, what the cluster
+  // sends: by block and then by head of this one, its part of the sums under the largest score that
+  // it saw, that score and its weight.
+  union {
+    Work work;
+    alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
+  };
+  float2 part_weight[kHeads];
+  std::uint64_t parts, weights;  // barriers
+  std::uint16_t prob[kHeads * kProbPitch];
+  float top[kHeads], weight[kHeads], rescale[kHeads], sink[kHeads];
+  float factor[kHeads][kHeads];  // of a block's head and a block's part of it
+  float2 turn[shape::kRopeDim / 2];
+  // Of the block's keys, so many at a time: where they are, and which of them are used, as bits.
+  Place place[kListed];
+  std::uint32_t used[kListed / plat::kWarpLanes];
+  // The first tile's slots (-1: a pad), and those that the step writes (-2: none).
+  std::int32_t slot[kTile], written[kMaxFusedRows];
+};
+static_assert(2 * (sizeof(Shared) + 1024) <= 228 * 1024);
+
+// The keys of places `first` and on, which count through the window's and then the extra set's
+// indices. A thread a key, whose slot is returned as well. All threads call.
+LOWLAT_DEVICE std::int32_t list_keys(Shared& shared, const AttentionParams& params, int row_idx,
+                                     int first, int end) {
+  const int place = first + plat::thread_idx();
+  const std::int32_t slot = slot_at(params, row_idx, place, end);
+  const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
+  shared.place[plat::thread_idx()] = {row.data, row.scales};
+  const unsigned used = __ballot_sync(plat::kAllLanes, slot >= 0);
+  if (plat::thread_idx() % plat::kWarpLanes == 0) {
+    shared.used[plat::thread_idx() / plat::kWarpLanes] = used;
+  }
+  return slot;
+}
+
+// As copy_16, of `bytes` bytes and zeros behind them.
+LOWLAT_DEVICE void copy_or_clear(void* dst_shared, const void* src, int bytes) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(sm90::shared_address(dst_shared)),
+      "l"(__cvta_generic_to_global(src)), "r"(bytes)
+      : "memory");
+}
+
+// Asks for the calling thread's pieces of a key of the tile. What is not used is zeros.
+LOWLAT_DEVICE void ask_for_key(Shared& shared, int key, const Place& place, bool used,
+                               const void* any) {
+  const int own = plat::thread_idx() % kKeyThreads, bytes = used ? 16 : 0;
+  const auto* from = used ? place.data : static_cast<const std::uint8_t*>(any);
+  constexpr int kTurns = kDataBytes / 16 / kKeyThreads, kRest = kDataBytes / 16 % kKeyThreads;
+  unsigned char* to = shared.work.data + key * kDataBytes + own * 16;
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    copy_or_clear(to + i * kKeyThreads * 16, from + (i * kKeyThreads + own) * 16, bytes);
+  }
+  if (own < kRest) {
+    copy_or_clear(to + kTurns * kKeyThreads * 16, from + (kTurns * kKeyThreads + own) * 16, bytes);
+  } else if (own == kRest) {
+    const std::uintptr_t scales = reinterpret_cast<std::uintptr_t>(used ? place.scales : from);
+    copy_or_clear(shared.work.scales + key * kScaleBytes,
+                  reinterpret_cast<const void*>(scales & ~std::uintptr_t{kScaleBytes - 1}), bytes);
+  }
+}
+
+// Four codes as two pairs of bf16 under 2^-120: sign to bit 15, the rest to bits 10 .. 4 is the
+// value times 2^-120, subnormal codes too.
+LOWLAT_DEVICE void small_pairs(std::uint32_t codes, std::uint32_t (&pairs)[2]) {
+  const std::uint32_t even = (codes << 4 & 0x07f0'07f0u) | (codes << 8 & 0x8000'8000u);
+  const std::uint32_t odd = (codes >> 4 & 0x07f0'07f0u) | (codes & 0x8000'8000u);
+  pairs[0] = __byte_perm(even, odd, 0x5410);
+  pairs[1] = __byte_perm(even, odd, 0x7632);
+}
+LOWLAT_DEVICE std::uint32_t twice(std::uint32_t bf16) { return bf16 | bf16 << 16; }
+
+// The calling thread's part of a key, as it came, to bf16. `high_half`: where in its sixteen bytes
+// the scales are.
+LOWLAT_DEVICE void expand_key(Shared& shared, int key, bool high_half) {
+  const int own = plat::thread_idx() % kKeyThreads;
+  const uint2 scales =
+      *reinterpret_cast<const uint2*>(shared.work.scales + key * kScaleBytes + (high_half ? 8 : 0));
+  const auto scale_code = [&](int group) {
+    return (group < 4 ? scales.x >> 8 * group : scales.y >> 8 * (group - 4)) & 0xffu;
+  };
+  const unsigned char* from = shared.work.data + key * kDataBytes + own * 8;
+  std::uint16_t* to = shared.key + key * kKeyPitch + (own ^ turn_of_key(key & 7)) * 8;
+  const auto expand = [&](int group, std::uint32_t first, std::uint32_t second) {
+    const uint2 codes = *reinterpret_cast<const uint2*>(from + group * kKeyThreads * 8);
+    std::uint32_t low[2], high[2];
+    small_pairs(codes.x, low);
+    small_pairs(codes.y, high);
+    const auto scaled = [&](std::uint32_t pair) {
+      pair = sm90::multiply_bf16_pairs(pair, first);
+      return second == 0u ? pair : sm90::multiply_bf16_pairs(pair, second);
+    };
+    *reinterpret_cast<uint4*>(to + group * kKeyThreads * 8) =
+        make_uint4(scaled(low[0]), scaled(low[1]), scaled(high[0]), scaled(high[1]));
+  };
+  // A scale of 2^7 and below is multiplied together with 2^120; larger ones, which only values
+  // beyond 57,344 have, after it.
+  constexpr std::uint32_t kMost = 0x8686'8686u, kOfGroups = 0x00ff'ffffu;
+  if ((__vcmpgtu4(scales.x, kMost) | __vcmpgtu4(scales.y & kOfGroups, kMost)) == 0u) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      expand(group, twice((scale_code(group) + 120u) << 7), 0u);
+    }
+  } else {
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      const std::uint32_t code = scale_code(group);
+      expand(group, 0x7b80'7b80u, twice(code == 0u ? 0x40u : code << 7));
+    }
+  }
+  // The dimensions that are stored as bf16.
+  *reinterpret_cast<uint4*>(to + kNope) =
+      *reinterpret_cast<const uint4*>(shared.work.data + key * kDataBytes + kNope + own * 16);
+}
+
+template <class M>
+__global__ void __launch_bounds__(kThreads, 2)
+    sparse_attention_wide_bf16_sm90(const __grid_constant__ AttentionParams params) {
+  constexpr int kTurns = (kTile + kAtOnce - 1) / kAtOnce;
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  auto& scores = shared.work.score;
+  sm90::launch_dependents();
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  const int g = lane_idx / 4, t = lane_idx % 4;
+  const int num_blocks = sm90::cluster_size(), block_idx = sm90::cluster_rank();
+  const int row_idx = static_cast<int>(blockIdx.y);
+  const int first_head = static_cast<int>(blockIdx.z) * kHeads;
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
+  const auto [first_key, end_key, selects] = keys_of_block(params, row_idx, block_idx, num_blocks);
+  if (selects) wait_at(params.selected);
+
+  if (thread_idx == 0) {
+    sm90::barrier_init(&shared.parts, 1);
+    sm90::barrier_init(&shared.weights, 1);
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part);
+    sm90::barrier_arrive_expect(&shared.weights, sizeof shared.part_weight);
+  }
+  const std::int32_t slot = list_keys(shared, params, row_idx, first_key, end_key);
+  if (thread_idx < kTile) {
+    shared.slot[thread_idx] = first_key + thread_idx < params.num_window ? slot : -1;
+  }
+  if (thread_idx < kMaxFusedRows) {
+    shared.written[thread_idx] =
+        thread_idx < params.num_rows ? __ldg(params.kv_slots + thread_idx) : -2;
+  }
+  if (thread_idx < kHeads) {
+    shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
+    shared.top[thread_idx] = -INFINITY;
+    shared.weight[thread_idx] = 0.0f;
+  }
+  plat::block_sync();
+  // Of the first tile, the calling thread's keys; those of the step's own rows may not be read yet.
+  const int own_key = thread_idx / kKeyThreads;
+  const auto place_at = [&](int turn, int from) -> Place {
+    return shared.place[from + turn * kAtOnce + own_key];
+  };
+  const auto has = [&](int turn) { return turn * kAtOnce + own_key < kTile; };
+  // Of the last tile, those warps' keys that are not there stay what they were.
+  const auto turns_of = [&](int count) {
+    unsigned turns = 0;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (turn * kAtOnce + warp_idx * (kAtOnce / kWarps) < count) turns |= 1u << turn;
+    }
+    return turns;
+  };
+  const auto half_of = [](const Place& place) {
+    return (reinterpret_cast<std::uintptr_t>(place.scales) & 8u) != 0u;
+  };
+  unsigned late = 0;  // by turn
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    if (!has(turn)) continue;
+    const Place place = place_at(turn, 0);
+    const std::int32_t own_slot = shared.slot[turn * kAtOnce + own_key];
+    bool same = false;
+#pragma unroll
+    for (int i = 0; i < kMaxFusedRows / kKeyThreads; ++i) {
+      same |= shared.written[i * kKeyThreads + thread_idx % kKeyThreads] == own_slot;
+    }
+    const unsigned any = __ballot_sync(plat::kAllLanes, same && own_slot >= 0);
+    const bool is_late = (any >> lane_idx / kKeyThreads * kKeyThreads & 0xffu) != 0u;
+    if (is_late) late |= 1u << turn;
+    ask_for_key(shared, turn * kAtOnce + own_key, place, place.data != nullptr && !is_late,
+                params.q);
+  }
+  if (warp_idx == kWarps - 1) {
+    static_assert(shape::kRopeDim / 2 == plat::kWarpLanes);
+    const float angle =
+        static_cast<float>(params.positions[row_idx]) * params.rope.values[lane_idx];
+    shared.turn[lane_idx] = turn_by(angle);
+  }
+  const auto expand_tile = [&](int from, unsigned which) {
+    wait_for_copies();
+    __syncwarp();  // a key's threads are of one warp
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!has(turn) || (which >> turn & 1u) == 0u) continue;
+      expand_key(shared, turn * kAtOnce + own_key, half_of(place_at(turn, from)));
+    }
+    __syncwarp();  // what was copied is used up
+  };
+  constexpr unsigned kAll = (1u << kTurns) - 1u;
+  expand_tile(0, kAll);
+  stamps.mark(StampStage::ask);
+
+  wait_at(params.before);
+  stamps.mark(StampStage::wait);
+  // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
+  // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
+  // a step is that of the pieces.
+  const int score_group = warp_idx % kScoreGroups, key_half = warp_idx / kScoreGroups;
+  uint4 query[4][2];
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t head =
+          static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + g + 8 * half;
+      query[step][half] = __ldcg(reinterpret_cast<const uint4*>(
+          params.q + head * kDim + score_group * 128 + step * 32 + 8 * t));
+    }
+  }
+  if (__any_sync(plat::kAllLanes, late != 0u)) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if ((late >> turn & 1u) == 0u) continue;
+      ask_for_key(shared, turn * kAtOnce + own_key, place_at(turn, 0), true, params.q);
+    }
+    expand_tile(0, late);
+  }
+  stamps.mark(StampStage::read);
+
+  float sum[8][4] = {};              // of a warp's 64 dimensions
+  constexpr int kKeys = kTile / 16;  // of a thread's, in the softmax
+  const int head = thread_idx / 16, first_of_head = thread_idx % 16 * kKeys;
+  int listed = first_key;
+  for (int first = first_key; first < end_key; first += kTile) {
+    const int count = end_key - first;  // of keys from here on
+    if (first != first_key) expand_tile(first - listed, turns_of(count));
+    bool used[kKeys];
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const int number = first - listed + first_of_head + i;
+      used[i] = (shared.used[number / plat::kWarpLanes] >> number % plat::kWarpLanes & 1u) != 0u;
+    }
+    const int next = first + kTile;
+    if (next < end_key) {  // its rows are on their way over the products
+      if (next + kTile > listed + kListed) {
+        // The list ends before the next tile does: the next list begins with that tile's keys.
+        plat::block_sync();
+        list_keys(shared, params, row_idx, next, end_key);
+        listed = next;
+        plat::block_sync();
+      }
+      const unsigned turns = turns_of(end_key - next);
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        if (!has(turn) || (turns >> turn & 1u) == 0u) continue;
+        const Place place = place_at(turn, next - listed);
+        ask_for_key(shared, turn * kAtOnce + own_key, place, place.data != nullptr, params.q);
+      }
+    }
+    plat::block_sync();
+
+    constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
+    float score[kScoreTiles][4] = {};
+    const bool any_keys = key_half * (kTile / 2) < count;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      if (!any_keys) break;
+      const uint4 &low = query[step][0], &high = query[step][1];
+      const std::uint32_t a[2][4] = {{low.x, high.x, low.y, high.y},
+                                     {low.z, high.z, low.w, high.w}};
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+        const uint4 b = *reinterpret_cast<const uint4*>(
+            shared.key + (key_half * (kTile / 2) + n * 8 + g) * kKeyPitch + score_group * 128 +
+            step / 2 * 64 + (step % 2 * 4 + t ^ turn_of_key(g)) * 8);
+        const std::uint32_t b_low[2] = {b.x, b.y}, b_high[2] = {b.z, b.w};
+        sm90::mma_bf16(score[n], a[0], b_low);
+        sm90::mma_bf16(score[n], a[1], b_high);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      float* to = &scores[score_group][g][key_half * (kTile / 2) + n * 8 + 2 * t];
+      *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
+      *reinterpret_cast<float2*>(to + 8 * kScorePitch) = make_float2(score[n][2], score[n][3]);
+    }
+    plat::block_sync();
+
+    // Softmax of the tile: 16 threads a head.
+    {
+      constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
+      float s[kKeys] = {}, top = -INFINITY;
+#pragma unroll
+      for (int group = 0; group < kScoreGroups; ++group) {
+        const float* from = &scores[group][head][first_of_head];
+        if constexpr (kKeys == 2) {
+          const float2 two = *reinterpret_cast<const float2*>(from);
+          s[0] += two.x, s[1] += two.y;
+        } else {
+#pragma unroll
+          for (int i = 0; i < kKeys; ++i) s[i] += from[i];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        s[i] = used[i] ? s[i] * kScale : -INFINITY;
+        top = plat::max(s[i], top);
+      }
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        top = plat::max(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
+      }
+      const float old_top = shared.top[head];
+      top = plat::max(old_top, top);
+      // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
+      const float base = top == -INFINITY ? 0.0f : top;
+      float weight = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kKeys; ++i) {
+        const float p = quick_bf16(quick_exp(s[i] - base));
+        shared.prob[head * kProbPitch + first_of_head + i] =
+            static_cast<std::uint16_t>(plat::float_bits(p) >> 16);
+        weight += p;
+      }
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        weight += __shfl_xor_sync(plat::kAllLanes, weight, mask);
+      }
+      if (first_of_head == 0) {
+        const float rescale = quick_exp(old_top - base);
+        shared.rescale[head] = rescale;
+        shared.weight[head] = plat::fma(shared.weight[head], rescale, weight);
+        shared.top[head] = top;
+      }
+    }
+    plat::block_sync();
+    if (next >= end_key) sm90::cluster_arrive_relaxed();  // the block's work is used up
+
+    if (first != first_key) {
+      const float low = shared.rescale[g], high = shared.rescale[g + 8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        sum[n][0] *= low, sum[n][1] *= low;
+        sum[n][2] *= high, sum[n][3] *= high;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step) {
+      if (step * 16 >= count) break;
+      const std::uint16_t* prob = shared.prob + g * kProbPitch + step * 16 + 2 * t;
+      const auto pair = [](const std::uint16_t* at) {
+        return *reinterpret_cast<const std::uint32_t*>(at);
+      };
+      const std::uint32_t a[4] = {pair(prob), pair(prob + 8 * kProbPitch), pair(prob + 8),
+                                  pair(prob + 8 * kProbPitch + 8)};
+#pragma unroll
+      for (int n = 0; n < 8; n += 2) {
+        std::uint32_t b[4];
+        sm90::load_matrices_turned(b, shared.key + (step * 16 + lane_idx % 16) * kKeyPitch +
+                                          warp_idx * 64 +
+                                          (n + lane_idx / 16 ^ turn_of_key(lane_idx % 8)) * 8);
+        const std::uint32_t b_low[2] = {b[0], b[1]}, b_high[2] = {b[2], b[3]};
+        sm90::mma_bf16(sum[n], a, b_low);
+        sm90::mma_bf16(sum[n + 1], a, b_high);
+      }
+    }
+    plat::block_sync();  // the tile's memory is free
+  }
+
+  plat::block_sync();  // also where there was no tile: the keys' stores are over
+  if (first_key >= end_key) sm90::cluster_arrive_relaxed();
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
+    *reinterpret_cast<std::uint32_t*>(to) = sm90::to_bf16_pair(sum[n][0], sum[n][1]);
+    *reinterpret_cast<std::uint32_t*>(to + 8 * kSumPitch) =
+        sm90::to_bf16_pair(sum[n][2], sum[n][3]);
+  }
+  plat::block_sync();
+  stamps.mark(StampStage::compute);
+  // Each head's part goes to the block that finishes it.
+  const int heads_per_block = kHeads / num_blocks;
+  sm90::cluster_wait();
+  if (thread_idx < kHeads) {
+    const int to = block_idx * heads_per_block + thread_idx % heads_per_block;
+    const int owner = thread_idx / heads_per_block;
+    sm90::send_to_peer(sm90::peer_address(&shared.part_weight[to], owner), shared.top[thread_idx],
+                       shared.weight[thread_idx], sm90::peer_address(&shared.weights, owner));
+  }
+  constexpr int kChunks = kDim / 8;
+#pragma unroll 1
+  for (int i = thread_idx; i < kHeads * kChunks; i += kThreads) {
+    const int of = i / kChunks, chunk = i % kChunks * 8;
+    const int to = block_idx * heads_per_block + of % heads_per_block;
+    const int owner = of / heads_per_block;
+    sm90::send_to_peer(sm90::peer_address(&shared.part[to][chunk], owner),
+                       *reinterpret_cast<const uint4*>(shared.sum + of * kSumPitch + chunk),
+                       sm90::peer_address(&shared.parts, owner));
+  }
+  finish_heads<M, false>(shared, params, HopTag{}, stamps, row_idx, first_head, block_idx,
+                         num_blocks, heads_per_block);
+  stamps.mark(StampStage::store);
+  open_gate(params.done);
+}
+
+}  // namespace
+
+cudaError_t launch_attention_wide(const AttentionParams& params, int blocks_per_row,
+                                  bool programmatic, cudaStream_t stream) {
+  return with_model(params.model, [&]<class M>() {
+    return launch_kernel(sparse_attention_wide_bf16_sm90<M>,
+                         dim3(blocks_per_row, params.num_rows, params.num_heads / kHeads), kThreads,
+                         sizeof(Shared), blocks_per_row, programmatic, stream, params);
+  });
+}
+
+}  // namespace lowlat::nvidia::fused
