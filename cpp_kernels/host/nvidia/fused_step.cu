@@ -639,7 +639,8 @@ fused::IndexParams FusedStep::State::Target::index(int layer_idx,
   index.blocks = plan.candidate_source >= 0 ? s.blocks : nullptr;
   index.new_keys = owns;
   index.out_blocks = s.blocks;
-  fused::set_index_latent(s.memory, fused::FusedModel::v41, index.rows.num_rows, layer_idx, &index);
+  fused::set_index_latent(s.memory, fused::FusedModel::v41, index.rows.num_rows, place(layer_idx),
+                          &index);
   index.heads_done = compress.product_done;
   index.query_done = gate(layer_idx, gate_query, fused::kIndexQueryBlocks);
   index.scores_done = gate(layer_idx, gate_scores, fused::kIndexScoreBlocks);
