@@ -21,6 +21,7 @@
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/attention.hpp"
+#include "fused/attention_parts.cuh"
 #include "fused/attention_wide.hpp"
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
@@ -35,11 +36,8 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / plat::kWarpLanes;
-constexpr int kHeads = 16;  // of a cluster: one tile of mma
-constexpr int kDim = shape::kHeadDim;
-constexpr int kNope = kDim - shape::kRopeDim;
+using namespace attention;
+
 // A warp has so many dimensions of every score and of every output.
 constexpr int kWarpDims = kDim / kWarps;
 static_assert(kWarpDims == 64 && shape::kRopeDim == kWarpDims);
@@ -89,16 +87,6 @@ struct Shared {
   std::int8_t late_row[kTile];
 };
 
-// Slot of a row's key: places count through the window's and then the extra set's indices. -1: a
-// pad, or none.
-LOWLAT_DEVICE std::int32_t slot_at(const AttentionParams& params, int row_idx, int place, int end) {
-  if (place >= end) return -1;
-  return place < params.num_window
-             ? __ldg(params.window_idx + row_idx * params.num_window + place)
-             : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
-                     place - params.num_window);
-}
-
 // Slots of the keys from `first` on, a thread a key.
 template <class Shared>
 LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int row_idx, int first,
@@ -106,21 +94,7 @@ LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int 
   shared.slot[plat::thread_idx()] = slot_at(params, row_idx, first + plat::thread_idx(), end);
 }
 
-// Where the key of a place is.
-LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, int place,
-                                                 std::int32_t slot) {
-  if (slot < 0) return {nullptr, nullptr};
-  const KvPages& pages = place < params.num_window ? params.window : params.extra;
-  return stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(
-      slot);
-}
-
 static_assert(2 * (sizeof(Shared<40, true, true>) + 1024) <= 228 * 1024);
-
-// Of a row's keys, eights.
-constexpr int keys_per_block(int num_keys, int num_blocks) {
-  return ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
-}
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
 template <int kTile>
@@ -231,23 +205,6 @@ LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) 
     store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + Shared::kRawAt + 16 * i),
                 shared.work[Shared::kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
   }
-}
-
-// A group of 32 values as f16 under a power of two. The group's largest goes to 2^13 .. 2^14;
-// exponents are kept where both factors are normal; what is smaller than that is 0 in any fp32 sum.
-LOWLAT_DEVICE PowerScale half_scale(float amax) {
-  int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
-  exponent = max(min(exponent, 127), -100);
-  return {plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23),
-          plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23)};
-}
-
-// e^v, which the approximation of 2^v decides; 0 of -inf and of what is no normal number.
-LOWLAT_DEVICE float quick_exp(float v) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v * kLog2e));
-  return out;
 }
 
 // V4: packets of q as they are sent, of the calling thread's two heads, become those of normed and
