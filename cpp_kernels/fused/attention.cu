@@ -51,8 +51,8 @@ constexpr int kListed = kThreads;  // keys that are looked up together
 // A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
 constexpr int kKeyPitch = kDim + 8;
 // Keys that are in shared memory together: two steps of the second product and one of half the
-// length. Their scores and probabilities, a head's after the other, lie so that eight heads' first
-// ones are a quarter of the banks apart and the heads that share a warp in the softmax half of them.
+// length. Of their scores and probabilities, a head's after the other, eight heads' first ones are
+// a quarter of the banks apart, and the heads that share a warp in the softmax half of them.
 constexpr int kTile = 40, kScorePitch = kTile;
 constexpr int kWarpKeys = kTile / kWarps;  // that a warp asks for and expands
 constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
