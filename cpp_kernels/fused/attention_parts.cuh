@@ -1,6 +1,6 @@
 // fused/attention_parts.cuh: what attention of few rows (attention.cu) and of more
-// (attention_wide.cu) have in common: which keys a block has, and how the blocks of a cluster finish
-// a row's heads.
+// (attention_wide.cu) have in common: which keys a block has, and how the blocks of a cluster
+// finish a row's heads.
 #pragma once
 
 #ifndef LOWLAT_PLATFORM
