@@ -1,4 +1,5 @@
-// sparse_attention_wide_bf16_sm90: attention of 9 to 48 rows over gathered keys of 584 bytes.
+// sparse_attention_wide_bf16_sm90: attention of 9 to 48 rows over gathered keys of 584 bytes, where
+// a block has several tiles of them.
 //
 // Math         as attention.cu
 // Shapes       q [T,heads,512] bf16 · keys e4m3 under a power of two a 64, and 64 bf16 ·

@@ -1,4 +1,5 @@
-// fused/attention_wide.hpp: attention of more than kHopRows rows, see attention.hpp.
+// fused/attention_wide.hpp: attention of more than kHopRows rows whose blocks have several tiles of
+// keys, see attention.hpp.
 #pragma once
 
 #include "fused/attention.hpp"

@@ -13,9 +13,10 @@
 //            for: a kernel is launched when every block of its predecessor has begun (only then may
 //            all of them have let it start), so all blocks of all earlier kernels are resident or
 //            over, and no block ever waits for one of a later kernel. Inside a kernel blocks wait
-//            for each other in a cluster (resident together) and in the experts (one block a
-//            multiprocessor; the launch refuses a device that cannot hold them). The experts leave
-//            idle_sms multiprocessors to the statistics, whose blocks wait for nobody.
+//            for each other in a cluster (resident together), and in the output projection of few
+//            rows and the experts (one block a multiprocessor; the launch refuses a device that
+//            cannot hold them). The experts leave idle_sms multiprocessors to the statistics, whose
+//            blocks wait for nobody.
 // Ranks      of one process capture their steps (or launch one alone) on every device before the
 //            first of them waits for another: a kernel's first use loads its code, which may wait
 //            for kernels that run.

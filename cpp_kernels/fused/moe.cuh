@@ -220,6 +220,9 @@ struct Layout {
   static constexpr int kSlotPieces = kRing * kPieces;
   static constexpr int kRingPieces =
       kSlotPieces + (kColumnsBytes - (kBandLate ? kSharedBand : 0)) / kPieceBytes;
+  static_assert((kConsumers - 1) / kParts < kRingPieces &&
+                    (kConsumers + kParts - 1) / kParts <= kRingPieces,
+                "a warp's first expert and its step to the next lie in the ring");
   struct Barriers {
     std::uint64_t full[kRing], empty[kRing];
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];

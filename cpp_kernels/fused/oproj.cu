@@ -27,6 +27,7 @@
 #include "fused/front_quant.cuh"
 #include "fused/front_wide.cuh"
 #include "fused/oproj.hpp"
+#include "fused/oproj_send.cuh"
 
 namespace lowlat::nvidia::fused {
 namespace {
@@ -138,29 +139,18 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
     if (!Linear::owns()) return;
     // A lane has four outputs of a token's group; two lanes a packet.
     constexpr int kLanes = kGroup / 4, kTokensAWarp = plat::kWarpLanes / kLanes;
-    static_assert(kLanes <= plat::kWarpLanes);
     const int token = plat::thread_idx() / kLanes, quad = plat::thread_idx() % kLanes;
     if (token / kTokensAWarp * kTokensAWarp >= params.num_rows) return;  // whole warps stay
-    float v[4], amax = 0.0f;
+    float v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      v[i] = quick_bf16(Linear::sum(shared, min(token, params.num_rows - 1), 4 * quad + i));
-      amax = plat::max(plat::abs(v[i]), amax);
+      v[i] = Linear::sum(shared, min(token, params.num_rows - 1), 4 * quad + i);
     }
-#pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-    }
-    const PowerScale group = power_scale(amax);
-    const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-                                sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
-                                    << 16;
-    const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
-    if (quad % 2 != 0 || token >= params.num_rows) return;
-    send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
-                    token * params.num_groups * (kLora / 8) +
-                    (tile * kRows + rank * kOwned + 4 * quad) / 8,
-                hop.tag, codes, next, plat::float_bits(group.scale));
+    send_outputs<kLanes>(v, hop.tag, quad % 2 == 0 && token < params.num_rows, [&] {
+      return static_cast<plat::TaggedWords*>(params.packets.u) +
+             token * params.num_groups * (kLora / 8) +
+             (tile * kRows + rank * kOwned + 4 * quad) / 8;
+    });
     stamps.mark(StampStage::store);
     return;
   }

@@ -26,6 +26,7 @@
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
 #include "fused/oproj.hpp"
+#include "fused/oproj_send.cuh"
 
 namespace lowlat::nvidia::fused {
 namespace {
@@ -163,32 +164,17 @@ __global__ void __launch_bounds__(kThreads, 2)
     wait_for_cluster(&shared.owned_barrier, 0);
     const int own = thread_idx / kLanes, quad = thread_idx % kLanes;
     const int token = own * kCluster + rank;
-    float v[4] = {}, amax = 0.0f;
+    float v[4] = {};
 #pragma unroll
     for (int from = 0; from < kCluster; ++from) {
       const float4 part =
           *reinterpret_cast<const float4*>(&shared.owned[from][min(own, own_tokens - 1)][4 * quad]);
       v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
     }
-#pragma unroll
-    for (float& value : v) {
-      value = quick_bf16(value);
-      amax = plat::max(plat::abs(value), amax);
-    }
-#pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
-    }
-    const PowerScale group = power_scale(amax);
-    const std::uint32_t codes = sm90::to_e4m3_pair(v[0] * group.inverse, v[1] * group.inverse) |
-                                sm90::to_e4m3_pair(v[2] * group.inverse, v[3] * group.inverse)
-                                    << 16;
-    const std::uint32_t next = __shfl_down_sync(plat::kAllLanes, codes, 1);
-    if (quad % 2 == 0 && token < params.num_rows) {
-      send_packet(static_cast<plat::TaggedWords*>(params.packets.u) +
-                      (token * kU + tile * kRowsA + 4 * quad) / 8,
-                  hop.tag, codes, next, plat::float_bits(group.scale));
-    }
+    send_outputs<kLanes>(v, hop.tag, quad % 2 == 0 && token < params.num_rows, [&] {
+      return static_cast<plat::TaggedWords*>(params.packets.u) +
+             (token * kU + tile * kRowsA + 4 * quad) / 8;
+    });
   }
   stamps.mark(StampStage::store);
 
