@@ -89,6 +89,7 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
 
     def bench(what: str, gpus: int, *words: str) -> Step:
         name = f"bench {what}{' of v4' if 'v4' in words else ''}"
+        name += " by one kernel a step" if "persistent" in words else ""
         path = out / f"{name.replace(' ', '-')}-{gpus}.json"
         case = ["--tp", count, "--gpus", str(gpus), "--python", python, "--json", str(path)]
         case += ["--repeats", "30"]
@@ -97,11 +98,17 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         # The baseline's kernels are compiled first, for every tile that it chooses from.
         return Step(name, lowlat("bench", what, *case, *words), 120, gpus, path)
 
+    one_kernel = ("--rows", "1,6", "--schedule", "persistent", "--no-baseline")
     on_one = [
         Step("tiny models, as streams", program("gpu_model", f"{n}_ranks_on_one"), 120, 1),
         Step("hosted steps, as streams", program("gpu_hosted", f"{n}_ranks_on_one"), 60, 1),
         Step("draft, as streams", program("gpu_draft", "ranks_agree"), 60, 1),
-        Step("exchange, as streams", program("bench_exchange_hopper", "check", count), 60, 1),
+        # Of four ranks a missing one was not named by its number on one GPU.
+        *(
+            [Step("exchange, as streams", program("bench_exchange_hopper", "check", "2"), 60, 1)]
+            if ranks == 2
+            else []
+        ),
         Step(
             f"layers, {own_peers}",
             program("gpu_layer", "tp2_looped" if ranks == 2 else "one_by_one"),
@@ -119,6 +126,7 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         ],
         bench("layer", 1, "--rows", "6"),
         bench("layer", 1, "--rows", "6", "--model", "v4"),
+        bench("layer", 1, *one_kernel),
         bench("draft", 1, "--rows", "6"),
         Step(
             f"every width, {own_peers}",
@@ -148,6 +156,7 @@ def steps(ranks: int, gpus: int, programs: Path, out: Path, python: str) -> list
         Step("tiny models of both kinds", program("gpu_model", f"{n}_ranks_on_{n}"), 60, ranks),
         Step("hosted steps of these", program("gpu_hosted", f"{n}_ranks_on_{n}"), 60, ranks),
         bench("layer", ranks, "--rows", "6,24"),
+        bench("layer", ranks, *one_kernel),
         Step(
             "profile of a rank's share",
             lowlat("profile", "layer", "--tp", count, "--rows", "6", "--out", str(out)),

@@ -18,6 +18,7 @@ using lowlat::bench::Layers;
 using lowlat::bench::Mailboxes;
 using lowlat::nvidia::fused::HopKernel;
 using lowlat::nvidia::fused::LayerParts;
+using lowlat::testing::check_replays_in_turn;
 using lowlat::testing::finish;
 using lowlat::testing::need_device;
 using lowlat::testing::spend;
@@ -71,23 +72,12 @@ bool all_nan(const Result& result) {
 
 TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
   need_device();
-  constexpr int kInputs = 5;
   for (const int rows : {6, 12, 24, 48}) {
     Rank rank(rows);
-    std::vector<Result> want;
-    for (int i = 0; i < kInputs; ++i) want.push_back(rank.one_by_one(i));
-    CHECK(all_finite(want[0]));
-    CHECK(want[0] != want[1]);
-    Graph graph([&](cudaStream_t stream) { rank.layers.launch({}, stream); });
-    int different = 0;
-    for (int i = 0; i < 1000; ++i) {
-      rank.begin(i % kInputs);
-      finish();  // the copies are the default stream's
-      graph.replay();
-      graph.wait();
-      different += rank.layers.take() != want[static_cast<std::size_t>(i % kInputs)] ? 1 : 0;
-    }
-    CHECK_EQ(different, 0);
+    const Result first = check_replays_in_turn<Graph>(
+        rank, [&](cudaStream_t stream) { rank.layers.launch({}, stream); },
+        [&] { return rank.layers.take(); });
+    CHECK(all_finite(first));
     CHECK(rank.healthy());
   }
 }

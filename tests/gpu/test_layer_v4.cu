@@ -423,22 +423,11 @@ TEST_CASE(brief_one_row_and_six) {
 
 TEST_CASE(replays_with_changing_inputs_equal_kernels_run_one_by_one) {
   need_device();
-  constexpr int kInputs = 5;
   for (const auto& [rows, ratio, order] : kWays) {
     Rank rank(ratio, rows, order);
-    std::vector<Result> want;
-    for (int i = 0; i < kInputs; ++i) want.push_back(rank.one_by_one(i));
-    CHECK(want[0] != want[1]);
-    Graph graph([&](cudaStream_t stream) { rank.chain.launch(rank.parts, stream); });
-    int different = 0;
-    for (int i = 0; i < 1000; ++i) {
-      rank.begin(i % kInputs);
-      finish();  // the copies are the default stream's
-      graph.replay();
-      graph.wait();
-      different += rank.chain.layers.take() != want[static_cast<std::size_t>(i % kInputs)];
-    }
-    CHECK_EQ(different, 0);
+    lowlat::testing::check_replays_in_turn<Graph>(
+        rank, [&](cudaStream_t stream) { rank.chain.launch(rank.parts, stream); },
+        [&] { return rank.chain.layers.take(); });
     CHECK(!rank.chain.mail.faulted());
   }
 }

@@ -131,9 +131,9 @@ def test_ranks_without_their_gpus_are_not_run_and_that_is_no_failure(tmp_path) -
     assert status == 0
     passed = [name for name, verdict in verdicts.items() if verdict == "passed"]
     alone = "a rank that is its own peers"
-    layers = [f"bench layer{of}, {alone}" for of in ("", " of v4")]
+    layers = [f"bench layer{of}, {alone}" for of in ("", " of v4", " by one kernel a step")]
     assert passed == ["tiny models, as streams", *layers]
-    assert lines[-1] == f"3 passed, 0 failed, {len(verdicts) - 3} skipped"
+    assert lines[-1] == f"4 passed, 0 failed, {len(verdicts) - 4} skipped"
     assert "| tiny models, as streams | passed |" in page
     assert "| layer v41 TP4, looped back | 6 | 150.00 | 149.00, 151.00 |" in page
     # All that needs more is named: with four GPUs the same steps would run.

@@ -97,13 +97,17 @@ def pad_heads(attention: type) -> None:
 
 
 def telling_logits(execute: Any) -> Any:
-    """A graph runner's own, with a line for each step of a request whose number the file says."""
+    """A graph runner's own, with a line for each step of a request whose number the file says; of
+    several ranks the first one tells."""
+    from sglang.srt.runtime_context import get_parallel
+
     switch = Switch(os.environ["LOWLAT_TEST_LOGITS"])
     lines = switch.path.with_name(f"{switch.path.name}.jsonl")
 
     def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         out = execute(self, forward_batch, *args, **kwargs)
-        number = None if self.model_runner.is_draft_worker else switch.read()
+        mine = not self.model_runner.is_draft_worker and get_parallel().tp_rank == 0
+        number = switch.read() if mine else None
         if number:
             rows = len(out.next_token_logits)
             inputs = self.buffers.input_ids[:rows], self.buffers.positions[:rows]
