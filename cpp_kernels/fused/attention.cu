@@ -12,15 +12,19 @@
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
-//              are gathered and expanded before q is there, except those that the step writes
+//              are gathered, expanded and, of few rows, in the registers of the products before q
+//              is there, except those that the step writes. A warp has 64 dimensions of q, of
+//              scores and of o: q's packets are operands as they come. More than eight rows of
+//              several tiles a block: attention_wide.cu
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster a block's
-//              partials (max, sum, o) of a head go to the block that finishes it, which its barrier
-//              tells when all are there
+//              partials (max, sum, o) of a head go from registers to the block that finishes it,
+//              whose barriers tell when all are there
 // Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
 // Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/attention.hpp"
+#include "fused/attention_parts.cuh"
 #include "fused/attention_wide.hpp"
 #include "fused/exchange.hpp"
 #include "fused/exchange_gate.cuh"
@@ -35,11 +39,8 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / plat::kWarpLanes;
-constexpr int kHeads = 16;  // of a cluster: one tile of mma
-constexpr int kDim = shape::kHeadDim;
-constexpr int kNope = kDim - shape::kRopeDim;
+using namespace attention;
+
 // A warp has so many dimensions of every score and of every output.
 constexpr int kWarpDims = kDim / kWarps;
 static_assert(kWarpDims == 64 && shape::kRopeDim == kWarpDims);
@@ -49,30 +50,25 @@ constexpr int kCodePieces = kNope / 16;
 constexpr int kListed = kThreads;  // keys that are looked up together
 // A pitch of 16 more than a multiple of 128 bytes: eight keys' pieces lie in different banks.
 constexpr int kKeyPitch = kDim + 8;
-// Scores and probabilities of a head. Banks: eight heads' first scores are a quarter of them apart,
-// the heads that share a warp in the softmax half of them.
-constexpr int kScorePitch = 40;
+// Keys that are in shared memory together: two steps of the second product and one of half the
+// length. Of their scores and probabilities, a head's after the other, eight heads' first ones are
+// a quarter of the banks apart, and the heads that share a warp in the softmax half of them.
+constexpr int kTile = 40, kScorePitch = kTile;
+constexpr int kWarpKeys = kTile / kWarps;  // that a warp asks for and expands
+constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
+static_assert(kTile % kWarps == 0 && kHeads <= kTile && kListed >= kTile);
 
-// kTile keys are in shared memory together: a step of the second product for each sixteen, and one
-// of half the length where eight are left. kOnce: no block has more keys than that.
-template <int kTile_, bool kHops, bool kOnce>
 struct Shared {
-  static constexpr int kTile = kTile_;
-  static constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
-  // Scores [kWarps][kHeads][kScorePitch], each warp's part. A tile's stored rows and their scale
-  // bytes lie over them where nothing of the next tile comes meanwhile, else behind.
+  // A tile's stored rows and their scale bytes, then in their place scores
+  // [kWarps][kHeads][kScorePitch], each warp's part.
   static constexpr int kScoreBytes = kWarps * kHeads * kScorePitch * 4;
-  static constexpr bool kAhead = !kHops && !kOnce;  // a block has several tiles
-  static constexpr int kRawAt = kAhead ? kScoreBytes : 0;
-  static constexpr int kRawScales = kRawAt + kTile * stages::kKvDataBytes;
-  static constexpr int kRawEnd = kRawScales + kTile * 8;
-  static constexpr int kWarpKeys = kTile / kWarps;  // that a warp asks for and expands
-  static_assert(kTile % kWarps == 0 && kHeads <= kTile && kTile <= kScorePitch && kListed >= kTile);
+  static constexpr int kRawScales = kTile * stages::kKvDataBytes;
+  static constexpr int kRawBytes = kRawScales + kTile * 8;
   alignas(16) std::uint16_t key[kTile * kKeyPitch];
   // What the cluster sends: by block and then by head of this one, its part of the sums under the
   // largest score that it saw; that score and its weight.
   alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
-  alignas(16) unsigned char work[kRawEnd > kScoreBytes ? kRawEnd : kScoreBytes];
+  alignas(16) unsigned char work[kRawBytes > kScoreBytes ? kRawBytes : kScoreBytes];
   float2 part_weight[kHeads];
   std::uint64_t parts, weights;  // barriers
   alignas(16) std::uint16_t prob[kHeads * kScorePitch];
@@ -89,44 +85,16 @@ struct Shared {
   std::int8_t late_row[kTile];
 };
 
-// Slot of a row's key: places count through the window's and then the extra set's indices. -1: a
-// pad, or none.
-LOWLAT_DEVICE std::int32_t slot_at(const AttentionParams& params, int row_idx, int place, int end) {
-  if (place >= end) return -1;
-  return place < params.num_window
-             ? __ldg(params.window_idx + row_idx * params.num_window + place)
-             : __ldg(params.extra_idx + static_cast<std::int64_t>(row_idx) * params.num_extra +
-                     place - params.num_window);
-}
-
 // Slots of the keys from `first` on, a thread a key.
-template <class Shared>
 LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int row_idx, int first,
                              int end) {
   shared.slot[plat::thread_idx()] = slot_at(params, row_idx, first + plat::thread_idx(), end);
 }
 
-// Where the key of a place is.
-LOWLAT_DEVICE stages::KvRow<std::uint8_t> key_at(const AttentionParams& params, int place,
-                                                 std::int32_t slot) {
-  if (slot < 0) return {nullptr, nullptr};
-  const KvPages& pages = place < params.num_window ? params.window : params.extra;
-  return stages::KvPaged<std::uint8_t>{pages.base, pages.slots_per_page, pages.page_bytes}.row(
-      slot);
-}
-
-static_assert(2 * (sizeof(Shared<40, true, true>) + 1024) <= 228 * 1024);
-
-// Of a row's keys, eights.
-constexpr int keys_per_block(int num_keys, int num_blocks) {
-  return ((num_keys + num_blocks - 1) / num_blocks + 7) / 8 * 8;
-}
+static_assert(2 * (sizeof(Shared) + 1024) <= 228 * 1024);
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
-template <int kTile>
-LOWLAT_DEVICE int key_of(int i) {
-  return min(piece_of(i) / kPieces, kTile - 1);
-}
+LOWLAT_DEVICE int key_of(int i) { return min(piece_of(i) / kPieces, kTile - 1); }
 
 LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(sm90::shared_address(dst_shared)),
@@ -139,25 +107,25 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
 // the step's own keys some may not be stored yet, and be read later. Four keys' scales lie in 32
 // bytes, and copies of eight bytes go through the first-level cache, which would keep what the late
 // ones had been: here they are read past it.
-template <bool kFill, bool kEarly, class Shared>
+template <bool kFill, bool kEarly>
 LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  constexpr int kWarpPieces = Shared::kWarpKeys * kPieces;
+  constexpr int kWarpPieces = kWarpKeys * kPieces;
 #pragma unroll 1
   for (int i = warp_idx * kWarpPieces + lane_idx; i < (warp_idx + 1) * kWarpPieces;
        i += plat::kWarpLanes) {
     const std::uint8_t* row = data[i / kPieces];
-    unsigned char* to = shared.work + Shared::kRawAt + 16 * i;
+    unsigned char* to = shared.work + 16 * i;
     if (row != nullptr) {
       copy_16(to, row + 16 * (i % kPieces));
     } else if constexpr (kFill) {
       *reinterpret_cast<uint4*>(to) = make_uint4(0u, 0u, 0u, 0u);
     }
   }
-  if (lane_idx < Shared::kWarpKeys) {
-    const int key = warp_idx * Shared::kWarpKeys + lane_idx;
+  if (lane_idx < kWarpKeys) {
+    const int key = warp_idx * kWarpKeys + lane_idx;
     unsigned char* to = shared.work + Shared::kRawScales + 8 * key;
     if (data[key] != nullptr) {
       if constexpr (kEarly) {
@@ -217,9 +185,8 @@ LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint
 
 // Keys of what the warp has asked for: of all rows, or of those in only[]. Whole warps call. Short
 // code: it is the longest of the kernel.
-template <class Shared>
 LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) {
-  constexpr int kWarpPieces = Shared::kWarpKeys * kPieces;
+  constexpr int kWarpPieces = kWarpKeys * kPieces;
   const int first = plat::thread_idx() / plat::kWarpLanes * kWarpPieces;
   wait_for_copies();
   __syncwarp();
@@ -228,32 +195,15 @@ LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) 
        i += plat::kWarpLanes) {
     const int key = i / kPieces, piece = i % kPieces;
     if (only != nullptr && only[key] == nullptr) continue;
-    store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + Shared::kRawAt + 16 * i),
+    store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + 16 * i),
                 shared.work[Shared::kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
   }
 }
 
-// A group of 32 values as f16 under a power of two. The group's largest goes to 2^13 .. 2^14;
-// exponents are kept where both factors are normal; what is smaller than that is 0 in any fp32 sum.
-LOWLAT_DEVICE PowerScale half_scale(float amax) {
-  int exponent = static_cast<int>(plat::float_bits(amax) >> 23) - 127;
-  exponent = max(min(exponent, 127), -100);
-  return {plat::bits_float(static_cast<std::uint32_t>(127 + exponent - 13) << 23),
-          plat::bits_float(static_cast<std::uint32_t>(127 + 13 - exponent) << 23)};
-}
-
-// e^v, which the approximation of 2^v decides; 0 of -inf and of what is no normal number.
-LOWLAT_DEVICE float quick_exp(float v) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v * kLog2e));
-  return out;
-}
-
 // V4: packets of q as they are sent, of the calling thread's two heads, become those of normed and
 // rotated ones. All threads call; shared.factor is free until the end.
-template <int kPackets, class Memory>
-LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Memory& shared, float norm_eps) {
+template <int kPackets>
+LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Shared& shared, float norm_eps) {
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int g = plat::thread_idx() % plat::kWarpLanes / 4, t = plat::thread_idx() % 4;
   // Every packet has the squares of its warp's dimensions.
@@ -291,14 +241,12 @@ LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Memory& shared, f
   }
 }
 
-// kHops: q, the step's own keys and o are packets.
-template <class M, bool kHops, int kTile, bool kOnce>
+// kHops: q, the step's own keys and o are packets. kOnce: no block has more keys than one tile.
+template <class M, bool kHops, bool kOnce>
 __global__ void __launch_bounds__(kThreads, 2)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
-  using Memory = Shared<kTile, kHops, kOnce>;
-  constexpr int kPerThread = Memory::kPerThread;
   extern __shared__ __align__(128) unsigned char memory[];
-  Memory& shared = *reinterpret_cast<Memory*>(memory);
+  auto& shared = *reinterpret_cast<Shared*>(memory);
   auto* const scores = reinterpret_cast<float (*)[kHeads][kScorePitch]>(shared.work);
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
@@ -392,8 +340,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   sm90::cluster_arrive_relaxed();  // the block takes what the others send
   if constexpr (!kOnce) list_keys(shared, params, row_idx, first_key, end_key);
   bool any_late = false;
-  if (lane_idx < Memory::kWarpKeys) {
-    const int key = warp_idx * Memory::kWarpKeys + lane_idx, place = first_key + key;
+  if (lane_idx < kWarpKeys) {
+    const int key = warp_idx * kWarpKeys + lane_idx, place = first_key + key;
     const std::int32_t slot = slot_at(params, row_idx, place, end_key);
     int late_row = -1;
     constexpr int kAtOnce = 8;
@@ -434,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     // of them more than one.
 #pragma unroll 1
     for (int i = 0; i < kPerThread; ++i) {
-      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of<kTile>(i)] : -1;
+      const int row = piece_of(i) < kTile * kPieces ? shared.late_row[key_of(i)] : -1;
       if (__all_sync(plat::kAllLanes, row < 0)) continue;
       const auto* from = static_cast<const plat::TaggedWords*>(params.packets.keys) +
                          max(row, 0) * kHopKeyPackets + 2 * (piece_of(i) % kPieces);
@@ -481,8 +429,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
     if (first != first_key) {
-      if constexpr (!Memory::kAhead)
-        ask_for_tile<true, false>(shared, shared.data[side], shared.scales[side]);
+      ask_for_tile<true, false>(shared, shared.data[side], shared.scales[side]);
       expand_tile(shared, nullptr);
     }
     const int next = first + kTile;
@@ -503,16 +450,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
     plat::block_sync();
-    if (Memory::kAhead &&
-        next < end_key) {  // the next tile's rows are on their way over the products
-      ask_for_tile<true, false>(shared, shared.data[side ^ 1], shared.scales[side ^ 1]);
-    }
 
     // Of few rows what the products need of the keys is in registers before q is there.
-    constexpr int kScoreTiles = kTile / 8;  // of eight keys
-    constexpr int kValueSteps =
-        kTile / 16;  // of sixteen keys, and one of eight where they are left
-    constexpr bool kHalfStep = kTile % 16 != 0;
+    constexpr int kScoreTiles = kTile / 8;   // of eight keys
+    constexpr int kValueSteps = kTile / 16;  // of sixteen keys; eight are left
     const std::uint16_t* const own_dims = shared.key + warp_idx * kWarpDims;
     uint4 key[kScoreTiles][2];
 #pragma unroll
@@ -524,7 +465,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
     std::uint32_t value[kValueSteps][8][2];
-    [[maybe_unused]] std::uint32_t half_value[8];
+    std::uint32_t half_value[8];
     const auto load_values = [&] {
 #pragma unroll
       for (int step = 0; step < kValueSteps; ++step) {
@@ -539,21 +480,19 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     };
     const auto load_half_values = [&] {
-      if constexpr (kHalfStep) {
 #pragma unroll
-        for (int n = 0; n < 8; n += 4) {
-          std::uint32_t b[4];
-          sm90::load_matrices_turned(b, own_dims + (kValueSteps * 16 + lane_idx % 8) * kKeyPitch +
-                                            chunk_of(warp_idx, n + lane_idx / 8));
+      for (int n = 0; n < 8; n += 4) {
+        std::uint32_t b[4];
+        sm90::load_matrices_turned(b, own_dims + (kValueSteps * 16 + lane_idx % 8) * kKeyPitch +
+                                          chunk_of(warp_idx, n + lane_idx / 8));
 #pragma unroll
-          for (int j = 0; j < 4; ++j) half_value[n + j] = b[j];
-        }
+        for (int j = 0; j < 4; ++j) half_value[n + j] = b[j];
       }
     };
     if constexpr (kOnce) load_values();
     // Of the softmax a thread has two keys side by side, and one of the last eight.
-    constexpr int kKeys = kHalfStep ? 3 : 2;
-    static_assert(kTile == 32 + (kHalfStep ? 8 : 0));
+    constexpr int kKeys = 3;
+    static_assert(kTile == 32 + 8);
     const auto place_of = [&](int i) {
       return i < 2 ? 2 * first_of_thread + i : 32 + first_of_thread % 8;
     };
@@ -602,7 +541,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         const float* of = scores[part][head];
         const float2 two = *reinterpret_cast<const float2*>(of + place_of(0));
         p[0] += two.x, p[1] += two.y;
-        if constexpr (kHalfStep) p[2] += of[place_of(2)];
+        p[2] += of[place_of(2)];
       }
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
@@ -626,10 +565,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       const std::uint32_t pair = keep(0, p[1]);
       p[1] = sm90::high_bf16(pair);
       *reinterpret_cast<std::uint32_t*>(prob + place_of(0)) = pair;
-      if constexpr (kHalfStep) {
-        const std::uint32_t last = keep(2, 0.0f);
-        if (first_of_thread < 8) prob[place_of(2)] = static_cast<std::uint16_t>(last);
-      }
+      const std::uint32_t last = keep(2, 0.0f);
+      if (first_of_thread < 8) prob[place_of(2)] = static_cast<std::uint16_t>(last);
       if constexpr (!kOnce) {
         rescale = quick_exp(old_top - base);
         if (first_of_thread == 0) shared.rescale[head] = rescale;
@@ -656,19 +593,15 @@ __global__ void __launch_bounds__(kThreads, 2)
       sm90::load_matrices(
           a[step], shared.prob + lane_idx % 16 * kScorePitch + step * 16 + lane_idx / 16 * 8);
     }
-    [[maybe_unused]] std::uint32_t half_a[2];
-    if constexpr (kHalfStep) {
-      sm90::load_matrices(half_a, shared.prob + lane_idx % 16 * kScorePitch + kValueSteps * 16);
-    }
+    std::uint32_t half_a[2];
+    sm90::load_matrices(half_a, shared.prob + lane_idx % 16 * kScorePitch + kValueSteps * 16);
 #pragma unroll
     for (int step = 0; step < kValueSteps; ++step) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) sm90::mma_bf16(sum[n], a[step], value[step][n]);
     }
-    if constexpr (kHalfStep) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) sm90::mma_bf16_half(sum[n], half_a, half_value[n]);
-    }
+    for (int n = 0; n < 8; ++n) sm90::mma_bf16_half(sum[n], half_a, half_value[n]);
     float added = p[0];
 #pragma unroll
     for (int i = 1; i < kKeys; ++i) added += p[i];
@@ -815,21 +748,19 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
   return with_model(params.model, [&]<class M>() {
-    const auto launch = [&]<bool kHops, int kTile, bool kOnce>() {
-      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kTile, kOnce>,
+    const auto launch = [&]<bool kHops, bool kOnce>() {
+      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kOnce>,
                            dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
-                           sizeof(Shared<kTile, kHops, kOnce>), blocks, programmatic, stream,
-                           params);
+                           sizeof(Shared), blocks, programmatic, stream, params);
     };
     // Two blocks have room on a multiprocessor. A plain layer's have one tile up to sixteen rows.
-    constexpr int kLargest = kScorePitch;
-    const bool once = keys_per_block(params.num_window + params.num_extra, blocks) <= kLargest;
+    const bool once = keys_per_block(params.num_window + params.num_extra, blocks) <= kTile;
     if (params.num_rows > kHopRows) {
-      return once ? launch.template operator()<false, kLargest, true>()
+      return once ? launch.template operator()<false, true>()
                   : launch_attention_wide(params, blocks, programmatic, stream);
     }
-    return once ? launch.template operator()<true, kLargest, true>()
-                : launch.template operator()<true, kLargest, false>();
+    return once ? launch.template operator()<true, true>()
+                : launch.template operator()<true, false>();
   });
 }
 
