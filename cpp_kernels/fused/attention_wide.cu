@@ -480,8 +480,9 @@ __global__ void __launch_bounds__(kThreads, 2)
                        *reinterpret_cast<const uint4*>(shared.sum + of * kSumPitch + chunk),
                        sm90::peer_address(&shared.parts, owner));
   }
-  finish_heads<M, false>(shared, params, HopTag{}, stamps, row_idx, first_head, block_idx,
-                         num_blocks, heads_per_block);
+  finish_heads<M, false>(
+      shared, params, HopTag{}, [](std::uint64_t* barrier) { wait_for_cluster(barrier, 0); },
+      stamps, row_idx, first_head, block_idx, num_blocks, heads_per_block);
   stamps.mark(StampStage::store);
   open_gate(params.done);
 }
