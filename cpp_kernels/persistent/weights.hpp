@@ -35,6 +35,7 @@ struct CompressorWeights {
   const std::uint16_t* norm;   // bf16 [D]
 };
 
+// Of the index over compressed keys; what a layer does not have is NULL.
 struct IndexerWeights {
   const std::uint16_t* wk;            // bf16 [128, 512], V4.1's kv sources
   const std::uint16_t* k_norm;        // bf16 [128], V4.1's kv sources
@@ -43,6 +44,7 @@ struct IndexerWeights {
   const std::uint16_t* weights_proj;  // bf16 [heads, H], index sources
 };
 
+// Of n-gram memory before a layer, D wide a column.
 struct EngramWeights {
   Fp8Weight wkv;                  // [5 H, 24 D]
   const std::uint16_t* q_weight;  // bf16 [4, H]
@@ -51,6 +53,7 @@ struct EngramWeights {
   std::int64_t first_row;         // id of row 0 of `embed`
 };
 
+// A rank's part of a layer, and the caches that it writes; what it does not have is NULL.
 struct LayerWeights {
   lowlat_layer plan;
   HcWeights hc_attn, hc_ffn;
@@ -86,6 +89,7 @@ struct LayerWeights {
   float* kv_index_state;  // [num_pages, ring, 512], V4's ratio 4: the same of the index's keys
 };
 
+// A rank's part of a model.
 struct ModelWeights {
   int marlin_inner;  // this rank's expert width as Marlin's tiles have it, 0: checkpoint layout
   const std::uint16_t* embed;     // bf16 [V_local, H]

@@ -114,6 +114,7 @@ inline constexpr std::uint64_t kWorkBudgetNs = 120'000'000'000;
 // most). Any other answer is an Error of `call`.
 bool poll(Status (*done)(void*), void* what, const char* call, std::uint64_t budget_ns);
 
+// A stream of the device that is current when it is made.
 class Stream {
  public:
   Stream();

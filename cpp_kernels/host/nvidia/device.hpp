@@ -60,6 +60,7 @@ inline constexpr std::uint64_t kWorkBudgetNs = 120'000'000'000;
 // `work`, when it failed or took longer.
 void wait_for(cudaStream_t stream, const char* work, std::uint64_t budget_ns = kWorkBudgetNs);
 
+// A stream of the device that is current when it is made.
 class Stream {
  public:
   Stream();

@@ -190,6 +190,7 @@ LOWLAT_API lowlat_status lowlat_model_create(const char* platform,
 /* Stops the stream (a running step is aborted), then frees. NULL is allowed. */
 LOWLAT_API void lowlat_model_destroy(lowlat_model* model);
 
+/* The tensors that are to be bound, 0 <= tensor_idx < their number. */
 LOWLAT_API int32_t lowlat_model_num_tensors(const lowlat_model* model);
 LOWLAT_API lowlat_status lowlat_model_tensor(const lowlat_model* model, int32_t tensor_idx,
                                              lowlat_tensor_spec* out_spec);
@@ -486,8 +487,10 @@ typedef struct lowlat_status_words {
   uint64_t epoch;  /* of the exchange */
 } lowlat_status_words;
 
+/* The words as they are now, also while launches run. */
 LOWLAT_API lowlat_status lowlat_status_read(const lowlat_model* model,
                                             lowlat_status_words* out_words);
+/* Of a number that is no stage's: "unknown". */
 LOWLAT_API const char* lowlat_stage_name(uint32_t stage);
 /* Raises the abort word on this rank and on every imported peer; waits end as soon as they see
  * it. The model stays unusable; a new one works. */
