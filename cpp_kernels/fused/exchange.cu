@@ -11,7 +11,8 @@
 // Bytes        T = 6, H = 5120, 4 ranks: read 0.74 MB (packets 0.49), write 0.34 MB, all in L2
 // Floor        one hop: 1.3 us
 // Launch       eight blocks (a cluster) a row, a thread for four columns; with `early` it polls
-//              before the publishing kernel has ended, see ExchangeNormParams
+//              before the publishing kernel has ended, see ExchangeNormParams. Up to eight rows of
+//              V4.1 the experts' blocks do this at a layer's end (moe.cuh)
 // Ordering     packets: exchange.cuh. Inside a cluster: each block stores its sum of squares into
 //              every block, and counts on that block's barrier.
 // Determinism  fixed summation tree; bitwise equal run to run and rank to rank

@@ -17,6 +17,7 @@ inline constexpr FusedInstance kFusedInstances[] = {
     {"front_qkv_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
     {"front_q_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
     {"sparse_attention_bf16_sm90", "v4 v41 tp1 tp2 tp4", "1..48"},
+    {"sparse_attention_wide_bf16_sm90", "v4 v41 tp1 tp2 tp4", "9..48"},
     {"oproj_few_fp8_sm90", "v41 tp4", "1..8"},
     {"oproj_a_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
     {"oproj_b_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},

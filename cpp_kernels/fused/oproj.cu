@@ -5,8 +5,9 @@
 //              partial = quant(u)·wo_bᵀ       fp32, of this rank's columns; sent to every rank
 // Shapes       V4.1-Flash: o [T,groups·4096] · wo_a [groups·1024,4096] · wo_b [5120,groups·1024]
 //              V4-Flash: wo_b [4096,groups·1024], groups of 128 instead of 32
+//              Up to eight rows of V4.1-Flash with two groups (TP4): oproj_few.cu
 // Rounding     u to bf16, codes nearest-even; partial sums as exchange.cuh sends them
-// Bytes        TP4: 8.40 MB, then 10.5 MB. T = 6: activations 0.1 MB, packets 0.49 MB
+// Bytes        TP4: 8.40 MB, then 10.5 MB. T = 12: activations 0.2 MB, packets 0.98 MB
 // Floor        1.8 us and 2.3 us at 4.65 TB/s
 // Launch       wo_a: 64 rows a block, K in a cluster of four, of eight for more than sixteen rows
 //              (V4: 128, so that a group of u is in one cluster, of eight); wo_b: 80 (V4: 64) rows,
@@ -34,8 +35,8 @@ namespace {
 
 constexpr int kLora = 1024, kGroupInput = 4096;
 
-// Pace of the weights' copies (front_product.cuh), of V4.1's few rows, where it was measured: they
-// come while attention reads q, and while it and wo_a finish.
+// Pace of the weights' copies (front_product.cuh), of V4.1's few rows: they come while attention
+// reads q, and while it and wo_a finish. Measured of two groups, which oproj_few.cu has now.
 template <class M>
 constexpr int kPaceA = M::kScaleBlock == 32 ? 500 : 0;
 template <class M>

@@ -1,5 +1,5 @@
 // fused/oproj.hpp: the output projection of attention, published from its last product. Every C++
-// compiler reads it. One struct serves both kernels.
+// compiler reads it. One struct serves all its kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
