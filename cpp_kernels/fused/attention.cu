@@ -260,22 +260,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
   Stamps stamps(stamp_sink(params.hop),
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
-  int num_keys = params.num_window + params.num_extra;
-  bool completes = true;
-  if (params.extra_ratio > 0) {
-    const int count = __ldg(params.positions + row_idx) + 1, seen = count / params.extra_ratio;
-    num_keys = params.num_window + min(seen, params.num_extra);
-    // A request has at most the step's rows.
-    completes = count - seen * params.extra_ratio < params.num_rows;
-  }
-  const int per_block = keys_per_block(num_keys, num_blocks);
-  const int first_key = min(block_idx * per_block, num_keys);
-  const int end_key = min(first_key + per_block, num_keys);
-  // Of all that a row sees only the last entry may be the step's own. Where entries are selected, a
-  // row's last block waits also if the row sees none: what opens the gate has read x by then, which
-  // a later kernel of the chain overwrites.
-  const bool selects = params.selected.word != nullptr && completes &&
-                       (end_key > params.num_window || end_key == num_keys);
+  const KeySpan keys = keys_of_block(params, row_idx, block_idx, num_blocks);
+  const int first_key = keys.first, end_key = keys.end;
+  const bool selects = keys.selects;
   // Fragments of q: of a warp's 64 dimensions, in four steps of sixteen, a thread has four in a row
   // of heads g and g + 8: a packet each.
   constexpr int kSteps = kWarpDims / 16;
@@ -629,9 +616,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
 
-  finish_heads<M, kHops>(
-      shared, params, hop, [](std::uint64_t* barrier) { wait_for_weights(barrier, 0); }, stamps,
-      row_idx, first_head, block_idx, num_blocks, heads_per_block);
+  finish_heads<M, kHops>(shared, params, hop, stamps, row_idx, first_head, block_idx, num_blocks,
+                         heads_per_block);
   stamps.mark(StampStage::store);
   if (kHops && end != HopEnd::none) report_end(hop, end);
   if constexpr (!kHops) open_gate(params.done);

@@ -94,13 +94,13 @@ LOWLAT_DEVICE float quick_exp(float v) {
 }
 
 // What the blocks of a cluster have sent becomes this block's heads of o: four warps one, a thread
-// four dimensions in a row. `shared` has the barriers and the parts, see attention.cu; `wait` waits
-// for a barrier's first phase. All threads of the block call.
-template <class M, bool kHops, class Memory, class Wait>
+// four dimensions in a row. `shared` has the barriers and the parts, see attention.cu; all threads
+// of the block call.
+template <class M, bool kHops, class Memory>
 LOWLAT_DEVICE void finish_heads(Memory& shared, const AttentionParams& params,
-                                [[maybe_unused]] const HopTag& hop, const Wait& wait,
-                                Stamps& stamps, int row_idx, int first_head, int block_idx,
-                                int num_blocks, int heads_per_block) {
+                                [[maybe_unused]] const HopTag& hop, Stamps& stamps, int row_idx,
+                                int first_head, int block_idx, int num_blocks,
+                                int heads_per_block) {
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   [[maybe_unused]] const int padded = padded_rows(params.num_rows);
@@ -118,7 +118,7 @@ LOWLAT_DEVICE void finish_heads(Memory& shared, const AttentionParams& params,
         (static_cast<std::int64_t>(row_idx) * params.num_heads + first_head + head) * kDim + dim;
     // The weight of each block's part of the head comes from a lane for each.
     const float sink = shared.sink[head];
-    wait(&shared.weights);
+    wait_for_cluster(&shared.weights, 0);
     {
       const int part = lane_idx % kHeads;
       const bool there = part < num_blocks;
@@ -142,7 +142,7 @@ LOWLAT_DEVICE void finish_heads(Memory& shared, const AttentionParams& params,
       shared.factor[warp_idx][part] = weight > 0.0f ? __fdividef(factor, weight) : 0.0f;
       __syncwarp();
     }
-    wait(&shared.parts);
+    wait_for_cluster(&shared.parts, 0);
     stamps.mark(StampStage::sum);
     float v[kDims] = {};
     const auto add_parts = [&]<int kCount>(int first) {

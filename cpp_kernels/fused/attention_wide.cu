@@ -376,13 +376,9 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int group = 0; group < kScoreGroups; ++group) {
         const float* from = &scores[group][head][first_of_head];
-        if constexpr (kKeys == 2) {
-          const float2 two = *reinterpret_cast<const float2*>(from);
-          s[0] += two.x, s[1] += two.y;
-        } else {
-#pragma unroll
-          for (int i = 0; i < kKeys; ++i) s[i] += from[i];
-        }
+        static_assert(kKeys == 2);
+        const float2 two = *reinterpret_cast<const float2*>(from);
+        s[0] += two.x, s[1] += two.y;
       }
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
@@ -480,9 +476,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                        *reinterpret_cast<const uint4*>(shared.sum + of * kSumPitch + chunk),
                        sm90::peer_address(&shared.parts, owner));
   }
-  finish_heads<M, false>(
-      shared, params, HopTag{}, [](std::uint64_t* barrier) { wait_for_cluster(barrier, 0); },
-      stamps, row_idx, first_head, block_idx, num_blocks, heads_per_block);
+  finish_heads<M, false>(shared, params, HopTag{}, stamps, row_idx, first_head, block_idx,
+                         num_blocks, heads_per_block);
   stamps.mark(StampStage::store);
   open_gate(params.done);
 }
