@@ -114,7 +114,7 @@ def test_drafts_of_the_kernels_are_picked_by_sglangs_rule_and_noise(
 ) -> None:
     """The whole draft by the C ABI: from the logits that it gives, SGLang's step picks the very
     same tokens, with the row, the step and the low word of the offset that the draft was given."""
-    path = abi.library()
+    path = abi.installed_kernels()
     monkeypatch.setattr(replay, "TEMPERATURES", temperatures)
     weights = small_model.Weights(small_model.MODELS["short"], SEED, 1)
     group = small_model.create(path, weights)

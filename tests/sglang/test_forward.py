@@ -104,7 +104,8 @@ def grouped(small):
         dtypes[spec.name.decode()] = KERNEL_DTYPES[spec.dtype]
         return value
 
-    return abi.Group(abi.library(), small.config, 1, shard), weights, own, dtypes
+    group = abi.Group(abi.installed_kernels(), small.config, 1, shard)
+    return group, weights, own, dtypes
 
 
 def opening(small, tensors, copies):

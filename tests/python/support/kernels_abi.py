@@ -146,7 +146,7 @@ def find_library():
     return None
 
 
-def library():
+def installed_kernels():
     """The same of an installed lowlat, which has one."""
     path = find_library()
     assert path is not None, "lowlat is here without its kernel library"
