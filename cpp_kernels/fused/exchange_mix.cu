@@ -14,42 +14,28 @@
 // Bytes        1.57 MB of fn a cluster (L2 but for the first); T = 6, 4 ranks: packets 0.39 MB
 // Floor        one hop: 1.3 us
 // Launch       a cluster of sixteen blocks (or eight, see Layout) a row, a thread a column, its
-//              part of fn in registers before the packets are there; eight clusters at most take
-//              more rows in turn
+//              part of fn in registers before the packets are there. More rows than clusters run
+//              at once: exchange_mix_wide.cu
 // Ordering     packets: exchange.cuh. Inside a cluster: each block stores its sums into every
-//              block, and counts on that block's barrier; two buffers take turns, and a block sends
-//              its sums of a row after all of its threads have read those of the row before
+//              block, and counts on that block's barrier
 // Determinism  fixed summation tree; bitwise equal run to run and rank to rank
 // Meaning      reference/hc.cpp, reference/rank_sum.cpp. Bound: x, R' rel_l2 ≤ 4e-3, mix 2e-5.
 #include "platform/nvidia.hpp"
 // The platform comes first.
 #include "fused/exchange.cuh"
-#include "fused/exchange_gate.cuh"
 #include "fused/exchange_hop.cuh"
-#include "fused/exchange_mix.hpp"
+#include "fused/exchange_mix.cuh"
+#include "fused/exchange_mix_wide.hpp"
 #include "fused/front_launch.cuh"
-#include "fused/front_quant.cuh"
 #include "fused/front_weights.cuh"
-#include "fused/mix_sinkhorn.cuh"
 #include "platform/nvidia_sm90.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
-#include "shape/dsv4_flash.hpp"
-#include "stages/hc.hpp"
 
 namespace lowlat::nvidia::fused {
 namespace {
 
-using Model = shape::Dsv4Flash<1>;
-constexpr int kHidden = Model::kHidden, kGroup = Model::kScaleBlock;
-constexpr int kStreams = shape::kNumStreams, kOutputs = stages::kHcOutputs;
-// Sums of a row: the dot products, then the products of streams: of each with itself and, after
-// these, 01, 02, 03, 12, 13, 23.
-constexpr int kOwnProducts = kOutputs, kCrossProducts = kOutputs + kStreams;
-constexpr int kSums = kCrossProducts + 6, kSumPitch = (kSums + 3) / 4 * 4;
-static_assert(kOutputs == 24);
-constexpr int kMaxTurns = kMaxFusedRows / kMaxMixClusters;
-static_assert(kSums > plat::kWarpLanes && kSums <= 2 * plat::kWarpLanes);
+using namespace mixing;
 
 // What a cluster of so many blocks has. A block of the big one has room beside a product that
 // publishes, whose end it waits for; its registers hold its part of fn. The small one finds its
@@ -63,7 +49,7 @@ struct Layout {
   static constexpr int kKept = kCluster == kMixCluster ? kOutputs : 16;  // outputs in registers
   static constexpr int kSharedOutputs = kOutputs - kKept;
   static constexpr int kSharedFnBytes = kSharedOutputs * kStreams * kThreads * 4;
-  static_assert(kThreads % kGroup == 0 && kMaxTurns <= kWarps);
+  static_assert(kThreads % kGroup == 0);
 };
 
 // Behind it lies the third of fn, [outputs][streams][threads].
@@ -71,13 +57,13 @@ template <class L>
 struct alignas(128) Shared {
   static constexpr int kCluster = L::kCluster, kThreads = L::kThreads, kWarps = L::kWarps;
   alignas(16) float of_warp[kWarps][kSumPitch];
-  alignas(16) float of_block[2][kCluster][kSumPitch];  // written by each block of the cluster
-  std::uint64_t barrier[2];                            // of these
+  alignas(16) float of_block[kCluster][kSumPitch];  // written by each block of the cluster
+  std::uint64_t barrier;                            // of these
   std::uint64_t fn_barrier;
   alignas(16) float y[kThreads];  // stored by fours
   float amax[kWarps];
   float mix[kMixStride];
-  float logit[kMaxTurns][kOutputs];
+  float logit[kOutputs];
 };
 
 // v[i] summed over the lanes, in v[0] of lane i: each exchange halves the values that a lane holds.
@@ -117,13 +103,13 @@ __global__ void __maxnreg__(L::kMaxRegisters)
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   const int block_idx = sm90::cluster_rank();
-  const int cluster_idx = static_cast<int>(blockIdx.y);
-  const int num_clusters = static_cast<int>(gridDim.y);
+  const int row_idx = static_cast<int>(blockIdx.y);
   const int column = block_idx * kThreads + thread_idx;
   if (thread_idx == 0) {
-    for (std::uint64_t& barrier : shared.barrier) sm90::barrier_init(&barrier, 1);
+    sm90::barrier_init(&shared.barrier, 1);
     sm90::barrier_init(&shared.fn_barrier, 1);
     sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&shared.barrier, sizeof shared.of_block);
     if constexpr (kShared > 0) {
       sm90::barrier_arrive_expect(&shared.fn_barrier, L::kSharedFnBytes);
 #pragma unroll 1
@@ -146,9 +132,7 @@ __global__ void __maxnreg__(L::kMaxRegisters)
       fn[i][k] = __ldg(params.next.fn + (i * kStreams + k) * kHidden + column);
     }
   }
-  const int output = min(lane_idx, kOutputs - 1);
-  const float logit_scale = __ldg(params.next.scale + (output < 4 ? 0 : output < 8 ? 1 : 2));
-  const float logit_base = __ldg(params.next.base + output);
+  const LogitScale of_logit = logit_scale(params.next, lane_idx);
   const float gain =
       plat::bits_float(static_cast<std::uint32_t>(__ldg(params.gain + column)) << 16);
   const std::uint64_t epoch = exchange_epoch(params.port, params.exchange_index);
@@ -157,219 +141,167 @@ __global__ void __maxnreg__(L::kMaxRegisters)
   plat::block_sync();
   sm90::cluster_wait();
 
-  int turn = 0;
-#pragma unroll 1
-  for (int row_idx = cluster_idx; row_idx < params.num_rows; row_idx += num_clusters, ++turn) {
-    const int side = turn & 1;
-    if (thread_idx == 0) {
-      sm90::barrier_arrive_expect(&shared.barrier[side], sizeof shared.of_block[side]);
-    }
-    const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * kStreams * kHidden;
-    float r[kStreams];
+  const std::int64_t row_begin = static_cast<std::int64_t>(row_idx) * kStreams * kHidden;
+  float r[kStreams];
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      r[j] = bf16_at(params.residual_in + row_begin + j * kHidden + column);
-    }
-    std::uint32_t aborted = 0;
-    if constexpr (kRanks > 0) {
-      constexpr int kQuads = kHidden / 4, kOwnQuads = kThreads / 4;
-      if (thread_idx < kMixStride) {
-        shared.mix[thread_idx] = __ldcg(params.mix_in + row_idx * kMixStride + thread_idx);
-      }
-      // Blocks that begin late find all packets there.
-      const int own_quad = block_idx * kOwnQuads + thread_idx;
-      float sums[4] = {};
-      const bool there =
-          thread_idx >= kOwnQuads ||
-          try_receive_quad<kRanks>(sums, params.port, epoch, row_idx, own_quad, kQuads);
-      if (__syncthreads_or(there ? 0 : 1) != 0) {
-        wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kOwnQuads, kOwnQuads,
-                               kQuads, stage);
-        if (!there) {
-          receive_quad<kRanks>(sums, params.port, epoch, row_idx, own_quad, kQuads, stage);
-        }
-      }
-      if (thread_idx < kOwnQuads) {
-        *reinterpret_cast<float4*>(&shared.y[4 * thread_idx]) =
-            make_float4(sums[0], sums[1], sums[2], sums[3]);
-      }
-      // What came may be of a kernel whose own wait was ended. The answer is used further below.
-      aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
-      plat::block_sync();
-      stamps.mark(StampStage::wait);
-      const float y = quick_bf16(shared.y[thread_idx]);
-      float out[kStreams];
-#pragma unroll
-      for (int k = 0; k < kStreams; ++k) {
-        float acc = shared.mix[8 + k] * r[0];
-        acc = plat::fma(shared.mix[4 + k], y, acc);
-#pragma unroll
-        for (int j = 1; j < kStreams; ++j) acc = plat::fma(shared.mix[8 + 4 * j + k], r[j], acc);
-        out[k] = quick_bf16(acc);
-        params.residual_out[row_begin + k * kHidden + column] =
-            static_cast<std::uint16_t>(plat::float_bits(out[k]) >> 16);
-      }
-#pragma unroll
-      for (int k = 0; k < kStreams; ++k) r[k] = out[k];
-    }
-
-    {
-      float v[plat::kWarpLanes];
-#pragma unroll
-      for (int i = 0; i < kKept; ++i) {
-        v[i] = fn[i][0] * r[0];
-#pragma unroll
-        for (int k = 1; k < kStreams; ++k) v[i] = plat::fma(fn[i][k], r[k], v[i]);
-      }
-      if constexpr (kShared > 0) {
-        if (turn == 0) wait_for_weights(&shared.fn_barrier, 0);
-#pragma unroll
-        for (int i = 0; i < kShared; ++i) {
-          const float* const from = shared_fn + i * kStreams * kThreads + thread_idx;
-          float& to = v[kKept + i];
-          to = from[0] * r[0];
-#pragma unroll
-          for (int k = 1; k < kStreams; ++k) to = plat::fma(from[k * kThreads], r[k], to);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kStreams; ++k) v[kOwnProducts + k] = r[k] * r[k];
-      v[kCrossProducts] = r[0] * r[1];
-      v[kCrossProducts + 1] = r[0] * r[2];
-      v[kCrossProducts + 2] = r[0] * r[3];
-      v[kCrossProducts + 3] = r[1] * r[2];
-      static_assert(kCrossProducts + 4 == plat::kWarpLanes);
-      const float last[2] = {plat::warp_sum(r[1] * r[3]), plat::warp_sum(r[2] * r[3])};
-      sum_over_lanes(v, lane_idx);
-      shared.of_warp[warp_idx][lane_idx] = v[0];
-      if (lane_idx < kSumPitch - plat::kWarpLanes) {
-        shared.of_warp[warp_idx][plat::kWarpLanes + lane_idx] = lane_idx == 0   ? last[0]
-                                                                : lane_idx == 1 ? last[1]
-                                                                                : 0.0f;
-      }
-    }
-    plat::block_sync();
-    stamps.mark(StampStage::compute);
-    constexpr int kChunks = kSumPitch / 4;
-    if (thread_idx < L::kCluster * kChunks) {
-      const int peer = thread_idx / kChunks, chunk = thread_idx % kChunks;
-      float4 sum = *reinterpret_cast<const float4*>(&shared.of_warp[0][4 * chunk]);
-#pragma unroll
-      for (int i = 1; i < kWarps; ++i) {
-        const float4 part = *reinterpret_cast<const float4*>(&shared.of_warp[i][4 * chunk]);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-      }
-      sm90::send_to_peer(sm90::peer_address(&shared.of_block[side][block_idx][4 * chunk], peer),
-                         make_uint4(plat::float_bits(sum.x), plat::float_bits(sum.y),
-                                    plat::float_bits(sum.z), plat::float_bits(sum.w)),
-                         sm90::peer_address(&shared.barrier[side], peer));
-    }
-    wait_for_cluster(&shared.barrier[side], static_cast<std::uint32_t>(turn >> 1 & 1));
-    float total = 0.0f, cross = 0.0f;
-#pragma unroll
-    for (int i = 0; i < L::kCluster; ++i) {
-      total += shared.of_block[side][i][lane_idx];
-      cross += shared.of_block[side][i][plat::kWarpLanes + lane_idx % 4];
-    }
-    const auto of_lane = [](float v, int lane) { return __shfl_sync(plat::kAllLanes, v, lane); };
-    float own[kStreams];
-#pragma unroll
-    for (int k = 0; k < kStreams; ++k) own[k] = of_lane(total, kOwnProducts + k);
-    const float squares = (own[0] + own[1]) + (own[2] + own[3]);
-    const float logit =
-        total * plat::rsqrt(squares / static_cast<float>(kStreams * kHidden) + params.norm_eps) *
-            logit_scale +
-        logit_base;
-    const float gate = stages::sigmoid(logit);
-    float pre[kStreams];
-#pragma unroll
-    for (int k = 0; k < kStreams; ++k) pre[k] = of_lane(gate + params.hc_eps, k);
-    float v_squares = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kStreams; ++k) v_squares = plat::fma(pre[k] * pre[k], own[k], v_squares);
-    v_squares = plat::fma(2.0f * pre[0] * pre[1], of_lane(total, kCrossProducts), v_squares);
-    v_squares = plat::fma(2.0f * pre[0] * pre[2], of_lane(total, kCrossProducts + 1), v_squares);
-    v_squares = plat::fma(2.0f * pre[0] * pre[3], of_lane(total, kCrossProducts + 2), v_squares);
-    v_squares = plat::fma(2.0f * pre[1] * pre[2], of_lane(total, kCrossProducts + 3), v_squares);
-    v_squares = plat::fma(2.0f * pre[1] * pre[3], of_lane(cross, 0), v_squares);
-    v_squares = plat::fma(2.0f * pre[2] * pre[3], of_lane(cross, 1), v_squares);
-    float scale =
-        quick_rsqrt(plat::max(v_squares, 0.0f) / static_cast<float>(kHidden) + params.norm_eps);
-    if (aborted != 0u) {
-      scale = plat::bits_float(0x7fc0'0000u);
-#pragma unroll
-      for (int k = 0; k < kStreams; ++k) {
-        params.residual_out[row_begin + k * kHidden + column] = 0x7fc0u;
-      }
-    }
-    float v = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kStreams; ++k) v = plat::fma(r[k], pre[k], v);
-    v = quick_bf16(quick_bf16(v) * scale * gain);
-    params.x[static_cast<std::int64_t>(row_idx) * kHidden + column] =
-        static_cast<std::uint16_t>(plat::float_bits(v) >> 16);
-    const float warp_amax = plat::warp_max(plat::abs(v));
-    if (lane_idx == 0) shared.amax[warp_idx] = warp_amax;
-    if (warp_idx == 0 && lane_idx < kOutputs) shared.logit[turn][lane_idx] = logit;
-    plat::block_sync();
-    stamps.mark(StampStage::sum);
-    if (params.x_packets != nullptr || params.x_codes != nullptr) {
-      constexpr int kWarpsAGroup = kGroup / plat::kWarpLanes;
-      float amax = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kWarpsAGroup; ++i) {
-        amax = plat::max(shared.amax[warp_idx / kWarpsAGroup * kWarpsAGroup + i], amax);
-      }
-      const PowerScale group = power_scale(amax);
-      const std::uint32_t code = sm90::to_e4m3_pair(v * group.inverse, 0.0f) & 0xffu;
-      const uint2 codes = gather_codes(code);
-      if (params.num_rows <= kHopRows) {
-        if (lane_idx % 8 == 0 && params.x_packets != nullptr) {
-          send_packet(
-              static_cast<plat::TaggedWords*>(params.x_packets) + (row_idx * kHidden + column) / 8,
-              static_cast<std::uint32_t>(epoch), codes.x, codes.y, plat::float_bits(group.scale));
-        }
-      } else {
-        if (lane_idx % 8 == 0) {
-          *reinterpret_cast<uint2*>(params.x_codes + static_cast<std::int64_t>(row_idx) * kHidden +
-                                    column) = codes;
-        }
-        if (column % kGroup == 0) {
-          params.x_scale[column / kGroup * padded_rows(params.num_rows) + row_idx] = group.scale;
-        }
-      }
-    }
-    stamps.mark(StampStage::store);
-    if (row_idx + num_clusters >= params.num_rows) {
-      open_gate(params.done, kMixCluster / L::kCluster);
-    }
-    plat::block_sync();  // mix, y and amax are free
+  for (int j = 0; j < kStreams; ++j) {
+    r[j] = bf16_at(params.residual_in + row_begin + j * kHidden + column);
   }
-  if (params.later_fn != nullptr) {
-    constexpr int kLine = 128 / sizeof(float), kLines = kOutputs * kStreams * kHidden / kLine;
-    const int first = cluster_idx * kHidden + column;
-    for (int line = first; line < kLines; line += num_clusters * kHidden) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(
-          __cvta_generic_to_global(params.later_fn + line * kLine)));
+  std::uint32_t aborted = 0;
+  if constexpr (kRanks > 0) {
+    constexpr int kQuads = kHidden / 4, kOwnQuads = kThreads / 4;
+    if (thread_idx < kMixStride) {
+      shared.mix[thread_idx] = __ldcg(params.mix_in + row_idx * kMixStride + thread_idx);
     }
+    // Blocks that begin late find all packets there.
+    const int own_quad = block_idx * kOwnQuads + thread_idx;
+    float sums[4] = {};
+    const bool there =
+        thread_idx >= kOwnQuads ||
+        try_receive_quad<kRanks>(sums, params.port, epoch, row_idx, own_quad, kQuads);
+    if (__syncthreads_or(there ? 0 : 1) != 0) {
+      wait_for_quads<kRanks>(params.port, epoch, row_idx, block_idx * kOwnQuads, kOwnQuads, kQuads,
+                             stage);
+      if (!there) {
+        receive_quad<kRanks>(sums, params.port, epoch, row_idx, own_quad, kQuads, stage);
+      }
+    }
+    if (thread_idx < kOwnQuads) {
+      *reinterpret_cast<float4*>(&shared.y[4 * thread_idx]) =
+          make_float4(sums[0], sums[1], sums[2], sums[3]);
+    }
+    // What came may be of a kernel whose own wait was ended. The answer is used further below.
+    aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);
+    plat::block_sync();
+    stamps.mark(StampStage::wait);
+    const float y = quick_bf16(shared.y[thread_idx]);
+    float out[kStreams];
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) {
+      float acc = shared.mix[8 + k] * r[0];
+      acc = plat::fma(shared.mix[4 + k], y, acc);
+#pragma unroll
+      for (int j = 1; j < kStreams; ++j) acc = plat::fma(shared.mix[8 + 4 * j + k], r[j], acc);
+      out[k] = quick_bf16(acc);
+      params.residual_out[row_begin + k * kHidden + column] =
+          static_cast<std::uint16_t>(plat::float_bits(out[k]) >> 16);
+    }
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) r[k] = out[k];
+  }
+
+  {
+    float v[plat::kWarpLanes];
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      v[i] = fn[i][0] * r[0];
+#pragma unroll
+      for (int k = 1; k < kStreams; ++k) v[i] = plat::fma(fn[i][k], r[k], v[i]);
+    }
+    if constexpr (kShared > 0) {
+      wait_for_weights(&shared.fn_barrier, 0);
+#pragma unroll
+      for (int i = 0; i < kShared; ++i) {
+        const float* const from = shared_fn + i * kStreams * kThreads + thread_idx;
+        float& to = v[kKept + i];
+        to = from[0] * r[0];
+#pragma unroll
+        for (int k = 1; k < kStreams; ++k) to = plat::fma(from[k * kThreads], r[k], to);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) v[kOwnProducts + k] = r[k] * r[k];
+    v[kCrossProducts] = r[0] * r[1];
+    v[kCrossProducts + 1] = r[0] * r[2];
+    v[kCrossProducts + 2] = r[0] * r[3];
+    v[kCrossProducts + 3] = r[1] * r[2];
+    static_assert(kCrossProducts + 4 == plat::kWarpLanes);
+    const float last[2] = {plat::warp_sum(r[1] * r[3]), plat::warp_sum(r[2] * r[3])};
+    sum_over_lanes(v, lane_idx);
+    shared.of_warp[warp_idx][lane_idx] = v[0];
+    if (lane_idx < kSumPitch - plat::kWarpLanes) {
+      shared.of_warp[warp_idx][plat::kWarpLanes + lane_idx] = lane_idx == 0   ? last[0]
+                                                              : lane_idx == 1 ? last[1]
+                                                                              : 0.0f;
+    }
+  }
+  plat::block_sync();
+  stamps.mark(StampStage::compute);
+  constexpr int kChunks = kSumPitch / 4;
+  if (thread_idx < L::kCluster * kChunks) {
+    const int peer = thread_idx / kChunks, chunk = thread_idx % kChunks;
+    float4 sum = *reinterpret_cast<const float4*>(&shared.of_warp[0][4 * chunk]);
+#pragma unroll
+    for (int i = 1; i < kWarps; ++i) {
+      const float4 part = *reinterpret_cast<const float4*>(&shared.of_warp[i][4 * chunk]);
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+    sm90::send_to_peer(sm90::peer_address(&shared.of_block[block_idx][4 * chunk], peer),
+                       make_uint4(plat::float_bits(sum.x), plat::float_bits(sum.y),
+                                  plat::float_bits(sum.z), plat::float_bits(sum.w)),
+                       sm90::peer_address(&shared.barrier, peer));
+  }
+  wait_for_cluster(&shared.barrier, 0);
+  float total = 0.0f, cross = 0.0f;
+#pragma unroll
+  for (int i = 0; i < L::kCluster; ++i) {
+    total += shared.of_block[i][lane_idx];
+    cross += shared.of_block[i][plat::kWarpLanes + lane_idx % 4];
+  }
+  auto [pre, scale, logit] = row_numbers(total, cross, of_logit, params.norm_eps, params.hc_eps);
+  if (aborted != 0u) {
+    scale = plat::bits_float(0x7fc0'0000u);
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) {
+      params.residual_out[row_begin + k * kHidden + column] = 0x7fc0u;
+    }
+  }
+  float v = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kStreams; ++k) v = plat::fma(r[k], pre[k], v);
+  v = quick_bf16(quick_bf16(v) * scale * gain);
+  params.x[static_cast<std::int64_t>(row_idx) * kHidden + column] =
+      static_cast<std::uint16_t>(plat::float_bits(v) >> 16);
+  const float warp_amax = plat::warp_max(plat::abs(v));
+  if (lane_idx == 0) shared.amax[warp_idx] = warp_amax;
+  if (warp_idx == 0 && lane_idx < kOutputs) shared.logit[lane_idx] = logit;
+  plat::block_sync();
+  stamps.mark(StampStage::sum);
+  if (params.x_packets != nullptr || params.x_codes != nullptr) {
+    constexpr int kWarpsAGroup = kGroup / plat::kWarpLanes;
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWarpsAGroup; ++i) {
+      amax = plat::max(shared.amax[warp_idx / kWarpsAGroup * kWarpsAGroup + i], amax);
+    }
+    const PowerScale group = power_scale(amax);
+    const std::uint32_t code = sm90::to_e4m3_pair(v * group.inverse, 0.0f) & 0xffu;
+    const uint2 codes = gather_codes(code);
+    if (params.num_rows <= kHopRows) {
+      if (lane_idx % 8 == 0 && params.x_packets != nullptr) {
+        send_packet(
+            static_cast<plat::TaggedWords*>(params.x_packets) + (row_idx * kHidden + column) / 8,
+            static_cast<std::uint32_t>(epoch), codes.x, codes.y, plat::float_bits(group.scale));
+      }
+    } else {
+      if (lane_idx % 8 == 0) {
+        *reinterpret_cast<uint2*>(params.x_codes + static_cast<std::int64_t>(row_idx) * kHidden +
+                                  column) = codes;
+      }
+      if (column % kGroup == 0) {
+        params.x_scale[column / kGroup * padded_rows(params.num_rows) + row_idx] = group.scale;
+      }
+    }
+  }
+  stamps.mark(StampStage::store);
+  open_gate(params.done, kMixCluster / L::kCluster);
+  if (params.later_fn != nullptr) {
+    ask_for_later(params.later_fn, row_idx * kHidden + column, params.num_rows * kHidden);
   }
   if (block_idx != 0) return;
-  // What the sublayer's end needs, by a warp a row.
-  if (warp_idx < turn) {
-    const float* logits = shared.logit[warp_idx];
-    float* out = params.mix_out + (cluster_idx + warp_idx * num_clusters) * kMixStride;
-    if (lane_idx < 8) {
-      const float gate = stages::sigmoid(logits[lane_idx]);
-      out[lane_idx] = lane_idx < 4 ? gate + params.hc_eps : 2.0f * gate;
-    }
-    if (lane_idx == 0) {
-      float comb[4][4];
-#pragma unroll
-      for (int i = 0; i < 16; ++i) comb[i / 4][i % 4] = logits[8 + i];
-      sinkhorn(comb, params.hc_eps, params.sinkhorn_iters);
-#pragma unroll
-      for (int i = 0; i < 16; ++i) out[8 + i] = comb[i / 4][i % 4];
-    }
+  if (warp_idx == 0) {
+    store_mix(params.mix_out + row_idx * kMixStride, shared.logit, params.hc_eps,
+              params.sinkhorn_iters);
   }
   open_gate(params.mix_done);
 }
@@ -379,11 +311,13 @@ __global__ void __maxnreg__(L::kMaxRegisters)
 cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmatic,
                                 cudaStream_t stream) {
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
+  const int clusters = static_cast<int>(exchange_mix_clusters(params));
+  if (params.num_rows > clusters) return launch_exchange_mix_wide(params, programmatic, stream);
   const auto launch = [&]<int kRanks, int kCluster>() {
     using L = Layout<kCluster>;
-    return launch_kernel(
-        hc_exchange_mix_sm90<kRanks, L>, dim3(kCluster, exchange_mix_clusters(params.num_rows)),
-        L::kThreads, sizeof(Shared<L>) + L::kSharedFnBytes, kCluster, programmatic, stream, params);
+    return launch_kernel(hc_exchange_mix_sm90<kRanks, L>, dim3(kCluster, clusters), L::kThreads,
+                         sizeof(Shared<L>) + L::kSharedFnBytes, kCluster, programmatic, stream,
+                         params);
   };
   const auto launch_ranks = [&]<int kRanks>() {
     return params.few_blocks ? launch.template operator()<kRanks, kMixCluster / 2>()

@@ -26,7 +26,7 @@ struct ExchangeMixParams {
   ExchangeStage stage;  // for the status words
   int num_rows;         // T, 1 .. 48
   bool receives;        // false: a step's first kernel, nothing is summed and the residual stays
-  bool few_blocks;      // eight blocks a row instead of sixteen, which count twice; receives
+  bool few_blocks;      // eight blocks a row instead of sixteen; receives
   const float* mix_in;  // [T, kMixStride] of mix.hpp: post and comb of the sublayer that ends
   const std::uint16_t* residual_in;  // bf16 [T, 4, H]
   HyperWeights next;                 // of the sublayer that begins
@@ -46,20 +46,22 @@ struct ExchangeMixParams {
   void* x_packets;
   std::uint32_t kernel;  // of its stamps: Hop::id and HopKernel
   // Of residual_in, and of mix_in (word NULL: the ends of the kernels before); of residual_out and
-  // x (exchange_mix_blocks); of mix_out (exchange_mix_clusters).
+  // x (exchange_mix_blocks); of mix_out (num_rows).
   Gate before, mix_before, done, mix_done;
   // Of a kernel beside the chain that reads x; word NULL: none.
   Gate x_read;
 };
 
-// Sixteen blocks (or eight) that share a row, and take several one after the other where rows are
-// many.
-inline constexpr int kMixCluster = 16, kMaxMixClusters = 8;
-constexpr std::uint32_t exchange_mix_clusters(int num_rows) {
-  return static_cast<std::uint32_t>(num_rows < kMaxMixClusters ? num_rows : kMaxMixClusters);
+// Sixteen blocks (or eight) that share a row, or several where rows are many. So many clusters of
+// sixteen run at once: no more parts of the chip have sixteen multiprocessors.
+inline constexpr int kMixCluster = 16, kMaxMixClusters = 7, kMaxSmallMixClusters = 8;
+constexpr std::uint32_t exchange_mix_clusters(const ExchangeMixParams& params) {
+  const int most = params.few_blocks ? kMaxSmallMixClusters : kMaxMixClusters;
+  return static_cast<std::uint32_t>(params.num_rows < most ? params.num_rows : most);
 }
+// What opens `done`: a row counts as much as a cluster's blocks, by whichever it is made.
 constexpr std::uint32_t exchange_mix_blocks(int num_rows) {
-  return kMixCluster * exchange_mix_clusters(num_rows);
+  return static_cast<std::uint32_t>(kMixCluster * num_rows);
 }
 
 // V4-Flash's sizes (H 4096); tp_size 1, 2 or 4. cudaErrorInvalidValue for what was not built.

@@ -196,7 +196,7 @@ cudaError_t launch_layer_input(const LayerStep& step, const HyperWeights& attn_h
   params.residual_in = step.memory.residual[0];
   params.mix_out = step.memory.mix[0];
   params.done = gate_of(step, 0, gate_input, exchange_mix_blocks(step.num_rows));
-  params.mix_done = gate_of(step, 0, gate_input_mix, exchange_mix_clusters(step.num_rows));
+  params.mix_done = gate_of(step, 0, gate_input_mix, static_cast<std::uint32_t>(step.num_rows));
   return launch_exchange_mix(params, false, stream);
 }
 
@@ -212,7 +212,7 @@ cudaError_t launch_layer_embedding(const LayerStep& step, const std::uint16_t* z
   params.residual_out = step.memory.residual[0];
   params.mix_out = step.memory.mix[0];
   params.done = gate_of(step, 0, gate_done, exchange_mix_blocks(step.num_rows));
-  params.mix_done = gate_of(step, 0, gate_ffn_mix, exchange_mix_clusters(step.num_rows));
+  params.mix_done = gate_of(step, 0, gate_ffn_mix, static_cast<std::uint32_t>(step.num_rows));
   return launch_exchange_mix(params, false, stream);
 }
 
@@ -231,7 +231,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   const bool first = layer_idx == 0;
   const std::uint32_t exchange_blocks =
       is_v4 ? exchange_mix_blocks(rows) : exchange_norm_blocks(rows);
-  const std::uint32_t mix_blocks = is_v4 ? exchange_mix_clusters(rows) : 1;
+  const std::uint32_t mix_blocks = is_v4 ? static_cast<std::uint32_t>(rows) : 1;
   const auto gate = [&](GateKind kind, std::uint32_t blocks) {
     return gate_of(step, layer_idx, kind, blocks);
   };

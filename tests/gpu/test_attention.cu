@@ -268,9 +268,9 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
 }
 
 // A rank that sends nothing: the wait ends at its budget, says so, and the device lives on.
-void check_deadline(const DeviceWeights& device) {
-  Activations act(6, kHeads, kGroups);
-  Mailboxes mail(6, kRanks);
+void check_deadline(const DeviceWeights& device, int rows) {
+  Activations act(rows, kHeads, kGroups);
+  Mailboxes mail(rows, kRanks);
   fused::ExchangePort port = mail.looped(kRanks);
   port.budget_ns = 20'000'000;
   must_run(
@@ -328,5 +328,5 @@ TEST_CASE(brief_one_row_and_six) {
 TEST_CASE(a_rank_that_sends_nothing_is_named_at_the_deadline) {
   need_device();
   const lowlat::bench::Weights weights;
-  lowlat::bench::check_deadline(weights.device);
+  for (const int rows : {6, 24}) lowlat::bench::check_deadline(weights.device, rows);
 }

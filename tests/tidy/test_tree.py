@@ -259,6 +259,7 @@ TESTED_ELSEWHERE: dict[str, str] = {
     "cpp_kernels/fused/layer_beside.hpp": "tests/gpu/test_layer_v4.cu",
     "cpp_kernels/fused/layer_pooled.hpp": "tests/gpu/test_layer_v4.cu",
     "cpp_kernels/fused/exchange_mix.hpp": "tests/gpu/test_attention_v4.cu",
+    "cpp_kernels/fused/exchange_mix_wide.hpp": "tests/gpu/test_attention_v4.cu",
     "cpp_kernels/fused/model.hpp": "tests/gpu/test_attention_v4.cu",
     "cpp_kernels/bench/layer_stamps.hpp": "cpp_kernels/bench/layer.cu",
     "cpp_kernels/fused/mix.hpp": "tests/gpu/test_attention.cu",
