@@ -33,7 +33,6 @@ void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, i
                                     {"keys, q end", BesideOrder::keys_q_end}}) {
     if (ratio == 0 || (ratio == 128 && order > BesideOrder::pool_end)) continue;
     if (ratio == 4 && order == BesideOrder::pool_end) continue;
-    if (rows > fused::kHopRows && order != BesideOrder::q_first) continue;
     cases.push_back({name, {}});
     cases.back().parts.beside_order = order;
   }

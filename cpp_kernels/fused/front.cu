@@ -669,6 +669,15 @@ cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaS
   });
 }
 
+cudaError_t launch_front_latent(const FrontParams& params, bool programmatic,
+                                cudaStream_t stream) {
+  if (params.num_rows <= kHopRows) return cudaSuccess;
+  return with_model(params.model, [&]<class M>() {
+    return launch_kernel(front_latent_any<M>, dim3(params.num_rows), kLatentThreads, 0, 1,
+                         programmatic, stream, params);
+  });
+}
+
 cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   if (params.num_heads < 1 || params.num_heads > 64) return cudaErrorInvalidValue;
   return with_model(params.model, [&]<class M>() {
@@ -683,9 +692,6 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
         return launch_kernel(front_q_fp8_sm90<M, 1>, dim3(products + kCluster), kProductThreads,
                              kOneAMultiprocessor, kCluster, programmatic, stream, params);
       } else {
-        const cudaError_t error = launch_kernel(front_latent_any<M>, dim3(params.num_rows),
-                                                kLatentThreads, 0, 1, programmatic, stream, params);
-        if (error != cudaSuccess) return error;
         return launch_kernel(front_q_fp8_sm90<M, kTiles>, dim3(products), kProductThreads,
                              sizeof(QShared<M, kTiles>), kCluster, programmatic, stream, params);
       }

@@ -80,7 +80,10 @@ constexpr std::uint32_t front_q_blocks(int num_heads) {
 // [q_a | kv]. V4.1-Flash's sizes (H 5120, q_lora 1280) or V4-Flash's (4096, 1024);
 // cudaErrorInvalidValue for num_rows or num_heads out of range.
 cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaStream_t stream);
-// q_b with its norm before and RoPE after, and the stored keys.
+// Of more than kHopRows rows, between the two: the latent's codes and the stored keys. Of fewer it
+// launches nothing.
+cudaError_t launch_front_latent(const FrontParams& params, bool programmatic, cudaStream_t stream);
+// q_b with its norm before and RoPE after, and of few rows the stored keys.
 cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStream_t stream);
 
 }  // namespace lowlat::nvidia::fused

@@ -351,6 +351,9 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     };
     if (mix_first) launch_statistics(!first);
     run(HopKernel::qkv, [&] { return launch_front_qkv(front, mix_first || !first, stream); });
+    if (rows > kHopRows) {
+      run(HopKernel::latent, [&] { return launch_front_latent(front, true, stream); });
+    }
     beside_before(HopKernel::q);
     run(HopKernel::q, [&] { return launch_front_q(front, true, stream); });
     AttentionParams attention = {};

@@ -10,8 +10,9 @@ Gate beside_done(const BesideLayer& beside) {
   return beside.pool != nullptr ? beside.pool->done : beside.compress.done;
 }
 
-BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_keys) {
+BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool selects, bool owns_keys) {
   if (order != BesideOrder::measured) return order;
+  if (num_rows > kHopRows) return BesideOrder::q_first;
   if (!selects) return BesideOrder::q_last;
   if (ratio == shape::kOverlapRatio) return BesideOrder::keys_q_end;
   if (ratio == 1) return BesideOrder::q_end;
@@ -21,10 +22,9 @@ BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_k
 cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder order,
                           const std::function<void(HopKernel)>* between, cudaStream_t stream) {
   const IndexParams* const index = beside.index;
-  const bool few = beside.compress.rows.num_rows <= kHopRows;
   const bool selects = index != nullptr;
-  order =
-      few ? beside_order(order, beside.compress.ratio, selects, beside.keys) : BesideOrder::q_first;
+  order = beside_order(order, beside.compress.rows.num_rows, beside.compress.ratio, selects,
+                       beside.keys);
   const bool query_first = selects && order == BesideOrder::query_first;
   const bool is_last = next == HopKernel::attention;
   cudaError_t error = cudaSuccess;

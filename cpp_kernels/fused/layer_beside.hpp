@@ -30,9 +30,9 @@ struct BesideLayer {
   const IndexParams* index;
 };
 
-// The kernels between [q_a, kv] and attention, of few rows: q, the keys' (product, key or pool),
-// the index's query, scores and selection; of more rows q is first, whose kernel makes the latent's
-// codes. Where entries are named, keys are those of ratio 4's index alone.
+// The kernels between [q_a, kv], of many rows the latent, and attention: q, the keys' (product, key
+// or pool), the index's query, scores and selection. Where entries are named, keys are those of
+// ratio 4's index alone.
 enum class BesideOrder {
   measured,
   q_first,      // q, keys, query, scores, selection
@@ -43,7 +43,7 @@ enum class BesideOrder {
   keys_q_end    // keys, query, scores, entries, selection, q
 };
 // What `measured` stands for. A selection among more scores takes longer, and begins before q.
-BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_keys);
+BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool selects, bool owns_keys);
 
 // What attention waits for.
 Gate beside_done(const BesideLayer& beside);

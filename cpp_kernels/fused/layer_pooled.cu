@@ -38,9 +38,8 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   compress.hop = hop;
   compress.x_done = layer_x_gate(step, layer_idx);
   CompressParams entry_compress = compress;
-  const bool splits =
-      selects && step.num_rows <= kHopRows &&
-      beside_order(parts.beside_order, layer.ratio, true, true) == BesideOrder::keys_q_end;
+  const bool splits = selects && beside_order(parts.beside_order, step.num_rows, layer.ratio, true,
+                                              true) == BesideOrder::keys_q_end;
   if (splits) {
     entry_compress.some_rows = 4 * shape::kHeadDim;
     entry_compress.product_done = gate(gate_entries, compress_product_blocks(entry_compress));
@@ -70,7 +69,7 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
     index.head_stride = pool.width;
     index.new_keys = true;
     index.packets = step.memory.packets;
-    if (step.num_rows <= kHopRows) index.hop = hop;
+    index.hop = hop;
     index.x_index = 2 * layer_idx - 1;
     set_index_latent(step.memory, FusedModel::v4, step.num_rows, layer_idx, &index);
     index.heads_done = compress.product_done;

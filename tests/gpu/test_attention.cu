@@ -168,6 +168,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
     expect("residual, statistics by two blocks", rows, values(act.residual[0].take()),
            values(want_residual), 4e-3);
   }
+  must_run(fused::launch_front_latent(front, false, nullptr), "latent");
   must_run(fused::launch_front_q(front, false, nullptr), "q");
   std::vector<std::uint16_t> latent(qa.size());
   reference::rms_norm(latent.data(), qa.data(), weights.q_norm.data(), rows, kQLora, kNormEps);
