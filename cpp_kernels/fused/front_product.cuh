@@ -211,19 +211,20 @@ LOWLAT_DEVICE uint2 codes_of(const unsigned char* piece, int t) {
   }
 }
 
+// Codes of rows g and g + 8 as an operand of mma.
+LOWLAT_DEVICE void place_codes(std::uint32_t (&to)[4], std::uint32_t low, std::uint32_t high) {
+  std::uint32_t pair[2];
+  sm90::e4m3_to_f16(pair, low);
+  to[0] = pair[0], to[2] = pair[1];
+  sm90::e4m3_to_f16(pair, high);
+  to[1] = pair[0], to[3] = pair[1];
+}
 // sum += codes of rows g and g + 8 times b, under both scales.
 LOWLAT_DEVICE void add_step(float (&sum)[4], uint2 low, uint2 high, const std::uint32_t (&b)[4],
                             float weight_scale, float2 token_scale) {
   std::uint32_t a[2][4];
-  const auto place = [](std::uint32_t (&to)[4], std::uint32_t codes_low, std::uint32_t codes_high) {
-    std::uint32_t pair[2];
-    sm90::e4m3_to_f16(pair, codes_low);
-    to[0] = pair[0], to[2] = pair[1];
-    sm90::e4m3_to_f16(pair, codes_high);
-    to[1] = pair[0], to[3] = pair[1];
-  };
-  place(a[0], low.x, high.x);
-  place(a[1], low.y, high.y);
+  place_codes(a[0], low.x, high.x);
+  place_codes(a[1], low.y, high.y);
   float part[4] = {};
   sm90::mma_f16(part, a[0], b[0], b[1]);
   sm90::mma_f16(part, a[1], b[2], b[3]);
@@ -327,22 +328,28 @@ LOWLAT_DEVICE void ask_for_rows(unsigned char* to, int num_rows, int bytes, std:
 // kOwned rows of the kRows belong to one block of the cluster: block i has rows i * kOwned and on
 // (blocks after the last row have none).
 // kStaged bytes an activation (1, 2; 0: none): more than one group of tokens is brought to shared
-// memory first, so that no step waits for its own.
-template <int kRows_, int kK_, int kTiles_, int kBlocks_, int kOwned_, int kStaged_>
+// memory first, so that no step waits for its own. kTokenParts: into so many parts the groups of
+// tokens are divided among the warps, which then split K less often and have fewer sums to add.
+template <int kRows_, int kK_, int kTiles_, int kBlocks_, int kOwned_, int kStaged_,
+          int kTokenParts = 1>
 struct Product {
   static constexpr int kRows = kRows_, kK = kK_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr int kOwned = kOwned_, kStaged = kTiles > 1 ? kStaged_ : 0;
   static constexpr int kRowTiles = kRows / 16;
-  static constexpr int kSteps = kK / kStep / kProductWarps;  // of a warp
+  static constexpr int kParts = kProductWarps / kTokenParts;  // of K
+  static constexpr int kSteps = kK / kStep / kParts;          // of a warp
   static constexpr int kTokens = kTiles * kTileTokens;
+  static constexpr int kOwnTiles = kTiles / kTokenParts;  // of a warp
+  static_assert(kTiles % kTokenParts == 0 && kProductWarps % kTokenParts == 0);
+  static_assert(kTokenParts == 1 || kTiles > 1);
   // A row's pitch of 32 more than a multiple of 128 bytes, so that the four rows and four pieces
   // of 8 bytes that half a warp reads lie in 32 different banks.
   static constexpr int kPitch = kK + 32;
   // Partial sums [warp][token][row]: two tokens are 8 banks apart (mod 32), rows follow.
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kCodeBytes = kRows * kPitch;
-  static constexpr int kSumBytes = kProductWarps * kTokens * kSumPitch * 4;
-  static_assert(kK % (kStep * kProductWarps) == 0 && kK % 128 == 0 && kRows % 16 == 0);
+  static constexpr int kSumBytes = kParts * kTokens * kSumPitch * 4;
+  static_assert(kK % (kStep * kParts) == 0 && kK % 128 == 0 && kRows % 16 == 0);
   static_assert(2 * kSumPitch % 32 == 8 && kOwned * kBlocks >= kRows && kRows % kOwned == 0);
 
   // Copied activations lie behind the codes, a pitch of 32 (64) more than a multiple of 128 bytes
@@ -475,38 +482,68 @@ struct Product {
     }
   }
 
-  // Several groups of tokens, from shared memory: every weight fragment is expanded once.
+  // Several groups of tokens: every weight fragment is expanded once for each part of them. What
+  // is not in shared memory is asked for so many steps at a time, the first before the weights are
+  // waited for.
   template <class Activations>
   LOWLAT_DEVICE static void multiply_many(Shared& shared, const Activations& activations,
                                           int num_rows, Stamps& stamps) {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
     const int g = lane_idx / 4, t = lane_idx % 4;
-    const int first_k = warp_idx * kSteps * kStep;
-    wait_for_weights(&shared.barrier, 0);
-    float sum[kRowTiles][kTiles][4] = {};
+    const int part = warp_idx % kParts, first_token = warp_idx / kParts * kOwnTiles * kTileTokens;
+    const int first_k = part * kSteps * kStep;
+    constexpr int kAhead = Activations::kShared ? 1 : kSteps < 4 ? kSteps : 4;
+    constexpr int kStepsAGroup = Activations::kGroup / kStep;
+    constexpr int kScales = (kAhead + kStepsAGroup - 1) / kStepsAGroup;
+    static_assert(kSteps % kAhead == 0 && (kScales == 1 || kAhead % kStepsAGroup == 0));
+    if constexpr (Activations::kShared) wait_for_weights(&shared.barrier, 0);
+    float sum[kRowTiles][kOwnTiles][4] = {};
 #pragma unroll 1
-    for (int step = 0; step < kSteps; ++step) {
-      const int k = first_k + step * kStep;
-      std::uint32_t b[kTiles][4];
-      float2 scale[kTiles];
+    for (int first = 0; first < kSteps; first += kAhead) {
+      [[maybe_unused]] typename Activations::Raw raw[kAhead][kOwnTiles];
+      std::uint32_t b[kOwnTiles][4];
+      float2 scale[kScales][kOwnTiles];
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const int token = n * kTileTokens + g;
-        // Tokens that are not there: codes of none, and scales that no stored sum sees.
-        Activations::expand(
-            b[n], token < num_rows ? activations.fetch(token, k + 8 * t) : Activations::none());
-        scale[n] = scales_of(activations, n * kTileTokens + 2 * t, k);
+      for (int i = 0; i < kAhead; ++i) {
+        const int k = first_k + (first + i) * kStep;
+#pragma unroll
+        for (int n = 0; n < kOwnTiles; ++n) {
+          const int token = first_token + n * kTileTokens;
+          // Tokens that are not there: codes of none, and scales that no stored sum sees.
+          const typename Activations::Raw piece = token + g < num_rows
+                                                      ? activations.fetch(token + g, k + 8 * t)
+                                                      : Activations::none();
+          if constexpr (Activations::kShared) {
+            Activations::expand(b[n], piece);
+          } else {
+            raw[i][n] = piece;
+          }
+          if (i % kStepsAGroup == 0) {
+            scale[i / kStepsAGroup][n] = scales_of(activations, token + 2 * t, k);
+          }
+        }
+      }
+      if constexpr (!Activations::kShared) {
+        if (first == 0) wait_for_weights(&shared.barrier, 0);
       }
 #pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) {
-        const unsigned char* row = shared.memory + (tile * 16 + g) * kPitch + k + 8 * t;
-        const uint2 low = *reinterpret_cast<const uint2*>(row);
-        const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch);
-        const float weight_scale = shared.scale[tile][warp_idx * kSteps + step];
+      for (int i = 0; i < kAhead; ++i) {
+        if constexpr (!Activations::kShared) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          add_step(sum[tile][n], low, high, b[n], weight_scale, scale[n]);
+          for (int n = 0; n < kOwnTiles; ++n) Activations::expand(b[n], raw[i][n]);
+        }
+        const int k = first_k + (first + i) * kStep;
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+          const unsigned char* row = shared.memory + (tile * 16 + g) * kPitch + k + 8 * t;
+          const uint2 low = *reinterpret_cast<const uint2*>(row);
+          const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kPitch);
+          const float weight_scale = shared.scale[tile][part * kSteps + first + i];
+#pragma unroll
+          for (int n = 0; n < kOwnTiles; ++n) {
+            add_step(sum[tile][n], low, high, b[n], weight_scale, scale[i / kStepsAGroup][n]);
+          }
         }
       }
     }
@@ -515,9 +552,10 @@ struct Product {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        float* to =
-            partial + (warp_idx * kTokens + n * kTileTokens + 2 * t) * kSumPitch + tile * 16 + g;
+      for (int n = 0; n < kOwnTiles; ++n) {
+        float* to = partial +
+                    (part * kTokens + first_token + n * kTileTokens + 2 * t) * kSumPitch +
+                    tile * 16 + g;
         to[0] = sum[tile][n][0];
         to[kSumPitch] = sum[tile][n][1];
         to[8] = sum[tile][n][2];
@@ -526,7 +564,7 @@ struct Product {
     }
     plat::block_sync();
     stamps.mark(StampStage::compute);
-    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kProductWarps, kSumPitch>(
+    hand_over_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
         partial, shared.owned, &shared.owned_barrier, num_rows);
   }
 };

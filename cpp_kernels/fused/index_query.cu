@@ -11,7 +11,8 @@
 // Floor        1.1 us at 4.65 TB/s; 1.8 us
 // Launch       32 weight rows a block, which are one group of four-bit codes; V4: 64, and two
 //              blocks are a cluster and a head. 256 threads. Weights are on their way before the
-//              input is waited for
+//              input is waited for. V4's codes of more than sixteen rows go straight to the products,
+//              so that two blocks have room on a multiprocessor
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; V4: the halves of a head reach the other
 //              block by stores that count on its barrier
 // Determinism  fixed summation order; bitwise run to run and rank to rank
@@ -133,22 +134,28 @@ constexpr int kHalf = kIndexDim / 2, kPairs = shape::kRopeDim / 2;
 static_assert(kHalf == shape::kRopeDim && kGroupV4 == kIndexDim);
 static_assert(kFp8IndexHeads * 2 == kIndexQueryBlocks);
 
-template <int kTiles>
+// kGiven: the latent's codes lie in memory.
+template <int kTiles, bool kGiven>
 struct QuerySharedV4 {
   static constexpr int kTokens = kTiles * kTileTokens;
-  typename Product<kHalf, kQLoraV4, kTiles, 1, kHalf, 0>::Shared product;
-  IndexLatent<kQLoraV4, kGroupV4, kTokens> latent;
+  using Linear = Product<kHalf, kQLoraV4, kTiles, 1, kHalf, 0, kGiven && kTiles == 6 ? 2 : 1>;
+  using Latent = IndexLatent<kQLoraV4, kGroupV4, kTokens>;
+  struct Nothing {};
+  // The head's own half before the last pass is where the product's sums were.
+  typename Linear::Shared product;
+  std::conditional_t<kGiven, Nothing, Latent> latent;
   float2 turn[kTokens][kPairs];
-  float own[kTokens][kHalf], other[kTokens][kHalf];  // halves of a head, before the last pass
+  float other[kTokens][kHalf];  // the other half
   std::uint64_t barrier;
 };
+constexpr bool gives_codes(int tiles) { return tiles > 2; }
 
-template <int kTiles>
-__global__ void __launch_bounds__(kProductThreads, 1)
+template <int kTiles, bool kGiven>
+__global__ void __launch_bounds__(kProductThreads, kGiven ? 2 : 1)
     index_query_fp8_sm90(const __grid_constant__ IndexParams params) {
-  using Linear = Product<kHalf, kQLoraV4, kTiles, 1, kHalf, 0>;
+  using Linear = QuerySharedV4<kTiles, kGiven>::Linear;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<QuerySharedV4<kTiles>*>(memory);
+  auto& shared = *reinterpret_cast<QuerySharedV4<kTiles, kGiven>*>(memory);
   sm90::launch_dependents();
   const int num_rows = params.rows.num_rows, thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
@@ -175,12 +182,22 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   Stamps stamps(stamp_sink(params.hop),
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::query));
   stamps.mark(StampStage::ask);
-  wait_for_latent<kTiles == 1>(shared.latent, params, static_cast<int>(blockIdx.x));
-  using Codes = CodeActivations<kGroupV4, true>;
-  const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
-                     QuerySharedV4<kTiles>::kTokens};
-  stamps.mark(StampStage::wait);
-  Linear::run(shared.product, latent, num_rows, stamps);
+  if constexpr (kGiven) {
+    static_assert(2 * (sizeof shared + 1024) <= 228 * 1024);
+    wait_at(params.qkv_done);
+    stamps.mark(StampStage::wait);
+    const CodeActivations<kGroupV4, false> latent{params.latent_codes, params.latent_scale,
+                                                  kQLoraV4, padded_rows(num_rows)};
+    Linear::run(shared.product, latent, num_rows, stamps);
+  } else {
+    wait_for_latent<kTiles == 1>(shared.latent, params, static_cast<int>(blockIdx.x));
+    const CodeActivations<kGroupV4, true> latent{shared.latent.codes, shared.latent.scale,
+                                                 shared.latent.kPitch,
+                                                 QuerySharedV4<kTiles, kGiven>::kTokens};
+    stamps.mark(StampStage::wait);
+    Linear::run(shared.product, latent, num_rows, stamps);
+  }
+  auto& own_half = shared.product.owned[0];
   sm90::cluster_wait();  // the other block runs
   // A warp a token, a lane channels 2 lane and the next: six passes of the Hadamard matrix.
   for (int token = warp_idx; token < num_rows; token += kProductWarps) {
@@ -203,8 +220,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
       a = high ? other_a - a : a + other_a;
       b = high ? other_b - b : b + other_b;
     }
-    shared.own[token][2 * lane_idx] = a;
-    shared.own[token][2 * lane_idx + 1] = b;
+    own_half[token][2 * lane_idx] = a;
+    own_half[token][2 * lane_idx + 1] = b;
     const std::uint32_t barrier = sm90::peer_address(&shared.barrier, 1 - half);
     const std::uint32_t to = sm90::peer_address(&shared.other[token][2 * lane_idx], 1 - half);
     sm90::send_to_peer(to, a, barrier);
@@ -217,7 +234,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
     float kept[2], amax = stages::kIndexFp8AmaxMin;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float own = shared.own[token][2 * lane_idx + i];
+      const float own = own_half[token][2 * lane_idx + i];
       const float other = shared.other[token][2 * lane_idx + i];
       const float sum = (own + other) * kRoot;
       const float difference = (rotates ? other - own : own - other) * kRoot;
@@ -243,8 +260,15 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cudaStream_t stream) {
   if (params.format == IndexFormat::fp8) {
     return with_tiles(params.rows.num_rows, [&]<int kTiles>() {
-      return launch_kernel(index_query_fp8_sm90<kTiles>, dim3(kIndexQueryBlocks), kProductThreads,
-                           sizeof(QuerySharedV4<kTiles>), 2, programmatic, stream, params);
+      const auto launch = [&]<bool kGiven>() {
+        return launch_kernel(index_query_fp8_sm90<kTiles, kGiven>, dim3(kIndexQueryBlocks),
+                             kProductThreads, sizeof(QuerySharedV4<kTiles, kGiven>), 2,
+                             programmatic, stream, params);
+      };
+      if constexpr (gives_codes(kTiles)) {
+        if (params.latent_codes != nullptr) return launch.template operator()<true>();
+      }
+      return launch.template operator()<false>();
     });
   }
   return with_tiles(params.rows.num_rows, [&]<int kTiles>() {
