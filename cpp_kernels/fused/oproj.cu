@@ -26,6 +26,7 @@
 #include "fused/front_launch.cuh"
 #include "fused/front_product.cuh"
 #include "fused/front_quant.cuh"
+#include "fused/front_tall.cuh"
 #include "fused/front_wide.cuh"
 #include "fused/oproj.hpp"
 #include "fused/oproj_send.cuh"
@@ -67,6 +68,16 @@ struct ShapeA<M, kTiles> {
   static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
   using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true, kTiles == 6 ? 2 : 4, 40>;
 };
+// More than sixteen rows of V4, whose clusters have a group of 128 outputs: two blocks have room on a
+// multiprocessor.
+template <class M, int kTiles>
+  requires(M::kScaleBlock == 128 && kTiles > 2)
+struct ShapeA<M, kTiles> {
+  static constexpr bool kWide = true, kShares = true;
+  static constexpr int kGroup = M::kScaleBlock, kRows = kGroup, kBlocks = 8;
+  static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
+  using Linear = TallProduct<kGroup, kRows, kK, kTiles, kBlocks, kTiles == 6 ? 3 : 4>;
+};
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
 template <class M, int kTiles, int kGroups>
 struct ShapeB {
@@ -100,7 +111,8 @@ struct SharedA {
 
 template <class M, int kTiles>
 constexpr int min_blocks() {
-  return kTiles == 1 || ShapeA<M, kTiles>::kWide ? 3 : kTiles == 2 ? 2 : 1;
+  if (ShapeA<M, kTiles>::kWide) return M::kScaleBlock == 32 ? 3 : 2;
+  return kTiles == 1 ? 3 : 2;
 }
 
 template <class M, int kTiles>
@@ -305,7 +317,9 @@ cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStr
   return with_model(params.model, [&]<class M>() {
     return with_tiles(params.num_rows, [&]<int kTiles>() {
       using Shape = ShapeA<M, kTiles>;
-      static_assert(sizeof(SharedA<M, kTiles>) <= (Shape::kWide ? 75 : 227) * 1024);
+      constexpr int kBlocks = min_blocks<M, kTiles>();
+      static_assert((Shape::kWide ? kBlocks : 1) * (sizeof(SharedA<M, kTiles>) + 1024) <=
+                    228 * 1024);
       return launch_kernel(oproj_a_fp8_sm90<M, kTiles>,
                            dim3(params.num_groups * kLora / Shape::kRows * Shape::kBlocks),
                            kProductThreads, sizeof(SharedA<M, kTiles>), Shape::kBlocks,
