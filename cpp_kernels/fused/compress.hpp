@@ -94,8 +94,13 @@ constexpr std::uint32_t compress_product_blocks(const CompressParams& params) {
   const int rows = params.some_rows > 0 ? params.some_rows : compress_width(params);
   return static_cast<std::uint32_t>(rows / 16 * kCompressSplits);
 }
+// Of one row's entry or index key. Many rows of ratio 4 take a block each.
+constexpr int compress_pool_cluster(int num_rows, int ratio) {
+  return ratio == 4 && num_rows > kHopRows ? 1 : 8;
+}
 constexpr std::uint32_t compress_pool_blocks(int num_rows, int ratio, PoolPart part) {
-  return static_cast<std::uint32_t>(8 * num_rows * (ratio == 4 && part == PoolPart::both ? 2 : 1));
+  return static_cast<std::uint32_t>(compress_pool_cluster(num_rows, ratio) * num_rows *
+                                    (ratio == 4 && part == PoolPart::both ? 2 : 1));
 }
 constexpr std::uint32_t compress_key_blocks(int num_rows) {
   return static_cast<std::uint32_t>(num_rows);

@@ -11,7 +11,9 @@
 // Launch       a cluster of eight blocks of 256 threads a row, of which each has the 64 channels of
 //              one scale; at ratio 4 a second cluster, or another launch, whose first block makes
 //              the index key. Small blocks: attention's launch waits until they have a place, and
-//              few steps complete an entry of ratio 128
+//              few steps complete an entry of ratio 128. Of more than eight rows of ratio 4 a block
+//              of 512 threads instead of each cluster, since hundreds of blocks take long to come
+//              and go
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; the sums of squares reach every block of
 //              the cluster by stores that count on its barrier. A ring is longer than what an entry
 //              reads and the step writes, so that neither waits for the other
@@ -35,12 +37,19 @@
 namespace lowlat::nvidia::fused {
 namespace {
 
-constexpr int kBlocks = 8;
-constexpr int kDim = shape::kHeadDim, kChannels = kDim / kBlocks, kNope = kDim - shape::kRopeDim;
+constexpr int kDim = shape::kHeadDim, kNope = kDim - shape::kRopeDim;
 constexpr int kPartials = shape::kBlockRatio / stages::kPoolPartial;
-// At ratio 128 teams of 64 threads share the partial softmaxes.
-constexpr int kThreads = 256, kTeams = kThreads / kChannels;
-static_assert(kChannels == stages::kKvGroup && kNope % kChannels == 0);
+constexpr int kGroup = stages::kKvGroup, kGroups = kDim / kGroup;
+constexpr int kWarpsOfGroup = kGroup / plat::kWarpLanes;
+static_assert(kNope % kGroup == 0 && kWarpsOfGroup == 2);
+
+// Blocks that share a row. At ratio 128 teams of 64 threads share the partial softmaxes.
+template <int kBlocks_>
+struct Share {
+  static constexpr int kBlocks = kBlocks_, kChannels = kDim / kBlocks;
+  static constexpr int kThreads = kChannels < 256 ? 256 : kChannels;
+  static constexpr int kOwnGroups = kChannels / kGroup;
+};
 
 struct Partial {
   float max, sum, weighted;
@@ -48,11 +57,13 @@ struct Partial {
 struct Eight {
   float values[stages::kPoolPartial], scores[stages::kPoolPartial];
 };
+template <int kRatio, int kBlocks>
 struct PoolShared {
-  Partial partials[kPartials][kChannels];
-  alignas(16) float pooled[kIndexDim];  // of the index; the entry's 64 are the first
-  float block_squares[kBlocks];
-  float warp_squares[2], warp_amax[2];
+  static constexpr int kOwnWarps = Share<kBlocks>::kOwnGroups * kWarpsOfGroup;
+  Partial partials[kRatio == shape::kBlockRatio ? kPartials : 1][Share<kBlocks>::kChannels];
+  alignas(16) float pooled[kIndexDim];  // of the index
+  float group_squares[kGroups];
+  float warp_squares[kOwnWarps], warp_amax[kOwnWarps];
   std::uint64_t barrier;
 };
 
@@ -207,14 +218,16 @@ LOWLAT_DEVICE void store_index_key(const PoolParams& params, const KeyFactors& f
   if (lane_idx == 0) *reinterpret_cast<float*>(to.scales) = scale;
 }
 
-template <int kRatio>
-__global__ void __launch_bounds__(kThreads)
+template <int kRatio, int kBlocks>
+__global__ void __launch_bounds__(Share<kBlocks>::kThreads)
     compress_pool_sm90(const __grid_constant__ PoolParams params) {
-  __shared__ PoolShared shared;
+  using Own = Share<kBlocks>;
+  constexpr int kChannels = Own::kChannels, kThreads = Own::kThreads;
+  __shared__ PoolShared<kRatio, kBlocks> shared;
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx(), row = static_cast<int>(blockIdx.y);
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
-  const int block_idx = sm90::cluster_rank();
+  const int block_idx = kBlocks > 1 ? sm90::cluster_rank() : 0;
   const bool is_index =
       params.part == PoolPart::both ? blockIdx.z != 0 : params.part == PoolPart::keys;
   const stages::PoolLayout layout{kRatio, is_index ? kIndexDim : kDim};
@@ -239,18 +252,19 @@ __global__ void __launch_bounds__(kThreads)
   const bool completes = full_slot >= 0 && position % kRatio == kRatio - 1;
   const int entry = position / kRatio, first_position = entry * kRatio;
   const int slot = full_slot / kRatio;
-  if (thread_idx == 0) {
+  if (kBlocks > 1 && thread_idx == 0) {
     sm90::barrier_init(&shared.barrier, 1);
     sm90::fence_barrier_init();
     sm90::barrier_arrive_expect(&shared.barrier, kBlocks * 4);
   }
   // All that does not hang on the product, before it is there.
   constexpr int kShare = (kRatio == stages::kOverlapRatio ? 4 : 2) * kDim / kBlocks;
-  static_assert(kShare <= kThreads);  // the index has a quarter
-  const int share = static_cast<int>(layout.width()) / kBlocks;
+  constexpr int kOfThread = (kShare + kThreads - 1) / kThreads;
+  const int share = static_cast<int>(layout.width()) / kBlocks;  // the index has a quarter
+  const auto has = [&](int i) { return thread_idx + i * kThreads < share; };
   const int own_idx = block_idx * share + thread_idx;
   const bool writes =
-      thread_idx < share && full_slot >= 0 &&
+      has(0) && full_slot >= 0 &&
       stages::writes_pool_state(layout, params.ring, params.pages.per_page, position, end);
   float* const to_ring =
       writes ? const_cast<float*>(candidates.ring_row(position)) + own_idx : nullptr;
@@ -272,15 +286,20 @@ __global__ void __launch_bounds__(kThreads)
       candidates.from_rings(known, entry, 0, channel, params.ape);
     }
     gain = stages::from_bf16(__ldg(params.norm + channel));
-    if (channel >= kNope) turn = index_turn(params.rope, local / 2, first_position);
+    if (channel >= kNope) turn = index_turn(params.rope, (channel - kNope) / 2, first_position);
   }
-  plat::block_sync();
-  sm90::cluster_arrive_relaxed();
+  if constexpr (kBlocks > 1) {
+    plat::block_sync();
+    sm90::cluster_arrive_relaxed();
+  }
   wait_at(params.product_done);
 
-  // What the row leaves in the ring: a value a thread.
-  float own = 0.0f;
-  if (writes) own = candidates.step_value(row, own_idx);
+  // What the row leaves in the ring.
+  float own[kOfThread] = {};
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    if (writes && has(i)) own[i] = candidates.step_value(row, own_idx + i * kThreads);
+  }
   if (makes_key) {
     if (thread_idx < kIndexDim) {
       const Partial all = candidates.partial(known, entry, 0, thread_idx);
@@ -296,6 +315,7 @@ __global__ void __launch_bounds__(kThreads)
         value = all.weighted / all.sum;
       }
     } else {
+      constexpr int kTeams = kThreads / kChannels;
 #pragma unroll 1
       for (int i = team; i < kPartials; i += kTeams) {
         const int first = i * stages::kPoolPartial;
@@ -324,17 +344,24 @@ __global__ void __launch_bounds__(kThreads)
       if (lane_idx == 0) shared.warp_squares[warp_idx] = squares;
     }
     plat::block_sync();
-    sm90::cluster_wait();  // the others run
-    if (thread_idx < kBlocks) {
-      sm90::send_to_peer(sm90::peer_address(&shared.block_squares[block_idx], thread_idx),
-                         shared.warp_squares[0] + shared.warp_squares[1],
-                         sm90::peer_address(&shared.barrier, thread_idx));
+    if constexpr (kBlocks > 1) {
+      static_assert(Own::kOwnGroups == 1);
+      sm90::cluster_wait();  // the others run
+      if (thread_idx < kBlocks) {
+        sm90::send_to_peer(sm90::peer_address(&shared.group_squares[block_idx], thread_idx),
+                           shared.warp_squares[0] + shared.warp_squares[1],
+                           sm90::peer_address(&shared.barrier, thread_idx));
+      }
+      wait_for_cluster(&shared.barrier, 0);
     }
-    wait_for_cluster(&shared.barrier, 0);
     if (team == 0) {
+      // The same sum whoever makes it.
       float total = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) total += shared.block_squares[i];
+      for (int i = 0; i < kGroups; ++i) {
+        total += kBlocks > 1 ? shared.group_squares[i]
+                             : shared.warp_squares[2 * i] + shared.warp_squares[2 * i + 1];
+      }
       const float norm = quick_rsqrt(total / static_cast<float>(kDim) + params.norm_eps);
       value = value * norm * gain;
       if (channel >= kNope) {
@@ -352,19 +379,23 @@ __global__ void __launch_bounds__(kThreads)
                                         params.pool.page_bytes}
               .row(slot);
       if (channel >= kNope) {
-        reinterpret_cast<std::uint16_t*>(to.data + kNope)[local] =
+        reinterpret_cast<std::uint16_t*>(to.data + kNope)[channel - kNope] =
             static_cast<std::uint16_t>(plat::float_bits(value) >> 16);
       } else {
-        const std::uint32_t code =
-            power_code(plat::max(plat::max(shared.warp_amax[0], shared.warp_amax[1]), 1e-4f));
+        const int first = local / kGroup * kWarpsOfGroup;
+        const std::uint32_t code = power_code(
+            plat::max(plat::max(shared.warp_amax[first], shared.warp_amax[first + 1]), 1e-4f));
         to.data[channel] = static_cast<std::uint8_t>(
             sm90::to_e4m3_pair(value * plat::bits_float((254u - code) << 23), 0.0f));
-        if (local == 0) to.scales[block_idx] = static_cast<std::uint8_t>(code);
+        if (local % kGroup == 0) to.scales[channel / kGroup] = static_cast<std::uint8_t>(code);
       }
     }
   }
-  if (writes) *to_ring = own;
-  if (!makes_entry) sm90::cluster_wait();
+#pragma unroll
+  for (int i = 0; i < kOfThread; ++i) {
+    if (writes && has(i)) to_ring[i * kThreads] = own[i];
+  }
+  if (kBlocks > 1 && !makes_entry) sm90::cluster_wait();
   open_gate(params.done);
 }
 
@@ -374,7 +405,7 @@ cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cu
   const StepRows& rows = params.rows;
   if (rows.num_rows < 1 || rows.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (rows.tokens < 1 || rows.num_rows % rows.tokens != 0) return cudaErrorInvalidValue;
-  const auto launch = [&]<int kRatio>(int candidates, int width) {
+  const auto launch = [&]<int kRatio, int kBlocks>(int candidates, int width) {
     if (params.ring < candidates + rows.tokens - 1 || params.width < width ||
         (params.part != PoolPart::both && kRatio != stages::kOverlapRatio)) {
       return cudaErrorInvalidValue;
@@ -382,11 +413,16 @@ cudaError_t launch_compress_pool(const PoolParams& params, bool programmatic, cu
     const auto num_rows = static_cast<unsigned>(rows.num_rows);
     const unsigned blocks = compress_pool_blocks(rows.num_rows, kRatio, params.part);
     const dim3 grid(kBlocks, num_rows, blocks / (kBlocks * num_rows));
-    return launch_kernel(compress_pool_sm90<kRatio>, grid, kThreads, 0, kBlocks, programmatic,
-                         stream, params);
+    return launch_kernel(compress_pool_sm90<kRatio, kBlocks>, grid, Share<kBlocks>::kThreads, 0,
+                         kBlocks, programmatic, stream, params);
   };
-  if (params.ratio == 4) return launch.template operator()<4>(8, 4 * kDim + 4 * kIndexDim);
-  if (params.ratio == 128) return launch.template operator()<128>(128, 2 * kDim);
+  if (params.ratio == 4) {
+    constexpr int kWidth = 4 * kDim + 4 * kIndexDim;
+    return compress_pool_cluster(rows.num_rows, 4) == 1
+               ? launch.template operator()<4, 1>(8, kWidth)
+               : launch.template operator()<4, 8>(8, kWidth);
+  }
+  if (params.ratio == 128) return launch.template operator()<128, 8>(128, 2 * kDim);
   return cudaErrorInvalidValue;
 }
 
