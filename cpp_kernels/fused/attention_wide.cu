@@ -8,7 +8,8 @@
 // Bytes        T = 48, 16 heads, 640 keys a row: 17.9 MB of keys, 1.6 MB of q and o; mostly L2
 // Floor        4.2 us at 4.65 TB/s
 // Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
-//              are gathered and expanded before q is there, except those that the step writes
+//              are gathered and expanded before q is there, except those that the step writes.
+//              Where the extra keys are selected meanwhile a block has its part of the window first
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; a stored key is brought and expanded by
 //              the eight threads that have it, so that only its readers wait for the block; inside
 //              a cluster a block's partials (max, sum, o) of a head go to the block that finishes
@@ -17,6 +18,8 @@
 // Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
 #include "platform/nvidia.hpp"
 // The platform comes first.
+#include <climits>
+
 #include "fused/attention_parts.cuh"
 #include "fused/attention_wide.hpp"
 #include "fused/exchange.hpp"
@@ -89,15 +92,50 @@ struct Shared {
   std::uint32_t used[kListed / plat::kWarpLanes];
   // The first tile's slots (-1: a pad), and those that the step writes (-2: none).
   std::int32_t slot[kTile], written[kMaxFusedRows];
+  bool selected;  // already, when q is there
 };
 static_assert(2 * (sizeof(Shared) + 1024) <= 228 * 1024);
 
-// The keys of places `first` and on, which count through the window's and then the extra set's
-// indices. A thread a key, whose slot is returned as well. All threads call.
+// A block's keys by numbers of its own, whole tiles of the window's and then the extra set's, where
+// these are selected while the block works; else all that it has, one after the other.
+struct Keys {
+  int count;    // and pads between
+  int first;    // place of number 0: through the window's and then the extra set's indices
+  int ungated;  // keys that are known from the begin on
+  int first_extra, gated;  // place of the first other key, and its number; of a block that has none
+                           // the count
+  LOWLAT_DEVICE int place(int number) const {
+    return number < ungated                    ? first + number
+           : number >= gated && number < count ? first_extra + number - gated
+                                               : INT_MAX;
+  }
+  // From a tile's first number on, of its kind.
+  LOWLAT_DEVICE int left(int number) const {
+    return number < gated ? ungated - number : count - number;
+  }
+};
+LOWLAT_DEVICE Keys number_keys(const AttentionParams& params, const KeySpan& span, int block_idx,
+                               int num_blocks) {
+  const bool divides = params.selected.word != nullptr && params.extra_ratio == 0 &&
+                       params.num_extra > 0 && params.num_window > 0 &&
+                       params.num_window % (8 * num_blocks) == 0;
+  const int all = span.end - span.first;
+  if (!divides) return {all, span.first, all, 0, all};
+  const int window = params.num_window / num_blocks;
+  const int gated = (window + kTile - 1) / kTile * kTile;
+  const int per_block = keys_per_block(params.num_extra, num_blocks);
+  const int first = min(block_idx * per_block, params.num_extra);
+  const int extra = min(per_block, params.num_extra - first);
+  return {gated + extra, block_idx * window, window, params.num_window + first, gated};
+}
+
+// The keys of numbers `first` and on, as far as `end`. A thread a key, whose slot is returned as
+// well. All threads call.
 LOWLAT_DEVICE std::int32_t list_keys(Shared& shared, const AttentionParams& params, int row_idx,
-                                     int first, int end) {
-  const int place = first + plat::thread_idx();
-  const std::int32_t slot = slot_at(params, row_idx, place, end);
+                                     const Keys& keys, int first, int end) {
+  const int number = first + plat::thread_idx(), all = params.num_window + params.num_extra;
+  const int place = number < end ? keys.place(number) : INT_MAX;
+  const std::int32_t slot = slot_at(params, row_idx, place, all);
   const stages::KvRow<std::uint8_t> row = key_at(params, place, slot);
   shared.place[plat::thread_idx()] = {row.data, row.scales};
   const unsigned used = __ballot_sync(plat::kAllLanes, slot >= 0);
@@ -204,8 +242,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_head = static_cast<int>(blockIdx.z) * kHeads;
   Stamps stamps(stamp_sink(params.hop),
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::attention));
-  const auto [first_key, end_key, selects] = keys_of_block(params, row_idx, block_idx, num_blocks);
-  if (selects) wait_at(params.selected);
+  const KeySpan span = keys_of_block(params, row_idx, block_idx, num_blocks);
+  const Keys keys = number_keys(params, span, block_idx, num_blocks);
+  // Of those that wait before they know a key.
+  bool selected = keys.gated == keys.count;
+  if (selected && span.selects) wait_at(params.selected);
 
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.parts, 1);
@@ -214,9 +255,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     sm90::barrier_arrive_expect(&shared.parts, sizeof shared.part);
     sm90::barrier_arrive_expect(&shared.weights, sizeof shared.part_weight);
   }
-  const std::int32_t slot = list_keys(shared, params, row_idx, first_key, end_key);
+  const std::int32_t slot = list_keys(shared, params, row_idx, keys, 0, keys.gated);
   if (thread_idx < kTile) {
-    shared.slot[thread_idx] = first_key + thread_idx < params.num_window ? slot : -1;
+    shared.slot[thread_idx] = keys.place(thread_idx) < params.num_window ? slot : -1;
   }
   if (thread_idx < kMaxFusedRows) {
     shared.written[thread_idx] =
@@ -283,7 +324,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   expand_tile(0, kAll);
   stamps.mark(StampStage::ask);
 
-  wait_at(params.before);
+  if (!selected && params.before.word != nullptr) {
+    if (thread_idx == 0) {
+      poll_gate(params.before);
+      shared.selected = is_open(params.selected.word, params.selected.blocks);
+      if (shared.selected) pass_gate();
+    }
+    plat::block_sync();
+    selected = shared.selected;
+  } else {
+    wait_at(params.before);
+  }
   stamps.mark(StampStage::wait);
   // Fragments of q: a warp has 128 of the dimensions, in four steps of 32. Within a step a thread
   // takes 8 dimensions in one piece, and the keys are read the same way, so the order of K inside
@@ -313,10 +364,28 @@ __global__ void __launch_bounds__(kThreads, 2)
   float sum[8][4] = {};              // of a warp's 64 dimensions
   constexpr int kKeys = kTile / 16;  // of a thread's, in the softmax
   const int head = thread_idx / 16, first_of_head = thread_idx % 16 * kKeys;
-  int listed = first_key;
-  for (int first = first_key; first < end_key; first += kTile) {
-    const int count = end_key - first;  // of keys from here on
-    if (first != first_key) expand_tile(first - listed, turns_of(count));
+  int listed = 0, listed_end = keys.gated == keys.count ? kListed : min(keys.gated, kListed);
+  // Asks for the tile of numbers `next` and on, of which the list may have to be made first.
+  const auto ask_for_tile = [&](int next) {
+    if (next + kTile > listed_end) {
+      // The list ends before the tile does: the next list begins with that tile's keys.
+      plat::block_sync();
+      list_keys(shared, params, row_idx, keys, next, selected ? keys.count : keys.gated);
+      listed = next;
+      listed_end = next + kListed;
+      plat::block_sync();
+    }
+    const unsigned turns = turns_of(keys.left(next));
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (!has(turn) || (turns >> turn & 1u) == 0u) continue;
+      const Place place = place_at(turn, next - listed);
+      ask_for_key(shared, turn * kAtOnce + own_key, place, place.data != nullptr, params.q);
+    }
+  };
+  for (int first = 0; first < keys.count; first += kTile) {
+    const int count = keys.left(first);
+    if (first != 0) expand_tile(first - listed, turns_of(count));
     bool used[kKeys];
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
@@ -324,22 +393,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       used[i] = (shared.used[number / plat::kWarpLanes] >> number % plat::kWarpLanes & 1u) != 0u;
     }
     const int next = first + kTile;
-    if (next < end_key) {  // its rows are on their way over the products
-      if (next + kTile > listed + kListed) {
-        // The list ends before the next tile does: the next list begins with that tile's keys.
-        plat::block_sync();
-        list_keys(shared, params, row_idx, next, end_key);
-        listed = next;
-        plat::block_sync();
-      }
-      const unsigned turns = turns_of(end_key - next);
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        if (!has(turn) || (turns >> turn & 1u) == 0u) continue;
-        const Place place = place_at(turn, next - listed);
-        ask_for_key(shared, turn * kAtOnce + own_key, place, place.data != nullptr, params.q);
-      }
-    }
+    // Its rows are on their way over the products, if it is known.
+    const bool waits = !selected && next == keys.gated;
+    if (next < keys.count && !waits) ask_for_tile(next);
     plat::block_sync();
 
     constexpr int kScoreTiles = kTile / 16;  // of eight keys, a warp
@@ -413,9 +469,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
     plat::block_sync();
-    if (next >= end_key) sm90::cluster_arrive_relaxed();  // the block's work is used up
+    if (next >= keys.count) sm90::cluster_arrive_relaxed();  // the block's work is used up
 
-    if (first != first_key) {
+    if (first != 0) {
       const float low = shared.rescale[g], high = shared.rescale[g + 8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
@@ -444,10 +500,15 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
     }
     plat::block_sync();  // the tile's memory is free
+    if (waits) {
+      wait_at(params.selected);
+      selected = true;
+      ask_for_tile(next);
+    }
   }
 
   plat::block_sync();  // also where there was no tile: the keys' stores are over
-  if (first_key >= end_key) sm90::cluster_arrive_relaxed();
+  if (keys.count == 0) sm90::cluster_arrive_relaxed();
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
     std::uint16_t* to = shared.sum + g * kSumPitch + warp_idx * 64 + n * 8 + 2 * t;
