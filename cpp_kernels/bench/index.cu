@@ -4,6 +4,7 @@
 //   index check [few]      every kernel against float64 at true shapes; exit code 1: a failure
 //   index time [LENGTH..]  in a CUDA graph: each kernel alone, and whole layers with and without
 //                          the index beside them
+//   index many             the layers of 12, 24 and 48 rows
 //   index engram           the same of the n-gram memory
 //   index v4               V4-Flash's compressors and index, each kernel alone
 //
@@ -333,7 +334,6 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
       using fused::BesideOrder;
       for (const BesideOrder order : {BesideOrder::q_last, BesideOrder::query_first,
                                       BesideOrder::q_first, BesideOrder::q_end}) {
-        if (sizes.rows() > fused::kHopRows && order != BesideOrder::q_first) continue;
         time_layers(chain, kind, {order}, plain_us, nullptr, want);
       }
     }
@@ -484,6 +484,12 @@ void time_lengths(Rest& rest) {
   if (!all) return;
   for (const int requests : {4, 8}) time_case(host, index_host, requests, 6, 8192, true);
 }
+void time_many() {
+  Random random(1);
+  const HostWeights host(kHeads, kGroups, random);
+  const HostIndexWeights index_host(random);
+  for (const int requests : {2, 4, 8}) time_case(host, index_host, requests, 6, 8192, false);
+}
 
 void time_v4() {
   for (const int length : {8187, 131000}) time_v4(1, 6, length);
@@ -495,9 +501,10 @@ void time_v4() {
 
 int main(int argc, char** argv) {
   using namespace lowlat::bench;
-  return checked(argc, argv, "bench_index check [few] | time [LENGTH..] | engram | v4",
+  return checked(argc, argv, "bench_index check [few] | time [LENGTH..] | many | engram | v4",
                  {{"check", [](Rest& rest) { check(rest.take("few")); }},
                   {"time", time_lengths},
+                  {"many", [](Rest&) { time_many(); }},
                   {"engram", [](Rest&) { time_engram(1, 6); }},
                   {"v4", [](Rest&) { time_v4(); }}});
 }
