@@ -89,10 +89,27 @@ constexpr int compress_width(const CompressParams& params) {
   for (const Bf16Rows& matrix : params.matrices) sum += matrix.num;
   return sum;
 }
+// Whether the product of many rows takes its weights by so many: all matrices but the last begin
+// and end with one.
+inline constexpr int kCompressWideRows = 64;
+constexpr bool compress_is_wide(const CompressParams& params) {
+  int sum = 0;
+  for (const Bf16Rows& matrix : params.matrices) {
+    if (matrix.num > 0 && sum % kCompressWideRows != 0) return false;
+    sum += matrix.num;
+  }
+  return params.rows.num_rows > kHopRows && params.first_row % kCompressWideRows == 0;
+}
+constexpr int compress_rows(const CompressParams& params) {
+  return params.some_rows > 0 ? params.some_rows : compress_width(params);
+}
 // Blocks that open product_done and done.
 constexpr std::uint32_t compress_product_blocks(const CompressParams& params) {
-  const int rows = params.some_rows > 0 ? params.some_rows : compress_width(params);
-  return static_cast<std::uint32_t>(rows / 16 * kCompressSplits);
+  const int rows = compress_rows(params);
+  return static_cast<std::uint32_t>(compress_is_wide(params)
+                                        ? (rows + kCompressWideRows - 1) / kCompressWideRows * 4 *
+                                              kCompressSplits
+                                        : rows / 16 * kCompressSplits);
 }
 // Of one row's entry or index key. Many rows of ratio 4 take a block each.
 constexpr int compress_pool_cluster(int num_rows, int ratio) {

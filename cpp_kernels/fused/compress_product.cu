@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
 }
 
 // Many rows.
-constexpr int kWideRows = 64, kWideBlocks = 4, kWideOwned = kWideRows / kWideBlocks;
+constexpr int kWideRows = kCompressWideRows, kWideBlocks = 4;
+constexpr int kWideOwned = kWideRows / kWideBlocks;
 
 template <int kHidden, int kTiles>
 struct WideShared {
@@ -175,21 +176,25 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   const int rank = sm90::cluster_rank(), cluster = static_cast<int>(blockIdx.x) / kWideBlocks;
   const int tile = cluster / kCompressSplits, split = cluster % kCompressSplits;
   const int first_row = params.first_row + tile * kWideRows;
+  // The last tile may have fewer; what is not there becomes sums that nobody stores.
+  const int own_rows = min(compress_rows(params) - tile * kWideRows, kWideRows);
   const int first_k = (split * kWideBlocks + rank) * kK;
   const std::uint16_t* from = find_rows(params, first_row, kHidden) + first_k;
   if (thread_idx == 0) {
     sm90::barrier_init(&shared.barrier, 1);
     sm90::barrier_init(&shared.owned_barrier, 1);
     sm90::fence_barrier_init();
-    sm90::barrier_arrive_expect(&shared.barrier, kWideRows * 2 * kK);
+    sm90::barrier_arrive_expect(&shared.barrier, own_rows * 2 * kK);
     sm90::barrier_arrive_expect(&shared.owned_barrier, kWideBlocks * kWideOwned * num_rows * 4);
   }
   plat::block_sync();
-  if (lane_idx == 0) {
+  // The first warp's first thread looks at the gate meanwhile: late blocks find it open.
+  if (lane_idx == 0 && warp_idx > 0) {
 #pragma unroll 1
-    for (int row = warp_idx; row < kWideRows; row += kProductWarps) {
-      sm90::bulk_load(shared.weights + row * kPitch, from + static_cast<std::int64_t>(row) * kHidden,
-                      2 * kK, &shared.barrier, sm90::CacheHint::evict_first);
+    for (int row = warp_idx - 1; row < own_rows; row += kProductWarps - 1) {
+      sm90::bulk_load(shared.weights + row * kPitch,
+                      from + static_cast<std::int64_t>(row) * kHidden, 2 * kK, &shared.barrier,
+                      sm90::CacheHint::evict_first);
     }
   }
   __syncwarp();
@@ -273,7 +278,8 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   float* out = params.partial + static_cast<std::int64_t>(split) * num_rows * width + first_row +
                rank * kWideOwned;
   constexpr int kQuads = kWideOwned / 4;
-  for (int i = thread_idx; i < num_rows * kQuads; i += kProductThreads) {
+  const int stored = rank * kWideOwned < own_rows ? num_rows : 0;
+  for (int i = thread_idx; i < stored * kQuads; i += kProductThreads) {
     const int token = i / kQuads, place = i % kQuads * 4;
     float4 total = *reinterpret_cast<const float4*>(&shared.owned[0][token][place]);
 #pragma unroll
@@ -287,20 +293,9 @@ __global__ void __launch_bounds__(kProductThreads, 2)
   open_gate(params.product_done);
 }
 
-// Whether the launch's rows come in sixty-fours of one matrix each.
-bool is_wide(const CompressParams& params) {
-  for (const Bf16Rows& matrix : params.matrices) {
-    if (matrix.num % kWideRows != 0) return false;
-  }
-  return params.rows.num_rows > kTileTokens && params.first_row % kWideRows == 0 &&
-         params.some_rows % kWideRows == 0;
-}
-
 template <int kHidden>
 cudaError_t launch(const CompressParams& params, bool programmatic, cudaStream_t stream) {
-  // As many blocks either way.
-  static_assert(kWideRows / kWideBlocks == kRows);
-  if (is_wide(params)) {
+  if (compress_is_wide(params)) {
     return with_tiles(params.rows.num_rows, [&]<int kTiles>() {
       if constexpr (kTiles > 1) {
         return launch_kernel(compress_product_wide_bf16_sm90<kHidden, kTiles>,
