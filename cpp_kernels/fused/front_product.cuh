@@ -493,7 +493,7 @@ struct Product {
     const int g = lane_idx / 4, t = lane_idx % 4;
     const int part = warp_idx % kParts, first_token = warp_idx / kParts * kOwnTiles * kTileTokens;
     const int first_k = part * kSteps * kStep;
-    constexpr int kAhead = Activations::kShared ? 1 : kSteps < 4 ? kSteps : 4;
+    constexpr int kAhead = Activations::kShared ? 1 : kSteps % 5 == 0 ? 5 : kSteps % 4 == 0 ? 4 : 1;
     constexpr int kStepsAGroup = Activations::kGroup / kStep;
     constexpr int kScales = (kAhead + kStepsAGroup - 1) / kStepsAGroup;
     static_assert(kSteps % kAhead == 0 && (kScales == 1 || kAhead % kStepsAGroup == 0));
@@ -511,9 +511,8 @@ struct Product {
         for (int n = 0; n < kOwnTiles; ++n) {
           const int token = first_token + n * kTileTokens;
           // Tokens that are not there: codes of none, and scales that no stored sum sees.
-          const typename Activations::Raw piece = token + g < num_rows
-                                                      ? activations.fetch(token + g, k + 8 * t)
-                                                      : Activations::none();
+          const typename Activations::Raw piece =
+              token + g < num_rows ? activations.fetch(token + g, k + 8 * t) : Activations::none();
           if constexpr (Activations::kShared) {
             Activations::expand(b[n], piece);
           } else {
@@ -553,8 +552,7 @@ struct Product {
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
       for (int n = 0; n < kOwnTiles; ++n) {
-        float* to = partial +
-                    (part * kTokens + first_token + n * kTileTokens + 2 * t) * kSumPitch +
+        float* to = partial + (part * kTokens + first_token + n * kTileTokens + 2 * t) * kSumPitch +
                     tile * 16 + g;
         to[0] = sum[tile][n][0];
         to[kSumPitch] = sum[tile][n][1];

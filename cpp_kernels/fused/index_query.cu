@@ -11,8 +11,8 @@
 // Floor        1.1 us at 4.65 TB/s; 1.8 us
 // Launch       32 weight rows a block, which are one group of four-bit codes; V4: 64, and two
 //              blocks are a cluster and a head. 256 threads. Weights are on their way before the
-//              input is waited for. V4's codes of more than sixteen rows go straight to the products,
-//              so that two blocks have room on a multiprocessor
+//              input is waited for. Codes of more than sixteen rows that lie in memory go
+//              straight to the products, so that two blocks have room on a multiprocessor
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; V4: the halves of a head reach the other
 //              block by stores that count on its barrier
 // Determinism  fixed summation order; bitwise run to run and rank to rank
@@ -65,20 +65,28 @@ LOWLAT_DEVICE void wait_for_latent(IndexLatent<kQLoraOf, kGroupOf, kTokens>& lat
   latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
 }
 
+// kGiven: the latent's codes lie in memory.
 template <int kTiles>
+constexpr bool kTakesCodes = kTiles > 2;
+struct Nothing {};
+
+template <int kTiles, bool kGiven>
 struct QueryShared {
   static constexpr int kTokens = kTiles * kTileTokens;
-  typename Product<kRows, kQLora, kTiles, 1, kRows, 0>::Shared product;
-  IndexLatent<kQLora, kGroup, kTokens> latent;
+  using Linear = Product<kRows, kQLora, kTiles, 1, kRows, 0, kGiven && kTiles == 6 ? 2 : 1>;
+  typename Linear::Shared product;
+  std::conditional_t<kGiven, Nothing, IndexLatent<kQLora, kGroup, kTokens>> latent;
   float2 turn[kTokens][kPairsOfGroup];
 };
 
-template <int kTiles>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
+template <int kTiles, bool kGiven>
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3
+                                                   : kGiven    ? 2
+                                                               : 1)
     index_query_fp4_sm90(const __grid_constant__ IndexParams params) {
-  using Linear = Product<kRows, kQLora, kTiles, 1, kRows, 0>;
+  using Linear = QueryShared<kTiles, kGiven>::Linear;
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<QueryShared<kTiles>*>(memory);
+  auto& shared = *reinterpret_cast<QueryShared<kTiles, kGiven>*>(memory);
   sm90::launch_dependents();
   const int block_idx = static_cast<int>(blockIdx.x), num_rows = params.rows.num_rows;
   const int thread_idx = plat::thread_idx();
@@ -99,11 +107,18 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     }
   }
   Stamps stamps({}, 0);
-  wait_for_latent<kTiles == 1>(shared.latent, params, block_idx);
-  using Codes = CodeActivations<kGroup, true>;
-  const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
-                     QueryShared<kTiles>::kTokens};
-  Linear::run(shared.product, latent, num_rows, stamps);
+  if constexpr (kGiven) {
+    wait_at(params.qkv_done);
+    const CodeActivations<kGroup, false> latent{params.latent_codes, params.latent_scale, kQLora,
+                                                padded_rows(num_rows)};
+    Linear::run(shared.product, latent, num_rows, stamps);
+  } else {
+    wait_for_latent<kTiles == 1>(shared.latent, params, block_idx);
+    const CodeActivations<kGroup, true> latent{shared.latent.codes, shared.latent.scale,
+                                               shared.latent.kPitch,
+                                               QueryShared<kTiles, kGiven>::kTokens};
+    Linear::run(shared.product, latent, num_rows, stamps);
+  }
   // A warp a token, a lane a channel of the group.
   for (int token = warp_idx; token < num_rows; token += kProductWarps) {
     float value = quick_bf16(Linear::sum(shared.product, token, lane_idx));
@@ -134,13 +149,11 @@ constexpr int kHalf = kIndexDim / 2, kPairs = shape::kRopeDim / 2;
 static_assert(kHalf == shape::kRopeDim && kGroupV4 == kIndexDim);
 static_assert(kFp8IndexHeads * 2 == kIndexQueryBlocks);
 
-// kGiven: the latent's codes lie in memory.
 template <int kTiles, bool kGiven>
 struct QuerySharedV4 {
   static constexpr int kTokens = kTiles * kTileTokens;
   using Linear = Product<kHalf, kQLoraV4, kTiles, 1, kHalf, 0, kGiven && kTiles == 6 ? 2 : 1>;
   using Latent = IndexLatent<kQLoraV4, kGroupV4, kTokens>;
-  struct Nothing {};
   // The head's own half before the last pass is where the product's sums were.
   typename Linear::Shared product;
   std::conditional_t<kGiven, Nothing, Latent> latent;
@@ -148,8 +161,6 @@ struct QuerySharedV4 {
   float other[kTokens][kHalf];  // the other half
   std::uint64_t barrier;
 };
-constexpr bool gives_codes(int tiles) { return tiles > 2; }
-
 template <int kTiles, bool kGiven>
 __global__ void __launch_bounds__(kProductThreads, kGiven ? 2 : 1)
     index_query_fp8_sm90(const __grid_constant__ IndexParams params) {
@@ -265,15 +276,22 @@ cudaError_t launch_index_query(const IndexParams& params, bool programmatic, cud
                              kProductThreads, sizeof(QuerySharedV4<kTiles, kGiven>), 2,
                              programmatic, stream, params);
       };
-      if constexpr (gives_codes(kTiles)) {
+      if constexpr (kTakesCodes<kTiles>) {
         if (params.latent_codes != nullptr) return launch.template operator()<true>();
       }
       return launch.template operator()<false>();
     });
   }
   return with_tiles(params.rows.num_rows, [&]<int kTiles>() {
-    return launch_kernel(index_query_fp4_sm90<kTiles>, dim3(kIndexQueryBlocks), kProductThreads,
-                         sizeof(QueryShared<kTiles>), 1, programmatic, stream, params);
+    const auto launch = [&]<bool kGiven>() {
+      return launch_kernel(index_query_fp4_sm90<kTiles, kGiven>, dim3(kIndexQueryBlocks),
+                           kProductThreads, sizeof(QueryShared<kTiles, kGiven>), 1, programmatic,
+                           stream, params);
+    };
+    if constexpr (kTakesCodes<kTiles>) {
+      if (params.latent_codes != nullptr) return launch.template operator()<true>();
+    }
+    return launch.template operator()<false>();
   });
 }
 
