@@ -52,10 +52,12 @@ template <int kTiles>
 constexpr bool kWide = kTiles > 2;
 // Chunks of tokens that have room at once (0: all). At 24 rows so few that q's blocks have room
 // beside those of [q_a, kv], at 48 that attention's have room beside q's; of V4, whose blocks of q
-// are clusters of eight of which sixteen do not fit one a multiprocessor, that there is room for two
-// of either.
+// are clusters of eight of which sixteen do not fit one a multiprocessor, that there is room for
+// two of either.
 template <class M, int kTiles>
-constexpr int kQkvSlots = M::kScaleBlock != 32 ? (kTiles == 6 ? 2 : 0) : kTiles == 3 ? 3 : 0;
+constexpr int kQkvSlots = M::kScaleBlock != 32 ? (kTiles == 6 ? 2 : 0)
+                          : kTiles == 3        ? 3
+                                               : 0;
 template <class M, int kTiles>
 constexpr int kQSlots = M::kScaleBlock != 32 ? (kTiles == 6 ? 2 : 0)
                         : kTiles == 3        ? 3
@@ -671,8 +673,7 @@ cudaError_t launch_front_qkv(const FrontParams& params, bool programmatic, cudaS
   });
 }
 
-cudaError_t launch_front_latent(const FrontParams& params, bool programmatic,
-                                cudaStream_t stream) {
+cudaError_t launch_front_latent(const FrontParams& params, bool programmatic, cudaStream_t stream) {
   if (params.num_rows <= kHopRows) return cudaSuccess;
   return with_model(params.model, [&]<class M>() {
     return launch_kernel(front_latent_any<M>, dim3(params.num_rows), kLatentThreads, 0, 1,

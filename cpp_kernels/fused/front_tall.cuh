@@ -4,8 +4,8 @@
 // A block has kRows weight rows and kK of their K and asks for all of them before its input is
 // there. A warp has sixteen of the rows, all of the block's K and all tokens, so that a weight is
 // expanded once and the block has no sums of warps to add. Tokens come in chunks of one group of K,
-// in a ring of kSlots; blocks that want the same tokens begin at different chunks. kBlocks blocks of
-// a cluster split the whole K and meet in the block that owns the row.
+// in a ring of kSlots; blocks that want the same tokens begin at different chunks. kBlocks blocks
+// of a cluster split the whole K and meet in the block that owns the row.
 //
 // Two blocks have room on a multiprocessor: clusters of eight that have one each do not all fit, as
 // parts of the chip with fewer than sixteen multiprocessors hold one.
@@ -161,9 +161,8 @@ struct TallProduct {
         place_codes(a[1], low.y, high.y);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const uint4 b =
-              *reinterpret_cast<const uint4*>(column + n * kTileTokens * kTokenPitch +
-                                              16 * piece_place(g, step * (kStep / 8) + t));
+          const uint4 b = *reinterpret_cast<const uint4*>(
+              column + n * kTileTokens * kTokenPitch + 16 * piece_place(g, step * (kStep / 8) + t));
           sm90::mma_f16(part[n], a[0], b.x, b.y);
           sm90::mma_f16(part[n], a[1], b.z, b.w);
         }
@@ -171,8 +170,8 @@ struct TallProduct {
       const float own = shared.scale[group];
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        const float2 two = *reinterpret_cast<const float2*>(
-            &shared.token_scale[group][n * kTileTokens + 2 * t]);
+        const float2 two =
+            *reinterpret_cast<const float2*>(&shared.token_scale[group][n * kTileTokens + 2 * t]);
         const float even = own * two.x, odd = own * two.y;
         sum[n][0] = plat::fma(part[n][0], even, sum[n][0]);
         sum[n][1] = plat::fma(part[n][1], odd, sum[n][1]);

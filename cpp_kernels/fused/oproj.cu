@@ -68,8 +68,8 @@ struct ShapeA<M, kTiles> {
   static constexpr int kK = kGroupInput / kBlocks, kOwned = kRows / kBlocks;
   using Linear = WideProduct<kGroup, kK, kTiles, kBlocks, kOwned, true, kTiles == 6 ? 2 : 4, 40>;
 };
-// More than sixteen rows of V4, whose clusters have a group of 128 outputs: two blocks have room on a
-// multiprocessor.
+// More than sixteen rows of V4, whose clusters have a group of 128 outputs: two blocks have room on
+// a multiprocessor.
 template <class M, int kTiles>
   requires(M::kScaleBlock == 128 && kTiles > 2)
 struct ShapeA<M, kTiles> {
