@@ -32,8 +32,8 @@
 // scales are applied once at the end. The first experts' h was finished while later tiles were
 // multiplied, so the second product starts without a wait. Weights that do not depend on the
 // routing (router, shared expert) stream while it is being decided. Experts are in the order of
-// their first pairs: when row 0 is routed, every block asks for its first tiles. The layer's end:
-// where the sum is published as quads, the first blocks' last warps may do what
+// their first pairs: as row 0's become known, every block asks for its first tiles. The layer's
+// end: where the sum is published as quads, the first blocks' last warps may do what
 // hc_exchange_norm_sm90 does (MoeArgs::exchange), whose blocks would find room, and their inputs,
 // when these have ended.
 //
@@ -196,6 +196,7 @@ struct Layout {
     std::int32_t num_experts;
     std::uint32_t stop;                  // Watch
     std::uint32_t lost;                  // scores have not come: no tiles
+    std::int32_t asked;                  // given tiles that the first row's router has asked for
     std::uint64_t quads_epoch;           // exchange_epoch of the sum's packets
     std::uint16_t expert[kMaxPairs];     // in the order of their first pairs, one entry each
     std::uint16_t first[kMaxPairs + 1];  // of an expert in `sorted`
@@ -212,6 +213,11 @@ struct Layout {
     // Of the layer's end: the row's parameters, whether they are there, squares of warps.
     float mix[kMixStride];
     std::uint32_t has_mix;
+    std::uint32_t has_shared;  // the launch has a shared expert
+    std::uint32_t epoch;       // what one warp has read for all
+    std::uint64_t deadline_ns;
+    const std::uint32_t* abort_word;
+    std::uint32_t arguments[kThreads / plat::kWarpLanes];  // nobody reads them
     float squares[kHidden / kSlicesPerRow / 4 / plat::kWarpLanes];
   };
   static constexpr int kBarrierOffset =
@@ -224,10 +230,10 @@ struct Layout {
                     (kConsumers + kParts - 1) / kParts <= kRingPieces,
                 "a warp's first expert and its step to the next lie in the ring");
   struct Barriers {
-    std::uint64_t full[kRing], empty[kRing];
+    std::uint64_t full[kRing], empty[kRing];  // full: the first
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
-    std::uint64_t shared_full, band_full, scored, first_routed, routed, table, sums_full[kBuffers],
-        sums_empty[kBuffers];
+    std::uint64_t shared_full, band_full, x, epoch, scored, first_routed, routed, table,
+        sums_full[kBuffers], sums_empty[kBuffers];
   };
   // Arrivals that complete a phase of the barrier number `i`.
   LOWLAT_DEVICE static std::uint32_t arrivals_of(int i) {
@@ -243,6 +249,10 @@ struct Layout {
     if (i == number(offsetof(Barriers, routed))) return kMaxRows;
     // The band's copy, and the finisher with its scales.
     return i == number(offsetof(Barriers, band_full)) ? 2 : 1;
+  }
+  // The copies before all barriers are made have theirs.
+  LOWLAT_DEVICE static bool is_of_first_copies(int i) {
+    return i < kRing || i == static_cast<int>(offsetof(Barriers, shared_full) / 8);
   }
   // Places in them, for loops that address shared memory themselves.
   static constexpr int kStopOffset = offsetof(Table, stop),
@@ -297,9 +307,7 @@ struct Region {
   std::uint32_t epoch;
   Watch watch;
   int block_idx, num_blocks, lane;
-  bool scores, shared;  // this launch has a router, a shared expert
-  // This block has begun long before x is there; x was there when it began.
-  bool early, x_there;
+  bool scores;  // this launch has a router
   int num_shared_tiles;
 
   // Of the use number `use` of the ring.
@@ -338,11 +346,26 @@ struct Region {
     return reinterpret_cast<plat::TaggedWords*>(workspace + L::kScoresOffset) + row * kScorers +
            packet;
   }
-  // What only exchanges with other blocks need: not waited for before x is asked for.
+  // Of the shared expert's w2. Kept in shared memory: a flag that lives as long as the block is
+  // kept in memory that is farther away.
+  LOWLAT_DEVICE bool has_band() const { return table.has_shared != 0 && block_idx < kBands; }
+  // What only exchanges with other blocks need: not waited for before x is asked for. By the warp
+  // that tells that x is there.
+  LOWLAT_DEVICE void tell_epoch() const {
+    if (lane == 0) {
+      table.epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
+      table.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
+      table.abort_word =
+          a.fault.abort_words != nullptr ? a.fault.abort_words[a.fault.tp_rank] : nullptr;
+      sm90::barrier_arrive(&barriers.epoch);
+    }
+    __syncwarp();
+  }
   LOWLAT_DEVICE void read_epoch() {
-    epoch = *(reinterpret_cast<const std::uint32_t*>(a.workspace) + block_idx) + 1;
-    watch.deadline_ns = plat::clock_ns() + a.fault.budget_ns;
-    if (a.fault.abort_words != nullptr) watch.abort_word = a.fault.abort_words[a.fault.tp_rank];
+    barrier_wait(&barriers.epoch, 0);
+    epoch = table.epoch;
+    watch.deadline_ns = table.deadline_ns;
+    watch.abort_word = table.abort_word;
   }
   LOWLAT_DEVICE bool gates() const { return scores && block_idx < L::kScoringBlocks; }
 
@@ -352,7 +375,9 @@ struct Region {
     return n * num_blocks + (block_idx < kFirst ? block_idx + num_blocks : block_idx) - kFirst;
   }
   LOWLAT_DEVICE void count_shared_tiles() {
-    while (shared && shared_tile(num_shared_tiles) < L::kTiles) ++num_shared_tiles;
+    while (a.w.shared_w1.codes != nullptr && shared_tile(num_shared_tiles) < L::kTiles) {
+      ++num_shared_tiles;
+    }
   }
 };
 
@@ -361,29 +386,30 @@ template <int kNumber, int kNum>
 LOWLAT_DEVICE void named_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kNum) : "memory");
 }
-// Until x is there; all but the producer, who reads none of it.
+// Until x is there; all but the producer, who reads none of it, and who tells it.
 template <class L>
 LOWLAT_DEVICE void wait_for_x(const Region<L>& r) {
-  const Gate& gate = r.a.before;
-  if (gate.word == nullptr) {
-    sm90::wait_for_predecessors();
-    return;
-  }
-  if (plat::thread_idx() == 0) {
-    if (r.x_there) {
-      pass_gate();
-    } else {
-      poll_gate(gate);
-    }
-  }
-  named_sync<2, L::kThreads - plat::kWarpLanes>();
+  if (r.a.before.word == nullptr) sm90::wait_for_predecessors();
+  barrier_wait(&r.barriers.x, 0);
 }
-// Code that runs for the first time is slow, and a block that is early has time: it runs what
-// follows on x once before, on other numbers. One that begins when x is about to come would come
-// later by it. The first of two passes, or the only one.
+// By one warp, which has asked for nothing.
+template <class L>
+LOWLAT_DEVICE void tell_x(const Region<L>& r) {
+  if (r.a.before.word == nullptr) {
+    sm90::wait_for_predecessors();
+  } else if (r.lane == 0) {
+    acquire_gate(r.a.before);
+  }
+  __syncwarp();
+  if (r.lane == 0) sm90::barrier_arrive(&r.barriers.x);
+}
+// Code that runs for the first time is slow. Warps that wait for others run what follows on that
+// once before, on other numbers, unless x is there already. The first of two passes, or the only
+// one.
 template <class L>
 LOWLAT_DEVICE int first_pass(const Region<L>& r) {
-  return r.early && r.scores ? 0 : 1;
+  const Gate& gate = r.a.before;
+  return r.scores && (gate.word == nullptr || !is_open(gate.word, gate.blocks)) ? 0 : 1;
 }
 LOWLAT_DEVICE void keep(float value) { asm volatile("" ::"f"(value)); }
 
@@ -398,6 +424,12 @@ LOWLAT_DEVICE void describe_use(const Region<L>& r, int n, int tile) {
 template <class L>
 LOWLAT_DEVICE int given_tile(const Region<L>& r, int n) {
   return n * r.num_blocks + r.block_idx;
+}
+// Uses of the ring before the first tile's.
+template <class L>
+LOWLAT_DEVICE int uses_before_tiles(const Region<L>& r) {
+  return (r.gates() ? L::kScorePackets : 0) +
+         (r.num_shared_tiles > 1 ? 2 * (r.num_shared_tiles - 1) : 0);
 }
 
 // ------------------------------------------------------------------------------------ producer
@@ -426,13 +458,9 @@ struct Producer {
                     &r.barriers.full[slot], sm90::CacheHint::evict_first);
   }
 
-  // What does not depend on the routing, or on anything before this kernel.
-  LOWLAT_DEVICE void run_early() {
+  // Before the block's barriers are made, but for those that these copies take.
+  LOWLAT_DEVICE void run_first() {
     const auto& w = r.a.w;
-    if (r.lane == 0) {
-      sm90::tensor_prefetch(&maps.gate);
-      sm90::tensor_prefetch(&maps.up);
-    }
     if (r.gates()) {
 #pragma unroll 1
       for (int i = 0; i < L::kScorePackets; ++i) {
@@ -444,8 +472,6 @@ struct Producer {
                2 * L::kHidden);
         }
       }
-      // The router's rows and x decide when routing ends: nothing competes with them.
-      barrier_wait(&r.barriers.full[L::kScorePackets - 1], 0);
     }
     if (r.num_shared_tiles > 0) {
       std::uint64_t* full = &r.barriers.shared_full;
@@ -457,6 +483,15 @@ struct Producer {
                         sm90::CacheHint::evict_first);
       }
     }
+  }
+  // What does not depend on the routing, or on anything before this kernel.
+  LOWLAT_DEVICE void run_early() {
+    if (r.lane == 0) {
+      sm90::tensor_prefetch(&maps.gate);
+      sm90::tensor_prefetch(&maps.up);
+    }
+    // The router's rows and x decide when routing ends: nothing competes with them.
+    if (r.gates()) barrier_wait(&r.barriers.full[L::kScorePackets - 1], 0);
     if (!L::kBandLate) load_shared_band();
     // Further shared tiles go through the ring, which is free when x has been scored.
     for (int n = 1; n < r.num_shared_tiles; ++n) {
@@ -476,7 +511,7 @@ struct Producer {
            static_cast<std::size_t>(tile * kTileRows + r.lane % kTileRows) * L::kHidden;
   }
   LOWLAT_DEVICE void load_shared_band() const {
-    if (r.shared && r.block_idx < kBands && r.lane == 0) {
+    if (r.has_band() && r.lane == 0) {
       constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
       sm90::barrier_arrive_expect(&r.barriers.band_full, kBytes);
       sm90::bulk_load(r.smem + L::kBandOffset,
@@ -517,12 +552,14 @@ struct Producer {
   LOWLAT_DEVICE void run_routed() {
     // The first row's experts come first, so the first tiles are known before the other rows' are.
     barrier_wait(&r.barriers.first_routed, 0);
+    const int asked = r.table.asked;
+    uses += asked;
     const int id = r.table.ids[r.lane < L::kSlots ? r.lane : 0];
     const std::uint32_t same = __match_any_sync(plat::kAllLanes, id);
     const bool is_first = r.lane < L::kSlots && __ffs(static_cast<int>(same)) == r.lane + 1;
     const std::uint32_t firsts = __ballot_sync(plat::kAllLanes, is_first);
     const int own_rank = is_first ? __popc(firsts & ((1u << r.lane) - 1u)) : -1;
-    int early = 0;
+    int early = asked;
     for (; early < L::kGiven; ++early) {
       const int number = given_tile(r, early);
       const std::uint32_t lane = __ballot_sync(plat::kAllLanes, own_rank == number / L::kTiles);
@@ -619,7 +656,7 @@ struct Producer {
       landed(&r.barriers.piece_full[piece], __shfl_sync(plat::kAllLanes, turns, piece));
     }
     landed(&r.barriers.shared_full, r.num_shared_tiles > 0 ? 1 : 0);
-    landed(&r.barriers.band_full, r.shared && r.block_idx < kBands ? 1 : 0);
+    landed(&r.barriers.band_full, r.has_band() ? 1 : 0);
   }
 };
 
@@ -628,7 +665,30 @@ struct Producer {
 template <class L>
 struct Router {
   Region<L>& r;
+  const TileMaps& maps;
   int warp;  // among the routers
+
+  // The n-th given tile, of `expert`: asked for by one lane as soon as the expert is known.
+  LOWLAT_DEVICE void ask_for_given(int n, int expert) const {
+    const int use = uses_before_tiles(r) + n, slot = use % L::kRing;
+    const int row = expert * L::kInner + given_tile(r, n) % L::kTiles * kTileRows;
+    if (use >= L::kRing) barrier_wait(&r.barriers.empty[slot], (use / L::kRing - 1) & 1);
+    if (r.lane == 0) {
+      std::uint64_t* const full = &r.barriers.full[slot];
+      unsigned char* const codes = r.smem + L::kRingOffset + slot * L::kSlotBytes;
+      unsigned char* const scales = r.smem + L::kScalesOffset + n % (L::kRing + 1) * L::kTileScales;
+      const std::size_t at = static_cast<std::size_t>(row) * L::kScaleRow;
+      sm90::barrier_arrive_expect(full, L::kTileBytes);
+      sm90::tensor_load(codes, &maps.gate, 0, row, 0, full, sm90::CacheHint::evict_first);
+      sm90::tensor_load(codes + L::kHalfTile, &maps.up, 0, row, 0, full,
+                        sm90::CacheHint::evict_first);
+      sm90::bulk_load(scales, r.a.w.w1.scales + at, L::kTileScales / 2, full,
+                      sm90::CacheHint::evict_first);
+      sm90::bulk_load(scales + L::kTileScales / 2, r.a.w.w3.scales + at, L::kTileScales / 2, full,
+                      sm90::CacheHint::evict_first);
+    }
+    __syncwarp();
+  }
 
   // Pairs by expert, by one warp, which holds all of them: two masks of pairs for each.
   LOWLAT_DEVICE void make_table(int num_rows) const {
@@ -710,11 +770,12 @@ struct Router {
 
   LOWLAT_DEVICE void run(const Rules& rules) {
     if (warp == 0) {
+      tell_x(r);
+      r.tell_epoch();
+      r.read_epoch();
 #pragma unroll 1
       for (int pass = first_pass(r); pass < 2; ++pass) {
         if (pass == 1) {
-          wait_for_x(r);
-          r.read_epoch();
           barrier_wait(&r.barriers.routed, 0);
           // All roles go on, or none.
           if (r.lane == 0) r.table.lost = r.watch.stopped() ? 1 : 0;
@@ -735,7 +796,17 @@ struct Router {
           // Before the block has sent its own there is nothing to ask for.
           if (r.gates()) barrier_wait(&r.barriers.scored, 0);
         }
-        route_row<L>(r, 0, rules.rule, pass == 0);
+        // Experts of a row are different ones, so that of a slot has that number among all.
+        int asked = 0;
+        route_row<L>(r, 0, rules.rule, pass == 0, [&](int expert_slot, int expert) {
+#pragma unroll 1
+          while (asked < L::kGiven && given_tile(r, asked) / L::kTiles == expert_slot) {
+            if (pass == 1) ask_for_given(asked, expert);
+            ++asked;
+          }
+        });
+        if (r.lane == 0) r.table.asked = pass == 1 ? asked : 0;
+        __syncwarp();
         if (pass == 1 && r.lane == 0) {
           sm90::barrier_arrive(&r.barriers.first_routed);
           sm90::barrier_arrive(&r.barriers.routed);
@@ -895,6 +966,13 @@ struct Consumer {
   std::uint32_t x[L::kSliceBlocks][kPairs];
   float column_factor = 0.0f;  // of row g's columns
 
+  // Made anew for each part of the work: kept over all of it, they would be kept in memory.
+  LOWLAT_DEVICE void find_place() {
+    std::uint32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    g = static_cast<int>(lane / 4u);
+    t = static_cast<int>(lane % 4u);
+  }
   LOWLAT_DEVICE void wait_slot(int offset) const {
     const int use = uses + offset;
     barrier_wait(&r.barriers.full[use % L::kRing], use / L::kRing & 1);
@@ -957,21 +1035,19 @@ struct Consumer {
     for (int i = 0; i < 4; ++i) acc[i] += odd[i];
   }
   // This block's experts' scores of all rows, to the finisher.
-  LOWLAT_DEVICE void run_gate(int pass) {
+  LOWLAT_DEVICE void run_gate() {
     float acc[4] = {};
-    for (int i = 0; pass == 1 && i < L::kScorePackets; ++i) wait_slot(i);
+    for (int i = 0; i < L::kScorePackets; ++i) wait_slot(i);
     multiply_gate(acc);
-    for (const float sum : acc) keep(sum);
-    if (pass == 0) return;
     hand_over(acc);
     for (int i = 0; i < L::kScorePackets; ++i) free_slot();
   }
   // A row a warp, in every block the same; the first row is a router's.
-  LOWLAT_DEVICE void route(const Rules& rules, int pass) const {
+  LOWLAT_DEVICE void route(const Rules& rules) const {
     if (warp == 0 || warp >= L::kMaxRows) return;
-    if (warp < r.a.rows) route_row<L>(r, warp, rules.rule, pass == 0);
+    if (warp < r.a.rows) route_row<L>(r, warp, rules.rule);
     __syncwarp();
-    if (pass == 1 && r.lane == 0) sm90::barrier_arrive(&r.barriers.routed);
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.routed);
   }
 
   // Scale bytes of a shared tile's slice, gate and up: a lane has those of a block of scales.
@@ -1348,33 +1424,24 @@ struct Consumer {
 
   // Before the kernels before this one have ended.
   LOWLAT_DEVICE void run_early(TileScales& scales) {
-    g = r.lane / 4;
-    t = r.lane % 4;
     if (r.num_shared_tiles > 0) load_scales(scales, r.shared_tile(0));
   }
   LOWLAT_DEVICE void run(TileScales& scales, const Rules& rules, Stamps& stamps) {
-#pragma unroll 1
-    for (int pass = first_pass(r); pass < 2; ++pass) {
-      if (pass == 1) {
-        stamps.mark(StampStage::ask);
-        wait_for_x(r);
-        stamps.mark(StampStage::wait);
-      }
-      // The first pass: rows of the router, and whatever lies in their place.
-      load_rows(pass == 1 ? r.a.x : r.a.w.gate, g < r.a.rows ? g : r.a.rows - 1);
-      if (r.gates()) run_gate(pass);
-      // While the scores are on their way.
-      for (int n = 0; pass == 1 && n < r.num_shared_tiles; ++n) {
-        if (n > 0) load_scales(scales, r.shared_tile(n));
-        run_shared_tile(scales, n);
-      }
-      if (pass == 1) {
-        r.read_epoch();
-        // All have read the shared tile, where the columns come.
-        named_sync<3, L::kConsumers * plat::kWarpLanes>();
-      }
-      route(rules, pass);
+    find_place();
+    stamps.mark(StampStage::ask);
+    wait_for_x(r);
+    stamps.mark(StampStage::wait);
+    load_rows(r.a.x, g < r.a.rows ? g : r.a.rows - 1);
+    if (r.gates()) run_gate();
+    for (int n = 0; n < r.num_shared_tiles; ++n) {
+      if (n > 0) load_scales(scales, r.shared_tile(n));
+      run_shared_tile(scales, n);
     }
+    // All have read the shared tile, where the columns come.
+    if (r.num_shared_tiles > 0) named_sync<3, L::kConsumers * plat::kWarpLanes>();
+    r.read_epoch();
+    route(rules);
+    find_place();
     make_columns();
     // Products read the columns past the ordinary path.
     sm90::fence_async_shared();
@@ -1382,8 +1449,10 @@ struct Consumer {
     barrier_wait(&r.barriers.table, 0);
     if (r.table.lost != 0) return;
     stamps.mark(StampStage::read);
+    find_place();
     run_tiles();
     stamps.mark(StampStage::compute);
+    find_place();
     run_second();
   }
 };
@@ -1401,9 +1470,8 @@ struct Finisher {
   static constexpr int kOwnScales = (kBandScales + plat::kWarpLanes - 1) / plat::kWarpLanes;
   std::uint8_t band_scales[kOwnScales] = {};
 
-  LOWLAT_DEVICE bool has_band() const { return r.shared && r.block_idx < kBands; }
   LOWLAT_DEVICE void run_early() {
-    if (!has_band()) return;
+    if (!r.has_band()) return;
     const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns + r.lane;
     constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
 #pragma unroll
@@ -1413,7 +1481,7 @@ struct Finisher {
     }
   }
   LOWLAT_DEVICE void store_band_scales() const {
-    if (!has_band()) return;
+    if (!r.has_band()) return;
 #pragma unroll
     for (int i = 0; i < kOwnScales; ++i) {
       const int at = i * plat::kWarpLanes + r.lane;
@@ -1556,6 +1624,7 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
     }
     return sum;
   };
+  const bool has_shared = r.table.has_shared != 0;
   const auto of_pair = [&](int pair, int n) {
     return r.table.weights[pair] * parts(std::false_type(), r.table.place[pair], n);
   };
@@ -1568,7 +1637,7 @@ LOWLAT_DEVICE void finish_band(const Region<L>& r, int first_row) {
           sum += round_to_bf16(of_pair(row * L::kSlots + slot, n));
         }
         const float y = round_to_bf16(sum);
-        return r.shared ? y + round_to_bf16(parts(std::true_type(), row, n)) : y;
+        return has_shared ? y + round_to_bf16(parts(std::true_type(), row, n)) : y;
       },
       r.table.quads_epoch);
 }
@@ -1691,30 +1760,29 @@ __global__ void __launch_bounds__(L::kThreads, 1)
                  static_cast<int>(gridDim.x),
                  thread % plat::kWarpLanes,
                  args.routing != MoeRouting::given,
-                 args.w.shared_w1.codes != nullptr,
-                 false,
-                 false,
                  0};
-  // x comes soon when sums that it is made of have come. All that says so is asked for at once, the
-  // sums in both mailboxes, and looked at when the barriers have been made.
-  const bool follows = args.before.word != nullptr && args.quads.tp_size > 0;
-  std::uint32_t opened = 0, even_tag = 0, odd_tag = 0;
-  std::uint64_t step_epoch = 0;
-  if (args.before.word != nullptr) opened = gate_word(args.before.word);
-  if (follows) {
-    const plat::TaggedWords* sums =
-        quads_of(args.quads, args.quads.tp_rank, 0, args.quads.tp_rank, 0, L::kHidden / 4) +
-        r.lane * (L::kHidden / 4 / plat::kWarpLanes);
-    even_tag = packet_tag(sums);
-    odd_tag = packet_tag(sums + args.quads.tp_size * args.quads.box_packets);
-    step_epoch = *args.quads.step_epoch;
-  }
+  // Arguments come from far away, a line at a time: all of them at once, a line a warp.
+  constexpr int kLine = 64 / 4, kLines = sizeof(MoeArgs) / 4 / kLine;
+  const std::uint32_t argument =
+      reinterpret_cast<const std::uint32_t*>(&args)[(warp < kLines ? warp : kLines - 1) * kLine];
+  r.count_shared_tiles();
+  Producer<L> producer = {r, maps};
   // A barrier is made by a thread whose warp makes no other at once: the assembler makes a loop
-  // over the threads of it.
+  // over the threads of it. The first copies do not wait for the others.
   constexpr int kNumBarriers = sizeof barriers / sizeof(std::uint64_t);
+  if (warp == L::kProducer) {
+    if (r.lane == 0) {
+#pragma unroll
+      for (std::uint64_t& full : barriers.full) sm90::barrier_init(&full, 1);
+      sm90::barrier_init(&barriers.shared_full, 1);
+    }
+    sm90::fence_barrier_init();
+    __syncwarp();
+    producer.run_first();
+  }
 #pragma unroll 1
   for (int i = warp; i < kNumBarriers; i += L::kThreads / plat::kWarpLanes) {
-    if (r.lane == 0) {
+    if (r.lane == 0 && !L::is_of_first_copies(i)) {
       sm90::barrier_init(reinterpret_cast<std::uint64_t*>(&barriers) + i, L::arrivals_of(i));
     }
   }
@@ -1723,10 +1791,12 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   static_assert(L::kMaxPairs <= L::kThreads);
   if (thread < L::kMaxPairs) table.rows_of[thread] = 0;
   if (thread < plat::kWarpLanes) table.piece_expert[thread] = kPoison;
-  if (thread == 0) table.stop = table.has_mix = 0;
+  if (thread == 0) {
+    table.stop = table.has_mix = 0;
+    table.has_shared = args.w.shared_w1.codes != nullptr ? 1 : 0;
+  }
+  if (r.lane == 0) table.arguments[warp] = argument;
   plat::block_sync();
-  r.count_shared_tiles();
-  Producer<L> producer = {r, maps};
   Consumer<L> consumer = {r, warp};
   Finisher<L> finisher = {r};
   typename Consumer<L>::TileScales scales = {};
@@ -1740,11 +1810,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (warp < L::kConsumers) {
     consumer.run_early(scales);
   }
-  r.x_there = args.before.word != nullptr && has_opened(opened, args.before.blocks);
-  const auto x_tag =
-      static_cast<std::uint32_t>(step_epoch) + static_cast<std::uint32_t>(args.quads_index - 1);
-  const bool comes = follows && ((x_tag & 1u) != 0u ? odd_tag : even_tag) == x_tag;
-  r.early = args.before.word != nullptr && !r.x_there && !__any_sync(plat::kAllLanes, comes);
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
     consumer.run(scales, rules, stamps);
@@ -1757,8 +1822,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     } else {
       static_assert(L::kThreads == (L::kFirstRouter + L::kRouters) * plat::kWarpLanes);
       const int number = warp - L::kFirstRouter;
-      Router<L>{r, number}.run(rules);
-      if (r.shared && r.block_idx < kBands) SecondWarp<L>(r).run_shared(number, L::kRouters);
+      Router<L>{r, maps, number}.run(rules);
+      if (r.has_band()) SecondWarp<L>(r).run_shared(number, L::kRouters);
     }
   }
   plat::block_sync();

@@ -46,6 +46,9 @@ struct Rules {
 
 // ------------------------------------------------------------------------------------ routing
 
+struct NothingChosen {
+  LOWLAT_DEVICE void operator()(int, int) const {}
+};
 // The scores of a row's experts, in a warp: lane's packets are those of blocks lane, lane + 32, ..
 template <class L>
 struct Scores {
@@ -87,8 +90,11 @@ struct Scores {
     }
   }
 
-  // The k best, with their scores. Ranks are compared as integers of the same order.
-  LOWLAT_DEVICE void select(std::int32_t* ids, float* scores, float nan_rank) const {
+  // The k best, with their scores; on_chosen(slot, id) is called as soon as one is known, by all
+  // lanes. Ranks are compared as integers of the same order.
+  template <class Chosen = NothingChosen>
+  LOWLAT_DEVICE void select(std::int32_t* ids, float* scores, float nan_rank,
+                            Chosen on_chosen = {}) const {
     std::uint32_t rank[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -109,6 +115,7 @@ struct Scores {
         if (rank[i] == top) id = own_expert(i), best_score = score[i];
       }
       const std::uint32_t chosen = __reduce_min_sync(plat::kAllLanes, id);
+      on_chosen(slot, static_cast<int>(chosen));
       if (id == chosen) {
         ids[slot] = static_cast<std::int32_t>(chosen);
         scores[slot] = best_score;
@@ -134,9 +141,10 @@ struct Scores {
 
 // By a warp: ids of a row and the scores that their weights are made of (or their weights, where
 // those are given) into the block's table. A rehearsal does it with no scores, waiting for nothing.
-template <class L, class Region>
+// on_chosen: as of Scores::select, where the k best are taken.
+template <class L, class Region, class Chosen = NothingChosen>
 LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule,
-                             bool rehearsal = false) {
+                             bool rehearsal = false, Chosen on_chosen = {}) {
   const int at = row * L::kSlots;
   std::int32_t* ids = &r.table.ids[at];
   float* weights = &r.table.weights[at];
@@ -154,7 +162,7 @@ LOWLAT_DEVICE void route_row(const Region& r, int row, stages::GateRule rule,
   __syncwarp();
   if (r.a.routing == MoeRouting::gate) {
     scores.select(ids, weights,
-                  rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
+                  rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f, on_chosen);
   } else {
     scores.find(ids, weights);
   }
