@@ -1,7 +1,7 @@
-// bench_layer_v4: times whole V4-Flash layers, TP4's share on one GPU, its four mailboxes looped
-// back: chains of four layers of one ratio in one CUDA graph.
+// bench_layer_v4: times whole V4-Flash layers, TP4's share (or TP2's) on one GPU, its mailboxes
+// looped back: chains of four layers of one ratio in one CUDA graph.
 //
-//   bench_layer_v4 LENGTH [rows..]
+//   bench_layer_v4 [tp2] LENGTH [rows..]
 //
 // Exit code 1: a failure.
 #include "bench/layer_v4_case.cuh"
@@ -19,9 +19,10 @@ struct Case {
   fused::LayerParts parts;
 };
 
+template <int kTp>
 void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
-  PooledChain chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
+  PooledChainOf<kTp> chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
   std::vector<Case> cases = {{"attention half", {true, false, true}}, {"layer", {}}};
   // Other orders, and the last exchange by sixteen blocks a row.
   using fused::BesideOrder;
@@ -85,15 +86,21 @@ void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, i
   }
 }
 
-bool run(Rest& rest) {
-  const int length = rest.number(1, 1 << 20);
-  const std::vector<int> rows = rest.rows();
+template <int kTp>
+void run_rows(int length, const std::vector<int>& rows) {
   Random random(1);
-  const HostWeights host(16, 2, random);
+  const HostWeights host(64 / kTp, 8 / kTp, random);
   const HostV4 v4(random);
   for (const int r : rows) {
-    for (const int ratio : {0, 128, 4}) run_ratio(host, v4, ratio, r, length);
+    for (const int ratio : {0, 128, 4}) run_ratio<kTp>(host, v4, ratio, r, length);
   }
+}
+
+bool run(Rest& rest) {
+  const bool two = rest.take("tp2");
+  const int length = rest.number(1, 1 << 20);
+  const std::vector<int> rows = rest.rows();
+  two ? run_rows<2>(length, rows) : run_rows<4>(length, rows);
   return true;
 }
 
@@ -101,5 +108,6 @@ bool run(Rest& rest) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::checked(argc, argv, "bench_layer_v4 LENGTH [rows..]", lowlat::bench::run);
+  return lowlat::bench::checked(argc, argv, "bench_layer_v4 [tp2] LENGTH [rows..]",
+                                lowlat::bench::run);
 }

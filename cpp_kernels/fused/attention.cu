@@ -11,11 +11,12 @@
 //              values 2^-24 of their group's largest and below (V4's target: to e4m3 codes' values)
 // Bytes        T = 6, 16 heads, 640 keys a row: 2.24 MB of keys, 0.2 MB of q and o; mostly L2
 // Floor        0.5 us at 4.65 TB/s
-// Launch       a cluster a row and 16 heads, its blocks share the keys; 256 threads. The first keys
-//              are gathered, expanded and, of few rows, in the registers of the products before q
-//              is there, except those that the step writes. A warp has 64 dimensions of q, of
-//              scores and of o: q's packets are operands as they come. More than eight rows of
-//              several tiles a block: attention_wide.cu
+// Launch       a cluster a row and 16 heads (of V4.1's few rows 32, where a rank has them), its
+//              blocks share the keys; 256 threads. The first keys are gathered, expanded and, of
+//              few rows, in the registers of the products before q is there, except those that the
+//              step writes. A warp has 64 dimensions of q, of scores and of o: q's packets are
+//              operands as they come. More than eight rows of several tiles a block:
+//              attention_wide.cu
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster a block's
 //              partials (max, sum, o) of a head go from registers to the block that finishes it,
 //              whose barriers tell when all are there
@@ -58,21 +59,26 @@ constexpr int kWarpKeys = kTile / kWarps;  // that a warp asks for and expands
 constexpr int kPerThread = (kTile * kPieces + kThreads - 1) / kThreads;  // pieces
 static_assert(kTile % kWarps == 0 && kHeads <= kTile && kListed >= kTile);
 
+constexpr int kRawScales = kTile * stages::kKvDataBytes;  // of a tile's stored rows
+
+// kHeadTiles: sixteens of heads of a cluster.
+template <int kHeadTiles>
 struct Shared {
+  static constexpr int kAllHeads = kHeadTiles * kHeads;
   // A tile's stored rows and their scale bytes, then in their place scores
-  // [kWarps][kHeads][kScorePitch], each warp's part.
+  // [kWarps][kHeads][kScorePitch], each warp's part; the second sixteen heads' in the keys' place.
   static constexpr int kScoreBytes = kWarps * kHeads * kScorePitch * 4;
-  static constexpr int kRawScales = kTile * stages::kKvDataBytes;
   static constexpr int kRawBytes = kRawScales + kTile * 8;
   alignas(16) std::uint16_t key[kTile * kKeyPitch];
+  static_assert(sizeof key >= kScoreBytes);
   // What the cluster sends: by block and then by head of this one, its part of the sums under the
   // largest score that it saw; that score and its weight.
-  alignas(16) std::uint16_t part[kHeads][kDim];  // bf16
+  alignas(16) std::uint16_t part[kAllHeads][kDim];  // bf16
   alignas(16) unsigned char work[kRawBytes > kScoreBytes ? kRawBytes : kScoreBytes];
-  float2 part_weight[kHeads];
+  float2 part_weight[kAllHeads];
   std::uint64_t parts, weights;  // barriers
-  alignas(16) std::uint16_t prob[kHeads * kScorePitch];
-  float rescale[kHeads], sink[kHeads];
+  alignas(16) std::uint16_t prob[kHeadTiles][kHeads * kScorePitch];
+  float rescale[kHeads], sink[kAllHeads];
   alignas(16) float factor[kHeads][kHeads];  // of a warp's head and a block's part of it
   float2 turn[shape::kRopeDim / 2];
   std::int32_t slot[kListed];  // of the block's keys, so many at a time; -1: a pad, or none
@@ -86,12 +92,13 @@ struct Shared {
 };
 
 // Slots of the keys from `first` on, a thread a key.
-LOWLAT_DEVICE void list_keys(Shared& shared, const AttentionParams& params, int row_idx, int first,
-                             int end) {
+template <int kHeadTiles>
+LOWLAT_DEVICE void list_keys(Shared<kHeadTiles>& shared, const AttentionParams& params, int row_idx,
+                             int first, int end) {
   shared.slot[plat::thread_idx()] = slot_at(params, row_idx, first + plat::thread_idx(), end);
 }
 
-static_assert(2 * (sizeof(Shared) + 1024) <= 228 * 1024);
+static_assert(2 * (sizeof(Shared<1>) + 1024) <= 228 * 1024);
 
 LOWLAT_DEVICE int piece_of(int i) { return i * kThreads + plat::thread_idx(); }
 LOWLAT_DEVICE int key_of(int i) { return min(piece_of(i) / kPieces, kTile - 1); }
@@ -107,8 +114,8 @@ LOWLAT_DEVICE void copy_8(void* dst_shared, const void* src) {
 // the step's own keys some may not be stored yet, and be read later. Four keys' scales lie in 32
 // bytes, and copies of eight bytes go through the first-level cache, which would keep what the late
 // ones had been: here they are read past it.
-template <bool kFill, bool kEarly>
-LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
+template <bool kFill, bool kEarly, int kHeadTiles>
+LOWLAT_DEVICE void ask_for_tile(Shared<kHeadTiles>& shared, const std::uint8_t* const* data,
                                 const std::uint8_t* const* scales) {
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
@@ -126,7 +133,7 @@ LOWLAT_DEVICE void ask_for_tile(Shared& shared, const std::uint8_t* const* data,
   }
   if (lane_idx < kWarpKeys) {
     const int key = warp_idx * kWarpKeys + lane_idx;
-    unsigned char* to = shared.work + Shared::kRawScales + 8 * key;
+    unsigned char* to = shared.work + kRawScales + 8 * key;
     if (data[key] != nullptr) {
       if constexpr (kEarly) {
         *reinterpret_cast<uint2*>(to) = __ldcg(reinterpret_cast<const uint2*>(scales[key]));
@@ -185,7 +192,8 @@ LOWLAT_DEVICE void store_piece(std::uint16_t* keys, const uint4& data, std::uint
 
 // Keys of what the warp has asked for: of all rows, or of those in only[]. Whole warps call. Short
 // code: it is the longest of the kernel.
-LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) {
+template <int kHeadTiles>
+LOWLAT_DEVICE void expand_tile(Shared<kHeadTiles>& shared, const std::uint8_t* const* only) {
   constexpr int kWarpPieces = kWarpKeys * kPieces;
   const int first = plat::thread_idx() / plat::kWarpLanes * kWarpPieces;
   wait_for_copies();
@@ -196,14 +204,14 @@ LOWLAT_DEVICE void expand_tile(Shared& shared, const std::uint8_t* const* only) 
     const int key = i / kPieces, piece = i % kPieces;
     if (only != nullptr && only[key] == nullptr) continue;
     store_piece(shared.key, *reinterpret_cast<const uint4*>(shared.work + 16 * i),
-                shared.work[Shared::kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
+                shared.work[kRawScales + 8 * key + min(piece, kCodePieces - 1) / 4], i);
   }
 }
 
 // V4: packets of q as they are sent, of the calling thread's two heads, become those of normed and
 // rotated ones. All threads call; shared.factor is free until the end.
 template <int kPackets>
-LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Shared& shared, float norm_eps) {
+LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Shared<1>& shared, float norm_eps) {
   const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
   const int g = plat::thread_idx() % plat::kWarpLanes / 4, t = plat::thread_idx() % 4;
   // Every packet has the squares of its warp's dimensions.
@@ -241,20 +249,26 @@ LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Shared& shared, f
   }
 }
 
-// kHops: q, the step's own keys and o are packets. kOnce: no block has more keys than one tile.
-template <class M, bool kHops, bool kOnce>
-__global__ void __launch_bounds__(kThreads, 2)
+// kHops: q, the step's own keys and o are packets. kOnce: no block has more keys than one tile, and
+// may have twice the heads, whose registers leave room for a block of q or of wo_a.
+template <class M, bool kHops, bool kOnce, int kHeadTiles>
+__global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
+  static_assert(kHeadTiles == 1 || (kHops && kOnce && !M::kNormsHeads));
   extern __shared__ __align__(128) unsigned char memory[];
-  auto& shared = *reinterpret_cast<Shared*>(memory);
-  auto* const scores = reinterpret_cast<float (*)[kHeads][kScorePitch]>(shared.work);
+  auto& shared = *reinterpret_cast<Shared<kHeadTiles>*>(memory);
+  const auto scores = [&](int tile) {
+    void* const place = tile == 0 ? static_cast<void*>(shared.work) : shared.key;
+    return static_cast<float (*)[kHeads][kScorePitch]>(place);
+  };
   sm90::launch_dependents();
   const int thread_idx = plat::thread_idx();
   const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
   const int g = lane_idx / 4, t = lane_idx % 4;
   const int num_blocks = sm90::cluster_size(), block_idx = sm90::cluster_rank();
   const int row_idx = static_cast<int>(blockIdx.y);
-  const int first_head = static_cast<int>(blockIdx.z) * kHeads;
+  constexpr int kAllHeads = kHeadTiles * kHeads;
+  const int first_head = static_cast<int>(blockIdx.z) * kAllHeads;
 
   HopTag hop = {};
   if constexpr (kHops) hop = hop_tag(params.hop, params.hop.index, HopKernel::attention);
@@ -265,8 +279,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool selects = keys.selects;
   // Fragments of q: of a warp's 64 dimensions, in four steps of sixteen, a thread has four in a row
   // of heads g and g + 8: a packet each.
-  constexpr int kSteps = kWarpDims / 16;
-  uint2 query[2 * kSteps];
+  constexpr int kSteps = kWarpDims / 16, kOfTile = 2 * kSteps;
+  uint2 query[kHeadTiles * kOfTile];
   [[maybe_unused]] HopEnd end = HopEnd::none;  // reported when few registers are in use
   const auto take_query = [&] {
     const std::int64_t head =
@@ -276,18 +290,18 @@ __global__ void __launch_bounds__(kThreads, 2)
       const auto* q = static_cast<const plat::TaggedWords*>(params.packets.q);
       wait_for_signs(hop,
                      {static_cast<const plat::TaggedWords*>(params.packets.qa) + block_idx, hop.tag,
-                      q + (head - g) * (kDim / 4), kHeads * (kDim / 4) / plat::kWarpLanes},
+                      q + (head - g) * (kDim / 4), kAllHeads * (kDim / 4) / plat::kWarpLanes},
                      HopKeeps{end});
       stamps.mark(StampStage::wait);
-      HopWords words[2 * kSteps];
+      HopWords words[kHeadTiles * kOfTile];
       const auto* from = q + head * (kDim / 4) + first_packet;
       take_packets(
-          words, hop, (1u << 2 * kSteps) - 1u,
+          words, hop, (1u << kHeadTiles * kOfTile) - 1u,
           [&](int i) { return from + i / kSteps * (8 * kDim / 4) + i % kSteps * 4; },
           HopKeeps{end});
       if constexpr (M::kNormsHeads) norm_heads<kSteps>(words, shared, params.norm_eps);
 #pragma unroll
-      for (int i = 0; i < 2 * kSteps; ++i) {
+      for (int i = 0; i < kHeadTiles * kOfTile; ++i) {
         query[i] = make_uint2(low_word(words[i].pair), high_word(words[i].pair));
       }
       stamps.mark(StampStage::read);
@@ -354,7 +368,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncwarp();
   ask_for_tile<true, !kHops>(shared, shared.data[0], shared.scales[0]);
-  if (thread_idx < kHeads) shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
+  if (thread_idx < kAllHeads) {
+    shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
+  }
   if (!query_first) make_turn();
   expand_tile(shared, nullptr);
   any_late = __syncthreads_or(any_late ? 1 : 0) != 0;
@@ -389,29 +405,50 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   if (!kHops || query_first) stamps.mark(StampStage::read);
   sm90::cluster_wait();
-  float sum[8][4] = {};  // of a warp's 64 dimensions: heads g and g + 8, dimensions 16 t and on
+  // Of a warp's 64 dimensions: heads g and g + 8, dimensions 16 t and on.
+  float sum[8][4] = {};
   // The softmax has 16 threads a head; the largest score so far, and the sum of probabilities.
   const int head = warp_idx / 2 * 4 + warp_idx % 2 + lane_idx / 16 * 2;
   const int first_of_thread = lane_idx % 16;
-  float top = -INFINITY, weight = 0.0f;
+  float top[kHeadTiles], weight[kHeadTiles];
+#pragma unroll
+  for (int tile = 0; tile < kHeadTiles; ++tile) top[tile] = -INFINITY, weight[tile] = 0.0f;
   // Each head's part goes to the block that finishes it: where to, in that block.
-  const int heads_per_block = kHeads >> (31 - __clz(num_blocks));
+  const int heads_per_block = kAllHeads >> (31 - __clz(num_blocks));
+  const auto owner_of = [&](int of) { return of * num_blocks / kAllHeads; };
+  const auto slot_of = [&](int of) {
+    return block_idx * heads_per_block + (of & (heads_per_block - 1));
+  };
   std::uint32_t to[2], barrier[2], weight_to, weight_barrier;
-  const auto find_owners = [&] {
-    const auto owner_of = [&](int of) { return of * num_blocks / kHeads; };
-    const auto slot_of = [&](int of) {
-      return block_idx * heads_per_block + (of & (heads_per_block - 1));
-    };
+  const auto find_owners = [&](int tile) {
+    const int first = tile * kHeads;
     // Head g + 8 has the same place as head g, in another block.
-    const std::uint16_t* place = &shared.part[slot_of(g)][warp_idx * kWarpDims + 16 * t];
+    const std::uint16_t* place = &shared.part[slot_of(first + g)][warp_idx * kWarpDims + 16 * t];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int owner = owner_of(g) + half * (num_blocks / 2);
+      const int owner = owner_of(first + g) + half * (num_blocks / (2 * kHeadTiles));
       to[half] = sm90::peer_address(place, owner);
       barrier[half] = sm90::peer_address(&shared.parts, owner);
     }
-    weight_to = sm90::peer_address(&shared.part_weight[slot_of(head)], owner_of(head));
-    weight_barrier = sm90::peer_address(&shared.weights, owner_of(head));
+    weight_to =
+        sm90::peer_address(&shared.part_weight[slot_of(first + head)], owner_of(first + head));
+    weight_barrier = sm90::peer_address(&shared.weights, owner_of(first + head));
+  };
+  const auto send_parts = [&](int tile) {
+    if (first_of_thread == 0) {
+      sm90::send_to_peer(weight_to, top[tile], weight[tile], weight_barrier);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const auto pair = [&](int n) {
+          return sm90::to_bf16_pair(sum[4 * i + n][2 * half], sum[4 * i + n][2 * half + 1]);
+        };
+        sm90::send_to_peer(to[half] + 16 * i, make_uint4(pair(0), pair(1), pair(2), pair(3)),
+                           barrier[half]);
+      }
+    }
   };
   int side = 0, listed = first_key;
   for (int first = first_key; first < end_key; first += kTile, side ^= 1) {
@@ -495,62 +532,63 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     if (first == first_key && !query_first) take_query();
 
-    float score[kScoreTiles][4] = {};
+    const auto score_tile = [&](int tile) {
+      const uint2* const of_tile = query + tile * kOfTile;
+      float score[kScoreTiles][4] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int word = step / 2, u = step % 2 * 2;
-      const auto of = [&](int i) { return word == 0 ? query[i].x : query[i].y; };
-      const std::uint32_t a[4] = {of(u), of(kSteps + u), of(u + 1), of(kSteps + u + 1)};
+      for (int step = 0; step < kSteps; ++step) {
+        const int word = step / 2, u = step % 2 * 2;
+        const auto of = [&](int i) { return word == 0 ? of_tile[i].x : of_tile[i].y; };
+        const std::uint32_t a[4] = {of(u), of(kSteps + u), of(u + 1), of(kSteps + u + 1)};
+#pragma unroll
+        for (int n = 0; n < kScoreTiles; ++n) {
+          const uint4& chunk = key[n][word];
+          const std::uint32_t b[2] = {u == 0 ? chunk.x : chunk.z, u == 0 ? chunk.y : chunk.w};
+          sm90::mma_bf16(score[n], a, b);
+        }
+      }
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) {
-        const uint4& chunk = key[n][word];
-        const std::uint32_t b[2] = {u == 0 ? chunk.x : chunk.z, u == 0 ? chunk.y : chunk.w};
-        sm90::mma_bf16(score[n], a, b);
+        float* to = &scores(tile)[warp_idx][g][8 * n + 2 * t];
+        *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
+        *reinterpret_cast<float2*>(to + 8 * kScorePitch) = make_float2(score[n][2], score[n][3]);
       }
-    }
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      float* to = &scores[warp_idx][g][8 * n + 2 * t];
-      *reinterpret_cast<float2*>(to) = make_float2(score[n][0], score[n][1]);
-      *reinterpret_cast<float2*>(to + 8 * kScorePitch) = make_float2(score[n][2], score[n][3]);
-    }
-    if constexpr (kOnce) load_half_values();
-    plat::block_sync();
-
-    float p[kKeys], rescale = 0.0f;
-    {
+    };
+    float p[kHeadTiles][kKeys], rescale = 0.0f;
+    const auto soften_tile = [&](int tile) {
       constexpr float kScale = 0.04419417382415922f;  // 512^-0.5
-      const float old_top = top;
+      const float old_top = top[tile];
+      float (&own)[kKeys] = p[tile];
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) p[i] = 0.0f;
+      for (int i = 0; i < kKeys; ++i) own[i] = 0.0f;
 #pragma unroll
       for (int part = 0; part < kWarps; ++part) {
-        const float* of = scores[part][head];
+        const float* of = scores(tile)[part][head];
         const float2 two = *reinterpret_cast<const float2*>(of + place_of(0));
-        p[0] += two.x, p[1] += two.y;
-        p[2] += of[place_of(2)];
+        own[0] += two.x, own[1] += two.y;
+        own[2] += of[place_of(2)];
       }
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        p[i] = (used >> i & 1u) != 0u ? p[i] * kScale : -INFINITY;
-        top = fmaxf(p[i], top);
+        own[i] = (used >> i & 1u) != 0u ? own[i] * kScale : -INFINITY;
+        top[tile] = fmaxf(own[i], top[tile]);
       }
 #pragma unroll
       for (int mask = 1; mask < 16; mask *= 2) {
-        top = fmaxf(__shfl_xor_sync(plat::kAllLanes, top, mask), top);
+        top[tile] = fmaxf(__shfl_xor_sync(plat::kAllLanes, top[tile], mask), top[tile]);
       }
       // Nothing but pads so far: every probability is 0, and no infinity is taken from another.
-      const float base = top == -INFINITY ? 0.0f : top;
+      const float base = top[tile] == -INFINITY ? 0.0f : top[tile];
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) p[i] = quick_exp(p[i] - base);
+      for (int i = 0; i < kKeys; ++i) own[i] = quick_exp(own[i] - base);
       const auto keep = [&](int i, float other) {
-        const std::uint32_t pair = sm90::to_bf16_pair(p[i], other);
-        p[i] = sm90::low_bf16(pair);
+        const std::uint32_t pair = sm90::to_bf16_pair(own[i], other);
+        own[i] = sm90::low_bf16(pair);
         return pair;
       };
-      std::uint16_t* const prob = shared.prob + head * kScorePitch;
-      const std::uint32_t pair = keep(0, p[1]);
-      p[1] = sm90::high_bf16(pair);
+      std::uint16_t* const prob = shared.prob[tile] + head * kScorePitch;
+      const std::uint32_t pair = keep(0, own[1]);
+      own[1] = sm90::high_bf16(pair);
       *reinterpret_cast<std::uint32_t*>(prob + place_of(0)) = pair;
       const std::uint32_t last = keep(2, 0.0f);
       if (first_of_thread < 8) prob[place_of(2)] = static_cast<std::uint16_t>(last);
@@ -558,7 +596,41 @@ __global__ void __launch_bounds__(kThreads, 2)
         rescale = quick_exp(old_top - base);
         if (first_of_thread == 0) shared.rescale[head] = rescale;
       }
-    }
+    };
+    const auto add_values = [&](int tile) {
+      std::uint32_t a[kValueSteps][4];
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step) {
+        sm90::load_matrices(a[step], shared.prob[tile] + lane_idx % 16 * kScorePitch + step * 16 +
+                                         lane_idx / 16 * 8);
+      }
+      std::uint32_t half_a[2];
+      sm90::load_matrices(half_a,
+                          shared.prob[tile] + lane_idx % 16 * kScorePitch + kValueSteps * 16);
+#pragma unroll
+      for (int step = 0; step < kValueSteps; ++step) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sm90::mma_bf16(sum[n], a[step], value[step][n]);
+      }
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sm90::mma_bf16_half(sum[n], half_a, half_value[n]);
+      float added = p[tile][0];
+#pragma unroll
+      for (int i = 1; i < kKeys; ++i) added += p[tile][i];
+#pragma unroll
+      for (int mask = 1; mask < 16; mask *= 2) {
+        added += __shfl_xor_sync(plat::kAllLanes, added, mask);
+      }
+      weight[tile] = plat::fma(weight[tile], rescale, added);
+    };
+
+    score_tile(0);
+    if constexpr (kOnce) load_half_values();
+    plat::block_sync();
+
+    // All warps have the keys in registers.
+    if constexpr (kHeadTiles > 1) score_tile(1);
+    soften_tile(0);
     plat::block_sync();
 
     if constexpr (!kOnce) {
@@ -573,48 +645,33 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
       }
     }
-    find_owners();
-    std::uint32_t a[kValueSteps][4];
+    if constexpr (kHeadTiles > 1) soften_tile(1);
+    find_owners(0);
+    add_values(0);
+    if constexpr (kHeadTiles > 1) {
+      send_parts(0);
+      plat::block_sync();
 #pragma unroll
-    for (int step = 0; step < kValueSteps; ++step) {
-      sm90::load_matrices(
-          a[step], shared.prob + lane_idx % 16 * kScorePitch + step * 16 + lane_idx / 16 * 8);
+      for (auto& of : sum) {
+#pragma unroll
+        for (float& v : of) v = 0.0f;
+      }
+      find_owners(1);
+      add_values(1);
     }
-    std::uint32_t half_a[2];
-    sm90::load_matrices(half_a, shared.prob + lane_idx % 16 * kScorePitch + kValueSteps * 16);
-#pragma unroll
-    for (int step = 0; step < kValueSteps; ++step) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) sm90::mma_bf16(sum[n], a[step], value[step][n]);
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) sm90::mma_bf16_half(sum[n], half_a, half_value[n]);
-    float added = p[0];
-#pragma unroll
-    for (int i = 1; i < kKeys; ++i) added += p[i];
-#pragma unroll
-    for (int mask = 1; mask < 16; mask *= 2) {
-      added += __shfl_xor_sync(plat::kAllLanes, added, mask);
-    }
-    weight = plat::fma(weight, rescale, added);
     if constexpr (kOnce) break;
     plat::block_sync();  // the tile's memory is free
   }
-  if (first_key >= end_key) find_owners();
-  stamps.mark(StampStage::compute);
-
-  if (first_of_thread == 0) sm90::send_to_peer(weight_to, top, weight, weight_barrier);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const auto pair = [&](int n) {
-        return sm90::to_bf16_pair(sum[4 * i + n][2 * half], sum[4 * i + n][2 * half + 1]);
-      };
-      sm90::send_to_peer(to[half] + 16 * i, make_uint4(pair(0), pair(1), pair(2), pair(3)),
-                         barrier[half]);
+  if (first_key >= end_key) {
+    find_owners(0);
+    if constexpr (kHeadTiles > 1) {
+      send_parts(0);
+      find_owners(1);
     }
   }
+  stamps.mark(StampStage::compute);
+
+  send_parts(kHeadTiles - 1);
 
   finish_heads<M, kHops>(shared, params, hop, stamps, row_idx, first_head, block_idx, num_blocks,
                          heads_per_block);
@@ -630,21 +687,35 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   if (params.num_heads < kHeads || params.num_heads % kHeads != 0) return cudaErrorInvalidValue;
   if (params.num_window < 0 || params.num_extra < 0) return cudaErrorInvalidValue;
-  const int blocks = params.blocks_per_row == 0
+  // Few rows by clusters of 32 heads, where so many clusters have room with a block a
+  // multiprocessor: the keys are there once, and what comes before and after has room beside.
+  constexpr int kMostAtOnce = 7;
+  const int num_keys = params.num_window + params.num_extra;
+  const bool pairs_tiles = params.model == FusedModel::v41 && params.num_rows <= kHopRows &&
+                           params.num_heads % (2 * kHeads) == 0 &&
+                           params.num_rows * (params.num_heads / (2 * kHeads)) <= kMostAtOnce &&
+                           (params.blocks_per_row == 0 || params.blocks_per_row == kHeads) &&
+                           keys_per_block(num_keys, kHeads) <= kTile;
+  const int blocks = pairs_tiles ? kHeads
+                     : params.blocks_per_row == 0
                          ? attention_blocks_per_row(params.num_rows, params.num_heads)
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
   return with_model(params.model, [&]<class M>() {
-    const auto launch = [&]<bool kHops, bool kOnce>() {
-      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kOnce>,
-                           dim3(blocks, params.num_rows, params.num_heads / kHeads), kThreads,
-                           sizeof(Shared), blocks, programmatic, stream, params);
+    const auto launch = [&]<bool kHops, bool kOnce, int kHeadTiles = 1>() {
+      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kOnce, kHeadTiles>,
+                           dim3(blocks, params.num_rows, params.num_heads / (kHeadTiles * kHeads)),
+                           kThreads, sizeof(Shared<kHeadTiles>), blocks, programmatic, stream,
+                           params);
     };
     // Two blocks have room on a multiprocessor. A plain layer's have one tile up to sixteen rows.
-    const bool once = keys_per_block(params.num_window + params.num_extra, blocks) <= kTile;
+    const bool once = keys_per_block(num_keys, blocks) <= kTile;
     if (params.num_rows > kHopRows) {
       return once ? launch.template operator()<false, true>()
                   : launch_attention_wide(params, blocks, programmatic, stream);
+    }
+    if constexpr (!M::kNormsHeads) {
+      if (pairs_tiles) return launch.template operator()<true, true, 2>();
     }
     return once ? launch.template operator()<true, true>()
                 : launch.template operator()<true, false>();

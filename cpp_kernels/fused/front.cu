@@ -11,8 +11,9 @@
 // Rounding     bf16 where bf( ) stands, codes nearest-even
 // Bytes        TP4: 9.18 MB, then 10.5 MB. T = 6: activations 0.25 MB, in L2
 // Floor        2.4 us and 2.3 us at 4.65 TB/s
-// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four; V4's
-//              second: a cluster a head. Weights are on their way before the input is waited for
+// Launch       64 weight rows a block, 256 threads; K of the first in a cluster of four; the second
+//              of V4.1's few rows and 32 heads has 128 rows a block; V4's is a cluster a head.
+//              Weights are on their way before the input is waited for
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
 // Meaning      reference/linear.cpp, norm.cpp, rope.cpp, kv.cpp. Bound: rel_l2 ≤ 4e-3 each
@@ -392,11 +393,12 @@ LOWLAT_DEVICE void store_key(const FrontParams& params, int row_idx) {
   *reinterpret_cast<uint4*>(to + 16) = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
-// Up to eight rows: a warp has a row's latent, so its norm is the warp's own.
+// Up to eight rows: a warp has a row's latent, so its norm is the warp's own. Its codes go to
+// `codes`, kPitch bytes a row, their scales to scale[group][token]. All threads call, and wait for
+// it; `tile` spreads what they ask for meanwhile.
 template <class M>
-LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int tile,
-                            bool rotates) {
-  using Linear = QProduct<M, 1>;
+LOWLAT_DEVICE void take_latent(std::uint8_t* codes, float* scale, const FrontParams& params,
+                               const HopTag& hop, int tile, Stamps& stamps) {
   constexpr int kTokens = FewShared<M>::kTokens, kPitch = FewShared<M>::kPitch;
   constexpr int kQLora = M::kQLora, kGroup = M::kScaleBlock;
   constexpr int kPackets = kQLora / 4 / plat::kWarpLanes, kLanes = kGroup / 4;
@@ -404,9 +406,6 @@ LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int
   const int num_rows = params.num_rows;
   const int token = plat::thread_idx() / plat::kWarpLanes;
   const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
-  const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
-  Stamps stamps(params.hop.port->stamps, hop.kernel);
-  stamps.mark(StampStage::ask);
   uint2 gain[kPackets];
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
@@ -415,7 +414,6 @@ LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int
   }
   const auto* from =
       static_cast<const plat::TaggedWords*>(params.packets.qa) + token * (kQLora / 4);
-  auto* to = static_cast<plat::TaggedWords*>(params.packets.q);
   const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.x) + tile,
                           hop_tag(params.hop, params.x_index, HopKernel::q).tag,
                           static_cast<const plat::TaggedWords*>(params.packets.qa),
@@ -457,14 +455,28 @@ LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int
       }
       const PowerScale group = power_scale(amax);
       const int packet = lane_idx + i * plat::kWarpLanes;
-      *reinterpret_cast<std::uint32_t*>(shared.codes + token * kPitch + 4 * packet) =
+      *reinterpret_cast<std::uint32_t*>(codes + token * kPitch + 4 * packet) =
           sm90::to_e4m3_pair(v[i][0] * group.inverse, v[i][1] * group.inverse) |
           sm90::to_e4m3_pair(v[i][2] * group.inverse, v[i][3] * group.inverse) << 16;
-      if (packet % kLanes == 0) shared.scale[packet / kLanes * kTokens + token] = group.scale;
+      if (packet % kLanes == 0) scale[packet / kLanes * kTokens + token] = group.scale;
     }
   }
   plat::block_sync();
   stamps.mark(StampStage::read);
+}
+
+template <class M>
+LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int tile,
+                            bool rotates) {
+  using Linear = QProduct<M, 1>;
+  constexpr int kTokens = FewShared<M>::kTokens, kPitch = FewShared<M>::kPitch;
+  constexpr int kGroup = M::kScaleBlock;
+  const int num_rows = params.num_rows;
+  const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
+  Stamps stamps(params.hop.port->stamps, hop.kernel);
+  stamps.mark(StampStage::ask);
+  take_latent<M>(shared.codes, shared.scale, params, hop, tile, stamps);
+  auto* to = static_cast<plat::TaggedWords*>(params.packets.q);
   const CodeActivations<kGroup, true> latent{shared.codes, shared.scale, kPitch, kTokens};
   Linear::run(shared.product, latent, num_rows, stamps);
   const int width = params.num_heads * (kHeadDim / 4);
@@ -504,6 +516,124 @@ LOWLAT_DEVICE void q_of_few(FewShared<M>& shared, const FrontParams& params, int
     send_packet(to + row * width + tile * (kRows / 4) + quad, hop.tag,
                 sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
   }
+  stamps.mark(StampStage::store);
+}
+
+// Up to eight rows of more heads than multiprocessors have room for at 64 weight rows a block: 128
+// rows a block, of which 80 wait for the latent, and the others take the place of the first 48. A
+// block of attention has room beside it.
+template <class M>
+struct PairShared {
+  static constexpr int kTokens = kTileTokens, kQLora = M::kQLora;
+  static constexpr int kPitch = kQLora + 32, kAllRows = 2 * kRows, kFirst = 48, kHeld = 80;
+  static constexpr int kScales = kQLora / kStep;
+  alignas(128) unsigned char memory[kHeld * kPitch];
+  alignas(16) std::uint8_t codes[kTokens * kPitch];
+  float scale[kQLora / M::kScaleBlock * kTokens];
+  float weight_scale[kAllRows / 16][kScales];
+  alignas(16) float2 turn[kTokens][kRopePairs];
+  std::uint64_t first, held, late;  // barriers of weights
+};
+
+template <class M>
+__global__ void __maxnreg__(96) front_q_pair_fp8_sm90(const __grid_constant__ FrontParams params) {
+  using S = PairShared<M>;
+  constexpr int kPitch = S::kPitch, kQLora = M::kQLora, kGroup = M::kScaleBlock;
+  constexpr int kSteps = kQLora / kStep / kProductWarps;
+  constexpr int kMiddle = S::kHeld - S::kFirst, kLast = S::kAllRows - S::kHeld;
+  static_assert(!M::kNormsHeads && kLast <= S::kFirst && kQLora % (kStep * kProductWarps) == 0);
+  extern __shared__ __align__(128) unsigned char memory[];
+  auto& shared = *reinterpret_cast<S*>(memory);
+  sm90::launch_dependents();
+  const int block_idx = static_cast<int>(blockIdx.x), num_rows = params.num_rows;
+  const int thread_idx = plat::thread_idx();
+  const int warp_idx = thread_idx / plat::kWarpLanes, lane_idx = thread_idx % plat::kWarpLanes;
+  if (block_idx * S::kAllRows >= params.num_heads * kHeadDim) {
+    store_key<true>(params, warp_idx);
+    return;
+  }
+  if (thread_idx == 0) {
+    for (std::uint64_t* barrier : {&shared.first, &shared.held, &shared.late}) {
+      sm90::barrier_init(barrier, 1);
+    }
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&shared.first, S::kFirst * kQLora);
+    sm90::barrier_arrive_expect(&shared.held, kMiddle * kQLora);
+    sm90::barrier_arrive_expect(&shared.late, kLast * kQLora);
+  }
+  plat::block_sync();
+  const std::uint8_t* const weights =
+      params.wq_b.codes + static_cast<std::int64_t>(block_idx) * S::kAllRows * kQLora;
+  const auto ask = [&](int place, int first, int count, std::uint64_t* barrier) {
+    ask_for_rows<kPitch, kProductWarps>(shared.memory + place * kPitch, count, kQLora, barrier, 0,
+                                        [&](int i) { return weights + (first + i) * kQLora; });
+  };
+  ask(0, 0, S::kFirst, &shared.first);
+  ask(S::kFirst, S::kFirst, kMiddle, &shared.held);
+#pragma unroll 1
+  for (int i = thread_idx; i < S::kAllRows / 16 * S::kScales; i += kProductThreads) {
+    const int sixteen = i / S::kScales, step = i % S::kScales;
+    shared.weight_scale[sixteen][step] = stages::from_ue8m0(__ldg(
+        params.wq_b.scales + (block_idx * S::kAllRows + 16 * sixteen) / kGroup * (kQLora / kGroup) +
+        step * kStep / kGroup));
+  }
+  // The head's last 64 rows are those that rotate.
+  const bool rotates = (block_idx + 1) * S::kAllRows % kHeadDim == 0;
+  if (rotates) {
+    for (int i = thread_idx; i < num_rows * kRopePairs; i += kProductThreads) {
+      const int token = i / kRopePairs, pair = i % kRopePairs;
+      shared.turn[token][pair] = turn_of(params.rope, pair, params.positions[token]);
+    }
+  }
+  const HopTag hop = hop_tag(params.hop, params.hop.index, HopKernel::q);
+  Stamps stamps(params.hop.port->stamps, hop.kernel);
+  stamps.mark(StampStage::ask);
+  take_latent<M>(shared.codes, shared.scale, params, hop, block_idx, stamps);
+  using Latent = CodeActivations<kGroup, true>;
+  const Latent latent{shared.codes, shared.scale, kPitch, S::kTokens};
+  const int first_k = warp_idx * kSteps * kStep;
+  const Operand x = take_operand<kSteps>(latent, first_k, num_rows);
+  // Rows `first` and on, of which the first lies at `place`: products, then packets, eight tokens
+  // by four rows a warp.
+  const auto make_rows = [&](int place, int first, int count, std::uint64_t* barrier) {
+    wait_for_weights(barrier, 0);
+    unsigned char* const rows = shared.memory + place * kPitch;
+    multiply_rows<Latent, kPitch>(
+        rows + first_k, count, shared.weight_scale[first / 16] + warp_idx * kSteps, S::kScales, x);
+    const int token = lane_idx % kTileTokens, of_quad = lane_idx / kTileTokens;
+#pragma unroll 1
+    for (int quad = warp_idx; quad < count / 4; quad += kProductWarps) {
+      const float total =
+          sum_of_warps<kSteps, kProductWarps>(rows + (4 * quad + of_quad) * kPitch, token);
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[i] = quick_bf16(__shfl_sync(plat::kAllLanes, total, token + i * kTileTokens));
+      }
+      const int row = first + 4 * quad;
+      if (token >= num_rows || of_quad > 0) continue;
+      if (rotates && row >= kRows) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const float2 turn = shared.turn[token][(row - kRows + i) / 2];
+          const float turned = v[i] * turn.x - v[i + 1] * turn.y;
+          v[i + 1] = v[i] * turn.y + v[i + 1] * turn.x;
+          v[i] = turned;
+        }
+      }
+      send_packet(static_cast<plat::TaggedWords*>(params.packets.q) +
+                      (token * params.num_heads * kHeadDim + block_idx * S::kAllRows + row) / 4,
+                  hop.tag, sm90::to_bf16_pair(v[0], v[1]), sm90::to_bf16_pair(v[2], v[3]), 0);
+    }
+  };
+  make_rows(0, 0, S::kFirst, &shared.first);
+  sm90::fence_async_shared();  // the sums before the copies that come over them
+  plat::block_sync();
+  ask(0, S::kHeld, kLast, &shared.late);
+  stamps.mark(StampStage::compute);
+  make_rows(S::kFirst, S::kFirst, kMiddle, &shared.held);
+  stamps.mark(StampStage::sum);
+  make_rows(0, S::kHeld, kLast, &shared.late);
   stamps.mark(StampStage::store);
 }
 
@@ -689,6 +819,15 @@ cudaError_t launch_front_q(const FrontParams& params, bool programmatic, cudaStr
       const int products = params.num_heads * kTilesPerHead;
       if constexpr (kTiles == 1) {
         // The rows' keys by one block more.
+        if constexpr (!M::kNormsHeads) {
+          // More blocks than multiprocessors: a second wave would begin when the first ends.
+          constexpr int kMostAtOnce = 132;
+          static_assert(sizeof(PairShared<M>) <= 123 * 1024);
+          if (products >= kMostAtOnce && products % 2 == 0) {
+            return launch_kernel(front_q_pair_fp8_sm90<M>, dim3(products / 2 + 1), kProductThreads,
+                                 sizeof(PairShared<M>), 1, programmatic, stream, params);
+          }
+        }
         // No two blocks on a multiprocessor, so that attention has room on all of them.
         constexpr int kOneAMultiprocessor = 115 * 1024;
         static_assert(sizeof(FewShared<M>) <= kOneAMultiprocessor);

@@ -368,8 +368,8 @@ struct Product {
   };
 
   // Asks for the weights, and tells the cluster that this block runs. All threads call.
-  // `first_row`: of the block within its scale blocks of kGroup rows. kPaceNs: see ask_for_rows.
-  template <int kGroup, int kPaceNs = 0>
+  // `first_row`: of the block within its scale blocks of kGroup rows.
+  template <int kGroup>
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int first_row,
                                  int num_rows) {
     const int thread_idx = plat::thread_idx();
@@ -384,9 +384,9 @@ struct Product {
     }
     plat::block_sync();
     if constexpr (kBlocks > 1) sm90::cluster_arrive_relaxed();
-    ask_for_rows<kPitch, kProductWarps>(
-        shared.memory, kRows, kK, &shared.barrier, kPaceNs,
-        [&](int row) { return weights.codes + row * weights.stride; });
+    ask_for_rows<kPitch, kProductWarps>(shared.memory, kRows, kK, &shared.barrier, 0, [&](int row) {
+      return weights.codes + row * weights.stride;
+    });
     for (int i = thread_idx; i < kRowTiles * (kK / kStep); i += kProductThreads) {
       const int tile = i / (kK / kStep), step = i % (kK / kStep);
       shared.scale[tile][step] = stages::from_ue8m0(

@@ -51,7 +51,8 @@
 //                       launch before, its writers begin with the next.
 //              epoch    one word a block, read at the start, advanced at the end by its own block.
 //              slots    see fused/stream.cuh. The second product's pieces lie in the slots of the
-//                       first's ring; a piece is first filled after its slot's last tile was read.
+//                       first's ring (kPacked: over slots, columns and scales); a piece is first
+//                       filled after the last tile was read of what lies in its place.
 //                       Pieces are filled in any order: piece_expert names what a piece is being
 //                       filled with, and only then is its `full` waited for by parity.
 //              sums     partial[] full: every consumer; empty: the finisher's. `second` lies over
@@ -120,8 +121,9 @@ struct Layout {
   static constexpr int kTileBytes = 2 * kHalfTile + kTileScales;
   static constexpr int kSharedPitch = kHidden + 32;  // e4m3 row
   // A slot of the ring: a tile's codes, or one of the shared tile's halves.
-  static constexpr int kSlotBytes = round_up(
-      2 * kHalfTile > kTileRows * kSharedPitch ? 2 * kHalfTile : kTileRows * kSharedPitch, 1024);
+  static constexpr int kSlotUsed =
+      2 * kHalfTile > kTileRows* kSharedPitch ? 2 * kHalfTile : kTileRows * kSharedPitch;
+  static constexpr int kSlotBytes = round_up(kSlotUsed, 1024);
   // Few blocks score experts, the first ones, because late ones begin where others had to end
   // first: two packets' experts each, and a use of the ring for each packet's.
   static constexpr int kGateRows = kExperts / kScorers;  // experts of a packet
@@ -184,16 +186,19 @@ struct Layout {
     const int fit = (kSmemLimit - kFixed - bytes) / (kSlotBytes + kTileScales);
     return fit < kMaxSlots ? fit : kMaxSlots;
   }
-  // The shared w2's band has a place of its own, or takes the columns' when they are done with.
-  static constexpr bool kBandLate = slots_beside(kSharedBand) < 2;
-  static constexpr int kRing = slots_beside(kBandLate ? 0 : kSharedBand);
+  // The shared w2's band has a place of its own, or comes by sixteen rows, one after the other,
+  // where the second product has its first piece later.
+  static constexpr bool kBandStreams = slots_beside(kSharedBand) < 2;
+  static constexpr int kBandTurns = kBandStreams ? kMTiles : 1;
+  static constexpr int kRing = slots_beside(kBandStreams ? 0 : kSharedBand);
   static_assert(kRing >= 2, "the shared expert's tile takes two slots");
-  static constexpr int kSumsOffset = kBandLate ? 0 : kSharedBand;
+  static constexpr int kSumsOffset = kBandStreams ? 0 : kSharedBand;
   static constexpr int kTableOffset = round_up(kSumsOffset + kSumsBytes, 128);
   struct alignas(16) Table {
     std::int32_t ids[kMaxPairs];
     float weights[kMaxPairs];
     std::int32_t num_experts;
+    std::int32_t band_turns;             // copies of the shared w2's band that were asked for
     std::uint32_t stop;                  // Watch
     std::uint32_t lost;                  // scores have not come: no tiles
     std::int32_t asked;                  // given tiles that the first row's router has asked for
@@ -222,18 +227,30 @@ struct Layout {
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
-  // Pieces of the second product lie in the slots, and then in the columns' place.
-  static constexpr int kSlotPieces = kRing * kPieces;
-  static constexpr int kRingPieces =
-      kSlotPieces + (kColumnsBytes - (kBandLate ? kSharedBand : 0)) / kPieceBytes;
+  // Pieces of the second product lie in the slots, and then in the columns' place. Where a slot has
+  // room for one, which would leave much of it, they are packed: the first behind everything else,
+  // the others one after the other over slots, columns and the tiles' scales.
+  static constexpr bool kPacked = kBandStreams;
+  // The last slot of packed ones ends with what it holds.
+  static constexpr int kSlotsBytes =
+      (kRing - 1) * kSlotBytes + (kPacked ? round_up(kSlotUsed, 128) : kSlotBytes);
+  static constexpr int kSlotPieces = kPacked ? 0 : kRing * kPieces;
+  static constexpr int kPieceRoom =
+      kColumnsBytes + (kPacked ? kSlotsBytes + (kRing + 1) * kTileScales : 0);
+  static constexpr int kRingPieces = kSlotPieces + kPieceRoom / kPieceBytes + (kPacked ? 1 : 0);
+  // Of packed ones the second lies in one slot, the third in both, the fourth in the other.
+  static_assert(!kPacked || (kRing == 2 && kPieces == 1 && 2 * kPieceBytes >= kSlotBytes &&
+                             3 * kPieceBytes <= kSlotsBytes));
+  static_assert(!kBandStreams || 16 * kInner <= kPieceBytes);
   static_assert((kConsumers - 1) / kParts < kRingPieces &&
                     (kConsumers + kParts - 1) / kParts <= kRingPieces,
                 "a warp's first expert and its step to the next lie in the ring");
   struct Barriers {
     std::uint64_t full[kRing], empty[kRing];  // full: the first
     std::uint64_t piece_full[kRingPieces], piece_empty[kRingPieces];
-    std::uint64_t shared_full, band_full, x, epoch, scored, first_routed, routed, table,
-        sums_full[kBuffers], sums_empty[kBuffers];
+    std::uint64_t shared_full, x, epoch, scored, first_routed, routed, table, sums_full[kBuffers],
+        sums_empty[kBuffers];
+    std::uint64_t band_full[kBandTurns], band_empty[kBandTurns];
   };
   // Arrivals that complete a phase of the barrier number `i`.
   LOWLAT_DEVICE static std::uint32_t arrivals_of(int i) {
@@ -246,8 +263,9 @@ struct Layout {
       return kConsumers;
     }
     if (in(number(offsetof(Barriers, piece_empty)), kRingPieces)) return kParts;
+    if (in(number(offsetof(Barriers, band_empty)), kBandTurns)) return kParts;
     if (i == number(offsetof(Barriers, routed))) return kMaxRows;
-    // The band's copy, and the finisher with its scales.
+    // The band's first copy, and the finisher with its scales.
     return i == number(offsetof(Barriers, band_full)) ? 2 : 1;
   }
   // The copies before all barriers are made have theirs.
@@ -264,18 +282,21 @@ struct Layout {
   static constexpr int kPieceEmptyBarriers = offsetof(Barriers, piece_empty);
   static constexpr int kSumsFullBarriers = offsetof(Barriers, sums_full);
   static constexpr int kSumsEmptyBarriers = offsetof(Barriers, sums_empty);
-  static constexpr int kScalesOffset =
+  static constexpr int kAllTileScales = (kRing + 1) * kTileScales;
+  static constexpr int kTableEnd =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 128);
-  static constexpr int kRingOffset = round_up(kScalesOffset + (kRing + 1) * kTileScales, 1024);
-  static constexpr int kColumnsOffset = kRingOffset + kRing * kSlotBytes;
+  static constexpr int kRingOffset = round_up(kTableEnd + (kPacked ? 0 : kAllTileScales), 1024);
+  static constexpr int kColumnsOffset = kRingOffset + kSlotsBytes;
+  static constexpr int kScalesOffset = kPacked ? kColumnsOffset + kColumnsBytes : kTableEnd;
   // The router's rows are the ring's first use; the first shared tile has the columns' place, so
   // that the ring is free for routed tiles as soon as an expert is known.
   static constexpr int kSharedHalf = kTileRows * kSharedPitch;
   static_assert(kGateRows * kGatePitch <= kSlotBytes && kScorePackets <= kRing &&
                 2 * kSharedHalf <= kColumnsBytes);
-  static constexpr int kBandOffset = kBandLate ? kColumnsOffset : 0;
-  static constexpr int kMorePieces = kColumnsOffset + (kBandLate ? kSharedBand : 0);
-  static constexpr int kSmemBytes = kColumnsOffset + kColumnsBytes;
+  static constexpr int kPackedEnd = round_up(kScalesOffset + kAllTileScales, 128);
+  static constexpr int kBandOffset = kBandStreams ? kPackedEnd : 0;
+  static constexpr int kSmemBytes =
+      kPacked ? kPackedEnd + kPieceBytes : kColumnsOffset + kColumnsBytes;
   static_assert(kSmemBytes <= kSmemLimit);
 
   // Workspace, in bytes from its start.
@@ -316,8 +337,14 @@ struct Region {
   }
   // Of a piece of the second product, after so many uses of the ring.
   LOWLAT_DEVICE int piece_offset(int piece, int uses) const {
+    if constexpr (L::kPacked) {
+      if (piece == 0) return L::kPackedEnd;
+      // From the slot on whose last use said that there are no more tiles: it is empty.
+      const int place = piece < 4 && (uses - 1) % L::kRing != 0 ? 3 - piece : piece - 1;
+      return L::kRingOffset + place * L::kPieceBytes;
+    }
     if (piece >= L::kSlotPieces) {
-      return L::kMorePieces + (piece - L::kSlotPieces) * L::kPieceBytes;
+      return L::kColumnsOffset + (piece - L::kSlotPieces) * L::kPieceBytes;
     }
     return L::kRingOffset + piece_slot(piece, uses) * L::kSlotBytes +
            piece % L::kPieces * L::kPieceBytes;
@@ -378,6 +405,22 @@ struct Region {
     while (a.w.shared_w1.codes != nullptr && shared_tile(num_shared_tiles) < L::kTiles) {
       ++num_shared_tiles;
     }
+  }
+
+  // The shared w2's band, or sixteen rows of it (eight at its end). A warp calls.
+  LOWLAT_DEVICE void load_band(int turn) const {
+    if (lane == 0) {
+      constexpr int kRows = L::kBandStreams ? 16 : L::kBandRows;
+      const int first = turn * kRows, left = L::kBandRows - first;
+      const std::uint32_t bytes = (left < kRows ? left : kRows) * L::kInner;
+      if constexpr (L::kBandStreams) table.band_turns = turn + 1;
+      sm90::barrier_arrive_expect(&barriers.band_full[turn], bytes);
+      sm90::bulk_load(smem + L::kBandOffset,
+                      a.w.shared_w2.codes +
+                          (static_cast<std::size_t>(block_idx) * L::kBandRows + first) * L::kInner,
+                      bytes, &barriers.band_full[turn], sm90::CacheHint::evict_first);
+    }
+    __syncwarp();
   }
 };
 
@@ -492,7 +535,7 @@ struct Producer {
     }
     // The router's rows and x decide when routing ends: nothing competes with them.
     if (r.gates()) barrier_wait(&r.barriers.full[L::kScorePackets - 1], 0);
-    if (!L::kBandLate) load_shared_band();
+    if (r.has_band()) r.load_band(0);
     // Further shared tiles go through the ring, which is free when x has been scored.
     for (int n = 1; n < r.num_shared_tiles; ++n) {
 #pragma unroll 1
@@ -510,17 +553,6 @@ struct Producer {
     return (up ? w.shared_w3 : w.shared_w1).codes +
            static_cast<std::size_t>(tile * kTileRows + r.lane % kTileRows) * L::kHidden;
   }
-  LOWLAT_DEVICE void load_shared_band() const {
-    if (r.has_band() && r.lane == 0) {
-      constexpr std::uint32_t kBytes = L::kBandRows * L::kInner;
-      sm90::barrier_arrive_expect(&r.barriers.band_full, kBytes);
-      sm90::bulk_load(r.smem + L::kBandOffset,
-                      r.a.w.shared_w2.codes + static_cast<std::size_t>(r.block_idx) * kBytes,
-                      kBytes, &r.barriers.band_full, sm90::CacheHint::evict_first);
-    }
-    __syncwarp();
-  }
-
   // Draws a tile; at least num_tiles: none is left. Every block draws until it draws none, so the
   // counter is 0 again when the last has.
   LOWLAT_DEVICE void draw_tile(std::uint32_t& ticket, int num_tiles) const {
@@ -589,10 +621,6 @@ struct Producer {
       load_tile(n, r.table.expert[number / L::kTiles], number % L::kTiles);
     }
     if (r.block_idx >= kBands) return;
-    if (L::kBandLate) {
-      wait_empty(uses - 1);
-      load_shared_band();
-    }
     fill_pieces(num_experts);
   }
 
@@ -604,12 +632,19 @@ struct Producer {
     constexpr std::uint32_t kScales = L::kBandRows * L::kInnerScaleRow;
     const std::size_t band = static_cast<std::size_t>(r.block_idx) * L::kBandRows;
     // The ring's last use has filled nothing: what was in its slot before is over. Of the other
-    // slots the use before is waited for, and of what lies beyond the ring the last one.
+    // slots the use before is waited for, and of what lies beyond the ring the last one. Packed
+    // pieces, see piece_offset: the shared band's place, the empty slot, both slots, the other one.
     const int slot = r.lane / L::kPieces;
-    const int last = slot < L::kRing ? uses - 1 - L::kRing + slot : uses - 1;
+    int last = slot < L::kRing ? uses - 1 - L::kRing + slot : uses - 1;
+    if (L::kPacked) last = r.lane < 2 ? -1 : r.lane < 4 ? uses - 2 : uses - 1;
     bool is_empty = slot == 0 || last < 0;
     std::uint64_t* empty = &r.barriers.empty[is_empty ? 0 : last % L::kRing];
     std::uint32_t parity = static_cast<std::uint32_t>(last / L::kRing) & 1u;
+    if (L::kBandStreams && r.has_band() && r.lane == 0) {
+      is_empty = false;
+      empty = &r.barriers.band_empty[L::kBandTurns - 1];
+      parity = 0;
+    }
     std::uint64_t* const full = &r.barriers.piece_full[r.lane];
     unsigned char* const dst = r.smem + r.piece_offset(r.lane, uses);
     int expert = r.lane < L::kRingPieces ? r.lane : num_experts;
@@ -656,7 +691,12 @@ struct Producer {
       landed(&r.barriers.piece_full[piece], __shfl_sync(plat::kAllLanes, turns, piece));
     }
     landed(&r.barriers.shared_full, r.num_shared_tiles > 0 ? 1 : 0);
-    landed(&r.barriers.band_full, r.has_band() ? 1 : 0);
+    if constexpr (L::kBandStreams) {
+#pragma unroll 1
+      for (int turn = 0; turn < r.table.band_turns; ++turn) landed(&r.barriers.band_full[turn], 1);
+    } else {
+      landed(&r.barriers.band_full[0], r.has_band() ? 1 : 0);
+    }
   }
 };
 
@@ -905,9 +945,10 @@ struct SecondWarp {
 
   // Sixteen columns of the band (eight where it ends) of the shared expert, a part of I.
   LOWLAT_DEVICE bool run_shared_item(int part, int m) const {
-    if (!barrier_wait(&r.barriers.band_full, 0, r.watch)) return false;
+    if (!barrier_wait(&r.barriers.band_full[L::kBandStreams ? m : 0], 0, r.watch)) return false;
     const std::uint32_t codes = sm90::shared_address(r.smem) + L::kBandOffset +
-                                (16 * m + g) * L::kInner + part * L::kPartGroups * 32 + t * 8;
+                                ((L::kBandStreams ? 0 : 16 * m) + g) * L::kInner +
+                                part * L::kPartGroups * 32 + t * 8;
     const bool whole = 16 * m + 8 < L::kBandRows;
     const int band = r.block_idx * L::kBandRows;
     const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
@@ -946,7 +987,19 @@ struct SecondWarp {
   // The shared expert's part of the band, by `warps` warps of which this is number `warp`.
   LOWLAT_DEVICE bool run_shared(int warp, int warps) const {
     for (int item = warp; item < L::kParts * L::kMTiles; item += warps) {
-      if (!run_shared_item(item / L::kMTiles, item % L::kMTiles)) return false;
+      if constexpr (L::kBandStreams) {
+        // Sixteen rows' items follow each other; of their first `warps` one is the first warp's.
+        const int m = item / L::kParts, part = item % L::kParts;
+        if (warp == 0 && m > 0 && part < warps) {
+          if (!barrier_wait(&r.barriers.band_empty[m - 1], 0, r.watch)) return false;
+          r.load_band(m);
+        }
+        if (!run_shared_item(part, m)) return false;
+        __syncwarp();
+        if (r.lane == 0) sm90::barrier_arrive(&r.barriers.band_empty[m]);
+      } else {
+        if (!run_shared_item(item / L::kMTiles, item % L::kMTiles)) return false;
+      }
     }
     return true;
   }
@@ -1488,7 +1541,7 @@ struct Finisher {
       if (at < kBandScales) r.table.band_scales[at] = band_scales[i];
     }
     __syncwarp();
-    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.band_full);
+    if (r.lane == 0) sm90::barrier_arrive(&r.barriers.band_full[0]);
   }
 
   LOWLAT_DEVICE void wait_sums() const {
@@ -1794,6 +1847,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   if (thread == 0) {
     table.stop = table.has_mix = 0;
     table.has_shared = args.w.shared_w1.codes != nullptr ? 1 : 0;
+    if constexpr (L::kBandStreams) table.band_turns = 0;
   }
   if (r.lane == 0) table.arguments[warp] = argument;
   plat::block_sync();

@@ -36,13 +36,6 @@ namespace {
 
 constexpr int kLora = 1024, kGroupInput = 4096;
 
-// Pace of the weights' copies (front_product.cuh), of V4.1's few rows: they come while attention
-// reads q, and while it and wo_a finish. Measured of two groups, which oproj_few.cu has now.
-template <class M>
-constexpr int kPaceA = M::kScaleBlock == 32 ? 500 : 0;
-template <class M>
-constexpr int kPaceB = M::kScaleBlock == 32 ? 1000 : 0;
-
 // Of a model M. A group of outputs that share a scale is made in one cluster: by one block where
 // rows are few; otherwise by several, who tell each other their largest values.
 template <class M, int kTiles>
@@ -144,7 +137,7 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
                               params.num_groups * (kGroupInput / 4), hop};
     const HopSigns signs = {static_cast<const plat::TaggedWords*>(params.packets.q) + tile, hop.tag,
                             o.data, kK / 4 / plat::kWarpLanes};
-    Linear::template load<kGroup, kPaceA<M>>(shared, weights, 0, params.num_rows);
+    Linear::template load<kGroup>(shared, weights, 0, params.num_rows);
     stamps.mark(StampStage::ask);
     wait_for_signs(hop, signs);
     stamps.mark(StampStage::wait);
@@ -273,8 +266,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_b));
   const HopActivations<1> few{
       static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
-  Linear::template load<kGroup, kTiles == 1 ? kPaceB<M> : 0>(shared, weights, first_row % kGroup,
-                                                             params.num_rows);
+  Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
   stamps.mark(StampStage::ask);
   if constexpr (kTiles == 1) {
     wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.o) + tile, hop.tag,

@@ -1,6 +1,6 @@
 // gpu/attention_values: what the kernels of a layer's attention half have to give, in float64, and
-// the values that their results stand for. The sizes are those of bench/attn_layer.hpp, TP4's
-// share.
+// the values that their results stand for. The sizes are those of bench/attn_layer.hpp, the
+// share of one of LOWLAT_TEST_RANKS ranks.
 #pragma once
 
 #include "bench/attn_layer.hpp"
@@ -11,7 +11,10 @@
 
 namespace lowlat::bench {
 
-inline constexpr int kHeads = 16, kGroups = 2;
+#ifndef LOWLAT_TEST_RANKS
+#define LOWLAT_TEST_RANKS 4
+#endif
+inline constexpr int kRanks = LOWLAT_TEST_RANKS, kHeads = 64 / kRanks, kGroups = 8 / kRanks;
 
 // Of two arrays of values: || a - b || / || b ||; not finite where only one of two is.
 inline double rel_l2(const std::vector<double>& a, const std::vector<double>& b) {

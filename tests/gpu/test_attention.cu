@@ -13,8 +13,6 @@
 namespace lowlat::bench {
 namespace {
 
-constexpr int kRanks = 4;
-
 void must_run(cudaError_t error, const char* what) {
   cuda_must(error, what);
   cuda_must(cudaDeviceSynchronize(), what);
@@ -132,7 +130,7 @@ void check_rows(int rows, const HostWeights& weights, const DeviceWeights& devic
   expect_mix("statistics", first_mix);
   std::vector<std::uint16_t> y(act.count(kHidden)), want_residual(residual.size()),
       want_x(y.size());
-  for (std::size_t i = 0; i < y.size(); ++i) y[i] = bf16(4.0 * partial[i]);
+  for (std::size_t i = 0; i < y.size(); ++i) y[i] = bf16(double{kRanks} * partial[i]);
   reference::hc_post(want_residual.data(), residual.data(), y.data(), post.data(), comb.data(),
                      rows, kHidden);
   const std::vector<std::uint16_t> got_residual = act.residual[1].take(), x = act.x.take();

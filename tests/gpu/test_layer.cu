@@ -302,7 +302,18 @@ void check_replays_of_ranks(int gpus) {
         group.graph(r).replay();
       });
       group.wait();
-      different += num_different(group, want[static_cast<std::size_t>(i % kInputs)]);
+      const Result& wanted = want[static_cast<std::size_t>(i % kInputs)];
+      const int others = num_different(group, wanted);
+      if (others > 0) {
+        const Result got = group.result(0);
+        std::size_t values = 0, first = 0;
+        for (std::size_t j = got.size(); j-- > 0;) {
+          if (got[j] != wanted[j]) ++values, first = j;
+        }
+        std::printf("T=%d replay %d: %zu values of rank 0 differ, the first %zu\n", rows, i, values,
+                    first);
+      }
+      different += others;
     }
     CHECK_EQ(different, 0);
     CHECK_EQ(group.fault(), "");

@@ -1,0 +1,4 @@
+// test_attention.cu for two ranks' share of V4-Flash.
+#define LOWLAT_BENCH_V4
+#define LOWLAT_TEST_RANKS 2
+#include "test_attention.cu"
