@@ -30,7 +30,8 @@ enum GateKind {
   gate_input_mix = word_ffn_ticket
 };
 static_assert(gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
-static_assert(gate_latent < kLayerGates && static_cast<int>(HopKernel::count) <= kLayerKernels);
+static_assert(gate_latent < kLayerMemory && kLayerMemory < kLayerGates);
+static_assert(static_cast<int>(HopKernel::count) <= kLayerKernels);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
 // rows, and 25 % slower at 1, 12 and 24. One number for all widths, see MoeArgs::idle_sms.
