@@ -18,51 +18,83 @@ BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_k
   return owns_keys ? BesideOrder::query_first : BesideOrder::q_last;
 }
 
+namespace {
+
+// The kernels of an order: Q query, K product and key or pool, S scores, E entries, L selection and
+// published blocks, P pool alone; q the layer's own.
+const char* sequence_of(BesideOrder order) {
+  switch (order) {
+    case BesideOrder::q_first: return "qKQSEL";
+    case BesideOrder::pool_end: return "KqP";
+    case BesideOrder::query_first: return "QKSqEL";
+    case BesideOrder::query_q: return "QqKSEL";
+    case BesideOrder::q_mid: return "KQqSEL";
+    case BesideOrder::q_end:
+    case BesideOrder::keys_q_end: return "KQSELq";
+    case BesideOrder::query_q_end: return "QKSELq";
+    case BesideOrder::q_last:
+    case BesideOrder::measured: break;
+  }
+  return "KQSqEL";
+}
+
+}  // namespace
+
 cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder order,
                           const std::function<void(HopKernel)>* between, cudaStream_t stream) {
   const IndexParams* const index = beside.index;
   const bool few = beside.compress.rows.num_rows <= kHopRows;
-  const bool selects = index != nullptr;
+  const bool selects = index != nullptr, pools = beside.pool != nullptr;
   order =
       few ? beside_order(order, beside.compress.ratio, selects, beside.keys) : BesideOrder::q_first;
-  const bool query_first = selects && order == BesideOrder::query_first;
-  const bool is_last = next == HopKernel::attention;
+  if (order == BesideOrder::pool_end && (selects || !pools)) order = BesideOrder::q_last;
   cudaError_t error = cudaSuccess;
   const auto run = [&](HopKernel kernel, auto&& launch) {
     if (error != cudaSuccess) return;
     if (between != nullptr && kernel != HopKernel::count) (*between)(kernel);
     error = launch();
   };
-  const auto query = [&] {
-    run(HopKernel::query, [&] { return launch_index_query(*index, true, stream); });
+  const auto pool = [&](const PoolParams& params) {
+    run(HopKernel::count, [&] { return launch_compress_pool(params, true, stream); });
   };
-  const auto pool = [&] {
-    run(HopKernel::count, [&] { return launch_compress_pool(*beside.pool, true, stream); });
-  };
-  const bool pool_end = !selects && beside.pool != nullptr && order == BesideOrder::pool_end;
-  if (query_first && !is_last) query();
-  if (is_last == (order == BesideOrder::q_first)) {
-    run(HopKernel::product,
-        [&] { return launch_compress_product(beside.compress, beside.hidden, true, stream); });
-    if (beside.keys) {
-      run(HopKernel::count, [&] { return launch_compress_key(beside.compress, true, stream); });
+  const auto launch = [&](char kernel) {
+    switch (kernel) {
+      case 'K':
+        run(HopKernel::product,
+            [&] { return launch_compress_product(beside.compress, beside.hidden, true, stream); });
+        if (beside.keys) {
+          run(HopKernel::count, [&] { return launch_compress_key(beside.compress, true, stream); });
+        }
+        if (pools && order != BesideOrder::pool_end) pool(*beside.pool);
+        return;
+      case 'P': pool(*beside.pool); return;
+      case 'E':
+        if (beside.entry_pool == nullptr) return;
+        run(HopKernel::count, [&] {
+          return launch_compress_product(*beside.entry_compress, beside.hidden, true, stream);
+        });
+        pool(*beside.entry_pool);
+        return;
+      default: break;
     }
-    if (beside.pool != nullptr && !pool_end) pool();
-    if (selects && !query_first) query();
-    if (selects) run(HopKernel::scores, [&] { return launch_index_scores(*index, true, stream); });
-  }
-  if (pool_end && is_last) pool();
-  const bool before_q = order == BesideOrder::q_end || order == BesideOrder::keys_q_end;
-  if (!selects || is_last == before_q) return error;
-  if (beside.entry_pool != nullptr) {
-    run(HopKernel::count, [&] {
-      return launch_compress_product(*beside.entry_compress, beside.hidden, true, stream);
-    });
-    run(HopKernel::count, [&] { return launch_compress_pool(*beside.entry_pool, true, stream); });
-  }
-  run(HopKernel::select, [&] { return launch_index_select(*index, true, stream); });
-  if (index->block_scores != nullptr) {
-    run(HopKernel::count, [&] { return launch_index_blocks(*index, true, stream); });
+    if (!selects) return;
+    if (kernel == 'Q') {
+      run(HopKernel::query, [&] { return launch_index_query(*index, true, stream); });
+    } else if (kernel == 'S') {
+      run(HopKernel::scores, [&] { return launch_index_scores(*index, true, stream); });
+    } else {
+      run(HopKernel::select, [&] { return launch_index_select(*index, true, stream); });
+      if (index->block_scores == nullptr) return;
+      run(HopKernel::count, [&] { return launch_index_blocks(*index, true, stream); });
+    }
+  };
+  bool behind_q = false;
+  for (const char* kernel = sequence_of(order); *kernel != '\0'; ++kernel) {
+    if (*kernel == 'q') {
+      behind_q = true;
+    } else if (behind_q == (next == HopKernel::attention)) {
+      launch(*kernel);
+    }
   }
   return error;
 }

@@ -40,7 +40,10 @@ enum class BesideOrder {
   pool_end,     // of ratio 128: product, q, pool; else q_last
   query_first,  // query, keys, scores, q, selection
   q_end,        // keys, query, scores, selection, q
-  keys_q_end    // keys, query, scores, entries, selection, q
+  keys_q_end,   // keys, query, scores, entries, selection, q
+  query_q,      // query, q, keys, scores, selection
+  q_mid,        // keys, query, q, scores, selection
+  query_q_end   // query, keys, scores, selection, q
 };
 // What `measured` stands for. A selection among more scores takes longer, and begins before q.
 BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_keys);
