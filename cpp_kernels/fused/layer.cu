@@ -377,7 +377,13 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.o = memory.o;
     attention.o_scale = memory.o_scale;
     if (rows > kHopRows) attention.before = front.done;
-    if (layer.beside != nullptr) attention.selected = beside_done(*layer.beside);
+    if (layer.beside != nullptr) {
+      const BesideLayer& beside = *layer.beside;
+      attention.selected = beside_done(beside);
+      // V4's entries may be stored after the selection.
+      attention.tagged = beside.index != nullptr && beside.pool == nullptr;
+      if (beside.keys) attention.rows_done = beside.compress.done;
+    }
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
     beside_before(HopKernel::attention);
     run(HopKernel::attention, [&] { return launch_sparse_attention(attention, true, stream); });
