@@ -97,11 +97,14 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
                      __ldg(params.rows.positions + i / kPairsOfGroup));
     }
   }
-  Stamps stamps({}, 0);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::query));
+  stamps.mark(StampStage::ask);
   wait_for_latent<kTiles == 1>(shared.latent, params, block_idx);
   using Codes = CodeActivations<kGroup, true>;
   const Codes latent{shared.latent.codes, shared.latent.scale, shared.latent.kPitch,
                      QueryShared<kTiles>::kTokens};
+  stamps.mark(StampStage::wait);
   Linear::run(shared.product, latent, num_rows, stamps);
   // A warp a token, a lane a channel of the group.
   for (int token = warp_idx; token < num_rows; token += kProductWarps) {
@@ -123,6 +126,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
                  index_query_place(head, group * kRows + lane_idx)] =
         static_cast<std::uint16_t>(plat::float_bits(kept) >> 16);
   }
+  stamps.mark(StampStage::store);
   open_gate(params.query_done);
 }
 
