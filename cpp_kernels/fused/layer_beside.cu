@@ -10,12 +10,11 @@ Gate beside_done(const BesideLayer& beside) {
   return beside.pool != nullptr ? beside.pool->done : beside.compress.done;
 }
 
-BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_keys) {
+BesideOrder beside_order(BesideOrder order, int ratio, bool selects) {
   if (order != BesideOrder::measured) return order;
   if (!selects) return BesideOrder::q_last;
   if (ratio == shape::kOverlapRatio) return BesideOrder::keys_q_end;
-  if (ratio == 1) return BesideOrder::q_end;
-  return owns_keys ? BesideOrder::query_first : BesideOrder::q_last;
+  return BesideOrder::query_first;
 }
 
 namespace {
@@ -45,8 +44,7 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
   const IndexParams* const index = beside.index;
   const bool few = beside.compress.rows.num_rows <= kHopRows;
   const bool selects = index != nullptr, pools = beside.pool != nullptr;
-  order =
-      few ? beside_order(order, beside.compress.ratio, selects, beside.keys) : BesideOrder::q_first;
+  order = few ? beside_order(order, beside.compress.ratio, selects) : BesideOrder::q_first;
   if (order == BesideOrder::pool_end && (selects || !pools)) order = BesideOrder::q_last;
   cudaError_t error = cudaSuccess;
   const auto run = [&](HopKernel kernel, auto&& launch) {

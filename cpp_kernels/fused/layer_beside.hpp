@@ -45,8 +45,8 @@ enum class BesideOrder {
   q_mid,        // keys, query, q, scores, selection
   query_q_end   // query, keys, scores, selection, q
 };
-// What `measured` stands for. A selection among more scores takes longer, and begins before q.
-BesideOrder beside_order(BesideOrder order, int ratio, bool selects, bool owns_keys);
+// What `measured` stands for.
+BesideOrder beside_order(BesideOrder order, int ratio, bool selects);
 
 // What attention waits for.
 Gate beside_done(const BesideLayer& beside);

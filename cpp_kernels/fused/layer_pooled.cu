@@ -40,7 +40,7 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   CompressParams entry_compress = compress;
   const bool splits =
       selects && step.num_rows <= kHopRows &&
-      beside_order(parts.beside_order, layer.ratio, true, true) == BesideOrder::keys_q_end;
+      beside_order(parts.beside_order, layer.ratio, true) == BesideOrder::keys_q_end;
   if (splits) {
     entry_compress.some_rows = 4 * shape::kHeadDim;
     entry_compress.product_done = gate(gate_entries, compress_product_blocks(entry_compress));
