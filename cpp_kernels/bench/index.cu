@@ -33,7 +33,9 @@ struct Way {
   fused::BesideOrder order = fused::BesideOrder::measured;
   Join join = Join::ended;
 };
-constexpr const char* kOrders[] = {"", ", q first", ", q last", "", ", query first", ", q end"};
+constexpr const char* kOrders[] = {
+    "",        ", q first", ", q last",  "",        ", query first",
+    ", q end", "",          ", query q", ", q mid", ", query, q end"};
 
 // The stream that is captured beside the main one, and the events between them.
 struct Branch {
@@ -332,8 +334,9 @@ void time_case(const HostWeights& host, const HostIndexWeights& index_host, int 
     for (const Kind kind : kinds) {
       std::vector<std::uint16_t> want;
       using fused::BesideOrder;
-      for (const BesideOrder order : {BesideOrder::q_last, BesideOrder::query_first,
-                                      BesideOrder::q_first, BesideOrder::q_end}) {
+      for (const BesideOrder order :
+           {BesideOrder::measured, BesideOrder::q_last, BesideOrder::query_first,
+            BesideOrder::q_first, BesideOrder::q_end}) {
         time_layers(chain, kind, {order}, plain_us, nullptr, want);
       }
     }
@@ -478,8 +481,9 @@ void time_lengths(Rest& rest) {
   const HostWeights host(kHeads, kGroups, random);
   const HostIndexWeights index_host(random);
   const bool all = rest.empty();
+  const bool alone = !rest.take("layers");
   for (const int length : rest.numbers(1, 1 << 20, {8192, 32768, 131000})) {
-    time_case(host, index_host, 1, 6, length, true);
+    time_case(host, index_host, 1, 6, length, alone);
   }
   if (!all) return;
   for (const int requests : {4, 8}) time_case(host, index_host, requests, 6, 8192, true);

@@ -249,9 +249,39 @@ LOWLAT_DEVICE void norm_heads(HopWords (&words)[2 * kPackets], Shared<1>& shared
   }
 }
 
+// The slot of a selected key, when it is there; -1 where it is not `wanted` or the wait has ended
+// otherwise. Whole warps call.
+template <class Ended>
+LOWLAT_DEVICE std::int32_t take_selected(const AttentionParams& params, const HopTag& hop,
+                                         int row_idx, int place, bool wanted, Ended ended) {
+  constexpr int kPollsPerLook = 64;
+  const int number = place - params.num_window;
+  const std::uint64_t* from = static_cast<const std::uint64_t*>(params.packets.selected) +
+                              row_idx * params.num_extra + max(number, 0);
+  bool missing = wanted && number >= 0;
+  std::uint64_t pair = ~std::uint64_t{0}, deadline_ns = 0;
+#pragma unroll 1
+  for (int polls = 1; __any_sync(plat::kAllLanes, missing); ++polls) {
+    if (missing) {
+      asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];"
+                   : "=l"(pair)
+                   : "l"(__cvta_generic_to_global(from))
+                   : "memory");
+      missing = static_cast<std::uint32_t>(pair >> 32) != hop.tag;
+    }
+    if (polls % kPollsPerLook == 0 &&
+        __any_sync(plat::kAllLanes,
+                   plat::thread_idx() % plat::kWarpLanes == 0 && ended(hop, deadline_ns))) {
+      break;
+    }
+  }
+  return missing ? -1 : static_cast<std::int32_t>(static_cast<std::uint32_t>(pair));
+}
+
 // kHops: q, the step's own keys and o are packets. kOnce: no block has more keys than one tile, and
-// may have twice the heads, whose registers leave room for a block of q or of wo_a.
-template <class M, bool kHops, bool kOnce, int kHeadTiles>
+// may have twice the heads, whose registers leave room for a block of q or of wo_a. kTagged:
+// AttentionParams::tagged; a kernel of its own, so that others' code stays as short.
+template <class M, bool kHops, bool kOnce, int kHeadTiles, bool kTagged>
 __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
     sparse_attention_bf16_sm90(const __grid_constant__ AttentionParams params) {
   static_assert(kHeadTiles == 1 || (kHops && kOnce && !M::kNormsHeads));
@@ -323,12 +353,16 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
   };
   // A selection comes later than q does, all that a row sees earlier.
   const bool query_first = kHops && selects && params.extra_ratio == 0;
+  static_assert(!kTagged || (kHops && kOnce));
+  const bool by_tags = kTagged && query_first;
   if (query_first) {
     make_turn();
+    // What the tagged slots name; stored long before.
+    if (by_tags && thread_idx == 0 && params.rows_done.word != nullptr) poll_gate(params.rows_done);
     plat::block_sync();
     take_query();
   }
-  if (selects) wait_at(params.selected);
+  if (selects && !by_tags) wait_at(params.selected);
   if (query_first) stamps.mark(StampStage::ask);
 
   if (thread_idx == 0) {
@@ -341,13 +375,24 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
   sm90::cluster_arrive_relaxed();  // the block takes what the others send
   if constexpr (!kOnce) list_keys(shared, params, row_idx, first_key, end_key);
   bool any_late = false;
+  [[maybe_unused]] std::int32_t tagged_slot = -1;
+  if constexpr (kTagged) {
+    if (by_tags) {
+      const int place = first_key + warp_idx * kWarpKeys + lane_idx;
+      tagged_slot = take_selected(params, hop, row_idx, place,
+                                  lane_idx < kWarpKeys && place < end_key, HopKeeps{end});
+    }
+  }
   if (lane_idx < kWarpKeys) {
     const int key = warp_idx * kWarpKeys + lane_idx, place = first_key + key;
-    const std::int32_t slot = slot_at(params, row_idx, place, end_key);
+    std::int32_t slot = tagged_slot;
+    if (!by_tags || place < params.num_window) slot = slot_at(params, row_idx, place, end_key);
     int late_row = -1;
+    // A selected key is none of the step's: it does not wait for their slots.
+    const int num_late = kTagged && place >= params.num_window ? 0 : params.num_rows;
     constexpr int kAtOnce = 8;
 #pragma unroll 1
-    for (int first = 0; first < params.num_rows; first += kAtOnce) {
+    for (int first = 0; first < num_late; first += kAtOnce) {
       std::int32_t written[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -368,6 +413,10 @@ __global__ void __maxnreg__(kHeadTiles == 1 ? 128 : 160)
   }
   __syncwarp();
   ask_for_tile<true, !kHops>(shared, shared.data[0], shared.scales[0]);
+  // For all that the selection has read and written, while the keys are on their way.
+  if (by_tags && end_key == params.num_window + params.num_extra && thread_idx == 0) {
+    poll_gate(params.selected);
+  }
   if (thread_idx < kAllHeads) {
     shared.sink[thread_idx] = __ldg(params.sink + first_head + thread_idx);
   }
@@ -702,8 +751,8 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                          : params.blocks_per_row;
   if (blocks < 2 || blocks > kHeads || kHeads % blocks != 0) return cudaErrorInvalidValue;
   return with_model(params.model, [&]<class M>() {
-    const auto launch = [&]<bool kHops, bool kOnce, int kHeadTiles = 1>() {
-      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kOnce, kHeadTiles>,
+    const auto launch = [&]<bool kHops, bool kOnce, int kHeadTiles = 1, bool kTagged = false>() {
+      return launch_kernel(sparse_attention_bf16_sm90<M, kHops, kOnce, kHeadTiles, kTagged>,
                            dim3(blocks, params.num_rows, params.num_heads / (kHeadTiles * kHeads)),
                            kThreads, sizeof(Shared<kHeadTiles>), blocks, programmatic, stream,
                            params);
@@ -715,6 +764,10 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                   : launch_attention_wide(params, blocks, programmatic, stream);
     }
     if constexpr (!M::kNormsHeads) {
+      if (params.tagged && once) {
+        return pairs_tiles ? launch.template operator()<true, true, 2, true>()
+                           : launch.template operator()<true, true, 1, true>();
+      }
       if (pairs_tiles) return launch.template operator()<true, true, 2>();
     }
     return once ? launch.template operator()<true, true>()

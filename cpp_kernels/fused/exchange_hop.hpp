@@ -46,13 +46,16 @@ struct HopBuffers {
       keys;  // [T, 72]: a stored key's 448 codes by eight, with their ue8m0 byte, then its 64 bf16
   void* o;   // [T, heads * 512 / 4]: four f16, the scale of their 32
   void* u;   // [T, groups * 1024 / 8]: eight e4m3 codes, the scale of their 32
+  // [T, 512]: no packets but eight bytes each, a selected entry's slot and the tag.
+  void* selected;
 };
 inline constexpr int kHopKeyPackets = 72;
+inline constexpr int kHopSelectedPackets = 512 * 8 / kHopPacketBytes;
 
 constexpr std::int64_t hop_bytes(int hidden, int q_lora, int num_heads, int num_groups) {
   return std::int64_t{kHopRows} * kHopPacketBytes *
          (hidden / 8 + q_lora / 4 + 512 / 4 + 2 * num_heads * (512 / 4) + kHopKeyPackets +
-          num_groups * (1024 / 8));
+          num_groups * (1024 / 8) + kHopSelectedPackets);
 }
 inline HopBuffers hop_buffers(void* base, int hidden, int q_lora, int num_heads, int num_groups) {
   auto* at = static_cast<unsigned char*>(base);
@@ -69,6 +72,7 @@ inline HopBuffers hop_buffers(void* base, int hidden, int q_lora, int num_heads,
   out.keys = next(kHopKeyPackets);
   out.o = next(num_heads * (512 / 4));
   out.u = next(num_groups * (1024 / 8));
+  out.selected = next(kHopSelectedPackets);
   return out;
 }
 

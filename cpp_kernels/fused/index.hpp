@@ -90,17 +90,17 @@ struct IndexParams {
   Gate qkv_done, heads_done, keys_done, query_done, scores_done, done;
 };
 
-inline constexpr int kIndexChunk = 16384;  // scores that one block selects from
+// Scores that one block selects from; as many at least as all blocks of the longest row leave.
+inline constexpr int kIndexChunk = 11776;
 constexpr int index_chunks(int max_entries) {
   return max_entries <= kIndexChunk ? 1 : (max_entries + kIndexChunk - 1) / kIndexChunk;
 }
 // Pairs of scratch a row, for launch_index_select and launch_index_blocks alike.
 constexpr int index_found_count(int max_entries) {
-  return index_chunks(max_entries) * kIndexTopk + 2 * kIndexMaxBlocks;
+  return index_chunks(max_entries) * kIndexTopk +
+         index_chunks((max_entries + kIndexBlock - 1) / kIndexBlock) * kIndexMaxBlocks;
 }
-inline constexpr int kIndexMaxEntries = 16 * kIndexChunk;  // 262,144
-static_assert(kIndexMaxEntries / kIndexChunk * kIndexTopk <= kIndexChunk);
-static_assert(kIndexMaxEntries / kIndexBlock <= 2 * kIndexChunk);
+inline constexpr int kIndexMaxEntries = 262'144;
 
 // Blocks that open query_done, scores_done and done.
 inline constexpr std::uint32_t kIndexQueryBlocks = 128;

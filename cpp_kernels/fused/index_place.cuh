@@ -56,7 +56,8 @@ LOWLAT_DEVICE std::uint32_t fp4_code(float rounded) {
 
 // Entries that a row sees.
 LOWLAT_DEVICE int index_count(const StepRows& rows, int ratio, int row) {
-  return __ldg(rows.slots + row) < 0 ? 0 : (__ldg(rows.positions + row) + 1) / ratio;
+  const int slot = __ldg(rows.slots + row), position = __ldg(rows.positions + row);  // at once
+  return slot < 0 ? 0 : (position + 1) / ratio;
 }
 // Of so many entries, those in published blocks: the newest block is always one of them.
 LOWLAT_DEVICE int index_candidates(int count) {

@@ -106,14 +106,18 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3
                      __ldg(params.rows.positions + i / kPairsOfGroup));
     }
   }
-  Stamps stamps({}, 0);
+  Stamps stamps(stamp_sink(params.hop),
+                params.hop.id + static_cast<std::uint32_t>(HopKernel::query));
+  stamps.mark(StampStage::ask);
   if constexpr (kGiven) {
     wait_at(params.qkv_done);
+    stamps.mark(StampStage::wait);
     const CodeActivations<kGroup, false> latent{params.latent_codes, params.latent_scale, kQLora,
                                                 padded_rows(num_rows)};
     Linear::run(shared.product, latent, num_rows, stamps);
   } else {
     wait_for_latent<kTiles == 1>(shared.latent, params, block_idx);
+    stamps.mark(StampStage::wait);
     const CodeActivations<kGroup, true> latent{shared.latent.codes, shared.latent.scale,
                                                shared.latent.kPitch,
                                                QueryShared<kTiles, kGiven>::kTokens};
@@ -139,6 +143,7 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3
                  index_query_place(head, group * kRows + lane_idx)] =
         static_cast<std::uint16_t>(plat::float_bits(kept) >> 16);
   }
+  stamps.mark(StampStage::store);
   open_gate(params.query_done);
 }
 

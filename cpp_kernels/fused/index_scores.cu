@@ -10,7 +10,7 @@
 // Rounding     keys and queries are exact in bf16 (f16); sums fp32
 // Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
-// Launch       132 blocks of 512 threads (V4: 264 of 256) share the requests (rows, with candidate
+// Launch       264 blocks of 256 threads share the requests (rows, with candidate
 //              blocks), and each request's rows where it has few keys; four warps take 64 keys,
 //              expand them once and keep them in registers for all their rows. The first keys are
 //              read before the queries are there
@@ -251,7 +251,10 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
   const bool by_row = params.blocks != nullptr;
   const int tokens = by_row ? 1 : params.rows.tokens;
   const int num_units = params.rows.num_rows / tokens;
-  const int per_unit = static_cast<int>(gridDim.x) / num_units;
+  // Of few rows two blocks a row leave their places to the selection, which begins meanwhile.
+  const int num_rows = params.rows.num_rows;
+  const int idle = num_rows <= kHopRows ? 2 * num_rows : 0;
+  const int per_unit = (static_cast<int>(gridDim.x) - idle) / num_units;
   const int unit_idx = static_cast<int>(blockIdx.x) / per_unit;
   const int block_of_unit = static_cast<int>(blockIdx.x) % per_unit;
   if (unit_idx >= num_units) {  // what is left over when the blocks do not divide
@@ -265,9 +268,10 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
   unit.blocks =
       by_row ? params.blocks + static_cast<std::int64_t>(first_row) * kIndexMaxBlocks : nullptr;
   unit.count = 0;
-  for (int i = 0; i < tokens; ++i) {
+  for (int i = lane_idx; i < tokens; i += plat::kWarpLanes) {
     unit.count = max(unit.count, index_count(params.rows, params.ratio, first_row + i));
   }
+  unit.count = __reduce_max_sync(plat::kAllLanes, unit.count);
   unit.count = min(unit.count, params.max_entries);
   if (by_row) unit.count = index_candidates(unit.count);
   unit.first_new = params.new_keys

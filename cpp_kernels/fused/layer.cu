@@ -30,7 +30,8 @@ enum GateKind {
   gate_input_mix = word_ffn_ticket
 };
 static_assert(gate_done == kLayerDone && gate_done + 1 == kLayerFreeGate);
-static_assert(gate_latent < kLayerGates && static_cast<int>(HopKernel::count) <= kLayerKernels);
+static_assert(gate_latent < kLayerMemory && kLayerMemory < kLayerGates);
+static_assert(static_cast<int>(HopKernel::count) <= kLayerKernels);
 
 // Multiprocessors that the experts leave to the statistics. Measured: two are as good at 6 and 8
 // rows, and 25 % slower at 1, 12 and 24. One number for all widths, see MoeArgs::idle_sms.
@@ -379,7 +380,13 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     attention.o = memory.o;
     attention.o_scale = memory.o_scale;
     if (rows > kHopRows) attention.before = front.done;
-    if (layer.beside != nullptr) attention.selected = beside_done(*layer.beside);
+    if (layer.beside != nullptr) {
+      const BesideLayer& beside = *layer.beside;
+      attention.selected = beside_done(beside);
+      // V4's entries may be stored after the selection.
+      attention.tagged = beside.index != nullptr && beside.pool == nullptr;
+      if (beside.keys) attention.rows_done = beside.compress.done;
+    }
     attention.done = gate(gate_attention, attention_blocks(rows, heads));
     beside_before(HopKernel::attention);
     run(HopKernel::attention, [&] { return launch_sparse_attention(attention, true, stream); });

@@ -96,8 +96,9 @@ struct LayerMemory {
   std::int64_t bytes;  // of it all
 };
 // Of a layer's kLayerGates: that of its result; the first that no kernel of a plain layer uses, for
-// kernels beside it; and that of the last exchange where memory_follows.
-inline constexpr int kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15;
+// kernels beside it; that of the last exchange where memory_follows; and that of the n-gram
+// product, of the layer that begins with its result.
+inline constexpr int kLayerDone = 9, kLayerFreeGate = 10, kLayerExchanged = 15, kLayerMemory = 17;
 // The exchange before layer 1 where a caller counts its layers from 1, as of an embedding.
 inline constexpr int kLayerEmbedIndex = 1;
 

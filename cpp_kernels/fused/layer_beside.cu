@@ -10,7 +10,7 @@ Gate beside_done(const BesideLayer& beside) {
   return beside.pool != nullptr ? beside.pool->done : beside.compress.done;
 }
 
-BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool selects, bool owns_keys) {
+BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool selects) {
   if (order != BesideOrder::measured) return order;
   if (num_rows > kHopRows) {
     if (!selects) return num_rows > 24 ? BesideOrder::pool_end : BesideOrder::q_last;
@@ -21,8 +21,7 @@ BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool select
   if (ratio == shape::kOverlapRatio) {
     return num_rows > 1 ? BesideOrder::entries_q_end : BesideOrder::keys_q_end;
   }
-  if (ratio == 1) return BesideOrder::q_end;
-  return owns_keys ? BesideOrder::query_first : BesideOrder::q_last;
+  return BesideOrder::query_first;
 }
 
 namespace {
@@ -49,8 +48,7 @@ cudaError_t launch_beside(const BesideLayer& beside, HopKernel next, BesideOrder
                           const std::function<void(HopKernel)>* between, cudaStream_t stream) {
   const IndexParams* const index = beside.index;
   const bool selects = index != nullptr, pools = beside.pool != nullptr;
-  order = beside_order(order, beside.compress.rows.num_rows, beside.compress.ratio, selects,
-                       beside.keys);
+  order = beside_order(order, beside.compress.rows.num_rows, beside.compress.ratio, selects);
   if (order == BesideOrder::pool_end && (selects || !pools)) order = BesideOrder::q_last;
   cudaError_t error = cudaSuccess;
   const auto run = [&](HopKernel kernel, auto&& launch) {

@@ -48,7 +48,7 @@ constexpr bool beside_splits(BesideOrder order) {
   return order == BesideOrder::keys_q_end || order == BesideOrder::entries_q_end;
 }
 // What `measured` stands for. A selection among more scores takes longer, and begins before q.
-BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool selects, bool owns_keys);
+BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool selects);
 
 // What attention waits for.
 Gate beside_done(const BesideLayer& beside);

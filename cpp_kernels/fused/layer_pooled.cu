@@ -38,8 +38,8 @@ cudaError_t launch_pooled_layer(const PooledLayer& layer, const LayerStep& step,
   compress.hop = hop;
   compress.x_done = layer_x_gate(step, layer_idx);
   CompressParams entry_compress = compress;
-  const bool splits = selects && beside_splits(beside_order(parts.beside_order, step.num_rows,
-                                                            layer.ratio, true, true));
+  const bool splits =
+      selects && beside_splits(beside_order(parts.beside_order, step.num_rows, layer.ratio, true));
   if (splits) {
     entry_compress.some_rows = 4 * shape::kHeadDim;
     entry_compress.product_done = gate(gate_entries, compress_product_blocks(entry_compress));
