@@ -253,7 +253,6 @@ struct Finisher {
       }
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    make_share(r);
     const int own_tiles = r.own_tiles();
     for (int n = 0; n < own_tiles; ++n) {
       const int number = r.routed_tile(n), entry = number / L::kTiles;
@@ -310,6 +309,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
                         const __grid_constant__ TileMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
+  Stamps stamps(args.quads.stamps, args.quads.kernel);
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
   const int thread = plat::thread_idx();
@@ -343,7 +343,8 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
     sm90::barrier_init(&barriers.table, 2);
     sm90::barrier_init(&barriers.entries, 1);
-    sm90::barrier_init(&barriers.share, 1);
+    sm90::barrier_init(&barriers.results, L::kConsumers);
+    for (int i = 0; i < L::kKeptBatches; ++i) sm90::barrier_init(&barriers.batches[i], 1);
     table.stop = 0;
     table.several = 0;
   }
@@ -362,7 +363,9 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   if (warp == L::kProducer) {
     going = producer.run_early();
   }
+  stamps.mark(StampStage::ask);
   wait_at(args.before);
+  stamps.mark(StampStage::wait);
   // The next kernel's blocks may take the multiprocessors that are through.
   sm90::launch_dependents();
   std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
@@ -373,7 +376,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(rules);
+    consumer.run(rules, stamps);
   } else {
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
@@ -386,8 +389,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     }
   }
   plat::block_sync();
+  stamps.mark(StampStage::sum);
   if (table.stop == 0) {
     if (r.has_band()) store_band<L>(r, rules.first_row, BandValue<L>{r});
+    stamps.mark(StampStage::store);
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }

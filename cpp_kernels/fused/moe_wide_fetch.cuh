@@ -85,20 +85,33 @@ struct Producer {
       const int expert = r.table.expert[number / L::kTiles];
       if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
+    // A batch is drawn while the one before is filled: the answer takes a microsecond.
+    std::uint32_t next = draw();
     for (int i = 0; i < r.shared_uses(); ++i) {
       if (!load_shared_rows(i)) return false;
     }
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    for (int i = 0; i < num_units * L::kBandParts; ++i) {
-      const auto use = r.band_use(i);
-      const auto at = r.unit_at(use.unit);
-      if (!load_band(at.band, r.table.expert[at.entry], use.part)) return false;
+    const int num_batches = r.num_batches();
+    for (int n = 0;; ++n) {
+      const int batch = static_cast<int>(__shfl_sync(plat::kAllLanes, next, 0) - kPoison);
+      const bool more = batch < num_batches;
+      if (more) next = draw();
+      if (r.lane == 0) {
+        r.table.batches[n % L::kKeptBatches] = more ? batch : -1;
+        sm90::barrier_arrive(&r.barriers.batches[n % L::kKeptBatches]);
+      }
+      __syncwarp();
+      if (!more) return true;
+      const int expert = r.table.expert[r.batch_entry(batch)], band = r.batch_band(batch);
+#pragma unroll 1
+      for (int i = 0; i < L::kBatchUses; ++i) {
+        if (!load_band(band + i % L::kWarpGroups, expert, i / L::kWarpGroups)) return false;
+      }
     }
-    return true;
   }
 
  private:
+  // Asks for the number of a batch, in lane 0.
+  LOWLAT_DEVICE std::uint32_t draw() const { return r.lane == 0 ? take_word(r.drawn(), 1) : 0; }
   // A use of the ring: `ask(slot, full)` by one lane, of copies of so many bytes.
   template <class Ask>
   LOWLAT_DEVICE bool fill_slot(std::uint32_t bytes, const Ask& ask) {
@@ -400,34 +413,35 @@ struct Gatherer {
       if (!r.wait_free(first_use)) return false;
       sm90::barrier_arrive_copied(&r.barriers.full[slot]);
     }
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    // A band's block begins with its first entry; others come back to entry 0 in their next band.
-    int ready = r.has_band() ? r.table.share.first_entry : 0;
-    for (int k = 0; k < num_units * L::kBandParts; ++k) {
-      const int use = first_use + k, slot = L::slot_of(use);
-      const auto [unit, part] = r.band_use(k);
-      if (slot % L::kGatherers != which) continue;
-      const int entry = r.unit_at(unit).entry;
-      // One after another: a part of an entry that the other gatherer began may be this one's.
-      while (ready >= 0 && entry >= ready) ready = wait_entries(ready);
+    int ready = 0;
+    for (int n = 0;; ++n, first_use += L::kBatchUses) {
+      int batch = 0;
+      if (!r.wait_batch(n, &batch)) return false;
+      if (batch < 0) return true;
+      const int entry = r.batch_entry(batch);
       const int first = r.table.first[entry], num = r.num_pairs(entry);
       const int own_pair = r.table.sorted[first + (r.lane < num ? r.lane : 0)];
-      if (ready < 0 || !r.wait_free(use)) return false;
-      const std::uint32_t dst = r.slot_address(slot);
+      while (ready >= 0 && entry >= ready) ready = wait_entries(ready);
+      if (ready < 0) return false;
 #pragma unroll 1
-      for (int i = 0; i < num; ++i) {
-        const int pair = __shfl_sync(plat::kAllLanes, own_pair, i);
-        copy_column<L::kPartGroups>(
-            dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
-        if (r.lane < L::kScaleWords / 4) {
-          sm90::copy_piece(dst + L::kColumnScales + i * (L::kScaleWords * 4) + r.lane * 16,
-                           r.pair_scales(pair, part) + r.lane * 4, sm90::CacheHint::evict_last);
+      for (int k = 0; k < L::kBatchUses; ++k) {
+        const int use = first_use + k, slot = L::slot_of(use), part = k / L::kWarpGroups;
+        if (slot % L::kGatherers != which) continue;
+        if (!r.wait_free(use)) return false;
+        const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll 1
+        for (int i = 0; i < num; ++i) {
+          const int pair = __shfl_sync(plat::kAllLanes, own_pair, i);
+          copy_column<L::kPartGroups>(
+              dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
+          if (r.lane < L::kScaleWords / 4) {
+            sm90::copy_piece(dst + L::kColumnScales + i * (L::kScaleWords * 4) + r.lane * 16,
+                             r.pair_scales(pair, part) + r.lane * 4, sm90::CacheHint::evict_last);
+          }
         }
+        sm90::barrier_arrive_copied(&r.barriers.full[slot]);
       }
-      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
     }
-    return true;
   }
 
   LOWLAT_DEVICE bool run() const {
@@ -436,14 +450,17 @@ struct Gatherer {
     if (!r.wait_rows() || !barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
     return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses) &&
-           (which != 0 || wait_lent());
+           (which == 0 ? wait_blocks() : count_block());
   }
-  // Until other blocks have done what they took of this block's band.
-  LOWLAT_DEVICE bool wait_lent() const {
-    const int lent = r.table.share.lent;
-    if (lent == 0) return true;
-    const std::uint32_t want = counted(lent * L::kRowBlocks);
-    return r.wait_count(r.band_done(r.block_idx), want, kHiddenEvent);
+  // This block's results, when its consumers have stored them.
+  LOWLAT_DEVICE bool count_block() const {
+    if (!barrier_wait(&r.barriers.results, 0, r.watch)) return false;
+    r.add_done(r.blocks_through());
+    return true;
+  }
+  // A band's block: until all blocks have stored theirs.
+  LOWLAT_DEVICE bool wait_blocks() const {
+    return !r.has_band() || r.wait_count(r.blocks_through(), counted(r.num_blocks), kHiddenEvent);
   }
 };
 

@@ -150,12 +150,13 @@ struct Layout {
   static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;  // in the workspace, a block's
   static constexpr int kMaxSlots = 12;
   static constexpr int kTableOffset = round_up(kScalesOffset + kBuffers * kTileScales, 128);
-  // How the second product is divided, see Plan.
-  struct Share {
-    std::int32_t first_band, first_entry, num_units;  // this block's
-    std::int32_t lent;                                // of this block's band to others
-    std::uint16_t before[kBands + 1];                 // units that bands before it have lent
-  };
+  // The second product's units, an entry's bands, are drawn in batches of one a warp group. The
+  // last kKeptBatches that were drawn are known: a batch's place is another's when all its uses
+  // are over, as the producer knows when it has to wait for a slot that a use of kMaxSlots later
+  // than its last takes.
+  static constexpr int kEntryBatches = kBands / kWarpGroups, kBatchUses = kWarpGroups * kBandParts;
+  static constexpr int kKeptBatches = 4;
+  static_assert(kBands % kWarpGroups == 0 && kMaxSlots <= (kKeptBatches - 1) * kWarpGroups);
   struct alignas(16) Table {
     float weights[kMaxPairs];
     std::int32_t num_entries;
@@ -171,7 +172,7 @@ struct Layout {
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
     alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
-    Share share;
+    std::int32_t batches[kKeptBatches];
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
@@ -181,7 +182,8 @@ struct Layout {
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
     std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
-    std::uint64_t entries, table, share;  // who has which entry; all of the table; Share
+    std::uint64_t entries, table;                  // who has which entry; all of the table
+    std::uint64_t batches[kKeptBatches], results;  // drawn; stored by all consumers
   };
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
@@ -204,10 +206,12 @@ struct Layout {
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
       kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
-  static constexpr std::size_t kDoneOffset =  // a counter of rows, one an entry, one a band
-      kPairScalesOffset + std::size_t{kMaxPairs} * kBandParts * kScaleWords * 4;
+  // Counters: of rows, of batches that are drawn, of blocks that are through; one an entry.
+  static constexpr int kDrawnCounter = 32, kThroughCounter = 64, kEntryCounter = 96;
+  static constexpr std::size_t kDoneOffset =
+      round_up(static_cast<int>(kPairScalesOffset) + kMaxPairs * kBandParts * kScaleWords * 4, 128);
   static constexpr std::size_t kHiddenBytes =  // of one parity
-      kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs + kBands, 4);
+      kDoneOffset + std::size_t{4} * round_up(kEntryCounter + kMaxPairs, 32);
   static_assert(kHiddenBytes % 16 == 0);
   static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
@@ -280,11 +284,10 @@ struct Region {
     return reinterpret_cast<std::uint32_t*>(here(L::kDoneOffset));
   }
   LOWLAT_DEVICE std::uint32_t* entry_done(int entry) const {  // tiles of an entry's h
-    return rows_done() + 1 + entry;
+    return rows_done() + L::kEntryCounter + entry;
   }
-  LOWLAT_DEVICE std::uint32_t* band_done(int band) const {  // warps' parts of units lent
-    return rows_done() + 1 + L::kMaxPairs + band;
-  }
+  LOWLAT_DEVICE std::uint32_t* drawn() const { return rows_done() + L::kDrawnCounter; }
+  LOWLAT_DEVICE std::uint32_t* blocks_through() const { return rows_done() + L::kThroughCounter; }
   // A warp has stored what is counted.
   LOWLAT_DEVICE void add_done(std::uint32_t* counter, int count = 1) const {
     fence_device();
@@ -357,40 +360,21 @@ struct Region {
   LOWLAT_DEVICE int shared_uses_of(int block) const {
     return shared && block < L::kBands ? L::kSharedUses : 0;
   }
-  // The k-th use of the second product. A block's units go four at a time, one a warp group, part
-  // after part, so that from one use of a warp group to its next there are no more than in the
-  // first product: fewer than the ring has slots (see wait_filled).
-  struct BandUse {
-    int unit, part;
-  };
-  LOWLAT_DEVICE BandUse band_use(int k) const {
-    if constexpr (L::kBandParts == 1) return {k, 0};
-    constexpr int kTurn = L::kWarpGroups * L::kBandParts;
-    const int first = k / kTurn * L::kWarpGroups, num = turn_units(first), in = k % kTurn;
-    return {first + in % num, in / num};
+  // Batches go four bands of an entry at a time, entry after entry; a warp group has one of them.
+  // The uses of a batch go part after part, so that from one use of a warp group to its next there
+  // are no more than in the first product: fewer than the ring has slots (see wait_filled).
+  LOWLAT_DEVICE int num_batches() const { return table.num_entries * L::kEntryBatches; }
+  static constexpr LOWLAT_DEVICE int batch_entry(int batch) { return batch / L::kEntryBatches; }
+  static constexpr LOWLAT_DEVICE int batch_band(int batch) {
+    return batch % L::kEntryBatches * L::kWarpGroups;
   }
-  LOWLAT_DEVICE int band_use_of(int unit, int part) const {
-    const int in = unit % L::kWarpGroups, first = unit - in;
-    return first * L::kBandParts + part * turn_units(first) + in;
-  }
-  LOWLAT_DEVICE int turn_units(int first) const {
-    const int left = table.share.num_units - first;
-    return left < L::kWarpGroups ? left : L::kWarpGroups;
-  }
-  // Which band and entry a unit of this block is.
-  struct Unit {
-    int band, entry;
-  };
-  LOWLAT_DEVICE Unit unit_at(int unit) const {
-    const auto& share = table.share;
-    Unit at = {share.first_band, share.first_entry + unit};
-    while (!has_band()) {
-      const int lent = share.before[at.band + 1] - share.before[at.band];
-      if (at.entry < lent) break;
-      at.entry -= lent;
-      ++at.band;
-    }
-    return at;
+  // The n-th batch of this block, when it is drawn; -1: there are no more. False: the block has to
+  // leave.
+  LOWLAT_DEVICE bool wait_batch(int n, int* batch) const {
+    const int place = n % L::kKeptBatches;
+    if (!barrier_wait(&barriers.batches[place], n / L::kKeptBatches & 1, watch)) return false;
+    *batch = table.batches[place];
+    return true;
   }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
   LOWLAT_DEVICE int num_pairs(int entry) const {

@@ -402,9 +402,6 @@ struct Consumer {
     const std::uint32_t rows = codes_at<L::kBandInLines>(quarter, 16 * quarter * kPitch,
                                                          (16 * quarter + 8) * kPitch, kPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    int last_band = 0, done = 0;  // done: units of that band, not counted yet
     // What a unit has become is stored behind the next one's fence, which would wait for it.
     __nv_bfloat16* dst = nullptr;
     float results[2] = {};
@@ -413,21 +410,20 @@ struct Consumer {
       dst[low_row] = __float2bfloat16_rn(results[0]);
       dst[low_row + 8] = __float2bfloat16_rn(results[1]);
     };
-    for (int unit = turn(group, first_uses); unit < num_units; unit += L::kWarpGroups) {
-      const auto [band, entry] = r.unit_at(unit);
-      if (done > 0 && band != last_band) {
-        store_results();
-        dst = nullptr;
-        r.add_done(r.band_done(last_band), done);
-        done = 0;
-      }
+    const int place = turn(group, first_uses);  // in each batch
+    for (int n = 0;; ++n) {
+      int batch = 0;
+      if (!r.wait_batch(n, &batch)) return false;
+      if (batch < 0) break;
+      const int entry = r.batch_entry(batch), band = r.batch_band(batch) + place;
       const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
       const int pair = r.table.sorted[begin + (t < num ? t : 0)];
       const float weight = r.table.weights[pair];
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
-        const int use = first_uses + r.band_use_of(unit, part), slot = L::slot_of(use);
+        const int use = first_uses + n * L::kBatchUses + part * L::kWarpGroups + place;
+        const int slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         if (part == 0) store_results();
@@ -452,27 +448,29 @@ struct Consumer {
             });
         arrive(&r.barriers.empty[slot]);
       }
-      if (!r.has_band()) last_band = band, ++done;
       dst = t < num ? r.second(band, pair) : nullptr;
       results[0] = weight * acc[0];
       results[1] = weight * acc[1];
     }
     store_results();
-    if (done > 0) r.add_done(r.band_done(last_band), done);
+    arrive(&r.barriers.results);
     return true;
   }
 
-  LOWLAT_DEVICE bool run(const Rules& rules) {
+  LOWLAT_DEVICE bool run(const Rules& rules, Stamps& stamps) {
     g = r.lane / 4;
     t = r.lane % 4;
     bool going = !r.gates() || run_gate();
     route_own_row(r, warp, rules);  // every consumer comes to its barriers
     make_table(r, warp);            // the same
+    stamps.mark(StampStage::read);
     // While the first experts are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
     }
-    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
+    going = going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles();
+    stamps.mark(StampStage::compute);
+    return going && run_second();
   }
 };
 

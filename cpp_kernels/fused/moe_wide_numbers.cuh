@@ -32,6 +32,15 @@ LOWLAT_DEVICE std::uint32_t load_word(const std::uint32_t* src) {
 LOWLAT_DEVICE void add_word(std::uint32_t* dst, std::uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(dst), "r"(v) : "memory");
 }
+// What it was before.
+LOWLAT_DEVICE std::uint32_t take_word(std::uint32_t* dst, std::uint32_t v) {
+  std::uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(dst), "r"(v)
+               : "memory");
+  return before;
+}
 // What a counter holds after n additions of 1, from the pattern that clears on.
 constexpr std::uint32_t counted(int n) { return static_cast<std::uint32_t>(n) - 1u; }
 // Orders what came before it (and what others had counted) before what follows, on the device.
