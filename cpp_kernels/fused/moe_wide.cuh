@@ -127,11 +127,17 @@ struct Finisher {
     return sum;
   }
 
-  // Fills the other parity's columns with the pattern that says "not yet".
+  // Fills the other parity's columns with the pattern that says "not yet", and what results it has.
   LOWLAT_DEVICE void clear_columns() const {
-    constexpr int kPieces = static_cast<int>(L::kHiddenBytes / 16);
-    unsigned char* dst = r.columns((r.epoch & 1u) ^ 1u);
-    for (int i = r.block_idx * plat::kWarpLanes + r.lane; i < kPieces;
+    const std::uint32_t other = (r.epoch & 1u) ^ 1u;
+    const std::uint32_t used = load_word(r.rows_used(other));
+    if (r.block_idx == 0 && r.lane == 0) {
+      store_word(r.rows_used(r.epoch & 1u), static_cast<std::uint32_t>(r.a.rows));
+    }
+    const int pieces =
+        static_cast<int>(L::kResultsOffset / 16) + static_cast<int>(used * (L::kRowResults / 16));
+    unsigned char* dst = r.columns(other);
+    for (int i = r.block_idx * plat::kWarpLanes + r.lane; i < pieces;
          i += r.num_blocks * plat::kWarpLanes) {
       store_packet(dst + static_cast<std::size_t>(i) * 16,
                    make_uint4(kPoison, kPoison, kPoison, kPoison));
@@ -238,6 +244,9 @@ struct Finisher {
 
   LOWLAT_DEVICE bool run() {
     if (r.gates() && !run_gate()) return false;
+    if (r.lane == 0 && r.a.quads.tp_size > 0) {
+      r.table.quads_epoch = exchange_epoch(r.a.quads, r.a.quads_index);
+    }
     load_band_scales(r);
     clear_columns();
     const auto shared = r.shared_work(r.block_idx);
@@ -272,35 +281,21 @@ struct Finisher {
 
 // ------------------------------------------------------------------------------------ epilogue
 
-// y of the band, after the block's sync.
+// y of the band, after the block's sync: all results are there.
 template <class L>
 struct BandValue {
   const Region<L>& r;
 
-  LOWLAT_DEVICE void quad(int row, int n, float (&y)[4]) const {
-    const auto load = [&](int second_row, float (&v)[4]) {
-      // Of other blocks too: past the first-level cache.
-      const uint2 pairs =
-          __ldcg(reinterpret_cast<const uint2*>(r.second(r.block_idx, second_row) + n));
-      v[0] = low_bf16(pairs.x), v[1] = high_bf16(pairs.x);
-      v[2] = low_bf16(pairs.y), v[3] = high_bf16(pairs.y);
-    };
-    float parts[L::kSlots + 1][4] = {};
-#pragma unroll
-    for (int slot = 0; slot < L::kSlots; ++slot) load(row * L::kSlots + slot, parts[slot]);
-    if (r.shared) load(L::kMaxPairs + row, parts[L::kSlots]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int slot = 0; slot < L::kSlots; ++slot) sum += parts[slot][i];
-      y[i] = round_to_bf16(sum) + parts[L::kSlots][i];
-    }
-  }
   LOWLAT_DEVICE float operator()(int row, int n) const {
-    float y[4];
-    quad(row, n / 4 * 4, y);
-    return n % 4 < 2 ? (n % 4 == 0 ? y[0] : y[1]) : (n % 4 == 2 ? y[2] : y[3]);
+    const int column = r.block_idx * L::kBandRows + n;
+    const auto load = [&](int slot) {
+      const std::uint32_t word = load_word(r.results(row, slot, column));
+      return n % 2 == 0 ? low_bf16(word) : high_bf16(word);
+    };
+    float sum = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < L::kSlots; ++slot) sum += load(slot);
+    return round_to_bf16(sum) + (r.shared ? load(L::kSlots) : 0.0f);
   }
 };
 
@@ -343,7 +338,6 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
     sm90::barrier_init(&barriers.table, 2);
     sm90::barrier_init(&barriers.entries, 1);
-    sm90::barrier_init(&barriers.results, L::kConsumers);
     for (int i = 0; i < L::kKeptBatches; ++i) sm90::barrier_init(&barriers.batches[i], 1);
     table.stop = 0;
     table.several = 0;
@@ -389,9 +383,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     }
   }
   plat::block_sync();
-  stamps.mark(StampStage::sum);
   if (table.stop == 0) {
-    if (r.has_band()) store_band<L>(r, rules.first_row, BandValue<L>{r});
+    if (args.boxes.outboxes != nullptr && r.has_band()) {
+      store_band<L>(r, rules.first_row, BandValue<L>{r});
+    }
     stamps.mark(StampStage::store);
     if (thread == 0) *epoch_word = r.epoch;
     return;

@@ -449,18 +449,7 @@ struct Gatherer {
     // All rows' columns are there before the table is.
     if (!r.wait_rows() || !barrier_wait(&r.barriers.table, 0, r.watch)) return false;
     const int own_tiles = r.own_tiles();
-    return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses) &&
-           (which == 0 ? wait_blocks() : count_block());
-  }
-  // This block's results, when its consumers have stored them.
-  LOWLAT_DEVICE bool count_block() const {
-    if (!barrier_wait(&r.barriers.results, 0, r.watch)) return false;
-    r.add_done(r.blocks_through());
-    return true;
-  }
-  // A band's block: until all blocks have stored theirs.
-  LOWLAT_DEVICE bool wait_blocks() const {
-    return !r.has_band() || r.wait_count(r.blocks_through(), counted(r.num_blocks), kHiddenEvent);
+    return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses);
   }
 };
 

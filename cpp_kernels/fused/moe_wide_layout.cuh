@@ -143,11 +143,11 @@ struct Layout {
   static constexpr int kRoutedSums = kWarpGroups * kEntryPairs * kSumsPitch;
   static constexpr int kHeadSums = kConsumers * kColumns * 2 * kSharedRows;
   static constexpr int kPartialBytes = 4 * most(kRoutedSums, kHeadSums);
-  static constexpr int kBuffers = 2;                        // of partial sums, of scales
-  static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
+  static constexpr int kBuffers = 2;  // of partial sums, of scales
+  // Of a row, results of its slots, then of the shared expert.
+  static constexpr int kRowParts = kSlots + 1;
   static constexpr int kSumsOffset = 0;
   static constexpr int kScalesOffset = kSumsOffset + kBuffers * kPartialBytes;
-  static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;  // in the workspace, a block's
   static constexpr int kMaxSlots = 12;
   static constexpr int kTableOffset = round_up(kScalesOffset + kBuffers * kTileScales, 128);
   // The second product's units, an entry's bands, are drawn in batches of one a warp group. The
@@ -159,6 +159,7 @@ struct Layout {
   static_assert(kBands % kWarpGroups == 0 && kMaxSlots <= (kKeptBatches - 1) * kWarpGroups);
   struct alignas(16) Table {
     float weights[kMaxPairs];
+    std::uint64_t quads_epoch;  // exchange_epoch of the sum's packets
     std::int32_t num_entries;
     std::uint32_t stop;     // Watch
     std::uint32_t several;  // experts that have several entries
@@ -182,8 +183,8 @@ struct Layout {
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
     std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
-    std::uint64_t entries, table;                  // who has which entry; all of the table
-    std::uint64_t batches[kKeptBatches], results;  // drawn; stored by all consumers
+    std::uint64_t entries, table;         // who has which entry; all of the table
+    std::uint64_t batches[kKeptBatches];  // drawn
   };
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
@@ -206,14 +207,19 @@ struct Layout {
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
       kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
-  // Counters: of rows, of batches that are drawn, of blocks that are through; one an entry.
-  static constexpr int kDrawnCounter = 32, kThroughCounter = 64, kEntryCounter = 96;
+  // Counters: of rows, of batches that are drawn; one an entry.
+  static constexpr int kDrawnCounter = 32, kEntryCounter = 64;
   static constexpr std::size_t kDoneOffset =
       round_up(static_cast<int>(kPairScalesOffset) + kMaxPairs * kBandParts * kScaleWords * 4, 128);
-  static constexpr std::size_t kHiddenBytes =  // of one parity
+  // Results of the second product, bf16 [row][slot, or the shared expert][kHidden].
+  static constexpr std::size_t kResultsOffset =
       kDoneOffset + std::size_t{4} * round_up(kEntryCounter + kMaxPairs, 32);
-  static_assert(kHiddenBytes % 16 == 0);
-  static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
+  static constexpr std::size_t kRowResults = std::size_t{kRowParts} * kHidden * 2;      // bytes
+  static constexpr std::size_t kHiddenBytes = kResultsOffset + kMaxRows * kRowResults;  // a parity
+  static_assert(kResultsOffset % 16 == 0 && kRowResults % 16 == 0);
+  // How many rows' results each parity holds, after the epochs.
+  static constexpr std::size_t kUsedOffset = 4 * kMaxGrid;
+  static constexpr std::size_t kHiddenOffset = kUsedOffset + 128;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kScorePackets * kMaxRows;
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
@@ -224,10 +230,8 @@ struct Layout {
   static constexpr int kXGroupCodes = 8 * kHidden, kXGroupScales = kHidden / 64 * 16;
   static constexpr std::size_t kXScalesOffset =
       kSharedXOffset + std::size_t{kMaxRows / 8} * kXGroupCodes;
-  static constexpr std::size_t kBlockSecondOffset =
-      kXScalesOffset + std::size_t{kMaxRows / 8} * kXGroupScales;
   static constexpr std::size_t kWorkspaceBytes =
-      kBlockSecondOffset + std::size_t{kBands} * kSecondBytes;
+      kXScalesOffset + std::size_t{kMaxRows / 8} * kXGroupScales;
 };
 
 // What every role of a block knows.
@@ -253,17 +257,19 @@ struct Region {
   LOWLAT_DEVICE float* partial(int buffer) const {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
   }
-  // Of a band, [kSecondRows][kBandRows] bf16: d of a pair, then the shared expert's sums of a row.
-  LOWLAT_DEVICE __nv_bfloat16* second(int band, int row) const {
-    unsigned char* first =
-        workspace + L::kBlockSecondOffset + static_cast<std::size_t>(band) * L::kSecondBytes;
-    return reinterpret_cast<__nv_bfloat16*>(first) + row * L::kBandRows;
-  }
   LOWLAT_DEVICE unsigned char* columns(std::uint32_t parity) const {
     return workspace + L::kHiddenOffset + parity * L::kHiddenBytes;
   }
   LOWLAT_DEVICE unsigned char* here(std::size_t offset) const {
     return columns(epoch & 1u) + offset;
+  }
+  // Results of a row's slot (or the shared expert), two columns a word: column `column` and on.
+  LOWLAT_DEVICE std::uint32_t* results(int row, int slot, int column) const {
+    return reinterpret_cast<std::uint32_t*>(here(L::kResultsOffset)) +
+           ((row * L::kRowParts + slot) * L::kHidden + column) / 2;
+  }
+  LOWLAT_DEVICE std::uint32_t* rows_used(std::uint32_t parity) const {
+    return reinterpret_cast<std::uint32_t*>(workspace + L::kUsedOffset) + parity;
   }
   // [group of 32][64]: pieces of a row of x, of a pair's h.
   LOWLAT_DEVICE unsigned char* row_pieces(int row) const {
@@ -287,7 +293,6 @@ struct Region {
     return rows_done() + L::kEntryCounter + entry;
   }
   LOWLAT_DEVICE std::uint32_t* drawn() const { return rows_done() + L::kDrawnCounter; }
-  LOWLAT_DEVICE std::uint32_t* blocks_through() const { return rows_done() + L::kThroughCounter; }
   // A warp has stored what is counted.
   LOWLAT_DEVICE void add_done(std::uint32_t* counter, int count = 1) const {
     fence_device();

@@ -9,6 +9,47 @@ namespace lowlat::nvidia::fused {
 
 namespace moe::wide {
 
+// ------------------------------------------------------------------------------------ the sum
+
+// y of four columns of a row, when all its results are there. A whole warp calls; false (all
+// lanes): they are late.
+template <class L>
+LOWLAT_DEVICE bool sum_quad(const Region<L>& r, int row, int quad, float (&y)[4]) {
+  uint2 part[L::kRowParts];
+#pragma unroll
+  for (int slot = 0; slot < L::kRowParts; ++slot) {
+    const std::uint32_t begin = slot < L::kSlots || r.shared ? kPoison : 0;
+    part[slot] = make_uint2(begin, begin);
+  }
+  const std::uint32_t* first = r.results(row, 0, 4 * quad);
+  for (int tries = 1;; ++tries) {
+#pragma unroll
+    for (int slot = 0; slot < L::kRowParts; ++slot) {
+      load_words_if(part[slot], kPoison, first + slot * (L::kHidden / 2));
+    }
+    bool here = true;
+#pragma unroll
+    for (int slot = 0; slot < L::kRowParts; ++slot) {
+      here = here && part[slot].x != kPoison && part[slot].y != kPoison;
+    }
+    if (__all_sync(plat::kAllLanes, here)) break;
+    const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+    if (__any_sync(plat::kAllLanes, late)) return false;
+  }
+  float sum[4] = {};
+#pragma unroll
+  for (int slot = 0; slot < L::kSlots; ++slot) {
+    sum[0] += low_bf16(part[slot].x), sum[1] += high_bf16(part[slot].x);
+    sum[2] += low_bf16(part[slot].y), sum[3] += high_bf16(part[slot].y);
+  }
+  const uint2 shared = part[L::kSlots];
+  y[0] = round_to_bf16(sum[0]) + low_bf16(shared.x);
+  y[1] = round_to_bf16(sum[1]) + high_bf16(shared.x);
+  y[2] = round_to_bf16(sum[2]) + low_bf16(shared.y);
+  y[3] = round_to_bf16(sum[3]) + high_bf16(shared.y);
+  return true;
+}
+
 // ------------------------------------------------------------------------------------ consumers
 
 template <class L>
@@ -208,6 +249,16 @@ struct Consumer {
     }
     return true;
   }
+  // Of weight rows g and g + 8 two neighbours' results, from lanes g and g ^ 1: rows g and g + 1
+  // in an even lane, g + 7 and g + 8 in an odd one. A word is a pattern of no result until then.
+  LOWLAT_DEVICE std::uint32_t result_word(float low, float high) const {
+    const std::uint32_t own = pack_bf16(low, high);
+    const std::uint32_t theirs = __shfl_xor_sync(plat::kAllLanes, own, 4);
+    return g % 2 == 0 ? __byte_perm(own, theirs, 0x5410) : __byte_perm(theirs, own, 0x7632);
+  }
+  // Where they begin, from the row that is lane g's first.
+  LOWLAT_DEVICE int result_column(int first) const { return g % 2 == 0 ? first : first + 7; }
+
   // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group. Warps
   // of a scheduler, every fourth, have other groups in each use, so that all have as many.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
@@ -222,11 +273,13 @@ struct Consumer {
         if (!multiply_shared(r.slot_address(slot), column, part, group, acc)) return false;
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = group * kColumns + 2 * t + i % 2;
+      for (int i = 0; i < 2; ++i) {
+        const int row = group * kColumns + 2 * t + i;
+        const std::uint32_t word = result_word(acc[i], acc[2 + i]);
         if (row >= r.a.rows) continue;
-        r.second(r.block_idx, L::kMaxPairs + row)[column + g + i / 2 * 8] =
-            __float2bfloat16_rn(acc[i]);
+        store_word(
+            r.results(row, L::kSlots, r.block_idx * L::kBandRows + column + result_column(g)),
+            word);
       }
     }
     arrive(&r.barriers.empty[slot]);
@@ -403,12 +456,10 @@ struct Consumer {
                                                          (16 * quarter + 8) * kPitch, kPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
     // What a unit has become is stored behind the next one's fence, which would wait for it.
-    __nv_bfloat16* dst = nullptr;
-    float results[2] = {};
+    std::uint32_t* dst = nullptr;
+    std::uint32_t word = 0;
     const auto store_results = [&] {
-      if (dst == nullptr) return;
-      dst[low_row] = __float2bfloat16_rn(results[0]);
-      dst[low_row + 8] = __float2bfloat16_rn(results[1]);
+      if (dst != nullptr) store_word(dst, word);
     };
     const int place = turn(group, first_uses);  // in each batch
     for (int n = 0;; ++n) {
@@ -448,16 +499,16 @@ struct Consumer {
             });
         arrive(&r.barriers.empty[slot]);
       }
-      dst = t < num ? r.second(band, pair) : nullptr;
-      results[0] = weight * acc[0];
-      results[1] = weight * acc[1];
+      word = result_word(weight * acc[0], weight * acc[1]);
+      dst = t < num ? r.results(pair / L::kSlots, pair % L::kSlots,
+                                band * L::kBandRows + result_column(low_row))
+                    : nullptr;
     }
     store_results();
-    arrive(&r.barriers.results);
     return true;
   }
 
-  LOWLAT_DEVICE bool run(const Rules& rules, Stamps& stamps) {
+  LOWLAT_DEVICE void run(const Rules& rules, Stamps& stamps) {
     g = r.lane / 4;
     t = r.lane % 4;
     bool going = !r.gates() || run_gate();
@@ -470,7 +521,52 @@ struct Consumer {
     }
     going = going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles();
     stamps.mark(StampStage::compute);
-    return going && run_second();
+    going = going && run_second();
+    stamps.mark(StampStage::sum);
+    if (!going) return;
+    if (r.a.boxes.outboxes == nullptr) {
+      run_sums(rules.first_row);
+    } else if (r.has_band()) {
+      wait_band();
+    }
+  }
+
+  // ---- the sum
+
+  // Where packets have three columns a band's block sends its own: until all its results are there.
+  LOWLAT_DEVICE void wait_band() const {
+    constexpr int kQuads = L::kBandRows / 4, kRows = plat::kWarpLanes / kQuads;
+    static_assert(plat::kWarpLanes % kQuads == 0);
+    for (int first = warp * kRows; first < r.a.rows; first += L::kConsumers * kRows) {
+      const int row = first + r.lane / kQuads;
+      float y[4];
+      if (!sum_quad(r, row < r.a.rows ? row : first, r.block_idx * kQuads + r.lane % kQuads, y)) {
+        return;
+      }
+    }
+  }
+  // y of four columns, a lane each, of every block's results: a warp has quads of one row.
+  LOWLAT_DEVICE void run_sums(int first_row) const {
+    constexpr int kQuads = L::kHidden / 4, kRowWarps = kQuads / plat::kWarpLanes;
+    static_assert(kQuads % plat::kWarpLanes == 0);
+    const MoeArgs& a = r.a;
+    const std::uint64_t epoch = r.table.quads_epoch;
+#pragma unroll 1
+    for (int i = warp * r.num_blocks + r.block_idx; i < a.rows * kRowWarps;
+         i += L::kConsumers * r.num_blocks) {
+      const int row = i / kRowWarps, quad = i % kRowWarps * plat::kWarpLanes + r.lane;
+      float y[4];
+      if (!sum_quad(r, row, quad, y)) return;
+      if (a.quads.tp_size > 0) {
+        publish_quad(a.quads, epoch, first_row + row, quad, kQuads, y);
+      }
+      if (a.out != nullptr) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          a.out[static_cast<std::size_t>(row) * L::kHidden + 4 * quad + k] = y[k];
+        }
+      }
+    }
   }
 };
 
