@@ -30,15 +30,17 @@
 // two uses), so that gate and up of a value meet in one block. Tiles go around the blocks in the
 // order of entries, in kChunks pieces along K that the warp groups take in turn. The finisher adds
 // their sums, applies SwiGLU and sends h to all blocks. Second product: its units are an entry's 64
-// output columns, a band; warp groups take units. A band's block adds its rows' slots and sends the
-// sums. Blocks without a band take a part of all bands' units, so many that all blocks end together
-// (make_share), and hand the results over in the workspace. The first entries' h was finished while
-// later tiles were multiplied, so the second product starts without a wait. Router and shared
-// expert, which do not depend on the routing, are fetched while it is being decided; their products
-// are mma.m16n8k16's on rows of x in registers. A block scores twelve experts on a quarter of K, so
-// that it reads a quarter of x; block t adds the quarters of row t, chooses its experts and tells
-// all blocks. The shared expert's first product goes on meanwhile: a block has a tile and half of
-// the rows, or all of them. Its second comes through the ring, between tiles and routed units.
+// output columns, a band. Blocks draw them four at a time, one a warp group, entry after entry, so
+// that all end together whatever each had to do before and however fast its copies are; a block
+// draws while the four before are asked for. The first entries' h was finished while later tiles
+// were multiplied, so the second product starts without a wait. Who is through adds rows' results,
+// of all blocks, a lane four columns, and sends the sums. Router and shared expert, which do not
+// depend on the routing, are fetched while it is being decided; their products are mma.m16n8k16's
+// on rows of x in registers. A block scores twelve experts on a quarter of K, so that it reads a
+// quarter of x; block t adds the quarters of row t, chooses its experts and tells all blocks. The
+// shared expert's first product goes on meanwhile: a block has a tile and half of the rows, or all
+// of them. Its second comes through the ring, between tiles and routed units, of codes of h that
+// gatherers have made by then.
 //
 // Weights come by tensor copies or in one piece: rows' whole lines of 128 bytes. Pieces of half a
 // line, by sixteen bytes a lane, reached 0.84 of the bandwidth (docs/bench/moe-hopper.md).
@@ -48,11 +50,16 @@
 //                       launch, which begins after this one has ended (wait_at(before)).
 //              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
 //                       read by all consumers of every block; again as the scores.
-//              shared_x [eight rows] codes of x as the shared expert sees them: written with the
-//                       columns and counted with them, again as the scores.
-//              second   [band][pair][64] results of units: written by whoever has the unit. A
-//                       band's block waits until those of others are counted (as below) and reads
-//                       past the first-level cache; again as the scores.
+//              shared_x, shared_h  [eight rows] codes of x and h as the shared expert sees them:
+//                       counted as the columns are, again as the scores.
+//              results  [epoch & 1][row][slot, or shared expert][column] of units, by whoever has
+//                       the unit; two columns are a word that begins as kPoison and is read until
+//                       it is something else. Cleared with the columns, as many rows as the launch
+//                       before had (rows_used).
+//              drawn    [epoch & 1] how many fours of units are drawn; cleared with the columns.
+//              batches  the last fours of this block: written by the producer, who counts each by a
+//                       phase of its place's barrier. A place is written again when all that read
+//                       it have multiplied (kKeptBatches).
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin

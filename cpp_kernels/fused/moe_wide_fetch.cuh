@@ -335,6 +335,51 @@ struct Gatherer {
     }
   }
 
+  // h of the shared expert as its second product sees it, when it is there.
+  LOWLAT_DEVICE bool quantize_hidden() const {
+    if (!r.shared) return true;
+    const int units = r.a.rows * L::kHiddenSpans;
+    for (int unit = which * r.num_blocks + r.block_idx; unit < units;
+         unit += L::kGatherers * r.num_blocks) {
+      const int row = unit / L::kHiddenSpans;
+      const int octet = unit % L::kHiddenSpans * plat::kWarpLanes + r.lane;
+      const bool mine = octet < L::kInner / 8;
+      uint4 chunk = {};
+      for (int tries = 1;; ++tries) {
+        if (mine) chunk = load_packet(r.shared_hidden(row) + octet * 16);
+        if (__all_sync(plat::kAllLanes, chunk.w != kPoison)) break;
+        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+        if (__any_sync(plat::kAllLanes, late)) return false;
+      }
+      const std::uint32_t pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+      const std::uint32_t exponent =
+          activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
+      const float inverse = __uint_as_float((254u - exponent) << 23);
+      std::uint32_t codes[4];  // of elements i and i + 4
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        std::uint16_t both;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(both)
+            : "f"(high_bf16(pairs[i]) * inverse), "f"(low_bf16(pairs[i]) * inverse));
+        codes[i] = both;
+      }
+      const std::uint32_t first = codes[0] | codes[1] << 16, second = codes[2] | codes[3] << 16;
+      const int in_group = row % kColumns, half = octet / 4 % 2;
+      if (mine) {
+        *reinterpret_cast<uint2*>(r.shared_h(row / kColumns) + octet / 8 * 512 + in_group * 64 +
+                                  octet % 4 * 16 + half * 8) =
+            make_uint2(__byte_perm(first, second, 0x6420), __byte_perm(first, second, 0x7531));
+      }
+      if (mine && octet % 4 == 0) {
+        unsigned char* scales = r.shared_h_scales(row / kColumns) + octet / 8 * 16;
+        scales[in_group / 2 * 4 + half * 2 + in_group % 2] = static_cast<unsigned char>(exponent);
+      }
+      r.add_done(r.hidden_done());
+    }
+    return true;
+  }
+
   // Pieces of one column, kGroups groups from `src` on, to column pair `column` of a slot.
   template <int kGroups>
   LOWLAT_DEVICE void copy_column(std::uint32_t slot, const unsigned char* src, int column) const {
@@ -348,7 +393,10 @@ struct Gatherer {
     }
   }
   LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
+    // By then the shared expert's h is there, or nearly, and the ring is full.
+    constexpr int kQuantizeAt = 3;
     for (int n = 0; n < own_tiles; ++n) {
+      if (n == kQuantizeAt && !quantize_hidden()) return false;
       const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
       // The rows of the entry's pairs, and this lane's of them.
@@ -376,7 +424,7 @@ struct Gatherer {
         sm90::barrier_arrive_copied(&r.barriers.full[slot]);
       }
     }
-    return true;
+    return own_tiles > kQuantizeAt || quantize_hidden();
   }
   // Entries whose h is complete, in order from one that is waited for: the number of the first that
   // is not, or that was not looked at; -1 when it is late.
@@ -446,8 +494,9 @@ struct Gatherer {
 
   LOWLAT_DEVICE bool run() const {
     split_rows();
-    // All rows' columns are there before the table is.
-    if (!r.wait_rows() || !barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    // All rows' columns are there before the table is. It is waited for first, so that a block that
+    // is never heard is reported for its scores.
+    if (!barrier_wait(&r.barriers.table, 0, r.watch) || !r.wait_rows()) return false;
     const int own_tiles = r.own_tiles();
     return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses);
   }

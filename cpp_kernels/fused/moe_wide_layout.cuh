@@ -78,7 +78,6 @@ struct Layout {
   // Second product.
   static constexpr int kBandRows = 64;
   static constexpr int kBands = kHidden / kBandRows;  // blocks that own columns
-  static constexpr int kRowBlocks = kBandRows / 16;   // of 16 rows, a warp's
   static constexpr int kInnerGroups = kInner / 32;
   static constexpr int kInnerRow = kInner / 2;
   // An entry's band comes in parts along K, one where that fits a slot.
@@ -97,9 +96,11 @@ struct Layout {
   static constexpr int kSharedUseRows = 16;
   static constexpr int kSharedUses = kBandRows / kSharedUseRows;
   static constexpr int kInnerBlocks = kInner / 64;
-  static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;
-  static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, a warp
-  static_assert(kBlock == 32 || kPartBlocks % 2 == 0);
+  static constexpr int kSharedParts = kInnerBlocks > 9 ? 2 : 1;
+  static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, in registers
+  static_assert(kInnerBlocks % kSharedParts == 0 && kInner % kBlock == 0);
+  // Its h is quantised by warps, so many times eight values of a row each.
+  static constexpr int kHiddenSpans = (kInner / 8 + plat::kWarpLanes - 1) / plat::kWarpLanes;
   static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
@@ -108,7 +109,7 @@ struct Layout {
                 kExperts % kScorers == 0 && kBands <= kScorers);
   static_assert(kMarlin ? kChunks % kWarpGroups == 0 : kChunkRow == kLines * kLineBytes,
                 "Marlin: a warp group has one of w1 and w3");
-  static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4 && kBands < kScorers);
+  static_assert(kHidden % kBandRows == 0 && kBandRows == 4 * 16 && kBands < kScorers);
   static_assert(kScoreGroups == plat::kWarpLanes && kScoreRows % 4 == 0 && kScoreRows <= 16 &&
                 kMaxRows <= kScorers && kExperts % kScorers == 0);
   static_assert(kScorers * kScorePackets <= kConsumers * plat::kWarpLanes &&
@@ -207,8 +208,8 @@ struct Layout {
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
       kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
-  // Counters: of rows, of batches that are drawn; one an entry.
-  static constexpr int kDrawnCounter = 32, kEntryCounter = 64;
+  // Counters: of rows, of batches that are drawn, of the shared expert's h; one an entry.
+  static constexpr int kDrawnCounter = 32, kSharedCounter = 64, kEntryCounter = 96;
   static constexpr std::size_t kDoneOffset =
       round_up(static_cast<int>(kPairScalesOffset) + kMaxPairs * kBandParts * kScaleWords * 4, 128);
   // Results of the second product, bf16 [row][slot, or the shared expert][kHidden].
@@ -230,8 +231,14 @@ struct Layout {
   static constexpr int kXGroupCodes = 8 * kHidden, kXGroupScales = kHidden / 64 * 16;
   static constexpr std::size_t kXScalesOffset =
       kSharedXOffset + std::size_t{kMaxRows / 8} * kXGroupCodes;
-  static constexpr std::size_t kWorkspaceBytes =
+  // Its h, of eight rows, in the same order.
+  static constexpr int kHiddenGroupCodes = 8 * kInner, kHiddenGroupScales = kInner / 64 * 16;
+  static constexpr std::size_t kHiddenCodesOffset =
       kXScalesOffset + std::size_t{kMaxRows / 8} * kXGroupScales;
+  static constexpr std::size_t kHiddenScalesOffset =
+      kHiddenCodesOffset + std::size_t{kMaxRows / 8} * kHiddenGroupCodes;
+  static constexpr std::size_t kWorkspaceBytes =
+      kHiddenScalesOffset + std::size_t{kMaxRows / 8} * kHiddenGroupScales;
 };
 
 // What every role of a block knows.
@@ -292,12 +299,15 @@ struct Region {
   LOWLAT_DEVICE std::uint32_t* entry_done(int entry) const {  // tiles of an entry's h
     return rows_done() + L::kEntryCounter + entry;
   }
+  LOWLAT_DEVICE std::uint32_t* hidden_done() const {  // spans of the shared expert's h
+    return rows_done() + L::kSharedCounter;
+  }
   LOWLAT_DEVICE std::uint32_t* drawn() const { return rows_done() + L::kDrawnCounter; }
   // A warp has stored what is counted.
-  LOWLAT_DEVICE void add_done(std::uint32_t* counter, int count = 1) const {
+  LOWLAT_DEVICE void add_done(std::uint32_t* counter) const {
     fence_device();
     __syncwarp();
-    if (lane == 0) add_word(counter, static_cast<std::uint32_t>(count));
+    if (lane == 0) add_word(counter, 1);
   }
   // The shared expert's h of a row: bf16 in the order of pairs.
   LOWLAT_DEVICE unsigned char* shared_hidden(int row) const {
@@ -317,6 +327,13 @@ struct Region {
   }
   LOWLAT_DEVICE unsigned char* shared_x_scales(int group) const {
     return workspace + L::kXScalesOffset + group * L::kXGroupScales;
+  }
+  // The same of its h.
+  LOWLAT_DEVICE unsigned char* shared_h(int group) const {
+    return workspace + L::kHiddenCodesOffset + group * L::kHiddenGroupCodes;
+  }
+  LOWLAT_DEVICE unsigned char* shared_h_scales(int group) const {
+    return workspace + L::kHiddenScalesOffset + group * L::kHiddenGroupScales;
   }
   LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
   LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }
@@ -358,13 +375,9 @@ struct Region {
   // from the last block on.
   LOWLAT_DEVICE int routed_tile(int n) const { return (n + 1) * num_blocks - 1 - block_idx; }
   LOWLAT_DEVICE int num_tiles() const { return table.num_entries * L::kTiles; }
-  LOWLAT_DEVICE int tiles_of(int block) const { return (num_tiles() + block) / num_blocks; }
-  LOWLAT_DEVICE int own_tiles() const { return tiles_of(block_idx); }
+  LOWLAT_DEVICE int own_tiles() const { return (num_tiles() + block_idx) / num_blocks; }
   // Uses of the ring by the shared expert's band, between tiles and routed bands.
-  LOWLAT_DEVICE int shared_uses() const { return shared_uses_of(block_idx); }
-  LOWLAT_DEVICE int shared_uses_of(int block) const {
-    return shared && block < L::kBands ? L::kSharedUses : 0;
-  }
+  LOWLAT_DEVICE int shared_uses() const { return shared && has_band() ? L::kSharedUses : 0; }
   // Batches go four bands of an entry at a time, entry after entry; a warp group has one of them.
   // The uses of a batch go part after part, so that from one use of a warp group to its next there
   // are no more than in the first product: fewer than the ring has slots (see wait_filled).

@@ -201,54 +201,6 @@ struct Consumer {
 
   // ---- the shared expert's second product
 
-  // acc += a use's sixteen columns, `column` and on of the band, times a part of I of eight rows.
-  // Their h is there by then, or nearly.
-  LOWLAT_DEVICE bool multiply_shared(std::uint32_t slot, int column, int part, int group,
-                                     float (&acc)[4]) const {
-    const std::uint32_t codes = slot + g * L::kInner + part * L::kPartBlocks * 64 + t * 16;
-    const int band = r.block_idx * L::kBandRows;
-    const int low_row = (band + column) / L::kBlock - band / L::kBlock;
-    const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
-    const int row = group * kColumns + g;
-    const unsigned char* hidden =
-        r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) + part * L::kPartBlocks * 128 + t * 32;
-    std::uint32_t b[L::kPartBlocks][8];
-    for (int tries = 1;; ++tries) {
-      bool all = true;
-#pragma unroll
-      for (int i = 0; i < L::kPartBlocks; ++i) {
-        const uint4 v = load_packet(hidden + i * 128), w = load_packet(hidden + i * 128 + 16);
-        all = all && v.w != kPoison && w.w != kPoison;
-        b[i][0] = v.x, b[i][1] = v.y, b[i][2] = v.z, b[i][3] = v.w;
-        b[i][4] = w.x, b[i][5] = w.y, b[i][6] = w.z, b[i][7] = w.w;
-      }
-      if (__all_sync(plat::kAllLanes, all)) break;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-    std::uint32_t exponent = 0;
-#pragma unroll
-    for (int i = 0; i < L::kPartBlocks; ++i) {
-      // A scale group is two lanes' runs, or two blocks' of four lanes.
-      constexpr int kSpan = L::kBlock == 32 ? 1 : 2;
-      if (i % kSpan == 0) {
-        float amax = pairs_amax<8>(b[i]);
-        if constexpr (kSpan == 2) amax = fmaxf(amax, pairs_amax<8>(b[i + 1]));
-        exponent = activation_exponent(lanes_max<2 * kSpan>(amax));
-      }
-      std::uint32_t quantized[8];
-#pragma unroll
-      for (int k = 0; k < 8; ++k) quantized[k] = b[i][k];
-      quantize_pairs<8>(quantized, exponent);
-      const int at = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
-      const std::uint8_t* scales = r.table.band_scales + at;
-      const uint4 low = smem_load16(codes + i * 64);
-      const uint4 high = smem_load16(codes + 8 * L::kInner + i * 64);
-      multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
-                    e4m3_factor(scales[high_row * L::kBandScaleColumns]), quantized);
-    }
-    return true;
-  }
   // Of weight rows g and g + 8 two neighbours' results, from lanes g and g ^ 1: rows g and g + 1
   // in an even lane, g + 7 and g + 8 in an odd one. A word is a pattern of no result until then.
   LOWLAT_DEVICE std::uint32_t result_word(float low, float high) const {
@@ -264,13 +216,59 @@ struct Consumer {
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
     static_assert(L::kSharedUseRows == 16);
     const int slot = L::slot_of(use), column = number * L::kSharedUseRows;
+    const int band = r.block_idx * L::kBandRows;
+    const int low_row = (band + column) / L::kBlock - band / L::kBlock;
+    const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
+    const std::uint8_t* low_scales = r.table.band_scales + low_row * L::kBandScaleColumns;
+    const std::uint8_t* high_scales = r.table.band_scales + high_row * L::kBandScaleColumns;
+    const std::uint32_t low_address = r.slot_address(slot) + g * L::kInner + t * 8;
+    uint4 codes[L::kPartBlocks];
+    std::uint32_t row_scales[L::kPartBlocks];  // of rows 2t and 2t + 1, of two groups of 32
+    const auto load_block = [&](int group, int part, int i) {
+      const int at = part * L::kPartBlocks + i;
+      codes[i] = __ldcg(reinterpret_cast<const uint4*>(r.shared_h(group) + at * 512) + r.lane);
+      row_scales[i] =
+          __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_h_scales(group) + at * 16) + t);
+    };
+    const int first_group = (warp + number) % 4;
+    if (first_group < r.num_groups()) {
+#pragma unroll
+      for (int i = 0; i < L::kPartBlocks; ++i) load_block(first_group, 0, i);
+    }
     if (!r.wait_filled(use)) return false;
 #pragma unroll 1
-    for (int group = (warp + number) % 4; group < r.num_groups(); group += 4) {
+    for (int group = first_group; group < r.num_groups(); group += 4) {
       float acc[4] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kSharedParts; ++part) {
-        if (!multiply_shared(r.slot_address(slot), column, part, group, acc)) return false;
+        const bool last = part + 1 == L::kSharedParts;
+        const int next_part = last ? 0 : part + 1, next_group = last ? group + 4 : group;
+#pragma unroll
+        for (int i = 0; i < L::kPartBlocks; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int k = (part * L::kPartBlocks + i) * 64 + half * 32;
+            const uint2 low = smem_load8(low_address + k),
+                        high = smem_load8(low_address + 8 * L::kInner + k);
+            std::uint32_t l[4], h[4], pairs[4];
+            unpack_e4m3(low.x, low.y, l);
+            unpack_e4m3(high.x, high.y, h);
+            unpack_e4m3(half == 0 ? codes[i].x : codes[i].z, half == 0 ? codes[i].y : codes[i].w,
+                        pairs);
+            float d[4] = {};
+            multiply_half_pairs(d, l, h, pairs);
+            multiply_half_pairs(d, l + 2, h + 2, pairs + 2);
+            const float low_scale = power(low_scales[k / L::kBlock]),
+                        high_scale = power(high_scales[k / L::kBlock]);
+            const float first = power(row_scales[i] >> 16 * half & 0xffu),
+                        second = power(row_scales[i] >> (16 * half + 8) & 0xffu);
+            acc[0] = plat::fma(d[0], low_scale * first, acc[0]);
+            acc[1] = plat::fma(d[1], low_scale * second, acc[1]);
+            acc[2] = plat::fma(d[2], high_scale * first, acc[2]);
+            acc[3] = plat::fma(d[3], high_scale * second, acc[3]);
+          }
+          if (next_group < r.num_groups()) load_block(next_group, next_part, i);
+        }
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -447,6 +445,10 @@ struct Consumer {
   LOWLAT_DEVICE bool run_second() const {
     const int group = warp / 4, tile_uses = r.own_tiles() * L::kUses;
     const int quarter = warp % 4;
+    if (r.shared_uses() > 0 &&
+        !r.wait_count(r.hidden_done(), counted(r.a.rows * L::kHiddenSpans), kHiddenEvent)) {
+      return false;
+    }
     for (int i = turn(group, tile_uses); i < r.shared_uses(); i += L::kWarpGroups) {
       if (!run_shared_use(i, tile_uses + i)) return false;
     }
