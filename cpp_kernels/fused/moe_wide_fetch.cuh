@@ -149,13 +149,23 @@ struct Producer {
           !barrier_wait(&barriers.scales_empty[buffer], (n / L::kBuffers - 1) & 1, r.watch)) {
         return false;
       }
-      if (r.lane == 0) sm90::barrier_arrive_expect(&barriers.scales_full[buffer], L::kTileScales);
+      if (r.lane == 0) {
+        sm90::barrier_arrive_expect(&barriers.scales_full[buffer], L::kUseRows * L::kScaleRow);
+      }
       __syncwarp();
       tiles = n + 1;
-      if (r.lane < 2) {
-        load(r.smem + L::kScalesOffset + buffer * L::kTileScales + r.lane * (L::kTileScales / 2),
-             (r.lane ? w.w3 : w.w1).scales + static_cast<std::size_t>(row) * L::kScaleRow,
-             L::kTileScales / 2, &barriers.scales_full[buffer]);
+      unsigned char* scales = r.smem + L::kScalesOffset + buffer * L::kTileScales;
+      const auto load_scales = [&](int up, int first, int rows) {
+        load(scales + (up * L::kTileValues + first) * L::kScalePitch,
+             (up ? w.w3 : w.w1).scales + static_cast<std::size_t>(row + first) * L::kScaleRow,
+             rows * L::kScaleRow, &barriers.scales_full[buffer]);
+      };
+      if constexpr (L::kScalePitch == L::kScaleRow) {
+        if (r.lane < 2) load_scales(r.lane, 0, L::kTileValues);
+      } else {
+        static_assert(L::kTileValues == plat::kWarpLanes);
+        load_scales(0, r.lane, 1);
+        load_scales(1, r.lane, 1);
       }
 #pragma unroll 1
       for (int chunk = 0; chunk < L::kChunks; ++chunk) {

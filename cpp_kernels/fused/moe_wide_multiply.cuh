@@ -393,7 +393,8 @@ struct Consumer {
     for (int n = 0; n < own_tiles; ++n) {
       const int buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
-                                        buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
+                                        buffer * L::kTileScales +
+                                        (8 * quarter + g) * L::kScalePitch;
       float total[2] = {};  // of rows g and g + 8, pair t
       if (!L::kMarlin &&
           !barrier_wait(&r.barriers.scales_full[buffer], n / L::kBuffers & 1, r.watch)) {
@@ -410,7 +411,7 @@ struct Consumer {
         const std::uint32_t low_scale = L::kMarlin ? address + L::kChunkCodes + scales_at(quarter)
                                                    : tile_scales + i * L::kChunkGroups;
         const std::uint32_t high_scale =
-            L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
+            L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScalePitch;
         float acc[2] = {};
         multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
             address + rows, address,
