@@ -193,8 +193,7 @@ LOWLAT_DEVICE void weigh_row(const Region& r, int row, stages::GateSum sum_rule,
 // ------------------------------------------------------------------------------------ the sum
 
 // All threads of a block that owns columns: `value(row, n)`, y of the n-th of its band, stored and
-// published. A value that has a member quad gives four neighbours at once. `quads_epoch`:
-// exchange_epoch of the quads where it has been read before, or 0.
+// published. `quads_epoch`: exchange_epoch of the quads where it has been read before, or 0.
 template <class L, class Region, class Value>
 LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value,
                               std::uint64_t quads_epoch = 0) {
@@ -208,31 +207,19 @@ LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value
   if (a.quads.tp_size > 0) {
     static_assert(L::kBandRows % 4 == 0);
     if (quads_epoch == 0) quads_epoch = exchange_epoch(a.quads, a.quads_index);
-    if constexpr (requires(float (&v)[4]) { value.quad(0, 0, v); }) {
-      constexpr int kQuads = L::kBandRows / 4;
+    // A thread a value: short code, because it runs once.
 #pragma unroll 1
-      for (int i = plat::thread_idx(); i < a.rows * kQuads; i += L::kThreads) {
-        const int row = i / kQuads, quad = i % kQuads;
-        float v[4];
-        value.quad(row, 4 * quad, v);
-        publish_quad(a.quads, quads_epoch, first_row + row, r.block_idx * kQuads + quad,
+    for (int i = plat::thread_idx();
+         i / plat::kWarpLanes * plat::kWarpLanes < a.rows * L::kBandRows; i += L::kThreads) {
+      const int row = i / L::kBandRows, n = i % L::kBandRows;
+      const bool mine = row < a.rows;
+      const float y = mine ? value(row, n) : 0.0f;
+      const float v[4] = {y, __shfl_down_sync(plat::kAllLanes, y, 1),
+                          __shfl_down_sync(plat::kAllLanes, y, 2),
+                          __shfl_down_sync(plat::kAllLanes, y, 3)};
+      if (mine && i % 4 == 0) {
+        publish_quad(a.quads, quads_epoch, first_row + row, (r.block_idx * L::kBandRows + n) / 4,
                      L::kHidden / 4, v);
-      }
-    } else {
-      // A thread a value: short code, because it runs once.
-#pragma unroll 1
-      for (int i = plat::thread_idx();
-           i / plat::kWarpLanes * plat::kWarpLanes < a.rows * L::kBandRows; i += L::kThreads) {
-        const int row = i / L::kBandRows, n = i % L::kBandRows;
-        const bool mine = row < a.rows;
-        const float y = mine ? value(row, n) : 0.0f;
-        const float v[4] = {y, __shfl_down_sync(plat::kAllLanes, y, 1),
-                            __shfl_down_sync(plat::kAllLanes, y, 2),
-                            __shfl_down_sync(plat::kAllLanes, y, 3)};
-        if (mine && i % 4 == 0) {
-          publish_quad(a.quads, quads_epoch, first_row + row, (r.block_idx * L::kBandRows + n) / 4,
-                       L::kHidden / 4, v);
-        }
       }
     }
   }

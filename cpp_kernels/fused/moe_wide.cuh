@@ -30,15 +30,17 @@
 // two uses), so that gate and up of a value meet in one block. Tiles go around the blocks in the
 // order of entries, in kChunks pieces along K that the warp groups take in turn. The finisher adds
 // their sums, applies SwiGLU and sends h to all blocks. Second product: its units are an entry's 64
-// output columns, a band; warp groups take units. A band's block adds its rows' slots and sends the
-// sums. Blocks without a band take a part of all bands' units, so many that all blocks end together
-// (make_share), and hand the results over in the workspace. The first entries' h was finished while
-// later tiles were multiplied, so the second product starts without a wait. Router and shared
-// expert, which do not depend on the routing, are fetched while it is being decided; their products
-// are mma.m16n8k16's on rows of x in registers. A block scores twelve experts on a quarter of K, so
-// that it reads a quarter of x; block t adds the quarters of row t, chooses its experts and tells
-// all blocks. The shared expert's first product goes on meanwhile: a block has a tile and half of
-// the rows, or all of them. Its second comes through the ring, between tiles and routed units.
+// output columns, a band. Blocks draw them four at a time, one a warp group, entry after entry, so
+// that all end together whatever each had to do before and however fast its copies are; a block
+// draws while the four before are asked for. The first entries' h was finished while later tiles
+// were multiplied, so the second product starts without a wait. Who is through adds rows' results,
+// of all blocks, a lane four columns, and sends the sums. Router and shared expert, which do not
+// depend on the routing, are fetched while it is being decided; their products are mma.m16n8k16's
+// on rows of x in registers. A block scores twelve experts on a quarter of K, so that it reads a
+// quarter of x; block t adds the quarters of row t, chooses its experts and tells all blocks. The
+// shared expert's first product goes on meanwhile: a block has a tile and half of the rows, or all
+// of them. Its second comes through the ring, between tiles and routed units, of codes of h that
+// gatherers have made by then.
 //
 // Weights come by tensor copies or in one piece: rows' whole lines of 128 bytes. Pieces of half a
 // line, by sixteen bytes a lane, reached 0.84 of the bandwidth (docs/bench/moe-hopper.md).
@@ -48,11 +50,16 @@
 //                       launch, which begins after this one has ended (wait_at(before)).
 //              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
 //                       read by all consumers of every block; again as the scores.
-//              shared_x [eight rows] codes of x as the shared expert sees them: written with the
-//                       columns and counted with them, again as the scores.
-//              second   [band][pair][64] results of units: written by whoever has the unit. A
-//                       band's block waits until those of others are counted (as below) and reads
-//                       past the first-level cache; again as the scores.
+//              shared_x, shared_h  [eight rows] codes of x and h as the shared expert sees them:
+//                       counted as the columns are, again as the scores.
+//              results  [epoch & 1][row][slot, or shared expert][column] of units, by whoever has
+//                       the unit; two columns are a word that begins as kPoison and is read until
+//                       it is something else. Cleared with the columns, as many rows as the launch
+//                       before had (rows_used).
+//              drawn    [epoch & 1] how many fours of units are drawn; cleared with the columns.
+//              batches  the last fours of this block: written by the producer, who counts each by a
+//                       phase of its place's barrier. A place is written again when all that read
+//                       it have multiplied (kKeptBatches).
 //              columns  [epoch & 1] x and h as e4m3 in pieces of 16 bytes and their scales, each
 //                       written once by one warp, which then counts (a release); gatherers wait for
 //                       the count (an acquire) and copy. Counters and the shared expert's h begin
@@ -127,11 +134,17 @@ struct Finisher {
     return sum;
   }
 
-  // Fills the other parity's columns with the pattern that says "not yet".
+  // Fills the other parity's columns with the pattern that says "not yet", and what results it has.
   LOWLAT_DEVICE void clear_columns() const {
-    constexpr int kPieces = static_cast<int>(L::kHiddenBytes / 16);
-    unsigned char* dst = r.columns((r.epoch & 1u) ^ 1u);
-    for (int i = r.block_idx * plat::kWarpLanes + r.lane; i < kPieces;
+    const std::uint32_t other = (r.epoch & 1u) ^ 1u;
+    const std::uint32_t used = load_word(r.rows_used(other));
+    if (r.block_idx == 0 && r.lane == 0) {
+      store_word(r.rows_used(r.epoch & 1u), static_cast<std::uint32_t>(r.a.rows));
+    }
+    const int pieces =
+        static_cast<int>(L::kResultsOffset / 16) + static_cast<int>(used * (L::kRowResults / 16));
+    unsigned char* dst = r.columns(other);
+    for (int i = r.block_idx * plat::kWarpLanes + r.lane; i < pieces;
          i += r.num_blocks * plat::kWarpLanes) {
       store_packet(dst + static_cast<std::size_t>(i) * 16,
                    make_uint4(kPoison, kPoison, kPoison, kPoison));
@@ -238,6 +251,9 @@ struct Finisher {
 
   LOWLAT_DEVICE bool run() {
     if (r.gates() && !run_gate()) return false;
+    if (r.lane == 0 && r.a.quads.tp_size > 0) {
+      r.table.quads_epoch = exchange_epoch(r.a.quads, r.a.quads_index);
+    }
     load_band_scales(r);
     clear_columns();
     const auto shared = r.shared_work(r.block_idx);
@@ -253,7 +269,6 @@ struct Finisher {
       }
     }
     if (!barrier_wait(&r.barriers.table, 0, r.watch)) return false;
-    make_share(r);
     const int own_tiles = r.own_tiles();
     for (int n = 0; n < own_tiles; ++n) {
       const int number = r.routed_tile(n), entry = number / L::kTiles;
@@ -273,35 +288,21 @@ struct Finisher {
 
 // ------------------------------------------------------------------------------------ epilogue
 
-// y of the band, after the block's sync.
+// y of the band, after the block's sync: all results are there.
 template <class L>
 struct BandValue {
   const Region<L>& r;
 
-  LOWLAT_DEVICE void quad(int row, int n, float (&y)[4]) const {
-    const auto load = [&](int second_row, float (&v)[4]) {
-      // Of other blocks too: past the first-level cache.
-      const uint2 pairs =
-          __ldcg(reinterpret_cast<const uint2*>(r.second(r.block_idx, second_row) + n));
-      v[0] = low_bf16(pairs.x), v[1] = high_bf16(pairs.x);
-      v[2] = low_bf16(pairs.y), v[3] = high_bf16(pairs.y);
-    };
-    float parts[L::kSlots + 1][4] = {};
-#pragma unroll
-    for (int slot = 0; slot < L::kSlots; ++slot) load(row * L::kSlots + slot, parts[slot]);
-    if (r.shared) load(L::kMaxPairs + row, parts[L::kSlots]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int slot = 0; slot < L::kSlots; ++slot) sum += parts[slot][i];
-      y[i] = round_to_bf16(sum) + parts[L::kSlots][i];
-    }
-  }
   LOWLAT_DEVICE float operator()(int row, int n) const {
-    float y[4];
-    quad(row, n / 4 * 4, y);
-    return n % 4 < 2 ? (n % 4 == 0 ? y[0] : y[1]) : (n % 4 == 2 ? y[2] : y[3]);
+    const int column = r.block_idx * L::kBandRows + n;
+    const auto load = [&](int slot) {
+      const std::uint32_t word = load_word(r.results(row, slot, column));
+      return n % 2 == 0 ? low_bf16(word) : high_bf16(word);
+    };
+    float sum = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < L::kSlots; ++slot) sum += load(slot);
+    return round_to_bf16(sum) + (r.shared ? load(L::kSlots) : 0.0f);
   }
 };
 
@@ -310,6 +311,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
                         const __grid_constant__ TileMaps maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
+  Stamps stamps(args.quads.stamps, args.quads.kernel);
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);
   const int thread = plat::thread_idx();
@@ -343,7 +345,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
     sm90::barrier_init(&barriers.table, 2);
     sm90::barrier_init(&barriers.entries, 1);
-    sm90::barrier_init(&barriers.share, 1);
+    for (int i = 0; i < L::kKeptBatches; ++i) sm90::barrier_init(&barriers.batches[i], 1);
     table.stop = 0;
     table.several = 0;
   }
@@ -362,7 +364,9 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   if (warp == L::kProducer) {
     going = producer.run_early();
   }
+  stamps.mark(StampStage::ask);
   wait_at(args.before);
+  stamps.mark(StampStage::wait);
   // The next kernel's blocks may take the multiprocessors that are through.
   sm90::launch_dependents();
   std::uint32_t* epoch_word = reinterpret_cast<std::uint32_t*>(args.workspace) + r.block_idx;
@@ -373,7 +377,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   if (warp < L::kConsumers) {
     sm90::more_registers<L::kConsumerRegisters>();
-    consumer.run(rules);
+    consumer.run(rules, stamps);
   } else {
     if (warp == L::kProducer) {
       if (going) producer.run_routed();
@@ -387,7 +391,10 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   }
   plat::block_sync();
   if (table.stop == 0) {
-    if (r.has_band()) store_band<L>(r, rules.first_row, BandValue<L>{r});
+    if (args.boxes.outboxes != nullptr && r.has_band()) {
+      store_band<L>(r, rules.first_row, BandValue<L>{r});
+    }
+    stamps.mark(StampStage::store);
     if (thread == 0) *epoch_word = r.epoch;
     return;
   }

@@ -85,20 +85,33 @@ struct Producer {
       const int expert = r.table.expert[number / L::kTiles];
       if (!load_tile(n, expert, number % L::kTiles)) return false;
     }
+    // A batch is drawn while the one before is filled: the answer takes a microsecond.
+    std::uint32_t next = draw();
     for (int i = 0; i < r.shared_uses(); ++i) {
       if (!load_shared_rows(i)) return false;
     }
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    for (int i = 0; i < num_units * L::kBandParts; ++i) {
-      const auto use = r.band_use(i);
-      const auto at = r.unit_at(use.unit);
-      if (!load_band(at.band, r.table.expert[at.entry], use.part)) return false;
+    const int num_batches = r.num_batches();
+    for (int n = 0;; ++n) {
+      const int batch = static_cast<int>(__shfl_sync(plat::kAllLanes, next, 0) - kPoison);
+      const bool more = batch < num_batches;
+      if (more) next = draw();
+      if (r.lane == 0) {
+        r.table.batches[n % L::kKeptBatches] = more ? batch : -1;
+        sm90::barrier_arrive(&r.barriers.batches[n % L::kKeptBatches]);
+      }
+      __syncwarp();
+      if (!more) return true;
+      const int expert = r.table.expert[r.batch_entry(batch)], band = r.batch_band(batch);
+#pragma unroll 1
+      for (int i = 0; i < L::kBatchUses; ++i) {
+        if (!load_band(band + i % L::kWarpGroups, expert, i / L::kWarpGroups)) return false;
+      }
     }
-    return true;
   }
 
  private:
+  // Asks for the number of a batch, in lane 0.
+  LOWLAT_DEVICE std::uint32_t draw() const { return r.lane == 0 ? take_word(r.drawn(), 1) : 0; }
   // A use of the ring: `ask(slot, full)` by one lane, of copies of so many bytes.
   template <class Ask>
   LOWLAT_DEVICE bool fill_slot(std::uint32_t bytes, const Ask& ask) {
@@ -136,13 +149,23 @@ struct Producer {
           !barrier_wait(&barriers.scales_empty[buffer], (n / L::kBuffers - 1) & 1, r.watch)) {
         return false;
       }
-      if (r.lane == 0) sm90::barrier_arrive_expect(&barriers.scales_full[buffer], L::kTileScales);
+      if (r.lane == 0) {
+        sm90::barrier_arrive_expect(&barriers.scales_full[buffer], L::kUseRows * L::kScaleRow);
+      }
       __syncwarp();
       tiles = n + 1;
-      if (r.lane < 2) {
-        load(r.smem + L::kScalesOffset + buffer * L::kTileScales + r.lane * (L::kTileScales / 2),
-             (r.lane ? w.w3 : w.w1).scales + static_cast<std::size_t>(row) * L::kScaleRow,
-             L::kTileScales / 2, &barriers.scales_full[buffer]);
+      unsigned char* scales = r.smem + L::kScalesOffset + buffer * L::kTileScales;
+      const auto load_scales = [&](int up, int first, int rows) {
+        load(scales + (up * L::kTileValues + first) * L::kScalePitch,
+             (up ? w.w3 : w.w1).scales + static_cast<std::size_t>(row + first) * L::kScaleRow,
+             rows * L::kScaleRow, &barriers.scales_full[buffer]);
+      };
+      if constexpr (L::kScalePitch == L::kScaleRow) {
+        if (r.lane < 2) load_scales(r.lane, 0, L::kTileValues);
+      } else {
+        static_assert(L::kTileValues == plat::kWarpLanes);
+        load_scales(0, r.lane, 1);
+        load_scales(1, r.lane, 1);
       }
 #pragma unroll 1
       for (int chunk = 0; chunk < L::kChunks; ++chunk) {
@@ -322,6 +345,51 @@ struct Gatherer {
     }
   }
 
+  // h of the shared expert as its second product sees it, when it is there.
+  LOWLAT_DEVICE bool quantize_hidden() const {
+    if (!r.shared) return true;
+    const int units = r.a.rows * L::kHiddenSpans;
+    for (int unit = which * r.num_blocks + r.block_idx; unit < units;
+         unit += L::kGatherers * r.num_blocks) {
+      const int row = unit / L::kHiddenSpans;
+      const int octet = unit % L::kHiddenSpans * plat::kWarpLanes + r.lane;
+      const bool mine = octet < L::kInner / 8;
+      uint4 chunk = {};
+      for (int tries = 1;; ++tries) {
+        if (mine) chunk = load_packet(r.shared_hidden(row) + octet * 16);
+        if (__all_sync(plat::kAllLanes, chunk.w != kPoison)) break;
+        const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+        if (__any_sync(plat::kAllLanes, late)) return false;
+      }
+      const std::uint32_t pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+      const std::uint32_t exponent =
+          activation_exponent(lanes_max<L::kBlock / 8>(pairs_amax<4>(pairs)));
+      const float inverse = __uint_as_float((254u - exponent) << 23);
+      std::uint32_t codes[4];  // of elements i and i + 4
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        std::uint16_t both;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(both)
+            : "f"(high_bf16(pairs[i]) * inverse), "f"(low_bf16(pairs[i]) * inverse));
+        codes[i] = both;
+      }
+      const std::uint32_t first = codes[0] | codes[1] << 16, second = codes[2] | codes[3] << 16;
+      const int in_group = row % kColumns, half = octet / 4 % 2;
+      if (mine) {
+        *reinterpret_cast<uint2*>(r.shared_h(row / kColumns) + octet / 8 * 512 + in_group * 64 +
+                                  octet % 4 * 16 + half * 8) =
+            make_uint2(__byte_perm(first, second, 0x6420), __byte_perm(first, second, 0x7531));
+      }
+      if (mine && octet % 4 == 0) {
+        unsigned char* scales = r.shared_h_scales(row / kColumns) + octet / 8 * 16;
+        scales[in_group / 2 * 4 + half * 2 + in_group % 2] = static_cast<unsigned char>(exponent);
+      }
+      r.add_done(r.hidden_done());
+    }
+    return true;
+  }
+
   // Pieces of one column, kGroups groups from `src` on, to column pair `column` of a slot.
   template <int kGroups>
   LOWLAT_DEVICE void copy_column(std::uint32_t slot, const unsigned char* src, int column) const {
@@ -335,7 +403,10 @@ struct Gatherer {
     }
   }
   LOWLAT_DEVICE bool gather_rows(int own_tiles) const {
+    // By then the shared expert's h is there, or nearly, and the ring is full.
+    constexpr int kQuantizeAt = 3;
     for (int n = 0; n < own_tiles; ++n) {
+      if (n == kQuantizeAt && !quantize_hidden()) return false;
       const int entry = r.routed_tile(n) / L::kTiles;
       const int first = r.table.first[entry], num = r.num_pairs(entry);
       // The rows of the entry's pairs, and this lane's of them.
@@ -363,7 +434,7 @@ struct Gatherer {
         sm90::barrier_arrive_copied(&r.barriers.full[slot]);
       }
     }
-    return true;
+    return own_tiles > kQuantizeAt || quantize_hidden();
   }
   // Entries whose h is complete, in order from one that is waited for: the number of the first that
   // is not, or that was not looked at; -1 when it is late.
@@ -400,50 +471,44 @@ struct Gatherer {
       if (!r.wait_free(first_use)) return false;
       sm90::barrier_arrive_copied(&r.barriers.full[slot]);
     }
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    // A band's block begins with its first entry; others come back to entry 0 in their next band.
-    int ready = r.has_band() ? r.table.share.first_entry : 0;
-    for (int k = 0; k < num_units * L::kBandParts; ++k) {
-      const int use = first_use + k, slot = L::slot_of(use);
-      const auto [unit, part] = r.band_use(k);
-      if (slot % L::kGatherers != which) continue;
-      const int entry = r.unit_at(unit).entry;
-      // One after another: a part of an entry that the other gatherer began may be this one's.
-      while (ready >= 0 && entry >= ready) ready = wait_entries(ready);
+    int ready = 0;
+    for (int n = 0;; ++n, first_use += L::kBatchUses) {
+      int batch = 0;
+      if (!r.wait_batch(n, &batch)) return false;
+      if (batch < 0) return true;
+      const int entry = r.batch_entry(batch);
       const int first = r.table.first[entry], num = r.num_pairs(entry);
       const int own_pair = r.table.sorted[first + (r.lane < num ? r.lane : 0)];
-      if (ready < 0 || !r.wait_free(use)) return false;
-      const std::uint32_t dst = r.slot_address(slot);
+      while (ready >= 0 && entry >= ready) ready = wait_entries(ready);
+      if (ready < 0) return false;
 #pragma unroll 1
-      for (int i = 0; i < num; ++i) {
-        const int pair = __shfl_sync(plat::kAllLanes, own_pair, i);
-        copy_column<L::kPartGroups>(
-            dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
-        if (r.lane < L::kScaleWords / 4) {
-          sm90::copy_piece(dst + L::kColumnScales + i * (L::kScaleWords * 4) + r.lane * 16,
-                           r.pair_scales(pair, part) + r.lane * 4, sm90::CacheHint::evict_last);
+      for (int k = 0; k < L::kBatchUses; ++k) {
+        const int use = first_use + k, slot = L::slot_of(use), part = k / L::kWarpGroups;
+        if (slot % L::kGatherers != which) continue;
+        if (!r.wait_free(use)) return false;
+        const std::uint32_t dst = r.slot_address(slot);
+#pragma unroll 1
+        for (int i = 0; i < num; ++i) {
+          const int pair = __shfl_sync(plat::kAllLanes, own_pair, i);
+          copy_column<L::kPartGroups>(
+              dst, r.pair_pieces(pair) + part * (L::kPartGroups * L::kPieceRow), i);
+          if (r.lane < L::kScaleWords / 4) {
+            sm90::copy_piece(dst + L::kColumnScales + i * (L::kScaleWords * 4) + r.lane * 16,
+                             r.pair_scales(pair, part) + r.lane * 4, sm90::CacheHint::evict_last);
+          }
         }
+        sm90::barrier_arrive_copied(&r.barriers.full[slot]);
       }
-      sm90::barrier_arrive_copied(&r.barriers.full[slot]);
     }
-    return true;
   }
 
   LOWLAT_DEVICE bool run() const {
     split_rows();
-    // All rows' columns are there before the table is.
-    if (!r.wait_rows() || !barrier_wait(&r.barriers.table, 0, r.watch)) return false;
+    // All rows' columns are there before the table is. It is waited for first, so that a block that
+    // is never heard is reported for its scores.
+    if (!barrier_wait(&r.barriers.table, 0, r.watch) || !r.wait_rows()) return false;
     const int own_tiles = r.own_tiles();
-    return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses) &&
-           (which != 0 || wait_lent());
-  }
-  // Until other blocks have done what they took of this block's band.
-  LOWLAT_DEVICE bool wait_lent() const {
-    const int lent = r.table.share.lent;
-    if (lent == 0) return true;
-    const std::uint32_t want = counted(lent * L::kRowBlocks);
-    return r.wait_count(r.band_done(r.block_idx), want, kHiddenEvent);
+    return gather_rows(own_tiles) && gather_pairs(own_tiles * L::kUses);
   }
 };
 

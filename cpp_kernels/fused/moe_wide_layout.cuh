@@ -74,11 +74,12 @@ struct Layout {
   static constexpr int kUses = kChunks * kParts;  // of a tile
   static constexpr int kTileBytes = 512;          // of a Marlin tile's codes
   static constexpr int kScaleRow = kHidden / 32;
-  static constexpr int kTileScales = kMarlin ? 0 : kUseRows * kScaleRow;  // on their own
+  // A row's scales in shared memory: a warp reads bytes of eight rows at once.
+  static constexpr int kScalePitch = kScaleRow % kLineBytes == 0 ? kScaleRow + 16 : kScaleRow;
+  static constexpr int kTileScales = kMarlin ? 0 : kUseRows * kScalePitch;  // on their own
   // Second product.
   static constexpr int kBandRows = 64;
   static constexpr int kBands = kHidden / kBandRows;  // blocks that own columns
-  static constexpr int kRowBlocks = kBandRows / 16;   // of 16 rows, a warp's
   static constexpr int kInnerGroups = kInner / 32;
   static constexpr int kInnerRow = kInner / 2;
   // An entry's band comes in parts along K, one where that fits a slot.
@@ -97,9 +98,11 @@ struct Layout {
   static constexpr int kSharedUseRows = 16;
   static constexpr int kSharedUses = kBandRows / kSharedUseRows;
   static constexpr int kInnerBlocks = kInner / 64;
-  static constexpr int kSharedParts = kInnerBlocks % 3 == 0 ? kInnerBlocks / 3 : kInnerBlocks / 2;
-  static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, a warp
-  static_assert(kBlock == 32 || kPartBlocks % 2 == 0);
+  static constexpr int kSharedParts = kInnerBlocks > 9 ? 2 : 1;
+  static constexpr int kPartBlocks = kInnerBlocks / kSharedParts;  // of K, in registers
+  static_assert(kInnerBlocks % kSharedParts == 0 && kInner % kBlock == 0);
+  // Its h is quantised by warps, so many times eight values of a row each.
+  static constexpr int kHiddenSpans = (kInner / 8 + plat::kWarpLanes - 1) / plat::kWarpLanes;
   static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
@@ -108,7 +111,7 @@ struct Layout {
                 kExperts % kScorers == 0 && kBands <= kScorers);
   static_assert(kMarlin ? kChunks % kWarpGroups == 0 : kChunkRow == kLines * kLineBytes,
                 "Marlin: a warp group has one of w1 and w3");
-  static_assert(kHidden % kBandRows == 0 && kRowBlocks == 4 && kBands < kScorers);
+  static_assert(kHidden % kBandRows == 0 && kBandRows == 4 * 16 && kBands < kScorers);
   static_assert(kScoreGroups == plat::kWarpLanes && kScoreRows % 4 == 0 && kScoreRows <= 16 &&
                 kMaxRows <= kScorers && kExperts % kScorers == 0);
   static_assert(kScorers * kScorePackets <= kConsumers * plat::kWarpLanes &&
@@ -143,21 +146,23 @@ struct Layout {
   static constexpr int kRoutedSums = kWarpGroups * kEntryPairs * kSumsPitch;
   static constexpr int kHeadSums = kConsumers * kColumns * 2 * kSharedRows;
   static constexpr int kPartialBytes = 4 * most(kRoutedSums, kHeadSums);
-  static constexpr int kBuffers = 2;                        // of partial sums, of scales
-  static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
+  static constexpr int kBuffers = 2;  // of partial sums, of scales
+  // Of a row, results of its slots, then of the shared expert.
+  static constexpr int kRowParts = kSlots + 1;
   static constexpr int kSumsOffset = 0;
   static constexpr int kScalesOffset = kSumsOffset + kBuffers * kPartialBytes;
-  static constexpr int kSecondBytes = kSecondRows * kBandRows * 2;  // in the workspace, a block's
   static constexpr int kMaxSlots = 12;
   static constexpr int kTableOffset = round_up(kScalesOffset + kBuffers * kTileScales, 128);
-  // How the second product is divided, see Plan.
-  struct Share {
-    std::int32_t first_band, first_entry, num_units;  // this block's
-    std::int32_t lent;                                // of this block's band to others
-    std::uint16_t before[kBands + 1];                 // units that bands before it have lent
-  };
+  // The second product's units, an entry's bands, are drawn in batches of one a warp group. The
+  // last kKeptBatches that were drawn are known: a batch's place is another's when all its uses
+  // are over, as the producer knows when it has to wait for a slot that a use of kMaxSlots later
+  // than its last takes.
+  static constexpr int kEntryBatches = kBands / kWarpGroups, kBatchUses = kWarpGroups * kBandParts;
+  static constexpr int kKeptBatches = 4;
+  static_assert(kBands % kWarpGroups == 0 && kMaxSlots <= (kKeptBatches - 1) * kWarpGroups);
   struct alignas(16) Table {
     float weights[kMaxPairs];
+    std::uint64_t quads_epoch;  // exchange_epoch of the sum's packets
     std::int32_t num_entries;
     std::uint32_t stop;     // Watch
     std::uint32_t several;  // experts that have several entries
@@ -171,7 +176,7 @@ struct Layout {
     std::uint16_t sorted[kMaxPairs];                               // pairs by expert, then by pair
     std::uint8_t band_scales[kBandScaleRows * kBandScaleColumns];  // of the shared w2 band
     alignas(16) std::uint8_t shared_scales[2][kHidden / kBlock];   // of a shared tile: w1's, w3's
-    Share share;
+    std::int32_t batches[kKeptBatches];
   };
   static constexpr int kBarrierOffset =
       round_up(kTableOffset + static_cast<int>(sizeof(Table)), 16);
@@ -181,7 +186,8 @@ struct Layout {
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
     std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
-    std::uint64_t entries, table, share;  // who has which entry; all of the table; Share
+    std::uint64_t entries, table;         // who has which entry; all of the table
+    std::uint64_t batches[kKeptBatches];  // drawn
   };
   static constexpr int kRingOffset =
       round_up(kBarrierOffset + static_cast<int>(sizeof(Barriers)), 1024);
@@ -204,12 +210,19 @@ struct Layout {
       kSharedOffset + std::size_t{kMaxRows} * kInner * 2;
   static constexpr std::size_t kPairScalesOffset =
       kRowScalesOffset + std::size_t{kMaxRows} * kChunks * 16;
-  static constexpr std::size_t kDoneOffset =  // a counter of rows, one an entry, one a band
-      kPairScalesOffset + std::size_t{kMaxPairs} * kBandParts * kScaleWords * 4;
-  static constexpr std::size_t kHiddenBytes =  // of one parity
-      kDoneOffset + std::size_t{4} * round_up(1 + kMaxPairs + kBands, 4);
-  static_assert(kHiddenBytes % 16 == 0);
-  static constexpr std::size_t kHiddenOffset = 4 * kMaxGrid;  // after the epochs
+  // Counters: of rows, of batches that are drawn, of the shared expert's h; one an entry.
+  static constexpr int kDrawnCounter = 32, kSharedCounter = 64, kEntryCounter = 96;
+  static constexpr std::size_t kDoneOffset =
+      round_up(static_cast<int>(kPairScalesOffset) + kMaxPairs * kBandParts * kScaleWords * 4, 128);
+  // Results of the second product, bf16 [row][slot, or the shared expert][kHidden].
+  static constexpr std::size_t kResultsOffset =
+      kDoneOffset + std::size_t{4} * round_up(kEntryCounter + kMaxPairs, 32);
+  static constexpr std::size_t kRowResults = std::size_t{kRowParts} * kHidden * 2;      // bytes
+  static constexpr std::size_t kHiddenBytes = kResultsOffset + kMaxRows * kRowResults;  // a parity
+  static_assert(kResultsOffset % 16 == 0 && kRowResults % 16 == 0);
+  // How many rows' results each parity holds, after the epochs.
+  static constexpr std::size_t kUsedOffset = 4 * kMaxGrid;
+  static constexpr std::size_t kHiddenOffset = kUsedOffset + 128;
   static constexpr std::size_t kScoresOffset = kHiddenOffset + 2 * kHiddenBytes;
   static constexpr std::size_t kScoresBytes = std::size_t{16} * kScorers * kScorePackets * kMaxRows;
   static constexpr std::size_t kRoutesOffset = kScoresOffset + kScoresBytes;
@@ -220,10 +233,14 @@ struct Layout {
   static constexpr int kXGroupCodes = 8 * kHidden, kXGroupScales = kHidden / 64 * 16;
   static constexpr std::size_t kXScalesOffset =
       kSharedXOffset + std::size_t{kMaxRows / 8} * kXGroupCodes;
-  static constexpr std::size_t kBlockSecondOffset =
+  // Its h, of eight rows, in the same order.
+  static constexpr int kHiddenGroupCodes = 8 * kInner, kHiddenGroupScales = kInner / 64 * 16;
+  static constexpr std::size_t kHiddenCodesOffset =
       kXScalesOffset + std::size_t{kMaxRows / 8} * kXGroupScales;
+  static constexpr std::size_t kHiddenScalesOffset =
+      kHiddenCodesOffset + std::size_t{kMaxRows / 8} * kHiddenGroupCodes;
   static constexpr std::size_t kWorkspaceBytes =
-      kBlockSecondOffset + std::size_t{kBands} * kSecondBytes;
+      kHiddenScalesOffset + std::size_t{kMaxRows / 8} * kHiddenGroupScales;
 };
 
 // What every role of a block knows.
@@ -249,17 +266,19 @@ struct Region {
   LOWLAT_DEVICE float* partial(int buffer) const {
     return reinterpret_cast<float*>(smem + L::kSumsOffset + buffer * L::kPartialBytes);
   }
-  // Of a band, [kSecondRows][kBandRows] bf16: d of a pair, then the shared expert's sums of a row.
-  LOWLAT_DEVICE __nv_bfloat16* second(int band, int row) const {
-    unsigned char* first =
-        workspace + L::kBlockSecondOffset + static_cast<std::size_t>(band) * L::kSecondBytes;
-    return reinterpret_cast<__nv_bfloat16*>(first) + row * L::kBandRows;
-  }
   LOWLAT_DEVICE unsigned char* columns(std::uint32_t parity) const {
     return workspace + L::kHiddenOffset + parity * L::kHiddenBytes;
   }
   LOWLAT_DEVICE unsigned char* here(std::size_t offset) const {
     return columns(epoch & 1u) + offset;
+  }
+  // Results of a row's slot (or the shared expert), two columns a word: column `column` and on.
+  LOWLAT_DEVICE std::uint32_t* results(int row, int slot, int column) const {
+    return reinterpret_cast<std::uint32_t*>(here(L::kResultsOffset)) +
+           ((row * L::kRowParts + slot) * L::kHidden + column) / 2;
+  }
+  LOWLAT_DEVICE std::uint32_t* rows_used(std::uint32_t parity) const {
+    return reinterpret_cast<std::uint32_t*>(workspace + L::kUsedOffset) + parity;
   }
   // [group of 32][64]: pieces of a row of x, of a pair's h.
   LOWLAT_DEVICE unsigned char* row_pieces(int row) const {
@@ -280,16 +299,17 @@ struct Region {
     return reinterpret_cast<std::uint32_t*>(here(L::kDoneOffset));
   }
   LOWLAT_DEVICE std::uint32_t* entry_done(int entry) const {  // tiles of an entry's h
-    return rows_done() + 1 + entry;
+    return rows_done() + L::kEntryCounter + entry;
   }
-  LOWLAT_DEVICE std::uint32_t* band_done(int band) const {  // warps' parts of units lent
-    return rows_done() + 1 + L::kMaxPairs + band;
+  LOWLAT_DEVICE std::uint32_t* hidden_done() const {  // spans of the shared expert's h
+    return rows_done() + L::kSharedCounter;
   }
+  LOWLAT_DEVICE std::uint32_t* drawn() const { return rows_done() + L::kDrawnCounter; }
   // A warp has stored what is counted.
-  LOWLAT_DEVICE void add_done(std::uint32_t* counter, int count = 1) const {
+  LOWLAT_DEVICE void add_done(std::uint32_t* counter) const {
     fence_device();
     __syncwarp();
-    if (lane == 0) add_word(counter, static_cast<std::uint32_t>(count));
+    if (lane == 0) add_word(counter, 1);
   }
   // The shared expert's h of a row: bf16 in the order of pairs.
   LOWLAT_DEVICE unsigned char* shared_hidden(int row) const {
@@ -309,6 +329,13 @@ struct Region {
   }
   LOWLAT_DEVICE unsigned char* shared_x_scales(int group) const {
     return workspace + L::kXScalesOffset + group * L::kXGroupScales;
+  }
+  // The same of its h.
+  LOWLAT_DEVICE unsigned char* shared_h(int group) const {
+    return workspace + L::kHiddenCodesOffset + group * L::kHiddenGroupCodes;
+  }
+  LOWLAT_DEVICE unsigned char* shared_h_scales(int group) const {
+    return workspace + L::kHiddenScalesOffset + group * L::kHiddenGroupScales;
   }
   LOWLAT_DEVICE int score_part() const { return block_idx % L::kScoreParts; }
   LOWLAT_DEVICE int score_group() const { return block_idx / L::kScoreParts; }
@@ -350,47 +377,24 @@ struct Region {
   // from the last block on.
   LOWLAT_DEVICE int routed_tile(int n) const { return (n + 1) * num_blocks - 1 - block_idx; }
   LOWLAT_DEVICE int num_tiles() const { return table.num_entries * L::kTiles; }
-  LOWLAT_DEVICE int tiles_of(int block) const { return (num_tiles() + block) / num_blocks; }
-  LOWLAT_DEVICE int own_tiles() const { return tiles_of(block_idx); }
+  LOWLAT_DEVICE int own_tiles() const { return (num_tiles() + block_idx) / num_blocks; }
   // Uses of the ring by the shared expert's band, between tiles and routed bands.
-  LOWLAT_DEVICE int shared_uses() const { return shared_uses_of(block_idx); }
-  LOWLAT_DEVICE int shared_uses_of(int block) const {
-    return shared && block < L::kBands ? L::kSharedUses : 0;
+  LOWLAT_DEVICE int shared_uses() const { return shared && has_band() ? L::kSharedUses : 0; }
+  // Batches go four bands of an entry at a time, entry after entry; a warp group has one of them.
+  // The uses of a batch go part after part, so that from one use of a warp group to its next there
+  // are no more than in the first product: fewer than the ring has slots (see wait_filled).
+  LOWLAT_DEVICE int num_batches() const { return table.num_entries * L::kEntryBatches; }
+  static constexpr LOWLAT_DEVICE int batch_entry(int batch) { return batch / L::kEntryBatches; }
+  static constexpr LOWLAT_DEVICE int batch_band(int batch) {
+    return batch % L::kEntryBatches * L::kWarpGroups;
   }
-  // The k-th use of the second product. A block's units go four at a time, one a warp group, part
-  // after part, so that from one use of a warp group to its next there are no more than in the
-  // first product: fewer than the ring has slots (see wait_filled).
-  struct BandUse {
-    int unit, part;
-  };
-  LOWLAT_DEVICE BandUse band_use(int k) const {
-    if constexpr (L::kBandParts == 1) return {k, 0};
-    constexpr int kTurn = L::kWarpGroups * L::kBandParts;
-    const int first = k / kTurn * L::kWarpGroups, num = turn_units(first), in = k % kTurn;
-    return {first + in % num, in / num};
-  }
-  LOWLAT_DEVICE int band_use_of(int unit, int part) const {
-    const int in = unit % L::kWarpGroups, first = unit - in;
-    return first * L::kBandParts + part * turn_units(first) + in;
-  }
-  LOWLAT_DEVICE int turn_units(int first) const {
-    const int left = table.share.num_units - first;
-    return left < L::kWarpGroups ? left : L::kWarpGroups;
-  }
-  // Which band and entry a unit of this block is.
-  struct Unit {
-    int band, entry;
-  };
-  LOWLAT_DEVICE Unit unit_at(int unit) const {
-    const auto& share = table.share;
-    Unit at = {share.first_band, share.first_entry + unit};
-    while (!has_band()) {
-      const int lent = share.before[at.band + 1] - share.before[at.band];
-      if (at.entry < lent) break;
-      at.entry -= lent;
-      ++at.band;
-    }
-    return at;
+  // The n-th batch of this block, when it is drawn; -1: there are no more. False: the block has to
+  // leave.
+  LOWLAT_DEVICE bool wait_batch(int n, int* batch) const {
+    const int place = n % L::kKeptBatches;
+    if (!barrier_wait(&barriers.batches[place], n / L::kKeptBatches & 1, watch)) return false;
+    *batch = table.batches[place];
+    return true;
   }
   LOWLAT_DEVICE int num_groups() const { return (a.rows + kColumns - 1) / kColumns; }
   LOWLAT_DEVICE int num_pairs(int entry) const {

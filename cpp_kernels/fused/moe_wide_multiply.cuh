@@ -9,6 +9,47 @@ namespace lowlat::nvidia::fused {
 
 namespace moe::wide {
 
+// ------------------------------------------------------------------------------------ the sum
+
+// y of four columns of a row, when all its results are there. A whole warp calls; false (all
+// lanes): they are late.
+template <class L>
+LOWLAT_DEVICE bool sum_quad(const Region<L>& r, int row, int quad, float (&y)[4]) {
+  uint2 part[L::kRowParts];
+#pragma unroll
+  for (int slot = 0; slot < L::kRowParts; ++slot) {
+    const std::uint32_t begin = slot < L::kSlots || r.shared ? kPoison : 0;
+    part[slot] = make_uint2(begin, begin);
+  }
+  const std::uint32_t* first = r.results(row, 0, 4 * quad);
+  for (int tries = 1;; ++tries) {
+#pragma unroll
+    for (int slot = 0; slot < L::kRowParts; ++slot) {
+      load_words_if(part[slot], kPoison, first + slot * (L::kHidden / 2));
+    }
+    bool here = true;
+#pragma unroll
+    for (int slot = 0; slot < L::kRowParts; ++slot) {
+      here = here && part[slot].x != kPoison && part[slot].y != kPoison;
+    }
+    if (__all_sync(plat::kAllLanes, here)) break;
+    const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
+    if (__any_sync(plat::kAllLanes, late)) return false;
+  }
+  float sum[4] = {};
+#pragma unroll
+  for (int slot = 0; slot < L::kSlots; ++slot) {
+    sum[0] += low_bf16(part[slot].x), sum[1] += high_bf16(part[slot].x);
+    sum[2] += low_bf16(part[slot].y), sum[3] += high_bf16(part[slot].y);
+  }
+  const uint2 shared = part[L::kSlots];
+  y[0] = round_to_bf16(sum[0]) + low_bf16(shared.x);
+  y[1] = round_to_bf16(sum[1]) + high_bf16(shared.x);
+  y[2] = round_to_bf16(sum[2]) + low_bf16(shared.y);
+  y[3] = round_to_bf16(sum[3]) + high_bf16(shared.y);
+  return true;
+}
+
 // ------------------------------------------------------------------------------------ consumers
 
 template <class L>
@@ -160,73 +201,83 @@ struct Consumer {
 
   // ---- the shared expert's second product
 
-  // acc += a use's sixteen columns, `column` and on of the band, times a part of I of eight rows.
-  // Their h is there by then, or nearly.
-  LOWLAT_DEVICE bool multiply_shared(std::uint32_t slot, int column, int part, int group,
-                                     float (&acc)[4]) const {
-    const std::uint32_t codes = slot + g * L::kInner + part * L::kPartBlocks * 64 + t * 16;
-    const int band = r.block_idx * L::kBandRows;
-    const int low_row = (band + column) / L::kBlock - band / L::kBlock;
-    const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
-    const int row = group * kColumns + g;
-    const unsigned char* hidden =
-        r.shared_hidden(row < r.a.rows ? row : r.a.rows - 1) + part * L::kPartBlocks * 128 + t * 32;
-    std::uint32_t b[L::kPartBlocks][8];
-    for (int tries = 1;; ++tries) {
-      bool all = true;
-#pragma unroll
-      for (int i = 0; i < L::kPartBlocks; ++i) {
-        const uint4 v = load_packet(hidden + i * 128), w = load_packet(hidden + i * 128 + 16);
-        all = all && v.w != kPoison && w.w != kPoison;
-        b[i][0] = v.x, b[i][1] = v.y, b[i][2] = v.z, b[i][3] = v.w;
-        b[i][4] = w.x, b[i][5] = w.y, b[i][6] = w.z, b[i][7] = w.w;
-      }
-      if (__all_sync(plat::kAllLanes, all)) break;
-      const bool late = tries % kTriesPerLook == 0 && r.watch.ended(kHiddenEvent);
-      if (__any_sync(plat::kAllLanes, late)) return false;
-    }
-    std::uint32_t exponent = 0;
-#pragma unroll
-    for (int i = 0; i < L::kPartBlocks; ++i) {
-      // A scale group is two lanes' runs, or two blocks' of four lanes.
-      constexpr int kSpan = L::kBlock == 32 ? 1 : 2;
-      if (i % kSpan == 0) {
-        float amax = pairs_amax<8>(b[i]);
-        if constexpr (kSpan == 2) amax = fmaxf(amax, pairs_amax<8>(b[i + 1]));
-        exponent = activation_exponent(lanes_max<2 * kSpan>(amax));
-      }
-      std::uint32_t quantized[8];
-#pragma unroll
-      for (int k = 0; k < 8; ++k) quantized[k] = b[i][k];
-      quantize_pairs<8>(quantized, exponent);
-      const int at = ((part * L::kPartBlocks + i) * 64 + t * 16) / L::kBlock;
-      const std::uint8_t* scales = r.table.band_scales + at;
-      const uint4 low = smem_load16(codes + i * 64);
-      const uint4 high = smem_load16(codes + 8 * L::kInner + i * 64);
-      multiply_e4m3(acc, low, high, e4m3_factor(scales[low_row * L::kBandScaleColumns]),
-                    e4m3_factor(scales[high_row * L::kBandScaleColumns]), quantized);
-    }
-    return true;
+  // Of weight rows g and g + 8 two neighbours' results, from lanes g and g ^ 1: rows g and g + 1
+  // in an even lane, g + 7 and g + 8 in an odd one. A word is a pattern of no result until then.
+  LOWLAT_DEVICE std::uint32_t result_word(float low, float high) const {
+    const std::uint32_t own = pack_bf16(low, high);
+    const std::uint32_t theirs = __shfl_xor_sync(plat::kAllLanes, own, 4);
+    return g % 2 == 0 ? __byte_perm(own, theirs, 0x5410) : __byte_perm(theirs, own, 0x7632);
   }
+  // Where they begin, from the row that is lane g's first.
+  LOWLAT_DEVICE int result_column(int first) const { return g % 2 == 0 ? first : first + 7; }
+
   // This warp's groups of rows of the band's use `number`, sixteen columns of a warp group. Warps
   // of a scheduler, every fourth, have other groups in each use, so that all have as many.
   LOWLAT_DEVICE bool run_shared_use(int number, int use) const {
     static_assert(L::kSharedUseRows == 16);
     const int slot = L::slot_of(use), column = number * L::kSharedUseRows;
+    const int band = r.block_idx * L::kBandRows;
+    const int low_row = (band + column) / L::kBlock - band / L::kBlock;
+    const int high_row = (band + column + 8) / L::kBlock - band / L::kBlock;
+    const std::uint8_t* low_scales = r.table.band_scales + low_row * L::kBandScaleColumns;
+    const std::uint8_t* high_scales = r.table.band_scales + high_row * L::kBandScaleColumns;
+    const std::uint32_t low_address = r.slot_address(slot) + g * L::kInner + t * 8;
+    uint4 codes[L::kPartBlocks];
+    std::uint32_t row_scales[L::kPartBlocks];  // of rows 2t and 2t + 1, of two groups of 32
+    const auto load_block = [&](int group, int part, int i) {
+      const int at = part * L::kPartBlocks + i;
+      codes[i] = __ldcg(reinterpret_cast<const uint4*>(r.shared_h(group) + at * 512) + r.lane);
+      row_scales[i] =
+          __ldcg(reinterpret_cast<const std::uint32_t*>(r.shared_h_scales(group) + at * 16) + t);
+    };
+    const int first_group = (warp + number) % 4;
+    if (first_group < r.num_groups()) {
+#pragma unroll
+      for (int i = 0; i < L::kPartBlocks; ++i) load_block(first_group, 0, i);
+    }
     if (!r.wait_filled(use)) return false;
 #pragma unroll 1
-    for (int group = (warp + number) % 4; group < r.num_groups(); group += 4) {
+    for (int group = first_group; group < r.num_groups(); group += 4) {
       float acc[4] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kSharedParts; ++part) {
-        if (!multiply_shared(r.slot_address(slot), column, part, group, acc)) return false;
+        const bool last = part + 1 == L::kSharedParts;
+        const int next_part = last ? 0 : part + 1, next_group = last ? group + 4 : group;
+#pragma unroll
+        for (int i = 0; i < L::kPartBlocks; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int k = (part * L::kPartBlocks + i) * 64 + half * 32;
+            const uint2 low = smem_load8(low_address + k),
+                        high = smem_load8(low_address + 8 * L::kInner + k);
+            std::uint32_t l[4], h[4], pairs[4];
+            unpack_e4m3(low.x, low.y, l);
+            unpack_e4m3(high.x, high.y, h);
+            unpack_e4m3(half == 0 ? codes[i].x : codes[i].z, half == 0 ? codes[i].y : codes[i].w,
+                        pairs);
+            float d[4] = {};
+            multiply_half_pairs(d, l, h, pairs);
+            multiply_half_pairs(d, l + 2, h + 2, pairs + 2);
+            const float low_scale = power(low_scales[k / L::kBlock]),
+                        high_scale = power(high_scales[k / L::kBlock]);
+            const float first = power(row_scales[i] >> 16 * half & 0xffu),
+                        second = power(row_scales[i] >> (16 * half + 8) & 0xffu);
+            acc[0] = plat::fma(d[0], low_scale * first, acc[0]);
+            acc[1] = plat::fma(d[1], low_scale * second, acc[1]);
+            acc[2] = plat::fma(d[2], high_scale * first, acc[2]);
+            acc[3] = plat::fma(d[3], high_scale * second, acc[3]);
+          }
+          if (next_group < r.num_groups()) load_block(next_group, next_part, i);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = group * kColumns + 2 * t + i % 2;
+      for (int i = 0; i < 2; ++i) {
+        const int row = group * kColumns + 2 * t + i;
+        const std::uint32_t word = result_word(acc[i], acc[2 + i]);
         if (row >= r.a.rows) continue;
-        r.second(r.block_idx, L::kMaxPairs + row)[column + g + i / 2 * 8] =
-            __float2bfloat16_rn(acc[i]);
+        store_word(
+            r.results(row, L::kSlots, r.block_idx * L::kBandRows + column + result_column(g)),
+            word);
       }
     }
     arrive(&r.barriers.empty[slot]);
@@ -342,7 +393,8 @@ struct Consumer {
     for (int n = 0; n < own_tiles; ++n) {
       const int buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
-                                        buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
+                                        buffer * L::kTileScales +
+                                        (8 * quarter + g) * L::kScalePitch;
       float total[2] = {};  // of rows g and g + 8, pair t
       if (!L::kMarlin &&
           !barrier_wait(&r.barriers.scales_full[buffer], n / L::kBuffers & 1, r.watch)) {
@@ -359,7 +411,7 @@ struct Consumer {
         const std::uint32_t low_scale = L::kMarlin ? address + L::kChunkCodes + scales_at(quarter)
                                                    : tile_scales + i * L::kChunkGroups;
         const std::uint32_t high_scale =
-            L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScaleRow;
+            L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScalePitch;
         float acc[2] = {};
         multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
             address + rows, address,
@@ -394,6 +446,10 @@ struct Consumer {
   LOWLAT_DEVICE bool run_second() const {
     const int group = warp / 4, tile_uses = r.own_tiles() * L::kUses;
     const int quarter = warp % 4;
+    if (r.shared_uses() > 0 &&
+        !r.wait_count(r.hidden_done(), counted(r.a.rows * L::kHiddenSpans), kHiddenEvent)) {
+      return false;
+    }
     for (int i = turn(group, tile_uses); i < r.shared_uses(); i += L::kWarpGroups) {
       if (!run_shared_use(i, tile_uses + i)) return false;
     }
@@ -402,32 +458,26 @@ struct Consumer {
     const std::uint32_t rows = codes_at<L::kBandInLines>(quarter, 16 * quarter * kPitch,
                                                          (16 * quarter + 8) * kPitch, kPitch);
     const int low_row = L::kMarlin ? tile_row(quarter) : 16 * quarter + g;
-    if (!barrier_wait(&r.barriers.share, 0, r.watch)) return false;
-    const int num_units = r.table.share.num_units;
-    int last_band = 0, done = 0;  // done: units of that band, not counted yet
     // What a unit has become is stored behind the next one's fence, which would wait for it.
-    __nv_bfloat16* dst = nullptr;
-    float results[2] = {};
+    std::uint32_t* dst = nullptr;
+    std::uint32_t word = 0;
     const auto store_results = [&] {
-      if (dst == nullptr) return;
-      dst[low_row] = __float2bfloat16_rn(results[0]);
-      dst[low_row + 8] = __float2bfloat16_rn(results[1]);
+      if (dst != nullptr) store_word(dst, word);
     };
-    for (int unit = turn(group, first_uses); unit < num_units; unit += L::kWarpGroups) {
-      const auto [band, entry] = r.unit_at(unit);
-      if (done > 0 && band != last_band) {
-        store_results();
-        dst = nullptr;
-        r.add_done(r.band_done(last_band), done);
-        done = 0;
-      }
+    const int place = turn(group, first_uses);  // in each batch
+    for (int n = 0;; ++n) {
+      int batch = 0;
+      if (!r.wait_batch(n, &batch)) return false;
+      if (batch < 0) break;
+      const int entry = r.batch_entry(batch), band = r.batch_band(batch) + place;
       const int begin = r.table.first[entry], num = r.table.first[entry + 1] - begin;
       const int pair = r.table.sorted[begin + (t < num ? t : 0)];
       const float weight = r.table.weights[pair];
       float acc[2] = {};
 #pragma unroll 1
       for (int part = 0; part < L::kBandParts; ++part) {
-        const int use = first_uses + r.band_use_of(unit, part), slot = L::slot_of(use);
+        const int use = first_uses + n * L::kBatchUses + part * L::kWarpGroups + place;
+        const int slot = L::slot_of(use);
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         if (part == 0) store_results();
@@ -452,27 +502,74 @@ struct Consumer {
             });
         arrive(&r.barriers.empty[slot]);
       }
-      if (!r.has_band()) last_band = band, ++done;
-      dst = t < num ? r.second(band, pair) : nullptr;
-      results[0] = weight * acc[0];
-      results[1] = weight * acc[1];
+      word = result_word(weight * acc[0], weight * acc[1]);
+      dst = t < num ? r.results(pair / L::kSlots, pair % L::kSlots,
+                                band * L::kBandRows + result_column(low_row))
+                    : nullptr;
     }
     store_results();
-    if (done > 0) r.add_done(r.band_done(last_band), done);
     return true;
   }
 
-  LOWLAT_DEVICE bool run(const Rules& rules) {
+  LOWLAT_DEVICE void run(const Rules& rules, Stamps& stamps) {
     g = r.lane / 4;
     t = r.lane % 4;
     bool going = !r.gates() || run_gate();
     route_own_row(r, warp, rules);  // every consumer comes to its barriers
     make_table(r, warp);            // the same
+    stamps.mark(StampStage::read);
     // While the first experts are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
     }
-    return going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles() && run_second();
+    going = going && barrier_wait(&r.barriers.table, 0, r.watch) && run_tiles();
+    stamps.mark(StampStage::compute);
+    going = going && run_second();
+    stamps.mark(StampStage::sum);
+    if (!going) return;
+    if (r.a.boxes.outboxes == nullptr) {
+      run_sums(rules.first_row);
+    } else if (r.has_band()) {
+      wait_band();
+    }
+  }
+
+  // ---- the sum
+
+  // Where packets have three columns a band's block sends its own: until all its results are there.
+  LOWLAT_DEVICE void wait_band() const {
+    constexpr int kQuads = L::kBandRows / 4, kRows = plat::kWarpLanes / kQuads;
+    static_assert(plat::kWarpLanes % kQuads == 0);
+    for (int first = warp * kRows; first < r.a.rows; first += L::kConsumers * kRows) {
+      const int row = first + r.lane / kQuads;
+      float y[4];
+      if (!sum_quad(r, row < r.a.rows ? row : first, r.block_idx * kQuads + r.lane % kQuads, y)) {
+        return;
+      }
+    }
+  }
+  // y of four columns, a lane each, of every block's results: a warp has quads of one row.
+  LOWLAT_DEVICE void run_sums(int first_row) const {
+    constexpr int kQuads = L::kHidden / 4, kRowWarps = kQuads / plat::kWarpLanes;
+    static_assert(kQuads % plat::kWarpLanes == 0);
+    const MoeArgs& a = r.a;
+    const std::uint64_t epoch = r.table.quads_epoch;
+#pragma unroll 1
+    for (int i = warp * r.num_blocks + r.block_idx; i < a.rows * kRowWarps;
+         i += L::kConsumers * r.num_blocks) {
+      const int row = i / kRowWarps, quad = i % kRowWarps * plat::kWarpLanes + r.lane;
+      float y[4];
+      if (!sum_quad(r, row, quad, y)) return;
+      if (a.quads.tp_size > 0) {
+        publish_quad(a.quads, epoch, first_row + row, quad, kQuads, y);
+      }
+      if (a.out != nullptr) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          a.out[static_cast<std::size_t>(row) * L::kHidden + 4 * quad + k] = y[k];
+        }
+      }
+    }
   }
 };
 

@@ -29,8 +29,28 @@ LOWLAT_DEVICE std::uint32_t load_word(const std::uint32_t* src) {
   return v;
 }
 
+// Two words, each an access of its own, unless neither is `poison`.
+LOWLAT_DEVICE void load_words_if(uint2& v, std::uint32_t poison, const std::uint32_t* src) {
+  asm volatile(
+      "{\n.reg .pred first, missing;\n"
+      "setp.eq.u32 first, %0, %2;\nsetp.eq.or.u32 missing, %1, %2, first;\n"
+      "@missing ld.relaxed.sys.global.v2.u32 {%0, %1}, [%3];\n}"
+      : "+r"(v.x), "+r"(v.y)
+      : "r"(poison), "l"(src)
+      : "memory");
+}
+
 LOWLAT_DEVICE void add_word(std::uint32_t* dst, std::uint32_t v) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(dst), "r"(v) : "memory");
+}
+// What it was before.
+LOWLAT_DEVICE std::uint32_t take_word(std::uint32_t* dst, std::uint32_t v) {
+  std::uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(dst), "r"(v)
+               : "memory");
+  return before;
 }
 // What a counter holds after n additions of 1, from the pattern that clears on.
 constexpr std::uint32_t counted(int n) { return static_cast<std::uint32_t>(n) - 1u; }

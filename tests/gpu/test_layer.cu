@@ -131,6 +131,24 @@ TEST_CASE(steps_of_different_rows_follow_each_other) {
   CHECK(rank.healthy());
 }
 
+// What a wider step has left is not taken for a narrower one's, nor the other way round.
+TEST_CASE(steps_of_many_rows_follow_wider_and_narrower_ones) {
+  need_device();
+  constexpr int kWidths[] = {48, 12, 24};
+  std::vector<Result> want[2];
+  for (const int rows : kWidths) {
+    Rank alone(rows);
+    for (int input = 0; input < 2; ++input) want[input].push_back(alone.one_by_one(input));
+  }
+  Rank rank(48);
+  for (int i = 0; i < 12; ++i) {
+    const auto width = static_cast<std::size_t>(i % 3);
+    rank.layers.use_rows(kWidths[width]);
+    CHECK(rank.together(i % 2) == want[i % 2][width]);
+  }
+  CHECK(rank.healthy());
+}
+
 // What an earlier step left in the packets is wrong under a tag that is not this step's.
 TEST_CASE(packets_of_an_earlier_step_are_never_taken) {
   need_device();
