@@ -14,11 +14,10 @@ BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool select
   if (order != BesideOrder::measured) return order;
   if (num_rows > kHopRows) {
     if (!selects) return num_rows > 24 ? BesideOrder::pool_end : BesideOrder::q_last;
-    const bool between = num_rows > 16 && num_rows <= 24;
     if (ratio == shape::kOverlapRatio) {
       return num_rows > 24 ? BesideOrder::entries_q_end : BesideOrder::q_last;
     }
-    return between ? BesideOrder::q_last : BesideOrder::q_end;
+    return num_rows > 16 && num_rows <= 24 ? BesideOrder::q_last : BesideOrder::q_end;
   }
   if (!selects) return BesideOrder::q_last;
   if (ratio == shape::kOverlapRatio) {

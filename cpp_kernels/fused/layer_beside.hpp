@@ -47,7 +47,7 @@ enum class BesideOrder {
 constexpr bool beside_splits(BesideOrder order) {
   return order == BesideOrder::keys_q_end || order == BesideOrder::entries_q_end;
 }
-// What `measured` stands for. A selection among more scores takes longer, and begins before q.
+// What `measured` stands for.
 BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool selects);
 
 // What attention waits for.
