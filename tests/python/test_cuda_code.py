@@ -25,6 +25,8 @@ SOURCES = sorted(
     for room in ("cpp_kernels", "tests/gpu")
     for path in (ROOT / room).rglob("*.cu")
 )
+# Built with clock stamps, by which their kernels have one more field (LowlatTests.cmake).
+STAMPED = ("cpp_kernels/bench/resident_stages.cu",)
 ASSEMBLE_BUDGET_S = 240
 Cubins = dict[tuple[str, str], Path]  # by source and architecture
 # A file, and what its machine code must hold: bulk copies, barriers in shared memory, programmatic
@@ -74,6 +76,7 @@ def assembled(cuda: CudaTools, source: str, architecture: str, folder: Path) -> 
         *("-cubin", "-o", str(cubin), source),
         *(*FLAGS, "-O3", "-DLOWLAT_HAVE_CUDA=1"),
         f'-DLOWLAT_CUDA_ARCHS="sm_{architecture}"',
+        *(["-DLOWLAT_STAMPS=1"] if source in STAMPED else []),
         *("-Icpp_kernels/include", "-Icpp_kernels", "-Itests/cpp", "-Itests/gpu", "-I."),
         f"-I{root}/include",
         f"-gencode=arch=compute_{architecture},code=sm_{architecture}",
