@@ -34,8 +34,8 @@ struct Way {
   Join join = Join::ended;
 };
 constexpr const char* kOrders[] = {
-    "",        ", q first", ", q last",  "",        ", query first",
-    ", q end", "",          ", query q", ", q mid", ", query, q end"};
+    "",        ", q first",     ", q last",        ", pool end", ", query first",
+    ", q end", ", keys, q end", ", entries, q end"};
 
 // The stream that is captured beside the main one, and the events between them.
 struct Branch {

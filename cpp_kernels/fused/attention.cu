@@ -17,9 +17,10 @@
 //              step writes. A warp has 64 dimensions of q, of scores and of o: q's packets are
 //              operands as they come. More than eight rows of several tiles a block:
 //              attention_wide.cu
-// Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster a block's
-//              partials (max, sum, o) of a head go from registers to the block that finishes it,
-//              whose barriers tell when all are there
+// Ordering     gates (exchange_gate.cuh) or kernels' ends; of few rows packets, and a selected slot
+//              with its tag (HopBuffers::selected). Inside a cluster a block's partials (max, sum,
+//              o) of a head go from registers to the block that finishes it, whose barriers tell
+//              when all are there
 // Determinism  fixed order: keys by index in tiles, tiles, blocks; bitwise run to run
 // Meaning      reference/attention.cpp and rope.cpp. Bound: rel_l2 ≤ 5e-3.
 #include "platform/nvidia.hpp"
@@ -32,6 +33,7 @@
 #include "fused/exchange_hop.cuh"
 #include "fused/front_launch.cuh"
 #include "fused/front_quant.cuh"
+#include "fused/index.hpp"
 #include "platform/nvidia_sm90.cuh"
 #include "platform/nvidia_sm90_cluster.cuh"
 #include "platform/nvidia_sm90_fp8.cuh"
@@ -764,7 +766,7 @@ cudaError_t launch_sparse_attention(const AttentionParams& params, bool programm
                   : launch_attention_wide(params, blocks, programmatic, stream);
     }
     if constexpr (!M::kNormsHeads) {
-      if (params.tagged && once) {
+      if (params.tagged && once && params.num_extra == kIndexTopk) {
         return pairs_tiles ? launch.template operator()<true, true, 2, true>()
                            : launch.template operator()<true, true, 1, true>();
       }

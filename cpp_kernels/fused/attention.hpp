@@ -47,9 +47,9 @@ struct AttentionParams {
   // makes them; word NULL: they are there. With an extra_ratio only of the entries that the step
   // completes: rows that see none of these do not wait, so whoever writes x again has to.
   Gate selected;
-  // Of few rows: each slot of extra_idx comes with its tag (HopBuffers::selected), so that only a
-  // row's last block waits for `selected`, when it has its own. rows_done: of what the step stores
-  // of `extra`.
+  // Of few rows with kIndexTopk of num_extra: each slot of extra_idx comes with its tag
+  // (HopBuffers::selected), so that only a row's last block waits for `selected`, when it has its
+  // own. rows_done: of what the step stores of `extra`.
   bool tagged;
   Gate rows_done;
   int blocks_per_row;  // that share a row's keys: 2, 4, 8 or 16; 0: chosen by the rows

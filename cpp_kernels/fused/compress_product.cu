@@ -1,4 +1,5 @@
-// compress_product_bf16_sm90: products of few rows with bf16 matrices, in fp32 and unrounded.
+// compress_product_bf16_sm90 and compress_product_wide_bf16_sm90: products of few rows, and of more
+// than eight, with bf16 matrices, in fp32 and unrounded.
 //
 // Math         y[t,n] = x[t]·w[n], in two parts of K that the reader adds
 // Shapes       x bf16 [T,H] · w bf16 [N,H]: wkv and wgate of a compressor (N 1024 at H 5120: ratio

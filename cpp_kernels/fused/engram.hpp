@@ -71,7 +71,8 @@ constexpr std::uint32_t engram_apply_blocks(int num_rows) {
 // graph; nothing is allocated.
 cudaError_t launch_engram_lookup(const EngramParams& params, bool programmatic,
                                  cudaStream_t stream);
-// `started`: as launch_index_select's; a kernel that waits at product_done has to wait for it.
+// `started`, if not NULL, is recorded when all blocks have begun; a kernel that waits at
+// product_done has to wait for it.
 cudaError_t launch_engram_product(const EngramParams& params, bool programmatic,
                                   cudaStream_t stream, cudaEvent_t started = nullptr);
 cudaError_t launch_engram_apply(const EngramParams& params, bool programmatic, cudaStream_t stream);

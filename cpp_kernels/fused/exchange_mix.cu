@@ -14,8 +14,8 @@
 // Bytes        1.57 MB of fn a cluster (L2 but for the first); T = 6, 4 ranks: packets 0.39 MB
 // Floor        one hop: 1.3 us
 // Launch       a cluster of sixteen blocks (or eight, see Layout) a row, a thread a column, its
-//              part of fn in registers before the packets are there. More rows than clusters run
-//              at once: exchange_mix_wide.cu
+//              part of fn in registers before the packets are there. More rows than clusters that
+//              run at once: exchange_mix_wide.cu
 // Ordering     packets: exchange.cuh. Inside a cluster: each block stores its sums into every
 //              block, and counts on that block's barrier
 // Determinism  fixed summation tree; bitwise equal run to run and rank to rank

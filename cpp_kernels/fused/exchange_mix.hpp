@@ -52,8 +52,8 @@ struct ExchangeMixParams {
   Gate x_read;
 };
 
-// Sixteen blocks (or eight) that share a row, or several where rows are many. So many clusters of
-// sixteen run at once: no more parts of the chip have sixteen multiprocessors.
+// Sixteen blocks (or eight) that share a row, or several where rows are many. Seven clusters of
+// sixteen run at once: no more parts of the chip have sixteen multiprocessors. Of eight, eight.
 inline constexpr int kMixCluster = 16, kMaxMixClusters = 7, kMaxSmallMixClusters = 8;
 constexpr std::uint32_t exchange_mix_clusters(const ExchangeMixParams& params) {
   const int most = params.few_blocks ? kMaxSmallMixClusters : kMaxMixClusters;

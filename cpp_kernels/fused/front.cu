@@ -1,4 +1,5 @@
-// front_qkv_fp8_sm90 and front_q_fp8_sm90: the products at the front of attention, for few rows.
+// front_qkv_fp8_sm90, front_q_fp8_sm90 and front_q_pair_fp8_sm90: the products at the front of
+// attention, for few rows.
 //
 // Math         [qa | kv] = bf( x·[wq_a ; wkv]ᵀ )        x quantised in groups of 32 (V4: 128)
 //              ql = bf( qa·rsqrt(mean qa² + ε)·q_norm ),  q = bf( quant(ql)·wq_bᵀ )

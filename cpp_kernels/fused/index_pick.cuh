@@ -1,4 +1,4 @@
-// fused/index_pick.cuh: the best k of a row's scores by one block that keeps them in registers.
+// fused/index_pick.cuh: the best k of a row's scores by one block that has them in shared memory.
 #pragma once
 
 #ifndef LOWLAT_PLATFORM

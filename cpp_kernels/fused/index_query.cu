@@ -65,7 +65,7 @@ LOWLAT_DEVICE void wait_for_latent(IndexLatent<kQLoraOf, kGroupOf, kTokens>& lat
   latent.fill(params.qa, params.qa_squares, params.q_norm, params.norm_eps, num_rows);
 }
 
-// kGiven: the latent's codes lie in memory.
+// Whether so many tiles of tokens may take the latent's codes from memory (kGiven).
 template <int kTiles>
 constexpr bool kTakesCodes = kTiles > 2;
 struct Nothing {};

@@ -10,7 +10,8 @@
 // Rounding     keys and queries are exact in bf16 (f16); sums fp32
 // Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
-// Launch       264 blocks of 256 threads share the requests (rows, with candidate
+// Launch       264 blocks of 256 threads (of up to eight rows two a row fewer, which leave their
+//              places to the selection) share the requests (rows, with candidate
 //              blocks), and each request's rows where it has few keys; four warps take 64 keys,
 //              expand them once and keep them in registers for all their rows. The first keys are
 //              read before the queries are there

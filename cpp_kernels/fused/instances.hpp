@@ -16,6 +16,7 @@ struct FusedInstance {
 inline constexpr FusedInstance kFusedInstances[] = {
     {"front_qkv_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
     {"front_q_fp8_sm90", "v4 v41 tp2 tp4", "1..48"},
+    {"front_q_pair_fp8_sm90", "v41 tp2", "1..8"},
     {"sparse_attention_bf16_sm90", "v4 v41 tp1 tp2 tp4", "1..48"},
     {"sparse_attention_wide_bf16_sm90", "v4 v41 tp1 tp2 tp4", "9..48"},
     {"oproj_few_fp8_sm90", "v41 tp4", "1..8"},
@@ -28,6 +29,7 @@ inline constexpr FusedInstance kFusedInstances[] = {
     {"moe_region_mxfp4_sm90", "v4 v41 tp2 tp4", "1..8"},
     {"moe_wide_mxfp4_sm90", "v4 v41 v41-draft tp2 tp4", "1..64"},
     {"compress_product_bf16_sm90", "v4 v41", "1..48"},
+    {"compress_product_wide_bf16_sm90", "v4 v41", "9..48"},
     {"compress_key_fp4_sm90", "v41", "1..48"},
     {"compress_pool_sm90", "v4", "1..48"},
     {"index_query_fp4_sm90", "v41", "1..48"},

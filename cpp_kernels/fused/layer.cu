@@ -384,7 +384,8 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
       const BesideLayer& beside = *layer.beside;
       attention.selected = beside_done(beside);
       // V4's entries may be stored after the selection.
-      attention.tagged = beside.index != nullptr && beside.pool == nullptr;
+      attention.tagged =
+          beside.index != nullptr && beside.pool == nullptr && beside.index->hop.port != nullptr;
       if (beside.keys) attention.rows_done = beside.compress.done;
     }
     attention.done = gate(gate_attention, attention_blocks(rows, heads));

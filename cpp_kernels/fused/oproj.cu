@@ -10,10 +10,11 @@
 // Bytes        TP4: 8.40 MB, then 10.5 MB. T = 12: activations 0.2 MB, packets 0.98 MB
 // Floor        1.8 us and 2.3 us at 4.65 TB/s
 // Launch       wo_a: 64 rows a block, K in a cluster of four, of eight for more than sixteen rows
-//              (V4: 128, so that a group of u is in one cluster, of eight); wo_b: 80 (V4: 64) rows,
-//              K in a cluster of two a group pair; 32 rows and twice the K where rows are few.
-//              Weights are on their way before the input is waited for. Without gates wo_b lets the
-//              receiving kernel start after its own wait, so that one may poll at once
+//              (V4: 128, so that a group of u is in one cluster, of eight; more than sixteen rows:
+//              front_tall.cuh); wo_b: 80 (V4: 64) rows, K in a cluster of two a group pair; 32 rows
+//              and twice the K where rows are few. Weights are on their way before the input is
+//              waited for. Without gates wo_b lets the receiving kernel start after its own wait,
+//              so that one may poll at once
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh;
 //              packets exchange.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank

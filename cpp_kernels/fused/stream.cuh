@@ -198,12 +198,6 @@ LOWLAT_DEVICE void place_fp4(std::uint32_t w, std::uint32_t (&out)[4]) {
   out[2] = join(even * 0x0010u, even * 0x0002u);
   out[3] = join(odd, odd >> 3);
 }
-// Two bf16 as fp16; exact from 2^-14 to 65504.
-LOWLAT_DEVICE std::uint32_t bf16_to_half(std::uint32_t pair) {
-  std::uint32_t d;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high_bf16(pair)), "f"(low_bf16(pair)));
-  return d;
-}
 // {low, high} rounded to nearest-even.
 LOWLAT_DEVICE std::uint32_t pack_half(float low, float high) {
   std::uint32_t d;
@@ -213,10 +207,6 @@ LOWLAT_DEVICE std::uint32_t pack_half(float low, float high) {
 // 2^(byte - 127), bytes from 1 to 254.
 LOWLAT_DEVICE float scale_of(std::uint32_t byte) { return __uint_as_float(byte << 23); }
 
-// Factor of e4m3 codes: 2^120 * 2^(byte - 127), twice; exact for scale bytes up to 134.
-LOWLAT_DEVICE std::uint32_t e4m3_factor(std::uint32_t byte) {
-  return byte * 0x0080'0080u + 120u * 0x0080'0080u;
-}
 // Eight codes of two words: out[i] = {element i, element i + 4}. NaN codes come out as +-480.
 LOWLAT_DEVICE void expand_e4m3(std::uint32_t w0, std::uint32_t w1, std::uint32_t factor,
                                std::uint32_t (&out)[4]) {
@@ -287,18 +277,6 @@ LOWLAT_DEVICE void quantize_codes(std::uint32_t* pairs, std::uint32_t exponent) 
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[i]) : "h"(codes));
   }
 }
-// And their values, in bf16.
-template <int N>
-LOWLAT_DEVICE void quantize_pairs(std::uint32_t* pairs, std::uint32_t exponent) {
-  const float scale = __uint_as_float(exponent << 23);
-  quantize_codes<N>(pairs, exponent);
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float2 values = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
-    pairs[i] = pack_bf16(values.x * scale, values.y * scale);
-  }
-}
-
 // ------------------------------------------------------------------------------------ products
 
 // acc += two pairs of weight rows g (`low`) and g + 8 (`high`) times two pairs of activation row g:
@@ -318,21 +296,7 @@ LOWLAT_DEVICE void multiply_half_pairs(float (&acc)[4], const std::uint32_t* low
   sm90::mma_f16(acc, a_words, b_words);
 }
 
-// acc += the products of one 64-wide block: `low` and `high` hold a thread's 16 e4m3 codes of
-// weight rows g and g + 8, `b` its 16 elements of activation row g in the order of pairs.
-LOWLAT_DEVICE void multiply_e4m3(float (&acc)[4], uint4 low, uint4 high, std::uint32_t low_factor,
-                                 std::uint32_t high_factor, const std::uint32_t* b) {
-  std::uint32_t l[4], h[4];
-  expand_e4m3(low.x, low.y, low_factor, l);
-  expand_e4m3(high.x, high.y, high_factor, h);
-  multiply_pairs(acc, l, h, b);
-  multiply_pairs(acc, l + 2, h + 2, b + 2);
-  expand_e4m3(low.z, low.w, low_factor, l);
-  expand_e4m3(high.z, high.w, high_factor, h);
-  multiply_pairs(acc, l, h, b + 4);
-  multiply_pairs(acc, l + 2, h + 2, b + 6);
-}
-// The same of 32 along K, in bf16: a thread has eight of each row, the same for all rows.
+// Of 32 along K, in bf16: a thread has eight of each row, the same for all rows.
 LOWLAT_DEVICE void multiply_bf16(float (&acc)[4], const uint4& low, const uint4& high,
                                  const uint4& b) {
   const std::uint32_t l[4] = {low.x, low.y, low.z, low.w}, h[4] = {high.x, high.y, high.z, high.w};
