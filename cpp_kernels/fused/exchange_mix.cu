@@ -313,23 +313,12 @@ cudaError_t launch_exchange_mix(const ExchangeMixParams& params, bool programmat
   if (params.num_rows < 1 || params.num_rows > kMaxFusedRows) return cudaErrorInvalidValue;
   const int clusters = static_cast<int>(exchange_mix_clusters(params));
   if (params.num_rows > clusters) return launch_exchange_mix_wide(params, programmatic, stream);
-  const auto launch = [&]<int kRanks, int kCluster>() {
+  return with_cluster(params, [&]<int kRanks, int kCluster>() {
     using L = Layout<kCluster>;
     return launch_kernel(hc_exchange_mix_sm90<kRanks, L>, dim3(kCluster, clusters), L::kThreads,
                          sizeof(Shared<L>) + L::kSharedFnBytes, kCluster, programmatic, stream,
                          params);
-  };
-  const auto launch_ranks = [&]<int kRanks>() {
-    return params.few_blocks ? launch.template operator()<kRanks, kMixCluster / 2>()
-                             : launch.template operator()<kRanks, kMixCluster>();
-  };
-  if (!params.receives) return launch.template operator()<0, kMixCluster>();
-  switch (params.port.tp_size) {
-    case 1: return launch_ranks.template operator()<1>();
-    case 2: return launch_ranks.template operator()<2>();
-    case 4: return launch_ranks.template operator()<4>();
-    default: return cudaErrorInvalidValue;
-  }
+  });
 }
 
 }  // namespace lowlat::nvidia::fused

@@ -96,4 +96,21 @@ LOWLAT_DEVICE void store_mix(float* out, const float* logits, float hc_eps, int 
   }
 }
 
+// Calls launch.operator()<ranks, blocks a cluster>() as the parameters ask for; nothing is received
+// of 0 ranks.
+template <class F>
+cudaError_t with_cluster(const ExchangeMixParams& params, F launch) {
+  if (!params.receives) return launch.template operator()<0, kMixCluster>();
+  const auto with_ranks = [&]<int kRanks>() {
+    return params.few_blocks ? launch.template operator()<kRanks, kMixCluster / 2>()
+                             : launch.template operator()<kRanks, kMixCluster>();
+  };
+  switch (params.port.tp_size) {
+    case 1: return with_ranks.template operator()<1>();
+    case 2: return with_ranks.template operator()<2>();
+    case 4: return with_ranks.template operator()<4>();
+    default: return cudaErrorInvalidValue;
+  }
+}
+
 }  // namespace lowlat::nvidia::fused::mixing

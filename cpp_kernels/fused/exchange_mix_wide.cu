@@ -508,22 +508,11 @@ cudaError_t launch_exchange_mix_wide(const ExchangeMixParams& params, bool progr
     return launch_kernel(hc_exchange_mix_wide_sm90<kRanks, L>, dim3(kCluster, clusters),
                          L::kThreads, sizeof(Shared<L>), kCluster, programmatic, stream, params);
   };
-  const auto launch_turns = [&]<int kRanks, int kCluster>() {
+  return with_cluster(params, [&]<int kRanks, int kCluster>() {
     constexpr int kFew = 4, kMost = (kMaxFusedRows + kMaxMixClusters - 1) / kMaxMixClusters;
     return turns <= kFew ? launch.template operator()<kRanks, kCluster, kFew>()
                          : launch.template operator()<kRanks, kCluster, kMost>();
-  };
-  const auto launch_ranks = [&]<int kRanks>() {
-    return params.few_blocks ? launch_turns.template operator()<kRanks, kMixCluster / 2>()
-                             : launch_turns.template operator()<kRanks, kMixCluster>();
-  };
-  if (!params.receives) return launch_turns.template operator()<0, kMixCluster>();
-  switch (params.port.tp_size) {
-    case 1: return launch_ranks.template operator()<1>();
-    case 2: return launch_ranks.template operator()<2>();
-    case 4: return launch_ranks.template operator()<4>();
-    default: return cudaErrorInvalidValue;
-  }
+  });
 }
 
 }  // namespace lowlat::nvidia::fused

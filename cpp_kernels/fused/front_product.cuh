@@ -150,6 +150,24 @@ struct ProductWeights {
   int scale_stride;
 };
 
+// Activations in global memory: values [token, stride] (in bytes), e4m3 codes or f16 as the product
+// says, and scales [K / group, padded] from the block's first K on.
+struct StoredTokens {
+  const std::uint8_t* values;
+  int stride;
+  const float* scale;
+  int padded, num_rows;
+};
+
+// A token's sum of an owned row, when what the cluster sends is there.
+template <int kBlocks, int kTokens, int kOwned>
+LOWLAT_DEVICE float owned_sum(const float (&owned)[kBlocks][kTokens][kOwned], int token, int row) {
+  float total = owned[0][token][row];
+#pragma unroll
+  for (int i = 1; i < kBlocks; ++i) total += owned[i][token][row];
+  return total;
+}
+
 // Adds sums [part][token][kSumPitch rows] of a block's kParts warps or groups of warps, in their
 // order, and sends them to the blocks that own the rows, four rows of a token at once, as tokens
 // `first` and on of their owned sums [block][token][kOwned]; the barrier counts them. All threads
@@ -435,10 +453,7 @@ struct Product {
   // The sum of an owned row, after run(). The block owns some: owns().
   LOWLAT_DEVICE static bool owns() { return kBlocks == 1 || sm90::cluster_rank() * kOwned < kRows; }
   LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
-    float total = shared.owned[0][token][owned_row];
-#pragma unroll
-    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
-    return total;
+    return owned_sum(shared.owned, token, owned_row);
   }
 
  private:

@@ -51,14 +51,7 @@ struct TallProduct {
     std::uint64_t owned_barrier;  // of what the cluster sends
   };
 
-  // Activations in global memory: f16 values [token, stride] (in bytes) and scales [kK / kGroup,
-  // padded] from the block's first K on.
-  struct Tokens {
-    const std::uint8_t* values;
-    int stride;
-    const float* scale;
-    int padded, num_rows;
-  };
+  using Tokens = StoredTokens;  // of f16 values
 
   // Asks for the weights, whose rows share their scales. All threads call.
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int num_rows) {
@@ -106,10 +99,7 @@ struct TallProduct {
 
   // The sum of an owned row, after run().
   LOWLAT_DEVICE static float sum(const Shared& shared, int token, int owned_row) {
-    float total = shared.owned[0][token][owned_row];
-#pragma unroll
-    for (int i = 1; i < kBlocks; ++i) total += shared.owned[i][token][owned_row];
-    return total;
+    return owned_sum(shared.owned, token, owned_row);
   }
 
  private:

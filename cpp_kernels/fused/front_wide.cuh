@@ -90,14 +90,7 @@ struct WideProduct {
     std::uint64_t owned_barrier;  // of what the cluster sends
   };
 
-  // Activations in global memory: values [token, stride] (in bytes) and scales [kK / kGroup,
-  // padded] from the block's first K on.
-  struct Tokens {
-    const std::uint8_t* values;
-    int stride;
-    const float* scale;
-    int padded, num_rows;
-  };
+  using Tokens = StoredTokens;
 
   // Asks for the weights and tells the cluster that this block runs. All threads call.
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int num_rows) {

@@ -20,13 +20,10 @@ bool is_wide(MoeShape shape, MoeLayout layout, int rows) {
   return rows > kFewRows || layout != MoeLayout::checkpoint || is_draft(shape);
 }
 
-// Warps that multiply. Eight and twenty are slower (docs/bench).
-constexpr int kConsumers = 16;
-
 // The kernel of few rows, and where the workspace of that of many begins.
 template <class S>
 struct Instance {
-  using L = moe::Layout<S, kConsumers>;
+  using L = moe::Layout<S>;
   static constexpr std::size_t kWideOffset = (L::kWorkspaceBytes + 255) / 256 * 256;
 
   static cudaError_t run(const MoeArgs& args, const moe::Rules& rules, cudaStream_t stream,

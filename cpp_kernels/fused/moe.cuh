@@ -82,9 +82,9 @@ inline constexpr int kTileRows = 8;
 inline constexpr int kHiddenShift = 8;  // of routed h
 
 // Sizes of one compiled shape.
-template <class S, int kConsumers_>
+template <class S>
 struct Layout {
-  static constexpr int kConsumers = kConsumers_;  // warps
+  static constexpr int kConsumers = 16;  // warps that multiply; eight and twenty are slower
   static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
   // Two warps route, so that the shared expert's tiles are multiplied meanwhile, and its second
   // product while the routed first one is under way.
@@ -163,7 +163,7 @@ struct Layout {
 
   // Shared memory, in bytes from its start.
   static constexpr int kPartialBytes = kConsumers * kColumns * 2 * kTileRows * 4;
-  static constexpr int kBuffers = kConsumers < 16 ? 4 : 2;  // of partial sums
+  static constexpr int kBuffers = 2;                        // of partial sums
   static constexpr int kSecondRows = kMaxPairs + kMaxRows;  // pairs, then the shared expert's rows
   static constexpr int kPairFloats = kParts * kMaxPairs * kBandRows;
   // The pairs' sums of the second product lie over the partial sums, the shared expert's behind
