@@ -137,8 +137,15 @@ class Beside:
         self.built = built
         self.inner = built.model.model
         self.steps = self.kept = 0
-        each, count = built.kernels.config["num_draft_stages"], len(self.inner.layers)
-        self.all = []
+        self.request, self.all = request, None
+
+    def every_kernels(self) -> list[HostedKernels]:
+        """Kernels that together give the features of every layer. Made when the first step is
+        compared: what was timed before is without them."""
+        if self.all is not None:
+            return self.all
+        self.all, request = [], self.request
+        each, count = self.built.kernels.config["num_draft_stages"], len(self.inner.layers)
         # Of several GPUs they would have to meet their peers.
         for first in range(0, count if each and request.tp_size == 1 else 0, max(each, 1)):
             # As many as the draft reads, so that the last ones may come twice.
@@ -146,6 +153,7 @@ class Beside:
             kernels = opened(request, layers)
             kernels.become_ready()
             self.all.append(kernels)
+        return self.all
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.built, name)
@@ -158,6 +166,7 @@ class Beside:
 
         if torch.cuda.is_current_stream_capturing() or pads(step):
             return ours()
+        every = self.every_kernels()
         hasher = getattr(self.inner, "engram_hasher", None)
         before = None if hasher is None else hasher.history.clone()
 
@@ -167,12 +176,12 @@ class Beside:
                 hasher.history.copy_(before)
             with every_layer(self.inner) as layers:
                 out = original(input_ids, positions, forward_batch, embeds)
-            return out.next_token_logits.clone(), layers[0] if self.all else None
+            return out.next_token_logits.clone(), layers[0] if every else None
 
         moved = theirs(a_rounding_beside(self.inner.embed_tokens(input_ids)))
         again, theirs = theirs(), theirs()
         parts = []
-        for kernels in self.all:
+        for kernels in every:
             if hasher is not None:
                 hasher.history.copy_(before)
             features = kernels.step(step, input_ids, positions, forward_batch).aux_hidden
