@@ -1,13 +1,17 @@
 """What the scripts for a GPU (tests/gpu/sglang) measure with, on the CPU: weights by hashes, inputs
-a rounding beside, features of every layer, where two arms' tokens part. (Proved by hashes that
-begin at 0 in every part, by a forward that stays replaced, and by rows that are taken wherever
-their position fits.)
+a rounding beside, features of every layer, where two arms' tokens part, what graphs took, two
+servers' turns. (Proved by hashes that begin at 0 in every part, by a forward that stays replaced,
+by rows that are taken wherever their position fits, by biases that stay 0, and by turns that nobody
+keeps.)
 """
 
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +157,125 @@ def test_a_switch_is_looked_at_now_and_then(scripts, tmp_path, monkeypatch) -> N
     assert switch.read() is None
     now[0] += 2 * every_arm.LOOK_S
     assert switch.read() == "3"
+
+
+def test_biases_are_zero_while_a_file_says_so(scripts, tmp_path, monkeypatch) -> None:
+    every_arm, path = scripts[3], tmp_path / "free"
+    monkeypatch.setenv("LOWLAT_TEST_FREE", str(path))
+    monkeypatch.setenv("LOWLAT_TEST_BIAS", "4")
+    model = torch.nn.Module()
+    model.e_score_correction_bias = torch.nn.Parameter(torch.empty(64))
+    every_arm.initialize(model)
+    chosen = model.e_score_correction_bias.detach().clone()
+    assert float(chosen.abs().max()) > 1
+
+    def comes(values) -> bool:
+        end = time.monotonic() + 20
+        while not torch.equal(model.e_score_correction_bias.detach(), values):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    path.touch()
+    assert comes(torch.zeros(64))
+    path.unlink()
+    assert comes(chosen)
+
+
+class Event:
+    """A GPU's, whose clock is a number that the test moves; done when the next one is there."""
+
+    now, newest = 0.0, None
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at, Event.newest = Event.now, self
+
+    def elapsed_time(self, end) -> float:
+        return end.at - self.at
+
+    def query(self) -> bool:
+        return Event.newest is not self
+
+
+def test_graphs_of_a_timed_batch_are_told_of(scripts, tmp_path, monkeypatch) -> None:
+    engine, every_arm = scripts[2:]
+    monkeypatch.setenv("LOWLAT_TEST_TIMED", str(tmp_path / "on.timed"))
+    monkeypatch.setattr(every_arm, "LOOK_S", -1)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_rank=0)
+    )
+
+    def execute(self, forward_batch, took):
+        Event.now += took
+        return took
+
+    run = every_arm.telling_times(execute)
+
+    def step(requests: int, target: float, draft: float) -> None:
+        for is_draft, took in ((True, draft), (False, target)):
+            runner = SimpleNamespace(model_runner=SimpleNamespace(is_draft_worker=is_draft))
+            assert run(runner, SimpleNamespace(batch_size=requests), took) == took
+        Event.now += 0.5
+
+    step(2, 100.0, 100.0)
+    (tmp_path / "on.timed").write_text("3")
+    step(1, 50.0, 10.0)
+    for took in (4.0, 5.0, 6.0):
+        step(2, took, 1.0)
+    (tmp_path / "on.timed").unlink()
+    step(2, 100.0, 100.0)
+    assert engine.graph_times(tmp_path, "on", 2, 2) == {}
+    found = engine.graph_times(tmp_path, "on", 3, 2)
+    # The last one is told of by the next graph of a timed batch.
+    assert found["target"] == {"ms": [5.0, 5.0], "count": 2}
+    assert found["step"] == {"ms": [6.5, 6.5], "count": 2}
+    assert found["draft"]["ms"] == [1.0, 1.0]
+
+
+def test_two_arms_meet_and_take_turns(scripts, tmp_path) -> None:
+    engine, seen = scripts[2], []
+
+    def arm(name: str, limit: float = 20) -> SimpleNamespace:
+        return SimpleNamespace(
+            arm=name, arms="on,off", out=tmp_path, limit=limit, lock=None, together=True
+        )
+
+    with pytest.raises(TimeoutError, match="the arm off is not warm"):
+        engine.meet(arm("on", limit=0))
+
+    def batches(name: str) -> None:
+        engine.meet(arm(name))
+        for _ in range(3):
+            with engine.alone(arm(name)):
+                seen.append((name, "begins"))
+                time.sleep(0.02)
+                seen.append((name, "ends"))
+
+    threads = [threading.Thread(target=batches, args=[name]) for name in ("on", "off")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 12
+    for (one, begins), (other, ends) in zip(seen[::2], seen[1::2], strict=True):
+        assert one == other and (begins, ends) == ("begins", "ends")
+    # One that has ended is not waited for.
+    (tmp_path / "off.warm").unlink()
+    (tmp_path / "off.ended").touch()
+    engine.meet(arm("on", limit=0.0))
+
+
+def test_what_an_arm_has_done_is_kept_at_once(scripts, tmp_path) -> None:
+    engine, runs = scripts[2], []
+    args = SimpleNamespace(out=tmp_path, arm="on")
+    for number in range(2):
+        engine.keep(args, runs, {"requests": number})
+        assert len(json.loads((tmp_path / "on.json").read_text())) == number + 1
 
 
 def test_tokens_part_at_near_ties_alone(scripts, tmp_path, capsys) -> None:

@@ -3,6 +3,7 @@
     python engine.py --model DIR --out DIR [--arms on,off,bare] [--tp 2] [--share 4] [--fault]
         [--batches 1,2] [--graphs 1,2,4,8] [--prompt 300] [--tokens 40] [--eager 2]
         [--timed 4000] [--timed-tokens 200] [--repeats 1] [--accept 3.51] [--greedy 6] [--chain 1]
+        [--together]
 
 DIR holds a config.json of DeepSeek-V4.1 or V4 in true sizes, of as many layers as fit, or with
 --share 4 the sizes of one rank of four (a quarter of the heads, output groups, expert width and
@@ -10,31 +11,35 @@ vocabulary; no n-gram memory), which the kernels of four ranks run looped. Weigh
 unless DIR has weights too (--load-format). SGLang 0.5.23 and lowlat with its CUDA kernels must be
 importable. Each arm is a process of its own, with the same prompts, greedy:
 
-    on off  with the plugin and without. Batches run as CUDA graphs: their tokens are compared, and
-            with --timed those of prompts of so many tokens, whose times are. With --eager batches
-            follow that no graph runs: SGLang runs each covered step beside the plugin, over the
-            same rows and caches, and once more from embeddings that lie a rounding beside. What
-            differs is told of each layer and at the head, and held to bounds. Where tokens are
-            compared biases choose the experts, where times are taken scores do. --accept: drafts
-            so long on average are taken for right in all of it. off: lowlat is installed and its
-            flag is off
+    on off  with the plugin and without. Batches run as CUDA graphs. With --timed those of prompts
+            of so many tokens come first, whose times are told: from piece to piece, and on the GPU
+            of both graphs and from step to step. Then batches whose tokens are compared. With
+            --eager batches follow that no graph runs: SGLang runs each covered step beside the
+            plugin, over the same rows and caches, and once more from embeddings that lie a
+            rounding beside. What differs is told of each layer and at the head, and held to
+            bounds. Where tokens are compared biases choose the experts, where times are taken
+            scores do. --accept: drafts so long on average are taken for right in all of it. off:
+            lowlat is installed and its flag is off
     bare    the same as off, and no plugin of lowlat's is installed: what differs from off is noise
     --greedy so many prompts follow one after the other: where two arms' tokens part first, how far
             apart the two tokens' logits are, which must be no more than the bounds leave open.
             With --chain the head expects behind a token the next one of the vocabulary, more or
             less by the token, and drafts say so: then drafts are accepted, and most tokens are sure
+    --together  the arms' servers start at the same time, on the same GPU, and run their batches in
+            turns, from when all of them are warm
     --crowd while one request is answered so many others come and go, more than any width holds, and
             another one is given up: the first one's tokens come on
     --fault at its end the plugin's arm has its kernels aborted amid the work: how the server ends
 
-Writes a .log and a .json of each arm under --out, and of some rows that both ran what exact.py
-compares with float64. Exit status 1 when an arm fails, a plugin's arm ran no covered step, two arms
-differ by more than the bounds, tokens part that are no near tie, or a fault left logits that are
-numbers or no post-mortem.
+Writes a .log of each arm under --out, a .json that grows by each batch, and of some rows that both
+ran what exact.py compares with float64. Exit status 1 when an arm fails, a plugin's arm ran no
+covered step, two arms differ by more than the bounds, tokens part that are no near tie, or a fault
+left logits that are numbers or no post-mortem.
 """
 
 import argparse
 import asyncio
+import concurrent.futures
 import contextlib
 import fcntl
 import itertools
@@ -76,6 +81,8 @@ FAULT_TOKENS = 4000
 GIVEN_UP_S = 20
 LOCK_S = 300
 LOCK_LOOK_S = 0.02
+# What the arms' processes need to see that a switch is another.
+SWITCHED_S = 0.2
 
 
 def offer(out: Path, name: str) -> Path:
@@ -204,30 +211,39 @@ def arm(args) -> int:
         run = engine.loop.run_until_complete
         shortest = min(numbers(args.prompt))
         run(batch(engine, 1, shortest, args.tokens, vocab))
-        wanted = [(size, prompt) for prompt in numbers(args.prompt) for size in sizes]
-        wanted += [(size, -shortest) for size in numbers(args.eager) if args.arm == "on"]
         timed = graphs * args.repeats if args.timed else []
-        wanted += [(size, args.timed) for size in timed]
+        if args.together:
+            if timed:
+                run(batch(engine, max(timed), args.timed, args.tokens, vocab))
+            meet(args)
+        if timed:
+            switch(args, "free", True)
+            with alone(args):
+                run(batch(engine, 1, args.timed, args.tokens, vocab))
+        for number, size in enumerate(timed):
+            with alone(args):
+                switched(args, "timed").write_text(str(number))
+                done = run(batch(engine, size, args.timed, args.timed_tokens, vocab))
+                switch(args, "timed", False)
+            done["graphs"] = graph_times(args.out, args.arm, number, size)
+            keep(args, runs, done)
+        if timed:
+            switch(args, "free", False)
+            time.sleep(SWITCHED_S)
         for number in range(args.greedy):
             switched(args, "logits").write_text(str(number))
-            with alone(args.lock):
+            with alone(args):
                 done = run(batch(engine, 1, shortest, args.tokens, vocab, number))
-            runs.append(done | {"greedy": number})
+            keep(args, runs, done | {"greedy": number})
         switch(args, "logits", False)
-        for size, prompt in wanted:
-            length = args.tokens
-            switch(args, "eager", prompt < 0)
-            if prompt == args.timed:
-                length = args.timed_tokens
-                if not switched(args, "free").exists():
-                    switch(args, "free", True)
-                    with alone(args.lock):
-                        run(batch(engine, 1, prompt, args.tokens, vocab))
-            with alone(args.lock):
-                done = run(batch(engine, size, abs(prompt), length, vocab))
-            if prompt > 0:
-                runs.append(done)
-            (args.out / f"{args.arm}.json").write_text(json.dumps(runs))
+        for prompt, size in itertools.product(numbers(args.prompt), sizes):
+            with alone(args):
+                done = run(batch(engine, size, prompt, args.tokens, vocab))
+            keep(args, runs, done)
+        switch(args, "eager", True)
+        for size in numbers(args.eager) if args.arm == "on" else []:
+            with alone(args):
+                run(batch(engine, size, shortest, args.tokens, vocab))
         switch(args, "eager", False)
         if args.crowd and args.arm == "on":
             run(crowd(engine, args.crowd, shortest, args.tokens, vocab))
@@ -251,9 +267,35 @@ def switch(args, name: str, on: bool) -> None:
         switched(args, name).unlink(missing_ok=True)
 
 
+def keep(args, runs: list, done: dict) -> None:
+    """Adds a batch to the arm's file: one whose time ran out leaves what it has done."""
+    runs.append(done)
+    path = args.out / f"{args.arm}.json"
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(runs))
+    whole.replace(path)
+
+
+def meet(args) -> None:
+    """Waits until every arm is warm, or has ended."""
+    word_of(args.out, args.arm, "warm").touch()
+    end = time.monotonic() + args.limit
+    for other in args.arms.split(","):
+        while not any(word_of(args.out, other, word).exists() for word in ("warm", "ended")):
+            if time.monotonic() > end:
+                raise TimeoutError(f"the arm {other} is not warm within {args.limit:g} s")
+            time.sleep(LOCK_LOOK_S)
+
+
+def word_of(folder: Path, name: str, word: str) -> Path:
+    """The file that says to the other arms how far an arm is."""
+    return folder / f"{name}.{word}"
+
+
 @contextlib.contextmanager
-def alone(path: Path | None):
+def alone(args):
     """No other engine with the same file runs a batch meanwhile."""
+    path = args.lock or (args.out / "turns" if args.together else None)
     if path is None:
         yield
         return
@@ -285,8 +327,9 @@ def run_arm(name: str, args) -> list:
         "LOWLAT_TEST_BIAS": str(args.bias),
         "LOWLAT_TEST_CHAIN": str(args.chain),
     }
-    logits_of(args.out, name).unlink(missing_ok=True)
-    for what in ("free", "eager", "abort", "logits"):
+    for path in (logits_of(args.out, name), graphs_of(args.out, name)):
+        path.unlink(missing_ok=True)
+    for what in ("free", "eager", "abort", "logits", "timed"):
         path = args.out / f"{name}.{what}"
         path.unlink(missing_ok=True)
         env[f"LOWLAT_TEST_{what.upper()}"] = str(path)
@@ -320,6 +363,7 @@ def run_arm(name: str, args) -> list:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+            word_of(args.out, name, "ended").touch()
     print(f"arm {name}: {time.monotonic() - start:.0f} s", flush=True)
     lines = log.read_text(errors="replace").splitlines()
     print("\n".join(line for line in lines if line.startswith("crowd of")))
@@ -491,6 +535,11 @@ def compare(arms: tuple[str, str], left_runs: list, right_runs: list) -> None:
                     f" {one['step_ms'][1]:.3f}) of {one['steps']} steps,"
                     f" {one['tokens_a_s']:.1f} tokens/s a user"
                 )
+            for what, words in one.get("graphs", {}).items():
+                print(
+                    f"    {name}: {what} {words['ms'][0]:.3f} ms (P90 {words['ms'][1]:.3f}) of"
+                    f" {words['count']}"
+                )
     # What another batch size does to the same prompts' tokens.
     for name, runs in zip(arms, (left_runs, right_runs), strict=True):
         for one, other in itertools.pairwise(runs):
@@ -499,6 +548,29 @@ def compare(arms: tuple[str, str], left_runs: list, right_runs: list) -> None:
                     f"{name}: {one['requests']} and {other['requests']} requests of"
                     f" {one['prompt']} tokens: {alike(one['tokens'], other['tokens'])}"
                 )
+
+
+def graphs_of(folder: Path, name: str) -> Path:
+    """Where every_arm.py leaves the times of an arm's graphs."""
+    return folder / f"{name}.timed.jsonl"
+
+
+def graph_times(folder: Path, name: str, number: int, size: int) -> dict[str, dict]:
+    """Of a timed batch, of as many requests as it has: medians and P90 of the target's graph, of
+    the draft's, and from the end of a target's to the end of the next."""
+    path, found = graphs_of(folder, name), {"target": [], "draft": [], "step": []}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        words = json.loads(line)
+        if (words["batch"], words["requests"]) != (number, size):
+            continue
+        found[words["who"]].append(words["ms"])
+        if words["who"] == "target" and words["since_ms"] is not None:
+            found["step"].append(words["since_ms"])
+    return {
+        what: {"ms": [quantile(values, q) for q in (0.5, 0.9)], "count": len(values)}
+        for what, values in found.items()
+        if values
+    }
 
 
 def logits_of(folder: Path, name: str) -> Path:
@@ -615,6 +687,7 @@ def main() -> int:
     parser.add_argument("--crowd", type=int, default=0, help="requests that come and go")
     parser.add_argument("--fault", action="store_true", help="end the plugin's arm by an abort")
     parser.add_argument("--lock", type=Path, help="engines with the same file take turns")
+    parser.add_argument("--together", action="store_true", help="arms start at once, take turns")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--pool", type=int, default=49152)
     parser.add_argument("--memory", type=float, default=0.85)
@@ -627,7 +700,10 @@ def main() -> int:
     if args.arm:
         return arm(args)
     arms = args.arms.split(",")
-    results = {name: run_arm(name, args) for name in arms}
+    for name, word in itertools.product(arms, ("warm", "ended")):
+        word_of(args.out, name, word).unlink(missing_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(len(arms) if args.together else 1) as pool:
+        results = dict(zip(arms, pool.map(lambda name: run_arm(name, args), arms), strict=True))
     good = all(results.values())
     if args.eager and (results.get("on") or args.fault):
         good &= beside((args.out / "on.log").read_text(errors="replace"))

@@ -2,11 +2,15 @@
 is imported here: one arm is a server that has never seen it. Variables of the environment:
 
     LOWLAT_TEST_RANKS=4      the model is one rank's share of so many
-    LOWLAT_TEST_FREE=FILE    when this file appears the biases that choose experts become 0
+    LOWLAT_TEST_FREE=FILE    while this file exists the biases that choose experts are 0
     LOWLAT_TEST_LOGITS=FILE  while FILE exists, which says a request's number, the best logits of
                              each verified row that a graph ran go to FILE.jsonl
+    LOWLAT_TEST_TIMED=FILE   while FILE exists, which says a batch's number, the times of graphs on
+                             the GPU go to FILE.jsonl
 """
 
+import collections
+import itertools
 import json
 import os
 import threading
@@ -45,11 +49,12 @@ def prepare() -> None:
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = initialize
-    if os.environ.get("LOWLAT_TEST_LOGITS"):
-        from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+    for word, telling in (("LOGITS", telling_logits), ("TIMED", telling_times)):
+        if os.environ.get(f"LOWLAT_TEST_{word}"):
+            from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
-        runner = decode_cuda_graph_runner.DecodeCudaGraphRunner
-        runner.execute = telling_logits(runner.execute)
+            runner = decode_cuda_graph_runner.DecodeCudaGraphRunner
+            runner.execute = telling(runner.execute)
 
 
 def initialize(model: Any) -> None:
@@ -70,16 +75,24 @@ def initialize(model: Any) -> None:
 def free(model: Any) -> None:
     """To compare, biases choose the experts: scores that lie close would choose others by the last
     bit of what came before. To time, scores choose."""
-    wait_for(Path(os.environ["LOWLAT_TEST_FREE"]))
-    for name, tensor in model.named_parameters():
-        if name.endswith("e_score_correction_bias"):
-            tensor.detach().zero_()
+    path = Path(os.environ["LOWLAT_TEST_FREE"])
+    for free in itertools.cycle((True, False)):
+        if not wait_for(path, free):
+            return
+        for name, tensor in model.named_parameters():
+            if name.endswith("e_score_correction_bias"):
+                bias = tensor.detach()
+                bias.zero_() if free else fill(name, bias)
 
 
-def wait_for(path: Path) -> None:
+def wait_for(path: Path, there: bool = True) -> bool:
+    """Whether the file came in time, or went."""
     end = time.monotonic() + 3600
-    while not path.exists() and time.monotonic() < end:
+    while path.exists() != there:
+        if time.monotonic() > end:
+            return False
         time.sleep(0.01)
+    return True
 
 
 def pad_heads(attention: type) -> None:
@@ -114,6 +127,42 @@ def telling_logits(execute: Any) -> Any:
             words = best_logits(out.next_token_logits, *inputs)
             with lines.open("a") as file:
                 print(json.dumps({"request": int(number)} | words), file=file)
+        return out
+
+    return run
+
+
+def telling_times(execute: Any) -> Any:
+    """A graph runner's own, with a line for each graph of a batch whose number the file says: what
+    passed on the GPU around it, copies of its inputs within, and since the last one of its kind
+    ended; of several ranks the first one tells."""
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    switch = Switch(os.environ["LOWLAT_TEST_TIMED"])
+    lines = switch.path.with_name(f"{switch.path.name}.jsonl")
+    pending: collections.deque = collections.deque()
+    last: dict[str, Any] = {}
+
+    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        number = switch.read()
+        if not number or get_parallel().tp_rank != 0:
+            last.clear()
+            return execute(self, forward_batch, *args, **kwargs)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        out = execute(self, forward_batch, *args, **kwargs)
+        end.record()
+        who = "draft" if self.model_runner.is_draft_worker else "target"
+        words = {"batch": int(number), "who": who, "requests": int(forward_batch.batch_size)}
+        pending.append((words, start, end, last.get(who)))
+        last[who] = end
+        while pending and pending[0][2].query():
+            words, start, end, before = pending.popleft()
+            since = None if before is None else round(before.elapsed_time(end), 4)
+            words |= {"ms": round(start.elapsed_time(end), 4), "since_ms": since}
+            with lines.open("a") as file:
+                print(json.dumps(words), file=file)
         return out
 
     return run
