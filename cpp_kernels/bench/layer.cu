@@ -7,7 +7,8 @@
 //   bench_layer processes N [rows..]  the same by a process a rank, which exchange handles
 //
 // Before the rows of all but the last "table": routed by given ids, the same in all cases. Or
-// "whole": whole layers alone, without what their parts take.
+// "whole": whole layers alone, without what their parts take. And "marlin" before either: experts
+// in Marlin's tiles, as SGLang has them.
 //
 // Exit code 1: a failure.
 #include "bench/layer_group.cuh"
@@ -53,8 +54,9 @@ void print(const Case& c, int tp, int gpus, int rows, const Spread& us, double e
 
 // Checks and times every case. One that faults says where, and the next begins anew.
 template <int kTp>
-void run_group(int gpus, int rows, const std::string& how, bool checks) {
+void run_group(int gpus, int rows, const std::string& how, bool marlin, bool checks) {
   Group<kTp> group(gpus, kLayers, rows);
+  if (marlin) group.each([&](int r) { group.rank(r).bind_as_engine(); });
   group.each([&](int r) { group.rank(r).by_table = how == "table"; });
   for (const Case& c : kCases) {
     if (how == "whole" && (!c.whole() || c.parts.idle_sms != 0)) continue;
@@ -152,7 +154,7 @@ int run_process(const Processes& processes, int rank, const std::vector<int>& wi
 }
 
 constexpr char kUsage[] =
-    "bench_layer tp4|tp2|ranks N [table|whole] [rows..]\n"
+    "bench_layer tp4|tp2|ranks N [marlin] [table|whole] [rows..]\n"
     "       bench_layer processes N [rows..]";
 
 template <int kTp>
@@ -163,10 +165,11 @@ void run_ranks(const std::string& what, bool looped, Rest& rest) {
         kTp, [&](const Processes& all, int rank) { return run_process<kTp>(all, rank, widths); });
     return;
   }
+  const bool marlin = rest.take("marlin");
   const std::string how = rest.take("table") ? "table" : rest.take("whole") ? "whole" : "";
   bool checks = true;
   for (const int rows : rest.rows()) {
-    run_group<kTp>(looped ? 1 : kTp, rows, how, checks);
+    run_group<kTp>(looped ? 1 : kTp, rows, how, marlin, checks);
     checks = !looped || how == "whole";
   }
 }

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "bench/attn_layer.hpp"
+#include "bench/marlin_layout.cuh"
 #include "fused/layer.hpp"
 
 namespace lowlat::bench {
@@ -44,6 +45,8 @@ static __global__ void fill_bf16(std::uint16_t* data, std::size_t count, std::ui
 
 struct Matrix {
   Buffer<std::uint8_t> codes, scales;
+  Matrix() = default;
+  Matrix(std::size_t num_codes, std::size_t num_scales) : codes(num_codes), scales(num_scales) {}
   Matrix(std::size_t num_codes, std::size_t num_scales, int scale_code, bool e4m3,
          std::uint64_t seed)
       : codes(num_codes), scales(num_scales) {
@@ -61,6 +64,7 @@ struct MoeLayer {
   Matrix w1, w3, w2, shared_w1, shared_w3, shared_w2;
   Buffer<std::uint16_t> gate;
   Buffer<float> bias;
+  moe_api::MoeLayout layout = moe_api::MoeLayout::checkpoint;
   MoeLayer(std::uint64_t whole, std::uint64_t shard)
       : w1(kE * kI * kH / 2, kE * kI * kH / 32, 127 - 8, false, whole + shard),
         w3(kE * kI * kH / 2, kE * kI * kH / 32, 127 - 8, false, whole + shard + 11),
@@ -72,6 +76,28 @@ struct MoeLayer {
         bias(kE) {
     fill_bf16<<<1024, 256>>>(gate.get(), kE * kH, whole + 66);
     bias.zero();
+  }
+  // The same values in Marlin's tiles: w1 has the rows of w3 too, behind its own.
+  void relay() {
+    w1 = relaid(w1, &w3, kI, kH);
+    w3 = Matrix();
+    w2 = relaid(w2, nullptr, kH, kI);
+    layout = moe_api::MoeLayout::marlin;
+  }
+
+ private:
+  static Matrix relaid(const Matrix& from, const Matrix* behind, std::size_t n, std::size_t k) {
+    const auto rows = [&](Buffer<std::uint8_t> Matrix::* part, std::size_t bytes) {
+      return Rows{(from.*part).get(), behind != nullptr ? (behind->*part).get() : nullptr, n,
+                  bytes};
+    };
+    const Rows codes = rows(&Matrix::codes, k / 2), scales = rows(&Matrix::scales, k / 32);
+    Matrix out(kE * codes.all() * codes.bytes, kE * scales.all() * scales.bytes);
+    marlin_codes<<<1024, 256>>>(reinterpret_cast<std::uint32_t*>(out.codes.get()),
+                                out.codes.size() / 4, codes);
+    marlin_scales<<<1024, 256>>>(out.scales.get(), out.scales.size(), scales);
+    cuda_must(cudaDeviceSynchronize(), "Marlin's layout");
+    return out;
   }
 };
 
@@ -117,7 +143,7 @@ struct Layers {
   // [layers][rows, 6], different experts of a row: where `by_table`, the layers' routing, so that
   // chains of different parts read the same experts whatever their residuals become.
   Buffer<std::int32_t> table;
-  bool by_table = false;
+  bool by_table = false, plain_o = false;
   Buffer<fused::Stamp> stamps;
   std::vector<std::uint16_t> residual, x;
   struct Input {
@@ -162,6 +188,11 @@ struct Layers {
     cuda_must(fused::layer_init(memory, kShape<kTp>, port, nullptr), "layer memory");
     wait_for(nullptr);
     reset();
+  }
+  // As an engine has them: experts in Marlin's tiles, and V4's wo_a for what is not quantised.
+  void bind_as_engine() {
+    for (auto& layer : moe) layer->relay();
+    plain_o = true;
   }
   // Also after a fault.
   void recover() {
@@ -235,6 +266,8 @@ struct Layers {
     out.sink = w.sink.get();
     out.rope = rope_frequencies();
     out.attn_hc = out.ffn_hc = out.next_hc = {w.fn.get(), w.base.get(), w.scale.get()};
+    out.plain_o = plain_o;
+    out.experts.layout = e.layout;
     out.experts.gate = e.gate.get();
     out.experts.gate_bias = e.bias.get();
     out.experts.w1 = e.w1.view();

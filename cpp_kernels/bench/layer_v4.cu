@@ -1,7 +1,9 @@
 // bench_layer_v4: times whole V4-Flash layers, TP4's share (or TP2's) on one GPU, its mailboxes
 // looped back: chains of four layers of one ratio in one CUDA graph.
 //
-//   bench_layer_v4 [tp2] LENGTH [rows..]
+//   bench_layer_v4 [tp2] [marlin] LENGTH [rows..]
+//
+// "marlin": as SGLang has them, experts in Marlin's tiles and attention's output as it is to wo_a.
 //
 // Exit code 1: a failure.
 #include "bench/layer_v4_case.cuh"
@@ -20,9 +22,11 @@ struct Case {
 };
 
 template <int kTp>
-void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length) {
+void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length,
+               bool marlin) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
   PooledChainOf<kTp> chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
+  if (marlin) chain.layers.bind_as_engine();
   std::vector<Case> cases = {{"attention half", {true, false, true}}, {"layer", {}}};
   // Other orders, and the last exchange by sixteen blocks a row.
   using fused::BesideOrder;
@@ -87,20 +91,21 @@ void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, i
 }
 
 template <int kTp>
-void run_rows(int length, const std::vector<int>& rows) {
+void run_rows(int length, const std::vector<int>& rows, bool marlin) {
   Random random(1);
   const HostWeights host(64 / kTp, 8 / kTp, random);
   const HostV4 v4(random);
   for (const int r : rows) {
-    for (const int ratio : {0, 128, 4}) run_ratio<kTp>(host, v4, ratio, r, length);
+    for (const int ratio : {0, 128, 4}) run_ratio<kTp>(host, v4, ratio, r, length, marlin);
   }
 }
 
 bool run(Rest& rest) {
   const bool two = rest.take("tp2");
+  const bool marlin = rest.take("marlin");
   const int length = rest.number(1, 1 << 20);
   const std::vector<int> rows = rest.rows();
-  two ? run_rows<2>(length, rows) : run_rows<4>(length, rows);
+  two ? run_rows<2>(length, rows, marlin) : run_rows<4>(length, rows, marlin);
   return true;
 }
 
@@ -108,6 +113,6 @@ bool run(Rest& rest) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::checked(argc, argv, "bench_layer_v4 [tp2] LENGTH [rows..]",
+  return lowlat::bench::checked(argc, argv, "bench_layer_v4 [tp2] [marlin] LENGTH [rows..]",
                                 lowlat::bench::run);
 }

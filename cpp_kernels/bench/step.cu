@@ -7,6 +7,8 @@
 //   bench_step hosted                the same of steps for an engine that keeps caches and head,
 //                                    with experts in both layouts
 //   bench_step time [rows..]         all of the model's layers, a CUDA graph of one step
+//   bench_step server [rows..]       the same of steps for an engine: wo_a in bf16, and experts in
+//                                    the checkpoint's layout, then in Marlin's
 //   bench_step fault                 an abort of steps in flight; of several ranks also one that
 //                                    never comes
 //   bench_step once [rows..]         a step and a draft without a comparison, for a sanitizer
@@ -77,10 +79,50 @@ const char* words_of(Timed timed) {
   return ", step and draft together";
 }
 
+// A layer's experts are 3.6 GB at two ranks, so 40 of them do not fit.
+WeightRules rules_to_time(const Places& places) {
+  return {.by_score = true, .expert_layers = places.tp_size == 2 ? 12 : 0};
+}
+
+// Prints what a graph's replay takes; false where a rank has a fault, which it prints too.
+bool time_graph(Team& team, TeamGraph& graph, const Places& places, int rows, const char* what) {
+  // Ranks time four steps in a row each time.
+  const Spread us = graph.time(places.looped ? 30 : 12);
+  const std::string fault = team.fault();
+  std::printf("%d layers, TP%d on %d GPU, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n",
+              team.config().num_layers, places.tp_size, places.size(), rows, what, us.median * 1e-3,
+              us.low * 1e-3, us.high * 1e-3, fault.c_str());
+  std::fflush(stdout);
+  failures += fault.empty() ? 0 : 1;
+  return fault.empty();
+}
+
+// Steps as an engine launches them: one after the other, so that the device has room.
+void time_hosted(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
+  lowlat_model_config config = config_of(kind, true, 3);
+  config.num_pages = kPagesOfRequest;
+  for (const auto& [host, what] : {std::pair{Host::steps, ", hosted, the checkpoint's experts"},
+                                   {Host::marlin_steps, ", hosted, Marlin's experts"}}) {
+    AllWeights weights(places, rules_to_time(places));
+    Team fused("fused", places, config, weights, host);
+    for (const int rows : widths) {
+      const Case of = case_of(rows, kPosition);
+      const auto steps = fused.all([&](Rank& rank) { return rank.hosted_of(of, 1); });
+      fused.run(lowlat_hosted_step_launch, steps);
+      const std::vector<float> results = fused.first().hosted_results(steps[0]);
+      expect(std::all_of(results.begin(), results.end(), [](float v) { return std::isfinite(v); }),
+             "finite results");
+      TeamGraph graph(fused, [&](Rank& rank, int r, cudaStream_t stream) {
+        must(lowlat_hosted_step_launch(rank.model(), &steps[static_cast<std::size_t>(r)], stream));
+      });
+      if (!time_graph(fused, graph, places, rows, what)) return;
+    }
+  }
+}
+
 void time_steps(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
   const lowlat_model_config config = config_of(kind, true, 3);
-  // A layer's experts are 3.6 GB at two ranks, so 40 of them do not fit.
-  AllWeights weights(places, {true, places.tp_size == 2 ? 12 : 0});
+  AllWeights weights(places, rules_to_time(places));
   Team fused("fused", places, config, weights);
   for (const int rows : widths) {
     for (const Timed timed : {Timed::step, Timed::tokens_only, Timed::draft, Timed::both}) {
@@ -118,17 +160,7 @@ void time_steps(std::uint32_t kind, const Places& places, const std::vector<int>
         if (with_step) must(lowlat_step_launch(rank.model(), &steps[at], stream));
         if (with_draft) must(lowlat_draft_launch(rank.model(), &drafts[at], stream));
       });
-      // Ranks time four steps in a row each time.
-      const Spread us = graph.time(places.looped ? 30 : 12);
-      const std::string fault = fused.fault();
-      std::printf("%d layers, TP%d on %d GPU, T=%-2d%s: %.3f ms (10th %.3f, 90th %.3f)%s\n",
-                  config.num_layers, places.tp_size, places.size(), rows, words_of(timed),
-                  us.median * 1e-3, us.low * 1e-3, us.high * 1e-3, fault.c_str());
-      std::fflush(stdout);
-      if (!fault.empty()) {
-        ++failures;
-        return;
-      }
+      if (!time_graph(fused, graph, places, rows, words_of(timed))) return;
     }
   }
 }
@@ -273,7 +305,7 @@ int run_process(std::uint32_t kind, const Processes& processes, int tp_rank,
 }
 
 constexpr char kUsage[] =
-    "bench_step check|hosted|time|once|fault [v4] [loop N|ranks N] [rows..]\n"
+    "bench_step check|hosted|time|server|once|fault [v4] [loop N|ranks N] [rows..]\n"
     "       bench_step processes [v4] N [rows..]";
 
 bool run(Rest& rest) {
@@ -290,6 +322,8 @@ bool run(Rest& rest) {
     check(kind, places, widths);
   } else if (what == "time") {
     time_steps(kind, places, widths);
+  } else if (what == "server") {
+    time_hosted(kind, places, widths);
   } else if (what == "hosted") {
     hosted(kind, places);
   } else if (what == "once") {

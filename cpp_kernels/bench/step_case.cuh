@@ -202,7 +202,7 @@ inline lowlat_model_config config_of(std::uint32_t kind, bool whole, int num_dra
 
 // What weights hold.
 struct WeightRules {
-  bool by_score = false;  // see fill()
+  bool by_score = false;  // see fill(); and Marlin's tiles have contents of their own
   // Layers further on have the experts of this many before, where not 0: what a device has no room
   // for. A layer reads as many bytes.
   int expert_layers = 0;
@@ -222,8 +222,9 @@ class Weights {
     void*& data = memory_[marlin ? name + ", Marlin" : name];
     if (spec.shard_dim >= 0) seed += 10'000 * static_cast<std::uint64_t>(rank_);
     if (data == nullptr) {
-      data = marlin ? relaid(spec)
-                    : filled(spec, seed, rules_.by_score, scale_shift_, rules_.embedding);
+      data = marlin && !rules_.by_score ? relaid(spec)
+                                        : filled(marlin ? in_bytes(spec) : spec, seed,
+                                                 rules_.by_score, scale_shift_, rules_.embedding);
     }
     return data;
   }
@@ -303,6 +304,14 @@ class Weights {
     return "layers." + std::to_string(layer_idx % rules_.expert_layers) + name.substr(end);
   }
 
+  // To time, tiles are drawn as they are: random codes in another order are random codes, and a
+  // device has no room for both layouts of a whole model.
+  static lowlat_tensor_spec in_bytes(lowlat_tensor_spec spec) {
+    if (spec.dtype != LOWLAT_I32) return spec;
+    spec.dtype = LOWLAT_FP4X2;
+    spec.shape[spec.ndim - 1] *= 4;
+    return spec;
+  }
   // From the checkpoint's layout, in which a model has had them.
   void* relaid(const lowlat_tensor_spec& spec) {
     const std::string name = key_of(spec.name);
