@@ -12,9 +12,11 @@
 
 namespace lowlat::nvidia::fused {
 
-// Both land, or the device is lost: the second is there so that even then no thread spins for ever.
-// The clock is looked at rarely, because that takes as long as what is waited for.
-inline constexpr std::uint64_t kSecondNs = 1'000'000'000;
+// Both land, or the device is lost: the hour is there so that even then no thread spins for ever.
+// Not less, because a block of the cluster may wait for a peer as long as a model's budget says,
+// and then sends all the same; whoever had given up before would add what is not there, and nobody
+// would be told. The clock is looked at rarely, because that takes as long as what is waited for.
+inline constexpr std::uint64_t kSecondNs = 1'000'000'000, kLostNs = 3600 * kSecondNs;
 inline constexpr int kWaitsPerLook = 256;
 
 // Waits for bulk copies from the device's own memory. Any thread calls.
@@ -23,7 +25,7 @@ LOWLAT_DEVICE void wait_for_weights(std::uint64_t* barrier, std::uint32_t parity
   for (int tries = 1; !sm90::barrier_try_wait(barrier, parity); ++tries) {
     if (tries % kWaitsPerLook != 0) continue;
     const std::uint64_t now_ns = plat::clock_ns();
-    if (deadline_ns == 0) deadline_ns = now_ns + kSecondNs;
+    if (deadline_ns == 0) deadline_ns = now_ns + kLostNs;
     if (now_ns > deadline_ns) return;
   }
 }
@@ -34,7 +36,7 @@ LOWLAT_DEVICE void wait_for_cluster(std::uint64_t* barrier, std::uint32_t parity
   for (int tries = 1; !sm90::barrier_try_wait_cluster(barrier, parity); ++tries) {
     if (tries % kWaitsPerLook != 0) continue;
     const std::uint64_t now_ns = plat::clock_ns();
-    if (deadline_ns == 0) deadline_ns = now_ns + kSecondNs;
+    if (deadline_ns == 0) deadline_ns = now_ns + kLostNs;
     if (now_ns > deadline_ns) return;
   }
 }

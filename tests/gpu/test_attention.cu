@@ -287,6 +287,83 @@ void check_deadline(const DeviceWeights& device, int rows) {
   CHECK(nan);
 }
 
+// Packets of one half of each row, when `ns` have passed.
+__global__ void send_half(uint4* boxes, const uint4* from, int count, int half, std::uint64_t ns) {
+  std::uint64_t begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  } while (now - begin < ns);
+  constexpr int kQuads = kHidden / 4;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+    if (i % kQuads / (kQuads / 2) == half) __stcg(boxes + i, from[i]);
+  }
+}
+
+// Half of each row's packets come more than a second after the others and well within the budget:
+// the sums over a row are of both, as if all had come at once. Fails where a block waits for its
+// cluster no longer than a second.
+void check_late_half(const DeviceWeights& device, int rows) {
+  Random random(static_cast<std::uint64_t>(rows));
+  Activations act(rows, kHeads, kGroups);
+  Mailboxes mail(rows, kRanks, 20'000'000'000);
+  const fused::ExchangePort port = mail.looped(kRanks);
+  act.tell(port);
+  std::vector<std::uint16_t> residual(act.count(4 * kHidden));
+  for (auto& v : residual) v = bf16(random.normal());
+  act.residual[0].put(residual);
+  const Gates gates(1);
+  must_run(
+      fused::launch_begin_step(mail.step_epoch.get(), 3, gates.words(), gates.num_words(), nullptr),
+      "begin step");
+  must_run(kIsV4 ? fused::launch_exchange_mix(act.exchange_mix(device, port, 0, 0, false), false,
+                                              nullptr)
+                 : fused::launch_mix(act.mixing(device, 0, gates.at(0, Gates::ticket, 1).word,
+                                                gates.at(0, Gates::mix, 1)),
+                                     8, false, false, nullptr),
+           "mix");
+  const std::uint64_t epoch = mail.step_epoch.take()[0] + 1;
+  const int count = static_cast<int>(kRanks * mail.box_packets);
+  std::vector<std::uint32_t> words(static_cast<std::size_t>(count) * 4);
+  for (std::size_t i = 0; i < words.size(); i += 4) {
+    // Floats of 24 bits, of 0.0078 to 0.5.
+    std::uint64_t codes[4];
+    for (auto& code : codes) code = 0x3c'0000u + random.bits() % 0x3'0000u;
+    words[i] = static_cast<std::uint32_t>(codes[0] | codes[1] << 24);
+    words[i + 1] = static_cast<std::uint32_t>(codes[1] >> 8 | codes[2] << 16);
+    words[i + 2] = static_cast<std::uint32_t>(codes[2] >> 16 | codes[3] << 8);
+    words[i + 3] = static_cast<std::uint32_t>(epoch);
+  }
+  const Buffer<std::uint32_t> packets(words);
+  auto* const boxes = reinterpret_cast<uint4*>(mail.boxes.get()) + (epoch & 1u) * count;
+  const auto* const from = reinterpret_cast<const uint4*>(packets.get());
+  cudaStream_t beside;
+  cuda_must(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking), "stream");
+  const auto exchange = [&](std::uint64_t late_ns) {
+    mail.boxes.zero();
+    act.residual[1].poison();
+    act.x.poison();
+    send_half<<<1, 1024>>>(boxes, from, count, 0, 0);
+    cuda_must(cudaDeviceSynchronize(), "the first half");
+    send_half<<<1, 1024, 0, beside>>>(boxes, from, count, 1, late_ns);
+    cuda_must(cudaGetLastError(), "the second half");
+    must_run(kIsV4 ? fused::launch_exchange_mix(act.exchange_mix(device, port, 1, 0, true), false,
+                                                nullptr)
+                   : fused::launch_exchange_norm(act.exchange(device, port, 1, 0, false), kHidden,
+                                                 false, nullptr),
+             "exchange");
+    std::vector<std::uint16_t> out = act.residual[1].take();
+    const std::vector<std::uint16_t> x = act.x.take();
+    out.insert(out.end(), x.begin(), x.end());
+    return out;
+  };
+  const std::vector<std::uint16_t> want = exchange(0);
+  CHECK(all_finite(want));
+  CHECK(exchange(1'200'000'000) == want);
+  CHECK(!mail.faulted());
+  cudaStreamDestroy(beside);
+}
+
 struct Weights {
   HostWeights host;
   DeviceWeights device;
@@ -328,4 +405,10 @@ TEST_CASE(a_rank_that_sends_nothing_is_named_at_the_deadline) {
   need_device();
   const lowlat::bench::Weights weights;
   for (const int rows : {6, 24}) lowlat::bench::check_deadline(weights.device, rows);
+}
+
+TEST_CASE(packets_that_come_late_and_in_time_are_waited_for) {
+  need_device();
+  const lowlat::bench::Weights weights;
+  for (const int rows : {6, 24}) lowlat::bench::check_late_half(weights.device, rows);
 }
