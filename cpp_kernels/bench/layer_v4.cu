@@ -1,9 +1,10 @@
 // bench_layer_v4: times whole V4-Flash layers, TP4's share (or TP2's) on one GPU, its mailboxes
 // looped back: chains of four layers of one ratio in one CUDA graph.
 //
-//   bench_layer_v4 [tp2] [marlin] LENGTH [rows..]
+//   bench_layer_v4 [tp2] [marlin] [whole] LENGTH [rows..]
 //
 // "marlin": as SGLang has them, experts in Marlin's tiles and attention's output as it is to wo_a.
+// "whole": whole layers alone, in the order that is served.
 //
 // Exit code 1: a failure.
 #include "bench/layer_v4_case.cuh"
@@ -21,12 +22,17 @@ struct Case {
   fused::LayerParts parts;
 };
 
+// What the words in front say.
+struct How {
+  bool marlin, whole;
+};
+
 template <int kTp>
 void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, int length,
-               bool marlin) {
+               const How& how) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
   PooledChainOf<kTp> chain(host, v4, kLayers, ratio, rows / tokens, tokens, length);
-  if (marlin) chain.layers.bind_as_engine();
+  if (how.marlin) chain.layers.bind_as_engine();
   std::vector<Case> cases = {{"attention half", {true, false, true}}, {"layer", {}}};
   // Other orders, and the last exchange by sixteen blocks a row.
   using fused::BesideOrder;
@@ -44,6 +50,7 @@ void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, i
   }
   cases.push_back({"sixteen blocks", {}});
   cases.back().parts.few_exchange_blocks = false;
+  if (how.whole) cases = {{"layer", {}}};
   std::vector<std::uint16_t> want[3];  // of halves, layers, layers by another summation
   for (const Case& c : cases) {
     chain.layers.recover();
@@ -91,21 +98,21 @@ void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, i
 }
 
 template <int kTp>
-void run_rows(int length, const std::vector<int>& rows, bool marlin) {
+void run_rows(int length, const std::vector<int>& rows, const How& how) {
   Random random(1);
   const HostWeights host(64 / kTp, 8 / kTp, random);
   const HostV4 v4(random);
   for (const int r : rows) {
-    for (const int ratio : {0, 128, 4}) run_ratio<kTp>(host, v4, ratio, r, length, marlin);
+    for (const int ratio : {0, 128, 4}) run_ratio<kTp>(host, v4, ratio, r, length, how);
   }
 }
 
 bool run(Rest& rest) {
   const bool two = rest.take("tp2");
-  const bool marlin = rest.take("marlin");
+  const How how = {rest.take("marlin"), rest.take("whole")};
   const int length = rest.number(1, 1 << 20);
   const std::vector<int> rows = rest.rows();
-  two ? run_rows<2>(length, rows, marlin) : run_rows<4>(length, rows, marlin);
+  two ? run_rows<2>(length, rows, how) : run_rows<4>(length, rows, how);
   return true;
 }
 
@@ -113,6 +120,6 @@ bool run(Rest& rest) {
 }  // namespace lowlat::bench
 
 int main(int argc, char** argv) {
-  return lowlat::bench::checked(argc, argv, "bench_layer_v4 [tp2] [marlin] LENGTH [rows..]",
+  return lowlat::bench::checked(argc, argv, "bench_layer_v4 [tp2] [marlin] [whole] LENGTH [rows..]",
                                 lowlat::bench::run);
 }
