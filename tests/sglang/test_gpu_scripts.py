@@ -237,6 +237,50 @@ def test_graphs_of_a_timed_batch_are_told_of(scripts, tmp_path, monkeypatch) -> 
     assert found["draft"]["ms"] == [1.0, 1.0]
 
 
+class Profiler:
+    """One that saw a kernel and what is none."""
+
+    made = 0
+
+    def __init__(self, activities) -> None:
+        Profiler.made += 1
+
+    def start(self) -> None:
+        self.is_on = True
+
+    def stop(self) -> None:
+        self.is_on = False
+
+    def export_chrome_trace(self, path) -> None:
+        assert not self.is_on
+        kernel = {"cat": "kernel", "ts": 7.5, "dur": 2.0, "args": {"stream": 7}}
+        events = [kernel | {"name": "b"}, kernel | {"name": "a", "ts": 5}, {"cat": "cpu_op"}]
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def test_kernels_of_some_steps_are_told_of(scripts, tmp_path, monkeypatch) -> None:
+    every_arm = scripts[3]
+    monkeypatch.setenv("LOWLAT_TEST_TRACE", str(tmp_path / "on.trace"))
+    monkeypatch.setattr(every_arm, "LOOK_S", -1)
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    run = every_arm.telling_kernels(lambda self, forward_batch: forward_batch.batch_size)
+    target = SimpleNamespace(model_runner=SimpleNamespace(is_draft_worker=False))
+
+    def steps(size: int, count: int) -> bool:
+        batch = SimpleNamespace(batch_size=size)
+        assert all(run(target, batch) == size for _ in range(count))
+        return (tmp_path / "on.trace.8.json").exists()
+
+    assert not steps(8, 100)
+    (tmp_path / "on.trace").write_text("8")
+    assert not steps(7, 100)
+    assert not steps(8, every_arm.TRACE_BEHIND + every_arm.TRACED - 1)
+    assert steps(8, 100) and Profiler.made == 1
+    found = json.loads((tmp_path / "on.trace.8.json").read_text())
+    assert found == [["a", 7, 0, 2], ["b", 7, 2.5, 4.5]]
+
+
 def test_two_arms_meet_and_take_turns(scripts, tmp_path) -> None:
     engine, seen = scripts[2], []
 

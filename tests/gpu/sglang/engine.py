@@ -3,7 +3,7 @@
     python engine.py --model DIR --out DIR [--arms on,off,bare] [--tp 2] [--share 4] [--fault]
         [--batches 1,2] [--graphs 1,2,4,8] [--prompt 300] [--tokens 40] [--eager 2]
         [--timed 4000] [--timed-tokens 200] [--repeats 1] [--accept 3.51] [--greedy 6] [--chain 1]
-        [--together]
+        [--together] [--trace 8]
 
 DIR holds a config.json of DeepSeek-V4.1 or V4 in true sizes, of as many layers as fit, or with
 --share 4 the sizes of one rank of four (a quarter of the heads, output groups, expert width and
@@ -25,6 +25,8 @@ importable. Each arm is a process of its own, with the same prompts, greedy:
             apart the two tokens' logits are, which must be no more than the bounds leave open.
             With --chain the head expects behind a token the next one of the vocabulary, more or
             less by the token, and drafts say so: then drafts are accepted, and most tokens are sure
+    --trace batches of so many requests, of the timed ones' prompts, follow the timed ones; of some
+            steps when which kernel ran goes to a file. Such a process is slower from then on
     --together  the arms' servers start at the same time, on the same GPU, and run their batches in
             turns, from when all of them are warm
     --crowd while one request is answered so many others come and go, more than any width holds, and
@@ -79,6 +81,7 @@ MOST_OF_A_ROUNDING = 1.25
 SPREADS_OF_A_TIE = 4 * 2**0.5
 FAULT_TOKENS = 4000
 GIVEN_UP_S = 20
+TRACE_TOKENS = 200
 LOCK_S = 300
 LOCK_LOOK_S = 0.02
 # What the arms' processes need to see that a switch is another.
@@ -227,6 +230,11 @@ def arm(args) -> int:
                 switch(args, "timed", False)
             done["graphs"] = graph_times(args.out, args.arm, number, size)
             keep(args, runs, done)
+        for size in numbers(args.trace):
+            with alone(args):
+                switched(args, "trace").write_text(str(size))
+                run(batch(engine, size, args.timed or shortest, TRACE_TOKENS, vocab))
+                switch(args, "trace", False)
         if timed:
             switch(args, "free", False)
             time.sleep(SWITCHED_S)
@@ -329,7 +337,7 @@ def run_arm(name: str, args) -> list:
     }
     for path in (logits_of(args.out, name), graphs_of(args.out, name)):
         path.unlink(missing_ok=True)
-    for what in ("free", "eager", "abort", "logits", "timed"):
+    for what in ("free", "eager", "abort", "logits", "timed", "trace"):
         path = args.out / f"{name}.{what}"
         path.unlink(missing_ok=True)
         env[f"LOWLAT_TEST_{what.upper()}"] = str(path)
@@ -680,6 +688,7 @@ def main() -> int:
     parser.add_argument("--eager", default="", help="batches that no graph runs")
     parser.add_argument("--timed", type=int, default=0, help="prompt of batches that are timed")
     parser.add_argument("--timed-tokens", type=int, default=200)
+    parser.add_argument("--trace", default="", help="batches whose kernels are told of")
     parser.add_argument("--repeats", type=int, default=1, help="of the timed batches")
     parser.add_argument("--accept", type=float, default=0.0, help="tokens that a step accepts")
     parser.add_argument("--greedy", type=int, default=0, help="prompts whose logits are compared")

@@ -7,6 +7,8 @@ is imported here: one arm is a server that has never seen it. Variables of the e
                              each verified row that a graph ran go to FILE.jsonl
     LOWLAT_TEST_TIMED=FILE   while FILE exists, which says a batch's number, the times of graphs on
                              the GPU go to FILE.jsonl
+    LOWLAT_TEST_TRACE=FILE   while FILE exists, which says how many requests, the kernels of some
+                             steps of as many go to FILE.REQUESTS.json
 """
 
 import collections
@@ -25,6 +27,7 @@ PADDED_HEADS = 64
 BEST_LOGITS = 8
 # A look at a file can take as long as many kernels: not every step has one. Prompts take longer.
 LOOK_S = 0.01
+TRACE_BEHIND, TRACED = 30, 4
 
 
 class Switch:
@@ -49,7 +52,8 @@ def prepare() -> None:
     from sglang.srt.model_loader import loader
 
     loader.initialize_dummy_weights = initialize
-    for word, telling in (("LOGITS", telling_logits), ("TIMED", telling_times)):
+    tellings = {"LOGITS": telling_logits, "TIMED": telling_times, "TRACE": telling_kernels}
+    for word, telling in tellings.items():
         if os.environ.get(f"LOWLAT_TEST_{word}"):
             from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 
@@ -166,6 +170,53 @@ def telling_times(execute: Any) -> Any:
         return out
 
     return run
+
+
+def telling_kernels(execute: Any) -> Any:
+    """A graph runner's own, with a profiler around some steps, drafts within, from a target's graph
+    on."""
+    import torch
+
+    switch = Switch(os.environ["LOWLAT_TEST_TRACE"])
+    seen: dict[str, int] = {}
+    profilers: list[Any] = []
+
+    def run(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        size = switch.read()
+        if not size or self.model_runner.is_draft_worker:
+            return execute(self, forward_batch, *args, **kwargs)
+        if int(forward_batch.batch_size) == int(size):
+            seen[size] = seen.get(size, 0) + 1
+        if seen.get(size) == TRACE_BEHIND and not profilers:
+            torch.cuda.synchronize()
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            profilers.append(torch.profiler.profile(activities=activities))
+            profilers[0].start()
+        if seen.get(size, 0) >= TRACE_BEHIND + TRACED and profilers:
+            torch.cuda.synchronize()
+            profiler = profilers.pop()
+            profiler.stop()
+            path = switch.path.with_name(f"{switch.path.name}.{size}.json")
+            profiler.export_chrome_trace(str(path))
+            path.write_text(json.dumps(kernels_of(json.loads(path.read_text()))))
+        return execute(self, forward_batch, *args, **kwargs)
+
+    return run
+
+
+def kernels_of(trace: dict) -> list:
+    """[name, stream, start, end] of what ran on the GPU, in the order of starts; microseconds."""
+    found = [
+        [event["name"], event["args"].get("stream"), event["ts"], event["ts"] + event["dur"]]
+        for event in trace["traceEvents"]
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    found.sort(key=lambda event: event[2])
+    first = found[0][2] if found else 0
+    return [
+        [name, stream, round(start - first, 3), round(end - first, 3)]
+        for name, stream, start, end in found
+    ]
 
 
 def best_logits(logits: Any, input_ids: Any, positions: Any) -> dict[str, list]:
