@@ -7,8 +7,8 @@
 //   bench_step hosted                the same of steps for an engine that keeps caches and head,
 //                                    with experts in both layouts
 //   bench_step time [rows..]         all of the model's layers, a CUDA graph of one step
-//   bench_step server [rows..]       the same of steps for an engine: wo_a in bf16, and experts in
-//                                    the checkpoint's layout, then in Marlin's
+//   bench_step server [rows..]       the same of steps, and of drafts, for an engine: wo_a in bf16,
+//                                    and experts in the checkpoint's layout, then in Marlin's
 //   bench_step fault                 an abort of steps in flight; of several ranks also one that
 //                                    never comes
 //   bench_step once [rows..]         a step and a draft without a comparison, for a sanitizer
@@ -97,6 +97,34 @@ bool time_graph(Team& team, TeamGraph& graph, const Places& places, int rows, co
   return fault.empty();
 }
 
+// A draft's layers and proposals behind steps of `widths`, as an engine launches them.
+void time_hosted_drafts(std::uint32_t kind, const Places& places, const std::vector<int>& widths,
+                        Host host) {
+  lowlat_model_config config = config_of(kind, true, 3);
+  config.num_pages = 1;
+  config.num_widths = 0;
+  for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
+  AllWeights weights(places, rules_to_time(places));
+  Team fused("fused", places, config, weights, host);
+  for (const int rows : widths) {
+    const Case of = case_of(rows, kPosition);
+    if (of.tokens != 6) continue;
+    const auto drafts = fused.all([&](Rank& rank) { return rank.hosted_draft_of(of); });
+    std::vector<lowlat_proposal> proposals;
+    fused.each([&](Rank& rank, int r) {
+      proposals.push_back(rank.proposal_of(drafts[static_cast<std::size_t>(r)]));
+    });
+    TeamGraph graph(fused, [&](Rank& rank, int r, cudaStream_t stream) {
+      const auto at = static_cast<std::size_t>(r);
+      must(lowlat_hosted_draft_launch(rank.model(), &drafts[at], stream));
+      must(lowlat_propose_launch(rank.model(), &proposals[at], stream));
+    });
+    const char* what = has_marlin(host) ? ", hosted draft behind it, Marlin's experts"
+                                        : ", hosted draft behind it, the checkpoint's experts";
+    if (!time_graph(fused, graph, places, rows, what)) return;
+  }
+}
+
 // Steps as an engine launches them: one after the other, so that the device has room.
 void time_hosted(std::uint32_t kind, const Places& places, const std::vector<int>& widths) {
   lowlat_model_config config = config_of(kind, true, 3);
@@ -117,6 +145,9 @@ void time_hosted(std::uint32_t kind, const Places& places, const std::vector<int
       });
       if (!time_graph(fused, graph, places, rows, what)) return;
     }
+  }
+  for (const Host host : {Host::draft, Host::marlin_draft}) {
+    time_hosted_drafts(kind, places, widths, host);
   }
 }
 

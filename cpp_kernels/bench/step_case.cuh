@@ -228,6 +228,7 @@ class Weights {
     }
     return data;
   }
+  bool are_to_time() const { return rules_.by_score; }
   // bf16 of codes and scales that a model has had by these names.
   void* expanded(const lowlat_tensor_spec& spec, int block) {
     const std::string name = spec.name;
@@ -366,8 +367,12 @@ inline int hosted_window_page(int page) { return page * 3 % kHostedPages; }
 
 // Who keeps caches and head: the model, or an engine with wo_a in bf16, for steps with experts in
 // the checkpoint's layout or in Marlin's, which is made of the other, for proposals, or for a
-// draft's layers too, whose wo_a in bf16 is made of the published one.
-enum class Host { none, steps, marlin_steps, proposals, draft };
+// draft's layers too, in both layouts, whose wo_a in bf16 is made of the published one.
+enum class Host { none, steps, marlin_steps, proposals, draft, marlin_draft };
+constexpr bool has_marlin(Host host) {
+  return host == Host::marlin_steps || host == Host::marlin_draft;
+}
+constexpr bool has_stages(Host host) { return host == Host::draft || host == Host::marlin_draft; }
 
 // One rank's model, bound to weights and caches; ready with ready().
 class Rank {
@@ -380,10 +385,10 @@ class Rank {
     if (hosted) {
       lowlat_hosting hosting{};
       hosting.struct_bytes = sizeof hosting;
-      hosting.expert_layout = host == Host::marlin_steps ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
+      hosting.expert_layout = has_marlin(host) ? LOWLAT_MARLIN : LOWLAT_ROW_MAJOR;
       hosting.bf16_wo_a = 1;
-      hosting.proposals = host == Host::proposals || host == Host::draft ? 1 : 0;
-      hosting.stages = host == Host::draft ? 1 : 0;
+      hosting.proposals = host == Host::proposals || has_stages(host) ? 1 : 0;
+      hosting.stages = has_stages(host) ? 1 : 0;
       must(lowlat_hosted_create(platform.c_str(), &config_, &hosting, &model_));
     } else {
       must(lowlat_model_create(platform.c_str(), &config_, &model_));
@@ -399,7 +404,7 @@ class Rank {
         caches_.push_back(tensor);
         if (hosted) continue;
       } else {
-        const bool wide = host == Host::draft && spec.dtype == LOWLAT_BF16 &&
+        const bool wide = has_stages(host) && !weights.are_to_time() && spec.dtype == LOWLAT_BF16 &&
                           std::string(spec.name).ends_with("attn.wo_a.weight");
         tensor.data = wide ? weights.expanded(spec, config_.scale_block)
                            : weights.of(spec, static_cast<std::uint64_t>(i) + 1);
@@ -498,6 +503,17 @@ class Rank {
     }
     step.streams = place(std::vector<std::uint16_t>(rows * hidden * 4, 0x7fc0));
     return step;
+  }
+  lowlat_proposal proposal_of(const lowlat_hosted_draft& draft) {
+    std::vector<std::int64_t> anchors;
+    for (int q = 0; q < draft.batch_size; ++q) anchors.push_back(100 + q);
+    lowlat_proposal proposal{};
+    proposal.struct_bytes = sizeof proposal;
+    proposal.batch_size = draft.batch_size;
+    proposal.hidden = draft.hidden;
+    proposal.anchors = place(anchors);
+    proposal.draft_tokens = place(std::vector<std::int64_t>(anchors.size() * 5, -7));
+    return proposal;
   }
   // The block behind a step of `of`, as draft_of() has it: our page p is the engine's p + 1.
   lowlat_hosted_draft hosted_draft_of(const Case& of) {
@@ -605,7 +621,7 @@ class Rank {
     pools.num_pages = pools.num_window_pages = kHostedPages;
     pools.num_requests = kMaxBatch;
     // Rows of a draft come with slots of their own.
-    pools.window_slots = host_ == Host::draft ? nullptr : place(window_slots);
+    pools.window_slots = has_stages(host_) ? nullptr : place(window_slots);
     pools.history = history_;
     pools.num_tensors = static_cast<std::int32_t>(caches_.size());
     pools.names = names.data();

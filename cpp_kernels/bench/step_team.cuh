@@ -436,8 +436,9 @@ inline void compare_proposals(Team& got, Team& want, int batch, bool samples) {
 }
 
 // A hosted draft's layers and proposals beside the model's own draft, both by the fused schedule:
-// tokens, and to the bit the keys that both keep.
-inline void compare_hosted_draft(Team& hosted, Team& own, const Case& of) {
+// tokens, and to the bit the keys that both keep; of Marlin's experts, whose sums are in another
+// order, those of the first stage.
+inline void compare_hosted_draft(Team& hosted, Team& own, const Case& of, bool marlin = false) {
   const auto steps = own.all([&](Rank& rank) { return rank.step_of(of, 0); });
   own.run(lowlat_step_launch, steps);
   std::vector<lowlat_draft> drafts;
@@ -477,14 +478,7 @@ inline void compare_hosted_draft(Team& hosted, Team& own, const Case& of) {
   hosted.run(lowlat_hosted_draft_launch, blocks);
   std::vector<lowlat_proposal> proposals;
   hosted.each([&](Rank& rank, int r) {
-    lowlat_proposal& proposal = proposals.emplace_back();
-    proposal.struct_bytes = sizeof proposal;
-    proposal.batch_size = of.requests;
-    proposal.hidden = blocks[static_cast<std::size_t>(r)].hidden;
-    std::vector<std::int64_t> anchors;
-    for (int q = 0; q < of.requests; ++q) anchors.push_back(100 + q);
-    proposal.anchors = rank.place(anchors);
-    proposal.draft_tokens = rank.place(std::vector<std::int64_t>(count, -7));
+    proposals.push_back(rank.proposal_of(blocks[static_cast<std::size_t>(r)]));
   });
   hosted.run(lowlat_propose_launch, proposals);
   const auto got = hosted.agreed(
@@ -499,7 +493,9 @@ inline void compare_hosted_draft(Team& hosted, Team& own, const Case& of) {
   const bool finite =
       std::all_of(left.begin(), left.end(), [](float value) { return std::isfinite(value); });
   bool same_keys = true;
+  int stage = 0;
   each_pool([&](const std::uint8_t* ours, std::size_t bytes, const std::uint8_t* theirs) {
+    if (marlin && stage++ % hosted.config().num_draft_stages != 0) return;
     std::vector<std::uint8_t> a(bytes), b(bytes);
     cuda_must(cudaMemcpy(a.data(), ours, bytes, cudaMemcpyDeviceToHost), "keys");
     cuda_must(cudaMemcpy(b.data(), theirs, bytes, cudaMemcpyDeviceToHost), "keys");
@@ -509,8 +505,9 @@ inline void compare_hosted_draft(Team& hosted, Team& own, const Case& of) {
   for (std::size_t i = 0; i < count; ++i) differs += got[i] != want[i];
   // The norm before the head adds its squares in another order.
   const bool good = 10 * differs <= static_cast<int>(count) && finite && same_keys;
-  verdict(good, "hosted draft of %d requests: tokens differ %d of %zu%s%s", of.requests, differs,
-          count, finite ? "" : ", not finite", same_keys ? "" : ", other keys");
+  verdict(good, "hosted draft of %d requests%s: tokens differ %d of %zu%s%s", of.requests,
+          marlin ? ", Marlin's experts" : "", differs, count, finite ? "" : ", not finite",
+          same_keys ? "" : ", other keys");
 }
 
 inline void compare_draft(Team& got, Team& want, const Case& of) {

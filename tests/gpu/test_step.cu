@@ -167,9 +167,11 @@ void check_hosted_draft(std::uint32_t kind, const Places& places) {
   config.num_widths = 0;
   for (const int width : {5, 10, 20, 40}) config.widths[config.num_widths++] = width;
   bench::Team hosted("fused", places, config, weights, bench::Host::draft);
+  bench::Team marlin("fused", places, config, weights, bench::Host::marlin_draft);
   for (const int position : {bench::kShort, bench::kPosition}) {
     for (const int requests : {1, 2, 8, 4, 1}) {
       bench::compare_hosted_draft(hosted, own, {requests, 6, position});
+      bench::compare_hosted_draft(marlin, own, {requests, 6, position}, true);
     }
   }
   CHECK_EQ(bench::failures, 0);
