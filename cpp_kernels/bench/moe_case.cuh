@@ -204,7 +204,7 @@ struct Layer {
     CUDA(cudaGetLastError());
   }
   std::int64_t box_packets() const {
-    return lowlat::fused::moe_box_packets(d.shape, layout, kMaxRows);
+    return lowlat::fused::moe_box_packets(d.shape, kMaxRows);
   }
   void set_epoch(std::uint64_t e) const {
     CUDA(cudaMemcpy(epoch.data, &e, 8, cudaMemcpyHostToDevice));
@@ -416,7 +416,7 @@ inline bool check_case(const Layer& layer, int rows, const std::string& scenario
   // What was published: every mailbox holds y in packets by band, tagged with the epoch.
   int wrong_packets = 0;
   if (publish) {
-    const int band = lowlat::fused::moe_box_band(d.shape, layer.layout, rows);
+    const int band = lowlat::fused::moe_box_band(d.shape, rows);
     const int bands = d.hidden / band, per_band = (band + 2) / 3;
     for (int peer = 0; peer < kPeers; ++peer) {
       const std::size_t box =
@@ -426,8 +426,9 @@ inline bool check_case(const Layer& layer, int rows, const std::string& scenario
       for (int t = 0; t < rows; ++t) {
         for (int h = 0; h < d.hidden; ++h) {
           const std::size_t packet = (std::size_t(t) * bands + h / band) * per_band + h % band / 3;
+          const int column = lowlat::fused::moe_box_column(d.shape, layer.layout, rows, h);
           std::uint32_t bits;
-          std::memcpy(&bits, &got[std::size_t(t) * d.hidden + h], 4);
+          std::memcpy(&bits, &got[std::size_t(t) * d.hidden + column], 4);
           if (words[4 * packet + h % band % 3] != bits || words[4 * packet + 3] != 7) {
             ++wrong_packets;
           }

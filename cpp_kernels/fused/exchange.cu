@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(ExchangeSlice<kHidden, kRanks, WholeBlock>::kT
   slice.load_residual();
   slice.load_statistics();
   float y[4] = {};
-  slice.receive(y, epoch);
+  slice.receive(y, epoch, params.tile_order);
   stamps.mark(StampStage::wait);
   float squares = slice.combine(y);
   stamps.mark(StampStage::compute);

@@ -66,6 +66,8 @@ struct ExchangeNormParams {
   // publishing kernel lets its successor start after its own wait, so that residual_in and mix are
   // complete.
   bool early;
+  // The quads hold a sum of experts in Marlin's order (lowlat::fused::moe_tile_order).
+  bool tile_order;
 };
 
 // Makes the packets of a step's first x, where no exchange of this step does: x bf16 [T, H]

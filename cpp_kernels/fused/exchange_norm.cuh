@@ -93,17 +93,36 @@ struct ExchangeSlice {
     }
   }
 
-  // y = the sums over the ranks of this thread's columns.
-  LOWLAT_DEVICE void receive(float (&y)[4], std::uint64_t epoch) {
+  // y = the sums over the ranks of this thread's columns. `tile_order`: quads hold positions 8 g +
+  // j .. + 3 of 64 columns 8 j + g (ExchangeNormParams).
+  LOWLAT_DEVICE void receive(float (&y)[4], std::uint64_t epoch, bool tile_order) {
     const auto stage = static_cast<stages::StageId>(params.stage);
+    // With j and g as bits, a quad's number ends with g j2 and a thread's with j g2; j's lower bits
+    // and g's are a quad's place and a thread's. So bits 0 and 3 of the number change places, and
+    // what lies in four quads and four threads is transposed.
+    const int quad =
+        tile_order ? (quad_idx() & ~9) | (quad_idx() >> 3 & 1) | (quad_idx() & 1) << 3 : quad_idx();
     // A team that starts when all has come goes on at once.
-    if (team.any(!try_receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx(), kQuads))) {
+    if (team.any(!try_receive_quad<kRanks>(y, params.port, epoch, row_idx, quad, kQuads))) {
       if (team.thread() < plat::kWarpLanes) {
         poll_quads<kRanks>(params.port, epoch, row_idx, slice_idx * kThreads, kThreads, kQuads,
                            stage);
       }
       team.sync();
-      receive_quad<kRanks>(y, params.port, epoch, row_idx, quad_idx(), kQuads, stage);
+      receive_quad<kRanks>(y, params.port, epoch, row_idx, quad, kQuads, stage);
+    }
+    if (tile_order) {
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2) {
+        const bool upper = (team.thread() / 2 & step) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i & step) continue;
+          const float theirs =
+              __shfl_xor_sync(plat::kAllLanes, upper ? y[i] : y[i + step], 2 * step);
+          (upper ? y[i] : y[i + step]) = theirs;
+        }
+      }
     }
     // What came may be of a kernel whose own wait was ended. The answer is used further below.
     aborted = load_relaxed(params.port.abort_words[params.port.tp_rank]);

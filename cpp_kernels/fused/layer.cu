@@ -466,6 +466,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
   if (!is_v4) {
     exchange = exchanging(1, layer.next_norm);
     exchange.mix_done = ffn_mix_done;
+    exchange.tile_order = lowlat::fused::moe_tile_order(step.shape, layer.experts.layout, rows);
     exchange.done = gate(gate_done, exchange_blocks);
     if (layer.memory_follows) {
       exchange.done = layer_gate(memory, layer_idx, kLayerExchanged, exchange_blocks);
@@ -473,7 +474,7 @@ cudaError_t launch_plain_layer(const PlainLayer& layer, const LayerStep& step, i
     }
   }
   const bool ends_layer = parts.experts_exchange &&
-                          lowlat::fused::moe_ends_layer(step.shape, layer.experts.layout, rows);
+                          lowlat::fused::moe_ends_layer(step.shape, rows);
   if (ends_layer) experts.exchange = exchange;
   run(HopKernel::experts, [&] {
     return static_cast<cudaError_t>(lowlat::fused::launch_moe_region(

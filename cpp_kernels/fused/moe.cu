@@ -16,9 +16,7 @@ constexpr int kFewRows = 8;
 bool is_draft(MoeShape shape) {
   return shape == MoeShape::v41_draft_tp2 || shape == MoeShape::v41_draft_tp4;
 }
-bool is_wide(MoeShape shape, MoeLayout layout, int rows) {
-  return rows > kFewRows || layout != MoeLayout::checkpoint || is_draft(shape);
-}
+bool is_wide(MoeShape shape, int rows) { return rows > kFewRows || is_draft(shape); }
 
 // The kernel of few rows, and where the workspace of that of many begins.
 template <class S>
@@ -81,17 +79,24 @@ int moe_workspace_init(MoeShape shape, void* workspace, void* stream) {
       moe::wide::init(shape, static_cast<unsigned char*>(workspace) + wide_offset(shape), on));
 }
 
-int moe_box_band(MoeShape shape, MoeLayout layout, int rows) {
-  return is_wide(shape, layout, rows)
+int moe_box_band(MoeShape shape, int rows) {
+  return is_wide(shape, rows)
              ? moe::wide::kBandColumns
              : with_shape(shape, [](auto instance) { return decltype(instance)::L::kBandRows; });
 }
-bool moe_ends_layer(MoeShape shape, MoeLayout layout, int rows) {
-  return !is_wide(shape, layout, rows) &&
+int moe_box_column(MoeShape shape, MoeLayout layout, int rows, int position) {
+  const bool is_few = layout == MoeLayout::marlin && !is_wide(shape, rows);
+  return is_few ? moe::tiles::column_of(shape, position) : position;
+}
+bool moe_tile_order(MoeShape shape, MoeLayout layout, int rows) {
+  return layout == MoeLayout::marlin && !is_wide(shape, rows) && moe::tiles::sends_positions(shape);
+}
+bool moe_ends_layer(MoeShape shape, int rows) {
+  return !is_wide(shape, rows) &&
          with_shape(shape, [](auto instance) { return decltype(instance)::L::kEndsLayer; });
 }
-std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows) {
-  const int band = moe_box_band(shape, layout, rows);
+std::int64_t moe_box_packets(MoeShape shape, int rows) {
+  const int band = moe_box_band(shape, rows);
   const int hidden =
       with_shape(shape, [](auto instance) { return decltype(instance)::L::kHidden; });
   return std::int64_t{rows} * (hidden / band) * ((band + 2) / 3);
@@ -100,7 +105,7 @@ std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows) {
 int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool overlapped) {
   if (args.rows < 1 || args.rows > 64) return cudaErrorInvalidValue;
   if (args.exchange.num_rows != 0 &&
-      (!moe_ends_layer(shape, args.w.layout, args.rows) || args.exchange.num_rows != args.rows ||
+      (!moe_ends_layer(shape, args.rows) || args.exchange.num_rows != args.rows ||
        args.quads.tp_size != args.exchange.port.tp_size ||
        args.quads_index != args.exchange.exchange_index ||
        args.quads.tp_size !=
@@ -114,7 +119,10 @@ int launch_moe_region(MoeShape shape, const MoeArgs& args, void* stream, bool ov
   const moe::Rules rules = {v4 ? stages::GateRule::v4 : stages::GateRule::v41,
                             target ? stages::GateSum::target : stages::GateSum::draft, 0};
   const auto on = static_cast<cudaStream_t>(stream);
-  if (!is_wide(shape, args.w.layout, args.rows)) {
+  if (!is_wide(shape, args.rows)) {
+    if (args.w.layout == MoeLayout::marlin) {
+      return static_cast<int>(moe::tiles::launch(shape, args, rules, on, overlapped));
+    }
     return static_cast<int>(with_shape(
         shape, [&](auto instance) { return instance.run(args, rules, on, overlapped); }));
   }

@@ -3,7 +3,7 @@
 // Math         z = x gate^T; ids and weights as stages/gate.hpp. For pair p (a row, a slot) of
 //              expert e: h_p = swiglu(bf(w1_e x), bf(w3_e x)), d_p = bf(weight_p * (w2_e h_p));
 //              shared: the same with x and h quantised. y = bf(sum of a row's d_p) + bf(shared)
-// Shapes       fused/moe.hpp; T 1 .. 8
+// Shapes       fused/moe.hpp, both layouts of the weights; T 1 .. 8
 // Rounding     as stages/experts.hpp (Marlin's): gate, up, silu, h, d and the sum of slots to
 //              bf16; all other sums fp32. x enters the routed products as two e4m3 terms under a
 //              power of two: below 2^-17 of the largest of a row's share of a warp (a sixteenth of
@@ -32,8 +32,18 @@
 // scales are applied once at the end. The first experts' h was finished while later tiles were
 // multiplied, so the second product starts without a wait. Weights that do not depend on the
 // routing (router, shared expert) stream while it is being decided. Experts are in the order of
-// their first pairs: as row 0's become known, every block asks for its first tiles. The layer's
-// end: where the sum is published as quads, the first blocks' last warps may do what
+// their first pairs: as row 0's become known, every block asks for its first tiles.
+//
+// Marlin's tiles: a line of 128 bytes holds sixteen rows of sixteen along K, those of two eighths g
+// of 64. A tile of the first product is so sixteen values of h, in two uses of the ring, each half
+// of K; half of the warps have gate and half up, of two slices of x each, and the second use's sums
+// are added to the first's where these lie. Its values of h are two chunks as one lane of the
+// second product needs them. A block's band is kBandRows positions of the tiles' order, whose words
+// are what mma.m16n8k16 wants (moe_tiles.cuh); of the shared expert's w2 it brings those rows. V4's
+// bands hold whole quads of columns; V4.1's, five eighths, do not: quads of positions are published
+// and whoever receives them puts them in order (exchange_norm.cuh).
+//
+// The layer's end: where the sum is published as quads, the first blocks' last warps may do what
 // hc_exchange_norm_sm90 does (MoeArgs::exchange), whose blocks would find room, and their inputs,
 // when these have ended.
 //
@@ -71,6 +81,7 @@
 #include "fused/moe_parts.cuh"
 // The parts come first.
 #include "fused/exchange_norm.cuh"
+#include "fused/moe_tiles.cuh"
 #include "fused/moe_wide_numbers.cuh"
 
 namespace lowlat::nvidia::fused {
@@ -82,8 +93,9 @@ inline constexpr int kTileRows = 8;
 inline constexpr int kHiddenShift = 8;  // of routed h
 
 // Sizes of one compiled shape.
-template <class S>
+template <class S, MoeLayout kWeights = MoeLayout::checkpoint>
 struct Layout {
+  static constexpr bool kMarlin = kWeights == MoeLayout::marlin;
   static constexpr int kConsumers = 16;  // warps that multiply; eight and twenty are slower
   static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
   // Two warps route, so that the shared expert's tiles are multiplied meanwhile, and its second
@@ -129,10 +141,27 @@ struct Layout {
   static constexpr int kGateRows = kExperts / kScorers;  // experts of a packet
   static constexpr int kScorePackets = 2, kScoringBlocks = kScorers / kScorePackets;
   static constexpr int kGatePitch = 2 * kHidden + 16;  // bf16 row
-  static constexpr int kTiles = kInner / kTileRows;    // of an expert
+  static constexpr int kSharedTiles = kInner / kTileRows;
+  // Values of h of a routed tile, and its uses of the ring, each a part of K. Of Marlin's tiles a
+  // line of 128 bytes is sixteen rows.
+  static constexpr int kTileValues = kMarlin ? 2 * kTileRows : kTileRows;
+  static constexpr int kUses = kTileValues / kTileRows;
+  static constexpr int kTiles = kInner / kTileValues;  // of an expert
   // A block's first tiles are given, the others it draws, so that blocks whose copies are slow take
   // fewer.
-  static constexpr int kGiven = 2;
+  static constexpr int kGiven = 2 / kUses;
+  // Marlin: a warp has gate or up of two slices of x, of either its blocks of half of K. Of product
+  // i of a use: its slice and block, and the group of the use's K, from the warp's first.
+  static constexpr int kUseBlocks = kSliceBlocks / kUses;
+  static constexpr int slice_of(int i) { return kMarlin ? i / kUseBlocks : 0; }
+  static constexpr int columns_place(int i) {
+    return kMarlin ? slice_of(i) * kSliceBlocks + i % kUseBlocks : i;
+  }
+  static constexpr int use_group(int i) {
+    return slice_of(i) * 4 * kSpan + block_group(i % kUseBlocks);
+  }
+  static constexpr int kLineBytes = 128, kLineScales = 16;  // of 16 and of 32 along K
+  static_assert(!kMarlin || kSliceBlocks % kSpan == 0);
   static constexpr int kWindow = 16;  // tiles that are remembered, more than ring and sums hold
   // Second product.
   static constexpr int kBandRows = kHidden / kBands;
@@ -144,12 +173,43 @@ struct Layout {
   static constexpr int kPasses = (kPartGroups + 7) / 8, kPassGroups = kPartGroups / kPasses;
   static_assert(kPassGroups * kPasses == kPartGroups && kPassGroups % 2 == 0);
   static constexpr int kInnerRow = kInner / 2, kInnerScaleRow = kInner / 32;
-  static constexpr int kBandBytes = kBandRows * (kInnerRow + kInnerScaleRow);
+  // Marlin: the band is kBandRows of the tiles' order, whole eighths of tiles.
+  static constexpr int kBandLine = kBandRows * 8, kBandScaleLine = round_up(kBandRows, 16);
+  // Where the band's scales begin in a line of them, which begins at a multiple of sixteen.
+  static constexpr LOWLAT_DEVICE int band_scales_begin(int block) {
+    return kMarlin ? block * kBandRows % 16 : 0;
+  }
+  static_assert(!kMarlin || kBandRows % 16 == 0 || kBandRows % 16 == 8);
+  static constexpr int kBandCodes = kBandRows * kInnerRow;
+  static constexpr int kBandScaleBytes = kInnerScaleRow * (kMarlin ? kBandScaleLine : kBandRows);
+  static constexpr int kBandBytes = kBandCodes + kBandScaleBytes;
   static constexpr int kPieceBytes = round_up(kBandBytes, 128);
   static constexpr int kPieces = kSlotBytes / kPieceBytes;  // in a slot
   static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
-  static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
+  // At most. Marlin: those of the groups of 64 columns that the band lies in, one or two.
+  static constexpr int kBandScaleRows =
+      !kMarlin ? (kBandRows + kBlock - 2) / kBlock + 1
+               : (64 % kBandRows == 0 ? 1 : 2) * (64 > kBlock ? 64 / kBlock : 1);
   static constexpr int kBandScaleColumns = kInner / kBlock;
+  // Of the band's n-th value: its column, and the first of the columns that kBandScaleRows begins
+  // with. Marlin's order: position 8 g + j of 64 is column 8 j + g.
+  static constexpr LOWLAT_DEVICE int column_of(int block, int n) {
+    const int position = block * kBandRows + n;
+    if constexpr (!kMarlin) return position;
+    return position / 64 * 64 + position % 8 * 8 + position % 64 / 8;
+  }
+  static constexpr LOWLAT_DEVICE int first_scaled(int block) {
+    return kMarlin ? block * kBandRows / 64 * 64 : block * kBandRows;
+  }
+  // What is published i-th: quads of four columns where the band has such, or of four positions.
+  static constexpr bool kTrueQuads = !kMarlin || kBandRows == 32;
+  static constexpr LOWLAT_DEVICE int published(int i) {
+    return kMarlin && kTrueQuads ? i % 4 * 8 + i / 4 : i;
+  }
+  static constexpr LOWLAT_DEVICE int quad_of(int block, int i) {
+    if constexpr (kMarlin && kTrueQuads) return block / 2 * 16 + i / 4 * 2 + block % 2;
+    return (block * kBandRows + i) / 4;
+  }
 
   static_assert(kConsumers >= kMaxRows && kConsumers % 8 == 0 && kHidden % 256 == 0 &&
                 (kSpan == 1 || kSpan == 4));
@@ -316,6 +376,12 @@ struct Layout {
 struct TileMaps {
   CUtensorMap gate, up;
 };
+// Marlin: w1's (and w3's) codes and scales, w2's, as they lie.
+struct MarlinMaps {
+  CUtensorMap tiles, tile_scales, bands, band_scales;
+};
+template <class L>
+using Maps = std::conditional_t<L::kMarlin, MarlinMaps, TileMaps>;
 
 // What every role of a block knows.
 template <class L>
@@ -402,15 +468,35 @@ struct Region {
     return n * num_blocks + (block_idx < kFirst ? block_idx + num_blocks : block_idx) - kFirst;
   }
   LOWLAT_DEVICE void count_shared_tiles() {
-    while (a.w.shared_w1.codes != nullptr && shared_tile(num_shared_tiles) < L::kTiles) {
+    while (a.w.shared_w1.codes != nullptr && shared_tile(num_shared_tiles) < L::kSharedTiles) {
       ++num_shared_tiles;
     }
   }
 
   // The shared w2's band, or sixteen rows of it (eight at its end). A warp calls.
   LOWLAT_DEVICE void load_band(int turn) const {
+    constexpr int kRows = L::kBandStreams ? 16 : L::kBandRows;
+    if constexpr (L::kMarlin) {  // a row a copy
+      const int first = turn * kRows, left = L::kBandRows - first,
+                rows = left < kRows ? left : kRows;
+      std::uint64_t* const full = &barriers.band_full[turn];
+      if (lane == 0) {
+        if constexpr (L::kBandStreams) table.band_turns = turn + 1;
+        sm90::barrier_arrive_expect(full, static_cast<std::uint32_t>(rows * L::kInner));
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int i = lane; i < rows; i += plat::kWarpLanes) {
+        sm90::bulk_load(
+            smem + L::kBandOffset + i * L::kInner,
+            a.w.shared_w2.codes +
+                static_cast<std::size_t>(L::column_of(block_idx, first + i)) * L::kInner,
+            L::kInner, full, sm90::CacheHint::evict_first);
+      }
+      __syncwarp();
+      return;
+    }
     if (lane == 0) {
-      constexpr int kRows = L::kBandStreams ? 16 : L::kBandRows;
       const int first = turn * kRows, left = L::kBandRows - first;
       const std::uint32_t bytes = (left < kRows ? left : kRows) * L::kInner;
       if constexpr (L::kBandStreams) table.band_turns = turn + 1;
@@ -464,6 +550,26 @@ LOWLAT_DEVICE void describe_use(const Region<L>& r, int n, int tile) {
   r.table.rows_here[n % L::kWindow] =
       static_cast<std::uint8_t>(is_tile ? r.table.rows_of[tile / L::kTiles] : 0u);
 }
+// By one thread: copies of Marlin's tile `tile` of `expert`, a part of K, which is use number `use`
+// of the ring by tiles. `full` of the slot expects them.
+template <class L>
+LOWLAT_DEVICE void ask_for_use(const Region<L>& r, const MarlinMaps& maps, int slot, int use,
+                               int expert, int tile, int part) {
+  constexpr int kLines = L::kHidden / 16 / L::kUses;
+  std::uint64_t* const full = &r.barriers.full[slot];
+  unsigned char* const codes = r.smem + L::kRingOffset + slot * L::kSlotBytes;
+  unsigned char* const scales = r.smem + L::kScalesOffset + use % (L::kRing + 1) * L::kTileScales;
+  const int line = (expert * L::kUses + part) * kLines;
+#pragma unroll
+  for (int up = 0; up < 2; ++up) {  // columns of w1, then of w3
+    const int column = up * L::kTiles + tile;
+    sm90::tensor_load(codes + up * L::kHalfTile, &maps.tiles, column * (L::kLineBytes / 4), line, 0,
+                      full, sm90::CacheHint::evict_first);
+    sm90::tensor_load(scales + up * (L::kTileScales / 2), &maps.tile_scales,
+                      column * (L::kLineScales / 4), line / 2, 0, full,
+                      sm90::CacheHint::evict_first);
+  }
+}
 template <class L>
 LOWLAT_DEVICE int given_tile(const Region<L>& r, int n) {
   return n * r.num_blocks + r.block_idx;
@@ -480,7 +586,7 @@ LOWLAT_DEVICE int uses_before_tiles(const Region<L>& r) {
 template <class L>
 struct Producer {
   const Region<L>& r;
-  const TileMaps& maps;
+  const Maps<L>& maps;
   int uses = 0;   // of the first product's ring
   int turns = 0;  // of this lane's piece of the second's
 
@@ -529,7 +635,9 @@ struct Producer {
   }
   // What does not depend on the routing, or on anything before this kernel.
   LOWLAT_DEVICE void run_early() {
-    if (r.lane == 0) {
+    if constexpr (L::kMarlin) {
+      if (r.lane < 4) sm90::tensor_prefetch(&maps.tiles + r.lane);
+    } else if (r.lane == 0) {
       sm90::tensor_prefetch(&maps.gate);
       sm90::tensor_prefetch(&maps.up);
     }
@@ -563,6 +671,21 @@ struct Producer {
   }
   // A tile of `expert`, for the n-th use of the ring by tiles.
   LOWLAT_DEVICE void load_tile(int n, int expert, int tile) {
+    if constexpr (L::kMarlin) {
+#pragma unroll 1
+      for (int part = 0; part < L::kUses; ++part) {
+        begin_slot(L::kTileBytes);
+        if (r.lane == 0) {
+          ask_for_use(r, maps, (uses - 1) % L::kRing, n * L::kUses + part, expert, tile, part);
+        }
+        __syncwarp();
+      }
+    } else {
+      load_rows(n, expert, tile);
+    }
+  }
+  // The same from the checkpoint's rows.
+  LOWLAT_DEVICE void load_rows(int n, int expert, int tile) {
     const auto& w = r.a.w;
     begin_slot(L::kTileBytes);
     const std::size_t row = static_cast<std::size_t>(expert) * L::kInner + tile * kTileRows;
@@ -585,7 +708,7 @@ struct Producer {
     // The first row's experts come first, so the first tiles are known before the other rows' are.
     barrier_wait(&r.barriers.first_routed, 0);
     const int asked = r.table.asked;
-    uses += asked;
+    uses += asked * L::kUses;
     const int id = r.table.ids[r.lane < L::kSlots ? r.lane : 0];
     const std::uint32_t same = __match_any_sync(plat::kAllLanes, id);
     const bool is_first = r.lane < L::kSlots && __ffs(static_cast<int>(same)) == r.lane + 1;
@@ -628,9 +751,8 @@ struct Producer {
   // what it copies next ready: one warp that does it piece by piece takes longer than the copies.
   LOWLAT_DEVICE void fill_pieces(int num_experts) {
     static_assert(L::kRingPieces <= plat::kWarpLanes);
-    constexpr std::uint32_t kCodes = L::kBandRows * L::kInnerRow;
-    constexpr std::uint32_t kScales = L::kBandRows * L::kInnerScaleRow;
-    const std::size_t band = static_cast<std::size_t>(r.block_idx) * L::kBandRows;
+    constexpr std::uint32_t kCodes = L::kBandCodes, kScales = L::kBandScaleBytes;
+    [[maybe_unused]] const std::size_t band = static_cast<std::size_t>(r.block_idx) * L::kBandRows;
     // The ring's last use has filled nothing: what was in its slot before is over. Of the other
     // slots the use before is waited for, and of what lies beyond the ring the last one. Packed
     // pieces, see piece_offset: the shared band's place, the empty slot, both slots, the other one.
@@ -649,8 +771,13 @@ struct Producer {
     unsigned char* const dst = r.smem + r.piece_offset(r.lane, uses);
     int expert = r.lane < L::kRingPieces ? r.lane : num_experts;
     const std::uint8_t *codes = nullptr, *scales = nullptr;
+    int first_group = 0;  // Marlin: of the expert's K
     const auto find_source = [&] {
       if (expert >= num_experts) return;
+      if constexpr (L::kMarlin) {
+        first_group = r.table.expert[expert] * L::kInnerScaleRow;
+        return;
+      }
       const std::size_t row = r.table.expert[expert] * std::size_t{L::kHidden} + band;
       codes = r.a.w.w2.codes + row * L::kInnerRow;
       scales = r.a.w.w2.scales + row * L::kInnerScaleRow;
@@ -662,8 +789,17 @@ struct Producer {
         smem_store4(sm90::shared_address(&r.table.piece_expert[r.lane]),
                     static_cast<std::uint32_t>(expert));
         sm90::barrier_arrive_expect(full, L::kBandBytes);
-        sm90::bulk_load(dst, codes, kCodes, full, sm90::CacheHint::evict_first);
-        sm90::bulk_load(dst + kCodes, scales, kScales, full, sm90::CacheHint::evict_first);
+        if constexpr (L::kMarlin) {
+          sm90::tensor_load(dst, &maps.bands, r.block_idx * (L::kBandLine / 4), 2 * first_group, 0,
+                            full, sm90::CacheHint::evict_first);
+          // Copies begin at multiples of sixteen bytes.
+          sm90::tensor_load(dst + kCodes, &maps.band_scales,
+                            r.block_idx * L::kBandRows / 16 * (16 / 4), first_group, 0, full,
+                            sm90::CacheHint::evict_first);
+        } else {
+          sm90::bulk_load(dst, codes, kCodes, full, sm90::CacheHint::evict_first);
+          sm90::bulk_load(dst + kCodes, scales, kScales, full, sm90::CacheHint::evict_first);
+        }
         empty = &r.barriers.piece_empty[r.lane];
         parity = static_cast<std::uint32_t>(turns++) & 1u;
         is_empty = false;
@@ -705,11 +841,29 @@ struct Producer {
 template <class L>
 struct Router {
   Region<L>& r;
-  const TileMaps& maps;
+  const Maps<L>& maps;
   int warp;  // among the routers
 
   // The n-th given tile, of `expert`: asked for by one lane as soon as the expert is known.
   LOWLAT_DEVICE void ask_for_given(int n, int expert) const {
+    if constexpr (L::kMarlin) {
+      static_assert(L::kGiven * L::kUses <= L::kRing);  // no wait for a tile
+#pragma unroll 1
+      for (int part = 0; part < L::kUses; ++part) {
+        const int by_tiles = n * L::kUses + part, use = uses_before_tiles(r) + by_tiles;
+        const int slot = use % L::kRing;
+        if (use >= L::kRing) barrier_wait(&r.barriers.empty[slot], (use / L::kRing - 1) & 1);
+        if (r.lane == 0) {
+          sm90::barrier_arrive_expect(&r.barriers.full[slot], L::kTileBytes);
+          ask_for_use(r, maps, slot, by_tiles, expert, given_tile(r, n) % L::kTiles, part);
+        }
+        __syncwarp();
+      }
+    } else {
+      ask_for_rows(n, expert);
+    }
+  }
+  LOWLAT_DEVICE void ask_for_rows(int n, int expert) const {
     const int use = uses_before_tiles(r) + n, slot = use % L::kRing;
     const int row = expert * L::kInner + given_tile(r, n) % L::kTiles * kTileRows;
     if (use >= L::kRing) barrier_wait(&r.barriers.empty[slot], (use / L::kRing - 1) & 1);
@@ -950,9 +1104,13 @@ struct SecondWarp {
                                 ((L::kBandStreams ? 0 : 16 * m) + g) * L::kInner +
                                 part * L::kPartGroups * 32 + t * 8;
     const bool whole = 16 * m + 8 < L::kBandRows;
-    const int band = r.block_idx * L::kBandRows;
-    const int low_row = (band + 16 * m) / L::kBlock - band / L::kBlock;
-    const int high_row = whole ? (band + 16 * m + 8) / L::kBlock - band / L::kBlock : low_row;
+    const int band = L::first_scaled(r.block_idx);
+    const int row = L::kMarlin ? g : 0;  // checkpoint: eight rows have one scale
+    const auto scale_row = [&](int n) {
+      return L::column_of(r.block_idx, n) / L::kBlock - band / L::kBlock;
+    };
+    const int low_row = scale_row(16 * m + row);
+    const int high_row = whole ? scale_row(16 * m + 8 + row) : low_row;
     const unsigned char* address =
         hidden_address(L::kMaxPairs + (g < r.a.rows ? g : r.a.rows - 1), part);
     Part h;
@@ -1167,19 +1325,49 @@ struct Consumer {
     std::uint32_t at = columns_of(g) + warp % 4 * 32 + t * 4;
 #pragma unroll
     for (const auto& block : x) {
-      // The elements that meet the upper nibbles (1 3 5 7), and the lower ones.
+      if constexpr (L::kMarlin) {
+        store_for_tiles(at, block, inverse);
+      } else {
+        // The elements that meet the upper nibbles (1 3 5 7), and the lower ones.
 #pragma unroll
-      for (int even = 0; even < 2; ++even) {
-        const std::uint32_t first = block[1 - even], second = block[3 - even];
-        const float values[4] = {low_bf16(first) * inverse, low_bf16(second) * inverse,
-                                 high_bf16(first) * inverse, high_bf16(second) * inverse};
-        std::uint32_t high, low;
-        wide::split_e4m3(values, high, low);
-        smem_store4(at + even * 128, high);
-        smem_store4(at + even * 128 + 16, low);
+        for (int even = 0; even < 2; ++even) {
+          const std::uint32_t first = block[1 - even], second = block[3 - even];
+          const float values[4] = {low_bf16(first) * inverse, low_bf16(second) * inverse,
+                                   high_bf16(first) * inverse, high_bf16(second) * inverse};
+          std::uint32_t high, low;
+          wide::split_e4m3(values, high, low);
+          smem_store4(at + even * 128, high);
+          smem_store4(at + even * 128 + 16, low);
+        }
       }
       at += L::kMaxRows * L::kColumnPitch;
     }
+    if constexpr (L::kMarlin) {
+      if (t == 0) smem_store4(factor_of(columns_of(g)), __float_as_uint(column_factor));
+    }
+  }
+  // Marlin: lane t's codes are elements 2t and 2t + 1 of sixteen (in the lower nibbles), eight
+  // further (in the upper ones), and those of the next sixteen. Here lane t has eight neighbours.
+  LOWLAT_DEVICE void store_for_tiles(std::uint32_t at, const std::uint32_t (&block)[kPairs],
+                                     float inverse) const {
+    const std::uint32_t to = at - t * 4 + t / 2 * 2 + (t % 2 != 0 ? 0 : 128);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // elements 4 i .. 4 i + 3
+      const auto value = [&](int k) {
+        return (i == 0 ? low_bf16(block[k]) : high_bf16(block[k])) * inverse;
+      };
+      const float values[4] = {value(0), value(1), value(2), value(3)};
+      std::uint32_t high, low;
+      wide::split_e4m3(values, high, low);
+      smem_store2(to + 8 * i, high);
+      smem_store2(to + 8 * i + 4, high >> 16);
+      smem_store2(to + 8 * i + 16, low);
+      smem_store2(to + 8 * i + 20, low >> 16);
+    }
+  }
+  // Marlin: a slice's factor of a row lies behind the row's first columns.
+  LOWLAT_DEVICE std::uint32_t factor_of(std::uint32_t columns) const {
+    return columns + L::kColumnBytes + warp % 4 * 4;
   }
   // A row's columns of this warp's group, at its first group of 32.
   LOWLAT_DEVICE std::uint32_t columns_of(int row) const {
@@ -1192,6 +1380,19 @@ struct Consumer {
     std::uint32_t words[L::kSliceBlocks / 2][4];
   };
   LOWLAT_DEVICE static void load_codes(TileCodes& out, std::uint32_t codes) {
+    if constexpr (L::kMarlin) {
+      // A word: rows g (even bytes) and g + 8 (odd bytes) at k = 2t (bytes 0 1) and 2t + 1, k + 8
+      // in the upper nibbles; a group is two lines.
+#pragma unroll
+      for (int i = 0; i < L::kSliceBlocks; ++i) {
+        const std::uint32_t at = codes + L::use_group(i) * (2 * L::kLineBytes);
+        const std::uint32_t first = wide::smem_load4(at),
+                            second = wide::smem_load4(at + L::kLineBytes);
+        out.words[i / 2][i % 2 * 2] = __byte_perm(first, second, 0x6420);
+        out.words[i / 2][i % 2 * 2 + 1] = __byte_perm(first, second, 0x7531);
+      }
+      return;
+    }
     constexpr int kStride = L::kConsumers * L::kSpan / L::kChunkUnits * L::kChunkBytes;
     [[maybe_unused]] const std::uint32_t other_half = codes ^ 32u;
 #pragma unroll
@@ -1205,8 +1406,10 @@ struct Consumer {
   }
   // sums = the tile's slice times one row: of rows g of gate and of up, in the lanes of this warp's
   // two columns. Two groups are in the tensor cores while the next two are expanded.
-  LOWLAT_DEVICE void multiply_row(float (&sums_of)[2], const TileCodes& codes, std::uint32_t scales,
-                                  std::uint32_t columns) const {
+  // Marlin: of rows g and g + 8 of gate or of up, of each of the warp's two slices of x.
+  static constexpr int kSums = L::kMarlin ? 4 : 2;
+  LOWLAT_DEVICE void multiply_row(float (&sums_of)[kSums], const TileCodes& codes,
+                                  std::uint32_t scales, std::uint32_t columns) const {
     __syncwarp();  // the waits before may have parted the lanes
     constexpr int kBatch = 2, kBatches = L::kSliceBlocks / kBatch;
     constexpr int kStep = L::kMaxRows * L::kColumnPitch / 16;
@@ -1219,8 +1422,9 @@ struct Consumer {
       for (int i = 0; i < kBatch; ++i) {
         const float (&sums_here)[4] = d[batch & 1][i];
         const float (&factor)[2] = factors[batch & 1][i];
-        sums_of[0] = __fmaf_rn(sums_here[0] + sums_here[1], factor[0], sums_of[0]);
-        sums_of[1] = __fmaf_rn(sums_here[2] + sums_here[3], factor[1], sums_of[1]);
+        float* const to = sums_of + 2 * L::slice_of(batch * kBatch + i);
+        to[0] = __fmaf_rn(sums_here[0] + sums_here[1], factor[0], to[0]);
+        to[1] = __fmaf_rn(sums_here[2] + sums_here[3], factor[1], to[1]);
       }
     };
 #pragma unroll
@@ -1233,7 +1437,7 @@ struct Consumer {
       wide::products_fence();
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const std::uint32_t at = columns + (batch * kBatch + i) * kStep;
+        const std::uint32_t at = columns + L::columns_place(batch * kBatch + i) * kStep;
         wide::product_e4m3(d[batch & 1][i], a[batch & 1][i], kMatrix << 32 | at);
       }
       wide::products_commit();
@@ -1242,6 +1446,11 @@ struct Consumer {
         const int group = batch * kBatch + i;
 #pragma unroll
         for (int up = 0; up < 2; ++up) {
+          if constexpr (L::kMarlin) {
+            factors[batch & 1][i][up] =
+                scale_of(smem_load1(scales + L::use_group(group) * L::kLineScales + 2 * up));
+            continue;
+          }
           const std::uint32_t scale =
               scales + L::block_group(group) + up * (kTileRows * L::kScaleRow);
           if constexpr (L::kSpan == 1) {
@@ -1263,6 +1472,10 @@ struct Consumer {
   // A lane's places in a slot. A load is four matrices of eight rows: gate and up of a block, then
   // of the next.
   LOWLAT_DEVICE std::uint32_t codes_in_slot() const {
+    if constexpr (L::kMarlin) {  // a line is two eights of words
+      return has_up() * L::kHalfTile + first_group() * (2 * L::kLineBytes) + g / 4 * 64 + t * 16 +
+             g % 4 * 4;
+    }
     const int row = r.lane % kTileRows, up = r.lane / kTileRows % 2,
               next = r.lane / (2 * kTileRows);
     const int group = warp * L::kSpan + L::block_group(1) * next;
@@ -1270,7 +1483,21 @@ struct Consumer {
            ((group % L::kChunkUnits) ^ row) * 16;
   }
   // And among a tile's scales.
-  LOWLAT_DEVICE std::uint32_t own_scales() const { return g * L::kScaleRow + warp * L::kSpan; }
+  LOWLAT_DEVICE std::uint32_t own_scales() const {
+    if constexpr (L::kMarlin) {
+      return has_up() * (L::kTileScales / 2) + first_group() * L::kLineScales + g / 4 * 8 +
+             g / 2 % 2 * 4 + g % 2;
+    }
+    return g * L::kScaleRow + warp * L::kSpan;
+  }
+  // Marlin: warp groups 0 and 1 have gate, 2 and 3 up; of each two the first has the first half of
+  // the slices. A use's first group of such a warp, and the warp that a slice's sums are handed
+  // over as: gate's, then up's.
+  LOWLAT_DEVICE int has_up() const { return warp / 8; }
+  LOWLAT_DEVICE int first_group() const { return (warp / 4 % 2 * 8 + warp % 4) * L::kSpan; }
+  LOWLAT_DEVICE int sums_place() const {
+    return L::kMarlin ? (warp / 4 % 2 * 4 + warp % 4) * 2 + has_up() : warp;
+  }
 
   // Counters and addresses are kept, not made anew: what a tile takes besides its products is a
   // quarter of its instructions otherwise.
@@ -1279,10 +1506,15 @@ struct Consumer {
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t codes = base + L::kRingOffset + codes_in_slot();
     const std::uint32_t scales = base + L::kScalesOffset + own_scales();
-    const std::uint32_t sums_at = base + L::kSumsOffset + (warp * 2 * kTileRows + g) * kColumns * 4;
+    const std::uint32_t sums_at =
+        base + L::kSumsOffset + (sums_place() * 2 * kTileRows + g) * kColumns * 4;
     const std::uint32_t barriers = base + L::kBarrierOffset;
     const std::uint32_t rows_here = base + L::kTableOffset + L::kRowsHereOffset;
-    const auto columns = static_cast<std::uint32_t>(wide::product_columns(columns_of(0)));
+    const std::uint32_t columns_at =
+        L::kMarlin ? base + L::kColumnsOffset +
+                         warp / 4 % 2 * 2 * (L::kSliceBlocks * L::kMaxRows * L::kColumnPitch)
+                   : columns_of(0);
+    const auto columns = static_cast<std::uint32_t>(wide::product_columns(columns_at));
     std::uint32_t slot = static_cast<std::uint32_t>(uses) % L::kRing, scales_slot = 0;
     std::uint32_t phase = static_cast<std::uint32_t>(uses) / L::kRing & 1u;
     auto sum = static_cast<std::uint32_t>(sums);
@@ -1300,19 +1532,35 @@ struct Consumer {
                         (sum / L::kBuffers - 1) & 1u);
       }
       // After the last tile the finisher finds sums of no tile.
+      if constexpr (L::kMarlin) {
+        const std::uint32_t here = sums_at + buffer * L::kPartialBytes;
+        multiply_use<0>(rows, tile, scales + scales_slot * L::kTileScales, columns, columns_at,
+                        here);
+        if (!done) {
+          if (++slot == L::kRing) slot = 0, phase ^= 1u;
+          if (++scales_slot == L::kRing + 1) scales_slot = 0;
+          barrier_wait_at(barriers + L::kFullBarriers + slot * 8, phase);
+          load_codes(tile, codes + slot * L::kSlotBytes);
+          __syncwarp();
+          if (r.lane == 0) barrier_arrive_at(barriers + L::kEmptyBarriers + slot * 8);
+          multiply_use<1>(rows, tile, scales + scales_slot * L::kTileScales, columns, columns_at,
+                          here);
+        }
+      } else {
 #pragma unroll 1
-      while (rows != 0) {
-        const int row = __ffs(static_cast<int>(rows)) - 1;
-        rows &= rows - 1;
-        float acc[2] = {};
-        // The reduction tells the compiler that all lanes have the same.
-        multiply_row(acc, tile, scales + scales_slot * L::kTileScales,
-                     __reduce_or_sync(plat::kAllLanes, columns + row * (L::kColumnPitch / 16)));
-        const float factor = __shfl_sync(plat::kAllLanes, column_factor, 4 * row);
-        if (t == warp % 4) {
-          const std::uint32_t at = sums_at + buffer * L::kPartialBytes + row * 4;
-          smem_store4(at, __float_as_uint(acc[0] * factor));
-          smem_store4(at + kTileRows * kColumns * 4, __float_as_uint(acc[1] * factor));
+        while (rows != 0) {
+          const int row = __ffs(static_cast<int>(rows)) - 1;
+          rows &= rows - 1;
+          float acc[kSums] = {};
+          // The reduction tells the compiler that all lanes have the same.
+          multiply_row(acc, tile, scales + scales_slot * L::kTileScales,
+                       __reduce_or_sync(plat::kAllLanes, columns + row * (L::kColumnPitch / 16)));
+          const float factor = __shfl_sync(plat::kAllLanes, column_factor, 4 * row);
+          if (t == warp % 4) {
+            const std::uint32_t at = sums_at + buffer * L::kPartialBytes + row * 4;
+            smem_store4(at, __float_as_uint(acc[0] * factor));
+            smem_store4(at + kTileRows * kColumns * 4, __float_as_uint(acc[1] * factor));
+          }
         }
       }
       __syncwarp();
@@ -1321,12 +1569,44 @@ struct Consumer {
       if (++slot == L::kRing) slot = 0, phase ^= 1u;
       if (++scales_slot == L::kRing + 1) scales_slot = 0;
       if (done) {
-        uses += static_cast<int>(n) + 1;
+        uses += static_cast<int>(n) * L::kUses + 1;
         sums = static_cast<int>(sum);
         return;
       }
     }
   }
+  // Marlin: a use's products with each of `rows`, the first half of K's to the sums' place, the
+  // other's added there by the same lanes.
+  template <int kPart>
+  LOWLAT_DEVICE void multiply_use(std::uint32_t rows, const TileCodes& tile, std::uint32_t scales,
+                                  std::uint32_t columns, std::uint32_t columns_at,
+                                  std::uint32_t sums_at) const {
+    constexpr int kBlocks = L::kMaxRows * L::kColumnPitch;  // from a slice's block to the next
+    constexpr int kHigh = kTileRows * kColumns * 4;
+#pragma unroll 1
+    while (rows != 0) {
+      const int row = __ffs(static_cast<int>(rows)) - 1;
+      rows &= rows - 1;
+      const std::uint32_t factors = factor_of(columns_at + row * L::kColumnPitch);
+      const std::uint32_t at = sums_at + row * 4;
+      float acc[kSums] = {};
+      multiply_row(acc, tile, scales,
+                   __reduce_or_sync(plat::kAllLanes, columns + row * (L::kColumnPitch / 16) +
+                                                         kPart * L::kUseBlocks * (kBlocks / 16)));
+      if (t == warp % 4) {
+        const float first = __uint_as_float(wide::smem_load4(factors)),
+                    second = __uint_as_float(wide::smem_load4(factors + L::kSliceBlocks * kBlocks));
+        float low = acc[0] * first, high = acc[1] * first;
+        if constexpr (kPart > 0) {
+          low += __uint_as_float(wide::smem_load4(at));
+          high += __uint_as_float(wide::smem_load4(at + kHigh));
+        }
+        smem_store4(at, __float_as_uint(__fmaf_rn(acc[2], second, low)));
+        smem_store4(at + kHigh, __float_as_uint(__fmaf_rn(acc[3], second, high)));
+      }
+    }
+  }
+
   // ---- second product
 
   // What a lane has of a pair's h: column g of a pass is the pass's g-th group, so that each group
@@ -1415,13 +1695,15 @@ struct Consumer {
     asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(sm90::shared_address(r.smem)));
     const std::uint32_t stop = base + L::kTableOffset + L::kStopOffset;
     const std::uint32_t barriers = base + L::kBarrierOffset;
+    const std::uint32_t scales_begin = L::kBandCodes + L::band_scales_begin(r.block_idx);
     int sums_left = L::kBuffers;
     int piece = expert;  // the first are in the ring's first turn
     std::uint32_t turn = 0;
     for (;;) {
       const std::uint32_t at = base + r.piece_offset(piece, uses);
-      const std::uint32_t codes = at + part * L::kPartGroups * 16;
-      const std::uint32_t scales = at + L::kBandRows * L::kInnerRow + part * L::kPartGroups;
+      const std::uint32_t codes = at + part * L::kPartGroups * (L::kMarlin ? 2 * L::kBandLine : 16);
+      const std::uint32_t scales =
+          at + scales_begin + part * L::kPartGroups * (L::kMarlin ? L::kBandScaleLine : 1);
       const std::uint32_t empty = barriers + L::kPieceEmptyBarriers + piece * 8;
       // A parity tells a phase from the next only: the piece's use before must be over.
       const std::uint32_t filled = base + L::kTableOffset + L::kPieceExpertOffset + piece * 4;
@@ -1446,17 +1728,27 @@ struct Consumer {
         Columns ahead;
         second.load_hidden(ahead, next_address);
         __syncwarp();  // or the loads would sink to where they are needed
-        float sums_of[L::kMTiles][2] = {};
-        multiply_second(sums_of, h, codes, scales);
         // `second` may lie over the partial sums: before the first store, as if for every buffer.
-        for (; sums_left > 0; --sums_left) wait_sums_free(sums++);
-        float* dst = r.template second_sums<false>(part, place) + g;
+        const auto claim_sums = [&] {
+          for (; sums_left > 0; --sums_left) wait_sums_free(sums++);
+        };
+        if constexpr (L::kMarlin) {
+          BandTiles<L> band(r.lane);
+          band.multiply(h.chunk, codes, scales);
+          claim_sums();
+          band.store(r.template second_sums<false>(part, place), kFactor);
+        } else {
+          float sums_of[L::kMTiles][2] = {};
+          multiply_second(sums_of, h, codes, scales);
+          claim_sums();
+          float* dst = r.template second_sums<false>(part, place) + g;
 #pragma unroll
-        for (int i = 0; i < L::kBandRows / 8; ++i) {
-          float sum = sums_of[i / 2][i % 2];
-          sum += __shfl_xor_sync(plat::kAllLanes, sum, 1);
-          sum += __shfl_xor_sync(plat::kAllLanes, sum, 2);
-          if (t == 0) dst[8 * i] = sum * kFactor;
+          for (int i = 0; i < L::kBandRows / 8; ++i) {
+            float sum = sums_of[i / 2][i % 2];
+            sum += __shfl_xor_sync(plat::kAllLanes, sum, 1);
+            sum += __shfl_xor_sync(plat::kAllLanes, sum, 2);
+            if (t == 0) dst[8 * i] = sum * kFactor;
+          }
         }
         h = ahead;
         address = next_address;
@@ -1525,7 +1817,7 @@ struct Finisher {
 
   LOWLAT_DEVICE void run_early() {
     if (!r.has_band()) return;
-    const int first = r.block_idx * L::kBandRows / L::kBlock * L::kBandScaleColumns + r.lane;
+    const int first = L::first_scaled(r.block_idx) / L::kBlock * L::kBandScaleColumns + r.lane;
     constexpr int kAll = L::kHidden / L::kBlock * L::kBandScaleColumns;
 #pragma unroll
     for (int i = 0; i < kOwnScales; ++i) {
@@ -1624,6 +1916,29 @@ struct Finisher {
     if (r.lane == 0) store_packet(row + tile * 16, chunk);
   }
 
+  // Marlin: sixteen values of h of one column. Lane 8 j + 4 i + w of sixteen has row 16 w + 8 j +
+  // (2 m + i) of 64, m the tile's number among four: words 2 (w % 2) + j of the chunks that lane m
+  // of the second product has of the groups w / 2.
+  LOWLAT_DEVICE void finish_tile(int column, unsigned char* row, int tile) const {
+    constexpr int kSlices = L::kConsumers / 2;
+    const float* src = r.partial(sums % L::kBuffers) + r.lane * kColumns + column;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSlices; ++i) sum += src[i * 2 * kColumns * 2 * kTileRows];
+    const float value = round_to_bf16(sum);
+    const float up = __shfl_down_sync(plat::kAllLanes, value, 2 * kTileRows);
+    const float h = stages::swiglu(value, up, kSwigluLimit, true);
+    const float kept = round_to_bf16(h) * static_cast<float>(1 << kHiddenShift);
+    const std::uint32_t pair = pack_half(kept, __shfl_down_sync(plat::kAllLanes, kept, 4));
+    const int first = r.lane % 2 * 2;
+    uint4 chunk;
+    chunk.x = __shfl_sync(plat::kAllLanes, pair, first);
+    chunk.y = __shfl_sync(plat::kAllLanes, pair, first + 8);
+    chunk.z = __shfl_sync(plat::kAllLanes, pair, first + 1);
+    chunk.w = __shfl_sync(plat::kAllLanes, pair, first + 9);
+    if (r.lane < 2) store_packet(row + (tile / 4 * 8 + r.lane * 4 + tile % 4) * 16, chunk);
+  }
+
   LOWLAT_DEVICE void run(stages::GateRule rule) {
 #pragma unroll 1
     for (int pass = first_pass(r); pass < 2; ++pass) {
@@ -1651,7 +1966,11 @@ struct Finisher {
       if (expert >= r.table.num_experts) break;
       for (int i = r.table.first[expert]; i < r.table.first[expert + 1]; ++i) {
         const int pair = r.table.sorted[i];
-        finish<false>(pair / L::kSlots, r.hidden(parity, pair), tile % L::kTiles);
+        if constexpr (L::kMarlin) {
+          finish_tile(pair / L::kSlots, r.hidden(parity, pair), tile % L::kTiles);
+        } else {
+          finish<false>(pair / L::kSlots, r.hidden(parity, pair), tile % L::kTiles);
+        }
       }
       free_sums();
     }
@@ -1764,7 +2083,7 @@ LOWLAT_DEVICE void end_layer(const Region<L>& r) {
   }
   stamps.mark(StampStage::ask);
   float y[4] = {};
-  slice.receive(y, epoch);
+  slice.receive(y, epoch, !L::kTrueQuads);
   stamps.mark(StampStage::wait);
   const float squares = slice.combine(y);
   stamps.mark(StampStage::compute);
@@ -1795,7 +2114,7 @@ LOWLAT_DEVICE void end_layer(const Region<L>& r) {
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
     moe_region_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
-                          const __grid_constant__ TileMaps maps) {
+                          const __grid_constant__ Maps<L> maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& table = *reinterpret_cast<typename L::Table*>(smem + L::kTableOffset);
   auto& barriers = *reinterpret_cast<typename L::Barriers*>(smem + L::kBarrierOffset);

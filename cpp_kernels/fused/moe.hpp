@@ -61,11 +61,12 @@ struct MoeWeights {
 // Where a published sum goes: the mailboxes of stages/exchange.hpp, in packets of three values and
 // the tag. A block owns a band of columns (moe_box_band), so packets are numbered by band: with
 // per_band = (band + 2) / 3, (t, n) is word n % band % 3 of packet
-// (t * (H / band) + n / band) * per_band + n % band / 3.
+// (t * (H / band) + n / band) * per_band + n % band / 3, with n the place of a column
+// (moe_box_column).
 struct MoeBoxes {
   void* const* outboxes;       // device array [tp_size] of mailboxes, own rank's included; nullptr:
                                // nothing is published
-  std::int64_t box_packets;    // at least moe_box_packets(shape, layout, rows)
+  std::int64_t box_packets;    // at least moe_box_packets(shape, rows)
   const std::uint64_t* epoch;  // one word: the exchange's epoch, its low half is the tag
 };
 
@@ -116,11 +117,16 @@ std::size_t moe_workspace_bytes(MoeShape shape);
 int moe_workspace_init(MoeShape shape, void* workspace, void* stream);
 
 // Whether a launch of `rows` rows can end the layer too (MoeArgs::exchange).
-bool moe_ends_layer(MoeShape shape, MoeLayout layout, int rows);
+bool moe_ends_layer(MoeShape shape, int rows);
+// Whether its quads hold four positions of Marlin's order instead of four columns: position 8 g + j
+// of 64 is column 8 j + g (ExchangeNormParams::tile_order).
+bool moe_tile_order(MoeShape shape, MoeLayout layout, int rows);
 
-// Columns of a band, and packets of one mailbox, of a launch of `rows` rows.
-int moe_box_band(MoeShape shape, MoeLayout layout, int rows);
-std::int64_t moe_box_packets(MoeShape shape, MoeLayout layout, int rows);
+// Columns of a band, and packets of one mailbox, of a launch of `rows` rows; the column whose place
+// in the packets is `position`.
+int moe_box_band(MoeShape shape, int rows);
+std::int64_t moe_box_packets(MoeShape shape, int rows);
+int moe_box_column(MoeShape shape, MoeLayout layout, int rows, int position);
 
 // Enqueues the region on `stream` (a cudaStream_t); capturable. `overlapped`: a programmatic edge,
 // so that weights are on their way before the kernel before has ended; what that kernel writes is

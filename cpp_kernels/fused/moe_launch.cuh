@@ -9,7 +9,6 @@ namespace lowlat::nvidia::fused {
 
 namespace moe {
 
-using lowlat::fused::MoeLayout;
 using lowlat::fused::MoeShape;
 
 inline constexpr int kLineBytes = 128;
@@ -92,6 +91,16 @@ cudaError_t launch(void (*kernel)(MoeArgs, Rules, More...), const MoeArgs& args,
   return cudaLaunchKernelEx(&config, kernel, args, rules, more...);
 }
 
+namespace tiles {
+
+// Of moe_region_mxfp4_sm90 on Marlin's tiles; its workspace and sizes are the checkpoint's.
+cudaError_t launch(MoeShape shape, const MoeArgs& args, const Rules& rules, cudaStream_t stream,
+                   bool overlapped);
+// See moe_box_column and moe_tile_order.
+int column_of(MoeShape shape, int position);
+bool sends_positions(MoeShape shape);
+
+}  // namespace tiles
 namespace wide {
 
 inline constexpr int kBandColumns = 64;  // of y, a block's

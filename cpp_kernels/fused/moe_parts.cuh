@@ -23,6 +23,7 @@ namespace lowlat::nvidia::fused {
 namespace moe {
 
 using lowlat::fused::MoeArgs;
+using lowlat::fused::MoeLayout;
 using lowlat::fused::MoeRouting;
 
 inline constexpr int kScorers = 128;                    // blocks that score experts
@@ -213,12 +214,12 @@ LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value
          i / plat::kWarpLanes * plat::kWarpLanes < a.rows * L::kBandRows; i += L::kThreads) {
       const int row = i / L::kBandRows, n = i % L::kBandRows;
       const bool mine = row < a.rows;
-      const float y = mine ? value(row, n) : 0.0f;
+      const float y = mine ? value(row, L::published(n)) : 0.0f;
       const float v[4] = {y, __shfl_down_sync(plat::kAllLanes, y, 1),
                           __shfl_down_sync(plat::kAllLanes, y, 2),
                           __shfl_down_sync(plat::kAllLanes, y, 3)};
       if (mine && i % 4 == 0) {
-        publish_quad(a.quads, quads_epoch, first_row + row, (r.block_idx * L::kBandRows + n) / 4,
+        publish_quad(a.quads, quads_epoch, first_row + row, L::quad_of(r.block_idx, n),
                      L::kHidden / 4, v);
       }
     }
@@ -237,7 +238,7 @@ LOWLAT_DEVICE void store_band(const Region& r, int first_row, const Value& value
     if (mine && n < L::kBandRows) {
       y = value(row, n);
       if (a.out != nullptr) {
-        a.out[static_cast<std::size_t>(row) * L::kHidden + r.block_idx * L::kBandRows + n] = y;
+        a.out[static_cast<std::size_t>(row) * L::kHidden + L::column_of(r.block_idx, n)] = y;
       }
     }
     const std::uint32_t words[3] = {__float_as_uint(y),

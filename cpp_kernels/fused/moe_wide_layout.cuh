@@ -104,6 +104,12 @@ struct Layout {
   // Its h is quantised by warps, so many times eight values of a row each.
   static constexpr int kHiddenSpans = (kInner / 8 + plat::kWarpLanes - 1) / plat::kWarpLanes;
   static constexpr int kPacketsPerBand = (kBandRows + 2) / 3;
+  // What store_band asks: a band's columns lie and leave in their order.
+  static constexpr LOWLAT_DEVICE int column_of(int block, int n) { return block * kBandRows + n; }
+  static constexpr LOWLAT_DEVICE int published(int i) { return i; }
+  static constexpr LOWLAT_DEVICE int quad_of(int block, int i) {
+    return (block * kBandRows + i) / 4;
+  }
   static constexpr int kBandScaleRows = (kBandRows + kBlock - 2) / kBlock + 1;  // at most
   static constexpr int kBandScaleColumns = kInner / kBlock;
 

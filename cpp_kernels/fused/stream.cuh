@@ -131,6 +131,10 @@ LOWLAT_DEVICE std::uint32_t smem_load1(std::uint32_t address) {
 LOWLAT_DEVICE void smem_store4(std::uint32_t address, std::uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
+LOWLAT_DEVICE void smem_store2(std::uint32_t address, std::uint32_t v) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<std::uint16_t>(v))
+               : "memory");
+}
 LOWLAT_DEVICE void smem_store8(std::uint32_t address, float a, float b) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
