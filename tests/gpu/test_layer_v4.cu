@@ -302,12 +302,18 @@ void check_selected(const StepV4& step) {
 // One layer, each half from what the device began it with. 4e-2: codes of V4's attention output,
 // and of what follows, move where an error passes a tie (a single wrong key of 640 gives more);
 // 2e-2: the experts' roundings, and of the residual.
-void check_layer(int ratio, int rows, int length, bool hashes,
-                 std::uint64_t budget_ns = 20'000'000) {
+void check_layer(int ratio, int rows, int length, bool hashes, std::uint64_t budget_ns = 20'000'000,
+                 bool marlin = false) {
   const int tokens = rows % 6 == 0 ? 6 : 1;
   PooledChain chain(weights().host, weights().v4, 1, ratio, rows / tokens, tokens, length,
                     budget_ns);
   chain.hashes = hashes;
+  // The same values by their checkpoint's rows.
+  std::unique_ptr<MoeLayer<kTp>> laid;
+  if (marlin) {
+    laid = std::make_unique<MoeLayer<kTp>>(7, 0);
+    chain.layers.moe[0]->relay();
+  }
   // As the chain drew it.
   Random random(17);
   const StepV4 drawn(chain.sizes, Draw::random, random);
@@ -338,8 +344,8 @@ void check_layer(int ratio, int rows, int length, bool hashes,
          4e-2);
   std::vector<std::int32_t> ids;
   const std::vector<std::uint16_t> z =
-      experts_half(*chain.layers.moe[0], combined(got[1], of_middle, w, rows), rows, ids,
-                   hashes ? chain.hash_ids.take() : std::vector<std::int32_t>{});
+      experts_half(marlin ? *laid : *chain.layers.moe[0], combined(got[1], of_middle, w, rows),
+                   rows, ids, hashes ? chain.hash_ids.take() : std::vector<std::int32_t>{});
   CHECK(ids == chain.layers.ids.take());
   expect("experts' y", rows, made(got[1], got[0], of_middle, rows), values(z), 2e-2);
   expect("residual", rows, values(got[0]), values(posted(got[1], z, of_middle, rows)), 1e-2);
@@ -413,6 +419,12 @@ TEST_CASE(layers_equal_float64_for_all_widths) {
   // Fewer entries than a selection; no pool, and experts by their table.
   check_layer(4, 6, 1000, false);
   check_layer(0, 6, 8186, true);
+}
+
+TEST_CASE(experts_in_marlin_tiles_equal_float64) {
+  need_device();
+  check_layer(128, 6, 1000, false, 20'000'000, true);
+  check_layer(0, 1, 1000, true, 20'000'000, true);
 }
 
 TEST_CASE(brief_one_row_and_six) {

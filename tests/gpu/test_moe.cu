@@ -8,6 +8,7 @@ using lowlat::bench::check_case;
 using lowlat::bench::check_fault;
 using lowlat::bench::dims;
 using lowlat::bench::Layer;
+using lowlat::fused::MoeLayout;
 using lowlat::fused::MoeShape;
 using lowlat::testing::need_device;
 
@@ -47,11 +48,34 @@ TEST_CASE(an_expert_that_a_row_names_twice_counts_twice) {
   for (const int rows : {1, 6, 8}) CHECK(check_case(layer, rows, "twice", kReplays));
 }
 
+TEST_CASE(marlin_tiles_equal_reference_for_few_rows) {
+  need_device();
+  const Layer v41(dims<lowlat::shape::Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"),
+                  MoeLayout::marlin);
+  for (const int rows : {1, 6, 8}) CHECK(check_case(v41, rows, "gate", kReplays));
+  for (const char* how : {"same", "apart", "twice"}) CHECK(check_case(v41, 6, how, kReplays));
+  CHECK(check_fault(v41, 6));
+  const Layer v4(dims<lowlat::shape::Dsv4Flash<4>>(MoeShape::v4_tp4, "v4 tp4"), MoeLayout::marlin);
+  for (const int rows : {1, 6, 8}) CHECK(check_case(v4, rows, "gate", kReplays));
+  CHECK(check_case(v4, 6, "table", kReplays));
+}
+
+TEST_CASE(marlin_tiles_of_two_ranks_equal_reference_for_few_rows) {
+  need_device();
+  const Layer v41(dims<lowlat::shape::Dsv41Flash<2>>(MoeShape::v41_tp2, "v41 tp2"),
+                  MoeLayout::marlin);
+  for (const int rows : {1, 6}) CHECK(check_case(v41, rows, "gate", kReplays));
+  const Layer v4(dims<lowlat::shape::Dsv4Flash<2>>(MoeShape::v4_tp2, "v4 tp2"), MoeLayout::marlin);
+  CHECK(check_case(v4, 6, "gate", kReplays));
+}
+
 TEST_CASE(brief_one_row_and_six) {
   need_device();
-  Layer layer(dims<lowlat::shape::Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"));
-  layer.budget_ns = lowlat::testing::kBriefBudgetNs;
-  for (const int rows : {1, 6}) CHECK(check_case(layer, rows, "gate", 1));
+  for (const MoeLayout layout : {MoeLayout::checkpoint, MoeLayout::marlin}) {
+    Layer layer(dims<lowlat::shape::Dsv41Flash<4>>(MoeShape::v41_tp4, "v41 tp4"), layout);
+    layer.budget_ns = lowlat::testing::kBriefBudgetNs;
+    for (const int rows : {1, 6}) CHECK(check_case(layer, rows, "gate", 1));
+  }
 }
 
 TEST_CASE(v41_region_of_two_ranks_at_few_rows) {
