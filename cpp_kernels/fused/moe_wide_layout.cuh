@@ -74,9 +74,7 @@ struct Layout {
   static constexpr int kUses = kChunks * kParts;  // of a tile
   static constexpr int kTileBytes = 512;          // of a Marlin tile's codes
   static constexpr int kScaleRow = kHidden / 32;
-  // A row's scales in shared memory: a warp reads bytes of eight rows at once.
-  static constexpr int kScalePitch = kScaleRow % kLineBytes == 0 ? kScaleRow + 16 : kScaleRow;
-  static constexpr int kTileScales = kMarlin ? 0 : kUseRows * kScalePitch;  // on their own
+  static constexpr int kTileScales = kMarlin ? 0 : kUseRows * kScaleRow;  // on their own
   // Second product.
   static constexpr int kBandRows = 64;
   static constexpr int kBands = kHidden / kBandRows;  // blocks that own columns

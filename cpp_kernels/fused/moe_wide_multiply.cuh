@@ -373,6 +373,11 @@ struct Consumer {
     finish(kBatches - 1);
   }
   LOWLAT_DEVICE static float power(std::uint32_t byte) { return __uint_as_float(byte << 23); }
+  // Of byte i of sixteen.
+  LOWLAT_DEVICE static float power_of(const uint4& bytes, int i) {
+    const std::uint32_t word = i < 4 ? bytes.x : i < 8 ? bytes.y : i < 12 ? bytes.z : bytes.w;
+    return power(word >> 8 * (i % 4) & 0xffu);
+  }
   // Which of a Marlin tile's 64 rows are this lane's in quarter q: this one and eight further. A
   // warp so reads 128 bytes in one piece.
   LOWLAT_DEVICE int tile_row(int q) const { return g / 2 * 16 + 2 * q + g % 2; }
@@ -393,8 +398,7 @@ struct Consumer {
     for (int n = 0; n < own_tiles; ++n) {
       const int buffer = n % L::kBuffers;
       const std::uint32_t tile_scales = sm90::shared_address(r.smem) + L::kScalesOffset +
-                                        buffer * L::kTileScales +
-                                        (8 * quarter + g) * L::kScalePitch;
+                                        buffer * L::kTileScales + (8 * quarter + g) * L::kScaleRow;
       float total[2] = {};  // of rows g and g + 8, pair t
       if (!L::kMarlin &&
           !barrier_wait(&r.barriers.scales_full[buffer], n / L::kBuffers & 1, r.watch)) {
@@ -406,23 +410,29 @@ struct Consumer {
         if (!r.wait_filled(use)) return false;
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         const std::uint32_t address = r.slot_address(slot);
-        // Of the low and the high rows; from a group to the next, kStep bytes.
-        constexpr int kStep = L::kMarlin ? L::kUseRows : 1;
-        const std::uint32_t low_scale = L::kMarlin ? address + L::kChunkCodes + scales_at(quarter)
-                                                   : tile_scales + i * L::kChunkGroups;
-        const std::uint32_t high_scale =
-            L::kMarlin ? low_scale + 2 : low_scale + L::kTileValues * L::kScalePitch;
         float acc[2] = {};
-        multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
-            address + rows, address,
-            [&](int k) {
-              return make_uint2(smem_load1(low_scale + k * kStep),
-                                smem_load1(high_scale + k * kStep));
-            },
-            [&](uint2 that, const float (&d)[4]) {
-              acc[0] = plat::fma(d[0] + d[1], power(that.x), acc[0]);
-              acc[1] = plat::fma(d[2] + d[3], power(that.y), acc[1]);
-            });
+        const auto add = [&](float low, float high, const float (&d)[4]) {
+          acc[0] = plat::fma(d[0] + d[1], low, acc[0]);
+          acc[1] = plat::fma(d[2] + d[3], high, acc[1]);
+        };
+        if constexpr (L::kMarlin) {
+          const std::uint32_t scales = address + L::kChunkCodes + scales_at(quarter);
+          multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
+              address + rows, address,
+              [&](int k) {
+                return make_uint2(smem_load1(scales + k * L::kUseRows),
+                                  smem_load1(scales + k * L::kUseRows + 2));
+              },
+              [&](uint2 that, const float (&d)[4]) { add(power(that.x), power(that.y), d); });
+        } else {
+          static_assert(L::kChunkGroups == 16);
+          const std::uint32_t at = tile_scales + i * L::kChunkGroups;
+          const uint4 low = smem_load16(at), high = smem_load16(at + L::kTileValues * L::kScaleRow);
+          multiply<L::kChunkGroups, L::kTileValues * kLineBytes>(
+              address + rows, address,
+              [&](int k) { return make_float2(power_of(low, k), power_of(high, k)); },
+              [&](float2 that, const float (&d)[4]) { add(that.x, that.y, d); });
+        }
         const float column = __uint_as_float(smem_load4(address + L::kColumnScales + t * 16));
         arrive(&r.barriers.empty[slot]);
         total[0] = plat::fma(acc[0], column, total[0]);
@@ -482,24 +492,39 @@ struct Consumer {
         sm90::fence_async_shared();  // the products read the columns past the ordinary path
         if (part == 0) store_results();
         const std::uint32_t address = r.slot_address(slot), scales = address + L::kBandCodes;
-        constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
-        const std::uint32_t low_scale =
-            scales +
-            (L::kMarlin ? scales_at(quarter) : low_row * L::kInnerGroups + part * L::kPartGroups);
-        const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
         const std::uint32_t column_scales = address + L::kColumnScales + t * (L::kScaleWords * 4);
-        multiply<L::kPartGroups, L::kBandInLines ? L::kBandRows * kLineBytes : 0>(
-            address + rows, address,
-            [&](int i) {
-              return make_uint3(smem_load1(low_scale + i * kStep),
-                                smem_load1(high_scale + i * kStep),
-                                smem_load4(column_scales + i * 4));
-            },
-            [&](uint3 that, const float (&d)[4]) {
-              const float column = __uint_as_float(that.z);
-              acc[0] = plat::fma(d[0] + d[1], power(that.x) * column, acc[0]);
-              acc[1] = plat::fma(d[2] + d[3], power(that.y) * column, acc[1]);
-            });
+        constexpr int kLine = L::kBandInLines ? L::kBandRows * kLineBytes : 0;
+        const auto add = [&](float low, float high, float column, const float (&d)[4]) {
+          acc[0] = plat::fma(d[0] + d[1], low * column, acc[0]);
+          acc[1] = plat::fma(d[2] + d[3], high * column, acc[1]);
+        };
+        if constexpr (L::kInnerGroups == 16 && !L::kMarlin) {
+          const std::uint32_t at = scales + low_row * L::kInnerGroups;
+          const uint4 low = smem_load16(at), high = smem_load16(at + 8 * L::kInnerGroups);
+          multiply<L::kPartGroups, kLine>(
+              address + rows, address,
+              [&](int i) {
+                return make_float3(power_of(low, i), power_of(high, i),
+                                   __uint_as_float(smem_load4(column_scales + i * 4)));
+              },
+              [&](float3 that, const float (&d)[4]) { add(that.x, that.y, that.z, d); });
+        } else {
+          constexpr int kStep = L::kMarlin ? L::kBandRows : 1;
+          const std::uint32_t low_scale =
+              scales +
+              (L::kMarlin ? scales_at(quarter) : low_row * L::kInnerGroups + part * L::kPartGroups);
+          const std::uint32_t high_scale = low_scale + (L::kMarlin ? 2 : 8 * L::kInnerGroups);
+          multiply<L::kPartGroups, kLine>(
+              address + rows, address,
+              [&](int i) {
+                return make_uint3(smem_load1(low_scale + i * kStep),
+                                  smem_load1(high_scale + i * kStep),
+                                  smem_load4(column_scales + i * 4));
+              },
+              [&](uint3 that, const float (&d)[4]) {
+                add(power(that.x), power(that.y), __uint_as_float(that.z), d);
+              });
+        }
         arrive(&r.barriers.empty[slot]);
       }
       word = result_word(weight * acc[0], weight * acc[1]);
