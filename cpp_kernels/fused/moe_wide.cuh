@@ -306,6 +306,24 @@ struct BandValue {
   }
 };
 
+// wait_at(before), but that nobody waits for the producer, who waits for the router's rows: a block
+// that begins when x is there asks for it at once.
+template <class L>
+LOWLAT_DEVICE void wait_for_x(const Region<L>& r, int warp) {
+  const Gate& gate = r.a.before;
+  if (gate.word == nullptr) {
+    wait_at(gate);
+  } else if (warp == L::kProducer) {
+    barrier_wait(&r.barriers.open, 0);
+  } else {
+    if (plat::thread_idx() == 0) {
+      poll_gate(gate);
+      sm90::barrier_arrive(&r.barriers.open);
+    }
+    asm volatile("bar.sync 2, %0;" ::"n"(L::kThreads - plat::kWarpLanes) : "memory");
+  }
+}
+
 template <class L>
 __global__ void __launch_bounds__(L::kThreads, 1)
     moe_wide_mxfp4_sm90(const __grid_constant__ MoeArgs args, const Rules rules,
@@ -343,6 +361,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
   } else if (thread == 64) {
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
+    sm90::barrier_init(&barriers.open, 1);
     sm90::barrier_init(&barriers.table, 2);
     sm90::barrier_init(&barriers.entries, 1);
     for (int i = 0; i < L::kKeptBatches; ++i) sm90::barrier_init(&barriers.batches[i], 1);
@@ -365,7 +384,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     going = producer.run_early();
   }
   stamps.mark(StampStage::ask);
-  wait_at(args.before);
+  wait_for_x(r, warp);
   stamps.mark(StampStage::wait);
   // The next kernel's blocks may take the multiprocessors that are through.
   sm90::launch_dependents();
