@@ -37,10 +37,10 @@
 // of all blocks, a lane four columns, and sends the sums. Router and shared expert, which do not
 // depend on the routing, are fetched while it is being decided; their products are mma.m16n8k16's
 // on rows of x in registers. A block scores twelve experts on a quarter of K, so that it reads a
-// quarter of x; block t adds the quarters of row t, chooses its experts and tells all blocks. The
-// shared expert's first product goes on meanwhile: a block has a tile and half of the rows, or all
-// of them. Its second comes through the ring, between tiles and routed units, of codes of h that
-// gatherers have made by then.
+// quarter of x; block t adds the quarters of row t, chooses its experts and tells all blocks.
+// Producer and gatherers make each block's table of them. The shared expert's first product goes on
+// meanwhile: a block has a tile and half of the rows, or all of them. Its second comes through the
+// ring, between tiles and routed units, of codes of h that gatherers have made by then.
 //
 // Weights come by tensor copies or in one piece: rows' whole lines of 128 bytes. Pieces of half a
 // line, by sixteen bytes a lane, reached 0.84 of the bandwidth (docs/bench/moe-hopper.md).
@@ -49,7 +49,7 @@
 //                       finisher, read by the block that routes the row. Written again by the next
 //                       launch, which begins after this one has ended (wait_at(before)).
 //              routes   [row] packets {two ids, their weights, epoch}: written by the row's block,
-//                       read by all consumers of every block; again as the scores.
+//                       read by those of every block that make its table; again as the scores.
 //              shared_x, shared_h  [eight rows] codes of x and h as the shared expert sees them:
 //                       counted as the columns are, again as the scores.
 //              results  [epoch & 1][row][slot, or shared expert][column] of units, by whoever has
@@ -78,8 +78,8 @@
 //                       slot's first use waits for gate_done, shared_done. The ring's first uses
 //                       take the slots that are free.
 //              sums     partial[] full: every consumer; empty: the finisher's. partial[0] is also
-//                       where a row is routed and where pairs are put in order: after the block's
-//                       own scores have left, before the next sums.
+//                       where a row is routed: after the block's own scores have left, before the
+//                       next sums. Pairs are put in order where the ring's first use comes.
 //              registers  are given back before any wait: consumers wait for them to start.
 //              late     waits for other blocks watch one deadline and the abort word; nothing is
 //                       stored or published after a fault.
@@ -399,6 +399,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     consumer.run(rules, stamps);
   } else {
     if (warp == L::kProducer) {
+      make_table(r, 0);  // every maker comes to its barriers
       if (going) producer.run_routed();
     } else if (warp == L::kFinisher) {
       Finisher<L> finisher = {r};

@@ -499,6 +499,7 @@ struct Gatherer {
 
   LOWLAT_DEVICE bool run() const {
     split_rows();
+    make_table(r, 1 + which);
     // All rows' columns are there before the table is. It is waited for first, so that a block that
     // is never heard is reported for its scores.
     if (!barrier_wait(&r.barriers.table, 0, r.watch) || !r.wait_rows()) return false;

@@ -29,6 +29,7 @@ struct Layout {
   static constexpr int kProducer = kConsumers, kFinisher = kConsumers + 1;
   static constexpr int kGatherer = kConsumers + 2, kGatherers = 2;
   static constexpr int kThreads = (kConsumers + 4) * plat::kWarpLanes;
+  static constexpr int kMakers = 1 + kGatherers;  // of the table: the producer, the gatherers
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kOtherRegisters = 64;
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters + (kLaunchRegisters - kOtherRegisters) * 4 / kConsumers) / 8 * 8;
@@ -415,6 +416,14 @@ struct Region {
       if (__all_sync(plat::kAllLanes, here)) break;
       const bool late = tries % kTriesPerLook == 0 && watch.ended(event);
       if (__any_sync(plat::kAllLanes, late)) return false;
+    }
+    fence_device();
+    return true;
+  }
+  // The same, for who is told by another wait of the block that it is late.
+  LOWLAT_DEVICE bool wait_count(const std::uint32_t* counter, std::uint32_t want) const {
+    while (!__all_sync(plat::kAllLanes, load_word(counter) == want)) {
+      if (__any_sync(plat::kAllLanes, watch.stopped())) return false;
     }
     fence_device();
     return true;

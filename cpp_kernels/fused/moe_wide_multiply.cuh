@@ -145,7 +145,8 @@ struct Consumer {
   // Gate rows, then up rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and
   // scales multiply the sums of 32 along K.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
-    if (n == 0 && !r.wait_rows()) return false;
+    // A block that is never heard is reported for its scores, by those that make the table.
+    if (n == 0 && !r.wait_count(r.rows_done(), counted(r.a.rows * L::kChunks))) return false;
     constexpr int kBlocks = L::kSlice / 64;
     const auto work = r.shared_work(r.block_idx);
     uint4 codes[kBlocks];
@@ -541,9 +542,8 @@ struct Consumer {
     t = r.lane % 4;
     bool going = !r.gates() || run_gate();
     route_own_row(r, warp, rules);  // every consumer comes to its barriers
-    make_table(r, warp);            // the same
     stamps.mark(StampStage::read);
-    // While the first experts are on their way.
+    // While rows are routed, and the first experts are on their way.
     for (int n = 0; going && n < r.shared_tiles(); ++n) {
       going = run_shared_tile(n);
     }

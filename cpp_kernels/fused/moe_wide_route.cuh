@@ -61,10 +61,13 @@ LOWLAT_DEVICE void route_own_row(const Region<L>& r, int warp, const Rules& rule
     score[thread] = stages::gate_score(sum, rules.rule);
   }
   sync_consumers<L>();
-  if (warp == 0 && !r.watch.stopped()) {
-    float* chosen = r.table.own_weights;
+  if (warp == 0) {
 #pragma unroll
     for (int i = 0; i < Scores<L>::kOwn; ++i) scores.score[i] = score[scores.own_expert(i)];
+  }
+  sync_consumers<L>();  // from here on the sums are others'
+  if (warp == 0 && !r.watch.stopped()) {
+    float* chosen = r.table.own_weights;
     if (by_score) {
       scores.select(ids, chosen,
                     rules.rule == stages::GateRule::v41 ? __int_as_float(0x7f80'0000) : -1e30f);
@@ -87,118 +90,180 @@ LOWLAT_DEVICE void route_own_row(const Region<L>& r, int warp, const Rules& rule
   }
 }
 
-// By all consumers: the routes of all rows, and pairs by expert, in entries. A thread a packet of
-// two pairs, then a thread an expert. Where an expert has several entries, its pairs' order decides
-// which is whose, and has to be the same in all blocks.
+// Who makes the table: warps that have nothing else to do meanwhile.
 template <class L>
-LOWLAT_DEVICE void make_table(const Region<L>& r, int warp) {
+LOWLAT_DEVICE void sync_makers() {
+  asm volatile("bar.sync 3, %0;" ::"n"(L::kMakers * plat::kWarpLanes) : "memory");
+}
+
+// By the makers, `maker` among them: the routes of all rows, and pairs by expert, in entries. A
+// thread has some packets of two pairs, then some experts. Where an expert has several entries, its
+// pairs' order decides which is whose, and has to be the same in all blocks.
+template <class L>
+LOWLAT_DEVICE void make_table(const Region<L>& r, int maker) {
   auto& table = r.table;
-  const int thread = warp * plat::kWarpLanes + r.lane;
-  static_assert(L::kMaxRows * L::kRoutePackets <= L::kConsumers * plat::kWarpLanes);
-  const int row = thread / L::kRoutePackets, slot = 2 * (thread % L::kRoutePackets);
-  const int pair = row * L::kSlots + slot;
-  const int own = row >= r.a.rows ? 0 : L::kSlots - slot < 2 ? L::kSlots - slot : 2;  // its pairs
-  std::uint32_t id[2] = {}, rank[2] = {};
+  constexpr int kThreads = L::kMakers * plat::kWarpLanes;
+  constexpr int kPackets = (L::kMaxRows * L::kRoutePackets + kThreads - 1) / kThreads;
+  const int thread = maker * plat::kWarpLanes + r.lane;
+  const int num_packets = r.a.rows * L::kRoutePackets;
+  // Of this thread's n-th packet: its first pair, and how many it has.
+  const auto packet_of = [&](int n) { return thread + n * kThreads; };
+  const auto pair_of = [&](int n) {
+    return packet_of(n) / L::kRoutePackets * L::kSlots + 2 * (packet_of(n) % L::kRoutePackets);
+  };
+  const auto pairs_of = [&](int n) {
+    const int left = L::kSlots - 2 * (packet_of(n) % L::kRoutePackets);
+    return packet_of(n) >= num_packets ? 0 : left < 2 ? left : 2;
+  };
+  std::uint32_t id[kPackets][2] = {}, rank[kPackets][2] = {};
   if (r.scores) {
-    uint4 packet = {};
+    uint4 packet[kPackets] = {};
     bool lost = false;
     for (int tries = 1;; ++tries) {
-      if (own > 0) packet = load_packet(r.route_packet(thread));
-      if (__all_sync(plat::kAllLanes, own == 0 || packet.w == r.epoch)) break;
+      bool here = true;
+#pragma unroll
+      for (int n = 0; n < kPackets; ++n) {
+        if (packet_of(n) < num_packets) packet[n] = load_packet(r.route_packet(packet_of(n)));
+      }
+#pragma unroll
+      for (int n = 0; n < kPackets; ++n) {
+        here = here && (packet_of(n) >= num_packets || packet[n].w == r.epoch);
+      }
+      if (__all_sync(plat::kAllLanes, here)) break;
       lost = tries % kTriesPerLook == 0 && r.watch.ended(kScoresEvent);
       lost = __any_sync(plat::kAllLanes, lost);
       if (lost) break;
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i >= own) continue;
-      // Where the step is lost, stay inside the arrays.
-      id[i] = lost ? slot + i : packet.x >> 16 * i & 0xffffu;
-      const float weight = __uint_as_float(i == 0 ? packet.y : packet.z);
-      table.weights[pair + i] = weight;
-      if (r.block_idx != 0) continue;
-      if (r.a.out_ids != nullptr) r.a.out_ids[pair + i] = static_cast<std::int32_t>(id[i]);
-      if (r.a.out_weights != nullptr) r.a.out_weights[pair + i] = weight;
+    for (int n = 0; n < kPackets; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i >= pairs_of(n)) continue;
+        const int pair = pair_of(n) + i;
+        // Where the step is lost, stay inside the arrays.
+        id[n][i] = lost ? pair % L::kSlots : packet[n].x >> 16 * i & 0xffffu;
+        const float weight = __uint_as_float(i == 0 ? packet[n].y : packet[n].z);
+        table.weights[pair] = weight;
+        if (r.block_idx != 0) continue;
+        if (r.a.out_ids != nullptr) r.a.out_ids[pair] = static_cast<std::int32_t>(id[n][i]);
+        if (r.a.out_weights != nullptr) r.a.out_weights[pair] = weight;
+      }
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i >= own) continue;
-      id[i] = static_cast<std::uint32_t>(__ldg(r.a.ids + pair + i));
-      table.weights[pair + i] = __ldg(r.a.weights + pair + i);
+    for (int n = 0; n < kPackets; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i >= pairs_of(n)) continue;
+        const int pair = pair_of(n) + i;
+        id[n][i] = static_cast<std::uint32_t>(__ldg(r.a.ids + pair));
+        table.weights[pair] = __ldg(r.a.weights + pair);
+      }
     }
   }
   // Which of its expert's pairs a pair is: by tickets, in any order. An expert that gets an entry
   // more has a number among those: in `first`, which is not needed yet.
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (i >= own) continue;
-    rank[i] = atomicAdd(&table.count[id[i]], 1u);
-    if (rank[i] == L::kEntryPairs) {
-      table.first[id[i]] = static_cast<std::uint16_t>(atomicAdd(&table.several, 1u));
+  for (int n = 0; n < kPackets; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i < pairs_of(n)) rank[n][i] = atomicAdd(&table.count[id[n][i]], 1u);
     }
   }
-  sync_consumers<L>();
+#pragma unroll
+  for (int n = 0; n < kPackets; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i < pairs_of(n) && rank[n][i] == L::kEntryPairs) {
+        table.first[id[n][i]] = static_cast<std::uint16_t>(atomicAdd(&table.several, 1u));
+      }
+    }
+  }
+  sync_makers<L>();
   if (const int several = static_cast<int>(table.several); several > 0) {
-    // In the pairs' order: of each such expert the set of its pairs, where the scores lay: all rows
-    // are routed, so the finisher has read them.
+    // In the pairs' order: of each such expert the set of its pairs, where the ring's first use
+    // comes later.
     constexpr int kWords = L::kMaxPairs / 32, kMost = L::kMaxPairs / (L::kEntryPairs + 1);
     static_assert(L::kMaxPairs % 32 == 0 && L::kExperts <= L::kMaxPairs &&
-                  kMost * kWords * 4 <= L::kPartialBytes);
-    auto* sets = reinterpret_cast<std::uint32_t*>(r.partial(0));
-    for (int i = thread; i < several * kWords; i += L::kConsumers * plat::kWarpLanes) sets[i] = 0;
-    sync_consumers<L>();
-    const auto set_of = [&](int i) { return sets + table.first[id[i]] * kWords; };
-    const auto counts = [&](int i) { return i < own && table.count[id[i]] > L::kEntryPairs; };
+                  kMost * kWords * 4 <= L::kSlotBytes && L::kFirstSlot > 0);
+    auto* sets = reinterpret_cast<std::uint32_t*>(r.slot(L::slot_of(0)));
+    for (int i = thread; i < several * kWords; i += kThreads) sets[i] = 0;
+    sync_makers<L>();
+    const auto set_of = [&](std::uint32_t expert) { return sets + table.first[expert] * kWords; };
+    const auto counts = [&](int n, int i) {
+      return i < pairs_of(n) && table.count[id[n][i]] > L::kEntryPairs;
+    };
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (counts(i)) atomicOr(set_of(i) + (pair + i) / 32, 1u << (pair + i) % 32);
+    for (int n = 0; n < kPackets; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int pair = pair_of(n) + i;
+        if (counts(n, i)) atomicOr(set_of(id[n][i]) + pair / 32, 1u << pair % 32);
+      }
     }
-    sync_consumers<L>();
+    sync_makers<L>();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (!counts(i)) continue;
-      const std::uint32_t* set = set_of(i);
-      const int word = (pair + i) / 32;
-      rank[i] = __popc(set[word] & ((1u << (pair + i) % 32) - 1));
+    for (int n = 0; n < kPackets; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (!counts(n, i)) continue;
+        const std::uint32_t* set = set_of(id[n][i]);
+        const int pair = pair_of(n) + i, word = pair / 32;
+        rank[n][i] = __popc(set[word] & ((1u << pair % 32) - 1));
 #pragma unroll 1
-      for (int k = 0; k < word; ++k) rank[i] += __popc(set[k]);
+        for (int k = 0; k < word; ++k) rank[n][i] += __popc(set[k]);
+      }
     }
+    sm90::fence_async_shared();  // the producer's copies come here
   }
-  // How many pairs (low half) and entries (high half) lie before an expert.
-  const bool is_expert = thread < L::kExperts;
-  const std::uint32_t count = is_expert ? table.count[thread] : 0;
-  const std::uint32_t mine = count | (count + L::kEntryPairs - 1) / L::kEntryPairs << 16;
+  // How many pairs (low half) and entries (high half) lie before a thread's experts.
+  constexpr int kOwn = (L::kExperts + kThreads - 1) / kThreads;
+  std::uint32_t count[kOwn], mine = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int expert = thread * kOwn + i;
+    count[i] = expert < L::kExperts ? table.count[expert] : 0;
+    mine += count[i] | (count[i] + L::kEntryPairs - 1) / L::kEntryPairs << 16;
+  }
   std::uint32_t place = mine;
 #pragma unroll
   for (int offset = 1; offset < plat::kWarpLanes; offset *= 2) {
     const std::uint32_t theirs = __shfl_up_sync(plat::kAllLanes, place, offset);
     if (r.lane >= offset) place += theirs;
   }
-  if (r.lane == plat::kWarpLanes - 1) table.warp_sums[warp] = place;
-  sync_consumers<L>();
-  place += __reduce_add_sync(plat::kAllLanes, r.lane < warp ? table.warp_sums[r.lane] : 0u);
-  if (thread == L::kExperts - 1) {
+  if (r.lane == plat::kWarpLanes - 1) table.warp_sums[maker] = place;
+  sync_makers<L>();
+#pragma unroll
+  for (int i = 0; i < L::kMakers; ++i) place += i < maker ? table.warp_sums[i] : 0u;
+  if (thread == kThreads - 1) {
     table.num_entries = static_cast<std::int32_t>(place >> 16);
     table.first[place >> 16] = static_cast<std::uint16_t>(place & 0xffffu);
   }
   place -= mine;
-  if (is_expert) {
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int expert = thread * kOwn + i;
+    if (expert >= L::kExperts) break;
     const std::uint32_t first = place & 0xffffu;
-    table.count[thread] = first;  // from here on
+    table.count[expert] = first;  // from here on
 #pragma unroll 1
-    for (std::uint32_t k = 0, entry = place >> 16; k < count; k += L::kEntryPairs, ++entry) {
-      table.expert[entry] = static_cast<std::uint16_t>(thread);
+    for (std::uint32_t k = 0, entry = place >> 16; k < count[i]; k += L::kEntryPairs, ++entry) {
+      table.expert[entry] = static_cast<std::uint16_t>(expert);
       table.first[entry] = static_cast<std::uint16_t>(first + k);
     }
+    place += count[i] | (count[i] + L::kEntryPairs - 1) / L::kEntryPairs << 16;
   }
-  sync_consumers<L>();
+  sync_makers<L>();
   if (thread == 0) sm90::barrier_arrive(&r.barriers.entries);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (i < own) table.sorted[table.count[id[i]] + rank[i]] = static_cast<std::uint16_t>(pair + i);
+  for (int n = 0; n < kPackets; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i >= pairs_of(n)) continue;
+      table.sorted[table.count[id[n][i]] + rank[n][i]] = static_cast<std::uint16_t>(pair_of(n) + i);
+    }
   }
-  sync_consumers<L>();
+  sync_makers<L>();
   if (thread == 0) sm90::barrier_arrive(&r.barriers.table);
 }
 
