@@ -362,6 +362,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     sm90::barrier_init(&barriers.gate_full, 1);
     sm90::barrier_init(&barriers.gate_done, L::kConsumers);
     sm90::barrier_init(&barriers.open, 1);
+    sm90::barrier_init(&barriers.rows, 1);
     sm90::barrier_init(&barriers.table, 2);
     sm90::barrier_init(&barriers.entries, 1);
     for (int i = 0; i < L::kKeptBatches; ++i) sm90::barrier_init(&barriers.batches[i], 1);

@@ -191,7 +191,7 @@ struct Layout {
     std::uint64_t scales_full[kBuffers], scales_empty[kBuffers];
     std::uint64_t sums_full[kBuffers], sums_empty[kBuffers];
     std::uint64_t gate_full, gate_done, shared_full[2], shared_done[2];
-    std::uint64_t open;                   // x is there
+    std::uint64_t open, rows;             // x is there; it is split
     std::uint64_t entries, table;         // who has which entry; all of the table
     std::uint64_t batches[kKeptBatches];  // drawn
   };

@@ -142,11 +142,19 @@ struct Consumer {
     return true;
   }
 
+  // Until all rows are split. One warp asks: it is one word, whose counting all warps of all blocks
+  // would hold up. A block that is never heard is reported for its scores, by those that make the
+  // table.
+  LOWLAT_DEVICE bool wait_rows() const {
+    if (warp != 0) return barrier_wait(&r.barriers.rows, 0, r.watch);
+    if (!r.wait_count(r.rows_done(), counted(r.a.rows * L::kChunks))) return false;
+    arrive(&r.barriers.rows);
+    return true;
+  }
   // Gate rows, then up rows; x as the block-fp8 linear sees it. Codes of both are f16 values, and
   // scales multiply the sums of 32 along K.
   LOWLAT_DEVICE bool run_shared_tile(int n) {
-    // A block that is never heard is reported for its scores, by those that make the table.
-    if (n == 0 && !r.wait_count(r.rows_done(), counted(r.a.rows * L::kChunks))) return false;
+    if (n == 0 && !wait_rows()) return false;
     constexpr int kBlocks = L::kSlice / 64;
     const auto work = r.shared_work(r.block_idx);
     uint4 codes[kBlocks];
