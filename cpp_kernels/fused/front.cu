@@ -706,37 +706,49 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 2 : 1)
     }
     const std::int64_t width = static_cast<std::int64_t>(params.num_heads) * kHeadDim;
     static_assert(kRows / 2 == plat::kWarpLanes, "a warp has a token");
+    // A lane has two of the block's rows, a warp every eighth token, all of them together.
+    const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
+    const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    float a[kTiles], b[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int token = min(warp_idx + i * kProductWarps, num_rows - 1);
+      a[i] = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
+      b[i] = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
+    }
     if constexpr (kNormsInCluster<M, kTiles>) {
-      const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
-      const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+      float squares[kTiles];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) squares[i] = plat::fma(a[i], a[i], b[i] * b[i]);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) squares[i] = plat::warp_sum(squares[i]);
       sm90::cluster_wait();  // the head's other blocks run
-#pragma unroll 1
-      for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-        const float a = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
-        const float b = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
-        const float squares = plat::warp_sum(plat::fma(a, a, b * b));
-        if (lane_idx < kTilesPerHead) send_squares(shared.head, token, lane_idx, squares);
+      if (lane_idx < kTilesPerHead) {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          const int token = warp_idx + i * kProductWarps;
+          if (token < num_rows) send_squares(shared.head, token, lane_idx, squares[i]);
+        }
       }
       wait_for_cluster(&shared.head.barrier, 0);
     }
-#pragma unroll 1
-    for (int i = plat::thread_idx(); i < kRows / 2 * num_rows; i += kProductThreads) {
-      const int token = i / (kRows / 2), pair = i % (kRows / 2);
-      float a = quick_bf16(Linear::sum(shared.product, token, 2 * pair));
-      float b = quick_bf16(Linear::sum(shared.product, token, 2 * pair + 1));
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int token = warp_idx + i * kProductWarps;
+      if (token >= num_rows) break;
       if constexpr (kNormsInCluster<M, kTiles>) {
         const float norm = head_norm(shared.head, token, params.norm_eps);
-        a = quick_bf16(a * norm);
-        b = quick_bf16(b * norm);
+        a[i] = quick_bf16(a[i] * norm);
+        b[i] = quick_bf16(b[i] * norm);
       }
       if (rotates) {
-        const float2 turn = shared.turn[token][pair];
-        const float turned = a * turn.x - b * turn.y;
-        b = a * turn.y + b * turn.x;
-        a = turned;
+        const float2 turn = shared.turn[token][lane_idx];
+        const float turned = a[i] * turn.x - b[i] * turn.y;
+        b[i] = a[i] * turn.y + b[i] * turn.x;
+        a[i] = turned;
       }
-      *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * pair) =
-          sm90::to_bf16_pair(a, b);
+      *reinterpret_cast<std::uint32_t*>(params.q + token * width + tile * kRows + 2 * lane_idx) =
+          sm90::to_bf16_pair(a[i], b[i]);
     }
     stamps.mark(StampStage::store);
     open_gate(params.done);

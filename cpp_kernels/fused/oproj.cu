@@ -192,44 +192,47 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
   // A lane a value of a token's: 32 share a scale, or those of a group have their largest told.
   static_assert(kTiles == 1 || plat::kWarpLanes % kOwned == 0);
   constexpr int kTokensATurn = kProductThreads / kOwned;
+  constexpr int kTurns = (kTiles * kTileTokens + kTokensATurn - 1) / kTokensATurn;
   const int row = plat::thread_idx() % kOwned, first_row = tile * kRows + rank * kOwned;
   const int first_token = plat::thread_idx() / kOwned;
-  const auto amax_of = [&](int token) {
-    float amax = plat::abs(quick_bf16(Linear::sum(shared, token, row)));
+  float u[kTurns], amax[kTurns];
 #pragma unroll
-    for (int mask = 1; mask < kOwned && mask < plat::kWarpLanes; mask *= 2) {
-      amax = plat::max(__shfl_xor_sync(plat::kAllLanes, amax, mask), amax);
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int token = min(turn * kTokensATurn + first_token, params.num_rows - 1);
+    u[turn] = quick_bf16(Linear::sum(shared, token, row));
+    amax[turn] = plat::abs(u[turn]);
+  }
+#pragma unroll
+  for (int mask = 1; mask < kOwned && mask < plat::kWarpLanes; mask *= 2) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      amax[turn] = plat::max(__shfl_xor_sync(plat::kAllLanes, amax[turn], mask), amax[turn]);
     }
-    return amax;
-  };
+  }
   if constexpr (Shape::kShares) {
     static_assert(kSharing <= kOwned);
-    for (int first = 0; first < params.num_rows; first += kTokensATurn) {
-      const int token = first + first_token;
-      const float amax = amax_of(min(token, params.num_rows - 1));
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int token = turn * kTokensATurn + first_token;
       if (token < params.num_rows && row < kSharing) {
         const int peer = rank / kSharing * kSharing + row;
-        sm90::send_to_peer(sm90::peer_address(&whole.amax()[rank % kSharing][token], peer), amax,
-                           sm90::peer_address(&whole.amax_barrier, peer));
+        sm90::send_to_peer(sm90::peer_address(&whole.amax()[rank % kSharing][token], peer),
+                           amax[turn], sm90::peer_address(&whole.amax_barrier, peer));
       }
     }
     wait_for_cluster(&whole.amax_barrier, 0);
   }
-  for (int first = 0; first < params.num_rows; first += kTokensATurn) {
-    const int token = first + first_token;
-    const int known = min(token, params.num_rows - 1);
-    float amax = 0.0f;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int token = turn * kTokensATurn + first_token;
+    if (token >= params.num_rows) break;
     if constexpr (Shape::kShares) {
 #pragma unroll
-      for (int i = 0; i < kSharing; ++i) amax = plat::max(whole.amax()[i][known], amax);
-    } else {
-      amax = amax_of(known);
+      for (int i = 0; i < kSharing; ++i) amax[turn] = plat::max(whole.amax()[i][token], amax[turn]);
     }
-    if (token >= params.num_rows) continue;
-    const float u = quick_bf16(Linear::sum(shared, token, row));
-    const PowerScale group = power_scale(amax);
+    const PowerScale group = power_scale(amax[turn]);
     params.u_codes[static_cast<std::int64_t>(token) * params.num_groups * kLora + first_row + row] =
-        static_cast<std::uint8_t>(sm90::to_e4m3_pair(u * group.inverse, 0.0f));
+        static_cast<std::uint8_t>(sm90::to_e4m3_pair(u[turn] * group.inverse, 0.0f));
     if ((first_row + row) % kGroup == 0) {
       params.u_scale[first_row / kGroup * padded + token] = group.scale;
     }
