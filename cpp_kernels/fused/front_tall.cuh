@@ -1,11 +1,13 @@
-// fused/front_tall.cuh: products of more than sixteen rows with 128 weight rows a block, f16 tokens
-// under scales of 128 values and e4m3 weights, by mma.
+// fused/front_tall.cuh: products of more than sixteen rows with 128 or 64 weight rows a block,
+// tokens of f16 values (kBytes 2) or e4m3 codes (1) under scales of 128 values and e4m3 weights, by
+// mma.
 //
 // A block has kRows weight rows and kK of their K and asks for all of them before its input is
 // there. A warp has sixteen of the rows, all of the block's K and all tokens, so that a weight is
-// expanded once and the block has no sums of warps to add. Tokens come in chunks of one group of K,
-// in a ring of kSlots; blocks that want the same tokens begin at different chunks. kBlocks blocks
-// of a cluster split the whole K and meet in the block that owns the row.
+// expanded once and the block has no sums of warps to add; of 64 rows two warps have the halves of
+// each group of K. Tokens come in chunks of one group of K, in a ring of kSlots; blocks that want
+// the same tokens begin at different chunks. kBlocks blocks of a cluster split the whole K and meet
+// in the block that owns the row.
 //
 // Two blocks have room on a multiprocessor: clusters of eight that have one each do not all fit, as
 // parts of the chip with fewer than sixteen multiprocessors hold one.
@@ -23,22 +25,31 @@
 
 namespace lowlat::nvidia::fused {
 
-template <int kGroup_, int kRows_, int kK_, int kTiles_, int kBlocks_, int kSlots_>
+template <int kGroup_, int kRows_, int kK_, int kTiles_, int kBlocks_, int kSlots_, int kBytes_ = 2>
 struct TallProduct {
   static constexpr int kGroup = kGroup_, kRows = kRows_, kK = kK_, kTiles = kTiles_;
   static constexpr int kBlocks = kBlocks_, kSlots = kSlots_, kOwned = kRows / kBlocks;
   static constexpr int kTokens = kTiles * kTileTokens, kChunks = kK / kGroup;
-  // As Product's; tokens' pieces of 16 bytes change places instead, see piece_place.
-  static constexpr int kWeightPitch = kK + 32, kTokenPitch = 2 * kGroup;
+  // As Product's, and so are those of codes; f16 tokens' pieces of 16 bytes change places instead,
+  // see piece_place.
+  static constexpr int kWeightPitch = kK + 32;
+  static constexpr int kBytes = kBytes_;               // of a token's value
+  static constexpr int kTokenBytes = kBytes * kGroup;  // of its chunk
+  static constexpr int kTokenPitch = kBytes == 1 ? kTokenBytes + 32 : kTokenBytes;
+  static_assert(kBytes == 1 || kBytes == 2);
   static constexpr int kSumPitch = kRows + 4;
-  static_assert(kRows == 16 * kProductWarps && kGroup % kRows == 0 && kK % kGroup == 0);
+  // Warps side by side, and parts of a group's K.
+  static constexpr int kRowWarps = kRows / 16, kParts = kProductWarps / kRowWarps;
+  static constexpr int kSteps = kGroup / kStep / kParts;  // of a warp, a group
+  static_assert(kRowWarps * kParts == kProductWarps && kSteps * kParts * kStep == kGroup);
+  static_assert(kRows % 16 == 0 && kGroup % kRows == 0 && kK % kGroup == 0);
   static_assert(kSlots <= kChunks && kOwned % 4 == 0);
 
   struct Shared {
     union {
       alignas(128) unsigned char weights[kRows * kWeightPitch];
       // When they are used up.
-      alignas(16) float sums[kTokens][kSumPitch];
+      alignas(16) float sums[kParts][kTokens][kSumPitch];
     };
     union {
       alignas(128) unsigned char tokens[kSlots][kTokens * kTokenPitch];
@@ -51,7 +62,7 @@ struct TallProduct {
     std::uint64_t owned_barrier;  // of what the cluster sends
   };
 
-  using Tokens = StoredTokens;  // of f16 values
+  using Tokens = StoredTokens;
 
   // Asks for the weights, whose rows share their scales. All threads call.
   LOWLAT_DEVICE static void load(Shared& shared, const ProductWeights& weights, int num_rows) {
@@ -91,8 +102,8 @@ struct TallProduct {
     multiply(shared, tokens, stamps);
     stamps.mark(StampStage::compute);
     sm90::cluster_wait();
-    send_sums<kRows, kTokens, kBlocks, kOwned, 1, kSumPitch>(
-        shared.sums[0], shared.owned, &shared.owned_barrier, tokens.num_rows, 0);
+    send_sums<kRows, kTokens, kBlocks, kOwned, kParts, kSumPitch>(
+        shared.sums[0][0], shared.owned, &shared.owned_barrier, tokens.num_rows, 0);
     wait_for_sums<kRows, kBlocks, kOwned>(&shared.owned_barrier);
     stamps.mark(StampStage::sum);
   }
@@ -107,15 +118,17 @@ struct TallProduct {
   LOWLAT_DEVICE static int chunk_of(int number) {
     return (static_cast<int>(blockIdx.x) / kBlocks + number) % kChunks;
   }
-  // Of an odd token the halves of 128 bytes change places, so that two tokens and four pieces lie
-  // in all banks.
-  LOWLAT_DEVICE static int piece_place(int token, int piece) { return piece ^ (token & 1) << 2; }
+  // Of an odd token of f16 values the halves of 128 bytes change places, so that two tokens and
+  // four pieces lie in all banks.
+  LOWLAT_DEVICE static int piece_place(int token, int piece) {
+    return kBytes == 1 ? piece : piece ^ (token & 1) << 2;
+  }
 
   // Asks for a chunk, as one group of copies.
   LOWLAT_DEVICE static void load_chunk(Shared& shared, const Tokens& tokens, int number) {
-    constexpr int kPieces = kTokenPitch / 16;
+    constexpr int kPieces = kTokenBytes / 16;
     unsigned char* const slot = shared.tokens[number % kSlots];
-    const std::uint8_t* const from = tokens.values + chunk_of(number) * kTokenPitch;
+    const std::uint8_t* const from = tokens.values + chunk_of(number) * kTokenBytes;
 #pragma unroll 1
     for (int i = plat::thread_idx(); i < tokens.num_rows * kPieces; i += kProductThreads) {
       const int token = i / kPieces, piece = i % kPieces;
@@ -130,7 +143,10 @@ struct TallProduct {
     const int warp_idx = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
     const int g = lane_idx / 4, t = lane_idx % 4;
-    const unsigned char* const rows = shared.weights + (warp_idx * 16 + g) * kWeightPitch + 8 * t;
+    const int row_tile = warp_idx % kRowWarps, part_idx = warp_idx / kRowWarps;
+    const int first_k = part_idx * kSteps * kStep;  // in a group
+    const unsigned char* const rows =
+        shared.weights + (row_tile * 16 + g) * kWeightPitch + first_k + 8 * t;
     float sum[kTiles][4] = {};
     wait_for_weights(&shared.barrier, 0);
 #pragma unroll 1
@@ -143,7 +159,7 @@ struct TallProduct {
       const unsigned char* const column = shared.tokens[number % kSlots] + g * kTokenPitch;
       float part[kTiles][4] = {};
 #pragma unroll
-      for (int step = 0; step < kGroup / kStep; ++step) {
+      for (int step = 0; step < kSteps; ++step) {
         const uint2 low = *reinterpret_cast<const uint2*>(row + step * kStep);
         const uint2 high = *reinterpret_cast<const uint2*>(row + 8 * kWeightPitch + step * kStep);
         std::uint32_t a[2][4];
@@ -151,10 +167,18 @@ struct TallProduct {
         place_codes(a[1], low.y, high.y);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const uint4 b = *reinterpret_cast<const uint4*>(
-              column + n * kTileTokens * kTokenPitch + 16 * piece_place(g, step * (kStep / 8) + t));
-          sm90::mma_f16(part[n], a[0], b.x, b.y);
-          sm90::mma_f16(part[n], a[1], b.z, b.w);
+          const unsigned char* const eight = column + n * kTileTokens * kTokenPitch;
+          std::uint32_t b[4];
+          if constexpr (kBytes == 1) {
+            CodeActivations<kGroup, true>::expand(
+                b, *reinterpret_cast<const uint2*>(eight + first_k + step * kStep + 8 * t));
+          } else {
+            HalfActivations<kGroup, true>::expand(
+                b, *reinterpret_cast<const uint4*>(
+                       eight + 16 * piece_place(g, (first_k + step * kStep) / 8 + t)));
+          }
+          sm90::mma_f16(part[n], a[0], b[0], b[1]);
+          sm90::mma_f16(part[n], a[1], b[2], b[3]);
         }
       }
       const float own = shared.scale[group];
@@ -181,7 +205,7 @@ struct TallProduct {
     sm90::cluster_arrive_relaxed();
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      float* to = &shared.sums[n * kTileTokens + 2 * t][warp_idx * 16 + g];
+      float* to = &shared.sums[part_idx][n * kTileTokens + 2 * t][row_tile * 16 + g];
       to[0] = sum[n][0];
       to[kSumPitch] = sum[n][1];
       to[8] = sum[n][2];

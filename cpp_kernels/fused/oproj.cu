@@ -12,9 +12,9 @@
 // Launch       wo_a: 64 rows a block, K in a cluster of four, of eight for more than sixteen rows
 //              (V4: 128, so that a group of u is in one cluster, of eight; more than sixteen rows:
 //              front_tall.cuh); wo_b: 80 (V4: 64) rows, K in a cluster of two a group pair; 32 rows
-//              and twice the K where rows are few. Weights are on their way before the input is
-//              waited for. Without gates wo_b lets the receiving kernel start after its own wait,
-//              so that one may poll at once
+//              and twice the K where rows are few; more than 24 rows of V4: front_tall.cuh. Weights
+//              are on their way before the input is waited for. Without gates wo_b lets the
+//              receiving kernel start after its own wait, so that one may poll at once
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; inside a cluster front_product.cuh;
 //              packets exchange.cuh
 // Determinism  fixed summation order; bitwise run to run and rank to rank
@@ -75,11 +75,23 @@ struct ShapeA<M, kTiles> {
 // Up to eight tokens: fewer rows of twice the K a block, half as many blocks a cluster.
 template <class M, int kTiles, int kGroups>
 struct ShapeB {
+  static constexpr bool kTall = false;
   static constexpr int kRows = kTiles == 1 ? 32 : M::kHidden == 5120 ? 80 : 64;
   static constexpr int kK = kTiles == 1 ? 2 * kLora : kLora;
   static constexpr int kBlocks = kGroups * kLora / kK;
   static_assert(M::kHidden % kRows == 0);
   using Linear = Product<kRows, kK, kTiles, kBlocks, kRows / kBlocks, 1>;
+};
+// Most rows of V4: registers and memory for a block of the exchange (exchange_mix_wide.cu) beside
+// one of these, so that it is there before the sums are. Clusters of two: of four that have a block
+// a multiprocessor one does not fit.
+template <class M, int kTiles, int kGroups>
+  requires(M::kScaleBlock == 128 && kTiles > 3)
+struct ShapeB<M, kTiles, kGroups> {
+  static constexpr bool kTall = true;
+  static constexpr int kRows = 64, kK = kLora, kBlocks = kGroups;
+  static_assert(M::kHidden % kRows == 0);
+  using Linear = TallProduct<M::kScaleBlock, kRows, kK, kTiles, kBlocks, 4, 1>;
 };
 
 template <class M, int kTiles>
@@ -242,7 +254,9 @@ __global__ void __launch_bounds__(kProductThreads, (min_blocks<M, kTiles>()))
 }
 
 template <class M, int kTiles, int kGroups>
-__global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
+__global__ void __launch_bounds__(kProductThreads, kTiles == 1                         ? 3
+                                                   : ShapeB<M, kTiles, kGroups>::kTall ? 2
+                                                                                       : 1)
     oproj_b_fp8_sm90(const __grid_constant__ OprojParams params) {
   using Shape = ShapeB<M, kTiles, kGroups>;
   using Linear = Shape::Linear;
@@ -270,7 +284,11 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
                 params.hop.id + static_cast<std::uint32_t>(HopKernel::oproj_b));
   const HopActivations<1> few{
       static_cast<const plat::TaggedWords*>(params.packets.u) + rank * kKOfBlock / 8, k / 8, hop};
-  Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
+  if constexpr (Shape::kTall) {
+    Linear::load(shared, weights, params.num_rows);
+  } else {
+    Linear::template load<kGroup>(shared, weights, first_row % kGroup, params.num_rows);
+  }
   stamps.mark(StampStage::ask);
   if constexpr (kTiles == 1) {
     wait_for_signs(hop, {static_cast<const plat::TaggedWords*>(params.packets.o) + tile, hop.tag,
@@ -281,10 +299,16 @@ __global__ void __launch_bounds__(kProductThreads, kTiles == 1 ? 3 : 1)
     wait_at(params.u_done);
     stamps.mark(StampStage::wait);
     if (!early) sm90::launch_dependents();
-    const CodeActivations<kGroup, false> u{params.u_codes + rank * kKOfBlock,
-                                           params.u_scale + rank * kKOfBlock / kGroup * padded, k,
-                                           padded};
-    Linear::run(shared, u, params.num_rows, stamps);
+    const std::uint8_t* const codes = params.u_codes + rank * kKOfBlock;
+    const float* const scale = params.u_scale + rank * kKOfBlock / kGroup * padded;
+    if constexpr (Shape::kTall) {
+      const typename Linear::Tokens u{codes, k, scale, padded, params.num_rows};
+      Linear::load_tokens(shared, u);
+      Linear::run(shared, u, stamps);
+    } else {
+      const CodeActivations<kGroup, false> u{codes, scale, k, padded};
+      Linear::run(shared, u, params.num_rows, stamps);
+    }
   }
   constexpr int kQuads = Linear::kOwned / 4;
   const int first_owned = first_row + rank * Linear::kOwned;
@@ -327,9 +351,15 @@ cudaError_t launch_oproj_a(const OprojParams& params, bool programmatic, cudaStr
 cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStream_t stream) {
   const auto launch = [&]<class M, int kTiles, int kGroups>() {
     using Shape = ShapeB<M, kTiles, kGroups>;
+    static_assert((Shape::kTall ? 2 : 1) * (sizeof(typename Shape::Linear::Shared) + 1024) <=
+                  228 * 1024);
+    // Of the tall ones no two on a multiprocessor, so that the exchange has room on all of them.
+    constexpr int kOneAMultiprocessor = 114 * 1024;
+    constexpr int kBytes = sizeof(typename Shape::Linear::Shared);
+    static_assert(!Shape::kTall || kBytes <= kOneAMultiprocessor);
     return launch_kernel(oproj_b_fp8_sm90<M, kTiles, kGroups>,
                          dim3(M::kHidden / Shape::kRows * Shape::kBlocks), kProductThreads,
-                         sizeof(typename Shape::Linear::Shared), Shape::kBlocks, programmatic,
+                         Shape::kTall ? kOneAMultiprocessor : kBytes, Shape::kBlocks, programmatic,
                          stream, params);
   };
   return with_model(params.model, [&]<class M>() {
