@@ -12,7 +12,8 @@
 // Launch       32 weight rows a block, which are one group of four-bit codes; V4: 64, and two
 //              blocks are a cluster and a head. 256 threads. Weights are on their way before the
 //              input is waited for. Codes of more than sixteen rows that lie in memory go
-//              straight to the products, so that two blocks have room on a multiprocessor
+//              straight to the products, so that two blocks have room on a multiprocessor;
+//              V4's are front_tall.cuh's then, of a head's rows and half of their K
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; V4: the halves of a head reach the other
 //              block by stores that count on its barrier
 // Determinism  fixed summation order; bitwise run to run and rank to rank
@@ -22,6 +23,7 @@
 // The platform comes first.
 #include "fused/exchange_gate.cuh"
 #include "fused/front_launch.cuh"
+#include "fused/front_tall.cuh"
 #include "fused/front_weights.cuh"
 #include "fused/index.hpp"
 #include "fused/index_latent.cuh"
@@ -157,14 +159,31 @@ static_assert(kFp8IndexHeads * 2 == kIndexQueryBlocks);
 template <int kTiles, bool kGiven>
 struct QuerySharedV4 {
   static constexpr int kTokens = kTiles * kTileTokens;
-  using Linear = Product<kHalf, kQLoraV4, kTiles, 1, kHalf, 0, kGiven && kTiles == 6 ? 2 : 1>;
+  // Of given codes a block has all rows of a head and half of their K, and its own half of the
+  // head when both have met.
+  using Linear = std::conditional_t<
+      kGiven, TallProduct<kGroupV4, kIndexDim, kQLoraV4 / 2, kTiles, 2, kQLoraV4 / 2 / kGroupV4, 1>,
+      Product<kHalf, kQLoraV4, kTiles, 1, kHalf, 0>>;
   using Latent = IndexLatent<kQLoraV4, kGroupV4, kTokens>;
   // The head's own half before the last pass is where the product's sums were.
   typename Linear::Shared product;
   std::conditional_t<kGiven, Nothing, Latent> latent;
   float2 turn[kTokens][kPairs];
-  float other[kTokens][kHalf];  // the other half
+  using Half = float[kTokens][kHalf];
+  std::conditional_t<kGiven, Nothing, Half> own_other;
   std::uint64_t barrier;
+
+  // The other half. Of given codes it lies behind the product's sums: who sends it has all of this
+  // block's, whose weights are used up then.
+  LOWLAT_DEVICE Half& other() {
+    if constexpr (kGiven) {
+      static_assert(sizeof product.sums % 16 == 0 &&
+                    sizeof product.sums + sizeof(Half) <= sizeof product.weights);
+      return *reinterpret_cast<Half*>(product.weights + sizeof product.sums);
+    } else {
+      return own_other;
+    }
+  }
 };
 template <int kTiles, bool kGiven>
 __global__ void __launch_bounds__(kProductThreads, kGiven ? 2 : 1)
@@ -182,13 +201,23 @@ __global__ void __launch_bounds__(kProductThreads, kGiven ? 2 : 1)
     sm90::fence_barrier_init();
     sm90::barrier_arrive_expect(&shared.barrier, num_rows * kHalf * 4);
   }
-  plat::block_sync();
-  sm90::cluster_arrive_relaxed();
   constexpr int kScaleStride = kQLoraV4 / kGroupV4;
-  const ProductWeights weights{
-      params.wq.codes + (static_cast<std::int64_t>(head) * kIndexDim + half * kHalf) * kQLoraV4,
-      params.wq.scales + head * kScaleStride, kQLoraV4, kScaleStride};
-  Linear::template load<kGroupV4>(shared.product, weights, half * kHalf, num_rows);
+  const std::uint8_t* const codes =
+      params.wq.codes + static_cast<std::int64_t>(head) * kIndexDim * kQLoraV4;
+  const std::uint8_t* const scales = params.wq.scales + head * kScaleStride;
+  constexpr int kFirstK = kQLoraV4 / 2;  // of a cluster's second block, where they share K
+  if constexpr (kGiven) {
+    Linear::load(
+        shared.product,
+        {codes + half * kFirstK, scales + half * (kFirstK / kGroupV4), kQLoraV4, kScaleStride},
+        num_rows);
+  } else {
+    plat::block_sync();
+    sm90::cluster_arrive_relaxed();
+    Linear::template load<kGroupV4>(
+        shared.product, {codes + half * kHalf * kQLoraV4, scales, kQLoraV4, kScaleStride},
+        half * kHalf, num_rows);
+  }
   if (rotates) {
     for (int i = thread_idx; i < num_rows * kPairs; i += kProductThreads) {
       shared.turn[i / kPairs][i % kPairs] =
@@ -202,9 +231,12 @@ __global__ void __launch_bounds__(kProductThreads, kGiven ? 2 : 1)
     static_assert(2 * (sizeof shared + 1024) <= 228 * 1024);
     wait_at(params.qkv_done);
     stamps.mark(StampStage::wait);
-    const CodeActivations<kGroupV4, false> latent{params.latent_codes, params.latent_scale,
-                                                  kQLoraV4, padded_rows(num_rows)};
-    Linear::run(shared.product, latent, num_rows, stamps);
+    const int padded = padded_rows(num_rows);
+    const typename Linear::Tokens latent{params.latent_codes + half * kFirstK, kQLoraV4,
+                                         params.latent_scale + half * (kFirstK / kGroupV4) * padded,
+                                         padded, num_rows};
+    Linear::load_tokens(shared.product, latent);
+    Linear::run(shared.product, latent, stamps);
   } else {
     wait_for_latent<kTiles == 1>(shared.latent, params, static_cast<int>(blockIdx.x));
     const CodeActivations<kGroupV4, true> latent{shared.latent.codes, shared.latent.scale,
@@ -212,60 +244,92 @@ __global__ void __launch_bounds__(kProductThreads, kGiven ? 2 : 1)
                                                  QuerySharedV4<kTiles, kGiven>::kTokens};
     stamps.mark(StampStage::wait);
     Linear::run(shared.product, latent, num_rows, stamps);
+    sm90::cluster_wait();  // the other block runs
   }
   auto& own_half = shared.product.owned[0];
-  sm90::cluster_wait();  // the other block runs
-  // A warp a token, a lane channels 2 lane and the next: six passes of the Hadamard matrix.
-  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-    float a = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
-    float b = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
-    if (rotates) {
-      const float2 turn = shared.turn[token][lane_idx];
-      const float turned = a * turn.x - b * turn.y;
-      b = a * turn.y + b * turn.x;
-      a = turned;
+  auto& other_half = shared.other();
+  // A warp a token, a lane channels 2 lane and the next: six passes of the Hadamard matrix. Tokens
+  // of a turn go through them together.
+  constexpr int kAtOnce = kTiles > 2 ? 3 : 1, kTurn = kAtOnce * kProductWarps;
+  const auto own_token = [&](int first, int i) {  // or, where there is none, the first once more
+    const int token = first + i * kProductWarps;
+    return token < num_rows ? token : first;
+  };
+#pragma unroll 1
+  for (int first = warp_idx; first < num_rows; first += kTurn) {
+    float a[kAtOnce], b[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int token = own_token(first, i);
+      a[i] = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx));
+      b[i] = quick_bf16(Linear::sum(shared.product, token, 2 * lane_idx + 1));
+      if (rotates) {
+        const float2 turn = shared.turn[token][lane_idx];
+        const float turned = a[i] * turn.x - b[i] * turn.y;
+        b[i] = a[i] * turn.y + b[i] * turn.x;
+        a[i] = turned;
+      }
+      const float sum = a[i] + b[i];
+      b[i] = a[i] - b[i];
+      a[i] = sum;
     }
-    const float sum = a + b;
-    b = a - b;
-    a = sum;
 #pragma unroll
     for (int mask = 1; mask < plat::kWarpLanes; mask *= 2) {
-      const float other_a = plat::warp_shuffle_xor(a, mask);
-      const float other_b = plat::warp_shuffle_xor(b, mask);
       const bool high = (lane_idx & mask) != 0;
-      a = high ? other_a - a : a + other_a;
-      b = high ? other_b - b : b + other_b;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float other_a = plat::warp_shuffle_xor(a[i], mask);
+        const float other_b = plat::warp_shuffle_xor(b[i], mask);
+        a[i] = high ? other_a - a[i] : a[i] + other_a;
+        b[i] = high ? other_b - b[i] : b[i] + other_b;
+      }
     }
-    own_half[token][2 * lane_idx] = a;
-    own_half[token][2 * lane_idx + 1] = b;
-    const std::uint32_t barrier = sm90::peer_address(&shared.barrier, 1 - half);
-    const std::uint32_t to = sm90::peer_address(&shared.other[token][2 * lane_idx], 1 - half);
-    sm90::send_to_peer(to, a, barrier);
-    sm90::send_to_peer(to + 4, b, barrier);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int token = first + i * kProductWarps;
+      if (token >= num_rows) break;
+      *reinterpret_cast<float2*>(&own_half[token][2 * lane_idx]) = make_float2(a[i], b[i]);
+      sm90::send_to_peer(sm90::peer_address(&other_half[token][2 * lane_idx], 1 - half), a[i], b[i],
+                         sm90::peer_address(&shared.barrier, 1 - half));
+    }
   }
   wait_for_cluster(&shared.barrier, 0);
   __syncwarp();
   constexpr float kRoot = 0.08838834764831845f;  // 128^-0.5
-  for (int token = warp_idx; token < num_rows; token += kProductWarps) {
-    float kept[2], amax = stages::kIndexFp8AmaxMin;
+#pragma unroll 1
+  for (int first = warp_idx; first < num_rows; first += kTurn) {
+    float kept[kAtOnce][2], amax[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float own = own_half[token][2 * lane_idx + i];
-      const float other = shared.other[token][2 * lane_idx + i];
-      const float sum = (own + other) * kRoot;
-      const float difference = (rotates ? other - own : own - other) * kRoot;
-      kept[i] = rotates ? difference : sum;
-      amax = plat::max(plat::abs(sum), amax);
-      amax = plat::max(plat::abs(difference), amax);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int token = own_token(first, i);
+      const float2 own = *reinterpret_cast<const float2*>(&own_half[token][2 * lane_idx]);
+      const float2 other = *reinterpret_cast<const float2*>(&other_half[token][2 * lane_idx]);
+      const float pairs[2][2] = {{own.x, other.x}, {own.y, other.y}};
+      amax[i] = stages::kIndexFp8AmaxMin;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float sum = (pairs[j][0] + pairs[j][1]) * kRoot;
+        const float difference =
+            (rotates ? pairs[j][1] - pairs[j][0] : pairs[j][0] - pairs[j][1]) * kRoot;
+        kept[i][j] = rotates ? difference : sum;
+        amax[i] = plat::max(plat::abs(sum), amax[i]);
+        amax[i] = plat::max(plat::abs(difference), amax[i]);
+      }
     }
-    amax = plat::warp_max(amax);
-    const float scale = amax / stages::kE4m3Max, inverse = 1.0f / scale;
-    std::uint32_t pair[2];
-    sm90::e4m3_to_f16(pair, sm90::to_e4m3_pair(kept[0] * inverse, kept[1] * inverse));
-    const int channel = half * kHalf + 2 * lane_idx;
-    *reinterpret_cast<std::uint32_t*>(params.query + token * kFp8IndexHeads * kIndexDim +
-                                      index_query_place(head, channel, true)) = pair[0];
-    if (half == 0 && lane_idx == 0) params.query_scale[token * kFp8IndexHeads + head] = scale;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) amax[i] = plat::warp_max(amax[i]);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int token = first + i * kProductWarps;
+      if (token >= num_rows) break;
+      const float scale = amax[i] / stages::kE4m3Max, inverse = 1.0f / scale;
+      std::uint32_t pair[2];
+      sm90::e4m3_to_f16(pair, sm90::to_e4m3_pair(kept[i][0] * inverse, kept[i][1] * inverse));
+      const int channel = half * kHalf + 2 * lane_idx;
+      *reinterpret_cast<std::uint32_t*>(params.query + token * kFp8IndexHeads * kIndexDim +
+                                        index_query_place(head, channel, true)) = pair[0];
+      if (half == 0 && lane_idx == 0) params.query_scale[token * kFp8IndexHeads + head] = scale;
+    }
   }
   stamps.mark(StampStage::store);
   open_gate(params.query_done);
