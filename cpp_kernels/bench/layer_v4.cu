@@ -42,7 +42,9 @@ void run_ratio(const HostWeights& host, const HostV4& v4, int ratio, int rows, i
                                     {"query first", BesideOrder::query_first},
                                     {"q end", BesideOrder::q_end},
                                     {"keys, q end", BesideOrder::keys_q_end},
-                                    {"entries, q end", BesideOrder::entries_q_end}}) {
+                                    {"entries, q end", BesideOrder::entries_q_end},
+                                    {"entries, q last", BesideOrder::entries_q_last},
+                                    {"query, entries", BesideOrder::entries_query_first}}) {
     if (ratio == 0 || (ratio == 128 && order > BesideOrder::pool_end)) continue;
     if (ratio == 4 && order == BesideOrder::pool_end) continue;
     cases.push_back({name, {}});

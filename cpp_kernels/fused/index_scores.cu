@@ -11,10 +11,10 @@
 // Bytes        68 (132) an entry and request; 128K entries: 8.9 MB
 // Floor        1.9 us at 4.65 TB/s for them, 5 us of products for six rows
 // Launch       264 blocks of 256 threads (of up to eight rows two a row fewer, which leave their
-//              places to the selection) share the requests (rows, with candidate
-//              blocks), and each request's rows where it has few keys; four warps take 64 keys,
-//              expand them once and keep them in registers for all their rows. The first keys are
-//              read before the queries are there
+//              places to the selection, of more than 24 half where that is enough) share the
+//              requests (rows, with candidate blocks), and each request's rows where it has few
+//              keys; four warps take 64 keys, expand them once and keep them in registers for all
+//              their rows. The first keys are read before the queries are there
 // Ordering     gates (exchange_gate.cuh) or kernels' ends; keys that the step writes are read after
 //              keys_done
 // Determinism  an entry's score depends on its row and key; bitwise run to run and rank to rank
@@ -139,9 +139,10 @@ struct Fp4Keys {
 };
 
 // V4: e4m3 codes, exact as f16, under one fp32 scale a key.
+template <int kRowsTogether_>
 struct Fp8Keys {
   static constexpr int kThreads = 256, kBlocks = 2;
-  static constexpr int kHeads = kFp8IndexHeads, kRowsTogether = 4;
+  static constexpr int kHeads = kFp8IndexHeads, kRowsTogether = kRowsTogether_;
   static constexpr sm90::Half kHalf = sm90::Half::f16;
   struct Raw {
     uint4 codes[kWarpOctets][2];
@@ -228,14 +229,21 @@ LOWLAT_DEVICE float score_of(const KeyRows& keys, sm90::Columns query, const flo
   return pair + plat::warp_shuffle_xor(pair, 2);
 }
 
-// Into how many parts the rows of a request are split: none, or a row each where there are so few
-// keys that expanding them for each row again is quicker. Costs are in rows; expanding takes about
-// one.
-LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks, int groups_of_block) {
-  const int groups = num_blocks * groups_of_block;
-  const int together = (num_tiles + groups - 1) / groups * (1 + tokens);
-  const int apart = (num_tiles * tokens + groups - 1) / groups * 2;
-  return apart < together && tokens <= num_blocks ? tokens : 1;
+// Into how many parts the rows of a request are split: what costs least, as keys are expanded for
+// each part again; of equals the fewest. Costs are in rows; expanding, for so many rows together,
+// takes about one. Whole warps call, and a lane looks at one way.
+template <class Keys>
+LOWLAT_DEVICE int row_parts(int tokens, int num_tiles, int num_blocks, int lane_idx) {
+  const int parts = lane_idx + 1;
+  unsigned own = ~0u;
+  if (parts <= tokens && parts <= num_blocks) {
+    const int groups = num_blocks / parts * kGroups<Keys>;
+    const int rows = (tokens + parts - 1) / parts;
+    const int expands = (rows + Keys::kRowsTogether - 1) / Keys::kRowsTogether;
+    const int cost = (num_tiles + groups - 1) / groups * (rows + expands);
+    own = static_cast<unsigned>(cost) << 8 | static_cast<unsigned>(parts);
+  }
+  return static_cast<int>(__reduce_min_sync(plat::kAllLanes, own) & 0xffu);
 }
 
 template <class Keys>
@@ -279,8 +287,12 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
                        ? __ldg(params.rows.positions + request * params.rows.tokens) / params.ratio
                        : unit.count;
   const int num_tiles = (unit.count + kTileKeys - 1) / kTileKeys;
-  const int num_parts = row_parts(tokens, num_tiles, per_unit, kGroups<Keys>),
-            per_part = per_unit / num_parts;
+  // So do half of the blocks of many rows, if the others take all of a unit's keys at once: all
+  // would take all registers of every multiprocessor, and the last wait for other kernels' blocks.
+  const int half = per_unit / 2;
+  const int used = num_rows > 24 && num_tiles <= half * kGroups<Keys> ? half : per_unit;
+  const int num_parts = row_parts<Keys>(tokens, num_tiles, used, lane_idx);
+  const int per_part = used / num_parts;
   const int part = block_of_unit % num_parts, block_of_part = block_of_unit / num_parts;
   const int rows_of_part = (tokens + num_parts - 1) / num_parts;
   const int begin_row = min(part * rows_of_part, tokens);
@@ -400,7 +412,9 @@ cudaError_t launch_index_scores(const IndexParams& params, bool programmatic, cu
   };
   if (params.format == IndexFormat::fp4) return launch.template operator()<Fp4Keys>();
   if (params.blocks != nullptr || params.block_scores != nullptr) return cudaErrorInvalidValue;
-  return launch.template operator()<Fp8Keys>();
+  // Of many rows all of a request's; else less memory, beside other kernels' blocks.
+  return rows.num_rows > 24 ? launch.template operator()<Fp8Keys<6>>()
+                            : launch.template operator()<Fp8Keys<4>>();
 }
 
 }  // namespace lowlat::nvidia::fused

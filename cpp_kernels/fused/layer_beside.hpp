@@ -35,18 +35,18 @@ struct BesideLayer {
 // ratio 4's index alone.
 enum class BesideOrder {
   measured,
-  q_first,       // q, keys, query, scores, selection
-  q_last,        // keys, query, scores, q, selection
-  pool_end,      // of ratio 128: product, q, pool; else q_last
-  query_first,   // query, keys, scores, q, selection
-  q_end,         // keys, query, scores, selection, q
-  keys_q_end,    // keys, query, scores, entries, selection, q
-  entries_q_end  // keys, query, entries, scores, selection, q
+  q_first,              // q, keys, query, scores, selection
+  q_last,               // keys, query, scores, q, selection
+  pool_end,             // of ratio 128: product, q, pool; else q_last
+  query_first,          // query, keys, scores, q, selection
+  q_end,                // keys, query, scores, selection, q
+  keys_q_end,           // keys, query, scores, entries, selection, q
+  entries_q_end,        // keys, query, entries, scores, selection, q
+  entries_q_last,       // keys, query, entries, scores, q, selection
+  entries_query_first,  // query, keys, entries, scores, q, selection
 };
 // Whether ratio 4's entries have kernels of their own.
-constexpr bool beside_splits(BesideOrder order) {
-  return order == BesideOrder::keys_q_end || order == BesideOrder::entries_q_end;
-}
+constexpr bool beside_splits(BesideOrder order) { return order >= BesideOrder::keys_q_end; }
 // What `measured` stands for.
 BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool selects);
 
