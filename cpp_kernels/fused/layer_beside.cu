@@ -15,7 +15,7 @@ BesideOrder beside_order(BesideOrder order, int num_rows, int ratio, bool select
   if (num_rows > kHopRows) {
     if (!selects) return num_rows > 24 ? BesideOrder::pool_end : BesideOrder::q_last;
     if (ratio == shape::kOverlapRatio) {
-      return num_rows > 24 ? BesideOrder::entries_q_last : BesideOrder::q_last;
+      return num_rows > 16 ? BesideOrder::entries_q_last : BesideOrder::q_last;
     }
     return num_rows > 16 && num_rows <= 24 ? BesideOrder::q_last : BesideOrder::q_end;
   }
