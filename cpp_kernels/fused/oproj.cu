@@ -353,13 +353,15 @@ cudaError_t launch_oproj_b(const OprojParams& params, bool programmatic, cudaStr
     using Shape = ShapeB<M, kTiles, kGroups>;
     static_assert((Shape::kTall ? 2 : 1) * (sizeof(typename Shape::Linear::Shared) + 1024) <=
                   228 * 1024);
-    // Of the tall ones no two on a multiprocessor, so that the exchange has room on all of them.
+    // Of the tall ones of four ranks no two on a multiprocessor, so that the exchange has room on all
+    // of them; of two ranks there are too many.
+    constexpr bool kAlone = Shape::kTall && kGroups == 2;
     constexpr int kOneAMultiprocessor = 114 * 1024;
     constexpr int kBytes = sizeof(typename Shape::Linear::Shared);
-    static_assert(!Shape::kTall || kBytes <= kOneAMultiprocessor);
+    static_assert(!kAlone || kBytes <= kOneAMultiprocessor);
     return launch_kernel(oproj_b_fp8_sm90<M, kTiles, kGroups>,
                          dim3(M::kHidden / Shape::kRows * Shape::kBlocks), kProductThreads,
-                         Shape::kTall ? kOneAMultiprocessor : kBytes, Shape::kBlocks, programmatic,
+                         kAlone ? kOneAMultiprocessor : kBytes, Shape::kBlocks, programmatic,
                          stream, params);
   };
   return with_model(params.model, [&]<class M>() {
