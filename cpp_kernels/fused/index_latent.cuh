@@ -52,8 +52,9 @@ struct IndexLatent {
     plat::block_sync();
 #pragma unroll 2
     for (int piece = thread_idx; piece < num_rows * kPieces; piece += kProductThreads) {
-      quantize(__ldcg(reinterpret_cast<const uint4*>(qa + piece * kPiece)), gain, piece / kPieces,
-               piece % kPieces * kPiece);
+      const int k = piece % kPieces * kPiece;
+      quantize(__ldcg(reinterpret_cast<const uint4*>(qa + piece * kPiece)), gain_at(gain, k),
+               piece / kPieces, k);
     }
     plat::block_sync();
   }
@@ -80,6 +81,11 @@ struct IndexLatent {
     constexpr int kOfLane = kPieces / plat::kWarpLanes, kPackets = 2 * kOfLane;
     const int token = plat::thread_idx() / plat::kWarpLanes;
     const int lane_idx = plat::thread_idx() % plat::kWarpLanes;
+    uint4 gains[kOfLane];
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      gains[i] = gain_at(gain, (lane_idx + i * plat::kWarpLanes) * kPiece);
+    }
     wait_for_signs(hop, signs);
     if (token < num_rows) {
       const auto* from =
@@ -101,16 +107,18 @@ struct IndexLatent {
         const HopWords &first = words[2 * i], &second = words[2 * i + 1];
         quantize(make_uint4(low_word(first.pair), high_word(first.pair), low_word(second.pair),
                             high_word(second.pair)),
-                 gain, token, (lane_idx + i * plat::kWarpLanes) * kPiece);
+                 gains[i], token, (lane_idx + i * plat::kWarpLanes) * kPiece);
       }
     }
     plat::block_sync();
   }
 
  private:
+  LOWLAT_DEVICE static uint4 gain_at(const std::uint16_t* gain, int k) {
+    return __ldg(reinterpret_cast<const uint4*>(gain + k));
+  }
   // Eight values from k on of a token whose norm is known. Whole warps call.
-  LOWLAT_DEVICE void quantize(uint4 value, const std::uint16_t* gain, int token, int k) {
-    const uint4 weight = __ldg(reinterpret_cast<const uint4*>(gain + k));
+  LOWLAT_DEVICE void quantize(uint4 value, uint4 weight, int token, int k) {
     const float by = norm[token];
     const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
     const std::uint32_t gains[4] = {weight.x, weight.y, weight.z, weight.w};
