@@ -316,20 +316,27 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
     has_new = has_new || tile / kGroups<Keys> % per_part == block_of_part;
   }
   const bool loads = first_tile < num_tiles;
-  const bool loads_late = has_new && (first_tile + 1) * kTileKeys > unit.first_new;
+  const bool loads_late = loads && has_new && (first_tile + 1) * kTileKeys > unit.first_new;
   typename Keys::Raw raw;
-  // Keys that come late are asked for a second time, by the same code: what few blocks run comes
-  // from memory, a line after the other.
+  KeyRows keys;
+  float factor = 1.0f;
+  // The first keys are expanded before the queries are there. Keys that come late are asked for a
+  // second time, by the same code, and expanded further below: what few blocks run comes from
+  // memory, a line after the other.
 #pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn) {
-    if (turn == 1) {
+  for (int turn = 0; turn < (loads_late ? 2 : 1); ++turn) {
+    if (loads) Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
+    if (turn == 0) {
       stamps.mark(StampStage::ask);
       poll_gates(params.query_done, params.heads_done, has_new ? params.keys_done : Gate{});
+    }
+    if (loads && !loads_late) {
+      Keys::expand(keys, raw);
+      factor = Keys::factor(raw, lane_idx % 2);
+    }
+    if (turn == 0) {
       plat::block_sync();
       stamps.mark(StampStage::wait);
-    }
-    if (turn == 0 ? loads : loads && loads_late) {
-      Keys::load(raw, params, unit, first_tile * kOctets + own_octet, lane_idx);
     }
   }
   stamps.mark(StampStage::read);
@@ -356,12 +363,13 @@ __global__ void __launch_bounds__(Keys::kThreads, Keys::kBlocks)
     plat::block_sync();
 #pragma unroll 1
     for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
-      if (base != begin_row && tile == first_tile) {
-        Keys::load(raw, params, unit, tile * kOctets + own_octet, lane_idx);
+      if (base != begin_row || tile != first_tile || loads_late) {
+        if (base != begin_row && tile == first_tile) {
+          Keys::load(raw, params, unit, tile * kOctets + own_octet, lane_idx);
+        }
+        Keys::expand(keys, raw);
+        factor = Keys::factor(raw, lane_idx % 2);
       }
-      KeyRows keys;
-      Keys::expand(keys, raw);
-      const float factor = Keys::factor(raw, lane_idx % 2);
       if (tile + tile_step < num_tiles) {
         Keys::load(raw, params, unit, (tile + tile_step) * kOctets + own_octet, lane_idx);
       }
